@@ -1,0 +1,1 @@
+"""localinfer: a quantized LLM runtime for one person on their own machine."""

@@ -1,0 +1,65 @@
+"""Every error localinfer raises on purpose, as one tree.
+
+LocalinferError
+|-- ModelFileError                 the file, as a whole, cannot be used
+|   |-- CorruptFileError           its bytes contradict themselves or the GGUF specification
+|   |-- UnsupportedFormatError     it is well formed, and this version cannot run it
+|   `-- TokenizerError             its vocabulary cannot be built
+|-- ShapeError                     an array does not have the shape or type a function needs
+|-- RequestError                   the caller asked for something that has no meaning
+|   |-- ContextLengthError         the prompt does not fit the context
+|   `-- TemplateError              the chat template cannot render these messages
+|-- BackendUnavailableError        the device or instruction set asked for is not here
+|-- OutOfMemoryError               a budget the caller set would be exceeded
+`-- ClosedError                    the model was closed, or the process was forked
+
+A message names what was found, what was wanted, and the way out.
+"""
+
+
+class LocalinferError(Exception):
+    """Root of the tree; catch this to catch everything raised on purpose."""
+
+
+class ModelFileError(LocalinferError):
+    """The model file cannot be used."""
+
+
+class CorruptFileError(ModelFileError):
+    """The bytes of the file contradict themselves or the format's specification."""
+
+
+class UnsupportedFormatError(ModelFileError):
+    """The file is well formed, but this version cannot run what it holds."""
+
+
+class TokenizerError(ModelFileError):
+    """The vocabulary in the file cannot be built into a tokenizer."""
+
+
+class ShapeError(LocalinferError):
+    """An array does not have the shape, type or layout that a function needs."""
+
+
+class RequestError(LocalinferError):
+    """The caller asked for something that has no meaning here."""
+
+
+class ContextLengthError(RequestError):
+    """The prompt, or what was asked to follow it, does not fit the context."""
+
+
+class TemplateError(RequestError):
+    """The chat template cannot render these messages."""
+
+
+class BackendUnavailableError(LocalinferError):
+    """The device or instruction set asked for is not present on this machine."""
+
+
+class OutOfMemoryError(LocalinferError):
+    """An allocation would exceed the memory budget the caller set."""
+
+
+class ClosedError(LocalinferError):
+    """The object was closed, or belongs to another process."""
