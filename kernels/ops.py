@@ -1,10 +1,10 @@
 """The op set: everything a model may ask of a device, and the records those requests are made of.
 
-A decoder (floor `models`) writes these ops once, in order, on a `Tape`; the device turns them into a `Program` that runs
-any batch. The CPU tape is `kernels/cpu/tape.py`; the NumPy oracle in `tests/oracle.py` implements the same protocol.
+A decoder (floor `models`) writes these ops once, in order, on a `Tape`; the device turns them into a `Program` that
+runs any batch. The CPU tape is `kernels/cpu/tape.py`; the NumPy oracle in `tests/oracle.py` implements the same protocol.
 
-Shapes: a buffer holds `rows x width` float32, one row per token of the batch (`Rows.BATCH`) or per row whose logits were
-asked for (`Rows.OUTPUT`). Every op works row by row, so the value of a row depends on nothing but its own prefix.
+Shapes: a buffer holds `rows x width` float32, one row per token of the batch (`Rows.BATCH`) or per row whose logits
+were asked for (`Rows.OUTPUT`). Every op works row by row, so the value of a row depends on nothing but its own prefix.
 """
 
 from collections.abc import Sequence
@@ -122,8 +122,8 @@ class AttentionShape:
     """One layer's attention: sizes, mask and score transform.
 
     scale multiplies q.k; softcap > 0 replaces a score s by softcap * tanh(s / softcap); window > 0 lets a position see
-    itself and the window - 1 before it; chunk > 0 lets it see only its own chunk of positions; sinks float32[num_heads] add
-    exp(sink) to the softmax's denominator; alibi_slopes float32[num_heads] add slope * (key position - query position).
+    itself and the window - 1 before it; chunk > 0 lets it see only its own chunk of positions; sinks float32[num_heads]
+    add exp(sink) to the softmax's denominator; alibi_slopes float32[num_heads] add slope * (key position - query position).
     """
 
     num_heads: int
@@ -292,9 +292,9 @@ class Tape(Protocol):
         bias: FloatArray | None = None,
         input_per_slot: bool = False,
     ) -> None:
-        """For each row and each of its selected experts e: out[row, slot] = x[row or row, slot] @ weight[e].T + bias[e].
+        """For each row and each selected expert e: out[row, slot] = x[row or row, slot] @ weight[e].T + bias[e].
 
-        out is num_selected * num_rows(weight) wide; x is num_columns wide, or num_selected times that if input_per_slot.
+        out is num_selected * num_rows(weight) wide; x is num_columns wide, num_selected times that if input_per_slot.
         bias float32[num_experts, num_rows].
         """
         ...

@@ -1,0 +1,107 @@
+"""Compile kernels once per machine: the private cache folder and the one way kernels are jitted.
+
+Numba's own cache misses changes in called files, module constants and decorator options, and writes beside the source.
+Here the folder's name carries everything a compiled kernel depends on, so a stale entry cannot be found:
+version of localinfer, of Python and Numba, CPU and features, instruction set in use, and a hash of every kernel source.
+"""
+
+import hashlib
+import os
+import stat
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numba
+from llvmlite import binding as llvm
+from numba.core import config as numba_config
+
+from localinfer.kernels import isa
+
+
+def source_hash() -> str:
+    """Hash of every file of the kernel floor, since a kernel inlines functions of other files."""
+    digest = hashlib.sha256()
+    folder = Path(__file__).parent
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(path.relative_to(folder).as_posix().encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def cache_key() -> str:
+    """What a compiled kernel depends on, as one folder name."""
+    host = f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()} {llvm.get_process_triple()}"
+    overrides = f"{os.environ.get('NUMBA_CPU_NAME')} {os.environ.get('NUMBA_CPU_FEATURES')}"
+    machine = hashlib.sha256(f"{host} {overrides}".encode()).hexdigest()[:12]
+    python = f"py{sys.version_info.major}{sys.version_info.minor}"
+    return f"{python}-numba{numba.__version__}-{isa.SELECTED.value}-{machine}-{source_hash()}"
+
+
+def _prepare(folder: Path) -> Path | None:
+    """Make the folder private and prove that it is ours, for what lies in it is code; None if that fails."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        status = folder.lstat()
+        if hasattr(os, "getuid"):
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+                return None
+            if status.st_mode & 0o077:
+                folder.chmod(0o700)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError:
+        return None
+    return folder
+
+
+def _cache_folder() -> Path | None:
+    import platformdirs
+
+    parent = Path(platformdirs.user_cache_dir("localinfer", appauthor=False)) / "kernels"
+    if _prepare(parent) is None:
+        return None
+    return _prepare(parent / cache_key())
+
+
+CACHE_FOLDER = _cache_folder()
+if CACHE_FOLDER is None:
+    warnings.warn(
+        "no private folder for compiled kernels can be written, so every start compiles them anew; "
+        "make the user cache folder writable by its owner",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+def _cached(decorator: Callable[..., Any], *signature: Any, **options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Apply a Numba decorator with its cache in our folder; Numba fixes the folder when it decorates."""
+
+    def wrap(function: Callable[..., Any]) -> Any:
+        saved = numba_config.CACHE_DIR
+        numba_config.CACHE_DIR = str(CACHE_FOLDER or "")
+        try:
+            return decorator(*signature, cache=CACHE_FOLDER is not None, **options)(function)
+        finally:
+            numba_config.CACHE_DIR = saved
+
+    return wrap
+
+
+def jit(function: Callable[..., Any]) -> Any:
+    """`numba.njit` without the GIL, bounds checks or Python's division rules, cached in the private folder."""
+    return _cached(numba.njit, nogil=True, error_model="numpy", boundscheck=False)(function)
+
+
+def inline(function: Callable[..., Any]) -> Any:
+    """A jitted piece of other kernels, inlined by LLVM; never cached by itself."""
+    return numba.njit(nogil=True, error_model="numpy", boundscheck=False)(function)
+
+
+def op(function: Callable[..., Any]) -> Any:
+    """A tape op: a C function (parameters, batch, thread, num_threads), all int64, with a stable address."""
+    signature = "void(int64, int64, int64, int64)"
+    return _cached(numba.cfunc, signature, nopython=True, error_model="numpy", boundscheck=False)(function)
