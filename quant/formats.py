@@ -1,0 +1,188 @@
+"""The tensor types of GGUF files: their ids, names, block layouts and sizes.
+
+A quantized row is a sequence of equal blocks; a block holds its scales and the packed codes of
+`block_size` neighbouring columns. `block_dtype` gives the fields of a block as a NumPy record, so
+that sizes, offsets and decoders all read one table.
+"""
+
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+
+from localinfer.errors import ShapeError, UnsupportedFormatError
+
+
+class TensorType(IntEnum):
+    """Every tensor type a GGUF file may name, by its id in the file."""
+
+    F32 = 0
+    F16 = 1
+    Q4_0 = 2
+    Q4_1 = 3
+    Q5_0 = 6
+    Q5_1 = 7
+    Q8_0 = 8
+    Q8_1 = 9
+    Q2_K = 10
+    Q3_K = 11
+    Q4_K = 12
+    Q5_K = 13
+    Q6_K = 14
+    Q8_K = 15
+    IQ2_XXS = 16
+    IQ2_XS = 17
+    IQ3_XXS = 18
+    IQ1_S = 19
+    IQ4_NL = 20
+    IQ3_S = 21
+    IQ2_S = 22
+    IQ4_XS = 23
+    I8 = 24
+    I16 = 25
+    I32 = 26
+    I64 = 27
+    F64 = 28
+    IQ1_M = 29
+    BF16 = 30
+    TQ1_0 = 34
+    TQ2_0 = 35
+    MXFP4 = 39
+    NVFP4 = 40
+    Q1_0 = 41
+    Q2_0 = 42
+
+
+RETIRED_TYPES: dict[int, str] = {
+    4: "Q4_2",
+    5: "Q4_3",
+    31: "Q4_0_4_4",
+    32: "Q4_0_4_8",
+    33: "Q4_0_8_8",
+    36: "IQ4_NL_4_4",
+    37: "IQ4_NL_4_8",
+    38: "IQ4_NL_8_8",
+}
+"""Ids that older files used and that nothing writes any more."""
+
+_D = ("d", "<f2")
+_M = ("m", "<f2")
+_DMIN = ("dmin", "<f2")
+_K_SCALES = ("scales", "u1", 12)
+
+# Columns per block, bytes per block, and the block's fields in file order. The bytes are stated
+# apart from the fields so that a slip in either is caught when this module is imported.
+_LAYOUTS: dict[TensorType, tuple[int, int, list[Any]]] = {
+    TensorType.F32: (1, 4, [("value", "<f4")]),
+    TensorType.F16: (1, 2, [("value", "<f2")]),
+    TensorType.BF16: (1, 2, [("value", "<u2")]),
+    TensorType.F64: (1, 8, [("value", "<f8")]),
+    TensorType.I8: (1, 1, [("value", "i1")]),
+    TensorType.I16: (1, 2, [("value", "<i2")]),
+    TensorType.I32: (1, 4, [("value", "<i4")]),
+    TensorType.I64: (1, 8, [("value", "<i8")]),
+    TensorType.Q4_0: (32, 18, [_D, ("qs", "u1", 16)]),
+    TensorType.Q4_1: (32, 20, [_D, _M, ("qs", "u1", 16)]),
+    TensorType.Q5_0: (32, 22, [_D, ("qh", "u1", 4), ("qs", "u1", 16)]),
+    TensorType.Q5_1: (32, 24, [_D, _M, ("qh", "u1", 4), ("qs", "u1", 16)]),
+    TensorType.Q8_0: (32, 34, [_D, ("qs", "i1", 32)]),
+    TensorType.Q8_1: (32, 36, [_D, ("s", "<f2"), ("qs", "i1", 32)]),
+    TensorType.Q2_K: (256, 84, [("scales", "u1", 16), ("qs", "u1", 64), _D, _DMIN]),
+    TensorType.Q3_K: (256, 110, [("hmask", "u1", 32), ("qs", "u1", 64), _K_SCALES, _D]),
+    TensorType.Q4_K: (256, 144, [_D, _DMIN, _K_SCALES, ("qs", "u1", 128)]),
+    TensorType.Q5_K: (256, 176, [_D, _DMIN, _K_SCALES, ("qh", "u1", 32), ("qs", "u1", 128)]),
+    TensorType.Q6_K: (256, 210, [("ql", "u1", 128), ("qh", "u1", 64), ("scales", "i1", 16), _D]),
+    TensorType.Q8_K: (256, 292, [("d", "<f4"), ("qs", "i1", 256), ("bsums", "<i2", 16)]),
+    TensorType.IQ4_NL: (32, 18, [_D, ("qs", "u1", 16)]),
+    TensorType.IQ4_XS: (
+        256,
+        136,
+        [_D, ("scales_h", "<u2"), ("scales_l", "u1", 4), ("qs", "u1", 128)],
+    ),
+    TensorType.MXFP4: (32, 17, [("e", "u1"), ("qs", "u1", 16)]),
+    TensorType.NVFP4: (64, 36, [("d", "u1", 4), ("qs", "u1", 32)]),
+    TensorType.Q1_0: (128, 18, [_D, ("qs", "u1", 16)]),
+    TensorType.Q2_0: (64, 18, [_D, ("qs", "u1", 16)]),
+    TensorType.TQ1_0: (256, 54, [("qs", "u1", 48), ("qh", "u1", 4), _D]),
+    TensorType.TQ2_0: (256, 66, [("qs", "u1", 64), _D]),
+    TensorType.IQ2_XXS: (256, 66, [_D, ("qs", "<u4", (8, 2))]),
+    TensorType.IQ2_XS: (256, 74, [_D, ("qs", "<u2", 32), ("scales", "u1", 8)]),
+    TensorType.IQ2_S: (
+        256,
+        82,
+        [_D, ("qs", "u1", 32), ("signs", "u1", 32), ("qh", "u1", 8), ("scales", "u1", 8)],
+    ),
+    TensorType.IQ3_XXS: (256, 98, [_D, ("qs", "u1", 64), ("signs", "<u4", 8)]),
+    TensorType.IQ3_S: (
+        256,
+        110,
+        [_D, ("qs", "u1", 64), ("qh", "u1", 8), ("signs", "u1", 32), ("scales", "u1", 4)],
+    ),
+    TensorType.IQ1_S: (256, 50, [_D, ("qs", "u1", 32), ("qh", "<u2", 8)]),
+    TensorType.IQ1_M: (256, 56, [("qs", "u1", 32), ("qh", "u1", 16), ("scales", "<u2", 4)]),
+}
+
+_DTYPES: dict[TensorType, np.dtype[Any]] = {
+    tensor_type: np.dtype(fields) for tensor_type, (_, _, fields) in _LAYOUTS.items()
+}
+
+for _type in TensorType:
+    assert _type in _LAYOUTS, f"{_type.name} has no block layout"
+    assert _DTYPES[_type].itemsize == _LAYOUTS[_type][1], (
+        f"the fields of a {_type.name} block take {_DTYPES[_type].itemsize} bytes, not {_LAYOUTS[_type][1]}"
+    )
+assert not set(TensorType) & set(RETIRED_TYPES), "a type id is both in use and retired"
+
+
+def tensor_type(type_id: int) -> TensorType:
+    """Return the type with this id.
+
+    Raises: UnsupportedFormatError for a retired or unknown id, by name where it has one.
+    """
+    try:
+        return TensorType(type_id)
+    except ValueError:
+        pass
+    if type_id in RETIRED_TYPES:
+        raise UnsupportedFormatError(
+            f"tensor type {RETIRED_TYPES[type_id]} (id {type_id}) is retired from GGUF; wanted a "
+            "current type such as Q4_0 or Q4_K: convert the original model again"
+        )
+    raise UnsupportedFormatError(
+        f"tensor type id {type_id} is unknown; this version knows ids 0 to {max(TensorType)} "
+        "except retired ones: update localinfer, or use another quantization of the model"
+    )
+
+
+def block_size(type: TensorType) -> int:
+    """Return how many columns one block holds; 1 for plain numbers."""
+    return _LAYOUTS[type][0]
+
+
+def block_bytes(type: TensorType) -> int:
+    """Return how many bytes one block takes in the file."""
+    return _LAYOUTS[type][1]
+
+
+def block_dtype(type: TensorType) -> np.dtype[Any]:
+    """Return the fields of one block as a packed little-endian NumPy record type."""
+    return _DTYPES[type]
+
+
+def bits_per_weight(type: TensorType) -> float:
+    """Return the bits a weight takes in the file, its share of scales included."""
+    return 8 * block_bytes(type) / block_size(type)
+
+
+def row_bytes(type: TensorType, columns: int) -> int:
+    """Return the bytes of one row of `columns` weights.
+
+    Raises: ShapeError if `columns` is not a positive multiple of the block size.
+    """
+    size = block_size(type)
+    if columns <= 0 or columns % size:
+        raise ShapeError(
+            f"{type.name} stores rows in blocks of {size} columns and cannot hold {columns}; wanted "
+            f"a positive multiple of {size}: choose a type with a smaller block"
+        )
+    return columns // size * block_bytes(type)
