@@ -1,0 +1,61 @@
+"""Weights that have been found in the file and have the shape the decoder is about to rely on."""
+
+from localinfer.errors import CorruptFileError
+from localinfer.kernels.ops import EmbeddingTable, FloatArray, LinearWeight, WeightSource
+
+_WAY_OUT = "Convert the model again or download another copy."
+
+
+class CheckedWeights:
+    """A `WeightSource` asked for tensors of known shapes: kernels read by address, so a wrong shape must end here."""
+
+    def __init__(self, source: WeightSource, architecture: str) -> None:
+        self._source = source
+        self._architecture = architecture
+
+    def has(self, name: str) -> bool:
+        """Whether the file holds this tensor."""
+        return self._source.has(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, rows first. Raises: CorruptFileError if it is not in the file."""
+        if not self._source.has(name):
+            raise CorruptFileError(
+                f"{name} is not in the file; the architecture {self._architecture!r} needs it. {_WAY_OUT}"
+            )
+        return self._source.shape(name)
+
+    def linear(self, name: str, num_rows: int, num_columns: int, rows: slice | None = None) -> LinearWeight:
+        """A matrix of this whole shape, or some of its rows; one row may be stored as a vector."""
+        shapes: tuple[tuple[int, ...], ...] = ((num_rows, num_columns),)
+        if num_rows == 1:
+            shapes += ((num_columns,),)
+        self._check(name, shapes)
+        return self._source.linear(name, rows)
+
+    def experts(
+        self, name: str, num_experts: int, num_rows: int, num_columns: int, rows: slice | None = None
+    ) -> LinearWeight:
+        """A stack of matrices of this whole shape, or the same rows of each."""
+        self._check(name, ((num_experts, num_rows, num_columns),))
+        return self._source.linear(name, rows)
+
+    def embedding(self, name: str, num_rows: int, width: int) -> EmbeddingTable:
+        """A table of this shape."""
+        self._check(name, ((num_rows, width),))
+        return self._source.embedding(name)
+
+    def vector(self, name: str, *shapes: tuple[int, ...]) -> FloatArray:
+        """A small tensor of one of these shapes."""
+        self._check(name, shapes)
+        return self._source.vector(name)
+
+    def optional_vector(self, name: str, *shapes: tuple[int, ...]) -> FloatArray | None:
+        """A small tensor of one of these shapes, or None if the file does not hold it."""
+        return self.vector(name, *shapes) if self._source.has(name) else None
+
+    def _check(self, name: str, shapes: tuple[tuple[int, ...], ...]) -> None:
+        found = self.shape(name)
+        if tuple(found) not in shapes:
+            wanted = " or ".join(str(shape) for shape in shapes)
+            raise CorruptFileError(f"{name} has shape {tuple(found)}; the metadata wants {wanted}. {_WAY_OUT}")

@@ -1,0 +1,78 @@
+"""From a model's configuration and weights to a program: the whole decoder, layer by layer, on a tape."""
+
+from localinfer.kernels.ops import Buffer, KVLayerShape, Program, Projection, Rows, Tape, WeightSource
+from localinfer.models.architectures import find_architecture
+from localinfer.models.attention import RopeTables, write_attention, write_attention_output
+from localinfer.models.checked_weights import CheckedWeights
+from localinfer.models.config import ModelConfig
+from localinfer.models.feed_forward import write_feed_forward
+from localinfer.models.graph import Graph
+
+
+def write_decoder(config: ModelConfig, weights: WeightSource, tape: Tape, context_length: int | None = None) -> Program:
+    """Write every op of the model on the tape and close it.
+
+    context_length: the longest sequence that will be run, where it differs from the model's own (LongRoPE asks).
+    Raises: UnsupportedFormatError if the architecture is unknown; CorruptFileError if a tensor is missing or has
+    another shape than the metadata says.
+    """
+    architecture = find_architecture(config)
+    graph = Graph(config, architecture, CheckedWeights(weights, config.architecture), tape)
+    tables = RopeTables(graph, context_length or config.context_length)
+    hidden = _write_embedding(graph)
+    for layer in range(config.num_layers):
+        hidden = _write_layer(graph, layer, hidden, tables)
+    return _write_logits(graph, hidden)
+
+
+def kv_layer_shapes(config: ModelConfig) -> list[KVLayerShape]:
+    """What each layer keeps per position, in layer order."""
+    return [KVLayerShape(num_kv_heads, config.head_dim, config.value_head_dim) for num_kv_heads in config.num_kv_heads]
+
+
+def _write_embedding(graph: Graph) -> Buffer:
+    config, architecture, tape = graph.config, graph.architecture, graph.tape
+    hidden = graph.buffer("hidden", config.hidden_size, Rows.BATCH)
+    table = graph.weights.embedding("token_embd.weight", config.vocab_size, config.hidden_size)
+    tape.embed(hidden, table, architecture.embedding_scale)
+    if architecture.learned_positions:
+        num_positions = graph.weights.shape("position_embd.weight")[0]
+        tape.embed_positions(hidden, graph.weights.embedding("position_embd.weight", num_positions, hidden.width))
+    if architecture.embedding_norm is not None:
+        graph.norm(hidden, hidden, architecture.embedding_norm)
+    return hidden
+
+
+def _write_layer(graph: Graph, layer: int, hidden: Buffer, tables: RopeTables) -> Buffer:
+    """Write one layer and return its result: `hidden` itself, or in the last layer only the rows that want logits."""
+    architecture = graph.architecture
+    x = graph.block_norm(layer, architecture.attention_norm, hidden, "attention_input")
+    attended = write_attention(graph, layer, x, tables)
+    parallel_x = None
+    if architecture.parallel:
+        is_shared = architecture.feed_forward_norm == architecture.attention_norm
+        parallel_x = x if is_shared else graph.block_norm(layer, architecture.feed_forward_norm, hidden, "ffn_input")
+    if layer == graph.config.num_layers - 1:
+        # Nothing after the last cache write looks at other rows, so prompts skip the rest of this layer.
+        hidden, attended = graph.select_output(hidden), graph.select_output(attended)
+        parallel_x = parallel_x and graph.select_output(parallel_x)
+    write_attention_output(graph, layer, hidden, attended)
+    if parallel_x is None:
+        parallel_x = graph.block_norm(layer, architecture.feed_forward_norm, hidden, "ffn_input")
+    write_feed_forward(graph, layer, hidden, parallel_x)
+    return hidden
+
+
+def _write_logits(graph: Graph, hidden: Buffer) -> Program:
+    config, tape = graph.config, graph.tape
+    normed = graph.buffer("output_norm", hidden.width, hidden.rows)
+    graph.norm(normed, hidden, "output_norm")
+    is_tied = not graph.weights.has("output.weight")
+    name = "token_embd.weight" if is_tied else "output.weight"
+    logits = graph.buffer("logits", config.vocab_size, hidden.rows)
+    weight = graph.weights.linear(name, config.vocab_size, hidden.width)
+    bias = graph.bias("output", config.vocab_size)
+    tape.matmul(normed, [Projection(weight, logits, bias, scale=graph.architecture.logit_scale)])
+    if config.logit_softcap:
+        tape.softcap(logits, config.logit_softcap)
+    return tape.finish(logits)

@@ -1,0 +1,123 @@
+"""Typed access to GGUF metadata: every value is checked as it is read, every complaint names its key."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from localinfer.errors import CorruptFileError
+
+_WAY_OUT = "Convert the model again or download another copy."
+
+
+class MetadataReader:
+    """Reads the keys of one architecture, given without their `{architecture}.` prefix."""
+
+    def __init__(self, metadata: Mapping[str, object], prefix: str) -> None:
+        self._metadata = metadata
+        self._prefix = prefix
+
+    def __contains__(self, key: str) -> bool:
+        return self.full_key(key) in self._metadata
+
+    def full_key(self, key: str) -> str:
+        """The key as the file has it."""
+        return f"{self._prefix}.{key}"
+
+    def contradiction(self, key: str, found: object, wanted: str) -> CorruptFileError:
+        """An error, to be raised by the caller, about a value that does not fit the rest of the file."""
+        return CorruptFileError(f"{self.full_key(key)} is {found}; wanted {wanted}. {_WAY_OUT}")
+
+    def is_sequence(self, key: str) -> bool:
+        """Whether the value is an array."""
+        return _is_sequence(self._metadata.get(self.full_key(key)))
+
+    def length_of(self, whole_key: str) -> int | None:
+        """Number of entries of an array given by its whole key; None where the file has no such key."""
+        value = self._metadata.get(whole_key)
+        if value is None:
+            return None
+        if isinstance(value, str) or not hasattr(value, "__len__"):
+            raise CorruptFileError(f"{whole_key} is {value!r:.40}; wanted an array. {_WAY_OUT}")
+        return len(value)
+
+    def integer(self, key: str, default: int | None = None, *, low: int, high: int) -> int:
+        """A whole number within [low, high]; an array whose entries agree counts as one number."""
+        value = self._metadata.get(self.full_key(key), default)
+        if _is_sequence(value):
+            values = self._entries(key)
+            if len(values) == 0 or any(entry != values[0] for entry in values):
+                raise self.contradiction(key, "an array of different values", "one whole number")
+            value = values[0]
+        return self._checked_integer(key, value, low, high)
+
+    def integers(
+        self, key: str, count: int, default: tuple[int, ...] | None = None, *, low: int, high: int
+    ) -> tuple[int, ...]:
+        """One whole number per layer: an array of at least `count` entries, or one number for all."""
+        if default is not None and key not in self:
+            return default
+        if not self.is_sequence(key):
+            return (self.integer(key, low=low, high=high),) * count
+        values = self._entries(key)
+        if len(values) < count:
+            raise self.contradiction(key, f"an array of {len(values)} values", f"one per layer, {count}")
+        return tuple(self._checked_integer(key, value, low, high) for value in values[:count])
+
+    def list_of_integers(self, key: str) -> tuple[int, ...]:
+        """An array of whole numbers of any length up to 16; empty where the file has none."""
+        if key not in self:
+            return ()
+        values = self._entries(key)
+        if len(values) > 16:
+            raise self.contradiction(key, f"an array of {len(values)} values", "at most 16")
+        return tuple(self._checked_integer(key, value, 0, 1 << 31) for value in values)
+
+    def number(
+        self, key: str, default: float | None = None, *, low: float = -math.inf, high: float = math.inf
+    ) -> float:
+        """A finite number within [low, high]."""
+        value = self._metadata.get(self.full_key(key), default)
+        is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(float(value)) or not low <= float(value) <= high:  # type: ignore[arg-type]
+            limits = "a finite number" if math.isinf(high) else f"a number from {low} to {high}"
+            raise self.contradiction(key, "missing" if value is None else repr(value), limits)
+        return float(value)  # type: ignore[arg-type]
+
+    def optional_number(self, key: str) -> float | None:
+        """A finite number other than 0, or None where the file has none or 0, which writers use for 'not set'."""
+        return (self.number(key) or None) if key in self else None
+
+    def optional_boolean(self, key: str) -> bool | None:
+        """A truth value, or None where the file has none."""
+        value = self._metadata.get(self.full_key(key))
+        if value is None:
+            return None
+        if not isinstance(value, (bool, np.bool_)):
+            raise self.contradiction(key, repr(value), "true or false")
+        return bool(value)
+
+    def text(self, key: str, default: str) -> str:
+        """A string."""
+        value = self._metadata.get(self.full_key(key), default)
+        if not isinstance(value, str):
+            raise self.contradiction(key, repr(value), "a string")
+        return value
+
+    def _entries(self, key: str) -> Sequence[object]:
+        value = self._metadata[self.full_key(key)]
+        if not _is_sequence(value):
+            raise self.contradiction(key, repr(value), "an array")
+        return value  # type: ignore[return-value]
+
+    def _checked_integer(self, key: str, value: object, low: int, high: int) -> int:
+        if isinstance(value, (bool, np.bool_)):
+            value = int(value)
+        if not isinstance(value, (int, np.integer)) or not low <= int(value) <= high:
+            found = "missing" if value is None else repr(value)
+            raise self.contradiction(key, found, f"a whole number from {low} to {high}")
+        return int(value)
+
+
+def _is_sequence(value: object) -> bool:
+    return not isinstance(value, (str, bytes)) and hasattr(value, "__len__") and hasattr(value, "__getitem__")

@@ -1,0 +1,97 @@
+"""Tiny random models of many architectures, from ../shared/archs, with the logits another runtime gave for them."""
+
+import json
+import runpy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.kernels.ops import Batch, FloatArray, KVLayerShape, Segment, Tape, WeightSource
+from localinfer.models.config import ModelConfig
+from localinfer.models.decoder import kv_layer_shapes, write_decoder
+
+SEED = 1
+REQUIRED = [
+    *("llama-dense", "llama-gqa", "llama-moe", "mistral3-dense", "mistral3-gqa"),
+    *("qwen2-dense", "qwen2-gqa", "qwen3-dense", "qwen3-gqa", "qwen3moe-moe", "qwen3moe-gqa"),
+    *("smollm3-dense", "smollm3-gqa", "granite-dense", "granite-gqa"),
+]
+FURTHER = ["qwen-dense", "qwen2moe-moe", "granitemoe-moe", "arcee-dense"]
+
+
+@dataclass(frozen=True)
+class ArchModel:
+    """A model file, the ids int32[T] it was asked about, and the logits float32[T, vocab_size] that are right."""
+
+    name: str
+    path: Path
+    token_ids: NDArray[np.int32]
+    logits: FloatArray
+
+
+class Device(Protocol):
+    """What a test needs of a device to run a model: the oracle's and every real one."""
+
+    def weights(self, path: Path) -> WeightSource:
+        """The weights of a file."""
+        ...
+
+    def tape(self, layers: Sequence[KVLayerShape], max_rows: int) -> Tape:
+        """An empty tape for batches of up to max_rows rows, all of them output rows, and caches of these layers."""
+        ...
+
+    def pages(self, layers: Sequence[KVLayerShape], num_positions: int) -> NDArray[np.int64]:
+        """Addresses of fresh cache pages for one sequence of num_positions."""
+        ...
+
+
+def architectures() -> list[str]:
+    """Names of the models that must agree."""
+    return [*REQUIRED, *FURTHER]
+
+
+def build_model(shared: Path, folder: Path, name: str) -> ArchModel:
+    """Write one model into folder, unless it is there, and return it with its answers."""
+    archs = shared / "archs"
+    path = folder / f"{name}.gguf"
+    if not path.exists():
+        skeleton = json.loads((archs / "skeletons.json").read_text())[name]
+        runpy.run_path(str(archs / "build.py"))["write"](name, skeleton, path, SEED)
+    with np.load(archs / f"logits-{SEED}.npz") as answers:
+        return ArchModel(name, path, answers[f"{name}.tokens"], answers[f"{name}.logits"])
+
+
+def read_config(path: Path) -> ModelConfig:
+    """The configuration of a file, through the reference reader."""
+    reader = gguf.GGUFReader(path)
+    metadata = {key: value.contents() for key, value in reader.fields.items()}
+    shapes = {tensor.name: tuple(int(size) for size in reversed(tensor.shape)) for tensor in reader.tensors}
+    return ModelConfig.from_metadata(metadata, shapes)
+
+
+def run_logits(model: ArchModel, device: Device, chunk_rows: int = 0) -> FloatArray:
+    """Logits of every position, computed at once or in chunks of chunk_rows."""
+    config = read_config(model.path)
+    layers = kv_layer_shapes(config)
+    num_rows = len(model.token_ids)
+    step = chunk_rows or num_rows
+    program = write_decoder(config, device.weights(model.path), device.tape(layers, step))
+    pages = device.pages(layers, num_rows)
+    parts = []
+    for start in range(0, num_rows, step):
+        token_ids = model.token_ids[start : start + step]
+        rows = np.arange(len(token_ids), dtype=np.int32)
+        parts.append(program.run(Batch(token_ids, [Segment(start, len(token_ids), pages)], rows)).copy())
+    program.close()
+    return np.concatenate(parts)
+
+
+def normalized_error(found: FloatArray, wanted: FloatArray) -> float:
+    """Sum of squared differences over sum of squares."""
+    difference = found.astype(np.float64) - wanted
+    return float(np.sum(difference**2) / np.sum(wanted.astype(np.float64) ** 2))

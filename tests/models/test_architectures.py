@@ -1,0 +1,45 @@
+"""Every architecture's graph, run by the NumPy oracle, against the logits of another runtime."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from localinfer.kernels.ops import KVLayerShape
+from tests.models.arch_models import architectures, build_model, normalized_error, run_logits
+from tests.oracle import NumpyTape, NumpyWeights
+
+
+class NumpyDevice:
+    """The oracle: a page is only a name for a sequence there."""
+
+    def weights(self, path: Path) -> NumpyWeights:
+        return NumpyWeights(path)
+
+    def tape(self, layers: Sequence[KVLayerShape], max_rows: int) -> NumpyTape:
+        return NumpyTape(max_rows, max_rows)
+
+    def pages(self, layers: Sequence[KVLayerShape], num_positions: int) -> NDArray[np.int64]:
+        return np.array([1], dtype=np.int64)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("archs")
+
+
+@pytest.mark.parametrize("name", architectures())
+def test_logits_equal_those_of_the_reference_runtime(name: str, shared: Path, folder: Path) -> None:
+    model = build_model(shared, folder, name)
+    found = run_logits(model, NumpyDevice())
+    assert normalized_error(found, model.logits) <= 1e-6
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "qwen3moe-moe"])
+def test_logits_do_not_depend_on_the_chunks_a_prompt_comes_in(name: str, shared: Path, folder: Path) -> None:
+    model = build_model(shared, folder, name)
+    whole = run_logits(model, NumpyDevice())
+    for chunk_rows in (1, 7):
+        np.testing.assert_allclose(run_logits(model, NumpyDevice(), chunk_rows), whole, rtol=1e-5, atol=1e-6)
