@@ -5,6 +5,7 @@ Here the folder's name carries everything a compiled kernel depends on, so a sta
 version of localinfer, of Python and Numba, CPU and features, instruction set in use, and a hash of every kernel source.
 """
 
+import functools
 import hashlib
 import os
 import stat
@@ -101,7 +102,28 @@ def inline(function: Callable[..., Any]) -> Any:
     return numba.njit(nogil=True, error_model="numpy", boundscheck=False)(function)
 
 
-def op(function: Callable[..., Any]) -> Any:
-    """A tape op: a C function (parameters, batch, thread, num_threads), all int64, with a stable address."""
-    signature = "void(int64, int64, int64, int64)"
-    return _cached(numba.cfunc, signature, nopython=True, error_model="numpy", boundscheck=False)(function)
+def compose(function: Callable[..., Any]) -> Any:
+    """A piece of other kernels that is copied into them before typing, so that literal arguments stay literal."""
+    return numba.njit(inline="always", nogil=True, error_model="numpy", boundscheck=False)(function)
+
+
+class Op:
+    """A tape op, compiled or loaded from the cache when its address is first asked for."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.name = function.__name__
+        self.__doc__ = function.__doc__
+        self._function = function
+
+    @functools.cached_property
+    def address(self) -> int:
+        """Where the C function (parameters, batch, thread, num_threads), all int64, begins."""
+        signature = "void(int64, int64, int64, int64)"
+        compiled = _cached(numba.cfunc, signature, nopython=True, error_model="numpy", boundscheck=False)
+        self._compiled = compiled(self._function)
+        return int(self._compiled.address)
+
+
+def op(function: Callable[..., Any]) -> Op:
+    """Make a function of (parameters, batch, thread, num_threads) a tape op."""
+    return Op(function)

@@ -1,0 +1,313 @@
+"""Write vector code as LLVM IR: sixteen lanes at a time, the same bits on every instruction set.
+
+An `Emitter` wraps the IR builder that Numba hands to an `@intrinsic`. Sixteen-lane values are the currency of every kernel:
+one AVX-512 register, two AVX2 registers, four NEON registers; LLVM splits them where the CPU is narrower. Only the integer
+dot products differ by instruction set, and those are exact sums, so every path agrees bit for bit.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import ir
+
+from localinfer.kernels import isa
+from localinfer.kernels.isa import ISA, REQUIRED_FEATURES
+
+LANES = 16
+
+I1 = ir.IntType(1)
+I8 = ir.IntType(8)
+I16 = ir.IntType(16)
+I32 = ir.IntType(32)
+I64 = ir.IntType(64)
+F16 = ir.HalfType()
+F32 = ir.FloatType()
+F64 = ir.DoubleType()
+
+Value = Any
+
+
+def vector(element: Any, lanes: int = LANES) -> Any:
+    """The IR type of `lanes` elements."""
+    return ir.VectorType(element, lanes)
+
+
+def target_isa(context: Any) -> ISA:
+    """The selected instruction set, or GENERIC where the compile target lacks one of its features.
+
+    Asked for every intrinsic: LLVM aborts the process on an instruction its target does not have.
+    """
+    features = set(context.codegen().magic_tuple()[2].split(","))
+    selected = isa.SELECTED
+    if all(f"+{name}" in features for name in REQUIRED_FEATURES[selected]):
+        return selected
+    return ISA.GENERIC
+
+
+class Emitter:
+    """IR building blocks over sixteen-lane vectors; every method returns an IR value."""
+
+    def __init__(self, context: Any, builder: Any) -> None:
+        self.builder = builder
+        self.isa = target_isa(context)
+
+    # Constants and conversions
+
+    def i32(self, value: int) -> Value:
+        return ir.Constant(I32, value)
+
+    def i64(self, value: int) -> Value:
+        return ir.Constant(I64, value)
+
+    def splat_constant(self, element: Any, value: float, lanes: int = LANES) -> Value:
+        return ir.Constant(vector(element, lanes), [value] * lanes)
+
+    def zeros(self, element: Any, lanes: int = LANES) -> Value:
+        return ir.Constant(vector(element, lanes), None)
+
+    def splat(self, value: Value, lanes: int = LANES) -> Value:
+        """Broadcast a scalar; from memory this folds into the consumer's broadcast operand."""
+        kind = vector(value.type, lanes)
+        first = self.builder.insert_element(ir.Constant(kind, ir.Undefined), value, self.i32(0))
+        mask = ir.Constant(vector(I32, lanes), [0] * lanes)
+        return self.builder.shuffle_vector(first, ir.Constant(kind, ir.Undefined), mask)
+
+    def bitcast(self, value: Value, kind: Any) -> Value:
+        return self.builder.bitcast(value, kind)
+
+    def to_float(self, value: Value) -> Value:
+        """int32 lanes to float32, rounding to nearest even."""
+        return self.builder.sitofp(value, vector(F32, value.type.count))
+
+    # Memory: addresses are i64 values
+
+    def pointer(self, address: Value, offset: int = 0) -> Value:
+        if offset:
+            address = self.builder.add(address, self.i64(offset))
+        return self.builder.inttoptr(address, ir.PointerType())
+
+    def load(self, address: Value, kind: Any, offset: int = 0, align: int = 1) -> Value:
+        return self.builder.load(self.pointer(address, offset), align=align, typ=kind)
+
+    def store(self, value: Value, address: Value, offset: int = 0, align: int = 1) -> None:
+        self.builder.store(value, self.pointer(address, offset), align=align)
+
+    def load_floats(self, address: Value, offset: int = 0, element: Any = F32) -> Value:
+        """Sixteen float32, float16 or bfloat16 (element I16) values as float32."""
+        if element is F32:
+            return self.load(address, vector(F32), offset, align=4)
+        if element is F16:
+            half = self.load(address, vector(F16), offset, align=2)
+            return self.builder.fpext(half, vector(F32))
+        raw = self.load(address, vector(I16), offset, align=2)
+        wide = self.builder.shl(self.builder.zext(raw, vector(I32)), self.splat_constant(I32, 16))
+        return self.bitcast(wide, vector(F32))
+
+    def store_first(self, value: Value, address: Value, count: Value) -> None:
+        """Store the first `count` (i64, 0..16) lanes of sixteen float32."""
+        lanes = ir.Constant(vector(I64), list(range(LANES)))
+        mask = self.builder.icmp_signed("<", lanes, self.splat(count))
+        kind = ir.FunctionType(ir.VoidType(), [vector(F32), ir.PointerType(), I32, vector(I1)])
+        function = self.declare("llvm.masked.store.v16f32.p0", kind)
+        self.builder.call(function, [value, self.pointer(address), self.i32(4), mask])
+
+    def prefetch(self, address: Value, offset: int = 0, locality: int = 3) -> None:
+        """Ask for a cache line that will be read soon; never faults."""
+        kind = ir.FunctionType(ir.VoidType(), [ir.PointerType(), I32, I32, I32])
+        function = self.declare("llvm.prefetch.p0", kind)
+        self.builder.call(function, [self.pointer(address, offset), self.i32(0), self.i32(locality), self.i32(1)])
+
+    # Calls
+
+    def declare(self, name: str, kind: Any) -> Any:
+        module = self.builder.module
+        found = module.globals.get(name)
+        return found if found is not None else ir.Function(module, kind, name)
+
+    def call(self, name: str, result: Any, arguments: Sequence[Value]) -> Value:
+        kind = ir.FunctionType(result, [argument.type for argument in arguments])
+        return self.builder.call(self.declare(name, kind), arguments)
+
+    # Float arithmetic: explicit, so that rounding is the same everywhere
+
+    def fma(self, a: Value, b: Value, c: Value) -> Value:
+        """a * b + c with one rounding."""
+        return self.call(f"llvm.fma.v{a.type.count}f32", a.type, [a, b, c])
+
+    def mul(self, a: Value, b: Value) -> Value:
+        return self.builder.fmul(a, b)
+
+    def add(self, a: Value, b: Value) -> Value:
+        return self.builder.fadd(a, b)
+
+    def sub(self, a: Value, b: Value) -> Value:
+        return self.builder.fsub(a, b)
+
+    def maximum(self, a: Value, b: Value) -> Value:
+        return self.builder.select(self.builder.fcmp_ordered(">", a, b), a, b)
+
+    def reduce_add(self, value: Value) -> Value:
+        """Sum of sixteen lanes in one fixed tree: halves added, three more times."""
+        return self._reduce(value, self.builder.fadd)
+
+    def reduce_max(self, value: Value) -> Value:
+        return self._reduce(value, self.maximum)
+
+    def _reduce(self, value: Value, combine: Callable[[Value, Value], Value]) -> Value:
+        lanes = value.type.count
+        while lanes > 1:
+            lanes //= 2
+            low, high = self.lanes(value, 0, lanes), self.lanes(value, lanes, lanes)
+            value = combine(low, high)
+        return self.builder.extract_element(value, self.i32(0))
+
+    def exp(self, x: Value) -> Value:
+        """e**x per lane, relative error below 2e-7; 0 below -87.3, inf never needed (x is capped at 88).
+
+        Cody and Waite reduction to |r| <= ln2 / 2, then a degree-6 polynomial, then the exponent by integer addition.
+        """
+        low = self.splat_constant(F32, -87.3)
+        clamped = self.builder.select(self.builder.fcmp_ordered("<", x, low), low, x)
+        high = self.splat_constant(F32, 88.0)
+        clamped = self.builder.select(self.builder.fcmp_ordered(">", clamped, high), high, clamped)
+        scaled = self.mul(clamped, self.splat_constant(F32, 1.4426950408889634))
+        # Adding 1.5 * 2**23 rounds to the nearest whole number and leaves it in the low mantissa bits.
+        magic = self.splat_constant(F32, 12582912.0)
+        shifted = self.add(scaled, magic)
+        whole = self.sub(shifted, magic)
+        remainder = self.fma(whole, self.splat_constant(F32, -0.693359375), clamped)
+        remainder = self.fma(whole, self.splat_constant(F32, 2.12194440e-4), remainder)
+        result = self.splat_constant(F32, 1.0 / 720)
+        for coefficient in (1.0 / 120, 1.0 / 24, 1.0 / 6, 0.5, 1.0, 1.0):
+            result = self.fma(result, remainder, self.splat_constant(F32, coefficient))
+        exponent = self.builder.shl(self.bitcast(shifted, vector(I32)), self.splat_constant(I32, 23))
+        bits = self.builder.add(self.bitcast(result, vector(I32)), exponent)
+        power = self.bitcast(bits, vector(F32))
+        return self.builder.select(self.builder.fcmp_ordered("<", x, low), self.zeros(F32), power)
+
+    # Lanes
+
+    def lanes(self, value: Value, start: int, count: int) -> Value:
+        mask = ir.Constant(vector(I32, count), list(range(start, start + count)))
+        return self.builder.shuffle_vector(value, value, mask)
+
+    def join(self, parts: Sequence[Value]) -> Value:
+        """Concatenate equal vectors; a power of two of them."""
+        values = list(parts)
+        while len(values) > 1:
+            count = 2 * values[0].type.count
+            mask = ir.Constant(vector(I32, count), list(range(count)))
+            values = [self.builder.shuffle_vector(a, b, mask) for a, b in zip(values[::2], values[1::2], strict=True)]
+        return values[0]
+
+    # Integer dot products of four neighbouring bytes per int32 lane
+
+    def dot_codes(self, total: Value, codes: Value, x: Value) -> Value:
+        """total[l] += sum over c of codes[4l + c] * x[4l + c]; codes 0..127, x int8 in -127..127."""
+        if self.isa is ISA.AVX512_VNNI:
+            return self.call("llvm.x86.avx512.vpdpbusd.512", vector(I32), [total, codes, x])
+        if self.isa is ISA.AVX_VNNI:
+            return self._by_parts(total, codes, x, 32, self._vpdpbusd256)
+        if self.isa is ISA.AVX2:
+            return self._by_parts(total, codes, x, 32, self._maddubs)
+        if self.isa is ISA.NEON_DOTPROD:
+            return self._by_parts(total, codes, x, 16, self._sdot)
+        return self._dot_generic(total, codes, x)
+
+    def dot_biased(self, total: Value, codes: Value, x: Value) -> Value:
+        """total[l] += sum of (codes - 128) * x for unsigned codes 0..255, up to `biased_start`."""
+        if self.isa is ISA.AVX512_VNNI:
+            return self.call("llvm.x86.avx512.vpdpbusd.512", vector(I32), [total, codes, x])
+        if self.isa is ISA.AVX_VNNI:
+            return self._by_parts(total, codes, x, 32, self._vpdpbusd256)
+        signed = self.builder.xor(codes, self.splat_constant(I8, 0x80, 64))
+        if self.isa is ISA.AVX2:
+            return self._by_parts(total, signed, x, 32, self._maddubs_signed)
+        if self.isa is ISA.NEON_DOTPROD:
+            return self._by_parts(total, signed, x, 16, self._sdot)
+        return self._dot_generic(total, signed, x)
+
+    def biased_start(self, minus_128_sums: Value) -> Value:
+        """What a chain of `dot_biased` starts from: -128 * sum(x) where bytes are multiplied unsigned, else 0."""
+        if self.isa in (ISA.AVX512_VNNI, ISA.AVX_VNNI):
+            return minus_128_sums
+        return self.zeros(I32)
+
+    def _by_parts(
+        self, total: Value, codes: Value, x: Value, width: int, part: Callable[[Value, Value, Value], Value]
+    ) -> Value:
+        results = []
+        for start in range(0, 64, width):
+            lanes = self.lanes(total, start // 4, width // 4)
+            results.append(part(lanes, self.lanes(codes, start, width), self.lanes(x, start, width)))
+        return self.join(results)
+
+    def _vpdpbusd256(self, total: Value, codes: Value, x: Value) -> Value:
+        return self.call("llvm.x86.avx512.vpdpbusd.256", vector(I32, 8), [total, codes, x])
+
+    def _maddubs(self, total: Value, codes: Value, x: Value) -> Value:
+        # Pairs reach 2 * 127 * 127 = 32258, within int16, so the instruction's saturation never acts.
+        pairs = self.call("llvm.x86.avx2.pmadd.ub.sw", vector(I16, 16), [codes, x])
+        ones = self.splat_constant(I16, 1, 16)
+        quads = self.call("llvm.x86.avx2.pmadd.wd", vector(I32, 8), [pairs, ones])
+        return self.builder.add(total, quads)
+
+    def _maddubs_signed(self, total: Value, codes: Value, x: Value) -> Value:
+        # |code| is at most 128 and |x| at most 127: pairs reach 32512.
+        magnitude = self.call("llvm.abs.v32i8", vector(I8, 32), [codes, ir.Constant(I1, 0)])
+        moved = self.call("llvm.x86.avx2.psign.b", vector(I8, 32), [x, codes])
+        return self._maddubs(total, magnitude, moved)
+
+    def _sdot(self, total: Value, codes: Value, x: Value) -> Value:
+        return self.call("llvm.aarch64.neon.sdot.v4i32.v16i8", vector(I32, 4), [total, codes, x])
+
+    def _dot_generic(self, total: Value, codes: Value, x: Value) -> Value:
+        wide = vector(I16, 64)
+        products = self.builder.mul(self.builder.sext(codes, wide), self.builder.sext(x, wide))
+        even = ir.Constant(vector(I32, 32), list(range(0, 64, 2)))
+        odd = ir.Constant(vector(I32, 32), list(range(1, 64, 2)))
+        pairs = self.builder.add(
+            self.builder.shuffle_vector(products, products, even), self.builder.shuffle_vector(products, products, odd)
+        )
+        pairs = self.builder.sext(pairs, vector(I32, 32))
+        even = ir.Constant(vector(I32, 16), list(range(0, 32, 2)))
+        odd = ir.Constant(vector(I32, 16), list(range(1, 32, 2)))
+        quads = self.builder.add(
+            self.builder.shuffle_vector(pairs, pairs, even), self.builder.shuffle_vector(pairs, pairs, odd)
+        )
+        return self.builder.add(total, quads)
+
+    # Control flow
+
+    def loop(
+        self,
+        start: Value,
+        stop: Value,
+        step: int,
+        carried: Sequence[Value],
+        body: Callable[[Value, list[Value]], Sequence[Value]],
+    ) -> list[Value]:
+        """for i in range(start, stop, step): carried = body(i, carried); values stay in registers."""
+        builder = self.builder
+        before = builder.block
+        head = builder.append_basic_block("loop")
+        inside = builder.append_basic_block("loop.body")
+        after = builder.append_basic_block("loop.end")
+        builder.branch(head)
+        builder.position_at_end(head)
+        index = builder.phi(I64)
+        phis = [builder.phi(value.type) for value in carried]
+        index.add_incoming(start, before)
+        for phi, value in zip(phis, carried, strict=True):
+            phi.add_incoming(value, before)
+        builder.cbranch(builder.icmp_signed("<", index, stop), inside, after)
+        builder.position_at_end(inside)
+        results = list(body(index, list(phis)))
+        following = builder.add(index, self.i64(step))
+        end = builder.block
+        index.add_incoming(following, end)
+        for phi, value in zip(phis, results, strict=True):
+            phi.add_incoming(value, end)
+        builder.branch(head)
+        builder.position_at_end(after)
+        return list(phis)
