@@ -34,6 +34,8 @@ E2M1_VALUES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]
 def dequantize(data: NDArray[np.uint8], type: TensorType, shape: tuple[int, ...]) -> NDArray[np.float32]:
     """Decode the bytes of a tensor.
 
+    Infinite and NaN scales pass through to the weights they scale.
+
     Shapes: data uint8, of any shape, row after row; result float32[shape], columns last.
     Raises: ShapeError if the bytes do not fit the shape, UnsupportedFormatError for the types that
         only hold activations (Q8_1, Q8_K).
@@ -50,7 +52,8 @@ def dequantize(data: NDArray[np.uint8], type: TensorType, shape: tuple[int, ...]
             f"{type.name} only ever holds activations; wanted a weight type such as Q8_0: convert the model again"
         )
     blocks = np.ascontiguousarray(data).reshape(-1).view(block_dtype(type))
-    return decode(blocks).reshape(shape)
+    with np.errstate(invalid="ignore", over="ignore"):
+        return decode(blocks).reshape(shape)
 
 
 def _column(field: NDArray[Any]) -> NDArray[np.float32]:
@@ -71,7 +74,7 @@ def _plain(blocks: Blocks) -> NDArray[np.float32]:
 
 
 def _bf16(blocks: Blocks) -> NDArray[np.float32]:
-    bits: NDArray[np.uint32] = blocks["value"].astype(np.uint32) << 16
+    bits: NDArray[np.uint32] = blocks["value"].astype(np.uint32) << np.uint32(16)
     return bits.view(np.float32)
 
 
