@@ -1,0 +1,297 @@
+"""The `localinfer` command. Everything heavy is imported inside the command that needs it, so `--help` is instant."""
+
+import os
+import secrets
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from localinfer.errors import LocalinferError, RequestError
+from localinfer.progress import Progress
+from localinfer.terminal import ModelOutput, check_text, neutralise_controls, prepare_streams
+
+if TYPE_CHECKING:
+    from localinfer.llm import LLM
+
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+EXIT_READER_GONE = 141
+
+Command = Callable[..., Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Which model to load and how; None leaves the choice to the library."""
+
+    path: str | None
+    threads: int | None
+    context_length: int | None
+    kv_type: str
+
+
+def _options(*decorators: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    def decorate(command: Command) -> Command:
+        for decorator in reversed(decorators):
+            command = decorator(command)
+        return command
+
+    return decorate
+
+
+_model_option = click.option("-m", "--model", metavar="FILE", help="GGUF file. Default: the small demo model inside.")
+
+_load_options = _options(
+    _model_option,
+    click.option("--threads", type=click.IntRange(min=1), metavar="N", help="CPU threads. Default: one per core."),
+    click.option("--context-length", type=click.IntRange(min=1), metavar="N", help="Default: chosen from the model."),
+    click.option(
+        "--kv-type", type=click.Choice(["f16", "f32"]), default="f16", show_default=True, help="KV cache element type."
+    ),
+)
+
+_sampling_options = _options(
+    click.option(
+        "--temperature",
+        type=click.FloatRange(min=0),
+        default=0.8,
+        show_default=True,
+        help="0 always takes the likeliest token.",
+    ),
+    click.option(
+        "--top-k",
+        type=click.IntRange(min=0),
+        default=40,
+        show_default=True,
+        help="Sample among the K likeliest; 0: off.",
+    ),
+    click.option(
+        "--top-p",
+        type=click.FloatRange(min=0, max=1),
+        default=0.95,
+        show_default=True,
+        help="Sample among the likeliest that sum to P; 1: off.",
+    ),
+    click.option(
+        "--min-p",
+        type=click.FloatRange(min=0, max=1),
+        default=0.05,
+        show_default=True,
+        help="Drop tokens below this share of the likeliest one; 0: off.",
+    ),
+    click.option(
+        "--repetition-penalty",
+        type=click.FloatRange(min=0, min_open=True),
+        default=1.0,
+        show_default=True,
+        help="Above 1 discourages tokens already present; 1: off.",
+    ),
+    click.option("--seed", type=click.IntRange(min=0), metavar="S", help="Same seed, same text. Default: random."),
+)
+
+
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}, invoke_without_command=True
+)
+@click.version_option(package_name="localinfer", message="%(prog)s %(version)s")
+@click.pass_context
+def localinfer_command(context: click.Context) -> None:
+    """Run quantized language models on this machine, for one person.
+
+    Without -m, commands use the small demo model that ships inside: it shows that everything works.
+    """
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
+@localinfer_command.command("run")
+@click.option("-p", "--prompt", metavar="TEXT", help="Text to continue; '-' or a pipe reads standard input.")
+@click.option(
+    "-n", "--max-tokens", type=click.IntRange(min=1), default=256, show_default=True, metavar="N", help="Tokens to add."
+)
+@_load_options
+@_sampling_options
+@click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be repeated.")
+@click.option("--ignore-eos", is_flag=True, help="Go on past the model's end-of-text token.")
+@click.option("--stats", is_flag=True, help="Report token counts and speed on stderr.")
+def run_command(
+    prompt: str | None,
+    max_tokens: int,
+    model: str | None,
+    threads: int | None,
+    context_length: int | None,
+    kv_type: str,
+    stop: tuple[str, ...],
+    ignore_eos: bool,
+    stats: bool,
+    **sampling: Any,
+) -> None:
+    """Continue a text.
+
+    The completion, and nothing else, goes to stdout as it is made. The prompt is used as it is, without the model's
+    chat template; one newline at the end of a prompt from standard input is dropped.
+    """
+    text = _input_text(prompt, "the prompt", missing="no prompt: pass -p TEXT, or pipe it into standard input")
+    for piece in stop:
+        check_text(piece, "--stop")
+    sampling["seed"] = secrets.randbits(32) if sampling["seed"] is None else sampling["seed"]
+    options = ModelOptions(path=model, threads=threads, context_length=context_length, kv_type=kv_type)
+    output = ModelOutput(sys.stdout, is_terminal=sys.stdout.isatty())
+    with _load(options) as llm:
+        try:
+            stream = llm.stream(text, max_tokens=max_tokens, stop=list(stop), ignore_eos=ignore_eos, **sampling)
+            for event in stream:
+                output.write(event.text)
+        finally:
+            if sys.stdout.isatty():
+                output.end_line()
+
+
+@localinfer_command.command("chat")
+@_load_options
+@_sampling_options
+@click.option("-n", "--max-tokens", type=click.IntRange(min=1), metavar="N", help="Longest reply. Default: what fits.")
+@click.option("--system", metavar="TEXT", help="Instructions that come before the conversation.")
+def chat_command(
+    model: str | None,
+    threads: int | None,
+    context_length: int | None,
+    kv_type: str,
+    max_tokens: int | None,
+    system: str | None,
+    **sampling: Any,
+) -> None:
+    """Talk with a model.
+
+    On a terminal: Enter sends, Alt-Enter starts a new line, Ctrl-C stops a reply, Ctrl-D leaves, /help lists commands.
+    From a pipe: each line is a message, and only the replies are printed.
+    """
+    from localinfer.chat import run_chat
+
+    if system is not None:
+        check_text(system, "--system")
+    options = ModelOptions(path=model, threads=threads, context_length=context_length, kv_type=kv_type)
+    with _load(options) as llm:
+        run_chat(llm, system=system, max_tokens=max_tokens, **sampling)
+
+
+@localinfer_command.command("show")
+@click.argument("model", metavar="MODEL")
+@click.option("--tensors", is_flag=True, help="List every tensor.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, with all metadata.")
+def show_command(model: str, tensors: bool, as_json: bool) -> None:
+    """Say what a GGUF file holds."""
+    from localinfer.show import describe_file, render_json, render_text
+
+    description = describe_file(model)
+    text = render_json(description, tensors=tensors) if as_json else render_text(description, tensors=tensors)
+    click.echo(text)
+
+
+@localinfer_command.command("tokenize")
+@_model_option
+@click.argument("text", required=False)
+@click.option("--ids", is_flag=True, help="Print only the ids, on one line.")
+@click.option("--no-special", is_flag=True, help="Add no begin- or end-of-text token.")
+@click.option("--parse-special", is_flag=True, help="Read the names of special tokens in TEXT as those tokens.")
+def tokenize_command(model: str | None, text: str | None, ids: bool, no_special: bool, parse_special: bool) -> None:
+    """Split TEXT into the model's tokens, one line each: id, then text.
+
+    '-' or a pipe reads standard input; one newline at its end is dropped.
+    """
+    import localinfer
+
+    source = _input_text(text, "TEXT", missing="no text: pass TEXT, or pipe it into standard input")
+    tokenizer = localinfer.load_tokenizer(model)
+    token_ids = tokenizer.encode(source, add_special=not no_special, parse_special=parse_special)
+    if ids:
+        click.echo(" ".join(map(str, token_ids)))
+        return
+    for token_id in token_ids:
+        click.echo(f"{token_id}\t{tokenizer.decode([token_id])!r}")
+
+
+def _input_text(argument: str | None, what: str, *, missing: str) -> str:
+    """The text of an argument, or of standard input where the argument is '-' or absent and input is piped."""
+    if argument is not None and argument != "-":
+        return check_text(argument, what)
+    if argument is None and sys.stdin.isatty():
+        raise RequestError(missing)
+    return check_text(sys.stdin.read().removesuffix("\n").removesuffix("\r"), "standard input")
+
+
+def _load(options: ModelOptions) -> "LLM":
+    import localinfer
+
+    with Progress() as progress:
+        return localinfer.load(
+            options.path,
+            threads=options.threads,
+            context_length=options.context_length,
+            kv_type=options.kv_type,
+            progress=progress,
+        )
+
+
+def _send_messages_to_stderr() -> None:
+    """Show the library's warnings as one line each, without the place in our source that gave them."""
+    import logging
+    import warnings
+
+    logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr)
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {_one_line(str(message))}\n"
+
+
+def _one_line(message: str) -> str:
+    return neutralise_controls(message).replace("\n", " ").replace("\t", " ")
+
+
+def _fail(message: str) -> int:
+    print(f"error: {_one_line(message)}", file=sys.stderr)
+    return EXIT_BAD_INPUT
+
+
+def _close_stdout() -> None:
+    """Point stdout at nothing, so that the interpreter's last flush does not fail again."""
+    with open(os.devnull, "wb") as nothing:
+        os.dup2(nothing.fileno(), sys.stdout.fileno())
+
+
+def _invoke(words: list[str]) -> int:
+    """Run the command without click's own handling of errors and Ctrl-C, which prints more than one line."""
+    try:
+        with localinfer_command.make_context("localinfer", words) as context:
+            localinfer_command.invoke(context)
+    except click.exceptions.Exit as leaving:
+        return leaving.exit_code
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code.
+
+    0: done. 2: bad input, told in one line on stderr. 130: interrupted by Ctrl-C. 141: the reader of stdout went away.
+    """
+    prepare_streams()
+    _send_messages_to_stderr()
+    try:
+        code = _invoke(list(sys.argv[1:] if arguments is None else arguments))
+        sys.stdout.flush()
+        return code
+    except click.UsageError as error:
+        place = error.ctx.command_path if error.ctx is not None else "localinfer"
+        return _fail(f"{error.format_message()} See '{place} --help'.")
+    except click.ClickException as error:
+        return _fail(error.format_message())
+    except LocalinferError as error:
+        return _fail(str(error))
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        _close_stdout()
+        return EXIT_READER_GONE
+    except MemoryError:
+        return _fail("this machine has not enough free memory for that; use a smaller model or --context-length")

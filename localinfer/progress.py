@@ -1,0 +1,50 @@
+"""One line on a terminal that says what a slow start is doing; silent everywhere else."""
+
+import sys
+import time
+from types import TracebackType
+from typing import Self, TextIO
+
+SILENT_SECONDS = 0.4
+"""A start shorter than this shows nothing at all."""
+REDRAW_SECONDS = 0.1
+CLEAR_LINE = "\r\x1b[2K"
+
+
+class Progress:
+    """Callable that loaders and compilers report to, drawn on stderr while that is a terminal.
+
+    Call it with the stage's name, the units done and the units in all (0 when unknown). Use it as a context manager:
+    leaving erases the line, so what follows starts on a clean one.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = sys.stderr if stream is None else stream
+        self._is_shown = self._stream.isatty()
+        self._next_draw_seconds = time.monotonic() + SILENT_SECONDS
+        self._has_line = False
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if not self._is_shown or now < self._next_draw_seconds:
+            return
+        self._next_draw_seconds = now + REDRAW_SECONDS
+        count = f" {done}/{total}" if total > 0 else ""
+        self._stream.write(f"{CLEAR_LINE}{stage}{count} ...")
+        self._stream.flush()
+        self._has_line = True
+
+    def close(self) -> None:
+        """Erase the line; calling it again does nothing."""
+        if self._has_line:
+            self._stream.write(CLEAR_LINE)
+            self._stream.flush()
+            self._has_line = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

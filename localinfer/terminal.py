@@ -1,0 +1,106 @@
+"""The standard streams: model text made harmless for a terminal, prompts checked on the way in."""
+
+import io
+import os
+import sys
+from typing import Protocol, TextIO
+
+from localinfer.errors import RequestError
+
+DIM = "\x1b[2m"
+RESET = "\x1b[0m"
+
+_BIDI_CONTROLS = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+
+
+def _control_table() -> dict[int, str]:
+    table = {code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t\r"}
+    table[0x0D] = ""
+    table[0x7F] = "\u2421"
+    table.update(dict.fromkeys(range(0x80, 0xA0), "\ufffd"))
+    table.update(dict.fromkeys(map(ord, _BIDI_CONTROLS), "\ufffd"))
+    return table
+
+
+_CONTROLS = _control_table()
+
+
+def neutralise_controls(text: str) -> str:
+    """Replace what could move the cursor, rewrite the screen or reorder text; newlines and tabs stay.
+
+    Works character by character, so a control sequence split over two pieces of a stream is caught as well.
+    """
+    return text.translate(_CONTROLS)
+
+
+class TextSink(Protocol):
+    """The two methods of a text stream that printing needs."""
+
+    def write(self, text: str, /) -> object: ...
+
+    def flush(self) -> object: ...
+
+
+class ModelOutput:
+    """Writes model text as it streams: untouched into a pipe or file, with controls neutralised on a terminal."""
+
+    def __init__(self, stream: TextSink, *, is_terminal: bool) -> None:
+        self._stream = stream
+        self._is_terminal = is_terminal
+        self._last = "\n"
+
+    def write(self, text: str) -> None:
+        """Print one piece of text at once."""
+        if not text:
+            return
+        if self._is_terminal:
+            text = neutralise_controls(text)
+        self._stream.write(text)
+        self._stream.flush()
+        self._last = text[-1:] or self._last
+
+    def end_line(self) -> None:
+        """Start a new line unless one was just started."""
+        if self._last != "\n":
+            self._stream.write("\n")
+            self._stream.flush()
+            self._last = "\n"
+
+
+def has_colour(stream: TextIO) -> bool:
+    """Whether styled text may be written: a terminal that is not dumb, and `NO_COLOR` empty or unset."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def dim(text: str, stream: TextIO) -> str:
+    """`text` in a fainter style where the stream allows styles."""
+    return f"{DIM}{text}{RESET}" if has_colour(stream) else text
+
+
+def prepare_streams() -> None:
+    """Make the standard streams carry any text: UTF-8 through pipes, and never an encoding error.
+
+    Bytes of standard input that are not UTF-8 arrive as lone surrogates, which `check_text` refuses by name.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            if stream.isatty():
+                stream.reconfigure(errors="replace")
+            else:
+                stream.reconfigure(encoding="utf-8", errors="replace", newline="\n")
+    if isinstance(sys.stdin, io.TextIOWrapper) and not sys.stdin.isatty():
+        sys.stdin.reconfigure(encoding="utf-8-sig", errors="surrogateescape", newline="\n")
+
+
+def check_text(text: str, what: str) -> str:
+    """Return `text` if it can be encoded; lone surrogates (undecodable bytes of the command line) cannot.
+
+    Raises: RequestError naming `what` and the first bad character.
+    """
+    for position, character in enumerate(text):
+        if "\ud800" <= character <= "\udfff":
+            raise RequestError(
+                f"{what} holds U+{ord(character):04X} at character {position}, half of a character or a byte that is "
+                "not UTF-8; pass valid UTF-8 text"
+            )
+    return text

@@ -1,0 +1,241 @@
+"""The command line: what it prints where, and how it ends."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from localinfer.cli import main
+from localinfer.errors import ContextLengthError
+
+
+def run_process(*arguments: str, stdin: bytes = b"") -> "subprocess.CompletedProcess[bytes]":
+    return subprocess.run(
+        [sys.executable, "-m", "localinfer", *arguments], input=stdin, capture_output=True, timeout=200, check=False
+    )
+
+
+def assert_one_error_line(stderr: str, *words: str) -> None:
+    assert stderr.startswith("error: "), stderr
+    assert stderr.count("\n") == 1, stderr
+    for word in words:
+        assert word in stderr
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_run_prints_the_completion_and_nothing_else(fake_llm, capsys):
+    assert main(["run", "-p", "Hi"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "Hello there"
+    assert captured.err == ""
+    assert fake_llm.prompts == ["Hi"]
+    assert fake_llm.is_closed
+
+
+def test_run_defaults_are_the_documented_ones(fake_llm, capsys):
+    main(["run", "-p", "Hi"])
+    options = fake_llm.options[0]
+    seed = options.pop("seed")
+    assert 0 <= seed < 2**32
+    assert options == {
+        "max_tokens": 256,
+        "stop": [],
+        "ignore_eos": False,
+        "temperature": 0.8,
+        "top_k": 40,
+        "top_p": 0.95,
+        "min_p": 0.05,
+        "repetition_penalty": 1.0,
+    }
+    load_options = dict(fake_llm.load_options)
+    assert callable(load_options.pop("progress"))
+    assert load_options == {"model": None, "threads": None, "context_length": None, "kv_type": "f16"}
+
+
+def test_run_hands_every_option_on(fake_llm, capsys):
+    flags = "-m x.gguf -n 7 --temperature 0.5 --top-k 3 --top-p 0.5 --min-p 0 --repetition-penalty 1.1 --seed 9"
+    flags += " --threads 2 --context-length 64 --kv-type f32 --stop a --stop b --ignore-eos"
+    assert main(["run", "-p", "Hi", *flags.split()]) == 0
+    assert fake_llm.options[0] == {
+        "max_tokens": 7,
+        "stop": ["a", "b"],
+        "ignore_eos": True,
+        "temperature": 0.5,
+        "top_k": 3,
+        "top_p": 0.5,
+        "min_p": 0.0,
+        "repetition_penalty": 1.1,
+        "seed": 9,
+    }
+    assert fake_llm.load_options["model"] == "x.gguf"
+    assert fake_llm.load_options["kv_type"] == "f32"
+    assert fake_llm.load_options["context_length"] == 64
+
+
+@pytest.mark.parametrize("arguments", [["run"], ["run", "-p", "-"]])
+def test_run_reads_the_prompt_from_a_pipe(fake_llm, capsys, monkeypatch, arguments):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("two\nlines\n"))
+    assert main(arguments) == 0
+    assert fake_llm.prompts == ["two\nlines"]
+
+
+def test_run_without_a_prompt_on_a_terminal_says_how_to_give_one(fake_llm, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    assert main(["run"]) == 2
+    assert_one_error_line(capsys.readouterr().err, "-p")
+
+
+def test_run_neutralises_controls_on_a_terminal_and_ends_the_line(fake_llm, monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    fake_llm.pieces = ["a\x1b", "[2Jb"]
+    assert main(["run", "-p", "Hi"]) == 0
+    assert terminal.getvalue() == "a\u241b[2Jb\n"
+
+
+def test_run_leaves_piped_text_untouched(fake_llm, capsys):
+    fake_llm.pieces = ["a\x1b[2Jb\r"]
+    main(["run", "-p", "Hi"])
+    assert capsys.readouterr().out == "a\x1b[2Jb\r"
+
+
+def test_run_interrupted_exits_130_and_keeps_what_was_printed(fake_llm, capsys):
+    fake_llm.pieces = ["Hello", KeyboardInterrupt()]
+    assert main(["run", "-p", "Hi"]) == 130
+    captured = capsys.readouterr()
+    assert captured.out == "Hello"
+    assert captured.err == ""
+    assert fake_llm.is_closed
+
+
+def test_library_error_is_one_line_and_exit_code_2(fake_llm, capsys):
+    fake_llm.pieces = [ContextLengthError("too\nlong\x1b[2J")]
+    assert main(["run", "-p", "Hi"]) == 2
+    assert capsys.readouterr().err == "error: too long\u241b[2J\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["run", "-p", "x", "--bogus"], ["--bogus", "localinfer run --help"]),
+        (["run", "-p", "x", "-n", "0"], ["-n"]),
+        (["run", "-p", "x", "-n", "many"], ["many"]),
+        (["run", "-p", "x", "--temperature", "-1"], ["--temperature"]),
+        (["run", "-p", "x", "--kv-type", "q1"], ["q1"]),
+        (["run", "-p", "bad \udcff byte"], ["U+DCFF", "character 4"]),
+        (["run", "-p", "x", "--stop", "\udcff"], ["--stop"]),
+        (["nonsense"], ["nonsense"]),
+        (["show"], ["MODEL"]),
+        (["show", "no-such-file.gguf"], ["no-such-file.gguf"]),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(fake_llm, capsys, arguments, words):
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert_one_error_line(captured.err, *words)
+
+
+def test_undecodable_pipe_is_one_line_and_exit_code_2():
+    result = run_process("tokenize", stdin=b"caf\xe9")
+    assert result.returncode == 2
+    assert_one_error_line(result.stderr.decode(), "U+DCE9", "UTF-8")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pipes close differently there")
+def test_reader_that_leaves_ends_the_command_quietly(tmp_path):
+    errors = tmp_path / "errors"
+    reader, writer = os.pipe()
+    os.close(reader)
+    with errors.open("wb") as stderr:
+        process = subprocess.run(
+            [sys.executable, "-m", "localinfer", "--help"], stdout=writer, stderr=stderr, timeout=60, check=False
+        )
+    os.close(writer)
+    assert process.returncode == 141
+    assert errors.read_bytes() == b""
+
+
+@pytest.mark.parametrize("arguments", [["--help"], [], ["-h"]])
+def test_help_lists_every_command(capsys, arguments):
+    assert main(arguments) == 0
+    help_text = capsys.readouterr().out
+    for command in ("run", "chat", "show", "tokenize"):
+        assert f"\n  {command} " in help_text
+
+
+def test_help_imports_nothing_heavy():
+    program = (
+        "import sys; from localinfer.cli import main; main(['--help'])\n"
+        "heavy = {'numpy', 'numba', 'llvmlite', 'gguf', 'tokenizers', 'jinja2', 'prompt_toolkit', 'rich', 'asyncio'}\n"
+        "sys.exit(str(sorted(heavy & set(sys.modules))) if heavy & set(sys.modules) else 0)"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr.decode()
+
+
+def test_version_is_the_installed_one(capsys):
+    from importlib.metadata import version
+
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"localinfer {version('localinfer')}\n"
+
+
+def test_tokenize_prints_one_token_a_line(fake_llm, capsys):
+    assert main(["tokenize", "hi\n"]) == 0
+    assert capsys.readouterr().out == "1\t'\\x01'\n104\t'h'\n105\t'i'\n10\t'\\n'\n"
+
+
+def test_tokenize_ids_prints_one_line_of_ids(fake_llm, capsys):
+    assert main(["tokenize", "--ids", "--no-special", "hi"]) == 0
+    assert capsys.readouterr().out == "104 105\n"
+
+
+def test_chat_from_a_pipe_prints_only_replies(fake_llm, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n"))
+    assert main(["chat", "--system", "Be brief.", "--seed", "5"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "Hello there\nHello there\n"
+    assert captured.err == ""
+    assert fake_llm.prompts[1] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "Hello there"},
+        {"role": "user", "content": "two"},
+    ]
+    assert fake_llm.options[0]["seed"] == 5
+    assert fake_llm.options[0]["max_tokens"] is None
+
+
+def test_chat_error_in_a_pipe_is_exit_code_2(fake_llm, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\n"))
+    fake_llm.pieces = [ContextLengthError("too long")]
+    assert main(["chat"]) == 2
+    assert capsys.readouterr().err == "error: too long\n"
+
+
+def test_show_refuses_a_file_that_is_not_gguf(tmp_path: Path, capsys):
+    path = tmp_path / "notes.gguf"
+    path.write_text("not a model at all, but long enough to look at")
+    assert main(["show", str(path)]) == 2
+    assert_one_error_line(capsys.readouterr().err, "notes.gguf", "GGUF")
+
+
+def test_show_json_is_one_object_with_tensors_when_asked(shared: Path, capsys):
+    path = str(shared / "models" / "stories260K.gguf")
+    assert main(["show", path, "--json"]) == 0
+    description = json.loads(capsys.readouterr().out)
+    assert description["architecture"] == "llama"
+    assert description["num_parameters"] == 260032
+    assert description["sizes"]["vocab_size"] == 512
+    assert "tensors" not in description
+    assert main(["show", path, "--json", "--tensors"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["tensors"]) == 47

@@ -1,0 +1,148 @@
+"""Rules of the house that no linter knows."""
+
+import ast
+import os
+import re
+import tokenize
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+FOLDERS = ("localinfer", "kernels", "models", "quant")
+SOURCES = sorted(path for folder in FOLDERS for path in (REPOSITORY / folder).rglob("*.py"))
+MAY_PRINT = {"localinfer/cli.py", "localinfer/chat.py", "models/demo/train.py"}
+VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "base", "manager", "misc"}
+LONGEST_FILE = 500
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(REPOSITORY).as_posix()
+
+
+def nodes(path: Path) -> Iterator[ast.AST]:
+    with tokenize.open(path) as file:
+        return ast.walk(ast.parse(file.read()))
+
+
+def violations(paths: list[Path], is_bad: Callable[[ast.AST], bool]) -> list[str]:
+    return [f"{relative(path)}:{node.lineno}" for path in paths for node in nodes(path) if is_bad(node)]
+
+
+def called_name(node: ast.AST) -> str | None:
+    if not isinstance(node, ast.Call):
+        return None
+    if isinstance(node.func, ast.Attribute):
+        return node.func.attr
+    return node.func.id if isinstance(node.func, ast.Name) else None
+
+
+def test_sources_are_found():
+    assert len(SOURCES) > 20
+
+
+def test_only_faces_print():
+    quiet = [path for path in SOURCES if relative(path) not in MAY_PRINT]
+    assert violations(quiet, lambda node: called_name(node) == "print") == []
+
+
+def test_threads_belong_to_the_tape():
+    def is_parallel(node: ast.AST) -> bool:
+        named = (isinstance(node, ast.Name) and node.id == "prange") or (
+            isinstance(node, ast.Attribute) and node.attr == "prange"
+        )
+        option = isinstance(node, ast.keyword) and node.arg == "parallel" and ast.unparse(node.value) != "False"
+        return named or option
+
+    assert violations(SOURCES, is_parallel) == []
+
+
+def test_kernels_are_linked_with_nothing():
+    """Code reached through `link=` is outside the cache's key."""
+    assert violations(SOURCES, lambda node: isinstance(node, ast.keyword) and node.arg == "link") == []
+
+
+def test_numba_decorators_are_used_in_one_place_only():
+    """Elsewhere their cache would lie beside the source and go stale."""
+    decorators = {"njit", "jit", "vectorize", "guvectorize", "cfunc", "stencil"}
+
+    def is_numba(node: ast.AST) -> bool:
+        return (
+            isinstance(node, ast.Attribute)
+            and node.attr in decorators
+            and isinstance(node.value, ast.Name)
+            and node.value.id in {"numba", "nb"}
+        )
+
+    elsewhere = [path for path in SOURCES if relative(path) != "kernels/jit.py"]
+    assert violations(elsewhere, is_numba) == []
+
+
+def test_floors_are_imported_by_their_installed_names():
+    def is_bare(node: ast.AST) -> bool:
+        if isinstance(node, ast.Import):
+            return any(name.name.split(".")[0] in {"kernels", "models", "quant"} for name in node.names)
+        return (
+            isinstance(node, ast.ImportFrom)
+            and node.level == 0
+            and (node.module or "").split(".")[0] in {"kernels", "models", "quant"}
+        )
+
+    tests = sorted((REPOSITORY / "tests").rglob("*.py"))
+    assert violations(SOURCES + tests, is_bare) == []
+
+
+def test_no_handler_catches_everything_in_silence():
+    def is_bare(node: ast.AST) -> bool:
+        return isinstance(node, ast.ExceptHandler) and node.type is None
+
+    assert violations(SOURCES, is_bare) == []
+
+
+def test_file_names_say_what_files_hold():
+    assert [relative(path) for path in SOURCES if path.stem in VAGUE_NAMES] == []
+
+
+def test_files_stay_short():
+    lengths = {relative(path): len(path.read_text(encoding="utf-8").splitlines()) for path in SOURCES}
+    assert {name: length for name, length in lengths.items() if length > LONGEST_FILE} == {}
+
+
+def test_every_module_says_what_it_is():
+    def has_docstring(path: Path) -> bool:
+        text = path.read_text(encoding="utf-8")
+        return not text.strip() or ast.get_docstring(ast.parse(text)) is not None
+
+    assert [relative(path) for path in SOURCES if not has_docstring(path)] == []
+
+
+@pytest.mark.parametrize("folder", [*FOLDERS, "tests"])
+def test_every_folder_has_a_readme(folder):
+    assert (REPOSITORY / folder / "README.md").is_file()
+
+
+def test_links_and_paths_in_documents_exist():
+    broken = []
+    for document in [*REPOSITORY.glob("*.md"), *(REPOSITORY / folder / "README.md" for folder in (*FOLDERS, "tests"))]:
+        if not document.is_file():
+            continue
+        for target in re.findall(r"\]\(([^)#]+)\)", document.read_text(encoding="utf-8")):
+            if "://" not in target and not (document.parent / target).exists():
+                broken.append(f"{relative(document)}: {target}")
+    assert broken == []
+
+
+def test_readme_commands_are_the_ones_ci_runs():
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    commands = [line for line in readme.splitlines() if line.startswith("python3 -m venv")]
+    assert len(commands) == 2
+    assert commands[0].endswith('.venv/bin/localinfer run -p "Once upon a time"')
+    assert commands[1].endswith(".venv/bin/python -m pytest")
+    last_line = (REPOSITORY / ".ci" / "run").read_text(encoding="utf-8").rstrip().splitlines()[-1]
+    assert last_line == '"$python" -m pytest'
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no executable bit there")
+def test_ci_script_can_be_run():
+    assert os.access(REPOSITORY / ".ci" / "run", os.X_OK)

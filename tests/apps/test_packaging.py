@@ -1,0 +1,76 @@
+"""What is installed: every folder of code is a package, listed by name, and nothing else comes along."""
+
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import entry_points, requires
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import localinfer
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+FOLDERS = ("localinfer", "kernels", "models", "quant")
+
+
+@pytest.fixture(scope="module")
+def settings() -> dict[str, Any]:
+    return tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def package_folders() -> dict[str, str]:
+    """Package name -> folder, for every folder that holds a module."""
+    found = {}
+    for top in FOLDERS:
+        for module in (REPOSITORY / top).rglob("*.py"):
+            folder = module.parent.relative_to(REPOSITORY).as_posix()
+            dotted = folder.replace("/", ".")
+            found[dotted if top == "localinfer" else f"localinfer.{dotted}"] = folder
+    return found
+
+
+def test_every_folder_of_modules_is_a_listed_package(settings):
+    assert dict(settings["tool"]["setuptools"]["package-dir"]) == package_folders()
+    assert sorted(settings["tool"]["setuptools"]["packages"]) == sorted(package_folders())
+
+
+def test_every_package_is_a_regular_one():
+    missing = [folder for folder in package_folders().values() if not (REPOSITORY / folder / "__init__.py").is_file()]
+    assert missing == []
+
+
+def test_import_contract_places_every_module(settings):
+    (contract,) = settings["tool"]["importlinter"]["contracts"]
+    assert contract["exhaustive"]
+    placed = {name.strip() for layer in contract["layers"] for name in layer.split("|")}
+    modules = {path.stem for path in (REPOSITORY / "localinfer").glob("*.py")} - {"__init__"}
+    assert placed == modules | {"kernels", "models", "quant"}
+
+
+def test_extras_are_the_documented_ones(settings):
+    assert set(settings["project"]["optional-dependencies"]) == {"bench", "chat", "convert", "cuda", "dev", "server"}
+
+
+def test_command_runs_the_documented_entry_point():
+    (command,) = entry_points(group="console_scripts", name="localinfer")
+    assert command.value == "localinfer.cli:main"
+
+
+def test_core_install_needs_no_torch():
+    core = [line for line in requires("localinfer") or [] if "extra ==" not in line]
+    assert core
+    assert not [line for line in core if "torch" in line]
+
+
+def test_type_hints_are_announced():
+    assert (Path(localinfer.__file__).parent / "py.typed").is_file()
+
+
+def test_import_is_silent_and_loads_no_compiler():
+    program = "import sys, localinfer; sys.exit('numba' in sys.modules or 'numpy' in sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program], capture_output=True, timeout=60, check=False
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (0, b"", b"")
