@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import gguf
 import numpy as np
 import pytest
@@ -68,3 +70,14 @@ def test_bits_per_weight_include_the_scales() -> None:
 def test_block_records_are_little_endian() -> None:
     raw = np.array([0, 0x3C] + [0] * 16, dtype=np.uint8)
     assert raw.view(block_dtype(TensorType.Q4_0))["d"][0] == 1.0
+
+
+def test_readme_table_states_the_real_sizes() -> None:
+    readme = Path(__file__).parents[2] / "quant" / "README.md"
+    rows = [line.strip("| ").split(" | ") for line in readme.read_text("utf-8").splitlines()]
+    stated = {row[0]: row[1:4] for row in rows if row[0] in TensorType.__members__}
+    assert len(stated) == 28
+    for name, (columns, num_bytes, bits) in stated.items():
+        type = TensorType[name]
+        assert (int(columns), int(num_bytes)) == (block_size(type), block_bytes(type))
+        assert float(bits) == pytest.approx(bits_per_weight(type), abs=1e-4)
