@@ -30,11 +30,15 @@ class QueryKeyNorm(Enum):
 class Architecture:
     """One model family, given the sizes of one model. Everything a file decides by holding a tensor is not here.
 
-    Names of norms are tensor names within a block; None where there is no such norm. If both branches name the same
-    norm, it is computed once. parallel: both branches read the layer's input (GPT-J's form) instead of one after
-    the other. windows and chunks: positions a layer sees, 0 for all; has_rope: which layers rotate; each is empty if
-    all layers do the plain thing. weigh_expert_inputs: expert weights scale what the experts read, not what they say.
-    temperature_length > 0 sharpens queries far into the context, in layers without RoPE or in all of them.
+    Norms: names of tensors within a block, None where there is no such norm. If both branches name the same norm, it
+    is computed once. parallel: both branches read the layer's input (GPT-J's form) instead of one after the other.
+    windows, chunks: positions a layer sees, 0 for all. has_rope: which layers rotate. Each is one entry per layer, or
+    empty if all layers do the plain thing. windowed_rope_base: base in layers with a window where the file gives none,
+    0 for the others' base. rope_magnitude: replaces the one that follows from the file's scaling.
+    attention_scale: replaces the file's and 1 / sqrt(head_dim). max_alibi_bias: 0 without ALiBi.
+    weigh_expert_inputs: expert weights scale what the experts read, not what they answer.
+    temperature_length > 0 sharpens queries by the logarithm of their position, counted in temperature_length positions,
+    in layers without RoPE or in all of them.
     """
 
     pairing: Pairing = Pairing.HALVES
@@ -50,11 +54,14 @@ class Architecture:
     activation: Activation = Activation.SILU
     gated: bool = True
     learned_positions: bool = False
-    alibi: bool = False
+    max_alibi_bias: float = 0.0
     attention_scale: float | None = None
     windows: tuple[int, ...] = ()
     chunks: tuple[int, ...] = ()
     has_rope: tuple[bool, ...] = ()
+    windowed_rope_base: float = 0.0
+    scales_windowed_rope: bool = True
+    rope_magnitude: float | None = None
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0

@@ -1,25 +1,28 @@
 """The attention block: projections, norms of queries and keys, RoPE, the cache, attention itself."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
-from localinfer.kernels.ops import AttentionShape, Buffer, FloatArray, LinearWeight, Pairing, Projection, RopeTable
+from localinfer.kernels.ops import AttentionShape, Buffer, FloatArray, LinearWeight, Projection, RopeTable
 from localinfer.models.architecture import QueryKeyNorm
-from localinfer.models.config import ModelConfig
 from localinfer.models.graph import Graph
 from localinfer.models.rope import rope_table
 
 
 class RopeTables:
-    """The rotations of one model: windowed layers may have a base of their own."""
+    """The rotations of one model: layers with a sliding window may have a base of their own, or no scaling."""
 
-    def __init__(self, graph: Graph, context_length: int, magnitude: float | None = None) -> None:
-        rope = graph.config.rope
+    def __init__(self, graph: Graph, context_length: int) -> None:
+        rope, architecture = graph.config.rope, graph.architecture
         divisors = _divisors(graph, context_length)
-        pairing = graph.architecture.pairing
-        self._full = rope_table(rope, pairing, divisors=divisors, magnitude=magnitude)
-        self._windowed = rope_table(rope, pairing, windowed=True, divisors=divisors, magnitude=magnitude)
+        windowed = replace(rope, base=architecture.windowed_rope_base or rope.base_windowed or rope.base)
+        if not architecture.scales_windowed_rope:
+            windowed = replace(windowed, scaling="none", attention_factor=1.0)
+        pairing, magnitude = architecture.pairing, architecture.rope_magnitude
+        self._full = rope_table(rope, pairing, divisors, magnitude)
+        self._windowed = rope_table(windowed, pairing, divisors, magnitude)
 
     def for_layer(self, windowed: bool) -> RopeTable:
         """The table of a layer with or without a sliding window."""
@@ -37,10 +40,10 @@ def write_attention(graph: Graph, layer: int, x: Buffer, tables: RopeTables) -> 
 
     window = architecture.windows[layer] if architecture.windows else 0
     chunk = architecture.chunks[layer] if architecture.chunks else 0
-    has_rope = architecture.has_rope[layer] if architecture.has_rope else True
+    has_rope = config.rope.rotary_size > 0 and (architecture.has_rope[layer] if architecture.has_rope else True)
     if architecture.query_key_norm is not QueryKeyNorm.AFTER_ROPE:
         _norm_queries_and_keys(graph, layer, queries, keys)
-    if has_rope and config.rope.rotary_size:
+    if has_rope:
         table = tables.for_layer(window > 0 or chunk > 0)
         tape.rope(queries, table, config.head_dim)
         tape.rope(keys, table, config.head_dim)
@@ -78,7 +81,7 @@ def attention_shape(graph: Graph, layer: int, window: int, chunk: int) -> Attent
         window=window,
         chunk=chunk,
         sinks=graph.weights.optional_vector(f"blk.{layer}.attn_sinks.weight", (num_heads,)),
-        alibi_slopes=alibi_slopes(num_heads, config.max_alibi_bias) if architecture.alibi else None,
+        alibi_slopes=alibi_slopes(num_heads, architecture.max_alibi_bias) if architecture.max_alibi_bias else None,
     )
 
 
@@ -136,8 +139,3 @@ def _divisors(graph: Graph, context_length: int) -> FloatArray | None:
         if graph.weights.has(name):
             return graph.weights.vector(name, shape)
     return None
-
-
-def kv_heads_pairing(config: ModelConfig) -> Pairing:
-    """Sectioned (multimodal) RoPE rotates halves whatever the architecture does without sections."""
-    return Pairing.HALVES if any(config.rope.sections) else Pairing.ADJACENT

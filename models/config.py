@@ -21,14 +21,15 @@ _MAX_CONTEXT = 1 << 28
 class RopeConfig:
     """Rotary position embedding as the file describes it.
 
-    rotary_size: elements of each head that rotate. base_windowed: base of the layers with a sliding window.
+    rotary_size: elements of each head that rotate. base_windowed: base of the layers with a sliding window, 0 where the
+    file leaves it to the architecture.
     scaling: none, linear, yarn or longrope. sections: sizes of multimodal sections (equal positions for text).
     attention_factor, extrapolation_factor, beta_fast, beta_slow, log_multiplier: YaRN's own (arXiv 2309.00071).
     """
 
     rotary_size: int
     base: float = 10000.0
-    base_windowed: float = 10000.0
+    base_windowed: float = 0.0
     scaling: str = "none"
     factor: float = 1.0
     original_context_length: int = 0
@@ -75,7 +76,8 @@ class ModelConfig:
 
     Tuples have one entry per layer. head_dim is the size of a query or key head, value_head_dim of a value head.
     intermediate_size is what the file says; the decoder goes by the tensors. windowed_layers is empty where the file
-    leaves the pattern to the architecture. A scale of None is not in the file.
+    leaves the pattern to the architecture. A scale of None is not in the file. block_tensors names the tensors of the
+    first block, without their `blk.0.`: some architectures have variants that differ by what is there.
     """
 
     architecture: str
@@ -105,6 +107,7 @@ class ModelConfig:
     clamp_qkv: float = 0.0
     temperature_scale: float = 0.0
     temperature_length: int = 0
+    block_tensors: frozenset[str] = frozenset()
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, object], tensor_shapes: Mapping[str, Shape]) -> "ModelConfig":
@@ -168,6 +171,7 @@ class ModelConfig:
             clamp_qkv=reader.number("attention.clamp_kqv", 0.0, low=0.0),
             temperature_scale=reader.number("attention.temperature_scale", 0.0),
             temperature_length=reader.integer("attention.temperature_length", 0, low=0, high=_MAX_CONTEXT),
+            block_tensors=frozenset(name.removeprefix("blk.0.") for name in tensor_shapes if name.startswith("blk.0.")),
         )
         _check_output_projections(reader, config, tensor_shapes)
         return config
@@ -240,10 +244,10 @@ def _rope(reader: MetadataReader, head_dim: int, context_length: int) -> RopeCon
             f"{reader.full_key('rope.scaling.type')} is {scaling!r}; this version knows none, linear, yarn and "
             "longrope. Update localinfer or choose another model."
         )
-    base = reader.number("rope.freq_base", 10000.0, low=1e-3)
+    extrapolation_factor = reader.number("rope.scaling.yarn_ext_factor", -1.0)
     return RopeConfig(
         rotary_size=rotary_size,
-        base=base,
+        base=reader.number("rope.freq_base", 10000.0, low=1.0 + 1e-6),
         base_windowed=reader.number("rope.freq_base_swa", 0.0, low=0.0),
         scaling=scaling or ("linear" if factor not in (0.0, 1.0) else "none"),
         factor=factor or 1.0,
@@ -251,9 +255,9 @@ def _rope(reader: MetadataReader, head_dim: int, context_length: int) -> RopeCon
             "rope.scaling.original_context_length", context_length, low=1, high=_MAX_CONTEXT
         ),
         attention_factor=reader.number("rope.scaling.attn_factor", 1.0),
-        extrapolation_factor=reader.number("rope.scaling.yarn_ext_factor", 1.0),
-        beta_fast=reader.number("rope.scaling.yarn_beta_fast", 32.0, low=0.0),
-        beta_slow=reader.number("rope.scaling.yarn_beta_slow", 1.0, low=0.0),
+        extrapolation_factor=1.0 if extrapolation_factor < 0.0 else extrapolation_factor,
+        beta_fast=reader.number("rope.scaling.yarn_beta_fast", 32.0, low=1e-6),
+        beta_slow=reader.number("rope.scaling.yarn_beta_slow", 1.0, low=1e-6),
         log_multiplier=reader.number("rope.scaling.yarn_log_multiplier", 0.0),
         sections=reader.list_of_integers("rope.dimension_sections"),
     )

@@ -68,8 +68,8 @@ def _write_experts(graph: Graph, layer: int, hidden: Buffer, x: Buffer, post_nor
     up = graph.buffer("expert_up", num_selected * size, x.rows)
     _multiply_experts(graph, block, ("gate", gate), ("up", up), size, x, expert_ids)
     if architecture.weigh_expert_inputs:
+        # Weighing x weighs gate and up. The down projection is linear in up, so the sum over experts weighs that one.
         tape.expert_scale(gate, expert_weights)
-        tape.expert_scale(up, expert_weights)
     tape.gated_activation(up, gate, up, architecture.activation)
     down = graph.buffer("expert_down", num_selected * hidden.width, x.rows)
     weight = graph.weights.experts(f"{block}.ffn_down_exps.weight", num_experts, hidden.width, size)

@@ -19,31 +19,35 @@ Float64Array = NDArray[np.float64]
 def rope_table(
     rope: RopeConfig,
     pairing: Pairing,
-    *,
-    windowed: bool = False,
     divisors: NDArray[np.float32] | None = None,
     magnitude: float | None = None,
 ) -> RopeTable:
-    """The table for one kind of layer.
+    """The table for layers that rotate as `rope` says.
 
-    windowed: the layer has a sliding window; it uses `base_windowed` where the file gives one, and no scaling with it.
     divisors: float32[rotary_size / 2] from `rope_freqs.weight` (Llama 3) or `rope_factors_*.weight` (LongRoPE).
     magnitude: replaces the scaling's own factor on sine and cosine.
-    Raises: CorruptFileError if divisors have the wrong length, or values that are not positive numbers.
+    Raises: CorruptFileError if divisors have the wrong length, or are zero or not finite.
     """
-    own_base = windowed and rope.base_windowed > 0.0
-    base = rope.base_windowed if own_base else rope.base
-    frequencies = plain_frequencies(rope.rotary_size, base)
+    frequencies = plain_frequencies(rope.rotary_size, rope.base)
     if divisors is not None:
         _check_divisors(divisors, rope.rotary_size // 2)
         frequencies = frequencies / divisors.astype(np.float64)
-    scaled_magnitude = rope.attention_factor
-    if rope.scaling == "linear" and not own_base:
+    if rope.scaling == "linear":
         frequencies = frequencies / rope.factor
-    elif rope.scaling == "yarn" and not own_base:
-        frequencies = yarn_frequencies(frequencies, rope, base)
-        scaled_magnitude *= yarn_magnitude(rope.factor) if rope.extrapolation_factor else 1.0
-    return RopeTable(frequencies, pairing, scaled_magnitude if magnitude is None else magnitude)
+    elif rope.scaling == "yarn":
+        frequencies = yarn_frequencies(frequencies, rope)
+    return RopeTable(frequencies, pairing, own_magnitude(rope) if magnitude is None else magnitude)
+
+
+def own_magnitude(rope: RopeConfig) -> float:
+    """The factor on sine and cosine that a file's scaling asks for: 1, or the file's, times YaRN's temperature.
+
+    Where the file has a log multiplier m, the temperature is the ratio of those for 1 and for m: the model applies the
+    rest to its scores (DeepSeek-V2's `mscale` and `mscale_all_dim`).
+    """
+    if rope.scaling != "yarn" or not rope.extrapolation_factor:
+        return rope.attention_factor
+    return rope.attention_factor * yarn_magnitude(rope.factor) / yarn_magnitude(rope.factor, rope.log_multiplier)
 
 
 def plain_frequencies(rotary_size: int, base: float) -> Float64Array:
@@ -52,7 +56,7 @@ def plain_frequencies(rotary_size: int, base: float) -> Float64Array:
     return np.asarray(base ** (-2.0 * pairs / max(rotary_size, 1)), dtype=np.float64)
 
 
-def yarn_frequencies(frequencies: Float64Array, rope: RopeConfig, base: float) -> Float64Array:
+def yarn_frequencies(frequencies: Float64Array, rope: RopeConfig) -> Float64Array:
     """Interpolate slow pairs, keep fast ones, blend between: YaRN, section 3.2 ("NTK-by-parts").
 
     A pair is fast if it turns more than beta_fast times within the original context, slow if fewer than beta_slow.
@@ -60,7 +64,7 @@ def yarn_frequencies(frequencies: Float64Array, rope: RopeConfig, base: float) -
 
     def pair_of(turns: float) -> float:
         turns_of_first_pair = rope.original_context_length / (2.0 * math.pi * turns)
-        return rope.rotary_size * math.log(turns_of_first_pair) / (2.0 * math.log(base))
+        return rope.rotary_size * math.log(turns_of_first_pair) / (2.0 * math.log(rope.base))
 
     first = max(0.0, math.floor(pair_of(rope.beta_fast)))
     last = min(rope.rotary_size - 1.0, math.ceil(pair_of(rope.beta_slow)))
@@ -70,9 +74,9 @@ def yarn_frequencies(frequencies: Float64Array, rope: RopeConfig, base: float) -
     return frequencies / rope.factor * (1.0 - kept) + frequencies * kept
 
 
-def yarn_magnitude(factor: float) -> float:
+def yarn_magnitude(factor: float, multiplier: float = 1.0) -> float:
     """YaRN's temperature on the scores, applied to queries and keys alike: section 3.4, 0.1 ln(s) + 1."""
-    return 1.0 + 0.1 * math.log(factor)
+    return 1.0 + 0.1 * multiplier * math.log(max(factor, 1.0))
 
 
 def _check_divisors(divisors: NDArray[np.float32], num_pairs: int) -> None:

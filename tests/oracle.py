@@ -408,15 +408,15 @@ def _activate(x: Float64Array, kind: Activation) -> Float64Array:
     if kind is Activation.SILU:
         return x * _sigmoid(x)
     if kind is Activation.GELU_TANH:
-        return 0.5 * x * (1.0 + np.tanh(np.sqrt(2.0 / np.pi) * (x + 0.044715 * x**3)))
+        return 0.5 * x * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)))
     if kind is Activation.GELU_ERF:
-        return 0.5 * x * (1.0 + _erf(x / np.sqrt(2.0)))
+        return 0.5 * x * (1.0 + _erf(x / math.sqrt(2.0)))
     if kind is Activation.GELU_QUICK:
         return x * _sigmoid(1.702 * x)
     if kind is Activation.RELU:
         return np.maximum(x, 0.0)
     assert kind is Activation.RELU_SQUARED, f"{kind} needs a gate"
-    return np.square(np.maximum(x, 0.0))
+    return np.maximum(x, 0.0) * np.maximum(x, 0.0)
 
 
 def _erf(x: Float64Array) -> Float64Array:

@@ -1,10 +1,12 @@
-"""Llama (arXiv 2302.13971) and the models that changed a line of it: Mistral, Mixtral, Granite, SmolLM3, MiniCPM."""
+"""Llama (arXiv 2302.13971) and the models that changed a line of it: Mistral, Mixtral, Granite, SmolLM3, Llama 4."""
 
-from localinfer.kernels.ops import Activation, Pairing
+from localinfer.kernels.ops import Activation, Gating, Pairing
 from localinfer.models.architecture import Architecture
+from localinfer.models.architectures.layer_patterns import windowed
 from localinfer.models.config import ModelConfig
 
-_SMOLLM3_ROPE_PERIOD = 4
+_ROPE_PERIOD = 4
+_LLAMA4_MAVERICK_EXPERTS = 128
 
 
 def llama(config: ModelConfig) -> Architecture:
@@ -34,10 +36,27 @@ def granite(config: ModelConfig) -> Architecture:
 
 def smollm3(config: ModelConfig) -> Architecture:
     """SmolLM3: every fourth layer has no RoPE (NoPE, arXiv 2501.18795)."""
-    has_rope = tuple((layer + 1) % _SMOLLM3_ROPE_PERIOD != 0 for layer in range(config.num_layers))
-    return Architecture(pairing=Pairing.ADJACENT, has_rope=has_rope)
+    return Architecture(pairing=Pairing.ADJACENT, has_rope=_rope_except_every_fourth(config))
 
 
 def arcee(config: ModelConfig) -> Architecture:
     """Arcee AFM: Llama with one squared ReLU in place of the gate."""
     return Architecture(pairing=Pairing.ADJACENT, activation=Activation.RELU_SQUARED, gated=False)
+
+
+def llama4(config: ModelConfig) -> Architecture:
+    """Llama 4: three layers with RoPE that see a chunk to one without RoPE that sees everything, weighed inputs."""
+    is_chunked = windowed(config, period=_ROPE_PERIOD)
+    return Architecture(
+        pairing=Pairing.ADJACENT,
+        chunks=tuple(config.sliding_window if chunked else 0 for chunked in is_chunked),
+        has_rope=_rope_except_every_fourth(config),
+        unweighted_query_key_norm=config.experts is None or config.experts.num_experts != _LLAMA4_MAVERICK_EXPERTS,
+        gating=Gating.SIGMOID,
+        normalise_experts=False,
+        weigh_expert_inputs=True,
+    )
+
+
+def _rope_except_every_fourth(config: ModelConfig) -> tuple[bool, ...]:
+    return tuple((layer + 1) % _ROPE_PERIOD != 0 for layer in range(config.num_layers))
