@@ -278,16 +278,16 @@ class _Walk:
         """Step over `count` strings by their lengths: 0.08 us each, the whole cost of opening."""
         if count * 8 > self.limit - self.position:
             self.advance(count * 8, f"key {key!r} ({count} strings)")
-        buffer = self.buffer
         position = self.position
-        try:
-            for _ in range(count):
-                (length,) = _read_u64(buffer, position)
-                if length > MAX_ENTRY_BYTES:
-                    self.fail(f"an entry of key {key!r} is {length} bytes long; wanted at most {MAX_ENTRY_BYTES}")
-                position += 8 + length
-        except struct.error:
-            position = self.file_bytes + 8
+        with memoryview(self.buffer) as whole, whole[: self.limit] as header:
+            try:
+                for _ in range(count):
+                    (length,) = _read_u64(header, position)
+                    if length > MAX_ENTRY_BYTES:
+                        self.fail(f"an entry of key {key!r} is {length} bytes long; wanted at most {MAX_ENTRY_BYTES}")
+                    position += 8 + length
+            except struct.error:
+                position = self.limit + 1
         self.advance(position - self.position, f"key {key!r} ({count} strings)")
 
     def alignment(self, stored: StoredValue | None) -> int:

@@ -156,6 +156,7 @@ def test_row_3_token_over_a_mebibyte_is_refused(refuse: Refuse) -> None:
 def test_row_3_metadata_over_the_header_limit_is_refused(refuse: Refuse) -> None:
     content = gguf([entry("a", 9, array(0, b"", 1 << 29))])
     refuse(content, "runs past the first 268435456 bytes", grow=1 << 30)
+    refuse(gguf([entry("a", 9, array(8, b"", 1 << 26))]), "runs past the first 268435456", grow=1 << 30)
 
 
 # Row 4: arrays
