@@ -142,6 +142,7 @@ class AttentionShape:
 class Routing:
     """How `route` picks experts: the best `num_selected` by gating value (plus `selection_bias`, which does not weigh).
 
+    Of equal values the lower expert wins, and slots are in order of falling value. SOFTMAX_SELECTED picks by logits.
     normalise divides the chosen weights by their sum; scale multiplies them afterwards. num_groups > 1 first keeps the
     `num_selected_groups` groups of experts with the largest sum of their two best values (DeepSeek-V3).
     """
@@ -271,8 +272,42 @@ class Tape(Protocol):
         """x *= factor, in place."""
         ...
 
+    def scale_by_position(self, x: Buffer, period: int, slope: float, offset: int = 0) -> None:
+        """x *= 1 + slope * ln(1 + floor((position of the row + offset) / period)), in place (Llama 4, Ministral 3)."""
+        ...
+
     def softcap(self, x: Buffer, cap: float) -> None:
         """x = cap * tanh(x / cap), in place."""
+        ...
+
+    def copy_heads(
+        self,
+        out: Buffer,
+        x: Buffer,
+        num_heads: int,
+        width: int,
+        out_head_size: int,
+        x_head_size: int,
+        out_offset: int = 0,
+        x_offset: int = 0,
+    ) -> None:
+        """Copy `width` elements of every head of x, from x_offset of the head, to out_offset of out's; the rest stays."""
+        ...
+
+    def head_matmul(
+        self,
+        out: Buffer,
+        x: Buffer,
+        weight: LinearWeight,
+        out_head_size: int,
+        x_head_size: int,
+        out_offset: int = 0,
+        x_offset: int = 0,
+    ) -> None:
+        """For every head h: out[h][out_offset:] = weight[h] @ x[h][x_offset:], num_rows from num_columns elements.
+
+        weight is a stack of one matrix per head; the rest of out stays (latent attention, arXiv 2405.04434).
+        """
         ...
 
     def select_output(self, out: Buffer, x: Buffer) -> None:
@@ -324,7 +359,10 @@ class WeightSource(Protocol):
         ...
 
     def linear(self, name: str, rows: slice | None = None) -> LinearWeight:
-        """A matrix [rows, columns] or expert stack [experts, rows, columns], optionally only some rows of a matrix."""
+        """A matrix [rows, columns] or a stack [experts, rows, columns], optionally only some rows (of every expert).
+
+        A vector [columns] counts as one row.
+        """
         ...
 
     def embedding(self, name: str) -> EmbeddingTable:
