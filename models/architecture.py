@@ -55,6 +55,7 @@ class Architecture:
     gated: bool = True
     learned_positions: bool = False
     max_alibi_bias: float = 0.0
+    latent_attention: bool = False
     attention_scale: float | None = None
     windows: tuple[int, ...] = ()
     chunks: tuple[int, ...] = ()

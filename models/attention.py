@@ -52,6 +52,8 @@ def write_attention(graph: Graph, layer: int, x: Buffer, tables: RopeTables) -> 
             tape.rms_norm(keys, keys, None, config.norm_epsilon, config.head_dim)
     if architecture.query_key_norm is QueryKeyNorm.AFTER_ROPE:
         _norm_queries_and_keys(graph, layer, queries, keys)
+    if not (has_rope and architecture.temperature_without_rope_only):
+        sharpen_queries(graph, queries)
     tape.store_kv(layer, keys, values)
     attended = graph.buffer("attended", num_heads * config.value_head_dim, x.rows)
     tape.attention(attended, queries, layer, attention_shape(graph, layer, window, chunk))
@@ -64,6 +66,15 @@ def write_attention_output(graph: Graph, layer: int, hidden: Buffer, attended: B
     weight = graph.weights.linear(f"{name}.weight", hidden.width, attended.width)
     post_norm = graph.architecture.attention_post_norm
     graph.add_branch(hidden, attended, weight, graph.bias(name, hidden.width), post_norm and f"blk.{layer}.{post_norm}")
+
+
+def sharpen_queries(graph: Graph, queries: Buffer) -> None:
+    """Scale queries by the logarithm of their position, in the models that do."""
+    architecture = graph.architecture
+    if architecture.temperature_length and architecture.temperature_scale:
+        graph.tape.scale_by_position(
+            queries, architecture.temperature_length, architecture.temperature_scale, architecture.temperature_offset
+        )
 
 
 def attention_shape(graph: Graph, layer: int, window: int, chunk: int) -> AttentionShape:

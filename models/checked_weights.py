@@ -36,8 +36,11 @@ class CheckedWeights:
     def experts(
         self, name: str, num_experts: int, num_rows: int, num_columns: int, rows: slice | None = None
     ) -> LinearWeight:
-        """A stack of matrices of this whole shape, or the same rows of each."""
-        self._check(name, ((num_experts, num_rows, num_columns),))
+        """A stack of matrices of this whole shape, or the same rows of each; a stack of one may be a plain matrix."""
+        shapes: tuple[tuple[int, ...], ...] = ((num_experts, num_rows, num_columns),)
+        if num_experts == 1:
+            shapes += ((num_rows, num_columns),)
+        self._check(name, shapes)
         return self._source.linear(name, rows)
 
     def embedding(self, name: str, num_rows: int, width: int) -> EmbeddingTable:

@@ -7,6 +7,7 @@ from localinfer.models.checked_weights import CheckedWeights
 from localinfer.models.config import ModelConfig
 from localinfer.models.feed_forward import write_feed_forward
 from localinfer.models.graph import Graph
+from localinfer.models.latent_attention import write_latent_attention
 
 
 def write_decoder(config: ModelConfig, weights: WeightSource, tape: Tape, context_length: int | None = None) -> Program:
@@ -47,7 +48,8 @@ def _write_layer(graph: Graph, layer: int, hidden: Buffer, tables: RopeTables) -
     """Write one layer and return its result: `hidden` itself, or in the last layer only the rows that want logits."""
     architecture = graph.architecture
     x = graph.block_norm(layer, architecture.attention_norm, hidden, "attention_input")
-    attended = write_attention(graph, layer, x, tables)
+    write = write_latent_attention if architecture.latent_attention else write_attention
+    attended = write(graph, layer, x, tables)
     parallel_x = None
     if architecture.parallel:
         is_shared = architecture.feed_forward_norm == architecture.attention_norm

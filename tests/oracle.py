@@ -3,7 +3,6 @@
 Values are float64 throughout, so an oracle's result differs from a device's by the device's rounding alone.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,6 @@ from localinfer.kernels.ops import (
     Buffer,
     EmbeddingTable,
     FloatArray,
-    Gating,
     LinearWeight,
     Pairing,
     Program,
@@ -29,8 +27,7 @@ from localinfer.kernels.ops import (
     Rows,
     Segment,
 )
-
-Float64Array = NDArray[np.float64]
+from tests.oracle_formulas import Float64Array, activate, affine, attend, groups, route, sigmoid
 
 
 class NumpyWeights:
@@ -146,9 +143,9 @@ class NumpyTape:
 
     def rms_norm(self, out: Buffer, x: Buffer, weight: FloatArray | None, epsilon: float, group_size: int = 0) -> None:
         def op(run: _Run) -> None:
-            groups = _groups(run[x], group_size)
-            normed = groups / np.sqrt(np.mean(groups**2, axis=-1, keepdims=True) + epsilon)
-            run[out] = _affine(normed, weight, None).reshape(run[x].shape)
+            grouped = groups(run[x], group_size)
+            normed = grouped / np.sqrt(np.mean(grouped**2, axis=-1, keepdims=True) + epsilon)
+            run[out] = affine(normed, weight, None).reshape(run[x].shape)
 
         self._ops.append(op)
 
@@ -162,10 +159,10 @@ class NumpyTape:
         group_size: int = 0,
     ) -> None:
         def op(run: _Run) -> None:
-            groups = _groups(run[x], group_size)
-            centred = groups - groups.mean(axis=-1, keepdims=True)
+            grouped = groups(run[x], group_size)
+            centred = grouped - grouped.mean(axis=-1, keepdims=True)
             normed = centred / np.sqrt(np.mean(centred**2, axis=-1, keepdims=True) + epsilon)
-            run[out] = _affine(normed, weight, bias).reshape(run[x].shape)
+            run[out] = affine(normed, weight, bias).reshape(run[x].shape)
 
         self._ops.append(op)
 
@@ -222,14 +219,17 @@ class NumpyTape:
             for segment, rows in _segment_rows(run.batch):
                 cache = run.cache[int(segment.page_addresses[0]), layer]
                 for row in rows:
-                    result[row] = _attend(run[queries][row], int(run.positions[row]), cache, shape)
+                    seen = _seen(int(run.positions[row]), shape)
+                    keys = np.stack([cache.keys[position] for position in seen])
+                    values = np.stack([cache.values[position] for position in seen])
+                    result[row] = attend(run[queries][row], keys, values, seen, shape)
             run[out] = result
 
         self._ops.append(op)
 
     def activation(self, out: Buffer, x: Buffer, kind: Activation) -> None:
         def op(run: _Run) -> None:
-            run[out] = _activate(run[x], kind)
+            run[out] = activate(run[x], kind)
 
         self._ops.append(op)
 
@@ -237,9 +237,9 @@ class NumpyTape:
         def op(run: _Run) -> None:
             if kind is Activation.SWIGLU_CLAMPED:
                 clamped = np.minimum(run[gate], 7.0)
-                run[out] = clamped * _sigmoid(1.702 * clamped) * (np.clip(run[up], -7.0, 7.0) + 1.0)
+                run[out] = clamped * sigmoid(1.702 * clamped) * (np.clip(run[up], -7.0, 7.0) + 1.0)
             else:
-                run[out] = _activate(run[gate], kind) * run[up]
+                run[out] = activate(run[gate], kind) * run[up]
 
         self._ops.append(op)
 
@@ -251,13 +251,60 @@ class NumpyTape:
 
     def multiply_sigmoid(self, out: Buffer, x: Buffer, gate: Buffer) -> None:
         def op(run: _Run) -> None:
-            run[out] = run[x] * _sigmoid(run[gate])
+            run[out] = run[x] * sigmoid(run[gate])
 
         self._ops.append(op)
 
     def scale(self, x: Buffer, factor: float) -> None:
         def op(run: _Run) -> None:
             run[x] = factor * run[x]
+
+        self._ops.append(op)
+
+    def scale_by_position(self, x: Buffer, period: int, slope: float, offset: int = 0) -> None:
+        def op(run: _Run) -> None:
+            factor = 1.0 + slope * np.log1p(np.floor((run.positions + offset) / period))
+            run[x] = run[x] * factor[:, None]
+
+        self._ops.append(op)
+
+    def copy_heads(
+        self,
+        out: Buffer,
+        x: Buffer,
+        num_heads: int,
+        width: int,
+        out_head_size: int,
+        x_head_size: int,
+        out_offset: int = 0,
+        x_offset: int = 0,
+    ) -> None:
+        def op(run: _Run) -> None:
+            target = run[out].reshape(-1, num_heads, out_head_size).copy()
+            source = run[x].reshape(-1, num_heads, x_head_size)
+            target[:, :, out_offset : out_offset + width] = source[:, :, x_offset : x_offset + width]
+            run[out] = target.reshape(run[out].shape)
+
+        self._ops.append(op)
+
+    def head_matmul(
+        self,
+        out: Buffer,
+        x: Buffer,
+        weight: LinearWeight,
+        out_head_size: int,
+        x_head_size: int,
+        out_offset: int = 0,
+        x_offset: int = 0,
+    ) -> None:
+        assert out.index != x.index, f"head_matmul writes its input {x.name}"
+        stack = weight.packed.reshape(-1, weight.num_rows, weight.num_columns)
+
+        def op(run: _Run) -> None:
+            target = run[out].reshape(-1, len(stack), out_head_size).copy()
+            source = run[x].reshape(-1, len(stack), x_head_size)[:, :, x_offset : x_offset + weight.num_columns]
+            target[:, :, out_offset : out_offset + weight.num_rows] = np.einsum("hoi,rhi->rho", stack, source)
+            run[out] = target.reshape(run[out].shape)
 
         self._ops.append(op)
 
@@ -275,7 +322,7 @@ class NumpyTape:
 
     def route(self, expert_ids: Buffer, expert_weights: Buffer, logits: Buffer, routing: Routing) -> None:
         def op(run: _Run) -> None:
-            chosen = [_route(row, routing) for row in run[logits]]
+            chosen = [route(row, routing) for row in run[logits]]
             ids = np.array([ids for ids, _ in chosen], dtype=np.float64)
             run[expert_ids] = ids.reshape(run[expert_ids].shape)
             weights = np.array([weights for _, weights in chosen], dtype=np.float64)
@@ -293,6 +340,7 @@ class NumpyTape:
         input_per_slot: bool = False,
     ) -> None:
         assert out.index != x.index, f"expert_matmul writes its input {x.name}"
+        stack = weight.packed.reshape(-1, weight.num_rows, weight.num_columns)
 
         def op(run: _Run) -> None:
             ids = run[expert_ids].astype(np.int64)
@@ -303,7 +351,7 @@ class NumpyTape:
             for row in range(num_rows):
                 for slot in range(num_slots):
                     expert = ids[row, slot]
-                    result[row, slot] = weight.packed[expert] @ inputs[row, slot]
+                    result[row, slot] = stack[expert] @ inputs[row, slot]
                     if bias is not None:
                         result[row, slot] += bias[expert]
             run[out] = result.reshape(num_rows, -1)
@@ -340,84 +388,11 @@ def _segment_rows(batch: Batch) -> list[tuple[Segment, range]]:
     return result
 
 
-def _groups(x: Float64Array, group_size: int) -> Float64Array:
-    return x.reshape(x.shape[0], -1, group_size or x.shape[1])
-
-
-def _affine(groups: Float64Array, weight: FloatArray | None, bias: FloatArray | None) -> Float64Array:
-    if weight is not None:
-        groups = groups * weight.reshape(-1, groups.shape[-1])
-    if bias is not None:
-        groups = groups + bias.reshape(-1, groups.shape[-1])
-    return groups
-
-
-def _attend(query: Float64Array, position: int, cache: _LayerCache, shape: AttentionShape) -> Float64Array:
+def _seen(position: int, shape: AttentionShape) -> range:
+    """The positions that the row at `position` may look at."""
     first = 0
     if shape.window:
         first = max(first, position - shape.window + 1)
     if shape.chunk:
         first = max(first, position // shape.chunk * shape.chunk)
-    seen = range(first, position + 1)
-    keys = np.stack([cache.keys[p] for p in seen]).reshape(len(seen), shape.num_kv_heads, shape.key_size)
-    values = np.stack([cache.values[p] for p in seen]).reshape(len(seen), shape.num_kv_heads, shape.value_size)
-    result = np.empty((shape.num_heads, shape.value_size))
-    for head, head_query in enumerate(query.reshape(shape.num_heads, shape.key_size)):
-        kv_head = head // (shape.num_heads // shape.num_kv_heads)
-        scores = shape.scale * (keys[:, kv_head] @ head_query)
-        if shape.softcap:
-            scores = shape.softcap * np.tanh(scores / shape.softcap)
-        if shape.alibi_slopes is not None:
-            scores = scores + float(shape.alibi_slopes[head]) * (np.asarray(seen) - position)
-        sink = -np.inf if shape.sinks is None else float(shape.sinks[head])
-        highest = max(float(scores.max()), sink)
-        weights = np.exp(scores - highest)
-        result[head] = weights @ values[:, kv_head] / (weights.sum() + np.exp(sink - highest))
-    return result.reshape(-1)
-
-
-def _route(logits: Float64Array, routing: Routing) -> tuple[NDArray[np.int64], Float64Array]:
-    values = logits
-    if routing.gating is Gating.SIGMOID:
-        values = _sigmoid(logits)
-    elif routing.gating is Gating.SOFTMAX:
-        values = np.exp(logits - logits.max())
-        values = values / values.sum()
-    merit = values if routing.selection_bias is None else values + routing.selection_bias
-    if routing.num_groups > 1:
-        groups = merit.reshape(routing.num_groups, -1)
-        group_merit = np.sort(groups, axis=1)[:, -2:].sum(axis=1)
-        kept = np.argsort(-group_merit, kind="stable")[: routing.num_selected_groups]
-        is_kept = np.isin(np.arange(routing.num_groups), kept)
-        merit = np.where(is_kept[:, None], groups, -np.inf).reshape(-1)
-    ids = np.argsort(-merit, kind="stable")[: routing.num_selected]
-    weights = values[ids]
-    if routing.gating is Gating.SOFTMAX_SELECTED:
-        weights = np.exp(weights - weights.max())
-        weights = weights / weights.sum()
-    if routing.normalise:
-        weights = weights / weights.sum()
-    return ids, weights * routing.scale
-
-
-def _sigmoid(x: Float64Array) -> Float64Array:
-    return np.asarray(0.5 * (1.0 + np.tanh(0.5 * x)), dtype=np.float64)
-
-
-def _activate(x: Float64Array, kind: Activation) -> Float64Array:
-    if kind is Activation.SILU:
-        return x * _sigmoid(x)
-    if kind is Activation.GELU_TANH:
-        return 0.5 * x * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)))
-    if kind is Activation.GELU_ERF:
-        return 0.5 * x * (1.0 + _erf(x / math.sqrt(2.0)))
-    if kind is Activation.GELU_QUICK:
-        return x * _sigmoid(1.702 * x)
-    if kind is Activation.RELU:
-        return np.maximum(x, 0.0)
-    assert kind is Activation.RELU_SQUARED, f"{kind} needs a gate"
-    return np.maximum(x, 0.0) * np.maximum(x, 0.0)
-
-
-def _erf(x: Float64Array) -> Float64Array:
-    return np.array([math.erf(value) for value in x.reshape(-1)]).reshape(x.shape)
+    return range(first, position + 1)

@@ -38,6 +38,7 @@ ARCHITECTURES: dict[str, Callable[[ModelConfig], Architecture]] = {
     "cohere2": cohere.cohere2,
     "command-r": cohere.command_r,
     "deepseek": deepseek.deepseek,
+    "deepseek2": deepseek.deepseek2,
     "dots1": deepseek.sigmoid_routed,
     "exaone4": exaone.exaone4,
     "falcon": falcon.falcon,

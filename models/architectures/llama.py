@@ -16,11 +16,10 @@ def llama(config: ModelConfig) -> Architecture:
 
 def mistral3(config: ModelConfig) -> Architecture:
     """Ministral 3: queries sharpen with the logarithm of the position."""
-    length = config.temperature_length or config.rope.original_context_length
     return Architecture(
         pairing=Pairing.ADJACENT,
         temperature_scale=config.temperature_scale,
-        temperature_length=length if config.temperature_scale else 0,
+        temperature_length=config.rope.original_context_length,
     )
 
 
@@ -55,6 +54,10 @@ def llama4(config: ModelConfig) -> Architecture:
         gating=Gating.SIGMOID,
         normalise_experts=False,
         weigh_expert_inputs=True,
+        temperature_scale=config.temperature_scale or 0.1,
+        temperature_length=config.temperature_length or 8192,
+        temperature_offset=1,
+        temperature_without_rope_only=True,
     )
 
 

@@ -24,7 +24,16 @@ REQUIRED = [
 # Not phimoe-moe: its answers were computed with RMS norms where the model's own code has layer norms.
 FURTHER = [
     *("arcee-dense", "baichuan-dense", "bailingmoe2-moe", "bloom-dense", "chatglm-dense", "cohere2-dense"),
-    *("command-r-dense", "deepseek-moe", "dots1-moe", "exaone4-dense", "falcon-dense", "gemma-dense", "gemma2-dense"),
+    *(
+        "command-r-dense",
+        "deepseek-moe",
+        "deepseek2-moe",
+        "dots1-moe",
+        "exaone4-dense",
+        "falcon-dense",
+        "gemma-dense",
+        "gemma2-dense",
+    ),
     *("gemma2-gqa", "gemma3-dense", "gemma3-gqa", "glm4-dense", "glm4moe-moe", "gpt-oss-gqa", "gpt-oss-moe"),
     *("gpt2-dense", "gptneox-dense", "granitemoe-moe", "hunyuan-dense-dense", "hunyuan-moe-moe", "internlm2-dense"),
     *("llama4-moe", "minicpm-dense", "minimax-m2-moe", "nemotron-dense", "olmo2-dense", "olmo2-gqa", "olmoe-moe"),
