@@ -14,6 +14,7 @@ from prompt_toolkit.document import Document
 from prompt_toolkit.formatted_text import FormattedText
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.shortcuts import CompleteStyle
 
 from localinfer.conversation import ChatModel, Conversation
 from localinfer.errors import LocalinferError
@@ -80,13 +81,16 @@ class Chat:
 
     def _print_reply(self, reply: Generator[str]) -> None:
         output = ModelOutput(self._output, is_terminal=self._output.isatty())
+        has_text = False
         try:
             with closing(reply):
                 for piece in reply:
                     output.write(piece)
+                    has_text = has_text or bool(piece)
         except KeyboardInterrupt:
             output.end_line()
-            self.notice("stopped; what was said stays in the conversation")
+            kept = "what was said stays in the conversation" if has_text else "nothing was said, so nothing changed"
+            self.notice(f"stopped: {kept}")
         finally:
             output.end_line()
 
@@ -199,6 +203,9 @@ def _run_terminal(chat: Chat) -> None:
         prompt_continuation="",
         key_bindings=key_bindings(),
         completer=CommandCompleter(chat.commands.values()),
+        complete_while_typing=False,
+        complete_style=CompleteStyle.READLINE_LIKE,
+        reserve_space_for_menu=0,
         history=open_history(),
     )
     chat.notice("/help lists commands, Ctrl-D leaves")

@@ -1,7 +1,6 @@
 """The `localinfer` command. Everything heavy is imported inside the command that needs it, so `--help` is instant."""
 
 import os
-import secrets
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -56,6 +55,7 @@ _load_options = _options(
 _sampling_options = _options(
     click.option(
         "--temperature",
+        metavar="T",
         type=click.FloatRange(min=0),
         default=0.8,
         show_default=True,
@@ -63,6 +63,7 @@ _sampling_options = _options(
     ),
     click.option(
         "--top-k",
+        metavar="K",
         type=click.IntRange(min=0),
         default=40,
         show_default=True,
@@ -70,6 +71,7 @@ _sampling_options = _options(
     ),
     click.option(
         "--top-p",
+        metavar="P",
         type=click.FloatRange(min=0, max=1),
         default=0.95,
         show_default=True,
@@ -77,6 +79,7 @@ _sampling_options = _options(
     ),
     click.option(
         "--min-p",
+        metavar="P",
         type=click.FloatRange(min=0, max=1),
         default=0.05,
         show_default=True,
@@ -84,6 +87,7 @@ _sampling_options = _options(
     ),
     click.option(
         "--repetition-penalty",
+        metavar="R",
         type=click.FloatRange(min=0, min_open=True),
         default=1.0,
         show_default=True,
@@ -137,7 +141,6 @@ def run_command(
     text = _input_text(prompt, "the prompt", missing="no prompt: pass -p TEXT, or pipe it into standard input")
     for piece in stop:
         check_text(piece, "--stop")
-    sampling["seed"] = secrets.randbits(32) if sampling["seed"] is None else sampling["seed"]
     options = ModelOptions(path=model, threads=threads, context_length=context_length, kv_type=kv_type)
     output = ModelOutput(sys.stdout, is_terminal=sys.stdout.isatty())
     with _load(options) as llm:
@@ -255,7 +258,7 @@ def _fail(message: str) -> int:
 
 
 def _close_stdout() -> None:
-    """Point stdout at nothing, so that the interpreter's last flush does not fail again."""
+    """Point stdout at nothing, so that the interpreter's last flush cannot fail once more."""
     with open(os.devnull, "wb") as nothing:
         os.dup2(nothing.fileno(), sys.stdout.fileno())
 
@@ -293,5 +296,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _close_stdout()
         return EXIT_READER_GONE
+    except OSError as error:
+        _close_stdout()
+        return _fail(f"the system refused: {error}")
     except MemoryError:
         return _fail("this machine has not enough free memory for that; use a smaller model or --context-length")

@@ -109,6 +109,13 @@ def test_interrupted_reply_says_so_and_stays_in_the_conversation(chat, conversat
     assert "stopped" in streams[1].getvalue()
 
 
+def test_reply_interrupted_before_its_first_word_changes_nothing(chat, conversation, fake_llm, streams):
+    fake_llm.pieces = [KeyboardInterrupt()]
+    chat.handle("story")
+    assert conversation.messages == []
+    assert "nothing was said" in streams[1].getvalue()
+
+
 def test_control_sequences_in_a_reply_are_neutralised_on_a_terminal(chat, fake_llm, streams):
     fake_llm.pieces = ["\x1b", "]0;owned\x07", "\x9b2J", "\u202eabc", "tab\tline\r\n"]
     chat.handle("hi")
@@ -237,6 +244,11 @@ def test_terminal_paste_of_many_lines_is_one_message(typed_chat, fake_llm):
 def test_terminal_ctrl_c_clears_the_line(typed_chat, fake_llm):
     typed_chat(f"never sent\x03hi\r{END}")
     assert fake_llm.prompts == [[user("hi")]]
+
+
+def test_terminal_tab_completes_a_command(typed_chat):
+    _, notices = typed_chat(f"/he\t\r{END}")
+    assert "/regen" in notices
 
 
 def test_terminal_error_is_shown_and_the_chat_goes_on(typed_chat, fake_llm):

@@ -14,6 +14,7 @@ FOLDERS = ("localinfer", "kernels", "models", "quant")
 SOURCES = sorted(path for folder in FOLDERS for path in (REPOSITORY / folder).rglob("*.py"))
 MAY_PRINT = {"localinfer/cli.py", "localinfer/chat.py", "models/demo/train.py"}
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "base", "manager", "misc"}
+NUMBA_DECORATORS = {"njit", "jit", "vectorize", "guvectorize", "cfunc", "stencil"}
 LONGEST_FILE = 500
 
 
@@ -52,8 +53,8 @@ def test_threads_belong_to_the_tape():
         named = (isinstance(node, ast.Name) and node.id == "prange") or (
             isinstance(node, ast.Attribute) and node.attr == "prange"
         )
-        option = isinstance(node, ast.keyword) and node.arg == "parallel" and ast.unparse(node.value) != "False"
-        return named or option
+        option = isinstance(node, ast.Call) and called_name(node) in NUMBA_DECORATORS
+        return named or (option and any(word.arg == "parallel" for word in node.keywords))
 
     assert violations(SOURCES, is_parallel) == []
 
@@ -65,12 +66,11 @@ def test_kernels_are_linked_with_nothing():
 
 def test_numba_decorators_are_used_in_one_place_only():
     """Elsewhere their cache would lie beside the source and go stale."""
-    decorators = {"njit", "jit", "vectorize", "guvectorize", "cfunc", "stencil"}
 
     def is_numba(node: ast.AST) -> bool:
         return (
             isinstance(node, ast.Attribute)
-            and node.attr in decorators
+            and node.attr in NUMBA_DECORATORS
             and isinstance(node.value, ast.Name)
             and node.value.id in {"numba", "nb"}
         )
