@@ -1,7 +1,8 @@
 """The op set: everything a model may ask of a device, and the records those requests are made of.
 
 A decoder (floor `models`) writes these ops once, in order, on a `Tape`; the device turns them into a `Program` that
-runs any batch. The CPU tape is `kernels/cpu/tape.py`; the NumPy oracle in `tests/oracle.py` implements the same protocol.
+runs any batch. The CPU tape is `kernels/cpu/tape.py`; the NumPy oracle in `tests/oracle.py` implements the same
+protocol.
 
 Shapes: a buffer holds `rows x width` float32, one row per token of the batch (`Rows.BATCH`) or per row whose logits
 were asked for (`Rows.OUTPUT`). Every op works row by row, so the value of a row depends on nothing but its own prefix.
@@ -123,7 +124,8 @@ class AttentionShape:
 
     scale multiplies q.k; softcap > 0 replaces a score s by softcap * tanh(s / softcap); window > 0 lets a position see
     itself and the window - 1 before it; chunk > 0 lets it see only its own chunk of positions; sinks float32[num_heads]
-    add exp(sink) to the softmax's denominator; alibi_slopes float32[num_heads] add slope * (key position - query position).
+    add exp(sink) to the softmax's denominator; alibi_slopes float32[num_heads] add slope * (key position - query
+    position).
     """
 
     num_heads: int
@@ -291,7 +293,7 @@ class Tape(Protocol):
         out_offset: int = 0,
         x_offset: int = 0,
     ) -> None:
-        """Copy `width` elements of every head of x, from x_offset of the head, to out_offset of out's; the rest stays."""
+        """Copy `width` elements of every head of x, from x_offset in it to out_offset in out's head; the rest stays."""
         ...
 
     def head_matmul(
