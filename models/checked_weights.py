@@ -61,4 +61,4 @@ class CheckedWeights:
         found = self.shape(name)
         if tuple(found) not in shapes:
             wanted = " or ".join(str(shape) for shape in shapes)
-            raise CorruptFileError(f"{name} has shape {tuple(found)}; the metadata wants {wanted}. {_WAY_OUT}")
+            raise CorruptFileError(f"{name} has shape {tuple(found)}; the rest of the file wants {wanted}. {_WAY_OUT}")

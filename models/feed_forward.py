@@ -33,7 +33,8 @@ def _inner(graph: Graph, gate_name: str, up_name: str, down_name: str, x: Buffer
         tape.activation(up, up, architecture.activation)
         return up
     gate = graph.buffer("gate", size, x.rows)
-    if graph.weights.has(f"{gate_name}.weight"):
+    is_fused = not graph.weights.has(f"{gate_name}.weight") and graph.weights.shape(f"{up_name}.weight")[0] == 2 * size
+    if not is_fused:
         gate_weight = graph.weights.linear(f"{gate_name}.weight", size, x.width)
         up_weight = graph.weights.linear(f"{up_name}.weight", size, x.width)
         gate_bias, up_bias = graph.bias(gate_name, size), graph.bias(up_name, size)

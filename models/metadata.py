@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from localinfer.errors import CorruptFileError
+from localinfer.quant.gguf_metadata import Metadata
 
+_MAX_ENTRIES = 1 << 16
 _WAY_OUT = "Convert the model again or download another copy."
 
 
@@ -34,9 +36,13 @@ class MetadataReader:
 
     def length_of(self, whole_key: str) -> int | None:
         """Number of entries of an array given by its whole key; None where the file has no such key."""
-        value = self._metadata.get(whole_key)
-        if value is None:
+        if whole_key not in self._metadata:
             return None
+        if isinstance(self._metadata, Metadata):
+            count = self._metadata.stored(whole_key).count  # without decoding a large vocabulary
+            if count is not None:
+                return count
+        value = self._metadata[whole_key]
         if isinstance(value, str) or not hasattr(value, "__len__"):
             raise CorruptFileError(f"{whole_key} is {value!r:.40}; wanted an array. {_WAY_OUT}")
         return len(value)
@@ -108,7 +114,10 @@ class MetadataReader:
         value = self._metadata[self.full_key(key)]
         if not _is_sequence(value):
             raise self.contradiction(key, repr(value), "an array")
-        return value  # type: ignore[return-value]
+        entries: Sequence[object] = value  # type: ignore[assignment]
+        if len(entries) > _MAX_ENTRIES:
+            raise self.contradiction(key, f"an array of {len(entries)} values", f"at most {_MAX_ENTRIES}")
+        return entries
 
     def _checked_integer(self, key: str, value: object, low: int, high: int) -> int:
         if isinstance(value, (bool, np.bool_)):

@@ -354,14 +354,14 @@ class NumpyTape:
                     result[row, slot] = stack[expert] @ inputs[row, slot]
                     if bias is not None:
                         result[row, slot] += bias[expert]
-            run[out] = result.reshape(num_rows, -1)
+            run[out] = result.reshape(run[out].shape)
 
         self._ops.append(op)
 
     def expert_sum(self, out: Buffer, x: Buffer, expert_weights: Buffer, residual: Buffer | None = None) -> None:
         def op(run: _Run) -> None:
             weights = run[expert_weights]
-            slots = run[x].reshape(*weights.shape, -1)
+            slots = run[x].reshape(*weights.shape, x.width // expert_weights.width)
             total = np.einsum("rs,rsw->rw", weights, slots)
             run[out] = total if residual is None else run[residual] + total
 
@@ -370,7 +370,8 @@ class NumpyTape:
     def expert_scale(self, x: Buffer, expert_weights: Buffer) -> None:
         def op(run: _Run) -> None:
             weights = run[expert_weights]
-            run[x] = (run[x].reshape(*weights.shape, -1) * weights[:, :, None]).reshape(run[x].shape)
+            slots = run[x].reshape(*weights.shape, x.width // expert_weights.width)
+            run[x] = (slots * weights[:, :, None]).reshape(run[x].shape)
 
         self._ops.append(op)
 

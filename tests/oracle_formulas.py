@@ -11,7 +11,8 @@ Float64Array = NDArray[np.float64]
 
 
 def groups(x: Float64Array, group_size: int) -> Float64Array:
-    return x.reshape(x.shape[0], -1, group_size or x.shape[1])
+    size = group_size or x.shape[1]
+    return x.reshape(x.shape[0], x.shape[1] // size, size)
 
 
 def affine(groups: Float64Array, weight: FloatArray | None, bias: FloatArray | None) -> Float64Array:

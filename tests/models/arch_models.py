@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-import gguf
 import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.kernels.ops import Batch, FloatArray, KVLayerShape, Segment, Tape, WeightSource
 from localinfer.models.config import ModelConfig
 from localinfer.models.decoder import kv_layer_shapes, write_decoder
+from localinfer.quant.gguf import read_gguf
 
 SEED = 1
 REQUIRED = [
@@ -85,11 +85,9 @@ def build_model(shared: Path, folder: Path, name: str) -> ArchModel:
 
 
 def read_config(path: Path) -> ModelConfig:
-    """The configuration of a file, through the reference reader."""
-    reader = gguf.GGUFReader(path)
-    metadata = {key: value.contents() for key, value in reader.fields.items()}
-    shapes = {tensor.name: tuple(int(size) for size in reversed(tensor.shape)) for tensor in reader.tensors}
-    return ModelConfig.from_metadata(metadata, shapes)
+    """The configuration of a file."""
+    with read_gguf(path) as file:
+        return ModelConfig.from_metadata(file.metadata, {name: info.shape for name, info in file.tensors.items()})
 
 
 def run_logits(model: ArchModel, device: Device, chunk_rows: int = 0) -> FloatArray:

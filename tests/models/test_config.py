@@ -1,0 +1,178 @@
+"""Metadata that lies, contradicts itself or asks for the unknown ends in a typed error that names its key."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from localinfer.errors import CorruptFileError, ModelFileError, UnsupportedFormatError
+from localinfer.models.architectures import find_architecture
+from localinfer.models.config import ModelConfig
+
+HIDDEN = 48
+NUM_LAYERS = 3
+VOCAB = 11
+
+
+def metadata(**changes: Any) -> dict[str, object]:
+    """A small llama's metadata; keyword `a__b` stands for the key `llama.a.b`, and None removes it."""
+    values: dict[str, object] = {
+        "general.architecture": "llama",
+        "tokenizer.ggml.tokens": [str(token) for token in range(VOCAB)],
+        "llama.block_count": NUM_LAYERS,
+        "llama.context_length": 64,
+        "llama.embedding_length": HIDDEN,
+        "llama.feed_forward_length": 40,
+        "llama.attention.head_count": 6,
+        "llama.attention.head_count_kv": 2,
+        "llama.attention.layer_norm_rms_epsilon": 1e-5,
+        "llama.rope.freq_base": 500000.0,
+    }
+    for name, value in changes.items():
+        key = "llama." + name.replace("__", ".")
+        values[key] = value
+        if value is None:
+            del values[key]
+    return values
+
+
+def shapes(**changes: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors that such a model is recognised by."""
+    result: dict[str, tuple[int, ...]] = {"token_embd.weight": (VOCAB, HIDDEN)}
+    for layer in range(NUM_LAYERS):
+        result[f"blk.{layer}.attn_output.weight"] = (HIDDEN, HIDDEN)
+    return {**result, **changes}
+
+
+def test_sizes_are_read_and_defaults_follow_the_specification() -> None:
+    config = ModelConfig.from_metadata(metadata(), shapes())
+    assert (config.hidden_size, config.num_layers, config.vocab_size) == (HIDDEN, NUM_LAYERS, VOCAB)
+    assert config.num_heads == (6, 6, 6)
+    assert config.num_kv_heads == (2, 2, 2)
+    assert config.head_dim == config.value_head_dim == config.rope.rotary_size == 8
+    assert config.rope.scaling == "none"
+    assert config.rope.original_context_length == 64
+    assert config.experts is None
+
+
+def test_head_counts_may_differ_by_layer() -> None:
+    config = ModelConfig.from_metadata(metadata(attention__head_count_kv=np.array([1, 2, 3], dtype=np.int32)), shapes())
+    assert config.num_kv_heads == (1, 2, 3)
+
+
+def test_a_tensor_free_of_a_tokenizer_takes_the_vocabulary_from_the_embedding() -> None:
+    values = metadata()
+    del values["tokenizer.ggml.tokens"]
+    assert ModelConfig.from_metadata(values, shapes()).vocab_size == VOCAB
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"block_count": 10**6}, "llama.block_count"),
+        ({"block_count": NUM_LAYERS + 1}, "llama.block_count"),
+        ({"block_count": 0}, "llama.block_count"),
+        ({"block_count": -1}, "llama.block_count"),
+        ({"block_count": None}, "llama.block_count"),
+        ({"nextn_predict_layers": NUM_LAYERS}, "llama.nextn_predict_layers"),
+        ({"embedding_length": HIDDEN + 6}, "llama.embedding_length"),
+        ({"embedding_length": 2**31}, "llama.embedding_length"),
+        ({"embedding_length": "48"}, "llama.embedding_length"),
+        ({"embedding_length": 48.0}, "llama.embedding_length"),
+        ({"context_length": 0}, "llama.context_length"),
+        ({"vocab_size": VOCAB + 1}, "llama.vocab_size"),
+        ({"attention__head_count": 0}, "llama.attention.head_count"),
+        ({"attention__head_count": 5, "attention__head_count_kv": 5}, "llama.attention.head_count"),
+        ({"attention__head_count": [6, 6]}, "llama.attention.head_count"),
+        ({"attention__head_count": [6, 0, 6]}, "llama.attention.head_count"),
+        ({"attention__head_count_kv": 4}, "llama.attention.head_count_kv"),
+        ({"attention__head_count_kv": 12}, "llama.attention.head_count_kv"),
+        ({"attention__key_length": 16, "attention__value_length": 16}, "llama.attention.head_count"),
+        ({"attention__layer_norm_rms_epsilon": math.nan}, "llama.attention.layer_norm_rms_epsilon"),
+        ({"attention__layer_norm_rms_epsilon": -1e-5}, "llama.attention.layer_norm_rms_epsilon"),
+        ({"attention__layer_norm_rms_epsilon": None}, "llama.attention.layer_norm_rms_epsilon"),
+        ({"attention__sliding_window_pattern": [1]}, "llama.attention.sliding_window_pattern"),
+        ({"attention__scale": math.inf}, "llama.attention.scale"),
+        ({"rope__dimension_count": 10}, "llama.rope.dimension_count"),
+        ({"rope__dimension_count": 7}, "llama.rope.dimension_count"),
+        ({"rope__freq_base": 0.0}, "llama.rope.freq_base"),
+        ({"rope__freq_base": math.nan}, "llama.rope.freq_base"),
+        ({"rope__scaling__type": "yarn", "rope__scaling__factor": math.inf}, "llama.rope.scaling.factor"),
+        ({"rope__scaling__type": 3}, "llama.rope.scaling.type"),
+        ({"rope__dimension_sections": [1] * 17}, "llama.rope.dimension_sections"),
+        ({"expert_count": 4}, "llama.expert_used_count"),
+        ({"expert_count": 4, "expert_used_count": 5}, "llama.expert_used_count"),
+        ({"expert_count": 4, "expert_used_count": 1, "expert_group_count": 3}, "llama.expert_group_count"),
+        ({"attn_logit_softcapping": -1.0}, "llama.attn_logit_softcapping"),
+        ({"use_parallel_residual": "yes"}, "llama.use_parallel_residual"),
+    ],
+)
+def test_values_that_contradict_the_file_name_their_key(changes: dict[str, Any], key: str) -> None:
+    with pytest.raises(CorruptFileError) as caught:
+        ModelConfig.from_metadata(metadata(**changes), shapes())
+    assert str(caught.value).startswith(key + " is ")
+    assert "wanted" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"rope__scaling__type": "dynamic"}, "llama.rope.scaling.type"),
+        ({"expert_count": 4, "expert_used_count": 2, "expert_gating_func": 9}, "llama.expert_gating_func"),
+        ({"attention__key_length_swa": 4}, "llama.attention.key_length_swa"),
+    ],
+)
+def test_values_of_a_newer_runtime_say_so(changes: dict[str, Any], key: str) -> None:
+    with pytest.raises(UnsupportedFormatError, match=key):
+        ModelConfig.from_metadata(metadata(**changes), shapes())
+
+
+@pytest.mark.parametrize("shape", [(VOCAB + 1, HIDDEN), (VOCAB,), (1, VOCAB, HIDDEN)])
+def test_an_embedding_that_does_not_fit_the_vocabulary_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(CorruptFileError, match=r"tokenizer\.ggml\.tokens|token_embd"):
+        ModelConfig.from_metadata(metadata(), shapes(**{"token_embd.weight": shape}))
+
+
+def test_a_file_without_tensors_is_refused() -> None:
+    with pytest.raises(ModelFileError):
+        ModelConfig.from_metadata(metadata(), {})
+
+
+@pytest.mark.parametrize("name", [None, 7, "", b"llama"])
+def test_a_file_without_an_architecture_is_refused(name: object) -> None:
+    with pytest.raises(CorruptFileError, match=r"general\.architecture"):
+        ModelConfig.from_metadata({"general.architecture": name}, shapes())
+
+
+def test_an_unknown_architecture_is_refused_with_the_list_of_those_known() -> None:
+    values = {key.replace("llama.", "rwkv9.", 1): value for key, value in metadata().items()}
+    values["general.architecture"] = "rwkv9"
+    config = ModelConfig.from_metadata(values, shapes())
+    with pytest.raises(UnsupportedFormatError, match="'rwkv9'.*gemma3.*qwen3"):
+        find_architecture(config)
+
+
+def test_whatever_one_value_becomes_the_error_is_typed() -> None:
+    """Every key of the metadata, replaced by every kind of nonsense."""
+    nonsense = [None, True, -1, 0, 2**63, -(2**63), 1e308, math.nan, "", "yarn", [], [0], [-1] * 3, ["a"] * 3, [[1]]]
+    optional = {
+        "llama.rope.scaling.factor": 2.0,
+        "llama.rope.scaling.type": "yarn",
+        "llama.rope.scaling.original_context_length": 32,
+        "llama.attention.sliding_window": 16,
+        "llama.attention.sliding_window_pattern": 2,
+        "llama.attention.kv_lora_rank": 8,
+        "llama.attention.key_length_mla": 8,
+        "llama.attention.value_length_mla": 8,
+        "llama.expert_count": 4,
+        "llama.expert_used_count": 2,
+        "llama.logit_scale": 1.0,
+    }
+    valid = {**metadata(), **optional}
+    for key in valid:
+        for value in nonsense:
+            try:
+                ModelConfig.from_metadata({**valid, key: value}, shapes())
+            except ModelFileError:
+                continue
