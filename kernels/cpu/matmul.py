@@ -4,8 +4,6 @@ Threads take tiles as they get free. Rows are taken in blocks whose activations 
 from memory once per block and from the first-level cache after that.
 """
 
-from typing import Any
-
 import numpy as np
 
 from localinfer.kernels.cpu.batch import CONTROL, num_rows, scratch
@@ -13,7 +11,7 @@ from localinfer.kernels.cpu.layouts import Layout
 from localinfer.kernels.cpu.memory import float_bits, load_i64, store_i64
 from localinfer.kernels.cpu.pool import take_units
 from localinfer.kernels.cpu.tiles import tile_product
-from localinfer.kernels.jit import compose, inline, op
+from localinfer.kernels.jit import Op, compose, inline, op
 
 # Words of a `matmul` op's parameters: its header, then one record per projection.
 HEADER_WORDS = 6
@@ -23,7 +21,7 @@ PROJECTION_WORDS = 12
 
 # Words of an `expert_matmul` op's parameters.
 EXPERT_WORDS = 17
-"""x, x stride, slots per x row, columns, experts, selected, groups, weights, expert bytes, tile bytes, tiles, rows, out,
+"""x, x stride, bytes from one slot of x to the next, columns, experts, selected, groups, weights, expert bytes, tile bytes, tiles, rows, out,
 out stride, bias, bias stride per expert, zeros."""
 
 
@@ -90,7 +88,7 @@ def _matmul(layout: int, parameters: int, batch: int, thread: int, num_threads: 
 
 @compose
 def _expert_matmul(layout: int, parameters: int, batch: int, thread: int, num_threads: int) -> None:
-    x, x_stride, slots = load_i64(parameters), load_i64(parameters + 8), load_i64(parameters + 16)
+    x, x_stride, slot_stride = load_i64(parameters), load_i64(parameters + 8), load_i64(parameters + 16)
     k, experts, selected = load_i64(parameters + 24), load_i64(parameters + 32), load_i64(parameters + 40)
     groups, weights = load_i64(parameters + 48), load_i64(parameters + 56)
     expert_bytes, tile_bytes = load_i64(parameters + 64), load_i64(parameters + 72)
@@ -98,7 +96,7 @@ def _expert_matmul(layout: int, parameters: int, batch: int, thread: int, num_th
     out_stride, bias, bias_stride = load_i64(parameters + 104), load_i64(parameters + 112), load_i64(parameters + 120)
     zeros = load_i64(parameters + 128)
     control, table = load_i64(batch + CONTROL), scratch(batch, thread)
-    entries = groups + 8 * (experts + 1)
+    entries = groups + 8 * (experts + 2)
     units = experts * tiles
     claim = max(1, tiles // (8 * num_threads))
     while True:
@@ -117,7 +115,7 @@ def _expert_matmul(layout: int, parameters: int, batch: int, thread: int, num_th
                 for slot in range(step):
                     place = load_i64(entries + 8 * (entry + slot))
                     row, choice = place // selected, place % selected
-                    source = x + (place if slots > 1 else row) * x_stride
+                    source = x + row * x_stride + choice * slot_stride
                     _set_row(table, slot, source, out + row * out_stride + 4 * rows * choice, zeros - 4 * column)
                 if step == 8:
                     tile_product(layout, 8, tile_address, k, table, tile_bias, np.float32(1), column, count)
@@ -243,6 +241,15 @@ def expert_matmul_q6_k(parameters: int, batch: int, thread: int, num_threads: in
     _expert_matmul(_Q6_K, parameters, batch, thread, num_threads)
 
 
-def matmul_op(layout: Layout) -> Any:
+def matmul_op(layout: Layout) -> Op:
     """The op that multiplies by matrices of this layout."""
-    return globals()[f"matmul_{layout.name.lower()}"]
+    found = globals()[f"matmul_{layout.name.lower()}"]
+    assert isinstance(found, Op)
+    return found
+
+
+def expert_matmul_op(layout: Layout) -> Op:
+    """The op that multiplies by stacks of experts of this layout."""
+    found = globals()[f"expert_matmul_{layout.name.lower()}"]
+    assert isinstance(found, Op)
+    return found

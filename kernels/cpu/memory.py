@@ -12,7 +12,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from localinfer.kernels.cpu.emit import F16, F32, I8, I16, I32, I64, Emitter
+from localinfer.kernels.cpu.emit import F16, F32, F64, I8, I16, I32, I64, Emitter
 
 _VOID = ir.VoidType()
 
@@ -47,6 +47,7 @@ load_u32_anywhere = intrinsic(_loader(I32, types.uint32, 1))
 load_u16_anywhere = intrinsic(_loader(I16, types.uint16, 1))
 load_i32 = intrinsic(_loader(I32, types.int32))
 load_f32 = intrinsic(_loader(F32, types.float32))
+load_f64 = intrinsic(_loader(F64, types.float64))
 load_u8 = intrinsic(_loader(I8, types.uint8))
 store_i64 = intrinsic(_storer(I64, types.int64))
 store_i32 = intrinsic(_storer(I32, types.int32))
@@ -65,6 +66,18 @@ def load_half(typing_context: Any, address: Any) -> Any:
         return builder.fpext(half, F32)
 
     return types.float32(types.int64), generate
+
+
+@intrinsic
+def store_half(typing_context: Any, address: Any, value: Any) -> Any:
+    """Write a float32 as float16, rounded to nearest even."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        half = builder.fptrunc(arguments[1], F16)
+        Emitter(context, builder).store(half, arguments[0], align=2)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.float32), generate
 
 
 @intrinsic

@@ -80,7 +80,7 @@ def _spread_bits(word: int) -> int:
 
 
 @inline
-def _scale_code(source: int, index: int) -> int:
+def scale_code(source: int, index: int) -> int:
     """Six-bit code `index` of the twelve bytes of a K-quant super-block: scales 0..7, minimums 8..15."""
     shift = np.int64(index // 8)
     j = index % 8
@@ -93,11 +93,11 @@ def _scale_code(source: int, index: int) -> int:
 @inline
 def _pack_scales(source: int, target: int) -> None:
     for pair in range(4):
-        minimum = _scale_code(source, 8 + 2 * pair)
+        minimum = scale_code(source, 8 + 2 * pair)
         codes = (
-            _scale_code(source, 2 * pair),
-            _scale_code(source, 2 * pair + 1),
-            _scale_code(source, 9 + 2 * pair),
+            scale_code(source, 2 * pair),
+            scale_code(source, 2 * pair + 1),
+            scale_code(source, 9 + 2 * pair),
         )
         for i in range(3):
             store_u8(target + 48 * pair + 16 * i, np.uint8(codes[i] | ((minimum >> (2 * i)) & 3) << 6))

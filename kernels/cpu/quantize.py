@@ -57,14 +57,14 @@ def quantize_block(typing_context: Any, source: Any, codes: Any, record: Any) ->
 
 @op
 def quantize_rows(parameters: int, batch: int, thread: int, num_threads: int) -> None:
-    """Quantize rows; parameters: source, source stride, target, target stride, columns, is output, rows per row.
+    """Quantize rows; parameters: source, source stride, target, target stride, columns, is output, slots, slot stride.
 
-    The last is how many rows of `columns` each row of the batch holds (the slots of expert activations).
+    A row of the batch may hold several slots (experts, heads), each quantized into a row of its own.
     """
     source, source_stride = load_i64(parameters), load_i64(parameters + 8)
     target, target_stride = load_i64(parameters + 16), load_i64(parameters + 24)
     columns, slots = load_i64(parameters + 32), load_i64(parameters + 48)
-    control = load_i64(batch + CONTROL)
+    slot_stride, control = load_i64(parameters + 56), load_i64(batch + CONTROL)
     blocks = columns // 32
     units_per_row = (blocks + BLOCKS_PER_UNIT - 1) // BLOCKS_PER_UNIT
     units = num_rows(batch, load_i64(parameters + 40)) * slots * units_per_row
@@ -74,7 +74,7 @@ def quantize_rows(parameters: int, batch: int, thread: int, num_threads: int) ->
             return
         index = unit // units_per_row
         first = (unit % units_per_row) * BLOCKS_PER_UNIT
-        row_source = source + (index // slots) * source_stride + (index % slots) * 4 * columns
+        row_source = source + (index // slots) * source_stride + (index % slots) * slot_stride
         row_target = target + index * target_stride
         for block in range(first, min(first + BLOCKS_PER_UNIT, blocks)):
             record = row_target + columns + block * RECORD_BYTES

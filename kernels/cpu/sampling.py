@@ -8,34 +8,131 @@ histogram gives the very set that sorting gives.
 Noise: Philox4x32-10 (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, SC 2011), key = seed, counter = (token,
 position low, position high, 0). 52 bits of its output make u in (0, 1), and the choice is the largest of
 (logit - best) / temperature - log(-log u): the Gumbel-max way of drawing from softmax(logits / temperature).
+
+Each step is its own small compiled function, called from Python at about 1 us each: nested ones took 5 s to compile.
 """
 
 import math
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from localinfer.kernels.jit import inline, jit
 
 NOT_FINITE = -1
-"""`choose` found a NaN or +inf."""
+"""Instead of a token id: the row holds a NaN or +inf."""
 NOTHING_LEFT = -2
-"""`choose` found every logit at -inf."""
+"""Instead of a token id: every logit is -inf."""
 
-BLOCK = 64
-HISTOGRAM_BINS = 2048
+_BLOCK = 64
+_NUCLEUS_BLOCKS = 512
+"""Blocks that top-p looks at first; a real distribution's nucleus nearly always lies in them."""
 
-_INT32_LOWEST = np.int32(-(2**31))
-_KEY_INFINITY = np.int32(0x7F800000)
-_KEY_NEGATIVE_INFINITY = np.int32(0x7F800000 ^ -1)
+_LOWEST_KEY = np.int32(-(2**31))
+_HIGHEST_KEY = np.int32(2**31 - 1)
+_INFINITY_KEY = np.int32(0x7F800000)
+_NEGATIVE_INFINITY_KEY = np.int32(~0x7F800000)
 _ONE = float(2**43)
 _LOG2_E = 1.4426950408889634
 _LN2_HIGH = 0.693147180369123816490
 _LN2_LOW = 1.90821492927058770002e-10
 _ROUNDING = float(3 << 51)
-"""Adding it to a small float64 leaves the nearest whole number in the low bits of the sum."""
-_NUCLEUS_BLOCKS = 512
-"""Blocks that top-p looks at first; a real distribution's nucleus nearly always lies in them."""
+"""Added to a small float64 it leaves the nearest whole number in the low bits of the sum."""
+_ROUNDING_BITS = np.int64(0x4338000000000000)
+
+_LOW_HALF = np.uint64(0xFFFFFFFF)
+_HALF = np.uint64(32)
+_PHILOX_M0 = np.uint64(0xD2511F53)
+_PHILOX_M1 = np.uint64(0xCD9E8D57)
+_PHILOX_W0 = np.uint64(0x9E3779B9)
+_PHILOX_W1 = np.uint64(0xBB67AE85)
+
+
+class RowSampler:
+    """Scratch memory for rows of one vocabulary size, and the order in which the steps run; one thread at a time."""
+
+    def __init__(self, vocab_size: int) -> None:
+        num_blocks = -(-vocab_size // _BLOCK)
+        self._block_keys = np.empty(num_blocks, np.int32)
+        self._ids = np.empty(vocab_size, np.int32)
+        self._keys = np.empty(vocab_size, np.int32)
+        self._weights = np.empty(vocab_size, np.int64)
+        self._histogram = np.empty(2048, np.int64)
+        self._uniform = np.empty(vocab_size, np.float64)
+
+    def choose(
+        self,
+        logits: NDArray[np.float32],
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        min_p: float,
+        seed: np.uint64,
+        position: int,
+    ) -> int:
+        """Filter a row by top-k, then top-p, then min-p, and draw a token; temperature 0 takes the largest logit.
+
+        Each filter keeps the head of one order (logit descending, id ascending): `top_k` tokens (0: all); the fewest
+        whose probability among what top-k kept reaches `top_p` (1: all; never none); those of at least `min_p` times
+        the probability of the best. -inf is never chosen.
+
+        Shapes: logits float32[vocab_size], contiguous, fewer than 2^20.
+        Returns: the token id, or NOT_FINITE, or NOTHING_LEFT.
+        """
+        block_keys, ids, keys, weights = self._block_keys, self._ids, self._keys, self._weights
+        winner: int = scan(logits, block_keys)
+        if winner < 0 or temperature == 0.0 or top_k == 1:
+            return winner
+        best = float(logits[winner])
+        inverse_temperature = min(1.0 / temperature, 1e300)
+        limited = 0 < top_k < logits.size
+        total = 0
+        threshold = int(_LOWEST_KEY)
+        if limited:
+            threshold = self._block_threshold(top_k)
+        elif top_p < 1.0:
+            total = mass(logits, best, inverse_temperature)
+            threshold = self._block_threshold(_NUCLEUS_BLOCKS)
+        elif min_p > 0.0:
+            reach = best + math.log(min_p) * temperature
+            threshold = order_key(reach - 1e-3 - 1e-6 * abs(reach))
+        count = gather(logits, block_keys, threshold, ids, keys)
+        if limited and count > top_k:
+            threshold, above = cut(keys, weights, count, False, top_k, self._histogram)
+            count = keep(ids, keys, count, threshold, top_k - above)
+        gathered = weigh(keys, weights, count, best, inverse_temperature)
+
+        threshold, mass_at_threshold = int(_LOWEST_KEY), 0
+        if top_p < 1.0:
+            total = total or gathered
+            target = max(1, min(total, math.ceil(top_p * total)))
+            if gathered < target:
+                count = gather(logits, block_keys, int(_LOWEST_KEY), ids, keys)
+                weigh(keys, weights, count, best, inverse_temperature)
+            threshold, above = cut(keys, weights, count, True, target, self._histogram)
+            mass_at_threshold = target - above
+        least = math.ceil(min_p * _ONE)
+        uniforms(self._uniform, seed, position, ids, count)
+        chosen: int = race(
+            ids, keys, weights, count, threshold, mass_at_threshold, least,
+            best, inverse_temperature, self._uniform,
+        )  # fmt: skip
+        return chosen
+
+    def _block_threshold(self, wanted: int) -> int:
+        """A key that at least `wanted` logits reach: the `wanted`-th largest block maximum."""
+        num_blocks = self._block_keys.size
+        if wanted >= num_blocks:
+            return int(_LOWEST_KEY)
+        threshold: int = cut(self._block_keys, self._weights, num_blocks, False, wanted, self._histogram)[0]
+        return threshold
+
+
+def order_key(value: float) -> int:
+    """The int32 key of a logit, in plain Python."""
+    bits = int(np.float32(value).view(np.int32))
+    return bits if bits >= 0 else bits ^ 0x7FFFFFFF
 
 
 @inline
@@ -54,7 +151,7 @@ def _logit(key: Any) -> Any:
 def _weight(x: Any) -> Any:
     """exp(x) for x <= 0 in units of 2^-43, to the nearest, as int64.
 
-    Argument reduction to |r| <= ln(2) / 2 and the Taylor polynomial of degree 12, whose remainder is below 2^-53.
+    Argument reduction to |r| <= ln(2) / 2 and the Taylor polynomial of degree 12, whose remainder is below 2^-52.
     """
     x = max(x, -64.0)
     shifted = x * _LOG2_E + _ROUNDING
@@ -74,39 +171,68 @@ def _weight(x: Any) -> Any:
     p = p * r + 1.0
     p = p * r + 1.0
     scale = np.int64((np.float64(shifted).view(np.int64) + np.int64(1023 + 43)) << np.int64(52)).view(np.float64)
-    return np.float64(p * scale + _ROUNDING).view(np.int64) - np.int64(0x4338000000000000)
+    return np.float64(p * scale + _ROUNDING).view(np.int64) - _ROUNDING_BITS
 
 
-@inline
-def _scan(bits: Any, block_keys: Any) -> Any:
-    """Fill the block maxima; return the lowest and the highest key."""
-    lowest = np.int32(0x7FFFFFFF)
-    highest = _INT32_LOWEST
-    num_full = bits.size // BLOCK
+@jit
+def scan(logits: Any, block_keys: Any) -> int:
+    """Fill the block maxima int32[ceil(V / 64)]; return the lowest id of the largest logit, or what is wrong."""
+    bits = logits.view(np.int32)
+    lowest = _HIGHEST_KEY
+    highest = _LOWEST_KEY
+    num_full = bits.size // _BLOCK
     for block in range(num_full):
-        best = _INT32_LOWEST
-        for offset in range(BLOCK):
-            key = _key(bits[np.uint64(block * BLOCK + offset)])
+        best = _LOWEST_KEY
+        for offset in range(_BLOCK):
+            key = _key(bits[np.uint64(block * _BLOCK + offset)])
             best = max(best, key)
             lowest = min(lowest, key)
         block_keys[block] = best
         highest = max(highest, best)
-    if num_full * BLOCK < bits.size:
-        best = _INT32_LOWEST
-        for index in range(num_full * BLOCK, bits.size):
+    if num_full * _BLOCK < bits.size:
+        best = _LOWEST_KEY
+        for index in range(num_full * _BLOCK, bits.size):
             key = _key(bits[index])
             best = max(best, key)
             lowest = min(lowest, key)
         block_keys[num_full] = best
         highest = max(highest, best)
-    return lowest, highest
+    if highest >= _INFINITY_KEY or lowest < _NEGATIVE_INFINITY_KEY:
+        return NOT_FINITE
+    if highest == _NEGATIVE_INFINITY_KEY:
+        return NOTHING_LEFT
+    block = 0
+    while block_keys[block] != highest:
+        block += 1
+    index = block * _BLOCK
+    while _key(bits[index]) != highest:
+        index += 1
+    return index
 
 
-@inline
-def _cut(keys: Any, weights: Any, count: Any, by_weight: Any, target: Any, histogram: Any) -> Any:
-    """Find where the largest keys together reach `target` (of weight, or of count): radix selection, no sort.
+@jit
+def gather(logits: Any, block_keys: Any, threshold: int, ids: Any, keys: Any) -> int:
+    """List, by ascending id, every token whose key is at least `threshold` and whose logit is not -inf; return how many."""
+    bits = logits.view(np.int32)
+    least = np.int32(max(threshold, np.int64(_NEGATIVE_INFINITY_KEY) + 1))
+    count = 0
+    for block in range(block_keys.size):
+        if block_keys[block] >= least:
+            for index in range(block * _BLOCK, min(block * _BLOCK + _BLOCK, bits.size)):
+                key = _key(bits[index])
+                if key >= least:
+                    ids[count] = index
+                    keys[count] = key
+                    count += 1
+    return count
 
-    Returns that key and the sum of everything above it.
+
+@jit
+def cut(keys: Any, weights: Any, count: int, by_weight: bool, target: int, histogram: Any) -> tuple[int, int]:
+    """Find where the largest keys together reach `target` of weight, or of count: radix selection, no sort.
+
+    Shapes: keys int32[count], weights int64[count] (not read unless by_weight), histogram int64[2048].
+    Returns: that key, and the sum of everything above it.
     """
     prefix = np.int64(0)
     above = np.int64(0)
@@ -114,7 +240,7 @@ def _cut(keys: Any, weights: Any, count: Any, by_weight: Any, target: Any, histo
     for width in (11, 11, 10):
         mask = np.int64((1 << width) - 1)
         shift -= width
-        for index in range(1 << width):
+        for index in range(mask + 1):
             histogram[index] = 0
         for index in range(count):
             digits = (np.int64(keys[index]) + np.int64(2**31)) >> shift
@@ -125,54 +251,27 @@ def _cut(keys: Any, weights: Any, count: Any, by_weight: Any, target: Any, histo
             above += histogram[digit]
             digit -= 1
         prefix = (prefix << width) | digit
-    return np.int32(prefix - np.int64(2**31)), above
+    return prefix - np.int64(2**31), above
 
 
-@inline
-def _keep(ids: Any, keys: Any, weights: Any, count: Any, by_weight: Any, target: Any, histogram: Any) -> Any:
-    """Compact the lists to the smallest set that reaches `target`, lower ids first among equals; return its size."""
-    threshold, reached = _cut(keys, weights, count, by_weight, target, histogram)
+@jit
+def keep(ids: Any, keys: Any, count: int, threshold: int, ties: int) -> int:
+    """Compact the lists to the keys above `threshold` and the first `ties` of those at it; return how many."""
     kept = 0
     for index in range(count):
-        key = keys[index]
-        if key > threshold or (key == threshold and reached < target):
+        key = np.int64(keys[index])
+        if key > threshold or (key == threshold and ties > 0):
             if key == threshold:
-                reached += weights[index] if by_weight else np.int64(1)
+                ties -= 1
             ids[kept] = ids[index]
-            keys[kept] = key
-            weights[kept] = weights[index]
+            keys[kept] = keys[index]
             kept += 1
     return kept
 
 
-@inline
-def _gather(bits: Any, block_keys: Any, threshold: Any, ids: Any, keys: Any) -> Any:
-    """List every token whose key is at least `threshold` and whose logit is not -inf; return how many."""
-    threshold = max(threshold, np.int32(_KEY_NEGATIVE_INFINITY + 1))
-    count = 0
-    for block in range((bits.size + BLOCK - 1) // BLOCK):
-        if block_keys[block] >= threshold:
-            for index in range(block * BLOCK, min(block * BLOCK + BLOCK, bits.size)):
-                key = _key(bits[index])
-                if key >= threshold:
-                    ids[count] = index
-                    keys[count] = key
-                    count += 1
-    return count
-
-
-@inline
-def _gather_largest(bits: Any, block_keys: Any, wanted: Any, ids: Any, keys: Any, weights: Any, histogram: Any) -> Any:
-    """List a set that holds the `wanted` largest logits: all that reach the `wanted`-th largest block maximum."""
-    num_blocks = (bits.size + BLOCK - 1) // BLOCK
-    threshold = _INT32_LOWEST
-    if wanted < num_blocks:
-        threshold, _ = _cut(block_keys, weights, num_blocks, False, wanted, histogram)
-    return _gather(bits, block_keys, threshold, ids, keys)
-
-
-@inline
-def _weigh(keys: Any, weights: Any, count: Any, best: Any, inverse_temperature: Any) -> Any:
+@jit
+def weigh(keys: Any, weights: Any, count: int, best: float, inverse_temperature: float) -> int:
+    """Write the weight of every listed key; return their sum."""
     total = np.int64(0)
     for index in range(count):
         weight = _weight((_logit(keys[index]) - best) * inverse_temperature)
@@ -181,143 +280,80 @@ def _weigh(keys: Any, weights: Any, count: Any, best: Any, inverse_temperature: 
     return total
 
 
-@inline
-def _uniform(seed: Any, position: Any, token: Any) -> Any:
-    """u in (0, 1) of one candidate: (k + 1/2) * 2^-52."""
-    low = np.uint64(0xFFFFFFFF)
-    half = np.uint64(32)
-    c0 = np.uint64(token)
-    c1 = np.uint64(position) & low
-    c2 = np.uint64(position) >> half
-    c3 = np.uint64(0)
-    k0 = np.uint64(seed) & low
-    k1 = np.uint64(seed) >> half
-    for _ in range(10):
-        product0 = c0 * np.uint64(0xD2511F53)
-        product1 = c2 * np.uint64(0xCD9E8D57)
-        c0 = (product1 >> half) ^ c1 ^ k0
-        c1 = product1 & low
-        c2 = (product0 >> half) ^ c3 ^ k1
-        c3 = product0 & low
-        k0 = (k0 + np.uint64(0x9E3779B9)) & low
-        k1 = (k1 + np.uint64(0xBB67AE85)) & low
-    return (np.float64(np.int64(((c1 << half) | c0) >> np.uint64(12))) + 0.5) * 2.0**-52
+@jit
+def mass(logits: Any, best: float, inverse_temperature: float) -> int:
+    """Sum of the weights of a whole row."""
+    total = np.int64(0)
+    for index in range(logits.size):
+        total += _weight((np.float64(logits[index]) - best) * inverse_temperature)
+    return total
 
 
-@inline
-def _race(
+@jit
+def uniforms(out: Any, seed: Any, position: int, tokens: Any, count: int) -> None:
+    """Write the u in (0, 1) that each of the first `count` tokens has at a position: (k + 1/2) * 2^-52, k of 52 bits.
+
+    The rounds stand here and not in a function of their own: inlined after its own optimisation it does not vectorise.
+    """
+    position_low = np.uint64(position) & _LOW_HALF
+    position_high = np.uint64(position) >> _HALF
+    for index in range(count):
+        c0 = np.uint64(tokens[index]) & _LOW_HALF
+        c1 = position_low
+        c2 = position_high
+        c3 = np.uint64(0)
+        k0 = seed & _LOW_HALF
+        k1 = seed >> _HALF
+        for _ in range(10):
+            product0 = c0 * _PHILOX_M0
+            product1 = c2 * _PHILOX_M1
+            c0 = (product1 >> _HALF) ^ c1 ^ k0
+            c1 = product1 & _LOW_HALF
+            c2 = (product0 >> _HALF) ^ c3 ^ k1
+            c3 = product0 & _LOW_HALF
+            k0 = (k0 + _PHILOX_W0) & _LOW_HALF
+            k1 = (k1 + _PHILOX_W1) & _LOW_HALF
+        out[index] = (np.float64(np.int64(((c1 << _HALF) | c0) >> np.uint64(12))) + 0.5) * 2.0**-52
+
+
+@jit
+def race(
     ids: Any,
     keys: Any,
     weights: Any,
-    count: Any,
-    best: Any,
-    inverse_temperature: Any,
-    seed: Any,
-    position: Any,
-    noise: Any,
-) -> Any:
+    count: int,
+    threshold: int,
+    mass_at_threshold: int,
+    least: int,
+    best: float,
+    inverse_temperature: float,
+    uniform: Any,
+) -> int:
     """Return the candidate of the largest noisy logit, the lowest id on ties.
 
+    Candidates weigh at least `least` and have keys above `threshold`, or at it while `mass_at_threshold` is not used up.
     -log u >= 1 - u, so most losers are known before a logarithm is taken.
     """
     winner = np.int64(ids[0])
     winning_score = -math.inf
     bound = math.inf
-    for start in range(0, count, BLOCK):
-        size = min(BLOCK, count - start)
-        for offset in range(size):
-            noise[offset] = _uniform(seed, position, ids[np.uint64(start + offset)])
-        for offset in range(size):
-            index = start + offset
-            u = noise[offset]
-            if 1.0 - u <= np.float64(weights[index] + 1) * bound:
-                score = (_logit(keys[index]) - best) * inverse_temperature - math.log(-math.log(u))
-                if score > winning_score:
-                    winning_score = score
-                    winner = np.int64(ids[index])
-                    bound = math.exp(-score) * (1.0 + 1e-9) / _ONE
+    for index in range(count):
+        weight = weights[index]
+        key = np.int64(keys[index])
+        if weight < least or key < threshold:
+            continue
+        if key == threshold:
+            if mass_at_threshold <= 0:
+                continue
+            mass_at_threshold -= weight
+        u = uniform[index]
+        if 1.0 - u <= np.float64(weight + 1) * bound:
+            score = (_logit(keys[index]) - best) * inverse_temperature - math.log(-math.log(u))
+            if score > winning_score:
+                winning_score = score
+                winner = np.int64(ids[index])
+                bound = math.exp(-score) * (1.0 + 1e-9) / _ONE
     return winner
-
-
-@jit
-def choose(
-    logits: Any,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    min_p: float,
-    seed: Any,
-    position: int,
-    block_keys: Any,
-    ids: Any,
-    keys: Any,
-    weights: Any,
-    histogram: Any,
-    noise: Any,
-) -> int:
-    """Filter one row by top-k, then top-p, then min-p, and draw a token; temperature 0 takes the largest logit.
-
-    Each filter keeps a run of the order (logit descending, id ascending): top_k of them (0: all); the fewest whose
-    probability, among what top-k kept, reaches top_p (1: all; at least one); those of at least min_p times the best's.
-
-    Shapes: logits float32[V], contiguous, V < 2^20; scratch block_keys int32[ceil(V / BLOCK)], ids and keys int32[V],
-        weights int64[V], histogram int64[HISTOGRAM_BINS], noise float64[BLOCK]. seed is uint64.
-    Returns: the token id, or NOT_FINITE, or NOTHING_LEFT.
-    """
-    bits = logits.view(np.int32)
-    lowest, highest = _scan(bits, block_keys)
-    if highest >= _KEY_INFINITY or lowest < _KEY_NEGATIVE_INFINITY:
-        return NOT_FINITE
-    if highest == _KEY_NEGATIVE_INFINITY:
-        return NOTHING_LEFT
-    if temperature == 0.0:
-        block = 0
-        while block_keys[block] != highest:
-            block += 1
-        index = block * BLOCK
-        while _key(bits[index]) != highest:
-            index += 1
-        return index
-
-    best = _logit(highest)
-    inverse_temperature = min(1.0 / temperature, 1e300)
-    total = np.int64(0)
-    if 0 < top_k < logits.size:
-        count = _gather_largest(bits, block_keys, top_k, ids, keys, weights, histogram)
-        if count > top_k:
-            count = _keep(ids, keys, weights, count, False, top_k, histogram)
-        total = _weigh(keys, weights, count, best, inverse_temperature)
-        gathered = total
-    elif top_p < 1.0:
-        for index in range(logits.size):
-            total += _weight((np.float64(logits[index]) - best) * inverse_temperature)
-        count = _gather_largest(bits, block_keys, _NUCLEUS_BLOCKS, ids, keys, weights, histogram)
-        gathered = _weigh(keys, weights, count, best, inverse_temperature)
-    else:
-        threshold = _INT32_LOWEST
-        if min_p > 0.0:
-            reach = best + math.log(min_p) * temperature
-            threshold = _key(np.float32(reach - 1e-3 - 1e-6 * abs(reach)).view(np.int32))
-        count = _gather(bits, block_keys, threshold, ids, keys)
-        gathered = _weigh(keys, weights, count, best, inverse_temperature)
-
-    if top_p < 1.0:
-        target = max(np.int64(1), min(total, np.int64(math.ceil(top_p * np.float64(total)))))
-        if gathered < target:
-            count = _gather(bits, block_keys, _INT32_LOWEST, ids, keys)
-            _weigh(keys, weights, count, best, inverse_temperature)
-        count = _keep(ids, keys, weights, count, True, target, histogram)
-    if min_p > 0.0:
-        least = np.int64(math.ceil(min_p * _ONE))
-        kept = 0
-        for index in range(count):
-            if weights[index] >= least:
-                ids[kept] = ids[index]
-                keys[kept] = keys[index]
-                weights[kept] = weights[index]
-                kept += 1
-        count = kept
-    return _race(ids, keys, weights, count, best, inverse_temperature, seed, position, noise)
 
 
 @jit
@@ -355,10 +391,3 @@ def adjust(
             value = value / repetition_penalty if value > 0.0 else value * repetition_penalty
             out[token] = np.float32(value - counts[token] * frequency_penalty - presence_penalty)
             counts[token] = 0
-
-
-@jit
-def uniforms(out: Any, seed: Any, position: int, tokens: Any) -> None:
-    """Write the u of each token, as `choose` uses it (for verification of drafts, and for tests)."""
-    for index in range(tokens.size):
-        out[index] = _uniform(seed, position, tokens[index])
