@@ -1,0 +1,80 @@
+"""Special tokens: which ones end a generation, and where their spellings stand in a text."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+# Converters leave many of these without a role or even a control type, so they go by their spelling,
+# the same list that llama.cpp keeps. Not on it: </s>, an ordinary word of vocabularies that know HTML.
+_END_TEXTS = frozenset(
+    (
+        "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|>"
+        " <|eom_id|> <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response>"
+        " <｜end▁of▁sentence｜> [e~[ <|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD] <|fim_repo|> <|repo_name|>"
+        " <fim-repo> <REPO> <reponame> <|file_sep|>"
+    ).split()
+)
+_FILL_IN_TEXTS = frozenset(
+    (
+        "<|fim_prefix|> <fim-prefix> <fim_prefix> <｜fim▁begin｜> <PRE> ▁<PRE> <|code_prefix|> <|prefix|>"
+        " <|fim_suffix|> <fim-suffix> <fim_suffix> <｜fim▁hole｜> <SUF> ▁<SUF> <|code_suffix|> <|suffix|>"
+        " <|fim_middle|> <fim-middle> <fim_middle> <｜fim▁end｜> <MID> ▁<MID> <|code_middle|> <|middle|>"
+    ).split()
+)
+CONTROL_TEXTS = _END_TEXTS | _FILL_IN_TEXTS
+_END_ROLES = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+
+
+def find_end_of_generation(
+    ids: Mapping[str, int], roles: Mapping[str, int], is_control: Callable[[int], bool]
+) -> frozenset[int]:
+    """Return the ids that end a generation: those with such a role, and the well-known spellings."""
+    ending = {ids[text] for text in _END_TEXTS if text in ids}
+    if "</s>" in ids and is_control(ids["</s>"]) and "<|tool_response>" not in ids:
+        ending.add(ids["</s>"])
+    # In the Harmony and Solar formats <|end|> closes one message of several, not the turn.
+    has_calls = "<|call|>" in ids or "<|calls|>" in ids
+    if has_calls and ("<|return|>" in ids or "<|flush|>" in ids):
+        ending.discard(ids.get("<|end|>", -1))
+    ending.update(roles[role] for role in _END_ROLES if role in roles)
+    return frozenset(ending)
+
+
+class Spelling(NamedTuple):
+    """One place where a special token is spelled out: text[start:end]."""
+
+    start: int
+    end: int
+    token_id: int
+
+
+class SpellingFinder:
+    """Finds every place where one of some texts stands, overlapping ones too.
+
+    Time grows with the length of the text and the number of different lengths that begin alike, not
+    with the number of texts: a vocabulary may hold thousands of special tokens.
+    """
+
+    def __init__(self, ids: Mapping[str, int]) -> None:
+        self._ids = ids
+        lengths: dict[str, set[int]] = {}
+        for text in ids:
+            lengths.setdefault(text[0], set()).add(len(text))
+        self._lengths = {first: sorted(found, reverse=True) for first, found in lengths.items()}
+        firsts = "".join(map(re.escape, self._lengths))
+        self._first = re.compile(f"[{firsts}]") if firsts else None
+
+    def ignoring_case(self) -> "SpellingFinder":
+        """Return the finder for lower-cased text."""
+        return SpellingFinder({text.lower(): token_id for text, token_id in self._ids.items()})
+
+    def find(self, text: str) -> Iterator[Spelling]:
+        """Yield the spellings from left to right, at one place the longest first."""
+        if self._first is None:
+            return
+        for match in self._first.finditer(text):
+            start = match.start()
+            for length in self._lengths[match[0]]:
+                token_id = self._ids.get(text[start : start + length])
+                if token_id is not None and start + length <= len(text):
+                    yield Spelling(start, start + length, token_id)
