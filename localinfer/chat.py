@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion
@@ -16,9 +16,12 @@ from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.shortcuts import CompleteStyle
 
-from localinfer.conversation import ChatModel, Conversation
+from localinfer.conversation import Conversation
 from localinfer.errors import LocalinferError
-from localinfer.terminal import ModelOutput, check_text, dim, neutralise_controls
+from localinfer.terminal import ModelOutput, check_text, describe_stats, dim, neutralise_controls
+
+if TYPE_CHECKING:
+    from localinfer.llm import LLM
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,8 @@ class Chat:
             self.notice("there is no reply to make again yet")
 
     def _stats(self, _: str) -> None:
-        self.notice(self._conversation.last_reply_report or "there is no reply yet")
+        stats = self._conversation.last_stats
+        self.notice("there is no reply yet" if stats is None else describe_stats(stats))
 
     def _exit(self, _: str) -> None:
         raise Leave
@@ -179,12 +183,12 @@ def key_bindings() -> KeyBindings:
     return bindings
 
 
-def run_chat(model: ChatModel, *, system: str | None, max_tokens: int | None, **sampling: Any) -> None:
+def run_chat(llm: "LLM", *, system: str | None, max_tokens: int | None, **sampling: Any) -> None:
     """Talk until the input ends: with line editing on a terminal, one message per line from a pipe.
 
     Raises: LocalinferError for a message that cannot be answered, from a pipe only; a terminal shows it and goes on.
     """
-    conversation = Conversation(model, system=system, max_tokens=max_tokens, **sampling)
+    conversation = Conversation(llm, system=system, max_tokens=max_tokens, **sampling)
     chat = Chat(conversation, sys.stdout, sys.stderr)
     try:
         if sys.stdin.isatty() and sys.stdout.isatty():

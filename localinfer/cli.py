@@ -10,7 +10,7 @@ import click
 
 from localinfer.errors import LocalinferError, RequestError
 from localinfer.progress import Progress
-from localinfer.terminal import ModelOutput, check_text, neutralise_controls, prepare_streams
+from localinfer.terminal import ModelOutput, check_text, describe_stats, neutralise_controls, prepare_streams
 
 if TYPE_CHECKING:
     from localinfer.llm import LLM
@@ -144,13 +144,15 @@ def run_command(
     options = ModelOptions(path=model, threads=threads, context_length=context_length, kv_type=kv_type)
     output = ModelOutput(sys.stdout, is_terminal=sys.stdout.isatty())
     with _load(options) as llm:
-        try:
-            stream = llm.stream(text, max_tokens=max_tokens, stop=list(stop), ignore_eos=ignore_eos, **sampling)
-            for event in stream:
-                output.write(event.text)
-        finally:
-            if sys.stdout.isatty():
-                output.end_line()
+        with llm.stream(text, max_tokens=max_tokens, stop=list(stop), ignore_eos=ignore_eos, **sampling) as stream:
+            try:
+                for event in stream:
+                    output.write(event.text)
+            finally:
+                if sys.stdout.isatty():
+                    output.end_line()
+        if stats:
+            click.echo(describe_stats(stream.stats), err=True)
 
 
 @localinfer_command.command("chat")

@@ -1,20 +1,11 @@
 """A conversation with a model: the messages so far, and replies that may be stopped or made again."""
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
 
-
-class TextEvent(Protocol):
-    """What a model yields while it answers."""
-
-    @property
-    def text(self) -> str: ...
-
-
-class ChatModel(Protocol):
-    """The one method of `localinfer.LLM` that a conversation needs."""
-
-    def stream_chat(self, messages: Sequence[Mapping[str, str]], **options: Any) -> Iterator[TextEvent]: ...
+if TYPE_CHECKING:
+    from localinfer.llm import LLM
+    from localinfer.text_stream import Stats
 
 
 class Conversation:
@@ -24,16 +15,16 @@ class Conversation:
     """
 
     def __init__(
-        self, model: ChatModel, *, system: str | None, max_tokens: int | None, seed: int | None, **sampling: Any
+        self, llm: "LLM", *, system: str | None, max_tokens: int | None, seed: int | None, **sampling: Any
     ) -> None:
         self.system = system
-        self._model = model
+        self._llm = llm
         self._max_tokens = max_tokens
         self._seed = seed
         self._sampling = sampling
         self._turns: list[dict[str, str]] = []
         self._num_replies = 0
-        self.last_reply_report: str | None = None
+        self.last_stats: Stats | None = None
 
     @property
     def messages(self) -> list[dict[str, str]]:
@@ -66,9 +57,13 @@ class Conversation:
         self._turns = question
         pieces: list[str] = []
         try:
-            for event in self._model.stream_chat(self.messages, **self._options()):
-                pieces.append(event.text)
-                yield event.text
+            with self._llm.stream_chat(self.messages, **self._options()) as stream:
+                try:
+                    for event in stream:
+                        pieces.append(event.text)
+                        yield event.text
+                finally:
+                    self.last_stats = stream.stats
         finally:
             answer = "".join(pieces)
             self._turns = [*question, {"role": "assistant", "content": answer}] if answer else fallback

@@ -3,9 +3,12 @@
 import io
 import os
 import sys
-from typing import Protocol, TextIO
+from typing import TYPE_CHECKING, Protocol, TextIO
 
 from localinfer.errors import RequestError
+
+if TYPE_CHECKING:
+    from localinfer.text_stream import Stats
 
 DIM = "\x1b[2m"
 RESET = "\x1b[0m"
@@ -104,3 +107,16 @@ def check_text(text: str, what: str) -> str:
                 "not UTF-8; pass valid UTF-8 text"
             )
     return text
+
+
+def describe_stats(stats: "Stats") -> str:
+    """The numbers of one generation on one line."""
+    parts = [
+        f"prompt {stats.prompt_tokens} tokens, {stats.cached_tokens} of them cached",
+        f"first token after {stats.time_to_first_token_seconds:.3f} s",
+        f"completion {stats.completion_tokens} tokens at {stats.decode_tokens_per_second:.1f} tokens/s",
+        f"seed {stats.seed}",
+    ]
+    if stats.drafted_tokens:
+        parts.insert(3, f"{stats.accepted_tokens} of {stats.drafted_tokens} drafted tokens accepted")
+    return "; ".join(parts)

@@ -1,19 +1,48 @@
 """A scripted model for the faces: says what it is told to and remembers what it was asked."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 import pytest
 
 import localinfer
+from localinfer.text_stream import Stats, StreamEvent
 
 
-@dataclass(frozen=True)
-class FakeEvent:
-    text: str
-    token_id: int
+class FakeStream:
+    """Yields `pieces`; a piece that is an exception is raised in its place."""
+
+    def __init__(self, pieces: list[str | BaseException]) -> None:
+        self._pieces = iter(enumerate(pieces))
+        self._num_events = 0
+
+    @property
+    def stats(self) -> Stats:
+        return Stats(
+            prompt_tokens=3,
+            cached_tokens=1,
+            completion_tokens=self._num_events,
+            time_to_first_token_seconds=0.25,
+            decode_tokens_per_second=12.5,
+            drafted_tokens=0,
+            accepted_tokens=0,
+            seed=77,
+        )
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> StreamEvent:
+        index, piece = next(self._pieces)
+        if isinstance(piece, BaseException):
+            raise piece
+        self._num_events += 1
+        return StreamEvent(piece, index, None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pieces = iter(())
 
 
 class FakeTokenizer:
@@ -27,7 +56,7 @@ class FakeTokenizer:
 
 
 class FakeLLM:
-    """Answers with `pieces`; a piece that is an exception is raised in its place."""
+    """Answers with `pieces` and remembers what it was asked."""
 
     def __init__(self) -> None:
         self.pieces: list[str | BaseException] = ["Hello", " there"]
@@ -37,15 +66,12 @@ class FakeLLM:
         self.is_closed = False
         self.tokenizer = FakeTokenizer()
 
-    def stream(self, prompt: str, **options: Any) -> Iterator[FakeEvent]:
+    def stream(self, prompt: Any, **options: Any) -> FakeStream:
         self.prompts.append(prompt)
         self.options.append(options)
-        for index, piece in enumerate(self.pieces):
-            if isinstance(piece, BaseException):
-                raise piece
-            yield FakeEvent(piece, index)
+        return FakeStream(self.pieces)
 
-    def stream_chat(self, messages: list[dict[str, str]], **options: Any) -> Iterator[FakeEvent]:
+    def stream_chat(self, messages: list[dict[str, str]], **options: Any) -> FakeStream:
         return self.stream([dict(message) for message in messages], **options)
 
     def close(self) -> None:
@@ -54,9 +80,7 @@ class FakeLLM:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -69,6 +93,6 @@ def fake_llm(monkeypatch: pytest.MonkeyPatch) -> FakeLLM:
         llm.load_options = {"model": model, **options}
         return llm
 
-    monkeypatch.setattr(localinfer, "load", load, raising=False)
-    monkeypatch.setattr(localinfer, "load_tokenizer", lambda model=None: llm.tokenizer, raising=False)
+    monkeypatch.setattr(localinfer, "load", load)
+    monkeypatch.setattr(localinfer, "load_tokenizer", lambda model=None: llm.tokenizer)
     return llm

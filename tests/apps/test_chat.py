@@ -155,6 +155,14 @@ def test_regen_without_a_reply_says_so(chat, fake_llm, streams):
     assert "no reply" in streams[1].getvalue()
 
 
+def test_stats_are_those_of_the_last_reply(chat, streams):
+    chat.handle("/stats")
+    assert "no reply" in streams[1].getvalue()
+    chat.handle("hi")
+    chat.handle("/stats")
+    assert "completion 2 tokens at 12.5 tokens/s" in streams[1].getvalue()
+
+
 def test_exit_leaves(chat):
     with pytest.raises(Leave):
         chat.handle("/exit")

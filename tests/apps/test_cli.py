@@ -40,6 +40,15 @@ def test_run_prints_the_completion_and_nothing_else(fake_llm, capsys):
     assert fake_llm.is_closed
 
 
+def test_run_stats_go_to_stderr(fake_llm, capsys):
+    assert main(["run", "-p", "Hi", "--stats"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "Hello there"
+    assert captured.err == (
+        "prompt 3 tokens, 1 of them cached; first token after 0.250 s; completion 2 tokens at 12.5 tokens/s; seed 77\n"
+    )
+
+
 def test_run_defaults_are_the_documented_ones(fake_llm, capsys):
     main(["run", "-p", "Hi"])
     assert fake_llm.options[0] == {

@@ -12,7 +12,7 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDERS = ("localinfer", "kernels", "models", "quant")
 SOURCES = sorted(path for folder in FOLDERS for path in (REPOSITORY / folder).rglob("*.py"))
-MAY_PRINT = {"localinfer/cli.py", "localinfer/chat.py", "models/demo/train.py"}
+MAY_PRINT = ("localinfer/cli.py", "localinfer/chat.py", "models/demo/")
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "base", "manager", "misc"}
 NUMBA_DECORATORS = {"njit", "jit", "vectorize", "guvectorize", "cfunc", "stencil"}
 LONGEST_FILE = 500
@@ -44,7 +44,7 @@ def test_sources_are_found():
 
 
 def test_only_faces_print():
-    quiet = [path for path in SOURCES if relative(path) not in MAY_PRINT]
+    quiet = [path for path in SOURCES if not relative(path).startswith(MAY_PRINT)]
     assert violations(quiet, lambda node: called_name(node) == "print") == []
 
 

@@ -64,6 +64,18 @@ def test_core_install_needs_no_torch():
     assert not [line for line in core if "torch" in line]
 
 
+def test_public_names_are_the_documented_ones():
+    assert sorted(localinfer.__all__) == ["Completion", "LLM", "errors", "load", "load_tokenizer"]
+    assert dir(localinfer) == sorted(localinfer.__all__)
+    for name in localinfer.__all__:
+        assert getattr(localinfer, name) is not None
+
+
+def test_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = localinfer.nonsense
+
+
 def test_type_hints_are_announced():
     assert (Path(localinfer.__file__).parent / "py.typed").is_file()
 

@@ -1,0 +1,156 @@
+"""The installed command with real models, in processes of its own: what a user sees."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import localinfer
+from localinfer.models import demo
+
+Result = "subprocess.CompletedProcess[bytes]"
+GREEDY = ("--temperature", "0", "-n", "24")
+PROMPT = "Once upon a time"
+STORY = (
+    ", there was a little girl named Lily. She loved to play outside in the park. One day, she saw a big, red ball. "
+    "She wanted to play with it, but it was too high.\nLily's mom said, \"Lily, let's go to the park"
+)
+
+
+def command(*arguments: str | bytes) -> list[str | bytes]:
+    return [sys.executable, "-m", "localinfer", *arguments]
+
+
+def run(*arguments: str | bytes, stdin: bytes = b"") -> Result:
+    return subprocess.run(command(*arguments), input=stdin, capture_output=True, timeout=200, check=False)
+
+
+def assert_one_error_line(result: Result, *words: str) -> None:
+    stderr = result.stderr.decode()
+    assert result.returncode == 2
+    assert result.stdout == b""
+    assert stderr.startswith("error: "), stderr
+    assert stderr.count("\n") == 1, stderr
+    for word in words:
+        assert word in stderr
+
+
+@pytest.fixture(scope="module")
+def greedy_text() -> str:
+    """What the demo model says greedily, from the command."""
+    result = run("run", "-p", PROMPT, *GREEDY)
+    assert result.returncode == 0, result.stderr.decode()
+    assert result.stderr == b""
+    return result.stdout.decode()
+
+
+@pytest.fixture(scope="module")
+def demo_file() -> Path:
+    return min(Path(demo.__file__).parent.glob("demo-*.gguf"), key=lambda path: path.stat().st_size)
+
+
+def test_run_writes_something_with_the_demo_model(greedy_text):
+    assert len(greedy_text.split()) > 5
+
+
+def test_run_is_the_same_text_on_one_thread_from_a_pipe_and_with_stats(greedy_text):
+    result = run("run", "--threads", "1", "--stats", *GREEDY, stdin=f"{PROMPT}\n".encode())
+    assert result.returncode == 0
+    assert result.stdout.decode() == greedy_text
+    assert "tokens/s" in result.stderr.decode()
+
+
+def test_run_prints_what_the_library_completes(greedy_text):
+    with localinfer.load() as llm:
+        completion = llm.complete(PROMPT, max_tokens=24, temperature=0)
+    assert completion.text == greedy_text
+
+
+def test_run_repeats_a_draw_for_the_same_seed():
+    first, second, other = (run("run", "-p", PROMPT, "-n", "24", "--seed", seed).stdout for seed in ("7", "7", "8"))
+    assert first == second
+    assert first != other
+
+
+def test_run_stops_before_a_stop_string(greedy_text):
+    word = greedy_text.split()[3]
+    result = run("run", "-p", PROMPT, *GREEDY, "--stop", word)
+    assert result.stdout.decode() == greedy_text[: greedy_text.index(word)]
+
+
+def test_run_tells_the_story_of_a_known_model(shared: Path):
+    model = str(shared / "models" / "stories260K.gguf")
+    result = run("run", "-m", model, "-p", PROMPT, "--temperature", "0", "-n", "80")
+    assert result.returncode == 0, result.stderr.decode()
+    assert result.stdout.decode().startswith(STORY)
+
+
+def test_chat_from_a_pipe_answers_each_line():
+    result = run("chat", "--temperature", "0", "-n", "12", stdin=b"Hello\nTell me a story.\n")
+    assert result.returncode == 0, result.stderr.decode()
+    assert result.stderr == b""
+    assert len(result.stdout.split()) > 4
+
+
+def test_tokenize_ids_decode_to_the_text():
+    text = "Once upon a time, a fox said: caf\u00e9!"
+    result = run("tokenize", "--ids", "--no-special", text)
+    assert result.returncode == 0, result.stderr.decode()
+    with localinfer.load() as llm:
+        assert llm.tokenizer.decode([int(word) for word in result.stdout.split()]) == text
+
+
+def test_show_describes_the_demo_model(demo_file):
+    result = run("show", str(demo_file))
+    assert result.returncode == 0, result.stderr.decode()
+    assert b"llama" in result.stdout
+    assert b"chat template" in result.stdout
+
+
+@pytest.mark.parametrize("num_bytes", [0, 3, 20, 1000, -1])
+def test_cut_file_is_one_line_and_exit_code_2(demo_file, tmp_path, num_bytes):
+    path = tmp_path / "cut.gguf"
+    path.write_bytes(demo_file.read_bytes()[:num_bytes])
+    assert_one_error_line(run("run", "-m", str(path), "-p", PROMPT), "cut.gguf")
+
+
+@pytest.mark.parametrize("name", ["run", "chat", "tokenize"])
+def test_missing_file_is_one_line_and_exit_code_2(tmp_path, name):
+    arguments = {"run": ["-p", PROMPT], "chat": [], "tokenize": [PROMPT]}[name]
+    assert_one_error_line(run(name, "-m", str(tmp_path / "nothing.gguf"), *arguments), "nothing.gguf", "does not exist")
+
+
+def test_too_long_prompt_is_one_line_and_exit_code_2():
+    assert_one_error_line(run("run", "--context-length", "64", "-p", "word " * 500), "64")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="arguments are text there")
+def test_undecodable_argument_is_one_line_and_exit_code_2():
+    assert_one_error_line(run("run", "-p", b"caf\xe9"), "U+DCE9")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals differ there")
+def test_ctrl_c_ends_a_run_cleanly():
+    arguments = command("run", "-p", PROMPT, "-n", "100000", "--ignore-eos", "--context-length", "1024")
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        errors = process.stderr.read()
+        process.stdout.read()
+        assert process.wait(timeout=60) == 130
+    assert errors == b""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pipes close differently there")
+def test_reader_that_leaves_ends_a_run_quietly():
+    arguments = command("run", "-p", PROMPT, "-n", "1000", "--ignore-eos")
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.read(1)
+        process.stdout.close()
+        errors = process.stderr.read()
+        assert process.wait(timeout=60) == 141
+    assert errors == b""
