@@ -1,1 +1,34 @@
 """localinfer: a quantized LLM runtime for one person on their own machine."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from localinfer import errors
+    from localinfer.llm import LLM, load, load_tokenizer
+    from localinfer.text_stream import Completion
+
+__all__ = ["LLM", "Completion", "errors", "load", "load_tokenizer"]
+
+_MODULE_OF = {
+    "LLM": "localinfer.llm",
+    "Completion": "localinfer.text_stream",
+    "load": "localinfer.llm",
+    "load_tokenizer": "localinfer.llm",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import public names when they are first used, so that importing the package costs nothing."""
+    if name == "errors":
+        return import_module("localinfer.errors")
+    module = _MODULE_OF.get(name)
+    if module is None:
+        raise AttributeError(f"module 'localinfer' has no attribute {name!r}")
+    value = getattr(import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,12 +1,12 @@
 """Choose a token from one row of logits: filters that never sort, and noise that depends on nothing but its place.
 
-Logits are compared as int32 keys whose order is that of the floats, so maxima vectorise and radix selection is exact. The
-maxima of 64-wide blocks give a threshold that at least k elements reach, so a filter looks at few blocks beyond one pass.
-Weights exp((logit - best) / temperature) are whole numbers of 2^-43: their sums are exact in any order, so selecting by a
-histogram gives the very set that sorting gives.
+Logits are compared as int32 keys whose order is that of the floats, so maxima vectorise and radix selection is exact.
+The maxima of 64-wide blocks give a threshold that at least k elements reach, so a filter looks at few blocks beyond one
+pass. Weights exp((logit - best) / temperature) are whole numbers of 2^-43: their sums are exact in any order, so
+selecting by a histogram gives the very set that sorting gives.
 
-Noise: Philox4x32-10 (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, SC 2011), key = seed, counter = (token,
-position low, position high, 0). 52 bits of its output make u in (0, 1), and the choice is the largest of
+Noise: Philox4x32-10 (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, SC 2011), key = seed, counter =
+(token, position low, position high, 0). 52 bits of its output make u in (0, 1), and the choice is the largest of
 (logit - best) / temperature - log(-log u): the Gumbel-max way of drawing from softmax(logits / temperature).
 
 Each step is its own small compiled function, called from Python at about 1 us each: nested ones took 5 s to compile.
@@ -212,9 +212,9 @@ def scan(logits: Any, block_keys: Any) -> int:
 
 @jit
 def gather(logits: Any, block_keys: Any, threshold: int, ids: Any, keys: Any) -> int:
-    """List, by ascending id, every token whose key is at least `threshold` and whose logit is not -inf; return how many."""
+    """List by ascending id every token whose key reaches `threshold` and whose logit is not -inf; return how many."""
     bits = logits.view(np.int32)
-    least = np.int32(max(threshold, np.int64(_NEGATIVE_INFINITY_KEY) + 1))
+    least = np.int32(max(np.int64(threshold), np.int64(_NEGATIVE_INFINITY_KEY) + 1))
     count = 0
     for block in range(block_keys.size):
         if block_keys[block] >= least:
@@ -228,7 +228,7 @@ def gather(logits: Any, block_keys: Any, threshold: int, ids: Any, keys: Any) ->
 
 
 @jit
-def cut(keys: Any, weights: Any, count: int, by_weight: bool, target: int, histogram: Any) -> tuple[int, int]:
+def cut(keys: Any, weights: Any, count: int, by_weight: bool, target: int, histogram: Any) -> Any:
     """Find where the largest keys together reach `target` of weight, or of count: radix selection, no sort.
 
     Shapes: keys int32[count], weights int64[count] (not read unless by_weight), histogram int64[2048].
@@ -270,7 +270,7 @@ def keep(ids: Any, keys: Any, count: int, threshold: int, ties: int) -> int:
 
 
 @jit
-def weigh(keys: Any, weights: Any, count: int, best: float, inverse_temperature: float) -> int:
+def weigh(keys: Any, weights: Any, count: int, best: float, inverse_temperature: float) -> Any:
     """Write the weight of every listed key; return their sum."""
     total = np.int64(0)
     for index in range(count):
@@ -281,7 +281,7 @@ def weigh(keys: Any, weights: Any, count: int, best: float, inverse_temperature:
 
 
 @jit
-def mass(logits: Any, best: float, inverse_temperature: float) -> int:
+def mass(logits: Any, best: float, inverse_temperature: float) -> Any:
     """Sum of the weights of a whole row."""
     total = np.int64(0)
     for index in range(logits.size):
@@ -328,11 +328,11 @@ def race(
     best: float,
     inverse_temperature: float,
     uniform: Any,
-) -> int:
+) -> Any:
     """Return the candidate of the largest noisy logit, the lowest id on ties.
 
-    Candidates weigh at least `least` and have keys above `threshold`, or at it while `mass_at_threshold` is not used up.
-    -log u >= 1 - u, so most losers are known before a logarithm is taken.
+    Candidates weigh at least `least` and have keys above `threshold`, or at it while `mass_at_threshold` is not used
+    up. -log u >= 1 - u, so most losers are known before a logarithm is taken.
     """
     winner = np.int64(ids[0])
     winning_score = -math.inf
@@ -375,7 +375,8 @@ def adjust(
     A positive logit is divided by the repetition penalty and another multiplied (Keskar et al., CTRL, arXiv 1909.05858,
     section 4.1); then occurrences * frequency_penalty + presence_penalty is subtracted. In float64, rounded once.
 
-    Shapes: out and logits float32[V]; bias_ids int32[B], distinct, bias_values float64[B]; history int32[>= stop]; counts
+    Shapes: out and logits float32[V]; bias_ids int32[B], distinct, bias_values float64[B]; history int32[>= stop];
+        counts
         int32[V], all zero, and zero again afterwards.
     """
     for index in range(logits.size):

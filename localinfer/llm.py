@@ -1,0 +1,169 @@
+"""The public API: text and messages in, text out, over an engine that knows token ids only."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, Self, Unpack
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.engine import Engine, EngineModel
+from localinfer.errors import BackendUnavailableError, ModelFileError, RequestError
+from localinfer.text_stream import Completion, GenerationOptions, TextStream
+
+if TYPE_CHECKING:
+    from localinfer.models.chat_template import ChatTemplate
+    from localinfer.models.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int] | NDArray[np.integer]
+
+
+class LoadedModel(EngineModel, Protocol):
+    """What `LLM` needs of a loaded model; `models.loader.Model` is one. `tokenizer` is None if the file has none."""
+
+    @property
+    def tokenizer(self) -> "Tokenizer | None": ...
+
+    @property
+    def chat_template(self) -> "ChatTemplate | None": ...
+
+
+class LLM:
+    """A loaded model, ready to answer; made by `localinfer.load`. A context manager: leaving it closes the model.
+
+    May be used from several threads, whose generations take turns token by token. After `close`, and in a forked child,
+    every method raises ClosedError.
+    """
+
+    def __init__(self, model: LoadedModel) -> None:
+        self._model = model
+        self._engine = Engine(model)
+
+    @property
+    def tokenizer(self) -> "Tokenizer":
+        """The model's tokenizer. Raises: RequestError if the file has none; prompts of token ids work without."""
+        if self._model.tokenizer is None:
+            raise RequestError("the model file has no tokenizer; give prompts as token ids, and no stop strings")
+        return self._model.tokenizer
+
+    @property
+    def context_length(self) -> int:
+        """How many tokens prompt and completion may have together."""
+        return self._engine.context_length
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids, and width of `logits`."""
+        return self._engine.vocab_size
+
+    def complete(
+        self, prompt: Prompt, *, parse_special: bool = False, **options: Unpack[GenerationOptions]
+    ) -> Completion:
+        """Continue a prompt, as it is: no chat template.
+
+        prompt: text, which gets the model's beginning-of-text token, or token ids, which are taken as they are.
+        parse_special: read the names of special tokens in the text as those tokens.
+        options: see GenerationOptions. Without max_tokens it goes on to an end token or the end of the context.
+        Raises: RequestError, ContextLengthError, ClosedError.
+        """
+        return self.stream(prompt, parse_special=parse_special, **options).finish()
+
+    def stream(
+        self, prompt: Prompt, *, parse_special: bool = False, **options: Unpack[GenerationOptions]
+    ) -> TextStream:
+        """Continue a prompt like `complete`, and yield an event per token as it comes; closing the stream cancels."""
+        return TextStream(self._engine, self._model.tokenizer, lambda: self._encode(prompt, parse_special), options)
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[GenerationOptions]) -> Completion:
+        """Answer a conversation: messages with `role` and `content`, put into the model's own chat template.
+
+        Raises: TemplateError if the template refuses the messages; else as `complete`.
+        """
+        return self.stream_chat(messages, **options).finish()
+
+    def stream_chat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[GenerationOptions]) -> TextStream:
+        """Answer a conversation like `chat`, and yield an event per token as it comes; closing the stream cancels."""
+        return TextStream(self._engine, self._model.tokenizer, lambda: self._encode_chat(messages), options)
+
+    def logits(self, token_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
+        """Return float32[T, vocab_size]: row i holds the logits of the token after token_ids[:i + 1]."""
+        return self._engine.logits(token_ids)
+
+    def close(self) -> None:
+        """Release memory and threads; may be called again."""
+        self._engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _encode(self, prompt: Prompt, parse_special: bool) -> Sequence[int] | NDArray[np.integer]:
+        return self.tokenizer.encode(prompt, parse_special=parse_special) if isinstance(prompt, str) else prompt
+
+    def _encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[int]:
+        template = self._model.chat_template
+        if template is None:
+            raise RequestError("the model file has no chat template; use complete() with a prompt of your own")
+        return template.encode(self.tokenizer, messages)
+
+
+def load(
+    model: str | os.PathLike[str] | None = None,
+    *,
+    device: str = "auto",
+    threads: int | None = None,
+    context_length: int | None = None,
+    kv_type: str = "f16",
+    speculation: str | None = "auto",
+    progress: Callable[[str, int, int], None] | None = None,
+) -> LLM:
+    """Load a GGUF model and return it ready to answer.
+
+    model: path of the file (of a split model: any of its parts); None loads the demo model that ships inside.
+    device: "auto" or "cpu". threads: how many compute; None takes the physical cores.
+    context_length: tokens of prompt and completion together; None takes what the model was trained for.
+    kv_type: type of cached keys and values, "f16" or "f32".
+    speculation: "auto", or None to switch it off; it changes speed only, never the text. Not in this version yet.
+    progress: called with a stage's name, the units done and the units in all.
+    Raises: ModelFileError, RequestError, BackendUnavailableError, OutOfMemoryError.
+    """
+    if device not in ("auto", "cpu"):
+        raise BackendUnavailableError(f"device is {device!r}; this version runs on 'cpu' ('auto' chooses it)")
+    if speculation not in ("auto", None):
+        raise RequestError(f"speculation is {speculation!r}; this version takes 'auto' or None")
+    for name, value in (("threads", threads), ("context_length", context_length)):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise RequestError(f"{name} is {value!r}; it must be a whole number, 1 or more, or None for the default")
+    from localinfer.models.loader import load_model
+
+    path = _model_path(model)
+    return LLM(load_model(path, threads=threads, context_length=context_length, kv_type=kv_type, progress=progress))
+
+
+def load_tokenizer(model: str | os.PathLike[str] | None = None) -> "Tokenizer":
+    """Load only the tokenizer of a GGUF file, which needs no tensors in it; None takes the demo model's.
+
+    Raises: ModelFileError.
+    """
+    from localinfer.models.loader import load_tokenizer as load_from_file
+
+    return load_from_file(_model_path(model))
+
+
+def _model_path(model: str | os.PathLike[str] | None) -> Path:
+    if model is not None:
+        if not isinstance(model, str | os.PathLike):
+            raise RequestError(f"model is {model!r}; give the path of a GGUF file, or None for the demo model")
+        return Path(model).expanduser()
+    from localinfer.models import demo
+
+    files = sorted(Path(demo.__file__).parent.glob("demo-*.gguf"), key=lambda path: path.stat().st_size)
+    if not files:
+        raise ModelFileError("this installation has no demo model inside; give the path of a GGUF file")
+    return files[0]

@@ -1,0 +1,228 @@
+"""One generation as text: options in, events out, with what it cost. Text is above this file, token ids below it."""
+
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.engine import Engine, FinishReason, TokenEvent
+from localinfer.errors import RequestError
+from localinfer.models.stop_matcher import StopMatcher
+from localinfer.models.stream_decoder import StreamDecoder
+from localinfer.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from localinfer.models.tokenizer import Tokenizer
+
+
+class GenerationOptions(TypedDict, total=False):
+    """Keyword options of `complete`, `stream`, `chat` and `stream_chat`.
+
+    max_tokens: most tokens to add; None, the default, sets no limit but the end of the context.
+    stop: a text or several that end the completion; the stop text itself is left out.
+    ignore_eos: go on past end tokens.
+    The rest is described, with its defaults, at `localinfer.sampling.SamplingParams`.
+    """
+
+    max_tokens: int | None
+    stop: str | Sequence[str]
+    ignore_eos: bool
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    repetition_last_n: int
+    frequency_penalty: float
+    presence_penalty: float
+    logit_bias: Mapping[int, float]
+    seed: int | None
+
+
+_SAMPLING_NAMES = frozenset(field.name for field in fields(SamplingParams))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stats:
+    """What a generation was and cost.
+
+    prompt_tokens: tokens of the prompt; cached_tokens: those whose keys and values were at hand already.
+    completion_tokens: tokens sampled, an end token included. time_to_first_token_seconds: from the call, tokenizing
+    included, 0 if there is none. decode_tokens_per_second: of the tokens after the first, without the time the caller
+    took between them; 0 if there are none. drafted_tokens, accepted_tokens: of speculation.
+    seed: the one given, or drawn; with it the same options give the same text.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    time_to_first_token_seconds: float
+    decode_tokens_per_second: float
+    drafted_tokens: int
+    accepted_tokens: int
+    seed: int
+
+
+class StreamEvent(NamedTuple):
+    """One sampled token, and the text that became certain with it: often a word, "" inside a character or stop text.
+
+    finish_reason is None but for the last event; then "stop" for an end token or stop text, else "length".
+    """
+
+    text: str
+    token_id: int
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished generation.
+
+    text: without end token and stop text. token_ids: every token sampled, those included. finish_reason: "stop" for an
+    end token or stop text, "length" for max_tokens or the end of the context.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    stats: Stats
+
+
+class TextStream(Iterator[StreamEvent]):
+    """A generation in progress: iterate for its events, close it to cancel. Wrong requests raise when it is made."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: "Tokenizer | None",
+        encode: Callable[[], Sequence[int] | NDArray[np.integer]],
+        options: GenerationOptions,
+    ) -> None:
+        called = time.perf_counter()
+        engine.check_usable()
+        values: dict[str, Any] = dict(options)
+        max_tokens = values.pop("max_tokens", None)
+        stops = _check_stops(values.pop("stop", None))
+        ignore_eos = bool(values.pop("ignore_eos", False))
+        unknown = sorted(values.keys() - _SAMPLING_NAMES)
+        if unknown:
+            known = ", ".join(GenerationOptions.__annotations__)
+            raise RequestError(f"there is no option {', '.join(unknown)}; the options are {known}")
+        plan = engine.plan(SamplingParams(**values))
+        if stops and tokenizer is None:
+            raise RequestError("stop texts need a tokenizer, and the model file has none; leave them out")
+        prompt_ids = engine.check_prompt(encode())
+        self._tokens = engine.generate(
+            prompt_ids,
+            plan,
+            max_tokens=max_tokens,
+            stop_token_ids=() if tokenizer is None else tokenizer.eog_token_ids,
+            ignore_eos=ignore_eos,
+        )
+        self._tokenizer = tokenizer
+        self._decoder: StreamDecoder | None = None
+        if tokenizer is not None:
+            previous = int(prompt_ids[-1])
+            self._decoder = StreamDecoder(
+                tokenizer, previous_token_id=previous if previous < tokenizer.vocab_size else None
+            )
+        self._matcher = StopMatcher(stops)
+        self._prompt_tokens = prompt_ids.size
+        self._seed = plan.seed
+        self._num_tokens = 0
+        self._first_token_seconds = 0.0
+        self._decode_seconds = 0.0
+        self._preparation_seconds = time.perf_counter() - called
+        self._events = self._run()
+
+    @property
+    def stats(self) -> Stats:
+        """The numbers so far; final once the stream has ended or was closed."""
+        decoded = self._num_tokens - 1
+        return Stats(
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=0,
+            completion_tokens=self._num_tokens,
+            time_to_first_token_seconds=self._first_token_seconds,
+            decode_tokens_per_second=decoded / self._decode_seconds
+            if decoded > 0 and self._decode_seconds > 0
+            else 0.0,
+            drafted_tokens=0,
+            accepted_tokens=0,
+            seed=self._seed,
+        )
+
+    def finish(self) -> Completion:
+        """Run to the end and return what comes from here on as one completion."""
+        texts: list[str] = []
+        token_ids: list[int] = []
+        finish_reason: FinishReason = "length"
+        try:
+            for text, token_id, reason in self:
+                texts.append(text)
+                token_ids.append(token_id)
+                finish_reason = reason or finish_reason
+        finally:
+            self.close()
+        return Completion("".join(texts), token_ids, finish_reason, self.stats)
+
+    def __next__(self) -> StreamEvent:
+        return next(self._events)
+
+    def close(self) -> None:
+        """Cancel the generation and free its pages; may be called again."""
+        self._events.close()
+        self._tokens.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self) -> Generator[StreamEvent]:
+        tokens, matcher, clock = self._tokens, self._matcher, time.perf_counter
+        asked = clock()
+        try:
+            for token in tokens:
+                elapsed = clock() - asked
+                if self._num_tokens:
+                    self._decode_seconds += elapsed
+                else:
+                    self._first_token_seconds = self._preparation_seconds + elapsed
+                self._num_tokens += 1
+                text, matched = matcher.push(self._text_of(token))
+                finish_reason = "stop" if matched is not None else token.finish_reason
+                if finish_reason is not None:
+                    if matched is None:
+                        text += matcher.flush()
+                    tokens.close()
+                    yield StreamEvent(text, token.token_id, finish_reason)
+                    return
+                yield StreamEvent(text, token.token_id, None)
+                asked = clock()
+        finally:
+            tokens.close()
+
+    def _text_of(self, token: TokenEvent) -> str:
+        """What a token adds to the text: an end token nothing, the last one all that the decoder still holds."""
+        decoder, tokenizer = self._decoder, self._tokenizer
+        if decoder is None or tokenizer is None:
+            return ""
+        # A model may have more logits than its vocabulary has tokens; the rows beyond stand for nothing.
+        is_text = token.finish_reason != "stop" and token.token_id < tokenizer.vocab_size
+        text = decoder.push(token.token_id) if is_text else ""
+        return text if token.finish_reason is None else text + decoder.flush()
+
+
+def _check_stops(stop: object) -> list[str]:
+    stops = [stop] if isinstance(stop, str) else [] if stop is None else stop
+    if not isinstance(stops, Sequence) or not all(isinstance(text, str) and text for text in stops):
+        raise RequestError(f"stop is {stop!r}; give one text or a list of texts, none of them empty")
+    return list(stops)
