@@ -24,6 +24,7 @@ class RopeConfig:
     rotary_size: elements of each head that rotate. base_windowed: base of the layers with a sliding window, 0 where the
     file leaves it to the architecture.
     scaling: none, linear, yarn or longrope. sections: sizes of multimodal sections (equal positions for text).
+    is_used: false in a few Granite models, which have no positions at all.
     attention_factor, extrapolation_factor, beta_fast, beta_slow, log_multiplier: YaRN's own (arXiv 2309.00071).
     """
 
@@ -39,6 +40,7 @@ class RopeConfig:
     beta_slow: float = 1.0
     log_multiplier: float = 0.0
     sections: tuple[int, ...] = ()
+    is_used: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +53,6 @@ class ExpertConfig:
     num_experts: int
     num_selected: int
     intermediate_size: int | None = None
-    num_shared: int = 0
-    shared_intermediate_size: int | None = None
     scale: float = 1.0
     normalise: bool | None = None
     gating: int | None = None
@@ -104,7 +104,6 @@ class ModelConfig:
     logit_scale: float | None = None
     parallel_residual: bool | None = None
     max_alibi_bias: float = 0.0
-    clamp_qkv: float = 0.0
     temperature_scale: float = 0.0
     temperature_length: int = 0
     block_tensors: frozenset[str] = frozenset()
@@ -125,6 +124,7 @@ class ModelConfig:
             )
         reader = MetadataReader(metadata, prefix=architecture)
         hidden_size = reader.integer("embedding_length", low=1, high=_MAX_WIDTH)
+        vocab_size = _vocab_size(reader, tensor_shapes, hidden_size)
         extra_layers = reader.integer("nextn_predict_layers", 0, low=0, high=_MAX_LAYERS)
         num_layers = _count_layers(reader, tensor_shapes) - extra_layers
         if num_layers < 1:
@@ -141,11 +141,12 @@ class ModelConfig:
         _check_windowed_sizes(reader, head_dim, value_head_dim)
         context_length = reader.integer("context_length", low=1, high=_MAX_CONTEXT)
         sliding_window = reader.integer("attention.sliding_window", 0, low=0, high=_MAX_CONTEXT)
+        rope = _rope(reader, head_dim, context_length)
         config = cls(
             architecture=architecture,
             hidden_size=hidden_size,
             num_layers=num_layers,
-            vocab_size=_vocab_size(reader, tensor_shapes, hidden_size),
+            vocab_size=vocab_size,
             context_length=context_length,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
@@ -155,9 +156,9 @@ class ModelConfig:
             head_dim=head_dim,
             value_head_dim=value_head_dim,
             norm_epsilon=_norm_epsilon(reader),
-            rope=_rope(reader, head_dim, context_length),
+            rope=rope,
             experts=_experts(reader),
-            latent=_latent(reader),
+            latent=_latent(reader, rope, head_dim, value_head_dim),
             sliding_window=sliding_window,
             windowed_layers=_windowed_layers(reader, num_layers),
             attention_scale=reader.optional_number("attention.scale"),
@@ -168,7 +169,6 @@ class ModelConfig:
             logit_scale=reader.optional_number("logit_scale"),
             parallel_residual=reader.optional_boolean("use_parallel_residual"),
             max_alibi_bias=reader.number("attention.max_alibi_bias", 0.0, low=0.0),
-            clamp_qkv=reader.number("attention.clamp_kqv", 0.0, low=0.0),
             temperature_scale=reader.number("attention.temperature_scale", 0.0),
             temperature_length=reader.integer("attention.temperature_length", 0, low=0, high=_MAX_CONTEXT),
             block_tensors=frozenset(name.removeprefix("blk.0.") for name in tensor_shapes if name.startswith("blk.0.")),
@@ -260,6 +260,7 @@ def _rope(reader: MetadataReader, head_dim: int, context_length: int) -> RopeCon
         beta_slow=reader.number("rope.scaling.yarn_beta_slow", 1.0, low=1e-6),
         log_multiplier=reader.number("rope.scaling.yarn_log_multiplier", 0.0),
         sections=reader.list_of_integers("rope.dimension_sections"),
+        is_used=reader.optional_boolean("rope.scaling.finetuned") is not False,
     )
 
 
@@ -284,8 +285,6 @@ def _experts(reader: MetadataReader) -> ExpertConfig | None:
         num_experts=num_experts,
         num_selected=num_selected,
         intermediate_size=reader.integer("expert_feed_forward_length", 0, low=0, high=_MAX_WIDTH) or None,
-        num_shared=reader.integer("expert_shared_count", 0, low=0, high=_MAX_WIDTH),
-        shared_intermediate_size=reader.integer("expert_shared_feed_forward_length", 0, low=0, high=_MAX_WIDTH) or None,
         scale=reader.number("expert_weights_scale", 1.0) or 1.0,
         normalise=reader.optional_boolean("expert_weights_norm"),
         gating=gating or None,
@@ -294,13 +293,20 @@ def _experts(reader: MetadataReader) -> ExpertConfig | None:
     )
 
 
-def _latent(reader: MetadataReader) -> LatentConfig | None:
-    if "attention.kv_lora_rank" not in reader:
+def _latent(reader: MetadataReader, rope: RopeConfig, head_dim: int, value_head_dim: int) -> LatentConfig | None:
+    """Sizes of latent attention; None without it, and in files from before the latent was what the cache holds."""
+    if "attention.kv_lora_rank" not in reader or "attention.key_length_mla" not in reader:
         return None
+    kv_rank = reader.integer("attention.kv_lora_rank", low=1, high=_MAX_WIDTH)
+    if head_dim != kv_rank + rope.rotary_size:
+        wanted = f"attention.kv_lora_rank + rope.dimension_count, {kv_rank} + {rope.rotary_size}"
+        raise reader.contradiction("attention.key_length", head_dim, wanted)
+    if value_head_dim != kv_rank:
+        raise reader.contradiction("attention.value_length", value_head_dim, f"attention.kv_lora_rank {kv_rank}")
     return LatentConfig(
-        key_size=reader.integer("attention.key_length_mla", low=1, high=_MAX_WIDTH),
+        key_size=reader.integer("attention.key_length_mla", low=rope.rotary_size + 1, high=_MAX_WIDTH),
         value_size=reader.integer("attention.value_length_mla", low=1, high=_MAX_WIDTH),
-        kv_rank=reader.integer("attention.kv_lora_rank", low=1, high=_MAX_WIDTH),
+        kv_rank=kv_rank,
         query_rank=reader.integer("attention.q_lora_rank", 0, low=0, high=_MAX_WIDTH),
     )
 

@@ -20,7 +20,7 @@ def write_decoder(config: ModelConfig, weights: WeightSource, tape: Tape, contex
     architecture = find_architecture(config)
     graph = Graph(config, architecture, CheckedWeights(weights, config.architecture), tape)
     tables = RopeTables(graph, context_length or config.context_length)
-    hidden = _write_embedding(graph)
+    hidden = _write_embedding(graph, max(context_length or 0, config.context_length))
     for layer in range(config.num_layers):
         hidden = _write_layer(graph, layer, hidden, tables)
     return _write_logits(graph, hidden)
@@ -31,13 +31,13 @@ def kv_layer_shapes(config: ModelConfig) -> list[KVLayerShape]:
     return [KVLayerShape(num_kv_heads, config.head_dim, config.value_head_dim) for num_kv_heads in config.num_kv_heads]
 
 
-def _write_embedding(graph: Graph) -> Buffer:
+def _write_embedding(graph: Graph, context_length: int) -> Buffer:
     config, architecture, tape = graph.config, graph.architecture, graph.tape
     hidden = graph.buffer("hidden", config.hidden_size, Rows.BATCH)
     table = graph.weights.embedding("token_embd.weight", config.vocab_size, config.hidden_size)
     tape.embed(hidden, table, architecture.embedding_scale)
     if architecture.learned_positions:
-        num_positions = graph.weights.shape("position_embd.weight")[0]
+        num_positions = max(context_length, graph.weights.shape("position_embd.weight")[0])
         tape.embed_positions(hidden, graph.weights.embedding("position_embd.weight", num_positions, hidden.width))
     if architecture.embedding_norm is not None:
         graph.norm(hidden, hidden, architecture.embedding_norm)

@@ -51,7 +51,7 @@ ARCHITECTURES: dict[str, Callable[[ModelConfig], Architecture]] = {
     "gpt2": gpt.gpt2,
     "gptneox": gpt.gptneox,
     "granite": llama.granite,
-    "granitemoe": llama.granite,
+    "granitemoe": llama.granitemoe,
     "hunyuan-dense": hunyuan.hunyuan,
     "hunyuan-moe": hunyuan.hunyuan,
     "internlm2": internlm.internlm2,

@@ -1,5 +1,7 @@
 """Llama (arXiv 2302.13971) and the models that changed a line of it: Mistral, Mixtral, Granite, SmolLM3, Llama 4."""
 
+from dataclasses import replace
+
 from localinfer.kernels.ops import Activation, Gating, Pairing
 from localinfer.models.architecture import Architecture
 from localinfer.models.architectures.layer_patterns import windowed
@@ -24,7 +26,12 @@ def mistral3(config: ModelConfig) -> Architecture:
 
 
 def granite(config: ModelConfig) -> Architecture:
-    """Granite 3 and 4 without state space layers: four scalars from muP training, logits divided by theirs."""
+    """Granite 3 and 4, dense; some have no RoPE."""
+    return replace(granitemoe(config), has_rope=(config.rope.is_used,) * config.num_layers)
+
+
+def granitemoe(config: ModelConfig) -> Architecture:
+    """Granite 3 with experts: four scalars from muP training, logits divided by theirs."""
     return Architecture(
         pairing=Pairing.ADJACENT,
         embedding_scale=config.embedding_scale or 1.0,

@@ -8,11 +8,20 @@ import pytest
 
 from localinfer.errors import CorruptFileError, ModelFileError, UnsupportedFormatError
 from localinfer.models.architectures import find_architecture
-from localinfer.models.config import ModelConfig
+from localinfer.models.config import LatentConfig, ModelConfig
 
 HIDDEN = 48
 NUM_LAYERS = 3
 VOCAB = 11
+LATENT = {
+    "attention__head_count_kv": 1,
+    "attention__key_length": 20,
+    "attention__value_length": 16,
+    "attention__kv_lora_rank": 16,
+    "attention__key_length_mla": 12,
+    "attention__value_length_mla": 8,
+    "rope__dimension_count": 4,
+}
 
 
 def metadata(**changes: Any) -> dict[str, object]:
@@ -61,7 +70,13 @@ def test_head_counts_may_differ_by_layer() -> None:
     assert config.num_kv_heads == (1, 2, 3)
 
 
-def test_a_tensor_free_of_a_tokenizer_takes_the_vocabulary_from_the_embedding() -> None:
+def test_latent_attention_keeps_one_wide_head() -> None:
+    config = ModelConfig.from_metadata(metadata(**LATENT), shapes())
+    assert config.latent == LatentConfig(key_size=12, value_size=8, kv_rank=16)
+    assert (config.head_dim, config.value_head_dim, config.rope.rotary_size) == (20, 16, 4)
+
+
+def test_a_file_without_tokens_takes_its_vocabulary_from_the_embedding() -> None:
     values = metadata()
     del values["tokenizer.ggml.tokens"]
     assert ModelConfig.from_metadata(values, shapes()).vocab_size == VOCAB
@@ -104,6 +119,9 @@ def test_a_tensor_free_of_a_tokenizer_takes_the_vocabulary_from_the_embedding() 
         ({"expert_count": 4}, "llama.expert_used_count"),
         ({"expert_count": 4, "expert_used_count": 5}, "llama.expert_used_count"),
         ({"expert_count": 4, "expert_used_count": 1, "expert_group_count": 3}, "llama.expert_group_count"),
+        (LATENT | {"attention__key_length": 30}, "llama.attention.key_length"),
+        (LATENT | {"attention__value_length": 20}, "llama.attention.value_length"),
+        (LATENT | {"attention__key_length_mla": 4}, "llama.attention.key_length_mla"),
         ({"attn_logit_softcapping": -1.0}, "llama.attn_logit_softcapping"),
         ({"use_parallel_residual": "yes"}, "llama.use_parallel_residual"),
     ],
