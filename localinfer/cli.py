@@ -45,7 +45,7 @@ _model_option = click.option("-m", "--model", metavar="FILE", help="GGUF file. D
 
 _load_options = _options(
     _model_option,
-    click.option("--threads", type=click.IntRange(min=1), metavar="N", help="CPU threads. Default: one per core."),
+    click.option("--threads", type=click.IntRange(min=1), metavar="N", help="CPU threads. Default: one per physical core."),
     click.option("--context-length", type=click.IntRange(min=1), metavar="N", help="Default: chosen from the model."),
     click.option(
         "--kv-type", type=click.Choice(["f16", "f32"]), default="f16", show_default=True, help="KV cache element type."
@@ -246,7 +246,7 @@ def _send_messages_to_stderr() -> None:
     import logging
     import warnings
 
-    logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr)
+    logging.basicConfig(format="warning: %(message)s", level=logging.WARNING, stream=sys.stderr)
     warnings.formatwarning = lambda message, *_, **__: f"warning: {_one_line(str(message))}\n"
 
 
