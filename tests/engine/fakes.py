@@ -1,0 +1,158 @@
+"""A scripted model and a byte tokenizer: everything the engine floor needs, and no weights.
+
+The scripted program writes token ids into its pages and reads them back, so that a wrong page, position or truncation
+shows as wrong logits: the logits at a position are a function of the ids before it, as a real model's are.
+"""
+
+import ctypes
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.errors import RequestError
+from localinfer.kernels.ops import Batch
+
+Logits = NDArray[np.float32]
+PAGE_TOKENS = 4
+PAGE_BYTES = 64
+
+
+@dataclass(frozen=True)
+class FakeConfig:
+    vocab_size: int = 260
+    context_length: int = 64
+
+
+@dataclass(frozen=True)
+class FakeLayout:
+    page_tokens: int = PAGE_TOKENS
+    page_bytes: int = PAGE_BYTES
+
+
+def hashed_logits(history: NDArray[np.int32], vocab_size: int) -> Logits:
+    """Logits that depend on every id of the history and its place."""
+    seed = np.uint64(1469598103934665603)
+    for token_id in history.tolist():
+        seed = np.uint64((int(seed) ^ (token_id + 1)) * 1099511628211 % 2**64)
+    return np.random.default_rng(int(seed)).normal(0, 2, vocab_size).astype(np.float32)
+
+
+def scripted_logits(script: dict[int, int]) -> Callable[[NDArray[np.int32], int], Logits]:
+    """Logits that make position p the id script[p], and id 0 where the script says nothing."""
+
+    def logits(history: NDArray[np.int32], vocab_size: int) -> Logits:
+        row = np.zeros(vocab_size, np.float32)
+        row[script.get(history.size, 0)] = 50.0
+        return row
+
+    return logits
+
+
+@dataclass
+class FakeProgram:
+    """Implements `ops.Program` over `logits_of(ids so far, vocab_size)`; keeps a note of every batch."""
+
+    vocab_size: int
+    logits_of: Callable[[NDArray[np.int32], int], Logits] = hashed_logits
+    max_batch_rows: int = 5
+    max_output_rows: int = 3
+    batch_sizes: list[int] = field(default_factory=list)
+    fails_at: set[int] = field(default_factory=set)
+    closed: bool = False
+
+    def run(self, batch: Batch) -> Logits:
+        assert not self.closed, "a closed program was run"
+        assert batch.token_ids.dtype == np.int32 and batch.output_rows.dtype == np.int32
+        assert 0 < batch.token_ids.size <= self.max_batch_rows
+        assert batch.output_rows.size <= self.max_output_rows
+        assert sum(segment.num_rows for segment in batch.segments) == batch.token_ids.size
+        self.batch_sizes.append(batch.token_ids.size)
+        histories: list[NDArray[np.int32]] = []
+        row = 0
+        for segment in batch.segments:
+            pages = [_page(address) for address in segment.page_addresses.tolist()]
+            for offset in range(segment.num_rows):
+                position = segment.start_position + offset
+                pages[position // PAGE_TOKENS][position % PAGE_TOKENS] = batch.token_ids[row]
+                row += 1
+                if position in self.fails_at:
+                    raise MemoryError("scripted failure")
+                whole = [pages[p // PAGE_TOKENS][p % PAGE_TOKENS] for p in range(position + 1)]
+                histories.append(np.array(whole, np.int32))
+        rows = [self.logits_of(histories[r], self.vocab_size) for r in batch.output_rows.tolist()]
+        return np.array(rows, np.float32).reshape(len(rows), self.vocab_size)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def _page(address: int) -> NDArray[np.int32]:
+    assert address % 64 == 0, "a page is not aligned"
+    return np.ctypeslib.as_array((ctypes.c_int32 * PAGE_TOKENS).from_address(address))
+
+
+class ByteTokenizer:
+    """Ids 0 to 255 are bytes; 256 begins a text, 257 ends it, 258 and 259 are roles of a chat."""
+
+    vocab_size = 260
+    bos_token_id = 256
+    eos_token_id = 257
+    eog_token_ids = frozenset({257})
+    strips_space_at_start = False
+
+    def encode(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
+        if parse_special and text == "<end>":
+            return [257]
+        return [256] * add_special + list(text.encode())
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        return b"".join(map(self.token_bytes, token_ids)).decode("utf-8", "replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        if token_id >= self.vocab_size:
+            raise RequestError(f"token id {token_id} is not in the vocabulary")
+        return bytes([token_id]) if token_id < 256 else b""
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id >= 256
+
+    def starts_text_after(self, token_id: int) -> bool:
+        return token_id >= 256
+
+
+@dataclass
+class FakeModel:
+    """A `LoadedModel` over a FakeProgram."""
+
+    program: FakeProgram
+    config: FakeConfig = field(default_factory=FakeConfig)
+    kv_layout: FakeLayout = field(default_factory=FakeLayout)
+    tokenizer: ByteTokenizer | None = field(default_factory=ByteTokenizer)
+    chat_template: object = None
+    times_closed: int = 0
+
+    def close(self) -> None:
+        self.times_closed += 1
+        self.program.close()
+
+
+def fake_model(
+    logits_of: Callable[[NDArray[np.int32], int], Logits] = hashed_logits,
+    *,
+    vocab_size: int = 260,
+    context_length: int = 64,
+    max_batch_rows: int = 5,
+    max_output_rows: int = 3,
+) -> FakeModel:
+    """A model whose logits at a position are `logits_of(ids up to it, vocab_size)`."""
+    program = FakeProgram(vocab_size, logits_of, max_batch_rows, max_output_rows)
+    return FakeModel(program, FakeConfig(vocab_size, context_length))
+
+
+def text_model(text: str, *, prompt_length: int, end: bool = True, context_length: int = 64) -> FakeModel:
+    """A model that answers a prompt of `prompt_length` ids with the bytes of `text`, then its end token."""
+    ids = [*text.encode(), *([257] if end else [])]
+    script = {prompt_length + index: token_id for index, token_id in enumerate(ids)}
+    return fake_model(scripted_logits(script), context_length=context_length)
