@@ -124,6 +124,11 @@ class Op:
         return int(self._compiled.address)
 
 
+    def compile(self) -> None:
+        """Compile now, or load from the cache, what would else wait for the first use."""
+        assert self.address, "a compiled function has an address"
+
+
 def op(function: Callable[..., Any]) -> Op:
     """Make a function of (parameters, batch, thread, num_threads) a tape op."""
     return Op(function)

@@ -69,6 +69,11 @@ class GGUFFile:
         info = self.tensor(name)
         return self._files[info.part].view(info.offset, info.offset + info.num_bytes)
 
+    def forget(self, name: str) -> None:
+        """Let the system drop a tensor's bytes from memory, once they have been packed."""
+        info = self.tensor(name)
+        self._files[info.part].forget(info.offset, info.offset + info.num_bytes)
+
     def close(self) -> None:
         """Refuse further access and unmap what no view still uses. Safe to call twice."""
         for file in self._files:

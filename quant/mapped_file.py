@@ -63,6 +63,15 @@ class MappedFile:
         assert 0 <= start <= end <= self.num_bytes, "a caller reads past the end of a mapped file"
         return np.frombuffer(self.buffer, dtype=np.uint8, count=end - start, offset=start)
 
+    def forget(self, start: int, end: int) -> None:
+        """Let the system drop the memory behind these bytes; reading them again reads the file again."""
+        if self._map is None or not hasattr(mmap, "MADV_DONTNEED"):
+            return
+        first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = end // mmap.PAGESIZE * mmap.PAGESIZE - first
+        if length > 0:
+            self._map.madvise(mmap.MADV_DONTNEED, first, length)
+
     def close(self) -> None:
         """Refuse further access, and unmap as soon as no view is left. Safe to call twice."""
         if self._map is not None:

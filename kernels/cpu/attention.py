@@ -1,7 +1,7 @@
 """Attention over the paged cache, and writing keys and values into it.
 
-A unit of work is a few consecutive rows of one sequence and one KV head. Its queries, all heads of the group of all its rows,
-meet each chunk of keys and values in groups of eight, so a chunk is read from memory once per unit.
+A unit of work is a few consecutive rows of one sequence and one KV head. Its queries, all heads of the group of all
+its rows, meet each chunk of keys and values in groups of eight, so a chunk is read from memory once per unit.
 """
 
 import numpy as np
@@ -33,8 +33,8 @@ ROWS_PER_UNIT = 16
 
 # Words of an `attention` op's parameters.
 ATTENTION_WORDS = 19
-"""queries, queries stride, out, out stride, heads per KV head, KV heads, key size, value size, value stride, layer offset,
-head bytes, scale bits, softcap bits, window, chunk, sinks, slopes, element bytes, rows per unit."""
+"""queries, queries stride, out, out stride, heads per KV head, KV heads, key size, value size, value stride, layer
+offset, head bytes, scale bits, softcap bits, window, chunk, sinks, slopes, element bytes, rows per unit."""
 
 # Scratch of a thread: query addresses, then scores, chunk values, chunk states and running states.
 _SCORES = 64
@@ -230,8 +230,8 @@ def attention_f16(parameters: int, batch: int, thread: int, num_threads: int) ->
 def store_kv(parameters: int, batch: int, thread: int, num_threads: int) -> None:
     """Write rows of keys and values into their pages.
 
-    Parameters: keys, keys stride, values, values stride, KV heads, key size, value size, value stride, layer offset, head
-    bytes, element bytes.
+    Parameters: keys, keys stride, values, values stride, KV heads, key size, value size, value stride, layer offset,
+    head bytes, element bytes.
     """
     keys, keys_stride = load_i64(parameters), load_i64(parameters + 8)
     values, values_stride = load_i64(parameters + 16), load_i64(parameters + 24)

@@ -1,8 +1,9 @@
 """The innermost loops of attention: one to eight queries against one chunk of keys and values.
 
-A chunk is CHUNK absolute positions, wherever a batch begins. Per chunk and query: scores, their maximum, the exponentials, their
-sum and the weighted values; then the chunk is merged into the running state. Chunks merge in order, so the result depends
-only on the query's own prefix. The method is online softmax (Milakov and Gimelshein, arXiv 1805.02867) over fixed chunks.
+A chunk is CHUNK absolute positions, wherever a batch begins. Per chunk and query: scores, their maximum, the
+exponentials, their sum and the weighted values; then the chunk is merged into the running state. Chunks merge in
+order, so the result depends only on the query's own prefix. The method is online softmax (Milakov and Gimelshein,
+arXiv 1805.02867) over fixed chunks.
 """
 
 from collections.abc import Sequence
@@ -84,8 +85,8 @@ def softmax_chunk(
 ) -> Any:
     """Turn scores into exp(score - maximum) in place; state float32[2] becomes (maximum, sum).
 
-    Score i belongs to position first_position + i and counts if low <= position < high; the others become 0. num_scores is a
-    multiple of 16.
+    Score i belongs to position first_position + i and counts if low <= position < high; the others become 0.
+    num_scores is a multiple of 16.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -196,7 +197,8 @@ def weigh_values(
 
 @intrinsic
 def merge_chunk(typing_context: Any, state: Any, out: Any, chunk_state: Any, chunk_out: Any, size: Any) -> Any:
-    """Merge a chunk's (maximum, sum) and weighted values into the running ones; a chunk of maximum -inf changes nothing."""
+    """Merge a chunk's (maximum, sum) and weighted values into the running ones; a chunk of maximum -inf changes
+    nothing."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         emit, b = Emitter(context, builder), builder

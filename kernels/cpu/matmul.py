@@ -1,7 +1,7 @@
 """Matrix products on tiles: one op per weight layout, for one row or a thousand.
 
-Threads take tiles as they get free. Rows are taken in blocks whose activations fit the second-level cache, so a tile is read
-from memory once per block and from the first-level cache after that.
+Threads take tiles as they get free. Rows are taken in blocks whose activations fit the second-level cache, so a tile
+is read from memory once per block and from the first-level cache after that.
 """
 
 import numpy as np
@@ -17,12 +17,13 @@ from localinfer.kernels.jit import Op, compose, inline, op
 HEADER_WORDS = 6
 """x, x stride, columns, is output, projections, rows per block."""
 PROJECTION_WORDS = 12
-"""weights, tile bytes, tiles, rows, out, out stride, residual, residual stride, bias, bias stride, scale bits, spare."""
+"""weights, tile bytes, tiles, rows, out, out stride, residual, residual stride, bias, bias stride, scale bits,
+spare."""
 
 # Words of an `expert_matmul` op's parameters.
 EXPERT_WORDS = 17
-"""x, x stride, bytes from one slot of x to the next, columns, experts, selected, groups, weights, expert bytes, tile bytes, tiles, rows, out,
-out stride, bias, bias stride per expert, zeros."""
+"""x, x stride, bytes from one slot of x to the next, columns, experts, selected, groups, weights, expert bytes, tile
+bytes, tiles, rows, out, out stride, bias, bias stride per expert, zeros."""
 
 
 @inline

@@ -1,11 +1,11 @@
 """The CPU's tape: ops become a function address and a parameter block each, checked here once and run without checks.
 
-`CpuTape` implements `ops.Tape`; `CpuProgram` implements `ops.Program`. Every address a kernel will follow is proven here: shapes,
-strides and types are those the op reads, and what it points to is kept alive by the program.
+`CpuTape` implements `ops.Tape`; `CpuProgram` implements `ops.Program`. Every address a kernel will follow is proven
+here: shapes, strides and types are those the op reads, and what it points to is kept alive by the program.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,9 @@ from localinfer.kernels.ops import (
 ACTIVATION_BYTES_PER_BLOCK = 384 * 1024
 """Rows of a matmul are taken in blocks of about this many bytes of activations: they and a tile share a 1 MiB cache."""
 
+ProgressCallback = Callable[[str, int, int], None]
+"""Called with a stage's name, the units done and the units in all."""
+
 _GATING_CODES = {Gating.SOFTMAX: 0, Gating.SIGMOID: 1, Gating.SOFTMAX_SELECTED: 2}
 
 
@@ -62,9 +65,16 @@ class CpuTape:
     """Records ops for a thread pool. `max_batch_rows` tokens per run, `max_output_rows` of them with logits."""
 
     def __init__(
-        self, pool: ThreadPool, kv_layout: KVLayout, *, max_batch_rows: int = 512, max_output_rows: int = 64
+        self,
+        pool: ThreadPool,
+        kv_layout: KVLayout,
+        *,
+        max_batch_rows: int = 512,
+        max_output_rows: int = 64,
+        progress: ProgressCallback | None = None,
     ) -> None:
         self._pool = pool
+        self._progress = progress
         self._kv_layout = kv_layout
         self._max_rows = {Rows.BATCH: max_batch_rows, Rows.OUTPUT: min(max_output_rows, max_batch_rows)}
         self._memory: list[NDArray[np.uint8]] = []
@@ -246,7 +256,7 @@ class CpuTape:
     def rope(self, x: Buffer, table: RopeTable, head_size: int, offset: int = 0) -> None:
         pairs = table.inverse_frequencies.size
         _check(x.rows is Rows.BATCH and x.width % head_size == 0, f"{x.name} does not hold heads of {head_size}")
-        _check(0 <= offset and offset + 2 * pairs <= head_size, f"{2 * pairs} rotated columns exceed {head_size}")
+        _check(offset >= 0 and offset + 2 * pairs <= head_size, f"{2 * pairs} rotated columns exceed {head_size}")
         angles = self._rope_angles(table)
         place, stride = self._place(x)
         words = (address(angles), 8 * pairs, x.width // head_size, head_size, pairs)
@@ -464,6 +474,11 @@ class CpuTape:
 
     def finish(self, logits: Buffer) -> "CpuProgram":
         _check(logits.rows is Rows.OUTPUT, f"{logits.name} holds batch rows; logits are of output rows")
+        kernels = list(dict.fromkeys(kernel for kernel, _ in self._ops))
+        for done, kernel in enumerate(kernels):
+            if self._progress is not None:
+                self._progress("compiling kernels (once per machine)", done, len(kernels))
+            kernel.compile()
         return CpuProgram(self, logits)
 
 
@@ -500,7 +515,8 @@ class CpuProgram:
         self._header[header.CONTROL // 8] = self._pool.control_address
 
     def run(self, batch: Batch) -> FloatArray:
-        """Compute a batch; see `ops.Program.run`. Raises RequestError or ContextLengthError for a batch it cannot hold."""
+        """Compute a batch; see `ops.Program.run`. Raises RequestError or ContextLengthError for a batch it cannot
+        hold."""
         rows, outputs = len(batch.token_ids), len(batch.output_rows)
         if not 0 < rows <= self.max_batch_rows or outputs > self.max_output_rows:
             raise RequestError(

@@ -1,10 +1,10 @@
 """The innermost products: one tile of sixteen weight rows times one to eight rows of activations.
 
-Idea B of the design rests on this file. Every output element is one chain of fused multiply-adds over the blocks of its row
-in order, the same chain however many activation rows are computed at once and on every instruction set.
+Idea B of the design rests on this file. Every output element is one chain of fused multiply-adds over the blocks of
+its row in order, the same chain however many activation rows are computed at once and on every instruction set.
 
-An activation row for quantized weights is `int8[K]` followed by one record per block of 32 (see `quantize.py`); for float
-weights it is `float32[K]`.
+An activation row for quantized weights is `int8[K]` followed by one record per block of 32 (see `quantize.py`); for
+float weights it is `float32[K]`.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,0 +1,106 @@
+"""From a path to a model that runs: the assembly line, in the order a reader would do it by hand."""
+
+import logging
+import os
+from dataclasses import dataclass, replace
+
+from localinfer.errors import RequestError, TokenizerError
+from localinfer.kernels.cpu.pool import ThreadPool
+from localinfer.kernels.cpu.tape import CpuTape, ProgressCallback
+from localinfer.kernels.kv_layout import KVLayout
+from localinfer.kernels.ops import Program
+from localinfer.models.chat_template import ChatTemplate
+from localinfer.models.config import ModelConfig
+from localinfer.models.decoder import kv_layer_shapes, write_decoder
+from localinfer.models.tokenizer import Tokenizer
+from localinfer.models.weights import CpuWeights
+from localinfer.quant.gguf import GGUFFile, read_gguf
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A loaded model. `config.context_length` is the context it was loaded with; `tokenizer` is None if the file has
+    none."""
+
+    config: ModelConfig
+    tokenizer: Tokenizer | None
+    chat_template: ChatTemplate | None
+    program: Program
+    kv_layout: KVLayout
+    file: GGUFFile
+
+    def close(self) -> None:
+        """Release threads, memory and the file; safe to call twice."""
+        self.program.close()
+        self.file.close()
+
+
+def load_model(
+    path: str | os.PathLike[str],
+    *,
+    threads: int | None = None,
+    context_length: int | None = None,
+    kv_type: str = "f16",
+    progress: ProgressCallback | None = None,
+) -> Model:
+    """Load a GGUF file and compile what it needs.
+
+    context_length: tokens the cache may hold, at most what the model was trained for; None takes all of that.
+    Raises: ModelFileError (and below) for the file, RequestError for an option without meaning.
+    """
+    file = read_gguf(path)
+    pool = None
+    try:
+        shapes = {name: info.shape for name, info in file.tensors.items()}
+        config = _with_context(ModelConfig.from_metadata(file.metadata, shapes), context_length)
+        tokenizer = _tokenizer_or_none(file)
+        template = None if tokenizer is None else ChatTemplate.from_metadata(file.metadata)
+        kv_layout = KVLayout(kv_type, kv_layer_shapes(config))
+        pool = ThreadPool(threads if threads is not None else default_threads())
+        weights = CpuWeights(file, pool, progress)
+        tape = CpuTape(pool, kv_layout, progress=progress)
+        program = write_decoder(config, weights, tape, config.context_length)
+        for note in weights.notes.values():
+            logger.warning("%s", note)
+        return Model(config, tokenizer, template, program, kv_layout, file)
+    except BaseException:
+        if pool is not None:
+            pool.close()
+        file.close()
+        raise
+
+
+def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
+    """Build the tokenizer of a GGUF file, which needs no tensors in it. Raises: ModelFileError and below."""
+    with read_gguf(path) as file:
+        return Tokenizer.from_metadata(file.metadata)
+
+
+def default_threads() -> int:
+    """Physical cores that this process may use."""
+    import psutil
+
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(allowed, psutil.cpu_count(logical=False) or allowed))
+
+
+def _with_context(config: ModelConfig, context_length: int | None) -> ModelConfig:
+    if context_length is None:
+        return config
+    if context_length > config.context_length:
+        raise RequestError(
+            f"context_length is {context_length}, but the model was trained for {config.context_length}; "
+            "ask for that or less"
+        )
+    return replace(config, context_length=context_length)
+
+
+def _tokenizer_or_none(file: GGUFFile) -> Tokenizer | None:
+    """A model of an unknown vocabulary still runs on token ids."""
+    try:
+        return Tokenizer.from_metadata(file.metadata)
+    except TokenizerError as error:
+        logger.warning("%s: %s; it runs on token ids only", file.path.name, error)
+        return None
