@@ -5,9 +5,11 @@ import re
 from pathlib import Path
 
 from localinfer.models.demo.story_grammar import (
+    ANIMALS,
     BOYS,
     GIRLS,
     HERO_TRAITS,
+    PEOPLE,
     TOPICS,
     Subject,
     plural,
@@ -65,6 +67,17 @@ SYSTEM_PROMPTS = (
     "|You are the demo model of localinfer."
 ).split("|")
 NOUN = re.compile(r"[a-z]+")
+SINGULARS = {plural(noun): noun for noun in TOPICS}
+TOO_COMMON = frozenset("boy girl baby man woman child mother father brother sister saw watch toy game well card".split())
+STORY_NAMES = {
+    **dict.fromkeys(GIRLS, True),
+    **dict.fromkeys(
+        "Lila Sue Sarah Sally Jen Jill Elly Polly Jenny Grace Mae Claire June Rachel Milly Millie Emmy".split(), True
+    ),
+    **dict.fromkeys(BOYS, False),
+    **dict.fromkeys("Timmy John Tommy Benny Jimmy Andy Jim Ted Freddy James Russel Frank".split(), False),
+}
+"""Names that TinyStories use, and whether they are a girl's."""
 Message = tuple[str, str]
 
 
@@ -117,15 +130,32 @@ def read_book_passages(path: Path, passage_characters: int = 1800) -> list[str]:
 
 
 def topics_of(story: str) -> list[str]:
-    """Return the known nouns that a story repeats, the most frequent first."""
-    words = NOUN.findall(story.lower())
-    singular = {plural(noun): noun for noun in TOPICS}
+    """Return the known nouns that a story names at its start and repeats, the most frequent first."""
     counts: dict[str, int] = {}
-    for word in words:
-        noun = word if word in TOPICS else singular.get(word, "")
-        if noun and noun not in ("boy", "girl", "baby"):
+    for word in NOUN.findall(story.lower()):
+        noun = word if word in TOPICS else SINGULARS.get(word, "")
+        if noun and noun not in TOO_COMMON:
             counts[noun] = counts.get(noun, 0) + 1
-    return sorted((noun for noun, n in counts.items() if n >= 2), key=lambda noun: -counts[noun])[:2]
+    early = {SINGULARS.get(word, word) for word in NOUN.findall(story[:200].lower())}
+    repeated = [noun for noun, count in counts.items() if count >= 3 and noun in early]
+    return sorted(repeated, key=lambda noun: -counts[noun])[:2]
+
+
+def rename(rng: random.Random, story: str) -> str:
+    """Return the story with its people renamed, so that many readings do not end in learning it by heart."""
+    found = {name for name in re.findall(r"\b[A-Z][a-z]+\b", story) if name in STORY_NAMES}
+    new_names: dict[str, str] = {}
+    for name in sorted(found):
+        pool = [x for x in (GIRLS if STORY_NAMES[name] else BOYS) if x not in found and x not in new_names.values()]
+        new_names[name] = rng.choice(pool)
+    return re.sub(r"\b[A-Z][a-z]+\b", lambda match: new_names.get(match[0], match[0]), story)
+
+
+def swap_hero(story: str, hero: str, new_hero: str) -> str:
+    """Return the story told about another animal or person, articles and plurals following."""
+    story = re.sub(rf"\b([Aa])n? {hero}\b", lambda m: m[1] + with_article(new_hero)[1:], story)
+    story = re.sub(rf"\b{plural(hero)}\b", plural(new_hero), story)
+    return re.sub(rf"\b{hero}\b", new_hero, re.sub(rf"\b{hero.capitalize()}\b", new_hero.capitalize(), story))
 
 
 def _noun_phrase(rng: random.Random, subject: Subject) -> str:
@@ -252,11 +282,16 @@ def _finish(rng: random.Random, messages: list[Message]) -> str:
 
 
 def _real_story_chat(rng: random.Random, story: str) -> str:
+    story = rename(rng, story)
     topics = topics_of(story)
-    if not topics or rng.random() < 0.1:
+    if not topics or rng.random() < 0.05:
         first = [("user", _casual(rng, rng.choice(OPEN_REQUESTS))), ("assistant", story)]
         return write_story_chat(rng, first)
-    return write_story_chat(rng, _story_turn(rng, REQUESTS, Subject(noun=rng.choice(topics)), story))
+    topic = rng.choice(topics)
+    if TOPICS[topic] == "hero" and rng.random() < 0.6:
+        new_hero = rng.choice([noun for noun in ANIMALS + PEOPLE if noun not in story])
+        story, topic = swap_hero(story, topic, new_hero), new_hero
+    return write_story_chat(rng, _story_turn(rng, REQUESTS, Subject(noun=topic), story))
 
 
 def _grammar_chat(rng: random.Random) -> str:
@@ -283,8 +318,13 @@ def read_texts(corpus: Path, seed: int) -> tuple[dict[str, list[str]], list[str]
     ]
     texts = {
         "books": books,
-        "stories": [BOS + story + EOS for story in stories],
-        "story_chat": [_real_story_chat(rng, story) for _ in range(4) for story in stories],
+        "stories": [BOS + rename(rng, story) + EOS for _ in range(8) for story in stories],
+        "story_chat": [
+            _real_story_chat(rng, story)
+            for _ in range(4)
+            for story in stories
+            if rng.random() < 0.5 or topics_of(story)
+        ],
         "grammar_chat": [_grammar_chat(rng) for _ in range(NUM_GRAMMAR_CHATS)],
         "talk": [write_talk(rng) for _ in range(NUM_TALKS)],
     }

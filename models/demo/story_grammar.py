@@ -42,7 +42,7 @@ THINGS = (
     "trophy medal flag compass anchor net hook oar cannon sword shield helmet glove mitten boot shirt "
     "dress skirt jacket belt purse suitcase envelope stamp notebook pen ruler eraser marble "
     "cloud rainbow snowflake pebble acorn pinecone sunflower tulip cactus vase fan heater "
-    "television newspaper ticket sign fence well hose wheelbarrow rake saw nail screw battery candy "
+    "television newspaper ticket sign fence well hose wheelbarrow rake nail screw battery candy "
     "game card pearl diamond treasure potion lightbulb flashlight"
 ).split()
 PLACES = (

@@ -37,7 +37,7 @@ def prepare(corpus: Path, work: Path, seed: int) -> None:
             vocab_size=Shape.vocab_size, special_tokens=list(SPECIAL_TOKENS), show_progress=False,
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         )  # fmt: skip
-        stories = texts["stories"] * 4
+        stories = texts["stories"][: len(texts["stories"]) // 2]
         tokenizer.train_from_iterator(stories + texts["books"] + texts["talk"] + texts["grammar_chat"][:3000], trainer)
         tokenizer.save(str(vocabulary))
     tokenizer = Tokenizer.from_file(str(vocabulary))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from localinfer.models.demo.network import DemoModel, Shape
 
 START_SHARES = {"books": 0.40, "stories": 0.18, "story_chat": 0.10, "grammar_chat": 0.22, "talk": 0.10}
-END_SHARES = {"books": 0.10, "stories": 0.16, "story_chat": 0.15, "grammar_chat": 0.37, "talk": 0.22}
+END_SHARES = {"books": 0.10, "stories": 0.16, "story_chat": 0.12, "grammar_chat": 0.42, "talk": 0.20}
 """Each source's share of the tokens at the start and from 70 % of the training on."""
 PEAK_RATES = (0.02, 3e-3)
 """Learning rates of Muon, for the matrices, and of AdamW, for the embedding and the norms."""
