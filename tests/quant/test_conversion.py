@@ -1,0 +1,161 @@
+"""Every type that no kernel reads, converted and decoded again, against what the file means."""
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from localinfer.errors import CorruptFileError, ShapeError, UnsupportedFormatError
+from localinfer.kernels.cpu.layouts import Layout
+from localinfer.quant import conversion
+from localinfer.quant.conversion import conversion_note, convert, layout_of, runs_directly
+from localinfer.quant.formats import TensorType, block_bytes, block_dtype, block_size
+from localinfer.quant.reference import dequantize
+
+ACTIVATIONS = {TensorType.Q8_1, TensorType.Q8_K}
+EXACT = {
+    TensorType.IQ4_NL: Layout.Q8_0,
+    TensorType.MXFP4: Layout.Q5_0,
+    TensorType.Q3_K: Layout.Q6_K,
+    TensorType.TQ1_0: Layout.Q4_0,
+    TensorType.TQ2_0: Layout.Q4_0,
+    TensorType.Q1_0: Layout.Q4_0,
+    TensorType.Q2_0: Layout.Q4_0,
+    TensorType.I8: Layout.F32,
+    TensorType.I16: Layout.F32,
+}
+# Largest difference over the largest weight of 32 neighbours.
+ROUNDED = {
+    TensorType.IQ4_XS: 5e-4,
+    **{
+        type: 5e-3
+        for type in (
+            *(TensorType.Q2_K, TensorType.NVFP4, TensorType.IQ1_S, TensorType.IQ1_M, TensorType.IQ2_XXS),
+            *(TensorType.IQ2_XS, TensorType.IQ2_S, TensorType.IQ3_XXS, TensorType.IQ3_S),
+        )
+    },
+}
+PLAIN = {TensorType.F64, TensorType.I32, TensorType.I64}
+DIRECT = [TensorType[layout.name] for layout in Layout]
+
+
+def random_tensor(type: TensorType, num_blocks: int, seed: int) -> NDArray[np.uint8]:
+    """Random bytes in every field, except that scales are finite and of ordinary size."""
+    generator = np.random.default_rng(seed)
+    raw = generator.integers(0, 256, num_blocks * block_bytes(type), dtype=np.uint8)
+    blocks = raw.view(block_dtype(type))
+    for name in block_dtype(type).names or ():
+        if blocks[name].dtype.kind == "f":
+            blocks[name] = generator.normal(scale=0.1, size=blocks[name].shape)
+    if type is TensorType.MXFP4:
+        blocks["e"] = generator.integers(104, 144, num_blocks)
+    if type is TensorType.IQ1_M:
+        # The upper four bits of its words are one float16 scale: 0.1 is 0x2E66.
+        blocks["scales"] = blocks["scales"] & 0x0FFF | np.array([6, 6, 14, 2], np.uint16) << 12
+    return raw
+
+
+def convert_and_decode(
+    type: TensorType, raw: NDArray[np.uint8], rows: int
+) -> tuple[Layout, NDArray[np.float32], NDArray[np.float32]]:
+    """The layout, the weights after conversion and the weights before."""
+    shape = (rows, raw.size // rows // block_bytes(type) * block_size(type))
+    layout, converted = convert(raw, type, shape)
+    return layout, dequantize(converted, TensorType[layout.name], shape), dequantize(raw, type, shape)
+
+
+@pytest.mark.parametrize("type", TensorType, ids=lambda type: type.name)
+def test_every_type_has_one_way_to_run(type: TensorType) -> None:
+    ways = [type in EXACT, type in ROUNDED, type in PLAIN, type in DIRECT, type in ACTIVATIONS]
+    assert sum(ways) == 1
+    assert runs_directly(type) == (type in DIRECT)
+    if type not in ACTIVATIONS:
+        note = conversion_note(type)
+        assert type.name in note
+        assert layout_of(type).name in note
+        assert "bits per weight" in note
+        assert "\n" not in note
+
+
+@pytest.mark.parametrize("type", DIRECT, ids=lambda type: type.name)
+def test_convert_returns_the_bytes_of_a_direct_type_without_a_copy(type: TensorType) -> None:
+    raw = random_tensor(type, 3, seed=1)
+    layout, converted = convert(raw, type, (3, block_size(type)))
+    assert layout.name == type.name == layout_of(type).name
+    assert np.shares_memory(converted, raw)
+
+
+@pytest.mark.parametrize("type", EXACT, ids=lambda type: type.name)
+def test_convert_keeps_every_weight_where_it_says_so(type: TensorType) -> None:
+    layout, found, wanted = convert_and_decode(type, random_tensor(type, 7 * 3, seed=int(type)), rows=7)
+    assert layout is EXACT[type] is layout_of(type)
+    np.testing.assert_array_equal(found, wanted)
+    if type not in {TensorType.I8, TensorType.I16}:
+        assert "exactly" in conversion_note(type)
+
+
+@pytest.mark.parametrize("type", ROUNDED, ids=lambda type: type.name)
+def test_convert_rounds_within_the_budget(type: TensorType) -> None:
+    layout, found, wanted = convert_and_decode(type, random_tensor(type, 7 * 3, seed=int(type)), rows=7)
+    assert layout is Layout.Q8_0 is layout_of(type)
+    difference = np.abs(found - wanted).reshape(-1, 32).max(axis=1)
+    largest = np.abs(wanted).reshape(-1, 32).max(axis=1)
+    assert (difference <= ROUNDED[type] * largest).all()
+    assert "rounded" in conversion_note(type)
+
+
+@pytest.mark.parametrize("type", PLAIN, ids=lambda type: type.name)
+def test_convert_takes_plain_numbers_to_float32(type: TensorType) -> None:
+    _, found, wanted = convert_and_decode(type, random_tensor(type, 33, seed=int(type)), rows=3)
+    np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("exponent", [0, 60, 103, 144, 250])
+def test_convert_gives_mxfp4_beyond_float16_the_wider_layout(exponent: int) -> None:
+    raw = random_tensor(TensorType.MXFP4, 12, seed=2)
+    raw.view(block_dtype(TensorType.MXFP4))["e"][5] = exponent
+    layout, found, wanted = convert_and_decode(TensorType.MXFP4, raw, rows=4)
+    assert layout is Layout.BF16
+    np.testing.assert_array_equal(found, wanted)
+
+
+def test_convert_ignores_the_scale_of_an_mxfp4_block_of_zeros() -> None:
+    raw = random_tensor(TensorType.MXFP4, 12, seed=3)
+    blocks = raw.view(block_dtype(TensorType.MXFP4))
+    blocks["e"][5], blocks["qs"][5] = 0, 0x80
+    layout, found, wanted = convert_and_decode(TensorType.MXFP4, raw, rows=4)
+    assert layout is Layout.Q5_0
+    np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("type", [TensorType.Q3_K, TensorType.Q2_K, TensorType.Q1_0, TensorType.MXFP4, TensorType.F64])
+def test_convert_gives_the_same_in_chunks_of_any_size(type: TensorType, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw, shape = random_tensor(type, 30, seed=4), (3, 2, 5 * block_size(type))
+    layout, whole = convert(raw, type, shape)
+    monkeypatch.setattr(conversion, "WEIGHTS_PER_CHUNK", 512)
+    assert convert(raw, type, shape)[0] is layout
+    np.testing.assert_array_equal(convert(raw, type, shape)[1], whole)
+
+
+def test_convert_takes_read_only_bytes_of_a_map() -> None:
+    raw = np.frombuffer(random_tensor(TensorType.IQ4_NL, 4, seed=5).tobytes(), np.uint8)
+    assert convert(raw, TensorType.IQ4_NL, (2, 64))[1].size == 4 * 34
+
+
+def test_convert_refuses_bytes_that_do_not_fit_the_shape() -> None:
+    with pytest.raises(ShapeError, match="wanted uint8\\[110\\]"):
+        convert(np.zeros(109, np.uint8), TensorType.Q3_K, (1, 256))
+
+
+def test_convert_refuses_weights_that_it_cannot_round() -> None:
+    raw = random_tensor(TensorType.Q2_K, 2, seed=6)
+    raw.view(block_dtype(TensorType.Q2_K))["d"][1] = np.nan
+    with pytest.raises(CorruptFileError, match="Q2_K"):
+        convert(raw, TensorType.Q2_K, (1, 512))
+
+
+@pytest.mark.parametrize("type", ACTIVATIONS, ids=lambda type: type.name)
+def test_activation_types_have_no_way_to_run(type: TensorType) -> None:
+    with pytest.raises(UnsupportedFormatError, match=type.name):
+        convert(np.zeros(block_bytes(type), np.uint8), type, (block_size(type),))
+    with pytest.raises(UnsupportedFormatError, match=type.name):
+        layout_of(type)
