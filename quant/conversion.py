@@ -1,6 +1,6 @@
 """Which layout a tensor runs in, and how the types that no kernel reads become one that a kernel does.
 
-Eleven types run as they lie in the file. Every other goes to the smallest layout that holds its weights exactly, or, where
+Eleven types run as they lie in the file. Every other goes to the smallest layout that holds its weights exactly; where
 none does, to Q8_0, whose rounding lies far below what the type itself lost.
 """
 
