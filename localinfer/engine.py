@@ -156,7 +156,7 @@ class Engine:
                 with self._lock:
                     out[start:stop] = self._forward(cache, tokens[start:stop], rows[: stop - start])
                 if not np.isfinite(out[start:stop]).all():
-                    raise not_finite_error(start + int(np.argmin(np.isfinite(out[start:stop]).all(axis=1))))
+                    raise not_finite_error(start + 1 + int(np.argmin(np.isfinite(out[start:stop]).all(axis=1))))
         finally:
             cache.close()
         return out
@@ -244,7 +244,7 @@ class Engine:
         try:
             array = np.asarray(values)
         except (ValueError, OverflowError):
-            array = np.zeros(0, np.object_)
+            array = np.zeros((0, 0))
         is_list = not isinstance(values, str | bytes) and array.ndim == 1
         if is_list and (array.dtype.kind in "iu" or array.size == 0):
             wrong = np.flatnonzero((array < 0) | (array >= self.vocab_size))

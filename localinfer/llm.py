@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from localinfer.models.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | NDArray[np.integer]
+_MESSAGE = '{"role": "user", "content": "Hello"}'
 
 
 class LoadedModel(EngineModel, Protocol):
@@ -85,7 +86,16 @@ class LLM:
 
     def stream_chat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[GenerationOptions]) -> TextStream:
         """Answer a conversation like `chat`, and yield an event per token as it comes; closing the stream cancels."""
-        return TextStream(self._engine, self._model.tokenizer, lambda: self._encode_chat(messages), options)
+        template = self._model.chat_template
+        if template is None:
+            raise RequestError("the model file has no tokenizer, so it cannot chat; give complete() token ids")
+        return TextStream(
+            self._engine,
+            self._model.tokenizer,
+            lambda: template.encode(self.tokenizer, _check_messages(messages)),
+            options,
+            template.stop_strings,
+        )
 
     def logits(self, token_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
         """Return float32[T, vocab_size]: row i holds the logits of the token after token_ids[:i + 1]."""
@@ -105,12 +115,6 @@ class LLM:
 
     def _encode(self, prompt: Prompt, parse_special: bool) -> Sequence[int] | NDArray[np.integer]:
         return self.tokenizer.encode(prompt, parse_special=parse_special) if isinstance(prompt, str) else prompt
-
-    def _encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[int]:
-        template = self._model.chat_template
-        if template is None:
-            raise RequestError("the model file has no chat template; use complete() with a prompt of your own")
-        return template.encode(self.tokenizer, messages)
 
 
 def load(
@@ -154,6 +158,15 @@ def load_tokenizer(model: str | os.PathLike[str] | None = None) -> "Tokenizer":
     from localinfer.models.loader import load_tokenizer as load_from_file
 
     return load_from_file(_model_path(model))
+
+
+def _check_messages(messages: object) -> Sequence[Mapping[str, Any]]:
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
+        raise RequestError(f"messages are {messages!r:.60}; give a list of at least one, like {_MESSAGE}")
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
+            raise RequestError(f"message {index} is {message!r:.60}; give each a role and content, like {_MESSAGE}")
+    return messages
 
 
 def _model_path(model: str | os.PathLike[str] | None) -> Path:

@@ -101,6 +101,7 @@ class TextStream(Iterator[StreamEvent]):
         tokenizer: "Tokenizer | None",
         encode: Callable[[], Sequence[int] | NDArray[np.integer]],
         options: GenerationOptions,
+        template_stops: Sequence[str] = (),
     ) -> None:
         called = time.perf_counter()
         engine.check_usable()
@@ -114,7 +115,7 @@ class TextStream(Iterator[StreamEvent]):
             raise RequestError(f"there is no option {', '.join(unknown)}; the options are {known}")
         plan = engine.plan(SamplingParams(**values))
         if stops and tokenizer is None:
-            raise RequestError("stop texts need a tokenizer, and the model file has none; leave them out")
+            raise RequestError("the model file has no tokenizer, so stop texts cannot be found; leave them out")
         prompt_ids = engine.check_prompt(encode())
         self._tokens = engine.generate(
             prompt_ids,
@@ -130,7 +131,7 @@ class TextStream(Iterator[StreamEvent]):
             self._decoder = StreamDecoder(
                 tokenizer, previous_token_id=previous if previous < tokenizer.vocab_size else None
             )
-        self._matcher = StopMatcher(stops)
+        self._matcher = StopMatcher([*stops, *template_stops])
         self._prompt_tokens = prompt_ids.size
         self._seed = plan.seed
         self._num_tokens = 0
