@@ -144,7 +144,8 @@ class KVCache:
             )
         num_pages = -(-length // self._pool.page_tokens)
         fresh = self._pool.acquire(num_pages - self._num_pages)
-        self._set_pages([*self._addresses.tolist(), *fresh])
+        self._addresses = np.concatenate((self._addresses, np.array(fresh, np.int64)))
+        self._num_pages = num_pages
 
     def commit(self, length: int) -> None:
         """Declare positions 0 to length - 1 computed; they must be reserved."""
@@ -157,16 +158,13 @@ class KVCache:
         self._length = min(self._length, length)
         num_pages = -(-length // self._pool.page_tokens)
         if num_pages < self._num_pages:
-            addresses = self._addresses.tolist()
-            self._set_pages(addresses[:num_pages])
-            self._pool.release(addresses[num_pages:])
+            surplus = self._addresses[num_pages:].tolist()
+            self._addresses = self._addresses[:num_pages].copy()
+            self._num_pages = num_pages
+            self._pool.release(surplus)
 
     def close(self) -> None:
         """Give every page back; may be called again."""
         if not self._closed:
             self.truncate(0)
             self._closed = True
-
-    def _set_pages(self, addresses: list[int]) -> None:
-        self._addresses = np.array(addresses, np.int64)
-        self._num_pages = len(addresses)
