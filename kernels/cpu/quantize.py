@@ -37,7 +37,8 @@ def quantize_block(typing_context: Any, source: Any, codes: Any, record: Any) ->
         largest = emit.reduce_max(emit.maximum(*magnitudes))
         limit = ir.Constant(F32, 127.0)
         scale = b.fdiv(largest, limit)
-        is_zero = b.fcmp_ordered("==", largest, ir.Constant(F32, 0.0))
+        # Below this the inverse would be infinite, and an infinite code is no number: such a block counts as zeros.
+        is_zero = b.fcmp_ordered("<", largest, ir.Constant(F32, 1e-36))
         inverse = b.select(is_zero, ir.Constant(F32, 0.0), b.fdiv(limit, largest))
         sums = []
         for half, values in enumerate(halves):
