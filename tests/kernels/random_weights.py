@@ -1,0 +1,38 @@
+"""Random weights in every layout: all codes, scales of both signs and ordinary size."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.kernels.cpu.layouts import Layout
+from localinfer.quant.formats import TensorType, block_dtype, block_size
+from localinfer.quant.reference import dequantize
+
+
+def random_weights(layout: Layout, shape: tuple[int, ...], seed: int) -> NDArray[np.uint8]:
+    """The bytes of a tensor as a file holds them."""
+    generator = np.random.default_rng(seed)
+    type = TensorType[layout.name]
+    if type is TensorType.BF16:
+        return (generator.normal(size=shape).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+    dtype = block_dtype(type)
+    num_blocks = int(np.prod(shape)) // block_size(type)
+    blocks = generator.integers(0, 256, num_blocks * dtype.itemsize, dtype=np.uint8).view(dtype)
+    for name in dtype.names or ():
+        if blocks[name].dtype.kind == "f":
+            blocks[name] = generator.normal(scale=0.1, size=blocks[name].shape)
+    return blocks.view(np.uint8)
+
+
+def decoded(layout: Layout, data: NDArray[np.uint8], shape: tuple[int, ...]) -> NDArray[np.float64]:
+    """What those bytes mean."""
+    return dequantize(data, TensorType[layout.name], shape).astype(np.float64)
+
+
+def quantized_activations(x: NDArray[np.float32]) -> NDArray[np.float64]:
+    """What rows become as int8: per 32 columns, whole multiples of a 127th of the largest magnitude."""
+    blocks = x.reshape(len(x), -1, 32)
+    largest = np.abs(blocks).max(axis=2, keepdims=True)
+    scale = largest / np.float32(127)
+    inverse = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest > 0)
+    codes = np.rint(blocks * inverse)
+    return (codes.astype(np.float64) * scale.astype(np.float64)).reshape(x.shape)
