@@ -56,7 +56,7 @@ def load_model(
         shapes = {name: info.shape for name, info in file.tensors.items()}
         config = _with_context(ModelConfig.from_metadata(file.metadata, shapes), context_length)
         tokenizer = _tokenizer_or_none(file)
-        template = None if tokenizer is None else ChatTemplate.from_metadata(file.metadata)
+        template = None if tokenizer is None else ChatTemplate.from_metadata(file.metadata, tokenizer)
         kv_layout = KVLayout(kv_type, kv_layer_shapes(config))
         pool = ThreadPool(threads if threads is not None else default_threads())
         weights = CpuWeights(file, pool, progress)
