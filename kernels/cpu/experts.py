@@ -43,7 +43,7 @@ def _drop_groups(scores: int, experts: int, groups: int, kept: int) -> None:
                 best, second = value, best
             elif value > second:
                 second = value
-        store_f32(totals + 4 * group, best + second)
+        store_f32(totals + 4 * group, best + second if size > 1 else best)
     for _ in range(groups - kept):
         worst = -1
         for group in range(groups):
