@@ -162,7 +162,7 @@ class Emitter:
         return self.builder.extract_element(value, self.i32(0))
 
     def exp(self, x: Value) -> Value:
-        """e**x per lane, relative error below 2e-7; 0 below -87.3, inf never needed (x is capped at 88).
+        """e**x per lane, relative error below 2.5e-7; 0 below -87.3, inf never needed (x is capped at 88).
 
         Cody and Waite reduction to |r| <= ln2 / 2, then a degree-6 polynomial, then the exponent by integer addition.
         """
