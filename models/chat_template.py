@@ -120,6 +120,28 @@ class ChatTemplate:
         )
         return marker.unmark(text)
 
+    def encode(
+        self,
+        tokenizer: Tokenizer,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> list[int]:
+        """Return the ids of the prompt, in which only the template's own text makes control tokens.
+
+        They are those of the rendered text but for control tokens that the messages spell out. BOS comes
+        first where the vocabulary wants one and the template wrote none.
+        Raises: TemplateError as `render` does, RequestError for half characters.
+        """
+        spellings = tokenizer.special_spellings
+        ids = tokenizer.encode_segments(
+            self.render_segments(messages, spellings, add_generation_prompt, tools, **variables)
+        )
+        if tokenizer.adds_bos and tokenizer.bos_token_id is not None and ids[:1] != [tokenizer.bos_token_id]:
+            ids.insert(0, tokenizer.bos_token_id)
+        return ids
+
     def _render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -176,28 +198,6 @@ class ChatTemplate:
             stacklevel=4,
         )
         return self._sandbox.from_string(_FALLBACK_SOURCE), True
-
-
-def encode_chat(
-    tokenizer: Tokenizer,
-    template: ChatTemplate,
-    messages: Sequence[Mapping[str, Any]],
-    add_generation_prompt: bool = True,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    **variables: Any,
-) -> list[int]:
-    """Return the ids of a chat prompt in which only the template's own text makes special tokens.
-
-    BOS comes first where the vocabulary wants one and the template wrote none.
-    Raises: TemplateError, RequestError.
-    """
-    segments = template.render_segments(
-        messages, tokenizer.special_spellings, add_generation_prompt, tools, **variables
-    )
-    ids = tokenizer.encode_segments(segments)
-    if tokenizer.adds_bos and tokenizer.bos_token_id is not None and ids[:1] != [tokenizer.bos_token_id]:
-        ids.insert(0, tokenizer.bos_token_id)
-    return ids
 
 
 class _Marker:

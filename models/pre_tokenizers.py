@@ -30,14 +30,12 @@ class PreTokenizerRule:
 
     A word that is a token as a whole skips the merges where `ignores_merges` holds. Where `is_raw`
     holds, tokens are plain UTF-8 instead of the byte-level alphabet, and where `escapes_spaces` does,
-    "▁" stands for a space in them. `adds_bos` is what holds where a file does not say;
-    `always_adds_bos` holds whatever it says.
+    "▁" stands for a space in them. `adds_bos` is what holds where a file does not say.
     """
 
     steps: tuple[str | DigitGroups, ...]
     ignores_merges: bool = False
     adds_bos: bool = False
-    always_adds_bos: bool = False
     is_raw: bool = False
     escapes_spaces: bool = False
 
@@ -175,7 +173,7 @@ _RULES: dict[str, PreTokenizerRule] = {
         adds_bos=True,
     ),
     "gemma4 granite-embed-multi-311m": PreTokenizerRule(
-        steps=(r"[^\n]+|\n+",), adds_bos=True, always_adds_bos=True, is_raw=True, escapes_spaces=True
+        steps=(r"[^\n]+|\n+",), adds_bos=True, is_raw=True, escapes_spaces=True
     ),
     "sarvam-moe": PreTokenizerRule(steps=(r"[^\n]+|\n+",), is_raw=True, escapes_spaces=True),
     "whitespace": PreTokenizerRule(steps=(r"\S+",), is_raw=True),

@@ -6,10 +6,11 @@ call looks at the clock. Numbers in the tests of this file hold the bounds.
 """
 
 import datetime
+import functools
 import json
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 from jinja2 import nodes, pass_eval_context
@@ -30,7 +31,9 @@ _WIDE_PERCENT_FORMAT = re.compile(r"%[^a-zA-Z%]*(\d{4,}|\*)")
 _WIDE_BRACE_FORMAT = re.compile(r"\{[^{}]*:[^{}]*(\d{4,}|\{)")
 _WIDE_TIME_FORMAT = re.compile(r"%[^a-zA-Z%]*\d{2,}")
 # Filters that make text as wide as they are told, cost more than linear time, or hold other people's text.
-_DROPPED_FILTERS = ("center", "wordwrap", "urlize", "pprint", "lipsum", "random", "xmlattr")
+_DROPPED_FILTERS = ("center", "wordwrap", "urlize", "pprint", "random", "xmlattr", "striptags")
+_SLOW_FILTERS = ("title", "wordcount", "unique", "sort", "dictsort", "groupby", "truncate")
+_MAX_SLOW_INPUT = 1 << 16
 _WIDTH_METHODS = ("center", "ljust", "rjust", "zfill", "expandtabs")
 
 
@@ -39,7 +42,7 @@ class CostError(SecurityError):
 
 
 class _GuardedCodeGenerator(CodeGenerator):
-    """Sends the two constructs that no hook of Jinja's sandbox sees through the environment."""
+    """Sends the constructs that no hook of Jinja's sandbox sees through the environment."""
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
         self.write("environment.join_operands((")
@@ -47,6 +50,17 @@ class _GuardedCodeGenerator(CodeGenerator):
             self.visit(operand, frame)
             self.write(", ")
         self.write("))")
+
+    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:
+        if not isinstance(node.arg, nodes.Slice):
+            super().visit_Getitem(node, frame)
+            return
+        self.write("environment.take_slice(")
+        self.visit(node.node, frame)
+        for bound in (node.arg.start, node.arg.stop, node.arg.step):
+            self.write(", ")
+            self.visit(nodes.Const(None) if bound is None else bound, frame)
+        self.write(")")
 
     def visit_For(self, node: nodes.For, frame: Frame) -> None:
         metered = nodes.Call(nodes.EnvironmentAttribute("metered"), [node.iter], [], None, None, lineno=node.lineno)
@@ -114,6 +128,11 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
     def join_operands(self, operands: tuple[object, ...]) -> str:
         """Do what `~` does."""
         return self._concat(map(str, operands))
+
+    def take_slice(self, sequence: Any, start: Any, stop: Any, step: Any) -> Any:
+        """Do what `sequence[start:stop:step]` does."""
+        self.charge(_length(sequence))
+        return sequence[start:stop:step]
 
     def _concat(self, parts: Iterable[str]) -> str:
         pieces: list[str] = []
@@ -214,12 +233,32 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             self._check_widths([precision])
             return original["round"](value, precision, method)
 
+        def sum_(value: Iterable[Any], attribute: str | int | None = None, start: Any = 0) -> Any:
+            if not isinstance(start, int | float):
+                raise CostError("it sums up what are not numbers")
+            return original["sum"](value, attribute, start)
+
         def format_(value: str, *args: Any, **kwargs: Any) -> Any:
             self._check_format(_WIDE_PERCENT_FORMAT, str(value), [*args, *kwargs.values()])
             return original["format"](value, *args, **kwargs)
 
         self.filters.update(replace=pass_eval_context(replace), join=pass_eval_context(join), tojson=self._to_json)
-        self.filters.update(indent=indent, batch=batch, slice=slice_, round=round_, format=format_)
+        self.filters.update(indent=indent, batch=batch, slice=slice_, round=round_, format=format_, sum=sum_)
+        for name, function in self.filters.items():
+            self.filters[name] = self._charged(name, function)
+
+    def _charged(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a filter that is charged for the size of its input."""
+
+        @functools.wraps(function)
+        def charged(*args: Any, **kwargs: Any) -> Any:
+            size = sum(map(_length, args))
+            if name in _SLOW_FILTERS and size > _MAX_SLOW_INPUT:
+                raise CostError(f"it gives the filter {name} more than {_MAX_SLOW_INPUT} characters")
+            self.charge(size + 1)
+            return function(*args, **kwargs)
+
+        return charged
 
     def _to_json(
         self,

@@ -198,11 +198,13 @@ class Tokenizer:
 
     @cached_property
     def _stripping_ids(self) -> frozenset[int]:
-        """The tokens that take the white space after them along."""
+        """The control tokens that take the white space after them along.
+
+        Not the user-defined ones, which any text may hold: no text may lose a character.
+        """
         if not self._vocabulary.strips_after_special:
             return frozenset()
-        kept = {self.token_id(text) for text in _KEEPS_SPACES_AFTER}
-        return frozenset(i for i in range(self.vocab_size) if self.starts_text_after(i) and i not in kept)
+        return frozenset(i for text, i in self.special_ids.items() if text not in _KEEPS_SPACES_AFTER)
 
     def _find_tokens(self, text: str, segments: Sequence[tuple[str, bool]]) -> list[Spelling]:
         """Return the tokens that are cut out of a text before words are, in order and without overlap.

@@ -40,6 +40,8 @@ _DEFAULT_IDS: dict[str, dict[str, tuple[int, str]]] = {
 # An id outside the vocabulary under these keys harms nothing: they are never produced or obeyed here,
 # and published files carry such ids.
 _UNUSED_IDS = ("padding", "mask")
+# Published files of these deny the BOS token that their models cannot do without.
+_ALWAYS_WITH_BOS = ("gemma4", "granite-embed-multi-311m")
 _ROLES = ("bos", "eos", "eot", "eom", "unknown", "seperator", "cls", "fim_pad", "fim_rep", "fim_sep")
 
 
@@ -115,6 +117,9 @@ def read_vocabulary(metadata: Mapping[str, object]) -> Vocabulary:
         )
     merges = _merges(metadata, ids, pre_tokenizer) if kind == "bpe" else {}
     special_ids = _take_special(tokens, types, ids)
+    flags = _flags(metadata)
+    if pre_tokenizer in _ALWAYS_WITH_BOS:
+        flags["add_bos_token"] = "bos" in roles
     name = metadata.get("general.name")
     return Vocabulary(
         kind=kind,
@@ -128,7 +133,7 @@ def read_vocabulary(metadata: Mapping[str, object]) -> Vocabulary:
         byte_ids=byte_ids,
         role_ids=roles,
         end_of_generation_ids=end_of_generation,
-        flags=_flags(metadata),
+        flags=flags,
         # Phi-3 was trained with the white space after its markers removed; its files only say so by name.
         strips_after_special=isinstance(name, str) and ("phi-3" in name.lower() or "phi3" in name.lower()),
     )
