@@ -1,4 +1,4 @@
-"""The CPU as a device of the architecture tests: packed weights, a tape and cache pages, from a reference reader."""
+"""The CPU as a device of the architecture tests: float32 weights, a tape and cache pages."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +13,68 @@ from localinfer.kernels.cpu.packing import pack
 from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.kernels.cpu.tape import CpuTape
 from localinfer.kernels.kv_layout import KVLayout
-from localinfer.kernels.ops import EmbeddingTable, FloatArray, KVLayerShape, LinearWeight, Tape, WeightSource
-from localinfer.quant.gguf import GGUFFile, read_gguf
+from localinfer.kernels.ops import EmbeddingTable, FloatArray, KVLayerShape, LinearWeight
+from localinfer.quant.gguf import read_gguf
 from localinfer.quant.reference import dequantize
+
+
+class CpuWeights:
+    """`WeightSource` over a GGUF file: every tensor decoded by the oracle, so that only kernels differ."""
+
+    def __init__(self, pool: ThreadPool, path: Path) -> None:
+        self._pool = pool
+        with read_gguf(path) as file:
+            self._tensors = {
+                name: dequantize(file.tensor_bytes(name), info.type, info.shape) for name, info in file.tensors.items()
+            }
+
+    def has(self, name: str) -> bool:
+        return name in self._tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._tensors[name].shape
+
+    def linear(self, name: str, rows: slice | None = None) -> LinearWeight:
+        values = np.atleast_2d(self._tensors[name])
+        if rows is not None:
+            values = values[..., rows, :]
+        num_experts = values.shape[0] if values.ndim == 3 else 1
+        data = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+        packed = pack(self._pool, Layout.F32, data, num_experts, values.shape[-2], values.shape[-1])
+        return LinearWeight(name, values.shape[-2], values.shape[-1], packed, num_experts)
+
+    def embedding(self, name: str) -> EmbeddingTable:
+        values = np.ascontiguousarray(self._tensors[name])
+        packed = RowTable(Layout.F32, *values.shape, values.reshape(-1).view(np.uint8))
+        return EmbeddingTable(name, *values.shape, packed)
+
+    def vector(self, name: str) -> FloatArray:
+        return self._tensors[name]
+
+
+class CpuDevice:
+    """A device of `num_threads`; each model gets a pool of its own, which its program closes."""
+
+    def __init__(self, num_threads: int, kv_type: str = "f32") -> None:
+        self._num_threads = num_threads
+        self._kv_type = kv_type
+        self._pool: ThreadPool | None = None
+        self._pages: list[NDArray[np.uint8]] = []
+
+    def weights(self, path: Path) -> CpuWeights:
+        self._pool = ThreadPool(self._num_threads)
+        return CpuWeights(self._pool, path)
+
+    def tape(self, layers: Sequence[KVLayerShape], max_rows: int) -> CpuTape:
+        assert self._pool is not None, "weights come first"
+        return CpuTape(
+            self._pool, KVLayout(self._kv_type, layers), max_batch_rows=max_rows, max_output_rows=max_rows
+        )
+
+    def pages(self, layers: Sequence[KVLayerShape], num_positions: int) -> NDArray[np.int64]:
+        layout = KVLayout(self._kv_type, layers)
+        count = -(-num_positions // layout.page_tokens)
+        memory = aligned_zeros(count * layout.page_bytes)
+        memory[:] = 255  # NaN: a page holds whatever was in it before
+        self._pages.append(memory)
+        return address(memory) + np.arange(count, dtype=np.int64) * layout.page_bytes
