@@ -5,6 +5,7 @@ An instruction the CPU lacks aborts the process inside LLVM, so a forced path th
 """
 
 import os
+from collections.abc import Collection
 from enum import Enum
 
 from llvmlite import binding as llvm
@@ -22,22 +23,27 @@ class ISA(Enum):
     GENERIC = "generic"
 
 
-REQUIRED_FEATURES: dict[ISA, tuple[str, ...]] = {
-    ISA.AVX512_VNNI: ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vnni", "avx2", "fma", "f16c"),
-    ISA.AVX_VNNI: ("avx2", "fma", "f16c"),
-    ISA.AVX2: ("avx2", "fma", "f16c"),
-    ISA.NEON_DOTPROD: ("neon", "dotprod"),
-    ISA.GENERIC: (),
+_AVX2 = frozenset({"avx2", "fma", "f16c"})
+
+# What each path needs, by LLVM's names; one set of several is enough.
+_NEEDED_FEATURES: dict[ISA, list[frozenset[str]]] = {
+    ISA.AVX512_VNNI: [_AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vnni"}],
+    ISA.AVX_VNNI: [_AVX2 | {"avxvnni"}, _AVX2 | {"avx512vnni", "avx512vl"}],
+    ISA.AVX2: [_AVX2],
+    ISA.NEON_DOTPROD: [frozenset({"neon", "dotprod"})],
+    ISA.GENERIC: [frozenset()],
 }
+
+
+def runs_on(path: ISA, features: Collection[str]) -> bool:
+    """Whether a target with these features has every instruction of a path."""
+    return any(needed <= set(features) for needed in _NEEDED_FEATURES[path])
 
 
 def available() -> list[ISA]:
     """Paths this CPU can run, best first."""
-    features = llvm.get_host_cpu_features()
-    paths = [path for path in ISA if all(features.get(name) for name in REQUIRED_FEATURES[path])]
-    if not (features.get("avxvnni") or (features.get("avx512vnni") and features.get("avx512vl"))):
-        paths = [path for path in paths if path is not ISA.AVX_VNNI]
-    return paths
+    features = [name for name, is_there in llvm.get_host_cpu_features().items() if is_there]
+    return [path for path in ISA if runs_on(path, features)]
 
 
 def select(wanted: str | None) -> ISA:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from localinfer.kernels.cpu.arrays import Arena
 from localinfer.kernels.cpu.embedding import RowTable
 from localinfer.kernels.cpu.layouts import Layout
 from localinfer.kernels.cpu.packing import pack
@@ -30,6 +31,7 @@ class CpuWeights:
         self._file = file
         self._pool = pool
         self._progress = progress
+        self._arena = Arena()
         self._done_bytes = 0
         self.notes: dict[TensorType, str] = {}
 
@@ -50,8 +52,8 @@ class CpuWeights:
             matrix = data.reshape(experts, num_rows, -1)[:, rows]
             num_rows, data = matrix.shape[1], np.ascontiguousarray(matrix).reshape(-1)
         layout, data = self._runnable(info.type, data, (experts, num_rows, num_columns))
-        packed = pack(self._pool, layout, data, experts, num_rows, num_columns)
-        self._file.forget(name)
+        done = None if rows is not None else lambda first, end: self._file.forget(name, first, end)
+        packed = pack(self._pool, layout, data, experts, num_rows, num_columns, arena=self._arena, done=done)
         self._report(info.num_bytes if rows is None else data.size)
         return LinearWeight(name, num_rows, num_columns, packed, experts)
 

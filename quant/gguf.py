@@ -69,10 +69,11 @@ class GGUFFile:
         info = self.tensor(name)
         return self._files[info.part].view(info.offset, info.offset + info.num_bytes)
 
-    def forget(self, name: str) -> None:
-        """Let the system drop a tensor's bytes from memory, once they have been packed."""
+    def forget(self, name: str, first: int, end: int) -> None:
+        """Let the system drop bytes first..end of a tensor from memory, once they have been packed."""
         info = self.tensor(name)
-        self._files[info.part].forget(info.offset, info.offset + info.num_bytes)
+        assert 0 <= first <= end <= info.num_bytes, "a stretch of the tensor"
+        self._files[info.part].forget(info.offset + first, info.offset + end)
 
     def close(self) -> None:
         """Refuse further access and unmap what no view still uses. Safe to call twice."""

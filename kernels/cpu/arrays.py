@@ -1,5 +1,6 @@
 """Aligned memory for kernels, and the addresses of arrays."""
 
+import mmap
 from typing import Any
 
 import numpy as np
@@ -27,3 +28,33 @@ def address(array: NDArray[Any]) -> int:
     """Where a contiguous array's first element lies."""
     assert array.flags.c_contiguous, "kernels walk memory, so an array they get must be contiguous"
     return int(array.ctypes.data)
+
+
+class Arena:
+    """Memory for the weights of one model: few large blocks, on huge pages where the system has them.
+
+    Weights lie in the order they were packed, which is the order a token reads them, so a prefetch that runs past the end of
+    one matrix is already in the next.
+    """
+
+    def __init__(self, block_bytes: int = 256 << 20) -> None:
+        self._block_bytes = block_bytes
+        self._block: NDArray[np.uint8] = np.empty(0, np.uint8)
+
+    def take(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Uninitialised uint8[num_bytes], aligned; lives as long as any array taken from its block."""
+        padded = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        if padded > self._block.size:
+            self._block = _map_memory(max(padded, self._block_bytes))
+        taken, self._block = self._block[:num_bytes], self._block[padded:]
+        return taken
+
+
+def _map_memory(num_bytes: int) -> NDArray[np.uint8]:
+    """Fresh zero pages from the system, huge ones if it agrees; untouched pages take no memory."""
+    if not hasattr(mmap, "MAP_ANONYMOUS"):
+        return aligned(num_bytes)
+    mapped = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(mapped, np.uint8)

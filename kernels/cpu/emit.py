@@ -11,7 +11,7 @@ from typing import Any
 from llvmlite import ir
 
 from localinfer.kernels import isa
-from localinfer.kernels.isa import ISA, REQUIRED_FEATURES
+from localinfer.kernels.isa import ISA
 
 LANES = 16
 
@@ -32,16 +32,23 @@ def vector(element: Any, lanes: int = LANES) -> Any:
     return ir.VectorType(element, lanes)
 
 
+def _target_features(context: Any) -> list[str]:
+    return [name[1:] for name in context.codegen().magic_tuple()[2].split(",") if name.startswith("+")]
+
+
 def target_isa(context: Any) -> ISA:
-    """The selected instruction set, or GENERIC where the compile target lacks one of its features.
+    """The selected instruction set, or the best below it that the compile target has.
 
     Asked for every intrinsic: LLVM aborts the process on an instruction its target does not have.
     """
-    features = set(context.codegen().magic_tuple()[2].split(","))
-    selected = isa.SELECTED
-    if all(f"+{name}" in features for name in REQUIRED_FEATURES[selected]):
-        return selected
-    return ISA.GENERIC
+    features, paths = _target_features(context), list(ISA)
+    return next(path for path in paths[paths.index(isa.SELECTED) :] if isa.runs_on(path, features))
+
+
+def _converts_halves(context: Any) -> bool:
+    """Whether the target converts float16 itself; elsewhere LLVM calls a function that no process is sure to have."""
+    is_arm = context.codegen().magic_tuple()[0].startswith(("aarch64", "arm64"))
+    return is_arm or "f16c" in _target_features(context)
 
 
 class Emitter:
@@ -50,6 +57,7 @@ class Emitter:
     def __init__(self, context: Any, builder: Any) -> None:
         self.builder = builder
         self.isa = target_isa(context)
+        self._converts_halves = _converts_halves(context)
 
     # Constants and conversions
 
@@ -79,6 +87,50 @@ class Emitter:
         """int32 lanes to float32, rounding to nearest even."""
         return self.builder.sitofp(value, vector(F32, value.type.count))
 
+    def half_to_float(self, bits: Value) -> Value:
+        """The float32 of float16 bits, an i16 or a vector of them."""
+        builder, is_vector = self.builder, isinstance(bits.type, ir.VectorType)
+        half, wide, single = (vector(kind, bits.type.count) if is_vector else kind for kind in (F16, I32, F32))
+        if self._converts_halves:
+            return builder.fpext(builder.bitcast(bits, half), single)
+        word = builder.zext(bits, wide)
+        sign = builder.shl(builder.and_(word, self._constant(wide, 0x8000)), self._constant(wide, 16))
+        # Shifted into float32's place, the exponent is 112 short; a product puts it right, for subnormal numbers too.
+        magnitude = builder.shl(builder.and_(word, self._constant(wide, 0x7FFF)), self._constant(wide, 13))
+        scaled = builder.fmul(builder.bitcast(magnitude, single), self._constant(single, 2.0**112))
+        finite = builder.bitcast(scaled, wide)
+        is_finite = builder.icmp_unsigned("<", magnitude, self._constant(wide, 0x7C00 << 13))
+        special = builder.or_(magnitude, self._constant(wide, 0x7F800000))
+        return builder.bitcast(builder.or_(builder.select(is_finite, finite, special), sign), single)
+
+    def float_to_half(self, value: Value) -> Value:
+        """Float16 bits (i16) of one float32, rounded to nearest even."""
+        builder = self.builder
+        if self._converts_halves:
+            return builder.bitcast(builder.fptrunc(value, F16), I16)
+        word = builder.bitcast(value, I32)
+        magnitude = builder.and_(word, self.i32(0x7FFFFFFF))
+        # Normal numbers: move the exponent, round at bit 13. What lies under 2**-14 is rounded by adding 0.5, whose last
+        # bit is float16's smallest number. Too large becomes infinite.
+        odd = builder.and_(builder.lshr(magnitude, self.i32(13)), self.i32(1))
+        moved = builder.add(builder.add(magnitude, odd), self.i32(0xFFF - (112 << 23)))
+        normal = builder.lshr(moved, self.i32(13))
+        half = ir.Constant(F32, 0.5)
+        added = builder.bitcast(builder.fadd(builder.bitcast(magnitude, F32), half), I32)
+        small = builder.sub(added, builder.bitcast(half, I32))
+        result = builder.select(builder.icmp_unsigned("<", magnitude, self.i32(113 << 23)), small, normal)
+        is_large = builder.icmp_unsigned(">=", magnitude, self.i32(0x477FF000))
+        result = builder.select(is_large, self.i32(0x7C00), result)
+        is_nan = builder.icmp_unsigned(">", magnitude, self.i32(0x7F800000))
+        result = builder.select(is_nan, self.i32(0x7E00), result)
+        sign = builder.and_(builder.lshr(word, self.i32(16)), self.i32(0x8000))
+        return builder.trunc(builder.or_(result, sign), I16)
+
+    def _constant(self, kind: Any, value: float) -> Value:
+        if isinstance(kind, ir.VectorType):
+            return self.splat_constant(kind.element, value, kind.count)
+        return ir.Constant(kind, value)
+
     # Memory: addresses are i64 values
 
     def pointer(self, address: Value, offset: int = 0) -> Value:
@@ -97,8 +149,7 @@ class Emitter:
         if element is F32:
             return self.load(address, vector(F32), offset, align=4)
         if element is F16:
-            half = self.load(address, vector(F16), offset, align=2)
-            return self.builder.fpext(half, vector(F32))
+            return self.half_to_float(self.load(address, vector(I16), offset, align=2))
         raw = self.load(address, vector(I16), offset, align=2)
         wide = self.builder.shl(self.builder.zext(raw, vector(I32)), self.splat_constant(I32, 16))
         return self.bitcast(wide, vector(F32))

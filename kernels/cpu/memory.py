@@ -12,7 +12,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from localinfer.kernels.cpu.emit import F16, F32, F64, I8, I16, I32, I64, Emitter
+from localinfer.kernels.cpu.emit import F32, F64, I8, I16, I32, I64, Emitter
 
 _VOID = ir.VoidType()
 
@@ -62,8 +62,8 @@ def load_half(typing_context: Any, address: Any) -> Any:
     """Read a float16 at any address as float32."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        half = Emitter(context, builder).load(arguments[0], F16, align=1)
-        return builder.fpext(half, F32)
+        emit = Emitter(context, builder)
+        return emit.half_to_float(emit.load(arguments[0], I16, align=1))
 
     return types.float32(types.int64), generate
 
@@ -73,8 +73,8 @@ def store_half(typing_context: Any, address: Any, value: Any) -> Any:
     """Write a float32 as float16, rounded to nearest even."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        half = builder.fptrunc(arguments[1], F16)
-        Emitter(context, builder).store(half, arguments[0], align=2)
+        emit = Emitter(context, builder)
+        emit.store(emit.float_to_half(arguments[1]), arguments[0], align=2)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.float32), generate

@@ -4,14 +4,15 @@ Every layout is a list of fields: items of 1, 2 or 4 bytes that go, item by item
 tile. Only three kinds of field change bytes on the way; none loses any.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import ShapeError
-from localinfer.kernels.cpu.arrays import address, aligned
-from localinfer.kernels.cpu.layouts import SIZES, Layout, num_tiles, tile_bytes
+from localinfer.kernels.cpu.arrays import Arena, address
+from localinfer.kernels.cpu.layouts import SIZES, TILE_ROWS, Layout, num_tiles, tile_bytes
 from localinfer.kernels.cpu.memory import (
     load_i64,
     load_u8,
@@ -23,6 +24,9 @@ from localinfer.kernels.cpu.memory import (
 )
 from localinfer.kernels.cpu.pool import ThreadPool, take_units
 from localinfer.kernels.jit import inline, op
+
+_STEP_BYTES = 8 << 20
+"""A tensor is packed in steps of about this size, so that little of the file is in memory at once."""
 
 _COPY, _BIAS, _FIFTH_BITS, _SIX_BIT_SCALES = 0, 1, 2, 3
 
@@ -163,38 +167,50 @@ def pack_tiles(parameters: int, batch: int, thread: int, num_threads: int) -> No
 
 
 def pack(
-    pool: ThreadPool, layout: Layout, data: NDArray[np.uint8], num_experts: int, num_rows: int, num_columns: int
+    pool: ThreadPool,
+    layout: Layout,
+    data: NDArray[np.uint8],
+    num_experts: int,
+    num_rows: int,
+    num_columns: int,
+    *,
+    arena: Arena | None = None,
+    done: Callable[[int, int], None] | None = None,
 ) -> PackedWeight:
     """Pack a stack of matrices stored row after row, as a GGUF tensor is.
 
-    data: contiguous uint8 of exactly the stack's bytes. Raises ShapeError if it is not.
+    data: contiguous uint8 of exactly the stack's bytes; `done` is told each stretch of it (first byte, end) that has been
+    packed, so that the caller can let it go. Raises ShapeError if the bytes are not what the shape needs.
     """
     sizes = SIZES[layout]
     bytes_per_tile = tile_bytes(layout, num_columns)
-    matrix_bytes = num_rows * (num_columns // sizes.unit) * sizes.file_bytes
+    row_bytes = num_columns // sizes.unit * sizes.file_bytes
+    matrix_bytes = num_rows * row_bytes
     if num_rows <= 0 or num_experts <= 0 or data.dtype != np.uint8 or data.size != num_experts * matrix_bytes:
         raise ShapeError(
             f"{num_experts} x {num_rows} x {num_columns} in {layout.name} take {num_experts * matrix_bytes} bytes, "
             f"found {data.size} of {data.dtype}; pass the tensor's own bytes and shape"
         )
     tiles = num_tiles(num_rows)
-    packed = aligned(num_experts * tiles * bytes_per_tile)
+    packed = (arena or Arena(0)).take(num_experts * tiles * bytes_per_tile)
     fields = _FIELD_TABLES[layout]
-    parameters = np.empty((num_experts, 11), np.int64)
+    tiles_per_step = max(1, _STEP_BYTES // bytes_per_tile)
+    pending: list[NDArray[np.int64]] = []
+    first_byte = 0
     for expert in range(num_experts):
-        parameters[expert] = (
-            pool.control_address,
-            address(packed) + expert * tiles * bytes_per_tile,
-            data.ctypes.data + expert * matrix_bytes,
-            tiles,
-            num_rows,
-            num_columns // sizes.unit,
-            sizes.file_bytes,
-            sizes.header_bytes,
-            sizes.body_bytes,
-            address(fields),
-            len(fields),
-        )
-    ops = np.array([[pack_tiles.address, address(row)] for row in parameters], np.int64)
-    pool.run(address(ops), num_experts, 0)
+        for tile in range(0, tiles, tiles_per_step):
+            count, row = min(tiles_per_step, tiles - tile), tile * TILE_ROWS
+            target = address(packed) + (expert * tiles + tile) * bytes_per_tile
+            source = data.ctypes.data + expert * matrix_bytes + row * row_bytes
+            words = (pool.control_address, target, source, count, num_rows - row, num_columns // sizes.unit)
+            layout_words = (sizes.file_bytes, sizes.header_bytes, sizes.body_bytes, address(fields), len(fields))
+            pending.append(np.array((*words, *layout_words), np.int64))
+            end = expert * matrix_bytes + min(num_rows, row + count * TILE_ROWS) * row_bytes
+            if end - first_byte >= _STEP_BYTES or end == data.size:
+                ops = np.array([[pack_tiles.address, address(one)] for one in pending], np.int64)
+                pool.run(address(ops), len(pending), 0)
+                if done is not None:
+                    done(first_byte, end)
+                pending.clear()
+                first_byte = end
     return PackedWeight(layout, num_rows, num_columns, num_experts, packed)
