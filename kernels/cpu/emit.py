@@ -1,8 +1,8 @@
 """Write vector code as LLVM IR: sixteen lanes at a time, the same bits on every instruction set.
 
-An `Emitter` wraps the IR builder that Numba hands to an `@intrinsic`. Sixteen-lane values are the currency of every kernel:
-one AVX-512 register, two AVX2 registers, four NEON registers; LLVM splits them where the CPU is narrower. Only the integer
-dot products differ by instruction set, and those are exact sums, so every path agrees bit for bit.
+An `Emitter` wraps the IR builder that Numba hands to an `@intrinsic`. Sixteen-lane values are the currency of every
+kernel: one AVX-512 register, two AVX2 registers, four NEON registers; LLVM splits them where the CPU is narrower. Only
+the integer dot products differ by instruction set, and those are exact sums, so every path agrees bit for bit.
 """
 
 from collections.abc import Callable, Sequence
@@ -110,8 +110,8 @@ class Emitter:
             return builder.bitcast(builder.fptrunc(value, F16), I16)
         word = builder.bitcast(value, I32)
         magnitude = builder.and_(word, self.i32(0x7FFFFFFF))
-        # Normal numbers: move the exponent, round at bit 13. What lies under 2**-14 is rounded by adding 0.5, whose last
-        # bit is float16's smallest number. Too large becomes infinite.
+        # Normal numbers: move the exponent, round at bit 13. What lies under 2**-14 is rounded by adding 0.5, whose
+        # last bit is float16's smallest number. Too large becomes infinite.
         odd = builder.and_(builder.lshr(magnitude, self.i32(13)), self.i32(1))
         moved = builder.add(builder.add(magnitude, odd), self.i32(0xFFF - (112 << 23)))
         normal = builder.lshr(moved, self.i32(13))
