@@ -45,7 +45,9 @@ _model_option = click.option("-m", "--model", metavar="FILE", help="GGUF file. D
 
 _load_options = _options(
     _model_option,
-    click.option("--threads", type=click.IntRange(min=1), metavar="N", help="CPU threads. Default: one per physical core."),
+    click.option(
+        "--threads", type=click.IntRange(min=1), metavar="N", help="CPU threads. Default: one per physical core."
+    ),
     click.option("--context-length", type=click.IntRange(min=1), metavar="N", help="Default: chosen from the model."),
     click.option(
         "--kv-type", type=click.Choice(["f16", "f32"]), default="f16", show_default=True, help="KV cache element type."
