@@ -1,0 +1,34 @@
+"""Run Python in a process of its own, for what is decided once per process: cache folder, instruction set, fork."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """This process's environment without settings that choose kernels, plus the changes."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("NUMBA_", "LOCALINFER_"))}
+    path = os.pathsep.join(part for part in (str(REPOSITORY), os.environ.get("PYTHONPATH")) if part)
+    return kept | {"PYTHONPATH": path} | changes
+
+
+def start(code: str, **changes: str) -> subprocess.Popen[str]:
+    """Start Python on some code."""
+    arguments = [sys.executable, "-c", code]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(arguments, env=environment(**changes), stdout=pipe, stderr=pipe, text=True)
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """Standard output and errors of a process that must succeed."""
+    output, errors = process.communicate(timeout=200)
+    assert process.returncode == 0, f"exit code {process.returncode}: {errors}"
+    return output.strip(), errors.strip()
+
+
+def run(code: str, **changes: str) -> tuple[str, str]:
+    """Standard output and errors of code that must succeed."""
+    return finish(start(code, **changes))
