@@ -22,6 +22,12 @@ from numba.core import config as numba_config
 
 from localinfer.kernels import isa
 
+_SETTINGS_IN_CODE = (
+    *("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES", "NUMBA_ENABLE_AVX", "NUMBA_OPT", "NUMBA_BOUNDSCHECK"),
+    *("NUMBA_LOOP_VECTORIZE", "NUMBA_SLP_VECTORIZE", "NUMBA_DEBUGINFO"),
+)
+"""Numba's settings that change what a kernel compiles to."""
+
 
 def source_hash() -> str:
     """Hash of every file of the kernel floor, since a kernel inlines functions of other files."""
@@ -36,19 +42,19 @@ def source_hash() -> str:
 def cache_key() -> str:
     """What a compiled kernel depends on, as one folder name."""
     host = f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()} {llvm.get_process_triple()}"
-    overrides = f"{os.environ.get('NUMBA_CPU_NAME')} {os.environ.get('NUMBA_CPU_FEATURES')}"
+    overrides = [os.environ.get(name) for name in _SETTINGS_IN_CODE]
     machine = hashlib.sha256(f"{host} {overrides}".encode()).hexdigest()[:12]
     python = f"py{sys.version_info.major}{sys.version_info.minor}"
     return f"{python}-numba{numba.__version__}-{isa.SELECTED.value}-{machine}-{source_hash()}"
 
 
 def _prepare(folder: Path) -> Path | None:
-    """Make the folder private and prove that it is ours, for what lies in it is code; None if that fails."""
+    """Make the folder private and prove that only we can have written in it, for its files are code; else None."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         status = folder.lstat()
         if hasattr(os, "getuid"):
-            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
                 return None
             if status.st_mode & 0o077:
                 folder.chmod(0o700)
@@ -63,19 +69,21 @@ def _cache_folder() -> Path | None:
     import platformdirs
 
     parent = Path(platformdirs.user_cache_dir("localinfer", appauthor=False)) / "kernels"
-    if _prepare(parent) is None:
-        return None
-    return _prepare(parent / cache_key())
+    # Without a home folder the path is relative, and would lead wherever the process was started.
+    if parent.is_absolute() and _prepare(parent) is not None:
+        folder = _prepare(parent / cache_key())
+        if folder is not None:
+            return folder
+    warnings.warn(
+        f"{parent} is not a folder that this user, and nobody else, can write, so every start compiles the kernels "
+        "anew; remove it, or set its owner and mode 0700",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+    return None
 
 
 CACHE_FOLDER = _cache_folder()
-if CACHE_FOLDER is None:
-    warnings.warn(
-        "no private folder for compiled kernels can be written, so every start compiles them anew; "
-        "make the user cache folder writable by its owner",
-        RuntimeWarning,
-        stacklevel=2,
-    )
 
 
 def _cached(decorator: Callable[..., Any], *signature: Any, **options: Any) -> Callable[[Callable[..., Any]], Any]:
@@ -122,7 +130,6 @@ class Op:
         compiled = _cached(numba.cfunc, signature, nopython=True, error_model="numpy", boundscheck=False)
         self._compiled = compiled(self._function)
         return int(self._compiled.address)
-
 
     def compile(self) -> None:
         """Compile now, or load from the cache, what would else wait for the first use."""

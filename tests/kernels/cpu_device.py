@@ -67,9 +67,7 @@ class CpuDevice:
 
     def tape(self, layers: Sequence[KVLayerShape], max_rows: int) -> CpuTape:
         assert self._pool is not None, "weights come first"
-        return CpuTape(
-            self._pool, KVLayout(self._kv_type, layers), max_batch_rows=max_rows, max_output_rows=max_rows
-        )
+        return CpuTape(self._pool, KVLayout(self._kv_type, layers), max_batch_rows=max_rows, max_output_rows=max_rows)
 
     def pages(self, layers: Sequence[KVLayerShape], num_positions: int) -> NDArray[np.int64]:
         layout = KVLayout(self._kv_type, layers)

@@ -15,11 +15,11 @@ def environment(**changes: str) -> dict[str, str]:
     return kept | {"PYTHONPATH": path} | changes
 
 
-def start(code: str, **changes: str) -> subprocess.Popen[str]:
-    """Start Python on some code."""
+def start(code: str, folder: Path = REPOSITORY, **changes: str) -> subprocess.Popen[str]:
+    """Start Python on some code, in a folder, with changes to the environment."""
     arguments = [sys.executable, "-c", code]
     pipe = subprocess.PIPE
-    return subprocess.Popen(arguments, env=environment(**changes), stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(arguments, cwd=folder, env=environment(**changes), stdout=pipe, stderr=pipe, text=True)
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
@@ -29,6 +29,6 @@ def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
     return output.strip(), errors.strip()
 
 
-def run(code: str, **changes: str) -> tuple[str, str]:
+def run(code: str, folder: Path = REPOSITORY, **changes: str) -> tuple[str, str]:
     """Standard output and errors of code that must succeed."""
-    return finish(start(code, **changes))
+    return finish(start(code, folder, **changes))

@@ -133,9 +133,7 @@ def test_expert_matmul_refuses_experts_that_were_not_routed(pool: ThreadPool) ->
 
 
 @pytest.mark.parametrize("has_residual", [False, True])
-def test_expert_sum_adds_slots_in_their_order(
-    has_residual: bool, pool: ThreadPool, two_threads: ThreadPool
-) -> None:
+def test_expert_sum_adds_slots_in_their_order(has_residual: bool, pool: ThreadPool, two_threads: ThreadPool) -> None:
     x, weights, residual = random_rows(ROWS, 3 * 37, 11), random_rows(ROWS, 3, 12), random_rows(ROWS, 37, 13)
 
     def write(tape: CpuTape, inputs: list[Buffer]) -> Buffer:

@@ -10,7 +10,9 @@ from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.kernels.cpu.tiles import RECORD_BYTES
 from tests.kernels.tape_runs import random_rows
 
-RECORD = np.dtype([("scale", "<f4"), ("scaled_sum", "<f4"), ("sum", "<i4"), ("first_half", "<i4"), ("second_half", "<i4")])
+RECORD = np.dtype(
+    [("scale", "<f4"), ("scaled_sum", "<f4"), ("sum", "<i4"), ("first_half", "<i4"), ("second_half", "<i4")]
+)
 
 
 def quantized(pool: ThreadPool, x: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.void]]:

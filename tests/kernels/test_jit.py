@@ -1,0 +1,166 @@
+"""The cache of compiled kernels: private, keyed by all that a kernel depends on, hit by the next process, never required."""
+
+import os
+import shutil
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+
+from localinfer.kernels import isa, jit
+from localinfer.kernels.isa import ISA
+from tests.kernels.subprocesses import REPOSITORY, finish, run, start
+
+POSIX = pytest.mark.skipif(sys.platform == "win32", reason="Windows keeps modes and owners another way")
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the cache folder cannot be moved by a variable")
+
+COMPILE = """
+from localinfer.kernels import jit
+from localinfer.kernels.cpu.quantize import quantize_rows
+assert quantize_rows.address
+print(jit.CACHE_FOLDER)
+"""
+
+
+def cached_files(folder: Path) -> dict[str, int]:
+    """Index and code files with the time each was last written."""
+    return {path.name: path.stat().st_mtime_ns for path in folder.rglob("*.nb[ic]")}
+
+
+@LINUX
+def test_the_next_process_hits_the_cache_in_a_private_folder(tmp_path: Path) -> None:
+    folder = Path(run(COMPILE, XDG_CACHE_HOME=str(tmp_path))[0])
+    first = cached_files(folder)
+    assert folder.parent == tmp_path / "localinfer" / "kernels"
+    assert stat.S_IMODE(folder.stat().st_mode) == stat.S_IMODE(folder.parent.stat().st_mode) == 0o700
+    assert {name.rsplit(".", 1)[1] for name in first} == {"nbi", "nbc"}
+    assert run(COMPILE, XDG_CACHE_HOME=str(tmp_path)) == (str(folder), "")
+    assert cached_files(folder) == first
+
+
+@LINUX
+def test_processes_that_compile_at_the_same_time_all_succeed(tmp_path: Path) -> None:
+    processes = [start(COMPILE, XDG_CACHE_HOME=str(tmp_path)) for _ in range(2)]
+    folders = {finish(process) for process in processes}
+    assert len(folders) == 1
+    assert cached_files(Path(folders.pop()[0]))
+
+
+@LINUX
+def test_without_a_cache_folder_kernels_compile_and_one_warning_says_so(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.touch()
+    output, errors = run(COMPILE, XDG_CACHE_HOME=str(blocked))
+    assert output == "None"
+    assert errors.count("RuntimeWarning") == 1
+    assert str(blocked) in errors
+    assert blocked.read_bytes() == b""
+
+
+@LINUX
+def test_nothing_is_written_beside_the_installed_sources(tmp_path: Path) -> None:
+    package = tmp_path / "site" / "localinfer"
+    shutil.copytree(REPOSITORY / "localinfer", package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(REPOSITORY / "kernels", package / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
+    for path in [package.parent, *package.parent.rglob("*")]:
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    before = sorted(package.rglob("*"))
+    settings = {"PYTHONPATH": str(package.parent), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        for _ in range(2):
+            code = COMPILE + "print(jit.__file__)"
+            output, errors = run(code, tmp_path, XDG_CACHE_HOME=str(tmp_path / "cache"), **settings)
+            folder, file = output.split("\n")
+            assert errors == ""
+            assert Path(file) == package / "kernels" / "jit.py"
+            assert cached_files(Path(folder))
+        assert sorted(package.rglob("*")) == before
+    finally:
+        for path in [package.parent, *package.parent.rglob("*")]:
+            path.chmod(0o755 if path.is_dir() else 0o644)
+
+
+def test_the_key_changes_with_any_source_even_one_that_only_others_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(REPOSITORY / "kernels", tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(jit, "__file__", str(tmp_path / "kernels" / "jit.py"))
+    keys = {jit.cache_key()}
+    for name in ("cpu/emit.py", "cpu/layouts.py", "ops.py"):
+        with (tmp_path / "kernels" / name).open("a") as file:
+            file.write("# changed\n")
+        keys.add(jit.cache_key())
+    (tmp_path / "kernels" / "cpu" / "rows.py").rename(tmp_path / "kernels" / "cpu" / "lines.py")
+    keys.add(jit.cache_key())
+    assert len(keys) == 5
+
+
+def test_the_key_is_the_same_wherever_the_sources_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = jit.cache_key()
+    shutil.copytree(REPOSITORY / "kernels", tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(jit, "__file__", str(tmp_path / "kernels" / "jit.py"))
+    assert jit.cache_key() == wanted
+
+
+def test_the_key_changes_with_the_instruction_set_and_with_numbas_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = set()
+    for path in ISA:
+        monkeypatch.setattr(isa, "SELECTED", path)
+        keys.add(jit.cache_key())
+    assert len(keys) == len(ISA)
+    for name in ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES", "NUMBA_OPT", "NUMBA_ENABLE_AVX"):
+        monkeypatch.setenv(name, "1")
+        keys.add(jit.cache_key())
+    assert len(keys) == len(ISA) + 4
+
+
+@POSIX
+@pytest.mark.parametrize("mode", [0o700, 0o750, 0o755])
+def test_a_folder_of_ours_that_others_can_only_read_is_made_private(mode: int, tmp_path: Path) -> None:
+    folder = tmp_path / "kernels"
+    folder.mkdir()
+    folder.chmod(mode)
+    assert jit._prepare(folder) == folder
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+@POSIX
+@pytest.mark.parametrize("mode", [0o770, 0o777, 0o722, 0o1777])
+def test_a_folder_that_others_could_write_is_not_used(mode: int, tmp_path: Path) -> None:
+    folder = tmp_path / "kernels"
+    folder.mkdir()
+    folder.chmod(mode)
+    assert jit._prepare(folder) is None
+
+
+@POSIX
+def test_a_planted_folder_or_link_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, link = tmp_path / "real", tmp_path / "link"
+    real.mkdir(mode=0o700)
+    link.symlink_to(real)
+    assert jit._prepare(link) is None
+    (tmp_path / "file").touch()
+    assert jit._prepare(tmp_path / "file") is None
+    owner = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    assert jit._prepare(real) is None
+
+
+@LINUX
+def test_a_home_that_cannot_be_found_does_not_make_folders_where_the_process_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("platformdirs.user_cache_dir", lambda *_, **__: "~/.cache/localinfer")
+    with pytest.warns(RuntimeWarning, match="compiles the kernels anew"):
+        assert jit._cache_folder() is None
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_op_compiles_once_and_keeps_its_address() -> None:
+    from localinfer.kernels.cpu.elementwise import scale
+
+    assert scale.address == scale.address > 0
+    assert scale.name == "scale"
+    assert scale.__doc__ == "out = scalar * a."
