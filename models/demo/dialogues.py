@@ -68,7 +68,9 @@ SYSTEM_PROMPTS = (
 ).split("|")
 NOUN = re.compile(r"[a-z]+")
 SINGULARS = {plural(noun): noun for noun in TOPICS}
-TOO_COMMON = frozenset("boy girl baby man woman child mother father brother sister saw watch toy game well card".split())
+TOO_COMMON = frozenset(
+    "boy girl baby man woman child mother father brother sister saw watch toy game well card".split()
+)
 STORY_NAMES = {
     **dict.fromkeys(GIRLS, True),
     **dict.fromkeys(

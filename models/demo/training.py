@@ -16,8 +16,12 @@ from torch import Tensor, nn
 
 from localinfer.models.demo.network import DemoModel, Shape
 
-START_SHARES = {"books": 0.40, "stories": 0.18, "story_chat": 0.10, "grammar_chat": 0.22, "talk": 0.10}
-END_SHARES = {"books": 0.10, "stories": 0.16, "story_chat": 0.12, "grammar_chat": 0.42, "talk": 0.20}
+START_SHARES = {
+    "books": 0.28, "stories": 0.17, "story_chat": 0.10, "grammar_chat": 0.18, "talk": 0.07, "copies": 0.20,
+}  # fmt: skip
+END_SHARES = {
+    "books": 0.08, "stories": 0.16, "story_chat": 0.14, "grammar_chat": 0.44, "talk": 0.18, "copies": 0.00,
+}  # fmt: skip
 """Each source's share of the tokens at the start and from 70 % of the training on."""
 PEAK_RATES = (0.02, 3e-3)
 """Learning rates of Muon, for the matrices, and of AdamW, for the embedding and the norms."""
