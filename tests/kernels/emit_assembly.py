@@ -1,0 +1,86 @@
+"""Print the assembly of kernel pieces for any target LLVM knows; run as a program, since LLVM may end the process.
+
+Arguments: a name from TARGETS and a name from PIECES.
+"""
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+from llvmlite import binding as llvm
+from llvmlite import ir
+from numba import types
+
+from localinfer.kernels import isa
+from localinfer.kernels.cpu import attention_tiles, quantize, rows, tiles
+from localinfer.kernels.cpu.layouts import Layout
+from localinfer.kernels.isa import ISA
+from localinfer.kernels.ops import Activation
+
+_AVX2 = "+avx,+avx2,+fma,+f16c"
+TARGETS: dict[str, tuple[ISA, str, str, str]] = {
+    "avx512vnni": (
+        ISA.AVX512_VNNI,
+        "x86_64-unknown-linux-gnu",
+        "x86-64",
+        f"{_AVX2},+avx512f,+avx512bw,+avx512vl,+avx512dq,+avx512vnni",
+    ),
+    "avxvnni": (ISA.AVX_VNNI, "x86_64-unknown-linux-gnu", "x86-64", f"{_AVX2},+avxvnni"),
+    "avx2": (ISA.AVX2, "x86_64-unknown-linux-gnu", "x86-64", _AVX2),
+    "generic": (ISA.GENERIC, "x86_64-unknown-linux-gnu", "x86-64", ""),
+    "neon": (ISA.NEON_DOTPROD, "aarch64-unknown-linux-gnu", "generic", "+neon,+dotprod"),
+    "windows on arm": (ISA.NEON_DOTPROD, "aarch64-pc-windows-msvc", "generic", "+neon,+dotprod"),
+    "apple": (ISA.NEON_DOTPROD, "arm64-apple-macosx13.0", "apple-m1", "+neon,+dotprod"),
+}
+
+
+def _literal(value: int) -> Any:
+    return types.literal(value)
+
+
+_ADDRESS, _FLOAT = types.int64, types.float32
+
+
+def _tile(layout: Layout) -> tuple[Any, list[Any]]:
+    return tiles.tile_product, [_literal(int(layout)), _literal(4), *[_ADDRESS] * 4, _FLOAT, _ADDRESS, _ADDRESS]
+
+
+PIECES: dict[str, tuple[Any, list[Any]]] = {
+    **{layout.name: _tile(layout) for layout in Layout},
+    "quantize": (quantize.quantize_block, [_ADDRESS] * 3),
+    "key scores": (attention_tiles.key_scores, [_literal(1), _literal(4), *[_ADDRESS] * 3, _FLOAT, *[_ADDRESS] * 2]),
+    "softmax": (attention_tiles.softmax_chunk, [*[_ADDRESS] * 5, _FLOAT, _FLOAT, _ADDRESS, _ADDRESS]),
+    "values": (attention_tiles.weigh_values, [_literal(1), _literal(4), *[_ADDRESS] * 8]),
+    "merge": (attention_tiles.merge_chunk, [_ADDRESS] * 5),
+    "norm": (rows.layer_norm_row, [*[_ADDRESS] * 5, _FLOAT]),
+    "gelu": (rows.activate_row, [_literal(list(Activation).index(Activation.GELU_ERF)), *[_ADDRESS] * 3]),
+}
+
+
+def assembly(target_name: str, piece: str) -> str:
+    """Assembly of one intrinsic as a function of its own."""
+    path, triple, cpu, features = TARGETS[target_name]
+    isa.SELECTED = path
+    for name in ("targets", "asmprinters"):
+        getattr(llvm, f"initialize_all_{name}")()
+    codegen = SimpleNamespace(magic_tuple=lambda: (triple, cpu, features))
+    context = SimpleNamespace(codegen=lambda: codegen, get_dummy_value=lambda: None)
+    intrinsic, argument_types = PIECES[piece]
+    _, generate = intrinsic._defn(None, *argument_types)
+    module = ir.Module()
+    module.triple = triple
+    kinds = [ir.FloatType() if type is _FLOAT else ir.IntType(64) for type in argument_types]
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), kinds), "piece")
+    builder = ir.IRBuilder(function.append_basic_block())
+    generate(context, builder, None, list(function.args))
+    builder.ret_void()
+    machine = llvm.Target.from_triple(triple).create_target_machine(cpu=cpu, features=features, opt=3)
+    parsed = llvm.parse_assembly(str(module))
+    parsed.verify()
+    return str(machine.emit_assembly(parsed))
+
+
+if __name__ == "__main__":
+    for name in sys.argv[2:] or PIECES:
+        print(f"== {name}")
+        print(assembly(sys.argv[1], name))
