@@ -28,7 +28,7 @@ def _read(typing_context: Any, address: Any, num_bytes: Any) -> Any:
         def step(offset: Value, carried: list[Value]) -> Sequence[Value]:
             place = b.add(start, offset)
             for line in range(_LINES):
-                emit.prefetch(place, _PREFETCH_BYTES + 64 * line)
+                emit.prefetch(place, _PREFETCH_BYTES + 64 * line, locality=2)
             loaded = [emit.load(place, vector(I32), 64 * line, align=64) for line in range(_LINES)]
             return [b.xor(value, new) for value, new in zip(carried, loaded, strict=True)]
 

@@ -22,7 +22,8 @@ RECORD_BYTES = 20
 _SCALE, _SCALED_SUM, _MINUS_8_SUM, _MINUS_8_HALF = 0, 4, 8, 12
 
 PREFETCH_BYTES = 16384
-"""How far ahead of its use a tile is requested from memory; measured, see tests/bench/RESULTS.md."""
+"""How far ahead of its use a tile is requested, into the second-level cache: the few miss buffers of the first level would
+hold no more than half of the memory's rate. Measured: tests/bench/RESULTS.md."""
 
 
 class _Tile:
@@ -39,12 +40,16 @@ class _Tile:
         self.units = b.udiv(columns, emit.i64(self.sizes.unit))
         self.body = b.add(tile, b.mul(self.units, emit.i64(self.sizes.header_bytes)))
 
-    def prefetch(self, unit: Value, unit_bytes: int) -> None:
-        """Request what will be read PREFETCH_BYTES later; addresses run on into the next tile."""
+    def prefetch(self, unit: Value, unit_bytes: int, part: int, parts: int) -> None:
+        """Request part `part` of `parts` of what will be read PREFETCH_BYTES after this unit, into the next tile if need be.
+
+        Lines are spread over a unit's work: a burst of them fills the core's miss buffers and stalls its loads.
+        """
         emit = self.emit
         address = emit.builder.add(self.tile, emit.builder.mul(unit, emit.i64(unit_bytes)))
-        for line in range(0, unit_bytes, 64):
-            emit.prefetch(address, PREFETCH_BYTES + line)
+        lines = -(-unit_bytes // 64)
+        for line in range(lines * part // parts, lines * (part + 1) // parts):
+            emit.prefetch(address, PREFETCH_BYTES + 64 * line, locality=2)
 
     def at(self, base: Value, index: Value, stride: int) -> Value:
         return self.emit.builder.add(base, self.emit.builder.mul(index, self.emit.i64(stride)))
@@ -95,7 +100,6 @@ class _Tile:
 def _block_body(tile: _Tile, block: Value, totals: list[Value]) -> list[Value]:
     """One block of Q4_0, Q4_1, Q5_0, Q5_1 or Q8_0."""
     emit, layout, sizes = tile.emit, tile.layout, tile.sizes
-    tile.prefetch(block, sizes.header_bytes + sizes.body_bytes)
     codes = tile.at(tile.body, block, sizes.body_bytes)
     header = tile.at(tile.tile, block, sizes.header_bytes)
     scale = emit.load_floats(header, 0, F16)
@@ -106,6 +110,7 @@ def _block_body(tile: _Tile, block: Value, totals: list[Value]) -> list[Value]:
     if layout is Layout.Q8_0:
         dots = [emit.biased_start(tile.record_int(record, _MINUS_8_SUM, shift=4)) for record in records]
         for j in range(8):
+            tile.prefetch(block, sizes.header_bytes + sizes.body_bytes, j, 8)
             loaded = tile.load_codes(codes, 64 * j)
             dots = [
                 emit.dot_biased(dot, loaded, tile.bytes4(row, column, 4 * j))
@@ -118,6 +123,7 @@ def _block_body(tile: _Tile, block: Value, totals: list[Value]) -> list[Value]:
         else:
             dots = [emit.zeros(I32) for _ in records]
         for j in range(4):
+            tile.prefetch(block, sizes.header_bytes + sizes.body_bytes, j, 4)
             loaded = tile.load_codes(codes, 64 * j)
             for half, nibbles in enumerate((tile.low(loaded), tile.high(loaded))):
                 if fifth is not None:
@@ -165,7 +171,6 @@ def _q4_k_body(tile: _Tile, super_block: Value, totals: list[Value]) -> list[Val
 
     def pair_body(pair: Value, totals: list[Value]) -> Sequence[Value]:
         unit = b.add(first_unit, pair)
-        tile.prefetch(unit, (sizes.header_bytes + sizes.body_bytes) // 4)
         codes = tile.at(codes_start, pair, 512)
         column = b.mul(unit, emit.i64(64))
         scales, minimums = _six_bit_scales(tile, header, pair)
@@ -173,6 +178,7 @@ def _q4_k_body(tile: _Tile, super_block: Value, totals: list[Value]) -> list[Val
         dots = [[emit.zeros(I32) for _ in tile.rows] for _ in range(2)]
         shift = emit.splat(b.trunc(b.mul(pair, emit.i64(2)), I16), 32) if fifth_bits is not None else None
         for j in range(8):
+            tile.prefetch(unit, (sizes.header_bytes + sizes.body_bytes) // 4, j, 8)
             loaded = tile.load_codes(codes, 64 * j)
             bits = None
             if fifth_bits is not None:
@@ -210,7 +216,6 @@ def _q6_k_body(tile: _Tile, super_block: Value, totals: list[Value]) -> list[Val
 
     def half_body(half: Value, totals: list[Value]) -> Sequence[Value]:
         unit = b.add(first_unit, half)
-        tile.prefetch(unit, (sizes.header_bytes + sizes.body_bytes) // 2)
         codes = tile.at(body, half, 1536)
         scales = tile.at(header, half, 128)
         column = b.mul(unit, emit.i64(128))
@@ -220,6 +225,7 @@ def _q6_k_body(tile: _Tile, super_block: Value, totals: list[Value]) -> list[Val
             for part in range(2):
                 dots = [tile.record_int(record, _MINUS_8_HALF + 4 * part, shift=2) for record in records]
                 for j in range(4 * part, 4 * part + 4):
+                    tile.prefetch(unit, (sizes.header_bytes + sizes.body_bytes) // 2, 8 * k + j, 32)
                     loaded = tile.load_codes(codes, 64 * (8 * (k % 2) + j))
                     nibbles = tile.low(loaded) if k < 2 else tile.high(loaded)
                     upper = tile.moved_bits(tile.load_codes(codes, 1024 + 64 * j), 2 * k, 3, 4)
@@ -267,7 +273,7 @@ def _float_totals(tile: _Tile) -> list[Value]:
         ]
 
     def quad(column: Value, totals: list[Value]) -> Sequence[Value]:
-        tile.prefetch(b.lshr(column, emit.i64(2)), 4 * column_bytes)
+        tile.prefetch(b.lshr(column, emit.i64(2)), 4 * column_bytes, 0, 1)
         even, odd = totals[:count], totals[count:]
         for offset in (0, 2):
             even, odd = step(column, offset, even), step(column, offset + 1, odd)
