@@ -9,17 +9,20 @@ from numpy.typing import NDArray
 ALIGNMENT = 64
 """Bytes; one cache line and one AVX-512 register."""
 
+READABLE_BYTES = 64
+"""What follows every array and may be read, since a vector that begins in the last columns ends beyond them."""
+
 
 def aligned(num_bytes: int) -> NDArray[np.uint8]:
     """Uninitialised uint8[num_bytes] whose address is a multiple of ALIGNMENT."""
-    raw = np.empty(num_bytes + ALIGNMENT, np.uint8)
+    raw = np.empty(num_bytes + ALIGNMENT + READABLE_BYTES, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + num_bytes]
 
 
 def aligned_zeros(num_bytes: int) -> NDArray[np.uint8]:
     """As `aligned`, all zero; pages the kernel never touches take no memory."""
-    raw = np.zeros(num_bytes + ALIGNMENT, np.uint8)
+    raw = np.zeros(num_bytes + ALIGNMENT + READABLE_BYTES, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + num_bytes]
 
@@ -33,8 +36,8 @@ def address(array: NDArray[Any]) -> int:
 class Arena:
     """Memory for the weights of one model: few large blocks, on huge pages where the system has them.
 
-    Weights lie in the order they were packed, which is the order a token reads them, so a prefetch that runs past the end of
-    one matrix is already in the next.
+    Weights lie in the order they were packed, which is the order a token reads them, so a prefetch that runs past the
+    end of one matrix is already in the next.
     """
 
     def __init__(self, block_bytes: int = 256 << 20) -> None:

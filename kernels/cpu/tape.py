@@ -140,8 +140,8 @@ class CpuTape:
         sizes = SIZES[rows.layout]
         row_bytes = rows.num_columns // sizes.unit * sizes.file_bytes
         _check(
-            rows.data.size == rows.num_rows * row_bytes and rows.num_columns % sizes.unit == 0,
-            f"{table.name} holds {rows.data.size} bytes; {rows.num_rows} rows need {rows.num_rows * row_bytes}",
+            rows.data.size == table.num_rows * row_bytes and rows.num_columns % sizes.unit == 0,
+            f"{table.name} holds {rows.data.size} bytes; {table.num_rows} rows need {table.num_rows * row_bytes}",
         )
         self._keep.append(rows)
         words = (rows.data.ctypes.data, row_bytes, int(rows.layout), rows.num_columns, sizes.unit, sizes.file_bytes)
