@@ -1,4 +1,4 @@
-"""What LLVM makes of the kernels for targets that this machine may not be: the right instructions, and no hidden calls."""
+"""What LLVM makes of kernels for targets this machine may not be: the right instructions, and no hidden calls."""
 
 import re
 import subprocess

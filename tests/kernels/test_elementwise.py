@@ -18,8 +18,8 @@ from localinfer.kernels.ops import (
     EmbeddingTable,
     FloatArray,
     Pairing,
-    Rows,
     RopeTable,
+    Rows,
     Segment,
 )
 from localinfer.quant.formats import TensorType

@@ -1,4 +1,4 @@
-"""The cache of compiled kernels: private, keyed by all that a kernel depends on, hit by the next process, never required."""
+"""The cache of compiled kernels: private, keyed by all that a kernel depends on, hit by the next process, optional."""
 
 import os
 import shutil

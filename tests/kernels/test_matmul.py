@@ -19,8 +19,8 @@ from tests.kernels.tape_runs import (
     run_rows,
 )
 
-# Relative L2 error against float64 on the same weights and the raw, normally distributed activations. For integer layouts
-# it is the rounding of activations to int8 (0.0048 is expected); kernels/README.md repeats this table.
+# Relative L2 error against float64 on the same weights and the raw, normally distributed activations. For integer
+# layouts it is the rounding of activations to int8 (0.0048 is expected); kernels/README.md repeats this table.
 ERROR_BUDGET = {
     Layout.F32: 1e-6,
     Layout.F16: 1e-6,
