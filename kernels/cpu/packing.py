@@ -1,7 +1,7 @@
 """Move weights from the rows of a file into tiles, straight from the map and in parallel.
 
-Every layout is a list of fields: items of 1, 2 or 4 bytes that go, item by item, from one row of the file to one lane of a
-tile. Only three kinds of field change bytes on the way; none loses any.
+Every layout is a list of fields: items of 1, 2 or 4 bytes that go, item by item, from one row of the file to one lane
+of a tile. Only three kinds of field change bytes on the way; none loses any.
 """
 
 from collections.abc import Callable
@@ -74,7 +74,7 @@ class PackedWeight:
 
 
 @inline
-def _spread_bits(word: int) -> int:
+def _spread_bits(word: int) -> np.uint32:
     """Bit 4v + c of a row's 32 fifth bits becomes bit v of byte c."""
     result = np.uint32(0)
     for v in range(8):
@@ -84,7 +84,7 @@ def _spread_bits(word: int) -> int:
 
 
 @inline
-def scale_code(source: int, index: int) -> int:
+def scale_code(source: int, index: int) -> np.int64:
     """Six-bit code `index` of the twelve bytes of a K-quant super-block: scales 0..7, minimums 8..15."""
     shift = np.int64(index // 8)
     j = index % 8
@@ -179,8 +179,8 @@ def pack(
 ) -> PackedWeight:
     """Pack a stack of matrices stored row after row, as a GGUF tensor is.
 
-    data: contiguous uint8 of exactly the stack's bytes; `done` is told each stretch of it (first byte, end) that has been
-    packed, so that the caller can let it go. Raises ShapeError if the bytes are not what the shape needs.
+    data: contiguous uint8 of exactly the stack's bytes; `done` is told each stretch of it (first byte, end) that has
+    been packed, so that the caller can let it go. Raises ShapeError if the bytes are not what the shape needs.
     """
     sizes = SIZES[layout]
     bytes_per_tile = tile_bytes(layout, num_columns)

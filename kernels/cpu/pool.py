@@ -1,7 +1,7 @@
 """Persistent threads that run a tape: every thread walks the same ops and meets the others at a barrier after each.
 
-Python is left once per run. The calling thread is thread 0; the others spin for about a millisecond after a run, since the
-next token usually comes within it, and then sleep on a lock, so an idle process uses no CPU.
+Python is left once per run. The calling thread is thread 0; the others spin for about a millisecond after a run, since
+the next token usually comes within it, and then sleep on a lock, so an idle process uses no CPU.
 
 The control block is int64 words, one cache line apart where threads contend.
 """
@@ -113,8 +113,8 @@ def _work(control: int, thread: int, seen: int) -> int:
             return -1
         _walk(control, thread)
     atomic_exchange(control + SLEEPING + 64 * thread, 1)
-    # A run published just before the flag was up did not see it: take the flag back and go on. If it is down already, the
-    # publisher has seen it and releases the lock, so the caller must consume that.
+    # A run published just before the flag was up did not see it: take the flag back and go on. If it is down already,
+    # the publisher has seen it and releases the lock, so the caller must consume that.
     if atomic_load(control + GENERATION) != seen and atomic_exchange(control + SLEEPING + 64 * thread, 0) == 1:
         return -2 - seen
     return seen

@@ -430,10 +430,12 @@ class CpuTape:
         target, out_stride = self._place(out)
         zeros = self._zero_row(rows)
         for head in range(heads):
-            words = (source + head * slot_stride, stride, columns, is_output, 1, self._max_rows[x.rows])
+            inputs = (source + head * slot_stride, stride, columns, is_output, 1, self._max_rows[x.rows])
             weights = (address(packed.data) + head * packed.expert_bytes, packed.tile_bytes, num_tiles(rows), rows)
             place = (target + 4 * (head * out_head_size + out_offset), out_stride)
-            self._add(matmul_op(packed.layout), *words, *weights, *place, zeros, 0, zeros, 0, _bits(1.0), 0, writes=out)
+            self._add(
+                matmul_op(packed.layout), *inputs, *weights, *place, zeros, 0, zeros, 0, _bits(1.0), 0, writes=out
+            )
 
     def copy_heads(
         self,
