@@ -10,8 +10,11 @@ from localinfer.models.demo.story_grammar import (
     GIRLS,
     HERO_TRAITS,
     PEOPLE,
+    PLACES,
+    THINGS,
     TOPICS,
     Subject,
+    invent_word,
     plural,
     read_sections,
     with_article,
@@ -185,13 +188,24 @@ def _story_turn(rng: random.Random, requests: list[str], subject: Subject, story
 
 
 def draw_subject(rng: random.Random) -> Subject:
-    """Draw what a user asks for: mostly one noun, sometimes with a name, a trait or a second noun."""
+    """Draw what a user asks for: mostly one noun, sometimes with a name, a trait or a second noun.
+
+    Some nouns are compounds or do not exist: only copying them from the request gets them right.
+    """
     noun = rng.choice(list(TOPICS))
-    is_hero = TOPICS[noun] == "hero"
-    name = rng.choice(GIRLS + BOYS) if is_hero and rng.random() < 0.12 else ""
-    trait = rng.choice(HERO_TRAITS) if is_hero and rng.random() < 0.15 else ""
-    other = rng.choice([x for x in TOPICS if x != noun]) if is_hero and rng.random() < 0.25 else ""
-    return Subject(noun=noun, name=name, trait=trait, other=other)
+    kind = TOPICS[noun]
+    form = rng.random()
+    if form < 0.08:
+        noun, kind = invent_word(rng), rng.choice(("hero", "thing", "place"))
+    elif form < 0.16:
+        noun = f"{rng.choice(THINGS + ANIMALS + PLACES)} {noun}"
+    name = trait = other = ""
+    if kind == "hero":
+        if rng.random() < 0.2:
+            name = rng.choice(GIRLS + BOYS) if rng.random() < 0.4 else invent_word(rng).capitalize()
+        trait = rng.choice(HERO_TRAITS) if rng.random() < 0.15 else ""
+        other = rng.choice([x for x in TOPICS if x not in noun]) if rng.random() < 0.25 else ""
+    return Subject(noun=noun, name=name, trait=trait, other=other, kind=kind)
 
 
 def _read_talks(path: Path) -> dict[str, list[tuple[list[str], list[str]]]]:
@@ -232,7 +246,7 @@ def _noun_turn(rng: random.Random) -> list[Message]:
 
 def _name_turn(rng: random.Random) -> list[Message]:
     """Return a turn in which the user gives a name, and sometimes one that asks for it."""
-    name = rng.choice(GIRLS + BOYS)
+    name = rng.choice(GIRLS + BOYS) if rng.random() < 0.6 else invent_word(rng).capitalize()
     question = rng.choice(
         (f"my name is {name}", f"I am {name}.", f"Hi, I'm {name}!", f"call me {name}", f"Hello, my name is {name}.")
     )
@@ -299,7 +313,7 @@ def _real_story_chat(rng: random.Random, story: str) -> str:
 def _grammar_chat(rng: random.Random) -> str:
     subject = draw_subject(rng)
     story = write_story(rng, subject)
-    if rng.random() < 0.06:
+    if rng.random() < 0.25:
         return BOS + story + EOS
     if rng.random() < 0.06:
         return write_story_chat(rng, [("user", _casual(rng, rng.choice(OPEN_REQUESTS))), ("assistant", story)])

@@ -116,6 +116,16 @@ class Subject:
     name: str = ""
     trait: str = ""
     other: str = ""
+    kind: str = ""
+    """"hero", "thing" or "place"; empty for a noun of `TOPICS`, which knows."""
+
+
+def invent_word(rng: random.Random) -> str:
+    """Return a word that does not exist, as a name or noun that must be copied to be told about."""
+    starts = "b bl br ch d dr f fl g gl gr h j k l m n p pl qu r s sh sn sp st t tr tw v w wh z".split()
+    vowels, ends = "a e i o u ee oo".split(), "b bble ck dle ff g ggle k ll m mp n nk p r rk sh ss t x zz".split()
+    middle = rng.choice(vowels) + rng.choice("b d g l m n p r t".split()) if rng.random() < 0.5 else ""
+    return rng.choice(starts) + middle + rng.choice(vowels) + rng.choice(ends)
 
 
 def with_article(noun: str) -> str:
@@ -177,8 +187,10 @@ def _is_female(rng: random.Random, noun: str, name: str = "") -> bool:
 
 def draw_cast(rng: random.Random, subject: Subject) -> dict[str, str]:
     """Draw hero, helper, thing and place around the subject and return every slot of the patterns."""
-    wanted = {TOPICS[noun]: noun for noun in (subject.other, subject.noun) if noun}
-    hero = wanted.get("hero") or rng.choice(("girl", "boy", "girl", "boy", *ANIMALS[:40]))
+    wanted = {subject.kind or TOPICS[subject.noun]: subject.noun}
+    if subject.other:
+        wanted = {TOPICS[subject.other]: subject.other, **wanted}
+    hero = wanted.get("hero") or rng.choice((*["girl", "boy"] * 10, *ANIMALS[:40]))
     is_female = _is_female(rng, hero, subject.name)
     is_two_heroes = bool(subject.other) and TOPICS[subject.other] == "hero"
     helper = subject.other if is_two_heroes else rng.choice([x for x in COMMON_HELPERS if x != hero])
@@ -205,7 +217,7 @@ def draw_cast(rng: random.Random, subject: Subject) -> dict[str, str]:
 
 def write_story(rng: random.Random, subject: Subject) -> str:
     """Write one short story about the subject, in one to five paragraphs."""
-    kind = TOPICS[subject.noun]
+    kind = subject.kind or TOPICS[subject.noun]
     if kind == "hero" and subject.other:
         kind = TOPICS[subject.other]
     beats = [rng.choice(beat) for beat in rng.choice(PLOTS[kind])]
