@@ -45,8 +45,9 @@ class CpuWeights:
 
     def embedding(self, name: str) -> EmbeddingTable:
         values = np.ascontiguousarray(self._tensors[name])
-        packed = RowTable(Layout.F32, *values.shape, values.reshape(-1).view(np.uint8))
-        return EmbeddingTable(name, *values.shape, packed)
+        num_rows, width = values.shape
+        packed = RowTable(Layout.F32, num_rows, width, values.reshape(-1).view(np.uint8))
+        return EmbeddingTable(name, num_rows, width, packed)
 
     def vector(self, name: str) -> FloatArray:
         return self._tensors[name]

@@ -35,4 +35,5 @@ def quantized_activations(x: NDArray[np.float32]) -> NDArray[np.float64]:
     scale = largest / np.float32(127)
     inverse = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest > 0)
     codes = np.rint(blocks * inverse)
-    return (codes.astype(np.float64) * scale.astype(np.float64)).reshape(x.shape)
+    products: NDArray[np.float64] = codes.astype(np.float64) * scale.astype(np.float64)
+    return products.reshape(x.shape)

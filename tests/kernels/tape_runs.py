@@ -25,8 +25,9 @@ Write = Callable[[CpuTape, list[Buffer]], Buffer]
 def table(values: FloatArray) -> EmbeddingTable:
     """A float32 embedding table."""
     rows = np.ascontiguousarray(values, np.float32)
-    packed = RowTable(Layout.F32, *rows.shape, rows.reshape(-1).view(np.uint8))
-    return EmbeddingTable("table", *rows.shape, packed)
+    num_rows, width = rows.shape
+    packed = RowTable(Layout.F32, num_rows, width, rows.reshape(-1).view(np.uint8))
+    return EmbeddingTable("table", num_rows, width, packed)
 
 
 def linear(pool: ThreadPool, layout: Layout, data: NDArray[np.uint8], shape: tuple[int, ...]) -> LinearWeight:

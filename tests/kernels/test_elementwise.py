@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import numba
 import numpy as np
 import pytest
 
@@ -11,6 +10,7 @@ from localinfer.kernels.cpu.layouts import SIZES, Layout
 from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.kernels.cpu.rows import exp_of, sigmoid_of
 from localinfer.kernels.cpu.tape import CpuTape
+from localinfer.kernels.jit import inline
 from localinfer.kernels.ops import (
     Activation,
     Batch,
@@ -104,7 +104,7 @@ def test_clamped_swiglu_equals_the_formula(pool: ThreadPool) -> None:
     np.testing.assert_allclose(run_rows(pool, [gate, up], write), wanted, rtol=2e-6, atol=1e-6)
 
 
-@numba.njit
+@inline
 def _each(x: FloatArray, exponentials: FloatArray, sigmoids: FloatArray) -> None:
     for index in range(x.size):
         exponentials[index] = exp_of(x[index])

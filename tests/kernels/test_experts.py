@@ -39,10 +39,12 @@ def routed(tape: CpuTape, logits: Buffer, routing: Routing) -> tuple[Buffer, Buf
 
 
 def route_rows(pool: ThreadPool, logits: FloatArray, routing: Routing, splits: list[int]) -> list[FloatArray]:
-    return [
-        run_rows(pool, [logits], lambda tape, inputs, part=part: routed(tape, inputs[0], routing)[part], splits)
-        for part in range(2)
-    ]
+    """Expert ids and weights of every row."""
+
+    def write_part(part: int) -> Write:
+        return lambda tape, inputs: routed(tape, inputs[0], routing)[part]
+
+    return [run_rows(pool, [logits], write_part(part), splits) for part in range(2)]
 
 
 @pytest.mark.parametrize("name", ROUTINGS)

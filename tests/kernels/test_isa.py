@@ -13,7 +13,7 @@ from localinfer.kernels import isa
 from localinfer.kernels.cpu.emit import target_isa
 from localinfer.kernels.isa import ISA, available, runs_on, select
 from tests.kernels.digest import layer, products
-from tests.kernels.subprocesses import finish, start
+from tests.kernels.subprocesses import REPOSITORY, finish, start
 
 IS_X86 = llvm.get_process_triple().startswith("x86_64")
 # A CPU of before AVX, float16 conversion and fused multiply-add: what the generic path must do without.
@@ -76,11 +76,11 @@ def test_intrinsics_fall_back_to_what_the_compile_target_has(
 @pytest.fixture(scope="module")
 def processes() -> Iterator[dict[ISA, subprocess.Popen[str]]]:
     """One process per path below the one in use, all at once: they compile for themselves."""
-    started = {}
+    started: dict[ISA, subprocess.Popen[str]] = {}
     for path in available():
         if path is ISA.GENERIC:
             code = "from tests.kernels.digest import layer, products; print(products(), layer())"
-            started[path] = start(code, LOCALINFER_ISA=path.value, **OLD_CPU)
+            started[path] = start(code, REPOSITORY, LOCALINFER_ISA=path.value, **OLD_CPU)
         elif path is not isa.SELECTED:
             code = "from tests.kernels.digest import products; print(products())"
             started[path] = start(code, LOCALINFER_ISA=path.value)

@@ -72,4 +72,4 @@ def test_pack_refuses_sizes_that_do_not_meet(
 
 def test_pack_refuses_arrays_that_are_not_bytes(pool: ThreadPool) -> None:
     with pytest.raises(ShapeError, match="float32"):
-        pack(pool, Layout.F32, np.zeros(64, np.float32), 1, 1, 16)  # type: ignore[arg-type]
+        pack(pool, Layout.F32, np.zeros(64, np.float32), 1, 1, 16)
