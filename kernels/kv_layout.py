@@ -1,7 +1,8 @@
 """How keys and values lie in a page: fixed-size pages of positions, every layer of a position in the same page.
 
-Per layer and KV head: keys in groups of sixteen positions, [page_tokens / 16][key_size][16], so that one query dimension
-meets sixteen keys in one vector; then values, [page_tokens][value_stride], so that one probability meets a whole vector.
+Per layer and KV head: keys in groups of sixteen positions, [page_tokens / 16][key_size][16], so that one query
+dimension meets sixteen keys in one vector; then values, [page_tokens][value_stride], so that one probability meets a
+whole vector.
 """
 
 from collections.abc import Sequence

@@ -1,17 +1,17 @@
 """Tape ops that work on each row by itself: norms, activations, sums, RoPE, and copies of rows.
 
-Parameters are int64 words at one address, listed with each op; a float travels as its bits. Threads take units (a row, a group
-of a row, or a stretch of columns) as they get free.
+Parameters are int64 words at one address, listed with each op; a float travels as its bits. Threads take units (a
+row, a group of a row, or a stretch of columns) as they get free.
 """
 
 import math
 
 import numpy as np
 
-from localinfer.kernels.cpu.batch import CONTROL, OUTPUT_ROWS, POSITIONS, num_rows
-from localinfer.kernels.cpu.memory import float_bits, load_f32, load_f64, load_i64, store_f32
-from localinfer.kernels.cpu.pool import take_units
-from localinfer.kernels.cpu.rows import (
+from localinfer.kernels.cpu.compiled.batch import num_rows
+from localinfer.kernels.cpu.compiled.memory import float_bits, load_f32, load_f64, load_i64, store_f32
+from localinfer.kernels.cpu.compiled.pool import take_units
+from localinfer.kernels.cpu.compiled.rows import (
     activate_row,
     add_scaled_row,
     gate_row,
@@ -22,8 +22,8 @@ from localinfer.kernels.cpu.rows import (
     sigmoid_of,
     softcap_row,
 )
-from localinfer.kernels.jit import Op, compose, inline, op
-from localinfer.kernels.ops import Activation
+from localinfer.kernels.cpu.protocol import CONTROL, OUTPUT_ROWS, POSITIONS
+from localinfer.kernels.jit import compose, inline, op
 
 COLUMNS_PER_UNIT = 1024
 
@@ -35,7 +35,8 @@ def _optional(address: int, offset: int) -> int:
 
 @compose
 def _norm(p: int, batch: int, num_threads: int, is_rms: bool) -> None:
-    """out, out stride, x, x stride, weight, bias, weight stride per group, groups, group size, epsilon bits, is output."""
+    """out, out stride, x, x stride, weight, bias, weight stride per group, groups, group size, epsilon bits, is
+    output."""
     out, out_stride, x, x_stride = load_i64(p), load_i64(p + 8), load_i64(p + 16), load_i64(p + 24)
     weight, bias, group_stride = load_i64(p + 32), load_i64(p + 40), load_i64(p + 48)
     groups, size, epsilon = load_i64(p + 56), load_i64(p + 64), float_bits(load_i64(p + 72))
@@ -241,29 +242,10 @@ def gated_swiglu_clamped(parameters: int, batch: int, thread: int, num_threads: 
     _stretches(_gate, 6, parameters, batch)
 
 
-ACTIVATIONS: dict[Activation, Op] = {
-    Activation.SILU: silu,
-    Activation.GELU_TANH: gelu_tanh,
-    Activation.GELU_ERF: gelu_erf,
-    Activation.GELU_QUICK: gelu_quick,
-    Activation.RELU: relu,
-    Activation.RELU_SQUARED: relu_squared,
-}
-GATED_ACTIVATIONS: dict[Activation, Op] = {
-    Activation.SILU: gated_silu,
-    Activation.GELU_TANH: gated_gelu_tanh,
-    Activation.GELU_ERF: gated_gelu_erf,
-    Activation.GELU_QUICK: gated_gelu_quick,
-    Activation.RELU: gated_relu,
-    Activation.RELU_SQUARED: gated_relu_squared,
-    Activation.SWIGLU_CLAMPED: gated_swiglu_clamped,
-}
-assert [*ACTIVATIONS, Activation.SWIGLU_CLAMPED] == list(Activation), "the codes above are places in the enumeration"
-
-
 @op
 def rope_angles(parameters: int, batch: int, thread: int, num_threads: int) -> None:
-    """Cosines, then sines, of every row's angles: out, out stride, inverse frequencies (float64), count, magnitude bits."""
+    """Cosines, then sines, of every row's angles: out, out stride, inverse frequencies (float64), count, magnitude
+    bits."""
     p = parameters
     out, out_stride, frequencies, count = load_i64(p), load_i64(p + 8), load_i64(p + 16), load_i64(p + 24)
     magnitude = np.float64(float_bits(load_i64(p + 32)))
@@ -283,7 +265,8 @@ def rope_angles(parameters: int, batch: int, thread: int, num_threads: int) -> N
 
 @op
 def rope(parameters: int, batch: int, thread: int, num_threads: int) -> None:
-    """Rotate in place: x (at its first rotated column), x stride, angles, angles stride, heads, head size, pairs, is halves."""
+    """Rotate in place: x (at its first rotated column), x stride, angles, angles stride, heads, head size, pairs, is
+    halves."""
     p = parameters
     x, x_stride, angles, angles_stride = load_i64(p), load_i64(p + 8), load_i64(p + 16), load_i64(p + 24)
     heads, head_size, pairs, is_halves = load_i64(p + 32), load_i64(p + 40), load_i64(p + 48), load_i64(p + 56)
@@ -326,7 +309,8 @@ def select_output(parameters: int, batch: int, thread: int, num_threads: int) ->
 
 @op
 def scale_by_position(parameters: int, batch: int, thread: int, num_threads: int) -> None:
-    """x *= 1 + slope * ln(1 + floor((position + offset) / period)): x, x stride, columns, period, slope bits, offset."""
+    """x *= 1 + slope * ln(1 + floor((position + offset) / period)): x, x stride, columns, period, slope bits,
+    offset."""
     p = parameters
     x, x_stride, columns, period = load_i64(p), load_i64(p + 8), load_i64(p + 16), load_i64(p + 24)
     slope, offset = np.float64(float_bits(load_i64(p + 32))), load_i64(p + 40)

@@ -1,18 +1,17 @@
 """Mixture of experts: choosing experts per row, grouping rows by expert, and summing what the experts gave.
 
-An expert's product runs over all rows that chose it, so its weights are read once per batch; what a row gets is the same as
-if it were alone, since every row's slots are summed in slot order.
+An expert's product runs over all rows that chose it, so its weights are read once per batch; what a row gets is the
+same as if it were alone, since every row's slots are summed in slot order.
 """
 
 import numpy as np
 
-from localinfer.kernels.cpu.batch import CONTROL, num_rows, scratch
-from localinfer.kernels.cpu.memory import float_bits, load_f32, load_i64, store_f32, store_i64
-from localinfer.kernels.cpu.pool import take_units
-from localinfer.kernels.cpu.rows import add_scaled_row, exp_of, scale_row, sigmoid_of
+from localinfer.kernels.cpu.compiled.batch import num_rows, scratch
+from localinfer.kernels.cpu.compiled.memory import float_bits, load_f32, load_i64, store_f32, store_i64
+from localinfer.kernels.cpu.compiled.pool import take_units
+from localinfer.kernels.cpu.compiled.rows import add_scaled_row, exp_of, scale_row, sigmoid_of
+from localinfer.kernels.cpu.protocol import CONTROL, MAX_EXPERTS
 from localinfer.kernels.jit import inline, op
-
-MAX_EXPERTS = 4096
 
 
 @inline
@@ -133,8 +132,8 @@ def group_by_expert(parameters: int, batch: int, thread: int, num_threads: int) 
     rows = num_rows(batch, load_i64(p + 40))
     for i in range(experts + 2):
         store_i64(starts + 8 * i, 0)
-    # Counts stand two places up, so that after summing, word e + 1 is where expert e begins; filling then moves it to where
-    # expert e + 1 begins, which is what word e + 1 shall hold in the end.
+    # Counts stand two places up, so that after summing, word e + 1 is where expert e begins; filling then moves it to
+    # where expert e + 1 begins, which is what word e + 1 shall hold in the end.
     for row in range(rows):
         for slot in range(selected):
             place = starts + 8 * (2 + np.int64(load_f32(ids + row * ids_stride + 4 * slot)))
