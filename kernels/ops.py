@@ -11,7 +11,7 @@ were asked for (`Rows.OUTPUT`). Every op works row by row, so the value of a row
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -189,6 +189,26 @@ class KVLayerShape:
     value_size: int
 
 
+@dataclass(frozen=True)
+class Operation:
+    """What one op of a finished tape reads and multiplies, for those who measure it.
+
+    kernel: its name. weights: names of the tensors it reads. weight_bytes: all of them; row_weight_bytes: what a single
+    row reads (less for embeddings and experts). multiply_adds: with weights, per row. kv_bytes, kv_multiply_adds: per
+    position that a row attends to, at most the last `window` of them where that is not 0.
+    """
+
+    kernel: str
+    rows: Rows = Rows.BATCH
+    weights: tuple[str, ...] = ()
+    weight_bytes: int = 0
+    row_weight_bytes: int = 0
+    multiply_adds: int = 0
+    kv_bytes: int = 0
+    kv_multiply_adds: int = 0
+    window: int = 0
+
+
 class Program(Protocol):
     """A finished tape: runs batches."""
 
@@ -201,6 +221,21 @@ class Program(Protocol):
 
     def close(self) -> None:
         """Release threads and buffers."""
+        ...
+
+
+@runtime_checkable
+class MeasurableProgram(Program, Protocol):
+    """A program whose ops can be run and timed apart."""
+
+    num_threads: int
+
+    def operations(self) -> Sequence[Operation]:
+        """Every op, in the order they run."""
+        ...
+
+    def run_operations(self, first: int, count: int) -> None:
+        """Run some ops again over the last batch; in turn from the first to the last they compute what `run` did."""
         ...
 
 

@@ -12,7 +12,7 @@ Body vectors are 64 bytes: lane r holds four neighbouring code bytes of row r, e
 | Q4_1 | block: d, m f16[16] | as Q4_0 |
 | Q5_0 Q5_1 | as Q4_0, Q4_1 | block: 4 vectors of nibbles, 1 vector of fifth bits (bit v of byte c: column 4v + c) |
 | Q8_0 | block: d f16[16] | block: 8 vectors of codes + 128 |
-| Q4_K | super-block of 256: d, dmin f16[16], 4 x 48 bytes of 6-bit scales | 64 columns: 8 vectors (low: first 32 columns) |
+| Q4_K | super-block of 256: d, dmin f16[16], 4 x 48 bytes of 6-bit scales | 64 columns: 8 vectors (low: first 32) |
 | Q5_K | as Q4_K | super-block: 8 vectors of fifth bits (bit b: block b), then as Q4_K |
 | Q6_K | super-block: d f16[16], 16 x int8[16] scales | 128 columns: 16 vectors of nibbles, 8 of upper bit pairs |
 

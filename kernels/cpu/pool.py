@@ -1,7 +1,7 @@
 """Persistent threads that run a tape: every thread walks the same ops and meets the others at a barrier after each.
 
-Python is left once per run. The calling thread is thread 0; the others spin for about a millisecond after a run,
-since the next token usually comes within it, and then sleep on a lock, so an idle process uses no CPU.
+Python is left once per run. The calling thread is thread 0; the others spin for about a millisecond after a run, since
+the next token usually comes within it, and then sleep on a lock, so an idle process uses no CPU.
 
 The control block is int64 words, one cache line apart where threads contend.
 """

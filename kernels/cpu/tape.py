@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from localinfer.errors import ContextLengthError, RequestError, ShapeError
 from localinfer.kernels.cpu import protocol
 from localinfer.kernels.cpu.arrays import address, aligned, aligned_zeros
+from localinfer.kernels.cpu.costs import attention_cost, embedding_cost, expert_cost, head_cost, matmul_cost
 from localinfer.kernels.cpu.layouts import SIZES, is_float, num_tiles
 from localinfer.kernels.cpu.packing import PackedWeight, RowTable
 from localinfer.kernels.cpu.pool import ThreadPool
@@ -28,6 +29,7 @@ from localinfer.kernels.ops import (
     FloatArray,
     Gating,
     LinearWeight,
+    Operation,
     Pairing,
     Projection,
     RopeTable,
@@ -77,6 +79,7 @@ class CpuTape:
         self._memory: list[NDArray[np.uint8]] = []
         self._keep: list[Any] = []
         self._ops: list[tuple[Kernel, NDArray[np.int64]]] = []
+        self._operations: list[Operation] = []
         self._zeros: NDArray[np.float32] = np.zeros(16, np.float32)
         self._angles: dict[tuple[bytes, float], NDArray[np.uint8]] = {}
         self._quantized: dict[Rows, NDArray[np.uint8]] = {}
@@ -115,8 +118,9 @@ class CpuTape:
         self._keep.append(self._zeros)
         return address(self._zeros)
 
-    def _add(self, kernel: str, *words: int, writes: Buffer | None) -> None:
+    def _add(self, kernel: str, *words: int, writes: Buffer | None, cost: Operation | None = None) -> None:
         self._ops.append((Kernel(kernel), np.array(words, np.int64)))
+        self._operations.append(cost or Operation(kernel))
         if writes is not None and self._quantized_source is not None and self._quantized_source[1] == writes.index:
             self._quantized_source = None
 
@@ -142,7 +146,8 @@ class CpuTape:
         )
         self._keep.append(rows)
         words = (rows.data.ctypes.data, row_bytes, int(rows.layout), rows.num_columns, sizes.unit, sizes.file_bytes)
-        self._add("embedding.embed", *self._place(out), *words, _bits(scale), int(by_position), writes=out)
+        cost = embedding_cost("embedding.embed", table)
+        self._add("embedding.embed", *self._place(out), *words, _bits(scale), int(by_position), writes=out, cost=cost)
 
     def rms_norm(self, out: Buffer, x: Buffer, weight: FloatArray | None, epsilon: float, group_size: int = 0) -> None:
         self._norm("elementwise.rms_norm", out, x, weight, None, epsilon, group_size)
@@ -234,7 +239,9 @@ class CpuTape:
             words = [place, stride, x.width, int(x.rows is Rows.OUTPUT), len(group), rows_per_block]
             for projection in group:
                 words += self._projection_words(projection)
-            self._add(f"matmul.matmul_{layout.name.lower()}", *words, writes=None)
+            kernel = f"matmul.matmul_{layout.name.lower()}"
+            cost = matmul_cost(kernel, [projection.weight for projection in group], x.rows)
+            self._add(kernel, *words, writes=None, cost=cost)
         for projection in projections:
             if self._quantized_source is not None and self._quantized_source[1] == projection.out.index:
                 self._quantized_source = None
@@ -306,7 +313,8 @@ class CpuTape:
             *(shape.window, shape.chunk, sinks, slopes, layout.element_bytes, rows_per_unit),
         )
         kernel = f"attention.attention_{layout.kv_type}"
-        self._add(kernel, *self._place(queries), *self._place(out), *words, writes=out)
+        cost = attention_cost(kernel, layout, layer, shape)
+        self._add(kernel, *self._place(queries), *self._place(out), *words, writes=out, cost=cost)
 
     def activation(self, out: Buffer, x: Buffer, kind: Activation) -> None:
         _check(kind is not Activation.SWIGLU_CLAMPED, f"{kind.value} exists only gated")
@@ -394,7 +402,8 @@ class CpuTape:
             *(packed.tile_bytes, num_tiles(packed.num_rows), packed.num_rows, *self._place(out)),
             *(bias_place, bias_stride, self._zero_row(packed.num_rows)),
         )
-        self._add(f"matmul.expert_matmul_{packed.layout.name.lower()}", *words, writes=out)
+        kernel = f"matmul.expert_matmul_{packed.layout.name.lower()}"
+        self._add(kernel, *words, writes=out, cost=expert_cost(kernel, weight, selected, x.rows))
 
     def head_matmul(
         self,
@@ -426,22 +435,13 @@ class CpuTape:
         target, out_stride = self._place(out)
         zeros = self._zero_row(rows)
         for head in range(heads):
-            words = (source + head * slot_stride, stride, columns, is_output, 1, self._max_rows[x.rows])
+            inputs = (source + head * slot_stride, stride, columns, is_output, 1, self._max_rows[x.rows])
             weights = (address(packed.data) + head * packed.expert_bytes, packed.tile_bytes, num_tiles(rows), rows)
             place = (target + 4 * (head * out_head_size + out_offset), out_stride)
-            self._add(
-                f"matmul.matmul_{packed.layout.name.lower()}",
-                *words,
-                *weights,
-                *place,
-                zeros,
-                0,
-                zeros,
-                0,
-                _bits(1.0),
-                0,
-                writes=out,
-            )
+            kernel = f"matmul.matmul_{packed.layout.name.lower()}"
+            residual = (zeros, 0, zeros, 0, _bits(1.0), 0)
+            cost = head_cost(kernel, weight, x.rows)
+            self._add(kernel, *inputs, *weights, *place, *residual, writes=out, cost=cost)
 
     def copy_heads(
         self,
@@ -497,7 +497,9 @@ class CpuProgram:
     def __init__(self, tape: CpuTape, logits: Buffer) -> None:
         self.max_batch_rows = tape._max_rows[Rows.BATCH]
         self.max_output_rows = tape._max_rows[Rows.OUTPUT]
+        self.num_threads = tape._pool.num_threads
         self._pool = tape._pool
+        self._operations = tuple(tape._operations)
         self._keep = (tape._memory, tape._keep, [parameters for _, parameters in tape._ops])
         self._ops = np.array([[kernel.address, address(words)] for kernel, words in tape._ops], np.int64)
         self._logits = tape._memory[logits.index].view(np.float32).reshape(self.max_output_rows, -1)[:, : logits.width]
@@ -545,6 +547,15 @@ class CpuProgram:
         self._header[protocol.NUM_OUTPUT_ROWS // 8] = outputs
         self._pool.run(address(self._ops), len(self._ops), address(self._header))
         return self._logits[:outputs]
+
+    def operations(self) -> Sequence[Operation]:
+        """Every op, in the order they run."""
+        return self._operations
+
+    def run_operations(self, first: int, count: int) -> None:
+        """Run some ops again over the last batch; see `ops.MeasurableProgram`."""
+        assert 0 <= first <= first + count <= len(self._ops), "ops outside the tape"
+        self._pool.run(address(self._ops[first:]), count, address(self._header))
 
     def _set_segments(self, batch: Batch, rows: int) -> None:
         row = 0

@@ -1,10 +1,11 @@
 """Tape ops that work on each row by itself: norms, activations, sums, RoPE, and copies of rows.
 
-Parameters are int64 words at one address, listed with each op; a float travels as its bits. Threads take units (a
-row, a group of a row, or a stretch of columns) as they get free.
+Parameters are int64 words at one address, listed with each op; a float travels as its bits. Threads take units (a row,
+a group of a row, or a stretch of columns) as they get free.
 """
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 
@@ -35,8 +36,9 @@ def _optional(address: int, offset: int) -> int:
 
 @compose
 def _norm(p: int, batch: int, num_threads: int, is_rms: bool) -> None:
-    """out, out stride, x, x stride, weight, bias, weight stride per group, groups, group size, epsilon bits, is
-    output."""
+    """Parameters: out, out stride, x, x stride, weight, bias, weight stride per group, groups, group size, epsilon
+    bits, is output.
+    """
     out, out_stride, x, x_stride = load_i64(p), load_i64(p + 8), load_i64(p + 16), load_i64(p + 24)
     weight, bias, group_stride = load_i64(p + 32), load_i64(p + 40), load_i64(p + 48)
     groups, size, epsilon = load_i64(p + 56), load_i64(p + 64), float_bits(load_i64(p + 72))
@@ -75,7 +77,7 @@ _OUT, _A, _B, _SCALAR, _COLUMNS, _IS_OUTPUT = 0, 16, 32, 48, 56, 64
 
 
 @compose
-def _stretches(apply: int, code: int, p: int, batch: int) -> None:
+def _stretches(apply: Callable[..., None], code: int, p: int, batch: int) -> None:
     """Run a row function over every stretch of every row."""
     out, out_stride, a, a_stride = load_i64(p + _OUT), load_i64(p + _OUT + 8), load_i64(p + _A), load_i64(p + _A + 8)
     b, b_stride, scalar = load_i64(p + _B), load_i64(p + _B + 8), float_bits(load_i64(p + _SCALAR))
@@ -244,8 +246,10 @@ def gated_swiglu_clamped(parameters: int, batch: int, thread: int, num_threads: 
 
 @op
 def rope_angles(parameters: int, batch: int, thread: int, num_threads: int) -> None:
-    """Cosines, then sines, of every row's angles: out, out stride, inverse frequencies (float64), count, magnitude
-    bits."""
+    """Cosines, then sines, of every row's angles.
+
+    Parameters: out, out stride, inverse frequencies (float64), count, magnitude bits.
+    """
     p = parameters
     out, out_stride, frequencies, count = load_i64(p), load_i64(p + 8), load_i64(p + 16), load_i64(p + 24)
     magnitude = np.float64(float_bits(load_i64(p + 32)))
@@ -265,8 +269,10 @@ def rope_angles(parameters: int, batch: int, thread: int, num_threads: int) -> N
 
 @op
 def rope(parameters: int, batch: int, thread: int, num_threads: int) -> None:
-    """Rotate in place: x (at its first rotated column), x stride, angles, angles stride, heads, head size, pairs, is
-    halves."""
+    """Rotate in place.
+
+    Parameters: x (at its first rotated column), x stride, angles, angles stride, heads, head size, pairs, is halves.
+    """
     p = parameters
     x, x_stride, angles, angles_stride = load_i64(p), load_i64(p + 8), load_i64(p + 16), load_i64(p + 24)
     heads, head_size, pairs, is_halves = load_i64(p + 32), load_i64(p + 40), load_i64(p + 48), load_i64(p + 56)
@@ -309,8 +315,10 @@ def select_output(parameters: int, batch: int, thread: int, num_threads: int) ->
 
 @op
 def scale_by_position(parameters: int, batch: int, thread: int, num_threads: int) -> None:
-    """x *= 1 + slope * ln(1 + floor((position + offset) / period)): x, x stride, columns, period, slope bits,
-    offset."""
+    """x *= 1 + slope * ln(1 + floor((position + offset) / period)).
+
+    Parameters: x, x stride, columns, period, slope bits, offset.
+    """
     p = parameters
     x, x_stride, columns, period = load_i64(p), load_i64(p + 8), load_i64(p + 16), load_i64(p + 24)
     slope, offset = np.float64(float_bits(load_i64(p + 32))), load_i64(p + 40)

@@ -20,12 +20,12 @@ from localinfer.kernels.jit import inline, op
 
 
 @inline
-def _byte(address: int) -> int:
+def _byte(address: int) -> np.int64:
     return np.int64(load_u8(address))
 
 
 @inline
-def _signed(address: int) -> int:
+def _signed(address: int) -> np.int64:
     return np.int64(np.int8(load_u8(address)))
 
 
@@ -36,7 +36,7 @@ def _nibble(codes: int, column: int) -> int:
 
 
 @inline
-def _fifth(bits: int, column: int) -> int:
+def _fifth(bits: int, column: int) -> np.int64:
     return np.int64((load_u32_anywhere(bits) >> np.uint32(column)) & np.uint32(1)) << 4
 
 
@@ -92,8 +92,8 @@ def _value(layout: int, row: int, column: int, unit: int, unit_bytes: int) -> fl
 def embed(parameters: int, batch: int, thread: int, num_threads: int) -> None:
     """out = scale * table[index] (+ out).
 
-    Parameters: out, out stride, table, row bytes, layout, columns, unit, unit bytes, scale bits, 1 to index by
-    position and add.
+    Parameters: out, out stride, table, row bytes, layout, columns, unit, unit bytes, scale bits, 1 to index by position
+    and add.
     """
     p = parameters
     out, out_stride, table, row_bytes = load_i64(p), load_i64(p + 8), load_i64(p + 16), load_i64(p + 24)

@@ -127,11 +127,13 @@ def atomic_add(typing_context: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def atomic_exchange(typing_context: Any, address: Any, value: Any) -> Any:
-    """Replace an int64 and return what it was before."""
+    """Replace an int64 and return what it was before; later loads come after it on every CPU."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer = builder.inttoptr(arguments[0], ir.PointerType())
-        return builder.atomic_rmw("xchg", pointer, arguments[1], "seq_cst")
+        before = builder.atomic_rmw("xchg", pointer, arguments[1], "seq_cst")
+        builder.fence("seq_cst")
+        return before
 
     return types.int64(types.int64, types.int64), generate
 

@@ -16,7 +16,7 @@ from localinfer.kernels.jit import inline, op
 
 
 @inline
-def _spread_bits(word: int) -> int:
+def _spread_bits(word: int) -> np.uint32:
     """Bit 4v + c of a row's 32 fifth bits becomes bit v of byte c."""
     result = np.uint32(0)
     for v in range(8):
@@ -26,7 +26,7 @@ def _spread_bits(word: int) -> int:
 
 
 @inline
-def scale_code(source: int, index: int) -> int:
+def scale_code(source: int, index: int) -> np.int64:
     """Six-bit code `index` of the twelve bytes of a K-quant super-block: scales 0..7, minimums 8..15."""
     shift = np.int64(index // 8)
     j = index % 8

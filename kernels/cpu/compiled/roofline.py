@@ -1,5 +1,4 @@
-"""The machine's two ceilings, measured with the kernels' own means: bytes read and integer multiplications per
-second."""
+"""The machine's two ceilings, measured with the kernels' own means: bytes read and integer products per second."""
 
 from collections.abc import Sequence
 from typing import Any

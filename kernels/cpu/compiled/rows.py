@@ -1,8 +1,8 @@
 """Row-wise arithmetic in sixteen lanes: norms, activations and sums, each an intrinsic over one stretch of one row.
 
 Stretches are whole vectors: buffers are padded to sixteen columns, and lanes beyond a row's width are never read by
-anything that reduces. Reductions take whole vectors in order, one fixed tree over the lanes, then the remaining
-columns one by one.
+anything that reduces. Reductions take whole vectors in order, one fixed tree over the lanes, then the remaining columns
+one by one.
 """
 
 from collections.abc import Callable
@@ -92,8 +92,7 @@ def layer_norm_row(typing_context: Any, out: Any, x: Any, weight: Any, bias: Any
 def _normalised(
     emit: Emitter, out: Value, x: Value, weight: Value, count: Value, scaled: Callable[[Value], Value], bias: Any
 ) -> None:
-    """Write scaled(x) * weight + bias. Groups of a head may not be whole vectors, so lanes past the end are not
-    stored."""
+    """Write scaled(x) * weight + bias. Groups may not be whole vectors, so lanes past the end are not stored."""
     b = emit.builder
 
     def optional(address: Value, offset: Value, otherwise: float) -> Value:

@@ -132,7 +132,9 @@ def _block_body(tile: _Tile, block: Value, totals: list[Value]) -> list[Value]:
                     emit.dot_codes(dot, nibbles, tile.bytes4(row, column, 16 * half + 4 * j))
                     for dot, row in zip(dots, tile.rows, strict=True)
                 ]
-    totals = [tile.accumulate(*item, scale, record) for *item, record in zip(totals, dots, records, strict=True)]
+    totals = [
+        tile.accumulate(total, dot, scale, record) for total, dot, record in zip(totals, dots, records, strict=True)
+    ]
     if layout in (Layout.Q4_1, Layout.Q5_1):
         minimum = emit.load_floats(header, 32, F16)
         totals = [
