@@ -132,6 +132,7 @@ class Function(Kernel):
 
     def __init__(self, name: str, result: str, arguments: str) -> None:
         super().__init__(name)
+        self.result, self.arguments = result, arguments
         self._prototype = ctypes.CFUNCTYPE(_CTYPES[result], *[_CTYPES[kind] for kind in arguments])
 
     @functools.cached_property

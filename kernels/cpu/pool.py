@@ -21,6 +21,8 @@ from localinfer.kernels.object_cache import Function
 _START_RUN = Function("pool.start_run", "q", "qq")
 _FINISH_RUN = Function("pool.finish_run", "q", "q")
 _WORK = Function("pool.work", "q", "qqq")
+KERNELS = (_START_RUN, _FINISH_RUN, _WORK)
+"""What a pool calls."""
 
 
 def _serve(control: int, thread: int, wake: threading.Semaphore, keep: Any) -> None:
@@ -98,9 +100,5 @@ def _stop(control: Any, wake: list[threading.Semaphore], threads: list[threading
 
 def _compile() -> None:
     """Compile or load the loops before the threads start, so that no worker compiles while others spin."""
-    control = aligned_zeros(SLEEPING + 128).view(np.int64)
-    control[NUM_THREADS // 8] = 1
-    _FINISH_RUN(address(control))
-    control[STOPPING // 8] = 1
-    _START_RUN(address(control), 0)
-    _WORK(address(control), 0, 0)
+    for kernel in KERNELS:
+        assert kernel.address, "compiled or loaded"
