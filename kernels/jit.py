@@ -1,112 +1,33 @@
-"""Compile kernels once per machine: the private cache folder and the one way kernels are jitted.
+"""How kernels are compiled: the decorators their sources use, and the way from a source to an object file.
 
-Numba's own cache misses changes in called files, module constants and decorator options, and writes beside the source.
-Here the folder's name carries everything a compiled kernel depends on, so a stale entry cannot be found:
-version of localinfer, of Python and Numba, CPU and features, instruction set in use, and a hash of every kernel source.
+This is the one module that imports Numba for kernels; `object_cache` calls it for a kernel that is not there yet.
 """
 
-import functools
-import hashlib
-import os
-import stat
-import sys
-import tempfile
-import warnings
+import importlib
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import numba
 from llvmlite import binding as llvm
-from numba.core import config as numba_config
+from numba import types
 
-from localinfer.kernels import isa
+from localinfer.kernels.object_cache import UNUSED_NAMES, symbol, target_machine
 
-_SETTINGS_IN_CODE = (
-    *("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES", "NUMBA_ENABLE_AVX", "NUMBA_OPT", "NUMBA_BOUNDSCHECK"),
-    *("NUMBA_LOOP_VECTORIZE", "NUMBA_SLP_VECTORIZE", "NUMBA_DEBUGINFO"),
-)
-"""Numba's settings that change what a kernel compiles to."""
+_KINDS = {"q": types.int64, "d": types.float64}
 
 
-def source_hash() -> str:
-    """Hash of every file of the kernel floor, since a kernel inlines functions of other files."""
-    digest = hashlib.sha256()
-    folder = Path(__file__).parent
-    for path in sorted(folder.rglob("*.py")):
-        digest.update(path.relative_to(folder).as_posix().encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
+@dataclass(frozen=True)
+class Source:
+    """A kernel's Python function and its C signature; `result` is None for nothing."""
 
-
-def cache_key() -> str:
-    """What a compiled kernel depends on, as one folder name."""
-    host = f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()} {llvm.get_process_triple()}"
-    overrides = [os.environ.get(name) for name in _SETTINGS_IN_CODE]
-    machine = hashlib.sha256(f"{host} {overrides}".encode()).hexdigest()[:12]
-    python = f"py{sys.version_info.major}{sys.version_info.minor}"
-    return f"{python}-numba{numba.__version__}-{isa.SELECTED.value}-{machine}-{source_hash()}"
-
-
-def _prepare(folder: Path) -> Path | None:
-    """Make the folder private and prove that only we can have written in it, for its files are code; else None."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        status = folder.lstat()
-        if hasattr(os, "getuid"):
-            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
-                return None
-            if status.st_mode & 0o077:
-                folder.chmod(0o700)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError:
-        return None
-    return folder
-
-
-def _cache_folder() -> Path | None:
-    import platformdirs
-
-    parent = Path(platformdirs.user_cache_dir("localinfer", appauthor=False)) / "kernels"
-    # Without a home folder the path is relative, and would lead wherever the process was started.
-    if parent.is_absolute() and _prepare(parent) is not None:
-        folder = _prepare(parent / cache_key())
-        if folder is not None:
-            return folder
-    warnings.warn(
-        f"{parent} is not a folder that this user, and nobody else, can write, so every start compiles the kernels "
-        "anew; remove it, or set its owner and mode 0700",
-        RuntimeWarning,
-        stacklevel=3,
-    )
-    return None
-
-
-CACHE_FOLDER = _cache_folder()
-
-
-def _cached(decorator: Callable[..., Any], *signature: Any, **options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Apply a Numba decorator with its cache in our folder; Numba fixes the folder when it decorates."""
-
-    def wrap(function: Callable[..., Any]) -> Any:
-        saved = numba_config.CACHE_DIR
-        numba_config.CACHE_DIR = str(CACHE_FOLDER or "")
-        try:
-            return decorator(*signature, cache=CACHE_FOLDER is not None, **options)(function)
-        finally:
-            numba_config.CACHE_DIR = saved
-
-    return wrap
-
-
-def jit(function: Callable[..., Any]) -> Any:
-    """`numba.njit` without the GIL, bounds checks or Python's division rules, cached in the private folder."""
-    return _cached(numba.njit, nogil=True, error_model="numpy", boundscheck=False)(function)
+    function: Callable[..., Any]
+    result: str | None
+    arguments: str
 
 
 def inline(function: Callable[..., Any]) -> Any:
-    """A jitted piece of other kernels, inlined by LLVM; never cached by itself."""
+    """A jitted piece of other kernels, inlined by LLVM."""
     return numba.njit(nogil=True, error_model="numpy", boundscheck=False)(function)
 
 
@@ -115,27 +36,45 @@ def compose(function: Callable[..., Any]) -> Any:
     return numba.njit(inline="always", nogil=True, error_model="numpy", boundscheck=False)(function)
 
 
-class Op:
-    """A tape op, compiled or loaded from the cache when its address is first asked for."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.name = function.__name__
-        self.__doc__ = function.__doc__
-        self._function = function
-
-    @functools.cached_property
-    def address(self) -> int:
-        """Where the C function (parameters, batch, thread, num_threads), all int64, begins."""
-        signature = "void(int64, int64, int64, int64)"
-        compiled = _cached(numba.cfunc, signature, nopython=True, error_model="numpy", boundscheck=False)
-        self._compiled = compiled(self._function)
-        return int(self._compiled.address)
-
-    def compile(self) -> None:
-        """Compile now, or load from the cache, what would else wait for the first use."""
-        assert self.address, "a compiled function has an address"
-
-
-def op(function: Callable[..., Any]) -> Op:
+def op(function: Callable[..., Any]) -> Source:
     """Make a function of (parameters, batch, thread, num_threads) a tape op."""
-    return Op(function)
+    return Source(function, None, "qqqq")
+
+
+def entry(result: str, arguments: str) -> Callable[[Callable[..., Any]], Source]:
+    """Make a function callable from Python; kinds as in `object_cache.Function`."""
+    return lambda function: Source(function, result, arguments)
+
+
+def compile_kernel(name: str) -> bytes:
+    """Compile "module.function" of `kernels.cpu.compiled` to a relocatable object file for this machine."""
+    module_name, function_name = name.split(".")
+    module = importlib.import_module(f"localinfer.kernels.cpu.compiled.{module_name}")
+    source = getattr(module, function_name)
+    assert isinstance(source, Source), f"{name} is decorated with op or entry"
+    result = types.void if source.result is None else _KINDS[source.result]
+    signature = result(*[_KINDS[kind] for kind in source.arguments])
+    compiled = numba.cfunc(signature, nopython=True, error_model="numpy", boundscheck=False)(source.function)
+    linked = llvm.parse_assembly(compiled.inspect_llvm())
+    _keep_only(linked, compiled.native_name, symbol(name))
+    machine = target_machine()
+    return bytes(machine.emit_object(linked))
+
+
+def _keep_only(module: Any, function_name: str, exported_name: str) -> None:
+    """Export one function under our own name and hide the rest, so that objects of one process never clash."""
+    for value in [*module.functions, *module.global_variables]:
+        if value.name == function_name:
+            value.name = exported_name
+        elif not value.is_declaration:
+            value.linkage = "internal"
+    passes = llvm.create_new_module_pass_manager()
+    passes.add_global_dead_code_eliminate_pass()
+    passes.run(module, llvm.create_pass_builder(target_machine(), llvm.create_pipeline_tuning_options()))
+    for value in [*module.functions, *module.global_variables]:
+        if value.is_declaration and not value.name.startswith("llvm."):
+            # The linker ends the process over a missing name, so it is found missing here. Numba's own names are in
+            # this process, but not in one that only loads the object.
+            is_runtime = value.name.startswith(("NRT_", "numba_"))
+            is_known = value.name in UNUSED_NAMES if is_runtime else llvm.address_of_symbol(value.name) is not None
+            assert is_known, f"{exported_name} calls {value.name}, which a process without Numba does not have"

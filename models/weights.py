@@ -10,9 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.kernels.cpu.arrays import Arena
-from localinfer.kernels.cpu.embedding import RowTable
 from localinfer.kernels.cpu.layouts import Layout
-from localinfer.kernels.cpu.packing import pack
+from localinfer.kernels.cpu.packing import RowTable, pack
 from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.kernels.ops import EmbeddingTable, FloatArray, LinearWeight
 from localinfer.quant.conversion import conversion_note, convert, layout_of, runs_directly

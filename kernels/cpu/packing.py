@@ -13,20 +13,13 @@ from numpy.typing import NDArray
 from localinfer.errors import ShapeError
 from localinfer.kernels.cpu.arrays import Arena, address
 from localinfer.kernels.cpu.layouts import SIZES, TILE_ROWS, Layout, num_tiles, tile_bytes
-from localinfer.kernels.cpu.memory import (
-    load_i64,
-    load_u8,
-    load_u16_anywhere,
-    load_u32_anywhere,
-    store_u8,
-    store_u16,
-    store_u32,
-)
-from localinfer.kernels.cpu.pool import ThreadPool, take_units
-from localinfer.kernels.jit import inline, op
+from localinfer.kernels.cpu.pool import ThreadPool
+from localinfer.kernels.object_cache import Kernel
 
 _STEP_BYTES = 8 << 20
 """A tensor is packed in steps of about this size, so that little of the file is in memory at once."""
+
+_PACK_TILES = Kernel("packing.pack_tiles")
 
 _COPY, _BIAS, _FIFTH_BITS, _SIX_BIT_SCALES = 0, 1, 2, 3
 
@@ -55,6 +48,16 @@ _FIELD_TABLES = {layout: np.array(fields, np.int64) for layout, fields in _FIELD
 
 
 @dataclass(frozen=True)
+class RowTable:
+    """Rows as a GGUF tensor stores them: `data` is uint8, row after row."""
+
+    layout: Layout
+    num_rows: int
+    num_columns: int
+    data: NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
 class PackedWeight:
     """A stack of equal matrices in tiles: `data` is uint8[num_experts * expert_bytes], 64-byte aligned."""
 
@@ -71,99 +74,6 @@ class PackedWeight:
     @property
     def expert_bytes(self) -> int:
         return self.tile_bytes * num_tiles(self.num_rows)
-
-
-@inline
-def _spread_bits(word: int) -> np.uint32:
-    """Bit 4v + c of a row's 32 fifth bits becomes bit v of byte c."""
-    result = np.uint32(0)
-    for v in range(8):
-        for c in range(4):
-            result |= ((np.uint32(word) >> np.uint32(4 * v + c)) & np.uint32(1)) << np.uint32(8 * c + v)
-    return result
-
-
-@inline
-def scale_code(source: int, index: int) -> np.int64:
-    """Six-bit code `index` of the twelve bytes of a K-quant super-block: scales 0..7, minimums 8..15."""
-    shift = np.int64(index // 8)
-    j = index % 8
-    if j < 4:
-        return np.int64(load_u8(source + j + 4 * shift)) & 63
-    low = (np.int64(load_u8(source + j + 4)) >> (4 * shift)) & 15
-    return low | (np.int64(load_u8(source + j - 4 + 4 * shift)) >> 6) << 4
-
-
-@inline
-def _pack_scales(source: int, target: int) -> None:
-    for pair in range(4):
-        minimum = scale_code(source, 8 + 2 * pair)
-        codes = (
-            scale_code(source, 2 * pair),
-            scale_code(source, 2 * pair + 1),
-            scale_code(source, 9 + 2 * pair),
-        )
-        for i in range(3):
-            store_u8(target + 48 * pair + 16 * i, np.uint8(codes[i] | ((minimum >> (2 * i)) & 3) << 6))
-
-
-@inline
-def _pack_field(source: int, target: int, width: int, items: int, kind: int) -> None:
-    """One field of one unit of one row; target is lane r of the field's first item."""
-    if kind == 3:
-        _pack_scales(source, target)
-    elif kind == 2:
-        store_u32(target, _spread_bits(load_u32_anywhere(source)))
-    elif kind == 1:
-        for item in range(items):
-            store_u32(target + 64 * item, load_u32_anywhere(source + 4 * item) ^ np.uint32(0x80808080))
-    elif width == 4:
-        for item in range(items):
-            store_u32(target + 64 * item, load_u32_anywhere(source + 4 * item))
-    elif width == 2:
-        for item in range(items):
-            store_u16(target + 32 * item, load_u16_anywhere(source + 2 * item))
-    else:
-        for item in range(items):
-            store_u8(target + 16 * item, load_u8(source + item))
-
-
-@inline
-def _clear_row(target: int, width: int, items: int, kind: int) -> None:
-    count = 12 if kind == 3 else items
-    for item in range(count):
-        for byte in range(width):
-            store_u8(target + 16 * width * item + byte, np.uint8(0))
-
-
-@op
-def pack_tiles(parameters: int, batch: int, thread: int, num_threads: int) -> None:
-    """Fill tiles; parameters: control, target, source, tiles, rows, units, file, header, body bytes, fields, count."""
-    control, target, source = load_i64(parameters), load_i64(parameters + 8), load_i64(parameters + 16)
-    tiles, rows, units = load_i64(parameters + 24), load_i64(parameters + 32), load_i64(parameters + 40)
-    file_bytes, header_bytes = load_i64(parameters + 48), load_i64(parameters + 56)
-    body_bytes, fields, num_fields = load_i64(parameters + 64), load_i64(parameters + 72), load_i64(parameters + 80)
-    while True:
-        tile = take_units(control, 1)
-        if tile >= tiles:
-            return
-        start = target + tile * units * (header_bytes + body_bytes)
-        for index in range(num_fields):
-            field = fields + 48 * index
-            width, offset, items = load_i64(field), load_i64(field + 8), load_i64(field + 16)
-            in_body, place, kind = load_i64(field + 24), load_i64(field + 32), load_i64(field + 40)
-            stride = body_bytes if in_body == 1 else header_bytes
-            base = start + place + (units * header_bytes if in_body == 1 else 0)
-            for lane in range(16):
-                row = 16 * tile + lane
-                for unit in range(units):
-                    lane_target = base + unit * stride + width * lane
-                    if row < rows:
-                        _pack_field(
-                            source + (row * units + unit) * file_bytes + offset, lane_target, width, items, kind
-                        )
-                    else:
-                        _clear_row(lane_target, width, items, kind)
 
 
 def pack(
@@ -207,7 +117,7 @@ def pack(
             pending.append(np.array((*words, *layout_words), np.int64))
             end = expert * matrix_bytes + min(num_rows, row + count * TILE_ROWS) * row_bytes
             if end - first_byte >= _STEP_BYTES or end == data.size:
-                ops = np.array([[pack_tiles.address, address(one)] for one in pending], np.int64)
+                ops = np.array([[_PACK_TILES.address, address(one)] for one in pending], np.int64)
                 pool.run(address(ops), len(pending), 0)
                 if done is not None:
                     done(first_byte, end)

@@ -15,116 +15,21 @@ import numpy as np
 
 from localinfer.errors import ClosedError
 from localinfer.kernels.cpu.arrays import address, aligned_zeros
-from localinfer.kernels.cpu.memory import (
-    atomic_add,
-    atomic_exchange,
-    atomic_load,
-    atomic_store,
-    call_op,
-    load_i64,
-    spin_hint,
-    store_i64,
-    yield_processor,
-)
-from localinfer.kernels.jit import inline, jit
+from localinfer.kernels.cpu.protocol import BATCH, NUM_OPS, NUM_THREADS, OPS, SLEEPING, STOPPING
+from localinfer.kernels.object_cache import Function
 
-GENERATION = 0 * 64
-ARRIVED = 1 * 64
-RELEASED = 2 * 64
-NEXT_UNIT = 3 * 64
-OPS = 4 * 64
-NUM_OPS = OPS + 8
-BATCH = OPS + 16
-NUM_THREADS = OPS + 24
-STOPPING = OPS + 32
-SLEEPING = 5 * 64
-"""One line per thread follows: 1 while that thread sleeps."""
-
-_SPINS_BEFORE_YIELD = 500
-_SPINS_BEFORE_SLEEP = 20000
-
-
-@inline
-def take_units(control: int, count: int) -> int:
-    """Claim the next `count` units of the current op; returns the first, which may lie past the end."""
-    return atomic_add(control + NEXT_UNIT, count)
-
-
-@inline
-def _meet(control: int, num_threads: int) -> None:
-    """Wait until every thread has finished the op; the last one resets the unit counter."""
-    if num_threads == 1:
-        store_i64(control + NEXT_UNIT, 0)
-        return
-    released = atomic_load(control + RELEASED)
-    if atomic_add(control + ARRIVED, 1) == num_threads - 1:
-        store_i64(control + ARRIVED, 0)
-        store_i64(control + NEXT_UNIT, 0)
-        atomic_store(control + RELEASED, released + 1)
-        return
-    spins = 0
-    while atomic_load(control + RELEASED) == released:
-        spins += 1
-        if spins % _SPINS_BEFORE_YIELD == 0:
-            yield_processor()
-        spin_hint()
-
-
-@inline
-def _walk(control: int, thread: int) -> None:
-    ops = load_i64(control + OPS)
-    batch = load_i64(control + BATCH)
-    num_threads = load_i64(control + NUM_THREADS)
-    for index in range(load_i64(control + NUM_OPS)):
-        call_op(load_i64(ops + 16 * index), load_i64(ops + 16 * index + 8), batch, thread, num_threads)
-        _meet(control, num_threads)
-
-
-@jit
-def _start_run(control: int, num_workers: int) -> int:
-    """Publish a run; returns a bit per sleeping worker that must be woken."""
-    atomic_add(control + GENERATION, 1)
-    to_wake = 0
-    for worker in range(1, num_workers + 1):
-        if atomic_exchange(control + SLEEPING + 64 * worker, 0) == 1:
-            to_wake |= 1 << worker
-    return to_wake
-
-
-@jit
-def _finish_run(control: int) -> None:
-    """Do thread 0's share; returns when every thread has passed the last op."""
-    _walk(control, 0)
-
-
-@jit
-def _work(control: int, thread: int, seen: int) -> int:
-    """Do runs until idle for a while; returns the last generation seen, or -1 to end the thread."""
-    spins = 0
-    while spins < _SPINS_BEFORE_SLEEP:
-        generation = atomic_load(control + GENERATION)
-        if generation == seen:
-            spins += 1
-            spin_hint()
-            continue
-        seen = generation
-        spins = 0
-        if load_i64(control + STOPPING) != 0:
-            return -1
-        _walk(control, thread)
-    atomic_exchange(control + SLEEPING + 64 * thread, 1)
-    # A run published just before the flag was up did not see it: take the flag back and go on. If it is down already,
-    # the publisher has seen it and releases the lock, so the caller must consume that.
-    if atomic_load(control + GENERATION) != seen and atomic_exchange(control + SLEEPING + 64 * thread, 0) == 1:
-        return -2 - seen
-    return seen
+_START_RUN = Function("pool.start_run", "q", "qq")
+_FINISH_RUN = Function("pool.finish_run", "q", "q")
+_WORK = Function("pool.work", "q", "qqq")
+KERNELS = (_START_RUN, _FINISH_RUN, _WORK)
+"""What a pool calls."""
 
 
 def _serve(control: int, thread: int, wake: threading.Semaphore, keep: Any) -> None:
     """Body of a worker thread; `keep` holds the control block alive."""
     seen = 0
     while True:
-        result = int(_work(control, thread, seen))
+        result = int(_WORK(control, thread, seen))
         if result == -1:
             return
         if result < -1:
@@ -170,12 +75,12 @@ class ThreadPool:
         control[NUM_OPS // 8] = num_ops
         control[BATCH // 8] = batch_address
         if self._threads:
-            to_wake = _start_run(self.control_address, len(self._threads))
+            to_wake = _START_RUN(self.control_address, len(self._threads))
             if to_wake:
                 for worker in range(1, self.num_threads):
                     if to_wake >> worker & 1:
                         self._wake[worker].release()
-        _finish_run(self.control_address)
+        _FINISH_RUN(self.control_address)
 
     def close(self) -> None:
         """End the threads; safe to call twice."""
@@ -186,7 +91,7 @@ def _stop(control: Any, wake: list[threading.Semaphore], threads: list[threading
     if os.getpid() != process or not threads:
         return
     control[STOPPING // 8] = 1
-    _start_run(address(control), 0)
+    _START_RUN(address(control), 0)
     for semaphore in wake[1:]:
         semaphore.release()
     for thread in threads:
@@ -195,9 +100,5 @@ def _stop(control: Any, wake: list[threading.Semaphore], threads: list[threading
 
 def _compile() -> None:
     """Compile or load the loops before the threads start, so that no worker compiles while others spin."""
-    control = aligned_zeros(SLEEPING + 128).view(np.int64)
-    control[NUM_THREADS // 8] = 1
-    _finish_run(address(control))
-    control[STOPPING // 8] = 1
-    _start_run(address(control), 0)
-    _work(address(control), 0, 0)
+    for kernel in KERNELS:
+        assert kernel.address, "compiled or loaded"

@@ -1,65 +1,57 @@
-"""Choose a token from one row of logits: filters that never sort, and noise that depends on nothing but its place.
+"""Choose a token from one row of logits: the order of the filters, and the memory they share.
 
-Logits are compared as int32 keys whose order is that of the floats, so maxima vectorise and radix selection is exact.
-The maxima of 64-wide blocks give a threshold that at least k elements reach, so a filter looks at few blocks beyond one
-pass. Weights exp((logit - best) / temperature) are whole numbers of 2^-43: their sums are exact in any order, so
-selecting by a histogram gives the very set that sorting gives.
-
-Noise: Philox4x32-10 (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, SC 2011), key = seed, counter =
-(token, position low, position high, 0). 52 bits of its output make u in (0, 1), and the choice is the largest of
-(logit - best) / temperature - log(-log u): the Gumbel-max way of drawing from softmax(logits / temperature).
-
-Each step is its own small compiled function, called from Python at about 1 us each: nested ones took 5 s to compile.
+The steps themselves, and why they are exact, are in `compiled/sampling.py`.
 """
 
 import math
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels.jit import inline, jit
+from localinfer.kernels.cpu.arrays import address
+from localinfer.kernels.cpu.protocol import NOT_FINITE, NOTHING_LEFT, SAMPLING_BLOCK
+from localinfer.kernels.object_cache import Function
 
-NOT_FINITE = -1
-"""Instead of a token id: the row holds a NaN or +inf."""
-NOTHING_LEFT = -2
-"""Instead of a token id: every logit is -inf."""
+__all__ = ["NOTHING_LEFT", "NOT_FINITE", "RowSampler", "adjust", "order_key", "uniforms"]
 
-_BLOCK = 64
 _NUCLEUS_BLOCKS = 512
 """Blocks that top-p looks at first; a real distribution's nucleus nearly always lies in them."""
 
-_LOWEST_KEY = np.int32(-(2**31))
-_HIGHEST_KEY = np.int32(2**31 - 1)
-_INFINITY_KEY = np.int32(0x7F800000)
-_NEGATIVE_INFINITY_KEY = np.int32(~0x7F800000)
+_LOWEST_KEY = -(2**31)
 _ONE = float(2**43)
-_LOG2_E = 1.4426950408889634
-_LN2_HIGH = 0.693147180369123816490
-_LN2_LOW = 1.90821492927058770002e-10
-_ROUNDING = float(3 << 51)
-"""Added to a small float64 it leaves the nearest whole number in the low bits of the sum."""
-_ROUNDING_BITS = np.int64(0x4338000000000000)
 
-_LOW_HALF = np.uint64(0xFFFFFFFF)
-_HALF = np.uint64(32)
-_PHILOX_M0 = np.uint64(0xD2511F53)
-_PHILOX_M1 = np.uint64(0xCD9E8D57)
-_PHILOX_W0 = np.uint64(0x9E3779B9)
-_PHILOX_W1 = np.uint64(0xBB67AE85)
+_SCAN = Function("sampling.scan", "q", "qqqq")
+_GATHER = Function("sampling.gather", "q", "qqqqqqq")
+_CUT = Function("sampling.cut", "q", "qqqqqqq")
+_KEEP = Function("sampling.keep", "q", "qqqqq")
+_WEIGH = Function("sampling.weigh", "q", "qqqdd")
+_MASS = Function("sampling.mass", "q", "qqdd")
+_UNIFORMS = Function("sampling.uniforms", "q", "qqqqq")
+_RACE = Function("sampling.race", "q", "qqqqqqqddq")
+_ADJUST = Function("sampling.adjust", "q", "qqqqqqqqqdddq")
+KERNELS = (_SCAN, _GATHER, _CUT, _KEEP, _WEIGH, _MASS, _UNIFORMS, _RACE, _ADJUST)
+"""What sampling may call, so that a loader can compile it all before the first token."""
 
 
 class RowSampler:
     """Scratch memory for rows of one vocabulary size, and the order in which the steps run; one thread at a time."""
 
     def __init__(self, vocab_size: int) -> None:
-        num_blocks = -(-vocab_size // _BLOCK)
+        num_blocks = -(-vocab_size // SAMPLING_BLOCK)
         self._block_keys = np.empty(num_blocks, np.int32)
         self._ids = np.empty(vocab_size, np.int32)
         self._keys = np.empty(vocab_size, np.int32)
         self._weights = np.empty(vocab_size, np.int64)
         self._histogram = np.empty(2048, np.int64)
         self._uniform = np.empty(vocab_size, np.float64)
+        self._above = np.empty(1, np.int64)
+        self._block_keys_address = address(self._block_keys)
+        self._ids_address = address(self._ids)
+        self._keys_address = address(self._keys)
+        self._weights_address = address(self._weights)
+        self._histogram_address = address(self._histogram)
+        self._uniform_address = address(self._uniform)
+        self._above_address = address(self._above)
 
     def choose(
         self,
@@ -80,43 +72,45 @@ class RowSampler:
         Shapes: logits float32[vocab_size], contiguous, fewer than 2^20.
         Returns: the token id, or NOT_FINITE, or NOTHING_LEFT.
         """
-        block_keys, ids, keys, weights = self._block_keys, self._ids, self._keys, self._weights
-        winner: int = scan(logits, block_keys)
+        ids, keys, weights = self._ids_address, self._keys_address, self._weights_address
+        row = address(logits)
+        row_words = (row, logits.size, self._block_keys_address, self._block_keys.size)
+        winner: int = _SCAN(*row_words)
         if winner < 0 or temperature == 0.0 or top_k == 1:
             return winner
         best = float(logits[winner])
         inverse_temperature = min(1.0 / temperature, 1e300)
         limited = 0 < top_k < logits.size
         total = 0
-        threshold = int(_LOWEST_KEY)
+        threshold = _LOWEST_KEY
         if limited:
             threshold = self._block_threshold(top_k)
         elif top_p < 1.0:
-            total = mass(logits, best, inverse_temperature)
+            total = _MASS(row, logits.size, best, inverse_temperature)
             threshold = self._block_threshold(_NUCLEUS_BLOCKS)
         elif min_p > 0.0:
             reach = best + math.log(min_p) * temperature
             threshold = order_key(reach - 1e-3 - 1e-6 * abs(reach))
-        count = gather(logits, block_keys, threshold, ids, keys)
+        count = _GATHER(*row_words, threshold, ids, keys)
         if limited and count > top_k:
-            threshold, above = cut(keys, weights, count, False, top_k, self._histogram)
-            count = keep(ids, keys, count, threshold, top_k - above)
-        gathered = weigh(keys, weights, count, best, inverse_temperature)
+            threshold, above = self._cut(keys, count, False, top_k)
+            count = _KEEP(ids, keys, count, threshold, top_k - above)
+        gathered = _WEIGH(keys, weights, count, best, inverse_temperature)
 
-        threshold, mass_at_threshold = int(_LOWEST_KEY), 0
+        threshold, mass_at_threshold = _LOWEST_KEY, 0
         if top_p < 1.0:
             total = total or gathered
             target = max(1, min(total, math.ceil(top_p * total)))
             if gathered < target:
-                count = gather(logits, block_keys, int(_LOWEST_KEY), ids, keys)
-                weigh(keys, weights, count, best, inverse_temperature)
-            threshold, above = cut(keys, weights, count, True, target, self._histogram)
+                count = _GATHER(*row_words, _LOWEST_KEY, ids, keys)
+                _WEIGH(keys, weights, count, best, inverse_temperature)
+            threshold, above = self._cut(keys, count, True, target)
             mass_at_threshold = target - above
         least = math.ceil(min_p * _ONE)
-        uniforms(self._uniform, seed, position, ids, count)
-        chosen: int = race(
+        _UNIFORMS(self._uniform_address, _signed(seed), position, ids, count)
+        chosen: int = _RACE(
             ids, keys, weights, count, threshold, mass_at_threshold, least,
-            best, inverse_temperature, self._uniform,
+            best, inverse_temperature, self._uniform_address,
         )  # fmt: skip
         return chosen
 
@@ -124,9 +118,15 @@ class RowSampler:
         """A key that at least `wanted` logits reach: the `wanted`-th largest block maximum."""
         num_blocks = self._block_keys.size
         if wanted >= num_blocks:
-            return int(_LOWEST_KEY)
-        threshold: int = cut(self._block_keys, self._weights, num_blocks, False, wanted, self._histogram)[0]
-        return threshold
+            return _LOWEST_KEY
+        return self._cut(self._block_keys_address, num_blocks, False, wanted)[0]
+
+    def _cut(self, keys: int, count: int, by_weight: bool, target: int) -> tuple[int, int]:
+        """The key where the largest keys together reach `target`, and the sum above it."""
+        threshold = _CUT(
+            keys, self._weights_address, count, by_weight, target, self._histogram_address, self._above_address
+        )
+        return threshold, int(self._above[0])
 
 
 def order_key(value: float) -> int:
@@ -135,260 +135,41 @@ def order_key(value: float) -> int:
     return bits if bits >= 0 else bits ^ 0x7FFFFFFF
 
 
-@inline
-def _key(bits: Any) -> Any:
-    """Order of a float32 given as bits; its own inverse but for -0.0, which takes the key of 0.0."""
-    key = np.int32(bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
-    return np.int32(0) if key == np.int32(-1) else key
+def _signed(seed: np.uint64 | int) -> int:
+    """The int64 with a seed's 64 bits."""
+    value = int(seed) & (2**64 - 1)
+    return value - 2**64 if value >= 2**63 else value
 
 
-@inline
-def _logit(key: Any) -> Any:
-    return np.float64(np.int32(key ^ ((key >> np.int32(31)) & np.int32(0x7FFFFFFF))).view(np.float32))
+def uniforms(
+    out: NDArray[np.float64], seed: np.uint64 | int, position: int, tokens: NDArray[np.int32], count: int
+) -> None:
+    """Write the u in (0, 1) that each of the first `count` tokens has at a position; out float64[count]."""
+    assert out.dtype == np.float64 and tokens.dtype == np.int32 and min(out.size, tokens.size) >= count
+    _UNIFORMS(address(out), _signed(seed), position, address(tokens), count)
 
 
-@inline
-def _weight(x: Any) -> Any:
-    """exp(x) for x <= 0 in units of 2^-43, to the nearest, as int64.
-
-    Argument reduction to |r| <= ln(2) / 2 and the Taylor polynomial of degree 12, whose remainder is below 2^-52.
-    """
-    x = max(x, -64.0)
-    shifted = x * _LOG2_E + _ROUNDING
-    exponent = shifted - _ROUNDING
-    r = (x - exponent * _LN2_HIGH) - exponent * _LN2_LOW
-    p = 1.0 / 479001600.0
-    p = p * r + 1.0 / 39916800.0
-    p = p * r + 1.0 / 3628800.0
-    p = p * r + 1.0 / 362880.0
-    p = p * r + 1.0 / 40320.0
-    p = p * r + 1.0 / 5040.0
-    p = p * r + 1.0 / 720.0
-    p = p * r + 1.0 / 120.0
-    p = p * r + 1.0 / 24.0
-    p = p * r + 1.0 / 6.0
-    p = p * r + 0.5
-    p = p * r + 1.0
-    p = p * r + 1.0
-    scale = np.int64((np.float64(shifted).view(np.int64) + np.int64(1023 + 43)) << np.int64(52)).view(np.float64)
-    return np.float64(p * scale + _ROUNDING).view(np.int64) - _ROUNDING_BITS
-
-
-@jit
-def scan(logits: Any, block_keys: Any) -> int:
-    """Fill the block maxima int32[ceil(V / 64)]; return the lowest id of the largest logit, or what is wrong."""
-    bits = logits.view(np.int32)
-    lowest = _HIGHEST_KEY
-    highest = _LOWEST_KEY
-    num_full = bits.size // _BLOCK
-    for block in range(num_full):
-        best = _LOWEST_KEY
-        for offset in range(_BLOCK):
-            key = _key(bits[np.uint64(block * _BLOCK + offset)])
-            best = max(best, key)
-            lowest = min(lowest, key)
-        block_keys[block] = best
-        highest = max(highest, best)
-    if num_full * _BLOCK < bits.size:
-        best = _LOWEST_KEY
-        for index in range(num_full * _BLOCK, bits.size):
-            key = _key(bits[index])
-            best = max(best, key)
-            lowest = min(lowest, key)
-        block_keys[num_full] = best
-        highest = max(highest, best)
-    if highest >= _INFINITY_KEY or lowest < _NEGATIVE_INFINITY_KEY:
-        return NOT_FINITE
-    if highest == _NEGATIVE_INFINITY_KEY:
-        return NOTHING_LEFT
-    block = 0
-    while block_keys[block] != highest:
-        block += 1
-    index = block * _BLOCK
-    while _key(bits[index]) != highest:
-        index += 1
-    return index
-
-
-@jit
-def gather(logits: Any, block_keys: Any, threshold: int, ids: Any, keys: Any) -> int:
-    """List by ascending id every token whose key reaches `threshold` and whose logit is not -inf; return how many."""
-    bits = logits.view(np.int32)
-    least = np.int32(max(np.int64(threshold), np.int64(_NEGATIVE_INFINITY_KEY) + 1))
-    count = 0
-    for block in range(block_keys.size):
-        if block_keys[block] >= least:
-            for index in range(block * _BLOCK, min(block * _BLOCK + _BLOCK, bits.size)):
-                key = _key(bits[index])
-                if key >= least:
-                    ids[count] = index
-                    keys[count] = key
-                    count += 1
-    return count
-
-
-@jit
-def cut(keys: Any, weights: Any, count: int, by_weight: bool, target: int, histogram: Any) -> Any:
-    """Find where the largest keys together reach `target` of weight, or of count: radix selection, no sort.
-
-    Shapes: keys int32[count], weights int64[count] (not read unless by_weight), histogram int64[2048].
-    Returns: that key, and the sum of everything above it.
-    """
-    prefix = np.int64(0)
-    above = np.int64(0)
-    shift = 32
-    for width in (11, 11, 10):
-        mask = np.int64((1 << width) - 1)
-        shift -= width
-        for index in range(mask + 1):
-            histogram[index] = 0
-        for index in range(count):
-            digits = (np.int64(keys[index]) + np.int64(2**31)) >> shift
-            if digits >> width == prefix:
-                histogram[digits & mask] += weights[index] if by_weight else np.int64(1)
-        digit = mask
-        while digit > 0 and above + histogram[digit] < target:
-            above += histogram[digit]
-            digit -= 1
-        prefix = (prefix << width) | digit
-    return prefix - np.int64(2**31), above
-
-
-@jit
-def keep(ids: Any, keys: Any, count: int, threshold: int, ties: int) -> int:
-    """Compact the lists to the keys above `threshold` and the first `ties` of those at it; return how many."""
-    kept = 0
-    for index in range(count):
-        key = np.int64(keys[index])
-        if key > threshold or (key == threshold and ties > 0):
-            if key == threshold:
-                ties -= 1
-            ids[kept] = ids[index]
-            keys[kept] = keys[index]
-            kept += 1
-    return kept
-
-
-@jit
-def weigh(keys: Any, weights: Any, count: int, best: float, inverse_temperature: float) -> Any:
-    """Write the weight of every listed key; return their sum."""
-    total = np.int64(0)
-    for index in range(count):
-        weight = _weight((_logit(keys[index]) - best) * inverse_temperature)
-        weights[index] = weight
-        total += weight
-    return total
-
-
-@jit
-def mass(logits: Any, best: float, inverse_temperature: float) -> Any:
-    """Sum of the weights of a whole row."""
-    total = np.int64(0)
-    for index in range(logits.size):
-        total += _weight((np.float64(logits[index]) - best) * inverse_temperature)
-    return total
-
-
-@jit
-def uniforms(out: Any, seed: Any, position: int, tokens: Any, count: int) -> None:
-    """Write the u in (0, 1) that each of the first `count` tokens has at a position: (k + 1/2) * 2^-52, k of 52 bits.
-
-    The rounds stand here and not in a function of their own: inlined after its own optimisation it does not vectorise.
-    """
-    position_low = np.uint64(position) & _LOW_HALF
-    position_high = np.uint64(position) >> _HALF
-    for index in range(count):
-        c0 = np.uint64(tokens[index]) & _LOW_HALF
-        c1 = position_low
-        c2 = position_high
-        c3 = np.uint64(0)
-        k0 = seed & _LOW_HALF
-        k1 = seed >> _HALF
-        for _ in range(10):
-            product0 = c0 * _PHILOX_M0
-            product1 = c2 * _PHILOX_M1
-            c0 = (product1 >> _HALF) ^ c1 ^ k0
-            c1 = product1 & _LOW_HALF
-            c2 = (product0 >> _HALF) ^ c3 ^ k1
-            c3 = product0 & _LOW_HALF
-            k0 = (k0 + _PHILOX_W0) & _LOW_HALF
-            k1 = (k1 + _PHILOX_W1) & _LOW_HALF
-        out[index] = (np.float64(np.int64(((c1 << _HALF) | c0) >> np.uint64(12))) + 0.5) * 2.0**-52
-
-
-@jit
-def race(
-    ids: Any,
-    keys: Any,
-    weights: Any,
-    count: int,
-    threshold: int,
-    mass_at_threshold: int,
-    least: int,
-    best: float,
-    inverse_temperature: float,
-    uniform: Any,
-) -> Any:
-    """Return the candidate of the largest noisy logit, the lowest id on ties.
-
-    Candidates weigh at least `least` and have keys above `threshold`, or at it while `mass_at_threshold` is not used
-    up. -log u >= 1 - u, so most losers are known before a logarithm is taken.
-    """
-    winner = np.int64(ids[0])
-    winning_score = -math.inf
-    bound = math.inf
-    for index in range(count):
-        weight = weights[index]
-        key = np.int64(keys[index])
-        if weight < least or key < threshold:
-            continue
-        if key == threshold:
-            if mass_at_threshold <= 0:
-                continue
-            mass_at_threshold -= weight
-        u = uniform[index]
-        if 1.0 - u <= np.float64(weight + 1) * bound:
-            score = (_logit(keys[index]) - best) * inverse_temperature - math.log(-math.log(u))
-            if score > winning_score:
-                winning_score = score
-                winner = np.int64(ids[index])
-                bound = math.exp(-score) * (1.0 + 1e-9) / _ONE
-    return winner
-
-
-@jit
 def adjust(
-    out: Any,
-    logits: Any,
-    bias_ids: Any,
-    bias_values: Any,
-    history: Any,
+    out: NDArray[np.float32],
+    logits: NDArray[np.float32],
+    bias_ids: NDArray[np.int32],
+    bias_values: NDArray[np.float64],
+    history: NDArray[np.int32],
     start: int,
     stop: int,
     repetition_penalty: float,
     frequency_penalty: float,
     presence_penalty: float,
-    counts: Any,
+    counts: NDArray[np.int32],
 ) -> None:
-    """Copy a row of logits, add the bias, then penalise every token that occurs in history[start:stop].
-
-    A positive logit is divided by the repetition penalty and another multiplied (Keskar et al., CTRL, arXiv 1909.05858,
-    section 4.1); then occurrences * frequency_penalty + presence_penalty is subtracted. In float64, rounded once.
+    """Copy a row of logits, add the bias, then penalise every token of history[start:stop].
 
     Shapes: out and logits float32[V]; bias_ids int32[B], distinct, bias_values float64[B]; history int32[>= stop];
-        counts
-        int32[V], all zero, and zero again afterwards.
+        counts int32[V], all zero, and zero again afterwards.
     """
-    for index in range(logits.size):
-        out[index] = logits[index]
-    for index in range(bias_ids.size):
-        out[bias_ids[index]] = np.float32(np.float64(out[bias_ids[index]]) + bias_values[index])
-    for index in range(start, stop):
-        counts[history[index]] += 1
-    for index in range(start, stop):
-        token = history[index]
-        if counts[token] > 0:
-            value = np.float64(out[token])
-            value = value / repetition_penalty if value > 0.0 else value * repetition_penalty
-            out[token] = np.float32(value - counts[token] * frequency_penalty - presence_penalty)
-            counts[token] = 0
+    assert history.size >= stop and bias_ids.size == bias_values.size, "shapes as documented"
+    assert out.size == logits.size == counts.size, "one vocabulary"
+    _ADJUST(
+        address(out), address(logits), logits.size, address(bias_ids), address(bias_values), bias_ids.size,
+        address(history), start, stop, repetition_penalty, frequency_penalty, presence_penalty, address(counts),
+    )  # fmt: skip

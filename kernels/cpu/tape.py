@@ -12,17 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import ContextLengthError, RequestError, ShapeError
-from localinfer.kernels.cpu import attention, elementwise, experts, quantize
-from localinfer.kernels.cpu import batch as header
+from localinfer.kernels.cpu import protocol
 from localinfer.kernels.cpu.arrays import address, aligned, aligned_zeros
 from localinfer.kernels.cpu.costs import attention_cost, embedding_cost, expert_cost, head_cost, matmul_cost
-from localinfer.kernels.cpu.embedding import RowTable, embed
 from localinfer.kernels.cpu.layouts import SIZES, is_float, num_tiles
-from localinfer.kernels.cpu.matmul import EXPERT_WORDS, expert_matmul_op, matmul_op
-from localinfer.kernels.cpu.packing import PackedWeight
+from localinfer.kernels.cpu.packing import PackedWeight, RowTable
 from localinfer.kernels.cpu.pool import ThreadPool
-from localinfer.kernels.jit import Op
 from localinfer.kernels.kv_layout import KVLayout
+from localinfer.kernels.object_cache import Kernel
 from localinfer.kernels.ops import (
     Activation,
     AttentionShape,
@@ -81,7 +78,7 @@ class CpuTape:
         self._max_rows = {Rows.BATCH: max_batch_rows, Rows.OUTPUT: min(max_output_rows, max_batch_rows)}
         self._memory: list[NDArray[np.uint8]] = []
         self._keep: list[Any] = []
-        self._ops: list[tuple[Op, NDArray[np.int64]]] = []
+        self._ops: list[tuple[Kernel, NDArray[np.int64]]] = []
         self._operations: list[Operation] = []
         self._zeros: NDArray[np.float32] = np.zeros(16, np.float32)
         self._angles: dict[tuple[bytes, float], NDArray[np.uint8]] = {}
@@ -121,9 +118,9 @@ class CpuTape:
         self._keep.append(self._zeros)
         return address(self._zeros)
 
-    def _add(self, kernel: Op, *words: int, writes: Buffer | None, cost: Operation | None = None) -> None:
-        self._ops.append((kernel, np.array(words, np.int64)))
-        self._operations.append(cost or Operation(kernel.name))
+    def _add(self, kernel: str, *words: int, writes: Buffer | None, cost: Operation | None = None) -> None:
+        self._ops.append((Kernel(kernel), np.array(words, np.int64)))
+        self._operations.append(cost or Operation(kernel))
         if writes is not None and self._quantized_source is not None and self._quantized_source[1] == writes.index:
             self._quantized_source = None
 
@@ -149,11 +146,11 @@ class CpuTape:
         )
         self._keep.append(rows)
         words = (rows.data.ctypes.data, row_bytes, int(rows.layout), rows.num_columns, sizes.unit, sizes.file_bytes)
-        cost = embedding_cost(embed.name, table)
-        self._add(embed, *self._place(out), *words, _bits(scale), int(by_position), writes=out, cost=cost)
+        cost = embedding_cost("embedding.embed", table)
+        self._add("embedding.embed", *self._place(out), *words, _bits(scale), int(by_position), writes=out, cost=cost)
 
     def rms_norm(self, out: Buffer, x: Buffer, weight: FloatArray | None, epsilon: float, group_size: int = 0) -> None:
-        self._norm(elementwise.rms_norm, out, x, weight, None, epsilon, group_size)
+        self._norm("elementwise.rms_norm", out, x, weight, None, epsilon, group_size)
 
     def layer_norm(
         self,
@@ -164,11 +161,11 @@ class CpuTape:
         epsilon: float,
         group_size: int = 0,
     ) -> None:
-        self._norm(elementwise.layer_norm, out, x, weight, bias, epsilon, group_size)
+        self._norm("elementwise.layer_norm", out, x, weight, bias, epsilon, group_size)
 
     def _norm(
         self,
-        kernel: Op,
+        kernel: str,
         out: Buffer,
         x: Buffer,
         weight: FloatArray | None,
@@ -208,7 +205,7 @@ class CpuTape:
         if is_float(packed.layout):
             place, stride = self._place(x)
             return place, stride, 4 * columns if slots > 1 else 0
-        stride = quantize.row_bytes(columns)
+        stride = protocol.activation_row_bytes(columns)
         needed = self._max_rows[x.rows] * slots * stride
         if self._quantized_source != (x.rows, x.index, columns):
             memory = self._quantized.get(x.rows)
@@ -217,7 +214,7 @@ class CpuTape:
                 self._quantized[x.rows] = memory
                 self._keep.append(memory)
             words = (address(memory), stride, columns, int(x.rows is Rows.OUTPUT), slots, 4 * columns)
-            self._add(quantize.quantize_rows, *self._place(x), *words, writes=None)
+            self._add("quantize.quantize_rows", *self._place(x), *words, writes=None)
             self._quantized_source = (x.rows, x.index, columns)
         place = address(self._quantized[x.rows])
         return place, stride * slots, stride if slots > 1 else 0
@@ -237,13 +234,13 @@ class CpuTape:
             by_layout.setdefault(packed.layout, []).append(projection)
         for layout, group in by_layout.items():
             place, stride, _ = self._activations(x, group[0].weight.packed, 1)
-            bytes_per_row = quantize.row_bytes(x.width) if not is_float(layout) else 4 * x.width
+            bytes_per_row = protocol.activation_row_bytes(x.width) if not is_float(layout) else 4 * x.width
             rows_per_block = max(8, ACTIVATION_BYTES_PER_BLOCK // bytes_per_row // 8 * 8)
             words = [place, stride, x.width, int(x.rows is Rows.OUTPUT), len(group), rows_per_block]
             for projection in group:
                 words += self._projection_words(projection)
-            kernel = matmul_op(layout)
-            cost = matmul_cost(kernel.name, [projection.weight for projection in group], x.rows)
+            kernel = f"matmul.matmul_{layout.name.lower()}"
+            cost = matmul_cost(kernel, [projection.weight for projection in group], x.rows)
             self._add(kernel, *words, writes=None, cost=cost)
         for projection in projections:
             if self._quantized_source is not None and self._quantized_source[1] == projection.out.index:
@@ -268,7 +265,7 @@ class CpuTape:
         place, stride = self._place(x)
         words = (address(angles), 8 * pairs, x.width // head_size, head_size, pairs)
         halves = int(table.pairing is Pairing.HALVES)
-        self._add(elementwise.rope, place + 4 * offset, stride, *words, halves, writes=x)
+        self._add("elementwise.rope", place + 4 * offset, stride, *words, halves, writes=x)
 
     def _rope_angles(self, table: RopeTable) -> NDArray[np.uint8]:
         """The table's cosines and sines for every row, computed once per run."""
@@ -279,7 +276,7 @@ class CpuTape:
             self._angles[key] = angles
             self._keep += [angles, frequencies]
             words = (address(angles), 8 * frequencies.size, address(frequencies), frequencies.size)
-            self._add(elementwise.rope_angles, *words, _bits(table.magnitude), writes=None)
+            self._add("elementwise.rope_angles", *words, _bits(table.magnitude), writes=None)
         return self._angles[key]
 
     def store_kv(self, layer: int, keys: Buffer, values: Buffer) -> None:
@@ -291,7 +288,7 @@ class CpuTape:
         _check(keys.rows is Rows.BATCH and values.rows is Rows.BATCH, "only batch rows enter the cache")
         sizes = (shape.num_kv_heads, shape.key_size, shape.value_size, layout.value_stride(layer))
         offsets = (layout.layer_offset(layer), layout.head_bytes(layer), layout.element_bytes)
-        self._add(attention.store_kv, *self._place(keys), *self._place(values), *sizes, *offsets, writes=None)
+        self._add("attention.store_kv", *self._place(keys), *self._place(values), *sizes, *offsets, writes=None)
 
     def attention(self, out: Buffer, queries: Buffer, layer: int, shape: AttentionShape) -> None:
         cached, layout = self._kv_layout.layers[layer], self._kv_layout
@@ -304,10 +301,10 @@ class CpuTape:
         _check(queries.width == shape.num_heads * shape.key_size, f"{queries.name} is {queries.width} wide")
         _check(out.width == shape.num_heads * shape.value_size, f"{out.name} is {out.width} wide")
         _check(queries.rows is Rows.BATCH and out.rows is Rows.BATCH, "attention is of batch rows")
-        _check(shape.value_size <= attention.MAX_VALUE_SIZE, f"values of {shape.value_size} exceed the scratch memory")
+        _check(shape.value_size <= protocol.MAX_VALUE_SIZE, f"values of {shape.value_size} exceed the scratch memory")
         group = shape.num_heads // shape.num_kv_heads
-        _check(group <= attention.MAX_QUERIES_PER_UNIT, f"{group} heads share one KV head")
-        rows_per_unit = max(1, min(attention.ROWS_PER_UNIT, attention.MAX_QUERIES_PER_UNIT // group))
+        _check(group <= protocol.MAX_QUERIES_PER_UNIT, f"{group} heads share one KV head")
+        rows_per_unit = max(1, min(protocol.ROWS_PER_UNIT, protocol.MAX_QUERIES_PER_UNIT // group))
         sinks = self._constant(shape.sinks, shape.num_heads, "attention sinks")
         slopes = self._constant(shape.alibi_slopes, shape.num_heads, "ALiBi slopes")
         words = (
@@ -315,52 +312,52 @@ class CpuTape:
             *(layout.layer_offset(layer), layout.head_bytes(layer), _bits(shape.scale), _bits(shape.softcap)),
             *(shape.window, shape.chunk, sinks, slopes, layout.element_bytes, rows_per_unit),
         )
-        kernel = attention.attention_f16 if layout.kv_type == "f16" else attention.attention_f32
-        cost = attention_cost(kernel.name, layout, layer, shape)
+        kernel = f"attention.attention_{layout.kv_type}"
+        cost = attention_cost(kernel, layout, layer, shape)
         self._add(kernel, *self._place(queries), *self._place(out), *words, writes=out, cost=cost)
 
     def activation(self, out: Buffer, x: Buffer, kind: Activation) -> None:
-        _check(kind in elementwise.ACTIVATIONS, f"{kind.value} exists only gated")
-        self._elementwise(elementwise.ACTIVATIONS[kind], out, x, x)
+        _check(kind is not Activation.SWIGLU_CLAMPED, f"{kind.value} exists only gated")
+        self._elementwise(f"elementwise.{kind.value}", out, x, x)
 
     def gated_activation(self, out: Buffer, gate: Buffer, up: Buffer, kind: Activation) -> None:
-        self._elementwise(elementwise.GATED_ACTIVATIONS[kind], out, gate, up)
+        self._elementwise(f"elementwise.gated_{kind.value}", out, gate, up)
 
     def add(self, out: Buffer, a: Buffer, b: Buffer, scale: float = 1.0) -> None:
-        self._elementwise(elementwise.add, out, a, b, scale)
+        self._elementwise("elementwise.add", out, a, b, scale)
 
     def multiply_sigmoid(self, out: Buffer, x: Buffer, gate: Buffer) -> None:
         if gate.width == 1 and x.width != 1:
             self._same_shape(out, x)
             _check(gate.rows is x.rows, f"{gate.name} and {x.name} hold different rows")
             words = (*self._place(out), *self._place(x), *self._place(gate), 0, x.width, int(x.rows is Rows.OUTPUT))
-            self._add(elementwise.multiply_sigmoid_by_row, *words, writes=out)
+            self._add("elementwise.multiply_sigmoid_by_row", *words, writes=out)
         else:
-            self._elementwise(elementwise.multiply_sigmoid, out, x, gate)
+            self._elementwise("elementwise.multiply_sigmoid", out, x, gate)
 
     def scale(self, x: Buffer, factor: float) -> None:
-        self._elementwise(elementwise.scale, x, x, x, factor)
+        self._elementwise("elementwise.scale", x, x, x, factor)
 
     def scale_by_position(self, x: Buffer, period: int, slope: float, offset: int = 0) -> None:
         _check(x.rows is Rows.BATCH and period > 0, f"{x.name} cannot be scaled by position over {period}")
         words = (x.width, period, _bits(slope), offset)
-        self._add(elementwise.scale_by_position, *self._place(x), *words, writes=x)
+        self._add("elementwise.scale_by_position", *self._place(x), *words, writes=x)
 
     def softcap(self, x: Buffer, cap: float) -> None:
-        self._elementwise(elementwise.softcap, x, x, x, cap)
+        self._elementwise("elementwise.softcap", x, x, x, cap)
 
-    def _elementwise(self, kernel: Op, out: Buffer, a: Buffer, b: Buffer, scalar: float = 0.0) -> None:
+    def _elementwise(self, kernel: str, out: Buffer, a: Buffer, b: Buffer, scalar: float = 0.0) -> None:
         self._same_shape(out, a, b)
         places = (*self._place(out), *self._place(a), *self._place(b))
         self._add(kernel, *places, _bits(scalar), out.width, int(out.rows is Rows.OUTPUT), writes=out)
 
     def select_output(self, out: Buffer, x: Buffer) -> None:
         _check(out.width == x.width and out.rows is Rows.OUTPUT and x.rows is Rows.BATCH, f"{out.name} from {x.name}")
-        self._add(elementwise.select_output, *self._place(out), *self._place(x), x.width, writes=out)
+        self._add("elementwise.select_output", *self._place(out), *self._place(x), x.width, writes=out)
 
     def route(self, expert_ids: Buffer, expert_weights: Buffer, logits: Buffer, routing: Routing) -> None:
         count, selected = routing.num_experts, routing.num_selected
-        _check(0 < selected <= count <= experts.MAX_EXPERTS, f"{selected} of {count} experts cannot be chosen")
+        _check(0 < selected <= count <= protocol.MAX_EXPERTS, f"{selected} of {count} experts cannot be chosen")
         _check(logits.width == count and expert_ids.width == expert_weights.width == selected, "router buffers differ")
         self._same_rows(expert_ids, expert_weights, logits)
         _check(count % routing.num_groups == 0, f"{count} experts do not split into {routing.num_groups} groups")
@@ -368,12 +365,12 @@ class CpuTape:
         places = (*self._place(expert_ids), *self._place(expert_weights), *self._place(logits))
         gating = (_GATING_CODES[routing.gating], int(routing.normalise), _bits(routing.scale), bias)
         groups = (routing.num_groups, routing.num_selected_groups, int(logits.rows is Rows.OUTPUT))
-        self._add(experts.route, *places, count, selected, *gating, *groups, writes=expert_ids)
+        self._add("experts.route", *places, count, selected, *gating, *groups, writes=expert_ids)
         table = np.zeros(count + 2 + self._max_rows[logits.rows] * selected, np.int64)
         self._expert_groups[expert_ids.index] = table
         self._keep.append(table)
         words = (count, selected, address(table), int(logits.rows is Rows.OUTPUT))
-        self._add(experts.group_by_expert, *self._place(expert_ids), *words, writes=expert_weights)
+        self._add("experts.group_by_expert", *self._place(expert_ids), *words, writes=expert_weights)
 
     def expert_matmul(
         self,
@@ -405,9 +402,8 @@ class CpuTape:
             *(packed.tile_bytes, num_tiles(packed.num_rows), packed.num_rows, *self._place(out)),
             *(bias_place, bias_stride, self._zero_row(packed.num_rows)),
         )
-        assert len(words) == EXPERT_WORDS
-        kernel = expert_matmul_op(packed.layout)
-        self._add(kernel, *words, writes=out, cost=expert_cost(kernel.name, weight, selected, x.rows))
+        kernel = f"matmul.expert_matmul_{packed.layout.name.lower()}"
+        self._add(kernel, *words, writes=out, cost=expert_cost(kernel, weight, selected, x.rows))
 
     def head_matmul(
         self,
@@ -430,11 +426,11 @@ class CpuTape:
         source, stride = self._place(x)
         source, slot_stride = source + 4 * x_offset, 4 * x_head_size
         if not is_float(packed.layout):
-            row = quantize.row_bytes(columns)
+            row = protocol.activation_row_bytes(columns)
             memory = aligned(self._max_rows[x.rows] * heads * row)
             self._keep.append(memory)
             words = (source, stride, address(memory), row, columns, is_output, heads, slot_stride)
-            self._add(quantize.quantize_rows, *words, writes=None)
+            self._add("quantize.quantize_rows", *words, writes=None)
             source, stride, slot_stride = address(memory), heads * row, row
         target, out_stride = self._place(out)
         zeros = self._zero_row(rows)
@@ -442,9 +438,9 @@ class CpuTape:
             inputs = (source + head * slot_stride, stride, columns, is_output, 1, self._max_rows[x.rows])
             weights = (address(packed.data) + head * packed.expert_bytes, packed.tile_bytes, num_tiles(rows), rows)
             place = (target + 4 * (head * out_head_size + out_offset), out_stride)
-            kernel = matmul_op(packed.layout)
+            kernel = f"matmul.matmul_{packed.layout.name.lower()}"
             residual = (zeros, 0, zeros, 0, _bits(1.0), 0)
-            cost = head_cost(kernel.name, weight, x.rows)
+            cost = head_cost(kernel, weight, x.rows)
             self._add(kernel, *inputs, *weights, *place, *residual, writes=out, cost=cost)
 
     def copy_heads(
@@ -464,7 +460,7 @@ class CpuTape:
         (target, out_stride), (source, stride) = self._place(out), self._place(x)
         places = (target + 4 * out_offset, out_stride, source + 4 * x_offset, stride)
         words = (num_heads, width, 4 * out_head_size, 4 * x_head_size, int(x.rows is Rows.OUTPUT))
-        self._add(elementwise.copy_heads, *places, *words, writes=out)
+        self._add("elementwise.copy_heads", *places, *words, writes=out)
 
     def expert_sum(self, out: Buffer, x: Buffer, expert_weights: Buffer, residual: Buffer | None = None) -> None:
         selected = expert_weights.width
@@ -474,7 +470,7 @@ class CpuTape:
             self._same_shape(out, residual)
         place = self._place(residual) if residual is not None else (0, 0)
         places = (*self._place(out), *self._place(x), *self._place(expert_weights), *place)
-        self._add(experts.expert_sum, *places, selected, out.width, int(out.rows is Rows.OUTPUT), writes=out)
+        self._add("experts.expert_sum", *places, selected, out.width, int(out.rows is Rows.OUTPUT), writes=out)
 
     def expert_scale(self, x: Buffer, expert_weights: Buffer) -> None:
         selected = expert_weights.width
@@ -482,15 +478,16 @@ class CpuTape:
         _check(x.width % (16 * selected) == 0, f"{x.name} holds slots of {columns}; whole vectors of 16 are needed")
         self._same_rows(x, expert_weights)
         words = (*self._place(x), *self._place(expert_weights), selected, columns, int(x.rows is Rows.OUTPUT))
-        self._add(experts.expert_scale, *words, writes=x)
+        self._add("experts.expert_scale", *words, writes=x)
 
     def finish(self, logits: Buffer) -> "CpuProgram":
         _check(logits.rows is Rows.OUTPUT, f"{logits.name} holds batch rows; logits are of output rows")
         kernels = list(dict.fromkeys(kernel for kernel, _ in self._ops))
         for done, kernel in enumerate(kernels):
             if self._progress is not None:
-                self._progress("compiling kernels (once per machine)", done, len(kernels))
-            kernel.compile()
+                stage = "loading kernels" if kernel.is_cached else "compiling kernels (once per machine)"
+                self._progress(stage, done, len(kernels))
+            assert kernel.address, "compiled or loaded"
         return CpuProgram(self, logits)
 
 
@@ -515,18 +512,18 @@ class CpuProgram:
         self._page_tables = np.zeros(rows, np.int64)
         self._output_rows = np.zeros(self.max_output_rows, np.int64)
         self._segments = np.zeros((rows, 4), np.int64)
-        self._scratch = aligned_zeros(self._pool.num_threads * header.SCRATCH_BYTES)
-        self._header = np.zeros(header.WORDS, np.int64)
+        self._scratch = aligned_zeros(self._pool.num_threads * protocol.SCRATCH_BYTES)
+        self._header = np.zeros(protocol.HEADER_WORDS, np.int64)
         for offset, array in (
-            (header.TOKEN_IDS, self._token_ids),
-            (header.POSITIONS, self._positions),
-            (header.PAGE_TABLES, self._page_tables),
-            (header.OUTPUT_ROWS, self._output_rows),
-            (header.SCRATCH, self._scratch),
-            (header.SEGMENTS, self._segments),
+            (protocol.TOKEN_IDS, self._token_ids),
+            (protocol.POSITIONS, self._positions),
+            (protocol.PAGE_TABLES, self._page_tables),
+            (protocol.OUTPUT_ROWS, self._output_rows),
+            (protocol.SCRATCH, self._scratch),
+            (protocol.SEGMENTS, self._segments),
         ):
             self._header[offset // 8] = address(array)
-        self._header[header.CONTROL // 8] = self._pool.control_address
+        self._header[protocol.CONTROL // 8] = self._pool.control_address
 
     def run(self, batch: Batch) -> FloatArray:
         """Compute a batch; see `ops.Program.run`. Raises RequestError or ContextLengthError for a batch it cannot
@@ -546,8 +543,8 @@ class CpuProgram:
         if outputs and not 0 <= int(batch.output_rows.min()) <= int(batch.output_rows.max()) < rows:
             raise RequestError(f"output rows must lie in 0..{rows - 1}")
         self._set_segments(batch, rows)
-        self._header[header.NUM_ROWS // 8] = rows
-        self._header[header.NUM_OUTPUT_ROWS // 8] = outputs
+        self._header[protocol.NUM_ROWS // 8] = rows
+        self._header[protocol.NUM_OUTPUT_ROWS // 8] = outputs
         self._pool.run(address(self._ops), len(self._ops), address(self._header))
         return self._logits[:outputs]
 
@@ -582,7 +579,7 @@ class CpuProgram:
             row += count
         if row != rows:
             raise RequestError(f"the segments hold {row} rows, the batch {rows} token ids")
-        self._header[header.NUM_SEGMENTS // 8] = len(batch.segments)
+        self._header[protocol.NUM_SEGMENTS // 8] = len(batch.segments)
 
     def close(self) -> None:
         """End the pool's threads."""

@@ -12,7 +12,7 @@ from llvmlite import ir
 from numba import types
 
 from localinfer.kernels import isa
-from localinfer.kernels.cpu import attention_tiles, quantize, rows, tiles
+from localinfer.kernels.cpu.compiled import attention_tiles, quantize, rows, tiles
 from localinfer.kernels.cpu.layouts import Layout
 from localinfer.kernels.isa import ISA
 from localinfer.kernels.ops import Activation

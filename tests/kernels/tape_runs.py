@@ -9,9 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.kernels.cpu.arrays import address, aligned_zeros
-from localinfer.kernels.cpu.embedding import RowTable
 from localinfer.kernels.cpu.layouts import Layout
-from localinfer.kernels.cpu.packing import pack
+from localinfer.kernels.cpu.packing import RowTable, pack
 from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.kernels.cpu.tape import CpuTape
 from localinfer.kernels.kv_layout import KVLayout

@@ -5,10 +5,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from localinfer.kernels.cpu.embedding import RowTable
+from localinfer.kernels.cpu.compiled.rows import exp_of, sigmoid_of
 from localinfer.kernels.cpu.layouts import SIZES, Layout
+from localinfer.kernels.cpu.packing import RowTable
 from localinfer.kernels.cpu.pool import ThreadPool
-from localinfer.kernels.cpu.rows import exp_of, sigmoid_of
 from localinfer.kernels.cpu.tape import CpuTape
 from localinfer.kernels.jit import inline
 from localinfer.kernels.ops import (

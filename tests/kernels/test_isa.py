@@ -10,7 +10,7 @@ from llvmlite import binding as llvm
 
 from localinfer.errors import BackendUnavailableError
 from localinfer.kernels import isa
-from localinfer.kernels.cpu.emit import target_isa
+from localinfer.kernels.cpu.compiled.emit import target_isa
 from localinfer.kernels.isa import ISA, available, runs_on, select
 from tests.kernels.digest import layer, products
 from tests.kernels.subprocesses import REPOSITORY, finish, start
@@ -41,7 +41,7 @@ def test_select_refuses_what_the_cpu_lacks_and_names_what_it_has(wanted: str) ->
 
 
 def test_a_forced_path_the_cpu_lacks_ends_in_a_typed_error_not_an_abort() -> None:
-    process = start("import localinfer.kernels.jit", LOCALINFER_ISA="neon" if IS_X86 else "avx2")
+    process = start("import localinfer.kernels.object_cache", LOCALINFER_ISA="neon" if IS_X86 else "avx2")
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "BackendUnavailableError: LOCALINFER_ISA" in errors

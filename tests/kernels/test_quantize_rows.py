@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from localinfer.kernels.cpu import batch, quantize
+from localinfer.kernels.cpu import protocol
 from localinfer.kernels.cpu.arrays import address, aligned_zeros
 from localinfer.kernels.cpu.pool import ThreadPool
-from localinfer.kernels.cpu.tiles import RECORD_BYTES
+from localinfer.kernels.cpu.protocol import RECORD_BYTES, activation_row_bytes
+from localinfer.kernels.object_cache import Kernel
 from tests.kernels.tape_runs import random_rows
 
 RECORD = np.dtype(
@@ -19,12 +20,12 @@ def quantized(pool: ThreadPool, x: NDArray[np.float32]) -> tuple[NDArray[np.int8
     """Codes int8[rows, columns] and records [rows, columns / 32]."""
     assert RECORD.itemsize == RECORD_BYTES
     rows, columns = x.shape
-    stride = quantize.row_bytes(columns)
+    stride = activation_row_bytes(columns)
     memory = aligned_zeros(rows * stride)
-    header = np.zeros(batch.WORDS, np.int64)
-    header[batch.NUM_ROWS // 8], header[batch.CONTROL // 8] = rows, pool.control_address
+    header = np.zeros(protocol.HEADER_WORDS, np.int64)
+    header[protocol.NUM_ROWS // 8], header[protocol.CONTROL // 8] = rows, pool.control_address
     words = np.array([address(x), 4 * columns, address(memory), stride, columns, 0, 1, 0], np.int64)
-    ops = np.array([[quantize.quantize_rows.address, address(words)]], np.int64)
+    ops = np.array([[Kernel("quantize.quantize_rows").address, address(words)]], np.int64)
     pool.run(address(ops), 1, address(header))
     found = memory.reshape(rows, stride)
     records = np.ascontiguousarray(found[:, columns : columns + columns // 32 * RECORD_BYTES]).view(RECORD)
@@ -75,5 +76,5 @@ def test_quantize_rows_counts_values_whose_inverse_overflows_as_zeros(tiny: floa
 
 def test_row_bytes_are_whole_cache_lines() -> None:
     for columns in (32, 64, 96, 2048, 2080):
-        assert quantize.row_bytes(columns) % 64 == 0
-        assert quantize.row_bytes(columns) >= columns + columns // 32 * RECORD_BYTES
+        assert activation_row_bytes(columns) % 64 == 0
+        assert activation_row_bytes(columns) >= columns + columns // 32 * RECORD_BYTES

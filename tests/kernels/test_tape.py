@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from localinfer.errors import ContextLengthError, RequestError, ShapeError
-from localinfer.kernels.cpu.embedding import RowTable
 from localinfer.kernels.cpu.layouts import Layout
+from localinfer.kernels.cpu.packing import RowTable
 from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.kernels.cpu.tape import CpuProgram, CpuTape
 from localinfer.kernels.kv_layout import KVLayout

@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from localinfer.kernels.cpu.batch import CONTROL, OUTPUT_ROWS, POSITIONS, num_rows
-from localinfer.kernels.cpu.memory import float_bits, load_f32, load_f64, load_i64, store_f32
-from localinfer.kernels.cpu.pool import take_units
-from localinfer.kernels.cpu.rows import (
+from localinfer.kernels.cpu.compiled.batch import num_rows
+from localinfer.kernels.cpu.compiled.memory import float_bits, load_f32, load_f64, load_i64, store_f32
+from localinfer.kernels.cpu.compiled.pool import take_units
+from localinfer.kernels.cpu.compiled.rows import (
     activate_row,
     add_scaled_row,
     gate_row,
@@ -23,8 +23,8 @@ from localinfer.kernels.cpu.rows import (
     sigmoid_of,
     softcap_row,
 )
-from localinfer.kernels.jit import Op, compose, inline, op
-from localinfer.kernels.ops import Activation
+from localinfer.kernels.cpu.protocol import CONTROL, OUTPUT_ROWS, POSITIONS
+from localinfer.kernels.jit import compose, inline, op
 
 COLUMNS_PER_UNIT = 1024
 
@@ -242,26 +242,6 @@ def gated_relu_squared(parameters: int, batch: int, thread: int, num_threads: in
 def gated_swiglu_clamped(parameters: int, batch: int, thread: int, num_threads: int) -> None:
     """out = swiglu_clamped(a) * b."""
     _stretches(_gate, 6, parameters, batch)
-
-
-ACTIVATIONS: dict[Activation, Op] = {
-    Activation.SILU: silu,
-    Activation.GELU_TANH: gelu_tanh,
-    Activation.GELU_ERF: gelu_erf,
-    Activation.GELU_QUICK: gelu_quick,
-    Activation.RELU: relu,
-    Activation.RELU_SQUARED: relu_squared,
-}
-GATED_ACTIVATIONS: dict[Activation, Op] = {
-    Activation.SILU: gated_silu,
-    Activation.GELU_TANH: gated_gelu_tanh,
-    Activation.GELU_ERF: gated_gelu_erf,
-    Activation.GELU_QUICK: gated_gelu_quick,
-    Activation.RELU: gated_relu,
-    Activation.RELU_SQUARED: gated_relu_squared,
-    Activation.SWIGLU_CLAMPED: gated_swiglu_clamped,
-}
-assert [*ACTIVATIONS, Activation.SWIGLU_CLAMPED] == list(Activation), "the codes above are places in the enumeration"
 
 
 @op

@@ -1,5 +1,7 @@
 """The cache of compiled kernels: private, keyed by all that a kernel depends on, hit by the next process, optional."""
 
+import hashlib
+import importlib
 import os
 import shutil
 import stat
@@ -8,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from localinfer.kernels import isa, jit
+from localinfer.kernels import isa, object_cache
 from localinfer.kernels.isa import ISA
 from tests.kernels.subprocesses import REPOSITORY, finish, run, start
 
@@ -16,16 +18,16 @@ POSIX = pytest.mark.skipif(sys.platform == "win32", reason="Windows keeps modes 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the cache folder cannot be moved by a variable")
 
 COMPILE = """
-from localinfer.kernels import jit
-from localinfer.kernels.cpu.quantize import quantize_rows
-assert quantize_rows.address
-print(jit.CACHE_FOLDER)
+import sys
+from localinfer.kernels import object_cache
+assert object_cache.Kernel("quantize.quantize_rows").address
+print(object_cache.CACHE_FOLDER)
 """
 
 
 def cached_files(folder: Path) -> dict[str, int]:
-    """Index and code files with the time each was last written."""
-    return {path.name: path.stat().st_mtime_ns for path in folder.rglob("*.nb[ic]")}
+    """Object files with the time each was last written."""
+    return {path.name: path.stat().st_mtime_ns for path in folder.rglob("*.o")}
 
 
 @LINUX
@@ -34,7 +36,7 @@ def test_the_next_process_hits_the_cache_in_a_private_folder(tmp_path: Path) -> 
     first = cached_files(folder)
     assert folder.parent == tmp_path / "localinfer" / "kernels"
     assert stat.S_IMODE(folder.stat().st_mode) == stat.S_IMODE(folder.parent.stat().st_mode) == 0o700
-    assert {name.rsplit(".", 1)[1] for name in first} == {"nbi", "nbc"}
+    assert set(first) == {"quantize.quantize_rows.o"}
     assert run(COMPILE, XDG_CACHE_HOME=str(tmp_path)) == (str(folder), "")
     assert cached_files(folder) == first
 
@@ -69,11 +71,11 @@ def test_nothing_is_written_beside_the_installed_sources(tmp_path: Path) -> None
     settings = {"PYTHONPATH": str(package.parent), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         for _ in range(2):
-            code = COMPILE + "print(jit.__file__)"
+            code = COMPILE + "print(object_cache.__file__)"
             output, errors = run(code, tmp_path, XDG_CACHE_HOME=str(tmp_path / "cache"), **settings)
             folder, file = output.split("\n")
             assert errors == ""
-            assert Path(file) == package / "kernels" / "jit.py"
+            assert Path(file) == package / "kernels" / "object_cache.py"
             assert cached_files(Path(folder))
         assert sorted(package.rglob("*")) == before
     finally:
@@ -85,33 +87,33 @@ def test_the_key_changes_with_any_source_even_one_that_only_others_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(REPOSITORY / "kernels", tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr(jit, "__file__", str(tmp_path / "kernels" / "jit.py"))
-    keys = {jit.cache_key()}
+    monkeypatch.setattr(object_cache, "__file__", str(tmp_path / "kernels" / "object_cache.py"))
+    keys = {object_cache.cache_key()}
     for name in ("cpu/emit.py", "cpu/layouts.py", "ops.py"):
         with (tmp_path / "kernels" / name).open("a") as file:
             file.write("# changed\n")
-        keys.add(jit.cache_key())
+        keys.add(object_cache.cache_key())
     (tmp_path / "kernels" / "cpu" / "rows.py").rename(tmp_path / "kernels" / "cpu" / "lines.py")
-    keys.add(jit.cache_key())
+    keys.add(object_cache.cache_key())
     assert len(keys) == 5
 
 
 def test_the_key_is_the_same_wherever_the_sources_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = jit.cache_key()
+    wanted = object_cache.cache_key()
     shutil.copytree(REPOSITORY / "kernels", tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr(jit, "__file__", str(tmp_path / "kernels" / "jit.py"))
-    assert jit.cache_key() == wanted
+    monkeypatch.setattr(object_cache, "__file__", str(tmp_path / "kernels" / "object_cache.py"))
+    assert object_cache.cache_key() == wanted
 
 
 def test_the_key_changes_with_the_instruction_set_and_with_numbas_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = set()
     for path in ISA:
         monkeypatch.setattr(isa, "SELECTED", path)
-        keys.add(jit.cache_key())
+        keys.add(object_cache.cache_key())
     assert len(keys) == len(ISA)
     for name in ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES", "NUMBA_OPT", "NUMBA_ENABLE_AVX"):
         monkeypatch.setenv(name, "1")
-        keys.add(jit.cache_key())
+        keys.add(object_cache.cache_key())
     assert len(keys) == len(ISA) + 4
 
 
@@ -121,7 +123,7 @@ def test_a_folder_of_ours_that_others_can_only_read_is_made_private(mode: int, t
     folder = tmp_path / "kernels"
     folder.mkdir()
     folder.chmod(mode)
-    assert jit._prepare(folder) == folder
+    assert object_cache._prepare(folder) == folder
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
@@ -131,7 +133,7 @@ def test_a_folder_that_others_could_write_is_not_used(mode: int, tmp_path: Path)
     folder = tmp_path / "kernels"
     folder.mkdir()
     folder.chmod(mode)
-    assert jit._prepare(folder) is None
+    assert object_cache._prepare(folder) is None
 
 
 @POSIX
@@ -139,12 +141,12 @@ def test_a_planted_folder_or_link_is_not_used(tmp_path: Path, monkeypatch: pytes
     real, link = tmp_path / "real", tmp_path / "link"
     real.mkdir(mode=0o700)
     link.symlink_to(real)
-    assert jit._prepare(link) is None
+    assert object_cache._prepare(link) is None
     (tmp_path / "file").touch()
-    assert jit._prepare(tmp_path / "file") is None
+    assert object_cache._prepare(tmp_path / "file") is None
     owner = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: owner + 1)
-    assert jit._prepare(real) is None
+    assert object_cache._prepare(real) is None
 
 
 @LINUX
@@ -154,13 +156,47 @@ def test_a_home_that_cannot_be_found_does_not_make_folders_where_the_process_sta
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("platformdirs.user_cache_dir", lambda *_, **__: "~/.cache/localinfer")
     with pytest.warns(RuntimeWarning, match="compiles the kernels anew"):
-        assert jit._cache_folder() is None
+        assert object_cache._cache_folder() is None
     assert not list(tmp_path.iterdir())
 
 
-def test_an_op_compiles_once_and_keeps_its_address() -> None:
-    from localinfer.kernels.cpu.elementwise import scale
+def test_a_kernel_compiles_once_and_keeps_its_address() -> None:
+    scale = object_cache.Kernel("elementwise.scale")
+    assert scale.address == object_cache.Kernel("elementwise.scale").address > 0
+    assert scale == object_cache.Kernel("elementwise.scale") != object_cache.Kernel("elementwise.add")
+    assert scale.is_cached
 
-    assert scale.address == scale.address > 0
-    assert scale.name == "scale"
-    assert scale.__doc__ == "out = scalar * a."
+
+@LINUX
+def test_a_warm_start_links_objects_and_never_imports_numba(tmp_path: Path) -> None:
+    code = COMPILE + "print('numba' in sys.modules)"
+    assert [run(code, XDG_CACHE_HOME=str(tmp_path))[0].split()[-1] for _ in range(2)] == ["True", "False"]
+
+
+@LINUX
+@pytest.mark.parametrize("damage", ["torn", "edited", "empty", "foreign"])
+def test_a_damaged_object_is_compiled_anew(tmp_path: Path, damage: str) -> None:
+    folder = Path(run(COMPILE, XDG_CACHE_HOME=str(tmp_path))[0])
+    path = folder / "quantize.quantize_rows.o"
+    whole = path.read_bytes()
+    damaged = {
+        "torn": whole[: len(whole) // 2],
+        "edited": whole[:-1] + bytes([whole[-1] ^ 1]),
+        "empty": b"",
+        "foreign": b"\x80\x04not an object at all" * 9,
+    }
+    path.write_bytes(damaged[damage])
+    assert run(COMPILE, XDG_CACHE_HOME=str(tmp_path)) == (str(folder), "")
+    assert path.read_bytes()[:32] == hashlib.sha256(path.read_bytes()[32:]).digest()
+
+
+def test_every_kernel_the_python_side_names_has_a_source_of_the_same_signature() -> None:
+    from localinfer.kernels.cpu import pool, sampling
+    from localinfer.kernels.jit import Source
+
+    functions = [*sampling.KERNELS, *pool.KERNELS]
+    for function in functions:
+        module, name = function.name.split(".")
+        source = getattr(importlib.import_module(f"localinfer.kernels.cpu.compiled.{module}"), name)
+        assert isinstance(source, Source)
+        assert (source.result, source.arguments) == (function.result, function.arguments)

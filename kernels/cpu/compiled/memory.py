@@ -12,7 +12,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from localinfer.kernels.cpu.emit import F32, F64, I8, I16, I32, I64, Emitter
+from localinfer.kernels.cpu.compiled.emit import F32, F64, I8, I16, I32, I64, Emitter
 
 _VOID = ir.VoidType()
 
@@ -176,3 +176,21 @@ def call_op(typing_context: Any, function: Any, parameters: Any, batch: Any, thr
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64, types.int64, types.int64), generate
+
+
+def _pointer(element: Any) -> Callable[..., Any]:
+    def typed(typing_context: Any, address: Any) -> Any:
+        result = types.CPointer(element)
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return builder.inttoptr(arguments[0], context.get_value_type(result))
+
+        return result(types.int64), generate
+
+    return typed
+
+
+float32_pointer = intrinsic(_pointer(types.float32))
+float64_pointer = intrinsic(_pointer(types.float64))
+int32_pointer = intrinsic(_pointer(types.int32))
+int64_pointer = intrinsic(_pointer(types.int64))

@@ -13,7 +13,7 @@ from numba import types
 from numba.core.errors import RequireLiteralValue
 from numba.extending import intrinsic
 
-from localinfer.kernels.cpu.emit import F32, LANES, Emitter, Value, vector
+from localinfer.kernels.cpu.compiled.emit import F32, LANES, Emitter, Value, vector
 from localinfer.kernels.ops import Activation
 
 _ADDRESS = types.int64

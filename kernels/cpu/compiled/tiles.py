@@ -14,16 +14,15 @@ from numba import types
 from numba.core.errors import RequireLiteralValue
 from numba.extending import intrinsic
 
-from localinfer.kernels.cpu.emit import F16, F32, I8, I16, I32, I64, Emitter, Value, vector
+from localinfer.kernels.cpu.compiled.emit import F16, F32, I8, I16, I32, I64, Emitter, Value, vector
 from localinfer.kernels.cpu.layouts import SIZES, Layout
+from localinfer.kernels.cpu.protocol import RECORD_BYTES
 
-RECORD_BYTES = 20
-"""Per block of an activation row: scale f32, scale * sum f32, -8 * sum i32, and the same of each half i32, i32."""
 _SCALE, _SCALED_SUM, _MINUS_8_SUM, _MINUS_8_HALF = 0, 4, 8, 12
 
 PREFETCH_BYTES = 16384
-"""How far ahead of its use a tile is requested, into the second-level cache: the few miss buffers of the first level would
-hold no more than half of the memory's rate. Measured: tests/bench/RESULTS.md."""
+"""How far ahead of its use a tile is requested, into the second-level cache: the few miss buffers of the first level
+would hold no more than half of the memory's rate. Measured: tests/bench/RESULTS.md."""
 
 
 class _Tile:
@@ -41,7 +40,8 @@ class _Tile:
         self.body = b.add(tile, b.mul(self.units, emit.i64(self.sizes.header_bytes)))
 
     def prefetch(self, unit: Value, unit_bytes: int, part: int, parts: int) -> None:
-        """Request part `part` of `parts` of what will be read PREFETCH_BYTES after this unit, into the next tile if need be.
+        """Request part `part` of `parts` of what will be read PREFETCH_BYTES after this unit, into the next tile if
+        need be.
 
         Lines are spread over a unit's work: a burst of them fills the core's miss buffers and stalls its loads.
         """

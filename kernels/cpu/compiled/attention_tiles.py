@@ -14,10 +14,7 @@ from numba import types
 from numba.core.errors import RequireLiteralValue
 from numba.extending import intrinsic
 
-from localinfer.kernels.cpu.emit import F16, F32, I32, I64, LANES, Emitter, Value, vector
-
-CHUNK = 128
-"""Positions per chunk; a multiple of the page size."""
+from localinfer.kernels.cpu.compiled.emit import F16, F32, I32, I64, LANES, Emitter, Value, vector
 
 _MINUS_INFINITY = float("-inf")
 

@@ -6,30 +6,28 @@ its rows, meet each chunk of keys and values in groups of eight, so a chunk is r
 
 import numpy as np
 
-from localinfer.kernels.cpu.attention_tiles import (
-    CHUNK,
+from localinfer.kernels.cpu.compiled.attention_tiles import (
     divide_row,
     key_scores,
     merge_chunk,
     softmax_chunk,
     weigh_values,
 )
-from localinfer.kernels.cpu.batch import (
+from localinfer.kernels.cpu.compiled.batch import num_rows, scratch
+from localinfer.kernels.cpu.compiled.memory import float_bits, load_f32, load_i64, store_f32, store_half, store_i64
+from localinfer.kernels.cpu.compiled.pool import take_units
+from localinfer.kernels.cpu.compiled.rows import exp_of
+from localinfer.kernels.cpu.protocol import (
+    CHUNK,
     CONTROL,
+    MAX_VALUE_SIZE,
     NUM_SEGMENTS,
     PAGE_TABLES,
     POSITIONS,
     SEGMENTS,
-    num_rows,
-    scratch,
 )
-from localinfer.kernels.cpu.memory import float_bits, load_f32, load_i64, store_f32, store_half, store_i64
-from localinfer.kernels.cpu.pool import take_units
-from localinfer.kernels.cpu.rows import exp_of
 from localinfer.kernels.jit import compose, inline, op
 from localinfer.kernels.kv_layout import PAGE_TOKENS
-
-ROWS_PER_UNIT = 16
 
 # Words of an `attention` op's parameters.
 ATTENTION_WORDS = 19
@@ -39,11 +37,9 @@ offset, head bytes, scale bits, softcap bits, window, chunk, sinks, slopes, elem
 # Scratch of a thread: query addresses, then scores, chunk values, chunk states and running states.
 _SCORES = 64
 _VALUES = _SCORES + 8 * CHUNK * 4
-MAX_VALUE_SIZE = 1024
 _CHUNK_STATES = _VALUES + 8 * MAX_VALUE_SIZE * 4
 _UNIT = _CHUNK_STATES + 64
 _STATES = _UNIT + 64
-MAX_QUERIES_PER_UNIT = 4096
 
 _F32, _F16 = 0, 1
 

@@ -6,13 +6,12 @@ same as if it were alone, since every row's slots are summed in slot order.
 
 import numpy as np
 
-from localinfer.kernels.cpu.batch import CONTROL, num_rows, scratch
-from localinfer.kernels.cpu.memory import float_bits, load_f32, load_i64, store_f32, store_i64
-from localinfer.kernels.cpu.pool import take_units
-from localinfer.kernels.cpu.rows import add_scaled_row, exp_of, scale_row, sigmoid_of
+from localinfer.kernels.cpu.compiled.batch import num_rows, scratch
+from localinfer.kernels.cpu.compiled.memory import float_bits, load_f32, load_i64, store_f32, store_i64
+from localinfer.kernels.cpu.compiled.pool import take_units
+from localinfer.kernels.cpu.compiled.rows import add_scaled_row, exp_of, scale_row, sigmoid_of
+from localinfer.kernels.cpu.protocol import CONTROL, MAX_EXPERTS
 from localinfer.kernels.jit import inline, op
-
-MAX_EXPERTS = 4096
 
 
 @inline

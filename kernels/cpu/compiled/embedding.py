@@ -1,13 +1,9 @@
 """Look up rows of a table where they lie in the file: no second copy, and only the rows in use are ever read."""
 
-from dataclasses import dataclass
-
 import numpy as np
-from numpy.typing import NDArray
 
-from localinfer.kernels.cpu.batch import CONTROL, POSITIONS, TOKEN_IDS, num_rows
-from localinfer.kernels.cpu.layouts import Layout
-from localinfer.kernels.cpu.memory import (
+from localinfer.kernels.cpu.compiled.batch import num_rows
+from localinfer.kernels.cpu.compiled.memory import (
     float_bits,
     load_f32,
     load_half,
@@ -17,19 +13,10 @@ from localinfer.kernels.cpu.memory import (
     load_u32_anywhere,
     store_f32,
 )
-from localinfer.kernels.cpu.packing import scale_code
-from localinfer.kernels.cpu.pool import take_units
+from localinfer.kernels.cpu.compiled.packing import scale_code
+from localinfer.kernels.cpu.compiled.pool import take_units
+from localinfer.kernels.cpu.protocol import CONTROL, POSITIONS, TOKEN_IDS
 from localinfer.kernels.jit import inline, op
-
-
-@dataclass(frozen=True)
-class RowTable:
-    """Rows as a GGUF tensor stores them: `data` is uint8, row after row."""
-
-    layout: Layout
-    num_rows: int
-    num_columns: int
-    data: NDArray[np.uint8]
 
 
 @inline

@@ -6,10 +6,10 @@ from typing import Any
 from numba import types
 from numba.extending import intrinsic
 
-from localinfer.kernels.cpu.batch import CONTROL
-from localinfer.kernels.cpu.emit import I8, I32, I64, Emitter, Value, vector
-from localinfer.kernels.cpu.memory import load_i64, store_i64
-from localinfer.kernels.cpu.pool import take_units
+from localinfer.kernels.cpu.compiled.emit import I8, I32, I64, Emitter, Value, vector
+from localinfer.kernels.cpu.compiled.memory import load_i64, store_i64
+from localinfer.kernels.cpu.compiled.pool import take_units
+from localinfer.kernels.cpu.protocol import CONTROL
 from localinfer.kernels.jit import op
 
 _PREFETCH_BYTES = 16384

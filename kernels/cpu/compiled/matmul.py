@@ -6,12 +6,12 @@ is read from memory once per block and from the first-level cache after that.
 
 import numpy as np
 
-from localinfer.kernels.cpu.batch import CONTROL, num_rows, scratch
-from localinfer.kernels.cpu.layouts import Layout
-from localinfer.kernels.cpu.memory import float_bits, load_i64, store_i64
-from localinfer.kernels.cpu.pool import take_units
-from localinfer.kernels.cpu.tiles import tile_product
-from localinfer.kernels.jit import Op, compose, inline, op
+from localinfer.kernels.cpu.compiled.batch import num_rows, scratch
+from localinfer.kernels.cpu.compiled.memory import float_bits, load_i64, store_i64
+from localinfer.kernels.cpu.compiled.pool import take_units
+from localinfer.kernels.cpu.compiled.tiles import tile_product
+from localinfer.kernels.cpu.protocol import CONTROL
+from localinfer.kernels.jit import compose, inline, op
 
 # Words of a `matmul` op's parameters: its header, then one record per projection.
 HEADER_WORDS = 6
@@ -240,17 +240,3 @@ def matmul_q6_k(parameters: int, batch: int, thread: int, num_threads: int) -> N
 @op
 def expert_matmul_q6_k(parameters: int, batch: int, thread: int, num_threads: int) -> None:
     _expert_matmul(_Q6_K, parameters, batch, thread, num_threads)
-
-
-def matmul_op(layout: Layout) -> Op:
-    """The op that multiplies by matrices of this layout."""
-    found = globals()[f"matmul_{layout.name.lower()}"]
-    assert isinstance(found, Op)
-    return found
-
-
-def expert_matmul_op(layout: Layout) -> Op:
-    """The op that multiplies by stacks of experts of this layout."""
-    found = globals()[f"expert_matmul_{layout.name.lower()}"]
-    assert isinstance(found, Op)
-    return found

@@ -10,19 +10,14 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from localinfer.kernels.cpu.batch import CONTROL, num_rows
-from localinfer.kernels.cpu.emit import F32, I8, I32, Emitter, vector
-from localinfer.kernels.cpu.memory import load_i64
-from localinfer.kernels.cpu.pool import take_units
-from localinfer.kernels.cpu.tiles import RECORD_BYTES
+from localinfer.kernels.cpu.compiled.batch import num_rows
+from localinfer.kernels.cpu.compiled.emit import F32, I8, I32, Emitter, vector
+from localinfer.kernels.cpu.compiled.memory import load_i64
+from localinfer.kernels.cpu.compiled.pool import take_units
+from localinfer.kernels.cpu.protocol import CONTROL, RECORD_BYTES
 from localinfer.kernels.jit import op
 
 BLOCKS_PER_UNIT = 32
-
-
-def row_bytes(num_columns: int) -> int:
-    """Bytes of one activation row, whole cache lines."""
-    return (num_columns + num_columns // 32 * RECORD_BYTES + 63) // 64 * 64
 
 
 @intrinsic

@@ -1,0 +1,17 @@
+"""Reading the batch header from a kernel."""
+
+from localinfer.kernels.cpu.compiled.memory import load_i64
+from localinfer.kernels.cpu.protocol import NUM_OUTPUT_ROWS, NUM_ROWS, SCRATCH, SCRATCH_BYTES
+from localinfer.kernels.jit import inline
+
+
+@inline
+def num_rows(batch: int, is_output: int) -> int:
+    """Rows of the batch, or of its output."""
+    return load_i64(batch + NUM_OUTPUT_ROWS) if is_output != 0 else load_i64(batch + NUM_ROWS)
+
+
+@inline
+def scratch(batch: int, thread: int) -> int:
+    """Address of this thread's own scratch memory, 64-byte aligned."""
+    return load_i64(batch + SCRATCH) + thread * SCRATCH_BYTES

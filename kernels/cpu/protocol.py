@@ -1,0 +1,64 @@
+"""What Python and the compiled kernels agree on: the batch header, the control block, and sizes. All words are
+int64."""
+
+# Batch header: offsets in bytes.
+NUM_ROWS = 0
+NUM_OUTPUT_ROWS = 8
+CONTROL = 16
+TOKEN_IDS = 24
+"""Address of int64[rows]."""
+POSITIONS = 32
+"""Address of int64[rows]."""
+PAGE_TABLES = 40
+"""Address of int64[rows]: per row, the address of its sequence's page addresses."""
+OUTPUT_ROWS = 48
+"""Address of int64[output rows]."""
+SCRATCH = 56
+"""Address of SCRATCH_BYTES per thread."""
+SEGMENTS = 64
+"""Address of int64[segments][4]: first row, number of rows, first position, page table."""
+NUM_SEGMENTS = 72
+HEADER_WORDS = 10
+
+SCRATCH_BYTES = 1 << 17
+
+# Control block of a thread pool: offsets in bytes, a cache line apart where threads contend.
+GENERATION = 0 * 64
+ARRIVED = 1 * 64
+RELEASED = 2 * 64
+NEXT_UNIT = 3 * 64
+OPS = 4 * 64
+NUM_OPS = OPS + 8
+BATCH = OPS + 16
+NUM_THREADS = OPS + 24
+STOPPING = OPS + 32
+SLEEPING = 5 * 64
+"""One line per thread follows: 1 while that thread sleeps."""
+
+# Quantized activations: per row int8[K], then one record per block of 32.
+RECORD_BYTES = 20
+"""Scale f32, scale * sum f32, -8 * sum i32, and the same of each half i32, i32."""
+
+# Attention.
+CHUNK = 128
+"""Positions per chunk; a multiple of the page size."""
+ROWS_PER_UNIT = 16
+"""Rows of one sequence that share a unit of work, so that a chunk is read from memory once for all of them."""
+MAX_VALUE_SIZE = 1024
+MAX_QUERIES_PER_UNIT = 4096
+
+MAX_EXPERTS = 4096
+
+
+# Sampling.
+SAMPLING_BLOCK = 64
+"""Logits per block maximum."""
+NOT_FINITE = -1
+"""Instead of a token id: the row holds a NaN or +inf."""
+NOTHING_LEFT = -2
+"""Instead of a token id: every logit is -inf."""
+
+
+def activation_row_bytes(num_columns: int) -> int:
+    """Bytes of one row of quantized activations, whole cache lines."""
+    return (num_columns + num_columns // 32 * RECORD_BYTES + 63) // 64 * 64

@@ -1,0 +1,221 @@
+"""Compiled kernels as object files in a private folder: compiled by Numba once per machine, linked by LLVM at every
+start.
+
+A warm start never imports Numba, which alone costs more time and memory than everything else a start does. The folder's
+name carries everything a compiled kernel depends on, so a stale object cannot be found: version of Python and Numba,
+CPU and features, instruction set in use, Numba's settings, and a hash of every kernel source. A file that is not what
+was written (a torn or edited one) is compiled anew. What lies in the folder is code, so it must be ours alone.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import stat
+import sys
+import tempfile
+import threading
+import warnings
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from llvmlite import binding as llvm
+
+from localinfer.kernels import isa
+
+_SETTINGS_IN_CODE = (
+    *("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES", "NUMBA_ENABLE_AVX", "NUMBA_OPT", "NUMBA_BOUNDSCHECK"),
+    *("NUMBA_LOOP_VECTORIZE", "NUMBA_SLP_VECTORIZE", "NUMBA_DEBUGINFO"),
+)
+"""Numba's settings that change what a kernel compiles to."""
+
+_CTYPES = {"q": ctypes.c_int64, "d": ctypes.c_double}
+"""Argument kinds of a `Function`: q is int64 or an address, d float64."""
+
+UNUSED_NAMES = (
+    *("numba_gil_ensure", "numba_gil_release", "numba_unpickle", "numba_runtime_build_excinfo_struct"),
+    *("numba_do_raise", "NRT_Free", "NRT_MemInfo_call_dtor"),
+)
+"""Names of Numba's runtime that kernels mention on paths never taken: none raises, and none owns an array. LLVM wants
+every name to exist all the same."""
+
+_lock = threading.RLock()
+
+
+def source_hash() -> str:
+    """Hash of every file of the kernel floor, since a kernel inlines functions of other files."""
+    digest = hashlib.sha256()
+    folder = Path(__file__).parent
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(path.relative_to(folder).as_posix().encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def cache_key() -> str:
+    """What a compiled kernel depends on, as one folder name."""
+    host = f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()} {llvm.get_process_triple()}"
+    overrides = [os.environ.get(name) for name in _SETTINGS_IN_CODE]
+    machine = hashlib.sha256(f"{host} {overrides}".encode()).hexdigest()[:12]
+    python = f"py{sys.version_info.major}{sys.version_info.minor}"
+    versions = f"{python}-numba{metadata.version('numba')}-llvmlite{metadata.version('llvmlite')}"
+    return f"{versions}-{isa.SELECTED.value}-{machine}-{source_hash()}"
+
+
+def _prepare(folder: Path) -> Path | None:
+    """Make the folder private and prove that only we can have written in it, for its files are code; else None."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        status = folder.lstat()
+        if hasattr(os, "getuid"):
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+                return None
+            if status.st_mode & 0o077:
+                folder.chmod(0o700)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError:
+        return None
+    return folder
+
+
+def _cache_folder() -> Path | None:
+    import platformdirs
+
+    parent = Path(platformdirs.user_cache_dir("localinfer", appauthor=False)) / "kernels"
+    # Without a home folder the path is relative, and would lead wherever the process was started.
+    if parent.is_absolute() and _prepare(parent) is not None:
+        folder = _prepare(parent / cache_key())
+        if folder is not None:
+            return folder
+    warnings.warn(
+        f"{parent} is not a folder that this user, and nobody else, can write, so every start compiles the kernels "
+        "anew; remove it, or set its owner and mode 0700",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+    return None
+
+
+CACHE_FOLDER = _cache_folder()
+
+
+class Kernel:
+    """A compiled function by its name, "module.function" of `kernels.cpu.compiled`; two of one name are equal."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Kernel) and other.name == self.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def __repr__(self) -> str:
+        return f"Kernel({self.name!r})"
+
+    @functools.cached_property
+    def address(self) -> int:
+        """Where its machine code begins; compiles it if no earlier start has."""
+        return _address(self.name)
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether asking for the address will not compile."""
+        return self.name in _addresses or (CACHE_FOLDER is not None and _path(self.name).exists())
+
+
+class Function(Kernel):
+    """A compiled function that Python calls, without the GIL; kinds of result and arguments as in `_CTYPES`."""
+
+    def __init__(self, name: str, result: str, arguments: str) -> None:
+        super().__init__(name)
+        self.result, self.arguments = result, arguments
+        self._prototype = ctypes.CFUNCTYPE(_CTYPES[result], *[_CTYPES[kind] for kind in arguments])
+
+    @functools.cached_property
+    def _call(self) -> Any:
+        return self._prototype(self.address)
+
+    def __call__(self, *arguments: float) -> Any:
+        return self._call(*arguments)
+
+
+_addresses: dict[str, int] = {}
+
+
+def _address(name: str) -> int:
+    with _lock:
+        if name not in _addresses:
+            code = _stored(name)
+            if code is None:
+                from localinfer.kernels.jit import compile_kernel
+
+                code = compile_kernel(name)
+                _store(name, code)
+            engine = _engine()
+            engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+            engine.finalize_object()
+            _addresses[name] = int(engine.get_function_address(symbol(name)))
+        return _addresses[name]
+
+
+def symbol(name: str) -> str:
+    """Name of a kernel's entry in its object file."""
+    return f"localinfer.{name}"
+
+
+@functools.cache
+def _engine() -> Any:
+    """LLVM's linker for this process."""
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    unused = ctypes.cast(ctypes.pythonapi.PyErr_Clear, ctypes.c_void_p).value
+    for name in UNUSED_NAMES:
+        if llvm.address_of_symbol(name) is None:
+            llvm.add_symbol(name, unused)
+    return llvm.create_mcjit_compiler(llvm.parse_assembly(""), target_machine())
+
+
+def target_machine() -> Any:
+    """LLVM's code generator for this CPU, with the features Numba was told to use."""
+    triple = llvm.get_process_triple()
+    features = os.environ.get("NUMBA_CPU_FEATURES") or llvm.get_host_cpu_features().flatten()
+    cpu = os.environ.get("NUMBA_CPU_NAME") or llvm.get_host_cpu_name()
+    return llvm.Target.from_triple(triple).create_target_machine(
+        cpu=cpu, features=features, opt=3, reloc="default", codemodel="jitdefault", jit=True
+    )
+
+
+def _path(name: str) -> Path:
+    assert CACHE_FOLDER is not None, "asked for only where there is a folder"
+    return CACHE_FOLDER / f"{name}.o"
+
+
+def _stored(name: str) -> bytes | None:
+    """The object file's bytes, if the file is whole: 32 bytes of SHA-256, then what they are of."""
+    if CACHE_FOLDER is None:
+        return None
+    try:
+        content = _path(name).read_bytes()
+    except OSError:
+        return None
+    checksum, code = content[:32], content[32:]
+    return code if hashlib.sha256(code).digest() == checksum else None
+
+
+def _store(name: str, code: bytes) -> None:
+    """Write the object file by a temporary one and a rename; a disk that is full only costs the next start."""
+    if CACHE_FOLDER is None:
+        return
+    temporary = None
+    try:
+        with tempfile.NamedTemporaryFile(dir=CACHE_FOLDER, delete=False) as file:
+            temporary = file.name
+            file.write(hashlib.sha256(code).digest() + code)
+        os.replace(temporary, _path(name))
+    except OSError:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
