@@ -49,6 +49,9 @@ MAX_QUERIES_PER_UNIT = 4096
 
 MAX_EXPERTS = 4096
 
+# Measuring the machine.
+MULTIPLICATIONS_PER_ROUND = 12 * 64
+"""Of `multiply_bytes`: independent chains of vectors of 64 bytes."""
 
 # Sampling.
 SAMPLING_BLOCK = 64

@@ -9,12 +9,12 @@ from numba.extending import intrinsic
 from localinfer.kernels.cpu.compiled.emit import I8, I32, I64, Emitter, Value, vector
 from localinfer.kernels.cpu.compiled.memory import load_i64, store_i64
 from localinfer.kernels.cpu.compiled.pool import take_units
-from localinfer.kernels.cpu.protocol import CONTROL
+from localinfer.kernels.cpu.protocol import CONTROL, MULTIPLICATIONS_PER_ROUND
 from localinfer.kernels.jit import op
 
 _PREFETCH_BYTES = 16384
 _LINES = 4
-_CHAINS = 12
+_CHAINS = MULTIPLICATIONS_PER_ROUND // 64
 
 
 @intrinsic
@@ -63,9 +63,6 @@ def _multiply(typing_context: Any, seed: Any, rounds: Any) -> Any:
         return b.zext(b.extract_element(total, emit.i32(0)), I64)
 
     return types.int64(types.int64, types.int64), generate
-
-
-MULTIPLICATIONS_PER_ROUND = _CHAINS * 64
 
 
 @op
