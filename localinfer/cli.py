@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from localinfer.cli_bench import bench_command
 from localinfer.errors import LocalinferError, RequestError
 from localinfer.progress import Progress
 from localinfer.terminal import ModelOutput, check_text, describe_stats, neutralise_controls, prepare_streams
@@ -219,6 +220,9 @@ def tokenize_command(model: str | None, text: str | None, ids: bool, no_special:
         return
     for token_id in token_ids:
         click.echo(f"{token_id}\t{tokenizer.decode([token_id])!r}")
+
+
+localinfer_command.add_command(bench_command)
 
 
 def _input_text(argument: str | None, what: str, *, missing: str) -> str:
