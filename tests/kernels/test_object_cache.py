@@ -89,7 +89,7 @@ def test_the_key_changes_with_any_source_even_one_that_only_others_call(
     shutil.copytree(REPOSITORY / "kernels", tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(object_cache, "__file__", str(tmp_path / "kernels" / "object_cache.py"))
     keys = {object_cache.cache_key()}
-    for name in ("cpu/emit.py", "cpu/layouts.py", "ops.py"):
+    for name in ("cpu/compiled/emit.py", "cpu/layouts.py", "ops.py"):
         with (tmp_path / "kernels" / name).open("a") as file:
             file.write("# changed\n")
         keys.add(object_cache.cache_key())

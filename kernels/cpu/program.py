@@ -1,0 +1,148 @@
+"""A finished CPU tape: it writes a batch into the header that every op reads, and lets the threads walk the ops."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.errors import ContextLengthError, RequestError
+from localinfer.kernels.cpu import protocol
+from localinfer.kernels.cpu.arrays import address, aligned_zeros
+from localinfer.kernels.cpu.pool import ThreadPool
+from localinfer.kernels.object_cache import Kernel
+from localinfer.kernels.ops import Batch, FloatArray, Operation, Segment
+
+
+@dataclass(frozen=True)
+class TapeRecord:
+    """What a tape has recorded: a kernel and a parameter block int64[...] per op, and everything those point to.
+
+    num_tokens and num_positions are the sizes of the tables that ids and positions index; None if there is no table.
+    """
+
+    pool: ThreadPool
+    page_tokens: int
+    max_batch_rows: int
+    max_output_rows: int
+    kernels: Sequence[Kernel]
+    parameters: Sequence[NDArray[np.int64]]
+    operations: Sequence[Operation]
+    memory: Any
+    logits: FloatArray
+    num_tokens: int | None
+    num_positions: int | None
+
+
+class CpuProgram:
+    """Runs batches; `ops.Program` and `ops.MeasurableProgram`. One thread at a time."""
+
+    def __init__(self, record: TapeRecord) -> None:
+        self._record = record
+        self.max_batch_rows = record.max_batch_rows
+        self.max_output_rows = record.max_output_rows
+        self.num_threads = record.pool.num_threads
+        self._pool = record.pool
+        addresses = zip(record.kernels, record.parameters, strict=True)
+        self._ops = np.array([[kernel.address, address(words)] for kernel, words in addresses], np.int64)
+        self._ops_address, self._num_ops = address(self._ops), len(self._ops)
+        self._num_tokens = 1 << 62 if record.num_tokens is None else record.num_tokens
+        self._num_positions = 1 << 62 if record.num_positions is None else record.num_positions
+        rows = self.max_batch_rows
+        self._token_ids = np.zeros(rows, np.int64)
+        self._positions = np.zeros(rows, np.int64)
+        self._page_tables = np.zeros(rows, np.int64)
+        self._output_rows = np.zeros(self.max_output_rows, np.int64)
+        self._segments = np.zeros((rows, 4), np.int64)
+        self._scratch = aligned_zeros(self._pool.num_threads * protocol.SCRATCH_BYTES)
+        self._header = np.zeros(protocol.HEADER_WORDS, np.int64)
+        for offset, array in (
+            (protocol.TOKEN_IDS, self._token_ids),
+            (protocol.POSITIONS, self._positions),
+            (protocol.PAGE_TABLES, self._page_tables),
+            (protocol.OUTPUT_ROWS, self._output_rows),
+            (protocol.SCRATCH, self._scratch),
+            (protocol.SEGMENTS, self._segments),
+        ):
+            self._header[offset // 8] = address(array)
+        self._header[protocol.CONTROL // 8] = self._pool.control_address
+        self._header_address = address(self._header)
+        self._last_pages: NDArray[np.int64] | None = None
+        self._last_table = 0
+
+    def run(self, batch: Batch) -> FloatArray:
+        """Compute a batch; see `ops.Program.run`.
+
+        Raises RequestError or ContextLengthError for a batch that it cannot hold.
+        """
+        rows, outputs = len(batch.token_ids), len(batch.output_rows)
+        if not 0 < rows <= self.max_batch_rows or outputs > self.max_output_rows:
+            raise RequestError(
+                f"a batch of {rows} rows with {outputs} outputs; at most {self.max_batch_rows} and "
+                f"{self.max_output_rows} fit, so split it"
+            )
+        self._set_token_ids(batch.token_ids, rows)
+        self._output_rows[:outputs] = batch.output_rows
+        if outputs and not all(0 <= row < rows for row in batch.output_rows.tolist()):
+            raise RequestError(f"output rows must lie in 0..{rows - 1}")
+        row = 0
+        for index, segment in enumerate(batch.segments):
+            row = self._set_segment(index, segment, row, rows)
+        if row != rows:
+            raise RequestError(f"the segments hold {row} rows, the batch {rows} token ids")
+        header = self._header
+        header[protocol.NUM_SEGMENTS // 8] = len(batch.segments)
+        header[protocol.NUM_ROWS // 8] = rows
+        header[protocol.NUM_OUTPUT_ROWS // 8] = outputs
+        self._pool.run(self._ops_address, self._num_ops, self._header_address)
+        return self._record.logits[:outputs]
+
+    def operations(self) -> Sequence[Operation]:
+        """Every op, in the order they run."""
+        return self._record.operations
+
+    def run_operations(self, first: int, count: int) -> None:
+        """Run some ops again over the last batch; see `ops.MeasurableProgram`."""
+        assert 0 <= first <= first + count <= self._num_ops, "ops outside the tape"
+        self._pool.run(address(self._ops[first:]), count, self._header_address)
+
+    def close(self) -> None:
+        """End the pool's threads."""
+        self._pool.close()
+
+    def _set_token_ids(self, token_ids: NDArray[np.int32], rows: int) -> None:
+        # A row alone is every decoded token: plain integers cost a fraction of NumPy's reductions there.
+        lowest = highest = int(token_ids[0])
+        if rows > 1:
+            lowest, highest = int(token_ids.min()), int(token_ids.max())
+        if lowest < 0 or highest >= self._num_tokens:
+            found = lowest if lowest < 0 else highest
+            raise RequestError(f"token id {found} is not in the vocabulary of {self._num_tokens} entries")
+        self._token_ids[:rows] = token_ids
+
+    def _set_segment(self, index: int, segment: Segment, row: int, rows: int) -> int:
+        """Write one segment's rows, the first of them `row`; returns the row after its last."""
+        count, start, pages = segment.num_rows, segment.start_position, segment.page_addresses
+        end = start + count
+        if pages is not self._last_pages:
+            if pages.dtype != np.int64 or not pages.flags.c_contiguous:
+                raise RequestError(f"segment {index}'s page addresses are not one run of int64")
+            self._last_pages, self._last_table = pages, pages.ctypes.data
+        if count <= 0 or start < 0:
+            raise RequestError(f"segment {index} of {count} rows from position {start} is not a run of positions")
+        if end > len(pages) * self._record.page_tokens:
+            raise RequestError(f"segment {index} ends at position {end}, but {len(pages)} pages were given for it")
+        if end > self._num_positions:
+            raise ContextLengthError(f"position {end - 1} is beyond the {self._num_positions} the model has learned")
+        if row + count > rows:
+            raise RequestError(f"the segments hold more than the batch's {rows} token ids")
+        table = self._last_table
+        self._segments[index] = (row, count, start, table)
+        if count == 1:
+            self._positions[row] = start
+            self._page_tables[row] = table
+        else:
+            self._positions[row : row + count] = np.arange(start, end)
+            self._page_tables[row : row + count] = table
+        return row + count
