@@ -20,7 +20,7 @@ START_SHARES = {
     "books": 0.28, "stories": 0.17, "story_chat": 0.10, "grammar_chat": 0.18, "talk": 0.07, "copies": 0.20,
 }  # fmt: skip
 END_SHARES = {
-    "books": 0.08, "stories": 0.10, "story_chat": 0.10, "grammar_chat": 0.56, "talk": 0.16, "copies": 0.00,
+    "books": 0.08, "stories": 0.10, "story_chat": 0.03, "grammar_chat": 0.63, "talk": 0.16, "copies": 0.00,
 }  # fmt: skip
 """Each source's share of the tokens at the start and from 70 % of the training on."""
 PEAK_RATES = (0.02, 3e-3)
