@@ -355,9 +355,9 @@ class CpuTape:
         bias_place, bias_stride = 0, 4 * padded(packed.num_rows)
         if bias is not None:
             check(bias.shape == (packed.num_experts, packed.num_rows), f"bias of {weight.name} is {bias.shape}")
-            padded = np.zeros((packed.num_experts, padded(packed.num_rows)), np.float32)
-            padded[:, : packed.num_rows] = bias
-            bias_place = self._memory.constant(padded, padded.size, f"bias of {weight.name}")
+            rows = np.zeros((packed.num_experts, padded(packed.num_rows)), np.float32)
+            rows[:, : packed.num_rows] = bias
+            bias_place = self._memory.constant(rows, rows.size, f"bias of {weight.name}")
         words = (
             *(place, stride, slot_stride, packed.num_columns, packed.num_experts, selected),
             *(address(self._expert_groups[expert_ids.index]), address(packed.data), packed.expert_bytes),
