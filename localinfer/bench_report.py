@@ -95,7 +95,7 @@ def _heading(record: Record) -> list[str]:
 
 def _machine_lines(machine: Record) -> list[str]:
     return [
-        f"machine  {machine['cpu']}, {machine['instruction_set']}, {machine['threads']} threads",
+        f"machine  {machine['cpu']}, {machine['instruction_set']}, threads: {machine['threads']}",
         f"ceilings {machine['read_bytes_per_second'] / 1e9:.1f} GB/s read, "
         f"{machine['multiply_adds_per_second'] / 1e9:,.0f} G multiplications of bytes per second",
     ]

@@ -79,4 +79,5 @@ def _summed(times: list[OperationTime]) -> list[Record]:
 def operation_name(one: OperationTime) -> str:
     """The kernel's name, and the tensors it reads without their layer."""
     weights = [re.sub(r"^blk\.\d+\.|\.weight$", "", name) for name in one.operation.weights]
-    return " ".join([one.operation.kernel, "+".join(weights)]).strip()
+    kernel = one.operation.kernel.rpartition(".")[2]
+    return " ".join([kernel, "+".join(weights)]).strip()

@@ -1,5 +1,6 @@
 """Draw a roofline as a PNG."""
 
+import math
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -9,8 +10,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _MARKERS = ("o", "s")
-_LABELLED_SHARE = 0.04
-"""Ops that take less of a phase than this are drawn without their name."""
+_DRAWN_SHARE = 0.002
+"""Ops that take less of a phase than this are left out: their times are those of the clock."""
 
 
 def require_matplotlib() -> None:
@@ -32,7 +33,7 @@ def draw_roofline(record: dict[str, Any], path: str | os.PathLike[str]) -> None:
     require_matplotlib()
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 6.5), dpi=120, layout="constrained")
+    figure = Figure(figsize=(12, 6.5), dpi=120, layout="constrained")
     _draw(figure, record)
     try:
         figure.savefig(path, format="png")
@@ -47,38 +48,53 @@ def _draw(figure: "Figure", record: dict[str, Any]) -> None:
     read, multiply = machine["read_bytes_per_second"], machine["multiply_adds_per_second"]
     axes = figure.subplots()
     points = [(_intensity(entry), phase, entry) for phase in phases for entry in phase["operations"]]
-    points = [point for point in points if point[0] > 0]
+    points = [point for point in points if point[0] > 0 and _share(point[2], point[1]) >= _DRAWN_SHARE]
     ridge = multiply / read
     low = min([0.25, *(intensity / 2 for intensity, _, _ in points)])
     high = max([8 * ridge, *(intensity * 2 for intensity, _, _ in points)])
     axes.plot([low, ridge, high], [low * read, multiply, multiply], color="black", linewidth=1.5)
+    names: list[str] = []
     for index, phase in enumerate(phases):
         mine = [(intensity, entry) for intensity, owner, entry in points if owner is phase]
-        sizes = [30 + 900 * entry["seconds"] / phase["operation_seconds"] for _, entry in mine]
         axes.scatter(
             [intensity for intensity, _ in mine],
             [entry["multiply_adds_per_second"] for _, entry in mine],
-            s=sizes,
+            s=[30 + 900 * _share(entry, phase) for _, entry in mine],
             marker=_MARKERS[index % len(_MARKERS)],
             alpha=0.5,
             label=phase["name"],
         )
-        for intensity, entry in mine:
-            if entry["seconds"] >= _LABELLED_SHARE * phase["operation_seconds"]:
-                place = (intensity, entry["multiply_adds_per_second"])
-                axes.annotate(entry["name"], place, xytext=(6, -10), textcoords="offset points", fontsize=7)
+        names += ["", f"{phase['name']}:"]
+        labels: dict[tuple[int, int], list[tuple[float, float, str]]] = {}
+        for number, (intensity, entry) in enumerate(mine, 1):
+            rate = entry["multiply_adds_per_second"]
+            names.append(f"{number}  {entry['name']}, {100 * _share(entry, phase):.0f} %")
+            # Marks that would cover each other's numbers share one label.
+            place = (round(8 * math.log10(intensity)), round(8 * math.log10(rate or 1.0)))
+            labels.setdefault(place, []).append((intensity, rate, str(number)))
+        for marks in labels.values():
+            text = ", ".join(number for _, _, number in marks)
+            offset = (9, 7 if index else -11)
+            axes.annotate(text, marks[0][:2], xytext=offset, textcoords="offset points", fontsize=8)
+    if names:
+        axes.text(1.02, 1, "\n".join(names[1:]), transform=axes.transAxes, va="top", fontsize=8)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlabel("multiplications per byte read from memory")
     axes.set_ylabel("multiplications per second")
     axes.set_title(
-        f"{machine['cpu']}, {machine['threads']} threads: {read / 1e9:.1f} GB/s, {multiply / 1e9:,.0f} G "
+        f"{machine['cpu']}, threads: {machine['threads']}, {read / 1e9:.1f} GB/s, {multiply / 1e9:,.0f} G "
         "multiplications of bytes per second",
         fontsize=10,
     )
     axes.grid(True, which="both", linewidth=0.3)
     if phases:
         axes.legend(loc="lower right")
+
+
+def _share(entry: dict[str, Any], phase: dict[str, Any]) -> float:
+    """Part of its phase's time that an op takes."""
+    return float(entry["seconds"] / phase["operation_seconds"])
 
 
 def _intensity(entry: dict[str, Any]) -> float:
