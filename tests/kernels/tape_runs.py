@@ -62,7 +62,7 @@ class RowProgram:
             selected = tape.buffer("selected", result.width, Rows.OUTPUT)
             tape.select_output(selected, result)
             result = selected
-        for memory in tape._memory:
+        for memory in tape._memory._buffers:
             memory[:] = 255
         self._program = tape.finish(result)
         self._kv_layout = kv_layout
