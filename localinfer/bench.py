@@ -86,7 +86,7 @@ def run_bench(settings: BenchSettings, progress: ProgressCallback) -> Record:
         "engines": results,
     }
     if settings.peer is not None:
-        record["ratios"] = _ratios(results[OURS], results[settings.peer])
+        record["ratios"] = compare(results[OURS], results[settings.peer])
     return record
 
 
@@ -136,7 +136,7 @@ def run_stream_bench(settings: BenchSettings, progress: ProgressCallback) -> Rec
         "engines": results,
     }
     if settings.peer is not None:
-        record["ratios"] = _ratios(results[OURS], results[settings.peer])
+        record["ratios"] = compare(results[OURS], results[settings.peer])
     return record
 
 
@@ -154,6 +154,25 @@ def measure_machine(num_threads: int, progress: ProgressCallback) -> Record:
         "read_bytes_per_second": read,
         "multiply_adds_per_second": measure_multiply_peak(num_threads),
     }
+
+
+def compare(ours: Record, peer: Record) -> Record:
+    """How many times better the first engine is: by medians, and at least and at most in one pair of repetitions."""
+    ratios: Record = {}
+    for name, value in ours.items():
+        other = peer.get(name)
+        if not value or not other or name in ("version", "tokens", "verification_cost"):
+            continue
+        is_rate = name.endswith("_per_second")
+        if isinstance(value, dict):
+            pairs = zip(value["values"], other["values"], strict=True)
+            each = [a / b if is_rate else b / a for a, b in pairs]
+            value, other = value["median"], other["median"]
+            ratio = value / other if is_rate else other / value
+            ratios[name] = {"ratio": ratio, "lowest": min(each), "highest": max(each)}
+        else:
+            ratios[name] = {"ratio": other / value}
+    return ratios
 
 
 def _start_warm(options: EngineOptions) -> tuple[EngineProcess, float | None]:
@@ -265,25 +284,6 @@ def _add_shares(ours: Record, machine: Record, settings: BenchSettings) -> None:
     multiplied = prompt["multiply_adds"] / settings.prompt * ours["prefill_tokens_per_second"]["median"]
     ours["prefill_multiply_adds_per_second"] = multiplied
     ours["prefill_multiply_share"] = multiplied / machine["multiply_adds_per_second"]
-
-
-def _ratios(ours: Record, peer: Record) -> Record:
-    """How many times better localinfer is: of medians, and the least and most over repetitions side by side."""
-    ratios: Record = {}
-    for name, value in ours.items():
-        other = peer.get(name)
-        if not value or not other or name in ("version", "tokens", "verification_cost"):
-            continue
-        is_rate = name.endswith("_per_second")
-        if isinstance(value, dict):
-            pairs = zip(value["values"], other["values"], strict=True)
-            each = [a / b if is_rate else b / a for a, b in pairs]
-            value, other = value["median"], other["median"]
-            ratio = value / other if is_rate else other / value
-            ratios[name] = {"ratio": ratio, "lowest": min(each), "highest": max(each)}
-        else:
-            ratios[name] = {"ratio": other / value}
-    return ratios
 
 
 def _samples(values: list[float]) -> Record:

@@ -63,6 +63,8 @@ class EngineProcess:
                 encoding="utf-8",
             )
         except OSError as error:
+            if self._messages is not None:
+                self._messages.close()
             raise RequestError(
                 f"{self._python!r} cannot be started ({error.strerror}); give the path of a Python with --peer-python"
             ) from None

@@ -1,0 +1,216 @@
+"""`localinfer bench`: figures that are complete and possible, a table, a chart, and errors that say the way out."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from localinfer import measured_model
+from localinfer.bench_client import EngineOptions, EngineProcess
+from localinfer.bench_report import render_bench
+from localinfer.cli import main
+from localinfer.errors import BackendUnavailableError, ModelFileError
+from localinfer.kernels.ops import Operation, Rows
+from localinfer.models import demo
+
+HAS_PEER = importlib.util.find_spec("llama_cpp") is not None
+HAS_CHARTS = importlib.util.find_spec("matplotlib") is not None
+SMALL = ("--prompt", "24", "--decode", "6", "--context", "9", "--repetitions", "2", "--threads", "2")
+RATES = ("prefill_tokens_per_second", "decode_tokens_per_second", "time_to_first_token_seconds")
+
+
+@pytest.fixture(scope="module")
+def model() -> str:
+    """The demo model's path."""
+    files = sorted(Path(demo.__file__).parent.glob("demo-*.gguf"), key=lambda path: path.stat().st_size)
+    if not files:
+        pytest.skip("this checkout has no demo model")
+    return str(files[0])
+
+
+@pytest.fixture(scope="module")
+def record(model: str) -> dict[str, Any]:
+    """What the command prints with --json, and nothing else on stdout."""
+    command = [sys.executable, "-m", "localinfer", "bench", model, *SMALL, "--json"]
+    result = subprocess.run(command, capture_output=True, timeout=200, check=False)
+    assert result.returncode == 0, result.stderr.decode()
+    assert result.stderr == b""
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def test_json_has_every_figure_and_all_are_possible(record: dict[str, Any]) -> None:
+    assert set(record) == {"model", "machine", "settings", "engines"}
+    assert record["settings"] == {"prompt": 24, "decode": 6, "context": 9, "repetitions": 2}
+    assert record["machine"]["threads"] == 2
+    assert record["machine"]["read_bytes_per_second"] > 1e8
+    assert record["machine"]["multiply_adds_per_second"] > 1e8
+    ours = record["engines"]["localinfer"]
+    for name in (*RATES, "process_to_first_token_seconds"):
+        assert len(ours[name]["values"]) == 2
+        assert min(ours[name]["values"]) > 0
+        assert min(ours[name]["values"]) <= ours[name]["median"] <= max(ours[name]["values"])
+    assert 0 < ours["itl_p50_seconds"] <= ours["itl_p99_seconds"]
+    assert ours["load_seconds"] > 0
+    assert ours["compile_seconds"] is None or ours["compile_seconds"] >= 0
+    assert ours["peak_memory_bytes"] > record["model"]["num_bytes"]
+    assert set(ours["verification_cost"]) == {"4", "8"}
+    assert ours["weight_bytes_per_token"] > 0
+    assert ours["kv_bytes_per_token"] > 0
+    assert ours["decode_read_share"] > 0
+    assert ours["prefill_multiply_share"] > 0
+
+
+def test_table_shows_the_same_figures(record: dict[str, Any]) -> None:
+    table = render_bench(record)
+    assert f"{record['engines']['localinfer']['decode_tokens_per_second']['median']:,.1f} tokens/s" in table
+    for words in (
+        "prefill of 24 tokens",
+        "decode of 6 after 9",
+        "peak memory",
+        "verifying 8 tokens over 1",
+        "ceilings",
+    ):
+        assert words in table
+
+
+def test_ratios_are_above_one_where_localinfer_is_better(record: dict[str, Any]) -> None:
+    from localinfer.bench import compare
+
+    ours = record["engines"]["localinfer"]
+    worse = json.loads(json.dumps(ours))
+    for name in ours:
+        for figure in [worse[name]] if isinstance(worse[name], dict) else []:
+            factor = 0.5 if name.endswith("_per_second") else 2
+            figure.update({key: value * factor for key, value in figure.items() if key == "median"})
+            if "values" in figure:
+                figure["values"] = [value * factor for value in figure["values"]]
+    worse["peak_memory_bytes"] = 2 * ours["peak_memory_bytes"]
+    ratios = compare(ours, worse)
+    assert ratios["peak_memory_bytes"] == {"ratio": 2}
+    for name in RATES:
+        assert ratios[name] == {"ratio": pytest.approx(2), "lowest": pytest.approx(2), "highest": pytest.approx(2)}
+    table = render_bench({**record, "engines": {"localinfer": ours, "peer": worse}, "ratios": ratios})
+    assert "2.00 (2.00 to 2.00)" in table
+
+
+def test_stream_counts_tokens(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", model, "--stream", "--decode", "5", "--repetitions", "1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["settings"]["threads"] == 1
+    assert found["engines"]["localinfer"]["tokens"] == 5
+    assert found["engines"]["localinfer"]["stream_tokens_per_second"]["median"] > 0
+
+
+@pytest.mark.skipif(not HAS_PEER, reason="llama-cpp-python is not installed")
+def test_comparison_has_both_engines_and_ratios(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", model, *SMALL, "--compare", "llama-cpp-python", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found["engines"]) == {"localinfer", "llama-cpp-python"}
+    assert found["ratios"]["decode_tokens_per_second"]["lowest"] > 0
+
+
+@pytest.mark.skipif(HAS_PEER, reason="llama-cpp-python is installed")
+def test_missing_peer_says_how_to_install_it(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", model, *SMALL, "--stream", "--compare", "llama-cpp-python"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "pip install 'localinfer[bench]'" in captured.err
+
+
+def test_peer_python_that_does_not_exist_is_named(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--stream", "--compare", "llama-cpp-python", "--peer-python", "no-such-python"]
+    assert main(["bench", model, *SMALL, *words]) == 2
+    assert "no-such-python" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        ([], "MODEL"),
+        (["MODEL", "--output", "x.png"], "--roofline"),
+        (["MODEL", "--peer-python", "python"], "--compare"),
+        (["MODEL", "--roofline", "--stream"], "--stream"),
+        (["MODEL", "--prompt", "100000"], "--prompt"),
+        (["MODEL", "--roofline", "--json", "--context", "100000"], "--context"),
+        (["MODEL", "--decode", "0"], "--decode"),
+        (["nothing.gguf"], "nothing.gguf"),
+    ],
+)
+def test_bad_request_is_one_line(
+    model: str, capsys: pytest.CaptureFixture[str], arguments: list[str], word: str
+) -> None:
+    assert main(["bench", *(model if argument == "MODEL" else argument for argument in arguments)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1
+    assert word in captured.err
+
+
+def test_errors_of_the_measured_process_are_raised_here(tmp_path: Path) -> None:
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(b"GGUF and no more")
+    options = EngineOptions(engine="localinfer", model=str(path), threads=1, context_length=None)
+    with pytest.raises(ModelFileError, match=r"broken\.gguf"):
+        EngineProcess(options)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="ends processes by a signal")
+def test_process_that_ends_by_itself_is_an_error(model: str) -> None:
+    options = EngineOptions(engine="localinfer", model=model, threads=1, context_length=None)
+    with EngineProcess(options) as process:
+        process._process.kill()
+        with pytest.raises(BackendUnavailableError, match="exit code -9"):
+            process.ask("memory")
+
+
+def test_roofline_times_every_op(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", model, *SMALL, "--roofline", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    decode, prefill = found["phases"]
+    assert (decode["num_rows"], prefill["num_rows"]) == (1, 24)
+    for phase in (decode, prefill):
+        assert phase["operation_seconds"] == pytest.approx(sum(entry["seconds"] for entry in phase["operations"]))
+        assert all(entry["seconds"] > 0 and entry["count"] > 0 for entry in phase["operations"])
+    names = [entry["name"] for entry in decode["operations"]]
+    assert any("ffn_down" in name for name in names)
+    assert any(name.startswith("attention") for name in names)
+
+
+@pytest.mark.skipif(not HAS_CHARTS, reason="matplotlib is not installed")
+def test_roofline_draws_a_png(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "roof.png"
+    assert main(["bench", model, *SMALL, "--roofline", "--output", str(path)]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+    captured = capsys.readouterr()
+    assert "ceilings" in captured.out
+    assert captured.err == f"drawn: {path}\n"
+
+
+@pytest.mark.skipif(HAS_CHARTS, reason="matplotlib is installed")
+def test_roofline_without_matplotlib_says_how_to_install_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--roofline"]) == 2
+    assert "pip install 'localinfer[bench]'" in capsys.readouterr().err
+
+
+def test_roofline_without_a_model_measures_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--roofline", "--json", "--threads", "1"]) == 0
+    assert set(json.loads(capsys.readouterr().out)) == {"machine"}
+
+
+def test_work_counts_rows_windows_and_outputs() -> None:
+    head = Operation("head", Rows.OUTPUT, weight_bytes=1000, row_weight_bytes=1000, multiply_adds=7)
+    assert measured_model.work_of(head, 0, 512, 1) == measured_model.Work(1000, 0, 7, 0)
+    assert measured_model.work_of(head, 0, 512, 0) == measured_model.Work(0, 0, 0, 0)
+    experts = Operation("experts", weight_bytes=1000, row_weight_bytes=100, multiply_adds=7)
+    assert measured_model.work_of(experts, 0, 3, 1) == measured_model.Work(300, 0, 21, 0)
+    assert measured_model.work_of(experts, 0, 30, 1) == measured_model.Work(1000, 0, 210, 0)
+    attention = Operation("attention", kv_bytes=10, kv_multiply_adds=2)
+    assert measured_model.work_of(attention, 4, 3, 1) == measured_model.Work(0, 70, 0, 2 * (5 + 6 + 7))
+    sliding = Operation("attention", kv_bytes=10, kv_multiply_adds=2, window=4)
+    assert measured_model.work_of(sliding, 9, 2, 1) == measured_model.Work(0, 50, 0, 2 * 8)
