@@ -5,13 +5,16 @@ import os
 from dataclasses import dataclass, replace
 
 from localinfer.errors import RequestError, TokenizerError
+from localinfer.kernels.cpu import sampling
 from localinfer.kernels.cpu.pool import ThreadPool
+from localinfer.kernels.cpu.program import CpuProgram
 from localinfer.kernels.cpu.tape import CpuTape, ProgressCallback
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.ops import Program
 from localinfer.models.chat_template import ChatTemplate
 from localinfer.models.config import ModelConfig
 from localinfer.models.decoder import kv_layer_shapes, write_decoder
+from localinfer.models.thread_choice import available_threads, checked_threads, choose_decode_threads
 from localinfer.models.tokenizer import Tokenizer
 from localinfer.models.weights import CpuWeights
 from localinfer.quant.gguf import GGUFFile, read_gguf
@@ -47,6 +50,7 @@ def load_model(
 ) -> Model:
     """Load a GGUF file and compile what it needs.
 
+    threads: how many compute; None takes the physical cores, and measures how many of them decode fastest.
     context_length: tokens the cache may hold, at most what the model was trained for; None takes all of that.
     Raises: ModelFileError (and below) for the file, RequestError for an option without meaning.
     """
@@ -58,10 +62,14 @@ def load_model(
         tokenizer = _tokenizer_or_none(file)
         template = None if tokenizer is None else ChatTemplate.from_metadata(file.metadata, tokenizer)
         kv_layout = KVLayout(kv_type, kv_layer_shapes(config))
-        pool = ThreadPool(threads if threads is not None else default_threads())
+        pool = ThreadPool(available_threads() if threads is None else checked_threads(threads))
         weights = CpuWeights(file, pool, progress)
         tape = CpuTape(pool, kv_layout, progress=progress)
         program = write_decoder(config, weights, tape, config.context_length)
+        if threads is None:
+            assert isinstance(program, CpuProgram), "a CPU tape makes a CPU program"
+            choose_decode_threads(program, kv_layout, file.num_bytes)
+        _compile_sampling(progress)
         for note in weights.notes.values():
             logger.warning("%s", note)
         return Model(config, tokenizer, template, program, kv_layout, file)
@@ -78,12 +86,13 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         return Tokenizer.from_metadata(file.metadata)
 
 
-def default_threads() -> int:
-    """Physical cores that this process may use."""
-    import psutil
-
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(allowed, psutil.cpu_count(logical=False) or allowed))
+def _compile_sampling(progress: ProgressCallback | None) -> None:
+    """Compile what sampling needs before the first token does, where no earlier start has."""
+    missing = [kernel for kernel in sampling.KERNELS if not kernel.is_cached]
+    for done, kernel in enumerate(missing):
+        if progress is not None:
+            progress("compiling kernels (once per machine)", done, len(missing))
+        assert kernel.address, "compiled"
 
 
 def _with_context(config: ModelConfig, context_length: int | None) -> ModelConfig:

@@ -15,7 +15,7 @@ import numpy as np
 
 from localinfer.errors import ClosedError
 from localinfer.kernels.cpu.arrays import address, aligned_zeros
-from localinfer.kernels.cpu.protocol import BATCH, NUM_OPS, NUM_THREADS, OPS, SLEEPING, STOPPING
+from localinfer.kernels.cpu.protocol import BATCH, MAX_THREADS, NUM_OPS, NUM_THREADS, OPS, SLEEPING, STOPPING
 from localinfer.kernels.object_cache import Function
 
 _START_RUN = Function("pool.start_run", "q", "qq")
@@ -43,12 +43,11 @@ class ThreadPool:
     """`num_threads` threads (the caller among them) that run tapes, one at a time."""
 
     def __init__(self, num_threads: int) -> None:
-        assert 1 <= num_threads <= 62, "the loader checks the thread count"
+        assert 1 <= num_threads < MAX_THREADS, "the loader checks the thread count"
         self.num_threads = num_threads
         self._process = os.getpid()
         self._control = aligned_zeros(SLEEPING + 64 * (num_threads + 1)).view(np.int64)
         self.control_address = address(self._control)
-        self._control[NUM_THREADS // 8] = num_threads
         self._wake = [threading.Semaphore(0) for _ in range(num_threads)]
         _compile()
         self._threads = [
@@ -64,8 +63,11 @@ class ThreadPool:
             worker.start()
         self._finalizer = weakref.finalize(self, _stop, self._control, self._wake, self._threads, self._process)
 
-    def run(self, ops_address: int, num_ops: int, batch_address: int) -> None:
-        """Run ops (pairs of function and parameter address) over a batch header; blocks without the GIL."""
+    def run(self, ops_address: int, num_ops: int, batch_address: int, num_threads: int = 0) -> None:
+        """Run ops (pairs of function and parameter address) over a batch header; blocks without the GIL.
+
+        num_threads: how many of the threads take part; 0 for all.
+        """
         if not self._finalizer.alive:
             raise ClosedError("the model was closed; load it again to go on")
         if os.getpid() != self._process:
@@ -74,10 +76,12 @@ class ThreadPool:
         control[OPS // 8] = ops_address
         control[NUM_OPS // 8] = num_ops
         control[BATCH // 8] = batch_address
-        if self._threads:
-            to_wake = _START_RUN(self.control_address, len(self._threads))
+        num_threads = num_threads or self.num_threads
+        control[NUM_THREADS // 8] = num_threads
+        if num_threads > 1:
+            to_wake = _START_RUN(self.control_address, num_threads)
             if to_wake:
-                for worker in range(1, self.num_threads):
+                for worker in range(1, num_threads):
                     if to_wake >> worker & 1:
                         self._wake[worker].release()
         _FINISH_RUN(self.control_address)

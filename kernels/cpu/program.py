@@ -14,6 +14,9 @@ from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.kernels.object_cache import Kernel
 from localinfer.kernels.ops import Batch, FloatArray, Operation, Segment
 
+DECODE_ROWS = 8
+"""Batches of up to this many rows read memory more than they multiply, which fewer threads may do as fast."""
+
 
 @dataclass(frozen=True)
 class TapeRecord:
@@ -36,13 +39,16 @@ class TapeRecord:
 
 
 class CpuProgram:
-    """Runs batches; `ops.Program` and `ops.MeasurableProgram`. One thread at a time."""
+    """Runs batches; `ops.Program` and `ops.MeasurableProgram`. One caller at a time.
+
+    `decode_threads` of its `num_threads` run batches of up to DECODE_ROWS rows; the loader measures how many are best.
+    """
 
     def __init__(self, record: TapeRecord) -> None:
         self._record = record
         self.max_batch_rows = record.max_batch_rows
         self.max_output_rows = record.max_output_rows
-        self.num_threads = record.pool.num_threads
+        self.num_threads = self.decode_threads = record.pool.num_threads
         self._pool = record.pool
         addresses = zip(record.kernels, record.parameters, strict=True)
         self._ops = np.array([[kernel.address, address(words)] for kernel, words in addresses], np.int64)
@@ -95,7 +101,8 @@ class CpuProgram:
         header[protocol.NUM_SEGMENTS // 8] = len(batch.segments)
         header[protocol.NUM_ROWS // 8] = rows
         header[protocol.NUM_OUTPUT_ROWS // 8] = outputs
-        self._pool.run(self._ops_address, self._num_ops, self._header_address)
+        num_threads = self.decode_threads if rows <= DECODE_ROWS else self.num_threads
+        self._pool.run(self._ops_address, self._num_ops, self._header_address, num_threads)
         return self._record.logits[:outputs]
 
     def operations(self) -> Sequence[Operation]:

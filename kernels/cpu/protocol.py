@@ -24,6 +24,8 @@ SCRATCH_BYTES = 1 << 17
 
 # Control block of a thread pool: offsets in bytes, a cache line apart where threads contend.
 GENERATION = 0 * 64
+"""Runs so far times MAX_THREADS, plus how many threads take part in the newest."""
+MAX_THREADS = 64
 ARRIVED = 1 * 64
 RELEASED = 2 * 64
 NEXT_UNIT = 3 * 64

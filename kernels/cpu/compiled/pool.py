@@ -15,6 +15,7 @@ from localinfer.kernels.cpu.protocol import (
     ARRIVED,
     BATCH,
     GENERATION,
+    MAX_THREADS,
     NEXT_UNIT,
     NUM_OPS,
     NUM_THREADS,
@@ -66,11 +67,16 @@ def _walk(control: int, thread: int) -> None:
 
 
 @entry("q", "qq")
-def start_run(control: int, num_workers: int) -> int:
-    """Publish a run; returns a bit per sleeping worker that must be woken."""
-    atomic_add(control + GENERATION, 1)
+def start_run(control: int, num_threads: int) -> int:
+    """Publish a run of `num_threads` threads; returns a bit per sleeping worker that must be woken.
+
+    The count travels in the generation's low bits: a worker that takes no part must never read the rest of the control
+    block, which may be about the next run by then.
+    """
+    runs = atomic_load(control + GENERATION) // MAX_THREADS
+    atomic_exchange(control + GENERATION, (runs + 1) * MAX_THREADS + num_threads)
     to_wake = 0
-    for worker in range(1, num_workers + 1):
+    for worker in range(1, num_threads):
         if atomic_exchange(control + SLEEPING + 64 * worker, 0) == 1:
             to_wake |= 1 << worker
     return to_wake
@@ -94,9 +100,11 @@ def work(control: int, thread: int, seen: int) -> int:
             spin_hint()
             continue
         seen = generation
-        spins = 0
         if load_i64(control + STOPPING) != 0:
             return -1
+        if thread >= generation % MAX_THREADS:
+            continue
+        spins = 0
         _walk(control, thread)
     atomic_exchange(control + SLEEPING + 64 * thread, 1)
     # A run published just before the flag was up did not see it: take the flag back and go on. If it is down already,

@@ -1,0 +1,90 @@
+"""How many threads decode: measured, remembered per machine and model size, and never a number that cannot run."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from localinfer.errors import RequestError
+from localinfer.kernels.kv_layout import KVLayout
+from localinfer.kernels.ops import Batch, FloatArray
+from localinfer.models import thread_choice
+from localinfer.models.thread_choice import checked_threads, choose_decode_threads
+
+LAYOUT = KVLayout("f32", [])
+
+
+class ScriptedProgram:
+    """Takes the time per token that the script says, on a clock of its own."""
+
+    def __init__(self, seconds: dict[int, float], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_threads = self.decode_threads = max(seconds)
+        self.runs = 0
+        self._seconds = seconds
+        self._now = 0.0
+        monkeypatch.setattr(thread_choice.time, "perf_counter", lambda: self._now)
+
+    def run(self, batch: Batch) -> FloatArray:
+        self.runs += 1
+        self._now += self._seconds[self.decode_threads]
+        return np.zeros((1, 1), np.float32)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(thread_choice, "CACHE_FOLDER", tmp_path)
+    return tmp_path
+
+
+def choose(seconds: dict[int, float], monkeypatch: pytest.MonkeyPatch, num_bytes: int = 1 << 30) -> ScriptedProgram:
+    program = ScriptedProgram(seconds, monkeypatch)
+    choose_decode_threads(program, LAYOUT, num_bytes)  # type: ignore[arg-type]
+    return program
+
+
+@pytest.mark.parametrize(
+    ("seconds", "wanted"),
+    [
+        ({1: 1.0, 2: 0.5}, 2),
+        ({1: 1.0, 2: 1.5}, 1),
+        ({1: 1.0, 2: 0.98}, 1),
+        ({1: 4.0, 2: 2.0, 3: 1.5, 4: 1.0, 6: 1.01, 8: 2.0}, 4),
+    ],
+)
+def test_the_fewest_threads_within_three_percent_of_the_fastest_decode(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, seconds: dict[int, float], wanted: int
+) -> None:
+    assert choose(seconds, monkeypatch).decode_threads == wanted
+
+
+def test_the_choice_is_remembered_for_models_of_this_size_only(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose({1: 1.0, 2: 0.5}, monkeypatch).runs > 0
+    again = choose({1: 0.1, 2: 0.5}, monkeypatch)
+    assert (again.decode_threads, again.runs) == (2, 0)
+    other = choose({1: 0.1, 2: 0.5}, monkeypatch, num_bytes=1 << 20)
+    assert other.decode_threads == 1
+    assert other.runs > 0
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"decode_threads": 9, "measured_at": 0}', '{"decode_threads": "x"}'])
+def test_a_damaged_or_old_memory_is_measured_again(folder: Path, monkeypatch: pytest.MonkeyPatch, content: str) -> None:
+    choose({1: 1.0, 2: 0.5}, monkeypatch)
+    (path,) = folder.iterdir()
+    path.write_text(content, "utf-8")
+    assert choose({1: 0.1, 2: 0.5}, monkeypatch).decode_threads == 1
+    assert json.loads(path.read_text("utf-8"))["decode_threads"] == 1
+
+
+def test_one_thread_is_not_measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose({1: 1.0}, monkeypatch).runs == 0
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("threads", [0, -1, 10_000])
+def test_a_count_the_machine_cannot_run_is_refused(threads: int) -> None:
+    with pytest.raises(RequestError, match=f"threads is {threads}; this machine runs 1 to"):
+        checked_threads(threads)
+    assert checked_threads(1) == 1
+    assert checked_threads(min(os.cpu_count() or 1, 63))
