@@ -17,7 +17,7 @@ from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.kernels.cpu.tape import CpuProgram, CpuTape
 from localinfer.kernels.ops import Batch, LinearWeight, Projection, Rows, Segment
 from localinfer.machine import cpu_name, instruction_set, measure_multiply_peak, measure_read_bandwidth
-from localinfer.models.loader import default_threads
+from localinfer.models.thread_choice import available_threads
 from tests.kernels.random_weights import random_weights
 from tests.kernels.tape_runs import NO_CACHE, random_rows, table
 
@@ -79,7 +79,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shapes", nargs="*", default=["tinyllama1.1b"], metavar="SHAPE", help=", ".join(SHAPES))
     parser.add_argument("--layouts", default=",".join(layout.name for layout in Layout))
-    parser.add_argument("--threads", type=int, default=default_threads())
+    parser.add_argument("--threads", type=int, default=available_threads())
     parser.add_argument("--repetitions", type=int, default=7)
     options = parser.parse_args()
     read, multiply = measure_read_bandwidth(options.threads), measure_multiply_peak(options.threads)
