@@ -30,7 +30,7 @@ _SETTINGS_IN_CODE = (
 )
 """Numba's settings that change what a kernel compiles to."""
 
-_CTYPES = {"q": ctypes.c_int64, "d": ctypes.c_double}
+_CTYPES: dict[str, Any] = {"q": ctypes.c_int64, "d": ctypes.c_double}
 """Argument kinds of a `Function`: q is int64 or an address, d float64."""
 
 UNUSED_NAMES = (

@@ -9,7 +9,7 @@ from typing import Any
 
 from localinfer.bench import ProgressCallback, Record, check_context, measure_machine
 from localinfer.measured_model import MeasuredModel, OperationTime
-from localinfer.models.loader import default_threads
+from localinfer.models.thread_choice import available_threads
 from localinfer.show import describe_file
 
 PREFILL_ROWS = 512
@@ -27,7 +27,7 @@ def measure_roofline(
     Raises: LocalinferError.
     """
     if model is None:
-        return {"machine": measure_machine(threads or default_threads(), progress)}
+        return {"machine": measure_machine(threads or available_threads(), progress)}
     rows = min(prompt, PREFILL_ROWS)
     check_context(describe_file(model), max(rows, context + 1))
     with MeasuredModel(model, threads=threads, context_length=max(rows, context + 1), progress=progress) as measured:
