@@ -76,6 +76,7 @@ class CpuProgram:
         self._header_address = address(self._header)
         self._last_pages: NDArray[np.int64] | None = None
         self._last_table = 0
+        self._last_rows = 1
 
     def run(self, batch: Batch) -> FloatArray:
         """Compute a batch; see `ops.Program.run`.
@@ -101,8 +102,8 @@ class CpuProgram:
         header[protocol.NUM_SEGMENTS // 8] = len(batch.segments)
         header[protocol.NUM_ROWS // 8] = rows
         header[protocol.NUM_OUTPUT_ROWS // 8] = outputs
-        num_threads = self.decode_threads if rows <= DECODE_ROWS else self.num_threads
-        self._pool.run(self._ops_address, self._num_ops, self._header_address, num_threads)
+        self._last_rows = rows
+        self._pool.run(self._ops_address, self._num_ops, self._header_address, self._threads_for(rows))
         return self._record.logits[:outputs]
 
     def operations(self) -> Sequence[Operation]:
@@ -112,11 +113,14 @@ class CpuProgram:
     def run_operations(self, first: int, count: int) -> None:
         """Run some ops again over the last batch; see `ops.MeasurableProgram`."""
         assert 0 <= first <= first + count <= self._num_ops, "ops outside the tape"
-        self._pool.run(address(self._ops[first:]), count, self._header_address)
+        self._pool.run(address(self._ops[first:]), count, self._header_address, self._threads_for(self._last_rows))
 
     def close(self) -> None:
         """End the pool's threads."""
         self._pool.close()
+
+    def _threads_for(self, rows: int) -> int:
+        return self.decode_threads if rows <= DECODE_ROWS else self.num_threads
 
     def _set_token_ids(self, token_ids: NDArray[np.int32], rows: int) -> None:
         # A row alone is every decoded token: plain integers cost a fraction of NumPy's reductions there.

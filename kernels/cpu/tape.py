@@ -263,6 +263,7 @@ class CpuTape:
         check(queries.width == shape.num_heads * shape.key_size, f"{queries.name} is {queries.width} wide")
         check(out.width == shape.num_heads * shape.value_size, f"{out.name} is {out.width} wide")
         check(queries.rows is Rows.BATCH and out.rows is Rows.BATCH, "attention is of batch rows")
+        check(out.index != queries.index, f"{out.name} cannot take the attention of itself")
         check(shape.value_size <= protocol.MAX_VALUE_SIZE, f"values of {shape.value_size} exceed the scratch memory")
         group = shape.num_heads // shape.num_kv_heads
         check(group <= protocol.MAX_QUERIES_PER_UNIT, f"{group} heads share one KV head")
@@ -323,6 +324,10 @@ class CpuTape:
         check(logits.width == count and expert_ids.width == expert_weights.width == selected, "router buffers differ")
         self._same_rows(expert_ids, expert_weights, logits)
         check(count % routing.num_groups == 0, f"{count} experts do not split into {routing.num_groups} groups")
+        kept = count // routing.num_groups * routing.num_selected_groups
+        check(
+            routing.num_groups == 1 or selected <= kept, f"{selected} experts do not fit the {kept} of the kept groups"
+        )
         bias = self._memory.constant(routing.selection_bias, count, "expert selection bias")
         places = (*self._place(expert_ids), *self._place(expert_weights), *self._place(logits))
         gating = (_GATING_CODES[routing.gating], int(routing.normalise), _bits(routing.scale), bias)
@@ -350,6 +355,7 @@ class CpuTape:
         check(x.width == slots * packed.num_columns, f"{x.name} is {x.width} wide for {slots} x {packed.num_columns}")
         check(out.width == selected * packed.num_rows, f"{out.name} is {out.width} wide for {weight.name}")
         self._same_rows(out, x, expert_ids)
+        check(out.index != x.index, f"{out.name} cannot take the product of itself")
         place, stride, slot_stride = self._activations(x, packed, slots)
         self._memory.keep(packed)
         bias_place, bias_stride = 0, 4 * padded(packed.num_rows)
