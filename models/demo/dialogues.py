@@ -10,7 +10,6 @@ from localinfer.models.demo.story_grammar import (
     GIRLS,
     HERO_TRAITS,
     PEOPLE,
-    PLACES,
     THINGS,
     TOPICS,
     Subject,
@@ -197,8 +196,8 @@ def draw_subject(rng: random.Random) -> Subject:
     form = rng.random()
     if form < 0.08:
         noun, kind = invent_word(rng), rng.choice(("hero", "thing", "place"))
-    elif form < 0.16:
-        noun = f"{rng.choice(THINGS + ANIMALS + PLACES)} {noun}"
+    elif form < 0.16 and kind != "hero":
+        noun = f"{rng.choice(THINGS)} {noun}"
     name = trait = other = ""
     if kind == "hero":
         if rng.random() < 0.2:
@@ -313,9 +312,9 @@ def _real_story_chat(rng: random.Random, story: str) -> str:
 def _grammar_chat(rng: random.Random) -> str:
     subject = draw_subject(rng)
     story = write_story(rng, subject)
-    if rng.random() < 0.25:
+    if rng.random() < 0.3:
         return BOS + story + EOS
-    if rng.random() < 0.06:
+    if rng.random() < 0.08:
         return write_story_chat(rng, [("user", _casual(rng, rng.choice(OPEN_REQUESTS))), ("assistant", story)])
     return write_story_chat(rng, _story_turn(rng, REQUESTS, subject, story))
 

@@ -125,7 +125,8 @@ def invent_word(rng: random.Random) -> str:
     starts = "b bl br ch d dr f fl g gl gr h j k l m n p pl qu r s sh sn sp st t tr tw v w wh z".split()
     vowels, ends = "a e i o u ee oo".split(), "b bble ck dle ff g ggle k ll m mp n nk p r rk sh ss t x zz".split()
     middle = rng.choice(vowels) + rng.choice("b d g l m n p r t".split()) if rng.random() < 0.5 else ""
-    return rng.choice(starts) + middle + rng.choice(vowels) + rng.choice(ends)
+    word = rng.choice(starts) + middle + rng.choice(vowels) + rng.choice(ends)
+    return invent_word(rng) if word in TOPICS else word
 
 
 def with_article(noun: str) -> str:
@@ -163,7 +164,7 @@ def read_sections(path: Path) -> list[tuple[str, list[list[str]]]]:
 
 
 SECTIONS = read_sections(Path(__file__).with_name("plots.txt"))
-OPENINGS, HABITS, ENDINGS = (SECTIONS[index][1][0] for index in range(3))
+PHRASES = {title: beats[0] for title, beats in SECTIONS if ":" not in title}
 PLOTS = {
     kind: [beats for title, beats in SECTIONS if title.startswith(f"{kind}:")] for kind in ("hero", "thing", "place")
 }
@@ -173,7 +174,7 @@ def _pronouns(prefix: str, is_female: bool) -> dict[str, str]:
     he, him, his = ("she", "her", "her") if is_female else ("he", "him", "his")
     return {
         f"{prefix}he": he, f"{prefix}He": he.capitalize(), f"{prefix}him": him, f"{prefix}his": his,
-        f"{prefix}His": his.capitalize(), f"{prefix}himself": "herself" if is_female else "himself",
+        f"{prefix}His": his.capitalize(), f"{prefix}hers": "hers" if is_female else "his", f"{prefix}himself": "herself" if is_female else "himself",
     }  # fmt: skip
 
 
@@ -190,7 +191,8 @@ def draw_cast(rng: random.Random, subject: Subject) -> dict[str, str]:
     wanted = {subject.kind or TOPICS[subject.noun]: subject.noun}
     if subject.other:
         wanted = {TOPICS[subject.other]: subject.other, **wanted}
-    hero = wanted.get("hero") or rng.choice((*["girl", "boy"] * 10, *ANIMALS[:40]))
+    # Only an asked animal is the hero, so that its story never turns into one about a thing that is found.
+    hero = wanted.get("hero") or rng.choice(("girl", "boy"))
     is_female = _is_female(rng, hero, subject.name)
     is_two_heroes = bool(subject.other) and TOPICS[subject.other] == "hero"
     helper = subject.other if is_two_heroes else rng.choice([x for x in COMMON_HELPERS if x != hero])
@@ -217,13 +219,13 @@ def draw_cast(rng: random.Random, subject: Subject) -> dict[str, str]:
 
 def write_story(rng: random.Random, subject: Subject) -> str:
     """Write one short story about the subject, in one to five paragraphs."""
-    kind = subject.kind or TOPICS[subject.noun]
+    kind, opening = subject.kind or TOPICS[subject.noun], "opening"
     if kind == "hero" and subject.other:
         kind = TOPICS[subject.other]
-    beats = [rng.choice(beat) for beat in rng.choice(PLOTS[kind])]
-    opening = rng.choice(OPENINGS)
+        opening = f"opening with a {kind}" if kind != "hero" else opening
+    lines = [rng.choice(PHRASES[opening]), *(rng.choice(beat) for beat in rng.choice(PLOTS[kind]))]
     if rng.random() < 0.75:
-        opening += " " + rng.choice(HABITS)
-    lines = [opening, *beats, rng.choice(ENDINGS)]
+        lines[0] += " " + rng.choice(PHRASES["habit"])
+    lines.append(rng.choice(PHRASES["ending"]))
     text = "".join(line + rng.choice(("\n\n", " ")) for line in lines)
     return text.strip().format_map(draw_cast(rng, subject))

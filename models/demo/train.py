@@ -3,7 +3,7 @@
 A developer's script; it needs torch and tokenizers. WORK is a folder for everything in between:
 
     python -m localinfer.models.demo.train prepare CORPUS WORK
-    python -m localinfer.models.demo.train train WORK           # about 70 minutes on one core; resumes
+    python -m localinfer.models.demo.train train WORK           # 75 minutes on one core; resumes
     python -m localinfer.models.demo.train export WORK OUT.gguf # newest checkpoint, verified in NumPy
     python -m localinfer.models.demo.train sample WORK PROMPT   # add --chat for a chat
 
@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from localinfer.models.demo.dialogues import BOS, EOS, IM_END, IM_START, SPECIAL_TOKENS, read_texts, render
 from localinfer.models.demo.export import verify_gguf, write_gguf
 from localinfer.models.demo.network import Shape
-from localinfer.models.demo.training import Trainer, load_average
+from localinfer.models.demo.training import Trainer, load_model
 
 NUM_COPY_EXERCISES = 4000
 
@@ -71,7 +71,7 @@ def prepare(corpus: Path, work: Path, seed: int) -> None:
 @torch.no_grad()
 def sample(prompt: str, arguments: argparse.Namespace) -> str:
     """Return the text that the newest checkpoint adds to the prompt."""
-    model, _ = load_average(arguments.work)
+    model, _ = load_model(arguments.work)
     tokenizer = Tokenizer.from_file(str(arguments.work / "tokenizer.json"))
     if arguments.chat:
         prompt = render([("user", prompt)]) + f"{IM_START}assistant\n"
@@ -94,7 +94,7 @@ def sample(prompt: str, arguments: argparse.Namespace) -> str:
 
 def export(work: Path, path: Path) -> None:
     """Write the newest checkpoint as GGUF and prove the file against torch."""
-    model, done = load_average(work)
+    model, done = load_model(work)
     tokenizer = Tokenizer.from_file(str(work / "tokenizer.json"))
     write_gguf(model, tokenizer, path)
     error = verify_gguf(model, tokenizer, path)
@@ -114,8 +114,8 @@ def main() -> None:
     for command in (preparing, training, exporting, sampling):
         command.add_argument("work", type=Path)
         command.add_argument("--seed", type=int, default=1)
-    training.add_argument("--cpu-minutes", type=float, default=68.0)
-    training.add_argument("--wall-minutes", type=float, default=80.0)
+    training.add_argument("--cpu-minutes", type=float, default=75.0)
+    training.add_argument("--wall-minutes", type=float, default=110.0)
     training.add_argument("--tokens-per-step", type=int, default=4096)
     exporting.add_argument("output", type=Path)
     sampling.add_argument("prompts", nargs="+")

@@ -20,7 +20,7 @@ START_SHARES = {
     "books": 0.28, "stories": 0.17, "story_chat": 0.10, "grammar_chat": 0.18, "talk": 0.07, "copies": 0.20,
 }  # fmt: skip
 END_SHARES = {
-    "books": 0.08, "stories": 0.10, "story_chat": 0.03, "grammar_chat": 0.63, "talk": 0.16, "copies": 0.00,
+    "books": 0.04, "stories": 0.03, "story_chat": 0.01, "grammar_chat": 0.78, "talk": 0.14, "copies": 0.00,
 }  # fmt: skip
 """Each source's share of the tokens at the start and from 70 % of the training on."""
 PEAK_RATES = (0.02, 3e-3)
@@ -101,11 +101,11 @@ def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
 
 
-def load_average(work: Path) -> tuple[DemoModel, Progress]:
-    """Return the newest checkpoint's running average of the weights as a model."""
+def load_model(work: Path) -> tuple[DemoModel, Progress]:
+    """Return the model of the newest checkpoint."""
     state = torch.load(work / "checkpoint.pt")
     model = DemoModel(Shape())
-    model.load_state_dict(state["average"])
+    model.load_state_dict(state["model"])
     return model.eval(), Progress(**state["progress"])
 
 
@@ -124,7 +124,6 @@ class Trainer:
             torch.optim.Muon(matrices, lr=PEAK_RATES[0], momentum=0.95, weight_decay=0.03),
             torch.optim.AdamW(others, lr=PEAK_RATES[1], betas=(0.9, 0.97), weight_decay=0.0),
         ]
-        self._average = {name: w.detach().clone() for name, w in self._model.named_parameters()}
         self._done = Progress()
         self._recent_losses: list[float] = []
         if (work / "checkpoint.pt").exists():
@@ -134,7 +133,6 @@ class Trainer:
     def _load(self) -> None:
         state = torch.load(self._work / "checkpoint.pt")
         self._model.load_state_dict(state["model"])
-        self._average = state["average"]
         for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         self._done = Progress(**state["progress"])
@@ -178,17 +176,12 @@ class Trainer:
         self._done.step += 1
         self._done.tokens += rows.shape[0] * length
         self._recent_losses.append(loss.item())
-        decay = min(0.995, self._done.step / (self._done.step + 20))
-        with torch.no_grad():
-            for name, weight in self._model.named_parameters():
-                self._average[name].lerp_(weight, 1 - decay)
 
     def _save(self) -> None:
         newest = self._work / "checkpoint.pt"
         partial = newest.with_suffix(".partial")
         state = {
             "model": self._model.state_dict(),
-            "average": self._average,
             "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
             "progress": asdict(self._done),
         }
@@ -197,9 +190,8 @@ class Trainer:
 
     @torch.no_grad()
     def _evaluate(self) -> None:
-        """Append the training loss and the running average's loss on held-out stories to log.jsonl."""
-        model, _ = load_average(self._work)
-        held_out = float(np.mean([loss_of(model, row[None]).item() for row in self._batches.held_out()]))
+        """Append the training loss and the loss on held-out stories to log.jsonl."""
+        held_out = float(np.mean([loss_of(self._model, row[None]).item() for row in self._batches.held_out()]))
         train_loss = float(np.mean(self._recent_losses)) if self._recent_losses else None
         entry = {**asdict(self._done), "train_loss": train_loss, "held_out_loss": held_out}
         with (self._work / "log.jsonl").open("a") as log:
