@@ -5,10 +5,13 @@ import os
 from dataclasses import dataclass, replace
 
 from localinfer.errors import RequestError, TokenizerError
+from localinfer.kernels.compile_ahead import ProgressCallback, compile_ahead
+from localinfer.kernels.cpu import pool as pool_module
 from localinfer.kernels.cpu import sampling
+from localinfer.kernels.cpu.packing import PACK_TILES
 from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.kernels.cpu.program import CpuProgram
-from localinfer.kernels.cpu.tape import CpuTape, ProgressCallback
+from localinfer.kernels.cpu.tape import CpuTape
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.ops import Program
 from localinfer.models.chat_template import ChatTemplate
@@ -62,6 +65,8 @@ def load_model(
         tokenizer = _tokenizer_or_none(file)
         template = None if tokenizer is None else ChatTemplate.from_metadata(file.metadata, tokenizer)
         kv_layout = KVLayout(kv_type, kv_layer_shapes(config))
+        # All but the tape's own kernels, which nobody knows before it is written.
+        compile_ahead([*pool_module.KERNELS, *sampling.KERNELS, PACK_TILES], progress)
         pool = ThreadPool(available_threads() if threads is None else checked_threads(threads))
         weights = CpuWeights(file, pool, progress)
         tape = CpuTape(pool, kv_layout, progress=progress)
@@ -69,7 +74,6 @@ def load_model(
         if threads is None:
             assert isinstance(program, CpuProgram), "a CPU tape makes a CPU program"
             choose_decode_threads(program, kv_layout, file.num_bytes)
-        _compile_sampling(progress)
         for note in weights.notes.values():
             logger.warning("%s", note)
         return Model(config, tokenizer, template, program, kv_layout, file)
@@ -84,15 +88,6 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     """Build the tokenizer of a GGUF file, which needs no tensors in it. Raises: ModelFileError and below."""
     with read_gguf(path) as file:
         return Tokenizer.from_metadata(file.metadata)
-
-
-def _compile_sampling(progress: ProgressCallback | None) -> None:
-    """Compile what sampling needs before the first token does, where no earlier start has."""
-    missing = [kernel for kernel in sampling.KERNELS if not kernel.is_cached]
-    for done, kernel in enumerate(missing):
-        if progress is not None:
-            progress("compiling kernels (once per machine)", done, len(missing))
-        assert kernel.address, "compiled"
 
 
 def _with_context(config: ModelConfig, context_length: int | None) -> ModelConfig:

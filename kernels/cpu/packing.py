@@ -19,7 +19,7 @@ from localinfer.kernels.object_cache import Kernel
 _STEP_BYTES = 8 << 20
 """A tensor is packed in steps of about this size, so that little of the file is in memory at once."""
 
-_PACK_TILES = Kernel("packing.pack_tiles")
+PACK_TILES = Kernel("packing.pack_tiles")
 
 _COPY, _BIAS, _FIFTH_BITS, _SIX_BIT_SCALES = 0, 1, 2, 3
 
@@ -117,7 +117,7 @@ def pack(
             pending.append(np.array((*words, *layout_words), np.int64))
             end = expert * matrix_bytes + min(num_rows, row + count * TILE_ROWS) * row_bytes
             if end - first_byte >= _STEP_BYTES or end == data.size:
-                ops = np.array([[_PACK_TILES.address, address(one)] for one in pending], np.int64)
+                ops = np.array([[PACK_TILES.address, address(one)] for one in pending], np.int64)
                 pool.run(address(ops), len(pending), 0)
                 if done is not None:
                     done(first_byte, end)

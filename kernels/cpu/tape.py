@@ -4,12 +4,13 @@
 here: shapes, strides and types are those the op reads, and what it points to is kept alive by the program.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from localinfer.kernels.compile_ahead import ProgressCallback, compile_ahead
 from localinfer.kernels.cpu import protocol
 from localinfer.kernels.cpu.arrays import address, aligned
 from localinfer.kernels.cpu.costs import attention_cost, embedding_cost, expert_cost, head_cost, matmul_cost
@@ -38,9 +39,6 @@ from localinfer.kernels.ops import (
 
 ACTIVATION_BYTES_PER_BLOCK = 384 * 1024
 """Rows of a matmul are taken in blocks of about this many bytes of activations: they and a tile share a 1 MiB cache."""
-
-ProgressCallback = Callable[[str, int, int], None]
-"""Called with a stage's name, the units done and the units in all."""
 
 _GATING_CODES = {Gating.SOFTMAX: 0, Gating.SIGMOID: 1, Gating.SOFTMAX_SELECTED: 2}
 
@@ -450,12 +448,8 @@ class CpuTape:
 
     def finish(self, logits: Buffer) -> CpuProgram:
         check(logits.rows is Rows.OUTPUT, f"{logits.name} holds batch rows; logits are of output rows")
-        kernels = list(dict.fromkeys(kernel for kernel, _ in self._ops))
-        for done, kernel in enumerate(kernels):
-            if self._progress is not None:
-                stage = "loading kernels" if kernel.is_cached else "compiling kernels (once per machine)"
-                self._progress(stage, done, len(kernels))
-            assert kernel.address, "compiled or loaded"
+        kernels = tuple(kernel for kernel, _ in self._ops)
+        compile_ahead(kernels, self._progress)
         rows = self._max_rows
         logits_array = self._memory.rows(logits)
         record = TapeRecord(
@@ -463,7 +457,7 @@ class CpuTape:
             page_tokens=self._kv_layout.page_tokens,
             max_batch_rows=rows[Rows.BATCH],
             max_output_rows=rows[Rows.OUTPUT],
-            kernels=tuple(kernel for kernel, _ in self._ops),
+            kernels=kernels,
             parameters=tuple(words for _, words in self._ops),
             operations=tuple(self._operations),
             memory=self._memory,
