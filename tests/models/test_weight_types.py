@@ -1,0 +1,94 @@
+"""A small Llama in every weight type, through the public API: near the oracle, and the same bits however it runs."""
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+import localinfer
+from localinfer.kernels.cpu.layouts import Layout
+from localinfer.kernels.ops import Batch, Segment
+from localinfer.models.config import ModelConfig
+from localinfer.models.decoder import write_decoder
+from localinfer.quant.formats import TensorType
+from localinfer.quant.gguf import read_gguf
+from localinfer.quant.reference import quantize
+from tests.oracle import NumpyTape, NumpyWeights
+
+HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD, VOCAB = 256, 512, 4, 2, 64, 300
+MATRICES = {
+    "attn_q": (HEADS * HEAD, HIDDEN),
+    "attn_k": (KV_HEADS * HEAD, HIDDEN),
+    "attn_v": (KV_HEADS * HEAD, HIDDEN),
+    "attn_output": (HIDDEN, HEADS * HEAD),
+    "ffn_gate": (INTERMEDIATE, HIDDEN),
+    "ffn_up": (INTERMEDIATE, HIDDEN),
+    "ffn_down": (HIDDEN, INTERMEDIATE),
+}
+TOKEN_IDS = np.random.default_rng(4).integers(0, VOCAB, 41).astype(np.int32)
+
+
+def write_model(path: Path, type: TensorType) -> None:
+    """Two layers of random weights, every matrix and the tied embedding in `type`."""
+    generator = np.random.default_rng(9)
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_context_length(128)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_block_count(2)
+    writer.add_feed_forward_length(INTERMEDIATE)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(VOCAB)
+
+    def add(name: str, shape: tuple[int, int]) -> None:
+        values = (generator.standard_normal(shape) / np.sqrt(shape[1])).astype(np.float32)
+        raw = quantize(values, type).reshape(shape[0], -1)
+        writer.add_tensor(name, raw, raw_dtype=gguf.GGMLQuantizationType[type.name])
+
+    add("token_embd.weight", (VOCAB, HIDDEN))
+    writer.add_tensor("output_norm.weight", np.ones(HIDDEN, np.float32))
+    for layer in range(2):
+        for norm in ("attn_norm", "ffn_norm"):
+            writer.add_tensor(f"blk.{layer}.{norm}.weight", 1 + 0.1 * generator.standard_normal(HIDDEN, np.float32))
+        for name, shape in MATRICES.items():
+            add(f"blk.{layer}.{name}.weight", shape)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def oracle_logits(path: Path) -> np.ndarray:
+    """What the weights in the file give in NumPy, with exact activations."""
+    with read_gguf(path) as file:
+        config = ModelConfig.from_metadata(file.metadata, {name: info.shape for name, info in file.tensors.items()})
+    program = write_decoder(config, NumpyWeights(path), NumpyTape())
+    pages = np.arange(1, 5, dtype=np.int64)
+    rows = np.arange(len(TOKEN_IDS), dtype=np.int32)
+    return program.run(Batch(TOKEN_IDS, [Segment(0, len(TOKEN_IDS), pages)], rows))
+
+
+@pytest.mark.parametrize("type", [TensorType[layout.name] for layout in Layout], ids=lambda type: type.name)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_model_in_every_weight_type_is_right_and_the_same_bits_in_any_batch(type: TensorType, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_model(path, type)
+    wanted = oracle_logits(path)
+    results = []
+    for threads in (1, 2):
+        with localinfer.load(path, threads=threads, kv_type="f32") as llm:
+            whole = llm.logits(TOKEN_IDS)
+            results.append(whole)
+            for length in (1, 7, 40):
+                np.testing.assert_array_equal(llm.logits(TOKEN_IDS[:length]), whole[:length])
+            greedy = [llm.complete(TOKEN_IDS[:9].tolist(), max_tokens=12, temperature=0).token_ids for _ in range(2)]
+            assert greedy[0] == greedy[1]
+            # One token at a time is what decoding does: its choices must be those of the logits computed at once.
+            sequence = [*TOKEN_IDS[:9].tolist(), *greedy[0]]
+            assert llm.logits(sequence)[8:-1].argmax(axis=1).tolist() == list(greedy[0])
+    np.testing.assert_array_equal(results[0], results[1])
+    error = np.linalg.norm(results[0] - wanted) / np.linalg.norm(wanted)
+    # Activations rounded to int8 in every product of two layers; float layouts round nothing.
+    assert error <= (1e-5 if type in (TensorType.F32, TensorType.F16, TensorType.BF16) else 4e-2)
