@@ -1,7 +1,14 @@
 """Filling tiles from the rows of a file; what goes where is `localinfer.kernels.cpu.packing`'s to say."""
 
-import numpy as np
+from typing import Any
 
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core.errors import RequireLiteralValue
+from numba.extending import intrinsic
+
+from localinfer.kernels.cpu.compiled.emit import I16, I32, Emitter, vector
 from localinfer.kernels.cpu.compiled.memory import (
     load_i64,
     load_u8,
@@ -13,6 +20,48 @@ from localinfer.kernels.cpu.compiled.memory import (
 )
 from localinfer.kernels.cpu.compiled.pool import take_units
 from localinfer.kernels.jit import inline, op
+
+_BYTES_AT_ONCE = 4096
+
+
+@intrinsic
+def _transpose(typing_context: Any, width: Any, source: Any, row_bytes: Any, target: Any) -> Any:
+    """Sixteen columns of sixteen rows, `width` (literal 2 or 4) bytes each, to sixteen vectors of one column."""
+    if not isinstance(width, types.IntegerLiteral):
+        raise RequireLiteralValue("the element width chooses the code that is emitted, so it must be a literal")
+    element = {2: I16, 4: I32}[width.literal_value]
+    vector_bytes = 16 * width.literal_value
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        emit, b = Emitter(context, builder), builder
+        _, start, stride, out = arguments
+        rows = [
+            emit.load(b.add(start, b.mul(stride, emit.i64(row))), vector(element), align=width.literal_value)
+            for row in range(16)
+        ]
+        masks = [
+            ir.Constant(vector(I32), [lane for i in range(8) for lane in (half + i, half + i + 16)]) for half in (0, 8)
+        ]
+        # Interleaving vector i with vector i + 8, four times over, is the transposition.
+        for _ in range(4):
+            rows = [b.shuffle_vector(rows[i], rows[i + 8], mask) for i in range(8) for mask in masks]
+        for column, value in enumerate(rows):
+            emit.store(value, out, vector_bytes * column, align=32)
+        return context.get_dummy_value()
+
+    return types.void(width, *[types.int64] * 3), generate
+
+
+@inline
+def _transpose_tile(source: int, row_bytes: int, columns: int, width: int, target: int) -> int:
+    """Transpose whole blocks of sixteen columns of a full tile of plain numbers; returns how many columns that was."""
+    done = columns // 16 * 16
+    for column in range(0, done, 16):
+        if width == 2:
+            _transpose(2, source + 2 * column, row_bytes, target + 32 * column)
+        else:
+            _transpose(4, source + 4 * column, row_bytes, target + 64 * column)
+    return done
 
 
 @inline
@@ -96,13 +145,18 @@ def pack_tiles(parameters: int, batch: int, thread: int, num_threads: int) -> No
             in_body, place, kind = load_i64(field + 24), load_i64(field + 32), load_i64(field + 40)
             stride = body_bytes if in_body == 1 else header_bytes
             base = start + place + (units * header_bytes if in_body == 1 else 0)
-            for lane in range(16):
-                row = 16 * tile + lane
-                for unit in range(units):
-                    lane_target = base + unit * stride + width * lane
-                    if row < rows:
-                        _pack_field(
-                            source + (row * units + unit) * file_bytes + offset, lane_target, width, items, kind
-                        )
-                    else:
-                        _clear_row(lane_target, width, items, kind)
+            # A few units of all sixteen rows at a time: what is written then stays in the first-level cache.
+            step = max(1, _BYTES_AT_ONCE // stride)
+            done = 0
+            if file_bytes == width and 16 * tile + 16 <= rows:
+                done = _transpose_tile(source + 16 * tile * units * width, units * width, units, width, base)
+            for first in range(done, units, step):
+                for lane in range(16):
+                    row = 16 * tile + lane
+                    for unit in range(first, min(first + step, units)):
+                        lane_target = base + unit * stride + width * lane
+                        if row < rows:
+                            lane_source = source + (row * units + unit) * file_bytes + offset
+                            _pack_field(lane_source, lane_target, width, items, kind)
+                        else:
+                            _clear_row(lane_target, width, items, kind)
