@@ -23,6 +23,10 @@ def command(*arguments: str | bytes) -> list[str | bytes]:
     return [sys.executable, "-m", "localinfer", *arguments]
 
 
+def slow_command(*arguments: str) -> list[str]:
+    return [sys.executable, "-c", SLOW_RUN, *arguments]
+
+
 def run(*arguments: str | bytes, stdin: bytes = b"") -> Result:
     return subprocess.run(command(*arguments), input=stdin, capture_output=True, timeout=200, check=False)
 
@@ -131,9 +135,23 @@ def test_undecodable_argument_is_one_line_and_exit_code_2():
     assert_one_error_line(run("run", "-p", b"caf\xe9"), "U+DCE9")
 
 
+SLOW_RUN = """
+import sys, time
+from localinfer.text_stream import TextStream
+step = TextStream.__next__
+def slow_step(stream):
+    time.sleep(0.02)
+    return step(stream)
+TextStream.__next__ = slow_step
+from localinfer.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+"""The command with a pause before every token: the demo model alone is done before anybody can interrupt it."""
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="signals differ there")
 def test_ctrl_c_ends_a_run_cleanly():
-    arguments = command("run", "-p", PROMPT, "-n", "100000", "--ignore-eos", "--context-length", "1024")
+    arguments = slow_command("run", "-p", PROMPT, "-n", "100000", "--ignore-eos", "--context-length", "1024")
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.read(1)
@@ -146,7 +164,7 @@ def test_ctrl_c_ends_a_run_cleanly():
 
 @pytest.mark.skipif(sys.platform == "win32", reason="pipes close differently there")
 def test_reader_that_leaves_ends_a_run_quietly():
-    arguments = command("run", "-p", PROMPT, "-n", "1000", "--ignore-eos")
+    arguments = slow_command("run", "-p", PROMPT, "-n", "1000", "--ignore-eos")
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.read(1)
