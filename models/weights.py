@@ -4,11 +4,10 @@ What a tensor's type is run as is decided in `quant/conversion.py`. After packin
 the system, so loading needs little more memory than the packed weights themselves.
 """
 
-from collections.abc import Callable
-
 import numpy as np
 from numpy.typing import NDArray
 
+from localinfer.kernels.compile_ahead import ProgressCallback
 from localinfer.kernels.cpu.arrays import Arena
 from localinfer.kernels.cpu.layouts import Layout
 from localinfer.kernels.cpu.packing import RowTable, pack
@@ -18,8 +17,6 @@ from localinfer.quant.conversion import conversion_note, convert, layout_of, run
 from localinfer.quant.formats import TensorType, row_bytes
 from localinfer.quant.gguf import GGUFFile
 from localinfer.quant.reference import dequantize
-
-ProgressCallback = Callable[[str, int, int], None]
 
 
 class CpuWeights:

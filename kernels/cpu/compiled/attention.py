@@ -13,7 +13,7 @@ from localinfer.kernels.cpu.compiled.attention_tiles import (
     softmax_chunk,
     weigh_values,
 )
-from localinfer.kernels.cpu.compiled.batch import num_rows, scratch
+from localinfer.kernels.cpu.compiled.batch import num_rows, rows_at_once, scratch
 from localinfer.kernels.cpu.compiled.memory import float_bits, load_f32, load_i64, store_f32, store_half, store_i64
 from localinfer.kernels.cpu.compiled.pool import take_units
 from localinfer.kernels.cpu.compiled.rows import exp_of
@@ -29,10 +29,9 @@ from localinfer.kernels.cpu.protocol import (
 from localinfer.kernels.jit import compose, inline, op
 from localinfer.kernels.kv_layout import PAGE_TOKENS
 
-# Words of an `attention` op's parameters.
-ATTENTION_WORDS = 19
-"""queries, queries stride, out, out stride, heads per KV head, KV heads, key size, value size, value stride, layer
-offset, head bytes, scale bits, softcap bits, window, chunk, sinks, slopes, element bytes, rows per unit."""
+# Words of an `attention` op's parameters: queries, queries stride, out, out stride, heads per KV head, KV heads, key
+# size, value size, value stride, layer offset, head bytes, scale bits, softcap bits, window, chunk, sinks, slopes,
+# element bytes, rows per unit.
 
 # Scratch of a thread: query addresses, then scores, chunk values, chunk states and running states.
 _SCORES = 64
@@ -163,7 +162,7 @@ def _unit(kind: int, p: int, unit: int, memory: int, pages: int, rows: int) -> N
     while start < end:
         query = 0
         while query < queries:
-            step = 8 if queries - query >= 8 else 4 if queries - query >= 4 else 2 if queries - query >= 2 else 1
+            step = rows_at_once(queries - query)
             last_position = first_position + (query + step - 1) // group_size
             high = min(start + CHUNK, last_position + 1)
             if high > max(start, _lowest_position(first_position + query // group_size, window, local)):

@@ -15,3 +15,13 @@ def num_rows(batch: int, is_output: int) -> int:
 def scratch(batch: int, thread: int) -> int:
     """Address of this thread's own scratch memory, 64-byte aligned."""
     return load_i64(batch + SCRATCH) + thread * SCRATCH_BYTES
+
+
+@inline
+def rows_at_once(left: int) -> int:
+    """How many of the `left` rows the next call of an innermost product takes: 8, 4, 2 or 1, as registers hold."""
+    if left >= 8:
+        return 8
+    if left >= 4:
+        return 4
+    return 2 if left >= 2 else 1

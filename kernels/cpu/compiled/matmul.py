@@ -6,7 +6,7 @@ is read from memory once per block and from the first-level cache after that.
 
 import numpy as np
 
-from localinfer.kernels.cpu.compiled.batch import num_rows, scratch
+from localinfer.kernels.cpu.compiled.batch import num_rows, rows_at_once, scratch
 from localinfer.kernels.cpu.compiled.memory import float_bits, load_i64, store_i64
 from localinfer.kernels.cpu.compiled.pool import take_units
 from localinfer.kernels.cpu.compiled.tiles import tile_product
@@ -20,10 +20,9 @@ PROJECTION_WORDS = 12
 """weights, tile bytes, tiles, rows, out, out stride, residual, residual stride, bias, bias stride, scale bits,
 spare."""
 
-# Words of an `expert_matmul` op's parameters.
-EXPERT_WORDS = 17
-"""x, x stride, bytes from one slot of x to the next, columns, experts, selected, groups, weights, expert bytes, tile
-bytes, tiles, rows, out, out stride, bias, bias stride per expert, zeros."""
+# Words of an `expert_matmul` op's parameters: x, x stride, bytes from one slot of x to the next, columns, experts,
+# selected, groups, weights, expert bytes, tile bytes, tiles, rows, out, out stride, bias, bias stride per expert,
+# zeros.
 
 
 @inline
@@ -31,6 +30,21 @@ def _set_row(table: int, slot: int, x: int, out: int, residual: int) -> None:
     store_i64(table + 8 * slot, x)
     store_i64(table + 64 + 8 * slot, out)
     store_i64(table + 128 + 8 * slot, residual)
+
+
+@compose
+def _product(
+    layout: int, count: int, weights: int, k: int, table: int, bias: int, scale: float, column: int, lanes: int
+) -> None:
+    """`tile_product` for 1, 2, 4 or 8 rows."""
+    if count == 8:
+        tile_product(layout, 8, weights, k, table, bias, scale, column, lanes)
+    elif count == 4:
+        tile_product(layout, 4, weights, k, table, bias, scale, column, lanes)
+    elif count == 2:
+        tile_product(layout, 2, weights, k, table, bias, scale, column, lanes)
+    else:
+        tile_product(layout, 1, weights, k, table, bias, scale, column, lanes)
 
 
 @compose
@@ -45,18 +59,11 @@ def _products(layout: int, first: int, last: int, table: int, p: int, tile: int,
     count = min(16, load_i64(p + 24) - column)
     row = first
     while row < last:
-        step = 8 if last - row >= 8 else 4 if last - row >= 4 else 2 if last - row >= 2 else 1
+        step = rows_at_once(last - row)
         for slot in range(step):
             index = row + slot
             _set_row(table, slot, x + index * x_stride, out + index * out_stride, residual + index * residual_stride)
-        if step == 8:
-            tile_product(layout, 8, weights, k, table, bias, scale, column, count)
-        elif step == 4:
-            tile_product(layout, 4, weights, k, table, bias, scale, column, count)
-        elif step == 2:
-            tile_product(layout, 2, weights, k, table, bias, scale, column, count)
-        else:
-            tile_product(layout, 1, weights, k, table, bias, scale, column, count)
+        _product(layout, step, weights, k, table, bias, scale, column, count)
         row += step
 
 
@@ -112,20 +119,13 @@ def _expert_matmul(layout: int, parameters: int, batch: int, thread: int, num_th
             column = 16 * tile
             count = min(16, rows - column)
             while entry < last:
-                step = 8 if last - entry >= 8 else 4 if last - entry >= 4 else 2 if last - entry >= 2 else 1
+                step = rows_at_once(last - entry)
                 for slot in range(step):
                     place = load_i64(entries + 8 * (entry + slot))
                     row, choice = place // selected, place % selected
                     source = x + row * x_stride + choice * slot_stride
                     _set_row(table, slot, source, out + row * out_stride + 4 * rows * choice, zeros - 4 * column)
-                if step == 8:
-                    tile_product(layout, 8, tile_address, k, table, tile_bias, np.float32(1), column, count)
-                elif step == 4:
-                    tile_product(layout, 4, tile_address, k, table, tile_bias, np.float32(1), column, count)
-                elif step == 2:
-                    tile_product(layout, 2, tile_address, k, table, tile_bias, np.float32(1), column, count)
-                else:
-                    tile_product(layout, 1, tile_address, k, table, tile_bias, np.float32(1), column, count)
+                _product(layout, step, tile_address, k, table, tile_bias, np.float32(1), column, count)
                 entry += step
 
 
