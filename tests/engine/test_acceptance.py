@@ -1,0 +1,77 @@
+"""Both rules leave the distribution as it is; chance decides only what it must, and a planted bias is found."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.acceptance import accept_by_rejection, accept_coupled
+from localinfer.sampling import Sampler, SamplingParams, SamplingPlan
+
+VOCABULARY = 12
+SAMPLES = 24_000
+LIMIT = 38.0
+"""A chi-square of 11 degrees of freedom is larger once in 12,000 draws."""
+
+Probabilities = NDArray[np.float64]
+
+
+def distributions() -> tuple[Probabilities, Probabilities]:
+    generator = np.random.default_rng(5)
+    return generator.dirichlet(np.full(VOCABULARY, 2.0)), generator.dirichlet(np.full(VOCABULARY, 2.0))
+
+
+def chi_square(tokens: list[int], expected: Probabilities) -> float:
+    counts = np.bincount(tokens, minlength=VOCABULARY)
+    wanted = expected * len(tokens)
+    return float((((counts - wanted) ** 2) / wanted).sum())
+
+
+def test_rejection_sampling_draws_from_the_target_and_accepts_what_overlaps() -> None:
+    p, q = distributions()
+    generator = np.random.default_rng(1)
+    drafts = generator.choice(VOCABULARY, SAMPLES, p=q)
+    results = [accept_by_rejection(p, q, int(draft), generator) for draft in drafts]
+    assert chi_square([token for token, _ in results], p) < LIMIT
+    accepted = sum(is_accepted for _, is_accepted in results) / SAMPLES
+    overlap = float(np.minimum(p, q).sum())
+    assert abs(accepted - overlap) < 4 * np.sqrt(overlap * (1 - overlap) / SAMPLES)
+
+
+def test_a_certain_draft_is_accepted_with_its_probability_by_rejection_sampling() -> None:
+    p, _ = distributions()
+    generator = np.random.default_rng(2)
+    token = int(np.argmax(p))
+    certain = np.eye(VOCABULARY)[token]
+    results = [accept_by_rejection(p, certain, token, generator) for _ in range(SAMPLES)]
+    assert chi_square([token for token, _ in results], p) < LIMIT
+    accepted = sum(is_accepted for _, is_accepted in results) / SAMPLES
+    assert abs(accepted - p[token]) < 4 * np.sqrt(p[token] * (1 - p[token]) / SAMPLES)
+
+
+def test_the_same_test_finds_a_rule_that_draws_again_from_the_target_instead_of_the_difference() -> None:
+    p, q = distributions()
+    generator = np.random.default_rng(3)
+    tokens = []
+    for draft in generator.choice(VOCABULARY, SAMPLES, p=q).tolist():
+        is_accepted = generator.random() < min(1.0, p[draft] / q[draft])
+        tokens.append(draft if is_accepted else int(generator.choice(VOCABULARY, p=p)))
+    assert chi_square(tokens, p) > 2 * LIMIT
+
+
+def test_coupled_choices_draw_from_the_target_and_agree_with_the_draft_as_often_as_promised() -> None:
+    p, q = distributions()
+    sampler = Sampler(VOCABULARY)
+    plan = SamplingPlan(SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=9), VOCABULARY)
+    nothing = np.zeros(0, np.int32)
+    rows = np.log(p).astype(np.float32), np.log(q).astype(np.float32)
+    chosen, drafted = ([sampler.choose(row, plan, i, nothing) for i in range(SAMPLES)] for row in rows)
+    assert chi_square(chosen, p) < LIMIT
+    assert chi_square(drafted, q) < LIMIT
+    distance = float(np.abs(p - q).sum() / 2)
+    accepted = sum(accept_coupled([draft], token, 0) for draft, token in zip(drafted, chosen, strict=True)) / SAMPLES
+    assert (1 - distance) / (1 + distance) - 0.01 < accepted < 1 - distance + 0.01
+
+
+def test_nothing_is_accepted_after_the_last_drafted_token() -> None:
+    assert accept_coupled([4, 5], 5, 1)
+    assert not accept_coupled([4, 5], 5, 2)
+    assert not accept_coupled([], 0, 0)

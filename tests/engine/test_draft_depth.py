@@ -1,0 +1,101 @@
+"""The depth that promises most tokens per second, from scripted costs and chances."""
+
+import pytest
+
+from localinfer import draft_depth
+from localinfer.draft_depth import MAX_DEPTH, Acceptance, VerificationCosts, best_depth, measure_costs
+
+ROWS = range(1, MAX_DEPTH + 2)
+FREE = [1.0] * (MAX_DEPTH + 1)
+LINEAR = [float(rows) for rows in ROWS]
+CLIFF = [1.0 if rows <= 4 else 3.0 for rows in ROWS]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "chance", "wanted"),
+    [(FREE, 0.9, MAX_DEPTH), (FREE, 0.0, 0), (LINEAR, 0.9, 0), (CLIFF, 0.5, 3), (CLIFF, 0.99, MAX_DEPTH)],
+)
+def test_the_best_depth_follows_costs_and_chances(seconds: list[float], chance: float, wanted: int) -> None:
+    depth, speed = best_depth([chance] * MAX_DEPTH, VerificationCosts(seconds), MAX_DEPTH)
+    assert depth == wanted
+    assert speed >= 1.0
+
+
+def test_the_best_depth_is_that_of_a_search_of_all() -> None:
+    costs = VerificationCosts([1.0 + 0.08 * (rows - 1) for rows in ROWS])
+    chances = [0.9, 0.8, 0.85, *[0.7] * (MAX_DEPTH - 3)]
+    rates = []
+    for depth in range(MAX_DEPTH + 1):
+        tokens = chance = 1.0
+        for value in chances[:depth]:
+            chance *= value
+            tokens += chance
+        rates.append(tokens / (costs.seconds(depth + 1) + depth * 0.05))
+    depth, speed = best_depth(chances, costs, MAX_DEPTH, seconds_per_token=0.05)
+    assert depth == rates.index(max(rates))
+    assert speed == pytest.approx(max(rates) / rates[0])
+
+
+def test_depth_stays_within_what_is_allowed_and_shrinks_beside_other_sequences() -> None:
+    costs = VerificationCosts(CLIFF)
+    chances = [0.5] * MAX_DEPTH
+    assert best_depth(chances, costs, 2)[0] == 2
+    assert best_depth(chances, costs, MAX_DEPTH, other_rows=2)[0] == 1
+    assert best_depth(chances, costs, MAX_DEPTH, other_rows=3)[0] == 0
+
+
+def test_chances_follow_what_was_accepted_and_later_places_lean_on_earlier_ones() -> None:
+    acceptance = Acceptance(0.5)
+    assert acceptance.chances() == [0.5] * MAX_DEPTH
+    for _ in range(200):
+        acceptance.observe(4, 2)
+    chances = acceptance.chances()
+    assert chances[0] > 0.98
+    assert chances[1] > 0.97
+    assert chances[2] < 0.03
+    assert chances[MAX_DEPTH - 1] < 0.03
+    for _ in range(600):
+        acceptance.observe(2, 2)
+    # The third place was not tried for long, so what it was then hardly counts.
+    assert acceptance.chances()[2] > 0.9
+
+
+def test_probes_back_off_and_a_hit_ends_that() -> None:
+    acceptance = Acceptance(0.1)
+    probed = [index for index in range(4000) if acceptance.is_probe_due()]
+    gaps = [second - first for first, second in zip(probed, probed[1:], strict=False)]
+    assert gaps[:7] == [5, 9, 17, 33, 65, 129, 257]
+    assert set(gaps[7:]) == {513}
+    acceptance.observe(1, 1)
+    assert acceptance.is_probe_due()
+    assert [acceptance.is_probe_due() for _ in range(5)] == [False] * 4 + [True]
+
+
+def test_costs_follow_what_passes_take_and_an_interruption_hardly_counts() -> None:
+    costs = VerificationCosts(LINEAR)
+    for _ in range(400):
+        costs.observe(1, 2.0)
+        costs.observe(3, 4.5)
+    assert costs.seconds(1) == pytest.approx(2.0, rel=0.15)
+    assert costs.seconds(3) == pytest.approx(4.5, rel=0.15)
+    assert costs.seconds(1) < costs.seconds(3)
+    before = costs.seconds(1)
+    costs.observe(1, 1000.0)
+    assert costs.seconds(1) < 1.06 * before
+    costs.observe(MAX_DEPTH + 2, 1000.0)
+    assert costs.seconds(MAX_DEPTH + 2) == costs.seconds(MAX_DEPTH + 1)
+
+
+def test_costs_are_medians_of_few_passes_and_what_lies_between_is_interpolated(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    sizes: list[int] = []
+
+    def run(num_rows: int) -> None:
+        nonlocal now
+        sizes.append(num_rows)
+        now += 1.0 + num_rows
+
+    monkeypatch.setattr(draft_depth.time, "perf_counter", lambda: now)
+    assert measure_costs(run) == pytest.approx([1.0 + rows for rows in ROWS])
+    assert len(sizes) <= 50
+    assert max(sizes) == MAX_DEPTH + 1
