@@ -64,6 +64,8 @@ class LocalinferEngine:
         self._model.compute(start, token_ids, num_outputs).argmax(axis=1)
 
     def stream(self, prompt: Any, max_tokens: int) -> tuple[int, float]:
+        # Else the second completion of a prompt would begin where the first had computed it.
+        self._llm.clear_cache()
         began, first, count = time.perf_counter(), 0.0, 0
         for _ in self._llm.stream(prompt, max_tokens=max_tokens, temperature=0):
             count += 1
@@ -118,7 +120,7 @@ class LlamaCppEngine:
         self._numpy.frombuffer(logits, self._numpy.float32).reshape(num_outputs, -1).argmax(axis=1)
 
     def stream(self, prompt: Any, max_tokens: int) -> tuple[int, float]:
-        # Else the second completion of a prompt would begin where the first had computed it.
+        # As above.
         self._llama.reset()
         began, first = time.perf_counter(), 0.0
         for _ in self._llama.create_completion(prompt, max_tokens=max_tokens, temperature=0, stream=True):

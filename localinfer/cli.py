@@ -31,6 +31,25 @@ class ModelOptions:
     threads: int | None
     context_length: int | None
     kv_type: str
+    kv_memory: int | None
+
+
+_SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+
+
+def _byte_size(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
+    """Read a number of bytes, plain or with a unit: 8GB is 8 times 10^9 bytes, 8GiB 8 times 2^30."""
+    if value is None:
+        return None
+    text = value.strip().upper()
+    number = text.rstrip("BKMGI").strip()
+    try:
+        size = int(float(number) * _SIZE_UNITS[text[len(number) :].strip()])
+    except (ValueError, KeyError, OverflowError):
+        size = 0
+    if size < 1:
+        raise click.BadParameter(f"{value!r} is not a size; give bytes, or a number and a unit, such as 2GB.")
+    return size
 
 
 def _options(*decorators: Callable[[Command], Command]) -> Callable[[Command], Command]:
@@ -52,6 +71,12 @@ _load_options = _options(
     click.option("--context-length", type=click.IntRange(min=1), metavar="N", help="Default: chosen from the model."),
     click.option(
         "--kv-type", type=click.Choice(["f16", "f32"]), default="f16", show_default=True, help="KV cache element type."
+    ),
+    click.option(
+        "--kv-memory",
+        callback=_byte_size,
+        metavar="SIZE",
+        help="Most memory for the KV cache, such as 2GB. Default: ample.",
     ),
 )
 
@@ -123,7 +148,8 @@ def localinfer_command(context: click.Context) -> None:
 @_sampling_options
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be repeated.")
 @click.option("--ignore-eos", is_flag=True, help="Go on past the model's end-of-text token.")
-@click.option("--stats", is_flag=True, help="Report token counts and speed on stderr.")
+@click.option("--context-shift", is_flag=True, help="At the end of the context, go on with its recent half.")
+@click.option("--stats", is_flag=True, help="Report token counts, the cache and speed on stderr.")
 def run_command(
     prompt: str | None,
     max_tokens: int,
@@ -131,8 +157,10 @@ def run_command(
     threads: int | None,
     context_length: int | None,
     kv_type: str,
+    kv_memory: int | None,
     stop: tuple[str, ...],
     ignore_eos: bool,
+    context_shift: bool,
     stats: bool,
     **sampling: Any,
 ) -> None:
@@ -144,10 +172,14 @@ def run_command(
     text = _input_text(prompt, "the prompt", missing="no prompt: pass -p TEXT, or pipe it into standard input")
     for piece in stop:
         check_text(piece, "--stop")
-    options = ModelOptions(path=model, threads=threads, context_length=context_length, kv_type=kv_type)
+    options = ModelOptions(
+        path=model, threads=threads, context_length=context_length, kv_type=kv_type, kv_memory=kv_memory
+    )
     output = ModelOutput(sys.stdout, is_terminal=sys.stdout.isatty())
     with _load(options) as llm:
-        with llm.stream(text, max_tokens=max_tokens, stop=list(stop), ignore_eos=ignore_eos, **sampling) as stream:
+        with llm.stream(
+            text, max_tokens=max_tokens, stop=list(stop), ignore_eos=ignore_eos, context_shift=context_shift, **sampling
+        ) as stream:
             try:
                 for event in stream:
                     output.write(event.text)
@@ -168,6 +200,7 @@ def chat_command(
     threads: int | None,
     context_length: int | None,
     kv_type: str,
+    kv_memory: int | None,
     max_tokens: int | None,
     system: str | None,
     **sampling: Any,
@@ -181,7 +214,9 @@ def chat_command(
 
     if system is not None:
         check_text(system, "--system")
-    options = ModelOptions(path=model, threads=threads, context_length=context_length, kv_type=kv_type)
+    options = ModelOptions(
+        path=model, threads=threads, context_length=context_length, kv_type=kv_type, kv_memory=kv_memory
+    )
     with _load(options) as llm:
         run_chat(llm, system=system, max_tokens=max_tokens, **sampling)
 
@@ -243,6 +278,7 @@ def _load(options: ModelOptions) -> "LLM":
             threads=options.threads,
             context_length=options.context_length,
             kv_type=options.kv_type,
+            kv_memory=options.kv_memory,
             progress=progress,
         )
 

@@ -6,16 +6,23 @@ ones of one thread, take turns by steps and never wait for each other's ends.
 """
 
 import os
+import sys
 import threading
-from collections.abc import Collection, Generator, Sequence
+from collections import deque
+from collections.abc import Collection, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from localinfer.cache_miss import CacheMiss
 from localinfer.errors import ClosedError, ContextLengthError, OutOfMemoryError, RequestError
 from localinfer.kernels.ops import Batch, Program, Segment
-from localinfer.kv_cache import KVCache, KVLayout, PagePool
+from localinfer.kv_cache import KVCache
+from localinfer.page_pool import KVLayout, PagePool, default_kv_memory
+from localinfer.prefix_cache import CacheUse, PrefixCache
 from localinfer.sampling import Sampler, SamplingParams, SamplingPlan, not_finite_error
 
 FinishReason = Literal["stop", "length"]
@@ -61,6 +68,79 @@ class TokenEvent(NamedTuple):
     finish_reason: FinishReason | None
 
 
+@dataclass
+class GenerationRecord:
+    """What a generation has cost so far, kept up to date while it runs.
+
+    cached_tokens: of the prompt, not computed again. miss: why not more of them, None where nothing stood in the way.
+    dropped_tokens: left out of the context, by `context_shift`.
+    """
+
+    cached_tokens: int = 0
+    miss: CacheMiss | None = None
+    dropped_tokens: int = 0
+
+
+class Generation(Iterator[TokenEvent]):
+    """The tokens of one generation as they are sampled, and what they cost; closing it cancels."""
+
+    def __init__(self, events: Generator[TokenEvent], record: GenerationRecord) -> None:
+        self.record = record
+        self._events = events
+
+    def __next__(self) -> TokenEvent:
+        return next(self._events)
+
+    def close(self) -> None:
+        """End the generation; what it computed stays in the cache. May be called again."""
+        self._events.close()
+
+
+@dataclass
+class _Run:
+    """One generation inside the engine: the ids it began its sequence with, and where in its history they end."""
+
+    use: CacheUse
+    head: NDArray[np.int32]
+    history: NDArray[np.int32]
+    base: int
+    is_prompt: bool = True
+    sequence: KVCache | None = None
+
+    def context_ids(self) -> NDArray[np.int32]:
+        """The ids whose keys and values the sequence holds."""
+        assert self.sequence is not None, "asked for before it began"
+        after = max(0, self.sequence.length - self.head.size)
+        return np.concatenate((self.head, self.history[self.base : self.base + after]))[: self.sequence.length]
+
+
+@dataclass(frozen=True)
+class _Retired:
+    """A sequence that has ended: its ids, and how the cache is to keep them."""
+
+    sequence: KVCache
+    token_ids: NDArray[np.int32]
+    use: CacheUse
+
+
+class _Turn:
+    """The engine's lock; who holds it also closes the sequences that ended meanwhile."""
+
+    def __init__(self, engine: "Engine") -> None:
+        self._engine = engine
+
+    def __enter__(self) -> None:
+        self._engine._lock.acquire()
+        self._engine._close_retired()
+
+    def __exit__(self, *_: object) -> None:
+        self._engine._lock.release()
+        self._engine._settle()
+
+
+_PLAIN_USE = CacheUse()
+
+
 class Engine:
     """Owns a model and its pages. Not usable after `close`, nor in a forked child: threads do not survive a fork."""
 
@@ -69,9 +149,13 @@ class Engine:
         self._program = model.program
         self.vocab_size = model.config.vocab_size
         self.context_length = model.config.context_length
-        self._pool = PagePool(model.kv_layout, max_bytes=kv_memory)
+        if kv_memory is None:
+            kv_memory = default_kv_memory(model.kv_layout, self.context_length)
+        self._cache = PrefixCache(model.kv_layout, max_bytes=kv_memory, context_length=self.context_length)
         self._sampler = Sampler(self.vocab_size)
         self._lock = threading.Lock()
+        self._retired: deque[_Retired] = deque()
+        self._turn = _Turn(self)
         self._process = os.getpid()
         self._closed = False
         self._first_row = np.zeros(1, np.int32)
@@ -79,23 +163,32 @@ class Engine:
 
     @property
     def pool(self) -> PagePool:
-        """The pages of every sequence."""
-        return self._pool
+        """The pages of every sequence and of the cache."""
+        return self._cache.pool
+
+    @contextmanager
+    def exclusive_cache(self) -> Generator[PrefixCache]:
+        """The cache of prefixes, for as long as no generation takes a step."""
+        self.check_usable()
+        with self._turn:
+            yield self._cache
 
     def plan(self, sampling: SamplingParams) -> SamplingPlan:
         """Check sampling parameters against the vocabulary and draw the seed."""
         return SamplingPlan(sampling, self.vocab_size)
 
-    def check_prompt(self, prompt_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int32]:
-        """Return a prompt as int32[T], proven to be token ids that fit the context.
+    def check_prompt(
+        self, prompt_ids: Sequence[int] | NDArray[np.integer], *, shifts_context: bool = False
+    ) -> NDArray[np.int32]:
+        """Return a prompt as int32[T], proven to be token ids that fit the context, unless it may be shifted.
 
         Raises: RequestError naming the first wrong id; ContextLengthError with both lengths.
         """
         token_ids = self._check_ids(prompt_ids)
-        if token_ids.size > self.context_length:
+        if token_ids.size > self.context_length and not shifts_context:
             raise ContextLengthError(
-                f"the prompt has {token_ids.size} tokens, but the context holds {self.context_length}; shorten it, or "
-                "load the model with a larger context_length"
+                f"the prompt has {token_ids.size} tokens, but the context holds {self.context_length}; shorten it, "
+                "load the model with a larger context_length, or allow context_shift"
             )
         return token_ids
 
@@ -107,14 +200,21 @@ class Engine:
         max_tokens: int | None = None,
         stop_token_ids: Collection[int] = (),
         ignore_eos: bool = False,
-    ) -> Generator[TokenEvent]:
-        """Continue a prompt; yield each token as it is sampled. Closing the iterator cancels and frees its pages.
+        context_shift: bool = False,
+        cache_use: CacheUse = _PLAIN_USE,
+    ) -> Generation:
+        """Continue a prompt; yield each token as it is sampled. Closing the generation cancels it.
+
+        What of the prompt is in the cache is not computed again; what is computed stays there.
 
         max_tokens: None goes on until a stop token or the end of the context, 0 yields nothing.
         stop_token_ids: end the generation; the stop token is yielded, as the last one. ignore_eos: they do not.
-        Raises: at once RequestError, ContextLengthError, ClosedError; while iterating ModelFileError for logits that
-            are
-            not finite, OutOfMemoryError, ClosedError. The engine stays usable after each but ClosedError.
+        context_shift: where prompt or completion outgrow the context, go on with the system tokens and the recent half
+            of the rest, computed anew; then only a stop token or max_tokens ends it.
+        cache_use: what the cache should know of the prompt.
+        Raises: at once RequestError, ContextLengthError, ClosedError, OutOfMemoryError for a prompt that can never
+            fit; while iterating ModelFileError for logits that are not finite, OutOfMemoryError, ClosedError. The
+            engine stays usable after each but ClosedError.
         """
         self.check_usable()
         if max_tokens is not None and (
@@ -123,14 +223,20 @@ class Engine:
             raise RequestError(
                 f"max_tokens is {max_tokens!r}; it must be a whole number, 0 or more, or None for no limit"
             )
-        token_ids = self.check_prompt(prompt_ids)
+        token_ids = self.check_prompt(prompt_ids, shifts_context=context_shift)
         if not token_ids.size:
             raise RequestError("the prompt has no tokens; give at least one, such as the beginning-of-text token")
         plan = self.plan(sampling) if isinstance(sampling, SamplingParams) else sampling
         stops = frozenset() if ignore_eos else frozenset(stop_token_ids)
-        room = self.context_length - token_ids.size
+        room = sys.maxsize - token_ids.size if context_shift else self.context_length - token_ids.size
         limit = room if max_tokens is None else min(int(max_tokens), room)
-        return self._generate(token_ids, plan, limit, stops)
+        head = token_ids if token_ids.size <= self.context_length else self._shortened(token_ids, cache_use)
+        self._cache.check_fits(head.size)
+        history = np.empty(token_ids.size + min(limit, _HISTORY_ROOM), np.int32)
+        history[: token_ids.size] = token_ids
+        record = GenerationRecord(dropped_tokens=token_ids.size - head.size)
+        run = _Run(cache_use, head, history, token_ids.size)
+        return Generation(self._generate(run, plan, limit, stops, record), record)
 
     def logits(self, token_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
         """Return float32[T, vocab_size]: for each position, the logits of the token that follows it.
@@ -148,17 +254,19 @@ class Engine:
             ) from None
         chunk = min(self._program.max_batch_rows, self._program.max_output_rows)
         rows = np.arange(chunk, dtype=np.int32)
-        cache = KVCache(self._pool, max_length=self.context_length)
+        self._cache.check_fits(tokens.size)
+        sequence = self._cache.open()
         try:
             for start in range(0, tokens.size, chunk):
                 stop = min(start + chunk, tokens.size)
                 self.check_usable()
-                with self._lock:
-                    out[start:stop] = self._forward(cache, tokens[start:stop], rows[: stop - start])
+                with self._turn:
+                    out[start:stop] = self._forward(sequence, tokens[start:stop], rows[: stop - start])
                 if not np.isfinite(out[start:stop]).all():
                     raise not_finite_error(start + 1 + int(np.argmin(np.isfinite(out[start:stop]).all(axis=1))))
         finally:
-            cache.close()
+            with self._turn:
+                sequence.close()
         return out
 
     def check_usable(self) -> None:
@@ -179,28 +287,27 @@ class Engine:
         if os.getpid() != self._process:
             return
         with self._lock:
-            self._pool.close()
+            self._cache.pool.close()
             self._model.close()
 
     def _generate(
-        self, prompt: NDArray[np.int32], plan: SamplingPlan, limit: int, stops: frozenset[int]
+        self, run: _Run, plan: SamplingPlan, limit: int, stops: frozenset[int], record: GenerationRecord
     ) -> Generator[TokenEvent]:
         if limit == 0:
             return
-        lock, forward, choose = self._lock, self._forward, self._sampler.choose
-        history = np.empty(prompt.size + min(limit, _HISTORY_ROOM), np.int32)
-        history[: prompt.size] = prompt
-        position = prompt.size
+        turn, forward, choose = self._turn, self._forward, self._sampler.choose
+        position = run.base
         last = position + limit - 1
-        cache = KVCache(self._pool, max_length=self.context_length)
         try:
-            start = self._prefill(cache, prompt)
-            output_row = np.array([position - start - 1], np.int32)
+            sequence, pending = self._begin(run, record)
+            output_row = np.array([pending.size - 1], np.int32)
             while True:
                 self.check_usable()
-                with lock:
-                    logits = forward(cache, history[start:position], output_row)
-                    token_id = choose(logits[0], plan, position, history)
+                with turn:
+                    logits = forward(sequence, pending, output_row)
+                    if position == run.base:
+                        self._cache.publish(sequence, run.head, run.use)
+                    token_id = choose(logits[0], plan, position, run.history)
                 if token_id in stops:
                     yield TokenEvent(token_id, position, "stop")
                     return
@@ -208,36 +315,89 @@ class Engine:
                     yield TokenEvent(token_id, position, "length")
                     return
                 yield TokenEvent(token_id, position, None)
-                if position == history.size:
-                    history = np.concatenate((history, np.empty_like(history)))
-                history[position] = token_id
-                start, position, output_row = position, position + 1, self._first_row
+                if position == run.history.size:
+                    run.history = np.concatenate((run.history, np.empty_like(run.history)))
+                run.history[position] = token_id
+                position += 1
+                pending, output_row = run.history[position - 1 : position], self._first_row
+                if sequence.length == self.context_length:
+                    sequence, pending = self._shift(run, position, record)
+                    output_row = np.array([pending.size - 1], np.int32)
         finally:
-            cache.close()
+            self._retire(run)
 
-    def _prefill(self, cache: KVCache, prompt: NDArray[np.int32]) -> int:
-        """Compute all of the prompt but its last chunk, left for the step that samples; return where that begins."""
-        start = 0
+    def _begin(self, run: _Run, record: GenerationRecord) -> tuple[KVCache, NDArray[np.int32]]:
+        """Compute what is not cached of a run's head, but its last chunk, left for the step that samples.
+
+        Returns the sequence and the ids left. Every chunk is published at once, so that of two who want the same
+        prompt one computes it.
+        """
+        self.check_usable()
+        with self._turn:
+            admission = self._cache.admit(run.head, is_prompt=run.is_prompt)
+            sequence = run.sequence = admission.sequence
+        record.cached_tokens, record.miss = admission.cached_tokens, admission.miss
         chunk = self._program.max_batch_rows
-        while prompt.size - start > chunk:
+        while True:
             self.check_usable()
-            with self._lock:
-                self._forward(cache, prompt[start : start + chunk], self._no_rows)
-            start += chunk
-        return start
+            with self._turn:
+                record.cached_tokens += self._cache.extend(sequence, run.head)
+                start = sequence.length
+                if run.head.size - start <= chunk:
+                    return sequence, run.head[start:]
+                self._forward(sequence, run.head[start : start + chunk], self._no_rows)
+                self._cache.publish(sequence, run.head, run.use)
+
+    def _shift(self, run: _Run, position: int, record: GenerationRecord) -> tuple[KVCache, NDArray[np.int32]]:
+        """Begin a run anew with its system tokens and the recent half of its context, at a full context."""
+        context = np.concatenate((run.head, run.history[run.base : position]))
+        self._retire(run)
+        run.head, run.base, run.is_prompt = self._shortened(context, run.use), position, False
+        record.dropped_tokens += context.size - run.head.size
+        return self._begin(run, GenerationRecord())
+
+    def _shortened(self, token_ids: NDArray[np.int32], use: CacheUse) -> NDArray[np.int32]:
+        """The system tokens, at most half a context of them, and as many recent ids as half of the rest holds."""
+        system = min(use.system_tokens, self.context_length // 2)
+        recent = max(1, (self.context_length - system) // 2)
+        return np.concatenate((token_ids[:system], token_ids[token_ids.size - recent :]))
+
+    def _retire(self, run: _Run) -> None:
+        """Leave what a run computed to the cache, now or when the step in progress ends.
+
+        It may be called by the garbage collector in the midst of a step, so it never waits.
+        """
+        if run.sequence is not None:
+            self._retired.append(_Retired(run.sequence, run.context_ids(), run.use))
+            run.sequence = None
+            self._settle()
+
+    def _settle(self) -> None:
+        """Close the sequences that ended, unless somebody is at work, who will do it."""
+        while self._retired and os.getpid() == self._process and self._lock.acquire(blocking=False):
+            try:
+                self._close_retired()
+            finally:
+                self._lock.release()
+
+    def _close_retired(self) -> None:
+        while self._retired:
+            retired = self._retired.popleft()
+            if not self._closed:
+                self._cache.retire(retired.sequence, retired.token_ids, retired.use)
 
     def _forward(
-        self, cache: KVCache, token_ids: NDArray[np.int32], output_rows: NDArray[np.int32]
+        self, sequence: KVCache, token_ids: NDArray[np.int32], output_rows: NDArray[np.int32]
     ) -> NDArray[np.float32]:
-        """Compute the next positions of one sequence. The lock is held; the result is valid until it is released."""
+        """Compute the next positions of one sequence. It is the caller's turn; the result is valid until it ends."""
         if self._closed:
             raise ClosedError("the model was closed while it was generating")
-        start = cache.length
+        start = sequence.length
         stop = start + token_ids.size
-        cache.reserve(stop)
-        segment = Segment(start, token_ids.size, cache.page_addresses)
+        sequence.reserve(stop)
+        segment = Segment(start, token_ids.size, sequence.page_addresses)
         logits = self._program.run(Batch(token_ids, (segment,), output_rows))
-        cache.commit(stop)
+        sequence.commit(stop)
         return logits
 
     def _check_ids(self, values: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int32]:

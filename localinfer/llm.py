@@ -38,9 +38,9 @@ class LLM:
     every method raises ClosedError.
     """
 
-    def __init__(self, model: LoadedModel) -> None:
+    def __init__(self, model: LoadedModel, *, kv_memory: int | None = None) -> None:
         self._model = model
-        self._engine = Engine(model)
+        self._engine = Engine(model, kv_memory=kv_memory)
 
     @property
     def tokenizer(self) -> "Tokenizer":
@@ -101,6 +101,11 @@ class LLM:
         """Return float32[T, vocab_size]: row i holds the logits of the token after token_ids[:i + 1]."""
         return self._engine.logits(token_ids)
 
+    def clear_cache(self) -> None:
+        """Forget the keys and values of every former text; running generations keep theirs."""
+        with self._engine.exclusive_cache() as cache:
+            cache.clear()
+
     def close(self) -> None:
         """Release memory and threads; may be called again."""
         self._engine.close()
@@ -124,6 +129,7 @@ def load(
     threads: int | None = None,
     context_length: int | None = None,
     kv_type: str = "f16",
+    kv_memory: int | None = None,
     speculation: str | None = "auto",
     progress: Callable[[str, int, int], None] | None = None,
 ) -> LLM:
@@ -133,6 +139,8 @@ def load(
     device: "auto" or "cpu". threads: how many compute; None takes the physical cores.
     context_length: tokens of prompt and completion together; None takes what the model was trained for.
     kv_type: type of cached keys and values, "f16" or "f32".
+    kv_memory: bytes that keys and values may take, of running and of former texts; None takes half of what is free,
+        and of that at most 8 GiB or one full context, whichever is more. It is taken as it is needed.
     speculation: "auto", or None to switch it off; it changes speed only, never the text. Not in this version yet.
     progress: called with a stage's name, the units done and the units in all.
     Raises: ModelFileError, RequestError, BackendUnavailableError, OutOfMemoryError.
@@ -141,13 +149,14 @@ def load(
         raise BackendUnavailableError(f"device is {device!r}; this version runs on 'cpu' ('auto' chooses it)")
     if speculation not in ("auto", None):
         raise RequestError(f"speculation is {speculation!r}; this version takes 'auto' or None")
-    for name, value in (("threads", threads), ("context_length", context_length)):
+    for name, value in (("threads", threads), ("context_length", context_length), ("kv_memory", kv_memory)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise RequestError(f"{name} is {value!r}; it must be a whole number, 1 or more, or None for the default")
     from localinfer.models.loader import load_model
 
     path = _model_path(model)
-    return LLM(load_model(path, threads=threads, context_length=context_length, kv_type=kv_type, progress=progress))
+    loaded = load_model(path, threads=threads, context_length=context_length, kv_type=kv_type, progress=progress)
+    return LLM(loaded, kv_memory=kv_memory)
 
 
 def load_tokenizer(model: str | os.PathLike[str] | None = None) -> "Tokenizer":

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from localinfer.errors import BackendUnavailableError
 from localinfer.kernels.ops import Batch, MeasurableProgram, Operation, Rows, Segment
-from localinfer.kv_cache import KVCache, PagePool
+from localinfer.kv_cache import KVCache
 from localinfer.models.loader import load_model
+from localinfer.page_pool import PagePool
 
 _EMPTY_RUNS = 201
 _LEAST_SECONDS = 1e-7

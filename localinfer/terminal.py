@@ -119,4 +119,8 @@ def describe_stats(stats: "Stats") -> str:
     ]
     if stats.drafted_tokens:
         parts.insert(3, f"{stats.accepted_tokens} of {stats.drafted_tokens} drafted tokens accepted")
+    if stats.dropped_tokens:
+        parts.append(f"{stats.dropped_tokens} tokens dropped at the end of the context")
+    if stats.cache_miss is not None:
+        parts.append(f"cache: {neutralise_controls(stats.cache_miss)}")
     return "; ".join(parts)

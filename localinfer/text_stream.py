@@ -13,6 +13,7 @@ from localinfer.engine import Engine, FinishReason, TokenEvent
 from localinfer.errors import RequestError
 from localinfer.models.stop_matcher import StopMatcher
 from localinfer.models.stream_decoder import StreamDecoder
+from localinfer.prefix_cache import CacheUse
 from localinfer.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -25,12 +26,17 @@ class GenerationOptions(TypedDict, total=False):
     max_tokens: most tokens to add; None, the default, sets no limit but the end of the context.
     stop: a text or several that end the completion; the stop text itself is left out.
     ignore_eos: go on past end tokens.
+    context_shift: where the context ends, go on with the system message and the recent half of the rest, instead of
+        ending (or, for a prompt, refusing); `stats.dropped_tokens` says how much was left out.
+    pin_cache: keep this prompt and completion in memory longer than others.
     The rest is described, with its defaults, at `localinfer.sampling.SamplingParams`.
     """
 
     max_tokens: int | None
     stop: str | Sequence[str]
     ignore_eos: bool
+    context_shift: bool
+    pin_cache: bool
     temperature: float
     top_k: int
     top_p: float
@@ -50,7 +56,9 @@ _SAMPLING_NAMES = frozenset(field.name for field in fields(SamplingParams))
 class Stats:
     """What a generation was and cost.
 
-    prompt_tokens: tokens of the prompt; cached_tokens: those whose keys and values were at hand already.
+    prompt_tokens: tokens of the prompt; cached_tokens: those whose keys and values were at hand already. cache_miss:
+    why not more of them were, in words; None where nothing stood in the way. dropped_tokens: left out by
+    `context_shift`.
     completion_tokens: tokens sampled, an end token included. time_to_first_token_seconds: from the call, tokenizing
     included, 0 if there is none. decode_tokens_per_second: of the tokens after the first, without the time the caller
     took between them; 0 if there are none. drafted_tokens, accepted_tokens: of speculation.
@@ -59,6 +67,8 @@ class Stats:
 
     prompt_tokens: int
     cached_tokens: int
+    cache_miss: str | None
+    dropped_tokens: int
     completion_tokens: int
     time_to_first_token_seconds: float
     decode_tokens_per_second: float
@@ -109,6 +119,8 @@ class TextStream(Iterator[StreamEvent]):
         max_tokens = values.pop("max_tokens", None)
         stops = _check_stops(values.pop("stop", None))
         ignore_eos = bool(values.pop("ignore_eos", False))
+        context_shift = bool(values.pop("context_shift", False))
+        use = CacheUse(is_pinned=bool(values.pop("pin_cache", False)))
         unknown = sorted(values.keys() - _SAMPLING_NAMES)
         if unknown:
             known = ", ".join(GenerationOptions.__annotations__)
@@ -116,13 +128,15 @@ class TextStream(Iterator[StreamEvent]):
         plan = engine.plan(SamplingParams(**values))
         if stops and tokenizer is None:
             raise RequestError("the model file has no tokenizer, so stop texts cannot be found; leave them out")
-        prompt_ids = engine.check_prompt(encode())
+        prompt_ids = engine.check_prompt(encode(), shifts_context=context_shift)
         self._tokens = engine.generate(
             prompt_ids,
             plan,
             max_tokens=max_tokens,
             stop_token_ids=() if tokenizer is None else tokenizer.eog_token_ids,
             ignore_eos=ignore_eos,
+            context_shift=context_shift,
+            cache_use=use,
         )
         self._tokenizer = tokenizer
         self._decoder: StreamDecoder | None = None
@@ -144,9 +158,12 @@ class TextStream(Iterator[StreamEvent]):
     def stats(self) -> Stats:
         """The numbers so far; final once the stream has ended or was closed."""
         decoded = self._num_tokens - 1
+        record = self._tokens.record
         return Stats(
             prompt_tokens=self._prompt_tokens,
-            cached_tokens=0,
+            cached_tokens=record.cached_tokens,
+            cache_miss=None if record.miss is None else record.miss.describe(self._tokenizer),
+            dropped_tokens=record.dropped_tokens,
             completion_tokens=self._num_tokens,
             time_to_first_token_seconds=self._first_token_seconds,
             decode_tokens_per_second=decoded / self._decode_seconds
@@ -175,7 +192,7 @@ class TextStream(Iterator[StreamEvent]):
         return next(self._events)
 
     def close(self) -> None:
-        """Cancel the generation and free its pages; may be called again."""
+        """Cancel the generation; what it computed stays in the cache. May be called again."""
         self._events.close()
         self._tokens.close()
 

@@ -20,6 +20,8 @@ class FakeStream:
         return Stats(
             prompt_tokens=3,
             cached_tokens=1,
+            cache_miss=None,
+            dropped_tokens=0,
             completion_tokens=self._num_events,
             time_to_first_token_seconds=0.25,
             decode_tokens_per_second=12.5,

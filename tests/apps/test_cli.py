@@ -55,6 +55,7 @@ def test_run_defaults_are_the_documented_ones(fake_llm, capsys):
         "max_tokens": 256,
         "stop": [],
         "ignore_eos": False,
+        "context_shift": False,
         "temperature": 0.8,
         "top_k": 40,
         "top_p": 0.95,
@@ -64,17 +65,19 @@ def test_run_defaults_are_the_documented_ones(fake_llm, capsys):
     }
     load_options = dict(fake_llm.load_options)
     assert callable(load_options.pop("progress"))
-    assert load_options == {"model": None, "threads": None, "context_length": None, "kv_type": "f16"}
+    assert load_options == {"model": None, "threads": None, "context_length": None, "kv_type": "f16", "kv_memory": None}
 
 
 def test_run_hands_every_option_on(fake_llm, capsys):
     flags = "-m x.gguf -n 7 --temperature 0.5 --top-k 3 --top-p 0.5 --min-p 0 --repetition-penalty 1.1 --seed 9"
-    flags += " --threads 2 --context-length 64 --kv-type f32 --stop a --stop b --ignore-eos"
+    flags += " --threads 2 --context-length 64 --kv-type f32 --stop a --stop b --ignore-eos --context-shift"
+    flags += " --kv-memory 1.5GiB"
     assert main(["run", "-p", "Hi", *flags.split()]) == 0
     assert fake_llm.options[0] == {
         "max_tokens": 7,
         "stop": ["a", "b"],
         "ignore_eos": True,
+        "context_shift": True,
         "temperature": 0.5,
         "top_k": 3,
         "top_p": 0.5,
@@ -85,6 +88,19 @@ def test_run_hands_every_option_on(fake_llm, capsys):
     assert fake_llm.load_options["model"] == "x.gguf"
     assert fake_llm.load_options["kv_type"] == "f32"
     assert fake_llm.load_options["context_length"] == 64
+    assert fake_llm.load_options["kv_memory"] == 3 << 29
+
+
+@pytest.mark.parametrize(("text", "size"), [("4096", 4096), ("2gb", 2 * 10**9), ("64 MiB", 64 << 20), ("0.5kB", 500)])
+def test_sizes_are_bytes_with_or_without_a_unit(fake_llm, capsys, text, size):
+    assert main(["run", "-p", "Hi", "--kv-memory", text]) == 0
+    assert fake_llm.load_options["kv_memory"] == size
+
+
+@pytest.mark.parametrize("text", ["", "many", "0", "-1GB", "nan", "inf", "1TBB", "GB"])
+def test_wrong_sizes_are_one_line(fake_llm, capsys, text):
+    assert main(["run", "-p", "Hi", "--kv-memory", text]) == 2
+    assert_one_error_line(capsys.readouterr().err, "--kv-memory", "such as 2GB")
 
 
 @pytest.mark.parametrize("arguments", [["run"], ["run", "-p", "-"]])

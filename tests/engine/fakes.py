@@ -107,7 +107,7 @@ class ByteTokenizer:
             return [257]
         return [256] * add_special + list(text.encode())
 
-    def decode(self, token_ids: Iterable[int]) -> str:
+    def decode(self, token_ids: Iterable[int], *, skip_special: bool = True) -> str:
         return b"".join(map(self.token_bytes, token_ids)).decode("utf-8", "replace")
 
     def token_bytes(self, token_id: int) -> bytes:

@@ -204,7 +204,8 @@ def test_over_long_text_is_refused_with_both_lengths():
 
 
 def pages_in_use(llm: LLM) -> int:
-    return llm._engine.pool.num_pages - llm._engine.pool.num_free_pages
+    with llm._engine.exclusive_cache() as cache:
+        return cache.pool.num_pages - cache.pool.num_free_pages - cache.tree.num_pages
 
 
 def test_cancelled_stream_frees_its_pages():

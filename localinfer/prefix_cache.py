@@ -1,0 +1,191 @@
+"""The cache as the engine uses it: a new sequence starts with all that is known of its prompt, and leaves all it knew.
+
+It joins the page pool, the prefix tree and, where there is one, a tier below (disk), and explains what was not found.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from localinfer.cache_miss import WINDOW_TOKENS, CacheMiss, CacheMissCause
+from localinfer.errors import OutOfMemoryError
+from localinfer.kv_cache import KVCache
+from localinfer.page_pool import KVLayout, PagePool
+from localinfer.prefix_tree import CachedPath, Match, PrefixTree, TokenIds
+
+
+@dataclass
+class CacheCounters:
+    """What the cache has done since the model was loaded.
+
+    prompts: that were looked up; hits: those of which at least one token was found. prompt_tokens, cached_tokens:
+    their tokens, and those found. misses: prompts that were not found as far as they might have been, by cause.
+    """
+
+    prompts: int = 0
+    hits: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    misses: Counter[CacheMissCause] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheUse:
+    """How a generation's ids are to be kept.
+
+    system_tokens: how many at the start of the prompt other prompts share; they are evicted after ordinary ones.
+    is_pinned: all of them are evicted last.
+    """
+
+    system_tokens: int = 0
+    is_pinned: bool = False
+
+
+class Admission(NamedTuple):
+    """A sequence that holds what was cached of its prompt, how many tokens that is, and why not more, if it is told."""
+
+    sequence: KVCache
+    cached_tokens: int
+    miss: CacheMiss | None
+
+
+class CacheTier(Protocol):
+    """A slower memory under the tree, such as the disk. It is called by whoever holds the engine's lock."""
+
+    def restore(self, token_ids: TokenIds, cached_tokens: int) -> str | None:
+        """Put more of a prompt into the tree than the `cached_tokens` it holds, if there is more.
+
+        Returns why what is stored cannot be used, in words, or None.
+        """
+        ...
+
+    def on_evict(self, path: CachedPath, kept_tokens: int) -> None:
+        """Take note that only `kept_tokens` of a path will stay in memory; its pages are valid during the call."""
+        ...
+
+    def on_idle(self, token_ids: TokenIds) -> None:
+        """Take note that a sequence has ended whose ids, all of them computed, are in the tree now."""
+        ...
+
+
+class PrefixCache:
+    """Pages, tree and tier of one model. One thread at a time: every call is made by who holds the engine's lock."""
+
+    def __init__(self, layout: KVLayout, *, max_bytes: int | None, context_length: int) -> None:
+        self.pool = PagePool(layout, max_bytes=max_bytes)
+        self.tree = PrefixTree(self.pool)
+        self.counters = CacheCounters()
+        self._context_length = context_length
+        self._tier: CacheTier | None = None
+
+    def set_tier(self, tier: CacheTier) -> None:
+        """Put a slower memory under the tree."""
+        self._tier = tier
+        self.tree.on_evict = tier.on_evict
+
+    def check_fits(self, length: int) -> None:
+        """Raise OutOfMemoryError, with both numbers, if `length` positions are more than may ever be allocated."""
+        wanted, allowed = self.pool.num_pages_for(length) * self.pool.page_bytes, self.pool.max_bytes
+        if allowed is not None and wanted > allowed:
+            raise OutOfMemoryError(
+                f"{length} tokens take {wanted:,} bytes of key-value cache, which may use {allowed:,}; shorten the "
+                "prompt, or allow more with kv_memory"
+            )
+
+    def open(self) -> KVCache:
+        """Return an empty sequence."""
+        return KVCache(self.pool, max_length=self._context_length)
+
+    def admit(self, token_ids: TokenIds, *, is_prompt: bool = True) -> Admission:
+        """Return a sequence for a prompt, with all of it that is cached but its last token, whose logits are wanted.
+
+        is_prompt: it is one, and counts as one; a sequence that goes on within a generation is not.
+        """
+        prefix = token_ids[:-1]
+        match = self.tree.match(prefix)
+        refusal = None
+        if self._tier is not None and match.length < prefix.size:
+            refusal = self._tier.restore(prefix, match.length)
+            match = self.tree.match(prefix)
+        sequence = self.open()
+        self._take(sequence, match)
+        if not is_prompt:
+            return Admission(sequence, sequence.length, None)
+        miss = self._explain(token_ids, match, refusal)
+        self._count(token_ids.size, sequence.length, miss)
+        return Admission(sequence, sequence.length, miss)
+
+    def extend(self, sequence: KVCache, token_ids: TokenIds) -> int:
+        """Take over what others have computed of a prompt since; return how many positions that saves."""
+        match = self.tree.match(token_ids[:-1])
+        before = sequence.length
+        if match.length <= before:
+            return 0
+        self._take(sequence, match)
+        saved = max(0, sequence.length - before)
+        self.counters.cached_tokens += saved
+        return saved
+
+    def publish(self, sequence: KVCache, token_ids: TokenIds, use: CacheUse) -> None:
+        """Make the full pages of a sequence that goes on findable; `token_ids` are at least those of its positions."""
+        length = sequence.length - sequence.length % self.pool.page_tokens
+        pages = sequence.pages[: self.pool.num_pages_for(length)]
+        self.tree.insert(token_ids[:length], pages, system_tokens=use.system_tokens, is_pinned=use.is_pinned)
+
+    def retire(self, sequence: KVCache, token_ids: TokenIds, use: CacheUse) -> None:
+        """Make all of a sequence findable and close it."""
+        known = token_ids[: sequence.length]
+        if known.size:
+            pages = sequence.pages[: self.pool.num_pages_for(known.size)]
+            self.tree.insert(known, pages, system_tokens=use.system_tokens, is_pinned=use.is_pinned)
+        sequence.close()
+        if known.size and self._tier is not None:
+            self._tier.on_idle(known)
+
+    def clear(self) -> None:
+        """Forget everything that no running sequence uses."""
+        self.tree.clear()
+
+    def _take(self, sequence: KVCache, match: Match) -> None:
+        """Let a sequence share a match's full pages and have its own copy of a last one that is not full."""
+        if not match.length:
+            return
+        self.tree.touch(match.node)
+        sequence.adopt(match.pages, match.length)
+        begun = match.length % self.pool.page_tokens
+        if begun:
+            try:
+                sequence.reserve(match.length + 1)
+            except OutOfMemoryError:
+                # Without this page it may be evicted, so that the sequence needs no more than it would alone.
+                sequence.truncate(match.length - begun)
+
+    def _explain(self, token_ids: TokenIds, match: Match, refusal: str | None) -> CacheMiss | None:
+        position = match.length
+        if position == token_ids.size - 1:
+            return None
+        if refusal is not None:
+            return CacheMiss("foreign", position, detail=refusal)
+        if self.tree.evicted_length(token_ids) > position:
+            return CacheMiss("evicted", position)
+        if self.tree.is_empty:
+            return CacheMiss("empty", 0)
+        cached = self.tree.continuation(match, WINDOW_TOKENS)
+        if not cached.size:
+            return None
+        return CacheMiss(
+            "different",
+            position,
+            tuple(token_ids[max(0, position - WINDOW_TOKENS) : position].tolist()),
+            tuple(cached.tolist()),
+            tuple(token_ids[position : position + WINDOW_TOKENS].tolist()),
+        )
+
+    def _count(self, prompt_tokens: int, cached_tokens: int, miss: CacheMiss | None) -> None:
+        counters = self.counters
+        counters.prompts += 1
+        counters.prompt_tokens += prompt_tokens
+        counters.cached_tokens += cached_tokens
+        counters.hits += cached_tokens > 0
+        if miss is not None:
+            counters.misses[miss.cause] += 1

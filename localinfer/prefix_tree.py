@@ -1,0 +1,310 @@
+"""What was computed once, found again: a radix tree from token ids to the pages that hold them.
+
+Every node stands for a run of token ids that begins at a multiple of the page size; only a leaf may end inside a page.
+So a page belongs to one node, and texts that part inside a page each have a page of their own for it. The tree holds
+each of its pages once; a page that somebody else holds too is in use and stays.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.page_pool import PageNumbers, PagePool
+
+TokenIds = NDArray[np.int32]
+
+_EVICTION_SHARE = 64
+"""When memory ends, at least this part of all pages is freed at once, so that the next page does not ask again."""
+_REMEMBERED_TEXTS = 256
+_REMEMBERED_TOKENS = 1 << 20
+"""Texts that were evicted, and token ids of them, kept to say so when they come back."""
+
+
+class Priority(IntEnum):
+    """What is evicted first: the lower. Within a priority it is the least recently used."""
+
+    ORDINARY = 0
+    SYSTEM = 1
+    PINNED = 2
+
+
+class PrefixNode:
+    """A run of token ids after the parent's, and its pages."""
+
+    __slots__ = ("children", "heads", "last_used", "pages", "parent", "priority", "token_ids")
+
+    def __init__(
+        self, token_ids: TokenIds, pages: PageNumbers, parent: "PrefixNode | None", priority: Priority, last_used: int
+    ) -> None:
+        self.token_ids = token_ids
+        self.pages = pages
+        self.parent = parent
+        self.priority = priority
+        self.last_used = last_used
+        self.children: list[PrefixNode] = []
+        self.heads: TokenIds | None = None
+        """int32[children, page_tokens]: the first page of ids of each child, -1 where it is shorter."""
+
+
+class Match(NamedTuple):
+    """The longest cached prefix of some token ids.
+
+    pages: one per started page of `length`; the last may be valid for more than `length` demands. node: where it ends,
+    after `offset` of its ids.
+    """
+
+    length: int
+    pages: PageNumbers
+    node: PrefixNode
+    offset: int
+
+
+class CachedPath(NamedTuple):
+    """Everything cached from the root to one leaf: token_ids int32[n], and one page per started page of n."""
+
+    token_ids: TokenIds
+    pages: PageNumbers
+    priority: Priority
+    last_used: int
+
+
+class PrefixTree:
+    """The cached prefixes of one pool. It becomes the pool's `reclaim`. One thread at a time.
+
+    `on_evict`, where it is set, is called with a path and the length that will be left of it, before pages are freed.
+    """
+
+    def __init__(self, pool: PagePool) -> None:
+        self._pool = pool
+        self._root = PrefixNode(np.zeros(0, np.int32), np.zeros(0, np.int64), None, Priority.ORDINARY, 0)
+        self._clock = 0
+        self._evicted: deque[TokenIds] = deque(maxlen=_REMEMBERED_TEXTS)
+        self.num_pages = 0
+        self.evicted_tokens = 0
+        self.evicted_bytes = 0
+        self.on_evict: Callable[[CachedPath, int], None] | None = None
+        pool.reclaim = self.evict
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is cached."""
+        return not self._root.children
+
+    def match(self, token_ids: TokenIds) -> Match:
+        """Find the longest cached prefix; nothing changes by it."""
+        node, offset, length = self._root, 0, 0
+        runs: list[PageNumbers] = [self._root.pages]
+        while length < token_ids.size:
+            child, common = self._best_child(node, token_ids[length:])
+            if child is None:
+                break
+            node, offset = child, common
+            length += common
+            runs.append(child.pages[: self._pool.num_pages_for(common)])
+            if common < child.token_ids.size or common % self._pool.page_tokens:
+                break
+        return Match(length, np.concatenate(runs), node, offset)
+
+    def touch(self, node: PrefixNode) -> None:
+        """Mark a node and all before it as used just now."""
+        self._clock += 1
+        step: PrefixNode | None = node
+        while step is not None:
+            step.last_used = self._clock
+            step = step.parent
+
+    def insert(
+        self, token_ids: TokenIds, pages: PageNumbers, *, system_tokens: int = 0, is_pinned: bool = False
+    ) -> None:
+        """Make token ids findable whose keys and values lie in `pages`, one per started page; hold what is new.
+
+        Where ids are cached already, the pages cached stay. system_tokens: how many ids at the start, rounded down to
+        whole pages, are a system prefix. is_pinned: all of it is evicted last.
+        """
+        page_tokens = self._pool.page_tokens
+        assert self._pool.num_pages_for(token_ids.size) == pages.size, "as many pages as the token ids take"
+        system = min(system_tokens, token_ids.size) // page_tokens
+        if system:
+            self._insert(token_ids[: system * page_tokens], pages[:system], Priority.SYSTEM)
+        self._insert(token_ids, pages, Priority.PINNED if is_pinned else Priority.ORDINARY)
+
+    def evict(self, count: int) -> int:
+        """Free at least `count` pages if that many are not in use: leaves first, from their ends; return how many."""
+        wanted = max(count, self.num_pages // _EVICTION_SHARE)
+        freed = 0
+        while freed < wanted:
+            idle = [leaf for leaf in self._leaves() if not self._pool.is_shared(int(leaf.pages[-1]))]
+            leaf = min(idle, key=lambda leaf: (leaf.priority, leaf.last_used), default=None)
+            if leaf is None or (freed >= count and leaf.priority > Priority.ORDINARY):
+                break
+            freed += self._trim(leaf, wanted - freed)
+        return freed
+
+    def clear(self) -> None:
+        """Forget everything that is not in use."""
+        while self.num_pages and self.evict(self.num_pages):
+            pass
+        self._evicted.clear()
+
+    def paths(self) -> Iterator[CachedPath]:
+        """Every cached path, one per leaf."""
+        for leaf in self._leaves():
+            yield self._path_of(leaf)
+
+    def continuation(self, match: Match, count: int) -> TokenIds:
+        """Up to `count` cached ids that follow a match, where it goes on as it did most recently."""
+        ids = match.node.token_ids[match.offset : match.offset + count]
+        if not ids.size and match.node.children:
+            ids = max(match.node.children, key=lambda child: child.last_used).token_ids[:count]
+        return ids
+
+    def evicted_length(self, token_ids: TokenIds) -> int:
+        """The longest prefix that was cached at some time, as far as evicted texts are remembered."""
+        return max((_common_length(ids, token_ids) for ids in self._evicted), default=0)
+
+    def _insert(self, token_ids: TokenIds, pages: PageNumbers, priority: Priority) -> None:
+        page_tokens = self._pool.page_tokens
+        node, start = self._root, 0
+        while start < token_ids.size:
+            rest, rest_pages = token_ids[start:], pages[start // page_tokens :]
+            child, common = self._best_child(node, rest)
+            whole = common - common % page_tokens
+            if child is None or (common < min(rest.size, child.token_ids.size) and not whole):
+                node = self._add_leaf(node, rest, rest_pages, priority)
+                break
+            if common < child.token_ids.size and whole and (common < rest.size or priority > child.priority):
+                child = self._split(child, whole)
+                common = whole
+            if common == child.token_ids.size and common < rest.size and self._extends(child, priority):
+                self._extend(child, rest, rest_pages)
+                common = rest.size
+            child.priority = max(child.priority, priority)
+            node, start = child, start + common
+        self.touch(node)
+
+    def _extends(self, leaf: PrefixNode, priority: Priority) -> bool:
+        """Whether a longer text replaces this node: always where it ends inside a page, else where they are alike."""
+        ends_inside_page = leaf.token_ids.size % self._pool.page_tokens != 0
+        return ends_inside_page or (not leaf.children and leaf.priority == priority)
+
+    def _extend(self, leaf: PrefixNode, token_ids: TokenIds, pages: PageNumbers) -> None:
+        whole = leaf.token_ids.size // self._pool.page_tokens
+        fresh, replaced = pages[whole:], leaf.pages[whole:]
+        self._pool.retain(fresh)
+        self._pool.release(replaced)
+        self.num_pages += fresh.size - replaced.size
+        leaf.pages = np.concatenate((leaf.pages[:whole], fresh))
+        leaf.token_ids = token_ids.copy()
+        assert leaf.parent is not None, "the root is never extended"
+        leaf.parent.heads = None
+
+    def _add_leaf(self, parent: PrefixNode, token_ids: TokenIds, pages: PageNumbers, priority: Priority) -> PrefixNode:
+        self._pool.retain(pages)
+        self.num_pages += pages.size
+        leaf = PrefixNode(token_ids.copy(), pages.copy(), parent, priority, self._clock)
+        parent.children.append(leaf)
+        parent.heads = None
+        return leaf
+
+    def _split(self, node: PrefixNode, length: int) -> PrefixNode:
+        """Cut a node after `length` ids, whole pages; return the new node before it."""
+        parent = node.parent
+        assert parent is not None and length % self._pool.page_tokens == 0, "nodes part between pages"
+        num_pages = length // self._pool.page_tokens
+        upper = PrefixNode(node.token_ids[:length], node.pages[:num_pages], parent, node.priority, node.last_used)
+        parent.children[parent.children.index(node)] = upper
+        upper.children = [node]
+        node.parent, node.token_ids, node.pages = upper, node.token_ids[length:], node.pages[num_pages:]
+        return upper
+
+    def _best_child(self, node: PrefixNode, token_ids: TokenIds) -> tuple[PrefixNode | None, int]:
+        """The child that shares most ids with the start of `token_ids`, and how many; of equals the shortest."""
+        if not node.children:
+            return None, 0
+        if node.heads is None:
+            node.heads = self._heads_of(node)
+        size = min(self._pool.page_tokens, token_ids.size)
+        differs = np.ones((len(node.children), size + 1), np.bool_)
+        np.not_equal(node.heads[:, :size], token_ids[:size], out=differs[:, :size])
+        shared = differs.argmax(axis=1)
+        common = int(shared.max())
+        if not common:
+            return None, 0
+        children = [node.children[index] for index in np.flatnonzero(shared == common)]
+        child = min(children, key=lambda child: child.token_ids.size) if len(children) > 1 else children[0]
+        if common == self._pool.page_tokens:
+            common += _common_length(child.token_ids[common:], token_ids[common:])
+        return child, common
+
+    def _heads_of(self, node: PrefixNode) -> TokenIds:
+        heads = np.full((len(node.children), self._pool.page_tokens), -1, np.int32)
+        for row, child in zip(heads, node.children, strict=True):
+            ids = child.token_ids[: row.size]
+            row[: ids.size] = ids
+        return heads
+
+    def _leaves(self) -> Iterator[PrefixNode]:
+        pending = list(self._root.children)
+        while pending:
+            node = pending.pop()
+            if node.children:
+                pending += node.children
+            else:
+                yield node
+
+    def _path_of(self, leaf: PrefixNode) -> CachedPath:
+        nodes: list[PrefixNode] = []
+        step: PrefixNode | None = leaf
+        while step is not None:
+            nodes.append(step)
+            step = step.parent
+        nodes.reverse()
+        return CachedPath(
+            np.concatenate([node.token_ids for node in nodes]),
+            np.concatenate([node.pages for node in nodes]),
+            leaf.priority,
+            leaf.last_used,
+        )
+
+    def _trim(self, leaf: PrefixNode, count: int) -> int:
+        """Free up to `count` pages at the end of a leaf that are not in use; return how many."""
+        in_use = np.flatnonzero(self._pool.holders(leaf.pages) > 1)
+        first_idle = int(in_use[-1]) + 1 if in_use.size else 0
+        kept = max(first_idle, leaf.pages.size - count)
+        path = self._path_of(leaf)
+        lost = leaf.token_ids.size - kept * self._pool.page_tokens
+        if self.on_evict is not None:
+            self.on_evict(path, path.token_ids.size - lost)
+        self._remember(path.token_ids)
+        surplus = leaf.pages[kept:]
+        leaf.pages = leaf.pages[:kept].copy()
+        leaf.token_ids = leaf.token_ids[: kept * self._pool.page_tokens].copy()
+        if not kept:
+            assert leaf.parent is not None, "the root is no leaf"
+            leaf.parent.children.remove(leaf)
+            leaf.parent.heads = None
+        self._pool.release(surplus)
+        self.num_pages -= surplus.size
+        self.evicted_tokens += lost
+        self.evicted_bytes += surplus.size * self._pool.page_bytes
+        return surplus.size
+
+    def _remember(self, token_ids: TokenIds) -> None:
+        """Keep the ids of a text that is being evicted, unless a longer one that begins so is kept already."""
+        if self.evicted_length(token_ids) == token_ids.size:
+            return
+        self._evicted.append(token_ids)
+        while len(self._evicted) > 1 and sum(ids.size for ids in self._evicted) > _REMEMBERED_TOKENS:
+            self._evicted.popleft()
+
+
+def _common_length(a: TokenIds, b: TokenIds) -> int:
+    """How many ids two arrays share at their start."""
+    size = min(a.size, b.size)
+    differs = a[:size] != b[:size]
+    first = int(differs.argmax()) if size else 0
+    return first if size and differs[first] else size

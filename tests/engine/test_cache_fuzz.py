@@ -1,0 +1,154 @@
+"""Ten thousand random steps of everything a cache can go through, beside a plain dictionary that cannot be wrong.
+
+Every page carries what was written into it, so a page that was lost, shared while written or freed too early shows.
+"""
+
+import random
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.errors import OutOfMemoryError
+from localinfer.kv_cache import KVCache
+from localinfer.prefix_cache import CacheUse, PrefixCache
+from tests.engine.fakes import FakeLayout
+
+PAGE_TOKENS = 4
+CONTEXT = 60
+BUDGET_PAGES = 60
+STEPS = 10_000
+
+
+class Life:
+    """Random actions on a PrefixCache; `running` is the model: each sequence and the ids it must hold."""
+
+    def __init__(self, seed: int) -> None:
+        self.chooser = random.Random(seed)
+        layout = FakeLayout(page_tokens=PAGE_TOKENS, page_bytes=64)
+        self.cache = PrefixCache(layout, max_bytes=BUDGET_PAGES * 64, context_length=CONTEXT)
+        self.running: list[tuple[KVCache, list[int]]] = []
+        self.known: list[list[int]] = [[1, 2, 3]]
+        self.counts = dict.fromkeys(["admit", "extend", "fork", "truncate", "cancel", "evict", "restore"], 0)
+        self.num_cached_tokens = 0
+
+    def step(self) -> None:
+        """Do one thing, if memory allows; a refusal must change nothing that matters."""
+        name = self.chooser.choices(list(self.counts), weights=[4, 12, 2, 3, 3, 1, 1])[0]
+        if len(self.running) > 6:
+            name = "cancel"
+        if not self.running and name not in ("admit", "restore", "evict"):
+            return
+        self.counts[name] += 1
+        try:
+            getattr(self, name)()
+        except OutOfMemoryError:
+            assert self.cache.tree.evict(1) == 0, "memory ended although something could be evicted"
+
+    def admit(self) -> None:
+        base = self.chooser.choice(self.known)
+        prompt = base[: self.chooser.randrange(len(base) + 1)]
+        prompt = (prompt + [self.chooser.randrange(3) for _ in range(self.chooser.randrange(1, 12))])[:CONTEXT]
+        admission = self.cache.admit(np.array(prompt, np.int32))
+        assert admission.cached_tokens == admission.sequence.length < len(prompt)
+        self.num_cached_tokens += admission.cached_tokens
+        self.running.append((admission.sequence, prompt[: admission.cached_tokens]))
+        self.write(len(self.running) - 1, prompt[admission.cached_tokens :])
+        self.publish(len(self.running) - 1)
+
+    def extend(self) -> None:
+        index = self.chooser.randrange(len(self.running))
+        self.write(index, [self.chooser.randrange(3) for _ in range(self.chooser.randrange(1, 6))])
+        if self.chooser.random() < 0.3:
+            self.publish(index)
+
+    def fork(self) -> None:
+        sequence, ids = self.chooser.choice(self.running)
+        self.running.append((sequence.fork(), list(ids)))
+
+    def truncate(self) -> None:
+        sequence, ids = self.chooser.choice(self.running)
+        length = self.chooser.randrange(len(ids) + 1)
+        sequence.truncate(length)
+        del ids[length:]
+
+    def cancel(self) -> None:
+        sequence, ids = self.running.pop(self.chooser.randrange(len(self.running)))
+        self.cache.retire(sequence, np.array(ids, np.int32), self.use())
+        self.known.append(ids)
+        del self.known[:-20]
+
+    def evict(self) -> None:
+        before = self.cache.tree.num_pages
+        freed = self.cache.tree.evict(self.chooser.randrange(1, 8))
+        assert self.cache.tree.num_pages == before - freed
+
+    def restore(self) -> None:
+        """Bring pages in from elsewhere, as a tier would."""
+        ids = np.array([self.chooser.randrange(3) for _ in range(self.chooser.randrange(1, 30))], np.int32)
+        pages = self.cache.pool.acquire(self.cache.pool.num_pages_for(ids.size))
+        for position, token_id in enumerate(ids):
+            self.slots(pages[position // PAGE_TOKENS])[position % PAGE_TOKENS] = token_id
+        self.cache.tree.insert(ids, pages)
+        self.cache.pool.release(pages)
+        self.known.append(ids.tolist())
+
+    def write(self, index: int, token_ids: list[int]) -> None:
+        sequence, ids = self.running[index]
+        token_ids = token_ids[: CONTEXT - len(ids)]
+        sequence.reserve(len(ids) + len(token_ids))
+        for token_id in token_ids:
+            page = int(sequence.pages[len(ids) // PAGE_TOKENS])
+            assert not self.cache.pool.is_shared(page), "a shared page would be written"
+            self.slots(page)[len(ids) % PAGE_TOKENS] = token_id
+            ids.append(token_id)
+        sequence.commit(len(ids))
+
+    def publish(self, index: int) -> None:
+        sequence, ids = self.running[index]
+        self.cache.publish(sequence, np.array(ids, np.int32), self.use())
+
+    def use(self) -> CacheUse:
+        return CacheUse(system_tokens=self.chooser.choice([0, 0, 5, 9]), is_pinned=self.chooser.random() < 0.1)
+
+    def slots(self, page: int) -> NDArray[np.int32]:
+        return self.cache.pool.view(page)[: 4 * PAGE_TOKENS].view(np.int32)
+
+    def check(self) -> None:
+        """Every page is held as often as it should be, and holds what it should."""
+        pool, expected = self.cache.pool, np.zeros(self.cache.pool.num_pages, np.int64)
+        contents: list[tuple[NDArray[np.int64], list[int]]] = [(s.pages, ids) for s, ids in self.running]
+        for sequence, ids in self.running:
+            assert sequence.length == len(ids)
+            expected[sequence.pages] += 1
+        nodes = list(self.cache.tree._root.children)
+        num_tree_pages = 0
+        while nodes:
+            node = nodes.pop()
+            nodes += node.children
+            assert node.pages.size == pool.num_pages_for(node.token_ids.size) > 0
+            assert not node.children or node.token_ids.size % PAGE_TOKENS == 0
+            expected[node.pages] += 1
+            num_tree_pages += node.pages.size
+        assert num_tree_pages == self.cache.tree.num_pages
+        contents += [(path.pages, path.token_ids.tolist()) for path in self.cache.tree.paths()]
+        for pages, ids in contents:
+            held = [int(self.slots(pages[p // PAGE_TOKENS])[p % PAGE_TOKENS]) for p in range(len(ids))]
+            assert held == ids, "a page was lost or overwritten"
+        assert (pool.holders(np.arange(pool.num_pages)) == expected).all(), "a page is held too often or too rarely"
+        assert pool.num_free_pages == (expected == 0).sum() and pool.num_pages <= BUDGET_PAGES
+
+
+def test_cache_survives_ten_thousand_random_steps_without_a_leak():
+    life = Life(seed=20)
+    for number in range(STEPS):
+        life.step()
+        if number % 10 == 0 or number < 500:
+            life.check()
+    assert min(life.counts.values()) > 200 and life.num_cached_tokens > 5000
+    assert life.cache.tree.evicted_tokens > 1000
+    for sequence, _ in life.running:
+        sequence.close()
+    life.running.clear()
+    life.cache.clear()
+    life.check()
+    assert life.cache.pool.num_free_pages == life.cache.pool.num_pages
