@@ -61,7 +61,9 @@ def _options(*decorators: Callable[[Command], Command]) -> Callable[[Command], C
     return decorate
 
 
-_model_option = click.option("-m", "--model", metavar="FILE", help="GGUF file. Default: the small demo model inside.")
+_model_option = click.option(
+    "-m", "--model", metavar="PATH", help="GGUF file or Hugging Face folder. Default: the demo model."
+)
 
 _load_options = _options(
     _model_option,

@@ -133,9 +133,10 @@ def load(
     speculation: str | None = "auto",
     progress: Callable[[str, int, int], None] | None = None,
 ) -> LLM:
-    """Load a GGUF model and return it ready to answer.
+    """Load a model and return it ready to answer.
 
-    model: path of the file (of a split model: any of its parts); None loads the demo model that ships inside.
+    model: path of a GGUF file (of a split model: any of its parts) or of a Hugging Face folder; None loads the demo
+    model that ships inside.
     device: "auto" or "cpu". threads: how many compute; None takes the physical cores.
     context_length: tokens of prompt and completion together; None takes what the model was trained for.
     kv_type: type of cached keys and values, "f16" or "f32".
@@ -160,7 +161,7 @@ def load(
 
 
 def load_tokenizer(model: str | os.PathLike[str] | None = None) -> "Tokenizer":
-    """Load only the tokenizer of a GGUF file, which needs no tensors in it; None takes the demo model's.
+    """Load only the tokenizer of a GGUF file, which needs no tensors in it, or of a folder; None: the demo model's.
 
     Raises: ModelFileError.
     """
@@ -181,7 +182,7 @@ def _check_messages(messages: object) -> Sequence[Mapping[str, Any]]:
 def _model_path(model: str | os.PathLike[str] | None) -> Path:
     if model is not None:
         if not isinstance(model, str | os.PathLike):
-            raise RequestError(f"model is {model!r}; give the path of a GGUF file, or None for the demo model")
+            raise RequestError(f"model is {model!r}; give the path of a model, or None for the demo model")
         return Path(model).expanduser()
     from localinfer.models import demo
 

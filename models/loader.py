@@ -15,12 +15,14 @@ from localinfer.kernels.cpu.tape import CpuTape
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.ops import Program
 from localinfer.models.chat_template import ChatTemplate
+from localinfer.models.checkpoint.model import CheckpointModel, open_checkpoint
 from localinfer.models.config import ModelConfig
 from localinfer.models.decoder import kv_layer_shapes, write_decoder
 from localinfer.models.thread_choice import available_threads, checked_threads, choose_decode_threads
 from localinfer.models.tokenizer import Tokenizer
 from localinfer.models.weights import CpuWeights
-from localinfer.quant.gguf import GGUFFile, read_gguf
+from localinfer.quant.gguf import read_gguf
+from localinfer.quant.model_file import ModelFile
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +37,7 @@ class Model:
     chat_template: ChatTemplate | None
     program: Program
     kv_layout: KVLayout
-    file: GGUFFile
+    file: ModelFile
 
     def close(self) -> None:
         """Release threads, memory and the file; safe to call twice."""
@@ -51,13 +53,13 @@ def load_model(
     kv_type: str = "f16",
     progress: ProgressCallback | None = None,
 ) -> Model:
-    """Load a GGUF file and compile what it needs.
+    """Load a GGUF file or a Hugging Face folder and compile what it needs.
 
     threads: how many compute; None takes the physical cores, and measures how many of them decode fastest.
     context_length: tokens the cache may hold, at most what the model was trained for; None takes all of that.
     Raises: ModelFileError (and below) for the file, RequestError for an option without meaning.
     """
-    file = read_gguf(path)
+    file = open_model_file(path)
     pool = None
     try:
         shapes = {name: info.shape for name, info in file.tensors.items()}
@@ -85,9 +87,20 @@ def load_model(
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
-    """Build the tokenizer of a GGUF file, which needs no tensors in it. Raises: ModelFileError and below."""
-    with read_gguf(path) as file:
-        return Tokenizer.from_metadata(file.metadata)
+    """Build the tokenizer of a GGUF file, which needs no tensors in it, or of a Hugging Face folder.
+
+    Raises: ModelFileError and below.
+    """
+    file = open_model_file(path)
+    try:
+        return _read_tokenizer(file)
+    finally:
+        file.close()
+
+
+def open_model_file(path: str | os.PathLike[str]) -> ModelFile:
+    """Open a GGUF file, or the checkpoint in a folder. Raises: ModelFileError and below."""
+    return open_checkpoint(path) if os.path.isdir(path) else read_gguf(path)
 
 
 def _with_context(config: ModelConfig, context_length: int | None) -> ModelConfig:
@@ -101,10 +114,16 @@ def _with_context(config: ModelConfig, context_length: int | None) -> ModelConfi
     return replace(config, context_length=context_length)
 
 
-def _tokenizer_or_none(file: GGUFFile) -> Tokenizer | None:
+def _read_tokenizer(file: ModelFile) -> Tokenizer:
+    if isinstance(file, CheckpointModel) and file.tokenizer_error is not None:
+        raise file.tokenizer_error
+    return Tokenizer.from_metadata(file.metadata)
+
+
+def _tokenizer_or_none(file: ModelFile) -> Tokenizer | None:
     """A model of an unknown vocabulary still runs on token ids."""
     try:
-        return Tokenizer.from_metadata(file.metadata)
+        return _read_tokenizer(file)
     except TokenizerError as error:
         logger.warning("%s: %s; it runs on token ids only", file.path.name, error)
         return None

@@ -48,7 +48,8 @@ def _characters(ranges: str) -> str:
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s+(?!\S)|\s+"
 _LINES = r"\s*[\r\n]+|" + _SPACES
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|" + _SPACES
+GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|" + _SPACES
+"""How GPT-2 splits words, and every byte-level step that names no other pattern."""
 _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _SYMBOLS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
 
@@ -111,7 +112,7 @@ def _rule(*steps: str | DigitGroups, ignores_merges: bool = False, adds_bos: boo
 
 
 _RULES: dict[str, PreTokenizerRule] = {
-    "default": _rule(r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", _THREE_DIGITS),
+    "default": _rule(r"[\p{P}\$\+<=>\^~\|]+", GPT2_PATTERN, r"\p{N}+", _THREE_DIGITS),
     "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano": _rule(
         _LLAMA3, ignores_merges=True, adds_bos=True
     ),
@@ -130,12 +131,12 @@ _RULES: dict[str, PreTokenizerRule] = {
     "deepseek-v3 hunyuan-dense joyai-llm hy_v4": _rule(r"\p{N}{1,3}", _CJK, _DEEPSEEK3_MAIN),
     "spark2_5": _rule(r"\p{N}{1,3}", _CJK, _ASCII_SYMBOL_WORD + r"| ?[\p{P}\p{S}]+|[\r\n]|" + _SPACES, r"\p{N}"),
     "youtu": _rule(_YOUTU_SCRIPTS, _cased(r"\p{N}", _CONTRACTION + "?"), ignores_merges=True),
-    "falcon": _rule(_PUNCTUATION, _GPT2, _THREE_DIGITS),
-    "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2": _rule(r"\p{N}", _GPT2),
+    "falcon": _rule(_PUNCTUATION, GPT2_PATTERN, _THREE_DIGITS),
+    "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2": _rule(r"\p{N}", GPT2_PATTERN),
     (
         "gpt-2 phi-2 jina-es jina-de gigachat jina-v2-es jina-v2-de a.x-4.0 mellum modern-bert jina-v1-en"
         " jina-v2-code roberta-bpe exaone4 mpt olmo jais trillion granite-docling"
-    ): _rule(_GPT2),
+    ): _rule(GPT2_PATTERN),
     ("qwen2 deepseek-r1-qwen kormo f2llmv2 stablelm2 hunyuan solar-open megrez grok-2"): _rule(_QWEN2),
     "qwen35": _rule(
         _contraction_first(r"\p{N}", word=r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+", symbols=r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*")
@@ -169,7 +170,7 @@ _RULES: dict[str, PreTokenizerRule] = {
         r"[\t\n]|    |  ",
         r"\p{N}",
         r"[\p{P}!-/:-@\[-`{-~]",
-        _GPT2,
+        GPT2_PATTERN,
         adds_bos=True,
     ),
     "gemma4 granite-embed-multi-311m": PreTokenizerRule(

@@ -40,6 +40,7 @@ class Tokenizer:
         self.unknown_token_id = roles.get("unknown")
         self.eog_token_ids = vocabulary.end_of_generation_ids
         self.strips_space_at_start = self._encoder.adds_space
+        self._adds_space_once = vocabulary.flags.get("add_space_prefix_once", False)
         self._before = self._added_ids("bos", self._encoder.adds_bos)
         self._after = self._added_ids("eos", False)
         if self.kind == "wordpiece":
@@ -82,7 +83,7 @@ class Tokenizer:
             if strips:
                 plain = plain.lstrip(_ASCII_SPACES)
             if plain:
-                ids += self._encoder.encode(plain, is_run_start=True)
+                ids += self._encoder.encode(plain, is_run_start=not (position and self._adds_space_once))
             if spelling.token_id >= 0:
                 ids.append(spelling.token_id)
                 strips = spelling.token_id in self._stripping_ids

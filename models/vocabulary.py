@@ -42,6 +42,11 @@ _DEFAULT_IDS: dict[str, dict[str, tuple[int, str]]] = {
 _UNUSED_IDS = ("padding", "mask")
 # Published files of these deny the BOS token that their models cannot do without.
 _ALWAYS_WITH_BOS = ("gemma4", "granite-embed-multi-311m")
+_FLAGS = (
+    *("add_bos_token", "add_eos_token", "add_space_prefix", "normalizer.lowercase", "normalizer.strip_accents"),
+    # Not GGUF's: what tokenizer.json can say and GGUF cannot.
+    *("add_space_prefix_once", "strips_after_special"),
+)
 _ROLES = ("bos", "eos", "eot", "eom", "unknown", "seperator", "cls", "fim_pad", "fim_rep", "fim_sep")
 
 
@@ -109,6 +114,7 @@ def read_vocabulary(metadata: Mapping[str, object]) -> Vocabulary:
             types[ids[text]] = TokenType.CONTROL
     roles = _role_ids(metadata, kind, tokens, types)
     end_of_generation = find_end_of_generation(ids, roles, lambda index: types[index] == TokenType.CONTROL)
+    end_of_generation |= _further_ends(metadata, len(tokens))
     if not end_of_generation and kind != "wordpiece":
         _refuse(
             "eos_token_id",
@@ -121,6 +127,8 @@ def read_vocabulary(metadata: Mapping[str, object]) -> Vocabulary:
     if pre_tokenizer in _ALWAYS_WITH_BOS:
         flags["add_bos_token"] = "bos" in roles
     name = metadata.get("general.name")
+    # Phi-3 was trained with the white space after its markers removed; its GGUF files only say so by name.
+    is_phi3 = isinstance(name, str) and ("phi-3" in name.lower() or "phi3" in name.lower())
     return Vocabulary(
         kind=kind,
         pre_tokenizer=pre_tokenizer,
@@ -134,8 +142,7 @@ def read_vocabulary(metadata: Mapping[str, object]) -> Vocabulary:
         role_ids=roles,
         end_of_generation_ids=end_of_generation,
         flags=flags,
-        # Phi-3 was trained with the white space after its markers removed; its files only say so by name.
-        strips_after_special=isinstance(name, str) and ("phi-3" in name.lower() or "phi3" in name.lower()),
+        strips_after_special=is_phi3 or flags.get("strips_after_special", False),
     )
 
 
@@ -284,10 +291,17 @@ def _role_ids(metadata: Mapping[str, object], kind: str, tokens: list[str], type
     return roles
 
 
+def _further_ends(metadata: Mapping[str, object], count: int) -> frozenset[int]:
+    """Ids that end a generation beyond those GGUF has keys for; only folders have such a list."""
+    value = metadata.get(PREFIX + "end_of_generation_ids", ())
+    if not isinstance(value, list | tuple) or not all(type(index) is int and 0 <= index < count for index in value):
+        _refuse("end_of_generation_ids", _describe(value), f"token ids from 0 to {count - 1}")
+    return frozenset(value)
+
+
 def _flags(metadata: Mapping[str, object]) -> dict[str, bool]:
     flags: dict[str, bool] = {}
-    keys = ("add_bos_token", "add_eos_token", "add_space_prefix", "normalizer.lowercase", "normalizer.strip_accents")
-    for key in keys:
+    for key in _FLAGS:
         value = metadata.get(PREFIX + key)
         if value is None:
             continue

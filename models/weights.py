@@ -1,4 +1,4 @@
-"""Weights of a GGUF file for the CPU: packed into tiles straight from the map, one tensor at a time.
+"""Weights of a model file for the CPU: packed into tiles straight from the map, one tensor at a time.
 
 What a tensor's type is run as is decided in `quant/conversion.py`. After packing, the file's pages are given back to
 the system, so loading needs little more memory than the packed weights themselves.
@@ -15,15 +15,15 @@ from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.kernels.ops import EmbeddingTable, FloatArray, LinearWeight
 from localinfer.quant.conversion import conversion_note, convert, layout_of, runs_directly
 from localinfer.quant.formats import TensorType, row_bytes
-from localinfer.quant.gguf import GGUFFile
+from localinfer.quant.model_file import ModelFile
 from localinfer.quant.reference import dequantize
 
 
 class CpuWeights:
-    """A `WeightSource` over a GGUF file. `notes` says, per tensor type that no kernel runs directly, what it runs
+    """A `WeightSource` over a model file. `notes` says, per tensor type that no kernel runs directly, what it runs
     as."""
 
-    def __init__(self, file: GGUFFile, pool: ThreadPool, progress: ProgressCallback | None = None) -> None:
+    def __init__(self, file: ModelFile, pool: ThreadPool, progress: ProgressCallback | None = None) -> None:
         self._file = file
         self._pool = pool
         self._progress = progress

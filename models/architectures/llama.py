@@ -12,8 +12,8 @@ _LLAMA4_MAVERICK_EXPERTS = 128
 
 
 def llama(config: ModelConfig) -> Architecture:
-    """Llama 1 to 3.x, Mistral, TinyLlama, SmolLM; with experts, Mixtral (arXiv 2401.04088)."""
-    return Architecture(pairing=Pairing.ADJACENT)
+    """Llama 1 to 3.x, TinyLlama, SmolLM; Mistral (the first has a window); with experts, Mixtral (arXiv 2401.04088)."""
+    return Architecture(pairing=Pairing.ADJACENT, windows=(config.sliding_window,) * config.num_layers)
 
 
 def mistral3(config: ModelConfig) -> Architecture:

@@ -1,0 +1,176 @@
+"""A Hugging Face folder, read as the GGUF file it would convert to.
+
+Everything behind this file sees GGUF's names, metadata and blocks, so a folder runs, and is converted, by the same code
+as a file. Plain tensors are views of the map; only what GGUF stores otherwise is made when it is asked for: rows of
+queries and keys in another order, norms plus one, stacks of experts.
+"""
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.errors import CorruptFileError, TokenizerError, UnsupportedFormatError
+from localinfer.models.checkpoint.hyperparameters import read_hyperparameters
+from localinfer.models.checkpoint.tensor_plan import PlannedTensor, plan_tensors
+from localinfer.models.checkpoint.tokenizer_files import read_tokenizer
+from localinfer.quant.checkpoint_folder import CheckpointFolder, open_folder
+from localinfer.quant.formats import TensorType, row_bytes
+from localinfer.quant.reference import dequantize
+
+logger = logging.getLogger(__name__)
+
+_TYPES = {"F16": TensorType.F16, "BF16": TensorType.BF16, "F32": TensorType.F32}
+_WAY_OUT = "Download the folder again or choose another copy of the model."
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointTensor:
+    """One tensor as GGUF would have it: `shape` rows first, `num_bytes` those of its blocks."""
+
+    name: str
+    type: TensorType
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
+class CheckpointModel:
+    """A `ModelFile` over a Hugging Face folder, open until `close` (or the end of a `with` block).
+
+    A vocabulary that is not built leaves its keys out of `metadata` and says why in `tokenizer_error`: the model still
+    runs on token ids.
+    """
+
+    path: Path
+    num_bytes: int
+    metadata: Mapping[str, object]
+    tensors: dict[str, CheckpointTensor]
+    tokenizer_error: TokenizerError | None = None
+
+    def __init__(self, folder: CheckpointFolder) -> None:
+        parameters = read_hyperparameters(folder.config, folder.path.resolve().name)
+        plan = plan_tensors(folder.tensors, parameters, ())
+        if plan.left_out:
+            logger.warning(
+                "%s: only its text model runs; %d tensors of other parts are left out (%s)",
+                folder.path.name,
+                len(plan.left_out),
+                plan.left_out[0],
+            )
+        self._folder = folder
+        self._plan = plan.tensors
+        self._made = parameters.tensors
+        self.path = folder.path
+        self.num_bytes = folder.num_bytes
+        self.metadata = parameters.metadata | self._read_tokenizer()
+        self.tensors = {name: self._record(planned) for name, planned in self._plan.items()}
+        for name, values in self._made.items():
+            self.tensors[name] = CheckpointTensor(name, TensorType.F32, values.shape, values.nbytes)
+
+    def tensor(self, name: str) -> CheckpointTensor:
+        """Return a tensor's record. Raises: CorruptFileError if the model lacks it."""
+        if name not in self.tensors:
+            raise CorruptFileError(
+                f"{self.path.name} has nothing that is GGUF's {name!r} among its {len(self.tensors)} tensors; wanted a "
+                f"complete model of this architecture. {_WAY_OUT}"
+            )
+        return self.tensors[name]
+
+    def tensor_bytes(self, name: str) -> NDArray[np.uint8]:
+        """Return uint8[num_bytes]: a view into the map, or a copy where the tensor is made from others."""
+        info = self.tensor(name)
+        if name in self._made:
+            return self._made[name].view(np.uint8)
+        planned = self._plan[name]
+        parts = [self._source_bytes(planned, source, info) for source in planned.sources]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def forget(self, name: str, first: int, end: int) -> None:
+        """Let the system drop the memory behind a tensor, once all of it has been packed."""
+        planned = self._plan.get(name)
+        if planned is not None and end == self.tensors[name].num_bytes:
+            for source in planned.sources:
+                self._folder.forget(f"{source}.{planned.leaf}")
+
+    def close(self) -> None:
+        """Refuse further access and unmap what no view still uses. Safe to call twice."""
+        self._folder.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _read_tokenizer(self) -> dict[str, object]:
+        embedding = self._folder.tensor(f"{self._plan['token_embd.weight'].sources[0]}.weight")
+        try:
+            return read_tokenizer(self._folder, embedding.shape[0] if embedding.shape else 0)
+        except TokenizerError as error:
+            self.tokenizer_error = error
+            return {}
+
+    def _record(self, planned: PlannedTensor) -> CheckpointTensor:
+        sources = [self._folder.tensor(f"{source}.{planned.leaf}") for source in planned.sources]
+        first = sources[0]
+        for source in sources:
+            if (source.shape, source.dtype) != (first.shape, first.dtype):
+                raise CorruptFileError(
+                    f"{source.name} is {source.dtype} of shape {source.shape}, {first.name} {first.dtype} of shape "
+                    f"{first.shape}; wanted experts that are alike. {_WAY_OUT}"
+                )
+        if first.dtype not in _TYPES:
+            raise UnsupportedFormatError(
+                f"{first.name} is {first.dtype}; this version runs F16, BF16 and F32 weights, and GPTQ, AWQ and "
+                f"compressed-tensors checkpoints. {_WAY_OUT}"
+            )
+        type = TensorType.F32 if planned.plus_one else _TYPES[first.dtype]
+        if not first.shape or len(first.shape) > 2 or 0 in first.shape:
+            raise CorruptFileError(f"{first.name} has shape {first.shape}; wanted a vector or a matrix. {_WAY_OUT}")
+        if planned.permuted_heads and first.shape[0] % (2 * planned.permuted_heads):
+            raise CorruptFileError(
+                f"{first.name} has {first.shape[0]} rows; wanted an even number for each of {planned.permuted_heads} "
+                f"heads. {_WAY_OUT}"
+            )
+        shape = (len(sources), *first.shape) if planned.name.endswith("_exps.weight") else first.shape
+        return CheckpointTensor(planned.name, type, shape, prod(shape[:-1]) * row_bytes(type, shape[-1]))
+
+    def _source_bytes(self, planned: PlannedTensor, source: str, info: CheckpointTensor) -> NDArray[np.uint8]:
+        name = f"{source}.{planned.leaf}"
+        stored = self._folder.tensor(name)
+        if planned.plus_one:
+            values = dequantize(self._folder.tensor_bytes(name), _TYPES[stored.dtype], stored.shape)
+            return (values + np.float32(1)).reshape(-1).view(np.uint8)
+        data: NDArray[Any] = self._folder.array(name)
+        if planned.permuted_heads:
+            data = data[adjacent_pairs(stored.shape[0], planned.permuted_heads)]
+        return data.reshape(-1).view(np.uint8)
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> CheckpointModel:
+    """Open a Hugging Face folder.
+
+    Raises: ModelFileError if it holds no model; UnsupportedFormatError if this version cannot run it; CorruptFileError
+        if its files contradict each other.
+    """
+    folder = open_folder(path)
+    try:
+        return CheckpointModel(folder)
+    except BaseException:
+        folder.close()
+        raise
+
+
+def adjacent_pairs(num_rows: int, num_heads: int) -> NDArray[np.intp]:
+    """The order of rows in which the two that rotate together, i and i + half in each head, lie side by side."""
+    half = num_rows // num_heads // 2
+    return np.arange(num_rows).reshape(num_heads, 2, half).swapaxes(1, 2).reshape(-1)

@@ -1,0 +1,243 @@
+"""From tokenizer.json to the vocabulary a GGUF file of the same model would have.
+
+Two kinds are built: byte-level BPE, and BPE over SentencePiece's pieces with bytes for what no piece covers. A part of
+the pipeline that would change the ids and is not built is refused by name.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from localinfer.errors import TokenizerError
+from localinfer.models.pre_tokenizers import GPT2_PATTERN, PRE_TOKENIZERS
+from localinfer.models.vocabulary import PREFIX, TokenType
+
+_MAX_TOKENS = 1 << 22
+_SPACE_MARK = "▁"
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_WAY_OUT = "Use a GGUF file of the model, or run it with token ids only."
+
+
+class TokenizerJson:
+    """The tokenizer of a folder, in GGUF's terms.
+
+    ids: the id of every token by its text. metadata: GGUF's keys, those of special roles aside. adds: whether the
+    post-processor puts a token of that text before or after every text, None where there is no such processor.
+    """
+
+    def __init__(self, document: Mapping[str, Any], vocab_size: int) -> None:
+        self._model = _object(document, "model")
+        self._added = [_added_token(entry) for entry in _list(document, "added_tokens")]
+        self._check_model()
+        self._normalizers = _steps(document.get("normalizer"), "normalizers")
+        self._pre_tokenizers = _steps(document.get("pre_tokenizer"), "pretokenizers")
+        self._post_processors = _steps(document.get("post_processor"), "processors")
+        self.ids = self._read_ids()
+        tokens, types = self._read_tokens(vocab_size)
+        self.metadata: dict[str, object] = {f"{PREFIX}tokens": tokens, f"{PREFIX}token_type": types}
+        if any(step.get("type") == "ByteLevel" for step in self._pre_tokenizers):
+            self.metadata |= self._byte_level()
+        else:
+            self.metadata |= self._sentence_piece(tokens, types)
+
+    def added_around(self) -> tuple[list[str], list[str]] | None:
+        """Return the tokens that the post-processor puts before and after a text, None where it says nothing."""
+        for step in self._post_processors:
+            if step.get("type") != "TemplateProcessing":
+                continue
+            before: list[str] = []
+            after: list[str] = []
+            side = before
+            for piece in _list(step, "single"):
+                if isinstance(piece, dict) and "Sequence" in piece:
+                    side = after
+                elif isinstance(piece, dict) and isinstance(piece.get("SpecialToken"), dict):
+                    side.append(str(piece["SpecialToken"].get("id")))
+            return before, after
+        return None
+
+    @property
+    def strips_after_special(self) -> bool:
+        """Whether the white space behind special tokens goes with them."""
+        return any(token["special"] and token["rstrip"] for token in self._added)
+
+    def _check_model(self) -> None:
+        model = self._model
+        kind = model.get("type", "BPE" if "merges" in model else None)
+        if kind != "BPE":
+            raise _unsupported(f"its model is {kind!r:.40}", "BPE")
+        for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
+            if model.get(key):
+                raise _unsupported(f"its model has {key} {model[key]!r:.40}", "none")
+
+    def _read_ids(self) -> dict[str, int]:
+        vocab = _object(self._model, "vocab")
+        if len(vocab) > _MAX_TOKENS or not all(
+            type(index) is int and 0 <= index < _MAX_TOKENS for index in vocab.values()
+        ):
+            raise TokenizerError(
+                f"tokenizer.json: model.vocab is not a map of texts to ids below {_MAX_TOKENS}. {_WAY_OUT}"
+            )
+        ids: dict[str, int] = dict(vocab)
+        ids.update((token["content"], token["id"]) for token in self._added)
+        if len(set(ids.values())) != len(ids):
+            seen: dict[int, str] = {}
+            for text, index in ids.items():
+                if index in seen:
+                    raise TokenizerError(
+                        f"tokenizer.json: {seen[index]!r:.60} and {text!r:.60} both have the id {index}. {_WAY_OUT}"
+                    )
+                seen[index] = text
+        return ids
+
+    def _read_tokens(self, vocab_size: int) -> tuple[list[str], list[int]]:
+        """One text and type for each of the `vocab_size` rows of the embedding; ids without a text are unused."""
+        beyond = [text for text, index in self.ids.items() if index >= vocab_size]
+        added = {token["content"] for token in self._added}
+        if not added.issuperset(beyond):
+            raise TokenizerError(
+                f"tokenizer.json: {len(beyond)} ids, such as that of {beyond[0]!r:.60}, lie outside the {vocab_size} "
+                f"rows of the embedding. {_WAY_OUT}"
+            )
+        for text in beyond:
+            del self.ids[text]  # for pictures and the like: the model has no row for them
+        tokens = [f"[PAD{index}]" for index in range(vocab_size)]
+        types = [int(TokenType.UNUSED)] * vocab_size
+        has_bytes = bool(self._model.get("byte_fallback"))
+        for text, index in self.ids.items():
+            tokens[index] = text
+            is_byte = has_bytes and _BYTE_TOKEN.fullmatch(text)
+            types[index] = int(TokenType.BYTE if is_byte else TokenType.NORMAL)
+        for token in self._added:
+            if token["id"] < vocab_size and types[token["id"]] != TokenType.BYTE:
+                types[token["id"]] = int(TokenType.CONTROL if token["special"] else TokenType.USER_DEFINED)
+        unknown = self.ids.get(str(self._model.get("unk_token")))
+        if unknown is not None:
+            types[unknown] = int(TokenType.UNKNOWN)
+        return tokens, types
+
+    def _merges(self) -> list[tuple[str, str]]:
+        pairs: list[tuple[str, str]] = []
+        for entry in _list(self._model, "merges"):
+            pair = entry.split(" ") if isinstance(entry, str) else entry
+            if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(part, str) and part for part in pair):
+                raise TokenizerError(f"tokenizer.json: the merge {entry!r:.60} is not a pair of texts. {_WAY_OUT}")
+            pairs.append((pair[0], pair[1]))
+        return pairs
+
+    def _byte_level(self) -> dict[str, object]:
+        for step in self._normalizers:
+            # NFC changes only texts that are not composed, which hardly any source of text writes.
+            if step.get("type") != "NFC":
+                raise _unsupported(f"its normalizer is {step.get('type')!r:.40}", "none, or NFC")
+        patterns = [pattern for step in self._pre_tokenizers for pattern in _patterns(step)]
+        ignores_merges = bool(self._model.get("ignore_merges"))
+        names = (
+            name
+            for name, rule in PRE_TOKENIZERS.items()
+            if list(rule.steps) == patterns and rule.ignores_merges == ignores_merges and not rule.is_raw
+        )
+        name = next(names, None)
+        if name is None:
+            raise _unsupported(f"it splits words by {patterns!r:.300}", "the rules of the vocabularies it knows")
+        merges = [f"{left} {right}" for left, right in self._merges()]
+        return {f"{PREFIX}model": "gpt2", f"{PREFIX}pre": name, f"{PREFIX}merges": merges}
+
+    def _sentence_piece(self, tokens: list[str], types: list[int]) -> dict[str, object]:
+        """Scores stand in for merges: SentencePiece ranks a merge by its result, and so were the merges made."""
+        if not self._model.get("byte_fallback"):
+            raise _unsupported("it is neither byte-level nor has it byte_fallback", "one of the two")
+        scores = np.full(len(tokens), -1e9, np.float32)
+        for rank, (left, right) in enumerate(self._merges()):
+            index = self.ids.get(left + right)
+            if index is None:
+                raise TokenizerError(f"tokenizer.json: the merge {left + right!r:.60} is not a token. {_WAY_OUT}")
+            scores[index] = max(scores[index], -rank)
+        has_prefix, only_first = self._space_prefix()
+        metadata: dict[str, object] = {
+            f"{PREFIX}model": "llama",
+            f"{PREFIX}scores": scores,
+            f"{PREFIX}add_space_prefix": has_prefix,
+        }
+        if only_first:
+            metadata[f"{PREFIX}add_space_prefix_once"] = True
+        return metadata
+
+    def _space_prefix(self) -> tuple[bool, bool]:
+        """Whether plain text gets a space before it, and whether only at the very start."""
+        has_prefix = only_first = marks_spaces = False
+        for step in [*self._normalizers, *self._pre_tokenizers]:
+            match step:
+                case {"type": "Prepend", "prepend": "▁"}:
+                    has_prefix = True
+                case {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}:
+                    marks_spaces = True
+                case {"type": "Split", "pattern": {"String": " "}}:
+                    pass  # every space has become a mark before this looks for one
+                case {"type": "Metaspace", "replacement": "▁"}:
+                    if step.get("split", True):
+                        raise _unsupported("its Metaspace splits words", "split false")
+                    scheme = step.get("prepend_scheme", "always" if step.get("add_prefix_space", True) else "never")
+                    has_prefix, only_first, marks_spaces = scheme != "never", scheme == "first", True
+                case _:
+                    raise _unsupported(f"a step of its pipeline is {step!r:.120}", "SentencePiece's own")
+        if not marks_spaces:
+            raise _unsupported("nothing in it turns spaces into '▁'", "a Replace or Metaspace that does")
+        return has_prefix, only_first
+
+
+def _patterns(step: Mapping[str, Any]) -> list[str]:
+    """The regular expressions by which one pre-tokenizer cuts, as `PRE_TOKENIZERS` spells them."""
+    match step:
+        case {"type": "ByteLevel"}:
+            if step.get("add_prefix_space"):
+                raise _unsupported("its ByteLevel step adds a space before texts", "add_prefix_space false")
+            return [GPT2_PATTERN] if step.get("use_regex", True) else []
+        case {"type": "Digits"}:
+            return [r"\p{N}" if step.get("individual_digits") else r"\p{N}+"]
+        case {"type": "Split", "pattern": {"Regex": str(pattern)}, "behavior": "Isolated", "invert": False}:
+            return [pattern]
+        case {"type": "Split", "pattern": {"Regex": str(pattern)}, "behavior": "Removed", "invert": True}:
+            return [pattern]  # such patterns match all of a text, so nothing is removed
+        case _:
+            raise _unsupported(f"its pre-tokenizer has the step {step!r:.200}", "Split, Digits and ByteLevel")
+
+
+def _steps(value: object, parts: str) -> list[Mapping[str, Any]]:
+    """The steps of a pipeline, those of nested sequences in order."""
+    if value is None:
+        return []
+    if not isinstance(value, dict):
+        raise TokenizerError(f"tokenizer.json: a step of the pipeline is {value!r:.60}; wanted an object. {_WAY_OUT}")
+    if value.get("type") != "Sequence":
+        return [value]
+    return [step for entry in _list(value, parts) for step in _steps(entry, parts)]
+
+
+def _added_token(entry: object) -> dict[str, Any]:
+    wanted = {"content": str, "id": int, "special": bool}
+    if not isinstance(entry, dict) or any(type(entry.get(key)) is not kind for key, kind in wanted.items()):
+        raise TokenizerError(f"tokenizer.json: the added token {entry!r:.80} lacks content, id or special. {_WAY_OUT}")
+    if not entry["content"] or not 0 <= entry["id"] < _MAX_TOKENS:
+        raise TokenizerError(f"tokenizer.json: the added token {entry!r:.80} is empty or has no sound id. {_WAY_OUT}")
+    return {"rstrip": bool(entry.get("rstrip")), **{key: entry[key] for key in wanted}}
+
+
+def _object(record: Mapping[str, Any], key: str) -> dict[str, Any]:
+    value = record.get(key)
+    if not isinstance(value, dict):
+        raise TokenizerError(f"tokenizer.json: {key} is {value!r:.60}; wanted an object. {_WAY_OUT}")
+    return value
+
+
+def _list(record: Mapping[str, Any], key: str) -> list[Any]:
+    value = record.get(key, [])
+    if not isinstance(value, list):
+        raise TokenizerError(f"tokenizer.json: {key} is {value!r:.60}; wanted a list. {_WAY_OUT}")
+    return value
+
+
+def _unsupported(found: str, wanted: str) -> TokenizerError:
+    return TokenizerError(f"tokenizer.json: {found}, which this version does not build; wanted {wanted}. {_WAY_OUT}")

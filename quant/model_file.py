@@ -1,0 +1,61 @@
+"""What a loader needs of a model on disk, whatever it is stored as."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.quant.formats import TensorType
+
+
+class TensorRecord(Protocol):
+    """One tensor as GGUF would describe it: `shape` rows first, `num_bytes` those of its blocks."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def type(self) -> TensorType: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
+class ModelFile(Protocol):
+    """A model on disk, under GGUF's names: a GGUF file (`quant.gguf`), or a Hugging Face folder (`models.checkpoint`).
+
+    `num_bytes` is its size on disk. `metadata` has GGUF's keys, values decoded.
+    """
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    @property
+    def metadata(self) -> Mapping[str, object]: ...
+
+    @property
+    def tensors(self) -> Mapping[str, TensorRecord]: ...
+
+    def tensor(self, name: str) -> TensorRecord:
+        """Return a tensor's record. Raises: CorruptFileError if the model lacks it."""
+        ...
+
+    def tensor_bytes(self, name: str) -> NDArray[np.uint8]:
+        """Return uint8[num_bytes]: the tensor's blocks, row after row."""
+        ...
+
+    def forget(self, name: str, first: int, end: int) -> None:
+        """Let the system drop the memory behind some bytes of a tensor."""
+        ...
+
+    def close(self) -> None:
+        """Refuse further access. Safe to call twice."""
+        ...

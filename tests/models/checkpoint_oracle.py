@@ -1,0 +1,56 @@
+"""Logits of a model file, of either kind, by the NumPy oracle: weights dequantized to float64, activations exact."""
+
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.kernels.ops import Batch, EmbeddingTable, FloatArray, LinearWeight, Segment
+from localinfer.models.config import ModelConfig
+from localinfer.models.decoder import write_decoder
+from localinfer.models.loader import open_model_file
+from localinfer.quant.model_file import ModelFile
+from localinfer.quant.reference import dequantize
+from tests.oracle import NumpyTape
+
+
+class OracleWeights:
+    """`WeightSource` over a model file, for the NumPy tape."""
+
+    def __init__(self, file: ModelFile) -> None:
+        self._file = file
+
+    def has(self, name: str) -> bool:
+        return name in self._file.tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._file.tensor(name).shape
+
+    def linear(self, name: str, rows: slice | None = None) -> LinearWeight:
+        values = np.atleast_2d(self._values(name))
+        if rows is not None:
+            values = values[..., rows, :]
+        num_experts = values.shape[0] if values.ndim == 3 else 1
+        return LinearWeight(name, values.shape[-2], values.shape[-1], values, num_experts)
+
+    def embedding(self, name: str) -> EmbeddingTable:
+        values = self._values(name)
+        return EmbeddingTable(name, values.shape[0], values.shape[1], values)
+
+    def vector(self, name: str) -> FloatArray:
+        return self._values(name).astype(np.float32)
+
+    def _values(self, name: str) -> NDArray[np.float64]:
+        info = self._file.tensor(name)
+        return dequantize(self._file.tensor_bytes(name), info.type, info.shape).astype(np.float64)
+
+
+def oracle_logits(path: Path, token_ids: NDArray[np.int32]) -> FloatArray:
+    """float32[T, vocab_size] of every position."""
+    with closing(open_model_file(path)) as file:
+        config = ModelConfig.from_metadata(file.metadata, {name: info.shape for name, info in file.tensors.items()})
+        program = write_decoder(config, OracleWeights(file), NumpyTape())
+        pages = np.array([1], dtype=np.int64)
+        rows = np.arange(len(token_ids), dtype=np.int32)
+        return program.run(Batch(token_ids, [Segment(0, len(token_ids), pages)], rows))
