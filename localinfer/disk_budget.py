@@ -1,0 +1,98 @@
+"""The byte budget of the cache folder: what was used least recently goes first."""
+
+import contextlib
+import os
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+_ABANDONED_SECONDS = 3600.0
+"""Age from which an unfinished file belongs to a process that died."""
+
+
+class StoredFile(NamedTuple):
+    """A file of the cache folder: when it was last used, in nanoseconds, and its size."""
+
+    used_ns: int
+    path: str
+    num_bytes: int
+
+
+class DiskBudget:
+    """Keeps a folder that several processes write near `max_bytes`, measuring it rarely.
+
+    Between measurements only what this process wrote is known, so the folder may exceed the budget by a sixteenth per
+    process. One thread at a time may call.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self._folder = folder
+        self._max_bytes = max_bytes
+        self._slack_bytes = max_bytes // 16
+        self._measured_bytes: int | None = None
+        self._written_bytes = 0
+
+    def note_written(self, num_bytes: int) -> None:
+        """Count what was just written."""
+        self._written_bytes += num_bytes
+
+    def enforce(self) -> int:
+        """Delete what was used longest ago until the folder fits; return the bytes deleted. Never raises OSError."""
+        is_known = self._measured_bytes is not None and self._written_bytes <= self._slack_bytes
+        if is_known and (self._measured_bytes or 0) + self._written_bytes <= self._max_bytes:
+            return 0
+        files = sorted(stored_files(self._folder))
+        total = sum(file.num_bytes for file in files)
+        excess = total - (self._max_bytes - self._slack_bytes) if total > self._max_bytes else 0
+        abandoned_ns = time.time_ns() - int(_ABANDONED_SECONDS * 1e9)
+        deleted = 0
+        for file in files:
+            is_abandoned = file.path.endswith(".tmp") and file.used_ns < abandoned_ns
+            if (deleted < excess or is_abandoned) and _delete(file.path):
+                deleted += file.num_bytes
+        self._measured_bytes = total - deleted
+        self._written_bytes = 0
+        return deleted
+
+
+def stored_files(folder: str | os.PathLike[str]) -> Iterator[StoredFile]:
+    """Every regular file under a folder; what vanishes or cannot be read meanwhile is left out."""
+    try:
+        with os.scandir(folder) as entries:
+            listed = list(entries)
+    except OSError:
+        return
+    for entry in listed:
+        try:
+            status = entry.stat(follow_symlinks=False)
+        except OSError:
+            continue
+        if stat.S_ISDIR(status.st_mode):
+            yield from stored_files(entry.path)
+        elif stat.S_ISREG(status.st_mode):
+            yield StoredFile(status.st_mtime_ns, entry.path, status.st_size)
+
+
+def clear(folder: Path) -> int:
+    """Delete every file under a folder, and return their bytes. Other processes may be using it: they miss."""
+    return sum(file.num_bytes for file in list(stored_files(folder)) if _delete(file.path))
+
+
+def mark_used(paths: list[Path]) -> None:
+    """Note that pages were used now: the first the most recently, so that a history is deleted from its end."""
+    now = time.time_ns()
+    for index, path in enumerate(paths):
+        with contextlib.suppress(OSError):
+            used = now - index * 1000
+            os.utime(path, ns=(used, used))
+
+
+def _delete(path: str) -> bool:
+    """Delete one file; False if it is gone already, or still open where that forbids it."""
+    try:
+        os.unlink(path)
+    except OSError:
+        return False
+    return True

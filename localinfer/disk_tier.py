@@ -1,0 +1,285 @@
+"""Pages of keys and values on disk: found by the token ids of a prompt, proven when read, replaced least used first.
+
+A page's file is named by the key of the history before it and by its own (page_file.py), so a prompt finds its pages
+without an index, conversations with a common beginning share its files, and any number of processes may use one
+folder: each file appears whole, and two that write the same name write the same bytes. The folder is only a cache:
+what is torn, altered or foreign is deleted and computed again.
+"""
+
+import contextlib
+import functools
+import logging
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from localinfer.disk_budget import DiskBudget, mark_used
+from localinfer.page_file import (
+    KEY_BYTES,
+    PageFormat,
+    PageRecord,
+    Rejection,
+    TokenIds,
+    look_at,
+    read_page,
+    read_record,
+    write_page,
+)
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+_MAX_SIBLINGS = 1024
+"""Files of one parent that are looked into for the longest common beginning: 10 milliseconds at worst."""
+
+_SUFFIX = ".page"
+
+
+@dataclass(frozen=True)
+class FoundPage:
+    """A file that, if it proves sound, holds the next `num_tokens` tokens of a history."""
+
+    path: Path
+    record: PageRecord
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Found:
+    """Pages that continue a prompt, in order, from page `first_page` on; all but the last are full.
+
+    num_tokens: of the prompt, from its beginning, that would then be computed.
+    """
+
+    first_page: int
+    num_tokens: int
+    pages: tuple[FoundPage, ...] = ()
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a save did: pages written, pages that were there already, and why it ended early, if it did."""
+
+    num_written: int
+    num_present: int
+    failure: str | None = None
+
+
+@dataclass
+class DiskCounters:
+    """What a tier did since it was opened. `rejected` counts files by what was wrong with them."""
+
+    pages_read: int = 0
+    pages_written: int = 0
+    bytes_deleted: int = 0
+    failed_saves: int = 0
+    rejected: Counter[Rejection] = field(default_factory=Counter)
+
+
+class DiskTier:
+    """The pages of one fingerprint in a cache folder. Any thread may call; a save excludes other saves only.
+
+    folder: private, and there already. fingerprint: 32 bytes that stand for everything but the token ids that a page's
+    bytes depend on. max_bytes: budget of the whole folder, pages of other fingerprints included.
+    """
+
+    def __init__(
+        self, folder: Path, fingerprint: bytes, *, page_tokens: int, page_bytes: int, max_bytes: int, threads: int = 2
+    ) -> None:
+        assert len(fingerprint) == KEY_BYTES, "a fingerprint is a SHA-256"
+        self.form = PageFormat(page_tokens, page_bytes)
+        self.folder = folder / fingerprint.hex()[:32]
+        self.counters = DiskCounters()
+        self._fingerprint = fingerprint
+        self._budget = DiskBudget(folder, max_bytes)
+        self._is_too_small = self.form.file_bytes > max_bytes
+        self._saving = threading.Lock()
+        self._threads = threads
+
+    def find(self, token_ids: TokenIds, first_page: int = 0) -> Found:
+        """Find the files that continue a prompt from page `first_page` on, as far as they go, exact to the token.
+
+        Only names and lengths are looked at, and the headers of what a prompt leaves in the middle of a page.
+        """
+        pages: list[FoundPage] = []
+        for index, record in enumerate(self._records(token_ids)):
+            if index < first_page:
+                continue
+            path = self._path(record)
+            problem = look_at(path, self.form.file_bytes)
+            if problem is None:
+                pages.append(FoundPage(path, record, record.token_ids.size))
+                continue
+            self._reject(path, problem)
+            longest = self._longest_beginning(record)
+            pages += [] if longest is None else [longest]
+            break
+        num_tokens = first_page * self.form.page_tokens + sum(page.num_tokens for page in pages)
+        return Found(first_page, min(num_tokens, token_ids.size), tuple(pages))
+
+    def restore(self, found: Found, pages: Sequence[memoryview]) -> int:
+        """Read found pages into memory, one buffer of `page_bytes` each, and prove them.
+
+        Returns the number of tokens of the prompt, from its beginning, that hold now: fewer than found where a file
+        was rejected, and then the buffers from that page on hold anything.
+        """
+        assert len(pages) == len(found.pages), "one buffer per page"
+        problems = self._in_threads(
+            [
+                functools.partial(read_page, page.path, self.form, page.record, buffer)
+                for page, buffer in zip(found.pages, pages, strict=True)
+            ]
+        )
+        num_tokens = found.first_page * self.form.page_tokens
+        num_read = 0
+        for page, problem in zip(found.pages, problems, strict=True):
+            if problem is not None:
+                self._reject(page.path, problem)
+                break
+            num_tokens += page.num_tokens
+            num_read += 1
+        self.counters.pages_read += num_read
+        return num_tokens
+
+    def mark_used(self, found: Found) -> None:
+        """Note that these pages were used now, so that they are deleted late."""
+        mark_used([page.path for page in found.pages])
+
+    def save(
+        self, token_ids: TokenIds, pages: Sequence[memoryview], *, should_stop: Callable[[], bool] = lambda: False
+    ) -> Saved:
+        """Write the pages of a history that are not there yet, in order, and make room by the budget.
+
+        pages: one buffer of `page_bytes` for every `page_tokens` tokens begun, unchanged during the call but for places
+        past the last token. should_stop is asked between pages. A failure of the disk ends the save early and is
+        told; it is never raised, and what was written until then stays.
+        """
+        with self._saving:
+            if self._is_too_small:
+                return Saved(0, 0, "the disk budget is smaller than one page")
+            return self._save(token_ids, pages, should_stop)
+
+    def _save(self, token_ids: TokenIds, pages: Sequence[memoryview], should_stop: Callable[[], bool]) -> Saved:
+        records = list(self._records(token_ids))
+        assert len(records) == len(pages), "one buffer per page begun"
+        paths = [self._path(record) for record in records]
+        missing = [index for index, path in enumerate(paths) if look_at(path, self.form.file_bytes) is not None]
+        last = len(records) - 1
+        if missing and missing[-1] == last and records[last].token_ids.size < self.form.page_tokens:
+            missing = missing[:-1] if self._has_longer(records[last]) else missing
+        failures: list[str] = []
+
+        def write(index: int) -> bool:
+            if failures or should_stop():
+                return False
+            failure = self._write(paths[index], records[index], pages[index])
+            failures.extend([] if failure is None else [failure])
+            return failure is None
+
+        num_written = sum(self._in_threads([functools.partial(write, index) for index in missing]))
+        # Only a page whose history was there before can have a shorter forerunner.
+        if num_written == len(missing) > 0:
+            self._delete_shorter(records[missing[0]])
+        mark_used(paths)
+        self._budget.note_written(num_written * self.form.file_bytes)
+        self.counters.bytes_deleted += self._budget.enforce()
+        self.counters.pages_written += num_written
+        self.counters.failed_saves += bool(failures)
+        if failures:
+            logger.warning("a conversation was not kept on disk: %s", failures[0])
+        return Saved(num_written, len(records) - len(missing), failures[0] if failures else None)
+
+    def _write(self, path: Path, record: PageRecord, page: memoryview) -> str | None:
+        if record.token_ids.size < self.form.page_tokens:
+            page = memoryview(bytes(page))  # a generation may be writing behind its last token
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            write_page(path, self.form, record, page)
+        except OSError as error:
+            # Where a file that is open cannot be replaced, somebody is reading the same bytes.
+            if look_at(path, self.form.file_bytes) is not None:
+                return f"{path.parent} cannot be written: {error.strerror or error}"
+        return None
+
+    def _records(self, token_ids: TokenIds) -> Iterator[PageRecord]:
+        parent = self._fingerprint
+        for start in range(0, token_ids.size, self.form.page_tokens):
+            record = PageRecord(parent, token_ids[start : start + self.form.page_tokens])
+            yield record
+            parent = record.key
+
+    def _path(self, record: PageRecord) -> Path:
+        parent = record.parent.hex()
+        return self.folder / parent[:2] / f"{parent[:32]}-{record.key.hex()[:32]}{_SUFFIX}"
+
+    def _siblings(self, record: PageRecord) -> Iterator[tuple[Path, PageRecord]]:
+        """Files that follow the same history, with what they say they are of."""
+        folder = self._path(record).parent
+        start = f"{record.parent.hex()[:32]}-"
+        try:
+            with os.scandir(folder) as entries:
+                names = [entry.name for entry in entries if entry.name.startswith(start)]
+        except OSError:
+            return
+        for name in [name for name in names if name.endswith(_SUFFIX)][:_MAX_SIBLINGS]:
+            sibling = read_record(folder / name, self.form)
+            if isinstance(sibling, Rejection):
+                self._reject(folder / name, sibling)
+            elif sibling.parent == record.parent:
+                yield folder / name, sibling
+
+    def _longest_beginning(self, record: PageRecord) -> FoundPage | None:
+        """The file that shares most tokens with the start of a page that has no file of its own."""
+        found = [
+            FoundPage(path, sibling, common_length(sibling.token_ids, record.token_ids))
+            for path, sibling in self._siblings(record)
+        ]
+        longest = max(found, key=lambda page: page.num_tokens, default=None)
+        return longest if longest is not None and longest.num_tokens else None
+
+    def _has_longer(self, record: PageRecord) -> bool:
+        """Whether a file holds these tokens and more."""
+        size = record.token_ids.size
+        return any(
+            sibling.token_ids.size > size and np.array_equal(sibling.token_ids[:size], record.token_ids)
+            for _, sibling in self._siblings(record)
+        )
+
+    def _delete_shorter(self, record: PageRecord) -> None:
+        """Delete files that hold only a beginning of a page that was written whole by now."""
+        for path, sibling in self._siblings(record):
+            size = sibling.token_ids.size
+            if size < record.token_ids.size and np.array_equal(sibling.token_ids, record.token_ids[:size]):
+                with contextlib.suppress(OSError):
+                    path.unlink()
+
+    def _reject(self, path: Path, problem: Rejection) -> None:
+        """Count a file that cannot be used, and delete it, so that it is written anew."""
+        if problem is Rejection.MISSING:
+            return
+        self.counters.rejected[problem] += 1
+        logger.info("%s %s; it is computed again", path, problem.value)
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+    def _in_threads(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
+        """Run jobs and return their results in order. Reading, writing and checksums leave the GIL to others."""
+        if len(jobs) < 2 or self._threads < 2:
+            return [job() for job in jobs]
+        with ThreadPoolExecutor(min(self._threads, len(jobs)), "localinfer-disk") as executor:
+            return list(executor.map(lambda job: job(), jobs))
+
+
+def common_length(a: TokenIds, b: TokenIds) -> int:
+    """How many ids two arrays share at their start."""
+    size = min(a.size, b.size)
+    differs = np.flatnonzero(a[:size] != b[:size])
+    return int(differs[0]) if differs.size else size
