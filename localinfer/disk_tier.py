@@ -13,10 +13,8 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
@@ -32,8 +30,7 @@ from localinfer.page_file import (
     read_record,
     write_page,
 )
-
-T = TypeVar("T")
+from localinfer.worker_threads import run_all
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +38,13 @@ _MAX_SIBLINGS = 1024
 """Files of one parent that are looked into for the longest common beginning: 10 milliseconds at worst."""
 
 _SUFFIX = ".page"
+
+PAGES_AT_ONCE = 8
+"""Pages a save asks for at a time."""
+
+PageSource = Callable[[Sequence[int]], Sequence[memoryview] | None]
+"""Gives pages of a history by their places in it, each a buffer of `page_bytes` that stays as it is until the next
+call; None if they are to be had no more, which ends the save."""
 
 
 @dataclass(frozen=True)
@@ -88,11 +92,12 @@ class DiskTier:
     """The pages of one fingerprint in a cache folder. Any thread may call; a save excludes other saves only.
 
     folder: private, and there already. fingerprint: 32 bytes that stand for everything but the token ids that a page's
-    bytes depend on. max_bytes: budget of the whole folder, pages of other fingerprints included.
+    bytes depend on. max_bytes: budget of the whole folder, pages of other fingerprints included. threads: how many
+    read, write and compute checksums at once.
     """
 
     def __init__(
-        self, folder: Path, fingerprint: bytes, *, page_tokens: int, page_bytes: int, max_bytes: int, threads: int = 2
+        self, folder: Path, fingerprint: bytes, *, page_tokens: int, page_bytes: int, max_bytes: int, threads: int = 1
     ) -> None:
         assert len(fingerprint) == KEY_BYTES, "a fingerprint is a SHA-256"
         self.form = PageFormat(page_tokens, page_bytes)
@@ -102,7 +107,7 @@ class DiskTier:
         self._budget = DiskBudget(folder, max_bytes)
         self._is_too_small = self.form.file_bytes > max_bytes
         self._saving = threading.Lock()
-        self._threads = threads
+        self.threads = threads
 
     def find(self, token_ids: TokenIds, first_page: int = 0) -> Found:
         """Find the files that continue a prompt from page `first_page` on, as far as they go, exact to the token.
@@ -132,11 +137,12 @@ class DiskTier:
         was rejected, and then the buffers from that page on hold anything.
         """
         assert len(pages) == len(found.pages), "one buffer per page"
-        problems = self._in_threads(
+        problems = run_all(
             [
                 functools.partial(read_page, page.path, self.form, page.record, buffer)
                 for page, buffer in zip(found.pages, pages, strict=True)
-            ]
+            ],
+            self.threads,
         )
         num_tokens = found.first_page * self.form.page_tokens
         num_read = 0
@@ -153,38 +159,39 @@ class DiskTier:
         """Note that these pages were used now, so that they are deleted late."""
         mark_used([page.path for page in found.pages])
 
-    def save(
-        self, token_ids: TokenIds, pages: Sequence[memoryview], *, should_stop: Callable[[], bool] = lambda: False
-    ) -> Saved:
+    def save(self, token_ids: TokenIds, read: PageSource) -> Saved:
         """Write the pages of a history that are not there yet, in order, and make room by the budget.
 
-        pages: one buffer of `page_bytes` for every `page_tokens` tokens begun, unchanged during the call but for places
-        past the last token. should_stop is asked between pages. A failure of the disk ends the save early and is
-        told; it is never raised, and what was written until then stays.
+        read: asked for a few pages at a time, by their places in the history. A failure of the disk ends the save early
+        and is told; it is never raised, and what was written until then stays.
         """
         with self._saving:
             if self._is_too_small:
                 return Saved(0, 0, "the disk budget is smaller than one page")
-            return self._save(token_ids, pages, should_stop)
+            return self._save(token_ids, read)
 
-    def _save(self, token_ids: TokenIds, pages: Sequence[memoryview], should_stop: Callable[[], bool]) -> Saved:
+    def _save(self, token_ids: TokenIds, read: PageSource) -> Saved:
         records = list(self._records(token_ids))
-        assert len(records) == len(pages), "one buffer per page begun"
         paths = [self._path(record) for record in records]
         missing = [index for index, path in enumerate(paths) if look_at(path, self.form.file_bytes) is not None]
         last = len(records) - 1
         if missing and missing[-1] == last and records[last].token_ids.size < self.form.page_tokens:
             missing = missing[:-1] if self._has_longer(records[last]) else missing
-        failures: list[str] = []
-
-        def write(index: int) -> bool:
-            if failures or should_stop():
-                return False
-            failure = self._write(paths[index], records[index], pages[index])
-            failures.extend([] if failure is None else [failure])
-            return failure is None
-
-        num_written = sum(self._in_threads([functools.partial(write, index) for index in missing]))
+        num_written, failure = 0, None
+        for first in range(0, len(missing), PAGES_AT_ONCE):
+            some = missing[first : first + PAGES_AT_ONCE]
+            pages = read(some)
+            if pages is None:
+                break
+            writes = [
+                functools.partial(self._write, paths[index], records[index], page)
+                for index, page in zip(some, pages, strict=True)
+            ]
+            failures = run_all(writes, self.threads)
+            num_written += failures.count(None)
+            failure = next((text for text in failures if text is not None), None)
+            if failure is not None:
+                break
         # Only a page whose history was there before can have a shorter forerunner.
         if num_written == len(missing) > 0:
             self._delete_shorter(records[missing[0]])
@@ -192,14 +199,12 @@ class DiskTier:
         self._budget.note_written(num_written * self.form.file_bytes)
         self.counters.bytes_deleted += self._budget.enforce()
         self.counters.pages_written += num_written
-        self.counters.failed_saves += bool(failures)
-        if failures:
-            logger.warning("a conversation was not kept on disk: %s", failures[0])
-        return Saved(num_written, len(records) - len(missing), failures[0] if failures else None)
+        self.counters.failed_saves += failure is not None
+        if failure is not None:
+            logger.warning("a conversation was not kept on disk: %s", failure)
+        return Saved(num_written, len(records) - len(missing), failure)
 
     def _write(self, path: Path, record: PageRecord, page: memoryview) -> str | None:
-        if record.token_ids.size < self.form.page_tokens:
-            page = memoryview(bytes(page))  # a generation may be writing behind its last token
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             write_page(path, self.form, record, page)
@@ -269,13 +274,6 @@ class DiskTier:
         logger.info("%s %s; it is computed again", path, problem.value)
         with contextlib.suppress(OSError):
             path.unlink()
-
-    def _in_threads(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
-        """Run jobs and return their results in order. Reading, writing and checksums leave the GIL to others."""
-        if len(jobs) < 2 or self._threads < 2:
-            return [job() for job in jobs]
-        with ThreadPoolExecutor(min(self._threads, len(jobs)), "localinfer-disk") as executor:
-            return list(executor.map(lambda job: job(), jobs))
 
 
 def common_length(a: TokenIds, b: TokenIds) -> int:

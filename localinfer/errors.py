@@ -9,6 +9,8 @@ LocalinferError
 |-- RequestError                   the caller asked for something that has no meaning
 |   |-- ContextLengthError         the prompt does not fit the context
 |   `-- TemplateError              the chat template cannot render these messages
+|-- SessionFileError               a saved conversation cannot be written, read or proven whole
+|   `-- SessionMismatchError       it is whole, and belongs to another model, setting or version
 |-- BackendUnavailableError        the device or instruction set asked for is not here
 |-- OutOfMemoryError               a budget the caller set would be exceeded
 `-- ClosedError                    the model was closed, or the process was forked
@@ -51,6 +53,14 @@ class ContextLengthError(RequestError):
 
 class TemplateError(RequestError):
     """The chat template cannot render these messages."""
+
+
+class SessionFileError(LocalinferError):
+    """The file of a saved conversation cannot be written, read, or proven whole."""
+
+
+class SessionMismatchError(SessionFileError):
+    """A saved conversation belongs to another model, setting or version."""
 
 
 class BackendUnavailableError(LocalinferError):

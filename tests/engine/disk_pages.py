@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.disk_tier import DiskTier
+from localinfer.disk_tier import DiskTier, PageSource
 
 PAGE_TOKENS = 4
 PAGE_BYTES = 192
@@ -37,6 +37,12 @@ def computed(token_ids: TokenIds) -> list[memoryview]:
         generator = np.random.default_rng(list(seed))
         pages.append(memoryview(bytearray(generator.bytes(PAGE_BYTES))))
     return pages
+
+
+def source(token_ids: TokenIds) -> PageSource:
+    """The same, as a save asks for them."""
+    pages = computed(token_ids)
+    return lambda indices: [pages[index] for index in indices]
 
 
 def fresh(count: int) -> list[memoryview]:

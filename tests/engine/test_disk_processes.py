@@ -14,7 +14,7 @@ _RACE = """
 import sys
 from pathlib import Path
 import numpy as np
-from tests.engine.disk_pages import computed, fresh, numbered, tier
+from tests.engine.disk_pages import computed, fresh, numbered, source, tier
 disk = tier(Path(sys.argv[1]), max_bytes={max_bytes})
 generator = np.random.default_rng({seed})
 wrong = 0
@@ -22,7 +22,7 @@ for _ in range(60):
     length = int(generator.integers(1, 60))
     history = numbered(length) if generator.random() < 0.5 else numbered(length, int(generator.integers(3)) * 100)
     pages = computed(history)
-    assert disk.save(history, pages).failure is None
+    assert disk.save(history, source(history)).failure is None
     found = disk.find(history)
     read = fresh(len(found.pages))
     num_tokens = disk.restore(found, read)
@@ -34,11 +34,11 @@ print(wrong, sum(disk.counters.rejected.values()))
 _WRITER = """
 import sys
 from pathlib import Path
-from tests.engine.disk_pages import computed, numbered, tier
+from tests.engine.disk_pages import numbered, source, tier
 disk = tier(Path(sys.argv[1]), max_bytes=1 << 30)
 print("ready", flush=True)
 for start in range(0, 10**9, 1000):
-    disk.save(numbered(200, start), computed(numbered(200, start)))
+    disk.save(numbered(200, start), source(numbered(200, start)))
 """
 
 

@@ -24,6 +24,7 @@ from tests.engine.disk_pages import (
     ids,
     numbered,
     restored,
+    source,
     tier,
 )
 
@@ -32,7 +33,7 @@ FORM = PageFormat(PAGE_TOKENS, PAGE_BYTES)
 
 def test_saved_history_comes_back_byte_for_byte(tmp_path: Path):
     history = numbered(11)
-    saved = tier(tmp_path).save(history, computed(history))
+    saved = tier(tmp_path).save(history, source(history))
     assert (saved.num_written, saved.num_present, saved.failure) == (3, 0, None)
     num_tokens, pages = restored(tier(tmp_path), history)
     assert num_tokens == 11 and pages == computed(history)
@@ -41,13 +42,13 @@ def test_saved_history_comes_back_byte_for_byte(tmp_path: Path):
 @pytest.mark.parametrize("length", range(1, 14))
 def test_prompt_that_goes_on_finds_every_saved_token(tmp_path: Path, length: int):
     history = numbered(length)
-    tier(tmp_path).save(history, computed(history))
+    tier(tmp_path).save(history, source(history))
     assert tier(tmp_path).find(numbered(40)).num_tokens == length
 
 
 @pytest.mark.parametrize("common", range(12))
 def test_prompt_that_parts_inside_a_page_finds_its_tokens_up_to_there(tmp_path: Path, common: int):
-    tier(tmp_path).save(numbered(11), computed(numbered(11)))
+    tier(tmp_path).save(numbered(11), source(numbered(11)))
     prompt = np.concatenate((numbered(common), numbered(9, start=100)))
     num_tokens, pages = restored(tier(tmp_path), prompt)
     assert num_tokens == min(common, 11)
@@ -58,14 +59,14 @@ def test_of_several_continuations_the_longest_is_taken(tmp_path: Path):
     disk = tier(tmp_path)
     for tail in ([1], [1, 2], [1, 2, 3, 4], [1, 9, 9, 9]):
         history = np.concatenate((numbered(4), ids(*tail)))
-        disk.save(history, computed(history))
+        disk.save(history, source(history))
     assert disk.find(np.concatenate((numbered(4), ids(1, 2, 3, 7)))).num_tokens == 7
     assert disk.find(np.concatenate((numbered(4), ids(1, 9)))).num_tokens == 6
 
 
 def test_pages_before_the_first_wanted_need_no_files(tmp_path: Path):
     history = numbered(16)
-    tier(tmp_path).save(history, computed(history))
+    tier(tmp_path).save(history, source(history))
     for path in files(tmp_path):
         if path.name.startswith(FINGERPRINT.hex()[:32]):
             path.unlink()
@@ -84,41 +85,41 @@ def test_conversations_with_a_common_beginning_share_its_files(tmp_path: Path):
     disk = tier(tmp_path)
     for start in (100, 200, 300):
         history = np.concatenate((numbered(40), numbered(4, start)))
-        disk.save(history, computed(history))
+        disk.save(history, source(history))
     assert len(files(tmp_path)) == 10 + 3
     assert disk.counters.pages_written == 13
 
 
 def test_saving_again_writes_only_what_is_new(tmp_path: Path):
     disk = tier(tmp_path)
-    disk.save(numbered(10), computed(numbered(10)))
-    assert disk.save(numbered(10), computed(numbered(10))).num_written == 0
-    saved = disk.save(numbered(15), computed(numbered(15)))
+    disk.save(numbered(10), source(numbered(10)))
+    assert disk.save(numbered(10), source(numbered(10))).num_written == 0
+    saved = disk.save(numbered(15), source(numbered(15)))
     assert (saved.num_written, saved.num_present) == (2, 2)
 
 
 def test_grown_page_replaces_the_file_of_its_beginning(tmp_path: Path):
     disk = tier(tmp_path)
     for length in (5, 6, 8, 9):
-        disk.save(numbered(length), computed(numbered(length)))
+        disk.save(numbered(length), source(numbered(length)))
     assert len(files(tmp_path)) == 3
 
 
 def test_beginning_of_a_saved_page_is_not_saved_again(tmp_path: Path):
     disk = tier(tmp_path)
-    disk.save(numbered(8), computed(numbered(8)))
-    assert disk.save(numbered(6), computed(numbered(6))).num_written == 0
+    disk.save(numbered(8), source(numbered(8)))
+    assert disk.save(numbered(6), source(numbered(6))).num_written == 0
     assert len(files(tmp_path)) == 2
 
 
 def test_pages_of_another_fingerprint_are_never_found(tmp_path: Path):
-    tier(tmp_path).save(numbered(8), computed(numbered(8)))
+    tier(tmp_path).save(numbered(8), source(numbered(8)))
     assert tier(tmp_path, fingerprint=bytes(32)).find(numbered(8)).num_tokens == 0
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="modes mean something else there")
 def test_files_are_readable_by_their_owner_only(tmp_path: Path):
-    tier(tmp_path).save(numbered(8), computed(numbered(8)))
+    tier(tmp_path).save(numbered(8), source(numbered(8)))
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in files(tmp_path))
 
 
@@ -140,7 +141,7 @@ def test_one_bit_changed_anywhere_is_refused(tmp_path: Path, offset: int):
 @pytest.mark.parametrize("checksum", Checksum)
 def test_either_checksum_is_read_and_proven(tmp_path: Path, checksum: Checksum, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(page_file, "fastest_checksum", lambda: checksum)
-    tier(tmp_path).save(numbered(4), computed(numbered(4)))
+    tier(tmp_path).save(numbered(4), source(numbered(4)))
     monkeypatch.undo()
     assert restored(tier(tmp_path), numbered(4))[0] == 4
     flip(files(tmp_path)[0], -1)
@@ -150,7 +151,7 @@ def test_either_checksum_is_read_and_proven(tmp_path: Path, checksum: Checksum, 
 def test_sound_file_under_a_wrong_name_is_refused(tmp_path: Path):
     disk = tier(tmp_path)
     for start in (0, 100):
-        disk.save(numbered(4, start), computed(numbered(4, start)))
+        disk.save(numbered(4, start), source(numbered(4, start)))
     first, second = files(tmp_path)
     content = first.read_bytes()
     first.write_bytes(second.read_bytes())
@@ -173,7 +174,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], Rejection]] = {
 def test_damaged_page_ends_what_is_restored_and_is_written_anew(tmp_path: Path, damage: str):
     history = numbered(15)
     disk = tier(tmp_path)
-    disk.save(history, computed(history))
+    disk.save(history, source(history))
     path = disk.find(history).pages[2].path
     harm, rejection = DAMAGES[damage]
     harm(path)
@@ -181,24 +182,24 @@ def test_damaged_page_ends_what_is_restored_and_is_written_anew(tmp_path: Path, 
     assert num_tokens == 8 and pages[:2] == computed(history)[:2]
     assert disk.counters.rejected == {rejection: 1}
     assert not path.exists()
-    assert disk.save(history, computed(history)).num_written == 1
+    assert disk.save(history, source(history)).num_written == 1
     assert restored(disk, history)[0] == 15
 
 
 def test_folder_in_place_of_a_page_is_not_read_and_a_save_says_so(tmp_path: Path):
     disk = tier(tmp_path)
-    disk.save(numbered(4), computed(numbered(4)))
+    disk.save(numbered(4), source(numbered(4)))
     path = files(tmp_path)[0]
     path.unlink()
     path.mkdir()
     assert restored(disk, numbered(4))[0] == 0
-    assert "cannot be written" in (disk.save(numbered(4), computed(numbered(4))).failure or "")
+    assert "cannot be written" in (disk.save(numbered(4), source(numbered(4))).failure or "")
     assert disk.counters.failed_saves == 1
 
 
 def test_page_that_vanishes_after_it_was_found_ends_what_is_restored(tmp_path: Path):
     disk = tier(tmp_path)
-    disk.save(numbered(12), computed(numbered(12)))
+    disk.save(numbered(12), source(numbered(12)))
     found = disk.find(numbered(12))
     found.pages[1].path.unlink()
     assert disk.restore(found, fresh(3)) == 4
@@ -211,7 +212,7 @@ def test_failure_of_any_read_is_a_miss(
     tmp_path: Path, failing: OSError, position: int, monkeypatch: pytest.MonkeyPatch
 ):
     disk = tier(tmp_path, threads=1)
-    disk.save(numbered(4), computed(numbered(4)))
+    disk.save(numbered(4), source(numbered(4)))
     calls = 0
 
     def read_all(*arguments: object) -> bool:
@@ -236,7 +237,7 @@ def test_short_reads_and_writes_are_continued(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(page_file, "FileIO", Slow)
     monkeypatch.setattr(page_file, "open", lambda path, *_, **__: Slow(path), raising=False)
-    tier(tmp_path).save(numbered(7), computed(numbered(7)))
+    tier(tmp_path).save(numbered(7), source(numbered(7)))
     num_tokens, pages = restored(tier(tmp_path), numbered(7))
     assert num_tokens == 7 and pages == computed(numbered(7))
 
@@ -283,13 +284,13 @@ def test_full_disk_at_any_step_keeps_what_was_written_and_leaves_no_rest(
         return original(*arguments, **options)
 
     monkeypatch.setattr(owner, name, fail)
-    saved = disk.save(history, computed(history))
+    saved = disk.save(history, source(history))
     monkeypatch.undo()
     assert saved.failure is not None and "No space left on device" in saved.failure
     assert len(files(tmp_path)) == saved.num_written < 3
     num_tokens, pages = restored(disk, history)
     assert num_tokens == 4 * saved.num_written and pages == computed(history)[: saved.num_written]
-    assert disk.save(history, computed(history)).failure is None
+    assert disk.save(history, source(history)).failure is None
     assert restored(disk, history)[0] == 12
 
 
@@ -303,26 +304,27 @@ def test_file_that_cannot_be_replaced_because_it_is_open_counts_as_written(
         raise PermissionError(errno.EACCES, "open in another process")
 
     monkeypatch.setattr(page_file.os, "replace", written_by_another)
-    assert disk.save(numbered(8), computed(numbered(8))).failure is None
+    assert disk.save(numbered(8), source(numbered(8))).failure is None
     assert restored(disk, numbered(8))[0] == 8
 
 
-def test_save_asked_to_stop_keeps_the_beginning(tmp_path: Path):
-    disk = tier(tmp_path, threads=1)
-    answers = iter([False, False, True, True])
-    saved = disk.save(numbered(16), computed(numbered(16)), should_stop=lambda: next(answers))
-    assert saved.num_written == 2 and saved.failure is None
-    assert restored(disk, numbered(16))[0] == 8
+def test_save_whose_pages_are_had_no_more_keeps_the_beginning(tmp_path: Path):
+    disk = tier(tmp_path)
+    history = numbered(80)
+    answers = iter([source(history), lambda indices: None])
+    saved = disk.save(history, lambda indices: next(answers)(indices))
+    assert saved.num_written == 8 and saved.failure is None
+    assert restored(disk, history)[0] == 32
 
 
 def test_budget_deletes_what_was_used_longest_ago_from_its_end(tmp_path: Path):
     disk = tier(tmp_path, max_bytes=16 * FORM.file_bytes)
     histories = [numbered(24, start) for start in (0, 1000)]
     for history in histories:
-        disk.save(history, computed(history))
+        disk.save(history, source(history))
     disk.mark_used(disk.find(histories[0]))
     new = numbered(24, 2000)
-    disk.save(new, computed(new))
+    disk.save(new, source(new))
     assert sum(path.stat().st_size for path in files(tmp_path)) <= 16 * FORM.file_bytes
     assert [disk.find(history).num_tokens for history in (*histories, new)] == [24, 12, 24]
     assert disk.counters.bytes_deleted == 3 * FORM.file_bytes
@@ -330,7 +332,7 @@ def test_budget_deletes_what_was_used_longest_ago_from_its_end(tmp_path: Path):
 
 def test_budget_smaller_than_a_page_saves_nothing(tmp_path: Path):
     disk = tier(tmp_path, max_bytes=FORM.file_bytes - 1)
-    assert "smaller than one page" in (disk.save(numbered(4), computed(numbered(4))).failure or "")
+    assert "smaller than one page" in (disk.save(numbered(4), source(numbered(4))).failure or "")
     assert not files(tmp_path)
 
 
@@ -340,14 +342,14 @@ def test_rest_of_a_killed_writer_is_deleted_after_an_hour(tmp_path: Path):
         path.write_bytes(b"half a page")
         used = path.stat().st_mtime - seconds
         os.utime(path, (used, used))
-    tier(tmp_path).save(numbered(4), computed(numbered(4)))
+    tier(tmp_path).save(numbered(4), source(numbered(4)))
     assert [path.name for path in tmp_path.glob("*.tmp")] == ["new.tmp"]
 
 
 def test_many_siblings_are_looked_into_up_to_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     disk = tier(tmp_path)
     for start in range(6):
-        disk.save(ids(start, 50, 51), computed(ids(start, 50, 51)))
+        disk.save(ids(start, 50, 51), source(ids(start, 50, 51)))
     monkeypatch.setattr(disk_tier_module, "_MAX_SIBLINGS", 3)
     hits = [disk.find(ids(start, 50, 99)).num_tokens for start in range(6)]
     assert sorted(hits) == [0, 0, 0, 2, 2, 2]

@@ -1,0 +1,205 @@
+"""What cached keys and values depend on beside the token ids: of which model they are, and what computed them.
+
+The weights are told apart by a SHA-256 of all their bytes, which is computed once and remembered for as long as the
+system says that the files are the same. Everything else is cheap and is computed anew.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from importlib import metadata
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from localinfer.page_file import write_all, write_atomically
+from localinfer.worker_threads import run_all
+
+_CHUNK_BYTES = 16 << 20
+_RACY_NS = 2_000_000_000
+"""A file that changed less than this ago may change again within the same tick of its timestamp."""
+
+ShouldStop = Callable[[], bool]
+
+
+class _Tensor(Protocol):
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+class FingerprintedFile(Protocol):
+    """What a fingerprint needs of a model on disk; `quant.gguf.GGUFFile` is one."""
+
+    @property
+    def paths(self) -> Sequence[Path]: ...
+
+    @property
+    def metadata(self) -> Mapping[str, object]: ...
+
+    @property
+    def tensors(self) -> Mapping[str, _Tensor]: ...
+
+
+class FingerprintedConfig(Protocol):
+    """What a fingerprint needs of a model's configuration: the context it was loaded with."""
+
+    @property
+    def context_length(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """The parts by name, each a text that differs where the part does."""
+
+    parts: Mapping[str, str]
+
+    @cached_property
+    def key(self) -> bytes:
+        """32 bytes that stand for all parts."""
+        return hashlib.sha256(json.dumps(dict(self.parts), sort_keys=True).encode()).digest()
+
+
+def describe_parts(file: FingerprintedFile, kv_layout: object, config: object) -> dict[str, str]:
+    """Every part of the fingerprint but the weights' bytes, in milliseconds.
+
+    kv_layout: its repr tells layouts apart. config: the context length changes the rotary frequencies of some models.
+    """
+    tokenizer, template, settings = hashlib.sha256(), hashlib.sha256(), hashlib.sha256()
+    for key in sorted(file.metadata):
+        is_template = key.startswith("tokenizer.chat_template")
+        part = template if is_template else tokenizer if key.startswith("tokenizer.") else settings
+        part.update(f"{key}\0".encode() + _bytes_of(file.metadata, key) + b"\0")
+    for name in sorted(file.tensors):
+        tensor = file.tensors[name]
+        settings.update(f"{name}\0{tensor.shape}\0{getattr(tensor, 'type', '')}\0".encode())
+    return {
+        "model settings": settings.hexdigest()[:32],
+        "tokenizer": tokenizer.hexdigest()[:32],
+        "chat template": template.hexdigest()[:32],
+        "key-value layout": f"{getattr(kv_layout, 'kv_type', '')} {_hash(repr(kv_layout))}".strip(),
+        "position encoding": _position_encoding(config),
+        "program": _program(),
+    }
+
+
+class WeightsFiles:
+    """The files that weights came from, as they were when they were loaded."""
+
+    def __init__(self, file: FingerprintedFile, memory: Path | None) -> None:
+        """memory: the private folder where hashes are remembered, if anywhere. Raises: OSError if a file is gone."""
+        self._paths = [path.resolve() for path in file.paths]
+        self._data_starts = [_data_start(file, part) for part in range(len(self._paths))]
+        self._memory = memory
+        self._stamps = [_stamp(path) for path in self._paths]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(stamp[0] for stamp in self._stamps)
+
+    def remembered_hash(self) -> str | None:
+        """The hash, if it was computed before and the files are still the same, by all that the system says."""
+        if self._memory is None:
+            return None
+        try:
+            answer = (self._memory / self._name).read_text("ascii")
+        except (OSError, ValueError):
+            return None
+        value, _, proof = answer.partition(" ")
+        return value if proof == self._proof(value) else None
+
+    def compute_hash(self, *, threads: int = 1, should_stop: ShouldStop = lambda: False) -> str | None:
+        """Hash every byte and remember it; None if it was stopped, or the files have changed since they were loaded.
+
+        Each sixteen MiB are hashed apart, so that threads can share the work. Raises: OSError.
+        """
+        digest = hashlib.sha256()
+        for path, start in zip(self._paths, self._data_starts, strict=True):
+            digest.update(_hash_file(path, start, threads, should_stop))
+        if should_stop() or [_stamp(path) for path in self._paths] != self._stamps:
+            return None
+        value = digest.hexdigest()
+        if self._memory is not None and all(time.time_ns() - stamp[1] > _RACY_NS for stamp in self._stamps):
+            text = f"{value} {self._proof(value)}".encode()
+            with contextlib.suppress(OSError):
+                self._memory.mkdir(parents=True, exist_ok=True, mode=0o700)
+                write_atomically(self._memory / self._name, lambda file: write_all(file, text))
+        return value
+
+    @cached_property
+    def _name(self) -> str:
+        return _hash(json.dumps([[str(path), *stamp] for path, stamp in zip(self._paths, self._stamps, strict=True)]))
+
+    def _proof(self, value: str) -> str:
+        return _hash(f"{self._name} {value}")
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    """What the system says of a file, which changes with any write; a new modification time alone costs a rehash."""
+    status = os.stat(path)
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev
+
+
+def _data_start(file: FingerprintedFile, part: int) -> int:
+    """Where the weights begin in one of the files: what GGUF has before them is hashed by its meaning."""
+    infos = [tensor for tensor in file.tensors.values() if getattr(tensor, "part", None) == part]
+    return min((getattr(tensor, "offset", 0) for tensor in infos), default=0)
+
+
+def _hash_file(path: Path, data_start: int, threads: int, should_stop: ShouldStop) -> bytes:
+    def hash_chunk(start: int) -> bytes:
+        if should_stop():
+            return b""
+        digest = hashlib.sha256()
+        with open(path, "rb", buffering=0) as file:
+            file.seek(start)
+            left = _CHUNK_BYTES
+            while left and (data := file.read(min(left, 1 << 20))):
+                digest.update(data)
+                left -= len(data)
+        return digest.digest()
+
+    starts = range(data_start, os.path.getsize(path), _CHUNK_BYTES)
+    return hashlib.sha256(b"".join(run_all([partial(hash_chunk, start) for start in starts], threads))).digest()
+
+
+def _bytes_of(values: Mapping[str, object], key: str) -> bytes:
+    """A metadata value as bytes, without decoding it where the file can give them as they are."""
+    value_bytes: Callable[[str], bytes] | None = getattr(values, "value_bytes", None)
+    if value_bytes is not None:
+        return value_bytes(key)
+    value = values[key]
+    return value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode()
+
+
+def _position_encoding(config: object) -> str:
+    """LongRoPE has other frequencies for contexts longer than the one a model was first trained for."""
+    original = getattr(getattr(config, "rope", None), "original_context_length", 0)
+    return "long context" if 0 < original < getattr(config, "context_length", 0) else "as trained"
+
+
+def _program() -> str:
+    """Version, code and instructions that compute. The code counts because bits do: a faster kernel may round anew."""
+    from llvmlite import binding as llvm
+
+    from localinfer import kernels, models
+    from localinfer.kernels import isa
+
+    digest = hashlib.sha256()
+    for package in (kernels, models):
+        folder = Path(package.__path__[0])
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
+    llvm_version = ".".join(map(str, llvm.llvm_version_info))
+    version = metadata.version("localinfer")
+    return f"localinfer {version} {digest.hexdigest()[:16]}, {isa.SELECTED.value}, LLVM {llvm_version}"
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
