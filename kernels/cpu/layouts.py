@@ -1,20 +1,21 @@
 """How weights lie in memory for the CPU kernels: tiles of sixteen rows, at the density of the file.
 
-A tile is a header and a body, one after the other, and tiles follow each other, so a thread that walks its tiles reads
-memory in one direction. Lane r of every vector belongs to row r of the tile. A block is 32 columns.
+A tile is its units one after the other, each a header and a body, and tiles follow each other: a thread that walks its
+tiles reads memory in one unbroken line, which is what a processor's own prefetchers follow best. Lane r of every vector
+belongs to row r of the tile. A block is 32 columns.
 
 Body vectors are 64 bytes: lane r holds four neighbouring code bytes of row r, exactly as a row of the file has them.
 
-| layout | header, per tile | body, per unit |
-|---|---|---|
-| F32 F16 BF16 | - | column: 16 values |
-| Q4_0 | block: d f16[16] | block: 4 vectors of nibbles (low: column k, high: k + 16) |
-| Q4_1 | block: d, m f16[16] | as Q4_0 |
-| Q5_0 Q5_1 | as Q4_0, Q4_1 | block: 4 vectors of nibbles, 1 vector of fifth bits (bit v of byte c: column 4v + c) |
-| Q8_0 | block: d f16[16] | block: 8 vectors of codes + 128 |
-| Q4_K | super-block of 256: d, dmin f16[16], 4 x 48 bytes of 6-bit scales | 64 columns: 8 vectors (low: first 32) |
-| Q5_K | as Q4_K | super-block: 8 vectors of fifth bits (bit b: block b), then as Q4_K |
-| Q6_K | super-block: d f16[16], 16 x int8[16] scales | 128 columns: 16 vectors of nibbles, 8 of upper bit pairs |
+| layout | unit | header | body |
+|---|---|---|---|
+| F32 F16 BF16 | column | - | 16 values |
+| Q4_0 | block | d f16[16] | 4 vectors of nibbles (low: column k, high: k + 16) |
+| Q4_1 | block | d, m f16[16] | as Q4_0 |
+| Q5_0 Q5_1 | block | as Q4_0, Q4_1 | 4 vectors of nibbles, 1 vector of fifth bits (bit v of byte c: column 4v + c) |
+| Q8_0 | block | d f16[16] | 8 vectors of codes + 128 |
+| Q4_K | super-block of 256 | d, dmin f16[16], 4 x 48 bytes of 6-bit scales | 64 columns: 8 vectors (low: first 32) |
+| Q5_K | super-block | as Q4_K | 8 vectors of fifth bits (bit b: block b), then as Q4_K |
+| Q6_K | super-block | d f16[16], 16 x int8[16] scales | 128 columns: 8 x (nibbles, upper bit pairs), 8 nibbles |
 
 The 48 bytes hold, for blocks 2p and 2p + 1 of a super-block, three byte[16]: s0 | m0 << 6, s1 | (m0 >> 2) << 6 and
 m1 | (m0 >> 4) << 6 (each byte keeps two bits of m0 in its upper end), where w = d * s * q - dmin * m.
@@ -48,32 +49,31 @@ class Layout(IntEnum):
 
 @dataclass(frozen=True)
 class LayoutSizes:
-    """Bytes of one tile per `unit` columns, and of one row of the file per `unit` columns."""
+    """Columns of a unit, bytes of its header in a tile, and bytes of it in one row of the file."""
 
     unit: int
     header_bytes: int
-    body_bytes: int
     file_bytes: int
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of a unit of a tile: exactly those of its rows in the file."""
+        return TILE_ROWS * self.file_bytes
 
 
 SIZES: dict[Layout, LayoutSizes] = {
-    Layout.F32: LayoutSizes(1, 0, 64, 4),
-    Layout.F16: LayoutSizes(1, 0, 32, 2),
-    Layout.BF16: LayoutSizes(1, 0, 32, 2),
-    Layout.Q8_0: LayoutSizes(32, 32, 512, 34),
-    Layout.Q4_0: LayoutSizes(32, 32, 256, 18),
-    Layout.Q4_1: LayoutSizes(32, 64, 256, 20),
-    Layout.Q5_0: LayoutSizes(32, 32, 320, 22),
-    Layout.Q5_1: LayoutSizes(32, 64, 320, 24),
-    Layout.Q4_K: LayoutSizes(256, 256, 2048, 144),
-    Layout.Q5_K: LayoutSizes(256, 256, 2560, 176),
-    Layout.Q6_K: LayoutSizes(256, 288, 3072, 210),
+    Layout.F32: LayoutSizes(1, 0, 4),
+    Layout.F16: LayoutSizes(1, 0, 2),
+    Layout.BF16: LayoutSizes(1, 0, 2),
+    Layout.Q8_0: LayoutSizes(32, 32, 34),
+    Layout.Q4_0: LayoutSizes(32, 32, 18),
+    Layout.Q4_1: LayoutSizes(32, 64, 20),
+    Layout.Q5_0: LayoutSizes(32, 32, 22),
+    Layout.Q5_1: LayoutSizes(32, 64, 24),
+    Layout.Q4_K: LayoutSizes(256, 256, 144),
+    Layout.Q5_K: LayoutSizes(256, 256, 176),
+    Layout.Q6_K: LayoutSizes(256, 288, 210),
 }
-
-for _layout, _sizes in SIZES.items():
-    assert _sizes.header_bytes + _sizes.body_bytes == TILE_ROWS * _sizes.file_bytes, (
-        f"{_layout} is as dense as the file"
-    )
 
 
 def is_float(layout: Layout) -> bool:
@@ -94,4 +94,4 @@ def tile_bytes(layout: Layout, num_columns: int) -> int:
             f"{layout.name} needs a positive multiple of {sizes.unit} columns, found {num_columns}; "
             "store such a matrix as F16"
         )
-    return num_columns // sizes.unit * (sizes.header_bytes + sizes.body_bytes)
+    return num_columns // sizes.unit * sizes.unit_bytes

@@ -1,7 +1,7 @@
 """Move weights from the rows of a file into tiles, straight from the map and in parallel.
 
 Every layout is a list of fields: items of 1, 2 or 4 bytes that go, item by item, from one row of the file to one lane
-of a tile. Only three kinds of field change bytes on the way; none loses any.
+of a tile, one after the other or, of Q6_K, every other. Three kinds of field change bytes on the way; none loses any.
 """
 
 from collections.abc import Callable
@@ -21,27 +21,29 @@ _STEP_BYTES = 8 << 20
 
 PACK_TILES = Kernel("packing.pack_tiles")
 
-_COPY, _BIAS, _FIFTH_BITS, _SIX_BIT_SCALES = 0, 1, 2, 3
+_COPY, _BIAS, _FIFTH_BITS, _SIX_BIT_SCALES, _EVERY_OTHER = 0, 1, 2, 3, 4
 
-# Per field: bytes per item, offset in the file's unit, items, 1 if it goes to the body, offset there, kind.
-_FIELDS: dict[Layout, list[tuple[int, int, int, int, int, int]]] = {
-    Layout.F32: [(4, 0, 1, 1, 0, _COPY)],
-    Layout.F16: [(2, 0, 1, 1, 0, _COPY)],
-    Layout.BF16: [(2, 0, 1, 1, 0, _COPY)],
-    Layout.Q8_0: [(2, 0, 1, 0, 0, _COPY), (4, 2, 8, 1, 0, _BIAS)],
-    Layout.Q4_0: [(2, 0, 1, 0, 0, _COPY), (4, 2, 4, 1, 0, _COPY)],
-    Layout.Q4_1: [(2, 0, 2, 0, 0, _COPY), (4, 4, 4, 1, 0, _COPY)],
-    Layout.Q5_0: [(2, 0, 1, 0, 0, _COPY), (4, 6, 4, 1, 0, _COPY), (4, 2, 1, 1, 256, _FIFTH_BITS)],
-    Layout.Q5_1: [(2, 0, 2, 0, 0, _COPY), (4, 8, 4, 1, 0, _COPY), (4, 4, 1, 1, 256, _FIFTH_BITS)],
-    Layout.Q4_K: [(2, 0, 2, 0, 0, _COPY), (1, 4, 1, 0, 64, _SIX_BIT_SCALES), (4, 16, 32, 1, 0, _COPY)],
-    Layout.Q5_K: [(2, 0, 2, 0, 0, _COPY), (1, 4, 1, 0, 64, _SIX_BIT_SCALES), (4, 16, 40, 1, 0, _COPY)],
+# Per field: bytes per item, offset in the unit of a file's row, items, offset in the unit of a tile, kind.
+_FIELDS: dict[Layout, list[tuple[int, int, int, int, int]]] = {
+    Layout.F32: [(4, 0, 1, 0, _COPY)],
+    Layout.F16: [(2, 0, 1, 0, _COPY)],
+    Layout.BF16: [(2, 0, 1, 0, _COPY)],
+    Layout.Q8_0: [(2, 0, 1, 0, _COPY), (4, 2, 8, 32, _BIAS)],
+    Layout.Q4_0: [(2, 0, 1, 0, _COPY), (4, 2, 4, 32, _COPY)],
+    Layout.Q4_1: [(2, 0, 2, 0, _COPY), (4, 4, 4, 64, _COPY)],
+    Layout.Q5_0: [(2, 0, 1, 0, _COPY), (4, 6, 4, 32, _COPY), (4, 2, 1, 288, _FIFTH_BITS)],
+    Layout.Q5_1: [(2, 0, 2, 0, _COPY), (4, 8, 4, 64, _COPY), (4, 4, 1, 320, _FIFTH_BITS)],
+    Layout.Q4_K: [(2, 0, 2, 0, _COPY), (1, 4, 1, 64, _SIX_BIT_SCALES), (4, 16, 32, 256, _COPY)],
+    Layout.Q5_K: [(2, 0, 2, 0, _COPY), (1, 4, 1, 64, _SIX_BIT_SCALES), (4, 16, 40, 256, _COPY)],
     Layout.Q6_K: [
-        (4, 0, 16, 1, 0, _COPY),
-        (4, 64, 16, 1, 1536, _COPY),
-        (4, 128, 8, 1, 1024, _COPY),
-        (4, 160, 8, 1, 2560, _COPY),
-        (1, 192, 16, 0, 32, _COPY),
-        (2, 208, 1, 0, 0, _COPY),
+        (4, 0, 8, 288, _EVERY_OTHER),
+        (4, 32, 8, 1312, _COPY),
+        (4, 128, 8, 352, _EVERY_OTHER),
+        (4, 64, 8, 1824, _EVERY_OTHER),
+        (4, 96, 8, 2848, _COPY),
+        (4, 160, 8, 1888, _EVERY_OTHER),
+        (1, 192, 16, 32, _COPY),
+        (2, 208, 1, 0, _COPY),
     ],
 }
 _FIELD_TABLES = {layout: np.array(fields, np.int64) for layout, fields in _FIELDS.items()}
@@ -113,7 +115,7 @@ def pack(
             target = address(packed) + (expert * tiles + tile) * bytes_per_tile
             source = data.ctypes.data + expert * matrix_bytes + row * row_bytes
             words = (pool.control_address, target, source, count, num_rows - row, num_columns // sizes.unit)
-            layout_words = (sizes.file_bytes, sizes.header_bytes, sizes.body_bytes, address(fields), len(fields))
+            layout_words = (sizes.file_bytes, sizes.unit_bytes, address(fields), len(fields))
             pending.append(np.array((*words, *layout_words), np.int64))
             end = expert * matrix_bytes + min(num_rows, row + count * TILE_ROWS) * row_bytes
             if end - first_byte >= _STEP_BYTES or end == data.size:

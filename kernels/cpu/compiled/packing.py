@@ -109,8 +109,9 @@ def _pack_field(source: int, target: int, width: int, items: int, kind: int) -> 
         for item in range(items):
             store_u32(target + 64 * item, load_u32_anywhere(source + 4 * item) ^ np.uint32(0x80808080))
     elif width == 4:
+        step = 128 if kind == 4 else 64
         for item in range(items):
-            store_u32(target + 64 * item, load_u32_anywhere(source + 4 * item))
+            store_u32(target + step * item, load_u32_anywhere(source + 4 * item))
     elif width == 2:
         for item in range(items):
             store_u16(target + 32 * item, load_u16_anywhere(source + 2 * item))
@@ -122,31 +123,30 @@ def _pack_field(source: int, target: int, width: int, items: int, kind: int) -> 
 @inline
 def _clear_row(target: int, width: int, items: int, kind: int) -> None:
     count = 12 if kind == 3 else items
+    step = 128 if kind == 4 else 16 * width
     for item in range(count):
         for byte in range(width):
-            store_u8(target + 16 * width * item + byte, np.uint8(0))
+            store_u8(target + step * item + byte, np.uint8(0))
 
 
 @op
 def pack_tiles(parameters: int, batch: int, thread: int, num_threads: int) -> None:
-    """Fill tiles; parameters: control, target, source, tiles, rows, units, file, header, body bytes, fields, count."""
+    """Fill tiles; parameters: control, target, source, tiles, rows, units, file bytes, unit bytes, fields, count."""
     control, target, source = load_i64(parameters), load_i64(parameters + 8), load_i64(parameters + 16)
     tiles, rows, units = load_i64(parameters + 24), load_i64(parameters + 32), load_i64(parameters + 40)
-    file_bytes, header_bytes = load_i64(parameters + 48), load_i64(parameters + 56)
-    body_bytes, fields, num_fields = load_i64(parameters + 64), load_i64(parameters + 72), load_i64(parameters + 80)
+    file_bytes, unit_bytes = load_i64(parameters + 48), load_i64(parameters + 56)
+    fields, num_fields = load_i64(parameters + 64), load_i64(parameters + 72)
+    # A few units of all sixteen rows at a time: what is written then stays in the first-level cache.
+    step = max(1, _BYTES_AT_ONCE // unit_bytes)
     while True:
         tile = take_units(control, 1)
         if tile >= tiles:
             return
-        start = target + tile * units * (header_bytes + body_bytes)
+        start = target + tile * units * unit_bytes
         for index in range(num_fields):
-            field = fields + 48 * index
+            field = fields + 40 * index
             width, offset, items = load_i64(field), load_i64(field + 8), load_i64(field + 16)
-            in_body, place, kind = load_i64(field + 24), load_i64(field + 32), load_i64(field + 40)
-            stride = body_bytes if in_body == 1 else header_bytes
-            base = start + place + (units * header_bytes if in_body == 1 else 0)
-            # A few units of all sixteen rows at a time: what is written then stays in the first-level cache.
-            step = max(1, _BYTES_AT_ONCE // stride)
+            base, kind = start + load_i64(field + 24), load_i64(field + 32)
             done = 0
             if file_bytes == width and 16 * tile + 16 <= rows:
                 done = _transpose_tile(source + 16 * tile * units * width, units * width, units, width, base)
@@ -154,7 +154,7 @@ def pack_tiles(parameters: int, batch: int, thread: int, num_threads: int) -> No
                 for lane in range(16):
                     row = 16 * tile + lane
                     for unit in range(first, min(first + step, units)):
-                        lane_target = base + unit * stride + width * lane
+                        lane_target = base + unit * unit_bytes + width * lane
                         if row < rows:
                             lane_source = source + (row * units + unit) * file_bytes + offset
                             _pack_field(lane_source, lane_target, width, items, kind)

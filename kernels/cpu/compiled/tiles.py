@@ -20,9 +20,19 @@ from localinfer.kernels.cpu.protocol import RECORD_BYTES
 
 _SCALE, _SCALED_SUM, _MINUS_8_SUM, _MINUS_8_HALF = 0, 4, 8, 12
 
-PREFETCH_BYTES = 16384
-"""How far ahead of its use a tile is requested, into the second-level cache: the few miss buffers of the first level
-would hold no more than half of the memory's rate. Measured: tests/bench/RESULTS.md."""
+_SUPER_BLOCK_LAYOUTS = (Layout.Q4_K, Layout.Q5_K, Layout.Q6_K)
+
+
+def prefetch_distance(layout: Layout, num_rows: int) -> tuple[int, int] | None:
+    """How many bytes ahead of its use a tile is requested and into which cache (3: the first level); None: not at all.
+
+    With one row the core reads so far ahead by itself that the processor's own prefetchers follow at the memory's rate,
+    and requests of ours only take their miss buffers. The more work a byte is, the less they see, and the earlier we
+    must ask. Measured: tests/bench/RESULTS.md.
+    """
+    if num_rows == 1:
+        return None
+    return (4096, 3) if num_rows == 2 and layout not in _SUPER_BLOCK_LAYOUTS else (16384, 2)
 
 
 class _Tile:
@@ -35,21 +45,26 @@ class _Tile:
         self.rows = rows
         self.sizes = SIZES[layout]
         self.layout = layout
-        b = emit.builder
-        self.units = b.udiv(columns, emit.i64(self.sizes.unit))
-        self.body = b.add(tile, b.mul(self.units, emit.i64(self.sizes.header_bytes)))
+        self.units = emit.builder.udiv(columns, emit.i64(self.sizes.unit))
+
+    def parts(self, unit: Value) -> tuple[Value, Value]:
+        """Addresses of a unit's header and body."""
+        header = self.at(self.tile, unit, self.sizes.unit_bytes)
+        return header, self.emit.builder.add(header, self.emit.i64(self.sizes.header_bytes))
 
     def prefetch(self, unit: Value, unit_bytes: int, part: int, parts: int) -> None:
-        """Request part `part` of `parts` of what will be read PREFETCH_BYTES after this unit, into the next tile if
-        need be.
+        """Request part `part` of `parts` of what is read some way after this unit, in the next tile if need be.
 
         Lines are spread over a unit's work: a burst of them fills the core's miss buffers and stalls its loads.
         """
-        emit = self.emit
-        address = emit.builder.add(self.tile, emit.builder.mul(unit, emit.i64(unit_bytes)))
+        chosen = prefetch_distance(self.layout, len(self.rows))
+        if chosen is None:
+            return
+        distance, level = chosen
+        address = self.at(self.tile, unit, unit_bytes)
         lines = -(-unit_bytes // 64)
         for line in range(lines * part // parts, lines * (part + 1) // parts):
-            emit.prefetch(address, PREFETCH_BYTES + 64 * line, locality=2)
+            self.emit.prefetch(address, distance + 64 * line, locality=level)
 
     def at(self, base: Value, index: Value, stride: int) -> Value:
         return self.emit.builder.add(base, self.emit.builder.mul(index, self.emit.i64(stride)))
@@ -100,8 +115,7 @@ class _Tile:
 def _block_body(tile: _Tile, block: Value, totals: list[Value]) -> list[Value]:
     """One block of Q4_0, Q4_1, Q5_0, Q5_1 or Q8_0."""
     emit, layout, sizes = tile.emit, tile.layout, tile.sizes
-    codes = tile.at(tile.body, block, sizes.body_bytes)
-    header = tile.at(tile.tile, block, sizes.header_bytes)
+    header, codes = tile.parts(block)
     scale = emit.load_floats(header, 0, F16)
     column = emit.builder.mul(block, emit.i64(32))
     records = [tile.record(row, block) for row in tile.rows]
@@ -110,7 +124,7 @@ def _block_body(tile: _Tile, block: Value, totals: list[Value]) -> list[Value]:
     if layout is Layout.Q8_0:
         dots = [emit.biased_start(tile.record_int(record, _MINUS_8_SUM, shift=4)) for record in records]
         for j in range(8):
-            tile.prefetch(block, sizes.header_bytes + sizes.body_bytes, j, 8)
+            tile.prefetch(block, sizes.unit_bytes, j, 8)
             loaded = tile.load_codes(codes, 64 * j)
             dots = [
                 emit.dot_biased(dot, loaded, tile.bytes4(row, column, 4 * j))
@@ -123,7 +137,7 @@ def _block_body(tile: _Tile, block: Value, totals: list[Value]) -> list[Value]:
         else:
             dots = [emit.zeros(I32) for _ in records]
         for j in range(4):
-            tile.prefetch(block, sizes.header_bytes + sizes.body_bytes, j, 4)
+            tile.prefetch(block, sizes.unit_bytes, j, 4)
             loaded = tile.load_codes(codes, 64 * j)
             for half, nibbles in enumerate((tile.low(loaded), tile.high(loaded))):
                 if fifth is not None:
@@ -165,8 +179,7 @@ def _six_bit_scales(tile: _Tile, header: Value, pair: Value) -> tuple[list[Value
 def _q4_k_body(tile: _Tile, super_block: Value, totals: list[Value]) -> list[Value]:
     """One super-block of Q4_K or Q5_K, two blocks at a time."""
     emit, b, sizes = tile.emit, tile.emit.builder, tile.sizes
-    header = tile.at(tile.tile, super_block, sizes.header_bytes)
-    body = tile.at(tile.body, super_block, sizes.body_bytes)
+    header, body = tile.parts(super_block)
     fifth_bits = body if tile.layout is Layout.Q5_K else None
     codes_start = b.add(body, emit.i64(512)) if fifth_bits is not None else body
     first_unit = b.mul(super_block, emit.i64(4))
@@ -180,7 +193,7 @@ def _q4_k_body(tile: _Tile, super_block: Value, totals: list[Value]) -> list[Val
         dots = [[emit.zeros(I32) for _ in tile.rows] for _ in range(2)]
         shift = emit.splat(b.trunc(b.mul(pair, emit.i64(2)), I16), 32) if fifth_bits is not None else None
         for j in range(8):
-            tile.prefetch(unit, (sizes.header_bytes + sizes.body_bytes) // 4, j, 8)
+            tile.prefetch(unit, sizes.unit_bytes // 4, j, 8)
             loaded = tile.load_codes(codes, 64 * j)
             bits = None
             if fifth_bits is not None:
@@ -209,10 +222,12 @@ def _q4_k_body(tile: _Tile, super_block: Value, totals: list[Value]) -> list[Val
 
 
 def _q6_k_body(tile: _Tile, super_block: Value, totals: list[Value]) -> list[Value]:
-    """One super-block of Q6_K, 128 columns at a time; each block has one scale per 16 columns."""
+    """One super-block of Q6_K, 128 columns at a time, of which blocks 0 and 2, then 1 and 3, share their bytes.
+
+    Each block has one scale per 16 columns.
+    """
     emit, b, sizes = tile.emit, tile.emit.builder, tile.sizes
-    header = tile.at(tile.tile, super_block, sizes.header_bytes)
-    body = tile.at(tile.body, super_block, sizes.body_bytes)
+    header, body = tile.parts(super_block)
     d = emit.load_floats(header, 0, F16)
     first_unit = b.mul(super_block, emit.i64(2))
 
@@ -221,27 +236,36 @@ def _q6_k_body(tile: _Tile, super_block: Value, totals: list[Value]) -> list[Val
         codes = tile.at(body, half, 1536)
         scales = tile.at(header, half, 128)
         column = b.mul(unit, emit.i64(128))
-        for k in range(4):
-            block = b.add(b.mul(unit, emit.i64(4)), emit.i64(k))
-            records = [tile.record(row, block) for row in tile.rows]
+        for first in range(2):
+            nibbles_place, nibbles_step = (0, 128) if first == 0 else (1024, 64)
+            blocks = (first, first + 2)
+            records = [
+                [tile.record(row, b.add(b.mul(unit, emit.i64(4)), emit.i64(k))) for row in tile.rows] for k in blocks
+            ]
             for part in range(2):
-                dots = [tile.record_int(record, _MINUS_8_HALF + 4 * part, shift=2) for record in records]
-                for j in range(4 * part, 4 * part + 4):
-                    tile.prefetch(unit, (sizes.header_bytes + sizes.body_bytes) // 2, 8 * k + j, 32)
-                    loaded = tile.load_codes(codes, 64 * (8 * (k % 2) + j))
-                    nibbles = tile.low(loaded) if k < 2 else tile.high(loaded)
-                    upper = tile.moved_bits(tile.load_codes(codes, 1024 + 64 * j), 2 * k, 3, 4)
-                    nibbles = b.or_(nibbles, upper)
-                    dots = [
-                        emit.dot_codes(dot, nibbles, tile.bytes4(row, column, 32 * k + 4 * j))
-                        for dot, row in zip(dots, tile.rows, strict=True)
-                    ]
-                code = b.sext(emit.load(scales, vector(I8), 32 + 16 * (2 * k + part), align=16), vector(I32))
-                scale = emit.mul(d, emit.to_float(code))
-                totals = [
-                    tile.accumulate(total, dot, scale, record)
-                    for total, dot, record in zip(totals, dots, records, strict=True)
+                dots = [
+                    [tile.record_int(one, _MINUS_8_HALF + 4 * part, shift=2) for one in of_block]
+                    for of_block in records
                 ]
+                for j in range(4 * part, 4 * part + 4):
+                    tile.prefetch(unit, sizes.unit_bytes // 2, 8 * first + j, 16)
+                    loaded = tile.load_codes(codes, nibbles_place + nibbles_step * j)
+                    upper = tile.load_codes(codes, 64 + 128 * j)
+                    for index, (k, nibbles) in enumerate(
+                        zip(blocks, (tile.low(loaded), tile.high(loaded)), strict=True)
+                    ):
+                        nibbles = b.or_(nibbles, tile.moved_bits(upper, 2 * k, 3, 4))
+                        dots[index] = [
+                            emit.dot_codes(dot, nibbles, tile.bytes4(row, column, 32 * k + 4 * j))
+                            for dot, row in zip(dots[index], tile.rows, strict=True)
+                        ]
+                for k, of_block, dots_of_block in zip(blocks, records, dots, strict=True):
+                    code = b.sext(emit.load(scales, vector(I8), 32 + 16 * (2 * k + part), align=16), vector(I32))
+                    scale = emit.mul(d, emit.to_float(code))
+                    totals = [
+                        tile.accumulate(total, dot, scale, record)
+                        for total, dot, record in zip(totals, dots_of_block, of_block, strict=True)
+                    ]
         return totals
 
     return emit.loop(emit.i64(0), emit.i64(2), 1, totals, half_body)
@@ -264,11 +288,11 @@ _FLOAT_ELEMENT = {Layout.F32: F32, Layout.F16: F16, Layout.BF16: I16}
 def _float_totals(tile: _Tile) -> list[Value]:
     """Float weights: even and odd columns are summed apart, so that two chains hide each other's latency."""
     emit, b = tile.emit, tile.emit.builder
-    element, column_bytes = _FLOAT_ELEMENT[tile.layout], tile.sizes.body_bytes
+    element, column_bytes = _FLOAT_ELEMENT[tile.layout], tile.sizes.unit_bytes
     count = len(tile.rows)
 
     def step(column: Value, offset: int, totals: list[Value]) -> list[Value]:
-        weight = emit.load_floats(tile.at(tile.body, column, column_bytes), offset * column_bytes, element)
+        weight = emit.load_floats(tile.at(tile.tile, column, column_bytes), offset * column_bytes, element)
         return [
             emit.fma(weight, emit.splat(emit.load(tile.at(row, column, 4), F32, 4 * offset, align=4)), total)
             for total, row in zip(totals, tile.rows, strict=True)
