@@ -16,16 +16,15 @@ from numpy.typing import NDArray
 from localinfer.errors import ShapeError, UnsupportedFormatError
 from localinfer.quant.formats import TensorType, block_dtype, row_bytes
 from localinfer.quant.reference_encoders import quantize
+from localinfer.quant.reference_fits import IQ4_VALUES
 from localinfer.quant.reference_grids import GRID_DECODERS
 from localinfer.quant.unpacking import unpack_bits, unpack_k_scales
 
-__all__ = ["dequantize", "quantize"]
+__all__ = ["IQ4_VALUES", "dequantize", "quantize"]
 
 Blocks = NDArray[Any]
 Decoder = Callable[[Blocks], NDArray[np.float32]]
 
-IQ4_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.float32)
-"""What the 16 codes of IQ4_NL and IQ4_XS stand for."""
 
 E2M1_VALUES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=np.float32)
 """Twice what the 16 codes of MXFP4 and NVFP4 stand for; their scales are halved to match."""

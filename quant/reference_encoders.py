@@ -1,7 +1,9 @@
-"""Plain encoders: round to the nearest code on a grid set by the extremes of each block.
+"""The NumPy oracle of the encoders: the bytes ggml's quantizer writes, with and without importance.
 
-They make valid tensors for tests and small tools. They minimise nothing: no importance, no search
-for a better scale. The 32-column types equal the `gguf` package's encoders bit for bit.
+Without importance the types of 32 columns (but IQ4_NL) take a grid from the extremes of each block and round to it. The
+others, and all of them with importance, search for the grid (`reference_fits`). Slow on purpose: kernels are tested
+against it.
+Source: the reference encoders of the ggml repository (ggml-quants.c).
 """
 
 from collections.abc import Callable
@@ -12,43 +14,80 @@ from numpy.typing import NDArray
 
 from localinfer.errors import RequestError, ShapeError, UnsupportedFormatError
 from localinfer.quant.formats import TensorType, block_dtype, block_size, row_bytes
-from localinfer.quant.unpacking import pack_bits, pack_k_scales
+from localinfer.quant.reference_fits import (
+    Values,
+    fit_iq4,
+    fit_minimum,
+    fit_symmetric,
+    largest_magnitude,
+    nearest_iq4,
+    ordered_sum,
+)
+from localinfer.quant.reference_k_encoders import K_ENCODERS
+from localinfer.quant.unpacking import pack_bits
 
-Values = NDArray[np.float32]
 Fields = dict[str, NDArray[Any]]
 
 
-def quantize(values: Values, type: TensorType) -> NDArray[np.uint8]:
-    """Encode float32[..., columns] as uint8[..., row bytes] by the plain rule of the type.
+def quantize(values: Values, type: TensorType, importance: Values | None = None) -> NDArray[np.uint8]:
+    """Encode rows as blocks of a type.
 
-    Raises: ShapeError if the columns do not fill whole blocks, RequestError if a value is not
-        finite or too large for the type, UnsupportedFormatError if the type has no plain encoder.
+    importance: how much the square of an error in each column weighs (the mean square of what the column is multiplied
+    with), finite and not negative. Plain numbers and Q8_0 do not use it.
+
+    Shapes: values float32[..., columns]; importance float32[columns], or any shape that broadcasts to that of values;
+        result uint8[..., row bytes].
+    Raises: ShapeError if the columns do not fill whole blocks or the importance does not fit, RequestError if a number
+        is not finite or too large for the type, UnsupportedFormatError if the type has no encoder.
     """
-    encode = _ENCODERS.get(type)
-    if encode is None:
-        names = ", ".join(encodable.name for encodable in _ENCODERS)
-        raise UnsupportedFormatError(f"no plain encoder writes {type.name}; wanted one of {names}")
+    if type not in ENCODABLE_TYPES:
+        names = ", ".join(encodable.name for encodable in ENCODABLE_TYPES)
+        raise UnsupportedFormatError(f"no encoder writes {type.name}; wanted one of {names}")
     if values.dtype != np.float32 or values.ndim == 0:
         raise ShapeError(f"got {values.dtype}{list(values.shape)} to encode; wanted float32 rows")
     num_bytes = row_bytes(type, values.shape[-1])
     if not np.isfinite(values).all():
         raise RequestError("got NaN or infinity to encode; wanted finite weights")
     rows = np.ascontiguousarray(values).reshape(-1, block_size(type))
+    weights = None if importance is None else _spread(importance, values).reshape(rows.shape)
     blocks = np.zeros(len(rows), dtype=block_dtype(type))
-    for name, field in encode(rows).items():
-        blocks[name] = field.reshape(blocks[name].shape)
+    with np.errstate(all="ignore"):
+        for name, field in _encode(rows, weights, type, values.shape[-1]).items():
+            blocks[name] = field.reshape(blocks[name].shape)
+    for name in block_dtype(type).names or ():
+        if blocks[name].dtype == np.float16 and not np.isfinite(blocks[name]).all():
+            raise RequestError(
+                f"got weights up to {np.abs(values).max():g}, which float16 numbers of {type.name} cannot hold (they "
+                "end at 65504); wanted smaller weights, or the type F32 or BF16"
+            )
     return blocks.view(np.uint8).reshape(*values.shape[:-1], num_bytes)
 
 
-def _half(values: Values) -> NDArray[np.float16]:
-    with np.errstate(over="ignore"):
-        half = values.astype(np.float16)
-    if not np.isfinite(half).all():
-        raise RequestError(
-            f"got weights up to {np.abs(values).max():g} where float16 ends at 65504; "
-            "wanted smaller weights, or the type F32 or BF16"
-        )
-    return half
+def _encode(rows: Values, importance: Values | None, type: TensorType, columns: int) -> Fields:
+    if type in K_ENCODERS:
+        return K_ENCODERS[type](rows, importance)
+    if type is TensorType.IQ4_NL:
+        return _iq4_nl(rows, importance)
+    if importance is None or type not in _SEARCHING:
+        return _PLAIN[type](rows)
+    per_row = ordered_sum((rows * rows).reshape(-1, columns)) / np.float32(columns)
+    mean_square = np.repeat(per_row, columns // block_size(type))[:, None]
+    return _SEARCHING[type](rows, importance * np.sqrt(mean_square + rows * rows))
+
+
+def _spread(importance: Values, values: Values) -> Values:
+    """Give every weight its column's importance."""
+    try:
+        spread = np.broadcast_to(importance, values.shape)
+    except ValueError:
+        raise ShapeError(
+            f"got importance {list(np.shape(importance))} for weights {list(values.shape)}; wanted one number a column"
+        ) from None
+    if importance.dtype != np.float32:
+        raise ShapeError(f"got {importance.dtype} as importance; wanted float32")
+    if not (np.isfinite(importance).all() and (importance >= 0).all()):
+        raise RequestError("got importance that is negative or not finite; wanted mean squares of activations")
+    return np.ascontiguousarray(spread)
 
 
 def _inverse(scale: Values) -> Values:
@@ -62,7 +101,7 @@ def _f32(values: Values) -> Fields:
 
 
 def _f16(values: Values) -> Fields:
-    return {"value": _half(values)}
+    return {"value": values.astype(np.float16)}
 
 
 def _bf16(values: Values) -> Fields:
@@ -76,106 +115,78 @@ def _bf16(values: Values) -> Fields:
     return {"value": rounded}
 
 
-def _signed_max(values: Values, limit: int) -> tuple[NDArray[np.float16], NDArray[np.uint8]]:
-    """Encode on d * (code - limit): the value of largest magnitude gets code 0 exactly."""
-    largest = np.take_along_axis(values, np.abs(values).argmax(axis=1, keepdims=True), axis=1)
-    d = largest / np.float32(-limit)
-    codes = np.trunc(values * _inverse(d) + np.float32(limit + 0.5))
-    return _half(d), codes.clip(0, 2 * limit - 1).astype(np.uint8)
-
-
-def _min_max(values: Values, levels: int) -> tuple[NDArray[np.float16], NDArray[np.float16], NDArray[np.uint8]]:
-    """Encode on d * code + m, from the smallest value to the largest."""
-    minimum = values.min(axis=1, keepdims=True)
-    d = (values.max(axis=1, keepdims=True) - minimum) / np.float32(levels)
-    codes = np.trunc((values - minimum) * _inverse(d) + np.float32(0.5))
-    return _half(d), _half(minimum), codes.clip(0, levels).astype(np.uint8)
-
-
-def _q4_0(values: Values) -> Fields:
-    d, codes = _signed_max(values, 8)
-    return {"d": d, "qs": pack_bits(codes, 4, 16)}
-
-
-def _q4_1(values: Values) -> Fields:
-    d, m, codes = _min_max(values, 15)
-    return {"d": d, "m": m, "qs": pack_bits(codes, 4, 16)}
-
-
-def _q5_0(values: Values) -> Fields:
-    d, codes = _signed_max(values, 16)
-    return {"d": d, "qh": pack_bits(codes >> 4, 1, 1), "qs": pack_bits(codes & 15, 4, 16)}
-
-
-def _q5_1(values: Values) -> Fields:
-    d, m, codes = _min_max(values, 31)
-    return {"d": d, "m": m, "qh": pack_bits(codes >> 4, 1, 1), "qs": pack_bits(codes & 15, 4, 16)}
-
-
 def _q8_0(values: Values) -> Fields:
     d = np.abs(values).max(axis=1, keepdims=True) / np.float32(127)
     scaled = values * _inverse(d)
-    codes = np.copysign(np.floor(np.abs(scaled) + np.float32(0.5)), scaled)
-    return {"d": _half(d), "qs": codes.astype(np.int8)}
+    codes = np.trunc(scaled)
+    # Halves go away from zero.
+    codes += np.where(np.abs(scaled - codes) >= np.float32(0.5), np.sign(scaled), np.float32(0))
+    return {"d": d, "qs": codes.astype(np.int8)}
 
 
-def _k_min_max(values: Values, levels: int) -> tuple[Fields, NDArray[np.uint8]]:
-    """Encode groups of 32 from min(0, smallest) to largest, scales and minimums in 6 bits."""
-    groups = values.reshape(-1, 8, 32)
-    minimum = np.minimum(groups.min(axis=2), 0)
-    scale = (groups.max(axis=2) - minimum).clip(0) / np.float32(levels)
-    d = _half(scale.max(axis=1, keepdims=True) / np.float32(63))
-    dmin = _half(-minimum.min(axis=1, keepdims=True) / np.float32(63))
-    scales = _codes(scale, d.astype(np.float32), 63)
-    minimums = _codes(-minimum, dmin.astype(np.float32), 63)
-    grid_scale = (d.astype(np.float32) * scales)[:, :, None]
-    grid_minimum = (dmin.astype(np.float32) * minimums)[:, :, None]
-    codes = _codes(groups + grid_minimum, grid_scale, levels).reshape(-1, 256)
-    return {"d": d, "dmin": dmin, "scales": pack_k_scales(scales, minimums)}, codes
+def _signed_extreme(values: Values, limit: int) -> tuple[Values, Values]:
+    """Scale and codes of d * (code - limit): the value of largest magnitude gets code 0 exactly."""
+    d = largest_magnitude(values)[:, None] / np.float32(-limit)
+    codes = np.trunc(values * _inverse(d) + np.float32(limit + 0.5))
+    return d, codes.clip(0, 2 * limit - 1)
 
 
-def _codes(values: Values, scale: Values, maximum: int) -> NDArray[np.uint8]:
-    codes: Values = np.rint(values * _inverse(scale)).clip(0, maximum)
-    return codes.astype(np.uint8)
+def _extremes(values: Values, levels: int) -> tuple[Values, Values, Values]:
+    """Scale, minimum and codes of d * code + m, from the smallest value to the largest."""
+    minimum = values.min(axis=1, keepdims=True)
+    d = (values.max(axis=1, keepdims=True) - minimum) / np.float32(levels)
+    codes = np.trunc((values - minimum) * _inverse(d) + np.float32(0.5))
+    return d, minimum, codes.clip(0, levels)
 
 
-def _q4_k_min_max(values: Values) -> Fields:
-    fields, codes = _k_min_max(values, 15)
-    return fields | {"qs": pack_bits(codes, 4, 32)}
+def _searched_minimum(values: Values, weights: Values, levels: int) -> tuple[Values, Values, Values]:
+    scale, minus_minimum, codes = fit_minimum(values, weights, levels, -0.9, 0.05, 36)
+    return scale, -minus_minimum, codes
 
 
-def _q5_k_min_max(values: Values) -> Fields:
-    fields, codes = _k_min_max(values, 31)
-    return fields | {"qh": pack_bits(codes >> 4, 1, 32), "qs": pack_bits(codes & 15, 4, 32)}
+def _iq4_nl(values: Values, importance: Values | None) -> Fields:
+    weights = squares = values * values
+    if importance is not None:
+        weights = importance * np.sqrt(ordered_sum(squares)[:, None] * np.float32(2 / 32) + squares)
+    scale = fit_iq4(values, weights)[:, None]
+    return _four_bits(scale, nearest_iq4(_inverse(scale) * values))
 
 
-def _q6_k_max_abs(values: Values) -> Fields:
-    """Encode groups of 16 symmetrically, each scaled to its largest magnitude."""
-    groups = values.reshape(-1, 16, 16)
-    scale = np.abs(groups).max(axis=2) / np.float32(31)
-    d = _half(scale.max(axis=1, keepdims=True) / np.float32(127))
-    scales = _codes(scale, d.astype(np.float32), 127)
-    grid_scale = (d.astype(np.float32) * scales)[:, :, None]
-    signed = np.rint(groups * _inverse(grid_scale)).clip(-32, 31)
-    codes = (signed + 32).astype(np.uint8).reshape(-1, 256)
-    return {
-        "d": d,
-        "scales": scales.astype(np.int8),
-        "ql": pack_bits(codes & 15, 4, 64),
-        "qh": pack_bits(codes >> 4, 2, 32),
-    }
+def _four_bits(scale: Values, codes: NDArray[Any]) -> Fields:
+    return {"d": scale, "qs": pack_bits(codes, 4, 16)}
 
 
-_ENCODERS: dict[TensorType, Callable[[Values], Fields]] = {
+def _five_bits(scale: Values, codes: NDArray[Any]) -> Fields:
+    bits = codes.astype(np.uint8)
+    return {"d": scale, "qh": pack_bits(bits >> 4, 1, 1), "qs": pack_bits(bits & 15, 4, 16)}
+
+
+def _four_bits_and_minimum(scale: Values, minimum: Values, codes: Values) -> Fields:
+    return {"m": minimum, **_four_bits(scale, codes)}
+
+
+def _five_bits_and_minimum(scale: Values, minimum: Values, codes: Values) -> Fields:
+    return {"m": minimum, **_five_bits(scale, codes)}
+
+
+_PLAIN: dict[TensorType, Callable[[Values], Fields]] = {
     TensorType.F32: _f32,
     TensorType.F16: _f16,
     TensorType.BF16: _bf16,
     TensorType.Q8_0: _q8_0,
-    TensorType.Q4_0: _q4_0,
-    TensorType.Q4_1: _q4_1,
-    TensorType.Q5_0: _q5_0,
-    TensorType.Q5_1: _q5_1,
-    TensorType.Q4_K: _q4_k_min_max,
-    TensorType.Q5_K: _q5_k_min_max,
-    TensorType.Q6_K: _q6_k_max_abs,
+    TensorType.Q4_0: lambda values: _four_bits(*_signed_extreme(values, 8)),
+    TensorType.Q4_1: lambda values: _four_bits_and_minimum(*_extremes(values, 15)),
+    TensorType.Q5_0: lambda values: _five_bits(*_signed_extreme(values, 16)),
+    TensorType.Q5_1: lambda values: _five_bits_and_minimum(*_extremes(values, 31)),
 }
+
+_SEARCHING: dict[TensorType, Callable[[Values, Values], Fields]] = {
+    TensorType.Q4_0: lambda values, weights: _four_bits(*fit_symmetric(values, weights, 8)),
+    TensorType.Q4_1: lambda values, weights: _four_bits_and_minimum(*_searched_minimum(values, weights, 15)),
+    TensorType.Q5_0: lambda values, weights: _five_bits(*fit_symmetric(values, weights, 16)),
+    TensorType.Q5_1: lambda values, weights: _five_bits_and_minimum(*_searched_minimum(values, weights, 31)),
+}
+"""What importance turns the plain encoders of 32 columns into."""
+
+ENCODABLE_TYPES = (*_PLAIN, TensorType.IQ4_NL, *K_ENCODERS)
+"""Every type `quantize` writes."""

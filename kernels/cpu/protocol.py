@@ -79,6 +79,16 @@ CURSOR_WORDS = 6
 LONG_MATCH = 8
 """Tokens of a match that is taken for a copy in progress."""
 
+# Encoding weights.
+ROWS_PER_ENCODER_UNIT = 16
+ENCODER_MEMORY_BYTES = 64 << 10
+ENCODER_STATUS = ENCODER_MEMORY_BYTES - 64
+"""Where a thread's encoder memory says what it met: 0 or one of these."""
+STATUS_NOT_FINITE = 1
+STATUS_TOO_LARGE = 2
+SOURCE_F32, SOURCE_F16, SOURCE_BF16 = 0, 1, 2
+"""What the rows to encode are made of."""
+
 
 def activation_row_bytes(num_columns: int) -> int:
     """Bytes of one row of quantized activations, whole cache lines."""

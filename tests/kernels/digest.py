@@ -2,6 +2,9 @@
 
 import hashlib
 
+import numpy as np
+
+from localinfer.kernels.cpu.encoding import encode_rows
 from localinfer.kernels.cpu.layouts import SIZES, Layout, is_float
 from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.kernels.cpu.tape import CpuTape
@@ -52,3 +55,11 @@ def layer() -> str:
     found = run_rows(pool, inputs, write, kv_layout=KVLayout("f16", [KVLayerShape(1, 20, 24)]))
     assert_same_bits(found, found)
     return hashlib.sha256(found.tobytes()).hexdigest()
+
+
+def encoded() -> str:
+    """A searching encoder, whose choices between grids the smallest difference would change."""
+    rows, importance = random_rows(21, 320, 3), np.abs(random_rows(1, 320, 4))[0]
+    target = np.zeros((21, 10 * 24), np.uint8)
+    encode_rows(ThreadPool(1), "Q5_1", rows, importance, target)
+    return hashlib.sha256(target.tobytes()).hexdigest()

@@ -104,27 +104,34 @@ class Emitter:
         return builder.bitcast(builder.or_(builder.select(is_finite, finite, special), sign), single)
 
     def float_to_half(self, value: Value) -> Value:
-        """Float16 bits (i16) of one float32, rounded to nearest even."""
-        builder = self.builder
+        """Float16 bits (i16) of a float32 or a vector of them, rounded to nearest even."""
+        builder, is_vector = self.builder, isinstance(value.type, ir.VectorType)
+        half, word_type, single, bits = (
+            vector(kind, value.type.count) if is_vector else kind for kind in (F16, I32, F32, I16)
+        )
         if self._converts_halves:
-            return builder.bitcast(builder.fptrunc(value, F16), I16)
-        word = builder.bitcast(value, I32)
-        magnitude = builder.and_(word, self.i32(0x7FFFFFFF))
+            return builder.bitcast(builder.fptrunc(value, half), bits)
+
+        def constant(number: int) -> Value:
+            return self._constant(word_type, number)
+
+        word = builder.bitcast(value, word_type)
+        magnitude = builder.and_(word, constant(0x7FFFFFFF))
         # Normal numbers: move the exponent, round at bit 13. What lies under 2**-14 is rounded by adding 0.5, whose
         # last bit is float16's smallest number. Too large becomes infinite.
-        odd = builder.and_(builder.lshr(magnitude, self.i32(13)), self.i32(1))
-        moved = builder.add(builder.add(magnitude, odd), self.i32(0xFFF - (112 << 23)))
-        normal = builder.lshr(moved, self.i32(13))
-        half = ir.Constant(F32, 0.5)
-        added = builder.bitcast(builder.fadd(builder.bitcast(magnitude, F32), half), I32)
-        small = builder.sub(added, builder.bitcast(half, I32))
-        result = builder.select(builder.icmp_unsigned("<", magnitude, self.i32(113 << 23)), small, normal)
-        is_large = builder.icmp_unsigned(">=", magnitude, self.i32(0x477FF000))
-        result = builder.select(is_large, self.i32(0x7C00), result)
-        is_nan = builder.icmp_unsigned(">", magnitude, self.i32(0x7F800000))
-        result = builder.select(is_nan, self.i32(0x7E00), result)
-        sign = builder.and_(builder.lshr(word, self.i32(16)), self.i32(0x8000))
-        return builder.trunc(builder.or_(result, sign), I16)
+        odd = builder.and_(builder.lshr(magnitude, constant(13)), constant(1))
+        moved = builder.add(builder.add(magnitude, odd), constant(0xFFF - (112 << 23)))
+        normal = builder.lshr(moved, constant(13))
+        offset = self._constant(single, 0.5)
+        added = builder.bitcast(builder.fadd(builder.bitcast(magnitude, single), offset), word_type)
+        small = builder.sub(added, builder.bitcast(offset, word_type))
+        result = builder.select(builder.icmp_unsigned("<", magnitude, constant(113 << 23)), small, normal)
+        is_large = builder.icmp_unsigned(">=", magnitude, constant(0x477FF000))
+        result = builder.select(is_large, constant(0x7C00), result)
+        is_nan = builder.icmp_unsigned(">", magnitude, constant(0x7F800000))
+        result = builder.select(is_nan, constant(0x7E00), result)
+        sign = builder.and_(builder.lshr(word, constant(16)), constant(0x8000))
+        return builder.trunc(builder.or_(result, sign), bits)
 
     def _constant(self, kind: Any, value: float) -> Value:
         if isinstance(kind, ir.VectorType):
@@ -250,6 +257,19 @@ class Emitter:
             mask = ir.Constant(vector(I32, count), list(range(count)))
             values = [self.builder.shuffle_vector(a, b, mask) for a, b in zip(values[::2], values[1::2], strict=True)]
         return values[0]
+
+    def transpose(self, rows: Sequence[Value]) -> list[Value]:
+        """Sixteen vectors of sixteen lanes as a matrix, its columns in place of its rows."""
+        masks = [
+            ir.Constant(vector(I32), [lane for i in range(8) for lane in (half + i, half + i + 16)]) for half in (0, 8)
+        ]
+        # Interleaving vector i with vector i + 8, four times over, is the transposition.
+        vectors = list(rows)
+        for _ in range(4):
+            vectors = [
+                self.builder.shuffle_vector(vectors[i], vectors[i + 8], mask) for i in range(8) for mask in masks
+            ]
+        return vectors
 
     # Integer dot products of four neighbouring bytes per int32 lane
 

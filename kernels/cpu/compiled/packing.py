@@ -3,7 +3,6 @@
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
 from numba import types
 from numba.core.errors import RequireLiteralValue
 from numba.extending import intrinsic
@@ -39,13 +38,7 @@ def _transpose(typing_context: Any, width: Any, source: Any, row_bytes: Any, tar
             emit.load(b.add(start, b.mul(stride, emit.i64(row))), vector(element), align=width.literal_value)
             for row in range(16)
         ]
-        masks = [
-            ir.Constant(vector(I32), [lane for i in range(8) for lane in (half + i, half + i + 16)]) for half in (0, 8)
-        ]
-        # Interleaving vector i with vector i + 8, four times over, is the transposition.
-        for _ in range(4):
-            rows = [b.shuffle_vector(rows[i], rows[i + 8], mask) for i in range(8) for mask in masks]
-        for column, value in enumerate(rows):
+        for column, value in enumerate(emit.transpose(rows)):
             emit.store(value, out, vector_bytes * column, align=32)
         return context.get_dummy_value()
 
