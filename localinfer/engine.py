@@ -334,7 +334,7 @@ class Engine:
         """
         self.check_usable()
         with self._turn:
-            admission = self._cache.admit(run.head, is_prompt=run.is_prompt)
+            admission = self._cache.admit(run.head, run.use, is_prompt=run.is_prompt)
             sequence = run.sequence = admission.sequence
         record.cached_tokens, record.miss = admission.cached_tokens, admission.miss
         chunk = self._program.max_batch_rows

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
+from localinfer.chat_history import ChatHistory
 from localinfer.engine import Engine, EngineModel
 from localinfer.errors import BackendUnavailableError, ModelFileError, RequestError
-from localinfer.text_stream import Completion, GenerationOptions, TextStream
+from localinfer.text_stream import Completion, EncodedPrompt, GenerationOptions, TextStream
 
 if TYPE_CHECKING:
     from localinfer.models.chat_template import ChatTemplate
@@ -41,6 +42,9 @@ class LLM:
     def __init__(self, model: LoadedModel, *, kv_memory: int | None = None) -> None:
         self._model = model
         self._engine = Engine(model, kv_memory=kv_memory)
+        self._chat_history: ChatHistory | None = None
+        if model.chat_template is not None and model.tokenizer is not None:
+            self._chat_history = ChatHistory(model.chat_template, model.tokenizer)
 
     @property
     def tokenizer(self) -> "Tokenizer":
@@ -80,22 +84,25 @@ class LLM:
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[GenerationOptions]) -> Completion:
         """Answer a conversation: messages with `role` and `content`, put into the model's own chat template.
 
+        A reply that comes back among the messages keeps the token ids it was generated with, so that nothing before
+        the newest message is computed again.
         Raises: TemplateError if the template refuses the messages; else as `complete`.
         """
         return self.stream_chat(messages, **options).finish()
 
     def stream_chat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[GenerationOptions]) -> TextStream:
         """Answer a conversation like `chat`, and yield an event per token as it comes; closing the stream cancels."""
-        template = self._model.chat_template
-        if template is None:
+        template, history = self._model.chat_template, self._chat_history
+        if template is None or history is None:
             raise RequestError("the model file has no tokenizer, so it cannot chat; give complete() token ids")
-        return TextStream(
-            self._engine,
-            self._model.tokenizer,
-            lambda: template.encode(self.tokenizer, _check_messages(messages)),
-            options,
-            template.stop_strings,
-        )
+
+        def encode() -> EncodedPrompt:
+            chat = history.encode(_check_messages(messages))
+            return EncodedPrompt(
+                chat.token_ids, chat.system_tokens, chat.history, lambda reply_ids: history.remember(chat, reply_ids)
+            )
+
+        return TextStream(self._engine, self._model.tokenizer, encode, options, template.stop_strings)
 
     def logits(self, token_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
         """Return float32[T, vocab_size]: row i holds the logits of the token after token_ids[:i + 1]."""
@@ -118,8 +125,12 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _encode(self, prompt: Prompt, parse_special: bool) -> Sequence[int] | NDArray[np.integer]:
-        return self.tokenizer.encode(prompt, parse_special=parse_special) if isinstance(prompt, str) else prompt
+    def _encode(self, prompt: Prompt, parse_special: bool) -> EncodedPrompt:
+        if not isinstance(prompt, str):
+            return EncodedPrompt(prompt)
+        token_ids = self.tokenizer.encode(prompt, parse_special=parse_special)
+        # A context that is shifted still begins with the token that begins a text.
+        return EncodedPrompt(token_ids, int(token_ids[:1] == [self.tokenizer.bos_token_id]))
 
 
 def load(

@@ -11,7 +11,7 @@ from localinfer.cache_miss import WINDOW_TOKENS, CacheMiss, CacheMissCause
 from localinfer.errors import OutOfMemoryError
 from localinfer.kv_cache import KVCache
 from localinfer.page_pool import KVLayout, PagePool
-from localinfer.prefix_tree import CachedPath, Match, PrefixTree, TokenIds
+from localinfer.prefix_tree import CachedPath, Match, PrefixTree, TokenIds, common_length
 
 
 @dataclass
@@ -34,11 +34,13 @@ class CacheUse:
     """How a generation's ids are to be kept.
 
     system_tokens: how many at the start of the prompt other prompts share; they are evicted after ordinary ones.
-    is_pinned: all of them are evicted last.
+    is_pinned: all of them are evicted last. history: int32, ids that the prompt repeats in other words; where it
+    parts from them, its chat template is the cause.
     """
 
     system_tokens: int = 0
     is_pinned: bool = False
+    history: TokenIds | None = None
 
 
 class Admission(NamedTuple):
@@ -96,7 +98,7 @@ class PrefixCache:
         """Return an empty sequence."""
         return KVCache(self.pool, max_length=self._context_length)
 
-    def admit(self, token_ids: TokenIds, *, is_prompt: bool = True) -> Admission:
+    def admit(self, token_ids: TokenIds, use: CacheUse, *, is_prompt: bool = True) -> Admission:
         """Return a sequence for a prompt, with all of it that is cached but its last token, whose logits are wanted.
 
         is_prompt: it is one, and counts as one; a sequence that goes on within a generation is not.
@@ -111,7 +113,7 @@ class PrefixCache:
         self._take(sequence, match)
         if not is_prompt:
             return Admission(sequence, sequence.length, None)
-        miss = self._explain(token_ids, match, refusal)
+        miss = self._explain(token_ids, match, use, refusal)
         self._count(token_ids.size, sequence.length, miss)
         return Admission(sequence, sequence.length, miss)
 
@@ -160,7 +162,7 @@ class PrefixCache:
                 # Without this page it may be evicted, so that the sequence needs no more than it would alone.
                 sequence.truncate(match.length - begun)
 
-    def _explain(self, token_ids: TokenIds, match: Match, refusal: str | None) -> CacheMiss | None:
+    def _explain(self, token_ids: TokenIds, match: Match, use: CacheUse, refusal: str | None) -> CacheMiss | None:
         position = match.length
         if position == token_ids.size - 1:
             return None
@@ -173,8 +175,9 @@ class PrefixCache:
         cached = self.tree.continuation(match, WINDOW_TOKENS)
         if not cached.size:
             return None
+        is_rewritten = use.history is not None and position == common_length(use.history, token_ids)
         return CacheMiss(
-            "different",
+            "template" if is_rewritten else "different",
             position,
             tuple(token_ids[max(0, position - WINDOW_TOKENS) : position].tolist()),
             tuple(cached.tolist()),

@@ -35,7 +35,7 @@ class Priority(IntEnum):
 class PrefixNode:
     """A run of token ids after the parent's, and its pages."""
 
-    __slots__ = ("children", "heads", "last_used", "pages", "parent", "priority", "token_ids")
+    __slots__ = ("by_first_page", "children", "heads", "last_used", "pages", "parent", "priority", "token_ids")
 
     def __init__(
         self, token_ids: TokenIds, pages: PageNumbers, parent: "PrefixNode | None", priority: Priority, last_used: int
@@ -47,7 +47,13 @@ class PrefixNode:
         self.last_used = last_used
         self.children: list[PrefixNode] = []
         self.heads: TokenIds | None = None
-        """int32[children, page_tokens]: the first page of ids of each child, -1 where it is shorter."""
+        """int32[children, page_tokens]: the first page of ids of each child, -1 where it is shorter; made when needed,
+        as is `by_first_page`: the children that have a whole page of ids, by its bytes."""
+        self.by_first_page: dict[bytes, PrefixNode] | None = None
+
+    def forget_index(self) -> None:
+        """The children, or their first pages, have changed."""
+        self.heads = self.by_first_page = None
 
 
 class Match(NamedTuple):
@@ -157,14 +163,16 @@ class PrefixTree:
 
     def continuation(self, match: Match, count: int) -> TokenIds:
         """Up to `count` cached ids that follow a match, where it goes on as it did most recently."""
-        ids = match.node.token_ids[match.offset : match.offset + count]
-        if not ids.size and match.node.children:
-            ids = max(match.node.children, key=lambda child: child.last_used).token_ids[:count]
+        node = match.node
+        ids = node.token_ids[match.offset : match.offset + count]
+        while ids.size < count and node.children:
+            node = max(node.children, key=lambda child: child.last_used)
+            ids = np.concatenate((ids, node.token_ids[: count - ids.size]))
         return ids
 
     def evicted_length(self, token_ids: TokenIds) -> int:
         """The longest prefix that was cached at some time, as far as evicted texts are remembered."""
-        return max((_common_length(ids, token_ids) for ids in self._evicted), default=0)
+        return max((common_length(ids, token_ids) for ids in self._evicted), default=0)
 
     def _insert(self, token_ids: TokenIds, pages: PageNumbers, priority: Priority) -> None:
         page_tokens = self._pool.page_tokens
@@ -200,14 +208,14 @@ class PrefixTree:
         leaf.pages = np.concatenate((leaf.pages[:whole], fresh))
         leaf.token_ids = token_ids.copy()
         assert leaf.parent is not None, "the root is never extended"
-        leaf.parent.heads = None
+        leaf.parent.forget_index()
 
     def _add_leaf(self, parent: PrefixNode, token_ids: TokenIds, pages: PageNumbers, priority: Priority) -> PrefixNode:
         self._pool.retain(pages)
         self.num_pages += pages.size
         leaf = PrefixNode(token_ids.copy(), pages.copy(), parent, priority, self._clock)
         parent.children.append(leaf)
-        parent.heads = None
+        parent.forget_index()
         return leaf
 
     def _split(self, node: PrefixNode, length: int) -> PrefixNode:
@@ -217,35 +225,41 @@ class PrefixTree:
         num_pages = length // self._pool.page_tokens
         upper = PrefixNode(node.token_ids[:length], node.pages[:num_pages], parent, node.priority, node.last_used)
         parent.children[parent.children.index(node)] = upper
+        parent.forget_index()
         upper.children = [node]
         node.parent, node.token_ids, node.pages = upper, node.token_ids[length:], node.pages[num_pages:]
         return upper
 
     def _best_child(self, node: PrefixNode, token_ids: TokenIds) -> tuple[PrefixNode | None, int]:
         """The child that shares most ids with the start of `token_ids`, and how many; of equals the shortest."""
+        page_tokens = self._pool.page_tokens
+        if token_ids.size >= page_tokens and node.children:
+            if node.by_first_page is None:
+                whole = (child for child in node.children if child.token_ids.size >= page_tokens)
+                node.by_first_page = {child.token_ids[:page_tokens].tobytes(): child for child in whole}
+            child = node.by_first_page.get(token_ids[:page_tokens].tobytes())
+            if child is not None:
+                return child, common_length(child.token_ids, token_ids)
+        return self._best_partial_child(node, token_ids[:page_tokens])
+
+    def _best_partial_child(self, node: PrefixNode, token_ids: TokenIds) -> tuple[PrefixNode | None, int]:
+        """As `_best_child`, where no child begins with the whole page of ids."""
         if not node.children:
             return None, 0
         if node.heads is None:
-            node.heads = self._heads_of(node)
-        size = min(self._pool.page_tokens, token_ids.size)
+            node.heads = np.full((len(node.children), self._pool.page_tokens), -1, np.int32)
+            for row, child in zip(node.heads, node.children, strict=True):
+                ids = child.token_ids[: row.size]
+                row[: ids.size] = ids
+        size = token_ids.size
         differs = np.ones((len(node.children), size + 1), np.bool_)
-        np.not_equal(node.heads[:, :size], token_ids[:size], out=differs[:, :size])
+        np.not_equal(node.heads[:, :size], token_ids, out=differs[:, :size])
         shared = differs.argmax(axis=1)
         common = int(shared.max())
         if not common:
             return None, 0
-        children = [node.children[index] for index in np.flatnonzero(shared == common)]
-        child = min(children, key=lambda child: child.token_ids.size) if len(children) > 1 else children[0]
-        if common == self._pool.page_tokens:
-            common += _common_length(child.token_ids[common:], token_ids[common:])
-        return child, common
-
-    def _heads_of(self, node: PrefixNode) -> TokenIds:
-        heads = np.full((len(node.children), self._pool.page_tokens), -1, np.int32)
-        for row, child in zip(heads, node.children, strict=True):
-            ids = child.token_ids[: row.size]
-            row[: ids.size] = ids
-        return heads
+        equals = [node.children[index] for index in np.flatnonzero(shared == common)]
+        return min(equals, key=lambda child: child.token_ids.size), common
 
     def _leaves(self) -> Iterator[PrefixNode]:
         pending = list(self._root.children)
@@ -286,7 +300,7 @@ class PrefixTree:
         if not kept:
             assert leaf.parent is not None, "the root is no leaf"
             leaf.parent.children.remove(leaf)
-            leaf.parent.heads = None
+            leaf.parent.forget_index()
         self._pool.release(surplus)
         self.num_pages -= surplus.size
         self.evicted_tokens += lost
@@ -302,7 +316,7 @@ class PrefixTree:
             self._evicted.popleft()
 
 
-def _common_length(a: TokenIds, b: TokenIds) -> int:
+def common_length(a: TokenIds, b: TokenIds) -> int:
     """How many ids two arrays share at their start."""
     size = min(a.size, b.size)
     differs = a[:size] != b[:size]

@@ -77,6 +77,20 @@ class Stats:
     seed: int
 
 
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """A prompt as token ids, and what is known about it.
+
+    system_tokens: ids at the start that other prompts share. history: int32, the ids of the chat's former turn, which
+    this prompt should begin with. remember: is told the ids sampled, at the end.
+    """
+
+    token_ids: Sequence[int] | NDArray[np.integer]
+    system_tokens: int = 0
+    history: NDArray[np.int32] | None = None
+    remember: Callable[[list[int]], None] | None = None
+
+
 class StreamEvent(NamedTuple):
     """One sampled token, and the text that became certain with it: often a word, "" inside a character or stop text.
 
@@ -109,7 +123,7 @@ class TextStream(Iterator[StreamEvent]):
         self,
         engine: Engine,
         tokenizer: "Tokenizer | None",
-        encode: Callable[[], Sequence[int] | NDArray[np.integer]],
+        encode: Callable[[], EncodedPrompt],
         options: GenerationOptions,
         template_stops: Sequence[str] = (),
     ) -> None:
@@ -120,7 +134,7 @@ class TextStream(Iterator[StreamEvent]):
         stops = _check_stops(values.pop("stop", None))
         ignore_eos = bool(values.pop("ignore_eos", False))
         context_shift = bool(values.pop("context_shift", False))
-        use = CacheUse(is_pinned=bool(values.pop("pin_cache", False)))
+        is_pinned = bool(values.pop("pin_cache", False))
         unknown = sorted(values.keys() - _SAMPLING_NAMES)
         if unknown:
             known = ", ".join(GenerationOptions.__annotations__)
@@ -128,7 +142,8 @@ class TextStream(Iterator[StreamEvent]):
         plan = engine.plan(SamplingParams(**values))
         if stops and tokenizer is None:
             raise RequestError("the model file has no tokenizer, so stop texts cannot be found; leave them out")
-        prompt_ids = engine.check_prompt(encode(), shifts_context=context_shift)
+        prompt = encode()
+        prompt_ids = engine.check_prompt(prompt.token_ids, shifts_context=context_shift)
         self._tokens = engine.generate(
             prompt_ids,
             plan,
@@ -136,7 +151,7 @@ class TextStream(Iterator[StreamEvent]):
             stop_token_ids=() if tokenizer is None else tokenizer.eog_token_ids,
             ignore_eos=ignore_eos,
             context_shift=context_shift,
-            cache_use=use,
+            cache_use=CacheUse(system_tokens=prompt.system_tokens, is_pinned=is_pinned, history=prompt.history),
         )
         self._tokenizer = tokenizer
         self._decoder: StreamDecoder | None = None
@@ -147,6 +162,8 @@ class TextStream(Iterator[StreamEvent]):
             )
         self._matcher = StopMatcher([*stops, *template_stops])
         self._prompt_tokens = prompt_ids.size
+        self._remember = prompt.remember
+        self._token_ids: list[int] = []
         self._seed = plan.seed
         self._num_tokens = 0
         self._first_token_seconds = 0.0
@@ -215,6 +232,8 @@ class TextStream(Iterator[StreamEvent]):
                 else:
                     self._first_token_seconds = self._preparation_seconds + elapsed
                 self._num_tokens += 1
+                if self._remember is not None:
+                    self._token_ids.append(token.token_id)
                 text, matched = matcher.push(self._text_of(token))
                 finish_reason = "stop" if matched is not None else token.finish_reason
                 if finish_reason is not None:
@@ -227,6 +246,8 @@ class TextStream(Iterator[StreamEvent]):
                 asked = clock()
         finally:
             tokens.close()
+            if self._remember is not None:
+                self._remember(self._token_ids)
 
     def _text_of(self, token: TokenEvent) -> str:
         """What a token adds to the text: an end token nothing, the last one all that the decoder still holds."""

@@ -67,11 +67,14 @@ class Tokenizer:
         """
         return self.encode_segments([(text, parse_special)], add_special)
 
-    def encode_segments(self, segments: Sequence[tuple[str, bool]], add_special: bool = False) -> list[int]:
+    def encode_segments(
+        self, segments: Sequence[tuple[str, bool]], add_special: bool = False, *, continues_run: bool = False
+    ) -> list[int]:
         """Return the ids of texts in a row, each with its own `parse_special`.
 
         The ids are those of the joined text, except that a control token is taken only where no part of
-        its spelling lies in a segment that does not allow it.
+        its spelling lies in a segment that does not allow it. `continues_run`: plain text stands before
+        the first segment, so that none of the vocabulary's spaces goes in between.
         """
         text = "".join(segment for segment, _ in segments)
         _check_characters(text)
@@ -83,7 +86,8 @@ class Tokenizer:
             if strips:
                 plain = plain.lstrip(_ASCII_SPACES)
             if plain:
-                ids += self._encoder.encode(plain, is_run_start=not (position and self._adds_space_once))
+                starts_run = not self._adds_space_once if position else not continues_run
+                ids += self._encoder.encode(plain, is_run_start=starts_run)
             if spelling.token_id >= 0:
                 ids.append(spelling.token_id)
                 strips = spelling.token_id in self._stripping_ids

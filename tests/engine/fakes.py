@@ -5,14 +5,16 @@ shows as wrong logits: the logits at a position are a function of the ids before
 """
 
 import ctypes
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import RequestError
 from localinfer.kernels.ops import Batch
+from localinfer.models.special_tokens import SpellingFinder
 
 Logits = NDArray[np.float32]
 PAGE_TOKENS = 4
@@ -101,14 +103,29 @@ class ByteTokenizer:
     eos_token_id = 257
     eog_token_ids = frozenset({257})
     strips_space_at_start = False
+    adds_bos = True
+    special_spellings = SpellingFinder({"<begin>": 256, "<end>": 257, "<user>": 258, "<bot>": 259})
 
     def encode(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
         if parse_special and text == "<end>":
             return [257]
         return [256] * add_special + list(text.encode())
 
-    def decode(self, token_ids: Iterable[int], *, skip_special: bool = True) -> str:
-        return b"".join(map(self.token_bytes, token_ids)).decode("utf-8", "replace")
+    def encode_segments(self, segments: Sequence[tuple[str, bool]], *, continues_run: bool = False) -> list[int]:
+        ids: list[int] = []
+        for text, is_open in segments:
+            position = 0
+            for spelling in self.special_spellings.find(text) if is_open else ():
+                ids += [*text[position : spelling.start].encode(), spelling.token_id]
+                position = spelling.end
+            ids += text[position:].encode()
+        return ids
+
+    def decode(
+        self, token_ids: Iterable[int], *, skip_special: bool = True, previous_token_id: int | None = None
+    ) -> str:
+        names = {} if skip_special else {256: b"<begin>", 257: b"<end>", 258: b"<user>", 259: b"<bot>"}
+        return b"".join(names.get(i) or self.token_bytes(i) for i in token_ids).decode("utf-8", "replace")
 
     def token_bytes(self, token_id: int) -> bytes:
         if token_id >= self.vocab_size:
@@ -120,6 +137,22 @@ class ByteTokenizer:
 
     def starts_text_after(self, token_id: int) -> bool:
         return token_id >= 256
+
+
+class FakeTemplate:
+    """Each message after the name of its role, as text but for that name; a reply ends with an end token."""
+
+    stop_strings: tuple[str, ...] = ()
+
+    def render_segments(
+        self, messages: Sequence[Mapping[str, Any]], spellings: SpellingFinder
+    ) -> list[tuple[str, bool]]:
+        segments = [("<begin>", True)]
+        for message in messages:
+            is_reply = message["role"] == "assistant"
+            segments += [("<bot>" if is_reply else "<user>", True), (message["content"], not is_reply)]
+            segments += [("<end>", True)] * is_reply
+        return [*segments, ("<bot>", True)]
 
 
 @dataclass

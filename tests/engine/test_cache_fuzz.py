@@ -48,7 +48,7 @@ class Life:
         base = self.chooser.choice(self.known)
         prompt = base[: self.chooser.randrange(len(base) + 1)]
         prompt = (prompt + [self.chooser.randrange(3) for _ in range(self.chooser.randrange(1, 12))])[:CONTEXT]
-        admission = self.cache.admit(np.array(prompt, np.int32))
+        admission = self.cache.admit(np.array(prompt, np.int32), CacheUse())
         assert admission.cached_tokens == admission.sequence.length < len(prompt)
         self.num_cached_tokens += admission.cached_tokens
         self.running.append((admission.sequence, prompt[: admission.cached_tokens]))

@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,19 +12,7 @@ import localinfer
 from localinfer.errors import BackendUnavailableError, ClosedError, ContextLengthError, ModelFileError, RequestError
 from localinfer.llm import LLM, load
 from localinfer.text_stream import StreamEvent, TextStream
-from tests.engine.fakes import ByteTokenizer, fake_model, scripted_logits, text_model
-
-
-class FakeTemplate:
-    """`user` is 258, `assistant` 259; anything else is text."""
-
-    stop_strings: tuple[str, ...] = ()
-
-    def encode(self, tokenizer: ByteTokenizer, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        ids = [256]
-        for message in messages:
-            ids += [258, *tokenizer.encode(message["content"], add_special=False)]
-        return [*ids, 259]
+from tests.engine.fakes import FakeTemplate, fake_model, scripted_logits, text_model
 
 
 def answering(text: str, prompt: str = "ab", **options: Any) -> LLM:
