@@ -40,10 +40,13 @@ class Leave(Exception):
 class Chat:
     """Turns lines into replies and commands; knows nothing of keys or prompts.
 
-    Replies go to `output`, everything else to `notices`.
+    Replies go to `output`, everything else to `notices`. shows_stats: the numbers of every reply follow it.
     """
 
-    def __init__(self, conversation: Conversation, output: TextIO, notices: TextIO) -> None:
+    def __init__(
+        self, conversation: Conversation, output: TextIO, notices: TextIO, *, shows_stats: bool = False
+    ) -> None:
+        self._shows_stats = shows_stats
         self._conversation = conversation
         self._output = output
         self._notices = notices
@@ -96,6 +99,17 @@ class Chat:
             self.notice(f"stopped: {kept}")
         finally:
             output.end_line()
+        self._report()
+
+    def _report(self) -> None:
+        """Say what the last reply left out, and its numbers if they are wanted."""
+        stats = self._conversation.last_stats
+        if stats is None:
+            return
+        if self._shows_stats:
+            self.notice(describe_stats(stats))
+        elif stats.dropped_tokens:
+            self.notice(f"the context is full: {stats.dropped_tokens} tokens before its recent half were left out")
 
     def _help(self, _: str) -> None:
         for command in self.commands.values():
@@ -183,13 +197,13 @@ def key_bindings() -> KeyBindings:
     return bindings
 
 
-def run_chat(llm: "LLM", *, system: str | None, max_tokens: int | None, **sampling: Any) -> None:
+def run_chat(llm: "LLM", *, system: str | None, max_tokens: int | None, stats: bool = False, **sampling: Any) -> None:
     """Talk until the input ends: with line editing on a terminal, one message per line from a pipe.
 
     Raises: LocalinferError for a message that cannot be answered, from a pipe only; a terminal shows it and goes on.
     """
     conversation = Conversation(llm, system=system, max_tokens=max_tokens, **sampling)
-    chat = Chat(conversation, sys.stdout, sys.stderr)
+    chat = Chat(conversation, sys.stdout, sys.stderr, shows_stats=stats)
     try:
         if sys.stdin.isatty() and sys.stdout.isatty():
             _run_terminal(chat)

@@ -197,6 +197,8 @@ def run_command(
 @_sampling_options
 @click.option("-n", "--max-tokens", type=click.IntRange(min=1), metavar="N", help="Longest reply. Default: what fits.")
 @click.option("--system", metavar="TEXT", help="Instructions that come before the conversation.")
+@click.option("--context-shift", is_flag=True, help="At the end of the context, go on with its recent half.")
+@click.option("--stats", is_flag=True, help="Report token counts, the cache and speed on stderr after every reply.")
 def chat_command(
     model: str | None,
     threads: int | None,
@@ -205,6 +207,8 @@ def chat_command(
     kv_memory: int | None,
     max_tokens: int | None,
     system: str | None,
+    context_shift: bool,
+    stats: bool,
     **sampling: Any,
 ) -> None:
     """Talk with a model.
@@ -220,7 +224,15 @@ def chat_command(
         path=model, threads=threads, context_length=context_length, kv_type=kv_type, kv_memory=kv_memory
     )
     with _load(options) as llm:
-        run_chat(llm, system=system, max_tokens=max_tokens, **sampling)
+        run_chat(
+            llm,
+            system=system,
+            max_tokens=max_tokens,
+            stats=stats,
+            context_shift=context_shift,
+            pin_cache=True,
+            **sampling,
+        )
 
 
 @localinfer_command.command("show")

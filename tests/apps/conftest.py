@@ -11,7 +11,8 @@ from localinfer.text_stream import Stats, StreamEvent
 class FakeStream:
     """Yields `pieces`; a piece that is an exception is raised in its place."""
 
-    def __init__(self, pieces: list[str | BaseException]) -> None:
+    def __init__(self, pieces: list[str | BaseException], dropped_tokens: int) -> None:
+        self.dropped_tokens = dropped_tokens
         self._pieces = iter(enumerate(pieces))
         self._num_events = 0
 
@@ -21,7 +22,7 @@ class FakeStream:
             prompt_tokens=3,
             cached_tokens=1,
             cache_miss=None,
-            dropped_tokens=0,
+            dropped_tokens=self.dropped_tokens,
             completion_tokens=self._num_events,
             time_to_first_token_seconds=0.25,
             decode_tokens_per_second=12.5,
@@ -66,12 +67,13 @@ class FakeLLM:
         self.prompts: list[Any] = []
         self.options: list[dict[str, Any]] = []
         self.is_closed = False
+        self.dropped_tokens = 0
         self.tokenizer = FakeTokenizer()
 
     def stream(self, prompt: Any, **options: Any) -> FakeStream:
         self.prompts.append(prompt)
         self.options.append(options)
-        return FakeStream(self.pieces)
+        return FakeStream(self.pieces, self.dropped_tokens)
 
     def stream_chat(self, messages: list[dict[str, str]], **options: Any) -> FakeStream:
         return self.stream([dict(message) for message in messages], **options)

@@ -163,6 +163,21 @@ def test_stats_are_those_of_the_last_reply(chat, streams):
     assert "completion 2 tokens at 12.5 tokens/s" in streams[1].getvalue()
 
 
+def test_stats_follow_every_reply_where_they_are_wanted(conversation, streams):
+    chat = Chat(conversation, *streams, shows_stats=True)
+    chat.handle("hi")
+    chat.handle("ho")
+    assert streams[1].getvalue().count("prompt 3 tokens, 1 of them cached") == 2
+
+
+def test_a_shifted_context_is_told(chat, fake_llm, streams):
+    chat.handle("hi")
+    assert streams[1].getvalue() == ""
+    fake_llm.dropped_tokens = 40
+    chat.handle("ho")
+    assert "the context is full: 40 tokens" in streams[1].getvalue()
+
+
 def test_exit_leaves(chat):
     with pytest.raises(Leave):
         chat.handle("/exit")

@@ -246,6 +246,7 @@ def test_chat_from_a_pipe_prints_only_replies(fake_llm, capsys, monkeypatch):
     ]
     assert fake_llm.options[0]["seed"] == 5
     assert fake_llm.options[0]["max_tokens"] is None
+    assert fake_llm.options[0]["pin_cache"] is True and fake_llm.options[0]["context_shift"] is False
 
 
 def test_chat_error_in_a_pipe_is_exit_code_2(fake_llm, capsys, monkeypatch):
