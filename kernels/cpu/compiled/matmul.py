@@ -8,7 +8,7 @@ import numpy as np
 
 from localinfer.kernels.cpu.compiled.batch import num_rows, rows_at_once, scratch
 from localinfer.kernels.cpu.compiled.memory import float_bits, load_i64, store_i64
-from localinfer.kernels.cpu.compiled.pool import take_units
+from localinfer.kernels.cpu.compiled.pool import stretch, take_units
 from localinfer.kernels.cpu.compiled.tiles import tile_product
 from localinfer.kernels.cpu.protocol import CONTROL
 from localinfer.kernels.jit import compose, inline, op
@@ -79,12 +79,10 @@ def _matmul(layout: int, parameters: int, batch: int, thread: int, num_threads: 
         tiles += load_i64(records + 8 * PROJECTION_WORDS * index + 16)
     blocks = (rows + rows_per_block - 1) // rows_per_block
     units = blocks * tiles
-    claim = max(1, units // (8 * num_threads))
-    while True:
-        start = take_units(control, claim)
-        if start >= units:
-            return
-        for unit in range(start, min(start + claim, units)):
+    # The first stretch is the thread's own; the others go to whoever is free.
+    start, end = stretch(thread, units, num_threads)
+    while start < units:
+        for unit in range(start, end):
             first = (unit // tiles) * rows_per_block
             tile = unit % tiles
             p = records
@@ -92,6 +90,7 @@ def _matmul(layout: int, parameters: int, batch: int, thread: int, num_threads: 
                 tile -= load_i64(p + 16)
                 p += 8 * PROJECTION_WORDS
             _products(layout, first, min(first + rows_per_block, rows), table, p, tile, x, x_stride, k)
+        start, end = stretch(num_threads + take_units(control, 1), units, num_threads)
 
 
 @compose

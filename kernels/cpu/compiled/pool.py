@@ -37,6 +37,21 @@ def take_units(control: int, count: int) -> int:
 
 
 @inline
+def stretch(index: int, units: int, num_threads: int) -> tuple[int, int]:
+    """First unit and end of stretch `index`: half of all units in one stretch per thread, then half of the rest, ...
+
+    Long stretches first, so that memory is read in long lines; short ones last, so that no thread waits long for
+    another. A first unit of `units` says that nothing is left.
+    """
+    start, size = 0, max(1, units // (2 * num_threads))
+    for _ in range(index // num_threads):
+        start += num_threads * size
+        size = max(1, (units - start) // (2 * num_threads))
+    first = min(start + (index % num_threads) * size, units)
+    return first, min(first + size, units)
+
+
+@inline
 def _meet(control: int, num_threads: int) -> None:
     """Wait until every thread has finished the op; the last one resets the unit counter."""
     if num_threads == 1:
