@@ -22,7 +22,9 @@ from localinfer.models.checkpoint.hyperparameters import read_hyperparameters
 from localinfer.models.checkpoint.tensor_plan import PlannedTensor, plan_tensors
 from localinfer.models.checkpoint.tokenizer_files import read_tokenizer
 from localinfer.quant.checkpoint_folder import CheckpointFolder, open_folder
+from localinfer.quant.checkpoint_quantization import open_quantization
 from localinfer.quant.formats import TensorType, row_bytes
+from localinfer.quant.grouped import GroupedMatrix, common_type
 from localinfer.quant.reference import dequantize
 
 logger = logging.getLogger(__name__)
@@ -56,7 +58,8 @@ class CheckpointModel:
 
     def __init__(self, folder: CheckpointFolder) -> None:
         parameters = read_hyperparameters(folder.config, folder.path.resolve().name)
-        plan = plan_tensors(folder.tensors, parameters, ())
+        self._reader = open_quantization(folder)
+        plan = plan_tensors(folder.tensors, parameters, () if self._reader is None else self._reader.leaves)
         if plan.left_out:
             logger.warning(
                 "%s: only its text model runs; %d tensors of other parts are left out (%s)",
@@ -89,15 +92,34 @@ class CheckpointModel:
         if name in self._made:
             return self._made[name].view(np.uint8)
         planned = self._plan[name]
-        parts = [self._source_bytes(planned, source, info) for source in planned.sources]
+        matrices = self.grouped(name)
+        if matrices is not None:
+            parts = [matrix.gguf_bytes(info.type) for matrix in matrices]
+        else:
+            parts = [self._source_bytes(planned, source) for source in planned.sources]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def grouped(self, name: str) -> tuple[GroupedMatrix, ...] | None:
+        """Return the codes, scales and zero points of a quantized weight, one matrix per expert; None for others."""
+        planned = self._plan.get(name)
+        if planned is None or not self._is_quantized(planned):
+            return None
+        assert self._reader is not None, "only a reader knows what is quantized"
+        matrices = [self._reader.matrix(source) for source in planned.sources]
+        if planned.permuted_heads:
+            order = adjacent_pairs(matrices[0].shape[0], planned.permuted_heads)
+            matrices = [matrix.rows(order) for matrix in matrices]
+        return tuple(matrices)
 
     def forget(self, name: str, first: int, end: int) -> None:
         """Let the system drop the memory behind a tensor, once all of it has been packed."""
         planned = self._plan.get(name)
         if planned is not None and end == self.tensors[name].num_bytes:
+            leaves = [planned.leaf, *(() if self._reader is None else self._reader.leaves)]
             for source in planned.sources:
-                self._folder.forget(f"{source}.{planned.leaf}")
+                for stored in (f"{source}.{leaf}" for leaf in leaves):
+                    if stored in self._folder.tensors:
+                        self._folder.forget(stored)
 
     def close(self) -> None:
         """Refuse further access and unmap what no view still uses. Safe to call twice."""
@@ -119,7 +141,22 @@ class CheckpointModel:
             self.tokenizer_error = error
             return {}
 
+    def _is_quantized(self, planned: PlannedTensor) -> bool:
+        if self._reader is None or planned.leaf != "weight":
+            return False
+        stored = self._folder.tensors
+        found = [f"{source}.{self._reader.leaves[0]}" in stored for source in planned.sources]
+        both = next((s for s in planned.sources if found[0] and f"{s}.weight" in stored), None)
+        if both is not None or any(found) != all(found):
+            raise CorruptFileError(
+                f"{both or planned.name} is stored both quantized and as plain numbers; wanted one of the "
+                f"two. {_WAY_OUT}"
+            )
+        return found[0]
+
     def _record(self, planned: PlannedTensor) -> CheckpointTensor:
+        if self._is_quantized(planned):
+            return self._quantized_record(planned)
         sources = [self._folder.tensor(f"{source}.{planned.leaf}") for source in planned.sources]
         first = sources[0]
         for source in sources:
@@ -136,15 +173,18 @@ class CheckpointModel:
         type = TensorType.F32 if planned.plus_one else _TYPES[first.dtype]
         if not first.shape or len(first.shape) > 2 or 0 in first.shape:
             raise CorruptFileError(f"{first.name} has shape {first.shape}; wanted a vector or a matrix. {_WAY_OUT}")
-        if planned.permuted_heads and first.shape[0] % (2 * planned.permuted_heads):
-            raise CorruptFileError(
-                f"{first.name} has {first.shape[0]} rows; wanted an even number for each of {planned.permuted_heads} "
-                f"heads. {_WAY_OUT}"
-            )
-        shape = (len(sources), *first.shape) if planned.name.endswith("_exps.weight") else first.shape
-        return CheckpointTensor(planned.name, type, shape, prod(shape[:-1]) * row_bytes(type, shape[-1]))
+        return _described(planned, type, first.shape)
 
-    def _source_bytes(self, planned: PlannedTensor, source: str, info: CheckpointTensor) -> NDArray[np.uint8]:
+    def _quantized_record(self, planned: PlannedTensor) -> CheckpointTensor:
+        assert self._reader is not None, "only a reader knows what is quantized"
+        shapes = {self._reader.shape(source) for source in planned.sources}
+        shape = shapes.pop()
+        if shapes or 0 in shape:
+            raise CorruptFileError(f"{planned.name} has parts of shapes {shape}, {shapes}; wanted equal ones")
+        _described(planned, TensorType.F32, shape)  # before rows are taken by it
+        return _described(planned, common_type(self.grouped(planned.name) or ()), shape)
+
+    def _source_bytes(self, planned: PlannedTensor, source: str) -> NDArray[np.uint8]:
         name = f"{source}.{planned.leaf}"
         stored = self._folder.tensor(name)
         if planned.plus_one:
@@ -154,6 +194,18 @@ class CheckpointModel:
         if planned.permuted_heads:
             data = data[adjacent_pairs(stored.shape[0], planned.permuted_heads)]
         return data.reshape(-1).view(np.uint8)
+
+
+def _described(planned: PlannedTensor, type: TensorType, shape: tuple[int, ...]) -> CheckpointTensor:
+    """The record of a tensor whose parts have this shape. Raises: CorruptFileError if its rows are not whole heads."""
+    if planned.permuted_heads and shape[0] % (2 * planned.permuted_heads):
+        raise CorruptFileError(
+            f"{planned.sources[0]}.{planned.leaf} has {shape[0]} rows; wanted an even number for each of "
+            f"{planned.permuted_heads} heads. {_WAY_OUT}"
+        )
+    if planned.name.endswith("_exps.weight"):
+        shape = (len(planned.sources), *shape)
+    return CheckpointTensor(planned.name, type, shape, prod(shape[:-1]) * row_bytes(type, shape[-1]))
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> CheckpointModel:
