@@ -15,7 +15,8 @@ class QuantizedReader(Protocol):
     """Reads quantized modules; `leaves` are the tensors that together stand for a module's weight, the first always
     there."""
 
-    leaves: tuple[str, ...]
+    @property
+    def leaves(self) -> tuple[str, ...]: ...
 
     def shape(self, module: str) -> tuple[int, int]:
         """Rows and columns of a module's weight."""
