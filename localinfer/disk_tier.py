@@ -39,8 +39,8 @@ _MAX_SIBLINGS = 1024
 
 _SUFFIX = ".page"
 
-PAGES_AT_ONCE = 8
-"""Pages a save asks for at a time."""
+_PAGES_AT_ONCE = 8
+_BYTES_AT_ONCE = 4 << 20
 
 PageSource = Callable[[Sequence[int]], Sequence[memoryview] | None]
 """Gives pages of a history by their places in it, each a buffer of `page_bytes` that stays as it is until the next
@@ -60,12 +60,22 @@ class FoundPage:
 class Found:
     """Pages that continue a prompt, in order, from page `first_page` on; all but the last are full.
 
-    num_tokens: of the prompt, from its beginning, that would then be computed.
+    num_tokens: of the prompt, from its beginning, that would then be computed. problem: what was wrong with the next
+    file, where there is one.
     """
 
     first_page: int
     num_tokens: int
     pages: tuple[FoundPage, ...] = ()
+    problem: Rejection | None = None
+
+
+@dataclass(frozen=True)
+class Restored:
+    """How many tokens of a prompt, from its beginning, hold after a restore, and what was wrong with the next file."""
+
+    num_tokens: int
+    problem: Rejection | None
 
 
 @dataclass(frozen=True)
@@ -93,7 +103,7 @@ class DiskTier:
 
     folder: private, and there already. fingerprint: 32 bytes that stand for everything but the token ids that a page's
     bytes depend on. max_bytes: budget of the whole folder, pages of other fingerprints included. threads: how many
-    read, write and compute checksums at once.
+    read and prove pages at once.
     """
 
     def __init__(
@@ -107,7 +117,7 @@ class DiskTier:
         self._budget = DiskBudget(folder, max_bytes)
         self._is_too_small = self.form.file_bytes > max_bytes
         self._saving = threading.Lock()
-        self.threads = threads
+        self._threads = threads
 
     def find(self, token_ids: TokenIds, first_page: int = 0) -> Found:
         """Find the files that continue a prompt from page `first_page` on, as far as they go, exact to the token.
@@ -115,6 +125,7 @@ class DiskTier:
         Only names and lengths are looked at, and the headers of what a prompt leaves in the middle of a page.
         """
         pages: list[FoundPage] = []
+        problem = None
         for index, record in enumerate(self._records(token_ids)):
             if index < first_page:
                 continue
@@ -128,13 +139,18 @@ class DiskTier:
             pages += [] if longest is None else [longest]
             break
         num_tokens = first_page * self.form.page_tokens + sum(page.num_tokens for page in pages)
-        return Found(first_page, min(num_tokens, token_ids.size), tuple(pages))
+        told = None if problem is Rejection.MISSING else problem
+        return Found(first_page, min(num_tokens, token_ids.size), tuple(pages), told)
 
-    def restore(self, found: Found, pages: Sequence[memoryview]) -> int:
+    def has_beginning(self, token_ids: TokenIds) -> bool:
+        """Whether a file of the first page of these tokens is there, by its name."""
+        first = next(self._records(token_ids), None)
+        return first is not None and self._path(first).exists()
+
+    def restore(self, found: Found, pages: Sequence[memoryview]) -> Restored:
         """Read found pages into memory, one buffer of `page_bytes` each, and prove them.
 
-        Returns the number of tokens of the prompt, from its beginning, that hold now: fewer than found where a file
-        was rejected, and then the buffers from that page on hold anything.
+        Fewer tokens than were found hold where a file was rejected; the buffers from that page on then hold anything.
         """
         assert len(pages) == len(found.pages), "one buffer per page"
         problems = run_all(
@@ -142,35 +158,38 @@ class DiskTier:
                 functools.partial(read_page, page.path, self.form, page.record, buffer)
                 for page, buffer in zip(found.pages, pages, strict=True)
             ],
-            self.threads,
+            self._threads,
         )
         num_tokens = found.first_page * self.form.page_tokens
-        num_read = 0
         for page, problem in zip(found.pages, problems, strict=True):
             if problem is not None:
                 self._reject(page.path, problem)
-                break
+                return Restored(num_tokens, problem)
             num_tokens += page.num_tokens
-            num_read += 1
-        self.counters.pages_read += num_read
-        return num_tokens
+            self.counters.pages_read += 1
+        return Restored(num_tokens, found.problem)
 
     def mark_used(self, found: Found) -> None:
         """Note that these pages were used now, so that they are deleted late."""
         mark_used([page.path for page in found.pages])
 
-    def save(self, token_ids: TokenIds, read: PageSource) -> Saved:
+    @property
+    def pages_at_once(self) -> int:
+        """Pages that a save asks for at a time: few enough that copying them is soon done."""
+        return max(2, min(_PAGES_AT_ONCE, _BYTES_AT_ONCE // self.form.page_bytes))
+
+    def save(self, token_ids: TokenIds, read: PageSource, *, threads: int = 1) -> Saved:
         """Write the pages of a history that are not there yet, in order, and make room by the budget.
 
-        read: asked for a few pages at a time, by their places in the history. A failure of the disk ends the save early
-        and is told; it is never raised, and what was written until then stays.
+        read: asked for `pages_at_once` pages at a time, by their places in the history. threads: how many write them. A
+        failure of the disk ends the save early and is told; it is never raised, and what was written until then stays.
         """
         with self._saving:
             if self._is_too_small:
                 return Saved(0, 0, "the disk budget is smaller than one page")
-            return self._save(token_ids, read)
+            return self._save(token_ids, read, threads)
 
-    def _save(self, token_ids: TokenIds, read: PageSource) -> Saved:
+    def _save(self, token_ids: TokenIds, read: PageSource, threads: int) -> Saved:
         records = list(self._records(token_ids))
         paths = [self._path(record) for record in records]
         missing = [index for index, path in enumerate(paths) if look_at(path, self.form.file_bytes) is not None]
@@ -178,8 +197,9 @@ class DiskTier:
         if missing and missing[-1] == last and records[last].token_ids.size < self.form.page_tokens:
             missing = missing[:-1] if self._has_longer(records[last]) else missing
         num_written, failure = 0, None
-        for first in range(0, len(missing), PAGES_AT_ONCE):
-            some = missing[first : first + PAGES_AT_ONCE]
+        step = self.pages_at_once
+        for first in range(0, len(missing), step):
+            some = missing[first : first + step]
             pages = read(some)
             if pages is None:
                 break
@@ -187,7 +207,7 @@ class DiskTier:
                 functools.partial(self._write, paths[index], records[index], page)
                 for index, page in zip(some, pages, strict=True)
             ]
-            failures = run_all(writes, self.threads)
+            failures = run_all(writes, threads)
             num_written += failures.count(None)
             failure = next((text for text in failures if text is not None), None)
             if failure is not None:

@@ -8,49 +8,27 @@ import contextlib
 import hashlib
 import json
 import os
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib import metadata
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
 from localinfer.page_file import write_all, write_atomically
+from localinfer.quant.model_file import ModelFile
 from localinfer.worker_threads import run_all
 
 _CHUNK_BYTES = 16 << 20
+_SMALL_BYTES = 128 << 20
+"""Files up to this size are read whenever their hash is wanted: it takes a tenth of a second."""
 _RACY_NS = 2_000_000_000
 """A file that changed less than this ago may change again within the same tick of its timestamp."""
 
 ShouldStop = Callable[[], bool]
-
-
-class _Tensor(Protocol):
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-
-class FingerprintedFile(Protocol):
-    """What a fingerprint needs of a model on disk; `quant.gguf.GGUFFile` is one."""
-
-    @property
-    def paths(self) -> Sequence[Path]: ...
-
-    @property
-    def metadata(self) -> Mapping[str, object]: ...
-
-    @property
-    def tensors(self) -> Mapping[str, _Tensor]: ...
-
-
-class FingerprintedConfig(Protocol):
-    """What a fingerprint needs of a model's configuration: the context it was loaded with."""
-
-    @property
-    def context_length(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -65,7 +43,7 @@ class Fingerprint:
         return hashlib.sha256(json.dumps(dict(self.parts), sort_keys=True).encode()).digest()
 
 
-def describe_parts(file: FingerprintedFile, kv_layout: object, config: object) -> dict[str, str]:
+def describe_parts(file: ModelFile, kv_layout: object, config: object) -> dict[str, str]:
     """Every part of the fingerprint but the weights' bytes, in milliseconds.
 
     kv_layout: its repr tells layouts apart. config: the context length changes the rotary frequencies of some models.
@@ -88,10 +66,52 @@ def describe_parts(file: FingerprintedFile, kv_layout: object, config: object) -
     }
 
 
+class ModelIdentity:
+    """The fingerprint of a loaded model, found out once, and as late as it is wanted. Threads may share it.
+
+    memory: a private folder where hashes are remembered, if anywhere. Raises: OSError if a file of the model is gone.
+    """
+
+    def __init__(self, file: ModelFile, kv_layout: object, config: object, memory: Path | None) -> None:
+        self.name = file.path.name
+        self._file, self._kv_layout, self._config = file, kv_layout, config
+        self._weights = WeightsFiles(file, memory)
+        self._lock = threading.Lock()
+        self._fingerprint: Fingerprint | None = None
+
+    def known(self) -> Fingerprint | None:
+        """The fingerprint, if no large file must be read for it. Raises: LocalinferError once the model is closed."""
+        with self._lock:
+            if self._fingerprint is None:
+                value = self._weights.remembered_hash()
+                if value is None and self._weights.num_bytes <= _SMALL_BYTES:
+                    value = self._weights.compute_hash()
+                self._describe(value)
+            return self._fingerprint
+
+    def compute(self, *, threads: int = 1, should_stop: ShouldStop = lambda: False) -> Fingerprint | None:
+        """The fingerprint; None if it was stopped, or the model's files have changed since they were loaded.
+
+        Raises: OSError if they cannot be read; LocalinferError once the model is closed.
+        """
+        known = self.known()
+        if known is not None:
+            return known
+        with self._lock:
+            if self._fingerprint is None:
+                self._describe(self._weights.compute_hash(threads=threads, should_stop=should_stop))
+            return self._fingerprint
+
+    def _describe(self, weights_hash: str | None) -> None:
+        if weights_hash is not None:
+            parts = describe_parts(self._file, self._kv_layout, self._config)
+            self._fingerprint = Fingerprint({"weights": weights_hash[:32], **parts})
+
+
 class WeightsFiles:
     """The files that weights came from, as they were when they were loaded."""
 
-    def __init__(self, file: FingerprintedFile, memory: Path | None) -> None:
+    def __init__(self, file: ModelFile, memory: Path | None) -> None:
         """memory: the private folder where hashes are remembered, if anywhere. Raises: OSError if a file is gone."""
         self._paths = [path.resolve() for path in file.paths]
         self._data_starts = [_data_start(file, part) for part in range(len(self._paths))]
@@ -146,7 +166,7 @@ def _stamp(path: Path) -> tuple[int, ...]:
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev
 
 
-def _data_start(file: FingerprintedFile, part: int) -> int:
+def _data_start(file: ModelFile, part: int) -> int:
     """Where the weights begin in one of the files: what GGUF has before them is hashed by its meaning."""
     infos = [tensor for tensor in file.tensors.values() if getattr(tensor, "part", None) == part]
     return min((getattr(tensor, "offset", 0) for tensor in infos), default=0)

@@ -1,6 +1,8 @@
 """The public API: text and messages in, text out, over an engine that knows token ids only."""
 
+import logging
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -11,12 +13,17 @@ from numpy.typing import NDArray
 
 from localinfer.chat_history import ChatHistory
 from localinfer.engine import Engine, EngineModel
-from localinfer.errors import BackendUnavailableError, ModelFileError, RequestError
+from localinfer.errors import BackendUnavailableError, ModelFileError, RequestError, SessionFileError
 from localinfer.text_stream import Completion, EncodedPrompt, GenerationOptions, TextStream
 
 if TYPE_CHECKING:
+    from localinfer.disk_cache import DiskCache, DiskOptions
+    from localinfer.fingerprint import ModelIdentity
     from localinfer.models.chat_template import ChatTemplate
+    from localinfer.models.loader import Model
     from localinfer.models.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int] | NDArray[np.integer]
 _MESSAGE = '{"role": "user", "content": "Hello"}'
@@ -39,12 +46,23 @@ class LLM:
     every method raises ClosedError.
     """
 
-    def __init__(self, model: LoadedModel, *, kv_memory: int | None = None) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        *,
+        kv_memory: int | None = None,
+        identity: "ModelIdentity | None" = None,
+        disk: "DiskOptions | None" = None,
+    ) -> None:
+        """identity: tells the model apart from others, for what is kept on disk. disk: keep conversations there."""
         self._model = model
         self._engine = Engine(model, kv_memory=kv_memory)
         self._chat_history: ChatHistory | None = None
         if model.chat_template is not None and model.tokenizer is not None:
             self._chat_history = ChatHistory(model.chat_template, model.tokenizer)
+        self._identity = identity
+        self._session_lock = threading.Lock()
+        self._disk = None if disk is None or identity is None else _open_disk_cache(self._engine, identity, disk)
 
     @property
     def tokenizer(self) -> "Tokenizer":
@@ -113,9 +131,40 @@ class LLM:
         with self._engine.exclusive_cache() as cache:
             cache.clear()
 
+    def save_session(
+        self, path: str | os.PathLike[str], token_ids: Sequence[int] | NDArray[np.integer] | None = None
+    ) -> int:
+        """Write the keys and values of one conversation to a file, to go on with later; return its tokens.
+
+        token_ids: the conversation; None takes the one that was answered last. What is not in memory of it is left
+        out. The file holds the text, as token ids: only its owner can read it.
+        Raises: SessionFileError if nothing of it is in memory or the file cannot be written.
+        """
+        from localinfer.saved_sessions import save_session
+
+        wanted = None if token_ids is None else self._engine.check_prompt(token_ids)
+        with self._session_lock:
+            return save_session(self._engine, self._require_identity(), path, wanted)
+
+    def load_session(self, path: str | os.PathLike[str]) -> list[int]:
+        """Read a file that `save_session` wrote, so that a prompt that begins like it computes only what is new.
+
+        Returns the token ids it holds. Nothing of the file is used before all of it is proven.
+        Raises: SessionFileError if it is missing or damaged; SessionMismatchError, naming what differs, if it was saved
+            with another model, setting or version; OutOfMemoryError.
+        """
+        from localinfer.saved_sessions import load_session
+
+        with self._session_lock:
+            return load_session(self._engine, self._require_identity(), path).tolist()
+
     def close(self) -> None:
-        """Release memory and threads; may be called again."""
-        self._engine.close()
+        """Write conversations that go to disk, for some seconds at most, and release memory and threads; may be called
+        again."""
+        if self._disk is not None:
+            self._disk.close()
+        with self._session_lock:
+            self._engine.close()
 
     def __enter__(self) -> Self:
         return self
@@ -124,6 +173,12 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    def _require_identity(self) -> "ModelIdentity":
+        self._engine.check_usable()
+        if self._identity is None:
+            raise SessionFileError("this model's files cannot be told apart from others'; load it with localinfer.load")
+        return self._identity
 
     def _encode(self, prompt: Prompt, parse_special: bool) -> EncodedPrompt:
         if not isinstance(prompt, str):
@@ -141,6 +196,8 @@ def load(
     context_length: int | None = None,
     kv_type: str = "f16",
     kv_memory: int | None = None,
+    disk_cache: bool | int = False,
+    disk_cache_folder: str | os.PathLike[str] | None = None,
     speculation: str | None = "auto",
     progress: Callable[[str, int, int], None] | None = None,
 ) -> LLM:
@@ -153,6 +210,9 @@ def load(
     kv_type: type of cached keys and values, "f16" or "f32".
     kv_memory: bytes that keys and values may take, of running and of former texts; None takes half of what is free,
         and of that at most 8 GiB or one full context, whichever is more. It is taken as it is needed.
+    disk_cache: keep conversations on disk, so that they go on after a restart without being computed again: True, or
+        the bytes all of them may take (True: 4 GiB; least recently used ones go first).
+    disk_cache_folder: where; None takes this user's cache folder. Only its owner can read what lies there.
     speculation: "auto", or None to switch it off; it changes speed only, never the text. Not in this version yet.
     progress: called with a stage's name, the units done and the units in all.
     Raises: ModelFileError, RequestError, BackendUnavailableError, OutOfMemoryError.
@@ -167,8 +227,9 @@ def load(
     from localinfer.models.loader import load_model
 
     path = _model_path(model)
+    disk = _disk_options(disk_cache, disk_cache_folder)
     loaded = load_model(path, threads=threads, context_length=context_length, kv_type=kv_type, progress=progress)
-    return LLM(loaded, kv_memory=kv_memory)
+    return LLM(loaded, kv_memory=kv_memory, identity=_identity(loaded, disk), disk=disk)
 
 
 def load_tokenizer(model: str | os.PathLike[str] | None = None) -> "Tokenizer":
@@ -179,6 +240,36 @@ def load_tokenizer(model: str | os.PathLike[str] | None = None) -> "Tokenizer":
     from localinfer.models.loader import load_tokenizer as load_from_file
 
     return load_from_file(_model_path(model))
+
+
+def _disk_options(disk_cache: bool | int, folder: str | os.PathLike[str] | None) -> "DiskOptions | None":
+    if not isinstance(disk_cache, int) or disk_cache < 0:
+        raise RequestError(f"disk_cache is {disk_cache!r}; give True, False, or how many bytes it may take")
+    if not disk_cache:
+        return None
+    from localinfer.disk_cache import DEFAULT_MAX_BYTES, DiskOptions, default_folder
+
+    chosen = default_folder() if folder is None else Path(folder).expanduser()
+    if chosen is None:
+        logger.warning("conversations are not kept on disk: this user has no home folder; name a disk_cache_folder")
+        return None
+    return DiskOptions(chosen, DEFAULT_MAX_BYTES if disk_cache is True else disk_cache)
+
+
+def _open_disk_cache(engine: Engine, identity: "ModelIdentity", options: "DiskOptions") -> "DiskCache":
+    from localinfer.disk_cache import DiskCache
+
+    return DiskCache(engine, identity, options)
+
+
+def _identity(model: "Model", disk: "DiskOptions | None") -> "ModelIdentity | None":
+    from localinfer.fingerprint import ModelIdentity
+
+    try:
+        return ModelIdentity(model.file, model.kv_layout, model.config, None if disk is None else disk.weights_memory)
+    except OSError as error:
+        logger.warning("%s cannot be found any more, so nothing is kept on disk: %s", model.file.path.name, error)
+        return None
 
 
 def _check_messages(messages: object) -> Sequence[Mapping[str, Any]]:

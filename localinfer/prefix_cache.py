@@ -71,12 +71,16 @@ class CacheTier(Protocol):
 
 
 class PrefixCache:
-    """Pages, tree and tier of one model. One thread at a time: every call is made by who holds the engine's lock."""
+    """Pages, tree and tier of one model. One thread at a time: every call is made by who holds the engine's lock.
+
+    `last_retired` is the text that ended last, as token ids, whether or not it is still cached.
+    """
 
     def __init__(self, layout: KVLayout, *, max_bytes: int | None, context_length: int) -> None:
         self.pool = PagePool(layout, max_bytes=max_bytes)
         self.tree = PrefixTree(self.pool)
         self.counters = CacheCounters()
+        self.last_retired: TokenIds | None = None
         self._context_length = context_length
         self._tier: CacheTier | None = None
 
@@ -140,6 +144,7 @@ class PrefixCache:
         if known.size:
             pages = sequence.pages[: self.pool.num_pages_for(known.size)]
             self.tree.insert(known, pages, system_tokens=use.system_tokens, is_pinned=use.is_pinned)
+            self.last_retired = known
         sequence.close()
         if known.size and self._tier is not None:
             self._tier.on_idle(known)

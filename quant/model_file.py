@@ -29,11 +29,15 @@ class TensorRecord(Protocol):
 class ModelFile(Protocol):
     """A model on disk, under GGUF's names: a GGUF file (`quant.gguf`), or a Hugging Face folder (`models.checkpoint`).
 
-    `num_bytes` is its size on disk. `metadata` has GGUF's keys, values decoded.
+    `paths` are the files that make it up: equal bytes in them are an equal model. `num_bytes` is its size on disk.
+    `metadata` has GGUF's keys, values decoded.
     """
 
     @property
     def path(self) -> Path: ...
+
+    @property
+    def paths(self) -> tuple[Path, ...]: ...
 
     @property
     def num_bytes(self) -> int: ...

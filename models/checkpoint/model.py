@@ -51,6 +51,7 @@ class CheckpointModel:
     """
 
     path: Path
+    paths: tuple[Path, ...]
     num_bytes: int
     metadata: Mapping[str, object]
     tensors: dict[str, CheckpointTensor]
@@ -71,6 +72,7 @@ class CheckpointModel:
         self._plan = plan.tensors
         self._made = parameters.tensors
         self.path = folder.path
+        self.paths = (*folder.paths, folder.path / "config.json")
         self.num_bytes = folder.num_bytes
         self.metadata = parameters.metadata | self._read_tokenizer()
         self.tensors = {name: self._record(planned) for name, planned in self._plan.items()}

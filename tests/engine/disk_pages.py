@@ -53,7 +53,7 @@ def restored(disk: DiskTier, token_ids: TokenIds, first_page: int = 0) -> tuple[
     """Find and restore; the tokens that hold, and the pages read."""
     found = disk.find(token_ids, first_page)
     pages = fresh(len(found.pages))
-    return disk.restore(found, pages), pages
+    return disk.restore(found, pages).num_tokens, pages
 
 
 def files(folder: Path) -> list[Path]:

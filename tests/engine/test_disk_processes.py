@@ -25,7 +25,7 @@ for _ in range(60):
     assert disk.save(history, source(history)).failure is None
     found = disk.find(history)
     read = fresh(len(found.pages))
-    num_tokens = disk.restore(found, read)
+    num_tokens = disk.restore(found, read).num_tokens
     whole = num_tokens // 4
     wrong += read[:whole] != pages[:whole]
 print(wrong, sum(disk.counters.rejected.values()))

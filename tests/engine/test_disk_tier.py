@@ -13,6 +13,7 @@ import pytest
 
 from localinfer import disk_tier as disk_tier_module
 from localinfer import page_file
+from localinfer.disk_tier import Restored
 from localinfer.page_file import Checksum, PageFormat, PageRecord, Rejection, read_page, write_page
 from tests.engine.disk_pages import (
     FINGERPRINT,
@@ -202,7 +203,7 @@ def test_page_that_vanishes_after_it_was_found_ends_what_is_restored(tmp_path: P
     disk.save(numbered(12), source(numbered(12)))
     found = disk.find(numbered(12))
     found.pages[1].path.unlink()
-    assert disk.restore(found, fresh(3)) == 4
+    assert disk.restore(found, fresh(3)) == Restored(4, Rejection.MISSING)
     assert not disk.counters.rejected
 
 

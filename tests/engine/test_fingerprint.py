@@ -25,6 +25,7 @@ class Tensor:
 @dataclass(frozen=True)
 class File:
     paths: tuple[Path, ...] = ()
+    path: Path = Path("model.gguf")
     metadata: dict[str, object] = field(
         default_factory=lambda: {
             "llama.block_count": 2,

@@ -1,0 +1,318 @@
+"""The disk under the prefix tree: conversations are written when they go idle, and come back when they go on.
+
+Writing happens behind everything else, by a thread that lives only while there is something to write. It copies a few
+pages at a time between two steps of the engine, so that it holds no page and no step waits for the disk.
+"""
+
+import atexit
+import ctypes
+import functools
+import json
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from localinfer.disk_tier import DiskCounters, DiskTier, Found, common_length
+from localinfer.engine import Engine
+from localinfer.errors import ClosedError, LocalinferError, OutOfMemoryError
+from localinfer.fingerprint import Fingerprint, ModelIdentity
+from localinfer.page_file import page_view, write_all, write_atomically
+from localinfer.page_pool import PageNumbers
+from localinfer.prefix_cache import PrefixCache
+from localinfer.prefix_tree import CachedPath, TokenIds
+from localinfer.private_folder import make_private, user_cache_folder
+from localinfer.worker_threads import num_io_threads
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MAX_BYTES = 4 << 30
+_IDLE_SECONDS = 0.5
+"""Rest after a conversation's last token before it is written."""
+_CLOSE_SECONDS = 5.0
+"""How long closing may take to write what is left."""
+_DESCRIPTION = "about.json"
+_MAX_OTHERS = 64
+"""Other fingerprints that are asked for a prompt, to say what they differ in."""
+
+
+def default_folder() -> Path | None:
+    """Where conversations are kept unless told otherwise; None if this user has no folder for caches."""
+    return user_cache_folder("conversations")
+
+
+@dataclass(frozen=True)
+class DiskOptions:
+    """Where conversations are kept between runs, and how many bytes all of them may take there."""
+
+    folder: Path
+    max_bytes: int = DEFAULT_MAX_BYTES
+
+    @property
+    def weights_memory(self) -> Path:
+        """Where hashes of model files are remembered."""
+        return self.folder / "weights"
+
+
+@dataclass(frozen=True)
+class _Other:
+    """What another model, setting or version keeps in the same folder."""
+
+    parts: Mapping[str, str]
+    tier: DiskTier
+
+
+class DiskCache:
+    """A `CacheTier` over a folder, for one engine. `close` writes what is left; so does the end of the process.
+
+    The folder is made if it is not there, and refused, with a warning, if others could write it.
+    """
+
+    def __init__(
+        self, engine: Engine, identity: ModelIdentity, options: DiskOptions, *, idle_seconds: float = _IDLE_SECONDS
+    ) -> None:
+        self._engine = engine
+        self._identity = identity
+        self._folder = options.folder
+        self._max_bytes = options.max_bytes
+        self._idle_seconds = idle_seconds
+        self._tier: DiskTier | None = None
+        self._others: list[_Other] = []
+        self._process = os.getpid()
+        self._wake = threading.Condition()
+        self._pending: list[TokenIds] = []
+        self._due = 0.0
+        self._deadline = float("inf")
+        self._is_closing = False
+        self._writer: threading.Thread | None = None
+        self._cache: PrefixCache | None = None
+        self._at_exit = functools.partial(_close_at_exit, weakref.ref(self))
+        problem = make_private(options.folder)
+        if problem is not None:
+            logger.warning("conversations are not kept on disk: %s", problem)
+            self._is_closing = True
+            return
+        self._opener = threading.Thread(target=self._open_if_known, name="localinfer-fingerprint", daemon=True)
+        self._opener.start()
+        atexit.register(self._at_exit)
+        with engine.exclusive_cache() as cache:
+            self._cache = cache
+            cache.set_tier(self)
+
+    @property
+    def counters(self) -> DiskCounters:
+        """What was read, written and refused so far."""
+        return DiskCounters() if self._tier is None else self._tier.counters
+
+    def restore(self, token_ids: TokenIds, cached_tokens: int) -> str | None:
+        """Read pages that continue what memory holds of a prompt into the tree; as `CacheTier` says."""
+        self._opener.join()
+        tier = self._tier
+        if tier is None:
+            return None
+        found = tier.find(token_ids, cached_tokens // tier.form.page_tokens)
+        if found.num_tokens <= cached_tokens:
+            return self._explain(tier, token_ids, cached_tokens, found)
+        assert self._cache is not None, "a tier was set"
+        try:
+            return self._restore(self._cache, tier, token_ids, found)
+        except OutOfMemoryError:
+            return "it is on disk, and memory has no room for it beside the conversations that are running"
+
+    def on_evict(self, path: CachedPath, kept_tokens: int) -> None:
+        """Nothing: what is evicted was written when it went idle."""
+
+    def on_idle(self, token_ids: TokenIds) -> None:
+        """Have a conversation written after a moment's rest, unless it goes on."""
+        with self._wake:
+            if self._is_closing:
+                return
+            kept = [ids for ids in self._pending if common_length(ids, token_ids) < ids.size]
+            self._pending = [*kept, token_ids]
+            self._due = time.monotonic() + self._idle_seconds
+            if self._writer is None:
+                self._writer = threading.Thread(target=self._write_behind, name="localinfer-write-behind", daemon=True)
+                self._writer.start()
+
+    def flush(self) -> None:
+        """Write everything that waits, now."""
+        self._save_pending(threads=num_io_threads())
+
+    def close(self, *, seconds: float = _CLOSE_SECONDS) -> None:
+        """Write what is left, for at most about `seconds`; may be called again. A forked child forgets."""
+        if os.getpid() != self._process:
+            return
+        with self._wake:
+            if self._is_closing:
+                return
+            self._is_closing = True
+            self._deadline = time.monotonic() + seconds
+            self._wake.notify()
+            writer = self._writer
+        atexit.unregister(self._at_exit)
+        self._opener.join(seconds)
+        if writer is not None:
+            writer.join(seconds)
+        # A writer whose page the disk does not take is left behind: it holds no memory of the engine.
+        if writer is None or not writer.is_alive():
+            self.flush()
+
+    def _write_behind(self) -> None:
+        while True:
+            with self._wake:
+                while not self._is_closing and (rest := self._due - time.monotonic()) > 0:
+                    self._wake.wait(rest)
+                if self._is_closing or not self._pending:
+                    self._writer = None
+                    return
+            self._save_pending(threads=1)
+
+    def _save_pending(self, *, threads: int) -> None:
+        with self._wake:
+            pending, self._pending = self._pending, []
+        if pending:
+            self._opener.join()
+        for token_ids in pending:
+            try:
+                tier = self._tier or self._open(self._identity.compute(threads=threads, should_stop=self._must_stop))
+                if (
+                    tier is not None
+                    and tier.save(token_ids, _Copies(self, tier, token_ids), threads=threads).num_written
+                ):
+                    self._describe(tier)
+            except (OSError, LocalinferError) as error:
+                logger.warning("a conversation was not kept on disk: %s", error)
+
+    def _must_stop(self) -> bool:
+        return time.monotonic() > self._deadline
+
+    def copy_pages(self, token_ids: TokenIds, indices: Sequence[int], buffers: Sequence[memoryview]) -> bool:
+        """Copy some pages of a conversation from the tree, between two steps; False if they are not there any more."""
+        if self._must_stop():
+            return False
+        try:
+            with self._engine.exclusive_cache() as cache:
+                match = cache.tree.match(token_ids)
+                if match.length < min(token_ids.size, (indices[-1] + 1) * cache.pool.page_tokens):
+                    return False
+                for index, buffer in zip(indices, buffers, strict=True):
+                    address = int(cache.pool.addresses(match.pages[index : index + 1])[0])
+                    ctypes.memmove(ctypes.addressof(ctypes.c_char.from_buffer(buffer)), address, len(buffer))
+        except ClosedError:
+            return False
+        return True
+
+    def _open_if_known(self) -> None:
+        try:
+            self._open(self._identity.known())
+        except (OSError, LocalinferError) as error:
+            logger.info("what is on disk is not looked at: %s", error)
+
+    def _open(self, fingerprint: Fingerprint | None) -> DiskTier | None:
+        if fingerprint is None:
+            return None
+        pool = self._engine.pool
+        self._others = [other for other in self._find_others() if dict(other.parts) != dict(fingerprint.parts)]
+        tier = self._tier_of(fingerprint, pool.page_tokens, pool.page_bytes)
+        self._tier = tier
+        return tier
+
+    def _describe(self, tier: DiskTier) -> None:
+        """Say in the folder of a fingerprint what it is of, for people and for explanations."""
+        path = tier.folder / _DESCRIPTION
+        fingerprint = self._identity.known()
+        if fingerprint is None or path.exists():
+            return
+        fields = {
+            "model": self._identity.name,
+            "parts": dict(fingerprint.parts),
+            "page_tokens": tier.form.page_tokens,
+            "page_bytes": tier.form.page_bytes,
+        }
+        text = json.dumps(fields, indent=1).encode()
+        write_atomically(path, lambda file: write_all(file, text))
+
+    def _tier_of(self, fingerprint: Fingerprint, page_tokens: int, page_bytes: int) -> DiskTier:
+        return DiskTier(
+            self._folder,
+            fingerprint.key,
+            page_tokens=page_tokens,
+            page_bytes=page_bytes,
+            max_bytes=self._max_bytes,
+            threads=num_io_threads(),
+        )
+
+    def _find_others(self) -> list[_Other]:
+        """Fingerprints of the folder, by what their descriptions say, which is proven by nothing and only ever told."""
+        others = []
+        for path in sorted(self._folder.glob(f"*/{_DESCRIPTION}"))[:_MAX_OTHERS]:
+            try:
+                fields = json.loads(path.read_bytes())
+                parts = {str(name): str(value) for name, value in fields["parts"].items()}
+                tier = self._tier_of(Fingerprint(parts), int(fields["page_tokens"]), int(fields["page_bytes"]))
+                others.append(_Other(parts, tier))
+            except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                continue
+        return others
+
+    def _restore(self, cache: PrefixCache, tier: DiskTier, token_ids: TokenIds, found: Found) -> str | None:
+        pool, tree = cache.pool, cache.tree
+        before = tree.match(token_ids).pages[: found.first_page].copy()
+        # Held, for making room for the others could evict them.
+        pool.retain(before)
+        fresh: PageNumbers = np.zeros(0, np.int64)
+        try:
+            fresh = pool.acquire(len(found.pages))
+            views = [page_view(address, pool.page_bytes) for address in pool.addresses(fresh).tolist()]
+            restored = tier.restore(found, views)
+            num_pages = pool.num_pages_for(restored.num_tokens)
+            if num_pages > found.first_page:
+                pages = np.concatenate((before, fresh))[:num_pages]
+                tree.insert(token_ids[: restored.num_tokens], pages)
+                tier.mark_used(found)
+        finally:
+            pool.release(fresh)
+            pool.release(before)
+        return None if restored.problem is None else f"a file on disk {restored.problem.value}, and was deleted"
+
+    def _explain(self, tier: DiskTier, token_ids: TokenIds, cached_tokens: int, found: Found) -> str | None:
+        if found.problem is not None:
+            return f"a file on disk {found.problem.value}, and was deleted"
+        if cached_tokens:
+            return None
+        for other in self._others:
+            if other.tier.has_beginning(token_ids[: other.tier.form.page_tokens]):
+                parts = self._identity.known()
+                ours: Mapping[str, str] = {} if parts is None else parts.parts
+                return describe_differences(other.parts, ours)
+        return None
+
+
+class _Copies:
+    """A `PageSource` of one conversation: copies in the same buffers, again and again."""
+
+    def __init__(self, cache: DiskCache, tier: DiskTier, token_ids: TokenIds) -> None:
+        self._cache, self._token_ids = cache, token_ids
+        self._buffers = [memoryview(bytearray(tier.form.page_bytes)) for _ in range(tier.pages_at_once)]
+
+    def __call__(self, indices: Sequence[int]) -> Sequence[memoryview] | None:
+        buffers = self._buffers[: len(indices)]
+        return buffers if self._cache.copy_pages(self._token_ids, indices, buffers) else None
+
+
+def describe_differences(stored: Mapping[str, str], ours: Mapping[str, str]) -> str:
+    """Which parts of two fingerprints differ, in words."""
+    names = [name for name in {**ours, **stored} if stored.get(name) != ours.get(name)]
+    return f"it was stored with another {', another '.join(names)}"
+
+
+def _close_at_exit(reference: "weakref.ref[DiskCache]") -> None:
+    cache = reference()
+    if cache is not None:
+        cache.close()

@@ -1,0 +1,84 @@
+"""Conversations kept by hand: from the prefix tree to a file that can be copied, and back."""
+
+import os
+from pathlib import Path
+
+from localinfer.engine import Engine
+from localinfer.errors import SessionFileError, SessionMismatchError
+from localinfer.fingerprint import Fingerprint, ModelIdentity
+from localinfer.page_file import PageFormat, page_view
+from localinfer.prefix_tree import TokenIds
+from localinfer.session_file import SessionContent, SessionReader, write_session
+from localinfer.worker_threads import num_io_threads
+
+
+def save_session(
+    engine: Engine, identity: ModelIdentity, path: str | os.PathLike[str], token_ids: TokenIds | None
+) -> int:
+    """Write what is cached of a text, by default of the one that ended last; return how many tokens that is.
+
+    Raises: SessionFileError if nothing of it is cached, or the file cannot be written.
+    """
+    fingerprint = _fingerprint(identity)
+    with engine.exclusive_cache() as cache:
+        wanted = cache.last_retired if token_ids is None else token_ids
+        if wanted is None:
+            raise SessionFileError("there is no conversation to save yet; save one after its first answer")
+        match = cache.tree.match(wanted)
+        if not match.length:
+            raise SessionFileError(
+                "nothing of this conversation is in memory; save it after an answer, before others take its place"
+            )
+        pages, pool = match.pages.copy(), cache.pool
+        views = [page_view(address, pool.page_bytes) for address in pool.addresses(pages).tolist()]
+        # Held, so that nothing else is written there.
+        pool.retain(pages)
+    try:
+        form = PageFormat(pool.page_tokens, pool.page_bytes)
+        content = SessionContent(fingerprint.parts, wanted[: match.length], form)
+        write_session(Path(path).expanduser(), content, views)
+    finally:
+        with engine.exclusive_cache():
+            pool.release(pages)
+    return match.length
+
+
+def load_session(engine: Engine, identity: ModelIdentity, path: str | os.PathLike[str]) -> TokenIds:
+    """Put a saved conversation into the cache, after all of it was proven; return its token ids.
+
+    Raises: SessionFileError if the file is damaged; SessionMismatchError, naming what differs, if it was saved with
+        another model, setting or version; OutOfMemoryError if memory has no room for it.
+    """
+    with SessionReader(Path(path).expanduser()) as session:
+        session.check_fingerprint(_fingerprint(identity).parts)
+        token_ids, form = session.content.token_ids, session.content.form
+        pool = engine.pool
+        if token_ids.size > engine.context_length or int(token_ids.max()) >= engine.vocab_size:
+            raise SessionMismatchError(
+                f"{path} holds {token_ids.size} tokens, but the context holds {engine.context_length}; load the model "
+                "with a larger context_length"
+            )
+        if form != PageFormat(pool.page_tokens, pool.page_bytes):
+            raise SessionMismatchError(f"{path} has pages of another size; send the conversation again")
+        with engine.exclusive_cache():
+            fresh = pool.acquire(session.content.num_pages)
+            views = [page_view(address, pool.page_bytes) for address in pool.addresses(fresh).tolist()]
+        try:
+            session.read_pages(views)
+            with engine.exclusive_cache() as cache:
+                cache.tree.insert(token_ids, fresh)
+                cache.last_retired = token_ids
+        finally:
+            with engine.exclusive_cache():
+                pool.release(fresh)
+    return token_ids
+
+
+def _fingerprint(identity: ModelIdentity) -> Fingerprint:
+    try:
+        fingerprint = identity.compute(threads=num_io_threads())
+    except OSError as error:
+        raise SessionFileError(f"the model's file cannot be read any more: {error}; load the model again") from error
+    if fingerprint is None:
+        raise SessionFileError("the model's file has changed since it was loaded; load the model again")
+    return fingerprint
