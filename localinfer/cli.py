@@ -1,5 +1,6 @@
 """The `localinfer` command. Everything heavy is imported inside the command that needs it, so `--help` is instant."""
 
+import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from localinfer.cli_bench import bench_command
+from localinfer.cli_cache import cache_command
 from localinfer.errors import LocalinferError, RequestError
 from localinfer.progress import Progress
 from localinfer.terminal import ModelOutput, check_text, describe_stats, neutralise_controls, prepare_streams
@@ -32,6 +34,8 @@ class ModelOptions:
     context_length: int | None
     kv_type: str
     kv_memory: int | None
+    disk_cache: bool | int
+    disk_cache_folder: str | None
 
 
 _SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
@@ -61,6 +65,19 @@ def _options(*decorators: Callable[[Command], Command]) -> Callable[[Command], C
     return decorate
 
 
+def _gather_model_options(command: Command) -> Command:
+    """Hand the options below on as one record."""
+
+    @functools.wraps(command)
+    def call(*, model: str | None, no_disk_cache: bool, disk_cache_size: int | None, **values: Any) -> Any:
+        names = ("threads", "context_length", "kv_type", "kv_memory", "disk_cache_folder")
+        disk_cache = False if no_disk_cache else disk_cache_size or True
+        loading = {name: values.pop(name) for name in names}
+        return command(options=ModelOptions(path=model, disk_cache=disk_cache, **loading), **values)
+
+    return call
+
+
 _model_option = click.option(
     "-m", "--model", metavar="PATH", help="GGUF file or Hugging Face folder. Default: the demo model."
 )
@@ -80,6 +97,15 @@ _load_options = _options(
         metavar="SIZE",
         help="Most memory for the KV cache, such as 2GB. Default: ample.",
     ),
+    click.option("--no-disk-cache", is_flag=True, help="Do not keep conversations on disk to go on with them faster."),
+    click.option(
+        "--disk-cache-size",
+        callback=_byte_size,
+        metavar="SIZE",
+        help="Most that all conversations take on disk. Default: 4GiB.",
+    ),
+    click.option("--disk-cache-folder", metavar="FOLDER", help="Where they are kept. Default: your cache folder."),
+    _gather_model_options,
 )
 
 _sampling_options = _options(
@@ -153,13 +179,9 @@ def localinfer_command(context: click.Context) -> None:
 @click.option("--context-shift", is_flag=True, help="At the end of the context, go on with its recent half.")
 @click.option("--stats", is_flag=True, help="Report token counts, the cache and speed on stderr.")
 def run_command(
+    options: ModelOptions,
     prompt: str | None,
     max_tokens: int,
-    model: str | None,
-    threads: int | None,
-    context_length: int | None,
-    kv_type: str,
-    kv_memory: int | None,
     stop: tuple[str, ...],
     ignore_eos: bool,
     context_shift: bool,
@@ -174,9 +196,6 @@ def run_command(
     text = _input_text(prompt, "the prompt", missing="no prompt: pass -p TEXT, or pipe it into standard input")
     for piece in stop:
         check_text(piece, "--stop")
-    options = ModelOptions(
-        path=model, threads=threads, context_length=context_length, kv_type=kv_type, kv_memory=kv_memory
-    )
     output = ModelOutput(sys.stdout, is_terminal=sys.stdout.isatty())
     with _load(options) as llm:
         with llm.stream(
@@ -200,11 +219,7 @@ def run_command(
 @click.option("--context-shift", is_flag=True, help="At the end of the context, go on with its recent half.")
 @click.option("--stats", is_flag=True, help="Report token counts, the cache and speed on stderr after every reply.")
 def chat_command(
-    model: str | None,
-    threads: int | None,
-    context_length: int | None,
-    kv_type: str,
-    kv_memory: int | None,
+    options: ModelOptions,
     max_tokens: int | None,
     system: str | None,
     context_shift: bool,
@@ -220,9 +235,6 @@ def chat_command(
 
     if system is not None:
         check_text(system, "--system")
-    options = ModelOptions(
-        path=model, threads=threads, context_length=context_length, kv_type=kv_type, kv_memory=kv_memory
-    )
     with _load(options) as llm:
         run_chat(
             llm,
@@ -272,6 +284,7 @@ def tokenize_command(model: str | None, text: str | None, ids: bool, no_special:
 
 
 localinfer_command.add_command(bench_command)
+localinfer_command.add_command(cache_command)
 
 
 def _input_text(argument: str | None, what: str, *, missing: str) -> str:
@@ -293,6 +306,8 @@ def _load(options: ModelOptions) -> "LLM":
             context_length=options.context_length,
             kv_type=options.kv_type,
             kv_memory=options.kv_memory,
+            disk_cache=options.disk_cache,
+            disk_cache_folder=options.disk_cache_folder,
             progress=progress,
         )
 

@@ -2,11 +2,22 @@
 
 import contextlib
 import os
+import re
 import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+DESCRIPTION = "about.json"
+"""The file in the folder of a fingerprint that says what it is of."""
+
+WEIGHTS_FOLDER = "weights"
+"""The folder with remembered hashes of model files."""
+
+_FOLDER = re.compile(r"[0-9a-f]{32}")
+_SHARD = re.compile(r"[0-9a-f]{2}")
+_FILE = re.compile(rf"{re.escape(DESCRIPTION)}|[0-9a-f]{{32}}|[0-9a-f]{{32}}-[0-9a-f]{{32}}\.page|tmp\w+\.tmp")
 
 _ABANDONED_SECONDS = 3600.0
 """Age from which an unfinished file belongs to a process that died."""
@@ -58,25 +69,22 @@ class DiskBudget:
 
 
 def stored_files(folder: str | os.PathLike[str]) -> Iterator[StoredFile]:
-    """Every regular file under a folder; what vanishes or cannot be read meanwhile is left out."""
-    try:
-        with os.scandir(folder) as entries:
-            listed = list(entries)
-    except OSError:
-        return
-    for entry in listed:
-        try:
-            status = entry.stat(follow_symlinks=False)
-        except OSError:
-            continue
-        if stat.S_ISDIR(status.st_mode):
-            yield from stored_files(entry.path)
-        elif stat.S_ISREG(status.st_mode):
-            yield StoredFile(status.st_mtime_ns, entry.path, status.st_size)
+    """Every file that localinfer keeps under a folder, by its name; anything else there is left alone.
+
+    What vanishes or cannot be read meanwhile is left out.
+    """
+    for entry in _entries(folder):
+        if _FOLDER.fullmatch(entry.name):
+            for inner in _entries(entry.path):
+                if _SHARD.fullmatch(inner.name):
+                    yield from _files(inner.path)
+            yield from _files(entry.path)
+        elif entry.name == WEIGHTS_FOLDER:
+            yield from _files(entry.path)
 
 
 def clear(folder: Path) -> int:
-    """Delete every file under a folder, and return their bytes. Other processes may be using it: they miss."""
+    """Delete every file that `stored_files` gives, and return their bytes. Who uses them now will miss."""
     return sum(file.num_bytes for file in list(stored_files(folder)) if _delete(file.path))
 
 
@@ -87,6 +95,26 @@ def mark_used(paths: list[Path]) -> None:
         with contextlib.suppress(OSError):
             used = now - index * 1000
             os.utime(path, ns=(used, used))
+
+
+def _entries(folder: str | os.PathLike[str]) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except OSError:
+        return []
+
+
+def _files(folder: str) -> Iterator[StoredFile]:
+    for entry in _entries(folder):
+        if not _FILE.fullmatch(entry.name):
+            continue
+        try:
+            status = entry.stat(follow_symlinks=False)
+        except OSError:
+            continue
+        if stat.S_ISREG(status.st_mode):
+            yield StoredFile(status.st_mtime_ns, entry.path, status.st_size)
 
 
 def _delete(path: str) -> bool:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
+from localinfer.disk_budget import DESCRIPTION, WEIGHTS_FOLDER
 from localinfer.disk_tier import DiskCounters, DiskTier, Found, common_length
 from localinfer.engine import Engine
 from localinfer.errors import ClosedError, LocalinferError, OutOfMemoryError
@@ -37,14 +38,17 @@ _IDLE_SECONDS = 0.5
 """Rest after a conversation's last token before it is written."""
 _CLOSE_SECONDS = 5.0
 """How long closing may take to write what is left."""
-_DESCRIPTION = "about.json"
 _MAX_OTHERS = 64
 """Other fingerprints that are asked for a prompt, to say what they differ in."""
 
 
-def default_folder() -> Path | None:
-    """Where conversations are kept unless told otherwise; None if this user has no folder for caches."""
-    return user_cache_folder("conversations")
+def conversations_folder(parent: str | os.PathLike[str] | None) -> Path | None:
+    """Where conversations are kept: a folder of their own inside `parent`, or inside this user's cache folder.
+
+    None if this user has none.
+    """
+    cache = user_cache_folder() if parent is None else Path(parent).expanduser().absolute()
+    return None if cache is None else cache / "conversations"
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ class DiskOptions:
     @property
     def weights_memory(self) -> Path:
         """Where hashes of model files are remembered."""
-        return self.folder / "weights"
+        return self.folder / WEIGHTS_FOLDER
 
 
 @dataclass(frozen=True)
@@ -225,7 +229,7 @@ class DiskCache:
 
     def _describe(self, tier: DiskTier) -> None:
         """Say in the folder of a fingerprint what it is of, for people and for explanations."""
-        path = tier.folder / _DESCRIPTION
+        path = tier.folder / DESCRIPTION
         fingerprint = self._identity.known()
         if fingerprint is None or path.exists():
             return
@@ -251,7 +255,7 @@ class DiskCache:
     def _find_others(self) -> list[_Other]:
         """Fingerprints of the folder, by what their descriptions say, which is proven by nothing and only ever told."""
         others = []
-        for path in sorted(self._folder.glob(f"*/{_DESCRIPTION}"))[:_MAX_OTHERS]:
+        for path in sorted(self._folder.glob(f"*/{DESCRIPTION}"))[:_MAX_OTHERS]:
             try:
                 fields = json.loads(path.read_bytes())
                 parts = {str(name): str(value) for name, value in fields["parts"].items()}

@@ -143,9 +143,12 @@ class DiskTier:
         return Found(first_page, min(num_tokens, token_ids.size), tuple(pages), told)
 
     def has_beginning(self, token_ids: TokenIds) -> bool:
-        """Whether a file of the first page of these tokens is there, by its name."""
+        """Whether some file, which is not looked into further, says to begin as the first page of these tokens does."""
         first = next(self._records(token_ids), None)
-        return first is not None and self._path(first).exists()
+        if first is None:
+            return False
+        shared = (common_length(record.token_ids, first.token_ids) for _, record in self._siblings(first))
+        return 2 * max(shared, default=0) >= first.token_ids.size
 
     def restore(self, found: Found, pages: Sequence[memoryview]) -> Restored:
         """Read found pages into memory, one buffer of `page_bytes` each, and prove them.
@@ -246,7 +249,7 @@ class DiskTier:
         return self.folder / parent[:2] / f"{parent[:32]}-{record.key.hex()[:32]}{_SUFFIX}"
 
     def _siblings(self, record: PageRecord) -> Iterator[tuple[Path, PageRecord]]:
-        """Files that follow the same history, with what they say they are of."""
+        """Files that follow the same history, with what they say they are of; others are left to who reads them."""
         folder = self._path(record).parent
         start = f"{record.parent.hex()[:32]}-"
         try:
@@ -256,9 +259,7 @@ class DiskTier:
             return
         for name in [name for name in names if name.endswith(_SUFFIX)][:_MAX_SIBLINGS]:
             sibling = read_record(folder / name, self.form)
-            if isinstance(sibling, Rejection):
-                self._reject(folder / name, sibling)
-            elif sibling.parent == record.parent:
+            if isinstance(sibling, PageRecord) and sibling.parent == record.parent:
                 yield folder / name, sibling
 
     def _longest_beginning(self, record: PageRecord) -> FoundPage | None:

@@ -156,7 +156,8 @@ class LLM:
         from localinfer.saved_sessions import load_session
 
         with self._session_lock:
-            return load_session(self._engine, self._require_identity(), path).tolist()
+            token_ids = load_session(self._engine, self._require_identity(), path)
+        return [int(token_id) for token_id in token_ids]
 
     def close(self) -> None:
         """Write conversations that go to disk, for some seconds at most, and release memory and threads; may be called
@@ -212,7 +213,7 @@ def load(
         and of that at most 8 GiB or one full context, whichever is more. It is taken as it is needed.
     disk_cache: keep conversations on disk, so that they go on after a restart without being computed again: True, or
         the bytes all of them may take (True: 4 GiB; least recently used ones go first).
-    disk_cache_folder: where; None takes this user's cache folder. Only its owner can read what lies there.
+    disk_cache_folder: where, in a folder inside that only its owner can read; None takes this user's cache folder.
     speculation: "auto", or None to switch it off; it changes speed only, never the text. Not in this version yet.
     progress: called with a stage's name, the units done and the units in all.
     Raises: ModelFileError, RequestError, BackendUnavailableError, OutOfMemoryError.
@@ -247,9 +248,9 @@ def _disk_options(disk_cache: bool | int, folder: str | os.PathLike[str] | None)
         raise RequestError(f"disk_cache is {disk_cache!r}; give True, False, or how many bytes it may take")
     if not disk_cache:
         return None
-    from localinfer.disk_cache import DEFAULT_MAX_BYTES, DiskOptions, default_folder
+    from localinfer.disk_cache import DEFAULT_MAX_BYTES, DiskOptions, conversations_folder
 
-    chosen = default_folder() if folder is None else Path(folder).expanduser()
+    chosen = conversations_folder(folder)
     if chosen is None:
         logger.warning("conversations are not kept on disk: this user has no home folder; name a disk_cache_folder")
         return None

@@ -5,14 +5,14 @@ import stat
 from pathlib import Path
 
 
-def user_cache_folder(name: str) -> Path | None:
-    """Where this user's programs keep what can be made again, less what localinfer keeps under `name` in it.
+def user_cache_folder() -> Path | None:
+    """Where localinfer keeps what can be made again, for this user.
 
     None without a home folder: the path would be relative, and lead wherever the process was started.
     """
     import platformdirs
 
-    path = Path(platformdirs.user_cache_dir("localinfer", appauthor=False)) / name
+    path = Path(platformdirs.user_cache_dir("localinfer", appauthor=False))
     return path if path.is_absolute() else None
 
 

@@ -65,13 +65,27 @@ def test_run_defaults_are_the_documented_ones(fake_llm, capsys):
     }
     load_options = dict(fake_llm.load_options)
     assert callable(load_options.pop("progress"))
-    assert load_options == {"model": None, "threads": None, "context_length": None, "kv_type": "f16", "kv_memory": None}
+    assert load_options == {
+        "model": None,
+        "threads": None,
+        "context_length": None,
+        "kv_type": "f16",
+        "kv_memory": None,
+        "disk_cache": True,
+        "disk_cache_folder": None,
+    }
+
+
+@pytest.mark.parametrize("command", [["run", "-p", "Hi"], ["chat"]])
+def test_disk_cache_can_be_switched_off(fake_llm, command):
+    main([*command, "--no-disk-cache"])
+    assert fake_llm.load_options["disk_cache"] is False
 
 
 def test_run_hands_every_option_on(fake_llm, capsys):
     flags = "-m x.gguf -n 7 --temperature 0.5 --top-k 3 --top-p 0.5 --min-p 0 --repetition-penalty 1.1 --seed 9"
     flags += " --threads 2 --context-length 64 --kv-type f32 --stop a --stop b --ignore-eos --context-shift"
-    flags += " --kv-memory 1.5GiB"
+    flags += " --kv-memory 1.5GiB --disk-cache-size 2GB --disk-cache-folder there"
     assert main(["run", "-p", "Hi", *flags.split()]) == 0
     assert fake_llm.options[0] == {
         "max_tokens": 7,
@@ -89,6 +103,8 @@ def test_run_hands_every_option_on(fake_llm, capsys):
     assert fake_llm.load_options["kv_type"] == "f32"
     assert fake_llm.load_options["context_length"] == 64
     assert fake_llm.load_options["kv_memory"] == 3 << 29
+    assert fake_llm.load_options["disk_cache"] == 2 * 10**9
+    assert fake_llm.load_options["disk_cache_folder"] == "there"
 
 
 @pytest.mark.parametrize(("text", "size"), [("4096", 4096), ("2gb", 2 * 10**9), ("64 MiB", 64 << 20), ("0.5kB", 500)])

@@ -19,8 +19,10 @@ STORY = (
 )
 
 
-def command(*arguments: str | bytes) -> list[str | bytes]:
-    return [sys.executable, "-m", "localinfer", *arguments]
+def command(name: str | bytes, *arguments: str | bytes) -> list[str | bytes]:
+    """The installed command, which leaves nothing in the user's own cache folder."""
+    apart = ["--no-disk-cache"] if name in ("run", "chat") and "--disk-cache-folder" not in arguments else []
+    return [sys.executable, "-m", "localinfer", name, *apart, *arguments]
 
 
 def slow_command(*arguments: str) -> list[str]:
@@ -173,3 +175,15 @@ def test_reader_that_leaves_ends_a_run_quietly():
         errors = process.stderr.read()
         assert process.wait(timeout=60) == 141
     assert errors == b""
+
+
+def test_restarted_run_goes_on_from_disk_with_the_same_text(greedy_text, tmp_path):
+    words = ("run", "--disk-cache-folder", str(tmp_path / "kept"), "--stats", "-p", PROMPT, *GREEDY)
+    first, second = run(*words), run(*words)
+    assert first.stdout.decode() == second.stdout.decode() == greedy_text
+    assert b"0 of them cached" in first.stderr
+    assert b"0 of them cached" not in second.stderr
+    listed = run("cache", "--disk-cache-folder", str(tmp_path / "kept")).stdout.decode()
+    assert "demo" in listed
+    assert run("cache", "--clear", "--disk-cache-folder", str(tmp_path / "kept")).returncode == 0
+    assert not [path for path in (tmp_path / "kept").rglob("*") if path.is_file()]

@@ -13,6 +13,7 @@ import pytest
 
 from localinfer import disk_tier as disk_tier_module
 from localinfer import page_file
+from localinfer.disk_budget import clear
 from localinfer.disk_tier import Restored
 from localinfer.page_file import Checksum, PageFormat, PageRecord, Rejection, read_page, write_page
 from tests.engine.disk_pages import (
@@ -338,13 +339,28 @@ def test_budget_smaller_than_a_page_saves_nothing(tmp_path: Path):
 
 
 def test_rest_of_a_killed_writer_is_deleted_after_an_hour(tmp_path: Path):
-    for name, seconds in (("old.tmp", 4000), ("new.tmp", 10)):
-        path = tmp_path / name
+    disk = tier(tmp_path)
+    disk.folder.mkdir()
+    for name, seconds in (("tmpold.tmp", 4000), ("tmpnew.tmp", 10)):
+        path = disk.folder / name
         path.write_bytes(b"half a page")
         used = path.stat().st_mtime - seconds
         os.utime(path, (used, used))
-    tier(tmp_path).save(numbered(4), source(numbered(4)))
-    assert [path.name for path in tmp_path.glob("*.tmp")] == ["new.tmp"]
+    disk.save(numbered(4), source(numbered(4)))
+    assert [path.name for path in disk.folder.glob("*.tmp")] == ["tmpnew.tmp"]
+
+
+def test_files_of_others_in_the_folder_are_never_deleted(tmp_path: Path):
+    disk = tier(tmp_path, max_bytes=2 * FORM.file_bytes)
+    (disk.folder / "aa").mkdir(parents=True)
+    theirs = [tmp_path / "letter.txt", disk.folder / "letter.page", disk.folder / "aa" / "photo.tmp"]
+    for path in theirs:
+        path.write_bytes(bytes(10_000))
+        os.utime(path, (0, 0))
+    for start in range(0, 500, 100):
+        disk.save(numbered(8, start), source(numbered(8, start)))
+    clear(tmp_path)
+    assert files(tmp_path) == sorted(theirs)
 
 
 def test_many_siblings_are_looked_into_up_to_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
