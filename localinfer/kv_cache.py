@@ -62,9 +62,11 @@ class KVCache:
         pages = np.concatenate((self._pages, fresh[int(copies_tail) :]))
         if copies_tail:
             pool.copy(int(pages[tail]), int(fresh[0]))
-            pool.release(pages[tail : tail + 1])
             pages[tail] = fresh[0]
+        replaced = self._pages[tail : tail + 1]
         self._set_pages(pages)
+        if copies_tail:
+            pool.release(replaced)
 
     def commit(self, length: int) -> None:
         """Declare positions 0 to length - 1 computed; they must be reserved."""
@@ -85,9 +87,11 @@ class KVCache:
         """Hold these pages, whose first `length` positions are valid for this sequence, in place of its own."""
         assert self._pool.num_pages_for(length) == pages.size, "as many pages as the positions take"
         self._pool.retain(pages)
-        self._pool.release(self._pages)
+        former = self._pages
+        self._length = 0
         self._set_pages(pages.copy())
         self._length = length
+        self._pool.release(former)
 
     def fork(self) -> "KVCache":
         """Return a second sequence with the same valid positions; it shares their pages until either writes."""

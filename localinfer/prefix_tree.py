@@ -81,6 +81,9 @@ class CachedPath(NamedTuple):
 class PrefixTree:
     """The cached prefixes of one pool. It becomes the pool's `reclaim`. One thread at a time.
 
+    Ctrl-C may end any change between two of its lines: each first holds pages, then shows them, and lets go of what is
+    not shown any more last, so that the worst an interrupt leaves is a page that is held for nothing.
+
     `on_evict`, where it is set, is called with a path and the length that will be left of it, before pages are freed.
     """
 
@@ -202,32 +205,34 @@ class PrefixTree:
     def _extend(self, leaf: PrefixNode, token_ids: TokenIds, pages: PageNumbers) -> None:
         whole = leaf.token_ids.size // self._pool.page_tokens
         fresh, replaced = pages[whole:], leaf.pages[whole:]
-        self._pool.retain(fresh)
-        self._pool.release(replaced)
-        self.num_pages += fresh.size - replaced.size
-        leaf.pages = np.concatenate((leaf.pages[:whole], fresh))
-        leaf.token_ids = token_ids.copy()
         assert leaf.parent is not None, "the root is never extended"
         leaf.parent.forget_index()
+        self._pool.retain(fresh)
+        leaf.pages = np.concatenate((leaf.pages[:whole], fresh))
+        leaf.token_ids = token_ids.copy()
+        self.num_pages += fresh.size - replaced.size
+        self._pool.release(replaced)
 
     def _add_leaf(self, parent: PrefixNode, token_ids: TokenIds, pages: PageNumbers, priority: Priority) -> PrefixNode:
         self._pool.retain(pages)
         self.num_pages += pages.size
         leaf = PrefixNode(token_ids.copy(), pages.copy(), parent, priority, self._clock)
-        parent.children.append(leaf)
         parent.forget_index()
+        parent.children.append(leaf)
         return leaf
 
     def _split(self, node: PrefixNode, length: int) -> PrefixNode:
-        """Cut a node after `length` ids, whole pages; return the new node before it."""
+        """Put two nodes in the place of one, the first with `length` ids, whole pages; return the first."""
         parent = node.parent
         assert parent is not None and length % self._pool.page_tokens == 0, "nodes part between pages"
         num_pages = length // self._pool.page_tokens
         upper = PrefixNode(node.token_ids[:length], node.pages[:num_pages], parent, node.priority, node.last_used)
-        parent.children[parent.children.index(node)] = upper
+        lower = PrefixNode(node.token_ids[length:], node.pages[num_pages:], upper, node.priority, node.last_used)
+        upper.children, lower.children = [lower], node.children
+        for child in node.children:
+            child.parent = lower
         parent.forget_index()
-        upper.children = [node]
-        node.parent, node.token_ids, node.pages = upper, node.token_ids[length:], node.pages[num_pages:]
+        parent.children[parent.children.index(node)] = upper
         return upper
 
     def _best_child(self, node: PrefixNode, token_ids: TokenIds) -> tuple[PrefixNode | None, int]:
@@ -279,7 +284,7 @@ class PrefixTree:
         nodes.reverse()
         return CachedPath(
             np.concatenate([node.token_ids for node in nodes]),
-            np.concatenate([node.pages for node in nodes]),
+            np.concatenate([node.pages[: self._pool.num_pages_for(node.token_ids.size)] for node in nodes]),
             leaf.priority,
             leaf.last_used,
         )
@@ -290,19 +295,20 @@ class PrefixTree:
         first_idle = int(in_use[-1]) + 1 if in_use.size else 0
         kept = max(first_idle, leaf.pages.size - count)
         path = self._path_of(leaf)
-        lost = leaf.token_ids.size - kept * self._pool.page_tokens
+        lost = max(0, leaf.token_ids.size - kept * self._pool.page_tokens)
         if self.on_evict is not None:
             self.on_evict(path, path.token_ids.size - lost)
         self._remember(path.token_ids)
         surplus = leaf.pages[kept:]
-        leaf.pages = leaf.pages[:kept].copy()
-        leaf.token_ids = leaf.token_ids[: kept * self._pool.page_tokens].copy()
-        if not kept:
+        if kept:
+            leaf.token_ids = leaf.token_ids[: kept * self._pool.page_tokens].copy()
+            leaf.pages = leaf.pages[:kept].copy()
+        else:
             assert leaf.parent is not None, "the root is no leaf"
-            leaf.parent.children.remove(leaf)
             leaf.parent.forget_index()
-        self._pool.release(surplus)
+            leaf.parent.children.remove(leaf)
         self.num_pages -= surplus.size
+        self._pool.release(surplus)
         self.evicted_tokens += lost
         self.evicted_bytes += surplus.size * self._pool.page_bytes
         return surplus.size

@@ -4,8 +4,11 @@ Every page carries what was written into it, so a page that was lost, shared whi
 """
 
 import random
+import sys
+from types import FrameType
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from localinfer.errors import OutOfMemoryError
@@ -17,6 +20,7 @@ PAGE_TOKENS = 4
 CONTEXT = 60
 BUDGET_PAGES = 60
 STEPS = 10_000
+TRACED = ("prefix_tree.py", "prefix_cache.py", "kv_cache.py", "page_pool.py")
 
 
 class Life:
@@ -116,7 +120,6 @@ class Life:
     def check(self) -> None:
         """Every page is held as often as it should be, and holds what it should."""
         pool, expected = self.cache.pool, np.zeros(self.cache.pool.num_pages, np.int64)
-        contents: list[tuple[NDArray[np.int64], list[int]]] = [(s.pages, ids) for s, ids in self.running]
         for sequence, ids in self.running:
             assert sequence.length == len(ids)
             expected[sequence.pages] += 1
@@ -130,12 +133,62 @@ class Life:
             expected[node.pages] += 1
             num_tree_pages += node.pages.size
         assert num_tree_pages == self.cache.tree.num_pages
+        self.check_contents()
+        assert (pool.holders(np.arange(pool.num_pages)) == expected).all(), "a page is held too often or too rarely"
+        assert pool.num_free_pages == (expected == 0).sum() and pool.num_pages <= BUDGET_PAGES
+
+    def check_contents(self) -> None:
+        """Every page holds what its sequence and its path in the tree say."""
+        contents: list[tuple[NDArray[np.int64], list[int]]] = [(s.pages, ids) for s, ids in self.running]
         contents += [(path.pages, path.token_ids.tolist()) for path in self.cache.tree.paths()]
         for pages, ids in contents:
             held = [int(self.slots(pages[p // PAGE_TOKENS])[p % PAGE_TOKENS]) for p in range(len(ids))]
             assert held == ids, "a page was lost or overwritten"
-        assert (pool.holders(np.arange(pool.num_pages)) == expected).all(), "a page is held too often or too rarely"
-        assert pool.num_free_pages == (expected == 0).sum() and pool.num_pages <= BUDGET_PAGES
+
+    def interrupted_step(self, lines: int) -> bool:
+        """Do one thing that Ctrl-C ends after so many lines of the cache; return whether it came to that."""
+        left = lines
+
+        def trace(frame: FrameType, event: str, argument: object) -> object:
+            nonlocal left
+            if not frame.f_code.co_filename.endswith(TRACED):
+                return trace if event == "call" else None
+            left -= event == "line"
+            if left == 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+            return trace
+
+        sys.settrace(trace)
+        try:
+            self.step()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(None)
+        return False
+
+    def give_up(self) -> None:
+        """Close what runs, as the engine does after Ctrl-C, leaving to the tree what was computed."""
+        for sequence, ids in self.running:
+            self.cache.retire(sequence, np.array(ids[: sequence.length], np.int32), self.use())
+        self.running.clear()
+
+
+@pytest.mark.skipif(sys.gettrace() is not None, reason="another tracer is at work")
+def test_interrupt_at_any_line_never_leaves_a_wrong_page():
+    num_interrupted = 0
+    for seed in range(250):
+        life = Life(seed)
+        for _ in range(25):
+            life.step()
+        num_interrupted += life.interrupted_step(life.chooser.randrange(1, 120))
+        life.give_up()
+        life.check_contents()
+        for _ in range(25):
+            life.step()
+            life.check_contents()
+    assert num_interrupted > 100
 
 
 def test_cache_survives_ten_thousand_random_steps_without_a_leak():
