@@ -5,7 +5,8 @@ token is accepted after those before it. What rows cost on this machine is measu
 are running estimates per kind of draft (`Acceptance`), kept across generations.
 """
 
-import statistics
+import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -20,9 +21,12 @@ _FIRST_PROBE, _LAST_PROBE = 4, 512
 """Rounds without a draft before the next probe: doubled after each that yields nothing."""
 _LEAST_GAIN = 1.01
 """Expected speed over plain decoding that a draft must promise, for estimates are noisy."""
-_COST_MEMORY = 0.95
+_COST_STEP = 0.025
+"""Share of a surprise by which the cost of all numbers of rows follows it; that of this number moves twice as far."""
 _MEASURED_ROWS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16)
-_REPETITIONS = 3
+_REPETITIONS = 5
+_PATIENCE_SECONDS = 0.06
+"""Slow models are timed fewer times per size, so that a first load of theirs stays short."""
 
 
 class Acceptance:
@@ -32,7 +36,7 @@ class Acceptance:
         self._prior = prior
         self._accepted = [0.0] * MAX_DEPTH
         self._tried = [0.0] * MAX_DEPTH
-        self.rounds_to_probe = 0
+        self._rounds_to_probe = 0
         self._next_probe = _FIRST_PROBE
 
     def chances(self) -> list[float]:
@@ -50,16 +54,18 @@ class Acceptance:
             is_tried = index < num_drafted and index <= num_accepted
             self._accepted[index] = self._accepted[index] * _MEMORY + (is_tried and index < num_accepted)
             self._tried[index] = self._tried[index] * _MEMORY + is_tried
-        if num_accepted:
-            self._next_probe = _FIRST_PROBE
-            self.rounds_to_probe = 0
+
+    def stop_probing(self) -> None:
+        """Note that this kind promises a gain, so that the next time it does not, probes begin anew."""
+        self._next_probe = _FIRST_PROBE
+        self._rounds_to_probe = 0
 
     def is_probe_due(self) -> bool:
         """Ask once for each round that drafts nothing: whether to try one all the same. Waits double up to 512."""
-        if self.rounds_to_probe > 0:
-            self.rounds_to_probe -= 1
+        if self._rounds_to_probe > 0:
+            self._rounds_to_probe -= 1
             return False
-        self.rounds_to_probe = self._next_probe
+        self._rounds_to_probe = self._next_probe
         self._next_probe = min(2 * self._next_probe, _LAST_PROBE)
         return True
 
@@ -68,27 +74,29 @@ class VerificationCosts:
     """Seconds of one forward pass by number of rows: measured once, then followed as passes are timed."""
 
     def __init__(self, seconds: Sequence[float]) -> None:
-        """seconds[n - 1]: of n rows, for 1 to MAX_DEPTH + 1."""
-        assert len(seconds) == MAX_DEPTH + 1, "one time per number of rows"
-        self._seconds = list(seconds)
+        """seconds[n - 1]: of n rows, from 1 to the most that are verified at once, at most MAX_DEPTH + 1."""
+        assert 1 <= len(seconds) <= MAX_DEPTH + 1, "one time per number of rows"
+        self._shares = list(seconds)
+        self._scale = 1.0
+
+    @property
+    def max_depth(self) -> int:
+        """Most tokens that can be verified after the one that is certain."""
+        return len(self._shares) - 1
 
     def seconds(self, num_rows: int) -> float:
-        """Expected seconds of a pass; at most MAX_DEPTH + 1 rows are told apart."""
-        return self._seconds[min(num_rows, MAX_DEPTH + 1) - 1]
+        """Expected seconds of a pass; infinite beyond what is verified at once."""
+        return self._scale * self._shares[num_rows - 1] if num_rows <= len(self._shares) else math.inf
 
     def observe(self, num_rows: int, seconds: float) -> None:
         """Follow what a pass took: contexts grow, and machines get warm and busy.
 
         What holds for one number of rows holds for all in part, so that plain passes and drafts stay comparable.
         """
-        if not 1 <= num_rows <= MAX_DEPTH + 1:
-            return
         # A pass that was interrupted says nothing about the next.
-        ratio = min(max(seconds / self._seconds[num_rows - 1], 0.5), 2.0)
-        shared = 1.0 + (ratio - 1.0) * (1.0 - _COST_MEMORY) / 2
-        for index in range(MAX_DEPTH + 1):
-            self._seconds[index] *= shared
-        self._seconds[num_rows - 1] *= 1.0 + (ratio - 1.0) * (1.0 - _COST_MEMORY) / 2
+        change = min(max(seconds / self.seconds(num_rows), 0.5), 2.0) - 1.0
+        self._scale *= 1.0 + change * _COST_STEP
+        self._shares[num_rows - 1] *= 1.0 + change * _COST_STEP
 
 
 def best_depth(
@@ -108,7 +116,7 @@ def best_depth(
     plain = costs.seconds(other_rows + 1)
     best, best_rate = 0, _LEAST_GAIN
     tokens = chance = 1.0
-    for depth in range(1, min(most, MAX_DEPTH) + 1):
+    for depth in range(1, min(most, costs.max_depth - other_rows) + 1):
         chance *= chances[depth - 1]
         tokens += chance
         seconds = costs.seconds(other_rows + depth + 1) + seconds_per_draft + depth * seconds_per_token
@@ -118,18 +126,25 @@ def best_depth(
     return best, best_rate if best else 1.0
 
 
-def measure_costs(run: Callable[[int], None]) -> list[float]:
-    """Time `run(num_rows)`, one forward pass, for 1 to MAX_DEPTH + 1 rows; some sizes are interpolated."""
+def measure_costs(run: Callable[[int], object], most_rows: int) -> list[float]:
+    """Time `run(num_rows)`, one forward pass, for 1 to at most MAX_DEPTH + 1 rows; some sizes are interpolated."""
+    most_rows = min(most_rows, MAX_DEPTH + 1)
+    run(1)
     measured: dict[int, float] = {}
-    for num_rows in _MEASURED_ROWS:
-        run(num_rows)
-        samples = []
-        for _ in range(_REPETITIONS):
-            began = time.perf_counter()
-            run(num_rows)
-            samples.append(time.perf_counter() - began)
-        measured[num_rows] = statistics.median(samples)
-    return [_interpolated(measured, num_rows) for num_rows in range(1, MAX_DEPTH + 2)]
+    for num_rows in sorted({size for size in _MEASURED_ROWS if size < most_rows} | {1, most_rows}):
+        samples = [_timed(run, num_rows)]
+        while len(samples) < _REPETITIONS and sum(samples) < _PATIENCE_SECONDS:
+            samples.append(_timed(run, num_rows))
+        measured[num_rows] = min(samples)
+    seconds = [_interpolated(measured, num_rows) for num_rows in range(1, most_rows + 1)]
+    # More rows never take less, whatever the clock says.
+    return list(itertools.accumulate(seconds, max))
+
+
+def _timed(run: Callable[[int], object], num_rows: int) -> float:
+    began = time.perf_counter()
+    run(num_rows)
+    return time.perf_counter() - began
 
 
 def _interpolated(measured: dict[int, float], num_rows: int) -> float:

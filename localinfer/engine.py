@@ -8,6 +8,7 @@ ones of one thread, take turns by steps and never wait for each other's ends.
 import os
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,12 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.cache_miss import CacheMiss
+from localinfer.draft_depth import MAX_DEPTH
 from localinfer.errors import ClosedError, ContextLengthError, OutOfMemoryError, RequestError
 from localinfer.kernels.ops import Batch, Program, Segment
 from localinfer.kv_cache import KVCache
 from localinfer.page_pool import KVLayout, PagePool, default_kv_memory
 from localinfer.prefix_cache import CacheUse, PrefixCache
-from localinfer.sampling import Sampler, SamplingParams, SamplingPlan, not_finite_error
+from localinfer.sampling import Sampler, SamplingParams, SamplingPlan, TokenMask, not_finite_error
+from localinfer.speculation import Speculation, SpeculationRecord, SpeculativeText, choose_verified
 
 FinishReason = Literal["stop", "length"]
 """stop: an end token or a stop string; length: max_tokens, or the end of the context."""
@@ -73,12 +76,13 @@ class GenerationRecord:
     """What a generation has cost so far, kept up to date while it runs.
 
     cached_tokens: of the prompt, not computed again. miss: why not more of them, None where nothing stood in the way.
-    dropped_tokens: left out of the context, by `context_shift`.
+    dropped_tokens: left out of the context, by `context_shift`. speculation: what drafts did, None where it is off.
     """
 
     cached_tokens: int = 0
     miss: CacheMiss | None = None
     dropped_tokens: int = 0
+    speculation: SpeculationRecord | None = None
 
 
 class Generation(Iterator[TokenEvent]):
@@ -104,6 +108,7 @@ class _Run:
     head: NDArray[np.int32]
     history: NDArray[np.int32]
     base: int
+    speculative: SpeculativeText | None = None
     is_prompt: bool = True
     sequence: KVCache | None = None
 
@@ -113,14 +118,20 @@ class _Run:
         after = max(0, self.sequence.length - self.head.size)
         return np.concatenate((self.head, self.history[self.base : self.base + after]))[: self.sequence.length]
 
+    def make_room(self, length: int) -> None:
+        """Let the history hold at least so many ids."""
+        if length > self.history.size:
+            self.history = np.concatenate((self.history, np.empty_like(self.history, shape=length)))
+
 
 @dataclass(frozen=True)
 class _Retired:
-    """A sequence that has ended: its ids, and how the cache is to keep them."""
+    """A sequence that has ended: its ids, how the cache is to keep them, and what drafted for it."""
 
     sequence: KVCache
     token_ids: NDArray[np.int32]
     use: CacheUse
+    speculative: SpeculativeText | None
 
 
 class _Turn:
@@ -144,8 +155,11 @@ _PLAIN_USE = CacheUse()
 class Engine:
     """Owns a model and its pages. Not usable after `close`, nor in a forked child: threads do not survive a fork."""
 
-    def __init__(self, model: EngineModel, *, kv_memory: int | None = None) -> None:
+    def __init__(
+        self, model: EngineModel, *, kv_memory: int | None = None, speculation: Speculation | None = None
+    ) -> None:
         self._model = model
+        self._speculation = speculation
         self._program = model.program
         self.vocab_size = model.config.vocab_size
         self.context_length = model.config.context_length
@@ -158,7 +172,7 @@ class Engine:
         self._turn = _Turn(self)
         self._process = os.getpid()
         self._closed = False
-        self._first_row = np.zeros(1, np.int32)
+        self._first_rows = np.arange(MAX_DEPTH + 1, dtype=np.int32)
         self._no_rows = np.zeros(0, np.int32)
 
     @property
@@ -173,9 +187,9 @@ class Engine:
         with self._turn:
             yield self._cache
 
-    def plan(self, sampling: SamplingParams) -> SamplingPlan:
-        """Check sampling parameters against the vocabulary and draw the seed."""
-        return SamplingPlan(sampling, self.vocab_size)
+    def plan(self, sampling: SamplingParams, mask: TokenMask | None = None) -> SamplingPlan:
+        """Check sampling parameters against the vocabulary and draw the seed; mask: what a grammar allows."""
+        return SamplingPlan(sampling, self.vocab_size, mask)
 
     def check_prompt(
         self, prompt_ids: Sequence[int] | NDArray[np.integer], *, shifts_context: bool = False
@@ -202,6 +216,7 @@ class Engine:
         ignore_eos: bool = False,
         context_shift: bool = False,
         cache_use: CacheUse = _PLAIN_USE,
+        prediction: Sequence[int] | NDArray[np.integer] = (),
     ) -> Generation:
         """Continue a prompt; yield each token as it is sampled. Closing the generation cancels it.
 
@@ -212,6 +227,7 @@ class Engine:
         context_shift: where prompt or completion outgrow the context, go on with the system tokens and the recent half
             of the rest, computed anew; then only a stop token or max_tokens ends it.
         cache_use: what the cache should know of the prompt.
+        prediction: ids that the completion is likely to have; right or wrong, they change its speed only.
         Raises: at once RequestError, ContextLengthError, ClosedError, OutOfMemoryError for a prompt that can never
             fit; while iterating ModelFileError for logits that are not finite, OutOfMemoryError, ClosedError. The
             engine stays usable after each but ClosedError.
@@ -236,6 +252,10 @@ class Engine:
         history[: token_ids.size] = token_ids
         record = GenerationRecord(dropped_tokens=token_ids.size - head.size)
         run = _Run(cache_use, head, history, token_ids.size)
+        expected = self._check_ids(prediction)
+        if self._speculation is not None:
+            run.speculative = self._speculation.begin(plan, expected)
+            record.speculation = run.speculative.record
         return Generation(self._generate(run, plan, limit, stops, record), record)
 
     def logits(self, token_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
@@ -288,6 +308,8 @@ class Engine:
             return
         with self._lock:
             self._cache.pool.close()
+            if self._speculation is not None:
+                self._speculation.close()
             self._model.close()
 
     def _generate(
@@ -295,7 +317,7 @@ class Engine:
     ) -> Generator[TokenEvent]:
         if limit == 0:
             return
-        turn, forward, choose = self._turn, self._forward, self._sampler.choose
+        turn, forward, choose, first_row = self._turn, self._forward, self._sampler.choose, self._first_rows[:1]
         position = run.base
         last = position + limit - 1
         try:
@@ -303,28 +325,61 @@ class Engine:
             output_row = np.array([pending.size - 1], np.int32)
             while True:
                 self.check_usable()
+                run.make_room(position + 1)
                 with turn:
-                    logits = forward(sequence, pending, output_row)
-                    if position == run.base:
-                        self._cache.publish(sequence, run.head, run.use)
-                    token_id = choose(logits[0], plan, position, run.history)
-                if token_id in stops:
-                    yield TokenEvent(token_id, position, "stop")
-                    return
-                if position == last:
-                    yield TokenEvent(token_id, position, "length")
-                    return
-                yield TokenEvent(token_id, position, None)
-                if position == run.history.size:
-                    run.history = np.concatenate((run.history, np.empty_like(run.history)))
-                run.history[position] = token_id
-                position += 1
-                pending, output_row = run.history[position - 1 : position], self._first_row
+                    if run.speculative is not None and position > run.base and run.speculative.is_awake():
+                        token_ids = self._speculate(run, sequence, run.speculative, plan, position, last, stops)
+                    else:
+                        logits = forward(sequence, pending, output_row)
+                        if position == run.base:
+                            self._cache.publish(sequence, run.head, run.use)
+                        run.history[position] = token_id = choose(logits[0], plan, position, run.history)
+                        token_ids = [token_id]
+                for token_id in token_ids:
+                    if token_id in stops:
+                        yield TokenEvent(token_id, position, "stop")
+                        return
+                    if position == last:
+                        yield TokenEvent(token_id, position, "length")
+                        return
+                    yield TokenEvent(token_id, position, None)
+                    position += 1
+                pending, output_row = run.history[position - 1 : position], first_row
                 if sequence.length == self.context_length:
                     sequence, pending = self._shift(run, position, record)
                     output_row = np.array([pending.size - 1], np.int32)
         finally:
             self._retire(run)
+
+    def _speculate(
+        self,
+        run: _Run,
+        sequence: KVCache,
+        text: SpeculativeText,
+        plan: SamplingPlan,
+        position: int,
+        last: int,
+        stops: frozenset[int],
+    ) -> list[int]:
+        """Decode the next token and those of a draft that follow it, in one pass. It is the caller's turn."""
+        room = min(last - position, self.context_length - sequence.length - 1)
+        drafted = text.draft(run.history[:position], room)
+        began = time.perf_counter()
+        count = drafted.size
+        try:
+            sequence.reserve(sequence.length + 1 + count)
+        except OutOfMemoryError:
+            count = 0
+        end = position + count
+        run.make_room(end + 1)
+        run.history[position:end] = drafted[:count]
+        logits = self._forward(sequence, run.history[position - 1 : end], self._first_rows[: count + 1])
+        guesses = drafted[:count].tolist()
+        chosen = choose_verified(self._sampler.choose, logits, plan, position, run.history, guesses, stops)
+        if len(chosen) <= count:
+            sequence.truncate(sequence.length - (count + 1 - len(chosen)))
+        text.observe(count, len(chosen) - 1, time.perf_counter() - began)
+        return chosen
 
     def _begin(self, run: _Run, record: GenerationRecord) -> tuple[KVCache, NDArray[np.int32]]:
         """Compute what is not cached of a run's head, but its last chunk, left for the step that samples.
@@ -368,7 +423,7 @@ class Engine:
         It may be called by the garbage collector in the midst of a step, so it never waits.
         """
         if run.sequence is not None:
-            self._retired.append(_Retired(run.sequence, run.context_ids(), run.use))
+            self._retired.append(_Retired(run.sequence, run.context_ids(), run.use, run.speculative))
             run.sequence = None
             self._settle()
 
@@ -385,6 +440,8 @@ class Engine:
             retired = self._retired.popleft()
             if not self._closed:
                 self._cache.retire(retired.sequence, retired.token_ids, retired.use)
+                if retired.speculative is not None:
+                    retired.speculative.close()
 
     def _forward(
         self, sequence: KVCache, token_ids: NDArray[np.int32], output_rows: NDArray[np.int32]

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from localinfer.models.chat_template import ChatTemplate
     from localinfer.models.loader import Model
     from localinfer.models.tokenizer import Tokenizer
+    from localinfer.speculation import Speculation
 
 logger = logging.getLogger(__name__)
 
@@ -53,10 +54,15 @@ class LLM:
         kv_memory: int | None = None,
         identity: "ModelIdentity | None" = None,
         disk: "DiskOptions | None" = None,
+        speculation: "Speculation | None" = None,
     ) -> None:
-        """identity: tells the model apart from others, for what is kept on disk. disk: keep conversations there."""
+        """Take over a loaded model.
+
+        identity: tells the model apart from others, for what is kept on disk. disk: keep conversations there.
+        speculation: what guesses tokens; None decodes one by one.
+        """
         self._model = model
-        self._engine = Engine(model, kv_memory=kv_memory)
+        self._engine = Engine(model, kv_memory=kv_memory, speculation=speculation)
         self._chat_history: ChatHistory | None = None
         if model.chat_template is not None and model.tokenizer is not None:
             self._chat_history = ChatHistory(model.chat_template, model.tokenizer)
@@ -200,6 +206,7 @@ def load(
     disk_cache: bool | int = False,
     disk_cache_folder: str | os.PathLike[str] | None = None,
     speculation: str | None = "auto",
+    draft: str | os.PathLike[str] | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> LLM:
     """Load a model and return it ready to answer.
@@ -214,23 +221,37 @@ def load(
     disk_cache: keep conversations on disk, so that they go on after a restart without being computed again: True, or
         the bytes all of them may take (True: 4 GiB; least recently used ones go first).
     disk_cache_folder: where, in a folder inside that only its owner can read; None takes this user's cache folder.
-    speculation: "auto", or None to switch it off; it changes speed only, never the text. Not in this version yet.
+    speculation: how to guess tokens that are then checked many at once: "ngram" from what was read before, "draft" by
+        a draft model, "auto" by all that is there, None not at all. It changes speed only, never the text.
+    draft: path of a much smaller GGUF model of the same vocabulary, to draft with.
     progress: called with a stage's name, the units done and the units in all.
     Raises: ModelFileError, RequestError, BackendUnavailableError, OutOfMemoryError.
     """
     if device not in ("auto", "cpu"):
         raise BackendUnavailableError(f"device is {device!r}; this version runs on 'cpu' ('auto' chooses it)")
-    if speculation not in ("auto", None):
-        raise RequestError(f"speculation is {speculation!r}; this version takes 'auto' or None")
     for name, value in (("threads", threads), ("context_length", context_length), ("kv_memory", kv_memory)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise RequestError(f"{name} is {value!r}; it must be a whole number, 1 or more, or None for the default")
     from localinfer.models.loader import load_model
+    from localinfer.speculation_setup import check_speculation, make_speculation
 
+    check_speculation(speculation, has_draft=draft is not None)
     path = _model_path(model)
     disk = _disk_options(disk_cache, disk_cache_folder)
     loaded = load_model(path, threads=threads, context_length=context_length, kv_type=kv_type, progress=progress)
-    return LLM(loaded, kv_memory=kv_memory, identity=_identity(loaded, disk), disk=disk)
+    drafting = None
+    try:
+        if draft is not None:
+            drafting = load_model(_model_path(draft), kv_type=kv_type, beside=loaded, progress=progress)
+        made = None
+        if speculation is not None:
+            made = make_speculation(speculation, loaded, drafting, kv_memory=kv_memory, progress=progress)
+    except BaseException:
+        if drafting is not None:
+            drafting.close()
+        loaded.close()
+        raise
+    return LLM(loaded, kv_memory=kv_memory, identity=_identity(loaded, disk), disk=disk, speculation=made)
 
 
 def load_tokenizer(model: str | os.PathLike[str] | None = None) -> "Tokenizer":

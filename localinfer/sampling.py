@@ -7,7 +7,7 @@ or the cache.
 
 import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,8 +16,12 @@ from numpy.typing import NDArray
 from localinfer.errors import ModelFileError, RequestError
 from localinfer.kernels.cpu.sampling import NOT_FINITE, NOTHING_LEFT, RowSampler, adjust
 
+TokenMask = Callable[[NDArray[np.int32]], NDArray[np.bool_]]
+"""Given the ids so far, which tokens may come next: bool[vocab_size]. Asked once per sampled position, in order."""
+
 _MAX_SEED = 2**64 - 1
 _MAX_BIAS = 1000.0
+_FORBIDDEN = np.float32(-np.inf)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,15 +96,16 @@ def _check_number(name: str, value: object, least: float, most: float, hint: str
 
 
 class SamplingPlan:
-    """SamplingParams made ready for one vocabulary: the seed drawn, the bias as arrays."""
+    """SamplingParams made ready for one vocabulary: the seed drawn, the bias as arrays, and a mask if there is one."""
 
-    def __init__(self, params: SamplingParams, vocab_size: int) -> None:
+    def __init__(self, params: SamplingParams, vocab_size: int, mask: TokenMask | None = None) -> None:
         for token_id in params.logit_bias:
             if token_id >= vocab_size:
                 raise RequestError(
                     f"logit_bias names token {token_id}, but the vocabulary ends at {vocab_size - 1}; remove it"
                 )
         self.params = params
+        self.mask = mask
         self.seed = secrets.randbits(32) if params.seed is None else int(params.seed)
         self.temperature = float(params.temperature)
         self.top_k = min(int(params.top_k), vocab_size)
@@ -134,8 +139,10 @@ class Sampler:
 
         Shapes: logits float32[vocab_size], contiguous, left as they are; history int32[>= position], whose first
             `position` entries are the tokens before it.
-        Raises: ModelFileError if a logit is NaN or +inf; RequestError if the bias forbids every token.
+        Raises: ModelFileError if a logit is NaN or +inf; RequestError if bias and mask forbid every token.
         """
+        if plan.mask is not None:
+            logits = np.where(plan.mask(history[:position]), logits, _FORBIDDEN)
         if plan.adjusts:
             logits = self._adjust(logits, plan, position, history)
         token_id = self._rows.choose(
@@ -146,7 +153,9 @@ class Sampler:
         if token_id == NOT_FINITE:
             raise not_finite_error(position)
         assert token_id == NOTHING_LEFT, "the kernel returns an id or one of two codes"
-        raise RequestError(f"no token is left for position {position}: every logit is -inf; relax logit_bias")
+        raise RequestError(
+            f"no token is left for position {position}: every logit is -inf; relax logit_bias or the mask"
+        )
 
     def _adjust(
         self, logits: NDArray[np.float32], plan: SamplingPlan, position: int, history: NDArray[np.int32]

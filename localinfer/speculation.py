@@ -26,9 +26,13 @@ _NGRAM_PRIORS = ((64, 0.97), (32, 0.95), (16, 0.9), (8, 0.8), (5, 0.6), (4, 0.5)
 _MODEL_PRIOR = 0.7
 _NO_TOKENS = np.empty(0, np.int32)
 _NOTICEABLE = 0.005
-"""Share of a plain step that looking for drafts may take in every round; beyond it, rounds without a draft are spent
-asleep."""
+"""Share of a plain step that drafting may take in every round; beyond it, a round that gains nothing is followed by
+plain steps, twice as many each time, which do not even look."""
 _LONGEST_SLEEP = 512
+_PROBED_SHARE = 0.01
+"""Of the time of plain steps, what probes of a draft model may take: it has to read all that it did not draft for."""
+_READ_FOR_ROUNDS = 8
+"""Rounds over which reading that is counted: a model that drafts once mostly drafts again."""
 _CLOCK_MEMORY = 0.9
 
 
@@ -51,14 +55,10 @@ class SpeculationRecord:
 class Speculation:
     """The drafters of one engine and what was learned about them; whoever holds the engine's lock may use it."""
 
-    def __init__(
-        self, costs: VerificationCosts, *, ngram: NgramDrafter | None, model: DraftModel | None, max_depth: int
-    ) -> None:
-        """max_depth: most tokens to draft at once, such as a program has output rows for."""
+    def __init__(self, costs: VerificationCosts, *, ngram: NgramDrafter | None, model: DraftModel | None) -> None:
         self.costs = costs
         self.ngram = ngram
         self.model = model
-        self.max_depth = min(max_depth, MAX_DEPTH)
         self.ngram_acceptance = [(least, Acceptance(prior)) for least, prior in _NGRAM_PRIORS]
         self.model_acceptance = Acceptance(_MODEL_PRIOR)
         self.lookup_seconds = 0.0
@@ -82,47 +82,49 @@ class SpeculativeText:
         self._ngram: NgramText | None = None if speculation.ngram is None else speculation.ngram.begin(prediction)
         self._model: DraftModelText | None = None if speculation.model is None else speculation.model.begin(plan)
         self._buffer = np.empty(MAX_DEPTH, np.int32)
-        self._num_drafted = 0
         self._acceptance: Acceptance | None = None
         self._rounds_asleep = 0
+        self._probe_seconds = 0.0
         self._next_sleep = 1
         self._draft_seconds = 0.0
 
+    def is_awake(self) -> bool:
+        """Ask before each pass: whether to draft for it and observe it, or to take a plain step."""
+        if not self._rounds_asleep:
+            return True
+        self._rounds_asleep -= 1
+        seconds = self._speculation.costs.seconds(1)
+        self._count(1, seconds, seconds)
+        return False
+
     def draft(self, tokens: TokenIds, most: int) -> TokenIds:
         """Return at most `most` tokens, int32[k], likely to follow the text so far; valid until the next call."""
-        self._num_drafted = 0
         self._acceptance = None
-        self._draft_seconds = 0.0
-        if self._rounds_asleep:
-            self._rounds_asleep -= 1
-            return _NO_TOKENS
         began = time.perf_counter()
-        self._num_drafted = self._choose(tokens, min(most, self._speculation.max_depth))
+        count = self._choose(tokens, min(most, self._speculation.costs.max_depth))
         self._draft_seconds = time.perf_counter() - began
-        if self._num_drafted == 0:
-            self._sleep_if_costly()
-        return self._buffer[: self._num_drafted]
+        return self._buffer[:count]
 
-    def observe(self, num_accepted: int, seconds: float) -> None:
+    def observe(self, num_drafted: int, num_accepted: int, seconds: float) -> None:
         """Learn from the pass that verified the last draft, or had none.
 
-        num_accepted: of the drafted tokens; one more token was sampled. seconds: of the pass and its sampling.
+        num_drafted: tokens of it that were verified; num_accepted: of those. One more token was sampled.
+        seconds: of the pass and its sampling.
         """
-        record, costs, drafted = self.record, self._speculation.costs, self._num_drafted
-        record.forward_passes += 1
-        record.decoded_tokens += num_accepted + 1
-        record.seconds += seconds + self._draft_seconds
-        record.plain_seconds += (num_accepted + 1) * costs.seconds(1)
-        if self._rounds_asleep == 0 or drafted:
-            costs.observe(drafted + 1, seconds)
-        if self._acceptance is None:
-            return
-        for index in range(drafted):
-            record.drafted[index] += 1
-            record.accepted[index] += index < num_accepted
-        self._acceptance.observe(drafted, num_accepted)
+        record, costs = self.record, self._speculation.costs
+        plain_seconds = costs.seconds(1)
+        self._count(num_accepted + 1, seconds + self._draft_seconds, (num_accepted + 1) * plain_seconds)
+        costs.observe(num_drafted + 1, seconds)
+        if self._acceptance is not None and num_drafted:
+            for index in range(num_drafted):
+                record.drafted[index] += 1
+                record.accepted[index] += index < num_accepted
+            self._acceptance.observe(num_drafted, num_accepted)
         if num_accepted:
             self._next_sleep = 1
+        elif self._draft_seconds > _NOTICEABLE * plain_seconds:
+            self._rounds_asleep = self._next_sleep
+            self._next_sleep = min(2 * self._next_sleep, _LONGEST_SLEEP)
 
     def close(self) -> None:
         """Leave what the draft model computed to its cache."""
@@ -143,22 +145,48 @@ class SpeculativeText:
                 self._acceptance = acceptance
             seconds = time.perf_counter() - began
             shared.lookup_seconds += (1 - _CLOCK_MEMORY) * (min(seconds, 1e-3) - shared.lookup_seconds)
-        if self._model is not None and shared.model is not None and most > 0:
-            acceptance = shared.model_acceptance
-            model_depth, model_speed = best_depth(
-                acceptance.chances(), costs, most, seconds_per_token=shared.model.seconds_per_token
-            )
-            if model_speed > speed or (not max(depth, model_depth) and acceptance.is_probe_due()):
-                self._acceptance = acceptance
-                return self._model.draft(tokens, self._buffer[: max(model_depth, 1)])
-        if depth == 0 and self._acceptance is not None and self._acceptance.is_probe_due():
+        if self._model is not None and most > 0:
+            model_depth = self._model_depth(tokens.size, most, depth, speed)
+            if model_depth:
+                self._acceptance = shared.model_acceptance
+                return self._model.draft(tokens, self._buffer[:model_depth])
+        if self._acceptance is None:
+            return 0
+        if depth:
+            self._acceptance.stop_probing()
+        elif self._acceptance.is_probe_due():
             depth = 1
         return depth
 
-    def _sleep_if_costly(self) -> None:
-        if self._draft_seconds > _NOTICEABLE * self._speculation.costs.seconds(1):
-            self._rounds_asleep = self._next_sleep
-            self._next_sleep = min(2 * self._next_sleep, _LONGEST_SLEEP)
+    def _model_depth(self, num_tokens: int, most: int, other_depth: int, other_speed: float) -> int:
+        """How many tokens the draft model is to draft, 0 where another draft, or none, promises more."""
+        shared, model, text = self._speculation, self._speculation.model, self._model
+        assert model is not None and text is not None, "asked for only where there is one"
+        acceptance = shared.model_acceptance
+        reading = text.reading_seconds(num_tokens)
+        self._probe_seconds += _PROBED_SHARE * shared.costs.seconds(1)
+        depth, speed = best_depth(
+            acceptance.chances(),
+            shared.costs,
+            most,
+            seconds_per_token=model.seconds_per_token,
+            seconds_per_draft=model.seconds_per_draft + reading / _READ_FOR_ROUNDS,
+        )
+        if speed > other_speed:
+            acceptance.stop_probing()
+            return depth
+        probe = reading + model.seconds_per_draft + model.seconds_per_token
+        if other_depth or probe > self._probe_seconds or not acceptance.is_probe_due():
+            return 0
+        self._probe_seconds -= probe
+        return 1
+
+    def _count(self, num_tokens: int, seconds: float, plain_seconds: float) -> None:
+        record = self.record
+        record.forward_passes += 1
+        record.decoded_tokens += num_tokens
+        record.seconds += seconds
+        record.plain_seconds += plain_seconds
 
 
 def choose_verified(

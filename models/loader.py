@@ -4,6 +4,8 @@ import logging
 import os
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from localinfer.errors import RequestError, TokenizerError
 from localinfer.kernels.compile_ahead import ProgressCallback, compile_ahead
 from localinfer.kernels.cpu import pool as pool_module
@@ -38,6 +40,7 @@ class Model:
     program: Program
     kv_layout: KVLayout
     file: ModelFile
+    pool: ThreadPool
 
     def close(self) -> None:
         """Release threads, memory and the file; safe to call twice."""
@@ -51,12 +54,14 @@ def load_model(
     threads: int | None = None,
     context_length: int | None = None,
     kv_type: str = "f16",
+    beside: Model | None = None,
     progress: ProgressCallback | None = None,
 ) -> Model:
     """Load a GGUF file or a Hugging Face folder and compile what it needs.
 
     threads: how many compute; None takes the physical cores, and measures how many of them decode fastest.
     context_length: tokens the cache may hold, at most what the model was trained for; None takes all of that.
+    beside: a model that takes turns with this one, which then shares its threads; closing either ends both.
     Raises: ModelFileError (and below) for the file, RequestError for an option without meaning.
     """
     file = open_model_file(path)
@@ -69,16 +74,20 @@ def load_model(
         kv_layout = KVLayout(kv_type, kv_layer_shapes(config))
         # All but the tape's own kernels, which nobody knows before it is written.
         compile_ahead([*pool_module.KERNELS, *sampling.KERNELS, *token_history.KERNELS, PACK_TILES], progress)
-        pool = ThreadPool(available_threads() if threads is None else checked_threads(threads))
-        weights = CpuWeights(file, pool, progress)
-        tape = CpuTape(pool, kv_layout, progress=progress)
+        if beside is None:
+            pool = ThreadPool(available_threads() if threads is None else checked_threads(threads))
+        shared_pool = pool if beside is None else beside.pool
+        assert shared_pool is not None, "made here or by the model beside"
+        weights = CpuWeights(file, shared_pool, progress)
+        tape = CpuTape(shared_pool, kv_layout, progress=progress)
         program = write_decoder(config, weights, tape, config.context_length)
         if threads is None:
             assert isinstance(program, CpuProgram), "a CPU tape makes a CPU program"
             choose_decode_threads(program, kv_layout, file.num_bytes)
+        _note_prediction_layers(file)
         for note in weights.notes.values():
             logger.warning("%s", note)
-        return Model(config, tokenizer, template, program, kv_layout, file)
+        return Model(config, tokenizer, template, program, kv_layout, file, shared_pool)
     except BaseException:
         if pool is not None:
             pool.close()
@@ -118,6 +127,18 @@ def _read_tokenizer(file: ModelFile) -> Tokenizer:
     if isinstance(file, CheckpointModel) and file.tokenizer_error is not None:
         raise file.tokenizer_error
     return Tokenizer.from_metadata(file.metadata)
+
+
+def _note_prediction_layers(file: ModelFile) -> None:
+    """Layers that draft the tokens after the next (DeepSeek-V3, arXiv 2412.19437, section 2.2) are not run yet."""
+    architecture = file.metadata.get("general.architecture")
+    count = file.metadata.get(f"{architecture}.nextn_predict_layers")
+    if isinstance(count, int | np.integer) and count > 0:
+        logger.warning(
+            "%s: its %d layers for next-token prediction are ignored; this version drafts from text and draft models",
+            file.path.name,
+            count,
+        )
 
 
 def _tokenizer_or_none(file: ModelFile) -> Tokenizer | None:

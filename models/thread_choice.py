@@ -3,13 +3,9 @@
 No rule of thumb survives hybrid cores, shared caches and one or two memory channels, but one token tells.
 """
 
-import hashlib
-import json
 import os
 import statistics
-import tempfile
 import time
-from pathlib import Path
 
 import numpy as np
 
@@ -18,11 +14,10 @@ from localinfer.kernels.cpu.arrays import address, aligned_zeros
 from localinfer.kernels.cpu.program import CpuProgram
 from localinfer.kernels.cpu.protocol import MAX_THREADS
 from localinfer.kernels.kv_layout import KVLayout
-from localinfer.kernels.object_cache import CACHE_FOLDER
 from localinfer.kernels.ops import Batch, Segment
+from localinfer.models.measurement_memory import recall, remember
 
 _REPETITIONS = 5
-_REMEMBERED_SECONDS = 30 * 24 * 3600
 _LEAST_GAIN = 0.97
 """More threads must take at most this share of the time of fewer, for they cost heat and leave less for others."""
 
@@ -47,8 +42,8 @@ def choose_decode_threads(program: CpuProgram, kv_layout: KVLayout, weight_bytes
     """Set the program's `decode_threads` to the fewest that decode within 3 % of the fastest."""
     if program.num_threads == 1:
         return
-    path = _memory_path(program.num_threads, weight_bytes)
-    remembered = _recall(path)
+    key = _memory_key(program.num_threads, weight_bytes)
+    remembered = _recall(key)
     if remembered is not None and 1 <= remembered <= program.num_threads:
         program.decode_threads = remembered
         return
@@ -58,7 +53,7 @@ def choose_decode_threads(program: CpuProgram, kv_layout: KVLayout, weight_bytes
         seconds[count] = _token_seconds(program, kv_layout)
     best = min(seconds.values())
     program.decode_threads = min(count for count, value in seconds.items() if value * _LEAST_GAIN <= best)
-    _remember(path, program.decode_threads)
+    remember("threads", key, decode_threads=program.decode_threads)
 
 
 def _candidates(most: int) -> list[int]:
@@ -85,33 +80,13 @@ def _token_seconds(program: CpuProgram, kv_layout: KVLayout) -> float:
     return statistics.median(samples)
 
 
-def _memory_path(num_threads: int, weight_bytes: int) -> Path | None:
-    """Where the choice for models of about this size is kept, beside the kernels it was measured with."""
-    if CACHE_FOLDER is None:
-        return None
-    size = round(2 * float(np.log2(max(weight_bytes, 1))))
-    key = hashlib.sha256(f"{num_threads} {size}".encode()).hexdigest()[:12]
-    return CACHE_FOLDER / f"threads-{key}.json"
+def _memory_key(num_threads: int, weight_bytes: int) -> str:
+    """The same for models of about this size."""
+    return f"{num_threads} {round(2 * float(np.log2(max(weight_bytes, 1))))}"
 
 
-def _recall(path: Path | None) -> int | None:
-    if path is None:
-        return None
+def _recall(key: str) -> int | None:
     try:
-        record = json.loads(path.read_text("utf-8"))
-        is_fresh = 0 <= time.time() - float(record["measured_at"]) < _REMEMBERED_SECONDS
-        return int(record["decode_threads"]) if is_fresh else None
-    except (OSError, ValueError, KeyError, TypeError):
+        return int((recall("threads", key) or {})["decode_threads"])
+    except (KeyError, ValueError, TypeError):
         return None
-
-
-def _remember(path: Path | None, decode_threads: int) -> None:
-    if path is None:
-        return
-    record = json.dumps({"decode_threads": decode_threads, "measured_at": time.time()})
-    try:
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
-            file.write(record)
-        os.replace(file.name, path)
-    except OSError:
-        return  # a full disk only costs measuring again

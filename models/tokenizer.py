@@ -12,6 +12,7 @@ from localinfer.models.special_tokens import Spelling, SpellingFinder
 from localinfer.models.stream_decoder import StreamDecoder
 from localinfer.models.subword_encoders import build_encoder
 from localinfer.models.vocabulary import TokenType, Vocabulary, read_vocabulary
+from localinfer.models.vocabulary_match import vocabulary_difference
 
 _ASCII_SPACES = " \t\n\v\f\r"
 # Phi-3 keeps the white space after these.
@@ -95,6 +96,12 @@ class Tokenizer:
         if add_special:
             ids += self._after
         return ids
+
+    def difference_from(self, other: "Tokenizer") -> str | None:
+        """Say why some text has other ids in the other tokenizer, or return None, which proves that none has."""
+        if self.strips_space_at_start != other.strips_space_at_start:
+            return "one puts a space before a text and the other does not"
+        return vocabulary_difference(self._vocabulary, other._vocabulary)
 
     def decode(
         self, token_ids: Iterable[int], *, skip_special: bool = True, previous_token_id: int | None = None

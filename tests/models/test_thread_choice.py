@@ -10,7 +10,7 @@ import pytest
 from localinfer.errors import RequestError
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.ops import Batch, FloatArray
-from localinfer.models import thread_choice
+from localinfer.models import measurement_memory, thread_choice
 from localinfer.models.thread_choice import checked_threads, choose_decode_threads
 
 LAYOUT = KVLayout("f32", [])
@@ -34,7 +34,7 @@ class ScriptedProgram:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(thread_choice, "CACHE_FOLDER", tmp_path)
+    monkeypatch.setattr(measurement_memory, "CACHE_FOLDER", tmp_path)
     return tmp_path
 
 

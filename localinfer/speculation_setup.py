@@ -1,0 +1,106 @@
+"""From the options of `load` to an engine's drafters: what was asked is proven to fit, and costs are measured once."""
+
+import hashlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from localinfer.draft_depth import VerificationCosts, measure_costs
+from localinfer.draft_model import DraftingModel, DraftModel
+from localinfer.errors import RequestError
+from localinfer.kernels.ops import Batch, MeasurableProgram, Program, Segment
+from localinfer.kv_cache import KVCache
+from localinfer.models.measurement_memory import recall, remember
+from localinfer.ngram_drafter import NgramDrafter
+from localinfer.page_pool import KVLayout, PagePool
+from localinfer.speculation import Speculation
+
+if TYPE_CHECKING:
+    from localinfer.models.tokenizer import Tokenizer
+
+ProgressCallback = Callable[[str, int, int], None]
+KINDS = ("auto", "ngram", "draft", None)
+
+
+class SpeculatingModel(DraftingModel, Protocol):
+    """What drafts for a model are proven with; `models.loader.Model` is one."""
+
+    @property
+    def tokenizer(self) -> "Tokenizer | None": ...
+
+
+def check_speculation(speculation: str | None, *, has_draft: bool) -> None:
+    """Raise RequestError unless the option is known and goes with whether a draft model was given."""
+    if speculation not in KINDS:
+        raise RequestError(f"speculation is {speculation!r}; give 'auto', 'ngram', 'draft' or None")
+    if speculation == "draft" and not has_draft:
+        raise RequestError("speculation is 'draft', but there is no draft model; give its file as draft, or use 'auto'")
+    if speculation in ("ngram", None) and has_draft:
+        raise RequestError(f"a draft model was given, but speculation is {speculation!r}; make it 'auto' or 'draft'")
+
+
+def make_speculation(
+    speculation: str,
+    model: SpeculatingModel,
+    draft: SpeculatingModel | None,
+    *,
+    kv_memory: int | None = None,
+    progress: ProgressCallback | None = None,
+) -> Speculation:
+    """Make what an engine over `model` drafts with. It owns the draft model from then on; else the caller does.
+
+    Raises: RequestError if the two vocabularies differ.
+    """
+    if draft is not None:
+        _check_vocabularies(model, draft)
+    costs = VerificationCosts(_verification_seconds(model.program, model.kv_layout, progress))
+    drafter = None
+    if draft is not None:
+        drafter = DraftModel(draft, target_vocab_size=model.config.vocab_size, kv_memory=kv_memory)
+    return Speculation(costs, ngram=None if speculation == "draft" else NgramDrafter(), model=drafter)
+
+
+def _check_vocabularies(model: SpeculatingModel, draft: SpeculatingModel) -> None:
+    if model.tokenizer is None or draft.tokenizer is None:
+        raise RequestError(
+            "a draft model must give the same ids for the same text, which cannot be proven where a file has no "
+            "tokenizer; leave the draft model out"
+        )
+    difference = model.tokenizer.difference_from(draft.tokenizer)
+    if difference is not None:
+        raise RequestError(
+            f"the draft model does not give the same ids for the same text: {difference}; choose one of the same family"
+        )
+
+
+def _verification_seconds(program: Program, kv_layout: KVLayout, progress: ProgressCallback | None) -> list[float]:
+    """Seconds of passes over 1 to 16 rows, measured once per machine and model."""
+    most = min(program.max_batch_rows, program.max_output_rows)
+    key = _fingerprint(program, kv_layout)
+    if key is not None:
+        found = (recall("verification", key) or {}).get("seconds")
+        if isinstance(found, list) and found and all(isinstance(value, float) and value > 0 for value in found):
+            return found[:most]
+    if progress is not None:
+        progress("measuring drafts (once per machine and model)", 0, 0)
+    cache = KVCache(PagePool(kv_layout), max_length=most)
+
+    def run(num_rows: int) -> None:
+        cache.truncate(0)
+        cache.reserve(num_rows)
+        segment = Segment(0, num_rows, cache.page_addresses)
+        program.run(Batch(np.zeros(num_rows, np.int32), (segment,), np.arange(num_rows, dtype=np.int32)))
+
+    seconds = measure_costs(run, most)
+    if key is not None:
+        remember("verification", key, seconds=seconds)
+    return seconds
+
+
+def _fingerprint(program: Program, kv_layout: KVLayout) -> str | None:
+    """The same for programs that do the same work on as many threads; None where a program does not tell."""
+    if not isinstance(program, MeasurableProgram):
+        return None
+    work = [(op.kernel, op.rows.value, op.weight_bytes, op.multiply_adds) for op in program.operations()]
+    return hashlib.sha256(f"{program.num_threads} {kv_layout.page_bytes} {work}".encode()).hexdigest()

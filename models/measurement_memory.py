@@ -1,0 +1,44 @@
+"""What was measured on this machine once, kept for a month beside the kernels it was measured with."""
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from localinfer.kernels.object_cache import CACHE_FOLDER
+
+_REMEMBERED_SECONDS = 30 * 24 * 3600
+
+
+def recall(kind: str, key: str) -> dict[str, Any] | None:
+    """What `remember` was given under this kind and key, or None: nothing, too old, or not what was written."""
+    path = _path(kind, key)
+    if path is None:
+        return None
+    try:
+        record = json.loads(path.read_text("utf-8"))
+        return record if 0 <= time.time() - float(record["measured_at"]) < _REMEMBERED_SECONDS else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def remember(kind: str, key: str, **values: Any) -> None:
+    """Keep values that JSON can hold; a disk that is full only costs measuring again."""
+    path = _path(kind, key)
+    if path is None:
+        return
+    record = json.dumps({**values, "measured_at": time.time()})
+    with contextlib.suppress(OSError):
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
+            file.write(record)
+        os.replace(file.name, path)
+
+
+def _path(kind: str, key: str) -> Path | None:
+    if CACHE_FOLDER is None:
+        return None
+    return CACHE_FOLDER / f"{kind}-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
