@@ -36,6 +36,8 @@ class ModelOptions:
     kv_memory: int | None
     disk_cache: bool | int
     disk_cache_folder: str | None
+    speculation: str
+    draft: str | None
 
 
 _SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
@@ -70,7 +72,7 @@ def _gather_model_options(command: Command) -> Command:
 
     @functools.wraps(command)
     def call(*, model: str | None, no_disk_cache: bool, disk_cache_size: int | None, **values: Any) -> Any:
-        names = ("threads", "context_length", "kv_type", "kv_memory", "disk_cache_folder")
+        names = ("threads", "context_length", "kv_type", "kv_memory", "disk_cache_folder", "speculation", "draft")
         disk_cache = False if no_disk_cache else disk_cache_size or True
         loading = {name: values.pop(name) for name in names}
         return command(options=ModelOptions(path=model, disk_cache=disk_cache, **loading), **values)
@@ -105,6 +107,14 @@ _load_options = _options(
         help="Most that all conversations take on disk. Default: 4GiB.",
     ),
     click.option("--disk-cache-folder", metavar="FOLDER", help="Where they are kept. Default: your cache folder."),
+    click.option(
+        "--speculation",
+        type=click.Choice(["auto", "ngram", "draft", "off"]),
+        default="auto",
+        show_default=True,
+        help="Guess tokens and check many at once: faster, same text.",
+    ),
+    click.option("--draft", metavar="FILE", help="A small GGUF model of the same vocabulary that guesses."),
     _gather_model_options,
 )
 
@@ -308,6 +318,8 @@ def _load(options: ModelOptions) -> "LLM":
             kv_memory=options.kv_memory,
             disk_cache=options.disk_cache,
             disk_cache_folder=options.disk_cache_folder,
+            speculation=None if options.speculation == "off" else options.speculation,
+            draft=options.draft,
             progress=progress,
         )
 

@@ -89,7 +89,7 @@ class DraftModel:
         return logits
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """Follow what drafting so many tokens took: a long draft says more about a token, a short one about the rest."""
+        """Follow what drafting so many tokens took, which says the more about a token the more there were."""
         expected = self.seconds_per_draft + num_tokens * self.seconds_per_token
         surprise = (1 - _CLOCK_MEMORY) * (min(seconds, 2 * expected) - expected)
         share = num_tokens / (num_tokens + 1)

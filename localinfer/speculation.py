@@ -9,6 +9,7 @@ the speed they promise, plain decoding among them (`draft_depth`).
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from localinfer.acceptance import accept_coupled
 from localinfer.draft_depth import MAX_DEPTH, Acceptance, VerificationCosts, best_depth
 from localinfer.draft_model import DraftModel, DraftModelText
-from localinfer.ngram_drafter import NgramDrafter, NgramText
+from localinfer.errors import LocalinferError
 from localinfer.sampling import SamplingPlan
 
 TokenIds = NDArray[np.int32]
@@ -34,6 +35,27 @@ _PROBED_SHARE = 0.01
 _READ_FOR_ROUNDS = 8
 """Rounds over which reading that is counted: a model that drafts once mostly drafts again."""
 _CLOCK_MEMORY = 0.9
+
+
+class LookupText(Protocol):
+    """One text as a drafter from history follows it; `ngram_drafter.NgramText` is one."""
+
+    @property
+    def match_length(self) -> int:
+        """How many tokens the last draft rests on."""
+        ...
+
+    def draft(self, tokens: TokenIds, out: TokenIds) -> int:
+        """Write what may follow the text so far, int32[T], at most all of `out`; return how many tokens."""
+        ...
+
+
+class LookupDrafter(Protocol):
+    """A drafter whose drafts cost next to nothing; `ngram_drafter.NgramDrafter` is one."""
+
+    def begin(self, prediction: TokenIds) -> LookupText:
+        """Follow another text, of which its caller expects something, or nothing."""
+        ...
 
 
 @dataclass
@@ -55,7 +77,7 @@ class SpeculationRecord:
 class Speculation:
     """The drafters of one engine and what was learned about them; whoever holds the engine's lock may use it."""
 
-    def __init__(self, costs: VerificationCosts, *, ngram: NgramDrafter | None, model: DraftModel | None) -> None:
+    def __init__(self, costs: VerificationCosts, *, ngram: LookupDrafter | None, model: DraftModel | None) -> None:
         self.costs = costs
         self.ngram = ngram
         self.model = model
@@ -79,7 +101,7 @@ class SpeculativeText:
     def __init__(self, speculation: Speculation, plan: SamplingPlan, prediction: TokenIds) -> None:
         self.record = SpeculationRecord()
         self._speculation = speculation
-        self._ngram: NgramText | None = None if speculation.ngram is None else speculation.ngram.begin(prediction)
+        self._ngram: LookupText | None = None if speculation.ngram is None else speculation.ngram.begin(prediction)
         self._model: DraftModelText | None = None if speculation.model is None else speculation.model.begin(plan)
         self._buffer = np.empty(MAX_DEPTH, np.int32)
         self._acceptance: Acceptance | None = None
@@ -207,7 +229,13 @@ def choose_verified(
     """
     chosen: list[int] = []
     for index in range(len(logits)):
-        token_id = choose(logits[index], plan, position + index, history)
+        try:
+            token_id = choose(logits[index], plan, position + index, history)
+        except LocalinferError:
+            # The tokens before it come first; the next pass begins at this position and raises this again.
+            if not chosen:
+                raise
+            break
         history[position + index] = token_id
         chosen.append(token_id)
         if token_id in stops or not accept_coupled(drafted, token_id, index):

@@ -109,6 +109,15 @@ def check_text(text: str, what: str) -> str:
     return text
 
 
+def _describe_drafts(stats: "Stats") -> str:
+    places = zip(stats.accepted_by_position, stats.drafted_by_position, strict=True)
+    shares = " ".join(f"{100 * accepted / drafted:.0f}" for accepted, drafted in places if drafted)
+    return (
+        f"{stats.accepted_tokens} of {stats.drafted_tokens} drafted tokens accepted, by place {shares} %, "
+        f"{stats.tokens_per_pass:.2f} tokens per pass, {stats.speculation_speedup:.2f} x plain speed"
+    )
+
+
 def describe_stats(stats: "Stats") -> str:
     """The numbers of one generation on one line."""
     parts = [
@@ -118,7 +127,7 @@ def describe_stats(stats: "Stats") -> str:
         f"seed {stats.seed}",
     ]
     if stats.drafted_tokens:
-        parts.insert(3, f"{stats.accepted_tokens} of {stats.drafted_tokens} drafted tokens accepted")
+        parts.insert(3, _describe_drafts(stats))
     if stats.dropped_tokens:
         parts.append(f"{stats.dropped_tokens} tokens dropped at the end of the context")
     if stats.cache_miss is not None:

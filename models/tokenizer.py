@@ -99,9 +99,10 @@ class Tokenizer:
 
     def difference_from(self, other: "Tokenizer") -> str | None:
         """Say why some text has other ids in the other tokenizer, or return None, which proves that none has."""
-        if self.strips_space_at_start != other.strips_space_at_start:
+        difference = vocabulary_difference(self._vocabulary, other._vocabulary)
+        if difference is None and self.strips_space_at_start != other.strips_space_at_start:
             return "one puts a space before a text and the other does not"
-        return vocabulary_difference(self._vocabulary, other._vocabulary)
+        return difference
 
     def decode(
         self, token_ids: Iterable[int], *, skip_special: bool = True, previous_token_id: int | None = None

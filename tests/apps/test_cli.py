@@ -73,6 +73,8 @@ def test_run_defaults_are_the_documented_ones(fake_llm, capsys):
         "kv_memory": None,
         "disk_cache": True,
         "disk_cache_folder": None,
+        "speculation": "auto",
+        "draft": None,
     }
 
 

@@ -1,0 +1,276 @@
+"""Drafts change speed and nothing else: tokens, errors and cache are those of plain decoding, whatever is drafted."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import localinfer
+from localinfer.draft_depth import VerificationCosts
+from localinfer.draft_model import DraftModel
+from localinfer.engine import Engine, TokenEvent
+from localinfer.errors import LocalinferError, RequestError
+from localinfer.ngram_drafter import NgramDrafter
+from localinfer.sampling import SamplingParams, TokenMask
+from localinfer.speculation import LookupDrafter, Speculation
+from localinfer.speculation_setup import check_speculation, make_speculation
+from tests.engine.fakes import PAGE_BYTES, FakeModel, fake_model, hashed_logits
+
+TokenIds = NDArray[np.int32]
+PROMPT = [256, 72, 105, 33]
+ROWS = 6
+OPTIONS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"seed": 1, "temperature": 1.5, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
+    {"seed": 2, "repetition_penalty": 1.5, "frequency_penalty": 0.5, "presence_penalty": 0.2, "repetition_last_n": 7},
+    {"seed": 3, "logit_bias": {5: 4.0, 72: -np.inf}},
+]
+
+
+class Oracle:
+    """Drafts what a text will be, with every n-th token wrong; or nonsense, if it is given none."""
+
+    def __init__(self, text: Sequence[int], *, wrong_every: int = 0) -> None:
+        self.text = list(text)
+        self.wrong_every = wrong_every
+        self.match_length = 64
+
+    def begin(self, prediction: TokenIds) -> "Oracle":
+        return self
+
+    def draft(self, tokens: TokenIds, out: TokenIds) -> int:
+        for index in range(out.size):
+            place = tokens.size + index
+            token = self.text[place] if place < len(self.text) else 7
+            is_wrong = self.wrong_every and place % self.wrong_every == 0
+            out[index] = (token + 1) % 200 if is_wrong else token
+        return int(out.size)
+
+
+def speculation(drafter: LookupDrafter | None, model: DraftModel | None = None) -> Speculation:
+    # Passes so slow that neither more rows nor drafting matter, so that every draft is tried.
+    return Speculation(VerificationCosts([1.0] * ROWS), ngram=drafter, model=model)
+
+
+def wide_model(logits_of: Callable[[TokenIds, int], Any] = hashed_logits, **sizes: Any) -> FakeModel:
+    return fake_model(logits_of, max_batch_rows=8, max_output_rows=ROWS, **sizes)
+
+
+def events(
+    drafting: Speculation | None,
+    params: SamplingParams,
+    mask: TokenMask | None = None,
+    kv_memory: int | None = None,
+    **options: Any,
+) -> list[TokenEvent | str]:
+    """Every event of a generation, and the error at its end if there is one."""
+    engine = Engine(wide_model(), speculation=drafting, kv_memory=kv_memory)
+    result: list[TokenEvent | str] = []
+    try:
+        result.extend(engine.generate(PROMPT, engine.plan(params, mask), **options))
+    except LocalinferError as error:
+        result.append(str(error))
+    engine.close()
+    return result
+
+
+def ids(happened: Sequence[TokenEvent | str]) -> list[int]:
+    return [event.token_id for event in happened if isinstance(event, TokenEvent)]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("wrong_every", [0, 1, 2, 3, 5])
+def test_drafts_right_and_wrong_leave_every_token_as_it_is(options: dict[str, Any], wrong_every: int) -> None:
+    params = SamplingParams(**options)
+    plain = events(None, params)
+    drafting = speculation(Oracle(PROMPT + ids(plain), wrong_every=wrong_every))
+    assert events(drafting, params) == plain
+    assert len(plain) == 60
+
+
+def test_drafts_are_accepted_and_counted_by_their_place() -> None:
+    params = SamplingParams(temperature=0.0)
+    plain = events(None, params)
+    engine = Engine(wide_model(), speculation=speculation(Oracle(PROMPT + ids(plain))))
+    generation = engine.generate(PROMPT, params, max_tokens=31)
+    tokens = list(generation)
+    record = generation.record.speculation
+    assert record is not None
+    assert record.decoded_tokens == len(tokens) - 1 == 30
+    assert record.drafted == record.accepted
+    assert record.forward_passes + sum(record.accepted) == 30
+    assert sum(record.accepted) > 20
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 2, 3, 7, 8])
+def test_a_draft_does_not_outlast_max_tokens(max_tokens: int) -> None:
+    params = SamplingParams(temperature=0.0)
+    plain = events(None, params, max_tokens=max_tokens)
+    oracle = Oracle(PROMPT + ids(events(None, params)))
+    assert events(speculation(oracle), params, max_tokens=max_tokens) == plain
+    assert len(plain) == max_tokens
+
+
+@pytest.mark.parametrize("index", [0, 1, 2, 4, 9])
+def test_a_stop_token_inside_a_draft_ends_the_generation_there(index: int) -> None:
+    params = SamplingParams(temperature=0.0)
+    whole = ids(events(None, params))
+    plain = events(None, params, stop_token_ids=[whole[index]])
+    happened = events(speculation(Oracle(PROMPT + whole)), params, stop_token_ids=[whole[index]])
+    assert happened == plain
+    assert isinstance(happened[-1], TokenEvent)
+    assert happened[-1].finish_reason == "stop"
+
+
+def test_a_mask_is_asked_once_per_position_and_holds_inside_drafts() -> None:
+    def masked(drafting: Speculation | None) -> tuple[list[TokenEvent | str], list[int]]:
+        asked: list[int] = []
+
+        def even_after_odd(tokens: TokenIds) -> NDArray[np.bool_]:
+            asked.append(tokens.size)
+            return np.arange(260) % 2 == tokens.size % 2
+
+        return events(drafting, SamplingParams(seed=5), even_after_odd), asked
+
+    plain, asked = masked(None)
+    assert asked == list(range(len(PROMPT), 64))
+    assert all(token % 2 == (index + len(PROMPT)) % 2 for index, token in enumerate(ids(plain)))
+    for wrong_every in (0, 3):
+        oracle = Oracle(PROMPT + ids(plain), wrong_every=wrong_every)
+        assert masked(speculation(oracle)) == (plain, asked)
+
+
+def test_an_error_inside_a_draft_comes_after_the_tokens_before_it() -> None:
+    def nothing_after_ten(tokens: TokenIds) -> NDArray[np.bool_]:
+        return np.full(260, tokens.size < 14)
+
+    params = SamplingParams(seed=5)
+    plain = events(None, params, nothing_after_ten)
+    assert isinstance(plain[-1], str)
+    assert len(plain) == 11
+    assert events(speculation(Oracle(PROMPT + ids(plain))), params, nothing_after_ten) == plain
+
+
+def test_a_draft_that_does_not_fit_into_memory_is_left_out() -> None:
+    params = SamplingParams(temperature=0.0)
+    # One page short of the context, so that the last draft wants a page more than there is.
+    memory = 9 * PAGE_BYTES
+    plain = events(None, params, kv_memory=memory, max_tokens=32)
+    assert len(plain) == 32
+    oracle = Oracle(PROMPT + ids(events(None, params)))
+    assert events(speculation(oracle), params, kv_memory=memory, max_tokens=32) == plain
+
+
+def test_a_shifting_context_goes_on_alike() -> None:
+    params = SamplingParams(seed=8)
+    plain = events(None, params, context_shift=True, max_tokens=150)
+    assert len(plain) == 150
+    for wrong_every in (0, 4):
+        oracle = Oracle(PROMPT + ids(plain), wrong_every=wrong_every)
+        assert events(speculation(oracle), params, context_shift=True, max_tokens=150) == plain
+
+
+def test_a_generation_cancelled_inside_a_draft_leaves_a_right_cache() -> None:
+    params = SamplingParams(temperature=0.0)
+    plain = events(None, params)
+    engine = Engine(wide_model(), speculation=speculation(Oracle(PROMPT + ids(plain), wrong_every=7)))
+    for count in (1, 2, 3, 5, 8):
+        generation = engine.generate(PROMPT, params)
+        assert [next(generation) for _ in range(count)] == plain[:count]
+        generation.close()
+    assert list(engine.generate(PROMPT, params)) == plain
+    longer = [*PROMPT, *ids(plain)[:20], 9]
+    alone = Engine(wide_model())
+    assert list(engine.generate(longer, params)) == list(alone.generate(longer, params))
+
+
+def test_generations_that_take_turns_draft_for_themselves() -> None:
+    params = SamplingParams(temperature=0.0)
+    prompts = [PROMPT, [*PROMPT, 3], [256, 9, 9, 9, 9]]
+    plain = [list(Engine(wide_model()).generate(prompt, params)) for prompt in prompts]
+    engine = Engine(wide_model(), speculation=speculation(NgramDrafter()))
+    generations = [engine.generate(prompt, params) for prompt in prompts]
+    taken: list[list[TokenEvent]] = [[] for _ in prompts]
+    for _ in range(60):
+        for generation, events_so_far in zip(generations, taken, strict=True):
+            events_so_far.extend(event for event in [next(generation, None)] if event is not None)
+    assert taken == plain
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("draft_vocabulary", [260, 200, 300])
+@pytest.mark.parametrize("is_alike", [True, False])
+def test_a_draft_model_leaves_every_token_as_it_is(
+    options: dict[str, Any], draft_vocabulary: int, is_alike: bool
+) -> None:
+    def twisted(history: TokenIds, vocab_size: int) -> Any:
+        return hashed_logits(history if is_alike or history.size % 3 else history[1:], vocab_size)
+
+    params = SamplingParams(**options)
+    plain = events(None, params)
+    drafting_model = wide_model(twisted, vocab_size=draft_vocabulary, context_length=50)
+    model = DraftModel(drafting_model, target_vocab_size=260)
+    model.seconds_per_token = 0.0
+    drafting = speculation(None, model)
+    assert events(drafting, params) == plain
+    assert drafting_model.times_closed == 1
+    if draft_vocabulary == 260 and is_alike:
+        assert drafting_model.program.batch_sizes
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "f32"])
+def test_text_of_a_real_model_is_equal_with_every_kind_of_draft(shared: Path, kv_type: str) -> None:
+    path = shared / "models" / "stories260K.gguf"
+    requests: list[dict[str, Any]] = [{**options, "max_tokens": 90} for options in OPTIONS]
+    requests.append({"temperature": 0.0, "stop": "mom", "max_tokens": 150})
+    prompt = "Once upon a time, there was a little dog. Once upon a time, there was"
+
+    def texts(prediction: str | None = None, **loading: Any) -> list[tuple[list[int], str, str]]:
+        found = []
+        with localinfer.load(path, threads=1, kv_type=kv_type, **loading) as llm:
+            for request in requests * 2:
+                expected = {} if prediction is None else {"prediction": prediction}
+                completion = llm.complete(prompt, **request, **expected)
+                found.append((completion.token_ids, completion.text, completion.finish_reason))
+        return found
+
+    plain = texts(speculation=None)
+    assert texts() == plain
+    assert texts(draft=path) == plain
+    assert texts(speculation="draft", draft=path) == plain
+    assert texts(prediction=plain[0][1]) == plain
+
+
+def test_options_that_do_not_go_together_are_refused() -> None:
+    for speculation_kind, has_draft, words in (
+        ("fast", False, "give 'auto'"),
+        ("draft", False, "there is no draft model"),
+        ("ngram", True, "a draft model was given"),
+        (None, True, "a draft model was given"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            check_speculation(speculation_kind, has_draft=has_draft)
+    for speculation_kind, has_draft in (("auto", False), ("auto", True), ("ngram", False), ("draft", True)):
+        check_speculation(speculation_kind, has_draft=has_draft)
+    check_speculation(None, has_draft=False)
+
+
+def test_a_draft_model_without_a_tokenizer_is_refused() -> None:
+    draft = wide_model()
+    draft.tokenizer = None
+    with pytest.raises(RequestError, match="no tokenizer"):
+        make_speculation("auto", wide_model(), draft)  # type: ignore[arg-type]
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused_with_the_reason(shared: Path) -> None:
+    with pytest.raises(RequestError, match="not give the same ids.*spm.*bpe"):
+        localinfer.load(shared / "models" / "stories260K.gguf", draft=_demo_path())
+
+
+def _demo_path() -> Path:
+    from localinfer.models import demo
+
+    return next(Path(demo.__file__).parent.glob("demo-*.gguf"))
