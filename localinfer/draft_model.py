@@ -166,7 +166,7 @@ class DraftModelText:
         """Drop what was drafted and rejected, and compute the text but its last chunk; return how much was unread."""
         model = self._model
         if self._sequence is None:
-            self._sequence = model.cache.admit(tokens).sequence
+            self._sequence = model.cache.admit(tokens, _USE).sequence
         elif self._sequence.length > self._num_tokens:
             drafted = self._tokens[self._num_tokens : self._sequence.length]
             following = tokens[self._num_tokens : tokens.size - 1][: drafted.size]
