@@ -1,0 +1,86 @@
+"""Importance from both formats of llama.cpp's imatrix files, and from damaged ones."""
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from localinfer.errors import CorruptFileError, ModelFileError
+from localinfer.quant.formats import TensorType
+from localinfer.quant.gguf_writer import GGUFWriter, TensorSpec, encode_value
+from localinfer.quant.imatrix import read_imatrix
+
+SUMS = np.arange(1, 13, dtype=np.float32).reshape(3, 4)
+
+
+def write_gguf(path: Path, sums: np.ndarray, counts: np.ndarray, type: str = "imatrix") -> None:
+    tensors = [
+        TensorSpec("blk.0.ffn_up_exps.weight.in_sum2", TensorType.F32, sums.shape),
+        TensorSpec("blk.0.ffn_up_exps.weight.counts", TensorType.F32, counts.shape),
+    ]
+    values: dict[str, object] = {
+        "general.type": type,
+        "imatrix.datasets": ["a.txt", "b.txt"],
+        "imatrix.chunk_count": 9,
+        "imatrix.chunk_size": 512,
+    }
+    with GGUFWriter(path, {key: encode_value(value) for key, value in values.items()}, tensors) as writer:
+        writer.write(sums)
+        writer.write(counts)
+
+
+def legacy(name: bytes, calls: int, sums: np.ndarray) -> bytes:
+    return struct.pack("<i", len(name)) + name + struct.pack("<ii", calls, sums.size) + sums.tobytes()
+
+
+def test_gguf_divides_sums_by_counts_and_gives_one_where_nothing_was_counted(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "i.gguf", SUMS, np.array([[2], [0], [4]], np.float32))
+    found = read_imatrix(tmp_path / "i.gguf")
+    assert (found.dataset, found.num_chunks) == ("a.txt, b.txt", 9)
+    mean = found.of("blk.0.ffn_up_exps.weight", 3, 4)
+    assert mean is not None
+    np.testing.assert_array_equal(mean, np.stack([SUMS[0] / 2, np.ones(4), SUMS[2] / 4]))
+    assert found.of("output.weight", 1, 4) is None
+
+
+def test_legacy_divides_sums_by_calls(tmp_path: Path) -> None:
+    entries = legacy(b"a.weight", 2, SUMS[0]) + legacy(b"b.weight", 0, SUMS[1])
+    tail = struct.pack("<ii", 21, 5) + b"x.txt"
+    (tmp_path / "i.dat").write_bytes(struct.pack("<i", 2) + entries + tail)
+    found = read_imatrix(tmp_path / "i.dat")
+    assert (found.dataset, found.num_chunks) == ("x.txt", 21)
+    np.testing.assert_array_equal(found.mean_squares["a.weight"], [SUMS[0] / 2])
+    np.testing.assert_array_equal(found.mean_squares["b.weight"], [SUMS[1]])
+    (tmp_path / "i.dat").write_bytes(struct.pack("<i", 1) + legacy(b"a.weight", 2, SUMS[0]))
+    assert read_imatrix(tmp_path / "i.dat").num_chunks == 0
+
+
+def test_importance_of_another_model_is_refused(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "i.gguf", SUMS, np.ones((3, 1), np.float32))
+    with pytest.raises(CorruptFileError, match="12 numbers for blk.0.ffn_up_exps.weight, which needs 3 x 8"):
+        read_imatrix(tmp_path / "i.gguf").of("blk.0.ffn_up_exps.weight", 3, 8)
+
+
+def test_damaged_files_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "i.dat"
+    whole = struct.pack("<i", 1) + legacy(b"a.weight", 2, SUMS[0])
+    for size in range(len(whole)):
+        path.write_bytes(whole[:size])
+        with pytest.raises(CorruptFileError, match="damaged"):
+            read_imatrix(path)
+    for sums in (-SUMS[0], SUMS[0] * np.float32(np.nan)):
+        path.write_bytes(struct.pack("<i", 1) + legacy(b"a.weight", 2, sums))
+        with pytest.raises(CorruptFileError, match="negative"):
+            read_imatrix(path)
+    path.write_bytes(struct.pack("<i", 1) + legacy(b"\xff", 2, SUMS[0]))
+    with pytest.raises(CorruptFileError, match="damaged"):
+        read_imatrix(path)
+    with pytest.raises(ModelFileError, match="check the path"):
+        read_imatrix(tmp_path / "missing")
+    write_gguf(path, SUMS, np.ones((3, 1), np.float32), type="model")
+    with pytest.raises(CorruptFileError, match="no imatrix"):
+        read_imatrix(path)
+    write_gguf(path, SUMS[:1], np.ones((3, 1), np.float32))
+    with pytest.raises(CorruptFileError, match="4 sums of blk.0.ffn_up_exps.weight for 3 experts"):
+        read_imatrix(path)
