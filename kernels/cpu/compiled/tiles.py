@@ -97,15 +97,20 @@ class _Tile:
         return self.emit.builder.and_(codes, self.emit.splat_constant(I8, 15, 64))
 
     def high(self, codes: Value) -> Value:
-        return self.emit.builder.lshr(codes, self.emit.splat_constant(I8, 4, 64))
+        return self.moved_bits(codes, 4, 15, 0)
 
     def moved_bits(self, bits: Value, start: int, mask: int, target: int) -> Value:
-        """Take the bits of `mask` at position `start` of every byte to position `target`."""
+        """Take the bits of `mask` at position `start` of every byte to position `target`.
+
+        Shifted in words, whose stray bits the mask removes: a shift of bytes would become a Galois-field product, which
+        takes a multiplier's turn.
+        """
         b, emit = self.emit.builder, self.emit
-        if start < target:
-            bits = b.shl(bits, emit.splat_constant(I8, target - start, 64))
-        elif start > target:
-            bits = b.lshr(bits, emit.splat_constant(I8, start - target, 64))
+        if start != target:
+            words = emit.bitcast(bits, vector(I32))
+            distance = emit.splat_constant(I32, abs(target - start))
+            words = b.shl(words, distance) if start < target else b.lshr(words, distance)
+            bits = emit.bitcast(words, vector(I8, 64))
         return b.and_(bits, emit.splat_constant(I8, mask << target, 64))
 
     def load_codes(self, address: Value, offset: int) -> Value:
