@@ -4,9 +4,13 @@ What a tensor's type is run as is decided in `quant/conversion.py`. After packin
 the system, so loading needs little more memory than the packed weights themselves.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
+from localinfer.errors import UnsupportedFormatError
 from localinfer.kernels.compile_ahead import ProgressCallback
 from localinfer.kernels.cpu.arrays import Arena
 from localinfer.kernels.cpu.layouts import Layout
@@ -15,8 +19,15 @@ from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.kernels.ops import EmbeddingTable, FloatArray, LinearWeight
 from localinfer.quant.conversion import conversion_note, convert, layout_of, runs_directly
 from localinfer.quant.formats import TensorType, row_bytes
+from localinfer.quant.grouped import GroupedMatrix
+from localinfer.quant.grouped_layouts import kernel_layout, kernel_rows
 from localinfer.quant.model_file import ModelFile
 from localinfer.quant.reference import dequantize
+
+_UNGROUPED_NOTE = (
+    "some quantized matrices run as F32, 32 bits per weight: their groups end inside a block of 32 columns, or float16 "
+    "does not hold their scales"
+)
 
 
 class CpuWeights:
@@ -41,6 +52,9 @@ class CpuWeights:
 
     def linear(self, name: str, rows: slice | None = None) -> LinearWeight:
         """Pack a matrix [rows, columns], a stack of them, or some rows of either; a vector is a matrix of one row."""
+        grouped = self._file.grouped(name)
+        if grouped is not None:
+            return self._grouped_linear(name, grouped, rows)
         info = self._file.tensor(name)
         experts, num_rows, num_columns = (1,) * (3 - len(info.shape)) + info.shape
         data = self._file.tensor_bytes(name)
@@ -52,6 +66,32 @@ class CpuWeights:
         packed = pack(self._pool, layout, data, experts, num_rows, num_columns, arena=self._arena, done=done)
         self._report(info.num_bytes if rows is None else data.size)
         return LinearWeight(name, num_rows, num_columns, packed, experts)
+
+    def _grouped_linear(self, name: str, matrices: Sequence[GroupedMatrix], rows: slice | None) -> LinearWeight:
+        """Pack a checkpoint's codes; columns in act-order are sorted by group, and the tape sorts the input alike."""
+        if rows is not None:
+            matrices = [matrix.rows(np.arange(matrix.shape[0])[rows]) for matrix in matrices]
+        columns = None
+        layout = kernel_layout(matrices)
+        if not all(matrix.is_in_order for matrix in matrices):
+            if len(matrices) > 1:
+                raise UnsupportedFormatError(
+                    f"{name} is a stack of experts with columns in act-order (desc_act), each in its own; this version "
+                    "runs such order in single matrices only. Choose a copy quantized without desc_act."
+                )
+            columns, ordered = matrices[0].in_group_order()
+            layout = kernel_layout([ordered])
+            columns, matrices = (None, matrices) if layout is Layout.F32 else (columns, [ordered])
+        if layout is Layout.F32:
+            self.notes[TensorType.F32] = _UNGROUPED_NOTE
+        data = [kernel_rows(matrix, layout) for matrix in matrices]
+        num_rows, num_columns = matrices[0].shape
+        joined = data[0] if len(data) == 1 else np.concatenate(data)
+        packed = pack(self._pool, layout, joined, len(matrices), num_rows, num_columns, arena=self._arena)
+        if rows is None:
+            self._file.forget(name, 0, self._file.tensor(name).num_bytes)
+        self._report(joined.size)
+        return LinearWeight(name, num_rows, num_columns, replace(packed, columns=columns), len(matrices))
 
     def embedding(self, name: str) -> EmbeddingTable:
         """A table read where it lies in the file, or converted if no kernel reads its type."""

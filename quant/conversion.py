@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import CorruptFileError, RequestError, ShapeError, UnsupportedFormatError
-from localinfer.kernels.cpu.layouts import Layout
+from localinfer.kernels.cpu.layouts import GGUF_LAYOUTS, Layout
 from localinfer.quant.formats import TensorType, bits_per_weight, block_dtype, block_size, row_bytes
 from localinfer.quant.reference import E2M1_VALUES, IQ4_VALUES, dequantize, quantize
 from localinfer.quant.unpacking import pack_bits, unpack_bits
@@ -24,7 +24,7 @@ Fields = dict[str, NDArray[Any]]
 WEIGHTS_PER_CHUNK = 1 << 20
 """Weights converted at a time, so that what is in flight takes a few MiB however large the tensor."""
 
-_DIRECT = {TensorType[layout.name]: layout for layout in Layout}
+_DIRECT = {TensorType[layout.name]: layout for layout in GGUF_LAYOUTS}
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,9 @@ class GGUFFile:
         info = self.tensor(name)
         return self._files[info.part].view(info.offset, info.offset + info.num_bytes)
 
+    def grouped(self, name: str) -> None:
+        """Return None: GGUF keeps every weight in blocks, unlike the checkpoints that `ModelFile` also stands for."""
+
     def forget(self, name: str, first: int, end: int) -> None:
         """Let the system drop bytes first..end of a tensor from memory, once they have been packed."""
         info = self.tensor(name)

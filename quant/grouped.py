@@ -74,17 +74,19 @@ class GroupedMatrix:
     def dequantize(self) -> NDArray[np.float32]:
         """Return float32[rows, columns], each weight rounded once."""
         values = np.empty(self.shape, np.float32)
-        for rows in self._chunks():
+        for rows in self.chunks():
             values[rows] = self.scales[rows][:, self.groups] * self._differences(rows)
         return values
 
     def gguf_type(self) -> TensorType:
         """Return the smallest GGUF type that holds exactly these weights."""
-        groups = self.block_groups
-        if groups is None or not self._scales_fit:
+        groups = self.run_groups(BLOCK)
+        if groups is None or not self.scales_fit:
             return TensorType.F32
         if self.bits <= 4:
             return TensorType.Q4_0 if self.bits == 2 or (self.zeros == 8).all() else TensorType.Q5_0
+        if (self.zeros == 128).all():
+            return TensorType.Q8_0
         lowest, highest = self._reach
         return TensorType.Q8_0 if lowest >= -128 and highest <= 127 else TensorType.F32
 
@@ -93,11 +95,11 @@ class GroupedMatrix:
         if type is TensorType.F32:
             return self.dequantize().reshape(-1).view(np.uint8)
         num_rows, num_columns = self.shape
-        groups = self.block_groups
+        groups = self.run_groups(BLOCK)
         assert groups is not None, "only such a matrix has a block type"
         result = np.empty((num_rows, row_bytes(type, num_columns)), np.uint8)
         blocks = result.view(block_dtype(type))
-        for rows in self._chunks():
+        for rows in self.chunks():
             part = blocks[rows]
             part["d"] = self.scales[rows][:, groups]
             codes = self._differences(rows).reshape(-1, BLOCK)
@@ -114,16 +116,15 @@ class GroupedMatrix:
             blocks[rows] = part
         return result.reshape(-1)
 
-    @cached_property
-    def block_groups(self) -> NDArray[np.int32] | None:
-        """int32[columns / 32]: the group of each block, None where a block has more than one or columns are left."""
-        if len(self.groups) % BLOCK:
+    def run_groups(self, length: int) -> NDArray[np.int32] | None:
+        """int32[columns / length]: the group of each run of columns, None where one has several or columns are left."""
+        if len(self.groups) % length:
             return None
-        blocks = self.groups.reshape(-1, BLOCK)
-        return blocks[:, 0].copy() if (blocks == blocks[:, :1]).all() else None
+        runs = self.groups.reshape(-1, length)
+        return runs[:, 0].copy() if (runs == runs[:, :1]).all() else None
 
     @cached_property
-    def _scales_fit(self) -> bool:
+    def scales_fit(self) -> bool:
         """Whether float16 holds every scale exactly."""
         with np.errstate(over="ignore"):
             return bool((self.scales.astype(np.float16).astype(np.float32) == self.scales).all())
@@ -131,13 +132,14 @@ class GroupedMatrix:
     @cached_property
     def _reach(self) -> tuple[int, int]:
         """The lowest and the highest code - zero."""
-        ends = [(int(part.min()), int(part.max())) for part in map(self._differences, self._chunks())]
+        ends = [(int(part.min()), int(part.max())) for part in map(self._differences, self.chunks())]
         return min(low for low, _ in ends), max(high for _, high in ends)
 
     def _differences(self, rows: NDArray[np.intp]) -> NDArray[np.int16]:
         return self.read_codes(rows).astype(np.int16) - self.zeros[rows][:, self.groups]
 
-    def _chunks(self) -> list[NDArray[np.intp]]:
+    def chunks(self) -> list[NDArray[np.intp]]:
+        """All row numbers, a few MiB of weights at a time."""
         num_rows, num_columns = self.shape
         step = max(1, WEIGHTS_PER_CHUNK // num_columns)
         return [np.arange(first, min(first + step, num_rows)) for first in range(0, num_rows, step)]

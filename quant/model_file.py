@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.quant.formats import TensorType
+from localinfer.quant.grouped import GroupedMatrix
 
 
 class TensorRecord(Protocol):
@@ -54,6 +55,11 @@ class ModelFile(Protocol):
 
     def tensor_bytes(self, name: str) -> NDArray[np.uint8]:
         """Return uint8[num_bytes]: the tensor's blocks, row after row."""
+        ...
+
+    def grouped(self, name: str) -> tuple[GroupedMatrix, ...] | None:
+        """Return the codes, scales and zero points of a checkpoint's quantized weight, one matrix per expert, else
+        None."""
         ...
 
     def forget(self, name: str, first: int, end: int) -> None:

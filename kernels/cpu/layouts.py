@@ -16,6 +16,11 @@ Body vectors are 64 bytes: lane r holds four neighbouring code bytes of row r, e
 | Q4_K | super-block of 256 | d, dmin f16[16], 4 x 48 bytes of 6-bit scales | 64 columns: 8 vectors (low: first 32) |
 | Q5_K | super-block | as Q4_K | 8 vectors of fifth bits (bit b: block b), then as Q4_K |
 | Q6_K | super-block | d f16[16], 16 x int8[16] scales | 128 columns: 8 x (nibbles, upper bit pairs), 8 nibbles |
+| INT4_32 INT4_64 INT4_128 | 32, 64 or 128 columns | d f16[16], zero i16[16] | per block, as Q4_0 |
+| INT8_32 | block | d f16[16], zero i16[16] | 8 vectors of codes 0 to 255 |
+
+The INT layouts are those of checkpoints: w = d * (code - zero), one scale and one integer zero point for a group of
+columns. Files keep codes and zero points elsewhere, so `quant/grouped_layouts.py` writes their rows first.
 
 The 48 bytes hold, for blocks 2p and 2p + 1 of a super-block, three byte[16]: s0 | m0 << 6, s1 | (m0 >> 2) << 6 and
 m1 | (m0 >> 4) << 6 (each byte keeps two bits of m0 in its upper end), where w = d * s * q - dmin * m.
@@ -45,6 +50,14 @@ class Layout(IntEnum):
     Q4_K = 8
     Q5_K = 9
     Q6_K = 10
+    INT4_32 = 11
+    INT4_64 = 12
+    INT4_128 = 13
+    INT8_32 = 14
+
+
+GGUF_LAYOUTS = tuple(layout for layout in Layout if layout <= Layout.Q6_K)
+"""Those whose rows a GGUF file holds."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +86,10 @@ SIZES: dict[Layout, LayoutSizes] = {
     Layout.Q4_K: LayoutSizes(256, 256, 144),
     Layout.Q5_K: LayoutSizes(256, 256, 176),
     Layout.Q6_K: LayoutSizes(256, 288, 210),
+    Layout.INT4_32: LayoutSizes(32, 64, 20),
+    Layout.INT4_64: LayoutSizes(64, 64, 36),
+    Layout.INT4_128: LayoutSizes(128, 64, 68),
+    Layout.INT8_32: LayoutSizes(32, 64, 36),
 }
 
 

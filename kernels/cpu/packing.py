@@ -45,6 +45,10 @@ _FIELDS: dict[Layout, list[tuple[int, int, int, int, int]]] = {
         (1, 192, 16, 32, _COPY),
         (2, 208, 1, 0, _COPY),
     ],
+    Layout.INT4_32: [(2, 0, 2, 0, _COPY), (4, 4, 4, 64, _COPY)],
+    Layout.INT4_64: [(2, 0, 2, 0, _COPY), (4, 4, 8, 64, _COPY)],
+    Layout.INT4_128: [(2, 0, 2, 0, _COPY), (4, 4, 16, 64, _COPY)],
+    Layout.INT8_32: [(2, 0, 2, 0, _COPY), (4, 4, 8, 64, _COPY)],
 }
 _FIELD_TABLES = {layout: np.array(fields, np.int64) for layout, fields in _FIELDS.items()}
 
@@ -61,13 +65,17 @@ class RowTable:
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A stack of equal matrices in tiles: `data` is uint8[num_experts * expert_bytes], 64-byte aligned."""
+    """A stack of equal matrices in tiles: `data` is uint8[num_experts * expert_bytes], 64-byte aligned.
+
+    columns: int32[num_columns], which column of the input each column multiplies, where they are not in order.
+    """
 
     layout: Layout
     num_rows: int
     num_columns: int
     num_experts: int
     data: NDArray[np.uint8]
+    columns: NDArray[np.int32] | None = None
 
     @property
     def tile_bytes(self) -> int:

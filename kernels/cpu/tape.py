@@ -14,7 +14,8 @@ from localinfer.kernels.compile_ahead import ProgressCallback, compile_ahead
 from localinfer.kernels.cpu import protocol
 from localinfer.kernels.cpu.arrays import address, aligned
 from localinfer.kernels.cpu.costs import attention_cost, embedding_cost, expert_cost, head_cost, matmul_cost
-from localinfer.kernels.cpu.layouts import SIZES, is_float, num_tiles
+from localinfer.kernels.cpu.layouts import GGUF_LAYOUTS, SIZES, is_float, num_tiles
+from localinfer.kernels.cpu.ordered_inputs import OrderedInputs
 from localinfer.kernels.cpu.packing import PackedWeight, RowTable
 from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.kernels.cpu.program import CpuProgram, TapeRecord
@@ -70,6 +71,7 @@ class CpuTape:
         self._angles: dict[tuple[bytes, float], NDArray[np.uint8]] = {}
         self._quantized: dict[Rows, NDArray[np.uint8]] = {}
         self._quantized_source: tuple[Rows, int, int] | None = None
+        self._ordered = OrderedInputs(self._memory)
         self._expert_groups: dict[int, NDArray[np.int64]] = {}
         self._token_limit: int | None = None
         self._position_limit: int | None = None
@@ -83,8 +85,14 @@ class CpuTape:
     def _add(self, kernel: str, *words: int, writes: Buffer | None, cost: Operation | None = None) -> None:
         self._ops.append((Kernel(kernel), np.array(words, np.int64)))
         self._operations.append(cost or Operation(kernel))
-        if writes is not None and self._quantized_source is not None and self._quantized_source[1] == writes.index:
+        if writes is not None:
+            self._forget_copies(writes)
+
+    def _forget_copies(self, written: Buffer) -> None:
+        """Quantize and gather a buffer again after it changed."""
+        if self._quantized_source is not None and self._quantized_source[1] == written.index:
             self._quantized_source = None
+        self._ordered.forget(written)
 
     def embed(self, out: Buffer, table: EmbeddingTable, scale: float = 1.0) -> None:
         self._embed(out, table, scale, by_position=False)
@@ -98,6 +106,7 @@ class CpuTape:
         rows: RowTable = table.packed
         check(out.width == rows.num_columns, f"{out.name} is {out.width} wide, {table.name} {rows.num_columns}")
         check(out.rows is Rows.BATCH, f"{out.name} holds output rows; embeddings are of batch rows")
+        check(rows.layout in GGUF_LAYOUTS, f"{table.name} is in {rows.layout.name}, which embeddings are not")
         sizes = SIZES[rows.layout]
         row_bytes = rows.num_columns // sizes.unit * sizes.file_bytes
         check(
@@ -180,8 +189,8 @@ class CpuTape:
         return place, stride * slots, stride if slots > 1 else 0
 
     def matmul(self, x: Buffer, projections: Sequence[Projection]) -> None:
-        """One op per layout among the projections, all on the same quantized input."""
-        by_layout: dict[Any, list[Projection]] = {}
+        """One op per layout and order of columns among the projections, all on the same quantized input."""
+        by_layout: dict[tuple[Any, bytes], list[Projection]] = {}
         for projection in projections:
             packed: PackedWeight = projection.weight.packed
             weight, out = projection.weight, projection.out
@@ -191,9 +200,13 @@ class CpuTape:
             check(x.rows is out.rows and x.index != out.index, f"{out.name} cannot take the product of {x.name}")
             if projection.residual is not None:
                 self._same_shape(out, projection.residual)
-            by_layout.setdefault(packed.layout, []).append(projection)
-        for layout, group in by_layout.items():
-            place, stride, _ = self._activations(x, group[0].weight.packed, 1)
+            order = b"" if packed.columns is None else packed.columns.tobytes()
+            by_layout.setdefault((packed.layout, order), []).append(projection)
+        # Weights of one order follow each other, so that their input is gathered once.
+        for layout, order in sorted(by_layout, key=lambda key: key[1]):
+            group = by_layout[layout, order]
+            first: PackedWeight = group[0].weight.packed
+            place, stride, _ = self._activations(self._in_order(x, first.columns), first, 1)
             bytes_per_row = protocol.activation_row_bytes(x.width) if not is_float(layout) else 4 * x.width
             rows_per_block = max(8, ACTIVATION_BYTES_PER_BLOCK // bytes_per_row // 8 * 8)
             words = [place, stride, x.width, int(x.rows is Rows.OUTPUT), len(group), rows_per_block]
@@ -203,8 +216,16 @@ class CpuTape:
             cost = matmul_cost(kernel, [projection.weight for projection in group], x.rows)
             self._add(kernel, *words, writes=None, cost=cost)
         for projection in projections:
-            if self._quantized_source is not None and self._quantized_source[1] == projection.out.index:
-                self._quantized_source = None
+            self._forget_copies(projection.out)
+
+    def _in_order(self, x: Buffer, columns: NDArray[np.int32] | None) -> Buffer:
+        """x with its columns as a weight wants them."""
+        if columns is None:
+            return x
+        out, words = self._ordered.find(x, columns)
+        if words is not None:
+            self._add("gather.gather_columns", *words, writes=out)
+        return out
 
     def _projection_words(self, projection: Projection) -> list[int]:
         packed: PackedWeight = projection.weight.packed
@@ -349,6 +370,7 @@ class CpuTape:
         packed: PackedWeight = weight.packed
         selected = expert_ids.width
         slots = selected if input_per_slot else 1
+        check(packed.columns is None, f"{weight.name} has its columns in another order; only matmul gathers")
         check(expert_ids.index in self._expert_groups, f"{expert_ids.name} was not routed")
         check(x.width == slots * packed.num_columns, f"{x.name} is {x.width} wide for {slots} x {packed.num_columns}")
         check(out.width == selected * packed.num_rows, f"{out.name} is {out.width} wide for {weight.name}")
@@ -382,6 +404,7 @@ class CpuTape:
         x_offset: int = 0,
     ) -> None:
         packed: PackedWeight = weight.packed
+        check(packed.columns is None, f"{weight.name} has its columns in another order; only matmul gathers")
         heads, columns, rows = packed.num_experts, packed.num_columns, packed.num_rows
         self._same_rows(out, x)
         check(out.width == heads * out_head_size and out_offset + rows <= out_head_size, f"{out.name}: {weight.name}")

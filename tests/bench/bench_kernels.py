@@ -90,7 +90,7 @@ def main() -> None:
         num_rows, num_columns = SHAPES[shape]
         print(f"\n{shape}, {num_rows} x {num_columns}")
         heads = [f"{rows} rows, GB/s" for rows in READ_ROWS] + [f"{rows} rows, G/s" for rows in MULTIPLIED_ROWS]
-        print(f"{'':6}" + "".join(f"{head:>17}" for head in heads))
+        print(f"{'':9}" + "".join(f"{head:>17}" for head in heads))
         for name in options.layouts.split(","):
             weights = matrices(pool, Layout[name], num_rows, num_columns)
             program = products(pool, weights)
@@ -103,7 +103,7 @@ def main() -> None:
                 count = rows * num_rows * num_columns * len(weights)
                 rate = count / seconds_of_products(program, rows, max(1, options.repetitions // 3))
                 cells.append(f"{rate / 1e9:.0f} ({rate / multiply:.2f})")
-            print(f"{name:6}" + "".join(f"{cell:>17}" for cell in cells), flush=True)
+            print(f"{name:9}" + "".join(f"{cell:>17}" for cell in cells), flush=True)
     pool.close()
 
 

@@ -3,14 +3,25 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels.cpu.layouts import Layout
+from localinfer.kernels.cpu.layouts import GGUF_LAYOUTS, SIZES, Layout
 from localinfer.quant.formats import TensorType, block_dtype, block_size
 from localinfer.quant.reference import dequantize
+
+
+def group_dtype(layout: Layout) -> np.dtype[np.void]:
+    """One group of one row in an INT layout: scale, zero point, codes (in nibbles: low ones first of every 16)."""
+    return np.dtype([("d", "<f2"), ("zero", "<i2"), ("codes", "u1", SIZES[layout].file_bytes - 4)])
 
 
 def random_weights(layout: Layout, shape: tuple[int, ...], seed: int) -> NDArray[np.uint8]:
     """The bytes of a tensor as a file holds them."""
     generator = np.random.default_rng(seed)
+    if layout not in GGUF_LAYOUTS:
+        units = np.zeros(int(np.prod(shape)) // SIZES[layout].unit, group_dtype(layout))
+        units["d"] = generator.normal(scale=0.1, size=len(units))
+        units["zero"] = generator.integers(0, 257 if layout is Layout.INT8_32 else 17, len(units))
+        units["codes"] = generator.integers(0, 256, units["codes"].shape)
+        return units.view(np.uint8)
     type = TensorType[layout.name]
     if type is TensorType.BF16:
         return (generator.normal(size=shape).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
@@ -25,6 +36,14 @@ def random_weights(layout: Layout, shape: tuple[int, ...], seed: int) -> NDArray
 
 def decoded(layout: Layout, data: NDArray[np.uint8], shape: tuple[int, ...]) -> NDArray[np.float64]:
     """What those bytes mean."""
+    if layout not in GGUF_LAYOUTS:
+        units = data.view(group_dtype(layout))
+        codes = units["codes"]
+        if layout is not Layout.INT8_32:
+            halves = codes.reshape(len(units), -1, 1, 16) >> np.array([0, 4], np.uint8)[:, None] & 15
+            codes = halves.reshape(len(units), -1)
+        steps = codes.astype(np.float64) - units["zero"][:, None]
+        return (units["d"].astype(np.float64)[:, None] * steps).reshape(shape)
     return dequantize(data, TensorType[layout.name], shape).astype(np.float64)
 
 

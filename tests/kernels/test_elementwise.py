@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from localinfer.kernels.cpu.compiled.rows import exp_of, sigmoid_of
-from localinfer.kernels.cpu.layouts import SIZES, Layout
+from localinfer.kernels.cpu.layouts import GGUF_LAYOUTS, SIZES, Layout
 from localinfer.kernels.cpu.packing import RowTable
 from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.kernels.cpu.tape import CpuTape
@@ -226,7 +226,7 @@ def test_rope_keeps_its_precision_at_far_positions(pool: ThreadPool) -> None:
     np.testing.assert_allclose(found[0], [*np.cos(angles), *np.sin(angles)], atol=1e-7)
 
 
-@pytest.mark.parametrize("layout", Layout, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", GGUF_LAYOUTS, ids=lambda layout: layout.name)
 def test_embed_equals_the_reference_exactly(layout: Layout, pool: ThreadPool, two_threads: ThreadPool) -> None:
     shape = (29, 3 * SIZES[layout].unit if SIZES[layout].unit > 1 else 37)
     data = random_weights(layout, shape, 13).reshape(-1)

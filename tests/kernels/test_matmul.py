@@ -33,6 +33,10 @@ ERROR_BUDGET = {
     Layout.Q4_K: 6e-3,
     Layout.Q5_K: 6e-3,
     Layout.Q6_K: 6e-3,
+    Layout.INT4_32: 6e-3,
+    Layout.INT4_64: 6e-3,
+    Layout.INT4_128: 6e-3,
+    Layout.INT8_32: 6e-3,
 }
 ARITHMETIC_BUDGET = 1e-6
 """The same against the activations as they are after rounding: what the kernel itself adds."""

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 
@@ -104,6 +105,30 @@ def test_every_packing_of_the_same_codes_runs_to_the_same_bits(tmp_path: Path) -
             found.append(llm.logits(TOKEN_IDS))
     np.testing.assert_array_equal(found[1], found[0])
     np.testing.assert_array_equal(found[2], found[0])
+
+
+@pytest.mark.parametrize("name", ["gptq-symmetric-128", "gptq-64", "gptq-rows", "gptq-8-bit", "packed-128"])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_folder_gives_the_same_bits_as_the_gguf_file_of_its_blocks(name: str, tmp_path: Path) -> None:
+    quantized, _ = write_variants(tmp_path, name)
+    writer = gguf.GGUFWriter(str(tmp_path / "model.gguf"), "llama")
+    with open_checkpoint(quantized) as model:
+        for key, value in model.metadata.items():
+            add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
+            if key.startswith("llama."):
+                add(key, value)
+        for info in model.tensors.values():
+            raw = model.tensor_bytes(info.name).reshape(*info.shape[:-1], -1)
+            writer.add_tensor(info.name, raw, raw_dtype=gguf.GGMLQuantizationType[info.type.name])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    found = []
+    for path in (quantized, tmp_path / "model.gguf"):
+        with localinfer.load(path, threads=1, kv_type="f32") as llm:
+            found.append(llm.logits(TOKEN_IDS))
+    np.testing.assert_array_equal(found[0], found[1])
 
 
 def test_symmetric_gptq_of_32_is_q4_0_with_its_codes_unchanged(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import localinfer
-from localinfer.kernels.cpu.layouts import Layout
+from localinfer.kernels.cpu.layouts import GGUF_LAYOUTS
 from localinfer.kernels.ops import Batch, Segment
 from localinfer.models.config import ModelConfig
 from localinfer.models.decoder import write_decoder
@@ -70,7 +70,7 @@ def oracle_logits(path: Path) -> np.ndarray:
     return program.run(Batch(TOKEN_IDS, [Segment(0, len(TOKEN_IDS), pages)], rows))
 
 
-@pytest.mark.parametrize("type", [TensorType[layout.name] for layout in Layout], ids=lambda type: type.name)
+@pytest.mark.parametrize("type", [TensorType[layout.name] for layout in GGUF_LAYOUTS], ids=lambda type: type.name)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_model_in_every_weight_type_is_right_and_the_same_bits_in_any_batch(type: TensorType, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"

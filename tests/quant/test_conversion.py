@@ -5,7 +5,7 @@ import pytest
 from numpy.typing import NDArray
 
 from localinfer.errors import CorruptFileError, ShapeError, UnsupportedFormatError
-from localinfer.kernels.cpu.layouts import Layout
+from localinfer.kernels.cpu.layouts import GGUF_LAYOUTS, Layout
 from localinfer.quant import conversion
 from localinfer.quant.conversion import conversion_note, convert, layout_of, runs_directly
 from localinfer.quant.formats import TensorType, block_bytes, block_dtype, block_size
@@ -35,7 +35,7 @@ ROUNDED = {
     },
 }
 PLAIN = {TensorType.F64, TensorType.I32, TensorType.I64}
-DIRECT = [TensorType[layout.name] for layout in Layout]
+DIRECT = [TensorType[layout.name] for layout in GGUF_LAYOUTS]
 
 
 def random_tensor(type: TensorType, num_blocks: int, seed: int) -> NDArray[np.uint8]:

@@ -129,6 +129,7 @@ def _expert_matmul(layout: int, parameters: int, batch: int, thread: int, num_th
 
 
 _F32, _F16, _BF16, _Q8_0, _Q4_0, _Q4_1, _Q5_0, _Q5_1, _Q4_K, _Q5_K, _Q6_K = 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10
+_INT4_32, _INT4_64, _INT4_128, _INT8_32 = 11, 12, 13, 14
 
 
 @op
@@ -239,3 +240,43 @@ def matmul_q6_k(parameters: int, batch: int, thread: int, num_threads: int) -> N
 @op
 def expert_matmul_q6_k(parameters: int, batch: int, thread: int, num_threads: int) -> None:
     _expert_matmul(_Q6_K, parameters, batch, thread, num_threads)
+
+
+@op
+def matmul_int4_32(parameters: int, batch: int, thread: int, num_threads: int) -> None:
+    _matmul(_INT4_32, parameters, batch, thread, num_threads)
+
+
+@op
+def expert_matmul_int4_32(parameters: int, batch: int, thread: int, num_threads: int) -> None:
+    _expert_matmul(_INT4_32, parameters, batch, thread, num_threads)
+
+
+@op
+def matmul_int4_64(parameters: int, batch: int, thread: int, num_threads: int) -> None:
+    _matmul(_INT4_64, parameters, batch, thread, num_threads)
+
+
+@op
+def expert_matmul_int4_64(parameters: int, batch: int, thread: int, num_threads: int) -> None:
+    _expert_matmul(_INT4_64, parameters, batch, thread, num_threads)
+
+
+@op
+def matmul_int4_128(parameters: int, batch: int, thread: int, num_threads: int) -> None:
+    _matmul(_INT4_128, parameters, batch, thread, num_threads)
+
+
+@op
+def expert_matmul_int4_128(parameters: int, batch: int, thread: int, num_threads: int) -> None:
+    _expert_matmul(_INT4_128, parameters, batch, thread, num_threads)
+
+
+@op
+def matmul_int8_32(parameters: int, batch: int, thread: int, num_threads: int) -> None:
+    _matmul(_INT8_32, parameters, batch, thread, num_threads)
+
+
+@op
+def expert_matmul_int8_32(parameters: int, batch: int, thread: int, num_threads: int) -> None:
+    _expert_matmul(_INT8_32, parameters, batch, thread, num_threads)

@@ -87,6 +87,12 @@ class _Tile:
         value = self.emit.splat(self.emit.load(record, I32, field, align=4))
         return self.emit.builder.shl(value, self.emit.splat_constant(I32, shift)) if shift else value
 
+    def minus_sum(self, record: Value) -> Value:
+        """-sum(x) of a block in all lanes, cut to 16 bits, which hold it, so that products take one instruction."""
+        emit, b = self.emit, self.emit.builder
+        word = b.ashr(emit.load(record, I32, _MINUS_8_SUM, align=4), I32(3))
+        return emit.splat(b.sext(b.trunc(word, I16), I32))
+
     def accumulate(self, total: Value, dot: Value, weight_scale: Value, record: Value) -> Value:
         """total + dot * (weight scale * activation scale): the one place where an integer dot becomes a float."""
         emit = self.emit
@@ -276,6 +282,56 @@ def _q6_k_body(tile: _Tile, super_block: Value, totals: list[Value]) -> list[Val
     return emit.loop(emit.i64(0), emit.i64(2), 1, totals, half_body)
 
 
+def _group_body(tile: _Tile, group: Value, totals: list[Value]) -> list[Value]:
+    """One group of INT4 or INT8: one or more blocks with one scale and one zero point.
+
+    Integer sums start at -zero * sum(x), so these layouts give the bits that Q4_0, Q5_0 or Q8_0 give for equal weights.
+    """
+    emit, b, sizes = tile.emit, tile.emit.builder, tile.sizes
+    is_byte = tile.layout is Layout.INT8_32
+    blocks, block_bytes = sizes.unit // 32, 512 if is_byte else 256
+    header, body = tile.parts(group)
+    scale = emit.load_floats(header, 0, F16)
+    zero = b.sext(emit.load(header, vector(I16), 32, align=32), vector(I32))
+    first = b.mul(group, emit.i64(blocks))
+
+    def block_body(index: Value, totals: list[Value]) -> Sequence[Value]:
+        block = b.add(first, index)
+        codes = tile.at(body, index, block_bytes)
+        column = b.mul(block, emit.i64(32))
+        records = [tile.record(row, block) for row in tile.rows]
+        if is_byte:
+            offset = b.sub(zero, emit.splat_constant(I32, 128))
+            biases = [emit.biased_start(tile.record_int(record, _MINUS_8_SUM, shift=4)) for record in records]
+            dots = [
+                b.add(bias, b.mul(offset, tile.minus_sum(record))) for bias, record in zip(biases, records, strict=True)
+            ]
+        else:
+            dots = [b.mul(zero, tile.minus_sum(record)) for record in records]
+        vectors = block_bytes // 64
+        for j in range(vectors):
+            tile.prefetch(block, sizes.unit_bytes // blocks, j, vectors)
+            loaded = tile.load_codes(codes, 64 * j)
+            if is_byte:
+                dots = [
+                    emit.dot_biased(dot, loaded, tile.bytes4(row, column, 4 * j))
+                    for dot, row in zip(dots, tile.rows, strict=True)
+                ]
+                continue
+            for half, nibbles in enumerate((tile.low(loaded), tile.high(loaded))):
+                dots = [
+                    emit.dot_codes(dot, nibbles, tile.bytes4(row, column, 16 * half + 4 * j))
+                    for dot, row in zip(dots, tile.rows, strict=True)
+                ]
+        return [
+            tile.accumulate(total, dot, scale, record) for total, dot, record in zip(totals, dots, records, strict=True)
+        ]
+
+    if blocks == 1:
+        return list(block_body(emit.i64(0), totals))
+    return emit.loop(emit.i64(0), emit.i64(blocks), 1, totals, block_body)
+
+
 _BODIES: dict[Layout, Callable[[_Tile, Value, list[Value]], list[Value]]] = {
     Layout.Q8_0: _block_body,
     Layout.Q4_0: _block_body,
@@ -285,6 +341,10 @@ _BODIES: dict[Layout, Callable[[_Tile, Value, list[Value]], list[Value]]] = {
     Layout.Q4_K: _q4_k_body,
     Layout.Q5_K: _q4_k_body,
     Layout.Q6_K: _q6_k_body,
+    Layout.INT4_32: _group_body,
+    Layout.INT4_64: _group_body,
+    Layout.INT4_128: _group_body,
+    Layout.INT8_32: _group_body,
 }
 
 _FLOAT_ELEMENT = {Layout.F32: F32, Layout.F16: F16, Layout.BF16: I16}

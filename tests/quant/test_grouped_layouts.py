@@ -1,0 +1,61 @@
+"""Grouped matrices in the kernels' layouts: the smallest that fits, and the same weights in every one."""
+
+import numpy as np
+import pytest
+
+from localinfer.kernels.cpu.layouts import SIZES, Layout
+from localinfer.quant.grouped import GroupedMatrix, grouped_matrix
+from localinfer.quant.grouped_layouts import kernel_layout, kernel_rows
+from tests.kernels.random_weights import decoded
+from tests.quantized_checkpoints import Codes, random_codes
+
+SHAPE = (21, 384)
+
+
+def matrix_of(codes: Codes) -> GroupedMatrix:
+    return grouped_matrix(
+        "m", codes.bits, codes.scales, codes.zeros, codes.groups, lambda rows: codes.codes[rows].astype(np.uint8)
+    )
+
+
+@pytest.mark.parametrize(
+    ("bits", "group_size", "is_symmetric", "wanted"),
+    [
+        (4, 128, True, Layout.INT4_128),
+        (4, 128, False, Layout.INT4_128),
+        (4, -1, False, Layout.INT4_128),
+        (4, 64, False, Layout.INT4_64),
+        (4, 192, False, Layout.INT4_64),
+        (4, 64, True, Layout.Q4_0),
+        (4, 32, True, Layout.Q4_0),
+        (4, 32, False, Layout.INT4_32),
+        (4, 96, False, Layout.INT4_32),
+        (4, 16, False, Layout.F32),
+        (2, 32, False, Layout.Q4_0),
+        (2, 128, False, Layout.INT4_128),
+        (8, 128, True, Layout.Q8_0),
+        (8, 32, False, Layout.INT8_32),
+        (8, 24, True, Layout.F32),
+    ],
+)
+def test_layout_is_the_smallest_that_holds_every_weight(
+    bits: int, group_size: int, is_symmetric: bool, wanted: Layout
+) -> None:
+    codes = random_codes(np.random.default_rng(5), SHAPE, bits=bits, group_size=group_size, is_symmetric=is_symmetric)
+    matrix = matrix_of(codes)
+    layout = kernel_layout([matrix])
+    assert layout is wanted
+    rows = kernel_rows(matrix, layout)
+    assert rows.size == SHAPE[0] * SHAPE[1] // SIZES[layout].unit * SIZES[layout].file_bytes
+    np.testing.assert_array_equal(decoded(layout, rows, SHAPE), codes.weights)
+
+
+def test_stack_of_experts_has_one_layout() -> None:
+    generator = np.random.default_rng(6)
+    even = matrix_of(random_codes(generator, SHAPE, group_size=32, is_symmetric=True))
+    odd = matrix_of(random_codes(generator, SHAPE, group_size=32))
+    wide = matrix_of(random_codes(generator, SHAPE, group_size=128))
+    assert kernel_layout([even, even]) is Layout.Q4_0
+    assert kernel_layout([even, odd]) is Layout.INT4_32
+    assert kernel_layout([wide, odd]) is Layout.INT4_32
+    assert kernel_layout([wide, wide]) is Layout.INT4_128
