@@ -3,7 +3,7 @@
 | bytes | what |
 |---|---|
 | 8 | `LOCALSES` |
-| 4 x 2 | version, checksum algorithm (little-endian uint32) |
+| 4 | version (little-endian uint32) |
 | 8 | length of the JSON text (little-endian uint64) |
 | | JSON: fingerprint, token ids, tokens per page, bytes per page |
 | 32 x pages | checksum of each page |
@@ -17,7 +17,7 @@ import json
 import os
 import stat
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import FileIO
@@ -30,10 +30,9 @@ import numpy as np
 from localinfer.errors import SessionFileError, SessionMismatchError
 from localinfer.page_file import (
     CHECKSUM_BYTES,
-    Checksum,
     PageFormat,
     TokenIds,
-    fastest_checksum,
+    checksum,
     read_all,
     write_all,
     write_atomically,
@@ -42,7 +41,7 @@ from localinfer.worker_threads import num_io_threads
 
 MAGIC = b"LOCALSES"
 FORMAT_VERSION = 1
-_FIXED = struct.Struct("<8sIIQ")
+_FIXED = struct.Struct("<8sIQ")
 _MAX_JSON_BYTES = 64 << 20
 _PAGES_AHEAD = 8
 """Pages whose checksums are computed while others are read or written."""
@@ -68,20 +67,19 @@ def write_session(path: Path, content: SessionContent, pages: Sequence[memoryvie
     The file is there whole or not at all, readable by its owner only. Raises: SessionFileError.
     """
     assert len(pages) == content.num_pages, "one buffer per page begun"
-    checksum = fastest_checksum()
-    start = _start(content, checksum)
+    start = _start(content)
     header_bytes = len(start) + CHECKSUM_BYTES * (len(pages) + 1)
 
     def write(file: FileIO) -> None:
         file.seek(header_bytes)
         digests = []
         with ThreadPoolExecutor(num_io_threads(), "localinfer-checksum") as executor:
-            for page, digest in zip(pages, _ahead(executor, checksum, pages), strict=True):
+            for page, digest in zip(pages, _ahead(executor, pages), strict=True):
                 write_all(file, page)
                 digests.append(digest)
         header = start + b"".join(digests)
         file.seek(0)
-        write_all(file, header + checksum.digest(header))
+        write_all(file, header + checksum(header))
 
     try:
         write_atomically(path, write)
@@ -142,7 +140,7 @@ class SessionReader:
         try:
             self._file.seek(self._header_bytes)
             with ThreadPoolExecutor(num_io_threads(), "localinfer-checksum") as executor:
-                digests = list(_ahead(executor, self._checksum, self._reading(pages)))
+                digests = list(_ahead(executor, self._reading(pages)))
         except OSError as error:
             raise self._unreadable(error) from error
         for index, (found, wanted) in enumerate(zip(digests, self._digests, strict=True)):
@@ -170,7 +168,7 @@ class SessionReader:
     def _read_header(self) -> None:
         num_bytes = self._num_bytes = os.fstat(self._file.fileno()).st_size
         fixed = self._take(_FIXED.size)
-        magic, version, algorithm, json_bytes = _FIXED.unpack(fixed)
+        magic, version, json_bytes = _FIXED.unpack(fixed)
         if magic != MAGIC:
             raise SessionFileError(f"{self.path} is not a saved session; give a file that save_session wrote")
         if version != FORMAT_VERSION:
@@ -178,13 +176,12 @@ class SessionReader:
                 f"{self.path} is a session of format {version}, and this version reads {FORMAT_VERSION}; send the "
                 "conversation again"
             )
-        if algorithm not in {checksum.value for checksum in Checksum} or json_bytes > min(_MAX_JSON_BYTES, num_bytes):
+        if json_bytes > min(_MAX_JSON_BYTES, num_bytes):
             raise self._damaged("its first bytes make no sense")
-        self._checksum = Checksum(algorithm)
         text = self._take(json_bytes)
         self.content = content = self._parse(text)
         digests = self._take(CHECKSUM_BYTES * content.num_pages)
-        if self._checksum.digest(fixed, text, digests) != self._take(CHECKSUM_BYTES):
+        if checksum(fixed + text + digests) != self._take(CHECKSUM_BYTES):
             raise self._damaged("its header does not match its checksum")
         self._digests = [digests[at : at + CHECKSUM_BYTES] for at in range(0, len(digests), CHECKSUM_BYTES)]
         self._header_bytes = self._file.tell()
@@ -227,7 +224,7 @@ class SessionReader:
         return SessionFileError(f"{self.path} cannot be read: {error.strerror or error}")
 
 
-def _start(content: SessionContent, checksum: Checksum) -> bytes:
+def _start(content: SessionContent) -> bytes:
     fields = {
         "fingerprint": dict(content.fingerprint),
         "token_ids": content.token_ids.tolist(),
@@ -235,16 +232,14 @@ def _start(content: SessionContent, checksum: Checksum) -> bytes:
         "page_bytes": content.form.page_bytes,
     }
     text = json.dumps(fields).encode()
-    return _FIXED.pack(MAGIC, FORMAT_VERSION, checksum.value, len(text)) + text
+    return _FIXED.pack(MAGIC, FORMAT_VERSION, len(text)) + text
 
 
-def _ahead(
-    executor: ThreadPoolExecutor, checksum: Checksum, pages: Sequence[memoryview] | Iterator[memoryview]
-) -> Iterator[bytes]:
+def _ahead(executor: ThreadPoolExecutor, pages: Iterable[memoryview]) -> Iterator[bytes]:
     """Checksums of pages in order, computed by other threads some pages ahead of where they are taken."""
     futures = []
     for page in pages:
-        futures.append(executor.submit(checksum.digest, page))
+        futures.append(executor.submit(checksum, b"", page))
         if len(futures) > _PAGES_AHEAD:
             yield futures.pop(0).result()
     for future in futures:

@@ -8,8 +8,8 @@ import numpy as np
 
 from localinfer.errors import RequestError, TokenizerError
 from localinfer.kernels.compile_ahead import ProgressCallback, compile_ahead
+from localinfer.kernels.cpu import checksum, sampling, token_history
 from localinfer.kernels.cpu import pool as pool_module
-from localinfer.kernels.cpu import sampling, token_history
 from localinfer.kernels.cpu.packing import PACK_TILES
 from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.kernels.cpu.program import CpuProgram
@@ -73,7 +73,9 @@ def load_model(
         template = None if tokenizer is None else ChatTemplate.from_metadata(file.metadata, tokenizer)
         kv_layout = KVLayout(kv_type, kv_layer_shapes(config))
         # All but the tape's own kernels, which nobody knows before it is written.
-        compile_ahead([*pool_module.KERNELS, *sampling.KERNELS, *token_history.KERNELS, PACK_TILES], progress)
+        compile_ahead(
+            [*pool_module.KERNELS, *sampling.KERNELS, *token_history.KERNELS, *checksum.KERNELS, PACK_TILES], progress
+        )
         if beside is None:
             pool = ThreadPool(available_threads() if threads is None else checked_threads(threads))
         shared_pool = pool if beside is None else beside.pool

@@ -93,3 +93,9 @@ SOURCE_F32, SOURCE_F16, SOURCE_BF16 = 0, 1, 2
 def activation_row_bytes(num_columns: int) -> int:
     """Bytes of one row of quantized activations, whole cache lines."""
     return (num_columns + num_columns // 32 * RECORD_BYTES + 63) // 64 * 64
+
+
+CHECKSUM_LANES = 32
+"""Words that a checksum is folded into: as many as four registers of eight hold, to hide how long a product takes."""
+CHECKSUM_MULTIPLIER = 0x9E3779B97F4A7C15
+"""Odd, with bits spread evenly: 2^64 divided by the golden ratio."""

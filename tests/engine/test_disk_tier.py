@@ -15,7 +15,7 @@ from localinfer import disk_tier as disk_tier_module
 from localinfer import page_file
 from localinfer.disk_budget import clear
 from localinfer.disk_tier import Restored
-from localinfer.page_file import Checksum, PageFormat, PageRecord, Rejection, read_page, write_page
+from localinfer.page_file import PageFormat, PageRecord, Rejection, read_page, write_page
 from tests.engine.disk_pages import (
     FINGERPRINT,
     PAGE_BYTES,
@@ -138,16 +138,6 @@ def test_one_bit_changed_anywhere_is_refused(tmp_path: Path, offset: int):
     assert read_page(tmp_path / "page", FORM, record, fresh(1)[0]) is None
     flip(tmp_path / "page", offset, 1 << offset % 8)
     assert read_page(tmp_path / "page", FORM, record, fresh(1)[0]) in (Rejection.ALTERED, Rejection.FOREIGN)
-
-
-@pytest.mark.parametrize("checksum", Checksum)
-def test_either_checksum_is_read_and_proven(tmp_path: Path, checksum: Checksum, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(page_file, "fastest_checksum", lambda: checksum)
-    tier(tmp_path).save(numbered(4), source(numbered(4)))
-    monkeypatch.undo()
-    assert restored(tier(tmp_path), numbered(4))[0] == 4
-    flip(files(tmp_path)[0], -1)
-    assert restored(tier(tmp_path), numbered(4))[0] == 0
 
 
 def test_sound_file_under_a_wrong_name_is_refused(tmp_path: Path):

@@ -15,7 +15,7 @@ import pytest
 
 from localinfer import page_file, session_file
 from localinfer.errors import SessionFileError, SessionMismatchError
-from localinfer.page_file import Checksum, PageFormat
+from localinfer.page_file import PageFormat, checksum
 from localinfer.session_file import SessionContent, SessionReader, write_session
 from tests.engine.disk_pages import PAGE_BYTES, PAGE_TOKENS, computed, fresh, numbered
 
@@ -47,13 +47,6 @@ def test_session_comes_back_byte_for_byte(tmp_path: Path, length: int):
     with SessionReader(tmp_path / "session") as session:
         np.testing.assert_array_equal(session.content.token_ids, numbered(length))
         assert session.content.form == FORM and session.content.fingerprint == PARTS
-
-
-@pytest.mark.parametrize("checksum", Checksum)
-def test_either_checksum_is_read(tmp_path: Path, checksum: Checksum, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(session_file, "fastest_checksum", lambda: checksum)
-    saved(tmp_path / "session")
-    assert loaded(tmp_path / "session") == computed(numbered(50))
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="modes mean something else there")
@@ -95,8 +88,8 @@ def test_foreign_fingerprint_is_refused_and_what_differs_is_named(tmp_path: Path
 def forged(fields: object) -> bytes:
     """A file whose description is anything, with the right checksum."""
     text = fields if isinstance(fields, bytes) else json.dumps(fields).encode()
-    start = struct.pack("<8sIIQ", b"LOCALSES", 1, Checksum.SHA256.value, len(text)) + text
-    return start + Checksum.SHA256.digest(start)
+    start = struct.pack("<8sIQ", b"LOCALSES", 1, len(text)) + text
+    return start + checksum(start)
 
 
 GOOD = {"fingerprint": PARTS, "token_ids": [1], "page_tokens": 4, "page_bytes": 192}
@@ -115,8 +108,7 @@ HOSTILE: dict[str, bytes] = {
     "huge page": forged({**GOOD, "page_bytes": 2**60}),
     "more pages than bytes": forged({**GOOD, "token_ids": [1] * 1000, "page_tokens": 1}),
     "number in the fingerprint": forged({**GOOD, "fingerprint": {"weights": 1}}),
-    "JSON longer than the file": struct.pack("<8sIIQ", b"LOCALSES", 1, 1, 2**62),
-    "unknown checksum": struct.pack("<8sIIQ", b"LOCALSES", 1, 9, 2) + b"{}",
+    "JSON longer than the file": struct.pack("<8sIQ", b"LOCALSES", 1, 2**62),
 }
 
 
@@ -128,7 +120,7 @@ def test_hostile_description_is_refused(tmp_path: Path, name: str):
 
 
 def test_newer_format_and_other_files_are_refused(tmp_path: Path):
-    (tmp_path / "newer").write_bytes(struct.pack("<8sIIQ", b"LOCALSES", 2, 1, 2) + b"{}")
+    (tmp_path / "newer").write_bytes(struct.pack("<8sIQ", b"LOCALSES", 2, 2) + b"{}")
     with pytest.raises(SessionMismatchError, match="format 2"):
         SessionReader(tmp_path / "newer")
     (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(100))
