@@ -16,7 +16,7 @@ WEIGHTS_FOLDER = "weights"
 """The folder with remembered hashes of model files."""
 
 _FOLDER = re.compile(r"[0-9a-f]{32}")
-_SHARD = re.compile(r"[0-9a-f]{2}")
+_SHARD = re.compile(r"[0-9a-f]")
 _FILE = re.compile(rf"{re.escape(DESCRIPTION)}|[0-9a-f]{{32}}|[0-9a-f]{{32}}-[0-9a-f]{{32}}\.page|tmp\w+\.tmp")
 
 _ABANDONED_SECONDS = 3600.0

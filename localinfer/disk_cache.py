@@ -13,21 +13,21 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from localinfer.disk_budget import DESCRIPTION, WEIGHTS_FOLDER
-from localinfer.disk_tier import DiskCounters, DiskTier, Found, common_length
+from localinfer.disk_tier import DiskCounters, DiskTier, Found, Saved, common_length
 from localinfer.engine import Engine
 from localinfer.errors import ClosedError, LocalinferError, OutOfMemoryError
 from localinfer.fingerprint import Fingerprint, ModelIdentity
 from localinfer.page_file import page_view, write_all, write_atomically
 from localinfer.page_pool import PageNumbers
 from localinfer.prefix_cache import PrefixCache
-from localinfer.prefix_tree import CachedPath, TokenIds
+from localinfer.prefix_tree import CachedPath, Match, TokenIds
 from localinfer.private_folder import make_private, user_cache_folder
 from localinfer.worker_threads import num_io_threads
 
@@ -38,6 +38,8 @@ _IDLE_SECONDS = 0.5
 """Rest after a conversation's last token before it is written."""
 _CLOSE_SECONDS = 5.0
 """How long closing may take to write what is left."""
+_PAGES_IN_PLACE = 64
+"""Pages that closing writes before it looks at the time."""
 _MAX_OTHERS = 64
 """Other fingerprints that are asked for a prompt, to say what they differ in."""
 
@@ -95,6 +97,8 @@ class DiskCache:
         self._deadline = float("inf")
         self._is_closing = False
         self._writer: threading.Thread | None = None
+        # Taken before the engine's lock, which who copies pages waits for.
+        self._writing = threading.Lock()
         self._cache: PrefixCache | None = None
         self._at_exit = functools.partial(_close_at_exit, weakref.ref(self))
         problem = make_private(options.folder)
@@ -145,8 +149,8 @@ class DiskCache:
                 self._writer.start()
 
     def flush(self) -> None:
-        """Write everything that waits, now."""
-        self._save_pending(threads=num_io_threads())
+        """Write everything that waits, now, with all threads and no step of the engine meanwhile."""
+        self._save_pending(self._save_in_place, num_io_threads())
 
     def close(self, *, seconds: float = _CLOSE_SECONDS) -> None:
         """Write what is left, for at most about `seconds`; may be called again. A forked child forgets."""
@@ -175,23 +179,38 @@ class DiskCache:
                 if self._is_closing or not self._pending:
                     self._writer = None
                     return
-            self._save_pending(threads=1)
+            self._save_pending(self._save_behind, 1)
 
-    def _save_pending(self, *, threads: int) -> None:
-        with self._wake:
-            pending, self._pending = self._pending, []
-        if pending:
-            self._opener.join()
-        for token_ids in pending:
-            try:
-                tier = self._tier or self._open(self._identity.compute(threads=threads, should_stop=self._must_stop))
-                if (
-                    tier is not None
-                    and tier.save(token_ids, _Copies(self, tier, token_ids), threads=threads).num_written
-                ):
-                    self._describe(tier)
-            except (OSError, LocalinferError) as error:
-                logger.warning("a conversation was not kept on disk: %s", error)
+    def _save_pending(self, save: Callable[[DiskTier, TokenIds, int], Saved], threads: int) -> None:
+        with self._writing:
+            with self._wake:
+                pending, self._pending = self._pending, []
+            if pending:
+                self._opener.join()
+            for token_ids in pending:
+                try:
+                    tier = self._tier or self._open(
+                        self._identity.compute(threads=threads, should_stop=self._must_stop)
+                    )
+                    if tier is not None and save(tier, token_ids, threads).num_written:
+                        self._describe(tier)
+                except (OSError, LocalinferError) as error:
+                    logger.warning("a conversation was not kept on disk: %s", error)
+
+    def _save_behind(self, tier: DiskTier, token_ids: TokenIds, threads: int) -> Saved:
+        return tier.save(token_ids, _Copies(self, tier, token_ids), threads=threads)
+
+    def _save_in_place(self, tier: DiskTier, token_ids: TokenIds, threads: int) -> Saved:
+        with self._engine.exclusive_cache() as cache:
+            pool, match = cache.pool, cache.tree.match(token_ids)
+
+            def read(indices: Sequence[int]) -> Sequence[memoryview] | None:
+                if self._must_stop() or not _holds(match, token_ids, indices, pool.page_tokens):
+                    return None
+                addresses = pool.addresses(match.pages[list(indices)]).tolist()
+                return [page_view(address, pool.page_bytes) for address in addresses]
+
+            return tier.save(token_ids, read, threads=threads, pages_at_once=_PAGES_IN_PLACE)
 
     def _must_stop(self) -> bool:
         return time.monotonic() > self._deadline
@@ -203,7 +222,7 @@ class DiskCache:
         try:
             with self._engine.exclusive_cache() as cache:
                 match = cache.tree.match(token_ids)
-                if match.length < min(token_ids.size, (indices[-1] + 1) * cache.pool.page_tokens):
+                if not _holds(match, token_ids, indices, cache.pool.page_tokens):
                     return False
                 for index, buffer in zip(indices, buffers, strict=True):
                     address = int(cache.pool.addresses(match.pages[index : index + 1])[0])
@@ -298,16 +317,24 @@ class DiskCache:
         return None
 
 
+def _holds(match: Match, token_ids: TokenIds, indices: Sequence[int], page_tokens: int) -> bool:
+    """Whether a match reaches to the end of the last of some pages, or of the text."""
+    return match.length >= min(token_ids.size, (indices[-1] + 1) * page_tokens)
+
+
 class _Copies:
-    """A `PageSource` of one conversation: copies in the same buffers, again and again."""
+    """A `PageSource` of one conversation: copies in two sets of buffers, in turns."""
 
     def __init__(self, cache: DiskCache, tier: DiskTier, token_ids: TokenIds) -> None:
-        self._cache, self._token_ids = cache, token_ids
-        self._buffers = [memoryview(bytearray(tier.form.page_bytes)) for _ in range(tier.pages_at_once)]
+        self._cache, self._token_ids, self._page_bytes = cache, token_ids, tier.form.page_bytes
+        self._sets: list[list[memoryview]] = [[], []]
 
     def __call__(self, indices: Sequence[int]) -> Sequence[memoryview] | None:
-        buffers = self._buffers[: len(indices)]
-        return buffers if self._cache.copy_pages(self._token_ids, indices, buffers) else None
+        self._sets.reverse()
+        buffers = self._sets[0]
+        buffers += [np.empty(self._page_bytes, np.uint8).data for _ in range(len(indices) - len(buffers))]
+        used = buffers[: len(indices)]
+        return used if self._cache.copy_pages(self._token_ids, indices, used) else None
 
 
 def describe_differences(stored: Mapping[str, str], ours: Mapping[str, str]) -> str:

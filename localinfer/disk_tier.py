@@ -12,7 +12,8 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from localinfer.page_file import (
     read_record,
     write_page,
 )
-from localinfer.worker_threads import run_all
+from localinfer.worker_threads import WorkerThreads, run_all
 
 logger = logging.getLogger(__name__)
 
@@ -39,12 +40,12 @@ _MAX_SIBLINGS = 1024
 
 _SUFFIX = ".page"
 
-_PAGES_AT_ONCE = 8
+_PAGES_AT_ONCE = 16
 _BYTES_AT_ONCE = 4 << 20
 
 PageSource = Callable[[Sequence[int]], Sequence[memoryview] | None]
-"""Gives pages of a history by their places in it, each a buffer of `page_bytes` that stays as it is until the next
-call; None if they are to be had no more, which ends the save."""
+"""Gives pages of a history by their places in it, each a buffer of `page_bytes` that stays as it is until the second
+call from now; None if they are to be had no more, which ends the save."""
 
 
 @dataclass(frozen=True)
@@ -181,40 +182,31 @@ class DiskTier:
         """Pages that a save asks for at a time: few enough that copying them is soon done."""
         return max(2, min(_PAGES_AT_ONCE, _BYTES_AT_ONCE // self.form.page_bytes))
 
-    def save(self, token_ids: TokenIds, read: PageSource, *, threads: int = 1) -> Saved:
+    def save(
+        self, token_ids: TokenIds, read: PageSource, *, threads: int = 1, pages_at_once: int | None = None
+    ) -> Saved:
         """Write the pages of a history that are not there yet, in order, and make room by the budget.
 
-        read: asked for `pages_at_once` pages at a time, by their places in the history. threads: how many write them. A
-        failure of the disk ends the save early and is told; it is never raised, and what was written until then stays.
+        read: asked for some pages at a time, `pages_at_once` or as many as are soon copied, by their places in the
+        history. threads: how many write them. A failure of the disk ends the save early and is told; it is never
+        raised, and what was written until then stays.
         """
         with self._saving:
             if self._is_too_small:
                 return Saved(0, 0, "the disk budget is smaller than one page")
-            return self._save(token_ids, read, threads)
+            return self._save(token_ids, read, threads, pages_at_once or self.pages_at_once)
 
-    def _save(self, token_ids: TokenIds, read: PageSource, threads: int) -> Saved:
+    def _save(self, token_ids: TokenIds, read: PageSource, threads: int, pages_at_once: int) -> Saved:
         records = list(self._records(token_ids))
         paths = [self._path(record) for record in records]
         missing = [index for index, path in enumerate(paths) if look_at(path, self.form.file_bytes) is not None]
         last = len(records) - 1
         if missing and missing[-1] == last and records[last].token_ids.size < self.form.page_tokens:
             missing = missing[:-1] if self._has_longer(records[last]) else missing
-        num_written, failure = 0, None
-        step = self.pages_at_once
-        for first in range(0, len(missing), step):
-            some = missing[first : first + step]
-            pages = read(some)
-            if pages is None:
-                break
-            writes = [
-                functools.partial(self._write, paths[index], records[index], page)
-                for index, page in zip(some, pages, strict=True)
-            ]
-            failures = run_all(writes, threads)
-            num_written += failures.count(None)
-            failure = next((text for text in failures if text is not None), None)
-            if failure is not None:
-                break
+        reads = (missing[first : first + pages_at_once] for first in range(0, len(missing), pages_at_once))
+        failures = self._write_all(reads, records, paths, read, threads)
+        num_written = failures.count(None)
+        failure = next((text for text in failures if text is not None), None)
         # Only a page whose history was there before can have a shorter forerunner.
         if num_written == len(missing) > 0:
             self._delete_shorter(records[missing[0]])
@@ -227,10 +219,35 @@ class DiskTier:
             logger.warning("a conversation was not kept on disk: %s", failure)
         return Saved(num_written, len(records) - len(missing), failure)
 
+    def _write_all(
+        self,
+        reads: Iterable[list[int]],
+        records: list[PageRecord],
+        paths: list[Path],
+        read: PageSource,
+        threads: int,
+    ) -> list[str | None]:
+        """Write pages, those of one read while the next are read; return what failed of each that was begun."""
+        results: list[str | None] = []
+        begun: list[Future[str | None]] = []
+        with WorkerThreads(threads) as workers:
+            for some in reads:
+                pages = read(some)
+                results += [future.result() for future in begun]
+                begun = []
+                if pages is None or any(results):
+                    break
+                for index, page in zip(some, pages, strict=True):
+                    begun.append(workers.begin(functools.partial(self._write, paths[index], records[index], page)))
+        return results + [future.result() for future in begun]
+
     def _write(self, path: Path, record: PageRecord, page: memoryview) -> str | None:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            write_page(path, self.form, record, page)
+            try:
+                write_page(path, self.form, record, page)
+            except FileNotFoundError:
+                path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                write_page(path, self.form, record, page)
         except OSError as error:
             # Where a file that is open cannot be replaced, somebody is reading the same bytes.
             if look_at(path, self.form.file_bytes) is not None:
@@ -246,7 +263,7 @@ class DiskTier:
 
     def _path(self, record: PageRecord) -> Path:
         parent = record.parent.hex()
-        return self.folder / parent[:2] / f"{parent[:32]}-{record.key.hex()[:32]}{_SUFFIX}"
+        return self.folder / parent[:1] / f"{parent[:32]}-{record.key.hex()[:32]}{_SUFFIX}"
 
     def _siblings(self, record: PageRecord) -> Iterator[tuple[Path, PageRecord]]:
         """Files that follow the same history, with what they say they are of; others are left to who reads them."""

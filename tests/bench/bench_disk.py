@@ -62,7 +62,8 @@ def measure(model: str, context: int, new: int, repetitions: int, folder: Path) 
     tier = disk._tier
     assert tier is not None
     for _ in range(repetitions):
-        shutil.rmtree(tier.folder)
+        for path in tier.folder.rglob("*.page"):
+            path.unlink()
         (folder / "session").rename(folder / "original")
         times["copy"].append(seconds(lambda: shutil.copyfile(folder / "original", folder / "copy")))
         (folder / "copy").unlink()

@@ -305,8 +305,8 @@ def test_save_whose_pages_are_had_no_more_keeps_the_beginning(tmp_path: Path):
     history = numbered(80)
     answers = iter([source(history), lambda indices: None])
     saved = disk.save(history, lambda indices: next(answers)(indices))
-    assert saved.num_written == 8 and saved.failure is None
-    assert restored(disk, history)[0] == 32
+    assert saved.num_written == disk.pages_at_once and saved.failure is None
+    assert restored(disk, history)[0] == 4 * disk.pages_at_once
 
 
 def test_budget_deletes_what_was_used_longest_ago_from_its_end(tmp_path: Path):
@@ -342,8 +342,8 @@ def test_rest_of_a_killed_writer_is_deleted_after_an_hour(tmp_path: Path):
 
 def test_files_of_others_in_the_folder_are_never_deleted(tmp_path: Path):
     disk = tier(tmp_path, max_bytes=2 * FORM.file_bytes)
-    (disk.folder / "aa").mkdir(parents=True)
-    theirs = [tmp_path / "letter.txt", disk.folder / "letter.page", disk.folder / "aa" / "photo.tmp"]
+    (disk.folder / "a").mkdir(parents=True)
+    theirs = [tmp_path / "letter.txt", disk.folder / "letter.page", disk.folder / "a" / "photo.tmp"]
     for path in theirs:
         path.write_bytes(bytes(10_000))
         os.utime(path, (0, 0))
