@@ -262,7 +262,7 @@ def chat_command(
 @click.option("--tensors", is_flag=True, help="List every tensor.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, with all metadata.")
 def show_command(model: str, tensors: bool, as_json: bool) -> None:
-    """Say what a GGUF file holds."""
+    """Say what a GGUF file or a Hugging Face folder holds."""
     from localinfer.show import describe_file, render_json, render_text
 
     description = describe_file(model)

@@ -1,17 +1,26 @@
-"""What a GGUF file holds, for people and for programs: read from its header, so any architecture can be shown."""
+"""What a model on disk holds, for people and for programs.
+
+A GGUF file is read from its header alone, so any architecture can be shown; a Hugging Face folder is shown as the GGUF
+file it would convert to, which needs an architecture that runs.
+"""
 
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from localinfer.quant.formats import bits_per_weight
-from localinfer.quant.gguf import GGUFFile, Metadata, TensorInfo, read_gguf
+from localinfer.quant.gguf import GGUFFile, Metadata, read_gguf
+from localinfer.quant.model_file import TensorRecord
 from localinfer.terminal import neutralise_controls
+
+if TYPE_CHECKING:
+    from localinfer.models.checkpoint.model import CheckpointModel
 
 LONGEST_ARRAY = 16
 """Arrays with more elements are named by type and count, not listed."""
@@ -45,12 +54,15 @@ class TypeShare:
 
 @dataclass(frozen=True, kw_only=True)
 class FileDescription:
-    """Everything `localinfer show` says about a model; sizes the file does not state are absent from `sizes`."""
+    """Everything `localinfer show` says about a model; sizes the file does not state are absent from `sizes`.
+
+    gguf_version: None for a Hugging Face folder, whose tensors are described as GGUF would hold them.
+    """
 
     path: str
     num_parts: int
     num_bytes: int
-    gguf_version: int
+    gguf_version: int | None
     architecture: str
     name: str | None
     sizes: dict[str, Any]
@@ -64,35 +76,50 @@ class FileDescription:
 
 
 def describe_file(path: str) -> FileDescription:
-    """Read the header of the GGUF file at `path`.
+    """Read the header of the GGUF file, or the settings of the Hugging Face folder, at `path`.
 
-    Raises: ModelFileError or one of its children if the file cannot be opened or is not sound GGUF.
+    Raises: ModelFileError or one of its children if it cannot be opened or is not sound.
     """
-    with read_gguf(path) as file:
-        metadata = file.metadata
-        tensors = list(file.tensors.values())
+    with _open(path) as file:
+        metadata: Mapping[str, object] = file.metadata
+        tensors: list[TensorRecord] = list(file.tensors.values())
         num_parameters = sum(math.prod(tensor.shape) for tensor in tensors)
-        tensor_bytes = sum(tensor.num_bytes for tensor in tensors)
-        architecture = metadata.string("general.architecture", "unknown")
+        version = file.version if isinstance(file, GGUFFile) else None
+        stored_bytes = file.num_bytes if version is None else sum(tensor.num_bytes for tensor in tensors)
+        architecture = _string(metadata, "general.architecture") or "unknown"
         return FileDescription(
             path=str(file.path),
-            num_parts=len(file.paths),
+            num_parts=sum(path.suffix != ".json" for path in file.paths),
             num_bytes=file.num_bytes,
-            gguf_version=file.version,
+            gguf_version=version,
             architecture=architecture,
-            name=metadata.string("general.name") if "general.name" in metadata else None,
+            name=_string(metadata, "general.name"),
             sizes=_sizes(metadata, architecture),
             num_parameters=num_parameters,
-            bits_per_weight=8 * tensor_bytes / num_parameters if num_parameters else 0.0,
+            bits_per_weight=8 * stored_bytes / num_parameters if num_parameters else 0.0,
             types=_type_shares(tensors),
             tokenizer=_tokenizer(metadata),
             chat_template=_chat_template(metadata),
             metadata={key: _plain_value(metadata, key) for key in metadata},
-            tensors=_tensor_records(file),
+            tensors=_tensor_records(tensors),
         )
 
 
-def _sizes(metadata: Metadata, architecture: str) -> dict[str, Any]:
+def _open(path: str) -> "GGUFFile | CheckpointModel":
+    if not os.path.isdir(path):
+        return read_gguf(path)
+    from localinfer.models.checkpoint.model import open_checkpoint
+
+    return open_checkpoint(path)
+
+
+def _string(metadata: Mapping[str, object], key: str) -> str | None:
+    if key not in metadata:
+        return None
+    return metadata.string(key) if isinstance(metadata, Metadata) else str(metadata[key])
+
+
+def _sizes(metadata: Mapping[str, object], architecture: str) -> dict[str, Any]:
     sizes = {
         word: _plain_value(metadata, f"{architecture}.{key}")
         for word, key in _SIZE_KEYS.items()
@@ -100,11 +127,19 @@ def _sizes(metadata: Metadata, architecture: str) -> dict[str, Any]:
     }
     tokens = "tokenizer.ggml.tokens"
     if tokens in metadata:
-        sizes["vocab_size"] = metadata.stored(tokens).count
+        sizes["vocab_size"] = _length(metadata, tokens)
     return sizes
 
 
-def _type_shares(tensors: list[TensorInfo]) -> list[TypeShare]:
+def _length(metadata: Mapping[str, object], key: str) -> int | None:
+    """How many entries an array has, without decoding it; None for other values."""
+    if isinstance(metadata, Metadata):
+        return metadata.stored(key).count
+    value = metadata[key]
+    return len(value) if isinstance(value, list | np.ndarray) else None
+
+
+def _type_shares(tensors: list[TensorRecord]) -> list[TypeShare]:
     """One share per tensor type, largest first."""
     shares = []
     for tensor_type in {tensor.type for tensor in tensors}:
@@ -121,7 +156,7 @@ def _type_shares(tensors: list[TensorInfo]) -> list[TypeShare]:
     return sorted(shares, key=lambda share: (-share.num_bytes, share.type))
 
 
-def _tokenizer(metadata: Metadata) -> dict[str, Any]:
+def _tokenizer(metadata: Mapping[str, object]) -> dict[str, Any]:
     names = {
         "model": "tokenizer.ggml.model",
         "pre": "tokenizer.ggml.pre",
@@ -131,23 +166,26 @@ def _tokenizer(metadata: Metadata) -> dict[str, Any]:
     return {name: _plain_value(metadata, key) for name, key in names.items() if key in metadata}
 
 
-def _chat_template(metadata: Metadata) -> dict[str, Any] | None:
+def _chat_template(metadata: Mapping[str, object]) -> dict[str, Any] | None:
     key = "tokenizer.chat_template"
-    if key not in metadata:
+    template = _string(metadata, key)
+    if template is None:
         return None
-    template = metadata.string(key)
     return {"num_characters": len(template), "sha256": hashlib.sha256(template.encode()).hexdigest()}
 
 
-def _tensor_records(file: GGUFFile) -> list[dict[str, Any]]:
+def _tensor_records(tensors: list[TensorRecord]) -> list[dict[str, Any]]:
     return [
         {"name": tensor.name, "type": tensor.type.name, "shape": list(tensor.shape), "num_bytes": tensor.num_bytes}
-        for tensor in file.tensors.values()
+        for tensor in tensors
     ]
 
 
-def _plain_value(metadata: Metadata, key: str) -> Any:
+def _plain_value(metadata: Mapping[str, object], key: str) -> Any:
     """A value as JSON knows it: long arrays become their description, numbers that JSON lacks become text."""
+    if not isinstance(metadata, Metadata):
+        count = _length(metadata, key)
+        return _plain_number(metadata[key]) if count is None or count <= LONGEST_ARRAY else f"array of {count}"
     stored = metadata.stored(key)
     if stored.count is not None and stored.count > LONGEST_ARRAY:
         return stored.description
@@ -189,8 +227,9 @@ def render_text(description: FileDescription, *, tensors: bool) -> str:
 
 def _summary_lines(description: FileDescription) -> Iterator[str]:
     template = description.chat_template
+    kind = "Hugging Face folder" if description.gguf_version is None else f"GGUF {description.gguf_version}"
     rows: dict[str, str] = {
-        "file": f"{_short(description.path, None)}, {_size(description.num_bytes)}, GGUF {description.gguf_version}",
+        "file": f"{_short(description.path, None)}, {_size(description.num_bytes)}, {kind}",
         "name": _short(description.name, None) if description.name else "not stated",
         "architecture": _short(description.architecture, None),
         "parameters": f"{_count(description.num_parameters)}, {description.bits_per_weight:.2f} bits per weight",

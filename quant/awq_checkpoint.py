@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from localinfer.errors import CorruptFileError, UnsupportedFormatError
 from localinfer.quant.checkpoint_folder import CheckpointFolder
 from localinfer.quant.group_tensors import scales_of, words_of, wrong_shape
-from localinfer.quant.grouped import GroupedMatrix, even_groups, grouped_matrix, unpack_words
+from localinfer.quant.grouped import GroupedMatrix, even_groups, grouped_matrix, span_of, unpack_words
 
 LEAVES = ("qweight", "qzeros", "scales")
 
@@ -81,12 +81,21 @@ class AwqReader:
             scales_by_row,
             zeros,
             even_groups(num_columns, num_groups, size),
-            lambda rows: _outputs(words, rows) if is_gemm else unpack_words(words[rows], 4),
+            lambda rows: _outputs(words, rows) if is_gemm else unpack_words(words[span_of(rows)], 4),
         )
 
 
 def _outputs(words: NDArray[np.int32], rows: NDArray[np.intp]) -> NDArray[np.uint8]:
     """Codes of some outputs from words that hold eight outputs of one input each: uint8[rows, inputs]."""
+    span = span_of(rows)
+    if isinstance(span, slice) and span.start % _PER_WORD == span.stop % _PER_WORD == 0:
+        chosen = np.ascontiguousarray(words[:, span.start // _PER_WORD : span.stop // _PER_WORD].T)
+        data = chosen.view(np.uint8).reshape(*chosen.shape, 4)
+        result = np.empty((len(chosen), _PER_WORD, chosen.shape[1]), np.uint8)
+        for output, nibble in enumerate(_NIBBLES):
+            byte = data[:, :, nibble // 2]
+            result[:, output] = byte >> 4 if nibble % 2 else byte & 15
+        return result.reshape(len(rows), -1)
     shifts = (4 * _NIBBLES[rows % _PER_WORD]).astype(np.uint32)
     codes: NDArray[np.uint32] = words.view(np.uint32)[:, rows // _PER_WORD] >> shifts & np.uint32(15)
     return np.ascontiguousarray(codes.T).astype(np.uint8)

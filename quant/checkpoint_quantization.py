@@ -34,11 +34,10 @@ _READERS: dict[str, Callable[[CheckpointFolder, Mapping[str, Any]], QuantizedRea
 }
 
 
-def open_quantization(folder: CheckpointFolder) -> QuantizedReader | None:
-    """Return the reader of a checkpoint's quantized modules, None where it has only plain weights.
+def quantization_settings(folder: CheckpointFolder) -> dict[str, Any] | None:
+    """Return how a checkpoint says it is quantized, None where it says nothing.
 
-    Raises: UnsupportedFormatError for a method or packing that is not read, CorruptFileError for settings without
-        meaning.
+    Raises: CorruptFileError if what it says is no object.
     """
     settings: Any = folder.config.get("quantization_config")
     if settings is None:
@@ -47,10 +46,20 @@ def open_quantization(folder: CheckpointFolder) -> QuantizedReader | None:
             # Before config.json had a place for them, AutoGPTQ and AutoAWQ each wrote their settings into a file.
             is_awq = "w_bit" in settings or "zero_point" in settings
             settings = {"quant_method": "awq" if is_awq else "gptq", **settings}
+    if settings is not None and not isinstance(settings, dict):
+        raise CorruptFileError(f"config.json: quantization_config is {settings!r:.60}; wanted an object")
+    return settings
+
+
+def open_quantization(folder: CheckpointFolder) -> QuantizedReader | None:
+    """Return the reader of a checkpoint's quantized modules, None where it has only plain weights.
+
+    Raises: UnsupportedFormatError for a method or packing that is not read, CorruptFileError for settings without
+        meaning.
+    """
+    settings = quantization_settings(folder)
     if settings is None:
         return None
-    if not isinstance(settings, dict):
-        raise CorruptFileError(f"config.json: quantization_config is {settings!r:.60}; wanted an object")
     method = settings.get("quant_method")
     if method not in _READERS:
         raise UnsupportedFormatError(

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from localinfer.errors import CorruptFileError, UnsupportedFormatError
 from localinfer.quant.checkpoint_folder import CheckpointFolder
 from localinfer.quant.group_tensors import scales_of, words_of, wrong_shape
-from localinfer.quant.grouped import GroupedMatrix, even_groups, grouped_matrix, unpack_words
+from localinfer.quant.grouped import GroupedMatrix, even_groups, grouped_matrix, span_of, unpack_words
 
 LEAVES = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
 
@@ -75,7 +75,7 @@ class CompressedTensorsReader:
             scales,
             self._zeros(module, bits, num_rows, num_groups),
             np.array(groups),
-            lambda rows: unpack_words(words[rows], bits)[:, :num_columns],
+            lambda rows: unpack_words(words[span_of(rows)], bits)[:, :num_columns],
         )
 
     def _zeros(self, module: str, bits: int, num_rows: int, num_groups: int) -> NDArray[np.integer[Any]]:

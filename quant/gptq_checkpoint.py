@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from localinfer.errors import CorruptFileError, UnsupportedFormatError
 from localinfer.quant.checkpoint_folder import CheckpointFolder
 from localinfer.quant.group_tensors import scales_of, words_of, wrong_shape
-from localinfer.quant.grouped import GroupedMatrix, even_groups, grouped_matrix, unpack_words
+from localinfer.quant.grouped import GroupedMatrix, even_groups, grouped_matrix, span_of, unpack_words
 
 LEAVES = ("qweight", "qzeros", "scales", "g_idx")
 
@@ -81,7 +81,7 @@ class GptqReader:
             scales.T,
             unpack_words(self._true_zeros(packed_zeros, bits), bits).T,
             np.array(groups),
-            lambda rows: unpack_words(words[:, rows].T, bits),
+            lambda rows: unpack_words(words[:, span_of(rows)].T, bits),
         )
 
     def _words(self, module: str) -> tuple[NDArray[np.int32], NDArray[np.int32]]:

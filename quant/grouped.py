@@ -99,11 +99,17 @@ class GroupedMatrix:
         assert groups is not None, "only such a matrix has a block type"
         result = np.empty((num_rows, row_bytes(type, num_columns)), np.uint8)
         blocks = result.view(block_dtype(type))
+        # What decides between Q4_0 and Q5_0 also says whether codes are already those of Q4_0.
+        is_plain = type is TensorType.Q4_0 and self.bits == 4
         for rows in self.chunks():
             part = blocks[rows]
             part["d"] = self.scales[rows][:, groups]
-            codes = self._differences(rows).reshape(-1, BLOCK)
             shape = (len(rows), -1)
+            if is_plain:
+                part["qs"] = pack_nibbles(self.read_codes(rows)).reshape(*shape, BLOCK // 2)
+                blocks[rows] = part
+                continue
+            codes = self._differences(rows).reshape(-1, BLOCK)
             if type is TensorType.Q8_0:
                 part["qs"] = codes.astype(np.int8).reshape(*shape, BLOCK)
             elif type is TensorType.Q4_0:
@@ -141,7 +147,7 @@ class GroupedMatrix:
     def chunks(self) -> list[NDArray[np.intp]]:
         """All row numbers, a few MiB of weights at a time."""
         num_rows, num_columns = self.shape
-        step = max(1, WEIGHTS_PER_CHUNK // num_columns)
+        step = max(8, WEIGHTS_PER_CHUNK // num_columns // 8 * 8)
         return [np.arange(first, min(first + step, num_rows)) for first in range(0, num_rows, step)]
 
 
@@ -181,11 +187,29 @@ def even_groups(num_columns: int, num_groups: int, group_size: int) -> NDArray[n
     return (np.arange(num_columns) // group_size).astype(np.int32)
 
 
+def span_of(rows: NDArray[np.intp]) -> slice | NDArray[np.intp]:
+    """Return rows that follow each other as a slice, which NumPy takes without a copy, and others as they are."""
+    is_span = len(rows) > 0 and int(rows[-1]) - int(rows[0]) == len(rows) - 1 and bool((np.diff(rows) == 1).all())
+    return slice(int(rows[0]), int(rows[-1]) + 1) if is_span else rows
+
+
+def pack_nibbles(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Pack codes below 16 as GGUF's blocks do, uint8[n, columns] to uint8[n, columns / 2]: k low, k + 16 high."""
+    halves = codes.reshape(-1, 2, BLOCK // 2)
+    packed: NDArray[np.uint8] = halves[:, 0] | halves[:, 1] << np.uint8(4)
+    return packed.reshape(len(codes), -1)
+
+
 def unpack_words(words: NDArray[np.int32], bits: int) -> NDArray[np.uint8]:
     """Split 32-bit words into codes of 2, 4 or 8 bits, lowest first: [n, words] to uint8[n, words * 32 / bits]."""
     data = np.ascontiguousarray(words).view(np.uint8)
     if bits == 8:
         return data
+    if bits == 4:
+        halves = np.empty((*data.shape, 2), np.uint8)
+        np.bitwise_and(data, 15, out=halves[..., 0])
+        np.right_shift(data, 4, out=halves[..., 1])
+        return halves.reshape(len(words), -1)
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
     codes: NDArray[np.uint8] = data[..., None] >> shifts & np.uint8((1 << bits) - 1)
     return codes.reshape(len(words), -1)

@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 
 from localinfer.kernels.cpu.layouts import SIZES, Layout
 from localinfer.quant.formats import TensorType
-from localinfer.quant.grouped import GroupedMatrix, common_type
-from localinfer.quant.unpacking import pack_bits
+from localinfer.quant.grouped import GroupedMatrix, common_type, pack_nibbles
 
 _GROUPS = {128: Layout.INT4_128, 64: Layout.INT4_64, 32: Layout.INT4_32}
 
@@ -52,6 +51,6 @@ def kernel_rows(matrix: GroupedMatrix, layout: Layout) -> NDArray[np.uint8]:
     units["zero"] = matrix.zeros[:, groups]
     for rows in matrix.chunks():
         codes = matrix.read_codes(rows)
-        packed = codes if layout is Layout.INT8_32 else pack_bits(codes.reshape(-1, 32), 4, 16)
+        packed = codes if layout is Layout.INT8_32 else pack_nibbles(codes)
         units["codes"][rows] = packed.reshape(len(rows), *units["codes"].shape[1:])
     return units.reshape(-1).view(np.uint8)

@@ -5,6 +5,7 @@ as a file. Plain tensors are views of the map; only what GGUF stores otherwise i
 queries and keys in another order, norms plus one, stacks of experts.
 """
 
+import json
 import logging
 import os
 from collections.abc import Mapping
@@ -22,7 +23,7 @@ from localinfer.models.checkpoint.hyperparameters import read_hyperparameters
 from localinfer.models.checkpoint.tensor_plan import PlannedTensor, plan_tensors
 from localinfer.models.checkpoint.tokenizer_files import read_tokenizer
 from localinfer.quant.checkpoint_folder import CheckpointFolder, open_folder
-from localinfer.quant.checkpoint_quantization import open_quantization
+from localinfer.quant.checkpoint_quantization import open_quantization, quantization_settings
 from localinfer.quant.formats import TensorType, row_bytes
 from localinfer.quant.grouped import GroupedMatrix, common_type
 from localinfer.quant.reference import dequantize
@@ -74,7 +75,10 @@ class CheckpointModel:
         self.path = folder.path
         self.paths = (*folder.paths, folder.path / "config.json")
         self.num_bytes = folder.num_bytes
-        self.metadata = parameters.metadata | self._read_tokenizer()
+        # Not GGUF's, but what the codes mean depends on it, and so does whatever is kept of a model's results.
+        settings = quantization_settings(folder)
+        quantization = {"checkpoint.quantization": json.dumps(settings, sort_keys=True)} if settings else {}
+        self.metadata = parameters.metadata | quantization | self._read_tokenizer()
         self.tensors = {name: self._record(planned) for name, planned in self._plan.items()}
         for name, values in self._made.items():
             self.tensors[name] = CheckpointTensor(name, TensorType.F32, values.shape, values.nbytes)

@@ -85,6 +85,9 @@ def _added_tokens(tokenizer: TokenizerJson, settings: dict[str, Any], metadata: 
             added[f"{PREFIX}{key}"] = settings.get(key) is True and role_id is not None
             continue
         found = [tokenizer.ids.get(text) for text in around[index]]
+        if role_id is None and len(found) == 1 and found[0] is not None:
+            # Nothing else names the token, but what stands before every text is what begins a text.
+            added[f"{PREFIX}{role}_token_id"] = role_id = found[0]
         if found not in ([], [role_id]):
             raise TokenizerError(
                 f"tokenizer.json: its post-processor adds {around[index]!r:.80} to every text; this version adds only "

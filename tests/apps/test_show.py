@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from localinfer.cli import main
-from localinfer.show import describe_file, render_text
+from localinfer.show import describe_file, render_json, render_text
+from tests.checkpoint_files import LLAMA_CONFIG, MODULES, Stored, llama_weights, tokenizer_document, write_folder
+from tests.quantized_checkpoints import gptq_tensors, in_module, random_codes
 
 TEMPLATE = "{{ messages }}"
 
@@ -87,3 +89,25 @@ def test_file_without_tensors_is_shown(tmp_path, capsys):
     writer.close()
     assert main(["show", str(path)]) == 0
     assert "tokenizer      none" in capsys.readouterr().out
+
+
+def test_show_describes_a_folder_as_the_file_it_would_become(tmp_path: Path) -> None:
+    codes = random_codes(np.random.default_rng(1), MODULES["self_attn.q_proj"], is_symmetric=True)
+    weights: dict[str, Stored] = {
+        **llama_weights(),
+        **in_module("model.layers.0.self_attn.q_proj", gptq_tensors(codes)),
+    }
+    del weights["model.layers.0.self_attn.q_proj.weight"]
+    config = {**LLAMA_CONFIG, "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}}
+    folder = write_folder(tmp_path / "tiny", weights, config, tokenizer=tokenizer_document())
+    description = describe_file(str(folder))
+    assert description.gguf_version is None
+    assert (description.architecture, description.name) == ("llama", "tiny")
+    assert description.sizes["num_layers"] == 2
+    assert description.sizes["vocab_size"] == 120
+    assert {share.type: share.num_tensors for share in description.types} == {"F32": 20, "Q4_0": 1}
+    assert description.num_bytes == (folder / "model.safetensors").stat().st_size
+    text = render_text(description, tensors=True)
+    assert "Hugging Face folder" in text
+    assert "array of 120" in text
+    json.loads(render_json(description, tensors=True))

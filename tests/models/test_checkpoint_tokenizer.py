@@ -16,7 +16,7 @@ from localinfer.models.pre_tokenizers import PRE_TOKENIZERS
 from localinfer.models.tokenizer import Tokenizer
 from localinfer.models.vocabulary import PREFIX
 from localinfer.quant.gguf import Metadata, read_gguf
-from tests.checkpoint_files import VOCAB, added_token, llama_weights, tokenizer_document, write_folder
+from tests.checkpoint_files import LLAMA_CONFIG, VOCAB, added_token, llama_weights, tokenizer_document, write_folder
 
 PLAIN_MODEL = {"dropout": None, "continuing_subword_prefix": None, "end_of_word_suffix": None}
 
@@ -183,8 +183,19 @@ def test_folder_without_tokenizer_json_says_what_it_found(tmp_path: Path) -> Non
 def test_post_processor_that_adds_something_else_is_refused(tmp_path: Path) -> None:
     document = tokenizer_document()
     document["post_processor"]["single"] = [{"SpecialToken": {"id": "</s>"}}, {"Sequence": {"id": "A"}}]
-    with open_checkpoint(write_folder(tmp_path, llama_weights(), tokenizer=document)) as model:
+    settings = {"bos_token": "<s>"}
+    folder = write_folder(tmp_path, llama_weights(), tokenizer=document, tokenizer_config=settings)
+    with open_checkpoint(folder) as model:
         assert "adds ['</s>']" in str(model.tokenizer_error)
+
+
+def test_token_that_only_the_post_processor_names_begins_a_text(tmp_path: Path) -> None:
+    config = {**LLAMA_CONFIG, "eos_token_id": 2}
+    with open_checkpoint(write_folder(tmp_path, llama_weights(), config, tokenizer=tokenizer_document())) as model:
+        tokenizer = Tokenizer.from_metadata(model.metadata)
+    assert tokenizer.bos_token_id == 1
+    assert tokenizer.encode("ab") == [1, 111]
+    assert tokenizer.eog_token_ids == {2}
 
 
 def test_damaged_tokenizer_file_is_an_error_not_a_missing_vocabulary(tmp_path: Path) -> None:
