@@ -11,6 +11,8 @@ import click
 
 from localinfer.cli_bench import bench_command
 from localinfer.cli_cache import cache_command
+from localinfer.cli_evaluate import compare_command, perplexity_command
+from localinfer.cli_quantize import quantize_command
 from localinfer.errors import LocalinferError, RequestError
 from localinfer.progress import Progress
 from localinfer.terminal import ModelOutput, check_text, describe_stats, neutralise_controls, prepare_streams
@@ -295,6 +297,9 @@ def tokenize_command(model: str | None, text: str | None, ids: bool, no_special:
 
 localinfer_command.add_command(bench_command)
 localinfer_command.add_command(cache_command)
+localinfer_command.add_command(quantize_command)
+localinfer_command.add_command(compare_command)
+localinfer_command.add_command(perplexity_command)
 
 
 def _input_text(argument: str | None, what: str, *, missing: str) -> str:

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self, TextIO
 
@@ -9,6 +10,29 @@ SILENT_SECONDS = 0.4
 """A start shorter than this shows nothing at all."""
 REDRAW_SECONDS = 0.1
 CLEAR_LINE = "\r\x1b[2K"
+
+
+def with_time_left(report: Callable[[str, int, int], None]) -> Callable[[str, int, int], None]:
+    """Wrap a callback so that stages carry the time that the rest will take, at the mean speed since the first call."""
+    started: list[float] = []
+
+    def add_time(stage: str, done: int, total: int) -> None:
+        if not started:
+            started.append(time.monotonic() if done == 0 else time.monotonic() - 1e-3)
+        elapsed = time.monotonic() - started[0]
+        left = f", {_duration(elapsed * (total - done) / done)} left" if done > 0 and elapsed > SILENT_SECONDS else ""
+        report(f"{stage}{left}", 0, 0)
+
+    return add_time
+
+
+def _duration(seconds: float) -> str:
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
 class Progress:

@@ -58,7 +58,7 @@ def encode_value(value: object, type: ValueType | None = None) -> EncodedValue:
     """Encode a Python or NumPy value.
 
     type: of a number; by default uint32 or, where that cannot hold it, int64 or uint64 for an int, float32 for a float,
-        bool for a bool. Lists hold strings; arrays of numbers are NumPy's.
+        bool for a bool. A list of numbers becomes int32 or float32, which readers expect; an array keeps its type.
     Raises: RequestError for anything else.
     """
     if isinstance(value, str | bytes):
@@ -69,7 +69,7 @@ def encode_value(value: object, type: ValueType | None = None) -> EncodedValue:
         head = _id(ValueType.ARRAY) + _id(ValueType.STRING) + struct.pack("<Q", len(value))
         return EncodedValue(head + b"".join(_string(entry) for entry in value))
     if isinstance(value, list | tuple):
-        return EncodedValue(_array(np.asarray(value)))
+        return EncodedValue(_array(_as_written(np.asarray(value))))
     if isinstance(value, bool | int | float | np.number | np.bool_):
         chosen = type if type is not None else _number_type(value)
         return EncodedValue(_id(chosen) + np.array(value).astype(SCALAR_DTYPES[chosen]).tobytes())
@@ -229,6 +229,14 @@ def _number_type(value: Any) -> ValueType:
     if 0 <= value < 1 << 32:
         return ValueType.UINT32
     return ValueType.INT64 if -(1 << 63) <= value < 1 << 63 else ValueType.UINT64
+
+
+def _as_written(values: NDArray[Any]) -> NDArray[Any]:
+    """Python's numbers in the types that other programs write and read."""
+    if values.dtype == np.float64:
+        return values.astype(np.float32)
+    fits = values.dtype == np.int64 and values.size and np.abs(values).max() < 1 << 31
+    return values.astype(np.int32) if fits else values
 
 
 def _array(values: NDArray[Any]) -> bytes:

@@ -42,6 +42,7 @@ class TensorReport:
     name: str
     source_type: TensorType
     choice: TypeChoice
+    num_columns: int
     num_weights: int
     num_bytes: int
     has_importance: bool
@@ -155,6 +156,7 @@ class _TensorWriting:
             name=self._record.name,
             source_type=self._record.type,
             choice=self._choice,
+            num_columns=self._columns,
             num_weights=math.prod(self._record.shape),
             num_bytes=TensorSpec(self._record.name, self._choice.type, self._record.shape).num_bytes,
             has_importance=self._importance is not None,

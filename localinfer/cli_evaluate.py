@@ -1,0 +1,113 @@
+"""The `localinfer compare` and `localinfer perplexity` commands."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from localinfer.progress import Progress, with_time_left
+
+if TYPE_CHECKING:
+    from localinfer.llm import LLM
+
+_COUNT = click.IntRange(min=1)
+
+
+def _measuring_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    for option in (
+        click.option("--json", "as_json", is_flag=True, help="Print one JSON object."),
+        click.option("--threads", type=_COUNT, metavar="N", help="CPU threads. Default: one per physical core."),
+        click.option("--chunks", type=_COUNT, metavar="N", help="Stop after N chunks. Default: the whole text."),
+        click.option(
+            "--context-length",
+            type=click.IntRange(min=4),
+            default=512,
+            show_default=True,
+            metavar="N",
+            help="Tokens of a chunk.",
+        ),
+        click.argument("text", metavar="[TEXT]", required=False),
+    ):
+        command = option(command)
+    return command
+
+
+@click.command("perplexity")
+@click.argument("model", metavar="MODEL")
+@_measuring_options
+def perplexity_command(
+    model: str, text: str | None, context_length: int, chunks: int | None, threads: int | None, as_json: bool
+) -> None:
+    """Measure how well MODEL predicts the file TEXT, or a text that ships inside.
+
+    Chunks do not overlap, and only the second half of each is scored, as llama.cpp's tool does it.
+    """
+    from localinfer.evaluation import evaluation_text, measure_perplexity
+    from localinfer.evaluation_report import perplexity_record, render_json, render_perplexity
+
+    content = evaluation_text(text)
+    with Progress() as progress, _load(model, context_length, threads, progress) as llm:
+        found = measure_perplexity(
+            llm, content, context_length=context_length, max_chunks=chunks, progress=with_time_left(progress)
+        )
+    if as_json:
+        click.echo(render_json(perplexity_record(found)))
+    else:
+        click.echo(f"perplexity {render_perplexity(found)} over {found.num_tokens:,} predictions")
+
+
+@click.command("compare")
+@click.argument("base", metavar="BASE")
+@click.argument("candidate", metavar="CANDIDATE")
+@_measuring_options
+@click.option("--questions", is_flag=True, help="Also ask both ten questions with known answers (chat models).")
+def compare_command(
+    base: str,
+    candidate: str,
+    text: str | None,
+    context_length: int,
+    chunks: int | None,
+    threads: int | None,
+    as_json: bool,
+    questions: bool,
+) -> None:
+    """Measure how far the predictions of CANDIDATE are from those of BASE, the same model before it was quantized.
+
+    TEXT is a file that neither was tuned on; a text that ships inside is the default.
+    """
+    from localinfer import evaluation_report as report
+    from localinfer.evaluation import compare, evaluation_text
+    from localinfer.questions import LONGEST_ANSWER, ask
+
+    content = evaluation_text(text)
+    # A question and its answer may be longer than a chunk that was asked to be short.
+    length = max(context_length, 2 * LONGEST_ANSWER) if questions else context_length
+    with (
+        Progress() as progress,
+        _load(base, length, threads, progress) as first,
+        _load(candidate, length, threads, progress) as second,
+    ):
+        found = compare(
+            first,
+            second,
+            content,
+            context_length=context_length,
+            max_chunks=chunks,
+            progress=with_time_left(progress),
+        )
+        answers = (ask(first), ask(second)) if questions else None
+    if as_json:
+        record = report.comparison_record(found)
+        if answers is not None:
+            record["right_answers"] = [sum(answer.is_right for answer in one) for one in answers]
+        click.echo(report.render_json(record))
+        return
+    click.echo(report.render_comparison(found))
+    if answers is not None:
+        click.echo(f"\n{report.render_answers(*answers)}")
+
+
+def _load(model: str, context_length: int, threads: int | None, progress: Progress) -> "LLM":
+    import localinfer
+
+    return localinfer.load(model, context_length=context_length, threads=threads, speculation=None, progress=progress)

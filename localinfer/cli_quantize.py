@@ -1,0 +1,107 @@
+"""The `localinfer quantize` command."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from localinfer.errors import LocalinferError, OutOfMemoryError, RequestError
+from localinfer.progress import Progress, with_time_left
+
+if TYPE_CHECKING:
+    from localinfer.evaluation import Comparison
+
+_COUNT = click.IntRange(min=1)
+
+
+@click.command("quantize")
+@click.argument("source", metavar="SOURCE")
+@click.argument("target", metavar="TARGET")
+@click.option(
+    "--type", "type_name", metavar="TYPE", default="Q4_K_M", show_default=True, help="Such as Q8_0 or Q4_K_S."
+)
+@click.option(
+    "--method",
+    type=click.Choice(["rtn", "imatrix"]),
+    help="Round each weight by itself, or mind the importance of its column. Default: imatrix if --imatrix is given.",
+)
+@click.option("--imatrix", metavar="FILE", help="Importance, as llama-imatrix writes it.")
+@click.option("--threads", type=_COUNT, metavar="N", help="CPU threads. Default: one per physical core.")
+@click.option("--text", metavar="FILE", help="Text to measure the loss on. Default: one that ships inside.")
+@click.option(
+    "--chunks",
+    type=click.IntRange(min=0),
+    default=4,
+    show_default=True,
+    metavar="N",
+    help="Chunks of 512 tokens to measure on; 0: do not measure.",
+)
+def quantize_command(
+    source: str,
+    target: str,
+    type_name: str,
+    method: str | None,
+    imatrix: str | None,
+    threads: int | None,
+    text: str | None,
+    chunks: int,
+) -> None:
+    """Write the model SOURCE, a GGUF file or a Hugging Face folder, to the GGUF file TARGET with fewer bits.
+
+    Types and sizes are those of llama.cpp's presets, and every GGUF runtime reads the file. At the end the new model is
+    compared with the old one on a text.
+    """
+    from localinfer.evaluation import evaluation_text
+    from localinfer.evaluation_report import render_quantization, render_summary
+    from localinfer.quantization import quantize
+
+    if method == "imatrix" and imatrix is None:
+        raise click.UsageError("--method imatrix needs --imatrix FILE.")
+    if method == "rtn" and imatrix is not None:
+        raise click.UsageError("--method rtn uses no importance; leave --imatrix out.")
+    if Path(target).is_dir():
+        raise RequestError(f"{target} is a folder; give the name of the file to write")
+    content = evaluation_text(text)
+    with Progress() as progress:
+        model = quantize(
+            source, target, type=type_name, imatrix=imatrix, threads=threads, progress=with_time_left(progress)
+        )
+    click.echo(render_quantization(model))
+    if not chunks:
+        return
+    try:
+        found = _measure(source, target, content, chunks, threads)
+    except LocalinferError as error:
+        # The file is whole; only the figure is missing, and the reason says why.
+        click.echo(f"loss not measured: {error}")
+        return
+    click.echo(f"against the source: {render_summary(found)}")
+
+
+def _measure(source: str, target: str, text: str, chunks: int, threads: int | None) -> "Comparison":
+    import psutil
+
+    import localinfer
+    from localinfer.evaluation import CONTEXT_LENGTH, compare
+
+    needed = sum(_size(path) for path in (source, target))
+    available = int(psutil.virtual_memory().available)
+    if needed > available:
+        raise OutOfMemoryError(
+            f"both models together take {needed:,} bytes of memory, and {available:,} are free; compare them elsewhere "
+            "with `localinfer compare`"
+        )
+    with (
+        Progress() as progress,
+        localinfer.load(source, threads=threads, speculation=None, progress=progress) as first,
+        localinfer.load(target, threads=threads, speculation=None, progress=progress) as second,
+    ):
+        length = min(CONTEXT_LENGTH, first.context_length)
+        report = with_time_left(progress)
+        return compare(first, second, text, context_length=length, max_chunks=chunks, progress=report)
+
+
+def _size(model: str) -> int:
+    path = Path(model)
+    files = path.iterdir() if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files if file.is_file())

@@ -1,0 +1,198 @@
+"""How good a model is at a text, and how far another one is from it: perplexity and KL divergence.
+
+The conventions are those of llama.cpp's perplexity tool: the text is cut into chunks of 512 tokens that do not overlap,
+the first token of each becomes the beginning-of-text token where the model uses one, and only the second half of a
+chunk is scored. Divergences are exact: nothing is rounded or cut off on the way, as that tool does to save disk space.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.errors import ContextLengthError, RequestError
+from localinfer.llm import LLM
+
+CONTEXT_LENGTH = 512
+_ROWS_AT_ONCE = 16
+
+ProgressCallback = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """exp of the mean negative log-likelihood of `num_tokens` tokens, with the standard error of the estimate."""
+
+    perplexity: float
+    standard_error: float
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How a candidate's predictions differ from a base's, over the scored positions of one text.
+
+    divergences: KL(base || candidate) in nats, float64[positions]. same_top: share of positions whose likeliest token
+    is the same. probability_change: root mean square of how much the true token's probability changed.
+    """
+
+    divergences: NDArray[np.float64]
+    same_top: float
+    probability_change: float
+    base: Perplexity
+    candidate: Perplexity
+
+    @property
+    def num_tokens(self) -> int:
+        return self.divergences.size
+
+    @property
+    def mean(self) -> float:
+        return float(self.divergences.mean())
+
+    @property
+    def standard_error(self) -> float:
+        """Of the mean divergence."""
+        return _standard_error(self.divergences)
+
+    @property
+    def same_top_standard_error(self) -> float:
+        return float(np.sqrt(self.same_top * (1 - self.same_top) / max(1, self.num_tokens - 1)))
+
+    def quantile(self, share: float) -> float:
+        """The divergence that this share of positions does not exceed; 1 gives the largest."""
+        return float(np.quantile(self.divergences, share))
+
+
+def evaluation_text(path: str | os.PathLike[str] | None = None) -> str:
+    """Read a text to measure on; None takes the one that ships with localinfer, which no calibration text contains.
+
+    Raises: RequestError if the file cannot be read or is not UTF-8.
+    """
+    file = Path(__file__).parent / "evaluation.txt" if path is None else Path(path)
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{file} is not UTF-8 ({error.reason} at byte {error.start}); convert the text") from None
+    except OSError as error:
+        raise RequestError(f"{file} cannot be read: {error.strerror}; check the path") from None
+
+
+def measure_perplexity(
+    llm: LLM,
+    text: str,
+    *,
+    context_length: int = CONTEXT_LENGTH,
+    max_chunks: int | None = None,
+    progress: ProgressCallback | None = None,
+) -> Perplexity:
+    """Measure the perplexity of a text.
+
+    Raises: RequestError if the text does not fill one chunk, ContextLengthError if the model's context cannot hold one.
+    """
+    chunks = _cut(llm, text, context_length, max_chunks)
+    losses = []
+    for index, chunk in enumerate(chunks):
+        if progress is not None:
+            progress("measuring", index, len(chunks))
+        scores = [-_log_probabilities(block)[np.arange(len(true)), true] for block, true in _scored(llm, chunk)]
+        losses.append(np.concatenate(scores))
+    return _perplexity(np.concatenate(losses))
+
+
+def compare(
+    base: LLM,
+    candidate: LLM,
+    text: str,
+    *,
+    context_length: int = CONTEXT_LENGTH,
+    max_chunks: int | None = None,
+    progress: ProgressCallback | None = None,
+) -> Comparison:
+    """Measure how far a candidate's predictions are from a base's.
+
+    Raises: as `measure_perplexity`; RequestError if the models split the text into different tokens.
+    """
+    chunks = _cut(base, text, context_length, max_chunks)
+    others = _cut(candidate, text, context_length, max_chunks)
+    is_same = len(chunks) == len(others) and all(map(np.array_equal, chunks, others))
+    if not is_same or base.vocab_size != candidate.vocab_size:
+        raise RequestError(
+            "the two models split the text into different tokens; wanted models of one vocabulary, such as one model "
+            "before and after quantization"
+        )
+    rows: list[NDArray[np.float64]] = []
+    for index, chunk in enumerate(chunks):
+        if progress is not None:
+            progress("comparing", index, len(chunks))
+        for (first, true), (second, _) in zip(_scored(base, chunk), _scored(candidate, chunk), strict=True):
+            rows.append(_compare_rows(first, second, true))
+    divergences, base_losses, losses, is_same_top = np.concatenate(rows, axis=1)
+    change = np.exp(-losses) - np.exp(-base_losses)
+    return Comparison(
+        divergences=divergences,
+        same_top=float(is_same_top.mean()),
+        probability_change=float(np.sqrt((change**2).mean())),
+        base=_perplexity(base_losses),
+        candidate=_perplexity(losses),
+    )
+
+
+def _compare_rows(
+    base: NDArray[np.float32], candidate: NDArray[np.float32], true: NDArray[np.int32]
+) -> NDArray[np.float64]:
+    """Divergence, both losses and whether the likeliest token is the same: float64[4, rows]."""
+    first, second, rows = _log_probabilities(base), _log_probabilities(candidate), np.arange(len(true))
+    # A sum that rounding takes below 0 stands for 0.
+    divergences = np.maximum((np.exp(first) * (first - second)).sum(axis=1), 0)
+    is_same_top = base.argmax(axis=1) == candidate.argmax(axis=1)
+    return np.stack([divergences, -first[rows, true], -second[rows, true], is_same_top.astype(np.float64)])
+
+
+def _cut(llm: LLM, text: str, context_length: int, max_chunks: int | None) -> list[NDArray[np.int32]]:
+    if context_length > llm.context_length:
+        raise ContextLengthError(
+            f"chunks of {context_length} tokens do not fit the model's context of {llm.context_length}; "
+            "use a shorter context"
+        )
+    token_ids = np.array(llm.tokenizer.encode(text), np.int32)
+    count = token_ids.size // context_length
+    if count < 1:
+        raise RequestError(
+            f"the text has {token_ids.size} tokens, but one chunk takes {context_length}; use a longer text or a "
+            "shorter context"
+        )
+    return [
+        token_ids[index * context_length : (index + 1) * context_length]
+        for index in range(count if max_chunks is None else min(count, max_chunks))
+    ]
+
+
+def _scored(llm: LLM, chunk: NDArray[np.int32]) -> Iterator[tuple[NDArray[np.float32], NDArray[np.int32]]]:
+    """Logits and the true next tokens of the scored positions, a few rows at a time."""
+    given = chunk.copy()
+    if llm.tokenizer.adds_bos and llm.tokenizer.bos_token_id is not None:
+        given[0] = llm.tokenizer.bos_token_id
+    logits = llm.logits(given)
+    for start in range(chunk.size // 2, chunk.size - 1, _ROWS_AT_ONCE):
+        stop = min(start + _ROWS_AT_ONCE, chunk.size - 1)
+        yield logits[start:stop], chunk[start + 1 : stop + 1]
+
+
+def _log_probabilities(logits: NDArray[np.float32]) -> NDArray[np.float64]:
+    shifted = logits.astype(np.float64)
+    shifted -= shifted.max(axis=1, keepdims=True)
+    shifted -= np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    return shifted
+
+
+def _perplexity(losses: NDArray[np.float64]) -> Perplexity:
+    perplexity = float(np.exp(losses.mean()))
+    return Perplexity(perplexity, perplexity * _standard_error(losses), losses.size)
+
+
+def _standard_error(values: NDArray[np.float64]) -> float:
+    return float(values.std() / np.sqrt(max(1, values.size - 1)))

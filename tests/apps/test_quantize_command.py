@@ -1,0 +1,129 @@
+"""`localinfer quantize`, `compare` and `perplexity` on the demo model, as a user runs them."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from localinfer.cli import EXIT_BAD_INPUT, main
+from localinfer.models import demo
+from localinfer.quant.formats import TensorType
+from localinfer.quant.gguf import read_gguf
+from localinfer.quant.gguf_writer import GGUFWriter, TensorSpec, encode_value
+from localinfer.quant.reference import dequantize, quantize
+
+MODEL = Path(demo.__file__).parent / "demo-f16.gguf"
+
+
+def write_imatrix(path: Path) -> dict[str, np.ndarray]:
+    """Importance for every matrix of the demo model's layers."""
+    generator = np.random.default_rng(1)
+    with read_gguf(MODEL) as model:
+        shapes = {name: info.shape for name, info in model.tensors.items() if len(info.shape) == 2 and "blk" in name}
+    squares = {name: generator.random((1, shape[1]), np.float32) for name, shape in shapes.items()}
+    specs, data = [], []
+    for name, values in squares.items():
+        specs += [TensorSpec(f"{name}.in_sum2", TensorType.F32, values.shape)]
+        specs += [TensorSpec(f"{name}.counts", TensorType.F32, (1, 1))]
+        data += [values * 2, np.full((1, 1), 2, np.float32)]
+    with GGUFWriter(path, {"general.type": encode_value("imatrix")}, specs) as writer:
+        for values in data:
+            writer.write(values)
+    return squares
+
+
+def test_quantize_reports_layers_size_and_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "small.gguf"
+    assert main(["quantize", str(MODEL), str(target), "--type", "q4_k_m", "--threads", "2", "--chunks", "1"]) == 0
+    output = capsys.readouterr()
+    lines = output.out.splitlines()
+    assert lines[0].split() == ["layer", "error", "types"]
+    assert lines[1].split()[0] == "token_embd.weight"
+    assert [line.split()[0] for line in lines[2:8]] == list("012345")
+    assert f"{target.stat().st_size:,} bytes, 5.05 bits per weight" in lines[-2]
+    assert lines[-1].startswith("against the source: KL divergence 0.0")
+    assert output.err == ""
+    with read_gguf(target) as model:
+        assert model.metadata["general.file_type"] == 15
+        assert model.tensor("blk.0.attn_q.weight").type is TensorType.Q4_K
+
+
+def test_quantize_minds_importance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target, imatrix = tmp_path / "small.gguf", tmp_path / "imatrix.gguf"
+    squares = write_imatrix(imatrix)
+    words = ["quantize", str(MODEL), str(target), "--type", "Q4_1", "--chunks", "0", "--method", "imatrix"]
+    assert main([*words, "--imatrix", str(imatrix)]) == 0
+    assert "no importance: the imatrix has none for token_embd.weight" in capsys.readouterr().out
+    name = "blk.2.ffn_down.weight"
+    with read_gguf(MODEL) as source, read_gguf(target) as model:
+        info = source.tensor(name)
+        values = dequantize(source.tensor_bytes(name), info.type, info.shape)
+        wanted = quantize(values, TensorType.Q4_1, squares[name])
+        np.testing.assert_array_equal(model.tensor_bytes(name), wanted.reshape(-1))
+
+
+def test_fallbacks_are_told_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str], shared: Path) -> None:
+    words = ["quantize", str(shared / "models" / "stories260K.gguf"), str(tmp_path / "s.gguf"), "--chunks", "0"]
+    assert main([*words, "--type", "q4_0"]) == 0
+    output = capsys.readouterr().out
+    assert "fallback: token_embd.weight became Q8_0, not Q6_K: rows of 64 do not fill blocks of 256" in output
+    assert "fallback: ffn_down.weight of 5 layers became F16, not Q4_0: rows of 172 do not fill blocks of 32" in output
+    assert "(the preset alone: 4.83)" in output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--type", "q4"], "there is no type 'q4'; wanted one of Q4_0"),
+        (["--method", "imatrix"], "needs --imatrix FILE"),
+        (["--method", "rtn", "--imatrix", "x"], "leave --imatrix out"),
+        (["--imatrix", "missing.dat"], "missing.dat cannot be opened"),
+        (["--text", "missing.txt"], "missing.txt cannot be read"),
+        (["--threads", "100000"], "threads is 100000"),
+    ],
+)
+def test_quantize_refuses_what_makes_no_sense(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["quantize", str(MODEL), str(tmp_path / "out.gguf"), *words]) == EXIT_BAD_INPUT
+    output = capsys.readouterr()
+    assert message in output.err
+    assert (output.err.count("\n"), output.out) == (1, "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_quantize_refuses_to_overwrite_its_source_or_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "copy.gguf"
+    copy.write_bytes(MODEL.read_bytes())
+    assert main(["quantize", str(copy), str(copy)]) == EXIT_BAD_INPUT
+    assert "is the model to quantize" in capsys.readouterr().err
+    assert main(["quantize", str(copy), str(tmp_path)]) == EXIT_BAD_INPUT
+    assert "is a folder" in capsys.readouterr().err
+    assert copy.read_bytes() == MODEL.read_bytes()
+
+
+def test_a_loss_that_cannot_be_measured_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, target = tmp_path / "text.txt", tmp_path / "small.gguf"
+    text.write_text("Too short.")
+    assert main(["quantize", str(MODEL), str(target), "--type", "q8_0", "--text", str(text)]) == 0
+    assert "loss not measured: the text has" in capsys.readouterr().out
+    assert target.exists()
+
+
+def test_compare_and_perplexity_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "small.gguf"
+    assert main(["quantize", str(MODEL), str(target), "--type", "q8_0", "--chunks", "0"]) == 0
+    capsys.readouterr()
+    options = ["--chunks", "2", "--context-length", "128", "--threads", "1", "--json"]
+    assert main(["compare", str(MODEL), str(target), *options]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["num_tokens"] == 126
+    assert 0 < found["kl_divergence_nats"]["mean"] < 0.01
+    assert found["same_top"] > 0.9
+    assert main(["perplexity", str(target), *options]) == 0
+    assert json.loads(capsys.readouterr().out) == found["candidate"]
+    assert main(["perplexity", str(target), *options[:-1]]) == 0
+    assert capsys.readouterr().out.startswith(f"perplexity {found['candidate']['perplexity']:.4f} +- ")
