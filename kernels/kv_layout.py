@@ -1,12 +1,24 @@
 """How keys and values lie in a page: fixed-size pages of positions, every layer of a position in the same page.
 
-Per layer and KV head: keys in groups of sixteen positions, [page_tokens / 16][key_size][16], so that one query
-dimension meets sixteen keys in one vector; then values, [page_tokens][value_stride], so that one probability meets a
-whole vector.
+A page holds, per layer and KV head: keys, scales of keys, values, scales of values, each part a multiple of 64 bytes.
+Keys lie in groups of sixteen positions, so that one query dimension (or four) meets sixteen keys in one vector; values
+lie so that the probability of one position (or two) meets sixteen columns in one vector.
+
+| type | keys, per group of sixteen positions | values |
+|---|---|---|
+| f32 f16 | [key_size][16] | [32 positions][columns] |
+| q8_0 | [key_size / 4][16][4] codes + 128 | [16 pairs of positions][columns][2] codes |
+| q4_0 | [key_size / 8][16][4] bytes: low nibbles 4 dimensions, high nibbles the next 4 | [8 fours of positions] |
+| | | [columns / 32][16][4] bytes: low nibbles column c, high nibbles column c + 16 |
+
+The four bytes of a column in q4_0 values belong to positions 0, 2, 1, 3, so that its 16-bit halves are pairs. Codes of
+q4_0 are 0 to 15 and mean -8 to 7. One float16 scale belongs to SCALE_BLOCK elements of one position: keys hold theirs
+as [2 groups][blocks][16], values as [blocks][32].
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from localinfer.errors import RequestError
 from localinfer.kernels.ops import KVLayerShape
@@ -14,19 +26,57 @@ from localinfer.kernels.ops import KVLayerShape
 PAGE_TOKENS = 32
 """Positions per page: half a page is wasted per sequence on average, and a page is one copy when a prefix forks."""
 
-ELEMENT_BYTES = {"f16": 2, "f32": 4}
+SCALE_BLOCK = 64
+"""Elements of a head that share a scale, in the quantized types."""
+
+KV_TYPES = ("f32", "f16", "q8_0", "q4_0")
+
+
+def parse_kv_type(kv_type: str) -> tuple[str, str]:
+    """Types of keys and values from one name for both, or from "keys/values". Raises: RequestError."""
+    names = kv_type.split("/") if isinstance(kv_type, str) else []
+    if not 1 <= len(names) <= 2 or any(name not in KV_TYPES for name in names):
+        raise RequestError(
+            f"kv_type is {kv_type!r}; give one of {', '.join(KV_TYPES)}, or one for keys and one for values, "
+            "such as 'q8_0/q4_0'"
+        )
+    return names[0], names[-1]
+
+
+def is_quantized(name: str) -> bool:
+    """Whether a type of keys or values holds codes and scales."""
+    return name.startswith("q")
+
+
+def num_blocks(size: int) -> int:
+    """Scales of `size` elements; the last may belong to fewer than SCALE_BLOCK."""
+    return -(-size // SCALE_BLOCK)
+
+
+@dataclass(frozen=True)
+class HeadLayout:
+    """One KV head of one layer in a page: where its parts begin, how many bytes it takes, and its padded sizes.
+
+    key_columns and value_columns are what is stored of each position: the sizes, padded to what a vector needs.
+    """
+
+    key_columns: int
+    value_columns: int
+    key_scales: int
+    values: int
+    value_scales: int
+    num_bytes: int
 
 
 @dataclass(frozen=True)
 class KVLayout:
-    """Sizes and offsets of a page, in bytes."""
+    """Sizes and offsets of a page, in bytes. `kv_type` is a type for both, or "keys/values"."""
 
     kv_type: str
     layers: Sequence[KVLayerShape]
 
     def __post_init__(self) -> None:
-        if self.kv_type not in ELEMENT_BYTES:
-            raise RequestError(f"kv_type is {self.kv_type!r}; this version keeps {' or '.join(ELEMENT_BYTES)}")
+        parse_kv_type(self.kv_type)
 
     @property
     def page_tokens(self) -> int:
@@ -34,23 +84,52 @@ class KVLayout:
         return PAGE_TOKENS
 
     @property
-    def element_bytes(self) -> int:
-        """Bytes of one stored number."""
-        return ELEMENT_BYTES[self.kv_type]
+    def key_type(self) -> str:
+        """Type of keys."""
+        return parse_kv_type(self.kv_type)[0]
 
-    def value_stride(self, layer: int) -> int:
-        """Elements between one position's values and the next."""
-        return (self.layers[layer].value_size + 15) // 16 * 16
+    @property
+    def value_type(self) -> str:
+        """Type of values."""
+        return parse_kv_type(self.kv_type)[1]
 
-    def head_bytes(self, layer: int) -> int:
-        """Bytes of one KV head of one layer in a page."""
-        return PAGE_TOKENS * (self.layers[layer].key_size + self.value_stride(layer)) * self.element_bytes
+    def head(self, layer: int) -> HeadLayout:
+        """The layout of each KV head of a layer."""
+        shape, key_type, value_type = self.layers[layer], self.key_type, self.value_type
+        key_columns = _padded(shape.key_size, {"q8_0": 4, "q4_0": 8}.get(key_type, 1))
+        value_columns = _padded(shape.value_size, 32 if value_type == "q4_0" else 16)
+        key_scales = _part_bytes(key_columns, key_type)
+        values = key_scales + _scale_bytes(shape.key_size, key_type)
+        value_scales = values + _part_bytes(value_columns, value_type)
+        num_bytes = value_scales + _scale_bytes(shape.value_size, value_type)
+        return HeadLayout(key_columns, value_columns, key_scales, values, value_scales, num_bytes)
 
     def layer_offset(self, layer: int) -> int:
         """Where a layer begins in a page."""
-        return sum(self.layers[i].num_kv_heads * self.head_bytes(i) for i in range(layer))
+        return self._layer_offsets[layer]
 
     @property
     def page_bytes(self) -> int:
         """Bytes of a page, a multiple of 64 because each head's are."""
-        return self.layer_offset(len(self.layers))
+        return self._layer_offsets[-1]
+
+    @cached_property
+    def _layer_offsets(self) -> list[int]:
+        offsets = [0]
+        for layer, shape in enumerate(self.layers):
+            offsets.append(offsets[-1] + shape.num_kv_heads * self.head(layer).num_bytes)
+        return offsets
+
+
+def _padded(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _part_bytes(columns: int, name: str) -> int:
+    """Bytes of the numbers of a page of one head, scales apart."""
+    bits = {"f32": 32, "f16": 16, "q8_0": 8, "q4_0": 4}[name]
+    return _padded(PAGE_TOKENS * columns * bits // 8, 64)
+
+
+def _scale_bytes(size: int, name: str) -> int:
+    return PAGE_TOKENS * 2 * num_blocks(size) if is_quantized(name) else 0

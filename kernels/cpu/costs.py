@@ -58,11 +58,10 @@ def embedding_cost(kernel: str, table: EmbeddingTable) -> Operation:
 
 def attention_cost(kernel: str, layout: KVLayout, layer: int, shape: AttentionShape) -> Operation:
     """Keys and values of the positions that a row attends to."""
-    elements = shape.num_kv_heads * (shape.key_size + layout.value_stride(layer))
     return Operation(
         kernel,
         Rows.BATCH,
-        kv_bytes=elements * layout.element_bytes,
+        kv_bytes=shape.num_kv_heads * layout.head(layer).num_bytes // layout.page_tokens,
         kv_multiply_adds=shape.num_heads * (shape.key_size + shape.value_size),
         window=shape.window or shape.chunk,
     )

@@ -22,6 +22,7 @@ DECODE_ROWS = 8
 class TapeRecord:
     """What a tape has recorded: a kernel and a parameter block int64[...] per op, and everything those point to.
 
+    partial_bytes: what one row's attention to one chunk may have to keep until all chunks are merged.
     num_tokens and num_positions are the sizes of the tables that ids and positions index; None if there is no table.
     """
 
@@ -34,6 +35,7 @@ class TapeRecord:
     operations: Sequence[Operation]
     memory: Any
     logits: FloatArray
+    partial_bytes: int
     num_tokens: int | None
     num_positions: int | None
 
@@ -74,6 +76,8 @@ class CpuProgram:
             self._header[offset // 8] = address(array)
         self._header[protocol.CONTROL // 8] = self._pool.control_address
         self._header_address = address(self._header)
+        self._partials: NDArray[np.uint8] = aligned_zeros(0)
+        self._reserve_partials(0)
         self._last_pages: NDArray[np.int64] | None = None
         self._last_table = 0
         self._last_rows = 1
@@ -93,9 +97,10 @@ class CpuProgram:
         self._output_rows[:outputs] = batch.output_rows
         if outputs and not all(0 <= row < rows for row in batch.output_rows.tolist()):
             raise RequestError(f"output rows must lie in 0..{rows - 1}")
-        row = 0
+        row = chunks = 0
         for index, segment in enumerate(batch.segments):
             row = self._set_segment(index, segment, row, rows)
+            chunks += (segment.start_position // protocol.CHUNK + 2) * segment.num_rows
         if row != rows:
             raise RequestError(f"the segments hold {row} rows, the batch {rows} token ids")
         header = self._header
@@ -103,6 +108,8 @@ class CpuProgram:
         header[protocol.NUM_ROWS // 8] = rows
         header[protocol.NUM_OUTPUT_ROWS // 8] = outputs
         self._last_rows = rows
+        if rows <= protocol.SPLIT_ROWS and self.num_threads > 1:
+            self._reserve_partials(chunks)
         self._pool.run(self._ops_address, self._num_ops, self._header_address, self._threads_for(rows))
         return self._record.logits[:outputs]
 
@@ -121,6 +128,14 @@ class CpuProgram:
 
     def _threads_for(self, rows: int) -> int:
         return self.decode_threads if rows <= DECODE_ROWS else self.num_threads
+
+    def _reserve_partials(self, num_chunks: int) -> None:
+        """Make room for what rows that see so many chunks in all keep of them, and for more than that next time."""
+        needed = protocol.PARTIAL_COUNTER_BYTES + num_chunks * self._record.partial_bytes
+        if needed > self._partials.size:
+            self._partials = aligned_zeros(2 * needed)
+            self._header[protocol.PARTIALS // 8] = address(self._partials)
+            self._header[protocol.PARTIALS_BYTES // 8] = self._partials.size
 
     def _set_token_ids(self, token_ids: NDArray[np.int32], rows: int) -> None:
         # A row alone is every decoded token: plain integers cost a fraction of NumPy's reductions there.

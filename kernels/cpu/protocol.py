@@ -18,7 +18,10 @@ SCRATCH = 56
 SEGMENTS = 64
 """Address of int64[segments][4]: first row, number of rows, first position, page table."""
 NUM_SEGMENTS = 72
-HEADER_WORDS = 10
+PARTIALS = 80
+"""Address of memory that all threads share: counters int64, zero between ops, and results of single chunks."""
+PARTIALS_BYTES = 88
+HEADER_WORDS = 12
 
 SCRATCH_BYTES = 1 << 17
 
@@ -48,6 +51,11 @@ ROWS_PER_UNIT = 16
 """Rows of one sequence that share a unit of work, so that a chunk is read from memory once for all of them."""
 MAX_VALUE_SIZE = 1024
 MAX_QUERIES_PER_UNIT = 4096
+SPLIT_ROWS = 8
+"""Batches of up to this many rows are also split by chunks, so that few KV heads keep many threads busy."""
+MAX_SPLIT_HEADS = 512
+PARTIAL_COUNTER_BYTES = 8 * SPLIT_ROWS * MAX_SPLIT_HEADS
+"""A counter of finished parts for each sequence and KV head."""
 
 MAX_EXPERTS = 4096
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.kernels.compile_ahead import ProgressCallback, compile_ahead
-from localinfer.kernels.cpu import protocol
+from localinfer.kernels.cpu import attention_words, protocol
 from localinfer.kernels.cpu.arrays import address, aligned
 from localinfer.kernels.cpu.costs import attention_cost, embedding_cost, expert_cost, head_cost, matmul_cost
 from localinfer.kernels.cpu.layouts import GGUF_LAYOUTS, SIZES, is_float, num_tiles
@@ -20,7 +20,7 @@ from localinfer.kernels.cpu.packing import PackedWeight, RowTable
 from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.kernels.cpu.program import CpuProgram, TapeRecord
 from localinfer.kernels.cpu.tape_memory import TapeMemory, check, padded
-from localinfer.kernels.kv_layout import KVLayout
+from localinfer.kernels.kv_layout import KVLayout, is_quantized
 from localinfer.kernels.object_cache import Kernel
 from localinfer.kernels.ops import (
     Activation,
@@ -68,6 +68,9 @@ class CpuTape:
         self._memory = TapeMemory(self._max_rows)
         self._ops: list[tuple[Kernel, NDArray[np.int64]]] = []
         self._operations: list[Operation] = []
+        self._calls: list[tuple[NDArray[np.int64], int, Kernel]] = []
+        self._quantized_queries: NDArray[np.uint8] = aligned(0)
+        self._partial_bytes = 0
         self._angles: dict[tuple[bytes, float], NDArray[np.uint8]] = {}
         self._quantized: dict[Rows, NDArray[np.uint8]] = {}
         self._quantized_source: tuple[Rows, int, int] | None = None
@@ -82,8 +85,18 @@ class CpuTape:
     def _place(self, buffer: Buffer) -> tuple[int, int]:
         return self._memory.place(buffer)
 
-    def _add(self, kernel: str, *words: int, writes: Buffer | None, cost: Operation | None = None) -> None:
-        self._ops.append((Kernel(kernel), np.array(words, np.int64)))
+    def _add(
+        self,
+        kernel: str,
+        *words: int,
+        writes: Buffer | None,
+        cost: Operation | None = None,
+        calls: dict[int, Kernel] | None = None,
+    ) -> None:
+        """Record an op. calls: kernels that it calls itself, by the offset of the word that takes their address."""
+        block = np.array(words, np.int64)
+        self._ops.append((Kernel(kernel), block))
+        self._calls.extend((block, offset, called) for offset, called in (calls or {}).items())
         self._operations.append(cost or Operation(kernel))
         if writes is not None:
             self._forget_copies(writes)
@@ -267,9 +280,8 @@ class CpuTape:
             values.width == shape.num_kv_heads * shape.value_size, f"{values.name} does not hold layer {layer}'s values"
         )
         check(keys.rows is Rows.BATCH and values.rows is Rows.BATCH, "only batch rows enter the cache")
-        sizes = (shape.num_kv_heads, shape.key_size, shape.value_size, layout.value_stride(layer))
-        offsets = (layout.layer_offset(layer), layout.head_bytes(layer), layout.element_bytes)
-        self._add("attention.store_kv", *self._place(keys), *self._place(values), *sizes, *offsets, writes=None)
+        kernel, words = attention_words.store_words(layout, layer, self._place(keys), self._place(values))
+        self._add(kernel.name, *words.tolist(), writes=None)
 
     def attention(self, out: Buffer, queries: Buffer, layer: int, shape: AttentionShape) -> None:
         cached, layout = self._kv_layout.layers[layer], self._kv_layout
@@ -287,16 +299,47 @@ class CpuTape:
         group = shape.num_heads // shape.num_kv_heads
         check(group <= protocol.MAX_QUERIES_PER_UNIT, f"{group} heads share one KV head")
         rows_per_unit = max(1, min(protocol.ROWS_PER_UNIT, protocol.MAX_QUERIES_PER_UNIT // group))
-        sinks = self._memory.constant(shape.sinks, shape.num_heads, "attention sinks")
-        slopes = self._memory.constant(shape.alibi_slopes, shape.num_heads, "ALiBi slopes")
-        words = (
-            *(group, shape.num_kv_heads, shape.key_size, shape.value_size, layout.value_stride(layer)),
-            *(layout.layer_offset(layer), layout.head_bytes(layer), _bits(shape.scale), _bits(shape.softcap)),
-            *(shape.window, shape.chunk, sinks, slopes, layout.element_bytes, rows_per_unit),
-        )
-        kernel = f"attention.attention_{layout.kv_type}"
-        cost = attention_cost(kernel, layout, layer, shape)
-        self._add(kernel, *self._place(queries), *self._place(out), *words, writes=out, cost=cost)
+        place, stride, head_bytes = self._queries(queries, layer, shape)
+        out_place, out_stride = self._place(out)
+        words = attention_words.cache_words(layout, layer) | {
+            attention_words.QUERIES: place,
+            attention_words.QUERIES_STRIDE: stride,
+            attention_words.QUERY_HEAD_BYTES: head_bytes,
+            attention_words.OUT: out_place,
+            attention_words.OUT_STRIDE: out_stride,
+            attention_words.GROUP: group,
+            attention_words.SCALE: _bits(shape.scale),
+            attention_words.SOFTCAP: _bits(shape.softcap),
+            attention_words.WINDOW: shape.window,
+            attention_words.LOCAL_CHUNK: shape.chunk,
+            attention_words.SINKS: self._memory.constant(shape.sinks, shape.num_heads, "attention sinks"),
+            attention_words.SLOPES: self._memory.constant(shape.alibi_slopes, shape.num_heads, "ALiBi slopes"),
+            attention_words.ROWS_PER_UNIT: rows_per_unit,
+        }
+        calls = attention_words.pieces(layout)
+        block = attention_words.words(words | dict.fromkeys(calls, 0))
+        row_bytes = attention_words.partial_bytes(group, shape.num_kv_heads, layout.head(layer).value_columns)
+        self._partial_bytes = max(self._partial_bytes, row_bytes)
+        cost = attention_cost("attention.attention", layout, layer, shape)
+        self._add("attention.attention", *block.tolist(), writes=out, cost=cost, calls=calls)
+
+    def _queries(self, queries: Buffer, layer: int, shape: AttentionShape) -> tuple[int, int, int]:
+        """Where attention finds its queries: address, stride per row and per head; quantizes them for such keys."""
+        name = self._kv_layout.key_type
+        if not is_quantized(name):
+            return *self._place(queries), 4 * shape.key_size
+        columns = self._kv_layout.head(layer).key_columns
+        head_bytes = attention_words.query_head_bytes(columns)
+        stride = shape.num_heads * head_bytes
+        if self._quantized_queries.size < self._max_rows[Rows.BATCH] * stride:
+            self._quantized_queries = aligned(self._max_rows[Rows.BATCH] * stride)
+            self._memory.keep(self._quantized_queries)
+        source, source_stride = self._place(queries)
+        place, rotation = address(self._quantized_queries), attention_words.rotation_size(shape.key_size, name)
+        words = (source, source_stride, place, stride, head_bytes, shape.num_heads, shape.key_size, columns)
+        bias = attention_words.CODE_BIASES[name]
+        self._add("kv_store.quantize_queries", *words, bias, _bits(shape.scale), rotation, writes=None)
+        return place, stride, head_bytes
 
     def activation(self, out: Buffer, x: Buffer, kind: Activation) -> None:
         check(kind is not Activation.SWIGLU_CLAMPED, f"{kind.value} exists only gated")
@@ -472,7 +515,9 @@ class CpuTape:
     def finish(self, logits: Buffer) -> CpuProgram:
         check(logits.rows is Rows.OUTPUT, f"{logits.name} holds batch rows; logits are of output rows")
         kernels = tuple(kernel for kernel, _ in self._ops)
-        compile_ahead(kernels, self._progress)
+        compile_ahead((*kernels, *(called for _, _, called in self._calls)), self._progress)
+        for block, offset, called in self._calls:
+            block[offset // 8] = called.address
         rows = self._max_rows
         logits_array = self._memory.rows(logits)
         record = TapeRecord(
@@ -485,6 +530,7 @@ class CpuTape:
             operations=tuple(self._operations),
             memory=self._memory,
             logits=logits_array,
+            partial_bytes=self._partial_bytes,
             num_tokens=self._token_limit,
             num_positions=self._position_limit,
         )

@@ -9,7 +9,15 @@ from localinfer.kernels.cpu.layouts import SIZES, Layout, is_float
 from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.kernels.cpu.tape import CpuTape
 from localinfer.kernels.kv_layout import KVLayout
-from localinfer.kernels.ops import Activation, AttentionShape, Buffer, KVLayerShape, LinearWeight, Projection
+from localinfer.kernels.ops import (
+    Activation,
+    AttentionShape,
+    Buffer,
+    FloatArray,
+    KVLayerShape,
+    LinearWeight,
+    Projection,
+)
 from tests.kernels.random_weights import random_weights
 from tests.kernels.tape_runs import assert_same_bits, linear, random_rows, run_rows
 
@@ -38,21 +46,34 @@ def products() -> str:
     return result.hexdigest()
 
 
-def layer() -> str:
-    """Norm, float16 cache, attention and activation: what only the compiler treats differently."""
-    pool, shape = ThreadPool(1), AttentionShape(2, 1, 20, 24, 0.3, softcap=3.0)
+def cached() -> str:
+    """Attention over quantized keys and values, whose products are written differently too."""
+    pool, result = ThreadPool(1), hashlib.sha256()
+    for kv_type in ("q8_0", "q4_0"):
+        found = _attention(pool, AttentionShape(3, 1, 80, 40, 0.3), kv_type)
+        assert_same_bits(found, found)
+        result.update(found.tobytes())
+    return result.hexdigest()
 
+
+def _attention(pool: ThreadPool, shape: AttentionShape, kv_type: str) -> FloatArray:
     def write(tape: CpuTape, inputs: list[Buffer]) -> Buffer:
         queries, keys, values = inputs
-        out = tape.buffer("out", 48)
-        tape.rms_norm(queries, queries, None, 1e-5, 20)
+        out = tape.buffer("out", shape.num_heads * shape.value_size)
+        tape.rms_norm(queries, queries, None, 1e-5, shape.key_size)
         tape.store_kv(0, keys, values)
         tape.attention(out, queries, 0, shape)
         tape.activation(out, out, Activation.SILU)
         return out
 
-    inputs = [random_rows(150, width, seed) for seed, width in enumerate([40, 20, 24])]
-    found = run_rows(pool, inputs, write, kv_layout=KVLayout("f16", [KVLayerShape(1, 20, 24)]))
+    widths = [shape.num_heads * shape.key_size, shape.key_size, shape.value_size]
+    inputs = [random_rows(150, width, seed) for seed, width in enumerate(widths)]
+    return run_rows(pool, inputs, write, kv_layout=KVLayout(kv_type, [KVLayerShape(1, *widths[1:])]))
+
+
+def layer() -> str:
+    """Norm, float16 cache, attention and activation: what only the compiler treats differently."""
+    found = _attention(ThreadPool(1), AttentionShape(2, 1, 20, 24, 0.3, softcap=3.0), "f16")
     assert_same_bits(found, found)
     return hashlib.sha256(found.tobytes()).hexdigest()
 

@@ -12,7 +12,7 @@ from llvmlite import ir
 from numba import types
 
 from localinfer.kernels import isa
-from localinfer.kernels.cpu.compiled import attention_tiles, quantize, rows, tiles
+from localinfer.kernels.cpu.compiled import attention_codes, attention_tiles, quantize, rotation, rows, tiles
 from localinfer.kernels.cpu.layouts import Layout
 from localinfer.kernels.isa import ISA
 from localinfer.kernels.ops import Activation
@@ -48,10 +48,13 @@ def _tile(layout: Layout) -> tuple[Any, list[Any]]:
 PIECES: dict[str, tuple[Any, list[Any]]] = {
     **{layout.name: _tile(layout) for layout in Layout},
     "quantize": (quantize.quantize_block, [_ADDRESS] * 3),
-    "key scores": (attention_tiles.key_scores, [_literal(1), _literal(4), *[_ADDRESS] * 3, _FLOAT, *[_ADDRESS] * 2]),
-    "softmax": (attention_tiles.softmax_chunk, [*[_ADDRESS] * 5, _FLOAT, _FLOAT, _ADDRESS, _ADDRESS]),
-    "values": (attention_tiles.weigh_values, [_literal(1), _literal(4), *[_ADDRESS] * 8]),
-    "merge": (attention_tiles.merge_chunk, [_ADDRESS] * 5),
+    "key scores": (attention_tiles.score_keys, [_literal(1), *[_ADDRESS] * 6, _FLOAT, *[_ADDRESS] * 3]),
+    "softmax": (attention_tiles.softmax_chunk, [*[_ADDRESS] * 5, _FLOAT, _FLOAT, *[_ADDRESS] * 3]),
+    "values": (attention_tiles.weigh_values, [_literal(1), *[_ADDRESS] * 9]),
+    "merge": (attention_tiles.merge_chunk, [_ADDRESS] * 10),
+    **{f"key codes {kind}": (attention_codes.score_codes, [_literal(kind), *[_ADDRESS] * 10]) for kind in (0, 1)},
+    **{f"value codes {kind}": (attention_codes.weigh_codes, [_literal(kind), *[_ADDRESS] * 10]) for kind in (0, 1)},
+    **{f"head codes {kind}": (rotation.quantize_values, [_literal(kind), *[_ADDRESS] * 3]) for kind in (0, 1, 2)},
     "norm": (rows.layer_norm_row, [*[_ADDRESS] * 5, _FLOAT]),
     "gelu": (rows.activate_row, [_literal(list(Activation).index(Activation.GELU_ERF)), *[_ADDRESS] * 3]),
 }

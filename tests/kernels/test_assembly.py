@@ -38,6 +38,8 @@ def test_products_use_the_dot_product_of_their_instruction_set(
     wanted = DOT_PRODUCTS[request.node.callspec.params["listings"]]
     for name in INTEGER_LAYOUTS:
         assert re.search(wanted, listings[name]), name
+    assert re.search(wanted, listings["key codes 0"])
+    assert re.search(wanted, listings["key codes 1"])
 
 
 @pytest.mark.parametrize("listings", DOT_PRODUCTS, indirect=True)

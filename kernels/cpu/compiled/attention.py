@@ -1,263 +1,325 @@
-"""Attention over the paged cache, and writing keys and values into it.
+"""Attention over the paged cache: how its work is split, and how what is split comes together.
 
-A unit of work is a few consecutive rows of one sequence and one KV head. Its queries, all heads of the group of all
-its rows, meet each chunk of keys and values in groups of eight, so a chunk is read from memory once per unit.
+A tile is a few consecutive rows of one sequence and one KV head. Its queries, all heads of the group of all its rows,
+meet each chunk of keys and values in groups of eight, so a chunk is read from memory once per tile. A unit of work is
+a tile over all its chunks; in a batch of few rows it is a tile over some of them, so that there is work for every
+thread. Then results of single chunks wait in memory, and whoever finishes the last part of a tile merges them all.
+Either way chunks are merged one by one, in order, so how work was split cannot be seen in the result.
 """
 
 import numpy as np
 
+from localinfer.kernels.cpu.attention_words import (
+    GROUP,
+    HEAD_BYTES,
+    KV_HEADS,
+    LAYER_OFFSET,
+    LOCAL_CHUNK,
+    OUT,
+    OUT_STRIDE,
+    QUERIES,
+    QUERIES_STRIDE,
+    QUERY_HEAD_BYTES,
+    ROTATION,
+    ROWS_PER_UNIT,
+    SCORE_KEYS,
+    SINKS,
+    SLOPES,
+    SOFTCAP,
+    VALUE_COLUMNS,
+    VALUE_SIZE,
+    WEIGH_VALUES,
+    WINDOW,
+)
+from localinfer.kernels.cpu.compiled import attention_scratch as scratch
 from localinfer.kernels.cpu.compiled.attention_tiles import (
+    PAGES_PER_CHUNK,
+    SCORE_STRIDE,
     divide_row,
-    key_scores,
     merge_chunk,
     softmax_chunk,
-    weigh_values,
 )
-from localinfer.kernels.cpu.compiled.batch import num_rows, rows_at_once, scratch
-from localinfer.kernels.cpu.compiled.memory import float_bits, load_f32, load_i64, store_f32, store_half, store_i64
+from localinfer.kernels.cpu.compiled.batch import num_rows
+from localinfer.kernels.cpu.compiled.batch import scratch as scratch_of
+from localinfer.kernels.cpu.compiled.memory import (
+    atomic_add,
+    call_op,
+    float_bits,
+    load_f32,
+    load_i64,
+    store_f32,
+    store_i64,
+)
 from localinfer.kernels.cpu.compiled.pool import take_units
+from localinfer.kernels.cpu.compiled.rotation import copy_padded, rotate
 from localinfer.kernels.cpu.compiled.rows import exp_of
 from localinfer.kernels.cpu.protocol import (
     CHUNK,
     CONTROL,
-    MAX_VALUE_SIZE,
+    MAX_SPLIT_HEADS,
     NUM_SEGMENTS,
-    PAGE_TABLES,
-    POSITIONS,
+    PARTIAL_COUNTER_BYTES,
+    PARTIALS,
+    PARTIALS_BYTES,
     SEGMENTS,
+    SPLIT_ROWS,
 )
-from localinfer.kernels.jit import compose, inline, op
+from localinfer.kernels.jit import inline, op
 from localinfer.kernels.kv_layout import PAGE_TOKENS
 
-# Words of an `attention` op's parameters: queries, queries stride, out, out stride, heads per KV head, KV heads, key
-# size, value size, value stride, layer offset, head bytes, scale bits, softcap bits, window, chunk, sinks, slopes,
-# element bytes, rows per unit.
-
-# Scratch of a thread: query addresses, then scores, chunk values, chunk states and running states.
-_SCORES = 64
-_VALUES = _SCORES + 8 * CHUNK * 4
-_CHUNK_STATES = _VALUES + 8 * MAX_VALUE_SIZE * 4
-_UNIT = _CHUNK_STATES + 64
-_STATES = _UNIT + 64
-
-_F32, _F16 = 0, 1
+_LEAST_CHUNKS = 2
+"""Chunks of a part of a tile: fewer cost more to merge than they let threads share."""
+_PARTS_PER_THREAD = 8
 
 
 @inline
-def _lowest_position(position: int, window: int, chunk: int) -> int:
+def _lowest_position(p: int, position: int) -> int:
     """First position that a query at `position` may see."""
+    window, local = load_i64(p + WINDOW), load_i64(p + LOCAL_CHUNK)
     low = 0
     if window > 0:
         low = max(low, position - window + 1)
-    if chunk > 0:
-        low = max(low, position // chunk * chunk)
+    if local > 0:
+        low = max(low, position // local * local)
     return low
 
 
-@compose
-def _scores(kind: int, count: int, queries: int, keys: int, key_size: int, scale: float, out: int) -> None:
-    """`key_scores` for 1, 2, 4 or 8 queries."""
-    if count == 8:
-        key_scores(kind, 8, queries, keys, key_size, scale, out, 4 * CHUNK)
-    elif count == 4:
-        key_scores(kind, 4, queries, keys, key_size, scale, out, 4 * CHUNK)
-    elif count == 2:
-        key_scores(kind, 2, queries, keys, key_size, scale, out, 4 * CHUNK)
-    else:
-        key_scores(kind, 1, queries, keys, key_size, scale, out, 4 * CHUNK)
+@inline
+def _first_chunk(p: int, position: int) -> int:
+    return _lowest_position(p, position) // CHUNK
 
 
-@compose
-def _values(
-    kind: int, count: int, weights: int, values: int, positions: int, stride: int, vectors: int, out: int
-) -> None:
-    """`weigh_values` for 1, 2, 4 or 8 queries."""
-    if count == 8:
-        weigh_values(kind, 8, weights, 4 * CHUNK, values, positions, stride, vectors, out, 64 * vectors)
-    elif count == 4:
-        weigh_values(kind, 4, weights, 4 * CHUNK, values, positions, stride, vectors, out, 64 * vectors)
-    elif count == 2:
-        weigh_values(kind, 2, weights, 4 * CHUNK, values, positions, stride, vectors, out, 64 * vectors)
-    else:
-        weigh_values(kind, 1, weights, 4 * CHUNK, values, positions, stride, vectors, out, 64 * vectors)
+@inline
+def _set_pages(p: int, memory: int, chunk: int, end: int) -> None:
+    """Addresses of this head's part in a chunk's pages, and in those of the next chunk, which are fetched ahead.
 
-
-@compose
-def _group(
-    kind: int, count: int, p: int, unit: int, memory: int, pages: int, start: int, high: int, first_query: int
-) -> None:
-    """`count` queries of a unit against the positions start..high of one chunk.
-
-    unit: address of int64[4]: first position, query row, output row and KV head of the unit.
+    Only pages of positions before `end` are looked up; the others' entries repeat one that was.
     """
-    queries_stride, out_stride, group_size = load_i64(p + 8), load_i64(p + 24), load_i64(p + 32)
-    key_size, value_size, value_stride = load_i64(p + 48), load_i64(p + 56), load_i64(p + 64)
-    scale, softcap = float_bits(load_i64(p + 88)), float_bits(load_i64(p + 96))
-    window, local, slopes, element = load_i64(p + 104), load_i64(p + 112), load_i64(p + 128), load_i64(p + 136)
-    first_position, query_row, out_row, kv_head = (
-        load_i64(unit),
-        load_i64(unit + 8),
-        load_i64(unit + 16),
-        load_i64(unit + 24),
-    )
-    head_offset = load_i64(p + 72) + kv_head * load_i64(p + 80)
-    value_bytes = value_stride * element
-    first_head = kv_head * group_size
-    # Blocks of sixteen positions that no query of the group sees are left out; the chunk's own grid stays.
-    low = max(start, _lowest_position(first_position + first_query // group_size, window, local))
-    base = low // 16 * 16
-    num_scores = (high - base + 15) // 16 * 16
+    table = load_i64(memory + scratch.PAGE_TABLE)
+    offset = load_i64(p + LAYER_OFFSET) + load_i64(memory + scratch.KV_HEAD) * load_i64(p + HEAD_BYTES)
+    first, last = chunk * PAGES_PER_CHUNK, (end - 1) // PAGE_TOKENS
+    for index in range(2 * PAGES_PER_CHUNK):
+        page = load_i64(table + 8 * min(first + index, last))
+        store_i64(memory + scratch.PAGES + 8 * index, page + offset)
+
+
+@inline
+def _attend(p: int, memory: int, chunk: int, first_query: int, count: int, place: int) -> None:
+    """`count` queries of a tile against a chunk: maxima, sums and weighted values of it alone, 16, 16 and 8 rows."""
+    group, kv_head = load_i64(p + GROUP), load_i64(memory + scratch.KV_HEAD)
+    position, start = load_i64(memory + scratch.POSITION), chunk * CHUNK
+    last_query = first_query + count - 1
+    low = max(0, _lowest_position(p, position + first_query // group) - start)
+    high = min(CHUNK, position + last_query // group + 1 - start)
+    for q in range(8):
+        store_f32(place + 4 * q, np.float32(-np.inf))
+    if low >= high:
+        return
+    # Counts between those that the pieces know repeat the last query.
+    at_once = 1
+    while at_once < count:
+        at_once *= 2
+    store_i64(memory + scratch.COUNT, at_once)
+    store_i64(memory + scratch.CHUNK_VALUES, place + 128)
+    for q in range(at_once):
+        query = min(first_query + q, last_query)
+        row = load_i64(memory + scratch.QUERY_ROW) + query // group * load_i64(p + QUERIES_STRIDE)
+        head = kv_head * group + query % group
+        store_i64(memory + scratch.QUERY_TABLE + 8 * q, row + head * load_i64(p + QUERY_HEAD_BYTES))
+    # Blocks of sixteen positions that no query sees are left out; the chunk's own grid stays.
+    first_block, last_block = low // 16, (high + 15) // 16
+    call_op(load_i64(p + SCORE_KEYS), p, memory, first_block, last_block)
+    softcap, slopes = float_bits(load_i64(p + SOFTCAP)), load_i64(p + SLOPES)
     for q in range(count):
         query = first_query + q
-        head = first_head + query % group_size
-        store_i64(memory + 8 * q, query_row + query // group_size * queries_stride + 4 * key_size * head)
-    for offset in range(0, num_scores, 16):
-        position = base + offset
-        page = load_i64(pages + 8 * (position // PAGE_TOKENS)) + head_offset
-        keys = page + position % PAGE_TOKENS * key_size * element
-        _scores(kind, count, memory, keys, key_size, scale, memory + _SCORES + 4 * offset)
-    for q in range(count):
-        query = first_query + q
-        position = first_position + query // group_size
+        here = position + query // group
         slope = np.float32(0)
         if slopes != 0:
-            slope = load_f32(slopes + 4 * (first_head + query % group_size))
-        lowest = _lowest_position(position, window, local)
-        scores, state = memory + _SCORES + 4 * CHUNK * q, memory + _CHUNK_STATES + 8 * q
-        softmax_chunk(scores, num_scores, base, lowest, min(high, position + 1), softcap, slope, position, state)
-        for column in range(value_stride):
-            store_f32(memory + _VALUES + 4 * (value_stride * q + column), np.float32(0))
-    position = base
-    while position < high:
-        count_here = min(high - position, PAGE_TOKENS - position % PAGE_TOKENS)
-        page = load_i64(pages + 8 * (position // PAGE_TOKENS)) + head_offset
-        values = page + PAGE_TOKENS * key_size * element + position % PAGE_TOKENS * value_bytes
-        weights = memory + _SCORES + 4 * (position - base)
-        _values(kind, count, weights, values, count_here, value_bytes, value_stride // 16, memory + _VALUES)
-        position += count_here
-    for q in range(count):
-        query = first_query + q
-        target = out_row + query // group_size * out_stride + 4 * value_size * (first_head + query % group_size)
-        chunk_state, chunk_values = memory + _CHUNK_STATES + 8 * q, memory + _VALUES + 4 * value_stride * q
-        merge_chunk(memory + _STATES + 8 * query, target, chunk_state, chunk_values, value_size)
-
-
-@compose
-def _unit(kind: int, p: int, unit: int, memory: int, pages: int, rows: int) -> None:
-    """All queries of `rows` rows and one KV head over everything they may see."""
-    out_stride, group_size, value_size = load_i64(p + 24), load_i64(p + 32), load_i64(p + 56)
-    window, local, sinks = load_i64(p + 104), load_i64(p + 112), load_i64(p + 120)
-    first_position, out_row, kv_head = load_i64(unit), load_i64(unit + 16), load_i64(unit + 24)
-    queries = rows * group_size
-    for query in range(queries):
-        store_f32(memory + _STATES + 8 * query, np.float32(-np.inf))
-        store_f32(memory + _STATES + 8 * query + 4, np.float32(0))
-        target = (
-            out_row + query // group_size * out_stride + 4 * value_size * (kv_head * group_size + query % group_size)
+            slope = load_f32(slopes + 4 * (kv_head * group + query % group))
+        softmax_chunk(
+            memory + scratch.SCORES + SCORE_STRIDE * q,
+            16 * first_block,
+            16 * last_block,
+            _lowest_position(p, here) - start,
+            min(high, here + 1 - start),
+            softcap,
+            slope,
+            start - here,
+            place + 4 * q,
+            place + 64 + 4 * q,
         )
-        for column in range(value_size):
-            store_f32(target + 4 * column, np.float32(0))
-    start = _lowest_position(first_position, window, local) // CHUNK * CHUNK
-    end = first_position + rows
-    while start < end:
-        query = 0
-        while query < queries:
-            step = rows_at_once(queries - query)
-            last_position = first_position + (query + step - 1) // group_size
-            high = min(start + CHUNK, last_position + 1)
-            if high > max(start, _lowest_position(first_position + query // group_size, window, local)):
-                _group(kind, step, p, unit, memory, pages, start, high, query)
-            query += step
-        start += CHUNK
+    call_op(load_i64(p + WEIGH_VALUES), p, memory, 16 * first_block, high)
+
+
+@inline
+def _out_address(p: int, memory: int, query: int) -> int:
+    """Where a query's result belongs."""
+    group = load_i64(p + GROUP)
+    head = load_i64(memory + scratch.KV_HEAD) * group + query % group
+    row = load_i64(memory + scratch.OUT_ROW) + query // group * load_i64(p + OUT_STRIDE)
+    return row + 4 * load_i64(p + VALUE_SIZE) * head
+
+
+@inline
+def _merge(p: int, memory: int, first_query: int, count: int, place: int) -> None:
+    """Add one chunk's results of some queries, at `place`, to those of the chunks before."""
+    for q in range(count):
+        store_i64(memory + scratch.TARGETS + 8 * q, _out_address(p, memory, first_query + q))
+    merge_chunk(
+        count,
+        memory + scratch.MAXIMA + 4 * first_query,
+        memory + scratch.TOTALS + 4 * first_query,
+        memory + scratch.TARGETS,
+        place,
+        place + 64,
+        place + 128,
+        4 * load_i64(p + VALUE_COLUMNS),
+        load_i64(p + VALUE_SIZE),
+        memory + scratch.WORK,
+    )
+
+
+@inline
+def _finish_row(p: int, memory: int, out: int, total: float) -> None:
+    """Divide one result by its sum, and undo the rotation of values."""
+    size, rotation, row = load_i64(p + VALUE_SIZE), load_i64(p + ROTATION), memory + scratch.ROW
+    divide_row(out, total, size)
+    if rotation > 1:
+        copy_padded(row, out, size)
+        rotate(row, size, rotation)
+        for column in range(size):
+            store_f32(out + 4 * column, load_f32(row + 4 * column))
+
+
+@inline
+def _chunk_bytes(p: int, queries: int) -> int:
+    """Bytes that the results of one chunk take while they wait: per eight queries maxima, sums and values."""
+    return (queries + 7) // 8 * (128 + 32 * load_i64(p + VALUE_COLUMNS))
+
+
+@inline
+def _attend_part(p: int, memory: int, partials: int, first_chunk: int, last_chunk: int) -> None:
+    """Some chunks of a tile, whose results wait in `partials`."""
+    rows = load_i64(memory + scratch.ROWS)
+    queries, end = rows * load_i64(p + GROUP), load_i64(memory + scratch.POSITION) + rows
+    place = partials
+    for chunk in range(first_chunk, last_chunk):
+        _set_pages(p, memory, chunk, end)
+        for first in range(0, queries, 8):
+            _attend(p, memory, chunk, first, min(8, queries - first), place)
+            place += _chunk_bytes(p, 8)
+
+
+@inline
+def _finish_tile(p: int, memory: int, partials: int, is_attended: bool) -> None:
+    """Merge all chunks of a tile, whose results wait in `partials` if they do, and divide by the sums."""
+    rows, position = load_i64(memory + scratch.ROWS), load_i64(memory + scratch.POSITION)
+    queries, end = rows * load_i64(p + GROUP), position + rows
     for query in range(queries):
-        head = kv_head * group_size + query % group_size
-        maximum, total = load_f32(memory + _STATES + 8 * query), load_f32(memory + _STATES + 8 * query + 4)
+        store_f32(memory + scratch.MAXIMA + 4 * query, np.float32(-np.inf))
+    place = partials if is_attended else memory + scratch.CHUNK
+    for chunk in range(_first_chunk(p, position), (end + CHUNK - 1) // CHUNK):
+        if not is_attended:
+            _set_pages(p, memory, chunk, end)
+        for first in range(0, queries, 8):
+            count = min(8, queries - first)
+            if is_attended:
+                _merge(p, memory, first, count, place)
+                place += _chunk_bytes(p, 8)
+            else:
+                _attend(p, memory, chunk, first, count, place)
+                _merge(p, memory, first, count, place)
+    group, sinks = load_i64(p + GROUP), load_i64(p + SINKS)
+    for query in range(queries):
+        total = load_f32(memory + scratch.TOTALS + 4 * query)
         if sinks != 0:
-            total += exp_of(load_f32(sinks + 4 * head) - maximum)
-        divide_row(out_row + query // group_size * out_stride + 4 * value_size * head, total, value_size)
+            sink = load_f32(sinks + 4 * (load_i64(memory + scratch.KV_HEAD) * group + query % group))
+            total += exp_of(sink - load_f32(memory + scratch.MAXIMA + 4 * query))
+        _finish_row(p, memory, _out_address(p, memory, query), total)
 
 
-@compose
-def _attention(kind: int, p: int, batch: int, thread: int) -> None:
-    control, memory = load_i64(batch + CONTROL), scratch(batch, thread)
-    kv_heads, rows_per_unit = load_i64(p + 40), load_i64(p + 144)
-    num_segments, segments = load_i64(batch + NUM_SEGMENTS), load_i64(batch + SEGMENTS)
-    unit_record = memory + _UNIT
-    units = 0
-    for index in range(num_segments):
-        units += (load_i64(segments + 32 * index + 8) + rows_per_unit - 1) // rows_per_unit * kv_heads
+@inline
+def _segment_chunks(p: int, segment: int) -> int:
+    """Chunks that a sequence's rows see."""
+    position, rows = load_i64(segment + 16), load_i64(segment + 8)
+    return (position + rows + CHUNK - 1) // CHUNK - _first_chunk(p, position)
+
+
+@inline
+def _chunks_per_part(p: int, batch: int, num_threads: int) -> int:
+    """How many chunks are one unit of work; 0 for all of a tile's."""
+    kv_heads, segments = load_i64(p + KV_HEADS), load_i64(batch + SEGMENTS)
+    if num_threads == 1 or num_rows(batch, 0) > SPLIT_ROWS or kv_heads > MAX_SPLIT_HEADS:
+        return 0
+    chunks, needed = 0, PARTIAL_COUNTER_BYTES
+    for index in range(load_i64(batch + NUM_SEGMENTS)):
+        segment = segments + 32 * index
+        here, rows = _segment_chunks(p, segment), load_i64(segment + 8)
+        chunks += here * kv_heads
+        needed += here * kv_heads * _chunk_bytes(p, rows * load_i64(p + GROUP))
+        if rows > load_i64(p + ROWS_PER_UNIT):
+            return 0
+    if needed > load_i64(batch + PARTIALS_BYTES):
+        return 0
+    return max(_LEAST_CHUNKS, chunks // (_PARTS_PER_THREAD * num_threads))
+
+
+@inline
+def _set_unit(p: int, memory: int, segment: int, first_row: int, rows: int, kv_head: int) -> None:
+    row = load_i64(segment) + first_row
+    store_i64(memory + scratch.POSITION, load_i64(segment + 16) + first_row)
+    store_i64(memory + scratch.QUERY_ROW, load_i64(p + QUERIES) + row * load_i64(p + QUERIES_STRIDE))
+    store_i64(memory + scratch.OUT_ROW, load_i64(p + OUT) + row * load_i64(p + OUT_STRIDE))
+    store_i64(memory + scratch.KV_HEAD, kv_head)
+    store_i64(memory + scratch.PAGE_TABLE, load_i64(segment + 24))
+    store_i64(memory + scratch.ROWS, rows)
+
+
+@op
+def attention(parameters: int, batch: int, thread: int, num_threads: int) -> None:
+    """Attention over a cache of any type; parameters as in `attention_words.py`."""
+    p, memory, control = parameters, scratch_of(batch, thread), load_i64(batch + CONTROL)
+    kv_heads, group = load_i64(p + KV_HEADS), load_i64(p + GROUP)
+    segments, num_segments = load_i64(batch + SEGMENTS), load_i64(batch + NUM_SEGMENTS)
+    per_part = _chunks_per_part(p, batch, num_threads)
+    rows_per_tile = load_i64(p + ROWS_PER_UNIT)
+    if per_part == 0:
+        # Tiles of fewer rows, where there would be too few of them.
+        rows_per_tile = max(1, min(rows_per_tile, num_rows(batch, 0) * kv_heads // (4 * num_threads)))
     while True:
         unit = take_units(control, 1)
-        if unit >= units:
-            return
         # The last rows of a prompt see the most, so they come first and no thread ends with a long unit.
-        unit = units - 1 - unit
-        segment = segments
-        while True:
-            here = (load_i64(segment + 8) + rows_per_unit - 1) // rows_per_unit * kv_heads
-            if unit < here:
+        index, counters = num_segments, load_i64(batch + PARTIALS)
+        partials = counters + PARTIAL_COUNTER_BYTES
+        segment, tiles, chunks, parts, tile_bytes = 0, 0, 0, 1, 0
+        while index > 0:
+            index -= 1
+            segment = segments + 32 * index
+            tiles = (load_i64(segment + 8) + rows_per_tile - 1) // rows_per_tile
+            if per_part > 0:
+                chunks = _segment_chunks(p, segment)
+                parts = (chunks + per_part - 1) // per_part
+                tile_bytes = chunks * _chunk_bytes(p, load_i64(segment + 8) * group)
+            units = tiles * kv_heads * parts
+            if unit < units:
                 break
-            unit -= here
-            segment += 32
-        first = unit // kv_heads * rows_per_unit
-        row = load_i64(segment) + first
-        store_i64(unit_record, load_i64(segment + 16) + first)
-        store_i64(unit_record + 8, load_i64(p) + row * load_i64(p + 8))
-        store_i64(unit_record + 16, load_i64(p + 16) + row * load_i64(p + 24))
-        store_i64(unit_record + 24, unit % kv_heads)
-        rows = min(rows_per_unit, load_i64(segment + 8) - first)
-        _unit(kind, p, unit_record, memory, load_i64(segment + 24), rows)
-
-
-@op
-def attention_f32(parameters: int, batch: int, thread: int, num_threads: int) -> None:
-    """Attention over a float32 cache."""
-    _attention(_F32, parameters, batch, thread)
-
-
-@op
-def attention_f16(parameters: int, batch: int, thread: int, num_threads: int) -> None:
-    """Attention over a float16 cache."""
-    _attention(_F16, parameters, batch, thread)
-
-
-@op
-def store_kv(parameters: int, batch: int, thread: int, num_threads: int) -> None:
-    """Write rows of keys and values into their pages.
-
-    Parameters: keys, keys stride, values, values stride, KV heads, key size, value size, value stride, layer offset,
-    head bytes, element bytes.
-    """
-    keys, keys_stride = load_i64(parameters), load_i64(parameters + 8)
-    values, values_stride = load_i64(parameters + 16), load_i64(parameters + 24)
-    kv_heads, key_size, value_size = load_i64(parameters + 32), load_i64(parameters + 40), load_i64(parameters + 48)
-    value_stride, layer_offset = load_i64(parameters + 56), load_i64(parameters + 64)
-    head_bytes, element = load_i64(parameters + 72), load_i64(parameters + 80)
-    control = load_i64(batch + CONTROL)
-    positions, tables = load_i64(batch + POSITIONS), load_i64(batch + PAGE_TABLES)
-    units = num_rows(batch, 0) * kv_heads
-    claim = max(1, units // (4 * num_threads))
-    while True:
-        start = take_units(control, claim)
-        if start >= units:
+            unit -= units
+            partials += tile_bytes * kv_heads
+            tiles = 0
+        if tiles == 0:
             return
-        for unit in range(start, min(start + claim, units)):
-            row, head = unit // kv_heads, unit % kv_heads
-            position = load_i64(positions + 8 * row)
-            page = load_i64(load_i64(tables + 8 * row) + 8 * (position // PAGE_TOKENS))
-            target = page + layer_offset + head * head_bytes
-            slot = position % PAGE_TOKENS
-            key_target = target + (slot // 16 * 16 * key_size + slot % 16) * element
-            key_source = keys + row * keys_stride + 4 * head * key_size
-            value_target = target + (PAGE_TOKENS * key_size + slot * value_stride) * element
-            value_source = values + row * values_stride + 4 * head * value_size
-            if element == 2:
-                for d in range(key_size):
-                    store_half(key_target + 32 * d, load_f32(key_source + 4 * d))
-                for d in range(value_size):
-                    store_half(value_target + 2 * d, load_f32(value_source + 4 * d))
-            else:
-                for d in range(key_size):
-                    store_f32(key_target + 64 * d, load_f32(key_source + 4 * d))
-                for d in range(value_size):
-                    store_f32(value_target + 4 * d, load_f32(value_source + 4 * d))
+        part, kv_head = unit % parts, unit // parts % kv_heads
+        first_row = (tiles - 1 - unit // (parts * kv_heads)) * rows_per_tile
+        _set_unit(p, memory, segment, first_row, min(rows_per_tile, load_i64(segment + 8) - first_row), kv_head)
+        is_last = True
+        if parts > 1:
+            partials += kv_head * tile_bytes
+            begin, end = part * per_part, min(part * per_part + per_part, chunks)
+            first = _first_chunk(p, load_i64(segment + 16))
+            _attend_part(p, memory, partials + tile_bytes // chunks * begin, first + begin, first + end)
+            counter = counters + 8 * (index * kv_heads + kv_head)
+            is_last = atomic_add(counter, 1) == parts - 1
+            if is_last:
+                store_i64(counter, 0)
+        if is_last:
+            _finish_tile(p, memory, partials, parts > 1)

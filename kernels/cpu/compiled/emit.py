@@ -219,15 +219,17 @@ class Emitter:
             value = combine(low, high)
         return self.builder.extract_element(value, self.i32(0))
 
-    def exp(self, x: Value) -> Value:
+    def exp(self, x: Value, highest: float = 88.0) -> Value:
         """e**x per lane, relative error below 2.5e-7; 0 below -87.3, inf never needed (x is capped at 88).
 
+        highest: 0 says that x is never above it, which saves the cap.
         Cody and Waite reduction to |r| <= ln2 / 2, then a degree-6 polynomial, then the exponent by integer addition.
         """
         low = self.splat_constant(F32, -87.3)
         clamped = self.builder.select(self.builder.fcmp_ordered("<", x, low), low, x)
-        high = self.splat_constant(F32, 88.0)
-        clamped = self.builder.select(self.builder.fcmp_ordered(">", clamped, high), high, clamped)
+        if highest > 0.0:
+            high = self.splat_constant(F32, highest)
+            clamped = self.builder.select(self.builder.fcmp_ordered(">", clamped, high), high, clamped)
         scaled = self.mul(clamped, self.splat_constant(F32, 1.4426950408889634))
         # Adding 1.5 * 2**23 rounds to the nearest whole number and leaves it in the low mantissa bits.
         magic = self.splat_constant(F32, 12582912.0)
@@ -347,6 +349,32 @@ class Emitter:
             self.builder.shuffle_vector(pairs, pairs, even), self.builder.shuffle_vector(pairs, pairs, odd)
         )
         return self.builder.add(total, quads)
+
+    def dot_pairs(self, total: Value, codes: Value, x: Value) -> Value:
+        """total[l] += codes[2l] * x[2l] + codes[2l + 1] * x[2l + 1], int16 each; the sum of two fits an int32."""
+        if self.isa is ISA.AVX512_VNNI:
+            return self.call("llvm.x86.avx512.vpdpwssd.512", vector(I32), [total, codes, x])
+        if self.isa is ISA.AVX_VNNI:
+            return self._by_words(total, codes, x, self._vpdpwssd256)
+        if self.isa is ISA.AVX2:
+            return self._by_words(total, codes, x, self._madd)
+        products = self.builder.mul(self.builder.sext(codes, vector(I32, 32)), self.builder.sext(x, vector(I32, 32)))
+        even = ir.Constant(vector(I32, 16), list(range(0, 32, 2)))
+        odd = ir.Constant(vector(I32, 16), list(range(1, 32, 2)))
+        pairs = self.builder.add(
+            self.builder.shuffle_vector(products, products, even), self.builder.shuffle_vector(products, products, odd)
+        )
+        return self.builder.add(total, pairs)
+
+    def _by_words(self, total: Value, codes: Value, x: Value, part: Callable[[Value, Value, Value], Value]) -> Value:
+        halves = [[self.lanes(value, 16 * half, 16) for value in (codes, x)] for half in range(2)]
+        return self.join([part(self.lanes(total, 8 * half, 8), *halves[half]) for half in range(2)])
+
+    def _vpdpwssd256(self, total: Value, codes: Value, x: Value) -> Value:
+        return self.call("llvm.x86.avx512.vpdpwssd.256", vector(I32, 8), [total, codes, x])
+
+    def _madd(self, total: Value, codes: Value, x: Value) -> Value:
+        return self.builder.add(total, self.call("llvm.x86.avx2.pmadd.wd", vector(I32, 8), [codes, x]))
 
     # Control flow
 
