@@ -74,6 +74,8 @@ class KVLayout:
 
     kv_type: str
     layers: Sequence[KVLayerShape]
+    scale_block: int = SCALE_BLOCK
+    """Always SCALE_BLOCK: here so that the layout's repr, by which kept pages are told apart, names it."""
 
     def __post_init__(self) -> None:
         parse_kv_type(self.kv_type)

@@ -82,6 +82,16 @@ def _gather_model_options(command: Command) -> Command:
     return call
 
 
+def _kv_type(context: click.Context, parameter: click.Parameter, value: str) -> str:
+    from localinfer.kernels.kv_layout import parse_kv_type
+
+    try:
+        parse_kv_type(value)
+    except RequestError as error:
+        raise click.BadParameter(str(error)) from None
+    return value
+
+
 _model_option = click.option(
     "-m", "--model", metavar="PATH", help="GGUF file or Hugging Face folder. Default: the demo model."
 )
@@ -93,7 +103,12 @@ _load_options = _options(
     ),
     click.option("--context-length", type=click.IntRange(min=1), metavar="N", help="Default: chosen from the model."),
     click.option(
-        "--kv-type", type=click.Choice(["f16", "f32"]), default="f16", show_default=True, help="KV cache element type."
+        "--kv-type",
+        callback=_kv_type,
+        metavar="TYPE",
+        default="f16",
+        show_default=True,
+        help="KV cache element type: f32, f16, q8_0, q4_0, or one each for keys and values, such as q8_0/q4_0.",
     ),
     click.option(
         "--kv-memory",

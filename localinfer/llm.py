@@ -215,7 +215,7 @@ def load(
     model that ships inside.
     device: "auto" or "cpu". threads: how many compute; None takes the physical cores.
     context_length: tokens of prompt and completion together; None takes what the model was trained for.
-    kv_type: type of cached keys and values, "f16" or "f32".
+    kv_type: type of cached keys and values: "f16", "f32", "q8_0" or "q4_0", or one for each such as "q8_0/q4_0".
     kv_memory: bytes that keys and values may take, of running and of former texts; None takes half of what is free,
         and of that at most 8 GiB or one full context, whichever is more. It is taken as it is needed.
     disk_cache: keep conversations on disk, so that they go on after a restart without being computed again: True, or

@@ -11,6 +11,7 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
+from localinfer.kernels.kv_layout import parse_kv_type
 from localinfer.kernels.ops import (
     Activation,
     AttentionShape,
@@ -28,6 +29,7 @@ from localinfer.kernels.ops import (
     Segment,
 )
 from tests.oracle_formulas import Float64Array, activate, affine, attend, groups, route, sigmoid
+from tests.oracle_kv import kept, kept_query
 
 
 class NumpyWeights:
@@ -118,10 +120,11 @@ class NumpyProgram:
 
 
 class NumpyTape:
-    """Records every op as a function of a run."""
+    """Records every op as a function of a run. `kv_type` says what the cache rounds; float64 by default."""
 
-    def __init__(self, max_batch_rows: int = 4096, max_output_rows: int = 4096) -> None:
+    def __init__(self, max_batch_rows: int = 4096, max_output_rows: int = 4096, *, kv_type: str | None = None) -> None:
         self._limits = (max_batch_rows, max_output_rows)
+        self._kv_types = None if kv_type is None else parse_kv_type(kv_type)
         self._buffers: list[Buffer] = []
         self._ops: list[Callable[[_Run], None]] = []
 
@@ -222,7 +225,12 @@ class NumpyTape:
                     seen = _seen(int(run.positions[row]), shape)
                     keys = np.stack([cache.keys[position] for position in seen])
                     values = np.stack([cache.values[position] for position in seen])
-                    result[row] = attend(run[queries][row], keys, values, seen, shape)
+                    query = run[queries][row]
+                    if self._kv_types is not None:
+                        query = kept_query(query, shape.key_size, self._kv_types[0])
+                        keys = kept(keys, shape.key_size, self._kv_types[0])
+                        values = kept(values, shape.value_size, self._kv_types[1])
+                    result[row] = attend(query, keys, values, seen, shape)
             run[out] = result
 
         self._ops.append(op)

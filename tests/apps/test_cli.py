@@ -170,7 +170,7 @@ def test_library_error_is_one_line_and_exit_code_2(fake_llm, capsys):
         (["run", "-p", "x", "-n", "0"], ["-n"]),
         (["run", "-p", "x", "-n", "many"], ["many"]),
         (["run", "-p", "x", "--temperature", "-1"], ["--temperature"]),
-        (["run", "-p", "x", "--kv-type", "q1"], ["q1"]),
+        (["run", "-p", "x", "--kv-type", "q1"], ["q1", "q8_0/q4_0"]),
         (["run", "-p", "bad \udcff byte"], ["U+DCFF", "character 4"]),
         (["run", "-p", "x", "--stop", "\udcff"], ["--stop"]),
         (["nonsense"], ["nonsense"]),

@@ -1,28 +1,12 @@
 """Every architecture's graph, run by the NumPy oracle, against the logits of another runtime."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
-from localinfer.kernels.ops import KVLayerShape
 from tests.models.arch_models import architectures, build_model, normalized_error, run_logits
-from tests.oracle import NumpyTape, NumpyWeights
-
-
-class NumpyDevice:
-    """The oracle: a page is only a name for a sequence there."""
-
-    def weights(self, path: Path) -> NumpyWeights:
-        return NumpyWeights(path)
-
-    def tape(self, layers: Sequence[KVLayerShape], max_rows: int) -> NumpyTape:
-        return NumpyTape(max_rows, max_rows)
-
-    def pages(self, layers: Sequence[KVLayerShape], num_positions: int) -> NDArray[np.int64]:
-        return np.array([1], dtype=np.int64)
+from tests.models.numpy_device import NumpyDevice
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,26 @@
+"""The NumPy oracle as a device of the architecture tests."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.kernels.ops import KVLayerShape
+from tests.oracle import NumpyTape, NumpyWeights
+
+
+class NumpyDevice:
+    """A page is only a name for a sequence here; `kv_type` says what the cache rounds."""
+
+    def __init__(self, kv_type: str | None = None) -> None:
+        self._kv_type = kv_type
+
+    def weights(self, path: Path) -> NumpyWeights:
+        return NumpyWeights(path)
+
+    def tape(self, layers: Sequence[KVLayerShape], max_rows: int) -> NumpyTape:
+        return NumpyTape(max_rows, max_rows, kv_type=self._kv_type)
+
+    def pages(self, layers: Sequence[KVLayerShape], num_positions: int) -> NDArray[np.int64]:
+        return np.array([1], dtype=np.int64)
