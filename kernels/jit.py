@@ -3,9 +3,8 @@
 This is the one module that imports Numba for kernels; `object_cache` calls it for a kernel that is not there yet.
 """
 
-import contextlib
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +27,7 @@ class Source:
 
 
 def inline(function: Callable[..., Any]) -> Any:
-    """A jitted piece of other kernels, inlined by LLVM."""
+    """A jitted piece of other kernels, inlined by LLVM. Python cannot call it: what that takes is not compiled."""
     return numba.njit(
         nogil=True, error_model="numpy", boundscheck=False, no_cpython_wrapper=True, no_cfunc_wrapper=True
     )(function)
@@ -57,31 +56,11 @@ def compile_kernel(name: str) -> bytes:
     assert isinstance(source, Source), f"{name} is decorated with op or entry"
     result = types.void if source.result is None else _KINDS[source.result]
     signature = result(*[_KINDS[kind] for kind in source.arguments])
-    with _without_optimization():
-        compiled = numba.cfunc(signature, nopython=True, error_model="numpy", boundscheck=False)(source.function)
+    compiled = numba.cfunc(signature, nopython=True, error_model="numpy", boundscheck=False)(source.function)
     linked = llvm.parse_assembly(compiled.inspect_llvm())
     _keep_only(linked, compiled.native_name, symbol(name))
     machine = target_machine()
-    _optimize(linked, machine)
     return bytes(machine.emit_object(linked))
-
-
-@contextlib.contextmanager
-def _without_optimization() -> Iterator[None]:
-    """Numba optimizes every function by itself and again in each that calls it; once, at the end, is enough."""
-    level = numba.config.OPT
-    numba.config.OPT = type(level)(0)
-    try:
-        yield
-    finally:
-        numba.config.OPT = level
-
-
-def _optimize(module: Any, machine: Any) -> None:
-    options = llvm.create_pipeline_tuning_options(speed_level=3)
-    options.loop_vectorization = options.slp_vectorization = True
-    builder = llvm.create_pass_builder(machine, options)
-    builder.getModulePassManager().run(module, builder)
 
 
 def _keep_only(module: Any, function_name: str, exported_name: str) -> None:

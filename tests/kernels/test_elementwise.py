@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import numba
 import numpy as np
 import pytest
 
@@ -10,7 +11,6 @@ from localinfer.kernels.cpu.layouts import GGUF_LAYOUTS, SIZES, Layout
 from localinfer.kernels.cpu.packing import RowTable
 from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.kernels.cpu.tape import CpuTape
-from localinfer.kernels.jit import inline
 from localinfer.kernels.ops import (
     Activation,
     Batch,
@@ -104,7 +104,7 @@ def test_clamped_swiglu_equals_the_formula(pool: ThreadPool) -> None:
     np.testing.assert_allclose(run_rows(pool, [gate, up], write), wanted, rtol=2e-6, atol=1e-6)
 
 
-@inline
+@numba.njit(error_model="numpy")
 def _each(x: FloatArray, exponentials: FloatArray, sigmoids: FloatArray) -> None:
     for index in range(x.size):
         exponentials[index] = exp_of(x[index])
