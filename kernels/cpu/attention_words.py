@@ -3,11 +3,16 @@
 Offsets are in bytes; every word is an int64, a float its bits.
 """
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
+from localinfer.kernels.cpu import protocol
+from localinfer.kernels.cpu.tape_memory import check
 from localinfer.kernels.kv_layout import KVLayout, is_quantized, num_blocks
 from localinfer.kernels.object_cache import Kernel
+from localinfer.kernels.ops import AttentionShape
 
 # An `attention` op. Queries are float32 rows, or what `quantize_queries` made of them.
 QUERIES = 0
@@ -74,15 +79,20 @@ PART_ROTATION = 56
 KIND_F32, KIND_F16, KIND_Q8_0, KIND_Q4_0 = range(4)
 _KINDS = {"f32": KIND_F32, "f16": KIND_F16, "q8_0": KIND_Q8_0, "q4_0": KIND_Q4_0}
 _COLUMNS_PER_STEP = {"f32": 1, "f16": 1, "q8_0": 4, "q4_0": 8}
-CODE_BIASES = {"q8_0": 128, "q4_0": 8}
+_CODE_BIASES = {"q8_0": 128, "q4_0": 8}
 
 
-def words(values: dict[int, int]) -> NDArray[np.int64]:
+def _words(values: dict[int, int]) -> NDArray[np.int64]:
     """A parameter block from words by their offset; offsets left out are 0."""
     block = np.zeros(max(values) // 8 + 1, np.int64)
     for offset, value in values.items():
         block[offset // 8] = value
     return block
+
+
+def float_word(value: float) -> int:
+    """A float32 as the integer a parameter word holds."""
+    return int(np.float32(value).view(np.uint32))
 
 
 def rotation_size(size: int, name: str) -> int:
@@ -95,20 +105,37 @@ def query_head_bytes(columns: int) -> int:
     return -(-(columns + 8 * num_blocks(columns)) // 64) * 64
 
 
-def partial_bytes(group: int, num_kv_heads: int, value_columns: int) -> int:
+def check_shape(layout: KVLayout, layer: int, shape: AttentionShape) -> None:
+    """Raise ShapeError unless a layer's cache and the scratch memory fit what attention is asked for."""
+    cached, group = layout.layers[layer], shape.num_heads // shape.num_kv_heads
+    check(
+        (cached.num_kv_heads, cached.key_size, cached.value_size)
+        == (shape.num_kv_heads, shape.key_size, shape.value_size),
+        f"layer {layer} caches {cached}, attention wants {shape}",
+    )
+    check(shape.num_heads % shape.num_kv_heads == 0, f"{shape.num_heads} heads over {shape.num_kv_heads}")
+    sizes = max(shape.key_size, shape.value_size)
+    check(sizes <= protocol.MAX_VALUE_SIZE, f"keys or values of {sizes} exceed the scratch memory")
+    check(group <= protocol.MAX_QUERIES_PER_UNIT, f"{group} heads share one KV head")
+
+
+def partial_bytes(layout: KVLayout, layer: int, shape: AttentionShape) -> int:
     """Bytes that one row's results of one chunk take while they wait to be merged, at most.
 
     Eight queries are 16 maxima, 16 sums, and 8 rows of values, all float32.
     """
-    return num_kv_heads * -(-group // 8) * (128 + 32 * value_columns)
+    eights = -(-shape.num_heads // shape.num_kv_heads // 8)
+    return shape.num_kv_heads * eights * (128 + 32 * layout.head(layer).value_columns)
 
 
-def cache_words(layout: KVLayout, layer: int) -> dict[int, int]:
-    """What an `attention` op must know of the cache."""
-    head, shape = layout.head(layer), layout.layers[layer]
+def attention_words(
+    layout: KVLayout, layer: int, shape: AttentionShape, places: Mapping[int, Sequence[int]]
+) -> NDArray[np.int64]:
+    """The block of an `attention` op. places: words of queries, out, sinks and slopes, by the offset of the first."""
+    head, group = layout.head(layer), shape.num_heads // shape.num_kv_heads
     steps = head.key_columns // _COLUMNS_PER_STEP[layout.key_type]
     element = {"f32": 4, "f16": 2}.get(layout.value_type, 0)
-    return {
+    block = {
         KV_HEADS: shape.num_kv_heads,
         LAYER_OFFSET: layout.layer_offset(layer),
         HEAD_BYTES: head.num_bytes,
@@ -121,7 +148,37 @@ def cache_words(layout: KVLayout, layer: int) -> dict[int, int]:
         VALUE_ROW_BYTES: element * head.value_columns,
         VALUE_STEP: -(-(head.value_scales - head.values) // (2 * steps)),
         ROTATION: rotation_size(shape.value_size, layout.value_type),
+        GROUP: group,
+        SCALE: float_word(shape.scale),
+        SOFTCAP: float_word(shape.softcap),
+        WINDOW: shape.window,
+        LOCAL_CHUNK: shape.chunk,
+        ROWS_PER_UNIT: max(1, min(protocol.ROWS_PER_UNIT, protocol.MAX_QUERIES_PER_UNIT // group)),
     }
+    for first, values in places.items():
+        block |= {first + 8 * index: value for index, value in enumerate(values)}
+    return _words(block | dict.fromkeys(pieces(layout), 0))
+
+
+def query_words(
+    layout: KVLayout, layer: int, shape: AttentionShape, source: tuple[int, int], target: tuple[int, int, int]
+) -> NDArray[np.int64]:
+    """The block of a `quantize_queries` op: from address and stride to address and strides per row and head."""
+    return _words(
+        {
+            QUERIES: source[0],
+            QUERIES_STRIDE: source[1],
+            TARGET: target[0],
+            TARGET_STRIDE: target[1],
+            TARGET_HEAD_BYTES: target[2],
+            NUM_HEADS: shape.num_heads,
+            QUERY_SIZE: shape.key_size,
+            QUERY_COLUMNS: layout.head(layer).key_columns,
+            CODE_BIAS: _CODE_BIASES[layout.key_type],
+            QUERY_SCALE: float_word(shape.scale),
+            QUERY_ROTATION: rotation_size(shape.key_size, layout.key_type),
+        }
+    )
 
 
 def store_words(
@@ -146,7 +203,7 @@ def store_words(
             part + PART_ROTATION: rotation_size(size, name),
         }
     any_codes = is_quantized(layout.key_type) or is_quantized(layout.value_type)
-    return Kernel("kv_store.store_codes" if any_codes else "kv_store.store_floats"), words(block)
+    return Kernel("kv_store.store_codes" if any_codes else "kv_store.store_floats"), _words(block)
 
 
 def pieces(layout: KVLayout) -> dict[int, Kernel]:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from localinfer.kernels.compile_ahead import ProgressCallback, compile_ahead
 from localinfer.kernels.cpu import attention_words, protocol
 from localinfer.kernels.cpu.arrays import address, aligned
+from localinfer.kernels.cpu.attention_words import float_word
 from localinfer.kernels.cpu.costs import attention_cost, embedding_cost, expert_cost, head_cost, matmul_cost
 from localinfer.kernels.cpu.layouts import GGUF_LAYOUTS, SIZES, is_float, num_tiles
 from localinfer.kernels.cpu.ordered_inputs import OrderedInputs
@@ -44,11 +45,6 @@ ACTIVATION_BYTES_PER_BLOCK = 384 * 1024
 _GATING_CODES = {Gating.SOFTMAX: 0, Gating.SIGMOID: 1, Gating.SOFTMAX_SELECTED: 2}
 
 
-def _bits(value: float) -> int:
-    """A float32 as the integer a parameter word holds."""
-    return int(np.float32(value).view(np.uint32))
-
-
 class CpuTape:
     """Records ops for a thread pool. `max_batch_rows` tokens per run, `max_output_rows` of them with logits."""
 
@@ -69,10 +65,9 @@ class CpuTape:
         self._ops: list[tuple[Kernel, NDArray[np.int64]]] = []
         self._operations: list[Operation] = []
         self._calls: list[tuple[NDArray[np.int64], int, Kernel]] = []
-        self._quantized_queries: NDArray[np.uint8] = aligned(0)
         self._partial_bytes = 0
         self._angles: dict[tuple[bytes, float], NDArray[np.uint8]] = {}
-        self._quantized: dict[Rows, NDArray[np.uint8]] = {}
+        self._quantized_place = 0
         self._quantized_source: tuple[Rows, int, int] | None = None
         self._ordered = OrderedInputs(self._memory)
         self._expert_groups: dict[int, NDArray[np.int64]] = {}
@@ -129,7 +124,9 @@ class CpuTape:
         self._memory.keep(rows)
         words = (rows.data.ctypes.data, row_bytes, int(rows.layout), rows.num_columns, sizes.unit, sizes.file_bytes)
         cost = embedding_cost("embedding.embed", table)
-        self._add("embedding.embed", *self._place(out), *words, _bits(scale), int(by_position), writes=out, cost=cost)
+        self._add(
+            "embedding.embed", *self._place(out), *words, float_word(scale), int(by_position), writes=out, cost=cost
+        )
 
     def rms_norm(self, out: Buffer, x: Buffer, weight: FloatArray | None, epsilon: float, group_size: int = 0) -> None:
         self._norm("elementwise.rms_norm", out, x, weight, None, epsilon, group_size)
@@ -166,7 +163,7 @@ class CpuTape:
         ]
         stride = 4 * size if per_group else 0
         places = (*self._place(out), *self._place(x))
-        words = (stride, groups, size, _bits(epsilon), int(x.rows is Rows.OUTPUT))
+        words = (stride, groups, size, float_word(epsilon), int(x.rows is Rows.OUTPUT))
         self._add(kernel, *places, *addresses, *words, writes=out)
 
     def _same_shape(self, *buffers: Buffer) -> None:
@@ -190,16 +187,11 @@ class CpuTape:
         stride = protocol.activation_row_bytes(columns)
         needed = self._max_rows[x.rows] * slots * stride
         if self._quantized_source != (x.rows, x.index, columns):
-            memory = self._quantized.get(x.rows)
-            if memory is None or memory.size < needed:
-                memory = aligned(needed)
-                self._quantized[x.rows] = memory
-                self._memory.keep(memory)
-            words = (address(memory), stride, columns, int(x.rows is Rows.OUTPUT), slots, 4 * columns)
+            self._quantized_place = self._memory.shared(f"activations of {x.rows.value} rows", needed)
+            words = (self._quantized_place, stride, columns, int(x.rows is Rows.OUTPUT), slots, 4 * columns)
             self._add("quantize.quantize_rows", *self._place(x), *words, writes=None)
             self._quantized_source = (x.rows, x.index, columns)
-        place = address(self._quantized[x.rows])
-        return place, stride * slots, stride if slots > 1 else 0
+        return self._quantized_place, stride * slots, stride if slots > 1 else 0
 
     def matmul(self, x: Buffer, projections: Sequence[Projection]) -> None:
         """One op per layout and order of columns among the projections, all on the same quantized input."""
@@ -249,7 +241,7 @@ class CpuTape:
         bias = self._memory.constant(projection.bias, out.width, f"bias of {projection.weight.name}")
         weights = (address(packed.data), packed.tile_bytes, num_tiles(packed.num_rows), packed.num_rows)
         biases = (bias, 64) if bias else (zeros, 0)
-        return [*weights, *self._place(out), *residual, *biases, _bits(projection.scale), 0]
+        return [*weights, *self._place(out), *residual, *biases, float_word(projection.scale), 0]
 
     def rope(self, x: Buffer, table: RopeTable, head_size: int, offset: int = 0) -> None:
         pairs = table.inverse_frequencies.size
@@ -270,7 +262,7 @@ class CpuTape:
             self._angles[key] = angles
             self._memory.keep(angles, frequencies)
             words = (address(angles), 8 * frequencies.size, address(frequencies), frequencies.size)
-            self._add("elementwise.rope_angles", *words, _bits(table.magnitude), writes=None)
+            self._add("elementwise.rope_angles", *words, float_word(table.magnitude), writes=None)
         return self._angles[key]
 
     def store_kv(self, layer: int, keys: Buffer, values: Buffer) -> None:
@@ -284,62 +276,33 @@ class CpuTape:
         self._add(kernel.name, *words.tolist(), writes=None)
 
     def attention(self, out: Buffer, queries: Buffer, layer: int, shape: AttentionShape) -> None:
-        cached, layout = self._kv_layout.layers[layer], self._kv_layout
-        check(
-            (cached.num_kv_heads, cached.key_size, cached.value_size)
-            == (shape.num_kv_heads, shape.key_size, shape.value_size),
-            f"layer {layer} caches {cached}, attention wants {shape}",
-        )
-        check(shape.num_heads % shape.num_kv_heads == 0, f"{shape.num_heads} heads over {shape.num_kv_heads}")
+        layout = self._kv_layout
+        attention_words.check_shape(layout, layer, shape)
         check(queries.width == shape.num_heads * shape.key_size, f"{queries.name} is {queries.width} wide")
         check(out.width == shape.num_heads * shape.value_size, f"{out.name} is {out.width} wide")
         check(queries.rows is Rows.BATCH and out.rows is Rows.BATCH, "attention is of batch rows")
         check(out.index != queries.index, f"{out.name} cannot take the attention of itself")
-        check(shape.value_size <= protocol.MAX_VALUE_SIZE, f"values of {shape.value_size} exceed the scratch memory")
-        group = shape.num_heads // shape.num_kv_heads
-        check(group <= protocol.MAX_QUERIES_PER_UNIT, f"{group} heads share one KV head")
-        rows_per_unit = max(1, min(protocol.ROWS_PER_UNIT, protocol.MAX_QUERIES_PER_UNIT // group))
-        place, stride, head_bytes = self._queries(queries, layer, shape)
-        out_place, out_stride = self._place(out)
-        words = attention_words.cache_words(layout, layer) | {
-            attention_words.QUERIES: place,
-            attention_words.QUERIES_STRIDE: stride,
-            attention_words.QUERY_HEAD_BYTES: head_bytes,
-            attention_words.OUT: out_place,
-            attention_words.OUT_STRIDE: out_stride,
-            attention_words.GROUP: group,
-            attention_words.SCALE: _bits(shape.scale),
-            attention_words.SOFTCAP: _bits(shape.softcap),
-            attention_words.WINDOW: shape.window,
-            attention_words.LOCAL_CHUNK: shape.chunk,
-            attention_words.SINKS: self._memory.constant(shape.sinks, shape.num_heads, "attention sinks"),
-            attention_words.SLOPES: self._memory.constant(shape.alibi_slopes, shape.num_heads, "ALiBi slopes"),
-            attention_words.ROWS_PER_UNIT: rows_per_unit,
+        places = {
+            attention_words.QUERIES: self._queries(queries, layer, shape),
+            attention_words.OUT: self._place(out),
+            attention_words.SINKS: (self._memory.constant(shape.sinks, shape.num_heads, "attention sinks"),),
+            attention_words.SLOPES: (self._memory.constant(shape.alibi_slopes, shape.num_heads, "ALiBi slopes"),),
         }
-        calls = attention_words.pieces(layout)
-        block = attention_words.words(words | dict.fromkeys(calls, 0))
-        row_bytes = attention_words.partial_bytes(group, shape.num_kv_heads, layout.head(layer).value_columns)
-        self._partial_bytes = max(self._partial_bytes, row_bytes)
+        words = attention_words.attention_words(layout, layer, shape, places)
+        self._partial_bytes = max(self._partial_bytes, attention_words.partial_bytes(layout, layer, shape))
         cost = attention_cost("attention.attention", layout, layer, shape)
-        self._add("attention.attention", *block.tolist(), writes=out, cost=cost, calls=calls)
+        self._add("attention.attention", *words.tolist(), writes=out, cost=cost, calls=attention_words.pieces(layout))
 
     def _queries(self, queries: Buffer, layer: int, shape: AttentionShape) -> tuple[int, int, int]:
         """Where attention finds its queries: address, stride per row and per head; quantizes them for such keys."""
-        name = self._kv_layout.key_type
-        if not is_quantized(name):
+        if not is_quantized(self._kv_layout.key_type):
             return *self._place(queries), 4 * shape.key_size
-        columns = self._kv_layout.head(layer).key_columns
-        head_bytes = attention_words.query_head_bytes(columns)
+        head_bytes = attention_words.query_head_bytes(self._kv_layout.head(layer).key_columns)
         stride = shape.num_heads * head_bytes
-        if self._quantized_queries.size < self._max_rows[Rows.BATCH] * stride:
-            self._quantized_queries = aligned(self._max_rows[Rows.BATCH] * stride)
-            self._memory.keep(self._quantized_queries)
-        source, source_stride = self._place(queries)
-        place, rotation = address(self._quantized_queries), attention_words.rotation_size(shape.key_size, name)
-        words = (source, source_stride, place, stride, head_bytes, shape.num_heads, shape.key_size, columns)
-        bias = attention_words.CODE_BIASES[name]
-        self._add("kv_store.quantize_queries", *words, bias, _bits(shape.scale), rotation, writes=None)
-        return place, stride, head_bytes
+        target = (self._memory.shared("queries", self._max_rows[Rows.BATCH] * stride), stride, head_bytes)
+        words = attention_words.query_words(self._kv_layout, layer, shape, self._place(queries), target)
+        self._add("kv_store.quantize_queries", *words.tolist(), writes=None)
+        return target
 
     def activation(self, out: Buffer, x: Buffer, kind: Activation) -> None:
         check(kind is not Activation.SWIGLU_CLAMPED, f"{kind.value} exists only gated")
@@ -365,7 +328,7 @@ class CpuTape:
 
     def scale_by_position(self, x: Buffer, period: int, slope: float, offset: int = 0) -> None:
         check(x.rows is Rows.BATCH and period > 0, f"{x.name} cannot be scaled by position over {period}")
-        words = (x.width, period, _bits(slope), offset)
+        words = (x.width, period, float_word(slope), offset)
         self._add("elementwise.scale_by_position", *self._place(x), *words, writes=x)
 
     def softcap(self, x: Buffer, cap: float) -> None:
@@ -374,7 +337,7 @@ class CpuTape:
     def _elementwise(self, kernel: str, out: Buffer, a: Buffer, b: Buffer, scalar: float = 0.0) -> None:
         self._same_shape(out, a, b)
         places = (*self._place(out), *self._place(a), *self._place(b))
-        self._add(kernel, *places, _bits(scalar), out.width, int(out.rows is Rows.OUTPUT), writes=out)
+        self._add(kernel, *places, float_word(scalar), out.width, int(out.rows is Rows.OUTPUT), writes=out)
 
     def select_output(self, out: Buffer, x: Buffer) -> None:
         check(out.width == x.width and out.rows is Rows.OUTPUT and x.rows is Rows.BATCH, f"{out.name} from {x.name}")
@@ -392,7 +355,7 @@ class CpuTape:
         )
         bias = self._memory.constant(routing.selection_bias, count, "expert selection bias")
         places = (*self._place(expert_ids), *self._place(expert_weights), *self._place(logits))
-        gating = (_GATING_CODES[routing.gating], int(routing.normalise), _bits(routing.scale), bias)
+        gating = (_GATING_CODES[routing.gating], int(routing.normalise), float_word(routing.scale), bias)
         groups = (routing.num_groups, routing.num_selected_groups, int(logits.rows is Rows.OUTPUT))
         self._add("experts.route", *places, count, selected, *gating, *groups, writes=expert_ids)
         table = np.zeros(count + 2 + self._max_rows[logits.rows] * selected, np.int64)
@@ -471,7 +434,7 @@ class CpuTape:
             weights = (address(packed.data) + head * packed.expert_bytes, packed.tile_bytes, num_tiles(rows), rows)
             place = (target + 4 * (head * out_head_size + out_offset), out_stride)
             kernel = f"matmul.matmul_{packed.layout.name.lower()}"
-            residual = (zeros, 0, zeros, 0, _bits(1.0), 0)
+            residual = (zeros, 0, zeros, 0, float_word(1.0), 0)
             cost = head_cost(kernel, weight, x.rows)
             self._add(kernel, *inputs, *weights, *place, *residual, writes=out, cost=cost)
 

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import ShapeError
-from localinfer.kernels.cpu.arrays import address, aligned_zeros
+from localinfer.kernels.cpu.arrays import address, aligned, aligned_zeros
 from localinfer.kernels.ops import Buffer, FloatArray, Rows
 
 
@@ -28,6 +28,7 @@ class TapeMemory:
         self._max_rows = max_rows
         self._buffers: list[NDArray[np.uint8]] = []
         self._kept: list[Any] = []
+        self._shared: dict[str, NDArray[np.uint8]] = {}
         self._zeros = aligned_zeros(64).view(np.float32)
         self.keep(self._zeros)
 
@@ -62,6 +63,13 @@ class TapeMemory:
             self._zeros = aligned_zeros(4 * padded(width)).view(np.float32)
             self.keep(self._zeros)
         return address(self._zeros)
+
+    def shared(self, name: str, num_bytes: int) -> int:
+        """Address of at least `num_bytes`, the same for all who ask by this name until one of them asks for more."""
+        if name not in self._shared or self._shared[name].size < num_bytes:
+            self._shared[name] = aligned(num_bytes)
+            self.keep(self._shared[name])
+        return address(self._shared[name])
 
     def keep(self, *things: Any) -> None:
         """Keep what an op's parameters point to."""
