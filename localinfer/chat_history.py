@@ -8,7 +8,7 @@ rendered text beside its ids, and a later prompt that begins with that text take
 import threading
 from bisect import bisect_left
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from os.path import commonprefix
 from typing import Any, Protocol
@@ -68,8 +68,11 @@ class EncodedChat:
 
 
 @dataclass(frozen=True)
-class _AnsweredChat:
-    """A prompt and its reply. reply_ends: how many characters of `reply` the first i + 1 generated ids are."""
+class AnsweredChat:
+    """A prompt and its reply, with the ids it was generated with.
+
+    reply_ends: how many characters of `reply` the first i + 1 of them are.
+    """
 
     prompt: EncodedChat
     reply: str
@@ -78,13 +81,17 @@ class _AnsweredChat:
 
 
 class ChatHistory:
-    """Encodes chats, and remembers those that were answered. Threads may share it."""
+    """Encodes chats, and remembers those that were answered. Threads may share it.
+
+    `on_answer`, where it is set, is told of each; it must not wait, as the garbage collector may call.
+    """
 
     def __init__(self, template: SegmentTemplate, tokenizer: ChatTokenizer) -> None:
+        self.on_answer: Callable[[AnsweredChat], None] | None = None
         self._template = template
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
-        self._chats: deque[_AnsweredChat] = deque(maxlen=_MOST_CHATS)
+        self._chats: deque[AnsweredChat] = deque(maxlen=_MOST_CHATS)
         self._prefixes: OrderedDict[str, list[int]] = OrderedDict()
 
     def encode(self, messages: Sequence[Mapping[str, Any]]) -> EncodedChat:
@@ -115,9 +122,26 @@ class ChatHistory:
             ends.append(length)
         if not length:
             return
-        chat = _AnsweredChat(prompt, "".join(reply), np.array(reply_ids, np.int32), ends)
+        chat = AnsweredChat(prompt, "".join(reply), np.array(reply_ids, np.int32), ends)
+        self._add([chat])
+        if self.on_answer is not None:
+            self.on_answer(chat)
+
+    def recall(self, chats: Sequence[AnsweredChat]) -> None:
+        """Know chats that were answered before this history began, oldest first."""
         with self._lock:
-            self._chats.append(chat)
+            later = list(self._chats)
+            self._chats.clear()
+        self._add([*chats, *later])
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids that chats may hold."""
+        return self._tokenizer.vocab_size
+
+    def _add(self, chats: Sequence[AnsweredChat]) -> None:
+        with self._lock:
+            self._chats.extend(chats)
             while len(self._chats) > 1 and sum(len(chat.prompt.text) for chat in self._chats) > _MOST_CHARACTERS:
                 self._chats.popleft()
 
@@ -129,7 +153,7 @@ class ChatHistory:
         return ids
 
     def _reuse(
-        self, text: str, segments: Segments, closed: tuple[tuple[int, int], ...], chats: list[_AnsweredChat]
+        self, text: str, segments: Segments, closed: tuple[tuple[int, int], ...], chats: list[AnsweredChat]
     ) -> NDArray[np.int32] | None:
         """The ids of a text that begins with an answered chat, the longest there is; None if it begins with none."""
         for chat in sorted(chats, key=lambda chat: len(chat.prompt.text) + len(chat.reply), reverse=True):
@@ -146,7 +170,7 @@ class ChatHistory:
                 return np.concatenate((head, np.array(tail, np.int32)))
         return None
 
-    def _reply_tokens(self, chat: _AnsweredChat, text: str, closed: tuple[tuple[int, int], ...]) -> int:
+    def _reply_tokens(self, chat: AnsweredChat, text: str, closed: tuple[tuple[int, int], ...]) -> int:
         """How many ids of a reply stand for what the text has in its place; 0 if the place is not the reply's.
 
         The ids must end where the template goes on: at a control token, at white space after the whole reply, or at
@@ -212,7 +236,7 @@ def _system_end(text: str, messages: Sequence[Mapping[str, Any]]) -> int:
 
 
 def _former_turn(
-    written: tuple[str, ...], messages: Sequence[Mapping[str, Any]], chats: list[_AnsweredChat]
+    written: tuple[str, ...], messages: Sequence[Mapping[str, Any]], chats: list[AnsweredChat]
 ) -> NDArray[np.int32] | None:
     """The ids of the longest answered chat whose messages and reply these messages repeat."""
     for chat in sorted(chats, key=lambda chat: len(chat.prompt.messages), reverse=True):

@@ -15,9 +15,16 @@ DESCRIPTION = "about.json"
 WEIGHTS_FOLDER = "weights"
 """The folder with remembered hashes of model files."""
 
+CHATS_FOLDER = "chats"
+"""The folder of a fingerprint with its answered chats."""
+
+CHAT_SUFFIX = ".chat"
+
 _FOLDER = re.compile(r"[0-9a-f]{32}")
 _SHARD = re.compile(r"[0-9a-f]")
-_FILE = re.compile(rf"{re.escape(DESCRIPTION)}|[0-9a-f]{{32}}|[0-9a-f]{{32}}-[0-9a-f]{{32}}\.page|tmp\w+\.tmp")
+_FILE = re.compile(
+    rf"{re.escape(DESCRIPTION)}|[0-9a-f]{{32}}|[0-9a-f]{{32}}\.chat|[0-9a-f]{{32}}-[0-9a-f]{{32}}\.page|tmp\w+\.tmp"
+)
 
 _ABANDONED_SECONDS = 3600.0
 """Age from which an unfinished file belongs to a process that died."""
@@ -76,11 +83,16 @@ def stored_files(folder: str | os.PathLike[str]) -> Iterator[StoredFile]:
     for entry in _entries(folder):
         if _FOLDER.fullmatch(entry.name):
             for inner in _entries(entry.path):
-                if _SHARD.fullmatch(inner.name):
+                if inner.name == CHATS_FOLDER or _SHARD.fullmatch(inner.name):
                     yield from _files(inner.path)
             yield from _files(entry.path)
         elif entry.name == WEIGHTS_FOLDER:
             yield from _files(entry.path)
+
+
+def newest_first(folder: Path) -> list[StoredFile]:
+    """The files that localinfer keeps right in a folder, the one used last first."""
+    return sorted(_files(str(folder)), reverse=True)
 
 
 def clear(folder: Path) -> int:

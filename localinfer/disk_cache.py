@@ -13,13 +13,15 @@ import os
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from localinfer.disk_budget import DESCRIPTION, WEIGHTS_FOLDER
+from localinfer.chat_history import AnsweredChat, ChatHistory
+from localinfer.disk_budget import CHATS_FOLDER, DESCRIPTION, WEIGHTS_FOLDER
 from localinfer.disk_tier import DiskCounters, DiskTier, Found, Saved, common_length
 from localinfer.engine import Engine
 from localinfer.errors import ClosedError, LocalinferError, OutOfMemoryError
@@ -29,6 +31,7 @@ from localinfer.page_pool import PageNumbers
 from localinfer.prefix_cache import PrefixCache
 from localinfer.prefix_tree import CachedPath, Match, TokenIds
 from localinfer.private_folder import make_private, user_cache_folder
+from localinfer.stored_chats import StoredChats
 from localinfer.worker_threads import num_io_threads
 
 logger = logging.getLogger(__name__)
@@ -77,14 +80,23 @@ class _Other:
 class DiskCache:
     """A `CacheTier` over a folder, for one engine. `close` writes what is left; so does the end of the process.
 
-    The folder is made if it is not there, and refused, with a warning, if others could write it.
+    history: remembers chats over restarts too. The folder is made if it is not there, and refused, with a warning, if
+    others could write it.
     """
 
     def __init__(
-        self, engine: Engine, identity: ModelIdentity, options: DiskOptions, *, idle_seconds: float = _IDLE_SECONDS
+        self,
+        engine: Engine,
+        identity: ModelIdentity,
+        options: DiskOptions,
+        history: ChatHistory | None = None,
+        *,
+        idle_seconds: float = _IDLE_SECONDS,
     ) -> None:
         self._engine = engine
         self._identity = identity
+        self._history = history
+        self._answered: deque[AnsweredChat] = deque(maxlen=128)
         self._folder = options.folder
         self._max_bytes = options.max_bytes
         self._idle_seconds = idle_seconds
@@ -112,11 +124,18 @@ class DiskCache:
         with engine.exclusive_cache() as cache:
             self._cache = cache
             cache.set_tier(self)
+        if history is not None:
+            history.on_answer = self._answered.append
 
     @property
     def counters(self) -> DiskCounters:
         """What was read, written and refused so far."""
         return DiskCounters() if self._tier is None else self._tier.counters
+
+    def wait_until_open(self) -> None:
+        """Wait until what is remembered of former chats has been read: milliseconds after loading."""
+        if not self._is_closing:
+            self._opener.join()
 
     def restore(self, token_ids: TokenIds, cached_tokens: int) -> str | None:
         """Read pages that continue what memory holds of a prompt into the tree; as `CacheTier` says."""
@@ -196,6 +215,19 @@ class DiskCache:
                         self._describe(tier)
                 except (OSError, LocalinferError) as error:
                     logger.warning("a conversation was not kept on disk: %s", error)
+            self._save_chats()
+
+    def _save_chats(self) -> None:
+        """Write the replies' ids too, which cannot be had again from their texts."""
+        if self._tier is None or not self._tier.folder.exists():
+            return
+        chats = []
+        while self._answered:
+            chats.append(self._answered.popleft())
+        try:
+            StoredChats(self._tier.folder / CHATS_FOLDER).save(chats)
+        except OSError as error:
+            logger.warning("a reply's tokens were not kept on disk: %s", error)
 
     def _save_behind(self, tier: DiskTier, token_ids: TokenIds, threads: int) -> Saved:
         return tier.save(token_ids, _Copies(self, tier, token_ids), threads=threads)
@@ -244,6 +276,8 @@ class DiskCache:
         self._others = [other for other in self._find_others() if dict(other.parts) != dict(fingerprint.parts)]
         tier = self._tier_of(fingerprint, pool.page_tokens, pool.page_bytes)
         self._tier = tier
+        if self._history is not None:
+            self._history.recall(StoredChats(tier.folder / CHATS_FOLDER).load(self._history.vocab_size))
         return tier
 
     def _describe(self, tier: DiskTier) -> None:

@@ -68,7 +68,11 @@ class LLM:
             self._chat_history = ChatHistory(model.chat_template, model.tokenizer)
         self._identity = identity
         self._session_lock = threading.Lock()
-        self._disk = None if disk is None or identity is None else _open_disk_cache(self._engine, identity, disk)
+        self._disk = (
+            None
+            if disk is None or identity is None
+            else _open_disk_cache(self._engine, identity, disk, self._chat_history)
+        )
 
     @property
     def tokenizer(self) -> "Tokenizer":
@@ -121,6 +125,8 @@ class LLM:
             raise RequestError("the model file has no tokenizer, so it cannot chat; give complete() token ids")
 
         def encode() -> EncodedPrompt:
+            if self._disk is not None:
+                self._disk.wait_until_open()
             chat = history.encode(_check_messages(messages))
             return EncodedPrompt(
                 chat.token_ids, chat.system_tokens, chat.history, lambda reply_ids: history.remember(chat, reply_ids)
@@ -133,7 +139,7 @@ class LLM:
         return self._engine.logits(token_ids)
 
     def clear_cache(self) -> None:
-        """Forget the keys and values of every former text; running generations keep theirs."""
+        """Forget the keys and values of every former text in memory; running generations and the disk keep theirs."""
         with self._engine.exclusive_cache() as cache:
             cache.clear()
 
@@ -278,10 +284,12 @@ def _disk_options(disk_cache: bool | int, folder: str | os.PathLike[str] | None)
     return DiskOptions(chosen, DEFAULT_MAX_BYTES if disk_cache is True else disk_cache)
 
 
-def _open_disk_cache(engine: Engine, identity: "ModelIdentity", options: "DiskOptions") -> "DiskCache":
+def _open_disk_cache(
+    engine: Engine, identity: "ModelIdentity", options: "DiskOptions", history: ChatHistory | None
+) -> "DiskCache":
     from localinfer.disk_cache import DiskCache
 
-    return DiskCache(engine, identity, options)
+    return DiskCache(engine, identity, options, history)
 
 
 def _identity(model: "Model", disk: "DiskOptions | None") -> "ModelIdentity | None":
