@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
 from numba import types
 from numba.core.errors import RequireLiteralValue
 from numba.extending import intrinsic
@@ -43,6 +44,34 @@ def _transpose(typing_context: Any, width: Any, source: Any, row_bytes: Any, tar
         return context.get_dummy_value()
 
     return types.void(width, *[types.int64] * 3), generate
+
+
+@intrinsic
+def _transpose_words(typing_context: Any, source: Any, row_bytes: Any, target: Any, step: Any, flip: Any) -> Any:
+    """Four words of sixteen rows to four vectors of one word each, `step` bytes apart; `flip` is xored to each word."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        emit, b = Emitter(context, builder), builder
+        start, stride, out, distance, changed_bits = arguments
+        rows = [emit.load(b.add(start, b.mul(stride, emit.i64(row))), vector(I32, 4), align=1) for row in range(16)]
+
+        def joined(left: Any, right: Any, lanes: list[int]) -> Any:
+            return b.shuffle_vector(left, right, ir.Constant(vector(I32, len(lanes)), lanes))
+
+        pairs = [joined(rows[i], rows[i + 1], list(range(8))) for i in range(0, 16, 2)]
+        fours = [joined(pairs[i], pairs[i + 1], list(range(16))) for i in range(0, 8, 2)]
+        mask = emit.splat(b.trunc(changed_bits, I32))
+        # Words 2i and 2i + 1 of eight rows side by side, then one word of all sixteen.
+        for i in range(2):
+            lanes = [4 * row + word for word in (2 * i, 2 * i + 1) for row in range(8)]
+            upper, lower = joined(fours[0], fours[1], lanes), joined(fours[2], fours[3], lanes)
+            for word in range(2):
+                lanes_of_word = [16 * half + 8 * word + lane for half in range(2) for lane in range(8)]
+                value = b.xor(joined(upper, lower, lanes_of_word), mask)
+                emit.store(value, b.add(out, b.mul(distance, emit.i64(2 * i + word))), align=32)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), generate
 
 
 @inline
@@ -143,6 +172,17 @@ def pack_tiles(parameters: int, batch: int, thread: int, num_threads: int) -> No
             done = 0
             if file_bytes == width and 16 * tile + 16 <= rows:
                 done = _transpose_tile(source + 16 * tile * units * width, units * width, units, width, base)
+            if width == 4 and items % 4 == 0 and kind != 2 and 16 * tile + 16 <= rows:
+                row_bytes = units * file_bytes
+                first_source = source + 16 * tile * row_bytes + offset
+                distance, flip = 128 if kind == 4 else 64, 0x80808080 if kind == 1 else 0
+                for unit in range(units):
+                    unit_source, unit_target = first_source + unit * file_bytes, base + unit * unit_bytes
+                    for item in range(0, items, 4):
+                        _transpose_words(
+                            unit_source + 4 * item, row_bytes, unit_target + distance * item, distance, flip
+                        )
+                done = units
             for first in range(done, units, step):
                 for lane in range(16):
                     row = 16 * tile + lane

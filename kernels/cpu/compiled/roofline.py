@@ -12,7 +12,7 @@ from localinfer.kernels.cpu.compiled.pool import take_units
 from localinfer.kernels.cpu.protocol import CONTROL, MULTIPLICATIONS_PER_ROUND
 from localinfer.kernels.jit import op
 
-_PREFETCH_BYTES = 16384
+_PREFETCH_BYTES = 4096
 _LINES = 4
 _CHAINS = MULTIPLICATIONS_PER_ROUND // 64
 
@@ -28,7 +28,7 @@ def _read(typing_context: Any, address: Any, num_bytes: Any) -> Any:
         def step(offset: Value, carried: list[Value]) -> Sequence[Value]:
             place = b.add(start, offset)
             for line in range(_LINES):
-                emit.prefetch(place, _PREFETCH_BYTES + 64 * line, locality=2)
+                emit.prefetch(place, _PREFETCH_BYTES + 64 * line)
             loaded = [emit.load(place, vector(I32), 64 * line, align=64) for line in range(_LINES)]
             return [b.xor(value, new) for value, new in zip(carried, loaded, strict=True)]
 
