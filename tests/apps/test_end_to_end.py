@@ -19,14 +19,18 @@ STORY = (
 )
 
 
-def command(name: str | bytes, *arguments: str | bytes) -> list[str | bytes]:
-    """The installed command, which leaves nothing in the user's own cache folder."""
-    apart = ["--no-disk-cache"] if name in ("run", "chat") and "--disk-cache-folder" not in arguments else []
-    return [sys.executable, "-m", "localinfer", name, *apart, *arguments]
+def apart(name: str | bytes, *arguments: str | bytes) -> list[str | bytes]:
+    """A command's words, with one more where it would leave something in the user's own cache folder."""
+    keeps = name in ("run", "chat") and "--disk-cache-folder" not in arguments
+    return [name, *["--no-disk-cache"] * keeps, *arguments]
 
 
-def slow_command(*arguments: str) -> list[str]:
-    return [sys.executable, "-c", SLOW_RUN, *arguments]
+def command(*arguments: str | bytes) -> list[str | bytes]:
+    return [sys.executable, "-m", "localinfer", *apart(*arguments)]
+
+
+def slow_command(*arguments: str) -> list[str | bytes]:
+    return [sys.executable, "-c", SLOW_RUN, *apart(*arguments)]
 
 
 def run(*arguments: str | bytes, stdin: bytes = b"") -> Result:
