@@ -14,8 +14,9 @@ from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.kernels.object_cache import Kernel
 from localinfer.kernels.ops import Batch, FloatArray, Operation, Segment
 
-DECODE_ROWS = 8
-"""Batches of up to this many rows read memory more than they multiply, which fewer threads may do as fast."""
+DECODE_ROWS = 2
+"""Batches of up to this many rows read memory more than they multiply, which fewer threads may do as fast. Four tokens
+to verify took 28 ms on one thread of a machine where one took 20 ms, and 18 ms on two."""
 
 
 @dataclass(frozen=True)

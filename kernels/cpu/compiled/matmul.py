@@ -32,6 +32,16 @@ def _set_row(table: int, slot: int, x: int, out: int, residual: int) -> None:
     store_i64(table + 128 + 8 * slot, residual)
 
 
+@inline
+def _width(left: int) -> int:
+    """For how many rows the next product is written; 3 or 7 rows take the width of one more and compute the last twice.
+
+    That is the cheaper: a tile's codes are unpacked once. Verifying 3 tokens of a 1.1B Q4_0 model took 1.42 times as
+    long as decoding one, and 4 tokens 1.16 times.
+    """
+    return left + 1 if left == 3 or left == 7 else rows_at_once(left)
+
+
 @compose
 def _product(
     layout: int, count: int, weights: int, k: int, table: int, bias: int, scale: float, column: int, lanes: int
@@ -59,9 +69,9 @@ def _products(layout: int, first: int, last: int, table: int, p: int, tile: int,
     count = min(16, load_i64(p + 24) - column)
     row = first
     while row < last:
-        step = rows_at_once(last - row)
+        step = _width(last - row)
         for slot in range(step):
-            index = row + slot
+            index = min(row + slot, last - 1)
             _set_row(table, slot, x + index * x_stride, out + index * out_stride, residual + index * residual_stride)
         _product(layout, step, weights, k, table, bias, scale, column, count)
         row += step
@@ -118,9 +128,9 @@ def _expert_matmul(layout: int, parameters: int, batch: int, thread: int, num_th
             column = 16 * tile
             count = min(16, rows - column)
             while entry < last:
-                step = rows_at_once(last - entry)
+                step = _width(last - entry)
                 for slot in range(step):
-                    place = load_i64(entries + 8 * (entry + slot))
+                    place = load_i64(entries + 8 * min(entry + slot, last - 1))
                     row, choice = place // selected, place % selected
                     source = x + row * x_stride + choice * slot_stride
                     _set_row(table, slot, source, out + row * out_stride + 4 * rows * choice, zeros - 4 * column)
