@@ -13,16 +13,18 @@ from collections.abc import Callable, Sequence
 MAX_DEPTH = 15
 """Most tokens drafted at once: 16 rows are verified."""
 
-_PRIOR_WEIGHT = 1.0
+_PRIOR_WEIGHT = 3.0
 """Tokens' worth of belief in a chance before anything was counted."""
-_MEMORY = 0.98
-"""Share of every count that is left after another draft of its kind: about the last 50 count."""
+_MEMORY = 0.985
+"""Share of every count that is left after another draft of its kind: about the last 67 count."""
 _FIRST_PROBE, _LAST_PROBE = 4, 512
 """Rounds without a draft before the next probe: doubled after each that yields nothing."""
 _LEAST_GAIN = 1.01
 """Expected speed over plain decoding that a draft must promise, for estimates are noisy."""
 _COST_STEP = 0.025
-"""Share of a surprise by which the cost of all numbers of rows follows it; that of this number moves twice as far."""
+"""Share of a surprise by which the cost of all numbers of rows follows it; that of this number moves further."""
+_LARGEST_COST_STEP = 0.25
+_PLAIN_EVERY = 64
 _MEASURED_ROWS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16)
 _REPETITIONS = 5
 _PATIENCE_SECONDS = 0.06
@@ -40,11 +42,16 @@ class Acceptance:
         self._next_probe = _FIRST_PROBE
 
     def chances(self) -> list[float]:
-        """The estimates; a place that was hardly tried leans on the one before it."""
+        """The estimates; a place that was hardly tried leans on the one before it.
+
+        Once a token was right the draft is likelier to be on the way: in prose and code the second chance was close to
+        the square root of the first, whatever that was, and later ones to the second.
+        """
         chances = []
         belief = self._prior
-        for accepted, tried in zip(self._accepted, self._tried, strict=True):
-            belief = (accepted + _PRIOR_WEIGHT * belief) / (tried + _PRIOR_WEIGHT)
+        for index, (accepted, tried) in enumerate(zip(self._accepted, self._tried, strict=True)):
+            expected = math.sqrt(belief) if index == 1 else belief
+            belief = (accepted + _PRIOR_WEIGHT * expected) / (tried + _PRIOR_WEIGHT)
             chances.append(belief)
         return chances
 
@@ -78,6 +85,8 @@ class VerificationCosts:
         assert 1 <= len(seconds) <= MAX_DEPTH + 1, "one time per number of rows"
         self._shares = list(seconds)
         self._scale = 1.0
+        self._num_observed = 0
+        self._last_observed = [0] * len(self._shares)
 
     @property
     def max_depth(self) -> int:
@@ -91,12 +100,20 @@ class VerificationCosts:
     def observe(self, num_rows: int, seconds: float) -> None:
         """Follow what a pass took: contexts grow, and machines get warm and busy.
 
-        What holds for one number of rows holds for all in part, so that plain passes and drafts stay comparable.
+        What holds for one number of rows holds for all in part. A number that was not seen for long moves further.
         """
         # A pass that was interrupted says nothing about the next.
         change = min(max(seconds / self.seconds(num_rows), 0.5), 2.0) - 1.0
+        self._num_observed += 1
+        unseen = self._num_observed - self._last_observed[num_rows - 1]
+        self._last_observed[num_rows - 1] = self._num_observed
         self._scale *= 1.0 + change * _COST_STEP
-        self._shares[num_rows - 1] *= 1.0 + change * _COST_STEP
+        self._shares[num_rows - 1] *= 1.0 + change * min(_COST_STEP * unseen, _LARGEST_COST_STEP)
+
+    @property
+    def is_plain_due(self) -> bool:
+        """Whether a pass without a draft should be made, since none was for so long that its cost is a guess."""
+        return self._num_observed - self._last_observed[0] >= _PLAIN_EVERY
 
 
 def best_depth(

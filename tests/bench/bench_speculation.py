@@ -1,13 +1,15 @@
 """What speculation brings on a model of real size: `python -m tests.bench.bench_speculation MODE MODEL [options]`.
 
-No large model's texts are needed: the model computes and samples as ever, and each sampled token is then replaced by the
-next one of a reference text (teacher-forced replay). So time is that of a real model, and acceptance that of real text.
+No large model's texts are needed: the model computes and samples as ever, and each sampled token is then replaced by
+the next one of a reference text (teacher-forced replay). So time is that of a real model, and acceptance that of real
+text.
 
 scripted: drafts that are right with a known chance. edits: texts with small changes (`edit_tasks`), by n-grams and with
 the source as prediction. books: free text, from text files given by --texts.
 """
 
 import argparse
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.draft_depth import MAX_DEPTH, VerificationCosts
-from localinfer.engine import Engine
+from localinfer.engine import Engine, Generation
 from localinfer.models.loader import Model, load_model
 from localinfer.ngram_drafter import NgramDrafter
 from localinfer.sampling import Sampler, SamplingParams, SamplingPlan
@@ -61,14 +63,12 @@ class ScriptedDrafter:
 
 
 @dataclass
-class Replay:
-    """Seconds of the tokens after the first, and of those after the settled ones; what drafts did."""
+class Race:
+    """How many times faster than plain decoding a replay was, in all and after the settled tokens; what drafts did."""
 
-    seconds: float
-    num_tokens: int
-    settled_seconds: float
-    settled_tokens: int
-    record: SpeculationRecord | None
+    speed: float
+    settled_speed: float
+    record: SpeculationRecord
 
 
 class Bench:
@@ -83,30 +83,52 @@ class Bench:
         seconds = [self.costs.seconds(rows) for rows in range(1, MAX_DEPTH + 2)]
         return Speculation(VerificationCosts(seconds), ngram=drafter, model=None)
 
-    def run(
-        self, prompt: Sequence[int], output: Sequence[int], drafting: Speculation | None, prediction: Sequence[int] = ()
-    ) -> Replay:
-        """Replay one output after one prompt, on a cache that holds nothing."""
-        engine = Engine(_Kept(self.model), speculation=drafting)
-        engine._sampler = self._sampler
+    def race(
+        self,
+        prompt: Sequence[int],
+        output: Sequence[int],
+        drafter: LookupDrafter,
+        *,
+        prediction: Sequence[int] = (),
+        stride: int = 1,
+    ) -> Race:
+        """Replay one output after one prompt with drafts and without, in turns, so that both meet the same machine.
+
+        stride: tokens with drafts for each one without.
+        """
         self._sampler.reference = np.array([*prompt, *output], np.int32)
+        engines = [Engine(_Kept(self.model), speculation=drafting) for drafting in (self.speculation(drafter), None)]
         params = SamplingParams(temperature=0.0)
-        generation = engine.generate(prompt, params, max_tokens=len(output), prediction=prediction)
-        next(generation)
-        began = time.perf_counter()
-        stamps = [began]
-        for _ in generation:
-            stamps.append(time.perf_counter())
-        settled = min(SETTLING_TOKENS, len(stamps) - 1)
-        result = Replay(
-            stamps[-1] - began,
-            len(stamps) - 1,
-            stamps[-1] - stamps[settled],
-            len(stamps) - 1 - settled,
-            generation.record.speculation,
+        generations = []
+        for engine in engines:
+            engine._sampler = self._sampler
+            generation = engine.generate(prompt, params, max_tokens=len(output), prediction=prediction)
+            next(generation)
+            generations.append(generation)
+        drafted, plain = generations
+        times, plain_times = [], []
+        while (seconds := _step_seconds(drafted)) is not None:
+            times.append(seconds)
+            if len(times) % stride == 0:
+                plain_times.append(_step_seconds(plain) or 0.0)
+        record = drafted.record.speculation
+        assert record is not None, "it speculated"
+        settled = min(SETTLING_TOKENS, len(times) // 2)
+        for generation, engine in zip(generations, engines, strict=True):
+            generation.close()
+            engine.close()
+        return Race(
+            _mean(plain_times) / _mean(times), _mean(plain_times[settled // stride :]) / _mean(times[settled:]), record
         )
-        engine.close()
-        return result
+
+
+def _step_seconds(generation: Generation) -> float | None:
+    began = time.perf_counter()
+    return None if next(generation, None) is None else time.perf_counter() - began
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 class _Kept:
@@ -123,69 +145,55 @@ def scripted(bench: Bench, num_tokens: int) -> None:
     """Speed over plain decoding by the chance that a drafted token is right."""
     generator = np.random.default_rng(3)
     ids = generator.integers(300, bench.model.config.vocab_size - 300, num_tokens + 33).tolist()
-    prompt, output = ids[:32], ids[32:]
-    print(f"{'chance':>8}{'all':>8}{'settled':>9}{'tokens/pass':>13}  accepted by place")
+    print(f"{'chance':>8}{_HEAD}")
     for chance in (0.0, 0.6, 0.8, 0.95):
-        plain = bench.run(prompt, output, None)
-        ours = bench.run(prompt, output, bench.speculation(ScriptedDrafter(np.array(ids, np.int32), chance)))
-        again = bench.run(prompt, output, None)
-        settled = (plain.settled_seconds + again.settled_seconds) / 2 / ours.settled_seconds
-        whole = (plain.seconds + again.seconds) / 2 / ours.seconds
-        print(f"{chance:>8}{whole:>8.2f}{settled:>9.2f}{_passes(ours)}", flush=True)
+        drafter = ScriptedDrafter(np.array(ids, np.int32), chance)
+        print(f"{chance:>8}{_row(bench.race(ids[:32], ids[32:], drafter))}", flush=True)
 
 
-def edits(bench: Bench, num_tasks: int) -> None:
+def edits(bench: Bench, skipped: int, num_tasks: int) -> None:
     """Speed over plain decoding on edits, by n-grams alone and with the source as prediction."""
     tokenizer = bench.model.tokenizer
     assert tokenizer is not None, "the texts have to be tokenized"
-    print(f"{'task':<52}{'tokens':>7}{'n-gram':>8}{'predicted':>11}{'tokens/pass':>13}  accepted by place")
-    worst = [9.0, 9.0]
-    for task in edit_tasks()[:num_tasks]:
+    print(f"{'task':<52}{'predicted':>10}{_HEAD}")
+    worst = [math.inf, math.inf]
+    for task in edit_tasks()[skipped : skipped + num_tasks]:
         prompt = tokenizer.encode(task.prompt)
         output = tokenizer.encode(task.result, add_special=False)
-        prediction = tokenizer.encode(task.source, add_special=False)
-        # The time of a plain step hardly changes within one text, so a part of it is enough.
-        plain = bench.run(prompt, output[:60], None)
-        ngram = bench.run(prompt, output, bench.speculation(NgramDrafter()))
-        predicted = bench.run(prompt, output, bench.speculation(NgramDrafter()), prediction)
-        speeds = [
-            plain.seconds / plain.num_tokens * replay.num_tokens / replay.seconds for replay in (ngram, predicted)
-        ]
-        worst = [min(pair) for pair in zip(worst, speeds, strict=True)]
-        print(f"{task.name:<52}{len(output):>7}{speeds[0]:>8.2f}{speeds[1]:>11.2f}{_passes(ngram)}", flush=True)
-    print(f"{'worst':<59}{worst[0]:>8.2f}{worst[1]:>11.2f}")
+        source = tokenizer.encode(task.source, add_special=False)
+        ngram = bench.race(prompt, output, NgramDrafter(), stride=4)
+        predicted = bench.race(prompt, output, NgramDrafter(), prediction=source, stride=4)
+        worst = [min(worst[0], ngram.speed), min(worst[1], predicted.speed)]
+        print(f"{task.name:<52}{predicted.speed:>10.2f}{_row(ngram)}", flush=True)
+    print(f"{'worst':<52}{worst[1]:>10.2f}{worst[0]:>8.2f}")
 
 
-def books(bench: Bench, texts: Sequence[Path], num_texts: int) -> None:
+def books(bench: Bench, texts: Sequence[Path], skipped: int, num_texts: int) -> None:
     """Speed over plain decoding on chapters: what was never read before should not be slower."""
     tokenizer = bench.model.tokenizer
     assert tokenizer is not None, "the texts have to be tokenized"
-    print(f"{'text':<40}{'all':>8}{'settled':>9}{'tokens/pass':>13}  accepted by place")
-    worst = 9.0
-    for index in range(num_texts):
+    print(f"{'text':<40}{_HEAD}")
+    worst = math.inf
+    for index in range(skipped, skipped + num_texts):
         path = texts[index % len(texts)]
         text = path.read_text("utf-8", errors="replace")
         start = len(text) * (1 + index // len(texts)) // 4
-        ids = tokenizer.encode(text[start : start + 6000])
-        prompt, output = ids[:256], ids[256:456]
-        # Plain steps in turns with drafted ones, before and after, since the machine is not the same for long.
-        before = bench.run(prompt, output[:70], None)
-        ours = bench.run(prompt, output, bench.speculation(NgramDrafter()))
-        after = bench.run(prompt, output[:70], None)
-        plain = (before.seconds + after.seconds) / (before.num_tokens + after.num_tokens)
-        whole = plain * ours.num_tokens / ours.seconds
-        settled = plain * ours.settled_tokens / ours.settled_seconds
-        worst = min(worst, settled)
-        print(f"{path.name:<40}{whole:>8.2f}{settled:>9.2f}{_passes(ours)}", flush=True)
+        ids = tokenizer.encode(text[start : start + 4000])
+        race = bench.race(ids[:256], ids[256:456], NgramDrafter())
+        worst = min(worst, race.settled_speed)
+        print(f"{path.name:<40}{_row(race)}", flush=True)
     print(f"{'worst':<48}{worst:>9.2f}")
 
 
-def _passes(replay: Replay) -> str:
-    record = replay.record
-    assert record is not None, "it speculated"
+_HEAD = f"{'all':>8}{'settled':>9}{'tokens/pass':>13}  accepted by place, %"
+
+
+def _row(race: Race) -> str:
+    record = race.record
     places = zip(record.accepted, record.drafted, strict=True)
     shares = " ".join(f"{100 * accepted / drafted:.0f}" for accepted, drafted in places if drafted)
-    return f"{record.decoded_tokens / record.forward_passes:>13.2f}  {shares}"
+    passes = record.decoded_tokens / record.forward_passes
+    return f"{race.speed:>8.2f}{race.settled_speed:>9.2f}{passes:>13.2f}  {shares}"
 
 
 def main() -> None:
@@ -197,6 +205,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--count", type=int, default=20, help="how many texts or tasks")
+    parser.add_argument("--skip", type=int, default=0, help="how many texts or tasks to leave out before those")
     options = parser.parse_args()
     model = load_model(options.model, threads=options.threads, context_length=2048)
     bench = Bench(model)
@@ -206,9 +215,9 @@ def main() -> None:
     if options.mode == "scripted":
         scripted(bench, options.tokens)
     elif options.mode == "edits":
-        edits(bench, options.count)
+        edits(bench, options.skip, options.count)
     else:
-        books(bench, sorted(options.texts.glob("*.txt")), options.count)
+        books(bench, sorted(options.texts.glob("*.txt")), options.skip, options.count)
     model.close()
 
 

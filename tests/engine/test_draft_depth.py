@@ -48,14 +48,14 @@ def test_depth_stays_within_what_is_allowed_and_shrinks_beside_other_sequences()
 
 def test_chances_follow_what_was_accepted_and_later_places_lean_on_earlier_ones() -> None:
     acceptance = Acceptance(0.5)
-    assert acceptance.chances() == [0.5] * MAX_DEPTH
-    for _ in range(200):
+    assert acceptance.chances() == pytest.approx([0.5] + [0.5**0.5] * (MAX_DEPTH - 1))
+    for _ in range(400):
         acceptance.observe(4, 2)
     chances = acceptance.chances()
-    assert chances[0] > 0.98
-    assert chances[1] > 0.97
-    assert chances[2] < 0.03
-    assert chances[MAX_DEPTH - 1] < 0.03
+    assert chances[0] > 0.97
+    assert chances[1] > 0.96
+    assert chances[2] < 0.05
+    assert chances[MAX_DEPTH - 1] < 0.05
     for _ in range(600):
         acceptance.observe(2, 2)
     # The third place was not tried for long, so what it was then hardly counts.
@@ -81,10 +81,24 @@ def test_costs_follow_what_passes_take_and_an_interruption_hardly_counts() -> No
     assert costs.seconds(1) == pytest.approx(2.0, rel=0.15)
     assert costs.seconds(3) == pytest.approx(4.5, rel=0.15)
     assert costs.seconds(1) < costs.seconds(3)
+    costs.observe(1, costs.seconds(1))
     before = costs.seconds(1)
     costs.observe(1, 1000.0)
-    assert costs.seconds(1) < 1.06 * before
+    assert costs.seconds(1) < 1.1 * before
     assert costs.seconds(MAX_DEPTH + 2) == math.inf
+
+
+def test_a_plain_pass_is_due_after_many_others_and_then_counts_more() -> None:
+    costs = VerificationCosts([1.0] * (MAX_DEPTH + 1))
+    for _ in range(63):
+        assert not costs.is_plain_due
+        costs.observe(8, 1.0)
+    costs.observe(8, 1.0)
+    assert costs.is_plain_due
+    costs.observe(1, 2.0)
+    assert not costs.is_plain_due
+    assert costs.seconds(1) == pytest.approx(1.25, rel=0.03)
+    assert costs.seconds(8) == pytest.approx(1.0, rel=0.03)
 
 
 def test_costs_are_of_few_passes_if_those_are_slow_and_what_lies_between_is_interpolated(
