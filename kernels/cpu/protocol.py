@@ -79,7 +79,7 @@ NOTHING_LEFT = -2
 ) = range(11)  # fmt: skip
 """Entries in use, addresses of the tables, and entries they have room for; the hash table's size is a power of two."""
 HISTORY_WORDS = 11
-STATE_WORDS, EDGE_WORDS, NODE_WORDS = 5, 4, 3
+STATE_WORDS, EDGE_WORDS, NODE_WORDS = 6, 4, 3
 CURSOR_STATE, CURSOR_NODE, CURSOR_MATCH, CURSOR_MATCH_LENGTH, CURSOR_ALIGNED, CURSOR_LOST = range(6)
 """State and node of a text's last token; the node that its longest earlier suffix ended at, or -1, and the tokens of
 that suffix; where the last long match was left, or -1, and how many tokens ago."""

@@ -63,6 +63,14 @@ def test_the_most_recent_of_equal_matches_is_continued() -> None:
     assert draft(history, newer, 1) == [4]
 
 
+def test_one_exception_does_not_end_a_habit() -> None:
+    history, cursor = TokenHistory(), Cursor()
+    read(history, cursor, 1, 7, 2, 3, 7, 2, 4, 7, 9, 5, 7)
+    assert draft(history, cursor, 2) == [2, 4]
+    read(history, cursor, 9, 6, 7, 9, 8, 7)
+    assert draft(history, cursor, 2) == [9, 8]
+
+
 def test_a_match_that_reaches_the_end_of_its_own_text_repeats() -> None:
     history, cursor = TokenHistory(), Cursor()
     read(history, cursor, 1, 2, 3, 1, 2, 3, 1)

@@ -7,7 +7,8 @@ smallest automaton recognizing the subwords of a text, 1985); texts share one au
 Texts are kept beside it as a tree of nodes, one per distinct prefix, so a text that begins like an older one (the next
 turn of a conversation, a second attempt) shares its nodes and adds nothing. Each node knows the node that followed it
 last. Each state knows the node where its strings ended last, for the _RECENT_STEPS longest suffixes of every prefix:
-those of ordinary text are far fewer.
+those of ordinary text are far fewer. A place whose follower came twice in a row stays preferred until others came twice:
+one exception to what is often said is no reason to expect it again.
 
 The longest suffix of the text so far that occurred before is the first state on the way of suffix links that has ended
 anywhere: a match. A draft is what followed there. A match of few tokens says little after a place where a copy was
@@ -48,15 +49,17 @@ from localinfer.kernels.cpu.protocol import (
 )
 from localinfer.kernels.jit import entry, inline
 
-_LENGTH, _LINK, _RECENT, _PREFIX, _EDGES = range(STATE_WORDS)
+_LENGTH, _LINK, _RECENT, _PREFIX, _EDGES, _VOTES = range(STATE_WORDS)
 """Of a state: tokens in its longest string; the state of its longest suffix elsewhere; the node where it ended last,
-or -1; the node whose whole prefix it is, or -1; its newest edge."""
+or -1; the node whose whole prefix it is, or -1; its newest edge; and how often what followed there must be contradicted
+before another place is preferred."""
 _SOURCE, _TOKEN, _TARGET, _OLDER = range(EDGE_WORDS)
 """Of an edge: from, by, to, and the edge added to the same state before it."""
 _NODE_TOKEN, _NEXT, _PARENT = range(NODE_WORDS)
 """Of a node: its token, the node that followed it last, or -1, and the one before it."""
 
 _RECENT_STEPS = 64
+_MOST_VOTES = 1
 _WINDOW = 48
 """Tokens after the place where a copy was left in which it may go on."""
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
@@ -97,6 +100,7 @@ def _add_state(history: Any, states: Any, length: int) -> Any:
     states[state, _RECENT] = -1
     states[state, _PREFIX] = -1
     states[state, _EDGES] = -1
+    states[state, _VOTES] = 0
     return state
 
 
@@ -113,6 +117,7 @@ def _target(history: Any, table: Any, edges: Any, states: Any, source: int, toke
         edge = np.int64(edges[edge, _OLDER])
     states[split, _LINK] = states[old, _LINK]
     states[split, _RECENT] = states[old, _RECENT]
+    states[split, _VOTES] = states[old, _VOTES]
     states[old, _LINK] = split
     state = np.int64(source)
     while state >= 0:
@@ -160,12 +165,20 @@ def _step(history: Any, table: Any, edges: Any, states: Any, last: int, token: i
 
 
 @inline
-def _remember(states: Any, state: Any, node: Any) -> None:
-    """Let a prefix and its suffixes be those that ended last here; called once a token has followed."""
+def _remember(states: Any, nodes: Any, state: Any, node: Any, token: Any) -> None:
+    """Let a prefix and its suffixes be those that ended last here, if it is clear enough that `token` follows them."""
     for _ in range(_RECENT_STEPS):
         if state <= 0:
             break
-        states[state, _RECENT] = node
+        known = np.int64(states[state, _RECENT])
+        votes = states[state, _VOTES]
+        if known >= 0 and nodes[nodes[known, _NEXT], _NODE_TOKEN] == token:
+            states[state, _VOTES] = min(votes + 1, _MOST_VOTES)
+            states[state, _RECENT] = node
+        elif votes > 0:
+            states[state, _VOTES] = votes - 1
+        else:
+            states[state, _RECENT] = node
         state = np.int64(states[state, _LINK])
 
 
@@ -247,7 +260,7 @@ def extend(history: int, cursor: int, tokens: int, count: int) -> int:
         nodes[parent, _NEXT] = node
         place[CURSOR_STATE] = state
         place[CURSOR_NODE] = node
-        _remember(states, last, parent)
+        _remember(states, nodes, last, parent, token)
         _match(states, place, state)
         _align(nodes, place, node)
     return count
