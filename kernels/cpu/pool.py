@@ -15,7 +15,17 @@ import numpy as np
 
 from localinfer.errors import ClosedError
 from localinfer.kernels.cpu.arrays import address, aligned_zeros
-from localinfer.kernels.cpu.protocol import BATCH, MAX_THREADS, NUM_OPS, NUM_THREADS, OPS, SLEEPING, STOPPING
+from localinfer.kernels.cpu.protocol import (
+    BATCH,
+    GENERATION,
+    MAX_THREADS,
+    NUM_OPS,
+    NUM_THREADS,
+    OPS,
+    RELEASED,
+    SLEEPING,
+    STOPPING,
+)
 from localinfer.kernels.object_cache import Function
 
 _START_RUN = Function("pool.start_run", "q", "qq")
@@ -78,13 +88,24 @@ class ThreadPool:
         control[BATCH // 8] = batch_address
         num_threads = num_threads or self.num_threads
         control[NUM_THREADS // 8] = num_threads
-        if num_threads > 1:
+        if num_threads == 1:
+            _FINISH_RUN(self.control_address)
+            return
+        generation, released = int(control[GENERATION // 8]), int(control[RELEASED // 8])
+        try:
             to_wake = _START_RUN(self.control_address, num_threads)
-            if to_wake:
-                for worker in range(1, num_threads):
-                    if to_wake >> worker & 1:
-                        self._wake[worker].release()
-        _FINISH_RUN(self.control_address)
+            for worker in range(1, num_threads):
+                if to_wake >> worker & 1:
+                    self._wake[worker].release()
+            _FINISH_RUN(self.control_address)
+        except BaseException:
+            # Ctrl-C came between two of these steps. If the workers were sent off but this thread has not walked with
+            # them, they wait at the first barrier, and would for ever.
+            if control[GENERATION // 8] != generation and control[RELEASED // 8] == released:
+                for semaphore in self._wake[1:num_threads]:
+                    semaphore.release()
+                _FINISH_RUN(self.control_address)
+            raise
 
     def close(self) -> None:
         """End the threads; safe to call twice."""

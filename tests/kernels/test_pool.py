@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from localinfer.errors import ClosedError
+from localinfer.kernels.cpu import pool as pool_module
 from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.kernels.cpu.tape import CpuTape
 from localinfer.kernels.ops import Buffer, FloatArray
@@ -54,6 +55,41 @@ def test_idle_threads_sleep_and_wake_again() -> None:
         time.sleep(0.3)
         assert time.process_time() - before < 0.15
         np.testing.assert_array_equal(doubled(pool, x), 2 * x)
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize("when", ["before the start", "while waking", "before the walk", "after the walk"])
+def test_an_interrupt_between_the_steps_of_a_run_leaves_the_pool_usable(
+    when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, x = ThreadPool(3), random_rows(3, 100, 6)
+    start, finish = pool_module._START_RUN, pool_module._FINISH_RUN
+
+    def interrupted_start(control: int, num_threads: int) -> int:
+        if when == "while waking":
+            start(control, num_threads)
+        raise KeyboardInterrupt
+
+    def interrupted_finish(control: int) -> int:
+        # Only once: the pool must be able to finish what it started.
+        monkeypatch.setattr(pool_module, "_FINISH_RUN", finish)
+        if when == "after the walk":
+            finish(control)
+        raise KeyboardInterrupt
+
+    try:
+        for pause in (0, LONGER_THAN_SPINNING_SECONDS):
+            doubled(pool, x)
+            time.sleep(pause)
+            if "walk" in when:
+                monkeypatch.setattr(pool_module, "_FINISH_RUN", interrupted_finish)
+            else:
+                monkeypatch.setattr(pool_module, "_START_RUN", interrupted_start)
+            with pytest.raises(KeyboardInterrupt):
+                doubled(pool, x)
+            monkeypatch.undo()
+            np.testing.assert_array_equal(doubled(pool, x), 2 * x)
     finally:
         pool.close()
 
