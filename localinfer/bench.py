@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from localinfer.bench_client import OURS, EngineOptions, EngineProcess
@@ -24,6 +25,7 @@ VERIFIED_ROWS = (1, 4, 8)
 STREAM_PROMPT = "Once upon a time"
 _START_TOKENS = 8
 """Length of the prompt whose first token ends the start of a process."""
+_READ_BYTES = 8 << 20
 _SETTLING_SECONDS = 0.05
 """Between two engines: threads of the one that is done may still spin."""
 
@@ -202,6 +204,8 @@ def check_context(description: FileDescription, needed: int) -> None:
 def _measure(
     processes: dict[str, EngineProcess], token_ids: list[int], settings: BenchSettings, progress: ProgressCallback
 ) -> dict[str, Record]:
+    from localinfer.machine import measure_read_bandwidth
+
     ours = processes[OURS]
     prompt, context = token_ids[: settings.prompt], token_ids[: settings.context]
     continuation = token_ids[settings.context : settings.context + settings.decode]
@@ -218,8 +222,11 @@ def _measure(
             prefills[name].append(process.ask("compute", start=0, token_ids=prompt)["seconds"])
     for process in processes.values():
         process.ask("compute", start=0, token_ids=context)
+    ceilings: list[float] = []
     for repetition in range(settings.repetitions):
         progress("measuring decode", repetition, settings.repetitions)
+        # Memory is shared with whatever else the machine runs, so its ceiling is measured beside every decode.
+        ceilings.append(measure_read_bandwidth(int(ours.ready["num_threads"])))
         for name, process in processes.items():
             time.sleep(_SETTLING_SECONDS)
             decodes[name].append(process.ask("decode", start=start, token_ids=continuation)["seconds"])
@@ -237,6 +244,7 @@ def _measure(
         }
     middle = start + settings.decode // 2
     results[OURS]["work_per_token"] = ours.ask("work", start=middle, num_rows=1)["work"]
+    results[OURS]["read_ceilings"] = ceilings
     results[OURS]["work_per_prompt"] = ours.ask("work", start=0, num_rows=settings.prompt)["work"]
     return results
 
@@ -260,16 +268,30 @@ def _engine_record(
 def _measure_starts(
     engines: Sequence[EngineOptions], token_ids: list[int], settings: BenchSettings, progress: ProgressCallback
 ) -> dict[str, Record]:
-    """Seconds from starting a process to its first token, both with warm caches."""
+    """Seconds from starting a process to its first token, with compiled kernels and the file in the page cache.
+
+    The system may have dropped the file meanwhile, and who starts first would read it for the other.
+    """
     samples: dict[str, list[float]] = {options.engine: [] for options in engines}
     request = {"action": "stream", "prompt": token_ids, "max_tokens": 1}
     for repetition in range(settings.repetitions):
         progress("measuring process starts", repetition, settings.repetitions)
-        for options in engines:
+        for options in engines if repetition % 2 == 0 else reversed(engines):
+            _read_through(options.model)
             with EngineProcess(options, request) as process:
                 process.reply()
                 samples[options.engine].append(process.seconds_since_start())
     return {name: _samples(values) for name, values in samples.items()}
+
+
+def _read_through(model: str) -> None:
+    """Read a model's files once and keep nothing."""
+    path = Path(model)
+    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+        if file.is_file():
+            with file.open("rb", buffering=0) as opened:
+                while opened.read(_READ_BYTES):
+                    pass
 
 
 def _add_shares(ours: Record, machine: Record, settings: BenchSettings) -> None:
@@ -278,9 +300,11 @@ def _add_shares(ours: Record, machine: Record, settings: BenchSettings) -> None:
     num_bytes = token["weight_bytes"] + token["kv_bytes"]
     ours["weight_bytes_per_token"] = token["weight_bytes"]
     ours["kv_bytes_per_token"] = token["kv_bytes"]
-    read = num_bytes * ours["decode_tokens_per_second"]["median"]
-    ours["decode_read_bytes_per_second"] = read
-    ours["decode_read_share"] = read / machine["read_bytes_per_second"]
+    rates, ceilings = ours["decode_tokens_per_second"], ours.pop("read_ceilings")
+    ours["decode_read_bytes_per_second"] = num_bytes * rates["median"]
+    shares = [num_bytes * rate / ceiling for rate, ceiling in zip(rates["values"], ceilings, strict=True)]
+    ours["decode_read_share"] = statistics.median(shares)
+    machine["read_bytes_per_second"] = statistics.median(ceilings)
     multiplied = prompt["multiply_adds"] / settings.prompt * ours["prefill_tokens_per_second"]["median"]
     ours["prefill_multiply_adds_per_second"] = multiplied
     ours["prefill_multiply_share"] = multiplied / machine["multiply_adds_per_second"]
