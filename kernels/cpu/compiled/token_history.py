@@ -7,8 +7,8 @@ smallest automaton recognizing the subwords of a text, 1985); texts share one au
 Texts are kept beside it as a tree of nodes, one per distinct prefix, so a text that begins like an older one (the next
 turn of a conversation, a second attempt) shares its nodes and adds nothing. Each node knows the node that followed it
 last. Each state knows the node where its strings ended last, for the _RECENT_STEPS longest suffixes of every prefix:
-those of ordinary text are far fewer. A place whose follower came twice in a row stays preferred until others came twice:
-one exception to what is often said is no reason to expect it again.
+those of ordinary text are far fewer. A place whose follower came twice in a row stays preferred until others came
+twice: one exception to what is often said is no reason to expect it again.
 
 The longest suffix of the text so far that occurred before is the first state on the way of suffix links that has ended
 anywhere: a match. A draft is what followed there. A match of few tokens says little after a place where a copy was
