@@ -163,12 +163,16 @@ class Routing:
 class Segment:
     """Consecutive rows of one sequence in a batch.
 
-    page_addresses: int64, one address per page of the sequence, covering every position up to the last row's.
+    page_addresses: int64, one address per page of the sequence, covering every position up to the last row's but
+    `dropped_tokens` of them, whole pages that are not attended to any more. page_mass: float32[pages] where the rows'
+    attention to each page is added up, for tapes that were made to measure it.
     """
 
     start_position: int
     num_rows: int
     page_addresses: NDArray[np.int64]
+    dropped_tokens: int = 0
+    page_mass: FloatArray | None = None
 
 
 @dataclass(frozen=True)

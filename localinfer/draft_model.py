@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import OutOfMemoryError
-from localinfer.kernels.ops import Batch, Program, Segment
+from localinfer.kernels.ops import Batch, Program
 from localinfer.kv_cache import KVCache
 from localinfer.page_pool import KVLayout, default_kv_memory
 from localinfer.prefix_cache import CacheUse, PrefixCache
@@ -81,10 +81,9 @@ class DraftModel:
         self, sequence: KVCache, token_ids: NDArray[np.int32], output_rows: NDArray[np.int32]
     ) -> NDArray[np.float32]:
         """Compute the next positions of a sequence; the result is valid until the next call."""
-        start, stop = sequence.length, sequence.length + token_ids.size
+        stop = sequence.length + token_ids.size
         sequence.reserve(stop)
-        segment = Segment(start, token_ids.size, sequence.page_addresses)
-        logits = self.program.run(Batch(token_ids, (segment,), output_rows))
+        logits = self.program.run(Batch(token_ids, (sequence.segment(token_ids.size),), output_rows))
         sequence.commit(stop)
         return logits
 

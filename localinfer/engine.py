@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from localinfer.cache_miss import CacheMiss
 from localinfer.draft_depth import MAX_DEPTH
 from localinfer.errors import ClosedError, ContextLengthError, OutOfMemoryError, RequestError
-from localinfer.kernels.ops import Batch, Program, Segment
+from localinfer.kernels.ops import Batch, Program
 from localinfer.kv_cache import KVCache
 from localinfer.page_pool import KVLayout, PagePool, default_kv_memory
 from localinfer.prefix_cache import CacheUse, PrefixCache
@@ -449,11 +449,9 @@ class Engine:
         """Compute the next positions of one sequence. It is the caller's turn; the result is valid until it ends."""
         if self._closed:
             raise ClosedError("the model was closed while it was generating")
-        start = sequence.length
-        stop = start + token_ids.size
+        stop = sequence.length + token_ids.size
         sequence.reserve(stop)
-        segment = Segment(start, token_ids.size, sequence.page_addresses)
-        logits = self._program.run(Batch(token_ids, (segment,), output_rows))
+        logits = self._program.run(Batch(token_ids, (sequence.segment(token_ids.size),), output_rows))
         sequence.commit(stop)
         return logits
 

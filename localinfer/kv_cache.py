@@ -4,6 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import ClosedError, ContextLengthError
+from localinfer.kernels.ops import Segment
 from localinfer.page_pool import PageNumbers, PagePool
 
 _NO_PAGES = np.zeros(0, np.int64)
@@ -39,6 +40,10 @@ class KVCache:
     def page_addresses(self) -> NDArray[np.int64]:
         """int64, where each of `pages` lies in memory; replaced, not changed, when they change."""
         return self._addresses
+
+    def segment(self, num_rows: int) -> Segment:
+        """The next `num_rows` positions, which must be reserved, as a batch names them."""
+        return Segment(self._length, num_rows, self._addresses)
 
     def reserve(self, length: int) -> None:
         """Make room for positions 0 to length - 1, and the positions after the valid ones writable.

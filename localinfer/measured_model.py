@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import BackendUnavailableError
-from localinfer.kernels.ops import Batch, MeasurableProgram, Operation, Rows, Segment
+from localinfer.kernels.ops import Batch, MeasurableProgram, Operation, Rows
 from localinfer.kv_cache import KVCache
 from localinfer.models.loader import load_model
 from localinfer.page_pool import PagePool
@@ -74,8 +74,7 @@ class MeasuredModel:
             outputs = np.arange(chunk.size - num_outputs if is_last else chunk.size, chunk.size, dtype=np.int32)
             position = self._cache.length
             self._cache.reserve(position + chunk.size)
-            segment = Segment(position, chunk.size, self._cache.page_addresses)
-            logits = self._program.run(Batch(chunk, (segment,), outputs))
+            logits = self._program.run(Batch(chunk, (self._cache.segment(chunk.size),), outputs))
             self._cache.commit(position + chunk.size)
         return logits
 

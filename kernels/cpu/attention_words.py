@@ -48,6 +48,16 @@ SCORE_KEYS = 200
 WEIGH_VALUES = 208
 """Addresses of the pieces for this cache's types."""
 
+# A `page_mass` op goes on after the words of `attention`.
+MASS_OUT = 216
+"""Address of float32[segments][heads][pages]."""
+MASS_HEADS = 224
+MASS_PAGES = 232
+MASS_WORK = 240
+"""Address of memory per thread: eight queries' maxima and sums, float32 per page."""
+MASS_ROWS = 8
+"""Rows at the end of a sequence's part of a batch that are measured."""
+
 # A `quantize_queries` op begins with the first two words of `attention`, of float32 queries.
 TARGET = 16
 TARGET_STRIDE = 24

@@ -25,6 +25,7 @@ class TapeRecord:
 
     partial_bytes: what one row's attention to one chunk may have to keep until all chunks are merged.
     num_tokens and num_positions are the sizes of the tables that ids and positions index; None if there is no table.
+    page_mass: float32[segments, KV heads, pages] that the ops add up attention in; None if they do not.
     """
 
     pool: ThreadPool
@@ -39,6 +40,7 @@ class TapeRecord:
     partial_bytes: int
     num_tokens: int | None
     num_positions: int | None
+    page_mass: FloatArray | None = None
 
 
 class CpuProgram:
@@ -101,7 +103,7 @@ class CpuProgram:
         row = chunks = 0
         for index, segment in enumerate(batch.segments):
             row = self._set_segment(index, segment, row, rows)
-            chunks += (segment.start_position // protocol.CHUNK + 2) * segment.num_rows
+            chunks += ((segment.start_position - segment.dropped_tokens) // protocol.CHUNK + 2) * segment.num_rows
         if row != rows:
             raise RequestError(f"the segments hold {row} rows, the batch {rows} token ids")
         header = self._header
@@ -111,7 +113,13 @@ class CpuProgram:
         self._last_rows = rows
         if rows <= protocol.SPLIT_ROWS and self.num_threads > 1:
             self._reserve_partials(chunks)
+        mass = self._record.page_mass
+        if mass is not None:
+            mass[: len(batch.segments)] = 0
         self._pool.run(self._ops_address, self._num_ops, self._header_address, self._threads_for(rows))
+        for index, segment in enumerate(batch.segments):
+            if mass is not None and segment.page_mass is not None:
+                segment.page_mass[:] += mass[index, :, : segment.page_mass.size].sum(axis=0)
         return self._record.logits[:outputs]
 
     def operations(self) -> Sequence[Operation]:
@@ -151,6 +159,7 @@ class CpuProgram:
     def _set_segment(self, index: int, segment: Segment, row: int, rows: int) -> int:
         """Write one segment's rows, the first of them `row`; returns the row after its last."""
         count, start, pages = segment.num_rows, segment.start_position, segment.page_addresses
+        dropped, page_tokens = segment.dropped_tokens, self._record.page_tokens
         end = start + count
         if pages is not self._last_pages:
             if pages.dtype != np.int64 or not pages.flags.c_contiguous:
@@ -158,14 +167,21 @@ class CpuProgram:
             self._last_pages, self._last_table = pages, pages.ctypes.data
         if count <= 0 or start < 0:
             raise RequestError(f"segment {index} of {count} rows from position {start} is not a run of positions")
-        if end > len(pages) * self._record.page_tokens:
+        if not 0 <= dropped <= start or dropped % page_tokens:
+            raise RequestError(f"segment {index} from position {start} lacks {dropped} positions, which are no pages")
+        if end - dropped > len(pages) * page_tokens:
             raise RequestError(f"segment {index} ends at position {end}, but {len(pages)} pages were given for it")
+        mass = self._record.page_mass
+        if mass is not None and len(pages) > mass.shape[2]:
+            raise RequestError(f"segment {index} has {len(pages)} pages, but this tape weighs at most {mass.shape[2]}")
         if end > self._num_positions:
             raise ContextLengthError(f"position {end - 1} is beyond the {self._num_positions} the model has learned")
         if row + count > rows:
             raise RequestError(f"the segments hold more than the batch's {rows} token ids")
         table = self._last_table
-        self._segments[index] = (row, count, start, table)
+        self._segments[index] = (row, count, start - dropped, table)
+        # What stores a row looks its page up by position: such a table begins where the dropped pages' entries were.
+        table -= 8 * (dropped // page_tokens)
         if count == 1:
             self._positions[row] = start
             self._page_tables[row] = table

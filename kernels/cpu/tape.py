@@ -46,7 +46,11 @@ _GATING_CODES = {Gating.SOFTMAX: 0, Gating.SIGMOID: 1, Gating.SOFTMAX_SELECTED: 
 
 
 class CpuTape:
-    """Records ops for a thread pool. `max_batch_rows` tokens per run, `max_output_rows` of them with logits."""
+    """Records ops for a thread pool. `max_batch_rows` tokens per run, `max_output_rows` of them with logits.
+
+    max_weighed_tokens: where it is not 0, every page's share of attention is measured, and no sequence may hold more
+    positions than that.
+    """
 
     def __init__(
         self,
@@ -55,6 +59,7 @@ class CpuTape:
         *,
         max_batch_rows: int = 512,
         max_output_rows: int = 64,
+        max_weighed_tokens: int = 0,
         progress: ProgressCallback | None = None,
     ) -> None:
         self._pool = pool
@@ -66,6 +71,11 @@ class CpuTape:
         self._operations: list[Operation] = []
         self._calls: list[tuple[NDArray[np.int64], int, Kernel]] = []
         self._partial_bytes = 0
+        self._page_mass: FloatArray | None = None
+        if max_weighed_tokens:
+            heads = max((shape.num_kv_heads for shape in kv_layout.layers), default=1)
+            num_pages = -(-max_weighed_tokens // kv_layout.page_tokens)
+            self._page_mass = np.zeros((max_batch_rows, heads, num_pages), np.float32)
         self._angles: dict[tuple[bytes, float], NDArray[np.uint8]] = {}
         self._quantized_place = 0
         self._quantized_source: tuple[Rows, int, int] | None = None
@@ -292,6 +302,12 @@ class CpuTape:
         self._partial_bytes = max(self._partial_bytes, attention_words.partial_bytes(layout, layer, shape))
         cost = attention_cost("attention.attention", layout, layer, shape)
         self._add("attention.attention", *words.tolist(), writes=out, cost=cost, calls=attention_words.pieces(layout))
+        if self._page_mass is not None:
+            _, heads, pages = self._page_mass.shape
+            work = self._memory.shared("page mass", self._pool.num_threads * 64 * pages)
+            more = (self._page_mass.ctypes.data, heads, pages, work)
+            calls = attention_words.pieces(layout)
+            self._add("page_mass.page_mass", *words.tolist(), *more, writes=None, calls=calls)
 
     def _queries(self, queries: Buffer, layer: int, shape: AttentionShape) -> tuple[int, int, int]:
         """Where attention finds its queries: address, stride per row and per head; quantizes them for such keys."""
@@ -496,5 +512,6 @@ class CpuTape:
             partial_bytes=self._partial_bytes,
             num_tokens=self._token_limit,
             num_positions=self._position_limit,
+            page_mass=self._page_mass,
         )
         return CpuProgram(record)

@@ -51,8 +51,15 @@ class RowProgram:
         write: Write,
         max_rows: int,
         kv_layout: KVLayout = NO_CACHE,
+        max_weighed_tokens: int = 0,
     ) -> None:
-        tape = CpuTape(pool, kv_layout, max_batch_rows=max_rows, max_output_rows=max_rows)
+        tape = CpuTape(
+            pool,
+            kv_layout,
+            max_batch_rows=max_rows,
+            max_output_rows=max_rows,
+            max_weighed_tokens=max_weighed_tokens,
+        )
         buffers = []
         for index, values in enumerate(inputs):
             buffers.append(tape.buffer(f"input {index}", values.shape[1]))

@@ -73,7 +73,7 @@ _PARTS_PER_THREAD = 8
 
 
 @inline
-def _lowest_position(p: int, position: int) -> int:
+def lowest_position(p: int, position: int) -> int:
     """First position that a query at `position` may see."""
     window, local = load_i64(p + WINDOW), load_i64(p + LOCAL_CHUNK)
     low = 0
@@ -86,11 +86,11 @@ def _lowest_position(p: int, position: int) -> int:
 
 @inline
 def _first_chunk(p: int, position: int) -> int:
-    return _lowest_position(p, position) // CHUNK
+    return lowest_position(p, position) // CHUNK
 
 
 @inline
-def _set_pages(p: int, memory: int, chunk: int, end: int) -> None:
+def set_pages(p: int, memory: int, chunk: int, end: int) -> None:
     """Addresses of this head's part in a chunk's pages, and in those of the next chunk, which are fetched ahead.
 
     Only pages of positions before `end` are looked up; the others' entries repeat one that was.
@@ -104,28 +104,35 @@ def _set_pages(p: int, memory: int, chunk: int, end: int) -> None:
 
 
 @inline
-def _attend(p: int, memory: int, chunk: int, first_query: int, count: int, place: int) -> None:
-    """`count` queries of a tile against a chunk: maxima, sums and weighted values of it alone, 16, 16 and 8 rows."""
-    group, kv_head = load_i64(p + GROUP), load_i64(memory + scratch.KV_HEAD)
-    position, start = load_i64(memory + scratch.POSITION), chunk * CHUNK
-    last_query = first_query + count - 1
-    low = max(0, _lowest_position(p, position + first_query // group) - start)
-    high = min(CHUNK, position + last_query // group + 1 - start)
-    for q in range(8):
-        store_f32(place + 4 * q, np.float32(-np.inf))
-    if low >= high:
-        return
+def set_queries(p: int, memory: int, first_query: int, count: int) -> None:
+    """Addresses of up to eight queries of a tile, for the pieces to compute at once."""
+    group, last_query = load_i64(p + GROUP), first_query + count - 1
     # Counts between those that the pieces know repeat the last query.
     at_once = 1
     while at_once < count:
         at_once *= 2
     store_i64(memory + scratch.COUNT, at_once)
-    store_i64(memory + scratch.CHUNK_VALUES, place + 128)
     for q in range(at_once):
         query = min(first_query + q, last_query)
         row = load_i64(memory + scratch.QUERY_ROW) + query // group * load_i64(p + QUERIES_STRIDE)
-        head = kv_head * group + query % group
+        head = load_i64(memory + scratch.KV_HEAD) * group + query % group
         store_i64(memory + scratch.QUERY_TABLE + 8 * q, row + head * load_i64(p + QUERY_HEAD_BYTES))
+
+
+@inline
+def _attend(p: int, memory: int, chunk: int, first_query: int, count: int, place: int) -> None:
+    """`count` queries of a tile against a chunk: maxima, sums and weighted values of it alone, 16, 16 and 8 rows."""
+    group, kv_head = load_i64(p + GROUP), load_i64(memory + scratch.KV_HEAD)
+    position, start = load_i64(memory + scratch.POSITION), chunk * CHUNK
+    last_query = first_query + count - 1
+    low = max(0, lowest_position(p, position + first_query // group) - start)
+    high = min(CHUNK, position + last_query // group + 1 - start)
+    for q in range(8):
+        store_f32(place + 4 * q, np.float32(-np.inf))
+    if low >= high:
+        return
+    set_queries(p, memory, first_query, count)
+    store_i64(memory + scratch.CHUNK_VALUES, place + 128)
     # Blocks of sixteen positions that no query sees are left out; the chunk's own grid stays.
     first_block, last_block = low // 16, (high + 15) // 16
     call_op(load_i64(p + SCORE_KEYS), p, memory, first_block, last_block)
@@ -140,7 +147,7 @@ def _attend(p: int, memory: int, chunk: int, first_query: int, count: int, place
             memory + scratch.SCORES + SCORE_STRIDE * q,
             16 * first_block,
             16 * last_block,
-            _lowest_position(p, here) - start,
+            lowest_position(p, here) - start,
             min(high, here + 1 - start),
             softcap,
             slope,
@@ -204,7 +211,7 @@ def _attend_part(p: int, memory: int, partials: int, first_chunk: int, last_chun
     queries, end = rows * load_i64(p + GROUP), load_i64(memory + scratch.POSITION) + rows
     place = partials
     for chunk in range(first_chunk, last_chunk):
-        _set_pages(p, memory, chunk, end)
+        set_pages(p, memory, chunk, end)
         for first in range(0, queries, 8):
             _attend(p, memory, chunk, first, min(8, queries - first), place)
             place += _chunk_bytes(p, 8)
@@ -220,7 +227,7 @@ def _finish_tile(p: int, memory: int, partials: int, is_attended: bool) -> None:
     place = partials if is_attended else memory + scratch.CHUNK
     for chunk in range(_first_chunk(p, position), (end + CHUNK - 1) // CHUNK):
         if not is_attended:
-            _set_pages(p, memory, chunk, end)
+            set_pages(p, memory, chunk, end)
         for first in range(0, queries, 8):
             count = min(8, queries - first)
             if is_attended:
@@ -265,7 +272,8 @@ def _chunks_per_part(p: int, batch: int, num_threads: int) -> int:
 
 
 @inline
-def _set_unit(p: int, memory: int, segment: int, first_row: int, rows: int, kv_head: int) -> None:
+def set_unit(p: int, memory: int, segment: int, first_row: int, rows: int, kv_head: int) -> None:
+    """Note where a tile's rows, head and pages are."""
     row = load_i64(segment) + first_row
     store_i64(memory + scratch.POSITION, load_i64(segment + 16) + first_row)
     store_i64(memory + scratch.QUERY_ROW, load_i64(p + QUERIES) + row * load_i64(p + QUERIES_STRIDE))
@@ -310,7 +318,7 @@ def attention(parameters: int, batch: int, thread: int, num_threads: int) -> Non
             return
         part, kv_head = unit % parts, unit // parts % kv_heads
         first_row = (tiles - 1 - unit // (parts * kv_heads)) * rows_per_tile
-        _set_unit(p, memory, segment, first_row, min(rows_per_tile, load_i64(segment + 8) - first_row), kv_head)
+        set_unit(p, memory, segment, first_row, min(rows_per_tile, load_i64(segment + 8) - first_row), kv_head)
         is_last = True
         if parts > 1:
             partials += kv_head * tile_bytes
