@@ -66,6 +66,8 @@ MULTIPLICATIONS_PER_ROUND = 12 * 64
 # Sampling.
 SAMPLING_BLOCK = 64
 """Logits per block maximum."""
+NEGATIVE_INFINITY_KEY = ~0x7F800000
+"""Key of a token that is never chosen."""
 NOT_FINITE = -1
 """Instead of a token id: the row holds a NaN or +inf."""
 NOTHING_LEFT = -2

@@ -4,6 +4,7 @@ The steps themselves, and why they are exact, are in `compiled/sampling.py`.
 """
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,20 +18,53 @@ __all__ = ["NOTHING_LEFT", "NOT_FINITE", "RowSampler", "adjust", "order_key", "u
 _NUCLEUS_BLOCKS = 512
 """Blocks that top-p looks at first; a real distribution's nucleus nearly always lies in them."""
 
+_SAMPLE_ERROR = 0.03
+"""Of the probability above a key, judged by one token of every block: two standard deviations for a vocabulary of
+150,000, more for a smaller one. It decides about speed, not about the choice."""
+
+_ROUGH_ERROR = 1e-5
+_ROUGH_TEMPERATURES = (1e-30, 1e30)
+"""Relative error of a rough sum, besides half a unit per token, and where it holds: float32 can hold 1 / temperature.
+See `sampling_weights.rough_masses`."""
+
 _LOWEST_KEY = -(2**31)
+_LARGEST_LOGIT = float(np.finfo(np.float32).max)
 _ONE = float(2**43)
 
-_SCAN = Function("sampling.scan", "q", "qqqq")
+_SCAN = Function("sampling.scan", "q", "qqqqq")
 _GATHER = Function("sampling.gather", "q", "qqqqqqq")
 _CUT = Function("sampling.cut", "q", "qqqqqqq")
 _KEEP = Function("sampling.keep", "q", "qqqqq")
-_WEIGH = Function("sampling.weigh", "q", "qqqdd")
-_MASS = Function("sampling.mass", "q", "qqdd")
-_UNIFORMS = Function("sampling.uniforms", "q", "qqqqq")
-_RACE = Function("sampling.race", "q", "qqqqqqqddq")
 _ADJUST = Function("sampling.adjust", "q", "qqqqqqqqqdddq")
-KERNELS = (_SCAN, _GATHER, _CUT, _KEEP, _WEIGH, _MASS, _UNIFORMS, _RACE, _ADJUST)
+_WEIGH = Function("sampling_weights.weigh", "q", "qqqdd")
+_MASS_AHEAD = Function("sampling_weights.mass_ahead", "q", "qqqqqqdd")
+_ROUGH_MASSES = Function("sampling_weights.rough_masses", "q", "qqqqqqqqdd")
+_UNIFORMS = Function("sampling_race.uniforms", "q", "qqqqq")
+_RACE = Function("sampling_race.race", "q", "qqqqqqqddq")
+_RACE_ROW = Function("sampling_race.race_row", "q", "qqqqqqqqqdqq")
+KERNELS = (*(_SCAN, _GATHER, _CUT, _KEEP, _ADJUST, _WEIGH, _MASS_AHEAD, _ROUGH_MASSES, _UNIFORMS, _RACE, _RACE_ROW),)
 """What sampling may call, so that a loader can compile it all before the first token."""
+
+
+class _Row(NamedTuple):
+    """A row of logits and how to draw from it."""
+
+    logits: NDArray[np.float32]
+    best_token: int
+    best: float
+    temperature: float
+    inverse_temperature: float
+    top_p: float
+    least_weight: int
+    seed: int
+    position: int
+
+    def least_key(self) -> int:
+        """A key that every token of the least weight reaches."""
+        if self.least_weight == 0:
+            return _LOWEST_KEY
+        reach = self.best + math.log((self.least_weight - 0.5) / _ONE) * self.temperature
+        return order_key(max(reach - 1e-3 - 1e-6 * abs(reach), -_LARGEST_LOGIT))
 
 
 class RowSampler:
@@ -38,7 +72,12 @@ class RowSampler:
 
     def __init__(self, vocab_size: int) -> None:
         num_blocks = -(-vocab_size // SAMPLING_BLOCK)
+        self._num_blocks = num_blocks
         self._block_keys = np.empty(num_blocks, np.int32)
+        self._sample_keys = np.empty(num_blocks, np.int32)
+        self._block_weights = np.empty(num_blocks, np.int64)
+        self._sample_weights = np.empty(num_blocks, np.int64)
+        self._masses = np.empty(3, np.float64)
         self._ids = np.empty(vocab_size, np.int32)
         self._keys = np.empty(vocab_size, np.int32)
         self._weights = np.empty(vocab_size, np.int64)
@@ -46,6 +85,10 @@ class RowSampler:
         self._uniform = np.empty(vocab_size, np.float64)
         self._above = np.empty(1, np.int64)
         self._block_keys_address = address(self._block_keys)
+        self._sample_keys_address = address(self._sample_keys)
+        self._block_weights_address = address(self._block_weights)
+        self._sample_weights_address = address(self._sample_weights)
+        self._masses_address = address(self._masses)
         self._ids_address = address(self._ids)
         self._keys_address = address(self._keys)
         self._weights_address = address(self._weights)
@@ -72,67 +115,132 @@ class RowSampler:
         Shapes: logits float32[vocab_size], contiguous, fewer than 2^20.
         Returns: the token id, or NOT_FINITE, or NOTHING_LEFT.
         """
-        ids, keys, weights = self._ids_address, self._keys_address, self._weights_address
-        row = address(logits)
-        row_words = (row, logits.size, self._block_keys_address, self._block_keys.size)
-        winner: int = _SCAN(*row_words)
-        if winner < 0 or temperature == 0.0 or top_k == 1:
-            return winner
-        best = float(logits[winner])
+        best_token: int = _SCAN(
+            address(logits), logits.size, self._block_keys_address, self._num_blocks, self._sample_keys_address
+        )
+        if best_token < 0 or temperature == 0.0 or top_k == 1 or top_p == 0.0:
+            return best_token
         inverse_temperature = min(1.0 / temperature, 1e300)
-        limited = 0 < top_k < logits.size
-        total = 0
-        threshold = _LOWEST_KEY
-        if limited:
-            threshold = self._block_threshold(top_k)
-        elif top_p < 1.0:
-            total = _MASS(row, logits.size, best, inverse_temperature)
-            threshold = self._block_threshold(_NUCLEUS_BLOCKS)
-        elif min_p > 0.0:
-            reach = best + math.log(min_p) * temperature
-            threshold = order_key(reach - 1e-3 - 1e-6 * abs(reach))
-        count = _GATHER(*row_words, threshold, ids, keys)
-        if limited and count > top_k:
-            threshold, above = self._cut(keys, count, False, top_k)
-            count = _KEEP(ids, keys, count, threshold, top_k - above)
-        gathered = _WEIGH(keys, weights, count, best, inverse_temperature)
-
-        threshold, mass_at_threshold = _LOWEST_KEY, 0
-        if top_p < 1.0:
-            total = total or gathered
-            target = max(1, min(total, math.ceil(top_p * total)))
-            if gathered < target:
-                count = _GATHER(*row_words, _LOWEST_KEY, ids, keys)
-                _WEIGH(keys, weights, count, best, inverse_temperature)
-            threshold, above = self._cut(keys, count, True, target)
-            mass_at_threshold = target - above
-        least = math.ceil(min_p * _ONE)
-        _UNIFORMS(self._uniform_address, _signed(seed), position, ids, count)
-        chosen: int = _RACE(
-            ids, keys, weights, count, threshold, mass_at_threshold, least,
-            best, inverse_temperature, self._uniform_address,
+        least_weight = math.ceil(min_p * _ONE)
+        row = _Row(
+            logits, best_token, float(logits[best_token]), temperature, inverse_temperature, top_p, least_weight,
+            _signed(seed), position,
         )  # fmt: skip
+        return self._choose_among_few(row, top_k) if 0 < top_k < logits.size else self._choose_from_all(row)
+
+    def _choose_among_few(self, row: "_Row", top_k: int) -> int:
+        """List what top-k keeps, weigh it exactly, and race within the list."""
+        ids, keys, weights = self._ids_address, self._keys_address, self._weights_address
+        scale = (row.best, row.inverse_temperature)
+        count = _GATHER(*self._words_of(row), self._count_threshold(top_k), ids, keys)
+        if count < top_k:
+            count = _GATHER(*self._words_of(row), _LOWEST_KEY, ids, keys)
+        if count > top_k:
+            threshold, above = self._cut(keys, 0, count, top_k)
+            count = _KEEP(ids, keys, count, threshold, top_k - above)
+        total = _WEIGH(keys, weights, count, *scale)
+        threshold, mass_at_threshold = _LOWEST_KEY, 0
+        if row.top_p < 1.0:
+            target = _nucleus(row.top_p, total)
+            threshold, above = self._cut(keys, weights, count, target)
+            mass_at_threshold = target - above
+        _UNIFORMS(self._uniform_address, row.seed, row.position, ids, count)
+        chosen: int = _RACE(
+            ids, keys, weights, count, threshold, mass_at_threshold, row.least_weight, *scale, self._uniform_address
+        )
         return chosen
+
+    def _choose_from_all(self, row: "_Row") -> int:
+        """Race the whole row; while the winner is not in the nucleus, race again among those ahead of it.
+
+        The nucleus is the head of an order, so nobody behind such a winner is in it, and a winner that is in it would
+        have won among the nucleus alone. The first race is already among a head that probably holds the nucleus.
+        """
+        words, scale = self._words_of(row), (row.best, row.inverse_temperature)
+        block_mass = _WEIGH(self._block_keys_address, self._block_weights_address, self._num_blocks, *scale)
+        least_key = row.least_key()
+        start = self._likely_start(row, block_mass) if row.top_p < 1.0 else _LOWEST_KEY
+        is_proven = start <= least_key
+        threshold, limit = max(start, least_key), 0
+        while True:
+            chosen: int = _RACE_ROW(
+                *words, self._block_weights_address, threshold, limit, row.least_weight, row.best_token,
+                row.inverse_temperature, row.seed, row.position,
+            )  # fmt: skip
+            if row.top_p == 1.0 or (is_proven and chosen == row.best_token):
+                return chosen
+            key = order_key(float(row.logits[chosen]))
+            _ROUGH_MASSES(self._masses_address, *words, start, key, chosen, *scale)
+            total, ahead_of_start, ahead_of_chosen = self._masses.tolist()
+            if not is_proven and self._is_in_nucleus(row, total, ahead_of_start, start, 0):
+                threshold = least_key
+            elif self._is_in_nucleus(row, total, ahead_of_chosen, key, chosen):
+                return chosen
+            else:
+                threshold, limit = key, chosen
+            is_proven = True
+
+    def _likely_start(self, row: "_Row", block_mass: int) -> int:
+        """A key that the whole nucleus is probably above, judged by block maxima and by one token of every block."""
+        scale = (row.best, row.inverse_temperature)
+        sample_mass = _WEIGH(self._sample_keys_address, self._sample_weights_address, self._num_blocks, *scale)
+        total = max(block_mass, SAMPLING_BLOCK * sample_mass)
+        head = self._block_threshold(_NUCLEUS_BLOCKS)
+        tail = SAMPLING_BLOCK * int(self._sample_weights[self._sample_keys <= head].sum())
+        if 2 * tail < (1.0 - row.top_p) * total:
+            return head - 1
+        outside = int((1.0 - row.top_p - _SAMPLE_ERROR) * total / SAMPLING_BLOCK)
+        if outside <= 0:
+            return _LOWEST_KEY
+        target = max(1, sample_mass - outside)
+        key, _ = self._cut(self._sample_keys_address, self._sample_weights_address, self._num_blocks, target)
+        return min(head, key) - 1
+
+    def _is_in_nucleus(self, row: "_Row", total: float, ahead: float, threshold: int, limit: int) -> bool:
+        """Whether the weights ahead of a place fall short of top-p; by exact sums where rough ones cannot tell."""
+        shortfall = row.top_p * total - ahead
+        is_sure = abs(shortfall) > 3.0 * (_ROUGH_ERROR * total + row.logits.size / _ONE)
+        if is_sure and _ROUGH_TEMPERATURES[0] <= row.temperature <= _ROUGH_TEMPERATURES[1]:
+            return shortfall > 0.0
+        words, scale = self._words_of(row), (row.best, row.inverse_temperature)
+        exact_total = _MASS_AHEAD(*words, _LOWEST_KEY, 0, *scale)
+        return bool(_MASS_AHEAD(*words, threshold, limit, *scale) < _nucleus(row.top_p, exact_total))
+
+    def _words_of(self, row: "_Row") -> tuple[int, int, int, int]:
+        return address(row.logits), row.logits.size, self._block_keys_address, self._num_blocks
+
+    def _count_threshold(self, wanted: int) -> int:
+        """A key that at least `wanted` logits reach: certainly where blocks suffice, else probably."""
+        if wanted <= self._num_blocks:
+            return self._block_threshold(wanted)
+        wanted_samples = int(wanted / SAMPLING_BLOCK * 1.1) + 10
+        if wanted_samples > self._num_blocks:
+            return _LOWEST_KEY
+        return self._cut(self._sample_keys_address, 0, self._num_blocks, wanted_samples)[0]
 
     def _block_threshold(self, wanted: int) -> int:
         """A key that at least `wanted` logits reach: the `wanted`-th largest block maximum."""
-        num_blocks = self._block_keys.size
-        if wanted >= num_blocks:
+        if wanted > self._num_blocks:
             return _LOWEST_KEY
-        return self._cut(self._block_keys_address, num_blocks, False, wanted)[0]
+        return self._cut(self._block_keys_address, 0, self._num_blocks, wanted)[0]
 
-    def _cut(self, keys: int, count: int, by_weight: bool, target: int) -> tuple[int, int]:
-        """The key where the largest keys together reach `target`, and the sum above it."""
-        threshold = _CUT(
-            keys, self._weights_address, count, by_weight, target, self._histogram_address, self._above_address
-        )
+    def _cut(self, keys: int, weights: int, count: int, target: int) -> tuple[int, int]:
+        """The key where the largest keys together reach `target` of weight, or of count if `weights` is 0; and the sum
+        above it.
+        """
+        threshold = _CUT(keys, weights, count, weights != 0, target, self._histogram_address, self._above_address)
         return threshold, int(self._above[0])
 
 
 def order_key(value: float) -> int:
-    """The int32 key of a logit, in plain Python."""
-    bits = int(np.float32(value).view(np.int32))
+    """The int32 key of a logit, in plain Python; that of -0.0 is that of 0.0."""
+    bits = int(np.float32(value + 0.0).view(np.int32))
     return bits if bits >= 0 else bits ^ 0x7FFFFFFF
+
+
+def _nucleus(top_p: float, total: int) -> int:
+    """The weight that a nucleus must reach: at least one unit, so that one token stays."""
+    return max(1, min(total, math.ceil(top_p * total)))
 
 
 def _signed(seed: np.uint64 | int) -> int:

@@ -10,7 +10,7 @@ from localinfer.errors import ModelFileError, RequestError
 from localinfer.kernels.cpu.sampling import NOTHING_LEFT, RowSampler, uniforms
 from localinfer.sampling import Sampler, SamplingParams, SamplingPlan
 
-LARGE_VOCABULARY = 151_936
+LARGE_VOCABULARY = 151_937
 EMPTY = np.zeros(0, np.int32)
 
 Filters = tuple[float, int, float, float]
@@ -31,6 +31,11 @@ FILTERS: list[Filters] = [
     (100.0, 0, 0.5, 0.0),
     (1e-5, 0, 1.0, 0.0),
     (1e300, 0, 1.0, 0.0),
+    (1e300, 0, 0.5, 0.0),
+    (1e38, 0, 0.9, 0.3),
+    (1e-38, 0, 0.9, 0.0),
+    (0.9, 0, 0.9, 0.05),
+    (3.0, 0, 0.02, 0.0),
 ]
 
 
@@ -97,13 +102,14 @@ def rows_of(size: int, generator: np.random.Generator) -> dict[str, NDArray[np.f
         "ties": ties,
         "holes": holes,
         "zeros": zeros,
+        "equal": np.full(size, -2.5),
         "extreme": generator.normal(0, 1, size) * 1e37,
         "tiny": generator.normal(0, 1, size) * 1e-40,
     }
     return {name: row.astype(np.float32) for name, row in rows.items()}
 
 
-@pytest.mark.parametrize("size", [1, 2, 63, 64, 65, 1000, 4099])
+@pytest.mark.parametrize("size", [1, 2, 31, 33, 63, 64, 65, 1000, 4099])
 def test_choice_equals_the_sorting_oracle(size: int):
     generator = np.random.default_rng(size)
     sampler = RowSampler(size)
@@ -154,8 +160,9 @@ def test_temperature_sharpens_the_draws():
 
 def test_noise_is_philox():
     assert philox(0, 0, 0) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
-    for seed, position, token in ((0, 0, 0), (2**64 - 1, 2**31 - 1, 262_143), (0x1234567890, 77, 5)):
-        low, high = philox(seed, position, token)[:2]
+    for seed, position, token in ((0, 0, 0), (2**64 - 1, 2**31 - 1, 262_143), (7, 1, 64 + 32), (0x1234567890, 77, 5)):
+        words = philox(seed, position, token // 64 * 32 + token % 32)
+        low, high = words[2:] if token % 64 >= 32 else words[:2]
         expected = (((high << 32 | low) >> 12) + 0.5) * 2.0**-52
         assert noise(seed, position, np.array([token], np.int32))[0] == expected
 

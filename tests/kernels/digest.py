@@ -7,6 +7,7 @@ import numpy as np
 from localinfer.kernels.cpu.encoding import encode_rows
 from localinfer.kernels.cpu.layouts import SIZES, Layout, is_float
 from localinfer.kernels.cpu.pool import ThreadPool
+from localinfer.kernels.cpu.sampling import RowSampler
 from localinfer.kernels.cpu.tape import CpuTape
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.ops import (
@@ -84,3 +85,14 @@ def encoded() -> str:
     target = np.zeros((21, 10 * 24), np.uint8)
     encode_rows(ThreadPool(1), "Q5_1", rows, importance, target)
     return hashlib.sha256(target.tobytes()).hexdigest()
+
+
+def chosen() -> str:
+    """Tokens drawn from rows of logits, whose noise and sums are vector code."""
+    generator, result = np.random.default_rng(3), []
+    sampler = RowSampler(10_007)
+    for position in range(20):
+        row = generator.normal(0, 2, 10_007).astype(np.float32)
+        for filters in ((1.0, 0, 1.0, 0.0), (1.0, 40, 0.95, 0.05), (2.0, 0, 0.9, 0.0), (0.7, 0, 0.99, 0.001)):
+            result.append(sampler.choose(row, *filters, np.uint64(5), position))
+    return hashlib.sha256(np.array(result).tobytes()).hexdigest()

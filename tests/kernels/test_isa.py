@@ -12,7 +12,7 @@ from localinfer.errors import BackendUnavailableError
 from localinfer.kernels import isa
 from localinfer.kernels.cpu.compiled.emit import target_isa
 from localinfer.kernels.isa import ISA, available, runs_on, select
-from tests.kernels.digest import cached, encoded, layer, products
+from tests.kernels.digest import cached, chosen, encoded, layer, products
 from tests.kernels.subprocesses import REPOSITORY, finish, start
 
 IS_X86 = llvm.get_process_triple().startswith("x86_64")
@@ -79,8 +79,8 @@ def processes() -> Iterator[dict[ISA, subprocess.Popen[str]]]:
     started: dict[ISA, subprocess.Popen[str]] = {}
     for path in available():
         if path is ISA.GENERIC:
-            names = "cached, encoded, layer, products"
-            code = f"from tests.kernels.digest import {names}; print(products(), cached(), layer(), encoded())"
+            names = ("products", "cached", "layer", "encoded", "chosen")
+            code = f"from tests.kernels import digest; print({', '.join(f'digest.{name}()' for name in names)})"
             started[path] = start(code, REPOSITORY, LOCALINFER_ISA=path.value, **OLD_CPU)
         elif path is not isa.SELECTED:
             code = "from tests.kernels.digest import cached, products; print(products(), cached())"
@@ -98,5 +98,5 @@ def test_every_path_of_this_machine_computes_the_same_bits(
     if path not in processes:
         pytest.skip("this CPU lacks it" if path is not isa.SELECTED else "the path that the others are compared with")
     output, _ = finish(processes[path])
-    wanted = [products(), cached(), *([layer(), encoded()] if path is ISA.GENERIC else [])]
+    wanted = [products(), cached(), *([layer(), encoded(), chosen()] if path is ISA.GENERIC else [])]
     assert output.split() == wanted
