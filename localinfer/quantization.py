@@ -32,7 +32,6 @@ def quantize(
     """
     from localinfer.kernels.cpu.encoding import ENCODERS, prepare_encoders
     from localinfer.kernels.cpu.pool import ThreadPool
-    from localinfer.models.checkpoint.model import CheckpointModel
     from localinfer.models.loader import open_model_file
     from localinfer.models.thread_choice import available_threads, checked_threads
     from localinfer.quant.imatrix import read_imatrix
@@ -49,7 +48,7 @@ def quantize(
             raise RequestError(
                 f"{importance.name} names no tensor of {file.path.name}; wanted the imatrix of this very model"
             )
-        if isinstance(file, CheckpointModel) and file.tokenizer_error is not None:
+        if file.tokenizer_error is not None:
             logger.warning("%s; the new file will have no tokenizer", file.tokenizer_error)
         facts = ModelFacts.from_metadata(file.metadata)
         choices = choose_types(preset, file.tensors, facts, has_importance=importance is not None)

@@ -17,7 +17,6 @@ from localinfer.kernels.cpu.tape import CpuTape
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.ops import Program
 from localinfer.models.chat_template import ChatTemplate
-from localinfer.models.checkpoint.model import CheckpointModel, open_checkpoint
 from localinfer.models.config import ModelConfig
 from localinfer.models.decoder import kv_layer_shapes, write_decoder
 from localinfer.models.thread_choice import available_threads, checked_threads, choose_decode_threads
@@ -111,7 +110,11 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
 
 def open_model_file(path: str | os.PathLike[str]) -> ModelFile:
     """Open a GGUF file, or the checkpoint in a folder. Raises: ModelFileError and below."""
-    return open_checkpoint(path) if os.path.isdir(path) else read_gguf(path)
+    if not os.path.isdir(path):
+        return read_gguf(path)
+    from localinfer.models.checkpoint.model import open_checkpoint
+
+    return open_checkpoint(path)
 
 
 def _with_context(config: ModelConfig, context_length: int | None) -> ModelConfig:
@@ -126,7 +129,7 @@ def _with_context(config: ModelConfig, context_length: int | None) -> ModelConfi
 
 
 def _read_tokenizer(file: ModelFile) -> Tokenizer:
-    if isinstance(file, CheckpointModel) and file.tokenizer_error is not None:
+    if file.tokenizer_error is not None:
         raise file.tokenizer_error
     return Tokenizer.from_metadata(file.metadata)
 

@@ -10,7 +10,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.errors import CorruptFileError, ModelFileError
+from localinfer.errors import CorruptFileError, ModelFileError, TokenizerError
 from localinfer.quant.gguf_header import GGUFHeader, TensorInfo, read_header
 from localinfer.quant.gguf_metadata import Metadata, MetadataValue
 from localinfer.quant.mapped_file import MappedFile
@@ -36,6 +36,7 @@ class GGUFFile:
     metadata: Metadata
     tensors: dict[str, TensorInfo]
     num_bytes: int
+    tokenizer_error: TokenizerError | None = None
 
     def __init__(self, files: list[MappedFile], headers: list[GGUFHeader]) -> None:
         self._files = files

@@ -7,6 +7,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from localinfer.errors import TokenizerError
 from localinfer.quant.formats import TensorType
 from localinfer.quant.grouped import GroupedMatrix
 
@@ -31,7 +32,8 @@ class ModelFile(Protocol):
     """A model on disk, under GGUF's names: a GGUF file (`quant.gguf`), or a Hugging Face folder (`models.checkpoint`).
 
     `paths` are the files that make it up: equal bytes in them are an equal model. `num_bytes` is its size on disk.
-    `metadata` has GGUF's keys, values decoded.
+    `metadata` has GGUF's keys, values decoded. `tokenizer_error` says why its vocabulary is not among them, if one was
+    there that could not be read.
     """
 
     @property
@@ -48,6 +50,9 @@ class ModelFile(Protocol):
 
     @property
     def tensors(self) -> Mapping[str, TensorRecord]: ...
+
+    @property
+    def tokenizer_error(self) -> TokenizerError | None: ...
 
     def tensor(self, name: str) -> TensorRecord:
         """Return a tensor's record. Raises: CorruptFileError if the model lacks it."""
