@@ -20,9 +20,9 @@ def write_decoder(config: ModelConfig, weights: WeightSource, tape: Tape, contex
     architecture = find_architecture(config)
     graph = Graph(config, architecture, CheckedWeights(weights, config.architecture), tape)
     tables = RopeTables(graph, context_length or config.context_length)
-    hidden = _write_embedding(graph, max(context_length or 0, config.context_length))
+    hidden = write_embedding(graph, max(context_length or 0, config.context_length))
     for layer in range(config.num_layers):
-        hidden = _write_layer(graph, layer, hidden, tables)
+        hidden = write_layer(graph, layer, hidden, tables)
     return _write_logits(graph, hidden)
 
 
@@ -31,7 +31,8 @@ def kv_layer_shapes(config: ModelConfig) -> list[KVLayerShape]:
     return [KVLayerShape(num_kv_heads, config.head_dim, config.value_head_dim) for num_kv_heads in config.num_kv_heads]
 
 
-def _write_embedding(graph: Graph, context_length: int) -> Buffer:
+def write_embedding(graph: Graph, context_length: int) -> Buffer:
+    """Write what comes before the first layer and return its result. context_length: the longest sequence."""
     config, architecture, tape = graph.config, graph.architecture, graph.tape
     hidden = graph.buffer("hidden", config.hidden_size, Rows.BATCH)
     table = graph.weights.embedding("token_embd.weight", config.vocab_size, config.hidden_size)
@@ -44,7 +45,7 @@ def _write_embedding(graph: Graph, context_length: int) -> Buffer:
     return hidden
 
 
-def _write_layer(graph: Graph, layer: int, hidden: Buffer, tables: RopeTables) -> Buffer:
+def write_layer(graph: Graph, layer: int, hidden: Buffer, tables: RopeTables) -> Buffer:
     """Write one layer and return its result: `hidden` itself, or in the last layer only the rows that want logits."""
     architecture = graph.architecture
     x = graph.block_norm(layer, architecture.attention_norm, hidden, "attention_input")
@@ -65,10 +66,16 @@ def _write_layer(graph: Graph, layer: int, hidden: Buffer, tables: RopeTables) -
     return hidden
 
 
-def _write_logits(graph: Graph, hidden: Buffer) -> Program:
-    config, tape = graph.config, graph.tape
+def write_output_norm(graph: Graph, hidden: Buffer) -> Buffer:
+    """Write the norm after the last layer and return its result, which the output matrix reads."""
     normed = graph.buffer("output_norm", hidden.width, hidden.rows)
     graph.norm(normed, hidden, "output_norm")
+    return normed
+
+
+def _write_logits(graph: Graph, hidden: Buffer) -> Program:
+    config, tape = graph.config, graph.tape
+    normed = write_output_norm(graph, hidden)
     is_tied = not graph.weights.has("output.weight")
     name = "token_embd.weight" if is_tied else "output.weight"
     logits = graph.buffer("logits", config.vocab_size, hidden.rows)

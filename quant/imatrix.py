@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from localinfer.errors import CorruptFileError, ModelFileError
 from localinfer.quant.formats import TensorType
 from localinfer.quant.gguf import GGUFFile, read_gguf
+from localinfer.quant.gguf_writer import GGUFWriter, TensorSpec, encode_value
 
 _AGAIN = "make it again with llama-imatrix"
 _SUMS, _COUNTS = ".in_sum2", ".counts"
@@ -61,6 +62,29 @@ def read_imatrix(path: str | os.PathLike[str]) -> Importance:
         with read_gguf(path) as model:
             return _from_gguf(model)
     return _from_legacy(Path(path))
+
+
+def write_imatrix(path: str | os.PathLike[str], importance: Importance, chunk_size: int) -> None:
+    """Write importance as GGUF, as llama.cpp's tools read it; the file appears when it is whole.
+
+    chunk_size: tokens of each of the text's `importance.num_chunks` sequences.
+    Raises: OSError where the system refuses.
+    """
+    metadata = {
+        "general.type": encode_value("imatrix"),
+        "imatrix.datasets": encode_value([importance.dataset]),
+        "imatrix.chunk_count": encode_value(importance.num_chunks),
+        "imatrix.chunk_size": encode_value(chunk_size),
+    }
+    specs, arrays = [], []
+    for name, squares in importance.mean_squares.items():
+        specs.append(TensorSpec(name + _SUMS, TensorType.F32, squares.shape))
+        specs.append(TensorSpec(name + _COUNTS, TensorType.F32, (len(squares), 1)))
+        count = np.float32(max(1, importance.num_chunks * chunk_size))
+        arrays += [np.ascontiguousarray(squares * count), np.full((len(squares), 1), count, np.float32)]
+    with GGUFWriter(path, metadata, specs) as writer:
+        for array in arrays:
+            writer.write(array)
 
 
 def _from_gguf(file: GGUFFile) -> Importance:

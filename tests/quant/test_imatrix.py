@@ -9,7 +9,7 @@ import pytest
 from localinfer.errors import CorruptFileError, ModelFileError
 from localinfer.quant.formats import TensorType
 from localinfer.quant.gguf_writer import GGUFWriter, TensorSpec, encode_value
-from localinfer.quant.imatrix import read_imatrix
+from localinfer.quant.imatrix import Importance, read_imatrix, write_imatrix
 
 SUMS = np.arange(1, 13, dtype=np.float32).reshape(3, 4)
 
@@ -84,3 +84,16 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
     write_gguf(path, SUMS[:1], np.ones((3, 1), np.float32))
     with pytest.raises(CorruptFileError, match="4 sums of blk.0.ffn_up_exps.weight for 3 experts"):
         read_imatrix(path)
+
+
+def test_what_is_written_reads_back(tmp_path: Path) -> None:
+    squares = {
+        "blk.0.attn_q.weight": np.random.default_rng(5).random((1, 64), np.float32),
+        "blk.0.ffn_up_exps.weight": np.random.default_rng(6).random((3, 32), np.float32),
+    }
+    path = tmp_path / "new.gguf"
+    write_imatrix(path, Importance("given", squares, "a text", 7), 512)
+    found = read_imatrix(path)
+    assert (found.dataset, found.num_chunks, list(found.mean_squares)) == ("a text", 7, list(squares))
+    for name, wanted in squares.items():
+        np.testing.assert_allclose(found.mean_squares[name], wanted, rtol=1e-6)

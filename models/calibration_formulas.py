@@ -1,0 +1,179 @@
+"""Formulas of the op set over many rows at once, in float32: what a calibration pass computes with NumPy.
+
+Kernels compute the same one batch at a time (`kernels/ops.py` says what); these are for texts of thousands of tokens.
+"""
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.kernels.ops import Activation, AttentionShape, Gating, Pairing, RopeTable, Routing
+
+FloatArray = NDArray[np.float32]
+
+_QUERIES_AT_ONCE = 128
+
+# Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26: |error| below 1.5e-7.
+_ERF_P = 0.3275911
+_ERF_FACTORS = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
+
+
+def sigmoid(x: FloatArray) -> FloatArray:
+    """1 / (1 + exp(-x))."""
+    result: FloatArray = np.tanh(np.float32(0.5) * x)
+    result += np.float32(1)
+    result *= np.float32(0.5)
+    return result
+
+
+def activate(x: FloatArray, kind: Activation) -> FloatArray:
+    """An activation that has no gate."""
+    if kind is Activation.SILU:
+        return x * sigmoid(x)
+    if kind is Activation.GELU_TANH:
+        inner = np.float32(math.sqrt(2 / math.pi)) * (x + np.float32(0.044715) * x * x * x)
+        gelu: FloatArray = x * (np.float32(0.5) + np.float32(0.5) * np.tanh(inner))
+        return gelu
+    if kind is Activation.GELU_ERF:
+        return np.float32(0.5) * x * (np.float32(1) + _erf(x * np.float32(math.sqrt(0.5))))
+    if kind is Activation.GELU_QUICK:
+        return x * sigmoid(np.float32(1.702) * x)
+    positive: FloatArray = np.maximum(x, np.float32(0))
+    if kind is Activation.RELU:
+        return positive
+    assert kind is Activation.RELU_SQUARED, f"{kind} needs a gate"
+    return positive * positive
+
+
+def activate_gated(gate: FloatArray, up: FloatArray, kind: Activation) -> FloatArray:
+    """activation(gate) * up, or gpt-oss's clamped form."""
+    if kind is Activation.SWIGLU_CLAMPED:
+        clamped = np.minimum(gate, np.float32(7))
+        return clamped * sigmoid(np.float32(1.702) * clamped) * (np.clip(up, -7, 7) + np.float32(1))
+    return activate(gate, kind) * up
+
+
+def normed(
+    x: FloatArray, weight: FloatArray | None, bias: FloatArray | None, epsilon: float, group_size: int, *, centre: bool
+) -> FloatArray:
+    """RMS norm, or with `centre` layer norm, of rows or of groups of them. Shapes: x float32[rows, width]."""
+    grouped = x.reshape(len(x), -1, group_size or x.shape[1])
+    if centre:
+        grouped = grouped - grouped.mean(axis=-1, keepdims=True)
+    squares = np.einsum("rgi,rgi->rg", grouped, grouped)[:, :, None] / np.float32(grouped.shape[-1])
+    result = grouped / np.sqrt(squares + np.float32(epsilon))
+    if weight is not None:
+        result *= weight.reshape(-1, grouped.shape[-1])
+    if bias is not None:
+        result += bias.reshape(-1, grouped.shape[-1])
+    rows: FloatArray = result.reshape(x.shape)
+    return rows
+
+
+def rotated(x: FloatArray, table: RopeTable, head_size: int, offset: int) -> FloatArray:
+    """RoPE over one whole sequence from position 0. Shapes: x float32[positions, heads * head_size]."""
+    num_pairs = len(table.inverse_frequencies)
+    angles = np.arange(len(x))[:, None, None] * table.inverse_frequencies
+    cosine = (table.magnitude * np.cos(angles)).astype(np.float32)
+    sine = (table.magnitude * np.sin(angles)).astype(np.float32)
+    heads = x.reshape(len(x), -1, head_size).copy()
+    part = heads[:, :, offset : offset + 2 * num_pairs]
+    halves = (slice(0, None, 2), slice(1, None, 2))
+    if table.pairing is Pairing.HALVES:
+        halves = (slice(0, num_pairs), slice(num_pairs, None))
+    first, second = part[:, :, halves[0]].copy(), part[:, :, halves[1]].copy()
+    part[:, :, halves[0]] = first * cosine - second * sine
+    part[:, :, halves[1]] = first * sine + second * cosine
+    return heads.reshape(x.shape)
+
+
+def attended(queries: FloatArray, keys: FloatArray, values: FloatArray, shape: AttentionShape) -> FloatArray:
+    """Attention within one whole sequence from position 0.
+
+    Shapes: float32[positions, heads * size] each; result float32[positions, num_heads * value_size].
+    """
+    length, kv_heads = len(queries), shape.num_kv_heads
+    group = shape.num_heads // kv_heads
+    # One matrix per key head: the queries that share it lie below one another.
+    q = queries.reshape(length, kv_heads, group, shape.key_size).transpose(1, 2, 0, 3) * np.float32(shape.scale)
+    k = keys.reshape(length, kv_heads, shape.key_size).transpose(1, 2, 0)
+    v = values.reshape(length, kv_heads, shape.value_size).transpose(1, 0, 2)
+    k, v = np.ascontiguousarray(k), np.ascontiguousarray(v)
+    result = np.empty((length, kv_heads, group, shape.value_size), np.float32)
+    for start in range(0, length, _QUERIES_AT_ONCE):
+        end = min(length, start + _QUERIES_AT_ONCE)
+        first = max(0, start - shape.window + 1) if shape.window else 0
+        rows = q[:, :, start:end].reshape(kv_heads, -1, shape.key_size)
+        scores = np.matmul(rows, k[:, :, first:end]).reshape(kv_heads, group, end - start, end - first)
+        if shape.softcap:
+            scores = np.float32(shape.softcap) * np.tanh(scores / np.float32(shape.softcap))
+        if shape.alibi_slopes is not None:
+            distance = (np.arange(first, end)[None, :] - np.arange(start, end)[:, None]).astype(np.float32)
+            scores += shape.alibi_slopes.reshape(kv_heads, group, 1, 1) * distance
+        scores += _mask(start, end, first, shape)
+        highest = scores.max(axis=-1, keepdims=True)
+        sinks = None if shape.sinks is None else shape.sinks.reshape(kv_heads, group, 1, 1)
+        if sinks is not None:
+            highest = np.maximum(highest, sinks)
+        scores -= highest
+        np.exp(scores, out=scores)
+        total = scores.sum(axis=-1, keepdims=True)
+        if sinks is not None:
+            total += np.exp(sinks - highest)
+        mixed = np.matmul(scores.reshape(kv_heads, -1, end - first), v[:, first:end]).reshape(
+            kv_heads, group, end - start, shape.value_size
+        )
+        mixed /= total
+        result[start:end] = mixed.transpose(2, 0, 1, 3)
+    return result.reshape(length, -1)
+
+
+def routed(logits: FloatArray, routing: Routing) -> tuple[NDArray[np.int64], FloatArray]:
+    """Choose experts: ids and weights, both [rows, num_selected]."""
+    values = logits
+    if routing.gating is Gating.SIGMOID:
+        values = sigmoid(logits)
+    elif routing.gating is Gating.SOFTMAX:
+        values = _softmax(logits)
+    merit = values if routing.selection_bias is None else values + routing.selection_bias
+    if routing.num_groups > 1:
+        groups = merit.reshape(len(merit), routing.num_groups, -1)
+        group_merit = np.sort(groups, axis=-1)[:, :, -2:].sum(axis=-1)
+        kept = np.argsort(-group_merit, axis=-1, kind="stable")[:, : routing.num_selected_groups]
+        is_kept = np.zeros(group_merit.shape, np.bool_)
+        np.put_along_axis(is_kept, kept, True, axis=-1)
+        merit = np.where(is_kept[:, :, None], groups, -np.inf).reshape(merit.shape)
+    ids = np.argsort(-merit, axis=-1, kind="stable")[:, : routing.num_selected]
+    weights = np.take_along_axis(values, ids, axis=-1)
+    if routing.gating is Gating.SOFTMAX_SELECTED:
+        weights = _softmax(weights)
+    if routing.normalise:
+        weights = weights / weights.sum(axis=-1, keepdims=True)
+    return ids, weights * np.float32(routing.scale)
+
+
+def _softmax(x: FloatArray) -> FloatArray:
+    shares = np.exp(x - x.max(axis=-1, keepdims=True))
+    result: FloatArray = shares / shares.sum(axis=-1, keepdims=True)
+    return result
+
+
+def _mask(start: int, end: int, first: int, shape: AttentionShape) -> FloatArray:
+    """0 where a query at start .. end - 1 may look at first .. end - 1, and minus infinity elsewhere."""
+    queries, keys = np.arange(start, end)[:, None], np.arange(first, end)[None, :]
+    is_seen = keys <= queries
+    if shape.window:
+        is_seen &= keys > queries - shape.window
+    if shape.chunk:
+        is_seen &= keys // shape.chunk == queries // shape.chunk
+    return np.where(is_seen, np.float32(0), np.float32(-np.inf))
+
+
+def _erf(x: FloatArray) -> FloatArray:
+    t = np.float32(1) / (np.float32(1) + np.float32(_ERF_P) * np.abs(x))
+    polynomial = np.zeros_like(t)
+    for factor in _ERF_FACTORS:
+        polynomial = (polynomial + np.float32(factor)) * t
+    result: FloatArray = np.sign(x) * (np.float32(1) - polynomial * np.exp(-x * x))
+    return result

@@ -1,0 +1,106 @@
+"""The tape that computes while it is written, against another runtime's logits, and in two models at once."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from localinfer.kernels.ops import Buffer, FloatArray, Program
+from localinfer.models.calibration_tape import CalibrationTape, StreamedWeights, embedding_rows
+from localinfer.models.decoder import write_decoder
+from localinfer.quant.gguf import read_gguf
+from localinfer.quant.linear_product import LinearProduct
+from localinfer.quant.workers import Workers
+from tests.models.arch_models import architectures, build_model, normalized_error, read_config
+
+
+class Keeper(CalibrationTape):
+    """Gives the logits of both models where a tape for devices would give a program."""
+
+    logits: list[FloatArray]
+
+    def finish(self, logits: Buffer) -> Program:
+        self.logits = self.streams(logits)
+        return None  # type: ignore[return-value]
+
+
+class Scaler:
+    """Notes every product, and multiplies the second model's matrices with a factor."""
+
+    def __init__(self, factor: float | None) -> None:
+        self.factor = factor
+        self.products: list[LinearProduct] = []
+
+    def visit(self, product: LinearProduct) -> Sequence[FloatArray | None]:
+        self.products.append(product)
+        if self.factor is None:
+            return [None] * len(product.matrices)
+        return [np.float32(self.factor) * matrix.values for matrix in product.matrices]
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("archs")
+
+
+def run(path: Path, token_ids: np.ndarray, visitor: Scaler, *, is_double: bool = False, threads: int = 1) -> Keeper:
+    with read_gguf(path) as file, Workers(threads) as workers:
+        rows = (lambda name, ids: embedding_rows(file, name, ids)) if is_double else None
+        tape = Keeper(token_ids, workers, visitor, rows)
+        write_decoder(read_config(path), StreamedWeights(file), tape)
+    return tape
+
+
+@pytest.mark.parametrize("name", architectures())
+def test_logits_equal_those_of_the_reference_runtime(name: str, shared: Path, folder: Path) -> None:
+    model = build_model(shared, folder, name)
+    tape = run(model.path, model.token_ids[None], Scaler(None), is_double=True)
+    assert normalized_error(tape.logits[0], model.logits) <= 1e-6
+    np.testing.assert_array_equal(tape.logits[1], tape.logits[0])
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "phi3-dense", "qwen3moe-moe", "deepseek2-moe"])
+def test_every_matrix_is_seen_once_with_what_it_reads(name: str, shared: Path, folder: Path) -> None:
+    model = build_model(shared, folder, name)
+    visitor = Scaler(None)
+    run(model.path, model.token_ids[None], visitor)
+    seen: dict[str, int] = {}
+    for product in visitor.products:
+        assert product.current is product.original
+        for matrix in product.matrices:
+            assert matrix.values.shape[1] == product.original.shape[1]
+            seen[matrix.tensor] = seen.get(matrix.tensor, 0) + matrix.values.size
+    with read_gguf(model.path) as file:
+        wanted = {n: int(np.prod(t.shape)) for n, t in file.tensors.items() if len(t.shape) > 1 and "embd" not in n}
+        wanted |= {n: int(np.prod(file.tensor(n).shape)) for n in seen}
+    assert seen == wanted
+
+
+def test_the_second_model_multiplies_with_what_the_visitor_returns(shared: Path, folder: Path) -> None:
+    model = build_model(shared, folder, "llama-gqa")
+    visitor = Scaler(1.5)
+    tape = run(model.path, model.token_ids[None], visitor, is_double=True)
+    assert normalized_error(tape.logits[0], model.logits) <= 1e-6
+    assert normalized_error(tape.logits[1], model.logits) > 1e-2
+    by_name = {product.matrices[0].tensor: product for product in visitor.products}
+    first, down = by_name["blk.0.attn_q.weight"], by_name["blk.0.ffn_down.weight"]
+    np.testing.assert_array_equal(first.original, first.current)
+    assert first.matrices[0].output_gap is None
+    gap = down.matrices[0].output_gap
+    assert gap is not None
+    attention = by_name["blk.0.attn_output.weight"]
+    values = attention.matrices[0].values
+    moved = attention.original @ values.T - attention.current @ (np.float32(1.5) * values).T
+    np.testing.assert_allclose(gap, moved, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "qwen3moe-moe"])
+def test_bits_do_not_depend_on_threads_nor_sequences_on_each_other(name: str, shared: Path, folder: Path) -> None:
+    model = build_model(shared, folder, name)
+    ids = np.stack([model.token_ids, model.token_ids[::-1]])
+    one = run(model.path, ids, Scaler(1.1), is_double=True)
+    three = run(model.path, ids, Scaler(1.1), is_double=True, threads=3)
+    for first, second in zip(one.logits, three.logits, strict=True):
+        np.testing.assert_array_equal(first, second)
+    assert normalized_error(one.logits[0][: len(model.token_ids)], model.logits) <= 1e-6
