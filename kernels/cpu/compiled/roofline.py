@@ -52,7 +52,8 @@ def _multiply(typing_context: Any, seed: Any, rounds: Any) -> Any:
         codes = emit.bitcast(word, vector(I8, 64))
 
         def step(index: Value, carried: list[Value]) -> Sequence[Value]:
-            return [emit.dot_codes(value, codes, codes) for value in carried]
+            # By its own sum, so that no part of a product is the same in the next round and computed only once.
+            return [emit.dot_codes(value, codes, emit.bitcast(value, vector(I8, 64))) for value in carried]
 
         # Different starts keep the chains from being one and the same.
         starts = [emit.splat(b.add(b.trunc(seed_value, I32), emit.i32(i))) for i in range(_CHAINS)]
