@@ -1,141 +1,27 @@
 """The `localinfer` command. Everything heavy is imported inside the command that needs it, so `--help` is instant."""
 
-import functools
 import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import click
 
 from localinfer.cli_bench import bench_command
 from localinfer.cli_cache import cache_command
 from localinfer.cli_evaluate import compare_command, perplexity_command
+from localinfer.cli_model_options import ModelOptions, load_options, load_with, model_option, options_group
 from localinfer.cli_quantize import quantize_command
+from localinfer.cli_serve import serve_command
 from localinfer.errors import LocalinferError, RequestError
-from localinfer.progress import Progress
 from localinfer.terminal import ModelOutput, check_text, describe_stats, neutralise_controls, prepare_streams
-
-if TYPE_CHECKING:
-    from localinfer.llm import LLM
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 EXIT_READER_GONE = 141
 
-Command = Callable[..., Any]
 
-
-@dataclass(frozen=True, kw_only=True)
-class ModelOptions:
-    """Which model to load and how; None leaves the choice to the library."""
-
-    path: str | None
-    threads: int | None
-    context_length: int | None
-    kv_type: str
-    kv_memory: int | None
-    disk_cache: bool | int
-    disk_cache_folder: str | None
-    speculation: str
-    draft: str | None
-
-
-_SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
-
-
-def _byte_size(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
-    """Read a number of bytes, plain or with a unit: 8GB is 8 times 10^9 bytes, 8GiB 8 times 2^30."""
-    if value is None:
-        return None
-    text = value.strip().upper()
-    number = text.rstrip("BKMGI").strip()
-    try:
-        size = int(float(number) * _SIZE_UNITS[text[len(number) :].strip()])
-    except (ValueError, KeyError, OverflowError):
-        size = 0
-    if size < 1:
-        raise click.BadParameter(f"{value!r} is not a size; give bytes, or a number and a unit, such as 2GB.")
-    return size
-
-
-def _options(*decorators: Callable[[Command], Command]) -> Callable[[Command], Command]:
-    def decorate(command: Command) -> Command:
-        for decorator in reversed(decorators):
-            command = decorator(command)
-        return command
-
-    return decorate
-
-
-def _gather_model_options(command: Command) -> Command:
-    """Hand the options below on as one record."""
-
-    @functools.wraps(command)
-    def call(*, model: str | None, no_disk_cache: bool, disk_cache_size: int | None, **values: Any) -> Any:
-        names = ("threads", "context_length", "kv_type", "kv_memory", "disk_cache_folder", "speculation", "draft")
-        disk_cache = False if no_disk_cache else disk_cache_size or True
-        loading = {name: values.pop(name) for name in names}
-        return command(options=ModelOptions(path=model, disk_cache=disk_cache, **loading), **values)
-
-    return call
-
-
-def _kv_type(context: click.Context, parameter: click.Parameter, value: str) -> str:
-    from localinfer.kernels.kv_layout import parse_kv_type
-
-    try:
-        parse_kv_type(value)
-    except RequestError as error:
-        raise click.BadParameter(str(error)) from None
-    return value
-
-
-_model_option = click.option(
-    "-m", "--model", metavar="PATH", help="GGUF file or Hugging Face folder. Default: the demo model."
-)
-
-_load_options = _options(
-    _model_option,
-    click.option(
-        "--threads", type=click.IntRange(min=1), metavar="N", help="CPU threads. Default: one per physical core."
-    ),
-    click.option("--context-length", type=click.IntRange(min=1), metavar="N", help="Default: chosen from the model."),
-    click.option(
-        "--kv-type",
-        callback=_kv_type,
-        metavar="TYPE",
-        default="f16",
-        show_default=True,
-        help="KV cache element type: f32, f16, q8_0, q4_0, or one each for keys and values, such as q8_0/q4_0.",
-    ),
-    click.option(
-        "--kv-memory",
-        callback=_byte_size,
-        metavar="SIZE",
-        help="Most memory for the KV cache, such as 2GB. Default: ample.",
-    ),
-    click.option("--no-disk-cache", is_flag=True, help="Do not keep conversations on disk to go on with them faster."),
-    click.option(
-        "--disk-cache-size",
-        callback=_byte_size,
-        metavar="SIZE",
-        help="Most that all conversations take on disk. Default: 4GiB.",
-    ),
-    click.option("--disk-cache-folder", metavar="FOLDER", help="Where they are kept. Default: your cache folder."),
-    click.option(
-        "--speculation",
-        type=click.Choice(["auto", "ngram", "draft", "off"]),
-        default="auto",
-        show_default=True,
-        help="Guess tokens and check many at once: faster, same text.",
-    ),
-    click.option("--draft", metavar="FILE", help="A small GGUF model of the same vocabulary that guesses."),
-    _gather_model_options,
-)
-
-_sampling_options = _options(
+_sampling_options = options_group(
     click.option(
         "--temperature",
         metavar="T",
@@ -199,7 +85,7 @@ def localinfer_command(context: click.Context) -> None:
 @click.option(
     "-n", "--max-tokens", type=click.IntRange(min=1), default=256, show_default=True, metavar="N", help="Tokens to add."
 )
-@_load_options
+@load_options
 @_sampling_options
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be repeated.")
 @click.option("--ignore-eos", is_flag=True, help="Go on past the model's end-of-text token.")
@@ -224,7 +110,7 @@ def run_command(
     for piece in stop:
         check_text(piece, "--stop")
     output = ModelOutput(sys.stdout, is_terminal=sys.stdout.isatty())
-    with _load(options) as llm:
+    with load_with(options) as llm:
         with llm.stream(
             text, max_tokens=max_tokens, stop=list(stop), ignore_eos=ignore_eos, context_shift=context_shift, **sampling
         ) as stream:
@@ -239,7 +125,7 @@ def run_command(
 
 
 @localinfer_command.command("chat")
-@_load_options
+@load_options
 @_sampling_options
 @click.option("-n", "--max-tokens", type=click.IntRange(min=1), metavar="N", help="Longest reply. Default: what fits.")
 @click.option("--system", metavar="TEXT", help="Instructions that come before the conversation.")
@@ -262,7 +148,7 @@ def chat_command(
 
     if system is not None:
         check_text(system, "--system")
-    with _load(options) as llm:
+    with load_with(options) as llm:
         run_chat(
             llm,
             system=system,
@@ -288,7 +174,7 @@ def show_command(model: str, tensors: bool, as_json: bool) -> None:
 
 
 @localinfer_command.command("tokenize")
-@_model_option
+@model_option
 @click.argument("text", required=False)
 @click.option("--ids", is_flag=True, help="Print only the ids, on one line.")
 @click.option("--no-special", is_flag=True, help="Add no begin- or end-of-text token.")
@@ -315,6 +201,7 @@ localinfer_command.add_command(cache_command)
 localinfer_command.add_command(quantize_command)
 localinfer_command.add_command(compare_command)
 localinfer_command.add_command(perplexity_command)
+localinfer_command.add_command(serve_command)
 
 
 def _input_text(argument: str | None, what: str, *, missing: str) -> str:
@@ -324,24 +211,6 @@ def _input_text(argument: str | None, what: str, *, missing: str) -> str:
     if argument is None and sys.stdin.isatty():
         raise RequestError(missing)
     return check_text(sys.stdin.read().removesuffix("\n").removesuffix("\r"), "standard input")
-
-
-def _load(options: ModelOptions) -> "LLM":
-    import localinfer
-
-    with Progress() as progress:
-        return localinfer.load(
-            options.path,
-            threads=options.threads,
-            context_length=options.context_length,
-            kv_type=options.kv_type,
-            kv_memory=options.kv_memory,
-            disk_cache=options.disk_cache,
-            disk_cache_folder=options.disk_cache_folder,
-            speculation=None if options.speculation == "off" else options.speculation,
-            draft=options.draft,
-            progress=progress,
-        )
 
 
 def _send_messages_to_stderr() -> None:

@@ -202,7 +202,9 @@ class Engine:
         if token_ids.size > self.context_length and not shifts_context:
             raise ContextLengthError(
                 f"the prompt has {token_ids.size} tokens, but the context holds {self.context_length}; shorten it, "
-                "load the model with a larger context_length, or allow context_shift"
+                "load the model with a larger context_length, or allow context_shift",
+                num_tokens=token_ids.size,
+                context_length=self.context_length,
             )
         return token_ids
 

@@ -48,7 +48,15 @@ class RequestError(LocalinferError):
 
 
 class ContextLengthError(RequestError):
-    """The prompt, or what was asked to follow it, does not fit the context."""
+    """The prompt, or what was asked to follow it, does not fit the context.
+
+    num_tokens, context_length: both sizes in tokens, where they are known.
+    """
+
+    def __init__(self, message: str, *, num_tokens: int | None = None, context_length: int | None = None) -> None:
+        super().__init__(message)
+        self.num_tokens = num_tokens
+        self.context_length = context_length
 
 
 class TemplateError(RequestError):

@@ -242,13 +242,13 @@ def load(
     from localinfer.speculation_setup import check_speculation, make_speculation
 
     check_speculation(speculation, has_draft=draft is not None)
-    path = _model_path(model)
+    path = model_path(model)
     disk = _disk_options(disk_cache, disk_cache_folder)
     loaded = load_model(path, threads=threads, context_length=context_length, kv_type=kv_type, progress=progress)
     drafting = None
     try:
         if draft is not None:
-            drafting = load_model(_model_path(draft), kv_type=kv_type, beside=loaded, progress=progress)
+            drafting = load_model(model_path(draft), kv_type=kv_type, beside=loaded, progress=progress)
         made = None
         if speculation is not None:
             made = make_speculation(speculation, loaded, drafting, kv_memory=kv_memory, progress=progress)
@@ -267,7 +267,7 @@ def load_tokenizer(model: str | os.PathLike[str] | None = None) -> "Tokenizer":
     """
     from localinfer.models.loader import load_tokenizer as load_from_file
 
-    return load_from_file(_model_path(model))
+    return load_from_file(model_path(model))
 
 
 def _disk_options(disk_cache: bool | int, folder: str | os.PathLike[str] | None) -> "DiskOptions | None":
@@ -311,7 +311,8 @@ def _check_messages(messages: object) -> Sequence[Mapping[str, Any]]:
     return messages
 
 
-def _model_path(model: str | os.PathLike[str] | None) -> Path:
+def model_path(model: str | os.PathLike[str] | None) -> Path:
+    """The path of a model, None for the demo model's. Raises: RequestError, ModelFileError if there is no demo."""
     if model is not None:
         if not isinstance(model, str | os.PathLike):
             raise RequestError(f"model is {model!r}; give the path of a model, or None for the demo model")

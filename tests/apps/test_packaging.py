@@ -46,7 +46,7 @@ def test_import_contract_places_every_module(settings):
     assert contract["exhaustive"]
     placed = {name.strip() for layer in contract["layers"] for name in layer.split("|")}
     modules = {path.stem for path in (REPOSITORY / "localinfer").glob("*.py")} - {"__init__"}
-    assert placed == modules | {"kernels", "models", "quant"}
+    assert placed == modules | {"kernels", "models", "quant", "server"}
 
 
 def test_extras_are_the_documented_ones(settings):

@@ -1,0 +1,146 @@
+"""Options of every command that loads a model, and the loading itself."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from localinfer.errors import RequestError
+from localinfer.progress import Progress
+
+if TYPE_CHECKING:
+    from localinfer.llm import LLM
+
+Command = Callable[..., Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Which model to load and how; None leaves the choice to the library."""
+
+    path: str | None
+    threads: int | None
+    context_length: int | None
+    kv_type: str
+    kv_memory: int | None
+    disk_cache: bool | int
+    disk_cache_folder: str | None
+    speculation: str
+    draft: str | None
+
+
+_SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+
+
+def byte_size(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
+    """Read a number of bytes, plain or with a unit: 8GB is 8 times 10^9 bytes, 8GiB 8 times 2^30."""
+    if value is None:
+        return None
+    text = value.strip().upper()
+    number = text.rstrip("BKMGI").strip()
+    try:
+        size = int(float(number) * _SIZE_UNITS[text[len(number) :].strip()])
+    except (ValueError, KeyError, OverflowError):
+        size = 0
+    if size < 1:
+        raise click.BadParameter(f"{value!r} is not a size; give bytes, or a number and a unit, such as 2GB.")
+    return size
+
+
+def options_group(*decorators: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """Several options as one decorator; help lists them in this order."""
+
+    def decorate(command: Command) -> Command:
+        for decorator in reversed(decorators):
+            command = decorator(command)
+        return command
+
+    return decorate
+
+
+def _gather_model_options(command: Command) -> Command:
+    """Hand the options below on as one record."""
+
+    @functools.wraps(command)
+    def call(*, model: str | None, no_disk_cache: bool, disk_cache_size: int | None, **values: Any) -> Any:
+        names = ("threads", "context_length", "kv_type", "kv_memory", "disk_cache_folder", "speculation", "draft")
+        disk_cache = False if no_disk_cache else disk_cache_size or True
+        loading = {name: values.pop(name) for name in names}
+        return command(options=ModelOptions(path=model, disk_cache=disk_cache, **loading), **values)
+
+    return call
+
+
+def _kv_type(context: click.Context, parameter: click.Parameter, value: str) -> str:
+    from localinfer.kernels.kv_layout import parse_kv_type
+
+    try:
+        parse_kv_type(value)
+    except RequestError as error:
+        raise click.BadParameter(str(error)) from None
+    return value
+
+
+model_option = click.option(
+    "-m", "--model", metavar="PATH", help="GGUF file or Hugging Face folder. Default: the demo model."
+)
+
+load_options = options_group(
+    model_option,
+    click.option(
+        "--threads", type=click.IntRange(min=1), metavar="N", help="CPU threads. Default: one per physical core."
+    ),
+    click.option("--context-length", type=click.IntRange(min=1), metavar="N", help="Default: chosen from the model."),
+    click.option(
+        "--kv-type",
+        callback=_kv_type,
+        metavar="TYPE",
+        default="f16",
+        show_default=True,
+        help="KV cache element type: f32, f16, q8_0, q4_0, or one each for keys and values, such as q8_0/q4_0.",
+    ),
+    click.option(
+        "--kv-memory",
+        callback=byte_size,
+        metavar="SIZE",
+        help="Most memory for the KV cache, such as 2GB. Default: ample.",
+    ),
+    click.option("--no-disk-cache", is_flag=True, help="Do not keep conversations on disk to go on with them faster."),
+    click.option(
+        "--disk-cache-size",
+        callback=byte_size,
+        metavar="SIZE",
+        help="Most that all conversations take on disk. Default: 4GiB.",
+    ),
+    click.option("--disk-cache-folder", metavar="FOLDER", help="Where they are kept. Default: your cache folder."),
+    click.option(
+        "--speculation",
+        type=click.Choice(["auto", "ngram", "draft", "off"]),
+        default="auto",
+        show_default=True,
+        help="Guess tokens and check many at once: faster, same text.",
+    ),
+    click.option("--draft", metavar="FILE", help="A small GGUF model of the same vocabulary that guesses."),
+    _gather_model_options,
+)
+
+
+def load_with(options: ModelOptions) -> "LLM":
+    """Load a model, with a line on the terminal while that is slow. Raises: LocalinferError."""
+    import localinfer
+
+    with Progress() as progress:
+        return localinfer.load(
+            options.path,
+            threads=options.threads,
+            context_length=options.context_length,
+            kv_type=options.kv_type,
+            kv_memory=options.kv_memory,
+            disk_cache=options.disk_cache,
+            disk_cache_folder=options.disk_cache_folder,
+            speculation=None if options.speculation == "off" else options.speculation,
+            draft=options.draft,
+            progress=progress,
+        )

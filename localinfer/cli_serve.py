@@ -1,0 +1,170 @@
+"""The `localinfer serve` command."""
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from localinfer.cli_model_options import ModelOptions, byte_size, load_options, load_with
+from localinfer.errors import RequestError
+
+if TYPE_CHECKING:
+    from localinfer.llm import LLM
+    from localinfer.server.meters import Meters
+    from localinfer.server.model_memory import MemoryNeed
+    from localinfer.server.model_registry import ModelRegistry, ModelSource
+    from localinfer.server.settings import ServerSettings
+
+
+@click.command("serve")
+@load_options
+@click.option("--models", metavar="FOLDER", help="Serve every model of a folder, each loaded when it is asked for.")
+@click.option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Where to listen by TCP.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=8080,
+    show_default=True,
+    metavar="N",
+    help="TCP port; 0 takes a free one.",
+)
+@click.option("--no-tcp", is_flag=True, help="Listen on the Unix socket only.")
+@click.option("--socket", "socket_path", metavar="PATH", help="The Unix socket. Default: in your runtime folder.")
+@click.option("--token-file", metavar="FILE", help="Holds the token that clients on TCP must show.")
+@click.option("--allow-host", multiple=True, metavar="NAME", help="Answer to this Host name too; may be repeated.")
+@click.option("--allow-origin", multiple=True, metavar="ORIGIN", help="Let pages of this origin ask; may be repeated.")
+@click.option("--allow-private-network", is_flag=True, help="Let those pages ask from the internet too.")
+@click.option("--strict-model", is_flag=True, help="Refuse unknown model names even if only one model is served.")
+@click.option(
+    "--idle-unload",
+    type=click.FloatRange(min=0),
+    default=900,
+    show_default=True,
+    metavar="SECONDS",
+    help="Unload a model that nobody used for so long; 0: never.",
+)
+@click.option(
+    "--memory-limit", callback=byte_size, metavar="SIZE", help="Most that all models take. Default: what is free."
+)
+@click.option(
+    "--max-generations",
+    type=click.IntRange(min=1),
+    default=64,
+    show_default=True,
+    metavar="N",
+    help="Texts generated and waiting at one time.",
+)
+@click.option("--verbose", is_flag=True, help="Log each request, without its text, on stderr.")
+def serve_command(
+    options: ModelOptions,
+    models: str | None,
+    idle_unload: float,
+    memory_limit: int | None,
+    verbose: bool,
+    **listening: Any,
+) -> None:
+    """Answer programs that speak OpenAI's or Anthropic's API, on this machine.
+
+    A Unix socket that only you can open is always there, and TCP on the loopback interface unless --no-tcp. Point
+    clients at http://127.0.0.1:8080/v1. Ctrl-C ends the server, after the replies that are running.
+    """
+    from localinfer.server.model_registry import ModelRegistry
+    from localinfer.server.running import LocalServer
+
+    if verbose:
+        _log_requests()
+    settings = _settings(**listening)
+    sources = _sources(options.path, models)
+
+    def make_registry(meters: "Meters") -> "ModelRegistry":
+        return ModelRegistry(
+            sources,
+            lambda source: _load(options, source),
+            lambda source: _measure(options, source),
+            meters,
+            strict=settings.strict_model,
+            idle_unload_seconds=idle_unload or None,
+            memory_limit=memory_limit,
+            context_length=options.context_length,
+        )
+
+    with LocalServer(settings, make_registry, preloads=models is None or options.path is not None) as server:
+        if settings.socket_path is None:
+            click.echo("this system has no Unix sockets for Python: TCP only", err=True)
+        names = ", ".join(source.id for source in sources[:5]) + (", ..." if len(sources) > 5 else "")
+        click.echo(f"serving {names} on {' and '.join(server.addresses)}", err=True)
+        server.run()
+
+
+def _log_requests() -> None:
+    """Write what the server does to stderr, a line each; requests' texts are never among it."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    logger = logging.getLogger("localinfer.server")
+    logger.addHandler(handler)
+    logger.propagate = False
+    logger.setLevel(logging.INFO)
+
+
+def _settings(
+    *,
+    host: str,
+    port: int,
+    no_tcp: bool,
+    socket_path: str | None,
+    token_file: str | None,
+    allow_host: tuple[str, ...],
+    allow_origin: tuple[str, ...],
+    allow_private_network: bool,
+    strict_model: bool,
+    max_generations: int,
+) -> "ServerSettings":
+    from localinfer.server.settings import ServerSettings
+    from localinfer.server.sockets import default_socket_path
+
+    return ServerSettings(
+        socket_path=default_socket_path() if socket_path is None else Path(socket_path).expanduser().absolute(),
+        host=None if no_tcp else host,
+        port=port,
+        token=None if token_file is None else _read_token(Path(token_file).expanduser()),
+        allowed_hosts=allow_host,
+        allowed_origins=allow_origin,
+        allows_private_network=allow_private_network,
+        strict_model=strict_model,
+        max_generations=max_generations,
+    )
+
+
+def _read_token(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"the token file {path} cannot be read: {error}") from None
+
+
+def _sources(path: str | None, folder: str | None) -> "list[ModelSource]":
+    """The models to serve, the one named by -m first; the demo model if none is named."""
+    from localinfer.llm import model_path
+    from localinfer.server.model_registry import find_models, model_source
+
+    sources = [] if folder is None else find_models(Path(folder).expanduser())
+    if path is None and sources:
+        return sources
+    file = model_path(path)
+    first = model_source(file)
+    if first is None:
+        raise RequestError(f"{file} is no model; give a GGUF file, of a split one the first part, or a folder with one")
+    return [first, *(source for source in sources if source.id != first.id)]
+
+
+def _load(options: ModelOptions, source: "ModelSource") -> "LLM":
+    from dataclasses import replace
+
+    return load_with(replace(options, path=str(source.path)))
+
+
+def _measure(options: ModelOptions, source: "ModelSource") -> "MemoryNeed":
+    from localinfer.server.model_memory import measure_need
+
+    return measure_need(source.path, options.kv_type)

@@ -1,0 +1,1 @@
+"""The local server: OpenAI's and Anthropic's wire formats over HTTP, on a Unix socket and on the loopback interface."""

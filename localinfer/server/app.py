@@ -1,0 +1,44 @@
+"""The ASGI application: every route, behind the gate."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+
+from localinfer.server import chat_routes, status_routes
+from localinfer.server.gate import Gate
+from localinfer.server.routing import PlainPaths, route, unrouted
+from localinfer.server.service import Service
+
+
+def make_app(service: Service) -> Starlette:
+    """The application of a service; paths are written without `/v1`, which may stand before each."""
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        async with service.open():
+            yield
+
+    routes = [
+        route("/chat/completions", chat_routes.chat_completions, "POST"),
+        route("/health", status_routes.health),
+        route("/version", status_routes.show_version),
+        route("/models", status_routes.models),
+        route("/models/{model:path}", status_routes.model),
+        route("/metrics", status_routes.metrics),
+        route("/slots", status_routes.slots),
+        route("/requests/{reply}/cancel", status_routes.cancel, "POST"),
+        route("/requests/{reply}", status_routes.cancel, "DELETE"),
+        route("/responses/{reply}/cancel", status_routes.cancel, "POST"),
+    ]
+    app = Starlette(
+        routes=routes,
+        middleware=[Middleware(Gate, settings=service.settings), Middleware(PlainPaths)],
+        exception_handlers={HTTPException: unrouted},
+        lifespan=lifespan,
+    )
+    app.state.service = service
+    app.router.redirect_slashes = False
+    return app

@@ -1,0 +1,90 @@
+"""Request bodies: bounded in size, time and depth, then read into typed records."""
+
+import asyncio
+import re
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+
+from localinfer.server.settings import ServerSettings
+from localinfer.server.wire_errors import ApiError
+
+MAX_DEPTH = 64
+_BIG_BODY_BYTES = 1 << 16
+
+# A string, closed or running to the end, or a bracket; possessive, so that no input is read twice.
+_STRING_OR_BRACKET = re.compile(rb'"(?:[^"\\]++|\\(?:.|\Z))*+(?:"|\Z)|[\[\]{}]', re.DOTALL)
+
+Record = TypeVar("Record")
+
+
+class ClientGone(Exception):
+    """The client left before it had its answer."""
+
+
+async def read_json(request: Request, record: type[Record], settings: ServerSettings) -> Record:
+    """Read a request's body as a record; unknown members are ignored, the last of two with one name counts.
+
+    Raises: ApiError, with the path of the member at fault; ClientGone.
+    """
+    body = await _read_body(request, settings)
+    is_too_deep = await asyncio.to_thread(is_deeper, body) if len(body) > _BIG_BODY_BYTES else is_deeper(body)
+    if is_too_deep:
+        raise ApiError(
+            400, f"the JSON is nested more than {MAX_DEPTH} levels deep; send it flatter", code="invalid_json"
+        )
+    return decode_json(body, record)
+
+
+def decode_json(body: bytes, record: type[Record]) -> Record:
+    """Decode JSON of a bounded depth. Raises: ApiError."""
+    try:
+        return msgspec.json.decode(body, type=record)
+    except msgspec.ValidationError as error:
+        message, _, path = str(error).partition(" - at ")
+        name = path.strip("`").removeprefix("$").removeprefix(".")
+        raise ApiError(400, f"{name or 'the body'}: {message}", param=name or None) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, ValueError, RecursionError) as error:
+        found = "empty" if not body.strip() else f"not JSON ({error})"
+        raise ApiError(400, f"the body is {found}; send one JSON object in UTF-8", code="invalid_json") from None
+
+
+def is_deeper(body: bytes, limit: int = MAX_DEPTH) -> bool:
+    """Whether brackets, outside of strings, are nested deeper than `limit`."""
+    if body.count(b"[") + body.count(b"{") <= limit:
+        return False
+    depth = 0
+    for found in _STRING_OR_BRACKET.finditer(body):
+        match body[found.start()]:
+            case 0x5B | 0x7B:
+                depth += 1
+                if depth > limit:
+                    return True
+            case 0x5D | 0x7D:
+                depth -= 1
+    return False
+
+
+async def _read_body(request: Request, settings: ServerSettings) -> bytes:
+    limit = settings.max_body_bytes
+    too_large = ApiError(413, f"the body is larger than {limit:,} bytes; send less", code="body_too_large")
+    declared = request.headers.get("content-length", "0")
+    if not declared.isdigit() or int(declared) > limit:
+        raise too_large
+    pieces: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(settings.body_seconds):
+            async for piece in request.stream():
+                size += len(piece)
+                if size > limit:
+                    raise too_large
+                pieces.append(piece)
+    except TimeoutError:
+        raise ApiError(
+            408, f"the body did not arrive within {settings.body_seconds:g} seconds", headers={"connection": "close"}
+        ) from None
+    except ClientDisconnect:
+        raise ClientGone from None
+    return b"".join(pieces)

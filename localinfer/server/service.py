@@ -1,0 +1,177 @@
+"""What all routes share: the models, the replies that are running, the limits, and the way out."""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from starlette.requests import Request
+
+from localinfer.server.json_body import ClientGone
+from localinfer.server.meters import Meters
+from localinfer.server.model_registry import Lease, ModelRegistry
+from localinfer.server.reply import Reply, TextPlan
+from localinfer.server.settings import ServerSettings
+from localinfer.server.wire_errors import ApiError
+
+if TYPE_CHECKING:
+    from localinfer.llm import LLM
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+_JOIN_SECONDS = 5.0
+
+
+class Service:
+    """The server behind its routes. Lives on one event loop, between `open` and its end.
+
+    start_error: why it could not open.
+    """
+
+    def __init__(
+        self, settings: ServerSettings, make_registry: Callable[[Meters], ModelRegistry], *, preloads: bool = False
+    ) -> None:
+        self.start_error: Exception | None = None
+        self._preloads = preloads
+        self.settings = settings
+        self.meters = Meters()
+        self._make_registry = make_registry
+        self._registry: ModelRegistry | None = None
+        self._replies: dict[str, Reply] = {}
+        self._is_stopping = False
+
+    @property
+    def registry(self) -> ModelRegistry:
+        """The models. Only while the service is open."""
+        assert self._registry is not None, "the service is not open"
+        return self._registry
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether no new request is taken any more."""
+        return self._is_stopping
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[None]:
+        """Hold models while the context lasts; leaving it stops what runs and unloads them."""
+        try:
+            self._registry = self._make_registry(self.meters)
+            if self._preloads:
+                (await self._registry.lease(None)).release()
+        except Exception as error:
+            self.start_error = error
+            raise
+        unloading = asyncio.create_task(self._registry.unload_idle())
+        try:
+            yield
+        finally:
+            unloading.cancel()
+            replies = list(self._replies.values())
+            for reply in replies:
+                reply.close()
+            for reply in replies:
+                await asyncio.to_thread(reply.join, _JOIN_SECONDS)
+            await self._registry.close()
+
+    def stop(self) -> None:
+        """Take no new requests; what runs goes on until `fail_replies`."""
+        self._is_stopping = True
+
+    def fail_replies(self) -> None:
+        """End what still runs, and tell its clients why."""
+        for reply in list(self._replies.values()):
+            reply.fail(ApiError(503, "the server is being stopped; ask again", code="shutting_down"))
+
+    def replies(self) -> list[Reply]:
+        """What is being generated now."""
+        return list(self._replies.values())
+
+    def cancel(self, reply_id: str) -> bool:
+        """Stop a reply by its id; return whether there was one."""
+        reply = self._replies.get(reply_id)
+        if reply is None:
+            return False
+        reply.cancel()
+        return True
+
+    async def lease(self, request: Request, model: str | None) -> Lease:
+        """A model, to be released. Raises: ApiError, LocalinferError, ClientGone."""
+        if self._is_stopping:
+            raise ApiError(503, "the server is being stopped; ask again", code="shutting_down")
+        return await unless_gone(request, self.registry.lease(model), Lease.release)
+
+    async def begin(
+        self,
+        request: Request,
+        model: str | None,
+        kind: str,
+        plan: "Callable[[LLM], Sequence[TextPlan] | Coroutine[Any, Any, Sequence[TextPlan]]]",
+    ) -> Reply:
+        """Have texts generated, and return when the model is loaded and every prompt was checked.
+
+        kind: how the reply's id begins. plan: what to generate. Who gets the reply closes it.
+        Raises: ApiError, LocalinferError, ClientGone; then nothing runs any more.
+        """
+        lease = await self.lease(request, model)
+        reply: Reply | None = None
+        try:
+            planned = plan(lease.llm)
+            plans = await planned if isinstance(planned, Coroutine) else planned
+            reply = self._admit(lease, kind, plans)
+            await unless_gone(request, reply.start())
+        except BaseException:
+            if reply is not None:
+                reply.close()
+            lease.release()
+            raise
+        return reply
+
+    def _admit(self, lease: Lease, kind: str, plans: Sequence[TextPlan]) -> Reply:
+        running = sum(reply.num_texts for reply in self._replies.values())
+        if running and running + len(plans) > self.settings.max_generations:
+            raise ApiError(
+                429,
+                f"{running} texts are being generated, of at most {self.settings.max_generations}; ask again later",
+                code="queue_full",
+            )
+
+        def forget(reply: Reply) -> None:
+            self._replies.pop(reply.id, None)
+            lease.release()
+
+        reply = Reply(f"{kind}-{secrets.token_hex(12)}", lease, plans, self.meters, forget)
+        self._replies[reply.id] = reply
+        return reply
+
+
+async def unless_gone(
+    request: Request, work: Coroutine[Any, Any, Result], undo: Callable[[Result], object] | None = None
+) -> Result:
+    """Do some work for a client, and stop when the client leaves. The request's body has been read.
+
+    undo: takes back a result that nobody gets. Raises: what the work raises; ClientGone.
+    """
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_departure(request))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone
+        return working.result()
+    except asyncio.CancelledError:
+        if working.done() and not working.cancelled() and working.exception() is None and undo is not None:
+            undo(working.result())
+        raise
+    finally:
+        leaving.cancel()
+        if not working.done():
+            working.cancel()
+            await asyncio.gather(working, return_exceptions=True)
+
+
+async def _departure(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,77 @@
+"""What a server is told when it starts: where it listens, whom it answers, and how much it takes on."""
+
+import ipaddress
+from dataclasses import dataclass
+from pathlib import Path
+
+from localinfer.errors import RequestError
+
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """Where and how to serve; checked when it is made.
+
+    socket_path: the Unix socket, None for none. host, port: where to listen by TCP, host None for nowhere; port 0 lets
+    the system choose.
+    token: what a client on TCP must show; anything but loopback needs one. The Unix socket is guarded by its folder.
+    allowed_hosts: names beside the loopback's that a `Host` header may hold. allowed_origins: web pages that may ask.
+    allows_private_network: let browsers send pages of the internet here, those of `allowed_origins`.
+    strict_model: refuse a model name that is not ours even where only one model is served.
+    max_generations: texts generated and waiting at one time; one more is refused with 429.
+    body_seconds: for the whole request. slow_reader_seconds: how long a client may read nothing of a reply.
+    shutdown_seconds: what running replies get to finish after SIGTERM. ping_seconds: between signs of life in a stream.
+    Raises: RequestError.
+    """
+
+    socket_path: Path | None = None
+    host: str | None = "127.0.0.1"
+    port: int = 8080
+    token: str | None = None
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    allows_private_network: bool = False
+    strict_model: bool = False
+    max_generations: int = 64
+    max_connections: int = 256
+    max_body_bytes: int = 32 << 20
+    header_seconds: float = 10.0
+    body_seconds: float = 30.0
+    slow_reader_seconds: float = 60.0
+    shutdown_seconds: float = 5.0
+    ping_seconds: float = 15.0
+
+    def __post_init__(self) -> None:
+        if self.host is None and self.socket_path is None:
+            raise RequestError("the server has nowhere to listen: allow TCP, or name a socket")
+        if not 0 <= self.port <= 65535:
+            raise RequestError(f"the port is {self.port}; it must be from 1 to 65535, or 0 for one that is free")
+        if self.host is not None and self.token is None and not is_loopback(self.host):
+            raise RequestError(
+                f"{self.host} can be reached from other machines; give a file with a token that clients must show "
+                "(--token-file), or listen on 127.0.0.1"
+            )
+        if self.token is not None and not (self.token and self.token.isascii() and self.token.isprintable()):
+            raise RequestError("the token is empty or has characters that no header can hold; use letters and digits")
+        for origin in self.allowed_origins:
+            if not origin.startswith(("http://", "https://")) or origin.count("/") != 2:
+                raise RequestError(
+                    f"{origin!r} is not the origin of a web page; give its scheme, name and port, such as "
+                    "http://localhost:3000"
+                )
+
+    @property
+    def listens_everywhere(self) -> bool:
+        """Whether TCP listens on every address of the machine."""
+        return self.host in ("0.0.0.0", "::")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a host."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

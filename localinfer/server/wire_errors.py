@@ -1,0 +1,111 @@
+"""The one shape in which every error leaves the server, and what status each kind of error has."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from localinfer.errors import (
+    ClosedError,
+    ContextLengthError,
+    LocalinferError,
+    ModelFileError,
+    OutOfMemoryError,
+    RequestError,
+    TemplateError,
+)
+
+logger = logging.getLogger(__name__)
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "not_found_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "unavailable_error",
+}
+_RETRY_SECONDS = "1"
+
+
+class ApiError(Exception):
+    """A request that is refused or fails: its status, and what the client is told.
+
+    param: the field at fault, as a path. code: a word that programs can tell apart. facts: more members of the error.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        facts: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
+        self.headers = dict(headers or {})
+        self.facts = dict(facts or {})
+        if status in (429, 503):
+            self.headers.setdefault("retry-after", _RETRY_SECONDS)
+        if status >= 500:
+            # Clients repeat these by themselves, though the same request would fail the same way.
+            self.headers.setdefault("x-should-retry", "true" if code == "model_loading" else "false")
+
+    def body(self) -> dict[str, Any]:
+        """The JSON object that goes to the client."""
+        kind = _TYPES.get(self.status, "server_error")
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code, **self.facts}
+        return {"error": error}
+
+    def response(self) -> Response:
+        """The error as a response."""
+        return json_response(self.body(), self.status, self.headers)
+
+
+def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """A JSON response; text outside ASCII stays as it is."""
+    return Response(msgspec.json.encode(value), status, dict(headers or {}), media_type="application/json")
+
+
+def to_api_error(error: BaseException, request_id: str = "") -> ApiError:
+    """What a client is told of an error; one that nobody foresaw is logged, and told without its text."""
+    match error:
+        case ApiError():
+            return error
+        case ContextLengthError():
+            facts = {"n_prompt_tokens": error.num_tokens, "n_ctx": error.context_length}
+            return ApiError(400, str(error), code="context_length_exceeded", param="messages", facts=facts)
+        case TemplateError():
+            return ApiError(400, str(error), param="messages")
+        case RequestError():
+            return ApiError(400, str(error), param=_named_option(str(error)))
+        case OutOfMemoryError():
+            return ApiError(503, str(error), code="insufficient_memory")
+        case ClosedError():
+            return ApiError(503, "the model was unloaded while it answered; ask again", code="model_unloaded")
+        case ModelFileError():
+            return ApiError(500, str(error), code="model_file")
+        case LocalinferError():
+            return ApiError(500, str(error))
+        case MemoryError():
+            return ApiError(503, "this machine has no memory left for that; ask for less", code="insufficient_memory")
+    logger.error("request %s failed by a fault of the server", request_id, exc_info=error)
+    return ApiError(500, f"the server failed; its log has the reason under {request_id or 'this time'}")
+
+
+def _named_option(message: str) -> str | None:
+    """The option that a message of the engine begins with, as in "top_p is 7; it must be ..."."""
+    name = message.partition(" ")[0]
+    return name if message[len(name) :].startswith(" is ") and name.replace("_", "").isalnum() else None

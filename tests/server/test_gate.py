@@ -1,0 +1,122 @@
+"""Who may ask: hosts, origins, content types and tokens, each refused before anything runs."""
+
+import httpx
+import pytest
+from conftest import STORY, serving
+
+from localinfer.errors import RequestError
+from localinfer.server.settings import ServerSettings
+
+PATH = "/v1/chat/completions"
+BODY = {"messages": STORY, "max_tokens": 1}
+ALLOWED = "http://localhost:3000"
+
+
+def error_of(response: httpx.Response) -> dict:
+    error = response.json()["error"]
+    assert {"message", "type", "param", "code"} <= set(error)
+    assert response.headers["x-request-id"]
+    return error
+
+
+@pytest.mark.parametrize("host", ["localhost", "localhost:1", "127.0.0.1", "127.0.0.1:8080", "[::1]", "[::1]:8080"])
+def test_loopback_hosts_are_answered(http, host):
+    assert http.get("/health", headers={"host": host}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["evil", "evil.example:8080", "127.0.0.1.evil", "localhost.evil", "localhost:80@evil", "", "[::2]", "10.0.0.1"],
+)
+@pytest.mark.parametrize("method", ["GET", "POST", "OPTIONS"])
+def test_foreign_hosts_are_refused(http, host, method):
+    response = http.request(method, PATH, headers={"host": host}, json=BODY)
+    assert response.status_code == 403
+    assert error_of(response)["code"] == "host_not_allowed"
+
+
+@pytest.mark.parametrize(
+    "origin", ["http://evil.example", "null", "file://", "http://localhost.evil", "http://localhost"]
+)
+@pytest.mark.parametrize("method", ["POST", "OPTIONS", "GET"])
+def test_foreign_origins_are_refused(http, origin, method):
+    response = http.request(method, PATH, headers={"origin": origin}, json=BODY)
+    assert response.status_code == 403
+    assert error_of(response)["code"] == "origin_not_allowed"
+    assert "access-control-allow-origin" not in response.headers
+
+
+def test_pages_of_other_sites_are_refused_without_an_origin(tcp):
+    assert tcp.get("/v1/models", headers={"sec-fetch-site": "cross-site"}).status_code == 403
+
+
+def test_allowed_origin_gets_what_it_asks_for(tcp):
+    preflight = tcp.options(
+        PATH,
+        headers={
+            "origin": ALLOWED,
+            "access-control-request-method": "POST",
+            "access-control-request-headers": "authorization, content-type, x-stainless-lang",
+            "access-control-request-private-network": "true",
+        },
+    )
+    assert preflight.status_code == 204
+    assert preflight.headers["access-control-allow-origin"] == ALLOWED
+    assert preflight.headers["access-control-allow-headers"] == "authorization, content-type, x-stainless-lang"
+    assert "access-control-allow-private-network" not in preflight.headers
+    reply = tcp.post(PATH, json=BODY, headers={"origin": ALLOWED})
+    assert reply.status_code == 200
+    assert reply.headers["access-control-allow-origin"] == ALLOWED
+    assert reply.headers["vary"] == "Origin"
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "", "application/jsonx"],
+)
+def test_bodies_that_are_not_json_are_refused(http, kind):
+    response = http.post(PATH, content=b'{"messages":[]}', headers={"content-type": kind})
+    assert response.status_code == 415
+    assert error_of(response)["code"] == "not_json"
+
+
+def test_json_with_a_charset_is_json(tcp):
+    response = tcp.post(PATH, content=b"{}", headers={"content-type": "application/json; charset=utf-8"})
+    assert response.status_code == 400
+    assert error_of(response)["param"] == "messages" or "messages" in error_of(response)["message"]
+
+
+def test_unknown_paths_and_methods_have_the_one_shape(http):
+    missing = http.get("/v1/nothing")
+    assert (missing.status_code, error_of(missing)["type"]) == (404, "not_found_error")
+    wrong = http.get(PATH)
+    assert (wrong.status_code, error_of(wrong)["type"]) == (405, "not_found_error")
+    assert wrong.headers["allow"] == "POST"
+
+
+def test_token_is_wanted_on_tcp_and_not_on_the_unix_socket(runtime_folder):
+    path = runtime_folder / "token.sock"
+    with serving(ServerSettings(port=0, token="s3cret", socket_path=path)) as running:
+        with running.client() as client:
+            refused = client.get("/v1/models")
+            assert (refused.status_code, error_of(refused)["code"]) == (401, "invalid_api_key")
+            assert refused.headers["www-authenticate"] == "Bearer"
+            assert client.get("/v1/models", headers={"authorization": "Bearer wrong"}).status_code == 401
+            assert client.get("/v1/models", headers={"authorization": "Bearer s3cret"}).status_code == 200
+            assert client.get("/v1/models", headers={"x-api-key": "s3cret"}).status_code == 200
+            assert client.get("/health").status_code == 200
+        with running.client(unix=True) as client:
+            assert client.get("/v1/models").status_code == 200
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.5", "::", "example.org"])
+def test_other_addresses_need_a_token(host):
+    with pytest.raises(RequestError, match="token"):
+        ServerSettings(host=host)
+    assert ServerSettings(host=host, token="x").host == host
+
+
+@pytest.mark.parametrize("origin", ["*", "null", "localhost:3000", "http://localhost:3000/"])
+def test_origins_that_would_match_nothing_or_all_are_refused(origin):
+    with pytest.raises(RequestError, match="origin"):
+        ServerSettings(allowed_origins=(origin,))

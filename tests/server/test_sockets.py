@@ -1,0 +1,114 @@
+"""The sockets themselves: permissions, what stands in the way, and that nothing foreign is ever removed."""
+
+import os
+import socket
+import stat
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from localinfer.errors import RequestError
+from localinfer.server.sockets import UnixListener, bind_tcp, has_unix_sockets
+
+pytestmark = pytest.mark.skipif(not has_unix_sockets(), reason="this system has no Unix sockets for Python")
+
+
+@pytest.fixture
+def folder():
+    with tempfile.TemporaryDirectory(prefix="li-") as path:
+        yield Path(path)
+
+
+def test_socket_is_for_its_owner_only_and_goes_with_the_server(folder):
+    place = folder / "localinfer" / "s.sock"
+    with UnixListener(place):
+        assert stat.S_IMODE(place.stat().st_mode) == 0o600
+        assert stat.S_IMODE(place.parent.stat().st_mode) == 0o700
+    assert not place.exists()
+
+
+def test_stale_socket_is_replaced(folder):
+    place = folder / "s.sock"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(place))
+    assert place.exists()
+    with UnixListener(place), socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(place))
+
+
+def test_live_server_is_left_alone(folder):
+    place = folder / "s.sock"
+    with UnixListener(place):
+        with pytest.raises(RequestError, match="another server listens"):
+            UnixListener(place)
+        assert place.exists()
+
+
+def test_live_program_without_a_lock_is_left_alone(folder):
+    place = folder / "s.sock"
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(place))
+        other.listen()
+        with pytest.raises(RequestError, match="another program listens"):
+            UnixListener(place)
+        assert place.exists()
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "symlink", "dangling"])
+def test_what_is_no_socket_is_never_removed(folder, kind):
+    place, target = folder / "s.sock", folder / "target"
+    match kind:
+        case "file":
+            place.write_text("mine")
+        case "folder":
+            place.mkdir()
+        case "symlink":
+            target.write_text("mine")
+            place.symlink_to(target)
+        case "dangling":
+            place.symlink_to(target)
+    with pytest.raises(RequestError, match="not a socket of yours"):
+        UnixListener(place)
+    assert os.path.lexists(place)
+
+
+def test_socket_of_somebody_else_that_took_its_place_is_not_removed(folder):
+    place = folder / "s.sock"
+    listener = UnixListener(place)
+    place.unlink()
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(place))
+        listener.close()
+        assert place.exists()
+
+
+def test_long_path_is_refused_with_a_way_out(folder):
+    with pytest.raises(RequestError, match="shorter"):
+        UnixListener(folder / ("x" * 200) / "s.sock")
+
+
+def test_folder_that_others_can_enter_is_refused_and_left_as_it_is(folder):
+    shared = folder / "shared"
+    shared.mkdir()
+    shared.chmod(0o755)
+    with pytest.raises(RequestError, match="0700"):
+        UnixListener(shared / "s.sock")
+    assert stat.S_IMODE(shared.stat().st_mode) == 0o755
+
+
+def test_lock_that_is_a_symlink_is_refused(folder):
+    (folder / "s.sock.lock").symlink_to(folder / "elsewhere")
+    with pytest.raises(RequestError, match="cannot be opened"):
+        UnixListener(folder / "s.sock")
+    assert not (folder / "elsewhere").exists()
+
+
+def test_taken_port_is_refused_with_a_way_out():
+    with bind_tcp("127.0.0.1", 0) as taken, pytest.raises(RequestError, match="--port"):
+        bind_tcp("127.0.0.1", taken.getsockname()[1])
+
+
+def test_foreign_address_is_refused():
+    with pytest.raises(RequestError, match="--host"):
+        bind_tcp("203.0.113.7", 0)
