@@ -5,14 +5,29 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from localinfer import errors
+    from localinfer.constraint import Grammar, JsonObject, JsonSchema, Regex
     from localinfer.llm import LLM, load, load_tokenizer
     from localinfer.text_stream import Completion
 
-__all__ = ["LLM", "Completion", "errors", "load", "load_tokenizer"]
+__all__ = [
+    "LLM",
+    "Completion",
+    "Grammar",
+    "JsonObject",
+    "JsonSchema",
+    "Regex",
+    "errors",
+    "load",
+    "load_tokenizer",
+]
 
 _MODULE_OF = {
     "LLM": "localinfer.llm",
     "Completion": "localinfer.text_stream",
+    "Grammar": "localinfer.constraint",
+    "JsonObject": "localinfer.constraint",
+    "JsonSchema": "localinfer.constraint",
+    "Regex": "localinfer.constraint",
     "load": "localinfer.llm",
     "load_tokenizer": "localinfer.llm",
 }

@@ -8,7 +8,8 @@ LocalinferError
 |-- ShapeError                     an array does not have the shape or type a function needs
 |-- RequestError                   the caller asked for something that has no meaning
 |   |-- ContextLengthError         the prompt does not fit the context
-|   `-- TemplateError              the chat template cannot render these messages
+|   |-- TemplateError              the chat template cannot render these messages
+|   `-- ConstraintError            a schema, regex or grammar cannot be enforced
 |-- SessionFileError               a saved conversation cannot be written, read or proven whole
 |   `-- SessionMismatchError       it is whole, and belongs to another model, setting or version
 |-- BackendUnavailableError        the device or instruction set asked for is not here
@@ -61,6 +62,14 @@ class ContextLengthError(RequestError):
 
 class TemplateError(RequestError):
     """The chat template cannot render these messages."""
+
+
+class ConstraintError(RequestError):
+    """A schema, regular expression or grammar cannot be enforced; `keyword`: the schema's word at fault, if one is."""
+
+    def __init__(self, message: str, *, keyword: str | None = None) -> None:
+        super().__init__(message)
+        self.keyword = keyword
 
 
 class SessionFileError(LocalinferError):

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.chat_history import ChatHistory
+from localinfer.constraint_compiler import ConstraintCompiler
 from localinfer.engine import Engine, EngineModel
 from localinfer.errors import BackendUnavailableError, ModelFileError, RequestError, SessionFileError
 from localinfer.text_stream import Completion, EncodedPrompt, GenerationOptions, TextStream
@@ -63,6 +64,9 @@ class LLM:
         """
         self._model = model
         self._engine = Engine(model, kv_memory=kv_memory, speculation=speculation)
+        self._constraints: ConstraintCompiler | None = None
+        if model.tokenizer is not None:
+            self._constraints = ConstraintCompiler(model.tokenizer, self._engine.vocab_size)
         self._chat_history: ChatHistory | None = None
         if model.chat_template is not None and model.tokenizer is not None:
             self._chat_history = ChatHistory(model.chat_template, model.tokenizer)
@@ -107,7 +111,13 @@ class LLM:
         self, prompt: Prompt, *, parse_special: bool = False, **options: Unpack[GenerationOptions]
     ) -> TextStream:
         """Continue a prompt like `complete`, and yield an event per token as it comes; closing the stream cancels."""
-        return TextStream(self._engine, self._model.tokenizer, lambda: self._encode(prompt, parse_special), options)
+        return TextStream(
+            self._engine,
+            self._model.tokenizer,
+            lambda: self._encode(prompt, parse_special),
+            options,
+            constraints=self._constraints,
+        )
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[GenerationOptions]) -> Completion:
         """Answer a conversation: messages with `role` and `content`, put into the model's own chat template.
@@ -132,7 +142,9 @@ class LLM:
                 chat.token_ids, chat.system_tokens, chat.history, lambda reply_ids: history.remember(chat, reply_ids)
             )
 
-        return TextStream(self._engine, self._model.tokenizer, encode, options, template.stop_strings)
+        return TextStream(
+            self._engine, self._model.tokenizer, encode, options, template.stop_strings, self._constraints
+        )
 
     def logits(self, token_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
         """Return float32[T, vocab_size]: row i holds the logits of the token after token_ids[:i + 1]."""

@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
+from localinfer.constraint import Constraint
 from localinfer.engine import Engine, FinishReason, TokenEvent
 from localinfer.errors import RequestError
 from localinfer.models.stop_matcher import StopMatcher
 from localinfer.models.stream_decoder import StreamDecoder
 from localinfer.prefix_cache import CacheUse
-from localinfer.sampling import SamplingParams
+from localinfer.sampling import SamplingParams, TokenMask
 from localinfer.speculation import SpeculationRecord
 
 if TYPE_CHECKING:
+    from localinfer.constraint_compiler import ConstraintCompiler
     from localinfer.models.tokenizer import Tokenizer
 
 
@@ -32,6 +34,8 @@ class GenerationOptions(TypedDict, total=False):
     pin_cache: keep this prompt and completion in memory longer than others.
     prediction: text, or token ids, that the completion is likely to have, such as the file to be edited: where it has,
         the completion comes faster. It changes speed only, and nothing where speculation is off.
+    constraint: what the completion has to be: a JsonObject, JsonSchema, Regex or Grammar of `localinfer.constraint`. It
+        then ends with an end token, or incomplete at max_tokens; penalties, seeds and drafts work as ever.
     The rest is described, with its defaults, at `localinfer.sampling.SamplingParams`.
     """
 
@@ -41,6 +45,7 @@ class GenerationOptions(TypedDict, total=False):
     context_shift: bool
     pin_cache: bool
     prediction: str | Sequence[int]
+    constraint: Constraint | None
     temperature: float
     top_k: int
     top_p: float
@@ -136,6 +141,7 @@ class TextStream(Iterator[StreamEvent]):
         encode: Callable[[], EncodedPrompt],
         options: GenerationOptions,
         template_stops: Sequence[str] = (),
+        constraints: "ConstraintCompiler | None" = None,
     ) -> None:
         called = time.perf_counter()
         engine.check_usable()
@@ -146,15 +152,21 @@ class TextStream(Iterator[StreamEvent]):
         prediction = values.pop("prediction", None)
         context_shift = bool(values.pop("context_shift", False))
         is_pinned = bool(values.pop("pin_cache", False))
+        constraint: Constraint | None = values.pop("constraint", None)
         unknown = sorted(values.keys() - _SAMPLING_NAMES)
         if unknown:
             known = ", ".join(GenerationOptions.__annotations__)
             raise RequestError(f"there is no option {', '.join(unknown)}; the options are {known}")
-        plan = engine.plan(SamplingParams(**values))
+        sampling = SamplingParams(**values)
+        engine.plan(sampling)
         if stops and tokenizer is None:
             raise RequestError("the model file has no tokenizer, so stop texts cannot be found; leave them out")
         prompt = encode()
         prompt_ids = engine.check_prompt(prompt.token_ids, shifts_context=context_shift)
+        mask: TokenMask | None = None
+        if constraint is not None:
+            mask = _require_compiler(constraints, ignore_eos=ignore_eos).mask(constraint, start=prompt_ids.size)
+        plan = engine.plan(sampling, mask)
         self._tokens = engine.generate(
             prompt_ids,
             plan,
@@ -170,7 +182,10 @@ class TextStream(Iterator[StreamEvent]):
         if tokenizer is not None:
             previous = int(prompt_ids[-1])
             self._decoder = StreamDecoder(
-                tokenizer, previous_token_id=previous if previous < tokenizer.vocab_size else None
+                tokenizer,
+                previous_token_id=previous if previous < tokenizer.vocab_size else None,
+                # A constrained text is the bytes that the constraint has seen.
+                keeps_first_space=mask is not None,
             )
         self._matcher = StopMatcher([*stops, *template_stops])
         self._prompt_tokens = prompt_ids.size
@@ -269,6 +284,14 @@ class TextStream(Iterator[StreamEvent]):
         is_text = token.finish_reason != "stop" and token.token_id < tokenizer.vocab_size
         text = decoder.push(token.token_id) if is_text else ""
         return text if token.finish_reason is None else text + decoder.flush()
+
+
+def _require_compiler(constraints: "ConstraintCompiler | None", *, ignore_eos: bool) -> "ConstraintCompiler":
+    if constraints is None:
+        raise RequestError("the model file has no tokenizer, so its text cannot be constrained; leave constraint out")
+    if ignore_eos:
+        raise RequestError("constraint and ignore_eos were given, but a constrained text ends; leave one of them out")
+    return constraints
 
 
 def _prediction_ids(prediction: Any, tokenizer: "Tokenizer | None") -> Sequence[int] | NDArray[np.integer]:

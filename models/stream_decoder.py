@@ -28,16 +28,23 @@ class StreamDecoder:
     `previous_token_id` is the last token before the stream, where there is one. A SentencePiece
     vocabulary puts a space before a text, and it is taken off again at the start of a stream or after
     a special token; but not after `previous_token_id` of plain text, whose continuation may well begin
-    with a real space. So a completion gives the last id of its prompt here.
+    with a real space. So a completion gives the last id of its prompt here. `keeps_first_space` leaves
+    all of the bytes as they are.
     """
 
     def __init__(
-        self, tokenizer: TokenText, *, skip_special: bool = True, previous_token_id: int | None = None
+        self,
+        tokenizer: TokenText,
+        *,
+        skip_special: bool = True,
+        previous_token_id: int | None = None,
+        keeps_first_space: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._strips_next = tokenizer.strips_space_at_start and (
+        self._strips = tokenizer.strips_space_at_start and not keeps_first_space
+        self._strips_next = self._strips and (
             previous_token_id is None or tokenizer.starts_text_after(previous_token_id)
         )
 
@@ -49,7 +56,7 @@ class StreamDecoder:
         tokenizer = self._tokenizer
         piece = tokenizer.token_bytes(token_id)
         if tokenizer.starts_text_after(token_id):
-            self._strips_next = tokenizer.strips_space_at_start
+            self._strips_next = self._strips
             if self._skip_special and tokenizer.is_special(token_id):
                 return ""
         elif self._strips_next and piece:

@@ -1,0 +1,170 @@
+"""What is refused of a JSON Schema before it is compiled: sizes that only a hostile schema has, and keywords that
+would otherwise pass in silence without being enforced."""
+
+import json
+import re
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from localinfer.errors import ConstraintError
+
+MAX_CHARACTERS = 1 << 18
+MAX_DEPTH = 64
+MAX_COUNT = 10_000
+"""Largest minItems and the like, and the sum of all of them that make the compiled grammar grow."""
+
+# Keywords that hold one schema, a list of schemas, and a mapping of names to schemas.
+_ONE = ("additionalProperties", "items", "additionalItems", "contains", "not", "if", "then", "else", "propertyNames")
+_MANY = ("allOf", "anyOf", "oneOf", "prefixItems")
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_GROWING = ("minItems", "maxItems", "minProperties", "maxProperties")
+_COUNTED = (*_GROWING, "minLength", "maxLength")
+# The validation keywords of every draft that the compiler neither enforces nor refuses by itself.
+_NOT_ENFORCED = frozenset(
+    "not if then else contains minContains maxContains uniqueItems propertyNames dependentRequired dependentSchemas"
+    " dependencies unevaluatedItems unevaluatedProperties $dynamicRef $recursiveRef extends"
+    " disallow divisibleBy".split()
+)
+# What the compiler's messages say where they do not spell the keyword.
+_MESSAGES = (
+    ("Resource ", "$ref"),
+    ("Pointer ", "$ref"),
+    ("regex parse error", "pattern"),
+    ("invalid regex", "pattern"),
+    ("Unknown format", "format"),
+    ("Invalid type", "type"),
+    ("oneOf", "oneOf"),
+)
+_NAMES = re.compile(
+    r"\b(type|enum|const|format|pattern|multipleOf|minimum|maximum|exclusiveMinimum|exclusiveMaximum|required|"
+    + "|".join(sorted({*_ONE, *_MANY, *_NAMED, *_COUNTED, *_NOT_ENFORCED}, key=len, reverse=True)).replace("$", r"\$")
+    + r")\b"
+)
+
+
+def checked_schema(schema: object) -> dict[str, Any]:
+    """Return a schema as an object that is small enough and uses only keywords that are enforced.
+
+    Raises: ConstraintError naming the keyword and its place, or the limit.
+    """
+    parsed = _parse(schema)
+    total = 0
+    for place, node in _schemas(parsed):
+        for keyword in sorted(_NOT_ENFORCED & node.keys()):
+            raise ConstraintError(
+                f"the schema uses {keyword!r} at {place}, which cannot be enforced; leave it out, and check it in the "
+                "answer instead",
+                keyword=keyword,
+            )
+        if isinstance(node.get("items"), list):
+            raise ConstraintError(
+                f"the schema has a list under 'items' at {place}; since draft 2020-12 that is 'prefixItems'",
+                keyword="items",
+            )
+        if node.get("enum", True) == []:
+            raise ConstraintError(f"'enum' at {place} is empty, so that no text fits; list a value", keyword="enum")
+        for keyword in _COUNTED:
+            count = node.get(keyword, 0)
+            if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= MAX_COUNT:
+                raise ConstraintError(
+                    f"{keyword!r} at {place} is {count!r:.40}; wanted a whole number from 0 to {MAX_COUNT}",
+                    keyword=keyword,
+                )
+            total += count if keyword in _GROWING else 0
+            if total > MAX_COUNT:
+                raise ConstraintError(
+                    f"the numbers of minItems, maxItems, minProperties and maxProperties add up to {total} at {place}; "
+                    f"wanted at most {MAX_COUNT} in a schema",
+                    keyword=keyword,
+                )
+    return parsed
+
+
+def keyword_in(message: str) -> str | None:
+    """The keyword that a compiler's message is about, or None."""
+    for words, keyword in _MESSAGES:
+        if words in message:
+            return keyword
+    found = _NAMES.search(message)
+    return None if found is None else found[0]
+
+
+def _parse(schema: object) -> dict[str, Any]:
+    if not isinstance(schema, str):
+        _check_depth(schema)
+        try:
+            schema = json.dumps(schema, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ConstraintError(f"the schema is not JSON: {error}; give a mapping or JSON text") from None
+    if len(schema) > MAX_CHARACTERS:
+        raise ConstraintError(f"the schema has {len(schema)} characters; wanted at most {MAX_CHARACTERS}")
+    _check_text_depth(schema)
+    try:
+        parsed = json.loads(schema)
+    except ValueError as error:
+        raise ConstraintError(f"the schema is not JSON: {error}; give a mapping or JSON text") from None
+    if parsed is True:
+        return {}
+    if parsed is False:
+        raise ConstraintError("the schema is false, which no text satisfies; give one that some text does")
+    if not isinstance(parsed, dict):
+        raise ConstraintError(f"the schema is {schema:.40}; a schema is a JSON object, true or false")
+    return parsed
+
+
+def _check_depth(value: object) -> None:
+    """Walk level by level, without recursion: the value may contain itself."""
+    level: list[object] = [value]
+    size = 0
+    for _ in range(MAX_DEPTH + 1):
+        size += len(level)
+        if size > MAX_CHARACTERS:
+            raise ConstraintError(f"the schema has more than {MAX_CHARACTERS} parts; give a smaller one")
+        inner: list[object] = []
+        for item in level:
+            if isinstance(item, Mapping):
+                inner.extend(item.values())
+            elif isinstance(item, list | tuple):
+                inner.extend(item)
+        level = inner
+        if not level:
+            return
+    raise ConstraintError(f"the schema is nested more than {MAX_DEPTH} deep; define parts in $defs and refer to them")
+
+
+def _check_text_depth(text: str) -> None:
+    depth = 0
+    in_string = escaped = False
+    for character in text:
+        if in_string:
+            in_string = escaped or character != '"'
+            escaped = character == "\\" and not escaped
+        elif character == '"':
+            in_string = True
+        elif character in "[{":
+            depth += 1
+            if depth > MAX_DEPTH:
+                raise ConstraintError(
+                    f"the schema is nested more than {MAX_DEPTH} deep; define parts in $defs and refer to them"
+                )
+        elif character in "]}":
+            depth -= 1
+
+
+def _schemas(root: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every schema in a schema, with its place as a JSON pointer; not what merely looks like one, such as a const."""
+    waiting: deque[tuple[str, object]] = deque([("#", root)])
+    while waiting:
+        place, node = waiting.popleft()
+        if not isinstance(node, dict):
+            continue
+        yield place, node
+        for keyword in _ONE:
+            waiting.append((f"{place}/{keyword}", node.get(keyword)))
+        for keyword in _MANY:
+            if isinstance(parts := node.get(keyword), list):
+                waiting.extend((f"{place}/{keyword}/{index}", part) for index, part in enumerate(parts))
+        for keyword in _NAMED:
+            if isinstance(named := node.get(keyword), dict):
+                waiting.extend((f"{place}/{keyword}/{name}", part) for name, part in named.items())

@@ -1,0 +1,127 @@
+"""Masks that follow a generation: which tokens may come next, and which are as good as certain.
+
+A mask is a function of the ids so far and nothing else, so it does not matter whether they were sampled one by one or
+drafted and partly taken back: whoever asks gives the history, and the mask finds its way there.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.errors import ConstraintError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+TokenIds = NDArray[np.int32]
+Allowed = NDArray[np.bool_]
+
+
+@runtime_checkable
+class GuidingMask(Protocol):
+    """A `sampling.TokenMask` that also knows what comes next, and can be asked ahead of time.
+
+    Histories are int32[T], prompt included. One thread at a time.
+    """
+
+    def __call__(self, history: TokenIds) -> Allowed:
+        """Which tokens may follow: bool[vocab_size], valid until the next call but one."""
+        ...
+
+    def forced(self, history: TokenIds, most: int) -> list[int]:
+        """At most `most` tokens that will most likely follow, because the text they spell has to."""
+        ...
+
+    def prepare(self, history: TokenIds, position: int) -> None:
+        """Compute the masks of positions `position` to len(history), for calls that come soon.
+
+        May run beside the forward pass over a draft, whose ids `history` ends in.
+        """
+        ...
+
+    def count_allowed(self, history: TokenIds, draft: Sequence[int]) -> int:
+        """How many tokens of a draft may come, one after the other."""
+        ...
+
+
+class MatcherMask:
+    """The mask of one generation under one grammar, by llguidance.
+
+    start: how long the prompt is. After the grammar's end only `end_ids` are allowed.
+    Raises: ConstraintError from every method where the grammar reaches a limit of cost.
+    """
+
+    def __init__(self, matcher: "LLMatcher", *, start: int, vocab_size: int, end_ids: Sequence[int]) -> None:
+        self._matcher = matcher
+        self._start = start
+        self._vocab_size = vocab_size
+        self._end_ids = frozenset(end_ids)
+        self._followed = np.empty(0, np.int32)
+        self._prepared: dict[int, tuple[TokenIds, Allowed]] = {}
+
+    def __call__(self, history: TokenIds) -> Allowed:
+        found = self._prepared.pop(history.size, None)
+        if found is not None and np.array_equal(found[0], history[self._start :]):
+            return found[1]
+        self._follow(history)
+        return self._compute()
+
+    def forced(self, history: TokenIds, most: int) -> list[int]:
+        self._follow(history)
+        return self._matcher.compute_ff_tokens()[:most]
+
+    def prepare(self, history: TokenIds, position: int) -> None:
+        self._prepared.clear()
+        for size in range(position, history.size + 1):
+            if size > position and int(history[size - 1]) in self._end_ids:
+                return
+            if not self._try_follow(history[:size]):
+                return
+            self._prepared[size] = (history[self._start : size].copy(), self._compute())
+
+    def count_allowed(self, history: TokenIds, draft: Sequence[int]) -> int:
+        self._follow(history)
+        # The end of the text may come where the grammar can end, and nothing may follow it.
+        ends = next((index for index, token_id in enumerate(draft) if token_id in self._end_ids), len(draft))
+        return self._matcher.validate_tokens(list(draft[:ends]))
+
+    def is_complete(self, history: TokenIds) -> bool:
+        """Whether the text so far is one that the grammar accepts."""
+        self._follow(history)
+        return self._matcher.is_accepting()
+
+    def _compute(self) -> Allowed:
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        self._check()
+        return np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
+
+    def _follow(self, history: TokenIds) -> None:
+        if not self._try_follow(history):
+            raise ConstraintError("the text has left its grammar: a token came that the mask did not allow")
+
+    def _try_follow(self, history: TokenIds) -> bool:
+        """Take the matcher to a history, from wherever it is; whether the grammar allows all of it."""
+        wanted, followed = history[self._start :], self._followed
+        shared = min(wanted.size, followed.size)
+        differs = np.flatnonzero(wanted[:shared] != followed[:shared])
+        if differs.size:
+            shared = int(differs[0])
+        if followed.size > shared:
+            self._matcher.rollback(followed.size - shared)
+        rest = wanted[shared:].tolist()
+        count = self._matcher.try_consume_tokens(rest) if rest else 0
+        self._check()
+        self._followed = wanted[: shared + count].copy()
+        return count == len(rest)
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise ConstraintError(
+                f"the grammar became too costly to follow: {_first_line(self._matcher.get_error())}; give a simpler one"
+            )
+
+
+def _first_line(text: str) -> str:
+    return text.strip().split("\n", 1)[0][:200]
