@@ -82,7 +82,7 @@ def run_bench(settings: BenchSettings, progress: ProgressCallback) -> Record:
     results[OURS]["compile_seconds"] = compile_seconds
     _add_shares(results[OURS], machine, settings)
     record: Record = {
-        "model": _model_record(description),
+        "model": model_record(description),
         "machine": machine,
         "settings": {name: getattr(settings, name) for name in ("prompt", "decode", "context", "repetitions")},
         "engines": results,
@@ -128,12 +128,12 @@ def run_stream_bench(settings: BenchSettings, progress: ProgressCallback) -> Rec
             results[name] = {
                 "version": process.ready["version"],
                 "tokens": samples[name][0]["tokens"],
-                "stream_tokens_per_second": _samples([one["tokens"] / one["seconds"] for one in samples[name]]),
-                "time_to_first_token_seconds": _samples([one["first_token_seconds"] for one in samples[name]]),
+                "stream_tokens_per_second": summarize([one["tokens"] / one["seconds"] for one in samples[name]]),
+                "time_to_first_token_seconds": summarize([one["first_token_seconds"] for one in samples[name]]),
                 "peak_memory_bytes": process.peak_memory_bytes(),
             }
     record: Record = {
-        "model": _model_record(description),
+        "model": model_record(description),
         "settings": {"decode": settings.decode, "repetitions": settings.repetitions, "threads": threads},
         "engines": results,
     }
@@ -256,9 +256,9 @@ def _engine_record(
     return {
         "version": process.ready["version"],
         "load_seconds": process.ready["load_seconds"],
-        "prefill_tokens_per_second": _samples([settings.prompt / seconds for seconds in prefills]),
-        "decode_tokens_per_second": _samples([len(decode) / sum(decode) for decode in decodes]),
-        "time_to_first_token_seconds": _samples(prefills),
+        "prefill_tokens_per_second": summarize([settings.prompt / seconds for seconds in prefills]),
+        "decode_tokens_per_second": summarize([len(decode) / sum(decode) for decode in decodes]),
+        "time_to_first_token_seconds": summarize(prefills),
         "itl_p50_seconds": _percentile(intervals, 0.50),
         "itl_p99_seconds": _percentile(intervals, 0.99),
         "peak_memory_bytes": process.peak_memory_bytes(),
@@ -281,7 +281,7 @@ def _measure_starts(
             with EngineProcess(options, request) as process:
                 process.reply()
                 samples[options.engine].append(process.seconds_since_start())
-    return {name: _samples(values) for name, values in samples.items()}
+    return {name: summarize(values) for name, values in samples.items()}
 
 
 def _read_through(model: str) -> None:
@@ -310,7 +310,8 @@ def _add_shares(ours: Record, machine: Record, settings: BenchSettings) -> None:
     ours["prefill_multiply_share"] = multiplied / machine["multiply_adds_per_second"]
 
 
-def _samples(values: list[float]) -> Record:
+def summarize(values: list[float]) -> Record:
+    """A median, and the values it is of."""
     return {"median": statistics.median(values), "values": values}
 
 
@@ -324,7 +325,8 @@ def _token_ids(vocab_size: int, count: int) -> list[int]:
     return [choose.randrange(vocab_size // 4, vocab_size - vocab_size // 8) for _ in range(count)]
 
 
-def _model_record(description: FileDescription) -> Record:
+def model_record(description: FileDescription) -> Record:
+    """What a record says of the model."""
     return {
         "path": description.path,
         "architecture": description.architecture,

@@ -52,6 +52,29 @@ def render_stream(record: Record) -> str:
     return _join([*lines, *(_row(record, label, key, cell) for label, key, cell in rows)])
 
 
+def render_speculation(record: Record) -> str:
+    """The record of `run_speculation_bench`: what rows cost, then each kind of text with and without drafts."""
+    costs = "  ".join(f"{rows}: {cost:.2f}" for rows, cost in enumerate(record["costs"], 1))
+    lines = [*_heading(record), "", f"one token takes {_time(record['plain_step_seconds'])}; a pass over", f"  {costs}"]
+    for name, text in record["texts"].items():
+        speedup = text["speedup"]
+        lines += [
+            "",
+            f"{name}: {record['settings']['decode']} tokens",
+            _line("  plain", [_rate(text["plain_tokens_per_second"]["median"])]),
+            _line("  with drafts", [_rate(text["tokens_per_second"]["median"])]),
+            _line(
+                "  ratio (spread)",
+                [f"{speedup['median']:.2f} ({min(speedup['values']):.2f} to {max(speedup['values']):.2f})"],
+            ),
+            _line("  tokens per pass", [f"{text['tokens_per_pass']:.2f}"]),
+        ]
+        places = zip(text["accepted_by_position"], text["drafted_by_position"], strict=True)
+        shares = "  ".join(f"{100 * accepted / drafted:.0f} %" for accepted, drafted in places if drafted)
+        lines.append(f"  accepted by place in the draft: {shares or 'nothing was drafted'}")
+    return _join(lines)
+
+
 def render_roofline(record: Record) -> str:
     """The record of `measure_roofline`: the ceilings, then every kind of op with its share of time and of them."""
     machine = record["machine"]
@@ -88,7 +111,7 @@ def _heading(record: Record) -> list[str]:
     ]
     if "machine" in record:
         lines += _machine_lines(record["machine"])
-    else:
+    elif "threads" in record["settings"]:
         lines.append(f"threads  {record['settings']['threads']}")
     return lines
 

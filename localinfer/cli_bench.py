@@ -27,6 +27,8 @@ _COUNT = click.IntRange(min=1)
 )
 @click.option("--peer-python", metavar="PATH", help="Python that has the other engine. Default: this one.")
 @click.option("--stream", is_flag=True, help="Measure streamed completions, text to text; one thread unless told.")
+@click.option("--speculation", is_flag=True, help="Measure what drafts bring, on new text and on text said before.")
+@click.option("--draft", metavar="FILE", help="With --speculation: a much smaller model of the same vocabulary.")
 @click.option(
     "--roofline", is_flag=True, help="Measure the machine's two ceilings, and where each op of MODEL is under them."
 )
@@ -38,6 +40,8 @@ def bench_command(
     model: str | None,
     compare: str | None,
     stream: bool,
+    speculation: bool,
+    draft: str | None,
     roofline: bool,
     output: str | None,
     as_json: bool,
@@ -48,9 +52,10 @@ def bench_command(
     A table, or with --json one object, goes to stdout. Close what else is running: everything else that computes or
     reads memory lowers the figures.
     """
-    from localinfer.bench_report import render_bench, render_json, render_roofline, render_stream
+    from localinfer.bench_report import render_bench, render_json, render_roofline, render_speculation, render_stream
 
     _check(model, compare, stream, roofline, output, measured["peer_python"])
+    _check_speculation(speculation, draft, compare is not None or stream or roofline)
     if roofline:
         render, record = render_roofline, _roofline(model, output, as_json, measured)
     else:
@@ -60,7 +65,12 @@ def bench_command(
         settings = BenchSettings(model=model, peer=compare, **measured)
         render, run = (render_stream, run_stream_bench) if stream else (render_bench, run_bench)
         with Progress() as progress:
-            record = run(settings, progress)
+            if speculation:
+                from localinfer.bench_speculation import run_speculation_bench
+
+                render, record = render_speculation, run_speculation_bench(settings, draft, progress)
+            else:
+                record = run(settings, progress)
     click.echo(render_json(record) if as_json else render(record))
 
 
@@ -75,6 +85,13 @@ def _check(
         raise click.UsageError("--output is where --roofline draws; add --roofline.")
     if peer_python is not None and compare is None:
         raise click.UsageError("--peer-python is for --compare; add --compare llama-cpp-python.")
+
+
+def _check_speculation(speculation: bool, draft: str | None, has_other: bool) -> None:
+    if speculation and has_other:
+        raise click.UsageError("--speculation is measured alone; leave --compare, --stream and --roofline out.")
+    if draft is not None and not speculation:
+        raise click.UsageError("--draft is for --speculation; add it.")
 
 
 def _roofline(model: str | None, output: str | None, as_json: bool, measured: dict[str, Any]) -> dict[str, Any]:

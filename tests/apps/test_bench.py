@@ -214,3 +214,32 @@ def test_work_counts_rows_windows_and_outputs() -> None:
     assert measured_model.work_of(attention, 4, 3, 1) == measured_model.Work(0, 70, 0, 2 * (5 + 6 + 7))
     sliding = Operation("attention", kv_bytes=10, kv_multiply_adds=2, window=4)
     assert measured_model.work_of(sliding, 9, 2, 1) == measured_model.Work(0, 50, 0, 2 * 8)
+
+
+def test_speculation_is_measured_on_new_text_and_on_text_said_before(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["bench", model, "--speculation", "--decode", "24", "--repetitions", "2", "--threads", "1"]
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["costs"][0] == 1 and found["plain_step_seconds"] > 0
+    assert found["costs"] == sorted(found["costs"])
+    assert set(found["texts"]) == {"new", "said before"}
+    for text in found["texts"].values():
+        assert len(text["speedup"]["values"]) == 2 and min(text["speedup"]["values"]) > 0
+        places = zip(text["accepted_by_position"], text["drafted_by_position"], strict=True)
+        assert all(0 <= accepted <= drafted for accepted, drafted in places)
+    assert found["texts"]["said before"]["tokens_per_pass"] > 1
+    assert main(command) == 0
+    assert "said before: 24 tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("others", [["--stream"], ["--roofline"], ["--compare", "llama-cpp-python"]])
+def test_speculation_is_measured_alone(model: str, others: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", model, "--speculation", *others]) == 2
+    assert "leave --compare, --stream and --roofline out" in capsys.readouterr().err
+
+
+def test_a_draft_model_needs_speculation(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", model, "--draft", model]) == 2
+    assert "--draft is for --speculation" in capsys.readouterr().err
