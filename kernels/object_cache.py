@@ -44,10 +44,12 @@ _lock = threading.RLock()
 
 
 def source_hash() -> str:
-    """Hash of every file of the kernel floor, since a kernel inlines functions of other files."""
+    """Hash of every file that CPU kernels may be made of, since a kernel inlines functions of other files."""
     digest = hashlib.sha256()
     folder = Path(__file__).parent
     for path in sorted(folder.rglob("*.py")):
+        if path.is_relative_to(folder / "cuda"):
+            continue
         digest.update(path.relative_to(folder).as_posix().encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
@@ -63,7 +65,7 @@ def cache_key() -> str:
     return f"{versions}-{isa.SELECTED.value}-{machine}-{source_hash()}"
 
 
-def _prepare(folder: Path) -> Path | None:
+def private_folder(folder: Path) -> Path | None:
     """Make the folder private and prove that only we can have written in it, for its files are code; else None."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -85,8 +87,8 @@ def _cache_folder() -> Path | None:
 
     parent = Path(platformdirs.user_cache_dir("localinfer", appauthor=False)) / "kernels"
     # Without a home folder the path is relative, and would lead wherever the process was started.
-    if parent.is_absolute() and _prepare(parent) is not None:
-        folder = _prepare(parent / cache_key())
+    if parent.is_absolute() and private_folder(parent) is not None:
+        folder = private_folder(parent / cache_key())
         if folder is not None:
             return folder
     warnings.warn(
@@ -149,12 +151,13 @@ _addresses: dict[str, int] = {}
 def _address(name: str) -> int:
     with _lock:
         if name not in _addresses:
-            code = _stored(name)
+            code = None if CACHE_FOLDER is None else stored(_path(name))
             if code is None:
                 from localinfer.kernels.jit import compile_kernel
 
                 code = compile_kernel(name)
-                _store(name, code)
+                if CACHE_FOLDER is not None:
+                    store(_path(name), code)
             engine = _engine()
             engine.add_object_file(llvm.ObjectFileRef.from_data(code))
             engine.finalize_object()
@@ -194,28 +197,27 @@ def _path(name: str) -> Path:
     return CACHE_FOLDER / f"{name}.o"
 
 
-def _stored(name: str) -> bytes | None:
-    """The object file's bytes, if the file is whole: 32 bytes of SHA-256, then what they are of."""
-    if CACHE_FOLDER is None:
-        return None
+def stored(path: Path) -> bytes | None:
+    """What `store` wrote to a file, if the file is there and whole."""
     try:
-        content = _path(name).read_bytes()
+        content = path.read_bytes()
     except OSError:
         return None
     checksum, code = content[:32], content[32:]
     return code if hashlib.sha256(code).digest() == checksum else None
 
 
-def _store(name: str, code: bytes) -> None:
-    """Write the object file by a temporary one and a rename; a disk that is full only costs the next start."""
-    if CACHE_FOLDER is None:
-        return
+def store(path: Path, code: bytes) -> None:
+    """Write a file, 32 bytes of SHA-256 and then what they are of, by a temporary one and a rename.
+
+    A disk that is full only costs the next start.
+    """
     temporary = None
     try:
-        with tempfile.NamedTemporaryFile(dir=CACHE_FOLDER, delete=False) as file:
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             temporary = file.name
             file.write(hashlib.sha256(code).digest() + code)
-        os.replace(temporary, _path(name))
+        os.replace(temporary, path)
     except OSError:
         if temporary is not None:
             Path(temporary).unlink(missing_ok=True)

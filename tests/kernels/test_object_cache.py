@@ -124,7 +124,7 @@ def test_a_folder_of_ours_that_others_can_only_read_is_made_private(mode: int, t
     folder = tmp_path / "kernels"
     folder.mkdir()
     folder.chmod(mode)
-    assert object_cache._prepare(folder) == folder
+    assert object_cache.private_folder(folder) == folder
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
@@ -134,7 +134,7 @@ def test_a_folder_that_others_could_write_is_not_used(mode: int, tmp_path: Path)
     folder = tmp_path / "kernels"
     folder.mkdir()
     folder.chmod(mode)
-    assert object_cache._prepare(folder) is None
+    assert object_cache.private_folder(folder) is None
 
 
 @POSIX
@@ -142,12 +142,12 @@ def test_a_planted_folder_or_link_is_not_used(tmp_path: Path, monkeypatch: pytes
     real, link = tmp_path / "real", tmp_path / "link"
     real.mkdir(mode=0o700)
     link.symlink_to(real)
-    assert object_cache._prepare(link) is None
+    assert object_cache.private_folder(link) is None
     (tmp_path / "file").touch()
-    assert object_cache._prepare(tmp_path / "file") is None
+    assert object_cache.private_folder(tmp_path / "file") is None
     owner = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: owner + 1)
-    assert object_cache._prepare(real) is None
+    assert object_cache.private_folder(real) is None
 
 
 @LINUX

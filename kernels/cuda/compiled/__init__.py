@@ -1,0 +1,1 @@
+"""Sources that numba-cuda compiles to PTX; a start with everything in the cache imports none of them."""

@@ -1,0 +1,126 @@
+"""The instructions that kernels are written in, as PTX: memory at addresses, integer dot products, shuffles.
+
+Whole numbers are int64 on the Python side whatever they are in a register, so that no mix of signed and unsigned ever
+becomes a float; LLVM narrows them again. The tests run kernels without a GPU on a Python counterpart of each of these.
+Source: PTX ISA 7.8, sections 9.7.1 (dp4a), 9.7.8 (ld, st), 9.7.8.6 (shfl), 9.7.12 (bar).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.cuda.extending import intrinsic
+from numba.cuda.typing import signature
+
+_REGISTERS = {
+    "q": (types.int64, ir.IntType(64), "l"),
+    "u": (types.int64, ir.IntType(32), "r"),
+    "s": (types.int64, ir.IntType(32), "r"),
+    "h": (types.int64, ir.IntType(16), "h"),
+    "f": (types.float32, ir.FloatType(), "f"),
+    "d": (types.float64, ir.DoubleType(), "d"),
+}
+"""Kinds of operands: the type in Python, in LLVM and the letter of its register. u and h are extended with zeros, s
+with its sign."""
+
+
+def _instruction(template: str, results: str, arguments: str, effect: str = "") -> Any:
+    """Make a function of an instruction. effect: "memory" if it writes, "converge" if lanes must meet in it."""
+    result_types = [_REGISTERS[kind][0] for kind in results]
+    if len(results) == 1:
+        result: Any = result_types[0]
+    else:
+        result = types.UniTuple(result_types[0], len(results)) if results else types.void
+    letters = [f"={_REGISTERS[kind][2]}" for kind in results] + [_REGISTERS[kind][2] for kind in arguments]
+    constraints = ",".join([*letters, "~{memory}"] if effect else letters)
+
+    def generate(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        operands = []
+        for kind, value in zip(arguments, values, strict=True):
+            register = _REGISTERS[kind][1]
+            operands.append(builder.trunc(value, register) if kind in "ush" else value)
+        registers = [_REGISTERS[kind][1] for kind in results]
+        if len(registers) == 1:
+            returned: Any = registers[0]
+        else:
+            returned = ir.LiteralStructType(registers) if registers else ir.VoidType()
+        kind_of = ir.FunctionType(returned, [operand.type for operand in operands])
+        call = builder.asm(kind_of, template, constraints, operands, side_effect=bool(effect))
+        if effect == "converge":
+            call.attributes.add("convergent")
+        if not results:
+            return context.get_dummy_value()
+        outs = [call] if len(results) == 1 else [builder.extract_value(call, index) for index in range(len(results))]
+        wide = [_extend(builder, kind, out) for kind, out in zip(results, outs, strict=True)]
+        return wide[0] if len(wide) == 1 else context.make_tuple(builder, result, wide)
+
+    types_in = [_REGISTERS[kind][0] for kind in arguments]
+
+    def describe() -> tuple[Any, Callable[..., Any]]:
+        return signature(result, *types_in), generate
+
+    by_count: list[Callable[..., Any]] = [
+        lambda context: describe(),
+        lambda context, a: describe(),
+        lambda context, a, b: describe(),
+        lambda context, a, b, c: describe(),
+    ]
+    return intrinsic(by_count[len(arguments)])
+
+
+def _extend(builder: Any, kind: str, value: Any) -> Any:
+    if kind == "s":
+        return builder.sext(value, ir.IntType(64))
+    return builder.zext(value, ir.IntType(64)) if kind in "uh" else value
+
+
+load_stream = _instruction("ld.global.nc.L1::no_allocate.v4.u32 {$0, $1, $2, $3}, [$4];", "uuuu", "q")
+"""Sixteen bytes that are read once: weights. The address is a multiple of 16."""
+load_v4 = _instruction("ld.global.v4.u32 {$0, $1, $2, $3}, [$4];", "uuuu", "q", "memory")
+load_v2 = _instruction("ld.global.v2.u32 {$0, $1}, [$2];", "uu", "q", "memory")
+load_v4_f32 = _instruction("ld.global.v4.f32 {$0, $1, $2, $3}, [$4];", "ffff", "q", "memory")
+load_i64 = _instruction("ld.global.u64 $0, [$1];", "q", "q", "memory")
+load_u32 = _instruction("ld.global.u32 $0, [$1];", "u", "q", "memory")
+load_u16 = _instruction("ld.global.u16 $0, [$1];", "h", "q", "memory")
+load_u8 = _instruction("ld.global.u8 $0, [$1];", "h", "q", "memory")
+load_f64 = _instruction("ld.global.f64 $0, [$1];", "d", "q", "memory")
+load_f32 = _instruction("ld.global.f32 $0, [$1];", "f", "q", "memory")
+store_i64 = _instruction("st.global.u64 [$0], $1;", "", "qq", "memory")
+store_u32 = _instruction("st.global.u32 [$0], $1;", "", "qu", "memory")
+store_u16 = _instruction("st.global.u16 [$0], $1;", "", "qh", "memory")
+store_u8 = _instruction("st.global.u8 [$0], $1;", "", "qh", "memory")
+store_f32 = _instruction("st.global.f32 [$0], $1;", "", "qf", "memory")
+
+dot_signed = _instruction("dp4a.s32.s32 $0, $1, $2, $3;", "s", "uus")
+"""c + the products of four signed bytes with four signed bytes."""
+dot_unsigned = _instruction("dp4a.u32.s32 $0, $1, $2, $3;", "s", "uus")
+"""c + the products of four unsigned bytes of a with four signed bytes of b."""
+
+half_to_float = _instruction("cvt.f32.f16 $0, $1;", "f", "h")
+float_to_half = _instruction("cvt.rn.f16.f32 $0, $1;", "h", "f")
+to_float = _instruction("cvt.rn.f32.s32 $0, $1;", "f", "s")
+to_int = _instruction("cvt.rni.s32.f32 $0, $1;", "s", "f")
+"""Round to the nearest whole number, of two the even one."""
+round_f64 = _instruction("cvt.rni.f64.f64 $0, $1;", "d", "d")
+to_f64 = _instruction("cvt.rn.f64.s64 $0, $1;", "d", "q")
+narrow = _instruction("cvt.rn.f32.f64 $0, $1;", "f", "d")
+float_bits = _instruction("mov.b32 $0, $1;", "u", "f")
+bits_float = _instruction("mov.b32 $0, $1;", "f", "u")
+divide = _instruction("div.rn.f32 $0, $1, $2;", "f", "ff")
+square_root = _instruction("sqrt.rn.f32 $0, $1;", "f", "f")
+exp2 = _instruction("ex2.approx.f32 $0, $1;", "f", "f")
+log2 = _instruction("lg2.approx.f32 $0, $1;", "f", "f")
+maximum = _instruction("max.f32 $0, $1, $2;", "f", "ff")
+minimum = _instruction("min.f32 $0, $1, $2;", "f", "ff")
+
+shuffle = _instruction("shfl.sync.bfly.b32 $0, $1, $2, 31, 0xffffffff;", "f", "fu", "converge")
+"""The float of the lane whose number differs from this one's by the bits of the mask."""
+shuffle_int = _instruction("shfl.sync.bfly.b32 $0, $1, $2, 31, 0xffffffff;", "s", "su", "converge")
+meet = _instruction("bar.sync 0;", "", "", "converge")
+"""Wait until every thread of the block is here."""
+
+thread = _instruction("mov.u32 $0, %tid.x;", "u", "")
+block_x = _instruction("mov.u32 $0, %ctaid.x;", "u", "")
+block_y = _instruction("mov.u32 $0, %ctaid.y;", "u", "")
+block_z = _instruction("mov.u32 $0, %ctaid.z;", "u", "")

@@ -1,0 +1,151 @@
+"""How CUDA kernels are compiled: the decorators their sources use, and the way from a source to PTX.
+
+This is the one module that imports numba.cuda, its sources apart. Its front end makes LLVM IR, and the LLVM inside
+llvmlite turns that into PTX: a kernel is the same code on every machine, and compiles where there is no GPU and no CUDA
+toolkit.
+"""
+
+import importlib
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llvmlite import binding as llvm
+from numba import types
+from numba.cuda import compiler
+from numba.cuda.dispatcher import CUDADispatcher
+
+_KINDS = {"q": types.int64, "f": types.float32}
+
+_IR_TARGET = (10, 0)
+"""For this architecture and newer the front end writes opaque pointers, the only ones that LLVM still reads; nothing
+else in the IR depends on it."""
+
+_LEAST_CAPABILITY = (7, 5)
+
+_PTX_FEATURE = "+ptx78"
+"""The oldest PTX that knows every instruction used, so that drivers since CUDA 11.8 take it."""
+
+_NEW_TARGETS = {(10, 0): "+ptx86", (12, 0): "+ptx87"}
+"""Architectures that came with a later PTX, in order."""
+
+
+@dataclass(frozen=True)
+class Template:
+    """A function of whole numbers that returns a kernel for them, and the kinds of that kernel's parameters.
+
+    Kinds: q is int64 or an address, f float32.
+    """
+
+    make: Callable[..., Callable[..., None]]
+    parameters: str
+
+
+def template(parameters: str) -> Callable[[Callable[..., Callable[..., None]]], Template]:
+    """Mark a function that makes kernels; see `Template`."""
+    return lambda make: Template(make, parameters)
+
+
+class _Piece(CUDADispatcher):  # type: ignore[misc]
+    """A device function that compiles without asking a driver which GPU it is for."""
+
+    def compile_device(self, args: tuple[Any, ...], return_type: Any = None) -> Any:
+        if args not in self.overloads:
+            result = compiler.compile_cuda(
+                self.py_func, return_type, args, nvvm_options={"opt": 3, "fastmath": False}, cc=_IR_TARGET
+            )
+            self.overloads[args] = result
+            result.target_context.insert_user_function(result.entry_point, result.fndesc, [result.library])
+        return self.overloads[args]
+
+
+def inline(function: Callable[..., Any]) -> Any:
+    """A piece of kernels, inlined by LLVM. Python cannot call it; its `py_func` can be."""
+    return _Piece(function, targetoptions={"device": True, "opt": True, "fastmath": False})
+
+
+def compile_ptx(name: str, constants: tuple[int, ...], capability: tuple[int, int]) -> str:
+    """Compile "module.function" of `kernels.cuda.compiled` for some constants and a compute capability to PTX.
+
+    The one entry in it is called `kernel`.
+    """
+    return to_ptx(kernel_ir(name, constants), capability)
+
+
+def kernel_ir(name: str, constants: tuple[int, ...]) -> str:
+    """Optimised LLVM IR of a kernel, the same for every GPU; its one entry is called `kernel`."""
+    source = find_template(name)
+    signature = types.void(*[_KINDS[kind] for kind in source.parameters])
+    library, _ = compiler._compile_pyfunc_with_fixup(
+        source.make(*constants), signature, device=False, cc=_IR_TARGET, abi="numba", abi_info=None
+    )
+    texts = library.llvm_strs
+    entries = re.findall(r'@"([^"]+)", !"kernel"', "\n".join(texts))
+    assert len(entries) == 1, f"{name} has {len(entries)} entries"
+    return _optimised([_unroll(_without_used(text)).replace(f'@"{entries[0]}"', "@kernel") for text in texts])
+
+
+def find_template(name: str) -> Template:
+    """The template called "module.function" in `kernels.cuda.compiled`."""
+    module_name, function_name = name.split(".")
+    source = getattr(importlib.import_module(f"localinfer.kernels.cuda.compiled.{module_name}"), function_name)
+    assert isinstance(source, Template), f"{name} is decorated with template"
+    return source
+
+
+def _without_used(text: str) -> str:
+    """Drop the list that keeps every inlined piece, and host-side records, alive."""
+    return re.sub(r'(?m)^@"?llvm\.used"?\s*=.*$', "", text)
+
+
+def _unroll(text: str) -> str:
+    """Ask LLVM to unroll every `for` loop, however long: what is indexed in them then lies in registers.
+
+    So loops whose count is not known when a kernel is compiled are written with `while`. Those end in a branch that
+    goes back if its condition holds; a `for` goes back without one, or where an inner `for` has nothing left.
+    """
+    seen: set[str] = set()
+    lines: list[str] = []
+    loops: list[str] = []
+    for line in text.splitlines():
+        label = re.match(r'^"?([^\s":]+)"?:', line)
+        if line.startswith("define"):
+            seen = set()
+        elif label:
+            seen.add(label[1])
+        targets = re.findall(r'label %"?([^\s",]+)"?', line) if line.startswith("  br ") else []
+        if targets and targets[-1] in seen and "!llvm.loop" not in line:
+            number = 900000 + len(loops)
+            loops.append(f"!{number} = distinct !{{ !{number}, !899999 }}")
+            line = f"{line}, !llvm.loop !{number}"
+        lines.append(line)
+    return "\n".join([*lines, '!899999 = !{ !"llvm.loop.unroll.full" }', *loops])
+
+
+def _optimised(texts: Sequence[str]) -> str:
+    """Modules linked, inlined and optimised."""
+    machine = _machine(_LEAST_CAPABILITY)
+    module = llvm.parse_assembly(texts[0])
+    for text in texts[1:]:
+        module.link_in(llvm.parse_assembly(text))
+    for value in [*module.functions, *module.global_variables]:
+        if value.name != "kernel" and not value.is_declaration:
+            value.linkage = "internal"
+    builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
+    builder.getModulePassManager().run(module, builder)
+    return str(module)
+
+
+def to_ptx(text: str, capability: tuple[int, int]) -> str:
+    """PTX of what `kernel_ir` gave, for a compute capability."""
+    return str(_machine(capability).emit_assembly(llvm.parse_assembly(text)))
+
+
+def _machine(capability: tuple[int, int]) -> Any:
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    newer = [feature for least, feature in _NEW_TARGETS.items() if capability >= least]
+    return llvm.Target.from_triple("nvptx64-nvidia-cuda").create_target_machine(
+        cpu=f"sm_{capability[0]}{capability[1]}", features=newer[-1] if newer else _PTX_FEATURE, opt=3
+    )

@@ -1,0 +1,74 @@
+"""Every CUDA kernel compiles to PTX for each architecture with the instructions it is made for, and fits the registers.
+
+No GPU and no CUDA toolkit are needed; only the check of registers wants NVIDIA's assembler.
+"""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from localinfer.kernels.cpu.layouts import Layout
+
+pytest.importorskip("numba_cuda", reason="CUDA kernels are compiled by numba-cuda, which is not installed")
+
+from localinfer.kernels.cuda import jit
+from localinfer.kernels.cuda.compiled import matmul, rows
+
+ARCHITECTURES = ((7, 5), (8, 0), (9, 0), (10, 0))
+
+# Kernel, constants, registers it may take on sm_90, instructions it must have.
+KERNELS = [
+    ("matmul.matmul", (Layout.Q4_0, 1, 4, 1, matmul.PLAIN), 80, "dp4a.s32.s32 ld.global.nc.L1::no_allocate.v4"),
+    ("matmul.matmul", (Layout.Q4_K, 1, 2, 1, matmul.GATED), 80, "dp4a.s32.s32 ld.global.nc.L1::no_allocate.v4"),
+    ("matmul.matmul", (Layout.Q6_K, 8, 2, 2, matmul.PLAIN), 168, "dp4a.s32.s32 bar.sync"),
+    ("matmul.matmul", (Layout.INT8_32, 4, 2, 1, matmul.PLAIN), 96, "dp4a.u32.s32"),
+    ("matmul.matmul", (Layout.F16, 1, 4, 1, matmul.EXPERTS), 80, "ld.global.nc.L1::no_allocate.v4"),
+    ("quantize.quantize_rows", (), 32, "shfl.sync.bfly cvt.rni.s32.f32"),
+    ("rows.embed", (Layout.Q5_K,), 40, "cvt.f32.f16"),
+    ("rows.convert", (Layout.Q4_K, rows.TO_BF16), 40, "st.global.u16"),
+    ("rows.norm", (rows.RMS, 8, 1), 48, "shfl.sync.bfly st.global.u8"),
+    ("rows.norm", (rows.LAYER, 4, 0), 40, "bar.sync"),
+    ("rows.elementwise", (rows.GATE,), 32, "ex2.approx"),
+    ("rows.rope_angles", (), 48, "cvt.rni.f64.f64"),
+    ("rows.rope", (), 40, ""),
+    ("attention.store_kv", (2, 2), 48, "cvt.rn.f16.f32"),
+    ("attention.attend_chunks", (2, 2, 4, 128, 128), 96, "cvt.f32.f16 shfl.sync.bfly bar.sync"),
+    ("attention.merge_chunks", (1,), 56, "st.global.u8"),
+    ("sampling.best_of_slices", (), 40, "shfl.sync.bfly"),
+    ("sampling.best_of_row", (), 40, "st.global.u32"),
+]
+
+
+@pytest.mark.parametrize(("name", "constants", "registers", "instructions"), KERNELS)
+def test_kernel_has_its_instructions_and_needs_no_stack(
+    name: str, constants: tuple[int, ...], registers: int, instructions: str, tmp_path: Path
+) -> None:
+    ir = jit.kernel_ir(name, constants)
+    for capability in ARCHITECTURES:
+        ptx = jit.to_ptx(ir, capability)
+        assert f".target sm_{capability[0]}{capability[1]}" in ptx
+        assert ptx.count(".visible .entry kernel(") == 1
+        assert ".extern" not in ptx, "a kernel calls nothing that is not in it"
+        assert ".local" not in ptx, "arrays of a lane lie in registers"
+        for instruction in instructions.split():
+            assert instruction in ptx, f"{instruction} for sm_{capability[0]}{capability[1]}"
+    assembler = shutil.which("ptxas")
+    if assembler is None:
+        pytest.skip("the registers are not checked: there is no ptxas")
+    source = tmp_path / "kernel.ptx"
+    source.write_text(jit.to_ptx(ir, (9, 0)))
+    command = [assembler, "-v", "-arch=sm_90", str(source), "-o", str(tmp_path / "kernel.cubin")]
+    report = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    assert re.search(r"0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", report), report
+    used = re.search(r"Used (\d+) registers", report)
+    assert used is not None and int(used[1]) <= registers, report
+
+
+def test_a_small_batch_reads_its_weights_once() -> None:
+    one = jit.compile_ptx("matmul.matmul", (Layout.Q4_0, 1, 1, 1, matmul.PLAIN), (9, 0))
+    sixteen = jit.compile_ptx("matmul.matmul", (Layout.Q4_0, 16, 1, 1, matmul.PLAIN), (9, 0))
+    assert one.count("no_allocate.v4") == sixteen.count("no_allocate.v4") == 1
+    assert sixteen.count("dp4a") == 16 * one.count("dp4a")
