@@ -67,7 +67,8 @@ class Emulator:
         self.memory = memory
         self.num_launches = 0
         self._kernels: dict[tuple[str, tuple[int, ...]], tuple[Callable[..., _Lane], str]] = {}
-        self._pieces: dict[int, Callable[..., Any]] = {}
+        # With the piece itself, whose number another would get after it.
+        self._pieces: dict[int, tuple[Any, Callable[..., Any]]] = {}
         self._lane = 0
         self._block = (0, 0, 0)
         self._shared: dict[int, NDArray[Any]] = {}
@@ -186,8 +187,8 @@ class Emulator:
 
     def _piece(self, piece: Any) -> Callable[..., Any]:
         if id(piece) not in self._pieces:
-            self._pieces[id(piece)] = self._emulated(piece.py_func)
-        return self._pieces[id(piece)]
+            self._pieces[id(piece)] = (piece, self._emulated(piece.py_func))
+        return self._pieces[id(piece)][1]
 
     def _shared_array(self, size: int, type: Any) -> NDArray[Any]:
         self._shared_count += 1

@@ -102,6 +102,24 @@ def convert(layout, kind):
     return kernel
 
 
+@template("qqqqqqqqf")
+def finish_product():
+    """out = residual + scale * (product + bias), of [columns / 128, rows]."""
+
+    def kernel(out, out_stride, product, product_stride, num_columns, bias, residual, residual_stride, scale):
+        column = block_x() * THREADS + thread()
+        if column < num_columns:
+            value = load_f32(product + block_y() * product_stride + 4 * column)
+            if bias != 0:
+                value = value + load_f32(bias + 4 * column)
+            value = scale * value
+            if residual != 0:
+                value = value + load_f32(residual + block_y() * residual_stride + 4 * column)
+            store_f32(out + block_y() * out_stride + 4 * column, value)
+
+    return kernel
+
+
 @template("qqqqqqqqqqqqqf")
 def norm(kind, warps, quantizes):
     """Norm of every group of a row, and its int8 codes if asked for; `warps` warps to a grid of [groups, rows]."""

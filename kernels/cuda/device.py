@@ -1,0 +1,273 @@
+"""What a CUDA tape asks of a device, and the device itself: torch for memory, graphs and library products, the driver
+for kernels.
+
+Only here are torch and the driver's bindings imported. The tests put an emulator in this device's place.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.errors import BackendUnavailableError, OutOfMemoryError
+from localinfer.kernels.compile_ahead import ProgressCallback
+from localinfer.kernels.cuda.kernel_cache import KernelKey, compile_all, kernel_ptx, require_numba_cuda
+
+F32, F16, BF16 = range(3)
+"""Kinds of numbers of a library product, numbered as in `compiled.rows`."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel: which, its constants, the grid, threads of a block, and what it is called with."""
+
+    kernel: str
+    constants: tuple[int, ...]
+    grid: tuple[int, int, int]
+    threads: int
+    values: tuple[float, ...]
+
+    @property
+    def key(self) -> KernelKey:
+        return self.kernel, self.constants
+
+
+@dataclass(frozen=True)
+class Product:
+    """out[rows, columns] float32 = x[rows, inner] @ weights[columns, inner].T, both of a kind; stride of out in bytes."""
+
+    out: int
+    out_stride: int
+    x: int
+    weights: int
+    rows: int
+    columns: int
+    inner: int
+    kind: int
+
+
+Step = Launch | Product
+
+
+class Device(Protocol):
+    """Memory by address, and steps that run in order."""
+
+    @property
+    def capability(self) -> tuple[int, int]: ...
+
+    @property
+    def product_kind(self) -> int: ...
+
+    def allocate(self, num_bytes: int) -> int:
+        """Address of zeroed memory, a multiple of 256. Raises: OutOfMemoryError."""
+        ...
+
+    def free(self, address: int) -> None: ...
+
+    def write(self, address: int, data: NDArray[Any]) -> None:
+        """Copy an array there; it may be changed at once."""
+        ...
+
+    def read(self, address: int, out: NDArray[Any]) -> None:
+        """Wait for every step so far and copy from there."""
+        ...
+
+    def copy(self, source: int, target: int, num_bytes: int) -> None: ...
+
+    def prepare(self, kernels: Sequence[KernelKey], progress: ProgressCallback | None) -> None:
+        """Compile kernels that will be asked for first."""
+        ...
+
+    def run(self, steps: Sequence[Step]) -> None:
+        """Start steps."""
+        ...
+
+    def capture(self, steps: Sequence[Step]) -> Callable[[], None]:
+        """A function that starts these steps at once."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class FoundDevice:
+    """The GPU that would be taken, and its free memory."""
+
+    name: str
+    free_bytes: int
+
+
+def find_device() -> FoundDevice:
+    """The first CUDA device. Raises: BackendUnavailableError, saying what is missing."""
+    require_numba_cuda()
+    import torch
+
+    if not torch.cuda.is_available():
+        built = (
+            f"torch {torch.__version__} sees none" if torch.version.cuda else f"torch {torch.__version__} has no CUDA"
+        )
+        raise BackendUnavailableError(
+            f"device 'cuda' needs a CUDA device, and {built}; check the driver with nvidia-smi, or take device 'cpu'"
+        )
+    capability = torch.cuda.get_device_capability()
+    name = torch.cuda.get_device_name()
+    if capability < (7, 5):
+        raise BackendUnavailableError(
+            f"{name} has compute capability {capability[0]}.{capability[1]}; 7.5 or newer is needed: take device 'cpu'"
+        )
+    return FoundDevice(name, int(torch.cuda.mem_get_info()[0]))
+
+
+class CudaDevice:
+    """The current CUDA device of torch. One thread at a time."""
+
+    def __init__(self) -> None:
+        self.name = find_device().name
+        import torch
+        from cuda.bindings import driver
+
+        self._torch = torch
+        self._driver = driver
+        torch.zeros(1, device="cuda")  # makes the context that kernels are loaded into
+        major, minor = torch.cuda.get_device_capability()
+        self.capability = (int(major), int(minor))
+        self.product_kind = BF16 if self.capability >= (8, 0) else F16
+        self._stream = torch.cuda.Stream()
+        self._tensors: dict[int, Any] = {}
+        self._staging: list[Any] = []
+        self._functions: dict[KernelKey, Any] = {}
+        self._modules: list[Any] = []
+        self._graphs: list[Any] = []
+
+    def allocate(self, num_bytes: int) -> int:
+        try:
+            tensor = self._torch.zeros(max(256, num_bytes), dtype=self._torch.uint8, device="cuda")
+        except self._torch.cuda.OutOfMemoryError:
+            free = self._torch.cuda.mem_get_info()[0]
+            raise OutOfMemoryError(
+                f"{num_bytes:,} bytes are needed on {self.name}, which has {free:,} free; close what else uses it, ask "
+                "for a smaller context_length or kv_memory, or take device 'cpu'"
+            ) from None
+        # Zeros were written on another stream than the steps run on.
+        self._torch.cuda.current_stream().synchronize()
+        address = int(tensor.data_ptr())
+        self._tensors[address] = tensor
+        return address
+
+    def free(self, address: int) -> None:
+        self._stream.synchronize()
+        del self._tensors[address]
+
+    def write(self, address: int, data: NDArray[Any]) -> None:
+        flat = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+        pinned = self._torch.empty(flat.size, dtype=self._torch.uint8, pin_memory=flat.size < 1 << 20)
+        pinned.numpy()[:] = flat
+        self._check(self._driver.cuMemcpyHtoDAsync(address, pinned.data_ptr(), flat.size, self._stream.cuda_stream))
+        # Kept until a later step is known to have ended.
+        self._staging.append(pinned)
+        if flat.size >= 1 << 20 or len(self._staging) > 256:
+            self._synchronize()
+
+    def read(self, address: int, out: NDArray[Any]) -> None:
+        assert out.flags.c_contiguous, "results are copied in one piece"
+        self._check(self._driver.cuMemcpyDtoHAsync(out.ctypes.data, address, out.nbytes, self._stream.cuda_stream))
+        self._synchronize()
+
+    def copy(self, source: int, target: int, num_bytes: int) -> None:
+        self._check(self._driver.cuMemcpyDtoDAsync(target, source, num_bytes, self._stream.cuda_stream))
+
+    def prepare(self, kernels: Sequence[KernelKey], progress: ProgressCallback | None) -> None:
+        compile_all(kernels, self.capability, progress)
+        for key in kernels:
+            self._function(key)
+
+    def run(self, steps: Sequence[Step]) -> None:
+        with self._torch.cuda.stream(self._stream):
+            for step in steps:
+                self._start(step, self._stream.cuda_stream)
+
+    def capture(self, steps: Sequence[Step]) -> Callable[[], None]:
+        for step in steps:
+            if isinstance(step, Launch):
+                self._function(step.key)  # loading a kernel is not allowed while capturing
+        self._synchronize()
+        graph = self._torch.cuda.CUDAGraph()
+        with self._torch.cuda.graph(graph, stream=self._stream):
+            stream = self._torch.cuda.current_stream().cuda_stream
+            for step in steps:
+                self._start(step, stream)
+        self._graphs.append(graph)
+
+        def replay() -> None:
+            with self._torch.cuda.stream(self._stream):
+                graph.replay()
+
+        return replay
+
+    def close(self) -> None:
+        self._synchronize()
+        for graph in self._graphs:
+            graph.reset()
+        self._graphs.clear()
+        self._tensors.clear()
+        self._functions.clear()
+        for module in self._modules:
+            self._check(self._driver.cuModuleUnload(module))
+        self._modules.clear()
+
+    def _start(self, step: Step, stream: int) -> None:
+        if isinstance(step, Launch):
+            function, kinds = self._function(step.key)
+            arguments = (step.values, kinds)
+            self._check(self._driver.cuLaunchKernel(function, *step.grid, step.threads, 1, 1, 0, stream, arguments, 0))
+        else:
+            self._multiply(step)
+
+    def _function(self, key: KernelKey) -> Any:
+        if key not in self._functions:
+            import ctypes
+
+            ptx = kernel_ptx(key, self.capability)
+            (module,) = self._check(self._driver.cuModuleLoadData(ptx + b"\0"))
+            self._modules.append(module)
+            (function,) = self._check(self._driver.cuModuleGetFunction(module, b"kernel"))
+            entry = ptx[ptx.index(b".entry kernel(") :]
+            words = entry[: entry.index(b")")].split(b".param ")[1:]
+            kinds = tuple(ctypes.c_float if word.startswith((b".f32", b".b32")) else ctypes.c_int64 for word in words)
+            self._functions[key] = (function, kinds)
+        return self._functions[key]
+
+    def _multiply(self, product: Product) -> None:
+        torch = self._torch
+        kind = {F32: torch.float32, F16: torch.float16, BF16: torch.bfloat16}[product.kind]
+        x = self._view(product.x, kind, (product.rows, product.inner), product.inner)
+        weights = self._view(product.weights, kind, (product.columns, product.inner), product.inner)
+        shape = (product.rows, product.columns)
+        out = self._view(product.out, torch.float32, shape, product.out_stride // 4)
+        if product.kind == F32:
+            torch.mm(x, weights.t(), out=out)
+        else:
+            try:
+                out.copy_(torch.mm(x, weights.t(), out_dtype=torch.float32))
+            except TypeError:  # torch before 2.8 rounds the result
+                out.copy_(torch.mm(x, weights.t()))
+
+    def _view(self, address: int, kind: Any, shape: tuple[int, int], stride: int) -> Any:
+        start = max(start for start in self._tensors if start <= address)
+        tensor = self._tensors[start][address - start :]
+        size = kind.itemsize
+        return tensor[: tensor.numel() // size * size].view(kind).as_strided(shape, (stride, 1))
+
+    def _synchronize(self) -> None:
+        self._stream.synchronize()
+        self._staging.clear()
+
+    def _check(self, result: tuple[Any, ...]) -> tuple[Any, ...]:
+        status, *values = result
+        if status != self._driver.CUresult.CUDA_SUCCESS:
+            raise BackendUnavailableError(
+                f"the CUDA driver answered {status.name}; load the model again, or take device 'cpu'"
+            )
+        return tuple(values)

@@ -1,0 +1,191 @@
+"""Products on a device, for any number of rows: our kernels for a few, weights as plain numbers and a library for more."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from localinfer.kernels.cpu.layouts import Layout, is_float
+from localinfer.kernels.cuda.device import F32, Launch, Product, Step
+from localinfer.kernels.cuda.planes import DeviceWeight
+from localinfer.kernels.cuda.tape_memory import SMALL_ROWS, DeviceMemory
+
+THREADS = 128
+PLAIN, GATED, EXPERTS = 0, 1, 2
+"""Kinds of `compiled.matmul`."""
+
+_NO_WEIGHT = (*[0] * 10, 0.0)
+_MAX_SLOTS = 3
+_SCRATCH_ELEMENTS = 32 << 20
+"""Weights that are plain numbers at a time: 64 MB in 16 bits, which a GPU's cache holds in part."""
+
+_MAX_GRID = 32768
+"""Rows of one launch: a second axis of a grid ends at 65535."""
+
+_ENOUGH_WARPS = 2048
+"""Warps that keep a large GPU's memory busy (132 multiprocessors of 16 each); with fewer rows, warps share rows."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One weight of a product: what it is multiplied into, and what is added."""
+
+    weight: DeviceWeight
+    out: int
+    out_stride: int
+    bias: int = 0
+    residual: int = 0
+    residual_stride: int = 0
+    scale: float = 1.0
+
+    def words(self) -> tuple[float, ...]:
+        """The slot's parameters of `compiled.matmul.matmul`."""
+        place = (*self.weight.planes, self.weight.num_rows, self.out, self.out_stride)
+        return (*place, self.bias, self.residual, self.residual_stride, self.scale)
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """Where the int8 codes and records of a buffer's rows are, and their strides."""
+
+    codes: int
+    codes_stride: int
+    records: int
+    records_stride: int
+
+    @property
+    def words(self) -> tuple[int, int, int, int]:
+        return self.codes, self.codes_stride, self.records, self.records_stride
+
+
+def quantized_place(memory: DeviceMemory, name: str, width: int, rows: int) -> Quantized:
+    """Room for the codes of a buffer."""
+    blocks = -(-width // 32)
+    codes = memory.shared(f"codes of {name}", rows * blocks * 32)
+    records = memory.shared(f"records of {name}", rows * blocks * 8)
+    return Quantized(codes, blocks * 32, records, blocks * 8)
+
+
+def quantize_launch(x: int, x_stride: int, into: Quantized, width: int, rows: int) -> Launch:
+    """Quantize rows of width columns, a multiple of 32."""
+    words = (x, x_stride, *into.words, width)
+    return Launch("quantize.quantize_rows", (), (-(-width // THREADS), rows, 1), THREADS, words)
+
+
+def weight_rows(batch_rows: int, is_gated: bool) -> int:
+    """Rows of each weight to a warp: enough loads in flight for one row of activations, enough registers for many."""
+    if is_gated:
+        return 2 if batch_rows <= 2 else 1
+    return 4 if batch_rows <= 2 else 2 if batch_rows <= 8 else 1
+
+
+def warps_to_a_row(num_rows: int, num_columns: int) -> int:
+    """How many warps share a row: so that there are enough of them, and each has units to read.
+
+    A function of the weights alone, because it decides in which order a sum is taken.
+    """
+    split = 1
+    while split < 4 and num_rows // 4 * split < _ENOUGH_WARPS and num_columns >= 1024 * 2 * split:
+        split *= 2
+    return split
+
+
+def small_product(
+    x: tuple[int, int], quantized: Quantized | None, slots: Sequence[Slot], batch_rows: int, activation: int | None
+) -> Iterator[Launch]:
+    """Multiply up to SMALL_ROWS rows, padded to a power of two, by weights of one layout and number of columns.
+
+    activation: joins the two slots, gate and up, into the second's out.
+    """
+    assert batch_rows <= SMALL_ROWS, "more rows are for the library"
+    first = slots[0].weight
+    place, stride, records, records_stride = (*x, 0, 0) if quantized is None else quantized.words
+    per_warp = weight_rows(batch_rows, activation is not None)
+    if activation is not None:
+        gate, up = slots
+        words = (*Slot(gate.weight, up.out, up.out_stride, gate.bias).words(), *up.words(), *_NO_WEIGHT)
+        yield _launch(
+            first, (batch_rows, per_warp, GATED), (place, stride, records, records_stride), activation, words,
+            -(-first.num_rows // per_warp), warps_to_a_row(2 * first.num_rows, first.num_columns),
+        )  # fmt: skip
+        return
+    for start in range(0, len(slots), _MAX_SLOTS):
+        part = slots[start : start + _MAX_SLOTS]
+        given = [word for slot in part for word in slot.words()]
+        words = (*given, *(_NO_WEIGHT * (_MAX_SLOTS - len(part))))
+        groups = sum(-(-slot.weight.num_rows // per_warp) for slot in part)
+        # The order of sums must not depend on what else is multiplied, so that the same weight always gives the same.
+        split = warps_to_a_row(max(slot.weight.num_rows for slot in part), first.num_columns)
+        yield _launch(
+            first, (batch_rows, per_warp, PLAIN), (place, stride, records, records_stride), 0, words, groups, split
+        )
+
+
+def _launch(
+    weight: DeviceWeight,
+    constants: tuple[int, int, int],
+    x: tuple[int, int, int, int],
+    activation: int,
+    words: tuple[float, ...],
+    groups: int,
+    split: int,
+) -> Launch:
+    batch_rows, per_warp, kind = constants
+    values = (*x, weight.num_columns, activation, *words, *weight.row_bytes, 0, 0, 1, 0)
+    grid = (-(-groups * split // 4), 1, 1)
+    return Launch("matmul.matmul", (weight.layout, batch_rows, per_warp, split, kind), grid, THREADS, values)
+
+
+def head_product(
+    x: tuple[int, int], quantized: Quantized | None, slot: Slot, rows: int, x_slot: int, out_slot: int
+) -> Launch:
+    """Multiply every head by its own matrix; x_slot and out_slot: bytes between the heads of a row."""
+    weight = slot.weight
+    place, stride, records, records_stride = (*x, 0, 0) if quantized is None else quantized.words
+    split = warps_to_a_row(weight.num_rows * weight.num_experts, weight.num_columns)
+    first = list(slot.words())
+    second = [*_NO_WEIGHT]
+    second[5] = out_slot
+    values = (place, stride, records, records_stride, weight.num_columns, 0, *first, *second, *_NO_WEIGHT)
+    tail = (*weight.row_bytes, 0, 0, weight.num_experts, x_slot)
+    grid = (-(-(-(-weight.num_rows // 4) * split) // 4), rows * weight.num_experts, 1)
+    return Launch("matmul.matmul", (weight.layout, 1, 4, split, EXPERTS), grid, THREADS, (*values, *tail))
+
+
+def large_product(
+    memory: DeviceMemory, x: tuple[int, int], width: int, slots: Sequence[Slot], rows: int, product_kind: int
+) -> Iterator[Step]:
+    """Multiply many rows: activations and then weights as plain numbers, piece by piece, through the library."""
+    layout = slots[0].weight.layout
+    kind = F32 if is_float(layout) and layout is not Layout.BF16 else product_kind
+    size = 4 if kind == F32 else 2
+    inputs = memory.shared("inputs of the library", memory.max_input_bytes(width))
+    yield _convert((x[0], 0, 0, 0), (x[1], 0, 0, 0), Layout.F32, kind, inputs, width, 0, rows)
+    for slot in slots:
+        weight = slot.weight
+        count = max(1, min(weight.num_rows, _MAX_GRID, _SCRATCH_ELEMENTS // width))
+        scratch = memory.shared("weights for the library", size * count * width)
+        finishes = bool(slot.bias or slot.residual or slot.scale != 1.0)
+        target = memory.shared("products of the library", 4 * rows * weight.num_rows) if finishes else slot.out
+        target_stride = 4 * weight.num_rows if finishes else slot.out_stride
+        for first in range(0, weight.num_rows, count):
+            piece = min(count, weight.num_rows - first)
+            yield _convert(weight.planes, weight.row_bytes, weight.layout, kind, scratch, width, first, piece)
+            yield Product(target + 4 * first, target_stride, inputs, scratch, rows, piece, width, kind)
+        if finishes:
+            places = (slot.out, slot.out_stride, target, target_stride, weight.num_rows)
+            words = (*places, slot.bias, slot.residual, slot.residual_stride, slot.scale)
+            grid = (-(-weight.num_rows // THREADS), rows, 1)
+            yield Launch("rows.finish_product", (), grid, THREADS, words)
+
+
+def _convert(
+    planes: Sequence[int],
+    row_bytes: Sequence[int],
+    layout: Layout,
+    kind: int,
+    out: int,
+    width: int,
+    first: int,
+    rows: int,
+) -> Launch:
+    values = (*planes, *row_bytes, out, width, first)
+    return Launch("rows.convert", (layout, kind), (-(-width // THREADS), rows, 1), THREADS, values)
