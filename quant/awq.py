@@ -3,12 +3,13 @@
 Multiplying a column of a matrix before it is rounded, and dividing its input by the same scale, keeps the product but
 gives that column finer steps, at the others' expense. The candidates are those of AWQ (arXiv 2306.00978, section 3.2),
 powers of the activations' size, with and without the weights' own size, and those of SmoothQuant (arXiv 2211.10438,
-equation 4), which even out what int8 activations lose to outliers. No scaling at all is always one of them, and what
-decides is the error of the products, with inputs rounded to int8 as kernels round them.
+equation 4), which even out what int8 activations lose to outliers. No scaling at all is always one of them.
+What decides is an error with inputs rounded to int8 as kernels round them: of a product, or better of a whole layer.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,11 +22,33 @@ Rounding = Callable[[FloatArray, FloatArray], FloatArray]
 TOKENS_SAMPLED = 512
 ROWS_SAMPLED = 256
 
-_ALPHAS = np.arange(1, 20) / 20
-_WEIGHED_ALPHAS = np.arange(1, 10) / 10
+LEAST_GAIN = 0.005
+"""Scales that lower a layer's loss by less are not worth having: so much is chance."""
+
 _SMALLEST_SCALE = 1e-4
 _INT8_BLOCK = 32
 _CLIPS = np.arange(1, 11) / 20
+
+
+class Family(Enum):
+    """What scales are made of, a power of each; `alpha` is that of the inputs."""
+
+    INPUTS = "input_rms ** alpha"
+    INPUTS_AND_WEIGHTS = "input_rms ** alpha / weight_mean ** (1 - alpha)"
+    LARGEST = "input_max ** alpha / weight_max ** (1 - alpha)"
+
+
+_ALL = (
+    *((Family.INPUTS, alpha / 20) for alpha in range(1, 20)),
+    *((Family.INPUTS_AND_WEIGHTS, alpha / 10) for alpha in range(1, 10)),
+    *((Family.LARGEST, alpha / 10) for alpha in range(1, 10)),
+)
+_COARSE = (
+    *((Family.INPUTS, alpha) for alpha in (0.1, 0.25, 0.45, 0.75)),
+    *((Family.INPUTS_AND_WEIGHTS, alpha) for alpha in (0.15, 0.5)),
+    *((Family.LARGEST, alpha) for alpha in (0.25, 0.6)),
+)
+_FINE_STEP = 0.08
 
 
 @dataclass(frozen=True)
@@ -38,8 +61,8 @@ class ReadingMatrix:
 
 @dataclass(frozen=True)
 class ScaleChoice:
-    """Scales float32[channels] and what they are worth: the loss with them over the loss without, on other tokens than
-    those they were chosen on. Both are 1 where scaling does not help."""
+    """Scales float32[channels] and what they are worth: the loss with them over the loss without. Both are 1 where
+    scaling does not help."""
 
     scales: FloatArray
     loss_ratio: float
@@ -79,14 +102,43 @@ def channel_sizes(
     return ChannelSizes(np.sqrt(mean_square), input_max, weight_mean, weight_max)
 
 
+def scales_of(sizes: ChannelSizes, family: Family, alpha: float) -> FloatArray:
+    """Scales of a family, float32[channels], the smallest as far below 1 as the largest is above it."""
+    if family is Family.INPUTS:
+        return _centred(sizes.input_rms**alpha)
+    is_largest = family is Family.LARGEST
+    inputs, weights = (sizes.input_max, sizes.weight_max) if is_largest else (sizes.input_rms, sizes.weight_mean)
+    largest = weights.max()
+    if largest == 0:
+        return np.ones_like(weights)
+    return _centred(inputs**alpha / np.maximum(weights / largest, np.float32(1e-6)) ** (1 - alpha))
+
+
 def candidate_scales(sizes: ChannelSizes) -> FloatArray:
     """Scales to try, float32[candidates, channels]; the first are all 1."""
-    found = [np.ones_like(sizes.input_rms)]
-    found += [sizes.input_rms**alpha for alpha in _ALPHAS]
-    for inputs, weights in ((sizes.input_rms, sizes.weight_mean), (sizes.input_max, sizes.weight_max)):
-        safe = np.maximum(weights, np.float32(1e-6) * max(weights.max(), np.float32(1e-30)))
-        found += [inputs**alpha / safe ** (1 - alpha) for alpha in _WEIGHED_ALPHAS]
-    return np.stack([_centred(scales) for scales in found])
+    return np.stack([np.ones_like(sizes.input_rms), *(scales_of(sizes, *one) for one in _ALL)])
+
+
+def search_scales(
+    sizes: ChannelSizes, loss_of: Callable[[FloatArray], float], *, is_thorough: bool = False
+) -> ScaleChoice:
+    """Find the scales of the least loss: a few of every family, or all if thorough, then two more beside the best.
+
+    loss_of: the loss of scales float32[channels]; it is asked first for that of scales 1, then 10 times, or 39.
+    """
+    none = np.ones_like(sizes.input_rms)
+    base = loss_of(none)
+    if base == 0:
+        return ScaleChoice(none, 1.0)
+    found = [(loss_of(scales_of(sizes, *one)), one) for one in (_ALL if is_thorough else _COARSE)]
+    _, (family, alpha) = min(found, key=lambda one: one[0])
+    found += [
+        (loss_of(scales_of(sizes, *one)), one) for one in ((family, alpha - _FINE_STEP), (family, alpha + _FINE_STEP))
+    ]
+    least, best = min(found, key=lambda one: one[0])
+    if not least < (1 - LEAST_GAIN) * base:
+        return ScaleChoice(none, 1.0)
+    return ScaleChoice(scales_of(sizes, *best), least / base)
 
 
 class ScaleSearch:
@@ -115,7 +167,10 @@ class ScaleSearch:
                 self._losses[:, index] += errors[::2].sum() / size, errors[1::2].sum() / size
 
     def best(self) -> ScaleChoice:
-        """The best scales by every other token, if they are better than none by the tokens between too."""
+        """The best scales by every other token, if they are better than none by the tokens between too.
+
+        The loss is that of the tokens between.
+        """
         searched, proven = self._losses
         index = int(searched.argmin())
         if proven[index] >= proven[0]:

@@ -12,6 +12,7 @@ from localinfer.quant.awq import (
     channel_sizes,
     clip_weights,
     round_activations,
+    search_scales,
 )
 from localinfer.quant.formats import TensorType
 from localinfer.quant.reference import dequantize, quantize
@@ -140,3 +141,21 @@ def test_clipping_never_costs_a_row_anything() -> None:
     before, after = row_losses(weights), row_losses(clipped)
     assert (after <= before * (1 + 1e-6)).all()
     assert after.sum() < 0.9 * before.sum()
+
+
+def test_search_takes_the_least_loss_it_meets_and_none_for_a_gain_by_chance() -> None:
+    sizes = channel_sizes(activations(17, 5.0), [matrix(18, TensorType.Q4_0).weights])
+    asked: list[NDArray[np.float32]] = []
+
+    def spread(scales: NDArray[np.float32]) -> float:
+        asked.append(scales)
+        return 1 + abs(float(np.log(scales.max() / scales.min())) - 0.9)
+
+    choice = search_scales(sizes, spread)
+    assert len(asked) == 11
+    np.testing.assert_array_equal(asked[0], 1)
+    np.testing.assert_array_equal(choice.scales, min(asked[:11], key=spread))
+    assert choice.loss_ratio < 1
+    flat = search_scales(sizes, lambda scales: 1.0 if (scales == 1).all() else 0.996)
+    np.testing.assert_array_equal(flat.scales, 1)
+    assert flat.loss_ratio == 1

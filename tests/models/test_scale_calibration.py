@@ -1,0 +1,111 @@
+"""Scales chosen on a text: kept only where a layer loses less, never where nothing is rounded."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from localinfer.models import scale_calibration
+from localinfer.models.rounded_weights import RoundedWeights
+from localinfer.models.scale_calibration import choose_scales, fold
+from localinfer.quant.awq import Rounding
+from localinfer.quant.formats import TensorType
+from localinfer.quant.gguf import read_gguf
+from localinfer.quant.reference import dequantize, quantize
+from localinfer.quant.scaled_model import TensorFactors
+from localinfer.quant.workers import Workers
+from tests.models.arch_models import build_model
+
+BLOCK = 32
+
+
+def rounded(weights: NDArray[np.float32], importance: NDArray[np.float32]) -> NDArray[np.float32]:
+    return dequantize(quantize(weights, TensorType.Q4_0), TensorType.Q4_0, weights.shape)
+
+
+def rounding_of(name: str) -> Rounding | None:
+    return rounded if name.endswith("weight") and "gate_inp" not in name else None
+
+
+def sequences(seed: int, vocab_size: int) -> NDArray[np.int32]:
+    return np.random.default_rng(seed).integers(3, vocab_size, (3, 64)).astype(np.int32)
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Workers]:
+    with Workers(1) as one:
+        yield one
+
+
+def test_scales_are_kept_where_they_bring_layers_closer(
+    shared: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scale_calibration, "THOROUGH_LAYER_WEIGHTS", 0)
+    stages: list[tuple[str, int, int]] = []
+    with read_gguf(shared / "models" / "stories260K.gguf") as file:
+
+        def narrow(name: str) -> Rounding | None:
+            return rounded if file.tensor(name).shape[-1] % BLOCK == 0 else None
+
+        found = choose_scales(file, sequences(0, 512), workers, narrow, progress=lambda *stage: stages.append(stage))
+        with Workers(2) as two:
+            again = choose_scales(file, sequences(0, 512), two, narrow)
+        folded = fold(file, found)
+        assert {name for name, record in folded.tensors.items() if record != file.tensors[name]} == {
+            part for one in found for part in (*one.site.readers, *(writer.tensor for writer in one.site.writers))
+        }
+    assert len(found) >= 5
+    assert all(one.loss_ratio < 0.995 for one in found)
+    # A matrix that stays as it is has nothing to gain, and what writes it nothing to give.
+    assert not any("ffn_down" in reader for one in found for reader in one.site.readers)
+    assert stages == [("choosing scales", layer, 5) for layer in range(5)]
+    for first, second in zip(found, again, strict=True):
+        np.testing.assert_array_equal(first.scales, second.scales)
+
+
+@pytest.mark.parametrize("name", ["qwen2moe-moe", "phi3-dense"])
+def test_scales_are_chosen_for_every_kind_of_model(
+    name: str, shared: Path, tmp_path: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scale_calibration, "THOROUGH_LAYER_WEIGHTS", 0)
+    with read_gguf(build_model(shared, tmp_path, name).path) as file:
+        vocab_size = file.tensor("token_embd.weight").shape[0]
+
+        def narrow(tensor: str) -> Rounding | None:
+            return rounding_of(tensor) if file.tensor(tensor).shape[-1] % BLOCK == 0 else None
+
+        for one in choose_scales(file, sequences(1, vocab_size), workers, narrow):
+            assert one.scales.shape == (one.site.num_channels,)
+            assert (one.scales > 0).all() and one.loss_ratio < 1
+
+
+def test_no_scales_are_chosen_where_nothing_is_rounded(shared: Path, workers: Workers) -> None:
+    with read_gguf(shared / "models" / "stories260K.gguf") as file:
+        assert choose_scales(file, sequences(2, 512), workers, lambda name: None) == []
+
+
+def test_rounded_weights_scale_columns_before_rounding_and_rows_after(shared: Path) -> None:
+    name, calls = "blk.0.attn_q.weight", []
+
+    def counted(weights: NDArray[np.float32], importance: NDArray[np.float32]) -> NDArray[np.float32]:
+        calls.append(importance)
+        return rounded(weights, importance)
+
+    with read_gguf(shared / "models" / "stories260K.gguf") as file:
+        values = dequantize(file.tensor_bytes(name), file.tensor(name).type, file.tensor(name).shape)
+        num_rows, num_columns = values.shape
+        squares = np.arange(1, num_columns + 1, dtype=np.float32)
+        weights = RoundedWeights(file, lambda tensor: counted, {(name, 0): squares})
+        columns, rows = np.linspace(0.5, 2, num_columns), np.linspace(1, 3, num_rows)
+        weights.scale({name: TensorFactors(columns=columns)})
+        plain = weights.linear(name).packed.matrix()
+        np.testing.assert_array_equal(plain, rounded(values * columns.astype(np.float32), squares))
+        np.testing.assert_allclose(calls[0], squares / columns**2, rtol=1e-6)
+        weights.scale({name: TensorFactors(rows=rows, columns=columns.copy())})
+        found = weights.linear(name).packed.matrix()
+        np.testing.assert_array_equal(found, plain * rows[:, None].astype(np.float32))
+        assert len(calls) == 1
+        weights.scale({})
+        np.testing.assert_array_equal(weights.linear(name).packed.matrix(), rounded(values, squares))
