@@ -10,8 +10,9 @@ import click
 from localinfer.cli_bench import bench_command
 from localinfer.cli_cache import cache_command
 from localinfer.cli_evaluate import compare_command, perplexity_command
-from localinfer.cli_model_options import ModelOptions, load_options, load_with, model_option, options_group
+from localinfer.cli_model_options import ModelOptions, load_options, load_with, model_option
 from localinfer.cli_quantize import quantize_command
+from localinfer.cli_sampling_options import sampling_options
 from localinfer.cli_serve import serve_command
 from localinfer.errors import LocalinferError, RequestError
 from localinfer.terminal import ModelOutput, check_text, describe_stats, neutralise_controls, prepare_streams
@@ -19,51 +20,6 @@ from localinfer.terminal import ModelOutput, check_text, describe_stats, neutral
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 EXIT_READER_GONE = 141
-
-
-_sampling_options = options_group(
-    click.option(
-        "--temperature",
-        metavar="T",
-        type=click.FloatRange(min=0),
-        default=0.8,
-        show_default=True,
-        help="0 always takes the likeliest token.",
-    ),
-    click.option(
-        "--top-k",
-        metavar="K",
-        type=click.IntRange(min=0),
-        default=40,
-        show_default=True,
-        help="Sample among the K likeliest; 0: off.",
-    ),
-    click.option(
-        "--top-p",
-        metavar="P",
-        type=click.FloatRange(min=0, max=1),
-        default=0.95,
-        show_default=True,
-        help="Sample among the likeliest that sum to P; 1: off.",
-    ),
-    click.option(
-        "--min-p",
-        metavar="P",
-        type=click.FloatRange(min=0, max=1),
-        default=0.05,
-        show_default=True,
-        help="Drop tokens below this share of the likeliest one; 0: off.",
-    ),
-    click.option(
-        "--repetition-penalty",
-        metavar="R",
-        type=click.FloatRange(min=0, min_open=True),
-        default=1.0,
-        show_default=True,
-        help="Above 1 discourages tokens already present; 1: off.",
-    ),
-    click.option("--seed", type=click.IntRange(min=0), metavar="S", help="Same seed, same text. Default: random."),
-)
 
 
 @click.group(
@@ -86,7 +42,7 @@ def localinfer_command(context: click.Context) -> None:
     "-n", "--max-tokens", type=click.IntRange(min=1), default=256, show_default=True, metavar="N", help="Tokens to add."
 )
 @load_options
-@_sampling_options
+@sampling_options
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be repeated.")
 @click.option("--ignore-eos", is_flag=True, help="Go on past the model's end-of-text token.")
 @click.option("--context-shift", is_flag=True, help="At the end of the context, go on with its recent half.")
@@ -126,7 +82,7 @@ def run_command(
 
 @localinfer_command.command("chat")
 @load_options
-@_sampling_options
+@sampling_options
 @click.option("-n", "--max-tokens", type=click.IntRange(min=1), metavar="N", help="Longest reply. Default: what fits.")
 @click.option("--system", metavar="TEXT", help="Instructions that come before the conversation.")
 @click.option("--context-shift", is_flag=True, help="At the end of the context, go on with its recent half.")

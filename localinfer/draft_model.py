@@ -121,7 +121,8 @@ class DraftModelText:
     def __init__(self, model: DraftModel, plan: SamplingPlan) -> None:
         self._model = model
         bias = {token_id: value for token_id, value in plan.params.logit_bias.items() if token_id < model.vocab_size}
-        self._plan = SamplingPlan(replace(plan.params, logit_bias=bias, seed=plan.seed), model.vocab_size)
+        params = replace(plan.params, logit_bias=bias, logprobs=None, seed=plan.seed)
+        self._plan = SamplingPlan(params, model.vocab_size)
         self._sequence: KVCache | None = None
         self._tokens = np.empty(0, np.int32)
         self._num_tokens = 0

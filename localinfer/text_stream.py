@@ -1,8 +1,8 @@
 """One generation as text: options in, events out, with what it cost. Text is above this file, token ids below it."""
 
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypedDict
 
@@ -15,7 +15,7 @@ from localinfer.errors import RequestError
 from localinfer.models.stop_matcher import StopMatcher
 from localinfer.models.stream_decoder import StreamDecoder
 from localinfer.prefix_cache import CacheUse
-from localinfer.sampling import SamplingParams, TokenMask
+from localinfer.sampling import SamplingParams, TokenLogprobs, TokenMask
 from localinfer.speculation import SpeculationRecord
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ class GenerationOptions(TypedDict, total=False):
         the completion comes faster. It changes speed only, and nothing where speculation is off.
     constraint: what the completion has to be: a JsonObject, JsonSchema, Regex or Grammar of `localinfer.constraint`. It
         then ends with an end token, or incomplete at max_tokens; penalties, seeds and drafts work as ever.
+    dry_sequence_breakers: texts whose tokens no repetition goes across, for dry_multiplier; special tokens are
+        breakers always. Without them: a new line, a colon, a quotation mark and an asterisk.
     The rest is described, with its defaults, at `localinfer.sampling.SamplingParams`.
     """
 
@@ -46,18 +48,35 @@ class GenerationOptions(TypedDict, total=False):
     pin_cache: bool
     prediction: str | Sequence[int]
     constraint: Constraint | None
+    dry_sequence_breakers: str | Sequence[str]
     temperature: float
     top_k: int
     top_p: float
     min_p: float
+    typical_p: float
+    top_n_sigma: float
+    xtc_probability: float
+    xtc_threshold: float
+    dynatemp_range: float
+    dynatemp_exponent: float
+    mirostat: int
+    mirostat_tau: float
+    mirostat_eta: float
     repetition_penalty: float
     repetition_last_n: int
     frequency_penalty: float
     presence_penalty: float
+    dry_multiplier: float
+    dry_base: float
+    dry_allowed_length: int
+    dry_last_n: int
+    dry_breaker_ids: Collection[int]
     logit_bias: Mapping[int, float]
+    logprobs: int | None
     seed: int | None
 
 
+_DRY_BREAKERS = ("\n", ":", '"', "*")
 _SAMPLING_NAMES = frozenset(field.name for field in fields(SamplingParams))
 
 
@@ -109,12 +128,14 @@ class EncodedPrompt:
 class StreamEvent(NamedTuple):
     """One sampled token, and the text that became certain with it: often a word, "" inside a character or stop text.
 
-    finish_reason is None but for the last event; then "stop" for an end token or stop text, else "length".
+    finish_reason is None but for the last event; then "stop" for an end token or stop text, else "length". logprobs:
+    where the option asks for them.
     """
 
     text: str
     token_id: int
     finish_reason: FinishReason | None
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True)
@@ -122,13 +143,15 @@ class Completion:
     """A finished generation.
 
     text: without end token and stop text. token_ids: every token sampled, those included. finish_reason: "stop" for an
-    end token or stop text, "length" for max_tokens or the end of the context.
+    end token or stop text, "length" for max_tokens or the end of the context. logprobs: one for each of token_ids,
+    where the option asks for them.
     """
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
     stats: Stats
+    logprobs: list[TokenLogprobs] | None = None
 
 
 class TextStream(Iterator[StreamEvent]):
@@ -147,17 +170,21 @@ class TextStream(Iterator[StreamEvent]):
         engine.check_usable()
         values: dict[str, Any] = dict(options)
         max_tokens = values.pop("max_tokens", None)
-        stops = _check_stops(values.pop("stop", None))
+        stops = _check_texts("stop", values.pop("stop", None))
         ignore_eos = bool(values.pop("ignore_eos", False))
         prediction = values.pop("prediction", None)
         context_shift = bool(values.pop("context_shift", False))
         is_pinned = bool(values.pop("pin_cache", False))
         constraint: Constraint | None = values.pop("constraint", None)
+        breakers = values.pop("dry_sequence_breakers", None)
         unknown = sorted(values.keys() - _SAMPLING_NAMES)
         if unknown:
             known = ", ".join(GenerationOptions.__annotations__)
             raise RequestError(f"there is no option {', '.join(unknown)}; the options are {known}")
         sampling = SamplingParams(**values)
+        if sampling.has_dry_penalty:
+            breaker_ids = _breaker_ids(breakers, tokenizer) | frozenset(sampling.dry_breaker_ids)
+            sampling = replace(sampling, dry_breaker_ids=breaker_ids)
         engine.plan(sampling)
         if stops and tokenizer is None:
             raise RequestError("the model file has no tokenizer, so stop texts cannot be found; leave them out")
@@ -192,6 +219,8 @@ class TextStream(Iterator[StreamEvent]):
         self._remember = prompt.remember
         self._token_ids: list[int] = []
         self._seed = plan.seed
+        self._logprobs = plan.logprobs
+        self._tells_logprobs = sampling.logprobs is not None
         self._num_tokens = 0
         self._first_token_seconds = 0.0
         self._decode_seconds = 0.0
@@ -221,15 +250,20 @@ class TextStream(Iterator[StreamEvent]):
         """Run to the end and return what comes from here on as one completion."""
         texts: list[str] = []
         token_ids: list[int] = []
+        logprobs: list[TokenLogprobs] = []
         finish_reason: FinishReason = "length"
         try:
-            for text, token_id, reason in self:
+            for text, token_id, reason, token_logprobs in self:
                 texts.append(text)
                 token_ids.append(token_id)
                 finish_reason = reason or finish_reason
+                if token_logprobs is not None:
+                    logprobs.append(token_logprobs)
         finally:
             self.close()
-        return Completion("".join(texts), token_ids, finish_reason, self.stats)
+        return Completion(
+            "".join(texts), token_ids, finish_reason, self.stats, logprobs if self._tells_logprobs else None
+        )
 
     def __next__(self) -> StreamEvent:
         return next(self._events)
@@ -261,14 +295,15 @@ class TextStream(Iterator[StreamEvent]):
                 if self._remember is not None:
                     self._token_ids.append(token.token_id)
                 text, matched = matcher.push(self._text_of(token))
+                logprobs = self._logprobs.pop(token.position, None)
                 finish_reason = "stop" if matched is not None else token.finish_reason
                 if finish_reason is not None:
                     if matched is None:
                         text += matcher.flush()
                     tokens.close()
-                    yield StreamEvent(text, token.token_id, finish_reason)
+                    yield StreamEvent(text, token.token_id, finish_reason, logprobs)
                     return
-                yield StreamEvent(text, token.token_id, None)
+                yield StreamEvent(text, token.token_id, None, logprobs)
                 asked = clock()
         finally:
             tokens.close()
@@ -304,6 +339,20 @@ def _prediction_ids(prediction: Any, tokenizer: "Tokenizer | None") -> Sequence[
     return tokenizer.encode(prediction, add_special=False)
 
 
+def _breaker_ids(breakers: Any, tokenizer: "Tokenizer | None") -> frozenset[int]:
+    """The ids of the tokens that a repetition ends at."""
+    if tokenizer is None:
+        if breakers is not None:
+            raise RequestError("the model file has no tokenizer; give dry_breaker_ids instead of dry_sequence_breakers")
+        return frozenset()
+    texts = _check_texts("dry_sequence_breakers", _DRY_BREAKERS if breakers is None else breakers)
+    found = {text: tokenizer.ids_containing(text) for text in texts}
+    for text, token_ids in found.items():
+        if not token_ids and breakers is not None:
+            raise RequestError(f"dry_sequence_breakers has {text!r}, which no token contains; give shorter texts")
+    return frozenset(tokenizer.special_ids.values()).union(*found.values())
+
+
 def _speculation_stats(record: SpeculationRecord | None) -> dict[str, Any]:
     if record is None or not record.forward_passes:
         return {"drafted_tokens": 0, "accepted_tokens": 0}
@@ -318,8 +367,8 @@ def _speculation_stats(record: SpeculationRecord | None) -> dict[str, Any]:
     }
 
 
-def _check_stops(stop: object) -> list[str]:
-    stops = [stop] if isinstance(stop, str) else [] if stop is None else stop
-    if not isinstance(stops, Sequence) or not all(isinstance(text, str) and text for text in stops):
-        raise RequestError(f"stop is {stop!r}; give one text or a list of texts, none of them empty")
-    return list(stops)
+def _check_texts(name: str, value: object) -> list[str]:
+    texts = [value] if isinstance(value, str) else [] if value is None else value
+    if not isinstance(texts, Sequence) or not all(isinstance(text, str) and text for text in texts):
+        raise RequestError(f"{name} is {value!r}; give one text or a list of texts, none of them empty")
+    return list(texts)

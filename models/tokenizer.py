@@ -48,6 +48,7 @@ class Tokenizer:
             # BERT reads every text between [CLS] and [SEP].
             self._after = self._role_id("seperator")
         self.adds_bos = bool(self._before)
+        self._containing: dict[str, frozenset[int]] = {}
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, object]) -> "Tokenizer":
@@ -152,6 +153,17 @@ class Tokenizer:
     def starts_text_after(self, token_id: int) -> bool:
         """Whether plain text after this token starts a new run: it is cut out before words are."""
         return self._types[token_id] in (TokenType.CONTROL, TokenType.UNKNOWN, TokenType.USER_DEFINED)
+
+    def ids_containing(self, text: str) -> frozenset[int]:
+        """Return the ids of all tokens, special ones apart, in whose text this one occurs."""
+        if text not in self._containing:
+            wanted = text.encode("utf-8", "surrogateescape")
+            self._containing[text] = frozenset(
+                token_id
+                for token_id in range(self.vocab_size)
+                if not self.is_special(token_id) and wanted in self.token_bytes(token_id)
+            )
+        return self._containing[text]
 
     @property
     def special_ids(self) -> Mapping[str, int]:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import subprocess
 import sys
@@ -76,6 +77,38 @@ def test_run_defaults_are_the_documented_ones(fake_llm, capsys):
         "speculation": "auto",
         "draft": None,
     }
+
+
+@pytest.mark.parametrize("command", [["run", "-p", "Hi"], ["chat"]])
+def test_rare_sampling_options_are_handed_on_where_they_are_given(fake_llm, command, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
+    flags = "--typical-p 0.9 --top-n-sigma 1.5 --xtc-probability 0.5 --xtc-threshold 0.2 --dynatemp-range 0.3"
+    flags += " --dynatemp-exponent 2 --mirostat 2 --mirostat-tau 4 --mirostat-eta 0.2 --repetition-last-n -1"
+    flags += " --frequency-penalty 0.1 --presence-penalty -0.1 --dry-multiplier 0.8 --dry-base 1.5"
+    flags += " --dry-allowed-length 3 --dry-last-n 100 --dry-sequence-breaker ; --dry-sequence-breaker ,"
+    flags += " --logit-bias 5=1.5 --logit-bias 7=-inf"
+    assert main([*command, *flags.split()]) == 0
+    given = {
+        "typical_p": 0.9,
+        "top_n_sigma": 1.5,
+        "xtc_probability": 0.5,
+        "xtc_threshold": 0.2,
+        "dynatemp_range": 0.3,
+        "dynatemp_exponent": 2.0,
+        "mirostat": 2,
+        "mirostat_tau": 4.0,
+        "mirostat_eta": 0.2,
+        "repetition_last_n": -1,
+        "frequency_penalty": 0.1,
+        "presence_penalty": -0.1,
+        "dry_multiplier": 0.8,
+        "dry_base": 1.5,
+        "dry_allowed_length": 3,
+        "dry_last_n": 100,
+        "dry_sequence_breakers": [";", ","],
+        "logit_bias": {5: 1.5, 7: -math.inf},
+    }
+    assert given.items() <= fake_llm.options[0].items()
 
 
 @pytest.mark.parametrize("command", [["run", "-p", "Hi"], ["chat"]])
@@ -170,6 +203,7 @@ def test_library_error_is_one_line_and_exit_code_2(fake_llm, capsys):
         (["run", "-p", "x", "-n", "0"], ["-n"]),
         (["run", "-p", "x", "-n", "many"], ["many"]),
         (["run", "-p", "x", "--temperature", "-1"], ["--temperature"]),
+        (["run", "-p", "x", "--logit-bias", "5"], ["--logit-bias", "ID=NUMBER"]),
         (["run", "-p", "x", "--kv-type", "q1"], ["q1", "q8_0/q4_0"]),
         (["run", "-p", "bad \udcff byte"], ["U+DCFF", "character 4"]),
         (["run", "-p", "x", "--stop", "\udcff"], ["--stop"]),

@@ -132,6 +132,13 @@ class ByteTokenizer:
             raise RequestError(f"token id {token_id} is not in the vocabulary")
         return bytes([token_id]) if token_id < 256 else b""
 
+    @property
+    def special_ids(self) -> dict[str, int]:
+        return {"<end>": 257}
+
+    def ids_containing(self, text: str) -> frozenset[int]:
+        return frozenset(text.encode() if len(text) == 1 else b"")
+
     def is_special(self, token_id: int) -> bool:
         return token_id >= 256
 

@@ -119,6 +119,41 @@ def test_options_reach_the_sampler():
     assert llm.complete("ab", temperature=0, presence_penalty=60, max_tokens=5).text == "hel\0o"
 
 
+def test_events_tell_log_probabilities_where_they_are_asked_for():
+    llm = answering("hi")
+    completion = llm.complete("ab", temperature=0, logprobs=2)
+    assert completion.logprobs is not None
+    assert [told.top[0][0] for told in completion.logprobs] == completion.token_ids == [*b"hi", 257]
+    assert all(told.logprob == told.top[0][1] <= 0.0 and len(told.top) == 2 for told in completion.logprobs)
+    events = list(llm.stream("ab", temperature=0, logprobs=0))
+    assert [event.logprobs for event in events] == [(told.logprob, ()) for told in completion.logprobs]
+    assert llm.complete("ab", max_tokens=0, logprobs=0).logprobs == []
+    assert llm.complete("ab", temperature=0).logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "text"),
+    [
+        ("abcab", {}, "d"),
+        ("abcab", {"dry_sequence_breakers": "b"}, "c"),
+        ("abcab", {"dry_sequence_breakers": ["x", "y"]}, "d"),
+        ("abcab", {"dry_breaker_ids": [ord("b")]}, "c"),
+        ("abcab", {"dry_multiplier": 0.0}, "c"),
+        ("\nc\n", {}, "c"),
+        ("\nc\n", {"dry_sequence_breakers": ()}, "d"),
+    ],
+)
+def test_dry_prolongs_no_repetition_but_across_breakers(prompt: str, options: dict[str, Any], text: str):
+    def c_then_d(history: np.ndarray, vocab_size: int) -> np.ndarray:
+        logits = np.zeros(vocab_size, np.float32)
+        logits[ord("c")], logits[ord("d")] = 5.0, 4.0
+        return logits
+
+    llm = LLM(fake_model(c_then_d))  # type: ignore[arg-type]
+    options = {"dry_multiplier": 2.0, "dry_allowed_length": 1} | options
+    assert llm.complete(prompt, temperature=0, max_tokens=1, **options).text == text
+
+
 def test_chat_renders_messages_and_streams_the_reply():
     model = text_model("fine", prompt_length=5)
     model.chat_template = FakeTemplate()
@@ -179,6 +214,9 @@ def test_ids_beyond_the_vocabulary_are_tokens_without_text():
         ({"stop": [1]}, "stop"),
         ({"stop": 5}, "stop"),
         ({"logit_bias": {999: 1.0}}, "token 999"),
+        ({"dry_multiplier": 1.0, "dry_sequence_breakers": [3]}, "dry_sequence_breakers"),
+        ({"dry_multiplier": 1.0, "dry_sequence_breakers": "ab"}, "no token contains"),
+        ({"logprobs": -1}, "logprobs"),
     ],
 )
 def test_wrong_options_are_refused_when_the_stream_is_made(options: dict[str, Any], message: str):

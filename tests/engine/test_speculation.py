@@ -14,7 +14,7 @@ from localinfer.draft_model import DraftModel
 from localinfer.engine import Engine, TokenEvent
 from localinfer.errors import LocalinferError, RequestError
 from localinfer.ngram_drafter import NgramDrafter
-from localinfer.sampling import SamplingParams, TokenMask
+from localinfer.sampling import SamplingParams, TokenLogprobs, TokenMask
 from localinfer.speculation import LookupDrafter, Speculation
 from localinfer.speculation_setup import check_speculation, make_speculation
 from tests.engine.fakes import PAGE_BYTES, FakeModel, fake_model, hashed_logits
@@ -27,6 +27,14 @@ OPTIONS: list[dict[str, Any]] = [
     {"seed": 1, "temperature": 1.5, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
     {"seed": 2, "repetition_penalty": 1.5, "frequency_penalty": 0.5, "presence_penalty": 0.2, "repetition_last_n": 7},
     {"seed": 3, "logit_bias": {5: 4.0, 72: -np.inf}},
+]
+RARE_OPTIONS: list[dict[str, Any]] = [
+    {"seed": 4, "temperature": 1.5, "top_k": 0, "typical_p": 0.6},
+    {"seed": 5, "temperature": 3.0, "top_k": 0, "top_n_sigma": 1.0},
+    {"seed": 6, "temperature": 1.5, "xtc_probability": 0.5, "xtc_threshold": 0.02},
+    {"seed": 7, "temperature": 1.0, "dynatemp_range": 0.8, "dynatemp_exponent": 2.0, "min_p": 0.0},
+    {"seed": 8, "temperature": 1.5, "mirostat": 2, "mirostat_tau": 3.0, "mirostat_eta": 0.4},
+    {"seed": 9, "dry_multiplier": 4.0, "dry_allowed_length": 1, "logit_bias": {5: 8.0, 6: 8.0, 7: 8.0}},
 ]
 
 
@@ -81,7 +89,7 @@ def ids(happened: Sequence[TokenEvent | str]) -> list[int]:
     return [event.token_id for event in happened if isinstance(event, TokenEvent)]
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", OPTIONS + RARE_OPTIONS)
 @pytest.mark.parametrize("wrong_every", [0, 1, 2, 3, 5])
 def test_drafts_right_and_wrong_leave_every_token_as_it_is(options: dict[str, Any], wrong_every: int) -> None:
     params = SamplingParams(**options)
@@ -89,6 +97,27 @@ def test_drafts_right_and_wrong_leave_every_token_as_it_is(options: dict[str, An
     drafting = speculation(Oracle(PROMPT + ids(plain), wrong_every=wrong_every))
     assert events(drafting, params) == plain
     assert len(plain) == 60
+
+
+@pytest.mark.parametrize("options", RARE_OPTIONS)
+def test_rare_samplers_change_the_text(options: dict[str, Any]) -> None:
+    kept = ("seed", "temperature", "logit_bias", "top_k", "min_p")
+    plain = {name: value for name, value in options.items() if name in kept}
+    assert events(None, SamplingParams(**options)) != events(None, SamplingParams(**plain))
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0.0}, {"seed": 8, "mirostat": 2}])
+def test_log_probabilities_are_the_same_inside_drafts(options: dict[str, Any]) -> None:
+    def told(drafting: Speculation | None) -> tuple[list[int], dict[int, TokenLogprobs]]:
+        engine = Engine(wide_model(), speculation=drafting)
+        plan = engine.plan(SamplingParams(**options, logprobs=3))
+        tokens = [event.token_id for event in engine.generate(PROMPT, plan)]
+        engine.close()
+        return tokens, plan.logprobs
+
+    plain, logprobs = told(None)
+    assert list(logprobs) == list(range(len(PROMPT), len(PROMPT) + len(plain)))
+    assert told(speculation(Oracle(PROMPT + plain, wrong_every=4))) == (plain, logprobs)
 
 
 def test_drafts_are_accepted_and_counted_by_their_place() -> None:
@@ -200,7 +229,7 @@ def test_generations_that_take_turns_draft_for_themselves() -> None:
     assert taken == plain
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", OPTIONS + RARE_OPTIONS[2:5:2])
 @pytest.mark.parametrize("draft_vocabulary", [260, 200, 300])
 @pytest.mark.parametrize("is_alike", [True, False])
 def test_a_draft_model_leaves_every_token_as_it_is(

@@ -238,6 +238,15 @@ def test_user_defined_tokens_are_taken_from_any_text() -> None:
     assert tokenizer.decode(ids) == "a<think>b"
 
 
+def test_tokens_that_contain_a_text_are_found_by_what_they_stand_for() -> None:
+    tokenizer = Tokenizer.from_metadata(with_token(with_token(bpe_metadata(), "<a b>", CONTROL), "é b", USER_DEFINED))
+    containing = [i for i in range(tokenizer.vocab_size) if b" " in tokenizer.token_bytes(i)]
+    special = tokenizer.special_ids["<a b>"]
+    assert tokenizer.ids_containing(" ") == frozenset(containing) - {special}
+    assert tokenizer.ids_containing("é b") == {tokenizer.vocab_size - 1}
+    assert tokenizer.ids_containing("<a b>") == frozenset()
+
+
 def test_the_longer_of_two_overlapping_special_tokens_wins() -> None:
     metadata = with_token(with_token(bpe_metadata(), "<a>b", CONTROL), "c<a", CONTROL)
     tokenizer = Tokenizer.from_metadata(metadata)
