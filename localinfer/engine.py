@@ -180,6 +180,11 @@ class Engine:
         """The pages of every sequence and of the cache."""
         return self._cache.pool
 
+    @property
+    def program(self) -> Program:
+        """The model's program, for whoever has the cache to himself."""
+        return self._program
+
     @contextmanager
     def exclusive_cache(self) -> Generator[PrefixCache]:
         """The cache of prefixes, for as long as no generation takes a step."""

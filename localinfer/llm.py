@@ -6,15 +6,17 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
+from localinfer.beam_search import Beam, search_beams
 from localinfer.chat_history import ChatHistory
 from localinfer.constraint_compiler import ConstraintCompiler
 from localinfer.engine import Engine, EngineModel
 from localinfer.errors import BackendUnavailableError, ModelFileError, RequestError, SessionFileError
+from localinfer.many_completions import complete_many
 from localinfer.text_stream import Completion, EncodedPrompt, GenerationOptions, TextStream
 
 if TYPE_CHECKING:
@@ -29,6 +31,13 @@ logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int] | NDArray[np.integer]
 _MESSAGE = '{"role": "user", "content": "Hello"}'
+
+
+class BeamCompletion(NamedTuple):
+    """What a beam search found: its text without an end token, and its ids and scores."""
+
+    text: str
+    beam: Beam
 
 
 class LoadedModel(EngineModel, Protocol):
@@ -146,6 +155,65 @@ class LLM:
             self._engine, self._model.tokenizer, encode, options, template.stop_strings, self._constraints
         )
 
+    def complete_many(
+        self,
+        prompt: Prompt,
+        *,
+        n: int,
+        best_of: int | None = None,
+        parse_special: bool = False,
+        **options: Unpack[GenerationOptions],
+    ) -> list[Completion]:
+        """Continue a prompt in `n` ways, of which the i-th, from 0, is what `complete` gives with seed + i.
+
+        The prompt is computed once. best_of: make so many, and return those of the largest mean log probability per
+        token, best first.
+        """
+
+        def open_stream(one: GenerationOptions) -> TextStream:
+            return self.stream(prompt, parse_special=parse_special, **one)
+
+        return complete_many(open_stream, options, n=n, best_of=best_of)
+
+    def chat_many(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        n: int,
+        best_of: int | None = None,
+        **options: Unpack[GenerationOptions],
+    ) -> list[Completion]:
+        """Answer a conversation in `n` ways; see `complete_many`."""
+        return complete_many(lambda one: self.stream_chat(messages, **one), options, n=n, best_of=best_of)
+
+    def beam_search(
+        self,
+        prompt: Prompt,
+        *,
+        num_beams: int,
+        max_tokens: int | None = None,
+        length_penalty: float = 1.0,
+        ignore_eos: bool = False,
+        parse_special: bool = False,
+    ) -> list[BeamCompletion]:
+        """Return the `num_beams` likeliest completions that a search of this width finds, best first.
+
+        Nothing is drawn: the result depends on the model and the arguments only. See `beam_search.search_beams` for
+        max_tokens and length_penalty, and what is raised.
+        """
+        encoded = self._encode(prompt, parse_special)
+        tokenizer = self._model.tokenizer
+        stops = frozenset() if tokenizer is None or ignore_eos else tokenizer.eog_token_ids
+        beams = search_beams(
+            self._engine,
+            encoded.token_ids,
+            num_beams=num_beams,
+            max_tokens=max_tokens,
+            length_penalty=length_penalty,
+            stop_token_ids=stops,
+        )
+        return [BeamCompletion(self._text_after(encoded.token_ids, beam), beam) for beam in beams]
+
     def logits(self, token_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
         """Return float32[T, vocab_size]: row i holds the logits of the token after token_ids[:i + 1]."""
         return self._engine.logits(token_ids)
@@ -204,6 +272,18 @@ class LLM:
         if self._identity is None:
             raise SessionFileError("this model's files cannot be told apart from others'; load it with localinfer.load")
         return self._identity
+
+    def _text_after(self, prompt_ids: Sequence[int] | NDArray[np.integer], beam: Beam) -> str:
+        """The text of a beam, without an end token."""
+        tokenizer = self._model.tokenizer
+        if tokenizer is None:
+            return ""
+        token_ids = beam.token_ids[:-1] if beam.finish_reason == "stop" else beam.token_ids
+        previous = int(prompt_ids[-1])
+        return tokenizer.decode(
+            (token_id for token_id in token_ids if token_id < tokenizer.vocab_size),
+            previous_token_id=previous if previous < tokenizer.vocab_size else None,
+        )
 
     def _encode(self, prompt: Prompt, parse_special: bool) -> EncodedPrompt:
         if not isinstance(prompt, str):

@@ -248,21 +248,21 @@ class TextStream(Iterator[StreamEvent]):
 
     def finish(self) -> Completion:
         """Run to the end and return what comes from here on as one completion."""
-        texts: list[str] = []
-        token_ids: list[int] = []
-        logprobs: list[TokenLogprobs] = []
-        finish_reason: FinishReason = "length"
         try:
-            for text, token_id, reason, token_logprobs in self:
-                texts.append(text)
-                token_ids.append(token_id)
-                finish_reason = reason or finish_reason
-                if token_logprobs is not None:
-                    logprobs.append(token_logprobs)
+            events = list(self)
         finally:
             self.close()
+        return self.completion(events)
+
+    def completion(self, events: Sequence[StreamEvent]) -> Completion:
+        """Put events of this stream, which has ended, together."""
+        logprobs = [event.logprobs for event in events if event.logprobs is not None]
         return Completion(
-            "".join(texts), token_ids, finish_reason, self.stats, logprobs if self._tells_logprobs else None
+            "".join(event.text for event in events),
+            [event.token_id for event in events],
+            (events[-1].finish_reason if events else None) or "length",
+            self.stats,
+            logprobs if self._tells_logprobs else None,
         )
 
     def __next__(self) -> StreamEvent:

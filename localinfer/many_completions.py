@@ -1,0 +1,74 @@
+"""Several completions of one prompt, and the best of more: generations that differ in their seed alone.
+
+They share the pages of the prompt, which is computed once, and are read in turns, so that they may share passes too.
+"""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from localinfer.errors import RequestError
+from localinfer.text_stream import Completion, GenerationOptions, StreamEvent, TextStream
+
+MAX_COMPLETIONS = 128
+
+
+def complete_many(
+    open_stream: Callable[[GenerationOptions], TextStream], options: GenerationOptions, *, n: int, best_of: int | None
+) -> list[Completion]:
+    """Return `n` completions; of `best_of` made, those of the largest mean log probability per token, best first.
+
+    open_stream: begins one with these options. The i-th that is made, from 0, has the seed of the options, or else the
+    one drawn for the first, + i, so that each can be made again alone.
+    Raises: RequestError naming n or best_of; else as the streams do, and then all of them are closed.
+    """
+    _check_count("n", n, 1)
+    if best_of is not None:
+        _check_count("best_of", best_of, n)
+    is_ranked = best_of is not None and best_of > n
+    wanted_logprobs = options.get("logprobs")
+    if is_ranked and wanted_logprobs is None:
+        options = {**options, "logprobs": 0}
+    completions = _read_in_turns(open_stream, options, n if best_of is None else best_of)
+    if not is_ranked:
+        return completions
+    best = sorted(completions, key=_mean_logprob, reverse=True)[:n]
+    if wanted_logprobs is None:
+        return [replace(completion, logprobs=None) for completion in best]
+    return best
+
+
+def _read_in_turns(
+    open_stream: Callable[[GenerationOptions], TextStream], options: GenerationOptions, count: int
+) -> list[Completion]:
+    streams: list[TextStream] = []
+    events: list[list[StreamEvent]] = []
+    try:
+        for index in range(count):
+            seed = (streams[0].stats.seed + index) % 2**64 if streams else options.get("seed")
+            stream = open_stream({**options, "seed": seed})
+            streams.append(stream)
+            # The first token of one comes before the next one begins, which so finds the prompt in the cache.
+            events.append(list(itertools.islice(stream, 1)))
+        running = [index for index in range(count) if events[index] and events[index][-1].finish_reason is None]
+        while running:
+            for index in running:
+                events[index].append(next(streams[index]))
+            running = [index for index in running if events[index][-1].finish_reason is None]
+        return [stream.completion(told) for stream, told in zip(streams, events, strict=True)]
+    finally:
+        for stream in streams:
+            stream.close()
+
+
+def _mean_logprob(completion: Completion) -> float:
+    logprobs = completion.logprobs or []
+    return sum(told.logprob for told in logprobs) / len(logprobs) if logprobs else 0.0
+
+
+def _check_count(name: str, value: object, least: int) -> None:
+    is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not is_whole or not least <= int(value) <= MAX_COMPLETIONS:  # type: ignore[call-overload]
+        raise RequestError(f"{name} is {value!r}; it must be a whole number from {least} to {MAX_COMPLETIONS}")
