@@ -214,6 +214,19 @@ class LLM:
         )
         return [BeamCompletion(self._text_after(encoded.token_ids, beam), beam) for beam in beams]
 
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+        """Return the prompt that a conversation becomes, as text. Raises: TemplateError, RequestError."""
+        template = self._model.chat_template
+        if template is None:
+            raise RequestError("the model file has no tokenizer, so it cannot chat; give complete() token ids")
+        return template.render(_check_messages(messages), add_generation_prompt)
+
+    def count_chat_tokens(self, messages: Sequence[Mapping[str, Any]]) -> int:
+        """Return how many tokens `chat` would make of a conversation. Raises: TemplateError, RequestError."""
+        if self._chat_history is None:
+            raise RequestError("the model file has no tokenizer, so it cannot chat; give complete() token ids")
+        return int(self._chat_history.encode(_check_messages(messages)).token_ids.size)
+
     def logits(self, token_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
         """Return float32[T, vocab_size]: row i holds the logits of the token after token_ids[:i + 1]."""
         return self._engine.logits(token_ids)

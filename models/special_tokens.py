@@ -14,13 +14,13 @@ _END_TEXTS = frozenset(
         " <fim-repo> <REPO> <reponame> <|file_sep|>"
     ).split()
 )
-_FILL_IN_TEXTS = frozenset(
-    (
-        "<|fim_prefix|> <fim-prefix> <fim_prefix> <｜fim▁begin｜> <PRE> ▁<PRE> <|code_prefix|> <|prefix|>"
-        " <|fim_suffix|> <fim-suffix> <fim_suffix> <｜fim▁hole｜> <SUF> ▁<SUF> <|code_suffix|> <|suffix|>"
-        " <|fim_middle|> <fim-middle> <fim_middle> <｜fim▁end｜> <MID> ▁<MID> <|code_middle|> <|middle|>"
-    ).split()
+FILL_IN_SPELLINGS = (
+    "<|fim_prefix|> <fim-prefix> <fim_prefix> <｜fim▁begin｜> <PRE> ▁<PRE> <|code_prefix|> <|prefix|>".split(),
+    "<|fim_suffix|> <fim-suffix> <fim_suffix> <｜fim▁hole｜> <SUF> ▁<SUF> <|code_suffix|> <|suffix|>".split(),
+    "<|fim_middle|> <fim-middle> <fim_middle> <｜fim▁end｜> <MID> ▁<MID> <|code_middle|> <|middle|>".split(),
 )
+"""Spellings of the tokens that stand before a text, before what follows it, and before what is to be filled in."""
+_FILL_IN_TEXTS = frozenset().union(*FILL_IN_SPELLINGS)
 CONTROL_TEXTS = _END_TEXTS | _FILL_IN_TEXTS
 _END_ROLES = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 

@@ -7,7 +7,14 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 
-from localinfer.server import chat_routes, status_routes
+from localinfer.server import (
+    chat_routes,
+    completion_routes,
+    messages_routes,
+    responses_routes,
+    status_routes,
+    text_routes,
+)
 from localinfer.server.gate import Gate
 from localinfer.server.routing import PlainPaths, route, unrouted
 from localinfer.server.service import Service
@@ -23,6 +30,14 @@ def make_app(service: Service) -> Starlette:
 
     routes = [
         route("/chat/completions", chat_routes.chat_completions, "POST"),
+        route("/chat/completions/input_tokens", text_routes.count_chat_tokens, "POST"),
+        route("/completions", completion_routes.completions, "POST"),
+        route("/responses", responses_routes.responses, "POST"),
+        route("/messages", messages_routes.messages, "POST"),
+        route("/messages/count_tokens", messages_routes.count_tokens, "POST"),
+        route("/tokenize", text_routes.tokenize, "POST"),
+        route("/detokenize", text_routes.detokenize, "POST"),
+        route("/apply-template", text_routes.apply_template, "POST"),
         route("/health", status_routes.health),
         route("/version", status_routes.show_version),
         route("/models", status_routes.models),

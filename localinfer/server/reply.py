@@ -52,6 +52,7 @@ class Silence:
 @dataclass(frozen=True)
 class _Started:
     index: int
+    prompt_tokens: int
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ _Item = ReplyEvent | _Started | _Failure
 class Reply:
     """The texts of one request, from admission to the last event. Made, iterated and closed on the event loop.
 
-    id: names the request to clients. stats: one per text, None until its end was taken.
+    id: names the request to clients. stats: one per text, None until its end was taken. prompt_tokens: one per text,
+    known when `start` has returned.
     """
 
     def __init__(
@@ -91,6 +93,8 @@ class Reply:
             self._texts.append(_Text(index, plan.open, leader, self._inbox, meters, lease.model_id))
         self._early: deque[_Item] = deque()
         self.stats: list[Stats | None] = [None] * len(plans)
+        self.prompt_tokens = [0] * len(plans)
+        self.llm = lease.llm
         self._on_close = on_close
         self._is_closed = False
         self._silent_since = 0.0
@@ -112,7 +116,8 @@ class Reply:
             text.start()
         while awaited:
             match await self._inbox.take():
-                case _Started(index):
+                case _Started(index, count):
+                    self.prompt_tokens[index] = count
                     awaited.discard(index)
                 case _Failure(error):
                     raise error
@@ -253,7 +258,7 @@ class _Text:
         with self._open() as stream:
             with self._lock:
                 self._stream = stream
-            put(_Started(index))
+            put(_Started(index, stream.stats.prompt_tokens))
             try:
                 for event in stream:
                     tick()

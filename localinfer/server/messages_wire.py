@@ -1,0 +1,115 @@
+"""Anthropic's messages as records: what a request may hold, and what it means in our own words."""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from localinfer.server.chat_messages import ChatMessage, FunctionCall, ToolCall
+from localinfer.server.sampling_fields import Count, Probability, StopText
+from localinfer.server.wire_errors import ApiError
+
+
+class InputMessage(msgspec.Struct):
+    """One message: text, or blocks of text, tool calls, their results, and former reasoning."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[dict[str, Any]]
+
+
+class MessagesRequest(msgspec.Struct, kw_only=True):
+    """The members of a messages request that are read; all others are ignored."""
+
+    messages: Annotated[list[InputMessage], Meta(min_length=1, max_length=10_000)]
+    max_tokens: Count
+    model: str | None = None
+    system: str | list[dict[str, Any]] | None = None
+    stream: bool | None = None
+    stop_sequences: Annotated[list[StopText], Meta(max_length=16)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_p: Probability | None = None
+    top_k: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
+
+    def generation_options(self) -> dict[str, Any]:
+        """The engine's options for this request."""
+        options = {
+            "max_tokens": self.max_tokens,
+            "stop": self.stop_sequences or None,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+        }
+        return {name: value for name, value in options.items() if value is not None}
+
+    def chat_messages(self) -> list[ChatMessage]:
+        """The conversation as chat messages, the system's first. Raises: ApiError for what is not text."""
+        return chat_messages(self.messages, self.system)
+
+
+class CountRequest(msgspec.Struct, kw_only=True):
+    """A conversation whose tokens are to be counted."""
+
+    messages: Annotated[list[InputMessage], Meta(min_length=1, max_length=10_000)]
+    model: str | None = None
+    system: str | list[dict[str, Any]] | None = None
+
+
+def chat_messages(messages: list[InputMessage], system: str | list[dict[str, Any]] | None) -> list[ChatMessage]:
+    """A conversation as chat messages. Raises: ApiError for what is not text."""
+    found = [] if system is None else [ChatMessage("system", _text(system, "system"))]
+    for index, message in enumerate(messages):
+        found += _convert(message, f"messages[{index}].content")
+    return found
+
+
+def _convert(message: InputMessage, path: str) -> list[ChatMessage]:
+    """One message as one or several: results of tools are messages of their own."""
+    if isinstance(message.content, str):
+        return [ChatMessage(message.role, message.content)]
+    results: list[ChatMessage] = []
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[ToolCall] = []
+    for index, block in enumerate(message.content):
+        match block:
+            case {"type": "text", "text": str(text)}:
+                texts.append(text)
+            case {"type": "thinking", "thinking": str(text)}:
+                thoughts.append(text)
+            case {"type": "redacted_thinking"}:
+                continue
+            case {"type": "tool_use", "id": str(call_id), "name": str(name), "input": dict(arguments)}:
+                calls.append(ToolCall(FunctionCall(name, arguments), call_id, "function"))
+            case {"type": "tool_result", "tool_use_id": str(call_id)}:
+                content = block.get("content") or ""
+                results.append(ChatMessage("tool", _text(content, f"{path}[{index}].content"), tool_call_id=call_id))
+            case _:
+                raise _refused(block, f"{path}[{index}]")
+    if not (texts or thoughts or calls) and results:
+        return results
+    reasoning = "".join(thoughts) if thoughts else None
+    spoken = ChatMessage(message.role, "".join(texts), tool_calls=calls or None, reasoning_content=reasoning)
+    return [*results, spoken]
+
+
+def _text(content: Any, path: str) -> str:
+    if isinstance(content, str):
+        return content
+    texts = []
+    for index, block in enumerate(content if isinstance(content, list) else [content]):
+        match block:
+            case {"type": "text", "text": str(text)}:
+                texts.append(text)
+            case _:
+                raise _refused(block, f"{path}[{index}]")
+    return "".join(texts)
+
+
+def _refused(block: Any, path: str) -> ApiError:
+    kind = block.get("type") if isinstance(block, dict) else block
+    return ApiError(
+        400,
+        f"{path} is of type {kind!r:.40} and cannot be read; this server reads text, tool calls and their results",
+        code="unsupported_parameter",
+        param=path,
+    )

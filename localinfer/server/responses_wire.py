@@ -1,0 +1,138 @@
+"""OpenAI's responses as records: what a request may hold, and the object that answers it."""
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from localinfer.server.chat_messages import ChatMessage, FunctionCall, Role, ToolCall
+from localinfer.server.reply import Reply
+from localinfer.server.sampling_fields import Count, SamplingFields
+from localinfer.server.wire_errors import ApiError
+
+_UNSUPPORTED = "unsupported_parameter"
+
+
+class InputItem(msgspec.Struct):
+    """One item of a request's input; what each kind has beside its type is optional here."""
+
+    type: str | None = None
+    role: Role | None = None
+    content: str | list[dict[str, Any]] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[dict[str, Any]] | None = None
+
+
+class ResponsesRequest(SamplingFields, kw_only=True):
+    """The members of a responses request that are read; all others are ignored."""
+
+    input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=10_000)]
+    model: str | None = None
+    instructions: str | None = None
+    stream: bool | None = None
+    max_output_tokens: Count | None = None
+    previous_response_id: str | None = None
+    conversation: Any = None
+    background: bool | None = None
+    truncation: str | None = None
+    metadata: dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+
+    def check(self) -> None:
+        """Raise ApiError for what would need a server that keeps responses."""
+        for name, way_out in (
+            ("previous_response_id", "send the whole conversation as input"),
+            ("conversation", "send the whole conversation as input"),
+            ("background", "ask without it, and stream"),
+        ):
+            if getattr(self, name):
+                raise ApiError(
+                    400, f"{name} is given, but responses are not kept here; {way_out}", code=_UNSUPPORTED, param=name
+                )
+
+    def generation_options(self) -> dict[str, Any]:
+        """The engine's options for this request."""
+        options = self.options()
+        if self.max_output_tokens is not None:
+            options["max_tokens"] = self.max_output_tokens
+        if self.truncation == "auto":
+            options["context_shift"] = True
+        return options
+
+    def messages(self) -> list[ChatMessage]:
+        """The input as chat messages, instructions first. Raises: ApiError for an item that is none of ours."""
+        first = [] if self.instructions is None else [ChatMessage("system", self.instructions)]
+        if isinstance(self.input, str):
+            return [*first, ChatMessage("user", self.input)]
+        return [*first, *_messages(self.input)]
+
+
+def _messages(items: list[InputItem]) -> list[ChatMessage]:
+    messages: list[ChatMessage] = []
+    for index, item in enumerate(items):
+        match item.type or "message":
+            case "message" if item.role is not None:
+                messages.append(ChatMessage(item.role, item.content))
+            case "function_call" if item.name is not None:
+                call = ToolCall(FunctionCall(item.name, item.arguments), item.call_id, "function")
+                if messages and messages[-1].role == "assistant" and messages[-1].tool_calls:
+                    messages[-1].tool_calls.append(call)
+                else:
+                    messages.append(ChatMessage("assistant", None, tool_calls=[call]))
+            case "function_call_output":
+                messages.append(ChatMessage("tool", item.output, tool_call_id=item.call_id))
+            case "reasoning":
+                # Models read their former reasoning from the conversation's text, if their template wants it.
+                continue
+            case kind:
+                raise ApiError(
+                    400,
+                    f"input[{index}] is of type {kind!r:.40} and cannot be read; give messages with a role, function "
+                    "calls and their outputs",
+                    code=_UNSUPPORTED,
+                    param=f"input[{index}]",
+                )
+    return messages
+
+
+def response_object(
+    reply: Reply, body: ResponsesRequest, status: str, output: list[dict[str, Any]], usage: dict[str, Any] | None
+) -> dict[str, Any]:
+    """The response as it is now: in progress, or with all that it will ever hold."""
+    return {
+        "id": reply.id,
+        "object": "response",
+        "created_at": reply.created,
+        "status": status,
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "model": reply.model_id,
+        "output": output,
+        "parallel_tool_calls": True if body.parallel_tool_calls is None else body.parallel_tool_calls,
+        "previous_response_id": None,
+        "reasoning": {"effort": None, "summary": None},
+        "store": False,
+        "temperature": body.temperature,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": "auto",
+        "tools": [],
+        "top_p": body.top_p,
+        "truncation": "auto" if body.truncation == "auto" else "disabled",
+        "usage": usage,
+        "metadata": body.metadata or {},
+    }
+
+
+def responses_usage(usage: dict[str, Any]) -> dict[str, Any]:
+    """A chat completion's usage under the names of this route."""
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": {"cached_tokens": usage["prompt_tokens_details"]["cached_tokens"]},
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": usage["completion_tokens_details"]["reasoning_tokens"]},
+        "total_tokens": usage["total_tokens"],
+    }

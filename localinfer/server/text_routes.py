@@ -1,0 +1,100 @@
+"""Text and tokens without generation: `/tokenize`, `/detokenize`, `/apply-template`, and counting what a prompt has."""
+
+import asyncio
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from localinfer.server.chat_messages import Messages, template_messages
+from localinfer.server.json_body import read_json
+from localinfer.server.prompts import TokenId
+from localinfer.server.routing import service_of
+from localinfer.server.wire_errors import json_response
+
+
+class TokenizeRequest(msgspec.Struct):
+    """A text to be split into tokens.
+
+    content, prompt: the text, under either name. add_special: with the tokens that begin and end a text. parse_special:
+    read the names of special tokens as those tokens. with_pieces: with each token's text.
+    """
+
+    content: str | None = None
+    prompt: str | None = None
+    model: str | None = None
+    add_special: bool = False
+    parse_special: bool = False
+    with_pieces: bool = False
+
+
+class DetokenizeRequest(msgspec.Struct):
+    """Tokens to be put together."""
+
+    tokens: list[TokenId]
+    model: str | None = None
+
+
+class TemplateRequest(msgspec.Struct):
+    """A chat to be written as its model's template writes it."""
+
+    messages: Messages
+    model: str | None = None
+    add_generation_prompt: bool = True
+
+
+async def tokenize(request: Request) -> Response:
+    """The token ids of a text."""
+    service = service_of(request)
+    body = await read_json(request, TokenizeRequest, service.settings)
+    text = body.prompt if body.content is None else body.content
+    lease = await service.lease(request, body.model)
+    try:
+        tokenizer = lease.llm.tokenizer
+        ids = await asyncio.to_thread(tokenizer.encode, text or "", body.add_special, body.parse_special)
+        tokens: list[Any] = ids
+        if body.with_pieces:
+            tokens = [{"id": token_id, "piece": tokenizer.decode([token_id], skip_special=False)} for token_id in ids]
+        return json_response({"tokens": tokens, "count": len(ids)})
+    finally:
+        lease.release()
+
+
+async def detokenize(request: Request) -> Response:
+    """The text of token ids."""
+    service = service_of(request)
+    body = await read_json(request, DetokenizeRequest, service.settings)
+    lease = await service.lease(request, body.model)
+    try:
+        text = await asyncio.to_thread(lease.llm.tokenizer.decode, body.tokens, skip_special=False)
+        return json_response({"content": text})
+    finally:
+        lease.release()
+
+
+async def apply_template(request: Request) -> Response:
+    """The prompt that a chat becomes, as text."""
+    service = service_of(request)
+    body = await read_json(request, TemplateRequest, service.settings)
+    lease = await service.lease(request, body.model)
+    try:
+        messages = template_messages(body.messages)
+        text = await asyncio.to_thread(
+            lease.llm.render_chat, messages, add_generation_prompt=body.add_generation_prompt
+        )
+        return json_response({"prompt": text})
+    finally:
+        lease.release()
+
+
+async def count_chat_tokens(request: Request) -> Response:
+    """How many tokens the prompt of a chat has, for those who want to know before they ask."""
+    service = service_of(request)
+    body = await read_json(request, TemplateRequest, service.settings)
+    lease = await service.lease(request, body.model)
+    try:
+        count = await asyncio.to_thread(lease.llm.count_chat_tokens, template_messages(body.messages))
+        return json_response({"object": "input_tokens", "input_tokens": count})
+    finally:
+        lease.release()
