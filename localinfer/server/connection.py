@@ -17,8 +17,6 @@ from localinfer.server.settings import ServerSettings
 from localinfer.server.sockets import has_unix_sockets
 from localinfer.server.wire_errors import ApiError
 
-MAX_HEADER_BYTES = 32 << 10
-
 
 class Connection(H11Protocol):
     """uvicorn's protocol for HTTP/1.1 with the limits of `settings`, which a subclass made by `limited` carries."""

@@ -19,6 +19,7 @@ from localinfer.server.settings import LOOPBACK_NAMES, ServerSettings
 from localinfer.server.wire_errors import ApiError
 
 _HOST = re.compile(r"(?:\[(?P<bracketed>[0-9a-fA-F:.]+)\]|(?P<name>[A-Za-z0-9._-]+))(?::\d{1,5})?")
+MAX_HEADER_BYTES = 32 << 10
 _METHODS = "GET, POST, DELETE, OPTIONS"
 IS_UNIX_SOCKET = "is_unix_socket"
 """Set in the state of a request that came through the Unix socket, whose folder guards it."""
@@ -63,6 +64,7 @@ class Gate:
         await app(scope, receive, send_marked)
 
     def _check(self, scope: Scope, headers: Headers) -> None:
+        _check_message(scope, headers)
         hosts = headers.getlist("host")
         if len(hosts) != 1 or not self._is_allowed_host(hosts[0]):
             raise ApiError(
@@ -133,6 +135,20 @@ class Gate:
             if self._settings.allows_private_network and headers.get("access-control-request-private-network"):
                 granted["access-control-allow-private-network"] = "true"
         return granted
+
+
+def _check_message(scope: Scope, headers: Headers) -> None:
+    """Refuse what two programs on the way might understand differently, and heads that are too long."""
+    num_bytes = sum(len(name) + len(value) for name, value in scope["headers"])
+    if scope["http_version"] not in ("1.0", "1.1"):
+        found = f"the version of HTTP is {scope['http_version']}; use 1.1"
+    elif num_bytes > MAX_HEADER_BYTES:
+        found = f"the headers have {num_bytes:,} bytes; send at most {MAX_HEADER_BYTES:,}"
+    elif "content-length" in headers and "transfer-encoding" in headers:
+        found = "the body has a length and comes in chunks; give one of Content-Length and Transfer-Encoding"
+    else:
+        return
+    raise ApiError(400, found, code="bad_http", headers={"connection": "close"})
 
 
 def _is_address(name: str) -> bool:

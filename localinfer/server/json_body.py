@@ -43,7 +43,7 @@ def decode_json(body: bytes, record: type[Record]) -> Record:
         return msgspec.json.decode(body, type=record)
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at ")
-        name = path.strip("`").removeprefix("$").removeprefix(".")
+        name = path.rpartition("`$")[2].strip("`").removeprefix(".")
         raise ApiError(400, f"{name or 'the body'}: {message}", param=name or None) from None
     except (msgspec.DecodeError, UnicodeDecodeError, ValueError, RecursionError) as error:
         found = "empty" if not body.strip() else f"not JSON ({error})"

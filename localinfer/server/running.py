@@ -12,7 +12,8 @@ import uvicorn
 
 from localinfer.errors import BackendUnavailableError
 from localinfer.server.app import make_app
-from localinfer.server.connection import MAX_HEADER_BYTES, Connection
+from localinfer.server.connection import Connection
+from localinfer.server.gate import MAX_HEADER_BYTES
 from localinfer.server.meters import Meters
 from localinfer.server.model_registry import ModelRegistry
 from localinfer.server.service import Service

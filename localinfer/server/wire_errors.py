@@ -107,5 +107,7 @@ def to_api_error(error: BaseException, request_id: str = "") -> ApiError:
 
 def _named_option(message: str) -> str | None:
     """The option that a message of the engine begins with, as in "top_p is 7; it must be ..."."""
-    name = message.partition(" ")[0]
-    return name if message[len(name) :].startswith(" is ") and name.replace("_", "").isalnum() else None
+    from localinfer.text_stream import GenerationOptions
+
+    name = message.partition(" ")[0].partition("[")[0]
+    return name if name in GenerationOptions.__annotations__ else None

@@ -54,7 +54,7 @@ class ServedModel:
             return read_all(connection)
 
 
-def read_all(connection: socket.socket, seconds: float = 5.0) -> bytes:
+def read_all(connection: socket.socket, seconds: float = 1.2) -> bytes:
     received = bytearray()
     connection.settimeout(seconds)
     try:
