@@ -8,11 +8,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localinfer.server.chat_messages import Messages, template_messages
+from localinfer.server.constraint_fields import ConstraintFields
 from localinfer.server.event_stream import DONE, PING, EventStream, data_frame
 from localinfer.server.json_body import read_json
 from localinfer.server.reply import End, Reply, Silence, TextPlan, Token
 from localinfer.server.routing import service_of
-from localinfer.server.sampling_fields import Count, Prediction, SamplingFields, StreamOptions, TextCount, seeded
+from localinfer.server.sampling_fields import Count, Prediction, StreamOptions, TextCount, seeded
 from localinfer.server.service import unless_gone
 from localinfer.server.usage import timings, usage
 from localinfer.server.wire_errors import json_response, to_api_error
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from localinfer.llm import LLM
 
 
-class ChatRequest(SamplingFields, kw_only=True):
+class ChatRequest(ConstraintFields, kw_only=True):
     """The members of a chat completion request that are read; all others are ignored."""
 
     messages: Messages
@@ -41,6 +42,9 @@ class ChatRequest(SamplingFields, kw_only=True):
             options["max_tokens"] = limit
         if self.prediction is not None:
             options["prediction"] = self.prediction.text()
+        constraint = self.constraint()
+        if constraint is not None:
+            options["constraint"] = constraint
         return options
 
 

@@ -8,13 +8,14 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
+from localinfer.server.constraint_fields import ConstraintFields
 from localinfer.server.event_stream import DONE, PING, EventStream, data_frame
 from localinfer.server.fill_in import fill_prompt
 from localinfer.server.json_body import read_json
 from localinfer.server.prompts import Prompts, split_prompts
 from localinfer.server.reply import End, Reply, Silence, TextPlan, Token
 from localinfer.server.routing import service_of
-from localinfer.server.sampling_fields import MAX_TEXTS, Prediction, SamplingFields, StreamOptions, TextCount, seeded
+from localinfer.server.sampling_fields import MAX_TEXTS, Prediction, StreamOptions, TextCount, seeded
 from localinfer.server.service import unless_gone
 from localinfer.server.usage import timings, usage
 from localinfer.server.wire_errors import json_response, to_api_error
@@ -27,7 +28,7 @@ _DEFAULT_TOKENS = 16
 _MOST_PROMPTS = 64
 
 
-class CompletionRequest(SamplingFields, kw_only=True):
+class CompletionRequest(ConstraintFields, kw_only=True):
     """The members of a completion request that are read; all others are ignored."""
 
     prompt: Prompts
@@ -46,6 +47,9 @@ class CompletionRequest(SamplingFields, kw_only=True):
         options = {**self.options(), "max_tokens": self.max_tokens}
         if self.prediction is not None:
             options["prediction"] = self.prediction.text()
+        constraint = self.constraint()
+        if constraint is not None:
+            options["constraint"] = constraint
         return options
 
 

@@ -6,6 +6,7 @@ import msgspec
 from msgspec import Meta
 
 from localinfer.server.chat_messages import ChatMessage, FunctionCall, Role, ToolCall
+from localinfer.server.constraint_fields import ResponseFormat
 from localinfer.server.reply import Reply
 from localinfer.server.sampling_fields import Count, SamplingFields
 from localinfer.server.wire_errors import ApiError
@@ -25,12 +26,19 @@ class InputItem(msgspec.Struct):
     output: str | list[dict[str, Any]] | None = None
 
 
+class TextSettings(msgspec.Struct):
+    """The form of the reply."""
+
+    format: ResponseFormat | None = None
+
+
 class ResponsesRequest(SamplingFields, kw_only=True):
     """The members of a responses request that are read; all others are ignored."""
 
     input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=10_000)]
     model: str | None = None
     instructions: str | None = None
+    text: TextSettings | None = None
     stream: bool | None = None
     max_output_tokens: Count | None = None
     previous_response_id: str | None = None
@@ -57,6 +65,8 @@ class ResponsesRequest(SamplingFields, kw_only=True):
         options = self.options()
         if self.max_output_tokens is not None:
             options["max_tokens"] = self.max_output_tokens
+        if self.text is not None and self.text.format is not None:
+            options["constraint"] = self.text.format.constraint("text.format")
         if self.truncation == "auto":
             options["context_shift"] = True
         return options
@@ -117,7 +127,7 @@ def response_object(
         "reasoning": {"effort": None, "summary": None},
         "store": False,
         "temperature": body.temperature,
-        "text": {"format": {"type": "text"}},
+        "text": {"format": _format(body)},
         "tool_choice": "auto",
         "tools": [],
         "top_p": body.top_p,
@@ -125,6 +135,14 @@ def response_object(
         "usage": usage,
         "metadata": body.metadata or {},
     }
+
+
+def _format(body: ResponsesRequest) -> dict[str, Any]:
+    found = None if body.text is None else body.text.format
+    if found is None:
+        return {"type": "text"}
+    named = {"name": found.name or "reply", "schema": found.schema, "strict": True}
+    return {"type": found.type, **(named if found.type == "json_schema" else {})}
 
 
 def responses_usage(usage: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from localinfer.errors import (
     ClosedError,
+    ConstraintError,
     ContextLengthError,
     LocalinferError,
     ModelFileError,
@@ -89,6 +90,9 @@ def to_api_error(error: BaseException, request_id: str = "") -> ApiError:
             return ApiError(400, str(error), code="context_length_exceeded", param="messages", facts=facts)
         case TemplateError():
             return ApiError(400, str(error), param="messages")
+        case ConstraintError():
+            facts = {} if error.keyword is None else {"keyword": error.keyword}
+            return ApiError(400, str(error), code="unsupported_schema", param="response_format", facts=facts)
         case RequestError():
             return ApiError(400, str(error), param=_named_option(str(error)))
         case OutOfMemoryError():

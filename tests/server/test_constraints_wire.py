@@ -1,0 +1,126 @@
+"""Replies of a form: JSON objects, schemas in every wrapper, grammars, and what cannot be enforced."""
+
+import json
+import re
+
+import pytest
+from conftest import STORY
+from event_frames import post_stream, text_of
+
+PATH = "/v1/chat/completions"
+BODY = {"messages": STORY, "max_tokens": 60, "temperature": 0.8, "seed": 1}
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["Tom", "Lily"]}, "age": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+def reply_of(client, **members) -> str:
+    response = client.post(PATH, json={**BODY, **members})
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "pet", "schema": SCHEMA, "strict": True}}},
+        {"response_format": {"type": "json_schema", "schema": SCHEMA}},
+        {"response_format": {"type": "json_object", "schema": SCHEMA}},
+        {"json_schema": SCHEMA},
+    ],
+    ids=["wrapped", "beside", "object", "own"],
+)
+def test_schema_holds_in_every_wrapper(tcp, form):
+    found = json.loads(reply_of(tcp, **form))
+    assert found["name"] in ("Tom", "Lily")
+    assert 1 <= found["age"] <= 9
+
+
+def test_streamed_json_is_the_whole_json(http):
+    form = {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}
+    assert text_of(post_stream(http, PATH, {**BODY, **form})) == reply_of(http, **form)
+
+
+def test_any_json_object_is_an_object_or_unfinished(tcp):
+    assert reply_of(tcp, response_format={"type": "json_object"}).startswith("{")
+
+
+def test_grammar_and_regular_expression_hold(tcp):
+    assert reply_of(tcp, grammar='root ::= "yes" | "no"') in ("yes", "no")
+    assert re.fullmatch("[0-9]{3}-[ab]", reply_of(tcp, regex="[0-9]{3}-[ab]"))
+
+
+def test_plain_text_is_no_form(tcp):
+    assert reply_of(tcp, response_format={"type": "text"}) == reply_of(tcp)
+
+
+def test_responses_and_completions_take_forms_too(tcp):
+    body = {"input": "Tell me a story.", "max_output_tokens": 60}
+    form = {"format": {"type": "json_schema", "name": "pet", "schema": SCHEMA, "strict": True}}
+    reply = tcp.post("/v1/responses", json={**body, "text": form}).json()
+    assert json.loads(reply["output"][0]["content"][0]["text"])["name"] in ("Tom", "Lily")
+    assert reply["text"]["format"]["type"] == "json_schema"
+    reply = tcp.post("/v1/completions", json={"prompt": "A pet: ", "max_tokens": 60, "json_schema": SCHEMA}).json()
+    assert set(json.loads(reply["choices"][0]["text"])) == {"name", "age"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "keyword"),
+    [
+        ({"not": {"type": "string"}}, "not"),
+        ({"type": "array", "items": {"type": "string"}, "uniqueItems": True}, "uniqueItems"),
+        ({"$ref": "http://127.0.0.1:9/schema.json"}, None),
+        ({"type": "array", "minItems": 10**9}, "minItems"),
+        ({"type": "string", "pattern": "(?=a)b"}, None),
+        ({"enum": []}, "enum"),
+        ({"type": "nonsense"}, None),
+    ],
+    ids=lambda value: json.dumps(value)[:40],
+)
+def test_what_cannot_be_enforced_is_refused_by_its_keyword(tcp, schema, keyword):
+    form = {"type": "json_schema", "json_schema": {"schema": schema}}
+    response = tcp.post(PATH, json={**BODY, "stream": True, "response_format": form})
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["param"]) == (400, "unsupported_schema", "response_format")
+    if keyword is not None:
+        assert error["keyword"] == keyword
+        assert keyword in error["message"]
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"response_format": {"type": "json_schema"}},
+        {"response_format": {"type": "xml"}},
+        {"response_format": {}},
+        {"grammar": "root ::= missing"},
+        {"regex": "(?=a)"},
+        {"regex": "a", "grammar": 'root ::= "a"'},
+        {"response_format": {"type": "json_object"}, "regex": "a"},
+        {"json_schema": {"enum": ["x" * 1000] * 300}},
+    ],
+    ids=lambda form: json.dumps(form)[:40],
+)
+def test_forms_that_mean_nothing_are_refused(tcp, form):
+    assert tcp.post(PATH, json={**BODY, **form}).status_code == 400
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#"},
+        {"enum": [f"word {index}" for index in range(10_000)]},
+        {"type": "string", "pattern": "((a+)+)+"},
+        {"$defs": {str(i): {"anyOf": [{"$ref": f"#/$defs/{i + 1}"}] * 2} for i in range(12)} | {"12": {"type": "null"}}}
+        | {"$ref": "#/$defs/0"},
+        {"allOf": [{"type": "string"}, {"type": "null"}]},
+    ],
+    ids=["self", "enum", "pattern", "doublings", "unsatisfiable"],
+)
+def test_costly_schemas_end(tcp, schema):
+    form = {"type": "json_schema", "json_schema": {"schema": schema}}
+    response = tcp.post(PATH, json={**BODY, "max_tokens": 8, "response_format": form})
+    assert response.status_code in (200, 400), response.text
