@@ -55,6 +55,14 @@ if TYPE_CHECKING:
     metavar="N",
     help="Texts generated and waiting at one time.",
 )
+@click.option(
+    "--shutdown-seconds",
+    type=click.FloatRange(min=0),
+    default=5,
+    show_default=True,
+    metavar="SECONDS",
+    help="What running replies get to finish when the server ends.",
+)
 @click.option("--verbose", is_flag=True, help="Log each request, without its text, on stderr.")
 def serve_command(
     options: ModelOptions,
@@ -119,6 +127,7 @@ def _settings(
     allow_private_network: bool,
     strict_model: bool,
     max_generations: int,
+    shutdown_seconds: float,
 ) -> "ServerSettings":
     from localinfer.server.settings import ServerSettings
     from localinfer.server.sockets import default_socket_path
@@ -133,6 +142,7 @@ def _settings(
         allows_private_network=allow_private_network,
         strict_model=strict_model,
         max_generations=max_generations,
+        shutdown_seconds=shutdown_seconds,
     )
 
 

@@ -86,8 +86,8 @@ def to_api_error(error: BaseException, request_id: str = "") -> ApiError:
         case ApiError():
             return error
         case ContextLengthError():
-            facts = {"n_prompt_tokens": error.num_tokens, "n_ctx": error.context_length}
-            return ApiError(400, str(error), code="context_length_exceeded", param="messages", facts=facts)
+            sizes = {"n_prompt_tokens": error.num_tokens, "n_ctx": error.context_length}
+            return ApiError(400, str(error), code="context_length_exceeded", param="messages", facts=sizes)
         case TemplateError():
             return ApiError(400, str(error), param="messages")
         case ConstraintError():

@@ -1,0 +1,139 @@
+"""Several models by name: loaded when asked for, unloaded when idle, and refused when they do not fit."""
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from conftest import MODEL, STORY, serving
+
+import localinfer
+from localinfer.errors import OutOfMemoryError, RequestError
+from localinfer.server.model_memory import MemoryNeed, measure_need
+from localinfer.server.model_registry import ModelSource, find_models, model_source
+from localinfer.server.settings import ServerSettings
+
+SETTINGS = ServerSettings(port=0)
+PATH = "/v1/chat/completions"
+BODY = {"messages": STORY, "max_tokens": 2, "temperature": 0}
+
+
+class CountingLoader:
+    """Loads the demo model under any name, slowly, and remembers for which."""
+
+    def __init__(self) -> None:
+        self.loaded: list[str] = []
+
+    def __call__(self, source: ModelSource) -> localinfer.LLM:
+        self.loaded.append(source.id)
+        time.sleep(0.1)
+        return localinfer.load(source.path, threads=1, kv_memory=32 << 20)
+
+
+def sources(*names: str) -> list[ModelSource]:
+    return [ModelSource(name, MODEL.path, MODEL.created) for name in names]
+
+
+def test_models_are_loaded_when_asked_for_and_once(runtime_folder):
+    loader = CountingLoader()
+    with serving(SETTINGS, sources=sources("first", "second"), load=loader) as running, running.client() as client:
+        assert client.get("/health").status_code == 200
+        listed = client.get("/v1/models").json()["data"]
+        assert [(card["id"], card["meta"]["loaded"]) for card in listed] == [("first", False), ("second", False)]
+        client.get("/metrics")
+        assert loader.loaded == []
+        asking = [
+            threading.Thread(target=lambda: client.post(PATH, json={**BODY, "model": "second"})) for _ in range(4)
+        ]
+        for thread in asking:
+            thread.start()
+        for thread in asking:
+            thread.join()
+        assert loader.loaded == ["second"]
+        assert client.post(PATH, json=BODY).json()["model"] == "first"
+        for path, body in (
+            (PATH, BODY),
+            ("/v1/completions", {"prompt": "a"}),
+            ("/v1/messages", BODY),
+            ("/v1/responses", {"input": "a"}),
+            ("/tokenize", {"content": "a"}),
+        ):
+            refused = client.post(path, json={**body, "model": "third"})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
+        assert client.get("/v1/models/third").status_code == 404
+
+
+def test_idle_models_are_unloaded_and_wake_again(runtime_folder):
+    loader = CountingLoader()
+    with (
+        serving(SETTINGS, sources=sources("only"), load=loader, idle_unload_seconds=0.2) as running,
+        running.client() as client,
+    ):
+        text = client.post(PATH, json=BODY).json()["choices"][0]["message"]["content"]
+        deadline = time.monotonic() + 10
+        while client.get("/v1/models/only").json()["meta"]["loaded"] and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert loader.loaded == ["only"]
+        assert client.post(PATH, json=BODY).json()["choices"][0]["message"]["content"] == text
+        assert loader.loaded == ["only", "only"]
+
+
+def test_model_that_does_not_fit_is_refused_with_the_numbers(runtime_folder):
+    loader = CountingLoader()
+    options = {"sources": sources("only"), "load": loader, "memory_limit": 1 << 20}
+    with serving(SETTINGS, **options) as running, running.client() as client:
+        response = client.post(PATH, json=BODY)
+        error = response.json()["error"]
+        assert (response.status_code, error["code"]) == (503, "insufficient_memory")
+        assert response.headers["x-should-retry"] == "false"
+        assert "bytes" in error["message"]
+        assert loader.loaded == []
+
+
+def test_idle_model_makes_room_for_another(runtime_folder):
+    loader = CountingLoader()
+    limit = measure_need(MODEL.path, "f16").fixed_bytes * 3 // 2
+    options = {"sources": sources("first", "second"), "load": loader, "memory_limit": limit}
+    with serving(SETTINGS, **options) as running, running.client() as client:
+        client.post(PATH, json={**BODY, "model": "first"})
+        client.post(PATH, json={**BODY, "model": "second"})
+        loaded = {card["id"]: card["meta"]["loaded"] for card in client.get("/v1/models").json()["data"]}
+        assert loaded == {"first": False, "second": True}
+
+
+def test_unknown_names_are_refused_where_asked_to(runtime_folder):
+    with serving(ServerSettings(port=0, strict_model=True)) as running, running.client() as client:
+        assert client.post(PATH, json={**BODY, "model": "gpt-4o"}).status_code == 404
+        assert client.post(PATH, json={**BODY, "model": "openai/demo"}).status_code == 200
+        assert client.post(PATH, json=BODY).status_code == 200
+
+
+def test_need_names_the_largest_context_that_fits():
+    need = MemoryNeed(fixed_bytes=1000, bytes_per_token=10, context_length=4096)
+    need.check("m", 1000 + 10 * 4096, wanted_context=4096)
+    assert need.largest_context(1000 + 10 * 600) == 600
+    with pytest.raises(OutOfMemoryError, match="at most 600 tokens"):
+        need.check("m", 1000 + 10 * 600, wanted_context=4096)
+    with pytest.raises(OutOfMemoryError, match="smaller model"):
+        need.check("m", 900, wanted_context=None)
+
+
+def test_names_of_models_come_from_their_files(tmp_path: Path):
+    for name in ("a.gguf", "b-00001-of-00002.gguf", "b-00002-of-00002.gguf", "notes.txt"):
+        (tmp_path / name).write_bytes(b"")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "config.json").write_text("{}")
+    (tmp_path / "empty").mkdir()
+    assert [source.id for source in find_models(tmp_path)] == ["a", "b", "folder"]
+    assert model_source(tmp_path / "b-00002-of-00002.gguf") is None
+
+
+def test_folders_without_models_and_with_two_of_a_name_are_refused(tmp_path: Path):
+    with pytest.raises(RequestError, match="holds no model"):
+        find_models(tmp_path)
+    (tmp_path / "a.gguf").write_bytes(b"")
+    (tmp_path / "a-00001-of-00001.gguf").write_bytes(b"")
+    with pytest.raises(RequestError, match="one name"):
+        find_models(tmp_path)
+    with pytest.raises(RequestError, match="not a folder"):
+        find_models(tmp_path / "missing")

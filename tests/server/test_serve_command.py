@@ -1,0 +1,123 @@
+"""The command as people run it: in a process of its own, ended by signals, and killed."""
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from conftest import STORY
+
+from localinfer.cli import EXIT_BAD_INPUT, main
+from localinfer.server.sockets import has_unix_sockets
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals and sockets of Unix")
+PATH = "/v1/chat/completions"
+ENDLESS = {"messages": STORY, "ignore_eos": True, "context_shift": True, "max_tokens": 1 << 20, "stream": True}
+
+
+@contextmanager
+def serve(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen, str]]:
+    """Run `localinfer serve`; yield the process and its address by TCP."""
+    words = ["serve", "--port", "0", "--socket", str(folder / "s.sock"), "--threads", "1", "--idle-unload", "0"]
+    words += ["--disk-cache-folder", str(folder), *options]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "localinfer", *words], stderr=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL
+    )
+    try:
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        found = re.search(r"http://127\.0\.0\.1:\d+", line)
+        assert found, line + process.stderr.read()
+        yield process, found[0]
+    finally:
+        process.kill()
+        process.wait(10)
+        process.stderr.close()
+
+
+def ask(url: str, messages: list[dict], **members) -> dict:
+    response = httpx.post(f"{url}{PATH}", json={"messages": messages, "temperature": 0, **members}, timeout=30)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def test_conversations_go_on_from_disk_after_a_kill(runtime_folder):
+    folder = runtime_folder / "killed"
+    folder.mkdir(mode=0o700)
+    question = [{"role": "user", "content": "Tell me a story about a little girl and her cat. " * 12}]
+    with serve(folder) as (process, url):
+        first = ask(url, question, max_tokens=40)
+        reply = first["choices"][0]["message"]
+        chat = [*question, {"role": "assistant", "content": reply["content"]}, {"role": "user", "content": "Go on."}]
+        with httpx.Client(timeout=30) as client, client.stream("POST", f"{url}{PATH}", json=ENDLESS) as response:
+            next(response.iter_lines())
+            # Under load; what went idle is written after half a second.
+            time.sleep(1.5)
+            process.send_signal(signal.SIGKILL)
+            process.wait(10)
+        assert (folder / "s.sock").exists()
+    with serve(folder) as (process, url):
+        again = ask(url, chat, max_tokens=20)
+        cached = again["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached > first["usage"]["prompt_tokens"] // 2
+        without = folder / "cold"
+        without.mkdir(mode=0o700)
+    with serve(without, "--no-disk-cache") as (process, url):
+        assert ask(url, chat, max_tokens=20)["choices"] == again["choices"]
+
+
+def test_terminated_server_tells_its_streams_and_takes_its_socket_along(runtime_folder):
+    folder = runtime_folder / "ended"
+    folder.mkdir(mode=0o700)
+    with serve(folder, "--shutdown-seconds", "0.3") as (process, url):
+        with httpx.Client(timeout=30) as client, client.stream("POST", f"{url}{PATH}", json=ENDLESS) as response:
+            lines = response.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "shutting_down"
+        assert process.wait(15) == 0
+        assert not (folder / "s.sock").exists()
+
+
+def test_second_server_of_a_socket_is_refused(runtime_folder):
+    folder = runtime_folder / "second"
+    folder.mkdir(mode=0o700)
+    with serve(folder, "--no-disk-cache") as (_, url):
+        words = ["serve", "--no-tcp", "--socket", str(folder / "s.sock")]
+        assert main(words) == EXIT_BAD_INPUT
+        assert httpx.get(f"{url}/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--host", "0.0.0.0"], "token"),
+        (["-m", "missing.gguf"], "missing.gguf"),
+        (["--models", "missing"], "missing"),
+        (["--socket", "/" + "x" * 200 + "/s.sock"], "shorter"),
+        (["--token-file", "missing"], "missing"),
+        (["--allow-origin", "*"], "origin"),
+    ],
+)
+def test_wrong_options_end_in_one_line(runtime_folder, capsys, words, told):
+    place = [] if "--socket" in words else ["--socket", str(runtime_folder / "wrong.sock")]
+    assert main(["serve", "--port", "0", *place, *words]) == EXIT_BAD_INPUT
+    assert told in capsys.readouterr().err
+
+
+def test_taken_port_ends_in_one_line(runtime_folder, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        words = ["serve", "--port", str(taken.getsockname()[1]), "--socket", str(runtime_folder / "taken.sock")]
+        assert main(words) == EXIT_BAD_INPUT
+    assert "--port" in capsys.readouterr().err
+    assert not (runtime_folder / "taken.sock").exists() or not has_unix_sockets()
