@@ -65,7 +65,10 @@ def test_core_install_needs_no_torch():
 
 
 def test_public_names_are_the_documented_ones():
-    assert sorted(localinfer.__all__) == ["Completion", "LLM", "errors", "load", "load_tokenizer"]
+    assert set(localinfer.__all__) == {
+        *("LLM", "Completion", "load", "load_tokenizer", "errors"),
+        *("JsonObject", "JsonSchema", "Regex", "Grammar"),
+    }
     assert dir(localinfer) == sorted(localinfer.__all__)
     for name in localinfer.__all__:
         assert getattr(localinfer, name) is not None
