@@ -48,7 +48,14 @@ class ChatTokenizer(TokenText, Protocol):
 class SegmentTemplate(Protocol):
     """What rendering a chat asks of a template."""
 
-    def render_segments(self, messages: Sequence[Mapping[str, Any]], spellings: SpellingFinder) -> Segments: ...
+    def render_segments(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        spellings: SpellingFinder,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> Segments: ...
 
 
 @dataclass(frozen=True)
@@ -94,12 +101,19 @@ class ChatHistory:
         self._chats: deque[AnsweredChat] = deque(maxlen=_MOST_CHATS)
         self._prefixes: OrderedDict[str, list[int]] = OrderedDict()
 
-    def encode(self, messages: Sequence[Mapping[str, Any]]) -> EncodedChat:
-        """Render messages and return the ids of the prompt.
+    def encode(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> EncodedChat:
+        """Render messages and return the ids of the prompt; tools, variables: what else the template is told.
 
         Raises: TemplateError and RequestError as `ChatTemplate.encode`.
         """
-        segments = self._template.render_segments(messages, self._tokenizer.special_spellings)
+        segments = self._template.render_segments(
+            messages, self._tokenizer.special_spellings, tools=tools, **(variables or {})
+        )
         text = "".join(segment for segment, _ in segments)
         closed = _closed_spans(segments)
         with self._lock:

@@ -6,13 +6,14 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, Unpack, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.beam_search import Beam, search_beams
 from localinfer.chat_history import ChatHistory
+from localinfer.chat_reply import ReplyFormats, ReplyOptions
 from localinfer.constraint_compiler import ConstraintCompiler
 from localinfer.engine import Engine, EngineModel
 from localinfer.errors import BackendUnavailableError, ModelFileError, RequestError, SessionFileError
@@ -38,6 +39,10 @@ class BeamCompletion(NamedTuple):
 
     text: str
     beam: Beam
+
+
+class ChatOptions(GenerationOptions, ReplyOptions, total=False):
+    """Keyword options of `chat` and `stream_chat`: those of GenerationOptions and of ReplyOptions."""
 
 
 class LoadedModel(EngineModel, Protocol):
@@ -78,7 +83,9 @@ class LLM:
             self._constraints = ConstraintCompiler(model.tokenizer, self._engine.vocab_size)
         self._chat_history: ChatHistory | None = None
         if model.chat_template is not None and model.tokenizer is not None:
+            assert self._constraints is not None, "there is a tokenizer"
             self._chat_history = ChatHistory(model.chat_template, model.tokenizer)
+            self._replies = ReplyFormats(model.chat_template, model.tokenizer, self._constraints)
         self._identity = identity
         self._session_lock = threading.Lock()
         self._disk = (
@@ -128,31 +135,49 @@ class LLM:
             constraints=self._constraints,
         )
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[GenerationOptions]) -> Completion:
+    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]) -> Completion:
         """Answer a conversation: messages with `role` and `content`, put into the model's own chat template.
 
+        options: see GenerationOptions, and ReplyOptions for tools and reasoning. Former calls come back as messages in
+        OpenAI's shape: the assistant's `tool_calls`, and a message of role "tool" with the `tool_call_id` of each.
         A reply that comes back among the messages keeps the token ids it was generated with, so that nothing before
         the newest message is computed again.
         Raises: TemplateError if the template refuses the messages; else as `complete`.
         """
         return self.stream_chat(messages, **options).finish()
 
-    def stream_chat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[GenerationOptions]) -> TextStream:
+    def stream_chat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]) -> TextStream:
         """Answer a conversation like `chat`, and yield an event per token as it comes; closing the stream cancels."""
         template, history = self._model.chat_template, self._chat_history
         if template is None or history is None:
             raise RequestError("the model file has no tokenizer, so it cannot chat; give complete() token ids")
 
+        values: dict[str, Any] = dict(options)
+        request = self._replies.request(
+            cast(ReplyOptions, {name: values.pop(name) for name in ReplyOptions.__annotations__ if name in values})
+        )
+
         def encode() -> EncodedPrompt:
             if self._disk is not None:
                 self._disk.wait_until_open()
-            chat = history.encode(_check_messages(messages))
+            chat = history.encode(
+                request.messages(_check_messages(messages)), request.template_tools or None, request.variables
+            )
             return EncodedPrompt(
-                chat.token_ids, chat.system_tokens, chat.history, lambda reply_ids: history.remember(chat, reply_ids)
+                chat.token_ids,
+                chat.system_tokens,
+                chat.history,
+                lambda reply_ids: history.remember(chat, reply_ids),
+                request.format_after(chat.text),
             )
 
         return TextStream(
-            self._engine, self._model.tokenizer, encode, options, template.stop_strings, self._constraints
+            self._engine,
+            self._model.tokenizer,
+            encode,
+            cast(GenerationOptions, values),
+            template.stop_strings,
+            self._constraints,
         )
 
     def complete_many(
@@ -181,7 +206,7 @@ class LLM:
         *,
         n: int,
         best_of: int | None = None,
-        **options: Unpack[GenerationOptions],
+        **options: Unpack[ChatOptions],
     ) -> list[Completion]:
         """Answer a conversation in `n` ways; see `complete_many`."""
         return complete_many(lambda one: self.stream_chat(messages, **one), options, n=n, best_of=best_of)
@@ -411,7 +436,8 @@ def _check_messages(messages: object) -> Sequence[Mapping[str, Any]]:
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise RequestError(f"messages are {messages!r:.60}; give a list of at least one, like {_MESSAGE}")
     for index, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
+        is_whole = isinstance(message, Mapping) and ("content" in message or message.get("tool_calls"))
+        if not is_whole or not isinstance(message.get("role"), str):
             raise RequestError(f"message {index} is {message!r:.60}; give each a role and content, like {_MESSAGE}")
     return messages
 

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,10 +15,13 @@ from localinfer.errors import RequestError
 from localinfer.models.stop_matcher import StopMatcher
 from localinfer.models.stream_decoder import StreamDecoder
 from localinfer.prefix_cache import CacheUse
+from localinfer.reply_parser import ReplyParser, ReplyPiece
 from localinfer.sampling import SamplingParams, TokenLogprobs, TokenMask
 from localinfer.speculation import SpeculationRecord
+from localinfer.tool_calls import ToolCall, ToolCallDelta, joined_calls
 
 if TYPE_CHECKING:
+    from localinfer.chat_reply import ReplyFormat
     from localinfer.constraint_compiler import ConstraintCompiler
     from localinfer.models.tokenizer import Tokenizer
 
@@ -27,7 +30,8 @@ class GenerationOptions(TypedDict, total=False):
     """Keyword options of `complete`, `stream`, `chat` and `stream_chat`.
 
     max_tokens: most tokens to add; None, the default, sets no limit but the end of the context.
-    stop: a text or several that end the completion; the stop text itself is left out.
+    stop: a text or several that end the completion; the stop text itself is left out. In a chat they are looked for in
+        the content only, not in reasoning or tool calls.
     ignore_eos: go on past end tokens.
     context_shift: where the context ends, go on with the system message and the recent half of the rest, instead of
         ending (or, for a prompt, refusing); `stats.dropped_tokens` says how much was left out.
@@ -35,7 +39,8 @@ class GenerationOptions(TypedDict, total=False):
     prediction: text, or token ids, that the completion is likely to have, such as the file to be edited: where it has,
         the completion comes faster. It changes speed only, and nothing where speculation is off.
     constraint: what the completion has to be: a JsonObject, JsonSchema, Regex or Grammar of `localinfer.constraint`. It
-        then ends with an end token, or incomplete at max_tokens; penalties, seeds and drafts work as ever.
+        then ends with an end token, or incomplete at max_tokens; penalties, seeds and drafts work as ever. In a chat it
+        counts for the content, after the reasoning; the model may still call a tool instead.
     dry_sequence_breakers: texts whose tokens no repetition goes across, for dry_multiplier; special tokens are
         breakers always. Without them: a new line, a colon, a quotation mark and an asterisk.
     The rest is described, with its defaults, at `localinfer.sampling.SamplingParams`.
@@ -75,6 +80,9 @@ class GenerationOptions(TypedDict, total=False):
     logprobs: int | None
     seed: int | None
 
+
+CompletionEnd = FinishReason | Literal["tool_calls"]
+"""As the engine's, and tool_calls: an end token after at least one whole tool call."""
 
 _DRY_BREAKERS = ("\n", ":", '"', "*")
 _SAMPLING_NAMES = frozenset(field.name for field in fields(SamplingParams))
@@ -116,26 +124,30 @@ class EncodedPrompt:
     """A prompt as token ids, and what is known about it.
 
     system_tokens: ids at the start that other prompts share. history: int32, the ids of the chat's former turn, which
-    this prompt should begin with. remember: is told the ids sampled, at the end.
+    this prompt should begin with. remember: is told the ids sampled, at the end. reply: how the reply to a chat is
+    constrained and read.
     """
 
     token_ids: Sequence[int] | NDArray[np.integer]
     system_tokens: int = 0
     history: NDArray[np.int32] | None = None
     remember: Callable[[list[int]], None] | None = None
+    reply: "ReplyFormat | None" = None
 
 
 class StreamEvent(NamedTuple):
     """One sampled token, and the text that became certain with it: often a word, "" inside a character or stop text.
 
-    finish_reason is None but for the last event; then "stop" for an end token or stop text, else "length". logprobs:
-    where the option asks for them.
+    finish_reason is None but for the last event. logprobs: where the option asks for them. reasoning, tool_calls: of a
+    chat, what became certain of these; their markers are in no text.
     """
 
     text: str
     token_id: int
-    finish_reason: FinishReason | None
+    finish_reason: CompletionEnd | None
     logprobs: TokenLogprobs | None = None
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -143,15 +155,18 @@ class Completion:
     """A finished generation.
 
     text: without end token and stop text. token_ids: every token sampled, those included. finish_reason: "stop" for an
-    end token or stop text, "length" for max_tokens or the end of the context. logprobs: one for each of token_ids,
-    where the option asks for them.
+    end token or stop text, "length" for max_tokens or the end of the context, "tool_calls" for an end after calls.
+    reasoning, tool_calls: of a chat; a call that was cut short is the last one, its arguments no whole JSON.
+    logprobs: one for each of token_ids, where the option asks for them.
     """
 
     text: str
     token_ids: list[int]
-    finish_reason: FinishReason
+    finish_reason: CompletionEnd
     stats: Stats
     logprobs: list[TokenLogprobs] | None = None
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 class TextStream(Iterator[StreamEvent]):
@@ -190,9 +205,9 @@ class TextStream(Iterator[StreamEvent]):
             raise RequestError("the model file has no tokenizer, so stop texts cannot be found; leave them out")
         prompt = encode()
         prompt_ids = engine.check_prompt(prompt.token_ids, shifts_context=context_shift)
-        mask: TokenMask | None = None
-        if constraint is not None:
-            mask = _require_compiler(constraints, ignore_eos=ignore_eos).mask(constraint, start=prompt_ids.size)
+        mask = _make_mask(constraints, tokenizer, constraint, prompt.reply, prompt_ids.size, engine.vocab_size)
+        if mask is not None and ignore_eos:
+            raise RequestError("ignore_eos was given, but a text that is constrained, or may call tools, has to end")
         plan = engine.plan(sampling, mask)
         self._tokens = engine.generate(
             prompt_ids,
@@ -213,8 +228,12 @@ class TextStream(Iterator[StreamEvent]):
                 previous_token_id=previous if previous < tokenizer.vocab_size else None,
                 # A constrained text is the bytes that the constraint has seen.
                 keeps_first_space=mask is not None,
+                shown_ids=() if prompt.reply is None else prompt.reply.shown_ids,
             )
-        self._matcher = StopMatcher([*stops, *template_stops])
+        self._parser: ReplyParser | None = None if prompt.reply is None else prompt.reply.parser()
+        self._template_matcher = StopMatcher(template_stops)
+        self._matcher = StopMatcher(stops)
+        self._has_calls = False
         self._prompt_tokens = prompt_ids.size
         self._remember = prompt.remember
         self._token_ids: list[int] = []
@@ -263,6 +282,8 @@ class TextStream(Iterator[StreamEvent]):
             (events[-1].finish_reason if events else None) or "length",
             self.stats,
             logprobs if self._tells_logprobs else None,
+            "".join(event.reasoning for event in events),
+            joined_calls(delta for event in events for delta in event.tool_calls),
         )
 
     def __next__(self) -> StreamEvent:
@@ -282,7 +303,7 @@ class TextStream(Iterator[StreamEvent]):
         self.close()
 
     def _run(self) -> Generator[StreamEvent]:
-        tokens, matcher, clock = self._tokens, self._matcher, time.perf_counter
+        tokens, clock = self._tokens, time.perf_counter
         asked = clock()
         try:
             for token in tokens:
@@ -294,21 +315,40 @@ class TextStream(Iterator[StreamEvent]):
                 self._num_tokens += 1
                 if self._remember is not None:
                     self._token_ids.append(token.token_id)
-                text, matched = matcher.push(self._text_of(token))
+                piece, is_stopped = self._read(self._text_of(token), is_last=token.finish_reason is not None)
+                finish_reason: CompletionEnd | None = "stop" if is_stopped else token.finish_reason
                 logprobs = self._logprobs.pop(token.position, None)
-                finish_reason = "stop" if matched is not None else token.finish_reason
                 if finish_reason is not None:
-                    if matched is None:
-                        text += matcher.flush()
                     tokens.close()
-                    yield StreamEvent(text, token.token_id, finish_reason, logprobs)
+                    if finish_reason == "stop" and self._has_calls:
+                        finish_reason = "tool_calls"
+                    yield StreamEvent(
+                        piece.content, token.token_id, finish_reason, logprobs, piece.reasoning, piece.tool_calls
+                    )
                     return
-                yield StreamEvent(text, token.token_id, None, logprobs)
+                yield StreamEvent(piece.content, token.token_id, None, logprobs, piece.reasoning, piece.tool_calls)
                 asked = clock()
         finally:
             tokens.close()
             if self._remember is not None:
                 self._remember(self._token_ids)
+
+    def _read(self, text: str, *, is_last: bool) -> tuple[ReplyPiece, bool]:
+        """Take the next text apart; also say whether a stop text ends the completion."""
+        text, ended = self._template_matcher.push(text)
+        is_last = is_last or ended is not None
+        if is_last and ended is None:
+            text += self._template_matcher.flush()
+        pieces = [ReplyPiece(text)]
+        if self._parser is not None:
+            pieces = [self._parser.push(text), *([self._parser.flush()] if is_last else [])]
+        content, stop = self._matcher.push("".join(piece.content for piece in pieces))
+        deltas = tuple(delta for piece in pieces for delta in piece.tool_calls) if stop is None else ()
+        if is_last and stop is None:
+            content += self._matcher.flush()
+        self._has_calls = self._has_calls or bool(deltas)
+        reasoning = "".join(piece.reasoning for piece in pieces)
+        return ReplyPiece(content, reasoning, deltas), stop is not None or ended is not None
 
     def _text_of(self, token: TokenEvent) -> str:
         """What a token adds to the text: an end token nothing, the last one all that the decoder still holds."""
@@ -321,12 +361,23 @@ class TextStream(Iterator[StreamEvent]):
         return text if token.finish_reason is None else text + decoder.flush()
 
 
-def _require_compiler(constraints: "ConstraintCompiler | None", *, ignore_eos: bool) -> "ConstraintCompiler":
-    if constraints is None:
-        raise RequestError("the model file has no tokenizer, so its text cannot be constrained; leave constraint out")
-    if ignore_eos:
-        raise RequestError("constraint and ignore_eos were given, but a constrained text ends; leave one of them out")
-    return constraints
+def _make_mask(
+    constraints: "ConstraintCompiler | None",
+    tokenizer: "Tokenizer | None",
+    constraint: Constraint | None,
+    reply: "ReplyFormat | None",
+    start: int,
+    vocab_size: int,
+) -> TokenMask | None:
+    if constraints is None or tokenizer is None:
+        if constraint is not None:
+            raise RequestError(
+                "the model file has no tokenizer, so its text cannot be constrained; leave constraint out"
+            )
+        return None
+    if reply is not None:
+        return reply.mask(constraints, tokenizer, constraint, start=start, vocab_size=vocab_size)
+    return None if constraint is None else constraints.mask(constraint, start=start)
 
 
 def _prediction_ids(prediction: Any, tokenizer: "Tokenizer | None") -> Sequence[int] | NDArray[np.integer]:

@@ -1,5 +1,6 @@
 """Tool calls as a caller sees them: whole, or piece by piece while they are generated."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -27,3 +28,15 @@ class ToolCallDelta:
     arguments: str = ""
     id: str | None = None
     name: str | None = None
+
+
+def joined_calls(deltas: Iterable[ToolCallDelta]) -> tuple[ToolCall, ...]:
+    """The calls that deltas spell out, in order."""
+    calls: list[ToolCall] = []
+    for delta in deltas:
+        if delta.id is not None and delta.name is not None:
+            calls.append(ToolCall(delta.id, delta.name, ""))
+        else:
+            call = calls[delta.index]
+            calls[delta.index] = ToolCall(call.id, call.name, call.arguments + delta.arguments)
+    return tuple(calls)

@@ -1,6 +1,7 @@
 """From token ids back to text while they arrive: whole characters only."""
 
 import codecs
+from collections.abc import Collection
 from typing import Protocol
 
 
@@ -29,7 +30,7 @@ class StreamDecoder:
     vocabulary puts a space before a text, and it is taken off again at the start of a stream or after
     a special token; but not after `previous_token_id` of plain text, whose continuation may well begin
     with a real space. So a completion gives the last id of its prompt here. `keeps_first_space` leaves
-    all of the bytes as they are.
+    all of the bytes as they are. `shown_ids` are control tokens that are spelled out all the same.
     """
 
     def __init__(
@@ -39,8 +40,10 @@ class StreamDecoder:
         skip_special: bool = True,
         previous_token_id: int | None = None,
         keeps_first_space: bool = False,
+        shown_ids: Collection[int] = (),
     ) -> None:
         self._tokenizer = tokenizer
+        self._shown_ids = shown_ids
         self._skip_special = skip_special
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._strips = tokenizer.strips_space_at_start and not keeps_first_space
@@ -57,7 +60,7 @@ class StreamDecoder:
         piece = tokenizer.token_bytes(token_id)
         if tokenizer.starts_text_after(token_id):
             self._strips_next = self._strips
-            if self._skip_special and tokenizer.is_special(token_id):
+            if self._skip_special and tokenizer.is_special(token_id) and token_id not in self._shown_ids:
                 return ""
         elif self._strips_next and piece:
             piece = piece.removeprefix(b" ")

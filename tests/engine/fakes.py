@@ -139,6 +139,10 @@ class ByteTokenizer:
     def ids_containing(self, text: str) -> frozenset[int]:
         return frozenset(text.encode() if len(text) == 1 else b"")
 
+    def token_text(self, token_id: int) -> str:
+        names = ("<begin>", "<end>", "<user>", "<bot>")
+        return names[token_id - 256] if token_id >= 256 else chr(token_id)
+
     def is_special(self, token_id: int) -> bool:
         return token_id >= 256
 
@@ -150,9 +154,13 @@ class FakeTemplate:
     """Each message after the name of its role, as text but for that name; a reply ends with an end token."""
 
     stop_strings: tuple[str, ...] = ()
+    source: str | None = None
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *_: Any, **__: Any) -> str:
+        return "".join(text for text, _ in self.render_segments(messages, SpellingFinder({})))
 
     def render_segments(
-        self, messages: Sequence[Mapping[str, Any]], spellings: SpellingFinder
+        self, messages: Sequence[Mapping[str, Any]], spellings: SpellingFinder, *_: Any, **__: Any
     ) -> list[tuple[str, bool]]:
         segments = [("<begin>", True)]
         for message in messages:

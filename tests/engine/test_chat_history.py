@@ -160,7 +160,7 @@ def test_next_turn_computes_only_the_newest_message_though_the_reply_would_be_cu
 
 def test_template_that_writes_history_anew_is_named_as_the_cause():
     class Forgetful(FakeTemplate):
-        def render_segments(self, messages, spellings):  # type: ignore[no-untyped-def]
+        def render_segments(self, messages, spellings, **_):  # type: ignore[no-untyped-def]
             changed = [dict(message, content=message["content"].replace("hm", "")) for message in messages]
             return super().render_segments(changed, spellings)
 

@@ -1,0 +1,138 @@
+"""The grammar of a whole reply: reasoning, then an answer that a constraint allows, or text with tool calls in it.
+
+In llguidance's dialect of Lark: a rule marked `lazy` ends at the first place where it can, and `<[5]>` is the control
+token with id 5, which no text can spell.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from localinfer.constraint_compiler import ONE_LINE
+from localinfer.models.reasoning_format import ReasoningFormat
+from localinfer.models.special_tokens import SpellingFinder
+from localinfer.models.tool_format import CallFormat
+from localinfer.tools import Tool
+
+ReasoningState = Literal["open", "possible", "none"]
+"""open: the prompt ends inside the reasoning. possible: the reply may begin with it. none: it has none."""
+
+_ANY = "/(?s:.*)/"
+
+
+def reply_grammar(
+    *,
+    reasoning: ReasoningFormat | None,
+    state: ReasoningState,
+    calls: CallFormat | None,
+    tools: Sequence[Tool],
+    must_call: bool,
+    is_parallel: bool,
+    answer: str | None,
+    specials: SpellingFinder,
+) -> str | None:
+    """The grammar in llguidance's form, or None where everything is allowed.
+
+    answer: the grammar of what is neither reasoning nor call, from `constraint_compiler.grammar_of`; None allows any
+    text. calls: None where there are no tools. specials: the spellings of control tokens.
+    """
+    if calls is None and answer is None:
+        return None
+    writer = _Writer(specials)
+    rules = [_reasoning_rule(writer, reasoning, state)]
+    not_text = []
+    if state == "possible" and reasoning is not None:
+        not_text.append(reasoning.begin)
+    options = []
+    if calls is not None:
+        rules += _call_rules(writer, calls, tools, is_parallel)
+        if must_call or answer is not None or not calls.trigger:
+            options.append("section")
+        else:
+            head = writer.until("head", "TEXT", calls.trigger)
+            rest = writer.literal((calls.opening + calls.begin)[len(calls.trigger) :])
+            rules += [*head, f"text_and_calls: head {rest} first_call"]
+            options.append("text_and_calls")
+        if not calls.trigger:
+            not_text.append(calls.opening + calls.begin)
+    if answer is not None:
+        options.append("@answer")
+    elif not must_call:
+        options.append("TEXT")
+    rules += [f"reply: {' | '.join(options)}", r"GAP: /[ \t\r\n]{0,8}/"]
+    exclusions = "".join(rf" & ~/\s*{_escaped(text)}(?s:.*)/" for text in not_text)
+    rules += [f"TEXT: {_ANY}{exclusions}", f"THOUGHT: {_ANY}"]
+    grammars: list[dict[str, Any]] = [{"name": "reply", "lark_grammar": "\n".join(["%llguidance {}", *rules, ""])}]
+    if answer is not None:
+        grammars.append({**json.loads(answer)["grammars"][0], "name": "answer"})
+    return json.dumps({"grammars": grammars})
+
+
+class _Writer:
+    """Writes texts as Lark literals, control tokens in them as tokens."""
+
+    def __init__(self, specials: SpellingFinder) -> None:
+        self._specials = specials
+
+    def literal(self, text: str) -> str:
+        return " ".join(self._pieces(text))
+
+    def until(self, name: str, before: str, text: str) -> list[str]:
+        """Rules for what ends with the first place of a text."""
+        first, *rest = self._pieces(text)
+        if first.startswith("<["):
+            return [f"{name}: {before} {' '.join([first, *rest])}"]
+        if not rest:
+            return [f"{name}[lazy]: {before} {first}"]
+        return [f"{name}: {name}_start {' '.join(rest)}", f"{name}_start[lazy]: {before} {first}"]
+
+    def _pieces(self, text: str) -> Iterator[str]:
+        position = 0
+        for spelling in self._specials.find(text):
+            if spelling.start < position:
+                continue
+            if spelling.start > position:
+                yield _quoted(text[position : spelling.start])
+            yield f"<[{spelling.token_id}]>"
+            position = spelling.end
+        if position < len(text):
+            yield _quoted(text[position:])
+
+
+def _reasoning_rule(writer: _Writer, reasoning: ReasoningFormat | None, state: ReasoningState) -> str:
+    if reasoning is None or state == "none":
+        return "start: reply"
+    thought = writer.until("thought", "THOUGHT", reasoning.end)
+    if state == "open":
+        start = "start: thought GAP reply"
+    else:
+        start = f"start: (GAP {writer.literal(reasoning.begin)} thought GAP)? reply"
+    return "\n".join([start, *thought])
+
+
+def _call_rules(writer: _Writer, calls: CallFormat, tools: Sequence[Tool], is_parallel: bool) -> list[str]:
+    rules = [f"call: {' | '.join(f'tool_{index}' for index in range(len(tools)))}"]
+    for index, tool in enumerate(tools):
+        arguments = json.dumps(_arguments_schema(tool.parameters))
+        rules.append(f"tool_{index}: {writer.literal(tool.name + calls.middle)} %json {arguments}")
+    end, closing = writer.literal(calls.end), writer.literal(calls.closing)
+    more = ""
+    if is_parallel and calls.separator is not None:
+        more = f" ({writer.literal(calls.separator + calls.begin)} call {end})*"
+    rules.append(f"first_call: call {end}{more} {closing}")
+    rules.append(f"section: {writer.literal(calls.opening + calls.begin)} first_call")
+    return rules
+
+
+def _arguments_schema(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
+    return {**({"type": "object"} if parameters is None else parameters), "x-guidance": ONE_LINE}
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _escaped(text: str) -> str:
+    """A text as a regular expression between slashes."""
+    escaped = "".join("\\" + letter if letter in r"\.+*?()|[]{}^$/&~#-<>" else letter for letter in text)
+    return escaped.replace("\n", "\\n").replace("\\<", "<").replace("\\>", ">")

@@ -1,0 +1,132 @@
+"""Replies are taken apart alike however they are cut: reasoning, content, calls, and what only looks like them."""
+
+import json
+
+import pytest
+
+from localinfer.models.chat_template import ChatTemplate
+from localinfer.models.reasoning_format import ReasoningFormat
+from localinfer.models.special_tokens import SpellingFinder
+from localinfer.models.tool_format import CallFormat, learn_call_format
+from localinfer.reply_parser import ReplyParser
+from localinfer.tool_calls import joined_calls
+from tests.models.family_templates import ARGUMENTS, FAMILIES
+
+THINK = ReasoningFormat("<think>", "</think>", "\n</think>\n\n")
+
+
+def call_format(name: str) -> CallFormat:
+    family = FAMILIES[name]
+    ends = SpellingFinder({text: index for index, text in enumerate(family.ends)})
+    return learn_call_format(ChatTemplate(family.source, family.bos, family.eos), ends, after="</think>")
+
+
+FORMS = {name: call_format(name) for name in FAMILIES}
+Parsed = tuple[str, str, list[tuple[str, str]]]
+
+
+def parse(pieces: list[str], calls: CallFormat | None, *, starts_reasoning: bool = False) -> Parsed:
+    parser = ReplyParser(THINK, calls, starts_reasoning=starts_reasoning, new_id=lambda: "id")
+    results = [*map(parser.push, pieces), parser.flush()]
+    deltas = [delta for result in results for delta in result.tool_calls]
+    for delta in deltas:
+        assert (delta.id is None) == (delta.name is None) and (delta.name is None or not delta.arguments)
+    made = [(call.name, call.arguments) for call in joined_calls(deltas)]
+    return "".join(result.content for result in results), "".join(result.reasoning for result in results), made
+
+
+def assert_cuts_do_not_matter(text: str, calls: CallFormat | None, expected: Parsed, **options: bool) -> None:
+    assert parse([text], calls, **options) == expected
+    assert parse(list(text), calls, **options) == expected
+    for cut in range(len(text) + 1):
+        assert parse([text[:cut], text[cut:]], calls, **options) == expected, cut
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_calls_of_every_family_are_read_at_every_cut(name: str) -> None:
+    family = FAMILIES[name]
+    weather, search = ("weather", ARGUMENTS[0]), ("search", ARGUMENTS[1])
+    assert_cuts_do_not_matter(family.one_call, FORMS[name], ("", "", [weather]))
+    if family.two_calls is not None:
+        assert_cuts_do_not_matter(family.two_calls, FORMS[name], ("", "", [weather, search]))
+    reasoned = f"<think>\nI need < both.\n</think>\n\n{family.one_call}"
+    assert_cuts_do_not_matter(reasoned, FORMS[name], ("", "I need < both.", [weather]))
+    if FORMS[name].trigger:
+        spoken = f"I look it up.\n\n{family.one_call}"
+        assert_cuts_do_not_matter(spoken, FORMS[name], ("I look it up.", "", [weather]))
+
+
+@pytest.mark.parametrize(
+    ("text", "starts_reasoning", "expected"),
+    [
+        ("plain", False, ("plain", "", [])),
+        ("<think>\na\n\nb\n</think>\n\nc\n", False, ("c\n", "a\n\nb", [])),
+        ("\n<think>a</think>b", False, ("b", "a", [])),
+        ("a</think>b", True, ("b", "a", [])),
+        ("<think>\na\n</think>\n\nb", True, ("b", "a", [])),
+        ("never ending <", True, ("", "never ending <", [])),
+        ("<think>never ending </thin", False, ("", "never ending </thin", [])),
+        ("<thin", False, ("<thin", "", [])),
+        ("<thinker> x", False, ("<thinker> x", "", [])),
+        ("a <think>b</think>", False, ("a <think>b</think>", "", [])),
+        ("<think></think>b", False, ("b", "", [])),
+        ("</think>b", True, ("b", "", [])),
+    ],
+)
+def test_reasoning_is_split_off_at_every_cut(text: str, starts_reasoning: bool, expected: Parsed) -> None:
+    for calls in (None, FORMS["hermes"], FORMS["llama3"]):
+        assert_cuts_do_not_matter(text, calls, expected, starts_reasoning=starts_reasoning)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", "a < b <tool_ca"),
+        ("hermes", "say <tool_call> aloud <tool_call>\n{"),
+        ("hermes", "spaces \n\n"),
+        ("llama3", '{"name": 3}'),
+        ("llama3", '{"na'),
+        ("mistral", "[TOOL_CALLS] none"),
+        ("mistral", "[TOOL"),
+    ],
+)
+def test_what_only_looks_like_a_call_is_content(name: str, text: str) -> None:
+    assert_cuts_do_not_matter(text, FORMS[name], (text, "", []))
+
+
+def test_white_space_in_a_call_may_differ() -> None:
+    text = (
+        '<tool_call>{"name":"weather","arguments":{"a":1}}</tool_call>\n\n<tool_call> { "name" : "b", "arguments": {} }'
+    )
+    assert_cuts_do_not_matter(text, FORMS["hermes"], ("", "", [("weather", '{"a":1}'), ("b", "{}")]))
+
+
+def test_a_call_that_is_cut_short_keeps_what_came_of_its_arguments() -> None:
+    for name, family in FAMILIES.items():
+        cut = family.one_call.index("Bonn") + 2
+        assert parse([family.one_call[:cut]], FORMS[name]) == ("", "", [("weather", '{"city": "Bo')])
+
+
+def test_a_second_call_that_is_cut_short_before_its_arguments_is_left_out() -> None:
+    whole = FAMILIES["hermes"].two_calls
+    assert whole is not None
+    for cut in range(whole.index("</tool_call>") + 3, whole.rindex('"search"')):
+        assert parse([whole[:cut]], FORMS["hermes"]) == ("", "", [("weather", ARGUMENTS[0])])
+
+
+def test_text_after_the_calls_is_content() -> None:
+    text = FAMILIES["hermes"].one_call + "\n\nThat was it."
+    assert_cuts_do_not_matter(text, FORMS["hermes"], ("That was it.", "", [("weather", ARGUMENTS[0])]))
+
+
+def test_arguments_stream_as_they_come() -> None:
+    parser = ReplyParser(None, FORMS["hermes"])
+    pieces = [parser.push(letter) for letter in FAMILIES["hermes"].one_call]
+    fragments = [delta.arguments for piece in pieces for delta in piece.tool_calls if delta.name is None]
+    assert len(fragments) == len(ARGUMENTS[0]) and json.loads("".join(fragments)) == json.loads(ARGUMENTS[0])
+
+
+def test_content_is_held_back_no_longer_than_needed() -> None:
+    parser = ReplyParser(THINK, FORMS["hermes"])
+    shown = [parser.push(letter).content for letter in "Hi <b> there"]
+    assert shown == ["H", "i", "", "", " <b", ">", "", " t", "h", "e", "r", "e"]

@@ -1,0 +1,76 @@
+"""Call and reasoning formats are learned from templates in the manner of well-known families."""
+
+import pytest
+
+from localinfer.models.chat_template import ChatTemplate
+from localinfer.models.reasoning_format import ReasoningFormat, learn_reasoning_format, thinking_variables
+from localinfer.models.special_tokens import SpellingFinder
+from localinfer.models.tool_format import HERMES, CallFormat, learn_call_format
+from tests.models.family_templates import DEEPSEEK, FAMILIES, HERMES_THINKING, PLAIN, Family
+
+
+def learned(family: Family) -> tuple[CallFormat, ReasoningFormat | None]:
+    template = ChatTemplate(family.source, family.bos, family.eos)
+    reasoning = learn_reasoning_format(template, template.source)
+    ends = SpellingFinder({text: index for index, text in enumerate(family.ends)})
+    return learn_call_format(template, ends, after=None if reasoning is None else reasoning.end), reasoning
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_calls_are_written_as_the_template_writes_them(name: str) -> None:
+    family = FAMILIES[name]
+    form, _ = learned(family)
+    one, two = '{"city": "Bonn", "days": 3}', '{"query": "a {\\"b\\": [1]} \\\\"}'
+    first = f"{form.begin}weather{form.middle}{one}{form.end}"
+    second = f"{form.begin}search{form.middle}{two}{form.end}"
+    assert form.opening + first + form.closing == family.one_call
+    if family.two_calls is None:
+        assert form.separator is None
+    else:
+        assert form.separator is not None
+        assert form.opening + first + form.separator + second + form.closing == family.two_calls
+    assert form.is_native == (name != "plain")
+
+
+def test_what_begins_a_call_is_known_where_text_cannot_look_like_it() -> None:
+    triggers = {name: learned(family)[0].trigger for name, family in FAMILIES.items()}
+    assert triggers == {
+        "hermes": "<tool_call>",
+        "llama3": "",
+        "mistral": "[TOOL_CALLS]",
+        "deepseek": "<｜tool▁calls▁begin｜>",
+        "plain": "<tool_call>",
+    }
+
+
+def test_reasoning_markers_are_learned_by_rendering_or_found_in_the_source() -> None:
+    think = ReasoningFormat("<think>", "</think>", "\n</think>\n\n")
+    reasoning = {name: learned(family)[1] for name, family in FAMILIES.items()}
+    assert reasoning == {"hermes": think, "llama3": None, "mistral": None, "deepseek": think, "plain": None}
+
+
+def test_a_prompt_tells_whether_its_reply_reasons() -> None:
+    think = ReasoningFormat("<think>", "</think>", "\n</think>\n\n")
+    ask = [{"role": "user", "content": "hi"}]
+    hermes, deepseek = ChatTemplate(HERMES_THINKING), ChatTemplate(DEEPSEEK)
+    assert think.is_open(deepseek.render(ask))
+    assert not think.is_open(hermes.render(ask)) and not think.is_closed(hermes.render(ask))
+    assert think.is_closed(hermes.render(ask, **thinking_variables(False)))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        PLAIN,
+        "{{ raise_exception('no') }}",
+        # Tools are described, but calls are not written, or not as JSON.
+        "{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% endfor %}",
+        "{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "<f={{ c.function.name }}>{% for k in c.function.arguments %}<{{ k }}>{% endfor %}{% endfor %}{% endfor %}",
+        "{% for i in range(10 ** 9) %}x{% endfor %}",
+    ],
+)
+def test_templates_without_calls_fall_back_to_the_general_format(source: str) -> None:
+    template = ChatTemplate(source)
+    assert learn_call_format(template, SpellingFinder({})) == HERMES
+    assert learn_reasoning_format(template, source) is None
