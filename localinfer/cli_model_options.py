@@ -25,6 +25,7 @@ class ModelOptions:
     context_length: int | None
     kv_type: str
     kv_memory: int | None
+    kv_window: int | None
     disk_cache: bool | int
     disk_cache_folder: str | None
     speculation: str
@@ -65,7 +66,8 @@ def _gather_model_options(command: Command) -> Command:
 
     @functools.wraps(command)
     def call(*, model: str | None, no_disk_cache: bool, disk_cache_size: int | None, **values: Any) -> Any:
-        names = ("threads", "context_length", "kv_type", "kv_memory", "disk_cache_folder", "speculation", "draft")
+        names = ("threads", "context_length", "kv_type", "kv_memory", "kv_window")
+        names += ("disk_cache_folder", "speculation", "draft")
         disk_cache = False if no_disk_cache else disk_cache_size or True
         loading = {name: values.pop(name) for name in names}
         return command(options=ModelOptions(path=model, disk_cache=disk_cache, **loading), **values)
@@ -107,6 +109,12 @@ load_options = options_group(
         metavar="SIZE",
         help="Most memory for the KV cache, such as 2GB. Default: ample.",
     ),
+    click.option(
+        "--kv-window",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="Keep keys and values of about N tokens only: less memory, other words. Default: all, exactly.",
+    ),
     click.option("--no-disk-cache", is_flag=True, help="Do not keep conversations on disk to go on with them faster."),
     click.option(
         "--disk-cache-size",
@@ -138,6 +146,7 @@ def load_with(options: ModelOptions) -> "LLM":
             context_length=options.context_length,
             kv_type=options.kv_type,
             kv_memory=options.kv_memory,
+            kv_window=options.kv_window,
             disk_cache=options.disk_cache,
             disk_cache_folder=options.disk_cache_folder,
             speculation=None if options.speculation == "off" else options.speculation,

@@ -23,6 +23,7 @@ from localinfer.draft_depth import MAX_DEPTH
 from localinfer.errors import ClosedError, ContextLengthError, OutOfMemoryError, RequestError
 from localinfer.kernels.ops import Batch, Program
 from localinfer.kv_cache import KVCache
+from localinfer.kv_window import PageWindow
 from localinfer.page_pool import KVLayout, PagePool, default_kv_memory
 from localinfer.prefix_cache import CacheUse, PrefixCache
 from localinfer.sampling import Sampler, SamplingParams, SamplingPlan, TokenMask, not_finite_error
@@ -156,7 +157,12 @@ class Engine:
     """Owns a model and its pages. Not usable after `close`, nor in a forked child: threads do not survive a fork."""
 
     def __init__(
-        self, model: EngineModel, *, kv_memory: int | None = None, speculation: Speculation | None = None
+        self,
+        model: EngineModel,
+        *,
+        kv_memory: int | None = None,
+        kv_window: PageWindow | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self._model = model
         self._speculation = speculation
@@ -165,7 +171,9 @@ class Engine:
         self.context_length = model.config.context_length
         if kv_memory is None:
             kv_memory = default_kv_memory(model.kv_layout, self.context_length)
-        self._cache = PrefixCache(model.kv_layout, max_bytes=kv_memory, context_length=self.context_length)
+        self._cache = PrefixCache(
+            model.kv_layout, max_bytes=kv_memory, context_length=self.context_length, window=kv_window
+        )
         self._sampler = Sampler(self.vocab_size)
         self._lock = threading.Lock()
         self._retired: deque[_Retired] = deque()

@@ -23,6 +23,7 @@ from localinfer.text_stream import Completion, EncodedPrompt, GenerationOptions,
 if TYPE_CHECKING:
     from localinfer.disk_cache import DiskCache, DiskOptions
     from localinfer.fingerprint import ModelIdentity
+    from localinfer.kv_window import PageWindow
     from localinfer.models.chat_template import ChatTemplate
     from localinfer.models.loader import Model
     from localinfer.models.tokenizer import Tokenizer
@@ -67,17 +68,19 @@ class LLM:
         model: LoadedModel,
         *,
         kv_memory: int | None = None,
+        kv_window: "PageWindow | None" = None,
         identity: "ModelIdentity | None" = None,
         disk: "DiskOptions | None" = None,
         speculation: "Speculation | None" = None,
     ) -> None:
         """Take over a loaded model.
 
+        kv_window: bounds what each text holds; the model must have been loaded for it.
         identity: tells the model apart from others, for what is kept on disk. disk: keep conversations there.
         speculation: what guesses tokens; None decodes one by one.
         """
         self._model = model
-        self._engine = Engine(model, kv_memory=kv_memory, speculation=speculation)
+        self._engine = Engine(model, kv_memory=kv_memory, kv_window=kv_window, speculation=speculation)
         self._constraints: ConstraintCompiler | None = None
         if model.tokenizer is not None:
             self._constraints = ConstraintCompiler(model.tokenizer, self._engine.vocab_size)
@@ -339,6 +342,7 @@ def load(
     context_length: int | None = None,
     kv_type: str = "f16",
     kv_memory: int | None = None,
+    kv_window: int | None = None,
     disk_cache: bool | int = False,
     disk_cache_folder: str | os.PathLike[str] | None = None,
     speculation: str | None = "auto",
@@ -354,6 +358,9 @@ def load(
     kv_type: type of cached keys and values: "f16", "f32", "q8_0" or "q4_0", or one for each such as "q8_0/q4_0".
     kv_memory: bytes that keys and values may take, of running and of former texts; None takes half of what is free,
         and of that at most 8 GiB or one full context, whichever is more. It is taken as it is needed.
+    kv_window: tokens that each text may hold keys and values of, beside those being computed: the first, those that got
+        most attention, and the recent half. It bounds memory, not the context. An approximation, unlike all else here:
+        past that many tokens the words differ from those without it, and what is computed is not kept. None: all.
     disk_cache: keep conversations on disk, so that they go on after a restart without being computed again: True, or
         the bytes all of them may take (True: 4 GiB; least recently used ones go first).
     disk_cache_folder: where, in a folder inside that only its owner can read; None takes this user's cache folder.
@@ -365,18 +372,26 @@ def load(
     """
     if device not in ("auto", "cpu"):
         raise BackendUnavailableError(f"device is {device!r}; this version runs on 'cpu' ('auto' chooses it)")
-    for name, value in (("threads", threads), ("context_length", context_length), ("kv_memory", kv_memory)):
+    sizes = {"threads": threads, "context_length": context_length, "kv_memory": kv_memory, "kv_window": kv_window}
+    for name, value in sizes.items():
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise RequestError(f"{name} is {value!r}; it must be a whole number, 1 or more, or None for the default")
+    from localinfer.kv_window import window_of
     from localinfer.models.loader import load_model
     from localinfer.speculation_setup import check_speculation, make_speculation
 
     check_speculation(speculation, has_draft=draft is not None)
     path = model_path(model)
     disk = _disk_options(disk_cache, disk_cache_folder)
-    loaded = load_model(path, threads=threads, context_length=context_length, kv_type=kv_type, progress=progress)
-    drafting = None
+    if kv_window is not None and draft is not None:
+        raise RequestError("kv_window does not bound the cache of a draft model; leave out one of them")
+    loaded = load_model(
+        path, threads=threads, context_length=context_length, kv_type=kv_type, kv_window=kv_window, progress=progress
+    )
+    drafting = window = None
     try:
+        if kv_window is not None:
+            window = window_of(loaded, kv_window)
         if draft is not None:
             drafting = load_model(model_path(draft), kv_type=kv_type, beside=loaded, progress=progress)
         made = None
@@ -387,7 +402,14 @@ def load(
             drafting.close()
         loaded.close()
         raise
-    return LLM(loaded, kv_memory=kv_memory, identity=_identity(loaded, disk), disk=disk, speculation=made)
+    return LLM(
+        loaded,
+        kv_memory=kv_memory,
+        kv_window=window,
+        identity=_identity(loaded, disk),
+        disk=disk,
+        speculation=made,
+    )
 
 
 def load_tokenizer(model: str | os.PathLike[str] | None = None) -> "Tokenizer":

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 from localinfer.cache_miss import WINDOW_TOKENS, CacheMiss, CacheMissCause
 from localinfer.errors import OutOfMemoryError
 from localinfer.kv_cache import KVCache
+from localinfer.kv_window import PageWindow
 from localinfer.page_pool import KVLayout, PagePool
 from localinfer.prefix_tree import CachedPath, Match, PrefixTree, TokenIds, common_length
 
@@ -73,15 +74,19 @@ class CacheTier(Protocol):
 class PrefixCache:
     """Pages, tree and tier of one model. One thread at a time: every call is made by who holds the engine's lock.
 
-    `last_retired` is the text that ended last, as token ids, whether or not it is still cached.
+    `last_retired` is the text that ended last, as token ids, whether or not it is still cached. window: bounds what
+    each sequence holds; what is computed after it has let pages go is an approximation, and never enters the tree.
     """
 
-    def __init__(self, layout: KVLayout, *, max_bytes: int | None, context_length: int) -> None:
+    def __init__(
+        self, layout: KVLayout, *, max_bytes: int | None, context_length: int, window: PageWindow | None = None
+    ) -> None:
         self.pool = PagePool(layout, max_bytes=max_bytes)
         self.tree = PrefixTree(self.pool)
         self.counters = CacheCounters()
         self.last_retired: TokenIds | None = None
         self._context_length = context_length
+        self._window = window
         self._tier: CacheTier | None = None
 
     def set_tier(self, tier: CacheTier) -> None:
@@ -91,7 +96,8 @@ class PrefixCache:
 
     def check_fits(self, length: int) -> None:
         """Raise OutOfMemoryError, with both numbers, if `length` positions are more than may ever be allocated."""
-        wanted, allowed = self.pool.num_pages_for(length) * self.pool.page_bytes, self.pool.max_bytes
+        held = length if self._window is None else min(length, self._window.max_tokens)
+        wanted, allowed = self.pool.num_pages_for(held) * self.pool.page_bytes, self.pool.max_bytes
         if allowed is not None and wanted > allowed:
             raise OutOfMemoryError(
                 f"{length} tokens take {wanted:,} bytes of key-value cache, which may use {allowed:,}; shorten the "
@@ -100,14 +106,14 @@ class PrefixCache:
 
     def open(self) -> KVCache:
         """Return an empty sequence."""
-        return KVCache(self.pool, max_length=self._context_length)
+        return KVCache(self.pool, max_length=self._context_length, window=self._window)
 
     def admit(self, token_ids: TokenIds, use: CacheUse, *, is_prompt: bool = True) -> Admission:
         """Return a sequence for a prompt, with all of it that is cached but its last token, whose logits are wanted.
 
         is_prompt: it is one, and counts as one; a sequence that goes on within a generation is not.
         """
-        prefix = token_ids[:-1]
+        prefix = self._reusable(token_ids)
         match = self.tree.match(prefix)
         refusal = None
         if self._tier is not None and match.length < prefix.size:
@@ -117,13 +123,13 @@ class PrefixCache:
         self._take(sequence, match)
         if not is_prompt:
             return Admission(sequence, sequence.length, None)
-        miss = self._explain(token_ids, match, use, refusal)
+        miss = None if match.length == prefix.size else self._explain(token_ids, match, use, refusal)
         self._count(token_ids.size, sequence.length, miss)
         return Admission(sequence, sequence.length, miss)
 
     def extend(self, sequence: KVCache, token_ids: TokenIds) -> int:
         """Take over what others have computed of a prompt since; return how many positions that saves."""
-        match = self.tree.match(token_ids[:-1])
+        match = self.tree.match(self._reusable(token_ids))
         before = sequence.length
         if match.length <= before:
             return 0
@@ -134,16 +140,19 @@ class PrefixCache:
 
     def publish(self, sequence: KVCache, token_ids: TokenIds, use: CacheUse) -> None:
         """Make the full pages of a sequence that goes on findable; `token_ids` are at least those of its positions."""
+        if not sequence.is_exact:
+            return
         length = sequence.length - sequence.length % self.pool.page_tokens
         pages = sequence.pages[: self.pool.num_pages_for(length)]
         self.tree.insert(token_ids[:length], pages, system_tokens=use.system_tokens, is_pinned=use.is_pinned)
 
     def retire(self, sequence: KVCache, token_ids: TokenIds, use: CacheUse) -> None:
-        """Make all of a sequence findable and close it."""
+        """Make all of a sequence findable, unless it is an approximation, and close it."""
         known = token_ids[: sequence.length]
-        if known.size:
+        if known.size and sequence.is_exact:
             pages = sequence.pages[: self.pool.num_pages_for(known.size)]
             self.tree.insert(known, pages, system_tokens=use.system_tokens, is_pinned=use.is_pinned)
+        if known.size:
             self.last_retired = known
         sequence.close()
         if known.size and self._tier is not None:
@@ -152,6 +161,11 @@ class PrefixCache:
     def clear(self) -> None:
         """Forget everything that no running sequence uses."""
         self.tree.clear()
+
+    def _reusable(self, token_ids: TokenIds) -> TokenIds:
+        """What a sequence may take over of a prompt: all but its last token, and no more than its window holds."""
+        prefix = token_ids[:-1]
+        return prefix if self._window is None else prefix[: self._window.num_pages * self.pool.page_tokens]
 
     def _take(self, sequence: KVCache, match: Match) -> None:
         """Let a sequence share a match's full pages and have its own copy of a last one that is not full."""
@@ -169,8 +183,6 @@ class PrefixCache:
 
     def _explain(self, token_ids: TokenIds, match: Match, use: CacheUse, refusal: str | None) -> CacheMiss | None:
         position = match.length
-        if position == token_ids.size - 1:
-            return None
         if refusal is not None:
             return CacheMiss("foreign", position, detail=refusal)
         if self.tree.evicted_length(token_ids) > position:

@@ -13,7 +13,7 @@ from localinfer.kernels.cpu import pool as pool_module
 from localinfer.kernels.cpu.packing import PACK_TILES
 from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.kernels.cpu.program import CpuProgram
-from localinfer.kernels.cpu.tape import CpuTape
+from localinfer.kernels.cpu.tape import MAX_BATCH_ROWS, CpuTape
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.ops import Program
 from localinfer.models.chat_template import ChatTemplate
@@ -53,6 +53,7 @@ def load_model(
     threads: int | None = None,
     context_length: int | None = None,
     kv_type: str = "f16",
+    kv_window: int | None = None,
     beside: Model | None = None,
     progress: ProgressCallback | None = None,
 ) -> Model:
@@ -60,6 +61,7 @@ def load_model(
 
     threads: how many compute; None takes the physical cores, and measures how many of them decode fastest.
     context_length: tokens the cache may hold, at most what the model was trained for; None takes all of that.
+    kv_window: sequences will let pages go by how much attention they get, and hold so many positions between batches.
     beside: a model that takes turns with this one, which then shares its threads; closing either ends both.
     Raises: ModelFileError (and below) for the file, RequestError for an option without meaning.
     """
@@ -80,7 +82,9 @@ def load_model(
         shared_pool = pool if beside is None else beside.pool
         assert shared_pool is not None, "made here or by the model beside"
         weights = CpuWeights(file, shared_pool, progress)
-        tape = CpuTape(shared_pool, kv_layout, progress=progress)
+        # Before a batch the last page may have just begun, and after it another one.
+        held = 0 if kv_window is None else kv_window + MAX_BATCH_ROWS + 2 * kv_layout.page_tokens
+        tape = CpuTape(shared_pool, kv_layout, max_weighed_tokens=held, progress=progress)
         program = write_decoder(config, weights, tape, config.context_length)
         if threads is None:
             assert isinstance(program, CpuProgram), "a CPU tape makes a CPU program"

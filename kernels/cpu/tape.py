@@ -42,6 +42,9 @@ from localinfer.kernels.ops import (
 ACTIVATION_BYTES_PER_BLOCK = 384 * 1024
 """Rows of a matmul are taken in blocks of about this many bytes of activations: they and a tile share a 1 MiB cache."""
 
+MAX_BATCH_ROWS = 512
+"""Rows of a batch, where nobody says."""
+
 _GATING_CODES = {Gating.SOFTMAX: 0, Gating.SIGMOID: 1, Gating.SOFTMAX_SELECTED: 2}
 
 
@@ -57,7 +60,7 @@ class CpuTape:
         pool: ThreadPool,
         kv_layout: KVLayout,
         *,
-        max_batch_rows: int = 512,
+        max_batch_rows: int = MAX_BATCH_ROWS,
         max_output_rows: int = 64,
         max_weighed_tokens: int = 0,
         progress: ProgressCallback | None = None,

@@ -72,6 +72,7 @@ def test_run_defaults_are_the_documented_ones(fake_llm, capsys):
         "context_length": None,
         "kv_type": "f16",
         "kv_memory": None,
+        "kv_window": None,
         "disk_cache": True,
         "disk_cache_folder": None,
         "speculation": "auto",
