@@ -66,8 +66,8 @@ def _gather_model_options(command: Command) -> Command:
 
     @functools.wraps(command)
     def call(*, model: str | None, no_disk_cache: bool, disk_cache_size: int | None, **values: Any) -> Any:
-        names = ("threads", "context_length", "kv_type", "kv_memory", "kv_window")
-        names += ("disk_cache_folder", "speculation", "draft")
+        names = ["threads", "context_length", "kv_type", "kv_memory", "kv_window"]
+        names += ["disk_cache_folder", "speculation", "draft"]
         disk_cache = False if no_disk_cache else disk_cache_size or True
         loading = {name: values.pop(name) for name in names}
         return command(options=ModelOptions(path=model, disk_cache=disk_cache, **loading), **values)

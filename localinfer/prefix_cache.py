@@ -149,7 +149,9 @@ class PrefixCache:
     def retire(self, sequence: KVCache, token_ids: TokenIds, use: CacheUse) -> None:
         """Make all of a sequence findable, unless it is an approximation, and close it."""
         known = token_ids[: sequence.length]
-        if known.size and sequence.is_exact:
+        if not sequence.is_exact:
+            known = known[: self.tree.match(known).length]
+        elif known.size:
             pages = sequence.pages[: self.pool.num_pages_for(known.size)]
             self.tree.insert(known, pages, system_tokens=use.system_tokens, is_pinned=use.is_pinned)
         if known.size:

@@ -16,6 +16,7 @@ from localinfer.kernels.cpu.program import CpuProgram
 from localinfer.kernels.cpu.tape import MAX_BATCH_ROWS, CpuTape
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.ops import Program
+from localinfer.models.architectures import check_architecture
 from localinfer.models.chat_template import ChatTemplate
 from localinfer.models.config import ModelConfig
 from localinfer.models.decoder import kv_layer_shapes, write_decoder
@@ -68,6 +69,10 @@ def load_model(
     file = open_model_file(path)
     pool = None
     try:
+        architecture = file.metadata.get("general.architecture")
+        if isinstance(architecture, str):
+            # Before their metadata is read, which says nothing of attention in some.
+            check_architecture(architecture)
         shapes = {name: info.shape for name, info in file.tensors.items()}
         config = _with_context(ModelConfig.from_metadata(file.metadata, shapes), context_length)
         tokenizer = _tokenizer_or_none(file)

@@ -79,12 +79,29 @@ ARCHITECTURES: dict[str, Callable[[ModelConfig], Architecture]] = {
 }
 
 
-def find_architecture(config: ModelConfig) -> Architecture:
-    """Describe a model. Raises: UnsupportedFormatError, listing the names known, if its architecture is not one."""
-    describe = ARCHITECTURES.get(config.architecture)
-    if describe is None:
+RECURRENT = (
+    *("falcon-h1", "granitehybrid", "jamba", "kimi-linear", "lfm2", "lfm2moe", "mamba", "mamba2", "nemotron_h"),
+    *("nemotron_h_moe", "plamo2", "qwen35", "qwen35moe", "qwen3next", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"),
+)
+"""Architectures with layers that keep one running state instead of something for each position."""
+
+
+def check_architecture(name: str) -> None:
+    """Raise UnsupportedFormatError, with the reason or with the names known, unless this version runs it."""
+    if name in RECURRENT:
         raise UnsupportedFormatError(
-            f"general.architecture is {config.architecture!r}; this version runs {', '.join(sorted(ARCHITECTURES))}. "
+            f"general.architecture is {name!r}, a model with recurrent layers; their state belongs to one whole text, "
+            "so it cannot be shared, taken back or kept as what this version caches. Choose a model whose layers are "
+            "all attention."
+        )
+    if name not in ARCHITECTURES:
+        raise UnsupportedFormatError(
+            f"general.architecture is {name!r}; this version runs {', '.join(sorted(ARCHITECTURES))}. "
             "Update localinfer or choose another model."
         )
-    return describe(config)
+
+
+def find_architecture(config: ModelConfig) -> Architecture:
+    """Describe a model. Raises: as `check_architecture`."""
+    check_architecture(config.architecture)
+    return ARCHITECTURES[config.architecture](config)

@@ -5,42 +5,69 @@ Every page carries what was written into it, so a page that was lost, shared whi
 
 import random
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from localinfer.disk_cache import DiskCache, DiskOptions
 from localinfer.errors import OutOfMemoryError
 from localinfer.kv_cache import KVCache
+from localinfer.page_pool import PagePool
 from localinfer.prefix_cache import CacheUse, PrefixCache
 from tests.engine.fakes import FakeLayout
+from tests.engine.test_disk_cache import FakeIdentity
 
 PAGE_TOKENS = 4
 CONTEXT = 60
 BUDGET_PAGES = 60
+DISK_BYTES = 30_000
 STEPS = 10_000
 TRACED = ("prefix_tree.py", "prefix_cache.py", "kv_cache.py", "page_pool.py")
+
+
+class CacheOwner:
+    """What the disk asks of an engine."""
+
+    def __init__(self, cache: PrefixCache) -> None:
+        self._cache = cache
+
+    @property
+    def pool(self) -> PagePool:
+        return self._cache.pool
+
+    @contextmanager
+    def exclusive_cache(self) -> Generator[PrefixCache]:
+        yield self._cache
 
 
 class Life:
     """Random actions on a PrefixCache; `running` is the model: each sequence and the ids it must hold."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, disk_folder: Path | None = None) -> None:
         self.chooser = random.Random(seed)
         layout = FakeLayout(page_tokens=PAGE_TOKENS, page_bytes=64)
         self.cache = PrefixCache(layout, max_bytes=BUDGET_PAGES * 64, context_length=CONTEXT)
         self.running: list[tuple[KVCache, list[int]]] = []
         self.known: list[list[int]] = [[1, 2, 3]]
-        self.counts = dict.fromkeys(["admit", "extend", "fork", "truncate", "cancel", "evict", "restore"], 0)
+        self.counts = dict.fromkeys(["admit", "extend", "fork", "truncate", "cancel", "evict", "insert", "restore"], 0)
         self.num_cached_tokens = 0
+        self.disk: DiskCache | None = None
+        if disk_folder is not None:
+            options, owner = DiskOptions(disk_folder, DISK_BYTES), CacheOwner(self.cache)
+            # Written when the life says so, never by itself.
+            self.disk = DiskCache(owner, FakeIdentity(), options, idle_seconds=1e6)  # type: ignore[arg-type]
 
     def step(self) -> None:
         """Do one thing, if memory allows; a refusal must change nothing that matters."""
-        name = self.chooser.choices(list(self.counts), weights=[4, 12, 2, 3, 3, 1, 1])[0]
+        name = self.chooser.choices(list(self.counts), weights=[4, 12, 2, 3, 3, 1, 1, 1])[0]
         if len(self.running) > 6:
             name = "cancel"
-        if not self.running and name not in ("admit", "restore", "evict"):
+        if not self.running and name not in ("admit", "insert", "restore", "evict"):
             return
         self.counts[name] += 1
         try:
@@ -87,7 +114,15 @@ class Life:
         assert self.cache.tree.num_pages == before - freed
 
     def restore(self) -> None:
-        """Bring pages in from elsewhere, as a tier would."""
+        """Have what ended written, forget what nobody uses, and take a former text up again, from the disk."""
+        if self.disk is None:
+            return
+        self.disk.flush()
+        self.cache.clear()
+        self.admit()
+
+    def insert(self) -> None:
+        """Bring pages in from elsewhere, as a session file does."""
         ids = np.array([self.chooser.randrange(3) for _ in range(self.chooser.randrange(1, 30))], np.int32)
         pages = self.cache.pool.acquire(self.cache.pool.num_pages_for(ids.size))
         for position, token_id in enumerate(ids):
@@ -191,14 +226,19 @@ def test_interrupt_at_any_line_never_leaves_a_wrong_page():
     assert num_interrupted > 100
 
 
-def test_cache_survives_ten_thousand_random_steps_without_a_leak():
-    life = Life(seed=20)
+def test_cache_survives_ten_thousand_random_steps_without_a_leak(tmp_path: Path):
+    life = Life(20, tmp_path)
+    assert life.disk is not None
     for number in range(STEPS):
         life.step()
         if number % 10 == 0 or number < 500:
             life.check()
     assert min(life.counts.values()) > 200 and life.num_cached_tokens > 5000
     assert life.cache.tree.evicted_tokens > 1000
+    disk = life.disk.counters
+    assert disk.pages_read > 500 and disk.pages_written > 500 and disk.bytes_deleted > 0
+    assert not disk.rejected and not disk.failed_saves
+    life.disk.close()
     for sequence, _ in life.running:
         sequence.close()
     life.running.clear()

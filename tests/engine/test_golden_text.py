@@ -23,7 +23,7 @@ def test_greedy_text_equals_the_peers(stories: LLM, prompt: str) -> None:
     assert stories.complete(prompt, max_tokens=200, temperature=0).text == GOLDEN[prompt]
 
 
-@pytest.mark.parametrize("kv_type", ["f16", "f32"])
+@pytest.mark.parametrize("kv_type", ["f16", "f32", "q8_0", "q4_0", "q8_0/q4_0"])
 def test_logits_are_the_same_bits_at_once_in_chunks_and_with_any_thread_count(shared: Path, kv_type: str) -> None:
     path = shared / "models" / "stories260K.gguf"
     digests = set()

@@ -196,3 +196,19 @@ def test_text_longer_than_the_window_keeps_what_is_attended_to(tmp_path: Path, k
             found[kept] = perplexity(llm, text, 5)
     assert found["all"] < 1.01 and found["heavy"] == pytest.approx(found["all"], rel=1e-3)
     assert found["first and recent"] > 10 and found["recent"] > 10
+
+
+def test_generation_past_the_window_remembers_in_bounded_memory_and_leaves_nothing_behind(tmp_path: Path):
+    path = write_remembering_model(tmp_path / "model.gguf")
+    prompt = [1, 2, 3] * 20 + [NUM_WORDS + 5] + [4, 6] * 300
+    with localinfer.load(path, threads=1, kv_window=128, disk_cache=True, disk_cache_folder=tmp_path) as llm:
+        completion = llm.complete(prompt, temperature=0, max_tokens=400)
+        assert completion.token_ids == [5] * 400
+        pool, window = llm._engine.pool, window_of(llm._model, 128)  # type: ignore[arg-type]
+        assert pool.num_pages <= 2 * pool.num_pages_for(window.max_tokens)
+        again = llm.complete([*prompt, *completion.token_ids], temperature=0, max_tokens=4)
+        assert again.stats.cached_tokens == 128 and again.token_ids == [5] * 4
+    with localinfer.load(path, threads=1, disk_cache=True, disk_cache_folder=tmp_path) as llm:
+        exact = llm.complete([*prompt, *completion.token_ids], temperature=0, max_tokens=4)
+        # What was exact may come back, and nothing else.
+        assert 128 <= exact.stats.cached_tokens <= len(prompt) and exact.token_ids == [5] * 4

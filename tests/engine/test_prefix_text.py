@@ -21,7 +21,7 @@ def answer(llm: LLM, prompt: list[int]) -> Completion:
     return llm.complete(prompt, **SAMPLED)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kv_type", ["f16", "f32"])
+@pytest.mark.parametrize("kv_type", ["f16", "f32", "q8_0", "q4_0", "q8_0/q4_0"])
 def test_second_turn_says_what_a_cold_run_says(shared: Path, kv_type: str) -> None:
     with stories(shared, kv_type=kv_type) as llm, stories(shared, kv_type=kv_type) as cold:
         first = llm.tokenizer.encode(STORY)
@@ -50,15 +50,15 @@ def test_text_is_the_same_after_eviction_and_computing_again(shared: Path) -> No
         assert again.token_ids == before == answer(llm, prompt).token_ids
 
 
-def test_eight_conversations_hold_the_pages_of_their_system_prompt_once(shared: Path) -> None:
-    with stories(shared, context_length=512) as llm:
-        system = np.random.default_rng(0).integers(3, 500, 400).tolist()
+def test_eight_conversations_hold_the_pages_of_their_system_prompt_once() -> None:
+    with localinfer.load(threads=2) as llm:
+        system = np.random.default_rng(0).integers(3, 4000, 1000).tolist()
         for index in range(8):
-            stats = llm.complete([*system, 10 + index, *range(20, 40)], max_tokens=3, ignore_eos=True).stats
-            assert stats.cached_tokens == (400 if index else 0)
+            stats = llm.complete([*system, 10 + index, *range(20, 35)], max_tokens=3, ignore_eos=True).stats
+            assert stats.cached_tokens == (1000 if index else 0)
         with llm._engine.exclusive_cache() as cache:
-            # Twelve full pages once; of each conversation the page in which it begins, which has room for the rest.
-            assert cache.tree.num_pages == 400 // 32 + 8 * (-(-(400 % 32 + 1 + 20 + 2) // 32))
+            # 31 full pages once; of each conversation the page in which it begins, which has room for the rest.
+            assert cache.tree.num_pages == 1000 // 32 + 8 * (-(-(1000 % 32 + 1 + 15 + 2) // 32))
 
 
 @pytest.mark.parametrize("name", ["gemma3-gqa", "gpt-oss-moe", "cohere2-dense", "llama4-moe", "deepseek2-moe"])

@@ -9,7 +9,7 @@ from localinfer.kernels.cpu.layouts import SIZES, Layout, is_float
 from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.kernels.cpu.sampling import RowSampler
 from localinfer.kernels.cpu.tape import CpuTape
-from localinfer.kernels.kv_layout import KVLayout
+from localinfer.kernels.kv_layout import KV_TYPES, KVLayout
 from localinfer.kernels.ops import (
     Activation,
     AttentionShape,
@@ -48,9 +48,9 @@ def products() -> str:
 
 
 def cached() -> str:
-    """Attention over quantized keys and values, whose products are written differently too."""
+    """Attention over keys and values of every type; products of codes are written differently too."""
     pool, result = ThreadPool(1), hashlib.sha256()
-    for kv_type in ("q8_0", "q4_0"):
+    for kv_type in KV_TYPES:
         found = _attention(pool, AttentionShape(3, 1, 80, 40, 0.3), kv_type)
         assert_same_bits(found, found)
         result.update(found.tobytes())

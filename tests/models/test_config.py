@@ -1,6 +1,7 @@
 """Metadata that lies, contradicts itself or asks for the unknown ends in a typed error that names its key."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,8 @@ import pytest
 from localinfer.errors import CorruptFileError, ModelFileError, UnsupportedFormatError
 from localinfer.models.architectures import find_architecture
 from localinfer.models.config import LatentConfig, ModelConfig
+from localinfer.models.loader import load_model
+from tests.quant.gguf_bytes import entry, gguf, text
 
 HIDDEN = 48
 NUM_LAYERS = 3
@@ -169,6 +172,14 @@ def test_an_unknown_architecture_is_refused_with_the_list_of_those_known() -> No
     config = ModelConfig.from_metadata(values, shapes())
     with pytest.raises(UnsupportedFormatError, match="'rwkv9'.*gemma3.*qwen3"):
         find_architecture(config)
+
+
+@pytest.mark.parametrize("name", ["mamba", "rwkv7", "jamba", "qwen3next"])
+def test_a_model_with_recurrent_layers_is_refused_with_the_reason(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(gguf([entry("general.architecture", 8, text(name))]))
+    with pytest.raises(UnsupportedFormatError, match=f"'{name}', a model with recurrent layers; .*cannot be shared"):
+        load_model(path)
 
 
 def test_whatever_one_value_becomes_the_error_is_typed() -> None:
