@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from localinfer import disk_cache
 from localinfer.disk_cache import DiskCache, DiskOptions
 from localinfer.errors import OutOfMemoryError
 from localinfer.kv_cache import KVCache
@@ -64,7 +65,7 @@ class Life:
 
     def step(self) -> None:
         """Do one thing, if memory allows; a refusal must change nothing that matters."""
-        name = self.chooser.choices(list(self.counts), weights=[4, 12, 2, 3, 3, 1, 1, 1])[0]
+        name = self.chooser.choices(list(self.counts), weights=[8, 24, 4, 6, 6, 2, 2, 1])[0]
         if len(self.running) > 6:
             name = "cancel"
         if not self.running and name not in ("admit", "insert", "restore", "evict"):
@@ -226,14 +227,16 @@ def test_interrupt_at_any_line_never_leaves_a_wrong_page():
     assert num_interrupted > 100
 
 
-def test_cache_survives_ten_thousand_random_steps_without_a_leak(tmp_path: Path):
+def test_cache_survives_ten_thousand_random_steps_without_a_leak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # Starting threads for pages of 64 bytes would take most of the time; other tests have them.
+    monkeypatch.setattr(disk_cache, "num_io_threads", lambda: 1)
     life = Life(20, tmp_path)
     assert life.disk is not None
     for number in range(STEPS):
         life.step()
         if number % 10 == 0 or number < 500:
             life.check()
-    assert min(life.counts.values()) > 200 and life.num_cached_tokens > 5000
+    assert min(life.counts.values()) > 150 and life.num_cached_tokens > 5000
     assert life.cache.tree.evicted_tokens > 1000
     disk = life.disk.counters
     assert disk.pages_read > 500 and disk.pages_written > 500 and disk.bytes_deleted > 0
