@@ -234,7 +234,7 @@ def test_cache_survives_ten_thousand_random_steps_without_a_leak(tmp_path: Path,
     assert life.disk is not None
     for number in range(STEPS):
         life.step()
-        if number % 10 == 0 or number < 500:
+        if number % 25 == 0 or number < 300:
             life.check()
     assert min(life.counts.values()) > 150 and life.num_cached_tokens > 5000
     assert life.cache.tree.evicted_tokens > 1000
