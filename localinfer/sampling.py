@@ -15,7 +15,7 @@ from localinfer.dry_penalty import penalise_repetitions
 from localinfer.errors import ModelFileError, RequestError
 from localinfer.kernels.cpu.sampling import NOT_FINITE, NOTHING_LEFT, RowSampler, adjust, uniforms
 from localinfer.logprobs import TokenLogprobs, token_logprobs
-from localinfer.sampling_filters import Mirostat, dynamic_temperature, keep_candidates, scaled
+from localinfer.sampling_filters import Mirostat, dynamic_temperature, keep_candidates, scaled, surprise_bits
 from localinfer.sampling_params import SamplingParams
 
 __all__ = ["Sampler", "SamplingParams", "SamplingPlan", "TokenLogprobs", "TokenMask", "not_finite_error"]
@@ -111,16 +111,15 @@ class Sampler:
             return best
         if params.xtc_probability > 0.0:
             uniforms(self._xtc_draw, plan.noise_key, position, _XTC_TOKEN, 1)
-        logits = row.astype(np.float64)
-        ids = keep_candidates(logits, params, temperature, float(self._xtc_draw[0]))
+        ids = keep_candidates(row, params, temperature, float(self._xtc_draw[0]))
         if params.dynatemp_range > 0.0:
             reach, exponent = float(params.dynatemp_range), float(params.dynatemp_exponent)
-            temperature = dynamic_temperature(logits[ids], temperature, reach, exponent)
+            temperature = dynamic_temperature(row[ids], temperature, reach, exponent)
         if plan.mirostat is None or temperature == 0.0:
             return self._draw(row, ids, plan, temperature, position)
-        x = scaled(logits[ids], temperature)
-        token_id = self._draw(row, ids[plan.mirostat.keep(x, position)], plan, temperature, position)
-        plan.mirostat.advance(x, int(np.searchsorted(ids, token_id)), position)
+        bits = surprise_bits(scaled(row[ids], temperature))
+        token_id = self._draw(row, ids[plan.mirostat.keep(bits, position)], plan, temperature, position)
+        plan.mirostat.advance(float(bits[np.searchsorted(ids, token_id)]), position)
         return token_id
 
     def _draw(

@@ -5,6 +5,7 @@ of ids; a step answers with a mask of those it keeps, never an empty one.
 """
 
 import math
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,26 +17,27 @@ Kept = NDArray[np.bool_]
 
 _LARGEST_SCALE = 1e300
 _LEAST_EXPONENT = -700.0
+_NUM_BINS = 4096
 
 
-def keep_candidates(logits: Row, params: SamplingParams, temperature: float, xtc_draw: float) -> NDArray[np.int64]:
+def keep_candidates(
+    logits: NDArray[np.floating[Any]], params: SamplingParams, temperature: float, xtc_draw: float
+) -> NDArray[np.int64]:
     """Apply top-n-sigma, top-k, typical-p, top-p, min-p and XTC, in this order; return the indices that are left.
 
     Each step judges by the probabilities among what the one before it left. With mirostat only the first is applied.
-    logits: float64[N], the largest finite, -inf for what is forbidden. xtc_draw: in (0, 1); XTC acts if it is below its
+    logits: [N], the largest finite, -inf for what is forbidden. xtc_draw: in (0, 1); XTC acts if it is below its
     probability.
     """
     ids = np.flatnonzero(logits > -np.inf)
-    z = logits[ids]
     if params.top_n_sigma > 0.0:
-        mask = z >= z.max() - float(params.top_n_sigma) * z.std()
-        ids, z = ids[mask], z[mask]
+        wide = logits[ids].astype(np.float64)
+        ids = ids[wide >= wide.max() - float(params.top_n_sigma) * wide.std()]
     if params.mirostat:
         return ids
     if 0 < params.top_k < ids.size:
-        mask = top_k(z, int(params.top_k))
-        ids, z = ids[mask], z[mask]
-    x = scaled(z, temperature)
+        ids = ids[top_k(logits[ids], int(params.top_k))]
+    x = scaled(logits[ids], temperature)
     for applies, step, value in (
         (params.typical_p < 1.0, typical, params.typical_p),
         (params.top_p < 1.0, nucleus, params.top_p),
@@ -48,14 +50,15 @@ def keep_candidates(logits: Row, params: SamplingParams, temperature: float, xtc
     return ids
 
 
-def scaled(logits: Row, temperature: float) -> Row:
+def scaled(logits: NDArray[np.floating[Any]], temperature: float) -> Row:
     """(logits - largest) / temperature, at least -700: what `exp` makes weights of."""
+    wide = logits.astype(np.float64)
     with np.errstate(over="ignore"):
-        x: Row = np.maximum((logits - logits.max()) * min(1.0 / temperature, _LARGEST_SCALE), _LEAST_EXPONENT)
+        x: Row = np.maximum((wide - wide.max()) * min(1.0 / temperature, _LARGEST_SCALE), _LEAST_EXPONENT)
     return x
 
 
-def top_k(logits: Row, k: int) -> Kept:
+def top_k(logits: NDArray[np.floating[Any]], k: int) -> Kept:
     """The k largest logits; of equal ones at the end, those of the lowest ids."""
     kth = np.partition(logits, logits.size - k)[logits.size - k]
     mask: Kept = logits > kth
@@ -66,11 +69,7 @@ def top_k(logits: Row, k: int) -> Kept:
 
 def nucleus(x: Row, p: float) -> Kept:
     """The fewest largest whose probabilities reach p (arXiv 1904.09751); of equal ones, the lowest ids."""
-    weights = np.exp(x)
-    # All lighter ones together weigh less than 1 - p, so that the sum is reached without them.
-    ids = np.flatnonzero(weights * x.size >= (1.0 - p) * weights.sum())
-    order = ids[np.argsort(-weights[ids], kind="stable")]
-    return _head(weights, order, p)
+    return _head(np.exp(x), -x, p)
 
 
 def likely(x: Row, share: float) -> Kept:
@@ -83,8 +82,7 @@ def typical(x: Row, p: float) -> Kept:
     """The fewest whose surprise is nearest to the entropy and whose probabilities reach p (arXiv 2202.00666)."""
     weights = np.exp(x)
     surprise = math.log(weights.sum()) - x
-    order = np.argsort(np.abs(surprise - entropy(x)), kind="stable")
-    return _head(weights, order, p)
+    return _head(weights, np.abs(surprise - entropy(x)), p)
 
 
 def exclude_top(x: Row, threshold: float) -> Kept:
@@ -104,7 +102,7 @@ def entropy(x: Row) -> float:
     return math.log(total) - float((weights * x).sum()) / total
 
 
-def dynamic_temperature(logits: Row, temperature: float, reach: float, exponent: float) -> float:
+def dynamic_temperature(logits: NDArray[np.floating[Any]], temperature: float, reach: float, exponent: float) -> float:
     """The temperature between temperature - reach (or 0) and temperature + reach for the draw among these logits.
 
     It rises with (entropy / largest possible entropy) ^ exponent, that of the logits at temperature 1 (Kalomaze,
@@ -131,17 +129,16 @@ class Mirostat:
         """Bits of surprise that a token at this position may have; twice the target where the text begins."""
         return self._limits.get(position, 2.0 * self._tau)
 
-    def keep(self, x: Row, position: int) -> Kept:
-        """The tokens below the limit, and one of the likeliest at least."""
-        mask: Kept = surprise_bits(x) <= self.limit(position)
+    def keep(self, bits: Row, position: int) -> Kept:
+        """The tokens of at most the limit's surprise, and the least surprising one at least."""
+        mask: Kept = bits <= self.limit(position)
         if not mask.any():
-            mask[int(np.argmax(x))] = True
+            mask[int(np.argmin(bits))] = True
         return mask
 
-    def advance(self, x: Row, index: int, position: int) -> None:
-        """Take note that `index` of these was chosen for a position."""
-        error = float(surprise_bits(x)[index]) - self._tau
-        self._limits[position + 1] = self.limit(position) - self._eta * error
+    def advance(self, bits: float, position: int) -> None:
+        """Take note of the surprise of the token chosen for a position."""
+        self._limits[position + 1] = self.limit(position) - self._eta * (bits - self._tau)
 
 
 def surprise_bits(x: Row) -> Row:
@@ -150,10 +147,21 @@ def surprise_bits(x: Row) -> Row:
     return bits
 
 
-def _head(weights: Row, order: NDArray[np.int64], p: float) -> Kept:
-    """The shortest head of an order whose weights reach p of all; never none."""
-    sums = np.cumsum(weights[order])
-    size = int(np.searchsorted(sums, p * weights.sum())) + 1
-    mask = np.zeros(weights.size, np.bool_)
+def _head(weights: Row, keys: Row, p: float) -> Kept:
+    """The fewest of the lowest keys, lowest index first on ties, whose weights reach p of all; never none.
+
+    Only the bin of keys in which p is reached is sorted.
+    """
+    target = p * weights.sum()
+    low, high = float(keys.min()), float(keys.max())
+    scale = (_NUM_BINS - 1) / (high - low) if high - low > 1e-9 else 0.0
+    bins = ((keys - low) * scale).astype(np.int64)
+    sums = np.cumsum(np.bincount(bins, weights, minlength=_NUM_BINS))
+    reached = int(np.searchsorted(sums, target))
+    mask: Kept = bins < reached
+    ids = np.flatnonzero(bins == reached)
+    order = ids[np.argsort(keys[ids], kind="stable")]
+    before = float(sums[reached - 1]) if reached else 0.0
+    size = int(np.searchsorted(before + np.cumsum(weights[order]), target)) + 1
     mask[order[:size]] = True
     return mask

@@ -34,6 +34,13 @@ SETTINGS: dict[str, dict[str, object]] = {
     "min-p 0.000001": OPEN | {"min_p": 1e-6},
     "defaults, penalties over 64 tokens": {"seed": 1, "repetition_penalty": 1.1},
     "defaults, penalties over 30,000": {"seed": 1, "repetition_penalty": 1.1, "repetition_last_n": -1},
+    "typical-p 0.9": OPEN | {"typical_p": 0.9},
+    "top-n-sigma 1": OPEN | {"top_n_sigma": 1.0},
+    "defaults, XTC": {"seed": 1, "xtc_probability": 0.5},
+    "defaults, dynamic temperature": {"seed": 1, "dynatemp_range": 0.5},
+    "mirostat 2": OPEN | {"mirostat": 2},
+    "defaults, DRY over 30,000": {"seed": 1, "dry_multiplier": 0.8},
+    "defaults, 5 log probabilities": {"seed": 1, "logprobs": 5},
     "defaults, 1,000 biases": {"seed": 1, "logit_bias": {7 * token: -1.0 for token in range(1000)}},
 }
 

@@ -16,6 +16,7 @@ from localinfer.sampling_filters import (
     likely,
     nucleus,
     scaled,
+    surprise_bits,
     top_k,
     typical,
 )
@@ -78,6 +79,20 @@ def test_nucleus_and_top_k_keep_what_sorting_keeps(p: float) -> None:
             assert set(np.flatnonzero(top_k(wide, k))) == set(kept_by_sorting(narrow, (1.0, k, 1.0, 0.0)).tolist())
 
 
+def test_long_rows_keep_what_sorting_keeps() -> None:
+    for row in rows(30_000).values():
+        narrow = row.astype(np.float32)
+        x = scaled(narrow, 1.0)
+        weights = np.exp(x)
+        for p in (0.05, 0.5, 0.97):
+            expected = np.sort(kept_by_sorting(narrow, (1.0, 0, p, 0.0)))
+            assert np.array_equal(np.flatnonzero(nucleus(x, p)), expected)
+            shift = np.abs(np.log(weights.sum()) - x - entropy(x))
+            order = np.argsort(shift, kind="stable")
+            size = 1 + int(np.searchsorted(np.cumsum(weights[order]), p * weights.sum()))
+            assert np.array_equal(np.flatnonzero(typical(x, p)), np.sort(order[:size]))
+
+
 @pytest.mark.parametrize("threshold", [0.0, 0.003, 0.1, 0.5, 1.0])
 def test_xtc_drops_all_choices_but_the_least_likely(threshold: float) -> None:
     for row in every_row():
@@ -135,15 +150,17 @@ def test_dynamic_temperature_goes_from_certain_to_undecided() -> None:
 
 def test_mirostat_lets_pass_what_its_limit_allows_and_adapts() -> None:
     mirostat = Mirostat(tau=2.0, eta=0.5)
-    x = np.log(np.array([0.5, 0.25, 0.125, 0.0625, 0.03125, 0.03125]))
-    assert mirostat.keep(x, 7).tolist() == [True, True, True, True, False, False]
-    mirostat.advance(x, 3, 7)
-    assert mirostat.limit(8) == pytest.approx(4.0 - 0.5 * (4.0 - 2.0))
-    mirostat.advance(x, 0, 7)
-    assert mirostat.limit(8) == pytest.approx(4.0 + 0.5)
+    bits = surprise_bits(np.log(np.array([0.5, 0.25, 0.125, 0.0625, 0.03125, 0.03125])))
+    assert bits.tolist() == pytest.approx([1, 2, 3, 4, 5, 5])
+    bits = np.round(bits)
+    assert mirostat.keep(bits, 7).tolist() == [True, True, True, True, False, False]
+    mirostat.advance(4.0, 7)
+    assert mirostat.limit(8) == 4.0 - 0.5 * (4.0 - 2.0)
+    mirostat.advance(1.0, 7)
+    assert mirostat.limit(8) == 4.0 + 0.5
     assert mirostat.limit(7) == 4.0
     strict = Mirostat(tau=0.0, eta=0.1)
-    assert strict.keep(x, 0).tolist() == [True] + [False] * 5
+    assert strict.keep(bits, 0).tolist() == [True] + [False] * 5
 
 
 def test_mirostat_steers_towards_its_target() -> None:
