@@ -43,6 +43,9 @@ def localinfer_command(context: click.Context) -> None:
 )
 @load_options
 @sampling_options
+@click.option(
+    "--beams", type=click.IntRange(min=1), metavar="N", help="Draw nothing: search for the likeliest text with N beams."
+)
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be repeated.")
 @click.option("--ignore-eos", is_flag=True, help="Go on past the model's end-of-text token.")
 @click.option("--context-shift", is_flag=True, help="At the end of the context, go on with its recent half.")
@@ -51,6 +54,7 @@ def run_command(
     options: ModelOptions,
     prompt: str | None,
     max_tokens: int,
+    beams: int | None,
     stop: tuple[str, ...],
     ignore_eos: bool,
     context_shift: bool,
@@ -65,8 +69,16 @@ def run_command(
     text = _input_text(prompt, "the prompt", missing="no prompt: pass -p TEXT, or pipe it into standard input")
     for piece in stop:
         check_text(piece, "--stop")
+    if beams is not None and (stop or context_shift or stats):
+        raise RequestError("--beams goes with none of --stop, --context-shift and --stats; leave one of them out")
     output = ModelOutput(sys.stdout, is_terminal=sys.stdout.isatty())
     with load_with(options) as llm:
+        if beams is not None:
+            found = llm.beam_search(text, num_beams=beams, max_tokens=max_tokens, ignore_eos=ignore_eos)
+            output.write(found[0].text if found else "")
+            if sys.stdout.isatty():
+                output.end_line()
+            return
         with llm.stream(
             text, max_tokens=max_tokens, stop=list(stop), ignore_eos=ignore_eos, context_shift=context_shift, **sampling
         ) as stream:

@@ -5,6 +5,8 @@ from typing import Any, Self
 import pytest
 
 import localinfer
+from localinfer.beam_search import Beam
+from localinfer.llm import BeamCompletion
 from localinfer.text_stream import Stats, StreamEvent
 
 
@@ -74,6 +76,11 @@ class FakeLLM:
         self.prompts.append(prompt)
         self.options.append(options)
         return FakeStream(self.pieces, self.dropped_tokens)
+
+    def beam_search(self, prompt: Any, **options: Any) -> list[BeamCompletion]:
+        self.prompts.append(prompt)
+        self.options.append(options)
+        return [BeamCompletion(text, Beam((1, 2), -1.0, -0.5, "stop")) for text in ("the best", "another")]
 
     def stream_chat(self, messages: list[dict[str, str]], **options: Any) -> FakeStream:
         return self.stream([dict(message) for message in messages], **options)

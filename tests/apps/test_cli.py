@@ -112,6 +112,12 @@ def test_rare_sampling_options_are_handed_on_where_they_are_given(fake_llm, comm
     assert given.items() <= fake_llm.options[0].items()
 
 
+def test_run_prints_the_best_of_a_beam_search(fake_llm, capsys):
+    assert main(["run", "-p", "Hi", "-n", "5", "--beams", "3", "--ignore-eos"]) == 0
+    assert capsys.readouterr().out == "the best"
+    assert fake_llm.options == [{"num_beams": 3, "max_tokens": 5, "ignore_eos": True}]
+
+
 @pytest.mark.parametrize("command", [["run", "-p", "Hi"], ["chat"]])
 def test_disk_cache_can_be_switched_off(fake_llm, command):
     main([*command, "--no-disk-cache"])
@@ -204,6 +210,7 @@ def test_library_error_is_one_line_and_exit_code_2(fake_llm, capsys):
         (["run", "-p", "x", "-n", "0"], ["-n"]),
         (["run", "-p", "x", "-n", "many"], ["many"]),
         (["run", "-p", "x", "--temperature", "-1"], ["--temperature"]),
+        (["run", "-p", "x", "--beams", "3", "--stop", "a"], ["--beams", "--stop"]),
         (["run", "-p", "x", "--logit-bias", "5"], ["--logit-bias", "ID=NUMBER"]),
         (["run", "-p", "x", "--kv-type", "q1"], ["q1", "q8_0/q4_0"]),
         (["run", "-p", "bad \udcff byte"], ["U+DCFF", "character 4"]),
