@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from localinfer.quant.imatrix import Importance
 from localinfer.quant.model_file import ModelFile, TensorRecord
 from localinfer.quant.presets import ModelFacts, Preset, TypeChoice, choose_types, is_quantized
 from localinfer.quant.reference import dequantize
+from localinfer.quant.rounding_visitor import PreparedTensor
 
 QUANTIZATION_VERSION = 2
 """`general.quantization_version`: the block formats' generation."""
@@ -36,7 +37,8 @@ class TensorReport:
     """What became of a tensor.
 
     relative_error: root of sum(weight * error^2) / sum(weight * value^2), weighted by importance where there is some,
-        on sampled rows; None for a tensor that was copied.
+        on sampled rows; of a tensor quantized by calibration, the same of its answers (`PreparedTensor`); None for a
+        tensor that was copied.
     """
 
     name: str
@@ -74,10 +76,12 @@ def quantize_model(
     pool: ThreadPool,
     *,
     importance: Importance | None = None,
+    prepared: Mapping[str, PreparedTensor] | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> QuantizedModel:
     """Write `source` to `path` as GGUF in a preset's types.
 
+    prepared: tensors that a calibration pass has quantized, in the preset's types.
     progress: called with a tensor's name, the weights done and the weights in all.
     Raises: RequestError if the path is the source itself or a weight cannot be encoded, naming its tensor;
         CorruptFileError if the importance is another model's.
@@ -104,7 +108,8 @@ def quantize_model(
                     progress(name, done, total)
 
             try:
-                reports.append(writing.run(advance))
+                ready = None if prepared is None else prepared.get(name)
+                reports.append(writing.run(advance) if ready is None else writing.run_prepared(ready, advance))
             except RequestError as error:
                 raise RequestError(f"{name}: {error}") from error
     return QuantizedModel(target, writer.num_bytes, tuple(reports))
@@ -152,6 +157,17 @@ class _TensorWriting:
                 self._writer.write(np.ascontiguousarray(chunk) if is_copied else self._encode(chunk, matrix, row))
                 self._source.forget(self._record.name, first, first + chunk.size)
                 advance(count * self._columns)
+        error = None if is_copied else math.sqrt(self._error / self._scale) if self._scale else 0.0
+        return self._report(error, has_importance=self._importance is not None)
+
+    def run_prepared(self, prepared: PreparedTensor, advance: Callable[[int], None]) -> TensorReport:
+        """Write what a calibration pass made of the tensor."""
+        assert prepared.type is self._choice.type, f"{self._record.name} was prepared for another preset"
+        self._writer.write(prepared.blocks)
+        advance(math.prod(self._record.shape))
+        return self._report(prepared.relative_error, has_importance=True)
+
+    def _report(self, error: float | None, *, has_importance: bool) -> TensorReport:
         return TensorReport(
             name=self._record.name,
             source_type=self._record.type,
@@ -159,8 +175,8 @@ class _TensorWriting:
             num_columns=self._columns,
             num_weights=math.prod(self._record.shape),
             num_bytes=TensorSpec(self._record.name, self._choice.type, self._record.shape).num_bytes,
-            has_importance=self._importance is not None,
-            relative_error=None if is_copied else math.sqrt(self._error / self._scale) if self._scale else 0.0,
+            has_importance=has_importance,
+            relative_error=error,
         )
 
     def _encode(self, chunk: NDArray[np.uint8], matrix: int, first_row: int) -> NDArray[np.uint8]:

@@ -1,0 +1,87 @@
+"""GPTQ on the grids of GGUF's blocks: column after column, each answering for the errors of those before it.
+
+The grid (scales and minimums) is fixed beforehand, so columns go in the order that suits the error and leave no trace of
+it in the file.
+Source: GPTQ (arXiv 2210.17323), with static groups and activation order; blocks of columns as in its section 3.3.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.quant.grids import Grid, read_grid, with_levels
+from localinfer.quant.formats import TensorType
+from localinfer.quant.hessian import Factor, row_losses
+from localinfer.quant.reference import dequantize
+from localinfer.quant.workers import ROWS_PER_PIECE, Workers
+
+FloatArray = NDArray[np.float32]
+
+_BLOCK = 128
+
+
+def round_with_feedback(
+    target: FloatArray, grid: Grid, factor: Factor, workers: Workers
+) -> tuple[NDArray[np.int8], FloatArray]:
+    """Choose levels on a grid for a matrix; return them and what they decode to.
+
+    Column i is rounded after adding sum over earlier j of (W_j - Q_j) R_ji / R_ii, which makes entry i of (W - Q) R as
+    small as the grid allows.
+
+    Shapes: target float32[rows, columns]; results int8 and float32 [rows, columns].
+    """
+    levels = np.empty(target.shape, np.int8)
+    decoded = np.empty(target.shape, np.float32)
+    # Row i: what the errors of earlier columns weigh in column i.
+    weights = np.ascontiguousarray((factor.upper / np.diagonal(factor.upper)).T)
+
+    def one(rows: slice) -> None:
+        columns = np.ascontiguousarray(target[rows].T[factor.order])
+        chosen, values = _round_columns(columns, grid, rows, factor.order, weights)
+        levels[rows], decoded[rows] = chosen.T, values.T
+
+    workers.over_rows(one, len(target), ROWS_PER_PIECE)
+    return levels, decoded
+
+
+def _round_columns(
+    columns: FloatArray, grid: Grid, rows: slice, order: NDArray[np.int64], weights: FloatArray
+) -> tuple[NDArray[np.int8], FloatArray]:
+    """Shapes: columns float32[columns, rows] in rounding order; results in file order."""
+    levels = np.empty(columns.shape, np.int8)
+    values = np.empty_like(columns)
+    errors = np.empty_like(columns)
+    wanted = columns.copy()
+    groups = (order // grid.group_size).tolist()
+    positions = order.tolist()
+    for start in range(0, len(columns), _BLOCK):
+        end = min(len(columns), start + _BLOCK)
+        if start:
+            wanted[start:end] += weights[start:end, :start] @ errors[:start]
+        for i in range(start, end):
+            value = wanted[i]
+            if i > start:
+                value += weights[i, start:i] @ errors[start:i]
+            level, decoded = grid.nearest(value, groups[i], rows)
+            levels[positions[i]], values[positions[i]] = level, decoded
+            np.subtract(columns[i], decoded, out=errors[i])
+    return levels, values
+
+
+def quantize_with_feedback(
+    target: FloatArray, encoded: NDArray[np.uint8], type: TensorType, factor: Factor, workers: Workers
+) -> tuple[NDArray[np.uint8], FloatArray, float]:
+    """Choose the codes of encoded rows anew; a row that loses by it keeps those it has.
+
+    encoded: the target rounded with importance; its scales and minimums stay.
+    Shapes: target float32[rows, columns]; encoded uint8[rows, row bytes]. Returns: rows in blocks, what they decode to,
+        and their loss over that of the given ones.
+    """
+    levels, decoded = round_with_feedback(target, read_grid(encoded, type), factor, workers)
+    plain = dequantize(encoded, type, target.shape)
+    before = row_losses(target - plain, factor, workers)
+    after = row_losses(target - decoded, factor, workers)
+    is_worse = after > before
+    blocks = with_levels(encoded, type, levels)
+    blocks[is_worse], decoded[is_worse] = encoded[is_worse], plain[is_worse]
+    total = float(before.sum())
+    return blocks, decoded, float(np.minimum(before, after).sum()) / total if total > 0 else 1.0
