@@ -1,16 +1,37 @@
-"""Quantize a model on disk: open it, compile the encoders it takes, write the new file."""
+"""Quantize a model on disk: open it, calibrate it where the method asks for that, write the new file."""
 
+import hashlib
 import logging
 import os
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
-from localinfer.errors import RequestError
+from localinfer.calibration_text import CalibrationText, read_calibration
+from localinfer.errors import ModelFileError, RequestError
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from localinfer.kernels.cpu.pool import ThreadPool
+    from localinfer.quant.imatrix import Importance
+    from localinfer.quant.model_file import ModelFile
+    from localinfer.quant.partial_results import PartialResults
+    from localinfer.quant.presets import Preset, TypeChoice
     from localinfer.quant.quantize_model import QuantizedModel
+    from localinfer.quant.rounding_visitor import PreparedTensor
 
 logger = logging.getLogger(__name__)
+
+Method = Literal["auto", "rtn", "imatrix", "gptq"]
+ProgressCallback = Callable[[str, int, int], None]
+
+CALIBRATION_TOKENS = 16384
+_ALGORITHM = "gptq 1"
+"""Part of what unfinished results depend on: changes when the same inputs give other bytes."""
+_BITS_WORTH_CALIBRATING = 8.0
 
 
 def quantize(
@@ -18,44 +39,181 @@ def quantize(
     target: str | os.PathLike[str],
     *,
     type: str = "Q4_K_M",
+    method: Method = "auto",
+    calibration: str | os.PathLike[str] | None = None,
+    calibration_tokens: int = CALIBRATION_TOKENS,
     imatrix: str | os.PathLike[str] | None = None,
+    save_imatrix: str | os.PathLike[str] | None = None,
     threads: int | None = None,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: ProgressCallback | None = None,
 ) -> "QuantizedModel":
     """Write a model again as GGUF with its matrices quantized; what was written has every tensor's type and error.
 
     source: a GGUF file, or a Hugging Face folder. target: appears when it is whole, in place of an older file.
-    type: a preset such as Q4_K_M, in any case. imatrix: a file of llama.cpp's importance, which rounding then minds.
+    type: a preset such as Q4_K_M, in any case.
+    method: rtn rounds each weight by itself. imatrix minds how much each column counts: as a file says, or as a
+        calibration text shows. gptq lets later columns answer for the errors of earlier ones, and later matrices for
+        those of earlier layers; it takes minutes per billion weights, and goes on after its last finished layer if the
+        same call is made again. auto takes imatrix where there is a file, else gptq below 8 bits, else rtn.
+    calibration: a text file, or a folder of them; None takes the text that ships with localinfer.
+    imatrix: a file of llama.cpp's importance. save_imatrix: where to write the importance that the text shows.
     threads: how many compute; None takes the physical cores. The bytes do not depend on it.
     progress: called with a stage's name, the units done and the units in all.
     Raises: ModelFileError, RequestError.
     """
-    from localinfer.kernels.cpu.encoding import ENCODERS, prepare_encoders
-    from localinfer.kernels.cpu.pool import ThreadPool
     from localinfer.models.loader import open_model_file
     from localinfer.models.thread_choice import available_threads, checked_threads
-    from localinfer.quant.imatrix import read_imatrix
-    from localinfer.quant.presets import ModelFacts, choose_types, find_preset
-    from localinfer.quant.quantize_model import quantize_model
+    from localinfer.quant.presets import find_preset
 
     preset = find_preset(type)
-    importance = None if imatrix is None else read_imatrix(imatrix)
     num_threads = available_threads() if threads is None else checked_threads(threads)
+    if imatrix is not None and method in ("rtn", "gptq"):
+        raise RequestError(f"method {method} uses no imatrix file; leave it out, or use method imatrix")
+    if calibration_tokens < 1:
+        raise RequestError(f"calibration_tokens is {calibration_tokens}; wanted at least 1")
     file = open_model_file(source)
-    pool = None
     try:
-        if importance is not None and not importance.mean_squares.keys() & file.tensors.keys():
-            raise RequestError(
-                f"{importance.name} names no tensor of {file.path.name}; wanted the imatrix of this very model"
-            )
-        if file.tokenizer_error is not None:
-            logger.warning("%s; the new file will have no tokenizer", file.tokenizer_error)
-        facts = ModelFacts.from_metadata(file.metadata)
-        choices = choose_types(preset, file.tensors, facts, has_importance=importance is not None)
-        prepare_encoders(sorted({choice.type.name for choice in choices.values()} & ENCODERS.keys()), progress)
-        pool = ThreadPool(num_threads)
-        return quantize_model(file, target, preset, pool, importance=importance, progress=progress)
+        work = _Work(file, Path(target), preset, num_threads, calibration_tokens, save_imatrix, progress)
+        return work.run(method, calibration, imatrix)
     finally:
-        if pool is not None:
-            pool.close()
         file.close()
+
+
+@dataclass
+class _Work:
+    """One model on its way."""
+
+    file: "ModelFile"
+    target: Path
+    preset: "Preset"
+    num_threads: int
+    max_tokens: int
+    save_imatrix: str | os.PathLike[str] | None
+    progress: ProgressCallback | None
+
+    def run(
+        self, method: Method, calibration: str | os.PathLike[str] | None, imatrix: str | os.PathLike[str] | None
+    ) -> "QuantizedModel":
+        from localinfer.quant.imatrix import read_imatrix
+
+        importance = None if imatrix is None else read_imatrix(imatrix)
+        if importance is not None and not importance.mean_squares.keys() & self.file.tensors.keys():
+            raise RequestError(
+                f"{importance.name} names no tensor of {self.file.path.name}; wanted the imatrix of this very model"
+            )
+        self._note_tokenizer()
+        if importance is not None or method == "rtn":
+            return self._write(importance)
+        if method == "auto" and self._is_nearly_lossless():
+            return self._write(None)
+        text = read_calibration(calibration)
+        try:
+            token_ids = self._sequences(text)
+        except ModelFileError as error:
+            if method != "auto":
+                raise
+            logger.warning("%s; weights are rounded without calibration", error)
+            return self._write(None)
+        if method == "imatrix":
+            return self._write(self._importance(text, token_ids))
+        if self.save_imatrix is not None:
+            self._importance(text, token_ids)
+        return self._with_feedback(token_ids)
+
+    def _is_nearly_lossless(self) -> bool:
+        from localinfer.quant.formats import bits_per_weight
+
+        return bits_per_weight(self.preset.default) >= _BITS_WORTH_CALIBRATING
+
+    def _note_tokenizer(self) -> None:
+        from localinfer.models.checkpoint.model import CheckpointModel
+
+        if isinstance(self.file, CheckpointModel) and self.file.tokenizer_error is not None:
+            logger.warning("%s; the new file will have no tokenizer", self.file.tokenizer_error)
+
+    def _sequences(self, text: CalibrationText) -> "NDArray[np.int32]":
+        from localinfer.models.calibration import calibration_sequences
+        from localinfer.models.config import ModelConfig
+        from localinfer.models.loader import read_tokenizer
+
+        shapes = {name: info.shape for name, info in self.file.tensors.items()}
+        config = ModelConfig.from_metadata(self.file.metadata, shapes)
+        return calibration_sequences(read_tokenizer(self.file), text.text, self.max_tokens, config.context_length)
+
+    def _choices(self, *, has_importance: bool) -> dict[str, "TypeChoice"]:
+        from localinfer.quant.presets import ModelFacts, choose_types
+
+        facts = ModelFacts.from_metadata(self.file.metadata)
+        return choose_types(self.preset, self.file.tensors, facts, has_importance=has_importance)
+
+    def _pool(self, choices: Mapping[str, "TypeChoice"]) -> "ThreadPool":
+        from localinfer.kernels.cpu.encoding import ENCODERS, prepare_encoders
+        from localinfer.kernels.cpu.pool import ThreadPool
+
+        prepare_encoders(sorted({choice.type.name for choice in choices.values()} & ENCODERS.keys()), self.progress)
+        return ThreadPool(self.num_threads)
+
+    def _write(self, importance: "Importance | None") -> "QuantizedModel":
+        from localinfer.quant.quantize_model import quantize_model
+
+        pool = self._pool(self._choices(has_importance=importance is not None))
+        try:
+            return quantize_model(
+                self.file, self.target, self.preset, pool, importance=importance, progress=self.progress
+            )
+        finally:
+            pool.close()
+
+    def _importance(self, text: CalibrationText, token_ids: "NDArray[np.int32]") -> "Importance":
+        from localinfer.models.calibration import calibrate
+        from localinfer.quant.imatrix import write_imatrix
+        from localinfer.quant.importance import ImportanceVisitor
+        from localinfer.quant.workers import Workers
+
+        visitor = ImportanceVisitor()
+        with Workers(self.num_threads) as workers:
+            calibrate(self.file, token_ids, workers, visitor, progress=self.progress)
+        importance = visitor.importance(text.name, len(token_ids))
+        # What llama-imatrix records: the layers only.
+        layers = {name: squares for name, squares in importance.mean_squares.items() if name.startswith("blk.")}
+        importance = replace(importance, mean_squares=layers)
+        if self.save_imatrix is not None:
+            write_imatrix(self.save_imatrix, importance, token_ids.shape[1])
+        return importance
+
+    def _with_feedback(self, token_ids: "NDArray[np.int32]") -> "QuantizedModel":
+        from localinfer.models.calibrated_rounding import round_by_calibration
+        from localinfer.quant.partial_results import PartialResults
+        from localinfer.quant.quantize_model import check_target, quantize_model
+        from localinfer.quant.workers import Workers
+
+        check_target(self.file, self.target)
+        choices = self._choices(has_importance=True)
+        results = PartialResults(
+            self.target.with_name(f"{self.target.name}.partial"), self._identity(token_ids, choices)
+        )
+        pool = self._pool(choices)
+        try:
+            with Workers(self.num_threads) as workers:
+                prepared = round_by_calibration(
+                    self.file, token_ids, choices, pool, workers, results, progress=self.progress
+                )
+            model = quantize_model(
+                self.file, self.target, self.preset, pool, prepared=prepared, progress=self.progress
+            )
+            results.delete()
+            return model
+        finally:
+            pool.close()
+
+    def _identity(self, token_ids: "NDArray[np.int32]", choices: Mapping[str, "TypeChoice"]) -> str:
+        """A hash of all that the quantized tensors depend on."""
+        digest = hashlib.sha256(_ALGORITHM.encode())
+        for path in self.file.paths:
+            status = path.stat()
+            digest.update(f"{path.resolve()} {status.st_size} {status.st_mtime_ns}\n".encode())
+        for name, choice in choices.items():
+            digest.update(f"{name} {choice.type.name}\n".encode())
+        digest.update(f"{token_ids.shape}".encode())
+        digest.update(token_ids.tobytes())
+        return digest.hexdigest()

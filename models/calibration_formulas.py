@@ -21,16 +21,21 @@ _ERF_FACTORS = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.25482959
 
 def sigmoid(x: FloatArray) -> FloatArray:
     """1 / (1 + exp(-x))."""
-    result: FloatArray = np.tanh(np.float32(0.5) * x)
+    result: FloatArray = np.negative(x)
+    # Beyond this the result is 0 in float32, and the exponential would overflow.
+    np.minimum(result, np.float32(88), out=result)
+    np.exp(result, out=result)
     result += np.float32(1)
-    result *= np.float32(0.5)
+    np.reciprocal(result, out=result)
     return result
 
 
 def activate(x: FloatArray, kind: Activation) -> FloatArray:
     """An activation that has no gate."""
     if kind is Activation.SILU:
-        return x * sigmoid(x)
+        silu = sigmoid(x)
+        silu *= x
+        return silu
     if kind is Activation.GELU_TANH:
         inner = np.float32(math.sqrt(2 / math.pi)) * (x + np.float32(0.044715) * x * x * x)
         gelu: FloatArray = x * (np.float32(0.5) + np.float32(0.5) * np.tanh(inner))
@@ -51,7 +56,9 @@ def activate_gated(gate: FloatArray, up: FloatArray, kind: Activation) -> FloatA
     if kind is Activation.SWIGLU_CLAMPED:
         clamped = np.minimum(gate, np.float32(7))
         return clamped * sigmoid(np.float32(1.702) * clamped) * (np.clip(up, -7, 7) + np.float32(1))
-    return activate(gate, kind) * up
+    result = activate(gate, kind)
+    result *= up
+    return result
 
 
 def normed(

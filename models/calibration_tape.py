@@ -170,21 +170,24 @@ class CalibrationTape:
     def matmul(self, x: Buffer, projections: Sequence[Projection]) -> None:
         inputs = self.streams(x)
         matrices = [projection.weight.packed.matrix() for projection in projections]
-        gaps = [self._gap(projection) for projection in projections]
+        # The original's answers come first where the other model is to be told what it must add.
+        sums = [
+            self._projected(0, inputs[0], values, projection) if self._differs(projection) else None
+            for projection, values in zip(projections, matrices, strict=True)
+        ]
         parts = tuple(
-            _part(projection.weight, 0, values, gap)
-            for projection, values, gap in zip(projections, matrices, gaps, strict=True)
+            _part(projection.weight, 0, values, None if total is None else self._wanted(projection, total))
+            for projection, values, total in zip(projections, matrices, sums, strict=True)
         )
         changed = self._visitor.visit(LinearProduct(parts, inputs[0], inputs[-1]))
-        for projection, values, other in zip(projections, matrices, changed, strict=True):
-            weights = [values, values if other is None else other]
-            residuals = None if projection.residual is None else self.streams(projection.residual)
-            is_one = other is None and inputs[0] is inputs[-1] and (residuals is None or residuals[0] is residuals[-1])
-            outs = [
-                self._projected(inputs[i], weights[i], projection, None if residuals is None else residuals[i])
-                for i in range(1 if is_one else len(inputs))
-            ]
-            self.set_streams(projection.out, [outs[min(i, len(outs) - 1)] for i in range(len(inputs))])
+        del parts
+        for projection, values, total, other in zip(projections, matrices, sums, changed, strict=True):
+            outs = [self._projected(0, inputs[0], values, projection) if total is None else total]
+            if len(inputs) > 1:
+                is_same = total is None and other is None and inputs[0] is inputs[1]
+                used = values if other is None else other
+                outs.append(outs[0] if is_same else self._projected(1, inputs[1], used, projection))
+            self.set_streams(projection.out, outs)
 
     def rope(self, x: Buffer, table: RopeTable, head_size: int, offset: int = 0) -> None:
         self._by_sequence(x, lambda a: rotated(a, table, head_size, offset), x)
@@ -319,17 +322,23 @@ class CalibrationTape:
     def finish(self, logits: Buffer) -> Program:
         raise AssertionError("a calibration tape has computed everything when it is written; there is no program")
 
-    def _gap(self, projection: Projection) -> FloatArray | None:
+    def _differs(self, projection: Projection) -> bool:
+        """Whether a product is added to something that is not the same in both models."""
         if projection.residual is None:
-            return None
-        original, current = (self.streams(projection.residual)[i] for i in (0, -1))
-        if original is current:
-            return None
-        return (original - current) / np.float32(projection.scale)
+            return False
+        residuals = self.streams(projection.residual)
+        return residuals[0] is not residuals[-1]
 
-    def _projected(
-        self, x: FloatArray, weight: FloatArray, projection: Projection, residual: FloatArray | None
-    ) -> FloatArray:
+    def _wanted(self, projection: Projection, total: FloatArray) -> FloatArray:
+        assert projection.residual is not None, "only what is added to something can make up for it"
+        wanted = total - self.streams(projection.residual)[-1]
+        if projection.scale != 1.0:
+            wanted /= np.float32(projection.scale)
+        return wanted if projection.bias is None else wanted - projection.bias
+
+    def _projected(self, model: int, x: FloatArray, weight: FloatArray, projection: Projection) -> FloatArray:
+        """residual + scale * (x @ weight.T + bias), in one of the models."""
+        residual = None if projection.residual is None else self.streams(projection.residual)[model]
         out = self._workers.product(x, weight)
 
         def finish(rows: slice) -> None:
@@ -388,8 +397,8 @@ class CalibrationTape:
         return out
 
 
-def _part(weight: LinearWeight, expert: int, values: FloatArray, gap: FloatArray | None = None) -> MatrixPart:
-    return MatrixPart(weight.name, expert, weight.packed.rows, values, gap)
+def _part(weight: LinearWeight, expert: int, values: FloatArray, wanted: FloatArray | None = None) -> MatrixPart:
+    return MatrixPart(weight.name, expert, weight.packed.rows, values, wanted)
 
 
 def _table_rows(table: EmbeddingTable, token_ids: NDArray[np.int32]) -> FloatArray:

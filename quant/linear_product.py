@@ -15,15 +15,15 @@ class MatrixPart:
     """Rows of a tensor's matrix, as the model uses them: all of them, but in fused tensors.
 
     expert: which matrix of a stack; 0 for an ordinary tensor. values: float32[rows, columns].
-    output_gap: float32[tokens, rows], where the product is added to something: how much more the original model's sum
-    has, before this product, than the quantized model's, in units of the product. None where it is added to nothing.
+    wanted: float32[tokens, rows], where the product is added to something that differs between the models: what it
+    must be for both sums to be the same. None elsewhere.
     """
 
     tensor: str
     expert: int
     rows: slice
     values: FloatArray
-    output_gap: FloatArray | None = None
+    wanted: FloatArray | None = None
 
 
 @dataclass(frozen=True)

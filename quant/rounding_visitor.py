@@ -82,8 +82,9 @@ class RoundingVisitor:
         if num_tokens >= LEAST_TOKENS_PER_COLUMN * x.shape[1]:
             found = factor(self._workers.gram(x), num_tokens)
         drift = None
-        if found is not None and product.is_aligned and product.original is not x:
-            drift = self._workers.cross(product.original - x, x)
+        has_drift = product.is_aligned and product.original is not x
+        if found is not None and has_drift and any(matrix.wanted is None for matrix in product.matrices):
+            drift = self._workers.cross(x, product.original - x)
         return [self._quantize(matrix, product, found, drift) for matrix in product.matrices]
 
     def _quantize(
@@ -111,13 +112,13 @@ class RoundingVisitor:
 
     def _correlation(self, matrix: MatrixPart, product: LinearProduct, drift: FloatArray | None) -> FloatArray | None:
         """C of `hessian.shifted`: 2 / T * (wanted answers - X W^T)^T X; None if nothing has to be answered for."""
-        if drift is None and matrix.output_gap is None:
+        if matrix.wanted is not None:
+            missing = matrix.wanted - self._workers.product(product.current, matrix.values)
+            total = self._workers.cross(missing, product.current)
+        elif drift is not None:
+            total = self._workers.product(matrix.values, drift)
+        else:
             return None
-        total = np.zeros(matrix.values.shape, np.float32)
-        if drift is not None:
-            total += self._workers.product(matrix.values, np.ascontiguousarray(drift.T))
-        if matrix.output_gap is not None:
-            total += self._workers.cross(matrix.output_gap, product.current)
         total *= np.float32(2 / len(product.current))
         return total
 

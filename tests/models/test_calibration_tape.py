@@ -86,13 +86,13 @@ def test_the_second_model_multiplies_with_what_the_visitor_returns(shared: Path,
     by_name = {product.matrices[0].tensor: product for product in visitor.products}
     first, down = by_name["blk.0.attn_q.weight"], by_name["blk.0.ffn_down.weight"]
     np.testing.assert_array_equal(first.original, first.current)
-    assert first.matrices[0].output_gap is None
-    gap = down.matrices[0].output_gap
-    assert gap is not None
+    assert first.matrices[0].wanted is None
+    wanted = down.matrices[0].wanted
+    assert wanted is not None
     attention = by_name["blk.0.attn_output.weight"]
     values = attention.matrices[0].values
     moved = attention.original @ values.T - attention.current @ (np.float32(1.5) * values).T
-    np.testing.assert_allclose(gap, moved, atol=1e-5)
+    np.testing.assert_allclose(wanted, down.original @ down.matrices[0].values.T + moved, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "qwen3moe-moe"])

@@ -1,0 +1,57 @@
+"""The text a model reads while it is calibrated: one that ships with localinfer, or files of the user's own."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from localinfer.errors import RequestError
+
+_HELD_BACK = 10
+"""One part in so many of every file of one's own is kept for measuring."""
+
+_SUFFIXES = (".txt", ".md")
+
+
+@dataclass(frozen=True)
+class CalibrationText:
+    """`held_back`: what of the files is not in `text`, to measure a model on; "" for the text that ships."""
+
+    name: str
+    text: str
+    held_back: str
+
+
+def read_calibration(path: str | os.PathLike[str] | None = None) -> CalibrationText:
+    """Read a file, or every .txt and .md file right in a folder; None takes the text that ships with localinfer.
+
+    Raises: RequestError if there is no text, or a file cannot be read or is not UTF-8.
+    """
+    if path is None:
+        shipped = Path(__file__).parent / "calibration.txt"
+        return CalibrationText("localinfer's own text", shipped.read_text(encoding="utf-8"), "")
+    place = Path(path)
+    files = [place]
+    if place.is_dir():
+        files = sorted(file for file in place.iterdir() if file.suffix.lower() in _SUFFIXES and file.is_file())
+    texts = [_read(file) for file in files]
+    if not any(text.strip() for text in texts):
+        raise RequestError(f"{place} holds no text; wanted a text file, or a folder of {' and '.join(_SUFFIXES)} files")
+    cuts = [_cut(text) for text in texts]
+    text = "\n\n".join(text[:cut] for text, cut in zip(texts, cuts, strict=True))
+    held_back = "\n\n".join(text[cut:] for text, cut in zip(texts, cuts, strict=True))
+    return CalibrationText(str(place), text, held_back)
+
+
+def _cut(text: str) -> int:
+    """Where the part that is held back begins: after a line, near nine tenths."""
+    wanted = len(text) - len(text) // _HELD_BACK
+    return text.rfind("\n", 0, wanted) + 1 or wanted
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{file} is not UTF-8 ({error.reason} at byte {error.start}); convert the text") from None
+    except OSError as error:
+        raise RequestError(f"{file} cannot be read: {error.strerror}; check the path") from None

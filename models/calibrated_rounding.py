@@ -1,0 +1,62 @@
+"""Quantize a whole model by calibration, layer by layer, each one kept on disk when it is done."""
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.kernels.cpu.pool import ThreadPool
+from localinfer.models.calibration import CalibrationState, calibrate
+from localinfer.models.calibration_tape import embedding_rows
+from localinfer.quant.encoding import encode
+from localinfer.quant.model_file import ModelFile
+from localinfer.quant.partial_results import PartialResults
+from localinfer.quant.presets import TypeChoice, is_quantized
+from localinfer.quant.reference import dequantize
+from localinfer.quant.rounding_visitor import PreparedTensor, RoundingVisitor
+from localinfer.quant.workers import Workers
+
+FloatArray = NDArray[np.float32]
+
+
+def round_by_calibration(
+    file: ModelFile,
+    token_ids: NDArray[np.int32],
+    choices: Mapping[str, TypeChoice],
+    pool: ThreadPool,
+    workers: Workers,
+    results: PartialResults,
+    *,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Mapping[str, PreparedTensor]:
+    """Quantize the matrices that presets touch, but for embeddings, and return them by name.
+
+    They are read from `results` when they are asked for; whoever has used them deletes those. A run that finds results
+    of its own there goes on after their last layer.
+
+    token_ids: int32[sequences, length] of the calibration text. choices: what each tensor becomes.
+    Raises: ModelFileError and below if the model cannot be run, RequestError if a weight cannot be encoded.
+    """
+    todo = {name: choice for name, choice in choices.items() if is_quantized(file.tensors[name])}
+    visitor = RoundingVisitor(todo, {name: file.tensors[name].shape for name in todo}, pool, workers)
+
+    def quantized_rows(name: str, ids: NDArray[np.int32]) -> FloatArray:
+        rows, type = embedding_rows(file, name, ids), choices[name].type
+        return dequantize(encode(pool, rows, type), type, rows.shape)
+
+    def layer_done(state: CalibrationState) -> None:
+        results.save(state.num_layers_done, visitor.take_finished(), state.hidden)
+
+    found = results.load()
+    start = None if found is None else CalibrationState(found[0], found[1])
+    num_layers = calibrate(
+        file,
+        token_ids,
+        workers,
+        visitor,
+        quantized_rows=quantized_rows,
+        start=start,
+        layer_done=layer_done,
+        progress=progress,
+    )
+    return {**results.tensors(num_layers), **visitor.take_finished()}

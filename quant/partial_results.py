@@ -1,0 +1,113 @@
+"""What a calibration has finished so far, on disk, so that a run that was killed can go on after its last layer.
+
+A folder holds one file per layer with its quantized tensors, and one with what the next layer reads. Each file appears
+under its name when it is whole, the last one after the others: it says how many layers count.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.errors import RequestError
+from localinfer.quant.formats import TensorType
+from localinfer.quant.rounding_visitor import PreparedTensor
+
+FloatArray = NDArray[np.float32]
+
+_ABOUT, _STATE = "about.json", "state.npz"
+_RECORDS = "records"
+_UNREADABLE = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile)
+
+
+class PartialResults:
+    """A folder of finished layers.
+
+    identity: everything the results depend on; results of another identity are deleted when the first are saved.
+    Raises: RequestError if the path exists and is no such folder.
+    """
+
+    def __init__(self, folder: Path, identity: str) -> None:
+        self.folder = folder
+        self._identity = identity
+        if folder.exists() and not (folder.is_dir() and ((folder / _ABOUT).exists() or not any(folder.iterdir()))):
+            raise RequestError(
+                f"{folder} is where unfinished results are kept, but holds something else; move it, or write elsewhere"
+            )
+
+    def load(self) -> tuple[int, list[FloatArray]] | None:
+        """Layers done and what the next one reads; None if there is nothing, or nothing whole, of this identity."""
+        try:
+            about = json.loads((self.folder / _ABOUT).read_text(encoding="utf-8"))
+            if about != {"identity": self._identity}:
+                return None
+            with np.load(self.folder / _STATE, allow_pickle=False) as state:
+                num_layers = int(state["num_layers"])
+                hidden = [state[f"hidden{index}"] for index in range(int(state["num_models"]))]
+            for layer in range(num_layers):
+                with np.load(self._layer_path(layer), allow_pickle=False) as stored:
+                    json.loads(str(stored[_RECORDS]))
+        except _UNREADABLE:
+            return None
+        return num_layers, hidden
+
+    def save(self, num_layers: int, tensors: Mapping[str, PreparedTensor], hidden: Sequence[FloatArray]) -> None:
+        """Keep the tensors of layer num_layers - 1, and what the next layer reads."""
+        if num_layers == 1:
+            self.delete()
+            self.folder.mkdir()
+            (self.folder / _ABOUT).write_text(json.dumps({"identity": self._identity}), encoding="utf-8")
+        records = {name: [int(one.type), one.relative_error] for name, one in tensors.items()}
+        blocks = {f"blocks.{name}": one.blocks for name, one in tensors.items()}
+        _write(self._layer_path(num_layers - 1), {_RECORDS: np.array(json.dumps(records)), **blocks})
+        arrays = {f"hidden{index}": array for index, array in enumerate(hidden)}
+        numbers = {"num_layers": np.array(num_layers), "num_models": np.array(len(hidden))}
+        _write(self.folder / _STATE, {**numbers, **arrays})
+
+    def tensors(self, num_layers: int) -> "StoredTensors":
+        """The tensors of the first layers, read when they are asked for."""
+        return StoredTensors([self._layer_path(layer) for layer in range(num_layers)])
+
+    def delete(self) -> None:
+        """Remove the folder."""
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(self.folder)
+
+    def _layer_path(self, layer: int) -> Path:
+        return self.folder / f"layer-{layer:04}.npz"
+
+
+class StoredTensors(Mapping[str, PreparedTensor]):
+    """Tensors in files of `PartialResults`, by name; nothing of them stays in memory."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._places: dict[str, tuple[Path, int, float]] = {}
+        for path in paths:
+            with np.load(path, allow_pickle=False) as stored:
+                records = json.loads(str(stored[_RECORDS]))
+            self._places |= {name: (path, type, error) for name, (type, error) in records.items()}
+
+    def __getitem__(self, name: str) -> PreparedTensor:
+        path, type, error = self._places[name]
+        with np.load(path, allow_pickle=False) as stored:
+            return PreparedTensor(TensorType(type), stored[f"blocks.{name}"], error)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+def _write(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(temporary, "wb") as file:
+        np.savez(file, **arrays)  # type: ignore[arg-type]
+    os.replace(temporary, path)
