@@ -5,11 +5,16 @@ from typing import TYPE_CHECKING
 
 import click
 
+from localinfer.calibration_text import read_calibration
 from localinfer.errors import LocalinferError, OutOfMemoryError, RequestError
 from localinfer.progress import Progress, with_time_left
 
 if TYPE_CHECKING:
     from localinfer.evaluation import Comparison
+    from localinfer.quantization import Method
+
+_LEAST_HELD_BACK = 8000
+"""Characters kept of a calibration text that surely fill a chunk to measure on; with fewer the text inside is taken."""
 
 _COUNT = click.IntRange(min=1)
 
@@ -22,10 +27,22 @@ _COUNT = click.IntRange(min=1)
 )
 @click.option(
     "--method",
-    type=click.Choice(["rtn", "imatrix"]),
-    help="Round each weight by itself, or mind the importance of its column. Default: imatrix if --imatrix is given.",
+    type=click.Choice(["auto", "rtn", "imatrix", "gptq"]),
+    default="auto",
+    show_default=True,
+    help="Round each weight by itself; mind the importance of its column; or let weights answer for each other's "
+    "errors. Auto: imatrix if --imatrix is given, else gptq below 8 bits, else rtn.",
+)
+@click.option(
+    "--calibration",
+    metavar="PATH",
+    help="Text file, or folder of some, to calibrate on. Default: one that ships inside.",
+)
+@click.option(
+    "--calibration-tokens", type=_COUNT, default=16384, show_default=True, metavar="N", help="Tokens of it to read."
 )
 @click.option("--imatrix", metavar="FILE", help="Importance, as llama-imatrix writes it.")
+@click.option("--save-imatrix", metavar="FILE", help="Write the importance that the calibration text shows.")
 @click.option("--threads", type=_COUNT, metavar="N", help="CPU threads. Default: one per physical core.")
 @click.option("--text", metavar="FILE", help="Text to measure the loss on. Default: one that ships inside.")
 @click.option(
@@ -40,8 +57,11 @@ def quantize_command(
     source: str,
     target: str,
     type_name: str,
-    method: str | None,
+    method: "Method",
+    calibration: str | None,
+    calibration_tokens: int,
     imatrix: str | None,
+    save_imatrix: str | None,
     threads: int | None,
     text: str | None,
     chunks: int,
@@ -49,22 +69,35 @@ def quantize_command(
     """Write the model SOURCE, a GGUF file or a Hugging Face folder, to the GGUF file TARGET with fewer bits.
 
     Types and sizes are those of llama.cpp's presets, and every GGUF runtime reads the file. At the end the new model is
-    compared with the old one on a text.
+    compared with the old one on a text that it was not calibrated on. A calibration that was stopped goes on after its
+    last finished layer when the same command is given again.
     """
     from localinfer.evaluation import evaluation_text
     from localinfer.evaluation_report import render_quantization, render_summary
     from localinfer.quantization import quantize
 
-    if method == "imatrix" and imatrix is None:
-        raise click.UsageError("--method imatrix needs --imatrix FILE.")
-    if method == "rtn" and imatrix is not None:
-        raise click.UsageError("--method rtn uses no importance; leave --imatrix out.")
+    if method in ("rtn", "gptq") and imatrix is not None:
+        raise click.UsageError(f"--method {method} uses no importance file; leave --imatrix out.")
+    if (method == "rtn" or imatrix is not None) and (calibration is not None or save_imatrix is not None):
+        raise click.UsageError("Nothing is calibrated this way; leave --calibration and --save-imatrix out.")
     if Path(target).is_dir():
         raise RequestError(f"{target} is a folder; give the name of the file to write")
     content = evaluation_text(text)
+    if text is None and calibration is not None:
+        held_back = read_calibration(calibration).held_back
+        content = held_back if len(held_back) >= _LEAST_HELD_BACK else content
     with Progress() as progress:
         model = quantize(
-            source, target, type=type_name, imatrix=imatrix, threads=threads, progress=with_time_left(progress)
+            source,
+            target,
+            type=type_name,
+            method=method,
+            calibration=calibration,
+            calibration_tokens=calibration_tokens,
+            imatrix=imatrix,
+            save_imatrix=save_imatrix,
+            threads=threads,
+            progress=with_time_left(progress),
         )
     click.echo(render_quantization(model))
     if not chunks:

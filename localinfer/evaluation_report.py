@@ -171,7 +171,11 @@ def _notes(reports: Sequence["TensorReport"]) -> list[str]:
     for names, report in _alike([report for report in reports if report.was_quantized_before]):
         lines.append(f"rounded twice: {names} was {report.source_type.name} already; quantize from F16 or F32 instead")
     if any(report.has_importance for report in reports):
-        without = [one for one in reports if one.relative_error is not None and not one.has_importance]
+        without = [
+            one
+            for one in reports
+            if one.relative_error is not None and not one.has_importance and not one.is_calibrated
+        ]
         lines += [f"no importance: the imatrix has none for {names}" for names, _ in _alike(without)]
     return lines
 

@@ -13,14 +13,19 @@ CLEAR_LINE = "\r\x1b[2K"
 
 
 def with_time_left(report: Callable[[str, int, int], None]) -> Callable[[str, int, int], None]:
-    """Wrap a callback so that stages carry the time that the rest will take, at the mean speed since the first call."""
-    started: list[float] = []
+    """Wrap a callback so that stages carry the time that the rest will take, at the mean speed since they began.
+
+    A stage begins where the units in all change, or those done go back.
+    """
+    first_done, first_total, last_done, started = 0, -1, 0, 0.0
 
     def add_time(stage: str, done: int, total: int) -> None:
-        if not started:
-            started.append(time.monotonic() if done == 0 else time.monotonic() - 1e-3)
-        elapsed = time.monotonic() - started[0]
-        left = f", {_duration(elapsed * (total - done) / done)} left" if done > 0 and elapsed > SILENT_SECONDS else ""
+        nonlocal first_done, first_total, last_done, started
+        if total != first_total or done < last_done:
+            first_done, first_total, started = done, total, time.monotonic()
+        last_done = done
+        elapsed, gained = time.monotonic() - started, done - first_done
+        left = f", {_duration(elapsed * (total - done) / gained)} left" if gained and elapsed > SILENT_SECONDS else ""
         report(f"{stage}{left}", 0, 0)
 
     return add_time

@@ -18,10 +18,8 @@ if TYPE_CHECKING:
     from localinfer.kernels.cpu.pool import ThreadPool
     from localinfer.quant.imatrix import Importance
     from localinfer.quant.model_file import ModelFile
-    from localinfer.quant.partial_results import PartialResults
     from localinfer.quant.presets import Preset, TypeChoice
     from localinfer.quant.quantize_model import QuantizedModel
-    from localinfer.quant.rounding_visitor import PreparedTensor
 
 logger = logging.getLogger(__name__)
 
@@ -198,9 +196,7 @@ class _Work:
                 prepared = round_by_calibration(
                     self.file, token_ids, choices, pool, workers, results, progress=self.progress
                 )
-            model = quantize_model(
-                self.file, self.target, self.preset, pool, prepared=prepared, progress=self.progress
-            )
+            model = quantize_model(self.file, self.target, self.preset, pool, prepared=prepared, progress=self.progress)
             results.delete()
             return model
         finally:

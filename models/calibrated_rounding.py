@@ -9,7 +9,8 @@ from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.models.calibration import CalibrationState, calibrate
 from localinfer.models.calibration_tape import embedding_rows
 from localinfer.quant.encoding import encode
-from localinfer.quant.model_file import ModelFile
+from localinfer.quant.formats import TensorType
+from localinfer.quant.model_file import ModelFile, TensorRecord
 from localinfer.quant.partial_results import PartialResults
 from localinfer.quant.presets import TypeChoice, is_quantized
 from localinfer.quant.reference import dequantize
@@ -31,13 +32,15 @@ def round_by_calibration(
 ) -> Mapping[str, PreparedTensor]:
     """Quantize the matrices that presets touch, but for embeddings, and return them by name.
 
+    Those that the preset leaves in floats answer for earlier errors too; blocks of the wanted type stay as they are.
+
     They are read from `results` when they are asked for; whoever has used them deletes those. A run that finds results
     of its own there goes on after their last layer.
 
     token_ids: int32[sequences, length] of the calibration text. choices: what each tensor becomes.
     Raises: ModelFileError and below if the model cannot be run, RequestError if a weight cannot be encoded.
     """
-    todo = {name: choice for name, choice in choices.items() if is_quantized(file.tensors[name])}
+    todo = {name: choice for name, choice in choices.items() if _changes(file.tensors[name], choice)}
     visitor = RoundingVisitor(todo, {name: file.tensors[name].shape for name in todo}, pool, workers)
 
     def quantized_rows(name: str, ids: NDArray[np.int32]) -> FloatArray:
@@ -59,4 +62,9 @@ def round_by_calibration(
         layer_done=layer_done,
         progress=progress,
     )
-    return {**results.tensors(num_layers), **visitor.take_finished()}
+    return results.tensors(num_layers, visitor.take_finished())
+
+
+def _changes(record: TensorRecord, choice: TypeChoice) -> bool:
+    is_plain = choice.type in (TensorType.F16, TensorType.BF16)
+    return is_quantized(record) and (record.type is not choice.type or is_plain)

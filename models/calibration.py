@@ -65,8 +65,10 @@ def calibrate(
     start: CalibrationState | None = None,
     layer_done: Callable[[CalibrationState], None] | None = None,
     progress: Callable[[str, int, int], None] | None = None,
-) -> None:
+) -> int:
     """Run a model over a text and show every product of its layers, then that of its output matrix, to a visitor.
+
+    Returns the number of layers.
 
     The output matrix is not shown where it is the embedding's. What the visitor returns is what the second model
     multiplies with from then on; it runs beside the original one if `quantized_rows` says what its embedding holds.
@@ -106,3 +108,4 @@ def calibrate(
         tape.visit(normed, [graph.weights.linear("output.weight", config.vocab_size, config.hidden_size)])
     if progress is not None:
         progress("calibrating", total, total)
+    return config.num_layers

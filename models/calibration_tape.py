@@ -29,7 +29,9 @@ from localinfer.quant.formats import row_bytes
 from localinfer.quant.linear_product import LinearProduct, MatrixPart, ProductVisitor
 from localinfer.quant.model_file import ModelFile
 from localinfer.quant.reference import dequantize
-from localinfer.quant.workers import ROWS_PER_PIECE, Workers
+from localinfer.quant.workers import Workers
+
+_ROWS_AT_ONCE = 128
 
 FloatArray = NDArray[np.float32]
 Streams = list[FloatArray]
@@ -360,8 +362,8 @@ class CalibrationTape:
             self.set_streams(out, [zeros] * num_streams)
 
     def _rowwise(self, out: Buffer, function: Callable[..., FloatArray], *inputs: Buffer) -> None:
-        """out = function(rows of the inputs), some rows at a time."""
-        self._each(out, function, inputs, ROWS_PER_PIECE)
+        """out = function(rows of the inputs), some rows at a time: so many that they stay in a core's cache."""
+        self._each(out, function, inputs, _ROWS_AT_ONCE)
 
     def _by_sequence(self, out: Buffer, function: Callable[..., FloatArray], *inputs: Buffer) -> None:
         """out = function(rows of the inputs), one sequence at a time."""

@@ -112,7 +112,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     """
     file = open_model_file(path)
     try:
-        return _read_tokenizer(file)
+        return read_tokenizer(file)
     finally:
         file.close()
 
@@ -137,7 +137,8 @@ def _with_context(config: ModelConfig, context_length: int | None) -> ModelConfi
     return replace(config, context_length=context_length)
 
 
-def _read_tokenizer(file: ModelFile) -> Tokenizer:
+def read_tokenizer(file: ModelFile) -> Tokenizer:
+    """Build the tokenizer of a model that is open. Raises: ModelFileError and below."""
     if file.tokenizer_error is not None:
         raise file.tokenizer_error
     return Tokenizer.from_metadata(file.metadata)
@@ -158,7 +159,7 @@ def _note_prediction_layers(file: ModelFile) -> None:
 def _tokenizer_or_none(file: ModelFile) -> Tokenizer | None:
     """A model of an unknown vocabulary still runs on token ids."""
     try:
-        return _read_tokenizer(file)
+        return read_tokenizer(file)
     except TokenizerError as error:
         logger.warning("%s: %s; it runs on token ids only", file.path.name, error)
         return None

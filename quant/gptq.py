@@ -1,15 +1,15 @@
 """GPTQ on the grids of GGUF's blocks: column after column, each answering for the errors of those before it.
 
-The grid (scales and minimums) is fixed beforehand, so columns go in the order that suits the error and leave no trace of
-it in the file.
+The grid (scales and minimums) is fixed beforehand, so columns go in the order that suits the error, and no trace of it
+is left in the file.
 Source: GPTQ (arXiv 2210.17323), with static groups and activation order; blocks of columns as in its section 3.3.
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.quant.grids import Grid, read_grid, with_levels
 from localinfer.quant.formats import TensorType
+from localinfer.quant.grids import Grid, read_grid, with_levels
 from localinfer.quant.hessian import Factor, row_losses
 from localinfer.quant.reference import dequantize
 from localinfer.quant.workers import ROWS_PER_PIECE, Workers
@@ -32,7 +32,7 @@ def round_with_feedback(
     levels = np.empty(target.shape, np.int8)
     decoded = np.empty(target.shape, np.float32)
     # Row i: what the errors of earlier columns weigh in column i.
-    weights = np.ascontiguousarray((factor.upper / np.diagonal(factor.upper)).T)
+    weights: FloatArray = np.ascontiguousarray((factor.upper / np.diagonal(factor.upper)).T, np.float32)
 
     def one(rows: slice) -> None:
         columns = np.ascontiguousarray(target[rows].T[factor.order])

@@ -88,6 +88,8 @@ def with_levels(encoded: NDArray[np.uint8], type: TensorType, levels: NDArray[np
     result = np.array(encoded, np.uint8, order="C")
     blocks = result.reshape(-1).view(block_dtype(type))
     by_block = levels.reshape(len(blocks), -1)
+    codes: NDArray[np.uint8]
+    codes: NDArray[Any]
     if type in _TABLES:
         codes = nearest_iq4(by_block.astype(np.float32))
     else:
@@ -102,9 +104,10 @@ def levels_of(encoded: NDArray[np.uint8], type: TensorType) -> NDArray[np.int8]:
     blocks = np.ascontiguousarray(encoded).reshape(-1).view(block_dtype(type))
     codes = _codes(blocks, type)
     if type in _TABLES:
-        return IQ4_VALUES[codes].astype(np.int8).reshape(len(encoded), -1)
-    offset = 0 if type is TensorType.Q8_0 else _RANGES[type][0]
-    return (codes.astype(np.int16) + offset).astype(np.int8).reshape(len(encoded), -1)
+        found: NDArray[np.int8] = IQ4_VALUES[codes].astype(np.int8)
+    else:
+        found = (codes.astype(np.int16) + (0 if type is TensorType.Q8_0 else _RANGES[type][0])).astype(np.int8)
+    return found.reshape(len(encoded), -1)
 
 
 def _float(values: NDArray[Any]) -> FloatArray:
@@ -155,7 +158,7 @@ def _packed(codes: NDArray[np.uint8], type: TensorType) -> dict[str, NDArray[Any
     return {"ql": pack_bits(codes & 15, 4, 64), "qh": pack_bits(codes >> 4, 2, 32)}
 
 
-def _codes(blocks: NDArray[Any], type: TensorType) -> NDArray[np.uint8]:
+def _codes(blocks: NDArray[Any], type: TensorType) -> NDArray[Any]:
     """Undo `_packed`."""
     if type is TensorType.Q8_0:
         return blocks["qs"].view(np.uint8)

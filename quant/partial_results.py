@@ -48,11 +48,11 @@ class PartialResults:
             about = json.loads((self.folder / _ABOUT).read_text(encoding="utf-8"))
             if about != {"identity": self._identity}:
                 return None
-            with np.load(self.folder / _STATE, allow_pickle=False) as state:
+            with _arrays(self.folder / _STATE) as state:
                 num_layers = int(state["num_layers"])
                 hidden = [state[f"hidden{index}"] for index in range(int(state["num_models"]))]
             for layer in range(num_layers):
-                with np.load(self._layer_path(layer), allow_pickle=False) as stored:
+                with _arrays(self._layer_path(layer)) as stored:
                     json.loads(str(stored[_RECORDS]))
         except _UNREADABLE:
             return None
@@ -71,9 +71,9 @@ class PartialResults:
         numbers = {"num_layers": np.array(num_layers), "num_models": np.array(len(hidden))}
         _write(self.folder / _STATE, {**numbers, **arrays})
 
-    def tensors(self, num_layers: int) -> "StoredTensors":
-        """The tensors of the first layers, read when they are asked for."""
-        return StoredTensors([self._layer_path(layer) for layer in range(num_layers)])
+    def tensors(self, num_layers: int, others: Mapping[str, PreparedTensor]) -> "StoredTensors":
+        """The tensors of the first layers, read when they are asked for, and others that are in memory."""
+        return StoredTensors([self._layer_path(layer) for layer in range(num_layers)], others)
 
     def delete(self) -> None:
         """Remove the folder."""
@@ -85,25 +85,35 @@ class PartialResults:
 
 
 class StoredTensors(Mapping[str, PreparedTensor]):
-    """Tensors in files of `PartialResults`, by name; nothing of them stays in memory."""
+    """Tensors in files of `PartialResults`, by name, none of which stays in memory, and others that are there."""
 
-    def __init__(self, paths: Sequence[Path]) -> None:
+    def __init__(self, paths: Sequence[Path], others: Mapping[str, PreparedTensor]) -> None:
+        self._others = dict(others)
         self._places: dict[str, tuple[Path, int, float]] = {}
         for path in paths:
-            with np.load(path, allow_pickle=False) as stored:
+            with _arrays(path) as stored:
                 records = json.loads(str(stored[_RECORDS]))
             self._places |= {name: (path, type, error) for name, (type, error) in records.items()}
 
     def __getitem__(self, name: str) -> PreparedTensor:
+        if name in self._others:
+            return self._others[name]
         path, type, error = self._places[name]
-        with np.load(path, allow_pickle=False) as stored:
+        with _arrays(path) as stored:
             return PreparedTensor(TensorType(type), stored[f"blocks.{name}"], error)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
+        return iter([*self._places, *self._others])
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._places) + len(self._others)
+
+
+@contextlib.contextmanager
+def _arrays(path: Path) -> Iterator[Mapping[str, NDArray[Any]]]:
+    # NumPy leaves a damaged file open if it opens it itself.
+    with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
+        yield arrays
 
 
 def _write(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:

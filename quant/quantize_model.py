@@ -48,6 +48,7 @@ class TensorReport:
     num_weights: int
     num_bytes: int
     has_importance: bool
+    is_calibrated: bool
     relative_error: float | None
 
     @property
@@ -87,13 +88,10 @@ def quantize_model(
         CorruptFileError if the importance is another model's.
     """
     target = Path(path)
-    if not target.parent.is_dir():
-        raise RequestError(f"{target.parent} is no folder; make it, or write elsewhere")
-    for own in getattr(source, "paths", (source.path,)):
-        if target.exists() and target.samefile(own):
-            raise RequestError(f"{target} is the model to quantize; write to another file")
+    check_target(source, target)
+    has_importance = importance is not None or prepared is not None
     facts = ModelFacts.from_metadata(source.metadata)
-    choices = choose_types(preset, source.tensors, facts, has_importance=importance is not None)
+    choices = choose_types(preset, source.tensors, facts, has_importance=has_importance)
     specs = [TensorSpec(name, choices[name].type, record.shape) for name, record in source.tensors.items()]
     total = sum(math.prod(record.shape) for record in source.tensors.values())
     done, reports = 0, []
@@ -113,6 +111,15 @@ def quantize_model(
             except RequestError as error:
                 raise RequestError(f"{name}: {error}") from error
     return QuantizedModel(target, writer.num_bytes, tuple(reports))
+
+
+def check_target(source: ModelFile, target: Path) -> None:
+    """Refuse what cannot be written to. Raises: RequestError if it is the source, or its folder does not exist."""
+    if not target.parent.is_dir():
+        raise RequestError(f"{target.parent} is no folder; make it, or write elsewhere")
+    for own in source.paths:
+        if target.exists() and target.samefile(own):
+            raise RequestError(f"{target} is the model to quantize; write to another file")
 
 
 def _metadata(source: ModelFile, preset: Preset) -> dict[str, EncodedValue]:
@@ -158,16 +165,16 @@ class _TensorWriting:
                 self._source.forget(self._record.name, first, first + chunk.size)
                 advance(count * self._columns)
         error = None if is_copied else math.sqrt(self._error / self._scale) if self._scale else 0.0
-        return self._report(error, has_importance=self._importance is not None)
+        return self._report(error, is_calibrated=False)
 
     def run_prepared(self, prepared: PreparedTensor, advance: Callable[[int], None]) -> TensorReport:
         """Write what a calibration pass made of the tensor."""
         assert prepared.type is self._choice.type, f"{self._record.name} was prepared for another preset"
         self._writer.write(prepared.blocks)
         advance(math.prod(self._record.shape))
-        return self._report(prepared.relative_error, has_importance=True)
+        return self._report(prepared.relative_error, is_calibrated=True)
 
-    def _report(self, error: float | None, *, has_importance: bool) -> TensorReport:
+    def _report(self, error: float | None, *, is_calibrated: bool) -> TensorReport:
         return TensorReport(
             name=self._record.name,
             source_type=self._record.type,
@@ -175,7 +182,8 @@ class _TensorWriting:
             num_columns=self._columns,
             num_weights=math.prod(self._record.shape),
             num_bytes=TensorSpec(self._record.name, self._choice.type, self._record.shape).num_bytes,
-            has_importance=has_importance,
+            has_importance=self._importance is not None,
+            is_calibrated=is_calibrated,
             relative_error=error,
         )
 

@@ -11,6 +11,7 @@ from localinfer.models import demo
 from localinfer.quant.formats import TensorType
 from localinfer.quant.gguf import read_gguf
 from localinfer.quant.gguf_writer import GGUFWriter, TensorSpec, encode_value
+from localinfer.quant.imatrix import read_imatrix
 from localinfer.quant.reference import dequantize, quantize
 
 MODEL = Path(demo.__file__).parent / "demo-f16.gguf"
@@ -35,7 +36,7 @@ def write_imatrix(path: Path) -> dict[str, np.ndarray]:
 
 def test_quantize_reports_layers_size_and_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "small.gguf"
-    assert main(["quantize", str(MODEL), str(target), "--type", "q4_k_m", "--threads", "2", "--chunks", "1"]) == 0
+    assert main(["quantize", str(MODEL), str(target), "--method", "rtn", "--threads", "2", "--chunks", "1"]) == 0
     output = capsys.readouterr()
     lines = output.out.splitlines()
     assert lines[0].split() == ["layer", "error", "types"]
@@ -65,7 +66,7 @@ def test_quantize_minds_importance(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_fallbacks_are_told_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str], shared: Path) -> None:
     words = ["quantize", str(shared / "models" / "stories260K.gguf"), str(tmp_path / "s.gguf"), "--chunks", "0"]
-    assert main([*words, "--type", "q4_0"]) == 0
+    assert main([*words, "--type", "q4_0", "--method", "rtn"]) == 0
     output = capsys.readouterr().out
     assert "fallback: token_embd.weight became Q8_0, not Q6_K: rows of 64 do not fill blocks of 256" in output
     assert "fallback: ffn_down.weight of 5 layers became F16, not Q4_0: rows of 172 do not fill blocks of 32" in output
@@ -76,7 +77,9 @@ def test_fallbacks_are_told_by_name(tmp_path: Path, capsys: pytest.CaptureFixtur
     ("words", "message"),
     [
         (["--type", "q4"], "there is no type 'q4'; wanted one of Q4_0"),
-        (["--method", "imatrix"], "needs --imatrix FILE"),
+        (["--method", "gptq", "--imatrix", "x"], "leave --imatrix out"),
+        (["--method", "rtn", "--calibration", "x"], "leave --calibration and --save-imatrix out"),
+        (["--calibration", "missing.txt"], "missing.txt cannot be read"),
         (["--method", "rtn", "--imatrix", "x"], "leave --imatrix out"),
         (["--imatrix", "missing.dat"], "missing.dat cannot be opened"),
         (["--text", "missing.txt"], "missing.txt cannot be read"),
@@ -127,3 +130,35 @@ def test_compare_and_perplexity_agree(tmp_path: Path, capsys: pytest.CaptureFixt
     assert json.loads(capsys.readouterr().out) == found["candidate"]
     assert main(["perplexity", str(target), *options[:-1]]) == 0
     assert capsys.readouterr().out.startswith(f"perplexity {found['candidate']['perplexity']:.4f} +- ")
+
+
+def test_calibration_keeps_more_than_rounding_and_leaves_nothing_behind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rounded, calibrated = tmp_path / "rounded.gguf", tmp_path / "calibrated.gguf"
+    assert main(["quantize", str(MODEL), str(rounded), "--type", "q4_0", "--method", "rtn", "--chunks", "1"]) == 0
+    words = ["--type", "q4_0", "--calibration-tokens", "1024", "--chunks", "1"]
+    assert main(["quantize", str(MODEL), str(calibrated), *words]) == 0
+    output = capsys.readouterr().out
+    first, second = (float(line.split()[5]) for line in output.splitlines() if line.startswith("against"))
+    assert second < 0.8 * first
+    assert {path.name for path in tmp_path.iterdir()} == {"rounded.gguf", "calibrated.gguf"}
+    assert rounded.stat().st_size == calibrated.stat().st_size
+
+
+def test_importance_of_a_text_is_used_and_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, saved, target = tmp_path / "texts", tmp_path / "saved.gguf", tmp_path / "small.gguf"
+    text.mkdir()
+    (text / "a.txt").write_text("Once upon a time there was a fox who lived in a wood.\n" * 200)
+    (text / "b.md").write_text("The bear said that he had seen the moon in the lake.\n" * 200)
+    words = ["quantize", str(MODEL), str(target), "--type", "q4_1", "--method", "imatrix", "--chunks", "1"]
+    assert main([*words, "--calibration", str(text), "--save-imatrix", str(saved)]) == 0
+    assert "against the source" in capsys.readouterr().out
+    again = tmp_path / "again.gguf"
+    assert main([*words[:2], str(again), *words[3:-1], "0", "--imatrix", str(saved)]) == 0
+    # Sums over counts are means again but for their last bit, which few roundings depend on.
+    first, second = (np.frombuffer(path.read_bytes(), np.uint8) for path in (target, again))
+    assert (first != second).mean() < 1e-3
+    found = read_imatrix(saved)
+    assert len(found.mean_squares) == 42
+    assert found.dataset == str(text)
