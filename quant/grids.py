@@ -88,7 +88,6 @@ def with_levels(encoded: NDArray[np.uint8], type: TensorType, levels: NDArray[np
     result = np.array(encoded, np.uint8, order="C")
     blocks = result.reshape(-1).view(block_dtype(type))
     by_block = levels.reshape(len(blocks), -1)
-    codes: NDArray[np.uint8]
     codes: NDArray[Any]
     if type in _TABLES:
         codes = nearest_iq4(by_block.astype(np.float32))
@@ -134,8 +133,8 @@ def _fields(blocks: NDArray[Any], type: TensorType) -> tuple[FloatArray, FloatAr
     dmin = _float(blocks["dmin"])[:, None]
     if type is TensorType.Q2_K:
         return d * _float(blocks["scales"] & 15), -(dmin * _float(blocks["scales"] >> 4))
-    scales, minimums = unpack_k_scales(blocks["scales"])
-    return d * _float(scales), -(dmin * _float(minimums))
+    factors, minimums = unpack_k_scales(blocks["scales"])
+    return d * _float(factors), -(dmin * _float(minimums))
 
 
 def _packed(codes: NDArray[np.uint8], type: TensorType) -> dict[str, NDArray[Any]]:
