@@ -50,6 +50,8 @@ class Chat:
         self._conversation = conversation
         self._output = output
         self._notices = notices
+        self._is_reasoning = False
+        conversation.on_reasoning = self._show_reasoning
         commands = (
             Command("/help", "list the commands and keys", self._help),
             Command("/clear", "forget the conversation", self._clear),
@@ -91,15 +93,32 @@ class Chat:
         try:
             with closing(reply):
                 for piece in reply:
+                    if piece:
+                        self._end_reasoning()
                     output.write(piece)
                     has_text = has_text or bool(piece)
         except KeyboardInterrupt:
+            self._end_reasoning()
             output.end_line()
             kept = "what was said stays in the conversation" if has_text else "nothing was said, so nothing changed"
             self.notice(f"stopped: {kept}")
         finally:
+            self._end_reasoning()
             output.end_line()
         self._report()
+
+    def _show_reasoning(self, text: str) -> None:
+        """Show what the model reasons on a terminal, dimmed; a pipe gets the answer only."""
+        if self._notices.isatty():
+            self._is_reasoning = True
+            self._notices.write(dim(neutralise_controls(text), self._notices))
+            self._notices.flush()
+
+    def _end_reasoning(self) -> None:
+        if self._is_reasoning:
+            self._is_reasoning = False
+            self._notices.write("\n\n")
+            self._notices.flush()
 
     def _report(self) -> None:
         """Say what the last reply left out, and its numbers if they are wanted."""

@@ -9,11 +9,13 @@ import click
 
 from localinfer.cli_bench import bench_command
 from localinfer.cli_cache import cache_command
+from localinfer.cli_constraint_options import constraint_options
 from localinfer.cli_evaluate import compare_command, perplexity_command
 from localinfer.cli_model_options import ModelOptions, load_options, load_with, model_option
 from localinfer.cli_quantize import quantize_command
 from localinfer.cli_sampling_options import sampling_options
 from localinfer.cli_serve import serve_command
+from localinfer.constraint import Constraint
 from localinfer.errors import LocalinferError, RequestError
 from localinfer.terminal import ModelOutput, check_text, describe_stats, neutralise_controls, prepare_streams
 
@@ -43,6 +45,7 @@ def localinfer_command(context: click.Context) -> None:
 )
 @load_options
 @sampling_options
+@constraint_options
 @click.option(
     "--beams", type=click.IntRange(min=1), metavar="N", help="Draw nothing: search for the likeliest text with N beams."
 )
@@ -59,6 +62,7 @@ def run_command(
     ignore_eos: bool,
     context_shift: bool,
     stats: bool,
+    constraint: Constraint | None,
     **sampling: Any,
 ) -> None:
     """Continue a text.
@@ -69,8 +73,11 @@ def run_command(
     text = _input_text(prompt, "the prompt", missing="no prompt: pass -p TEXT, or pipe it into standard input")
     for piece in stop:
         check_text(piece, "--stop")
-    if beams is not None and (stop or context_shift or stats):
-        raise RequestError("--beams goes with none of --stop, --context-shift and --stats; leave one of them out")
+    if beams is not None and (stop or context_shift or stats or constraint is not None):
+        raise RequestError(
+            "--beams goes with none of --stop, --context-shift, --stats and the options that constrain the text; leave "
+            "one of them out"
+        )
     output = ModelOutput(sys.stdout, is_terminal=sys.stdout.isatty())
     with load_with(options) as llm:
         if beams is not None:
@@ -80,7 +87,13 @@ def run_command(
                 output.end_line()
             return
         with llm.stream(
-            text, max_tokens=max_tokens, stop=list(stop), ignore_eos=ignore_eos, context_shift=context_shift, **sampling
+            text,
+            max_tokens=max_tokens,
+            stop=list(stop),
+            ignore_eos=ignore_eos,
+            context_shift=context_shift,
+            constraint=constraint,
+            **sampling,
         ) as stream:
             try:
                 for event in stream:

@@ -1,6 +1,6 @@
 """A conversation with a model: the messages so far, and replies that may be stopped or made again."""
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -11,13 +11,15 @@ if TYPE_CHECKING:
 class Conversation:
     """Keeps messages well formed: each question is followed by its answer, whole or cut short, or is not there.
 
-    `system` may be changed at any time and counts from the next reply on.
+    `system` may be changed at any time and counts from the next reply on. `on_reasoning`, where it is set, is told what
+    the model reasons before it answers, piece by piece; that is not part of the conversation.
     """
 
     def __init__(
         self, llm: "LLM", *, system: str | None, max_tokens: int | None, seed: int | None, **sampling: Any
     ) -> None:
         self.system = system
+        self.on_reasoning: Callable[[str], None] | None = None
         self._llm = llm
         self._max_tokens = max_tokens
         self._seed = seed
@@ -60,6 +62,8 @@ class Conversation:
             with self._llm.stream_chat(self.messages, **self._options()) as stream:
                 try:
                     for event in stream:
+                        if event.reasoning and self.on_reasoning is not None:
+                            self.on_reasoning(event.reasoning)
                         pieces.append(event.text)
                         yield event.text
                 finally:

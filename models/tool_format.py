@@ -23,6 +23,7 @@ ASK: dict[str, str] = {"role": "user", "content": "zqxask"}
 _ID_FIELD = re.compile(rf',\s*"\w+":\s*"{_IDS[0][:-1]}\d"|"\w+":\s*"{_IDS[0][:-1]}\d",\s*')
 _MARKER = re.compile(r"<[^<>\s{{]+>|\[[A-Z_/]+\]|[^\s\w{{\[\"'<]\S*")
 
+_WHOLE_MARKER = re.compile(r"<[^<>\s]+>|\[[A-Z_/]+\]")
 _CUT_MARKER = re.compile(r"[<\[][^<>\[\]\s]*$")
 
 
@@ -153,8 +154,10 @@ def _format(
         return CallFormat(
             opening="", begin=before, middle=middle, end=after, separator=None, closing="", arguments_as_text=as_text
         )
-    begin = commonprefix((before[::-1], between[::-1]))[::-1].lstrip()
+    begin = commonprefix((before[::-1], between[::-1]))[::-1]
+    begin = before[_marker_around(before, len(before) - len(begin))[1] :].lstrip()
     end = commonprefix((between[: len(between) - len(begin)], after))
+    end = after[: _marker_around(after, len(end))[0]]
     return CallFormat(
         opening=before[: len(before) - len(begin)],
         begin=begin,
@@ -164,6 +167,14 @@ def _format(
         closing=after[len(end) :],
         arguments_as_text=as_text,
     )
+
+
+def _marker_around(text: str, place: int) -> tuple[int, int]:
+    """Where the marker begins and ends that a place is inside of; the place itself where it is in none."""
+    for found in _WHOLE_MARKER.finditer(text):
+        if found.start() < place < found.end():
+            return found.span()
+    return place, place
 
 
 def _between(two: str, after: str, ends: SpellingFinder) -> tuple[str | None, str]:

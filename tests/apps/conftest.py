@@ -11,9 +11,9 @@ from localinfer.text_stream import Stats, StreamEvent
 
 
 class FakeStream:
-    """Yields `pieces`; a piece that is an exception is raised in its place."""
+    """Yields `pieces`; a piece that is an exception is raised in its place, and an event is yielded as it is."""
 
-    def __init__(self, pieces: list[str | BaseException], dropped_tokens: int) -> None:
+    def __init__(self, pieces: list[str | BaseException | StreamEvent], dropped_tokens: int) -> None:
         self.dropped_tokens = dropped_tokens
         self._pieces = iter(enumerate(pieces))
         self._num_events = 0
@@ -41,7 +41,7 @@ class FakeStream:
         if isinstance(piece, BaseException):
             raise piece
         self._num_events += 1
-        return StreamEvent(piece, index, None)
+        return piece if isinstance(piece, StreamEvent) else StreamEvent(piece, index, None)
 
     def __enter__(self) -> Self:
         return self

@@ -1,6 +1,7 @@
 """The chat: conversations stay well formed, commands stay with us, keys do what the help says."""
 
 import io
+import re
 import stat
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from localinfer import chat as chat_module
 from localinfer.chat import Chat, CommandCompleter, Leave, open_history, run_chat
 from localinfer.conversation import Conversation
 from localinfer.errors import ContextLengthError, RequestError
+from localinfer.text_stream import StreamEvent
 
 
 def user(text: str) -> dict[str, str]:
@@ -50,6 +52,18 @@ def chat(conversation, streams) -> Chat:
 def test_reply_keeps_question_and_answer(conversation):
     assert "".join(conversation.reply("hi")) == "Hello there"
     assert conversation.messages == [user("hi"), assistant("Hello there")]
+
+
+def test_reasoning_is_shown_on_a_terminal_and_is_no_part_of_the_conversation(fake_llm):
+    events = [StreamEvent("", 1, None, None, "Let me"), StreamEvent("", 2, None, None, " see."), "Yes."]
+    for notices, shown in ((Terminal(), "Let me see.\n\n"), (io.StringIO(), "")):
+        fake_llm.pieces = events
+        conversation = Conversation(fake_llm, system=None, max_tokens=None, seed=3)
+        output = io.StringIO()
+        Chat(conversation, output, notices).handle("hi")
+        assert output.getvalue().strip() == "Yes."
+        assert re.sub(r"\x1b\[\dm", "", notices.getvalue()) == shown
+        assert conversation.messages == [user("hi"), assistant("Yes.")]
 
 
 def test_closed_reply_keeps_the_part_that_was_said(conversation):

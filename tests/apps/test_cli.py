@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from localinfer.cli import main
+from localinfer.constraint import Grammar, JsonObject, JsonSchema, Regex
 from localinfer.errors import ContextLengthError
 
 
@@ -41,6 +42,25 @@ def test_run_prints_the_completion_and_nothing_else(fake_llm, capsys):
     assert fake_llm.is_closed
 
 
+def test_run_holds_the_completion_to_a_form(fake_llm, capsys, tmp_path):
+    schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.lark"
+    schema.write_text('{"type": "integer"}', encoding="utf-8")
+    grammar.write_text('start: "a"', encoding="utf-8")
+    for words in (["--json"], ["--json-schema", str(schema)], ["--grammar", str(grammar)], ["--regex", ""]):
+        assert main(["run", "-p", "Hi", *words]) == 0
+    assert [options["constraint"] for options in fake_llm.options] == [
+        JsonObject(),
+        JsonSchema('{"type": "integer"}'),
+        Grammar('start: "a"'),
+        Regex(""),
+    ]
+    capsys.readouterr()
+    assert main(["run", "-p", "Hi", "--json", "--regex", "a"]) == 2
+    assert_one_error_line(capsys.readouterr().err, "Only one")
+    assert main(["run", "-p", "Hi", "--grammar", str(tmp_path / "none")]) == 2
+    assert_one_error_line(capsys.readouterr().err, "--grammar", "none")
+
+
 def test_run_stats_go_to_stderr(fake_llm, capsys):
     assert main(["run", "-p", "Hi", "--stats"]) == 0
     captured = capsys.readouterr()
@@ -57,6 +77,7 @@ def test_run_defaults_are_the_documented_ones(fake_llm, capsys):
         "stop": [],
         "ignore_eos": False,
         "context_shift": False,
+        "constraint": None,
         "temperature": 0.8,
         "top_k": 40,
         "top_p": 0.95,
@@ -134,6 +155,7 @@ def test_run_hands_every_option_on(fake_llm, capsys):
         "stop": ["a", "b"],
         "ignore_eos": True,
         "context_shift": True,
+        "constraint": None,
         "temperature": 0.5,
         "top_k": 3,
         "top_p": 0.5,

@@ -82,6 +82,19 @@ DEEPSEEK = """\
 {%- if add_generation_prompt %}<｜Assistant｜><think>
 {% endif %}"""
 
+DEEPSEEK_TIGHT = """\
+{{- bos_token }}{% if tools %}Tools: {{ tools | tojson }}{% endif %}
+{%- for message in messages %}
+{%- if message.role == "user" %}<｜User｜>{{ message.content }}
+{%- elif message.tool_calls %}<｜Assistant｜></think><｜tool▁calls▁begin｜>
+{%- for call in message.tool_calls %}<｜tool▁call▁begin｜>
+{{- call.function.name + "<｜tool▁sep｜>" + call.function.arguments + "<｜tool▁call▁end｜>" }}
+{%- endfor %}<｜tool▁calls▁end｜><｜end▁of▁sentence｜>
+{%- else %}<｜Assistant｜></think>{{ message.content.split("</think>")[-1] }}<｜end▁of▁sentence｜>
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<｜Assistant｜>{{ "<think>" if thinking else "</think>" }}{% endif %}"""
+
 PLAIN = """\
 {% for message in messages %}<|im_start|>{{ message.role }}
 {{ message.content }}<|im_end|>
@@ -126,6 +139,13 @@ FAMILIES = {
         f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{_ONE}\n```"
         f"<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>search\n```json\n{_TWO}\n```"
         "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    ),
+    "deepseek-tight": Family(
+        DEEPSEEK_TIGHT,
+        ("<｜end▁of▁sentence｜>",),
+        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{_ONE}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{_ONE}<｜tool▁call▁end｜>"
+        f"<｜tool▁call▁begin｜>search<｜tool▁sep｜>{_TWO}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     ),
     "plain": Family(
         PLAIN,

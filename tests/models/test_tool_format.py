@@ -39,6 +39,7 @@ def test_what_begins_a_call_is_known_where_text_cannot_look_like_it() -> None:
         "llama3": "",
         "mistral": "[TOOL_CALLS]",
         "deepseek": "<｜tool▁calls▁begin｜>",
+        "deepseek-tight": "<｜tool▁calls▁begin｜>",
         "plain": "<tool_call>",
     }
 
@@ -46,7 +47,8 @@ def test_what_begins_a_call_is_known_where_text_cannot_look_like_it() -> None:
 def test_reasoning_markers_are_learned_by_rendering_or_found_in_the_source() -> None:
     think = ReasoningFormat("<think>", "</think>", "\n</think>\n\n")
     reasoning = {name: learned(family)[1] for name, family in FAMILIES.items()}
-    assert reasoning == {"hermes": think, "llama3": None, "mistral": None, "deepseek": think, "plain": None}
+    assert [name for name, form in reasoning.items() if form is None] == ["llama3", "mistral", "plain"]
+    assert all(form in (None, think) for form in reasoning.values())
 
 
 def test_a_prompt_tells_whether_its_reply_reasons() -> None:
@@ -56,6 +58,12 @@ def test_a_prompt_tells_whether_its_reply_reasons() -> None:
     assert think.is_open(deepseek.render(ask))
     assert not think.is_open(hermes.render(ask)) and not think.is_closed(hermes.render(ask))
     assert think.is_closed(hermes.render(ask, **thinking_variables(False)))
+
+
+def test_boundaries_never_cut_a_marker() -> None:
+    form, _ = learned(FAMILIES["deepseek-tight"])
+    assert form.opening == "<｜tool▁calls▁begin｜>" and form.begin == "<｜tool▁call▁begin｜>"
+    assert form.end == "<｜tool▁call▁end｜>" and form.closing == "<｜tool▁calls▁end｜>" and form.separator == ""
 
 
 @pytest.mark.parametrize(
