@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from localinfer.kernels.ops import Rows, WeightSource
 from localinfer.models.architectures import find_architecture
 from localinfer.models.attention import RopeTables
-from localinfer.models.calibration_tape import CalibrationTape, StreamedWeights
+from localinfer.models.calibration_tape import CalibrationTape, StreamedWeights, Streams
 from localinfer.models.checked_weights import CheckedWeights
 from localinfer.models.config import ModelConfig
 from localinfer.models.decoder import write_embedding, write_layer, write_output_norm
@@ -66,11 +66,14 @@ def choose_scales(
     workers: Workers,
     rounding_of: RoundingOf,
     *,
+    final: Callable[[], ProductVisitor] | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> list[SiteScales]:
     """Choose scales on a text; sites where none help are left out.
 
     token_ids: int32[sequences, length].
+    final: makes a visitor that quantizes as the model will be, where that is not by `rounding_of` alone; a layer then
+        keeps its scales only if it loses less with them this way too.
     progress: called with a stage's name, the layers done and the layers in all.
     Raises: ModelFileError and below if the model cannot be run.
     """
@@ -92,7 +95,13 @@ def choose_scales(
         given = hidden[-judging.size :]
         hidden = run.layer(layer, hidden)
         search = _LayerSearch(judged, trial, shapes, layer, given, hidden[-judging.size :], is_thorough)
-        kept += search.choose([site for site in sites if _layer_of(site) == layer], seen)
+        found = search.choose([site for site in sites if _layer_of(site) == layer], seen)
+        if final is not None and found:
+            before, after = (
+                _final_loss(one, judging, workers, final(), layer, given) for one in (file, fold(file, found))
+            )
+            found = found if after < (1 - LEAST_GAIN) * before else []
+        kept += found
         trial.forget()
         seen.forget()
     run.output(hidden)
@@ -104,6 +113,24 @@ def fold(file: ModelFile, chosen: Sequence[SiteScales]) -> ScaledModel:
     """The same model with scales folded into it."""
     shapes = {name: record.shape for name, record in file.tensors.items()}
     return ScaledModel(file, fold_scales([(one.site, one.scales) for one in chosen], shapes))
+
+
+def _final_loss(
+    file: ModelFile,
+    token_ids: NDArray[np.int32],
+    workers: Workers,
+    visitor: ProductVisitor,
+    layer: int,
+    given: FloatArray,
+) -> float:
+    """The loss of one layer, quantized by a visitor."""
+    original, found = _LayerRun(file, StreamedWeights(file), token_ids, workers, visitor).both(layer, given)
+    return _mean_relative_error(original, found)
+
+
+def _mean_relative_error(wanted: FloatArray, found: FloatArray) -> float:
+    """Squared, relative to each token's own size: the next layer norms every token."""
+    return float((np.square(found - wanted).sum(axis=1) / np.square(wanted).sum(axis=1)).mean())
 
 
 class _LayerRun:
@@ -132,10 +159,18 @@ class _LayerRun:
 
     def layer(self, layer: int, hidden: FloatArray) -> FloatArray:
         """What the next layer reads, from what this one reads."""
-        self._tape.set_streams(self._hidden, [hidden])
+        return self._streams(layer, [hidden])[0]
+
+    def both(self, layer: int, hidden: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """The same for the original matrices and for what the visitor makes of them."""
+        original, changed = self._streams(layer, [hidden, hidden])
+        return original, changed
+
+    def _streams(self, layer: int, hidden: Streams) -> Streams:
+        self._tape.set_streams(self._hidden, hidden)
         out = write_layer(self._graph, layer, self._hidden, self._tables)
         self._tape.forget_all_but(out)
-        return self._tape.streams(out)[0]
+        return self._tape.streams(out)
 
     def output(self, hidden: FloatArray) -> None:
         """Show the visitor the output matrix, where it is not the embedding's."""
@@ -213,8 +248,6 @@ class _LayerSearch:
     ) -> None:
         self._run, self._weights, self._shapes, self._layer = run, weights, shapes, layer
         self._given, self._wanted, self._is_thorough = given, wanted, is_thorough
-        # The next layer norms every token, so a token's error counts relative to its size.
-        self._sizes = np.square(wanted).sum(axis=1)
 
     def choose(self, sites: Sequence[ScaleSite], seen: _SeenSites) -> list[SiteScales]:
         """Choose scales site after site, each with those before it in place."""
@@ -239,8 +272,7 @@ class _LayerSearch:
 
     def _loss(self, chosen: Sequence[SiteScales]) -> float:
         self._weights.scale(fold_scales([(one.site, one.scales) for one in chosen], self._shapes))
-        errors = np.square(self._run.layer(self._layer, self._given) - self._wanted).sum(axis=1)
-        return float((errors / self._sizes).mean())
+        return _mean_relative_error(self._wanted, self._run.layer(self._layer, self._given))
 
 
 class _Int8Workers(Workers):
