@@ -27,11 +27,12 @@ _COUNT = click.IntRange(min=1)
 )
 @click.option(
     "--method",
-    type=click.Choice(["auto", "rtn", "imatrix", "gptq"]),
+    type=click.Choice(["auto", "rtn", "imatrix", "gptq", "awq"]),
     default="auto",
     show_default=True,
-    help="Round each weight by itself; mind the importance of its column; or let weights answer for each other's "
-    "errors. Auto: imatrix if --imatrix is given, else gptq below 8 bits, else rtn.",
+    help="Round each weight by itself; mind the importance of its column; let weights answer for each other's errors; "
+    "or move scales between matrices before that, where it helps. Auto: imatrix if --imatrix is given, else gptq below "
+    "8 bits, else rtn.",
 )
 @click.option(
     "--calibration",
@@ -76,7 +77,7 @@ def quantize_command(
     from localinfer.evaluation_report import render_quantization, render_summary
     from localinfer.quantization import quantize
 
-    if method in ("rtn", "gptq") and imatrix is not None:
+    if method in ("rtn", "gptq", "awq") and imatrix is not None:
         raise click.UsageError(f"--method {method} uses no importance file; leave --imatrix out.")
     if (method == "rtn" or imatrix is not None) and (calibration is not None or save_imatrix is not None):
         raise click.UsageError("Nothing is calibrated this way; leave --calibration and --save-imatrix out.")

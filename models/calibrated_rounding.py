@@ -8,13 +8,17 @@ from numpy.typing import NDArray
 from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.models.calibration import CalibrationState, calibrate
 from localinfer.models.calibration_tape import embedding_rows
+from localinfer.models.scale_calibration import SiteScales, choose_scales, fold
+from localinfer.quant.awq import Rounding
 from localinfer.quant.encoding import encode
 from localinfer.quant.formats import TensorType
+from localinfer.quant.grids import GRID_TYPES
 from localinfer.quant.model_file import ModelFile, TensorRecord
 from localinfer.quant.partial_results import PartialResults
 from localinfer.quant.presets import TypeChoice, is_quantized
 from localinfer.quant.reference import dequantize
 from localinfer.quant.rounding_visitor import PreparedTensor, RoundingVisitor
+from localinfer.quant.scaled_model import ScaledModel
 from localinfer.quant.workers import Workers
 
 FloatArray = NDArray[np.float32]
@@ -68,3 +72,36 @@ def round_by_calibration(
 def _changes(record: TensorRecord, choice: TypeChoice) -> bool:
     is_plain = choice.type in (TensorType.F16, TensorType.BF16)
     return is_quantized(record) and (record.type is not choice.type or is_plain)
+
+
+def scale_for_rounding(
+    file: ModelFile,
+    token_ids: NDArray[np.int32],
+    choices: Mapping[str, TypeChoice],
+    pool: ThreadPool,
+    workers: Workers,
+    *,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> tuple[ScaledModel, list[SiteScales]]:
+    """Fold scales into a model that make its matrices round better, in layers that `round_by_calibration` then brings
+    closer to the original; return it and what was folded.
+
+    Arguments and errors: as there.
+    """
+    todo = {name: choice for name, choice in choices.items() if is_quantized(file.tensors[name])}
+
+    def rounding_of(name: str) -> Rounding | None:
+        if name not in todo or todo[name].type not in GRID_TYPES:
+            return None
+        type = todo[name].type
+
+        def rounded(weights: FloatArray, importance: FloatArray) -> FloatArray:
+            return dequantize(encode(pool, weights, type, importance), type, weights.shape)
+
+        return rounded
+
+    def final() -> RoundingVisitor:
+        return RoundingVisitor(todo, {name: file.tensors[name].shape for name in todo}, pool, workers)
+
+    found = choose_scales(file, token_ids, workers, rounding_of, final=final, progress=progress)
+    return fold(file, found), found

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.errors import ShapeError
+from localinfer.errors import ShapeError, TokenizerError
 from localinfer.quant.formats import TensorType
 from localinfer.quant.grouped import GroupedMatrix
 from localinfer.quant.model_file import ModelFile, TensorRecord
@@ -65,10 +65,13 @@ class ScaledModel:
     def __init__(self, model: ModelFile, factors: Mapping[str, TensorFactors]) -> None:
         self._model = model
         self._factors = dict(factors)
+        # Stacks of experts are read matrix by matrix, but scaled whole.
+        self._last: tuple[str, NDArray[np.uint8]] | None = None
         self.path: Path = model.path
         self.paths: tuple[Path, ...] = model.paths
         self.num_bytes: int = model.num_bytes
         self.metadata: Mapping[str, object] = model.metadata
+        self.tokenizer_error: TokenizerError | None = model.tokenizer_error
         self.tensors: Mapping[str, TensorRecord] = {
             name: _ScaledTensor(name, record.shape) if name in factors else record
             for name, record in model.tensors.items()
@@ -80,12 +83,13 @@ class ScaledModel:
 
     def tensor_bytes(self, name: str) -> NDArray[np.uint8]:
         """Return uint8[num_bytes]. Raises: ShapeError if a tensor's factors are not those of its shape."""
-        data = self._model.tensor_bytes(name)
         if name not in self._factors:
-            return data
-        record = self._model.tensor(name)
-        values = self._factors[name].apply(dequantize(data, record.type, record.shape))
-        return values.reshape(-1).view(np.uint8)
+            return self._model.tensor_bytes(name)
+        if self._last is None or self._last[0] != name:
+            record = self._model.tensor(name)
+            values = dequantize(self._model.tensor_bytes(name), record.type, record.shape)
+            self._last = (name, self._factors[name].apply(values).reshape(-1).view(np.uint8))
+        return self._last[1]
 
     def grouped(self, name: str) -> tuple[GroupedMatrix, ...] | None:
         """Return a checkpoint's codes; None for what has none, and for what is scaled."""
@@ -97,10 +101,12 @@ class ScaledModel:
         if name not in self._factors:
             self._model.forget(name, first, end)
         elif end >= self.tensors[name].num_bytes:
+            self._last = None
             self._model.forget(name, 0, record.num_bytes)
 
     def close(self) -> None:
         """Refuse further access. Safe to call twice."""
+        self._last = None
         self._model.close()
 
 

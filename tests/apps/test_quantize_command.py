@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from localinfer.cli import EXIT_BAD_INPUT, main
-from localinfer.models import demo
+from localinfer.models import demo, scale_calibration
 from localinfer.quant.formats import TensorType
 from localinfer.quant.gguf import read_gguf
 from localinfer.quant.gguf_writer import GGUFWriter, TensorSpec, encode_value
@@ -162,3 +162,23 @@ def test_importance_of_a_text_is_used_and_saved(tmp_path: Path, capsys: pytest.C
     found = read_imatrix(saved)
     assert len(found.mean_squares) == 42
     assert found.dataset == str(text)
+
+
+def test_scales_are_moved_before_weights_are_rounded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scale_calibration, "THOROUGH_LAYER_WEIGHTS", 0)
+    source, plain, scaled = shared / "models" / "stories260K.gguf", tmp_path / "gptq.gguf", tmp_path / "awq.gguf"
+    words = ["--type", "q4_0", "--calibration-tokens", "512", "--chunks", "1"]
+    assert main(["quantize", str(source), str(plain), "--method", "gptq", *words]) == 0
+    assert main(["quantize", str(source), str(scaled), "--method", "awq", *words]) == 0
+    output = capsys.readouterr().out
+    first, second = (float(line.split()[5]) for line in output.splitlines() if line.startswith("against"))
+    assert second < 1.2 * first
+    with read_gguf(source) as original, read_gguf(plain) as model, read_gguf(scaled) as other:
+        assert {name: info.type for name, info in model.tensors.items()} == {
+            name: info.type for name, info in other.tensors.items()
+        }
+        norms = [name for name in original.tensors if name.endswith("_norm.weight")]
+        assert any(not np.array_equal(original.tensor_bytes(name), other.tensor_bytes(name)) for name in norms)
+    assert {path.name for path in tmp_path.iterdir()} == {"gptq.gguf", "awq.gguf"}

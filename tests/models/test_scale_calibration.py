@@ -27,8 +27,14 @@ def rounded(weights: NDArray[np.float32], importance: NDArray[np.float32]) -> ND
     return dequantize(quantize(weights, TensorType.Q4_0), TensorType.Q4_0, weights.shape)
 
 
+def coarsened(weights: NDArray[np.float32], importance: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Quicker than any block format."""
+    steps = np.abs(weights).max(axis=1, keepdims=True) / np.float32(7)
+    return np.rint(weights / steps) * steps
+
+
 def rounding_of(name: str) -> Rounding | None:
-    return rounded if name.endswith("weight") and "gate_inp" not in name else None
+    return coarsened if name.endswith("weight") and "gate_inp" not in name else None
 
 
 def sequences(seed: int, vocab_size: int) -> NDArray[np.int32]:
