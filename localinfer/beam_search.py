@@ -12,8 +12,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.engine import Engine, FinishReason
+from localinfer.engine import Engine
 from localinfer.errors import RequestError
+from localinfer.generation import FinishReason
 from localinfer.kernels.ops import Batch
 from localinfer.kv_cache import KVCache
 from localinfer.logprobs import likeliest, log_total

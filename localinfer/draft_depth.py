@@ -124,11 +124,12 @@ def best_depth(
     seconds_per_token: float = 0.0,
     seconds_per_draft: float = 0.0,
     other_rows: int = 0,
+    other_tokens: int = 0,
 ) -> tuple[int, float]:
     """Return the depth of most expected tokens per second, up to `most`, and how many times plain speed that is.
 
     seconds_per_token, seconds_per_draft: what drafting itself costs. other_rows: rows of other sequences in the same
-    pass, which make every further row dearer, so that depth shrinks as a batch grows.
+    pass, and other_tokens what they yield; the pass takes longer for those too, so depth shrinks as a batch grows.
     """
     plain = costs.seconds(other_rows + 1)
     best, best_rate = 0, _LEAST_GAIN
@@ -137,7 +138,7 @@ def best_depth(
         chance *= chances[depth - 1]
         tokens += chance
         seconds = costs.seconds(other_rows + depth + 1) + seconds_per_draft + depth * seconds_per_token
-        rate = tokens * plain / seconds
+        rate = (other_tokens + tokens) / (other_tokens + 1) * plain / seconds
         if rate > best_rate:
             best, best_rate = depth, rate
     return best, best_rate if best else 1.0

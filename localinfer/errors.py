@@ -14,6 +14,7 @@ LocalinferError
 |   `-- SessionMismatchError       it is whole, and belongs to another model, setting or version
 |-- BackendUnavailableError        the device or instruction set asked for is not here
 |-- OutOfMemoryError               a budget the caller set would be exceeded
+|-- OverloadedError                as many requests wait already as may
 `-- ClosedError                    the model was closed, or the process was forked
 
 A message names what was found, what was wanted, and the way out.
@@ -86,6 +87,14 @@ class BackendUnavailableError(LocalinferError):
 
 class OutOfMemoryError(LocalinferError):
     """An allocation would exceed the memory budget the caller set."""
+
+
+class OverloadedError(LocalinferError):
+    """As many requests wait already as may; `retry_after_seconds` is when one of them is likely to have its place."""
+
+    def __init__(self, message: str, retry_after_seconds: float) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
 
 
 class ClosedError(LocalinferError):

@@ -18,6 +18,7 @@ from localinfer.constraint_compiler import ConstraintCompiler
 from localinfer.engine import Engine, EngineModel
 from localinfer.errors import BackendUnavailableError, ModelFileError, RequestError, SessionFileError
 from localinfer.many_completions import complete_many
+from localinfer.scheduler import EngineLimits
 from localinfer.text_stream import Completion, EncodedPrompt, GenerationOptions, TextStream
 
 if TYPE_CHECKING:
@@ -59,8 +60,8 @@ class LoadedModel(EngineModel, Protocol):
 class LLM:
     """A loaded model, ready to answer; made by `localinfer.load`. A context manager: leaving it closes the model.
 
-    May be used from several threads, whose generations take turns token by token. After `close`, and in a forked child,
-    every method raises ClosedError.
+    May be used from several threads: generations that run at the same time share their steps. After `close`, and in a
+    forked child, every method raises ClosedError.
     """
 
     def __init__(
@@ -72,15 +73,22 @@ class LLM:
         identity: "ModelIdentity | None" = None,
         disk: "DiskOptions | None" = None,
         speculation: "Speculation | None" = None,
+        limits: EngineLimits | None = None,
     ) -> None:
         """Take over a loaded model.
 
         kv_window: bounds what each text holds; the model must have been loaded for it.
         identity: tells the model apart from others, for what is kept on disk. disk: keep conversations there.
-        speculation: what guesses tokens; None decodes one by one.
+        speculation: what guesses tokens; None decodes one by one. limits: how many generations it takes on at once.
         """
         self._model = model
-        self._engine = Engine(model, kv_memory=kv_memory, kv_window=kv_window, speculation=speculation)
+        self._engine = Engine(
+            model,
+            kv_memory=kv_memory,
+            kv_window=kv_window,
+            speculation=speculation,
+            limits=EngineLimits() if limits is None else limits,
+        )
         self._constraints: ConstraintCompiler | None = None
         if model.tokenizer is not None:
             self._constraints = ConstraintCompiler(model.tokenizer, self._engine.vocab_size)
@@ -347,6 +355,7 @@ def load(
     disk_cache_folder: str | os.PathLike[str] | None = None,
     speculation: str | None = "auto",
     draft: str | os.PathLike[str] | None = None,
+    limits: EngineLimits | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> LLM:
     """Load a model and return it ready to answer.
@@ -367,6 +376,7 @@ def load(
     speculation: how to guess tokens that are then checked many at once: "ngram" from what was read before, "draft" by
         a draft model, "auto" by all that is there, None not at all. It changes speed only, never the text.
     draft: path of a much smaller GGUF model of the same vocabulary, to draft with.
+    limits: how many generations share a step, and how many may wait; None takes 16, and lets any number wait.
     progress: called with a stage's name, the units done and the units in all.
     Raises: ModelFileError, RequestError, BackendUnavailableError, OutOfMemoryError.
     """
@@ -409,6 +419,7 @@ def load(
         identity=_identity(loaded, disk),
         disk=disk,
         speculation=made,
+        limits=limits,
     )
 
 

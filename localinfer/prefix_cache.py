@@ -4,8 +4,11 @@ It joins the page pool, the prefix tree and, where there is one, a tier below (d
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
+
+import numpy as np
 
 from localinfer.cache_miss import WINDOW_TOKENS, CacheMiss, CacheMissCause
 from localinfer.errors import OutOfMemoryError
@@ -103,6 +106,17 @@ class PrefixCache:
                 f"{length} tokens take {wanted:,} bytes of key-value cache, which may use {allowed:,}; shorten the "
                 "prompt, or allow more with kv_memory"
             )
+
+    def has_room(self, token_ids: TokenIds, held: Sequence[KVCache]) -> bool:
+        """Whether memory holds one more sequence of these ids, beside those held and a page more for each of them."""
+        if self.pool.max_bytes is None:
+            return True
+        pages = np.unique(np.concatenate([sequence.pages for sequence in held])) if held else np.zeros(0, np.int64)
+        match = self.tree.match(self._reusable(token_ids))
+        shared = np.isin(match.pages[: match.length // self.pool.page_tokens], pages).sum()
+        length = token_ids.size + 1 if self._window is None else min(token_ids.size + 1, self._window.max_tokens)
+        wanted = self.pool.num_pages_for(length) - int(shared)
+        return pages.size + wanted + len(held) <= self.pool.max_bytes // self.pool.page_bytes
 
     def open(self) -> KVCache:
         """Return an empty sequence."""

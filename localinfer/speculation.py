@@ -9,7 +9,7 @@ the speed they promise, plain decoding among them (`draft_depth`).
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,8 +75,18 @@ class SpeculationRecord:
     plain_seconds: float = 0.0
 
 
+class Others(NamedTuple):
+    """What shares a pass with one generation: rows of others, drafts among them, and tokens they yield at least."""
+
+    rows: int
+    tokens: int
+
+
+_ALONE = Others(0, 0)
+
+
 class Speculation:
-    """The drafters of one engine and what was learned about them; whoever holds the engine's lock may use it."""
+    """The drafters of one engine and what was learned about them; whoever has the engine's turn may use it."""
 
     def __init__(self, costs: VerificationCosts, *, ngram: LookupDrafter | None, model: DraftModel | None) -> None:
         self.costs = costs
@@ -110,6 +120,7 @@ class SpeculativeText:
         self._probe_seconds = 0.0
         self._next_sleep = 1
         self._draft_seconds = 0.0
+        self._others = _ALONE
 
     def is_awake(self) -> bool:
         """Ask before each pass: whether to draft for it and observe it, or to take a plain step."""
@@ -120,14 +131,25 @@ class SpeculativeText:
         self._count(1, seconds, seconds)
         return False
 
-    def draft(self, tokens: TokenIds, most: int) -> TokenIds:
-        """Return at most `most` tokens, int32[k], likely to follow the text so far; valid until the next call."""
+    def draft(self, tokens: TokenIds, most: int, others: Others | None = None) -> TokenIds:
+        """Return at most `most` tokens, int32[k], likely to follow the text so far; valid until the next call.
+
+        others: what shares the pass that is to verify them.
+        """
         self._acceptance = None
+        self._others = others or _ALONE
         began = time.perf_counter()
         costs = self._speculation.costs
-        count = 0 if costs.is_plain_due else self._choose(tokens, min(most, costs.max_depth))
+        is_plain = costs.is_plain_due and others is None
+        count = 0 if is_plain else self._choose(tokens, min(most, costs.max_depth - self._others.rows))
         self._draft_seconds = time.perf_counter() - began
         return self._buffer[:count]
+
+    def expect_forced(self, others: Others | None = None) -> None:
+        """Instead of `draft`: something else knows what follows, from which nothing is learned about drafts."""
+        self._acceptance = None
+        self._others = others or _ALONE
+        self._draft_seconds = 0.0
 
     def observe(self, num_drafted: int, num_accepted: int, seconds: float) -> None:
         """Learn from the pass that verified the last draft, or had none.
@@ -135,10 +157,9 @@ class SpeculativeText:
         num_drafted: tokens of it that were verified; num_accepted: of those. One more token was sampled.
         seconds: of the pass and its sampling.
         """
-        record, costs = self.record, self._speculation.costs
-        plain_seconds = costs.seconds(1)
+        record = self.record
+        plain_seconds = self._speculation.costs.seconds(min(self._others.rows, self._speculation.costs.max_depth) + 1)
         self._count(num_accepted + 1, seconds + self._draft_seconds, (num_accepted + 1) * plain_seconds)
-        costs.observe(num_drafted + 1, seconds)
         if self._acceptance is not None and num_drafted:
             for index in range(num_drafted):
                 record.drafted[index] += 1
@@ -149,6 +170,10 @@ class SpeculativeText:
         elif self._draft_seconds > _NOTICEABLE * plain_seconds:
             self._rounds_asleep = self._next_sleep
             self._next_sleep = min(2 * self._next_sleep, _LONGEST_SLEEP)
+
+    def observe_plain(self, seconds: float) -> None:
+        """Count a pass for which no draft was asked."""
+        self._count(1, seconds, seconds)
 
     def close(self) -> None:
         """Leave what the draft model computed to its cache."""
@@ -165,7 +190,14 @@ class SpeculativeText:
             if found:
                 length = self._ngram.match_length
                 acceptance = next(value for least, value in shared.ngram_acceptance if length >= least)
-                depth, speed = best_depth(acceptance.chances(), costs, found, seconds_per_draft=shared.lookup_seconds)
+                depth, speed = best_depth(
+                    acceptance.chances(),
+                    costs,
+                    found,
+                    seconds_per_draft=shared.lookup_seconds,
+                    other_rows=self._others.rows,
+                    other_tokens=self._others.tokens,
+                )
                 self._acceptance = acceptance
             seconds = time.perf_counter() - began
             shared.lookup_seconds += (1 - _CLOCK_MEMORY) * (min(seconds, 1e-3) - shared.lookup_seconds)
@@ -195,6 +227,8 @@ class SpeculativeText:
             most,
             seconds_per_token=model.seconds_per_token,
             seconds_per_draft=model.seconds_per_draft + reading / _READ_FOR_ROUNDS,
+            other_rows=self._others.rows,
+            other_tokens=self._others.tokens,
         )
         if speed > other_speed:
             acceptance.stop_probing()

@@ -1,7 +1,7 @@
 """One generation as text: options in, events out, with what it cost. Text is above this file, token ids below it."""
 
 import time
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypedDict
@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.constraint import Constraint
-from localinfer.engine import Engine, FinishReason, TokenEvent
+from localinfer.engine import Engine
 from localinfer.errors import RequestError
+from localinfer.generation import NO_TOKEN, FinishReason, TokenEvent
 from localinfer.models.stop_matcher import StopMatcher
 from localinfer.models.stream_decoder import StreamDecoder
 from localinfer.prefix_cache import CacheUse
@@ -43,6 +44,7 @@ class GenerationOptions(TypedDict, total=False):
         counts for the content, after the reasoning; the model may still call a tool instead.
     dry_sequence_breakers: texts whose tokens no repetition goes across, for dry_multiplier; special tokens are
         breakers always. Without them: a new line, a colon, a quotation mark and an asterisk.
+    owner: whom it is for, anything hashable, such as a connection: prompts of several owners are computed in turns.
     The rest is described, with its defaults, at `localinfer.sampling.SamplingParams`.
     """
 
@@ -54,6 +56,7 @@ class GenerationOptions(TypedDict, total=False):
     prediction: str | Sequence[int]
     constraint: Constraint | None
     dry_sequence_breakers: str | Sequence[str]
+    owner: Hashable
     temperature: float
     top_k: int
     top_p: float
@@ -138,8 +141,9 @@ class EncodedPrompt:
 class StreamEvent(NamedTuple):
     """One sampled token, and the text that became certain with it: often a word, "" inside a character or stop text.
 
-    finish_reason is None but for the last event. logprobs: where the option asks for them. reasoning, tool_calls: of a
-    chat, what became certain of these; their markers are in no text.
+    finish_reason is None but for the last event. After `TextStream.cancel` that is "cancelled", its id NO_TOKEN, and its
+    text what was held back. logprobs: where the option asks for them. reasoning, tool_calls: of a chat, what became
+    certain of these; their markers are in no text.
     """
 
     text: str
@@ -155,7 +159,8 @@ class Completion:
     """A finished generation.
 
     text: without end token and stop text. token_ids: every token sampled, those included. finish_reason: "stop" for an
-    end token or stop text, "length" for max_tokens or the end of the context, "tool_calls" for an end after calls.
+    end token or stop text, "length" for max_tokens or the end of the context, "tool_calls" for an end after calls,
+    "cancelled" if it was.
     reasoning, tool_calls: of a chat; a call that was cut short is the last one, its arguments no whole JSON.
     logprobs: one for each of token_ids, where the option asks for them.
     """
@@ -170,7 +175,10 @@ class Completion:
 
 
 class TextStream(Iterator[StreamEvent]):
-    """A generation in progress: iterate for its events, close it to cancel. Wrong requests raise when it is made."""
+    """A generation in progress: iterate for its events, one thread at a time; wrong requests raise when it is made.
+
+    Its reader ends it with `close`, any thread with `cancel`.
+    """
 
     def __init__(
         self,
@@ -189,6 +197,7 @@ class TextStream(Iterator[StreamEvent]):
         ignore_eos = bool(values.pop("ignore_eos", False))
         prediction = values.pop("prediction", None)
         context_shift = bool(values.pop("context_shift", False))
+        owner = values.pop("owner", None)
         is_pinned = bool(values.pop("pin_cache", False))
         constraint: Constraint | None = values.pop("constraint", None)
         breakers = values.pop("dry_sequence_breakers", None)
@@ -218,6 +227,7 @@ class TextStream(Iterator[StreamEvent]):
             context_shift=context_shift,
             cache_use=CacheUse(system_tokens=prompt.system_tokens, is_pinned=is_pinned, history=prompt.history),
             prediction=_prediction_ids(prediction, tokenizer),
+            owner=owner,
         )
         self._tokenizer = tokenizer
         self._decoder: StreamDecoder | None = None
@@ -278,7 +288,7 @@ class TextStream(Iterator[StreamEvent]):
         logprobs = [event.logprobs for event in events if event.logprobs is not None]
         return Completion(
             "".join(event.text for event in events),
-            [event.token_id for event in events],
+            [event.token_id for event in events if event.token_id != NO_TOKEN],
             (events[-1].finish_reason if events else None) or "length",
             self.stats,
             logprobs if self._tells_logprobs else None,
@@ -289,8 +299,16 @@ class TextStream(Iterator[StreamEvent]):
     def __next__(self) -> StreamEvent:
         return next(self._events)
 
+    def cancel(self) -> None:
+        """End the stream from any thread, at any time: its reader gets one last event, of reason "cancelled".
+
+        The step in progress is finished, of a long prompt a chunk, and what was computed stays in the cache. Nothing
+        happens if the stream has ended by itself. May be called again.
+        """
+        self._tokens.cancel()
+
     def close(self) -> None:
-        """Cancel the generation; what it computed stays in the cache. May be called again."""
+        """End the stream, as its reader; what it computed stays in the cache. May be called again."""
         self._events.close()
         self._tokens.close()
 
@@ -307,17 +325,11 @@ class TextStream(Iterator[StreamEvent]):
         asked = clock()
         try:
             for token in tokens:
-                elapsed = clock() - asked
-                if self._num_tokens:
-                    self._decode_seconds += elapsed
-                else:
-                    self._first_token_seconds = self._preparation_seconds + elapsed
-                self._num_tokens += 1
-                if self._remember is not None:
-                    self._token_ids.append(token.token_id)
+                if token.token_id != NO_TOKEN:
+                    self._count(token, clock() - asked)
                 piece, is_stopped = self._read(self._text_of(token), is_last=token.finish_reason is not None)
                 finish_reason: CompletionEnd | None = "stop" if is_stopped else token.finish_reason
-                logprobs = self._logprobs.pop(token.position, None)
+                logprobs = None if token.token_id == NO_TOKEN else self._logprobs.pop(token.position, None)
                 if finish_reason is not None:
                     tokens.close()
                     if finish_reason == "stop" and self._has_calls:
@@ -332,6 +344,15 @@ class TextStream(Iterator[StreamEvent]):
             tokens.close()
             if self._remember is not None:
                 self._remember(self._token_ids)
+
+    def _count(self, token: TokenEvent, elapsed: float) -> None:
+        if self._num_tokens:
+            self._decode_seconds += elapsed
+        else:
+            self._first_token_seconds = self._preparation_seconds + elapsed
+        self._num_tokens += 1
+        if self._remember is not None:
+            self._token_ids.append(token.token_id)
 
     def _read(self, text: str, *, is_last: bool) -> tuple[ReplyPiece, bool]:
         """Take the next text apart; also say whether a stop text ends the completion."""
@@ -356,7 +377,7 @@ class TextStream(Iterator[StreamEvent]):
         if decoder is None or tokenizer is None:
             return ""
         # A model may have more logits than its vocabulary has tokens; the rows beyond stand for nothing.
-        is_text = token.finish_reason != "stop" and token.token_id < tokenizer.vocab_size
+        is_text = token.finish_reason != "stop" and 0 <= token.token_id < tokenizer.vocab_size
         text = decoder.push(token.token_id) if is_text else ""
         return text if token.finish_reason is None else text + decoder.flush()
 

@@ -276,3 +276,4 @@ class _Text:
 
 def _stop(stream: "TextStream") -> None:
     """Ask a stream that another thread iterates to end."""
+    stream.cancel()

@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.draft_depth import MAX_DEPTH, VerificationCosts
-from localinfer.engine import Engine, Generation
+from localinfer.engine import Engine
+from localinfer.generation import Generation
 from localinfer.models.loader import Model, load_model
 from localinfer.ngram_drafter import NgramDrafter
 from localinfer.sampling import Sampler, SamplingParams, SamplingPlan
@@ -101,7 +102,7 @@ class Bench:
         params = SamplingParams(temperature=0.0)
         generations = []
         for engine in engines:
-            engine._sampler = self._sampler
+            engine._stepper.sampler = self._sampler
             generation = engine.generate(prompt, params, max_tokens=len(output), prediction=prediction)
             next(generation)
             generations.append(generation)

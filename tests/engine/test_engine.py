@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from localinfer.engine import Engine, TokenEvent
+from localinfer.engine import Engine
 from localinfer.errors import ClosedError, ContextLengthError, ModelFileError, OutOfMemoryError, RequestError
+from localinfer.generation import TokenEvent
 from localinfer.sampling import SamplingParams
 from tests.engine.fakes import PAGE_BYTES, FakeModel, fake_model, hashed_logits, scripted_logits
 

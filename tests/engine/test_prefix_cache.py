@@ -7,8 +7,9 @@ import pytest
 from numpy.typing import NDArray
 
 from localinfer.cache_miss import CacheMiss
-from localinfer.engine import Engine, Generation
+from localinfer.engine import Engine
 from localinfer.errors import OutOfMemoryError
+from localinfer.generation import Generation
 from localinfer.prefix_cache import CacheUse
 from localinfer.prefix_tree import CachedPath
 from localinfer.sampling import SamplingParams
@@ -112,7 +113,8 @@ def test_generations_that_run_together_share_a_prompt():
     for index in range(8):
         alone = run(Engine(fake_model()), prompts[index], 4)[0]
         assert [row[index] for row in texts] == alone
-    assert sum(model.program.batch_sizes) == 43 + 7 * 3 + 8 * 3
+    # One that has ended already leaves more than its full pages.
+    assert sum(model.program.batch_sizes) <= 43 + 7 * 3 + 8 * 3
 
 
 def test_threads_with_one_prompt_compute_little_of_it_twice():
@@ -148,13 +150,13 @@ def test_cache_never_costs_a_sequence_the_memory_it_would_have_alone():
     assert len(text) == 6 and generation.record.cached_tokens in (4, 5)
 
 
-def test_running_sequences_are_never_evicted_for_another():
+def test_a_paused_sequence_is_set_aside_for_another_and_goes_on_with_the_same_tokens():
     engine = Engine(fake_model(), kv_memory=6 * PAGE_BYTES)
-    running = engine.generate(numbers(15), SEEDED, max_tokens=8)
-    reply = [next(running).token_id]
-    with pytest.raises(OutOfMemoryError, match="needs"):
-        run(engine, numbers(15, seed=1))
-    reply += [event.token_id for event in running]
+    paused = engine.generate(numbers(15), SEEDED, max_tokens=8)
+    reply = [next(paused).token_id]
+    other, _ = run(engine, numbers(15, seed=1), 8)
+    assert other == run(Engine(fake_model()), numbers(15, seed=1), 8)[0]
+    reply += [event.token_id for event in paused]
     assert reply == run(Engine(fake_model()), numbers(15), 8)[0]
 
 

@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 import localinfer
 from localinfer.draft_depth import VerificationCosts
 from localinfer.draft_model import DraftModel
-from localinfer.engine import Engine, TokenEvent
+from localinfer.engine import Engine
 from localinfer.errors import LocalinferError, RequestError
+from localinfer.generation import TokenEvent
 from localinfer.ngram_drafter import NgramDrafter
 from localinfer.sampling import SamplingParams, TokenLogprobs, TokenMask
 from localinfer.speculation import LookupDrafter, Speculation

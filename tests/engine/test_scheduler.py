@@ -1,0 +1,541 @@
+"""Generations that run at once share steps, and none can tell: tokens, errors and cache are those of one alone."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from localinfer.engine import Engine
+from localinfer.errors import ClosedError, OutOfMemoryError, OverloadedError, RequestError
+from localinfer.generation import NO_TOKEN, Generation, TokenEvent
+from localinfer.kernels.ops import Batch
+from localinfer.ngram_drafter import NgramDrafter
+from localinfer.sampling import SamplingParams
+from localinfer.scheduler import EngineLimits
+from tests.engine.fakes import PAGE_BYTES, FakeModel, FakeProgram, fake_model, hashed_logits
+from tests.engine.test_engine import all_pages_are_free
+from tests.engine.test_speculation import speculation
+
+GREEDY = SamplingParams(temperature=0)
+SEEDED = SamplingParams(temperature=1.5, top_k=0, top_p=1, min_p=0, seed=3)
+REPEATING = SamplingParams(temperature=0.7, top_k=3, seed=5, repetition_penalty=1.3, repetition_last_n=9)
+PARAMS = (GREEDY, SEEDED, REPEATING)
+
+
+def numbers(count: int, seed: int = 0) -> list[int]:
+    ids: list[int] = np.random.default_rng(seed).integers(0, 250, count).tolist()
+    return ids
+
+
+def wide_model(**sizes: Any) -> FakeModel:
+    return fake_model(**{"max_batch_rows": 24, "max_output_rows": 12, "context_length": 96, **sizes})
+
+
+def alone(prompt: list[int], params: SamplingParams, **options: Any) -> list[TokenEvent]:
+    return list(Engine(wide_model()).generate(prompt, params, **options))
+
+
+def in_threads(jobs: list[Callable[[], None]]) -> None:
+    threads = [threading.Thread(target=job) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in threads), "somebody waits for ever"
+
+
+class Gate:
+    """Logits that stop a step where the text has a certain length, until they are let through."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.reached, self.may_pass = threading.Event(), threading.Event()
+
+    def __call__(self, history: NDArray[np.int32], vocab_size: int) -> NDArray[np.float32]:
+        if history.size == self.length:
+            self.reached.set()
+            assert self.may_pass.wait(20)
+        return hashed_logits(history, vocab_size)
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("sizes", [{}, {"max_batch_rows": 3, "max_output_rows": 2}, {"max_batch_rows": 1}])
+def test_threads_get_what_they_would_alone(drafts: bool, sizes: dict[str, int]) -> None:
+    model = wide_model(**sizes)
+    drafting = speculation(NgramDrafter()) if drafts and not sizes else None
+    engine = Engine(model, speculation=drafting)
+    requests = [(numbers(3 + 7 * index, index % 4), PARAMS[index % 3]) for index in range(9)]
+    texts: dict[int, list[TokenEvent]] = {}
+
+    def generate(index: int) -> None:
+        prompt, params = requests[index]
+        texts[index] = list(engine.generate(prompt, params, max_tokens=25))
+
+    in_threads([lambda index=index: generate(index) for index in range(len(requests))])  # type: ignore[misc]
+    for index, (prompt, params) in enumerate(requests):
+        assert texts[index] == alone(prompt, params, max_tokens=25)
+    assert all_pages_are_free(engine)
+
+
+def test_readers_in_turns_share_steps() -> None:
+    model = wide_model()
+    engine = Engine(model)
+    streams = [engine.generate(numbers(5, seed), GREEDY, max_tokens=30) for seed in range(6)]
+    rounds = list(zip(*streams, strict=True))
+    for seed in range(6):
+        assert [events[seed] for events in rounds] == alone(numbers(5, seed), GREEDY, max_tokens=30)
+    assert max(model.program.batch_sizes) >= 6
+    assert len(model.program.batch_sizes) < 6 * 12
+
+
+def test_a_paused_reader_is_computed_little_ahead_and_holds_nobody_up() -> None:
+    model = wide_model()
+    engine = Engine(model)
+    paused = engine.generate(numbers(4), GREEDY, max_tokens=60)
+    first = next(paused)
+    other = list(engine.generate(numbers(4, 1), GREEDY, max_tokens=60))
+    assert len(other) == 60
+    assert sum(model.program.batch_sizes) < (4 + 59) + (4 + 8)
+    assert [first, *paused] == alone(numbers(4), GREEDY, max_tokens=60)
+
+
+class RecordingProgram(FakeProgram):
+    """Notes the first id of every segment's sequence and how many rows it had."""
+
+    def run(self, batch: Batch) -> NDArray[np.float32]:
+        self.segments = getattr(self, "segments", [])
+        self.segments.append([(segment.start_position, segment.num_rows) for segment in batch.segments])
+        return super().run(batch)
+
+
+def test_a_prompt_is_computed_in_chunks_beside_a_stream() -> None:
+    model = wide_model(context_length=4000)
+    model.program = RecordingProgram(260, max_batch_rows=24, max_output_rows=12)
+    engine = Engine(model)
+    stream = engine.generate(numbers(4), GREEDY)
+    arriving = engine.generate(numbers(300, 1), GREEDY, max_tokens=2)
+    has_arrived = threading.Event()
+
+    def read() -> None:
+        for _ in stream:
+            if has_arrived.is_set():
+                stream.close()
+
+    def arrive() -> None:
+        assert len(list(arriving)) == 2
+        has_arrived.set()
+
+    next(stream)
+    in_threads([read, arrive])
+    shared = [rows for rows in model.program.segments if len(rows) == 2 and rows[0][1] == 1 and rows[1][1] > 1]
+    assert len(shared) > 1, "chunks share their steps with tokens of the stream"
+    assert all_pages_are_free(engine)
+
+
+def test_prompts_of_several_owners_take_turns() -> None:
+    model = wide_model(context_length=600)
+    model.program = RecordingProgram(260, max_batch_rows=10, max_output_rows=4)
+    engine = Engine(model)
+    gate = Gate(3)
+    model.program.logits_of = gate
+    order: list[str] = []
+
+    def read(name: str, prompt: list[int], owner: str) -> None:
+        assert len(list(engine.generate(prompt, GREEDY, max_tokens=1, owner=owner))) == 1
+        order.append(name)
+
+    first = threading.Thread(target=read, args=("first", numbers(3), "other"))
+    first.start()
+    assert gate.reached.wait(20)
+    greedy = [
+        threading.Thread(target=read, args=(f"greedy {seed}", numbers(200, seed), "greedy")) for seed in range(1, 4)
+    ]
+    for thread in greedy:
+        thread.start()
+    while len(engine._scheduler._runs) < 4:
+        time.sleep(0.001)
+    modest = threading.Thread(target=read, args=("modest", numbers(150, 9), "modest"))
+    modest.start()
+    while len(engine._scheduler._runs) < 5:
+        time.sleep(0.001)
+    gate.may_pass.set()
+    for thread in [first, *greedy, modest]:
+        thread.join(30)
+    assert order.index("modest") <= 2, "it did not wait for all prompts of who came first"
+
+
+def test_one_prompt_asked_for_at_once_is_computed_once() -> None:
+    model = wide_model(context_length=600)
+    engine = Engine(model)
+    gate = Gate(2)
+    model.program.logits_of = gate
+    blocker = threading.Thread(target=lambda: list(engine.generate([1, 2], GREEDY, max_tokens=1)))
+    blocker.start()
+    assert gate.reached.wait(20)
+    prompt = numbers(201)
+    readers = [threading.Thread(target=lambda: list(engine.generate(prompt, GREEDY, max_tokens=2))) for _ in range(4)]
+    for thread in readers:
+        thread.start()
+    while len(engine._scheduler._runs) < 5:
+        time.sleep(0.001)
+    gate.may_pass.set()
+    for thread in [blocker, *readers]:
+        thread.join(30)
+    # The last page is begun by each for itself.
+    assert sum(model.program.batch_sizes) <= 2 + 201 + 3 * 2 + 4
+
+
+@pytest.mark.parametrize("broken", ["logits", "mask", "program"])
+def test_an_error_of_one_is_not_the_others(broken: str) -> None:
+    def logits(history: NDArray[np.int32], vocab_size: int) -> NDArray[np.float32]:
+        row = hashed_logits(history, vocab_size)
+        if broken == "logits" and history[0] == 255 and history.size == 20:
+            row[3] = np.nan
+        if broken == "program" and history[0] == 255 and history.size == 20:
+            raise MemoryError("scripted failure")
+        return row
+
+    def mask(token_ids: NDArray[np.int32]) -> NDArray[np.bool_]:
+        return np.full(260, token_ids.size < 20)
+
+    engine = Engine(wide_model(logits_of=logits))
+    plan = engine.plan(GREEDY, mask if broken == "mask" else None)
+    streams = [engine.generate(numbers(5, seed), SEEDED, max_tokens=40) for seed in range(3)]
+    texts: dict[int, list[TokenEvent]] = {}
+    failures: list[Exception] = []
+    told: list[TokenEvent] = []
+
+    def read_broken() -> None:
+        try:
+            told.extend(engine.generate([255, 1, 2], plan, max_tokens=40))
+        except Exception as error:
+            failures.append(error)
+
+    def read(index: int) -> None:
+        texts[index] = list(streams[index])
+
+    in_threads([read_broken, *(lambda index=index: read(index) for index in range(3))])  # type: ignore[misc]
+    assert len(failures) == 1
+    for seed in range(3):
+        assert texts[seed] == alone(numbers(5, seed), SEEDED, max_tokens=40)
+    assert all_pages_are_free(engine)
+
+
+def test_who_runs_out_of_memory_waits_and_goes_on_with_the_same_tokens() -> None:
+    engine = Engine(wide_model(), kv_memory=20 * PAGE_BYTES)
+    texts: dict[int, list[TokenEvent]] = {}
+
+    def read(seed: int) -> None:
+        texts[seed] = list(engine.generate(numbers(20, seed), SEEDED, max_tokens=40))
+
+    in_threads([lambda seed=seed: read(seed) for seed in range(4)])  # type: ignore[misc]
+    for seed in range(4):
+        assert texts[seed] == alone(numbers(20, seed), SEEDED, max_tokens=40)
+    assert all_pages_are_free(engine)
+
+
+def test_who_is_alone_with_too_little_memory_fails() -> None:
+    engine = Engine(wide_model(), kv_memory=4 * PAGE_BYTES)
+    with pytest.raises(OutOfMemoryError):
+        list(engine.generate(numbers(10), GREEDY))
+    assert all_pages_are_free(engine)
+
+
+def test_cancel_before_the_first_token_is_asked_for() -> None:
+    model = wide_model()
+    engine = Engine(model)
+    generation = engine.generate(numbers(5), GREEDY)
+    generation.cancel()
+    assert list(generation) == [TokenEvent(NO_TOKEN, 5, "cancelled")]
+    assert list(generation) == []
+    assert model.program.batch_sizes == []
+
+
+def test_cancel_drops_what_was_not_read() -> None:
+    engine = Engine(wide_model())
+    paused = engine.generate(numbers(4), GREEDY, max_tokens=60)
+    next(paused)
+    list(engine.generate(numbers(4, 1), GREEDY, max_tokens=30))
+    paused.cancel()
+    paused.cancel()
+    assert list(paused) == [TokenEvent(NO_TOKEN, 5, "cancelled")]
+    assert all_pages_are_free(engine)
+
+
+def test_cancel_after_the_end_changes_nothing() -> None:
+    engine = Engine(wide_model())
+    generation = engine.generate(numbers(4), GREEDY, max_tokens=2)
+    events = [next(generation), next(generation)]
+    generation.cancel()
+    assert events[-1].finish_reason == "length" and list(generation) == []
+
+
+def test_cancel_in_the_midst_of_a_prompt_ends_it_with_the_chunk_and_keeps_what_was_computed() -> None:
+    gate = Gate(1)
+    model = wide_model(context_length=600)
+    program = model.program
+    engine = Engine(model)
+    prompt = numbers(500)
+    reached, may_pass = threading.Event(), threading.Event()
+    run_batch = program.run
+
+    def slow_run(batch: Batch) -> NDArray[np.float32]:
+        if batch.segments[0].start_position >= 96:
+            reached.set()
+            assert may_pass.wait(20)
+        return run_batch(batch)
+
+    program.run = slow_run  # type: ignore[method-assign]
+    generation = engine.generate(prompt, GREEDY)
+    events: list[TokenEvent] = []
+    reader = threading.Thread(target=lambda: events.extend(generation))
+    reader.start()
+    assert reached.wait(20)
+    generation.cancel()
+    may_pass.set()
+    reader.join(20)
+    assert events == [TokenEvent(NO_TOKEN, 500, "cancelled")]
+    computed = sum(program.batch_sizes)
+    assert computed <= 96 + 24
+    program.run = run_batch  # type: ignore[method-assign]
+    again = engine.generate(prompt, GREEDY, max_tokens=5)
+    assert [event.token_id for event in again] == [
+        event.token_id for event in Engine(wide_model(context_length=600)).generate(prompt, GREEDY, max_tokens=5)
+    ]
+    assert again.record.cached_tokens >= 96
+    assert not gate.reached.is_set() and all_pages_are_free(engine)
+
+
+@pytest.mark.parametrize("verb", ["cancel", "close"])
+def test_a_waiting_reader_is_told_at_once(verb: str) -> None:
+    gate = Gate(10)
+    engine = Engine(wide_model(logits_of=gate))
+    busy = engine.generate(numbers(10), GREEDY, max_tokens=3)
+    waiting = engine.generate(numbers(7), GREEDY, max_tokens=3)
+    kept: list[TokenEvent] = []
+    told: list[TokenEvent] = []
+    driver = threading.Thread(target=lambda: kept.extend(busy))
+    driver.start()
+    assert gate.reached.wait(20)
+    reader = threading.Thread(target=lambda: told.extend(waiting))
+    reader.start()
+    while waiting._run.waiter is None:
+        time.sleep(0.001)
+    getattr(waiting, verb)()
+    reader.join(20)
+    assert not reader.is_alive() and driver.is_alive()
+    assert [event.finish_reason for event in told] == (["cancelled"] if verb == "cancel" else [])
+    gate.may_pass.set()
+    driver.join(20)
+    assert len(kept) == 3 and all_pages_are_free(engine)
+
+
+def test_interrupt_ends_the_generation_of_the_interrupted_thread_only() -> None:
+    for place in range(1, 40):
+        calls = 0
+
+        def logits(history: NDArray[np.int32], vocab_size: int) -> NDArray[np.float32]:
+            nonlocal calls
+            calls += 1
+            if calls == place:  # noqa: B023
+                raise KeyboardInterrupt
+            return hashed_logits(history, vocab_size)
+
+        engine = Engine(wide_model(logits_of=logits))
+        streams = [engine.generate(numbers(4, seed), SEEDED, max_tokens=12) for seed in range(3)]
+        texts: list[list[TokenEvent]] = [[], [], []]
+        ended: set[int] = set()
+        while len(ended) < 3:
+            for index, stream in enumerate(streams):
+                try:
+                    event = next(stream, None)
+                except KeyboardInterrupt:
+                    event = None
+                    texts[index].clear()
+                if event is None:
+                    ended.add(index)
+                else:
+                    texts[index].append(event)
+        wrong = [seed for seed in range(3) if texts[seed] != alone(numbers(4, seed), SEEDED, max_tokens=12)]
+        assert len(wrong) == (calls >= place)
+        assert all_pages_are_free(engine)
+
+
+def test_guests_come_between_two_steps_of_a_stream() -> None:
+    engine = Engine(wide_model(context_length=4000))
+    stop = threading.Event()
+    counts = [0, 0]
+
+    def read() -> None:
+        for _ in engine.generate(numbers(4), GREEDY):
+            counts[0] += 1
+            if stop.is_set():
+                return
+
+    def visit() -> None:
+        while counts[0] == 0:
+            time.sleep(0.001)
+        before = counts[0]
+        for _ in range(5):
+            with engine.exclusive_cache() as cache:
+                cache.clear()
+            counts[1] += 1
+        assert counts[0] - before < 60
+        stop.set()
+
+    in_threads([read, visit])
+    assert counts[1] == 5 and stop.is_set()
+
+
+def test_logits_of_a_text_are_computed_beside_streams() -> None:
+    engine = Engine(wide_model())
+    text = numbers(90)
+    expected = Engine(wide_model()).logits(text)
+    found: list[NDArray[np.float32]] = []
+    events: list[TokenEvent] = []
+    in_threads(
+        [
+            lambda: found.append(engine.logits(text)),
+            lambda: events.extend(engine.generate(numbers(9), SEEDED, max_tokens=50)),
+        ]
+    )
+    assert (found[0] == expected).all() and events == alone(numbers(9), SEEDED, max_tokens=50)
+
+
+def test_too_many_are_refused_with_the_time_to_come_back() -> None:
+    engine = Engine(wide_model(), limits=EngineLimits(max_running=2, max_queued=1))
+    taken = [engine.generate(numbers(3, seed), GREEDY, max_tokens=5) for seed in range(3)]
+    with pytest.raises(OverloadedError, match="2 requests are running and 1 are waiting") as refusal:
+        engine.generate(numbers(3), GREEDY)
+    assert 1 <= refusal.value.retry_after_seconds <= 60
+    rounds = list(zip(*taken, strict=True))
+    assert [events[2] for events in rounds] == alone(numbers(3, 2), GREEDY, max_tokens=5)
+    taken = [engine.generate(numbers(3, seed), GREEDY, max_tokens=5) for seed in range(3)]
+    taken.pop().close()
+    del taken
+    assert len(list(engine.generate(numbers(3), GREEDY, max_tokens=5))) == 5
+
+
+@pytest.mark.parametrize("limits", [{"max_running": 0}, {"max_running": None}, {"max_queued": -1}, {"max_queued": 1.5}])
+def test_wrong_limits_are_refused(limits: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=next(iter(limits))):
+        EngineLimits(**limits)
+
+
+def test_more_than_may_run_wait_for_their_places() -> None:
+    model = wide_model()
+    engine = Engine(model, limits=EngineLimits(max_running=2))
+    texts: dict[int, list[TokenEvent]] = {}
+
+    def read(seed: int) -> None:
+        texts[seed] = list(engine.generate(numbers(3, seed), GREEDY, max_tokens=20))
+
+    in_threads([lambda seed=seed: read(seed) for seed in range(7)])  # type: ignore[misc]
+    assert texts == {seed: alone(numbers(3, seed), GREEDY, max_tokens=20) for seed in range(7)}
+
+
+def test_closing_the_engine_tells_every_reader() -> None:
+    gate = Gate(6)
+    engine = Engine(wide_model(logits_of=gate))
+    caught: list[Exception] = []
+
+    def read(seed: int) -> None:
+        try:
+            list(engine.generate(numbers(5, seed), GREEDY))
+        except ClosedError as error:
+            caught.append(error)
+
+    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    assert gate.reached.wait(20)
+    closer = threading.Thread(target=engine.close)
+    closer.start()
+    gate.may_pass.set()
+    for thread in [*threads, closer]:
+        thread.join(20)
+    assert len(caught) == 4
+
+
+class EvenAfterOdd:
+    """A guiding mask: even ids at even positions; it forces what a text says, and notes what it was asked."""
+
+    def __init__(self, text: list[int]) -> None:
+        self.text = text
+        self.asked: list[int] = []
+        self.prepared: list[tuple[int, int]] = []
+
+    def __call__(self, history: NDArray[np.int32]) -> NDArray[np.bool_]:
+        self.asked.append(history.size)
+        return np.arange(260) % 2 == history.size % 2
+
+    def forced(self, history: NDArray[np.int32], most: int) -> list[int]:
+        return self.text[history.size : history.size + most] if history.size % 5 == 0 else []
+
+    def prepare(self, history: NDArray[np.int32], position: int) -> None:
+        self.prepared.append((position, history.size))
+        if position == 50:
+            raise RequestError("it costs too much")
+
+    def count_allowed(self, history: NDArray[np.int32], draft: Sequence[int]) -> int:
+        fits = [token_id % 2 == (history.size + index) % 2 for index, token_id in enumerate(draft)]
+        return fits.index(False) if False in fits else len(fits)
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_grammars_are_prepared_during_the_pass_and_change_no_token(drafts: bool) -> None:
+    def texts(guides: list[Any], engine: Engine) -> list[list[TokenEvent]]:
+        plans = [engine.plan(SEEDED, guide) for guide in guides]
+        streams = [engine.generate(numbers(30, index), plan) for index, plan in enumerate(plans)]
+        return [list(events) for events in zip(*zip(*streams, strict=True), strict=True)]
+
+    masks = [lambda history: np.arange(260) % 2 == history.size % 2] * 3
+    plain = texts(masks, Engine(wide_model()))
+    whole = [numbers(30, index) + [event.token_id for event in events] for index, events in enumerate(plain)]
+    model = wide_model()
+    engine = Engine(model, speculation=speculation(NgramDrafter()) if drafts else None)
+    guides = [EvenAfterOdd(whole[0]), EvenAfterOdd(whole[1]), EvenAfterOdd([1] * 96)]
+    assert texts(guides, engine) == plain
+    for guide in guides:
+        assert guide.asked == list(range(30, 96))
+        assert all(position <= end for position, end in guide.prepared)
+    assert len(guides[0].prepared) < 45 and len(guides[2].prepared) >= 45
+    engine.close()
+
+
+def test_readers_that_come_leave_and_fail_at_random_never_wait_for_ever() -> None:
+    engine = Engine(wide_model(), kv_memory=60 * PAGE_BYTES, limits=EngineLimits(max_running=4))
+    expected = {seed: alone(numbers(4 + 5 * seed, seed), SEEDED, max_tokens=18) for seed in range(5)}
+    problems: list[str] = []
+
+    def live(thread: int) -> None:
+        random = np.random.default_rng(thread)
+        for _ in range(25):
+            seed = int(random.integers(5))
+            generation = engine.generate(numbers(4 + 5 * seed, seed), SEEDED, max_tokens=18, owner=thread % 2)
+            most = int(random.integers(25))
+            other: list[Generation] = []
+            canceller = None
+            taken: list[TokenEvent] = []
+            if most % 3 == 0:
+                canceller = threading.Timer(float(random.random()) * 0.01, generation.cancel)
+                canceller.start()
+            for event in generation:
+                if event.finish_reason == "cancelled":
+                    break
+                taken.append(event)
+                if len(taken) > most:
+                    other.append(generation)
+                    break
+            if canceller is not None:
+                canceller.join()
+            if taken != expected[seed][: len(taken)] or (not other and most % 3 and taken != expected[seed]):
+                problems.append(f"{thread} {seed} {most} {taken}")
+
+    in_threads([lambda thread=thread: live(thread) for thread in range(6)])  # type: ignore[misc]
+    assert problems == []
+    assert all_pages_are_free(engine)
