@@ -229,6 +229,16 @@ class Program(Protocol):
 
 
 @runtime_checkable
+class GreedyProgram(Program, Protocol):
+    """A program that finds the likeliest token where the logits are, so that they need not be brought to the host."""
+
+    def run_greedy(self, batch: Batch) -> NDArray[np.int32]:
+        """Return the token of the largest logit of every output row, of equal ones the lowest, valid until the next
+        call; `protocol.NOT_FINITE` for a row with a NaN or +inf, `NOTHING_LEFT` where every logit is -inf."""
+        ...
+
+
+@runtime_checkable
 class MeasurableProgram(Program, Protocol):
     """A program whose ops can be run and timed apart."""
 

@@ -21,6 +21,7 @@ class ModelOptions:
     """Which model to load and how; None leaves the choice to the library."""
 
     path: str | None
+    device: str
     threads: int | None
     context_length: int | None
     kv_type: str
@@ -66,7 +67,7 @@ def _gather_model_options(command: Command) -> Command:
 
     @functools.wraps(command)
     def call(*, model: str | None, no_disk_cache: bool, disk_cache_size: int | None, **values: Any) -> Any:
-        names = ["threads", "context_length", "kv_type", "kv_memory", "kv_window"]
+        names = ["device", "threads", "context_length", "kv_type", "kv_memory", "kv_window"]
         names += ["disk_cache_folder", "speculation", "draft"]
         disk_cache = False if no_disk_cache else disk_cache_size or True
         loading = {name: values.pop(name) for name in names}
@@ -91,6 +92,13 @@ model_option = click.option(
 
 load_options = options_group(
     model_option,
+    click.option(
+        "--device",
+        type=click.Choice(["auto", "cpu", "cuda"]),
+        default="auto",
+        show_default=True,
+        help="Where to compute: auto takes a GPU that the model fits.",
+    ),
     click.option(
         "--threads", type=click.IntRange(min=1), metavar="N", help="CPU threads. Default: one per physical core."
     ),
@@ -142,6 +150,7 @@ def load_with(options: ModelOptions) -> "LLM":
     with Progress() as progress:
         return localinfer.load(
             options.path,
+            device=options.device,
             threads=options.threads,
             context_length=options.context_length,
             kv_type=options.kv_type,

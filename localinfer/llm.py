@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+DEVICES = ("auto", "cpu", "cuda")
+"""What `load` takes as a device."""
+
 Prompt = str | Sequence[int] | NDArray[np.integer]
 _MESSAGE = '{"role": "user", "content": "Hello"}'
 
@@ -319,7 +322,10 @@ class LLM:
     def _require_identity(self) -> "ModelIdentity":
         self._engine.check_usable()
         if self._identity is None:
-            raise SessionFileError("this model's files cannot be told apart from others'; load it with localinfer.load")
+            raise SessionFileError(
+                "this model's files cannot be told apart from others', or its cache is in a GPU's memory; load it with "
+                "localinfer.load(device='cpu')"
+            )
         return self._identity
 
     def _text_after(self, prompt_ids: Sequence[int] | NDArray[np.integer], beam: Beam) -> str:
@@ -362,7 +368,9 @@ def load(
 
     model: path of a GGUF file (of a split model: any of its parts) or of a Hugging Face folder; None loads the demo
     model that ships inside.
-    device: "auto" or "cpu". threads: how many compute; None takes the physical cores.
+    device: "cpu", "cuda", or "auto" for a GPU where there is one that the model fits. On a GPU, conversations are not
+        kept on disk.
+    threads: how many compute on the CPU; None takes the physical cores.
     context_length: tokens of prompt and completion together; None takes what the model was trained for.
     kv_type: type of cached keys and values: "f16", "f32", "q8_0" or "q4_0", or one for each such as "q8_0/q4_0".
     kv_memory: bytes that keys and values may take, of running and of former texts; None takes half of what is free,
@@ -380,8 +388,8 @@ def load(
     progress: called with a stage's name, the units done and the units in all.
     Raises: ModelFileError, RequestError, BackendUnavailableError, OutOfMemoryError.
     """
-    if device not in ("auto", "cpu"):
-        raise BackendUnavailableError(f"device is {device!r}; this version runs on 'cpu' ('auto' chooses it)")
+    if device not in DEVICES:
+        raise BackendUnavailableError(f"device is {device!r}; this version knows {', '.join(map(repr, DEVICES))}")
     sizes = {"threads": threads, "context_length": context_length, "kv_memory": kv_memory, "kv_window": kv_window}
     for name, value in sizes.items():
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
@@ -396,14 +404,22 @@ def load(
     if kv_window is not None and draft is not None:
         raise RequestError("kv_window does not bound the cache of a draft model; leave out one of them")
     loaded = load_model(
-        path, threads=threads, context_length=context_length, kv_type=kv_type, kv_window=kv_window, progress=progress
+        path,
+        threads=threads,
+        context_length=context_length,
+        kv_type=kv_type,
+        kv_window=kv_window,
+        device=device,
+        progress=progress,
     )
     drafting = window = None
     try:
         if kv_window is not None:
             window = window_of(loaded, kv_window)
         if draft is not None:
-            drafting = load_model(model_path(draft), kv_type=kv_type, beside=loaded, progress=progress)
+            drafting = load_model(
+                model_path(draft), kv_type=kv_type, device=loaded.device, beside=loaded, progress=progress
+            )
         made = None
         if speculation is not None:
             made = make_speculation(speculation, loaded, drafting, kv_memory=kv_memory, progress=progress)
@@ -412,6 +428,10 @@ def load(
             drafting.close()
         loaded.close()
         raise
+    if loaded.device != "cpu":
+        if disk is not None:
+            logger.info("conversations are not kept on disk: the cache is in the GPU's memory")
+        return LLM(loaded, kv_memory=kv_memory, speculation=made)
     return LLM(
         loaded,
         kv_memory=kv_memory,

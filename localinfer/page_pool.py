@@ -6,7 +6,7 @@ which sequence or which node of the prefix tree holds a page, and what is given 
 
 import ctypes
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,23 @@ class KVLayout(Protocol):
     def page_bytes(self) -> int: ...
 
 
+@runtime_checkable
+class DeviceLayout(KVLayout, Protocol):
+    """A layout whose pages lie in the memory of a device of its own."""
+
+    def allocate(self, num_bytes: int) -> int:
+        """Address of fresh memory. Raises: OutOfMemoryError."""
+        ...
+
+    def copy(self, source: int, target: int, num_bytes: int) -> None:
+        """Copy bytes from one address to another."""
+        ...
+
+    def free_bytes(self) -> int:
+        """Bytes that nobody has."""
+        ...
+
+
 _DEFAULT_MEMORY = 8 << 30
 
 
@@ -42,7 +59,8 @@ def default_kv_memory(layout: KVLayout, context_length: int) -> int:
     import psutil
 
     context_bytes = -(-context_length // layout.page_tokens) * layout.page_bytes
-    return min(int(psutil.virtual_memory().available) // 2, max(_DEFAULT_MEMORY, context_bytes))
+    free = layout.free_bytes() if isinstance(layout, DeviceLayout) else int(psutil.virtual_memory().available)
+    return min(free // 2, max(_DEFAULT_MEMORY, context_bytes))
 
 
 class PagePool:
@@ -58,6 +76,7 @@ class PagePool:
         self.page_bytes = layout.page_bytes
         self.max_bytes = max_bytes
         self.reclaim: Callable[[int], object] | None = None
+        self._device = layout if isinstance(layout, DeviceLayout) else None
         self._slabs: list[NDArray[np.uint8]] = []
         self._free: list[int] = []
         self._addresses = np.zeros(64, np.int64)
@@ -132,11 +151,15 @@ class PagePool:
 
     def view(self, page: int) -> NDArray[np.uint8]:
         """The bytes of a page, uint8[page_bytes], for as long as it is held and the pool is open."""
+        assert self._device is None, "pages of a device are not in this process's memory"
         memory = (ctypes.c_uint8 * self.page_bytes).from_address(int(self._addresses[page]))
         return np.ctypeslib.as_array(memory)
 
     def copy(self, source: int, target: int) -> None:
         """Copy everything from one page into another."""
+        if self._device is not None:
+            self._device.copy(int(self._addresses[source]), int(self._addresses[target]), self.page_bytes)
+            return
         ctypes.memmove(int(self._addresses[target]), int(self._addresses[source]), self.page_bytes)
 
     def close(self) -> None:
@@ -155,18 +178,24 @@ class PagePool:
         if count <= 0:
             return
         try:
-            slab = np.zeros(count * self.page_bytes + ALIGNMENT, np.uint8)
-        except MemoryError:
+            first = self._allocate(count * self.page_bytes)
+        except (MemoryError, OutOfMemoryError):
             return
-        first = -(-slab.ctypes.data // ALIGNMENT) * ALIGNMENT
         start, stop = self._num_pages, self._num_pages + count
         while stop > self._counts.size:
             self._addresses = np.concatenate((self._addresses, np.zeros_like(self._addresses)))
             self._counts = np.concatenate((self._counts, np.zeros_like(self._counts)))
         self._addresses[start:stop] = first + np.arange(count) * self.page_bytes
-        self._slabs.append(slab)
         self._free.extend(range(stop - 1, start - 1, -1))
         self._num_pages = stop
+
+    def _allocate(self, num_bytes: int) -> int:
+        """Address of a slab."""
+        if self._device is not None:
+            return self._device.allocate(num_bytes)
+        slab = np.zeros(num_bytes + ALIGNMENT, np.uint8)
+        self._slabs.append(slab)
+        return -(-slab.ctypes.data // ALIGNMENT) * ALIGNMENT
 
     def _out_of_memory(self, count: int) -> OutOfMemoryError:
         wanted = (self._num_pages - len(self._free) + count) * self.page_bytes

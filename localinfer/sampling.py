@@ -31,7 +31,8 @@ _XTC_TOKEN = np.array([2**31 - 1], np.int32)
 class SamplingPlan:
     """SamplingParams made ready for one generation: the seed drawn, the bias as arrays, a mask, and what is remembered.
 
-    logprobs: what was asked for, by position, until somebody takes it out; any thread may.
+    logprobs: what was asked for, by position, until somebody takes it out; any thread may. takes_largest: nothing but
+    the token of the largest logit is wanted of a row.
     """
 
     def __init__(self, params: SamplingParams, vocab_size: int, mask: TokenMask | None = None) -> None:
@@ -54,6 +55,8 @@ class SamplingPlan:
         self.is_rare = params.has_rare_steps and self.temperature > 0.0
         self.mirostat = Mirostat(float(params.mirostat_tau), float(params.mirostat_eta)) if params.mirostat else None
         self.logprobs: dict[int, TokenLogprobs] = {}
+        is_plain = mask is None and not self.adjusts and params.logprobs is None
+        self.takes_largest = is_plain and self.temperature == 0.0
 
 
 def not_finite_error(position: int) -> ModelFileError:
@@ -74,13 +77,22 @@ class Sampler:
         self._counts: NDArray[np.int32] | None = None
         self._xtc_draw = np.ones(1)
 
-    def choose(self, logits: NDArray[np.float32], plan: SamplingPlan, position: int, history: NDArray[np.int32]) -> int:
-        """Choose the token for `position`.
+    def choose(
+        self,
+        logits: NDArray[np.float32],
+        plan: SamplingPlan,
+        position: int,
+        history: NDArray[np.int32],
+        is_chosen: bool = False,
+    ) -> int:
+        """Choose the token for `position`; is_chosen: `logits` is what `GreedyProgram.run_greedy` gave for it.
 
         Shapes: logits float32[vocab_size], contiguous, left as they are; history int32[>= position], whose first
             `position` entries are the tokens before it.
         Raises: ModelFileError if a logit is NaN or +inf; RequestError if bias and mask forbid every token.
         """
+        if is_chosen:
+            return self._checked(int(logits), position)
         row = logits
         if plan.mask is not None:
             row = np.where(plan.mask(history[:position]), row, _FORBIDDEN)
@@ -92,9 +104,12 @@ class Sampler:
             token_id = self._rows.choose(
                 row, plan.temperature, plan.top_k, plan.top_p, plan.min_p, plan.noise_key, position
             )
+        if token_id >= 0 and plan.params.logprobs is not None:
+            plan.logprobs[position] = token_logprobs(logits, token_id, int(plan.params.logprobs))
+        return self._checked(token_id, position)
+
+    def _checked(self, token_id: int, position: int) -> int:
         if token_id >= 0:
-            if plan.params.logprobs is not None:
-                plan.logprobs[position] = token_logprobs(logits, token_id, int(plan.params.logprobs))
             return token_id
         if token_id == NOT_FINITE:
             raise not_finite_error(position)

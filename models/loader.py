@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from localinfer.errors import RequestError, TokenizerError
+from localinfer.errors import BackendUnavailableError, OutOfMemoryError, RequestError, TokenizerError
 from localinfer.kernels.compile_ahead import ProgressCallback, compile_ahead
 from localinfer.kernels.cpu import checksum, sampling, token_history
 from localinfer.kernels.cpu import pool as pool_module
@@ -14,12 +14,14 @@ from localinfer.kernels.cpu.packing import PACK_TILES
 from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.kernels.cpu.program import CpuProgram
 from localinfer.kernels.cpu.tape import MAX_BATCH_ROWS, CpuTape
+from localinfer.kernels.cuda.device import CudaDevice
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.ops import Program
 from localinfer.models.architectures import check_architecture
 from localinfer.models.chat_template import ChatTemplate
 from localinfer.models.config import ModelConfig
 from localinfer.models.decoder import kv_layer_shapes, write_decoder
+from localinfer.models.device_choice import open_device, report_fallback
 from localinfer.models.thread_choice import available_threads, checked_threads, choose_decode_threads
 from localinfer.models.tokenizer import Tokenizer
 from localinfer.models.weights import CpuWeights
@@ -41,10 +43,12 @@ class Model:
     kv_layout: KVLayout
     file: ModelFile
     pool: ThreadPool
+    device: str = "cpu"
 
     def close(self) -> None:
         """Release threads, memory and the file; safe to call twice."""
         self.program.close()
+        self.pool.close()
         self.file.close()
 
 
@@ -55,6 +59,7 @@ def load_model(
     context_length: int | None = None,
     kv_type: str = "f16",
     kv_window: int | None = None,
+    device: str = "cpu",
     beside: Model | None = None,
     progress: ProgressCallback | None = None,
 ) -> Model:
@@ -63,11 +68,12 @@ def load_model(
     threads: how many compute; None takes the physical cores, and measures how many of them decode fastest.
     context_length: tokens the cache may hold, at most what the model was trained for; None takes all of that.
     kv_window: sequences will let pages go by how much attention they get, and hold so many positions between batches.
+    device: "cpu", "cuda", or "auto" for a GPU if there is one that the model fits.
     beside: a model that takes turns with this one, which then shares its threads; closing either ends both.
     Raises: ModelFileError (and below) for the file, RequestError for an option without meaning.
     """
     file = open_model_file(path)
-    pool = None
+    pool = gpu = None
     try:
         architecture = file.metadata.get("general.architecture")
         if isinstance(architecture, str):
@@ -78,6 +84,12 @@ def load_model(
         tokenizer = _tokenizer_or_none(file)
         template = None if tokenizer is None else ChatTemplate.from_metadata(file.metadata, tokenizer)
         kv_layout = KVLayout(kv_type, kv_layer_shapes(config))
+        if kv_window is not None and device == "cuda":
+            raise BackendUnavailableError(
+                "kv_window bounds the cache on the CPU only; leave it out, or take device 'cpu'"
+            )
+        # Which pages get attention is measured on the CPU only.
+        gpu = None if device == "cpu" or kv_window is not None else open_device(device, file.num_bytes)
         # All but the tape's own kernels, which nobody knows before it is written.
         compile_ahead(
             [*pool_module.KERNELS, *sampling.KERNELS, *token_history.KERNELS, *checksum.KERNELS, PACK_TILES], progress
@@ -86,6 +98,10 @@ def load_model(
             pool = ThreadPool(available_threads() if threads is None else checked_threads(threads))
         shared_pool = pool if beside is None else beside.pool
         assert shared_pool is not None, "made here or by the model beside"
+        parts = _Parts(config, tokenizer, template, file, shared_pool)
+        model = None if gpu is None else _load_on_gpu(parts, gpu, kv_type, progress, is_asked_for=device == "cuda")
+        if model is not None:
+            return model
         weights = CpuWeights(file, shared_pool, progress)
         # Before a batch the last page may have just begun, and after it another one.
         held = 0 if kv_window is None else kv_window + MAX_BATCH_ROWS + 2 * kv_layout.page_tokens
@@ -94,15 +110,62 @@ def load_model(
         if threads is None:
             assert isinstance(program, CpuProgram), "a CPU tape makes a CPU program"
             choose_decode_threads(program, kv_layout, file.num_bytes)
-        _note_prediction_layers(file)
-        for note in weights.notes.values():
-            logger.warning("%s", note)
+        _note(file, weights)
         return Model(config, tokenizer, template, program, kv_layout, file, shared_pool)
     except BaseException:
+        if gpu is not None:
+            gpu.close()
         if pool is not None:
             pool.close()
         file.close()
         raise
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What is the same on every device."""
+
+    config: ModelConfig
+    tokenizer: Tokenizer | None
+    chat_template: ChatTemplate | None
+    file: ModelFile
+    pool: ThreadPool
+
+
+def _load_on_gpu(
+    parts: _Parts, gpu: CudaDevice, kv_type: str, progress: ProgressCallback | None, *, is_asked_for: bool
+) -> Model | None:
+    """The model on a GPU, or None after a report why it cannot run there.
+
+    Raises: BackendUnavailableError, OutOfMemoryError if the GPU was asked for by name.
+    """
+    from localinfer.kernels.cuda.pages import DeviceKVLayout
+    from localinfer.kernels.cuda.tape import CudaTape
+    from localinfer.models.device_weights import CudaWeights
+
+    try:
+        layout = DeviceKVLayout(kv_type, kv_layer_shapes(parts.config), device=gpu)
+        weights = CudaWeights(parts.file, parts.pool, gpu, progress)
+        tape = CudaTape(gpu, layout, progress=progress)
+        program = write_decoder(parts.config, weights, tape, parts.config.context_length)
+    except BaseException as error:
+        gpu.close()
+        if is_asked_for or not isinstance(error, BackendUnavailableError | OutOfMemoryError):
+            raise
+        report_fallback(error)
+        return None
+    logger.info("running on %s", gpu.name)
+    _note(parts.file, weights)
+    return Model(
+        parts.config, parts.tokenizer, parts.chat_template, program, layout, parts.file, parts.pool, device="cuda"
+    )
+
+
+def _note(file: ModelFile, weights: CpuWeights) -> None:
+    """Say what of a file is run as something else, or not at all."""
+    _note_prediction_layers(file)
+    for note in weights.notes.values():
+        logger.warning("%s", note)
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:

@@ -4,8 +4,9 @@ What a tensor's type is run as is decided in `quant/conversion.py`. After packin
 the system, so loading needs little more memory than the packed weights themselves.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,7 +64,7 @@ class CpuWeights:
             num_rows, data = matrix.shape[1], np.ascontiguousarray(matrix).reshape(-1)
         layout, data = self._runnable(info.type, data, (experts, num_rows, num_columns))
         done = None if rows is not None else lambda first, end: self._file.forget(name, first, end)
-        packed = pack(self._pool, layout, data, experts, num_rows, num_columns, arena=self._arena, done=done)
+        packed = self._pack(layout, data, experts, num_rows, num_columns, done)
         self._report(info.num_bytes if rows is None else data.size)
         return LinearWeight(name, num_rows, num_columns, packed, experts)
 
@@ -87,7 +88,7 @@ class CpuWeights:
         data = [kernel_rows(matrix, layout) for matrix in matrices]
         num_rows, num_columns = matrices[0].shape
         joined = data[0] if len(data) == 1 else np.concatenate(data)
-        packed = pack(self._pool, layout, joined, len(matrices), num_rows, num_columns, arena=self._arena)
+        packed: Any = self._pack(layout, joined, len(matrices), num_rows, num_columns)
         if rows is None:
             self._file.forget(name, 0, self._file.tensor(name).num_bytes)
         self._report(joined.size)
@@ -99,6 +100,17 @@ class CpuWeights:
         num_rows, width = info.shape
         layout, data = self._runnable(info.type, self._file.tensor_bytes(name), info.shape)
         return EmbeddingTable(name, num_rows, width, RowTable(layout, num_rows, width, data))
+
+    def _pack(
+        self,
+        layout: Layout,
+        data: NDArray[np.uint8],
+        num_experts: int,
+        num_rows: int,
+        num_columns: int,
+        done: Callable[[int, int], None] | None = None,
+    ) -> Any:
+        return pack(self._pool, layout, data, num_experts, num_rows, num_columns, arena=self._arena, done=done)
 
     def vector(self, name: str) -> FloatArray:
         """A small tensor as float32, in its own shape."""

@@ -4,6 +4,8 @@ for kernels.
 Only here are torch and the driver's bindings imported. The tests put an emulator in this device's place.
 """
 
+import ctypes
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -36,7 +38,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Product:
-    """out[rows, columns] float32 = x[rows, inner] @ weights[columns, inner].T, both of a kind; stride of out in bytes."""
+    """out[rows, columns] float32 = x[rows, inner] @ weights[columns, inner].T; out_stride in bytes."""
 
     out: int
     out_stride: int
@@ -76,6 +78,10 @@ class Device(Protocol):
 
     def copy(self, source: int, target: int, num_bytes: int) -> None: ...
 
+    def free_bytes(self) -> int:
+        """Memory that is free."""
+        ...
+
     def prepare(self, kernels: Sequence[KernelKey], progress: ProgressCallback | None) -> None:
         """Compile kernels that will be asked for first."""
         ...
@@ -99,8 +105,21 @@ class FoundDevice:
     free_bytes: int
 
 
+def has_driver() -> bool:
+    """Whether NVIDIA's driver is on this machine, found without importing anything large."""
+    try:
+        ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
 def find_device() -> FoundDevice:
     """The first CUDA device. Raises: BackendUnavailableError, saying what is missing."""
+    if not has_driver():
+        raise BackendUnavailableError(
+            "device 'cuda' needs an NVIDIA GPU, and its driver is not on this machine; take device 'cpu'"
+        )
     require_numba_cuda()
     import torch
 
@@ -178,6 +197,9 @@ class CudaDevice:
     def copy(self, source: int, target: int, num_bytes: int) -> None:
         self._check(self._driver.cuMemcpyDtoDAsync(target, source, num_bytes, self._stream.cuda_stream))
 
+    def free_bytes(self) -> int:
+        return int(self._torch.cuda.mem_get_info()[0])
+
     def prepare(self, kernels: Sequence[KernelKey], progress: ProgressCallback | None) -> None:
         compile_all(kernels, self.capability, progress)
         for key in kernels:
@@ -227,8 +249,6 @@ class CudaDevice:
 
     def _function(self, key: KernelKey) -> Any:
         if key not in self._functions:
-            import ctypes
-
             ptx = kernel_ptx(key, self.capability)
             (module,) = self._check(self._driver.cuModuleLoadData(ptx + b"\0"))
             self._modules.append(module)

@@ -17,7 +17,10 @@ _STEP_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class DeviceWeight:
-    """A stack of equal matrices as planes. columns: which column of the input each column multiplies, if not in order."""
+    """A stack of equal matrices as planes.
+
+    columns: int32[num_columns], which column of the input each column multiplies, where they are not in order.
+    """
 
     layout: Layout
     num_rows: int

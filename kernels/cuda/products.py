@@ -1,4 +1,4 @@
-"""Products on a device, for any number of rows: our kernels for a few, weights as plain numbers and a library for more."""
+"""Products on a device: our kernels for a few rows of activations, plain numbers and a library for more."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -50,6 +50,11 @@ class Quantized:
     codes_stride: int
     records: int
     records_stride: int
+
+    def after(self, rows: int) -> "Quantized":
+        """The places without the first rows."""
+        codes, records = self.codes + rows * self.codes_stride, self.records + rows * self.records_stride
+        return Quantized(codes, self.codes_stride, records, self.records_stride)
 
     @property
     def words(self) -> tuple[int, int, int, int]:
@@ -135,19 +140,34 @@ def _launch(
 
 
 def head_product(
-    x: tuple[int, int], quantized: Quantized | None, slot: Slot, rows: int, x_slot: int, out_slot: int
-) -> Launch:
-    """Multiply every head by its own matrix; x_slot and out_slot: bytes between the heads of a row."""
+    x: tuple[int, int],
+    width: int,
+    codes: Quantized | None,
+    slot: Slot,
+    rows: int,
+    x_head: tuple[int, int],
+    out_head_size: int,
+) -> Iterator[Launch]:
+    """Multiply every head by its own matrix; x_head: its size in x, and where in it the columns begin.
+
+    codes: room for those of whole rows of x, of `width` columns; None for plain numbers.
+    """
     weight = slot.weight
-    place, stride, records, records_stride = (*x, 0, 0) if quantized is None else quantized.words
+    head_size, offset = x_head
+    if codes is None:
+        place = (x[0] + 4 * offset, x[1], 0, 0)
+        head_stride = 4 * head_size
+    else:
+        yield quantize_launch(*x, codes, width, rows)
+        place = (codes.codes + offset, codes.codes_stride, codes.records + offset // 4, codes.records_stride)
+        head_stride = head_size
     split = warps_to_a_row(weight.num_rows * weight.num_experts, weight.num_columns)
-    first = list(slot.words())
-    second = [*_NO_WEIGHT]
-    second[5] = out_slot
-    values = (place, stride, records, records_stride, weight.num_columns, 0, *first, *second, *_NO_WEIGHT)
-    tail = (*weight.row_bytes, 0, 0, weight.num_experts, x_slot)
+    # Of products by head the second slot only says how far apart the outputs of heads are.
+    second = (*_NO_WEIGHT[:5], 4 * out_head_size, *_NO_WEIGHT[6:])
+    values = (*place, weight.num_columns, 0, *slot.words(), *second, *_NO_WEIGHT)
+    tail = (*weight.row_bytes, 0, 0, weight.num_experts, head_stride)
     grid = (-(-(-(-weight.num_rows // 4) * split) // 4), rows * weight.num_experts, 1)
-    return Launch("matmul.matmul", (weight.layout, 1, 4, split, EXPERTS), grid, THREADS, (*values, *tail))
+    yield Launch("matmul.matmul", (weight.layout, 1, 4, split, EXPERTS), grid, THREADS, (*values, *tail))
 
 
 def large_product(

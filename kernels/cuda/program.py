@@ -1,4 +1,4 @@
-"""A finished CUDA tape: it writes a batch into the device's memory and starts its kernels, for few rows as one graph."""
+"""A finished CUDA tape: it writes a batch into the device's memory and starts its kernels, of few rows as one graph."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,35 +10,15 @@ from localinfer.errors import BackendUnavailableError, ContextLengthError, Reque
 from localinfer.kernels.compile_ahead import ProgressCallback
 from localinfer.kernels.cuda.device import Device, Launch, Step
 from localinfer.kernels.cuda.kernel_cache import KernelKey
+from localinfer.kernels.cuda.shape import Shape
 from localinfer.kernels.cuda.tape_memory import SMALL_ROWS
-from localinfer.kernels.ops import Batch, FloatArray, Rows, Segment
+from localinfer.kernels.ops import Batch, FloatArray, Segment
 
 _CHUNK = 128
 _FEWEST_CHUNKS = 4
 _SLICES = 64
 """Blocks that look for the best token of a row; that of `compiled.sampling`."""
 _FEWEST_PAGES = 64
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What the launches of a batch depend on: how many rows, how long a context, and where its numbers lie.
-
-    Addresses are of int64[rows]: token ids, positions, the page table of each row (0 for rows that only fill up the
-    batch), and the rows that want logits.
-    """
-
-    batch_rows: int
-    output_rows: int
-    num_chunks: int
-    token_ids: int
-    positions: int
-    page_tables: int
-    output_row_numbers: int
-
-    def rows(self, kind: Rows) -> int:
-        """Rows of the buffers of a kind."""
-        return self.batch_rows if kind is Rows.BATCH else self.output_rows
 
 
 @dataclass(frozen=True)

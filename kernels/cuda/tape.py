@@ -6,8 +6,7 @@ merging of attention also quantizes what it writes if a product reads it, gate a
 kernel, and RoPE happens where queries and keys are read next.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 import numpy as np
@@ -17,7 +16,15 @@ from localinfer.errors import BackendUnavailableError
 from localinfer.kernels.compile_ahead import ProgressCallback
 from localinfer.kernels.cpu.layouts import is_float
 from localinfer.kernels.cpu.tape_memory import check
+from localinfer.kernels.cuda.attention_steps import (
+    KV_BYTES,
+    Rope,
+    angle_steps,
+    attention_steps,
+    store_steps,
+)
 from localinfer.kernels.cuda.device import Device, Launch, Step
+from localinfer.kernels.cuda.op_recorder import OpRecorder
 from localinfer.kernels.cuda.planes import DeviceWeight
 from localinfer.kernels.cuda.products import (
     THREADS,
@@ -29,7 +36,8 @@ from localinfer.kernels.cuda.products import (
     quantized_place,
     small_product,
 )
-from localinfer.kernels.cuda.program import CudaProgram, Shape, TapeRecord
+from localinfer.kernels.cuda.program import CudaProgram, TapeRecord
+from localinfer.kernels.cuda.shape import Shape
 from localinfer.kernels.cuda.tape_memory import SMALL_ROWS, DeviceMemory
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.ops import (
@@ -39,7 +47,6 @@ from localinfer.kernels.ops import (
     EmbeddingTable,
     FloatArray,
     LinearWeight,
-    Operation,
     Pairing,
     Projection,
     RopeTable,
@@ -47,52 +54,9 @@ from localinfer.kernels.ops import (
     Rows,
 )
 
-CHUNK = 128
-"""Positions that one block of `compiled.attention` looks at."""
-_ATTENTION_ROWS = 32
-"""Rows of a prompt whose attention is computed at a time: what every chunk gives is kept until they are merged."""
-_KV_BYTES = {"f16": 2, "f32": 4}
 _RMS, _LAYER = 0, 1
 _ACTIVATION, _GATE, _ADD, _TIMES_SIGMOID, _TIMES_ROW_SIGMOID, _SCALE, _SOFTCAP = range(7)
 _NUMBERS = {kind: number for number, kind in enumerate(Activation)}
-
-Builder = Callable[[Shape], Iterator[Step]]
-
-
-@dataclass
-class _Op:
-    """An op that may still be joined with the next one.
-
-    source: the buffer whose rows it leaves quantized if `quantized` is set. slots and x: of a product.
-    """
-
-    build: Builder
-    source: Buffer | None = None
-    can_quantize: bool = False
-    quantized: Quantized | None = None
-    projections: Sequence[Projection] = ()
-    slots: Sequence[Slot] = ()
-    activation: int | None = None
-
-
-@dataclass(frozen=True)
-class _Rope:
-    """A rotation that waits for the op that reads it."""
-
-    angles: int
-    num_pairs: int
-    halves: int
-    head_size: int
-    offset: int
-
-
-@dataclass
-class _State:
-    """What is known of the buffers while ops are written."""
-
-    quantized: dict[int, Quantized] = field(default_factory=dict)
-    ropes: dict[int, _Rope] = field(default_factory=dict)
-    unwritten: set[int] = field(default_factory=set)
 
 
 class CudaTape:
@@ -111,9 +75,9 @@ class CudaTape:
         progress: ProgressCallback | None = None,
     ) -> None:
         for kind in (kv_layout.key_type, kv_layout.value_type):
-            if kind not in _KV_BYTES:
+            if kind not in KV_BYTES:
                 raise BackendUnavailableError(
-                    f"device 'cuda' keeps keys and values in {' or '.join(_KV_BYTES)}, not in {kind}; choose another "
+                    f"device 'cuda' keeps keys and values in {' or '.join(KV_BYTES)}, not in {kind}; choose another "
                     "kv_type, or take device 'cpu'"
                 )
         self._device = device
@@ -121,9 +85,7 @@ class CudaTape:
         self._kv_layout = kv_layout
         self._max_rows = {Rows.BATCH: max_batch_rows, Rows.OUTPUT: min(max_output_rows, max_batch_rows)}
         self._memory = DeviceMemory(device, self._max_rows)
-        self._ops: list[_Op] = []
-        self._operations: list[Operation] = []
-        self._state = _State()
+        self._recorder = OpRecorder(self._memory)
         self._angles: dict[tuple[bytes, float], int] = {}
         self._token_limit: int | None = None
         self._position_limit: int | None = None
@@ -131,52 +93,12 @@ class CudaTape:
     def buffer(self, name: str, width: int, rows: Rows = Rows.BATCH) -> Buffer:
         return self._memory.buffer(name, width, rows)
 
-    def _add(self, build: Builder, *writes: Buffer) -> _Op:
-        op = _Op(build)
-        self._ops.append(op)
-        for buffer in writes:
-            self._written(buffer)
-        return op
-
-    def _written(self, buffer: Buffer) -> None:
-        self._state.quantized.pop(buffer.index, None)
-        self._state.ropes.pop(buffer.index, None)
-        self._state.unwritten.discard(buffer.index)
-
-    def _read(self, *buffers: Buffer) -> None:
-        """Make sure that buffers hold what their ops said, whatever was put off."""
-        for buffer in buffers:
-            assert buffer.index not in self._state.unwritten, (
-                f"{buffer.name} was never written: it was joined with another"
-            )
-            rope = self._state.ropes.pop(buffer.index, None)
-            if rope is not None:
-                self._add(self._rope_builder(buffer, rope), buffer)
-
-    def _simple(
-        self,
-        kernel: str,
-        constants: tuple[int, ...],
-        rows: Rows,
-        width: int,
-        values: tuple[float, ...],
-        *writes: Buffer,
-    ) -> None:
-        """An op of one launch, a thread to a column of every row."""
-
-        def build(shape: Shape) -> Iterator[Step]:
-            count = shape.rows(rows)
-            if count:
-                yield Launch(kernel, constants, (-(-width // THREADS), count, 1), THREADS, values)
-
-        self._add(build, *writes)
-
     def embed(self, out: Buffer, table: EmbeddingTable, scale: float = 1.0) -> None:
         self._embed(out, table, scale, by_position=False)
         self._token_limit = min(table.num_rows, self._token_limit or table.num_rows)
 
     def embed_positions(self, out: Buffer, table: EmbeddingTable) -> None:
-        self._read(out)
+        self._recorder.read(out)
         self._embed(out, table, 1.0, by_position=True)
         self._position_limit = min(table.num_rows, self._position_limit or table.num_rows)
 
@@ -192,7 +114,7 @@ class CudaTape:
             grid = (-(-weight.num_columns // THREADS), shape.batch_rows, 1)
             yield Launch("rows.embed", (weight.layout,), grid, THREADS, (*weight.planes, *weight.row_bytes, *words))
 
-        self._add(build, out)
+        self._recorder.add(build, out)
 
     def rms_norm(self, out: Buffer, x: Buffer, weight: FloatArray | None, epsilon: float, group_size: int = 0) -> None:
         self._norm(_RMS, out, x, weight, None, epsilon, group_size)
@@ -218,8 +140,8 @@ class CudaTape:
         epsilon: float,
         group_size: int,
     ) -> None:
-        self._same_shape(out, x)
-        self._read(x)
+        self._recorder.same_shape(out, x)
+        self._recorder.read(x)
         size = group_size or x.width
         check(x.width % size == 0, f"{x.name} is {x.width} wide, not a multiple of groups of {size}")
         groups = x.width // size
@@ -239,24 +161,16 @@ class CudaTape:
                 values = (*places, *words, size, *quantized, epsilon)
                 yield Launch("rows.norm", constants, (groups, count, 1), 32 * warps, values)
 
-        op = self._add(build, out)
+        op = self._recorder.add(build, out)
         op.source, op.can_quantize = out, groups == 1 and size % 32 == 0
-
-    def _same_shape(self, *buffers: Buffer) -> None:
-        first = buffers[0]
-        for other in buffers[1:]:
-            check(
-                (first.width, first.rows) == (other.width, other.rows),
-                f"{other.name} is {other.rows.value} x {other.width}, {first.name} {first.rows.value} x {first.width}",
-            )
 
     def _quantize(self, x: Buffer) -> Quantized:
         """Where the codes of x are; the op that wrote x makes them if it can, else one of their own does."""
-        if x.index in self._state.quantized:
-            return self._state.quantized[x.index]
+        if x.index in self._recorder.states.quantized:
+            return self._recorder.states.quantized[x.index]
         check(x.width % 32 == 0, f"{x.name} is {x.width} wide; quantized weights need a multiple of 32")
         place = quantized_place(self._memory, f"buffer {x.index}", x.width, SMALL_ROWS)
-        last = self._ops[-1] if self._ops else None
+        last = self._recorder.ops[-1] if self._recorder.ops else None
         if last is not None and last.source == x and last.can_quantize:
             # It has no count of rows to look at, so there is room for the codes of all of them.
             place = quantized_place(self._memory, f"buffer {x.index}", x.width, max(self._max_rows[x.rows], SMALL_ROWS))
@@ -269,13 +183,13 @@ class CudaTape:
                 if 0 < count <= SMALL_ROWS:
                     yield quantize_launch(*source, place, x.width, count)
 
-            self._add(build)
-        self._state.quantized[x.index] = place
+            self._recorder.add(build)
+        self._recorder.states.quantized[x.index] = place
         return place
 
     def matmul(self, x: Buffer, projections: Sequence[Projection]) -> None:
         """One op per layout and order of columns among the projections."""
-        self._read(x)
+        self._recorder.read(x)
         by_layout: dict[tuple[int, bytes], list[Projection]] = {}
         for projection in projections:
             packed: DeviceWeight = projection.weight.packed
@@ -285,14 +199,14 @@ class CudaTape:
             check(packed.num_rows == out.width, f"{weight.name} has {packed.num_rows} rows, {out.name} {out.width}")
             check(x.rows is out.rows and x.index != out.index, f"{out.name} cannot take the product of {x.name}")
             if projection.residual is not None:
-                self._same_shape(out, projection.residual)
-                self._read(projection.residual)
+                self._recorder.same_shape(out, projection.residual)
+                self._recorder.read(projection.residual)
             order = b"" if packed.columns is None else packed.columns.tobytes()
             by_layout.setdefault((packed.layout, order), []).append(projection)
         for key in sorted(by_layout, key=lambda key: key[1]):
             self._multiply(x, by_layout[key])
         for projection in projections:
-            self._written(projection.out)
+            self._recorder.written(projection.out)
 
     def _multiply(self, x: Buffer, projections: Sequence[Projection]) -> None:
         """Products of one layout and one order of columns."""
@@ -317,7 +231,7 @@ class CudaTape:
                 grid = (-(-width // THREADS), count, 1)
                 yield Launch("rows.elementwise", (_GATE,), grid, THREADS, (*words, width, op.activation, 0.0))
 
-        op = self._add(build)
+        op = self._recorder.add(build)
         op.projections, op.slots = projections, slots
 
     def _slot(self, projection: Projection) -> Slot:
@@ -331,28 +245,19 @@ class CudaTape:
         out = self.buffer(f"{x.name} in order", x.width, x.rows)
         order = self._memory.array(columns.astype(np.int64))
         words = (*self._memory.place(out), *self._memory.place(x), x.width, order)
-        self._simple("rows.gather_columns", (), x.rows, x.width, words, out)
+        self._recorder.simple("rows.gather_columns", (), x.rows, x.width, words, out)
         return out
 
     def rope(self, x: Buffer, table: RopeTable, head_size: int, offset: int = 0) -> None:
         pairs = table.inverse_frequencies.size
         check(x.rows is Rows.BATCH and x.width % head_size == 0, f"{x.name} does not hold heads of {head_size}")
         check(offset >= 0 and offset + 2 * pairs <= head_size, f"{2 * pairs} rotated columns exceed {head_size}")
-        self._read(x)
+        self._recorder.read(x)
         angles = self._rope_angles(table)
-        self._written(x)
-        self._state.ropes[x.index] = _Rope(angles, pairs, int(table.pairing is Pairing.HALVES), head_size, offset)
-
-    def _rope_builder(self, x: Buffer, rope: _Rope) -> Builder:
-        place = self._memory.place(x)
-        num_heads = x.width // rope.head_size
-
-        def build(shape: Shape) -> Iterator[Step]:
-            words = (*place, rope.angles, num_heads, rope.head_size, rope.num_pairs, rope.halves, rope.offset)
-            grid = (-(-num_heads * rope.num_pairs // THREADS), shape.batch_rows, 1)
-            yield Launch("rows.rope", (), grid, THREADS, words)
-
-        return build
+        self._recorder.written(x)
+        self._recorder.states.ropes[x.index] = Rope(
+            angles, pairs, int(table.pairing is Pairing.HALVES), head_size, offset
+        )
 
     def _rope_angles(self, table: RopeTable) -> int:
         """The table's cosines and sines for every row, computed once per run."""
@@ -363,22 +268,18 @@ class CudaTape:
             angles = self._device.allocate(max(self._max_rows[Rows.BATCH], SMALL_ROWS) * 8 * pairs)
             place = self._memory.array(frequencies)
 
-            def build(shape: Shape) -> Iterator[Step]:
-                words = (shape.positions, place, pairs, angles, table.magnitude)
-                yield Launch("rows.rope_angles", (), (-(-pairs // THREADS), shape.batch_rows, 1), THREADS, words)
-
-            self._add(build)
+            self._recorder.add(angle_steps(place, pairs, angles, table.magnitude))
             self._angles[key] = angles
         return self._angles[key]
 
-    def _take_rope(self, x: Buffer, head_size: int) -> _Rope:
+    def _take_rope(self, x: Buffer, head_size: int) -> Rope:
         """The rotation that waits for x, to be done by its reader, which leaves x without it."""
-        rope = self._state.ropes.get(x.index)
+        rope = self._recorder.states.ropes.get(x.index)
         if rope is None or rope.head_size != head_size:
-            self._read(x)
-            return _Rope(0, 0, 0, head_size, 0)
-        del self._state.ropes[x.index]
-        self._state.unwritten.add(x.index)
+            self._recorder.read(x)
+            return Rope(0, 0, 0, head_size, 0)
+        del self._recorder.states.ropes[x.index]
+        self._recorder.states.unwritten.add(x.index)
         return rope
 
     def store_kv(self, layer: int, keys: Buffer, values: Buffer) -> None:
@@ -387,22 +288,9 @@ class CudaTape:
         check(keys.width == heads * shape_of.key_size, f"{keys.name} does not hold layer {layer}'s keys")
         check(values.width == heads * shape_of.value_size, f"{values.name} does not hold layer {layer}'s values")
         check(keys.rows is Rows.BATCH and values.rows is Rows.BATCH, "only batch rows enter the cache")
-        self._read(values)
+        self._recorder.read(values)
         rope = self._take_rope(keys, shape_of.key_size)
-        head = layout.head(layer)
-        places = (*self._memory.place(keys), *self._memory.place(values))
-        sizes = (layout.layer_offset(layer), head.num_bytes, head.values, heads, shape_of.key_size)
-        columns = (shape_of.value_size, head.value_columns)
-        constants = (_KV_BYTES[layout.key_type], _KV_BYTES[layout.value_type])
-        width = heads * (shape_of.key_size + head.value_columns)
-
-        def build(shape: Shape) -> Iterator[Step]:
-            turn = (rope.angles, rope.num_pairs, rope.halves, rope.offset)
-            words = (*places, shape.positions, shape.page_tables, *sizes, *columns, *turn)
-            grid = (-(-width // THREADS), shape.batch_rows, 1)
-            yield Launch("attention.store_kv", constants, grid, THREADS, words)
-
-        self._add(build)
+        self._recorder.add(store_steps(layout, layer, self._memory.place(keys), self._memory.place(values), rope))
 
     def attention(self, out: Buffer, queries: Buffer, layer: int, shape: AttentionShape) -> None:
         layout = self._kv_layout
@@ -418,44 +306,11 @@ class CudaTape:
         check(queries.rows is Rows.BATCH and out.rows is Rows.BATCH, "attention is of batch rows")
         check(out.index != queries.index, f"{out.name} cannot take the attention of itself")
         rope = self._take_rope(queries, shape.key_size)
-        group = shape.num_heads // shape.num_kv_heads
-        heads = min(8, 1 << (group - 1).bit_length())
-        head = layout.head(layer)
-        constants = (_KV_BYTES[layout.key_type], _KV_BYTES[layout.value_type], heads, shape.key_size, shape.value_size)
         sinks = self._memory.constant(shape.sinks, shape.num_heads, "attention sinks")
         slopes = self._memory.constant(shape.alibi_slopes, shape.num_heads, "ALiBi slopes")
-        query_place, out_place = self._memory.place(queries), self._memory.place(out)
-        sizes = (shape.num_heads, group, head.num_bytes, layout.layer_offset(layer), head.values, head.value_columns)
-        halves = rope.halves + 2 * rope.offset
-        row_bytes = shape.num_heads * (4 * shape.value_size + 8)
-        blocks = shape.num_kv_heads * -(-group // heads)
-
-        def build(run: Shape) -> Iterator[Step]:
-            rows = min(_ATTENTION_ROWS, run.batch_rows)
-            partials = self._memory.shared("partial attention", rows * run.num_chunks * row_bytes)
-            for first in range(0, run.batch_rows, rows):
-                count = min(rows, run.batch_rows - first)
-                tables = (run.positions + 8 * first, run.page_tables + 8 * first)
-                angles = (rope.angles + first * rope.num_pairs * 8, rope.num_pairs, halves)
-                source = (query_place[0] + first * query_place[1], query_place[1])
-                words = (*source, *tables, partials, run.num_chunks, *sizes, shape.window, shape.chunk, slopes, *angles)
-                grid = (count, blocks, run.num_chunks)
-                scales = (shape.scale, shape.softcap)
-                yield Launch("attention.attend_chunks", constants, grid, THREADS, (*words, *scales))
-                target = (out_place[0] + first * out_place[1], out_place[1])
-                merged = (*target, *tables, partials, run.num_chunks, shape.num_heads, shape.value_size)
-                codes = (0, 0, 0, 0)
-                if op.quantized is not None:
-                    place = op.quantized
-                    codes = (place.codes + first * place.codes_stride, place.codes_stride) + (
-                        place.records + first * place.records_stride,
-                        place.records_stride,
-                    )
-                words = (*merged, shape.window, shape.chunk, sinks, *codes)
-                flag = (int(op.quantized is not None),)
-                yield Launch("attention.merge_chunks", flag, (shape.num_heads, count, 1), THREADS, words)
-
-        op = self._add(build, out)
+        places = (self._memory.place(queries), self._memory.place(out))
+        build = attention_steps(self._memory, layout, layer, shape, places, (slopes, sinks), rope, lambda: op.quantized)
+        op = self._recorder.add(build, out)
         op.source, op.can_quantize = out, shape.value_size % 32 == 0
 
     def activation(self, out: Buffer, x: Buffer, kind: Activation) -> None:
@@ -463,14 +318,14 @@ class CudaTape:
         self._elementwise(_ACTIVATION, out, x, x, activation=kind)
 
     def gated_activation(self, out: Buffer, gate: Buffer, up: Buffer, kind: Activation) -> None:
-        last = self._ops[-1] if self._ops else None
+        last = self._recorder.ops[-1] if self._recorder.ops else None
         if last is not None and out == up and [projection.out for projection in last.projections] == [gate, up]:
             weights = [slot.weight for slot in last.slots]
             plain = all(not slot.residual and slot.scale == 1.0 for slot in last.slots)
             if plain and weights[0].num_rows == weights[1].num_rows and last.activation is None:
                 last.activation = _NUMBERS[kind]
                 last.projections = ()
-                self._state.unwritten.add(gate.index)
+                self._recorder.states.unwritten.add(gate.index)
                 return
         self._elementwise(_GATE, out, gate, up, activation=kind)
 
@@ -479,12 +334,12 @@ class CudaTape:
 
     def multiply_sigmoid(self, out: Buffer, x: Buffer, gate: Buffer) -> None:
         if gate.width == 1 and x.width != 1:
-            self._same_shape(out, x)
+            self._recorder.same_shape(out, x)
             check(gate.rows is x.rows, f"{gate.name} and {x.name} hold different rows")
-            self._read(x, gate)
+            self._recorder.read(x, gate)
             places = (*self._memory.place(out), *self._memory.place(x), *self._memory.place(gate))
             words = (*places, x.width, 0, 0.0)
-            self._simple("rows.elementwise", (_TIMES_ROW_SIGMOID,), x.rows, x.width, words, out)
+            self._recorder.simple("rows.elementwise", (_TIMES_ROW_SIGMOID,), x.rows, x.width, words, out)
         else:
             self._elementwise(_TIMES_SIGMOID, out, x, gate)
 
@@ -493,7 +348,7 @@ class CudaTape:
 
     def scale_by_position(self, x: Buffer, period: int, slope: float, offset: int = 0) -> None:
         check(x.rows is Rows.BATCH and 0 < period < 1 << 31, f"{x.name} cannot be scaled by position over {period}")
-        self._read(x)
+        self._recorder.read(x)
         place = self._memory.place(x)
 
         def build(shape: Shape) -> Iterator[Step]:
@@ -501,7 +356,7 @@ class CudaTape:
             grid = (-(-x.width // THREADS), shape.batch_rows, 1)
             yield Launch("rows.scale_by_position", (), grid, THREADS, words)
 
-        self._add(build, x)
+        self._recorder.add(build, x)
 
     def softcap(self, x: Buffer, cap: float) -> None:
         self._elementwise(_SOFTCAP, x, x, x, cap)
@@ -515,15 +370,17 @@ class CudaTape:
         scalar: float = 0.0,
         activation: Activation | None = None,
     ) -> None:
-        self._same_shape(out, a, b)
-        self._read(a, b)
+        self._recorder.same_shape(out, a, b)
+        self._recorder.read(a, b)
         number = 0 if activation is None else _NUMBERS[activation]
         places = (*self._memory.place(out), *self._memory.place(a), *self._memory.place(b))
-        self._simple("rows.elementwise", (operation,), out.rows, out.width, (*places, out.width, number, scalar), out)
+        self._recorder.simple(
+            "rows.elementwise", (operation,), out.rows, out.width, (*places, out.width, number, scalar), out
+        )
 
     def select_output(self, out: Buffer, x: Buffer) -> None:
         check(out.width == x.width and out.rows is Rows.OUTPUT and x.rows is Rows.BATCH, f"{out.name} from {x.name}")
-        self._read(x)
+        self._recorder.read(x)
         places = (*self._memory.place(out), *self._memory.place(x), x.width)
 
         def build(shape: Shape) -> Iterator[Step]:
@@ -531,7 +388,7 @@ class CudaTape:
                 grid = (-(-x.width // THREADS), shape.output_rows, 1)
                 yield Launch("rows.select_rows", (), grid, THREADS, (*places, shape.output_row_numbers))
 
-        self._add(build, out)
+        self._recorder.add(build, out)
 
     def copy_heads(
         self,
@@ -547,11 +404,11 @@ class CudaTape:
         check(out.rows is x.rows, f"{out.name} and {x.name} do not hold the same rows")
         check(out.width == num_heads * out_head_size and out_offset + width <= out_head_size, f"heads of {out.name}")
         check(x.width == num_heads * x_head_size and x_offset + width <= x_head_size, f"heads of {x.name}")
-        self._read(x, out)
+        self._recorder.read(x, out)
         (target, out_stride), (source, stride) = self._memory.place(out), self._memory.place(x)
         places = (target + 4 * out_offset, out_stride, source + 4 * x_offset, stride)
         words = (*places, num_heads, width, out_head_size, x_head_size)
-        self._simple("rows.copy_heads", (), x.rows, num_heads * width, words, out)
+        self._recorder.simple("rows.copy_heads", (), x.rows, num_heads * width, words, out)
 
     def head_matmul(
         self,
@@ -570,27 +427,24 @@ class CudaTape:
         check(out.width == heads * out_head_size and out_offset + rows <= out_head_size, f"{out.name}: {weight.name}")
         check(x.width == heads * x_head_size and x_offset + columns <= x_head_size, f"{x.name}: {weight.name}")
         check(out.index != x.index, f"{out.name} cannot take the product of itself")
-        self._read(x, out)
+        self._recorder.read(x, out)
         source, stride = self._memory.place(x)
         target, out_stride = self._memory.place(out)
         slot = Slot(packed, target + 4 * out_offset, out_stride)
-        quantized, x_slot = None, 4 * x_head_size
+        whole = None
         if not is_float(packed.layout):
             check(x_head_size % 32 == 0 and x_offset % 32 == 0, f"heads of {x.name} are not blocks of 32 columns")
             everything = max(self._max_rows[x.rows], SMALL_ROWS)
             whole = quantized_place(self._memory, f"heads of buffer {x.index}", x.width, everything)
-            places = (whole.codes + x_offset, whole.codes_stride, whole.records + x_offset // 4, whole.records_stride)
-            quantized, x_slot = Quantized(*places), x_head_size
 
         def build(shape: Shape) -> Iterator[Step]:
             count = shape.rows(x.rows)
-            if count and quantized is not None:
-                yield quantize_launch(source, stride, whole, x.width, count)
             if count:
-                place = (source + 4 * x_offset, stride)
-                yield head_product(place, quantized, slot, count, x_slot, 4 * out_head_size)
+                yield from head_product(
+                    (source, stride), x.width, whole, slot, count, (x_head_size, x_offset), out_head_size
+                )
 
-        self._add(build, out)
+        self._recorder.add(build, out)
 
     def route(self, expert_ids: Buffer, expert_weights: Buffer, logits: Buffer, routing: Routing) -> None:
         _refuse_experts()
@@ -614,9 +468,9 @@ class CudaTape:
 
     def finish(self, logits: Buffer) -> CudaProgram:
         check(logits.rows is Rows.OUTPUT, f"{logits.name} holds batch rows; logits are of output rows")
-        self._read(logits)
+        self._recorder.read(logits)
         place, stride = self._memory.place(logits)
-        builders = tuple(op.build for op in self._ops)
+        builders = tuple(op.build for op in self._recorder.ops)
         record = TapeRecord(
             device=self._device,
             page_tokens=self._kv_layout.page_tokens,

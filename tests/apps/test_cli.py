@@ -89,6 +89,7 @@ def test_run_defaults_are_the_documented_ones(fake_llm, capsys):
     assert callable(load_options.pop("progress"))
     assert load_options == {
         "model": None,
+        "device": "auto",
         "threads": None,
         "context_length": None,
         "kv_type": "f16",

@@ -283,7 +283,7 @@ def test_closed_model_refuses_every_use():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"device": "cuda"}, BackendUnavailableError, "device is 'cuda'"),
+        ({"device": "tpu"}, BackendUnavailableError, "device is 'tpu'"),
         ({"speculation": "magic"}, RequestError, "speculation is 'magic'"),
         ({"threads": 0}, RequestError, "threads is 0"),
         ({"threads": True}, RequestError, "threads is True"),

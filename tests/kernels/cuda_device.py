@@ -46,6 +46,9 @@ class EmulatedDevice:
     def copy(self, source: int, target: int, num_bytes: int) -> None:
         self.memory.view(target, num_bytes)[:] = self.memory.view(source, num_bytes)
 
+    def free_bytes(self) -> int:
+        return 1 << 30
+
     def prepare(self, kernels: Sequence[KernelKey], progress: ProgressCallback | None) -> None:
         """There is nothing to compile."""
 
