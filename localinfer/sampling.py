@@ -77,21 +77,14 @@ class Sampler:
         self._counts: NDArray[np.int32] | None = None
         self._xtc_draw = np.ones(1)
 
-    def choose(
-        self,
-        logits: NDArray[np.float32],
-        plan: SamplingPlan,
-        position: int,
-        history: NDArray[np.int32],
-        is_chosen: bool = False,
-    ) -> int:
-        """Choose the token for `position`; is_chosen: `logits` is what `GreedyProgram.run_greedy` gave for it.
+    def choose(self, logits: NDArray[np.float32], plan: SamplingPlan, position: int, history: NDArray[np.int32]) -> int:
+        """Choose the token for `position`; logits without a dimension are the token that a `GreedyProgram` chose.
 
         Shapes: logits float32[vocab_size], contiguous, left as they are; history int32[>= position], whose first
             `position` entries are the tokens before it.
         Raises: ModelFileError if a logit is NaN or +inf; RequestError if bias and mask forbid every token.
         """
-        if is_chosen:
+        if logits.ndim == 0:
             return self._checked(int(logits), position)
         row = logits
         if plan.mask is not None:

@@ -8,6 +8,7 @@ ends that one.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,11 +16,11 @@ from numpy.typing import NDArray
 from localinfer.draft_depth import MAX_DEPTH
 from localinfer.errors import OutOfMemoryError
 from localinfer.generation import FinishReason, Run, TokenEvent
-from localinfer.kernels.ops import Batch, Program, Segment
+from localinfer.kernels.ops import Batch, GreedyProgram, Program, Segment
 from localinfer.kv_cache import KVCache
 from localinfer.mask_worker import MaskWorker
 from localinfer.prefix_cache import CacheUse, PrefixCache
-from localinfer.sampling import Sampler
+from localinfer.sampling import Sampler, SamplingPlan
 from localinfer.speculation import Others, Speculation, choose_verified
 from localinfer.step_costs import StepCosts
 
@@ -71,6 +72,7 @@ class Stepper:
         self.sampler = Sampler(vocab_size)
         self.costs = StepCosts()
         self._program = program
+        self._greedy_program = program if isinstance(program, GreedyProgram) else None
         self._cache = cache
         self._masks = MaskWorker()
         self._verification_costs = None if speculation is None else speculation.costs
@@ -78,14 +80,26 @@ class Stepper:
         self._make_room = make_room
 
     def forward(
-        self, sequence: KVCache, token_ids: NDArray[np.int32], output_rows: NDArray[np.int32]
-    ) -> NDArray[np.float32]:
-        """Compute the next positions of one sequence; the result is valid until the next step."""
+        self,
+        sequence: KVCache,
+        token_ids: NDArray[np.int32],
+        output_rows: NDArray[np.int32],
+        plan: SamplingPlan | None = None,
+    ) -> NDArray[Any]:
+        """Compute the next positions of one sequence, to be sampled by `plan`; the result is valid until the next step.
+
+        It is float32[rows, vocab_size], or the tokens int32[rows] if the plan wants no more and the device chooses.
+        """
         stop = sequence.length + token_ids.size
         sequence.reserve(stop)
-        logits = self._program.run(Batch(token_ids, (sequence.segment(token_ids.size),), output_rows))
+        batch = Batch(token_ids, (sequence.segment(token_ids.size),), output_rows)
+        result = self._results(batch, plan is not None and plan.takes_largest)
         sequence.commit(stop)
-        return logits
+        return result
+
+    def _results(self, batch: Batch, takes_largest: bool) -> NDArray[Any]:
+        greedy = self._greedy_program
+        return self._program.run(batch) if greedy is None or not takes_largest else greedy.run_greedy(batch)
 
     def decode_alone(self, run: Run) -> None:
         """Decode one token of the only generation there is, without a draft."""
@@ -94,7 +108,7 @@ class Stepper:
         run.make_room(position + 1)
         history = run.history
         try:
-            logits = self.forward(sequence, history[position - 1 : position], _FIRST_ROWS[:1])
+            logits = self.forward(sequence, history[position - 1 : position], _FIRST_ROWS[:1], run.plan)
             token_id = self.sampler.choose(logits[0], run.plan, position, history)
         except Exception as error:
             self.fail(run, error)
@@ -222,15 +236,16 @@ class Stepper:
                 self.fail(part.run, error)
             first = end
 
-    def _run(self, parts: Sequence[Part]) -> NDArray[np.float32]:
-        """Compute the logits, and the masks of grammars at the same time."""
+    def _run(self, parts: Sequence[Part]) -> NDArray[Any]:
+        """Compute the logits, and the masks of grammars at the same time; or the tokens, see `forward`."""
         guided = [
             (run.guide, run.history[: run.position + part.num_drafted], run.position)
             for part in parts
             if (run := part.run).guide is not None and part.samples
         ]
         if not guided:
-            return self._program.run(_batch(parts))
+            takes_largest = all(part.run.plan.takes_largest for part in parts if part.samples)
+            return self._results(_batch(parts), takes_largest)
         try:
             self._masks.begin(guided)
             return self._program.run(_batch(parts))
