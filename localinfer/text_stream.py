@@ -141,9 +141,9 @@ class EncodedPrompt:
 class StreamEvent(NamedTuple):
     """One sampled token, and the text that became certain with it: often a word, "" inside a character or stop text.
 
-    finish_reason is None but for the last event. After `TextStream.cancel` that is "cancelled", its id NO_TOKEN, and its
-    text what was held back. logprobs: where the option asks for them. reasoning, tool_calls: of a chat, what became
-    certain of these; their markers are in no text.
+    finish_reason is None but for the last event. After `TextStream.cancel` that is "cancelled", its id NO_TOKEN, and
+    its text what was held back. logprobs: where the option asks for them. reasoning, tool_calls: of a chat, what
+    became certain of these; their markers are in no text.
     """
 
     text: str
