@@ -139,6 +139,13 @@ def find_device() -> FoundDevice:
     return FoundDevice(name, int(torch.cuda.mem_get_info()[0]))
 
 
+def parameter_kinds(ptx: bytes) -> tuple[type[ctypes.c_float] | type[ctypes.c_int64], ...]:
+    """What a kernel is called with: every parameter of 32 bits is a float, all others are whole numbers."""
+    entry = ptx[ptx.index(b".entry kernel(") :]
+    words = entry[: entry.index(b")")].split(b".param ")[1:]
+    return tuple(ctypes.c_float if word.startswith((b".f32", b".b32")) else ctypes.c_int64 for word in words)
+
+
 class CudaDevice:
     """The current CUDA device of torch. One thread at a time."""
 
@@ -253,10 +260,7 @@ class CudaDevice:
             (module,) = self._check(self._driver.cuModuleLoadData(ptx + b"\0"))
             self._modules.append(module)
             (function,) = self._check(self._driver.cuModuleGetFunction(module, b"kernel"))
-            entry = ptx[ptx.index(b".entry kernel(") :]
-            words = entry[: entry.index(b")")].split(b".param ")[1:]
-            kinds = tuple(ctypes.c_float if word.startswith((b".f32", b".b32")) else ctypes.c_int64 for word in words)
-            self._functions[key] = (function, kinds)
+            self._functions[key] = (function, parameter_kinds(ptx))
         return self._functions[key]
 
     def _multiply(self, product: Product) -> None:

@@ -66,7 +66,7 @@ def product(layout: Layout, x: NDArray[np.float32], num_rows: int, split: int, w
     return bench.floats(out, (len(x), num_rows))
 
 
-@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize("layout", list(Layout), ids=[layout.name for layout in Layout])
 def test_product_of_every_layout_is_the_oracles(layout: Layout) -> None:
     columns = 103 if is_float(layout) else 1280 if SIZES[layout].unit == 32 else 512
     x = np.random.default_rng(3).standard_normal((2, columns)).astype(np.float32)
@@ -84,7 +84,7 @@ def test_a_rows_product_has_the_same_bits_in_every_batch(split: int) -> None:
         np.testing.assert_array_equal(product(Layout.Q4_K, x[row : row + 1], 3, split, weight_rows=2)[0], together[row])
 
 
-@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize("layout", list(Layout), ids=[layout.name for layout in Layout])
 def test_planes_take_no_more_bytes_than_the_file_and_lose_none(layout: Layout) -> None:
     columns = 1024
     data = random_weights(layout, (3, columns), seed=1)

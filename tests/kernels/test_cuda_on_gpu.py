@@ -13,7 +13,7 @@ import pytest
 from localinfer.kernels.cpu.layouts import SIZES, Layout, is_float
 from localinfer.kernels.cuda.device import CudaDevice, has_driver
 from localinfer.kernels.kv_layout import KVLayout
-from localinfer.kernels.ops import Batch, LinearWeight, Projection, Rows, Segment
+from localinfer.kernels.ops import Batch, EmbeddingTable, LinearWeight, Projection, Rows, Segment
 from tests.kernels.cpu_device import CpuDevice
 from tests.kernels.cuda_device import CudaTestDevice
 from tests.kernels.random_weights import decoded, quantized_activations, random_weights
@@ -33,7 +33,7 @@ def device() -> Iterator[CudaDevice]:
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 13, 16, 40])
-@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize("layout", list(Layout), ids=[layout.name for layout in Layout])
 def test_product_on_the_gpu_is_the_oracles(device: CudaDevice, layout: Layout, rows: int) -> None:
     from localinfer.kernels.cuda.planes import upload
     from localinfer.kernels.cuda.tape import CudaTape
@@ -45,8 +45,6 @@ def test_product_on_the_gpu_is_the_oracles(device: CudaDevice, layout: Layout, r
     tape = CudaTape(device, KVLayout("f32", []), max_batch_rows=rows, max_output_rows=rows)
     inputs, selected = tape.buffer("x", columns), tape.buffer("selected", columns, Rows.OUTPUT)
     table = upload(device, Layout.F32, x.reshape(-1).view(np.uint8), 1, rows, columns)
-    from localinfer.kernels.ops import EmbeddingTable
-
     tape.embed(inputs, EmbeddingTable("x", rows, columns, table))
     tape.select_output(selected, inputs)
     out = tape.buffer("out", shape[0], Rows.OUTPUT)

@@ -3,6 +3,7 @@
 No GPU and no CUDA toolkit are needed; only the check of registers wants NVIDIA's assembler.
 """
 
+import ctypes
 import re
 import shutil
 import subprocess
@@ -14,8 +15,9 @@ from localinfer.kernels.cpu.layouts import Layout
 
 pytest.importorskip("numba_cuda", reason="CUDA kernels are compiled by numba-cuda, which is not installed")
 
-from localinfer.kernels.cuda import jit
+from localinfer.kernels.cuda import jit, kernel_cache
 from localinfer.kernels.cuda.compiled import matmul, rows
+from localinfer.kernels.cuda.device import parameter_kinds
 
 ARCHITECTURES = ((7, 5), (8, 0), (9, 0), (10, 0))
 
@@ -72,3 +74,26 @@ def test_a_small_batch_reads_its_weights_once() -> None:
     sixteen = jit.compile_ptx("matmul.matmul", (Layout.Q4_0, 16, 1, 1, matmul.PLAIN), (9, 0))
     assert one.count("no_allocate.v4") == sixteen.count("no_allocate.v4") == 1
     assert sixteen.count("dp4a") == 16 * one.count("dp4a")
+
+
+def test_what_a_kernel_is_called_with_is_read_off_its_ptx() -> None:
+    name = "rows.norm"
+    ptx = jit.compile_ptx(name, (rows.RMS, 2, 0), (9, 0)).encode()
+    wanted = {"q": ctypes.c_int64, "f": ctypes.c_float}
+    assert parameter_kinds(ptx) == tuple(wanted[kind] for kind in jit.find_template(name).parameters)
+
+
+def test_a_compiled_kernel_is_kept_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_cache, "_folder", lambda: tmp_path)
+    compiled = []
+    monkeypatch.setattr(jit, "compile_ptx", lambda *what: compiled.append(what) or ".entry kernel()")
+    told: list[tuple[str, int, int]] = []
+    for _ in range(2):
+        kernel_cache.compile_all([("rows.rope", ())], (9, 0), lambda *what: told.append(what))
+        assert kernel_cache.kernel_ptx(("rows.rope", ()), (9, 0)) == b".entry kernel()"
+    assert compiled == [("rows.rope", (), (9, 0))]
+    assert told[:2] == [("compiling CUDA kernels", 0, 1), ("compiling CUDA kernels", 1, 1)]
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(file.read_bytes()[:-1])
+    kernel_cache.kernel_ptx(("rows.rope", ()), (9, 0))
+    assert len(compiled) == 2, "a torn file is compiled anew"
