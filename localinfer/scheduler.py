@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from localinfer.errors import OutOfMemoryError, OverloadedError, RequestError
 from localinfer.generation import NO_TOKEN, Run, TokenEvent
 from localinfer.kernels.ops import Program
-from localinfer.kv_cache import KVCache
 from localinfer.prefix_cache import PrefixCache
 from localinfer.prefix_tree import common_length
 from localinfer.step import Part, Stepper
@@ -76,6 +75,8 @@ class Scheduler:
         self._runs: list[Run] = []
         self._departed: deque[Run] = deque()
         self._steps = 0
+        self._is_stepping = False
+        """Whether a step is in progress; at the start of one, whether the step before it was interrupted."""
         self._chunk_of_owner: dict[Hashable, int] = {}
         self._mean_duration = _LEAST_RETRY_SECONDS
 
@@ -113,10 +114,15 @@ class Scheduler:
                 if not run.is_started:
                     run.is_started = True
                     self._runs.append(run)
-                if not has_turn or not self.turns.pause():
-                    has_turn = self.turns.take_or_wait(run)
-                if has_turn and not run.has_news():
-                    self._check_usable()
+                if not has_turn:
+                    has_turn = self.turns.try_take()
+                    if not has_turn:
+                        has_turn = self.turns.take_or_wait(run)
+                        continue
+                elif not self.turns.pause():
+                    has_turn = False
+                    continue
+                if not run.events and not run.is_over and not run.is_cancelled:
                     self._step()
         except BaseException:
             # Whoever interrupts a reader means this generation, not the others that it takes steps for.
@@ -212,11 +218,24 @@ class Scheduler:
         """Take one step of everybody who can go on. The caller has the turn."""
         if self._departed:
             self._close_departed()
-        self._steps += 1
         runs = self._runs
+        if self._is_stepping:
+            for run in runs:
+                _mend(run)
+        self._is_stepping = True
         if len(runs) == 1 and (run := runs[0]).sequence is not None and run.position > run.base:
-            self._decode_alone(run, run.sequence)
-            return
+            if run.speculative is None and run.guide is None:
+                self._stepper.decode_alone(run)
+            else:
+                self._stepper.compute([Part(run, may_draft=_may_draft(run))])
+            if run.is_over:
+                self._forget(run)
+        else:
+            self._step_together(runs)
+        self._is_stepping = False
+
+    def _step_together(self, runs: list[Run]) -> None:
+        self._steps += 1
         ready = [run for run in runs if _can_go_on(run)]
         self._admit(ready)
         decoding = [run for run in ready if run.sequence is not None and run.position > run.base]
@@ -228,15 +247,6 @@ class Scheduler:
         for run in ready:
             if run.is_over:
                 self._forget(run)
-
-    def _decode_alone(self, run: Run, sequence: KVCache) -> None:
-        _mend(run, sequence)
-        if _may_draft(run) or run.guide is not None:
-            self._stepper.compute([Part(run, may_draft=run.speculative is not None)])
-        else:
-            self._stepper.decode_alone(run)
-        if run.is_over:
-            self._forget(run)
 
     def _admit(self, ready: list[Run]) -> None:
         """Let those begin that wait, as long as there are places and memory; first those that were set aside."""
@@ -272,9 +282,6 @@ class Scheduler:
         if len(decoding) > most:
             decoding = sorted(decoding, key=lambda run: run.served)[:most]
         parts = [Part(run) for run in decoding]
-        for run in decoding:
-            assert run.sequence is not None, "it was admitted"
-            _mend(run, run.sequence)
         chunks = self._chunks(prompts, len(parts)) if prompts else []
         if not chunks:
             for part in parts:
@@ -287,7 +294,6 @@ class Scheduler:
         outputs = self._max_outputs - num_decoding
         for run in prompts:
             assert run.sequence is not None, "it was admitted"
-            _mend(run, run.sequence)
             saved = self._cache.extend(run.sequence, run.head)
             if run.is_prompt:
                 run.record.cached_tokens += saved
@@ -341,7 +347,7 @@ def _may_draft(run: Run) -> bool:
     return run.speculative is not None and (run.guide is not None or run.speculative.is_awake())
 
 
-def _mend(run: Run, sequence: KVCache) -> None:
+def _mend(run: Run) -> None:
     """Forget what was computed and not sampled, because a step was interrupted between the two."""
-    if sequence.length >= run.length:
-        sequence.truncate(run.length - 1)
+    if run.sequence is not None and run.sequence.length >= run.length:
+        run.sequence.truncate(run.length - 1)

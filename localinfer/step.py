@@ -24,8 +24,7 @@ from localinfer.sampling import Sampler, SamplingPlan
 from localinfer.speculation import Others, Speculation, choose_verified
 from localinfer.step_costs import StepCosts
 
-_FIRST_ROWS = np.arange(MAX_DEPTH + 1, dtype=np.int32)
-_NO_ROWS = _FIRST_ROWS[:0]
+_FIRST_ROW = np.zeros(1, np.int32)
 
 
 @dataclass(eq=False, slots=True)
@@ -103,17 +102,17 @@ class Stepper:
 
     def decode_alone(self, run: Run) -> None:
         """Decode one token of the only generation there is, without a draft."""
-        sequence, position = run.sequence, run.position
+        sequence, position, history = run.sequence, run.position, run.history
         assert sequence is not None, "it was admitted"
-        run.make_room(position + 1)
-        history = run.history
+        if position == history.size:
+            run.make_room(position + 1)
+            history = run.history
         try:
-            logits = self.forward(sequence, history[position - 1 : position], _FIRST_ROWS[:1], run.plan)
-            token_id = self.sampler.choose(logits[0], run.plan, position, history)
+            logits = self.forward(sequence, history[position - 1 : position], _FIRST_ROW, run.plan)
+            history[position] = token_id = self.sampler.choose(logits[0], run.plan, position, history)
         except Exception as error:
             self.fail(run, error)
             return
-        history[position] = token_id
         self._extend(run, (token_id,))
 
     def compute(self, parts: Sequence[Part]) -> None:
@@ -270,15 +269,12 @@ class Stepper:
 
     def _extend(self, run: Run, token_ids: Sequence[int]) -> None:
         """Tell a generation's reader its next tokens, which are in its history already."""
-        append = run.events.append
+        append, stops, last, position = run.events.append, run.stops, run.last, run.position
         for token_id in token_ids:
-            position = run.position
-            reason: FinishReason | None = (
-                "stop" if token_id in run.stops else "length" if position == run.last else None
-            )
+            reason: FinishReason | None = "stop" if token_id in stops else "length" if position == last else None
             event = TokenEvent(token_id, position, reason)
             # Signals are looked at after calls: none can come between these two lines, which must go together.
-            run.position = position + 1
+            run.position = position = position + 1
             append(event)
             if reason is not None:
                 self.finish(run)

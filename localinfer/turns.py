@@ -9,9 +9,10 @@ Nothing here blocks but `take` and `take_or_wait`, and a turn may be taken and e
 midst of any line: what happens at once rests on single operations of deques and on locks that are only tried.
 """
 
+import functools
 import threading
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -57,21 +58,19 @@ class Turns:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._waiters: deque[Waiter] = deque()
-
-    def try_take(self) -> bool:
-        """Take the turn if it is free."""
-        return self._lock.acquire(blocking=False)
+        self.try_take: Callable[[], bool] = functools.partial(self._lock.acquire, False)
+        """Take the turn if it is free. Every token of a lone generation begins with it, so it is no method."""
 
     def take_or_wait(self, reader: Reader | None) -> bool:
         """Take the turn, or wait for it or for news; return whether the caller has the turn now."""
-        if self._lock.acquire(blocking=False):
+        if self.try_take():
             return True
         waiter = Waiter(reader)
         if reader is not None:
             reader.waiter = waiter
         self._waiters.append(waiter)
         # The turn may have ended, or the news come, before this one was in line.
-        if self._lock.acquire(blocking=False):
+        if self.try_take():
             waiter.claim()
             return True
         if reader is not None and reader.has_news() and waiter.claim():
@@ -116,7 +115,7 @@ class Turns:
                 return
             self._lock.release()
             # Somebody may have come between the look and the release.
-            if not self._waiters or not self._lock.acquire(blocking=False):
+            if not self._waiters or not self.try_take():
                 return
 
     def _serve(self, *, only_guests: bool) -> Waiter | None:
