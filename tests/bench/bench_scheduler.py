@@ -74,37 +74,45 @@ def together(llm: LLM, num_streams: int, tokens: int, repetitions: int) -> None:
         print(f"{name}: one stream {a:.1f} tokens/s, {num_streams} streams {b:.1f} tokens/s, {b / a:.2f} times")
 
 
+class Arrival:
+    """A running stream, and a prompt that comes in after its 60th token."""
+
+    def __init__(self, llm: LLM, tokens: int, seed: int) -> None:
+        self.llm = llm
+        self.prompt = prompt(tokens, seed, llm.vocab_size)
+        self.times: list[float] = []
+        self.asked = self.answered = 0.0
+        self.has_ended = threading.Event()
+        in_threads([self.read, self.arrive])
+
+    def read(self) -> None:
+        with self.llm.stream(prompt(32, 1, self.llm.vocab_size), **OPTIONS) as stream:
+            for _ in stream:
+                self.times.append(time.perf_counter())
+                if self.has_ended.is_set():
+                    return
+
+    def arrive(self) -> None:
+        while len(self.times) < 60:
+            time.sleep(0.01)
+        self.asked = time.perf_counter()
+        next(self.llm.stream(self.prompt, max_tokens=1, **OPTIONS))
+        self.answered = time.perf_counter()
+        time.sleep(0.2)
+        self.has_ended.set()
+
+
 def stall(llm: LLM, tokens: int, repetitions: int) -> None:
     """Print what a running stream waits while a prompt comes in, and what the prompt takes."""
     for repetition in range(repetitions):
         llm.clear_cache()
-        arrived, times = threading.Event(), []
-        stamps: dict[str, float] = {}
-
-        def read() -> None:
-            with llm.stream(prompt(32, 1, llm.vocab_size), **OPTIONS) as stream:
-                for _ in stream:
-                    times.append(time.perf_counter())
-                    if arrived.is_set():
-                        return
-
-        def arrive(seed: int) -> None:
-            while len(times) < 60:
-                time.sleep(0.01)
-            stamps["asked"] = time.perf_counter()
-            next(llm.stream(prompt(tokens, seed, llm.vocab_size), max_tokens=1, **OPTIONS))
-            stamps["answered"] = time.perf_counter()
-            time.sleep(0.2)
-            arrived.set()
-
-        in_threads([read, lambda repetition=repetition: arrive(100 + repetition)])  # type: ignore[misc]
-        gaps = list(zip(times[1:], np.diff(times), strict=True))
-        before = [gap for at, gap in gaps if at < stamps["asked"]][5:]
-        during = [gap for at, gap in gaps if stamps["asked"] <= at <= stamps["answered"]]
-        interval = statistics.median(before)
+        arrival = Arrival(llm, tokens, 100 + repetition)
+        gaps = list(zip(arrival.times[1:], np.diff(arrival.times), strict=True))
+        interval = statistics.median([gap for at, gap in gaps if at < arrival.asked][5:])
+        during = [gap for at, gap in gaps if arrival.asked <= at <= arrival.answered]
         print(
             f"interval {interval * 1e3:.1f} ms; during {tokens} tokens {statistics.median(during) * 1e3:.1f} ms in the "
-            f"median, {max(during) * 1e3:.1f} ms at most; first token after {stamps['answered'] - stamps['asked']:.2f} s"
+            f"median, {max(during) * 1e3:.1f} ms at most; first token after {arrival.answered - arrival.asked:.2f} s"
         )
         llm.clear_cache()
         began = time.perf_counter()

@@ -1,0 +1,80 @@
+"""The public API under load: the words of a request alone are those it gets among others, and any thread ends it."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import localinfer
+from localinfer.draft_depth import MAX_DEPTH, VerificationCosts, best_depth
+from localinfer.errors import OverloadedError
+from localinfer.generation import NO_TOKEN
+from localinfer.llm import LLM
+from localinfer.scheduler import EngineLimits
+from tests.engine.fakes import fake_model, text_model
+
+PROMPT = "Once upon a time, there was a little dog. Once upon a time, there was"
+REQUESTS: list[dict[str, Any]] = [
+    {"prompt": PROMPT, "temperature": 0.0},
+    {"prompt": PROMPT, "seed": 1, "temperature": 1.2},
+    {"prompt": "One day", "seed": 2, "repetition_penalty": 1.3, "min_p": 0.02},
+    {"prompt": "Lily and Tom " * 30, "temperature": 0.0, "frequency_penalty": 0.5},
+    {"prompt": "Tom", "seed": 4, "dry_multiplier": 0.8},
+    {"prompt": PROMPT, "seed": 5, "temperature": 0.9, "stop": "mom"},
+]
+
+
+def complete(llm: LLM, request: dict[str, Any]) -> tuple[str, list[int], str]:
+    completion = llm.complete(**{"max_tokens": 80, **request})
+    return completion.text, completion.token_ids, completion.finish_reason
+
+
+@pytest.mark.parametrize("speculation", [None, "auto"])
+def test_a_request_gets_the_same_words_alone_and_in_the_midst_of_others(shared: Path, speculation: str | None) -> None:
+    path = shared / "models" / "stories260K.gguf"
+    with localinfer.load(path, threads=1, speculation=speculation) as llm:
+        alone = [complete(llm, request) for request in REQUESTS]
+    with localinfer.load(path, threads=2, speculation=speculation) as llm:
+        found: dict[int, tuple[str, list[int], str]] = {}
+
+        def read(index: int) -> None:
+            found[index] = complete(llm, REQUESTS[index % len(REQUESTS)])
+
+        threads = [threading.Thread(target=read, args=(index,)) for index in range(3 * len(REQUESTS))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert [found[index] for index in range(len(threads))] == alone * 3
+
+
+def test_a_cancelled_stream_ends_with_an_event_that_has_the_text_held_back() -> None:
+    llm = LLM(text_model("so far so good", prompt_length=2))  # type: ignore[arg-type]
+    stream = llm.stream("a", temperature=0, stop="so good then")
+    events = [next(stream) for _ in range(9)]
+    stream.cancel()
+    events += stream
+    assert "".join(event.text for event in events) == "so far so"
+    assert events[-1].finish_reason == "cancelled" and events[-1].token_id == NO_TOKEN
+    completion = stream.completion(events)
+    assert (completion.finish_reason, len(completion.token_ids)) == ("cancelled", 9)
+    assert stream.stats.completion_tokens == 9
+
+
+def test_limits_are_those_given() -> None:
+    llm = LLM(fake_model(), limits=EngineLimits(max_running=1, max_queued=0))  # type: ignore[arg-type]
+    stream = llm.stream("a", max_tokens=3)
+    with pytest.raises(OverloadedError):
+        llm.stream("b")
+    stream.close()
+    assert len(llm.complete("b", max_tokens=3, ignore_eos=True).token_ids) == 3
+
+
+def test_drafts_get_shorter_as_the_batch_grows() -> None:
+    # A pass that streams weights, and where each row beyond the fourth takes a fifth of that.
+    costs = VerificationCosts([1.0 + 0.2 * max(0, rows - 4) for rows in range(1, MAX_DEPTH + 2)])
+    chances = [0.8] * MAX_DEPTH
+    depths = [best_depth(chances, costs, MAX_DEPTH, other_rows=n, other_tokens=n)[0] for n in range(16)]
+    assert depths == sorted(depths, reverse=True)
+    assert depths[0] >= 3 and depths[8] == depths[15] == 0
