@@ -34,7 +34,7 @@ _SETTLING_SECONDS = 0.05
 class BenchSettings:
     """What is measured. context: tokens before those that are decoded. peer: engine to compare with, None for none.
 
-    threads: None lets the library choose, and a peer gets the same number.
+    threads: None lets the library choose, and a peer gets the same number. device: where ours computes.
     """
 
     model: str
@@ -45,6 +45,7 @@ class BenchSettings:
     threads: int | None = None
     peer: str | None = None
     peer_python: str | None = None
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         for name in ("prompt", "decode", "context", "repetitions"):
@@ -111,6 +112,7 @@ def run_stream_bench(settings: BenchSettings, progress: ProgressCallback) -> Rec
                         context_length=min(context_length, max(settings.decode + 32, 128)),
                         streams=True,
                         python=python,
+                        device=settings.device,
                     )
                 )
             )
@@ -134,7 +136,12 @@ def run_stream_bench(settings: BenchSettings, progress: ProgressCallback) -> Rec
             }
     record: Record = {
         "model": model_record(description),
-        "settings": {"decode": settings.decode, "repetitions": settings.repetitions, "threads": threads},
+        "settings": {
+            "decode": settings.decode,
+            "repetitions": settings.repetitions,
+            "threads": threads,
+            "device": settings.device,
+        },
         "engines": results,
     }
     if settings.peer is not None:

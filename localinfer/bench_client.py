@@ -23,7 +23,10 @@ _CLOSING_SECONDS = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """How an engine is started. python: the interpreter that has it, None for this one. streams: by its text API."""
+    """How an engine is started. python: the interpreter that has it, None for this one. streams: by its text API.
+
+    device: where ours computes, as `localinfer.load` takes it; a peer has its own defaults.
+    """
 
     engine: str
     model: str
@@ -31,6 +34,7 @@ class EngineOptions:
     context_length: int | None
     streams: bool = False
     python: str | None = None
+    device: str = "cpu"
 
 
 class EngineProcess:
@@ -51,6 +55,7 @@ class EngineProcess:
             "threads": options.threads,
             "context_length": options.context_length,
             "streams": options.streams,
+            "device": options.device,
         }
         self._started = time.perf_counter()
         try:

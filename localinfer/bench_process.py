@@ -52,7 +52,7 @@ class LocalinferEngine:
             if options["streams"]:
                 from localinfer.llm import load
 
-                self._llm = load(options["model"], progress=progress, **loading)
+                self._llm = load(options["model"], device=options["device"], progress=progress, **loading)
                 self.num_threads, self.vocab_size = options["threads"] or 0, self._llm.vocab_size
             else:
                 from localinfer.measured_model import MeasuredModel

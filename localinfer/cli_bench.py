@@ -21,6 +21,13 @@ _COUNT = click.IntRange(min=1)
 )
 @click.option("--threads", type=_COUNT, metavar="N", help="CPU threads. Default: what the library chooses.")
 @click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    default="cpu",
+    show_default=True,
+    help="Where localinfer computes; a GPU is measured with --stream.",
+)
+@click.option(
     "--compare",
     type=click.Choice(["llama-cpp-python"]),
     help="Measure this engine too, in turns with localinfer, on the same file and threads.",
@@ -55,6 +62,8 @@ def bench_command(
     from localinfer.bench_report import render_bench, render_json, render_roofline, render_speculation, render_stream
 
     _check(model, compare, stream, roofline, output, measured["peer_python"])
+    if measured["device"] != "cpu" and not stream:
+        raise click.UsageError("--device cuda is measured from text to text; add --stream.")
     _check_speculation(speculation, draft, compare is not None or stream or roofline)
     if roofline:
         render, record = render_roofline, _roofline(model, output, as_json, measured)

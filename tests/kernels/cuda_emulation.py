@@ -86,6 +86,8 @@ class Emulator:
         """Run every lane of every block of a kernel."""
         kernel, parameters = self._kernel(name, tuple(constants))
         assert len(parameters) == len(values), f"{name} takes {len(parameters)} values, found {len(values)}"
+        for kind, value in zip(parameters, values, strict=True):
+            assert kind == "f" or isinstance(value, int), f"{name} takes whole numbers, found {value!r}"
         arguments = [int(v) if kind == "q" else np.float32(v) for kind, v in zip(parameters, values, strict=True)]
         self.num_launches += 1
         with np.errstate(all="ignore"):
