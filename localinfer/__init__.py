@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from localinfer import errors
     from localinfer.constraint import Grammar, JsonObject, JsonSchema, Regex
-    from localinfer.llm import LLM, load, load_tokenizer
+    from localinfer.llm import LLM
+    from localinfer.loading import load, load_tokenizer
     from localinfer.text_stream import Completion
 
 __all__ = [
@@ -28,8 +29,8 @@ _MODULE_OF = {
     "JsonObject": "localinfer.constraint",
     "JsonSchema": "localinfer.constraint",
     "Regex": "localinfer.constraint",
-    "load": "localinfer.llm",
-    "load_tokenizer": "localinfer.llm",
+    "load": "localinfer.loading",
+    "load_tokenizer": "localinfer.loading",
 }
 
 

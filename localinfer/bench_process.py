@@ -50,7 +50,7 @@ class LocalinferEngine:
         self._llm: Any = None
         with Progress() as progress:
             if options["streams"]:
-                from localinfer.llm import load
+                from localinfer.loading import load
 
                 self._llm = load(options["model"], device=options["device"], progress=progress, **loading)
                 self.num_threads, self.vocab_size = options["threads"] or 0, self._llm.vocab_size

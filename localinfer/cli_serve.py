@@ -155,7 +155,7 @@ def _read_token(path: Path) -> str:
 
 def _sources(path: str | None, folder: str | None) -> "list[ModelSource]":
     """The models to serve, the one named by -m first; the demo model if none is named."""
-    from localinfer.llm import model_path
+    from localinfer.loading import model_path
     from localinfer.server.model_registry import find_models, model_source
 
     sources = [] if folder is None else find_models(Path(folder).expanduser())

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from localinfer.llm import load_tokenizer
+from localinfer.loading import load_tokenizer
 from localinfer.ngram_drafter import NgramDrafter
 from tests.bench.edit_tasks import edit_tasks
 

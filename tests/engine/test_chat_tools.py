@@ -12,7 +12,8 @@ import pytest
 import localinfer
 from localinfer.constraint import JsonSchema, Regex
 from localinfer.errors import ConstraintError, RequestError
-from localinfer.llm import LLM, model_path
+from localinfer.llm import LLM
+from localinfer.loading import model_path
 from localinfer.models.chat_template import ChatTemplate
 from localinfer.models.loader import load_model
 from localinfer.speculation_setup import make_speculation

@@ -15,7 +15,8 @@ from localinfer import page_file
 from localinfer.disk_cache import DiskCache, DiskOptions, describe_differences
 from localinfer.errors import ClosedError, RequestError, SessionFileError, SessionMismatchError
 from localinfer.fingerprint import Fingerprint
-from localinfer.llm import LLM, load
+from localinfer.llm import LLM
+from localinfer.loading import load
 from localinfer.page_file import Rejection
 from localinfer.text_stream import Completion
 from tests.engine.fakes import PAGE_BYTES, FakeModel, fake_model

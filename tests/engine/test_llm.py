@@ -10,7 +10,8 @@ import pytest
 
 import localinfer
 from localinfer.errors import BackendUnavailableError, ClosedError, ContextLengthError, ModelFileError, RequestError
-from localinfer.llm import LLM, load
+from localinfer.llm import LLM
+from localinfer.loading import load
 from localinfer.text_stream import StreamEvent, TextStream
 from tests.engine.fakes import FakeTemplate, fake_model, scripted_logits, text_model
 

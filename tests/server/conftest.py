@@ -13,7 +13,8 @@ import httpx
 import pytest
 
 import localinfer
-from localinfer.llm import LLM, model_path
+from localinfer.llm import LLM
+from localinfer.loading import model_path
 from localinfer.server.meters import Meters
 from localinfer.server.model_memory import measure_need
 from localinfer.server.model_registry import ModelRegistry, ModelSource

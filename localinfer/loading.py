@@ -1,0 +1,165 @@
+"""From a path and options to a model ready to answer: what `localinfer.load` does."""
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from localinfer.errors import BackendUnavailableError, ModelFileError, RequestError
+from localinfer.llm import LLM
+from localinfer.scheduler import EngineLimits
+
+if TYPE_CHECKING:
+    from localinfer.disk_cache import DiskOptions
+    from localinfer.fingerprint import ModelIdentity
+    from localinfer.models.loader import Model
+    from localinfer.models.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+DEVICES = ("auto", "cpu", "cuda")
+"""What `load` takes as a device."""
+
+
+def load(
+    model: str | os.PathLike[str] | None = None,
+    *,
+    device: str = "auto",
+    threads: int | None = None,
+    context_length: int | None = None,
+    kv_type: str = "f16",
+    kv_memory: int | None = None,
+    kv_window: int | None = None,
+    disk_cache: bool | int = False,
+    disk_cache_folder: str | os.PathLike[str] | None = None,
+    speculation: str | None = "auto",
+    draft: str | os.PathLike[str] | None = None,
+    limits: EngineLimits | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> LLM:
+    """Load a model and return it ready to answer.
+
+    model: path of a GGUF file (of a split model: any of its parts) or of a Hugging Face folder; None loads the demo
+    model that ships inside.
+    device: "cpu", "cuda", or "auto" for a GPU where there is one that the model fits. On a GPU, conversations are not
+        kept on disk.
+    threads: how many compute on the CPU; None takes the physical cores.
+    context_length: tokens of prompt and completion together; None takes what the model was trained for.
+    kv_type: type of cached keys and values: "f16", "f32", "q8_0" or "q4_0", or one for each such as "q8_0/q4_0".
+    kv_memory: bytes that keys and values may take, of running and of former texts; None takes half of what is free,
+        and of that at most 8 GiB or one full context, whichever is more. It is taken as it is needed.
+    kv_window: tokens that each text may hold keys and values of, beside those being computed: the first, those that got
+        most attention, and the recent half. It bounds memory, not the context. An approximation, unlike all else here:
+        past that many tokens the words differ from those without it, and what is computed is not kept. None: all.
+    disk_cache: keep conversations on disk, so that they go on after a restart without being computed again: True, or
+        the bytes all of them may take (True: 4 GiB; least recently used ones go first).
+    disk_cache_folder: where, in a folder inside that only its owner can read; None takes this user's cache folder.
+    speculation: how to guess tokens that are then checked many at once: "ngram" from what was read before, "draft" by
+        a draft model, "auto" by all that is there, None not at all. It changes speed only, never the text.
+    draft: path of a much smaller GGUF model of the same vocabulary, to draft with.
+    limits: how many generations share a step, and how many may wait; None takes 16, and lets any number wait.
+    progress: called with a stage's name, the units done and the units in all.
+    Raises: ModelFileError, RequestError, BackendUnavailableError, OutOfMemoryError.
+    """
+    if device not in DEVICES:
+        raise BackendUnavailableError(f"device is {device!r}; this version knows {', '.join(map(repr, DEVICES))}")
+    sizes = {"threads": threads, "context_length": context_length, "kv_memory": kv_memory, "kv_window": kv_window}
+    for name, value in sizes.items():
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise RequestError(f"{name} is {value!r}; it must be a whole number, 1 or more, or None for the default")
+    from localinfer.kv_window import window_of
+    from localinfer.models.loader import load_model
+    from localinfer.speculation_setup import check_speculation, make_speculation
+
+    check_speculation(speculation, has_draft=draft is not None)
+    path = model_path(model)
+    disk = _disk_options(disk_cache, disk_cache_folder)
+    if kv_window is not None and draft is not None:
+        raise RequestError("kv_window does not bound the cache of a draft model; leave out one of them")
+    loaded = load_model(
+        path,
+        threads=threads,
+        context_length=context_length,
+        kv_type=kv_type,
+        kv_window=kv_window,
+        device=device,
+        progress=progress,
+    )
+    drafting = window = None
+    try:
+        if kv_window is not None:
+            window = window_of(loaded, kv_window)
+        if draft is not None:
+            drafting = load_model(
+                model_path(draft), kv_type=kv_type, device=loaded.device, beside=loaded, progress=progress
+            )
+        made = None
+        if speculation is not None:
+            made = make_speculation(speculation, loaded, drafting, kv_memory=kv_memory, progress=progress)
+    except BaseException:
+        if drafting is not None:
+            drafting.close()
+        loaded.close()
+        raise
+    if loaded.device != "cpu":
+        if disk is not None:
+            logger.info("conversations are not kept on disk: the cache is in the GPU's memory")
+        return LLM(loaded, kv_memory=kv_memory, speculation=made)
+    return LLM(
+        loaded,
+        kv_memory=kv_memory,
+        kv_window=window,
+        identity=_identity(loaded, disk),
+        disk=disk,
+        speculation=made,
+        limits=limits,
+    )
+
+
+def load_tokenizer(model: str | os.PathLike[str] | None = None) -> "Tokenizer":
+    """Load only the tokenizer of a GGUF file, which needs no tensors in it, or of a folder; None: the demo model's.
+
+    Raises: ModelFileError.
+    """
+    from localinfer.models.loader import load_tokenizer as load_from_file
+
+    return load_from_file(model_path(model))
+
+
+def _disk_options(disk_cache: bool | int, folder: str | os.PathLike[str] | None) -> "DiskOptions | None":
+    if not isinstance(disk_cache, int) or disk_cache < 0:
+        raise RequestError(f"disk_cache is {disk_cache!r}; give True, False, or how many bytes it may take")
+    if not disk_cache:
+        return None
+    from localinfer.disk_cache import DEFAULT_MAX_BYTES, DiskOptions, conversations_folder
+
+    chosen = conversations_folder(folder)
+    if chosen is None:
+        logger.warning("conversations are not kept on disk: this user has no home folder; name a disk_cache_folder")
+        return None
+    return DiskOptions(chosen, DEFAULT_MAX_BYTES if disk_cache is True else disk_cache)
+
+
+def _identity(model: "Model", disk: "DiskOptions | None") -> "ModelIdentity | None":
+    from localinfer.fingerprint import ModelIdentity
+
+    try:
+        return ModelIdentity(model.file, model.kv_layout, model.config, None if disk is None else disk.weights_memory)
+    except OSError as error:
+        logger.warning("%s cannot be found any more, so nothing is kept on disk: %s", model.file.path.name, error)
+        return None
+
+
+def model_path(model: str | os.PathLike[str] | None) -> Path:
+    """The path of a model, None for the demo model's. Raises: RequestError, ModelFileError if there is no demo."""
+    if model is not None:
+        if not isinstance(model, str | os.PathLike):
+            raise RequestError(f"model is {model!r}; give the path of a model, or None for the demo model")
+        return Path(model).expanduser()
+    from localinfer.models import demo
+
+    files = sorted(Path(demo.__file__).parent.glob("demo-*.gguf"), key=lambda path: path.stat().st_size)
+    if not files:
+        raise ModelFileError("this installation has no demo model inside; give the path of a GGUF file")
+    return files[0]
