@@ -19,7 +19,7 @@ from localinfer.models.loader import load_model
 from localinfer.speculation_setup import make_speculation
 from localinfer.thinking_budget import ThinkingBudget
 from localinfer.tool_calls import ToolCall, joined_calls
-from tests.engine.fakes import ByteTokenizer, FakeTemplate, text_model
+from tests.engine.fakes import ByteTokenizer, FakeTemplate, fake_model, scripted_logits, text_model
 from tests.models.family_templates import FAMILIES
 
 WEATHER = {
@@ -45,16 +45,16 @@ TOOLS = [
 ASK = [{"role": "user", "content": "Hello"}]
 
 
-@pytest.fixture(scope="module", params=["plain", "drafting"])
-def chat_with(request: pytest.FixtureRequest) -> Iterator[Callable[[str], LLM]]:
-    """The demo model behind the template of a family, with drafts and without."""
+@pytest.fixture(scope="module")
+def chat_with() -> Iterator[Callable[[str], LLM]]:
+    """The demo model behind the template of a family, with drafts."""
     made: dict[str, LLM] = {}
 
     def make(family: str) -> LLM:
         if family not in made:
             form = FAMILIES[family]
             model = load_model(model_path(None), threads=1)
-            speculation = make_speculation("ngram", model, None) if request.param == "drafting" else None
+            speculation = make_speculation("ngram", model, None)
             made[family] = LLM(
                 replace(model, chat_template=ChatTemplate(form.source, form.bos, form.eos)), speculation=speculation
             )
@@ -76,7 +76,7 @@ def check_calls(calls: Sequence[ToolCall]) -> None:
 def test_required_calls_have_arguments_that_fit(chat_with: Callable[[str], LLM], family: str) -> None:
     llm = chat_with(family)
     budget = 3 if family in ("deepseek", "hermes") else None
-    for seed in range(3):
+    for seed in range(2):
         options: Any = {"tools": TOOLS, "tool_choice": "required", "thinking_budget": budget, "seed": seed}
         reply = llm.chat(ASK, **options, parallel_tool_calls=False, max_tokens=200)
         assert (reply.finish_reason, reply.text, len(reply.tool_calls)) == ("tool_calls", "", 1)
@@ -163,6 +163,44 @@ def test_a_model_that_wants_to_call_streams_deltas() -> None:
         ("get_weather", '{"city": "Bonn", "days": 2}'),
     ]
     assert joined_calls(deltas)[1].arguments == whole.tool_calls[1].arguments
+
+
+class SpellingTokenizer(ByteTokenizer):
+    """Spells its control tokens out, as real tokenizers do, and reads them in prompts."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.token_text(token_id).encode() if token_id >= 256 else bytes([token_id])
+
+
+class ControlTemplate(FakeTemplate):
+    """Writes calls between control tokens: <user>NAME<bot>ARGUMENTS."""
+
+    source = ""
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *_: Any, tools: Any = None, **__: Any) -> str:
+        calls = [call["function"] for message in messages for call in message.get("tool_calls", ())]
+        written = [f"<user>{call['name']}<bot>{json.dumps(call['arguments'])}" for call in calls]
+        return "<begin>" + messages[0]["content"] + json.dumps(tools or "") + "".join(written)
+
+
+def control_model(script: list[int]) -> LLM:
+    steps = {5 + index: token_id for index, token_id in enumerate(script)}
+    model = fake_model(scripted_logits(steps), context_length=200)
+    model.chat_template, model.tokenizer = ControlTemplate(), SpellingTokenizer()
+    return LLM(model)  # type: ignore[arg-type]
+
+
+def test_markers_that_are_control_tokens_are_required_as_tokens_and_read_as_markers() -> None:
+    llm = control_model([*b"Ok. ", 258, *b"get", 259, *b'{"query": "b"}', 257])
+    ask = [{"role": "user", "content": "hi"}]
+    reply = llm.chat(ask, tools=TOOLS, temperature=0)
+    assert (reply.text, reply.finish_reason) == ("Ok.", "tool_calls")
+    assert [(call.name, call.arguments) for call in reply.tool_calls] == [("get", '{"query": "b"}')]
+    # A model that wants to write the marker's letters has to begin with the token.
+    forced = control_model([*b'<user>get<bot>{"query": "b"}', 257])
+    called = forced.chat(ask, tools=TOOLS, tool_choice="required", seed=1, max_tokens=80)
+    assert called.token_ids[0] == 258 and called.tool_calls
+    check_calls(called.tool_calls)
 
 
 def test_stop_texts_count_in_content_only() -> None:
