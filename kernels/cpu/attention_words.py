@@ -12,7 +12,7 @@ from localinfer.kernels.cpu import protocol
 from localinfer.kernels.cpu.tape_memory import check
 from localinfer.kernels.kv_layout import KVLayout, is_quantized, num_blocks
 from localinfer.kernels.object_cache import Kernel
-from localinfer.kernels.ops import AttentionShape
+from localinfer.kernels.ops import AttentionShape, Buffer, FloatArray, Rows
 
 # An `attention` op. Queries are float32 rows, or what `quantize_queries` made of them.
 QUERIES = 0
@@ -113,6 +113,20 @@ def rotation_size(size: int, name: str) -> int:
 def query_head_bytes(columns: int) -> int:
     """Bytes of one quantized query, whole cache lines."""
     return -(-(columns + 8 * num_blocks(columns)) // 64) * 64
+
+
+def check_stored(layout: KVLayout, layer: int, keys: Buffer, values: Buffer) -> None:
+    """Raise ShapeError unless these buffers hold a layer's keys and values, of every row of a batch."""
+    shape = layout.layers[layer]
+    check(keys.width == shape.num_kv_heads * shape.key_size, f"{keys.name} does not hold layer {layer}'s keys")
+    check(values.width == shape.num_kv_heads * shape.value_size, f"{values.name} does not hold layer {layer}'s values")
+    check(keys.rows is Rows.BATCH and values.rows is Rows.BATCH, "only batch rows enter the cache")
+
+
+def page_masses(layout: KVLayout, num_segments: int, num_tokens: int) -> FloatArray:
+    """float32[segments, heads, pages] of zeros, for `page_mass` ops over sequences of at most so many tokens."""
+    heads = max((shape.num_kv_heads for shape in layout.layers), default=1)
+    return np.zeros((num_segments, heads, -(-num_tokens // layout.page_tokens)), np.float32)
 
 
 def check_shape(layout: KVLayout, layer: int, shape: AttentionShape) -> None:

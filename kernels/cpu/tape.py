@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.kernels.compile_ahead import ProgressCallback, compile_ahead
-from localinfer.kernels.cpu import attention_words, protocol
+from localinfer.kernels.cpu import attention_words, expert_words, protocol
 from localinfer.kernels.cpu.arrays import address, aligned
 from localinfer.kernels.cpu.attention_words import float_word
 from localinfer.kernels.cpu.costs import attention_cost, embedding_cost, expert_cost, head_cost, matmul_cost
@@ -20,7 +20,7 @@ from localinfer.kernels.cpu.ordered_inputs import OrderedInputs
 from localinfer.kernels.cpu.packing import PackedWeight, RowTable
 from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.kernels.cpu.program import CpuProgram, TapeRecord
-from localinfer.kernels.cpu.tape_memory import TapeMemory, check, padded
+from localinfer.kernels.cpu.tape_memory import TapeMemory, check
 from localinfer.kernels.kv_layout import KVLayout, is_quantized
 from localinfer.kernels.object_cache import Kernel
 from localinfer.kernels.ops import (
@@ -29,7 +29,6 @@ from localinfer.kernels.ops import (
     Buffer,
     EmbeddingTable,
     FloatArray,
-    Gating,
     LinearWeight,
     Operation,
     Pairing,
@@ -44,8 +43,6 @@ ACTIVATION_BYTES_PER_BLOCK = 384 * 1024
 
 MAX_BATCH_ROWS = 512
 """Rows of a batch, where nobody says."""
-
-_GATING_CODES = {Gating.SOFTMAX: 0, Gating.SIGMOID: 1, Gating.SOFTMAX_SELECTED: 2}
 
 
 class CpuTape:
@@ -76,9 +73,7 @@ class CpuTape:
         self._partial_bytes = 0
         self._page_mass: FloatArray | None = None
         if max_weighed_tokens:
-            heads = max((shape.num_kv_heads for shape in kv_layout.layers), default=1)
-            num_pages = -(-max_weighed_tokens // kv_layout.page_tokens)
-            self._page_mass = np.zeros((max_batch_rows, heads, num_pages), np.float32)
+            self._page_mass = attention_words.page_masses(kv_layout, max_batch_rows, max_weighed_tokens)
         self._angles: dict[tuple[bytes, float], NDArray[np.uint8]] = {}
         self._quantized_place = 0
         self._quantized_source: tuple[Rows, int, int] | None = None
@@ -279,13 +274,8 @@ class CpuTape:
         return self._angles[key]
 
     def store_kv(self, layer: int, keys: Buffer, values: Buffer) -> None:
-        shape, layout = self._kv_layout.layers[layer], self._kv_layout
-        check(keys.width == shape.num_kv_heads * shape.key_size, f"{keys.name} does not hold layer {layer}'s keys")
-        check(
-            values.width == shape.num_kv_heads * shape.value_size, f"{values.name} does not hold layer {layer}'s values"
-        )
-        check(keys.rows is Rows.BATCH and values.rows is Rows.BATCH, "only batch rows enter the cache")
-        kernel, words = attention_words.store_words(layout, layer, self._place(keys), self._place(values))
+        attention_words.check_stored(self._kv_layout, layer, keys, values)
+        kernel, words = attention_words.store_words(self._kv_layout, layer, self._place(keys), self._place(values))
         self._add(kernel.name, *words.tolist(), writes=None)
 
     def attention(self, out: Buffer, queries: Buffer, layer: int, shape: AttentionShape) -> None:
@@ -304,12 +294,11 @@ class CpuTape:
         words = attention_words.attention_words(layout, layer, shape, places)
         self._partial_bytes = max(self._partial_bytes, attention_words.partial_bytes(layout, layer, shape))
         cost = attention_cost("attention.attention", layout, layer, shape)
-        self._add("attention.attention", *words.tolist(), writes=out, cost=cost, calls=attention_words.pieces(layout))
+        calls = attention_words.pieces(layout)
+        self._add("attention.attention", *words.tolist(), writes=out, cost=cost, calls=calls)
         if self._page_mass is not None:
-            _, heads, pages = self._page_mass.shape
-            work = self._memory.shared("page mass", self._pool.num_threads * 64 * pages)
-            more = (self._page_mass.ctypes.data, heads, pages, work)
-            calls = attention_words.pieces(layout)
+            work = self._memory.shared("page mass", self._pool.num_threads * 64 * self._page_mass.shape[2])
+            more = (address(self._page_mass), *self._page_mass.shape[1:], work)
             self._add("page_mass.page_mass", *words.tolist(), *more, writes=None, calls=calls)
 
     def _queries(self, queries: Buffer, layer: int, shape: AttentionShape) -> tuple[int, int, int]:
@@ -363,18 +352,13 @@ class CpuTape:
         self._add("elementwise.select_output", *self._place(out), *self._place(x), x.width, writes=out)
 
     def route(self, expert_ids: Buffer, expert_weights: Buffer, logits: Buffer, routing: Routing) -> None:
+        expert_words.check_routing(routing)
         count, selected = routing.num_experts, routing.num_selected
-        check(0 < selected <= count <= protocol.MAX_EXPERTS, f"{selected} of {count} experts cannot be chosen")
         check(logits.width == count and expert_ids.width == expert_weights.width == selected, "router buffers differ")
         self._same_rows(expert_ids, expert_weights, logits)
-        check(count % routing.num_groups == 0, f"{count} experts do not split into {routing.num_groups} groups")
-        kept = count // routing.num_groups * routing.num_selected_groups
-        check(
-            routing.num_groups == 1 or selected <= kept, f"{selected} experts do not fit the {kept} of the kept groups"
-        )
         bias = self._memory.constant(routing.selection_bias, count, "expert selection bias")
         places = (*self._place(expert_ids), *self._place(expert_weights), *self._place(logits))
-        gating = (_GATING_CODES[routing.gating], int(routing.normalise), float_word(routing.scale), bias)
+        gating = expert_words.gating_words(routing, bias)
         groups = (routing.num_groups, routing.num_selected_groups, int(logits.rows is Rows.OUTPUT))
         self._add("experts.route", *places, count, selected, *gating, *groups, writes=expert_ids)
         table = np.zeros(count + 2 + self._max_rows[logits.rows] * selected, np.int64)
@@ -403,17 +387,15 @@ class CpuTape:
         check(out.index != x.index, f"{out.name} cannot take the product of itself")
         place, stride, slot_stride = self._activations(x, packed, slots)
         self._memory.keep(packed)
-        bias_place, bias_stride = 0, 4 * padded(packed.num_rows)
+        bias_place = 0
         if bias is not None:
-            check(bias.shape == (packed.num_experts, packed.num_rows), f"bias of {weight.name} is {bias.shape}")
-            rows = np.zeros((packed.num_experts, padded(packed.num_rows)), np.float32)
-            rows[:, : packed.num_rows] = bias
+            rows = expert_words.padded_biases(bias, packed, weight.name)
             bias_place = self._memory.constant(rows, rows.size, f"bias of {weight.name}")
         words = (
             *(place, stride, slot_stride, packed.num_columns, packed.num_experts, selected),
             *(address(self._expert_groups[expert_ids.index]), address(packed.data), packed.expert_bytes),
             *(packed.tile_bytes, num_tiles(packed.num_rows), packed.num_rows, *self._place(out)),
-            *(bias_place, bias_stride, self._memory.zeros(packed.num_rows)),
+            *(bias_place, expert_words.bias_stride(packed), self._memory.zeros(packed.num_rows)),
         )
         kernel = f"matmul.expert_matmul_{packed.layout.name.lower()}"
         self._add(kernel, *words, writes=out, cost=expert_cost(kernel, weight, selected, x.rows))
@@ -500,18 +482,16 @@ class CpuTape:
         compile_ahead((*kernels, *(called for _, _, called in self._calls)), self._progress)
         for block, offset, called in self._calls:
             block[offset // 8] = called.address
-        rows = self._max_rows
-        logits_array = self._memory.rows(logits)
         record = TapeRecord(
             pool=self._pool,
             page_tokens=self._kv_layout.page_tokens,
-            max_batch_rows=rows[Rows.BATCH],
-            max_output_rows=rows[Rows.OUTPUT],
+            max_batch_rows=self._max_rows[Rows.BATCH],
+            max_output_rows=self._max_rows[Rows.OUTPUT],
             kernels=kernels,
             parameters=tuple(words for _, words in self._ops),
             operations=tuple(self._operations),
             memory=self._memory,
-            logits=logits_array,
+            logits=self._memory.rows(logits),
             partial_bytes=self._partial_bytes,
             num_tokens=self._token_limit,
             num_positions=self._position_limit,
