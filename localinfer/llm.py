@@ -23,8 +23,11 @@ from localinfer.text_stream import Completion, EncodedPrompt, GenerationOptions,
 if TYPE_CHECKING:
     from localinfer.disk_cache import DiskCache, DiskOptions
     from localinfer.fingerprint import ModelIdentity
+    from localinfer.kernels.ops import Program
     from localinfer.kv_window import PageWindow
+    from localinfer.logprobs import TokenLogprobs
     from localinfer.models.chat_template import ChatTemplate
+    from localinfer.models.pooling import Pooling
     from localinfer.models.tokenizer import Tokenizer
     from localinfer.speculation import Speculation
 
@@ -53,6 +56,11 @@ class LoadedModel(EngineModel, Protocol):
 
     @property
     def chat_template(self) -> "ChatTemplate | None": ...
+
+    @property
+    def pooling(self) -> "Pooling": ...
+
+    def hidden_program(self) -> "Program": ...
 
 
 class LLM:
@@ -97,6 +105,7 @@ class LLM:
             self._replies = ReplyFormats(model.chat_template, model.tokenizer, self._constraints)
         self._identity = identity
         self._session_lock = threading.Lock()
+        self._hidden_program: Program | None = None
         self._disk = (
             None
             if disk is None or identity is None
@@ -260,6 +269,31 @@ class LLM:
         if self._chat_history is None:
             raise RequestError("the model file has no tokenizer, so it cannot chat; give complete() token ids")
         return int(self._chat_history.encode(_check_messages(messages)).token_ids.size)
+
+    def score(self, token_ids: Sequence[int] | NDArray[np.integer], *, top: int = 0) -> "list[TokenLogprobs | None]":
+        """Return how likely each token was after those before it, None for the first.
+
+        top: also tell so many likeliest tokens. Raises: RequestError, ContextLengthError, ClosedError.
+        """
+        from localinfer.prompt_outputs import score_tokens
+
+        return score_tokens(self._engine, self._model.program, token_ids, top)
+
+    def embed(self, prompt: Prompt) -> NDArray[np.float32]:
+        """Return one vector for a text, float32[hidden_size], of length 1: its last hidden states, pooled.
+
+        Pooled as the model was trained to be, or else by their mean.
+        prompt: text, which gets the tokens that begin and end a text, or token ids, which are taken as they are.
+        Raises: RequestError, ContextLengthError, ClosedError; UnsupportedFormatError for an unknown pooling.
+        """
+        from localinfer.prompt_outputs import embed_tokens
+
+        self._engine.check_usable()
+        with self._session_lock:
+            if self._hidden_program is None:
+                self._hidden_program = self._model.hidden_program()
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        return embed_tokens(self._engine, self._hidden_program, token_ids, self._model.pooling)
 
     def logits(self, token_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
         """Return float32[T, vocab_size]: row i holds the logits of the token after token_ids[:i + 1]."""

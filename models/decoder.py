@@ -10,10 +10,18 @@ from localinfer.models.graph import Graph
 from localinfer.models.latent_attention import write_latent_attention
 
 
-def write_decoder(config: ModelConfig, weights: WeightSource, tape: Tape, context_length: int | None = None) -> Program:
+def write_decoder(
+    config: ModelConfig,
+    weights: WeightSource,
+    tape: Tape,
+    context_length: int | None = None,
+    *,
+    has_output_head: bool = True,
+) -> Program:
     """Write every op of the model on the tape and close it.
 
     context_length: the longest sequence that will be run, where it differs from the model's own (LongRoPE asks).
+    has_output_head: without it the program ends before, and returns hidden states, normed, in place of logits.
     Raises: UnsupportedFormatError if the architecture is unknown; CorruptFileError if a tensor is missing or has
     another shape than the metadata says.
     """
@@ -23,6 +31,8 @@ def write_decoder(config: ModelConfig, weights: WeightSource, tape: Tape, contex
     hidden = write_embedding(graph, max(context_length or 0, config.context_length))
     for layer in range(config.num_layers):
         hidden = write_layer(graph, layer, hidden, tables)
+    if not has_output_head:
+        return tape.finish(write_output_norm(graph, hidden))
     return _write_logits(graph, hidden)
 
 

@@ -16,12 +16,14 @@ from localinfer.kernels.cpu.program import CpuProgram
 from localinfer.kernels.cpu.tape import MAX_BATCH_ROWS, CpuTape
 from localinfer.kernels.cuda.device import CudaDevice
 from localinfer.kernels.kv_layout import KVLayout
-from localinfer.kernels.ops import Program
+from localinfer.kernels.ops import Program, WeightSource
 from localinfer.models.architectures import check_architecture
 from localinfer.models.chat_template import ChatTemplate
 from localinfer.models.config import ModelConfig
 from localinfer.models.decoder import kv_layer_shapes, write_decoder
 from localinfer.models.device_choice import open_device, report_fallback
+from localinfer.models.pooling import Pooling, read_pooling
+from localinfer.models.remembered_weights import RememberedWeights
 from localinfer.models.thread_choice import available_threads, checked_threads, choose_decode_threads
 from localinfer.models.tokenizer import Tokenizer
 from localinfer.models.weights import CpuWeights
@@ -44,6 +46,25 @@ class Model:
     file: ModelFile
     pool: ThreadPool
     device: str = "cpu"
+    weights: WeightSource | None = None
+
+    def hidden_program(self) -> Program:
+        """Write a second program over the same weights and threads, which takes turns with the first.
+
+        It ends before the output head: `run` returns the last hidden states, normed, float32[rows, hidden_size].
+        Raises: BackendUnavailableError for a model on a GPU.
+        """
+        if self.weights is None:
+            raise BackendUnavailableError(
+                "hidden states are computed on the CPU only; load the model with device='cpu'"
+            )
+        tape = CpuTape(self.pool, self.kv_layout)
+        return write_decoder(self.config, self.weights, tape, self.config.context_length, has_output_head=False)
+
+    @property
+    def pooling(self) -> Pooling:
+        """How the model was trained to make one vector of a text's hidden states; the mean where the file is silent."""
+        return read_pooling(self.file.metadata)
 
     def close(self) -> None:
         """Release threads, memory and the file; safe to call twice."""
@@ -102,7 +123,8 @@ def load_model(
         model = None if gpu is None else _load_on_gpu(parts, gpu, kv_type, progress, is_asked_for=device == "cuda")
         if model is not None:
             return model
-        weights = CpuWeights(file, shared_pool, progress)
+        packed = CpuWeights(file, shared_pool, progress)
+        weights = RememberedWeights(packed)
         # Before a batch the last page may have just begun, and after it another one.
         held = 0 if kv_window is None else kv_window + MAX_BATCH_ROWS + 2 * kv_layout.page_tokens
         tape = CpuTape(shared_pool, kv_layout, max_weighed_tokens=held, progress=progress)
@@ -110,8 +132,8 @@ def load_model(
         if threads is None:
             assert isinstance(program, CpuProgram), "a CPU tape makes a CPU program"
             choose_decode_threads(program, kv_layout, file.num_bytes)
-        _note(file, weights)
-        return Model(config, tokenizer, template, program, kv_layout, file, shared_pool)
+        _note(file, packed)
+        return Model(config, tokenizer, template, program, kv_layout, file, shared_pool, weights=weights)
     except BaseException:
         if gpu is not None:
             gpu.close()

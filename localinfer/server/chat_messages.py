@@ -39,7 +39,7 @@ class ChatMessage(msgspec.Struct):
     reasoning: str | None = None
 
     def for_template(self, path: str) -> dict[str, Any]:
-        """The message as templates know it: content as text, `developer` as `system`, arguments as an object."""
+        """The message as templates know it: content as text, `developer` as `system`."""
         role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
         message: dict[str, Any] = {"role": role, "content": _text(self.content, f"{path}.content")}
         if self.name is not None:
@@ -47,7 +47,7 @@ class ChatMessage(msgspec.Struct):
         if self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
         if self.tool_calls:
-            message["tool_calls"] = [_call(call, f"{path}.tool_calls[{i}]") for i, call in enumerate(self.tool_calls)]
+            message["tool_calls"] = [msgspec.to_builtins(call) for call in self.tool_calls]
         reasoning = self.reasoning_content if self.reasoning_content is not None else self.reasoning
         if reasoning is not None:
             message["reasoning_content"] = reasoning
@@ -80,16 +80,3 @@ def _text(content: str | list[dict[str, Any]] | None, path: str) -> str:
             )
         texts.append(text)
     return "".join(texts)
-
-
-def _call(call: ToolCall, path: str) -> dict[str, Any]:
-    arguments = call.function.arguments
-    if isinstance(arguments, str):
-        try:
-            arguments = msgspec.json.decode(arguments.encode(), type=dict[str, Any]) if arguments.strip() else {}
-        except (msgspec.DecodeError, ValueError, RecursionError):
-            raise ApiError(
-                400, f"{path}.function.arguments is not a JSON object", param=f"{path}.function.arguments"
-            ) from None
-    function = {"name": call.function.name, "arguments": arguments or {}}
-    return {"id": call.id, "type": "function", "function": function}

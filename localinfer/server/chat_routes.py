@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from localinfer.server.chat_messages import Messages, template_messages
-from localinfer.server.constraint_fields import ConstraintFields
+from localinfer.server.chat_messages import template_messages
+from localinfer.server.chat_wire import ChatRequest, MessageWriter, choice
 from localinfer.server.event_stream import DONE, PING, EventStream, data_frame
 from localinfer.server.json_body import read_json
 from localinfer.server.reply import End, Reply, Silence, TextPlan, Token
 from localinfer.server.routing import service_of
-from localinfer.server.sampling_fields import Count, Prediction, StreamOptions, TextCount, seeded
+from localinfer.server.sampling_fields import seeded
 from localinfer.server.service import unless_gone
 from localinfer.server.usage import timings, usage
 from localinfer.server.wire_errors import json_response, to_api_error
@@ -22,73 +22,40 @@ if TYPE_CHECKING:
     from localinfer.llm import LLM
 
 
-class ChatRequest(ConstraintFields, kw_only=True):
-    """The members of a chat completion request that are read; all others are ignored."""
-
-    messages: Messages
-    model: str | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: TextCount | None = None
-    max_completion_tokens: Count | None = None
-    max_tokens: Count | None = None
-    prediction: Prediction | None = None
-
-    def generation_options(self) -> dict[str, Any]:
-        """The engine's options for this request."""
-        options = self.options()
-        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        if limit is not None:
-            options["max_tokens"] = limit
-        if self.prediction is not None:
-            options["prediction"] = self.prediction.text()
-        constraint = self.constraint()
-        if constraint is not None:
-            options["constraint"] = constraint
-        return options
-
-
 async def chat_completions(request: Request) -> Response:
     """Answer a chat, streamed or whole."""
     service = service_of(request)
     body = await read_json(request, ChatRequest, service.settings)
-    messages = template_messages(body.messages)
-    reply = await service.begin(request, body.model, "chatcmpl", lambda llm: plan_chat(llm, messages, body))
+    messages, options = template_messages(body.messages), body.generation_options()
+    plan = partial(_plan, messages=messages, options=options, count=body.n or 1)
+    reply = await service.begin(request, body.model, "chatcmpl", plan)
     if body.stream:
         return EventStream(_frames(reply, body, service.settings.ping_seconds), reply.close)
     try:
-        return json_response(await unless_gone(request, _completion(reply)))
+        return json_response(await unless_gone(request, _completion(reply, body)))
     finally:
         reply.close()
 
 
-def plan_chat(llm: "LLM", messages: Sequence[Mapping[str, Any]], body: ChatRequest) -> list[TextPlan]:
+def _plan(llm: "LLM", *, messages: Sequence[Mapping[str, Any]], options: dict[str, Any], count: int) -> list[TextPlan]:
     """One text per choice; the later ones find the prompt in the cache."""
-    options = body.generation_options()
     return [
         TextPlan(partial(llm.stream_chat, messages, **seeded(options, index)), 0 if index else None)
-        for index in range(body.n or 1)
+        for index in range(count)
     ]
 
 
-async def _completion(reply: Reply) -> dict[str, Any]:
-    texts: list[list[str]] = [[] for _ in range(reply.num_texts)]
+async def _completion(reply: Reply, body: ChatRequest) -> dict[str, Any]:
+    writers = [MessageWriter(body, reply.llm.tokenizer) for _ in range(reply.num_texts)]
     reasons = ["length"] * reply.num_texts
     async for event in reply.events():
         match event:
             case Token(index, token):
-                texts[index].append(token.text)
+                for _ in writers[index].deltas(token):
+                    pass
             case End(index, reason, _):
                 reasons[index] = reason
-    choices = [
-        {
-            "index": index,
-            "message": {"role": "assistant", "content": "".join(texts[index]), "refusal": None},
-            "logprobs": None,
-            "finish_reason": reasons[index],
-        }
-        for index in range(reply.num_texts)
-    ]
+    choices = [choice(index, writer, reasons[index]) for index, writer in enumerate(writers)]
     first = reply.stats[0]
     costs = {"usage": usage(reply), "timings": None if first is None else timings(first)}
     return {**_envelope(reply, "chat.completion"), "choices": choices, **costs}
@@ -99,9 +66,10 @@ async def _frames(reply: Reply, body: ChatRequest, ping_seconds: float) -> Async
     has_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
     envelope = _envelope(reply, "chat.completion.chunk")
     nothing = {"usage": None} if has_usage else {}
+    writers = [MessageWriter(body, reply.llm.tokenizer) for _ in range(reply.num_texts)]
 
-    def chunk(index: int, delta: dict[str, Any], reason: str | None = None, **more: Any) -> bytes:
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+    def chunk(index: int, delta: dict[str, Any], reason: str | None = None, logprobs: Any = None, **more: Any) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         return data_frame({**envelope, "choices": [choice], **nothing, **more})
 
     for index in range(reply.num_texts):
@@ -110,8 +78,8 @@ async def _frames(reply: Reply, body: ChatRequest, ping_seconds: float) -> Async
         async for event in reply.events(ping_seconds):
             match event:
                 case Token(index, token):
-                    if token.text:
-                        yield chunk(index, {"content": token.text})
+                    for delta, logprobs in writers[index].deltas(token):
+                        yield chunk(index, delta, logprobs=logprobs)
                 case End(index, reason, stats):
                     yield chunk(index, {}, reason, **({} if stats is None else {"timings": timings(stats)}))
                 case Silence():

@@ -1,134 +1,146 @@
 """`/v1/completions`: prompts continued as they are, and scored."""
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from localinfer.server.constraint_fields import ConstraintFields
+from localinfer.server.completion_wire import CompletionRequest, LegacyChoice
 from localinfer.server.event_stream import DONE, PING, EventStream, data_frame
 from localinfer.server.fill_in import fill_prompt
 from localinfer.server.json_body import read_json
-from localinfer.server.prompts import Prompts, split_prompts
+from localinfer.server.prompts import split_prompts
 from localinfer.server.reply import End, Reply, Silence, TextPlan, Token
 from localinfer.server.routing import service_of
-from localinfer.server.sampling_fields import MAX_TEXTS, Prediction, StreamOptions, TextCount, seeded
+from localinfer.server.sampling_fields import seeded
 from localinfer.server.service import unless_gone
 from localinfer.server.usage import timings, usage
-from localinfer.server.wire_errors import json_response, to_api_error
+from localinfer.server.wire_errors import ApiError, json_response, to_api_error
 
 if TYPE_CHECKING:
     from localinfer.llm import LLM
+    from localinfer.logprobs import TokenLogprobs
 
-_DEFAULT_TOKENS = 16
-"""OpenAI's own default on this route."""
 _MOST_PROMPTS = 64
 
 
-class CompletionRequest(ConstraintFields, kw_only=True):
-    """The members of a completion request that are read; all others are ignored."""
+@dataclass
+class _Prompt:
+    """A prompt: as given, and what `echo` tells of it. scores: of `token_ids`, if log probabilities are asked for."""
 
-    prompt: Prompts
-    model: str | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: TextCount | None = None
-    best_of: Annotated[int, Meta(ge=1, le=MAX_TEXTS)] | None = None
-    max_tokens: Annotated[int, Meta(ge=0, le=1 << 31)] | None = _DEFAULT_TOKENS
-    echo: bool | None = None
-    suffix: str | None = None
-    prediction: Prediction | None = None
-
-    def generation_options(self) -> dict[str, Any]:
-        """The engine's options for this request."""
-        options = {**self.options(), "max_tokens": self.max_tokens}
-        if self.prediction is not None:
-            options["prediction"] = self.prediction.text()
-        constraint = self.constraint()
-        if constraint is not None:
-            options["constraint"] = constraint
-        return options
+    given: str | Sequence[int]
+    text: str = ""
+    token_ids: Sequence[int] = ()
+    scores: "Sequence[TokenLogprobs | None]" = ()
 
 
 async def completions(request: Request) -> Response:
     """Continue prompts, streamed or whole."""
     service = service_of(request)
     body = await read_json(request, CompletionRequest, service.settings)
-    prompts = split_prompts(body.prompt, "prompt", at_most=_MOST_PROMPTS)
-    echoes: list[str] = []
-
-    def plan(llm: "LLM") -> list[TextPlan]:
-        if body.echo:
-            echoes.extend(_prompt_text(llm, prompt) for prompt in prompts for _ in range(body.n or 1))
-        return _plan(llm, prompts, body)
-
+    options = body.generation_options()
+    prompts = [_Prompt(given) for given in split_prompts(body.prompt, "prompt", at_most=_MOST_PROMPTS)]
+    if len(prompts) * body.num_made > service.settings.max_generations:
+        raise ApiError(400, "prompt times n asks for too many texts; ask for fewer at a time", param="n")
+    plan = partial(_plan, prompts=prompts, body=body, options=options)
     reply = await service.begin(request, body.model, "cmpl", plan)
-    if body.stream:
-        return EventStream(_frames(reply, body, echoes, service.settings.ping_seconds), reply.close)
     try:
-        return json_response(await unless_gone(request, _completion(reply, echoes)))
-    finally:
+        if body.echo:
+            await unless_gone(request, asyncio.to_thread(_look_at, reply.llm, prompts, body.logprobs))
+        if not body.stream:
+            return json_response(await unless_gone(request, _completion(reply, body, prompts)))
+    except BaseException:
         reply.close()
+        raise
+    finally:
+        if not body.stream:
+            reply.close()
+    return EventStream(_frames(reply, body, prompts, service.settings.ping_seconds), reply.close)
 
 
-def _plan(llm: "LLM", prompts: Sequence[str | Sequence[int]], body: CompletionRequest) -> list[TextPlan]:
-    """One text per prompt and choice; later choices of a prompt find it in the cache."""
-    options, count = body.generation_options(), body.n or 1
+def _plan(
+    llm: "LLM", *, prompts: Sequence[_Prompt], body: CompletionRequest, options: dict[str, Any]
+) -> list[TextPlan]:
+    """The texts of each prompt; the later ones find it in the cache."""
     plans = []
     for number, prompt in enumerate(prompts):
-        asked = prompt if body.suffix is None else fill_prompt(llm.tokenizer, prompt, body.suffix)
-        for index in range(count):
+        asked = prompt.given if body.suffix is None else fill_prompt(llm.tokenizer, prompt.given, body.suffix)
+        for index in range(body.num_made):
             open_stream = partial(llm.stream, asked, **seeded(options, index))
-            plans.append(TextPlan(open_stream, number * count if index else None))
+            plans.append(TextPlan(open_stream, number * body.num_made if index else None))
     return plans
 
 
-def _prompt_text(llm: "LLM", prompt: str | Sequence[int]) -> str:
-    return prompt if isinstance(prompt, str) else llm.tokenizer.decode(prompt)
+def _look_at(llm: "LLM", prompts: Sequence[_Prompt], logprobs: int | None) -> None:
+    """Learn what has to be told of the prompts themselves."""
+    tokenizer = llm.tokenizer
+    for prompt in prompts:
+        prompt.text = prompt.given if isinstance(prompt.given, str) else tokenizer.decode(prompt.given)
+        if logprobs is not None:
+            given = prompt.given
+            prompt.token_ids = tokenizer.encode(given) if isinstance(given, str) else given
+            prompt.scores = llm.score(prompt.token_ids, top=logprobs)
 
 
-async def _completion(reply: Reply, echoes: Sequence[str]) -> dict[str, Any]:
-    texts = [[echo] for echo in echoes] or [[] for _ in range(reply.num_texts)]
-    reasons = ["length"] * reply.num_texts
+def _choices(reply: Reply, body: CompletionRequest, prompts: Sequence[_Prompt]) -> list[LegacyChoice]:
+    made = []
+    for index in range(reply.num_texts):
+        prompt = prompts[index // body.num_made]
+        made.append(
+            LegacyChoice(body, reply.llm.tokenizer, prompt.text, prompt.token_ids, prompt.scores)
+            if body.echo
+            else LegacyChoice(body, reply.llm.tokenizer)
+        )
+    return made
+
+
+async def _completion(reply: Reply, body: CompletionRequest, prompts: Sequence[_Prompt]) -> dict[str, Any]:
+    choices = _choices(reply, body, prompts)
     async for event in reply.events():
         match event:
             case Token(index, token):
-                texts[index].append(token.text)
+                choices[index].add(token)
             case End(index, reason, _):
-                reasons[index] = reason
-    choices = [
-        {"index": index, "text": "".join(texts[index]), "logprobs": None, "finish_reason": reasons[index]}
-        for index in range(reply.num_texts)
-    ]
+                choices[index].finish_reason = reason
+    kept: list[LegacyChoice] = []
+    for start in range(0, len(choices), body.num_made):
+        made = choices[start : start + body.num_made]
+        if body.best_of is not None:
+            made.sort(key=lambda choice: choice.mean_logprob, reverse=True)
+        kept += made[: body.n or 1]
     first = reply.stats[0]
     costs = {"usage": usage(reply), "timings": None if first is None else timings(first)}
-    return {**_envelope(reply), "choices": choices, **costs}
+    return {**_envelope(reply), "choices": [choice.whole(index) for index, choice in enumerate(kept)], **costs}
 
 
 async def _frames(
-    reply: Reply, body: CompletionRequest, echoes: Sequence[str], ping_seconds: float
+    reply: Reply, body: CompletionRequest, prompts: Sequence[_Prompt], ping_seconds: float
 ) -> AsyncIterator[bytes]:
     has_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
     envelope = _envelope(reply)
     nothing = {"usage": None} if has_usage else {}
+    choices = _choices(reply, body, prompts)
 
-    def chunk(index: int, text: str, reason: str | None = None, **more: Any) -> bytes:
-        choice = {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
-        return data_frame({**envelope, "choices": [choice], **nothing, **more})
+    def frame(index: int, **more: Any) -> bytes:
+        return data_frame({**envelope, "choices": [choices[index].part(index)], **nothing, **more})
 
-    for index, echo in enumerate(echoes):
-        yield chunk(index, echo)
+    if body.echo:
+        for index in range(reply.num_texts):
+            yield frame(index)
     try:
         async for event in reply.events(ping_seconds):
             match event:
                 case Token(index, token):
-                    if token.text:
-                        yield chunk(index, token.text)
+                    choices[index].add(token)
+                    if token.text or body.logprobs is not None:
+                        yield frame(index)
                 case End(index, reason, stats):
-                    yield chunk(index, "", reason, **({} if stats is None else {"timings": timings(stats)}))
+                    choices[index].finish_reason = reason
+                    yield frame(index, **({} if stats is None else {"timings": timings(stats)}))
                 case Silence():
                     yield PING
         if has_usage:

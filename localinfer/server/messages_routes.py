@@ -87,7 +87,7 @@ class _Blocks:
             return []
         block, text = self.content[-1], "".join(self._texts)
         if block["type"] == "tool_use":
-            block["input"] = msgspec.json.decode(text) if text else {}
+            block["input"] = _whole_object(text)
         else:
             block[block["type"]] = text
         self._kind, self._texts = None, []
@@ -95,6 +95,14 @@ class _Blocks:
 
     def _at(self, kind: str) -> Event:
         return {"type": kind, "index": len(self.content) - 1}
+
+
+def _whole_object(text: str) -> dict[str, Any]:
+    """The arguments of a call; of one that was cut short, none."""
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.DecodeError:
+        return {}
 
 
 def _empty_block(piece: Piece) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import msgspec
 from msgspec import Meta
 
 from localinfer.server.chat_messages import ChatMessage, FunctionCall, ToolCall
+from localinfer.server.reply_fields import Thinking, Tools
 from localinfer.server.sampling_fields import Count, Probability, StopText
 from localinfer.server.wire_errors import ApiError
 
@@ -15,6 +16,20 @@ class InputMessage(msgspec.Struct):
 
     role: Literal["user", "assistant", "system"]
     content: str | list[dict[str, Any]]
+
+
+class ToolChoice(msgspec.Struct):
+    """Whether the model has to call a tool, and which."""
+
+    type: Literal["auto", "any", "tool", "none"] = "auto"
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+    def as_openai(self) -> str | dict[str, Any]:
+        """The choice as chat completions have it."""
+        if self.type == "tool":
+            return {"type": "function", "function": {"name": self.name}}
+        return {"any": "required"}.get(self.type, self.type)
 
 
 class MessagesRequest(msgspec.Struct, kw_only=True):
@@ -29,10 +44,21 @@ class MessagesRequest(msgspec.Struct, kw_only=True):
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
     top_p: Probability | None = None
     top_k: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
 
     def generation_options(self) -> dict[str, Any]:
         """The engine's options for this request."""
+        choice = self.tool_choice or ToolChoice()
+        tools = [_tool(tool, index) for index, tool in enumerate(self.tools or ())]
+        thinking = self.thinking
         options = {
+            "tools": tools or None,
+            "tool_choice": choice.as_openai() if tools else None,
+            "parallel_tool_calls": not choice.disable_parallel_tool_use if tools else None,
+            "thinking": None if thinking is None else thinking.type != "disabled",
+            "thinking_budget": None if thinking is None else thinking.budget_tokens,
             "max_tokens": self.max_tokens,
             "stop": self.stop_sequences or None,
             "temperature": self.temperature,
@@ -60,6 +86,16 @@ def chat_messages(messages: list[InputMessage], system: str | list[dict[str, Any
     for index, message in enumerate(messages):
         found += _convert(message, f"messages[{index}].content")
     return found
+
+
+def _tool(tool: dict[str, Any], index: int) -> dict[str, Any]:
+    """A tool as chat completions have it. Raises: ApiError for one that this API's maker would run itself."""
+    match tool:
+        case {"name": str(name), "input_schema": dict(schema)}:
+            described = {"name": name, "description": tool.get("description", ""), "parameters": schema}
+            return {"type": "function", "function": described}
+        case _:
+            raise _refused(tool, f"tools[{index}]")
 
 
 def _convert(message: InputMessage, path: str) -> list[ChatMessage]:

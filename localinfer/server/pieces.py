@@ -23,6 +23,10 @@ class Piece(NamedTuple):
 
 
 def pieces_of(event: "StreamEvent") -> Iterator[Piece]:
-    """The pieces of an event, none if it has no text."""
+    """The pieces of an event, none if it says nothing."""
+    if event.reasoning:
+        yield Piece("reasoning", event.reasoning)
     if event.text:
         yield Piece("text", event.text)
+    for delta in event.tool_calls:
+        yield Piece("call", delta.arguments, delta.index, delta.id, delta.name)

@@ -86,6 +86,7 @@ class Reply:
         self.opened_seconds = time.monotonic()
         self.is_cancelled = False
         self.num_tokens = 0
+        self.num_reasoning_tokens = 0
         self._inbox: Inbox[_Item] = Inbox()
         self._texts: list[_Text] = []
         for index, plan in enumerate(plans):
@@ -146,8 +147,9 @@ class Reply:
                 case End(index):
                     left -= 1
                     self.stats[index] = item.stats
-                case Token():
+                case Token(_, token):
                     self.num_tokens += 1
+                    self.num_reasoning_tokens += bool(token.reasoning)
             yield item
 
     def cancel(self) -> None:
@@ -258,15 +260,16 @@ class _Text:
         with self._open() as stream:
             with self._lock:
                 self._stream = stream
+                if self._is_cancelled:
+                    _stop(stream)
             put(_Started(index, stream.stats.prompt_tokens))
             try:
                 for event in stream:
-                    tick()
                     ending = event.finish_reason or ending
-                    put(Token(index, event))
+                    if event.finish_reason != "cancelled":
+                        tick()
+                        put(Token(index, event))
                     self._has_token.set()
-                    if self._is_cancelled:
-                        return "cancelled"
             finally:
                 with self._lock:
                     self._stream = None

@@ -6,9 +6,11 @@ import msgspec
 from msgspec import Meta
 
 from localinfer.server.chat_messages import ChatMessage, FunctionCall, Role, ToolCall
+from localinfer.server.chat_wire import wrap_tools
 from localinfer.server.constraint_fields import ResponseFormat
 from localinfer.server.reply import Reply
-from localinfer.server.sampling_fields import Count, SamplingFields
+from localinfer.server.reply_fields import ReplyFields, Tools
+from localinfer.server.sampling_fields import Count
 from localinfer.server.wire_errors import ApiError
 
 _UNSUPPORTED = "unsupported_parameter"
@@ -32,7 +34,13 @@ class TextSettings(msgspec.Struct):
     format: ResponseFormat | None = None
 
 
-class ResponsesRequest(SamplingFields, kw_only=True):
+class ReasoningSettings(msgspec.Struct):
+    """How much the model reasons."""
+
+    effort: str | None = None
+
+
+class ResponsesRequest(ReplyFields, kw_only=True):
     """The members of a responses request that are read; all others are ignored."""
 
     input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=10_000)]
@@ -46,6 +54,9 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     background: bool | None = None
     truncation: str | None = None
     metadata: dict[str, Any] | None = None
+    reasoning: ReasoningSettings | None = None
+    tools: Tools | None = None
+    tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
 
     def check(self) -> None:
@@ -62,7 +73,14 @@ class ResponsesRequest(SamplingFields, kw_only=True):
 
     def generation_options(self) -> dict[str, Any]:
         """The engine's options for this request."""
-        options = self.options()
+        if self.reasoning is not None and self.reasoning_effort is None:
+            self.reasoning_effort = self.reasoning.effort
+        options = {**self.options(), **self.reply_options()}
+        tools = wrap_tools(self.tools)
+        if tools:
+            options["tools"] = tools
+            options["tool_choice"] = self._tool_choice()
+            options["parallel_tool_calls"] = self.parallel_tool_calls is not False
         if self.max_output_tokens is not None:
             options["max_tokens"] = self.max_output_tokens
         if self.text is not None and self.text.format is not None:
@@ -70,6 +88,15 @@ class ResponsesRequest(SamplingFields, kw_only=True):
         if self.truncation == "auto":
             options["context_shift"] = True
         return options
+
+    def _tool_choice(self) -> str | dict[str, Any]:
+        match self.tool_choice:
+            case {"type": "function", "name": str(name)}:
+                return {"type": "function", "function": {"name": name}}
+            case None:
+                return "auto"
+            case choice:
+                return choice
 
     def messages(self) -> list[ChatMessage]:
         """The input as chat messages, instructions first. Raises: ApiError for an item that is none of ours."""
@@ -124,12 +151,12 @@ def response_object(
         "output": output,
         "parallel_tool_calls": True if body.parallel_tool_calls is None else body.parallel_tool_calls,
         "previous_response_id": None,
-        "reasoning": {"effort": None, "summary": None},
+        "reasoning": {"effort": body.reasoning_effort, "summary": None},
         "store": False,
         "temperature": body.temperature,
         "text": {"format": _format(body)},
-        "tool_choice": "auto",
-        "tools": [],
+        "tool_choice": body.tool_choice or "auto",
+        "tools": body.tools or [],
         "top_p": body.top_p,
         "truncation": "auto" if body.truncation == "auto" else "disabled",
         "usage": usage,

@@ -15,12 +15,20 @@ _MAX_BIASES = 1024
 Probability = Annotated[float, Meta(ge=0, le=1)]
 Count = Annotated[int, Meta(ge=1, le=1 << 31)]
 TextCount = Annotated[int, Meta(ge=1, le=MAX_TEXTS)]
+Width = Annotated[float, Meta(ge=0, le=100)]
 StopText = Annotated[str, Meta(min_length=1, max_length=_MAX_STOP_CHARACTERS)]
 Stops = StopText | Annotated[list[StopText], Meta(max_length=_MAX_STOPS)]
 Biases = Annotated[
     dict[Annotated[str, Meta(pattern=r"^\d{1,9}$")], Annotated[float, Meta(ge=-100, le=100)]],
     Meta(max_length=_MAX_BIASES),
 ]
+
+
+_SAME_NAMES = (
+    "temperature top_p min_p top_k typical_p top_n_sigma xtc_probability xtc_threshold dynatemp_range"
+    " dynatemp_exponent mirostat mirostat_tau mirostat_eta dry_multiplier dry_base dry_allowed_length dry_last_n"
+    " dry_sequence_breakers frequency_penalty presence_penalty ignore_eos context_shift pin_cache"
+).split()
 
 
 class StreamOptions(msgspec.Struct):
@@ -50,6 +58,20 @@ class SamplingFields(msgspec.Struct):
     top_p: Probability | None = None
     min_p: Probability | None = None
     top_k: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
+    typical_p: Probability | None = None
+    top_n_sigma: Width | None = None
+    xtc_probability: Probability | None = None
+    xtc_threshold: Probability | None = None
+    dynatemp_range: Width | None = None
+    dynatemp_exponent: Width | None = None
+    mirostat: Annotated[int, Meta(ge=0, le=2)] | None = None
+    mirostat_tau: Width | None = None
+    mirostat_eta: Probability | None = None
+    dry_multiplier: Width | None = None
+    dry_base: Annotated[float, Meta(ge=1, le=100)] | None = None
+    dry_allowed_length: Count | None = None
+    dry_last_n: Annotated[int, Meta(ge=-1, le=1 << 31)] | None = None
+    dry_sequence_breakers: Stops | None = None
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
     repeat_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
     repetition_last_n: Annotated[int, Meta(ge=-1, le=1 << 31)] | None = None
@@ -67,21 +89,13 @@ class SamplingFields(msgspec.Struct):
         """The engine's options."""
         bias = self.logit_bias
         options: dict[str, Any] = {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "min_p": self.min_p,
-            "top_k": self.top_k,
+            **{name: getattr(self, name) for name in _SAME_NAMES},
             "repetition_penalty": self.repeat_penalty if self.repetition_penalty is None else self.repetition_penalty,
             "repetition_last_n": self.repeat_last_n if self.repetition_last_n is None else self.repetition_last_n,
-            "frequency_penalty": self.frequency_penalty,
-            "presence_penalty": self.presence_penalty,
             "logit_bias": None if bias is None else {int(token_id): value for token_id, value in bias.items()},
             # Clients mean "any" by -1, and may have signed numbers.
             "seed": None if self.seed is None or self.seed == -1 else self.seed % _SEEDS,
             "stop": self.stop or None,
-            "ignore_eos": self.ignore_eos,
-            "context_shift": self.context_shift,
-            "pin_cache": self.pin_cache,
         }
         return {name: value for name, value in options.items() if value is not None}
 

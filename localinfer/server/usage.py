@@ -19,7 +19,7 @@ def usage(reply: "Reply") -> dict[str, Any]:
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in prompts)},
         "completion_tokens_details": {
-            "reasoning_tokens": 0,
+            "reasoning_tokens": reply.num_reasoning_tokens,
             "accepted_prediction_tokens": sum(one.accepted_tokens for one in stats),
             "rejected_prediction_tokens": sum(one.drafted_tokens - one.accepted_tokens for one in stats),
         },

@@ -8,12 +8,14 @@ import msgspec
 from starlette.responses import Response
 
 from localinfer.errors import (
+    BackendUnavailableError,
     ClosedError,
     ConstraintError,
     ContextLengthError,
     LocalinferError,
     ModelFileError,
     OutOfMemoryError,
+    OverloadedError,
     RequestError,
     TemplateError,
 )
@@ -95,6 +97,11 @@ def to_api_error(error: BaseException, request_id: str = "") -> ApiError:
             return ApiError(400, str(error), code="unsupported_schema", param="response_format", facts=facts)
         case RequestError():
             return ApiError(400, str(error), param=_named_option(str(error)))
+        case OverloadedError():
+            seconds = str(max(1, round(error.retry_after_seconds)))
+            return ApiError(429, str(error), code="queue_full", headers={"retry-after": seconds})
+        case BackendUnavailableError():
+            return ApiError(400, str(error), code="unsupported_parameter")
         case OutOfMemoryError():
             return ApiError(503, str(error), code="insufficient_memory")
         case ClosedError():

@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from conftest import STORY
 from event_frames import post_stream, text_of
+from local_servers import STORY
 
 PATH = "/v1/chat/completions"
 GREEDY = {"messages": STORY, "max_tokens": 12, "temperature": 0}

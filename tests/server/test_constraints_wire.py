@@ -4,8 +4,8 @@ import json
 import re
 
 import pytest
-from conftest import STORY
 from event_frames import post_stream, text_of
+from local_servers import STORY
 
 PATH = "/v1/chat/completions"
 BODY = {"messages": STORY, "max_tokens": 60, "temperature": 0.8, "seed": 1}

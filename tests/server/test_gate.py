@@ -2,7 +2,7 @@
 
 import httpx
 import pytest
-from conftest import STORY, serving
+from local_servers import STORY, serving
 
 from localinfer.errors import RequestError
 from localinfer.server.settings import ServerSettings

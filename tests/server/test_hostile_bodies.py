@@ -4,7 +4,7 @@ import json
 import time
 
 import pytest
-from conftest import STORY
+from local_servers import STORY
 
 from localinfer.server.json_body import MAX_DEPTH, is_deeper
 

@@ -5,7 +5,7 @@ import socket
 import time
 
 import pytest
-from conftest import STORY, read_all
+from local_servers import STORY, read_all
 
 CHAT = json.dumps({"messages": STORY, "max_tokens": 2}).encode()
 HOST = b"Host: localhost\r\n"

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import MODEL, STORY, serving
+from local_servers import MODEL, STORY, serving
 
 import localinfer
 from localinfer.errors import OutOfMemoryError, RequestError

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import httpx
 import pytest
-from conftest import STORY, ServedModel
+from local_servers import STORY, ServedModel
 
 # Other people's packages warn of each other; what they send and read is what is tested.
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import STORY
+from local_servers import STORY
 
 ASK = {"input": "Tell me a story.", "max_output_tokens": 6, "temperature": 0}
 MESSAGE = {"messages": STORY, "max_tokens": 6, "temperature": 0}

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from conftest import STORY
+from local_servers import STORY
 
 from localinfer.cli import EXIT_BAD_INPUT, main
 from localinfer.server.sockets import has_unix_sockets

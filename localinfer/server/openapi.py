@@ -1,0 +1,77 @@
+"""The server's routes described in OpenAPI 3.1, from the very records that requests are read into."""
+
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from localinfer.server.chat_wire import ChatRequest
+from localinfer.server.completion_wire import CompletionRequest
+from localinfer.server.embedding_routes import EmbeddingRequest
+from localinfer.server.messages_wire import CountRequest, MessagesRequest
+from localinfer.server.responses_wire import ResponsesRequest
+from localinfer.server.text_routes import DetokenizeRequest, TemplateRequest, TokenizeRequest
+from localinfer.server.wire_errors import json_response
+
+BODIES: dict[str, type[msgspec.Struct]] = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/chat/completions/input_tokens": TemplateRequest,
+    "/v1/completions": CompletionRequest,
+    "/v1/embeddings": EmbeddingRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+    "/apply-template": TemplateRequest,
+}
+"""What is posted, by route."""
+
+_READ = ("/health", "/version", "/v1/models", "/metrics", "/slots", "/openapi.json")
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+
+
+def describe() -> dict[str, Any]:
+    """The description, as a JSON object."""
+    bodies = tuple(dict.fromkeys(BODIES.values()))
+    references, schemas = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
+    reference_of = dict(zip(bodies, references, strict=True))
+    answers = {
+        "200": {"description": "The answer, as JSON or as server-sent events."},
+        "default": {
+            "description": "An error.",
+            "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+        },
+    }
+    paths: dict[str, Any] = {path: {"get": {"responses": answers}} for path in _READ}
+    for path, body in BODIES.items():
+        content = {"application/json": {"schema": reference_of[body]}}
+        paths[path] = {"post": {"requestBody": {"required": True, "content": content}, "responses": answers}}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "localinfer", "version": version("localinfer")},
+        "paths": paths,
+        "components": {"schemas": {**schemas, "Error": _ERROR}},
+    }
+
+
+async def openapi(request: Request) -> Response:
+    """Describe every route."""
+    return json_response(describe())

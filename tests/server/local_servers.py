@@ -1,0 +1,97 @@
+"""Servers in a thread of this process, and how tests reach them."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+
+import localinfer
+from localinfer.llm import LLM
+from localinfer.loading import model_path
+from localinfer.server.meters import Meters
+from localinfer.server.model_memory import measure_need
+from localinfer.server.model_registry import ModelRegistry, ModelSource
+from localinfer.server.running import LocalServer
+from localinfer.server.settings import ServerSettings
+
+MODEL = ModelSource("demo", model_path(None), 1_700_000_000)
+START_SECONDS = 30.0
+STORY = [{"role": "user", "content": "Tell me a story."}]
+
+
+class ServedModel:
+    """A running server and how to reach it."""
+
+    def __init__(self, server: LocalServer, thread: threading.Thread) -> None:
+        self.server = server
+        self.thread = thread
+        self.port = server.port
+        self.socket_path = server.settings.socket_path
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def client(self, *, unix: bool = False, **options: Any) -> httpx.Client:
+        transport = httpx.HTTPTransport(uds=str(self.socket_path)) if unix else None
+        url = "http://localhost" if unix else self.url
+        return httpx.Client(base_url=url, transport=transport, timeout=30, trust_env=False, **options)
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=10)
+
+    def exchange(self, request: bytes) -> bytes:
+        """Send bytes and read what comes until the server closes or falls silent."""
+        with self.connect() as connection:
+            connection.sendall(request)
+            return read_all(connection)
+
+
+def read_all(connection: socket.socket, seconds: float = 1.2) -> bytes:
+    received = bytearray()
+    connection.settimeout(seconds)
+    try:
+        while piece := connection.recv(1 << 16):
+            received += piece
+    except (TimeoutError, ConnectionResetError):
+        pass
+    return bytes(received)
+
+
+@contextmanager
+def serving(
+    settings: ServerSettings,
+    *,
+    sources: list[ModelSource] | None = None,
+    load: Callable[[ModelSource], LLM] | None = None,
+    **registry: Any,
+) -> Iterator[ServedModel]:
+    """A server for as long as the context lasts."""
+
+    def load_demo(source: ModelSource) -> LLM:
+        return localinfer.load(source.path, threads=1, kv_memory=64 << 20)
+
+    def make_registry(meters: Meters) -> ModelRegistry:
+        found = [MODEL] if sources is None else sources
+        options = {"strict": settings.strict_model, **registry}
+        return ModelRegistry(
+            found, load or load_demo, lambda source: measure_need(source.path, "f16"), meters, **options
+        )
+
+    with LocalServer(settings, make_registry, preloads=load is None) as server:
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        deadline = time.monotonic() + START_SECONDS
+        while not server.is_ready and thread.is_alive() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert server.is_ready, "the server did not start"
+        try:
+            yield ServedModel(server, thread)
+        finally:
+            server.stop()
+            thread.join(START_SECONDS)
+            assert not thread.is_alive(), "the server did not stop"
