@@ -204,7 +204,9 @@ class _Work:
                 )
             model = quantize_model(file, self.target, self.preset, pool, prepared=prepared, progress=self.progress)
             results.delete()
-            return model
+            # A scaled tensor is read as F32, but may have been rounded before.
+            types = {name: record.type for name, record in self.file.tensors.items()}
+            return replace(model, tensors=tuple(replace(one, source_type=types[one.name]) for one in model.tensors))
         finally:
             pool.close()
 

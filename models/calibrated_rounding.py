@@ -81,12 +81,13 @@ def scale_for_rounding(
     pool: ThreadPool,
     workers: Workers,
     *,
+    is_proven_by_feedback: bool = True,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> tuple[ScaledModel, list[SiteScales]]:
-    """Fold scales into a model that make its matrices round better, in layers that `round_by_calibration` then brings
-    closer to the original; return it and what was folded.
+    """Fold scales into a model that make its matrices round better; return it and what was folded.
 
-    Arguments and errors: as there.
+    is_proven_by_feedback: keep a layer's scales only if `round_by_calibration` loses less with them, too.
+    Other arguments and errors: as there.
     """
     todo = {name: choice for name, choice in choices.items() if is_quantized(file.tensors[name])}
 
@@ -103,5 +104,7 @@ def scale_for_rounding(
     def final() -> RoundingVisitor:
         return RoundingVisitor(todo, {name: file.tensors[name].shape for name in todo}, pool, workers)
 
-    found = choose_scales(file, token_ids, workers, rounding_of, final=final, progress=progress)
+    found = choose_scales(
+        file, token_ids, workers, rounding_of, final=final if is_proven_by_feedback else None, progress=progress
+    )
     return fold(file, found), found
