@@ -146,11 +146,30 @@ def head_product(
     slot: Slot,
     rows: int,
     x_head: tuple[int, int],
-    out_head_size: int,
+    out_size: int,
 ) -> Iterator[Launch]:
     """Multiply every head by its own matrix; x_head: its size in x, and where in it the columns begin.
 
-    codes: room for those of whole rows of x, of `width` columns; None for plain numbers.
+    codes: room for those of whole rows of x, of `width` columns; None for plain numbers. out_size: of a head of out.
+    """
+    num_heads = slot.weight.num_experts
+    return expert_product(x, width, codes, slot, rows, x_head, out_size, num_heads, (0, 0))
+
+
+def expert_product(
+    x: tuple[int, int],
+    width: int,
+    codes: Quantized | None,
+    slot: Slot,
+    rows: int,
+    x_head: tuple[int, int],
+    out_size: int,
+    num_selected: int,
+    expert_ids: tuple[int, int],
+) -> Iterator[Launch]:
+    """Multiply every slot of every row by the matrix of its expert; see `head_product`, whose slots are the heads.
+
+    expert_ids: place of float32[rows][num_selected]; at address 0 every slot has the expert of its number.
     """
     weight = slot.weight
     head_size, offset = x_head
@@ -161,12 +180,12 @@ def head_product(
         yield quantize_launch(*x, codes, width, rows)
         place = (codes.codes + offset, codes.codes_stride, codes.records + offset // 4, codes.records_stride)
         head_stride = head_size
-    split = warps_to_a_row(weight.num_rows * weight.num_experts, weight.num_columns)
-    # Of products by head the second slot only says how far apart the outputs of heads are.
-    second = (*_NO_WEIGHT[:5], 4 * out_head_size, *_NO_WEIGHT[6:])
+    split = warps_to_a_row(weight.num_rows * num_selected, weight.num_columns)
+    # Here the second slot only says how far apart outputs of slots and biases of experts are.
+    second = (*_NO_WEIGHT[:4], 4 * weight.num_rows if slot.bias else 0, 4 * out_size, *_NO_WEIGHT[6:])
     values = (*place, weight.num_columns, 0, *slot.words(), *second, *_NO_WEIGHT)
-    tail = (*weight.row_bytes, 0, 0, weight.num_experts, head_stride)
-    grid = (-(-(-(-weight.num_rows // 4) * split) // 4), rows * weight.num_experts, 1)
+    tail = (*weight.row_bytes, *expert_ids, num_selected, head_stride)
+    grid = (-(-(-(-weight.num_rows // 4) * split) // 4), rows * num_selected, 1)
     yield Launch("matmul.matmul", (weight.layout, 1, 4, split, EXPERTS), grid, THREADS, (*values, *tail))
 
 

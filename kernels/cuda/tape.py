@@ -7,7 +7,6 @@ kernel, and RoPE happens where queries and keys are read next.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +23,7 @@ from localinfer.kernels.cuda.attention_steps import (
     store_steps,
 )
 from localinfer.kernels.cuda.device import Device, Launch, Step
+from localinfer.kernels.cuda.expert_steps import ExpertOps
 from localinfer.kernels.cuda.op_recorder import OpRecorder
 from localinfer.kernels.cuda.planes import DeviceWeight
 from localinfer.kernels.cuda.products import (
@@ -62,7 +62,7 @@ _NUMBERS = {kind: number for number, kind in enumerate(Activation)}
 class CudaTape:
     """Records ops for a device. `max_batch_rows` tokens per run, `max_output_rows` of them with logits.
 
-    Raises: BackendUnavailableError for a type of cache, and at ops of experts, which run on the CPU only.
+    Raises: BackendUnavailableError for a type of cache that it does not know.
     """
 
     def __init__(
@@ -86,6 +86,7 @@ class CudaTape:
         self._max_rows = {Rows.BATCH: max_batch_rows, Rows.OUTPUT: min(max_output_rows, max_batch_rows)}
         self._memory = DeviceMemory(device, self._max_rows)
         self._recorder = OpRecorder(self._memory)
+        self._experts = ExpertOps(self._memory, self._recorder)
         self._angles: dict[tuple[bytes, float], int] = {}
         self._token_limit: int | None = None
         self._position_limit: int | None = None
@@ -447,7 +448,7 @@ class CudaTape:
         self._recorder.add(build, out)
 
     def route(self, expert_ids: Buffer, expert_weights: Buffer, logits: Buffer, routing: Routing) -> None:
-        _refuse_experts()
+        self._experts.route(expert_ids, expert_weights, logits, routing)
 
     def expert_matmul(
         self,
@@ -458,13 +459,13 @@ class CudaTape:
         bias: FloatArray | None = None,
         input_per_slot: bool = False,
     ) -> None:
-        _refuse_experts()
+        self._experts.matmul(out, x, weight, expert_ids, bias, input_per_slot)
 
     def expert_sum(self, out: Buffer, x: Buffer, expert_weights: Buffer, residual: Buffer | None = None) -> None:
-        _refuse_experts()
+        self._experts.sum(out, x, expert_weights, residual)
 
     def expert_scale(self, x: Buffer, expert_weights: Buffer) -> None:
-        _refuse_experts()
+        self._experts.scale(x, expert_weights)
 
     def finish(self, logits: Buffer) -> CudaProgram:
         check(logits.rows is Rows.OUTPUT, f"{logits.name} holds batch rows; logits are of output rows")
@@ -485,7 +486,3 @@ class CudaTape:
             progress=self._progress,
         )
         return CudaProgram(record)
-
-
-def _refuse_experts() -> NoReturn:
-    raise BackendUnavailableError("models with experts run on the CPU only in this version; take device 'cpu'")

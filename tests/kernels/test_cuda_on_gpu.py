@@ -64,15 +64,12 @@ def test_product_on_the_gpu_is_the_oracles(device: CudaDevice, layout: Layout, r
     )
 
 
-GPU_ARCHITECTURES = [name for name in architectures() if not name.endswith("-moe") and not name.startswith("gpt-oss")]
-
-
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("archs")
 
 
-@pytest.mark.parametrize("name", GPU_ARCHITECTURES)
+@pytest.mark.parametrize("name", architectures())
 def test_logits_of_every_architecture_are_the_reference_runtimes_and_the_cpus(
     device: CudaDevice, name: str, shared: Path, folder: Path
 ) -> None:

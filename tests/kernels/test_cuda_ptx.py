@@ -39,6 +39,7 @@ KERNELS = [
     ("attention.store_kv", (2, 2), 48, "cvt.rn.f16.f32"),
     ("attention.attend_chunks", (2, 2, 4, 128, 128), 96, "cvt.f32.f16 shfl.sync.bfly bar.sync"),
     ("attention.merge_chunks", (1,), 56, "st.global.u8"),
+    ("experts.route", (0,), 40, "shfl.sync.bfly bar.sync"),
     ("sampling.best_of_slices", (), 40, "shfl.sync.bfly"),
     ("sampling.best_of_row", (), 40, "st.global.u32"),
 ]

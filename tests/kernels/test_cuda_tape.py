@@ -202,6 +202,38 @@ def test_every_other_op_is_the_oracles(rows: int) -> None:
     assert_near(found, wanted, 0.01 if rows > 16 else 2e-5)
 
 
+@pytest.mark.parametrize(
+    "routing",
+    [
+        Routing(40, 3, Gating.SOFTMAX, normalise=True, scale=1.5),
+        Routing(8, 2, Gating.SIGMOID, selection_bias=np.linspace(-1, 1, 8, dtype=np.float32)),
+        Routing(12, 3, Gating.SOFTMAX_SELECTED, num_groups=4, num_selected_groups=2),
+    ],
+)
+def test_experts_are_the_oracles(routing: Routing) -> None:
+    count, selected = routing.num_experts, routing.num_selected
+
+    def write(tape: Tape, x: Buffer, linear: Linear) -> Buffer:
+        logits, ids, weights = (
+            tape.buffer(name, width) for name, width in (("l", count), ("i", selected), ("w", selected))
+        )
+        tape.matmul(x, [Projection(linear(Layout.F32, (count, 32), 1), logits)])
+        tape.route(ids, weights, logits, routing)
+        inner, down, out = (
+            tape.buffer(name, width) for name, width in (("n", selected * 6), ("d", selected * 5), ("o", 5))
+        )
+        bias = random_rows(count, 6, 9)
+        tape.expert_matmul(inner, x, linear(Layout.BF16, (count, 6, 32), 2), ids, bias)
+        tape.expert_scale(inner, weights)
+        tape.expert_matmul(down, inner, linear(Layout.F32, (count, 5, 6), 3), ids, input_per_slot=True)
+        tape.matmul(x, [Projection(linear(Layout.F32, (5, 32), 4), out)])
+        tape.expert_sum(out, down, weights, out)
+        return out
+
+    found, wanted, _ = both(random_rows(3, 32, 8), write)
+    assert_near(found, wanted, 1e-5)
+
+
 def test_the_likeliest_token_is_found_on_the_device() -> None:
     values = random_rows(5, 200, 5)
     values[1, 30] = values[1, 120] = 9.0
@@ -235,8 +267,8 @@ def test_what_a_gpu_does_not_do_is_refused_by_name() -> None:
         CudaTape(device, KVLayout("q8_0", LAYERS))
     tape = CudaTape(device, KVLayout("f16", LAYERS), max_batch_rows=4)
     x = tape.buffer("x", 8)
-    with pytest.raises(BackendUnavailableError, match="experts"):
-        tape.route(x, x, x, Routing(8, 2, Gating.SOFTMAX))
+    with pytest.raises(ShapeError, match="8 of 2 experts"):
+        tape.route(x, x, x, Routing(2, 8, Gating.SOFTMAX))
     with pytest.raises(ShapeError, match="columns"):
         tape.matmul(x, [Projection(Weights(device).linear(Layout.F32, (4, 5), 1), tape.buffer("out", 4))])
 

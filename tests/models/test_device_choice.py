@@ -53,14 +53,14 @@ def emulated_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_cannot_run_on_the_gpu_falls_back_with_the_reason(
     emulated_gpu: None, shared: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = build_model(shared, tmp_path, "qwen3moe-moe")
+    model = build_model(shared, tmp_path, "llama-gqa")
     with caplog.at_level(logging.WARNING):
-        loaded = load_model(model.path, device="auto", threads=1, context_length=64)
+        loaded = load_model(model.path, device="auto", threads=1, context_length=64, kv_type="q8_0")
     assert loaded.device == "cpu"
     loaded.close()
-    assert "running on the CPU: models with experts run on the CPU only" in caplog.text
-    with pytest.raises(BackendUnavailableError, match="experts"):
-        load_model(model.path, device="cuda", threads=1, context_length=64)
+    assert "running on the CPU: device 'cuda' keeps keys and values in f16 or f32, not in q8_0" in caplog.text
+    with pytest.raises(BackendUnavailableError, match="q8_0"):
+        load_model(model.path, device="cuda", threads=1, context_length=64, kv_type="q8_0")
 
 
 def test_a_model_on_the_gpu_continues_a_prompt_as_the_cpu_does(
