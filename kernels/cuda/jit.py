@@ -83,7 +83,7 @@ def kernel_ir(name: str, constants: tuple[int, ...]) -> str:
     texts = library.llvm_strs
     entries = re.findall(r'@"([^"]+)", !"kernel"', "\n".join(texts))
     assert len(entries) == 1, f"{name} has {len(entries)} entries"
-    return _optimised([_unroll(_without_used(text)).replace(f'@"{entries[0]}"', "@kernel") for text in texts])
+    return _optimised([_unroll(_convergent(_without_used(text))).replace(f'@"{entries[0]}"', "@kernel") for text in texts])
 
 
 def find_template(name: str) -> Template:
@@ -97,6 +97,11 @@ def find_template(name: str) -> Template:
 def _without_used(text: str) -> str:
     """Drop the list that keeps every inlined piece, and host-side records, alive."""
     return re.sub(r'(?m)^@"?llvm\.used"?\s*=.*$', "", text)
+
+
+def _convergent(text: str) -> str:
+    """Tell LLVM that lanes may meet in any function, so that no call is copied into branches before it is inlined."""
+    return re.sub(r"(?m)^((?:define|declare) .*\))", r"\1 convergent", text)
 
 
 def _unroll(text: str) -> str:
