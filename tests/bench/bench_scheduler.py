@@ -48,11 +48,11 @@ def alone(llm: LLM, tokens: int, repetitions: int) -> None:
 
 
 def rate(llm: LLM, num_streams: int, tokens: int, options: dict[str, Any]) -> float:
-    """Tokens per second of all streams together, their prompts of 32 tokens included."""
+    """Tokens per second of all streams together, their prompts of 8 tokens included."""
     counts = [0] * num_streams
 
     def read(index: int) -> None:
-        for _ in llm.stream(prompt(32, index, llm.vocab_size), max_tokens=tokens, **options):
+        for _ in llm.stream(prompt(8, index, llm.vocab_size), max_tokens=tokens, **options):
             counts[index] += 1
 
     llm.clear_cache()
