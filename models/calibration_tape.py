@@ -206,12 +206,16 @@ class CalibrationTape:
 
         is_one = all(one[0] is one[-1] for one in (self.streams(queries), keys, values))
         self._set_each(out, compute, is_one, len(keys))
+        del self._values[queries.index]
 
     def activation(self, out: Buffer, x: Buffer, kind: Activation) -> None:
         self._rowwise(out, lambda a: activate(a, kind), x)
 
     def gated_activation(self, out: Buffer, gate: Buffer, up: Buffer, kind: Activation) -> None:
         self._rowwise(out, lambda g, u: activate_gated(g, u, kind), gate, up)
+        if gate.index != out.index:
+            # Nothing reads a gate again, and it is among the largest buffers there are.
+            del self._values[gate.index]
 
     def add(self, out: Buffer, a: Buffer, b: Buffer, scale: float = 1.0) -> None:
         self._rowwise(out, lambda first, second: first + np.float32(scale) * second, a, b)

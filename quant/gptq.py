@@ -21,32 +21,39 @@ _BLOCK = 128
 
 def round_with_feedback(
     target: FloatArray, grid: Grid, factor: Factor, workers: Workers
-) -> tuple[NDArray[np.int8], FloatArray]:
-    """Choose levels on a grid for a matrix; return them and what they decode to.
+) -> tuple[NDArray[np.int8], FloatArray, NDArray[np.float64]]:
+    """Choose levels on a grid for a matrix; return them, what they decode to, and each row's |(W - Q) R|^2.
 
     Column i is rounded after adding sum over earlier j of (W_j - Q_j) R_ji / R_ii, which makes entry i of (W - Q) R as
     small as the grid allows.
 
-    Shapes: target float32[rows, columns]; results int8 and float32 [rows, columns].
+    Shapes: target float32[rows, columns]; results int8 and float32 [rows, columns], float64[rows].
     """
     levels = np.empty(target.shape, np.int8)
     decoded = np.empty(target.shape, np.float32)
+    losses = np.empty(len(target))
+    diagonal = np.diagonal(factor.upper).copy()
     # Row i: what the errors of earlier columns weigh in column i.
-    weights: FloatArray = np.ascontiguousarray((factor.upper / np.diagonal(factor.upper)).T, np.float32)
+    weights: FloatArray = np.ascontiguousarray((factor.upper / diagonal).T, np.float32)
 
     def one(rows: slice) -> None:
         columns = np.ascontiguousarray(target[rows].T[factor.order])
-        chosen, values = _round_columns(columns, grid, rows, factor.order, weights)
+        chosen, values, remainders = _round_columns(columns, grid, rows, factor.order, weights)
         levels[rows], decoded[rows] = chosen.T, values.T
+        remainders *= diagonal[:, None]
+        losses[rows] = np.einsum("kr,kr->r", remainders, remainders, dtype=np.float64)
 
     workers.over_rows(one, len(target), ROWS_PER_PIECE)
-    return levels, decoded
+    return levels, decoded, losses
 
 
 def _round_columns(
     columns: FloatArray, grid: Grid, rows: slice, order: NDArray[np.int64], weights: FloatArray
-) -> tuple[NDArray[np.int8], FloatArray]:
-    """Shapes: columns float32[columns, rows] in rounding order; results in file order."""
+) -> tuple[NDArray[np.int8], FloatArray, FloatArray]:
+    """Levels and values in file order, and what rounding took from each column as it was then, in rounding order.
+
+    Shapes: columns, in rounding order, and results [columns, rows].
+    """
     levels = np.empty(columns.shape, np.int8)
     values = np.empty_like(columns)
     errors = np.empty_like(columns)
@@ -64,7 +71,8 @@ def _round_columns(
             level, decoded = grid.nearest(value, groups[i], rows)
             levels[positions[i]], values[positions[i]] = level, decoded
             np.subtract(columns[i], decoded, out=errors[i])
-    return levels, values
+            value -= decoded
+    return levels, values, wanted
 
 
 def quantize_with_feedback(
@@ -76,10 +84,9 @@ def quantize_with_feedback(
     Shapes: target float32[rows, columns]; encoded uint8[rows, row bytes]. Returns: rows in blocks, what they decode to,
         and their loss over that of the given ones.
     """
-    levels, decoded = round_with_feedback(target, read_grid(encoded, type), factor, workers)
+    levels, decoded, after = round_with_feedback(target, read_grid(encoded, type), factor, workers)
     plain = dequantize(encoded, type, target.shape)
     before = row_losses(target - plain, factor, workers)
-    after = row_losses(target - decoded, factor, workers)
     is_worse = after > before
     blocks = with_levels(encoded, type, levels)
     blocks[is_worse], decoded[is_worse] = encoded[is_worse], plain[is_worse]

@@ -27,6 +27,7 @@ SHIFT = 0.5
 """How much of the error of earlier layers a matrix answers for; all of it fits the calibration text too closely."""
 
 _BLOCK = 128
+_FACTORED_AT_ONCE = 256
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Factor:
     diagonal: FloatArray
 
 
-def factor(gram: FloatArray, num_tokens: int) -> Factor | None:
+def factor(gram: FloatArray, num_tokens: int, workers: Workers) -> Factor | None:
     """Factor the Hessian of inputs; None if there is nothing to factor (no inputs but zeros), or no way to.
 
     Shapes: gram float32[columns, columns], X^T X.
@@ -53,19 +54,44 @@ def factor(gram: FloatArray, num_tokens: int) -> Factor | None:
     order = np.argsort(-diagonal, kind="stable")
     # With rows and columns turned around, the lower triangle that NumPy gives is the upper one wanted here.
     turned = order[::-1]
-    hessian = gram[np.ix_(turned, turned)].astype(np.float64)
-    hessian *= 2 / num_tokens
     shares = (DAMPING,) if num_tokens >= 2 * len(gram) else ()
-    added = 0.0
     for share in (*shares, FEW_TOKENS_DAMPING, 10 * FEW_TOKENS_DAMPING):
-        hessian[np.diag_indices_from(hessian)] += (share - added) * mean
-        added = share
+        matrix = gram[np.ix_(turned, turned)].astype(np.float64)
+        matrix *= 2 / num_tokens
+        matrix[np.diag_indices_from(matrix)] += share * mean
         try:
-            lower = np.linalg.cholesky(hessian)
+            _factor_in_place(matrix, workers)
         except np.linalg.LinAlgError:
             continue
-        return Factor(order, np.ascontiguousarray(lower[::-1, ::-1], np.float32), diagonal)
+        upper = np.ascontiguousarray(matrix[::-1, ::-1], np.float32)
+        return Factor(order, np.triu(upper), diagonal)
     return None
+
+
+def _factor_in_place(matrix: NDArray[np.float64], workers: Workers) -> None:
+    """Put the Cholesky factor in the lower triangle, block after block; above it nothing means anything.
+
+    Raises: numpy.linalg.LinAlgError if the matrix is not positive definite.
+    """
+    for start in range(0, len(matrix), _FACTORED_AT_ONCE):
+        end = min(len(matrix), start + _FACTORED_AT_ONCE)
+        block = np.linalg.cholesky(matrix[start:end, start:end])
+        matrix[start:end, start:end] = block
+        inverse = np.linalg.inv(block).T
+        below = matrix[end:]
+        left = below[:, start:end]
+
+        def solve(rows: slice, left: NDArray[np.float64] = left, inverse: NDArray[np.float64] = inverse) -> None:
+            left[rows] = left[rows] @ inverse
+
+        def update(
+            rows: slice, below: NDArray[np.float64] = below, left: NDArray[np.float64] = left, end: int = end
+        ) -> None:
+            stop = min(len(left), rows.stop)
+            below[rows, end : end + stop] -= left[rows] @ left[:stop].T
+
+        workers.over_rows(solve, len(left))
+        workers.over_rows(update, len(left))
 
 
 def shifted(target: FloatArray, correlation: FloatArray, factor: Factor, workers: Workers) -> FloatArray:

@@ -80,7 +80,7 @@ class RoundingVisitor:
         x, num_tokens = product.current, len(product.current)
         found = None
         if num_tokens >= LEAST_TOKENS_PER_COLUMN * x.shape[1]:
-            found = factor(self._workers.gram(x), num_tokens)
+            found = factor(self._workers.gram(x), num_tokens, self._workers)
         drift = None
         has_drift = product.is_aligned and product.original is not x
         if found is not None and has_drift and any(matrix.wanted is None for matrix in product.matrices):

@@ -6,7 +6,7 @@ import pytest
 from localinfer.quant.formats import TensorType
 from localinfer.quant.gptq import quantize_with_feedback, round_with_feedback
 from localinfer.quant.grids import read_grid
-from localinfer.quant.hessian import SHIFT, Factor, factor, row_losses, shifted
+from localinfer.quant.hessian import DAMPING, SHIFT, Factor, factor, row_losses, shifted
 from localinfer.quant.reference import dequantize, quantize
 from localinfer.quant.workers import Workers
 
@@ -22,7 +22,7 @@ def activations(generator: np.random.Generator, tokens: int, columns: int) -> np
 
 def factored(x: np.ndarray) -> Factor:
     with Workers(1) as workers:
-        found = factor(workers.gram(x), len(x))
+        found = factor(workers.gram(x), len(x), workers)
     assert found is not None
     return found
 
@@ -50,7 +50,7 @@ def test_blocks_of_columns_give_what_single_columns_give(type: TensorType) -> No
     target = generator.standard_normal((37, 256)).astype(np.float32)
     blocks = quantize(target, type, found.diagonal)
     with Workers(1) as workers:
-        _, decoded = round_with_feedback(target, read_grid(blocks, type), found, workers)
+        _, decoded, losses = round_with_feedback(target, read_grid(blocks, type), found, workers)
     wanted = textbook(target, blocks, type, found)
     # A value between two levels may fall to either side in float32, and what follows answers for it.
     is_same = (decoded == wanted).all(axis=1)
@@ -64,6 +64,7 @@ def test_blocks_of_columns_give_what_single_columns_give(type: TensorType) -> No
     assert loss(decoded) == pytest.approx(loss(wanted), rel=0.01)
     with Workers(1) as workers:
         assert row_losses(target - decoded, found, workers).sum() == pytest.approx(loss(decoded), rel=1e-4)
+    assert losses.sum() == pytest.approx(loss(decoded), rel=1e-3)
 
 
 def test_a_layer_of_q4_k_errs_half_as_much_on_tokens_it_has_not_seen() -> None:
@@ -90,7 +91,7 @@ def test_no_row_loses_to_rounding() -> None:
     target = generator.standard_normal((400, 64)).astype(np.float32)
     rounded = quantize(target, TensorType.Q4_0, found.diagonal)
     with Workers(1) as workers:
-        _, plain = round_with_feedback(target, read_grid(rounded, TensorType.Q4_0), found, workers)
+        _, plain, _ = round_with_feedback(target, read_grid(rounded, TensorType.Q4_0), found, workers)
         _, decoded, ratio = quantize_with_feedback(target, rounded, TensorType.Q4_0, found, workers)
         before = row_losses(target - dequantize(rounded, TensorType.Q4_0, target.shape), found, workers)
         assert (row_losses(target - plain, found, workers) > before).any()
@@ -123,7 +124,7 @@ def test_bits_do_not_depend_on_threads() -> None:
     results = []
     for threads in (1, 3):
         with Workers(threads) as workers:
-            found = factor(workers.gram(x), len(x))
+            found = factor(workers.gram(x), len(x), workers)
             assert found is not None
             moved = shifted(target, workers.cross(x[:, :1100], x)[:1] + target, found, workers)
             results.append(
@@ -135,7 +136,19 @@ def test_bits_do_not_depend_on_threads() -> None:
 
 @pytest.mark.parametrize("value", [0.0, np.nan])
 def test_what_cannot_be_factored_is_none(value: float) -> None:
-    assert factor(np.full((4, 4), value, np.float32), 10) is None
+    with Workers(1) as workers:
+        assert factor(np.full((4, 4), value, np.float32), 10, workers) is None
+
+
+def test_the_factor_times_itself_is_the_damped_hessian() -> None:
+    x = activations(np.random.default_rng(8), 3000, 700)
+    found = factored(x)
+    hessian = x.astype(np.float64).T @ x * (2 / len(x))
+    hessian[np.diag_indices(700)] += DAMPING * np.diagonal(hessian).mean()
+    wanted = hessian[np.ix_(found.order, found.order)]
+    upper = found.upper.astype(np.float64)
+    np.testing.assert_array_equal(upper, np.triu(upper))
+    np.testing.assert_allclose(upper @ upper.T, wanted, atol=1e-5 * np.abs(wanted).max())
 
 
 def test_dead_and_repeated_channels_are_damped() -> None:
