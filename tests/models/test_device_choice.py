@@ -72,7 +72,7 @@ def test_a_model_on_the_gpu_continues_a_prompt_as_the_cpu_does(
         with localinfer.load(
             model.path, device=device, threads=1, context_length=64, kv_memory=1 << 24, speculation=None
         ) as llm:
-            prompt = model.token_ids[:2].tolist()
+            prompt = model.token_ids[:1].tolist()
             texts.append(
                 [
                     event.token_id
