@@ -12,7 +12,7 @@ from localinfer.server.chat_wire import ChatRequest, MessageWriter, choice
 from localinfer.server.event_stream import DONE, PING, EventStream, data_frame
 from localinfer.server.json_body import read_json
 from localinfer.server.reply import End, Reply, Silence, TextPlan, Token
-from localinfer.server.routing import service_of
+from localinfer.server.routing import owner_of, service_of
 from localinfer.server.sampling_fields import seeded
 from localinfer.server.service import unless_gone
 from localinfer.server.usage import timings, usage
@@ -26,7 +26,8 @@ async def chat_completions(request: Request) -> Response:
     """Answer a chat, streamed or whole."""
     service = service_of(request)
     body = await read_json(request, ChatRequest, service.settings)
-    messages, options = template_messages(body.messages), body.generation_options()
+    messages = template_messages(body.messages)
+    options = {**body.generation_options(), "owner": owner_of(request)}
     plan = partial(_plan, messages=messages, options=options, count=body.n or 1)
     reply = await service.begin(request, body.model, "chatcmpl", plan)
     if body.stream:

@@ -15,7 +15,7 @@ from localinfer.server.fill_in import fill_prompt
 from localinfer.server.json_body import read_json
 from localinfer.server.prompts import split_prompts
 from localinfer.server.reply import End, Reply, Silence, TextPlan, Token
-from localinfer.server.routing import service_of
+from localinfer.server.routing import owner_of, service_of
 from localinfer.server.sampling_fields import seeded
 from localinfer.server.service import unless_gone
 from localinfer.server.usage import timings, usage
@@ -42,7 +42,7 @@ async def completions(request: Request) -> Response:
     """Continue prompts, streamed or whole."""
     service = service_of(request)
     body = await read_json(request, CompletionRequest, service.settings)
-    options = body.generation_options()
+    options = {**body.generation_options(), "owner": owner_of(request)}
     prompts = [_Prompt(given) for given in split_prompts(body.prompt, "prompt", at_most=_MOST_PROMPTS)]
     if len(prompts) * body.num_made > service.settings.max_generations:
         raise ApiError(400, "prompt times n asks for too many texts; ask for fewer at a time", param="n")

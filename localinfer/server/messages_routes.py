@@ -15,7 +15,7 @@ from localinfer.server.json_body import read_json
 from localinfer.server.messages_wire import CountRequest, MessagesRequest, chat_messages
 from localinfer.server.pieces import Piece, pieces_of
 from localinfer.server.reply import End, Reply, Silence, TextPlan, Token
-from localinfer.server.routing import service_of
+from localinfer.server.routing import owner_of, service_of
 from localinfer.server.service import unless_gone
 from localinfer.server.usage import timings
 from localinfer.server.wire_errors import json_response, to_api_error
@@ -33,7 +33,7 @@ async def messages(request: Request) -> Response:
     service = service_of(request)
     body = await read_json(request, MessagesRequest, service.settings)
     asked = template_messages(body.chat_messages())
-    options = body.generation_options()
+    options = {**body.generation_options(), "owner": owner_of(request)}
     reply = await service.begin(
         request, body.model, "msg", lambda llm: [TextPlan(partial(llm.stream_chat, asked, **options))]
     )

@@ -14,7 +14,7 @@ from localinfer.server.pieces import pieces_of
 from localinfer.server.reply import End, Reply, Silence, TextPlan, Token
 from localinfer.server.responses_events import Event, ResponseWriter
 from localinfer.server.responses_wire import ResponsesRequest, response_object, responses_usage
-from localinfer.server.routing import service_of
+from localinfer.server.routing import owner_of, service_of
 from localinfer.server.service import unless_gone
 from localinfer.server.usage import timings, usage
 from localinfer.server.wire_errors import json_response, to_api_error
@@ -26,7 +26,7 @@ async def responses(request: Request) -> Response:
     body = await read_json(request, ResponsesRequest, service.settings)
     body.check()
     messages = template_messages(body.messages())
-    options = body.generation_options()
+    options = {**body.generation_options(), "owner": owner_of(request)}
     reply = await service.begin(
         request, body.model, "resp", lambda llm: [TextPlan(partial(llm.stream_chat, messages, **options))]
     )

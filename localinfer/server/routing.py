@@ -27,6 +27,14 @@ def service_of(request: Request) -> Service:
     return cast(Service, request.app.state.service)
 
 
+def owner_of(request: Request) -> str:
+    """Whom a request is for: a connection by TCP, by the Unix socket each request on its own.
+
+    The scheduler computes the prompts of several owners in turns.
+    """
+    return str(request.client or request.state.request_id)
+
+
 def route(path: str, endpoint: Endpoint, method: str = "GET") -> Route:
     """A route whose errors are answered, counted and logged."""
 
