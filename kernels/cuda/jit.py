@@ -83,7 +83,8 @@ def kernel_ir(name: str, constants: tuple[int, ...]) -> str:
     texts = library.llvm_strs
     entries = re.findall(r'@"([^"]+)", !"kernel"', "\n".join(texts))
     assert len(entries) == 1, f"{name} has {len(entries)} entries"
-    return _optimised([_unroll(_convergent(_without_used(text))).replace(f'@"{entries[0]}"', "@kernel") for text in texts])
+    prepared = [_unroll(_convergent(_without_used(text))) for text in texts]
+    return _optimised([text.replace(f'@"{entries[0]}"', "@kernel") for text in prepared])
 
 
 def find_template(name: str) -> Template:
