@@ -12,7 +12,9 @@ import localinfer
 from localinfer.errors import CorruptFileError, UnsupportedFormatError
 from localinfer.models.checkpoint.model import open_checkpoint
 from localinfer.quant.formats import TensorType
+from localinfer.quant.gguf import read_gguf
 from localinfer.quant.reference import dequantize
+from localinfer.quantization import quantize
 from tests.checkpoint_files import LAYERS, LLAMA_CONFIG, MODULES, TOKEN_IDS, Array, Stored, llama_weights, write_folder
 from tests.models.checkpoint_oracle import oracle_logits
 from tests.quantized_checkpoints import (
@@ -129,6 +131,17 @@ def test_folder_gives_the_same_bits_as_the_gguf_file_of_its_blocks(name: str, tm
         with localinfer.load(path, threads=1, kv_type="f32") as llm:
             found.append(llm.logits(TOKEN_IDS))
     np.testing.assert_array_equal(found[0], found[1])
+
+
+def test_a_file_made_from_symmetric_gptq_of_32_keeps_every_code(tmp_path: Path) -> None:
+    quantized, plain = write_variants(tmp_path, "gptq-symmetric-32")
+    quantize(quantized, tmp_path / "model.gguf", type="Q4_0", method="rtn", threads=1)
+    with read_gguf(tmp_path / "model.gguf") as made, open_checkpoint(plain) as numbers:
+        for name in (f"blk.{layer}.{kind}.weight" for layer in range(LAYERS) for kind in ("attn_v", "ffn_down")):
+            info = made.tensor(name)
+            assert info.type is TensorType.Q4_0
+            found = dequantize(made.tensor_bytes(name), info.type, info.shape)
+            np.testing.assert_array_equal(found.ravel(), numbers.tensor_bytes(name).view(np.float32))
 
 
 def test_symmetric_gptq_of_32_is_q4_0_with_its_codes_unchanged(tmp_path: Path) -> None:
