@@ -5,10 +5,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from localinfer.errors import LocalinferError
 from localinfer.progress import Progress, with_time_left
 
 if TYPE_CHECKING:
     from localinfer.llm import LLM
+    from localinfer.questions import Answer
 
 _COUNT = click.IntRange(min=1)
 
@@ -60,7 +62,12 @@ def perplexity_command(
 @click.argument("base", metavar="BASE")
 @click.argument("candidate", metavar="CANDIDATE")
 @_measuring_options
-@click.option("--questions", is_flag=True, help="Also ask both ten questions with known answers (chat models).")
+@click.option(
+    "--questions/--no-questions",
+    default=None,
+    help="Also ask both ten questions with known answers. Default: if BASE has a chat template and --context-length "
+    "holds an answer.",
+)
 def compare_command(
     base: str,
     candidate: str,
@@ -69,7 +76,7 @@ def compare_command(
     chunks: int | None,
     threads: int | None,
     as_json: bool,
-    questions: bool,
+    questions: bool | None,
 ) -> None:
     """Measure how far the predictions of CANDIDATE are from those of BASE, the same model before it was quantized.
 
@@ -77,10 +84,12 @@ def compare_command(
     """
     from localinfer import evaluation_report as report
     from localinfer.evaluation import compare, evaluation_text
-    from localinfer.questions import LONGEST_ANSWER, ask
+    from localinfer.questions import LONGEST_ANSWER
 
     content = evaluation_text(text)
     # A question and its answer may be longer than a chunk that was asked to be short.
+    if questions is None and context_length < 2 * LONGEST_ANSWER:
+        questions = False
     length = max(context_length, 2 * LONGEST_ANSWER) if questions else context_length
     with (
         Progress() as progress,
@@ -95,7 +104,8 @@ def compare_command(
             max_chunks=chunks,
             progress=with_time_left(progress),
         )
-        answers = (ask(first), ask(second)) if questions else None
+        asked = _ask(first, second, questions, progress)
+    answers = asked if isinstance(asked, tuple) else None
     if as_json:
         record = report.comparison_record(found)
         if answers is not None:
@@ -105,6 +115,25 @@ def compare_command(
     click.echo(report.render_comparison(found))
     if answers is not None:
         click.echo(f"\n{report.render_answers(*answers)}")
+    elif isinstance(asked, str):
+        click.echo(f"\nquestions not asked: {asked}")
+
+
+def _ask(
+    first: "LLM", second: "LLM", questions: bool | None, progress: Progress
+) -> "tuple[list[Answer], list[Answer]] | str | None":
+    """Both models' answers; why there are none although nobody said no; None if somebody did, or neither can chat."""
+    from localinfer.questions import ask
+
+    if not (first.has_chat_template if questions is None else questions):
+        return None
+    try:
+        return ask(first, progress=with_time_left(progress)), ask(second, progress=with_time_left(progress))
+    except LocalinferError as error:
+        if questions:
+            raise
+        # The figures are there; a template that takes no plain question is no reason to lose them.
+        return str(error)
 
 
 def _load(model: str, context_length: int, threads: int | None, progress: Progress) -> "LLM":

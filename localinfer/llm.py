@@ -129,6 +129,12 @@ class LLM:
         """Number of token ids, and width of `logits`."""
         return self._engine.vocab_size
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the file says how this model wants conversations; without, `chat` takes a general form."""
+        template = self._model.chat_template
+        return template is not None and template.source is not None and not template.is_fallback
+
     def complete(
         self, prompt: Prompt, *, parse_special: bool = False, **options: Unpack[GenerationOptions]
     ) -> Completion:

@@ -1,5 +1,6 @@
 """Ten questions with known answers, to see with one's own eyes whether a model still knows what it knew."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from localinfer.llm import LLM
@@ -41,19 +42,20 @@ class Answer:
         return any(wanted in self.text.lower() for wanted in self.question.answers)
 
 
-def ask(llm: LLM) -> list[Answer]:
+def ask(llm: LLM, *, progress: Callable[[str, int, int], None] | None = None) -> list[Answer]:
     """Ask all questions, each in a conversation of its own, always taking the likeliest token.
 
-    Raises: RequestError if the model cannot chat.
+    progress: called with a stage's name, the questions answered and the questions in all.
+    Raises: RequestError if the model cannot chat, TemplateError if its template refuses a question.
     """
-    return [
-        Answer(
-            question,
-            llm.chat(
-                [{"role": "user", "content": f"{question.text} Answer in one short sentence."}],
-                temperature=0.0,
-                max_tokens=LONGEST_ANSWER,
-            ).text.strip(),
+    answers = []
+    for index, question in enumerate(QUESTIONS):
+        if progress is not None:
+            progress("asking", index, len(QUESTIONS))
+        completion = llm.chat(
+            [{"role": "user", "content": f"{question.text} Answer in one short sentence."}],
+            temperature=0.0,
+            max_tokens=LONGEST_ANSWER,
         )
-        for question in QUESTIONS
-    ]
+        answers.append(Answer(question, completion.text.strip()))
+    return answers

@@ -153,7 +153,9 @@ def test_questions_are_asked_one_by_one_and_judged_by_their_answers() -> None:
             answer = "Mercury, I think.\n" if "planet" in messages[0]["content"] else "I do not know."
             return type("Completion", (), {"text": answer})
 
-    answers = ask(Chatty())  # type: ignore[arg-type]
+    calls: list[tuple[str, int, int]] = []
+    answers = ask(Chatty(), progress=lambda *call: calls.append(call))  # type: ignore[arg-type]
+    assert calls == [("asking", index, 10) for index in range(10)]
     assert [answer.is_right for answer in answers].count(True) == 1
     assert len(QUESTIONS) == 10
     assert Answer(QUESTIONS[2], "It is 42.").is_right

@@ -6,7 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from localinfer import questions
 from localinfer.cli import EXIT_BAD_INPUT, main
+from localinfer.errors import TemplateError
 from localinfer.models import demo, scale_calibration
 from localinfer.quant.formats import TensorType
 from localinfer.quant.gguf import read_gguf
@@ -130,6 +132,28 @@ def test_compare_and_perplexity_agree(tmp_path: Path, capsys: pytest.CaptureFixt
     assert json.loads(capsys.readouterr().out) == found["candidate"]
     assert main(["perplexity", str(target), *options[:-1]]) == 0
     assert capsys.readouterr().out.startswith(f"perplexity {found['candidate']['perplexity']:.4f} +- ")
+
+
+def test_compare_asks_models_with_a_template_unless_told_not_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(questions, "QUESTIONS", questions.QUESTIONS[:2])
+    words = ["compare", str(MODEL), str(MODEL), "--chunks", "1", "--context-length", "192", "--threads", "1"]
+    assert main(words) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("right answers: ")
+    assert main([*words, "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["right_answers"]) == 2
+    assert main([*words, "--no-questions"]) == 0
+    assert "right answers" not in capsys.readouterr().out
+
+    def refuse(*arguments: object, **options: object) -> None:
+        raise TemplateError("no questions, please")
+
+    monkeypatch.setattr(questions, "ask", refuse)
+    assert main(words) == 0
+    assert capsys.readouterr().out.endswith("questions not asked: no questions, please\n")
+    assert main([*words, "--questions"]) == EXIT_BAD_INPUT
+    assert "no questions, please" in capsys.readouterr().err
 
 
 def test_calibration_keeps_more_than_rounding_and_leaves_nothing_behind(
