@@ -18,7 +18,6 @@ import localinfer
 from localinfer.evaluation import Comparison, compare
 from localinfer.quant.formats import TensorType
 from localinfer.quant.gguf import read_gguf
-from localinfer.quant.imatrix import read_imatrix
 from localinfer.quant.presets import PRESETS, Preset, find_preset
 from localinfer.quantization import quantize
 
@@ -85,11 +84,8 @@ def main() -> None:
             base_type = "Q4_K_M" if type == "LAYERS_Q4_K" else type
             quantize(args.model, base, type=base_type, method="imatrix", save_imatrix=importance, **options)
             if args.peer_python is not None:
-                arrays = folder / "importance.npz"
-                squares = read_imatrix(importance).mean_squares
-                np.savez(arrays, **{name: values.reshape(-1) for name, values in squares.items()})
                 file_type = find_preset(base_type).file_type
-                peer(args.peer_python, "quantize", args.model, base, file_type, arrays)
+                peer(args.peer_python, "quantize", args.model, base, file_type, importance)
             start = time.perf_counter()
             quantize(args.model, ours, type=type, method="gptq", **options)
             seconds = time.perf_counter() - start

@@ -1,19 +1,62 @@
 """Run by a Python that has llama-cpp-python: what llama.cpp makes of a model, and what it says with one.
 
-python peer_files.py quantize SOURCE TARGET FTYPE IMPORTANCE.npz: its quantizer, with importance by tensor.
+python peer_files.py quantize SOURCE TARGET FTYPE IMATRIX.gguf: its quantizer, with importance as its tools read it.
 python peer_files.py continue MODEL "1 2 3" COUNT: greedy token ids after given ones, on standard output.
+python peer_files.py logits MODEL "1 2 3" TARGET.npy: logits after each of the ids, float32[ids, vocabulary].
 """
 
 import ctypes
 import sys
+from pathlib import Path
 
 import llama_cpp
 import numpy as np
+from llama_cpp import _ctypes_extensions
+from numpy.typing import NDArray
 
 
-def quantize(source: str, target: str, file_type: int, importance: str) -> None:
-    with np.load(importance) as stored:
-        arrays = {name: np.ascontiguousarray(stored[name], np.float32) for name in stored.files}
+class _InitParams(ctypes.Structure):
+    """`gguf_init_params` of gguf.h."""
+
+    _fields_ = (("no_alloc", ctypes.c_bool), ("ctx", ctypes.POINTER(ctypes.c_void_p)))
+
+
+def read_importance(path: str) -> dict[str, NDArray[np.float32]]:
+    """Mean squares of a GGUF imatrix, by ggml's own reader, as llama-quantize takes them."""
+    ggml = _ctypes_extensions.load_shared_library("ggml-base", Path(llama_cpp.__file__).parent / "lib")
+    ggml.gguf_init_from_file.argtypes = [ctypes.c_char_p, _InitParams]
+    ggml.gguf_find_key.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
+    ggml.gguf_find_key.restype = ggml.ggml_nelements.restype = ctypes.c_int64
+    ggml.ggml_get_name.restype = ctypes.c_char_p
+    ggml.ggml_get_data_f32.restype = ctypes.POINTER(ctypes.c_float)
+    for function in (ggml.gguf_init_from_file, ggml.ggml_get_first_tensor, ggml.ggml_get_next_tensor):
+        function.restype = ctypes.c_void_p
+    ggml.ggml_get_next_tensor.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    for function in (ggml.ggml_get_first_tensor, ggml.ggml_get_name, ggml.ggml_nelements, ggml.ggml_get_data_f32):
+        function.argtypes = [ctypes.c_void_p]
+    context = ctypes.c_void_p()
+    file = ggml.gguf_init_from_file(path.encode(), _InitParams(False, ctypes.pointer(context)))
+    if not file:
+        raise SystemExit(f"ggml could not read {path}")
+    for key in (b"imatrix.datasets", b"imatrix.chunk_count", b"imatrix.chunk_size"):
+        if ggml.gguf_find_key(file, key) < 0:
+            raise SystemExit(f"{path} lacks {key.decode()}, which llama-quantize wants")
+    arrays, tensor = {}, ggml.ggml_get_first_tensor(context)
+    while tensor:
+        values = np.ctypeslib.as_array(ggml.ggml_get_data_f32(tensor), (ggml.ggml_nelements(tensor),))
+        arrays[ggml.ggml_get_name(tensor).decode()] = values
+        tensor = ggml.ggml_get_next_tensor(context, tensor)
+    found = {}
+    for name, sums in arrays.items():
+        if name.endswith(".in_sum2"):
+            weight = name.removesuffix(".in_sum2")
+            counts = arrays[f"{weight}.counts"]
+            found[weight] = (sums.reshape(counts.size, -1) / counts[:, None]).reshape(-1)
+    return found
+
+
+def quantize(source: str, target: str, file_type: int, imatrix: str) -> None:
+    arrays = read_importance(imatrix)
     entries = (llama_cpp.llama_model_imatrix_data * (len(arrays) + 1))()
     for entry, (name, values) in zip(entries, arrays.items(), strict=False):
         entry.name, entry.size = name.encode(), values.size
@@ -30,7 +73,15 @@ def continue_text(model: str, prompt: list[int], count: int) -> None:
     print(*(next(generated) for _ in range(count)))
 
 
+def write_logits(model: str, token_ids: list[int], target: str) -> None:
+    llm = llama_cpp.Llama(model, n_ctx=256, logits_all=True, verbose=False)
+    llm.eval(token_ids)
+    np.save(target, np.array(llm.scores[: len(token_ids)], np.float32))
+
+
 if sys.argv[1] == "quantize":
     quantize(sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5])
+elif sys.argv[1] == "logits":
+    write_logits(sys.argv[2], [int(word) for word in sys.argv[3].split()], sys.argv[4])
 else:
     continue_text(sys.argv[2], [int(word) for word in sys.argv[3].split()], int(sys.argv[4]))

@@ -3,6 +3,7 @@
 import struct
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 
@@ -54,6 +55,36 @@ def test_legacy_divides_sums_by_calls(tmp_path: Path) -> None:
     np.testing.assert_array_equal(found.mean_squares["b.weight"], [SUMS[1]])
     (tmp_path / "i.dat").write_bytes(struct.pack("<i", 1) + legacy(b"a.weight", 2, SUMS[0]))
     assert read_imatrix(tmp_path / "i.dat").num_chunks == 0
+
+
+def test_both_formats_of_the_same_sums_say_the_same(tmp_path: Path) -> None:
+    # The newer format, with the keys and shapes of llama-imatrix, by the format's own package.
+    writer = gguf.GGUFWriter(tmp_path / "new.gguf", "unused")
+    writer.add_type("imatrix")
+    writer.add_array("imatrix.datasets", ["a.txt"])
+    writer.add_uint32("imatrix.chunk_count", 4)
+    writer.add_uint32("imatrix.chunk_size", 512)
+    dense, experts = SUMS[:1], SUMS[1:]
+    for name, sums, counts in (("blk.0.attn_q", dense, [2048]), ("blk.0.ffn_up_exps", experts, [1024, 512])):
+        writer.add_tensor(f"{name}.weight.in_sum2", sums)
+        writer.add_tensor(f"{name}.weight.counts", np.array(counts, np.float32)[:, None])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    # The older one keeps means times calls, those of a stack in one run.
+    means = (experts / np.array([[1024], [512]], np.float32)).reshape(-1)
+    entries = legacy(b"blk.0.attn_q.weight", 4, dense[0] / 512) + legacy(b"blk.0.ffn_up_exps.weight", 4, 4 * means)
+    tail = struct.pack("<ii", 4, 5) + b"a.txt"
+    (tmp_path / "old.dat").write_bytes(struct.pack("<i", 2) + entries + tail)
+    new, old = read_imatrix(tmp_path / "new.gguf"), read_imatrix(tmp_path / "old.dat")
+    assert (new.dataset, new.num_chunks) == (old.dataset, old.num_chunks) == ("a.txt", 4)
+    assert new.mean_squares.keys() == old.mean_squares.keys()
+    for name, num_experts in (("blk.0.attn_q.weight", 1), ("blk.0.ffn_up_exps.weight", 2)):
+        first, second = new.of(name, num_experts, 4), old.of(name, num_experts, 4)
+        assert first is not None and second is not None
+        np.testing.assert_array_equal(first, second)
+    np.testing.assert_array_equal(new.mean_squares["blk.0.ffn_up_exps.weight"][1], SUMS[2] / 512)
 
 
 def test_importance_of_another_model_is_refused(tmp_path: Path) -> None:

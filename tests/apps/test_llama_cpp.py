@@ -1,0 +1,66 @@
+"""What we write, in llama.cpp: its reader, its quantizer, its logits. Needs llama-cpp-python."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import localinfer
+from localinfer.models import demo
+from localinfer.quant.gguf import read_gguf
+from localinfer.quantization import quantize
+from tests.models.arch_models import ArchModel, run_logits
+from tests.models.numpy_device import NumpyDevice
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed"
+)
+MODEL = Path(demo.__file__).parent / "demo-f16.gguf"
+PEER_FILES = Path(__file__).parent.parent / "bench" / "peer_files.py"
+NEW_TOKENS = 40
+
+LOGITS_APART = 0.05
+"""Root mean square difference of logits over their own spread. Both engines round activations to 8 bits, one scale for
+32 columns here and for 256 there, so theirs are further from the exact ones; 0.02 was measured."""
+TIES_APART = 4
+"""Likeliest tokens may differ where the exact logits of both are closer than so many times that difference."""
+
+
+def peer(*words: object) -> None:
+    subprocess.run([sys.executable, str(PEER_FILES), *map(str, words)], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize(("type", "method"), [("Q4_K_M", "gptq"), ("Q4_0", "awq")])
+def test_llama_cpp_computes_the_logits_of_calibrated_files(tmp_path: Path, type: str, method: str) -> None:
+    path, answers = tmp_path / "small.gguf", tmp_path / "logits.npy"
+    quantize(MODEL, path, type=type, method=method, calibration_tokens=256, threads=2)  # type: ignore[arg-type]
+    with localinfer.load(path, speculation=None, threads=2) as llm:
+        prompt = llm.tokenizer.encode("Once upon a time")
+        ids = [*prompt, *llm.complete(prompt, temperature=0.0, max_tokens=NEW_TOKENS).token_ids]
+        ours = llm.logits(np.array(ids, np.int32))
+    peer("logits", path, " ".join(map(str, ids)), answers)
+    theirs = np.load(answers)
+    exact = run_logits(ArchModel(path.name, path, np.array(ids, np.int32), ours), NumpyDevice())
+
+    def difference(first: np.ndarray, second: np.ndarray) -> float:
+        return float(np.sqrt(np.square(first - second, dtype=np.float64).mean()))
+
+    assert difference(ours, theirs) < LOGITS_APART * exact.std()
+    assert difference(ours, exact) < difference(theirs, exact)
+    for row, first, second in zip(exact, ours.argmax(axis=1), theirs.argmax(axis=1), strict=True):
+        assert abs(row[first] - row[second]) < TIES_APART * difference(ours, theirs)
+
+
+def test_llama_cpp_quantizes_by_the_imatrix_we_write(tmp_path: Path) -> None:
+    imatrix, ours, theirs = tmp_path / "imatrix.gguf", tmp_path / "ours.gguf", tmp_path / "theirs.gguf"
+    quantize(MODEL, ours, method="imatrix", calibration_tokens=256, save_imatrix=imatrix, threads=2)
+    quantize(MODEL, ours, imatrix=imatrix, threads=2)
+    peer("quantize", MODEL, theirs, 15, imatrix)
+    with read_gguf(ours) as first, read_gguf(theirs) as second:
+        assert first.tensors.keys() == second.tensors.keys()
+        for name, info in first.tensors.items():
+            assert info.type is second.tensor(name).type, name
+            np.testing.assert_array_equal(first.tensor_bytes(name), second.tensor_bytes(name), name)
