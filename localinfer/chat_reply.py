@@ -11,6 +11,7 @@ from localinfer.errors import ConstraintError, RequestError
 from localinfer.models.reasoning_format import ReasoningFormat, learn_reasoning_format, thinking_variables
 from localinfer.models.special_tokens import SpellingFinder
 from localinfer.models.tool_format import CallFormat, learn_call_format
+from localinfer.parameter_types import parameter_types
 from localinfer.reply_grammar import ReasoningState, reply_grammar
 from localinfer.reply_parser import ReplyParser
 from localinfer.thinking_budget import ThinkingBudget
@@ -92,7 +93,8 @@ class ReplyFormat:
     def parser(self) -> ReplyParser:
         """A parser for one reply."""
         reasoning = None if self.state == "none" else self.reasoning
-        return ReplyParser(reasoning, self.calls, starts_reasoning=self.state == "open")
+        types = {tool.name: parameter_types(tool) for tool in self.tools}
+        return ReplyParser(reasoning, self.calls, starts_reasoning=self.state == "open", types=types)
 
     def mask(
         self,
@@ -223,6 +225,8 @@ class ReplyFormats:
             return tool
         try:
             self._compiler.grammar_mask(json_grammar(dict(tool.parameters)), start=0, what="schema")
+            if self.calls.parameters is not None:
+                self._compiler.grammar_mask(self._call_grammar(tool), start=0, what="schema")
         except ConstraintError as error:
             if tool.description["function"].get("strict"):
                 raise ConstraintError(
@@ -231,10 +235,25 @@ class ReplyFormats:
             return replace(tool, parameters=None)
         return tool
 
+    def _call_grammar(self, tool: Tool) -> str:
+        """The grammar of one call of a tool whose parameters stand one by one. Raises: ConstraintError."""
+        grammar = reply_grammar(
+            reasoning=None,
+            state="none",
+            calls=self.calls,
+            tools=[tool],
+            must_call=True,
+            is_parallel=False,
+            answer=None,
+            specials=self._tokenizer.special_spellings,
+        )
+        assert grammar is not None, "there are calls"
+        return grammar
+
     def _shown_ids(self, calls: CallFormat | None) -> frozenset[int]:
         texts = [] if self.reasoning is None else [self.reasoning.begin, self.reasoning.end]
         if calls is not None:
-            texts += [calls.opening, calls.begin, calls.middle, calls.end, calls.separator or "", calls.closing]
+            texts += calls.texts
         return frozenset(
             spelling.token_id for text in texts for spelling in self._tokenizer.special_spellings.find(text)
         )

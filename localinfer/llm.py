@@ -172,10 +172,7 @@ class LLM:
 
     def stream_chat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]) -> TextStream:
         """Answer a conversation like `chat`, and yield an event per token as it comes; closing the stream cancels."""
-        template, history = self._model.chat_template, self._chat_history
-        if template is None or history is None:
-            raise RequestError("the model file has no tokenizer, so it cannot chat; give complete() token ids")
-
+        template, history = self._chat_parts()
         values: dict[str, Any] = dict(options)
         request = self._replies.request(
             cast(ReplyOptions, {name: values.pop(name) for name in ReplyOptions.__annotations__ if name in values})
@@ -263,18 +260,25 @@ class LLM:
         )
         return [BeamCompletion(self._text_after(encoded.token_ids, beam), beam) for beam in beams]
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
-        """Return the prompt that a conversation becomes, as text. Raises: TemplateError, RequestError."""
-        template = self._model.chat_template
-        if template is None:
-            raise RequestError("the model file has no tokenizer, so it cannot chat; give complete() token ids")
-        return template.render(_check_messages(messages), add_generation_prompt)
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        **options: Unpack[ReplyOptions],
+    ) -> str:
+        """Return the prompt that `chat` would make of a conversation, as text. Raises: TemplateError, RequestError."""
+        template, _ = self._chat_parts()
+        request = self._replies.request(options)
+        asked = request.messages(_check_messages(messages))
+        return template.render(asked, add_generation_prompt, request.template_tools or None, **request.variables)
 
-    def count_chat_tokens(self, messages: Sequence[Mapping[str, Any]]) -> int:
+    def count_chat_tokens(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ReplyOptions]) -> int:
         """Return how many tokens `chat` would make of a conversation. Raises: TemplateError, RequestError."""
-        if self._chat_history is None:
-            raise RequestError("the model file has no tokenizer, so it cannot chat; give complete() token ids")
-        return int(self._chat_history.encode(_check_messages(messages)).token_ids.size)
+        _, history = self._chat_parts()
+        request = self._replies.request(options)
+        asked = request.messages(_check_messages(messages))
+        return int(history.encode(asked, request.template_tools or None, request.variables).token_ids.size)
 
     def score(self, token_ids: Sequence[int] | NDArray[np.integer], *, top: int = 0) -> "list[TokenLogprobs | None]":
         """Return how likely each token was after those before it, None for the first.
@@ -374,6 +378,11 @@ class LLM:
             (token_id for token_id in token_ids if token_id < tokenizer.vocab_size),
             previous_token_id=previous if previous < tokenizer.vocab_size else None,
         )
+
+    def _chat_parts(self) -> "tuple[ChatTemplate, ChatHistory]":
+        if self._model.chat_template is None or self._chat_history is None:
+            raise RequestError("the model file has no tokenizer, so it cannot chat; give complete() token ids")
+        return self._model.chat_template, self._chat_history
 
     def _encode(self, prompt: Prompt, parse_special: bool) -> EncodedPrompt:
         if not isinstance(prompt, str):

@@ -5,19 +5,19 @@ token with id 5, which no text can spell.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from localinfer.constraint_compiler import ONE_LINE
+from localinfer.grammar_writer import ANY, GrammarWriter, escaped
 from localinfer.models.reasoning_format import ReasoningFormat
 from localinfer.models.special_tokens import SpellingFinder
 from localinfer.models.tool_format import CallFormat
+from localinfer.parameter_grammar import parameter_rules
 from localinfer.tools import Tool
 
 ReasoningState = Literal["open", "possible", "none"]
 """open: the prompt ends inside the reasoning. possible: the reply may begin with it. none: it has none."""
-
-_ANY = "/(?s:.*)/"
 
 
 def reply_grammar(
@@ -35,10 +35,11 @@ def reply_grammar(
 
     answer: the grammar of what is neither reasoning nor call, from `constraint_compiler.grammar_of`; None allows any
     text. calls: None where there are no tools. specials: the spellings of control tokens.
+    Raises: ConstraintError for a tool whose parameters cannot be enforced where they stand one by one.
     """
     if calls is None and answer is None:
         return None
-    writer = _Writer(specials)
+    writer = GrammarWriter(specials)
     rules = [_reasoning_rule(writer, reasoning, state)]
     not_text = []
     if state == "possible" and reasoning is not None:
@@ -60,46 +61,15 @@ def reply_grammar(
     elif not must_call:
         options.append("TEXT")
     rules += [f"reply: {' | '.join(options)}", r"GAP: /[ \t\r\n]{0,8}/"]
-    exclusions = "".join(rf" & ~/\s*{_escaped(text)}(?s:.*)/" for text in not_text)
-    rules += [f"TEXT: {_ANY}{exclusions}", f"THOUGHT: {_ANY}"]
+    exclusions = "".join(rf" & ~/\s*{escaped(text)}(?s:.*)/" for text in not_text)
+    rules += [f"TEXT: {ANY}{exclusions}", f"THOUGHT: {ANY}"]
     grammars: list[dict[str, Any]] = [{"name": "reply", "lark_grammar": "\n".join(["%llguidance {}", *rules, ""])}]
     if answer is not None:
         grammars.append({**json.loads(answer)["grammars"][0], "name": "answer"})
     return json.dumps({"grammars": grammars})
 
 
-class _Writer:
-    """Writes texts as Lark literals, control tokens in them as tokens."""
-
-    def __init__(self, specials: SpellingFinder) -> None:
-        self._specials = specials
-
-    def literal(self, text: str) -> str:
-        return " ".join(self._pieces(text))
-
-    def until(self, name: str, before: str, text: str) -> list[str]:
-        """Rules for what ends with the first place of a text."""
-        first, *rest = self._pieces(text)
-        if first.startswith("<["):
-            return [f"{name}: {before} {' '.join([first, *rest])}"]
-        if not rest:
-            return [f"{name}[lazy]: {before} {first}"]
-        return [f"{name}: {name}_start {' '.join(rest)}", f"{name}_start[lazy]: {before} {first}"]
-
-    def _pieces(self, text: str) -> Iterator[str]:
-        position = 0
-        for spelling in self._specials.find(text):
-            if spelling.start < position:
-                continue
-            if spelling.start > position:
-                yield _quoted(text[position : spelling.start])
-            yield f"<[{spelling.token_id}]>"
-            position = spelling.end
-        if position < len(text):
-            yield _quoted(text[position:])
-
-
-def _reasoning_rule(writer: _Writer, reasoning: ReasoningFormat | None, state: ReasoningState) -> str:
+def _reasoning_rule(writer: GrammarWriter, reasoning: ReasoningFormat | None, state: ReasoningState) -> str:
     if reasoning is None or state == "none":
         return "start: reply"
     thought = writer.until("thought", "THOUGHT", reasoning.end)
@@ -110,29 +80,21 @@ def _reasoning_rule(writer: _Writer, reasoning: ReasoningFormat | None, state: R
     return "\n".join([start, *thought])
 
 
-def _call_rules(writer: _Writer, calls: CallFormat, tools: Sequence[Tool], is_parallel: bool) -> list[str]:
+def _call_rules(writer: GrammarWriter, calls: CallFormat, tools: Sequence[Tool], is_parallel: bool) -> list[str]:
     rules = [f"call: {' | '.join(f'tool_{index}' for index in range(len(tools)))}"]
     for index, tool in enumerate(tools):
-        arguments = json.dumps(_arguments_schema(tool.parameters))
-        rules.append(f"tool_{index}: {writer.literal(tool.name + calls.middle)} %json {arguments}")
-    end, closing = writer.literal(calls.end), writer.literal(calls.closing)
+        if calls.parameters is not None:
+            rules += parameter_rules(writer, calls, tool, f"tool_{index}", ONE_LINE)
+            continue
+        arguments, end = json.dumps(_arguments_schema(tool.parameters)), writer.literal(calls.end)
+        rules.append(f"tool_{index}: {writer.literal(tool.name + calls.middle)} %json {arguments} {end}")
     more = ""
     if is_parallel and calls.separator is not None:
-        more = f" ({writer.literal(calls.separator + calls.begin)} call {end})*"
-    rules.append(f"first_call: call {end}{more} {closing}")
+        more = f" ({writer.literal(calls.separator + calls.begin)} call)*"
+    rules.append(f"first_call: call{more} {writer.literal(calls.closing)}")
     rules.append(f"section: {writer.literal(calls.opening + calls.begin)} first_call")
     return rules
 
 
 def _arguments_schema(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
     return {**({"type": "object"} if parameters is None else parameters), "x-guidance": ONE_LINE}
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
-
-
-def _escaped(text: str) -> str:
-    """A text as a regular expression between slashes."""
-    escaped = "".join("\\" + letter if letter in r"\.+*?()|[]{}^$/&~#-<>" else letter for letter in text)
-    return escaped.replace("\n", "\\n").replace("\\<", "<").replace("\\>", ">")

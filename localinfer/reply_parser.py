@@ -3,11 +3,13 @@
 import re
 import secrets
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from localinfer.models.reasoning_format import ReasoningFormat
 from localinfer.models.tool_format import CallFormat
+from localinfer.parameter_reader import ParameterReader
+from localinfer.text_match import match_length
 from localinfer.tool_calls import ToolCallDelta
 
 _NOT_NAME = re.compile(r"[^A-Za-z0-9_.:-]")
@@ -25,8 +27,9 @@ class ReplyPiece(NamedTuple):
 class ReplyParser:
     """Takes the text of one reply piece by piece; what it gives, put together, does not depend on the pieces.
 
-    starts_reasoning: the prompt has opened the reasoning. White space around reasoning and before calls belongs to the
-    format and is left out. What looks like a call but is none is content.
+    starts_reasoning: the prompt has opened the reasoning. types: by tool and parameter, the JSON types that it may
+    have, for formats that write strings without quotation marks; there, arguments become JSON here. White space around
+    reasoning and before calls belongs to the format and is left out. What looks like a call but is none is content.
     """
 
     def __init__(
@@ -35,10 +38,13 @@ class ReplyParser:
         calls: CallFormat | None,
         *,
         starts_reasoning: bool = False,
+        types: Mapping[str, Mapping[str, frozenset[str]]] | None = None,
         new_id: Callable[[], str] | None = None,
     ) -> None:
         self._reasoning_format = reasoning
         self._calls = calls
+        self._types = types or {}
+        self._parameters: ParameterReader | None = None
         self._new_id = new_id or _random_id
         self._held = ""
         self._content: list[str] = []
@@ -66,6 +72,9 @@ class ReplyParser:
         """
         if self._state in (self._reopened, self._thought):
             self._reasoning.append(self._held.rstrip())
+        elif self._state == self._named and self._parameters is not None:
+            if fragment := self._parameters.flush(self._held):
+                self._deltas.append(ToolCallDelta(self._index, fragment))
         elif self._state not in (self._gap, self._call, self._after, self._between, self._done):
             self._content.append(self._held)
         self._held = ""
@@ -120,7 +129,7 @@ class ReplyParser:
             return self._go(self._plain)
         if self._calls.trigger:
             return self._go(self._text)
-        length = _match(self._held, self._calls.opening + self._calls.begin)
+        length = match_length(self._held, self._calls.opening + self._calls.begin)
         if length is None:
             return False
         if length < 0:
@@ -142,7 +151,7 @@ class ReplyParser:
             self._held = self._release(self._content, trigger)
             return False
         before = self._held[:place].rstrip()
-        length = _match(self._held[len(before) :], self._calls.opening + self._calls.begin)
+        length = match_length(self._held[len(before) :], self._calls.opening + self._calls.begin)
         if length is None:
             self._content.append(before)
             self._held = self._held[len(before) :]
@@ -161,16 +170,33 @@ class ReplyParser:
         found = _NOT_NAME.search(self._held)
         if found is None:
             return False
-        length = _match(self._held[found.start() :], self._calls.middle)
-        if length is None:
+        name, rest = self._held[: found.start()], self._held[found.start() :]
+        form = self._calls.parameters
+        length = match_length(rest, self._calls.middle)
+        empty = -1 if form is None else match_length(rest, form.empty)
+        if length is None or empty is None:
             return False
-        if length < 0 or not found.start():
+        if max(length, empty) < 0 or not name:
             return self._go(self._plain)
         self._index += 1
-        self._deltas.append(ToolCallDelta(self._index, id=self._new_id(), name=self._held[: found.start()]))
-        self._held = self._held[found.start() + length :]
-        self._depth, self._in_string, self._escaped = 0, False, False
-        return self._go(self._arguments)
+        self._deltas.append(ToolCallDelta(self._index, id=self._new_id(), name=name))
+        self._held = rest[max(length, empty) :]
+        if form is None:
+            self._depth, self._in_string, self._escaped = 0, False, False
+            return self._go(self._arguments)
+        if empty > length:
+            self._deltas.append(ToolCallDelta(self._index, "{}"))
+            return self._go(self._between)
+        self._parameters = ParameterReader(form, self._types.get(name, {}))
+        return self._go(self._named)
+
+    def _named(self) -> bool:
+        """Inside arguments that stand one by one."""
+        assert self._parameters is not None, "made at the name of the call"
+        fragment, self._held, is_whole = self._parameters.read(self._held)
+        if fragment:
+            self._deltas.append(ToolCallDelta(self._index, fragment))
+        return self._go(self._after) if is_whole else False
 
     def _arguments(self) -> bool:
         """Inside the JSON object of a call's arguments."""
@@ -208,7 +234,7 @@ class ReplyParser:
     def _after(self) -> bool:
         """Behind the arguments of a call."""
         assert self._calls is not None, "only reached with calls"
-        length = _match(self._held, self._calls.end)
+        length = match_length(self._held, self._calls.end)
         if length is None:
             return False
         self._held = self._held[max(0, length) :]
@@ -224,7 +250,7 @@ class ReplyParser:
             (None if separator is None else separator + self._calls.begin, self._call),
             (self._calls.closing or None, self._done),
         ):
-            length = -1 if text is None else _match(self._held, text)
+            length = -1 if text is None else match_length(self._held, text)
             if length is None:
                 return False
             if length >= 0:
@@ -250,22 +276,6 @@ class ReplyParser:
         kept = text[: len(text) - overlap].rstrip()
         pieces.append(kept)
         return text[len(kept) :]
-
-
-def _match(text: str, literal: str) -> int | None:
-    """How much of a text spells a literal, whatever white space either has; -1 if none does, None while it may yet."""
-    place = 0
-    for letter in literal:
-        if letter.isspace():
-            continue
-        while place < len(text) and text[place].isspace():
-            place += 1
-        if place == len(text):
-            return None
-        if text[place] != letter:
-            return -1
-        place += 1
-    return place
 
 
 def _random_id() -> str:

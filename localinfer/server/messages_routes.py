@@ -12,7 +12,7 @@ from starlette.responses import Response
 from localinfer.server.chat_messages import template_messages
 from localinfer.server.event_stream import PING, EventStream, named_frame
 from localinfer.server.json_body import read_json
-from localinfer.server.messages_wire import CountRequest, MessagesRequest, chat_messages
+from localinfer.server.messages_wire import CountRequest, MessagesRequest
 from localinfer.server.pieces import Piece, pieces_of
 from localinfer.server.reply import End, Reply, Silence, TextPlan, Token
 from localinfer.server.routing import owner_of, service_of
@@ -51,8 +51,8 @@ async def count_tokens(request: Request) -> Response:
     body = await read_json(request, CountRequest, service.settings)
     lease = await service.lease(request, body.model)
     try:
-        asked = template_messages(chat_messages(body.messages, body.system))
-        return json_response({"input_tokens": await asyncio.to_thread(lease.llm.count_chat_tokens, asked)})
+        count = partial(lease.llm.count_chat_tokens, template_messages(body.chat_messages()), **body.chat_options())
+        return json_response({"input_tokens": await asyncio.to_thread(count)})
     finally:
         lease.release()
 

@@ -32,24 +32,18 @@ class ToolChoice(msgspec.Struct):
         return {"any": "required"}.get(self.type, self.type)
 
 
-class MessagesRequest(msgspec.Struct, kw_only=True):
-    """The members of a messages request that are read; all others are ignored."""
+class CountRequest(msgspec.Struct, kw_only=True):
+    """A conversation, and what else its prompt depends on."""
 
     messages: Annotated[list[InputMessage], Meta(min_length=1, max_length=10_000)]
-    max_tokens: Count
     model: str | None = None
     system: str | list[dict[str, Any]] | None = None
-    stream: bool | None = None
-    stop_sequences: Annotated[list[StopText], Meta(max_length=16)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
-    top_p: Probability | None = None
-    top_k: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
 
-    def generation_options(self) -> dict[str, Any]:
-        """The engine's options for this request."""
+    def chat_options(self) -> dict[str, Any]:
+        """The engine's options about tools and reasoning. Raises: ApiError for a tool that is not the caller's own."""
         choice = self.tool_choice or ToolChoice()
         tools = [_tool(tool, index) for index, tool in enumerate(self.tools or ())]
         thinking = self.thinking
@@ -59,33 +53,37 @@ class MessagesRequest(msgspec.Struct, kw_only=True):
             "parallel_tool_calls": not choice.disable_parallel_tool_use if tools else None,
             "thinking": None if thinking is None else thinking.type != "disabled",
             "thinking_budget": None if thinking is None else thinking.budget_tokens,
+        }
+        return {name: value for name, value in options.items() if value is not None}
+
+    def chat_messages(self) -> list[ChatMessage]:
+        """The conversation as chat messages, the system's first. Raises: ApiError for what is not text."""
+        found = [] if self.system is None else [ChatMessage("system", _text(self.system, "system"))]
+        for index, message in enumerate(self.messages):
+            found += _convert(message, f"messages[{index}].content")
+        return found
+
+
+class MessagesRequest(CountRequest, kw_only=True):
+    """The members of a messages request that are read; all others are ignored."""
+
+    max_tokens: Count
+    stream: bool | None = None
+    stop_sequences: Annotated[list[StopText], Meta(max_length=16)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_p: Probability | None = None
+    top_k: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
+
+    def generation_options(self) -> dict[str, Any]:
+        """The engine's options for this request."""
+        options = {
             "max_tokens": self.max_tokens,
             "stop": self.stop_sequences or None,
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
         }
-        return {name: value for name, value in options.items() if value is not None}
-
-    def chat_messages(self) -> list[ChatMessage]:
-        """The conversation as chat messages, the system's first. Raises: ApiError for what is not text."""
-        return chat_messages(self.messages, self.system)
-
-
-class CountRequest(msgspec.Struct, kw_only=True):
-    """A conversation whose tokens are to be counted."""
-
-    messages: Annotated[list[InputMessage], Meta(min_length=1, max_length=10_000)]
-    model: str | None = None
-    system: str | list[dict[str, Any]] | None = None
-
-
-def chat_messages(messages: list[InputMessage], system: str | list[dict[str, Any]] | None) -> list[ChatMessage]:
-    """A conversation as chat messages. Raises: ApiError for what is not text."""
-    found = [] if system is None else [ChatMessage("system", _text(system, "system"))]
-    for index, message in enumerate(messages):
-        found += _convert(message, f"messages[{index}].content")
-    return found
+        return self.chat_options() | {name: value for name, value in options.items() if value is not None}
 
 
 def _tool(tool: dict[str, Any], index: int) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Text and tokens without generation: `/tokenize`, `/detokenize`, `/apply-template`, and counting what a prompt has."""
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -10,6 +11,7 @@ from starlette.responses import Response
 from localinfer.server.chat_messages import Messages, template_messages
 from localinfer.server.json_body import read_json
 from localinfer.server.prompts import TokenId
+from localinfer.server.reply_fields import ReplyFields, Tools
 from localinfer.server.routing import service_of
 from localinfer.server.wire_errors import json_response
 
@@ -36,12 +38,21 @@ class DetokenizeRequest(msgspec.Struct):
     model: str | None = None
 
 
-class TemplateRequest(msgspec.Struct):
-    """A chat to be written as its model's template writes it."""
+class TemplateRequest(ReplyFields, kw_only=True):
+    """A chat to be written as its model's template writes it, with what else the template is told."""
 
     messages: Messages
     model: str | None = None
+    tools: Tools | None = None
+    tool_choice: str | dict[str, Any] | None = None
     add_generation_prompt: bool = True
+
+    def chat_options(self) -> dict[str, Any]:
+        """The engine's options that the prompt depends on."""
+        options = self.reply_options()
+        options.pop("constraint", None)
+        chosen = {"tools": self.tools or None, "tool_choice": self.tool_choice if self.tools else None}
+        return options | {name: value for name, value in chosen.items() if value is not None}
 
 
 async def tokenize(request: Request) -> Response:
@@ -80,9 +91,8 @@ async def apply_template(request: Request) -> Response:
     lease = await service.lease(request, body.model)
     try:
         messages = template_messages(body.messages)
-        text = await asyncio.to_thread(
-            lease.llm.render_chat, messages, add_generation_prompt=body.add_generation_prompt
-        )
+        render = partial(lease.llm.render_chat, messages, add_generation_prompt=body.add_generation_prompt)
+        text = await asyncio.to_thread(render, **body.chat_options())
         return json_response({"prompt": text})
     finally:
         lease.release()
@@ -94,7 +104,8 @@ async def count_chat_tokens(request: Request) -> Response:
     body = await read_json(request, TemplateRequest, service.settings)
     lease = await service.lease(request, body.model)
     try:
-        count = await asyncio.to_thread(lease.llm.count_chat_tokens, template_messages(body.messages))
+        messages = template_messages(body.messages)
+        count = await asyncio.to_thread(lease.llm.count_chat_tokens, messages, **body.chat_options())
         return json_response({"object": "input_tokens", "input_tokens": count})
     finally:
         lease.release()

@@ -95,6 +95,74 @@ DEEPSEEK_TIGHT = """\
 {%- endfor %}
 {%- if add_generation_prompt %}<｜Assistant｜>{{ "<think>" if thinking else "</think>" }}{% endif %}"""
 
+QWEN_CODER = """\
+{%- if tools %}<|im_start|>system
+<tools>{% for tool in tools %}
+<function><name>{{ tool.function.name }}</name></function>{% endfor %}
+</tools><|im_end|>
+{% endif %}
+{%- for message in messages %}
+{%- if message.role == "assistant" and message.tool_calls %}<|im_start|>assistant
+{%- if message.content %}{{ "\\n" + message.content | trim + "\\n" }}{% endif %}
+{%- for call in message.tool_calls %}
+{{- "\\n<tool_call>\\n<function=" + call.function.name + ">\\n" }}
+{%- for name, value in call.function.arguments | items %}
+{{- "<parameter=" + name + ">\\n" }}{{ value if value is string else value | tojson }}{{ "\\n</parameter>\\n" }}
+{%- endfor %}{{ "</function>\\n</tool_call>" }}
+{%- endfor %}<|im_end|>
+{% elif message.role == "tool" %}<|im_start|>user
+<tool_response>
+{{ message.content }}
+</tool_response><|im_end|>
+{% else %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+GLM = """\
+[gMASK]<sop>{% if tools %}<|system|>
+<tools>{% for tool in tools %}
+{{ tool | tojson }}{% endfor %}
+</tools>{% endif %}
+{%- for message in messages %}
+{%- if message.role == "assistant" %}<|assistant|>
+<think>{{ message.reasoning_content or "" }}</think>
+{%- if message.content %}{{ "\\n" + message.content | trim }}{% endif %}
+{%- for call in message.tool_calls or [] %}{{ "\\n<tool_call>" + call.function.name }}
+{% for name, value in call.function.arguments.items() -%}
+<arg_key>{{ name }}</arg_key>
+<arg_value>{{ value if value is string else value | tojson }}</arg_value>
+{% endfor %}</tool_call>
+{%- endfor %}
+{%- elif message.role == "tool" %}<|observation|>
+<tool_response>
+{{ message.content }}
+</tool_response>
+{%- else %}<|{{ message.role }}|>
+{{ message.content }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|assistant|>
+{% endif %}"""
+
+MINIMAX = """\
+{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>{% endif %}
+{%- for message in messages %}]~b]{{ "ai" if message.role == "assistant" else message.role }}
+{{ message.content or "" }}
+{%- if message.tool_calls %}{{ "\\n<minimax:tool_call>\\n" }}
+{%- for call in message.tool_calls %}<invoke name="{{ call.function.name }}">
+{% for name, value in call.function.arguments.items() -%}
+<parameter name="{{ name }}">{{ value if value is string else value | tojson }}</parameter>
+{% endfor %}</invoke>
+{% endfor %}</minimax:tool_call>
+{%- endif %}[e~[
+{% endfor %}
+{%- if add_generation_prompt %}]~b]ai
+<think>
+{% endif %}"""
+
 PLAIN = """\
 {% for message in messages %}<|im_start|>{{ message.role }}
 {{ message.content }}<|im_end|>
@@ -155,4 +223,37 @@ FAMILIES = {
         f'<tool_call>\n{{"name": "search", "arguments": {_TWO}}}\n</tool_call>',
     ),
 }
+_QUERY = 'a {"b": [1]} \\'
+
+PARAMETER_FAMILIES = {
+    "qwen-coder": Family(
+        QWEN_CODER,
+        ("<|im_end|>",),
+        "<tool_call>\n<function=weather>\n<parameter=city>\nBonn\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+        "</function>\n</tool_call>",
+        "<tool_call>\n<function=weather>\n<parameter=city>\nBonn\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+        f"</function>\n</tool_call>\n<tool_call>\n<function=search>\n<parameter=query>\n{_QUERY}\n</parameter>\n"
+        "</function>\n</tool_call>",
+    ),
+    "glm": Family(
+        GLM,
+        ("<|user|>", "<|observation|>"),
+        "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Bonn</arg_value>\n<arg_key>days</arg_key>\n"
+        "<arg_value>3</arg_value>\n</tool_call>",
+        "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Bonn</arg_value>\n<arg_key>days</arg_key>\n"
+        "<arg_value>3</arg_value>\n</tool_call>\n<tool_call>search\n<arg_key>query</arg_key>\n"
+        f"<arg_value>{_QUERY}</arg_value>\n</tool_call>",
+    ),
+    "minimax": Family(
+        MINIMAX,
+        ("[e~[",),
+        '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Bonn</parameter>\n'
+        '<parameter name="days">3</parameter>\n</invoke>\n</minimax:tool_call>',
+        '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Bonn</parameter>\n'
+        '<parameter name="days">3</parameter>\n</invoke>\n<invoke name="search">\n'
+        f'<parameter name="query">{_QUERY}</parameter>\n</invoke>\n</minimax:tool_call>',
+    ),
+}
+"""Templates that write arguments one by one: strings as they are, all else as JSON."""
+
 ARGUMENTS = (_ONE, _TWO)

@@ -6,7 +6,7 @@ from localinfer.models.chat_template import ChatTemplate
 from localinfer.models.reasoning_format import ReasoningFormat, learn_reasoning_format, thinking_variables
 from localinfer.models.special_tokens import SpellingFinder
 from localinfer.models.tool_format import HERMES, CallFormat, learn_call_format
-from tests.models.family_templates import DEEPSEEK, FAMILIES, HERMES_THINKING, PLAIN, Family
+from tests.models.family_templates import DEEPSEEK, FAMILIES, HERMES_THINKING, PARAMETER_FAMILIES, PLAIN, Family
 
 
 def learned(family: Family) -> tuple[CallFormat, ReasoningFormat | None]:
@@ -30,6 +30,36 @@ def test_calls_are_written_as_the_template_writes_them(name: str) -> None:
         assert form.separator is not None
         assert form.opening + first + form.separator + second + form.closing == family.two_calls
     assert form.is_native == (name != "plain")
+
+
+@pytest.mark.parametrize("name", PARAMETER_FAMILIES)
+def test_parameters_are_written_one_by_one_as_the_template_writes_them(name: str) -> None:
+    family = PARAMETER_FAMILIES[name]
+    form, _ = learned(family)
+    own = form.parameters
+    assert own is not None and form.separator is not None and form.is_native
+
+    def call(called: str, *arguments: tuple[str, str]) -> str:
+        values = own.following.join(f"{key}{own.assign}{value}{own.value_end}" for key, value in arguments)
+        return f"{form.begin}{called}{form.middle}{values}{form.end}"
+
+    first = call("weather", ("city", "Bonn"), ("days", "3"))
+    second = call("search", ("query", 'a {"b": [1]} \\'))
+    assert form.opening + first + form.closing == family.one_call
+    assert form.opening + first + form.separator + second + form.closing == family.two_calls
+    bare = {"id": "abcdefghi", "type": "function", "function": {"name": "weather", "arguments": {}}}
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "tool_calls": [bare]}]
+    shown = ChatTemplate(family.source).render(messages, add_generation_prompt=False)
+    assert f"{form.opening}{form.begin}weather{own.empty}{form.closing}" in shown
+
+
+def test_numbers_with_marks_of_their_own_are_no_known_format() -> None:
+    source = (
+        "{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "[{{ c.function.name }}({% for k, v in c.function.arguments.items() %}{{ k }}="
+        "{{ v | tojson }}{{ ', ' if not loop.last }}{% endfor %})]{% endfor %}{% endfor %}"
+    )
+    assert learn_call_format(ChatTemplate(source), SpellingFinder({})) == HERMES
 
 
 def test_what_begins_a_call_is_known_where_text_cannot_look_like_it() -> None:
