@@ -21,7 +21,7 @@ def render_bench(record: Record) -> str:
     """The record of `run_bench` as a table; ratios are above 1 where localinfer is better than the peer."""
     settings, ours = record["settings"], record["engines"][OURS]
     engines: dict[str, Record] = record["engines"]
-    lines = [*_heading(record), "", _columns(record)]
+    lines = [*heading(record), "", _columns(record)]
     rows: list[tuple[str, str, Cell]] = [
         (f"prefill of {settings['prompt']} tokens", "prefill_tokens_per_second", _rate),
         (f"decode of {settings['decode']} after {settings['context']}", "decode_tokens_per_second", _rate),
@@ -37,7 +37,7 @@ def render_bench(record: Record) -> str:
         costs = [f"{engine['verification_cost'][size]:.2f} x" for engine in engines.values()]
         lines.append(_line(f"verifying {size} tokens over 1", costs))
     lines += ["", *_shares(ours)]
-    return _join(lines)
+    return join_lines(lines)
 
 
 def render_stream(record: Record) -> str:
@@ -48,14 +48,14 @@ def render_stream(record: Record) -> str:
         ("first token", "time_to_first_token_seconds", _time),
         ("peak memory", "peak_memory_bytes", _size),
     ]
-    lines = [*_heading(record), "", _columns(record)]
-    return _join([*lines, *(_row(record, label, key, cell) for label, key, cell in rows)])
+    lines = [*heading(record), "", _columns(record)]
+    return join_lines([*lines, *(_row(record, label, key, cell) for label, key, cell in rows)])
 
 
 def render_speculation(record: Record) -> str:
     """The record of `run_speculation_bench`: what rows cost, then each kind of text with and without drafts."""
     costs = "  ".join(f"{rows}: {cost:.2f}" for rows, cost in enumerate(record["costs"], 1))
-    lines = [*_heading(record), "", f"one token takes {_time(record['plain_step_seconds'])}; a pass over", f"  {costs}"]
+    lines = [*heading(record), "", f"one token takes {_time(record['plain_step_seconds'])}; a pass over", f"  {costs}"]
     for name, text in record["texts"].items():
         speedup = text["speedup"]
         lines += [
@@ -72,7 +72,7 @@ def render_speculation(record: Record) -> str:
         places = zip(text["accepted_by_position"], text["drafted_by_position"], strict=True)
         shares = "  ".join(f"{100 * accepted / drafted:.0f} %" for accepted, drafted in places if drafted)
         lines.append(f"  accepted by place in the draft: {shares or 'nothing was drafted'}")
-    return _join(lines)
+    return join_lines(lines)
 
 
 def render_roofline(record: Record) -> str:
@@ -99,10 +99,11 @@ def render_roofline(record: Record) -> str:
                 f"  {name:<44}{entry['count']:>5}{_time(entry['seconds']):>11}{100 * share:>7.1f}%"
                 + "".join(f"{cell:>9}" for cell in cells)
             )
-    return _join(lines)
+    return join_lines(lines)
 
 
-def _heading(record: Record) -> list[str]:
+def heading(record: Record) -> list[str]:
+    """The lines that say what was measured, and on which machine where the record says that."""
     model = record["model"]
     types = ", ".join(model["types"])
     lines = [
@@ -181,5 +182,6 @@ def _size(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B"
 
 
-def _join(lines: Iterable[str]) -> str:
+def join_lines(lines: Iterable[str]) -> str:
+    """A table as one text, harmless for a terminal."""
     return neutralise_controls("\n".join(line.rstrip() for line in lines))

@@ -1,6 +1,9 @@
 """The `localinfer serve` command."""
 
+import contextlib
 import logging
+import os
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +17,7 @@ if TYPE_CHECKING:
     from localinfer.server.meters import Meters
     from localinfer.server.model_memory import MemoryNeed
     from localinfer.server.model_registry import ModelRegistry, ModelSource
+    from localinfer.server.running import LocalServer
     from localinfer.server.settings import ServerSettings
 
 
@@ -63,12 +67,16 @@ if TYPE_CHECKING:
     metavar="SECONDS",
     help="What running replies get to finish when the server ends.",
 )
+@click.option(
+    "--until-stdin-ends", is_flag=True, help="End when standard input does: with the program that started it."
+)
 @click.option("--verbose", is_flag=True, help="Log each request, without its text, on stderr.")
 def serve_command(
     options: ModelOptions,
     models: str | None,
     idle_unload: float,
     memory_limit: int | None,
+    until_stdin_ends: bool,
     verbose: bool,
     **listening: Any,
 ) -> None:
@@ -102,7 +110,17 @@ def serve_command(
             click.echo("this system has no Unix sockets for Python: TCP only", err=True)
         names = ", ".join(source.id for source in sources[:5]) + (", ..." if len(sources) > 5 else "")
         click.echo(f"serving {names} on {' and '.join(server.addresses)}", err=True)
+        if until_stdin_ends:
+            threading.Thread(target=_stop_after_stdin, args=(server,), daemon=True).start()
         server.run()
+
+
+def _stop_after_stdin(server: "LocalServer") -> None:
+    # Not through `sys.stdin`: its lock, held by a thread that waits, would break the end of the interpreter.
+    with contextlib.suppress(OSError):
+        while os.read(0, 1 << 16):
+            pass
+    server.stop()
 
 
 def _log_requests() -> None:

@@ -21,7 +21,7 @@ def require_matplotlib() -> None:
     except ImportError:
         raise BackendUnavailableError(
             "matplotlib is not installed, so the chart cannot be drawn; install it with `pip install "
-            "'localinfer[bench]'`, or ask for --json, which draws none"
+            "'localinfer[bench]'`, or ask for --json without --output, which draws none"
         ) from None
 
 
@@ -35,6 +35,11 @@ def draw_roofline(record: dict[str, Any], path: str | os.PathLike[str]) -> None:
 
     figure = Figure(figsize=(12, 6.5), dpi=120, layout="constrained")
     _draw(figure, record)
+    save_figure(figure, path)
+
+
+def save_figure(figure: "Figure", path: str | os.PathLike[str]) -> None:
+    """Write a figure as a PNG. Raises: RequestError if the file cannot be written."""
     try:
         figure.savefig(path, format="png")
     except OSError as error:

@@ -1,0 +1,143 @@
+"""What the times of a load's requests come to: percentiles, goodput, and the knee of the curve they draw."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Record = dict[str, Any]
+
+PERCENTS = (50, 95, 99)
+_LEAST_BEND = 0.05
+"""A curve that leaves its chord by less, as a share of the chart's side, is a line with noise, and has no knee."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTimes:
+    """What the client saw of one streamed reply; times in seconds on one clock.
+
+    first_byte: of the event stream. tokens: of every event that brought text. num_tokens: generated, by the server's
+    own count; a token that ends in the midst of a character brings no text.
+    """
+
+    sent: float
+    first_byte: float
+    tokens: tuple[float, ...]
+    ended: float
+    num_tokens: int
+    prompt_tokens: int
+    text: str
+
+    @property
+    def time_to_first_token_seconds(self) -> float:
+        """From sending to the first text."""
+        return self.tokens[0] - self.sent
+
+    @property
+    def intervals(self) -> list[float]:
+        """Seconds between one text and the next."""
+        return [after - before for before, after in zip(self.tokens, self.tokens[1:], strict=False)]
+
+    @property
+    def seconds_per_token(self) -> float:
+        """The whole request's time over its tokens: latency that long and short replies can share an axis of."""
+        return (self.ended - self.sent) / self.num_tokens
+
+    def tokens_until(self, moment: float) -> float:
+        """Tokens that had come by then."""
+        return self.num_tokens * sum(time <= moment for time in self.tokens) / len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A request that was refused, or whose reply was lost or not whole; why."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """A service level objective: a reply meets it by its first token and by the mean of its intervals, in seconds."""
+
+    first_token_seconds: float
+    interval_seconds: float
+
+    def is_met(self, request: RequestTimes) -> bool:
+        """Whether a reply came in time."""
+        mean = (request.tokens[-1] - request.tokens[0]) / max(1, request.num_tokens - 1)
+        return request.time_to_first_token_seconds <= self.first_token_seconds and mean <= self.interval_seconds
+
+
+def percentile(values: Iterable[float], percent: int) -> float:
+    """The smallest of the values that so many percent of them do not exceed (nearest rank). At least one value."""
+    ordered = sorted(values)
+    return ordered[max(0, -(-percent * len(ordered) // 100) - 1)]
+
+
+def spread(values: Sequence[float]) -> Record | None:
+    """Percentiles, and the values they are of; None of no values."""
+    if not values:
+        return None
+    return {**{f"p{percent}": percentile(values, percent) for percent in PERCENTS}, "values": list(values)}
+
+
+def level_record(
+    concurrency: int,
+    outcomes: Sequence[RequestTimes | Failure],
+    objective: Objective,
+    *,
+    began: float,
+    busy_until: float,
+) -> Record:
+    """What so many streams at one time came to.
+
+    began, busy_until: while every stream had a request; rates are of that time, in which nobody idles.
+    Goodput is the rate of requests, and the share of all of them, that met the objective.
+    """
+    whole = [outcome for outcome in outcomes if isinstance(outcome, RequestTimes)]
+    failures = [outcome.reason for outcome in outcomes if isinstance(outcome, Failure)]
+    rate = sum(request.tokens_until(busy_until) for request in whole) / (busy_until - began)
+    num_tokens = sum(request.num_tokens for request in whole)
+    requests_per_second = rate * len(whole) / num_tokens if num_tokens else 0.0
+    num_good = sum(map(objective.is_met, whole))
+    return {
+        "concurrency": concurrency,
+        "requests": len(outcomes),
+        "failures": failures,
+        "seconds": busy_until - began,
+        "prompt_tokens": sum(request.prompt_tokens for request in whole),
+        "completion_tokens": num_tokens,
+        "tokens_per_second": rate,
+        "requests_per_second": requests_per_second,
+        "goodput_requests_per_second": requests_per_second * num_good / len(whole) if whole else 0.0,
+        "goodput_share": num_good / len(outcomes),
+        "first_byte_seconds": spread([request.first_byte - request.sent for request in whole]),
+        "time_to_first_token_seconds": spread([request.time_to_first_token_seconds for request in whole]),
+        "itl_seconds": spread([interval for request in whole for interval in request.intervals]),
+        "seconds_per_token": spread([request.seconds_per_token for request in whole]),
+    }
+
+
+def knee(points: Sequence[tuple[float, float]]) -> int | None:
+    """The index of the point of a throughput-latency curve after which latency grows faster than throughput.
+
+    With both axes scaled to the curve's own range, it is the point furthest from the chord between the first and the
+    last one, on the side of more throughput for less latency. None for fewer than three points, and where none is
+    further than a twentieth of a side.
+    Source: the criterion of Kneedle (Satopaa et al., 2011, section III).
+    """
+    if len(points) < 3:
+        return None
+    xs, ys = _scaled([x for x, _ in points]), _scaled([y for _, y in points])
+    across, up = xs[-1] - xs[0], ys[-1] - ys[0]
+    length = math.hypot(across, up)
+    if length == 0:
+        return None
+    distances = [((x - xs[0]) * up - (y - ys[0]) * across) / length for x, y in zip(xs, ys, strict=True)]
+    furthest = max(range(len(points)), key=distances.__getitem__)
+    return furthest if distances[furthest] > _LEAST_BEND else None
+
+
+def _scaled(values: Sequence[float]) -> list[float]:
+    low, high = min(values), max(values)
+    return [(value - low) / (high - low) if high > low else 0.0 for value in values]

@@ -1,0 +1,81 @@
+"""Draw what a server does under load as a PNG."""
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from localinfer.roofline_chart import require_matplotlib, save_figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_PERCENTS = ("p50", "p95", "p99")
+
+
+def draw_serve(record: dict[str, Any], path: str | os.PathLike[str]) -> None:
+    """Write the chart of a `run_serve_bench` record: throughput and latency with the knee, then each by streams.
+
+    Raises: BackendUnavailableError without matplotlib; RequestError if the file cannot be written.
+    """
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    settings = record["settings"]
+    levels = [level for level in record["levels"] if level["seconds_per_token"] is not None]
+    figure = Figure(figsize=(12, 8), dpi=120, layout="constrained")
+    (curve, goodput), (first, interval) = figure.subplots(2, 2)
+    _draw_curve(curve, levels, record["knee"])
+    _draw_goodput(goodput, levels)
+    for axes, key, name, limit in (
+        (first, "time_to_first_token_seconds", "first token", settings["slo_first_token_seconds"]),
+        (interval, "itl_seconds", "between tokens", settings["slo_itl_seconds"]),
+    ):
+        _draw_spread(axes, levels, key, name, limit)
+    model = os.path.basename(record["model"]["path"])
+    figure.suptitle(
+        f"{model}: messages of {settings['prompt']} tokens, replies of {settings['decode']} in the mean", fontsize=10
+    )
+    save_figure(figure, path)
+
+
+def _draw_curve(axes: "Axes", levels: list[dict[str, Any]], knee: int | None) -> None:
+    points = [(level["tokens_per_second"], 1e3 * level["seconds_per_token"]["p50"]) for level in levels]
+    axes.plot([x for x, _ in points], [y for _, y in points], marker="o")
+    for level, point in zip(levels, points, strict=True):
+        axes.annotate(str(level["concurrency"]), point, xytext=(6, -10), textcoords="offset points", fontsize=8)
+        if level["concurrency"] == knee:
+            label = f"knee: {knee} streams"
+            axes.scatter(*point, s=200, facecolors="none", edgecolors="black", label=label)
+            axes.legend(loc="upper left")
+    axes.set_xlabel("tokens per second, all streams")
+    axes.set_ylabel("ms of a request per token, p50")
+    axes.set_ylim(bottom=0)
+    axes.grid(True, linewidth=0.3)
+
+
+def _draw_goodput(axes: "Axes", levels: list[dict[str, Any]]) -> None:
+    streams = [level["concurrency"] for level in levels]
+    axes.plot(streams, [level["requests_per_second"] for level in levels], marker="o", label="requests")
+    axes.plot(
+        streams, [level["goodput_requests_per_second"] for level in levels], marker="s", label="within the objective"
+    )
+    axes.set_ylabel("requests per second")
+    axes.set_ylim(bottom=0)
+    _finish(axes, streams)
+
+
+def _draw_spread(axes: "Axes", levels: list[dict[str, Any]], key: str, name: str, limit: float) -> None:
+    shown = [level for level in levels if level[key] is not None]
+    streams = [level["concurrency"] for level in shown]
+    for percent in _PERCENTS:
+        axes.plot(streams, [1e3 * level[key][percent] for level in shown], marker="o", label=percent)
+    axes.axhline(1e3 * limit, color="black", linewidth=0.8, linestyle="--", label="objective")
+    axes.set_ylabel(f"{name}, ms")
+    axes.set_yscale("log")
+    _finish(axes, streams)
+
+
+def _finish(axes: "Axes", streams: list[int]) -> None:
+    axes.set_xlabel("streams")
+    axes.set_xticks(streams, [str(count) for count in streams])
+    axes.grid(True, which="both", linewidth=0.3)
+    axes.legend()
