@@ -238,7 +238,7 @@ def test_speculation_is_measured_on_new_text_and_on_text_said_before(
 @pytest.mark.parametrize("others", [["--stream"], ["--roofline"], ["--compare", "llama-cpp-python"]])
 def test_speculation_is_measured_alone(model: str, others: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", model, "--speculation", *others]) == 2
-    assert "leave --compare, --stream and --roofline out" in capsys.readouterr().err
+    assert "leave --compare, --stream, --roofline and --serve out" in capsys.readouterr().err
 
 
 def test_a_draft_model_needs_speculation(model: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """The sockets themselves: permissions, what stands in the way, and that nothing foreign is ever removed."""
 
+import asyncio
 import os
 import socket
 import stat
@@ -102,6 +103,24 @@ def test_lock_that_is_a_symlink_is_refused(folder):
     with pytest.raises(RequestError, match="cannot be opened"):
         UnixListener(folder / "s.sock")
     assert not (folder / "elsewhere").exists()
+
+
+def test_tokens_are_sent_at_once_by_tcp():
+    async def is_delayed() -> bool:
+        found = asyncio.get_running_loop().create_future()
+
+        def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            found.set_result(not writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        async with await asyncio.start_server(accept, sock=bind_tcp("127.0.0.1", 0)) as server:
+            _, client = await asyncio.open_connection(*server.sockets[0].getsockname())
+            delayed = await found
+            client.close()
+            return delayed
+
+    # Nagle's algorithm would hold a token back until the one before it is acknowledged, which takes clients 40 ms.
+    assert not asyncio.run(is_delayed())
 
 
 def test_taken_port_is_refused_with_a_way_out():
