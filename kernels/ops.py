@@ -8,7 +8,7 @@ Shapes: a buffer holds `rows x width` float32, one row per token of the batch (`
 were asked for (`Rows.OUTPUT`). Every op works row by row, so the value of a row depends on nothing but its own prefix.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol, runtime_checkable
@@ -235,6 +235,19 @@ class GreedyProgram(Program, Protocol):
     def run_greedy(self, batch: Batch) -> NDArray[np.int32]:
         """Return the token of the largest logit of every output row, of equal ones the lowest, valid until the next
         call; `protocol.NOT_FINITE` for a row with a NaN or +inf, `NOTHING_LEFT` where every logit is -inf."""
+        ...
+
+
+@runtime_checkable
+class InterruptibleProgram(Program, Protocol):
+    """A program that can leave a batch undone."""
+
+    def run_unless(self, batch: Batch, is_unwanted: Callable[[float], bool]) -> FloatArray | None:
+        """As `run`, but ask between ops, of a batch of many rows, whether the rest is unwanted; None if it was.
+
+        is_unwanted: is told which share of the work is done, in (0, 1). After None, what the pages hold for the batch's
+        positions is undefined; every position before them is as it was.
+        """
         ...
 
 

@@ -1,8 +1,8 @@
 """A finished CPU tape: it writes a batch into the header that every op reads, and lets the threads walk the ops."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,11 +12,26 @@ from localinfer.kernels.cpu import protocol
 from localinfer.kernels.cpu.arrays import address, aligned_zeros
 from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.kernels.object_cache import Kernel
-from localinfer.kernels.ops import Batch, FloatArray, Operation, Segment
+from localinfer.kernels.ops import Batch, FloatArray, Operation, Rows, Segment
 
 DECODE_ROWS = 2
 """Batches of up to this many rows read memory more than they multiply, which fewer threads may do as fast. Four tokens
 to verify took 28 ms on one thread of a machine where one took 20 ms, and 18 ms on two."""
+
+OP_BYTES = 16
+"""Of an entry of the tape: the address of a kernel, and that of its parameters."""
+INTERRUPTIBLE_ROWS = 32
+"""Batches of at least this many rows may be left undone. Smaller ones are over soon."""
+STRETCHES = 64
+"""Stretches of equal work that such a batch is run in. Going back to Python between two of them takes some 10 us."""
+
+
+class Stretch(NamedTuple):
+    """Ops that run without a look at what is wanted: the first, how many, and the share of all work before them."""
+
+    first: int
+    num_ops: int
+    done_before: float
 
 
 @dataclass(frozen=True)
@@ -44,7 +59,7 @@ class TapeRecord:
 
 
 class CpuProgram:
-    """Runs batches; `ops.Program` and `ops.MeasurableProgram`. One caller at a time.
+    """Runs batches; `ops.Program`, `ops.InterruptibleProgram` and `ops.MeasurableProgram`. One caller at a time.
 
     `decode_threads` of its `num_threads` run batches of up to DECODE_ROWS rows; the loader measures how many are best.
     """
@@ -58,6 +73,7 @@ class CpuProgram:
         addresses = zip(record.kernels, record.parameters, strict=True)
         self._ops = np.array([[kernel.address, address(words)] for kernel, words in addresses], np.int64)
         self._ops_address, self._num_ops = address(self._ops), len(self._ops)
+        self._stretches = stretches(record.operations)
         self._num_tokens = 1 << 62 if record.num_tokens is None else record.num_tokens
         self._num_positions = 1 << 62 if record.num_positions is None else record.num_positions
         rows = self.max_batch_rows
@@ -90,6 +106,37 @@ class CpuProgram:
 
         Raises RequestError or ContextLengthError for a batch that it cannot hold.
         """
+        rows = self._set_batch(batch)
+        self._pool.run(self._ops_address, self._num_ops, self._header_address, self._threads_for(rows))
+        return self._result(batch)
+
+    def run_unless(self, batch: Batch, is_unwanted: Callable[[float], bool]) -> FloatArray | None:
+        """Compute a batch, or leave it undone; see `ops.InterruptibleProgram.run_unless`."""
+        if len(batch.token_ids) < INTERRUPTIBLE_ROWS:
+            return self.run(batch)
+        rows = self._set_batch(batch)
+        for stretch in self._stretches:
+            if stretch.done_before and is_unwanted(stretch.done_before):
+                return None
+            address_of_first = self._ops_address + OP_BYTES * stretch.first
+            self._pool.run(address_of_first, stretch.num_ops, self._header_address, self._threads_for(rows))
+        return self._result(batch)
+
+    def operations(self) -> Sequence[Operation]:
+        """Every op, in the order they run."""
+        return self._record.operations
+
+    def run_operations(self, first: int, count: int) -> None:
+        """Run some ops again over the last batch; see `ops.MeasurableProgram`."""
+        assert 0 <= first <= first + count <= self._num_ops, "ops outside the tape"
+        self._pool.run(address(self._ops[first:]), count, self._header_address, self._threads_for(self._last_rows))
+
+    def close(self) -> None:
+        """End the pool's threads."""
+        self._pool.close()
+
+    def _set_batch(self, batch: Batch) -> int:
+        """Check a batch and write it where the ops read it; returns its rows."""
         rows, outputs = len(batch.token_ids), len(batch.output_rows)
         if not 0 < rows <= self.max_batch_rows or outputs > self.max_output_rows:
             raise RequestError(
@@ -113,27 +160,17 @@ class CpuProgram:
         self._last_rows = rows
         if rows <= protocol.SPLIT_ROWS and self.num_threads > 1:
             self._reserve_partials(chunks)
+        if self._record.page_mass is not None:
+            self._record.page_mass[: len(batch.segments)] = 0
+        return rows
+
+    def _result(self, batch: Batch) -> FloatArray:
         mass = self._record.page_mass
         if mass is not None:
-            mass[: len(batch.segments)] = 0
-        self._pool.run(self._ops_address, self._num_ops, self._header_address, self._threads_for(rows))
-        for index, segment in enumerate(batch.segments):
-            if mass is not None and segment.page_mass is not None:
-                segment.page_mass[:] += mass[index, :, : segment.page_mass.size].sum(axis=0)
-        return self._record.logits[:outputs]
-
-    def operations(self) -> Sequence[Operation]:
-        """Every op, in the order they run."""
-        return self._record.operations
-
-    def run_operations(self, first: int, count: int) -> None:
-        """Run some ops again over the last batch; see `ops.MeasurableProgram`."""
-        assert 0 <= first <= first + count <= self._num_ops, "ops outside the tape"
-        self._pool.run(address(self._ops[first:]), count, self._header_address, self._threads_for(self._last_rows))
-
-    def close(self) -> None:
-        """End the pool's threads."""
-        self._pool.close()
+            for index, segment in enumerate(batch.segments):
+                if segment.page_mass is not None:
+                    segment.page_mass[:] += mass[index, :, : segment.page_mass.size].sum(axis=0)
+        return self._record.logits[: len(batch.output_rows)]
 
     def _threads_for(self, rows: int) -> int:
         return self.decode_threads if rows <= DECODE_ROWS else self.num_threads
@@ -189,3 +226,17 @@ class CpuProgram:
             self._positions[row : row + count] = np.arange(start, end)
             self._page_tables[row : row + count] = table
         return row + count
+
+
+def stretches(operations: Sequence[Operation]) -> list[Stretch]:
+    """Cut a tape after every op that fills another STRETCHES-th part of what a row multiplies by weights."""
+    work = [operation.multiply_adds if operation.rows is Rows.BATCH else 0 for operation in operations]
+    total = max(1, sum(work))
+    found: list[Stretch] = []
+    first = before = done = 0
+    for index, amount in enumerate(work):
+        done += amount
+        if STRETCHES * (done - before) >= total or index == len(work) - 1:
+            found.append(Stretch(first, index + 1 - first, before / total))
+            first, before = index + 1, done
+    return found
