@@ -9,7 +9,7 @@ ended. A lone generation takes its steps on its reader's own thread, and pays fo
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Hashable
+from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -18,11 +18,13 @@ from localinfer.generation import NO_TOKEN, Run, TokenEvent
 from localinfer.kernels.ops import Program
 from localinfer.prefix_cache import PrefixCache
 from localinfer.prefix_tree import common_length
-from localinfer.step import Part, Stepper
+from localinfer.step import IsUnwanted, Part, Stepper
 from localinfer.turns import Turns
 
 _READ_AHEAD = 4
 """Tokens a generation may be ahead of its reader; with more, it waits until they are read."""
+_WAIT_SECONDS = 0.1
+"""What whoever comes waits for the end of a prompt's chunk, rather than have it computed again."""
 _LEAST_RETRY_SECONDS, _MOST_RETRY_SECONDS = 1.0, 60.0
 _DURATION_MEMORY = 0.8
 
@@ -236,6 +238,7 @@ class Scheduler:
 
     def _step_together(self, runs: list[Run]) -> None:
         self._steps += 1
+        num_known = len(runs)
         ready = [run for run in runs if _can_go_on(run)]
         self._admit(ready)
         decoding = [run for run in ready if run.sequence is not None and run.position > run.base]
@@ -243,7 +246,7 @@ class Scheduler:
         parts = self._choose(decoding, prompts)
         for part in parts:
             part.run.served = self._steps
-        self._stepper.compute(parts)
+        self._stepper.compute(parts, self._reason_to_stop(parts, num_known))
         for run in ready:
             if run.is_over:
                 self._forget(run)
@@ -271,6 +274,25 @@ class Scheduler:
                 run.record.cached_tokens, run.record.miss = admission.cached_tokens, admission.miss
             active.append(run)
 
+    def _reason_to_stop(self, parts: Sequence[Part], num_known: int) -> IsUnwanted | None:
+        """What ends a step before it is done: nobody wants it any more, or its only chunk is long and somebody comes.
+
+        num_known: how many runs there were when the step was begun; meanwhile others are added, and none is removed.
+        """
+        if not all(part.is_chunk for part in parts):
+            return None
+        gives_way = len(parts) == 1 and self._limits.max_running > 1
+        began = time.perf_counter()
+
+        def is_unwanted(done: float) -> bool:
+            if not self._is_usable() or all(part.run.is_over or part.run.is_cancelled for part in parts):
+                return True
+            if not gives_way or len(self._runs) == num_known:
+                return False
+            return (time.perf_counter() - began) * (1.0 - done) > _WAIT_SECONDS * done
+
+        return is_unwanted
+
     def _choose(self, decoding: list[Run], prompts: list[Run]) -> list[Part]:
         """What the next step computes: a row of each who decodes, and a chunk, or drafts where there is none."""
         most = min(self._max_rows, self._max_outputs)
@@ -290,7 +312,9 @@ class Scheduler:
 
     def _chunks(self, prompts: list[Run], num_decoding: int) -> list[Part]:
         """Share a chunk's rows among prompts: first those of the owner whose last chunk is longest ago."""
-        rows = self._stepper.costs.chunk_rows(is_alone=not num_decoding, most=self._max_rows - num_decoding)
+        rows = self._stepper.costs.chunk_rows(
+            num_streams=num_decoding, num_prompts=len(prompts), most=self._max_rows - num_decoding
+        )
         outputs = self._max_outputs - num_decoding
         for run in prompts:
             assert run.sequence is not None, "it was admitted"

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from localinfer.draft_depth import MAX_DEPTH
 from localinfer.errors import OutOfMemoryError
 from localinfer.generation import FinishReason, Run, TokenEvent
-from localinfer.kernels.ops import Batch, GreedyProgram, Program, Segment
+from localinfer.kernels.ops import Batch, GreedyProgram, InterruptibleProgram, Program, Segment
 from localinfer.kv_cache import KVCache
 from localinfer.mask_worker import MaskWorker
 from localinfer.prefix_cache import CacheUse, PrefixCache
@@ -25,6 +25,9 @@ from localinfer.speculation import Others, Speculation, choose_verified
 from localinfer.step_costs import StepCosts
 
 _FIRST_ROW = np.zeros(1, np.int32)
+
+IsUnwanted = Callable[[float], bool]
+"""Whether a step need not go on; it is told which share of it is done."""
 
 
 @dataclass(eq=False, slots=True)
@@ -72,6 +75,7 @@ class Stepper:
         self.costs = StepCosts()
         self._program = program
         self._greedy_program = program if isinstance(program, GreedyProgram) else None
+        self._interruptible_program = program if isinstance(program, InterruptibleProgram) else None
         self._cache = cache
         self._masks = MaskWorker()
         self._verification_costs = None if speculation is None else speculation.costs
@@ -100,6 +104,11 @@ class Stepper:
         greedy = self._greedy_program
         return self._program.run(batch) if greedy is None or not takes_largest else greedy.run_greedy(batch)
 
+    def _results_unless(self, batch: Batch, takes_largest: bool, is_unwanted: IsUnwanted | None) -> NDArray[Any] | None:
+        if is_unwanted is None or self._interruptible_program is None:
+            return self._results(batch, takes_largest)
+        return self._interruptible_program.run_unless(batch, is_unwanted)
+
     def decode_alone(self, run: Run) -> None:
         """Decode one token of the only generation there is, without a draft."""
         sequence, position, history = run.sequence, run.position, run.history
@@ -115,8 +124,12 @@ class Stepper:
             return
         self._extend(run, (token_id,))
 
-    def compute(self, parts: Sequence[Part]) -> None:
-        """Take one step of some generations, each of which is admitted."""
+    def compute(self, parts: Sequence[Part], is_unwanted: IsUnwanted | None = None) -> None:
+        """Take one step of some generations, each of which is admitted.
+
+        is_unwanted: asked now and then, where the device can leave a step undone, with the share that is done; after a
+            yes no generation has changed.
+        """
         began = time.perf_counter()
         decode_rows = rows = sum(part.num_rows for part in parts if not part.is_chunk)
         chunk_rows = sum(part.num_rows for part in parts if part.is_chunk)
@@ -127,7 +140,8 @@ class Stepper:
                 rows += part.num_drafted
                 room -= part.num_drafted
         drafted = time.perf_counter()
-        self._compute([part for part in parts if self._reserve(part)], drafted)
+        if not self._compute([part for part in parts if self._reserve(part)], drafted, is_unwanted):
+            return
         ended = time.perf_counter()
         self.costs.observe(decode_rows, chunk_rows, ended - began)
         costs = self._verification_costs
@@ -209,19 +223,24 @@ class Stepper:
                 elif not self._make_room(run, error):
                     return False
 
-    def _compute(self, parts: Sequence[Part], began: float) -> None:
-        """Run the program over parts that memory is reserved for; after a failure over each alone, to know whose."""
+    def _compute(self, parts: Sequence[Part], began: float, is_unwanted: IsUnwanted | None) -> bool:
+        """Run the program over parts that memory is reserved for; after a failure over each alone, to know whose.
+
+        Returns whether it was done.
+        """
         if not parts:
-            return
+            return True
         try:
-            logits = self._run(parts)
+            logits = self._run(parts, is_unwanted)
         except Exception as error:
             if len(parts) == 1:
                 self.fail(parts[0].run, error)
             else:
                 for part in parts:
-                    self._compute([part], began)
-            return
+                    self._compute([part], began, None)
+            return True
+        if logits is None:
+            return False
         for part in parts:
             sequence = part.run.sequence
             assert sequence is not None, "whoever leaves meanwhile keeps it until the turn ends"
@@ -234,8 +253,9 @@ class Stepper:
             except Exception as error:
                 self.fail(part.run, error)
             first = end
+        return True
 
-    def _run(self, parts: Sequence[Part]) -> NDArray[Any]:
+    def _run(self, parts: Sequence[Part], is_unwanted: IsUnwanted | None) -> NDArray[Any] | None:
         """Compute the logits, and the masks of grammars at the same time; or the tokens, see `forward`."""
         guided = [
             (run.guide, run.history[: run.position + part.num_drafted], run.position)
@@ -244,10 +264,10 @@ class Stepper:
         ]
         if not guided:
             takes_largest = all(part.run.plan.takes_largest for part in parts if part.samples)
-            return self._results(_batch(parts), takes_largest)
+            return self._results_unless(_batch(parts), takes_largest, is_unwanted)
         try:
             self._masks.begin(guided)
-            return self._program.run(_batch(parts))
+            return self._results_unless(_batch(parts), False, is_unwanted)
         finally:
             self._masks.finish()
 

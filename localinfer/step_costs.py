@@ -4,11 +4,14 @@ _INTERVALS = 2.0
 """Intervals between two tokens of a running stream that a chunk beside it may take."""
 _LEAST_SECONDS = 0.03
 """What such a chunk may take where intervals are short: nobody sees it, and small chunks waste work."""
-_ALONE_SECONDS = 0.2
-"""What a chunk may take while nobody streams: as long a cancelled prompt goes on, and a new request waits to join."""
 _LEAST_ROWS = 8
-_LEAST_ROWS_ALONE = 64
-"""Chunks of 64 rows compute 565 tokens per second of the 0.5B shape in Q4_0 where 512 at once make 614."""
+_SEVERAL_SECONDS = 0.15
+"""What chunks of several prompts may take while nobody streams: as long a new request waits to join."""
+_LEAST_ROWS_OF_SEVERAL = 64
+_ALONE_SECONDS = 1.0
+_LEAST_ROWS_ALONE = 256
+"""A prompt that is alone wastes nothing: 512 rows at once make 614 tokens per second of the 0.5B shape in Q4_0, 256
+make 608 and 64 make 565. Such a chunk is left undone when it is cancelled, or somebody comes."""
 _TILE = 16
 """Rows that kernels compute side by side; a longer chunk is a multiple of it."""
 _MEMORY = 0.7
@@ -33,10 +36,14 @@ class StepCosts:
             seconds = max(seconds - (self._decode_seconds or 0.0), seconds / 4)
         self._row_seconds = _followed(self._row_seconds, seconds / chunk_rows)
 
-    def chunk_rows(self, *, is_alone: bool, most: int) -> int:
-        """How many rows of prompts the next step is to compute, at most `most`; is_alone: nobody streams meanwhile."""
-        least = _LEAST_ROWS_ALONE if is_alone else _LEAST_ROWS
-        seconds = _ALONE_SECONDS if is_alone else max(_LEAST_SECONDS, _INTERVALS * (self._decode_seconds or 0.0))
+    def chunk_rows(self, *, num_streams: int, num_prompts: int, most: int) -> int:
+        """How many rows of prompts the next step is to compute beside streams that run, at most `most`."""
+        if num_streams:
+            least, seconds = _LEAST_ROWS, max(_LEAST_SECONDS, _INTERVALS * (self._decode_seconds or 0.0))
+        elif num_prompts > 1:
+            least, seconds = _LEAST_ROWS_OF_SEVERAL, _SEVERAL_SECONDS
+        else:
+            least, seconds = _LEAST_ROWS_ALONE, _ALONE_SECONDS
         rows = least if self._row_seconds is None else int(seconds / self._row_seconds)
         return min(most, max(least, rows - rows % _TILE if rows > _TILE else rows))
 

@@ -123,6 +123,11 @@ class ModelRegistry:
         known = ", ".join(list(self._models)[:10])
         raise ApiError(404, f"there is no model {name!r:.80}; there are {known}", code="model_not_found", param="model")
 
+    def lease_loaded(self, name: str | None) -> Lease | None:
+        """A model by name, unless it has to be loaded first. Raises: ApiError 404."""
+        model = self.find(name)
+        return None if model.llm is None else Lease(model, model.llm)
+
     async def lease(self, name: str | None) -> Lease:
         """A model by name, loaded first if need be. Raises: ApiError 404; LocalinferError if it cannot be loaded."""
         model = self.find(name)

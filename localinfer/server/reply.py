@@ -8,9 +8,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from localinfer.server.inbox import Inbox
+from localinfer.server.inbox import Bell, Inbox
 from localinfer.server.meters import Meters, TokenClock
 from localinfer.server.model_registry import Lease
+from localinfer.server.reply_threads import ReplyThreads
 
 if TYPE_CHECKING:
     from localinfer.text_stream import Stats, StreamEvent, TextStream
@@ -77,6 +78,8 @@ class Reply:
         lease: Lease,
         plans: Sequence[TextPlan],
         meters: Meters,
+        threads: ReplyThreads,
+        bell: Bell,
         on_close: Callable[["Reply"], None],
     ) -> None:
         self.id = reply_id
@@ -87,11 +90,12 @@ class Reply:
         self.is_cancelled = False
         self.num_tokens = 0
         self.num_reasoning_tokens = 0
-        self._inbox: Inbox[_Item] = Inbox()
+        self._inbox: Inbox[_Item] = Inbox(bell)
         self._texts: list[_Text] = []
         for index, plan in enumerate(plans):
             leader = None if plan.follows is None else self._texts[plan.follows]
             self._texts.append(_Text(index, plan.open, leader, self._inbox, meters, lease.model_id))
+        self._threads = threads
         self._early: deque[_Item] = deque()
         self.stats: list[Stats | None] = [None] * len(plans)
         self.prompt_tokens = [0] * len(plans)
@@ -114,7 +118,7 @@ class Reply:
         """Begin, and return when every prompt has been checked. Raises: what is wrong with one."""
         awaited = {text.index for text in self._texts if text.leader is None}
         for text in self._texts:
-            text.start()
+            text.start(self._threads)
         while awaited:
             match await self._inbox.take():
                 case _Started(index, count):
@@ -175,7 +179,7 @@ class Reply:
         self._on_close(self)
 
     def join(self, seconds: float) -> None:
-        """Wait for the threads to end. Called off the event loop."""
+        """Wait for the texts to end. Called off the event loop."""
         for text in self._texts:
             text.join(seconds)
 
@@ -193,7 +197,7 @@ class Reply:
 
 
 class _Text:
-    """One text, iterated by a thread of its own."""
+    """One text, iterated by a thread."""
 
     def __init__(
         self,
@@ -216,14 +220,15 @@ class _Text:
         self._lock = threading.Lock()
         self._stream: TextStream | None = None
         self._is_cancelled = False
-        self._thread = threading.Thread(target=self._run, name="localinfer-reply", daemon=True)
+        self._has_ended = threading.Event()
+        self._has_ended.set()
 
-    def start(self) -> None:
-        self._thread.start()
+    def start(self, threads: ReplyThreads) -> None:
+        self._has_ended.clear()
+        threads.run(self._run)
 
     def join(self, seconds: float) -> None:
-        if self._thread.ident is not None:
-            self._thread.join(seconds)
+        self._has_ended.wait(seconds)
 
     def cancel(self) -> None:
         with self._lock:
@@ -252,6 +257,7 @@ class _Text:
                 self._inbox.put(End(self.index, reason, self.stats))
             else:
                 self._inbox.put(_Failure(error))
+            self._has_ended.set()
 
     def _generate(self) -> str:
         """Run the stream to its end, or until cancelled; return how it ended."""

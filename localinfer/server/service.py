@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
 
+from localinfer.server.inbox import Bell
 from localinfer.server.json_body import ClientGone
 from localinfer.server.meters import Meters
 from localinfer.server.model_registry import Lease, ModelRegistry
 from localinfer.server.reply import Reply, TextPlan
+from localinfer.server.reply_threads import ReplyThreads
 from localinfer.server.settings import ServerSettings
 from localinfer.server.wire_errors import ApiError
 
@@ -41,6 +43,8 @@ class Service:
         self._make_registry = make_registry
         self._registry: ModelRegistry | None = None
         self._replies: dict[str, Reply] = {}
+        self._threads = ReplyThreads()
+        self._bell: Bell | None = None
         self._is_stopping = False
 
     @property
@@ -57,6 +61,7 @@ class Service:
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
         """Hold models while the context lasts; leaving it stops what runs and unloads them."""
+        self._bell = Bell()
         try:
             self._registry = self._make_registry(self.meters)
             if self._preloads:
@@ -74,6 +79,7 @@ class Service:
                 reply.close()
             for reply in replies:
                 await asyncio.to_thread(reply.join, _JOIN_SECONDS)
+            self._threads.close()
             await self._registry.close()
 
     def stop(self) -> None:
@@ -101,6 +107,9 @@ class Service:
         """A model, to be released. Raises: ApiError, LocalinferError, ClientGone."""
         if self._is_stopping:
             raise ApiError(503, "the server is being stopped; ask again", code="shutting_down")
+        loaded = self.registry.lease_loaded(model)
+        if loaded is not None:
+            return loaded
         return await unless_gone(request, self.registry.lease(model), Lease.release)
 
     async def begin(
@@ -113,6 +122,7 @@ class Service:
         """Have texts generated, and return when the model is loaded and every prompt was checked.
 
         kind: how the reply's id begins. plan: what to generate. Who gets the reply closes it.
+        Checking a prompt takes no longer because its client has left, which who gets the reply will notice.
         Raises: ApiError, LocalinferError, ClientGone; then nothing runs any more.
         """
         lease = await self.lease(request, model)
@@ -121,7 +131,7 @@ class Service:
             planned = plan(lease.llm)
             plans = await planned if isinstance(planned, Coroutine) else planned
             reply = self._admit(lease, kind, plans)
-            await unless_gone(request, reply.start())
+            await reply.start()
         except BaseException:
             if reply is not None:
                 reply.close()
@@ -142,7 +152,8 @@ class Service:
             self._replies.pop(reply.id, None)
             lease.release()
 
-        reply = Reply(f"{kind}-{secrets.token_hex(12)}", lease, plans, self.meters, forget)
+        assert self._bell is not None, "the service is not open"
+        reply = Reply(f"{kind}-{secrets.token_hex(12)}", lease, plans, self.meters, self._threads, self._bell, forget)
         self._replies[reply.id] = reply
         return reply
 

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,55 +11,14 @@ from numpy.typing import NDArray
 
 from localinfer.engine import Engine
 from localinfer.errors import ClosedError, OutOfMemoryError, OverloadedError, RequestError
-from localinfer.generation import NO_TOKEN, Generation, TokenEvent
+from localinfer.generation import Generation, TokenEvent
 from localinfer.kernels.ops import Batch
 from localinfer.ngram_drafter import NgramDrafter
-from localinfer.sampling import SamplingParams
 from localinfer.scheduler import EngineLimits
-from tests.engine.fakes import PAGE_BYTES, FakeModel, FakeProgram, fake_model, hashed_logits
+from tests.engine.fakes import PAGE_BYTES, FakeProgram, hashed_logits
+from tests.engine.generations import GREEDY, PARAMS, SEEDED, Gate, alone, in_threads, numbers, wide_model
 from tests.engine.test_engine import all_pages_are_free
 from tests.engine.test_speculation import speculation
-
-GREEDY = SamplingParams(temperature=0)
-SEEDED = SamplingParams(temperature=1.5, top_k=0, top_p=1, min_p=0, seed=3)
-REPEATING = SamplingParams(temperature=0.7, top_k=3, seed=5, repetition_penalty=1.3, repetition_last_n=9)
-PARAMS = (GREEDY, SEEDED, REPEATING)
-
-
-def numbers(count: int, seed: int = 0) -> list[int]:
-    ids: list[int] = np.random.default_rng(seed).integers(0, 250, count).tolist()
-    return ids
-
-
-def wide_model(**sizes: Any) -> FakeModel:
-    return fake_model(**{"max_batch_rows": 24, "max_output_rows": 12, "context_length": 96, **sizes})
-
-
-def alone(prompt: list[int], params: SamplingParams, **options: Any) -> list[TokenEvent]:
-    return list(Engine(wide_model()).generate(prompt, params, **options))
-
-
-def in_threads(jobs: list[Callable[[], None]]) -> None:
-    threads = [threading.Thread(target=job) for job in jobs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert not any(thread.is_alive() for thread in threads), "somebody waits for ever"
-
-
-class Gate:
-    """Logits that stop a step where the text has a certain length, until they are let through."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-        self.reached, self.may_pass = threading.Event(), threading.Event()
-
-    def __call__(self, history: NDArray[np.int32], vocab_size: int) -> NDArray[np.float32]:
-        if history.size == self.length:
-            self.reached.set()
-            assert self.may_pass.wait(20)
-        return hashed_logits(history, vocab_size)
 
 
 @pytest.mark.parametrize("drafts", [False, True])
@@ -243,126 +202,6 @@ def test_who_is_alone_with_too_little_memory_fails() -> None:
     with pytest.raises(OutOfMemoryError):
         list(engine.generate(numbers(10), GREEDY))
     assert all_pages_are_free(engine)
-
-
-def test_cancel_before_the_first_token_is_asked_for() -> None:
-    model = wide_model()
-    engine = Engine(model)
-    generation = engine.generate(numbers(5), GREEDY)
-    generation.cancel()
-    assert list(generation) == [TokenEvent(NO_TOKEN, 5, "cancelled")]
-    assert list(generation) == []
-    assert model.program.batch_sizes == []
-
-
-def test_cancel_drops_what_was_not_read() -> None:
-    engine = Engine(wide_model())
-    paused = engine.generate(numbers(4), GREEDY, max_tokens=60)
-    next(paused)
-    list(engine.generate(numbers(4, 1), GREEDY, max_tokens=30))
-    paused.cancel()
-    paused.cancel()
-    assert list(paused) == [TokenEvent(NO_TOKEN, 5, "cancelled")]
-    assert all_pages_are_free(engine)
-
-
-def test_cancel_after_the_end_changes_nothing() -> None:
-    engine = Engine(wide_model())
-    generation = engine.generate(numbers(4), GREEDY, max_tokens=2)
-    events = [next(generation), next(generation)]
-    generation.cancel()
-    assert events[-1].finish_reason == "length" and list(generation) == []
-
-
-def test_cancel_in_the_midst_of_a_prompt_ends_it_with_the_chunk_and_keeps_what_was_computed() -> None:
-    gate = Gate(1)
-    model = wide_model(context_length=600)
-    program = model.program
-    engine = Engine(model)
-    prompt = numbers(500)
-    reached, may_pass = threading.Event(), threading.Event()
-    run_batch = program.run
-
-    def slow_run(batch: Batch) -> NDArray[np.float32]:
-        if batch.segments[0].start_position >= 96:
-            reached.set()
-            assert may_pass.wait(20)
-        return run_batch(batch)
-
-    program.run = slow_run  # type: ignore[method-assign]
-    generation = engine.generate(prompt, GREEDY)
-    events: list[TokenEvent] = []
-    reader = threading.Thread(target=lambda: events.extend(generation))
-    reader.start()
-    assert reached.wait(20)
-    generation.cancel()
-    may_pass.set()
-    reader.join(20)
-    assert events == [TokenEvent(NO_TOKEN, 500, "cancelled")]
-    computed = sum(program.batch_sizes)
-    assert computed <= 96 + 24
-    program.run = run_batch  # type: ignore[method-assign]
-    again = engine.generate(prompt, GREEDY, max_tokens=5)
-    assert [event.token_id for event in again] == [
-        event.token_id for event in Engine(wide_model(context_length=600)).generate(prompt, GREEDY, max_tokens=5)
-    ]
-    assert again.record.cached_tokens >= 96
-    assert not gate.reached.is_set() and all_pages_are_free(engine)
-
-
-@pytest.mark.parametrize("verb", ["cancel", "close"])
-def test_a_waiting_reader_is_told_at_once(verb: str) -> None:
-    gate = Gate(10)
-    engine = Engine(wide_model(logits_of=gate))
-    busy = engine.generate(numbers(10), GREEDY, max_tokens=3)
-    waiting = engine.generate(numbers(7), GREEDY, max_tokens=3)
-    kept: list[TokenEvent] = []
-    told: list[TokenEvent] = []
-    driver = threading.Thread(target=lambda: kept.extend(busy))
-    driver.start()
-    assert gate.reached.wait(20)
-    reader = threading.Thread(target=lambda: told.extend(waiting))
-    reader.start()
-    while waiting._run.waiter is None:
-        time.sleep(0.001)
-    getattr(waiting, verb)()
-    reader.join(20)
-    assert not reader.is_alive() and driver.is_alive()
-    assert [event.finish_reason for event in told] == (["cancelled"] if verb == "cancel" else [])
-    gate.may_pass.set()
-    driver.join(20)
-    assert len(kept) == 3 and all_pages_are_free(engine)
-
-
-def test_interrupt_ends_the_generation_of_the_interrupted_thread_only() -> None:
-    for place in range(1, 40):
-        calls = 0
-
-        def logits(history: NDArray[np.int32], vocab_size: int) -> NDArray[np.float32]:
-            nonlocal calls
-            calls += 1
-            if calls == place:  # noqa: B023
-                raise KeyboardInterrupt
-            return hashed_logits(history, vocab_size)
-
-        engine = Engine(wide_model(logits_of=logits))
-        streams = [engine.generate(numbers(4, seed), SEEDED, max_tokens=12) for seed in range(3)]
-        texts: list[list[TokenEvent]] = [[], [], []]
-        ended: set[int] = set()
-        while len(ended) < 3:
-            for index, stream in enumerate(streams):
-                try:
-                    event = next(stream, None)
-                except KeyboardInterrupt:
-                    event = None
-                    texts[index].clear()
-                if event is None:
-                    ended.add(index)
-                else:
-                    texts[index].append(event)
-        wrong = [seed for seed in range(3) if texts[seed] != alone(numbers(4, seed), SEEDED, max_tokens=12)]
-        assert len(wrong) == (calls >= place)
-        assert all_pages_are_free(engine)
 
 
 def test_guests_come_between_two_steps_of_a_stream() -> None:
