@@ -374,7 +374,7 @@ class _Copies:
 def describe_differences(stored: Mapping[str, str], ours: Mapping[str, str]) -> str:
     """Which parts of two fingerprints differ, in words."""
     names = [name for name in {**ours, **stored} if stored.get(name) != ours.get(name)]
-    return f"it was stored with another {', another '.join(names)}"
+    return f"it was stored with different {', '.join(names)}"
 
 
 def _close_at_exit(reference: "weakref.ref[DiskCache]") -> None:

@@ -159,9 +159,9 @@ def test_other_settings_are_not_used_and_are_named(tmp_path: Path):
     with open_llm(tmp_path, identity=other) as llm:
         again = answer(llm, PROMPT)
     assert again.stats.cached_tokens == 0
-    assert again.stats.cache_miss == "what is stored cannot be used: it was stored with another key-value layout"
+    assert again.stats.cache_miss == "what is stored cannot be used: it was stored with different key-value layout"
     assert describe_differences({"a": "1", "b": "2"}, {"a": "2", "b": "3", "c": "4"}) == (
-        "it was stored with another a, another b, another c"
+        "it was stored with different a, b, c"
     )
 
 
@@ -372,4 +372,4 @@ def test_demo_model_goes_on_after_a_restart_with_the_same_text(tmp_path: Path):
     for completion in (second, third):
         assert completion.stats.cached_tokens == completion.stats.prompt_tokens - 1
     assert other.stats.cached_tokens == 0
-    assert "another key-value layout" in (other.stats.cache_miss or "")
+    assert "different key-value layout" in (other.stats.cache_miss or "")
