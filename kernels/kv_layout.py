@@ -1,8 +1,10 @@
 """How keys and values lie in a page: fixed-size pages of positions, every layer of a position in the same page.
 
-A page holds, per layer and KV head: keys, scales of keys, values, scales of values, each part a multiple of 64 bytes.
-Keys lie in groups of sixteen positions, so that one query dimension (or four) meets sixteen keys in one vector; values
-lie so that the probability of one position (or two) meets sixteen columns in one vector.
+A page is one piece of memory, or two: layers with a window lie in a piece of their own, which can be given back when
+no position in it will be seen again. A piece holds, per layer and KV head: keys, scales of keys, values, scales of
+values, each part a multiple of 64 bytes. Keys lie in groups of sixteen positions, so that one query dimension (or
+four) meets sixteen keys in one vector; values lie so that the probability of one position (or two) meets sixteen
+columns in one vector.
 
 | type | keys, per group of sixteen positions | values |
 |---|---|---|
@@ -107,20 +109,32 @@ class KVLayout:
         return HeadLayout(key_columns, value_columns, key_scales, values, value_scales, num_bytes)
 
     def layer_offset(self, layer: int) -> int:
-        """Where a layer begins in a page."""
-        return self._layer_offsets[layer]
+        """Where a layer begins in its piece of a page."""
+        return self._placement[0][layer]
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page, a multiple of 64 because each head's are."""
-        return self._layer_offsets[-1]
+        """Bytes of a page but its windowed layers, a multiple of 64 because each head's are."""
+        return self._placement[1][False]
+
+    @property
+    def windowed_bytes(self) -> int:
+        """Bytes of the windowed layers of a page, a multiple of 64."""
+        return self._placement[1][True]
+
+    @property
+    def window(self) -> int:
+        """Positions that the windowed layers see, at most; 0 where there are none."""
+        return max((shape.window for shape in self.layers), default=0)
 
     @cached_property
-    def _layer_offsets(self) -> list[int]:
-        offsets = [0]
+    def _placement(self) -> tuple[list[int], dict[bool, int]]:
+        """Where each layer begins in its piece, and the bytes of a piece of layers without and with a window."""
+        offsets, sizes = [], {False: 0, True: 0}
         for layer, shape in enumerate(self.layers):
-            offsets.append(offsets[-1] + shape.num_kv_heads * self.head(layer).num_bytes)
-        return offsets
+            offsets.append(sizes[shape.window > 0])
+            sizes[shape.window > 0] += shape.num_kv_heads * self.head(layer).num_bytes
+        return offsets, sizes
 
 
 def _padded(size: int, multiple: int) -> int:

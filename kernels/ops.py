@@ -165,7 +165,9 @@ class Segment:
 
     page_addresses: int64, one address per page of the sequence, covering every position up to the last row's but
     `dropped_tokens` of them, whole pages that are not attended to any more. page_mass: float32[pages] where the rows'
-    attention to each page is added up, for tapes that were made to measure it.
+    attention to each page is added up, for tapes that were made to measure it. windowed_addresses: int64[pages], where
+    the windowed layers' part of each page lies, for layouts that keep it apart; 0 for pages that those layers see no
+    more.
     """
 
     start_position: int
@@ -173,6 +175,7 @@ class Segment:
     page_addresses: NDArray[np.int64]
     dropped_tokens: int = 0
     page_mass: FloatArray | None = None
+    windowed_addresses: NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True)
@@ -186,11 +189,13 @@ class Batch:
 
 @dataclass(frozen=True)
 class KVLayerShape:
-    """What one layer keeps per position."""
+    """What one layer keeps per position. window: how many positions it sees, where its part of a page lies apart, so
+    that it can be given back once no row will see it; 0 for a layer that lies with the others."""
 
     num_kv_heads: int
     key_size: int
     value_size: int
+    window: int = 0
 
 
 @dataclass(frozen=True)

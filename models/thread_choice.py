@@ -68,8 +68,9 @@ def _candidates(most: int) -> list[int]:
 
 def _token_seconds(program: CpuProgram, kv_layout: KVLayout) -> float:
     """Median time of one decoded token at the start of a sequence."""
-    memory = aligned_zeros(kv_layout.page_bytes)
-    segment = Segment(0, 1, np.array([address(memory)], np.int64))
+    memory = aligned_zeros(kv_layout.page_bytes + kv_layout.windowed_bytes)
+    page = np.array([address(memory)], np.int64)
+    segment = Segment(0, 1, page, windowed_addresses=page + kv_layout.page_bytes)
     batch = Batch(np.zeros(1, np.int32), [segment], np.zeros(1, np.int32))
     program.run(batch)
     samples = []

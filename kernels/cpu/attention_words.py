@@ -48,12 +48,15 @@ SCORE_KEYS = 200
 WEIGH_VALUES = 208
 """Addresses of the pieces for this cache's types."""
 
+TABLE = 216
+"""Which word of a segment has the table of this layer's pages."""
+
 # A `page_mass` op goes on after the words of `attention`.
-MASS_OUT = 216
+MASS_OUT = 224
 """Address of float32[segments][heads][pages]."""
-MASS_HEADS = 224
-MASS_PAGES = 232
-MASS_WORK = 240
+MASS_HEADS = 232
+MASS_PAGES = 240
+MASS_WORK = 248
 """Address of memory per thread: eight queries' maxima and sums, float32 per page."""
 MASS_ROWS = 8
 """Rows at the end of a sequence's part of a batch that are measured."""
@@ -75,6 +78,8 @@ STORE_HEADS = 0
 STORE_HEAD_BYTES = 8
 STORE_KEYS = 16
 STORE_VALUES = 80
+STORE_TABLES = 144
+"""Which word of the batch header has the tables of this layer's pages."""
 PART_SOURCE = 0
 PART_STRIDE = 8
 PART_KIND = 16
@@ -141,6 +146,12 @@ def check_shape(layout: KVLayout, layer: int, shape: AttentionShape) -> None:
     sizes = max(shape.key_size, shape.value_size)
     check(sizes <= protocol.MAX_VALUE_SIZE, f"keys or values of {sizes} exceed the scratch memory")
     check(group <= protocol.MAX_QUERIES_PER_UNIT, f"{group} heads share one KV head")
+    seen = min((limit for limit in (shape.window, shape.chunk) if limit > 0), default=0)
+    # What lies before a windowed layer's window may be given back, so it must never be looked at.
+    check(
+        not cached.window or 0 < seen <= cached.window,
+        f"layer {layer} keeps {cached.window} positions, and attention sees {seen or 'all'} of them",
+    )
 
 
 def partial_bytes(layout: KVLayout, layer: int, shape: AttentionShape) -> int:
@@ -178,6 +189,7 @@ def attention_words(
         WINDOW: shape.window,
         LOCAL_CHUNK: shape.chunk,
         ROWS_PER_UNIT: max(1, min(protocol.ROWS_PER_UNIT, protocol.MAX_QUERIES_PER_UNIT // group)),
+        TABLE: protocol.SEGMENT_WINDOWED_TABLE if layout.layers[layer].window else protocol.SEGMENT_TABLE,
     }
     for first, values in places.items():
         block |= {first + 8 * index: value for index, value in enumerate(values)}
@@ -210,7 +222,8 @@ def store_words(
 ) -> tuple[Kernel, NDArray[np.int64]]:
     """The op that stores keys and values, given the address and stride of their rows."""
     head, shape, start = layout.head(layer), layout.layers[layer], layout.layer_offset(layer)
-    block = {STORE_HEADS: shape.num_kv_heads, STORE_HEAD_BYTES: head.num_bytes}
+    tables = protocol.WINDOWED_TABLES if shape.window else protocol.PAGE_TABLES
+    block = {STORE_HEADS: shape.num_kv_heads, STORE_HEAD_BYTES: head.num_bytes, STORE_TABLES: tables}
     parts = (
         (STORE_KEYS, keys, layout.key_type, shape.key_size, head.key_columns, 0, head.key_scales),
         (STORE_VALUES, values, layout.value_type, shape.value_size, head.value_columns, head.values, head.value_scales),

@@ -11,6 +11,7 @@ from localinfer.errors import ContextLengthError, RequestError
 from localinfer.kernels.cpu import protocol
 from localinfer.kernels.cpu.arrays import address, aligned_zeros
 from localinfer.kernels.cpu.pool import ThreadPool
+from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.object_cache import Kernel
 from localinfer.kernels.ops import Batch, FloatArray, Operation, Rows, Segment
 
@@ -44,7 +45,7 @@ class TapeRecord:
     """
 
     pool: ThreadPool
-    page_tokens: int
+    kv_layout: KVLayout
     max_batch_rows: int
     max_output_rows: int
     kernels: Sequence[Kernel]
@@ -80,14 +81,16 @@ class CpuProgram:
         self._token_ids = np.zeros(rows, np.int64)
         self._positions = np.zeros(rows, np.int64)
         self._page_tables = np.zeros(rows, np.int64)
+        self._windowed_tables = np.zeros(rows, np.int64)
         self._output_rows = np.zeros(self.max_output_rows, np.int64)
-        self._segments = np.zeros((rows, 4), np.int64)
+        self._segments = np.zeros((rows, protocol.SEGMENT_BYTES // 8), np.int64)
         self._scratch = aligned_zeros(self._pool.num_threads * protocol.SCRATCH_BYTES)
         self._header = np.zeros(protocol.HEADER_WORDS, np.int64)
         for offset, array in (
             (protocol.TOKEN_IDS, self._token_ids),
             (protocol.POSITIONS, self._positions),
             (protocol.PAGE_TABLES, self._page_tables),
+            (protocol.WINDOWED_TABLES, self._windowed_tables),
             (protocol.OUTPUT_ROWS, self._output_rows),
             (protocol.SCRATCH, self._scratch),
             (protocol.SEGMENTS, self._segments),
@@ -97,6 +100,7 @@ class CpuProgram:
         self._header_address = address(self._header)
         self._partials: NDArray[np.uint8] = aligned_zeros(0)
         self._reserve_partials(0)
+        self._window = record.kv_layout.window
         self._last_pages: NDArray[np.int64] | None = None
         self._last_table = 0
         self._last_rows = 1
@@ -196,7 +200,7 @@ class CpuProgram:
     def _set_segment(self, index: int, segment: Segment, row: int, rows: int) -> int:
         """Write one segment's rows, the first of them `row`; returns the row after its last."""
         count, start, pages = segment.num_rows, segment.start_position, segment.page_addresses
-        dropped, page_tokens = segment.dropped_tokens, self._record.page_tokens
+        dropped, page_tokens = segment.dropped_tokens, self._record.kv_layout.page_tokens
         end = start + count
         if pages is not self._last_pages:
             if pages.dtype != np.int64 or not pages.flags.c_contiguous:
@@ -216,17 +220,34 @@ class CpuProgram:
         if row + count > rows:
             raise RequestError(f"the segments hold more than the batch's {rows} token ids")
         table = self._last_table
-        self._segments[index] = (row, count, start - dropped, table)
+        windowed_table = self._windowed_table(index, segment) if self._window else table
+        self._segments[index] = (row, count, start - dropped, table, windowed_table)
         # What stores a row looks its page up by position: such a table begins where the dropped pages' entries were.
-        table -= 8 * (dropped // page_tokens)
+        skipped = 8 * (dropped // page_tokens)
         if count == 1:
             self._positions[row] = start
-            self._page_tables[row] = table
+            self._page_tables[row] = table - skipped
+            self._windowed_tables[row] = windowed_table - skipped
         else:
             self._positions[row : row + count] = np.arange(start, end)
-            self._page_tables[row : row + count] = table
+            self._page_tables[row : row + count] = table - skipped
+            self._windowed_tables[row : row + count] = windowed_table - skipped
         return row + count
 
+    def _windowed_table(self, index: int, segment: Segment) -> int:
+        """The table of a segment's windowed pieces, which has an entry for every page that those layers will see."""
+        table, page_tokens = segment.windowed_addresses, self._record.kv_layout.page_tokens
+        start = segment.start_position - segment.dropped_tokens
+        if table is None or table.dtype != np.int64 or not table.flags.c_contiguous:
+            raise RequestError(f"segment {index}'s addresses of windowed layers are not one run of int64")
+        first = max(0, start - self._window + 1) // page_tokens
+        last = -(-(start + segment.num_rows) // page_tokens)
+        if len(table) < last or not table[first:last].all():
+            raise RequestError(
+                f"segment {index} from position {segment.start_position} needs the windowed layers of the "
+                f"{self._window} positions before it, and lacks some; compute them again"
+            )
+        return int(table.ctypes.data)
 
 def stretches(operations: Sequence[Operation]) -> list[Stretch]:
     """Cut a tape after every op that fills another STRETCHES-th part of what a row multiplies by weights."""

@@ -11,17 +11,21 @@ POSITIONS = 32
 """Address of int64[rows]."""
 PAGE_TABLES = 40
 """Address of int64[rows]: per row, the address of its sequence's page addresses."""
+WINDOWED_TABLES = 96
+"""The same, of the windowed layers' pieces of pages."""
 OUTPUT_ROWS = 48
 """Address of int64[output rows]."""
 SCRATCH = 56
 """Address of SCRATCH_BYTES per thread."""
 SEGMENTS = 64
-"""Address of int64[segments][4]: first row, number of rows, first position, page table."""
+"""Address of int64[segments][5]: first row, number of rows, first position, page table, table of windowed pieces."""
+SEGMENT_BYTES = 40
+SEGMENT_TABLE, SEGMENT_WINDOWED_TABLE = 24, 32
 NUM_SEGMENTS = 72
 PARTIALS = 80
 """Address of memory that all threads share: counters int64, zero between ops, and results of single chunks."""
 PARTIALS_BYTES = 88
-HEADER_WORDS = 12
+HEADER_WORDS = 13
 
 SCRATCH_BYTES = 1 << 17
 

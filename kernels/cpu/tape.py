@@ -484,7 +484,7 @@ class CpuTape:
             block[offset // 8] = called.address
         record = TapeRecord(
             pool=self._pool,
-            page_tokens=self._kv_layout.page_tokens,
+            kv_layout=self._kv_layout,
             max_batch_rows=self._max_rows[Rows.BATCH],
             max_output_rows=self._max_rows[Rows.OUTPUT],
             kernels=kernels,

@@ -77,11 +77,18 @@ class RowProgram:
 
     def pages(self, num_positions: int) -> NDArray[np.int64]:
         """Addresses of pages for one sequence, filled with NaN."""
+        return self._pieces(num_positions, self._kv_layout.page_bytes)
+
+    def windowed_pages(self, num_positions: int) -> NDArray[np.int64]:
+        """The same, of the pieces of windowed layers."""
+        return self._pieces(num_positions, self._kv_layout.windowed_bytes)
+
+    def _pieces(self, num_positions: int, num_bytes: int) -> NDArray[np.int64]:
         count = -(-num_positions // self._kv_layout.page_tokens)
-        memory = aligned_zeros(count * self._kv_layout.page_bytes)
+        memory = aligned_zeros(count * num_bytes)
         memory[:] = 255
         self._pages.append(memory)
-        return address(memory) + np.arange(count, dtype=np.int64) * self._kv_layout.page_bytes
+        return address(memory) + np.arange(count, dtype=np.int64) * num_bytes
 
     def run(self, token_ids: Sequence[int], segments: Sequence[Segment]) -> FloatArray:
         """One batch; every row is an output row."""

@@ -6,9 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from localinfer.errors import RequestError, ShapeError
 from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.kernels.cpu.tape import CpuTape
-from localinfer.kernels.kv_layout import KVLayout, parse_kv_type
+from localinfer.kernels.kv_layout import PAGE_TOKENS, KVLayout, parse_kv_type
 from localinfer.kernels.ops import AttentionShape, Buffer, FloatArray, KVLayerShape, Segment
 from tests.kernels.tape_runs import RowProgram, Write, assert_same_bits, random_rows, relative_error, run_rows
 from tests.oracle_formulas import Float64Array, attend
@@ -106,6 +107,37 @@ def test_attention_equals_the_oracle_and_itself_in_any_batch(
     # Batches of few rows are split by chunks between threads.
     for splits in ([100, 161], [240, 1, 1, 1, 8, 7, 3]):
         assert_same_bits(run_rows(two_threads, inputs, attention_of(shape), splits, kv_layout), found)
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0/q4_0"])
+@pytest.mark.parametrize("name", ["window", "window of one", "window beyond a chunk", "local chunks"])
+def test_windowed_layers_apart_give_the_same_bits_without_what_was_given_back(
+    name: str, kv_type: str, pool: ThreadPool, two_threads: ThreadPool
+) -> None:
+    shape, rows, joined = SHAPES[name], 261, cache_of(SHAPES[name], kv_type)
+    inputs, window = inputs_of(shape, rows, seed=1), shape.window or shape.chunk
+    layout = KVLayout(kv_type, [joined.layers[0], replace(joined.layers[1], window=window)])
+    assert layout.page_bytes + layout.windowed_bytes == joined.page_bytes and layout.page_bytes > 0
+    wanted = run_rows(pool, inputs, attention_of(shape), kv_layout=joined)
+    for threads, sizes in ((pool, [130, 1, 1, 64, 65]), (two_threads, [240, 1, 1, 1, 8, 7, 3])):
+        program = RowProgram(threads, inputs, attention_of(shape), max(sizes), layout)
+        pages, pieces, start = program.pages(rows), program.windowed_pages(rows), 0
+        for size in sizes:
+            # No memory is there, so a look at it would end the process.
+            pieces[: max(0, start - window + 1) // PAGE_TOKENS] = 0
+            segment = Segment(start, size, pages, windowed_addresses=pieces)
+            assert_same_bits(program.run(range(start, start + size), [segment]), wanted[start : start + size])
+            start += size
+        pieces[-1] = 0
+        with pytest.raises(RequestError, match="needs the windowed layers of the"):
+            program.run([260], [Segment(260, 1, pages, windowed_addresses=pieces)])
+
+
+def test_windowed_layer_refuses_attention_that_sees_more(pool: ThreadPool) -> None:
+    shape = replace(PLAIN, window=41)
+    layers = [KVLayerShape(1, 16, 16), KVLayerShape(2, 24, 24, window=40)]
+    with pytest.raises(ShapeError, match="layer 1 keeps 40 positions, and attention sees 41 of them"):
+        RowProgram(pool, inputs_of(shape, 1, 0), attention_of(shape), 1, KVLayout("f16", layers))
 
 
 @pytest.mark.parametrize("kv_type", ERROR_BUDGETS)

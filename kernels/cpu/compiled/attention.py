@@ -26,6 +26,7 @@ from localinfer.kernels.cpu.attention_words import (
     SINKS,
     SLOPES,
     SOFTCAP,
+    TABLE,
     VALUE_COLUMNS,
     VALUE_SIZE,
     WEIGH_VALUES,
@@ -61,6 +62,7 @@ from localinfer.kernels.cpu.protocol import (
     PARTIAL_COUNTER_BYTES,
     PARTIALS,
     PARTIALS_BYTES,
+    SEGMENT_BYTES,
     SEGMENTS,
     SPLIT_ROWS,
 )
@@ -260,7 +262,7 @@ def _chunks_per_part(p: int, batch: int, num_threads: int) -> int:
         return 0
     chunks, needed = 0, PARTIAL_COUNTER_BYTES
     for index in range(load_i64(batch + NUM_SEGMENTS)):
-        segment = segments + 32 * index
+        segment = segments + SEGMENT_BYTES * index
         here, rows = _segment_chunks(p, segment), load_i64(segment + 8)
         chunks += here * kv_heads
         needed += here * kv_heads * _chunk_bytes(p, rows * load_i64(p + GROUP))
@@ -279,7 +281,7 @@ def set_unit(p: int, memory: int, segment: int, first_row: int, rows: int, kv_he
     store_i64(memory + scratch.QUERY_ROW, load_i64(p + QUERIES) + row * load_i64(p + QUERIES_STRIDE))
     store_i64(memory + scratch.OUT_ROW, load_i64(p + OUT) + row * load_i64(p + OUT_STRIDE))
     store_i64(memory + scratch.KV_HEAD, kv_head)
-    store_i64(memory + scratch.PAGE_TABLE, load_i64(segment + 24))
+    store_i64(memory + scratch.PAGE_TABLE, load_i64(segment + load_i64(p + TABLE)))
     store_i64(memory + scratch.ROWS, rows)
 
 
@@ -302,7 +304,7 @@ def attention(parameters: int, batch: int, thread: int, num_threads: int) -> Non
         segment, tiles, chunks, parts, tile_bytes = 0, 0, 0, 1, 0
         while index > 0:
             index -= 1
-            segment = segments + 32 * index
+            segment = segments + SEGMENT_BYTES * index
             tiles = (load_i64(segment + 8) + rows_per_tile - 1) // rows_per_tile
             if per_part > 0:
                 chunks = _segment_chunks(p, segment)

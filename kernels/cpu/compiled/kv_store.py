@@ -28,6 +28,7 @@ from localinfer.kernels.cpu.attention_words import (
     STORE_HEAD_BYTES,
     STORE_HEADS,
     STORE_KEYS,
+    STORE_TABLES,
     STORE_VALUES,
     TARGET,
     TARGET_HEAD_BYTES,
@@ -50,7 +51,7 @@ from localinfer.kernels.cpu.compiled.memory import (
 )
 from localinfer.kernels.cpu.compiled.pool import take_units
 from localinfer.kernels.cpu.compiled.rotation import TO_Q4_0, TO_Q8_0, TO_QUERY, copy_padded, quantize_values, rotate
-from localinfer.kernels.cpu.protocol import CONTROL, PAGE_TABLES, POSITIONS
+from localinfer.kernels.cpu.protocol import CONTROL, POSITIONS
 from localinfer.kernels.jit import inline, op
 from localinfer.kernels.kv_layout import PAGE_TOKENS, SCALE_BLOCK
 
@@ -146,7 +147,8 @@ def store_floats(parameters: int, batch: int, thread: int, num_threads: int) -> 
     """Write rows of keys and values, neither of them quantized."""
     keys, values = parameters + STORE_KEYS, parameters + STORE_VALUES
     heads, head_bytes = load_i64(parameters + STORE_HEADS), load_i64(parameters + STORE_HEAD_BYTES)
-    control, positions, tables = load_i64(batch + CONTROL), load_i64(batch + POSITIONS), load_i64(batch + PAGE_TABLES)
+    control, positions = load_i64(batch + CONTROL), load_i64(batch + POSITIONS)
+    tables = load_i64(batch + load_i64(parameters + STORE_TABLES))
     units = num_rows(batch, 0) * heads
     claim = max(1, units // (4 * num_threads))
     while True:
@@ -170,7 +172,8 @@ def store_codes(parameters: int, batch: int, thread: int, num_threads: int) -> N
     """Write rows of keys and values, at least one of them quantized."""
     keys, values, memory = parameters + STORE_KEYS, parameters + STORE_VALUES, scratch(batch, thread)
     heads, head_bytes = load_i64(parameters + STORE_HEADS), load_i64(parameters + STORE_HEAD_BYTES)
-    control, positions, tables = load_i64(batch + CONTROL), load_i64(batch + POSITIONS), load_i64(batch + PAGE_TABLES)
+    control, positions = load_i64(batch + CONTROL), load_i64(batch + POSITIONS)
+    tables = load_i64(batch + load_i64(parameters + STORE_TABLES))
     units = num_rows(batch, 0) * heads
     claim = max(1, units // (4 * num_threads))
     while True:

@@ -25,7 +25,7 @@ from localinfer.kernels.cpu.compiled.batch import scratch as scratch_of
 from localinfer.kernels.cpu.compiled.memory import call_op, float_bits, load_f32, load_i64, store_f32
 from localinfer.kernels.cpu.compiled.pool import take_units
 from localinfer.kernels.cpu.compiled.rows import exp_of
-from localinfer.kernels.cpu.protocol import CHUNK, CONTROL, NUM_SEGMENTS, SEGMENTS
+from localinfer.kernels.cpu.protocol import CHUNK, CONTROL, NUM_SEGMENTS, SEGMENT_BYTES, SEGMENTS
 from localinfer.kernels.jit import inline, op
 from localinfer.kernels.kv_layout import PAGE_TOKENS
 
@@ -94,7 +94,7 @@ def page_mass(parameters: int, batch: int, thread: int, num_threads: int) -> Non
         index, kv_head = unit // kv_heads, unit % kv_heads
         if index >= load_i64(batch + NUM_SEGMENTS):
             return
-        segment = load_i64(batch + SEGMENTS) + 32 * index
+        segment = load_i64(batch + SEGMENTS) + SEGMENT_BYTES * index
         out = load_i64(p + MASS_OUT) + 4 * pages * (index * load_i64(p + MASS_HEADS) + kv_head)
         rows = load_i64(segment + 8)
         for row in range(max(0, rows - MASS_ROWS), rows):
