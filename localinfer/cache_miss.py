@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-CacheMissCause = Literal["empty", "different", "template", "evicted", "foreign"]
+CacheMissCause = Literal["empty", "different", "template", "evicted", "windowed", "foreign"]
 """empty: nothing is cached. different: the text parts from the cached one. template: the chat template wrote the
-messages of an earlier prompt in another way. evicted: it was cached, and memory ended. foreign: it is stored, but by
+messages of an earlier prompt in another way. evicted: it was cached, and memory ended. windowed: it is cached, but the
+model's sliding-window layers keep only what comes before the ends of texts and prompts. foreign: it is stored, but by
 another model, version or kv_type."""
 
 WINDOW_TOKENS = 8
@@ -28,7 +29,7 @@ class CacheMiss:
 
     position: of the first token that had to be computed though something of the kind was cached, or might have been.
     before, cached, wanted: token ids around it: those both share, those cached next, those the prompt has instead.
-    detail: what is to be added in words; may be empty.
+    detail: what is to be added in words; may be empty. until: how many tokens are cached, if more than are used.
     """
 
     cause: CacheMissCause
@@ -37,6 +38,7 @@ class CacheMiss:
     cached: tuple[int, ...] = ()
     wanted: tuple[int, ...] = ()
     detail: str = ""
+    until: int = 0
 
     def describe(self, tokenizer: TokenDecoder | None) -> str:
         """Say it in one sentence, with texts where there is a tokenizer and token ids where there is none."""
@@ -44,6 +46,9 @@ class CacheMiss:
             return "nothing was cached yet"
         if self.cause == "evicted":
             return f"from token {self.position} on it was cached once and was evicted for lack of memory"
+        if self.cause == "windowed":
+            what = f"of tokens {self.position} to {self.until} the model's sliding-window layers keep nothing"
+            return f"{what}, so they are computed again"
         if self.cause == "foreign":
             return f"what is stored cannot be used: {self.detail}"
         who = "the chat template wrote an earlier message anew" if self.cause == "template" else "the text differs"

@@ -60,7 +60,8 @@ def kept_models(folder: Path) -> Iterator[KeptModel]:
         except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError):
             name, kv_type = "a model whose description is damaged", "unknown"
         pages = [file for file in files if Path(file.path).is_relative_to(description.parent)]
-        pages = [file for file in pages if file.path.endswith(".page")]
+        pages = [file for file in pages if file.path.endswith((".page", ".window"))]
         if pages:
             last_used = max(file.used_ns for file in pages) / 1e9
-            yield KeptModel(name, kv_type, len(pages), sum(file.num_bytes for file in pages), last_used)
+            num_pages = sum(file.path.endswith(".page") for file in pages)
+            yield KeptModel(name, kv_type, num_pages, sum(file.num_bytes for file in pages), last_used)

@@ -23,7 +23,7 @@ CHAT_SUFFIX = ".chat"
 _FOLDER = re.compile(r"[0-9a-f]{32}")
 _SHARD = re.compile(r"[0-9a-f]")
 _FILE = re.compile(
-    rf"{re.escape(DESCRIPTION)}|[0-9a-f]{{32}}|[0-9a-f]{{32}}\.chat|[0-9a-f]{{32}}-[0-9a-f]{{32}}\.page|tmp\w+\.tmp"
+    rf"{re.escape(DESCRIPTION)}|[0-9a-f]{{32}}|[0-9a-f]{{32}}\.chat|[0-9a-f]{{32}}-[0-9a-f]{{32}}\.(?:page|window)|tmp\w+\.tmp"
 )
 
 _ABANDONED_SECONDS = 3600.0

@@ -5,7 +5,6 @@ pages at a time between two steps of the engine, so that it holds no page and no
 """
 
 import atexit
-import ctypes
 import functools
 import json
 import logging
@@ -22,12 +21,12 @@ import numpy as np
 
 from localinfer.chat_history import AnsweredChat, ChatHistory
 from localinfer.disk_budget import CHATS_FOLDER, DESCRIPTION, WEIGHTS_FOLDER
+from localinfer.disk_restore import part_view, restore_pages
 from localinfer.disk_tier import DiskCounters, DiskTier, Found, Saved, common_length
 from localinfer.engine import Engine
 from localinfer.errors import ClosedError, LocalinferError, OutOfMemoryError
 from localinfer.fingerprint import Fingerprint, ModelIdentity
-from localinfer.page_file import page_view, write_all, write_atomically
-from localinfer.page_pool import PageNumbers
+from localinfer.page_file import write_all, write_atomically
 from localinfer.prefix_cache import PrefixCache
 from localinfer.prefix_tree import CachedPath, Match, TokenIds
 from localinfer.private_folder import make_private, user_cache_folder
@@ -101,6 +100,7 @@ class DiskCache:
         self._max_bytes = options.max_bytes
         self._idle_seconds = idle_seconds
         self._tier: DiskTier | None = None
+        self._parts_tier: DiskTier | None = None
         self._others: list[_Other] = []
         self._process = os.getpid()
         self._wake = threading.Condition()
@@ -148,7 +148,7 @@ class DiskCache:
             return self._explain(tier, token_ids, cached_tokens, found)
         assert self._cache is not None, "a tier was set"
         try:
-            return self._restore(self._cache, tier, token_ids, found)
+            return restore_pages(self._cache, tier, self._parts_tier, token_ids, found)
         except OutOfMemoryError:
             return "it is on disk, and memory has no room for it beside the conversations that are running"
 
@@ -230,35 +230,48 @@ class DiskCache:
             logger.warning("a reply's tokens were not kept on disk: %s", error)
 
     def _save_behind(self, tier: DiskTier, token_ids: TokenIds, threads: int) -> Saved:
-        return tier.save(token_ids, _Copies(self, tier, token_ids), threads=threads)
+        saved = tier.save(token_ids, _Copies(self, tier, token_ids, is_windowed=False), threads=threads)
+        if self._parts_tier is not None:
+            with self._engine.exclusive_cache() as cache:
+                places = np.flatnonzero(cache.tree.match(token_ids).windowed).tolist()
+            copies = _Copies(self, self._parts_tier, token_ids, is_windowed=True)
+            self._parts_tier.save(token_ids, copies, places=places, threads=threads)
+        return saved
 
     def _save_in_place(self, tier: DiskTier, token_ids: TokenIds, threads: int) -> Saved:
         with self._engine.exclusive_cache() as cache:
             pool, match = cache.pool, cache.tree.match(token_ids)
 
-            def read(indices: Sequence[int]) -> Sequence[memoryview] | None:
-                if self._must_stop() or not _holds(match, token_ids, indices, pool.page_tokens):
-                    return None
-                addresses = pool.addresses(match.pages[list(indices)]).tolist()
-                return [page_view(address, pool.page_bytes) for address in addresses]
+            def save(tier: DiskTier, places: Sequence[int] | None, is_windowed: bool) -> Saved:
+                def read(indices: Sequence[int]) -> Sequence[memoryview] | None:
+                    if self._must_stop() or not _holds(match, token_ids, indices, pool.page_tokens, is_windowed):
+                        return None
+                    return [part_view(pool, page, is_windowed) for page in match.pages[list(indices)].tolist()]
 
-            return tier.save(token_ids, read, threads=threads, pages_at_once=_PAGES_IN_PLACE)
+                return tier.save(token_ids, read, places=places, threads=threads, pages_at_once=_PAGES_IN_PLACE)
+
+            saved = save(tier, None, False)
+            if self._parts_tier is not None:
+                save(self._parts_tier, np.flatnonzero(match.windowed).tolist(), True)
+            return saved
 
     def _must_stop(self) -> bool:
         return time.monotonic() > self._deadline
 
-    def copy_pages(self, token_ids: TokenIds, indices: Sequence[int], buffers: Sequence[memoryview]) -> bool:
-        """Copy some pages of a conversation from the tree, between two steps; False if they are not there any more."""
+    def copy_pages(
+        self, token_ids: TokenIds, indices: Sequence[int], buffers: Sequence[memoryview], is_windowed: bool
+    ) -> bool:
+        """Copy some pages of a conversation from the tree, or their windowed parts, between two steps; False if they
+        are not there any more."""
         if self._must_stop():
             return False
         try:
             with self._engine.exclusive_cache() as cache:
                 match = cache.tree.match(token_ids)
-                if not _holds(match, token_ids, indices, cache.pool.page_tokens):
+                if not _holds(match, token_ids, indices, cache.pool.page_tokens, is_windowed):
                     return False
                 for index, buffer in zip(indices, buffers, strict=True):
-                    address = int(cache.pool.addresses(match.pages[index : index + 1])[0])
-                    ctypes.memmove(ctypes.addressof(ctypes.c_char.from_buffer(buffer)), address, len(buffer))
+                    buffer[:] = part_view(cache.pool, int(match.pages[index]), is_windowed)
         except ClosedError:
             return False
         return True
@@ -275,6 +288,8 @@ class DiskCache:
         pool = self._engine.pool
         self._others = [other for other in self._find_others() if dict(other.parts) != dict(fingerprint.parts)]
         tier = self._tier_of(fingerprint, pool.page_tokens, pool.page_bytes)
+        if pool.sliding.tokens:
+            self._parts_tier = self._tier_of(fingerprint, pool.page_tokens, pool.windowed_bytes, is_windowed=True)
         self._tier = tier
         if self._history is not None:
             self._history.recall(StoredChats(tier.folder / CHATS_FOLDER).load(self._history.vocab_size))
@@ -295,7 +310,9 @@ class DiskCache:
         text = json.dumps(fields, indent=1).encode()
         write_atomically(path, lambda file: write_all(file, text))
 
-    def _tier_of(self, fingerprint: Fingerprint, page_tokens: int, page_bytes: int) -> DiskTier:
+    def _tier_of(
+        self, fingerprint: Fingerprint, page_tokens: int, page_bytes: int, *, is_windowed: bool = False
+    ) -> DiskTier:
         return DiskTier(
             self._folder,
             fingerprint.key,
@@ -303,6 +320,7 @@ class DiskCache:
             page_bytes=page_bytes,
             max_bytes=self._max_bytes,
             threads=num_io_threads(),
+            is_windowed=is_windowed,
         )
 
     def _find_others(self) -> list[_Other]:
@@ -318,26 +336,6 @@ class DiskCache:
                 continue
         return others
 
-    def _restore(self, cache: PrefixCache, tier: DiskTier, token_ids: TokenIds, found: Found) -> str | None:
-        pool, tree = cache.pool, cache.tree
-        before = tree.match(token_ids).pages[: found.first_page].copy()
-        # Held, for making room for the others could evict them.
-        pool.retain(before)
-        fresh: PageNumbers = np.zeros(0, np.int64)
-        try:
-            fresh = pool.acquire(len(found.pages))
-            views = [page_view(address, pool.page_bytes) for address in pool.addresses(fresh).tolist()]
-            restored = tier.restore(found, views)
-            num_pages = pool.num_pages_for(restored.num_tokens)
-            if num_pages > found.first_page:
-                pages = np.concatenate((before, fresh))[:num_pages]
-                tree.insert(token_ids[: restored.num_tokens], pages)
-                tier.mark_used(found)
-        finally:
-            pool.release(fresh)
-            pool.release(before)
-        return None if restored.problem is None else f"a file on disk {restored.problem.value}, and was deleted"
-
     def _explain(self, tier: DiskTier, token_ids: TokenIds, cached_tokens: int, found: Found) -> str | None:
         if found.problem is not None:
             return f"a file on disk {found.problem.value}, and was deleted"
@@ -351,16 +349,18 @@ class DiskCache:
         return None
 
 
-def _holds(match: Match, token_ids: TokenIds, indices: Sequence[int], page_tokens: int) -> bool:
-    """Whether a match reaches to the end of the last of some pages, or of the text."""
-    return match.length >= min(token_ids.size, (indices[-1] + 1) * page_tokens)
+def _holds(match: Match, token_ids: TokenIds, indices: Sequence[int], page_tokens: int, is_windowed: bool) -> bool:
+    """Whether a match reaches to the end of the last of some pages, or of the text, and has their windowed parts."""
+    reaches = match.length >= min(token_ids.size, (indices[-1] + 1) * page_tokens)
+    return reaches and (not is_windowed or bool(match.windowed[list(indices)].all()))
 
 
 class _Copies:
     """A `PageSource` of one conversation: copies in two sets of buffers, in turns."""
 
-    def __init__(self, cache: DiskCache, tier: DiskTier, token_ids: TokenIds) -> None:
+    def __init__(self, cache: DiskCache, tier: DiskTier, token_ids: TokenIds, *, is_windowed: bool) -> None:
         self._cache, self._token_ids, self._page_bytes = cache, token_ids, tier.form.page_bytes
+        self._is_windowed = is_windowed
         self._sets: list[list[memoryview]] = [[], []]
 
     def __call__(self, indices: Sequence[int]) -> Sequence[memoryview] | None:
@@ -368,7 +368,7 @@ class _Copies:
         buffers = self._sets[0]
         buffers += [np.empty(self._page_bytes, np.uint8).data for _ in range(len(indices) - len(buffers))]
         used = buffers[: len(indices)]
-        return used if self._cache.copy_pages(self._token_ids, indices, used) else None
+        return used if self._cache.copy_pages(self._token_ids, indices, used, self._is_windowed) else None
 
 
 def describe_differences(stored: Mapping[str, str], ours: Mapping[str, str]) -> str:

@@ -22,6 +22,7 @@ import numpy as np
 from localinfer.disk_budget import DiskBudget, mark_used
 from localinfer.page_file import (
     KEY_BYTES,
+    WINDOWED_MAGIC,
     PageFormat,
     PageRecord,
     Rejection,
@@ -38,7 +39,7 @@ logger = logging.getLogger(__name__)
 _MAX_SIBLINGS = 1024
 """Files of one parent that are looked into for the longest common beginning: 10 milliseconds at worst."""
 
-_SUFFIX = ".page"
+PAGE_SUFFIX, WINDOWED_SUFFIX = ".page", ".window"
 
 _PAGES_AT_ONCE = 16
 _BYTES_AT_ONCE = 4 << 20
@@ -104,14 +105,23 @@ class DiskTier:
 
     folder: private, and there already. fingerprint: 32 bytes that stand for everything but the token ids that a page's
     bytes depend on. max_bytes: budget of the whole folder, pages of other fingerprints included. threads: how many
-    read and prove pages at once.
+    read and prove pages at once. is_windowed: the files are the pages' windowed parts, beside those of the pages.
     """
 
     def __init__(
-        self, folder: Path, fingerprint: bytes, *, page_tokens: int, page_bytes: int, max_bytes: int, threads: int = 1
+        self,
+        folder: Path,
+        fingerprint: bytes,
+        *,
+        page_tokens: int,
+        page_bytes: int,
+        max_bytes: int,
+        threads: int = 1,
+        is_windowed: bool = False,
     ) -> None:
         assert len(fingerprint) == KEY_BYTES, "a fingerprint is a SHA-256"
-        self.form = PageFormat(page_tokens, page_bytes)
+        self.form = PageFormat(page_tokens, page_bytes, *([WINDOWED_MAGIC] if is_windowed else []))
+        self._suffix = WINDOWED_SUFFIX if is_windowed else PAGE_SUFFIX
         self.folder = folder / fingerprint.hex()[:32]
         self.counters = DiskCounters()
         self._fingerprint = fingerprint
@@ -142,6 +152,14 @@ class DiskTier:
         num_tokens = first_page * self.form.page_tokens + sum(page.num_tokens for page in pages)
         told = None if problem is Rejection.MISSING else problem
         return Found(first_page, min(num_tokens, token_ids.size), tuple(pages), told)
+
+    def of_same_pages(self, found: Found) -> list[FoundPage | None]:
+        """This tier's files of pages that another tier has found, None where there is none."""
+        paths = [self._path(page.record) for page in found.pages]
+        return [
+            FoundPage(path, page.record, page.num_tokens) if look_at(path, self.form.file_bytes) is None else None
+            for path, page in zip(paths, found.pages, strict=True)
+        ]
 
     def has_beginning(self, token_ids: TokenIds) -> bool:
         """Whether some file, which is not looked into further, says to begin as the first page of these tokens does."""
@@ -180,26 +198,35 @@ class DiskTier:
     @property
     def pages_at_once(self) -> int:
         """Pages that a save asks for at a time: few enough that copying them is soon done."""
-        return max(2, min(_PAGES_AT_ONCE, _BYTES_AT_ONCE // self.form.page_bytes))
+        return max(2, min(_PAGES_AT_ONCE, _BYTES_AT_ONCE // max(1, self.form.page_bytes)))
 
     def save(
-        self, token_ids: TokenIds, read: PageSource, *, threads: int = 1, pages_at_once: int | None = None
+        self,
+        token_ids: TokenIds,
+        read: PageSource,
+        *,
+        places: Sequence[int] | None = None,
+        threads: int = 1,
+        pages_at_once: int | None = None,
     ) -> Saved:
         """Write the pages of a history that are not there yet, in order, and make room by the budget.
 
         read: asked for some pages at a time, `pages_at_once` or as many as are soon copied, by their places in the
-        history. threads: how many write them. A failure of the disk ends the save early and is told; it is never
-        raised, and what was written until then stays.
+        history. places: which pages, in order; None for all. threads: how many write them. A failure of the disk ends
+        the save early and is told; it is never raised, and what was written until then stays.
         """
         with self._saving:
             if self._is_too_small:
                 return Saved(0, 0, "the disk budget is smaller than one page")
-            return self._save(token_ids, read, threads, pages_at_once or self.pages_at_once)
+            return self._save(token_ids, read, places, threads, pages_at_once or self.pages_at_once)
 
-    def _save(self, token_ids: TokenIds, read: PageSource, threads: int, pages_at_once: int) -> Saved:
+    def _save(
+        self, token_ids: TokenIds, read: PageSource, places: Sequence[int] | None, threads: int, pages_at_once: int
+    ) -> Saved:
         records = list(self._records(token_ids))
         paths = [self._path(record) for record in records]
-        missing = [index for index, path in enumerate(paths) if look_at(path, self.form.file_bytes) is not None]
+        places = range(len(records)) if places is None else places
+        missing = [index for index in places if look_at(paths[index], self.form.file_bytes) is not None]
         last = len(records) - 1
         if missing and missing[-1] == last and records[last].token_ids.size < self.form.page_tokens:
             missing = missing[:-1] if self._has_longer(records[last]) else missing
@@ -210,14 +237,14 @@ class DiskTier:
         # Only a page whose history was there before can have a shorter forerunner.
         if num_written == len(missing) > 0:
             self._delete_shorter(records[missing[0]])
-        mark_used(paths)
+        mark_used([paths[index] for index in places])
         self._budget.note_written(num_written * self.form.file_bytes)
         self.counters.bytes_deleted += self._budget.enforce()
         self.counters.pages_written += num_written
         self.counters.failed_saves += failure is not None
         if failure is not None:
             logger.warning("a conversation was not kept on disk: %s", failure)
-        return Saved(num_written, len(records) - len(missing), failure)
+        return Saved(num_written, len(places) - len(missing), failure)
 
     def _write_all(
         self,
@@ -263,7 +290,7 @@ class DiskTier:
 
     def _path(self, record: PageRecord) -> Path:
         parent = record.parent.hex()
-        return self.folder / parent[:1] / f"{parent[:32]}-{record.key.hex()[:32]}{_SUFFIX}"
+        return self.folder / parent[:1] / f"{parent[:32]}-{record.key.hex()[:32]}{self._suffix}"
 
     def _siblings(self, record: PageRecord) -> Iterator[tuple[Path, PageRecord]]:
         """Files that follow the same history, with what they say they are of; others are left to who reads them."""
@@ -274,7 +301,7 @@ class DiskTier:
                 names = [entry.name for entry in entries if entry.name.startswith(start)]
         except OSError:
             return
-        for name in [name for name in names if name.endswith(_SUFFIX)][:_MAX_SIBLINGS]:
+        for name in [name for name in names if name.endswith(self._suffix)][:_MAX_SIBLINGS]:
             sibling = read_record(folder / name, self.form)
             if isinstance(sibling, PageRecord) and sibling.parent == record.parent:
                 yield folder / name, sibling

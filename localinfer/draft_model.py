@@ -67,7 +67,12 @@ class DraftModel:
         self.context_length = model.config.context_length
         if kv_memory is None:
             kv_memory = default_kv_memory(model.kv_layout, self.context_length)
-        self.cache = PrefixCache(model.kv_layout, max_bytes=kv_memory, context_length=self.context_length)
+        self.cache = PrefixCache(
+            model.kv_layout,
+            max_bytes=kv_memory,
+            context_length=self.context_length,
+            batch_tokens=model.program.max_batch_rows,
+        )
         self.sampler = Sampler(self.vocab_size)
         self.seconds_per_token = self._measure()
         self.seconds_per_draft = 0.0

@@ -79,7 +79,11 @@ class Engine:
         self._process = os.getpid()
         self._closed = False
         self._cache = PrefixCache(
-            model.kv_layout, max_bytes=kv_memory, context_length=self.context_length, window=kv_window
+            model.kv_layout,
+            max_bytes=kv_memory,
+            context_length=self.context_length,
+            batch_tokens=model.program.max_batch_rows,
+            window=kv_window,
         )
         self._stepper = Stepper(
             model.program,

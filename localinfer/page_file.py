@@ -4,7 +4,7 @@ A file holds a header, then the page's bytes as they lie in memory:
 
 | bytes | what |
 |---|---|
-| 8 | `LOCALKV` and a zero |
+| 8 | `LOCALKV` and a zero, or `LOCALKW` and a zero for the part of layers with a sliding window |
 | 4 x 3 | version, tokens computed, tokens a page has room for (little-endian uint32) |
 | 8 | bytes of the page (little-endian uint64) |
 | 32 | key of the page before it |
@@ -16,7 +16,6 @@ of everything else the bytes depend on. So a key stands for a whole history, and
 """
 
 import contextlib
-import ctypes
 import functools
 import hashlib
 import os
@@ -38,6 +37,7 @@ from localinfer.kernels.cpu.checksum import fold
 TokenIds = NDArray[np.int32]
 
 MAGIC = b"LOCALKV\0"
+WINDOWED_MAGIC = b"LOCALKW\0"
 FORMAT_VERSION = 1
 KEY_BYTES = 32
 CHECKSUM_BYTES = 32
@@ -68,17 +68,16 @@ def page_key(parent: bytes, token_ids: TokenIds) -> bytes:
     return hashlib.sha256(parent + token_ids.astype("<i4").tobytes()).digest()
 
 
-def page_view(address: int, num_bytes: int) -> memoryview:
-    """A page in memory as writable bytes; valid as long as whoever owns the address keeps it."""
-    return memoryview((ctypes.c_uint8 * num_bytes).from_address(address)).cast("B")
-
-
 @dataclass(frozen=True)
 class PageFormat:
-    """Sizes of a page and of its file: room for `page_tokens` tokens in `page_bytes` bytes."""
+    """Sizes of a page and of its file: room for `page_tokens` tokens in `page_bytes` bytes.
+
+    magic: what the file begins with; it tells apart what is kept of the same tokens.
+    """
 
     page_tokens: int
     page_bytes: int
+    magic: bytes = MAGIC
 
     @property
     def header_bytes(self) -> int:
@@ -225,13 +224,13 @@ def _header(form: PageFormat, record: PageRecord) -> bytes:
     assert 0 < num_tokens <= form.page_tokens, "a page holds at least one token"
     token_ids = np.zeros(form.page_tokens, "<i4")
     token_ids[:num_tokens] = record.token_ids
-    fixed = _FIXED.pack(MAGIC, FORMAT_VERSION, num_tokens, form.page_tokens, form.page_bytes, record.parent)
+    fixed = _FIXED.pack(form.magic, FORMAT_VERSION, num_tokens, form.page_tokens, form.page_bytes, record.parent)
     return fixed + token_ids.tobytes()
 
 
 def _parse(form: PageFormat, header: bytes) -> PageRecord | Rejection:
     magic, version, num_tokens, page_tokens, page_bytes, parent = _FIXED.unpack_from(header)
-    if (magic, version, page_tokens, page_bytes) != (MAGIC, FORMAT_VERSION, form.page_tokens, form.page_bytes):
+    if (magic, version, page_tokens, page_bytes) != (form.magic, FORMAT_VERSION, form.page_tokens, form.page_bytes):
         return Rejection.FOREIGN
     if not 0 < num_tokens <= page_tokens:
         return Rejection.FOREIGN

@@ -1,28 +1,28 @@
 """Fixed-size pages of key-value memory, counted: who holds a page is a number, and a page nobody holds is free.
 
-A page holds `page_tokens` positions of all layers (its inside is the device's business). The pool is mechanism only:
-which sequence or which node of the prefix tree holds a page, and what is given up when memory ends, is decided above.
+A page holds `page_tokens` positions of all layers (its inside is the device's business). Where a model has layers with
+a sliding window, their part of a page is memory of its own, and counted apart: a page can lose it and stay. The pool is
+mechanism only: which sequence or which node of the prefix tree holds what, and what is given up when memory ends, is
+decided above.
 """
 
 import ctypes
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import ClosedError, OutOfMemoryError
-
-ALIGNMENT = 64
-_SLAB_BYTES = 16 << 20
-_SLAB_SHARE = 64
-"""A slab is at most this part of what is allocated already, so that a pool holds little that nobody asked for."""
+from localinfer.sliding_window import BoolArray, SlidingWindow
+from localinfer.slot_memory import DeviceMemory, SlotMemory
 
 PageNumbers = NDArray[np.int64]
 
 
 class KVLayout(Protocol):
-    """Size of a page: `page_bytes`, a multiple of 64, for `page_tokens` positions."""
+    """Sizes of a page for `page_tokens` positions, multiples of 64: `page_bytes`, and apart from those
+    `windowed_bytes` of the layers that see `window` positions at most, if there are any."""
 
     @property
     def page_tokens(self) -> int: ...
@@ -30,22 +30,11 @@ class KVLayout(Protocol):
     @property
     def page_bytes(self) -> int: ...
 
+    @property
+    def windowed_bytes(self) -> int: ...
 
-@runtime_checkable
-class DeviceLayout(KVLayout, Protocol):
-    """A layout whose pages lie in the memory of a device of its own."""
-
-    def allocate(self, num_bytes: int) -> int:
-        """Address of fresh memory. Raises: OutOfMemoryError."""
-        ...
-
-    def copy(self, source: int, target: int, num_bytes: int) -> None:
-        """Copy bytes from one address to another."""
-        ...
-
-    def free_bytes(self) -> int:
-        """Bytes that nobody has."""
-        ...
+    @property
+    def window(self) -> int: ...
 
 
 _DEFAULT_MEMORY = 8 << 30
@@ -58,52 +47,73 @@ def default_kv_memory(layout: KVLayout, context_length: int) -> int:
     """
     import psutil
 
-    context_bytes = -(-context_length // layout.page_tokens) * layout.page_bytes
-    free = layout.free_bytes() if isinstance(layout, DeviceLayout) else int(psutil.virtual_memory().available)
+    num_windowed = SlidingWindow(layout.window, layout.page_tokens).most_pages(context_length, 0)
+    context_bytes = -(-context_length // layout.page_tokens) * layout.page_bytes + num_windowed * layout.windowed_bytes
+    free = layout.free_bytes() if isinstance(layout, DeviceMemory) else int(psutil.virtual_memory().available)
     return min(free // 2, max(_DEFAULT_MEMORY, context_bytes))
 
 
 class PagePool:
-    """Pages known by number, allocated in slabs as they are asked for and reused when nobody holds them any more.
+    """Pages known by number, allocated as they are asked for and reused when nobody holds them any more.
 
-    `max_bytes` bounds what is ever allocated; None leaves it to the machine. `reclaim`, where it is set, is asked for
-    a number of pages when the budget is spent, and frees what it can. Slabs are zeroed memory that the system hands
-    out on first touch, so a page costs nothing before it is written. One thread at a time.
+    `max_bytes` bounds what is ever allocated, of pages and their windowed parts together; None leaves it to the
+    machine. `reclaim`, where it is set, is asked for a number of pages when the budget is spent, and frees what it can.
+    One thread at a time.
+
+    windowed: in every method bool[pages], which of the pages' windowed parts are meant too; None for all of them. It
+    means nothing for a model whose layers all see everything.
     """
 
     def __init__(self, layout: KVLayout, *, max_bytes: int | None = None) -> None:
         self.page_tokens = layout.page_tokens
         self.page_bytes = layout.page_bytes
+        self.windowed_bytes = layout.windowed_bytes
+        self.sliding = SlidingWindow(layout.window, layout.page_tokens)
         self.max_bytes = max_bytes
         self.reclaim: Callable[[int], object] | None = None
-        self._device = layout if isinstance(layout, DeviceLayout) else None
-        self._slabs: list[NDArray[np.uint8]] = []
-        self._free: list[int] = []
-        self._addresses = np.zeros(64, np.int64)
+        self._device = layout if isinstance(layout, DeviceMemory) else None
+        self._has_windows = layout.window > 0
+        # What one kind of memory does not need any more must be there for the other.
+        self._memory = SlotMemory(layout.page_bytes, self._device, can_shrink=self._has_windows)
+        self._windowed = SlotMemory(layout.windowed_bytes, self._device, can_shrink=True)
         self._counts = np.zeros(64, np.int32)
-        self._num_pages = 0
+        self._windowed_counts = np.zeros(64, np.int32)
+        self._windowed_slots = np.full(64, -1, np.int64)
         self._closed = False
 
     @property
     def num_pages(self) -> int:
         """Pages allocated, held or not."""
-        return self._num_pages
+        return self._memory.num_slots
 
     @property
     def num_free_pages(self) -> int:
         """Pages allocated that nobody holds."""
-        return len(self._free)
+        return len(self._memory.free)
+
+    @property
+    def num_windowed(self) -> int:
+        """Windowed parts that somebody holds."""
+        return self._windowed.num_slots - len(self._windowed.free)
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of all pages allocated."""
-        return self._num_pages * self.page_bytes
+        """Bytes of all pages allocated, with their windowed parts."""
+        return self._memory.num_bytes + self._windowed.num_bytes
 
     def num_pages_for(self, length: int) -> int:
         """Pages that `length` positions take."""
         return -(-length // self.page_tokens)
 
-    def acquire(self, count: int) -> PageNumbers:
+    def num_bytes(self, num_pages: int, num_windowed: int) -> int:
+        """Bytes of so many pages and windowed parts."""
+        return num_pages * self.page_bytes + num_windowed * self.windowed_bytes
+
+    def most_bytes(self, length: int, batch_tokens: int) -> int:
+        """Bytes that a sequence of `length` positions ever holds, where a batch adds at most `batch_tokens`."""
+        return self.num_bytes(self.num_pages_for(length), self.sliding.most_pages(length, batch_tokens))
+
+    def acquire(self, count: int, windowed: BoolArray | None = None) -> PageNumbers:
         """Hand out `count` pages, all or none, each held once. What a page holds is left from its last use, or zero.
 
         Raises: OutOfMemoryError if the budget or the machine's memory is spent and nothing more can be reclaimed;
@@ -111,35 +121,64 @@ class PagePool:
         """
         if self._closed:
             raise ClosedError("the key-value cache was closed with its model; load the model again")
-        if count > len(self._free):
-            self._grow(count - len(self._free))
-        if count > len(self._free) and self.reclaim is not None:
-            self.reclaim(count - len(self._free))
-        if count > len(self._free):
-            raise self._out_of_memory(count)
-        first = len(self._free) - count
-        pages = np.array(self._free[first:][::-1], np.int64)
-        del self._free[first:]
+        num_windowed = 0 if not self._has_windows else count if windowed is None else int(windowed.sum())
+        while (missing := self._missing(count, num_windowed)) > 0:
+            held = self._num_held
+            if self.reclaim is not None:
+                self.reclaim(missing)
+            if self._num_held == held:
+                raise self._out_of_memory(count, num_windowed)
+        pages = self._memory.take(count)
         self._counts[pages] = 1
+        if self._has_windows:
+            with_part = pages if windowed is None else pages[windowed]
+            self._windowed_slots[with_part] = self._windowed.take(num_windowed)
+            self._windowed_counts[with_part] = 1
         return pages
 
-    def retain(self, pages: PageNumbers) -> None:
+    def retain(self, pages: PageNumbers, windowed: BoolArray | None = None) -> None:
         """Hold distinct pages once more each; somebody must hold them already."""
         assert (self._counts[pages] > 0).all(), "a page that nobody holds cannot be shared"
         self._counts[pages] += 1
+        if self._has_windows:
+            self.retain_windowed(pages if windowed is None else pages[windowed])
 
-    def release(self, pages: PageNumbers) -> None:
+    def retain_windowed(self, pages: PageNumbers) -> None:
+        """Hold the windowed parts of distinct pages once more each; somebody must hold them already."""
+        if self._has_windows:
+            assert (self._windowed_counts[pages] > 0).all(), "a windowed part that nobody holds cannot be shared"
+            self._windowed_counts[pages] += 1
+
+    def release(self, pages: PageNumbers, windowed: BoolArray | None = None) -> None:
         """Hold distinct pages once less each; those that nobody holds any more are free."""
         if self._closed:
             return
+        if self._has_windows:
+            self.release_windowed(pages if windowed is None else pages[windowed])
         counts = self._counts[pages] - 1
         assert (counts >= 0).all(), "a page was released that nobody held"
         self._counts[pages] = counts
-        self._free.extend(pages[counts == 0][::-1].tolist())
+        self._memory.free.extend(pages[counts == 0][::-1].tolist())
+
+    def release_windowed(self, pages: PageNumbers) -> None:
+        """Hold the windowed parts of distinct pages once less each."""
+        if self._closed or not self._has_windows:
+            return
+        counts = self._windowed_counts[pages] - 1
+        assert (counts >= 0).all(), "a windowed part was released that nobody held"
+        self._windowed_counts[pages] = counts
+        unheld = pages[counts == 0][::-1]
+        slots = self._windowed_slots[unheld].tolist()
+        self._windowed_slots[unheld] = -1
+        self._windowed.free.extend(slots)
 
     def holders(self, pages: PageNumbers) -> NDArray[np.int32]:
         """How often each page is held."""
         return self._counts[pages]
+
+    def windowed_holders(self, pages: PageNumbers) -> NDArray[np.int32]:
+        """How often the windowed part of each page is held."""
+        return self._windowed_counts[pages]
 
     def is_shared(self, page: int) -> bool:
         """Whether more than one holds this page, so that nobody may write to it."""
@@ -147,59 +186,83 @@ class PagePool:
 
     def addresses(self, pages: PageNumbers) -> NDArray[np.int64]:
         """Where each page lies in memory, aligned to 64 bytes."""
-        return self._addresses[pages]
+        return self._memory.addresses[pages]
+
+    def windowed_addresses(self, pages: PageNumbers, windowed: BoolArray) -> NDArray[np.int64] | None:
+        """Where the windowed part of each page lies, 0 for those that are not meant; None if no page has one."""
+        if not self._has_windows:
+            return None
+        return np.where(windowed, self._windowed.addresses[self._windowed_slots[pages]], 0)
 
     def view(self, page: int) -> NDArray[np.uint8]:
         """The bytes of a page, uint8[page_bytes], for as long as it is held and the pool is open."""
-        assert self._device is None, "pages of a device are not in this process's memory"
-        memory = (ctypes.c_uint8 * self.page_bytes).from_address(int(self._addresses[page]))
-        return np.ctypeslib.as_array(memory)
+        return self._view(int(self._memory.addresses[page]), self.page_bytes)
+
+    def windowed_view(self, page: int) -> NDArray[np.uint8]:
+        """The bytes of a page's windowed part, uint8[windowed_bytes], for as long as that is held."""
+        assert self._windowed_counts[page] > 0, "this page has no windowed part"
+        return self._view(int(self._windowed.addresses[self._windowed_slots[page]]), self.windowed_bytes)
 
     def copy(self, source: int, target: int) -> None:
-        """Copy everything from one page into another."""
-        if self._device is not None:
-            self._device.copy(int(self._addresses[source]), int(self._addresses[target]), self.page_bytes)
-            return
-        ctypes.memmove(int(self._addresses[target]), int(self._addresses[source]), self.page_bytes)
+        """Copy everything from one page into another, which has the same parts."""
+        self._copy(int(self._memory.addresses[source]), int(self._memory.addresses[target]), self.page_bytes)
+        if self._has_windows:
+            parts = self._windowed_slots[[source, target]]
+            assert (parts >= 0).all(), "a page is copied with its windowed part"
+            first, second = self._windowed.addresses[parts].tolist()
+            self._copy(first, second, self.windowed_bytes)
 
     def close(self) -> None:
         """Give all memory back; pages handed out before are invalid from now on."""
         self._closed = True
-        self._slabs.clear()
-        self._free.clear()
-        self._num_pages = 0
+        self._memory.close()
+        self._windowed.close()
 
-    def _grow(self, missing: int) -> None:
-        """Allocate at least `missing` pages, or as many as the budget and the machine allow."""
-        spare = min(_SLAB_BYTES // self.page_bytes, self._num_pages // _SLAB_SHARE)
-        count = max(missing, spare)
+    @property
+    def _num_held(self) -> tuple[int, int]:
+        """Pages and windowed parts that somebody holds."""
+        return self.num_pages - self.num_free_pages, self.num_windowed
+
+    def _missing(self, count: int, num_windowed: int) -> int:
+        """How many pages must be freed before these can be handed out, after allocating what the budget allows."""
+        wanted = ((self._memory, count), (self._windowed, num_windowed))
+        short = [max(0, number - len(memory.free)) for memory, number in wanted]
+        if not any(short):
+            return 0
         if self.max_bytes is not None:
-            count = min(count, self.max_bytes // self.page_bytes - self._num_pages)
-        if count <= 0:
-            return
-        try:
-            first = self._allocate(count * self.page_bytes)
-        except (MemoryError, OutOfMemoryError):
-            return
-        start, stop = self._num_pages, self._num_pages + count
-        while stop > self._counts.size:
-            self._addresses = np.concatenate((self._addresses, np.zeros_like(self._addresses)))
+            self._give_back(self.num_bytes(*short) + self.allocated_bytes - self.max_bytes, count, num_windowed)
+        for (memory, _), missing in zip(wanted, short, strict=True):
+            if missing:
+                memory.grow(missing, None if self.max_bytes is None else self.max_bytes - self.allocated_bytes)
+        while self._memory.addresses.size > self._counts.size:
             self._counts = np.concatenate((self._counts, np.zeros_like(self._counts)))
-        self._addresses[start:stop] = first + np.arange(count) * self.page_bytes
-        self._free.extend(range(stop - 1, start - 1, -1))
-        self._num_pages = stop
+            self._windowed_counts = np.concatenate((self._windowed_counts, np.zeros_like(self._windowed_counts)))
+            self._windowed_slots = np.concatenate((self._windowed_slots, np.full_like(self._windowed_slots, -1)))
+        return max(0, *(number - len(memory.free) for memory, number in wanted))
 
-    def _allocate(self, num_bytes: int) -> int:
-        """Address of a slab."""
+    def _give_back(self, num_bytes: int, count: int, num_windowed: int) -> None:
+        """Return up to `num_bytes` that one kind of memory has over what is wanted of it, for the other to have."""
+        for memory, wanted in ((self._memory, count), (self._windowed, num_windowed)):
+            if num_bytes > 0 and memory.slot_bytes:
+                spare = max(0, len(memory.free) - wanted)
+                before = memory.num_bytes
+                memory.give_back(min(spare, -(-num_bytes // memory.slot_bytes)))
+                num_bytes -= before - memory.num_bytes
+
+    def _view(self, address: int, num_bytes: int) -> NDArray[np.uint8]:
+        assert self._device is None, "pages of a device are not in this process's memory"
+        return np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address))
+
+    def _copy(self, source: int, target: int, num_bytes: int) -> None:
         if self._device is not None:
-            return self._device.allocate(num_bytes)
-        slab = np.zeros(num_bytes + ALIGNMENT, np.uint8)
-        self._slabs.append(slab)
-        return -(-slab.ctypes.data // ALIGNMENT) * ALIGNMENT
+            self._device.copy(source, target, num_bytes)
+            return
+        ctypes.memmove(target, source, num_bytes)
 
-    def _out_of_memory(self, count: int) -> OutOfMemoryError:
-        wanted = (self._num_pages - len(self._free) + count) * self.page_bytes
-        if self.max_bytes is not None and wanted > self.max_bytes // self.page_bytes * self.page_bytes:
+    def _out_of_memory(self, count: int, num_windowed: int) -> OutOfMemoryError:
+        num_pages, parts = self._num_held
+        wanted = self.num_bytes(num_pages + count, parts + num_windowed)
+        if self.max_bytes is not None and wanted > self.max_bytes:
             return OutOfMemoryError(
                 f"the key-value cache needs {wanted:,} bytes and may use {self.max_bytes:,}; shorten the text, or "
                 "allow it more with kv_memory"

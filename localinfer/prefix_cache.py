@@ -4,7 +4,7 @@ It joins the page pool, the prefix tree and, where there is one, a tier below (d
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -14,7 +14,7 @@ from localinfer.cache_miss import WINDOW_TOKENS, CacheMiss, CacheMissCause
 from localinfer.errors import OutOfMemoryError
 from localinfer.kv_cache import KVCache
 from localinfer.kv_window import PageWindow
-from localinfer.page_pool import KVLayout, PagePool
+from localinfer.page_pool import KVLayout, PageNumbers, PagePool
 from localinfer.prefix_tree import CachedPath, Match, PrefixTree, TokenIds, common_length
 
 
@@ -77,18 +77,26 @@ class CacheTier(Protocol):
 class PrefixCache:
     """Pages, tree and tier of one model. One thread at a time: every call is made by who holds the engine's lock.
 
-    `last_retired` is the text that ended last, as token ids, whether or not it is still cached. window: bounds what
-    each sequence holds; what is computed after it has let pages go is an approximation, and never enters the tree.
+    `last_retired` is the text that ended last, as token ids, whether or not it is still cached. batch_tokens: the most
+    that one batch adds to a sequence. window: bounds what each sequence holds; what is computed after it has let pages
+    go is an approximation, and never enters the tree.
     """
 
     def __init__(
-        self, layout: KVLayout, *, max_bytes: int | None, context_length: int, window: PageWindow | None = None
+        self,
+        layout: KVLayout,
+        *,
+        max_bytes: int | None,
+        context_length: int,
+        batch_tokens: int = 1,
+        window: PageWindow | None = None,
     ) -> None:
         self.pool = PagePool(layout, max_bytes=max_bytes)
         self.tree = PrefixTree(self.pool)
         self.counters = CacheCounters()
         self.last_retired: TokenIds | None = None
         self._context_length = context_length
+        self._batch_tokens = batch_tokens
         self._window = window
         self._tier: CacheTier | None = None
 
@@ -100,7 +108,7 @@ class PrefixCache:
     def check_fits(self, length: int) -> None:
         """Raise OutOfMemoryError, with both numbers, if `length` positions are more than may ever be allocated."""
         held = length if self._window is None else min(length, self._window.max_tokens)
-        wanted, allowed = self.pool.num_pages_for(held) * self.pool.page_bytes, self.pool.max_bytes
+        wanted, allowed = self.pool.most_bytes(held, self._batch_tokens), self.pool.max_bytes
         if allowed is not None and wanted > allowed:
             raise OutOfMemoryError(
                 f"{length} tokens take {wanted:,} bytes of key-value cache, which may use {allowed:,}; shorten the "
@@ -109,14 +117,18 @@ class PrefixCache:
 
     def has_room(self, token_ids: TokenIds, held: Sequence[KVCache]) -> bool:
         """Whether memory holds one more sequence of these ids, beside those held and a page more for each of them."""
-        if self.pool.max_bytes is None:
+        pool = self.pool
+        if pool.max_bytes is None:
             return True
-        pages = np.unique(np.concatenate([sequence.pages for sequence in held])) if held else np.zeros(0, np.int64)
+        pages, windowed = _distinct(sequence.pages for sequence in held), 0
+        if pool.sliding.tokens:
+            windowed = _distinct(sequence.pages[sequence.windowed] for sequence in held).size
         match = self.tree.match(self._reusable(token_ids))
-        shared = np.isin(match.pages[: match.length // self.pool.page_tokens], pages).sum()
+        shared = np.isin(match.pages[: match.usable // pool.page_tokens], pages).sum()
         length = token_ids.size + 1 if self._window is None else min(token_ids.size + 1, self._window.max_tokens)
-        wanted = self.pool.num_pages_for(length) - int(shared)
-        return pages.size + wanted + len(held) <= self.pool.max_bytes // self.pool.page_bytes
+        wanted = pool.most_bytes(length, self._batch_tokens) - int(shared) * pool.page_bytes
+        more = pool.num_bytes(len(held), len(held))
+        return pool.num_bytes(pages.size, windowed) + wanted + more <= pool.max_bytes
 
     def open(self) -> KVCache:
         """Return an empty sequence."""
@@ -130,14 +142,16 @@ class PrefixCache:
         prefix = self._reusable(token_ids)
         match = self.tree.match(prefix)
         refusal = None
-        if self._tier is not None and match.length < prefix.size:
-            refusal = self._tier.restore(prefix, match.length)
+        if self._tier is not None and match.usable < prefix.size:
+            refusal = self._tier.restore(prefix, match.usable)
             match = self.tree.match(prefix)
         sequence = self.open()
+        # Where texts part, and where a prompt ends or what it shares with others, more of them are likely to begin.
+        sequence.keep_before(match.length, token_ids.size, min(use.system_tokens, token_ids.size))
         self._take(sequence, match)
         if not is_prompt:
             return Admission(sequence, sequence.length, None)
-        miss = None if match.length == prefix.size else self._explain(token_ids, match, use, refusal)
+        miss = None if match.usable == prefix.size else self._explain(token_ids, match, use, refusal)
         self._count(token_ids.size, sequence.length, miss)
         return Admission(sequence, sequence.length, miss)
 
@@ -145,7 +159,7 @@ class PrefixCache:
         """Take over what others have computed of a prompt since; return how many positions that saves."""
         match = self.tree.match(self._reusable(token_ids))
         before = sequence.length
-        if match.length <= before:
+        if match.usable <= before:
             return 0
         self._take(sequence, match)
         saved = max(0, sequence.length - before)
@@ -156,9 +170,7 @@ class PrefixCache:
         """Make the full pages of a sequence that goes on findable; `token_ids` are at least those of its positions."""
         if not sequence.is_exact:
             return
-        length = sequence.length - sequence.length % self.pool.page_tokens
-        pages = sequence.pages[: self.pool.num_pages_for(length)]
-        self.tree.insert(token_ids[:length], pages, system_tokens=use.system_tokens, is_pinned=use.is_pinned)
+        self._insert(sequence, token_ids[: sequence.length - sequence.length % self.pool.page_tokens], use)
 
     def retire(self, sequence: KVCache, token_ids: TokenIds, use: CacheUse) -> None:
         """Make all of a sequence findable, unless it is an approximation, and close it."""
@@ -166,8 +178,7 @@ class PrefixCache:
         if not sequence.is_exact:
             known = known[: self.tree.match(known).length]
         elif known.size:
-            pages = sequence.pages[: self.pool.num_pages_for(known.size)]
-            self.tree.insert(known, pages, system_tokens=use.system_tokens, is_pinned=use.is_pinned)
+            self._insert(sequence, known, use)
         if known.size:
             self.last_retired = known
         sequence.close()
@@ -183,22 +194,32 @@ class PrefixCache:
         prefix = token_ids[:-1]
         return prefix if self._window is None else prefix[: self._window.num_pages * self.pool.page_tokens]
 
+    def _insert(self, sequence: KVCache, token_ids: TokenIds, use: CacheUse) -> None:
+        """Put the beginning of what a sequence holds into the tree."""
+        sequence.let_go_unseen()
+        num_pages = self.pool.num_pages_for(token_ids.size)
+        pages, windowed = sequence.pages[:num_pages], sequence.windowed[:num_pages]
+        self.tree.insert(token_ids, pages, windowed, system_tokens=use.system_tokens, is_pinned=use.is_pinned)
+
     def _take(self, sequence: KVCache, match: Match) -> None:
         """Let a sequence share a match's full pages and have its own copy of a last one that is not full."""
-        if not match.length:
+        if not match.usable:
             return
         self.tree.touch(match.node)
-        sequence.adopt(match.pages, match.length)
-        begun = match.length % self.pool.page_tokens
+        num_pages = self.pool.num_pages_for(match.usable)
+        sequence.adopt(match.pages[:num_pages], match.usable, match.windowed[:num_pages])
+        begun = match.usable % self.pool.page_tokens
         if begun:
             try:
-                sequence.reserve(match.length + 1)
+                sequence.reserve(match.usable + 1)
             except OutOfMemoryError:
                 # Without this page it may be evicted, so that the sequence needs no more than it would alone.
-                sequence.truncate(match.length - begun)
+                sequence.truncate(match.usable - begun)
 
     def _explain(self, token_ids: TokenIds, match: Match, use: CacheUse, refusal: str | None) -> CacheMiss | None:
-        position = match.length
+        position = match.usable
+        if position < match.length:
+            return CacheMiss("windowed", position, until=match.length)
         if refusal is not None:
             return CacheMiss("foreign", position, detail=refusal)
         if self.tree.evicted_length(token_ids) > position:
@@ -225,3 +246,8 @@ class PrefixCache:
         counters.hits += cached_tokens > 0
         if miss is not None:
             counters.misses[miss.cause] += 1
+
+
+def _distinct(runs: Iterable[PageNumbers]) -> PageNumbers:
+    """Pages that occur in any of these."""
+    return np.unique(np.concatenate((np.zeros(0, np.int64), *runs)))

@@ -3,6 +3,9 @@
 Every node stands for a run of token ids that begins at a multiple of the page size; only a leaf may end inside a page.
 So a page belongs to one node, and texts that part inside a page each have a page of their own for it. The tree holds
 each of its pages once; a page that somebody else holds too is in use and stays.
+
+Of a model whose layers have sliding windows, it holds the windowed part of those pages only that the sequence held
+which computed a text last: before its end, and before the places where others are likely to go on from.
 """
 
 from collections import deque
@@ -14,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.page_pool import PageNumbers, PagePool
+from localinfer.sliding_window import BoolArray
 
 TokenIds = NDArray[np.int32]
 
@@ -33,15 +37,25 @@ class Priority(IntEnum):
 
 
 class PrefixNode:
-    """A run of token ids after the parent's, and its pages."""
+    """A run of token ids after the parent's, and its pages; windowed: bool[pages], which have their windowed part."""
 
-    __slots__ = ("by_first_page", "children", "heads", "last_used", "pages", "parent", "priority", "token_ids")
+    __slots__ = (
+        *("by_first_page", "children", "heads", "last_used", "pages", "parent", "priority", "token_ids"),
+        "windowed",
+    )
 
     def __init__(
-        self, token_ids: TokenIds, pages: PageNumbers, parent: "PrefixNode | None", priority: Priority, last_used: int
+        self,
+        token_ids: TokenIds,
+        pages: PageNumbers,
+        windowed: BoolArray,
+        parent: "PrefixNode | None",
+        priority: Priority,
+        last_used: int,
     ) -> None:
         self.token_ids = token_ids
         self.pages = pages
+        self.windowed = windowed
         self.parent = parent
         self.priority = priority
         self.last_used = last_used
@@ -60,13 +74,16 @@ class Match(NamedTuple):
     """The longest cached prefix of some token ids.
 
     pages: one per started page of `length`; the last may be valid for more than `length` demands. node: where it ends,
-    after `offset` of its ids.
+    after `offset` of its ids. windowed: bool[pages], which of them have their windowed part. usable: the longest prefix
+    that a sequence can go on from; `length`, for a model without sliding windows.
     """
 
     length: int
     pages: PageNumbers
     node: PrefixNode
     offset: int
+    windowed: BoolArray
+    usable: int
 
 
 class CachedPath(NamedTuple):
@@ -89,7 +106,8 @@ class PrefixTree:
 
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
-        self._root = PrefixNode(np.zeros(0, np.int32), np.zeros(0, np.int64), None, Priority.ORDINARY, 0)
+        nothing = np.zeros(0, np.int64)
+        self._root = PrefixNode(nothing.astype(np.int32), nothing, nothing.astype(np.bool_), None, Priority.ORDINARY, 0)
         self._clock = 0
         self._evicted: deque[TokenIds] = deque(maxlen=_REMEMBERED_TEXTS)
         self.num_pages = 0
@@ -107,16 +125,21 @@ class PrefixTree:
         """Find the longest cached prefix; nothing changes by it."""
         node, offset, length = self._root, 0, 0
         runs: list[PageNumbers] = [self._root.pages]
+        windowed: list[BoolArray] = [self._root.windowed]
         while length < token_ids.size:
             child, common = self._best_child(node, token_ids[length:])
             if child is None:
                 break
             node, offset = child, common
             length += common
-            runs.append(child.pages[: self._pool.num_pages_for(common)])
+            num_pages = self._pool.num_pages_for(common)
+            runs.append(child.pages[:num_pages])
+            windowed.append(child.windowed[:num_pages])
             if common < child.token_ids.size or common % self._pool.page_tokens:
                 break
-        return Match(length, np.concatenate(runs), node, offset)
+        has_part = np.concatenate(windowed)
+        usable = self._pool.sliding.usable_length(has_part, length)
+        return Match(length, np.concatenate(runs), node, offset, has_part, usable)
 
     def touch(self, node: PrefixNode) -> None:
         """Mark a node and all before it as used just now."""
@@ -127,19 +150,27 @@ class PrefixTree:
             step = step.parent
 
     def insert(
-        self, token_ids: TokenIds, pages: PageNumbers, *, system_tokens: int = 0, is_pinned: bool = False
+        self,
+        token_ids: TokenIds,
+        pages: PageNumbers,
+        windowed: BoolArray | None = None,
+        *,
+        system_tokens: int = 0,
+        is_pinned: bool = False,
     ) -> None:
         """Make token ids findable whose keys and values lie in `pages`, one per started page; hold what is new.
 
-        Where ids are cached already, the pages cached stay. system_tokens: how many ids at the start, rounded down to
-        whole pages, are a system prefix. is_pinned: all of it is evicted last.
+        Where ids are cached already, the pages cached stay, unless they lack the windowed part that a new one has.
+        windowed: bool[pages], which of them the caller holds with that part; None for all. system_tokens: how many ids
+        at the start, rounded down to whole pages, are a system prefix. is_pinned: all of it is evicted last.
         """
         page_tokens = self._pool.page_tokens
         assert self._pool.num_pages_for(token_ids.size) == pages.size, "as many pages as the token ids take"
+        windowed = np.ones(pages.size, np.bool_) if windowed is None else windowed
         system = min(system_tokens, token_ids.size) // page_tokens
         if system:
-            self._insert(token_ids[: system * page_tokens], pages[:system], Priority.SYSTEM)
-        self._insert(token_ids, pages, Priority.PINNED if is_pinned else Priority.ORDINARY)
+            self._insert(token_ids[: system * page_tokens], pages[:system], windowed[:system], Priority.SYSTEM)
+        self._insert(token_ids, pages, windowed, Priority.PINNED if is_pinned else Priority.ORDINARY)
 
     def evict(self, count: int) -> int:
         """Free at least `count` pages if that many are not in use: leaves first, from their ends; return how many."""
@@ -177,21 +208,26 @@ class PrefixTree:
         """The longest prefix that was cached at some time, as far as evicted texts are remembered."""
         return max((common_length(ids, token_ids) for ids in self._evicted), default=0)
 
-    def _insert(self, token_ids: TokenIds, pages: PageNumbers, priority: Priority) -> None:
+    def _insert(self, token_ids: TokenIds, pages: PageNumbers, windowed: BoolArray, priority: Priority) -> None:
         page_tokens = self._pool.page_tokens
         node, start = self._root, 0
         while start < token_ids.size:
-            rest, rest_pages = token_ids[start:], pages[start // page_tokens :]
+            first = start // page_tokens
+            rest, rest_pages, rest_windowed = token_ids[start:], pages[first:], windowed[first:]
             child, common = self._best_child(node, rest)
             whole = common - common % page_tokens
             if child is None or (common < min(rest.size, child.token_ids.size) and not whole):
-                node = self._add_leaf(node, rest, rest_pages, priority)
+                node = self._add_leaf(node, rest, rest_pages, rest_windowed, priority)
                 break
             if common < child.token_ids.size and whole and (common < rest.size or priority > child.priority):
                 child = self._split(child, whole)
                 common = whole
+            # The last page of ids that end inside one holds as many only where the cached ids end there too.
+            is_whole = common == child.token_ids.size == rest.size
+            num_same = self._pool.num_pages_for(common) if is_whole else common // page_tokens
+            self._take_windowed(child, rest_pages[:num_same], rest_windowed[:num_same])
             if common == child.token_ids.size and common < rest.size and self._extends(child, priority):
-                self._extend(child, rest, rest_pages)
+                self._extend(child, rest, rest_pages, rest_windowed)
                 common = rest.size
             child.priority = max(child.priority, priority)
             node, start = child, start + common
@@ -202,21 +238,42 @@ class PrefixTree:
         ends_inside_page = leaf.token_ids.size % self._pool.page_tokens != 0
         return ends_inside_page or (not leaf.children and leaf.priority == priority)
 
-    def _extend(self, leaf: PrefixNode, token_ids: TokenIds, pages: PageNumbers) -> None:
+    def _extend(self, leaf: PrefixNode, token_ids: TokenIds, pages: PageNumbers, windowed: BoolArray) -> None:
         whole = leaf.token_ids.size // self._pool.page_tokens
-        fresh, replaced = pages[whole:], leaf.pages[whole:]
+        fresh, replaced, replaced_windowed = pages[whole:], leaf.pages[whole:], leaf.windowed[whole:]
+        kept, kept_windowed = leaf.pages[:whole], leaf.windowed[:whole] & windowed[:whole]
+        unseen = kept[leaf.windowed[:whole] & ~kept_windowed]
         assert leaf.parent is not None, "the root is never extended"
         leaf.parent.forget_index()
-        self._pool.retain(fresh)
-        leaf.pages = np.concatenate((leaf.pages[:whole], fresh))
-        leaf.token_ids = token_ids.copy()
+        self._pool.retain(fresh, windowed[whole:])
+        longer, longer_pages = token_ids.copy(), np.concatenate((kept, fresh))
+        longer_windowed = np.concatenate((kept_windowed, windowed[whole:]))
+        # In one line, for Ctrl-C must not part them; so below.
+        leaf.token_ids, leaf.pages, leaf.windowed = longer, longer_pages, longer_windowed
         self.num_pages += fresh.size - replaced.size
-        self._pool.release(replaced)
+        self._pool.release(replaced, replaced_windowed)
+        self._pool.release_windowed(unseen)
 
-    def _add_leaf(self, parent: PrefixNode, token_ids: TokenIds, pages: PageNumbers, priority: Priority) -> PrefixNode:
-        self._pool.retain(pages)
+    def _take_windowed(self, node: PrefixNode, pages: PageNumbers, windowed: BoolArray) -> None:
+        """Have the first pages of a node with their windowed part where it lacks that and the same pages here have it.
+
+        A page that was computed again takes the place of the one without.
+        """
+        lacking = np.flatnonzero(windowed & ~node.windowed[: pages.size])
+        if not lacking.size:
+            return
+        now, has_part, replaced = node.pages.copy(), node.windowed.copy(), node.pages[lacking]
+        now[lacking], has_part[lacking] = pages[lacking], True
+        self._pool.retain(pages[lacking])
+        node.pages, node.windowed = now, has_part
+        self._pool.release(replaced, np.zeros(replaced.size, np.bool_))
+
+    def _add_leaf(
+        self, parent: PrefixNode, token_ids: TokenIds, pages: PageNumbers, windowed: BoolArray, priority: Priority
+    ) -> PrefixNode:
+        self._pool.retain(pages, windowed)
         self.num_pages += pages.size
-        leaf = PrefixNode(token_ids.copy(), pages.copy(), parent, priority, self._clock)
+        leaf = PrefixNode(token_ids.copy(), pages.copy(), windowed.copy(), parent, priority, self._clock)
         parent.forget_index()
         parent.children.append(leaf)
         return leaf
@@ -226,8 +283,10 @@ class PrefixTree:
         parent = node.parent
         assert parent is not None and length % self._pool.page_tokens == 0, "nodes part between pages"
         num_pages = length // self._pool.page_tokens
-        upper = PrefixNode(node.token_ids[:length], node.pages[:num_pages], parent, node.priority, node.last_used)
-        lower = PrefixNode(node.token_ids[length:], node.pages[num_pages:], upper, node.priority, node.last_used)
+        ids, pages, windowed = node.token_ids, node.pages, node.windowed
+        above, below = ids[:length], ids[length:]
+        upper = PrefixNode(above, pages[:num_pages], windowed[:num_pages], parent, node.priority, node.last_used)
+        lower = PrefixNode(below, pages[num_pages:], windowed[num_pages:], upper, node.priority, node.last_used)
         upper.children, lower.children = [lower], node.children
         for child in node.children:
             child.parent = lower
@@ -299,18 +358,19 @@ class PrefixTree:
         if self.on_evict is not None:
             self.on_evict(path, path.token_ids.size - lost)
         self._remember(path.token_ids)
-        surplus = leaf.pages[kept:]
+        surplus, surplus_windowed = leaf.pages[kept:], leaf.windowed[kept:]
         if kept:
-            leaf.token_ids = leaf.token_ids[: kept * self._pool.page_tokens].copy()
-            leaf.pages = leaf.pages[:kept].copy()
+            ids = leaf.token_ids[: kept * self._pool.page_tokens].copy()
+            pages, windowed = leaf.pages[:kept].copy(), leaf.windowed[:kept].copy()
+            leaf.token_ids, leaf.pages, leaf.windowed = ids, pages, windowed
         else:
             assert leaf.parent is not None, "the root is no leaf"
             leaf.parent.forget_index()
             leaf.parent.children.remove(leaf)
         self.num_pages -= surplus.size
-        self._pool.release(surplus)
+        self._pool.release(surplus, surplus_windowed)
         self.evicted_tokens += lost
-        self.evicted_bytes += surplus.size * self._pool.page_bytes
+        self.evicted_bytes += self._pool.num_bytes(surplus.size, int(surplus_windowed.sum()))
         return surplus.size
 
     def _remember(self, token_ids: TokenIds) -> None:

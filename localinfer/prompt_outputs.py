@@ -69,7 +69,8 @@ def _outputs(engine: Engine, program: Program, tokens: NDArray[np.int32]) -> Ite
             stop = min(start + chunk, tokens.size)
             with engine.exclusive_cache():
                 sequence.reserve(stop)
-                segment = Segment(start, stop - start, sequence.page_addresses)
+                addresses = sequence.page_addresses
+                segment = Segment(start, stop - start, addresses, windowed_addresses=sequence.windowed_addresses)
                 found = program.run(Batch(tokens[start:stop], (segment,), rows[: stop - start])).copy()
                 sequence.commit(stop)
             if not np.isfinite(found).all():

@@ -3,10 +3,13 @@
 import os
 from pathlib import Path
 
+import numpy as np
+
 from localinfer.engine import Engine
 from localinfer.errors import SessionFileError, SessionMismatchError
 from localinfer.fingerprint import Fingerprint, ModelIdentity
-from localinfer.page_file import PageFormat, page_view
+from localinfer.page_file import PageFormat
+from localinfer.page_pool import PageNumbers, PagePool
 from localinfer.prefix_tree import TokenIds
 from localinfer.session_file import SessionContent, SessionReader, write_session
 from localinfer.worker_threads import num_io_threads
@@ -25,22 +28,27 @@ def save_session(
         if wanted is None:
             raise SessionFileError("there is no conversation to save yet; save one after its first answer")
         match = cache.tree.match(wanted)
-        if not match.length:
+        length = match.usable
+        if not length:
             raise SessionFileError(
                 "nothing of this conversation is in memory; save it after an answer, before others take its place"
             )
-        pages, pool = match.pages.copy(), cache.pool
-        views = [page_view(address, pool.page_bytes) for address in pool.addresses(pages).tolist()]
+        pool = cache.pool
+        num_pages = pool.num_pages_for(length)
+        # What going on from its end needs; the page before that may lack its windowed part.
+        windowed = pool.sliding.kept(num_pages, length) & match.windowed[:num_pages]
+        pages, num_windowed = match.pages[:num_pages].copy(), int(windowed.sum()) if pool.sliding.tokens else 0
+        views = _views(pool, pages, num_windowed)
         # Held, so that nothing else is written there.
-        pool.retain(pages)
+        pool.retain(pages, windowed)
     try:
         form = PageFormat(pool.page_tokens, pool.page_bytes)
-        content = SessionContent(fingerprint.parts, wanted[: match.length], form)
+        content = SessionContent(fingerprint.parts, wanted[:length], form, pool.windowed_bytes, num_windowed)
         write_session(Path(path).expanduser(), content, views)
     finally:
         with engine.exclusive_cache():
-            pool.release(pages)
-    return match.length
+            pool.release(pages, windowed)
+    return length
 
 
 def load_session(engine: Engine, identity: ModelIdentity, path: str | os.PathLike[str]) -> TokenIds:
@@ -58,20 +66,29 @@ def load_session(engine: Engine, identity: ModelIdentity, path: str | os.PathLik
                 f"{path} holds {token_ids.size} tokens, but the context holds {engine.context_length}; load the model "
                 "with a larger context_length"
             )
-        if form != PageFormat(pool.page_tokens, pool.page_bytes):
+        num_pages, num_windowed = session.content.num_pages, session.content.num_windowed
+        sizes = (form, session.content.windowed_bytes)
+        if sizes != (PageFormat(pool.page_tokens, pool.page_bytes), pool.windowed_bytes):
             raise SessionMismatchError(f"{path} has pages of another size; send the conversation again")
         with engine.exclusive_cache():
-            fresh = pool.acquire(session.content.num_pages)
-            views = [page_view(address, pool.page_bytes) for address in pool.addresses(fresh).tolist()]
+            windowed = np.arange(num_pages) >= num_pages - num_windowed if pool.sliding.tokens else None
+            fresh = pool.acquire(num_pages, windowed)
+            views = _views(pool, fresh, num_windowed)
         try:
             session.read_pages(views)
             with engine.exclusive_cache() as cache:
-                cache.tree.insert(token_ids, fresh)
+                cache.tree.insert(token_ids, fresh, windowed)
                 cache.last_retired = token_ids
         finally:
             with engine.exclusive_cache():
-                pool.release(fresh)
+                pool.release(fresh, windowed)
     return token_ids
+
+
+def _views(pool: PagePool, pages: PageNumbers, num_windowed: int) -> list[memoryview]:
+    """The bytes of some pages, then of the windowed parts of the last `num_windowed` of them."""
+    whole = [pool.view(page).data for page in pages.tolist()]
+    return whole + [pool.windowed_view(page).data for page in pages[pages.size - num_windowed :].tolist()]
 
 
 def _fingerprint(identity: ModelIdentity) -> Fingerprint:

@@ -350,7 +350,9 @@ class Scheduler:
             assert other.sequence is not None, "it was admitted"
             if other.sequence.length > length or (is_before and other.sequence.length == length):
                 shared = common_length(other.head, run.head[:-1])
-                if shared - shared % self._cache.pool.page_tokens > length:
+                whole = shared - shared % self._cache.pool.page_tokens
+                # Whoever has passed what is shared leaves nothing more of it.
+                if whole > length and whole > other.sequence.length:
                     return True
         return False
 

@@ -5,10 +5,10 @@
 | 8 | `LOCALSES` |
 | 4 | version (little-endian uint32) |
 | 8 | length of the JSON text (little-endian uint64) |
-| | JSON: fingerprint, token ids, tokens per page, bytes per page |
-| 32 x pages | checksum of each page |
+| | JSON: fingerprint, token ids, tokens per page, bytes per page, bytes and number of windowed parts |
+| 32 x buffers | checksum of each page and each windowed part |
 | 32 | checksum of everything up to here |
-| | the pages, as they lie in memory |
+| | the pages, as they lie in memory, then the windowed parts of the last of them |
 
 Nothing of a file is used before all of it is proven. It is plain data: reading it runs no code.
 """
@@ -40,7 +40,7 @@ from localinfer.page_file import (
 from localinfer.worker_threads import num_io_threads
 
 MAGIC = b"LOCALSES"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _FIXED = struct.Struct("<8sIQ")
 _MAX_JSON_BYTES = 64 << 20
 _PAGES_AHEAD = 8
@@ -49,24 +49,40 @@ _PAGES_AHEAD = 8
 
 @dataclass(frozen=True)
 class SessionContent:
-    """What a session file says of itself: token ids int32[1..], and the parts of the fingerprint by name."""
+    """What a session file says of itself: token ids int32[1..], and the parts of the fingerprint by name.
+
+    windowed_bytes, num_windowed: size of a windowed part, and how many pages at the end are kept with theirs.
+    """
 
     fingerprint: Mapping[str, str]
     token_ids: TokenIds
     form: PageFormat
+    windowed_bytes: int = 0
+    num_windowed: int = 0
 
     @property
     def num_pages(self) -> int:
         """Pages the tokens take."""
         return -(-self.token_ids.size // self.form.page_tokens)
 
+    @property
+    def num_buffers(self) -> int:
+        """Pages and windowed parts."""
+        return self.num_pages + self.num_windowed
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all buffers."""
+        return self.num_pages * self.form.page_bytes + self.num_windowed * self.windowed_bytes
+
 
 def write_session(path: Path, content: SessionContent, pages: Sequence[memoryview]) -> int:
-    """Write a conversation, one buffer of `page_bytes` per page begun; return the file's bytes.
+    """Write a conversation, one buffer of `page_bytes` per page begun, then those of windowed parts; return the file's
+    bytes.
 
     The file is there whole or not at all, readable by its owner only. Raises: SessionFileError.
     """
-    assert len(pages) == content.num_pages, "one buffer per page begun"
+    assert len(pages) == content.num_buffers, "one buffer per page begun and per windowed part"
     start = _start(content)
     header_bytes = len(start) + CHECKSUM_BYTES * (len(pages) + 1)
 
@@ -88,7 +104,7 @@ def write_session(path: Path, content: SessionContent, pages: Sequence[memoryvie
             f"{path} cannot be written: {error.strerror or error}; give a path in a folder that you can write, on a "
             "disk with room"
         ) from error
-    return header_bytes + len(pages) * content.form.page_bytes
+    return header_bytes + content.num_bytes
 
 
 class SessionReader:
@@ -134,9 +150,11 @@ class SessionReader:
             )
 
     def read_pages(self, pages: Sequence[memoryview]) -> None:
-        """Read every page, one buffer of `page_bytes` each, and prove them. Raises: SessionFileError; then the buffers
-        hold anything."""
-        assert len(pages) == self.content.num_pages, "one buffer per page"
+        """Read every page, and then every windowed part, into a buffer of its size, and prove them.
+
+        Raises: SessionFileError; then the buffers hold anything.
+        """
+        assert len(pages) == self.content.num_buffers, "one buffer per page and windowed part"
         try:
             self._file.seek(self._header_bytes)
             with ThreadPoolExecutor(num_io_threads(), "localinfer-checksum") as executor:
@@ -180,12 +198,12 @@ class SessionReader:
             raise self._damaged("its first bytes make no sense")
         text = self._take(json_bytes)
         self.content = content = self._parse(text)
-        digests = self._take(CHECKSUM_BYTES * content.num_pages)
+        digests = self._take(CHECKSUM_BYTES * content.num_buffers)
         if checksum(fixed + text + digests) != self._take(CHECKSUM_BYTES):
             raise self._damaged("its header does not match its checksum")
         self._digests = [digests[at : at + CHECKSUM_BYTES] for at in range(0, len(digests), CHECKSUM_BYTES)]
         self._header_bytes = self._file.tell()
-        wanted = self._header_bytes + content.num_pages * content.form.page_bytes
+        wanted = self._header_bytes + content.num_bytes
         if num_bytes != wanted:
             raise self._damaged(f"it has {num_bytes:,} bytes where {wanted:,} were written")
 
@@ -203,6 +221,7 @@ class SessionReader:
             fields = json.loads(text)
             fingerprint, token_ids = fields["fingerprint"], fields["token_ids"]
             page_tokens, page_bytes = fields["page_tokens"], fields["page_bytes"]
+            windowed_bytes, num_windowed = fields["windowed_bytes"], fields["num_windowed"]
         except (ValueError, KeyError, TypeError, RecursionError):
             raise self._damaged("its description is not what save_session writes") from None
         is_sound = (
@@ -211,11 +230,15 @@ class SessionReader:
             and isinstance(token_ids, list)
             and bool(token_ids)
             and all(type(value) is int and 0 <= value < 2**31 for value in token_ids)
-            and all(type(value) is int and 0 < value < 2**40 for value in (page_tokens, page_bytes))
+            and all(type(value) is int and 0 <= value < 2**40 for value in (page_bytes, windowed_bytes, num_windowed))
+            and type(page_tokens) is int
+            and 0 < page_tokens < 2**40
+            and num_windowed <= -(-len(token_ids) // page_tokens)
         )
         if not is_sound:
             raise self._damaged("its description is not what save_session writes")
-        return SessionContent(fingerprint, np.array(token_ids, np.int32), PageFormat(page_tokens, page_bytes))
+        form = PageFormat(page_tokens, page_bytes)
+        return SessionContent(fingerprint, np.array(token_ids, np.int32), form, windowed_bytes, num_windowed)
 
     def _damaged(self, found: str) -> SessionFileError:
         return SessionFileError(f"{self.path} is damaged: {found}; use another copy, or send the conversation again")
@@ -230,6 +253,8 @@ def _start(content: SessionContent) -> bytes:
         "token_ids": content.token_ids.tolist(),
         "page_tokens": content.form.page_tokens,
         "page_bytes": content.form.page_bytes,
+        "windowed_bytes": content.windowed_bytes,
+        "num_windowed": content.num_windowed,
     }
     text = json.dumps(fields).encode()
     return _FIXED.pack(MAGIC, FORMAT_VERSION, len(text)) + text

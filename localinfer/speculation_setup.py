@@ -9,7 +9,7 @@ import numpy as np
 from localinfer.draft_depth import VerificationCosts, measure_costs
 from localinfer.draft_model import DraftingModel, DraftModel
 from localinfer.errors import RequestError
-from localinfer.kernels.ops import Batch, MeasurableProgram, Program, Segment
+from localinfer.kernels.ops import Batch, MeasurableProgram, Program
 from localinfer.kv_cache import KVCache
 from localinfer.models.measurement_memory import recall, remember
 from localinfer.ngram_drafter import NgramDrafter
@@ -89,7 +89,7 @@ def _verification_seconds(program: Program, kv_layout: KVLayout, progress: Progr
     def run(num_rows: int) -> None:
         cache.truncate(0)
         cache.reserve(num_rows)
-        segment = Segment(0, num_rows, cache.page_addresses)
+        segment = cache.segment(num_rows)
         program.run(Batch(np.zeros(num_rows, np.int32), (segment,), np.arange(num_rows, dtype=np.int32)))
 
     seconds = measure_costs(run, most)

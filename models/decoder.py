@@ -36,9 +36,19 @@ def write_decoder(
     return _write_logits(graph, hidden)
 
 
-def kv_layer_shapes(config: ModelConfig) -> list[KVLayerShape]:
-    """What each layer keeps per position, in layer order."""
-    return [KVLayerShape(num_kv_heads, config.head_dim, config.value_head_dim) for num_kv_heads in config.num_kv_heads]
+def kv_layer_shapes(config: ModelConfig, *, parts_windows: bool = False) -> list[KVLayerShape]:
+    """What each layer keeps per position, in layer order.
+
+    parts_windows: layers that never see the whole context lie apart from the others in a page.
+    """
+    architecture = find_architecture(config)
+    # What lies before a chunk of that many positions lies before a window of as many too.
+    limits = (architecture.windows or architecture.chunks) if parts_windows else ()
+    windows = [limit if limit < config.context_length else 0 for limit in limits or [0] * config.num_layers]
+    return [
+        KVLayerShape(num_kv_heads, config.head_dim, config.value_head_dim, window)
+        for num_kv_heads, window in zip(config.num_kv_heads, windows, strict=True)
+    ]
 
 
 def write_embedding(graph: Graph, context_length: int) -> Buffer:

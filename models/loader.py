@@ -104,7 +104,7 @@ def load_model(
         config = _with_context(ModelConfig.from_metadata(file.metadata, shapes), context_length)
         tokenizer = _tokenizer_or_none(file)
         template = None if tokenizer is None else ChatTemplate.from_metadata(file.metadata, tokenizer)
-        kv_layout = KVLayout(kv_type, kv_layer_shapes(config))
+        kv_layout = KVLayout(kv_type, kv_layer_shapes(config, parts_windows=True))
         if kv_window is not None and device == "cuda":
             raise BackendUnavailableError(
                 "kv_window bounds the cache on the CPU only; leave it out, or take device 'cpu'"

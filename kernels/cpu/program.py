@@ -249,6 +249,7 @@ class CpuProgram:
             )
         return int(table.ctypes.data)
 
+
 def stretches(operations: Sequence[Operation]) -> list[Stretch]:
     """Cut a tape after every op that fills another STRETCHES-th part of what a row multiplies by weights."""
     work = [operation.multiply_adds if operation.rows is Rows.BATCH else 0 for operation in operations]

@@ -8,7 +8,7 @@ from localinfer.kernels.kv_layout import KVLayout
 
 @dataclass(frozen=True)
 class DeviceKVLayout(KVLayout):
-    """A page layout whose pages lie in a device's memory; `page_pool.DeviceLayout`."""
+    """A page layout whose pages lie in a device's memory; `slot_memory.DeviceMemory`."""
 
     device: Device = field(kw_only=True, repr=False, compare=False)
 

@@ -4,10 +4,12 @@ import os
 from dataclasses import dataclass
 
 from localinfer.errors import OutOfMemoryError
+from localinfer.kernels.cpu.tape import MAX_BATCH_ROWS
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.models.config import ModelConfig
 from localinfer.models.decoder import kv_layer_shapes
 from localinfer.models.loader import open_model_file
+from localinfer.sliding_window import SlidingWindow
 
 SCRATCH_BYTES = 128 << 20
 """Buffers of a batch, compiled kernels, the tokenizer: what every loaded model takes beside weights and cache."""
@@ -53,8 +55,10 @@ def measure_need(path: str | os.PathLike[str], kv_type: str) -> MemoryNeed:
     try:
         shapes = {name: info.shape for name, info in file.tensors.items()}
         config = ModelConfig.from_metadata(file.metadata, shapes)
-        layout = KVLayout(kv_type, kv_layer_shapes(config))
+        layout = KVLayout(kv_type, kv_layer_shapes(config, parts_windows=True))
         per_token = -(-layout.page_bytes // layout.page_tokens)
-        return MemoryNeed(file.num_bytes + SCRATCH_BYTES, per_token, config.context_length)
+        sliding = SlidingWindow(layout.window, layout.page_tokens)
+        windowed = sliding.most_pages(config.context_length, MAX_BATCH_ROWS) * layout.windowed_bytes
+        return MemoryNeed(file.num_bytes + SCRATCH_BYTES + windowed, per_token, config.context_length)
     finally:
         file.close()

@@ -31,6 +31,8 @@ class FakeConfig:
 class FakeLayout:
     page_tokens: int = PAGE_TOKENS
     page_bytes: int = PAGE_BYTES
+    windowed_bytes: int = 0
+    window: int = 0
 
 
 def hashed_logits(history: NDArray[np.int32], vocab_size: int) -> Logits:

@@ -5,7 +5,8 @@ import pytest
 
 from localinfer.errors import ClosedError, OutOfMemoryError
 from localinfer.kv_cache import KVCache
-from localinfer.page_pool import ALIGNMENT, PagePool, default_kv_memory
+from localinfer.page_pool import PagePool, default_kv_memory
+from localinfer.slot_memory import ALIGNMENT
 from tests.engine.fakes import FakeLayout
 
 

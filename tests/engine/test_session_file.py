@@ -16,7 +16,7 @@ import pytest
 from localinfer import page_file, session_file
 from localinfer.errors import SessionFileError, SessionMismatchError
 from localinfer.page_file import PageFormat, checksum
-from localinfer.session_file import SessionContent, SessionReader, write_session
+from localinfer.session_file import FORMAT_VERSION, SessionContent, SessionReader, write_session
 from tests.engine.disk_pages import PAGE_BYTES, PAGE_TOKENS, computed, fresh, numbered
 
 FORM = PageFormat(PAGE_TOKENS, PAGE_BYTES)
@@ -88,11 +88,18 @@ def test_foreign_fingerprint_is_refused_and_what_differs_is_named(tmp_path: Path
 def forged(fields: object) -> bytes:
     """A file whose description is anything, with the right checksum."""
     text = fields if isinstance(fields, bytes) else json.dumps(fields).encode()
-    start = struct.pack("<8sIQ", b"LOCALSES", 1, len(text)) + text
+    start = struct.pack("<8sIQ", b"LOCALSES", FORMAT_VERSION, len(text)) + text
     return start + checksum(start)
 
 
-GOOD = {"fingerprint": PARTS, "token_ids": [1], "page_tokens": 4, "page_bytes": 192}
+GOOD = {
+    "fingerprint": PARTS,
+    "token_ids": [1],
+    "page_tokens": 4,
+    "page_bytes": 192,
+    "windowed_bytes": 64,
+    "num_windowed": 1,
+}
 HOSTILE: dict[str, bytes] = {
     "no JSON": forged(b"\xff{"),
     "deep JSON": forged(b"[" * 100_000),
@@ -106,9 +113,10 @@ HOSTILE: dict[str, bytes] = {
     "bool token": forged({**GOOD, "token_ids": [True]}),
     "no room": forged({**GOOD, "page_tokens": 0}),
     "huge page": forged({**GOOD, "page_bytes": 2**60}),
+    "more windowed parts than pages": forged({**GOOD, "num_windowed": 2}),
     "more pages than bytes": forged({**GOOD, "token_ids": [1] * 1000, "page_tokens": 1}),
     "number in the fingerprint": forged({**GOOD, "fingerprint": {"weights": 1}}),
-    "JSON longer than the file": struct.pack("<8sIQ", b"LOCALSES", 1, 2**62),
+    "JSON longer than the file": struct.pack("<8sIQ", b"LOCALSES", FORMAT_VERSION, 2**62),
 }
 
 
@@ -120,8 +128,8 @@ def test_hostile_description_is_refused(tmp_path: Path, name: str):
 
 
 def test_newer_format_and_other_files_are_refused(tmp_path: Path):
-    (tmp_path / "newer").write_bytes(struct.pack("<8sIQ", b"LOCALSES", 2, 2) + b"{}")
-    with pytest.raises(SessionMismatchError, match="format 2"):
+    (tmp_path / "newer").write_bytes(struct.pack("<8sIQ", b"LOCALSES", FORMAT_VERSION + 1, 2) + b"{}")
+    with pytest.raises(SessionMismatchError, match=f"format {FORMAT_VERSION + 1}"):
         SessionReader(tmp_path / "newer")
     (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(100))
     with pytest.raises(SessionFileError, match="not a saved session"):

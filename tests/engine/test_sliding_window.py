@@ -1,0 +1,225 @@
+"""Windowed layers keep what going on needs and no more: the rule, the memory it bounds, and what is found again."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import localinfer
+from localinfer import LLM
+from localinfer.kv_cache import KVCache
+from localinfer.page_pool import PagePool
+from localinfer.prefix_cache import CacheUse, PrefixCache
+from localinfer.sliding_window import SlidingWindow
+from tests.engine.fakes import FakeLayout
+from tests.models.arch_models import build_model
+
+RULE = SlidingWindow(tokens=10, page_tokens=4)
+LAYOUT = FakeLayout(page_tokens=4, page_bytes=64, windowed_bytes=128, window=10)
+BATCH = 8
+
+
+def usable(windowed: str, length: int, rule: SlidingWindow = RULE) -> int:
+    return rule.usable_length(np.array([mark == "x" for mark in windowed], np.bool_), length)
+
+
+@pytest.mark.parametrize(
+    ("windowed", "length", "wanted"),
+    [
+        ("xxxxx", 20, 20),
+        ("..xxx", 20, 20),
+        ("..xxx", 17, 17),
+        ("..xxx", 16, 0),
+        ("...xx", 20, 0),
+        ("xx...", 20, 8),
+        ("xx", 7, 7),
+        (".xxx.", 20, 16),
+        (".xxx.x", 22, 16),
+        ("x.xxxx.xx", 33, 24),
+        ("....", 16, 0),
+        ("", 0, 0),
+    ],
+)
+def test_sequence_goes_on_from_the_longest_place_whose_whole_window_is_there(windowed: str, length: int, wanted: int):
+    assert usable(windowed, length) == wanted
+    seen = [position // 4 for position in range(max(0, wanted - 9), wanted)]
+    assert all(windowed[page] == "x" for page in seen)
+
+
+def test_longest_place_is_what_a_search_finds():
+    generator = np.random.default_rng(0)
+    for _ in range(3000):
+        rule = SlidingWindow(int(generator.integers(1, 20)), 4)
+        windowed = generator.random(generator.integers(1, 14)) < generator.choice([0.5, 0.8, 0.95])
+        length = int(generator.integers(4 * windowed.size - 3, 4 * windowed.size + 1))
+        places = range(length + 1)
+        good = [p for p in places if all(windowed[q // 4] for q in range(max(0, p - rule.tokens + 1), p))]
+        # A page that is gone on in is copied with all its parts.
+        good = [p for p in good if p % 4 == 0 or windowed[p // 4]]
+        found = rule.usable_length(windowed, length)
+        assert found in good and found >= max(p for p in good if p % 4 == 0 or p == length)
+
+
+def test_what_is_kept_suffices_for_the_place_and_the_page_before_it():
+    for window in range(1, 20):
+        rule = SlidingWindow(window, 4)
+        for length in range(60):
+            kept = rule.kept(15, length)
+            for back in range(min(length, 4) + 1):
+                assert rule.usable_length(kept[: -(-(length - back) // 4)], length - back) == length - back
+            assert kept[: -(-length // 4)].sum() <= -(-window // 4) + 2
+
+
+def test_model_without_windows_keeps_everything():
+    rule = SlidingWindow(0, 4)
+    assert (
+        rule.kept(5, 20).all() and rule.usable_length(np.zeros(5, np.bool_), 20) == 20 and rule.most_pages(20, 1) == 5
+    )
+
+
+def test_long_text_holds_as_many_windowed_parts_as_the_rule_says():
+    cache = PrefixCache(LAYOUT, max_bytes=None, context_length=4000, batch_tokens=BATCH)
+    ids, pool = np.arange(3000, dtype=np.int32), cache.pool
+    sequence, use = cache.admit(ids[:2000], CacheUse(system_tokens=100)).sequence, CacheUse(system_tokens=100)
+    while sequence.length < 2000:
+        sequence.reserve(sequence.length + BATCH)
+        sequence.commit(sequence.length + BATCH)
+        assert pool.num_windowed <= 3 * 5 + 3
+        cache.publish(sequence, ids, use)
+    for length in range(2001, 3001):
+        sequence.reserve(length)
+        sequence.commit(length)
+        assert pool.num_windowed <= 3 * 5 + 2
+    assert pool.num_windowed <= pool.sliding.most_pages(3000, BATCH)
+    cache.retire(sequence, ids, use)
+    # Before the system prefix's end, the prompt's and the text's.
+    assert pool.num_windowed <= 3 * 5 and pool.num_pages - pool.num_free_pages == 750
+    held = cache.tree.match(ids).windowed
+    assert [cache.tree.match(ids[:length]).usable for length in (100, 2000, 3000)] == [100, 2000, 3000]
+    assert not held[30:490].any() and cache.tree.match(ids[:1500]).usable == 100
+
+
+def test_memory_that_one_kind_has_over_goes_to_the_other():
+    # Room for 32 whole pages; a long text takes far more pages than windowed parts.
+    cache = PrefixCache(LAYOUT, max_bytes=32 * 192, context_length=4000, batch_tokens=BATCH)
+    for seed in range(12):
+        ids = np.random.default_rng(seed).integers(0, 99, 8).astype(np.int32)
+        fill(cache, ids)
+    assert cache.pool.allocated_bytes > 20 * 192 and cache.pool.num_windowed == 24
+    long = np.arange(200, dtype=np.int32)
+    cache.check_fits(200)
+    fill(cache, long)
+    assert cache.pool.num_pages - cache.pool.num_free_pages >= 50 and cache.pool.allocated_bytes <= 32 * 192
+    assert cache.tree.match(long).usable == 200
+    for seed in range(12):
+        fill(cache, np.random.default_rng(seed).integers(0, 99, 8).astype(np.int32))
+    assert cache.pool.num_windowed >= 24 and cache.pool.allocated_bytes <= 32 * 192
+
+
+def fill(cache: PrefixCache, ids: np.ndarray) -> None:
+    """Compute a text and leave it to the cache."""
+    sequence = cache.admit(ids, CacheUse()).sequence
+    while sequence.length < ids.size:
+        length = min(ids.size, sequence.length + BATCH)
+        sequence.reserve(length)
+        sequence.commit(length)
+    cache.retire(sequence, ids, CacheUse())
+
+
+def test_copies_and_forks_carry_their_windowed_parts():
+    pool = PagePool(LAYOUT)
+    sequence = KVCache(pool, max_length=100)
+    sequence.reserve(30)
+    sequence.commit(30)
+    for page in sequence.pages.tolist():
+        pool.windowed_view(page)[:] = page
+    twin = sequence.fork()
+    twin.reserve(31)
+    copied, original = int(twin.pages[-1]), int(sequence.pages[-1])
+    assert copied != original and (pool.windowed_view(copied) == original).all()
+    assert twin.windowed.tolist() == [False] * 4 + [True] * 4 and sequence.windowed.all()
+    sequence.close()
+    assert pool.num_windowed == 4
+    twin.close()
+    assert pool.num_windowed == pool.num_pages - pool.num_free_pages == 0
+
+
+OPTIONS = {"temperature": 1.5, "seed": 3, "ignore_eos": True}
+
+
+def loaded(path: Path, **options: object) -> LLM:
+    return localinfer.load(path, threads=1, speculation=None, **options)  # type: ignore[arg-type]
+
+
+def answer(llm: LLM, prompt: list[int], count: int) -> localinfer.Completion:
+    return llm.complete(prompt, max_tokens=count, **OPTIONS)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0/q4_0"])
+@pytest.mark.parametrize("name", ["gemma3-gqa", "gpt-oss-moe"])
+def test_texts_are_the_same_warm_edited_evicted_and_from_disk(name: str, kv_type: str, shared: Path, tmp_path: Path):
+    path = build_model(shared, tmp_path, name).path
+    disk = {"disk_cache": True, "disk_cache_folder": tmp_path / "disk"}
+    with loaded(path, kv_type=kv_type) as cold:
+
+        def check(llm: LLM, prompt: list[int], cached: int, count: int = 6) -> localinfer.Completion:
+            cold.clear_cache()
+            wanted, found = answer(cold, prompt, count), answer(llm, prompt, count)
+            assert found.token_ids == wanted.token_ids and found.stats.cached_tokens == cached
+            return found
+
+        first = np.random.default_rng(0).integers(0, cold.vocab_size, 130).tolist()
+        with loaded(path, kv_type=kv_type, **disk) as llm:
+            pool = llm._engine.pool
+            assert pool.sliding.tokens == 32 and pool.windowed_bytes > 0
+            second = [*first, *check(llm, first, 0, 40).token_ids[:-1], *range(5, 15)]
+            check(llm, second, 130 + 39, 20)
+            # Each place: before the prompt's end and the text's one page more than the window, and the last turn's.
+            assert pool.num_windowed < pool.num_pages
+            check(llm, first, 129)
+            check(llm, [*second[:165], 7, 8], 165)
+            edited = [*first[:80], 9, 9]
+            miss = check(llm, edited, 0).stats.cache_miss
+            assert miss is not None and "of tokens 0 to 80 the model's sliding-window layers keep nothing" in miss
+            # Where texts part, more of them may.
+            check(llm, [*first[:80], 7], 80)
+        with loaded(path, kv_type=kv_type, **disk) as llm:
+            check(llm, [*second, 1, 2], len(second))
+            check(llm, [*edited, 3], len(edited))
+            check(llm, [*first[:40], 1], 40)
+    with loaded(path, kv_type=kv_type, kv_memory=8 * (pool.page_bytes + pool.windowed_bytes)) as llm:
+        with loaded(path, kv_type=kv_type) as other:
+            whole = answer(other, second, 6).token_ids
+        assert answer(llm, second, 6).token_ids == whole
+        for seed in range(3):
+            answer(llm, np.random.default_rng(seed).integers(0, llm.vocab_size, 150).tolist(), 6)
+        again = answer(llm, second, 6)
+        assert again.token_ids == whole and again.stats.cache_miss is not None and "evicted" in again.stats.cache_miss
+
+
+def test_session_file_carries_what_going_on_needs(shared: Path, tmp_path: Path):
+    path = build_model(shared, tmp_path, "gemma3-gqa").path
+    with loaded(path) as llm:
+        prompt = list(range(3, 100)) * 2
+        reply = answer(llm, prompt, 10)
+        llm.save_session(tmp_path / "session")
+        longer = [*prompt, *reply.token_ids[:-1], 5]
+        wanted = answer(llm, longer, 6).token_ids
+        pool = llm._engine.pool
+        num_pages = pool.num_pages_for(203)
+        most = num_pages * pool.page_bytes + 4 * pool.windowed_bytes + 8000
+        assert num_pages * pool.page_bytes < (tmp_path / "session").stat().st_size < most
+    with loaded(path) as llm:
+        llm.load_session(tmp_path / "session")
+        again = answer(llm, longer, 6)
+        assert again.token_ids == wanted and again.stats.cached_tokens == 203
+        assert answer(llm, [*prompt[:60], 5], 6).stats.cached_tokens == 0
+
+
+def test_speculation_goes_back_within_windowed_layers(shared: Path, tmp_path: Path):
+    path = build_model(shared, tmp_path, "gemma3-gqa").path
+    prompt = [5, 6, 7, 8] * 40
+    with loaded(path) as plain, localinfer.load(path, threads=1) as drafting:
+        options = {**OPTIONS, "temperature": 0.4}
+        wanted = plain.complete(prompt, max_tokens=60, **options)  # type: ignore[arg-type]
+        assert drafting.complete(prompt, max_tokens=60, **options).token_ids == wanted.token_ids  # type: ignore[arg-type]
