@@ -22,6 +22,7 @@ class ModelOptions:
 
     path: str | None
     device: str
+    gpu_layers: int | None
     threads: int | None
     context_length: int | None
     kv_type: str
@@ -67,13 +68,21 @@ def _gather_model_options(command: Command) -> Command:
 
     @functools.wraps(command)
     def call(*, model: str | None, no_disk_cache: bool, disk_cache_size: int | None, **values: Any) -> Any:
-        names = ["device", "threads", "context_length", "kv_type", "kv_memory", "kv_window"]
+        names = ["device", "gpu_layers", "threads", "context_length", "kv_type", "kv_memory", "kv_window"]
         names += ["disk_cache_folder", "speculation", "draft"]
         disk_cache = False if no_disk_cache else disk_cache_size or True
         loading = {name: values.pop(name) for name in names}
         return command(options=ModelOptions(path=model, disk_cache=disk_cache, **loading), **values)
 
     return call
+
+
+def _gpu_layers(context: click.Context, parameter: click.Parameter, value: str) -> int | None:
+    if value == "auto":
+        return None
+    if not value.isascii() or not value.isdecimal():
+        raise click.BadParameter(f"{value!r} is no number of layers; give one, or 'auto'.")
+    return int(value)
 
 
 def _kv_type(context: click.Context, parameter: click.Parameter, value: str) -> str:
@@ -97,7 +106,15 @@ load_options = options_group(
         type=click.Choice(["auto", "cpu", "cuda"]),
         default="auto",
         show_default=True,
-        help="Where to compute: auto takes a GPU that the model fits.",
+        help="Where to compute: auto takes a GPU where there is one.",
+    ),
+    click.option(
+        "--gpu-layers",
+        callback=_gpu_layers,
+        metavar="N|auto",
+        default="auto",
+        show_default=True,
+        help="Layers that run on the GPU, the others on the CPU: auto takes as many as fit.",
     ),
     click.option(
         "--threads", type=click.IntRange(min=1), metavar="N", help="CPU threads. Default: one per physical core."
@@ -151,6 +168,7 @@ def load_with(options: ModelOptions) -> "LLM":
         return localinfer.load(
             options.path,
             device=options.device,
+            gpu_layers=options.gpu_layers,
             threads=options.threads,
             context_length=options.context_length,
             kv_type=options.kv_type,

@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from localinfer.device_draws import Results, RowResults, WantedRows
 from localinfer.errors import OutOfMemoryError
 from localinfer.kernels.ops import Batch, Program
 from localinfer.kv_cache import KVCache
@@ -62,6 +63,7 @@ class DraftModel:
     def __init__(self, model: DraftingModel, *, target_vocab_size: int, kv_memory: int | None = None) -> None:
         self._model = model
         self.program = model.program
+        self._results = RowResults(model.program)
         self.vocab_size = model.config.vocab_size
         self.shared_vocab_size = min(self.vocab_size, target_vocab_size)
         self.context_length = model.config.context_length
@@ -83,14 +85,19 @@ class DraftModel:
         return DraftModelText(self, plan)
 
     def forward(
-        self, sequence: KVCache, token_ids: NDArray[np.int32], output_rows: NDArray[np.int32]
-    ) -> NDArray[np.float32]:
-        """Compute the next positions of a sequence; the result is valid until the next call."""
+        self,
+        sequence: KVCache,
+        token_ids: NDArray[np.int32],
+        output_rows: NDArray[np.int32],
+        wanted: WantedRows = (),
+    ) -> Results:
+        """Compute the next positions of a sequence; see `RowResults.run`."""
         stop = sequence.length + token_ids.size
         sequence.reserve(stop)
-        logits = self.program.run(Batch(token_ids, (sequence.segment(token_ids.size),), output_rows))
+        batch = Batch(token_ids, (sequence.segment(token_ids.size),), output_rows)
+        results = self._results.run(batch, wanted)
         sequence.commit(stop)
-        return logits
+        return results
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Follow what drafting so many tokens took, which says the more about a token the more there were."""
@@ -195,8 +202,8 @@ class DraftModelText:
         model, tokens = self._model, self._tokens
         rows = np.array([pending.size - 1], np.int32)
         for index in range(out.size):
-            logits = model.forward(sequence, pending, rows)
-            token_id = model.sampler.choose(logits[0], self._plan, position + index, tokens)
+            results = model.forward(sequence, pending, rows, ((self._plan, position + index),))
+            token_id = model.sampler.choose(results[0], self._plan, position + index, tokens)
             if token_id >= model.shared_vocab_size:
                 return index
             out[index] = tokens[position + index] = token_id

@@ -26,6 +26,7 @@ def load(
     model: str | os.PathLike[str] | None = None,
     *,
     device: str = "auto",
+    gpu_layers: int | None = None,
     threads: int | None = None,
     context_length: int | None = None,
     kv_type: str = "f16",
@@ -42,8 +43,10 @@ def load(
 
     model: path of a GGUF file (of a split model: any of its parts) or of a Hugging Face folder; None loads the demo
     model that ships inside.
-    device: "cpu", "cuda", or "auto" for a GPU where there is one that the model fits. On a GPU, conversations are not
-        kept on disk.
+    device: "cpu", "cuda", or "auto" for a GPU where there is one that holds at least one layer of the model. On a GPU,
+        conversations are not kept on disk.
+    gpu_layers: how many of the model's last layers run on the GPU, the others on the CPU; more than it has means all.
+        None: as many as fit, with keys and values of context_length tokens (8,192 if that is None).
     threads: how many compute on the CPU; None takes the physical cores.
     context_length: tokens of prompt and completion together; None takes what the model was trained for.
     kv_type: type of cached keys and values: "f16", "f32", "q8_0" or "q4_0", or one for each such as "q8_0/q4_0".
@@ -84,6 +87,7 @@ def load(
         kv_type=kv_type,
         kv_window=kv_window,
         device=device,
+        gpu_layers=gpu_layers,
         progress=progress,
     )
     drafting = window = None
@@ -91,9 +95,9 @@ def load(
         if kv_window is not None:
             window = window_of(loaded, kv_window)
         if draft is not None:
-            drafting = load_model(
-                model_path(draft), kv_type=kv_type, device=loaded.device, beside=loaded, progress=progress
-            )
+            # Where the model left no room on the GPU, its drafts come from the CPU.
+            beside = "cpu" if loaded.device == "cpu" else "auto"
+            drafting = load_model(model_path(draft), kv_type=kv_type, device=beside, beside=loaded, progress=progress)
         made = None
         if speculation is not None:
             made = make_speculation(speculation, loaded, drafting, kv_memory=kv_memory, progress=progress)
@@ -105,7 +109,7 @@ def load(
     if loaded.device != "cpu":
         if disk is not None:
             logger.info("conversations are not kept on disk: the cache is in the GPU's memory")
-        return LLM(loaded, kv_memory=kv_memory, speculation=made)
+        return LLM(loaded, kv_memory=kv_memory, speculation=made, limits=limits)
     return LLM(
         loaded,
         kv_memory=kv_memory,

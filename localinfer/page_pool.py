@@ -38,19 +38,26 @@ class KVLayout(Protocol):
 
 
 _DEFAULT_MEMORY = 8 << 30
+_DEVICE_SPARE = 256 << 20
+"""Of a device's memory, for what its programs reserve as they go."""
 
 
 def default_kv_memory(layout: KVLayout, context_length: int) -> int:
     """How many bytes of pages a model may have where nobody says.
 
-    Half of what the machine has free now, and of that at most 8 GiB or, where it is more, one full context.
+    Half of what the machine has free now, and of that at most 8 GiB or, where it is more, one full context. Of a GPU it
+    may be nearly all: who else needs room there was counted when the model was loaded.
     """
     import psutil
 
     num_windowed = SlidingWindow(layout.window, layout.page_tokens).most_pages(context_length, 0)
     context_bytes = -(-context_length // layout.page_tokens) * layout.page_bytes + num_windowed * layout.windowed_bytes
-    free = layout.free_bytes() if isinstance(layout, DeviceMemory) else int(psutil.virtual_memory().available)
-    return min(free // 2, max(_DEFAULT_MEMORY, context_bytes))
+    free = int(psutil.virtual_memory().available) // 2
+    if isinstance(layout, DeviceMemory):
+        on_device, in_host = layout.device_page_bytes, layout.page_bytes - layout.device_page_bytes
+        pages = max(layout.free_bytes() - _DEVICE_SPARE, layout.free_bytes() // 2) // on_device
+        free = (min(pages, free // in_host) if in_host else pages) * layout.page_bytes
+    return min(free, max(_DEFAULT_MEMORY, context_bytes))
 
 
 class PagePool:

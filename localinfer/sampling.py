@@ -31,8 +31,8 @@ _XTC_TOKEN = np.array([2**31 - 1], np.int32)
 class SamplingPlan:
     """SamplingParams made ready for one generation: the seed drawn, the bias as arrays, a mask, and what is remembered.
 
-    logprobs: what was asked for, by position, until somebody takes it out; any thread may. takes_largest: nothing but
-    the token of the largest logit is wanted of a row.
+    logprobs: what was asked for, by position, until somebody takes it out; any thread may. is_drawable: nothing but
+    a token is wanted of a row, by the steps that devices know. takes_largest: and that is the one of the largest logit.
     """
 
     def __init__(self, params: SamplingParams, vocab_size: int, mask: TokenMask | None = None) -> None:
@@ -56,6 +56,7 @@ class SamplingPlan:
         self.mirostat = Mirostat(float(params.mirostat_tau), float(params.mirostat_eta)) if params.mirostat else None
         self.logprobs: dict[int, TokenLogprobs] = {}
         is_plain = mask is None and not self.adjusts and params.logprobs is None
+        self.is_drawable = is_plain and not self.is_rare
         self.takes_largest = is_plain and self.temperature == 0.0
 
 
@@ -78,7 +79,7 @@ class Sampler:
         self._xtc_draw = np.ones(1)
 
     def choose(self, logits: NDArray[np.float32], plan: SamplingPlan, position: int, history: NDArray[np.int32]) -> int:
-        """Choose the token for `position`; logits without a dimension are the token that a `GreedyProgram` chose.
+        """Choose the token for `position`; logits without a dimension are the token that a device chose.
 
         Shapes: logits float32[vocab_size], contiguous, left as they are; history int32[>= position], whose first
             `position` entries are the tokens before it.

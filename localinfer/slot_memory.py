@@ -17,18 +17,26 @@ _SLAB_SHARE = 64
 
 @runtime_checkable
 class DeviceMemory(Protocol):
-    """The memory of a device of its own."""
+    """Pages that lie, all of each or a part, in the memory of a device of its own.
+
+    Their addresses mean something to the device's programs only.
+    """
+
+    @property
+    def device_page_bytes(self) -> int:
+        """Bytes of a page on the device; the others are in the host's memory."""
+        ...
 
     def allocate(self, num_bytes: int) -> int:
-        """Address of fresh memory. Raises: OutOfMemoryError."""
+        """Address of fresh memory, for whole pages. Raises: OutOfMemoryError, MemoryError."""
         ...
 
     def copy(self, source: int, target: int, num_bytes: int) -> None:
-        """Copy bytes from one address to another."""
+        """Copy a page from one address to another."""
         ...
 
     def free_bytes(self) -> int:
-        """Bytes that nobody has."""
+        """Bytes of the device that nobody has."""
         ...
 
 

@@ -9,12 +9,13 @@ the speed they promise, plain decoding among them (`draft_depth`).
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.acceptance import accept_coupled
+from localinfer.device_draws import Results
 from localinfer.draft_depth import MAX_DEPTH, Acceptance, VerificationCosts, best_depth
 from localinfer.draft_model import DraftModel, DraftModelText
 from localinfer.errors import LocalinferError
@@ -248,8 +249,8 @@ class SpeculativeText:
 
 
 def choose_verified(
-    choose: Callable[[NDArray[np.float32], SamplingPlan, int, TokenIds], int],
-    logits: NDArray[np.float32],
+    choose: Callable[[NDArray[Any], SamplingPlan, int, TokenIds], int],
+    results: Results,
     plan: SamplingPlan,
     position: int,
     history: TokenIds,
@@ -261,12 +262,13 @@ def choose_verified(
     Every row is sampled with the tokens before it in the history, so penalties, bias and masks are what they would be
     without a draft. Stops after a token of `stops`.
 
-    Shapes: logits float32[len(drafted) + 1, vocab_size]; history int32[>= position + len(drafted) + 1].
+    Shapes: results float32[vocab_size] of len(drafted) + 1 rows, or the tokens that a device chose; history
+    int32[>= position + len(drafted) + 1].
     """
     chosen: list[int] = []
-    for index in range(len(logits)):
+    for index in range(len(results)):
         try:
-            token_id = choose(logits[index], plan, position + index, history)
+            token_id = choose(results[index], plan, position + index, history)
         except LocalinferError:
             # The tokens before it come first; the next pass begins at this position and raises this again.
             if not chosen:

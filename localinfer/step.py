@@ -8,19 +8,19 @@ ends that one.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from localinfer.device_draws import Results, RowResults, WantedRows
 from localinfer.draft_depth import MAX_DEPTH
 from localinfer.errors import OutOfMemoryError
 from localinfer.generation import FinishReason, Run, TokenEvent
-from localinfer.kernels.ops import Batch, GreedyProgram, InterruptibleProgram, Program, Segment
+from localinfer.kernels.ops import Batch, InterruptibleProgram, Program, Segment
 from localinfer.kv_cache import KVCache
 from localinfer.mask_worker import MaskWorker
 from localinfer.prefix_cache import CacheUse, PrefixCache
-from localinfer.sampling import Sampler, SamplingPlan
+from localinfer.sampling import Sampler
 from localinfer.speculation import Others, Speculation, choose_verified
 from localinfer.step_costs import StepCosts
 
@@ -74,7 +74,7 @@ class Stepper:
         self.sampler = Sampler(vocab_size)
         self.costs = StepCosts()
         self._program = program
-        self._greedy_program = program if isinstance(program, GreedyProgram) else None
+        self._results = RowResults(program)
         self._interruptible_program = program if isinstance(program, InterruptibleProgram) else None
         self._cache = cache
         self._masks = MaskWorker()
@@ -87,26 +87,22 @@ class Stepper:
         sequence: KVCache,
         token_ids: NDArray[np.int32],
         output_rows: NDArray[np.int32],
-        plan: SamplingPlan | None = None,
-    ) -> NDArray[Any]:
-        """Compute the next positions of one sequence, to be sampled by `plan`; the result is valid until the next step.
+        wanted: WantedRows = (),
+    ) -> Results:
+        """Compute the next positions of one sequence; the results of its output rows are valid until the next step.
 
-        It is float32[rows, vocab_size], or the tokens int32[rows] if the plan wants no more and the device chooses.
+        See `RowResults.run`: they are float32[rows, vocab_size] where nothing is `wanted` of them.
         """
         stop = sequence.length + token_ids.size
         sequence.reserve(stop)
         batch = Batch(token_ids, (sequence.segment(token_ids.size),), output_rows)
-        result = self._results(batch, plan is not None and plan.takes_largest)
+        results = self._results.run(batch, wanted)
         sequence.commit(stop)
-        return result
+        return results
 
-    def _results(self, batch: Batch, takes_largest: bool) -> NDArray[Any]:
-        greedy = self._greedy_program
-        return self._program.run(batch) if greedy is None or not takes_largest else greedy.run_greedy(batch)
-
-    def _results_unless(self, batch: Batch, takes_largest: bool, is_unwanted: IsUnwanted | None) -> NDArray[Any] | None:
+    def _results_unless(self, batch: Batch, wanted: WantedRows, is_unwanted: IsUnwanted | None) -> Results | None:
         if is_unwanted is None or self._interruptible_program is None:
-            return self._results(batch, takes_largest)
+            return self._results.run(batch, wanted)
         return self._interruptible_program.run_unless(batch, is_unwanted)
 
     def decode_alone(self, run: Run) -> None:
@@ -117,8 +113,8 @@ class Stepper:
             run.make_room(position + 1)
             history = run.history
         try:
-            logits = self.forward(sequence, history[position - 1 : position], _FIRST_ROW, run.plan)
-            history[position] = token_id = self.sampler.choose(logits[0], run.plan, position, history)
+            results = self.forward(sequence, history[position - 1 : position], _FIRST_ROW, ((run.plan, position),))
+            history[position] = token_id = self.sampler.choose(results[0], run.plan, position, history)
         except Exception as error:
             self.fail(run, error)
             return
@@ -231,7 +227,7 @@ class Stepper:
         if not parts:
             return True
         try:
-            logits = self._run(parts, is_unwanted)
+            results = self._run(parts, is_unwanted)
         except Exception as error:
             if len(parts) == 1:
                 self.fail(parts[0].run, error)
@@ -239,7 +235,7 @@ class Stepper:
                 for part in parts:
                     self._compute([part], began, None)
             return True
-        if logits is None:
+        if results is None:
             return False
         for part in parts:
             sequence = part.run.sequence
@@ -249,30 +245,35 @@ class Stepper:
         for part in parts:
             end = first + part.samples + part.num_drafted
             try:
-                self._take(part, logits[first:end], began)
+                self._take(part, results[first:end], began)
             except Exception as error:
                 self.fail(part.run, error)
             first = end
         return True
 
-    def _run(self, parts: Sequence[Part], is_unwanted: IsUnwanted | None) -> NDArray[Any] | None:
-        """Compute the logits, and the masks of grammars at the same time; or the tokens, see `forward`."""
+    def _run(self, parts: Sequence[Part], is_unwanted: IsUnwanted | None) -> Results | None:
+        """Compute the rows' results, see `forward`, and the masks of grammars at the same time."""
         guided = [
             (run.guide, run.history[: run.position + part.num_drafted], run.position)
             for part in parts
             if (run := part.run).guide is not None and part.samples
         ]
         if not guided:
-            takes_largest = all(part.run.plan.takes_largest for part in parts if part.samples)
-            return self._results_unless(_batch(parts), takes_largest, is_unwanted)
+            wanted = [
+                (part.run.plan, part.run.position + index)
+                for part in parts
+                if part.samples
+                for index in range(1 + part.num_drafted)
+            ]
+            return self._results_unless(_batch(parts), wanted, is_unwanted)
         try:
             self._masks.begin(guided)
-            return self._results_unless(_batch(parts), False, is_unwanted)
+            return self._results_unless(_batch(parts), (), is_unwanted)
         finally:
             self._masks.finish()
 
-    def _take(self, part: Part, logits: NDArray[np.float32], began: float) -> None:
-        """Sample what a step has computed of one generation. logits: float32[1 + num_drafted, vocab_size], or none."""
+    def _take(self, part: Part, results: Results, began: float) -> None:
+        """Sample what a step has computed of one generation. results: those of 1 + num_drafted rows, or none."""
         run, sequence, position = part.run, part.run.sequence, part.run.position
         assert sequence is not None, "it was computed"
         if part.is_chunk:
@@ -280,7 +281,7 @@ class Stepper:
         if not part.samples or run.is_over or run.is_cancelled:
             return
         guesses = run.history[position : position + part.num_drafted].tolist()
-        chosen = choose_verified(self.sampler.choose, logits, run.plan, position, run.history, guesses, run.stops)
+        chosen = choose_verified(self.sampler.choose, results, run.plan, position, run.history, guesses, run.stops)
         if len(chosen) <= part.num_drafted:
             sequence.truncate(sequence.length - (part.num_drafted + 1 - len(chosen)))
         if part.may_draft and run.speculative is not None:

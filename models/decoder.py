@@ -1,5 +1,7 @@
 """From a model's configuration and weights to a program: the whole decoder, layer by layer, on a tape."""
 
+from typing import Protocol
+
 from localinfer.kernels.ops import Buffer, KVLayerShape, Program, Projection, Rows, Tape, WeightSource
 from localinfer.models.architectures import find_architecture
 from localinfer.models.attention import RopeTables, write_attention, write_attention_output
@@ -25,15 +27,55 @@ def write_decoder(
     Raises: UnsupportedFormatError if the architecture is unknown; CorruptFileError if a tensor is missing or has
     another shape than the metadata says.
     """
-    architecture = find_architecture(config)
-    graph = Graph(config, architecture, CheckedWeights(weights, config.architecture), tape)
-    tables = RopeTables(graph, context_length or config.context_length)
+    graph, tables = _begin(config, weights, tape, context_length)
     hidden = write_embedding(graph, max(context_length or 0, config.context_length))
     for layer in range(config.num_layers):
         hidden = write_layer(graph, layer, hidden, tables)
     if not has_output_head:
         return tape.finish(write_output_norm(graph, hidden))
     return _write_logits(graph, hidden)
+
+
+class ReceivingTape(Tape, Protocol):
+    """A tape that goes on where that of another device ended."""
+
+    def receive(self, out: Buffer) -> None:
+        """out[r] = what the program was handed for row r."""
+        ...
+
+
+def write_first_layers(
+    config: ModelConfig, weights: WeightSource, tape: Tape, num_layers: int, context_length: int
+) -> Program:
+    """Write the embedding and the first layers, fewer than all, and close the tape: see `write_decoder`.
+
+    `run` returns the hidden states of the rows asked for, float32[rows, hidden_size].
+    """
+    assert num_layers < config.num_layers, "the last layer goes with the output head"
+    graph, tables = _begin(config, weights, tape, context_length)
+    hidden = write_embedding(graph, max(context_length, config.context_length))
+    for layer in range(num_layers):
+        hidden = write_layer(graph, layer, hidden, tables)
+    return tape.finish(graph.select_output(hidden))
+
+
+def write_last_layers(
+    config: ModelConfig, weights: WeightSource, tape: ReceivingTape, first_layer: int, context_length: int
+) -> Program:
+    """Write the layers from `first_layer` on and the output head, which go on with hidden states that are received."""
+    graph, tables = _begin(config, weights, tape, context_length)
+    hidden = graph.buffer("hidden", config.hidden_size, Rows.BATCH)
+    tape.receive(hidden)
+    for layer in range(first_layer, config.num_layers):
+        hidden = write_layer(graph, layer, hidden, tables)
+    return _write_logits(graph, hidden)
+
+
+def _begin(
+    config: ModelConfig, weights: WeightSource, tape: Tape, context_length: int | None
+) -> tuple[Graph, RopeTables]:
+    graph = Graph(config, find_architecture(config), CheckedWeights(weights, config.architecture), tape)
+    return graph, RopeTables(graph, context_length or config.context_length)
 
 
 def kv_layer_shapes(config: ModelConfig, *, parts_windows: bool = False) -> list[KVLayerShape]:

@@ -1,33 +1,55 @@
-"""Which device a model runs on: a GPU where there is one that it fits, and why not where it does not."""
+"""Which device a model runs on: a GPU where there is one, with as much of the model as it holds, and why not more."""
 
 import logging
+from collections.abc import Callable
 
-from localinfer.errors import BackendUnavailableError
+from localinfer.errors import BackendUnavailableError, RequestError
 from localinfer.kernels.cuda.device import CudaDevice, find_device, has_driver
+from localinfer.models.memory_fit import MARGIN_BYTES, MemoryNeeds, Placement, choose_placement
 
 logger = logging.getLogger(__name__)
 
-_WORKING_BYTES = 1 << 30
-"""Memory of a GPU that a model needs besides its weights: buffers, products of long prompts, the shortest caches."""
+
+def check_gpu_layers(device: str, gpu_layers: int | None) -> None:
+    """Raise RequestError for a number of layers without meaning on a device."""
+    if gpu_layers is None:
+        return
+    if not isinstance(gpu_layers, int) or isinstance(gpu_layers, bool) or gpu_layers < 0:
+        raise RequestError(
+            f"gpu_layers is {gpu_layers!r}; give how many layers run on the GPU, or None for as many as fit"
+        )
+    if device == "cpu" and gpu_layers:
+        raise RequestError(f"gpu_layers is {gpu_layers}, but the device is 'cpu'; take device 'cuda' or 'auto'")
+    if device == "cuda" and not gpu_layers:
+        raise RequestError("gpu_layers is 0, but the device is 'cuda'; take device 'cpu' for a model without a GPU")
 
 
-def open_device(device: str, weight_bytes: int) -> CudaDevice | None:
-    """The GPU to run a model on whose weights take so many bytes, or None for the CPU; device: "auto" or "cuda".
+def open_device(
+    device: str, needs: Callable[[], MemoryNeeds], gpu_layers: int | None = None
+) -> tuple[CudaDevice, Placement] | None:
+    """The GPU to run a model on and what of it goes there, or None for the CPU; device: "auto" or "cuda".
 
-    Raises: BackendUnavailableError if "cuda" was asked for by name and cannot be had, with what is missing.
+    needs: what the model's parts take, asked only where there is a GPU. gpu_layers: how many, None for all that fit.
+    Raises: BackendUnavailableError if "cuda" was asked for by name and cannot be had, with what is missing;
+    RequestError if the layers that were asked for do not fit.
     """
     # Most machines without a GPU have no driver either, and nobody there asked.
-    if device == "auto" and not has_driver():
+    if gpu_layers == 0 or (device == "auto" and gpu_layers is None and not has_driver()):
         return None
     try:
         found = find_device()
-        needed = weight_bytes + _WORKING_BYTES
-        if needed > found.free_bytes:
+        counted = needs()
+        placement = choose_placement(counted, found.free_bytes, gpu_layers)
+        if placement is None:
+            needed = counted.bytes_of(1) + MARGIN_BYTES
             raise BackendUnavailableError(
-                f"the model needs {needed / 1e9:.1f} GB on {found.name}, which has {found.free_bytes / 1e9:.1f} GB "
-                "free; take a smaller model or quantization, or device 'cpu'"
+                f"a single layer and the output need {needed / 1e9:.1f} GB on {found.name}, which has "
+                f"{found.free_bytes / 1e9:.1f} GB free; take a smaller model, quantization or context_length, or "
+                "device 'cpu'"
             )
-        return CudaDevice()
+        level = logging.INFO if placement.is_whole else logging.WARNING
+        logger.log(level, "%s", placement.describe(found.name, found.free_bytes))
+        return CudaDevice(), placement
     except BackendUnavailableError as error:
         if device == "cuda":
             raise

@@ -20,8 +20,9 @@ from localinfer.kernels.ops import Program, WeightSource
 from localinfer.models.architectures import check_architecture
 from localinfer.models.chat_template import ChatTemplate
 from localinfer.models.config import ModelConfig
-from localinfer.models.decoder import kv_layer_shapes, write_decoder
-from localinfer.models.device_choice import open_device, report_fallback
+from localinfer.models.decoder import kv_layer_shapes, write_decoder, write_first_layers, write_last_layers
+from localinfer.models.device_choice import check_gpu_layers, open_device, report_fallback
+from localinfer.models.memory_fit import USUAL_TOKENS, Placement, memory_needs
 from localinfer.models.pooling import Pooling, read_pooling
 from localinfer.models.remembered_weights import RememberedWeights
 from localinfer.models.thread_choice import available_threads, checked_threads, choose_decode_threads
@@ -81,6 +82,7 @@ def load_model(
     kv_type: str = "f16",
     kv_window: int | None = None,
     device: str = "cpu",
+    gpu_layers: int | None = None,
     beside: Model | None = None,
     progress: ProgressCallback | None = None,
 ) -> Model:
@@ -89,10 +91,13 @@ def load_model(
     threads: how many compute; None takes the physical cores, and measures how many of them decode fastest.
     context_length: tokens the cache may hold, at most what the model was trained for; None takes all of that.
     kv_window: sequences will let pages go by how much attention they get, and hold so many positions between batches.
-    device: "cpu", "cuda", or "auto" for a GPU if there is one that the model fits.
+    device: "cpu", "cuda", or "auto" for a GPU if there is one that holds at least a layer.
+    gpu_layers: how many of the last layers run on the GPU; None for as many as fit, with `context_length` tokens of
+        keys and values, or 8,192 of them where it is None.
     beside: a model that takes turns with this one, which then shares its threads; closing either ends both.
     Raises: ModelFileError (and below) for the file, RequestError for an option without meaning.
     """
+    check_gpu_layers(device, gpu_layers)
     file = open_model_file(path)
     pool = gpu = None
     try:
@@ -105,12 +110,16 @@ def load_model(
         tokenizer = _tokenizer_or_none(file)
         template = None if tokenizer is None else ChatTemplate.from_metadata(file.metadata, tokenizer)
         kv_layout = KVLayout(kv_type, kv_layer_shapes(config, parts_windows=True))
-        if kv_window is not None and device == "cuda":
+        if kv_window is not None and (device == "cuda" or gpu_layers):
             raise BackendUnavailableError(
-                "kv_window bounds the cache on the CPU only; leave it out, or take device 'cpu'"
+                "kv_window bounds the cache on the CPU only; leave it out, or take device 'cpu' without gpu_layers"
             )
         # Which pages get attention is measured on the CPU only.
-        gpu = None if device == "cpu" or kv_window is not None else open_device(device, file.num_bytes)
+        placed = None
+        if device != "cpu" and kv_window is None:
+            kv_tokens = min(config.context_length, context_length or USUAL_TOKENS)
+            placed = open_device(device, lambda: memory_needs(file, config, kv_layout, kv_tokens), gpu_layers)
+        gpu = None if placed is None else placed[0]
         # All but the tape's own kernels, which nobody knows before it is written.
         compile_ahead(
             [*pool_module.KERNELS, *sampling.KERNELS, *token_history.KERNELS, *checksum.KERNELS, PACK_TILES], progress
@@ -120,9 +129,11 @@ def load_model(
         shared_pool = pool if beside is None else beside.pool
         assert shared_pool is not None, "made here or by the model beside"
         parts = _Parts(config, tokenizer, template, file, shared_pool)
-        model = None if gpu is None else _load_on_gpu(parts, gpu, kv_type, progress, is_asked_for=device == "cuda")
-        if model is not None:
-            return model
+        if placed is not None:
+            options = _Options(kv_type, progress, chooses_threads=threads is None, is_asked_for=device == "cuda")
+            model = _load_on_gpu(parts, *placed, options)
+            if model is not None:
+                return model
         packed = CpuWeights(file, shared_pool, progress)
         weights = RememberedWeights(packed)
         # Before a batch the last page may have just begun, and after it another one.
@@ -154,33 +165,75 @@ class _Parts:
     pool: ThreadPool
 
 
-def _load_on_gpu(
-    parts: _Parts, gpu: CudaDevice, kv_type: str, progress: ProgressCallback | None, *, is_asked_for: bool
-) -> Model | None:
-    """The model on a GPU, or None after a report why it cannot run there.
+@dataclass(frozen=True)
+class _Options:
+    """How a model is loaded onto a GPU. is_asked_for: the GPU by name, so that there is no way back."""
+
+    kv_type: str
+    progress: ProgressCallback | None
+    chooses_threads: bool
+    is_asked_for: bool
+
+
+def _load_on_gpu(parts: _Parts, gpu: CudaDevice, placement: Placement, options: _Options) -> Model | None:
+    """The model on a GPU, or as much of it as was chosen; None after a report why it cannot run there.
 
     Raises: BackendUnavailableError, OutOfMemoryError if the GPU was asked for by name.
     """
+    write = _write_whole if placement.is_whole else _write_split
+    try:
+        program, layout = write(parts, gpu, placement, options)
+    except BaseException as error:
+        gpu.close()
+        if options.is_asked_for or not isinstance(error, BackendUnavailableError | OutOfMemoryError):
+            raise
+        report_fallback(error)
+        return None
+    return Model(
+        parts.config, parts.tokenizer, parts.chat_template, program, layout, parts.file, parts.pool, device="cuda"
+    )
+
+
+def _write_whole(parts: _Parts, gpu: CudaDevice, _: Placement, options: _Options) -> tuple[Program, KVLayout]:
+    """A program on the GPU alone."""
     from localinfer.kernels.cuda.pages import DeviceKVLayout
     from localinfer.kernels.cuda.tape import CudaTape
     from localinfer.models.device_weights import CudaWeights
 
-    try:
-        layout = DeviceKVLayout(kv_type, kv_layer_shapes(parts.config), device=gpu)
-        weights = CudaWeights(parts.file, parts.pool, gpu, progress)
-        tape = CudaTape(gpu, layout, progress=progress)
-        program = write_decoder(parts.config, weights, tape, parts.config.context_length)
-    except BaseException as error:
-        gpu.close()
-        if is_asked_for or not isinstance(error, BackendUnavailableError | OutOfMemoryError):
-            raise
-        report_fallback(error)
-        return None
-    logger.info("running on %s", gpu.name)
+    config = parts.config
+    layout = DeviceKVLayout(options.kv_type, kv_layer_shapes(config), device=gpu)
+    weights = CudaWeights(parts.file, parts.pool, gpu, options.progress)
+    tape = CudaTape(gpu, layout, progress=options.progress)
+    program = write_decoder(config, weights, tape, config.context_length)
     _note(parts.file, weights)
-    return Model(
-        parts.config, parts.tokenizer, parts.chat_template, program, layout, parts.file, parts.pool, device="cuda"
-    )
+    return program, layout
+
+
+def _write_split(parts: _Parts, gpu: CudaDevice, placement: Placement, options: _Options) -> tuple[Program, KVLayout]:
+    """A program whose first layers run on the CPU; the GPU's part first, which may not fit after all."""
+    from localinfer.kernels.cuda.pages import SplitKVLayout
+    from localinfer.kernels.cuda.program import CudaProgram
+    from localinfer.kernels.cuda.split_program import SplitProgram
+    from localinfer.kernels.cuda.tape import CudaTape
+    from localinfer.models.device_weights import CudaWeights
+
+    config, progress = parts.config, options.progress
+    num_first = config.num_layers - placement.num_gpu_layers
+    shapes = kv_layer_shapes(config)
+    layout = SplitKVLayout(options.kv_type, shapes, num_host_layers=num_first, device=gpu)
+    on_gpu = CudaWeights(parts.file, parts.pool, gpu, progress)
+    gpu_tape = CudaTape(gpu, layout.device_part, max_batch_rows=MAX_BATCH_ROWS, progress=progress)
+    rest = write_last_layers(config, on_gpu, gpu_tape, num_first, config.context_length)
+    assert isinstance(rest, CudaProgram), "a CUDA tape makes a CUDA program"
+    on_cpu = CpuWeights(parts.file, parts.pool, progress)
+    tape = CpuTape(parts.pool, layout.host_part, max_output_rows=MAX_BATCH_ROWS, progress=progress)
+    first = write_first_layers(config, on_cpu, tape, num_first, config.context_length)
+    assert isinstance(first, CpuProgram), "a CPU tape makes a CPU program"
+    if options.chooses_threads and num_first:
+        choose_decode_threads(first, layout.host_part, parts.file.num_bytes * num_first // config.num_layers)
+    on_cpu.notes.update(on_gpu.notes)
+    _note(parts.file, on_cpu)
+    return SplitProgram(first, rest, layout), layout
 
 
 def _note(file: ModelFile, weights: CpuWeights) -> None:

@@ -6,6 +6,7 @@ Only here are torch and the driver's bindings imported. The tests put an emulato
 
 import ctypes
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -82,8 +83,10 @@ class Device(Protocol):
         """Memory that is free."""
         ...
 
-    def prepare(self, kernels: Sequence[KernelKey], progress: ProgressCallback | None) -> None:
-        """Compile kernels that will be asked for first."""
+    def prepare(
+        self, first: Sequence[KernelKey], every: Sequence[KernelKey], progress: ProgressCallback | None
+    ) -> None:
+        """Compile the kernels that will be asked for, and load those that will be asked for first."""
         ...
 
     def run(self, steps: Sequence[Step]) -> None:
@@ -147,7 +150,7 @@ def parameter_kinds(ptx: bytes) -> tuple[type[ctypes.c_float] | type[ctypes.c_in
 
 
 class CudaDevice:
-    """The current CUDA device of torch. One thread at a time."""
+    """The current CUDA device of torch. One thread at a time, but any."""
 
     def __init__(self) -> None:
         self.name = find_device().name
@@ -157,6 +160,8 @@ class CudaDevice:
         self._torch = torch
         self._driver = driver
         torch.zeros(1, device="cuda")  # makes the context that kernels are loaded into
+        (self._context,) = self._check(driver.cuCtxGetCurrent())
+        self._entered = threading.local()
         major, minor = torch.cuda.get_device_capability()
         self.capability = (int(major), int(minor))
         self.product_kind = BF16 if self.capability >= (8, 0) else F16
@@ -168,6 +173,7 @@ class CudaDevice:
         self._graphs: list[Any] = []
 
     def allocate(self, num_bytes: int) -> int:
+        self._enter()
         try:
             tensor = self._torch.zeros(max(256, num_bytes), dtype=self._torch.uint8, device="cuda")
         except self._torch.cuda.OutOfMemoryError:
@@ -183,10 +189,12 @@ class CudaDevice:
         return address
 
     def free(self, address: int) -> None:
+        self._enter()
         self._stream.synchronize()
         del self._tensors[address]
 
     def write(self, address: int, data: NDArray[Any]) -> None:
+        self._enter()
         flat = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
         pinned = self._torch.empty(flat.size, dtype=self._torch.uint8, pin_memory=flat.size < 1 << 20)
         pinned.numpy()[:] = flat
@@ -198,26 +206,32 @@ class CudaDevice:
 
     def read(self, address: int, out: NDArray[Any]) -> None:
         assert out.flags.c_contiguous, "results are copied in one piece"
+        self._enter()
         self._check(self._driver.cuMemcpyDtoHAsync(out.ctypes.data, address, out.nbytes, self._stream.cuda_stream))
         self._synchronize()
 
     def copy(self, source: int, target: int, num_bytes: int) -> None:
+        self._enter()
         self._check(self._driver.cuMemcpyDtoDAsync(target, source, num_bytes, self._stream.cuda_stream))
 
     def free_bytes(self) -> int:
         return int(self._torch.cuda.mem_get_info()[0])
 
-    def prepare(self, kernels: Sequence[KernelKey], progress: ProgressCallback | None) -> None:
-        compile_all(kernels, self.capability, progress)
-        for key in kernels:
+    def prepare(
+        self, first: Sequence[KernelKey], every: Sequence[KernelKey], progress: ProgressCallback | None
+    ) -> None:
+        compile_all([*first, *every], self.capability, progress)
+        for key in first:
             self._function(key)
 
     def run(self, steps: Sequence[Step]) -> None:
+        self._enter()
         with self._torch.cuda.stream(self._stream):
             for step in steps:
                 self._start(step, self._stream.cuda_stream)
 
     def capture(self, steps: Sequence[Step]) -> Callable[[], None]:
+        self._enter()
         for step in steps:
             if isinstance(step, Launch):
                 self._function(step.key)  # loading a kernel is not allowed while capturing
@@ -230,12 +244,14 @@ class CudaDevice:
         self._graphs.append(graph)
 
         def replay() -> None:
+            self._enter()
             with self._torch.cuda.stream(self._stream):
                 graph.replay()
 
         return replay
 
     def close(self) -> None:
+        self._enter()
         self._synchronize()
         for graph in self._graphs:
             graph.reset()
@@ -283,6 +299,12 @@ class CudaDevice:
         tensor = self._tensors[start][address - start :]
         size = kind.itemsize
         return tensor[: tensor.numel() // size * size].view(kind).as_strided(shape, (stride, 1))
+
+    def _enter(self) -> None:
+        """Make the device's context this thread's own, which the driver wants in every thread that calls it."""
+        if not getattr(self._entered, "is_done", False):
+            self._check(self._driver.cuCtxSetCurrent(self._context))
+            self._entered.is_done = True
 
     def _synchronize(self) -> None:
         self._stream.synchronize()

@@ -6,18 +6,35 @@ name everything the PTX depends on, and a checksum in every file. A start that f
 
 import functools
 import hashlib
+import json
+import os
 import re
+import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
 from localinfer.errors import BackendUnavailableError
-from localinfer.kernels import object_cache
+from localinfer.kernels import compile_ahead, object_cache
 from localinfer.kernels.compile_ahead import ProgressCallback
 
 _SHARED_SOURCES = ("ops.py", "cpu/layouts.py", "cpu/protocol.py")
 """What CUDA kernels read of the rest of this floor."""
+
+STAGE = "compiling CUDA kernels (once per machine)"
+_MOST_CHILDREN = 8
+_LEAST_SHARE = 6
+"""Kernels that are worth a process: importing the compilers takes as long as compiling some."""
+
+_CHILD = """
+import json, sys
+sys.path[:], keys, capability = json.loads(sys.argv[1])
+from localinfer.kernels.cuda.kernel_cache import kernel_ptx
+for name, constants in keys:
+    kernel_ptx((name, tuple(constants)), tuple(capability))
+"""
 
 KernelKey = tuple[str, tuple[int, ...]]
 """A kernel: "module.function" of `kernels.cuda.compiled`, and the constants it is made for."""
@@ -48,14 +65,25 @@ def _folder() -> Path | None:
     return object_cache.private_folder(object_cache.CACHE_FOLDER.parent / name)
 
 
+def _path(key: KernelKey, capability: tuple[int, int]) -> Path | None:
+    folder = _folder()
+    if folder is None:
+        return None
+    name, constants = key
+    words = [name, *(str(int(constant)) for constant in constants), f"sm_{capability[0]}{capability[1]}"]
+    return folder / (re.sub(r"[^a-z0-9_.-]", "_", "-".join(words)) + ".ptx")
+
+
+def _is_stored(key: KernelKey, capability: tuple[int, int]) -> bool:
+    path = _path(key, capability)
+    return path is not None and path.exists()
+
+
 def kernel_ptx(key: KernelKey, capability: tuple[int, int]) -> bytes:
     """PTX of a kernel, whose entry is called `kernel`; compiled if no earlier start has."""
     name, constants = key
-    folder = _folder()
-    path = None
-    if folder is not None:
-        words = [name, *map(str, constants), f"sm_{capability[0]}{capability[1]}"]
-        path = folder / (re.sub(r"[^a-z0-9_.-]", "_", "-".join(words)) + ".ptx")
+    path = _path(key, capability)
+    if path is not None:
         code = object_cache.stored(path)
         if code is not None:
             return code
@@ -68,10 +96,46 @@ def kernel_ptx(key: KernelKey, capability: tuple[int, int]) -> bytes:
 
 
 def compile_all(keys: Sequence[KernelKey], capability: tuple[int, int], progress: ProgressCallback | None) -> None:
-    """Have all of these on disk, and say how far it is."""
-    for index, key in enumerate(keys):
+    """Have all of these on disk, compiled by child processes where that is sooner, and say how far it is."""
+    missing = [key for key in dict.fromkeys(keys) if not _is_stored(key, capability)]
+    count = min(os.cpu_count() or 1, _MOST_CHILDREN, len(missing) // _LEAST_SHARE)
+    if count > 1 and _folder() is not None and compile_ahead._can_start_python():
+        _compile_in_children(missing, capability, count, progress)
+    for index, key in enumerate(missing):
         if progress is not None:
-            progress("compiling CUDA kernels", index, len(keys))
+            progress(STAGE, index, len(missing))
         kernel_ptx(key, capability)
-    if progress is not None:
-        progress("compiling CUDA kernels", len(keys), len(keys))
+    if progress is not None and missing:
+        progress(STAGE, len(missing), len(missing))
+
+
+def _compile_in_children(
+    missing: Sequence[KernelKey], capability: tuple[int, int], count: int, progress: ProgressCallback | None
+) -> None:
+    """Compile in as many processes; what they do not get done is left."""
+    children = []
+    try:
+        # Neighbours are alike in size, so dealing them out in turns balances the work.
+        children = [_start(missing[first::count], capability) for first in range(count)]
+        while any(child.poll() is None for child in children):
+            if progress is not None:
+                progress(STAGE, sum(_is_stored(key, capability) for key in missing), len(missing))
+            time.sleep(0.05)
+    except OSError:
+        return
+    finally:
+        for child in children:
+            if child.poll() is None:
+                child.kill()
+            child.wait()
+
+
+def _start(keys: Sequence[KernelKey], capability: tuple[int, int]) -> subprocess.Popen[bytes]:
+    paths = [path or os.getcwd() for path in sys.path]
+    return subprocess.Popen(
+        [sys.executable, "-c", _CHILD, json.dumps([paths, keys, capability])],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),
+    )

@@ -8,7 +8,9 @@ from numpy.typing import NDArray
 
 from localinfer.errors import BackendUnavailableError, ContextLengthError, RequestError
 from localinfer.kernels.compile_ahead import ProgressCallback
+from localinfer.kernels.cuda.choice import Chosen, TokenChoice
 from localinfer.kernels.cuda.device import Device, Launch, Step
+from localinfer.kernels.cuda.draws import Draw
 from localinfer.kernels.cuda.kernel_cache import KernelKey
 from localinfer.kernels.cuda.shape import Shape
 from localinfer.kernels.cuda.tape_memory import SMALL_ROWS
@@ -16,14 +18,15 @@ from localinfer.kernels.ops import Batch, FloatArray, Segment
 
 _CHUNK = 128
 _FEWEST_CHUNKS = 4
-_SLICES = 64
-"""Blocks that look for the best token of a row; that of `compiled.sampling`."""
 _FEWEST_PAGES = 64
 
 
 @dataclass(frozen=True)
 class TapeRecord:
-    """What a tape has recorded: the steps for any shape, and where they leave the logits."""
+    """What a tape has recorded: the steps for any shape, and where they leave the logits.
+
+    received: address, row stride and width of the buffer that is handed over, if one is.
+    """
 
     device: Device
     page_tokens: int
@@ -35,11 +38,12 @@ class TapeRecord:
     vocab_size: int
     num_tokens: int | None
     num_positions: int | None
+    received: tuple[int, int, int] | None
     progress: ProgressCallback | None
 
 
 class CudaProgram:
-    """Runs batches; `ops.Program` and `ops.GreedyProgram`. One caller at a time.
+    """Runs batches; `ops.Program` and `draws.DrawingProgram`. One caller at a time.
 
     Batches of up to SMALL_ROWS rows are padded to a power of two and replayed as graphs, captured when they are first
     needed; longer ones launch their kernels one by one.
@@ -60,19 +64,21 @@ class CudaProgram:
         self._capacities = sorted(self._headers)
         self._tables: list[tuple[int, int]] = []
         self._pages: list[NDArray[np.int64] | None] = []
-        self._bests = self._device.allocate(16 * _SLICES * max(record.max_output_rows, SMALL_ROWS))
-        self._chosen = self._device.allocate(4 * max(record.max_output_rows, SMALL_ROWS))
-        self._replays: dict[tuple[int, int, int, bool], Callable[[], None]] = {}
+        logits = (record.logits, record.logits_stride, record.vocab_size)
+        self._choice = TokenChoice(self._device, *logits, max(record.max_output_rows, SMALL_ROWS))
+        self._replays: dict[tuple[int, int, int, Chosen], Callable[[], None]] = {}
         self._logits = np.empty((record.max_output_rows, record.vocab_size), np.float32)
-        self._chosen_here = np.empty(record.max_output_rows, np.int32)
-        self._device.prepare(self._first_kernels(), record.progress)
+        most = _padded(record.max_batch_rows)
+        sizes = [1 << power for power in range(SMALL_ROWS.bit_length()) if 1 << power < most]
+        every = [key for rows in (*sizes, most) for key in self._kernels(rows)]
+        self._device.prepare(self._kernels(1), every, record.progress)
 
     def run(self, batch: Batch) -> FloatArray:
         """Compute a batch; see `ops.Program.run`.
 
         Raises RequestError or ContextLengthError for a batch that it cannot hold.
         """
-        self._start(batch, is_greedy=False)
+        self._start(batch, Chosen.NOTHING)
         outputs = len(batch.output_rows)
         if not outputs:
             return self._logits[:0]
@@ -87,44 +93,60 @@ class CudaProgram:
 
     def run_greedy(self, batch: Batch) -> NDArray[np.int32]:
         """Compute a batch and return the likeliest token of each output row; see `ops.GreedyProgram`."""
-        self._start(batch, is_greedy=True)
-        chosen = self._chosen_here[: len(batch.output_rows)]
-        if chosen.size:
-            self._device.read(self._chosen, chosen)
-        return chosen
+        self._start(batch, Chosen.LIKELIEST)
+        return self._choice.read(len(batch.output_rows))
+
+    def run_drawn(self, batch: Batch, draws: Sequence[Draw]) -> NDArray[np.int32]:
+        """Compute a batch and return the token drawn of each output row; see `draws.DrawingProgram`."""
+        assert len(draws) == len(batch.output_rows) <= self.max_output_rows, "a draw for every output row"
+        self._choice.write(draws)
+        self._start(batch, Chosen.DRAWN)
+        return self._choice.read(len(batch.output_rows))
+
+    def logits_of(self, row: int) -> FloatArray:
+        """The logits of one output row of the last batch; see `draws.DrawingProgram`."""
+        self._device.read(self._record.logits + row * self._record.logits_stride, self._logits[row])
+        return self._logits[row]
+
+    def hand_over(self, rows: FloatArray) -> None:
+        """Give the next run what its tape receives: float32[rows, width], copied at once."""
+        assert self._record.received is not None, "this tape receives nothing"
+        place, stride, width = self._record.received
+        assert rows.shape[1] == width and len(rows) <= self.max_batch_rows, "rows of the buffer's width"
+        if stride != 4 * width:
+            padded = np.zeros((len(rows), stride // 4), np.float32)
+            padded[:, :width] = rows
+            rows = padded
+        self._device.write(place, rows)
 
     def close(self) -> None:
         """Release the device's memory."""
         self._replays.clear()
         self._device.close()
 
-    def _start(self, batch: Batch, *, is_greedy: bool) -> None:
+    def _start(self, batch: Batch, chosen: Chosen) -> None:
         shape = self._write(batch)
         if max(shape.batch_rows, shape.output_rows) > SMALL_ROWS:
-            self._device.run(self._steps(shape, is_greedy))
+            self._device.run(self._steps(shape, chosen))
             return
-        key = (shape.batch_rows, shape.output_rows, shape.num_chunks, is_greedy)
+        key = (shape.batch_rows, shape.output_rows, shape.num_chunks, chosen)
         if key not in self._replays:
-            steps = self._steps(shape, is_greedy)
+            steps = self._steps(shape, chosen)
             # Once outside the graph: loading kernels and warming up are not allowed inside it.
             self._device.run(steps)
             self._replays[key] = self._device.capture(steps)
             return
         self._replays[key]()
 
-    def _steps(self, shape: Shape, is_greedy: bool) -> list[Step]:
-        steps = list(self._record.build(shape))
-        if is_greedy and shape.output_rows:
-            words = (self._record.logits, self._record.logits_stride, self._record.vocab_size, self._bests)
-            rows = shape.output_rows
-            steps.append(Launch("sampling.best_of_slices", (), (_SLICES, rows, 1), 128, words))
-            steps.append(Launch("sampling.best_of_row", (), (1, rows, 1), 128, (self._bests, self._chosen)))
-        return steps
+    def _steps(self, shape: Shape, chosen: Chosen) -> list[Step]:
+        return [*self._record.build(shape), *self._choice.steps(chosen, shape.output_rows)]
 
-    def _first_kernels(self) -> list[KernelKey]:
-        """The kernels that decoding one token takes."""
-        _, address = self._headers[SMALL_ROWS]
-        steps = self._steps(_shape(1, 1, _FEWEST_CHUNKS, SMALL_ROWS, address), is_greedy=True)
+    def _kernels(self, rows: int) -> list[KernelKey]:
+        """The kernels that a batch of `rows` takes, whose tokens are chosen in any way."""
+        capacity = next(capacity for capacity in self._capacities if capacity >= rows)
+        _, address = self._headers[capacity]
+        shape = _shape(rows, min(rows, self.max_output_rows), _FEWEST_CHUNKS, capacity, address)
+        steps = [*self._steps(shape, Chosen.LIKELIEST), *self._choice.steps(Chosen.DRAWN, 1)]
         return list(dict.fromkeys(step.key for step in steps if isinstance(step, Launch)))
 
     def _write(self, batch: Batch) -> Shape:

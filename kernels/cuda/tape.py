@@ -90,6 +90,7 @@ class CudaTape:
         self._angles: dict[tuple[bytes, float], int] = {}
         self._token_limit: int | None = None
         self._position_limit: int | None = None
+        self._received: tuple[int, int, int] | None = None
 
     def buffer(self, name: str, width: int, rows: Rows = Rows.BATCH) -> Buffer:
         return self._memory.buffer(name, width, rows)
@@ -97,6 +98,12 @@ class CudaTape:
     def embed(self, out: Buffer, table: EmbeddingTable, scale: float = 1.0) -> None:
         self._embed(out, table, scale, by_position=False)
         self._token_limit = min(table.num_rows, self._token_limit or table.num_rows)
+
+    def receive(self, out: Buffer) -> None:
+        """out[r] = what `CudaProgram.hand_over` was given for row r: what another device computed before this tape."""
+        check(out.rows is Rows.BATCH, f"{out.name} holds output rows; batch rows are handed over")
+        self._recorder.written(out)
+        self._received = (*self._memory.place(out), out.width)
 
     def embed_positions(self, out: Buffer, table: EmbeddingTable) -> None:
         self._recorder.read(out)
@@ -483,6 +490,7 @@ class CudaTape:
             vocab_size=logits.width,
             num_tokens=self._token_limit,
             num_positions=self._position_limit,
+            received=self._received,
             progress=self._progress,
         )
         return CudaProgram(record)

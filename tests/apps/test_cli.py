@@ -90,6 +90,7 @@ def test_run_defaults_are_the_documented_ones(fake_llm, capsys):
     assert load_options == {
         "model": None,
         "device": "auto",
+        "gpu_layers": None,
         "threads": None,
         "context_length": None,
         "kv_type": "f16",

@@ -49,7 +49,9 @@ class EmulatedDevice:
     def free_bytes(self) -> int:
         return 1 << 30
 
-    def prepare(self, kernels: Sequence[KernelKey], progress: ProgressCallback | None) -> None:
+    def prepare(
+        self, first: Sequence[KernelKey], every: Sequence[KernelKey], progress: ProgressCallback | None
+    ) -> None:
         """There is nothing to compile."""
 
     def run(self, steps: Sequence[Step]) -> None:

@@ -224,6 +224,11 @@ class Emulator:
             assert isinstance(value, np.float32), f"{type(value)} is stored as float32"
             memory.write(address, "<f", value)
 
+        def add_u32(address: int, value: Any) -> int:
+            (before,) = memory.read(address, "<I")
+            memory.write(address, "<I", (before + int(value)) & 0xFFFFFFFF)
+            return int(before)
+
         return {
             "load_stream": loader("<4I"),
             "load_v4": loader("<4I"),
@@ -237,6 +242,14 @@ class Emulator:
             "round_f64": np.rint,
             "to_f64": lambda value: np.float64(int(value)),
             "narrow": np.float32,
+            "widen": np.float64,
+            "to_i64": lambda value: int(np.rint(value)),
+            "ceil_f64": np.ceil,
+            "divide_f64": lambda a, b: np.float64(a) / np.float64(b),
+            "multiply_f64": lambda a, b: np.float64(a) * np.float64(b),
+            "f64_bits": lambda value: int(np.float64(value).view(np.int64)),
+            "bits_f64": lambda bits: np.uint64(int(bits) & (1 << 64) - 1).view(np.float64),
+            "add_u32": add_u32,
             "load_f32": loader("<f"),
             "store_i64": lambda address, value: memory.write(address, "<q", int(value)),
             "store_u32": storer("<I", 0xFFFFFFFF),

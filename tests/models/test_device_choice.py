@@ -2,38 +2,103 @@
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import localinfer
-from localinfer.errors import BackendUnavailableError
+from localinfer import speculation_setup
+from localinfer.errors import BackendUnavailableError, RequestError
 from localinfer.kernels.cuda.device import FoundDevice, has_driver
+from localinfer.kernels.cuda.pages import SplitKVLayout
+from localinfer.kernels.kv_layout import KVLayout
+from localinfer.kernels.ops import Batch, Segment
 from localinfer.models import device_choice
+from localinfer.models.decoder import kv_layer_shapes
 from localinfer.models.loader import load_model
+from localinfer.models.memory_fit import MemoryNeeds, Placement, choose_placement, memory_needs
+from localinfer.page_pool import PagePool
+from localinfer.quant.gguf import read_gguf
 from localinfer.sampling_params import SamplingParams
-from tests.models.arch_models import build_model
+from tests.models.arch_models import read_config
+from tests.models.small_models import write_small_llama
 
 needs_no_gpu = pytest.mark.skipif(has_driver(), reason="this machine has NVIDIA's driver")
 
 
+NEEDS = MemoryNeeds(layers=[1 << 30] * 4, output=1 << 28, embedding=1 << 29, working=1 << 28)
+
+
 @needs_no_gpu
-def test_cuda_by_name_without_a_gpu_is_an_error_and_auto_is_the_cpu() -> None:
+def test_cuda_by_name_without_a_gpu_is_an_error_and_auto_is_the_cpu(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(BackendUnavailableError, match="needs an NVIDIA GPU"):
         localinfer.load(device="cuda")
-    assert device_choice.open_device("auto", 1000) is None
+    with caplog.at_level(logging.WARNING):
+        assert device_choice.open_device("auto", lambda: NEEDS) is None
+        assert not caplog.text
+        assert device_choice.open_device("auto", lambda: NEEDS, 3) is None
+    assert "running on the CPU: device 'cuda' needs an NVIDIA GPU" in caplog.text
 
 
 def test_a_model_that_does_not_fit_runs_on_the_cpu_and_the_reason_is_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(device_choice, "has_driver", lambda: True)
-    monkeypatch.setattr(device_choice, "find_device", lambda: FoundDevice("a small GPU", 3 << 30))
+    monkeypatch.setattr(device_choice, "find_device", lambda: FoundDevice("a small GPU", 1 << 30))
     with caplog.at_level(logging.WARNING):
-        assert device_choice.open_device("auto", 8 << 30) is None
-    assert "running on the CPU: the model needs 9.7 GB on a small GPU, which has 3.2 GB free" in caplog.text
-    with pytest.raises(BackendUnavailableError, match="9.7 GB"):
-        device_choice.open_device("cuda", 8 << 30)
+        assert device_choice.open_device("auto", lambda: NEEDS) is None
+    reason = "a single layer and the output need 1.9 GB on a small GPU, which has 1.1 GB free"
+    assert f"running on the CPU: {reason}" in caplog.text
+    with pytest.raises(BackendUnavailableError, match="a single layer"):
+        device_choice.open_device("cuda", lambda: NEEDS)
+    assert device_choice.open_device("auto", lambda: NEEDS, 0) is None
+
+
+@pytest.mark.parametrize(
+    ("free", "wanted", "num_layers", "has_embedding"),
+    [
+        ((5 << 30) + (1 << 28), None, 4, True),
+        ((5 << 30) + (1 << 28) - 1, None, 4, False),
+        ((4 << 30) - 1, None, 3, False),
+        ((3 << 30) + (3 << 28) - 1, None, 2, False),
+        (8 << 30, 2, 2, False),
+        (8 << 30, 99, 4, True),
+        # Who says how many does without the margin.
+        ((3 << 30) + (1 << 29), 3, 3, False),
+    ],
+)
+def test_as_many_layers_as_fit_go_to_the_gpu(
+    free: int, wanted: int | None, num_layers: int, has_embedding: bool
+) -> None:
+    placement = choose_placement(NEEDS, free, wanted)
+    assert placement is not None
+    assert (placement.num_gpu_layers, placement.has_embedding) == (num_layers, has_embedding)
+    assert placement.is_whole is has_embedding
+    assert placement.num_bytes <= free
+    said = placement.describe("a GPU", free)
+    assert said.startswith(f"{num_layers} of 4 layers on the GPU: they need ")
+    assert said.endswith(("on a GPU", "; the others on the CPU", "; embeddings on the CPU"))
+
+
+def test_more_layers_than_fit_are_refused_with_how_many_do() -> None:
+    with pytest.raises(RequestError, match="4 layers need 4.8 GB .* 4.3 GB free, where 3 of 4 fit"):
+        choose_placement(NEEDS, 4 << 30, 4)
+    for device, gpu_layers in (("cpu", 2), ("cuda", 0), ("auto", -1), ("auto", True), ("auto", "all")):
+        with pytest.raises(RequestError, match=f"gpu_layers is {gpu_layers!r}"):
+            localinfer.load(device=device, gpu_layers=gpu_layers)  # type: ignore[arg-type]
+
+
+def test_what_a_model_needs_is_counted_from_its_file(tmp_path: Path) -> None:
+    model = write_small_llama(tmp_path / "small.gguf")
+    config = read_config(model)
+    layout = KVLayout("f16", kv_layer_shapes(config))
+    with read_gguf(model) as file:
+        short, long = (memory_needs(file, config, layout, count) for count in (1, 65))
+        weights = sum(tensor.num_bytes for name, tensor in file.tensors.items() if name.startswith("blk."))
+    assert sum(short.layers) == weights + layout.page_bytes
+    assert sum(long.layers) == weights + 3 * layout.page_bytes
+    assert short.output > 0 and short.working > 0
 
 
 @pytest.fixture
@@ -51,34 +116,89 @@ def emulated_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_cannot_run_on_the_gpu_falls_back_with_the_reason(
-    emulated_gpu: None, shared: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    emulated_gpu: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = build_model(shared, tmp_path, "llama-gqa")
+    model = write_small_llama(tmp_path / "small.gguf")
     with caplog.at_level(logging.WARNING):
-        loaded = load_model(model.path, device="auto", threads=1, context_length=64, kv_type="q8_0")
+        loaded = load_model(model, device="auto", threads=1, context_length=64, kv_type="q8_0")
     assert loaded.device == "cpu"
     loaded.close()
     assert "running on the CPU: device 'cuda' keeps keys and values in f16 or f32, not in q8_0" in caplog.text
     with pytest.raises(BackendUnavailableError, match="q8_0"):
-        load_model(model.path, device="cuda", threads=1, context_length=64, kv_type="q8_0")
+        load_model(model, device="cuda", threads=1, context_length=64, kv_type="q8_0")
 
 
+def generated(model: Path, device: str, sampling: SamplingParams, **options: Any) -> list[int]:
+    """Six tokens after a prompt, by the whole engine."""
+    with localinfer.load(model, device=device, threads=1, context_length=64, kv_memory=1 << 24, **options) as llm:
+        run = llm._engine.generate(np.array([3, 1, 4, 1, 5, 3, 1], np.int32), sampling, max_tokens=6)
+        return [event.token_id for event in run]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "options"),
+    [
+        (SamplingParams(temperature=0), {}),
+        (SamplingParams(temperature=1.5, top_k=7, top_p=0.9, seed=5), {"gpu_layers": 1, "speculation": None}),
+        # What a device does not do of sampling: the logits come to the host.
+        (SamplingParams(temperature=1.5, seed=5, repetition_penalty=1.2), {"speculation": None}),
+    ],
+)
 def test_a_model_on_the_gpu_continues_a_prompt_as_the_cpu_does(
-    emulated_gpu: None, shared: Path, tmp_path: Path
+    emulated_gpu: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    sampling: SamplingParams,
+    options: dict[str, Any],
 ) -> None:
-    model = build_model(shared, tmp_path, "llama-gqa")
-    texts = []
-    for device in ("cpu", "cuda"):
-        with localinfer.load(
-            model.path, device=device, threads=1, context_length=64, kv_memory=1 << 24, speculation=None
-        ) as llm:
-            prompt = model.token_ids[:1].tolist()
-            texts.append(
-                [
-                    event.token_id
-                    for event in llm._engine.generate(
-                        np.array(prompt, np.int32), SamplingParams(temperature=0), max_tokens=2
-                    )
-                ]
-            )
-    assert texts[0] == texts[1]
+    # Drafts cost nothing, by a measurement that the emulator is spared.
+    monkeypatch.setattr(speculation_setup, "_verification_seconds", lambda *_: [1.0, 1.0, 1.0])
+    model = write_small_llama(tmp_path / "small.gguf")
+    on_cpu = generated(model, "cpu", sampling, speculation=None)
+    assert generated(model, "cuda", sampling, **options) == on_cpu
+
+
+@pytest.mark.parametrize("gpu_layers", [1, 2])
+def test_a_model_split_between_cpu_and_gpu_says_what_one_device_says(
+    emulated_gpu: None,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    gpu_layers: int,
+) -> None:
+    """Where all layers are on the GPU, only the embeddings are on the CPU, for which there is no room."""
+    model = write_small_llama(tmp_path / "small.gguf")
+    if gpu_layers == 2:
+        monkeypatch.setattr(Placement, "is_whole", False)
+    ids, rows = np.array([7, 20, 33], np.int32), np.arange(3, dtype=np.int32)
+    wanted = load_model(model, threads=1, context_length=64)
+    with caplog.at_level(logging.WARNING):
+        split = load_model(model, device="cuda", gpu_layers=gpu_layers, threads=1, context_length=64)
+    assert f"{gpu_layers} of 2 layers on the GPU: they need" in caplog.text
+    found = []
+    for loaded in (wanted, split):
+        pool = PagePool(loaded.kv_layout)
+        pages = pool.acquire(2)
+        both = pool.addresses(pages[::-1])
+        run = loaded.program.run
+        found.append(
+            [
+                run(Batch(ids[:2], [Segment(0, 2, both)], rows[:2])).copy(),
+                run(Batch(ids[2:], [Segment(2, 1, both)], rows[:1])).copy(),
+            ]
+        )
+        # A copied page holds both of its parts.
+        pool.copy(int(pages[1]), int(pages[0]))
+        again = run(Batch(ids[2:], [Segment(2, 1, pool.addresses(pages[:1]))], rows[:1]))
+        np.testing.assert_array_equal(again, found[-1][1])
+    for on_cpu, on_both in zip(*found, strict=True):
+        np.testing.assert_allclose(on_both, on_cpu, rtol=0, atol=1e-4)
+    layout = split.kv_layout
+    assert isinstance(layout, SplitKVLayout)
+    kept = np.empty(layout.page_bytes, np.uint8)
+    layout.read(int(both[0]), kept)
+    layout.write(int(both[1]), kept)
+    moved = split.program.run(Batch(ids[2:], [Segment(2, 1, both[1:])], rows[:1]))
+    np.testing.assert_array_equal(moved, found[1][1])
+    wanted.close()
+    split.close()

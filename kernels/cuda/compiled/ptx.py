@@ -91,6 +91,8 @@ store_u32 = _instruction("st.global.u32 [$0], $1;", "", "qu", "memory")
 store_u16 = _instruction("st.global.u16 [$0], $1;", "", "qh", "memory")
 store_u8 = _instruction("st.global.u8 [$0], $1;", "", "qh", "memory")
 store_f32 = _instruction("st.global.f32 [$0], $1;", "", "qf", "memory")
+add_u32 = _instruction("atom.global.add.u32 $0, [$1], $2;", "u", "qu", "memory")
+"""Add to what lies at an address, in one step for all lanes; gives what was there before."""
 
 dot_signed = _instruction("dp4a.s32.s32 $0, $1, $2, $3;", "s", "uus")
 """c + the products of four signed bytes with four signed bytes."""
@@ -105,6 +107,14 @@ to_int = _instruction("cvt.rni.s32.f32 $0, $1;", "s", "f")
 round_f64 = _instruction("cvt.rni.f64.f64 $0, $1;", "d", "d")
 to_f64 = _instruction("cvt.rn.f64.s64 $0, $1;", "d", "q")
 narrow = _instruction("cvt.rn.f32.f64 $0, $1;", "f", "d")
+widen = _instruction("cvt.f64.f32 $0, $1;", "d", "f")
+to_i64 = _instruction("cvt.rni.s64.f64 $0, $1;", "q", "d")
+ceil_f64 = _instruction("cvt.rpi.f64.f64 $0, $1;", "d", "d")
+divide_f64 = _instruction("div.rn.f64 $0, $1, $2;", "d", "dd")
+multiply_f64 = _instruction("mul.rn.f64 $0, $1, $2;", "d", "dd")
+"""Never joined with a sum, as a plain product may be."""
+f64_bits = _instruction("mov.b64 $0, $1;", "q", "d")
+bits_f64 = _instruction("mov.b64 $0, $1;", "d", "q")
 float_bits = _instruction("mov.b32 $0, $1;", "u", "f")
 bits_float = _instruction("mov.b32 $0, $1;", "f", "u")
 divide = _instruction("div.rn.f32 $0, $1, $2;", "f", "ff")

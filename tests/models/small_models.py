@@ -1,0 +1,47 @@
+"""A llama so small that the emulated GPU runs it in no time, with random weights."""
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+VOCAB, HIDDEN, FEED_FORWARD, HEADS, KV_HEADS, HEAD_SIZE = 40, 32, 32, 2, 1, 16
+
+
+def write_small_llama(path: Path, num_layers: int = 2, seed: int = 1) -> Path:
+    """Write one without a tokenizer, of float32 weights, with an output matrix of its own; return its path."""
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_block_count(num_layers)
+    writer.add_context_length(128)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(FEED_FORWARD)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_key_length(HEAD_SIZE)
+    writer.add_value_length(HEAD_SIZE)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(VOCAB)
+    shapes = {"token_embd": (VOCAB, HIDDEN), "output": (VOCAB, HIDDEN), "output_norm": (HIDDEN,)}
+    for layer in range(num_layers):
+        for name, shape in (
+            ("attn_norm", (HIDDEN,)),
+            ("attn_q", (HEADS * HEAD_SIZE, HIDDEN)),
+            ("attn_k", (KV_HEADS * HEAD_SIZE, HIDDEN)),
+            ("attn_v", (KV_HEADS * HEAD_SIZE, HIDDEN)),
+            ("attn_output", (HIDDEN, HEADS * HEAD_SIZE)),
+            ("ffn_norm", (HIDDEN,)),
+            ("ffn_gate", (FEED_FORWARD, HIDDEN)),
+            ("ffn_up", (FEED_FORWARD, HIDDEN)),
+            ("ffn_down", (HIDDEN, FEED_FORWARD)),
+        ):
+            shapes[f"blk.{layer}.{name}"] = shape
+    rng = np.random.default_rng(seed)
+    for name, shape in shapes.items():
+        values = rng.standard_normal(shape, dtype=np.float32)
+        values = 1 + values / 10 if name.endswith("norm") else values / np.sqrt(shape[-1])
+        writer.add_tensor(f"{name}.weight", values.astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
