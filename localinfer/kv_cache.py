@@ -159,6 +159,8 @@ class KVCache:
 
     def can_truncate(self, length: int) -> bool:
         """Whether the windowed layers still have what a way back to `length` needs."""
+        if length == 0:
+            return True
         held, num_pages = length - self._dropped, self._pool.num_pages_for(length - self._dropped)
         return self._pool.sliding.usable_length(self._windowed[:num_pages], held) == held
 

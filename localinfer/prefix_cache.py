@@ -214,16 +214,17 @@ class PrefixCache:
                 sequence.reserve(match.usable + 1)
             except OutOfMemoryError:
                 # Without this page it may be evicted, so that the sequence needs no more than it would alone.
-                sequence.truncate(match.usable - begun)
+                without = sequence.windowed[: num_pages - 1]
+                sequence.truncate(self.pool.sliding.usable_length(without, match.usable - begun))
 
     def _explain(self, token_ids: TokenIds, match: Match, use: CacheUse, refusal: str | None) -> CacheMiss | None:
         position = match.usable
-        if position < match.length:
-            return CacheMiss("windowed", position, until=match.length)
         if refusal is not None:
             return CacheMiss("foreign", position, detail=refusal)
-        if self.tree.evicted_length(token_ids) > position:
+        if self.tree.evicted_length(token_ids) > match.length:
             return CacheMiss("evicted", position)
+        if position < match.length:
+            return CacheMiss("windowed", position, until=match.length)
         if self.tree.is_empty:
             return CacheMiss("empty", 0)
         cached = self.tree.continuation(match, WINDOW_TOKENS)

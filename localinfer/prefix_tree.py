@@ -87,10 +87,12 @@ class Match(NamedTuple):
 
 
 class CachedPath(NamedTuple):
-    """Everything cached from the root to one leaf: token_ids int32[n], and one page per started page of n."""
+    """Everything cached from the root to one leaf: token_ids int32[n], one page per started page of n, and which of
+    them have their windowed part."""
 
     token_ids: TokenIds
     pages: PageNumbers
+    windowed: BoolArray
     priority: Priority
     last_used: int
 
@@ -343,24 +345,30 @@ class PrefixTree:
         nodes.reverse()
         return CachedPath(
             np.concatenate([node.token_ids for node in nodes]),
-            np.concatenate([node.pages[: self._pool.num_pages_for(node.token_ids.size)] for node in nodes]),
+            np.concatenate([node.pages for node in nodes]),
+            np.concatenate([node.windowed for node in nodes]),
             leaf.priority,
             leaf.last_used,
         )
 
     def _trim(self, leaf: PrefixNode, count: int) -> int:
-        """Free up to `count` pages at the end of a leaf that are not in use; return how many."""
+        """Free up to `count` pages at the end of a leaf that are not in use; return how many.
+
+        Pages that no sequence could go on from any more, for want of windowed parts, are freed with them.
+        """
         in_use = np.flatnonzero(self._pool.holders(leaf.pages) > 1)
         first_idle = int(in_use[-1]) + 1 if in_use.size else 0
-        kept = max(first_idle, leaf.pages.size - count)
-        path = self._path_of(leaf)
-        lost = max(0, leaf.token_ids.size - kept * self._pool.page_tokens)
+        path, page_tokens = self._path_of(leaf), self._pool.page_tokens
+        left = path.pages.size - min(count, leaf.pages.size)
+        usable = self._pool.sliding.usable_length(path.windowed[:left], min(path.token_ids.size, left * page_tokens))
+        kept = max(first_idle, self._pool.num_pages_for(usable) - (path.pages.size - leaf.pages.size))
+        lost = max(0, leaf.token_ids.size - kept * page_tokens)
         if self.on_evict is not None:
             self.on_evict(path, path.token_ids.size - lost)
         self._remember(path.token_ids)
         surplus, surplus_windowed = leaf.pages[kept:], leaf.windowed[kept:]
         if kept:
-            ids = leaf.token_ids[: kept * self._pool.page_tokens].copy()
+            ids = leaf.token_ids[: kept * page_tokens].copy()
             pages, windowed = leaf.pages[:kept].copy(), leaf.windowed[:kept].copy()
             leaf.token_ids, leaf.pages, leaf.windowed = ids, pages, windowed
         else:

@@ -1,5 +1,7 @@
 """Windowed layers keep what going on needs and no more: the rule, the memory it bounds, and what is found again."""
 
+import json
+import runpy
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +10,8 @@ import pytest
 import localinfer
 from localinfer import LLM
 from localinfer.kv_cache import KVCache
+from localinfer.models import loader
+from localinfer.models.decoder import kv_layer_shapes
 from localinfer.page_pool import PagePool
 from localinfer.prefix_cache import CacheUse, PrefixCache
 from localinfer.sliding_window import SlidingWindow
@@ -223,3 +227,66 @@ def test_speculation_goes_back_within_windowed_layers(shared: Path, tmp_path: Pa
         options = {**OPTIONS, "temperature": 0.4}
         wanted = plain.complete(prompt, max_tokens=60, **options)  # type: ignore[arg-type]
         assert drafting.complete(prompt, max_tokens=60, **options).token_ids == wanted.token_ids  # type: ignore[arg-type]
+
+
+def windowed_everywhere(shared: Path, folder: Path) -> Path:
+    """A model all of whose layers have a window, so that its pages hold nothing else."""
+    archs = shared / "archs"
+    skeleton = json.loads((archs / "skeletons.json").read_text())["phi3-dense"]
+    skeleton["kv"].append(["phi3.attention.sliding_window", "UINT32", None, 40])
+    runpy.run_path(str(archs / "build.py"))["write"]("phi3-dense", skeleton, folder / "model.gguf", 1)
+    return folder / "model.gguf"
+
+
+def test_model_whose_layers_all_have_windows_keeps_its_conversations(shared: Path, tmp_path: Path):
+    path = windowed_everywhere(shared, tmp_path)
+    options = {"kv_memory": 1 << 20, "disk_cache": True, "disk_cache_folder": tmp_path / "disk"}
+    prompt = np.random.default_rng(2).integers(0, 100, 150).tolist()
+    with loaded(path) as cold:
+        with loaded(path, **options) as llm:
+            assert llm._engine.pool.page_bytes == 0
+            first = answer(llm, prompt, 20)
+            second = [*prompt, *first.token_ids[:-1], 7]
+            wanted = answer(cold, second, 8).token_ids
+            for seed in range(3, 9):
+                answer(llm, np.random.default_rng(seed).integers(0, 100, 200).tolist(), 4)
+            assert llm._engine.pool.allocated_bytes <= 1 << 20
+            assert answer(llm, second, 8).token_ids == wanted
+            llm.save_session(tmp_path / "session")
+        with loaded(path, **options) as llm:
+            again = answer(llm, second, 8)
+            assert again.token_ids == wanted and again.stats.cached_tokens == len(second) - 1
+        with loaded(path) as llm:
+            llm.load_session(tmp_path / "session")
+            assert answer(llm, second, 8).token_ids == wanted
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_window": 128}, {"kv_window": 128, "kv_type": "q8_0"}])
+def test_pages_in_two_parts_change_no_text(
+    options: dict[str, object], shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = build_model(shared, tmp_path, "gemma3-gqa").path
+    prompt = np.random.default_rng(2).integers(0, 100, 190).tolist()
+    with loaded(path, **options) as llm:
+        assert llm._engine.pool.sliding.tokens == 32
+        found = [answer(llm, prompt[:count], 50).token_ids for count in (190, 100, 120)]
+    monkeypatch.setattr(loader, "kv_layer_shapes", lambda config, **_: kv_layer_shapes(config))
+    with loaded(path, **options) as llm:
+        assert llm._engine.pool.sliding.tokens == 0
+        assert found == [answer(llm, prompt[:count], 50).token_ids for count in (190, 100, 120)]
+
+
+def test_eviction_leaves_nothing_that_nobody_could_go_on_from():
+    cache = PrefixCache(LAYOUT, max_bytes=None, context_length=4000, batch_tokens=BATCH)
+    ids = np.arange(203, dtype=np.int32)
+    fill(cache, ids[:103])
+    fill(cache, ids)
+    assert cache.tree.match(ids).usable == 203
+    # One page is more than going on from the end needs.
+    assert cache.tree.evict(1) == 1 and cache.tree.match(ids).usable == 200
+    # Then all is of no use up to where the second turn began.
+    assert cache.tree.evict(1) == 24
+    assert cache.tree.match(ids).length == cache.tree.match(ids).usable == 104
+    assert cache.tree.num_pages == 26 and cache.pool.num_windowed <= 5
+    cache.tree.clear()
+    assert cache.pool.num_windowed == cache.pool.num_pages - cache.pool.num_free_pages == 0
