@@ -32,7 +32,10 @@ def restore_pages(
     try:
         fresh = pool.acquire(len(found.pages), windowed)
         try:
-            restored = tier.restore(found, [pool.view(page).data for page in fresh.tolist()])
+            buffers = [pool.buffer(page) for page in fresh.tolist()]
+            restored = tier.restore(found, [buffer.data for buffer in buffers])
+            for page, buffer in zip(fresh.tolist(), buffers, strict=True):
+                pool.fill(page, buffer)
             has_part = windowed.copy()
             if parts_tier is not None:
                 places = np.flatnonzero(windowed)

@@ -362,8 +362,7 @@ class LLM:
         self._engine.check_usable()
         if self._identity is None:
             raise SessionFileError(
-                "this model's files cannot be told apart from others', or its cache is in a GPU's memory; load it with "
-                "localinfer.load(device='cpu')"
+                "this model's files cannot be told apart from others'; load it with localinfer.load from where it lies"
             )
         return self._identity
 

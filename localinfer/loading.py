@@ -43,8 +43,7 @@ def load(
 
     model: path of a GGUF file (of a split model: any of its parts) or of a Hugging Face folder; None loads the demo
     model that ships inside.
-    device: "cpu", "cuda", or "auto" for a GPU where there is one that holds at least one layer of the model. On a GPU,
-        conversations are not kept on disk.
+    device: "cpu", "cuda", or "auto" for a GPU where there is one that holds at least one layer of the model.
     gpu_layers: how many of the model's last layers run on the GPU, the others on the CPU; more than it has means all.
         None: as many as fit, with keys and values of context_length tokens (8,192 if that is None).
     threads: how many compute on the CPU; None takes the physical cores.
@@ -106,10 +105,6 @@ def load(
             drafting.close()
         loaded.close()
         raise
-    if loaded.device != "cpu":
-        if disk is not None:
-            logger.info("conversations are not kept on disk: the cache is in the GPU's memory")
-        return LLM(loaded, kv_memory=kv_memory, speculation=made, limits=limits)
     return LLM(
         loaded,
         kv_memory=kv_memory,

@@ -202,8 +202,23 @@ class PagePool:
         return np.where(windowed, self._windowed.addresses[self._windowed_slots[pages]], 0)
 
     def view(self, page: int) -> NDArray[np.uint8]:
-        """The bytes of a page, uint8[page_bytes], for as long as it is held and the pool is open."""
-        return self._view(int(self._memory.addresses[page]), self.page_bytes)
+        """The bytes of a page, uint8[page_bytes], for as long as it is held and the pool is open; a copy of what lies
+        on a device."""
+        place = int(self._memory.addresses[page])
+        if self._device is None:
+            return self._view(place, self.page_bytes)
+        copy = np.empty(self.page_bytes, np.uint8)
+        self._device.read(place, copy)
+        return copy
+
+    def buffer(self, page: int) -> NDArray[np.uint8]:
+        """Where to put what a page is to hold, before `fill`: its own bytes, or memory in their place."""
+        return self.view(page) if self._device is None else np.empty(self.page_bytes, np.uint8)
+
+    def fill(self, page: int, data: NDArray[np.uint8]) -> None:
+        """Make a page hold what was put into its `buffer`."""
+        if self._device is not None:
+            self._device.write(int(self._memory.addresses[page]), data)
 
     def windowed_view(self, page: int) -> NDArray[np.uint8]:
         """The bytes of a page's windowed part, uint8[windowed_bytes], for as long as that is held."""

@@ -38,7 +38,7 @@ def save_session(
         # What going on from its end needs; the page before that may lack its windowed part.
         windowed = pool.sliding.kept(num_pages, length) & match.windowed[:num_pages]
         pages, num_windowed = match.pages[:num_pages].copy(), int(windowed.sum()) if pool.sliding.tokens else 0
-        views = _views(pool, pages, num_windowed)
+        views = [pool.view(page).data for page in pages.tolist()] + _windowed_views(pool, pages, num_windowed)
         # Held, so that nothing else is written there.
         pool.retain(pages, windowed)
     try:
@@ -73,10 +73,13 @@ def load_session(engine: Engine, identity: ModelIdentity, path: str | os.PathLik
         with engine.exclusive_cache():
             windowed = np.arange(num_pages) >= num_pages - num_windowed if pool.sliding.tokens else None
             fresh = pool.acquire(num_pages, windowed)
-            views = _views(pool, fresh, num_windowed)
+            buffers = [pool.buffer(page) for page in fresh.tolist()]
+            views = [buffer.data for buffer in buffers] + _windowed_views(pool, fresh, num_windowed)
         try:
             session.read_pages(views)
             with engine.exclusive_cache() as cache:
+                for page, buffer in zip(fresh.tolist(), buffers, strict=True):
+                    pool.fill(page, buffer)
                 cache.tree.insert(token_ids, fresh, windowed)
                 cache.last_retired = token_ids
         finally:
@@ -85,10 +88,9 @@ def load_session(engine: Engine, identity: ModelIdentity, path: str | os.PathLik
     return token_ids
 
 
-def _views(pool: PagePool, pages: PageNumbers, num_windowed: int) -> list[memoryview]:
-    """The bytes of some pages, then of the windowed parts of the last `num_windowed` of them."""
-    whole = [pool.view(page).data for page in pages.tolist()]
-    return whole + [pool.windowed_view(page).data for page in pages[pages.size - num_windowed :].tolist()]
+def _windowed_views(pool: PagePool, pages: PageNumbers, count: int) -> list[memoryview]:
+    """The bytes of the windowed parts of the last `count` pages."""
+    return [pool.windowed_view(page).data for page in pages[pages.size - count :].tolist()]
 
 
 def _fingerprint(identity: ModelIdentity) -> Fingerprint:

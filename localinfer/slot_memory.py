@@ -35,6 +35,14 @@ class DeviceMemory(Protocol):
         """Copy a page from one address to another."""
         ...
 
+    def read(self, page: int, out: NDArray[np.uint8]) -> None:
+        """Copy the page at an address into uint8[page_bytes]."""
+        ...
+
+    def write(self, page: int, data: NDArray[np.uint8]) -> None:
+        """Fill the page at an address with uint8[page_bytes]."""
+        ...
+
     def free_bytes(self) -> int:
         """Bytes of the device that nobody has."""
         ...

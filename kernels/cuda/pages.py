@@ -25,6 +25,12 @@ class DeviceKVLayout(KVLayout):
     """A page layout whose pages lie in a device's memory; `slot_memory.DeviceMemory`."""
 
     device: Device = field(kw_only=True, repr=False, compare=False)
+    device_kind: str = field(init=False)
+    """Named in the layout's repr, by which kept pages are told apart: another kind may round otherwise."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "device_kind", _kind_of(self.device))
 
     @property
     def device_page_bytes(self) -> int:
@@ -88,7 +94,13 @@ class SplitKVLayout(KVLayout):
 
     num_host_layers: int = field(kw_only=True)
     device: Device = field(kw_only=True, repr=False, compare=False)
+    device_kind: str = field(init=False)
+    """As of `DeviceKVLayout`."""
     _slabs: PagePlaces = field(default_factory=PagePlaces, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "device_kind", _kind_of(self.device))
 
     @property
     def host_part(self) -> KVLayout:
@@ -154,6 +166,11 @@ class SplitKVLayout(KVLayout):
     def _place(self, page: int) -> tuple[int, int]:
         hosts, devices = self.places(np.array([page], np.int64))
         return int(hosts[0]), int(devices[0])
+
+
+def _kind_of(device: Device) -> str:
+    major, minor = device.capability
+    return f"sm_{major}{minor}"
 
 
 def _empty(shape: KVLayerShape) -> KVLayerShape:

@@ -9,7 +9,7 @@ import pytest
 
 import localinfer
 from localinfer import speculation_setup
-from localinfer.errors import BackendUnavailableError, RequestError
+from localinfer.errors import BackendUnavailableError, RequestError, SessionMismatchError
 from localinfer.kernels.cuda.device import FoundDevice, has_driver
 from localinfer.kernels.cuda.pages import SplitKVLayout
 from localinfer.kernels.kv_layout import KVLayout
@@ -202,3 +202,36 @@ def test_a_model_split_between_cpu_and_gpu_says_what_one_device_says(
     np.testing.assert_array_equal(moved, found[1][1])
     wanted.close()
     split.close()
+
+
+@pytest.mark.parametrize("gpu_layers", [None, 1])
+def test_conversations_of_a_gpu_go_to_disk_and_back(emulated_gpu: None, tmp_path: Path, gpu_layers: int | None) -> None:
+    model = write_small_llama(tmp_path / "small.gguf")
+    session = tmp_path / "conversation.session"
+    prompt = np.array([3, 1, 4, 1, 5, 9, 2, 6], np.int32)
+    found = []
+    for turn, disk_cache in enumerate((True, True, False)):
+        with localinfer.load(
+            model,
+            device="cuda",
+            gpu_layers=gpu_layers,
+            threads=1,
+            context_length=64,
+            kv_memory=1 << 24,
+            speculation=None,
+            disk_cache=disk_cache,
+            disk_cache_folder=tmp_path / "kept",
+        ) as llm:
+            if turn == 2:
+                assert llm.load_session(session)[:8] == prompt.tolist()
+            run = llm._engine.generate(prompt, SamplingParams(temperature=0), max_tokens=3)
+            found.append([event.token_id for event in run])
+            assert run.record.cached_tokens == (7 if turn else 0)
+            if turn == 0:
+                llm.save_session(session)
+    assert found[0] == found[1] == found[2]
+    with (
+        localinfer.load(model, device="cpu", threads=1, context_length=64) as llm,
+        pytest.raises(SessionMismatchError, match="key-value layout"),
+    ):
+        llm.load_session(session)
