@@ -20,7 +20,7 @@ from localinfer.errors import BackendUnavailableError
 from localinfer.kernels import compile_ahead, object_cache
 from localinfer.kernels.compile_ahead import ProgressCallback
 
-_SHARED_SOURCES = ("ops.py", "cpu/layouts.py", "cpu/protocol.py")
+_SHARED_SOURCES = ("ops.py", "kv_layout.py", "cpu/layouts.py", "cpu/protocol.py")
 """What CUDA kernels read of the rest of this floor."""
 
 STAGE = "compiling CUDA kernels (once per machine)"

@@ -1,7 +1,7 @@
 """A finished CUDA tape: it writes a batch into the device's memory and starts its kernels, of few rows as one graph."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -146,6 +146,7 @@ class CudaProgram:
         capacity = next(capacity for capacity in self._capacities if capacity >= rows)
         _, address = self._headers[capacity]
         shape = _shape(rows, min(rows, self.max_output_rows), _FEWEST_CHUNKS, capacity, address)
+        shape = replace(shape, segment_rows=(rows,))
         steps = [*self._steps(shape, Chosen.LIKELIEST), *self._choice.steps(Chosen.DRAWN, 1)]
         return list(dict.fromkeys(step.key for step in steps if isinstance(step, Launch)))
 
@@ -183,7 +184,9 @@ class CudaProgram:
         chunks = _FEWEST_CHUNKS
         while chunks * _CHUNK < longest:
             chunks *= 2
-        return _shape(_padded(rows), _padded(outputs), chunks, capacity, address)
+        shape = _shape(_padded(rows), _padded(outputs), chunks, capacity, address)
+        # Graphs serve whatever sequences their rows belong to.
+        return shape if rows <= SMALL_ROWS else replace(shape, segment_rows=tuple(s.num_rows for s in batch.segments))
 
     def _page_table(self, index: int, segment: Segment, room: int) -> int:
         """Where a segment's page addresses lie on the device; they are written only when they changed."""

@@ -22,6 +22,7 @@ class Shape:
     positions: int
     page_tables: int
     output_row_numbers: int
+    segment_rows: tuple[int, ...] = ()
 
     def rows(self, kind: Rows) -> int:
         """Rows of the buffers of a kind."""

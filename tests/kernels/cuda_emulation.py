@@ -1,8 +1,8 @@
 """Run CUDA kernels lane by lane without a GPU: the sources themselves, on Python counterparts of their instructions.
 
-A kernel's source is rewritten so that a lane stops wherever lanes meet (a shuffle or a barrier); the lanes of a block
-then go on in turn. Memory is bytes at made-up addresses, so a read past an allocation, a misaligned access or an
-address of the host fails at once.
+A kernel's source is rewritten so that a lane stops wherever lanes meet (a shuffle, a product of tiles or a barrier);
+the lanes of a block then go on in turn. Memory is bytes at made-up addresses, so a read past an allocation, a
+misaligned access or an address of the host fails at once.
 """
 
 import ast
@@ -20,10 +20,12 @@ from numpy.typing import NDArray
 
 from localinfer.kernels.cuda import jit
 from localinfer.kernels.cuda.compiled import ptx
+from tests.kernels.cuda_warps import TOGETHER
 
 _FIRST_ADDRESS = 1 << 44
 _GAP = 1 << 20
-_MEETINGS = ("shuffle", "shuffle_int", "meet")
+_MEETINGS = (*TOGETHER, "meet")
+_WARP = 32
 _Lane = Generator[tuple[Any, ...], Any, None]
 
 
@@ -72,7 +74,7 @@ class Emulator:
         self._lane = 0
         self._block = (0, 0, 0)
         self._shared: dict[int, NDArray[Any]] = {}
-        self._shared_count = 0
+        self._counts: list[int] = []
         instructions = self._instructions()
         self._by_identity = {id(getattr(ptx, name)): function for name, function in instructions.items()}
         self._meeting_names = {id(getattr(ptx, name)): name for name in _MEETINGS}
@@ -99,49 +101,32 @@ class Emulator:
 
     def _run_block(self, kernel: Callable[..., _Lane], threads: int, arguments: list[Any]) -> None:
         self._shared.clear()
-        counts = [0] * threads
+        self._counts = [0] * threads
         lanes = [kernel(*arguments) for _ in range(threads)]
-        answers: list[Any] = [None] * threads
-        running = set(range(threads))
-        while running:
-            requests: dict[int, tuple[Any, ...]] = {}
-            for index in sorted(running):
-                self._lane, self._shared_count = index, counts[index]
-                try:
-                    requests[index] = lanes[index].send(answers[index])
-                except StopIteration:
-                    running.discard(index)
-                counts[index] = self._shared_count
-            for first in range(0, threads, 32):
-                self._answer_warp(first, requests, answers)
+        warps = [list(range(first, min(first + _WARP, threads))) for first in range(0, threads, _WARP)]
+        while warps:
             # Warps that wait for the others stay where they are until all of the block does.
-            while running and not all(requests.get(index, ("",))[0] == "meet" for index in running):
-                busy = [index for index in sorted(running) if requests[index][0] != "meet"]
-                for index in busy:
-                    self._lane, self._shared_count = index, counts[index]
-                    try:
-                        requests[index] = lanes[index].send(answers[index])
-                    except StopIteration:
-                        running.discard(index)
-                        del requests[index]
-                    counts[index] = self._shared_count
-                for first in range(0, threads, 32):
-                    self._answer_warp(first, requests, answers, [i for i in busy if first <= i < first + 32])
-            for index in running:
-                answers[index] = None
+            warps = [waiting for warp in warps if (waiting := self._run_warp(lanes, warp))]
 
-    def _answer_warp(
-        self, first: int, requests: dict[int, tuple[Any, ...]], answers: list[Any], of: list[int] | None = None
-    ) -> None:
-        """Exchange what the lanes of a warp have given to a shuffle; all 32 must be in the same one."""
-        indices = [i for i in range(first, first + 32) if i in requests] if of is None else of
-        shuffling = [i for i in indices if i in requests and requests[i][0] != "meet"]
-        if not shuffling:
-            return
-        assert len(shuffling) == 32, f"{len(shuffling)} lanes of a warp are in a shuffle"
-        for i in shuffling:
-            _, _, mask = requests[i]
-            answers[i] = requests[first + ((i - first) ^ int(mask))][1]
+    def _run_warp(self, lanes: list[_Lane], warp: list[int]) -> list[int]:
+        """Run lanes until all of them wait for the block or have ended; the lanes that wait."""
+        answers: list[Any] = [None] * len(warp)
+        while True:
+            requests = []
+            alive = []
+            for index, answer in zip(warp, answers, strict=True):
+                self._lane = index
+                try:
+                    requests.append(lanes[index].send(answer))
+                except StopIteration:
+                    continue
+                alive.append(index)
+            names = {name for name, *_ in requests}
+            if names <= {"meet"}:
+                return alive
+            assert len(names) == 1 and len(requests) == _WARP, f"{len(requests)} lanes of a warp are in {names}"
+            answers = TOGETHER[names.pop()]([operands for _, *operands in requests])
+            warp = alive
 
     def _kernel(self, name: str, constants: tuple[int, ...]) -> tuple[Callable[..., _Lane], str]:
         key = (name, constants)
@@ -178,6 +163,8 @@ class Emulator:
                 scope[name] = np.float32
             elif value is numba.float64:
                 scope[name] = np.float64
+            elif value is numba.uint32:
+                scope[name] = np.uint32
             elif value is numba.int64:
                 scope[name] = int
         _Meetings(pieces, meetings).visit(definition)
@@ -193,13 +180,13 @@ class Emulator:
         return self._pieces[id(piece)][1]
 
     def _shared_array(self, size: int, type: Any) -> NDArray[Any]:
-        self._shared_count += 1
-        if self._shared_count not in self._shared:
+        self._counts[self._lane] += 1
+        count = self._counts[self._lane]
+        if count not in self._shared:
             array = np.zeros(size, _dtype(type))
-            if array.dtype == np.float32:
-                array[:] = np.nan
-            self._shared[self._shared_count] = array
-        return self._shared[self._shared_count]
+            array.view(np.uint8)[:] = 255
+            self._shared[count] = array
+        return self._shared[count]
 
     def _instructions(self) -> dict[str, Callable[..., Any]]:
         memory = self.memory
@@ -260,6 +247,7 @@ class Emulator:
             "dot_unsigned": lambda a, b, c: int(c) + int(_bytes(a, np.uint8) @ _bytes(b, np.int8)),
             "half_to_float": lambda bits: np.float32(np.uint16(int(bits)).view(np.float16)),
             "float_to_half": lambda value: int(np.float16(value).view(np.uint16)),
+            "pack_halves": _pack_halves,
             "to_float": lambda value: np.float32(int(value)),
             "to_int": lambda value: int(np.rint(value)) if np.isfinite(value) else 0,
             "float_bits": lambda value: int(np.float32(value).view(np.uint32)),
@@ -296,6 +284,10 @@ class _Meetings(ast.NodeTransformer):
 
 def _dtype(type: Any) -> Any:
     return np.int64 if type is int else type
+
+
+def _pack_halves(low: Any, high: Any) -> int:
+    return int(np.array([low, high], np.float32).astype(np.float16).view(np.uint32)[0])
 
 
 def _bytes(word: int, dtype: Any) -> NDArray[np.int64]:

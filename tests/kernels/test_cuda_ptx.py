@@ -4,6 +4,7 @@ No GPU and no CUDA toolkit are needed; only the check of registers wants NVIDIA'
 """
 
 import ctypes
+import functools
 import re
 import shutil
 import subprocess
@@ -20,6 +21,10 @@ from localinfer.kernels.cuda.compiled import matmul, rows
 from localinfer.kernels.cuda.device import parameter_kinds
 
 ARCHITECTURES = ((7, 5), (8, 0), (9, 0), (10, 0))
+TENSOR_CORES = (8, 0)
+"""From this one on there are the instructions that kernels with tiles are made of."""
+
+HALF_TILES = "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 cvt.rn.f16x2.f32 bar.sync"
 
 # Kernel, constants, registers it may take on sm_90, instructions it must have.
 KERNELS = [
@@ -36,9 +41,14 @@ KERNELS = [
     ("rows.elementwise", (rows.GATE,), 32, "ex2.approx"),
     ("rows.rope_angles", (), 48, "cvt.rni.f64.f64"),
     ("rows.rope", (), 40, ""),
-    ("attention.store_kv", (2, 2), 48, "cvt.rn.f16.f32"),
+    ("kv_store.store_rows", (2, 2), 48, "cvt.rn.f16.f32"),
+    ("kv_store.store_codes", (1, 1, 128, 128), 40, "shfl.sync.bfly bar.sync st.global.u8"),
+    ("rotation.rotate_heads", (128,), 40, "bar.sync"),
     ("attention.attend_chunks", (2, 2, 4, 128, 128), 96, "cvt.f32.f16 shfl.sync.bfly bar.sync"),
-    ("attention.merge_chunks", (1,), 56, "st.global.u8"),
+    ("attention.attend_chunks", (1, 1, 4, 128, 128), 96, "dp4a.s32.s32 shfl.sync.bfly bar.sync"),
+    ("attention_tiles.attend_tiles", (2, 2, 128, 128, 4), 168, HALF_TILES),
+    ("attention_tiles.attend_tiles", (1, 1, 256, 64, 2), 168, HALF_TILES),
+    ("attention.merge_chunks", (1, 128), 56, "st.global.u8 bar.sync"),
     ("experts.route", (0,), 40, "shfl.sync.bfly bar.sync"),
     ("sampling.best_of_warps", (64,), 40, "shfl.sync.bfly"),
     ("sampling.best_of_row", (64,), 40, "st.global.u32"),
@@ -48,13 +58,23 @@ KERNELS = [
 ]
 
 
+@functools.cache
+def ir_of(name: str, constants: tuple[int, ...]) -> str:
+    """What a kernel is on every architecture, compiled once."""
+    return jit.kernel_ir(name, constants)
+
+
 @pytest.mark.parametrize(("name", "constants", "registers", "instructions"), KERNELS)
 def test_kernel_has_its_instructions_and_needs_no_stack(
     name: str, constants: tuple[int, ...], registers: int, instructions: str, tmp_path: Path
 ) -> None:
-    ir = jit.kernel_ir(name, constants)
+    ir = ir_of(name, constants)
+    has_tiles = "mma.sync" in instructions
+    compiled = {}
     for capability in ARCHITECTURES:
-        ptx = jit.to_ptx(ir, capability)
+        if has_tiles and capability < TENSOR_CORES:
+            continue
+        ptx = compiled[capability] = jit.to_ptx(ir, capability)
         assert f".target sm_{capability[0]}{capability[1]}" in ptx
         assert ptx.count(".visible .entry kernel(") == 1
         assert ".extern" not in ptx, "a kernel calls nothing that is not in it"
@@ -64,25 +84,27 @@ def test_kernel_has_its_instructions_and_needs_no_stack(
     assembler = shutil.which("ptxas")
     if assembler is None:
         pytest.skip("the registers are not checked: there is no ptxas")
-    source = tmp_path / "kernel.ptx"
-    source.write_text(jit.to_ptx(ir, (9, 0)))
-    command = [assembler, "-v", "-arch=sm_90", str(source), "-o", str(tmp_path / "kernel.cubin")]
-    report = subprocess.run(command, check=True, capture_output=True, text=True).stderr
-    assert re.search(r"0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", report), report
-    used = re.search(r"Used (\d+) registers", report)
-    assert used is not None and int(used[1]) <= registers, report
+    for capability in (TENSOR_CORES, (9, 0)) if has_tiles else ((9, 0),):
+        source = tmp_path / "kernel.ptx"
+        source.write_text(compiled[capability])
+        architecture = f"-arch=sm_{capability[0]}{capability[1]}"
+        command = [assembler, "-v", architecture, str(source), "-o", str(tmp_path / "kernel.cubin")]
+        report = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+        assert re.search(r"0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", report), report
+        used = re.search(r"Used (\d+) registers", report)
+        assert used is not None and int(used[1]) <= registers, report
 
 
 def test_a_small_batch_reads_its_weights_once() -> None:
-    one = jit.compile_ptx("matmul.matmul", (Layout.Q4_0, 1, 1, 1, matmul.PLAIN), (9, 0))
-    sixteen = jit.compile_ptx("matmul.matmul", (Layout.Q4_0, 16, 1, 1, matmul.PLAIN), (9, 0))
-    assert one.count("no_allocate.v4") == sixteen.count("no_allocate.v4") == 1
-    assert sixteen.count("dp4a") == 16 * one.count("dp4a")
+    one = jit.to_ptx(ir_of("matmul.matmul", (Layout.Q4_0, 1, 4, 1, matmul.PLAIN)), (9, 0))
+    sixteen = jit.to_ptx(ir_of("matmul.matmul", (Layout.Q4_0, 16, 1, 1, matmul.PLAIN)), (9, 0))
+    assert one.count("no_allocate.v4") == 4 and sixteen.count("no_allocate.v4") == 1
+    assert sixteen.count("dp4a") == 16 * one.count("dp4a") // 4 == 128
 
 
 def test_what_a_kernel_is_called_with_is_read_off_its_ptx() -> None:
     name = "rows.norm"
-    ptx = jit.compile_ptx(name, (rows.RMS, 2, 0), (9, 0)).encode()
+    ptx = jit.to_ptx(ir_of(name, (rows.RMS, 8, 1)), (9, 0)).encode()
     wanted = {"q": ctypes.c_int64, "f": ctypes.c_float}
     assert parameter_kinds(ptx) == tuple(wanted[kind] for kind in jit.find_template(name).parameters)
 

@@ -143,7 +143,7 @@ def block(tape: Tape, x: Buffer, linear: Linear) -> Buffer:
     return x
 
 
-@pytest.mark.parametrize(("kv_type", "step"), [("f32", 5), ("f16", 1), ("f32", 0)])
+@pytest.mark.parametrize(("kv_type", "step"), [("f32", 5), ("q8_0", 5), ("f16", 1), ("f32", 0), ("q8_0", 0)])
 def test_a_block_of_a_decoder_is_the_oracles_in_few_launches(kv_type: str, step: int) -> None:
     values = random_rows(18 if step == 0 else 5, WIDTH, 1)
     found, wanted, kernels = both(values, block, kv_type, step)
@@ -263,8 +263,8 @@ def test_rows_without_logits_and_wrong_batches() -> None:
 
 def test_what_a_gpu_does_not_do_is_refused_by_name() -> None:
     device = EmulatedDevice()
-    with pytest.raises(BackendUnavailableError, match="not in q8_0"):
-        CudaTape(device, KVLayout("q8_0", LAYERS))
+    with pytest.raises(BackendUnavailableError, match="not in q4_0"):
+        CudaTape(device, KVLayout("q4_0", LAYERS))
     tape = CudaTape(device, KVLayout("f16", LAYERS), max_batch_rows=4)
     x = tape.buffer("x", 8)
     with pytest.raises(ShapeError, match="8 of 2 experts"):

@@ -10,8 +10,8 @@ from localinfer.errors import RequestError
 from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.kernels.kv_layout import PAGE_TOKENS, parse_kv_type
 from localinfer.kernels.ops import AttentionShape, FloatArray, Segment
+from tests.kernels.attention_cases import ERROR_BUDGETS, PLAIN, SHAPES, attention_of, cache_of, inputs_of
 from tests.kernels.tape_runs import RowProgram, relative_error
-from tests.kernels.test_attention import ERROR_BUDGETS, PLAIN, SHAPES, attention_of, cache_of, inputs_of
 from tests.oracle_formulas import Float64Array, attend
 from tests.oracle_kv import kept, kept_query
 

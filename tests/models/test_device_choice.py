@@ -120,12 +120,14 @@ def test_what_cannot_run_on_the_gpu_falls_back_with_the_reason(
 ) -> None:
     model = write_small_llama(tmp_path / "small.gguf")
     with caplog.at_level(logging.WARNING):
-        loaded = load_model(model, device="auto", threads=1, context_length=64, kv_type="q8_0")
+        loaded = load_model(model, device="auto", threads=1, context_length=64, kv_type="q4_0")
     assert loaded.device == "cpu"
     loaded.close()
-    assert "running on the CPU: device 'cuda' keeps keys and values in f16 or f32, not in q8_0" in caplog.text
-    with pytest.raises(BackendUnavailableError, match="q8_0"):
-        load_model(model, device="cuda", threads=1, context_length=64, kv_type="q8_0")
+    assert "running on the CPU: device 'cuda' keeps keys and values in q8_0 or f16 or f32, not in q4_0" in caplog.text
+    with pytest.raises(BackendUnavailableError, match="q4_0"):
+        load_model(model, device="cuda", threads=1, context_length=64, kv_type="q4_0")
+    with pytest.raises(BackendUnavailableError, match="kv_window bounds the cache on the CPU only; leave it out"):
+        load_model(model, device="cuda", threads=1, context_length=64, kv_window=128)
 
 
 def generated(model: Path, device: str, sampling: SamplingParams, **options: Any) -> list[int]:

@@ -2,38 +2,48 @@
 
 Chunks lie at fixed positions and are merged from the first to the last, so a row's result depends on its own prefix
 alone. Source: flash-decoding (Dao et al., 2023) over the online softmax of FlashAttention (arXiv 2205.14135).
-Pages are those of `kernels/kv_layout.py`, of float16 or float32.
+Pages are those of `kernels/kv_layout.py`. Codes of keys meet queries that were rotated and rounded to int8 as the CPU
+does it, four at once; codes of values are multiplied by their scales.
 """
 
-from numba import cuda, float32
+from numba import cuda, float32, int64, uint32
 
 from localinfer.kernels.cuda.compiled.activations import exponential, hyperbolic_tangent
+from localinfer.kernels.cuda.compiled.kv_store import CODES, HALVES, PAGE
 from localinfer.kernels.cuda.compiled.ptx import (
     block_x,
     block_y,
     block_z,
     divide,
-    float_to_half,
+    dot_signed,
     half_to_float,
     load_f32,
     load_i64,
+    load_u8,
     load_u16,
+    load_u32,
     maximum,
     meet,
     shuffle,
     store_f32,
-    store_u16,
     thread,
     to_float,
 )
 from localinfer.kernels.cuda.compiled.quantize import store_quantized
+from localinfer.kernels.cuda.compiled.rotation import (
+    block_scale,
+    code_of,
+    fold,
+    rotation_factor,
+    rotation_stages,
+)
 from localinfer.kernels.cuda.compiled.rows import rotated
 from localinfer.kernels.cuda.jit import inline, template
+from localinfer.kernels.kv_layout import SCALE_BLOCK
 
 THREADS = 128
 CHUNK = 128
 """Positions of a chunk: a page to each of a block's four warps."""
-PAGE = 32
 LEAST = -3.0e38
 """Instead of minus infinity, whose difference from itself is no number."""
 
@@ -49,68 +59,67 @@ def first_seen(position, window, span):
     return first
 
 
-@template("qqqqqqqqqqqqqqqqq")
-def store_kv(key_bytes, value_bytes):
-    """Write rows into their pages, keys after RoPE if num_pairs is not 0.
-
-    A thread to an element, of [kv_heads * (key_size + value_columns) / 128, rows]. Rows without a page table stay out.
-    """
-    key_is_half = key_bytes == 2
-    value_is_half = value_bytes == 2
-
-    def kernel(
-        keys, keys_stride, values, values_stride, positions, page_tables,
-        layer_offset, head_bytes, values_offset, num_kv_heads, key_size, value_size, value_columns,
-        angles, num_pairs, halves, offset,
-    ):  # fmt: skip
-        index = block_x() * THREADS + thread()
-        row = block_y()
-        pages = load_i64(page_tables + 8 * row)
-        head_columns = key_size + value_columns
-        if pages != 0 and index < num_kv_heads * head_columns:
-            position = load_i64(positions + 8 * row)
-            within = position % PAGE
-            head = index // head_columns
-            column = index % head_columns
-            place = load_i64(pages + position // PAGE * 8) + layer_offset + head * head_bytes
-            if column < key_size:
-                source = keys + row * keys_stride + 4 * head * key_size
-                value = rotated(source, column, angles + row * num_pairs * 8, num_pairs, halves, offset)
-                element = (within // 16 * key_size + column) * 16 + within % 16
-                if key_is_half:
-                    store_u16(place + 2 * element, float_to_half(value))
-                else:
-                    store_f32(place + 4 * element, value)
-            else:
-                column = column - key_size
-                value = float32(0.0)
-                if column < value_size:
-                    value = load_f32(values + row * values_stride + 4 * (head * value_size + column))
-                element = within * value_columns + column
-                if value_is_half:
-                    store_u16(place + values_offset + 2 * element, float_to_half(value))
-                else:
-                    store_f32(place + values_offset + 4 * element, value)
-
-    return kernel
+@inline
+def round_queries(query, words, scales, heads, size):
+    """Rotated queries float32[heads][size] as words of four codes, and a scale per block; query is left as codes."""
+    blocks = (size + SCALE_BLOCK - 1) // SCALE_BLOCK
+    lane = thread() % 32
+    block = thread() // 32
+    while block < heads * blocks:
+        head = block // blocks
+        first = head * size + block % blocks * SCALE_BLOCK
+        end = min(first + SCALE_BLOCK, head * size + size)
+        scale = block_scale(query, first, end)
+        if lane == 0:
+            scales[block] = scale
+        column = first + lane
+        while column < end:
+            query[column] = to_float(code_of(query[column], scale))
+            column = column + 32
+        block = block + THREADS // 32
+    meet()
+    head_words = (size + 3) // 4
+    index = thread()
+    while index < heads * head_words:
+        word = int64(0)
+        for c in range(4):
+            column = index % head_words * 4 + c
+            if column < size:
+                word = word | ((int64(query[index // head_words * size + column]) & 255) << (8 * c))
+        words[index] = word
+        index = index + THREADS
+    meet()
 
 
-@template("qqqqqqqqqqqqqqqqqqff")
-def attend_chunks(key_bytes, value_bytes, heads, key_size, value_size):
+@template("qqqqqqqqqqqqqqqqqqqqff")
+def attend_chunks(key_kind, value_kind, heads, key_size, value_size):
     """Attention of `heads` query heads of one KV head to one chunk, of [rows, KV heads * parts, chunks].
 
-    Writes to partials [row][head][chunk][value_size + 2]: largest score, sum of weights, weighted values.
+    Writes to partials [row][head][chunk][value_size + 2]: largest score, sum of weights, weighted values, which are
+    rotated still if they are codes.
     """
-    key_is_half = key_bytes == 2
-    value_is_half = value_bytes == 2
+    key_is_codes = key_kind == CODES
+    key_is_half = key_kind == HALVES
+    value_is_codes = value_kind == CODES
+    value_is_half = value_kind == HALVES
     step = 8 if key_size % 8 == 0 else 1
     queries_size = heads * key_size
     scores_size = heads * CHUNK
     head_rounds = (heads + 3) // 4
+    key_factor = rotation_factor(key_size) if key_is_codes else 1.0
+    key_stages = rotation_stages(key_size)
+    key_blocks = -(-key_size // SCALE_BLOCK)
+    key_words = -(-key_size // 4)
+    word_step = 4 if key_words % 4 == 0 else 1
+    block_words = SCALE_BLOCK // 4
+    words_size = heads * key_words
+    query_blocks = heads * key_blocks
+    value_blocks = -(-value_size // SCALE_BLOCK)
+    value_scales_size = value_blocks * CHUNK
 
     def kernel(
         queries, queries_stride, positions, page_tables, partials, partial_chunks,
-        num_heads, group_heads, head_bytes, layer_offset, values_offset, value_columns,
+        num_heads, group_heads, head_bytes, layer_offset, key_scales, values_offset, value_scales, value_columns,
         window, span, slopes, angles, num_pairs, halves_and_offset, scale, softcap,
     ):  # fmt: skip
         row = block_x()
@@ -129,33 +138,72 @@ def attend_chunks(key_bytes, value_bytes, heads, key_size, value_size):
             offset = halves_and_offset // 2
             query = cuda.shared.array(queries_size, float32)
             scores = cuda.shared.array(scores_size, float32)
+            factor = scale
+            if key_is_codes:
+                factor = float32(key_factor)
             index = thread()
             while index < queries_size:
                 head = min(first_head + index // key_size, last_head)
                 source = queries + row * queries_stride + 4 * head * key_size
                 row_angles = angles + row * num_pairs * 8
-                query[index] = scale * rotated(source, index % key_size, row_angles, num_pairs, halves, offset)
+                query[index] = factor * rotated(source, index % key_size, row_angles, num_pairs, halves, offset)
                 index = index + THREADS
-            meet()
+            if key_is_codes:
+                query_words = cuda.shared.array(words_size, uint32)
+                query_scales = cuda.shared.array(query_blocks, float32)
+                fold(query, queries_size, key_stages)
+                round_queries(query, query_words, query_scales, heads, key_size)
+            else:
+                meet()
 
             sums = cuda.local.array(heads, float32)
             for h in range(heads):
                 sums[h] = float32(0.0)
             seen = first + thread()
             is_seen = least <= seen <= position
+            if value_is_codes:
+                # Weights and scales of positions that nobody may look at are 0, whatever their page holds.
+                position_scales = cuda.shared.array(value_scales_size, float32)
+                for b in range(value_blocks):
+                    value = float32(0.0)
+                    if is_seen:
+                        place = load_i64(pages + seen // PAGE * 8) + layer_offset + kv_head * head_bytes
+                        value = half_to_float(load_u16(place + value_scales + 64 * b + 2 * lane))
+                    position_scales[b * CHUNK + thread()] = value
             if is_seen:
                 place = load_i64(pages + seen // PAGE * 8) + layer_offset + kv_head * head_bytes
-                element = lane // 16 * key_size * 16 + lane % 16
-                column = 0
-                while column < key_size:
-                    for c in range(step):
-                        if key_is_half:
-                            key = half_to_float(load_u16(place + 2 * (element + 16 * (column + c))))
-                        else:
-                            key = load_f32(place + 4 * (element + 16 * (column + c)))
+                if key_is_codes:
+                    dots = cuda.local.array(heads, int64)
+                    half_scales = place + key_scales + lane // 16 * 32 * key_blocks + lane % 16 * 2
+                    place = place + lane // 16 * 64 * key_words + lane % 16 * 4
+                    block = 0
+                    while block < key_blocks:
                         for h in range(heads):
-                            sums[h] = sums[h] + query[h * key_size + column + c] * key
-                    column = column + step
+                            dots[h] = int64(0)
+                        word = block * block_words
+                        end = min(word + block_words, key_words)
+                        while word < end:
+                            for c in range(word_step):
+                                key_word = load_u32(place + 64 * (word + c)) ^ 0x80808080
+                                for h in range(heads):
+                                    dots[h] = dot_signed(key_word, query_words[h * key_words + word + c], dots[h])
+                            word = word + word_step
+                        key_scale = scale * half_to_float(load_u16(half_scales + 32 * block))
+                        for h in range(heads):
+                            sums[h] = sums[h] + to_float(dots[h]) * (key_scale * query_scales[h * key_blocks + block])
+                        block = block + 1
+                else:
+                    element = lane // 16 * key_size * 16 + lane % 16
+                    column = 0
+                    while column < key_size:
+                        for c in range(step):
+                            if key_is_half:
+                                key = half_to_float(load_u16(place + 2 * (element + 16 * (column + c))))
+                            else:
+                                key = load_f32(place + 4 * (element + 16 * (column + c)))
+                            for h in range(heads):
+                                sums[h] = sums[h] + query[h * key_size + column + c] * key
+                        column = column + step
             for h in range(heads):
                 score = sums[h]
                 if softcap > float32(0.0):
@@ -204,11 +252,15 @@ def attend_chunks(key_bytes, value_bytes, heads, key_size, value_size):
                     table = pages + (first + inner) // PAGE * 8
                     place = load_i64(table) + layer_offset + kv_head * head_bytes + values_offset
                     for c in range(4):
-                        element = min(inner + c, end) % PAGE * value_columns + column
-                        if value_is_half:
-                            value = half_to_float(load_u16(place + 2 * element))
+                        within = min(inner + c, end) % PAGE
+                        if value_is_codes:
+                            code = load_u8(place + within // 2 * 2 * value_columns + 2 * column + within % 2)
+                            scales = column // SCALE_BLOCK * CHUNK + inner + c
+                            value = position_scales[scales] * to_float((code ^ 128) - 128)
+                        elif value_is_half:
+                            value = half_to_float(load_u16(place + 2 * (within * value_columns + column)))
                         else:
-                            value = load_f32(place + 4 * element)
+                            value = load_f32(place + 4 * (within * value_columns + column))
                         for h in range(heads):
                             sums[h] = sums[h] + scores[h * CHUNK + inner + c] * value
                     inner = inner + 4
@@ -221,9 +273,29 @@ def attend_chunks(key_bytes, value_bytes, heads, key_size, value_size):
     return kernel
 
 
+@inline
+def joined(base, stride, first, last, column, largest, total):
+    """One column of a result: what chunks `first` to `last` gave, weighed by their largest scores."""
+    value = float32(0.0)
+    chunk = first
+    while chunk <= last:
+        weight = exponential(load_f32(base + chunk * stride) - largest)
+        total = total + weight * load_f32(base + chunk * stride + 4)
+        value = value + weight * load_f32(base + chunk * stride + 8 + 4 * column)
+        chunk = chunk + 1
+    return divide(value, total)
+
+
 @template("qqqqqqqqqqqqqqq")
-def merge_chunks(quantizes):
-    """Join the chunks of every row and head, from the first to the last, of [heads, rows]."""
+def merge_chunks(quantizes, rotated_size):
+    """Join the chunks of every row and head, from the first to the last, of [heads, rows].
+
+    rotated_size: of a head whose values were codes, so that the rotation has to be undone; else 0.
+    """
+    is_rotated = rotated_size > 0
+    stages = rotation_stages(rotated_size) if is_rotated else 0
+    factor = rotation_factor(rotated_size) if is_rotated else 1.0
+    numbers_size = max(rotated_size, 1)
 
     def kernel(
         out, out_stride, positions, page_tables, partials, partial_chunks, num_heads, value_size,
@@ -244,19 +316,20 @@ def merge_chunks(quantizes):
             while chunk <= last:
                 largest = maximum(largest, load_f32(base + chunk * stride))
                 chunk = chunk + 1
+            total = float32(0.0)
+            if sinks != 0:
+                total = exponential(load_f32(sinks + 4 * head) - largest)
+            numbers = cuda.shared.array(numbers_size, float32)
             column = thread()
+            if is_rotated:
+                while column < value_size:
+                    value = joined(base, stride, first, last, column, largest, total)
+                    numbers[column] = value * float32(factor)
+                    column = column + THREADS
+                fold(numbers, rotated_size, stages)
+                column = thread()
             while column < value_size:
-                total = float32(0.0)
-                if sinks != 0:
-                    total = exponential(load_f32(sinks + 4 * head) - largest)
-                value = float32(0.0)
-                chunk = first
-                while chunk <= last:
-                    weight = exponential(load_f32(base + chunk * stride) - largest)
-                    total = total + weight * load_f32(base + chunk * stride + 4)
-                    value = value + weight * load_f32(base + chunk * stride + 8 + 4 * column)
-                    chunk = chunk + 1
-                value = divide(value, total)
+                value = numbers[column] if is_rotated else joined(base, stride, first, last, column, largest, total)
                 whole = head * value_size + column
                 store_f32(out + row * out_stride + 4 * whole, value)
                 if quantizes:

@@ -2,7 +2,7 @@
 
 Whole numbers are int64 on the Python side whatever they are in a register, so that no mix of signed and unsigned ever
 becomes a float; LLVM narrows them again. The tests run kernels without a GPU on a Python counterpart of each of these.
-Source: PTX ISA 7.8, sections 9.7.1 (dp4a), 9.7.8 (ld, st), 9.7.8.6 (shfl), 9.7.12 (bar).
+Source: PTX ISA 7.8, sections 9.7.1 (dp4a), 9.7.8 (ld, st), 9.7.8.6 (shfl), 9.7.12 (bar), 9.7.13 (mma).
 """
 
 from collections.abc import Callable
@@ -26,14 +26,18 @@ with its sign."""
 
 
 def _instruction(template: str, results: str, arguments: str, effect: str = "") -> Any:
-    """Make a function of an instruction. effect: "memory" if it writes, "converge" if lanes must meet in it."""
+    """Make a function of an instruction.
+
+    effect: "memory" if it writes, "converge" if lanes must meet in it, "warp" if they must and it touches no memory.
+    """
     result_types = [_REGISTERS[kind][0] for kind in results]
     if len(results) == 1:
         result: Any = result_types[0]
     else:
         result = types.UniTuple(result_types[0], len(results)) if results else types.void
     letters = [f"={_REGISTERS[kind][2]}" for kind in results] + [_REGISTERS[kind][2] for kind in arguments]
-    constraints = ",".join([*letters, "~{memory}"] if effect else letters)
+    touches_memory = effect in ("memory", "converge")
+    constraints = ",".join([*letters, "~{memory}"] if touches_memory else letters)
 
     def generate(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         operands = []
@@ -46,8 +50,8 @@ def _instruction(template: str, results: str, arguments: str, effect: str = "") 
         else:
             returned = ir.LiteralStructType(registers) if registers else ir.VoidType()
         kind_of = ir.FunctionType(returned, [operand.type for operand in operands])
-        call = builder.asm(kind_of, template, constraints, operands, side_effect=bool(effect))
-        if effect == "converge":
+        call = builder.asm(kind_of, template, constraints, operands, side_effect=touches_memory)
+        if effect in ("converge", "warp"):
             call.attributes.add("convergent")
         if not results:
             return context.get_dummy_value()
@@ -60,12 +64,14 @@ def _instruction(template: str, results: str, arguments: str, effect: str = "") 
     def describe() -> tuple[Any, Callable[..., Any]]:
         return signature(result, *types_in), generate
 
-    by_count: list[Callable[..., Any]] = [
-        lambda context: describe(),
-        lambda context, a: describe(),
-        lambda context, a, b: describe(),
-        lambda context, a, b, c: describe(),
-    ]
+    by_count: dict[int, Callable[..., Any]] = {
+        0: lambda context: describe(),
+        1: lambda context, a: describe(),
+        2: lambda context, a, b: describe(),
+        3: lambda context, a, b, c: describe(),
+        7: lambda context, a, b, c, d, e, f, g: describe(),
+        10: lambda context, a, b, c, d, e, f, g, h, i, j: describe(),
+    }
     return intrinsic(by_count[len(arguments)])
 
 
@@ -101,6 +107,8 @@ dot_unsigned = _instruction("dp4a.u32.s32 $0, $1, $2, $3;", "s", "uus")
 
 half_to_float = _instruction("cvt.f32.f16 $0, $1;", "f", "h")
 float_to_half = _instruction("cvt.rn.f16.f32 $0, $1;", "h", "f")
+pack_halves = _instruction("cvt.rn.f16x2.f32 $0, $2, $1;", "u", "ff")
+"""Two floats as float16, the first in the lower half of a word; sm_80 and newer."""
 to_float = _instruction("cvt.rn.f32.s32 $0, $1;", "f", "s")
 to_int = _instruction("cvt.rni.s32.f32 $0, $1;", "s", "f")
 """Round to the nearest whole number, of two the even one."""
@@ -127,8 +135,19 @@ minimum = _instruction("min.f32 $0, $1, $2;", "f", "ff")
 shuffle = _instruction("shfl.sync.bfly.b32 $0, $1, $2, 31, 0xffffffff;", "f", "fu", "converge")
 """The float of the lane whose number differs from this one's by the bits of the mask."""
 shuffle_int = _instruction("shfl.sync.bfly.b32 $0, $1, $2, 31, 0xffffffff;", "s", "su", "converge")
+shuffle_word = _instruction("shfl.sync.bfly.b32 $0, $1, $2, 31, 0xffffffff;", "u", "uu", "converge")
+shuffle_from = _instruction("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", "f", "fu", "converge")
+"""The float of the lane of this number."""
 meet = _instruction("bar.sync 0;", "", "", "converge")
 """Wait until every thread of the block is here."""
+
+_TILE = "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+multiply_halves = _instruction(
+    f"mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {_TILE}", "ffff", "uuuuuuffff", "warp"
+)
+"""c + a b of a warp, 16 x 16 by 16 x 8, sm_80 and newer. Lane 4 g + t holds, as pairs of float16 along the inner axis,
+a: rows g and g + 8 at 2 t, then both at 2 t + 8; b: column g at 2 t and 2 t + 8; and of c, float32: row g at columns
+2 t and 2 t + 1, then row g + 8."""
 
 thread = _instruction("mov.u32 $0, %tid.x;", "u", "")
 block_x = _instruction("mov.u32 $0, %ctaid.x;", "u", "")

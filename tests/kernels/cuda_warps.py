@@ -1,0 +1,61 @@
+"""What the lanes of a warp do together, for the emulator: from the operands of 32 lanes to the results of each."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Operands = Sequence[tuple[Any, ...]]
+Together = Callable[[Operands], list[Any]]
+
+_LANES = 32
+
+
+def _exchange(operands: Operands) -> list[Any]:
+    return [operands[lane ^ int(mask)][0] for lane, (_, mask) in enumerate(operands)]
+
+
+def _fetch(operands: Operands) -> list[Any]:
+    return [operands[int(lane) % _LANES][0] for _, lane in operands]
+
+
+def _words(operands: Operands, first: int, count: int, kind: type[np.generic]) -> NDArray[Any]:
+    """Operands `first` and after, as numbers of a kind: [lane][operand][number in its word]."""
+    words = np.array([[int(word) for word in lane[first : first + count]] for lane in operands], np.int64)
+    return words.astype(np.uint32).view(kind).reshape(_LANES, count, -1)
+
+
+def _multiply(a_kind: type[np.generic], b_kind: type[np.generic], halves: int) -> Together:
+    """mma.sync of 16 rows by 8 columns; `halves` of the inner axis, each of four words."""
+    is_float = a_kind is np.float16
+    exact: type[np.generic] = np.float64 if is_float else np.int64
+
+    def multiply(operands: Operands) -> list[Any]:
+        left = _words(operands, 0, 2 * halves, a_kind).astype(exact)
+        right = _words(operands, 2 * halves, halves, b_kind).astype(exact)
+        # Lane 4 g + t: of a, words (half, row g or g + 8) at t; of b, words (half) of column g at t.
+        a = left.reshape(8, 4, halves, 2, -1).transpose(3, 0, 2, 1, 4).reshape(16, -1)
+        b = right.reshape(8, 4, halves, -1).transpose(0, 2, 1, 3).reshape(8, -1)
+        product = (a @ b.T).reshape(2, 8, 4, 2)
+        results: list[Any] = []
+        for lane, given in enumerate(operands):
+            own = product[:, lane // 4, lane % 4].reshape(-1)
+            start = given[3 * halves :]
+            if is_float:
+                results.append(tuple(np.float32(np.float64(c) + d) for c, d in zip(start, own, strict=True)))
+            else:
+                results.append(tuple(int(c) + int(d) for c, d in zip(start, own, strict=True)))
+        return results
+
+    return multiply
+
+
+TOGETHER: dict[str, Together] = {
+    "shuffle": _exchange,
+    "shuffle_int": _exchange,
+    "shuffle_word": _exchange,
+    "shuffle_from": _fetch,
+    "multiply_halves": _multiply(np.float16, np.float16, 2),
+}
+"""By the name of the instruction in `kernels.cuda.compiled.ptx`."""
