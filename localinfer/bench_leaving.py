@@ -16,16 +16,18 @@ _ATTEMPTS = 4 * LEAVINGS
 _RUNNING = re.compile(rb"^localinfer_running_generations (\S+)$", re.MULTILINE)
 _POLL_SECONDS = 0.002
 _PATIENCE_SECONDS = 60.0
-_LONG_PROMPT, _SHORT_REPLY = 4096, 64
+_LONG_PROMPT, _SHORT_REPLY = 1024, 64
 _SHORT_PROMPT, _LONG_REPLY = 64, 1024
 """Tokens to leave in the midst of, where the context has room for them."""
 _CHECKED_TOKENS = 16
+_CHECKED_SHARE = 3
+"""One in so many of what was left is asked for again: whole prompts take their time."""
 
 
 class LeavingClients:
     """Clients that leave a server on which nothing else runs.
 
-    room: tokens that a message and its reply may have. bodies: requests for what was left, to be asked again.
+    room: tokens that a message and its reply may have. bodies: requests for some of what was left, to be asked again.
     """
 
     def __init__(self, port: int, prompts: Prompts, room: int) -> None:
@@ -42,9 +44,7 @@ class LeavingClients:
         Raises: BackendUnavailableError if the server goes on, or prompts are over before anybody can leave.
         """
         client = await LoadClient.connect(self._port)
-        # The first warms up.
-        for _ in range(2):
-            whole = await chat(client, chat_body(self._prompts.take(self._long_prompt), 1, None))
+        whole = await chat(client, chat_body(self._prompts.take(self._long_prompt), 1, None))
         client.close()
         if isinstance(whole, Failure):
             raise BackendUnavailableError(f"a prompt of {self._long_prompt} tokens failed: {whole.reason}")
@@ -57,8 +57,8 @@ class LeavingClients:
                 # The first event says who speaks; the second would be the reply's first token.
                 await asyncio.wait_for(client.receive_events(2), share * whole.time_to_first_token_seconds)
             except TimeoutError:
+                self._remember(body, len(samples))
                 samples.append(await self._leave(client))
-                self.bodies.append({**body, "max_tokens": _CHECKED_TOKENS})
                 # In the midst, and not always at the same place of it.
                 share = 0.25 + 0.5 * (len(samples) % LEAVINGS) / LEAVINGS
             else:
@@ -79,9 +79,13 @@ class LeavingClients:
             client = await LoadClient.connect(self._port)
             client.send("POST", CHAT_PATH, body)
             await client.receive_events(3 + repetition)
+            self._remember(body, repetition)
             samples.append(await self._leave(client))
-            self.bodies.append({**body, "max_tokens": _CHECKED_TOKENS})
         return _record(samples)
+
+    def _remember(self, body: dict[str, Any], number: int) -> None:
+        if number % _CHECKED_SHARE == 0:
+            self.bodies.append({**body, "max_tokens": _CHECKED_TOKENS})
 
     async def _leave(self, client: LoadClient) -> float:
         """Close the connection; return the seconds until the server's gauge says that nothing is generated."""
