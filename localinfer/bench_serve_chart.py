@@ -70,12 +70,12 @@ def _draw_spread(axes: "Axes", levels: list[dict[str, Any]], key: str, name: str
         axes.plot(streams, [1e3 * level[key][percent] for level in shown], marker="o", label=percent)
     axes.axhline(1e3 * limit, color="black", linewidth=0.8, linestyle="--", label="objective")
     axes.set_ylabel(f"{name}, ms")
-    axes.set_yscale("log")
+    axes.set_ylim(bottom=0)
     _finish(axes, streams)
 
 
 def _finish(axes: "Axes", streams: list[int]) -> None:
     axes.set_xlabel("streams")
     axes.set_xticks(streams, [str(count) for count in streams])
-    axes.grid(True, which="both", linewidth=0.3)
+    axes.grid(True, linewidth=0.3)
     axes.legend()

@@ -3,9 +3,11 @@
 import importlib.util
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -271,14 +273,17 @@ def test_server_ends_with_the_process_that_started_it():
         f"server = ServerProcess({str(model_path(None))!r}, device='cpu', threads=1, max_generations=4); "
         "print(server.pid, flush=True); time.sleep(60)"
     )
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as starter:
-        try:
-            assert starter.stdout is not None
-            server = psutil.Process(int(starter.stdout.readline()))
-            assert "serve" in server.cmdline()
-        finally:
-            starter.send_signal(signal.SIGKILL)
-    assert psutil.wait_procs([server], timeout=30)[1] == []
+    command = [sys.executable, "-c", program]
+    with tempfile.TemporaryDirectory(prefix="li-") as folder:
+        environment = {**os.environ, "TMPDIR": folder}
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as starter:
+            try:
+                assert starter.stdout is not None
+                server = psutil.Process(int(starter.stdout.readline()))
+                assert "serve" in server.cmdline()
+            finally:
+                starter.send_signal(signal.SIGKILL)
+        assert psutil.wait_procs([server], timeout=30)[1] == []
 
 
 def test_chart_without_a_folder_for_it_is_refused(record, tmp_path):
