@@ -88,6 +88,8 @@ def serve_command(
     from localinfer.server.model_registry import ModelRegistry
     from localinfer.server.running import LocalServer
 
+    # It warns of every client that leaves in the midst of a stream, which is no news.
+    logging.getLogger("asyncio").setLevel(logging.ERROR)
     if verbose:
         _log_requests()
     settings = _settings(**listening)

@@ -10,7 +10,8 @@ if TYPE_CHECKING:
 
 GOOD_FIRST_TOKEN_SECONDS = 1.0
 GOOD_INTERVAL_SECONDS = 0.1
-"""A reply is good if its first token came within the one, and its later ones, in the mean, within the other."""
+"""A reply is good if it came to its own end, its first token within the one time and its later ones, in the mean,
+within the other."""
 
 _FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 _INTERVAL_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1, 5)
@@ -56,8 +57,8 @@ class Meters:
         )
         self.good_replies = Counter(
             "localinfer_good_replies",
-            f"Replies with a first token within {GOOD_FIRST_TOKEN_SECONDS:g} s and intervals of at most "
-            f"{GOOD_INTERVAL_SECONDS:g} s in the mean",
+            f"Replies to their own end, with a first token within {GOOD_FIRST_TOKEN_SECONDS:g} s and intervals of at "
+            f"most {GOOD_INTERVAL_SECONDS:g} s in the mean",
             registry=registry,
         )
         self.replies = Counter(
@@ -112,11 +113,13 @@ class TokenClock:
         self._last = now
         self._num_tokens += 1
 
-    def end(self) -> None:
-        """No more tokens come."""
+    def end(self, *, is_whole: bool) -> None:
+        """No more tokens come. is_whole: the text came to its own end, and was neither stopped nor failed."""
         self._meters.running.dec()
         if self._began is None:
             self._meters.waiting.dec()
+            return
+        if not is_whole:
             return
         mean_interval = (self._last - self._began) / max(1, self._num_tokens - 1)
         if self._began - self._admitted <= GOOD_FIRST_TOKEN_SECONDS and mean_interval <= GOOD_INTERVAL_SECONDS:

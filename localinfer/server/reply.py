@@ -248,7 +248,7 @@ class _Text:
         except Exception as raised:
             error, ending = raised, "failed"
         finally:
-            self._clock.end()
+            self._clock.end(is_whole=ending not in ("cancelled", "failed"))
             if self.stats is not None:
                 self._meters.count_reply(self._model_id, self.stats, ending)
             self._has_token.set()
