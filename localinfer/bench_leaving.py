@@ -48,7 +48,8 @@ class LeavingClients:
         client.close()
         if isinstance(whole, Failure):
             raise BackendUnavailableError(f"a prompt of {self._long_prompt} tokens failed: {whole.reason}")
-        share, samples = 0.5, []
+        samples: list[float] = []
+        share = 0.5
         for _ in range(_ATTEMPTS):
             body = chat_body(self._prompts.take(self._long_prompt), _SHORT_REPLY, None)
             client = await LoadClient.connect(self._port)
