@@ -103,7 +103,8 @@ class Stats:
     took between them; 0 if there are none. drafted_tokens, accepted_tokens: guessed by speculation, and right.
     drafted_by_position, accepted_by_position: the same by place in the draft. tokens_per_pass: decoded per pass of the
     model, 1 without speculation. speculation_speedup: over plain steps, as measured.
-    seed: the one given, or drawn; with it the same options give the same text.
+    seed: the one given, or drawn; with it the same options give the same text. stop_text: the one of the option `stop`
+    that ended it, if one did.
     """
 
     prompt_tokens: int
@@ -120,6 +121,7 @@ class Stats:
     accepted_by_position: tuple[int, ...] = ()
     tokens_per_pass: float = 1.0
     speculation_speedup: float = 1.0
+    stop_text: str | None = None
 
 
 @dataclass(frozen=True)
@@ -243,6 +245,7 @@ class TextStream(Iterator[StreamEvent]):
         self._parser: ReplyParser | None = None if prompt.reply is None else prompt.reply.parser()
         self._template_matcher = StopMatcher(template_stops)
         self._matcher = StopMatcher(stops)
+        self._stop_text: str | None = None
         self._has_calls = False
         self._prompt_tokens = prompt_ids.size
         self._remember = prompt.remember
@@ -272,6 +275,7 @@ class TextStream(Iterator[StreamEvent]):
             if decoded > 0 and self._decode_seconds > 0
             else 0.0,
             seed=self._seed,
+            stop_text=self._stop_text,
             **_speculation_stats(record.speculation),
         )
 
@@ -364,6 +368,7 @@ class TextStream(Iterator[StreamEvent]):
         if self._parser is not None:
             pieces = [self._parser.push(text), *([self._parser.flush()] if is_last else [])]
         content, stop = self._matcher.push("".join(piece.content for piece in pieces))
+        self._stop_text = stop
         deltas = tuple(delta for piece in pieces for delta in piece.tool_calls) if stop is None else ()
         if is_last and stop is None:
             content += self._matcher.flush()

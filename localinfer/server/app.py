@@ -33,9 +33,9 @@ def make_app(service: Service) -> Starlette:
     routes = [
         route("/chat/completions", chat_routes.chat_completions, "POST"),
         route("/chat/completions/input_tokens", text_routes.count_chat_tokens, "POST"),
-        route("/completions", completion_routes.completions, "POST"),
-        route("/embeddings", embedding_routes.embeddings, "POST"),
-        route("/responses", responses_routes.responses, "POST"),
+        route("/completions", completion_routes.completions, "POST", prompt_field="prompt"),
+        route("/embeddings", embedding_routes.embeddings, "POST", prompt_field="input"),
+        route("/responses", responses_routes.responses, "POST", prompt_field="input"),
         route("/messages", messages_routes.messages, "POST"),
         route("/messages/count_tokens", messages_routes.count_tokens, "POST"),
         route("/tokenize", text_routes.tokenize, "POST"),

@@ -15,7 +15,7 @@ from localinfer.server.reply import End, Reply, Silence, TextPlan, Token
 from localinfer.server.routing import owner_of, service_of
 from localinfer.server.sampling_fields import seeded
 from localinfer.server.service import unless_gone
-from localinfer.server.usage import timings, usage
+from localinfer.server.usage import stream_usage, timings, usage
 from localinfer.server.wire_errors import json_response, to_api_error
 
 if TYPE_CHECKING:
@@ -66,12 +66,12 @@ async def _frames(reply: Reply, body: ChatRequest, ping_seconds: float) -> Async
     """The stream: a role per choice at once, its text as it comes, its end, and at the end of all `[DONE]`."""
     has_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
     envelope = _envelope(reply, "chat.completion.chunk")
-    nothing = {"usage": None} if has_usage else {}
+    used = stream_usage(reply, body.stream_options)
     writers = [MessageWriter(body, reply.llm.tokenizer) for _ in range(reply.num_texts)]
 
     def chunk(index: int, delta: dict[str, Any], reason: str | None = None, logprobs: Any = None, **more: Any) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-        return data_frame({**envelope, "choices": [choice], **nothing, **more})
+        return data_frame({**envelope, "choices": [choice], **used(), **more})
 
     for index in range(reply.num_texts):
         yield chunk(index, {"role": "assistant", "content": ""})

@@ -39,12 +39,20 @@ class ChatRequest(ReplyFields, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     functions: list[Any] | None = None
+    modalities: list[str] | None = None
+    web_search_options: dict[str, Any] | None = None
     reasoning_format: ReasoningFormat | None = None
 
     def generation_options(self) -> dict[str, Any]:
         """The engine's options for this request. Raises: ApiError."""
         if self.functions:
-            raise ApiError(400, "functions were replaced by tools; give tools", code="unsupported_parameter")
+            raise _refused("functions", "functions were replaced by tools; give tools")
+        if self.modalities and self.modalities != ["text"]:
+            raise _refused("modalities", "modalities asks for more than text, which is all that is made here")
+        if self.web_search_options is not None:
+            raise _refused(
+                "web_search_options", "web_search_options is given, but nothing is searched here; give a tool"
+            )
         options = {**self.options(), **self.reply_options()}
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         chosen = {
@@ -61,6 +69,10 @@ class ChatRequest(ReplyFields, kw_only=True):
         """The members that hold reasoning."""
         chosen = self.reasoning_format or "both"
         return {"both": ("reasoning_content", "reasoning"), "none": ()}.get(chosen, (chosen,))
+
+
+def _refused(field: str, message: str) -> ApiError:
+    return ApiError(400, message, code="unsupported_parameter", param=field)
 
 
 class MessageWriter:

@@ -18,7 +18,7 @@ from localinfer.server.reply import End, Reply, Silence, TextPlan, Token
 from localinfer.server.routing import owner_of, service_of
 from localinfer.server.sampling_fields import seeded
 from localinfer.server.service import unless_gone
-from localinfer.server.usage import timings, usage
+from localinfer.server.usage import stream_usage, timings, usage
 from localinfer.server.wire_errors import ApiError, json_response, to_api_error
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ async def completions(request: Request) -> Response:
     if len(prompts) * body.num_made > service.settings.max_generations:
         raise ApiError(400, "prompt times n asks for too many texts; ask for fewer at a time", param="n")
     plan = partial(_plan, prompts=prompts, body=body, options=options)
-    reply = await service.begin(request, body.model, "cmpl", plan)
+    reply = await service.begin(request, body.model, "cmpl", plan, session=body.prompt_cache_key)
     try:
         if body.echo:
             await unless_gone(request, asyncio.to_thread(_look_at, reply.llm, prompts, body.logprobs))
@@ -122,11 +122,11 @@ async def _frames(
 ) -> AsyncIterator[bytes]:
     has_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
     envelope = _envelope(reply)
-    nothing = {"usage": None} if has_usage else {}
+    used = stream_usage(reply, body.stream_options)
     choices = _choices(reply, body, prompts)
 
     def frame(index: int, **more: Any) -> bytes:
-        return data_frame({**envelope, "choices": [choices[index].part(index)], **nothing, **more})
+        return data_frame({**envelope, "choices": [choices[index].part(index)], **used(), **more})
 
     if body.echo:
         for index in range(reply.num_texts):

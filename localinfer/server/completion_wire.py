@@ -24,6 +24,7 @@ class CompletionRequest(ConstraintFields, kw_only=True):
     """The members of a completion request that are read; all others are ignored.
 
     best_of: make so many texts and return the `n` of the largest mean log probability per token, best first.
+    prompt_cache_key: names a place in an editor, say; a newer request with the same key ends the older one.
     """
 
     prompt: Prompts
@@ -37,6 +38,7 @@ class CompletionRequest(ConstraintFields, kw_only=True):
     suffix: str | None = None
     prediction: Prediction | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    prompt_cache_key: str | None = None
 
     @property
     def num_made(self) -> int:

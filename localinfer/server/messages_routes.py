@@ -38,9 +38,9 @@ async def messages(request: Request) -> Response:
         request, body.model, "msg", lambda llm: [TextPlan(partial(llm.stream_chat, asked, **options))]
     )
     if body.stream:
-        return EventStream(_frames(reply, body, service.settings.ping_seconds), reply.close)
+        return EventStream(_frames(reply, service.settings.ping_seconds), reply.close)
     try:
-        return json_response(await unless_gone(request, _message(reply, body)))
+        return json_response(await unless_gone(request, _message(reply)))
     finally:
         reply.close()
 
@@ -115,23 +115,22 @@ def _empty_block(piece: Piece) -> dict[str, Any]:
             return {"type": "tool_use", "id": piece.call_id, "name": piece.name, "input": {}}
 
 
-async def _message(reply: Reply, body: MessagesRequest) -> dict[str, Any]:
-    blocks, ending, last = _Blocks(), _ending("length", None), None
+async def _message(reply: Reply) -> dict[str, Any]:
+    blocks, ending = _Blocks(), _ending("length", None)
     async for event in reply.events():
         match event:
             case Token(_, token):
-                last = token.token_id
                 for piece in pieces_of(token):
                     blocks.add(piece)
             case End(_, reason, stats):
                 blocks.finish()
-                ending = _ending(reason, stats, _stop_sequence(reply, body, last))
+                ending = _ending(reason, stats)
     made = {**_envelope(reply), "content": blocks.content, **ending["delta"], "usage": ending["usage"]}
     return made if reply.stats[0] is None else {**made, "timings": timings(reply.stats[0])}
 
 
-async def _frames(reply: Reply, body: MessagesRequest, ping_seconds: float) -> AsyncIterator[bytes]:
-    blocks, last = _Blocks(), None
+async def _frames(reply: Reply, ping_seconds: float) -> AsyncIterator[bytes]:
+    blocks = _Blocks()
     usage = {"input_tokens": reply.prompt_tokens[0], "output_tokens": 0}
     begun = {**_envelope(reply), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
     yield _frame({"type": "message_start", "message": begun})
@@ -139,14 +138,13 @@ async def _frames(reply: Reply, body: MessagesRequest, ping_seconds: float) -> A
         async for event in reply.events(ping_seconds):
             match event:
                 case Token(_, token):
-                    last = token.token_id
                     for piece in pieces_of(token):
                         for made in blocks.add(piece):
                             yield _frame(made)
                 case End(_, reason, stats):
                     for made in blocks.finish():
                         yield _frame(made)
-                    ending = _ending(reason, stats, _stop_sequence(reply, body, last))
+                    ending = _ending(reason, stats)
                     told = {} if stats is None else {"timings": timings(stats)}
                     yield _frame({"type": "message_delta", **ending, **told})
                 case Silence():
@@ -164,14 +162,8 @@ def _envelope(reply: Reply) -> dict[str, Any]:
     return {"id": reply.id, "type": "message", "role": "assistant", "model": reply.model_id}
 
 
-def _stop_sequence(reply: Reply, body: MessagesRequest, last_token_id: int | None) -> str | None:
-    """The stop sequence that a text ended with, where it did not end by itself; of several, the first is named."""
-    stops = body.stop_sequences
-    return None if not stops or last_token_id in reply.llm.tokenizer.eog_token_ids else stops[0]
-
-
-def _ending(reason: str, stats: "Stats | None", stop_sequence: str | None = None) -> dict[str, Any]:
-    stop_sequence = stop_sequence if reason == "stop" else None
+def _ending(reason: str, stats: "Stats | None") -> dict[str, Any]:
+    stop_sequence = None if stats is None else stats.stop_text
     stop = {"length": "max_tokens", "tool_calls": "tool_use"}.get(reason, "end_turn")
     stop = "stop_sequence" if stop_sequence is not None else stop
     usage = {"input_tokens": 0, "output_tokens": 0}

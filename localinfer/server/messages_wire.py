@@ -6,6 +6,7 @@ import msgspec
 from msgspec import Meta
 
 from localinfer.server.chat_messages import ChatMessage, FunctionCall, ToolCall
+from localinfer.server.constraint_fields import ResponseFormat
 from localinfer.server.reply_fields import Thinking, Tools
 from localinfer.server.sampling_fields import Count, Probability, StopText
 from localinfer.server.wire_errors import ApiError
@@ -32,6 +33,13 @@ class ToolChoice(msgspec.Struct):
         return {"any": "required"}.get(self.type, self.type)
 
 
+class OutputConfig(msgspec.Struct):
+    """The form of the reply, and how hard the model should think, for templates that know such a word."""
+
+    format: ResponseFormat | None = None
+    effort: str | None = None
+
+
 class CountRequest(msgspec.Struct, kw_only=True):
     """A conversation, and what else its prompt depends on."""
 
@@ -41,18 +49,21 @@ class CountRequest(msgspec.Struct, kw_only=True):
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
 
     def chat_options(self) -> dict[str, Any]:
         """The engine's options about tools and reasoning. Raises: ApiError for a tool that is not the caller's own."""
         choice = self.tool_choice or ToolChoice()
         tools = [_tool(tool, index) for index, tool in enumerate(self.tools or ())]
         thinking = self.thinking
+        effort = None if self.output_config is None else self.output_config.effort
         options = {
             "tools": tools or None,
             "tool_choice": choice.as_openai() if tools else None,
             "parallel_tool_calls": not choice.disable_parallel_tool_use if tools else None,
             "thinking": None if thinking is None else thinking.type != "disabled",
             "thinking_budget": None if thinking is None else thinking.budget_tokens,
+            "template_variables": None if effort is None else {"reasoning_effort": effort},
         }
         return {name: value for name, value in options.items() if value is not None}
 
@@ -76,8 +87,10 @@ class MessagesRequest(CountRequest, kw_only=True):
 
     def generation_options(self) -> dict[str, Any]:
         """The engine's options for this request."""
+        form = None if self.output_config is None else self.output_config.format
         options = {
             "max_tokens": self.max_tokens,
+            "constraint": None if form is None else form.constraint("output_config.format"),
             "stop": self.stop_sequences or None,
             "temperature": self.temperature,
             "top_p": self.top_p,

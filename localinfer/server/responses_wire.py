@@ -14,6 +14,7 @@ from localinfer.server.sampling_fields import Count
 from localinfer.server.wire_errors import ApiError
 
 _UNSUPPORTED = "unsupported_parameter"
+_LOGPROBS = "message.output_text.logprobs"
 
 
 class InputItem(msgspec.Struct):
@@ -51,6 +52,9 @@ class ResponsesRequest(ReplyFields, kw_only=True):
     max_output_tokens: Count | None = None
     previous_response_id: str | None = None
     conversation: Any = None
+    prompt: dict[str, Any] | None = None
+    top_logprobs: int | None = None
+    include: list[str] | None = None
     background: bool | None = None
     truncation: str | None = None
     metadata: dict[str, Any] | None = None
@@ -64,11 +68,20 @@ class ResponsesRequest(ReplyFields, kw_only=True):
         for name, way_out in (
             ("previous_response_id", "send the whole conversation as input"),
             ("conversation", "send the whole conversation as input"),
+            ("prompt", "send its text as instructions"),
             ("background", "ask without it, and stream"),
         ):
             if getattr(self, name):
                 raise ApiError(
                     400, f"{name} is given, but responses are not kept here; {way_out}", code=_UNSUPPORTED, param=name
+                )
+        for name in ("top_logprobs", "include"):
+            if (name == "include" and _LOGPROBS in (self.include or ())) or (name != "include" and self.top_logprobs):
+                raise ApiError(
+                    400,
+                    f"{name} asks for log probabilities, which this route does not tell; ask /v1/chat/completions",
+                    code=_UNSUPPORTED,
+                    param=name,
                 )
 
     def generation_options(self) -> dict[str, Any]:

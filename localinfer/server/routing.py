@@ -35,8 +35,8 @@ def owner_of(request: Request) -> str:
     return str(request.client or request.state.request_id)
 
 
-def route(path: str, endpoint: Endpoint, method: str = "GET") -> Route:
-    """A route whose errors are answered, counted and logged."""
+def route(path: str, endpoint: Endpoint, method: str = "GET", *, prompt_field: str = "messages") -> Route:
+    """A route whose errors are answered, counted and logged. prompt_field: the member of its body with the prompt."""
 
     async def guarded(request: Request) -> Response:
         began = time.perf_counter()
@@ -46,7 +46,7 @@ def route(path: str, endpoint: Endpoint, method: str = "GET") -> Route:
         except (ClientGone, ClientDisconnect):
             response = Response(status_code=_CLIENT_CLOSED)
         except Exception as error:
-            response = to_api_error(error, request_id).response()
+            response = to_api_error(error, request_id, prompt_field=prompt_field).response()
         service_of(request).meters.requests.labels(path, str(response.status_code)).inc()
         seconds = time.perf_counter() - began
         logger.info("%s %s %s %d %.3f s", request_id, method, path, response.status_code, seconds)

@@ -45,6 +45,7 @@ class Service:
         self._replies: dict[str, Reply] = {}
         self._threads = ReplyThreads()
         self._bell: Bell | None = None
+        self._sessions: dict[str, Reply] = {}
         self._is_stopping = False
 
     @property
@@ -118,10 +119,13 @@ class Service:
         model: str | None,
         kind: str,
         plan: "Callable[[LLM], Sequence[TextPlan] | Coroutine[Any, Any, Sequence[TextPlan]]]",
+        *,
+        session: str | None = None,
     ) -> Reply:
         """Have texts generated, and return when the model is loaded and every prompt was checked.
 
-        kind: how the reply's id begins. plan: what to generate. Who gets the reply closes it.
+        kind: how the reply's id begins. plan: what to generate. session: ends the reply that runs under the same name.
+        Who gets the reply closes it.
         Checking a prompt takes no longer because its client has left, which who gets the reply will notice.
         Raises: ApiError, LocalinferError, ClientGone; then nothing runs any more.
         """
@@ -130,7 +134,7 @@ class Service:
         try:
             planned = plan(lease.llm)
             plans = await planned if isinstance(planned, Coroutine) else planned
-            reply = self._admit(lease, kind, plans)
+            reply = self._admit(lease, kind, plans, session)
             await reply.start()
         except BaseException:
             if reply is not None:
@@ -139,8 +143,10 @@ class Service:
             raise
         return reply
 
-    def _admit(self, lease: Lease, kind: str, plans: Sequence[TextPlan]) -> Reply:
-        running = sum(reply.num_texts for reply in self._replies.values())
+    def _admit(self, lease: Lease, kind: str, plans: Sequence[TextPlan], session: str | None) -> Reply:
+        if session:
+            self._end_session(session)
+        running = sum(reply.num_texts for reply in self._replies.values() if not reply.is_cancelled)
         if running and running + len(plans) > self.settings.max_generations:
             raise ApiError(
                 429,
@@ -150,12 +156,23 @@ class Service:
 
         def forget(reply: Reply) -> None:
             self._replies.pop(reply.id, None)
+            if session and self._sessions.get(session) is reply:
+                del self._sessions[session]
             lease.release()
 
         assert self._bell is not None, "the service is not open"
         reply = Reply(f"{kind}-{secrets.token_hex(12)}", lease, plans, self.meters, self._threads, self._bell, forget)
         self._replies[reply.id] = reply
+        if session:
+            self._sessions[session] = reply
         return reply
+
+    def _end_session(self, session: str) -> None:
+        former = self._sessions.pop(session, None)
+        if former is not None:
+            former.fail(
+                ApiError(409, "a newer request with the same prompt_cache_key took its place", code="superseded")
+            )
 
 
 async def unless_gone(

@@ -1,9 +1,11 @@
 """What a reply cost, in the words of each wire format."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from localinfer.server.reply import Reply
+    from localinfer.server.sampling_fields import StreamOptions
     from localinfer.text_stream import Stats
 
 
@@ -24,6 +26,22 @@ def usage(reply: "Reply") -> dict[str, Any]:
             "rejected_prediction_tokens": sum(one.drafted_tokens - one.accepted_tokens for one in stats),
         },
     }
+
+
+def running_usage(reply: "Reply") -> dict[str, Any]:
+    """OpenAI's `usage` of a reply so far."""
+    prompts = (count for index, count in enumerate(reply.prompt_tokens) if not reply.shares_prompt(index))
+    prompt, completion = sum(prompts), reply.num_tokens
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def stream_usage(reply: "Reply", options: "StreamOptions | None") -> "Callable[[], dict[str, Any]]":
+    """Makes the member `usage` of all chunks of a stream but the last: none, null, or what it is so far."""
+    if options is None or not options.include_usage:
+        return dict
+    if options.continuous_usage_stats:
+        return lambda: {"usage": running_usage(reply)}
+    return lambda: {"usage": None}
 
 
 def timings(stats: "Stats") -> dict[str, Any]:

@@ -29,12 +29,15 @@ _TYPES = {
     404: "not_found_error",
     405: "not_found_error",
     408: "timeout_error",
+    409: "conflict_error",
     413: "invalid_request_error",
     415: "invalid_request_error",
     429: "rate_limit_error",
     503: "unavailable_error",
 }
 _RETRY_SECONDS = "1"
+_CONSTRAINTS = (("parameters of tool", "tools"), ("the regular expression", "regex"), ("the grammar", "grammar"))
+"""What the engine's messages about constraints call them, and the member of a request that holds such a one."""
 
 
 class ApiError(Exception):
@@ -62,7 +65,7 @@ class ApiError(Exception):
         self.facts = dict(facts or {})
         if status in (429, 503):
             self.headers.setdefault("retry-after", _RETRY_SECONDS)
-        if status >= 500:
+        if status >= 500 or status == 409:
             # Clients repeat these by themselves, though the same request would fail the same way.
             self.headers.setdefault("x-should-retry", "true" if code == "model_loading" else "false")
 
@@ -82,19 +85,23 @@ def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | No
     return Response(msgspec.json.encode(value), status, dict(headers or {}), media_type="application/json")
 
 
-def to_api_error(error: BaseException, request_id: str = "") -> ApiError:
-    """What a client is told of an error; one that nobody foresaw is logged, and told without its text."""
+def to_api_error(error: BaseException, request_id: str = "", *, prompt_field: str = "messages") -> ApiError:
+    """What a client is told of an error; one that nobody foresaw is logged, and told without its text.
+
+    prompt_field: the member of the request that holds its prompt.
+    """
     match error:
         case ApiError():
             return error
         case ContextLengthError():
             sizes = {"n_prompt_tokens": error.num_tokens, "n_ctx": error.context_length}
-            return ApiError(400, str(error), code="context_length_exceeded", param="messages", facts=sizes)
+            return ApiError(400, str(error), code="context_length_exceeded", param=prompt_field, facts=sizes)
         case TemplateError():
-            return ApiError(400, str(error), param="messages")
+            return ApiError(400, str(error), param=prompt_field)
         case ConstraintError():
             facts = {} if error.keyword is None else {"keyword": error.keyword}
-            return ApiError(400, str(error), code="unsupported_schema", param="response_format", facts=facts)
+            field = next((field for found, field in _CONSTRAINTS if found in str(error)), "response_format")
+            return ApiError(400, str(error), code="unsupported_schema", param=field, facts=facts)
         case RequestError():
             return ApiError(400, str(error), param=_named_option(str(error)))
         case OverloadedError():

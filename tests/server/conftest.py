@@ -7,6 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 from local_servers import ServedModel, serving
+from scripted_models import loader, scripted_sources
 
 from localinfer.server.settings import ServerSettings
 from localinfer.server.sockets import has_unix_sockets
@@ -23,7 +24,12 @@ def runtime_folder() -> Iterator[Path]:
 def served(runtime_folder: Path) -> Iterator[ServedModel]:
     path = runtime_folder / "server.sock" if has_unix_sockets() else None
     settings = ServerSettings(
-        socket_path=path, port=0, header_seconds=0.5, body_seconds=1.0, allowed_origins=("http://localhost:3000",)
+        socket_path=path,
+        port=0,
+        header_seconds=0.3,
+        body_seconds=0.4,
+        slow_reader_seconds=0.3,
+        allowed_origins=("http://localhost:3000",),
     )
     with serving(settings) as running:
         yield running
@@ -35,6 +41,28 @@ def http(request: pytest.FixtureRequest, served: ServedModel) -> Iterator[httpx.
     if request.param == "unix" and served.socket_path is None:
         pytest.skip("this system has no Unix sockets for Python")
     with served.client(unix=request.param == "unix") as client:
+        yield client
+
+
+SCRIPTS = {
+    "letters": b"abcdefghijkl",
+    "unicode": "Grüße 😀 日本.".encode(),
+    "stops": b"One two END of it.",
+    "thinking": b"<think>\nHm, well.\n</think>\n\nYes.",
+    "calls": b"<think>\nHm.\n</think>\n\nI look."
+    b'\n<tool_call>\n{"name": "look", "arguments": {"at": "b"}}\n</tool_call>'
+    b'\n<tool_call>\n{"name": "count", "arguments": {"to": 3}}\n</tool_call>',
+    "failing": [*b"abc", ValueError("a secret of /home/somebody")],
+}
+
+
+@pytest.fixture(scope="session")
+def scripted(runtime_folder: Path) -> Iterator[httpx.Client]:
+    """A client of a server whose models say what SCRIPTS has for their names."""
+    with (
+        serving(ServerSettings(port=0), sources=scripted_sources(*SCRIPTS), load=loader(SCRIPTS)) as running,
+        running.client() as client,
+    ):
         yield client
 
 

@@ -27,3 +27,16 @@ def text_of(chunks: list[dict[str, Any]], index: int = 0) -> str:
     """The text that the deltas of one choice make together."""
     deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
     return "".join(delta.get("content") or "" for delta in deltas)
+
+
+def named_events(response: httpx.Response) -> list[dict[str, Any]]:
+    """The events of a stream whose frames have names; asserts that each is the type of what it holds."""
+    assert response.status_code == 200, response.text
+    assert response.text.endswith("\n\n")
+    events = []
+    for frame in response.content.decode("utf-8").split("\n\n")[:-1]:
+        name, data = frame.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        events.append(event)
+    return events

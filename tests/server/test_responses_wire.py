@@ -1,22 +1,11 @@
 """What leaves `/v1/responses` and `/v1/messages`, and the routes that only look at text."""
 
-import json
-
 import pytest
+from event_frames import named_events
 from local_servers import STORY
 
 ASK = {"input": "Tell me a story.", "max_output_tokens": 6, "temperature": 0}
 MESSAGE = {"messages": STORY, "max_tokens": 6, "temperature": 0}
-
-
-def named_events(response) -> list[dict]:
-    events = []
-    for frame in response.content.decode("utf-8").split("\n\n")[:-1]:
-        name, data = frame.split("\n")
-        event = json.loads(data.removeprefix("data: "))
-        assert name == f"event: {event['type']}"
-        events.append(event)
-    return events
 
 
 def test_response_is_streamed_as_numbered_events(http):

@@ -1,0 +1,57 @@
+"""Models that say what a test wrote down, one byte a token, behind the names that a server knows them by."""
+
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from local_servers import MODEL
+from numpy.typing import NDArray
+
+from localinfer.llm import LLM
+from localinfer.server.model_registry import ModelSource
+from tests.engine.fakes import FakeTemplate, fake_model
+
+Step = int | threading.Event | Exception
+BOT, END = 259, 257
+BAR = ord("|")
+WAIT_SECONDS = 20.0
+
+
+class ThinkingTemplate(FakeTemplate):
+    """Names the markers of reasoning, as templates do that cut it out of former replies."""
+
+    source = "<think></think>"
+
+
+def scripted_model(steps: Sequence[Step], template: type[FakeTemplate] = ThinkingTemplate) -> LLM:
+    """A model that answers every chat, and every prompt that ends with a bar, with the same tokens, then ends.
+
+    An event among the steps is waited for before the next token; an exception is raised there.
+    """
+    tokens = [step for step in steps if isinstance(step, int)]
+    pauses = {sum(isinstance(one, int) for one in steps[:i]): s for i, s in enumerate(steps) if not isinstance(s, int)}
+
+    def logits(history: NDArray[np.int32], vocab_size: int) -> NDArray[np.float32]:
+        starts = np.flatnonzero((history == BOT) | (history == BAR))
+        count = history.size - 1 - int(starts[-1]) if starts.size else len(tokens)
+        pause = pauses.get(count)
+        if isinstance(pause, threading.Event):
+            assert pause.wait(WAIT_SECONDS), "nobody let the model go on"
+        elif isinstance(pause, Exception):
+            raise pause
+        row = np.zeros(vocab_size, np.float32)
+        row[tokens[count] if count < len(tokens) else END] = 50.0
+        return row
+
+    model = fake_model(logits, context_length=4096, max_batch_rows=64, max_output_rows=8)
+    model.chat_template = template()
+    return LLM(model)  # type: ignore[arg-type]
+
+
+def scripted_sources(*names: str) -> list[ModelSource]:
+    return [ModelSource(name, MODEL.path, MODEL.created) for name in names]
+
+
+def loader(scripts: dict[str, Sequence[Step]]) -> Callable[[ModelSource], LLM]:
+    """What loads each script under its name."""
+    return lambda source: scripted_model(scripts[source.id])
