@@ -5,6 +5,7 @@ makes room, and an end for clients that do not read their replies.
 """
 
 import asyncio
+import re
 import socket
 from typing import Any, ClassVar
 
@@ -16,6 +17,8 @@ from localinfer.server.gate import IS_UNIX_SOCKET
 from localinfer.server.settings import ServerSettings
 from localinfer.server.sockets import has_unix_sockets
 from localinfer.server.wire_errors import ApiError
+
+_BARE_LINE_END = re.compile(rb"[^\r]\n")
 
 
 class Connection(H11Protocol):
@@ -56,6 +59,10 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self.conn.their_state is h11.IDLE and _BARE_LINE_END.search(data.partition(b"\r\n\r\n")[0]):
+            # h11 would take it for the end of a line, which others on the way may not.
+            self.send_400_response("bare line end")
+            return
         super().data_received(data)
         self._watch_request()
 

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-from local_servers import ServedModel, serving
+from local_servers import MODEL, ServedModel, serving
 from scripted_models import loader, scripted_sources
 
+import localinfer
+from localinfer.llm import LLM
 from localinfer.server.settings import ServerSettings
 from localinfer.server.sockets import has_unix_sockets
 
@@ -29,10 +31,18 @@ def served(runtime_folder: Path) -> Iterator[ServedModel]:
         header_seconds=0.3,
         body_seconds=0.4,
         slow_reader_seconds=0.3,
+        max_body_bytes=4 << 20,
         allowed_origins=("http://localhost:3000",),
     )
     with serving(settings) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def llm() -> Iterator[LLM]:
+    """The demo model by itself, as what the server says is compared with."""
+    with localinfer.load(MODEL.path, threads=1, kv_memory=32 << 20) as loaded:
+        yield loaded
 
 
 @pytest.fixture(params=["tcp", "unix"])

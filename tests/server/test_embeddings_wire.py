@@ -4,9 +4,7 @@ import base64
 
 import numpy as np
 import pytest
-from local_servers import MODEL
 
-import localinfer
 from localinfer.errors import UnsupportedFormatError
 from localinfer.models.pooling import Pooling, read_pooling
 
@@ -39,18 +37,26 @@ def test_texts_and_token_ids_give_the_same_vectors_in_order(tcp):
     assert both["data"][0]["embedding"] != both["data"][1]["embedding"]
 
 
-def test_vector_is_the_mean_of_what_the_head_reads():
-    with localinfer.load(MODEL.path, threads=1, kv_memory=32 << 20) as llm:
-        ids = llm.tokenizer.encode("Once upon a time there was a little girl. " * 20)
-        assert len(ids) > 128
-        vector = llm.embed(ids)
-        before = llm.logits(ids)
-        program = llm._model.hidden_program()
-        hidden = hidden_states(llm, program, ids)
-        mean = hidden.mean(axis=0, dtype=np.float64)
-        assert np.allclose(vector, mean / np.linalg.norm(mean), atol=1e-6)
-        assert np.array_equal(llm.logits(ids), before)
-        assert np.array_equal(llm.embed(ids), vector)
+def test_texts_that_exceed_the_context_together_are_embedded_in_order(tcp):
+    texts = [f"Story {index}: the cat sat on the mat and was happy all day. " * 12 for index in range(9)]
+    reply = tcp.post(PATH, json={"input": texts}).json()
+    assert reply["usage"]["prompt_tokens"] > 1024
+    assert [item["index"] for item in reply["data"]] == list(range(9))
+    for index in (0, 5, 8):
+        assert np.array_equal(vector_of(tcp, texts[index]), np.array(reply["data"][index]["embedding"], np.float32))
+
+
+def test_vector_is_the_mean_of_what_the_head_reads(llm):
+    ids = llm.tokenizer.encode("Once upon a time there was a little girl. " * 20)
+    assert len(ids) > 128
+    vector = llm.embed(ids)
+    before = llm.logits(ids)
+    program = llm._model.hidden_program()
+    hidden = hidden_states(llm, program, ids)
+    mean = hidden.mean(axis=0, dtype=np.float64)
+    assert np.allclose(vector, mean / np.linalg.norm(mean), atol=1e-6)
+    assert np.array_equal(llm.logits(ids), before)
+    assert np.array_equal(llm.embed(ids), vector)
 
 
 def hidden_states(llm, program, ids) -> np.ndarray:
@@ -60,18 +66,17 @@ def hidden_states(llm, program, ids) -> np.ndarray:
     return np.concatenate([rows for _, rows in _outputs(llm._engine, program, tokens)])
 
 
-def test_scores_are_the_logits_normalised():
-    with localinfer.load(MODEL.path, threads=1, kv_memory=32 << 20) as llm:
-        ids = llm.tokenizer.encode("Once upon a time there was a little girl. " * 9)
-        scores = llm.score(ids, top=3)
-        logits = llm.logits(ids).astype(np.float64)
-        logprobs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
-        assert scores[0] is None
-        assert len(scores) == len(ids)
-        for position in range(1, len(ids)):
-            found = scores[position]
-            assert found.logprob == pytest.approx(logprobs[position - 1, ids[position]], abs=1e-6)
-            assert found.top[0][0] == logits[position - 1].argmax()
+def test_scores_are_the_logits_normalised(llm):
+    ids = llm.tokenizer.encode("Once upon a time there was a little girl. " * 9)
+    scores = llm.score(ids, top=3)
+    logits = llm.logits(ids).astype(np.float64)
+    logprobs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    assert scores[0] is None
+    assert len(scores) == len(ids)
+    for position in range(1, len(ids)):
+        found = scores[position]
+        assert found.logprob == pytest.approx(logprobs[position - 1, ids[position]], abs=1e-6)
+        assert found.top[0][0] == logits[position - 1].argmax()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import httpx
 import pytest
 from local_servers import STORY, serving
+from scripted_models import loader, scripted_sources
 
 from localinfer.errors import RequestError
 from localinfer.server.settings import ServerSettings
@@ -96,7 +97,8 @@ def test_unknown_paths_and_methods_have_the_one_shape(http):
 
 def test_token_is_wanted_on_tcp_and_not_on_the_unix_socket(runtime_folder):
     path = runtime_folder / "token.sock"
-    with serving(ServerSettings(port=0, token="s3cret", socket_path=path)) as running:
+    settings = ServerSettings(port=0, token="s3cret", socket_path=path)
+    with serving(settings, sources=scripted_sources("demo"), load=loader({"demo": b"Hi."})) as running:
         with running.client() as client:
             refused = client.get("/v1/models")
             assert (refused.status_code, error_of(refused)["code"]) == (401, "invalid_api_key")

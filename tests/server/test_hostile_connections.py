@@ -7,6 +7,8 @@ import time
 import pytest
 from local_servers import STORY, read_all
 
+from localinfer.server.settings import ServerSettings
+
 CHAT = json.dumps({"messages": STORY, "max_tokens": 2}).encode()
 HOST = b"Host: localhost\r\n"
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\n" + HOST + b"Content-Type: application/json\r\n"
@@ -23,6 +25,8 @@ def status_and_error(reply: bytes) -> tuple[int, dict]:
         b"GARBAGE\r\n\r\n",
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x00" * 64 + b"\r\n\r\n",
         b"GET / HTTP/9.9\r\n" + HOST + b"\r\n",
+        b"GET /\r\n\r\n",
+        b"GET /health HTTP/1.1\nHost: localhost\n\n",
         b"GET /health HTTP/1.1\r\n\r\n",
         b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n\r\n",
         b"GET /health HTTP/1.1\r\n" + HOST + b"X: " + b"a" * 70_000 + b"\r\n\r\n",
@@ -36,6 +40,8 @@ def status_and_error(reply: bytes) -> tuple[int, dict]:
         "garbage",
         "tls",
         "version",
+        "HTTP/0.9",
+        "bare LF",
         "no host",
         "two hosts",
         "64 KiB",
@@ -47,9 +53,12 @@ def status_and_error(reply: bytes) -> tuple[int, dict]:
     ],
 )
 def test_bytes_that_are_not_http_are_refused_and_the_connection_closed(served, request_bytes):
+    began = time.perf_counter()
     reply = served.exchange(request_bytes)
     if not reply:
         return
+    if request_bytes.endswith(b"\n\n"):
+        assert b"connection: close" in reply and time.perf_counter() - began < 1
     status, error = status_and_error(reply)
     assert status in (400, 403, 408, 501)
     assert {"message", "type", "param", "code"} <= set(error)
@@ -60,6 +69,10 @@ def test_length_beside_chunks_is_not_smuggled(served):
     reply = served.exchange(HEAD + b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n" + body)
     assert reply.count(b"HTTP/1.1 ") == 1
     assert reply.startswith(b"HTTP/1.1 400")
+
+
+def test_bodies_may_have_32_mebibytes_unless_told_otherwise():
+    assert ServerSettings().max_body_bytes == 32 << 20
 
 
 def test_declared_length_over_the_limit_is_refused_before_the_body(served):
@@ -76,7 +89,7 @@ def test_chunks_over_the_limit_are_refused(served):
         connection.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
         reply = b""
         try:
-            for _ in range(40):
+            for _ in range(6):
                 connection.sendall(piece)
             reply = read_all(connection, 3)
         except OSError:
@@ -94,11 +107,21 @@ def test_request_that_never_ends_meets_its_deadline(served, start):
     assert not reply or status_and_error(reply)[0] == 408
 
 
-def test_body_that_never_comes_meets_its_deadline(served):
+@pytest.mark.parametrize(
+    "rest", [b"Content-Length: 100\r\n\r\n{", b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n"], ids=["length", "chunks"]
+)
+def test_body_that_never_ends_meets_its_deadline(served, rest):
     began = time.perf_counter()
-    reply = served.exchange(HEAD + b"Content-Length: 100\r\n\r\n{")
+    reply = served.exchange(HEAD + rest)
     assert status_and_error(reply)[0] == 408
     assert time.perf_counter() - began < 4
+
+
+def test_body_longer_than_its_length_is_cut_there_and_its_rest_is_no_request(served):
+    reply = served.exchange(HEAD + b"Content-Length: %d\r\n\r\n" % len(CHAT) + CHAT + b'{"messages": []}\r\n\r\n')
+    assert reply.startswith(b"HTTP/1.1 200")
+    assert reply.count(b"HTTP/1.1 200") == 1
+    assert b"bad_http" in reply
 
 
 def test_pipelined_requests_are_answered_in_order(served):

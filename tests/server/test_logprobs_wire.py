@@ -3,19 +3,11 @@
 import numpy as np
 import pytest
 from event_frames import post_stream
-from local_servers import MODEL, STORY
-
-import localinfer
+from local_servers import STORY
 
 CHAT = "/v1/chat/completions"
 PATH = "/v1/completions"
 PROMPT = "Once upon a time there was"
-
-
-@pytest.fixture(scope="module")
-def llm():
-    with localinfer.load(MODEL.path, threads=1, kv_memory=32 << 20) as loaded:
-        yield loaded
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:

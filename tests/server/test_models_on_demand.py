@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 from local_servers import MODEL, STORY, serving
+from scripted_models import scripted_model, scripted_sources
 
-import localinfer
 from localinfer.errors import OutOfMemoryError, RequestError
+from localinfer.llm import LLM
 from localinfer.server.model_memory import MemoryNeed, measure_need
 from localinfer.server.model_registry import ModelSource, find_models, model_source
 from localinfer.server.settings import ServerSettings
@@ -19,24 +20,23 @@ BODY = {"messages": STORY, "max_tokens": 2, "temperature": 0}
 
 
 class CountingLoader:
-    """Loads the demo model under any name, slowly, and remembers for which."""
+    """Loads a model that always says the same under any name, slowly, and remembers for which."""
 
     def __init__(self) -> None:
         self.loaded: list[str] = []
 
-    def __call__(self, source: ModelSource) -> localinfer.LLM:
+    def __call__(self, source: ModelSource) -> LLM:
         self.loaded.append(source.id)
-        time.sleep(0.1)
-        return localinfer.load(source.path, threads=1, kv_memory=32 << 20)
-
-
-def sources(*names: str) -> list[ModelSource]:
-    return [ModelSource(name, MODEL.path, MODEL.created) for name in names]
+        time.sleep(0.05)
+        return scripted_model(b"Once.")
 
 
 def test_models_are_loaded_when_asked_for_and_once(runtime_folder):
     loader = CountingLoader()
-    with serving(SETTINGS, sources=sources("first", "second"), load=loader) as running, running.client() as client:
+    with (
+        serving(SETTINGS, sources=scripted_sources("first", "second"), load=loader) as running,
+        running.client() as client,
+    ):
         assert client.get("/health").status_code == 200
         listed = client.get("/v1/models").json()["data"]
         assert [(card["id"], card["meta"]["loaded"]) for card in listed] == [("first", False), ("second", False)]
@@ -66,7 +66,7 @@ def test_models_are_loaded_when_asked_for_and_once(runtime_folder):
 def test_idle_models_are_unloaded_and_wake_again(runtime_folder):
     loader = CountingLoader()
     with (
-        serving(SETTINGS, sources=sources("only"), load=loader, idle_unload_seconds=0.2) as running,
+        serving(SETTINGS, sources=scripted_sources("only"), load=loader, idle_unload_seconds=0.2) as running,
         running.client() as client,
     ):
         text = client.post(PATH, json=BODY).json()["choices"][0]["message"]["content"]
@@ -80,7 +80,7 @@ def test_idle_models_are_unloaded_and_wake_again(runtime_folder):
 
 def test_model_that_does_not_fit_is_refused_with_the_numbers(runtime_folder):
     loader = CountingLoader()
-    options = {"sources": sources("only"), "load": loader, "memory_limit": 1 << 20}
+    options = {"sources": scripted_sources("only"), "load": loader, "memory_limit": 1 << 20}
     with serving(SETTINGS, **options) as running, running.client() as client:
         response = client.post(PATH, json=BODY)
         error = response.json()["error"]
@@ -93,7 +93,7 @@ def test_model_that_does_not_fit_is_refused_with_the_numbers(runtime_folder):
 def test_idle_model_makes_room_for_another(runtime_folder):
     loader = CountingLoader()
     limit = measure_need(MODEL.path, "f16").fixed_bytes * 3 // 2
-    options = {"sources": sources("first", "second"), "load": loader, "memory_limit": limit}
+    options = {"sources": scripted_sources("first", "second"), "load": loader, "memory_limit": limit}
     with serving(SETTINGS, **options) as running, running.client() as client:
         client.post(PATH, json={**BODY, "model": "first"})
         client.post(PATH, json={**BODY, "model": "second"})
@@ -102,7 +102,11 @@ def test_idle_model_makes_room_for_another(runtime_folder):
 
 
 def test_unknown_names_are_refused_where_asked_to(runtime_folder):
-    with serving(ServerSettings(port=0, strict_model=True)) as running, running.client() as client:
+    settings = ServerSettings(port=0, strict_model=True)
+    with (
+        serving(settings, sources=scripted_sources("demo"), load=CountingLoader()) as running,
+        running.client() as client,
+    ):
         assert client.post(PATH, json={**BODY, "model": "gpt-4o"}).status_code == 404
         assert client.post(PATH, json={**BODY, "model": "openai/demo"}).status_code == 200
         assert client.post(PATH, json=BODY).status_code == 200

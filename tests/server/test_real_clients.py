@@ -1,48 +1,39 @@
-"""Clients that people use, unmodified, over both sockets."""
+"""OpenAI's own client, unmodified, over both sockets."""
 
 import json
-import warnings
 from collections.abc import Iterator
 from typing import Any, Literal
 
 import httpx
+import numpy as np
 import pytest
-from local_servers import STORY, ServedModel
+from client_imports import import_or_skip
+from local_servers import STORY
 
 # Other people's packages warn of each other; what they send and read is what is tested.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 ASK = {"model": "demo", "messages": STORY, "max_tokens": 8, "temperature": 0}
-GREEDY = {"temperature": 0}
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"enum": ["Tom", "Lily"]}, "age": {"type": "integer", "minimum": 1, "maximum": 9}},
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-
-
-def import_or_skip(name: str) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return pytest.importorskip(name, reason=f"{name} is not installed", exc_type=ImportError)
-
-
-@pytest.fixture(params=["tcp", "unix"])
-def transport(request: pytest.FixtureRequest, served: ServedModel) -> Iterator[httpx.Client]:
-    """The HTTP client that other clients are given, once over each socket."""
-    if request.param == "unix" and served.socket_path is None:
-        pytest.skip("this system has no Unix sockets for Python")
-    with served.client(unix=request.param == "unix") as client:
-        yield client
+TOOL = {"type": "function", "function": {"name": "pet", "parameters": SCHEMA}}
 
 
 @pytest.fixture
-def openai_client(transport: httpx.Client) -> Iterator[Any]:
+def openai_client(http: httpx.Client) -> Iterator[Any]:
     openai = import_or_skip("openai")
-    base_url = f"{transport.base_url}".rstrip("/") + "/v1"
-    with openai.OpenAI(base_url=base_url, api_key="none", http_client=transport, max_retries=0) as client:
+    base_url = f"{http.base_url}".rstrip("/") + "/v1"
+    with openai.OpenAI(base_url=base_url, api_key="none", http_client=http, max_retries=0) as client:
         yield client
+
+
+def scripted_client(scripted: httpx.Client, **options: Any) -> Any:
+    openai = import_or_skip("openai")
+    return openai.OpenAI(base_url=f"{scripted.base_url}/v1", api_key="none", http_client=scripted, **options)
 
 
 def test_openai_chat(openai_client):
@@ -108,6 +99,90 @@ def test_openai_responses(openai_client):
     assert final.output_text == "".join(event.delta for event in events if event.type == "response.output_text.delta")
 
 
+def test_openai_tools(openai_client):
+    options = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False, "seed": 3}
+    asked = {**ASK, "max_tokens": 100, **options}
+    (call,) = openai_client.chat.completions.create(**asked).choices[0].message.tool_calls
+    assert json.loads(call.function.arguments).keys() == {"name", "age"}
+    with openai_client.chat.completions.stream(**asked) as stream:
+        kinds = {event.type for event in stream}
+        (streamed,) = stream.get_final_completion().choices[0].message.tool_calls
+    assert "tool_calls.function.arguments.done" in kinds
+    assert (streamed.function.name, streamed.function.arguments) == ("pet", call.function.arguments)
+    results = [*STORY, {"role": "assistant", "tool_calls": [call.model_dump()]}]
+    results.append({"role": "tool", "tool_call_id": call.id, "content": "A cat."})
+    assert openai_client.chat.completions.create(**{**ASK, "messages": results}, tools=[TOOL]).choices[0]
+
+
+def test_openai_logprobs(openai_client):
+    asked = {**ASK, "logprobs": True, "top_logprobs": 3}
+    content = openai_client.chat.completions.create(**asked).choices[0].logprobs.content
+    assert len(content) == 8
+    assert all(token.logprob == token.top_logprobs[0].logprob and len(token.top_logprobs) == 3 for token in content)
+    chunks = openai_client.chat.completions.create(**asked, stream=True)
+    told = [token for chunk in chunks if chunk.choices[0].logprobs for token in chunk.choices[0].logprobs.content]
+    assert told == content
+    legacy = openai_client.completions.create(model="demo", prompt="Once upon", max_tokens=2, logprobs=2, echo=True)
+    assert legacy.choices[0].logprobs.token_logprobs[0] is None
+
+
+def test_openai_embeddings_are_the_same_as_base64_and_as_numbers(openai_client):
+    texts = ["A cat sat.", "The dog ran."]
+    plain = openai_client.embeddings.create(model="demo", input=texts, encoding_format="float").data
+    packed = openai_client.embeddings.create(model="demo", input=texts).data
+    for one, other in zip(plain, packed, strict=True):
+        assert len(one.embedding) == 256
+        assert np.float32(one.embedding).tobytes() == np.float32(other.embedding).tobytes()
+
+
+def test_openai_responses_with_tools_and_a_form(openai_client):
+    form = {"format": {"type": "json_schema", "name": "pet", "schema": SCHEMA, "strict": True}}
+    asked = {"model": "demo", "input": "Tell me of a pet.", "max_output_tokens": 100}
+    assert set(json.loads(openai_client.responses.create(**asked, text=form).output_text)) == {"name", "age"}
+    tool = {"type": "function", **TOOL["function"]}
+    with openai_client.responses.stream(
+        **asked, tools=[tool], tool_choice="required", parallel_tool_calls=False
+    ) as stream:
+        arguments = "".join(e.delta for e in stream if e.type == "response.function_call_arguments.delta")
+        (item,) = stream.get_final_response().output
+    assert (item.type, item.name, item.arguments) == ("function_call", "pet", arguments)
+
+
+def test_openai_raises_what_fails_in_a_stream(scripted):
+    openai = import_or_skip("openai")
+    client = scripted_client(scripted, max_retries=0)
+    with pytest.raises(openai.APIError, match="the server failed"):
+        list(client.chat.completions.create(**{**ASK, "model": "failing"}, stream=True))
+    with pytest.raises(openai.APIError, match="the server failed"):
+        list(client.responses.create(model="failing", input="hi", stream=True))
+
+
+def test_openai_does_not_repeat_what_would_fail_again(scripted):
+    openai = import_or_skip("openai")
+
+    def answered() -> float:
+        lines = scripted.get("/metrics").text.splitlines()
+        name = 'localinfer_requests_total{route="/chat/completions",status="500"}'
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+    before = answered()
+    with pytest.raises(openai.InternalServerError):
+        scripted_client(scripted, max_retries=2).chat.completions.create(**{**ASK, "model": "failing"})
+    assert answered() == before + 1
+
+
+def test_openai_reads_several_streamed_calls(scripted):
+    names = ("look", "count")
+    tools = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in names]
+    client = scripted_client(scripted)
+    with client.chat.completions.stream(model="calls", messages=STORY, temperature=0, tools=tools) as stream:
+        message = stream.until_done().get_final_completion().choices[0].message
+    assert [call.function.name for call in message.tool_calls] == ["look", "count"]
+    assert [json.loads(call.function.arguments) for call in message.tool_calls] == [{"at": "b"}, {"to": 3}]
+    assert message.content == "I look."
+    assert message.reasoning_content == "Hm."
+
+
 def test_openai_models(openai_client):
     (model,) = openai_client.models.list().data
     assert model == openai_client.models.retrieve("demo")
@@ -121,60 +196,3 @@ def test_openai_errors(openai_client):
     with pytest.raises(openai.BadRequestError) as caught:
         openai_client.chat.completions.create(**{**ASK, "temperature": -1})
     assert caught.value.param == "temperature"
-
-
-@pytest.mark.parametrize("is_unix", [False, True], ids=["tcp", "unix"])
-def test_anthropic(served, is_unix):
-    if is_unix and served.socket_path is None:
-        pytest.skip("this system has no Unix sockets for Python")
-    anthropic = import_or_skip("anthropic")
-    options: dict[str, Any] = {"base_url": served.url}
-    if is_unix:
-        # This client brings an HTTP library of its own.
-        library = import_or_skip("httpx2")
-        transport = library.HTTPTransport(uds=str(served.socket_path))
-        options = {"base_url": "http://localhost", "http_client": library.Client(transport=transport)}
-    with anthropic.Anthropic(api_key="none", max_retries=0, **options) as client:
-        reply = client.messages.create(model="demo", messages=STORY, max_tokens=8, extra_body=GREEDY)
-        assert reply.stop_reason == "max_tokens"
-        with client.messages.stream(model="demo", messages=STORY, max_tokens=8, extra_body=GREEDY) as stream:
-            assert "".join(stream.text_stream) == reply.content[0].text
-            assert stream.get_final_message().usage.output_tokens == 8
-        assert client.messages.count_tokens(model="demo", messages=STORY).input_tokens == 14
-        with pytest.raises(anthropic.BadRequestError):
-            client.messages.create(model="demo", messages=[], max_tokens=8)
-
-
-def test_langchain(served):
-    chat_class = import_or_skip("langchain_openai").ChatOpenAI
-    chat = chat_class(base_url=f"{served.url}/v1", api_key="none", model="demo", max_tokens=8, temperature=0)
-    whole = chat.invoke("Tell me a story.")
-    assert whole.usage_metadata["output_tokens"] == 8
-    assert "".join(chunk.content for chunk in chat.stream("Tell me a story.")) == whole.content
-
-
-def test_llama_index(served):
-    like_class = import_or_skip("llama_index.llms.openai_like").OpenAILike
-    llm = like_class(
-        api_base=f"{served.url}/v1",
-        api_key="none",
-        model="demo",
-        is_chat_model=True,
-        context_window=1024,
-        max_tokens=8,
-        temperature=0,
-    )
-    messages = import_or_skip("llama_index.core.llms").ChatMessage
-    asked = [messages(role="user", content="Tell me a story.")]
-    whole = llm.chat(asked).message.content
-    assert whole
-    assert list(llm.stream_chat(asked))[-1].message.content == whole
-
-
-def test_litellm(served):
-    litellm = import_or_skip("litellm")
-    options = {"model": "openai/demo", "api_base": f"{served.url}/v1", "api_key": "none", "messages": STORY}
-    whole = litellm.completion(**options, max_tokens=8, temperature=0)
-    assert whole.usage.completion_tokens == 8
-    chunks = litellm.completion(**options, max_tokens=8, temperature=0, stream=True)
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content

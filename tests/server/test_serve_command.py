@@ -49,7 +49,19 @@ def ask(url: str, messages: list[dict], **members) -> dict:
     return response.json()
 
 
-def test_conversations_go_on_from_disk_after_a_kill(runtime_folder):
+def wait_until_written(folder: Path) -> None:
+    """Until what went idle is on disk, while another reply runs: files are there, and have not grown for a while."""
+    deadline = time.monotonic() + 10
+    former: dict[str, int] = {}
+    while time.monotonic() < deadline:
+        time.sleep(0.25)
+        files = {str(path): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+        if files == former and sum(files.values()) > 1 << 16:
+            return
+        former = files
+
+
+def test_conversations_go_on_from_disk_after_a_kill(runtime_folder, tcp):
     folder = runtime_folder / "killed"
     folder.mkdir(mode=0o700)
     question = [{"role": "user", "content": "Tell me a story about a little girl and her cat. " * 12}]
@@ -59,8 +71,7 @@ def test_conversations_go_on_from_disk_after_a_kill(runtime_folder):
         chat = [*question, {"role": "assistant", "content": reply["content"]}, {"role": "user", "content": "Go on."}]
         with httpx.Client(timeout=30) as client, client.stream("POST", f"{url}{PATH}", json=ENDLESS) as response:
             next(response.iter_lines())
-            # Under load; what went idle is written after half a second.
-            time.sleep(1.5)
+            wait_until_written(folder)
             process.send_signal(signal.SIGKILL)
             process.wait(10)
         assert (folder / "s.sock").exists()
@@ -68,10 +79,8 @@ def test_conversations_go_on_from_disk_after_a_kill(runtime_folder):
         again = ask(url, chat, max_tokens=20)
         cached = again["usage"]["prompt_tokens_details"]["cached_tokens"]
         assert cached > first["usage"]["prompt_tokens"] // 2
-        without = folder / "cold"
-        without.mkdir(mode=0o700)
-    with serve(without, "--no-disk-cache") as (process, url):
-        assert ask(url, chat, max_tokens=20)["choices"] == again["choices"]
+    cold = tcp.post(PATH, json={"messages": chat, "temperature": 0, "max_tokens": 20}).json()
+    assert cold["choices"] == again["choices"]
 
 
 def test_terminated_server_tells_its_streams_and_takes_its_socket_along(runtime_folder):
@@ -89,13 +98,25 @@ def test_terminated_server_tells_its_streams_and_takes_its_socket_along(runtime_
         assert not (folder / "s.sock").exists()
 
 
-def test_second_server_of_a_socket_is_refused(runtime_folder):
-    folder = runtime_folder / "second"
+def test_second_server_of_a_socket_is_refused(served, tcp):
+    assert main(["serve", "--no-tcp", "--socket", str(served.socket_path)]) == EXIT_BAD_INPUT
+    assert tcp.get("/health").status_code == 200
+
+
+def test_second_signal_ends_the_server_at_once(runtime_folder):
+    folder = runtime_folder / "twice"
     folder.mkdir(mode=0o700)
-    with serve(folder, "--no-disk-cache") as (_, url):
-        words = ["serve", "--no-tcp", "--socket", str(folder / "s.sock")]
-        assert main(words) == EXIT_BAD_INPUT
-        assert httpx.get(f"{url}/health").status_code == 200
+    with serve(folder, "--shutdown-seconds", "60", "--no-disk-cache") as (process, url):
+        with httpx.Client(timeout=30) as client, client.stream("POST", f"{url}{PATH}", json=ENDLESS) as response:
+            next(response.iter_lines())
+            process.send_signal(signal.SIGTERM)
+            address = ("127.0.0.1", int(url.rpartition(":")[2]))
+            with pytest.raises(ConnectionError):
+                while True:
+                    socket.create_connection(address, timeout=5).close()
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(15) == 0
+        assert not (folder / "s.sock").exists()
 
 
 @pytest.mark.parametrize(
