@@ -164,9 +164,10 @@ class Reply:
 
     def fail(self, reason: BaseException) -> None:
         """Stop all texts, and tell who iterates why."""
-        self.cancel()
+        # First the reason, or the end of a text that was stopped would be taken for its own.
         self._early.clear()
         self._inbox.put(_Failure(reason))
+        self.cancel()
 
     def close(self) -> None:
         """Stop what still runs and give everything back; may be called again."""

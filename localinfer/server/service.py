@@ -125,8 +125,8 @@ class Service:
         """Have texts generated, and return when the model is loaded and every prompt was checked.
 
         kind: how the reply's id begins. plan: what to generate. session: ends the reply that runs under the same name.
-        Who gets the reply closes it.
-        Checking a prompt takes no longer because its client has left, which who gets the reply will notice.
+        Who gets the reply closes it. Checking a prompt takes no longer because its client has left, which who gets the
+        reply will notice.
         Raises: ApiError, LocalinferError, ClientGone; then nothing runs any more.
         """
         lease = await self.lease(request, model)
