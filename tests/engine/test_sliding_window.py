@@ -10,6 +10,7 @@ import pytest
 import localinfer
 from localinfer import LLM
 from localinfer.kv_cache import KVCache
+from localinfer.measured_model import MeasuredModel
 from localinfer.models import loader
 from localinfer.models.decoder import kv_layer_shapes
 from localinfer.page_pool import PagePool
@@ -270,10 +271,12 @@ def test_pages_in_two_parts_change_no_text(
     with loaded(path, **options) as llm:
         assert llm._engine.pool.sliding.tokens == 32
         found = [answer(llm, prompt[:count], 50).token_ids for count in (190, 100, 120)]
+        vector = llm.embed(prompt)
     monkeypatch.setattr(loader, "kv_layer_shapes", lambda config, **_: kv_layer_shapes(config))
     with loaded(path, **options) as llm:
         assert llm._engine.pool.sliding.tokens == 0
         assert found == [answer(llm, prompt[:count], 50).token_ids for count in (190, 100, 120)]
+        assert (llm.embed(prompt) == vector).all()
 
 
 def test_eviction_leaves_nothing_that_nobody_could_go_on_from():
@@ -290,3 +293,12 @@ def test_eviction_leaves_nothing_that_nobody_could_go_on_from():
     assert cache.tree.num_pages == 26 and cache.pool.num_windowed <= 5
     cache.tree.clear()
     assert cache.pool.num_windowed == cache.pool.num_pages - cache.pool.num_free_pages == 0
+
+
+def test_measuring_may_go_back_anywhere(shared: Path, tmp_path: Path):
+    path = build_model(shared, tmp_path, "gemma3-gqa").path
+    ids = np.random.default_rng(2).integers(0, 100, 200).tolist()
+    with MeasuredModel(path, threads=1) as model:
+        model.compute(0, ids)
+        again = model.compute(60, ids[60:100]).copy()
+        assert (again == model.compute(0, ids[:100])).all()
