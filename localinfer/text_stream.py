@@ -211,7 +211,7 @@ class TextStream(Iterator[StreamEvent]):
         if sampling.has_dry_penalty:
             breaker_ids = _breaker_ids(breakers, tokenizer) | frozenset(sampling.dry_breaker_ids)
             sampling = replace(sampling, dry_breaker_ids=breaker_ids)
-        engine.plan(sampling)
+        plan = engine.plan(sampling)
         if stops and tokenizer is None:
             raise RequestError("the model file has no tokenizer, so stop texts cannot be found; leave them out")
         prompt = encode()
@@ -219,7 +219,8 @@ class TextStream(Iterator[StreamEvent]):
         mask = _make_mask(constraints, tokenizer, constraint, prompt.reply, prompt_ids.size, engine.vocab_size)
         if mask is not None and ignore_eos:
             raise RequestError("ignore_eos was given, but a text that is constrained, or may call tools, has to end")
-        plan = engine.plan(sampling, mask)
+        if mask is not None:
+            plan = engine.plan(replace(sampling, seed=plan.seed), mask)
         self._tokens = engine.generate(
             prompt_ids,
             plan,

@@ -1,5 +1,6 @@
 """Server-sent events: how frames look on the wire, and a response that stops its work when the client leaves."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -25,14 +26,23 @@ def named_frame(name: str, value: Any) -> bytes:
 
 
 class EventStream(StreamingResponse):
-    """Frames as they come. `on_end` is called once, whether they ended, failed, or the client left."""
+    """Frames as they come. When the client leaves, `on_end` is called, which must bring the frames to an end.
+
+    It is called again when they have ended or failed.
+    """
 
     def __init__(self, frames: AsyncIterator[bytes], on_end: Callable[[], object]) -> None:
         super().__init__(frames, headers=_HEADERS, media_type="text/event-stream")
         self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        watching = asyncio.create_task(self._watch(receive))
         try:
-            await super().__call__(scope, receive, send)
+            await self.stream_response(send)
         finally:
+            watching.cancel()
             self._on_end()
+
+    async def _watch(self, receive: Receive) -> None:
+        await self.listen_for_disconnect(receive)
+        self._on_end()

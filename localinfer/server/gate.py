@@ -8,13 +8,13 @@ and every body that is not JSON are refused, and pages of other origins get no p
 import hmac
 import ipaddress
 import re
-import secrets
 from collections.abc import Mapping
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from localinfer.server.identifiers import identifier
 from localinfer.server.settings import LOOPBACK_NAMES, ServerSettings
 from localinfer.server.wire_errors import ApiError
 
@@ -41,7 +41,7 @@ class Gate:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        request_id = f"req-{secrets.token_hex(12)}"
+        request_id = identifier("req")
         scope.setdefault("state", {})["request_id"] = request_id
         granted = self._granted_headers(headers)
 

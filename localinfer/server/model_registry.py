@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,7 +35,7 @@ class ModelSource:
     path: Path
     created: int
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Differs for other models and other versions of localinfer."""
         facts = f"{version('localinfer')} {self.id} {self.created}"

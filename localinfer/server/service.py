@@ -2,13 +2,13 @@
 
 import asyncio
 import logging
-import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
 
+from localinfer.server.identifiers import identifier
 from localinfer.server.inbox import Bell
 from localinfer.server.json_body import ClientGone
 from localinfer.server.meters import Meters
@@ -161,7 +161,7 @@ class Service:
             lease.release()
 
         assert self._bell is not None, "the service is not open"
-        reply = Reply(f"{kind}-{secrets.token_hex(12)}", lease, plans, self.meters, self._threads, self._bell, forget)
+        reply = Reply(identifier(kind), lease, plans, self.meters, self._threads, self._bell, forget)
         self._replies[reply.id] = reply
         if session:
             self._sessions[session] = reply
