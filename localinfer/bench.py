@@ -75,7 +75,7 @@ def run_bench(settings: BenchSettings, progress: ProgressCallback) -> Record:
             progress(f"starting {settings.peer}", 0, 0)
             peer = replace(options, engine=settings.peer, threads=threads, python=settings.peer_python)
             processes[settings.peer] = stack.enter_context(EngineProcess(peer))
-        token_ids = _token_ids(int(ours.ready["vocab_size"]), needed)
+        token_ids = random_token_ids(int(ours.ready["vocab_size"]), needed)
         results = _measure(processes, token_ids, settings, progress)
     starting = [replace(process.options, threads=threads, streams=True) for process in processes.values()]
     for name, seconds in _measure_starts(starting, token_ids[:_START_TOKENS], settings, progress).items():
@@ -266,8 +266,8 @@ def _engine_record(
         "prefill_tokens_per_second": summarize([settings.prompt / seconds for seconds in prefills]),
         "decode_tokens_per_second": summarize([len(decode) / sum(decode) for decode in decodes]),
         "time_to_first_token_seconds": summarize(prefills),
-        "itl_p50_seconds": _percentile(intervals, 0.50),
-        "itl_p99_seconds": _percentile(intervals, 0.99),
+        "itl_p50_seconds": percentile(intervals, 0.50),
+        "itl_p99_seconds": percentile(intervals, 0.99),
         "peak_memory_bytes": process.peak_memory_bytes(),
     }
 
@@ -322,11 +322,12 @@ def summarize(values: list[float]) -> Record:
     return {"median": statistics.median(values), "values": values}
 
 
-def _percentile(ordered: list[float], share: float) -> float:
+def percentile(ordered: list[float], share: float) -> float:
+    """The value below which this share of values in order lies."""
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def _token_ids(vocab_size: int, count: int) -> list[int]:
+def random_token_ids(vocab_size: int, count: int) -> list[int]:
     """Ordinary tokens: the special ones lie at both ends of a vocabulary."""
     choose = random.Random(1)
     return [choose.randrange(vocab_size // 4, vocab_size - vocab_size // 8) for _ in range(count)]

@@ -52,6 +52,41 @@ def render_stream(record: Record) -> str:
     return join_lines([*lines, *(_row(record, label, key, cell) for label, key, cell in rows)])
 
 
+def render_gpu(record: Record) -> str:
+    """The record of `run_gpu_bench` as a table."""
+    settings, machine, figures = record["settings"], record["machine"], record["figures"]
+    lines = heading({key: value for key, value in record.items() if key != "machine"})
+    major, minor = machine["capability"]
+    lines.append(
+        f"gpu      {machine['gpu']}, sm_{major}{minor}, {machine['gpu_layers']} of {machine['num_layers']} layers; "
+        f"reads {machine['read_bytes_per_second'] / 1e9:,.1f} GB/s"
+    )
+    rows: list[tuple[str, str, Cell]] = [
+        (f"prefill of {settings['prompt']} tokens", "prefill_tokens_per_second", _rate),
+        (f"decode of {settings['decode']} after {settings['context']}", "decode_tokens_per_second", _rate),
+        ("the same, drawn (top-k, top-p)", "drawn_tokens_per_second", _rate),
+        ("between tokens, p50", "itl_p50_seconds", _time),
+        ("between tokens, p99", "itl_p99_seconds", _time),
+        ("of it the host's part", "host_seconds_per_token", _time),
+        ("load", "load_seconds", _time),
+        ("memory of the GPU", "device_memory_bytes", _size),
+    ]
+    lines.append("")
+    for label, key, cell in rows:
+        value = figures[key]
+        lines.append(_line(label, [cell(value["median"] if isinstance(value, dict) else value)]))
+    for size, cost in figures["verification_cost"].items():
+        lines.append(_line(f"verifying {size} tokens over 1", [f"{cost:.2f} x"]))
+    if "decode_read_share" in figures:
+        token_bytes = figures["weight_bytes_per_token"] + figures["kv_bytes_per_token"]
+        lines += [
+            "",
+            f"decode reads {_size(token_bytes)} per token: {figures['decode_read_bytes_per_second'] / 1e9:,.1f} GB/s, "
+            f"{figures['decode_read_share']:.2f} of what the GPU reads",
+        ]
+    return join_lines(lines)
+
+
 def render_speculation(record: Record) -> str:
     """The record of `run_speculation_bench`: what rows cost, then each kind of text with and without drafts."""
     costs = "  ".join(f"{rows}: {cost:.2f}" for rows, cost in enumerate(record["costs"], 1))

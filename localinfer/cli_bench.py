@@ -39,7 +39,7 @@ def _numbers(context: click.Context, parameter: click.Parameter, value: str) -> 
     type=click.Choice(["cpu", "cuda"]),
     default="cpu",
     show_default=True,
-    help="Where localinfer computes; a GPU is measured with --stream.",
+    help="Where localinfer computes; a GPU is measured by itself, or with --stream or --serve.",
 )
 @click.option(
     "--compare",
@@ -114,8 +114,11 @@ def bench_command(
         assert model is not None, "checked above"
         _serve(model, output, as_json, {**measured, **load})
         return
-    if measured["device"] != "cpu" and not stream:
-        raise click.UsageError("--device cuda is measured from text to text; add --stream.")
+    on_gpu = measured["device"] != "cpu" and not stream
+    if on_gpu and (compare is not None or speculation or roofline):
+        raise click.UsageError(
+            "--device cuda is measured by itself; leave --compare, --speculation and --roofline out, or add --stream."
+        )
     if roofline:
         render, record = render_roofline, _roofline(model, output, as_json, measured)
     else:
@@ -129,6 +132,11 @@ def bench_command(
                 from localinfer.bench_speculation import run_speculation_bench
 
                 render, record = render_speculation, run_speculation_bench(settings, draft, progress)
+            elif on_gpu:
+                from localinfer.bench_gpu import run_gpu_bench
+                from localinfer.bench_report import render_gpu
+
+                render, record = render_gpu, run_gpu_bench(settings, progress)
             else:
                 record = run(settings, progress)
     click.echo(render_json(record) if as_json else render(record))

@@ -102,6 +102,23 @@ def memory_needs(file: ModelFile, config: ModelConfig, kv_layout: KVLayout, num_
     return MemoryNeeds(layers, output, embedding, working)
 
 
+def bytes_per_token(file: ModelFile, config: ModelConfig) -> int:
+    """Bytes of weights on a device that decoding a single token reads: of experts the chosen ones, of tables a row."""
+    total = 0
+    is_tied = "output.weight" not in file.tensors
+    for name, tensor in file.tensors.items():
+        num_bytes = _device_bytes(file, tensor)
+        block = re.match(r"blk\.(\d+)\.", name)
+        if block is not None and int(block[1]) >= config.num_layers:
+            continue
+        if name.endswith("_embd.weight") and not (is_tied and name == "token_embd.weight"):
+            num_bytes //= tensor.shape[0]
+        elif len(tensor.shape) == 3 and config.experts is not None:
+            num_bytes = num_bytes * config.experts.num_selected // config.experts.num_experts
+        total += num_bytes
+    return total
+
+
 def choose_placement(needs: MemoryNeeds, free_bytes: int, wanted: int | None) -> Placement | None:
     """The most layers that fit, or as many as are wanted if they do; None if not one fits.
 

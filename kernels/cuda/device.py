@@ -7,6 +7,7 @@ Only here are torch and the driver's bindings imported. The tests put an emulato
 import ctypes
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,6 +21,10 @@ from localinfer.kernels.cuda.kernel_cache import KernelKey, compile_all, kernel_
 
 F32, F16, BF16 = range(3)
 """Kinds of numbers of a library product, numbered as in `compiled.rows`."""
+
+_READ_BYTES = 1 << 30
+_READS = 8
+"""What is read, and how often, to see how fast it can be."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,19 @@ class Device(Protocol):
 
     def free_bytes(self) -> int:
         """Memory that is free."""
+        ...
+
+    def used_bytes(self) -> int:
+        """Memory that was taken, by anybody, since this device was opened."""
+        ...
+
+    def read_bandwidth(self) -> float:
+        """Bytes per second that the device reads of its memory at best, measured now."""
+        ...
+
+    @property
+    def waited_seconds(self) -> float:
+        """How long `read` has waited for steps to end, in all."""
         ...
 
     def prepare(
@@ -153,7 +171,9 @@ class CudaDevice:
     """The current CUDA device of torch. One thread at a time, but any."""
 
     def __init__(self) -> None:
-        self.name = find_device().name
+        found = find_device()
+        self.name, self._free_at_first = found.name, found.free_bytes
+        self.waited_seconds = 0.0
         import torch
         from cuda.bindings import driver
 
@@ -208,7 +228,9 @@ class CudaDevice:
         assert out.flags.c_contiguous, "results are copied in one piece"
         self._enter()
         self._check(self._driver.cuMemcpyDtoHAsync(out.ctypes.data, address, out.nbytes, self._stream.cuda_stream))
+        began = time.perf_counter()
         self._synchronize()
+        self.waited_seconds += time.perf_counter() - began
 
     def copy(self, source: int, target: int, num_bytes: int) -> None:
         self._enter()
@@ -216,6 +238,26 @@ class CudaDevice:
 
     def free_bytes(self) -> int:
         return int(self._torch.cuda.mem_get_info()[0])
+
+    def used_bytes(self) -> int:
+        return self._free_at_first - self.free_bytes()
+
+    def read_bandwidth(self) -> float:
+        torch = self._torch
+        self._enter()
+        with torch.cuda.stream(self._stream):
+            values = torch.ones(min(_READ_BYTES, self.free_bytes() // 4) // 4, dtype=torch.float32, device="cuda")
+            marks = [torch.cuda.Event(enable_timing=True) for _ in range(_READS + 2)]
+            for mark in marks:
+                mark.record()
+                values.sum()
+            self._stream.synchronize()
+        # The first is a warm-up.
+        milliseconds = min(first.elapsed_time(second) for first, second in zip(marks[1:], marks[2:], strict=False))
+        num_bytes = values.numel() * 4
+        del values
+        torch.cuda.empty_cache()
+        return float(num_bytes / milliseconds * 1e3)
 
     def prepare(
         self, first: Sequence[KernelKey], every: Sequence[KernelKey], progress: ProgressCallback | None

@@ -138,7 +138,7 @@ def test_peer_python_that_does_not_exist_is_named(model: str, capsys: pytest.Cap
         (["MODEL", "--prompt", "100000"], "--prompt"),
         (["MODEL", "--roofline", "--json", "--context", "100000"], "--context"),
         (["MODEL", "--decode", "0"], "--decode"),
-        (["MODEL", "--device", "cuda"], "--stream"),
+        (["MODEL", "--device", "cuda", "--speculation"], "--stream"),
         (["nothing.gguf"], "nothing.gguf"),
     ],
 )

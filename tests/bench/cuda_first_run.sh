@@ -31,13 +31,25 @@ step() { # step SECONDS NAME COMMAND...
     tail -n 12 "$results/$name.log"
 }
 
-step 30 environment bash -c 'nvidia-smi; python3 --version; python3 -m pip list 2>/dev/null | grep -iE "torch|numba|cuda|gguf|numpy"'
-step 60 products python3 -m pytest -q -m cuda -p no:cacheprovider -x tests/kernels/test_cuda_on_gpu.py -k "product and Q4_0 or memory"
-step 150 bench python3 -m tests.bench.bench_cuda "$results/bench.json"
-step 110 tests python3 -m pytest -q -m cuda -p no:cacheprovider tests/kernels/test_cuda_on_gpu.py
+step 20 environment bash -c 'nvidia-smi; python3 --version; python3 -m pip list 2>/dev/null | grep -iE "torch|numba|cuda|gguf|numpy"'
+step 45 products python3 -m pytest -q -m cuda -p no:cacheprovider -x tests/kernels/test_cuda_on_gpu.py -k "product and Q4_0 or memory"
+step 135 bench python3 -m tests.bench.bench_cuda "$results/bench.json"
+step 130 tests python3 -m pytest -q -m cuda -p no:cacheprovider tests/kernels/test_cuda_ops_on_gpu.py \
+    tests/kernels/test_cuda_on_gpu.py
 step 70 sanitizer compute-sanitizer --tool memcheck --error-exitcode 9 \
-    python3 -m pytest -q -m cuda -p no:cacheprovider tests/kernels/test_cuda_on_gpu.py -k "Q4_0 or Q6_K-5 or F16-3"
-step 30 warm_start python3 -c '
+    python3 -m pytest -q -m cuda -p no:cacheprovider tests/kernels/test_cuda_on_gpu.py \
+    tests/kernels/test_cuda_ops_on_gpu.py -k "Q4_0 or Q6_K-5 or F16-3 or draw or every_other_op or block_of_a_decoder"
+step 40 model python3 -c '
+import json, sys
+from localinfer.bench import BenchSettings
+from localinfer.bench_gpu import run_gpu_bench
+from localinfer.bench_report import render_gpu
+from localinfer.loading import model_path
+record = run_gpu_bench(BenchSettings(model=str(model_path(None)), prompt=512, repetitions=3), lambda *stage: None)
+print(json.dumps(record))
+print(render_gpu(record))
+'
+step 25 warm_start python3 -c '
 import time
 began = time.perf_counter()
 import localinfer

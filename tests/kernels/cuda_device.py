@@ -25,6 +25,7 @@ class EmulatedDevice:
 
     capability = (9, 0)
     product_kind = BF16
+    waited_seconds = 0.0
 
     def __init__(self) -> None:
         self.memory = EmulatedMemory()
@@ -48,6 +49,12 @@ class EmulatedDevice:
 
     def free_bytes(self) -> int:
         return 1 << 30
+
+    def used_bytes(self) -> int:
+        return 1 << 20
+
+    def read_bandwidth(self) -> float:
+        return 1e9
 
     def prepare(
         self, first: Sequence[KernelKey], every: Sequence[KernelKey], progress: ProgressCallback | None

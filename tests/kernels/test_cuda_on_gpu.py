@@ -6,6 +6,7 @@
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -82,18 +83,50 @@ def test_logits_of_every_architecture_are_the_reference_runtimes_and_the_cpus(
         assert normalized_error(found, cpu) <= 1e-6
 
 
-def greedy_text(model: Path | None, device: str, prompt: str, count: int) -> Sequence[int]:
+def two_hundred_tokens(model: Path | None, device: str, **options: Any) -> Sequence[int]:
     import localinfer
 
-    with localinfer.load(model, device=device, speculation=None) as llm:
-        return llm.complete(prompt, temperature=0, max_tokens=count, ignore_eos=True).token_ids
+    loading = {name: options.pop(name) for name in ("gpu_layers", "speculation") if name in options}
+    with localinfer.load(model, device=device, **{"speculation": None, **loading}) as llm:
+        sampling = {"temperature": 0, **options}
+        return llm.complete("Once upon a time", max_tokens=200, ignore_eos=True, **sampling).token_ids
 
 
+@pytest.mark.parametrize("options", [{}, {"gpu_layers": 2}, {"speculation": "auto"}])
 @pytest.mark.parametrize("is_demo", [False, True])
-def test_two_hundred_greedy_tokens_are_the_cpus(shared: Path, is_demo: bool) -> None:
+def test_two_hundred_greedy_tokens_are_the_cpus(shared: Path, is_demo: bool, options: dict[str, Any]) -> None:
     model = None if is_demo else shared / "models" / "stories260K.gguf"
-    prompt = "Once upon a time"
-    assert greedy_text(model, "cuda", prompt, 200) == greedy_text(model, "cpu", prompt, 200)
+    assert two_hundred_tokens(model, "cuda", **options) == two_hundred_tokens(model, "cpu")
+
+
+def test_a_seed_draws_the_same_text_with_drafts_and_without(shared: Path) -> None:
+    model = shared / "models" / "stories260K.gguf"
+    alone = two_hundred_tokens(model, "cuda", temperature=0.8, seed=FRESH_SEED)
+    assert two_hundred_tokens(model, "cuda", temperature=0.8, seed=FRESH_SEED, speculation="auto") == alone
+
+
+@pytest.mark.parametrize("size", [512, 32003, 128256])
+def test_tokens_of_real_vocabularies_are_drawn_as_on_the_cpu(device: CudaDevice, size: int) -> None:
+    from localinfer.kernels.cpu.sampling import RowSampler
+    from localinfer.kernels.cuda.choice import Chosen, TokenChoice
+    from localinfer.kernels.cuda.draws import UNDECIDED, Draw
+
+    rng = np.random.default_rng(FRESH_SEED)
+    rows = rng.normal(0, 3, (16, -(-size // 4) * 4)).astype(np.float32)
+    filters = [(0.8, 40, 0.95, 0.05), (1.0, 0, 1.0, 0.0), (0.7, 0, 0.9, 0.0), (1.3, 100, 1.0, 0.02)] * 4
+    draws = [Draw(*chosen, seed=FRESH_SEED + row, position=row << 20) for row, chosen in enumerate(filters)]
+    logits = device.allocate(rows.nbytes)
+    device.write(logits, rows)
+    choice = TokenChoice(device, logits, rows.strides[0], size, 16)
+    choice.write(draws)
+    device.run(list(choice.steps(Chosen.DRAWN, 16)))
+    found = choice.read(16)
+    sampler = RowSampler(size)
+    for row, (token, draw) in enumerate(zip(found.tolist(), draws, strict=True)):
+        settings = (draw.temperature, draw.top_k, draw.top_p, draw.min_p, np.uint64(draw.seed), draw.position)
+        if token != UNDECIDED:
+            assert token == sampler.choose(np.ascontiguousarray(rows[row, :size]), *settings), f"seed {FRESH_SEED}"
+    assert (found != UNDECIDED).sum() >= 12, "only a flat nucleus is left to the host"
 
 
 def test_a_device_that_ran_out_of_memory_says_so_and_goes_on(device: CudaDevice) -> None:

@@ -103,16 +103,10 @@ def test_what_a_model_needs_is_counted_from_its_file(tmp_path: Path) -> None:
 
 @pytest.fixture
 def emulated_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU that is the emulator."""
     pytest.importorskip("numba_cuda", reason="CUDA kernels are written with numba-cuda, which is not installed")
-    from tests.kernels.cuda_device import EmulatedDevice
+    from tests.models.emulated_gpu import emulate_gpu
 
-    class NamedDevice(EmulatedDevice):
-        name = "emulator"
-
-    monkeypatch.setattr(device_choice, "has_driver", lambda: True)
-    monkeypatch.setattr(device_choice, "find_device", lambda: FoundDevice("emulator", 64 << 30))
-    monkeypatch.setattr(device_choice, "CudaDevice", NamedDevice)
+    emulate_gpu(monkeypatch)
 
 
 def test_what_cannot_run_on_the_gpu_falls_back_with_the_reason(
