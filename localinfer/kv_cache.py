@@ -83,9 +83,12 @@ class KVCache:
         mass = None if self._window is None else self._mass[: self._pages.size]
         return Segment(self._length, num_rows, self._addresses, self._dropped, mass, self._windowed_addresses)
 
-    def keep_before(self, *lengths: int) -> None:
-        """Keep what is needed to go on from these lengths too, for others that may."""
-        self._places = lengths
+    def keep_before(self, parting: int, *ends: int) -> None:
+        """Keep what is needed to go on from these lengths too, for others that may.
+
+        parting: where the text parts from others. ends: of what it may share with more; those told before, if none are.
+        """
+        self._places = (parting, *(ends or self._places[1:]))
 
     def let_go_unseen(self) -> None:
         """Let go of the windowed part of pages that the next position does not see."""

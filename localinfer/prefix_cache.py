@@ -159,6 +159,9 @@ class PrefixCache:
         """Take over what others have computed of a prompt since; return how many positions that saves."""
         match = self.tree.match(self._reusable(token_ids))
         before = sequence.length
+        if match.length > max(before, match.usable):
+            # Others that wait will find what this one computes there now.
+            sequence.keep_before(match.length)
         if match.usable <= before:
             return 0
         self._take(sequence, match)

@@ -302,3 +302,16 @@ def test_measuring_may_go_back_anywhere(shared: Path, tmp_path: Path):
         model.compute(0, ids)
         again = model.compute(60, ids[60:100]).copy()
         assert (again == model.compute(0, ids[:100])).all()
+
+
+def test_prompts_at_once_that_part_where_nothing_is_kept_compute_what_they_share_at_most_twice():
+    cache, use = PrefixCache(LAYOUT, max_bytes=None, context_length=100, batch_tokens=62), CacheUse()
+    prompts = [np.array([*range(42), *range(50 + 20 * index, 70 + 20 * index)], np.int32) for index in range(4)]
+    sequences = [cache.admit(prompt, use).sequence for prompt in prompts]
+    found = []
+    for prompt, sequence in zip(prompts, sequences, strict=True):
+        found.append(cache.extend(sequence, prompt))
+        sequence.reserve(62)
+        sequence.commit(62)
+        cache.publish(sequence, prompt, use)
+    assert found == [0, 0, 40, 40]
