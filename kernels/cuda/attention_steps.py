@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from localinfer.kernels.cuda.device import Launch, Step
-from localinfer.kernels.cuda.products import THREADS, Quantized
+from localinfer.kernels.cuda.products import TENSOR_CORES, THREADS, Quantized
 from localinfer.kernels.cuda.shape import Builder, Shape
 from localinfer.kernels.cuda.tape_memory import SMALL_ROWS, DeviceMemory
 from localinfer.kernels.kv_layout import KVLayout
@@ -23,9 +23,6 @@ _HEADS = 8
 
 _TILED_ROWS = 8
 """Rows of one sequence from which on they share their keys and values in tiles."""
-
-_TENSOR_CORES = (8, 0)
-"""Compute capability from which on tiles are computed: that of `mma.m16n8k16`."""
 
 _TILE_COLUMNS, _MOST_SHARED_BYTES = 128, 48 << 10
 
@@ -161,7 +158,7 @@ class _Attention:
     def has_tiles(self) -> bool:
         """Whether long runs of rows are computed by tiles."""
         is_rounded = _FLOATS not in self.kinds
-        return is_rounded and self.memory.device.capability >= _TENSOR_CORES and self.group <= 16 * self.tile_warps
+        return is_rounded and self.memory.device.capability >= TENSOR_CORES and self.group <= 16 * self.tile_warps
 
     @property
     def _offsets(self) -> tuple[int, ...]:

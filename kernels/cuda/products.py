@@ -20,6 +20,15 @@ _SCRATCH_ELEMENTS = 32 << 20
 _MAX_GRID = 32768
 """Rows of one launch: a second axis of a grid ends at 65535."""
 
+TENSOR_CORES = (8, 0)
+"""Compute capability from which on tiles are multiplied: that of `mma.m16n8k16` and `m16n8k32`."""
+
+_TILE_THREADS, _TILE = 256, 16
+_TILED_ROWS = 4
+"""Rows of activations from which on tiles are multiplied; for fewer, dp4a is far from its limit."""
+_ENOUGH_BLOCKS = 264
+"""Two to a multiprocessor of a large GPU: with more, a block takes two tiles, which share what it reads of inputs."""
+
 _ENOUGH_WARPS = 2048
 """Warps that keep a large GPU's memory busy (132 multiprocessors of 16 each); with fewer rows, warps share rows."""
 
@@ -94,49 +103,71 @@ def warps_to_a_row(num_rows: int, num_columns: int) -> int:
 
 
 def small_product(
-    x: tuple[int, int], quantized: Quantized | None, slots: Sequence[Slot], batch_rows: int, activation: int | None
+    x: tuple[int, int],
+    quantized: Quantized | None,
+    slots: Sequence[Slot],
+    batch_rows: int,
+    activation: int | None,
+    capability: tuple[int, int],
 ) -> Iterator[Launch]:
     """Multiply up to SMALL_ROWS rows, padded to a power of two, by weights of one layout and number of columns.
 
     activation: joins the two slots, gate and up, into the second's out.
     """
     assert batch_rows <= SMALL_ROWS, "more rows are for the library"
+    if quantized is not None and batch_rows >= _TILED_ROWS and capability >= TENSOR_CORES:
+        yield from tiled_product(quantized, slots, batch_rows, activation)
+    else:
+        yield from scalar_product(x, quantized, slots, batch_rows, activation)
+
+
+def tiled_product(
+    quantized: Quantized, slots: Sequence[Slot], batch_rows: int, activation: int | None
+) -> Iterator[Launch]:
+    """The same on tensor cores, with the same bits."""
     first = slots[0].weight
-    place, stride, records, records_stride = (*x, 0, 0) if quantized is None else quantized.words
+    for (words, rows, split), kind in _parts(slots, activation):
+        # Two tiles of weights with sixteen rows of activations, or gate and up twice, are more sums than registers.
+        is_large = activation is None and batch_rows <= 8 and sum(rows) >= 2 * _TILE * _ENOUGH_BLOCKS
+        tiles = 2 if is_large else 1
+        blocks = sum(-(-count // (_TILE * tiles)) for count in rows)
+        values = (*quantized.words, first.num_columns, activation or 0, *words, *first.row_bytes)
+        constants = (first.layout, batch_rows, tiles, split, kind)
+        yield Launch("matmul_tiles.matmul_tiles", constants, (blocks, 1, 1), _TILE_THREADS, values)
+
+
+def scalar_product(
+    x: tuple[int, int], quantized: Quantized | None, slots: Sequence[Slot], batch_rows: int, activation: int | None
+) -> Iterator[Launch]:
+    """The same a lane at a time."""
+    first = slots[0].weight
+    place = (*x, 0, 0) if quantized is None else quantized.words
     per_warp = weight_rows(batch_rows, activation is not None)
+    for (words, rows, split), kind in _parts(slots, activation):
+        groups = sum(-(-count // per_warp) for count in rows)
+        values = (*place, first.num_columns, activation or 0, *words, *first.row_bytes, 0, 0, 1, 0)
+        constants = (first.layout, batch_rows, per_warp, split, kind)
+        yield Launch("matmul.matmul", constants, (-(-groups * split // 4), 1, 1), THREADS, values)
+
+
+def _parts(
+    slots: Sequence[Slot], activation: int | None
+) -> Iterator[tuple[tuple[tuple[float, ...], list[int], int], int]]:
+    """What launches are made of: parameters of their slots, rows of each, in how many parts rows are summed; kind."""
+    columns = slots[0].weight.num_columns
     if activation is not None:
         gate, up = slots
         words = (*Slot(gate.weight, up.out, up.out_stride, gate.bias).words(), *up.words(), *_NO_WEIGHT)
-        yield _launch(
-            first, (batch_rows, per_warp, GATED), (place, stride, records, records_stride), activation, words,
-            -(-first.num_rows // per_warp), warps_to_a_row(2 * first.num_rows, first.num_columns),
-        )  # fmt: skip
+        rows = gate.weight.num_rows
+        yield (words, [rows], warps_to_a_row(2 * rows, columns)), GATED
         return
     for start in range(0, len(slots), _MAX_SLOTS):
         part = slots[start : start + _MAX_SLOTS]
         given = [word for slot in part for word in slot.words()]
-        words = (*given, *(_NO_WEIGHT * (_MAX_SLOTS - len(part))))
-        groups = sum(-(-slot.weight.num_rows // per_warp) for slot in part)
+        counts = [slot.weight.num_rows for slot in part]
         # The order of sums must not depend on what else is multiplied, so that the same weight always gives the same.
-        split = warps_to_a_row(max(slot.weight.num_rows for slot in part), first.num_columns)
-        yield _launch(
-            first, (batch_rows, per_warp, PLAIN), (place, stride, records, records_stride), 0, words, groups, split
-        )
-
-
-def _launch(
-    weight: DeviceWeight,
-    constants: tuple[int, int, int],
-    x: tuple[int, int, int, int],
-    activation: int,
-    words: tuple[float, ...],
-    groups: int,
-    split: int,
-) -> Launch:
-    batch_rows, per_warp, kind = constants
-    values = (*x, weight.num_columns, activation, *words, *weight.row_bytes, 0, 0, 1, 0)
-    grid = (-(-groups * split // 4), 1, 1)
-    return Launch("matmul.matmul", (weight.layout, batch_rows, per_warp, split, kind), grid, THREADS, values)
+        split = warps_to_a_row(max(counts), columns)
+        yield ((*given, *(_NO_WEIGHT * (_MAX_SLOTS - len(part)))), counts, split), PLAIN
 
 
 def head_product(

@@ -9,7 +9,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,14 @@ from localinfer.kernels.cuda.device import CudaDevice, Launch
 from localinfer.kernels.cuda.layouts import plane_offsets
 from localinfer.kernels.cuda.pages import DeviceKVLayout
 from localinfer.kernels.cuda.planes import DeviceWeight
-from localinfer.kernels.cuda.products import Slot, quantize_launch, quantized_place, small_product
+from localinfer.kernels.cuda.products import (
+    TENSOR_CORES,
+    Slot,
+    quantize_launch,
+    quantized_place,
+    scalar_product,
+    tiled_product,
+)
 from localinfer.kernels.cuda.program import CudaProgram
 from localinfer.kernels.cuda.tape import CudaTape
 from localinfer.kernels.cuda.tape_memory import DeviceMemory
@@ -117,7 +124,7 @@ def boundary_seconds(device: CudaDevice) -> float:
 
 
 def product_record(device: CudaDevice, layout: Layout, num_rows: int, num_columns: int) -> dict[str, Any]:
-    """Bytes per second of one product for 1 to 16 rows, over weights that no cache holds."""
+    """Bytes per second of one product for 1 to 16 rows, by lanes and by tiles, over weights that no cache holds."""
     memory = DeviceMemory(device, {Rows.BATCH: 16, Rows.OUTPUT: 16})
     num_bytes = plane_offsets(layout, num_rows, num_columns)[-1]
     copies = max(2, (512 << 20) // num_bytes)
@@ -127,15 +134,17 @@ def product_record(device: CudaDevice, layout: Layout, num_rows: int, num_column
     quantized = quantized_place(memory, "x", num_columns, 16)
     device.run([quantize_launch(x, 4 * num_columns, quantized, num_columns, 16)])
     record: dict[str, Any] = {"layout": layout.name, "rows": num_rows, "columns": num_columns, "bytes": num_bytes}
-    for rows in (1, 2, 4, 8, 16):
-        steps = [
-            launch
-            for weight in weights
-            for launch in small_product((x, 4 * num_columns), quantized, [Slot(weight, out, 4 * num_rows)], rows, None)
-        ]
-        seconds = seconds_of(device.capture(steps), device._synchronize) / copies
-        record[f"seconds_{rows}"] = seconds
-        record[f"bytes_per_second_{rows}"] = num_bytes / seconds
+    ways: dict[str, Callable[[Slot, int], Iterator[Launch]]] = {
+        "scalar": lambda slot, rows: scalar_product((x, 4 * num_columns), quantized, [slot], rows, None)
+    }
+    if device.capability >= TENSOR_CORES:
+        ways["tiled"] = lambda slot, rows: tiled_product(quantized, [slot], rows, None)
+    for way, launches in ways.items():
+        for rows in (1, 2, 4, 8, 16):
+            steps = [launch for weight in weights for launch in launches(Slot(weight, out, 4 * num_rows), rows)]
+            seconds = seconds_of(device.capture(steps), device._synchronize) / copies
+            record[f"{way}_seconds_{rows}"] = seconds
+            record[f"{way}_bytes_per_second_{rows}"] = num_bytes / seconds
     for weight in weights:
         device.free(weight.address)
     return record

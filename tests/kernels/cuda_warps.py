@@ -56,6 +56,10 @@ TOGETHER: dict[str, Together] = {
     "shuffle_int": _exchange,
     "shuffle_word": _exchange,
     "shuffle_from": _fetch,
+    "fetch_word": _fetch,
     "multiply_halves": _multiply(np.float16, np.float16, 2),
+    "multiply_signed": _multiply(np.int8, np.int8, 2),
+    "multiply_half_signed": _multiply(np.int8, np.int8, 1),
+    "multiply_half_unsigned": _multiply(np.uint8, np.int8, 1),
 }
 """By the name of the instruction in `kernels.cuda.compiled.ptx`."""

@@ -15,6 +15,7 @@ from localinfer.kernels.cuda.compiled import matmul
 from tests.kernels.cuda_emulation import EmulatedMemory, Emulator
 
 NO_WEIGHT = (*[0] * 10, 0.0)
+QUANTIZED = [layout for layout in Layout if not is_float(layout)]
 
 
 class Bench:
@@ -49,20 +50,23 @@ class Bench:
 
 
 def product(layout: Layout, x: NDArray[np.float32], num_rows: int, split: int, weight_rows: int) -> NDArray[np.float32]:
+    """By `matmul`, or by `matmul_tiles` if weight_rows is 0."""
     bench = Bench()
     columns = x.shape[1]
     out = bench.memory.allocate(4 * len(x) * num_rows)
     data = random_weights(layout, (num_rows, columns), seed=7)
     weight = bench.weight(layout, data, (num_rows, columns), out)
-    groups = -(-num_rows // weight_rows)
-    bench.emulator.launch(
-        "matmul.matmul",
-        (layout, len(x), weight_rows, split, matmul.PLAIN),
-        (-(-groups * split // 4), 1, 1),
-        128,
-        (*bench.activations(x, layout), 0, *weight, *NO_WEIGHT, *NO_WEIGHT, *plane_sizes(layout, columns).row_bytes)
-        + (0, 0, 1, 0),
-    )
+    values = (*bench.activations(x, layout), 0, *weight, *NO_WEIGHT, *NO_WEIGHT)
+    values = (*values, *plane_sizes(layout, columns).row_bytes)
+    if weight_rows:
+        constants = (layout, len(x), weight_rows, split, matmul.PLAIN)
+        groups = -(-num_rows // weight_rows)
+        grid = (-(-groups * split // 4), 1, 1)
+        bench.emulator.launch("matmul.matmul", constants, grid, 128, (*values, 0, 0, 1, 0))
+    else:
+        constants = (layout, len(x), 1, split, matmul.PLAIN)
+        grid = (-(-num_rows // 16), 1, 1)
+        bench.emulator.launch("matmul_tiles.matmul_tiles", constants, grid, 256, values)
     return bench.floats(out, (len(x), num_rows))
 
 
@@ -82,6 +86,21 @@ def test_a_rows_product_has_the_same_bits_in_every_batch(split: int) -> None:
     together = product(Layout.Q4_K, x, 3, split, weight_rows=1)
     for row in (0, 5, 15):
         np.testing.assert_array_equal(product(Layout.Q4_K, x[row : row + 1], 3, split, weight_rows=2)[0], together[row])
+
+
+@pytest.mark.parametrize("layout", QUANTIZED, ids=[layout.name for layout in QUANTIZED])
+def test_tiles_give_the_bits_of_single_rows(layout: Layout) -> None:
+    # Units that fill no warp's four, and parts of the last of which there is little.
+    columns = {Layout.Q4_0: 2144, Layout.Q8_0: 1120, Layout.INT8_32: 544}.get(layout, 1056)
+    columns = -(-columns // SIZES[layout].unit) * SIZES[layout].unit
+    x = np.random.default_rng(5).standard_normal((3, columns)).astype(np.float32)
+    tiled = product(layout, x, 5, split=2, weight_rows=0)
+    np.testing.assert_array_equal(tiled, product(layout, x, 5, split=2, weight_rows=1))
+
+
+def test_tiles_of_sixteen_rows_and_of_gate_and_up_are_the_scalar_kernels() -> None:
+    x = np.random.default_rng(6).standard_normal((16, 64)).astype(np.float32)
+    np.testing.assert_array_equal(product(Layout.Q5_1, x, 20, 1, 0), product(Layout.Q5_1, x, 20, 1, 4))
 
 
 @pytest.mark.parametrize("layout", list(Layout), ids=[layout.name for layout in Layout])

@@ -24,6 +24,8 @@ ARCHITECTURES = ((7, 5), (8, 0), (9, 0), (10, 0))
 TENSOR_CORES = (8, 0)
 """From this one on there are the instructions that kernels with tiles are made of."""
 
+BYTE_TILES = "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 shfl.sync.idx ld.global.nc.L1::no_allocate.v4"
+HALF_BYTE_TILES = "mma.sync.aligned.m16n8k16.row.col.s32"
 HALF_TILES = "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 cvt.rn.f16x2.f32 bar.sync"
 
 # Kernel, constants, registers it may take on sm_90, instructions it must have.
@@ -33,6 +35,19 @@ KERNELS = [
     ("matmul.matmul", (Layout.Q6_K, 8, 2, 2, matmul.PLAIN), 168, "dp4a.s32.s32 bar.sync"),
     ("matmul.matmul", (Layout.INT8_32, 4, 2, 1, matmul.PLAIN), 96, "dp4a.u32.s32"),
     ("matmul.matmul", (Layout.F16, 1, 4, 1, matmul.EXPERTS), 80, "ld.global.nc.L1::no_allocate.v4"),
+    ("matmul_tiles.matmul_tiles", (Layout.Q4_0, 8, 2, 1, matmul.PLAIN), 160, f"{BYTE_TILES} prefetch.global.L2"),
+    (
+        "matmul_tiles.matmul_tiles",
+        (Layout.Q6_K, 16, 1, 1, matmul.GATED),
+        255,
+        f"{HALF_BYTE_TILES}.s8.s8",
+    ),
+    (
+        "matmul_tiles.matmul_tiles",
+        (Layout.INT8_32, 4, 1, 1, matmul.PLAIN),
+        120,
+        f"{HALF_BYTE_TILES}.u8.s8",
+    ),
     ("quantize.quantize_rows", (), 32, "shfl.sync.bfly cvt.rni.s32.f32"),
     ("rows.embed", (Layout.Q5_K,), 40, "cvt.f32.f16"),
     ("rows.convert", (Layout.Q4_K, rows.TO_BF16), 40, "st.global.u16"),
@@ -100,6 +115,9 @@ def test_a_small_batch_reads_its_weights_once() -> None:
     sixteen = jit.to_ptx(ir_of("matmul.matmul", (Layout.Q4_0, 16, 1, 1, matmul.PLAIN)), (9, 0))
     assert one.count("no_allocate.v4") == 4 and sixteen.count("no_allocate.v4") == 1
     assert sixteen.count("dp4a") == 16 * one.count("dp4a") // 4 == 128
+    tiles = jit.to_ptx(ir_of("matmul_tiles.matmul_tiles", (Layout.Q4_0, 8, 2, 1, matmul.PLAIN)), (9, 0))
+    # Two tiles of 16 rows: a lane loads four units, and four blocks of two tiles are one instruction each.
+    assert tiles.count("no_allocate.v4") == 4 and tiles.count("mma.sync") == 8
 
 
 def test_what_a_kernel_is_called_with_is_read_off_its_ptx() -> None:

@@ -2,7 +2,8 @@
 
 A warp takes a few rows of weights, its lanes the units of those rows in turn, 32 units apart; every lane keeps a sum
 for each row of weights and of activations, and lanes add theirs in one fixed order. How a row is split depends on the
-weights alone, never on how many rows of activations there are: one token and eight of a draft get the same bits.
+weights alone, never on how many rows of activations there are: one token and eight of a draft get the same bits, also
+where `matmul_tiles` computes those.
 """
 
 from numba import cuda, float32, int64
@@ -215,7 +216,7 @@ def matmul(layout, batch_rows, weight_rows, split, kind):
 
         for i in range(size):
             for step in range(5):
-                sums[i] = sums[i] + shuffle(sums[i], 16 >> step)
+                sums[i] = sums[i] + shuffle(sums[i], 1 << step)
         if split > 1:
             partial = cuda.shared.array(shared_size, float32)
             if lane == 0:

@@ -97,6 +97,8 @@ store_u32 = _instruction("st.global.u32 [$0], $1;", "", "qu", "memory")
 store_u16 = _instruction("st.global.u16 [$0], $1;", "", "qh", "memory")
 store_u8 = _instruction("st.global.u8 [$0], $1;", "", "qh", "memory")
 store_f32 = _instruction("st.global.f32 [$0], $1;", "", "qf", "memory")
+prefetch = _instruction("prefetch.global.L2 [$0];", "", "q", "memory")
+"""Have the line at an address on its way to the GPU's cache."""
 add_u32 = _instruction("atom.global.add.u32 $0, [$1], $2;", "u", "qu", "memory")
 """Add to what lies at an address, in one step for all lanes; gives what was there before."""
 
@@ -138,6 +140,7 @@ shuffle_int = _instruction("shfl.sync.bfly.b32 $0, $1, $2, 31, 0xffffffff;", "s"
 shuffle_word = _instruction("shfl.sync.bfly.b32 $0, $1, $2, 31, 0xffffffff;", "u", "uu", "converge")
 shuffle_from = _instruction("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", "f", "fu", "converge")
 """The float of the lane of this number."""
+fetch_word = _instruction("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", "u", "uu", "converge")
 meet = _instruction("bar.sync 0;", "", "", "converge")
 """Wait until every thread of the block is here."""
 
@@ -148,6 +151,17 @@ multiply_halves = _instruction(
 """c + a b of a warp, 16 x 16 by 16 x 8, sm_80 and newer. Lane 4 g + t holds, as pairs of float16 along the inner axis,
 a: rows g and g + 8 at 2 t, then both at 2 t + 8; b: column g at 2 t and 2 t + 8; and of c, float32: row g at columns
 2 t and 2 t + 1, then row g + 8."""
+multiply_signed = _instruction(f"mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {_TILE}", "ssss", "uuuuuussss", "warp")
+"""The same of fours of signed bytes along the inner axis, at 4 t and 4 t + 16, and of whole numbers."""
+_SHORT_TILE = "{$0, $1, $2, $3}, {$4, $5}, {$6}, {$7, $8, $9, $10};"
+multiply_half_signed = _instruction(
+    f"mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {_SHORT_TILE}", "ssss", "uuussss", "warp"
+)
+"""The first half of `multiply_signed`'s inner axis."""
+multiply_half_unsigned = _instruction(
+    f"mma.sync.aligned.m16n8k16.row.col.s32.u8.s8.s32 {_SHORT_TILE}", "ssss", "uuussss", "warp"
+)
+"""The same of unsigned bytes of a."""
 
 thread = _instruction("mov.u32 $0, %tid.x;", "u", "")
 block_x = _instruction("mov.u32 $0, %ctaid.x;", "u", "")

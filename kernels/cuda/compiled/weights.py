@@ -15,6 +15,8 @@ from localinfer.kernels.cuda.compiled.ptx import (
     load_u16,
     load_u32,
     load_v4,
+    prefetch,
+    thread,
     to_float,
 )
 from localinfer.kernels.cuda.jit import inline
@@ -23,6 +25,8 @@ _ONE_SCALE = (Layout.Q4_0, Layout.Q5_0, Layout.Q8_0)
 _K_QUANTS = (Layout.Q4_K, Layout.Q5_K)
 _ZERO_POINTS = (Layout.INT4_32, Layout.INT4_64, Layout.INT4_128, Layout.INT8_32)
 _GROUP_BLOCKS = {Layout.INT4_32: 1, Layout.INT4_64: 2, Layout.INT4_128: 4, Layout.INT8_32: 1}
+_LINE = 128
+"""Bytes of a line of the GPU's cache."""
 _MIDDLE = {Layout.Q4_0: 8, Layout.Q5_0: 16, Layout.Q8_0: 0}
 
 FIFTH_BITS = (Layout.Q5_0, Layout.Q5_1, Layout.Q5_K)
@@ -78,6 +82,15 @@ def scales_of(layout):
             return half_to_float(word & 0xFFFF), half_to_float(word >> 16)
 
     return scales_at
+
+
+@inline
+def prefetch_rows(place, num_bytes, threads):
+    """Have some rows of a plane on their way before anybody waits for them, with all threads of a block."""
+    offset = thread() * _LINE
+    while offset < num_bytes:
+        prefetch(place + offset)
+        offset = offset + threads * _LINE
 
 
 @inline
