@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from localinfer.bench_load_client import NETWORK_ERRORS, LoadClient, chat
-from localinfer.bench_load_figures import Failure, RequestTimes
+from localinfer.bench_load_figures import Failure, Outcome
 
 _HEALTH_PERIOD_SECONDS = 0.05
 _GOLDEN_RATIO = (1 + math.sqrt(5)) / 2
@@ -19,7 +19,7 @@ class Load:
     """What came of a load: outcomes in the order of the requests, the time in which every stream was busy, and how
     long `/health` took meanwhile, in seconds."""
 
-    outcomes: list[RequestTimes | Failure]
+    outcomes: list[Outcome]
     began: float
     busy_until: float = 0.0
     health_seconds: list[float] = field(default_factory=list)

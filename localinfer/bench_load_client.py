@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import h11
 
-from localinfer.bench_load_figures import Failure, RequestTimes
+from localinfer.bench_load_figures import Failure, Outcome, RequestTimes
 
 _READ_BYTES = 1 << 16
 _SILENCE_SECONDS = 120.0
@@ -124,7 +124,7 @@ async def ask(client: LoadClient, method: str, path: str, body: Any = None) -> A
     return json.loads(answer.body)
 
 
-async def chat(client: LoadClient, body: dict[str, Any]) -> RequestTimes | Failure:
+async def chat(client: LoadClient, body: dict[str, Any]) -> Outcome:
     """Send a chat whose reply is to be streamed, and read it to its end."""
     try:
         answer = await client.request("POST", CHAT_PATH, body)
@@ -138,7 +138,7 @@ async def chat(client: LoadClient, body: dict[str, Any]) -> RequestTimes | Failu
         return Failure(f"an event cannot be read: {error}")
 
 
-def read_reply(answer: Answer, wanted_tokens: int) -> RequestTimes | Failure:
+def read_reply(answer: Answer, wanted_tokens: int) -> Outcome:
     """What the events of a chat's stream say; it is whole if it has as many tokens as wanted, and its end mark."""
     if answer.status != 200 or not answer.is_stream:
         return Failure(f"status {answer.status}: {answer.body.decode(errors='replace'):.200}")

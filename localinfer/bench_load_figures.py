@@ -68,6 +68,22 @@ class Objective:
         return request.time_to_first_token_seconds <= self.first_token_seconds and mean <= self.interval_seconds
 
 
+Outcome = RequestTimes | Failure
+
+
+def compare_texts(outcomes: Sequence[Outcome], again: Sequence[Outcome]) -> Record:
+    """How many texts came both times, the numbers of those that differ, and why others did not come."""
+    pairs = list(zip(outcomes, again, strict=True))
+    failures = [outcome.reason for pair in pairs for outcome in pair if isinstance(outcome, Failure)]
+    texts = [
+        (number, first.text, second.text)
+        for number, (first, second) in enumerate(pairs)
+        if isinstance(first, RequestTimes) and isinstance(second, RequestTimes)
+    ]
+    different = [number for number, text, other in texts if text != other]
+    return {"compared": len(texts), "different": different, "failures": failures}
+
+
 def percentile(values: Iterable[float], percent: int) -> float:
     """The smallest of the values that so many percent of them do not exceed (nearest rank). At least one value."""
     ordered = sorted(values)
@@ -83,7 +99,7 @@ def spread(values: Sequence[float]) -> Record | None:
 
 def level_record(
     concurrency: int,
-    outcomes: Sequence[RequestTimes | Failure],
+    outcomes: Sequence[Outcome],
     objective: Objective,
     *,
     began: float,

@@ -17,7 +17,8 @@ from localinfer.bench_load_client import LoadClient, ask
 from localinfer.bench_load_figures import (
     Failure,
     Objective,
-    RequestTimes,
+    Outcome,
+    compare_texts,
     knee,
     level_record,
     spread,
@@ -66,8 +67,8 @@ def run_serve_bench(settings: ServeSettings, progress: ProgressCallback) -> Reco
     """Measure a server at each number of streams, then clients that leave; return one record that JSON can hold.
 
     Keys: model, settings, levels (see `level_record`; with what `/health` took), knee (its number of streams, None for
-    none), leaving (seconds until work stops, by phase), same_text (how many texts were compared, and which differ) and
-    num_failed. Raises: LocalinferError.
+    none), leaving (seconds until work stops, by phase), same_text (see `compare_texts`) and num_failed.
+    Raises: LocalinferError.
     """
     description = describe_file(settings.model)
     longest = round(_LONGEST_REPLY * settings.decode) + 1
@@ -94,7 +95,8 @@ def run_serve_bench(settings: ServeSettings, progress: ProgressCallback) -> Reco
         "knee": None if bend is None else measured[bend]["concurrency"],
         "leaving": leaving,
         "same_text": same_text,
-        "num_failed": sum(len(level["failures"]) + level["health_failures"] for level in levels),
+        "num_failed": len(same_text["failures"])
+        + sum(len(level["failures"]) + level["health_failures"] for level in levels),
     }
 
 
@@ -104,8 +106,8 @@ class _Run:
     def __init__(self, settings: ServeSettings, progress: ProgressCallback) -> None:
         self._settings = settings
         self._progress = progress
-        self._checked: list[tuple[dict[str, Any], str | None]] = []
-        """Requests, with the text that came, None where none did."""
+        self._checked: list[tuple[dict[str, Any], Outcome]] = []
+        """Requests for texts to be asked for again, with what came."""
 
     def serve(self) -> ServerProcess:
         """Start a server. Kernels may have to be compiled first."""
@@ -141,13 +143,7 @@ class _Run:
         """Ask for the checked texts again, one after another."""
         bodies = [body for body, _ in self._checked]
         load = await run_load(port, bodies, 1, self._counting("comparing texts", len(bodies)))
-        pairs = zip(self._checked, load.outcomes, strict=True)
-        different = [
-            number
-            for number, ((_, text), outcome) in enumerate(pairs)
-            if not isinstance(outcome, RequestTimes) or outcome.text != text
-        ]
-        return {"compared": len(bodies), "different": different}
+        return compare_texts([outcome for _, outcome in self._checked], load.outcomes)
 
     async def _load(self, port: int, prompts: Prompts, concurrency: int) -> Load:
         settings = self._settings
@@ -167,8 +163,7 @@ class _Run:
         self._remember(bodies, await run_load(port, bodies, concurrency, self._counting("checking texts", len(bodies))))
 
     def _remember(self, bodies: Sequence[dict[str, Any]], load: Load) -> None:
-        for body, outcome in zip(bodies, load.outcomes, strict=True):
-            self._checked.append((body, outcome.text if isinstance(outcome, RequestTimes) else None))
+        self._checked += zip(bodies, load.outcomes, strict=True)
 
     def _counting(self, stage: str, total: int) -> Any:
         done = 0
@@ -190,10 +185,12 @@ async def _look_at(port: int) -> tuple[Prompts, int]:
         text = await ask(client, "POST", "/tokenize", {"content": read_calibration().text, "with_pieces": True})
     finally:
         client.close()
-    return Prompts([token["piece"] for token in text["tokens"]]), int(models["data"][0]["context_length"])
+    # A piece of a character is no text of its own.
+    pieces = [token["piece"] for token in text["tokens"] if "\ufffd" not in token["piece"]]
+    return Prompts(pieces), int(models["data"][0]["context_length"])
 
 
-def _check_first(outcome: RequestTimes | Failure) -> None:
+def _check_first(outcome: Outcome) -> None:
     if isinstance(outcome, Failure):
         raise BackendUnavailableError(
             f"the server answers no chat with this model ({outcome.reason}); check it with `localinfer chat -m MODEL`, "

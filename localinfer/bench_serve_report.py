@@ -49,7 +49,7 @@ def render_serve(record: Record) -> str:
         _knee(record),
         *_leaving(record["leaving"]),
         _same_text(record["same_text"]),
-        *_failures(levels),
+        *_failures([*levels, record["same_text"]]),
     ]
     return join_lines(lines)
 
@@ -75,9 +75,9 @@ def _same_text(same: Record) -> str:
     return f"DIFFERENT text under load, or after leaving, than alone: {different} of {compared} texts"
 
 
-def _failures(levels: Sequence[Record]) -> list[str]:
+def _failures(parts: Sequence[Record]) -> list[str]:
     """Each reason once."""
-    reasons = dict.fromkeys(reason for level in levels for reason in level["failures"])
+    reasons = dict.fromkeys(reason for part in parts for reason in part["failures"])
     return [f"failed: {neutralise_controls(reason)}" for reason in reasons]
 
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,16 @@ import pytest
 
 from localinfer.bench_load import Prompts, chat_body, reply_lengths
 from localinfer.bench_load_client import Answer, read_reply
-from localinfer.bench_load_figures import Failure, Objective, RequestTimes, knee, level_record, percentile, spread
+from localinfer.bench_load_figures import (
+    Failure,
+    Objective,
+    RequestTimes,
+    compare_texts,
+    knee,
+    level_record,
+    percentile,
+    spread,
+)
 from localinfer.bench_serve_report import render_serve
 from localinfer.bench_server import ServerProcess
 from localinfer.cli import main
@@ -94,6 +104,12 @@ def test_level_of_failures_has_no_figures():
     record = level_record(1, [Failure("refused")], OBJECTIVE, began=0.0, busy_until=1.0)
     assert record["tokens_per_second"] == record["goodput_share"] == 0
     assert record["itl_seconds"] is record["seconds_per_token"] is None
+
+
+def test_texts_that_differ_and_texts_that_did_not_come_are_told_apart():
+    text, other, none = request(0, 1, 1, 2), replace(request(5, 1, 1, 2), text="another"), Failure("refused")
+    found = compare_texts([text, text, none, text], [text, other, text, none])
+    assert found == {"compared": 2, "different": [1], "failures": ["refused", "refused"]}
 
 
 def test_default_objective_is_that_of_the_servers_own_metric():
@@ -204,7 +220,7 @@ def test_measurement_is_complete(record):
         assert level["health_failures"] == 0
     assert record["levels"][0]["ratio_to_one"] == 1
     assert [len(record["leaving"][phase]["values"]) for phase in ("prompt", "reply")] == [9, 9]
-    assert record["same_text"] == {"compared": 3 + 6, "different": []}
+    assert record["same_text"] == {"compared": 3 + 6, "different": [], "failures": []}
 
 
 def test_table_has_a_column_for_each_number_of_streams(record):
@@ -218,10 +234,10 @@ def test_table_has_a_column_for_each_number_of_streams(record):
         "midst of a reply",
     ):
         assert words in table
-    record = {**record, "same_text": {"compared": 9, "different": [3]}, "knee": 2}
+    record = {**record, "same_text": {"compared": 9, "different": [3], "failures": ["status 503"]}, "knee": 2}
     record["levels"] = [{**record["levels"][0], "failures": ["status 429", "status 429"], "itl_seconds": None}]
     table = render_serve(record)
-    assert table.count("status 429") == 1
+    assert table.count("status 429") == table.count("status 503") == 1
     assert "DIFFERENT text" in table
     assert "knee: 2 streams" in table
 
