@@ -199,6 +199,19 @@ def test_prediction_changes_no_text_and_is_counted(tcp):
     assert details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"] > 0
 
 
+def test_stop_inside_of_what_was_predicted_ends_there(tcp):
+    text = tcp.post(PATH, json={**GREEDY, "max_tokens": 40}).json()["choices"][0]["message"]["content"]
+    word = text.split()[4]
+    body = {**GREEDY, "max_tokens": 40, "stop": word, "frequency_penalty": 0.0}
+    guess = {"prediction": {"type": "content", "content": text}}
+    plain, guessed = (tcp.post(PATH, json={**body, **more}).json()["choices"] for more in ({}, guess))
+    assert plain == guessed
+    assert guessed[0]["message"]["content"] == text[: text.index(word)]
+    penalised = {**GREEDY, "max_tokens": 40, "frequency_penalty": 1.5}
+    plain, guessed = (tcp.post(PATH, json={**penalised, **more}).json()["choices"] for more in ({}, guess))
+    assert plain == guessed
+
+
 def test_text_outside_ascii_is_not_escaped(tcp):
     response = tcp.post(PATH, json={"messages": [{"role": "user", "content": [{"type": "größe"}]}]})
     assert "größe" in response.content.decode("utf-8")

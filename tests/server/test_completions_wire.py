@@ -1,6 +1,14 @@
 """What leaves `/v1/completions`."""
 
+import numpy as np
 from event_frames import post_stream
+from local_servers import serving
+from scripted_models import scripted_sources
+
+from localinfer.llm import LLM
+from localinfer.server.model_registry import ModelSource
+from localinfer.server.settings import ServerSettings
+from tests.engine.fakes import ByteTokenizer, fake_model
 
 PATH = "/v1/completions"
 PROMPT = "Once upon a time"
@@ -67,6 +75,42 @@ def test_suffix_needs_a_model_that_fills_in(tcp):
     response = tcp.post(PATH, json={**GREEDY, "suffix": "the end"})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "suffix"
+
+
+class FillingTokenizer(ByteTokenizer):
+    """Has the tokens of models that were trained to fill in."""
+
+    vocab_size = 263
+    special_ids = {"<end>": 257, "<|fim_prefix|>": 260, "<|fim_suffix|>": 261, "<|fim_middle|>": 262}
+
+
+def test_suffix_stands_behind_the_hole_that_is_filled():
+    asked: list[list[int]] = []
+
+    def logits(history: np.ndarray, vocab_size: int) -> np.ndarray:
+        row = np.zeros(vocab_size, np.float32)
+        is_first = history[-1] == 262
+        if is_first:
+            asked.append(history.tolist())
+        row[ord("x") if is_first else 257] = 50.0
+        return row
+
+    def load(source: ModelSource) -> LLM:
+        model = fake_model(logits, vocab_size=263)
+        model.tokenizer = FillingTokenizer()
+        return LLM(model)  # type: ignore[arg-type]
+
+    with (
+        serving(ServerSettings(port=0), sources=scripted_sources("code"), load=load) as served,
+        served.client() as http,
+    ):
+        for prompt in ("def f(", [*b"def f("]):
+            reply = http.post(PATH, json={"prompt": prompt, "suffix": "): pass", "temperature": 0}).json()
+            assert reply["choices"][0]["text"] == "x"
+            assert reply["choices"][0]["finish_reason"] == "stop"
+        echoed = http.post(PATH, json={"prompt": "def f(", "suffix": "): pass", "echo": True, "temperature": 0}).json()
+        assert echoed["choices"][0]["text"] == "def f(x"
+    assert asked == [[256, 260, *b"def f(", 261, *b"): pass", 262]] * 3
 
 
 def test_too_long_prompt_is_refused_even_beside_a_good_one(tcp):

@@ -4,8 +4,11 @@ import httpx
 import pytest
 from local_servers import STORY, serving
 from scripted_models import loader, scripted_sources
+from starlette.responses import Response
+from starlette.testclient import TestClient
 
 from localinfer.errors import RequestError
+from localinfer.server.gate import Gate
 from localinfer.server.settings import ServerSettings
 
 PATH = "/v1/chat/completions"
@@ -69,6 +72,18 @@ def test_allowed_origin_gets_what_it_asks_for(tcp):
     assert reply.status_code == 200
     assert reply.headers["access-control-allow-origin"] == ALLOWED
     assert reply.headers["vary"] == "Origin"
+
+
+@pytest.mark.parametrize("is_allowed", [False, True])
+def test_private_network_is_granted_to_allowed_pages_only_where_asked_for(is_allowed):
+    settings = ServerSettings(port=0, allowed_origins=(ALLOWED,), allows_private_network=is_allowed)
+    client = TestClient(Gate(Response("inner"), settings), base_url="http://localhost")
+    asked = {"access-control-request-method": "POST", "access-control-request-private-network": "true"}
+    granted = client.options(PATH, headers={"origin": ALLOWED, **asked}).headers
+    assert granted.get("access-control-allow-private-network") == ("true" if is_allowed else None)
+    refused = client.options(PATH, headers={"origin": "http://evil.example", **asked})
+    assert refused.status_code == 403
+    assert not any(name.startswith("access-control") for name in refused.headers)
 
 
 @pytest.mark.parametrize(

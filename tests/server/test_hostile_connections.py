@@ -182,6 +182,14 @@ def test_client_that_leaves_stops_its_work(served, stream, reset):
     wait_until_idle(served)
 
 
+def test_client_that_leaves_before_its_body_leaves_nothing_behind(served, tcp):
+    for sent in (b"", CHAT[:5]):
+        with served.connect() as connection:
+            connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(CHAT) + sent)
+    assert served.server.service.replies() == []
+    assert tcp.post("/v1/chat/completions", json={"messages": STORY, "max_tokens": 1}).status_code == 200
+
+
 def test_running_reply_is_listed_and_can_be_cancelled_by_id(served, tcp):
     body = {"messages": STORY, "ignore_eos": True, "context_shift": True, "max_tokens": 1 << 20, "stream": True}
     with served.client() as other, other.stream("POST", "/v1/chat/completions", json=body) as response:

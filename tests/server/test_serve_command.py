@@ -108,12 +108,14 @@ def test_second_signal_ends_the_server_at_once(runtime_folder):
     folder.mkdir(mode=0o700)
     with serve(folder, "--shutdown-seconds", "60", "--no-disk-cache") as (process, url):
         with httpx.Client(timeout=30) as client, client.stream("POST", f"{url}{PATH}", json=ENDLESS) as response:
-            next(response.iter_lines())
+            lines = response.iter_lines()
+            next(lines)
             process.send_signal(signal.SIGTERM)
             address = ("127.0.0.1", int(url.rpartition(":")[2]))
             with pytest.raises(ConnectionError):
                 while True:
                     socket.create_connection(address, timeout=5).close()
+            assert process.poll() is None and next(lines) is not None
             process.send_signal(signal.SIGTERM)
             assert process.wait(15) == 0
         assert not (folder / "s.sock").exists()
