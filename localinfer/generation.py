@@ -145,6 +145,12 @@ class Generation(Iterator[TokenEvent]):
         self._source = source
         self._run = run
 
+    @property
+    def computed_tokens(self) -> int:
+        """How many ids have their keys and values at hand, computed or from the cache; 0 while it waits for a place."""
+        sequence = self._run.sequence
+        return 0 if sequence is None else sequence.length
+
     def __next__(self) -> TokenEvent:
         event = self._source.next_event(self._run)
         if event is None:

@@ -280,6 +280,11 @@ class TextStream(Iterator[StreamEvent]):
             **_speculation_stats(record.speculation),
         )
 
+    @property
+    def computed_tokens(self) -> int:
+        """How many tokens the model has read so far, those from the cache included; any thread may ask."""
+        return self._tokens.computed_tokens
+
     def finish(self) -> Completion:
         """Run to the end and return what comes from here on as one completion."""
         try:

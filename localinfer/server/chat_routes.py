@@ -14,7 +14,7 @@ from localinfer.server.json_body import read_json
 from localinfer.server.reply import End, Reply, Silence, TextPlan, Token
 from localinfer.server.routing import owner_of, service_of
 from localinfer.server.sampling_fields import seeded
-from localinfer.server.service import unless_gone
+from localinfer.server.service import Service, unless_gone
 from localinfer.server.usage import stream_usage, timings, usage
 from localinfer.server.wire_errors import json_response, to_api_error
 
@@ -31,7 +31,7 @@ async def chat_completions(request: Request) -> Response:
     plan = partial(_plan, messages=messages, options=options, count=body.n or 1)
     reply = await service.begin(request, body.model, "chatcmpl", plan)
     if body.stream:
-        return EventStream(_frames(reply, body, service.settings.ping_seconds), reply.close)
+        return EventStream(_frames(reply, body, service), reply.close)
     try:
         return json_response(await unless_gone(request, _completion(reply, body)))
     finally:
@@ -62,10 +62,13 @@ async def _completion(reply: Reply, body: ChatRequest) -> dict[str, Any]:
     return {**_envelope(reply, "chat.completion"), "choices": choices, **costs}
 
 
-async def _frames(reply: Reply, body: ChatRequest, ping_seconds: float) -> AsyncIterator[bytes]:
+async def _frames(reply: Reply, body: ChatRequest, service: Service) -> AsyncIterator[bytes]:
     """The stream: a role per choice at once, its text as it comes, its end, and at the end of all `[DONE]`."""
     has_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
     envelope = _envelope(reply, "chat.completion.chunk")
+    silence = service.settings.ping_seconds
+    if body.return_progress:
+        silence = min(silence, service.settings.progress_seconds)
     used = stream_usage(reply, body.stream_options)
     writers = [MessageWriter(body, reply.llm.tokenizer) for _ in range(reply.num_texts)]
 
@@ -76,13 +79,16 @@ async def _frames(reply: Reply, body: ChatRequest, ping_seconds: float) -> Async
     for index in range(reply.num_texts):
         yield chunk(index, {"role": "assistant", "content": ""})
     try:
-        async for event in reply.events(ping_seconds):
+        async for event in reply.events(silence):
             match event:
                 case Token(index, token):
                     for delta, logprobs in writers[index].deltas(token):
                         yield chunk(index, delta, logprobs=logprobs)
                 case End(index, reason, stats):
                     yield chunk(index, {}, reason, **({} if stats is None else {"timings": timings(stats)}))
+                case Silence() if body.return_progress and not reply.num_tokens:
+                    progress = {**reply.progress(), "position": service.num_ahead(reply)}
+                    yield chunk(0, {}, prompt_progress=progress)
                 case Silence():
                     yield PING
         if has_usage:

@@ -22,7 +22,8 @@ ReasoningFormat = Literal["both", "reasoning_content", "reasoning", "none"]
 class ChatRequest(ReplyFields, kw_only=True):
     """The members of a chat completion request that are read; all others are ignored.
 
-    reasoning_format: under which names reasoning is told; clients prefer one of two.
+    reasoning_format: under which names reasoning is told; clients prefer one of two. return_progress: tell in a stream
+    how far the prompt was read, and how many replies are ahead.
     """
 
     messages: Messages
@@ -42,6 +43,7 @@ class ChatRequest(ReplyFields, kw_only=True):
     modalities: list[str] | None = None
     web_search_options: dict[str, Any] | None = None
     reasoning_format: ReasoningFormat | None = None
+    return_progress: bool | None = None
 
     def generation_options(self) -> dict[str, Any]:
         """The engine's options for this request. Raises: ApiError."""

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from localinfer.server.inbox import Bell, Inbox
 from localinfer.server.meters import Meters, TokenClock
@@ -113,6 +113,13 @@ class Reply:
     def shares_prompt(self, index: int) -> bool:
         """Whether an earlier text has the same prompt, which was computed and is counted there."""
         return self._texts[index].leader is not None
+
+    def progress(self) -> dict[str, Any]:
+        """How much of the first prompt was read, in llama.cpp's words, the time in milliseconds."""
+        total = self.prompt_tokens[0]
+        cached, computed = self._texts[0].progress()
+        milliseconds = round(1e3 * (time.monotonic() - self.opened_seconds), 3)
+        return {"total": total, "cache": cached, "processed": min(computed, total), "time_ms": milliseconds}
 
     async def start(self) -> None:
         """Begin, and return when every prompt has been checked. Raises: what is wrong with one."""
@@ -230,6 +237,12 @@ class _Text:
 
     def join(self, seconds: float) -> None:
         self._has_ended.wait(seconds)
+
+    def progress(self) -> tuple[int, int]:
+        """How many tokens of the prompt were cached, and how many have been read."""
+        with self._lock:
+            stream = self._stream
+        return (0, 0) if stream is None else (stream.stats.cached_tokens, stream.computed_tokens)
 
     def cancel(self) -> None:
         with self._lock:

@@ -96,6 +96,11 @@ class Service:
         """What is being generated now."""
         return list(self._replies.values())
 
+    def num_ahead(self, reply: Reply) -> int:
+        """How many replies came before this one and have no token either."""
+        replies = list(self._replies.values())
+        return sum(not other.num_tokens for other in replies[: replies.index(reply)]) if reply in replies else 0
+
     def cancel(self, reply_id: str) -> bool:
         """Stop a reply by its id; return whether there was one."""
         reply = self._replies.get(reply_id)

@@ -22,6 +22,7 @@ class ServerSettings:
     max_generations: texts generated and waiting at one time; one more is refused with 429.
     body_seconds: for the whole request. slow_reader_seconds: how long a client may read nothing of a reply.
     shutdown_seconds: what running replies get to finish after SIGTERM. ping_seconds: between signs of life in a stream.
+    progress_seconds: between reports of how far a prompt was read, for those who ask for them.
     Raises: RequestError.
     """
 
@@ -41,6 +42,7 @@ class ServerSettings:
     slow_reader_seconds: float = 60.0
     shutdown_seconds: float = 5.0
     ping_seconds: float = 15.0
+    progress_seconds: float = 0.25
 
     def __post_init__(self) -> None:
         if self.host is None and self.socket_path is None:

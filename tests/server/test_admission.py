@@ -45,7 +45,7 @@ class Waiting:
 def gated() -> Iterator[Waiting]:
     gate = threading.Event()
     scripts = {"waiting": [ord("a"), gate, ord("b")], "silent": [gate, ord("c")]}
-    settings = ServerSettings(port=0, ping_seconds=PING_SECONDS, max_generations=2)
+    settings = ServerSettings(port=0, ping_seconds=PING_SECONDS, progress_seconds=PING_SECONDS, max_generations=2)
     with serving(settings, sources=scripted_sources(*scripts), load=loader(scripts)) as served:
         made = Waiting(served, gate)
         yield made
@@ -98,6 +98,24 @@ def test_silence_is_broken_by_comments_that_make_no_event(waiting, path, body):
     frames = [line for line in text.split("\n") if line and not line.startswith(": ping")]
     assert all(line.startswith(("data: ", "event: ")) for line in frames)
     assert path != PATH or frames[-1] == f"data: {DONE}"
+
+
+def test_progress_of_the_prompt_and_of_those_ahead_is_told_where_asked_for(waiting):
+    body = {**ASK, "model": "silent", "stream": True, "return_progress": True}
+    with waiting.client.stream("POST", PATH, json=body) as response, waiting.served.client() as other:
+        lines = (line for line in response.iter_lines() if line.startswith("data: {"))
+        next(lines)
+        first = chunk_of(next(lines))
+        assert first["choices"] == [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": None}]
+        progress = first["prompt_progress"]
+        assert set(progress) == {"total", "cache", "processed", "time_ms", "position"}
+        assert 0 <= progress["cache"] <= progress["processed"] <= progress["total"] == 5
+        assert progress["position"] == 0
+        with other.stream("POST", PATH, json=body) as behind:
+            progress = (chunk_of(line).get("prompt_progress") for line in behind.iter_lines() if "progress" in line)
+            assert next(progress)["position"] == 1
+        waiting.gate.set()
+        assert "prompt_progress" not in list(lines)[-1]
 
 
 def test_one_more_than_may_run_is_refused_and_told_when_to_come_back(waiting):
