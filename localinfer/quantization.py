@@ -146,11 +146,12 @@ class _Work:
         facts = ModelFacts.from_metadata(self.file.metadata)
         return choose_types(self.preset, self.file.tensors, facts, has_importance=has_importance)
 
-    def _pool(self, choices: Mapping[str, "TypeChoice"]) -> "ThreadPool":
+    def _pool(self, choices: Mapping[str, "TypeChoice"], *, with_feedback: bool = False) -> "ThreadPool":
         from localinfer.kernels.cpu.encoding import ENCODERS, prepare_encoders
         from localinfer.kernels.cpu.pool import ThreadPool
 
-        prepare_encoders(sorted({choice.type.name for choice in choices.values()} & ENCODERS.keys()), self.progress)
+        names = sorted({choice.type.name for choice in choices.values()} & ENCODERS.keys())
+        prepare_encoders(names, self.progress, with_feedback=with_feedback)
         return ThreadPool(self.num_threads)
 
     def _write(self, importance: "Importance | None") -> "QuantizedModel":
@@ -192,7 +193,7 @@ class _Work:
         results = PartialResults(
             self.target.with_name(f"{self.target.name}.partial"), self._identity(token_ids, choices, with_scales)
         )
-        pool = self._pool(choices)
+        pool = self._pool(choices, with_feedback=True)
         try:
             with Workers(self.num_threads) as workers:
                 file: ModelFile = self.file

@@ -384,23 +384,26 @@ class CalibrationTape:
         results = [compute(index) for index in range(1 if is_one else count)]
         self.set_streams(out, results * count if is_one else results)
 
-    def _pieces(self, function: Callable[..., FloatArray], inputs: Sequence[FloatArray], step: int) -> FloatArray:
+    def _pieces(
+        self, function: Callable[..., FloatArray], inputs: Sequence[FloatArray], step: int, out: FloatArray | None = None
+    ) -> FloatArray:
         num_rows = len(inputs[0])
-        pieces: list[FloatArray | None] = [None] * -(-num_rows // step)
+
+        def piece(index: int) -> FloatArray:
+            rows = slice(index * step, (index + 1) * step)
+            return function(*(x[rows] for x in inputs))
+
+        # Pieces go where they belong at once: many that are kept are many small pages, which cost more than the work.
+        first = piece(0)
+        result = np.empty((num_rows, first.shape[1]), np.float32) if out is None else out
+        result[: len(first)] = first
 
         def one(index: int) -> None:
-            rows = slice(index * step, (index + 1) * step)
-            pieces[index] = function(*(x[rows] for x in inputs))
+            found = piece(index + 1)
+            result[(index + 1) * step : (index + 1) * step + len(found)] = found
 
-        self._workers.run(one, len(pieces))
-        first = pieces[0]
-        assert first is not None, "every piece has been computed"
-        out = np.empty((num_rows, first.shape[1]), np.float32)
-        for index, piece in enumerate(pieces):
-            assert piece is not None, "every piece has been computed"
-            out[index * step : index * step + len(piece)] = piece
-            pieces[index] = None
-        return out
+        self._workers.run(one, -(-num_rows // step) - 1)
+        return result
 
 
 def _part(weight: LinearWeight, expert: int, values: FloatArray, wanted: FloatArray | None = None) -> MatrixPart:

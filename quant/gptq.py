@@ -8,6 +8,7 @@ Source: GPTQ (arXiv 2210.17323), with static groups and activation order; blocks
 import numpy as np
 from numpy.typing import NDArray
 
+from localinfer.kernels.cpu.feedback import FeedbackColumns
 from localinfer.quant.formats import TensorType
 from localinfer.quant.grids import Grid, read_grid, with_levels
 from localinfer.quant.hessian import Factor, row_losses
@@ -37,8 +38,7 @@ def round_with_feedback(
     weights: FloatArray = np.ascontiguousarray((factor.upper / diagonal).T, np.float32)
 
     def one(rows: slice) -> None:
-        columns = np.ascontiguousarray(target[rows].T[factor.order])
-        chosen, values, remainders = _round_columns(columns, grid, rows, factor.order, weights)
+        chosen, values, remainders = _round_columns(target[rows], grid, rows, factor.order, weights)
         levels[rows], decoded[rows] = chosen.T, values.T
         remainders *= diagonal[:, None]
         losses[rows] = np.einsum("kr,kr->r", remainders, remainders, dtype=np.float64)
@@ -48,31 +48,28 @@ def round_with_feedback(
 
 
 def _round_columns(
-    columns: FloatArray, grid: Grid, rows: slice, order: NDArray[np.int64], weights: FloatArray
-) -> tuple[NDArray[np.int8], FloatArray, FloatArray]:
+    target: FloatArray, grid: Grid, rows: slice, order: NDArray[np.int64], weights: FloatArray
+) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Levels and values in file order, and what rounding took from each column as it was then, in rounding order.
 
-    Shapes: columns, in rounding order, and results [columns, rows].
+    Shapes: target float32[rows, columns]; results float32[columns, rows].
     """
-    levels = np.empty(columns.shape, np.int8)
-    values = np.empty_like(columns)
-    errors = np.empty_like(columns)
-    wanted = columns.copy()
-    groups = (order // grid.group_size).tolist()
-    positions = order.tolist()
-    for start in range(0, len(columns), _BLOCK):
-        end = min(len(columns), start + _BLOCK)
+    num_rows, size = target.shape
+    columns = FeedbackColumns(
+        target.T[order],
+        grid.scale[:, rows],
+        None if grid.minimum is None else grid.minimum[:, rows],
+        level_range=grid.level_range,
+        groups=order // grid.group_size,
+        places=order,
+        weights=weights,
+    )
+    for start in range(0, size, _BLOCK):
+        end = min(size, start + _BLOCK)
         if start:
-            wanted[start:end] += weights[start:end, :start] @ errors[:start]
-        for i in range(start, end):
-            value = wanted[i]
-            if i > start:
-                value += weights[i, start:i] @ errors[start:i]
-            level, decoded = grid.nearest(value, groups[i], rows)
-            levels[positions[i]], values[positions[i]] = level, decoded
-            np.subtract(columns[i], decoded, out=errors[i])
-            value -= decoded
-    return levels, values, wanted
+            columns.wanted[start:end] += weights[start:end, :start] @ columns.errors[:start]
+        columns.round_block(start, end)
+    return columns.levels[:, :num_rows], columns.decoded[:, :num_rows], columns.wanted[:, :num_rows]
 
 
 def quantize_with_feedback(

@@ -16,6 +16,7 @@ from localinfer.errors import RequestError, ShapeError, UnsupportedFormatError
 from localinfer.quant.formats import TensorType, block_dtype, block_size, row_bytes
 from localinfer.quant.reference_fits import (
     Values,
+    extremes,
     fit_iq4,
     fit_minimum,
     fit_symmetric,
@@ -126,15 +127,16 @@ def _q8_0(values: Values) -> Fields:
 
 def _signed_extreme(values: Values, limit: int) -> tuple[Values, Values]:
     """Scale and codes of d * (code - limit): the value of largest magnitude gets code 0 exactly."""
-    d = largest_magnitude(values)[:, None] / np.float32(-limit)
+    # Added to, a negative zero becomes a positive one, whose quotient ggml writes for a block of zeros.
+    d = (largest_magnitude(values) + np.float32(0))[:, None] / np.float32(-limit)
     codes = np.trunc(values * _inverse(d) + np.float32(limit + 0.5))
     return d, codes.clip(0, 2 * limit - 1)
 
 
 def _extremes(values: Values, levels: int) -> tuple[Values, Values, Values]:
     """Scale, minimum and codes of d * code + m, from the smallest value to the largest."""
-    minimum = values.min(axis=1, keepdims=True)
-    d = (values.max(axis=1, keepdims=True) - minimum) / np.float32(levels)
+    minimum, maximum = (extreme[:, None] for extreme in extremes(values))
+    d = (maximum - minimum) / np.float32(levels)
     codes = np.trunc((values - minimum) * _inverse(d) + np.float32(0.5))
     return d, minimum, codes.clip(0, levels)
 

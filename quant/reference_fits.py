@@ -23,7 +23,11 @@ _TENTH = np.float32(0.1)
 
 
 def ordered_sum(values: Values) -> Values:
-    """Sum the last axis in float32 from first to last."""
+    """Sum the last axis in float32 from first to last; 0 is added to all, so the sum is never -0."""
+    return _running_sum(values) + np.float32(0)
+
+
+def _running_sum(values: Values) -> Values:
     result: Values = np.add.accumulate(values, axis=-1, dtype=np.float32)[..., -1]
     return result
 
@@ -46,6 +50,13 @@ def largest_magnitude(values: Values) -> Values:
     index = np.abs(values).argmax(axis=-1, keepdims=True)
     result: Values = np.take_along_axis(values, index, axis=-1)[..., 0]
     return result
+
+
+def extremes(values: Values) -> tuple[Values, Values]:
+    """The smallest and the largest value; the first of equals, which decides the sign of a zero."""
+    indices = (values.argmin(axis=-1, keepdims=True), values.argmax(axis=-1, keepdims=True))
+    minimum, maximum = (np.take_along_axis(values, index, axis=-1)[..., 0] for index in indices)
+    return minimum, maximum
 
 
 def fit_symmetric(values: Values, weights: Values, limit: int) -> tuple[Values, Values]:
@@ -123,11 +134,12 @@ def fit_minimum(
     found so far.
     absolute: compare sums of weight * |error| in place of squares.
     """
-    maximum = values.max(axis=1)
-    minimum = np.minimum(values.min(axis=1), np.float32(0))
+    minimum, maximum = extremes(values)
+    minimum = np.where(minimum > 0, np.float32(0), minimum)
     is_flat = maximum <= minimum
     maximum = np.where(is_flat, minimum + 1, maximum)
-    sum_weights, sum_values = ordered_sum(weights), ordered_sum(weights * values)
+    # These begin with the first column, and may be -0.
+    sum_weights, sum_values = _running_sum(weights), _running_sum(weights * values)
 
     def error(scale: Values, minimum: Values, codes: Values) -> Values:
         difference = scale[:, None] * codes + minimum[:, None] - values

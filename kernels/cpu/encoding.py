@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from localinfer.kernels.compile_ahead import ProgressCallback, compile_ahead
 from localinfer.kernels.cpu.arrays import address, aligned_zeros
+from localinfer.kernels.cpu.feedback import KERNELS as FEEDBACK_KERNELS
 from localinfer.kernels.cpu.pool import KERNELS as POOL_KERNELS
 from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.kernels.cpu.protocol import (
@@ -39,9 +40,12 @@ class TooLargeError(ArithmeticError):
     """A scale is larger than float16 can hold."""
 
 
-def prepare_encoders(names: Iterable[str], progress: ProgressCallback | None = None) -> None:
-    """Compile the kernels of these types where they are not cached yet, in child processes."""
-    compile_ahead([*POOL_KERNELS, *(ENCODERS[name] for name in names)], progress)
+def prepare_encoders(
+    names: Iterable[str], progress: ProgressCallback | None = None, *, with_feedback: bool = False
+) -> None:
+    """Compile the kernels of these types, and GPTQ's if wanted, where they are not cached yet, in child processes."""
+    further = FEEDBACK_KERNELS if with_feedback else ()
+    compile_ahead([*POOL_KERNELS, *(ENCODERS[name] for name in names), *further], progress)
 
 
 def encode_rows(

@@ -25,6 +25,13 @@ def hard_weights() -> dict[str, NDArray[np.float32]]:
     holes[3] = 0
     holes[:, :300] = 0
     holes[5, 512:] = 0
+    signed_holes = holes.copy()
+    signed_holes[:, ::2] *= np.where(holes[:, ::2] == 0, np.float32(-1), np.float32(1))
+    signed_holes[7] = -0.0
+    signed_holes[8] = np.abs(holes[3])
+    signed_holes[8, ::32] = -0.0
+    signed_holes[9] = -0.0
+    signed_holes[9, 33] = -2
     spikes = cubes.copy()
     spikes[:, 700] = 900
     spikes[2, ::32] = -7
@@ -36,6 +43,7 @@ def hard_weights() -> dict[str, NDArray[np.float32]]:
         "even": plain,
         "heavy tails": cubes,
         "zeros": holes,
+        "signed zeros": signed_holes,
         "spikes": spikes,
         "ties": steps,
         "one sign": np.abs(cubes),

@@ -62,7 +62,8 @@ def _fit_signed(memory: int, importance: int, limit: int) -> Any:
     if importance != 0:
         weigh(memory, importance, 32, load(memory + MEAN_SQUARE))
         return fit_symmetric(values, memory + WEIGHTS, 32, limit, codes)
-    d = largest_magnitude(values, 32) / splat(np.float32(-limit))
+    # Added to, a negative zero becomes a positive one, whose quotient ggml writes for a block of zeros.
+    d = (largest_magnitude(values, 32) + splat(0.0)) / splat(np.float32(-limit))
     inverse = _inverse(d)
     for i in range(32):
         code = _truncated(load(at(values, i)) * inverse + splat(np.float32(limit + 0.5)), 2 * limit - 1)
@@ -77,7 +78,7 @@ def _fit_with_minimum(memory: int, importance: int, levels: int) -> Any:
     if importance != 0:
         weigh(memory, importance, 32, load(memory + MEAN_SQUARE))
         scale, minus_minimum = fit_minimum(values, memory + WEIGHTS, 32, levels, -0.9, 0.05, 36, 0, codes)
-        return scale, splat(0.0) - minus_minimum
+        return scale, splat(-0.0) - minus_minimum
     minimum = maximum = load(values)
     for i in range(1, 32):
         value = load(at(values, i))

@@ -293,7 +293,7 @@ def fit_minimum(
     for i in range(count):
         code = whole(best_inverse * (load(values + LANE_BYTES * i) - inverse_minimum), zero, highest)
         store(codes + LANE_BYTES * i, where(is_flat, zero, code))
-    return where(is_flat, zero, scale), zero - minimum
+    return where(is_flat, zero, scale), splat(-0.0) - minimum
 
 
 @inline
