@@ -212,10 +212,18 @@ class CalibrationTape:
         self._rowwise(out, lambda a: activate(a, kind), x)
 
     def gated_activation(self, out: Buffer, gate: Buffer, up: Buffer, kind: Activation) -> None:
-        self._rowwise(out, lambda g, u: activate_gated(g, u, kind), gate, up)
-        if gate.index != out.index:
-            # Nothing reads a gate again, and it is among the largest buffers there are.
-            del self._values[gate.index]
+        gates, ups = self.streams(gate), self.streams(up)
+        is_one_gate = gates[0] is gates[-1]
+        is_one = is_one_gate and ups[0] is ups[-1]
+        # These are the largest buffers there are: nothing reads a gate again, and its memory takes the result.
+        del self._values[gate.index]
+
+        def compute(index: int) -> FloatArray:
+            place = gates[index] if is_one or not is_one_gate else None
+            parts = (gates[index], ups[index])
+            return self._pieces(lambda g, u: activate_gated(g, u, kind), parts, _ROWS_AT_ONCE, place)
+
+        self._set_each(out, compute, is_one, len(gates))
 
     def add(self, out: Buffer, a: Buffer, b: Buffer, scale: float = 1.0) -> None:
         self._rowwise(out, lambda first, second: first + np.float32(scale) * second, a, b)
@@ -385,8 +393,13 @@ class CalibrationTape:
         self.set_streams(out, results * count if is_one else results)
 
     def _pieces(
-        self, function: Callable[..., FloatArray], inputs: Sequence[FloatArray], step: int, out: FloatArray | None = None
+        self,
+        function: Callable[..., FloatArray],
+        inputs: Sequence[FloatArray],
+        step: int,
+        out: FloatArray | None = None,
     ) -> FloatArray:
+        """function(rows of the inputs), `step` rows at a time; out may be one of them."""
         num_rows = len(inputs[0])
 
         def piece(index: int) -> FloatArray:
@@ -395,7 +408,7 @@ class CalibrationTape:
 
         # Pieces go where they belong at once: many that are kept are many small pages, which cost more than the work.
         first = piece(0)
-        result = np.empty((num_rows, first.shape[1]), np.float32) if out is None else out
+        result = self._workers.memory.empty((num_rows, first.shape[1])) if out is None else out
         result[: len(first)] = first
 
         def one(index: int) -> None:

@@ -31,11 +31,16 @@ def round_with_feedback(
     Shapes: target float32[rows, columns]; results int8 and float32 [rows, columns], float64[rows].
     """
     levels = np.empty(target.shape, np.int8)
-    decoded = np.empty(target.shape, np.float32)
+    decoded: FloatArray = workers.memory.empty(target.shape)
     losses = np.empty(len(target))
     diagonal = np.diagonal(factor.upper).copy()
     # Row i: what the errors of earlier columns weigh in column i.
-    weights: FloatArray = np.ascontiguousarray((factor.upper / diagonal).T, np.float32)
+    weights: FloatArray = workers.memory.empty(factor.upper.shape)
+
+    def weigh(rows: slice) -> None:
+        weights[rows] = (factor.upper[:, rows] / diagonal[rows]).T
+
+    workers.over_rows(weigh, len(weights), _BLOCK)
 
     def one(rows: slice) -> None:
         chosen, values, remainders = _round_columns(target[rows], grid, rows, factor.order, weights)

@@ -55,17 +55,33 @@ def factor(gram: FloatArray, num_tokens: int, workers: Workers) -> Factor | None
     # With rows and columns turned around, the lower triangle that NumPy gives is the upper one wanted here.
     turned = order[::-1]
     shares = (DAMPING,) if num_tokens >= 2 * len(gram) else ()
+    scale = 2 / num_tokens
+    matrix = workers.memory.empty(gram.shape, np.float64)
     for share in (*shares, FEW_TOKENS_DAMPING, 10 * FEW_TOKENS_DAMPING):
-        matrix = gram[np.ix_(turned, turned)].astype(np.float64)
-        matrix *= 2 / num_tokens
+
+        def fill(rows: slice) -> None:
+            matrix[rows] = gram[turned[rows]][:, turned]
+            matrix[rows] *= scale
+
+        workers.over_rows(fill, len(matrix))
         matrix[np.diag_indices_from(matrix)] += share * mean
         try:
             _factor_in_place(matrix, workers)
         except np.linalg.LinAlgError:
             continue
-        upper = np.ascontiguousarray(matrix[::-1, ::-1], np.float32)
-        return Factor(order, np.triu(upper), diagonal)
+        return Factor(order, _turned_triangle(matrix, workers), diagonal)
     return None
+
+
+def _turned_triangle(matrix: NDArray[np.float64], workers: Workers) -> FloatArray:
+    """The lower triangle with rows and columns turned around, which is an upper one: float32, zeros below."""
+    upper: FloatArray = workers.memory.empty(matrix.shape)
+
+    def one(rows: slice) -> None:
+        upper[rows] = np.triu(matrix[::-1, ::-1][rows], rows.start)
+
+    workers.over_rows(one, len(upper), _BLOCK)
+    return upper
 
 
 def _factor_in_place(matrix: NDArray[np.float64], workers: Workers) -> None:
@@ -100,7 +116,7 @@ def shifted(target: FloatArray, correlation: FloatArray, factor: Factor, workers
     correlation: C = 2 / T * (wanted answers - X W^T)^T X.
     Shapes: target, correlation and result float32[rows, columns].
     """
-    result = np.empty_like(target)
+    result: FloatArray = workers.memory.empty(target.shape)
     inverses = _block_inverses(factor.upper)
 
     def one(rows: slice) -> None:

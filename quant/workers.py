@@ -13,6 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from threadpoolctl import ThreadpoolController
 
+from localinfer.quant.lent_memory import LentMemory
+
 FloatArray = NDArray[np.float32]
 
 ROWS_PER_PIECE = 512
@@ -20,11 +22,15 @@ COLUMNS_PER_PIECE = 256
 
 
 class Workers:
-    """A number of threads; a context manager, inside of which BLAS computes with one thread per call everywhere."""
+    """A number of threads; a context manager, inside of which BLAS computes with one thread per call everywhere.
+
+    memory: where large results lie.
+    """
 
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads
         self._executor = ThreadPoolExecutor(num_threads)
+        self.memory = LentMemory()
         self._limits = ThreadpoolController().limit(limits=1, user_api="blas")
 
     def __enter__(self) -> Self:
@@ -39,6 +45,7 @@ class Workers:
         """End the threads and give BLAS its own back."""
         self._executor.shutdown(cancel_futures=True)
         self._limits.restore_original_limits()
+        self.memory.clear()
 
     def run(self, function: Callable[[int], None], count: int) -> None:
         """Call function(0) to function(count - 1), in any order and together; the first error ends it."""
@@ -55,7 +62,7 @@ class Workers:
 
     def product(self, x: FloatArray, weight: FloatArray) -> FloatArray:
         """x @ weight.T. Shapes: x float32[rows, n], weight float32[columns, n]; result float32[rows, columns]."""
-        out = np.empty((len(x), len(weight)), np.float32)
+        out = self.memory.empty((len(x), len(weight)))
 
         def one(rows: slice) -> None:
             np.matmul(x[rows], weight.T, out=out[rows])
@@ -65,7 +72,7 @@ class Workers:
 
     def cross(self, a: FloatArray, b: FloatArray) -> FloatArray:
         """a.T @ b, summed over rows. Shapes: float32[rows, m], float32[rows, n]; result float32[m, n]."""
-        out = np.empty((a.shape[1], b.shape[1]), np.float32)
+        out = self.memory.empty((a.shape[1], b.shape[1]))
 
         def one(rows: slice) -> None:
             np.matmul(a[:, rows].T, b, out=out[rows])
@@ -76,7 +83,7 @@ class Workers:
     def gram(self, x: FloatArray) -> FloatArray:
         """x.T @ x, symmetric to the bit. Shapes: x float32[rows, n]; result float32[n, n]."""
         size, step = x.shape[1], COLUMNS_PER_PIECE
-        out = np.empty((size, size), np.float32)
+        out = self.memory.empty((size, size))
         starts = range(0, size, step)
         pairs = [(first, second) for first in starts for second in starts if first <= second]
 

@@ -24,7 +24,7 @@ class FeedbackColumns:
     rounded, what rounding took. errors: the columns less what they decode to, as far as rounded. levels and decoded: in
     the columns' places.
 
-    Shapes: all four float32[columns, rows], with as many rows as whole vectors hold: those beyond the last mean nothing.
+    Shapes: all four float32[columns, rows], with as many rows as whole vectors hold, the last of which mean nothing.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class FeedbackColumns:
         assert weights.shape == (size, size) and weights.dtype == np.float32, "a weight for every pair of columns"
         for indices, limit in ((groups, len(scales)), (places, size)):
             assert indices.shape == (size,) and indices.dtype == np.int64, "one for every column"
-            assert 0 <= indices.min() and indices.max() < limit, "indices stay inside"
+            assert indices.min() >= 0 and indices.max() < limit, "indices stay inside"
         self._columns, self.wanted = _lanes(columns), _lanes(columns)
         self._scales = _lanes(scales)
         self._minimums = _lanes(np.zeros_like(scales) if minimums is None else minimums)
