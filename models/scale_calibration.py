@@ -280,7 +280,7 @@ class _Int8Workers(Workers):
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
-        self.num_threads = workers.num_threads
+        self.num_threads, self.memory = workers.num_threads, workers.memory
 
     def run(self, function: Callable[[int], None], count: int) -> None:
         self._workers.run(function, count)

@@ -14,7 +14,7 @@ from numpy.typing import DTypeLike, NDArray
 
 _LEAST_BYTES = 4 << 20
 """Smaller arrays are the allocator's own business."""
-_FREE_BYTES = 512 << 20
+_FREE_BYTES = 256 << 20
 """How much is kept that nobody uses."""
 _WASTE = 2
 """An array may lie in memory of so many times its size."""
@@ -34,9 +34,10 @@ class LentMemory:
         if num_bytes < _LEAST_BYTES:
             return np.empty(shape, dtype)
         block = self._take(num_bytes)
-        loan = (ctypes.c_char * num_bytes).from_buffer(block)
+        loan = (ctypes.c_char * num_bytes).from_buffer(block.data)
         weakref.finalize(loan, self._give_back, block).atexit = False
-        return np.frombuffer(loan, dtype).reshape(shape)
+        array: NDArray[Any] = np.frombuffer(memoryview(loan), dtype).reshape(shape)
+        return array
 
     def clear(self) -> None:
         """Let go of what nobody uses."""
