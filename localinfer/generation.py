@@ -43,12 +43,14 @@ class GenerationRecord:
 
     cached_tokens: of the prompt, not computed again. miss: why not more of them, None where nothing stood in the way.
     dropped_tokens: left out of the context, by `context_shift`. speculation: what drafts did, None where it is off.
+    waited_seconds: from the request to a place among those that run.
     """
 
     cached_tokens: int = 0
     miss: CacheMiss | None = None
     dropped_tokens: int = 0
     speculation: SpeculationRecord | None = None
+    waited_seconds: float = 0.0
 
 
 @dataclass(eq=False, slots=True)
@@ -147,7 +149,7 @@ class Generation(Iterator[TokenEvent]):
 
     @property
     def computed_tokens(self) -> int:
-        """How many ids have their keys and values at hand, computed or from the cache; 0 while it waits for a place."""
+        """How many ids were read, computed or from the cache; 0 without a place among those that run."""
         sequence = self._run.sequence
         return 0 if sequence is None else sequence.length
 

@@ -272,6 +272,7 @@ class Scheduler:
             run.sequence = admission.sequence
             if run.is_prompt:
                 run.record.cached_tokens, run.record.miss = admission.cached_tokens, admission.miss
+                run.record.waited_seconds = time.monotonic() - run.began
             active.append(run)
 
     def _reason_to_stop(self, parts: Sequence[Part], num_known: int) -> IsUnwanted | None:

@@ -104,7 +104,7 @@ class Stats:
     drafted_by_position, accepted_by_position: the same by place in the draft. tokens_per_pass: decoded per pass of the
     model, 1 without speculation. speculation_speedup: over plain steps, as measured.
     seed: the one given, or drawn; with it the same options give the same text. stop_text: the one of the option `stop`
-    that ended it, if one did.
+    that ended it, if one did. waited_seconds: for a place among those that run.
     """
 
     prompt_tokens: int
@@ -122,6 +122,7 @@ class Stats:
     tokens_per_pass: float = 1.0
     speculation_speedup: float = 1.0
     stop_text: str | None = None
+    waited_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -277,6 +278,7 @@ class TextStream(Iterator[StreamEvent]):
             else 0.0,
             seed=self._seed,
             stop_text=self._stop_text,
+            waited_seconds=record.waited_seconds,
             **_speculation_stats(record.speculation),
         )
 

@@ -39,6 +39,13 @@ class Meters:
             buckets=_INTERVAL_BUCKETS,
             registry=registry,
         )
+        self.queue_seconds = Histogram(
+            "localinfer_queue_wait_seconds",
+            "From the request's admission to a place among those that run",
+            ["model"],
+            buckets=_FIRST_TOKEN_BUCKETS,
+            registry=registry,
+        )
         self.prompt_tokens = Counter("localinfer_prompt_tokens", "Tokens of prompts", ["model"], registry=registry)
         self.cached_tokens = Counter(
             "localinfer_cached_prompt_tokens",
@@ -76,6 +83,7 @@ class Meters:
 
     def count_reply(self, model: str, stats: "Stats", ending: str) -> None:
         """Count what a finished generation cost."""
+        self.queue_seconds.labels(model).observe(stats.waited_seconds)
         self.prompt_tokens.labels(model).inc(stats.prompt_tokens)
         self.cached_tokens.labels(model).inc(stats.cached_tokens)
         self.completion_tokens.labels(model).inc(stats.completion_tokens)

@@ -1,6 +1,7 @@
 """The public API under load: the words of a request alone are those it gets among others, and any thread ends it."""
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from localinfer.generation import NO_TOKEN
 from localinfer.llm import LLM
 from localinfer.scheduler import EngineLimits
 from tests.engine.fakes import fake_model, text_model
+from tests.engine.generations import Gate
 
 PROMPT = "Once upon a time, there was a little dog. Once upon a time, there was"
 REQUESTS: list[dict[str, Any]] = [
@@ -78,3 +80,20 @@ def test_drafts_get_shorter_as_the_batch_grows() -> None:
     depths = [best_depth(chances, costs, MAX_DEPTH, other_rows=n, other_tokens=n)[0] for n in range(16)]
     assert depths == sorted(depths, reverse=True)
     assert depths[0] >= 3 and depths[8] == depths[15] == 0
+
+
+def test_the_wait_for_a_place_is_timed() -> None:
+    gate = Gate(5)
+    llm = LLM(fake_model(gate))  # type: ignore[arg-type]
+    first, second = (llm.stream(text, max_tokens=4) for text in ("abcd", "vwxyz"))
+    readers = [threading.Thread(target=stream.finish) for stream in (first, second)]
+    readers[0].start()
+    assert gate.reached.wait(20)
+    readers[1].start()
+    time.sleep(0.05)
+    assert second.computed_tokens == 0
+    gate.may_pass.set()
+    for reader in readers:
+        reader.join(20)
+    assert second.stats.waited_seconds >= 0.05
+    assert second.stats.waited_seconds > first.stats.waited_seconds

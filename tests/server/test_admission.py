@@ -239,6 +239,7 @@ def test_metrics_tell_times_tokens_cache_drafts_and_queue(tcp):
         'localinfer_requests_total{route="/chat/completions",status="200"}',
         "localinfer_time_to_first_token_seconds_bucket",
         "localinfer_inter_token_seconds_bucket",
+        'localinfer_queue_wait_seconds_count{model="demo"}',
         'localinfer_prompt_tokens_total{model="demo"}',
         'localinfer_cached_prompt_tokens_total{model="demo"}',
         'localinfer_completion_tokens_total{model="demo"}',

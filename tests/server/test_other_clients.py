@@ -77,6 +77,14 @@ def test_anthropic_reads_thinking_and_tools(scripted):
     assert final.usage.output_tokens == whole.usage.output_tokens
 
 
+def test_anthropic_raises_what_fails_in_a_stream(scripted):
+    anthropic = import_or_skip("anthropic")
+    with anthropic.Anthropic(api_key="none", max_retries=0, base_url=url_of(scripted)) as client:
+        stream = client.messages.create(model="failing", messages=STORY, max_tokens=9, stream=True)
+        with pytest.raises(anthropic.APIError, match="the server failed"):
+            list(stream)
+
+
 def test_langchain(http):
     chat_class = import_or_skip("langchain_openai").ChatOpenAI
     options = {"base_url": f"{url_of(http)}/v1", "api_key": "none", "model": "demo", "http_client": http}

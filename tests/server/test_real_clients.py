@@ -148,6 +148,17 @@ def test_openai_responses_with_tools_and_a_form(openai_client):
     assert (item.type, item.name, item.arguments) == ("function_call", "pet", arguments)
 
 
+def test_openai_gathers_a_response_of_several_items(scripted):
+    tools = [{"type": "function", "name": name, "parameters": {"type": "object"}} for name in ("look", "count")]
+    with scripted_client(scripted).responses.stream(model="calls", input="hi", tools=tools) as stream:
+        final = stream.get_final_response()
+    assert [item.type for item in final.output] == ["reasoning", "message", "function_call", "function_call"]
+    assert [json.loads(item.arguments) for item in final.output[2:]] == [{"at": "b"}, {"to": 3}]
+    assert final.output[0].content[0].text == "Hm."
+    assert final.output_text == "I look."
+    assert final.usage.output_tokens_details.reasoning_tokens > 0
+
+
 def test_openai_raises_what_fails_in_a_stream(scripted):
     openai = import_or_skip("openai")
     client = scripted_client(scripted, max_retries=0)
