@@ -5,16 +5,27 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from localinfer.server.inbox import Bell, Inbox
 from localinfer.server.meters import Meters, TokenClock
 from localinfer.server.model_registry import Lease
+from localinfer.server.openings import Openings
 from localinfer.server.reply_threads import ReplyThreads
 
 if TYPE_CHECKING:
     from localinfer.text_stream import Stats, StreamEvent, TextStream
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """What the replies of a server share. Made on its event loop, which the bell belongs to."""
+
+    meters: Meters
+    bell: Bell = field(default_factory=Bell)
+    threads: ReplyThreads = field(default_factory=ReplyThreads)
+    openings: Openings = field(default_factory=Openings)
 
 
 @dataclass(frozen=True)
@@ -77,9 +88,7 @@ class Reply:
         reply_id: str,
         lease: Lease,
         plans: Sequence[TextPlan],
-        meters: Meters,
-        threads: ReplyThreads,
-        bell: Bell,
+        workplace: Workplace,
         on_close: Callable[["Reply"], None],
     ) -> None:
         self.id = reply_id
@@ -90,12 +99,14 @@ class Reply:
         self.is_cancelled = False
         self.num_tokens = 0
         self.num_reasoning_tokens = 0
-        self._inbox: Inbox[_Item] = Inbox(bell)
+        self._inbox: Inbox[_Item] = Inbox(workplace.bell)
         self._texts: list[_Text] = []
         for index, plan in enumerate(plans):
             leader = None if plan.follows is None else self._texts[plan.follows]
-            self._texts.append(_Text(index, plan.open, leader, self._inbox, meters, lease.model_id))
-        self._threads = threads
+            self._texts.append(_Text(index, plan.open, leader, self._inbox, workplace, lease.model_id))
+        self._threads = workplace.threads
+        self._openings: Openings | None = workplace.openings
+        workplace.openings.begin()
         self._early: deque[_Item] = deque()
         self.stats: list[Stats | None] = [None] * len(plans)
         self.prompt_tokens = [0] * len(plans)
@@ -142,8 +153,10 @@ class Reply:
     async def events(self, ping_seconds: float | None = None) -> AsyncIterator[ReplyEvent]:
         """Yield what comes, to the end of all texts, and Silence after `ping_seconds` of it.
 
+        Whoever iterates has sent what goes before any text.
         Raises: what stopped a text, or the reason that `fail` was given.
         """
+        self._note_opened()
         if ping_seconds is not None:
             self._watch_silence(ping_seconds)
         left = len(self._texts)
@@ -181,6 +194,7 @@ class Reply:
         if self._is_closed:
             return
         self._is_closed = True
+        self._note_opened()
         if self._ping_timer is not None:
             self._ping_timer.cancel()
         self.cancel()
@@ -190,6 +204,11 @@ class Reply:
         """Wait for the texts to end. Called off the event loop."""
         for text in self._texts:
             text.join(seconds)
+
+    def _note_opened(self) -> None:
+        if self._openings is not None:
+            self._openings.end()
+            self._openings = None
 
     def _watch_silence(self, seconds: float) -> None:
         loop = asyncio.get_running_loop()
@@ -213,7 +232,7 @@ class _Text:
         open_stream: "Callable[[], TextStream]",
         leader: "_Text | None",
         inbox: Inbox[_Item],
-        meters: Meters,
+        workplace: Workplace,
         model_id: str,
     ) -> None:
         self.index = index
@@ -221,9 +240,10 @@ class _Text:
         self.stats: Stats | None = None
         self._open = open_stream
         self._inbox = inbox
-        self._meters = meters
+        self._openings = workplace.openings
+        self._meters = workplace.meters
         self._model_id = model_id
-        self._clock = TokenClock(meters, model_id)
+        self._clock = TokenClock(workplace.meters, model_id)
         self._has_token = threading.Event()
         self._lock = threading.Lock()
         self._stream: TextStream | None = None
@@ -283,6 +303,7 @@ class _Text:
                 if self._is_cancelled:
                     _stop(stream)
             put(_Started(index, stream.stats.prompt_tokens))
+            self._openings.wait()
             try:
                 for event in stream:
                     ending = event.finish_reason or ending

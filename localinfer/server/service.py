@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from starlette.requests import Request
 
 from localinfer.server.identifiers import identifier
-from localinfer.server.inbox import Bell
 from localinfer.server.json_body import ClientGone
 from localinfer.server.meters import Meters
 from localinfer.server.model_registry import Lease, ModelRegistry
-from localinfer.server.reply import Reply, TextPlan
-from localinfer.server.reply_threads import ReplyThreads
+from localinfer.server.reply import Reply, TextPlan, Workplace
 from localinfer.server.settings import ServerSettings
 from localinfer.server.wire_errors import ApiError
 
@@ -43,8 +41,7 @@ class Service:
         self._make_registry = make_registry
         self._registry: ModelRegistry | None = None
         self._replies: dict[str, Reply] = {}
-        self._threads = ReplyThreads()
-        self._bell: Bell | None = None
+        self._workplace: Workplace | None = None
         self._sessions: dict[str, Reply] = {}
         self._is_stopping = False
 
@@ -62,7 +59,7 @@ class Service:
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
         """Hold models while the context lasts; leaving it stops what runs and unloads them."""
-        self._bell = Bell()
+        workplace = self._workplace = Workplace(self.meters)
         try:
             self._registry = self._make_registry(self.meters)
             if self._preloads:
@@ -80,7 +77,7 @@ class Service:
                 reply.close()
             for reply in replies:
                 await asyncio.to_thread(reply.join, _JOIN_SECONDS)
-            self._threads.close()
+            workplace.threads.close()
             await self._registry.close()
 
     def stop(self) -> None:
@@ -165,8 +162,8 @@ class Service:
                 del self._sessions[session]
             lease.release()
 
-        assert self._bell is not None, "the service is not open"
-        reply = Reply(identifier(kind), lease, plans, self.meters, self._threads, self._bell, forget)
+        assert self._workplace is not None, "the service is not open"
+        reply = Reply(identifier(kind), lease, plans, self._workplace, forget)
         self._replies[reply.id] = reply
         if session:
             self._sessions[session] = reply

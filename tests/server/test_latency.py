@@ -1,0 +1,131 @@
+"""What a client waits for before the first token: nothing that computes."""
+
+import asyncio
+import socket
+import threading
+import time
+from typing import Any
+
+import msgspec
+import pytest
+from local_servers import MODEL, ServedModel, serving
+
+from localinfer.llm import LLM
+from localinfer.server.inbox import Bell, Inbox
+from localinfer.server.openings import Openings
+from localinfer.server.reply_threads import ReplyThreads
+from localinfer.server.settings import ServerSettings
+from tests.engine.fakes import FakeTemplate, fake_model
+
+QUESTION = {"messages": [{"role": "user", "content": "Hm?"}], "max_tokens": 3, "stream": True, "ignore_eos": True}
+
+
+def ask(served: ServedModel) -> socket.socket:
+    """Send a question and return the connection, of which nothing was read."""
+    body = msgspec.json.encode(QUESTION)
+    connection = served.connect()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+    connection.sendall(head.encode() + b"Content-Type: application/json\r\nConnection: close\r\n\r\n" + body)
+    return connection
+
+
+def read_until(connection: socket.socket, end: bytes) -> bytes:
+    received = bytearray()
+    while end not in received:
+        piece = connection.recv(1 << 16)
+        assert piece, f"the reply ended without {end!r}: {received!r}"
+        received += piece
+    return bytes(received)
+
+
+def test_first_bytes_and_health_wait_for_no_step() -> None:
+    may_compute = threading.Event()
+    model = fake_model(max_batch_rows=64, max_output_rows=8)
+    model.chat_template = FakeTemplate()
+    compute = model.program.run
+
+    def run(batch: Any) -> Any:
+        assert may_compute.wait(20)
+        return compute(batch)
+
+    model.program.run = run  # type: ignore[method-assign]
+
+    def load(_: Any) -> LLM:
+        return LLM(model)  # type: ignore[arg-type]
+
+    try:
+        with serving(ServerSettings(socket_path=None, port=0), sources=[MODEL], load=load) as served:
+            connections = [ask(served) for _ in range(4)]
+            heads = [read_until(connection, b'"role":"assistant"') for connection in connections]
+            with served.client() as client:
+                assert client.get("/health").json() == {"status": "ok"}
+                assert len(client.get("/slots").json()) == 4
+            may_compute.set()
+            for head, connection in zip(heads, connections, strict=True):
+                assert b"[DONE]" in head + read_until(connection, b"[DONE]")
+                connection.close()
+    finally:
+        may_compute.set()
+
+
+def test_who_computes_waits_for_the_first_bytes_of_others_but_not_for_ever() -> None:
+    openings = Openings()
+    openings.wait()
+    openings.begin()
+    openings.begin()
+    openings.wait()
+    waiting = threading.Thread(target=openings.wait)
+    waiting.start()
+    openings.end()
+    openings.end()
+    waiting.join(10)
+    assert not waiting.is_alive()
+    openings.wait()
+
+
+def test_threads_are_kept_for_the_next_text_and_end_with_the_server() -> None:
+    threads = ReplyThreads()
+    names: list[int] = []
+    for count in range(1, 6):
+        threads.run(lambda: names.append(threading.get_ident()))
+        while len(threads._idle) < 1 or len(names) < count:
+            time.sleep(0.001)
+    assert len(set(names)) == 1
+    may_end = threading.Event()
+    for _ in range(3):
+        threads.run(lambda: names.append(threading.get_ident()) or may_end.wait(10))  # type: ignore[func-returns-value]
+    while len(names) < 8:
+        time.sleep(0.001)
+    assert len(set(names)) == 3
+    working = [thread for thread in threading.enumerate() if thread.ident in names]
+    threads.close()
+    may_end.set()
+    for thread in working:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("num_threads", [1, 5])
+def test_items_of_many_threads_arrive_whole_and_in_order(num_threads: int) -> None:
+    async def take_all() -> list[list[int]]:
+        bell = Bell()
+        inboxes: list[Inbox[int]] = [Inbox(bell) for _ in range(num_threads)]
+
+        def put(inbox: Inbox[int]) -> None:
+            for item in range(200):
+                inbox.put(item)
+                if item % 17 == 0:
+                    time.sleep(0.0005)
+
+        senders = [threading.Thread(target=put, args=(inbox,)) for inbox in inboxes]
+        for sender in senders:
+            sender.start()
+        taken = await asyncio.gather(*[take(inbox) for inbox in inboxes])
+        for sender in senders:
+            sender.join()
+        return list(taken)
+
+    async def take(inbox: Inbox[int]) -> list[int]:
+        return [await inbox.take() for _ in range(200)]
+
+    assert asyncio.run(take_all()) == [list(range(200))] * num_threads
