@@ -58,6 +58,9 @@ class Product:
 
 Step = Launch | Product
 
+OVERLAP_CAPABILITY = (9, 0)
+"""Compute capability from which on kernels know how to wait for the one before them."""
+
 
 class Device(Protocol):
     """Memory by address, and steps that run in order."""
@@ -67,6 +70,11 @@ class Device(Protocol):
 
     @property
     def product_kind(self) -> int: ...
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a kernel may be started before the one before it has ended."""
+        ...
 
     def allocate(self, num_bytes: int) -> int:
         """Address of zeroed memory, a multiple of 256. Raises: OutOfMemoryError."""
@@ -168,9 +176,12 @@ def parameter_kinds(ptx: bytes) -> tuple[type[ctypes.c_float] | type[ctypes.c_in
 
 
 class CudaDevice:
-    """The current CUDA device of torch. One thread at a time, but any."""
+    """The current CUDA device of torch. One thread at a time, but any.
 
-    def __init__(self) -> None:
+    overlaps: start a kernel before the one before it has ended, where the GPU can. Off until a GPU has measured it.
+    """
+
+    def __init__(self, *, overlaps: bool = False) -> None:
         found = find_device()
         self.name, self._free_at_first = found.name, found.free_bytes
         self.waited_seconds = 0.0
@@ -185,6 +196,7 @@ class CudaDevice:
         major, minor = torch.cuda.get_device_capability()
         self.capability = (int(major), int(minor))
         self.product_kind = BF16 if self.capability >= (8, 0) else F16
+        self.overlaps = overlaps and self.capability >= OVERLAP_CAPABILITY
         self._stream = torch.cuda.Stream()
         self._tensors: dict[int, Any] = {}
         self._staging: list[Any] = []
@@ -308,9 +320,26 @@ class CudaDevice:
         if isinstance(step, Launch):
             function, kinds = self._function(step.key)
             arguments = (step.values, kinds)
+            if self.overlaps:
+                self._check(self._driver.cuLaunchKernelEx(self._overlapping(step, stream), function, arguments, 0))
+                return
             self._check(self._driver.cuLaunchKernel(function, *step.grid, step.threads, 1, 1, 0, stream, arguments, 0))
         else:
             self._multiply(step)
+
+    def _overlapping(self, launch: Launch, stream: int) -> Any:
+        """How a kernel is launched that waits by itself for the one before it: programmatic dependent launch."""
+        driver = self._driver
+        allowed = driver.CUlaunchAttribute()
+        allowed.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        allowed.value.programmaticStreamSerializationAllowed = 1
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = launch.grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = launch.threads, 1, 1
+        config.sharedMemBytes = 0
+        config.hStream = driver.CUstream(stream)
+        config.attrs, config.numAttrs = [allowed], 1
+        return config
 
     def _function(self, key: KernelKey) -> Any:
         if key not in self._functions:

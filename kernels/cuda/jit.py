@@ -16,6 +16,8 @@ from numba import types
 from numba.cuda import compiler
 from numba.cuda.dispatcher import CUDADispatcher
 
+from localinfer.kernels.cuda.device import OVERLAP_CAPABILITY
+
 _KINDS = {"q": types.int64, "f": types.float32}
 
 _IR_TARGET = (10, 0)
@@ -23,6 +25,9 @@ _IR_TARGET = (10, 0)
 else in the IR depends on it."""
 
 _LEAST_CAPABILITY = (7, 5)
+
+_WAIT = "griddepcontrol.wait;"
+_ASM = '  call void asm sideeffect "{}", "~{{memory}}"()\n'
 
 _PTX_FEATURE = "+ptx78"
 """The oldest PTX that knows every instruction used, so that drivers since CUDA 11.8 take it."""
@@ -145,7 +150,21 @@ def _optimised(texts: Sequence[str]) -> str:
 
 def to_ptx(text: str, capability: tuple[int, int]) -> str:
     """PTX of what `kernel_ir` gave, for a compute capability."""
+    text = _overlapping(text) if capability >= OVERLAP_CAPABILITY else re.sub(rf"(?m)^.*{_WAIT}.*$", "", text)
     return str(_machine(capability).emit_assembly(llvm.parse_assembly(text)))
+
+
+def _overlapping(text: str) -> str:
+    """Let the next kernel be started at once, and wait for the one before, which may not have ended.
+
+    A launch that asks for no overlap makes nothing of either. Source: PTX ISA 7.8, section 9.7.12.13.
+    """
+    first = _ASM.format("griddepcontrol.launch_dependents;")
+    if _WAIT not in text:
+        first += _ASM.format(_WAIT)
+    whole, count = re.subn(r"(?m)^(define .*@kernel\(.*\{\n(?:[^ \n].*:.*\n)?)", rf"\g<1>{first}", text)
+    assert count == 1, "a kernel has one entry"
+    return whole
 
 
 def _machine(capability: tuple[int, int]) -> Any:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from localinfer.kernels.cpu.layouts import Layout, is_float
-from localinfer.kernels.cuda.device import F32, Launch, Product, Step
+from localinfer.kernels.cuda.device import F32, Device, Launch, Product, Step
 from localinfer.kernels.cuda.planes import DeviceWeight
 from localinfer.kernels.cuda.tape_memory import SMALL_ROWS, DeviceMemory
 
@@ -108,17 +108,17 @@ def small_product(
     slots: Sequence[Slot],
     batch_rows: int,
     activation: int | None,
-    capability: tuple[int, int],
+    device: Device,
 ) -> Iterator[Launch]:
     """Multiply up to SMALL_ROWS rows, padded to a power of two, by weights of one layout and number of columns.
 
     activation: joins the two slots, gate and up, into the second's out.
     """
     assert batch_rows <= SMALL_ROWS, "more rows are for the library"
-    if quantized is not None and batch_rows >= _TILED_ROWS and capability >= TENSOR_CORES:
+    if quantized is not None and batch_rows >= _TILED_ROWS and device.capability >= TENSOR_CORES:
         yield from tiled_product(quantized, slots, batch_rows, activation)
     else:
-        yield from scalar_product(x, quantized, slots, batch_rows, activation)
+        yield from scalar_product(x, quantized, slots, batch_rows, activation, prefetches=device.overlaps)
 
 
 def tiled_product(
@@ -137,16 +137,22 @@ def tiled_product(
 
 
 def scalar_product(
-    x: tuple[int, int], quantized: Quantized | None, slots: Sequence[Slot], batch_rows: int, activation: int | None
+    x: tuple[int, int],
+    quantized: Quantized | None,
+    slots: Sequence[Slot],
+    batch_rows: int,
+    activation: int | None,
+    *,
+    prefetches: bool = False,
 ) -> Iterator[Launch]:
-    """The same a lane at a time."""
+    """The same a lane at a time; prefetches: weights are on their way before the kernel before this one has ended."""
     first = slots[0].weight
     place = (*x, 0, 0) if quantized is None else quantized.words
     per_warp = weight_rows(batch_rows, activation is not None)
     for (words, rows, split), kind in _parts(slots, activation):
         groups = sum(-(-count // per_warp) for count in rows)
         values = (*place, first.num_columns, activation or 0, *words, *first.row_bytes, 0, 0, 1, 0)
-        constants = (first.layout, batch_rows, per_warp, split, kind)
+        constants = (first.layout, batch_rows, per_warp, split, kind, *([1] if prefetches else []))
         yield Launch("matmul.matmul", constants, (-(-groups * split // 4), 1, 1), THREADS, values)
 
 

@@ -229,7 +229,7 @@ class CudaTape:
             if not count:
                 return
             if count <= SMALL_ROWS:
-                yield from small_product(place, quantized, slots, count, op.activation, self._device.capability)
+                yield from small_product(place, quantized, slots, count, op.activation, self._device)
                 return
             yield from large_product(self._memory, place, x.width, slots, count, self._device.product_kind)
             if op.activation is not None:

@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 
 from localinfer.kernels.cpu.layouts import Layout
+from localinfer.kernels.cuda.attention_steps import Rope, attention_steps
+from localinfer.kernels.cuda.choice import Chosen
 from localinfer.kernels.cuda.device import CudaDevice, Launch
 from localinfer.kernels.cuda.layouts import plane_offsets
 from localinfer.kernels.cuda.pages import DeviceKVLayout
@@ -29,9 +31,20 @@ from localinfer.kernels.cuda.products import (
     tiled_product,
 )
 from localinfer.kernels.cuda.program import CudaProgram
+from localinfer.kernels.cuda.shape import Shape
 from localinfer.kernels.cuda.tape import CudaTape
 from localinfer.kernels.cuda.tape_memory import DeviceMemory
-from localinfer.kernels.ops import Batch, EmbeddingTable, FloatArray, LinearWeight, Rows, Segment
+from localinfer.kernels.kv_layout import KVLayout
+from localinfer.kernels.ops import (
+    AttentionShape,
+    Batch,
+    EmbeddingTable,
+    FloatArray,
+    KVLayerShape,
+    LinearWeight,
+    Rows,
+    Segment,
+)
 from localinfer.models.config import ModelConfig
 from localinfer.models.decoder import kv_layer_shapes, write_decoder
 
@@ -47,7 +60,10 @@ CONTEXT, PROMPT = 512, 2048
 class RandomWeights:
     """A `WeightSource` of a llama's shape in one layout, made where it is used."""
 
-    def __init__(self, device: CudaDevice, layout: Layout, shapes: dict[str, tuple[int, ...]]) -> None:
+    def __init__(self, device: CudaDevice, layout: Layout, shapes: dict[str, tuple[int, ...]], seed: int) -> None:
+        import torch
+
+        torch.manual_seed(seed)
         self._device, self._layout, self._shapes = device, layout, shapes
         self._made: dict[str, DeviceWeight] = {}
         self.num_bytes = 0
@@ -180,7 +196,31 @@ def _pair(weight: tuple[Any, Any], group: int) -> tuple[Any, int, Any]:
     return weight[0], group, weight[1]
 
 
-def make_program(device: CudaDevice, name: str, layout: Layout) -> tuple[CudaProgram, DeviceKVLayout, int]:
+def attention_record(device: CudaDevice, kv_type: str, num_rows: int, context: int) -> dict[str, Any]:
+    """Seconds of an 8B model's attention of the last rows of a context, by tiles and by chunks, in one layer."""
+    layers, hidden, heads, kv_heads, head, *_ = SHAPES["8B"]
+    layout = KVLayout(kv_type, [KVLayerShape(kv_heads, head, head)])
+    memory = DeviceMemory(device, {Rows.BATCH: num_rows, Rows.OUTPUT: num_rows})
+    count = -(-context // layout.page_tokens)
+    pages = memory.array(device.allocate(count * layout.page_bytes) + np.arange(count) * layout.page_bytes)
+    positions = memory.array(np.arange(context - num_rows, context))
+    tables = memory.array(np.full(num_rows, pages))
+    queries, out = (memory.shared(name, num_rows * 4 * hidden) for name in ("queries", "out"))
+    shape = AttentionShape(heads, kv_heads, head, head, scale=head**-0.5)
+    places = ((queries, 4 * hidden), (out, 4 * hidden))
+    build = attention_steps(memory, layout, 0, shape, places, (0, 0), Rope(0, 0, 0, head, 0), lambda: None)
+    record: dict[str, Any] = {"kv_type": kv_type, "rows": num_rows, "context": context, "layers_of_8B": layers}
+    chunks = 1 << (-(-context // 128) - 1).bit_length()
+    for way, segment_rows in (("tiles", (num_rows,)), ("chunks", ())):
+        batch = Shape(num_rows, num_rows, chunks, 0, positions, tables, 0, segment_rows)
+        steps = list(build(batch)) * 4
+        record[f"seconds_by_{way}"] = seconds_of(device.capture(steps), device._synchronize) / 4
+    return record
+
+
+def make_program(
+    device: CudaDevice, name: str, layout: Layout, kv_type: str, *, seed: int = 1
+) -> tuple[CudaProgram, DeviceKVLayout, int]:
     """A model of this shape, and the bytes of its weights."""
     layers, hidden, heads, kv_heads, head, inner, vocab, is_tied = SHAPES[name]
     metadata: dict[str, object] = {
@@ -216,19 +256,23 @@ def make_program(device: CudaDevice, name: str, layout: Layout) -> tuple[CudaPro
         ):
             shapes[f"{block}{part}.weight"] = shape
     config = ModelConfig.from_metadata(metadata, shapes)
-    kv_layout = DeviceKVLayout("f16", kv_layer_shapes(config), device=device)
-    weights = RandomWeights(device, layout, shapes)
+    kv_layout = DeviceKVLayout(kv_type, kv_layer_shapes(config), device=device)
+    weights = RandomWeights(device, layout, shapes, seed)
     program = write_decoder(config, weights, CudaTape(device, kv_layout), config.context_length)
     assert isinstance(program, CudaProgram), "a CUDA tape makes a CUDA program"
     return program, kv_layout, weights.num_bytes
 
 
-def model_record(name: str, layout: Layout) -> dict[str, Any]:
-    """Decoding at a context of 512, verifying 4 and 8 tokens, a prompt of 2,048, and the host's part of a token."""
-    device = CudaDevice()
+def model_record(name: str, layout: Layout, kv_type: str = "f16", *, overlaps: bool = False) -> dict[str, Any]:
+    """Decoding at a context of 512, verifying 4 and 8 tokens, a prompt of 2,048, and the host's part of a token.
+
+    overlaps: kernels are started before the ones before them have ended.
+    """
+    device = CudaDevice(overlaps=overlaps)
     began = time.perf_counter()
-    program, kv_layout, num_bytes = make_program(device, name, layout)
-    record: dict[str, Any] = {"model": name, "layout": layout.name, "weight_bytes": num_bytes}
+    program, kv_layout, num_bytes = make_program(device, name, layout, kv_type)
+    record: dict[str, Any] = {"model": name, "layout": layout.name, "kv_type": kv_type, "overlaps": device.overlaps}
+    record["weight_bytes"] = num_bytes
     record["load_and_compile_seconds"] = time.perf_counter() - began
     count = -(-(PROMPT + 512) // kv_layout.page_tokens)
     pages = device.allocate(count * kv_layout.page_bytes) + np.arange(count, dtype=np.int64) * kv_layout.page_bytes
@@ -254,9 +298,9 @@ def model_record(name: str, layout: Layout) -> dict[str, Any]:
         host = []
         for _ in range(100):
             began = time.perf_counter()
-            program._start(batch, is_greedy=True)
+            program._start(batch, Chosen.LIKELIEST)
             host.append(time.perf_counter() - began)
-            device.read(program._chosen, program._chosen_here[:rows])
+            program._choice.read(rows)
             samples.append(time.perf_counter() - began)
         record[f"seconds_{rows}"] = statistics.median(samples)
         record[f"host_seconds_{rows}"] = statistics.median(host)
@@ -294,9 +338,18 @@ def main() -> None:
         )
     for group in (32, 128):
         note(f"torch int4 28672 x 4096 g{group}", lambda group=group: torch_int4_record(28672, 4096, group))
+    for kv_type in ("f16", "q8_0"):
+        for rows, context in ((1024, 2048), (1024, 1024), (8, 8192), (1, 8192), (1, 512)):
+            note(
+                f"attention {kv_type} {rows} rows of {context}",
+                lambda kv_type=kv_type, rows=rows, context=context: attention_record(device, kv_type, rows, context),
+            )
     device.close()
     for name in names:
         note(f"model {name} Q4_0", lambda name=name: model_record(name, Layout.Q4_0))
+    for name in names[:1]:
+        note(f"model {name} Q4_0, overlapped", lambda name=name: model_record(name, Layout.Q4_0, overlaps=True))
+        note(f"model {name} Q4_0, q8_0 cache", lambda name=name: model_record(name, Layout.Q4_0, "q8_0"))
 
 
 if __name__ == "__main__":

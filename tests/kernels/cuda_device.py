@@ -25,6 +25,7 @@ class EmulatedDevice:
 
     capability = (9, 0)
     product_kind = BF16
+    overlaps = False
     waited_seconds = 0.0
 
     def __init__(self) -> None:

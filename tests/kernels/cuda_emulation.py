@@ -26,6 +26,7 @@ _FIRST_ADDRESS = 1 << 44
 _GAP = 1 << 20
 _MEETINGS = (*TOGETHER, "meet")
 _WARP = 32
+_WORD, _SIGNED, _UNSIGNED = struct.Struct("<I"), struct.Struct("<4b"), struct.Struct("<4B")
 _Lane = Generator[tuple[Any, ...], Any, None]
 
 
@@ -35,6 +36,7 @@ class EmulatedMemory:
     def __init__(self) -> None:
         self._starts: list[int] = []
         self._buffers: list[NDArray[np.uint8]] = []
+        self._views: list[memoryview] = []
 
     def allocate(self, num_bytes: int) -> int:
         """Reserve memory filled with 255, which is NaN wherever it is read as floats."""
@@ -42,24 +44,29 @@ class EmulatedMemory:
         start = -(-start // 256) * 256
         self._starts.append(start)
         self._buffers.append(np.full(num_bytes, 255, np.uint8))
+        self._views.append(memoryview(self._buffers[-1]))
         return start
 
     def view(self, address: int, num_bytes: int) -> NDArray[np.uint8]:
         """The bytes at an address, all of one allocation."""
-        index = bisect.bisect_right(self._starts, address) - 1
-        offset = address - self._starts[index] if index >= 0 else -1
-        assert index >= 0 and offset + num_bytes <= len(self._buffers[index]), f"{num_bytes} bytes at {address:#x}"
+        index, offset = self._place(address, num_bytes)
         return self._buffers[index][offset : offset + num_bytes]
 
-    def read(self, address: int, kinds: str) -> tuple[Any, ...]:
-        num_bytes = struct.calcsize(kinds)
-        assert address % num_bytes == 0, f"{num_bytes} bytes at {address:#x} are not aligned"
-        return struct.unpack(kinds, self.view(int(address), num_bytes))
+    def read(self, address: int, kinds: struct.Struct) -> tuple[Any, ...]:
+        assert address % kinds.size == 0, f"{kinds.size} bytes at {address:#x} are not aligned"
+        index, offset = self._place(int(address), kinds.size)
+        return kinds.unpack_from(self._views[index], offset)
 
-    def write(self, address: int, kind: str, value: Any) -> None:
-        num_bytes = struct.calcsize(kind)
-        assert address % num_bytes == 0, f"{num_bytes} bytes at {address:#x} are not aligned"
-        self.view(int(address), num_bytes)[:] = np.frombuffer(struct.pack(kind, value), np.uint8)
+    def write(self, address: int, kind: struct.Struct, value: Any) -> None:
+        assert address % kind.size == 0, f"{kind.size} bytes at {address:#x} are not aligned"
+        index, offset = self._place(int(address), kind.size)
+        kind.pack_into(self._views[index], offset, value)
+
+    def _place(self, address: int, num_bytes: int) -> tuple[int, int]:
+        index = bisect.bisect_right(self._starts, address) - 1
+        offset = address - self._starts[index] if index >= 0 else -1
+        assert index >= 0 and offset + num_bytes <= len(self._views[index]), f"{num_bytes} bytes at {address:#x}"
+        return index, offset
 
 
 class Emulator:
@@ -192,30 +199,30 @@ class Emulator:
         memory = self.memory
 
         def loader(kinds: str) -> Callable[[int], Any]:
-            is_float = kinds[-1] == "f"
-
-            def load(address: int) -> Any:
-                values = memory.read(address, kinds)
-                if kinds[-1] == "d":
-                    return np.float64(values[0])
-                if is_float:
-                    values = tuple(np.float32(value) for value in values)
-                return values[0] if len(values) == 1 else values
-
-            return load
+            layout = struct.Struct(kinds)
+            number = {"f": np.float32, "d": np.float64}.get(kinds[-1])
+            if layout.size > struct.calcsize(kinds[-1]):
+                if number is None:
+                    return lambda address: memory.read(address, layout)
+                return lambda address: tuple(map(number, memory.read(address, layout)))
+            if number is None:
+                return lambda address: memory.read(address, layout)[0]
+            return lambda address: number(memory.read(address, layout)[0])
 
         def storer(kind: str, mask: int) -> Callable[[int, Any], None]:
-            return lambda address, value: memory.write(address, kind, int(value) & mask)
+            layout = struct.Struct(kind)
+            return lambda address, value: memory.write(address, layout, int(value) & mask)
 
         def store_f32(address: int, value: Any) -> None:
             assert isinstance(value, np.float32), f"{type(value)} is stored as float32"
-            memory.write(address, "<f", value)
+            memory.write(address, floating, value)
 
         def add_u32(address: int, value: Any) -> int:
-            (before,) = memory.read(address, "<I")
-            memory.write(address, "<I", (before + int(value)) & 0xFFFFFFFF)
+            (before,) = memory.read(address, word)
+            memory.write(address, word, (before + int(value)) & 0xFFFFFFFF)
             return int(before)
 
+        floating, word, long = struct.Struct("<f"), struct.Struct("<I"), struct.Struct("<q")
         return {
             "load_stream": loader("<4I"),
             "load_v4": loader("<4I"),
@@ -237,15 +244,16 @@ class Emulator:
             "f64_bits": lambda value: int(np.float64(value).view(np.int64)),
             "bits_f64": lambda bits: np.uint64(int(bits) & (1 << 64) - 1).view(np.float64),
             "add_u32": add_u32,
+            "wait_for_previous": lambda: None,
             "prefetch": lambda address: memory.view(int(address), 1).size,
             "load_f32": loader("<f"),
-            "store_i64": lambda address, value: memory.write(address, "<q", int(value)),
+            "store_i64": lambda address, value: memory.write(address, long, int(value)),
             "store_u32": storer("<I", 0xFFFFFFFF),
             "store_u16": storer("<H", 0xFFFF),
             "store_u8": storer("<B", 0xFF),
             "store_f32": store_f32,
-            "dot_signed": lambda a, b, c: int(c) + int(_bytes(a, np.int8) @ _bytes(b, np.int8)),
-            "dot_unsigned": lambda a, b, c: int(c) + int(_bytes(a, np.uint8) @ _bytes(b, np.int8)),
+            "dot_signed": lambda a, b, c: int(c) + _dot(_SIGNED, a, b),
+            "dot_unsigned": lambda a, b, c: int(c) + _dot(_UNSIGNED, a, b),
             "half_to_float": lambda bits: np.float32(np.uint16(int(bits)).view(np.float16)),
             "float_to_half": lambda value: int(np.float16(value).view(np.uint16)),
             "pack_halves": _pack_halves,
@@ -291,6 +299,8 @@ def _pack_halves(low: Any, high: Any) -> int:
     return int(np.array([low, high], np.float32).astype(np.float16).view(np.uint32)[0])
 
 
-def _bytes(word: int, dtype: Any) -> NDArray[np.int64]:
-    assert int(word) == word, f"{word!r} is not whole"
-    return np.frombuffer(struct.pack("<I", int(word) & 0xFFFFFFFF), dtype).astype(np.int64)
+def _dot(kind: struct.Struct, a: int, b: int) -> int:
+    """The sum of the products of four bytes of a kind with four signed ones."""
+    assert int(a) == a and int(b) == b, f"{a!r} and {b!r} are not whole"
+    left, right = kind.unpack(_WORD.pack(int(a) & 0xFFFFFFFF)), _SIGNED.unpack(_WORD.pack(int(b) & 0xFFFFFFFF))
+    return int(sum(x * y for x, y in zip(left, right, strict=True)))

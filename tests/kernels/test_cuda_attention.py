@@ -151,7 +151,7 @@ def test_what_enters_the_cache_is_the_cpus_to_the_bit(kv_type: str, pool: Thread
     shape = replace(PLAIN, num_heads=1, num_kv_heads=1, key_size=72, value_size=18)
     cache = Cache(pool, shape, kv_type, inputs_of(shape, 3, seed=5))
     device = EmulatedDevice()
-    page = device.allocate(cache.layout.page_bytes)
+    page = put(device, np.full(cache.layout.page_bytes, 255, np.uint8))
     rows = [0, 1, 2]
     tables = put(device, np.full(3, put(device, np.array([page], np.int64)), np.int64))
     batch = Shape(3, 3, 1, 0, put(device, np.array(rows, np.int64)), tables, 0)

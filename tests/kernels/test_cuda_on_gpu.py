@@ -83,6 +83,27 @@ def test_logits_of_every_architecture_are_the_reference_runtimes_and_the_cpus(
         assert normalized_error(found, cpu) <= 1e-6
 
 
+@pytest.mark.parametrize("layout", [Layout.Q4_0, Layout.INT4_128])
+def test_kernels_that_overlap_give_the_same_bits(layout: Layout) -> None:
+    from tests.bench.bench_cuda import SHAPES, make_program
+
+    SHAPES["small"] = (4, 512, 8, 4, 64, 1024, 2048, False)
+    found = []
+    for overlaps in (False, True):
+        device = CudaDevice(overlaps=overlaps)
+        program, kv_layout, _ = make_program(device, "small", layout, "f16", seed=FRESH_SEED)
+        pages = device.allocate(2 * kv_layout.page_bytes) + np.arange(2, dtype=np.int64) * kv_layout.page_bytes
+        rows = []
+        for start, count in [(0, 20), *((20 + step, 1) for step in range(12)), (32, 8), (40, 4), (44, 2)]:
+            ids = np.arange(start, start + count, dtype=np.int32)
+            batch = Batch(ids, [Segment(start, count, pages)], np.arange(count, dtype=np.int32))
+            rows += [program.run(batch).copy(), program.run(batch).copy()]
+        found.append(np.concatenate(rows))
+        program.close()
+    assert np.isfinite(found[0]).all()
+    np.testing.assert_array_equal(found[0], found[1])
+
+
 def two_hundred_tokens(model: Path | None, device: str, **options: Any) -> Sequence[int]:
     import localinfer
 

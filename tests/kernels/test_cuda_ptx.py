@@ -18,7 +18,7 @@ pytest.importorskip("numba_cuda", reason="CUDA kernels are compiled by numba-cud
 
 from localinfer.kernels.cuda import jit, kernel_cache
 from localinfer.kernels.cuda.compiled import matmul, rows
-from localinfer.kernels.cuda.device import parameter_kinds
+from localinfer.kernels.cuda.device import OVERLAP_CAPABILITY, CudaDevice, Launch, parameter_kinds
 
 ARCHITECTURES = ((7, 5), (8, 0), (9, 0), (10, 0))
 TENSOR_CORES = (8, 0)
@@ -94,6 +94,8 @@ def test_kernel_has_its_instructions_and_needs_no_stack(
         assert ptx.count(".visible .entry kernel(") == 1
         assert ".extern" not in ptx, "a kernel calls nothing that is not in it"
         assert ".local" not in ptx, "arrays of a lane lie in registers"
+        waits = ptx.count("griddepcontrol.wait")
+        assert waits == ptx.count("griddepcontrol.launch_dependents") == int(capability >= OVERLAP_CAPABILITY)
         for instruction in instructions.split():
             assert instruction in ptx, f"{instruction} for sm_{capability[0]}{capability[1]}"
     assembler = shutil.which("ptxas")
@@ -118,6 +120,28 @@ def test_a_small_batch_reads_its_weights_once() -> None:
     tiles = jit.to_ptx(ir_of("matmul_tiles.matmul_tiles", (Layout.Q4_0, 8, 2, 1, matmul.PLAIN)), (9, 0))
     # Two tiles of 16 rows: a lane loads four units, and four blocks of two tiles are one instruction each.
     assert tiles.count("no_allocate.v4") == 4 and tiles.count("mma.sync") == 8
+
+
+def test_nothing_is_read_that_another_kernel_writes_before_that_one_has_ended() -> None:
+    prefetching = jit.to_ptx(ir_of("matmul.matmul", (Layout.Q4_0, 1, 4, 1, matmul.GATED, 1)), (9, 0))
+    tiles = jit.to_ptx(ir_of("matmul_tiles.matmul_tiles", (Layout.Q4_0, 8, 2, 1, matmul.PLAIN)), (9, 0))
+    norm = jit.to_ptx(ir_of("rows.norm", (rows.RMS, 8, 1)), (9, 0))
+    for ptx in (prefetching, tiles, norm):
+        assert ptx.index("griddepcontrol.launch_dependents") < ptx.index("griddepcontrol.wait")
+        before, after = ptx.split("griddepcontrol.wait")
+        assert "ld.global" not in before and "st.global" not in before and "ld.global" in after
+    assert "prefetch.global.L2" in prefetching.split("griddepcontrol.wait")[0]
+    assert "prefetch.global.L2" in tiles.split("griddepcontrol.wait")[0]
+
+
+def test_an_overlapping_launch_asks_the_driver_for_it() -> None:
+    driver = pytest.importorskip("cuda.bindings.driver")
+    device = CudaDevice.__new__(CudaDevice)
+    device._driver = driver
+    config = device._overlapping(Launch("rows.rope", (), (3, 2, 1), 128, ()), 7)
+    assert (config.gridDimX, config.gridDimY, config.gridDimZ, config.blockDimX) == (3, 2, 1, 128)
+    assert int(config.hStream) == 7 and config.numAttrs == 1
+    assert config.attrs[0].value.programmaticStreamSerializationAllowed == 1
 
 
 def test_what_a_kernel_is_called_with_is_read_off_its_ptx() -> None:

@@ -23,11 +23,13 @@ from localinfer.kernels.cuda.compiled.ptx import (
     load_v2,
     load_v4,
     meet,
+    prefetch,
     shuffle,
     store_f32,
     thread,
     to_float,
     to_int,
+    wait_for_previous,
 )
 from localinfer.kernels.cuda.compiled.weights import BYTES, FIFTH_BITS, half_scales, scales_of, spread_bits
 from localinfer.kernels.cuda.jit import template
@@ -41,10 +43,11 @@ SLOT = "qqqqqqqqqqf"
 
 
 @template("qqqqqq" + SLOT * NUM_SLOTS + "qqqqqqqq")
-def matmul(layout, batch_rows, weight_rows, split, kind):
+def matmul(layout, batch_rows, weight_rows, split, kind, prefetches=0):
     """Multiply: a block of four warps, `split` of them to a row, a grid of [groups of rows * split / 4, slots].
 
     layout: of all weights. batch_rows: rows of activations, all computed; outputs have room for as many.
+    prefetches: 1 has the first weights on their way before the kernel waits for the one before it; not for EXPERTS.
     weight_rows: rows of each weight to a warp. Plain numbers meet float32 activations, the others quantized ones.
     """
     gated = kind == GATED
@@ -137,6 +140,10 @@ def matmul(layout, batch_rows, weight_rows, split, kind):
             sums[i] = float32(0.0)
         num_units = (num_columns + columns_per_unit - 1) // columns_per_unit
         unit = part * 32 + lane
+        if prefetches:
+            for r in range(rows):
+                prefetch(codes_at[r] + 16 * min(unit, num_units - 1))
+            wait_for_previous()
         while unit < num_units:
             for r in range(rows):
                 loaded = load_stream(codes_at[r] + 16 * unit)

@@ -28,6 +28,7 @@ from localinfer.kernels.cuda.compiled.ptx import (
     store_f32,
     thread,
     to_float,
+    wait_for_previous,
 )
 from localinfer.kernels.cuda.compiled.weights import (
     BYTES,
@@ -134,6 +135,7 @@ def matmul_tiles(layout, batch_rows, tiles, split, kind):
             prefetch_rows(codes_1 + first * codes_bytes, count * codes_bytes, THREADS)
             prefetch_rows(scales_1 + first * scales_bytes, count * scales_bytes, THREADS)
             prefetch_rows(extra_1 + first * extra_bytes, count * extra_bytes, THREADS)
+        wait_for_previous()
 
         codes_at = cuda.local.array(lane_rows, int64)
         scales_at_row = cuda.local.array(lane_rows, int64)

@@ -99,6 +99,9 @@ store_u8 = _instruction("st.global.u8 [$0], $1;", "", "qh", "memory")
 store_f32 = _instruction("st.global.f32 [$0], $1;", "", "qf", "memory")
 prefetch = _instruction("prefetch.global.L2 [$0];", "", "q", "memory")
 """Have the line at an address on its way to the GPU's cache."""
+wait_for_previous = _instruction("griddepcontrol.wait;", "", "", "memory")
+"""Wait for the kernel before this one, where a launch did not. `jit` puts it first in kernels that do not call it, and
+leaves it out where the GPU has no such instruction."""
 add_u32 = _instruction("atom.global.add.u32 $0, [$1], $2;", "u", "qu", "memory")
 """Add to what lies at an address, in one step for all lanes; gives what was there before."""
 
