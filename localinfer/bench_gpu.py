@@ -124,7 +124,7 @@ def _record(model: _GpuModel, load_seconds: float, settings: BenchSettings, prog
             hosts.append((sum(steps) - (device.waited_seconds - waited)) / len(steps))
     progress("measuring verification", 0, 0)
     verified: dict[int, list[float]] = {size: [] for size in VERIFIED_ROWS}
-    for _ in range(4 * settings.repetitions):
+    for _ in range(settings.repetitions):
         for size, seconds in verified.items():
             seconds.append(model.compute(start, rows[:size], size))
     single = statistics.median(verified[1])

@@ -25,11 +25,12 @@ _SHARED_SOURCES = ("ops.py", "kv_layout.py", "cpu/layouts.py", "cpu/protocol.py"
 
 STAGE = "compiling CUDA kernels (once per machine)"
 _MOST_CHILDREN = 8
-_LEAST_SHARE = 6
+_LEAST_SHARE = 4
 """Kernels that are worth a process: importing the compilers takes as long as compiling some."""
 
 _CHILD = """
-import json, sys
+import gc, json, sys
+gc.disable()
 sys.path[:], keys, capability = json.loads(sys.argv[1])
 from localinfer.kernels.cuda.kernel_cache import kernel_ptx
 for name, constants in keys:

@@ -12,7 +12,7 @@ from localinfer.kernels.cuda.device import has_driver
 from localinfer.quant.gguf import read_gguf
 from tests.models.small_models import VOCAB, write_small_llama
 
-SMALL = ("--device", "cuda", "--prompt", "3", "--decode", "2", "--context", "2", "--repetitions", "1")
+SMALL = ("--device", "cuda", "--prompt", "2", "--decode", "1", "--context", "1", "--repetitions", "1")
 
 
 def test_a_gpu_is_measured_with_every_figure(

@@ -185,6 +185,15 @@ def test_wrong_sizes_are_one_line(fake_llm, capsys, text):
     assert_one_error_line(capsys.readouterr().err, "--kv-memory", "such as 2GB")
 
 
+@pytest.mark.parametrize(("text", "layers"), [("auto", None), ("0", 0), ("99", 99)])
+def test_layers_on_the_gpu_are_a_number_or_what_fits(fake_llm, capsys, text, layers):
+    assert main(["run", "-p", "Hi", "--gpu-layers", text]) == 0
+    assert fake_llm.load_options["gpu_layers"] == layers
+    for wrong in ("all", "-1", "1.5", ""):
+        assert main(["run", "-p", "Hi", "--gpu-layers", wrong]) == 2
+        assert_one_error_line(capsys.readouterr().err, "--gpu-layers", "give one, or 'auto'")
+
+
 @pytest.mark.parametrize("arguments", [["run"], ["run", "-p", "-"]])
 def test_run_reads_the_prompt_from_a_pipe(fake_llm, capsys, monkeypatch, arguments):
     monkeypatch.setattr(sys, "stdin", io.StringIO("two\nlines\n"))

@@ -9,7 +9,6 @@ from localinfer.kernels.ops import FloatArray
 
 pytest.importorskip("numba_cuda", reason="CUDA kernels are written with numba-cuda, which is not installed")
 
-from localinfer.kernels.cuda import jit
 from localinfer.kernels.cuda.choice import Chosen, TokenChoice
 from localinfer.kernels.cuda.draws import CAPACITY, UNDECIDED, Draw
 from tests.kernels.cuda_device import EmulatedDevice
@@ -70,10 +69,3 @@ def test_what_cannot_be_drawn_is_told_apart() -> None:
     nucleus = Draw(1.0, 0, 0.9, 0.0, 1, 1)
     wanted = [NOT_FINITE, NOTHING_LEFT, NOT_FINITE, UNDECIDED, UNDECIDED]
     assert drawn(rows, [usual, nucleus, usual, usual, nucleus]) == wanted
-
-
-def test_weights_are_rounded_step_by_step_as_on_the_cpu() -> None:
-    """A product joined with a sum would round once, and another token could end a nucleus."""
-    ptx = jit.compile_ptx("draws.choose", (1,), (9, 0))
-    assert ptx.count("mul.rn.f64") >= 18
-    assert "rcp" not in ptx and "call" not in ptx

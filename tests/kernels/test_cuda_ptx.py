@@ -16,6 +16,7 @@ from localinfer.kernels.cpu.layouts import Layout
 
 pytest.importorskip("numba_cuda", reason="CUDA kernels are compiled by numba-cuda, which is not installed")
 
+from localinfer.kernels import object_cache
 from localinfer.kernels.cuda import jit, kernel_cache
 from localinfer.kernels.cuda.compiled import matmul, rows
 from localinfer.kernels.cuda.device import OVERLAP_CAPABILITY, CudaDevice, Launch, parameter_kinds
@@ -149,6 +150,28 @@ def test_what_a_kernel_is_called_with_is_read_off_its_ptx() -> None:
     ptx = jit.to_ptx(ir_of(name, (rows.RMS, 8, 1)), (9, 0)).encode()
     wanted = {"q": ctypes.c_int64, "f": ctypes.c_float}
     assert parameter_kinds(ptx) == tuple(wanted[kind] for kind in jit.find_template(name).parameters)
+
+
+def test_many_kernels_are_compiled_by_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_cache, "CACHE_FOLDER", tmp_path / "cpu")
+    kernel_cache._folder.cache_clear()
+    monkeypatch.setattr(kernel_cache, "_LEAST_SHARE", 1)
+    # The children keep theirs where this process looks.
+    child = f"""
+import pathlib
+from localinfer.kernels import object_cache
+object_cache.CACHE_FOLDER = pathlib.Path({str(tmp_path / "cpu")!r})
+"""
+    first, rest = kernel_cache._CHILD.split("from ", 1)
+    monkeypatch.setattr(kernel_cache, "_CHILD", f"{first}{child}from {rest}")
+    monkeypatch.setattr(jit, "compile_ptx", lambda *what: pytest.fail(f"{what} was left by the children"))
+    monkeypatch.setattr(kernel_cache.os, "cpu_count", lambda: 2)
+    keys = [("rows.gather_columns", ()), ("rows.elementwise", (rows.ADD,))]
+    told: list[tuple[str, int, int]] = []
+    kernel_cache.compile_all(keys, (8, 0), lambda *what: told.append(what))
+    assert b".entry kernel" in kernel_cache.kernel_ptx(keys[1], (8, 0))
+    assert told[0] == (kernel_cache.STAGE, 0, 2) and told[-1] == (kernel_cache.STAGE, 2, 2)
+    kernel_cache._folder.cache_clear()
 
 
 def test_a_compiled_kernel_is_kept_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

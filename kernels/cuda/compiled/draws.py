@@ -284,13 +284,15 @@ def choose(slices):
             winner = int64(_HIGHEST)
             index = thread()
             while index < count:
-                if 0 <= ahead[index] < target and weights[index] >= least:
+                if ahead[index] >= 0 and ahead[index] < target and weights[index] >= least:
                     own = tokens[index]
                     logit = widen(load_f32(logits + block_y() * stride + 4 * own))
                     score = score_of(multiply_f64(logit - best, inverse_temperature), own, seed, position)
-                    if score > winning_score or (score == winning_score and own < winner):
+                    if score > winning_score:
                         winning_score = score
                         winner = own
+                    elif score == winning_score:
+                        winner = min(winner, own)
                 index = index + THREADS
             meet()
             winning_score, token = race(winning_score, winner, scores, sums)
