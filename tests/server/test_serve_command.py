@@ -115,6 +115,7 @@ def test_second_signal_ends_the_server_at_once(runtime_folder):
             with pytest.raises(ConnectionError):
                 while True:
                     socket.create_connection(address, timeout=5).close()
+                    time.sleep(0.02)
             assert process.poll() is None and next(lines) is not None
             process.send_signal(signal.SIGTERM)
             assert process.wait(15) == 0
