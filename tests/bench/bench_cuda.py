@@ -24,6 +24,7 @@ from localinfer.kernels.cuda.pages import DeviceKVLayout
 from localinfer.kernels.cuda.planes import DeviceWeight
 from localinfer.kernels.cuda.products import (
     TENSOR_CORES,
+    Quantized,
     Slot,
     quantize_launch,
     quantized_place,
@@ -55,6 +56,11 @@ SHAPES: dict[str, tuple[int, int, int, int, int, int, int, bool]] = {
     "1B": (16, 2048, 32, 8, 64, 8192, 128256, True),
 }
 CONTEXT, PROMPT = 512, 2048
+PRODUCTS = [
+    *((layout, 28672, 4096) for layout in (Layout.Q4_0, Layout.INT4_128, Layout.Q4_K, Layout.Q6_K, Layout.Q8_0)),
+    *((Layout.Q4_0, *shape) for shape in ((4096, 4096), (4096, 14336), (6144, 4096), (2048, 2048))),
+]
+BATCHES = (1, 2, 4, 8, 16)
 
 
 class RandomWeights:
@@ -139,8 +145,30 @@ def boundary_seconds(device: CudaDevice) -> float:
     return (seconds_of(many, wait) - seconds_of(few, wait)) / 1000
 
 
+def ways_to_multiply(
+    device: CudaDevice, x: tuple[int, int], quantized: Quantized
+) -> dict[str, Callable[[Slot, int], Iterator[Launch]]]:
+    """The launches of a product of some rows, by lanes and, where the GPU can, by tiles."""
+    ways: dict[str, Callable[[Slot, int], Iterator[Launch]]] = {
+        "scalar": lambda slot, rows: scalar_product(x, quantized, [slot], rows, None)
+    }
+    if device.capability >= TENSOR_CORES:
+        ways["tiled"] = lambda slot, rows: tiled_product(quantized, [slot], rows, None)
+    return ways
+
+
+def prepare_products(device: CudaDevice) -> float:
+    """Compile what all products take, on several cores; the seconds of it."""
+    ways = ways_to_multiply(device, (0, 0), Quantized(0, 0, 0, 0)).values()
+    slots = [Slot(DeviceWeight(layout, rows, columns, 1, 0), 0, 4 * rows) for layout, rows, columns in PRODUCTS]
+    began = time.perf_counter()
+    keys = [launch.key for slot in slots for way in ways for rows in BATCHES for launch in way(slot, rows)]
+    device.prepare([], keys, None)
+    return time.perf_counter() - began
+
+
 def product_record(device: CudaDevice, layout: Layout, num_rows: int, num_columns: int) -> dict[str, Any]:
-    """Bytes per second of one product for 1 to 16 rows, by lanes and by tiles, over weights that no cache holds."""
+    """Bytes per second of one product for 1 to 16 rows, over weights that no cache holds."""
     memory = DeviceMemory(device, {Rows.BATCH: 16, Rows.OUTPUT: 16})
     num_bytes = plane_offsets(layout, num_rows, num_columns)[-1]
     copies = max(2, (512 << 20) // num_bytes)
@@ -150,13 +178,8 @@ def product_record(device: CudaDevice, layout: Layout, num_rows: int, num_column
     quantized = quantized_place(memory, "x", num_columns, 16)
     device.run([quantize_launch(x, 4 * num_columns, quantized, num_columns, 16)])
     record: dict[str, Any] = {"layout": layout.name, "rows": num_rows, "columns": num_columns, "bytes": num_bytes}
-    ways: dict[str, Callable[[Slot, int], Iterator[Launch]]] = {
-        "scalar": lambda slot, rows: scalar_product((x, 4 * num_columns), quantized, [slot], rows, None)
-    }
-    if device.capability >= TENSOR_CORES:
-        ways["tiled"] = lambda slot, rows: tiled_product(quantized, [slot], rows, None)
-    for way, launches in ways.items():
-        for rows in (1, 2, 4, 8, 16):
+    for way, launches in ways_to_multiply(device, (x, 4 * num_columns), quantized).items():
+        for rows in BATCHES:
             steps = [launch for weight in weights for launch in launches(Slot(weight, out, 4 * num_rows), rows)]
             seconds = seconds_of(device.capture(steps), device._synchronize) / copies
             record[f"{way}_seconds_{rows}"] = seconds
@@ -329,12 +352,11 @@ def main() -> None:
     note("device", lambda: {"name": device.name, "capability": device.capability})
     note("read_bytes_per_second", read_bandwidth)
     note("boundary_seconds", lambda: boundary_seconds(device))
-    for layout in (Layout.Q4_0, Layout.INT4_128, Layout.Q4_K, Layout.Q6_K, Layout.Q8_0):
-        note(f"product {layout.name} 28672 x 4096", lambda layout=layout: product_record(device, layout, 28672, 4096))
-    for rows, columns in ((4096, 4096), (4096, 14336), (6144, 4096), (2048, 2048)):
+    note("seconds to compile products", lambda: prepare_products(device))
+    for layout, rows, columns in PRODUCTS:
         note(
-            f"product Q4_0 {rows} x {columns}",
-            lambda rows=rows, columns=columns: product_record(device, Layout.Q4_0, rows, columns),
+            f"product {layout.name} {rows} x {columns}",
+            lambda layout=layout, rows=rows, columns=columns: product_record(device, layout, rows, columns),
         )
     for group in (32, 128):
         note(f"torch int4 28672 x 4096 g{group}", lambda group=group: torch_int4_record(28672, 4096, group))

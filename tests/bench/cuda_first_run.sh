@@ -2,8 +2,8 @@
 # Everything that only a GPU can show, in one call of less than eight minutes and without a network: tests, figures,
 # and the sanitizer. usage, in the repository's root: bash tests/bench/cuda_first_run.sh [FOLDER FOR RESULTS]
 #
-# python3 must have torch with CUDA, numba, numba-cuda, gguf, tokenizers, jinja2 and pytest; wheels of what it lacks are
-# taken from .cuda/wheels, and the models the tests compare from .cuda/shared (a copy of ../shared), if these exist.
+# python3 must have torch with CUDA, numba, numba-cuda, gguf, tokenizers, jinja2, pytest, pytest-timeout and, to compile
+# on several cores in the tests, pytest-xdist; wheels of what it lacks are taken from .cuda/wheels, and the models the tests compare from .cuda/shared (a copy of ../shared), if these exist.
 set -uo pipefail
 results="${1:-${OUT:-cuda_first_run}}"
 mkdir -p "$results"
@@ -31,15 +31,18 @@ step() { # step SECONDS NAME COMMAND...
     tail -n 12 "$results/$name.log"
 }
 
+together=()
+if python3 -c 'import xdist' 2>/dev/null; then together=(-n 8); fi
+
 step 20 environment bash -c 'nvidia-smi; python3 --version; python3 -m pip list 2>/dev/null | grep -iE "torch|numba|cuda|gguf|numpy"'
 step 45 products python3 -m pytest -q -m cuda -p no:cacheprovider -x tests/kernels/test_cuda_on_gpu.py -k "product and Q4_0 or memory"
-step 135 bench python3 -m tests.bench.bench_cuda "$results/bench.json"
-step 130 tests python3 -m pytest -q -m cuda -p no:cacheprovider tests/kernels/test_cuda_ops_on_gpu.py \
+step 150 bench python3 -m tests.bench.bench_cuda "$results/bench.json"
+step 130 tests python3 -m pytest -q -m cuda -p no:cacheprovider "${together[@]}" tests/kernels/test_cuda_ops_on_gpu.py \
     tests/kernels/test_cuda_on_gpu.py
-step 70 sanitizer compute-sanitizer --tool memcheck --error-exitcode 9 \
+step 60 sanitizer compute-sanitizer --tool memcheck --error-exitcode 9 \
     python3 -m pytest -q -m cuda -p no:cacheprovider tests/kernels/test_cuda_on_gpu.py \
     tests/kernels/test_cuda_ops_on_gpu.py -k "Q4_0 or Q6_K-5 or F16-3 or draw or every_other_op or block_of_a_decoder"
-step 40 model python3 -c '
+step 35 model python3 -c '
 import json, sys
 from localinfer.bench import BenchSettings
 from localinfer.bench_gpu import run_gpu_bench
