@@ -45,6 +45,13 @@ _COUNT = click.IntRange(min=1)
 @click.option("--imatrix", metavar="FILE", help="Importance, as llama-imatrix writes it.")
 @click.option("--save-imatrix", metavar="FILE", help="Write the importance that the calibration text shows.")
 @click.option("--threads", type=_COUNT, metavar="N", help="CPU threads. Default: one per physical core.")
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="What calibrates. Auto: a GPU that torch sees, else the CPU.",
+)
 @click.option("--text", metavar="FILE", help="Text to measure the loss on. Default: one that ships inside.")
 @click.option(
     "--chunks",
@@ -64,6 +71,7 @@ def quantize_command(
     imatrix: str | None,
     save_imatrix: str | None,
     threads: int | None,
+    device: str,
     text: str | None,
     chunks: int,
 ) -> None:
@@ -98,6 +106,7 @@ def quantize_command(
             imatrix=imatrix,
             save_imatrix=save_imatrix,
             threads=threads,
+            device=device,
             progress=with_time_left(progress),
         )
     click.echo(render_quantization(model))

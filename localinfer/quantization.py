@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from localinfer.quant.model_file import ModelFile
     from localinfer.quant.presets import Preset, TypeChoice
     from localinfer.quant.quantize_model import QuantizedModel
+    from localinfer.quant.workers import Workers
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +28,7 @@ Method = Literal["auto", "rtn", "imatrix", "gptq", "awq"]
 ProgressCallback = Callable[[str, int, int], None]
 
 CALIBRATION_TOKENS = 16384
-_ALGORITHM, _SCALES_ALGORITHM = "gptq 1", " awq 1"
+_ALGORITHM, _SCALES_ALGORITHM = "gptq 2", " awq 1"
 """Part of what unfinished results depend on: changes when the same inputs give other bytes."""
 _BITS_WORTH_CALIBRATING = 8.0
 
@@ -43,6 +44,7 @@ def quantize(
     imatrix: str | os.PathLike[str] | None = None,
     save_imatrix: str | os.PathLike[str] | None = None,
     threads: int | None = None,
+    device: str = "auto",
     progress: ProgressCallback | None = None,
 ) -> "QuantizedModel":
     """Write a model again as GGUF with its matrices quantized; what was written has every tensor's type and error.
@@ -58,9 +60,12 @@ def quantize(
     calibration: a text file, or a folder of them; None takes the text that ships with localinfer.
     imatrix: a file of llama.cpp's importance. save_imatrix: where to write the importance that the text shows.
     threads: how many compute; None takes the physical cores. The bytes do not depend on it.
+    device: what calibrates. auto takes a GPU that torch sees, else the CPU; cpu and cuda insist. A GPU rounds sums in
+        another order, so a few codes differ from the CPU's.
     progress: called with a stage's name, the units done and the units in all.
-    Raises: ModelFileError, RequestError.
+    Raises: ModelFileError, RequestError; BackendUnavailableError if device is cuda and torch sees no GPU.
     """
+    from localinfer.models.device_choice import calibration_device
     from localinfer.models.loader import open_model_file
     from localinfer.models.thread_choice import available_threads, checked_threads
     from localinfer.quant.presets import find_preset
@@ -71,9 +76,12 @@ def quantize(
         raise RequestError(f"method {method} uses no imatrix file; leave it out, or use method imatrix")
     if calibration_tokens < 1:
         raise RequestError(f"calibration_tokens is {calibration_tokens}; wanted at least 1")
+    if device not in ("auto", "cpu", "cuda"):
+        raise RequestError(f"there is no device {device!r}; wanted auto, cpu or cuda")
+    gpu = calibration_device(device) if method in ("auto", "gptq", "awq") else None
     file = open_model_file(source)
     try:
-        work = _Work(file, Path(target), preset, num_threads, calibration_tokens, save_imatrix, progress)
+        work = _Work(file, Path(target), preset, num_threads, gpu, calibration_tokens, save_imatrix, progress)
         return work.run(method, calibration, imatrix)
     finally:
         file.close()
@@ -87,6 +95,7 @@ class _Work:
     target: Path
     preset: "Preset"
     num_threads: int
+    gpu: str | None
     max_tokens: int
     save_imatrix: str | os.PathLike[str] | None
     progress: ProgressCallback | None
@@ -165,14 +174,19 @@ class _Work:
         finally:
             pool.close()
 
+    def _workers(self) -> "Workers":
+        from localinfer.quant.torch_workers import TorchWorkers
+        from localinfer.quant.workers import Workers
+
+        return Workers(self.num_threads) if self.gpu is None else TorchWorkers(self.num_threads, self.gpu)
+
     def _importance(self, text: CalibrationText, token_ids: "NDArray[np.int32]") -> "Importance":
         from localinfer.models.calibration import calibrate
         from localinfer.quant.imatrix import write_imatrix
         from localinfer.quant.importance import ImportanceVisitor
-        from localinfer.quant.workers import Workers
 
         visitor = ImportanceVisitor()
-        with Workers(self.num_threads) as workers:
+        with self._workers() as workers:
             calibrate(self.file, token_ids, workers, visitor, progress=self.progress)
         importance = visitor.importance(text.name, len(token_ids))
         # What llama-imatrix records: the layers only.
@@ -186,7 +200,6 @@ class _Work:
         from localinfer.models.calibrated_rounding import round_by_calibration, scale_for_rounding
         from localinfer.quant.partial_results import PartialResults
         from localinfer.quant.quantize_model import check_target, quantize_model
-        from localinfer.quant.workers import Workers
 
         check_target(self.file, self.target)
         choices = self._choices(has_importance=True)
@@ -195,7 +208,7 @@ class _Work:
         )
         pool = self._pool(choices, with_feedback=True)
         try:
-            with Workers(self.num_threads) as workers:
+            with self._workers() as workers:
                 file: ModelFile = self.file
                 if with_scales:
                     file, found = scale_for_rounding(file, token_ids, choices, pool, workers, progress=self.progress)
@@ -213,7 +226,8 @@ class _Work:
 
     def _identity(self, token_ids: "NDArray[np.int32]", choices: Mapping[str, "TypeChoice"], with_scales: bool) -> str:
         """A hash of all that the quantized tensors depend on."""
-        digest = hashlib.sha256((_ALGORITHM + (_SCALES_ALGORITHM if with_scales else "")).encode())
+        place = "" if self.gpu is None else f" on {self.gpu}"
+        digest = hashlib.sha256((_ALGORITHM + (_SCALES_ALGORITHM if with_scales else "") + place).encode())
         for path in self.file.paths:
             status = path.stat()
             digest.update(f"{path.resolve()} {status.st_size} {status.st_mtime_ns}\n".encode())

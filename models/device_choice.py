@@ -57,6 +57,29 @@ def open_device(
         return None
 
 
+def calibration_device(device: str) -> str | None:
+    """torch's name of the GPU to calibrate on, or None for the CPU; device: "auto", "cpu" or "cuda".
+
+    Raises: BackendUnavailableError if "cuda" was asked for by name and torch sees no GPU.
+    """
+    if device == "cpu" or (device == "auto" and not has_driver()):
+        return None
+    try:
+        import torch
+
+        if torch.cuda.is_available():
+            return "cuda"
+        reason = "torch sees no GPU"
+    except ImportError:
+        reason = "torch is not installed"
+    if device == "cuda":
+        raise BackendUnavailableError(
+            f"calibration cannot run on a GPU: {reason}; install 'localinfer[cuda]' with an NVIDIA driver, or take "
+            "device 'cpu'"
+        )
+    return None
+
+
 def report_fallback(error: Exception) -> None:
     """Say that the CPU is taken, and why."""
     logger.warning("running on the CPU: %s", error)

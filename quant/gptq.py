@@ -13,6 +13,7 @@ from localinfer.quant.formats import TensorType
 from localinfer.quant.grids import Grid, read_grid, with_levels
 from localinfer.quant.hessian import Factor, row_losses
 from localinfer.quant.reference import dequantize
+from localinfer.quant.torch_workers import TorchWorkers
 from localinfer.quant.workers import ROWS_PER_PIECE, Workers
 
 FloatArray = NDArray[np.float32]
@@ -43,12 +44,15 @@ def round_with_feedback(
     workers.over_rows(weigh, len(weights), _BLOCK)
 
     def one(rows: slice) -> None:
-        chosen, values, remainders = _round_columns(target[rows], grid, rows, factor.order, weights)
+        if isinstance(workers, TorchWorkers):
+            chosen, values, remainders = workers.round_columns(target, grid, factor.order, weights)
+        else:
+            chosen, values, remainders = _round_columns(target[rows], grid, rows, factor.order, weights)
         levels[rows], decoded[rows] = chosen.T, values.T
         remainders *= diagonal[:, None]
         losses[rows] = np.einsum("kr,kr->r", remainders, remainders, dtype=np.float64)
 
-    workers.over_rows(one, len(target), ROWS_PER_PIECE)
+    workers.over_rows(one, len(target), ROWS_PER_PIECE if workers.device is None else len(target))
     return levels, decoded, losses
 
 

@@ -27,7 +27,6 @@ SHIFT = 0.5
 """How much of the error of earlier layers a matrix answers for; all of it fits the calibration text too closely."""
 
 _BLOCK = 128
-_FACTORED_AT_ONCE = 256
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ def factor(gram: FloatArray, num_tokens: int, workers: Workers) -> Factor | None
         workers.over_rows(fill, len(matrix))
         matrix[np.diag_indices_from(matrix)] += share * mean
         try:
-            _factor_in_place(matrix, workers)
+            workers.factor(matrix)
         except np.linalg.LinAlgError:
             continue
         return Factor(order, _turned_triangle(matrix, workers), diagonal)
@@ -82,32 +81,6 @@ def _turned_triangle(matrix: NDArray[np.float64], workers: Workers) -> FloatArra
 
     workers.over_rows(one, len(upper), _BLOCK)
     return upper
-
-
-def _factor_in_place(matrix: NDArray[np.float64], workers: Workers) -> None:
-    """Put the Cholesky factor in the lower triangle, block after block; above it nothing means anything.
-
-    Raises: numpy.linalg.LinAlgError if the matrix is not positive definite.
-    """
-    for start in range(0, len(matrix), _FACTORED_AT_ONCE):
-        end = min(len(matrix), start + _FACTORED_AT_ONCE)
-        block = np.linalg.cholesky(matrix[start:end, start:end])
-        matrix[start:end, start:end] = block
-        inverse = np.linalg.inv(block).T
-        below = matrix[end:]
-        left = below[:, start:end]
-
-        def solve(rows: slice, left: NDArray[np.float64] = left, inverse: NDArray[np.float64] = inverse) -> None:
-            left[rows] = left[rows] @ inverse
-
-        def update(
-            rows: slice, below: NDArray[np.float64] = below, left: NDArray[np.float64] = left, end: int = end
-        ) -> None:
-            stop = min(len(left), rows.stop)
-            below[rows, end : end + stop] -= left[rows] @ left[:stop].T
-
-        workers.over_rows(solve, len(left))
-        workers.over_rows(update, len(left))
 
 
 def shifted(target: FloatArray, correlation: FloatArray, factor: Factor, workers: Workers) -> FloatArray:

@@ -19,13 +19,17 @@ FloatArray = NDArray[np.float32]
 
 ROWS_PER_PIECE = 512
 COLUMNS_PER_PIECE = 256
+_FACTORED_AT_ONCE = 256
 
 
 class Workers:
     """A number of threads; a context manager, inside of which BLAS computes with one thread per call everywhere.
 
-    memory: where large results lie.
+    memory: where large results lie. device: that of torch's which computes in place of NumPy, None for none
+    (`torch_workers.py`).
     """
+
+    device: str | None = None
 
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads
@@ -96,3 +100,28 @@ class Workers:
 
         self.run(one, len(pairs))
         return out
+
+    def factor(self, matrix: NDArray[np.float64]) -> None:
+        """Put the Cholesky factor in the lower triangle, block after block; above it nothing means anything.
+
+        Raises: numpy.linalg.LinAlgError if the matrix is not positive definite.
+        """
+        for start in range(0, len(matrix), _FACTORED_AT_ONCE):
+            end = min(len(matrix), start + _FACTORED_AT_ONCE)
+            block = np.linalg.cholesky(matrix[start:end, start:end])
+            matrix[start:end, start:end] = block
+            inverse = np.linalg.inv(block).T
+            below = matrix[end:]
+            left = below[:, start:end]
+
+            def solve(rows: slice, left: NDArray[np.float64] = left, inverse: NDArray[np.float64] = inverse) -> None:
+                left[rows] = left[rows] @ inverse
+
+            def update(
+                rows: slice, below: NDArray[np.float64] = below, left: NDArray[np.float64] = left, end: int = end
+            ) -> None:
+                stop = min(len(left), rows.stop)
+                below[rows, end : end + stop] -= left[rows] @ left[:stop].T
+
+            self.over_rows(solve, len(left))
+            self.over_rows(update, len(left))

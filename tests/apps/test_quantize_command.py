@@ -1,6 +1,9 @@
 """`localinfer quantize`, `compare` and `perplexity` on the demo model, as a user runs them."""
 
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +18,7 @@ from localinfer.quant.gguf import read_gguf
 from localinfer.quant.gguf_writer import GGUFWriter, TensorSpec, encode_value
 from localinfer.quant.imatrix import read_imatrix
 from localinfer.quant.reference import dequantize, quantize
+from localinfer.quantization import quantize as quantize_model
 
 MODEL = Path(demo.__file__).parent / "demo-f16.gguf"
 
@@ -168,6 +172,37 @@ def test_calibration_keeps_more_than_rounding_and_leaves_nothing_behind(
     assert second < 0.8 * first
     assert {path.name for path in tmp_path.iterdir()} == {"rounded.gguf", "calibrated.gguf"}
     assert rounded.stat().st_size == calibrated.stat().st_size
+
+
+def test_a_killed_calibration_goes_on_and_ends_with_the_same_bytes(tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole.gguf", tmp_path / "killed.gguf"
+    options = ["--type", "q4_0", "--method", "gptq", "--calibration-tokens", "2048", "--chunks", "0", "--threads"]
+    assert main(["quantize", str(MODEL), str(whole), *options, "1"]) == 0
+    command = [sys.executable, "-m", "localinfer", "quantize", str(MODEL), str(killed), *options, "2"]
+    unfinished = tmp_path / "killed.gguf.partial"
+    child = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        while not (unfinished / "state.npz").exists():
+            assert child.poll() is None, "it ended before it could be killed"
+            time.sleep(0.002)
+    finally:
+        child.kill()
+        child.wait()
+    assert not killed.exists()
+    first = unfinished / "layer-0000.npz"
+    written = first.stat().st_mtime_ns
+    layers: list[int] = []
+
+    def progress(stage: str, done: int, total: int) -> None:
+        if stage == "calibrating":
+            layers.append(done)
+            assert first.stat().st_mtime_ns == written
+
+    options_of_call = {"type": "q4_0", "method": "gptq", "calibration_tokens": 2048, "threads": 2}
+    quantize_model(MODEL, killed, **options_of_call, progress=progress)  # type: ignore[arg-type]
+    assert layers[0] >= 1
+    assert killed.read_bytes() == whole.read_bytes()
+    assert not unfinished.exists()
 
 
 def test_importance_of_a_text_is_used_and_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
