@@ -176,7 +176,7 @@ def test_calibration_keeps_more_than_rounding_and_leaves_nothing_behind(
 
 def test_a_killed_calibration_goes_on_and_ends_with_the_same_bytes(tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole.gguf", tmp_path / "killed.gguf"
-    options = ["--type", "q4_0", "--method", "gptq", "--calibration-tokens", "2048", "--chunks", "0", "--threads"]
+    options = ["--type", "q4_0", "--method", "gptq", "--calibration-tokens", "512", "--chunks", "0", "--threads"]
     assert main(["quantize", str(MODEL), str(whole), *options, "1"]) == 0
     command = [sys.executable, "-m", "localinfer", "quantize", str(MODEL), str(killed), *options, "2"]
     unfinished = tmp_path / "killed.gguf.partial"
@@ -198,7 +198,7 @@ def test_a_killed_calibration_goes_on_and_ends_with_the_same_bytes(tmp_path: Pat
             layers.append(done)
             assert first.stat().st_mtime_ns == written
 
-    options_of_call = {"type": "q4_0", "method": "gptq", "calibration_tokens": 2048, "threads": 2}
+    options_of_call = {"type": "q4_0", "method": "gptq", "calibration_tokens": 512, "threads": 2}
     quantize_model(MODEL, killed, **options_of_call, progress=progress)  # type: ignore[arg-type]
     assert layers[0] >= 1
     assert killed.read_bytes() == whole.read_bytes()

@@ -64,7 +64,7 @@ def test_columns_are_rounded_alike(type: TensorType, both: tuple[Workers, TorchW
 
 
 def test_a_model_calibrated_on_torch_is_as_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = {"type": "Q4_0", "method": "gptq", "calibration_tokens": 256, "threads": 2}
+    options = {"type": "Q4_0", "method": "gptq", "calibration_tokens": 64, "threads": 2}
     plain = quantize(MODEL, tmp_path / "plain.gguf", **options)  # type: ignore[arg-type]
     monkeypatch.setattr(device_choice, "calibration_device", lambda device: "cpu")
     other = quantize(MODEL, tmp_path / "torch.gguf", **options)  # type: ignore[arg-type]
