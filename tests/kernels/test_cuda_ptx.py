@@ -32,7 +32,7 @@ HALF_TILES = "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 cvt.rn.f16x2.f32
 # Kernel, constants, registers it may take on sm_90, instructions it must have.
 KERNELS = [
     ("matmul.matmul", (Layout.Q4_0, 1, 4, 1, matmul.PLAIN), 80, "dp4a.s32.s32 ld.global.nc.L1::no_allocate.v4"),
-    ("matmul.matmul", (Layout.Q4_K, 1, 2, 1, matmul.GATED), 80, "dp4a.s32.s32 ld.global.nc.L1::no_allocate.v4"),
+    ("matmul.matmul", (Layout.Q4_K, 1, 2, 1, matmul.GATED, 1), 80, "dp4a.s32.s32 ld.global.nc.L1::no_allocate.v4"),
     ("matmul.matmul", (Layout.Q6_K, 8, 2, 2, matmul.PLAIN), 168, "dp4a.s32.s32 bar.sync"),
     ("matmul.matmul", (Layout.INT8_32, 4, 2, 1, matmul.PLAIN), 96, "dp4a.u32.s32"),
     ("matmul.matmul", (Layout.F16, 1, 4, 1, matmul.EXPERTS), 80, "ld.global.nc.L1::no_allocate.v4"),
@@ -114,17 +114,22 @@ def test_kernel_has_its_instructions_and_needs_no_stack(
 
 
 def test_a_small_batch_reads_its_weights_once() -> None:
-    one = jit.to_ptx(ir_of("matmul.matmul", (Layout.Q4_0, 1, 4, 1, matmul.PLAIN)), (9, 0))
-    sixteen = jit.to_ptx(ir_of("matmul.matmul", (Layout.Q4_0, 16, 1, 1, matmul.PLAIN)), (9, 0))
-    assert one.count("no_allocate.v4") == 4 and sixteen.count("no_allocate.v4") == 1
-    assert sixteen.count("dp4a") == 16 * one.count("dp4a") // 4 == 128
+    # Per row of weights a lane loads one unit, of eight words of four columns or of four words of bytes.
+    for layout, batch_rows, weight_rows, split, words in (
+        (Layout.Q4_0, 1, 4, 1, 8),
+        (Layout.INT8_32, 4, 2, 1, 4),
+        (Layout.Q6_K, 8, 2, 2, 8),
+    ):
+        ptx = jit.to_ptx(ir_of("matmul.matmul", (layout, batch_rows, weight_rows, split, matmul.PLAIN)), (9, 0))
+        assert ptx.count("no_allocate.v4") == weight_rows
+        assert ptx.count("dp4a") == batch_rows * weight_rows * words
     tiles = jit.to_ptx(ir_of("matmul_tiles.matmul_tiles", (Layout.Q4_0, 8, 2, 1, matmul.PLAIN)), (9, 0))
     # Two tiles of 16 rows: a lane loads four units, and four blocks of two tiles are one instruction each.
     assert tiles.count("no_allocate.v4") == 4 and tiles.count("mma.sync") == 8
 
 
 def test_nothing_is_read_that_another_kernel_writes_before_that_one_has_ended() -> None:
-    prefetching = jit.to_ptx(ir_of("matmul.matmul", (Layout.Q4_0, 1, 4, 1, matmul.GATED, 1)), (9, 0))
+    prefetching = jit.to_ptx(ir_of("matmul.matmul", (Layout.Q4_K, 1, 2, 1, matmul.GATED, 1)), (9, 0))
     tiles = jit.to_ptx(ir_of("matmul_tiles.matmul_tiles", (Layout.Q4_0, 8, 2, 1, matmul.PLAIN)), (9, 0))
     norm = jit.to_ptx(ir_of("rows.norm", (rows.RMS, 8, 1)), (9, 0))
     for ptx in (prefetching, tiles, norm):
