@@ -32,7 +32,7 @@ for name in names:
 def compile_ahead(kernels: Iterable[Kernel], progress: ProgressCallback | None = None) -> None:
     """Compile what is not cached yet; returns when all is, or when the children have given up."""
     missing = [kernel for kernel in dict.fromkeys(kernels) if not kernel.is_cached]
-    if len(missing) < 2 or object_cache.CACHE_FOLDER is None or not _can_start_python():
+    if len(missing) < 2 or object_cache.CACHE_FOLDER is None or not can_start_python():
         return
     count = min(os.cpu_count() or 1, 8, (len(missing) + 1) // 2)
     children = []
@@ -52,7 +52,7 @@ def compile_ahead(kernels: Iterable[Kernel], progress: ProgressCallback | None =
             child.wait()
 
 
-def _can_start_python() -> bool:
+def can_start_python() -> bool:
     """Whether sys.executable is a Python interpreter, and not an application that carries one."""
     name = Path(sys.executable or "").name.lower()
     return not getattr(sys, "frozen", False) and name.startswith(("python", "pypy"))

@@ -158,7 +158,7 @@ def model_path(model: str | os.PathLike[str] | None) -> Path:
         return Path(model).expanduser()
     from localinfer.models import demo
 
-    files = sorted(Path(demo.__file__).parent.glob("demo-*.gguf"), key=lambda path: path.stat().st_size)
-    if not files:
+    path = Path(demo.__file__).parent / "demo-f16.gguf"
+    if not path.exists():
         raise ModelFileError("this installation has no demo model inside; give the path of a GGUF file")
-    return files[0]
+    return path

@@ -80,6 +80,18 @@ def calibration_device(device: str) -> str | None:
     return None
 
 
+def stay_on_cpu(device: str, gpu_layers: int | None, reason: str) -> None:
+    """Say why a model does not go to the GPU, if there is one and the choice was ours.
+
+    Raises: BackendUnavailableError if a GPU was asked for by name.
+    """
+    refusal = BackendUnavailableError(reason)
+    if device == "cuda" or gpu_layers:
+        raise refusal
+    if device == "auto" and has_driver():
+        report_fallback(refusal)
+
+
 def report_fallback(error: Exception) -> None:
     """Say that the CPU is taken, and why."""
     logger.warning("running on the CPU: %s", error)

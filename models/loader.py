@@ -21,7 +21,7 @@ from localinfer.models.architectures import check_architecture
 from localinfer.models.chat_template import ChatTemplate
 from localinfer.models.config import ModelConfig
 from localinfer.models.decoder import kv_layer_shapes, write_decoder, write_first_layers, write_last_layers
-from localinfer.models.device_choice import check_gpu_layers, open_device, report_fallback
+from localinfer.models.device_choice import check_gpu_layers, open_device, report_fallback, stay_on_cpu
 from localinfer.models.memory_fit import USUAL_TOKENS, Placement, memory_needs
 from localinfer.models.pooling import Pooling, read_pooling
 from localinfer.models.remembered_weights import RememberedWeights
@@ -110,11 +110,9 @@ def load_model(
         tokenizer = _tokenizer_or_none(file)
         template = None if tokenizer is None else ChatTemplate.from_metadata(file.metadata, tokenizer)
         kv_layout = KVLayout(kv_type, kv_layer_shapes(config, parts_windows=True))
-        if kv_window is not None and (device == "cuda" or gpu_layers):
-            raise BackendUnavailableError(
-                "kv_window bounds the cache on the CPU only; leave it out, or take device 'cpu' without gpu_layers"
-            )
-        # Which pages get attention is measured on the CPU only.
+        if kv_window is not None:
+            # Which pages get attention is measured on the CPU only.
+            stay_on_cpu(device, gpu_layers, "kv_window bounds the cache on the CPU only; leave it out, or take 'cpu'")
         placed = None
         if device != "cpu" and kv_window is None:
             kv_tokens = min(config.context_length, context_length or USUAL_TOKENS)

@@ -100,7 +100,7 @@ def compile_all(keys: Sequence[KernelKey], capability: tuple[int, int], progress
     """Have all of these on disk, compiled by child processes where that is sooner, and say how far it is."""
     missing = [key for key in dict.fromkeys(keys) if not _is_stored(key, capability)]
     count = min(os.cpu_count() or 1, _MOST_CHILDREN, len(missing) // _LEAST_SHARE)
-    if count > 1 and _folder() is not None and compile_ahead._can_start_python():
+    if count > 1 and _folder() is not None and compile_ahead.can_start_python():
         _compile_in_children(missing, capability, count, progress)
     for index, key in enumerate(missing):
         if progress is not None:

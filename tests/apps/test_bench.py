@@ -15,7 +15,7 @@ from localinfer.bench_report import render_bench
 from localinfer.cli import main
 from localinfer.errors import BackendUnavailableError, ModelFileError
 from localinfer.kernels.ops import Operation, Rows
-from localinfer.models import demo
+from localinfer.loading import model_path
 
 HAS_PEER = importlib.util.find_spec("llama_cpp") is not None
 HAS_CHARTS = importlib.util.find_spec("matplotlib") is not None
@@ -26,10 +26,7 @@ RATES = ("prefill_tokens_per_second", "decode_tokens_per_second", "time_to_first
 @pytest.fixture(scope="module")
 def model() -> str:
     """The demo model's path."""
-    files = sorted(Path(demo.__file__).parent.glob("demo-*.gguf"), key=lambda path: path.stat().st_size)
-    if not files:
-        pytest.skip("this checkout has no demo model")
-    return str(files[0])
+    return str(model_path(None))
 
 
 @pytest.fixture(scope="module")

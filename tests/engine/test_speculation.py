@@ -14,6 +14,7 @@ from localinfer.draft_model import DraftModel
 from localinfer.engine import Engine
 from localinfer.errors import LocalinferError, RequestError
 from localinfer.generation import TokenEvent
+from localinfer.loading import model_path
 from localinfer.ngram_drafter import NgramDrafter
 from localinfer.sampling import SamplingParams, TokenLogprobs, TokenMask
 from localinfer.speculation import LookupDrafter, Speculation
@@ -297,10 +298,4 @@ def test_a_draft_model_without_a_tokenizer_is_refused() -> None:
 
 def test_a_draft_model_of_another_vocabulary_is_refused_with_the_reason(shared: Path) -> None:
     with pytest.raises(RequestError, match="not give the same ids.*spm.*bpe"):
-        localinfer.load(shared / "models" / "stories260K.gguf", draft=_demo_path())
-
-
-def _demo_path() -> Path:
-    from localinfer.models import demo
-
-    return next(Path(demo.__file__).parent.glob("demo-*.gguf"))
+        localinfer.load(shared / "models" / "stories260K.gguf", draft=model_path(None))

@@ -15,7 +15,7 @@ PREFIX = "tokenizer.ggml."
 
 @pytest.fixture(scope="module")
 def metadata() -> dict[str, Any]:
-    with read_gguf(next(Path(demo.__file__).parent.glob("demo-*.gguf"))) as file:
+    with read_gguf(Path(demo.__file__).parent / "demo-f16.gguf") as file:
         return {key: value for key, value in file.metadata.items() if key.startswith(PREFIX)}
 
 

@@ -1,6 +1,8 @@
 """One server on the demo model for all tests of its socket, in a thread of this process, on TCP and a Unix socket."""
 
+import gc
 import tempfile
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -80,3 +82,12 @@ def scripted(runtime_folder: Path) -> Iterator[httpx.Client]:
 def tcp(served: ServedModel) -> Iterator[httpx.Client]:
     with served.client() as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+def own_leftovers() -> Iterator[None]:
+    """What other people's clients leave open is collected here, not in the midst of a test of something else."""
+    yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        gc.collect()

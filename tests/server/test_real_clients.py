@@ -11,7 +11,7 @@ from client_imports import import_or_skip
 from local_servers import STORY
 
 # Other people's packages warn of each other; what they send and read is what is tested.
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("own_leftovers")]
 
 ASK = {"model": "demo", "messages": STORY, "max_tokens": 8, "temperature": 0}
 SCHEMA = {
