@@ -149,19 +149,26 @@ def ask_in_thread(waiting: Waiting, path: str, body: dict) -> tuple[threading.Th
     return thread, replies
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_newest_completion_of_a_key_ends_the_one_before(waiting, stream):
-    first, former = ask_in_thread(waiting, "/v1/completions", {**FILL, "stream": stream})
+def test_newest_completion_of_a_key_ends_the_one_before(waiting):
+    first, former = ask_in_thread(waiting, "/v1/completions", FILL)
     waiting.wait_for(1)
     second, latter = ask_in_thread(waiting, "/v1/completions", FILL)
     first.join(10)
-    if stream:
-        *_, error, last = (line for line in former[0].text.split("\n") if line.startswith("data: "))
-        assert chunk_of(error)["error"]["code"] == "superseded"
-        assert last == f"data: {DONE}"
-    else:
-        assert (former[0].status_code, former[0].json()["error"]["code"]) == (409, "superseded")
-        assert former[0].headers["x-should-retry"] == "false"
+    assert (former[0].status_code, former[0].json()["error"]["code"]) == (409, "superseded")
+    assert former[0].headers["x-should-retry"] == "false"
+    waiting.gate.set()
+    second.join(10)
+    assert latter[0].json()["choices"][0]["text"] == "ab"
+
+
+def test_newest_completion_of_a_key_ends_a_stream_that_has_begun(waiting):
+    with waiting.client.stream("POST", "/v1/completions", json={**FILL, "stream": True}) as response:
+        lines = (line for line in response.iter_lines() if line.startswith("data: "))
+        assert chunk_of(next(lines))["choices"][0]["text"] == "a"
+        second, latter = ask_in_thread(waiting, "/v1/completions", FILL)
+        *_, error, last = lines
+    assert chunk_of(error)["error"]["code"] == "superseded"
+    assert last == f"data: {DONE}"
     waiting.gate.set()
     second.join(10)
     assert latter[0].json()["choices"][0]["text"] == "ab"
