@@ -1,6 +1,7 @@
 """localinfer: a quantized LLM runtime for one person on their own machine."""
 
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -9,6 +10,11 @@ if TYPE_CHECKING:
     from localinfer.llm import LLM
     from localinfer.loading import load, load_tokenizer
     from localinfer.text_stream import Completion
+
+_CHECKOUT = Path(__file__).parent.parent
+if not (Path(__file__).parent / "kernels").is_dir() and (_CHECKOUT / "kernels" / "ops.py").is_file():
+    # Python run in a checkout finds this folder before any installed copy; the floors below lie beside it there.
+    __path__.append(str(_CHECKOUT))
 
 __all__ = [
     "LLM",
