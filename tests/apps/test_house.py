@@ -3,6 +3,8 @@
 import ast
 import os
 import re
+import subprocess
+import sys
 import tokenize
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -146,3 +148,13 @@ def test_readme_commands_are_the_ones_ci_runs():
 @pytest.mark.skipif(os.name == "nt", reason="no executable bit there")
 def test_ci_script_can_be_run():
     assert os.access(REPOSITORY / ".ci" / "run", os.X_OK)
+
+
+def test_python_run_in_a_checkout_finds_the_floors_beside_the_package() -> None:
+    code = (
+        "import sys; sys.meta_path[:] = [one for one in sys.meta_path if 'editable' not in repr(one).lower()]\n"
+        "import localinfer.kernels.ops, localinfer.models, localinfer.quant; print(localinfer.kernels.__file__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()) == REPOSITORY / "kernels" / "__init__.py"
