@@ -18,6 +18,7 @@ from prompt_toolkit.shortcuts import CompleteStyle
 
 from localinfer.conversation import Conversation
 from localinfer.errors import LocalinferError
+from localinfer.keystrokes import keystrokes_held
 from localinfer.terminal import ModelOutput, check_text, describe_stats, dim, neutralise_controls
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class Chat:
         self._notices = notices
         self._is_reasoning = False
         conversation.on_reasoning = self._show_reasoning
+        conversation.on_messages_dropped = self._tell_dropped
         commands = (
             Command("/help", "list the commands and keys", self._help),
             Command("/clear", "forget the conversation", self._clear),
@@ -95,8 +97,8 @@ class Chat:
                 for piece in reply:
                     if piece:
                         self._end_reasoning()
-                    output.write(piece)
                     has_text = has_text or bool(piece)
+                    output.write(piece)
         except KeyboardInterrupt:
             self._end_reasoning()
             output.end_line()
@@ -120,6 +122,9 @@ class Chat:
             self._notices.write("\n\n")
             self._notices.flush()
 
+    def _tell_dropped(self, num_messages: int) -> None:
+        self.notice(f"the context is full: the {num_messages} oldest messages are left out from here on")
+
     def _report(self) -> None:
         """Say what the last reply left out, and its numbers if they are wanted."""
         stats = self._conversation.last_stats
@@ -129,6 +134,11 @@ class Chat:
             self.notice(describe_stats(stats))
         elif stats.dropped_tokens:
             self.notice(f"the context is full: {stats.dropped_tokens} tokens before its recent half were left out")
+        if self._conversation.context_is_full:
+            self.notice(
+                "the reply was cut where the context ends; the next message leaves out the oldest ones, /clear all of "
+                "them, and --context-length N makes room for more"
+            )
 
     def _help(self, _: str) -> None:
         for command in self.commands.values():
@@ -216,16 +226,26 @@ def key_bindings() -> KeyBindings:
     return bindings
 
 
-def run_chat(llm: "LLM", *, system: str | None, max_tokens: int | None, stats: bool = False, **sampling: Any) -> None:
+def run_chat(
+    llm: "LLM",
+    *,
+    system: str | None,
+    max_tokens: int | None,
+    stats: bool = False,
+    describe_error: Callable[[LocalinferError], str] = str,
+    **sampling: Any,
+) -> None:
     """Talk until the input ends: with line editing on a terminal, one message per line from a pipe.
 
+    describe_error: what a terminal shows of an error.
     Raises: LocalinferError for a message that cannot be answered, from a pipe only; a terminal shows it and goes on.
     """
     conversation = Conversation(llm, system=system, max_tokens=max_tokens, **sampling)
     chat = Chat(conversation, sys.stdout, sys.stderr, shows_stats=stats)
     try:
         if sys.stdin.isatty() and sys.stdout.isatty():
-            _run_terminal(chat)
+            with keystrokes_held(sys.stdin, sys.stdout) as mark_pastes:
+                _run_terminal(chat, describe_error, mark_pastes)
         else:
             for line in sys.stdin:
                 chat.handle(line.rstrip("\r\n"))
@@ -233,7 +253,9 @@ def run_chat(llm: "LLM", *, system: str | None, max_tokens: int | None, stats: b
         return
 
 
-def _run_terminal(chat: Chat) -> None:
+def _run_terminal(
+    chat: Chat, describe_error: Callable[[LocalinferError], str], mark_pastes: Callable[[], None]
+) -> None:
     session: PromptSession[str] = PromptSession(
         FormattedText([("bold", "> ")]),
         multiline=True,
@@ -253,7 +275,10 @@ def _run_terminal(chat: Chat) -> None:
             continue
         except EOFError:
             return
+        mark_pastes()
         try:
             chat.handle(text)
         except LocalinferError as error:
-            chat.notice(f"error: {error}")
+            chat.notice(f"error: {describe_error(error)}")
+        except KeyboardInterrupt:
+            continue

@@ -71,6 +71,7 @@ class FakeLLM:
         self.is_closed = False
         self.dropped_tokens = 0
         self.tokenizer = FakeTokenizer()
+        self.context_length = 4096
 
     def stream(self, prompt: Any, **options: Any) -> FakeStream:
         self.prompts.append(prompt)
@@ -84,6 +85,9 @@ class FakeLLM:
 
     def stream_chat(self, messages: list[dict[str, str]], **options: Any) -> FakeStream:
         return self.stream([dict(message) for message in messages], **options)
+
+    def count_chat_tokens(self, messages: list[dict[str, str]]) -> int:
+        return sum(len(message["content"]) for message in messages)
 
     def close(self) -> None:
         self.is_closed = True

@@ -192,6 +192,55 @@ def test_a_shifted_context_is_told(chat, fake_llm, streams):
     assert "the context is full: 40 tokens" in streams[1].getvalue()
 
 
+def test_a_full_context_leaves_out_the_oldest_messages_and_the_chat_goes_on(fake_llm, streams):
+    fake_llm.context_length = 100
+    conversation = Conversation(fake_llm, system="Be kind.", max_tokens=None, seed=3)
+    chat = Chat(conversation, *streams)
+    for number in range(20):
+        chat.handle(f"message {number:2}")
+    sent = [sum(len(message["content"]) for message in prompt) for prompt in fake_llm.prompts]
+    assert max(sent) <= 75, "a quarter of the context is left for the reply"
+    assert all(prompt[0]["content"] == "Be kind." for prompt in fake_llm.prompts)
+    assert all(
+        [message["role"] for message in prompt[1:3]] in (["user"], ["user", "assistant"]) for prompt in fake_llm.prompts
+    )
+    assert all(prompt[-1] == user(f"message {number:2}") for number, prompt in enumerate(fake_llm.prompts))
+    told = re.findall(r"the (\d+) oldest messages are left out", streams[1].getvalue())
+    assert 3 < len(told) < 10, "left out some at a time, not at every message"
+    assert sum(map(int, told)) + len(conversation.messages) - 1 == 40
+
+
+def test_a_message_longer_than_the_context_is_refused_and_nothing_is_left_out(conversation, fake_llm, streams):
+    fake_llm.context_length = 100
+    chat = Chat(conversation, *streams)
+    for _ in range(3):
+        chat.handle("hi")
+    before = conversation.messages
+    fake_llm.pieces = [ContextLengthError("too long")]
+    with pytest.raises(ContextLengthError):
+        chat.handle("x" * 101)
+    assert fake_llm.prompts[-1] == [user("x" * 101)]
+    assert conversation.messages == before
+    assert "left out" not in streams[1].getvalue()
+
+
+def test_a_shifted_context_leaves_out_no_messages(fake_llm, streams):
+    fake_llm.context_length = 20
+    conversation = Conversation(fake_llm, system=None, max_tokens=None, seed=3, context_shift=True)
+    chat = Chat(conversation, *streams)
+    for _ in range(4):
+        chat.handle("hi")
+    assert len(fake_llm.prompts[-1]) == 7
+
+
+@pytest.mark.parametrize(("context_length", "is_told"), [(4, True), (5, False)])
+def test_a_reply_cut_by_the_context_is_told(chat, fake_llm, streams, context_length, is_told):
+    fake_llm.context_length = context_length  # a prompt of 3 tokens, and a reply of 1
+    fake_llm.pieces = [StreamEvent("cut", 1, "length")]
+    chat.handle("hi")
+    assert ("cut where the context ends" in streams[1].getvalue()) is is_told
+
+
 def test_exit_leaves(chat):
     with pytest.raises(Leave):
         chat.handle("/exit")
