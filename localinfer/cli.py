@@ -11,13 +11,14 @@ from localinfer.cli_bench import bench_command
 from localinfer.cli_cache import cache_command
 from localinfer.cli_constraint_options import constraint_options
 from localinfer.cli_evaluate import compare_command, perplexity_command
+from localinfer.cli_messages import in_options, one_line, send_messages_to_stderr
 from localinfer.cli_model_options import ModelOptions, load_options, load_with, model_option
 from localinfer.cli_quantize import quantize_command
 from localinfer.cli_sampling_options import sampling_options
 from localinfer.cli_serve import serve_command
 from localinfer.constraint import Constraint
 from localinfer.errors import LocalinferError, RequestError
-from localinfer.terminal import ModelOutput, check_text, describe_stats, neutralise_controls, prepare_streams
+from localinfer.terminal import ModelOutput, check_text, describe_stats, prepare_streams
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
@@ -47,7 +48,11 @@ def localinfer_command(context: click.Context) -> None:
 @sampling_options
 @constraint_options
 @click.option(
-    "--beams", type=click.IntRange(min=1), metavar="N", help="Draw nothing: search for the likeliest text with N beams."
+    "--beams",
+    "num_beams",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Draw nothing: search for the likeliest text with N beams.",
 )
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be repeated.")
 @click.option("--ignore-eos", is_flag=True, help="Go on past the model's end-of-text token.")
@@ -57,7 +62,7 @@ def run_command(
     options: ModelOptions,
     prompt: str | None,
     max_tokens: int,
-    beams: int | None,
+    num_beams: int | None,
     stop: tuple[str, ...],
     ignore_eos: bool,
     context_shift: bool,
@@ -73,15 +78,15 @@ def run_command(
     text = _input_text(prompt, "the prompt", missing="no prompt: pass -p TEXT, or pipe it into standard input")
     for piece in stop:
         check_text(piece, "--stop")
-    if beams is not None and (stop or context_shift or stats or constraint is not None):
+    if num_beams is not None and (stop or context_shift or stats or constraint is not None):
         raise RequestError(
             "--beams goes with none of --stop, --context-shift, --stats and the options that constrain the text; leave "
             "one of them out"
         )
     output = ModelOutput(sys.stdout, is_terminal=sys.stdout.isatty())
     with load_with(options) as llm:
-        if beams is not None:
-            found = llm.beam_search(text, num_beams=beams, max_tokens=max_tokens, ignore_eos=ignore_eos)
+        if num_beams is not None:
+            found = llm.beam_search(text, num_beams=num_beams, max_tokens=max_tokens, ignore_eos=ignore_eos)
             output.write(found[0].text if found else "")
             if sys.stdout.isatty():
                 output.end_line()
@@ -135,6 +140,7 @@ def chat_command(
             system=system,
             max_tokens=max_tokens,
             stats=stats,
+            describe_error=lambda error: in_options(str(error), chat_command),
             context_shift=context_shift,
             pin_cache=True,
             **sampling,
@@ -194,21 +200,8 @@ def _input_text(argument: str | None, what: str, *, missing: str) -> str:
     return check_text(sys.stdin.read().removesuffix("\n").removesuffix("\r"), "standard input")
 
 
-def _send_messages_to_stderr() -> None:
-    """Show the library's warnings as one line each, without the place in our source that gave them."""
-    import logging
-    import warnings
-
-    logging.basicConfig(format="warning: %(message)s", level=logging.WARNING, stream=sys.stderr)
-    warnings.formatwarning = lambda message, *_, **__: f"warning: {_one_line(str(message))}\n"
-
-
-def _one_line(message: str) -> str:
-    return neutralise_controls(message).replace("\n", " ").replace("\t", " ")
-
-
 def _fail(message: str) -> int:
-    print(f"error: {_one_line(message)}", file=sys.stderr)
+    print(f"error: {one_line(message)}", file=sys.stderr)
     return EXIT_BAD_INPUT
 
 
@@ -234,9 +227,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0: done. 2: bad input, told in one line on stderr. 130: interrupted by Ctrl-C. 141: the reader of stdout went away.
     """
     prepare_streams()
-    _send_messages_to_stderr()
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    command = localinfer_command.commands.get(words[0] if words else "", localinfer_command)
+    send_messages_to_stderr(command)
     try:
-        code = _invoke(list(sys.argv[1:] if arguments is None else arguments))
+        code = _invoke(words)
         sys.stdout.flush()
         return code
     except click.UsageError as error:
@@ -245,7 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except click.ClickException as error:
         return _fail(error.format_message())
     except LocalinferError as error:
-        return _fail(str(error))
+        return _fail(in_options(str(error), command))
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:

@@ -26,9 +26,9 @@ def _leave_out_what_is_not_given(command: Command) -> Command:
     """Hand rare options on only where they are given, so that the library's defaults hold."""
 
     @functools.wraps(command)
-    def call(*, dry_sequence_breaker: tuple[str, ...], **values: Any) -> Any:
-        if dry_sequence_breaker:
-            values["dry_sequence_breakers"] = list(dry_sequence_breaker)
+    def call(*, dry_sequence_breakers: tuple[str, ...], **values: Any) -> Any:
+        if dry_sequence_breakers:
+            values["dry_sequence_breakers"] = list(dry_sequence_breakers)
         for name in _RARE_NAMES:
             if values[name] is None:
                 del values[name]
@@ -111,6 +111,7 @@ sampling_options = options_group(
     ),
     click.option(
         "--dry-sequence-breaker",
+        "dry_sequence_breakers",
         multiple=True,
         metavar="TEXT",
         help='DRY stops here; may be repeated. Default: : * " and newline.',

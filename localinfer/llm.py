@@ -380,7 +380,9 @@ class LLM:
 
     def _chat_parts(self) -> "tuple[ChatTemplate, ChatHistory]":
         if self._model.chat_template is None or self._chat_history is None:
-            raise RequestError("the model file has no tokenizer, so it cannot chat; give complete() token ids")
+            raise RequestError(
+                "the model file has no tokenizer, so it cannot chat; it can complete prompts of token ids"
+            )
         return self._model.chat_template, self._chat_history
 
     def _encode(self, prompt: Prompt, parse_special: bool) -> EncodedPrompt:

@@ -12,7 +12,7 @@ import pytest
 
 from localinfer.cli import main
 from localinfer.constraint import Grammar, JsonObject, JsonSchema, Regex
-from localinfer.errors import ContextLengthError
+from localinfer.errors import ContextLengthError, RequestError
 
 
 def run_process(*arguments: str, stdin: bytes = b"") -> "subprocess.CompletedProcess[bytes]":
@@ -228,6 +228,47 @@ def test_run_interrupted_exits_130_and_keeps_what_was_printed(fake_llm, capsys):
     assert captured.out == "Hello"
     assert captured.err == ""
     assert fake_llm.is_closed
+
+
+@pytest.mark.parametrize(
+    ("command", "said", "shown"),
+    [
+        (
+            "run",
+            "load with a larger context_length, or allow context_shift",
+            "a larger --context-length, or allow --context-shift",
+        ),
+        ("run", "dry_sequence_breakers has '', num_beams is 0", "--dry-sequence-breaker has '', --beams is 0"),
+        ("tokenize", "context_length is too small", "context_length is too small"),
+        (
+            "run",
+            "llama.context_length is 0; wanted 'max_tokens' in a/kv_memory",
+            "llama.context_length is 0; wanted 'max_tokens' in a/kv_memory",
+        ),
+    ],
+)
+def test_errors_name_the_options_of_the_command(fake_llm, capsys, monkeypatch, command, said, shown):
+    def refuse(*_: object, **__: object) -> None:
+        raise RequestError(said)
+
+    monkeypatch.setattr(fake_llm, "stream", refuse)
+    monkeypatch.setattr(fake_llm.tokenizer, "encode", refuse)
+    assert main([command, *["-p"] * (command == "run"), "Hi"]) == 2
+    assert shown in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("way", ["warnings", "logging"])
+def test_warnings_name_the_options_of_the_command(way):
+    program = (
+        "import logging, sys, warnings; import localinfer; from localinfer.cli import main\n"
+        "def load(*_, **__):\n"
+        "    (warnings.warn if sys.argv[1] == 'warnings' else logging.getLogger('x').warning)('no\\nkv_memory')\n"
+        "    raise localinfer.errors.RequestError('kv_window')\n"
+        "localinfer.load = load; sys.exit(main(['run', '-p', 'x']))"
+    )
+    result = subprocess.run([sys.executable, "-c", program, way], capture_output=True, timeout=60, check=False)
+    assert result.stderr.decode() == "warning: no --kv-memory\nerror: --kv-window\n"
+    assert result.returncode == 2
 
 
 def test_library_error_is_one_line_and_exit_code_2(fake_llm, capsys):
