@@ -41,6 +41,7 @@ class CpuWeights:
         self._progress = progress
         self._arena = Arena()
         self._done_bytes = 0
+        self._converted_tables: dict[str, RowTable] = {}
         self.notes: dict[TensorType, str] = {}
 
     def has(self, name: str) -> bool:
@@ -58,14 +59,18 @@ class CpuWeights:
             return self._grouped_linear(name, grouped, rows)
         info = self._file.tensor(name)
         experts, num_rows, num_columns = (1,) * (3 - len(info.shape)) + info.shape
+        table = self._converted_tables.get(name)
+        if table is not None and rows is None:
+            packed = self._pack(table.layout, table.data, experts, num_rows, num_columns)
+            return LinearWeight(name, num_rows, num_columns, packed, experts)
         data = self._file.tensor_bytes(name)
         if rows is not None:
             matrix = data.reshape(experts, num_rows, -1)[:, rows]
             num_rows, data = matrix.shape[1], np.ascontiguousarray(matrix).reshape(-1)
-        layout, data = self._runnable(info.type, data, (experts, num_rows, num_columns))
-        done = None if rows is not None else lambda first, end: self._file.forget(name, first, end)
-        packed = self._pack(layout, data, experts, num_rows, num_columns, done)
-        self._report(info.num_bytes if rows is None else data.size)
+        done = self._done(name, info.type, is_whole=rows is None)
+        layout, data = self._runnable(info.type, data, (experts, num_rows, num_columns), done)
+        # Offsets are in the file's own bytes, which are no longer what is packed where they have been converted.
+        packed = self._pack(layout, data, experts, num_rows, num_columns, done if runs_directly(info.type) else None)
         return LinearWeight(name, num_rows, num_columns, packed, experts)
 
     def _grouped_linear(self, name: str, matrices: Sequence[GroupedMatrix], rows: slice | None) -> LinearWeight:
@@ -91,15 +96,20 @@ class CpuWeights:
         packed: Any = self._pack(layout, joined, len(matrices), num_rows, num_columns)
         if rows is None:
             self._file.forget(name, 0, self._file.tensor(name).num_bytes)
-        self._report(joined.size)
+        self._report("loading weights", joined.size)
         return LinearWeight(name, num_rows, num_columns, replace(packed, columns=columns), len(matrices))
 
     def embedding(self, name: str) -> EmbeddingTable:
         """A table read where it lies in the file, or converted if no kernel reads its type."""
         info = self._file.tensor(name)
         num_rows, width = info.shape
-        layout, data = self._runnable(info.type, self._file.tensor_bytes(name), info.shape)
-        return EmbeddingTable(name, num_rows, width, RowTable(layout, num_rows, width, data))
+        done = self._done(name, info.type, is_whole=True)
+        layout, data = self._runnable(info.type, self._file.tensor_bytes(name), info.shape, done)
+        table = RowTable(layout, num_rows, width, data)
+        if not runs_directly(info.type):
+            # An output matrix tied to the table is packed from it: converting once more takes longer than all the rest.
+            self._converted_tables[name] = table
+        return EmbeddingTable(name, num_rows, width, table)
 
     def _pack(
         self,
@@ -118,7 +128,11 @@ class CpuWeights:
         return dequantize(self._file.tensor_bytes(name), info.type, info.shape)
 
     def _runnable(
-        self, type: TensorType, data: NDArray[np.uint8], shape: tuple[int, ...]
+        self,
+        type: TensorType,
+        data: NDArray[np.uint8],
+        shape: tuple[int, ...],
+        done: Callable[[int, int], None],
     ) -> tuple[Layout, NDArray[np.uint8]]:
         if runs_directly(type):
             assert data.size == np.prod(shape[:-1], dtype=np.int64) * row_bytes(type, shape[-1]), (
@@ -126,9 +140,24 @@ class CpuWeights:
             )
             return layout_of(type), data
         self.notes[type] = conversion_note(type)
-        return convert(data, type, shape)
+        return convert(data, type, shape, done)
 
-    def _report(self, num_bytes: int) -> None:
+    def _done(self, name: str, type: TensorType, *, is_whole: bool) -> Callable[[int, int], None]:
+        """What is called with each stretch of a tensor's bytes in the file once it has been packed or converted.
+
+        is_whole: they are all of the tensor's, so that the file may let them go; not some of its rows.
+        """
+        stage = "loading weights" if runs_directly(type) else f"converting {type.name} weights"
+
+        def done(first: int, end: int) -> None:
+            if is_whole:
+                self._file.forget(name, first, end)
+            self._report(stage, end - first)
+
+        return done
+
+    def _report(self, stage: str, num_bytes: int) -> None:
         self._done_bytes += num_bytes
         if self._progress is not None:
-            self._progress("loading weights (MB)", self._done_bytes >> 20, self._file.num_bytes >> 20)
+            done, total = self._done_bytes >> 20, self._file.num_bytes >> 20
+            self._progress(f"{stage} (MB)", min(done, total), total)

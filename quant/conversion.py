@@ -60,9 +60,16 @@ def conversion_note(type: TensorType) -> str:
     return f"{type.name} runs as {target.name}, {sizes}; {conversion.change}"
 
 
-def convert(data: NDArray[np.uint8], type: TensorType, shape: tuple[int, ...]) -> tuple[Layout, NDArray[np.uint8]]:
+def convert(
+    data: NDArray[np.uint8],
+    type: TensorType,
+    shape: tuple[int, ...],
+    done: Callable[[int, int], None] | None = None,
+) -> tuple[Layout, NDArray[np.uint8]]:
     """Rewrite a tensor in a layout that kernels read; types that run directly come back as they are.
 
+    done: called with each stretch of data (first byte, end) that has been rewritten and is not needed any more; what it
+        raises ends the conversion. Never called for a type that runs directly.
     Shapes: data uint8, of any shape, row after row; result uint8[bytes of the tensor in the layout].
     Raises: ShapeError if the bytes do not fit the shape, CorruptFileError if a weight to be rounded is not finite,
         UnsupportedFormatError for the types that only hold activations.
@@ -91,6 +98,8 @@ def convert(data: NDArray[np.uint8], type: TensorType, shape: tuple[int, ...]) -
             fields = conversion.fields(chunk, type)
         for name, values in fields.items():
             part[name] = values.reshape(part[name].shape)
+        if done is not None:
+            done(first * blocks.itemsize, (first + len(chunk)) * blocks.itemsize)
     return conversion.layout, result.view(np.uint8)
 
 
