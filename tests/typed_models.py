@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 from localinfer.errors import UnsupportedFormatError
 from localinfer.quant.conversion import convert
 from localinfer.quant.formats import TensorType, block_bytes, block_dtype, block_size
-from localinfer.quant.gguf_writer import EncodedValue, GGUFWriter, TensorSpec, encode_value
+from localinfer.quant.gguf import GGUFFile
+from localinfer.quant.gguf_writer import EncodedValue, GGUFWriter, TensorSpec, copy_values, encode_value
 from localinfer.quant.reference import dequantize, quantize
 
 ACTIVATION_TYPES = (TensorType.Q8_1, TensorType.Q8_K)
@@ -115,14 +116,15 @@ def make_model(
     is_tied: bool = True,
     embedding: TensorType | None = None,
     output: TensorType | None = None,
+    unit: int = 1,
     seed: int = 1,
 ) -> TypedModel:
     """A Llama of one layer whose matrices are all of one type, as narrow as its blocks allow, with odd numbers of rows.
 
     num_experts: of its feed forward, all of them chosen, as a near tie would make logits jump; 0 for a dense one.
-    embedding, output: their own types.
+    embedding, output: their own types. unit: what the numbers of columns are a multiple of, where blocks are smaller.
     """
-    unit = max(block_size(type), block_size(embedding or type), block_size(output or type))
+    unit = max(unit, block_size(type), block_size(embedding or type), block_size(output or type))
     hidden, intermediate = (36, 51) if unit == 1 else (3 * unit if unit < 256 else unit, unit)
     head = 32 if unit > 1 else 18
     heads = max(unit // 32, 3) if unit != 64 else 4
@@ -170,6 +172,14 @@ def make_model(
             _F, (hidden,), np.linspace(0.5, 1.5, hidden, dtype=np.float32).view(np.uint8)
         )
     return TypedModel({key: encode_value(value) for key, value in metadata.items()}, weights)
+
+
+def read_model(file: GGUFFile) -> TypedModel:
+    """Metadata and weights of a file, copied."""
+    weights = {
+        name: Weight(info.type, info.shape, file.tensor_bytes(name).copy()) for name, info in file.tensors.items()
+    }
+    return TypedModel(copy_values(file.metadata), weights)
 
 
 def _write_file(path: Path, metadata: dict[str, EncodedValue], weights: dict[str, Weight]) -> Path:

@@ -1,22 +1,29 @@
 """Every tensor type a file can have, loaded and run: wherever it stands, and however the file is cut."""
 
 import re
+import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import localinfer
+from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.kernels.ops import Batch, FloatArray, Segment
 from localinfer.models.decoder import write_decoder
+from localinfer.models.weights import CpuWeights
+from localinfer.quant import conversion
 from localinfer.quant.conversion import layout_of, runs_directly
-from localinfer.quant.formats import TensorType, block_bytes, block_dtype, block_size
-from localinfer.quant.gguf import read_gguf
+from localinfer.quant.formats import TensorType, bits_per_weight, block_bytes, block_dtype, block_size
+from localinfer.quant.gguf import GGUFFile, read_gguf
 from localinfer.quant.presets import PRESETS
+from localinfer.quant.reference_encoders import ENCODABLE_TYPES
+from localinfer.quantization import quantize
 from tests.conftest import REPOSITORY
 from tests.models.arch_models import read_config
 from tests.oracle import NumpyTape, NumpyWeights
-from tests.typed_models import VOCAB, WEIGHT_TYPES, TypedModel, make_model
+from tests.typed_models import VOCAB, WEIGHT_TYPES, TypedModel, make_model, read_model
 
 TOKEN_IDS = np.random.default_rng(4).integers(0, VOCAB, 9).astype(np.int32)
 CONVERTED = [type for type in WEIGHT_TYPES if not runs_directly(type)]
@@ -56,3 +63,151 @@ def test_model_in_any_type_runs_as_its_weights_say(type: TensorType, tmp_path: P
 @pytest.mark.parametrize("type", WEIGHT_TYPES, ids=lambda type: type.name)
 def test_split_model_of_experts_in_any_type_runs_as_its_weights_say(type: TensorType, tmp_path: Path) -> None:
     check_model(make_model(type, num_experts=3, is_tied=False), tmp_path, num_parts=3)
+
+
+@pytest.mark.parametrize("type", CONVERTED, ids=lambda type: type.name)
+def test_table_and_head_in_any_type_run_beside_layers_of_another(type: TensorType, tmp_path: Path) -> None:
+    other = CONVERTED[CONVERTED.index(type) - 1]
+    check_model(make_model(TensorType.Q8_0, embedding=type, output=other, is_tied=False), tmp_path, num_parts=2)
+
+
+def test_scales_of_mxfp4_that_float16_cannot_hold_run_as_they_are(tmp_path: Path) -> None:
+    model = make_model(TensorType.MXFP4, num_experts=2)
+    for weight in model.weights.values():
+        if weight.type is TensorType.MXFP4:
+            blocks = weight.blocks.view(block_dtype(weight.type))
+            blocks["e"][::7] = 90
+    assert {weight.type for weight in model.as_converted().weights.values()} == {TensorType.BF16, TensorType.F32}
+    check_model(model, tmp_path)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_converted_model_has_the_same_bits_in_any_batch(tmp_path: Path, threads: int) -> None:
+    path = make_model(TensorType.IQ3_XXS).write(tmp_path / "model.gguf")
+    with localinfer.load(path, threads=threads, device="cpu") as llm:
+        whole = llm.logits(TOKEN_IDS)
+        for length in (1, 4, 8):
+            np.testing.assert_array_equal(llm.logits(TOKEN_IDS[:length]), whole[:length])
+
+
+@pytest.mark.parametrize(
+    ("preset", "unit"), [("Q4_K_M", 1), *((preset, unit) for preset in PRESETS for unit in (32, 256))]
+)
+def test_model_that_quantize_has_just_written_loads_and_runs(preset: str, unit: int, tmp_path: Path) -> None:
+    source = make_model(TensorType.F32, unit=unit, num_experts=2).write(tmp_path / "source.gguf")
+    quantize(source, tmp_path / "small.gguf", type=preset, method="rtn", threads=1)
+    with read_gguf(tmp_path / "small.gguf") as file:
+        small = read_model(file)
+    check_model(small, tmp_path)
+    types = {weight.type for name, weight in small.weights.items() if name.startswith("blk.")}
+    assert (PRESETS[preset].default in types) == (unit == 256 or unit >= block_size(PRESETS[preset].default))
+
+
+@pytest.mark.parametrize("type", CONVERTED, ids=lambda type: type.name)
+def test_quantize_reads_any_type(type: TensorType, tmp_path: Path) -> None:
+    source = make_model(type)
+    quantize(source.write(tmp_path / "source.gguf"), tmp_path / "small.gguf", type="Q8_0", method="rtn", threads=1)
+    found, wanted = run(tmp_path / "small.gguf"), oracle_logits(source.as_float().write(tmp_path / "float.gguf"))
+    assert np.linalg.norm(found - wanted) / np.linalg.norm(wanted) <= INT8_ERROR
+
+
+def test_formats_that_are_documented_are_all_that_run() -> None:
+    """The tables of the readme: block sizes, bytes, and what each type runs as."""
+    text = (REPOSITORY / "quant" / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\w+) \| (\d+) \| (\d+) \| ([\d.]+) \| [^|]+ \| (yes|) +\|$", text, re.MULTILINE)
+    plain = {"F64", "I8", "I16", "I32", "I64"}
+    assert {name for name, *_ in rows} | plain == {type.name for type in WEIGHT_TYPES}
+    for name, columns, num_bytes, bits, encoder in rows:
+        type = TensorType[name]
+        assert (block_size(type), block_bytes(type)) == (int(columns), int(num_bytes))
+        assert float(bits) == bits_per_weight(type)
+        assert (encoder == "yes") == (type in ENCODABLE_TYPES)
+    runs_as = re.findall(r"^\| ([A-Z][\w, ]+) \| ([A-Z]\w+) \| ([\d.]+) \| ", text, re.MULTILINE)
+    documented: dict[TensorType, str] = {}
+    for names, layout, bits in runs_as:
+        assert float(bits) == bits_per_weight(TensorType[layout])
+        for name in re.split(", | to ", names):
+            family = [type for type in CONVERTED if type.name == name or type.name.startswith(f"{name}_")]
+            documented |= dict.fromkeys(family, layout)
+    documented |= dict.fromkeys((TensorType.I16, TensorType.I32), "F32")
+    assert documented == {type: layout_of(type).name for type in CONVERTED}
+
+
+class CountingFile:
+    """A `ModelFile` that remembers what it was told to forget."""
+
+    def __init__(self, file: GGUFFile) -> None:
+        self._file = file
+        self.forgotten: list[tuple[str, int, int]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def forget(self, name: str, first: int, end: int) -> None:
+        self.forgotten.append((name, first, end))
+        self._file.forget(name, first, end)
+
+
+@pytest.mark.parametrize("type", WEIGHT_TYPES, ids=lambda type: type.name)
+def test_every_byte_of_a_tensor_is_forgotten_once(
+    type: TensorType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In stretches one after the other, whatever the bytes that are packed in their place."""
+    monkeypatch.setattr(conversion, "WEIGHTS_PER_CHUNK", 1024)
+    told: list[tuple[str, int, int]] = []
+    pool = ThreadPool(1)
+    with read_gguf(make_model(type, num_experts=3).write(tmp_path / "model.gguf")) as opened:
+        file = CountingFile(opened)
+        weights = CpuWeights(file, pool, lambda *words: told.append(words))
+        matrices = ["token_embd.weight", "blk.0.attn_q.weight", "blk.0.ffn_up_exps.weight"]
+        weights.embedding("token_embd.weight")
+        for name in matrices:
+            weights.linear(name)
+        for name in matrices:
+            stretches = [(first, end) for found, first, end in file.forgotten if found == name]
+            firsts, ends = [first for first, _ in stretches], [end for _, end in stretches]
+            assert [0, *ends] == [*firsts, file.tensor(name).num_bytes]
+            assert len(stretches) > 1 or runs_directly(type)
+        file.forgotten.clear()
+        # The other rows have not been read.
+        weights.linear("blk.0.ffn_up_exps.weight", slice(1, 9))
+        assert not file.forgotten
+    pool.close()
+    stage = "loading weights (MB)" if runs_directly(type) else f"converting {type.name} weights (MB)"
+    assert {words[0] for words in told} == {stage}
+    assert all(done <= total for _, done, total in told)
+
+
+@pytest.mark.parametrize("type", CONVERTED, ids=lambda type: type.name)
+def test_some_rows_of_a_matrix_are_those_rows_converted(type: TensorType, tmp_path: Path) -> None:
+    model = make_model(type, num_experts=3)
+    matrices = ["blk.0.attn_q.weight", "blk.0.ffn_up_exps.weight"]
+    pool = ThreadPool(1)
+    packed = []
+    for number, one in enumerate((model, model.as_converted())):
+        with read_gguf(one.write(tmp_path / f"{number}.gguf")) as file:
+            weights = CpuWeights(file, pool)
+            packed.append([weights.linear(name, slice(3, 19)).packed.data.copy() for name in matrices])
+    pool.close()
+    for found, wanted in zip(*packed, strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
+class Stop(Exception):
+    """What a progress callback raises to end a load."""
+
+
+def test_conversion_ends_where_its_progress_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversion, "WEIGHTS_PER_CHUNK", 1024)
+    path = make_model(TensorType.Q2_K).write(tmp_path / "model.gguf")
+    num_threads, told = threading.active_count(), []
+
+    def stop(stage: str, done: int, total: int) -> None:
+        told.append(stage)
+        if told.count("converting Q2_K weights (MB)") == 3:
+            raise Stop
+
+    with pytest.raises(Stop):
+        localinfer.load(path, threads=2, device="cpu", progress=stop)
+    assert told.count("converting Q2_K weights (MB)") == 3
+    assert threading.active_count() == num_threads
