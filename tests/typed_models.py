@@ -6,16 +6,26 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+import localinfer
 from localinfer.errors import UnsupportedFormatError
-from localinfer.quant.conversion import convert
+from localinfer.kernels.ops import Batch, FloatArray, Segment
+from localinfer.models.decoder import write_decoder
+from localinfer.quant.conversion import convert, layout_of
 from localinfer.quant.formats import TensorType, block_bytes, block_dtype, block_size
 from localinfer.quant.gguf import GGUFFile
 from localinfer.quant.gguf_writer import EncodedValue, GGUFWriter, TensorSpec, copy_values, encode_value
 from localinfer.quant.reference import dequantize, quantize
+from tests.models.arch_models import read_config
+from tests.oracle import NumpyTape, NumpyWeights
 
 ACTIVATION_TYPES = (TensorType.Q8_1, TensorType.Q8_K)
 WEIGHT_TYPES = [type for type in TensorType if type not in ACTIVATION_TYPES]
 VOCAB = 77
+TOKEN_IDS = np.random.default_rng(4).integers(0, VOCAB, 9).astype(np.int32)
+INT8_ERROR = 4e-2
+"""Of logits: activations are rounded to int8 in every product with blocks, and weights to Q8_0 where no kernel reads
+their type."""
+FLOAT_ERROR = 1e-5
 
 _BYTE_SCALES = {TensorType.MXFP4: "e", TensorType.NVFP4: "d"}
 _F = TensorType.F32
@@ -188,3 +198,28 @@ def _write_file(path: Path, metadata: dict[str, EncodedValue], weights: dict[str
         for weight in weights.values():
             writer.write(weight.blocks)
     return path
+
+
+def run(path: Path, threads: int = 1) -> FloatArray:
+    with localinfer.load(path, threads=threads, kv_type="f32", device="cpu") as llm:
+        return llm.logits(TOKEN_IDS)
+
+
+def oracle_logits(path: Path) -> FloatArray:
+    """What a file of plain numbers gives with exact activations."""
+    program = write_decoder(read_config(path), NumpyWeights(path), NumpyTape())
+    rows = np.arange(len(TOKEN_IDS), dtype=np.int32)
+    return program.run(Batch(TOKEN_IDS, [Segment(0, len(TOKEN_IDS), np.arange(1, 5))], rows))
+
+
+def check_model(model: TypedModel, folder: Path, num_parts: int = 1, wanted: TypedModel | None = None) -> None:
+    """Prove that its logits are the bits that the converted weights give, and near those of the numbers they are.
+
+    wanted: the model whose numbers they are nearly; None for this one.
+    """
+    found = run(model.write(folder / "model.gguf", num_parts))
+    np.testing.assert_array_equal(found, run(model.as_converted().write(folder / "converted.gguf")))
+    exact = oracle_logits((wanted or model).as_float().write(folder / "float.gguf"))
+    error = np.linalg.norm(found - exact) / np.linalg.norm(exact)
+    is_float = all(layout_of(weight.type).name in ("F32", "F16", "BF16") for weight in model.weights.values())
+    assert error <= (FLOAT_ERROR if is_float else INT8_ERROR)

@@ -10,10 +10,13 @@ import pytest
 
 import localinfer
 from localinfer.models import demo
+from localinfer.quant.formats import TensorType
 from localinfer.quant.gguf import read_gguf
+from localinfer.quant.imatrix import Importance, write_imatrix
 from localinfer.quantization import quantize
 from tests.models.arch_models import ArchModel, run_logits
 from tests.models.numpy_device import NumpyDevice
+from tests.typed_models import check_model, make_model, read_model
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed"
@@ -29,8 +32,10 @@ TIES_APART = 4
 """Likeliest tokens may differ where the exact logits of both are closer than so many times that difference."""
 
 
-def peer(*words: object) -> None:
-    subprocess.run([sys.executable, str(PEER_FILES), *map(str, words)], check=True, capture_output=True)
+def peer(*words: object) -> str:
+    """Run it; return what it printed."""
+    command = [sys.executable, str(PEER_FILES), *map(str, words)]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 @pytest.mark.parametrize(("type", "method"), [("Q4_K_M", "gptq"), ("Q4_0", "awq")])
@@ -64,3 +69,25 @@ def test_llama_cpp_quantizes_by_the_imatrix_we_write(tmp_path: Path) -> None:
         for name, info in first.tensors.items():
             assert info.type is second.tensor(name).type, name
             np.testing.assert_array_equal(first.tensor_bytes(name), second.tensor_bytes(name), name)
+
+
+def test_files_of_llama_cpp_run_in_every_type_it_writes(tmp_path: Path) -> None:
+    source, imatrix = tmp_path / "source.gguf", tmp_path / "imatrix.gguf"
+    model = make_model(TensorType.F32, unit=256, is_tied=False)
+    model.write(source)
+    generator = np.random.default_rng(2)
+    squares = {
+        name: generator.uniform(0.5, 1.5, (1, weight.shape[-1])).astype(np.float32)
+        for name, weight in model.weights.items()
+        if len(weight.shape) > 1
+    }
+    write_imatrix(imatrix, Importance("random", squares, "none", 1), 128)
+    written = peer("quantize-all", source, tmp_path, imatrix).split()
+    types = set()
+    for name in written:
+        with read_gguf(tmp_path / f"{name}.gguf") as file:
+            found = read_model(file)
+        types |= {weight.type.name for weight in found.weights.values()}
+        check_model(found, tmp_path)
+    assert types >= {"F16", "Q8_0", "Q4_0", "Q5_1", "Q2_K", "Q3_K", "Q6_K", "IQ4_NL", "IQ4_XS", "TQ1_0", "TQ2_0"}
+    assert types >= {"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"}

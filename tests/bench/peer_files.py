@@ -1,6 +1,7 @@
 """Run by a Python that has llama-cpp-python: what llama.cpp makes of a model, and what it says with one.
 
 python peer_files.py quantize SOURCE TARGET FTYPE IMATRIX.gguf: its quantizer, with importance as its tools read it.
+python peer_files.py quantize-all SOURCE FOLDER IMATRIX.gguf: the same in every type it has, each named on a line.
 python peer_files.py continue MODEL "1 2 3" COUNT: greedy token ids after given ones, on standard output.
 python peer_files.py logits MODEL "1 2 3" TARGET.npy: logits after each of the ids, float32[ids, vocabulary].
 """
@@ -56,15 +57,29 @@ def read_importance(path: str) -> dict[str, NDArray[np.float32]]:
 
 
 def quantize(source: str, target: str, file_type: int, imatrix: str) -> None:
+    if not write_quantized(source, target, file_type, read_importance(imatrix)):
+        raise SystemExit(f"llama.cpp could not quantize {source}")
+
+
+def quantize_all(source: str, folder: str, imatrix: str) -> None:
+    """It refuses the types that it has only names of any more."""
     arrays = read_importance(imatrix)
+    prefix = "LLAMA_FTYPE_MOSTLY_"
+    for name in (name for name in dir(llama_cpp) if name.startswith(prefix)):
+        short = name.removeprefix(prefix)
+        if write_quantized(source, f"{folder}/{short}.gguf", getattr(llama_cpp, name), arrays):
+            print(short)
+
+
+def write_quantized(source: str, target: str, file_type: int, arrays: dict[str, NDArray[np.float32]]) -> bool:
+    """Whether it did."""
     entries = (llama_cpp.llama_model_imatrix_data * (len(arrays) + 1))()
     for entry, (name, values) in zip(entries, arrays.items(), strict=False):
         entry.name, entry.size = name.encode(), values.size
         entry.data = values.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype, params.imatrix = file_type, entries
-    if llama_cpp.llama_model_quantize(source.encode(), target.encode(), ctypes.byref(params)):
-        raise SystemExit(f"llama.cpp could not quantize {source}")
+    return not llama_cpp.llama_model_quantize(source.encode(), target.encode(), ctypes.byref(params))
 
 
 def continue_text(model: str, prompt: list[int], count: int) -> None:
@@ -81,6 +96,8 @@ def write_logits(model: str, token_ids: list[int], target: str) -> None:
 
 if sys.argv[1] == "quantize":
     quantize(sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5])
+elif sys.argv[1] == "quantize-all":
+    quantize_all(sys.argv[2], sys.argv[3], sys.argv[4])
 elif sys.argv[1] == "logits":
     write_logits(sys.argv[2], [int(word) for word in sys.argv[3].split()], sys.argv[4])
 else:

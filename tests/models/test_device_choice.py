@@ -19,10 +19,12 @@ from localinfer.models.decoder import kv_layer_shapes
 from localinfer.models.loader import load_model
 from localinfer.models.memory_fit import MemoryNeeds, Placement, choose_placement, memory_needs
 from localinfer.page_pool import PagePool
+from localinfer.quant.formats import TensorType
 from localinfer.quant.gguf import read_gguf
 from localinfer.sampling_params import SamplingParams
 from tests.models.arch_models import read_config
 from tests.models.small_models import write_small_llama
+from tests.typed_models import make_model
 
 needs_no_gpu = pytest.mark.skipif(has_driver(), reason="this machine has NVIDIA's driver")
 
@@ -235,3 +237,9 @@ def test_conversations_of_a_gpu_go_to_disk_and_back(emulated_gpu: None, tmp_path
         pytest.raises(SessionMismatchError, match="key-value layout"),
     ):
         llm.load_session(session)
+
+
+def test_type_without_a_kernel_runs_on_the_gpu_as_on_the_cpu(emulated_gpu: None, tmp_path: Path) -> None:
+    model = make_model(TensorType.IQ4_NL).write(tmp_path / "model.gguf")
+    greedy, options = SamplingParams(temperature=0), {"speculation": None}
+    assert generated(model, "cuda", greedy, **options) == generated(model, "cpu", greedy, **options)

@@ -10,8 +10,6 @@ import pytest
 
 import localinfer
 from localinfer.kernels.cpu.pool import ThreadPool
-from localinfer.kernels.ops import Batch, FloatArray, Segment
-from localinfer.models.decoder import write_decoder
 from localinfer.models.weights import CpuWeights
 from localinfer.quant import conversion
 from localinfer.quant.conversion import layout_of, runs_directly
@@ -21,38 +19,15 @@ from localinfer.quant.presets import PRESETS
 from localinfer.quant.reference_encoders import ENCODABLE_TYPES
 from localinfer.quantization import quantize
 from tests.conftest import REPOSITORY
-from tests.models.arch_models import read_config
-from tests.oracle import NumpyTape, NumpyWeights
-from tests.typed_models import VOCAB, WEIGHT_TYPES, TypedModel, make_model, read_model
+from tests.typed_models import (
+    TOKEN_IDS,
+    WEIGHT_TYPES,
+    check_model,
+    make_model,
+    read_model,
+)
 
-TOKEN_IDS = np.random.default_rng(4).integers(0, VOCAB, 9).astype(np.int32)
 CONVERTED = [type for type in WEIGHT_TYPES if not runs_directly(type)]
-INT8_ERROR = 4e-2
-"""Of logits: activations are rounded to int8 in every product with blocks, and weights to Q8_0 where no kernel reads
-their type."""
-FLOAT_ERROR = 1e-5
-
-
-def run(path: Path, threads: int = 1) -> FloatArray:
-    with localinfer.load(path, threads=threads, kv_type="f32", device="cpu") as llm:
-        return llm.logits(TOKEN_IDS)
-
-
-def oracle_logits(path: Path) -> FloatArray:
-    """What a file of plain numbers gives with exact activations."""
-    program = write_decoder(read_config(path), NumpyWeights(path), NumpyTape())
-    rows = np.arange(len(TOKEN_IDS), dtype=np.int32)
-    return program.run(Batch(TOKEN_IDS, [Segment(0, len(TOKEN_IDS), np.arange(1, 5))], rows))
-
-
-def check_model(model: TypedModel, folder: Path, num_parts: int = 1) -> None:
-    """The logits are the bits that the converted weights give, and near those of the numbers they stand for."""
-    found = run(model.write(folder / "model.gguf", num_parts))
-    np.testing.assert_array_equal(found, run(model.as_converted().write(folder / "converted.gguf")))
-    wanted = oracle_logits(model.as_float().write(folder / "float.gguf"))
-    error = np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
-    is_float = all(layout_of(weight.type).name in ("F32", "F16", "BF16") for weight in model.weights.values())
-    assert error <= (FLOAT_ERROR if is_float else INT8_ERROR)
 
 
 @pytest.mark.parametrize("type", WEIGHT_TYPES, ids=lambda type: type.name)
@@ -107,8 +82,9 @@ def test_model_that_quantize_has_just_written_loads_and_runs(preset: str, unit: 
 def test_quantize_reads_any_type(type: TensorType, tmp_path: Path) -> None:
     source = make_model(type)
     quantize(source.write(tmp_path / "source.gguf"), tmp_path / "small.gguf", type="Q8_0", method="rtn", threads=1)
-    found, wanted = run(tmp_path / "small.gguf"), oracle_logits(source.as_float().write(tmp_path / "float.gguf"))
-    assert np.linalg.norm(found - wanted) / np.linalg.norm(wanted) <= INT8_ERROR
+    with read_gguf(tmp_path / "small.gguf") as file:
+        small = read_model(file)
+    check_model(small, tmp_path, wanted=source)
 
 
 def test_formats_that_are_documented_are_all_that_run() -> None:
