@@ -4,14 +4,15 @@ What a tensor's type is run as is decided in `quant/conversion.py`. After packin
 the system, so loading needs little more memory than the packed weights themselves.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.errors import UnsupportedFormatError
+from localinfer.errors import CorruptFileError, UnsupportedFormatError
 from localinfer.kernels.compile_ahead import ProgressCallback
 from localinfer.kernels.cpu.arrays import Arena
 from localinfer.kernels.cpu.layouts import Layout
@@ -68,7 +69,7 @@ class CpuWeights:
             matrix = data.reshape(experts, num_rows, -1)[:, rows]
             num_rows, data = matrix.shape[1], np.ascontiguousarray(matrix).reshape(-1)
         done = self._done(name, info.type, is_whole=rows is None)
-        layout, data = self._runnable(info.type, data, (experts, num_rows, num_columns), done)
+        layout, data = self._runnable(name, data, (experts, num_rows, num_columns), done)
         # Offsets are in the file's own bytes, which are no longer what is packed where they have been converted.
         packed = self._pack(layout, data, experts, num_rows, num_columns, done if runs_directly(info.type) else None)
         return LinearWeight(name, num_rows, num_columns, packed, experts)
@@ -104,7 +105,7 @@ class CpuWeights:
         info = self._file.tensor(name)
         num_rows, width = info.shape
         done = self._done(name, info.type, is_whole=True)
-        layout, data = self._runnable(info.type, self._file.tensor_bytes(name), info.shape, done)
+        layout, data = self._runnable(name, self._file.tensor_bytes(name), info.shape, done)
         table = RowTable(layout, num_rows, width, data)
         if not runs_directly(info.type):
             # An output matrix tied to the table is packed from it: converting once more takes longer than all the rest.
@@ -125,22 +126,25 @@ class CpuWeights:
     def vector(self, name: str) -> FloatArray:
         """A small tensor as float32, in its own shape."""
         info = self._file.tensor(name)
-        return dequantize(self._file.tensor_bytes(name), info.type, info.shape)
+        with _named(name):
+            return dequantize(self._file.tensor_bytes(name), info.type, info.shape)
 
     def _runnable(
         self,
-        type: TensorType,
+        name: str,
         data: NDArray[np.uint8],
         shape: tuple[int, ...],
         done: Callable[[int, int], None],
     ) -> tuple[Layout, NDArray[np.uint8]]:
+        type = self._file.tensor(name).type
         if runs_directly(type):
             assert data.size == np.prod(shape[:-1], dtype=np.int64) * row_bytes(type, shape[-1]), (
                 "the reader checks this"
             )
             return layout_of(type), data
-        self.notes[type] = conversion_note(type)
-        return convert(data, type, shape, done)
+        with _named(name):
+            self.notes[type] = conversion_note(type)
+            return convert(data, type, shape, done)
 
     def _done(self, name: str, type: TensorType, *, is_whole: bool) -> Callable[[int, int], None]:
         """What is called with each stretch of a tensor's bytes in the file once it has been packed or converted.
@@ -161,3 +165,12 @@ class CpuWeights:
         if self._progress is not None:
             done, total = self._done_bytes >> 20, self._file.num_bytes >> 20
             self._progress(f"{stage} (MB)", min(done, total), total)
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Name the tensor in what is said against its type or its weights."""
+    try:
+        yield
+    except (CorruptFileError, UnsupportedFormatError) as error:
+        raise type(error)(f"{name}: {error}") from error

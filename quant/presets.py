@@ -9,7 +9,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from localinfer.errors import RequestError
+import numpy as np
+
+from localinfer.errors import CorruptFileError, RequestError
 from localinfer.quant.encoding import can_hold
 from localinfer.quant.formats import TensorType
 from localinfer.quant.model_file import TensorRecord
@@ -79,7 +81,11 @@ class ModelFacts:
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, object]) -> "ModelFacts":
-        """Read the facts. Raises: RequestError if the architecture or the number of layers is missing."""
+        """Read the facts.
+
+        Raises: RequestError if the architecture or the number of layers is missing, CorruptFileError if another of them
+            is no number.
+        """
         architecture = metadata.get("general.architecture")
         layers = metadata.get(f"{architecture}.block_count")
         if not isinstance(architecture, str) or not isinstance(layers, int):
@@ -90,10 +96,13 @@ class ModelFacts:
 
         def number(key: str, default: int) -> int:
             value = metadata.get(f"{architecture}.{key}", default)
-            if isinstance(value, int):
-                return value
-            counts = [int(one) for one in value] if hasattr(value, "__iter__") else []
-            return max(counts, default=default)
+            counts = np.asarray(value)
+            if counts.dtype.kind not in "iu":
+                raise CorruptFileError(
+                    f"{architecture}.{key} is {value!r:.60}; wanted a whole number, or one for each layer. Convert the "
+                    "model again with a current converter"
+                )
+            return int(counts.max(initial=0)) if counts.size else default
 
         heads = number("attention.head_count", 1)
         return cls(

@@ -9,19 +9,22 @@ import numpy as np
 import pytest
 
 import localinfer
+from localinfer.errors import CorruptFileError, UnsupportedFormatError
 from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.models.weights import CpuWeights
 from localinfer.quant import conversion
 from localinfer.quant.conversion import layout_of, runs_directly
-from localinfer.quant.formats import TensorType, bits_per_weight, block_bytes, block_dtype, block_size
+from localinfer.quant.formats import TensorType, bits_per_weight, block_bytes, block_dtype, block_size, row_bytes
 from localinfer.quant.gguf import GGUFFile, read_gguf
 from localinfer.quant.presets import PRESETS
 from localinfer.quant.reference_encoders import ENCODABLE_TYPES
 from localinfer.quantization import quantize
 from tests.conftest import REPOSITORY
 from tests.typed_models import (
+    ACTIVATION_TYPES,
     TOKEN_IDS,
     WEIGHT_TYPES,
+    Weight,
     check_model,
     make_model,
     read_model,
@@ -187,3 +190,24 @@ def test_conversion_ends_where_its_progress_says_so(tmp_path: Path, monkeypatch:
         localinfer.load(path, threads=2, device="cpu", progress=stop)
     assert told.count("converting Q2_K weights (MB)") == 3
     assert threading.active_count() == num_threads
+
+
+@pytest.mark.parametrize("name", ["token_embd.weight", "blk.0.ffn_up_exps.weight", "output_norm.weight"])
+@pytest.mark.parametrize("type", ACTIVATION_TYPES, ids=lambda type: type.name)
+def test_tensor_of_a_type_for_activations_is_refused_by_its_name(type: TensorType, name: str, tmp_path: Path) -> None:
+    model = make_model(TensorType.F16, unit=256, num_experts=2)
+    shape = model.weights[name].shape
+    num_bytes = int(np.prod(shape[:-1], dtype=int)) * row_bytes(type, shape[-1])
+    model.weights[name] = Weight(type, shape, np.zeros(num_bytes, np.uint8))
+    path = model.write(tmp_path / "model.gguf")
+    with pytest.raises(UnsupportedFormatError, match=f"^{name}: {type.name} only ever holds activations"):
+        localinfer.load(path, threads=1, device="cpu")
+
+
+def test_weights_that_cannot_be_converted_are_refused_by_their_name(tmp_path: Path) -> None:
+    model = make_model(TensorType.Q2_K)
+    blocks = model.weights["blk.0.ffn_up.weight"].blocks.view(block_dtype(TensorType.Q2_K))
+    blocks["d"][5] = np.inf
+    path = model.write(tmp_path / "model.gguf")
+    with pytest.raises(CorruptFileError, match="^blk.0.ffn_up.weight: a Q2_K tensor holds weights that are infinite"):
+        localinfer.load(path, threads=1, device="cpu")
