@@ -91,10 +91,15 @@ class SentencePieceEncoder:
         self.adds_space = vocabulary.flags.get("add_space_prefix", True)
         self._ids = vocabulary.ids
         self._fallback = _ByteFallback(vocabulary)
-        # A score's place in descending order: equal scores share a rank, as they share a priority.
-        places = np.unique(-vocabulary.scores, return_inverse=True)[1].tolist()
-        self._ranks = {text: places[token_id] for text, token_id in vocabulary.ids.items()}
+        self._scores = vocabulary.scores
         self._memory = _WordMemory()
+
+    @cached_property
+    def _ranks(self) -> dict[str, int]:
+        """A score's place in descending order: equal scores share a rank, as they share a priority."""
+        places = np.unique(-self._scores, return_inverse=True)[1]
+        ids = np.fromiter(self._ids.values(), np.int64, len(self._ids))
+        return dict(zip(self._ids, places[ids].tolist(), strict=True))
 
     def encode(self, text: str, is_run_start: bool) -> list[int]:
         """Return the ids of plain text; a space comes first where it starts a run and the file wants one."""
@@ -149,9 +154,8 @@ class BytePairEncoder:
         self._rule = rule
         self.adds_bos = rule.adds_bos
         self._ids = vocabulary.ids
-        # Kimi K2 files carry no merges: there, as in tiktoken, a token's id is its rank.
-        self._ranks = vocabulary.merges or vocabulary.ids
-        self._separator = " " if vocabulary.merges else ""
+        self._vocabulary = vocabulary
+        self._separator = " " if vocabulary.merge_texts else ""
         self._unknown = vocabulary.role_ids.get("unknown")
         self._fallback = _ByteFallback(vocabulary) if rule.is_raw else None
         if self._fallback is None and self._unknown is None:
@@ -169,6 +173,11 @@ class BytePairEncoder:
                 TokenizerWarning,
                 stacklevel=4,
             )
+
+    @cached_property
+    def _ranks(self) -> dict[str, int]:
+        """Kimi K2 files carry no merges: there, as in tiktoken, a token's id is its rank."""
+        return self._vocabulary.merges or self._vocabulary.ids
 
     @cached_property
     def _split(self) -> Callable[[str], list[str]]:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 from typing import Any, NoReturn
 
 import numpy as np
@@ -76,7 +77,7 @@ class Vocabulary:
 
     `ids` maps the text of each token that text may turn into; `special_ids` that of the control and
     unknown tokens, which only their own spelling gives, and only where asked for. `byte_ids[b]` is the
-    `<0xXX>` token of byte b, -1 where there is none. `merges` maps "left right" to its rank.
+    `<0xXX>` token of byte b, -1 where there is none. `merge_texts` are "left right" by rank.
     `scores` is None where the kind has no use for them.
     """
 
@@ -85,7 +86,7 @@ class Vocabulary:
     tokens: list[str]
     types: NDArray[np.uint8]
     scores: NDArray[np.float32] | None
-    merges: dict[str, int]
+    merge_texts: list[str]
     ids: dict[str, int]
     special_ids: dict[str, int]
     byte_ids: list[int]
@@ -93,6 +94,16 @@ class Vocabulary:
     end_of_generation_ids: frozenset[int]
     flags: Mapping[str, bool]
     strips_after_special: bool
+
+    @cached_property
+    def merges(self) -> dict[str, int]:
+        """The rank of each "left right"; made by the first text, as it takes longer than reading them."""
+        ranks = dict(zip(self.merge_texts, range(len(self.merge_texts)), strict=True))
+        if len(ranks) != len(self.merge_texts):
+            ranks = {}
+            for rank, merge in enumerate(self.merge_texts):
+                ranks.setdefault(merge, rank)
+        return ranks
 
 
 def read_vocabulary(metadata: Mapping[str, object]) -> Vocabulary:
@@ -121,7 +132,7 @@ def read_vocabulary(metadata: Mapping[str, object]) -> Vocabulary:
             "missing, and no token has the spelling of a known end-of-text token",
             "the id of the token that ends a text",
         )
-    merges = _merges(metadata, ids, pre_tokenizer) if kind == "bpe" else {}
+    merge_texts = _merge_texts(metadata, ids, pre_tokenizer) if kind == "bpe" else []
     special_ids = _take_special(tokens, types, ids)
     flags = _flags(metadata)
     if pre_tokenizer in _ALWAYS_WITH_BOS:
@@ -135,7 +146,7 @@ def read_vocabulary(metadata: Mapping[str, object]) -> Vocabulary:
         tokens=tokens,
         types=types,
         scores=_scores(metadata, len(tokens)) if kind == "spm" else None,
-        merges=merges,
+        merge_texts=merge_texts,
         ids=ids,
         special_ids=special_ids,
         byte_ids=byte_ids,
@@ -180,18 +191,12 @@ def _strings(metadata: Mapping[str, object], key: str) -> list[str] | None:
     """Return an array of strings; bytes that are not UTF-8 become surrogate escapes."""
     if PREFIX + key not in metadata:
         return None
-    value: Any
-    # The reader refuses an entry that is not UTF-8, which a token may be; its bytes are always there.
+    # The reader refuses an entry that is not UTF-8, which a token may be.
     if isinstance(metadata, Metadata) and metadata.stored(PREFIX + key).count is not None:
-        value = metadata.raw_strings(PREFIX + key)
-    else:
-        value = metadata[PREFIX + key]
+        return metadata.texts(PREFIX + key)
+    value = metadata[PREFIX + key]
     found = set(map(type, value)) if isinstance(value, list | tuple) else {type(value)}
     if isinstance(value, list | tuple) and found <= {bytes}:
-        # One decoding of everything costs half of one for each entry.
-        together = b"\0".join(value).decode("utf-8", "surrogateescape").split("\0")
-        if len(together) == len(value):
-            return together
         return [entry.decode("utf-8", "surrogateescape") for entry in value]
     if isinstance(value, list | tuple) and found <= {str}:
         return list(value)
@@ -311,17 +316,12 @@ def _flags(metadata: Mapping[str, object]) -> dict[str, bool]:
     return flags
 
 
-def _merges(metadata: Mapping[str, object], ids: Mapping[str, int], pre_tokenizer: str | None) -> dict[str, int]:
+def _merge_texts(metadata: Mapping[str, object], ids: Mapping[str, int], pre_tokenizer: str | None) -> list[str]:
     merges = _strings(metadata, "merges")
     if merges is None:
         if pre_tokenizer == "kimi-k2":
-            return {}
+            return []
         _refuse("merges", "missing", 'an array of "left right" pairs')
-    ranks = dict(zip(merges, range(len(merges)), strict=True))
-    if len(ranks) != len(merges):
-        ranks = {}
-        for rank, merge in enumerate(merges):
-            ranks.setdefault(merge, rank)
     # All joins at once, in C; the exact search for an offender runs only when there is one.
     joined = "\0".join(merges)
     results = joined.replace(" ", "").split("\0")
@@ -331,7 +331,7 @@ def _merges(metadata: Mapping[str, object], ids: Mapping[str, int], pre_tokenize
             if not right or merge[0] + left + right not in ids:
                 found = f"{merge[:60]!r} at entry {rank}"
                 _refuse("merges", found, 'a "left right" pair whose join is a token')
-    return ranks
+    return merges
 
 
 def _take_special(tokens: list[str], types: NDArray[np.uint8], ids: dict[str, int]) -> dict[str, int]:

@@ -8,12 +8,14 @@ Source: the GGUF specification in the ggml repository (docs/gguf.md), versions 2
 
 import mmap
 import struct
-from dataclasses import dataclass, replace
+from array import array
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from math import prod
 from typing import NoReturn
 
 import numpy as np
+from numpy.typing import NDArray
 
 from localinfer.errors import CorruptFileError, UnsupportedFormatError
 from localinfer.quant.formats import TensorType, block_bytes, block_size, tensor_type
@@ -86,13 +88,15 @@ class StoredValue:
     """Where one metadata value lies in its file: bytes `start` up to `end`.
 
     `type` is the type of the value, or of the elements of an array; `count` is None unless the
-    value is an array. A string's bytes include its 8-byte length.
+    value is an array. A string's bytes include its 8-byte length. `entries` is where each string of
+    an array of strings begins in the file, uint32[count], so that nobody has to walk it again.
     """
 
     type: ValueType
     count: int | None
     start: int
     end: int
+    entries: NDArray[np.uint32] | None = field(default=None, repr=False, compare=False)
 
     @property
     def description(self) -> str:
@@ -269,26 +273,28 @@ class _Walk:
         count = self.u64(f"the length of key {key!r}")
         start = self.position
         if element_type is ValueType.STRING:
-            self.skip_strings(key, count)
-        else:
-            self.advance(count * SCALAR_BYTES[element_type], f"key {key!r} ({count} elements)")
+            entries = self.skip_strings(key, count)
+            return StoredValue(element_type, count, start, self.position, entries)
+        self.advance(count * SCALAR_BYTES[element_type], f"key {key!r} ({count} elements)")
         return StoredValue(element_type, count, start, self.position)
 
-    def skip_strings(self, key: str, count: int) -> None:
-        """Step over `count` strings by their lengths: 0.08 us each, the whole cost of opening."""
+    def skip_strings(self, key: str, count: int) -> NDArray[np.uint32]:
+        """Step over `count` strings by their lengths, and return where each begins: 0.1 us each, the cost of opening."""
         if count * 8 > self.limit - self.position:
             self.advance(count * 8, f"key {key!r} ({count} strings)")
-        position = self.position
+        position, entries = self.position, array("I")
         with memoryview(self.buffer) as whole, whole[: self.limit] as header:
             try:
                 for _ in range(count):
                     (length,) = _read_u64(header, position)
                     if length > MAX_ENTRY_BYTES:
                         self.fail(f"an entry of key {key!r} is {length} bytes long; wanted at most {MAX_ENTRY_BYTES}")
+                    entries.append(position)
                     position += 8 + length
             except struct.error:
                 position = self.limit + 1
         self.advance(position - self.position, f"key {key!r} ({count} strings)")
+        return np.array(entries, np.uint32)
 
     def alignment(self, stored: StoredValue | None) -> int:
         if stored is None:

@@ -158,17 +158,37 @@ class Metadata(Mapping[str, MetadataValue]):
 
     def raw_strings(self, key: str) -> list[bytes]:
         """Return the bytes of each entry of an array of strings; tokens need not be UTF-8."""
-        stored = self._values.get(key)
-        if stored is None or stored.count is None or stored.type is not ValueType.STRING:
-            self._refuse(key, "an array of strings")
+        stored, entries = self._entries(key)
         raw = self._file.read(stored.start, stored.end)
-        entries: list[bytes] = []
-        position = 0
-        for _ in range(stored.count):
-            start = position + 8
-            position = start + _read_u64(raw, position)[0]
-            entries.append(raw[start:position])
-        return entries
+        starts = (entries - np.uint32(stored.start)).tolist()
+        return [raw[start + 8 : end] for start, end in zip(starts, [*starts[1:], len(raw)], strict=True)]
+
+    def texts(self, key: str) -> list[str]:
+        """Return an array of strings as text, bytes that are not UTF-8 as surrogate escapes.
+
+        All entries are decoded as one text and cut apart, in a third of the time of one by one.
+        """
+        stored, entries = self._entries(key)
+        if not entries.size:
+            return []
+        raw = np.frombuffer(self._file.read(stored.start, stored.end), np.uint8).copy()
+        starts = entries.astype(np.int64) - stored.start
+        # Of the eight bytes of each length one becomes a separator, which ends a character that is cut short.
+        is_kept = np.ones(raw.size, np.bool_)
+        for offset in range(7):
+            is_kept[starts + offset] = False
+        raw[starts + 7] = 0
+        found = raw[is_kept][1:].tobytes().decode("utf-8", "surrogateescape").split("\0")
+        if len(found) == entries.size:
+            return found
+        return [entry.decode("utf-8", "surrogateescape") for entry in self.raw_strings(key)]
+
+    def _entries(self, key: str) -> tuple[StoredValue, NDArray[np.uint32]]:
+        """Where an array of strings lies, and each of them."""
+        stored = self._values.get(key)
+        if stored is None or stored.entries is None:
+            self._refuse(key, "an array of strings")
+        return stored, stored.entries
 
     def _numbers(self, key: str, stored: StoredValue) -> NDArray[Any]:
         raw = self._file.read(stored.start, stored.end)

@@ -129,6 +129,26 @@ def test_arrays_of_strings_give_text_or_raw_bytes(write: WriteBytes) -> None:
             model.metadata["raw"]
 
 
+@pytest.mark.parametrize("has_zeros", [False, True])
+@pytest.mark.parametrize("count", [0, 1, 2, 500])
+def test_strings_decoded_together_are_those_decoded_one_by_one(write: WriteBytes, count: int, has_zeros: bool) -> None:
+    """Bytes that are no UTF-8, characters cut short, entries that are empty or longer than a byte can say."""
+    generator = np.random.default_rng(count)
+    pieces = [b"a", "é".encode(), b"\xe2\x96", b"\xff", b"\x81", "日本".encode(), b" " * 400, b"\x01", b"\x80"]
+    pieces += [b"\0", bytes(9)] if has_zeros else []
+    tokens = [
+        b"".join(pieces[index] for index in generator.integers(0, len(pieces), int(generator.integers(0, 4))))
+        for _ in range(count)
+    ]
+    keys = [entry("pad", 8, text("odd")), entry("a", 9, array(8, b"".join(map(text, tokens)), count))]
+    with read_gguf(write(gguf_bytes(keys))) as model:
+        assert model.metadata.raw_strings("a") == tokens
+        assert model.metadata.texts("a") == [token.decode("utf-8", "surrogateescape") for token in tokens]
+        for other in ("pad", "absent"):
+            with pytest.raises(CorruptFileError, match="wanted an array of strings"):
+                model.metadata.texts(other)
+
+
 def test_tensors_keep_name_type_shape_and_bytes(tmp_path: Path) -> None:
     wanted = small_model(tmp_path / "model.gguf")
     with read_gguf(tmp_path / "model.gguf") as model:
