@@ -279,7 +279,7 @@ class _Walk:
         return StoredValue(element_type, count, start, self.position)
 
     def skip_strings(self, key: str, count: int) -> NDArray[np.uint32]:
-        """Step over `count` strings by their lengths, and return where each begins: 0.1 us each, the cost of opening."""
+        """Step over `count` strings by their lengths, and return where each begins: 0.1 us each, most of opening."""
         if count * 8 > self.limit - self.position:
             self.advance(count * 8, f"key {key!r} ({count} strings)")
         position, entries = self.position, array("I")

@@ -161,7 +161,7 @@ class Metadata(Mapping[str, MetadataValue]):
         stored, entries = self._entries(key)
         raw = self._file.read(stored.start, stored.end)
         starts = (entries - np.uint32(stored.start)).tolist()
-        return [raw[start + 8 : end] for start, end in zip(starts, [*starts[1:], len(raw)], strict=True)]
+        return [raw[start + 8 : end] for start, end in zip(starts, [*starts, len(raw)][1:], strict=True)]
 
     def texts(self, key: str) -> list[str]:
         """Return an array of strings as text, bytes that are not UTF-8 as surrogate escapes.
