@@ -1,7 +1,7 @@
 """Compile the kernels a model lacks before it runs, in child processes: one per core, and none of Numba's memory stays.
 
 Where no child can be started (a frozen application, no cache folder, a platform that refuses), kernels compile in this
-process when they are first asked for; that is slower and needs about 100 MB more, and nothing else.
+process, one after the other; that is slower and needs about 100 MB more, and nothing else.
 """
 
 import json
@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from localinfer.kernels import object_cache
@@ -30,18 +30,33 @@ for name in names:
 
 
 def compile_ahead(kernels: Iterable[Kernel], progress: ProgressCallback | None = None) -> None:
-    """Compile what is not cached yet; returns when all is, or when the children have given up."""
+    """Compile what is not cached yet, and say what is being compiled; returns when all is.
+
+    A single kernel takes seconds too, so nothing is left to be compiled where it is first used, under the name of
+    whatever stage that is.
+    """
     missing = [kernel for kernel in dict.fromkeys(kernels) if not kernel.is_cached]
-    if len(missing) < 2 or object_cache.CACHE_FOLDER is None or not can_start_python():
-        return
+    if missing and object_cache.CACHE_FOLDER is not None and can_start_python():
+        _compile_in_children(missing, progress)
+    for kernel in missing:
+        if not kernel.is_cached:
+            _report(missing, progress)
+            assert kernel.address
+    if missing:
+        _report(missing, progress)
+
+
+def _compile_in_children(missing: Sequence[Kernel], progress: ProgressCallback | None) -> None:
+    """Compile in as many processes as there are cores; what they do not get done is left."""
     count = min(os.cpu_count() or 1, 8, (len(missing) + 1) // 2)
     children = []
     try:
         # Neighbours on a tape are alike in size, so dealing them out in turns balances the work.
-        children = [_start([kernel.name for kernel in missing[first::count]]) for first in range(count)]
-        while any(child.poll() is None for child in children):
-            if progress is not None:
-                progress(STAGE, sum(kernel.is_cached for kernel in missing), len(missing))
+        for first in range(count):
+            children.append(_start([kernel.name for kernel in missing[first::count]]))
+        # A child that has stored its last kernel takes a while to end, which nobody waits for.
+        while any(child.poll() is None for child in children) and not all(kernel.is_cached for kernel in missing):
+            _report(missing, progress)
             time.sleep(0.05)
     except OSError:
         return
@@ -50,6 +65,14 @@ def compile_ahead(kernels: Iterable[Kernel], progress: ProgressCallback | None =
             if child.poll() is None:
                 child.kill()
             child.wait()
+
+
+def _report(missing: Sequence[Kernel], progress: ProgressCallback | None) -> None:
+    """Name the first kernel that is not there yet, and count those that are."""
+    if progress is not None:
+        waiting = [kernel.name for kernel in missing if not kernel.is_cached]
+        done = len(missing) - len(waiting)
+        progress(f"{STAGE}: {waiting[0]}" if waiting else STAGE, done, len(missing))
 
 
 def can_start_python() -> bool:

@@ -107,6 +107,8 @@ def load_model(
             check_architecture(architecture)
         shapes = {name: info.shape for name, info in file.tensors.items()}
         config = _with_context(ModelConfig.from_metadata(file.metadata, shapes), context_length)
+        if progress is not None:
+            progress("reading the vocabulary", 0, 0)
         tokenizer = _tokenizer_or_none(file)
         template = None if tokenizer is None else ChatTemplate.from_metadata(file.metadata, tokenizer)
         kv_layout = KVLayout(kv_type, kv_layer_shapes(config, parts_windows=True))
@@ -140,6 +142,8 @@ def load_model(
         program = write_decoder(config, weights, tape, config.context_length)
         if threads is None:
             assert isinstance(program, CpuProgram), "a CPU tape makes a CPU program"
+            if progress is not None:
+                progress("measuring how many threads decode fastest", 0, 0)
             choose_decode_threads(program, kv_layout, file.num_bytes)
         _note(file, packed)
         return Model(config, tokenizer, template, program, kv_layout, file, shared_pool, weights=weights)

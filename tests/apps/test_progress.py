@@ -1,6 +1,8 @@
 """The progress line: only on terminals, only when a start is slow, and gone afterwards."""
 
 import io
+import threading
+import time
 
 from localinfer import progress as progress_module
 from localinfer.progress import CLEAR_LINE, Progress
@@ -43,4 +45,45 @@ def test_progress_of_a_quick_start_is_never_shown(monkeypatch):
     terminal = Terminal()
     with Progress(terminal) as progress:
         progress("compiling kernels", 3, 40)
+    assert terminal.getvalue() == ""
+
+
+def test_new_stage_is_drawn_at_once_and_counts_of_the_same_are_not(monkeypatch):
+    monkeypatch.setattr(progress_module, "SILENT_SECONDS", -1.0)
+    monkeypatch.setattr(progress_module, "REDRAW_SECONDS", 1000.0)
+    terminal = Terminal()
+    with Progress(terminal) as progress:
+        progress("loading weights (MB)", 0, 1)
+        progress("loading weights (MB)", 1, 1)
+        progress("compiling kernels", 0, 1)
+        assert terminal.getvalue() == f"{CLEAR_LINE}loading weights (MB) 0/1 ...{CLEAR_LINE}compiling kernels 0/1 ..."
+
+
+def test_stage_that_says_nothing_more_is_shown_once_the_start_is_slow(monkeypatch):
+    """What a kernel does that compiles for seconds: told once, in the silent time, then nothing."""
+    monkeypatch.setattr(progress_module, "SILENT_SECONDS", 0.05)
+    drawn = threading.Event()
+
+    class Watched(Terminal):
+        def flush(self) -> None:
+            drawn.set()
+
+    terminal = Watched()
+    with Progress(terminal) as progress:
+        progress("reading the vocabulary", 0, 0)
+        progress("compiling kernels", 0, 1)
+        assert drawn.wait(timeout=60)
+        assert terminal.getvalue() == f"{CLEAR_LINE}compiling kernels 0/1 ..."
+    assert terminal.getvalue().endswith(CLEAR_LINE)
+
+
+def test_closed_progress_draws_nothing_later(monkeypatch):
+    monkeypatch.setattr(progress_module, "SILENT_SECONDS", 0.05)
+    num_threads = threading.active_count()
+    terminal = Terminal()
+    with Progress(terminal) as progress:
+        progress("compiling kernels", 0, 1)
+    deadline = time.monotonic() + 60
+    while threading.active_count() > num_threads and time.monotonic() < deadline:
+        threading.Event().wait(0.01)
     assert terminal.getvalue() == ""

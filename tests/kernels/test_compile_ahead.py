@@ -1,0 +1,66 @@
+"""Kernels compile before they are used, in other processes where that is possible, and say so while they do."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from localinfer.kernels.compile_ahead import STAGE
+from tests.kernels.subprocesses import run
+
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the cache folder cannot be moved by a variable")
+NAMES = ["checksum.fold", "elementwise.scale", "elementwise.add"]
+
+COMPILE = """
+import json, sys
+from localinfer.kernels import compile_ahead
+from localinfer.kernels.object_cache import Kernel
+names, starts = {words}
+if not starts:
+    compile_ahead.can_start_python = lambda: False
+told = []
+for _ in range(2):
+    compile_ahead.compile_ahead(map(Kernel, names + names), lambda *words: told.append(words))
+print(json.dumps([told, "numba" in sys.modules]))
+"""
+
+
+def compile_names(folder: Path, names: list[str], *, starts: bool) -> tuple[list[list[object]], bool]:
+    """What was told, and whether Numba was imported in the process that asked."""
+    code = COMPILE.replace("{words}", repr((names, starts)))
+    told, has_numba = json.loads(run(code, XDG_CACHE_HOME=str(folder))[0])
+    return told, has_numba
+
+
+@LINUX
+@pytest.mark.parametrize("count", [1, 3])
+def test_kernels_compile_in_children_that_are_reported(count: int, tmp_path: Path) -> None:
+    """A single one too: it takes as long as its import of Numba, and would be silent."""
+    names = NAMES[:count]
+    told, has_numba = compile_names(tmp_path, names, starts=True)
+    assert not has_numba
+    assert {path.stem for path in tmp_path.rglob("*.o")} == set(names)
+    check_told(told, names)
+
+
+@LINUX
+def test_kernels_that_no_child_compiles_are_reported_one_by_one(tmp_path: Path) -> None:
+    told, has_numba = compile_names(tmp_path, NAMES[:2], starts=False)
+    assert has_numba
+    check_told(told, NAMES[:2])
+    assert [done for _, done, _ in told] == [0, 1, 2]
+
+
+@LINUX
+def test_kernels_compile_without_a_cache_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    check_told(compile_names(tmp_path / "file", NAMES[:1], starts=True)[0], NAMES[:1])
+
+
+def check_told(told: list[list[object]], names: list[str]) -> None:
+    """The first kernel that is missing by its name, how many are there, and the end; nothing where all are cached."""
+    assert told[0] == [f"{STAGE}: {names[0]}", 0, len(names)]
+    assert told.count([STAGE, len(names), len(names)]) == 1
+    assert told[-1] == [STAGE, len(names), len(names)]
+    assert {stage for stage, _, _ in told} <= {STAGE, *(f"{STAGE}: {name}" for name in names)}
