@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections import deque
 from pathlib import Path
 from types import TracebackType
@@ -103,6 +104,7 @@ class ServerProcess:
                 connection.request("GET", "/health")
                 if connection.getresponse().status == 200:
                     return self._port
+                time.sleep(_POLL_SECONDS)
             except OSError:
                 continue
             finally:

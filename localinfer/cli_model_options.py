@@ -1,13 +1,14 @@
 """Options of every command that loads a model, and the loading itself."""
 
 import functools
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from localinfer.errors import RequestError
+from localinfer.errors import ClosedError, RequestError
 from localinfer.progress import Progress
 
 if TYPE_CHECKING:
@@ -160,11 +161,20 @@ load_options = options_group(
 )
 
 
-def load_with(options: ModelOptions) -> "LLM":
-    """Load a model, with a line on the terminal while that is slow. Raises: LocalinferError."""
+def load_with(options: ModelOptions, *, stopping: threading.Event | None = None) -> "LLM":
+    """Load a model, with a line on the terminal while that is slow.
+
+    stopping: gives the load up, at its next stage, once it is set. Raises: LocalinferError; ClosedError if given up.
+    """
     import localinfer
 
-    with Progress() as progress:
+    with Progress() as shown:
+
+        def progress(stage: str, done: int, total: int) -> None:
+            if stopping is not None and stopping.is_set():
+                raise ClosedError("the model is not wanted any more; load it again")
+            shown(stage, done, total)
+
         return localinfer.load(
             options.path,
             device=options.device,

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import sys
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,8 +16,9 @@ from localinfer.errors import RequestError
 if TYPE_CHECKING:
     from localinfer.llm import LLM
     from localinfer.server.meters import Meters
+    from localinfer.server.model_folder import ModelSource
     from localinfer.server.model_memory import MemoryNeed
-    from localinfer.server.model_registry import ModelRegistry, ModelSource
+    from localinfer.server.model_registry import ModelRegistry
     from localinfer.server.running import LocalServer
     from localinfer.server.settings import ServerSettings
 
@@ -85,6 +87,7 @@ def serve_command(
     A Unix socket that only you can open is always there, and TCP on the loopback interface unless --no-tcp. Point
     clients at http://127.0.0.1:8080/v1. Ctrl-C ends the server, after the replies that are running.
     """
+    from localinfer.server.load_threads import LoadThreads
     from localinfer.server.model_registry import ModelRegistry
     from localinfer.server.running import LocalServer
 
@@ -94,27 +97,42 @@ def serve_command(
         _log_requests()
     settings = _settings(**listening)
     sources = _sources(options.path, models)
+    threads = LoadThreads()
 
     def make_registry(meters: "Meters") -> "ModelRegistry":
         return ModelRegistry(
             sources,
-            lambda source: _load(options, source),
+            lambda source: _load(options, source, threads.stopping),
             lambda source: _measure(options, source),
             meters,
             strict=settings.strict_model,
             idle_unload_seconds=idle_unload or None,
             memory_limit=memory_limit,
             context_length=options.context_length,
+            threads=threads,
         )
 
     with LocalServer(settings, make_registry, preloads=models is None or options.path is not None) as server:
         if settings.socket_path is None:
             click.echo("this system has no Unix sockets for Python: TCP only", err=True)
         names = ", ".join(source.id for source in sources[:5]) + (", ..." if len(sources) > 5 else "")
-        click.echo(f"serving {names} on {' and '.join(server.addresses)}", err=True)
+        places = " and ".join(server.addresses)
+        click.echo(f"listening on {places}" + ("" if server.service.is_ready else f", loading {names}"), err=True)
         if until_stdin_ends:
             threading.Thread(target=_stop_after_stdin, args=(server,), daemon=True).start()
-        server.run()
+        server.run(on_ready=lambda: _say_ready(f"serving {names} on {places}"))
+        if not server.has_ended():
+            # A kernel that is just being compiled can be left, but not through the interpreter's own way out.
+            server.close()
+            sys.stdout.flush()
+            os._exit(0)
+
+
+def _say_ready(line: str) -> None:
+    """Tell whoever waits for it. A reader that is gone is no reason to end."""
+    with contextlib.suppress(OSError):
+        click.echo(line)
+        sys.stdout.flush()
 
 
 def _stop_after_stdin(server: "LocalServer") -> None:
@@ -176,7 +194,7 @@ def _read_token(path: Path) -> str:
 def _sources(path: str | None, folder: str | None) -> "list[ModelSource]":
     """The models to serve, the one named by -m first; the demo model if none is named."""
     from localinfer.loading import model_path
-    from localinfer.server.model_registry import find_models, model_source
+    from localinfer.server.model_folder import find_models, model_source
 
     sources = [] if folder is None else find_models(Path(folder).expanduser())
     if path is None and sources:
@@ -185,13 +203,13 @@ def _sources(path: str | None, folder: str | None) -> "list[ModelSource]":
     first = model_source(file)
     if first is None:
         raise RequestError(f"{file} is no model; give a GGUF file, of a split one the first part, or a folder with one")
-    return [first, *(source for source in sources if source.id != first.id)]
+    return [first, *(other for other in sources if other.id != first.id and not other.path.samefile(first.path))]
 
 
-def _load(options: ModelOptions, source: "ModelSource") -> "LLM":
+def _load(options: ModelOptions, source: "ModelSource", stopping: threading.Event) -> "LLM":
     from dataclasses import replace
 
-    return load_with(replace(options, path=str(source.path)))
+    return load_with(replace(options, path=str(source.path)), stopping=stopping)
 
 
 def _measure(options: ModelOptions, source: "ModelSource") -> "MemoryNeed":

@@ -12,6 +12,8 @@ DONE = b"data: [DONE]\n\n"
 PING = b": ping\n"
 """A comment line, without the blank one that would make several clients see an event."""
 
+STREAMS_EVENTS = "streams_events"
+"""Set in the state of a request whose answer is a stream of events: a ping may stand between any two of its writes."""
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -36,6 +38,7 @@ class EventStream(StreamingResponse):
         self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope.setdefault("state", {})[STREAMS_EVENTS] = True
         watching = asyncio.create_task(self._watch(receive))
         try:
             await self.stream_response(send)

@@ -1,19 +1,17 @@
 """The models a server has: found by name, loaded when they are asked for, unloaded when nobody asks any more."""
 
 import asyncio
-import hashlib
 import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from importlib.metadata import version
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from localinfer.errors import OutOfMemoryError, RequestError
+from localinfer.server.load_threads import LoadThreads
 from localinfer.server.meters import Meters
-from localinfer.server.wire_errors import ApiError
+from localinfer.server.model_folder import ModelSource, matching_names
+from localinfer.server.wire_errors import ApiError, ModelLoadError
 
 if TYPE_CHECKING:
     from localinfer.llm import LLM
@@ -21,25 +19,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
 _LOOK_SECONDS = 1.0
-
-
-@dataclass(frozen=True)
-class ModelSource:
-    """A model that can be loaded: its name to clients, which tells nothing of where it lies, and its file.
-
-    created: when the file was last changed, in seconds since 1970.
-    """
-
-    id: str
-    path: Path
-    created: int
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Differs for other models and other versions of localinfer."""
-        facts = f"{version('localinfer')} {self.id} {self.created}"
-        return f"fp_{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
 
 
 @dataclass
@@ -80,7 +61,8 @@ class ModelRegistry:
 
     load: loads a model, in a thread. measure: says what one will take, before. idle_unload_seconds: None keeps models
     loaded. memory_limit: bytes that all loaded models may take together; None leaves it to the machine.
-    context_length: the one that models are loaded with, None for their own.
+    context_length: the one that models are loaded with, None for their own. threads: what loads; its event `stopping`
+    tells `load` to give up.
     """
 
     def __init__(
@@ -94,6 +76,7 @@ class ModelRegistry:
         idle_unload_seconds: float | None = None,
         memory_limit: int | None = None,
         context_length: int | None = None,
+        threads: LoadThreads | None = None,
     ) -> None:
         if not sources:
             raise RequestError("there is no model to serve; name one with -m, or a folder that holds some")
@@ -106,6 +89,7 @@ class ModelRegistry:
         self._idle_unload_seconds = idle_unload_seconds
         self._memory_limit = memory_limit
         self._context_length = context_length
+        self._threads = LoadThreads() if threads is None else threads
         self._loading = asyncio.Lock()
 
     def models(self) -> list[ServedModel]:
@@ -113,15 +97,28 @@ class ModelRegistry:
         return list(self._models.values())
 
     def find(self, name: str | None) -> ServedModel:
-        """The model of a name; without one, or where any name will do, the default. Raises: ApiError 404."""
+        """The model of a name, which may be the end of a longer one, or begin with a provider's.
+
+        Without a name, or where any will do, the default. Raises: ApiError 404, also for a name that several have.
+        """
         if not name:
             return self._default
-        for candidate in (name, name.rpartition("/")[2], name.removesuffix(".gguf")):
-            if candidate in self._models:
-                return self._models[candidate]
+        names = list(self._models)
+        for wanted in (name, name.removesuffix(".gguf"), name.rpartition("/")[2].removesuffix(".gguf")):
+            found = matching_names(wanted, names)
+            if len(found) == 1:
+                return self._models[found[0]]
+            if found:
+                raise ApiError(
+                    404,
+                    f"{name!r:.80} may be any of {', '.join(found[:10])}; give more of the name",
+                    code="model_ambiguous",
+                    param="model",
+                    facts={"candidates": found[:100]},
+                )
         if not self._is_strict:
             return self._default
-        known = ", ".join(list(self._models)[:10])
+        known = ", ".join(names[:10])
         raise ApiError(404, f"there is no model {name!r:.80}; there are {known}", code="model_not_found", param="model")
 
     def lease_loaded(self, name: str | None) -> Lease | None:
@@ -130,14 +127,37 @@ class ModelRegistry:
         return None if model.llm is None else Lease(model, model.llm)
 
     async def lease(self, name: str | None) -> Lease:
-        """A model by name, loaded first if need be. Raises: ApiError 404; LocalinferError if it cannot be loaded."""
+        """A model by name, loaded first if need be.
+
+        Raises: ApiError 404, or 503 if the server ends; OutOfMemoryError; ModelLoadError if it cannot be loaded.
+        """
         model = self.find(name)
         while model.llm is None:
+            self._check_stopping()
             if model.loading is None:
                 model.loading = asyncio.create_task(self._load_model(model))
-            # Who asked first may leave; the others still want it.
-            await asyncio.shield(model.loading)
+                # Whether or not somebody still waits for it.
+                model.loading.add_done_callback(lambda task: task.cancelled() or task.exception())
+            loading = model.loading
+            try:
+                # Who asked first may leave; the others still want it.
+                await asyncio.shield(loading)
+            except asyncio.CancelledError:
+                if loading.cancelled():
+                    self._check_stopping()
+                raise
         return Lease(model, model.llm)
+
+    def stop_loading(self) -> None:
+        """Give up what is being loaded, and load nothing more."""
+        self._threads.stopping.set()
+        for model in self._models.values():
+            if model.loading is not None:
+                model.loading.cancel()
+
+    def join_loads(self, seconds: float) -> bool:
+        """Wait for threads whose load was given up; return whether none is left. Called off the event loop."""
+        return self._threads.join(seconds)
 
     async def unload_idle(self) -> None:
         """Unload models that nobody used for long, for ever."""
@@ -151,24 +171,39 @@ class ModelRegistry:
     async def close(self) -> None:
         """Unload every model, whoever uses it."""
         loading = [model.loading for model in self._models.values() if model.loading is not None]
+        self.stop_loading()
         await asyncio.gather(*loading, return_exceptions=True)
         for model in self._models.values():
             await self._unload(model)
 
+    def _check_stopping(self) -> None:
+        if self._threads.stopping.is_set():
+            raise ApiError(503, "the server is being stopped; ask again", code="shutting_down")
+
     async def _load_model(self, model: ServedModel) -> "LLM":
+        source = model.source
         try:
             async with self._loading:
-                if model.need is None:
-                    model.need = await asyncio.to_thread(self._measure, model.source)
-                await self._make_room(model, model.need)
+                need = model.need
+                if need is None:
+                    need = model.need = await self._work(source, lambda: self._measure(source), lambda need: None)
+                await self._make_room(model, need)
                 began = time.monotonic()
-                llm = await asyncio.to_thread(self._load, model.source)
+                llm = await self._work(source, lambda: self._load(source), lambda llm: llm.close())
                 model.llm, model.last_used_seconds = llm, time.monotonic()
                 self._meters.loaded.inc()
-                logger.info("loaded %s in %.1f s", model.source.id, time.monotonic() - began)
+                logger.info("loaded %s in %.1f s", source.id, time.monotonic() - began)
                 return llm
         finally:
             model.loading = None
+
+    async def _work(
+        self, source: ModelSource, work: Callable[[], Result], discard: Callable[[Result], object]
+    ) -> Result:
+        try:
+            return await self._threads.run(work, discard)
+        except Exception as error:
+            raise ModelLoadError(source.id) from error
 
     async def _make_room(self, model: ServedModel, need: "MemoryNeed") -> None:
         """Unload idle models, least recently used first, until this one fits. Raises: OutOfMemoryError."""
@@ -201,43 +236,3 @@ class ModelRegistry:
             await asyncio.to_thread(llm.close)
             self._meters.loaded.dec()
             logger.info("unloaded %s", model.source.id)
-
-
-def find_models(folder: Path) -> list[ModelSource]:
-    """The models of a folder, by name: GGUF files, of split ones the first part, and Hugging Face folders.
-
-    Raises: RequestError if there is none, or two have one name.
-    """
-    if not folder.is_dir():
-        raise RequestError(f"{folder} is not a folder; name one that holds models")
-    sources: dict[str, ModelSource] = {}
-    for path in sorted(folder.iterdir()):
-        source = model_source(path)
-        if source is None:
-            continue
-        if source.id in sources:
-            raise RequestError(f"{path.name} and {sources[source.id].path.name} have one name; rename one of them")
-        sources[source.id] = source
-    if not sources:
-        raise RequestError(f"{folder} holds no model; put GGUF files or Hugging Face folders into it")
-    return list(sources.values())
-
-
-def model_source(path: Path) -> ModelSource | None:
-    """The model at a path; None if it is none, or a later part of a split one."""
-    name = path.name
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            return None
-    elif path.suffix.lower() == ".gguf" and path.is_file():
-        name, _, part = path.stem.partition("-of-")
-        head, _, number = name.rpartition("-")
-        if not (part.isdigit() and number.isdigit()):
-            name = path.stem
-        elif int(number) != 1:
-            return None
-        else:
-            name = head
-    else:
-        return None
-    return ModelSource(name, path, int(path.stat().st_mtime))

@@ -1,12 +1,16 @@
 """A server from its first socket to its last reply: binding, serving, and ending in good order."""
 
 import asyncio
+import errno
+import logging
 import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
@@ -18,18 +22,26 @@ from localinfer.server.meters import Meters
 from localinfer.server.model_registry import ModelRegistry
 from localinfer.server.service import Service
 from localinfer.server.settings import ServerSettings
-from localinfer.server.sockets import UnixListener, bind_tcp
+from localinfer.server.sockets import BACKLOG, UnixListener, affordable_connections, bind_tcp
+from localinfer.server.wire_errors import ApiError
+
+logger = logging.getLogger(__name__)
 
 _GRACE_SECONDS = 2
 """What streams get, after their time is over, to send the error that says so."""
 _KEEP_ALIVE_SECONDS = 75
 """Longer than clients keep an idle connection, so that they close it, and never write to one that we just closed."""
+_ACCEPTED_AT_ONCE = 16
+"""Connections of one listener in a round of the event loop: the limit is looked after only between rounds."""
+_LOAD_END_SECONDS = 2.0
+"""What a load that was given up gets to end in good order."""
+_NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class LocalServer:
     """A server on its sockets, which are bound when it is made; `run` serves until `stop` or a signal.
 
-    preloads: load the default model before the first request is answered.
+    preloads: load the default model at once. Meanwhile `/health` says so, and requests for a model wait.
     addresses: where it listens, as URLs and paths. Leaving the context closes the sockets and removes the socket file.
     Raises: RequestError.
     """
@@ -37,7 +49,8 @@ class LocalServer:
     def __init__(
         self, settings: ServerSettings, make_registry: Callable[[Meters], ModelRegistry], *, preloads: bool = False
     ) -> None:
-        self.settings = settings
+        limit = affordable_connections(settings.max_connections)
+        self.settings = settings = replace(settings, max_connections=limit)
         self.service = Service(settings, make_registry, preloads=preloads)
         self.port: int | None = None
         self.addresses: list[str] = []
@@ -70,22 +83,33 @@ class LocalServer:
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=int(settings.shutdown_seconds) + _GRACE_SECONDS,
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+            backlog=_ACCEPTED_AT_ONCE,
         )
         self._server = _Server(config, self.service)
 
-    def run(self) -> None:
+    def run(self, on_ready: Callable[[], object] = lambda: None) -> None:
         """Serve; return when `stop` was called, or SIGTERM or Ctrl-C came and replies have ended. A second signal
-        ends them at once. Raises: LocalinferError if the default model cannot be loaded."""
+        ends them at once.
+
+        on_ready: called when models answer. Raises: LocalinferError if the default model cannot be loaded.
+        """
+        self._server.on_ready = on_ready
         try:
             asyncio.run(self._server.serve(self._sockets))
         except SystemExit:
             # uvicorn's way to say that starting failed.
-            raise self.service.start_error or BackendUnavailableError("the server could not start") from None
+            raise BackendUnavailableError("the server could not start") from None
+        if self._server.start_error is not None:
+            raise self._server.start_error
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests are answered."""
-        return bool(self._server.started)
+        """Whether requests are answered, by models too."""
+        return bool(self._server.started) and self.service.is_ready
+
+    def has_ended(self) -> bool:
+        """Whether no thread is left that still loads a model, which was given up; waits for it a little."""
+        return self.service.registry.join_loads(_LOAD_END_SECONDS)
 
     def stop(self) -> None:
         """Ask `run`, in another thread, to end as after SIGTERM."""
@@ -103,11 +127,50 @@ class LocalServer:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, which ends by itself after a signal instead of raising it again, so that models are closed."""
+    """uvicorn's server, which ends by itself after a signal instead of raising it again, so that models are closed.
+
+    start_error: why the default model could not be loaded, which ends the server.
+    """
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
+        self.start_error: Exception | None = None
+        self.on_ready: Callable[[], object] = lambda: None
         self._service = service
+        self._starting: asyncio.Task[None] | None = None
+        self._is_short_of_descriptors = False
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(self._note_loop_error)
+        await super().startup(sockets)
+        for listener in sockets or ():
+            # What waits in the system costs nothing here; only how many are taken at a time was to be small.
+            listener.listen(BACKLOG)
+        self._starting = asyncio.create_task(self._get_ready())
+
+    async def _get_ready(self) -> None:
+        try:
+            await self._service.get_ready()
+        except ApiError:
+            # The server was stopped meanwhile.
+            return
+        except Exception as error:
+            self.start_error, self.should_exit = error, True
+            return
+        self.on_ready()
+
+    def _note_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Close idle connections where none can be accepted; asyncio tries again a second later by itself."""
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in _NO_DESCRIPTORS:
+            loop.default_exception_handler(context)
+            return
+        for connection in self.server_state.connections.copy():
+            if isinstance(connection, Connection) and connection.is_idle:
+                connection.drop()
+        if not self._is_short_of_descriptors:
+            self._is_short_of_descriptors = True
+            logger.error("no more connections can be taken now: %s; idle ones were closed", error.strerror)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._service.stop()

@@ -14,7 +14,7 @@ from localinfer.server.meters import Meters
 from localinfer.server.model_registry import Lease, ModelRegistry
 from localinfer.server.reply import Reply, TextPlan, Workplace
 from localinfer.server.settings import ServerSettings
-from localinfer.server.wire_errors import ApiError
+from localinfer.server.wire_errors import ApiError, ModelLoadError
 
 if TYPE_CHECKING:
     from localinfer.llm import LLM
@@ -28,28 +28,21 @@ _JOIN_SECONDS = 5.0
 class Service:
     """The server behind its routes. Lives on one event loop, between `open` and its end.
 
-    start_error: why it could not open.
+    preloads: load the default model at once; until then `is_ready` is false, and requests for it wait.
+    Raises: RequestError.
     """
 
     def __init__(
         self, settings: ServerSettings, make_registry: Callable[[Meters], ModelRegistry], *, preloads: bool = False
     ) -> None:
-        self.start_error: Exception | None = None
-        self._preloads = preloads
         self.settings = settings
         self.meters = Meters()
-        self._make_registry = make_registry
-        self._registry: ModelRegistry | None = None
+        self.registry = make_registry(self.meters)
+        self.is_ready = not preloads
         self._replies: dict[str, Reply] = {}
         self._workplace: Workplace | None = None
         self._sessions: dict[str, Reply] = {}
         self._is_stopping = False
-
-    @property
-    def registry(self) -> ModelRegistry:
-        """The models. Only while the service is open."""
-        assert self._registry is not None, "the service is not open"
-        return self._registry
 
     @property
     def is_stopping(self) -> bool:
@@ -60,14 +53,7 @@ class Service:
     async def open(self) -> AsyncIterator[None]:
         """Hold models while the context lasts; leaving it stops what runs and unloads them."""
         workplace = self._workplace = Workplace(self.meters)
-        try:
-            self._registry = self._make_registry(self.meters)
-            if self._preloads:
-                (await self._registry.lease(None)).release()
-        except Exception as error:
-            self.start_error = error
-            raise
-        unloading = asyncio.create_task(self._registry.unload_idle())
+        unloading = asyncio.create_task(self.registry.unload_idle())
         try:
             yield
         finally:
@@ -78,11 +64,22 @@ class Service:
             for reply in replies:
                 await asyncio.to_thread(reply.join, _JOIN_SECONDS)
             workplace.threads.close()
-            await self._registry.close()
+            await self.registry.close()
+
+    async def get_ready(self) -> None:
+        """Load the default model, if that was wanted. Raises: what went wrong, in its own words."""
+        if self.is_ready:
+            return
+        try:
+            (await self.registry.lease(None)).release()
+        except ModelLoadError as error:
+            raise error.__cause__ or error from None
+        self.is_ready = True
 
     def stop(self) -> None:
-        """Take no new requests; what runs goes on until `fail_replies`."""
+        """Take no new requests, and load no model; what runs goes on until `fail_replies`."""
         self._is_stopping = True
+        self.registry.stop_loading()
 
     def fail_replies(self) -> None:
         """End what still runs, and tell its clients why."""

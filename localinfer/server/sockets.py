@@ -13,8 +13,11 @@ from localinfer.private_folder import make_private
 
 MAX_SOCKET_PATH_BYTES = 100
 """Some systems keep 104 bytes for the path of a Unix socket, its end included."""
-_BACKLOG = 512
+BACKLOG = 512
 _PROBE_SECONDS = 1.0
+_OTHER_DESCRIPTORS = 160
+"""Files that a server holds open beside its connections, those that it is just closing among them."""
+_LEAST_CONNECTIONS = 8
 
 
 def has_unix_sockets() -> bool:
@@ -32,6 +35,16 @@ def default_socket_path() -> Path | None:
     return folder / "server.sock" if folder.is_absolute() else None
 
 
+def affordable_connections(wanted: int) -> int:
+    """How many connections the system's limit of open files leaves room for, at most `wanted`."""
+    if sys.platform == "win32":
+        return wanted
+    import resource
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return wanted if soft == resource.RLIM_INFINITY else min(wanted, max(_LEAST_CONNECTIONS, soft - _OTHER_DESCRIPTORS))
+
+
 def bind_tcp(host: str, port: int) -> socket.socket:
     """Listen by TCP. Raises: RequestError if the address is not ours or the port is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -41,7 +54,7 @@ def bind_tcp(host: str, port: int) -> socket.socket:
         if sys.platform != "win32":
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
-        listener.listen(_BACKLOG)
+        listener.listen(BACKLOG)
         listener.setblocking(False)
     except (OSError, OverflowError) as error:
         listener.close()
@@ -156,7 +169,7 @@ def _listen(path: Path) -> socket.socket:
         # The folder is closed to others already; the mode is set before anybody can connect.
         listener.bind(os.fspath(path))
         os.chmod(path, 0o600)
-        listener.listen(_BACKLOG)
+        listener.listen(BACKLOG)
         listener.setblocking(False)
     except OSError as error:
         listener.close()

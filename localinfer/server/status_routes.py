@@ -13,9 +13,12 @@ from localinfer.server.wire_errors import ApiError, json_response
 
 
 async def health(request: Request) -> Response:
-    """Say that the server answers; wakes no model."""
-    if service_of(request).is_stopping:
+    """Say whether the server answers, or still loads the model it was started with; wakes no model."""
+    service = service_of(request)
+    if service.is_stopping:
         raise ApiError(503, "the server is being stopped", code="shutting_down")
+    if not service.is_ready:
+        raise ApiError(503, "the model is being loaded; ask again", code="model_loading")
     return json_response({"status": "ok"})
 
 

@@ -80,15 +80,24 @@ class ApiError(Exception):
         return json_response(self.body(), self.status, self.headers)
 
 
+class ModelLoadError(Exception):
+    """A model could not be loaded; its cause says why, and holds what no client is told, such as a path."""
+
+    def __init__(self, model_id: str) -> None:
+        super().__init__(f"the model {model_id!r} could not be loaded")
+        self.model_id = model_id
+
+
 def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """A JSON response; text outside ASCII stays as it is."""
     return Response(msgspec.json.encode(value), status, dict(headers or {}), media_type="application/json")
 
 
 def to_api_error(error: BaseException, request_id: str = "", *, prompt_field: str = "messages") -> ApiError:
-    """What a client is told of an error; one that nobody foresaw is logged, and told without its text.
+    """What a client is told of an error.
 
-    prompt_field: the member of the request that holds its prompt.
+    Of what is the server's own fault, the log has the text, and the client only the id to find it by: such texts hold
+    paths. prompt_field: the member of the request that holds its prompt.
     """
     match error:
         case ApiError():
@@ -113,14 +122,32 @@ def to_api_error(error: BaseException, request_id: str = "", *, prompt_field: st
             return ApiError(503, str(error), code="insufficient_memory")
         case ClosedError():
             return ApiError(503, "the model was unloaded while it answered; ask again", code="model_unloaded")
-        case ModelFileError():
-            return ApiError(500, str(error), code="model_file")
-        case LocalinferError():
-            return ApiError(500, str(error))
         case MemoryError():
             return ApiError(503, "this machine has no memory left for that; ask for less", code="insufficient_memory")
-    logger.error("request %s failed by a fault of the server", request_id, exc_info=error)
-    return ApiError(500, f"the server failed; its log has the reason under {request_id or 'this time'}")
+        case ModelLoadError():
+            return _load_failure(error, request_id)
+    _log_failure(request_id, error)
+    return ApiError(500, f"the server failed; {_see_log(request_id)}")
+
+
+def _load_failure(error: ModelLoadError, request_id: str) -> ApiError:
+    cause = error.__cause__ or error
+    _log_failure(request_id, cause, f"{error}: ")
+    message = f"{error}; {_see_log(request_id)}"
+    if isinstance(cause, OutOfMemoryError | MemoryError):
+        return ApiError(503, message, code="insufficient_memory")
+    return ApiError(500, message, code="model_file" if isinstance(cause, ModelFileError) else "model_not_loaded")
+
+
+def _see_log(request_id: str) -> str:
+    return f"its log has the reason under {request_id}" if request_id else "its log has the reason"
+
+
+def _log_failure(request_id: str, error: BaseException, prefix: str = "") -> None:
+    """One line of what was foreseen; of what was not, where it happened too."""
+    is_foreseen = isinstance(error, LocalinferError | OSError | MemoryError)
+    told = " ".join(f"{prefix}{error}".split()) if is_foreseen else "a fault of the server"
+    logger.error("request %s failed: %s", request_id or "unknown", told, exc_info=None if is_foreseen else error)
 
 
 def _named_option(message: str) -> str | None:

@@ -13,8 +13,9 @@ import localinfer
 from localinfer.llm import LLM
 from localinfer.loading import model_path
 from localinfer.server.meters import Meters
+from localinfer.server.model_folder import ModelSource
 from localinfer.server.model_memory import measure_need
-from localinfer.server.model_registry import ModelRegistry, ModelSource
+from localinfer.server.model_registry import ModelRegistry
 from localinfer.server.running import LocalServer
 from localinfer.server.settings import ServerSettings
 

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import localinfer
 from localinfer.server.meters import Meters, TokenClock
-from localinfer.server.model_registry import ModelSource
+from localinfer.server.model_folder import ModelSource
 from localinfer.server.settings import ServerSettings
 
 PATH = "/v1/chat/completions"

@@ -10,8 +10,8 @@ from scripted_models import scripted_model, scripted_sources
 
 from localinfer.errors import OutOfMemoryError, RequestError
 from localinfer.llm import LLM
+from localinfer.server.model_folder import ModelSource, find_models, model_source
 from localinfer.server.model_memory import MemoryNeed, measure_need
-from localinfer.server.model_registry import ModelSource, find_models, model_source
 from localinfer.server.settings import ServerSettings
 
 SETTINGS = ServerSettings(port=0)
