@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from localinfer.constraint import Constraint, Grammar, JsonObject, JsonSchema, Regex
-from localinfer.errors import ConstraintError
+from localinfer.errors import ConstraintError, OverloadedError
 from localinfer.json_schema_check import MAX_CHARACTERS, checked_schema, keyword_in
 from localinfer.token_mask import MatcherMask
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 MAX_COMPILE_SECONDS = 2.0
 _MOST_COMPILED = 32
+_MOST_LATE = 2
+"""Compilations that took too long and cannot be stopped: while so many still run, no other begins."""
 _LEXER_FUEL = 200_000
 """Nodes of regular expressions that are opened up at the start: a fifth of llguidance's default, some 0.2 s of work."""
 _MOST_ITEMS_PER_STEP = 20_000
@@ -56,14 +58,16 @@ class ConstraintCompiler:
         self._lock = threading.Lock()
         self._vocabulary: LLTokenizer | None = None
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._late: list[threading.Thread] = []
 
     def mask(self, constraint: Constraint, *, start: int) -> MatcherMask:
         """The mask of one generation whose prompt has `start` tokens.
 
-        Raises: ConstraintError if the constraint is wrong, cannot be enforced, or costs too much.
+        Raises: ConstraintError if the constraint is wrong, cannot be enforced, or costs too much; OverloadedError while
+        former ones that cost too much are still at it.
         """
         what = _name(constraint)
-        return self.grammar_mask(_in_time(lambda: grammar_of(constraint), what), start=start, what=what)
+        return self.grammar_mask(self._in_time(lambda: grammar_of(constraint), what), start=start, what=what)
 
     def grammar_mask(self, grammar: str, *, start: int, what: str) -> MatcherMask:
         """As `mask`, for a grammar in llguidance's own form; what: how errors call it."""
@@ -77,12 +81,47 @@ class ConstraintCompiler:
                 self._compiled.move_to_end(grammar)
                 return found
         trie = self._trie()
-        matcher = _in_time(lambda: _compile(trie, grammar, what), what)
+        matcher = self._in_time(lambda: _compile(trie, grammar, what), what)
         with self._lock:
             self._compiled[grammar] = matcher
             while len(self._compiled) > _MOST_COMPILED:
                 self._compiled.popitem(last=False)
         return matcher
+
+    def _in_time(self, work: Callable[[], Result], what: str) -> Result:
+        """Work in a thread that may be left behind for the seconds that the compiler's own limits allow it.
+
+        Not a daemon: the interpreter must not end while compiled code of that thread still has to come back to it.
+        """
+        with self._lock:
+            self._late = [thread for thread in self._late if thread.is_alive()]
+            num_late = len(self._late)
+        if num_late >= _MOST_LATE:
+            raise OverloadedError(
+                f"{num_late} constraints that are too large are still being compiled; ask again when they have ended",
+                MAX_COMPILE_SECONDS,
+            )
+        results: list[Result] = []
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                results.append(work())
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run, name="localinfer-constraint")
+        thread.start()
+        thread.join(MAX_COMPILE_SECONDS)
+        if errors:
+            raise errors[0]
+        if not results:
+            with self._lock:
+                self._late.append(thread)
+            raise ConstraintError(
+                f"the {what} takes longer than {MAX_COMPILE_SECONDS:g} s to compile; give a simpler or smaller one"
+            )
+        return results[0]
 
     def _trie(self) -> "LLTokenizer":
         with self._lock:
@@ -196,29 +235,3 @@ def _refusal(what: str, message: str) -> ConstraintError:
     told = " ".join(message.split("<state>")[0].split())[:300]
     about = f" ({keyword!r})" if keyword is not None else ""
     return ConstraintError(f"the {what} cannot be enforced{about}: {told}; change that part", keyword=keyword)
-
-
-def _in_time(work: Callable[[], Result], what: str) -> Result:
-    """Work in a thread that may be left behind for the seconds that the compiler's own limits allow it.
-
-    Not a daemon: the interpreter must not end while compiled code of that thread still has to come back to it.
-    """
-    results: list[Result] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(work())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="localinfer-constraint")
-    thread.start()
-    thread.join(MAX_COMPILE_SECONDS)
-    if errors:
-        raise errors[0]
-    if not results:
-        raise ConstraintError(
-            f"the {what} takes longer than {MAX_COMPILE_SECONDS:g} s to compile; give a simpler or smaller one"
-        )
-    return results[0]

@@ -14,6 +14,9 @@ MAX_DEPTH = 64
 MAX_COUNT = 10_000
 """Largest minItems and the like, and the sum of all of them that make the compiled grammar grow."""
 
+MAX_PROPERTIES = {"properties": 2_000, "patternProperties": 200}
+"""In a whole schema: the compiler's work grows with their square, and these numbers take it half a second at most."""
+
 # Keywords that hold one schema, a list of schemas, and a mapping of names to schemas.
 _ONE = ("additionalProperties", "items", "additionalItems", "contains", "not", "if", "then", "else", "propertyNames")
 _MANY = ("allOf", "anyOf", "oneOf", "prefixItems")
@@ -50,6 +53,7 @@ def checked_schema(schema: object) -> dict[str, Any]:
     """
     parsed = _parse(schema)
     total = 0
+    num_named = dict.fromkeys(MAX_PROPERTIES, 0)
     for place, node in _schemas(parsed):
         for keyword in sorted(_NOT_ENFORCED & node.keys()):
             raise ConstraintError(
@@ -64,6 +68,15 @@ def checked_schema(schema: object) -> dict[str, Any]:
             )
         if node.get("enum", True) == []:
             raise ConstraintError(f"'enum' at {place} is empty, so that no text fits; list a value", keyword="enum")
+        for keyword, limit in MAX_PROPERTIES.items():
+            named = node.get(keyword)
+            num_named[keyword] += len(named) if isinstance(named, dict) else 0
+            if num_named[keyword] > limit:
+                raise ConstraintError(
+                    f"the schema has {num_named[keyword]} or more {keyword!r}, counted up to {place}; wanted at most "
+                    f"{limit} in all",
+                    keyword=keyword,
+                )
         for keyword in _COUNTED:
             count = node.get(keyword, 0)
             if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= MAX_COUNT:

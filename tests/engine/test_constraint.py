@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import localinfer
 from localinfer.constraint import Constraint, Grammar, JsonObject, JsonSchema, Regex
 from localinfer.constraint_compiler import ConstraintCompiler
-from localinfer.errors import ConstraintError, RequestError
+from localinfer.errors import ConstraintError, OverloadedError, RequestError
 from localinfer.llm import LLM
 from localinfer.token_mask import MatcherMask
 from tests.engine.fakes import ByteTokenizer, fake_model
@@ -275,6 +276,50 @@ def test_compiling_past_the_time_limit_is_an_error(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("localinfer.constraint_compiler.grammar_of", lambda constraint: time.sleep(0.2))
     with pytest.raises(ConstraintError, match="takes longer than"):
         ConstraintCompiler(ByteTokenizer(), 260).mask(Regex("a"), start=1)
+
+
+@pytest.mark.parametrize("count", [2_001, 5_000, 8_000])
+@pytest.mark.parametrize(
+    "schema_of",
+    [
+        lambda names: {"properties": dict.fromkeys(names, {})},
+        lambda names: {"type": "object", "properties": dict.fromkeys(names, {}), "required": names},
+        lambda names: {"properties": {"a": {"properties": dict.fromkeys(names, {})}}},
+        lambda names: {"allOf": [{"properties": {name: {}}} for name in names]},
+        lambda names: {"$defs": {"a": {"properties": dict.fromkeys(names, {})}}, "$ref": "#/$defs/a"},
+        lambda names: {"patternProperties": dict.fromkeys(names[:500], {})},
+    ],
+    ids=["optional", "required", "nested", "in parts", "in a definition", "patterns"],
+)
+def test_schema_of_too_many_properties_is_refused_before_anything_compiles_it(demo: LLM, schema_of, count) -> None:
+    names = [f"p{number}" for number in range(count)]
+    before = set(threading.enumerate())
+    with pytest.raises(ConstraintError, match="wanted at most") as found:
+        demo.complete("a", constraint=JsonSchema(schema_of(names)), max_tokens=1)
+    assert found.value.keyword in ("properties", "patternProperties")
+    assert not [thread for thread in set(threading.enumerate()) - before if thread.name == "localinfer-constraint"]
+
+
+def test_compilations_that_cannot_be_stopped_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+    monkeypatch.setattr("localinfer.constraint_compiler.MAX_COMPILE_SECONDS", 0.01)
+    monkeypatch.setattr("localinfer.constraint_compiler.grammar_of", lambda constraint: go_on.wait(20))
+    compiler = ConstraintCompiler(ByteTokenizer(), 260)
+    before = threading.active_count()
+    try:
+        for _ in range(20):
+            with pytest.raises((ConstraintError, OverloadedError)):
+                compiler.mask(Regex("a"), start=1)
+        with pytest.raises(OverloadedError, match="still being compiled"):
+            compiler.mask(Regex("a"), start=1)
+        assert threading.active_count() <= before + 2
+    finally:
+        go_on.set()
+    for thread in threading.enumerate():
+        if thread.name == "localinfer-constraint":
+            thread.join(20)
+    monkeypatch.undo()
+    assert compiler.mask(Regex("a"), start=1) is not None
 
 
 def test_options_that_contradict_a_constraint_are_refused(demo: LLM) -> None:
