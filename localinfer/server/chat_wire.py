@@ -1,15 +1,17 @@
 """Chat completions as records: what a request may hold, and the message and the deltas that answer it."""
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 
 from localinfer.server.chat_messages import Messages
+from localinfer.server.known_fields import CHAT
 from localinfer.server.logprob_wire import chat_logprobs
 from localinfer.server.pieces import Piece, pieces_of
 from localinfer.server.reply_fields import ReplyFields, Tools
 from localinfer.server.sampling_fields import Count, Prediction, StreamOptions, TextCount
+from localinfer.server.tool_fields import checked_choice, function_tools
 from localinfer.server.wire_errors import ApiError
 
 if TYPE_CHECKING:
@@ -20,11 +22,13 @@ ReasoningFormat = Literal["both", "reasoning_content", "reasoning", "none"]
 
 
 class ChatRequest(ReplyFields, kw_only=True):
-    """The members of a chat completion request that are read; all others are ignored.
+    """The members of a chat completion request that are read.
 
     reasoning_format: under which names reasoning is told; clients prefer one of two. return_progress: tell in a stream
     how far the prompt was read, and how many replies are ahead.
     """
+
+    known_fields: ClassVar = CHAT
 
     messages: Messages
     model: str | None = None
@@ -39,30 +43,24 @@ class ChatRequest(ReplyFields, kw_only=True):
     tools: Tools | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    functions: list[Any] | None = None
     modalities: list[str] | None = None
-    web_search_options: dict[str, Any] | None = None
     reasoning_format: ReasoningFormat | None = None
     return_progress: bool | None = None
 
     def generation_options(self) -> dict[str, Any]:
         """The engine's options for this request. Raises: ApiError."""
-        if self.functions:
-            raise _refused("functions", "functions were replaced by tools; give tools")
         if self.modalities and self.modalities != ["text"]:
             raise _refused("modalities", "modalities asks for more than text, which is all that is made here")
-        if self.web_search_options is not None:
-            raise _refused(
-                "web_search_options", "web_search_options is given, but nothing is searched here; give a tool"
-            )
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "top_logprobs is given without logprobs; send logprobs: true", param="top_logprobs")
         options = {**self.options(), **self.reply_options()}
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         chosen = {
             "max_tokens": limit,
             "prediction": None if self.prediction is None else self.prediction.text(),
             "logprobs": (self.top_logprobs or 0) if self.logprobs else None,
-            "tools": self.tools or None,
-            "tool_choice": self.tool_choice if self.tools else None,
+            "tools": function_tools(self.tools) or None,
+            "tool_choice": checked_choice(self.tool_choice, has_tools=bool(self.tools)) if self.tool_choice else None,
             "parallel_tool_calls": self.parallel_tool_calls if self.tools else None,
         }
         return options | {name: value for name, value in chosen.items() if value is not None}
@@ -142,9 +140,3 @@ def choice(index: int, writer: MessageWriter, finish_reason: str) -> dict[str, A
         "logprobs": writer.all_logprobs(),
         "finish_reason": finish_reason,
     }
-
-
-def wrap_tools(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """Function tools that stand without a wrapper, as other routes have them, with one; other kinds are left out."""
-    kept = [tool for tool in tools or () if tool.get("type", "function") == "function"]
-    return [{"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}} for tool in kept]

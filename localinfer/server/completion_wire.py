@@ -1,11 +1,12 @@
 """Completions as records: what a request may hold, and the choices that answer it."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from msgspec import Meta
 
 from localinfer.server.constraint_fields import ConstraintFields
+from localinfer.server.known_fields import COMPLETIONS
 from localinfer.server.logprob_wire import LegacyLogprobs
 from localinfer.server.prompts import Prompts
 from localinfer.server.sampling_fields import Prediction, StreamOptions, TextCount
@@ -21,11 +22,13 @@ _DEFAULT_TOKENS = 16
 
 
 class CompletionRequest(ConstraintFields, kw_only=True):
-    """The members of a completion request that are read; all others are ignored.
+    """The members of a completion request that are read.
 
     best_of: make so many texts and return the `n` of the largest mean log probability per token, best first.
     prompt_cache_key: names a place in an editor, say; a newer request with the same key ends the older one.
     """
+
+    known_fields: ClassVar = COMPLETIONS
 
     prompt: Prompts
     model: str | None = None

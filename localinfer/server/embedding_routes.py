@@ -3,7 +3,7 @@
 import asyncio
 import base64
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import msgspec
 import numpy as np
@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localinfer.server.json_body import read_json
+from localinfer.server.known_fields import EMBEDDINGS
 from localinfer.server.prompts import Prompts, split_prompts
 from localinfer.server.routing import service_of
 from localinfer.server.service import unless_gone
@@ -25,6 +26,8 @@ _MOST_TEXTS = 2048
 
 class EmbeddingRequest(msgspec.Struct):
     """Texts, or lists of token ids, that vectors are wanted for."""
+
+    known_fields: ClassVar = EMBEDDINGS
 
     input: Prompts
     model: str | None = None

@@ -7,6 +7,7 @@ from typing import TypeVar
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
+from localinfer.server.known_fields import NONE, check_members, refused_member
 from localinfer.server.settings import ServerSettings
 from localinfer.server.wire_errors import ApiError
 
@@ -16,6 +17,8 @@ _BIG_BODY_BYTES = 1 << 16
 # A string, closed or running to the end, or a bracket; possessive, so that no input is read twice.
 _STRING_OR_BRACKET = re.compile(rb'"(?:[^"\\]++|\\(?:.|\Z))*+(?:"|\Z)|[\[\]{}]', re.DOTALL)
 
+_UNKNOWN_MEMBER = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
+
 Record = TypeVar("Record")
 
 
@@ -24,26 +27,32 @@ class ClientGone(Exception):
 
 
 async def read_json(request: Request, record: type[Record], settings: ServerSettings) -> Record:
-    """Read a request's body as a record; unknown members are ignored, the last of two with one name counts.
+    """Read a request's body as a record; of two members with one name the last counts.
 
+    Members that the record has not are refused unless its `known_fields` say why they are ignored.
     Raises: ApiError, with the path of the member at fault; ClientGone.
     """
     body = await _read_body(request, settings)
-    is_too_deep = await asyncio.to_thread(is_deeper, body) if len(body) > _BIG_BODY_BYTES else is_deeper(body)
-    if is_too_deep:
-        raise ApiError(
-            400, f"the JSON is nested more than {MAX_DEPTH} levels deep; send it flatter", code="invalid_json"
-        )
+    if len(body) > _BIG_BODY_BYTES:
+        return await asyncio.to_thread(decode_json, body, record)
     return decode_json(body, record)
 
 
 def decode_json(body: bytes, record: type[Record]) -> Record:
-    """Decode JSON of a bounded depth. Raises: ApiError."""
+    """Decode JSON, if it is not too deep and has no member that means nothing. Raises: ApiError."""
+    if is_deeper(body):
+        raise ApiError(
+            400, f"the JSON is nested more than {MAX_DEPTH} levels deep; send it flatter", code="invalid_json"
+        )
+    check_members(body, record, getattr(record, "known_fields", NONE))
     try:
         return msgspec.json.decode(body, type=record)
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at ")
         name = path.rpartition("`$")[2].strip("`").removeprefix(".")
+        unknown = _UNKNOWN_MEMBER.match(message)
+        if unknown is not None:
+            raise refused_member(f"{name}.{unknown[1]}".removeprefix(".")) from None
         raise ApiError(400, f"{name or 'the body'}: {message}", param=name or None) from None
     except (msgspec.DecodeError, UnicodeDecodeError, ValueError, RecursionError) as error:
         found = "empty" if not body.strip() else f"not JSON ({error})"

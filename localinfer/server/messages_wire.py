@@ -1,25 +1,35 @@
 """Anthropic's messages as records: what a request may hold, and what it means in our own words."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
 
 from localinfer.server.chat_messages import ChatMessage, FunctionCall, ToolCall
 from localinfer.server.constraint_fields import ResponseFormat
+from localinfer.server.known_fields import COUNTS, MESSAGE_PARTS, MESSAGES, TOOLS, check_object
 from localinfer.server.reply_fields import Thinking, Tools
 from localinfer.server.sampling_fields import Count, Probability, StopText
 from localinfer.server.wire_errors import ApiError
 
+_BLOCKS = {
+    "text": "type text",
+    "thinking": "type thinking",
+    "redacted_thinking": "type",
+    "tool_use": "type id name input",
+    "tool_result": "type tool_use_id content",
+}
+"""Type of a block -> its members that are read."""
 
-class InputMessage(msgspec.Struct):
+
+class InputMessage(msgspec.Struct, forbid_unknown_fields=True):
     """One message: text, or blocks of text, tool calls, their results, and former reasoning."""
 
     role: Literal["user", "assistant", "system"]
     content: str | list[dict[str, Any]]
 
 
-class ToolChoice(msgspec.Struct):
+class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
     """Whether the model has to call a tool, and which."""
 
     type: Literal["auto", "any", "tool", "none"] = "auto"
@@ -33,7 +43,7 @@ class ToolChoice(msgspec.Struct):
         return {"any": "required"}.get(self.type, self.type)
 
 
-class OutputConfig(msgspec.Struct):
+class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
     """The form of the reply, and how hard the model should think, for templates that know such a word."""
 
     format: ResponseFormat | None = None
@@ -42,6 +52,8 @@ class OutputConfig(msgspec.Struct):
 
 class CountRequest(msgspec.Struct, kw_only=True):
     """A conversation, and what else its prompt depends on."""
+
+    known_fields: ClassVar = COUNTS
 
     messages: Annotated[list[InputMessage], Meta(min_length=1, max_length=10_000)]
     model: str | None = None
@@ -55,6 +67,8 @@ class CountRequest(msgspec.Struct, kw_only=True):
         """The engine's options about tools and reasoning. Raises: ApiError for a tool that is not the caller's own."""
         choice = self.tool_choice or ToolChoice()
         tools = [_tool(tool, index) for index, tool in enumerate(self.tools or ())]
+        if not tools and choice.type in ("any", "tool"):
+            raise ApiError(400, "tool_choice asks for a call, but there are no tools; give some", param="tool_choice")
         thinking = self.thinking
         effort = None if self.output_config is None else self.output_config.effort
         options = {
@@ -76,7 +90,9 @@ class CountRequest(msgspec.Struct, kw_only=True):
 
 
 class MessagesRequest(CountRequest, kw_only=True):
-    """The members of a messages request that are read; all others are ignored."""
+    """The members of a messages request that are read."""
+
+    known_fields: ClassVar = MESSAGES
 
     max_tokens: Count
     stream: bool | None = None
@@ -102,9 +118,10 @@ class MessagesRequest(CountRequest, kw_only=True):
 def _tool(tool: dict[str, Any], index: int) -> dict[str, Any]:
     """A tool as chat completions have it. Raises: ApiError for one that this API's maker would run itself."""
     match tool:
-        case {"name": str(name), "input_schema": dict(schema)}:
-            described = {"name": name, "description": tool.get("description", ""), "parameters": schema}
-            return {"type": "function", "function": described}
+        case {"name": str(name), "input_schema": dict(schema)} if tool.get("type", "custom") in (None, "custom"):
+            check_object(tool, "type name description input_schema strict", f"tools[{index}]", TOOLS)
+            described = {"name": name, "description": tool.get("description") or "", "parameters": schema}
+            return {"type": "function", "function": described | ({"strict": True} if tool.get("strict") else {})}
         case _:
             raise _refused(tool, f"tools[{index}]")
 
@@ -118,6 +135,7 @@ def _convert(message: InputMessage, path: str) -> list[ChatMessage]:
     thoughts: list[str] = []
     calls: list[ToolCall] = []
     for index, block in enumerate(message.content):
+        check_object(block, _BLOCKS.get(str(block.get("type")), " ".join(block)), f"{path}[{index}]", MESSAGE_PARTS)
         match block:
             case {"type": "text", "text": str(text)}:
                 texts.append(text)
@@ -146,6 +164,7 @@ def _text(content: Any, path: str) -> str:
     for index, block in enumerate(content if isinstance(content, list) else [content]):
         match block:
             case {"type": "text", "text": str(text)}:
+                check_object(block, "type text", f"{path}[{index}]", MESSAGE_PARTS)
                 texts.append(text)
             case _:
                 raise _refused(block, f"{path}[{index}]")

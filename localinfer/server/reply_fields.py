@@ -1,6 +1,6 @@
 """Members of a chat request about tools and reasoning."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -11,11 +11,12 @@ Tools = Annotated[list[dict[str, Any]], Meta(max_length=256)]
 Variables = Annotated[dict[str, Any], Meta(max_length=64)]
 
 
-class Thinking(msgspec.Struct):
-    """Whether a model reasons first, and for how many tokens at most."""
+class Thinking(msgspec.Struct, forbid_unknown_fields=True):
+    """Whether a model reasons first, and for how many tokens at most. display: reasoning is told as it is."""
 
-    type: str = "enabled"
+    type: Literal["enabled", "disabled", "adaptive", "auto"] = "enabled"
     budget_tokens: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
+    display: Literal["summarized"] | None = None
 
 
 class ReplyFields(ConstraintFields):

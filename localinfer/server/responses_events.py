@@ -1,6 +1,6 @@
 """A response as a sequence of events: items and parts that open, grow and close, numbered from 0."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from localinfer.server.pieces import Piece
@@ -15,7 +15,9 @@ class ResponseWriter:
     begins, or by `finish`.
     """
 
-    def __init__(self, response_id: str) -> None:
+    def __init__(self, response_id: str, namespaces: Mapping[str, tuple[str, str]] | None = None) -> None:
+        """namespaces: by the name that the model calls, the namespace and the name of a tool in it."""
+        self._namespaces = namespaces or {}
         self.output: list[dict[str, Any]] = []
         self._token = response_id.partition("-")[2] or response_id
         self._number = 0
@@ -72,6 +74,8 @@ class ResponseWriter:
                 item |= {"type": "reasoning", "summary": [], "content": []}
             case "call":
                 item |= {"type": "function_call", "call_id": piece.call_id, "name": piece.name, "arguments": ""}
+                if piece.name in self._namespaces:
+                    item["namespace"], item["name"] = self._namespaces[piece.name]
         self.output.append(item)
         yield self.event("response.output_item.added", output_index=index, item=dict(item))
         if piece.kind == "text":

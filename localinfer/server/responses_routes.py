@@ -16,6 +16,7 @@ from localinfer.server.responses_events import Event, ResponseWriter
 from localinfer.server.responses_wire import ResponsesRequest, response_object, responses_usage
 from localinfer.server.routing import owner_of, service_of
 from localinfer.server.service import unless_gone
+from localinfer.server.tool_fields import namespaced_names
 from localinfer.server.usage import timings, usage
 from localinfer.server.wire_errors import json_response, to_api_error
 
@@ -48,7 +49,7 @@ async def _response(reply: Reply, body: ResponsesRequest) -> dict[str, Any]:
 
 async def _events(reply: Reply, body: ResponsesRequest, ping_seconds: float | None) -> AsyncIterator[Event | None]:
     """Every event in order, the whole response in the last one; None where the stream was silent."""
-    writer = ResponseWriter(reply.id)
+    writer = ResponseWriter(reply.id, namespaced_names(body.tools))
     begun = response_object(reply, body, "in_progress", [], None)
     yield writer.event("response.created", response=begun)
     yield writer.event("response.in_progress", response=begun)

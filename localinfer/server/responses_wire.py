@@ -1,24 +1,40 @@
 """OpenAI's responses as records: what a request may hold, and the object that answers it."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
 
 from localinfer.server.chat_messages import ChatMessage, FunctionCall, Role, ToolCall
-from localinfer.server.chat_wire import wrap_tools
 from localinfer.server.constraint_fields import ResponseFormat
+from localinfer.server.known_fields import RESPONSES, SEARCH_TOOLS
+from localinfer.server.message_parts import joined_text
 from localinfer.server.reply import Reply
 from localinfer.server.reply_fields import ReplyFields, Tools
 from localinfer.server.sampling_fields import Count
+from localinfer.server.tool_fields import checked_choice, joined_name, responses_tools
 from localinfer.server.wire_errors import ApiError
 
 _UNSUPPORTED = "unsupported_parameter"
 _LOGPROBS = "message.output_text.logprobs"
+_INCLUDED = (
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+)
+"""What `include` may ask for to no effect: parts of things that this server does not make, or refuses to read."""
 
 
-class InputItem(msgspec.Struct):
-    """One item of a request's input; what each kind has beside its type is optional here."""
+class InputItem(msgspec.Struct, forbid_unknown_fields=True):
+    """One item of a request's input; what each kind has beside its type is optional here.
+
+    id, status, phase, summary, encrypted_content, caller: ignored, as items are told apart by their order and former
+    reasoning is left to what the model's template makes of the conversation.
+    """
 
     type: str | None = None
     role: Role | None = None
@@ -27,22 +43,35 @@ class InputItem(msgspec.Struct):
     name: str | None = None
     arguments: str | None = None
     output: str | list[dict[str, Any]] | None = None
+    namespace: str | None = None
+    id: Any = None
+    status: Any = None
+    phase: Any = None
+    summary: Any = None
+    encrypted_content: Any = None
+    caller: Any = None
 
 
-class TextSettings(msgspec.Struct):
-    """The form of the reply."""
+class TextSettings(msgspec.Struct, forbid_unknown_fields=True):
+    """The form of the reply. verbosity: ignored, as how wordy a model is, is its own affair."""
 
     format: ResponseFormat | None = None
+    verbosity: Any = None
 
 
-class ReasoningSettings(msgspec.Struct):
-    """How much the model reasons."""
+class ReasoningSettings(msgspec.Struct, forbid_unknown_fields=True):
+    """How much the model reasons. summary, generate_summary, context: ignored, as reasoning is told whole."""
 
     effort: str | None = None
+    summary: Any = None
+    generate_summary: Any = None
+    context: Any = None
 
 
 class ResponsesRequest(ReplyFields, kw_only=True):
-    """The members of a responses request that are read; all others are ignored."""
+    """The members of a responses request that are read."""
+
+    known_fields: ClassVar = RESPONSES
 
     input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=10_000)]
     model: str | None = None
@@ -56,7 +85,7 @@ class ResponsesRequest(ReplyFields, kw_only=True):
     top_logprobs: int | None = None
     include: list[str] | None = None
     background: bool | None = None
-    truncation: str | None = None
+    truncation: Literal["auto", "disabled"] | None = None
     metadata: dict[str, Any] | None = None
     reasoning: ReasoningSettings | None = None
     tools: Tools | None = None
@@ -75,6 +104,14 @@ class ResponsesRequest(ReplyFields, kw_only=True):
                 raise ApiError(
                     400, f"{name} is given, but responses are not kept here; {way_out}", code=_UNSUPPORTED, param=name
                 )
+        for wanted in self.include or ():
+            if wanted not in _INCLUDED and wanted != _LOGPROBS:
+                raise ApiError(
+                    400,
+                    f"include asks for {wanted!r:.80}, which this server does not have; leave it out",
+                    code=_UNSUPPORTED,
+                    param="include",
+                )
         for name in ("top_logprobs", "include"):
             if (name == "include" and _LOGPROBS in (self.include or ())) or (name != "include" and self.top_logprobs):
                 raise ApiError(
@@ -89,27 +126,21 @@ class ResponsesRequest(ReplyFields, kw_only=True):
         if self.reasoning is not None and self.reasoning_effort is None:
             self.reasoning_effort = self.reasoning.effort
         options = {**self.options(), **self.reply_options()}
-        tools = wrap_tools(self.tools)
+        tools = responses_tools(self.tools)
+        choice = checked_choice(self.tool_choice, has_tools=bool(tools))
         if tools:
             options["tools"] = tools
-            options["tool_choice"] = self._tool_choice()
+            options["tool_choice"] = choice or "auto"
             options["parallel_tool_calls"] = self.parallel_tool_calls is not False
         if self.max_output_tokens is not None:
             options["max_tokens"] = self.max_output_tokens
         if self.text is not None and self.text.format is not None:
-            options["constraint"] = self.text.format.constraint("text.format")
+            form = self.text.format.constraint("text.format")
+            if form is not None and options.setdefault("constraint", form) is not form:
+                raise ApiError(400, "text.format is given, and another form too; choose one", param="text.format")
         if self.truncation == "auto":
             options["context_shift"] = True
         return options
-
-    def _tool_choice(self) -> str | dict[str, Any]:
-        match self.tool_choice:
-            case {"type": "function", "name": str(name)}:
-                return {"type": "function", "function": {"name": name}}
-            case None:
-                return "auto"
-            case choice:
-                return choice
 
     def messages(self) -> list[ChatMessage]:
         """The input as chat messages, instructions first. Raises: ApiError for an item that is none of ours."""
@@ -124,15 +155,17 @@ def _messages(items: list[InputItem]) -> list[ChatMessage]:
     for index, item in enumerate(items):
         match item.type or "message":
             case "message" if item.role is not None:
-                messages.append(ChatMessage(item.role, item.content))
+                messages.append(ChatMessage(item.role, joined_text(item.content, f"input[{index}].content")))
             case "function_call" if item.name is not None:
-                call = ToolCall(FunctionCall(item.name, item.arguments), item.call_id, "function")
+                name = joined_name(item.namespace, item.name)
+                call = ToolCall(FunctionCall(name, item.arguments), item.call_id, "function")
                 if messages and messages[-1].role == "assistant" and messages[-1].tool_calls:
                     messages[-1].tool_calls.append(call)
                 else:
                     messages.append(ChatMessage("assistant", None, tool_calls=[call]))
             case "function_call_output":
-                messages.append(ChatMessage("tool", item.output, tool_call_id=item.call_id))
+                text = joined_text(item.output, f"input[{index}].output")
+                messages.append(ChatMessage("tool", text, tool_call_id=item.call_id))
             case "reasoning":
                 # Models read their former reasoning from the conversation's text, if their template wants it.
                 continue
@@ -169,7 +202,7 @@ def response_object(
         "temperature": body.temperature,
         "text": {"format": _format(body)},
         "tool_choice": body.tool_choice or "auto",
-        "tools": body.tools or [],
+        "tools": [tool for tool in body.tools or () if tool.get("type") not in SEARCH_TOOLS],
         "top_p": body.top_p,
         "truncation": "auto" if body.truncation == "auto" else "disabled",
         "usage": usage,

@@ -1,9 +1,11 @@
 """Members that every request for text may have, and what the engine makes of them."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
+
+from localinfer.server.message_parts import joined_text
 
 MAX_TEXTS = 8
 """Most texts of one request: `n` times its prompts."""
@@ -31,24 +33,23 @@ _SAME_NAMES = (
 ).split()
 
 
-class StreamOptions(msgspec.Struct):
-    """What a stream should carry beside text."""
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """What a stream should carry beside text. include_obfuscation: ignored, as chunks are never padded."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
 
 
-class Prediction(msgspec.Struct):
+class Prediction(msgspec.Struct, forbid_unknown_fields=True):
     """Text that the reply is likely to have."""
 
     content: str | list[dict[str, Any]]
-    type: str = "content"
+    type: Literal["content"] = "content"
 
     def text(self) -> str:
-        """The text, of its parts if it has some."""
-        if isinstance(self.content, str):
-            return self.content
-        return "".join(str(part.get("text", "")) for part in self.content)
+        """The text, of its parts if it has some. Raises: ApiError for parts that are no text."""
+        return joined_text(self.content, "prediction.content")
 
 
 class SamplingFields(msgspec.Struct):

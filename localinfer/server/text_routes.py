@@ -2,7 +2,7 @@
 
 import asyncio
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from starlette.requests import Request
@@ -10,9 +10,11 @@ from starlette.responses import Response
 
 from localinfer.server.chat_messages import Messages, template_messages
 from localinfer.server.json_body import read_json
+from localinfer.server.known_fields import TEMPLATES, TEXTS
 from localinfer.server.prompts import TokenId
 from localinfer.server.reply_fields import ReplyFields, Tools
 from localinfer.server.routing import service_of
+from localinfer.server.tool_fields import checked_choice, function_tools
 from localinfer.server.wire_errors import json_response
 
 
@@ -22,6 +24,8 @@ class TokenizeRequest(msgspec.Struct):
     content, prompt: the text, under either name. add_special: with the tokens that begin and end a text. parse_special:
     read the names of special tokens as those tokens. with_pieces: with each token's text.
     """
+
+    known_fields: ClassVar = TEXTS
 
     content: str | None = None
     prompt: str | None = None
@@ -34,12 +38,16 @@ class TokenizeRequest(msgspec.Struct):
 class DetokenizeRequest(msgspec.Struct):
     """Tokens to be put together."""
 
+    known_fields: ClassVar = TEXTS
+
     tokens: list[TokenId]
     model: str | None = None
 
 
 class TemplateRequest(ReplyFields, kw_only=True):
     """A chat to be written as its model's template writes it, with what else the template is told."""
+
+    known_fields: ClassVar = TEMPLATES
 
     messages: Messages
     model: str | None = None
@@ -51,7 +59,8 @@ class TemplateRequest(ReplyFields, kw_only=True):
         """The engine's options that the prompt depends on."""
         options = self.reply_options()
         options.pop("constraint", None)
-        chosen = {"tools": self.tools or None, "tool_choice": self.tool_choice if self.tools else None}
+        choice = checked_choice(self.tool_choice, has_tools=bool(self.tools))
+        chosen = {"tools": function_tools(self.tools) or None, "tool_choice": choice if self.tools else None}
         return options | {name: value for name, value in chosen.items() if value is not None}
 
 

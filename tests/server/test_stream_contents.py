@@ -214,6 +214,6 @@ def test_response_with_reasoning_text_and_calls_is_streamed_item_by_item(scripte
     assert [e["output_index"] for e in events if e["type"].endswith("output_item.added")] == [0, 1, 2, 3]
     assert final["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
     assert (final["status"], final["incomplete_details"], final["error"]) == ("completed", None, None)
-    assert [tool["type"] for tool in final["tools"]] == ["function", "function", "web_search"]
+    assert [tool["type"] for tool in final["tools"]] == ["function", "function"]
     whole = scripted.post("/v1/responses", json=asked).json()
     assert [item["type"] for item in whole["output"]] == [item["type"] for item in final["output"]]
