@@ -2,15 +2,14 @@
 
 import threading
 import time
-from pathlib import Path
 
 import pytest
 from local_servers import MODEL, STORY, serving
 from scripted_models import scripted_model, scripted_sources
 
-from localinfer.errors import OutOfMemoryError, RequestError
+from localinfer.errors import OutOfMemoryError
 from localinfer.llm import LLM
-from localinfer.server.model_folder import ModelSource, find_models, model_source
+from localinfer.server.model_folder import ModelSource
 from localinfer.server.model_memory import MemoryNeed, measure_need
 from localinfer.server.settings import ServerSettings
 
@@ -120,24 +119,3 @@ def test_need_names_the_largest_context_that_fits():
         need.check("m", 1000 + 10 * 600, wanted_context=4096)
     with pytest.raises(OutOfMemoryError, match="smaller model"):
         need.check("m", 900, wanted_context=None)
-
-
-def test_names_of_models_come_from_their_files(tmp_path: Path):
-    for name in ("a.gguf", "b-00001-of-00002.gguf", "b-00002-of-00002.gguf", "notes.txt"):
-        (tmp_path / name).write_bytes(b"")
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "config.json").write_text("{}")
-    (tmp_path / "empty").mkdir()
-    assert [source.id for source in find_models(tmp_path)] == ["a", "b", "folder"]
-    assert model_source(tmp_path / "b-00002-of-00002.gguf") is None
-
-
-def test_folders_without_models_and_with_two_of_a_name_are_refused(tmp_path: Path):
-    with pytest.raises(RequestError, match="holds no model"):
-        find_models(tmp_path)
-    (tmp_path / "a.gguf").write_bytes(b"")
-    (tmp_path / "a-00001-of-00001.gguf").write_bytes(b"")
-    with pytest.raises(RequestError, match="one name"):
-        find_models(tmp_path)
-    with pytest.raises(RequestError, match="not a folder"):
-        find_models(tmp_path / "missing")
