@@ -1,7 +1,7 @@
 """`/v1/completions`: prompts continued as they are, and scored."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -46,20 +46,26 @@ async def completions(request: Request) -> Response:
     prompts = [_Prompt(given) for given in split_prompts(body.prompt, "prompt", at_most=_MOST_PROMPTS)]
     if len(prompts) * body.num_made > service.settings.max_generations:
         raise ApiError(400, "prompt times n asks for too many texts; ask for fewer at a time", param="n")
-    plan = partial(_plan, prompts=prompts, body=body, options=options)
+
+    def plan(llm: "LLM") -> Coroutine[Any, Any, list[TextPlan]]:
+        # To fill in, texts are encoded before they are planned.
+        return asyncio.to_thread(_plan, llm, prompts=prompts, body=body, options=options)
+
     reply = await service.begin(request, body.model, "cmpl", plan, session=body.prompt_cache_key)
     try:
         if body.echo:
             await unless_gone(request, asyncio.to_thread(_look_at, reply.llm, prompts, body.logprobs))
+        # Every token of a prompt is written out where its log probabilities are told.
+        choices = await asyncio.to_thread(_choices, reply, body, prompts)
         if not body.stream:
-            return json_response(await unless_gone(request, _completion(reply, body, prompts)))
+            return json_response(await unless_gone(request, _completion(reply, body, choices)))
     except BaseException:
         reply.close()
         raise
     finally:
         if not body.stream:
             reply.close()
-    return EventStream(_frames(reply, body, prompts, service.settings.ping_seconds), reply.close)
+    return EventStream(_frames(reply, body, choices, service.settings.ping_seconds), reply.close)
 
 
 def _plan(
@@ -98,8 +104,7 @@ def _choices(reply: Reply, body: CompletionRequest, prompts: Sequence[_Prompt]) 
     return made
 
 
-async def _completion(reply: Reply, body: CompletionRequest, prompts: Sequence[_Prompt]) -> dict[str, Any]:
-    choices = _choices(reply, body, prompts)
+async def _completion(reply: Reply, body: CompletionRequest, choices: Sequence[LegacyChoice]) -> dict[str, Any]:
     async for event in reply.events():
         match event:
             case Token(index, token):
@@ -118,12 +123,11 @@ async def _completion(reply: Reply, body: CompletionRequest, prompts: Sequence[_
 
 
 async def _frames(
-    reply: Reply, body: CompletionRequest, prompts: Sequence[_Prompt], ping_seconds: float
+    reply: Reply, body: CompletionRequest, choices: Sequence[LegacyChoice], ping_seconds: float
 ) -> AsyncIterator[bytes]:
     has_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
     envelope = _envelope(reply)
     used = stream_usage(reply, body.stream_options)
-    choices = _choices(reply, body, prompts)
 
     def frame(index: int, **more: Any) -> bytes:
         return data_frame({**envelope, "choices": [choices[index].part(index)], **used(), **more})

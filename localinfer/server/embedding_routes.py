@@ -57,10 +57,7 @@ async def embeddings(request: Request) -> Response:
             count += len(token_ids)
     finally:
         lease.release()
-    data = [
-        {"object": "embedding", "index": index, "embedding": _written(vector, body.encoding_format)}
-        for index, vector in enumerate(vectors)
-    ]
+    data = await asyncio.to_thread(_data, vectors, body.encoding_format)
     usage = {"prompt_tokens": count, "total_tokens": count}
     return json_response({"object": "list", "data": data, "model": lease.model_id, "usage": usage})
 
@@ -68,6 +65,16 @@ async def embeddings(request: Request) -> Response:
 def _embed(llm: "LLM", text: str | Sequence[int]) -> tuple[Sequence[int], NDArray[np.float32]]:
     token_ids = llm.tokenizer.encode(text) if isinstance(text, str) else text
     return token_ids, llm.embed(token_ids)
+
+
+def _data(vectors: Sequence[NDArray[np.float32]], encoding: str) -> list[msgspec.Raw]:
+    """The vectors as JSON, written one by one: a request may have millions of numbers."""
+    return [
+        msgspec.Raw(
+            msgspec.json.encode({"object": "embedding", "index": index, "embedding": _written(vector, encoding)})
+        )
+        for index, vector in enumerate(vectors)
+    ]
 
 
 def _written(vector: NDArray[np.float32], encoding: str) -> Any:

@@ -12,10 +12,12 @@ from localinfer.server.settings import ServerSettings
 from localinfer.server.wire_errors import ApiError
 
 MAX_DEPTH = 64
+MAX_VALUES = 1 << 20
+"""Of a whole body: a text of 32 MiB is one value, and as many token ids as any context holds are fewer."""
 _BIG_BODY_BYTES = 1 << 16
 
-# A string, closed or running to the end, or a bracket; possessive, so that no input is read twice.
-_STRING_OR_BRACKET = re.compile(rb'"(?:[^"\\]++|\\(?:.|\Z))*+(?:"|\Z)|[\[\]{}]', re.DOTALL)
+# A string, closed or running to the end, or a sign; possessive, so that no input is read twice.
+_STRING_OR_SIGN = re.compile(rb'"(?:[^"\\]++|\\(?:.|\Z))*+(?:"|\Z)|[\[\]{},]', re.DOTALL)
 
 _UNKNOWN_MEMBER = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 
@@ -44,6 +46,10 @@ def decode_json(body: bytes, record: type[Record]) -> Record:
         raise ApiError(
             400, f"the JSON is nested more than {MAX_DEPTH} levels deep; send it flatter", code="invalid_json"
         )
+    if has_more_values(body):
+        raise ApiError(
+            413, f"the JSON has more than {MAX_VALUES:,} values; send fewer at a time", code="body_too_large"
+        )
     check_members(body, record, getattr(record, "known_fields", NONE))
     try:
         return msgspec.json.decode(body, type=record)
@@ -64,7 +70,7 @@ def is_deeper(body: bytes, limit: int = MAX_DEPTH) -> bool:
     if body.count(b"[") + body.count(b"{") <= limit:
         return False
     depth = 0
-    for found in _STRING_OR_BRACKET.finditer(body):
+    for found in _STRING_OR_SIGN.finditer(body):
         match body[found.start()]:
             case 0x5B | 0x7B:
                 depth += 1
@@ -73,6 +79,14 @@ def is_deeper(body: bytes, limit: int = MAX_DEPTH) -> bool:
             case 0x5D | 0x7D:
                 depth -= 1
     return False
+
+
+def has_more_values(body: bytes, limit: int = MAX_VALUES) -> bool:
+    """Whether there are more values than `limit`, counted by the commas and opening brackets outside of strings."""
+    if body.count(b",") + body.count(b"[") + body.count(b"{") < limit:
+        return False
+    signs = (body[found.start()] for found in _STRING_OR_SIGN.finditer(body))
+    return any(count >= limit for count, sign in enumerate(sign for sign in signs if sign in b",[{"))
 
 
 async def _read_body(request: Request, settings: ServerSettings) -> bytes:

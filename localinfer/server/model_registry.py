@@ -111,7 +111,7 @@ class ModelRegistry:
             if found:
                 raise ApiError(
                     404,
-                    f"{name!r:.80} may be any of {', '.join(found[:10])}; give more of the name",
+                    f"{name[:80]!r} may be any of {', '.join(found[:10])}; give more of the name",
                     code="model_ambiguous",
                     param="model",
                     facts={"candidates": found[:100]},
@@ -119,7 +119,9 @@ class ModelRegistry:
         if not self._is_strict:
             return self._default
         known = ", ".join(names[:10])
-        raise ApiError(404, f"there is no model {name!r:.80}; there are {known}", code="model_not_found", param="model")
+        raise ApiError(
+            404, f"there is no model {name[:80]!r}; there are {known}", code="model_not_found", param="model"
+        )
 
     def lease_loaded(self, name: str | None) -> Lease | None:
         """A model by name, unless it has to be loaded first. Raises: ApiError 404."""

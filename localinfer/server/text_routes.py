@@ -1,8 +1,7 @@
 """Text and tokens without generation: `/tokenize`, `/detokenize`, `/apply-template`, and counting what a prompt has."""
 
 import asyncio
-from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 from starlette.requests import Request
@@ -15,7 +14,10 @@ from localinfer.server.prompts import TokenId
 from localinfer.server.reply_fields import ReplyFields, Tools
 from localinfer.server.routing import service_of
 from localinfer.server.tool_fields import checked_choice, function_tools
-from localinfer.server.wire_errors import json_response
+from localinfer.server.wire_errors import ApiError, json_response
+
+if TYPE_CHECKING:
+    from localinfer.models.tokenizer import Tokenizer
 
 
 class TokenizeRequest(msgspec.Struct):
@@ -68,17 +70,25 @@ async def tokenize(request: Request) -> Response:
     """The token ids of a text."""
     service = service_of(request)
     body = await read_json(request, TokenizeRequest, service.settings)
-    text = body.prompt if body.content is None else body.content
+    if body.content is not None and body.prompt is not None:
+        raise ApiError(400, "content and prompt are given, two names of one text; give one", param="prompt")
     lease = await service.lease(request, body.model)
     try:
-        tokenizer = lease.llm.tokenizer
-        ids = await asyncio.to_thread(tokenizer.encode, text or "", body.add_special, body.parse_special)
-        tokens: list[Any] = ids
-        if body.with_pieces:
-            tokens = [{"id": token_id, "piece": tokenizer.decode([token_id], skip_special=False)} for token_id in ids]
-        return json_response({"tokens": tokens, "count": len(ids)})
+        return json_response(await asyncio.to_thread(_tokens, lease.llm.tokenizer, body))
     finally:
         lease.release()
+
+
+def _tokens(tokenizer: "Tokenizer", body: TokenizeRequest) -> dict[str, Any]:
+    ids = tokenizer.encode(body.content or body.prompt or "", body.add_special, body.parse_special)
+    if not body.with_pieces:
+        return {"tokens": msgspec.Raw(msgspec.json.encode(ids)), "count": len(ids)}
+    # Each token is decoded and written once, however often it comes: a text may have a million.
+    written = {
+        token_id: msgspec.json.encode({"id": token_id, "piece": tokenizer.decode([token_id], skip_special=False)})
+        for token_id in dict.fromkeys(ids)
+    }
+    return {"tokens": msgspec.Raw(b"[%b]" % b",".join([written[token_id] for token_id in ids])), "count": len(ids)}
 
 
 async def detokenize(request: Request) -> Response:
@@ -99,9 +109,12 @@ async def apply_template(request: Request) -> Response:
     body = await read_json(request, TemplateRequest, service.settings)
     lease = await service.lease(request, body.model)
     try:
-        messages = template_messages(body.messages)
-        render = partial(lease.llm.render_chat, messages, add_generation_prompt=body.add_generation_prompt)
-        text = await asyncio.to_thread(render, **body.chat_options())
+        options = body.chat_options()
+        text = await asyncio.to_thread(
+            lambda: lease.llm.render_chat(
+                template_messages(body.messages), add_generation_prompt=body.add_generation_prompt, **options
+            )
+        )
         return json_response({"prompt": text})
     finally:
         lease.release()
@@ -113,8 +126,10 @@ async def count_chat_tokens(request: Request) -> Response:
     body = await read_json(request, TemplateRequest, service.settings)
     lease = await service.lease(request, body.model)
     try:
-        messages = template_messages(body.messages)
-        count = await asyncio.to_thread(lease.llm.count_chat_tokens, messages, **body.chat_options())
+        options = body.chat_options()
+        count = await asyncio.to_thread(
+            lambda: lease.llm.count_chat_tokens(template_messages(body.messages), **options)
+        )
         return json_response({"object": "input_tokens", "input_tokens": count})
     finally:
         lease.release()
