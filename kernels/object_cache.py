@@ -7,6 +7,7 @@ CPU and features, instruction set in use, Numba's settings, and a hash of every 
 was written (a torn or edited one) is compiled anew. What lies in the folder is code, so it must be ours alone.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -22,6 +23,7 @@ from typing import Any
 
 from llvmlite import binding as llvm
 
+from localinfer.files import write_all, write_atomically
 from localinfer.kernels import isa
 
 _SETTINGS_IN_CODE = (
@@ -212,12 +214,6 @@ def store(path: Path, code: bytes) -> None:
 
     A disk that is full only costs the next start.
     """
-    temporary = None
-    try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            temporary = file.name
-            file.write(hashlib.sha256(code).digest() + code)
-        os.replace(temporary, path)
-    except OSError:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
+    content = hashlib.sha256(code).digest() + code
+    with contextlib.suppress(OSError):
+        write_atomically(path, lambda file: write_all(file, content))

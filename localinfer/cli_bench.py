@@ -182,8 +182,10 @@ def _serve(model: str, output: str | None, as_json: bool, measured: dict[str, An
     from localinfer.bench_serve_report import render_serve
 
     if output is not None:
+        from localinfer.files import check_output
         from localinfer.roofline_chart import require_matplotlib
 
+        check_output(output, inputs=[model])
         require_matplotlib()
     settings = ServeSettings(
         model=model,
@@ -203,11 +205,13 @@ def _serve(model: str, output: str | None, as_json: bool, measured: dict[str, An
 
 
 def _roofline(model: str | None, output: str | None, as_json: bool, measured: dict[str, Any]) -> dict[str, Any]:
+    from localinfer.files import check_output
     from localinfer.roofline import measure_roofline
     from localinfer.roofline_chart import draw_roofline, require_matplotlib
 
     path = output if output is not None or as_json else "roofline.png"
     if path is not None:
+        check_output(path, inputs=[] if model is None else [model])
         require_matplotlib()
     with Progress() as progress:
         record = measure_roofline(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from localinfer.calibration_text import read_calibration
-from localinfer.errors import LocalinferError, OutOfMemoryError, RequestError
+from localinfer.errors import LocalinferError, OutOfMemoryError
 from localinfer.progress import Progress, with_time_left
 
 if TYPE_CHECKING:
@@ -89,8 +89,6 @@ def quantize_command(
         raise click.UsageError(f"--method {method} uses no importance file; leave --imatrix out.")
     if (method == "rtn" or imatrix is not None) and (calibration is not None or save_imatrix is not None):
         raise click.UsageError("Nothing is calibrated this way; leave --calibration and --save-imatrix out.")
-    if Path(target).is_dir():
-        raise RequestError(f"{target} is a folder; give the name of the file to write")
     content = evaluation_text(text)
     if text is None and calibration is not None:
         held_back = read_calibration(calibration).held_back

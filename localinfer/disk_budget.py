@@ -22,8 +22,9 @@ CHAT_SUFFIX = ".chat"
 
 _FOLDER = re.compile(r"[0-9a-f]{32}")
 _SHARD = re.compile(r"[0-9a-f]")
+_KEY = "[0-9a-f]{32}"
 _FILE = re.compile(
-    rf"{re.escape(DESCRIPTION)}|[0-9a-f]{{32}}|[0-9a-f]{{32}}\.chat|[0-9a-f]{{32}}-[0-9a-f]{{32}}\.(?:page|window)|tmp\w+\.tmp"
+    rf"{re.escape(DESCRIPTION)}|{_KEY}|{_KEY}\.chat|{_KEY}-{_KEY}\.(?:page|window)|(?:tmp\w+|\.[0-9a-f]{{12}})\.tmp"
 )
 
 _ABANDONED_SECONDS = 3600.0

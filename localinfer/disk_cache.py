@@ -25,8 +25,8 @@ from localinfer.disk_restore import part_view, restore_pages
 from localinfer.disk_tier import DiskCounters, DiskTier, Found, Saved, common_length
 from localinfer.engine import Engine
 from localinfer.errors import ClosedError, LocalinferError, OutOfMemoryError
+from localinfer.files import write_all, write_atomically
 from localinfer.fingerprint import Fingerprint, ModelIdentity
-from localinfer.page_file import write_all, write_atomically
 from localinfer.prefix_cache import PrefixCache
 from localinfer.prefix_tree import CachedPath, Match, TokenIds
 from localinfer.private_folder import make_private, user_cache_folder

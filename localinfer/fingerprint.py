@@ -10,7 +10,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib import metadata
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from localinfer.page_file import write_all, write_atomically
+from localinfer.files import write_all, write_atomically
 from localinfer.quant.model_file import ModelFile
 from localinfer.worker_threads import run_all
 
@@ -78,6 +78,11 @@ class ModelIdentity:
         self._weights = WeightsFiles(file, memory)
         self._lock = threading.Lock()
         self._fingerprint: Fingerprint | None = None
+
+    @property
+    def paths(self) -> Sequence[Path]:
+        """The files that make up the model."""
+        return self._file.paths
 
     def known(self) -> Fingerprint | None:
         """The fingerprint, if no large file must be read for it. Raises: LocalinferError once the model is closed."""

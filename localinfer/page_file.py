@@ -15,14 +15,11 @@ The key of a page is the SHA-256 of the key before it and of its own token ids; 
 of everything else the bytes depend on. So a key stands for a whole history, and equal histories share files.
 """
 
-import contextlib
 import functools
 import hashlib
 import os
 import stat
 import struct
-import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from io import FileIO
@@ -32,6 +29,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from localinfer.files import write_all, write_atomically
 from localinfer.kernels.cpu.checksum import fold
 
 TokenIds = NDArray[np.int32]
@@ -174,39 +172,10 @@ def look_at(path: Path, num_bytes: int) -> Rejection | None:
     return None if status.st_size == num_bytes else Rejection.TORN
 
 
-def write_atomically(path: Path, write: Callable[[FileIO], None]) -> None:
-    """Have `write` fill a new file that takes the name `path` when it is complete. Raises: OSError, leaving nothing."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-    try:
-        with FileIO(descriptor, "wb") as file:
-            write(file)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
-
-
-class Writable(Protocol):
-    """An unbuffered file open for writing: it may write less than it is given."""
-
-    def write(self, data: memoryview, /) -> int | None: ...
-
-
 class Readable(Protocol):
     """An unbuffered file open for reading: it may read less than fits."""
 
     def readinto(self, data: memoryview, /) -> int | None: ...
-
-
-def write_all(file: Writable, data: bytes | memoryview) -> None:
-    """Write every byte, however little the system takes at a time. Raises: OSError."""
-    view = memoryview(data)
-    while view:
-        count = file.write(view)
-        if not count:
-            raise OSError("the disk takes no more bytes, and does not say why")
-        view = view[count:]
 
 
 def read_all(file: Readable, data: memoryview) -> bool:

@@ -1,15 +1,18 @@
 """Quantize a model on disk: open it, calibrate it where the method asks for that, write the new file."""
 
+import contextlib
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from localinfer.calibration_text import CalibrationText, read_calibration
 from localinfer.errors import ModelFileError, RequestError
+from localinfer.files import check_output, is_written_in_place
 
 if TYPE_CHECKING:
     import numpy as np
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
     from localinfer.kernels.cpu.pool import ThreadPool
     from localinfer.quant.imatrix import Importance
     from localinfer.quant.model_file import ModelFile
+    from localinfer.quant.partial_results import PartialResults
     from localinfer.quant.presets import Preset, TypeChoice
     from localinfer.quant.quantize_model import QuantizedModel
     from localinfer.quant.workers import Workers
@@ -69,6 +73,7 @@ def quantize(
     from localinfer.models.loader import open_model_file
     from localinfer.models.thread_choice import available_threads, checked_threads
     from localinfer.quant.presets import find_preset
+    from localinfer.quant.quantize_model import check_target
 
     preset = find_preset(type)
     num_threads = available_threads() if threads is None else checked_threads(threads)
@@ -81,6 +86,13 @@ def quantize(
     gpu = calibration_device(device) if method in ("auto", "gptq", "awq") else None
     file = open_model_file(source)
     try:
+        check_target(file, Path(target))
+        read = [*file.paths, *(path for path in (calibration, imatrix) if path is not None)]
+        check_output(target, inputs=read)
+        if save_imatrix is not None:
+            check_output(save_imatrix, inputs=read)
+            if os.path.realpath(save_imatrix) == os.path.realpath(target) and not is_written_in_place(target):
+                raise RequestError(f"{target} would be both the model and its imatrix; give them different names")
         work = _Work(file, Path(target), preset, num_threads, gpu, calibration_tokens, save_imatrix, progress)
         return work.run(method, calibration, imatrix)
     finally:
@@ -197,15 +209,33 @@ class _Work:
         return importance
 
     def _with_feedback(self, token_ids: "NDArray[np.int32]", *, with_scales: bool) -> "QuantizedModel":
-        from localinfer.models.calibrated_rounding import round_by_calibration, scale_for_rounding
         from localinfer.quant.partial_results import PartialResults
-        from localinfer.quant.quantize_model import check_target, quantize_model
 
-        check_target(self.file, self.target)
         choices = self._choices(has_importance=True)
-        results = PartialResults(
-            self.target.with_name(f"{self.target.name}.partial"), self._identity(token_ids, choices, with_scales)
-        )
+        identity = self._identity(token_ids, choices, with_scales)
+        with self._unfinished_folder() as folder:
+            return self._round(token_ids, choices, PartialResults(folder, identity), with_scales=with_scales)
+
+    @contextlib.contextmanager
+    def _unfinished_folder(self) -> Iterator[Path]:
+        """Where finished layers are kept: beside the target, unless that is a pipe or a device."""
+        if not is_written_in_place(self.target):
+            yield self.target.with_name(f"{self.target.name}.partial")
+            return
+        with tempfile.TemporaryDirectory(prefix="localinfer-") as folder:
+            yield Path(folder) / "partial"
+
+    def _round(
+        self,
+        token_ids: "NDArray[np.int32]",
+        choices: dict[str, "TypeChoice"],
+        results: "PartialResults",
+        *,
+        with_scales: bool,
+    ) -> "QuantizedModel":
+        from localinfer.models.calibrated_rounding import round_by_calibration, scale_for_rounding
+        from localinfer.quant.quantize_model import quantize_model
+
         pool = self._pool(choices, with_feedback=True)
         try:
             with self._workers() as workers:

@@ -1,10 +1,12 @@
 """Draw a roofline as a PNG."""
 
+import io
 import math
 import os
 from typing import TYPE_CHECKING, Any
 
-from localinfer.errors import BackendUnavailableError, RequestError
+from localinfer.errors import BackendUnavailableError
+from localinfer.files import OutputFile
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,12 +42,10 @@ def draw_roofline(record: dict[str, Any], path: str | os.PathLike[str]) -> None:
 
 def save_figure(figure: "Figure", path: str | os.PathLike[str]) -> None:
     """Write a figure as a PNG. Raises: RequestError if the file cannot be written."""
-    try:
-        figure.savefig(path, format="png")
-    except OSError as error:
-        raise RequestError(
-            f"{os.fspath(path)} cannot be written ({error.strerror}); choose another file with --output"
-        ) from None
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    with OutputFile(path) as file:
+        file.write(picture.getbuffer())
 
 
 def _draw(figure: "Figure", record: dict[str, Any]) -> None:

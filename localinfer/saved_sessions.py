@@ -7,6 +7,7 @@ import numpy as np
 
 from localinfer.engine import Engine
 from localinfer.errors import SessionFileError, SessionMismatchError
+from localinfer.files import check_output
 from localinfer.fingerprint import Fingerprint, ModelIdentity
 from localinfer.page_file import PageFormat
 from localinfer.page_pool import PageNumbers, PagePool
@@ -22,6 +23,8 @@ def save_session(
 
     Raises: SessionFileError if nothing of it is cached, or the file cannot be written.
     """
+    target = Path(path).expanduser()
+    check_output(target, inputs=identity.paths, error=SessionFileError)
     fingerprint = _fingerprint(identity)
     with engine.exclusive_cache() as cache:
         wanted = cache.last_retired if token_ids is None else token_ids
@@ -44,7 +47,7 @@ def save_session(
     try:
         form = PageFormat(pool.page_tokens, pool.page_bytes)
         content = SessionContent(fingerprint.parts, wanted[:length], form, pool.windowed_bytes, num_windowed)
-        write_session(Path(path).expanduser(), content, views)
+        write_session(target, content, views)
     finally:
         with engine.exclusive_cache():
             pool.release(pages, windowed)

@@ -28,14 +28,13 @@ from typing import Self
 import numpy as np
 
 from localinfer.errors import SessionFileError, SessionMismatchError
+from localinfer.files import OutputFile
 from localinfer.page_file import (
     CHECKSUM_BYTES,
     PageFormat,
     TokenIds,
     checksum,
     read_all,
-    write_all,
-    write_atomically,
 )
 from localinfer.worker_threads import num_io_threads
 
@@ -80,31 +79,18 @@ def write_session(path: Path, content: SessionContent, pages: Sequence[memoryvie
     """Write a conversation, one buffer of `page_bytes` per page begun, then those of windowed parts; return the file's
     bytes.
 
-    The file is there whole or not at all, readable by its owner only. Raises: SessionFileError.
+    The file is there whole or not at all; a new one is readable by its owner only. Raises: SessionFileError.
     """
     assert len(pages) == content.num_buffers, "one buffer per page begun and per windowed part"
     start = _start(content)
-    header_bytes = len(start) + CHECKSUM_BYTES * (len(pages) + 1)
-
-    def write(file: FileIO) -> None:
-        file.seek(header_bytes)
-        digests = []
+    with OutputFile(path, is_private=True, error=SessionFileError) as file:
+        # Before the pages, for a pipe takes what comes in order.
         with ThreadPoolExecutor(num_io_threads(), "localinfer-checksum") as executor:
-            for page, digest in zip(pages, _ahead(executor, pages), strict=True):
-                write_all(file, page)
-                digests.append(digest)
-        header = start + b"".join(digests)
-        file.seek(0)
-        write_all(file, header + checksum(header))
-
-    try:
-        write_atomically(path, write)
-    except OSError as error:
-        raise SessionFileError(
-            f"{path} cannot be written: {error.strerror or error}; give a path in a folder that you can write, on a "
-            "disk with room"
-        ) from error
-    return header_bytes + content.num_bytes
+            header = start + b"".join(_ahead(executor, pages))
+        file.write(header + checksum(header))
+        for page in pages:
+            file.write(page)
+    return len(header) + CHECKSUM_BYTES + content.num_bytes
 
 
 class SessionReader:

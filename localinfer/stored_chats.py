@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from localinfer.chat_history import AnsweredChat, EncodedChat
 from localinfer.disk_budget import CHAT_SUFFIX, newest_first
-from localinfer.page_file import write_all, write_atomically
+from localinfer.files import write_all, write_atomically
 
 logger = logging.getLogger(__name__)
 

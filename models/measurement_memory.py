@@ -3,12 +3,11 @@
 import contextlib
 import hashlib
 import json
-import os
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from localinfer.files import write_all, write_atomically
 from localinfer.kernels.object_cache import CACHE_FOLDER
 
 _REMEMBERED_SECONDS = 30 * 24 * 3600
@@ -31,11 +30,9 @@ def remember(kind: str, key: str, **values: Any) -> None:
     path = _path(kind, key)
     if path is None:
         return
-    record = json.dumps({**values, "measured_at": time.time()})
+    record = json.dumps({**values, "measured_at": time.time()}).encode()
     with contextlib.suppress(OSError):
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
-            file.write(record)
-        os.replace(file.name, path)
+        write_atomically(path, lambda file: write_all(file, record))
 
 
 def _path(kind: str, key: str) -> Path | None:

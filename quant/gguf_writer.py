@@ -1,25 +1,23 @@
 """Write a GGUF file as a stream: the header first, then tensor after tensor, in pieces of any size.
 
-The file appears under its name when it is whole: everything goes to a temporary file beside it, which is renamed at the
-end and removed if anything fails.
+The file appears under its name when it is whole (`files.OutputFile`).
 Source: the GGUF specification in the ggml repository (docs/gguf.md), version 3.
 """
 
-import contextlib
 import os
 import struct
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import RequestError
+from localinfer.files import OutputFile
 from localinfer.quant.formats import TensorType, row_bytes
 from localinfer.quant.gguf_header import (
     ALIGNMENTS,
@@ -95,7 +93,7 @@ class GGUFWriter:
 
     Leaving the block without an error proves that all bytes came, and puts the file in its place.
 
-    Raises: RequestError for names, shapes or amounts that make no file; OSError where the system refuses.
+    Raises: RequestError for names, shapes or amounts that make no file, and where the system refuses.
     """
 
     def __init__(
@@ -120,11 +118,10 @@ class GGUFWriter:
         header = _header(values, self._tensors, alignment)
         self._header = header + bytes(-len(header) % alignment)
         self.num_bytes = len(self._header) + sum(_padded(tensor.num_bytes, alignment) for tensor in tensors)
-        self._file: BinaryIO | None = None
+        self._file = OutputFile(path)
 
     def write(self, data: NDArray[Any] | bytes) -> None:
         """Append bytes to the tensor that is not whole yet."""
-        assert self._file is not None, "a writer is used inside its with block"
         size = data.nbytes if isinstance(data, np.ndarray) else len(data)
         if self._index == len(self._tensors) or self._written + size > self._tensors[self._index].num_bytes:
             name = self._tensors[self._index].name if self._index < len(self._tensors) else "the last one"
@@ -136,49 +133,23 @@ class GGUFWriter:
             self._index, self._written = self._index + 1, 0
 
     def __enter__(self) -> Self:
-        folder = self.path.parent
-        self._file = tempfile.NamedTemporaryFile(  # noqa: SIM115 - closed in __exit__
-            dir=folder, prefix=f".{self.path.name}.", suffix=".tmp", delete=False
-        )  # type: ignore[assignment]
+        self._file.__enter__()
         try:
-            self._require_file().write(self._header)
-        except BaseException:
-            self._discard()
+            self._file.write(self._header)
+        except BaseException as error:
+            self._file.__exit__(type(error), error, error.__traceback__)
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if kind is not None:
-            self._discard()
-            return
-        try:
-            if self._index < len(self._tensors):
-                name = self._tensors[self._index].name
-                raise RequestError(f"tensor {name} got {self._written} bytes; give each tensor exactly its bytes")
-            file = self._require_file()
-            file.flush()
-            os.fsync(file.fileno())
-            file.close()
-            # A temporary file is private; a model is as readable as any other file of this user's.
-            mask = os.umask(0)
-            os.umask(mask)
-            os.chmod(file.name, 0o666 & ~mask)
-            os.replace(file.name, self.path)
-        except BaseException:
-            self._discard()
-            raise
-
-    def _require_file(self) -> BinaryIO:
-        assert self._file is not None, "a writer is used inside its with block"
-        return self._file
-
-    def _discard(self) -> None:
-        file = self._require_file()
-        file.close()
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(file.name)
+        if kind is None and self._index < len(self._tensors):
+            name = self._tensors[self._index].name
+            error = RequestError(f"tensor {name} got {self._written} bytes; give each tensor exactly its bytes")
+            self._file.__exit__(type(error), error, None)
+            raise error
+        self._file.__exit__(kind, error, traceback)
 
 
 def _check_tensors(tensors: Sequence[TensorSpec]) -> None:

@@ -68,7 +68,7 @@ def write_imatrix(path: str | os.PathLike[str], importance: Importance, chunk_si
     """Write importance as GGUF, as llama.cpp's tools read it; the file appears when it is whole.
 
     chunk_size: tokens of each of the text's `importance.num_chunks` sequences.
-    Raises: OSError where the system refuses.
+    Raises: RequestError where the system refuses.
     """
     metadata = {
         "general.type": encode_value("imatrix"),

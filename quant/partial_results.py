@@ -6,7 +6,6 @@ under its name when it is whole, the last one after the others: it says how many
 
 import contextlib
 import json
-import os
 import shutil
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import RequestError
+from localinfer.files import unwritable, write_all, write_atomically
 from localinfer.quant.formats import TensorType
 from localinfer.quant.rounding_visitor import PreparedTensor
 
@@ -59,11 +59,21 @@ class PartialResults:
         return num_layers, hidden
 
     def save(self, num_layers: int, tensors: Mapping[str, PreparedTensor], hidden: Sequence[FloatArray]) -> None:
-        """Keep the tensors of layer num_layers - 1, and what the next layer reads."""
+        """Keep the tensors of layer num_layers - 1, and what the next layer reads.
+
+        Raises: RequestError where the system refuses.
+        """
+        try:
+            self._save(num_layers, tensors, hidden)
+        except OSError as error:
+            raise RequestError(unwritable(self.folder, error)) from error
+
+    def _save(self, num_layers: int, tensors: Mapping[str, PreparedTensor], hidden: Sequence[FloatArray]) -> None:
         if num_layers == 1:
             self.delete()
             self.folder.mkdir()
-            (self.folder / _ABOUT).write_text(json.dumps({"identity": self._identity}), encoding="utf-8")
+            about = json.dumps({"identity": self._identity}).encode()
+            write_atomically(self.folder / _ABOUT, lambda file: write_all(file, about))
         records = {name: [int(one.type), one.relative_error] for name, one in tensors.items()}
         blocks = {f"blocks.{name}": one.blocks for name, one in tensors.items()}
         _write(self._layer_path(num_layers - 1), {_RECORDS: np.array(json.dumps(records)), **blocks})
@@ -117,7 +127,4 @@ def _arrays(path: Path) -> Iterator[Mapping[str, NDArray[Any]]]:
 
 
 def _write(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "wb") as file:
-        np.savez(file, **arrays)  # type: ignore[arg-type]
-    os.replace(temporary, path)
+    write_atomically(path, lambda file: np.savez(file, **arrays))  # type: ignore[arg-type]

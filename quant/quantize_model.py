@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import RequestError
+from localinfer.files import check_output
 from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.quant.encoding import as_float32, encode, source_rows
 from localinfer.quant.formats import TensorType, row_bytes
@@ -114,12 +115,11 @@ def quantize_model(
 
 
 def check_target(source: ModelFile, target: Path) -> None:
-    """Refuse what cannot be written to. Raises: RequestError if it is the source, or its folder does not exist."""
-    if not target.parent.is_dir():
-        raise RequestError(f"{target.parent} is no folder; make it, or write elsewhere")
+    """Refuse what cannot be written to. Raises: RequestError if it is the source, or as `files.check_output`."""
     for own in source.paths:
         if target.exists() and target.samefile(own):
             raise RequestError(f"{target} is the model to quantize; write to another file")
+    check_output(target)
 
 
 def _metadata(source: ModelFile, preset: Preset) -> dict[str, EncodedValue]:

@@ -32,6 +32,7 @@ class FakeIdentity:
     parts: dict[str, str] = field(default_factory=lambda: {"weights": "w", "key-value layout": "f16 1"})
     is_known: bool = True
     name: str = "fake.gguf"
+    paths: tuple[Path, ...] = ()
 
     def known(self) -> Fingerprint | None:
         return Fingerprint(self.parts) if self.is_known else None

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from localinfer import disk_tier as disk_tier_module
+from localinfer import files as files_module
 from localinfer import page_file
 from localinfer.disk_budget import clear
 from localinfer.disk_tier import Restored
@@ -248,9 +249,9 @@ def test_file_that_ends_while_it_is_read_is_torn(tmp_path: Path):
 
 
 WRITE_FAILURES = {
-    "mkstemp": "tempfile.mkstemp",
-    "write": "write_all",
-    "rename": "os.replace",
+    "temporary file": (files_module.os, "open"),
+    "write": (page_file, "write_all"),
+    "rename": (files_module.os, "replace"),
 }
 
 
@@ -261,10 +262,7 @@ def test_full_disk_at_any_step_keeps_what_was_written_and_leaves_no_rest(
 ):
     history = numbered(12)
     disk = tier(tmp_path, threads=1)
-    owner: object = page_file
-    *path, name = WRITE_FAILURES[step].split(".")
-    for part in path:
-        owner = getattr(owner, part)
+    owner, name = WRITE_FAILURES[step]
     original = getattr(owner, name)
     calls = 0
 
@@ -295,7 +293,7 @@ def test_file_that_cannot_be_replaced_because_it_is_open_counts_as_written(
         path.write_bytes(Path(temporary).read_bytes())
         raise PermissionError(errno.EACCES, "open in another process")
 
-    monkeypatch.setattr(page_file.os, "replace", written_by_another)
+    monkeypatch.setattr(files_module.os, "replace", written_by_another)
     assert disk.save(numbered(8), source(numbered(8))).failure is None
     assert restored(disk, numbered(8))[0] == 8
 
@@ -331,13 +329,13 @@ def test_budget_smaller_than_a_page_saves_nothing(tmp_path: Path):
 def test_rest_of_a_killed_writer_is_deleted_after_an_hour(tmp_path: Path):
     disk = tier(tmp_path)
     disk.folder.mkdir()
-    for name, seconds in (("tmpold.tmp", 4000), ("tmpnew.tmp", 10)):
+    for name, seconds in (("tmpold.tmp", 4000), (".0123456789ab.tmp", 4000), (".ba9876543210.tmp", 10)):
         path = disk.folder / name
         path.write_bytes(b"half a page")
         used = path.stat().st_mtime - seconds
         os.utime(path, (used, used))
     disk.save(numbered(4), source(numbered(4)))
-    assert [path.name for path in disk.folder.glob("*.tmp")] == ["tmpnew.tmp"]
+    assert [path.name for path in disk.folder.glob("*.tmp")] == [".ba9876543210.tmp"]
 
 
 def test_files_of_others_in_the_folder_are_never_deleted(tmp_path: Path):

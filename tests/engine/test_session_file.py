@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from localinfer import page_file, session_file
+from localinfer import files, session_file
 from localinfer.errors import SessionFileError, SessionMismatchError
 from localinfer.page_file import PageFormat, checksum
 from localinfer.session_file import FORMAT_VERSION, SessionContent, SessionReader, write_session
@@ -141,10 +141,21 @@ def test_newer_format_and_other_files_are_refused(tmp_path: Path):
         SessionReader(tmp_path / "nothing")
 
 
+class Counting(FileIO):
+    """A file that lets somebody count what is written to it."""
+
+    on_write: Callable[[], object] = staticmethod(lambda: None)
+
+    def write(self, data: memoryview) -> int:  # type: ignore[override]
+        type(self).on_write()
+        return super().write(data)
+
+
 STEPS: dict[str, tuple[object, str]] = {
-    "temporary file": (page_file.tempfile, "mkstemp"),
-    "write": (session_file, "write_all"),
-    "rename": (page_file.os, "replace"),
+    "temporary file": (files.os, "open"),
+    "write": (Counting, "on_write"),
+    "flush to disk": (files.os, "fsync"),
+    "rename": (files.os, "replace"),
 }
 
 
@@ -168,6 +179,7 @@ def test_full_disk_while_saving_keeps_the_former_file_and_leaves_no_rest(
         return original(*arguments, **options)
 
     with monkeypatch.context() as patch, pytest.raises(SessionFileError, match="No space left on device"):
+        patch.setattr(files, "open", Counting, raising=False)
         patch.setattr(owner, name, fail)
         saved(tmp_path / "session")
     assert (tmp_path / "session").read_bytes() == former

@@ -133,6 +133,6 @@ def test_what_cannot_be_written_is_refused_and_leaves_nothing(tmp_path: Path, po
             quantize_model(source, tmp_path / "out.gguf", PRESETS["Q4_0"], pool, importance=other)
         with pytest.raises(RequestError, match="is the model to quantize"):
             quantize_model(source, path, PRESETS["Q4_0"], pool)
-        with pytest.raises(RequestError, match="is no folder"):
+        with pytest.raises(RequestError, match="there is no folder"):
             quantize_model(source, tmp_path / "missing" / "out.gguf", PRESETS["Q4_0"], pool)
     assert list(tmp_path.iterdir()) == [path]

@@ -1,0 +1,275 @@
+"""Files that are there whole or not at all: the one way in which anything here is written to disk.
+
+What is complete takes its name in one step. Files of our own lie in private folders, and need no more than that
+(`write_atomically`). What a user names may be anything (`OutputFile`): a link, whose target is replaced; a file, which
+keeps its mode; a pipe or a character device, such as /dev/stdout and /dev/null, which is written where it is; or
+something that no data belongs into, which is refused.
+"""
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Callable, Iterable
+from io import FileIO
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Protocol, Self
+
+from localinfer.errors import LocalinferError, RequestError
+
+_BASE_FLAGS = os.O_WRONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
+_NEW_FLAGS = _BASE_FLAGS | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
+_IN_PLACE_FLAGS = _BASE_FLAGS | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
+_MAX_NAME_TRIES = 100
+
+_WAYS_OUT = {
+    errno.EISDIR: "give the name of a file in it",
+    errno.ENOENT: "make it, or write elsewhere",
+    errno.ENOTDIR: "write elsewhere",
+    errno.EEXIST: "write to another file",
+    errno.EACCES: "write elsewhere, or change who may write there",
+    errno.EPERM: "write elsewhere, or change who may write there",
+    errno.EROFS: "write elsewhere",
+    errno.ENOSPC: "free some space, or write to another disk",
+    errno.EDQUOT: "free some space, or write to another disk",
+    errno.EFBIG: "free some space, or write to another disk",
+    errno.ENXIO: "start the program that reads it first",
+}
+
+
+class Writable(Protocol):
+    """An unbuffered file open for writing: it may write less than it is given."""
+
+    def write(self, data: memoryview, /) -> int | None: ...
+
+
+def write_all(file: Writable, data: bytes | memoryview) -> None:
+    """Write every byte, however little the system takes at a time. Raises: OSError."""
+    view = memoryview(data)
+    while view:
+        count = file.write(view)
+        if not count:
+            raise OSError("the disk takes no more bytes, and does not say why")
+        view = view[count:]
+
+
+def write_atomically(path: Path, write: Callable[[FileIO], None]) -> None:
+    """Have `write` fill a new file, readable by its owner only, that takes the name `path` when it is complete.
+
+    For files of our own in private folders. Raises: OSError, leaving nothing.
+    """
+    descriptor, temporary = _create_beside(path, 0o600)
+    try:
+        with FileIO(descriptor, "wb") as file:
+            write(file)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+class OutputFile:
+    """A file that a user named, being written, in pieces and in order; a context manager.
+
+    Leaving the block without an error puts it in its place, through links, once it is safe on disk; after any other end
+    an older file is as it was, and nothing else is left. An older file keeps its mode and, where the system allows,
+    its owner; a new one is as readable as any other of this user's. Pipes and character devices are written in place.
+
+    is_private: a new file is readable by its owner only. error: what is raised where the system refuses.
+    Raises: `error` for a folder, a file marked read-only, a socket or a block device, a folder that is missing or
+        cannot be written, a full disk.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, is_private: bool = False, error: type[LocalinferError] = RequestError
+    ) -> None:
+        self.path = os.fspath(path)
+        self._is_private, self._error = is_private, error
+        self._file: BinaryIO | None = None
+        self._temporary: str | None = None
+        self._place: _Place | None = None
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append bytes. Raises: the error that was asked for."""
+        assert self._file is not None, "an output file is used inside its with block"
+        try:
+            self._file.write(data)
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def __enter__(self) -> Self:
+        try:
+            place = self._place = _find_place(self.path)
+            if place.is_in_place:
+                descriptor = _open_in_place(place)
+            else:
+                is_closed = self._is_private or place.status is not None
+                descriptor, self._temporary = _create_beside(Path(place.path), 0o600 if is_closed else 0o666)
+            self._file = open(descriptor, "wb")  # noqa: SIM115 - closed in __exit__
+        except (OSError, ValueError) as error:
+            raise self._refused(error) from error
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self._discard()
+            return
+        try:
+            self._finish()
+        except OSError as refused:
+            self._discard()
+            raise self._refused(refused) from refused
+        except BaseException:
+            self._discard()
+            raise
+
+    def _finish(self) -> None:
+        assert self._file is not None and self._place is not None, "an output file is left after it was entered"
+        self._file.flush()
+        if self._temporary is not None:
+            if self._place.status is not None:
+                _copy_access(self._file.fileno(), self._place.status)
+            os.fsync(self._file.fileno())
+        self._file.close()
+        if self._temporary is not None:
+            os.replace(self._temporary, self._place.path)
+
+    def _discard(self) -> None:
+        if self._file is not None:
+            # Closing writes what is buffered, which fails again where the disk is full.
+            with contextlib.suppress(OSError):
+                self._file.close()
+        if self._temporary is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(self._temporary)
+
+    def _refused(self, error: OSError | ValueError) -> LocalinferError:
+        return self._error(unwritable(self.path, error))
+
+
+def check_output(
+    path: str | os.PathLike[str],
+    *,
+    inputs: Iterable[str | os.PathLike[str]] = (),
+    error: type[LocalinferError] = RequestError,
+) -> None:
+    """Raise `error` if `OutputFile` could not be opened, before time is spent on what shall be written there.
+
+    inputs: files that are read meanwhile, none of which may be replaced.
+    """
+    try:
+        place = _find_place(os.fspath(path))
+        if place.status is not None and any(_is_file(os.fspath(one), place.status) for one in inputs):
+            raise FileExistsError(errno.EEXIST, "it is read at the same time")
+        if place.is_in_place:
+            return
+        folder = os.path.dirname(place.path)
+        status = os.stat(folder)
+        if not stat.S_ISDIR(status.st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, f"the folder {folder} may not be written")
+    except (OSError, ValueError) as found:
+        raise error(unwritable(path, found)) from found
+
+
+def is_written_in_place(path: str | os.PathLike[str]) -> bool:
+    """Whether `OutputFile` writes into what is there, a pipe or a device, instead of replacing it."""
+    try:
+        return _find_place(os.fspath(path)).is_in_place
+    except (OSError, ValueError):
+        return False
+
+
+def unwritable(path: str | os.PathLike[str], error: OSError | ValueError) -> str:
+    """Say in words that a file cannot be written, why, and the way out."""
+    code = error.errno if isinstance(error, OSError) else None
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    way_out = _WAYS_OUT.get(code or 0, "give the name of a file in a folder that you can write")
+    return f"{os.fspath(path)} cannot be written: {reason}; {way_out}"
+
+
+class _Place:
+    """Where an output goes. path: with links followed. status: of the file that is there, if one is."""
+
+    def __init__(self, path: str, status: os.stat_result | None, *, is_in_place: bool) -> None:
+        self.path, self.status, self.is_in_place = path, status, is_in_place
+
+
+def _find_place(path: str) -> _Place:
+    """Look at what is there without touching it. Raises: OSError, ValueError for what no output goes to."""
+    if not path:
+        raise FileNotFoundError(errno.ENOENT, "the name is empty")
+    if path.endswith(("/", os.sep)):
+        raise IsADirectoryError(errno.EISDIR, "it names a folder")
+    real = os.path.realpath(path)
+    try:
+        status = os.stat(path)
+    except FileNotFoundError:
+        folder = os.path.dirname(real)
+        if not os.path.isdir(folder):
+            raise FileNotFoundError(errno.ENOENT, f"there is no folder {folder}") from None
+        return _Place(real, None, is_in_place=False)
+    mode = status.st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, "it is a folder")
+    if stat.S_ISCHR(mode) or stat.S_ISFIFO(mode):
+        return _Place(path, status, is_in_place=True)
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, f"it is a {'socket' if stat.S_ISSOCK(mode) else 'block device'}, no file")
+    if not mode & 0o222:
+        raise PermissionError(errno.EACCES, "it is marked read-only")
+    # Asks for everything that may stand against it, and changes nothing.
+    os.close(os.open(path, _BASE_FLAGS))
+    if not _is_file(real, status):
+        # An open file that was deleted has a name under /dev/fd only.
+        return _Place(path, status, is_in_place=True)
+    return _Place(real, status, is_in_place=False)
+
+
+def _is_file(path: str, status: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), status)
+    except OSError:
+        return False
+
+
+def _open_in_place(place: _Place) -> int:
+    assert place.status is not None, "it is there"
+    if stat.S_ISREG(place.status.st_mode):
+        return os.open(place.path, _BASE_FLAGS | os.O_TRUNC)
+    try:
+        # Opening a pipe that nobody reads would wait for ever.
+        descriptor = os.open(place.path, _IN_PLACE_FLAGS)
+    except OSError as error:
+        if error.errno == errno.ENXIO:
+            raise OSError(errno.ENXIO, "no program reads this pipe") from error
+        raise
+    if hasattr(os, "set_blocking"):
+        os.set_blocking(descriptor, True)
+    return descriptor
+
+
+def _create_beside(path: Path, mode: int) -> tuple[int, str]:
+    """Create an empty file in the folder of `path`: its descriptor and its name."""
+    for _ in range(_MAX_NAME_TRIES):
+        # Short, since a name that is as long as names may be has no room for more.
+        temporary = os.path.join(os.path.dirname(path), f".{secrets.token_hex(6)}.tmp")
+        with contextlib.suppress(FileExistsError):
+            return os.open(temporary, _NEW_FLAGS, mode), temporary
+    raise FileExistsError(errno.EEXIST, "no name is free for a temporary file")
+
+
+def _copy_access(descriptor: int, status: os.stat_result) -> None:
+    """Give a new file the mode of the one that it replaces, and where the system allows its owner."""
+    if not hasattr(os, "fchmod"):
+        return
+    if hasattr(os, "fchown"):
+        with contextlib.suppress(OSError):
+            os.fchown(descriptor, status.st_uid, status.st_gid)
+    os.fchmod(descriptor, stat.S_IMODE(status.st_mode) & 0o777)
