@@ -23,7 +23,7 @@ from typing import Any
 
 from llvmlite import binding as llvm
 
-from localinfer.files import write_all, write_atomically
+from localinfer.files import read_bounded, write_all, write_atomically
 from localinfer.kernels import isa
 
 _SETTINGS_IN_CODE = (
@@ -41,6 +41,8 @@ UNUSED_NAMES = (
 )
 """Names of Numba's runtime that kernels mention on paths never taken: none raises, and none owns an array. LLVM wants
 every name to exist all the same."""
+
+_MAX_OBJECT_BYTES = 64 << 20
 
 _lock = threading.RLock()
 
@@ -202,7 +204,7 @@ def _path(name: str) -> Path:
 def stored(path: Path) -> bytes | None:
     """What `store` wrote to a file, if the file is there and whole."""
     try:
-        content = path.read_bytes()
+        content = read_bounded(path, _MAX_OBJECT_BYTES)
     except OSError:
         return None
     checksum, code = content[:32], content[32:]

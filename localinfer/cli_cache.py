@@ -1,6 +1,5 @@
 """The `localinfer cache` command."""
 
-import json
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -50,14 +49,15 @@ def cache_command(disk_cache_folder: str | None, clear: bool) -> None:
 
 def kept_models(folder: Path) -> Iterator[KeptModel]:
     """What lies in a cache folder, by model, as the descriptions in it say."""
+    from localinfer.cache_description import read_description
     from localinfer.disk_budget import DESCRIPTION, stored_files
 
     files = list(stored_files(folder))
     for description in folder.glob(f"*/{DESCRIPTION}"):
         try:
-            fields = json.loads(description.read_bytes())
-            name, kv_type = str(fields["model"]), str(fields["parts"]["key-value layout"]).split()[0]
-        except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError):
+            fields = read_description(description)
+            name, kv_type = fields["model"], (fields["parts"].get("key-value layout", "").split() or ["unknown"])[0]
+        except (OSError, ValueError):
             name, kv_type = "a model whose description is damaged", "unknown"
         pages = [file for file in files if Path(file.path).is_relative_to(description.parent)]
         pages = [file for file in pages if file.path.endswith((".page", ".window"))]

@@ -81,9 +81,9 @@ def stored_files(folder: str | os.PathLike[str]) -> Iterator[StoredFile]:
 
     What vanishes or cannot be read meanwhile is left out.
     """
-    for entry in _entries(folder):
+    for entry in _folders(folder):
         if _FOLDER.fullmatch(entry.name):
-            for inner in _entries(entry.path):
+            for inner in _folders(entry.path):
                 if inner.name == CHATS_FOLDER or _SHARD.fullmatch(inner.name):
                     yield from _files(inner.path)
             yield from _files(entry.path)
@@ -116,6 +116,14 @@ def _entries(folder: str | os.PathLike[str]) -> list[os.DirEntry[str]]:
             return list(entries)
     except OSError:
         return []
+
+
+def _folders(folder: str | os.PathLike[str]) -> Iterator[os.DirEntry[str]]:
+    """Folders in a folder, without links to others, whose files are somebody else's."""
+    for entry in _entries(folder):
+        with contextlib.suppress(OSError):
+            if entry.is_dir(follow_symlinks=False):
+                yield entry
 
 
 def _files(folder: str) -> Iterator[StoredFile]:

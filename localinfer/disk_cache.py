@@ -5,8 +5,8 @@ pages at a time between two steps of the engine, so that it holds no page and no
 """
 
 import atexit
+import contextlib
 import functools
-import json
 import logging
 import os
 import threading
@@ -19,13 +19,13 @@ from pathlib import Path
 
 import numpy as np
 
+from localinfer.cache_description import Description, read_description, write_description
 from localinfer.chat_history import AnsweredChat, ChatHistory
 from localinfer.disk_budget import CHATS_FOLDER, DESCRIPTION, WEIGHTS_FOLDER
 from localinfer.disk_restore import part_view, restore_pages
 from localinfer.disk_tier import DiskCounters, DiskTier, Found, Saved, common_length
 from localinfer.engine import Engine
 from localinfer.errors import ClosedError, LocalinferError, OutOfMemoryError
-from localinfer.files import write_all, write_atomically
 from localinfer.fingerprint import Fingerprint, ModelIdentity
 from localinfer.prefix_cache import PrefixCache
 from localinfer.prefix_tree import CachedPath, Match, TokenIds
@@ -102,6 +102,8 @@ class DiskCache:
         self._tier: DiskTier | None = None
         self._parts_tier: DiskTier | None = None
         self._others: list[_Other] = []
+        self._chats_told: str | None = None
+        self._is_described = False
         self._process = os.getpid()
         self._wake = threading.Condition()
         self._pending: list[TokenIds] = []
@@ -219,15 +221,18 @@ class DiskCache:
 
     def _save_chats(self) -> None:
         """Write the replies' ids too, which cannot be had again from their texts."""
-        if self._tier is None or not self._tier.folder.exists():
+        if self._tier is None or not self._tier.folder.is_dir():
             return
         chats = []
         while self._answered:
             chats.append(self._answered.popleft())
         try:
             StoredChats(self._tier.folder / CHATS_FOLDER).save(chats)
+            self._chats_told = None
         except OSError as error:
-            logger.warning("a reply's tokens were not kept on disk: %s", error)
+            level = logging.INFO if str(error) == self._chats_told else logging.WARNING
+            logger.log(level, "a reply's tokens were not kept on disk: %s", error)
+            self._chats_told = str(error)
 
     def _save_behind(self, tier: DiskTier, token_ids: TokenIds, threads: int) -> Saved:
         saved = tier.save(token_ids, _Copies(self, tier, token_ids, is_windowed=False), threads=threads)
@@ -296,19 +301,27 @@ class DiskCache:
         return tier
 
     def _describe(self, tier: DiskTier) -> None:
-        """Say in the folder of a fingerprint what it is of, for people and for explanations."""
-        path = tier.folder / DESCRIPTION
+        """Say in the folder of a fingerprint what it is of, unless it says so already."""
         fingerprint = self._identity.known()
-        if fingerprint is None or path.exists():
+        if fingerprint is None or self._is_described:
             return
-        fields = {
-            "model": self._identity.name,
-            "parts": dict(fingerprint.parts),
-            "page_tokens": tier.form.page_tokens,
-            "page_bytes": tier.form.page_bytes,
-        }
-        text = json.dumps(fields, indent=1).encode()
-        write_atomically(path, lambda file: write_all(file, text))
+        self._is_described = True
+        path, form = tier.folder / DESCRIPTION, tier.form
+        wanted = Description(
+            model=self._identity.name,
+            parts=dict(fingerprint.parts),
+            page_tokens=form.page_tokens,
+            page_bytes=form.page_bytes,
+        )
+        try:
+            if read_description(path)["parts"] == wanted["parts"]:
+                return
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as error:
+            logger.info("%s is written anew: %s", path, error)
+        with contextlib.suppress(OSError):
+            write_description(path, wanted)
 
     def _tier_of(
         self, fingerprint: Fingerprint, page_tokens: int, page_bytes: int, *, is_windowed: bool = False
@@ -328,12 +341,13 @@ class DiskCache:
         others = []
         for path in sorted(self._folder.glob(f"*/{DESCRIPTION}"))[:_MAX_OTHERS]:
             try:
-                fields = json.loads(path.read_bytes())
-                parts = {str(name): str(value) for name, value in fields["parts"].items()}
-                tier = self._tier_of(Fingerprint(parts), int(fields["page_tokens"]), int(fields["page_bytes"]))
-                others.append(_Other(parts, tier))
-            except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                fields = read_description(path)
+            except (OSError, ValueError) as error:
+                logger.info("%s is not used: %s", path, error)
                 continue
+            parts = fields["parts"]
+            tier = self._tier_of(Fingerprint(parts), fields["page_tokens"], fields["page_bytes"])
+            others.append(_Other(parts, tier))
         return others
 
     def _explain(self, tier: DiskTier, token_ids: TokenIds, cached_tokens: int, found: Found) -> str | None:

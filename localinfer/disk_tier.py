@@ -89,6 +89,17 @@ class Saved:
     failure: str | None = None
 
 
+@dataclass(frozen=True)
+class _Failure:
+    """Where a page could not be written, and why."""
+
+    folder: Path
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.folder} cannot be written: {self.reason}"
+
+
 @dataclass
 class DiskCounters:
     """What a tier did since it was opened. `rejected` counts files by what was wrong with them."""
@@ -129,6 +140,7 @@ class DiskTier:
         self._is_too_small = self.form.file_bytes > max_bytes
         self._saving = threading.Lock()
         self._threads = threads
+        self._told: str | None = None
 
     def find(self, token_ids: TokenIds, first_page: int = 0) -> Found:
         """Find the files that continue a prompt from page `first_page` on, as far as they go, exact to the token.
@@ -233,7 +245,7 @@ class DiskTier:
         reads = (missing[first : first + pages_at_once] for first in range(0, len(missing), pages_at_once))
         failures = self._write_all(reads, records, paths, read, threads)
         num_written = failures.count(None)
-        failure = next((text for text in failures if text is not None), None)
+        failure = next((one for one in failures if one is not None), None)
         # Only a page whose history was there before can have a shorter forerunner.
         if num_written == len(missing) > 0:
             self._delete_shorter(records[missing[0]])
@@ -242,9 +254,17 @@ class DiskTier:
         self.counters.bytes_deleted += self._budget.enforce()
         self.counters.pages_written += num_written
         self.counters.failed_saves += failure is not None
-        if failure is not None:
-            logger.warning("a conversation was not kept on disk: %s", failure)
-        return Saved(num_written, len(places) - len(missing), failure)
+        self._tell(failure)
+        return Saved(num_written, len(places) - len(missing), None if failure is None else str(failure))
+
+    def _tell(self, failure: "_Failure | None") -> None:
+        """Warn of what a save failed of: once, until one succeeds or something else is wrong."""
+        if failure is None:
+            self._told = None
+            return
+        level = logging.INFO if failure.reason == self._told else logging.WARNING
+        logger.log(level, "a conversation was not kept on disk: %s", failure)
+        self._told = failure.reason
 
     def _write_all(
         self,
@@ -253,10 +273,10 @@ class DiskTier:
         paths: list[Path],
         read: PageSource,
         threads: int,
-    ) -> list[str | None]:
+    ) -> "list[_Failure | None]":
         """Write pages, those of one read while the next are read; return what failed of each that was begun."""
-        results: list[str | None] = []
-        begun: list[Future[str | None]] = []
+        results: list[_Failure | None] = []
+        begun: list[Future[_Failure | None]] = []
         with WorkerThreads(threads) as workers:
             for some in reads:
                 pages = read(some)
@@ -268,7 +288,7 @@ class DiskTier:
                     begun.append(workers.begin(functools.partial(self._write, paths[index], records[index], page)))
         return results + [future.result() for future in begun]
 
-    def _write(self, path: Path, record: PageRecord, page: memoryview) -> str | None:
+    def _write(self, path: Path, record: PageRecord, page: memoryview) -> "_Failure | None":
         try:
             try:
                 write_page(path, self.form, record, page)
@@ -278,7 +298,7 @@ class DiskTier:
         except OSError as error:
             # Where a file that is open cannot be replaced, somebody is reading the same bytes.
             if look_at(path, self.form.file_bytes) is not None:
-                return f"{path.parent} cannot be written: {error.strerror or error}"
+                return _Failure(path.parent, error.strerror or str(error))
         return None
 
     def _records(self, token_ids: TokenIds) -> Iterator[PageRecord]:
@@ -338,7 +358,11 @@ class DiskTier:
         self.counters.rejected[problem] += 1
         logger.info("%s %s; it is computed again", path, problem.value)
         with contextlib.suppress(OSError):
-            path.unlink()
+            try:
+                path.unlink()
+            except OSError:
+                # A folder, which goes only if nothing is in it.
+                path.rmdir()
 
 
 def common_length(a: TokenIds, b: TokenIds) -> int:

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all: the one way in which anything here is written to disk.
+"""Files that are there whole or not at all: the one way in which anything here is written to disk, and caches are read.
 
 What is complete takes its name in one step. Files of our own lie in private folders, and need no more than that
 (`write_atomically`). What a user names may be anything (`OutputFile`): a link, whose target is replaced; a file, which
@@ -22,6 +22,7 @@ from localinfer.errors import LocalinferError, RequestError
 _BASE_FLAGS = os.O_WRONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
 _NEW_FLAGS = _BASE_FLAGS | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
 _IN_PLACE_FLAGS = _BASE_FLAGS | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
+_READ_FLAGS = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
 _MAX_NAME_TRIES = 100
 
 _WAYS_OUT = {
@@ -69,6 +70,31 @@ def write_atomically(path: Path, write: Callable[[FileIO], None]) -> None:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
+
+
+def open_regular(path: str | os.PathLike[str]) -> FileIO:
+    """Open a file of a cache folder for reading, unbuffered; it may have become anything, and opening never waits.
+
+    Raises: OSError, also for what is no regular file.
+    """
+    file = FileIO(os.open(path, _READ_FLAGS), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, f"{path} is no regular file")
+    return file
+
+
+def read_bounded(path: str | os.PathLike[str], max_bytes: int) -> bytes:
+    """Read a whole file of a cache folder. Raises: OSError, also for one that is larger than it can be."""
+    with open_regular(path) as file:
+        num_bytes = os.fstat(file.fileno()).st_size
+        if num_bytes > max_bytes:
+            raise OSError(errno.EFBIG, f"{path} has {num_bytes:,} bytes, more than such a file can have")
+        parts = []
+        while num_bytes > 0 and (part := file.read(num_bytes)):
+            parts.append(part)
+            num_bytes -= len(part)
+        return b"".join(parts)
 
 
 class OutputFile:

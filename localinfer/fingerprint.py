@@ -18,13 +18,15 @@ from pathlib import Path
 
 import numpy as np
 
-from localinfer.files import write_all, write_atomically
+from localinfer.files import read_bounded, write_all, write_atomically
 from localinfer.quant.model_file import ModelFile
 from localinfer.worker_threads import run_all
 
 _CHUNK_BYTES = 16 << 20
 _SMALL_BYTES = 128 << 20
 """Files up to this size are read whenever their hash is wanted: it takes a tenth of a second."""
+_MAX_NOTE_BYTES = 1 << 12
+"""A remembered hash has some hundred."""
 _RACY_NS = 2_000_000_000
 """A file that changed less than this ago may change again within the same tick of its timestamp."""
 
@@ -133,7 +135,7 @@ class WeightsFiles:
         if self._memory is None:
             return None
         try:
-            answer = (self._memory / self._name).read_text("ascii")
+            answer = read_bounded(self._memory / self._name, _MAX_NOTE_BYTES).decode("ascii")
         except (OSError, ValueError):
             return None
         value, _, proof = answer.partition(" ")

@@ -29,7 +29,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.files import write_all, write_atomically
+from localinfer.files import open_regular, write_all, write_atomically
 from localinfer.kernels.cpu.checksum import fold
 
 TokenIds = NDArray[np.int32]
@@ -127,10 +127,10 @@ def read_page(path: Path, form: PageFormat, wanted: PageRecord, page: memoryview
     After a rejection `page` holds anything.
     """
     try:
-        with open(path, "rb", buffering=0) as file:
-            header = bytearray(form.header_bytes)
+        with open_regular(path) as file:
             if os.fstat(file.fileno()).st_size != form.file_bytes:
                 return Rejection.TORN
+            header = bytearray(form.header_bytes)
             if not (read_all(file, memoryview(header)) and read_all(file, page)):
                 return Rejection.TORN
     except FileNotFoundError:
@@ -148,9 +148,12 @@ def read_page(path: Path, form: PageFormat, wanted: PageRecord, page: memoryview
 def read_record(path: Path, form: PageFormat) -> PageRecord | Rejection:
     """Read only what a file says it is of, which is not proven before `read_page`."""
     try:
-        with open(path, "rb", buffering=0) as file:
+        with open_regular(path) as file:
+            # Before memory is taken for what may have been written by hand.
+            if os.fstat(file.fileno()).st_size != form.file_bytes:
+                return Rejection.TORN
             header = bytearray(form.header_bytes)
-            if os.fstat(file.fileno()).st_size != form.file_bytes or not read_all(file, memoryview(header)):
+            if not read_all(file, memoryview(header)):
                 return Rejection.TORN
     except FileNotFoundError:
         return Rejection.MISSING

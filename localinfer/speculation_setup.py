@@ -1,6 +1,7 @@
 """From the options of `load` to an engine's drafters: what was asked is proven to fit, and costs are measured once."""
 
 import hashlib
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
@@ -80,7 +81,11 @@ def _verification_seconds(program: Program, kv_layout: KVLayout, progress: Progr
     key = _fingerprint(program, kv_layout)
     if key is not None:
         found = (recall("verification", key) or {}).get("seconds")
-        if isinstance(found, list) and found and all(isinstance(value, float) and value > 0 for value in found):
+        if (
+            isinstance(found, list)
+            and found
+            and all(isinstance(value, float) and 0 < value < math.inf for value in found)
+        ):
             return found[:most]
     if progress is not None:
         progress("measuring drafts (once per machine and model)", 0, 0)

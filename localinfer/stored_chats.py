@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from localinfer.chat_history import AnsweredChat, EncodedChat
 from localinfer.disk_budget import CHAT_SUFFIX, newest_first
-from localinfer.files import write_all, write_atomically
+from localinfer.files import read_bounded, write_all, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -51,12 +51,13 @@ class StoredChats:
         """Return the chats that were written last, oldest first, as far as they prove sound."""
         chats, left = [], _MOST_BYTES_READ
         for file in newest_first(self._folder)[:_MOST_READ]:
+            if file.num_bytes > left:
+                # One that no chat can be that large must not hide the older ones.
+                continue
             left -= file.num_bytes
-            if left < 0:
-                break
             try:
-                chats.append(_from_file(Path(file.path).read_bytes(), vocab_size))
-            except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                chats.append(_from_file(read_bounded(file.path, _MOST_BYTES_READ), vocab_size))
+            except (OSError, ValueError, KeyError, TypeError, ArithmeticError, AttributeError, RecursionError) as error:
                 logger.info("%s is not used: %s", file.path, error)
                 with contextlib.suppress(OSError):
                     os.unlink(file.path)
@@ -83,7 +84,7 @@ def _to_json(chat: AnsweredChat) -> bytes:
 
 
 def _from_file(content: bytes, vocab_size: int) -> AnsweredChat:
-    """Read a chat. Raises: ValueError, KeyError, TypeError or RecursionError if it is not one."""
+    """Read a chat. Raises: ValueError, KeyError, TypeError and their like if it is not one."""
     proof, _, text = content.partition(b"\n")
     if proof != hashlib.sha256(text).hexdigest().encode():
         raise ValueError("it does not match its checksum")
@@ -97,7 +98,12 @@ def _from_file(content: bytes, vocab_size: int) -> AnsweredChat:
         raise ValueError("its reply does not match its token ids")
     closed = tuple((int(start), int(end)) for start, end in fields["closed"])
     messages = tuple(map(str, fields["messages"]))
-    prompt = EncodedChat(prompt_text, closed, token_ids, int(fields["system_tokens"]), None, messages)
+    system_tokens = int(fields["system_tokens"])
+    if not 0 <= system_tokens <= token_ids.size or any(
+        not 0 <= start <= end <= len(prompt_text) for start, end in closed
+    ):
+        raise ValueError("its places are outside its text")
+    prompt = EncodedChat(prompt_text, closed, token_ids, system_tokens, None, messages)
     return AnsweredChat(prompt, reply, reply_ids, ends.tolist())
 
 

@@ -7,10 +7,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from localinfer.files import write_all, write_atomically
+from localinfer.files import read_bounded, write_all, write_atomically
 from localinfer.kernels.object_cache import CACHE_FOLDER
 
 _REMEMBERED_SECONDS = 30 * 24 * 3600
+_MAX_BYTES = 1 << 16
 
 
 def recall(kind: str, key: str) -> dict[str, Any] | None:
@@ -19,9 +20,9 @@ def recall(kind: str, key: str) -> dict[str, Any] | None:
     if path is None:
         return None
     try:
-        record = json.loads(path.read_text("utf-8"))
+        record = json.loads(read_bounded(path, _MAX_BYTES))
         return record if 0 <= time.time() - float(record["measured_at"]) < _REMEMBERED_SECONDS else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, ArithmeticError, RecursionError):
         return None
 
 

@@ -89,5 +89,5 @@ def _memory_key(num_threads: int, weight_bytes: int) -> str:
 def _recall(key: str) -> int | None:
     try:
         return int((recall("threads", key) or {})["decode_threads"])
-    except (KeyError, ValueError, TypeError):
+    except (KeyError, ValueError, TypeError, ArithmeticError):
         return None

@@ -179,15 +179,19 @@ def test_damaged_page_ends_what_is_restored_and_is_written_anew(tmp_path: Path, 
     assert restored(disk, history)[0] == 15
 
 
-def test_folder_in_place_of_a_page_is_not_read_and_a_save_says_so(tmp_path: Path):
+def test_folder_in_place_of_a_page_is_replaced_only_if_it_is_empty(tmp_path: Path):
     disk = tier(tmp_path)
     disk.save(numbered(4), source(numbered(4)))
     path = files(tmp_path)[0]
     path.unlink()
-    path.mkdir()
+    (path / "theirs").mkdir(parents=True)
     assert restored(disk, numbered(4))[0] == 0
     assert "cannot be written" in (disk.save(numbered(4), source(numbered(4))).failure or "")
-    assert disk.counters.failed_saves == 1
+    assert (path / "theirs").is_dir()
+    (path / "theirs").rmdir()
+    assert restored(disk, numbered(4))[0] == 0
+    assert disk.save(numbered(4), source(numbered(4))).failure is None
+    assert restored(disk, numbered(4))[0] == 4
 
 
 def test_page_that_vanishes_after_it_was_found_ends_what_is_restored(tmp_path: Path):
@@ -228,8 +232,8 @@ def test_short_reads_and_writes_are_continued(tmp_path: Path, monkeypatch: pytes
         def readinto(self, data: memoryview) -> int:  # type: ignore[override]
             return super().readinto(data[:11])
 
-    monkeypatch.setattr(page_file, "FileIO", Slow)
-    monkeypatch.setattr(page_file, "open", lambda path, *_, **__: Slow(path), raising=False)
+    monkeypatch.setattr(files_module, "FileIO", Slow)
+    monkeypatch.setattr(page_file, "open_regular", Slow)
     tier(tmp_path).save(numbered(7), source(numbered(7)))
     num_tokens, pages = restored(tier(tmp_path), numbered(7))
     assert num_tokens == 7 and pages == computed(numbered(7))
@@ -244,7 +248,7 @@ def test_file_that_ends_while_it_is_read_is_torn(tmp_path: Path):
             return 0 if self.tell() else super().readinto(data[:9])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(page_file, "open", lambda path, *_, **__: Ending(path), raising=False)
+        patch.setattr(page_file, "open_regular", Ending)
         assert read_page(tmp_path / "page", FORM, record, fresh(1)[0]) is Rejection.TORN
 
 

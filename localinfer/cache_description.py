@@ -1,0 +1,48 @@
+"""What a folder of the cache is of: one file in it that says so, for people and for explanations.
+
+It is believed in nothing: pages are found and proven without it.
+"""
+
+import json
+from pathlib import Path
+from typing import TypedDict
+
+from localinfer.files import read_bounded, write_all, write_atomically
+
+_MAX_BYTES = 1 << 16
+_MAX_PAGE_SIZE = 1 << 40
+
+
+class Description(TypedDict):
+    """A model's name, the parts of its fingerprint by name, and the tokens and bytes of a page."""
+
+    model: str
+    parts: dict[str, str]
+    page_tokens: int
+    page_bytes: int
+
+
+def write_description(path: Path, description: Description) -> None:
+    """Write it in one stroke. Raises: OSError."""
+    text = json.dumps(description, indent=1).encode()
+    write_atomically(path, lambda file: write_all(file, text))
+
+
+def read_description(path: Path) -> Description:
+    """Read what a folder is of, which anybody may have written. Raises: OSError, ValueError."""
+    try:
+        fields = json.loads(read_bounded(path, _MAX_BYTES))
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+    if not isinstance(fields, dict):
+        raise ValueError("it is no object")
+    model, parts = fields.get("model"), fields.get("parts")
+    if not isinstance(model, str) or not isinstance(parts, dict):
+        raise ValueError("it names no model, or no parts")
+    if not all(isinstance(value, str) for value in parts.values()):
+        raise ValueError("a part is no text")
+    page_tokens, page_bytes = fields.get("page_tokens"), fields.get("page_bytes")
+    for size in (page_tokens, page_bytes):
+        if type(size) is not int or not 0 < size <= _MAX_PAGE_SIZE:
+            raise ValueError("a page has an impossible size")
+    return Description(model=model, parts=parts, page_tokens=page_tokens, page_bytes=page_bytes)
