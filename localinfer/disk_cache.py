@@ -104,6 +104,7 @@ class DiskCache:
         self._others: list[_Other] = []
         self._chats_told: str | None = None
         self._is_described = False
+        self._is_outdated = False
         self._process = os.getpid()
         self._wake = threading.Condition()
         self._pending: list[TokenIds] = []
@@ -208,6 +209,8 @@ class DiskCache:
                 pending, self._pending = self._pending, []
             if pending:
                 self._opener.join()
+            if self._has_model_changed():
+                return
             for token_ids in pending:
                 try:
                     tier = self._tier or self._open(
@@ -218,6 +221,16 @@ class DiskCache:
                 except (OSError, LocalinferError) as error:
                     logger.warning("a conversation was not kept on disk: %s", error)
             self._save_chats()
+
+    def _has_model_changed(self) -> bool:
+        """Whether nothing may be kept any more, since only who loads the old file would find it; told once."""
+        if self._identity.has_changed and not self._is_outdated:
+            self._is_outdated = True
+            logger.warning(
+                "%s has changed since it was loaded, so conversations are not kept on disk any more; load it again",
+                self._identity.name,
+            )
+        return self._is_outdated
 
     def _save_chats(self) -> None:
         """Write the replies' ids too, which cannot be had again from their texts."""

@@ -86,6 +86,11 @@ class ModelIdentity:
         """The files that make up the model."""
         return self._file.paths
 
+    @property
+    def has_changed(self) -> bool:
+        """Whether a file of the model was changed since it was loaded, so that nothing more is kept under its name."""
+        return self._file.has_changed
+
     def known(self) -> Fingerprint | None:
         """The fingerprint, if no large file must be read for it. Raises: LocalinferError once the model is closed."""
         with self._lock:
@@ -110,8 +115,11 @@ class ModelIdentity:
             return self._fingerprint
 
     def _describe(self, weights_hash: str | None) -> None:
-        if weights_hash is not None:
-            parts = describe_parts(self._file, self._kv_layout, self._config)
+        if weights_hash is None:
+            return
+        parts = describe_parts(self._file, self._kv_layout, self._config)
+        # What was hashed and described must be what was loaded: the stamps are of a moment later.
+        if not self._file.has_changed:
             self._fingerprint = Fingerprint({"weights": weights_hash[:32], **parts})
 
 

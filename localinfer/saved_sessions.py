@@ -15,6 +15,8 @@ from localinfer.prefix_tree import TokenIds
 from localinfer.session_file import SessionContent, SessionReader, write_session
 from localinfer.worker_threads import num_io_threads
 
+_CHANGED = "the model's file has changed since it was loaded; load the model again"
+
 
 def save_session(
     engine: Engine, identity: ModelIdentity, path: str | os.PathLike[str], token_ids: TokenIds | None
@@ -26,6 +28,8 @@ def save_session(
     target = Path(path).expanduser()
     check_output(target, inputs=identity.paths, error=SessionFileError)
     fingerprint = _fingerprint(identity)
+    if identity.has_changed:
+        raise SessionFileError(_CHANGED)
     with engine.exclusive_cache() as cache:
         wanted = cache.last_retired if token_ids is None else token_ids
         if wanted is None:
@@ -102,5 +106,5 @@ def _fingerprint(identity: ModelIdentity) -> Fingerprint:
     except OSError as error:
         raise SessionFileError(f"the model's file cannot be read any more: {error}; load the model again") from error
     if fingerprint is None:
-        raise SessionFileError("the model's file has changed since it was loaded; load the model again")
+        raise SessionFileError(_CHANGED)
     return fingerprint

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from localinfer.errors import BackendUnavailableError, OutOfMemoryError, RequestError, TokenizerError
+from localinfer.errors import BackendUnavailableError, CorruptFileError, OutOfMemoryError, RequestError, TokenizerError
 from localinfer.kernels.compile_ahead import ProgressCallback, compile_ahead
 from localinfer.kernels.cpu import checksum, sampling, token_history
 from localinfer.kernels.cpu import pool as pool_module
@@ -133,6 +133,7 @@ def load_model(
             options = _Options(kv_type, progress, chooses_threads=threads is None, is_asked_for=device == "cuda")
             model = _load_on_gpu(parts, *placed, options)
             if model is not None:
+                _check_unchanged(file)
                 return model
         packed = CpuWeights(file, shared_pool, progress)
         weights = RememberedWeights(packed)
@@ -146,6 +147,7 @@ def load_model(
                 progress("measuring how many threads decode fastest", 0, 0)
             choose_decode_threads(program, kv_layout, file.num_bytes)
         _note(file, packed)
+        _check_unchanged(file)
         return Model(config, tokenizer, template, program, kv_layout, file, shared_pool, weights=weights)
     except BaseException:
         if gpu is not None:
@@ -236,6 +238,14 @@ def _write_split(parts: _Parts, gpu: CudaDevice, placement: Placement, options: 
     on_cpu.notes.update(on_gpu.notes)
     _note(parts.file, on_cpu)
     return SplitProgram(first, rest, layout), layout
+
+
+def _check_unchanged(file: ModelFile) -> None:
+    """Refuse what may have been read from two versions of a file. Raises: CorruptFileError."""
+    if file.has_changed:
+        raise CorruptFileError(
+            f"{file.path} was changed while it was being loaded; load it again when what writes it is done"
+        )
 
 
 def _note(file: ModelFile, weights: CpuWeights) -> None:

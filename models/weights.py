@@ -19,6 +19,7 @@ from localinfer.kernels.cpu.layouts import Layout
 from localinfer.kernels.cpu.packing import RowTable, pack
 from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.kernels.ops import EmbeddingTable, FloatArray, LinearWeight
+from localinfer.models.rows_on_demand import RowsOnDemand
 from localinfer.quant.conversion import conversion_note, convert, layout_of, runs_directly
 from localinfer.quant.formats import TensorType, row_bytes
 from localinfer.quant.grouped import GroupedMatrix
@@ -101,12 +102,20 @@ class CpuWeights:
         return LinearWeight(name, num_rows, num_columns, replace(packed, columns=columns), len(matrices))
 
     def embedding(self, name: str) -> EmbeddingTable:
-        """A table read where it lies in the file, or converted if no kernel reads its type."""
+        """A table whose rows are read when a text needs them, or all converted if no kernel reads their type."""
         info = self._file.tensor(name)
         num_rows, width = info.shape
-        done = self._done(name, info.type, is_whole=True)
-        layout, data = self._runnable(name, self._file.tensor_bytes(name), info.shape, done)
-        table = RowTable(layout, num_rows, width, data)
+        stretch = self._file.stretch(name) if runs_directly(info.type) else None
+        if stretch is not None:
+            rows = RowsOnDemand(stretch, num_rows)
+            return EmbeddingTable(
+                name, num_rows, width, RowTable(layout_of(info.type), num_rows, width, rows.data, rows.fill)
+            )
+        data = self._file.tensor_bytes(name)
+        layout, converted = self._runnable(name, data, info.shape, self._done(name, info.type, is_whole=True))
+        # The file's own bytes may change, or be gone, when they are next read.
+        own = converted.copy() if converted is data else converted
+        table = RowTable(layout, num_rows, width, own)
         if not runs_directly(info.type):
             # An output matrix tied to the table is packed from it: converting once more takes longer than all the rest.
             self._converted_tables[name] = table
@@ -127,7 +136,7 @@ class CpuWeights:
         """A small tensor as float32, in its own shape."""
         info = self._file.tensor(name)
         with _named(name):
-            return dequantize(self._file.tensor_bytes(name), info.type, info.shape)
+            return np.array(dequantize(self._file.tensor_bytes(name), info.type, info.shape))
 
     def _runnable(
         self,

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import CorruptFileError, ModelFileError, UnsupportedFormatError
-from localinfer.quant.mapped_file import MappedFile
+from localinfer.quant.mapped_file import FileStretch, MappedFile
 from localinfer.quant.safetensors import StoredTensor, read_header
 
 MAX_CONFIG_BYTES = 16 << 20
@@ -79,6 +79,16 @@ class CheckpointFolder:
         """Return uint8[bytes of the tensor], a read-only view into the map."""
         tensor = self.tensor(name)
         return self._files[tensor.part].view(tensor.start, tensor.end)
+
+    def stretch(self, name: str) -> FileStretch:
+        """Return where a tensor's bytes lie."""
+        tensor = self.tensor(name)
+        return FileStretch(self._files[tensor.part], tensor.start, tensor.end)
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether one of the tensors' files was written since it was opened, or another one has its name."""
+        return any(file.has_changed for file in self._files)
 
     def array(self, name: str) -> NDArray[Any]:
         """Return a tensor in its own shape and NumPy type (bfloat16 as uint16), a view into the map where aligned.

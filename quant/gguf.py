@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from localinfer.errors import CorruptFileError, ModelFileError, TokenizerError
 from localinfer.quant.gguf_header import GGUFHeader, TensorInfo, read_header
 from localinfer.quant.gguf_metadata import Metadata, MetadataValue
-from localinfer.quant.mapped_file import MappedFile
+from localinfer.quant.mapped_file import FileStretch, MappedFile
 
 __all__ = ["GGUFFile", "Metadata", "MetadataValue", "TensorInfo", "read_gguf"]
 
@@ -65,10 +65,20 @@ class GGUFFile:
         """Return uint8[num_bytes], a read-only view into the map: nothing is copied.
 
         The view keeps its map alive after `close`. Raises: CorruptFileError if the tensor is
-        missing or its file shrank since it was opened, ClosedError after `close`.
+        missing or its file was changed since it was opened, ClosedError after `close`.
         """
         info = self.tensor(name)
         return self._files[info.part].view(info.offset, info.offset + info.num_bytes)
+
+    def stretch(self, name: str) -> FileStretch:
+        """Return where a tensor's bytes lie. Raises: CorruptFileError if the model lacks it."""
+        info = self.tensor(name)
+        return FileStretch(self._files[info.part], info.offset, info.offset + info.num_bytes)
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether one of the files was written since it was opened, or another one has its name."""
+        return any(file.has_changed for file in self._files)
 
     def grouped(self, name: str) -> None:
         """Return None: GGUF keeps every weight in blocks, unlike the checkpoints that `ModelFile` also stands for."""

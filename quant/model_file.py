@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from localinfer.errors import TokenizerError
 from localinfer.quant.formats import TensorType
 from localinfer.quant.grouped import GroupedMatrix
+from localinfer.quant.mapped_file import FileStretch
 
 
 class TensorRecord(Protocol):
@@ -65,6 +66,15 @@ class ModelFile(Protocol):
     def grouped(self, name: str) -> tuple[GroupedMatrix, ...] | None:
         """Return the codes, scales and zero points of a checkpoint's quantized weight, one matrix per expert, else
         None."""
+        ...
+
+    def stretch(self, name: str) -> FileStretch | None:
+        """Return where a tensor's blocks lie in a file; None where `tensor_bytes` makes them of something else."""
+        ...
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether a file of the model was written since it was opened, or another one has its name."""
         ...
 
     def forget(self, name: str, first: int, end: int) -> None:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from localinfer.errors import ShapeError, TokenizerError
 from localinfer.quant.formats import TensorType
 from localinfer.quant.grouped import GroupedMatrix
+from localinfer.quant.mapped_file import FileStretch
 from localinfer.quant.model_file import ModelFile, TensorRecord
 from localinfer.quant.reference import dequantize
 
@@ -94,6 +95,15 @@ class ScaledModel:
     def grouped(self, name: str) -> tuple[GroupedMatrix, ...] | None:
         """Return a checkpoint's codes; None for what has none, and for what is scaled."""
         return None if name in self._factors else self._model.grouped(name)
+
+    def stretch(self, name: str) -> FileStretch | None:
+        """Return where a tensor's bytes lie; None for what is scaled."""
+        return None if name in self._factors else self._model.stretch(name)
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether a file of the model was written since it was opened, or another one has its name."""
+        return self._model.has_changed
 
     def forget(self, name: str, first: int, end: int) -> None:
         """Let the system drop the memory behind some bytes; a scaled tensor's source is dropped whole."""

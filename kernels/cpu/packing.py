@@ -55,12 +55,16 @@ _FIELD_TABLES = {layout: np.array(fields, np.int64) for layout, fields in _FIELD
 
 @dataclass(frozen=True)
 class RowTable:
-    """Rows as a GGUF tensor stores them: `data` is uint8, row after row."""
+    """Rows as a GGUF tensor stores them: `data` is uint8, row after row.
+
+    fill: to be called with the ids, int32, of rows that are to be read, before they are; None where all are there.
+    """
 
     layout: Layout
     num_rows: int
     num_columns: int
     data: NDArray[np.uint8]
+    fill: Callable[[NDArray[np.int32]], None] | None = None
 
 
 @dataclass(frozen=True)

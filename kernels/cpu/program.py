@@ -40,6 +40,7 @@ class TapeRecord:
     """What a tape has recorded: a kernel and a parameter block int64[...] per op, and everything those point to.
 
     partial_bytes: what one row's attention to one chunk may have to keep until all chunks are merged.
+    fills: told the ids of every batch before it runs, so that their rows are in the tables of tokens.
     num_tokens and num_positions are the sizes of the tables that ids and positions index; None if there is no table.
     page_mass: float32[segments, KV heads, pages] that the ops add up attention in; None if they do not.
     """
@@ -54,6 +55,7 @@ class TapeRecord:
     memory: Any
     logits: FloatArray
     partial_bytes: int
+    fills: Sequence[Callable[[NDArray[np.int32]], None]]
     num_tokens: int | None
     num_positions: int | None
     page_mass: FloatArray | None = None
@@ -75,6 +77,7 @@ class CpuProgram:
         self._ops = np.array([[kernel.address, address(words)] for kernel, words in addresses], np.int64)
         self._ops_address, self._num_ops = address(self._ops), len(self._ops)
         self._stretches = stretches(record.operations)
+        self._fills = tuple(record.fills)
         self._num_tokens = 1 << 62 if record.num_tokens is None else record.num_tokens
         self._num_positions = 1 << 62 if record.num_positions is None else record.num_positions
         rows = self.max_batch_rows
@@ -196,6 +199,8 @@ class CpuProgram:
             found = lowest if lowest < 0 else highest
             raise RequestError(f"token id {found} is not in the vocabulary of {self._num_tokens} entries")
         self._token_ids[:rows] = token_ids
+        for fill in self._fills:
+            fill(token_ids)
 
     def _set_segment(self, index: int, segment: Segment, row: int, rows: int) -> int:
         """Write one segment's rows, the first of them `row`; returns the row after its last."""

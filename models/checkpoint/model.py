@@ -26,6 +26,7 @@ from localinfer.quant.checkpoint_folder import CheckpointFolder, open_folder
 from localinfer.quant.checkpoint_quantization import open_quantization, quantization_settings
 from localinfer.quant.formats import TensorType, row_bytes
 from localinfer.quant.grouped import GroupedMatrix, common_type
+from localinfer.quant.mapped_file import FileStretch
 from localinfer.quant.reference import dequantize
 
 logger = logging.getLogger(__name__)
@@ -116,6 +117,18 @@ class CheckpointModel:
             order = adjacent_pairs(matrices[0].shape[0], planned.permuted_heads)
             matrices = [matrix.rows(order) for matrix in matrices]
         return tuple(matrices)
+
+    def stretch(self, name: str) -> FileStretch | None:
+        """Return where a tensor's bytes lie, if they lie in one place and as GGUF has them."""
+        planned = self._plan.get(name)
+        if planned is None or len(planned.sources) != 1 or planned.plus_one or planned.permuted_heads:
+            return None
+        return None if self._is_quantized(planned) else self._folder.stretch(f"{planned.sources[0]}.{planned.leaf}")
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether a file of tensors was written since it was opened, or another one has its name."""
+        return self._folder.has_changed
 
     def forget(self, name: str, first: int, end: int) -> None:
         """Let the system drop the memory behind a tensor, once all of it has been packed."""

@@ -33,6 +33,7 @@ class FakeIdentity:
     is_known: bool = True
     name: str = "fake.gguf"
     paths: tuple[Path, ...] = ()
+    has_changed: bool = False
 
     def known(self) -> Fingerprint | None:
         return Fingerprint(self.parts) if self.is_known else None

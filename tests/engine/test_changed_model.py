@@ -1,0 +1,178 @@
+"""A model's file that is cut off or written while the model is loaded: right words or a typed error, and nothing kept
+of it that is not its own."""
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from localinfer.models import demo
+from tests.kernels.subprocesses import run
+
+MODEL = Path(demo.__file__).parent / "demo-q4_k_m.gguf"
+OTHER = Path(demo.__file__).parent / "demo-f16.gguf"
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows does not let a mapped file change")
+
+CHANGES = {
+    "cut to nothing": "os.truncate(path, 0)",
+    "cut in the middle": "os.truncate(path, os.path.getsize(path) // 2)",
+    "zeros": "size = os.path.getsize(path); os.truncate(path, 0); os.truncate(path, size)",
+    "another model": "data = open(other, 'rb').read(); open(path, 'r+b').write(data)",
+    "begun anew": "open(path, 'wb').write(open(other, 'rb').read(5000))",
+    "one byte": "file = open(path, 'r+b'); file.seek(-100, 2); file.write(b'?'); file.close()",
+    "replaced": "shutil.copy(other, path + '.new'); os.replace(path + '.new', path)",
+}
+
+SETUP = """
+import logging, os, shutil, sys
+import localinfer
+from localinfer.errors import CorruptFileError, SessionFileError
+from localinfer.models import rows_on_demand
+model, other, place = {model!r}, {other!r}, {place!r}
+path, folder = place + "/model.gguf", place + "/cache"
+CHANGES = {changes!r}
+FIRST, SECOND = "Once upon a time", "Zebras, quickly! And 7 violins?"
+said = []
+
+class Keeping(logging.Handler):
+    def emit(self, record):
+        said.append(record.getMessage())
+
+logging.getLogger().addHandler(Keeping(logging.WARNING))
+
+def change(name):
+    exec(CHANGES[name], dict(os=os, shutil=shutil, path=path, other=other))
+
+def load(whole):
+    if os.path.exists(folder):
+        shutil.rmtree(folder)
+    shutil.copyfile(model, path)
+    os.utime(path, ns=(10**18, 10**18))
+    # Not whole: as of a table too large to be read at once.
+    sizes = dict(whole_bytes=4 << 20, block_bytes=1) if whole else dict(whole_bytes=0, block_bytes=1)
+    rows_on_demand.RowsOnDemand.__init__.__kwdefaults__.update(sizes)
+    said.clear()
+    return localinfer.load(path, threads=1, disk_cache=True, disk_cache_folder=folder)
+
+def words(llm, prompt):
+    return list(llm.complete(prompt, temperature=0, max_tokens=12, ignore_eos=True).token_ids)
+
+def files():
+    return sorted(name for _, _, names in os.walk(folder) for name in names if name.endswith((".page", ".chat")))
+
+with load(True) as llm:
+    right = words(llm, FIRST), words(llm, SECOND)
+    assert right[0] and right[1]
+"""
+
+
+def child(tmp_path: Path, code: str) -> str:
+    """Run code over copies of the model, in a process that must end by itself; what it printed."""
+    values = {"model": str(MODEL), "other": str(OTHER), "place": str(tmp_path), "changes": CHANGES}
+    return run(SETUP.format(**values) + code)[0]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_change_between_prompts_is_an_error_or_right_words_and_keeps_nothing(tmp_path: Path, whole: bool) -> None:
+    code = f"""
+for name in CHANGES:
+    llm = load({whole})
+    assert words(llm, FIRST) == right[0]
+    llm._disk.flush()
+    before = files()
+    assert before
+    change(name)
+    assert words(llm, FIRST) == right[0]
+    refused = 0
+    for _ in range(2):
+        try:
+            assert words(llm, SECOND) == right[1], name
+        except CorruptFileError as error:
+            assert "load the model again" in str(error), error
+            refused += 1
+    # What lies under another name is what it was.
+    assert refused == (0 if {whole} or name == "replaced" else 2), (name, refused)
+    try:
+        llm.save_session(folder + "/session")
+        raise AssertionError("a session was saved")
+    except SessionFileError as error:
+        assert "has changed since it was loaded" in str(error), error
+    llm.close()
+    assert files() == before, f"something was kept after the change: {{name}}"
+    assert len([line for line in said if "has changed since it was loaded" in line]) == 1, said
+    print(name)
+"""
+    assert child(tmp_path, code).splitlines() == list(CHANGES)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_change_while_a_stream_runs_is_an_error_or_right_words(tmp_path: Path, whole: bool) -> None:
+    code = f"""
+for name in CHANGES:
+    token_ids, ended = [], "to its end"
+    with load({whole}) as llm:
+        try:
+            for event in llm.stream(SECOND, temperature=0, max_tokens=12, ignore_eos=True):
+                token_ids.append(event.token_id)
+                if len(token_ids) == 2:
+                    change(name)
+        except CorruptFileError:
+            ended = "with an error"
+    assert token_ids == right[1][:len(token_ids)] and len(token_ids) >= 2, name
+    assert (ended == "to its end") == (len(token_ids) == 12)
+    assert not ({whole} and ended == "with an error"), name
+    print(name)
+"""
+    assert child(tmp_path, code).splitlines() == list(CHANGES)
+
+
+def test_change_before_the_first_prompt_keeps_nothing_under_any_name(tmp_path: Path) -> None:
+    code = """
+for name in CHANGES:
+    with load(False) as llm:
+        # Whether its hash was computed before the change or not.
+        change(name)
+        try:
+            assert words(llm, FIRST) == right[0]
+        except CorruptFileError:
+            pass
+    assert not files(), name
+    print(name)
+"""
+    assert child(tmp_path, code).splitlines() == list(CHANGES)
+
+
+def test_change_while_the_model_is_loaded_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    shutil.copyfile(MODEL, path)
+    code = f"""
+import os
+import localinfer
+from localinfer.errors import CorruptFileError
+path = {str(path)!r}
+done = []
+def progress(stage, count, total):
+    if stage.startswith("loading weights") and not done:
+        done.append(os.utime(path, ns=(10**18, 10**18)))
+try:
+    localinfer.load(path, threads=1, progress=progress)
+except CorruptFileError as error:
+    print(error)
+"""
+    (line,) = run(code)[0].splitlines()
+    assert "written while it was open" in line or "was changed while it was being loaded" in line
+
+
+def test_model_that_nobody_changed_keeps_and_finds_what_it_said(tmp_path: Path) -> None:
+    code = """
+with load(False) as llm:
+    assert words(llm, FIRST) == right[0]
+    os.rename(path, path + ".moved")
+assert files() and not said
+os.rename(path + ".moved", path)
+with localinfer.load(path, threads=1, disk_cache=True, disk_cache_folder=folder) as llm:
+    print(llm.complete(FIRST, temperature=0, max_tokens=12, ignore_eos=True).stats.cached_tokens > 0)
+"""
+    assert child(tmp_path, code) == "True"
