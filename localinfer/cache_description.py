@@ -3,11 +3,16 @@
 It is believed in nothing: pages are found and proven without it.
 """
 
+import contextlib
 import json
+import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TypedDict
 
 from localinfer.files import read_bounded, write_all, write_atomically
+
+logger = logging.getLogger(__name__)
 
 _MAX_BYTES = 1 << 16
 _MAX_PAGE_SIZE = 1 << 40
@@ -22,10 +27,18 @@ class Description(TypedDict):
     page_bytes: int
 
 
-def write_description(path: Path, description: Description) -> None:
-    """Write it in one stroke. Raises: OSError."""
+def describe_folder(path: Path, description: Description) -> None:
+    """Write what a folder is of, unless it says so already. A disk that refuses costs an explanation only."""
+    try:
+        if read_description(path)["parts"] == description["parts"]:
+            return
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        logger.info("%s is written anew: %s", path, error)
     text = json.dumps(description, indent=1).encode()
-    write_atomically(path, lambda file: write_all(file, text))
+    with contextlib.suppress(OSError):
+        write_atomically(path, lambda file: write_all(file, text))
 
 
 def read_description(path: Path) -> Description:
@@ -46,3 +59,9 @@ def read_description(path: Path) -> Description:
         if type(size) is not int or not 0 < size <= _MAX_PAGE_SIZE:
             raise ValueError("a page has an impossible size")
     return Description(model=model, parts=parts, page_tokens=page_tokens, page_bytes=page_bytes)
+
+
+def describe_differences(stored: Mapping[str, str], ours: Mapping[str, str]) -> str:
+    """Which parts of two fingerprints differ, in words."""
+    names = [name for name in {**ours, **stored} if stored.get(name) != ours.get(name)]
+    return f"it was stored with different {', '.join(names)}"

@@ -5,7 +5,6 @@ pages at a time between two steps of the engine, so that it holds no page and no
 """
 
 import atexit
-import contextlib
 import functools
 import logging
 import os
@@ -19,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from localinfer.cache_description import Description, read_description, write_description
+from localinfer.cache_description import Description, describe_differences, describe_folder, read_description
 from localinfer.chat_history import AnsweredChat, ChatHistory
 from localinfer.disk_budget import CHATS_FOLDER, DESCRIPTION, WEIGHTS_FOLDER
 from localinfer.disk_restore import part_view, restore_pages
@@ -326,15 +325,7 @@ class DiskCache:
             page_tokens=form.page_tokens,
             page_bytes=form.page_bytes,
         )
-        try:
-            if read_description(path)["parts"] == wanted["parts"]:
-                return
-        except FileNotFoundError:
-            pass
-        except (OSError, ValueError) as error:
-            logger.info("%s is written anew: %s", path, error)
-        with contextlib.suppress(OSError):
-            write_description(path, wanted)
+        describe_folder(path, wanted)
 
     def _tier_of(
         self, fingerprint: Fingerprint, page_tokens: int, page_bytes: int, *, is_windowed: bool = False
@@ -396,12 +387,6 @@ class _Copies:
         buffers += [np.empty(self._page_bytes, np.uint8).data for _ in range(len(indices) - len(buffers))]
         used = buffers[: len(indices)]
         return used if self._cache.copy_pages(self._token_ids, indices, used, self._is_windowed) else None
-
-
-def describe_differences(stored: Mapping[str, str], ours: Mapping[str, str]) -> str:
-    """Which parts of two fingerprints differ, in words."""
-    names = [name for name in {**ours, **stored} if stored.get(name) != ours.get(name)]
-    return f"it was stored with different {', '.join(names)}"
 
 
 def _close_at_exit(reference: "weakref.ref[DiskCache]") -> None:

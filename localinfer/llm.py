@@ -320,8 +320,8 @@ class LLM:
         """Write the keys and values of one conversation to a file, to go on with later; return its tokens.
 
         token_ids: the conversation; None takes the one that was answered last. What is not in memory of it is left
-        out. The file holds the text, as token ids: only its owner can read it.
-        Raises: SessionFileError if nothing of it is in memory or the file cannot be written.
+        out. The file holds the text, as token ids: only its owner can read a new one; an old one keeps its mode.
+        Raises: SessionFileError if nothing of it is in memory, the file cannot be written, or the model's has changed.
         """
         from localinfer.saved_sessions import save_session
 

@@ -27,7 +27,7 @@ from localinfer.models.calibration_formulas import activate, activate_gated, att
 from localinfer.quant.encoding import as_float32, source_rows
 from localinfer.quant.formats import row_bytes
 from localinfer.quant.linear_product import LinearProduct, MatrixPart, ProductVisitor
-from localinfer.quant.model_file import ModelFile
+from localinfer.quant.model_file import ModelFile, read_stretch
 from localinfer.quant.reference import dequantize
 from localinfer.quant.workers import Workers
 
@@ -53,7 +53,7 @@ class StoredMatrices:
         stride = row_bytes(record.type, record.shape[-1])
         first = expert * num_rows + self.rows.start
         start, end = first * stride, (first + self.rows.stop - self.rows.start) * stride
-        data = self.file.tensor_bytes(self.name).reshape(-1)[start:end]
+        data = read_stretch(self.file, self.name, start, end)
         values = np.array(as_float32(source_rows(data, record.type, record.shape[-1])), np.float32, order="C")
         self.file.forget(self.name, start, end)
         return values

@@ -84,3 +84,17 @@ class ModelFile(Protocol):
     def close(self) -> None:
         """Refuse further access. Safe to call twice."""
         ...
+
+
+def read_stretch(file: ModelFile, name: str, first: int, end: int) -> NDArray[np.uint8]:
+    """Return uint8[end - first] of a tensor's blocks, copied where they lie in a file, so that no change of it can end
+    the process or go unnoticed: for whoever works on a file for minutes.
+
+    Raises: CorruptFileError if the file was changed since it was opened.
+    """
+    stretch = file.stretch(name)
+    if stretch is None:
+        return file.tensor_bytes(name).reshape(-1)[first:end]
+    data = np.empty(end - first, np.uint8)
+    stretch.read_into([(first, data.data)])
+    return data

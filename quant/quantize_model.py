@@ -17,7 +17,7 @@ from localinfer.quant.formats import TensorType, row_bytes
 from localinfer.quant.gguf_header import ValueType
 from localinfer.quant.gguf_writer import EncodedValue, GGUFWriter, TensorSpec, copy_values, encode_value
 from localinfer.quant.imatrix import Importance
-from localinfer.quant.model_file import ModelFile, TensorRecord
+from localinfer.quant.model_file import ModelFile, TensorRecord, read_stretch
 from localinfer.quant.presets import ModelFacts, Preset, TypeChoice, choose_types, is_quantized
 from localinfer.quant.reference import dequantize
 from localinfer.quant.rounding_visitor import PreparedTensor
@@ -152,7 +152,6 @@ class _TensorWriting:
         self._error, self._scale = 0.0, 0.0
 
     def run(self, advance: Callable[[int], None]) -> TensorReport:
-        data = self._source.tensor_bytes(self._record.name).reshape(-1)
         is_copied = self._choice.type is self._record.type
         stride = row_bytes(self._record.type, self._columns)
         step = max(1, WEIGHTS_PER_CHUNK // self._columns)
@@ -160,7 +159,7 @@ class _TensorWriting:
             for row in range(0, self._rows_each, step):
                 count = min(step, self._rows_each - row)
                 first = (matrix * self._rows_each + row) * stride
-                chunk = data[first : first + count * stride]
+                chunk = read_stretch(self._source, self._record.name, first, first + count * stride)
                 self._writer.write(np.ascontiguousarray(chunk) if is_copied else self._encode(chunk, matrix, row))
                 self._source.forget(self._record.name, first, first + chunk.size)
                 advance(count * self._columns)

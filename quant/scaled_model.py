@@ -12,7 +12,7 @@ from localinfer.errors import ShapeError, TokenizerError
 from localinfer.quant.formats import TensorType
 from localinfer.quant.grouped import GroupedMatrix
 from localinfer.quant.mapped_file import FileStretch
-from localinfer.quant.model_file import ModelFile, TensorRecord
+from localinfer.quant.model_file import ModelFile, TensorRecord, read_stretch
 from localinfer.quant.reference import dequantize
 
 Factors = NDArray[np.float64]
@@ -88,7 +88,7 @@ class ScaledModel:
             return self._model.tensor_bytes(name)
         if self._last is None or self._last[0] != name:
             record = self._model.tensor(name)
-            values = dequantize(self._model.tensor_bytes(name), record.type, record.shape)
+            values = dequantize(read_stretch(self._model, name, 0, record.num_bytes), record.type, record.shape)
             self._last = (name, self._factors[name].apply(values).reshape(-1).view(np.uint8))
         return self._last[1]
 

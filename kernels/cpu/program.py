@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +11,7 @@ from localinfer.errors import ContextLengthError, RequestError
 from localinfer.kernels.cpu import protocol
 from localinfer.kernels.cpu.arrays import address, aligned_zeros
 from localinfer.kernels.cpu.pool import ThreadPool
+from localinfer.kernels.cpu.tape_memory import TapeMemory
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.object_cache import Kernel
 from localinfer.kernels.ops import Batch, FloatArray, Operation, Rows, Segment
@@ -40,7 +41,6 @@ class TapeRecord:
     """What a tape has recorded: a kernel and a parameter block int64[...] per op, and everything those point to.
 
     partial_bytes: what one row's attention to one chunk may have to keep until all chunks are merged.
-    fills: told the ids of every batch before it runs, so that their rows are in the tables of tokens.
     num_tokens and num_positions are the sizes of the tables that ids and positions index; None if there is no table.
     page_mass: float32[segments, KV heads, pages] that the ops add up attention in; None if they do not.
     """
@@ -52,10 +52,9 @@ class TapeRecord:
     kernels: Sequence[Kernel]
     parameters: Sequence[NDArray[np.int64]]
     operations: Sequence[Operation]
-    memory: Any
+    memory: TapeMemory
     logits: FloatArray
     partial_bytes: int
-    fills: Sequence[Callable[[NDArray[np.int32]], None]]
     num_tokens: int | None
     num_positions: int | None
     page_mass: FloatArray | None = None
@@ -77,7 +76,7 @@ class CpuProgram:
         self._ops = np.array([[kernel.address, address(words)] for kernel, words in addresses], np.int64)
         self._ops_address, self._num_ops = address(self._ops), len(self._ops)
         self._stretches = stretches(record.operations)
-        self._fills = tuple(record.fills)
+        self._fills = tuple(record.memory.fills)
         self._num_tokens = 1 << 62 if record.num_tokens is None else record.num_tokens
         self._num_positions = 1 << 62 if record.num_positions is None else record.num_positions
         rows = self.max_batch_rows

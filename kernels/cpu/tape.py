@@ -4,7 +4,7 @@
 here: shapes, strides and types are those the op reads, and what it points to is kept alive by the program.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -79,7 +79,6 @@ class CpuTape:
         self._quantized_source: tuple[Rows, int, int] | None = None
         self._ordered = OrderedInputs(self._memory)
         self._expert_groups: dict[int, NDArray[np.int64]] = {}
-        self._fills: list[Callable[[NDArray[np.int32]], None]] = []
         self._token_limit: int | None = None
         self._position_limit: int | None = None
 
@@ -130,12 +129,7 @@ class CpuTape:
             rows.data.size == table.num_rows * row_bytes and rows.num_columns % sizes.unit == 0,
             f"{table.name} holds {rows.data.size} bytes; {table.num_rows} rows need {table.num_rows * row_bytes}",
         )
-        self._memory.keep(rows)
-        if rows.fill is not None:
-            if by_position:
-                rows.fill(np.arange(table.num_rows, dtype=np.int32))
-            else:
-                self._fills.append(rows.fill)
+        self._memory.keep_table(rows, by_position=by_position)
         words = (rows.data.ctypes.data, row_bytes, int(rows.layout), rows.num_columns, sizes.unit, sizes.file_bytes)
         cost = embedding_cost("embedding.embed", table)
         self._add(
@@ -499,7 +493,6 @@ class CpuTape:
             memory=self._memory,
             logits=self._memory.rows(logits),
             partial_bytes=self._partial_bytes,
-            fills=self._fills,
             num_tokens=self._token_limit,
             num_positions=self._position_limit,
             page_mass=self._page_mass,

@@ -1,5 +1,6 @@
 """The memory of one tape: its buffers, and copies of the constants that its ops point to."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -7,6 +8,7 @@ from numpy.typing import NDArray
 
 from localinfer.errors import ShapeError
 from localinfer.kernels.cpu.arrays import address, aligned, aligned_zeros
+from localinfer.kernels.cpu.packing import RowTable
 from localinfer.kernels.ops import Buffer, FloatArray, Rows
 
 
@@ -22,12 +24,16 @@ def padded(width: int) -> int:
 
 
 class TapeMemory:
-    """Hands out addresses, and keeps what lies there alive as long as itself."""
+    """Hands out addresses, and keeps what lies there alive as long as itself.
+
+    fills: to be told the ids of every batch before it runs, so that their rows are in the tables.
+    """
 
     def __init__(self, max_rows: dict[Rows, int]) -> None:
         self._max_rows = max_rows
         self._buffers: list[NDArray[np.uint8]] = []
         self._kept: list[Any] = []
+        self.fills: list[Callable[[NDArray[np.int32]], None]] = []
         self._shared: dict[str, NDArray[np.uint8]] = {}
         self._zeros = aligned_zeros(64).view(np.float32)
         self.keep(self._zeros)
@@ -46,6 +52,14 @@ class TapeMemory:
         """A buffer as float32[rows, width]."""
         values = self._buffers[buffer.index].view(np.float32)
         return values.reshape(self._max_rows[buffer.rows], -1)[:, : buffer.width]
+
+    def keep_table(self, rows: RowTable, *, by_position: bool) -> None:
+        """Hold a table, and have its rows there in time: those of positions, which are few, now."""
+        self.keep(rows)
+        if rows.fill is not None and by_position:
+            rows.fill(np.arange(rows.num_rows, dtype=np.int32))
+        elif rows.fill is not None:
+            self.fills.append(rows.fill)
 
     def constant(self, values: FloatArray | None, width: int, name: str) -> int:
         """Address of a padded copy of float32 values; 0 for None."""

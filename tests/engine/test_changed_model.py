@@ -165,6 +165,29 @@ except CorruptFileError as error:
     assert "written while it was open" in line or "was changed while it was being loaded" in line
 
 
+def test_change_while_a_model_is_quantized_is_an_error_and_writes_nothing(tmp_path: Path) -> None:
+    code = """
+from localinfer.quantization import quantize
+for name in CHANGES:
+    if name == "replaced":
+        continue
+    shutil.copyfile(other, path)
+    os.utime(path, ns=(10**18, 10**18))
+    done = []
+    def progress(stage, count, total):
+        if stage.startswith("blk.") and not done:
+            done.append(change(name))
+    try:
+        quantize(path, place + "/small.gguf", type="q8_0", method="rtn", threads=1, progress=progress)
+        raise AssertionError("a model of two versions was written")
+    except CorruptFileError as error:
+        assert "load the model again" in str(error), error
+    assert done and "small.gguf" not in os.listdir(place) and not [n for n in os.listdir(place) if n.endswith(".tmp")]
+    print(name)
+"""
+    assert child(tmp_path, code).splitlines() == [name for name in CHANGES if name != "replaced"]
+
+
 def test_model_that_nobody_changed_keeps_and_finds_what_it_said(tmp_path: Path) -> None:
     code = """
 with load(False) as llm:
