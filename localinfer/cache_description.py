@@ -54,11 +54,14 @@ def read_description(path: Path) -> Description:
         raise ValueError("it names no model, or no parts")
     if not all(isinstance(value, str) for value in parts.values()):
         raise ValueError("a part is no text")
-    page_tokens, page_bytes = fields.get("page_tokens"), fields.get("page_bytes")
-    for size in (page_tokens, page_bytes):
-        if type(size) is not int or not 0 < size <= _MAX_PAGE_SIZE:
-            raise ValueError("a page has an impossible size")
+    page_tokens, page_bytes = _size(fields.get("page_tokens")), _size(fields.get("page_bytes"))
     return Description(model=model, parts=parts, page_tokens=page_tokens, page_bytes=page_bytes)
+
+
+def _size(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= _MAX_PAGE_SIZE:
+        raise ValueError("a page has an impossible size")
+    return value
 
 
 def describe_differences(stored: Mapping[str, str], ours: Mapping[str, str]) -> str:

@@ -12,11 +12,13 @@ from click.testing import CliRunner
 
 from localinfer.cli_cache import cache_command
 from localinfer.disk_cache import DiskOptions
+from localinfer.errors import SessionFileError
 from localinfer.kernels.object_cache import store, stored
 from localinfer.llm import LLM
 from localinfer.models import measurement_memory
 from localinfer.models.measurement_memory import recall, remember
 from tests.engine.damage import DAMAGES, json_damages
+from tests.engine.fakes import fake_model
 from tests.engine.test_chat_history import ask, chatting
 from tests.engine.test_disk_cache import FakeIdentity
 from tests.engine.test_fingerprint import backdate, weights
@@ -179,6 +181,23 @@ def test_damaged_kernel_is_not_used(damage: str, tmp_path: Path) -> None:
     found = stored(path)
     assert found is None or (damage == "unreadable" and found == b"machine code" * 50)
     store(path, b"machine code" * 50)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_session_is_refused_and_costs_no_prompt(damage: str, tmp_path: Path) -> None:
+    path = tmp_path / "session"
+    prompt = [256, *b"how are you?"]
+    with LLM(fake_model(), identity=FakeIdentity()) as llm:  # type: ignore[arg-type]
+        words = llm.complete(prompt, temperature=0, max_tokens=5).token_ids
+        llm.save_session(path)
+    DAMAGES[damage](path)
+    with LLM(fake_model(), identity=FakeIdentity()) as llm:  # type: ignore[arg-type]
+        try:
+            llm.load_session(path)
+            assert damage == "unreadable", "only root may have read it"
+        except SessionFileError as error:
+            assert str(path) in str(error)
+        assert llm.complete(prompt, temperature=0, max_tokens=5).token_ids == words
 
 
 def test_damaged_description_is_written_anew(
