@@ -8,7 +8,7 @@ import numpy as np
 
 from localinfer.errors import BackendUnavailableError, CorruptFileError, OutOfMemoryError, RequestError, TokenizerError
 from localinfer.kernels.compile_ahead import ProgressCallback, compile_ahead
-from localinfer.kernels.cpu import checksum, sampling, token_history
+from localinfer.kernels.cpu import checksum, sampling, text_merging, token_history
 from localinfer.kernels.cpu import pool as pool_module
 from localinfer.kernels.cpu.packing import PACK_TILES
 from localinfer.kernels.cpu.pool import ThreadPool
@@ -122,7 +122,15 @@ def load_model(
         gpu = None if placed is None else placed[0]
         # All but the tape's own kernels, which nobody knows before it is written.
         compile_ahead(
-            [*pool_module.KERNELS, *sampling.KERNELS, *token_history.KERNELS, *checksum.KERNELS, PACK_TILES], progress
+            [
+                *pool_module.KERNELS,
+                *sampling.KERNELS,
+                *token_history.KERNELS,
+                *checksum.KERNELS,
+                *text_merging.KERNELS,
+                PACK_TILES,
+            ],
+            progress,
         )
         if beside is None:
             pool = ThreadPool(available_threads() if threads is None else checked_threads(threads))

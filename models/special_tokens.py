@@ -1,7 +1,7 @@
 """Special tokens: which ones end a generation, and where their spellings stand in a text."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 # Converters leave many of these without a role or even a control type, so they go by their spelling,
@@ -40,6 +40,11 @@ def find_end_of_generation(
     return frozenset(ending)
 
 
+# Characters of a spelling that a first search looks for, and how many different ones it tells apart.
+_BEGINNING = 5
+_MOST_BEGINNINGS = 64
+
+
 class Spelling(NamedTuple):
     """One place where a special token is spelled out: text[start:end]."""
 
@@ -57,12 +62,14 @@ class SpellingFinder:
 
     def __init__(self, ids: Mapping[str, int]) -> None:
         self._ids = ids
+        shortest: dict[str, int] = {}
+        for text in ids:
+            shortest[text[0]] = min(len(text), shortest.get(text[0], _BEGINNING))
         lengths: dict[str, set[int]] = {}
         for text in ids:
-            lengths.setdefault(text[0], set()).add(len(text))
-        self._lengths = {first: sorted(found, reverse=True) for first, found in lengths.items()}
-        firsts = "".join(map(re.escape, self._lengths))
-        self._first = re.compile(f"[{firsts}]") if firsts else None
+            lengths.setdefault(text[: shortest[text[0]]], set()).add(len(text))
+        self._lengths = {beginning: sorted(found, reverse=True) for beginning, found in lengths.items()}
+        self._beginning = _beginnings(self._lengths, shortest)
 
     def ignoring_case(self) -> "SpellingFinder":
         """Return the finder for lower-cased text."""
@@ -70,11 +77,27 @@ class SpellingFinder:
 
     def find(self, text: str) -> Iterator[Spelling]:
         """Yield the spellings from left to right, at one place the longest first."""
-        if self._first is None:
+        if self._beginning is None:
             return
-        for match in self._first.finditer(text):
+        for match in self._beginning.finditer(text):
             start = match.start()
-            for length in self._lengths[match[0]]:
+            for length in self._lengths.get(match[1], ()):
                 token_id = self._ids.get(text[start : start + length])
                 if token_id is not None and start + length <= len(text):
                     yield Spelling(start, start + length, token_id)
+
+
+def _beginnings(texts: Iterable[str], lengths: Mapping[str, int]) -> re.Pattern[str] | None:
+    """Return the pattern of a place where one of some texts begins; those of one first character are equally long."""
+    rests: dict[str, list[str]] = {}
+    for text in texts:
+        rests.setdefault(text[0], []).append(text[1:])
+    if not rests:
+        return None
+    ways = []
+    for first, found in rests.items():
+        # Alternatives are tried one by one, so of many only the length is told.
+        rest = f".{{{lengths[first] - 1}}}" if len(found) > _MOST_BEGINNINGS else "|".join(map(re.escape, found))
+        ways.append(f"{re.escape(first)}(?:{rest})")
+    firsts = "".join(map(re.escape, rests))
+    return re.compile(f"(?=[{firsts}])(?=({'|'.join(ways)}))", re.DOTALL)

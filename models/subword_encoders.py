@@ -3,7 +3,7 @@
 import re
 import unicodedata
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Protocol
 
@@ -11,9 +11,11 @@ import numpy as np
 
 from localinfer.errors import TokenizerError
 from localinfer.models.byte_level import BYTE_CHARACTERS, bytes_to_characters, characters_to_bytes
+from localinfer.models.long_text import SymbolTable, encode_marked, encode_split
 from localinfer.models.pre_tokenizers import build_splitter, pre_tokenizer_rule
 from localinfer.models.token_merging import merge_by_rank
 from localinfer.models.vocabulary import TokenizerWarning, Vocabulary
+from localinfer.models.word_splitting import STRETCH, LongTextSplitter
 
 # The character that stands for a space inside SentencePiece tokens.
 SPACE_MARK = "▁"
@@ -34,6 +36,14 @@ class SubwordEncoder(Protocol):
 
     def encode(self, text: str, is_run_start: bool) -> list[int]:
         """Return the ids of a piece of plain text, in which nothing is special."""
+        ...
+
+    def encode_long(self, text: str, is_run_start: bool) -> Iterator[list[int]]:
+        """Yield the same ids part by part, in time and memory that suit a text of any length."""
+        ...
+
+    def fewest_ids(self, text: str) -> int:
+        """Return a number of ids that the text has at least, by its length alone."""
         ...
 
     def token_bytes(self, token: str) -> bytes:
@@ -90,6 +100,8 @@ class SentencePieceEncoder:
         assert vocabulary.scores is not None, "this kind always has scores"
         self.adds_space = vocabulary.flags.get("add_space_prefix", True)
         self._ids = vocabulary.ids
+        self._tokens = vocabulary.tokens
+        self._longest = max(map(len, vocabulary.ids), default=1)
         self._fallback = _ByteFallback(vocabulary)
         self._scores = vocabulary.scores
         self._memory = _WordMemory()
@@ -118,6 +130,21 @@ class SentencePieceEncoder:
                     self._memory.put(word, found)
                 ids += found
         return ids
+
+    def encode_long(self, text: str, is_run_start: bool) -> Iterator[list[int]]:
+        """Yield the ids of plain text part by part."""
+        text = " " + text if is_run_start and self.adds_space else text
+        return encode_marked(self._table, text, splits_words=self._word_pattern is not None)
+
+    def fewest_ids(self, text: str) -> int:
+        """Return a number of ids that the text has at least: no token covers more characters than the longest."""
+        return -(-len(text) // self._longest)
+
+    @cached_property
+    def _table(self) -> SymbolTable:
+        table = SymbolTable(self._tokens, self._ids, self._fallback.encode)
+        table.merge_results(self._ranks)
+        return table
 
     def token_bytes(self, token: str) -> bytes:
         """Return the UTF-8 of a token, its marks turned into spaces."""
@@ -154,16 +181,18 @@ class BytePairEncoder:
         self._rule = rule
         self.adds_bos = rule.adds_bos
         self._ids = vocabulary.ids
+        self._tokens = vocabulary.tokens
         self._vocabulary = vocabulary
         self._separator = " " if vocabulary.merge_texts else ""
         self._unknown = vocabulary.role_ids.get("unknown")
         self._fallback = _ByteFallback(vocabulary) if rule.is_raw else None
-        if self._fallback is None and self._unknown is None:
-            self._warn_about_missing_bytes()
+        missing = [byte for byte, character in enumerate(BYTE_CHARACTERS) if character not in self._ids]
+        self._loses_bytes = self._fallback is None and self._unknown is None and bool(missing)
+        if self._loses_bytes:
+            self._warn_about_missing_bytes(missing)
         self._memory = _WordMemory()
 
-    def _warn_about_missing_bytes(self) -> None:
-        missing = [byte for byte, character in enumerate(BYTE_CHARACTERS) if character not in self._ids]
+    def _warn_about_missing_bytes(self, missing: list[int]) -> None:
         # Bytes C0, C1 and F5 to FF occur in no text.
         needed = [byte for byte in missing if byte not in (0xC0, 0xC1) and byte < 0xF5]
         if needed:
@@ -194,6 +223,32 @@ class BytePairEncoder:
             ids += self._encode_part(part.replace(" ", SPACE_MARK))
         return ids
 
+    def encode_long(self, text: str, is_run_start: bool) -> Iterator[list[int]]:
+        """Yield the ids of plain text part by part."""
+        rule = self._rule
+        table, splitter = self._tables
+        return encode_split(table, splitter, text, is_raw=rule.is_raw, escapes_spaces=rule.escapes_spaces)
+
+    def fewest_ids(self, text: str) -> int:
+        """Return a number of ids that the text has at least: no token covers more characters than the longest."""
+        return 0 if self._loses_bytes else -(-len(text) // self._longest)
+
+    @cached_property
+    def _longest(self) -> int:
+        return max(map(len, self._ids), default=1)
+
+    @cached_property
+    def _tables(self) -> tuple[SymbolTable, LongTextSplitter]:
+        expand = self._encode_characters if self._fallback is None else self._fallback.encode
+        table = SymbolTable(self._tokens, self._ids, expand)
+        take = table.merge_strings if self._separator else table.merge_results
+        take(self._ranks, self._is_whole if self._rule.ignores_merges or self._rule.is_raw else None)
+        return table, LongTextSplitter(self._rule)
+
+    def _is_whole(self, word: str) -> bool:
+        """Whether a word that is a token needs no merging."""
+        return self._rule.ignores_merges or (self._rule.is_raw and word.strip("\n") == "")
+
     def token_bytes(self, token: str) -> bytes:
         """Return the bytes a token stands for."""
         if not self._rule.is_raw:
@@ -213,8 +268,7 @@ class BytePairEncoder:
         return ids
 
     def _encode_word(self, word: str) -> list[int]:
-        is_whole = self._rule.ignores_merges or (self._rule.is_raw and word.strip("\n") == "")
-        if is_whole and word in self._ids:
+        if word in self._ids and self._is_whole(word):
             return [self._ids[word]]
         ids: list[int] = []
         for symbol in merge_by_rank(list(word), self._ranks, self._separator):
@@ -244,7 +298,11 @@ class WordPieceEncoder:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._ids = vocabulary.ids
-        self._longest = max(map(len, vocabulary.ids), default=0)
+        # Longest first, by the first two characters, so that few are tried in vain.
+        lengths: dict[str, set[int]] = {}
+        for token in vocabulary.ids:
+            lengths.setdefault(token[:2], set()).add(len(token))
+        self._lengths = {start: sorted(found, reverse=True) for start, found in lengths.items()}
         unknown = vocabulary.role_ids.get("unknown")
         if unknown is None:
             raise TokenizerError(
@@ -262,6 +320,15 @@ class WordPieceEncoder:
             ids += self._encode_word(SPACE_MARK + word)
         return ids
 
+    def encode_long(self, text: str, is_run_start: bool) -> Iterator[list[int]]:
+        """Yield the ids of plain text part by part; white space parts words before and after normalization."""
+        for part in _parts_at_spaces(text):
+            yield self.encode(part, is_run_start)
+
+    def fewest_ids(self, text: str) -> int:
+        """Return 0: a word of any length may be one unknown token."""
+        return 0
+
     def token_bytes(self, token: str) -> bytes:
         """Return the UTF-8 of a token; one that starts a word starts with a space."""
         return token.replace(SPACE_MARK, " ").encode("utf-8", "surrogateescape")
@@ -270,15 +337,21 @@ class WordPieceEncoder:
         ids: list[int] = []
         start = 0
         while start < len(word):
-            for end in range(min(len(word), start + self._longest), start, -1):
-                token_id = self._ids.get(word[start:end])
-                if token_id is not None:
-                    ids.append(token_id)
-                    start = end
-                    break
-            else:
+            size, token_id = self._longest_at(word, start)
+            if not size:
                 return [self._unknown]
+            ids.append(token_id)
+            start += size
         return ids
+
+    def _longest_at(self, word: str, start: int) -> tuple[int, int]:
+        """Return the length and id of the longest token that stands there; length 0 if none does."""
+        for first in (word[start : start + 2], word[start]):
+            for size in self._lengths.get(first, ()):
+                token_id = self._ids.get(word[start : start + size])
+                if token_id is not None and start + size <= len(word):
+                    return size, token_id
+        return 0, -1
 
     def _words(self, text: str) -> list[str]:
         if self._strips_accents:
@@ -299,6 +372,17 @@ class WordPieceEncoder:
         return (joined.lower() if self._lowers else joined).split()
 
 
+def _parts_at_spaces(text: str) -> Iterator[str]:
+    """Cut a text at ASCII white space into parts that are not much longer than a stretch."""
+    start = 0
+    while start < len(text):
+        found = _ASCII_SPACE.search(text, start + STRETCH)
+        end = len(text) if found is None else found.end()
+        yield text[start:end]
+        start = end
+
+
+_ASCII_SPACE = re.compile(r"[ \t\n\r]")
 _HAN_RANGES = (
     (0x4E00, 0x9FFF),
     (0x3400, 0x4DBF),

@@ -1,12 +1,16 @@
 """Text to token ids and back, from a model file's metadata alone."""
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from heapq import merge
+from itertools import chain
 
 import numpy as np
 
-from localinfer.errors import RequestError, TokenizerError
+from localinfer.errors import ContextLengthError, RequestError, TokenizerError
+from localinfer.models.long_text import LONG_PIECE, LONG_TEXT
 from localinfer.models.pre_tokenizers import PRE_TOKENIZERS
 from localinfer.models.special_tokens import Spelling, SpellingFinder
 from localinfer.models.stream_decoder import StreamDecoder
@@ -60,19 +64,28 @@ class Tokenizer:
         """
         return cls(read_vocabulary(metadata))
 
-    def encode(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
+    def encode(
+        self, text: str, add_special: bool = True, parse_special: bool = False, *, max_tokens: int | None = None
+    ) -> list[int]:
         """Return the ids of a text.
 
         `add_special` puts BOS before and EOS after, as the file or its kind wants. Without
-        `parse_special`, the spelling of a control token is text like any other.
-        Raises: RequestError if the text is not a string of whole Unicode characters.
+        `parse_special`, the spelling of a control token is text like any other. `max_tokens`: what a
+        context holds, so that a text that cannot fit is refused as soon as that is certain.
+        Raises: RequestError if the text is not a string of whole Unicode characters; ContextLengthError
+            if it has more than `max_tokens` tokens.
         """
-        return self.encode_segments([(text, parse_special)], add_special)
+        return self.encode_segments([(text, parse_special)], add_special, max_tokens=max_tokens)
 
     def encode_segments(
-        self, segments: Sequence[tuple[str, bool]], add_special: bool = False, *, continues_run: bool = False
+        self,
+        segments: Sequence[tuple[str, bool]],
+        add_special: bool = False,
+        *,
+        continues_run: bool = False,
+        max_tokens: int | None = None,
     ) -> list[int]:
-        """Return the ids of texts in a row, each with its own `parse_special`.
+        """Return the ids of texts in a row, each with its own `parse_special`; errors and `max_tokens` as `encode`.
 
         The ids are those of the joined text, except that a control token is taken only where no part of
         its spelling lies in a segment that does not allow it. `continues_run`: plain text stands before
@@ -81,22 +94,33 @@ class Tokenizer:
         text = "".join(segment for segment, _ in segments)
         _check_characters(text)
         ids = list(self._before) if add_special else []
+        last = self._after if add_special else []
+        limit = sys.maxsize if max_tokens is None else max_tokens - len(last)
+        piece_size = LONG_PIECE if len(text) >= LONG_TEXT else sys.maxsize
         position = 0
         strips = False
-        for spelling in [*self._find_tokens(text, segments), Spelling(len(text), len(text), -1)]:
+        for spelling in chain(self._find_tokens(text, segments), [Spelling(len(text), len(text), -1)]):
             plain = text[position : spelling.start]
             if strips:
                 plain = plain.lstrip(_ASCII_SPACES)
             if plain:
                 starts_run = not self._adds_space_once if position else not continues_run
-                ids += self._encoder.encode(plain, is_run_start=starts_run)
+                if len(plain) < piece_size:
+                    ids += self._encoder.encode(plain, is_run_start=starts_run)
+                else:
+                    if len(ids) + self._encoder.fewest_ids(plain) > limit:
+                        raise _too_long(max_tokens)
+                    for part in self._encoder.encode_long(plain, is_run_start=starts_run):
+                        ids += part
+                        if len(ids) > limit:
+                            break
             if spelling.token_id >= 0:
                 ids.append(spelling.token_id)
                 strips = spelling.token_id in self._stripping_ids
+            if len(ids) > limit:
+                raise _too_long(max_tokens)
             position = spelling.end
-        if add_special:
-            ids += self._after
-        return ids
+        return ids + last
 
     def difference_from(self, other: "Tokenizer") -> str | None:
         """Say why some text has other ids in the other tokenizer, or return None, which proves that none has."""
@@ -231,36 +255,62 @@ class Tokenizer:
             return frozenset()
         return frozenset(i for text, i in self.special_ids.items() if text not in _KEEPS_SPACES_AFTER)
 
-    def _find_tokens(self, text: str, segments: Sequence[tuple[str, bool]]) -> list[Spelling]:
-        """Return the tokens that are cut out of a text before words are, in order and without overlap.
+    def _find_tokens(self, text: str, segments: Sequence[tuple[str, bool]]) -> Iterator[Spelling]:
+        """Yield the tokens that are cut out of a text before words are, in order and without overlap.
 
         As in llama.cpp, longer spellings are taken first wherever they stand, not the leftmost first.
         """
-        found = list(self._user_spellings.find(text))
+        found = self._user_spellings.find(text)
         if any(parses for _, parses in segments):
-            start = 0
-            closed = bytearray(len(text))
-            for segment, parses in segments:
-                end = start + len(segment)
-                if not parses:
-                    closed[start:end] = b"\1" * len(segment)
-                start = end
-            found += [
-                spelling
-                for spelling in self.special_spellings.find(text)
-                if not any(closed[spelling.start : spelling.end])
-            ]
+            found = merge(found, self._open_spellings(text, segments))
+        tied: list[Spelling] = []
+        end = 0
+        # Spellings compete only with those that they overlap, or that overlap these.
+        for spelling in found:
+            if tied and spelling.start >= end:
+                yield from self._without_overlap(tied)
+                tied = []
+            tied.append(spelling)
+            end = max(end, spelling.end)
+        yield from self._without_overlap(tied)
+
+    def _open_spellings(self, text: str, segments: Sequence[tuple[str, bool]]) -> Iterator[Spelling]:
+        """Yield the spellings of control tokens no part of which lies in a segment that does not allow them."""
+        closed: list[tuple[int, int]] = []
+        start = 0
+        for segment, parses in segments:
+            if segment and not parses:
+                closed.append((start, start + len(segment)))
+            start += len(segment)
+        first = 0
+        for spelling in self.special_spellings.find(text):
+            while first < len(closed) and closed[first][1] <= spelling.start:
+                first += 1
+            if first == len(closed) or spelling.end <= closed[first][0]:
+                yield spelling
+
+    def _without_overlap(self, found: list[Spelling]) -> list[Spelling]:
         if len(found) < 2:
             return found
         tokens = self._vocabulary.tokens
         found.sort(key=lambda spelling: (-len(tokens[spelling.token_id].encode("utf-8", "surrogateescape")), spelling))
-        taken = bytearray(len(text))
+        first = min(spelling.start for spelling in found)
+        taken = bytearray(max(spelling.end for spelling in found) - first)
         chosen: list[Spelling] = []
         for spelling in found:
-            if not any(taken[spelling.start : spelling.end]):
-                taken[spelling.start : spelling.end] = b"\1" * (spelling.end - spelling.start)
+            start, end = spelling.start - first, spelling.end - first
+            if taken.find(1, start, end) < 0:
+                taken[start:end] = b"\1" * (end - start)
                 chosen.append(spelling)
         return sorted(chosen)
+
+
+def _too_long(max_tokens: int | None) -> ContextLengthError:
+    return ContextLengthError(
+        f"the prompt has more than {max_tokens} tokens, and the context holds {max_tokens}; shorten it, "
+        "load the model with a larger context_length, or allow context_shift",
+        context_length=max_tokens,
+    )
 
 
 def _check_characters(text: str) -> None:

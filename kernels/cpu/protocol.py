@@ -113,3 +113,24 @@ CHECKSUM_LANES = 32
 """Words that a checksum is folded into: as many as four registers of eight hold, to hide how long a product takes."""
 CHECKSUM_MULTIPLIER = 0x9E3779B97F4A7C15
 """Odd, with bits spread evenly: 2^64 divided by the golden ratio."""
+
+# Cutting long texts into words: kinds of characters, uint8 each, and the words of its parameters.
+CHARACTER_SYMBOL, CHARACTER_LETTER, CHARACTER_DIGIT, CHARACTER_SPACE, CHARACTER_NEWLINE = range(1, 6)
+"""Of a character: letter and digit as Unicode has them, white space, CR and LF, and everything else."""
+SPLIT_KINDS, SPLIT_CODES, SPLIT_COUNT, SPLIT_ENDS, SPLIT_IS_END = range(5)
+"""Addresses of uint8[count] and int32[count] code points; int64[count] for the ends of words; 0 where text follows."""
+SPLIT_LEADS, SPLIT_DIGITS, SPLIT_DIGITS_FIRST, SPLIT_SYMBOL_LINES, SPLIT_LINES, SPLIT_ANY_CASE = range(5, 11)
+"""Whether a word may begin with any symbol, or else a space; digits to a group, 0 for all with a space before them;
+whether digits are cut out one by one before all else; whether newlines belong to the symbols before them; whether white
+space ends at its last newline; whether contractions may be in capitals."""
+SPLIT_WORDS = 11
+
+# Merging symbols: addresses of int32 symbols and int64 ends of words, of a hash table of pairs (int64 keys, -1 where
+# free, and values), of scratch (int32[longest word] twice, int64[2 * longest word]) and of what is left.
+MERGE_SYMBOLS, MERGE_ENDS, MERGE_NUM_WORDS, MERGE_KEYS, MERGE_VALUES, MERGE_MASK = range(6)
+MERGE_NEXT, MERGE_PREVIOUS, MERGE_HEAP, MERGE_OUT, MERGE_PLACES = range(6, 11)
+MERGE_WHOLE_TABLE, MERGE_WHOLE_MASK, MERGE_WHOLE_STARTS, MERGE_WHOLE_SYMBOLS = range(11, 15)
+"""Tokens that a whole word becomes without merging: an int32 hash table, 0 for none, and the symbols of all tokens."""
+MERGE_WORDS = 15
+SCAN_SYMBOLS = 24
+"""Words of up to so many symbols are merged by looking through them."""

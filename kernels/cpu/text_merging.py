@@ -1,0 +1,134 @@
+"""Long texts to tokens, without the GIL: shapes and memory around the compiled steps.
+
+How they work is in `compiled/text_merging.py`.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.kernels.cpu import protocol
+from localinfer.kernels.cpu.arrays import address
+from localinfer.kernels.object_cache import Function
+
+_FILL_PAIRS = Function("text_merging.fill_pairs", "q", "qqqqqq")
+_FILL_WHOLE = Function("text_merging.fill_whole", "q", "qqqqq")
+_MERGE = Function("text_merging.merge", "q", "q")
+_SPLIT = Function("text_merging.split", "q", "q")
+KERNELS = (_FILL_PAIRS, _FILL_WHOLE, _MERGE, _SPLIT)
+"""What encoding a long text may call, so that a loader can compile it before the first token."""
+
+
+class WordShape(NamedTuple):
+    """What distinguishes the ways of cutting words that are compiled.
+
+    leads_with_symbols: a word may begin with any one symbol or white space, else only with a space. digits: how many
+    make a group, 0 for a whole run with a space before it. digits_first: digits are cut out one by one before all
+    else. symbol_lines: newlines belong to the symbols before them. lines: white space ends at its last newline.
+    any_case: contractions may be in capitals.
+    """
+
+    leads_with_symbols: bool = False
+    digits: int = 0
+    digits_first: bool = False
+    symbol_lines: bool = False
+    lines: bool = False
+    any_case: bool = False
+
+
+def split_words(
+    codes: NDArray[np.int32], kinds: NDArray[np.uint8], shape: WordShape, *, is_end: bool
+) -> NDArray[np.int64]:
+    """Return where the words of a text end, int64[W]; unless `is_end`, only those that more text cannot change.
+
+    codes: int32[T] code points; kinds: uint8[T], one of protocol.CHARACTER_* each.
+    """
+    assert codes.dtype == np.int32 and kinds.dtype == np.uint8 and codes.shape == kinds.shape, "read in place"
+    assert codes.ndim == 1, "a text is one row"
+    ends = np.empty(codes.size, np.int64)
+    words = np.zeros(protocol.SPLIT_WORDS, np.int64)
+    words[protocol.SPLIT_KINDS] = address(kinds)
+    words[protocol.SPLIT_CODES] = address(codes)
+    words[protocol.SPLIT_COUNT] = codes.size
+    words[protocol.SPLIT_ENDS] = address(ends)
+    words[protocol.SPLIT_IS_END] = is_end
+    words[protocol.SPLIT_LEADS] = shape.leads_with_symbols
+    words[protocol.SPLIT_DIGITS] = shape.digits
+    words[protocol.SPLIT_DIGITS_FIRST] = shape.digits_first
+    words[protocol.SPLIT_SYMBOL_LINES] = shape.symbol_lines
+    words[protocol.SPLIT_LINES] = shape.lines
+    words[protocol.SPLIT_ANY_CASE] = shape.any_case
+    return ends[: _SPLIT(address(words))]
+
+
+class MergeTable:
+    """Which neighbours merge, in which order, and to what; threads may share it.
+
+    pairs: int64[P], left << 32 | right, of symbols from 0 to 2^31 - 1; of equal ones the first counts. values:
+    int64[P], rank << 32 | result. whole: for words that need no merging, the symbols of all tokens in a row, int32, and
+    where each begins, int64[number of tokens + 1]; a token without symbols is no such word.
+    """
+
+    def __init__(
+        self,
+        pairs: NDArray[np.int64],
+        values: NDArray[np.int64],
+        whole: tuple[NDArray[np.int32], NDArray[np.int64]] | None = None,
+    ) -> None:
+        assert pairs.dtype == np.int64 and values.dtype == np.int64 and pairs.shape == values.shape, "read in place"
+        assert not pairs.size or (pairs.min() >= 0 and values.min() >= 0), "symbols and ranks are not negative"
+        size = _table_size(pairs.size)
+        self._keys = np.full(size, -1, np.int64)
+        self._values = np.empty(size, np.int64)
+        _FILL_PAIRS(address(pairs), address(values), pairs.size, address(self._keys), address(self._values), size)
+        self._whole: tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int32]] | None = None
+        if whole is not None:
+            symbols, starts = whole
+            assert symbols.dtype == np.int32 and starts.dtype == np.int64, "read in place"
+            assert starts[0] == 0 and starts[-1] == symbols.size and (np.diff(starts) >= 0).all(), "rows in order"
+            table = np.full(_table_size(starts.size - 1), -1, np.int32)
+            _FILL_WHOLE(address(symbols), address(starts), starts.size - 1, address(table), table.size)
+            self._whole = symbols, starts, table
+
+    def merge(self, symbols: NDArray[np.int32], ends: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Return the symbols that words are merged to, and the place of each one's first in `symbols`, int32 both.
+
+        symbols: int32[T], -1 for one that never merges; overwritten. ends: int64[W], rising to T.
+        """
+        assert symbols.dtype == np.int32 and ends.dtype == np.int64, "read in place"
+        lengths = np.diff(ends, prepend=0)
+        assert symbols.size < 2**31 and (ends[-1] if ends.size else 0) == symbols.size and (lengths >= 0).all()
+        longest = max(protocol.SCAN_SYMBOLS, int(lengths.max()) if ends.size else 0)
+        out, places = np.empty(symbols.size, np.int32), np.empty(symbols.size, np.int32)
+        # Pages that are not touched take no memory.
+        following, preceding = np.empty(longest, np.int32), np.empty(longest, np.int32)
+        heap = np.empty(2 * longest, np.int64)
+        words = np.zeros(protocol.MERGE_WORDS, np.int64)
+        for name, array in (
+            (protocol.MERGE_SYMBOLS, symbols),
+            (protocol.MERGE_ENDS, ends),
+            (protocol.MERGE_KEYS, self._keys),
+            (protocol.MERGE_VALUES, self._values),
+            (protocol.MERGE_NEXT, following),
+            (protocol.MERGE_PREVIOUS, preceding),
+            (protocol.MERGE_HEAP, heap),
+            (protocol.MERGE_OUT, out),
+            (protocol.MERGE_PLACES, places),
+        ):
+            words[name] = address(array)
+        words[protocol.MERGE_NUM_WORDS] = ends.size
+        words[protocol.MERGE_MASK] = self._keys.size - 1
+        if self._whole is not None:
+            tokens, starts, table = self._whole
+            words[protocol.MERGE_WHOLE_TABLE] = address(table)
+            words[protocol.MERGE_WHOLE_MASK] = table.size - 1
+            words[protocol.MERGE_WHOLE_STARTS] = address(starts)
+            words[protocol.MERGE_WHOLE_SYMBOLS] = address(tokens)
+        count = _MERGE(address(words))
+        return out[:count], places[:count]
+
+
+def _table_size(count: int) -> int:
+    """A power of two, at most half full, so that a search soon meets a free place."""
+    return 1 << max(4, (2 * count).bit_length())
