@@ -38,7 +38,9 @@ class ChatTokenizer(TokenText, Protocol):
     @property
     def special_spellings(self) -> SpellingFinder: ...
 
-    def encode_segments(self, segments: Segments, *, continues_run: bool = False) -> list[int]: ...
+    def encode_segments(
+        self, segments: Segments, *, continues_run: bool = False, max_tokens: int | None = None
+    ) -> list[int]: ...
 
     def decode(
         self, token_ids: Sequence[int], *, skip_special: bool = True, previous_token_id: int | None = None
@@ -106,10 +108,13 @@ class ChatHistory:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
+        *,
+        max_tokens: int | None = None,
     ) -> EncodedChat:
         """Render messages and return the ids of the prompt; tools, variables: what else the template is told.
 
-        Raises: TemplateError and RequestError as `ChatTemplate.encode`.
+        max_tokens: what the context holds. Raises: TemplateError and RequestError as `ChatTemplate.encode`;
+            ContextLengthError for more tokens than that.
         """
         segments = self._template.render_segments(
             messages, self._tokenizer.special_spellings, tools=tools, **(variables or {})
@@ -118,9 +123,9 @@ class ChatHistory:
         closed = _closed_spans(segments)
         with self._lock:
             chats = list(self._chats)
-        token_ids = self._reuse(text, segments, closed, chats)
+        token_ids = self._reuse(text, segments, closed, chats, max_tokens)
         if token_ids is None:
-            token_ids = np.array(self._encode(segments), np.int32)
+            token_ids = np.array(self._encode(segments, max_tokens), np.int32)
         written = tuple(map(repr, messages))
         system_tokens = self._count_system_tokens(text, segments, messages, token_ids)
         return EncodedChat(text, closed, token_ids, system_tokens, _former_turn(written, messages, chats), written)
@@ -159,15 +164,20 @@ class ChatHistory:
             while len(self._chats) > 1 and sum(len(chat.prompt.text) for chat in self._chats) > _MOST_CHARACTERS:
                 self._chats.popleft()
 
-    def _encode(self, segments: Segments) -> list[int]:
+    def _encode(self, segments: Segments, max_tokens: int | None = None) -> list[int]:
         tokenizer = self._tokenizer
-        ids = tokenizer.encode_segments(segments)
+        ids = tokenizer.encode_segments(segments, max_tokens=max_tokens)
         if tokenizer.adds_bos and tokenizer.bos_token_id is not None and ids[:1] != [tokenizer.bos_token_id]:
             ids.insert(0, tokenizer.bos_token_id)
         return ids
 
     def _reuse(
-        self, text: str, segments: Segments, closed: tuple[tuple[int, int], ...], chats: list[AnsweredChat]
+        self,
+        text: str,
+        segments: Segments,
+        closed: tuple[tuple[int, int], ...],
+        chats: list[AnsweredChat],
+        max_tokens: int | None,
     ) -> NDArray[np.int32] | None:
         """The ids of a text that begins with an answered chat, the longest there is; None if it begins with none."""
         for chat in sorted(chats, key=lambda chat: len(chat.prompt.text) + len(chat.reply), reverse=True):
@@ -179,7 +189,7 @@ class ChatHistory:
                 continue
             end = start + chat.reply_ends[count - 1]
             head = np.concatenate((chat.prompt.token_ids, chat.reply_ids[:count]))
-            tail = self._encode_tail(text, segments, end, int(head[-1]))
+            tail = self._encode_tail(text, segments, end, int(head[-1]), max_tokens)
             if tail is not None:
                 return np.concatenate((head, np.array(tail, np.int32)))
         return None
@@ -208,10 +218,12 @@ class ChatHistory:
         at_space = not chat.reply[shared:].strip() and text[end : end + 1].isspace()
         return count if at_control or at_space or end == len(text) else 0
 
-    def _encode_tail(self, text: str, segments: Segments, start: int, last_id: int) -> list[int] | None:
+    def _encode_tail(
+        self, text: str, segments: Segments, start: int, last_id: int, max_tokens: int | None
+    ) -> list[int] | None:
         """The ids of a text from `start` on, after an id of plain text; None if they would not read as that text."""
         tail = _segments_from(segments, start)
-        ids = self._tokenizer.encode_segments(tail, continues_run=True)
+        ids = self._tokenizer.encode_segments(tail, continues_run=True, max_tokens=max_tokens)
         if text[start : start + 1].isspace():
             decoded = self._tokenizer.decode(ids, skip_special=False, previous_token_id=last_id)
             if decoded != text[start:]:

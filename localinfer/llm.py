@@ -154,7 +154,7 @@ class LLM:
         return TextStream(
             self._engine,
             self._model.tokenizer,
-            lambda: self._encode(prompt, parse_special),
+            lambda: self._encode(prompt, parse_special, self._most_tokens(options)),
             options,
             constraints=self._constraints,
         )
@@ -182,7 +182,10 @@ class LLM:
             if self._disk is not None:
                 self._disk.wait_until_open()
             chat = history.encode(
-                request.messages(_check_messages(messages)), request.template_tools or None, request.variables
+                request.messages(_check_messages(messages)),
+                request.template_tools or None,
+                request.variables,
+                max_tokens=self._most_tokens(values),
             )
             return EncodedPrompt(
                 chat.token_ids,
@@ -247,7 +250,7 @@ class LLM:
         Nothing is drawn: the result depends on the model and the arguments only. See `beam_search.search_beams` for
         max_tokens and length_penalty, and what is raised.
         """
-        encoded = self._encode(prompt, parse_special)
+        encoded = self._encode(prompt, parse_special, self.context_length)
         tokenizer = self._model.tokenizer
         stops = frozenset() if tokenizer is None or ignore_eos else tokenizer.eog_token_ids
         beams = search_beams(
@@ -302,8 +305,9 @@ class LLM:
         with self._session_lock:
             if self._hidden_program is None:
                 self._hidden_program = self._model.hidden_program()
-        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        return embed_tokens(self._engine, self._hidden_program, token_ids, self._model.pooling)
+        if isinstance(prompt, str):
+            prompt = self.tokenizer.encode(prompt, max_tokens=self.context_length)
+        return embed_tokens(self._engine, self._hidden_program, prompt, self._model.pooling)
 
     def logits(self, token_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
         """Return float32[T, vocab_size]: row i holds the logits of the token after token_ids[:i + 1]."""
@@ -385,10 +389,14 @@ class LLM:
             )
         return self._model.chat_template, self._chat_history
 
-    def _encode(self, prompt: Prompt, parse_special: bool) -> EncodedPrompt:
+    def _most_tokens(self, options: Mapping[str, Any]) -> int | None:
+        """How many tokens a prompt may have, None for any number."""
+        return None if options.get("context_shift") else self.context_length
+
+    def _encode(self, prompt: Prompt, parse_special: bool, max_tokens: int | None) -> EncodedPrompt:
         if not isinstance(prompt, str):
             return EncodedPrompt(prompt)
-        token_ids = self.tokenizer.encode(prompt, parse_special=parse_special)
+        token_ids = self.tokenizer.encode(prompt, parse_special=parse_special, max_tokens=max_tokens)
         # A context that is shifted still begins with the token that begins a text.
         return EncodedPrompt(token_ids, int(token_ids[:1] == [self.tokenizer.bos_token_id]))
 

@@ -71,9 +71,10 @@ class Tokenizer:
 
         `add_special` puts BOS before and EOS after, as the file or its kind wants. Without
         `parse_special`, the spelling of a control token is text like any other. `max_tokens`: what a
-        context holds, so that a text that cannot fit is refused as soon as that is certain.
+        context holds, so that a long text that cannot fit is refused as soon as that is certain; a
+        short one is encoded all the same, for its caller to tell its length.
         Raises: RequestError if the text is not a string of whole Unicode characters; ContextLengthError
-            if it has more than `max_tokens` tokens.
+            for a long text of more than `max_tokens` tokens.
         """
         return self.encode_segments([(text, parse_special)], add_special, max_tokens=max_tokens)
 
@@ -95,8 +96,9 @@ class Tokenizer:
         _check_characters(text)
         ids = list(self._before) if add_special else []
         last = self._after if add_special else []
-        limit = sys.maxsize if max_tokens is None else max_tokens - len(last)
-        piece_size = LONG_PIECE if len(text) >= LONG_TEXT else sys.maxsize
+        is_long = len(text) >= LONG_TEXT
+        limit = max_tokens - len(last) if is_long and max_tokens is not None else sys.maxsize
+        piece_size = LONG_PIECE if is_long else sys.maxsize
         position = 0
         strips = False
         for spelling in chain(self._find_tokens(text, segments), [Spelling(len(text), len(text), -1)]):
@@ -307,7 +309,7 @@ class Tokenizer:
 
 def _too_long(max_tokens: int | None) -> ContextLengthError:
     return ContextLengthError(
-        f"the prompt has more than {max_tokens} tokens, and the context holds {max_tokens}; shorten it, "
+        f"the prompt has more than {max_tokens} tokens, but the context holds {max_tokens}; shorten it, "
         "load the model with a larger context_length, or allow context_shift",
         context_length=max_tokens,
     )

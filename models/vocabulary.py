@@ -5,7 +5,7 @@ id lies in the vocabulary, every merge ends in a token.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
@@ -124,6 +124,7 @@ def read_vocabulary(metadata: Mapping[str, object]) -> Vocabulary:
         if text in ids:
             types[ids[text]] = TokenType.CONTROL
     roles = _role_ids(metadata, kind, tokens, types)
+    _close_default_end(kind, tokens, types)
     end_of_generation = find_end_of_generation(ids, roles, lambda index: types[index] == TokenType.CONTROL)
     end_of_generation |= _further_ends(metadata, len(tokens))
     if not end_of_generation and kind != "wordpiece":
@@ -132,6 +133,7 @@ def read_vocabulary(metadata: Mapping[str, object]) -> Vocabulary:
             "missing, and no token has the spelling of a known end-of-text token",
             "the id of the token that ends a text",
         )
+    _make_control(end_of_generation, tokens, types)
     merge_texts = _merge_texts(metadata, ids, pre_tokenizer) if kind == "bpe" else []
     special_ids = _take_special(tokens, types, ids)
     flags = _flags(metadata)
@@ -294,6 +296,26 @@ def _role_ids(metadata: Mapping[str, object], kind: str, tokens: list[str], type
         if kind != "wordpiece" and role in roles and types[roles[role]] == TokenType.BYTE:
             _refuse(f"{role}_token_id", f"{roles[role]}, a byte token", "a control token")
     return roles
+
+
+def _close_default_end(kind: str, tokens: list[str], types: NDArray[np.uint8]) -> None:
+    """Take the end that a kind has by itself for one where the file declares it a word of texts, as Phi-3's do.
+
+    Elsewhere in a vocabulary the same spelling is a word: </s> strikes text out in HTML.
+    """
+    index, text = _DEFAULT_IDS[kind].get("eos", (len(tokens), ""))
+    if index < len(tokens) and tokens[index] == text and types[index] == TokenType.USER_DEFINED:
+        types[index] = TokenType.CONTROL
+
+
+def _make_control(ends: Iterable[int], tokens: list[str], types: NDArray[np.uint8]) -> None:
+    """Let no text turn into a token that ends a reply, whatever the file declares it to be.
+
+    A single character stays what it is, since texts could not be encoded without it.
+    """
+    for index in ends:
+        if len(tokens[index]) > 1 and types[index] not in (TokenType.BYTE, TokenType.UNKNOWN):
+            types[index] = TokenType.CONTROL
 
 
 def _further_ends(metadata: Mapping[str, object], count: int) -> frozenset[int]:

@@ -88,7 +88,9 @@ def _look_at(llm: "LLM", prompts: Sequence[_Prompt], logprobs: int | None) -> No
         prompt.text = prompt.given if isinstance(prompt.given, str) else tokenizer.decode(prompt.given)
         if logprobs is not None:
             given = prompt.given
-            prompt.token_ids = tokenizer.encode(given) if isinstance(given, str) else given
+            prompt.token_ids = (
+                tokenizer.encode(given, max_tokens=llm.context_length) if isinstance(given, str) else given
+            )
             prompt.scores = llm.score(prompt.token_ids, top=logprobs)
 
 

@@ -63,7 +63,7 @@ async def embeddings(request: Request) -> Response:
 
 
 def _embed(llm: "LLM", text: str | Sequence[int]) -> tuple[Sequence[int], NDArray[np.float32]]:
-    token_ids = llm.tokenizer.encode(text) if isinstance(text, str) else text
+    token_ids = llm.tokenizer.encode(text, max_tokens=llm.context_length) if isinstance(text, str) else text
     return token_ids, llm.embed(token_ids)
 
 

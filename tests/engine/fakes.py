@@ -108,12 +108,16 @@ class ByteTokenizer:
     adds_bos = True
     special_spellings = SpellingFinder({"<begin>": 256, "<end>": 257, "<user>": 258, "<bot>": 259})
 
-    def encode(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
+    def encode(
+        self, text: str, add_special: bool = True, parse_special: bool = False, *, max_tokens: int | None = None
+    ) -> list[int]:
         if parse_special and text == "<end>":
             return [257]
         return [256] * add_special + list(text.encode())
 
-    def encode_segments(self, segments: Sequence[tuple[str, bool]], *, continues_run: bool = False) -> list[int]:
+    def encode_segments(
+        self, segments: Sequence[tuple[str, bool]], *, continues_run: bool = False, max_tokens: int | None = None
+    ) -> list[int]:
         ids: list[int] = []
         for text, is_open in segments:
             position = 0

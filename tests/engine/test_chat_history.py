@@ -121,7 +121,7 @@ def test_system_tokens_end_with_the_system_message_or_before_the_first():
 class WordTokenizer(ByteTokenizer):
     """As bytes, but 'then' is one token, 7."""
 
-    def encode_segments(self, segments, *, continues_run=False):  # type: ignore[no-untyped-def]
+    def encode_segments(self, segments, *, continues_run=False, max_tokens=None):  # type: ignore[no-untyped-def]
         ids = super().encode_segments(segments)
         text = ",".join(map(str, ids))
         return [int(i) for i in text.replace(",".join(map(str, b"then")), "7").split(",")]
