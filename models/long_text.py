@@ -132,12 +132,12 @@ class SymbolTable:
         return flat[np.repeat(starts[inverse], counts) + offsets]
 
 
-def encode_marked(table: SymbolTable, text: str, *, splits_words: bool, stretch: int = STRETCH) -> Iterator[list[int]]:
+def encode_marked(table: SymbolTable, text: str, *, splits_words: bool) -> Iterator[list[int]]:
     """Yield the ids of a SentencePiece text, stretch by stretch; spaces count as marks, and marks as unknown.
 
     splits_words: no token reaches over the beginning of a word.
     """
-    start, size = 0, stretch
+    start, size = 0, STRETCH
     while start < len(text):
         part = text[start : start + size]
         codes = code_points(part)
@@ -153,7 +153,7 @@ def encode_marked(table: SymbolTable, text: str, *, splits_words: bool, stretch:
         done = int(ends[-1])
         symbols = marked_symbols(table, codes[:done])
         yield table.encode(codes, symbols, ends)
-        start, size = start + done, stretch
+        start, size = start + done, STRETCH
 
 
 def encode_split(

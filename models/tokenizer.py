@@ -18,6 +18,8 @@ from localinfer.models.subword_encoders import build_encoder
 from localinfer.models.vocabulary import TokenType, Vocabulary, read_vocabulary
 from localinfer.models.vocabulary_match import vocabulary_difference
 
+# Answers of `ids_containing` that are kept; callers choose the texts.
+_MOST_SEARCHES = 64
 _ASCII_SPACES = " \t\n\v\f\r"
 # Phi-3 keeps the white space after these.
 _KEEPS_SPACES_AFTER = ("<unk>", "<s>", "<|endoftext|>")
@@ -182,14 +184,18 @@ class Tokenizer:
 
     def ids_containing(self, text: str) -> frozenset[int]:
         """Return the ids of all tokens, special ones apart, in whose text this one occurs."""
-        if text not in self._containing:
+        found = self._containing.get(text)
+        if found is None:
             wanted = text.encode("utf-8", "surrogateescape")
-            self._containing[text] = frozenset(
+            found = frozenset(
                 token_id
                 for token_id in range(self.vocab_size)
                 if not self.is_special(token_id) and wanted in self.token_bytes(token_id)
             )
-        return self._containing[text]
+            if len(self._containing) >= _MOST_SEARCHES:
+                self._containing = {}
+            self._containing[text] = found
+        return found
 
     @property
     def special_ids(self) -> Mapping[str, int]:

@@ -37,16 +37,12 @@ _RUNS_PER_STEP = 6
 
 
 class LongTextSplitter:
-    """Splits texts of any length by one rule; threads may share it.
+    """Splits texts of any length by one rule; threads may share it."""
 
-    stretch: see STRETCH.
-    """
-
-    def __init__(self, rule: PreTokenizerRule, stretch: int = STRETCH) -> None:
+    def __init__(self, rule: PreTokenizerRule) -> None:
         self._shape = _SHAPES.get(rule.steps)
         self._kinds = CharacterKinds()
         self._rule = rule
-        self._stretch = stretch
         self._split: Callable[[str], list[str]] | None = None
 
     def stretches(self, text: str) -> Iterator[tuple[str, NDArray[np.int64]]]:
@@ -54,7 +50,7 @@ class LongTextSplitter:
 
         Raises: RequestError for a run of white space that the regular expressions give up on.
         """
-        start, size = 0, self._stretch
+        start, size = 0, STRETCH
         while start < len(text):
             part = text[start : start + size]
             ends = self._ends(part, start + size >= len(text))
@@ -63,7 +59,7 @@ class LongTextSplitter:
                 continue
             done = int(ends[-1])
             yield part[:done], ends
-            start, size = start + done, self._stretch
+            start, size = start + done, STRETCH
 
     def _ends(self, part: str, is_end: bool) -> NDArray[np.int64]:
         if self._shape is not None:

@@ -68,13 +68,16 @@ async def completions(request: Request) -> Response:
     return EventStream(_frames(reply, body, choices, service.settings.ping_seconds), reply.close)
 
 
-def _plan(
+async def _plan(
     llm: "LLM", *, prompts: Sequence[_Prompt], body: CompletionRequest, options: dict[str, Any]
 ) -> list[TextPlan]:
     """The texts of each prompt; the later ones find it in the cache."""
     plans = []
     for number, prompt in enumerate(prompts):
-        asked = prompt.given if body.suffix is None else fill_prompt(llm.tokenizer, prompt.given, body.suffix)
+        asked = prompt.given
+        if body.suffix is not None:
+            most = None if options.get("context_shift") else llm.context_length
+            asked = await asyncio.to_thread(fill_prompt, llm.tokenizer, prompt.given, body.suffix, most)
         for index in range(body.num_made):
             open_stream = partial(llm.stream, asked, **seeded(options, index))
             plans.append(TextPlan(open_stream, number * body.num_made if index else None))

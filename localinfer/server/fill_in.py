@@ -10,10 +10,13 @@ if TYPE_CHECKING:
     from localinfer.models.tokenizer import Tokenizer
 
 
-def fill_prompt(tokenizer: "Tokenizer", prompt: str | Sequence[int], suffix: str) -> list[int]:
+def fill_prompt(
+    tokenizer: "Tokenizer", prompt: str | Sequence[int], suffix: str, max_tokens: int | None = None
+) -> list[int]:
     """The ids of a prompt whose completion stands before `suffix`: first what is before, then what is after.
 
-    Raises: ApiError 400 if the vocabulary has no tokens for that. Source: Bavarian et al., arXiv 2207.14255 (PSM).
+    Raises: ApiError 400 if the vocabulary has no tokens for that; ContextLengthError for a long text of more than
+    `max_tokens`. Source: Bavarian et al., arXiv 2207.14255 (PSM).
     """
     begin, hole, end = (
         next((token_id for text in spellings if (token_id := tokenizer.special_ids.get(text)) is not None), None)
@@ -26,6 +29,9 @@ def fill_prompt(tokenizer: "Tokenizer", prompt: str | Sequence[int], suffix: str
             code="unsupported_parameter",
             param="suffix",
         )
-    before = tokenizer.encode(prompt, add_special=False) if isinstance(prompt, str) else list(prompt)
+    before = (
+        tokenizer.encode(prompt, add_special=False, max_tokens=max_tokens) if isinstance(prompt, str) else list(prompt)
+    )
     first = [] if not tokenizer.adds_bos or tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    return [*first, begin, *before, hole, *tokenizer.encode(suffix, add_special=False), end]
+    after = tokenizer.encode(suffix, add_special=False, max_tokens=max_tokens)
+    return [*first, begin, *before, hole, *after, end]

@@ -53,7 +53,9 @@ class FakeStream:
 class FakeTokenizer:
     """One id per byte."""
 
-    def encode(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
+    def encode(
+        self, text: str, add_special: bool = True, parse_special: bool = False, *, max_tokens: int | None = None
+    ) -> list[int]:
         return [1] * add_special + list(text.encode())
 
     def decode(self, token_ids: list[int]) -> str:
