@@ -15,6 +15,8 @@ Shape = tuple[int, ...]
 _MAX_LAYERS = 4096
 _MAX_WIDTH = 1 << 22
 _MAX_CONTEXT = 1 << 28
+# Weights of tokens are drawn in units of 2^-43 and summed in 63 bits.
+_MAX_VOCABULARY = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,6 +216,11 @@ def _vocab_size(reader: MetadataReader, tensor_shapes: Mapping[str, Shape], hidd
         )
     if shape[1] != hidden_size:
         raise reader.contradiction("embedding_length", hidden_size, f"the {shape[1]} columns of token_embd.weight")
+    if shape[0] >= _MAX_VOCABULARY:
+        raise UnsupportedFormatError(
+            f"token_embd.weight has {shape[0]} rows, one per token; this version draws tokens from fewer than "
+            f"{_MAX_VOCABULARY}. Use a model of a smaller vocabulary."
+        )
     declared = reader.integer("vocab_size", shape[0], low=1, high=_MAX_CONTEXT)
     if declared != shape[0]:
         raise reader.contradiction("vocab_size", declared, f"the {shape[0]} rows of token_embd.weight")

@@ -201,6 +201,11 @@ def _strings(metadata: Mapping[str, object], key: str) -> list[str] | None:
     if isinstance(value, list | tuple) and found <= {bytes}:
         return [entry.decode("utf-8", "surrogateescape") for entry in value]
     if isinstance(value, list | tuple) and found <= {str}:
+        try:
+            "".join(value).encode("utf-8", "surrogateescape")
+        except UnicodeEncodeError as error:
+            half = f"a list of strings with half a character, U+{ord(error.object[error.start]):04X}"
+            _refuse(key, half, "strings of whole Unicode characters")
         return list(value)
     _refuse(key, _describe(value), "an array of strings")
 

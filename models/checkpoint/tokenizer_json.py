@@ -5,7 +5,7 @@ the pipeline that would change the ids and is not built is refused by name.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from localinfer.models.vocabulary import PREFIX, TokenType
 _MAX_TOKENS = 1 << 22
 _SPACE_MARK = "▁"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_MAX_NESTING = 16
 _WAY_OUT = "Use a GGUF file of the model, or run it with token ids only."
 
 
@@ -67,10 +68,10 @@ class TokenizerJson:
         model = self._model
         kind = model.get("type", "BPE" if "merges" in model else None)
         if kind != "BPE":
-            raise _unsupported(f"its model is {kind!r:.40}", "BPE")
+            raise _unsupported(f"its model is {_shown(kind, 40)}", "BPE")
         for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
             if model.get(key):
-                raise _unsupported(f"its model has {key} {model[key]!r:.40}", "none")
+                raise _unsupported(f"its model has {key} {_shown(model[key], 40)}", "none")
 
     def _read_ids(self) -> dict[str, int]:
         vocab = _object(self._model, "vocab")
@@ -80,6 +81,8 @@ class TokenizerJson:
             raise TokenizerError(
                 f"tokenizer.json: model.vocab is not a map of texts to ids below {_MAX_TOKENS}. {_WAY_OUT}"
             )
+        _check_whole(vocab, "model.vocab")
+        _check_whole((token["content"] for token in self._added), "added_tokens")
         ids: dict[str, int] = dict(vocab)
         ids.update((token["content"], token["id"]) for token in self._added)
         if len(set(ids.values())) != len(ids):
@@ -87,7 +90,8 @@ class TokenizerJson:
             for text, index in ids.items():
                 if index in seen:
                     raise TokenizerError(
-                        f"tokenizer.json: {seen[index]!r:.60} and {text!r:.60} both have the id {index}. {_WAY_OUT}"
+                        f"tokenizer.json: {_shown(seen[index], 60)} and {_shown(text, 60)} both have the id {index}. "
+                        f"{_WAY_OUT}"
                     )
                 seen[index] = text
         return ids
@@ -98,14 +102,14 @@ class TokenizerJson:
         added = {token["content"] for token in self._added}
         if not added.issuperset(beyond):
             raise TokenizerError(
-                f"tokenizer.json: {len(beyond)} ids, such as that of {beyond[0]!r:.60}, lie outside the {vocab_size} "
-                f"rows of the embedding. {_WAY_OUT}"
+                f"tokenizer.json: {len(beyond)} ids, such as that of {_shown(beyond[0], 60)}, lie outside the "
+                f"{vocab_size} rows of the embedding. {_WAY_OUT}"
             )
         for text in beyond:
             del self.ids[text]  # for pictures and the like: the model has no row for them
         tokens = [f"[PAD{index}]" for index in range(vocab_size)]
         types = [int(TokenType.UNUSED)] * vocab_size
-        has_bytes = bool(self._model.get("byte_fallback"))
+        has_bytes = _flag(self._model, "byte_fallback")
         for text, index in self.ids.items():
             tokens[index] = text
             is_byte = has_bytes and _BYTE_TOKEN.fullmatch(text)
@@ -123,17 +127,20 @@ class TokenizerJson:
         for entry in _list(self._model, "merges"):
             pair = entry.split(" ") if isinstance(entry, str) else entry
             if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(part, str) and part for part in pair):
-                raise TokenizerError(f"tokenizer.json: the merge {entry!r:.60} is not a pair of texts. {_WAY_OUT}")
+                raise TokenizerError(
+                    f"tokenizer.json: the merge {_shown(entry, 60)} is not a pair of texts. {_WAY_OUT}"
+                )
             pairs.append((pair[0], pair[1]))
+        _check_whole((part for pair in pairs for part in pair), "model.merges")
         return pairs
 
     def _byte_level(self) -> dict[str, object]:
         for step in self._normalizers:
             # NFC changes only texts that are not composed, which hardly any source of text writes.
             if step.get("type") != "NFC":
-                raise _unsupported(f"its normalizer is {step.get('type')!r:.40}", "none, or NFC")
+                raise _unsupported(f"its normalizer is {_shown(step.get('type'), 40)}", "none, or NFC")
         patterns = [pattern for step in self._pre_tokenizers for pattern in _patterns(step)]
-        ignores_merges = bool(self._model.get("ignore_merges"))
+        ignores_merges = _flag(self._model, "ignore_merges")
         names = (
             name
             for name, rule in PRE_TOKENIZERS.items()
@@ -141,19 +148,19 @@ class TokenizerJson:
         )
         name = next(names, None)
         if name is None:
-            raise _unsupported(f"it splits words by {patterns!r:.300}", "the rules of the vocabularies it knows")
+            raise _unsupported(f"it splits words by {_shown(patterns, 300)}", "the rules of the vocabularies it knows")
         merges = [f"{left} {right}" for left, right in self._merges()]
         return {f"{PREFIX}model": "gpt2", f"{PREFIX}pre": name, f"{PREFIX}merges": merges}
 
     def _sentence_piece(self, tokens: list[str], types: list[int]) -> dict[str, object]:
         """Scores stand in for merges: SentencePiece ranks a merge by its result, and so were the merges made."""
-        if not self._model.get("byte_fallback"):
+        if not _flag(self._model, "byte_fallback"):
             raise _unsupported("it is neither byte-level nor has it byte_fallback", "one of the two")
         scores = np.full(len(tokens), -1e9, np.float32)
         for rank, (left, right) in enumerate(self._merges()):
             index = self.ids.get(left + right)
             if index is None:
-                raise TokenizerError(f"tokenizer.json: the merge {left + right!r:.60} is not a token. {_WAY_OUT}")
+                raise TokenizerError(f"tokenizer.json: the merge {_shown(left + right, 60)} is not a token. {_WAY_OUT}")
             scores[index] = max(scores[index], -rank)
         has_prefix, only_first = self._space_prefix()
         metadata: dict[str, object] = {
@@ -177,12 +184,14 @@ class TokenizerJson:
                 case {"type": "Split", "pattern": {"String": " "}}:
                     pass  # every space has become a mark before this looks for one
                 case {"type": "Metaspace", "replacement": "▁"}:
-                    if step.get("split", True):
+                    if _flag(step, "split", True):
                         raise _unsupported("its Metaspace splits words", "split false")
-                    scheme = step.get("prepend_scheme", "always" if step.get("add_prefix_space", True) else "never")
+                    scheme = step.get("prepend_scheme", "always" if _flag(step, "add_prefix_space", True) else "never")
+                    if scheme not in ("always", "never", "first"):
+                        raise _unsupported(f"its prepend_scheme is {_shown(scheme, 40)}", "always, never or first")
                     has_prefix, only_first, marks_spaces = scheme != "never", scheme == "first", True
                 case _:
-                    raise _unsupported(f"a step of its pipeline is {step!r:.120}", "SentencePiece's own")
+                    raise _unsupported(f"a step of its pipeline is {_shown(step, 120)}", "SentencePiece's own")
         if not marks_spaces:
             raise _unsupported("nothing in it turns spaces into '▁'", "a Replace or Metaspace that does")
         return has_prefix, only_first
@@ -192,51 +201,88 @@ def _patterns(step: Mapping[str, Any]) -> list[str]:
     """The regular expressions by which one pre-tokenizer cuts, as `PRE_TOKENIZERS` spells them."""
     match step:
         case {"type": "ByteLevel"}:
-            if step.get("add_prefix_space"):
+            if _flag(step, "add_prefix_space"):
                 raise _unsupported("its ByteLevel step adds a space before texts", "add_prefix_space false")
-            return [GPT2_PATTERN] if step.get("use_regex", True) else []
+            return [GPT2_PATTERN] if _flag(step, "use_regex", True) else []
         case {"type": "Digits"}:
-            return [r"\p{N}" if step.get("individual_digits") else r"\p{N}+"]
+            return [r"\p{N}" if _flag(step, "individual_digits") else r"\p{N}+"]
         case {"type": "Split", "pattern": {"Regex": str(pattern)}, "behavior": "Isolated", "invert": False}:
             return [pattern]
         case {"type": "Split", "pattern": {"Regex": str(pattern)}, "behavior": "Removed", "invert": True}:
             return [pattern]  # such patterns match all of a text, so nothing is removed
         case _:
-            raise _unsupported(f"its pre-tokenizer has the step {step!r:.200}", "Split, Digits and ByteLevel")
+            raise _unsupported(f"its pre-tokenizer has the step {_shown(step, 200)}", "Split, Digits and ByteLevel")
 
 
-def _steps(value: object, parts: str) -> list[Mapping[str, Any]]:
+def _steps(value: object, parts: str, depth: int = 0) -> list[Mapping[str, Any]]:
     """The steps of a pipeline, those of nested sequences in order."""
     if value is None:
         return []
     if not isinstance(value, dict):
-        raise TokenizerError(f"tokenizer.json: a step of the pipeline is {value!r:.60}; wanted an object. {_WAY_OUT}")
+        raise TokenizerError(
+            f"tokenizer.json: a step of the pipeline is {_shown(value, 60)}; wanted an object. {_WAY_OUT}"
+        )
     if value.get("type") != "Sequence":
         return [value]
-    return [step for entry in _list(value, parts) for step in _steps(entry, parts)]
+    if depth == _MAX_NESTING:
+        raise TokenizerError(
+            f"tokenizer.json: {parts} are nested more than {_MAX_NESTING} deep; wanted steps in a row. {_WAY_OUT}"
+        )
+    return [step for entry in _list(value, parts) for step in _steps(entry, parts, depth + 1)]
 
 
 def _added_token(entry: object) -> dict[str, Any]:
     wanted = {"content": str, "id": int, "special": bool}
     if not isinstance(entry, dict) or any(type(entry.get(key)) is not kind for key, kind in wanted.items()):
-        raise TokenizerError(f"tokenizer.json: the added token {entry!r:.80} lacks content, id or special. {_WAY_OUT}")
+        raise TokenizerError(
+            f"tokenizer.json: the added token {_shown(entry, 80)} lacks content, id or special. {_WAY_OUT}"
+        )
     if not entry["content"] or not 0 <= entry["id"] < _MAX_TOKENS:
-        raise TokenizerError(f"tokenizer.json: the added token {entry!r:.80} is empty or has no sound id. {_WAY_OUT}")
-    return {"rstrip": bool(entry.get("rstrip")), **{key: entry[key] for key in wanted}}
+        raise TokenizerError(
+            f"tokenizer.json: the added token {_shown(entry, 80)} is empty or has no sound id. {_WAY_OUT}"
+        )
+    return {"rstrip": _flag(entry, "rstrip"), **{key: entry[key] for key in wanted}}
 
 
 def _object(record: Mapping[str, Any], key: str) -> dict[str, Any]:
     value = record.get(key)
     if not isinstance(value, dict):
-        raise TokenizerError(f"tokenizer.json: {key} is {value!r:.60}; wanted an object. {_WAY_OUT}")
+        raise TokenizerError(f"tokenizer.json: {key} is {_shown(value, 60)}; wanted an object. {_WAY_OUT}")
     return value
 
 
 def _list(record: Mapping[str, Any], key: str) -> list[Any]:
     value = record.get(key, [])
     if not isinstance(value, list):
-        raise TokenizerError(f"tokenizer.json: {key} is {value!r:.60}; wanted a list. {_WAY_OUT}")
+        raise TokenizerError(f"tokenizer.json: {key} is {_shown(value, 60)}; wanted a list. {_WAY_OUT}")
     return value
+
+
+def _flag(record: Mapping[str, Any], key: str, default: bool = False) -> bool:
+    value = record.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise TokenizerError(f"tokenizer.json: {key} is {_shown(value, 60)}; wanted true or false. {_WAY_OUT}")
+    return default if value is None else value
+
+
+def _check_whole(texts: Iterable[str], where: str) -> None:
+    """Refuse half characters, which JSON can spell and no text holds."""
+    try:
+        "".join(texts).encode("utf-8")
+    except UnicodeEncodeError as error:
+        found = error.object[error.start]
+        raise TokenizerError(
+            f"tokenizer.json: {where} has half a character, U+{ord(found):04X}; wanted whole Unicode characters. "
+            f"{_WAY_OUT}"
+        ) from None
+
+
+def _shown(value: object, size: int) -> str:
+    """The beginning of a value as Python writes it, for a message; a file may nest values however deep."""
+    try:
+        return repr(value)[:size]
+    except RecursionError:
+        return f"a deeply nested {type(value).__name__}"
 
 
 def _unsupported(found: str, wanted: str) -> TokenizerError:
