@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from localinfer.constraint import Grammar, JsonObject, JsonSchema, Regex
     from localinfer.llm import LLM
     from localinfer.loading import load, load_tokenizer
+    from localinfer.models.rope_options import RopeOptions
     from localinfer.text_stream import Completion
 
 _CHECKOUT = Path(__file__).parent.parent
@@ -23,6 +24,7 @@ __all__ = [
     "JsonObject",
     "JsonSchema",
     "Regex",
+    "RopeOptions",
     "errors",
     "load",
     "load_tokenizer",
@@ -35,6 +37,7 @@ _MODULE_OF = {
     "JsonObject": "localinfer.constraint",
     "JsonSchema": "localinfer.constraint",
     "Regex": "localinfer.constraint",
+    "RopeOptions": "localinfer.models.rope_options",
     "load": "localinfer.loading",
     "load_tokenizer": "localinfer.loading",
 }

@@ -2,7 +2,7 @@
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,8 @@ from localinfer.progress import Progress
 
 if TYPE_CHECKING:
     from localinfer.llm import LLM
+    from localinfer.models.model_changes import ModelChanges
+    from localinfer.models.rope_options import RopeOptions
 
 Command = Callable[..., Any]
 
@@ -33,6 +35,9 @@ class ModelOptions:
     disk_cache_folder: str | None
     speculation: str
     draft: str | None
+    chat_template: str | None
+    rope: "RopeOptions"
+    overrides: Mapping[str, bool | int | float | str]
 
 
 _SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
@@ -70,12 +75,35 @@ def _gather_model_options(command: Command) -> Command:
     @functools.wraps(command)
     def call(*, model: str | None, no_disk_cache: bool, disk_cache_size: int | None, **values: Any) -> Any:
         names = ["device", "gpu_layers", "threads", "context_length", "kv_type", "kv_memory", "kv_window"]
-        names += ["disk_cache_folder", "speculation", "draft"]
+        names += ["disk_cache_folder", "speculation", "draft", "chat_template"]
         disk_cache = False if no_disk_cache else disk_cache_size or True
         loading = {name: values.pop(name) for name in names}
+        loading |= {"rope": _rope(values), "overrides": dict(values.pop("overrides"))}
         return command(options=ModelOptions(path=model, disk_cache=disk_cache, **loading), **values)
 
     return call
+
+
+def _rope(values: dict[str, Any]) -> "RopeOptions":
+    """Take the options that say how positions rotate out of all of them."""
+    from localinfer.models.rope_options import RopeOptions
+
+    names = {"scaling": "rope_scaling", "scale": "rope_scale", "base": "rope_base"}
+    names |= {"frequency_scale": "rope_frequency_scale"}
+    for name in ("original_context", "extrapolation_factor", "attention_factor", "beta_fast", "beta_slow"):
+        names[f"yarn_{name}"] = f"yarn_{name}"
+    return RopeOptions(**{name: values.pop(option) for name, option in names.items()})
+
+
+def _overrides(
+    context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
+) -> list[tuple[str, bool | int | float | str]]:
+    from localinfer.models.model_changes import parse_override
+
+    try:
+        return [parse_override(value) for value in values]
+    except RequestError as error:
+        raise click.BadParameter(str(error)) from None
 
 
 def _gpu_layers(context: click.Context, parameter: click.Parameter, value: str) -> int | None:
@@ -120,7 +148,13 @@ load_options = options_group(
     click.option(
         "--threads", type=click.IntRange(min=1), metavar="N", help="CPU threads. Default: one per physical core."
     ),
-    click.option("--context-length", type=click.IntRange(min=1), metavar="N", help="Default: chosen from the model."),
+    click.option(
+        "-c",
+        "--context-length",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="Tokens of prompt and reply. Default: what the model was trained for; more may need --rope-scaling.",
+    ),
     click.option(
         "--kv-type",
         callback=_kv_type,
@@ -157,8 +191,42 @@ load_options = options_group(
         help="Guess tokens and check many at once: faster, same text.",
     ),
     click.option("--draft", metavar="FILE", help="A small GGUF model of the same vocabulary that guesses."),
+    click.option("--chat-template", metavar="FILE", help="Jinja template in place of the model's own."),
+    click.option(
+        "--rope-scaling",
+        type=click.Choice(["none", "linear", "yarn"]),
+        help="How positions stretch over a longer context. Default: the model's own.",
+    ),
+    click.option(
+        "--rope-scale", type=float, metavar="X", help="Stretch them over X times the context it was made for."
+    ),
+    click.option("--rope-base", type=float, metavar="X", help="Base of the rotary frequencies (theta)."),
+    click.option("--rope-frequency-scale", type=float, metavar="X", help="Another way to say --rope-scale 1/X."),
+    click.option("--yarn-original-context", type=int, metavar="N", help="Context the model was first trained for."),
+    click.option("--yarn-extrapolation-factor", type=float, metavar="X", help="How far fast pairs keep their pace."),
+    click.option("--yarn-attention-factor", type=float, metavar="X", help="Multiplies YaRN's own temperature."),
+    click.option("--yarn-beta-fast", type=float, metavar="X", help="Turns from which a pair counts as fast."),
+    click.option("--yarn-beta-slow", type=float, metavar="X", help="Turns below which a pair counts as slow."),
+    click.option(
+        "--set",
+        "overrides",
+        multiple=True,
+        callback=_overrides,
+        metavar="KEY=VALUE",
+        help="Metadata in place of the file's; VALUE may begin with int:, float:, bool: or str:. May be repeated.",
+    ),
     _gather_model_options,
 )
+
+
+def changes_of(options: ModelOptions) -> "ModelChanges":
+    """What is set in place of what a model's file says. Raises: RequestError."""
+    from pathlib import Path
+
+    from localinfer.loading import model_changes
+
+    template = None if options.chat_template is None else Path(options.chat_template)
+    return model_changes(chat_template=template, rope=options.rope, overrides=options.overrides)
 
 
 def load_with(options: ModelOptions, *, stopping: threading.Event | None = None) -> "LLM":
@@ -166,6 +234,8 @@ def load_with(options: ModelOptions, *, stopping: threading.Event | None = None)
 
     stopping: gives the load up, at its next stage, once it is set. Raises: LocalinferError; ClosedError if given up.
     """
+    from pathlib import Path
+
     import localinfer
 
     with Progress() as shown:
@@ -188,5 +258,8 @@ def load_with(options: ModelOptions, *, stopping: threading.Event | None = None)
             disk_cache_folder=options.disk_cache_folder,
             speculation=None if options.speculation == "off" else options.speculation,
             draft=options.draft,
+            chat_template=None if options.chat_template is None else Path(options.chat_template),
+            rope=options.rope,
+            overrides=options.overrides,
             progress=progress,
         )

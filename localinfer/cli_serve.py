@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from localinfer.cli_model_options import ModelOptions, byte_size, load_options, load_with
+from localinfer.cli_model_options import ModelOptions, byte_size, changes_of, load_options, load_with
 from localinfer.errors import RequestError
 
 if TYPE_CHECKING:
@@ -215,4 +215,4 @@ def _load(options: ModelOptions, source: "ModelSource", stopping: threading.Even
 def _measure(options: ModelOptions, source: "ModelSource") -> "MemoryNeed":
     from localinfer.server.model_memory import measure_need
 
-    return measure_need(source.path, options.kv_type)
+    return measure_need(source.path, options.kv_type, changes_of(options), options.context_length)

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from localinfer.disk_cache import DiskOptions
     from localinfer.fingerprint import ModelIdentity
     from localinfer.models.loader import Model
+    from localinfer.models.model_changes import ModelChanges
+    from localinfer.models.rope_options import RopeOptions
     from localinfer.models.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -36,6 +38,9 @@ def load(
     disk_cache_folder: str | os.PathLike[str] | None = None,
     speculation: str | None = "auto",
     draft: str | os.PathLike[str] | None = None,
+    chat_template: str | os.PathLike[str] | None = None,
+    rope: "RopeOptions | None" = None,
+    overrides: Mapping[str, bool | int | float | str] | None = None,
     limits: EngineLimits | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> LLM:
@@ -47,7 +52,8 @@ def load(
     gpu_layers: how many of the model's last layers run on the GPU, the others on the CPU; more than it has means all.
         None: as many as fit, with keys and values of context_length tokens (8,192 if that is None).
     threads: how many compute on the CPU; None takes the physical cores.
-    context_length: tokens of prompt and completion together; None takes what the model was trained for.
+    context_length: tokens of prompt and completion together; None takes what the model was trained for. More is
+        allowed, with a warning; `rope` says how positions are to be scaled then.
     kv_type: type of cached keys and values: "f16", "f32", "q8_0" or "q4_0", or one for each such as "q8_0/q4_0".
     kv_memory: bytes that keys and values may take, of running and of former texts; None takes half of what is free,
         and of that at most 8 GiB or one full context, whichever is more. It is taken as it is needed.
@@ -60,6 +66,10 @@ def load(
     speculation: how to guess tokens that are then checked many at once: "ngram" from what was read before, "draft" by
         a draft model, "auto" by all that is there, None not at all. It changes speed only, never the text.
     draft: path of a much smaller GGUF model of the same vocabulary, to draft with.
+    chat_template: Jinja source in place of the model's own template, or the path of a file of it.
+    rope: a `localinfer.RopeOptions`: how positions rotate, in place of what the file says.
+    overrides: metadata in place of the file's, by GGUF's keys: {"llama.rope.freq_base": 1e6}. A key that the file lacks
+        and nothing reads is refused. What is kept on disk of other settings is never used.
     limits: how many generations share a step, and how many may wait; None takes 16, and lets any number wait.
     progress: called with a stage's name, the units done and the units in all.
     Raises: ModelFileError, RequestError, BackendUnavailableError, OutOfMemoryError.
@@ -75,6 +85,7 @@ def load(
     from localinfer.speculation_setup import check_speculation, make_speculation
 
     check_speculation(speculation, has_draft=draft is not None)
+    changes = model_changes(chat_template=chat_template, rope=rope, overrides=overrides)
     path = model_path(model)
     disk = _disk_options(disk_cache, disk_cache_folder)
     if kv_window is not None and draft is not None:
@@ -87,6 +98,7 @@ def load(
         kv_window=kv_window,
         device=device,
         gpu_layers=gpu_layers,
+        changes=changes,
         progress=progress,
     )
     drafting = window = None
@@ -113,6 +125,25 @@ def load(
         disk=disk,
         speculation=made,
         limits=limits,
+    )
+
+
+def model_changes(
+    *,
+    chat_template: str | os.PathLike[str] | None = None,
+    rope: "RopeOptions | None" = None,
+    overrides: Mapping[str, bool | int | float | str] | None = None,
+) -> "ModelChanges":
+    """Settings in place of those of a model's file, as `load` takes them. Raises: RequestError."""
+    from localinfer.models.model_changes import ModelChanges, template_source
+    from localinfer.models.rope_options import RopeOptions
+
+    if rope is not None and not isinstance(rope, RopeOptions):
+        raise RequestError(f"rope is {rope!r:.80}; give a localinfer.RopeOptions, or None")
+    if overrides is not None and not isinstance(overrides, Mapping):
+        raise RequestError(f"overrides is {overrides!r:.80}; give a dict of metadata keys and values, or None")
+    return ModelChanges(
+        overrides=dict(overrides or {}), chat_template=template_source(chat_template), rope=rope or RopeOptions()
     )
 
 

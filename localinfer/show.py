@@ -56,6 +56,7 @@ class TypeShare:
 class FileDescription:
     """Everything `localinfer show` says about a model; sizes the file does not state are absent from `sizes`.
 
+    unknown_settings: what may change the answers of a model that runs here and is not obeyed.
     gguf_version: None for a Hugging Face folder, whose tensors are described as GGUF would hold them.
     """
 
@@ -71,6 +72,7 @@ class FileDescription:
     types: list[TypeShare]
     tokenizer: dict[str, Any]
     chat_template: dict[str, Any] | None
+    unknown_settings: list[str]
     metadata: dict[str, Any]
     tensors: list[dict[str, Any]]
 
@@ -84,6 +86,8 @@ def describe_file(path: str) -> FileDescription:
         metadata: Mapping[str, object] = file.metadata
         tensors: list[TensorRecord] = list(file.tensors.values())
         num_parameters = sum(math.prod(tensor.shape) for tensor in tensors)
+        from localinfer.models.metadata_keys import unknown_settings
+
         version = file.version if isinstance(file, GGUFFile) else None
         stored_bytes = file.num_bytes if version is None else sum(tensor.num_bytes for tensor in tensors)
         architecture = _string(metadata, "general.architecture") or "unknown"
@@ -100,6 +104,7 @@ def describe_file(path: str) -> FileDescription:
             types=_type_shares(tensors),
             tokenizer=_tokenizer(metadata),
             chat_template=_chat_template(metadata),
+            unknown_settings=unknown_settings(file),
             metadata={key: _plain_value(metadata, key) for key in metadata},
             tensors=_tensor_records(tensors),
         )
@@ -226,6 +231,8 @@ def render_text(description: FileDescription, *, tensors: bool) -> str:
 
 
 def _summary_lines(description: FileDescription) -> Iterator[str]:
+    from localinfer.models.metadata_keys import listed
+
     template = description.chat_template
     kind = "Hugging Face folder" if description.gguf_version is None else f"GGUF {description.gguf_version}"
     rows: dict[str, str] = {
@@ -239,6 +246,8 @@ def _summary_lines(description: FileDescription) -> Iterator[str]:
             f"{template['num_characters']} characters, sha256 {template['sha256'][:12]}" if template else "none"
         ),
     }
+    if description.unknown_settings:
+        rows["not understood"] = f"{listed(description.unknown_settings)} (ignored; may change what the model answers)"
     if description.num_parts > 1:
         rows["file"] += f", {description.num_parts} parts"
     width = max(map(len, rows))

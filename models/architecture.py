@@ -33,8 +33,9 @@ class Architecture:
     Norms: names of tensors within a block, None where there is no such norm. If both branches name the same norm, it
     is computed once. parallel: both branches read the layer's input (GPT-J's form) instead of one after the other.
     windows, chunks: positions a layer sees, 0 for all. has_rope: which layers rotate. Each is one entry per layer, or
-    empty if all layers do the plain thing. windowed_rope_base: base in layers with a window where the file gives none,
-    0 for the others' base. rope_magnitude: replaces the one that follows from the file's scaling.
+    empty if all layers do the plain thing. rope_base: replaces the file's, 0 for that. windowed_rope_base: base in
+    layers with a window where the file gives none, 0 for the others' base. rope_magnitude: replaces the one that
+    follows from the file's scaling.
     attention_scale: replaces the file's and 1 / sqrt(head_dim). max_alibi_bias: 0 without ALiBi.
     weigh_expert_inputs: expert weights scale what the experts read, not what they answer.
     temperature_length > 0 sharpens queries by the logarithm of their position, counted in temperature_length positions,
@@ -60,6 +61,7 @@ class Architecture:
     windows: tuple[int, ...] = ()
     chunks: tuple[int, ...] = ()
     has_rope: tuple[bool, ...] = ()
+    rope_base: float = 0.0
     windowed_rope_base: float = 0.0
     scales_windowed_rope: bool = True
     rope_magnitude: float | None = None

@@ -15,7 +15,8 @@ class RopeTables:
     """The rotations of one model: layers with a sliding window may have a base of their own, or no scaling."""
 
     def __init__(self, graph: Graph, context_length: int) -> None:
-        rope, architecture = graph.config.rope, graph.architecture
+        architecture = graph.architecture
+        rope = replace(graph.config.rope, base=architecture.rope_base or graph.config.rope.base)
         divisors = _divisors(graph, context_length)
         windowed = replace(rope, base=architecture.windowed_rope_base or rope.base_windowed or rope.base)
         if not architecture.scales_windowed_rope:
@@ -33,6 +34,10 @@ def write_attention(graph: Graph, layer: int, x: Buffer, tables: RopeTables) -> 
     """Write one layer's attention over x; the result still wants its output projection."""
     config, architecture, tape = graph.config, graph.architecture, graph.tape
     num_heads, num_kv_heads = config.num_heads[layer], config.num_kv_heads[layer]
+    if not graph.weights.has(f"blk.{layer}.attn_qkv.weight"):
+        for letter in "qkv":
+            # Sizes that no tensor has confirmed must not reserve memory.
+            graph.weights.shape(f"blk.{layer}.attn_{letter}.weight")
     queries = graph.buffer("queries", num_heads * config.head_dim, x.rows)
     keys = graph.buffer("keys", num_kv_heads * config.head_dim, x.rows)
     values = graph.buffer("values", num_kv_heads * config.value_head_dim, x.rows)

@@ -9,14 +9,18 @@ from dataclasses import dataclass
 
 from localinfer.errors import CorruptFileError, UnsupportedFormatError
 from localinfer.models.metadata import MetadataReader
+from localinfer.models.tensor_shapes import check_tensor_shapes
 
 Shape = tuple[int, ...]
 
-_MAX_LAYERS = 4096
-_MAX_WIDTH = 1 << 22
-_MAX_CONTEXT = 1 << 28
-# Weights of tokens are drawn in units of 2^-43 and summed in 63 bits.
+MAX_LAYERS = 4096
+MAX_WIDTH = 1 << 22
+MAX_CONTEXT = 1 << 28
+MAX_SCALE = 1e6
+"""Of factors on activations, scores and positions, which in models are from 0.001 to 100."""
+MIN_BASE, MAX_BASE = 1.0 + 1e-6, 1e18
 _MAX_VOCABULARY = 1 << 20
+"""Weights of tokens are drawn in units of 2^-43 and summed in 63 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +30,7 @@ class RopeConfig:
     rotary_size: elements of each head that rotate. base_windowed: base of the layers with a sliding window, 0 where the
     file leaves it to the architecture.
     scaling: none, linear, yarn or longrope. sections: sizes of multimodal sections (equal positions for text).
+    alpha: stretches the base, in Hunyuan's models (NTK-aware scaling), 0 where the file has none.
     is_used: false in a few Granite models, which have no positions at all.
     attention_factor, extrapolation_factor, beta_fast, beta_slow, log_multiplier: YaRN's own (arXiv 2309.00071).
     """
@@ -42,6 +47,7 @@ class RopeConfig:
     beta_slow: float = 1.0
     log_multiplier: float = 0.0
     sections: tuple[int, ...] = ()
+    alpha: float = 0.0
     is_used: bool = True
 
 
@@ -125,25 +131,30 @@ class ModelConfig:
                 "Is this a tokenizer or an adapter rather than a model?"
             )
         reader = MetadataReader(metadata, prefix=architecture)
-        hidden_size = reader.integer("embedding_length", low=1, high=_MAX_WIDTH)
+        hidden_size = reader.integer("embedding_length", low=1, high=MAX_WIDTH)
         vocab_size = _vocab_size(reader, tensor_shapes, hidden_size)
-        extra_layers = reader.integer("nextn_predict_layers", 0, low=0, high=_MAX_LAYERS)
+        extra_layers = reader.integer("nextn_predict_layers", 0, low=0, high=MAX_LAYERS)
         num_layers = _count_layers(reader, tensor_shapes) - extra_layers
         if num_layers < 1:
             raise reader.contradiction("nextn_predict_layers", extra_layers, "fewer than block_count")
-        num_heads = reader.integers("attention.head_count", num_layers, low=1, high=_MAX_WIDTH)
-        num_kv_heads = reader.integers("attention.head_count_kv", num_layers, num_heads, low=1, high=_MAX_WIDTH)
+        num_heads = reader.integers("attention.head_count", num_layers, low=1, high=MAX_WIDTH)
+        num_kv_heads = reader.integers("attention.head_count_kv", num_layers, num_heads, low=1, high=MAX_WIDTH)
         for layer in range(num_layers):
             if num_heads[layer] % num_kv_heads[layer]:
                 raise reader.contradiction(
                     "attention.head_count_kv", num_kv_heads[layer], f"a divisor of {num_heads[layer]} heads"
                 )
         head_dim = _head_dim(reader, hidden_size, num_heads)
-        value_head_dim = reader.integer("attention.value_length", head_dim, low=1, high=_MAX_WIDTH)
-        _check_windowed_sizes(reader, head_dim, value_head_dim)
-        context_length = reader.integer("context_length", low=1, high=_MAX_CONTEXT)
-        sliding_window = reader.integer("attention.sliding_window", 0, low=0, high=_MAX_CONTEXT)
+        value_head_dim = reader.integer("attention.value_length", head_dim, low=1, high=MAX_WIDTH)
+        context_length = reader.integer("context_length", low=1, high=MAX_CONTEXT)
+        sliding_window = reader.integer("attention.sliding_window", 0, low=0, high=MAX_CONTEXT)
         rope = _rope(reader, head_dim, context_length)
+        _check_windowed_sizes(reader, rotary_size=rope.rotary_size, head_dim=head_dim, value_head_dim=value_head_dim)
+        if reader.optional_boolean("attention.causal") is False:
+            raise UnsupportedFormatError(
+                f"{reader.full_key('attention.causal')} is false: every position of such a model sees all others; "
+                "this version runs models that see what came before. Choose another model."
+            )
         config = cls(
             architecture=architecture,
             hidden_size=hidden_size,
@@ -153,7 +164,7 @@ class ModelConfig:
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             intermediate_size=reader.integers(
-                "feed_forward_length", num_layers, (0,) * num_layers, low=0, high=_MAX_WIDTH
+                "feed_forward_length", num_layers, (0,) * num_layers, low=0, high=MAX_WIDTH
             ),
             head_dim=head_dim,
             value_head_dim=value_head_dim,
@@ -163,24 +174,24 @@ class ModelConfig:
             latent=_latent(reader, rope, head_dim, value_head_dim),
             sliding_window=sliding_window,
             windowed_layers=_windowed_layers(reader, num_layers),
-            attention_scale=reader.optional_number("attention.scale"),
-            attention_softcap=reader.number("attn_logit_softcapping", 0.0, low=0.0),
-            logit_softcap=reader.number("final_logit_softcapping", 0.0, low=0.0),
-            embedding_scale=reader.optional_number("embedding_scale"),
-            residual_scale=reader.optional_number("residual_scale"),
-            logit_scale=reader.optional_number("logit_scale"),
+            attention_scale=_optional_scale(reader, "attention.scale"),
+            attention_softcap=reader.number("attn_logit_softcapping", 0.0, low=0.0, high=MAX_SCALE),
+            logit_softcap=reader.number("final_logit_softcapping", 0.0, low=0.0, high=MAX_SCALE),
+            embedding_scale=_optional_scale(reader, "embedding_scale"),
+            residual_scale=_optional_scale(reader, "residual_scale"),
+            logit_scale=_optional_scale(reader, "logit_scale"),
             parallel_residual=reader.optional_boolean("use_parallel_residual"),
-            max_alibi_bias=reader.number("attention.max_alibi_bias", 0.0, low=0.0),
-            temperature_scale=reader.number("attention.temperature_scale", 0.0),
-            temperature_length=reader.integer("attention.temperature_length", 0, low=0, high=_MAX_CONTEXT),
+            max_alibi_bias=reader.number("attention.max_alibi_bias", 0.0, low=0.0, high=MAX_SCALE),
+            temperature_scale=reader.number("attention.temperature_scale", 0.0, low=-MAX_SCALE, high=MAX_SCALE),
+            temperature_length=reader.integer("attention.temperature_length", 0, low=0, high=MAX_CONTEXT),
             block_tensors=frozenset(name.removeprefix("blk.0.") for name in tensor_shapes if name.startswith("blk.0.")),
         )
-        _check_output_projections(reader, config, tensor_shapes)
+        check_tensor_shapes(reader, config, tensor_shapes)
         return config
 
 
 def _count_layers(reader: MetadataReader, tensor_shapes: Mapping[str, Shape]) -> int:
-    num_layers = reader.integer("block_count", low=1, high=_MAX_LAYERS)
+    num_layers = reader.integer("block_count", low=1, high=MAX_LAYERS)
     found = {name.split(".", 2)[1] for name in tensor_shapes if name.startswith("blk.")}
     if any(str(layer) not in found for layer in range(num_layers)):
         raise reader.contradiction("block_count", num_layers, f"the {len(found)} blocks that the tensors form")
@@ -189,7 +200,7 @@ def _count_layers(reader: MetadataReader, tensor_shapes: Mapping[str, Shape]) ->
 
 def _head_dim(reader: MetadataReader, hidden_size: int, num_heads: tuple[int, ...]) -> int:
     if "attention.key_length" in reader:
-        return reader.integer("attention.key_length", low=1, high=_MAX_WIDTH)
+        return reader.integer("attention.key_length", low=1, high=MAX_WIDTH)
     if hidden_size % num_heads[0]:
         raise reader.contradiction(
             "attention.head_count", num_heads[0], f"a divisor of embedding_length {hidden_size} (no key_length given)"
@@ -197,9 +208,19 @@ def _head_dim(reader: MetadataReader, hidden_size: int, num_heads: tuple[int, ..
     return hidden_size // num_heads[0]
 
 
-def _check_windowed_sizes(reader: MetadataReader, head_dim: int, value_head_dim: int) -> None:
-    for key, size in (("attention.key_length_swa", head_dim), ("attention.value_length_swa", value_head_dim)):
-        found = reader.integer(key, size, low=1, high=_MAX_WIDTH)
+def _optional_scale(reader: MetadataReader, key: str) -> float | None:
+    """A factor other than 0, or None where the file has none or 0, which writers use for 'not set'."""
+    return reader.number(key, 0.0, low=-MAX_SCALE, high=MAX_SCALE) or None
+
+
+def _check_windowed_sizes(reader: MetadataReader, *, rotary_size: int, head_dim: int, value_head_dim: int) -> None:
+    sizes = {
+        "attention.key_length_swa": head_dim,
+        "attention.value_length_swa": value_head_dim,
+        "rope.dimension_count_swa": rotary_size,
+    }
+    for key, size in sizes.items():
+        found = reader.integer(key, size, low=0, high=MAX_WIDTH)
         if found != size:
             raise UnsupportedFormatError(
                 f"{reader.full_key(key)} is {found} where other layers have {size}; "
@@ -221,7 +242,7 @@ def _vocab_size(reader: MetadataReader, tensor_shapes: Mapping[str, Shape], hidd
             f"token_embd.weight has {shape[0]} rows, one per token; this version draws tokens from fewer than "
             f"{_MAX_VOCABULARY}. Use a model of a smaller vocabulary."
         )
-    declared = reader.integer("vocab_size", shape[0], low=1, high=_MAX_CONTEXT)
+    declared = reader.integer("vocab_size", shape[0], low=1, high=MAX_CONTEXT)
     if declared != shape[0]:
         raise reader.contradiction("vocab_size", declared, f"the {shape[0]} rows of token_embd.weight")
     num_tokens = reader.length_of("tokenizer.ggml.tokens")
@@ -241,41 +262,49 @@ def _norm_epsilon(reader: MetadataReader) -> float:
 
 
 def _rope(reader: MetadataReader, head_dim: int, context_length: int) -> RopeConfig:
-    rotary_size = reader.integer("rope.dimension_count", head_dim, low=0, high=_MAX_WIDTH)
+    rotary_size = reader.integer("rope.dimension_count", head_dim, low=0, high=MAX_WIDTH)
     if rotary_size > head_dim or rotary_size % 2:
         raise reader.contradiction("rope.dimension_count", rotary_size, f"an even number of at most {head_dim}")
     scaling = reader.text("rope.scaling.type", "")
-    factor = reader.number("rope.scaling.factor", reader.number("rope.scale_linear", 1.0, low=0.0), low=0.0)
+    old_factor = reader.number("rope.scale_linear", 1.0, low=0.0, high=MAX_SCALE)
+    factor = reader.number("rope.scaling.factor", old_factor, low=0.0, high=MAX_SCALE)
     if scaling not in ("", "none", "linear", "yarn", "longrope"):
         raise UnsupportedFormatError(
             f"{reader.full_key('rope.scaling.type')} is {scaling!r}; this version knows none, linear, yarn and "
             "longrope. Update localinfer or choose another model."
         )
-    extrapolation_factor = reader.number("rope.scaling.yarn_ext_factor", -1.0)
+    extrapolation_factor = reader.number("rope.scaling.yarn_ext_factor", -1.0, low=-1.0, high=100.0)
+    base_windowed = reader.number("rope.freq_base_swa", 0.0, low=0.0, high=MAX_BASE)
+    alpha = reader.number("rope.scaling.alpha", 0.0, low=0.0, high=MAX_SCALE)
+    if 0.0 < alpha < 1.0:
+        raise reader.contradiction("rope.scaling.alpha", alpha, "0 or a number from 1")
+    if 0.0 < base_windowed < MIN_BASE:
+        raise reader.contradiction("rope.freq_base_swa", base_windowed, f"0 or a number from {MIN_BASE:g}")
     return RopeConfig(
         rotary_size=rotary_size,
-        base=reader.number("rope.freq_base", 10000.0, low=1.0 + 1e-6),
-        base_windowed=reader.number("rope.freq_base_swa", 0.0, low=0.0),
+        base=reader.number("rope.freq_base", 10000.0, low=MIN_BASE, high=MAX_BASE),
+        base_windowed=base_windowed,
         scaling=scaling or ("linear" if factor not in (0.0, 1.0) else "none"),
         factor=factor or 1.0,
         original_context_length=reader.integer(
-            "rope.scaling.original_context_length", context_length, low=1, high=_MAX_CONTEXT
+            "rope.scaling.original_context_length", context_length, low=1, high=MAX_CONTEXT
         ),
-        attention_factor=reader.number("rope.scaling.attn_factor", 1.0),
+        attention_factor=reader.number("rope.scaling.attn_factor", 1.0, low=0.0, high=MAX_SCALE),
         extrapolation_factor=1.0 if extrapolation_factor < 0.0 else extrapolation_factor,
-        beta_fast=reader.number("rope.scaling.yarn_beta_fast", 32.0, low=1e-6),
-        beta_slow=reader.number("rope.scaling.yarn_beta_slow", 1.0, low=1e-6),
-        log_multiplier=reader.number("rope.scaling.yarn_log_multiplier", 0.0),
+        beta_fast=reader.number("rope.scaling.yarn_beta_fast", 32.0, low=1e-6, high=MAX_SCALE),
+        beta_slow=reader.number("rope.scaling.yarn_beta_slow", 1.0, low=1e-6, high=MAX_SCALE),
+        log_multiplier=reader.number("rope.scaling.yarn_log_multiplier", 0.0, low=0.0, high=100.0),
+        alpha=alpha,
         sections=reader.list_of_integers("rope.dimension_sections"),
         is_used=reader.optional_boolean("rope.scaling.finetuned") is not False,
     )
 
 
 def _experts(reader: MetadataReader) -> ExpertConfig | None:
-    num_experts = reader.integer("expert_count", 0, low=0, high=_MAX_WIDTH)
+    num_experts = reader.integer("expert_count", 0, low=0, high=MAX_WIDTH)
     if num_experts == 0:
         return None
-    num_selected = reader.integer("expert_used_count", low=1, high=_MAX_WIDTH)
+    num_selected = reader.integer("expert_used_count", low=1, high=MAX_WIDTH)
     if num_selected > num_experts:
         raise reader.contradiction("expert_used_count", num_selected, f"at most expert_count {num_experts}")
     num_groups = reader.integer("expert_group_count", 1, low=0, high=num_experts) or 1
@@ -291,8 +320,8 @@ def _experts(reader: MetadataReader) -> ExpertConfig | None:
     return ExpertConfig(
         num_experts=num_experts,
         num_selected=num_selected,
-        intermediate_size=reader.integer("expert_feed_forward_length", 0, low=0, high=_MAX_WIDTH) or None,
-        scale=reader.number("expert_weights_scale", 1.0) or 1.0,
+        intermediate_size=reader.integer("expert_feed_forward_length", 0, low=0, high=MAX_WIDTH) or None,
+        scale=_optional_scale(reader, "expert_weights_scale") or 1.0,
         normalise=reader.optional_boolean("expert_weights_norm"),
         gating=gating or None,
         num_groups=num_groups,
@@ -304,17 +333,17 @@ def _latent(reader: MetadataReader, rope: RopeConfig, head_dim: int, value_head_
     """Sizes of latent attention; None without it, and in files from before the latent was what the cache holds."""
     if "attention.kv_lora_rank" not in reader or "attention.key_length_mla" not in reader:
         return None
-    kv_rank = reader.integer("attention.kv_lora_rank", low=1, high=_MAX_WIDTH)
+    kv_rank = reader.integer("attention.kv_lora_rank", low=1, high=MAX_WIDTH)
     if head_dim != kv_rank + rope.rotary_size:
         wanted = f"attention.kv_lora_rank + rope.dimension_count, {kv_rank} + {rope.rotary_size}"
         raise reader.contradiction("attention.key_length", head_dim, wanted)
     if value_head_dim != kv_rank:
         raise reader.contradiction("attention.value_length", value_head_dim, f"attention.kv_lora_rank {kv_rank}")
     return LatentConfig(
-        key_size=reader.integer("attention.key_length_mla", low=rope.rotary_size + 1, high=_MAX_WIDTH),
-        value_size=reader.integer("attention.value_length_mla", low=1, high=_MAX_WIDTH),
+        key_size=reader.integer("attention.key_length_mla", low=rope.rotary_size + 1, high=MAX_WIDTH),
+        value_size=reader.integer("attention.value_length_mla", low=1, high=MAX_WIDTH),
         kv_rank=kv_rank,
-        query_rank=reader.integer("attention.q_lora_rank", 0, low=0, high=_MAX_WIDTH),
+        query_rank=reader.integer("attention.q_lora_rank", 0, low=0, high=MAX_WIDTH),
     )
 
 
@@ -325,20 +354,5 @@ def _windowed_layers(reader: MetadataReader, num_layers: int) -> tuple[bool, ...
         return ()
     if reader.is_sequence(key):
         return tuple(bool(value) for value in reader.integers(key, num_layers, low=0, high=1))
-    period = reader.integer(key, low=0, high=_MAX_LAYERS)
+    period = reader.integer(key, low=0, high=MAX_LAYERS)
     return tuple(period == 0 or layer % period < period - 1 for layer in range(num_layers))
-
-
-def _check_output_projections(reader: MetadataReader, config: ModelConfig, tensor_shapes: Mapping[str, Shape]) -> None:
-    """Heads and their size decide how wide attention's result is: the first place where a wrong count shows."""
-    if config.latent is not None:
-        return
-    for layer, num_heads in enumerate(config.num_heads):
-        shape = tensor_shapes.get(f"blk.{layer}.attn_output.weight")
-        wanted = num_heads * config.value_head_dim
-        if shape is not None and shape[-1] != wanted:
-            raise reader.contradiction(
-                "attention.head_count",
-                f"{num_heads} and the size of a head {config.value_head_dim}, together {wanted}",
-                f"the {shape[-1]} columns of blk.{layer}.attn_output.weight",
-            )

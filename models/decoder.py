@@ -8,7 +8,7 @@ from localinfer.models.attention import RopeTables, write_attention, write_atten
 from localinfer.models.checked_weights import CheckedWeights
 from localinfer.models.config import ModelConfig
 from localinfer.models.feed_forward import write_feed_forward
-from localinfer.models.graph import Graph
+from localinfer.models.graph import Graph, refuse
 from localinfer.models.latent_attention import write_latent_attention
 
 
@@ -74,7 +74,10 @@ def write_last_layers(
 def _begin(
     config: ModelConfig, weights: WeightSource, tape: Tape, context_length: int | None
 ) -> tuple[Graph, RopeTables]:
-    graph = Graph(config, find_architecture(config), CheckedWeights(weights, config.architecture), tape)
+    architecture = find_architecture(config)
+    if config.latent is not None and not architecture.latent_attention:
+        raise refuse(config, "has the settings of latent attention")
+    graph = Graph(config, architecture, CheckedWeights(weights, config.architecture), tape)
     return graph, RopeTables(graph, context_length or config.context_length)
 
 

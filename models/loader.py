@@ -3,6 +3,7 @@
 import logging
 import os
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,19 +18,24 @@ from localinfer.kernels.cpu.tape import MAX_BATCH_ROWS, CpuTape
 from localinfer.kernels.cuda.device import CudaDevice
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.ops import Program, WeightSource
-from localinfer.models.architectures import check_architecture
+from localinfer.models.architectures import check_architecture, find_architecture
 from localinfer.models.chat_template import ChatTemplate
-from localinfer.models.config import ModelConfig
+from localinfer.models.config import MAX_CONTEXT, ModelConfig
 from localinfer.models.decoder import kv_layer_shapes, write_decoder, write_first_layers, write_last_layers
 from localinfer.models.device_choice import check_gpu_layers, open_device, report_fallback, stay_on_cpu
 from localinfer.models.memory_fit import USUAL_TOKENS, Placement, memory_needs
+from localinfer.models.metadata_keys import DYNAMIC_ROPE_KEY, listed, unknown_settings
+from localinfer.models.model_changes import ModelChanges, apply_changes
 from localinfer.models.pooling import Pooling, read_pooling
 from localinfer.models.remembered_weights import RememberedWeights
 from localinfer.models.thread_choice import available_threads, checked_threads, choose_decode_threads
 from localinfer.models.tokenizer import Tokenizer
 from localinfer.models.weights import CpuWeights
-from localinfer.quant.gguf import read_gguf
+from localinfer.quant.gguf import GGUFFile, read_gguf
 from localinfer.quant.model_file import ModelFile
+
+if TYPE_CHECKING:
+    from localinfer.models.checkpoint.model import CheckpointModel
 
 logger = logging.getLogger(__name__)
 
@@ -84,32 +90,37 @@ def load_model(
     device: str = "cpu",
     gpu_layers: int | None = None,
     beside: Model | None = None,
+    changes: ModelChanges | None = None,
     progress: ProgressCallback | None = None,
 ) -> Model:
     """Load a GGUF file or a Hugging Face folder and compile what it needs.
 
     threads: how many compute; None takes the physical cores, and measures how many of them decode fastest.
-    context_length: tokens the cache may hold, at most what the model was trained for; None takes all of that.
+    context_length: tokens the cache may hold; more than the model was trained for is warned of. None takes what it was
+        trained for.
     kv_window: sequences will let pages go by how much attention they get, and hold so many positions between batches.
     device: "cpu", "cuda", or "auto" for a GPU if there is one that holds at least a layer.
     gpu_layers: how many of the last layers run on the GPU; None for as many as fit, with `context_length` tokens of
         keys and values, or 8,192 of them where it is None.
     beside: a model that takes turns with this one, which then shares its threads; closing either ends both.
+    changes: settings in place of those of the file.
     Raises: ModelFileError (and below) for the file, RequestError for an option without meaning.
     """
     check_gpu_layers(device, gpu_layers)
-    file = open_model_file(path)
+    file = open_model_file(path, changes, context_length)
     pool = gpu = None
     try:
         architecture = file.metadata.get("general.architecture")
         if isinstance(architecture, str):
             # Before their metadata is read, which says nothing of attention in some.
             check_architecture(architecture)
-        shapes = {name: info.shape for name, info in file.tensors.items()}
-        config = _with_context(ModelConfig.from_metadata(file.metadata, shapes), context_length)
+        config = _with_context(read_config(file), file, context_length, changes)
+        _note_unknown_settings(file)
         if progress is not None:
             progress("reading the vocabulary", 0, 0)
         tokenizer = _tokenizer_or_none(file)
+        if tokenizer is None and changes is not None and changes.chat_template is not None:
+            raise RequestError("a chat template needs a tokenizer, and this model has none; leave chat_template out")
         template = None if tokenizer is None else ChatTemplate.from_metadata(file.metadata, tokenizer)
         kv_layout = KVLayout(kv_type, kv_layer_shapes(config, parts_windows=True))
         if kv_window is not None:
@@ -275,24 +286,75 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         file.close()
 
 
-def open_model_file(path: str | os.PathLike[str]) -> ModelFile:
-    """Open a GGUF file, or the checkpoint in a folder. Raises: ModelFileError and below."""
+def open_model_file(
+    path: str | os.PathLike[str], changes: ModelChanges | None = None, context_length: int | None = None
+) -> ModelFile:
+    """Open a GGUF file, or the checkpoint in a folder.
+
+    changes: settings in place of those of the file. context_length: the one asked for, which some of them depend on.
+    Raises: ModelFileError and below; RequestError for changes without meaning.
+    """
+    file: GGUFFile | CheckpointModel
     if not os.path.isdir(path):
-        return read_gguf(path)
-    from localinfer.models.checkpoint.model import open_checkpoint
+        file = read_gguf(path)
+    else:
+        from localinfer.models.checkpoint.model import open_checkpoint
 
-    return open_checkpoint(path)
+        file = open_checkpoint(path)
+    try:
+        if changes is not None:
+            apply_changes(file, changes, context_length)
+        return file
+    except BaseException:
+        file.close()
+        raise
 
 
-def _with_context(config: ModelConfig, context_length: int | None) -> ModelConfig:
+def read_config(file: ModelFile) -> ModelConfig:
+    """Read and check the hyperparameters of a model that this version runs. Raises: ModelFileError and below."""
+    architecture = file.metadata.get("general.architecture")
+    if isinstance(architecture, str):
+        # Before their metadata is read, which says nothing of attention in some.
+        check_architecture(architecture)
+    return ModelConfig.from_metadata(file.metadata, {name: info.shape for name, info in file.tensors.items()})
+
+
+def _with_context(
+    config: ModelConfig, file: ModelFile, context_length: int | None, changes: ModelChanges | None
+) -> ModelConfig:
+    """The configuration with the context asked for, which may be longer than the one that was trained for."""
+    architecture = find_architecture(config)
+    is_scaled = changes is not None and not changes.rope.is_empty
+    rotates = config.rope.rotary_size > 0 and (not architecture.has_rope or any(architecture.has_rope))
+    if is_scaled and not rotates:
+        raise RequestError(f"{config.architecture!r} models do not rotate positions; leave the rope options out")
     if context_length is None:
         return config
-    if context_length > config.context_length:
-        raise RequestError(
-            f"context_length is {context_length}, but the model was trained for {config.context_length}; "
-            "ask for that or less"
-        )
+    trained = config.context_length
+    if context_length > trained:
+        asked = f"context_length is {context_length}, but the model was trained for {trained}"
+        if architecture.learned_positions:
+            raise RequestError(f"{asked} and has a learned vector for each position; ask for that or less")
+        if context_length > MAX_CONTEXT:
+            raise RequestError(f"{asked}, and no cache holds more than {MAX_CONTEXT}; ask for less")
+        if file.metadata.get(DYNAMIC_ROPE_KEY) and not is_scaled:
+            raise RequestError(
+                f"{asked}, and its positions are to be scaled anew with every further token, which this version does "
+                "not do; ask for that or less, or say how to scale them (rope: linear, yarn or a base)"
+            )
+        way_out = "" if is_scaled else ", unless its positions are scaled (rope: linear, yarn or a base)"
+        logger.warning("%s: %s; beyond that it may answer worse%s", file.path.name, asked, way_out)
     return replace(config, context_length=context_length)
+
+
+def _note_unknown_settings(file: ModelFile) -> None:
+    unknown = unknown_settings(file)
+    if unknown:
+        logger.warning(
+            "%s: settings that this version does not know, and that may change what the model answers, are ignored: %s",
+            file.path.name,
+            listed(unknown),
+        )
 
 
 def read_tokenizer(file: ModelFile) -> Tokenizer:

@@ -1,14 +1,15 @@
 """Typed access to GGUF metadata: every value is checked as it is read, every complaint names its key."""
 
-import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from localinfer.errors import CorruptFileError
+from localinfer.errors import CorruptFileError, LocalinferError, RequestError
 from localinfer.quant.gguf_metadata import Metadata
 
 _MAX_ENTRIES = 1 << 16
+_MAX_NUMBER = 1e30
+"""Numbers beyond it make float32 infinite as soon as they meet each other."""
 _WAY_OUT = "Convert the model again or download another copy."
 
 
@@ -26,9 +27,16 @@ class MetadataReader:
         """The key as the file has it."""
         return f"{self._prefix}.{key}"
 
-    def contradiction(self, key: str, found: object, wanted: str) -> CorruptFileError:
-        """An error, to be raised by the caller, about a value that does not fit the rest of the file."""
-        return CorruptFileError(f"{self.full_key(key)} is {found}; wanted {wanted}. {_WAY_OUT}")
+    def contradiction(self, key: str, found: object, wanted: str) -> LocalinferError:
+        """An error, to be raised by the caller, about a value that does not fit the rest of the file.
+
+        Where the caller of the library chose the value, it is that caller's (RequestError), else the file's
+        (CorruptFileError).
+        """
+        whole_key = self.full_key(key)
+        if whole_key in getattr(self._metadata, "replaced_keys", ()):
+            return RequestError(f"{whole_key} was set to {found}; wanted {wanted}. Set another value or none.")
+        return CorruptFileError(f"{whole_key} is {found}; wanted {wanted}. {_WAY_OUT}")
 
     def is_sequence(self, key: str) -> bool:
         """Whether the value is an array."""
@@ -44,7 +52,7 @@ class MetadataReader:
                 return count
         value = self._metadata[whole_key]
         if isinstance(value, str) or not hasattr(value, "__len__"):
-            raise CorruptFileError(f"{whole_key} is {value!r:.40}; wanted an array. {_WAY_OUT}")
+            raise CorruptFileError(f"{whole_key} is {shown(value)}; wanted an array. {_WAY_OUT}")
         return len(value)
 
     def integer(self, key: str, default: int | None = None, *, low: int, high: int) -> int:
@@ -52,7 +60,7 @@ class MetadataReader:
         value = self._metadata.get(self.full_key(key), default)
         if _is_sequence(value):
             values = self._entries(key)
-            if len(values) == 0 or any(entry != values[0] for entry in values):
+            if len(values) == 0 or any(_is_sequence(entry) or entry != values[0] for entry in values):
                 raise self.contradiction(key, "an array of different values", "one whole number")
             value = values[0]
         return self._checked_integer(key, value, low, high)
@@ -80,19 +88,15 @@ class MetadataReader:
         return tuple(self._checked_integer(key, value, 0, 1 << 31) for value in values)
 
     def number(
-        self, key: str, default: float | None = None, *, low: float = -math.inf, high: float = math.inf
+        self, key: str, default: float | None = None, *, low: float = -_MAX_NUMBER, high: float = _MAX_NUMBER
     ) -> float:
         """A finite number within [low, high]."""
         value = self._metadata.get(self.full_key(key), default)
         is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(float(value)) or not low <= float(value) <= high:  # type: ignore[arg-type]
-            limits = "a finite number" if math.isinf(high) else f"a number from {low} to {high}"
-            raise self.contradiction(key, "missing" if value is None else repr(value), limits)
-        return float(value)  # type: ignore[arg-type]
-
-    def optional_number(self, key: str) -> float | None:
-        """A finite number other than 0, or None where the file has none or 0, which writers use for 'not set'."""
-        return (self.number(key) or None) if key in self else None
+        # Compared as it is: an int may be larger than any float. No comparison with a NaN holds.
+        if is_number and low <= value <= high:  # type: ignore[operator]
+            return float(value)  # type: ignore[arg-type]
+        raise self.contradiction(key, shown(value), f"a number from {low:.7g} to {high:.7g}")
 
     def optional_boolean(self, key: str) -> bool | None:
         """A truth value, or None where the file has none."""
@@ -100,20 +104,20 @@ class MetadataReader:
         if value is None:
             return None
         if not isinstance(value, (bool, np.bool_)):
-            raise self.contradiction(key, repr(value), "true or false")
+            raise self.contradiction(key, shown(value), "true or false")
         return bool(value)
 
     def text(self, key: str, default: str) -> str:
         """A string."""
         value = self._metadata.get(self.full_key(key), default)
         if not isinstance(value, str):
-            raise self.contradiction(key, repr(value), "a string")
+            raise self.contradiction(key, shown(value), "a string")
         return value
 
     def _entries(self, key: str) -> Sequence[object]:
         value = self._metadata[self.full_key(key)]
         if not _is_sequence(value):
-            raise self.contradiction(key, repr(value), "an array")
+            raise self.contradiction(key, shown(value), "an array")
         entries: Sequence[object] = value  # type: ignore[assignment]
         if len(entries) > _MAX_ENTRIES:
             raise self.contradiction(key, f"an array of {len(entries)} values", f"at most {_MAX_ENTRIES}")
@@ -123,10 +127,20 @@ class MetadataReader:
         if isinstance(value, (bool, np.bool_)):
             value = int(value)
         if not isinstance(value, (int, np.integer)) or not low <= int(value) <= high:
-            found = "missing" if value is None else repr(value)
-            raise self.contradiction(key, found, f"a whole number from {low} to {high}")
+            raise self.contradiction(key, shown(value), f"a whole number from {low} to {high}")
         return int(value)
 
 
+def shown(value: object) -> str:
+    """A value of unknown kind and size for a message."""
+    if value is None:
+        return "missing"
+    if isinstance(value, int) and abs(value) >= 1 << 128:
+        return f"a number of about {value.bit_length() * 3 // 10} digits"
+    if isinstance(value, str | bytes):
+        value = value[:80]
+    return f"{value!r:.80}"
+
+
 def _is_sequence(value: object) -> bool:
-    return not isinstance(value, (str, bytes)) and hasattr(value, "__len__") and hasattr(value, "__getitem__")
+    return not isinstance(value, (str, bytes, Mapping)) and hasattr(value, "__len__") and hasattr(value, "__getitem__")

@@ -50,6 +50,15 @@ _FLAGS = (
 )
 _ROLES = ("bos", "eos", "eot", "eom", "unknown", "seperator", "cls", "fim_pad", "fim_rep", "fim_sep")
 
+TOKENIZER_KEYS = frozenset(
+    f"{PREFIX}{key}"
+    for key in (
+        *("model", "pre", "tokens", "token_type", "scores", "merges", "end_of_generation_ids", *_FLAGS),
+        *(f"{role}_token_id" for role in (*_ROLES, *_UNUSED_IDS)),
+    )
+)
+"""Every key that is read here."""
+
 
 class TokenizerWarning(UserWarning):
     """The tokenizer works, but may not be the one the model was trained with."""

@@ -61,7 +61,7 @@ def open_quantization(folder: CheckpointFolder) -> QuantizedReader | None:
     if settings is None:
         return None
     method = settings.get("quant_method")
-    if method not in _READERS:
+    if not isinstance(method, str) or method not in _READERS:
         raise UnsupportedFormatError(
             f"config.json: the weights are quantized by {method!r:.40}; this version reads {', '.join(_READERS)} and "
             "plain weights. Choose such a copy of the model, or a GGUF file of it."

@@ -36,8 +36,9 @@ class CompressedTensorsReader:
         schemes = settings.get("config_groups")
         if not isinstance(schemes, dict) or not schemes:
             raise CorruptFileError(f"quantization_config: config_groups is {schemes!r:.60}; wanted schemes. {_AGAIN}")
-        if (settings.get("sparsity_config") or {}).get("format", "dense") != "dense":
-            raise _unsupported("sparsity_config", settings["sparsity_config"], "dense weights")
+        sparsity = settings.get("sparsity_config") or {}
+        if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
+            raise _unsupported("sparsity_config", sparsity, "dense weights")
         self._widths: set[int] = set()
         for name, scheme in schemes.items():
             self._widths.add(_width(name, scheme, settings.get("format")))
@@ -99,12 +100,13 @@ def _width(name: str, scheme: object, whole_format: object) -> int:
         raise _unsupported("format", packing, _FORMAT)
     if scheme.get("input_activations") is not None:
         raise _unsupported("input_activations", scheme["input_activations"], "weights quantized alone")
-    if weights.get("type", "int") != "int" or weights.get("num_bits") not in _WIDTHS:
-        found = f"{weights.get('type')} of {weights.get('num_bits')} bits"
+    bits = weights.get("num_bits")
+    if weights.get("type", "int") != "int" or type(bits) is not int or bits not in _WIDTHS:
+        found = f"{weights.get('type')} of {bits} bits"
         raise _unsupported("weights", found, "integers of 4 or 8 bits")
     if weights.get("strategy", "group") not in ("group", "channel"):
         raise _unsupported("strategy", weights.get("strategy"), "group and channel")
-    return int(weights["num_bits"])
+    return bits
 
 
 def _unsupported(key: str, found: object, wanted: str) -> UnsupportedFormatError:

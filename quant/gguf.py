@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 
 from localinfer.errors import CorruptFileError, ModelFileError, TokenizerError
 from localinfer.quant.gguf_header import GGUFHeader, TensorInfo, read_header
-from localinfer.quant.gguf_metadata import Metadata, MetadataValue
+from localinfer.quant.gguf_metadata import Metadata, MetadataValue, SingleValue
 from localinfer.quant.mapped_file import FileStretch, MappedFile
 
 __all__ = ["GGUFFile", "Metadata", "MetadataValue", "TensorInfo", "read_gguf"]
@@ -51,6 +52,10 @@ class GGUFFile:
             for name, info in header.tensors.items()
         }
         self.num_bytes = sum(file.num_bytes for file in files)
+
+    def replace_metadata(self, values: Mapping[str, SingleValue]) -> None:
+        """Go on as if the file held these values; it is left as it is."""
+        self.metadata = self.metadata.with_values(values)
 
     def tensor(self, name: str) -> TensorInfo:
         """Return a tensor's record. Raises: CorruptFileError if the model lacks it."""

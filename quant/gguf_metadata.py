@@ -12,7 +12,10 @@ from localinfer.errors import CorruptFileError
 from localinfer.quant.gguf_header import SCALAR_DTYPES, StoredValue, ValueType
 from localinfer.quant.mapped_file import MappedFile
 
-MetadataValue: TypeAlias = bool | int | float | str | list[str] | NDArray[Any]
+SingleValue: TypeAlias = bool | int | float | str
+MetadataValue: TypeAlias = SingleValue | list[str] | NDArray[Any]
+
+_REPLACED_TYPES = {bool: ValueType.BOOL, int: ValueType.INT64, float: ValueType.FLOAT64, str: ValueType.STRING}
 
 _WAY_OUT = "Convert the model again with a current converter"
 _read_u64 = struct.Struct("<Q").unpack_from
@@ -31,8 +34,23 @@ class Metadata(Mapping[str, MetadataValue]):
     def __init__(self, file: MappedFile, values: dict[str, StoredValue]) -> None:
         self._file = file
         self._values = values
+        self._replaced: dict[str, SingleValue] = {}
+
+    @property
+    def replaced_keys(self) -> frozenset[str]:
+        """Keys whose values are not the file's."""
+        return frozenset(self._replaced)
+
+    def with_values(self, values: Mapping[str, SingleValue]) -> "Metadata":
+        """The same metadata but for some values, which need not be there; the file is left as it is."""
+        stored = {key: StoredValue(_REPLACED_TYPES[type(value)], None, 0, 0) for key, value in values.items()}
+        result = Metadata(self._file, self._values | stored)
+        result._replaced = self._replaced | dict(values)
+        return result
 
     def __getitem__(self, key: str) -> MetadataValue:
+        if key in self._replaced:
+            return self._replaced[key]
         stored = self._values[key]
         if stored.count is not None:
             if stored.type is ValueType.STRING:
@@ -60,7 +78,9 @@ class Metadata(Mapping[str, MetadataValue]):
         return self._values[key]
 
     def value_bytes(self, key: str) -> bytes:
-        """Return a value exactly as the file holds it, after its type (and an array's length)."""
+        """Return a value exactly as the file holds it, after its type and an array's length; others as text."""
+        if key in self._replaced:
+            return f"replaced by {self._replaced[key]!r}".encode()
         stored = self._values[key]
         return self._file.read(stored.start, stored.end)
 

@@ -9,7 +9,6 @@ those of a symmetric matrix, the words themselves tell; else the label does. Ver
 point of 0 borrowed from its neighbour when it was stored.
 """
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,11 +19,13 @@ from localinfer.errors import CorruptFileError, UnsupportedFormatError
 from localinfer.quant.checkpoint_folder import CheckpointFolder
 from localinfer.quant.group_tensors import scales_of, words_of, wrong_shape
 from localinfer.quant.grouped import GroupedMatrix, even_groups, grouped_matrix, span_of, unpack_words
+from localinfer.quant.module_patterns import ModulePattern
 
 LEAVES = ("qweight", "qzeros", "scales", "g_idx")
 
 _ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
 _SYMMETRIC = {2: 0xAAAAAAAA, 4: 0x88888888, 8: 0x80808080}
+_MAX_PATTERNS = 1000
 _FORMATS = {"gptq": 1, "gptq_v2": 2}
 
 
@@ -40,7 +41,7 @@ class GptqReader:
         self._folder = folder
         self._settings = settings
         label = settings.get("checkpoint_format") or "gptq"
-        if settings.get("is_marlin_format") or label not in _FORMATS:
+        if settings.get("is_marlin_format") or not isinstance(label, str) or label not in _FORMATS:
             found = "marlin" if settings.get("is_marlin_format") else label
             raise UnsupportedFormatError(
                 f"quantize_config: checkpoint_format is {found!r:.40}; this version reads {' and '.join(_FORMATS)}. "
@@ -89,7 +90,7 @@ class GptqReader:
 
     def _bits(self, module: str, words: NDArray[np.int32], zeros: NDArray[np.int32]) -> int:
         bits = self._setting(module, "bits", 4)
-        if bits not in _ONES:
+        if type(bits) is not int or bits not in _ONES:
             raise UnsupportedFormatError(
                 f"{module} has {bits!r:.20} bits; this version reads GPTQ of 2, 4 and 8. Choose another copy."
             )
@@ -101,7 +102,7 @@ class GptqReader:
     def _setting(self, module: str, key: str, default: object) -> Any:
         """The setting of a module: that of the first pattern that fits its name, else the checkpoint's."""
         for pattern, changes in self._overrides:
-            if pattern.match(module):
+            if pattern.matches(module):
                 return changes.get(key, self._settings.get(key, default))
         return self._settings.get(key, default)
 
@@ -115,17 +116,15 @@ class GptqReader:
         return (unsigned + np.uint32(_ONES[bits])).view(np.int32) if version == 1 else words
 
 
-def _overrides(dynamic: object) -> list[tuple[re.Pattern[str], Mapping[str, Any]]]:
+def _overrides(dynamic: object) -> list[tuple[ModulePattern, Mapping[str, Any]]]:
     """Patterns of module names and what differs there; a leading `-:` marks modules that are not quantized."""
     if not dynamic:
         return []
-    if not isinstance(dynamic, dict):
-        raise CorruptFileError(f"quantize_config: dynamic is {dynamic!r:.60}; wanted patterns and settings")
-    found: list[tuple[re.Pattern[str], Mapping[str, Any]]] = []
-    for text, changes in dynamic.items():
-        try:
-            pattern = re.compile(text.removeprefix("+:").removeprefix("-:"))
-        except (re.error, RecursionError, OverflowError) as error:
-            raise CorruptFileError(f"quantize_config: dynamic has the pattern {text!r:.60}: {error}") from error
-        found.append((pattern, changes if isinstance(changes, dict) else {}))
-    return found
+    if not isinstance(dynamic, dict) or len(dynamic) > _MAX_PATTERNS:
+        raise CorruptFileError(
+            f"quantize_config: dynamic is {dynamic!r:.60}; wanted at most {_MAX_PATTERNS} patterns and settings"
+        )
+    return [
+        (ModulePattern(text.removeprefix("+:").removeprefix("-:")), changes if isinstance(changes, dict) else {})
+        for text, changes in dynamic.items()
+    ]

@@ -1,14 +1,14 @@
 """How much memory a model will take, asked of its file before anything of it is loaded."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from localinfer.errors import OutOfMemoryError
 from localinfer.kernels.cpu.tape import MAX_BATCH_ROWS
 from localinfer.kernels.kv_layout import KVLayout
-from localinfer.models.config import ModelConfig
 from localinfer.models.decoder import kv_layer_shapes
-from localinfer.models.loader import open_model_file
+from localinfer.models.loader import open_model_file, read_config
+from localinfer.models.model_changes import ModelChanges
 from localinfer.sliding_window import SlidingWindow
 
 SCRATCH_BYTES = 128 << 20
@@ -49,12 +49,21 @@ class MemoryNeed:
         )
 
 
-def measure_need(path: str | os.PathLike[str], kv_type: str) -> MemoryNeed:
-    """Read from a model's file what it will take. Raises: ModelFileError and below."""
-    file = open_model_file(path)
+def measure_need(
+    path: str | os.PathLike[str],
+    kv_type: str,
+    changes: ModelChanges | None = None,
+    context_length: int | None = None,
+) -> MemoryNeed:
+    """Read from a model's file what it will take.
+
+    changes: settings in place of those of the file. context_length: the one it will be loaded with, None for its own.
+    Raises: ModelFileError and below; RequestError for changes without meaning.
+    """
+    file = open_model_file(path, changes, context_length)
     try:
-        shapes = {name: info.shape for name, info in file.tensors.items()}
-        config = ModelConfig.from_metadata(file.metadata, shapes)
+        config = read_config(file)
+        config = replace(config, context_length=max(config.context_length, context_length or 0))
         layout = KVLayout(kv_type, kv_layer_shapes(config, parts_windows=True))
         per_token = -(-layout.page_bytes // layout.page_tokens)
         sliding = SlidingWindow(layout.window, layout.page_tokens)

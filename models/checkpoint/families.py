@@ -95,7 +95,7 @@ def _granite(settings: Settings) -> Metadata:
 
 def _gemma2(settings: Settings) -> Metadata:
     return {
-        "attention.scale": settings.number("query_pre_attn_scalar") ** -0.5,
+        "attention.scale": settings.number("query_pre_attn_scalar", low=1e-6) ** -0.5,
         "attn_logit_softcapping": settings.number("attn_logit_softcapping", 0.0),
         "final_logit_softcapping": settings.number("final_logit_softcapping", 0.0),
     }
@@ -115,12 +115,10 @@ def _smollm3(settings: Settings) -> Metadata:
 
 
 def _experts(settings: Settings) -> Metadata:
-    count = settings.get("num_local_experts") or settings.get("num_experts")
-    if type(count) is not int or count < 1:
-        raise settings.wrong("num_experts", "the number of experts")
+    key = "num_local_experts" if settings.get("num_local_experts") else "num_experts"
     return {
-        "expert_count": count,
-        "expert_used_count": settings.integer("num_experts_per_tok"),
+        "expert_count": settings.integer(key, low=1),
+        "expert_used_count": settings.integer("num_experts_per_tok", low=1),
         "expert_feed_forward_length": settings.integer("moe_intermediate_size", settings.integer("intermediate_size")),
     }
 

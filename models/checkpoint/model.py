@@ -25,6 +25,7 @@ from localinfer.models.checkpoint.tokenizer_files import read_tokenizer
 from localinfer.quant.checkpoint_folder import CheckpointFolder, open_folder
 from localinfer.quant.checkpoint_quantization import open_quantization, quantization_settings
 from localinfer.quant.formats import TensorType, row_bytes
+from localinfer.quant.gguf_metadata import SingleValue
 from localinfer.quant.grouped import GroupedMatrix, common_type
 from localinfer.quant.mapped_file import FileStretch
 from localinfer.quant.reference import dequantize
@@ -45,6 +46,14 @@ class CheckpointTensor:
     num_bytes: int
 
 
+class ReplacedMetadata(dict[str, object]):
+    """Metadata with other values under some keys. `replaced_keys`: those that are not the folder's."""
+
+    def __init__(self, metadata: Mapping[str, object], values: Mapping[str, SingleValue]) -> None:
+        super().__init__({**metadata, **values})
+        self.replaced_keys = frozenset(values) | getattr(metadata, "replaced_keys", frozenset())
+
+
 class CheckpointModel:
     """A `ModelFile` over a Hugging Face folder, open until `close` (or the end of a `with` block).
 
@@ -58,6 +67,8 @@ class CheckpointModel:
     metadata: Mapping[str, object]
     tensors: dict[str, CheckpointTensor]
     tokenizer_error: TokenizerError | None = None
+    unknown_settings: tuple[str, ...]
+    """Settings of config.json that may change results and that nothing here obeys."""
 
     def __init__(self, folder: CheckpointFolder) -> None:
         parameters = read_hyperparameters(folder.config, folder.path.resolve().name)
@@ -73,6 +84,7 @@ class CheckpointModel:
         self._folder = folder
         self._plan = plan.tensors
         self._made = parameters.tensors
+        self.unknown_settings = parameters.unknown_settings
         self.path = folder.path
         self.paths = (*folder.paths, folder.path / "config.json")
         self.num_bytes = folder.num_bytes
@@ -83,6 +95,10 @@ class CheckpointModel:
         self.tensors = {name: self._record(planned) for name, planned in self._plan.items()}
         for name, values in self._made.items():
             self.tensors[name] = CheckpointTensor(name, TensorType.F32, values.shape, values.nbytes)
+
+    def replace_metadata(self, values: Mapping[str, SingleValue]) -> None:
+        """Go on as if the folder said so; it is left as it is."""
+        self.metadata = ReplacedMetadata(self.metadata, values)
 
     def tensor(self, name: str) -> CheckpointTensor:
         """Return a tensor's record. Raises: CorruptFileError if the model lacks it."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import localinfer
 from localinfer.cli import main
 from localinfer.constraint import Grammar, JsonObject, JsonSchema, Regex
 from localinfer.errors import ContextLengthError, RequestError

@@ -54,7 +54,19 @@ def shapes(**changes: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
     result: dict[str, tuple[int, ...]] = {"token_embd.weight": (VOCAB, HIDDEN)}
     for layer in range(NUM_LAYERS):
         result[f"blk.{layer}.attn_output.weight"] = (HIDDEN, HIDDEN)
+        result[f"blk.{layer}.attn_q.weight"] = (HIDDEN, HIDDEN)
+        result |= {f"blk.{layer}.attn_{letter}.weight": (16, HIDDEN) for letter in "kv"}
     return {**result, **changes}
+
+
+def latent_shapes() -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors of such a model with latent attention, by the sizes in LATENT."""
+    result: dict[str, tuple[int, ...]] = {"token_embd.weight": (VOCAB, HIDDEN)}
+    for layer in range(NUM_LAYERS):
+        result[f"blk.{layer}.attn_output.weight"] = (HIDDEN, HIDDEN)
+        result[f"blk.{layer}.attn_q.weight"] = (6 * 12, HIDDEN)
+        result[f"blk.{layer}.attn_kv_a_mqa.weight"] = (20, HIDDEN)
+    return result
 
 
 def test_sizes_are_read_and_defaults_follow_the_specification() -> None:
@@ -69,12 +81,14 @@ def test_sizes_are_read_and_defaults_follow_the_specification() -> None:
 
 
 def test_head_counts_may_differ_by_layer() -> None:
-    config = ModelConfig.from_metadata(metadata(attention__head_count_kv=np.array([1, 2, 3], dtype=np.int32)), shapes())
+    sizes = {f"blk.{layer}.attn_{letter}.weight": (8 * (layer + 1), HIDDEN) for layer in range(3) for letter in "kv"}
+    counts = np.array([1, 2, 3], dtype=np.int32)
+    config = ModelConfig.from_metadata(metadata(attention__head_count_kv=counts), shapes(**sizes))
     assert config.num_kv_heads == (1, 2, 3)
 
 
 def test_latent_attention_keeps_one_wide_head() -> None:
-    config = ModelConfig.from_metadata(metadata(**LATENT), shapes())
+    config = ModelConfig.from_metadata(metadata(**LATENT), latent_shapes())
     assert config.latent == LatentConfig(key_size=12, value_size=8, kv_rank=16)
     assert (config.head_dim, config.value_head_dim, config.rope.rotary_size) == (20, 16, 4)
 
@@ -125,13 +139,25 @@ def test_a_file_without_tokens_takes_its_vocabulary_from_the_embedding() -> None
         (LATENT | {"attention__key_length": 30}, "llama.attention.key_length"),
         (LATENT | {"attention__value_length": 20}, "llama.attention.value_length"),
         (LATENT | {"attention__key_length_mla": 4}, "llama.attention.key_length_mla"),
+        (LATENT | {"attention__key_length_mla": 13}, "llama.attention.head_count"),
+        (LATENT | {"attention__value_length_mla": 9}, "llama.attention.value_length_mla"),
+        (LATENT | {"attention__q_lora_rank": 16}, "blk.0.attn_q_b.weight"),
+        ({"attention__key_length": 1 << 22, "attention__value_length": 8}, "llama.attention.key_length"),
+        ({"attention__head_count_kv": 3}, "llama.attention.head_count_kv"),
+        ({"rope__freq_base": 1e300}, "llama.rope.freq_base"),
+        ({"rope__freq_base_swa": 0.5}, "llama.rope.freq_base_swa"),
+        ({"rope__scaling__yarn_beta_fast": 1e300}, "llama.rope.scaling.yarn_beta_fast"),
+        ({"rope__scaling__yarn_log_multiplier": -0.5}, "llama.rope.scaling.yarn_log_multiplier"),
+        ({"rope__scaling__factor": 10**400}, "llama.rope.scaling.factor"),
+        ({"logit_scale": 1e300}, "llama.logit_scale"),
         ({"attn_logit_softcapping": -1.0}, "llama.attn_logit_softcapping"),
         ({"use_parallel_residual": "yes"}, "llama.use_parallel_residual"),
     ],
 )
 def test_values_that_contradict_the_file_name_their_key(changes: dict[str, Any], key: str) -> None:
+    tensor_shapes = latent_shapes() if "attention__kv_lora_rank" in changes else shapes()
     with pytest.raises(CorruptFileError) as caught:
-        ModelConfig.from_metadata(metadata(**changes), shapes())
+        ModelConfig.from_metadata(metadata(**changes), tensor_shapes)
     assert str(caught.value).startswith(key + " is ")
     assert "wanted" in str(caught.value)
 
@@ -142,6 +168,8 @@ def test_values_that_contradict_the_file_name_their_key(changes: dict[str, Any],
         ({"rope__scaling__type": "dynamic"}, "llama.rope.scaling.type"),
         ({"expert_count": 4, "expert_used_count": 2, "expert_gating_func": 9}, "llama.expert_gating_func"),
         ({"attention__key_length_swa": 4}, "llama.attention.key_length_swa"),
+        ({"rope__dimension_count_swa": 4}, "llama.rope.dimension_count_swa"),
+        ({"attention__causal": False}, "llama.attention.causal"),
     ],
 )
 def test_values_of_a_newer_runtime_say_so(changes: dict[str, Any], key: str) -> None:
@@ -182,26 +210,33 @@ def test_a_model_with_recurrent_layers_is_refused_with_the_reason(name: str, tmp
         load_model(path)
 
 
-def test_whatever_one_value_becomes_the_error_is_typed() -> None:
-    """Every key of the metadata, replaced by every kind of nonsense."""
-    nonsense = [None, True, -1, 0, 2**63, -(2**63), 1e308, math.nan, "", "yarn", [], [0], [-1] * 3, ["a"] * 3, [[1]]]
-    optional = {
-        "llama.rope.scaling.factor": 2.0,
-        "llama.rope.scaling.type": "yarn",
-        "llama.rope.scaling.original_context_length": 32,
-        "llama.attention.sliding_window": 16,
-        "llama.attention.sliding_window_pattern": 2,
-        "llama.attention.kv_lora_rank": 8,
-        "llama.attention.key_length_mla": 8,
-        "llama.attention.value_length_mla": 8,
-        "llama.expert_count": 4,
-        "llama.expert_used_count": 2,
-        "llama.logit_scale": 1.0,
-    }
-    valid = {**metadata(), **optional}
+NONSENSE = [None, True, -1, 0, 2**63, -(2**63), 1e308, math.nan, "", "yarn", [], [0], [-1] * 3, ["a"] * 3, [[1]]]
+NONSENSE += [10**400, math.inf, -math.inf, "\ud800", {}, {"a": 1}, [math.nan] * 3, [None] * 3, 2**31, 1 << 22]
+OPTIONAL = {
+    "rope__scaling__factor": 2.0,
+    "rope__scaling__type": "yarn",
+    "rope__scaling__original_context_length": 32,
+    "rope__scaling__yarn_beta_fast": 32.0,
+    "rope__scaling__yarn_log_multiplier": 0.1,
+    "attention__sliding_window": 16,
+    "attention__sliding_window_pattern": 2,
+    "attention__scale": 0.1,
+    "expert_count": 4,
+    "expert_used_count": 2,
+    "logit_scale": 1.0,
+}
+
+
+@pytest.mark.parametrize(("more", "tensors"), [({}, shapes()), (LATENT, latent_shapes())], ids=["heads", "latent"])
+def test_whatever_one_value_becomes_the_error_is_typed(more: dict[str, Any], tensors: dict[str, Any]) -> None:
+    """Every key of the metadata, replaced by every kind of nonsense: some of it is refused for every key."""
+    valid = metadata(**OPTIONAL, **more)
+    ModelConfig.from_metadata(valid, tensors)
     for key in valid:
-        for value in nonsense:
+        num_refused = 0
+        for value in NONSENSE:
             try:
-                ModelConfig.from_metadata({**valid, key: value}, shapes())
+                find_architecture(ModelConfig.from_metadata({**valid, key: value}, tensors))
             except ModelFileError:
-                continue
+                num_refused += 1
+        assert num_refused >= len(NONSENSE) // 2, key
