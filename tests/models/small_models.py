@@ -1,6 +1,7 @@
 """A llama so small that the emulated GPU runs it in no time, with random weights."""
 
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -8,8 +9,11 @@ import numpy as np
 VOCAB, HIDDEN, FEED_FORWARD, HEADS, KV_HEADS, HEAD_SIZE = 40, 32, 32, 2, 1, 16
 
 
-def write_small_llama(path: Path, num_layers: int = 2, seed: int = 1) -> Path:
-    """Write one without a tokenizer, of float32 weights, with an output matrix of its own; return its path."""
+def write_small_llama(path: Path, num_layers: int = 2, seed: int = 1, extra: dict[str, Any] | None = None) -> Path:
+    """Write one without a tokenizer, of float32 weights, with an output matrix of its own; return its path.
+
+    extra: further metadata, of numbers, bools and text, by keys without `llama.`.
+    """
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_block_count(num_layers)
     writer.add_context_length(128)
@@ -21,6 +25,9 @@ def write_small_llama(path: Path, num_layers: int = 2, seed: int = 1) -> Path:
     writer.add_value_length(HEAD_SIZE)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(VOCAB)
+    kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    for key, value in (extra or {}).items():
+        kinds[type(value)](f"llama.{key}", value)
     shapes = {"token_embd": (VOCAB, HIDDEN), "output": (VOCAB, HIDDEN), "output_norm": (HIDDEN,)}
     for layer in range(num_layers):
         for name, shape in (
