@@ -4,6 +4,7 @@ import importlib.util
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -57,6 +58,41 @@ def test_llama_cpp_computes_the_logits_of_calibrated_files(tmp_path: Path, type:
     assert difference(ours, exact) < difference(theirs, exact)
     for row, first, second in zip(exact, ours.argmax(axis=1), theirs.argmax(axis=1), strict=True):
         assert abs(row[first] - row[second]) < TIES_APART * difference(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("rope", "theirs"),
+    [
+        ({"scaling": "linear", "scale": 4.0}, ["rope_scaling_type=1", "rope_freq_scale=0.25"]),
+        ({"frequency_scale": 0.5}, ["rope_freq_scale=0.5"]),
+        ({"base": 1e5}, ["rope_freq_base=100000.0"]),
+        ({"scaling": "yarn", "scale": 2.0}, ["rope_scaling_type=2", "rope_freq_scale=0.5"]),
+        (
+            {"scaling": "yarn", "scale": 8.0, "yarn_original_context": 256},
+            ["rope_scaling_type=2", "rope_freq_scale=0.125", "yarn_orig_ctx=256"],
+        ),
+        (
+            {"scaling": "yarn", "scale": 4.0, "yarn_beta_fast": 8.0, "yarn_beta_slow": 2.0},
+            ["rope_scaling_type=2", "rope_freq_scale=0.25", "yarn_beta_fast=8.0", "yarn_beta_slow=2.0"],
+        ),
+        (
+            {"scaling": "yarn", "scale": 4.0, "yarn_extrapolation_factor": 0.5},
+            ["rope_scaling_type=2", "rope_freq_scale=0.25", "yarn_ext_factor=0.5"],
+        ),
+    ],
+)
+def test_llama_cpp_rotates_positions_alike(tmp_path: Path, rope: dict[str, Any], theirs: list[str]) -> None:
+    """Beyond the context that was trained for; the engines differ far less than the rotations do."""
+    length, text = 1200, (Path(demo.__file__).parent / "dialogues.py").read_text("utf-8")
+    logits = []
+    for options in (localinfer.RopeOptions(**rope), None):
+        with localinfer.load(MODEL, speculation=None, threads=2, context_length=length, rope=options) as llm:
+            ids = llm.tokenizer.encode(text)[:length]
+            logits.append(llm.logits(ids))
+    answers = tmp_path / "logits.npy"
+    peer("logits", MODEL, " ".join(map(str, ids)), answers, f"n_ctx={length + 80}", *theirs)
+    apart, rotated = (float(np.square(ours - np.load(answers), dtype=np.float64).mean()) for ours in logits)
+    assert apart < rotated / 1000
 
 
 def test_llama_cpp_quantizes_by_the_imatrix_we_write(tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
 python peer_files.py quantize SOURCE TARGET FTYPE IMATRIX.gguf: its quantizer, with importance as its tools read it.
 python peer_files.py quantize-all SOURCE FOLDER IMATRIX.gguf: the same in every type it has, each named on a line.
 python peer_files.py continue MODEL "1 2 3" COUNT: greedy token ids after given ones, on standard output.
-python peer_files.py logits MODEL "1 2 3" TARGET.npy: logits after each of the ids, float32[ids, vocabulary].
+python peer_files.py logits MODEL "1 2 3" TARGET.npy [NAME=NUMBER ...]: logits after each of the ids, float32[ids,
+vocabulary], by a model loaded with these options.
 """
 
 import ctypes
@@ -88,8 +89,9 @@ def continue_text(model: str, prompt: list[int], count: int) -> None:
     print(*(next(generated) for _ in range(count)))
 
 
-def write_logits(model: str, token_ids: list[int], target: str) -> None:
-    llm = llama_cpp.Llama(model, n_ctx=256, logits_all=True, verbose=False)
+def write_logits(model: str, token_ids: list[int], target: str, options: dict[str, float]) -> None:
+    settings = {"n_ctx": 256, "logits_all": True, "verbose": False, **options}
+    llm = llama_cpp.Llama(model, **settings)
     llm.eval(token_ids)
     np.save(target, np.array(llm.scores[: len(token_ids)], np.float32))
 
@@ -99,6 +101,8 @@ if sys.argv[1] == "quantize":
 elif sys.argv[1] == "quantize-all":
     quantize_all(sys.argv[2], sys.argv[3], sys.argv[4])
 elif sys.argv[1] == "logits":
-    write_logits(sys.argv[2], [int(word) for word in sys.argv[3].split()], sys.argv[4])
+    pairs = (word.split("=") for word in sys.argv[5:])
+    numbers = {name: float(value) if "." in value else int(value) for name, value in pairs}
+    write_logits(sys.argv[2], [int(word) for word in sys.argv[3].split()], sys.argv[4], numbers)
 else:
     continue_text(sys.argv[2], [int(word) for word in sys.argv[3].split()], int(sys.argv[4]))

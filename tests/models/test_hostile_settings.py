@@ -106,8 +106,11 @@ def test_configuration_of_every_architecture_is_read_or_refused(shared: Path) ->
         {"attention.head_count": 4194304, "attention.head_count_kv": 4194304},
         {"attention.head_count_kv": 4194304},
         {
-            "attention.kv_lora_rank": 4194288, "attention.key_length_mla": 4194304,
-            "attention.key_length": 4194304, "attention.value_length": 4194288, "attention.head_count_kv": 1,
+            "attention.kv_lora_rank": 4194288,
+            "attention.key_length_mla": 4194304,
+            "attention.key_length": 4194304,
+            "attention.value_length": 4194288,
+            "attention.head_count_kv": 1,
             "attention.value_length_mla": 4194304,
         },
         {"block_count": 2147483648},
