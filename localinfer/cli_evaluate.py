@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from localinfer.errors import LocalinferError
+from localinfer.errors import LocalinferError, RequestError
 from localinfer.progress import Progress, with_time_left
 
 if TYPE_CHECKING:
@@ -139,4 +139,23 @@ def _ask(
 def _load(model: str, context_length: int, threads: int | None, progress: Progress) -> "LLM":
     import localinfer
 
+    source = click.get_current_context().get_parameter_source("context_length")
+    if source is click.core.ParameterSource.DEFAULT:
+        _check_context(model, context_length)
     return localinfer.load(model, context_length=context_length, threads=threads, speculation=None, progress=progress)
+
+
+def _check_context(model: str, context_length: int) -> None:
+    """Refuse a context that nobody asked for and the model was not trained for."""
+    from localinfer.models.loader import open_model_file, read_config
+
+    file = open_model_file(model)
+    try:
+        trained = read_config(file).context_length
+    finally:
+        file.close()
+    if context_length > trained:
+        raise RequestError(
+            f"chunks have {context_length} tokens, and {model} was trained for {trained}; give a --context-length of "
+            "that or less"
+        )

@@ -16,7 +16,7 @@ Shape = tuple[int, ...]
 MAX_LAYERS = 4096
 MAX_WIDTH = 1 << 22
 MAX_CONTEXT = 1 << 28
-MAX_SCALE = 1e6
+MIN_SCALE, MAX_SCALE = 1e-6, 1e6
 """Of factors on activations, scores and positions, which in models are from 0.001 to 100."""
 MIN_BASE, MAX_BASE = 1.0 + 1e-6, 1e18
 _MAX_VOCABULARY = 1 << 20
@@ -174,15 +174,15 @@ class ModelConfig:
             latent=_latent(reader, rope, head_dim, value_head_dim),
             sliding_window=sliding_window,
             windowed_layers=_windowed_layers(reader, num_layers),
-            attention_scale=_optional_scale(reader, "attention.scale"),
-            attention_softcap=reader.number("attn_logit_softcapping", 0.0, low=0.0, high=MAX_SCALE),
-            logit_softcap=reader.number("final_logit_softcapping", 0.0, low=0.0, high=MAX_SCALE),
-            embedding_scale=_optional_scale(reader, "embedding_scale"),
-            residual_scale=_optional_scale(reader, "residual_scale"),
-            logit_scale=_optional_scale(reader, "logit_scale"),
+            attention_scale=_scale(reader, "attention.scale") or None,
+            attention_softcap=_scale(reader, "attn_logit_softcapping", low=0.0),
+            logit_softcap=_scale(reader, "final_logit_softcapping", low=0.0),
+            embedding_scale=_scale(reader, "embedding_scale") or None,
+            residual_scale=_scale(reader, "residual_scale") or None,
+            logit_scale=_scale(reader, "logit_scale") or None,
             parallel_residual=reader.optional_boolean("use_parallel_residual"),
-            max_alibi_bias=reader.number("attention.max_alibi_bias", 0.0, low=0.0, high=MAX_SCALE),
-            temperature_scale=reader.number("attention.temperature_scale", 0.0, low=-MAX_SCALE, high=MAX_SCALE),
+            max_alibi_bias=_scale(reader, "attention.max_alibi_bias", low=0.0),
+            temperature_scale=_scale(reader, "attention.temperature_scale"),
             temperature_length=reader.integer("attention.temperature_length", 0, low=0, high=MAX_CONTEXT),
             block_tensors=frozenset(name.removeprefix("blk.0.") for name in tensor_shapes if name.startswith("blk.0.")),
         )
@@ -208,9 +208,12 @@ def _head_dim(reader: MetadataReader, hidden_size: int, num_heads: tuple[int, ..
     return hidden_size // num_heads[0]
 
 
-def _optional_scale(reader: MetadataReader, key: str) -> float | None:
-    """A factor other than 0, or None where the file has none or 0, which writers use for 'not set'."""
-    return reader.number(key, 0.0, low=-MAX_SCALE, high=MAX_SCALE) or None
+def _scale(reader: MetadataReader, key: str, default: float = 0.0, *, low: float = -MAX_SCALE) -> float:
+    """A factor or limit, which is 0 or neither so large nor so small that float32 loses it."""
+    value = reader.number(key, default, low=low, high=MAX_SCALE)
+    if 0.0 < abs(value) < MIN_SCALE:
+        raise reader.contradiction(key, value, f"0, or a magnitude from {MIN_SCALE:g} to {MAX_SCALE:g}")
+    return value
 
 
 def _check_windowed_sizes(reader: MetadataReader, *, rotary_size: int, head_dim: int, value_head_dim: int) -> None:
@@ -266,8 +269,7 @@ def _rope(reader: MetadataReader, head_dim: int, context_length: int) -> RopeCon
     if rotary_size > head_dim or rotary_size % 2:
         raise reader.contradiction("rope.dimension_count", rotary_size, f"an even number of at most {head_dim}")
     scaling = reader.text("rope.scaling.type", "")
-    old_factor = reader.number("rope.scale_linear", 1.0, low=0.0, high=MAX_SCALE)
-    factor = reader.number("rope.scaling.factor", old_factor, low=0.0, high=MAX_SCALE)
+    factor = _scale(reader, "rope.scaling.factor", _scale(reader, "rope.scale_linear", 1.0, low=0.0), low=0.0)
     if scaling not in ("", "none", "linear", "yarn", "longrope"):
         raise UnsupportedFormatError(
             f"{reader.full_key('rope.scaling.type')} is {scaling!r}; this version knows none, linear, yarn and "
@@ -275,7 +277,7 @@ def _rope(reader: MetadataReader, head_dim: int, context_length: int) -> RopeCon
         )
     extrapolation_factor = reader.number("rope.scaling.yarn_ext_factor", -1.0, low=-1.0, high=100.0)
     base_windowed = reader.number("rope.freq_base_swa", 0.0, low=0.0, high=MAX_BASE)
-    alpha = reader.number("rope.scaling.alpha", 0.0, low=0.0, high=MAX_SCALE)
+    alpha = _scale(reader, "rope.scaling.alpha", low=0.0)
     if 0.0 < alpha < 1.0:
         raise reader.contradiction("rope.scaling.alpha", alpha, "0 or a number from 1")
     if 0.0 < base_windowed < MIN_BASE:
@@ -289,10 +291,10 @@ def _rope(reader: MetadataReader, head_dim: int, context_length: int) -> RopeCon
         original_context_length=reader.integer(
             "rope.scaling.original_context_length", context_length, low=1, high=MAX_CONTEXT
         ),
-        attention_factor=reader.number("rope.scaling.attn_factor", 1.0, low=0.0, high=MAX_SCALE),
+        attention_factor=_scale(reader, "rope.scaling.attn_factor", 1.0, low=0.0),
         extrapolation_factor=1.0 if extrapolation_factor < 0.0 else extrapolation_factor,
-        beta_fast=reader.number("rope.scaling.yarn_beta_fast", 32.0, low=1e-6, high=MAX_SCALE),
-        beta_slow=reader.number("rope.scaling.yarn_beta_slow", 1.0, low=1e-6, high=MAX_SCALE),
+        beta_fast=reader.number("rope.scaling.yarn_beta_fast", 32.0, low=MIN_SCALE, high=MAX_SCALE),
+        beta_slow=reader.number("rope.scaling.yarn_beta_slow", 1.0, low=MIN_SCALE, high=MAX_SCALE),
         log_multiplier=reader.number("rope.scaling.yarn_log_multiplier", 0.0, low=0.0, high=100.0),
         alpha=alpha,
         sections=reader.list_of_integers("rope.dimension_sections"),
@@ -321,7 +323,7 @@ def _experts(reader: MetadataReader) -> ExpertConfig | None:
         num_experts=num_experts,
         num_selected=num_selected,
         intermediate_size=reader.integer("expert_feed_forward_length", 0, low=0, high=MAX_WIDTH) or None,
-        scale=_optional_scale(reader, "expert_weights_scale") or 1.0,
+        scale=_scale(reader, "expert_weights_scale") or 1.0,
         normalise=reader.optional_boolean("expert_weights_norm"),
         gating=gating or None,
         num_groups=num_groups,

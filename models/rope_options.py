@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from localinfer.errors import RequestError
-from localinfer.models.config import MAX_BASE, MAX_CONTEXT, MAX_SCALE, MIN_BASE
+from localinfer.models.config import MAX_BASE, MAX_CONTEXT, MAX_SCALE, MIN_BASE, MIN_SCALE
 from localinfer.models.metadata import shown
 
 SCALINGS = ("none", "linear", "yarn")
@@ -52,8 +52,8 @@ class RopeOptions:
             "base": (MIN_BASE, MAX_BASE),
             "yarn_extrapolation_factor": (0.0, 100.0),
             "yarn_attention_factor": (0.0, MAX_SCALE),
-            "yarn_beta_fast": (1e-6, MAX_SCALE),
-            "yarn_beta_slow": (1e-6, MAX_SCALE),
+            "yarn_beta_fast": (MIN_SCALE, MAX_SCALE),
+            "yarn_beta_slow": (MIN_SCALE, MAX_SCALE),
         }
         for name, (low, high) in limits.items():
             value = getattr(self, name)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from localinfer.errors import UnsupportedFormatError
 from localinfer.models.checkpoint.settings import Settings
+from localinfer.models.config import MIN_SCALE
 
 Metadata = dict[str, object]
 
@@ -95,7 +96,7 @@ def _granite(settings: Settings) -> Metadata:
 
 def _gemma2(settings: Settings) -> Metadata:
     return {
-        "attention.scale": settings.number("query_pre_attn_scalar", low=1e-6) ** -0.5,
+        "attention.scale": settings.number("query_pre_attn_scalar", low=MIN_SCALE) ** -0.5,
         "attn_logit_softcapping": settings.number("attn_logit_softcapping", 0.0),
         "final_logit_softcapping": settings.number("final_logit_softcapping", 0.0),
     }

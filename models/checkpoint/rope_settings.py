@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from localinfer.errors import UnsupportedFormatError
 from localinfer.models.checkpoint.settings import Settings
-from localinfer.models.config import MAX_BASE, MAX_CONTEXT, MAX_SCALE, MIN_BASE
+from localinfer.models.config import MAX_BASE, MAX_CONTEXT, MAX_SCALE, MIN_BASE, MIN_SCALE
 from localinfer.models.rope import plain_frequencies
 
 _BASE = {"low": MIN_BASE, "high": MAX_BASE}
@@ -81,7 +81,7 @@ def _llama3_divisors(
 
     Source: the published model code (llama-models, `apply_scaling`).
     """
-    low, high = scaling.number("low_freq_factor", 1.0, low=1e-6), scaling.number("high_freq_factor", 4.0)
+    low, high = scaling.number("low_freq_factor", 1.0, low=MIN_SCALE), scaling.number("high_freq_factor", 4.0)
     if not low < high:
         raise scaling.wrong("high_freq_factor", f"a number above low_freq_factor {low}, both above 0")
     wavelength = 2.0 * math.pi / plain_frequencies(rotary_size, base)
@@ -98,8 +98,8 @@ def _yarn(scaling: Settings, factor: float, original: int) -> dict[str, object]:
         "rope.scaling.type": "yarn",
         "rope.scaling.factor": factor,
         "rope.scaling.original_context_length": original,
-        "rope.scaling.yarn_beta_fast": scaling.number("beta_fast", 32.0, low=1e-6),
-        "rope.scaling.yarn_beta_slow": scaling.number("beta_slow", 1.0, low=1e-6),
+        "rope.scaling.yarn_beta_fast": scaling.number("beta_fast", 32.0, low=MIN_SCALE),
+        "rope.scaling.yarn_beta_slow": scaling.number("beta_slow", 1.0, low=MIN_SCALE),
     }
     if "attention_factor" in scaling:
         # GGUF's factor multiplies YaRN's own temperature; this one replaces it.
@@ -127,4 +127,4 @@ def _longrope(
 
 
 def _is_divisor(value: object) -> bool:
-    return type(value) in (int, float) and 1e-6 <= value <= MAX_SCALE  # type: ignore[operator]
+    return type(value) in (int, float) and MIN_SCALE <= value <= MAX_SCALE  # type: ignore[operator]

@@ -1,14 +1,17 @@
 """Perplexity and divergence against a plain computation, and the text that ships."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from localinfer.cli import main
 from localinfer.errors import ContextLengthError, RequestError
 from localinfer.evaluation import Comparison, Perplexity, compare, evaluation_text, measure_perplexity
 from localinfer.evaluation_report import comparison_record, render_answers, render_comparison, render_summary
 from localinfer.questions import QUESTIONS, Answer, ask
+from tests.models.small_models import write_small_llama
 
 VOCAB, CONTEXT = 300, 64
 
@@ -160,3 +163,14 @@ def test_questions_are_asked_one_by_one_and_judged_by_their_answers() -> None:
     assert len(QUESTIONS) == 10
     assert Answer(QUESTIONS[2], "It is 42.").is_right
     assert render_answers(answers, answers).endswith("right answers: 1 -> 1 of 10")
+
+
+def test_chunks_longer_than_the_trained_context_are_refused_unless_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_small_llama(tmp_path / "model.gguf")
+    assert main(["perplexity", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert "chunks have 512 tokens" in error and "was trained for 128; give a --context-length" in error
+    assert main(["perplexity", str(path), "--context-length", "512"]) == 2
+    assert "was trained for 128" not in capsys.readouterr().err.split("error: ")[1]
