@@ -39,6 +39,10 @@ class CompressedTensorsReader:
         sparsity = settings.get("sparsity_config") or {}
         if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
             raise _unsupported("sparsity_config", sparsity, "dense weights")
+        if settings.get("transform_config"):
+            raise _unsupported(
+                "transform_config", settings["transform_config"], "weights without rotations around them"
+            )
         self._widths: set[int] = set()
         for name, scheme in schemes.items():
             self._widths.add(_width(name, scheme, settings.get("format")))

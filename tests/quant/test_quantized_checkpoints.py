@@ -194,6 +194,7 @@ def test_stack_of_different_matrices_has_a_type_that_holds_all(tmp_path: Path) -
         (gptq_settings(is_marlin_format=True), "checkpoint_format is 'marlin'"),
         ({**packed_settings(4, 32, True), "format": "marlin-24"}, "format is 'marlin-24'"),
         (packed_settings(6, 32, True), "int of 6 bits"),
+        ({**packed_settings(4, 32, True), "transform_config": {"config_groups": {"R1": {}}}}, "transform_config is"),
     ],
 )
 def test_packing_that_is_not_read_is_refused_by_name(settings: dict[str, Any], words: str, tmp_path: Path) -> None:
