@@ -360,7 +360,8 @@ def _note_unknown_settings(file: ModelFile) -> None:
 def read_tokenizer(file: ModelFile) -> Tokenizer:
     """Build the tokenizer of a model that is open. Raises: ModelFileError and below."""
     if file.tokenizer_error is not None:
-        raise file.tokenizer_error
+        # A new one: with the frames it is raised from, the file's own would keep all of a closed model alive.
+        raise type(file.tokenizer_error)(*file.tokenizer_error.args)
     return Tokenizer.from_metadata(file.metadata)
 
 
@@ -381,5 +382,5 @@ def _tokenizer_or_none(file: ModelFile) -> Tokenizer | None:
     try:
         return read_tokenizer(file)
     except TokenizerError as error:
-        logger.warning("%s: %s; it runs on token ids only", file.path.name, error)
+        logger.warning("%s: %s; it runs on token ids only", file.path.name, str(error))
         return None

@@ -173,7 +173,8 @@ class CheckpointModel:
         try:
             return read_tokenizer(self._folder, embedding.shape[0] if embedding.shape else 0)
         except TokenizerError as error:
-            self.tokenizer_error = error
+            # Without the frames it came from, which would keep all of a closed model alive.
+            self.tokenizer_error = type(error)(*error.args)
             return {}
 
     def _is_quantized(self, planned: PlannedTensor) -> bool:

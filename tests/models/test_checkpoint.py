@@ -1,5 +1,7 @@
 """Hugging Face folders of plain weights: the same logits as the GGUF file of the same model, and typed refusals."""
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import localinfer
 from localinfer.errors import CorruptFileError, ModelFileError, UnsupportedFormatError
 from localinfer.models.checkpoint.model import open_checkpoint
+from localinfer.models.loader import load_model
 from tests.checkpoint_files import (
     GGUF_NAMES,
     HEADS,
@@ -197,3 +200,16 @@ def test_weight_of_a_wrong_shape_or_type_is_refused(values: Any, words: str, tmp
     weights = {**llama_weights(), "model.layers.1.self_attn.o_proj.weight": values}
     with pytest.raises(ModelFileError, match=words):
         localinfer.load(write_folder(tmp_path, weights), threads=1)
+
+
+def test_closed_folder_without_a_tokenizer_is_freed_at_once(tmp_path: Path) -> None:
+    model = load_model(write_folder(tmp_path, llama_weights()), threads=1)
+    assert model.tokenizer is None
+    file = weakref.ref(model.file)
+    gc.disable()
+    try:
+        model.close()
+        del model
+        assert file() is None, "no cycle keeps it until the collector runs"
+    finally:
+        gc.enable()
