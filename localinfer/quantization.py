@@ -122,7 +122,7 @@ class _Work:
             raise RequestError(
                 f"{importance.name} names no tensor of {self.file.path.name}; wanted the imatrix of this very model"
             )
-        self._note_tokenizer()
+        self._note_losses()
         if importance is not None or method == "rtn":
             return self._write(importance)
         if method == "auto" and self._is_nearly_lossless():
@@ -146,11 +146,17 @@ class _Work:
 
         return bits_per_weight(self.preset.default) >= _BITS_WORTH_CALIBRATING
 
-    def _note_tokenizer(self) -> None:
+    def _note_losses(self) -> None:
         from localinfer.models.checkpoint.model import CheckpointModel
 
         if isinstance(self.file, CheckpointModel) and self.file.tokenizer_error is not None:
             logger.warning("%s; the new file will have no tokenizer", self.file.tokenizer_error)
+        if isinstance(self.file, CheckpointModel) and self.file.unknown_settings:
+            logger.warning(
+                "%s: settings that this version does not know will not be in the new file: %s",
+                self.file.path.name,
+                ", ".join(self.file.unknown_settings),
+            )
 
     def _sequences(self, text: CalibrationText) -> "NDArray[np.int32]":
         from localinfer.models.calibration import calibration_sequences

@@ -19,6 +19,7 @@ from localinfer.models.metadata_keys import ARCHITECTURE_KEYS, READ_KEYS, unknow
 from localinfer.models.model_changes import ModelChanges
 from localinfer.models.pooling import read_pooling
 from localinfer.quant.gguf import read_gguf
+from localinfer.quantization import quantize
 from localinfer.show import describe_file, render_text
 from tests.models.family_folders import family_config, write_family
 from tests.models.small_models import write_small_llama
@@ -153,6 +154,13 @@ def test_settings_of_a_folder_that_change_results_are_named(
     folder = write_family(tmp_path, "llama")
     (folder / "config.json").write_text(json.dumps({**family_config("llama"), **changes}))
     assert describe_file(str(folder)).unknown_settings == named
+
+
+def test_settings_that_a_quantized_file_cannot_hold_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = write_family(tmp_path / "folder", "llama")
+    (folder / "config.json").write_text(json.dumps({**family_config("llama"), "embedding_multiplier": 12.0}))
+    quantize(folder, tmp_path / "model.gguf", type="Q8_0", threads=1)
+    assert "will not be in the new file: embedding_multiplier" in caplog.text
 
 
 def test_windows_in_a_family_that_has_none_are_refused(tmp_path: Path) -> None:
