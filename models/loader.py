@@ -110,10 +110,6 @@ def load_model(
     file = open_model_file(path, changes, context_length)
     pool = gpu = None
     try:
-        architecture = file.metadata.get("general.architecture")
-        if isinstance(architecture, str):
-            # Before their metadata is read, which says nothing of attention in some.
-            check_architecture(architecture)
         config = _with_context(read_config(file), file, context_length, changes)
         _note_unknown_settings(file)
         if progress is not None:
