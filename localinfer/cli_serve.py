@@ -12,6 +12,7 @@ import click
 
 from localinfer.cli_model_options import ModelOptions, byte_size, changes_of, load_options, load_with
 from localinfer.errors import RequestError
+from localinfer.terminal import check_text
 
 if TYPE_CHECKING:
     from localinfer.llm import LLM
@@ -170,6 +171,9 @@ def _settings(
     from localinfer.server.settings import ServerSettings
     from localinfer.server.sockets import default_socket_path
 
+    for name, values in (("--allow-host", allow_host), ("--allow-origin", allow_origin)):
+        for value in values:
+            check_text(value, name)
     return ServerSettings(
         socket_path=default_socket_path() if socket_path is None else Path(socket_path).expanduser().absolute(),
         host=None if no_tcp else host,

@@ -14,7 +14,7 @@ from typing import Any
 
 import uvicorn
 
-from localinfer.errors import BackendUnavailableError
+from localinfer.errors import BackendUnavailableError, ClosedError
 from localinfer.server.app import make_app
 from localinfer.server.connection import Connection
 from localinfer.server.gate import MAX_HEADER_BYTES
@@ -55,6 +55,9 @@ class LocalServer:
         self.port: int | None = None
         self.addresses: list[str] = []
         self._closing = ExitStack()
+        self._is_closed = False
+        self._serving = threading.Lock()
+        self._serving_thread: int | None = None
         self._sockets: list[socket.socket] = []
         try:
             if settings.socket_path is not None:
@@ -91,14 +94,23 @@ class LocalServer:
         """Serve; return when `stop` was called, or SIGTERM or Ctrl-C came and replies have ended. A second signal
         ends them at once.
 
-        on_ready: called when models answer. Raises: LocalinferError if the default model cannot be loaded.
+        on_ready: called when models answer. Raises: LocalinferError if the default model cannot be loaded, ClosedError
+        once it was closed.
         """
         self._server.on_ready = on_ready
-        try:
-            asyncio.run(self._server.serve(self._sockets))
-        except SystemExit:
-            # uvicorn's way to say that starting failed.
-            raise BackendUnavailableError("the server could not start") from None
+        with self._serving:
+            if self._is_closed:
+                raise ClosedError("the server was closed before it ran; make another")
+            self._serving_thread = threading.get_ident()
+            try:
+                asyncio.run(self._server.serve(self._sockets))
+            except SystemExit:
+                # uvicorn's way to say that starting failed.
+                raise BackendUnavailableError("the server could not start") from None
+            finally:
+                self._serving_thread = None
+                if self._is_closed:
+                    self._closing.close()
         if self._server.start_error is not None:
             raise self._server.start_error
 
@@ -116,8 +128,15 @@ class LocalServer:
         self._server.should_exit = True
 
     def close(self) -> None:
-        """Close the sockets; may be called again."""
-        self._closing.close()
+        """End `run`, wait for it where another thread is in it, and close the sockets; may be called again.
+
+        Sockets are never closed while they are served: their numbers would be those of the next files that are opened.
+        """
+        self._is_closed = True
+        self.stop()
+        if self._serving_thread != threading.get_ident():
+            with self._serving:
+                self._closing.close()
 
     def __enter__(self) -> "LocalServer":
         return self

@@ -1,13 +1,16 @@
 """Servers in a thread of this process, and how tests reach them."""
 
 import socket
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import httpx
+from limits import seconds
 
 import localinfer
 from localinfer.llm import LLM
@@ -85,15 +88,32 @@ def serving(
         )
 
     with LocalServer(settings, make_registry, preloads=load is None) as server:
-        thread = threading.Thread(target=server.run)
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                server.run()
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run, name="server under test")
         thread.start()
-        deadline = time.monotonic() + START_SECONDS
-        while not server.is_ready and thread.is_alive() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert server.is_ready, "the server did not start"
         try:
+            deadline = time.monotonic() + seconds(START_SECONDS)
+            while not server.is_ready and thread.is_alive() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert server.is_ready, f"the server did not start: {describe(thread, errors)}"
             yield ServedModel(server, thread)
         finally:
             server.stop()
-            thread.join(START_SECONDS)
-            assert not thread.is_alive(), "the server did not stop"
+            thread.join(seconds(START_SECONDS))
+            assert not thread.is_alive(), f"the server did not stop: {describe(thread, errors)}"
+            assert not errors, describe(thread, errors)
+
+
+def describe(thread: threading.Thread, errors: list[BaseException]) -> str:
+    """What a server ended with, or where it is."""
+    if errors:
+        return "".join(traceback.format_exception(errors[0]))
+    frame = sys._current_frames().get(thread.ident or 0)
+    return "it has ended" if frame is None else "it is here:\n" + "".join(traceback.format_stack(frame))
