@@ -26,7 +26,11 @@ if TYPE_CHECKING:
 
 @click.command("serve")
 @load_options
-@click.option("--models", metavar="FOLDER", help="Serve every model of a folder, each loaded when it is asked for.")
+@click.option(
+    "--models",
+    metavar="FOLDER",
+    help="Serve every model in a folder and below, each loaded when asked for.",
+)
 @click.option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Where to listen by TCP.")
 @click.option(
     "--port",
@@ -86,7 +90,11 @@ def serve_command(
     """Answer programs that speak OpenAI's or Anthropic's API, on this machine.
 
     A Unix socket that only you can open is always there, and TCP on the loopback interface unless --no-tcp. Point
-    clients at http://127.0.0.1:8080/v1. Ctrl-C ends the server, after the replies that are running.
+    clients at http://127.0.0.1:8080/v1; a line on stdout says when they are answered. Ctrl-C ends the server, after the
+    replies that are running.
+
+    All clients share one cache of prompts, and replies tell how much of a prompt was in it (cached_tokens): who may ask
+    can find out, token by token, what others have sent. Share a server only with those who may read your texts.
     """
     from localinfer.server.load_threads import LoadThreads
     from localinfer.server.model_registry import ModelRegistry

@@ -47,16 +47,19 @@ async def completions(request: Request) -> Response:
     if len(prompts) * body.num_made > service.settings.max_generations:
         raise ApiError(400, "prompt times n asks for too many texts; ask for fewer at a time", param="n")
 
-    def plan(llm: "LLM") -> Coroutine[Any, Any, list[TextPlan]]:
+    def plan(llm: "LLM") -> Sequence[TextPlan] | Coroutine[Any, Any, Sequence[TextPlan]]:
+        if body.suffix is None:
+            return _plan(llm, prompts, body, options)
         # To fill in, texts are encoded before they are planned.
-        return asyncio.to_thread(_plan, llm, prompts=prompts, body=body, options=options)
+        return asyncio.to_thread(_plan, llm, prompts, body, options)
 
     reply = await service.begin(request, body.model, "cmpl", plan, session=body.prompt_cache_key)
     try:
         if body.echo:
-            await unless_gone(request, asyncio.to_thread(_look_at, reply.llm, prompts, body.logprobs))
-        # Every token of a prompt is written out where its log probabilities are told.
-        choices = await asyncio.to_thread(_choices, reply, body, prompts)
+            # Every token of a prompt is written out where its log probabilities are told.
+            choices = await unless_gone(request, asyncio.to_thread(_echoing_choices, reply, body, prompts))
+        else:
+            choices = [LegacyChoice(body, reply.llm.tokenizer) for _ in range(reply.num_texts)]
         if not body.stream:
             return json_response(await unless_gone(request, _completion(reply, body, choices)))
     except BaseException:
@@ -68,16 +71,16 @@ async def completions(request: Request) -> Response:
     return EventStream(_frames(reply, body, choices, service.settings.ping_seconds), reply.close)
 
 
-async def _plan(
-    llm: "LLM", *, prompts: Sequence[_Prompt], body: CompletionRequest, options: dict[str, Any]
-) -> list[TextPlan]:
+def _plan(
+    llm: "LLM", prompts: Sequence[_Prompt], body: CompletionRequest, options: dict[str, Any]
+) -> Sequence[TextPlan]:
     """The texts of each prompt; the later ones find it in the cache."""
     plans = []
     for number, prompt in enumerate(prompts):
         asked = prompt.given
         if body.suffix is not None:
             most = None if options.get("context_shift") else llm.context_length
-            asked = await asyncio.to_thread(fill_prompt, llm.tokenizer, prompt.given, body.suffix, most)
+            asked = fill_prompt(llm.tokenizer, prompt.given, body.suffix, most)
         for index in range(body.num_made):
             open_stream = partial(llm.stream, asked, **seeded(options, index))
             plans.append(TextPlan(open_stream, number * body.num_made if index else None))
@@ -97,19 +100,17 @@ def _look_at(llm: "LLM", prompts: Sequence[_Prompt], logprobs: int | None) -> No
             prompt.scores = llm.score(prompt.token_ids, top=logprobs)
 
 
-def _choices(reply: Reply, body: CompletionRequest, prompts: Sequence[_Prompt]) -> list[LegacyChoice]:
+def _echoing_choices(reply: Reply, body: CompletionRequest, prompts: Sequence[_Prompt]) -> list[LegacyChoice]:
+    """Choices that begin with their prompts, and with what has to be told of those."""
+    _look_at(reply.llm, prompts, body.logprobs)
     made = []
     for index in range(reply.num_texts):
         prompt = prompts[index // body.num_made]
-        made.append(
-            LegacyChoice(body, reply.llm.tokenizer, prompt.text, prompt.token_ids, prompt.scores)
-            if body.echo
-            else LegacyChoice(body, reply.llm.tokenizer)
-        )
+        made.append(LegacyChoice(body, reply.llm.tokenizer, prompt.text, prompt.token_ids, prompt.scores))
     return made
 
 
-async def _completion(reply: Reply, body: CompletionRequest, choices: Sequence[LegacyChoice]) -> dict[str, Any]:
+async def _completion(reply: Reply, body: CompletionRequest, choices: list[LegacyChoice]) -> dict[str, Any]:
     async for event in reply.events():
         match event:
             case Token(index, token):

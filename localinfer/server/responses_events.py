@@ -74,8 +74,8 @@ class ResponseWriter:
                 item |= {"type": "reasoning", "summary": [], "content": []}
             case "call":
                 item |= {"type": "function_call", "call_id": piece.call_id, "name": piece.name, "arguments": ""}
-                if piece.name in self._namespaces:
-                    item["namespace"], item["name"] = self._namespaces[piece.name]
+                if (place := self._namespaces.get(piece.name or "")) is not None:
+                    item["namespace"], item["name"] = place
         self.output.append(item)
         yield self.event("response.output_item.added", output_index=index, item=dict(item))
         if piece.kind == "text":

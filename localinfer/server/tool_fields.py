@@ -47,24 +47,26 @@ def joined_name(namespace: str | None, name: str) -> str:
 
 def checked_choice(choice: str | Mapping[str, Any] | None, *, has_tools: bool) -> str | dict[str, Any] | None:
     """A choice of tools in the engine's shape. Raises: ApiError for kinds that are not known here."""
-    match choice:
-        case {"type": "function", "function": Mapping() as function}:
-            check_object(choice, "type function", "tool_choice", {})
-            check_object(function, "name", "tool_choice.function", {})
-            made: str | dict[str, Any] | None = dict(choice)
-        case {"type": "function", "name": str(name)}:
-            check_object(choice, "type name", "tool_choice", {})
-            made = {"type": "function", "function": {"name": name}}
-        case Mapping():
-            raise _refused(
-                f"tool_choice is of type {choice.get('type')!r:.40}; give auto, none, required, or a function's name",
-                "tool_choice",
-            )
-        case _:
-            made = choice
+    made = _named_choice(choice) if isinstance(choice, Mapping) else choice
     if not has_tools and made not in (None, "auto", "none"):
         raise ApiError(400, "tool_choice asks for a call, but there are no tools; give some", param="tool_choice")
     return made
+
+
+def _named_choice(choice: Mapping[str, Any]) -> dict[str, Any]:
+    function = choice.get("function")
+    if choice.get("type") == "function" and isinstance(function, Mapping):
+        check_object(choice, "type function", "tool_choice", {})
+        check_object(function, "name", "tool_choice.function", {})
+        return dict(choice)
+    if choice.get("type") == "function" and isinstance(choice.get("name"), str):
+        check_object(choice, "type name namespace", "tool_choice", {})
+        name = joined_name(choice.get("namespace"), choice["name"])
+        return {"type": "function", "function": {"name": name}}
+    raise _refused(
+        f"tool_choice is of type {choice.get('type')!r:.40}; give auto, none, required, or a function's name",
+        "tool_choice",
+    )
 
 
 def _namespace_tools(tool: Mapping[str, Any], path: str) -> Iterator[dict[str, Any]]:
