@@ -88,9 +88,8 @@ def test_text_under_two_names_is_refused(tcp):
     assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
 
 
-@pytest.mark.parametrize("values", ["1", "{}", "[]", '""', "null"])
-def test_bodies_of_too_many_values_are_refused_before_they_are_read(values):
-    items = ",".join([values] * (MAX_VALUES + 1))
+def test_bodies_of_too_many_values_are_refused_before_they_are_read():
+    items = ",".join(["1"] * (MAX_VALUES + 1))
     body = f'{{"content": "a", "unknown": [{items}]}}'.encode()
     with pytest.raises(ApiError) as refused:
         decode_json(body, TokenizeRequest)
