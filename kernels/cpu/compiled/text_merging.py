@@ -246,17 +246,17 @@ def _sort_out(words: Any, symbols: Any, start: Any, end: Any, out: Any, places: 
             value = _value(keys, values, mask, symbols[start + before], symbols[start + left])
             if value != _NEVER:
                 size = _push(heap, size, (value >> 32 << 32) | before)
-    place = np.int64(0)
-    while place < count:
-        out[done] = symbols[start + place]
-        places[done] = start + place
+    at = np.int64(0)
+    while at < count:
+        out[done] = symbols[start + at]
+        places[done] = start + at
         done += 1
-        place = np.int64(following[place])
+        at = np.int64(following[at])
     return done
 
 
 @entry("q", "q")
-def merge(parameters: int) -> int:
+def merge(parameters: int) -> Any:
     """Merge the symbols of words, which it may overwrite; return how many are left, written beside their places.
 
     parameters: int64[MERGE_WORDS]; see `protocol`.
@@ -376,7 +376,7 @@ def _sees_end(words: Any, codes: Any, start: Any, stop: Any, end: Any) -> Any:
 
 
 @entry("q", "q")
-def split(parameters: int) -> int:
+def split(parameters: int) -> Any:
     """Write where each word of a text ends; return how many.
 
     Where more text follows, only words that it cannot change. parameters: int64[SPLIT_WORDS]; see `protocol`.
