@@ -15,11 +15,6 @@ from localinfer.kernels.cpu.text_merging import MergeTable
 from localinfer.models.byte_level import BYTE_CHARACTERS
 from localinfer.models.word_splitting import STRETCH, LongTextSplitter, code_points
 
-LONG_TEXT = 1 << 14
-"""Characters from which on a text is worth the tables that are made for it."""
-LONG_PIECE = 1 << 9
-"""Characters from which on a piece of a long text is worth a call."""
-
 _SPACE = ord(" ")
 _SPACE_MARK = ord("▁")
 _EVERY_CUT = 64

@@ -5,20 +5,27 @@ import unicodedata
 import warnings
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from localinfer.errors import TokenizerError
 from localinfer.models.byte_level import BYTE_CHARACTERS, bytes_to_characters, characters_to_bytes
-from localinfer.models.long_text import SymbolTable, encode_marked, encode_split
 from localinfer.models.pre_tokenizers import build_splitter, pre_tokenizer_rule
 from localinfer.models.token_merging import merge_by_rank
 from localinfer.models.vocabulary import TokenizerWarning, Vocabulary
-from localinfer.models.word_splitting import STRETCH, LongTextSplitter
+
+if TYPE_CHECKING:
+    from localinfer.models.long_text import SymbolTable
+    from localinfer.models.word_splitting import LongTextSplitter
 
 # The character that stands for a space inside SentencePiece tokens.
 SPACE_MARK = "▁"
+LONG_TEXT = 1 << 14
+"""Characters from which on a text is worth the tables that are made for it."""
+LONG_PIECE = 1 << 9
+"""Characters from which on a piece of a long text is worth a call."""
+_PART = 1 << 16
 # Words up to this long are remembered; at the limit of entries the memory starts afresh.
 _MAX_REMEMBERED_LENGTH = 64
 _MAX_REMEMBERED_WORDS = 1 << 16
@@ -133,6 +140,9 @@ class SentencePieceEncoder:
 
     def encode_long(self, text: str, is_run_start: bool) -> Iterator[list[int]]:
         """Yield the ids of plain text part by part."""
+        # What is compiled is loaded when a long text comes, not with every tokenizer.
+        from localinfer.models.long_text import encode_marked
+
         text = " " + text if is_run_start and self.adds_space else text
         return encode_marked(self._table, text, splits_words=self._word_pattern is not None)
 
@@ -141,7 +151,9 @@ class SentencePieceEncoder:
         return -(-len(text) // self._longest)
 
     @cached_property
-    def _table(self) -> SymbolTable:
+    def _table(self) -> "SymbolTable":
+        from localinfer.models.long_text import SymbolTable
+
         table = SymbolTable(self._tokens, self._ids, self._fallback.encode)
         table.merge_results(self._ranks)
         return table
@@ -225,6 +237,8 @@ class BytePairEncoder:
 
     def encode_long(self, text: str, is_run_start: bool) -> Iterator[list[int]]:
         """Yield the ids of plain text part by part."""
+        from localinfer.models.long_text import encode_split
+
         rule = self._rule
         table, splitter = self._tables
         return encode_split(table, splitter, text, is_raw=rule.is_raw, escapes_spaces=rule.escapes_spaces)
@@ -238,7 +252,10 @@ class BytePairEncoder:
         return max(map(len, self._ids), default=1)
 
     @cached_property
-    def _tables(self) -> tuple[SymbolTable, LongTextSplitter]:
+    def _tables(self) -> "tuple[SymbolTable, LongTextSplitter]":
+        from localinfer.models.long_text import SymbolTable
+        from localinfer.models.word_splitting import LongTextSplitter
+
         expand = self._encode_characters if self._fallback is None else self._fallback.encode
         table = SymbolTable(self._tokens, self._ids, expand)
         take = table.merge_strings if self._separator else table.merge_results
@@ -376,7 +393,7 @@ def _parts_at_spaces(text: str) -> Iterator[str]:
     """Cut a text at ASCII white space into parts that are not much longer than a stretch."""
     start = 0
     while start < len(text):
-        found = _ASCII_SPACE.search(text, start + STRETCH)
+        found = _ASCII_SPACE.search(text, start + _PART)
         end = len(text) if found is None else found.end()
         yield text[start:end]
         start = end

@@ -10,11 +10,10 @@ from itertools import chain
 import numpy as np
 
 from localinfer.errors import ContextLengthError, RequestError, TokenizerError
-from localinfer.models.long_text import LONG_PIECE, LONG_TEXT
 from localinfer.models.pre_tokenizers import PRE_TOKENIZERS
 from localinfer.models.special_tokens import Spelling, SpellingFinder
 from localinfer.models.stream_decoder import StreamDecoder
-from localinfer.models.subword_encoders import build_encoder
+from localinfer.models.subword_encoders import LONG_PIECE, LONG_TEXT, build_encoder
 from localinfer.models.vocabulary import TokenType, Vocabulary, read_vocabulary
 from localinfer.models.vocabulary_match import vocabulary_difference
 

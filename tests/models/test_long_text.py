@@ -171,9 +171,7 @@ def test_text_that_cannot_fit_is_refused_before_it_is_encoded(monkeypatch: pytes
     for name in ("spm", "bpe"):
         with monkeypatch.context() as changed:
             for merging in ("encode_marked", "encode_split"):
-                changed.setattr(
-                    f"localinfer.models.subword_encoders.{merging}", lambda *_, **__: pytest.fail("encoded")
-                )
+                changed.setattr(f"localinfer.models.long_text.{merging}", lambda *_, **__: pytest.fail("encoded"))
             with pytest.raises(ContextLengthError, match="more than 100 tokens, but the context holds 100") as caught:
                 small_tokenizer(name).encode("a" * 20_000, max_tokens=100)
         assert caught.value.context_length == 100
