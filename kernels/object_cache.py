@@ -17,7 +17,6 @@ import sys
 import tempfile
 import threading
 import warnings
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,9 @@ from llvmlite import binding as llvm
 
 from localinfer.files import read_bounded, write_all, write_atomically
 from localinfer.kernels import isa
+from localinfer.kernels.source_digests import UNKNOWN_SOURCES, UNKNOWN_SOURCES_WAY_OUT, combined, source_digests
+from localinfer.kernels.user_folders import temporary_folder, user_folder
+from localinfer.kernels.versions import installed_version
 
 _SETTINGS_IN_CODE = (
     *("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES", "NUMBA_ENABLE_AVX", "NUMBA_OPT", "NUMBA_BOUNDSCHECK"),
@@ -47,26 +49,28 @@ _MAX_OBJECT_BYTES = 64 << 20
 _lock = threading.RLock()
 
 
-def source_hash() -> str:
-    """Hash of every file that CPU kernels may be made of, since a kernel inlines functions of other files."""
-    digest = hashlib.sha256()
-    folder = Path(__file__).parent
-    for path in sorted(folder.rglob("*.py")):
-        if path.is_relative_to(folder / "cuda"):
-            continue
-        digest.update(path.relative_to(folder).as_posix().encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
+def source_hash() -> str | None:
+    """Hash of every file that CPU kernels may be made of, since a kernel inlines functions of other files.
+
+    None if they cannot be known, as `source_digests` says.
+    """
+    digests = source_digests("kernels")
+    if digests is None:
+        return None
+    return combined({name: digest for name, digest in digests.items() if not name.startswith("kernels/cuda/")})
 
 
-def cache_key() -> str:
-    """What a compiled kernel depends on, as one folder name."""
+def cache_key() -> str | None:
+    """What a compiled kernel depends on, as one folder name; None where the sources cannot be known."""
+    sources = source_hash()
+    if sources is None:
+        return None
     host = f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()} {llvm.get_process_triple()}"
     overrides = [os.environ.get(name) for name in _SETTINGS_IN_CODE]
     machine = hashlib.sha256(f"{host} {overrides}".encode()).hexdigest()[:12]
     python = f"py{sys.version_info.major}{sys.version_info.minor}"
-    versions = f"{python}-numba{metadata.version('numba')}-llvmlite{metadata.version('llvmlite')}"
-    return f"{versions}-{isa.SELECTED.value}-{machine}-{source_hash()}"
+    versions = f"{python}-numba{installed_version('numba')}-llvmlite{installed_version('llvmlite')}"
+    return f"{versions}-{isa.SELECTED.value}-{machine}-{sources}"
 
 
 def private_folder(folder: Path) -> Path | None:
@@ -87,21 +91,36 @@ def private_folder(folder: Path) -> Path | None:
 
 
 def _cache_folder() -> Path | None:
-    import platformdirs
+    key = cache_key()
+    if key is None:
+        _warn(f"every start compiles the kernels anew: {UNKNOWN_SOURCES}; {UNKNOWN_SOURCES_WAY_OUT}")
+        return None
+    cache = user_folder("cache")
+    wanted = None if cache is None else cache / "kernels"
+    found = None if wanted is None else _inside(wanted, key)
+    if found is not None:
+        return found
+    if wanted is None:
+        problem, way_out = "this user has no home folder", "set HOME, or XDG_CACHE_HOME, to a folder of yours"
+    else:
+        problem = f"{wanted} is not a folder that this user, and nobody else, can write"
+        way_out = "remove it, or set its owner and mode 0700, or set XDG_CACHE_HOME to a folder of yours"
+    temporary = temporary_folder()
+    instead = None
+    if temporary is not None and private_folder(temporary) is not None:
+        instead = _inside(temporary / "kernels", key)
+    result = "every start compiles the kernels anew" if instead is None else f"compiled kernels are kept in {temporary}"
+    _warn(f"{problem}, so {result}; {way_out}")
+    return instead
 
-    parent = Path(platformdirs.user_cache_dir("localinfer", appauthor=False)) / "kernels"
-    # Without a home folder the path is relative, and would lead wherever the process was started.
-    if parent.is_absolute() and private_folder(parent) is not None:
-        folder = private_folder(parent / cache_key())
-        if folder is not None:
-            return folder
-    warnings.warn(
-        f"{parent} is not a folder that this user, and nobody else, can write, so every start compiles the kernels "
-        "anew; remove it, or set its owner and mode 0700",
-        RuntimeWarning,
-        stacklevel=3,
-    )
-    return None
+
+def _inside(parent: Path, key: str) -> Path | None:
+    """The folder of a key, if it and the one that it is in are ours alone."""
+    return None if private_folder(parent) is None else private_folder(parent / key)
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=4)
 
 
 CACHE_FOLDER = _cache_folder()

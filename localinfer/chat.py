@@ -5,7 +5,6 @@ import sys
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from prompt_toolkit import PromptSession
@@ -18,6 +17,7 @@ from prompt_toolkit.shortcuts import CompleteStyle
 
 from localinfer.conversation import Conversation
 from localinfer.errors import LocalinferError
+from localinfer.kernels.user_folders import user_folder
 from localinfer.keystrokes import keystrokes_held
 from localinfer.terminal import ModelOutput, check_text, describe_stats, dim, neutralise_controls
 
@@ -196,9 +196,9 @@ class PrivateHistory(FileHistory):
 
 def open_history() -> History:
     """The history file in the user's state folder, or one in memory where that folder cannot be written."""
-    import platformdirs
-
-    folder = Path(platformdirs.user_state_dir("localinfer", appauthor=False))
+    folder = user_folder("state")
+    if folder is None:
+        return InMemoryHistory()
     path = folder / "chat-history"
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -25,10 +25,25 @@ EXIT_INTERRUPTED = 130
 EXIT_READER_GONE = 141
 
 
+def _show_version(context: click.Context, _: click.Parameter, is_wanted: bool) -> None:
+    if is_wanted and not context.resilient_parsing:
+        from localinfer.kernels.versions import installed_version
+
+        click.echo(f"localinfer {installed_version('localinfer')}")
+        context.exit()
+
+
 @click.group(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}, invoke_without_command=True
 )
-@click.version_option(package_name="localinfer", message="%(prog)s %(version)s")
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_version,
+    help="Show the version and exit.",
+)
 @click.pass_context
 def localinfer_command(context: click.Context) -> None:
     """Run quantized language models on this machine, for one person.

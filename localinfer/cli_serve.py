@@ -12,6 +12,7 @@ import click
 
 from localinfer.cli_model_options import ModelOptions, byte_size, changes_of, load_options, load_with
 from localinfer.errors import RequestError
+from localinfer.kernels.user_folders import expand_home
 from localinfer.terminal import check_text
 
 if TYPE_CHECKING:
@@ -183,10 +184,10 @@ def _settings(
         for value in values:
             check_text(value, name)
     return ServerSettings(
-        socket_path=default_socket_path() if socket_path is None else Path(socket_path).expanduser().absolute(),
+        socket_path=default_socket_path() if socket_path is None else expand_home(socket_path).absolute(),
         host=None if no_tcp else host,
         port=port,
-        token=None if token_file is None else _read_token(Path(token_file).expanduser()),
+        token=None if token_file is None else _read_token(expand_home(token_file)),
         allowed_hosts=allow_host,
         allowed_origins=allow_origin,
         allows_private_network=allow_private_network,
@@ -208,7 +209,7 @@ def _sources(path: str | None, folder: str | None) -> "list[ModelSource]":
     from localinfer.loading import model_path
     from localinfer.server.model_folder import find_models, model_source
 
-    sources = [] if folder is None else find_models(Path(folder).expanduser())
+    sources = [] if folder is None else find_models(expand_home(folder))
     if path is None and sources:
         return sources
     file = model_path(path)

@@ -26,6 +26,7 @@ from localinfer.disk_tier import DiskCounters, DiskTier, Found, Saved, common_le
 from localinfer.engine import Engine
 from localinfer.errors import ClosedError, LocalinferError, OutOfMemoryError
 from localinfer.fingerprint import Fingerprint, ModelIdentity
+from localinfer.kernels.user_folders import expand_home
 from localinfer.prefix_cache import PrefixCache
 from localinfer.prefix_tree import CachedPath, Match, TokenIds
 from localinfer.private_folder import make_private, user_cache_folder
@@ -50,7 +51,7 @@ def conversations_folder(parent: str | os.PathLike[str] | None) -> Path | None:
 
     None if this user has none.
     """
-    cache = user_cache_folder() if parent is None else Path(parent).expanduser().absolute()
+    cache = user_cache_folder() if parent is None else expand_home(parent).absolute()
     return None if cache is None else cache / "conversations"
 
 

@@ -7,13 +7,14 @@ system says that the files are the same. Everything else is cheap and is compute
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import threading
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
-from importlib import metadata
+from functools import cache, cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,8 @@ import numpy as np
 from localinfer.files import read_bounded, write_all, write_atomically
 from localinfer.quant.model_file import ModelFile
 from localinfer.worker_threads import run_all
+
+logger = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 16 << 20
 _SMALL_BYTES = 128 << 20
@@ -223,17 +226,26 @@ def _program() -> str:
     """Version, code and instructions that compute. The code counts because bits do: a faster kernel may round anew."""
     from llvmlite import binding as llvm
 
-    from localinfer import kernels, models
     from localinfer.kernels import isa
+    from localinfer.kernels.versions import installed_version
 
-    digest = hashlib.sha256()
-    for package in (kernels, models):
-        folder = Path(package.__path__[0])
-        for path in sorted(folder.rglob("*.py")):
-            digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
     llvm_version = ".".join(map(str, llvm.llvm_version_info))
-    version = metadata.version("localinfer")
-    return f"localinfer {version} {digest.hexdigest()[:16]}, {isa.SELECTED.value}, LLVM {llvm_version}"
+    return f"localinfer {installed_version('localinfer')} {_code()}, {isa.SELECTED.value}, LLVM {llvm_version}"
+
+
+@cache
+def _code() -> str:
+    """Hash of the sources that compute; where they cannot be known, a text that no other process has."""
+    from localinfer.kernels.source_digests import PACKAGES, UNKNOWN_SOURCES, combined, source_digests
+
+    digests: dict[str, str] = {}
+    for package in PACKAGES:
+        found = source_digests(package)
+        if found is None:
+            logger.warning("what this process keeps on disk can be read by no other one: %s", UNKNOWN_SOURCES)
+            return f"of unknown sources in process {uuid.uuid4().hex}"
+        digests |= found
+    return combined(digests)
 
 
 def _hash(text: str) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localinfer.errors import BackendUnavailableError, ModelFileError, RequestError
+from localinfer.kernels.user_folders import expand_home
 from localinfer.llm import LLM
 from localinfer.scheduler import EngineLimits
 
@@ -186,7 +187,7 @@ def model_path(model: str | os.PathLike[str] | None) -> Path:
     if model is not None:
         if not isinstance(model, str | os.PathLike):
             raise RequestError(f"model is {model!r}; give the path of a model, or None for the demo model")
-        return Path(model).expanduser()
+        return expand_home(model)
     from localinfer.models import demo
 
     path = Path(demo.__file__).parent / "demo-f16.gguf"

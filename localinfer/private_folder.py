@@ -4,16 +4,15 @@ import os
 import stat
 from pathlib import Path
 
+from localinfer.kernels.user_folders import user_folder
+
 
 def user_cache_folder() -> Path | None:
     """Where localinfer keeps what can be made again, for this user.
 
-    None without a home folder: the path would be relative, and lead wherever the process was started.
+    None without a home folder.
     """
-    import platformdirs
-
-    path = Path(platformdirs.user_cache_dir("localinfer", appauthor=False))
-    return path if path.is_absolute() else None
+    return user_folder("cache")
 
 
 def make_private(folder: Path) -> str | None:

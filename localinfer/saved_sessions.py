@@ -1,7 +1,6 @@
 """Conversations kept by hand: from the prefix tree to a file that can be copied, and back."""
 
 import os
-from pathlib import Path
 
 import numpy as np
 
@@ -9,6 +8,7 @@ from localinfer.engine import Engine
 from localinfer.errors import SessionFileError, SessionMismatchError
 from localinfer.files import check_output
 from localinfer.fingerprint import Fingerprint, ModelIdentity
+from localinfer.kernels.user_folders import expand_home
 from localinfer.page_file import PageFormat
 from localinfer.page_pool import PageNumbers, PagePool
 from localinfer.prefix_tree import TokenIds
@@ -25,7 +25,7 @@ def save_session(
 
     Raises: SessionFileError if nothing of it is cached, or the file cannot be written.
     """
-    target = Path(path).expanduser()
+    target = expand_home(path)
     check_output(target, inputs=identity.paths, error=SessionFileError)
     fingerprint = _fingerprint(identity)
     if identity.has_changed:
@@ -64,7 +64,7 @@ def load_session(engine: Engine, identity: ModelIdentity, path: str | os.PathLik
     Raises: SessionFileError if the file is damaged; SessionMismatchError, naming what differs, if it was saved with
         another model, setting or version; OutOfMemoryError if memory has no room for it.
     """
-    with SessionReader(Path(path).expanduser()) as session:
+    with SessionReader(expand_home(path)) as session:
         session.check_fingerprint(_fingerprint(identity).parts)
         token_ids, form = session.content.token_ids, session.content.form
         pool = engine.pool

@@ -4,11 +4,11 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
 
 from localinfer.errors import RequestError
+from localinfer.kernels.user_folders import expand_home
 from localinfer.models.metadata import shown
 from localinfer.models.metadata_keys import is_understood
 from localinfer.models.rope_options import RopeOptions, rope_metadata
@@ -88,7 +88,7 @@ def template_source(template: str | os.PathLike[str] | None) -> str | None:
         raise RequestError(f"chat_template is {shown(template)}; give a template as text, or the path of its file")
     if isinstance(template, str) and ("{" in template or "\n" in template):
         return template
-    path = Path(template).expanduser()
+    path = expand_home(template)
     try:
         with path.open("rb") as file:
             content = file.read(_MAX_TEMPLATE_BYTES + 1)

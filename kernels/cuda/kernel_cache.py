@@ -5,7 +5,6 @@ name everything the PTX depends on, and a checksum in every file. A start that f
 """
 
 import functools
-import hashlib
 import json
 import os
 import re
@@ -19,8 +18,10 @@ from pathlib import Path
 from localinfer.errors import BackendUnavailableError
 from localinfer.kernels import compile_ahead, object_cache
 from localinfer.kernels.compile_ahead import ProgressCallback
+from localinfer.kernels.source_digests import combined, source_digests
+from localinfer.kernels.versions import installed_version
 
-_SHARED_SOURCES = ("ops.py", "kv_layout.py", "cpu/layouts.py", "cpu/protocol.py")
+_SHARED_SOURCES = (*("kernels/ops.py", "kernels/kv_layout.py", "kernels/cpu/layouts.py", "kernels/cpu/protocol.py"),)
 """What CUDA kernels read of the rest of this floor."""
 
 STAGE = "compiling CUDA kernels (once per machine)"
@@ -57,12 +58,12 @@ def require_numba_cuda() -> None:
 def _folder() -> Path | None:
     if object_cache.CACHE_FOLDER is None:
         return None
-    digest = hashlib.sha256()
-    kernels = Path(__file__).parent.parent
-    for path in [*sorted((kernels / "cuda").rglob("*.py")), *(kernels / name for name in _SHARED_SOURCES)]:
-        digest.update(path.relative_to(kernels).as_posix().encode() + path.read_bytes())
-    versions = "-".join(f"{name}{metadata.version(name)}" for name in ("numba", "numba-cuda", "llvmlite"))
-    name = f"cuda-py{sys.version_info.major}{sys.version_info.minor}-{versions}-{digest.hexdigest()[:16]}"
+    digests = source_digests("kernels")
+    if digests is None:
+        return None
+    own = {name: digest for name, digest in digests.items() if name.startswith(("kernels/cuda/", *_SHARED_SOURCES))}
+    versions = "-".join(f"{name}{installed_version(name)}" for name in ("numba", "numba-cuda", "llvmlite"))
+    name = f"cuda-py{sys.version_info.major}{sys.version_info.minor}-{versions}-{combined(own)}"
     return object_cache.private_folder(object_cache.CACHE_FOLDER.parent / name)
 
 

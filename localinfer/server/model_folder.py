@@ -6,10 +6,10 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.metadata import version
 from pathlib import Path
 
 from localinfer.errors import RequestError
+from localinfer.kernels.versions import installed_version
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class ModelSource:
     @cached_property
     def fingerprint(self) -> str:
         """Differs for other models and other versions of localinfer."""
-        facts = f"{version('localinfer')} {self.id} {self.created}"
+        facts = f"{installed_version('localinfer')} {self.id} {self.created}"
         return f"fp_{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
 
 

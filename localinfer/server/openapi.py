@@ -1,12 +1,12 @@
 """The server's routes described in OpenAPI 3.1, from the very records that requests are read into."""
 
-from importlib.metadata import version
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from localinfer.kernels.versions import installed_version
 from localinfer.server.chat_wire import ChatRequest
 from localinfer.server.completion_wire import CompletionRequest
 from localinfer.server.embedding_routes import EmbeddingRequest
@@ -66,7 +66,7 @@ def describe() -> dict[str, Any]:
         paths[path] = {"post": {"requestBody": {"required": True, "content": content}, "responses": answers}}
     return {
         "openapi": "3.1.0",
-        "info": {"title": "localinfer", "version": version("localinfer")},
+        "info": {"title": "localinfer", "version": installed_version("localinfer")},
         "paths": paths,
         "components": {"schemas": {**schemas, "Error": _ERROR}},
     }

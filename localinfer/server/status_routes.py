@@ -1,12 +1,12 @@
 """What the server is doing: health, models, metrics, running replies, and how to stop one."""
 
 import time
-from importlib.metadata import version
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from localinfer.kernels.versions import installed_version
 from localinfer.server.model_registry import ServedModel
 from localinfer.server.routing import service_of
 from localinfer.server.wire_errors import ApiError, json_response
@@ -24,7 +24,7 @@ async def health(request: Request) -> Response:
 
 async def show_version(request: Request) -> Response:
     """Say which version answers."""
-    return json_response({"version": version("localinfer")})
+    return json_response({"version": installed_version("localinfer")})
 
 
 async def models(request: Request) -> Response:

@@ -269,7 +269,7 @@ def test_completion_offers_commands_only(chat, typed, expected):
 
 
 def test_history_file_is_private(tmp_path, monkeypatch):
-    monkeypatch.setattr("platformdirs.user_state_dir", lambda *_, **__: str(tmp_path / "state"))
+    monkeypatch.setattr("localinfer.chat.user_folder", lambda _: tmp_path / "state")
     history = open_history()
     history.append_string("secret \udcff")
     path = tmp_path / "state" / "chat-history"
@@ -282,7 +282,7 @@ def test_history_file_is_private(tmp_path, monkeypatch):
 def test_history_stays_in_memory_where_no_file_can_be_made(tmp_path, monkeypatch):
     blocker = tmp_path / "file"
     blocker.write_text("")
-    monkeypatch.setattr("platformdirs.user_state_dir", lambda *_, **__: str(blocker / "state"))
+    monkeypatch.setattr("localinfer.chat.user_folder", lambda _: blocker / "state")
     assert isinstance(open_history(), InMemoryHistory)
 
 

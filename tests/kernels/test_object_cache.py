@@ -12,6 +12,7 @@ import pytest
 
 from localinfer.kernels import isa, object_cache
 from localinfer.kernels.isa import ISA
+from localinfer.kernels.source_digests import digests_of
 from tests.kernels.subprocesses import REPOSITORY, finish, run, start
 
 POSIX = pytest.mark.skipif(sys.platform == "win32", reason="Windows keeps modes and owners another way")
@@ -51,13 +52,48 @@ def test_processes_that_compile_at_the_same_time_all_succeed(tmp_path: Path) -> 
 
 @LINUX
 def test_without_a_cache_folder_kernels_compile_and_one_warning_says_so(tmp_path: Path) -> None:
-    blocked = tmp_path / "file"
+    blocked, temporary = tmp_path / "file", tmp_path / "anybody's"
     blocked.touch()
-    output, errors = run(COMPILE, XDG_CACHE_HOME=str(blocked))
+    temporary.mkdir()
+    temporary.chmod(0o777)
+    output, errors = run(COMPILE, XDG_CACHE_HOME=str(blocked), TMPDIR=str(temporary))
     assert output == "None"
     assert errors.count("RuntimeWarning") == 1
-    assert str(blocked) in errors
+    assert str(blocked) in errors and "every start compiles the kernels anew" in errors
     assert blocked.read_bytes() == b""
+    assert not list(temporary.iterdir())
+
+
+@LINUX
+def test_without_a_cache_folder_a_temporary_one_keeps_kernels_and_one_warning_says_so(tmp_path: Path) -> None:
+    settings = {"XDG_CACHE_HOME": "/proc/nowhere", "TMPDIR": str(tmp_path)}
+    output, errors = run(COMPILE, **settings)
+    folder = tmp_path / f"localinfer-{os.getuid()}"
+    assert Path(output).parent == folder / "kernels"
+    assert stat.S_IMODE(folder.stat().st_mode) == stat.S_IMODE(Path(output).stat().st_mode) == 0o700
+    assert errors.count("RuntimeWarning") == 1
+    assert "/proc/nowhere" in errors and str(folder) in errors
+    first = cached_files(Path(output))
+    assert first and run(COMPILE, **settings)[0] == output
+    assert cached_files(Path(output)) == first
+
+
+@LINUX
+@pytest.mark.parametrize("planted", ["open to all", "link", "file"])
+def test_a_planted_temporary_folder_is_not_used(tmp_path: Path, planted: str) -> None:
+    folder = tmp_path / f"localinfer-{os.getuid()}"
+    if planted == "link":
+        (tmp_path / "real").mkdir(mode=0o700)
+        folder.symlink_to(tmp_path / "real")
+    elif planted == "file":
+        folder.touch()
+    else:
+        folder.mkdir()
+        folder.chmod(0o777)
+    code = "from localinfer.kernels import object_cache; print(object_cache.CACHE_FOLDER)"
+    output, errors = run(code, XDG_CACHE_HOME="/proc/nowhere", TMPDIR=str(tmp_path))
+    assert output == "None" and errors.count("RuntimeWarning") == 1
+    assert sorted(tmp_path.rglob("*")) == sorted({folder, *([tmp_path / "real"] if planted == "link" else [])})
 
 
 @LINUX
@@ -87,7 +123,7 @@ def test_the_key_changes_with_any_source_even_one_that_only_others_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(REPOSITORY / "kernels", tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr(object_cache, "__file__", str(tmp_path / "kernels" / "object_cache.py"))
+    monkeypatch.setattr(object_cache, "source_digests", lambda package: digests_of(package, tmp_path / package))
     keys = {object_cache.cache_key()}
     for name in ("cpu/compiled/emit.py", "cpu/layouts.py", "ops.py"):
         with (tmp_path / "kernels" / name).open("a") as file:
@@ -102,7 +138,7 @@ def test_the_key_changes_with_any_source_even_one_that_only_others_call(
 def test_the_key_is_the_same_wherever_the_sources_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = object_cache.cache_key()
     shutil.copytree(REPOSITORY / "kernels", tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr(object_cache, "__file__", str(tmp_path / "kernels" / "object_cache.py"))
+    monkeypatch.setattr(object_cache, "source_digests", lambda package: digests_of(package, tmp_path / package))
     assert object_cache.cache_key() == wanted
 
 
@@ -155,8 +191,10 @@ def test_a_home_that_cannot_be_found_does_not_make_folders_where_the_process_sta
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("platformdirs.user_cache_dir", lambda *_, **__: "~/.cache/localinfer")
-    with pytest.warns(RuntimeWarning, match="compiles the kernels anew"):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "home")
+    monkeypatch.setattr(object_cache, "temporary_folder", lambda: None)
+    with pytest.warns(RuntimeWarning, match="no home folder, so every start compiles the kernels anew"):
         assert object_cache._cache_folder() is None
     assert not list(tmp_path.iterdir())
 

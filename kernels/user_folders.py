@@ -1,0 +1,82 @@
+"""Where this user's files belong: their folders for what can be made again and for what is remembered."""
+
+import os
+import stat
+import sys
+import tempfile
+from pathlib import Path
+from typing import Literal
+
+from localinfer.errors import RequestError
+
+_XDG = {"cache": ("XDG_CACHE_HOME", ".cache"), "state": ("XDG_STATE_HOME", ".local/state")}
+"""Variable and folder in the home, as the XDG Base Directory Specification 0.8 has them."""
+
+
+def user_folder(kind: Literal["cache", "state"]) -> Path | None:
+    """localinfer's folder for this user, which need not be there.
+
+    None without a home folder (no HOME and no entry in the user database, or a relative HOME): another path would lead
+    wherever the process was started.
+    """
+    if sys.platform in ("darwin", "win32"):
+        return _platform_folder(kind)
+    variable, below = _XDG[kind]
+    parent = os.environ.get(variable, "")
+    if not os.path.isabs(parent):
+        home = _home_folder()
+        if home is None:
+            return None
+        parent = str(home / below)
+    return Path(parent) / "localinfer"
+
+
+def _platform_folder(kind: Literal["cache", "state"]) -> Path | None:
+    """What macOS and Windows have for it."""
+    import platformdirs
+
+    find = platformdirs.user_cache_dir if kind == "cache" else platformdirs.user_state_dir
+    try:
+        path = Path(find("localinfer", appauthor=False))
+    except (OSError, RuntimeError, KeyError):
+        return None
+    return path if path.is_absolute() else None
+
+
+def _home_folder() -> Path | None:
+    """This user's home, if the environment or the user database names one by an absolute path."""
+    if "HOME" in os.environ and not os.environ["HOME"]:
+        # Python takes an empty one for the root folder.
+        return None
+    home = os.path.expanduser("~")
+    return Path(home) if os.path.isabs(home) else None
+
+
+def expand_home(path: str | os.PathLike[str]) -> Path:
+    """A path that may begin with ~ or ~NAME. Raises: RequestError if that user has no home folder."""
+    text = os.fspath(path)
+    is_mine = text == "~" or text.startswith("~/")
+    expanded = text if is_mine and sys.platform != "win32" and _home_folder() is None else os.path.expanduser(text)
+    if text.startswith("~") and expanded == text:
+        raise RequestError(f"{text} begins with a home folder that this system does not know; give the whole path")
+    return Path(expanded)
+
+
+def temporary_folder() -> Path | None:
+    """A folder for this user among the system's temporary ones, if nobody else can rename or replace what is there.
+
+    None as well where the system does not say who owns a folder. The folder itself need not be there, and may have been
+    made by somebody else: that is for who uses it to see.
+    """
+    if not hasattr(os, "getuid"):
+        return None
+    try:
+        parent = Path(tempfile.gettempdir()).resolve()
+        for folder in (parent, *parent.parents):
+            status = folder.stat()
+            is_shared = status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX
+            if is_shared or status.st_uid not in (0, os.getuid()):
+                return None
+    except OSError:
+        return None
+    return parent / f"localinfer-{os.getuid()}"
