@@ -1,10 +1,14 @@
 """localinfer: a quantized LLM runtime for one person on their own machine."""
 
-from importlib import import_module
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from __future__ import annotations
 
+import os
+
+# As in `typing`, which is not imported: a command that is interrupted before its first line shows a traceback.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from localinfer import errors
     from localinfer.constraint import Grammar, JsonObject, JsonSchema, Regex
     from localinfer.llm import LLM
@@ -12,10 +16,11 @@ if TYPE_CHECKING:
     from localinfer.models.rope_options import RopeOptions
     from localinfer.text_stream import Completion
 
-_CHECKOUT = Path(__file__).parent.parent
-if not (Path(__file__).parent / "kernels").is_dir() and (_CHECKOUT / "kernels" / "ops.py").is_file():
+_FOLDER = os.path.dirname(os.path.abspath(__file__))
+_CHECKOUT = os.path.dirname(_FOLDER)
+if not os.path.isdir(os.path.join(_FOLDER, "kernels")) and os.path.isfile(os.path.join(_CHECKOUT, "kernels", "ops.py")):
     # Python run in a checkout finds this folder before any installed copy; the floors below lie beside it there.
-    __path__.append(str(_CHECKOUT))
+    __path__.append(_CHECKOUT)
 
 __all__ = [
     "LLM",
@@ -45,6 +50,8 @@ _MODULE_OF = {
 
 def __getattr__(name: str) -> Any:
     """Import public names when they are first used, so that importing the package costs nothing."""
+    from importlib import import_module
+
     if name == "errors":
         return import_module("localinfer.errors")
     module = _MODULE_OF.get(name)
