@@ -23,7 +23,7 @@ from typing import Any
 from llvmlite import binding as llvm
 
 from localinfer.files import read_bounded, write_all, write_atomically
-from localinfer.kernels import isa
+from localinfer.kernels import address_space, isa
 from localinfer.kernels.source_digests import UNKNOWN_SOURCES, UNKNOWN_SOURCES_WAY_OUT, combined, source_digests
 from localinfer.kernels.user_folders import temporary_folder, user_folder
 from localinfer.kernels.versions import installed_version
@@ -45,6 +45,9 @@ UNUSED_NAMES = (
 every name to exist all the same."""
 
 _MAX_OBJECT_BYTES = 64 << 20
+_COMPILER_BYTES = 64_000_000
+_LINKER_BYTES = 4_000_000
+"""LLVM ends the process where it finds less memory than it needs, so it is not started with less."""
 
 _lock = threading.RLock()
 
@@ -176,11 +179,13 @@ def _address(name: str) -> int:
         if name not in _addresses:
             code = None if CACHE_FOLDER is None else stored(_path(name))
             if code is None:
+                address_space.require(_COMPILER_BYTES, "compiling kernels")
                 from localinfer.kernels.jit import compile_kernel
 
                 code = compile_kernel(name)
                 if CACHE_FOLDER is not None:
                     store(_path(name), code)
+            address_space.require(_LINKER_BYTES + 4 * len(code), "linking compiled kernels")
             engine = _engine()
             engine.add_object_file(llvm.ObjectFileRef.from_data(code))
             engine.finalize_object()

@@ -57,6 +57,8 @@ def __getattr__(name: str) -> Any:
     module = _MODULE_OF.get(name)
     if module is None:
         raise AttributeError(f"module 'localinfer' has no attribute {name!r}")
+    if module != "localinfer.constraint":
+        import_module("localinfer.kernels.address_space").require_libraries()
     value = getattr(import_module(module), name)
     globals()[name] = value
     return value

@@ -33,8 +33,24 @@ def _show_version(context: click.Context, _: click.Parameter, is_wanted: bool) -
         context.exit()
 
 
+class _Commands(click.Group):
+    """The commands, which are refused, in words, where libraries would end the process for want of memory."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        found = super().resolve_command(ctx, args)
+        if not {"-h", "--help"} & set(found[2]):
+            from localinfer.kernels.address_space import require_libraries
+
+            require_libraries(with_llvm=found[0] != "show")
+        return found
+
+
 @click.group(
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}, invoke_without_command=True
+    cls=_Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    invoke_without_command=True,
 )
 @click.option(
     "--version",
@@ -261,8 +277,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _close_stdout()
         return EXIT_READER_GONE
-    except OSError as error:
+    except (OSError, MemoryError, ImportError, RuntimeError) as error:
+        from localinfer.kernels.address_space import describe, is_shortage
+
+        if is_shortage(error):
+            way_out = describe() or "; use a smaller model or --context-length"
+            return _fail(f"memory ran out ({str(error) or type(error).__name__}){way_out}")
+        if not isinstance(error, OSError):
+            raise
         _close_stdout()
         return _fail(f"the system refused: {error}")
-    except MemoryError:
-        return _fail("this machine has not enough free memory for that; use a smaller model or --context-length")

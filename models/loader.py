@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from localinfer.errors import BackendUnavailableError, CorruptFileError, OutOfMemoryError, RequestError, TokenizerError
+from localinfer.kernels import address_space
 from localinfer.kernels.compile_ahead import ProgressCallback, compile_ahead
 from localinfer.kernels.cpu import checksum, sampling, text_merging, token_history
 from localinfer.kernels.cpu import pool as pool_module
@@ -104,7 +105,8 @@ def load_model(
         keys and values, or 8,192 of them where it is None.
     beside: a model that takes turns with this one, which then shares its threads; closing either ends both.
     changes: settings in place of those of the file.
-    Raises: ModelFileError (and below) for the file, RequestError for an option without meaning.
+    Raises: ModelFileError (and below) for the file, RequestError for an option without meaning, OutOfMemoryError if the
+        system does not give the memory.
     """
     check_gpu_layers(device, gpu_layers)
     file = open_model_file(path, changes, context_length)
@@ -164,12 +166,14 @@ def load_model(
         _note(file, packed)
         _check_unchanged(file)
         return Model(config, tokenizer, template, program, kv_layout, file, shared_pool, weights=weights)
-    except BaseException:
+    except BaseException as error:
         if gpu is not None:
             gpu.close()
         if pool is not None:
             pool.close()
         file.close()
+        if address_space.is_shortage(error):
+            raise address_space.shortage(file.num_bytes, f"loading {file.path.name}") from error
         raise
 
 

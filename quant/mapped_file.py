@@ -1,5 +1,6 @@
 """A file mapped read-only into memory, which never hands out bytes beyond its end, nor of another version of it."""
 
+import errno
 import mmap
 import os
 import stat
@@ -14,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import ClosedError, CorruptFileError, ModelFileError
+from localinfer.kernels.address_space import shortage
 
 
 class MappedFile:
@@ -23,7 +25,8 @@ class MappedFile:
     gives bytes of two versions. So every access first asks the operating system whether the file is what it was (about
     a microsecond), and what is read long after the file was opened is copied by `read_into`, which no change can kill.
 
-    Raises: ModelFileError if the path cannot be opened, CorruptFileError if the file is empty.
+    Raises: ModelFileError if the path cannot be opened, CorruptFileError if the file is empty, OutOfMemoryError if its
+    size is more than this process may map.
     """
 
     path: Path
@@ -54,6 +57,8 @@ class MappedFile:
         except FileNotFoundError as error:
             raise ModelFileError(f"{self.path} does not exist; check the path") from error
         except (OSError, ValueError, OverflowError) as error:
+            if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+                raise shortage(self.num_bytes, f"mapping {self.path}") from error
             raise ModelFileError(f"{self.path} cannot be opened: {error}") from error
 
     @property

@@ -1,10 +1,15 @@
 """Aligned memory for kernels, and the addresses of arrays."""
 
+import contextlib
 import mmap
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from localinfer.errors import OutOfMemoryError
+from localinfer.kernels.address_space import shortage
 
 ALIGNMENT = 64
 """Bytes; one cache line and one AVX-512 register."""
@@ -14,17 +19,24 @@ READABLE_BYTES = 64
 
 
 def aligned(num_bytes: int) -> NDArray[np.uint8]:
-    """Uninitialised uint8[num_bytes] whose address is a multiple of ALIGNMENT."""
-    raw = np.empty(num_bytes + ALIGNMENT + READABLE_BYTES, np.uint8)
+    """Uninitialised uint8[num_bytes] whose address is a multiple of ALIGNMENT. Raises: OutOfMemoryError."""
+    raw = _allocated(np.empty, num_bytes + ALIGNMENT + READABLE_BYTES)
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + num_bytes]
 
 
 def aligned_zeros(num_bytes: int) -> NDArray[np.uint8]:
     """As `aligned`, all zero; pages the kernel never touches take no memory."""
-    raw = np.zeros(num_bytes + ALIGNMENT + READABLE_BYTES, np.uint8)
+    raw = _allocated(np.zeros, num_bytes + ALIGNMENT + READABLE_BYTES)
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + num_bytes]
+
+
+def _allocated(allocate: Callable[..., NDArray[np.uint8]], num_bytes: int) -> NDArray[np.uint8]:
+    try:
+        return allocate(num_bytes, np.uint8)
+    except MemoryError:
+        raise shortage(num_bytes, "working memory") from None
 
 
 def address(array: NDArray[Any]) -> int:
@@ -45,12 +57,22 @@ class Arena:
         self._block: NDArray[np.uint8] = np.empty(0, np.uint8)
 
     def take(self, num_bytes: int) -> NDArray[np.uint8]:
-        """Uninitialised uint8[num_bytes], aligned; lives as long as any array taken from its block."""
+        """Uninitialised uint8[num_bytes], aligned; lives as long as any array taken from its block.
+
+        Raises: OutOfMemoryError if the system has no such memory.
+        """
         padded = -(-num_bytes // ALIGNMENT) * ALIGNMENT
         if padded > self._block.size:
-            self._block = _map_memory(max(padded, self._block_bytes))
+            self._block = self._fresh_block(padded)
         taken, self._block = self._block[:num_bytes], self._block[padded:]
         return taken
+
+    def _fresh_block(self, num_bytes: int) -> NDArray[np.uint8]:
+        for size in (max(num_bytes, self._block_bytes), num_bytes):
+            # Where memory is short a block is no larger than what is asked of it.
+            with contextlib.suppress(MemoryError, OSError, OutOfMemoryError):
+                return _map_memory(size)
+        raise shortage(num_bytes, "a matrix of weights")
 
 
 def _map_memory(num_bytes: int) -> NDArray[np.uint8]:

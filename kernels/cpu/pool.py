@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from localinfer.errors import ClosedError
+from localinfer.kernels.address_space import shortage
 from localinfer.kernels.cpu.arrays import address, aligned_zeros
 from localinfer.kernels.cpu.protocol import (
     BATCH,
@@ -34,6 +35,9 @@ _WORK = Function("pool.work", "q", "qqq")
 KERNELS = (_START_RUN, _FINISH_RUN, _WORK)
 """What a pool calls."""
 
+_STACK_BYTES = 8 << 20
+"""What most systems map for a thread."""
+
 
 def _serve(control: int, thread: int, wake: threading.Semaphore, keep: Any) -> None:
     """Body of a worker thread; `keep` holds the control block alive."""
@@ -50,7 +54,10 @@ def _serve(control: int, thread: int, wake: threading.Semaphore, keep: Any) -> N
 
 
 class ThreadPool:
-    """`num_threads` threads (the caller among them) that run tapes, one at a time."""
+    """`num_threads` threads (the caller among them) that run tapes, one at a time.
+
+    Raises: OutOfMemoryError if the system does not start as many.
+    """
 
     def __init__(self, num_threads: int) -> None:
         assert 1 <= num_threads < MAX_THREADS, "the loader checks the thread count"
@@ -69,8 +76,12 @@ class ThreadPool:
             )
             for thread in range(1, num_threads)
         ]
-        for worker in self._threads:
-            worker.start()
+        for count, worker in enumerate(self._threads):
+            try:
+                worker.start()
+            except RuntimeError:
+                _stop(self._control, self._wake, self._threads[:count], self._process)
+                raise shortage(_STACK_BYTES * (num_threads - 1), f"starting {num_threads} threads") from None
         self._finalizer = weakref.finalize(self, _stop, self._control, self._wake, self._threads, self._process)
 
     def run(self, ops_address: int, num_ops: int, batch_address: int, num_threads: int = 0) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from localinfer.errors import OutOfMemoryError
 from localinfer.kernels.cpu.arrays import address, aligned_zeros
 from localinfer.kernels.cuda.device import Device
 from localinfer.kernels.kv_layout import KVLayout
@@ -127,7 +128,7 @@ class SplitKVLayout(KVLayout):
         device = self.device.allocate(count * self.device_page_bytes)
         try:
             host = aligned_zeros(count * self._host_page_bytes)
-        except MemoryError:
+        except (MemoryError, OutOfMemoryError):
             self.device.free(device)
             raise
         return self._slabs.add(num_bytes, host, device)
