@@ -1,13 +1,19 @@
 """Which device a model runs on: a GPU where there is one, with as much of the model as it holds, and why not more."""
 
+import contextlib
 import logging
 from collections.abc import Callable
+from typing import TypeVar
 
-from localinfer.errors import BackendUnavailableError, RequestError
+from localinfer.errors import BackendUnavailableError, LocalinferError, OutOfMemoryError, RequestError
+from localinfer.kernels.compile_ahead import ProgressCallback
 from localinfer.kernels.cuda.device import CudaDevice, find_device, has_driver
+from localinfer.kernels.cuda.self_check import check_device
 from localinfer.models.memory_fit import MARGIN_BYTES, MemoryNeeds, Placement, choose_placement
 
 logger = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
 
 
 def check_gpu_layers(device: str, gpu_layers: int | None) -> None:
@@ -25,11 +31,15 @@ def check_gpu_layers(device: str, gpu_layers: int | None) -> None:
 
 
 def open_device(
-    device: str, needs: Callable[[], MemoryNeeds], gpu_layers: int | None = None
+    device: str,
+    needs: Callable[[], MemoryNeeds],
+    gpu_layers: int | None = None,
+    progress: ProgressCallback | None = None,
 ) -> tuple[CudaDevice, Placement] | None:
     """The GPU to run a model on and what of it goes there, or None for the CPU; device: "auto" or "cuda".
 
-    needs: what the model's parts take, asked only where there is a GPU. gpu_layers: how many, None for all that fit.
+    A GPU that does not compute a product and an attention as the CPU does is none. needs: what the model's parts take,
+    asked only where there is a GPU. gpu_layers: how many, None for all that fit.
     Raises: BackendUnavailableError if "cuda" was asked for by name and cannot be had, with what is missing;
     RequestError if the layers that were asked for do not fit.
     """
@@ -37,7 +47,7 @@ def open_device(
     if gpu_layers == 0 or (device == "auto" and gpu_layers is None and not has_driver()):
         return None
     try:
-        found = find_device()
+        found = _told(find_device)
         counted = needs()
         placement = choose_placement(counted, found.free_bytes, gpu_layers)
         if placement is None:
@@ -47,14 +57,43 @@ def open_device(
                 f"{found.free_bytes / 1e9:.1f} GB free; take a smaller model, quantization or context_length, or "
                 "device 'cpu'"
             )
+        opened = _told(lambda: _open_checked(progress))
         level = logging.INFO if placement.is_whole else logging.WARNING
         logger.log(level, "%s", placement.describe(found.name, found.free_bytes))
-        return CudaDevice(), placement
-    except BackendUnavailableError as error:
+        return opened, placement
+    except (BackendUnavailableError, OutOfMemoryError) as error:
         if device == "cuda":
             raise
         report_fallback(error)
         return None
+
+
+def _open_checked(progress: ProgressCallback | None) -> CudaDevice:
+    """The GPU, after it has computed what it should."""
+    opened = CudaDevice()
+    try:
+        check_device(opened, progress)
+    except BaseException as error:
+        if isinstance(error, Exception):
+            # A device whose check ended in the midst may fail in closing too, which says nothing more.
+            with contextlib.suppress(Exception):
+                opened.close()
+        raise
+    return opened
+
+
+def _told(ask: Callable[[], Answer]) -> Answer:
+    """What `ask` returns, with all that drivers, compilers and their bindings raise as BackendUnavailableError."""
+    try:
+        return ask()
+    except LocalinferError:
+        raise
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0] or "no reason given"
+        raise BackendUnavailableError(
+            f"the GPU, or what is installed for it, failed before it was used ({type(error).__name__}: {reason}); "
+            "take device 'cpu'"
+        ) from error
 
 
 def calibration_device(device: str) -> str | None:

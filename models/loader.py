@@ -127,7 +127,7 @@ def load_model(
         placed = None
         if device != "cpu" and kv_window is None:
             kv_tokens = min(config.context_length, context_length or USUAL_TOKENS)
-            placed = open_device(device, lambda: memory_needs(file, config, kv_layout, kv_tokens), gpu_layers)
+            placed = open_device(device, lambda: memory_needs(file, config, kv_layout, kv_tokens), gpu_layers, progress)
         gpu = None if placed is None else placed[0]
         # All but the tape's own kernels, which nobody knows before it is written.
         compile_ahead(

@@ -42,16 +42,26 @@ KernelKey = tuple[str, tuple[int, ...]]
 """A kernel: "module.function" of `kernels.cuda.compiled`, and the constants it is made for."""
 
 
+_OLDEST = {"numba-cuda": (0, 30, 4), "torch": (2, 6)}
+"""Older ones of numba-cuda fail at import beside Numba 0.67; as in pyproject.toml."""
+
+
 def require_numba_cuda() -> None:
-    """Raise BackendUnavailableError where the extra `cuda` is not installed."""
-    for package in ("numba-cuda", "torch"):
+    """Raise BackendUnavailableError where the extra `cuda` is not installed, or too old."""
+    for package, oldest in _OLDEST.items():
+        wanted = f"{package} {'.'.join(map(str, oldest))} or newer"
         try:
-            metadata.version(package)
+            found = metadata.version(package)
         except metadata.PackageNotFoundError:
             raise BackendUnavailableError(
-                f"device 'cuda' needs {package}, which is not installed; install 'localinfer[cuda]', or take device "
+                f"device 'cuda' needs {wanted}, which is not installed; install 'localinfer[cuda]', or take device "
                 "'cpu'"
             ) from None
+        if tuple(int(part) for part in re.findall(r"\d+", found.partition("+")[0])[: len(oldest)]) < oldest:
+            raise BackendUnavailableError(
+                f"device 'cuda' needs {wanted}, and {found} is installed; install 'localinfer[cuda]', or take device "
+                "'cpu'"
+            )
 
 
 @functools.cache

@@ -13,8 +13,12 @@ class NamedDevice(EmulatedDevice):
     name = "emulator"
 
 
-def emulate_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have loaders find it, with 64 GiB free."""
+def emulate_gpu(
+    monkeypatch: pytest.MonkeyPatch, device: type[NamedDevice] = NamedDevice, *, checks: bool = False
+) -> None:
+    """Have loaders find it, with 64 GiB free; without its self-check, which takes the emulator a second."""
     monkeypatch.setattr(device_choice, "has_driver", lambda: True)
     monkeypatch.setattr(device_choice, "find_device", lambda: FoundDevice("emulator", 64 << 30))
-    monkeypatch.setattr(device_choice, "CudaDevice", NamedDevice)
+    monkeypatch.setattr(device_choice, "CudaDevice", device)
+    if not checks:
+        monkeypatch.setattr(device_choice, "check_device", lambda *_: None)

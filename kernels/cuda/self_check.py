@@ -1,0 +1,172 @@
+"""Whether a device computes what it should, seen on one product and one attention before a model is trusted to it.
+
+Some thousand numbers are computed as prompts are, several rows at a time, and as tokens are, row by row, and compared
+with NumPy's. Once the kernels are compiled it takes milliseconds.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.errors import BackendUnavailableError
+from localinfer.kernels.compile_ahead import ProgressCallback
+from localinfer.kernels.cpu.layouts import Layout
+from localinfer.kernels.cuda.device import Device, Step
+from localinfer.kernels.cuda.kernel_cache import KernelKey
+from localinfer.kernels.kv_layout import KVLayout
+from localinfer.kernels.ops import (
+    AttentionShape,
+    Batch,
+    EmbeddingTable,
+    FloatArray,
+    KVLayerShape,
+    LinearWeight,
+    Projection,
+    Rows,
+    Segment,
+)
+
+_WIDTH, _HEADS, _SIZE = 64, 2, 32
+_PROMPT, _POSITIONS = 5, 7
+"""Rows that are computed at once, which takes other kernels than one row, and all of them."""
+
+_TOLERANCE = 0.01
+"""Of the largest number. Keys and values in sixteen bits cost a tenth of it."""
+
+
+def check_device(device: Device, progress: ProgressCallback | None = None) -> None:
+    """Raise BackendUnavailableError unless the device computes a product and an attention as NumPy does.
+
+    What a driver or a compiler raises is passed on. Nothing stays in the device's memory.
+    """
+    lent = _LentDevice(device)
+    try:
+        found, wanted = _compute(lent, progress)
+    finally:
+        lent.give_back()
+    largest = float(np.abs(wanted).max())
+    with np.errstate(invalid="ignore"):
+        error = float(np.abs(found - wanted).max()) / largest
+    if not error <= _TOLERANCE:
+        raise BackendUnavailableError(
+            f"the self-check of a product and an attention differs from the CPU by {100 * error:.3g} % of the largest "
+            f"number, where up to {100 * _TOLERANCE:.0f} % is rounding"
+        )
+
+
+def _compute(device: "_LentDevice", progress: ProgressCallback | None) -> tuple[FloatArray, FloatArray]:
+    """The rows that the device computes, float32[positions, heads * size], and those that are right."""
+    # Imported late: a CPU's start needs none of it.
+    from localinfer.kernels.cuda.planes import upload
+    from localinfer.kernels.cuda.tape import CudaTape
+
+    random = np.random.default_rng(0)
+    inputs = _inputs(random)
+    layout = KVLayout("f16", [KVLayerShape(1, _SIZE, _SIZE)])
+    tape = CudaTape(device, layout, max_batch_rows=_PROMPT, max_output_rows=_PROMPT, progress=progress)
+    x = tape.buffer("inputs", _WIDTH)
+    table = upload(device, Layout.F32, inputs.reshape(-1).view(np.uint8), 1, _POSITIONS, _WIDTH)
+    tape.embed(x, EmbeddingTable("inputs", _POSITIONS, _WIDTH, table))
+    projections, products = [], []
+    for name, width in (("queries", _HEADS * _SIZE), ("keys", _SIZE), ("values", _SIZE)):
+        data, weights = _random_q8_0(random, width, _WIDTH)
+        packed = upload(device, Layout.Q8_0, data, 1, width, _WIDTH)
+        projections.append(Projection(LinearWeight(name, width, _WIDTH, packed), tape.buffer(name, width)))
+        products.append(inputs @ weights.T)
+    tape.matmul(x, projections)
+    queries, keys, values = (projection.out for projection in projections)
+    tape.store_kv(0, keys, values)
+    attended, selected = (tape.buffer("attended", _HEADS * _SIZE, rows) for rows in (Rows.BATCH, Rows.OUTPUT))
+    scale = _SIZE**-0.5
+    tape.attention(attended, queries, 0, AttentionShape(_HEADS, 1, _SIZE, _SIZE, scale))
+    tape.select_output(selected, attended)
+    program = tape.finish(selected)
+    pages = np.array([device.allocate(layout.page_bytes)], np.int64)
+    found = []
+    for start, stop in ((0, _PROMPT), *((row, row + 1) for row in range(_PROMPT, _POSITIONS))):
+        ids = np.arange(start, stop, dtype=np.int32)
+        found.append(program.run(Batch(ids, [Segment(start, ids.size, pages)], ids - start)).copy())
+    return np.concatenate(found), _attention(*products, scale)
+
+
+def _inputs(random: np.random.Generator) -> FloatArray:
+    """Rows whose numbers stay as they are when a device takes them as codes of eight bits."""
+    codes = random.integers(-127, 128, (_POSITIONS, _WIDTH)).astype(np.float32)
+    codes[:, ::32] = 127
+    return codes / 64
+
+
+def _random_q8_0(random: np.random.Generator, rows: int, columns: int) -> tuple[NDArray[np.uint8], FloatArray]:
+    """A matrix in blocks of 32 codes and a scale, as GGUF files hold Q8_0, and its numbers."""
+    codes = random.integers(-127, 128, (rows, columns // 32, 32), np.int8)
+    scales = random.uniform(0.5, 1.5, (rows, columns // 32, 1)).astype(np.float16) / np.float16(512)
+    data = np.concatenate([scales.view(np.uint8), codes.view(np.uint8)], axis=2).reshape(-1)
+    return data, (codes * scales.astype(np.float32)).reshape(rows, columns)
+
+
+def _attention(queries: FloatArray, keys: FloatArray, values: FloatArray, scale: float) -> FloatArray:
+    """Causal attention of heads that share their keys, in float32."""
+    rows = len(queries)
+    scores = scale * np.einsum("qhd,kd->hqk", queries.reshape(rows, _HEADS, _SIZE), keys)
+    scores += np.triu(np.full((rows, rows), -np.inf, np.float32), 1)
+    weights = np.exp(scores - scores.max(axis=2, keepdims=True))
+    weights /= weights.sum(axis=2, keepdims=True)
+    return np.asarray(np.einsum("hqk,kd->qhd", weights, values).reshape(rows, _HEADS * _SIZE), np.float32)
+
+
+class _LentDevice:
+    """A device whose memory is given back after the check, and that keeps no graphs."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._addresses: list[int] = []
+        self.capability, self.product_kind, self.overlaps = device.capability, device.product_kind, device.overlaps
+        self.waited_seconds = 0.0
+
+    def allocate(self, num_bytes: int) -> int:
+        self._addresses.append(self._device.allocate(num_bytes))
+        return self._addresses[-1]
+
+    def free(self, address: int) -> None:
+        self._addresses.remove(address)
+        self._device.free(address)
+
+    def give_back(self) -> None:
+        """Free what was allocated."""
+        for address in list(self._addresses):
+            self.free(address)
+
+    def write(self, address: int, data: NDArray[Any]) -> None:
+        self._device.write(address, data)
+
+    def read(self, address: int, out: NDArray[Any]) -> None:
+        self._device.read(address, out)
+
+    def copy(self, source: int, target: int, num_bytes: int) -> None:
+        self._device.copy(source, target, num_bytes)
+
+    def free_bytes(self) -> int:
+        return self._device.free_bytes()
+
+    def used_bytes(self) -> int:
+        return self._device.used_bytes()
+
+    def read_bandwidth(self) -> float:
+        return self._device.read_bandwidth()
+
+    def prepare(
+        self, first: Sequence[KernelKey], every: Sequence[KernelKey], progress: ProgressCallback | None
+    ) -> None:
+        # Of all sizes that a model's batches have, the check takes two.
+        self._device.prepare(first, (), progress)
+
+    def run(self, steps: Sequence[Step]) -> None:
+        self._device.run(steps)
+
+    def capture(self, steps: Sequence[Step]) -> Callable[[], None]:
+        return lambda: self._device.run(steps)
+
+    def close(self) -> None:
+        """The device stays open."""
