@@ -42,13 +42,13 @@ KernelKey = tuple[str, tuple[int, ...]]
 """A kernel: "module.function" of `kernels.cuda.compiled`, and the constants it is made for."""
 
 
-_OLDEST = {"numba-cuda": (0, 30, 4), "torch": (2, 6)}
+OLDEST_VERSIONS = {"numba-cuda": (0, 30, 4), "torch": (2, 6)}
 """Older ones of numba-cuda fail at import beside Numba 0.67; as in pyproject.toml."""
 
 
 def require_numba_cuda() -> None:
     """Raise BackendUnavailableError where the extra `cuda` is not installed, or too old."""
-    for package, oldest in _OLDEST.items():
+    for package, oldest in OLDEST_VERSIONS.items():
         wanted = f"{package} {'.'.join(map(str, oldest))} or newer"
         try:
             found = metadata.version(package)

@@ -4,13 +4,15 @@ import subprocess
 import sys
 import tomllib
 from importlib import import_module
-from importlib.metadata import requires
+from importlib.metadata import requires, version
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import localinfer
+from localinfer.kernels.cuda.kernel_cache import OLDEST_VERSIONS
+from tests.bench.cuda_requirements import version_problem, wanted_versions
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDERS = ("localinfer", "kernels", "models", "quant")
@@ -91,3 +93,10 @@ def test_import_is_silent_and_loads_no_compiler():
         [sys.executable, "-W", "error", "-c", program], capture_output=True, timeout=60, check=False
     )
     assert (result.returncode, result.stdout, result.stderr) == (0, b"", b"")
+
+
+def test_gpu_libraries_are_wanted_in_the_versions_that_are_checked_at_a_start():
+    assert wanted_versions().items() >= OLDEST_VERSIONS.items()
+    assert version_problem("pytest", (1,)) is None
+    assert version_problem("pytest", (999, 1)) == f"pytest {version('pytest')} is installed; 999.1 or newer is wanted"
+    assert version_problem("no-such-package", (1, 2)) == "no-such-package is not installed; 1.2 or newer is wanted"

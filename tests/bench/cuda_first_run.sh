@@ -2,8 +2,9 @@
 # Everything that only a GPU can show, in one call of less than eight minutes and without a network: tests, figures,
 # and the sanitizer. usage, in the repository's root: bash tests/bench/cuda_first_run.sh [FOLDER FOR RESULTS]
 #
-# python3 must have torch with CUDA, numba, numba-cuda, gguf, tokenizers, jinja2, pytest, pytest-timeout and, to compile
-# on several cores in the tests, pytest-xdist; wheels of what it lacks are taken from .cuda/wheels, and the models the tests compare from .cuda/shared (a copy of ../shared), if these exist.
+# What python3 must have is said first, within half a minute: tests/bench/cuda_requirements.py knows the list. With
+# pytest-xdist the tests compile on several cores. Wheels of what is lacking are taken from .cuda/wheels, and the models
+# that the tests compare from .cuda/shared (a copy of ../shared), if these exist.
 set -uo pipefail
 results="${1:-${OUT:-cuda_first_run}}"
 mkdir -p "$results"
@@ -30,6 +31,11 @@ step() { # step SECONDS NAME COMMAND...
     echo "exit $? after $((SECONDS - began)) s" | tee -a "$results/$name.log"
     tail -n 12 "$results/$name.log"
 }
+
+if ! timeout --kill-after=5 60 python3 -m tests.bench.cuda_requirements 2>&1 | tee "$results/requirements.log"; then
+    echo "nothing was run: put wheels of what is missing into .cuda/wheels, or install it" >&2
+    exit 1
+fi
 
 together=()
 if python3 -c 'import xdist' 2>/dev/null; then together=(-n 8); fi
