@@ -7,6 +7,7 @@ from localinfer.roofline_chart import require_matplotlib, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _PERCENTS = ("p50", "p95", "p99")
 
@@ -16,6 +17,11 @@ def draw_serve(record: dict[str, Any], path: str | os.PathLike[str]) -> None:
 
     Raises: BackendUnavailableError without matplotlib; RequestError if the file cannot be written.
     """
+    save_figure(serve_figure(record), path)
+
+
+def serve_figure(record: dict[str, Any]) -> "Figure":
+    """The chart of a `run_serve_bench` record. Raises: BackendUnavailableError without matplotlib."""
     require_matplotlib()
     from matplotlib.figure import Figure
 
@@ -34,7 +40,7 @@ def draw_serve(record: dict[str, Any], path: str | os.PathLike[str]) -> None:
     figure.suptitle(
         f"{model}: messages of {settings['prompt']} tokens, replies of {settings['decode']} in the mean", fontsize=10
     )
-    save_figure(figure, path)
+    return figure
 
 
 def _draw_curve(axes: "Axes", levels: list[dict[str, Any]], knee: int | None) -> None:
@@ -48,7 +54,8 @@ def _draw_curve(axes: "Axes", levels: list[dict[str, Any]], knee: int | None) ->
             axes.legend(loc="upper left")
     axes.set_xlabel("tokens per second, all streams")
     axes.set_ylabel("ms of a request per token, p50")
-    axes.set_ylim(bottom=0)
+    axes.margins(x=0.1)
+    _start_at_zero(axes, [y for _, y in points])
     axes.grid(True, linewidth=0.3)
 
 
@@ -59,7 +66,7 @@ def _draw_goodput(axes: "Axes", levels: list[dict[str, Any]]) -> None:
         streams, [level["goodput_requests_per_second"] for level in levels], marker="s", label="within the objective"
     )
     axes.set_ylabel("requests per second")
-    axes.set_ylim(bottom=0)
+    _start_at_zero(axes, [level["requests_per_second"] for level in levels])
     _finish(axes, streams)
 
 
@@ -70,8 +77,13 @@ def _draw_spread(axes: "Axes", levels: list[dict[str, Any]], key: str, name: str
         axes.plot(streams, [1e3 * level[key][percent] for level in shown], marker="o", label=percent)
     axes.axhline(1e3 * limit, color="black", linewidth=0.8, linestyle="--", label="objective")
     axes.set_ylabel(f"{name}, ms")
-    axes.set_ylim(bottom=0)
+    _start_at_zero(axes, [1e3 * level[key][percent] for level in shown for percent in _PERCENTS] + [1e3 * limit])
     _finish(axes, streams)
+
+
+def _start_at_zero(axes: "Axes", values: list[float]) -> None:
+    """Show all from zero, with room above the highest: for its mark, the knee's ring and the line of the objective."""
+    axes.set_ylim(0, 1.15 * max(values, default=0) or 1)
 
 
 def _finish(axes: "Axes", streams: list[int]) -> None:

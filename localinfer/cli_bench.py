@@ -84,7 +84,8 @@ def _numbers(context: click.Context, parameter: click.Parameter, value: str) -> 
 @click.option(
     "--output",
     metavar="FILE",
-    help="PNG that --roofline or --serve draws. Default: roofline.png for --roofline without --json, else none.",
+    help="PNG that --roofline or --serve draws, with `pip install 'localinfer[plot]'`. Default: roofline.png for "
+    "--roofline without --json, else none.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, with every sample.")
 def bench_command(

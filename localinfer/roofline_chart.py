@@ -23,7 +23,7 @@ def require_matplotlib() -> None:
     except ImportError:
         raise BackendUnavailableError(
             "matplotlib is not installed, so the chart cannot be drawn; install it with `pip install "
-            "'localinfer[bench]'`, or ask for --json without --output, which draws none"
+            "'localinfer[plot]'`, or ask for --json without --output, which draws none"
         ) from None
 
 
@@ -94,7 +94,7 @@ def _draw(figure: "Figure", record: dict[str, Any]) -> None:
     )
     axes.grid(True, which="both", linewidth=0.3)
     if phases:
-        axes.legend(loc="lower right")
+        axes.legend(loc="lower right", markerscale=0.4)
 
 
 def _share(entry: dict[str, Any], phase: dict[str, Any]) -> float:

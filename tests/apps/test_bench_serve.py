@@ -274,7 +274,7 @@ def test_wrong_arguments_end_in_one_line(capsys, arguments, word):
 @pytest.mark.skipif(HAS_CHARTS, reason="matplotlib is installed")
 def test_missing_charts_are_told_before_anything_is_measured(capsys):
     assert main(["bench", str(model_path(None)), *QUICK, "--output", "x.png"]) == 2
-    assert "pip install 'localinfer[bench]'" in capsys.readouterr().err
+    assert "pip install 'localinfer[plot]'" in capsys.readouterr().err
 
 
 def test_server_that_cannot_start_says_why(tmp_path):
@@ -310,3 +310,34 @@ def test_chart_without_a_folder_for_it_is_refused(record, tmp_path):
 
     with pytest.raises(RequestError, match="--output"):
         draw_serve({**record, "knee": 2}, Path(tmp_path) / "missing" / "chart.png")
+
+
+@pytest.mark.skipif(not HAS_CHARTS, reason="matplotlib is not installed")
+@pytest.mark.parametrize("rise", [0.0, 0.0001, 0.01, 1.0])
+def test_no_point_of_a_chart_is_cut_off(rise: float) -> None:
+    from localinfer.bench_serve_chart import serve_figure
+
+    def level(streams: int) -> dict[str, Any]:
+        seconds = 0.1 + rise * streams
+        return {
+            "concurrency": streams,
+            "tokens_per_second": 30.0 + 10 * streams,
+            "seconds_per_token": {"p50": seconds},
+            **{
+                name: {f"p{q}": seconds for q in (50, 95, 99)}
+                for name in ("time_to_first_token_seconds", "itl_seconds")
+            },
+            "requests_per_second": seconds,
+            "goodput_requests_per_second": seconds,
+        }
+
+    settings = {"prompt": 9, "decode": 9, "slo_first_token_seconds": 0.1, "slo_itl_seconds": 0.1}
+    levels = [level(streams) for streams in (1, 2, 8)]
+    figure = serve_figure({"settings": settings, "model": {"path": "m"}, "levels": levels, "knee": 8})
+    figure.draw_without_rendering()
+    for axes in figure.axes:
+        frame = axes.bbox.padded(-8)
+        points = [axes.transData.transform(point) for line in axes.lines[:1] for point in line.get_xydata()]
+        assert len(points) == 3 and all(frame.contains(*point) for point in points)
+        low, high = axes.get_ylim()
+        assert low == 0 and all(line.get_ydata().max() < 0.9 * high for line in axes.lines[:-1])

@@ -53,7 +53,15 @@ def test_import_contract_places_every_module(settings):
 
 
 def test_extras_are_the_documented_ones(settings):
-    assert set(settings["project"]["optional-dependencies"]) == {"bench", "chat", "convert", "cuda", "dev", "server"}
+    assert set(settings["project"]["optional-dependencies"]) == {
+        "bench",
+        "chat",
+        "convert",
+        "cuda",
+        "dev",
+        "plot",
+        "server",
+    }
 
 
 def test_command_runs_the_documented_entry_point(settings):
