@@ -3,6 +3,12 @@
 import signal
 import sys
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from sys import UnraisableHookArgs
+
+_AGAIN_SECONDS = 0.01
+
 
 def main() -> int:
     """Run the command of `sys.argv` and return its exit code; see `localinfer.cli.main`."""
@@ -15,6 +21,7 @@ def main() -> int:
 
     try:
         if answers:
+            sys.unraisablehook = _interrupt_again
             signal.signal(signal.SIGINT, signal.default_int_handler)
         code = run_command()
     except KeyboardInterrupt:
@@ -23,6 +30,19 @@ def main() -> int:
         # What is done at the end of an interpreter is interrupted like its beginning.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     return code
+
+
+def _interrupt_again(unraisable: "UnraisableHookArgs") -> None:
+    """Repeat a Ctrl-C that came in a callback, such as one of an import that ends, whose exceptions go nowhere."""
+    if not issubclass(unraisable.exc_type, KeyboardInterrupt):
+        sys.__unraisablehook__(unraisable)
+        return
+    import threading
+
+    # Not here and now: this is still the callback.
+    again = threading.Timer(_AGAIN_SECONDS, signal.raise_signal, (signal.SIGINT,))
+    again.daemon = True
+    again.start()
 
 
 if __name__ == "__main__":

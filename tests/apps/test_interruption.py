@@ -16,11 +16,11 @@ from localinfer.__main__ import main
 milliseconds, *sys.argv[1:] = sys.argv[1:]
 if milliseconds == "ignored":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
-signal.setitimer(signal.ITIMER_REAL, 0.02 if milliseconds == "ignored" else float(milliseconds) / 1000)
+signal.signal(signal.SIGPROF, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+signal.setitimer(signal.ITIMER_PROF, 0.02 if milliseconds == "ignored" else float(milliseconds) / 1000)
 sys.exit(main())
 """
-"""The command, interrupted so many milliseconds after it began."""
+"""The command, interrupted after it computed for so many milliseconds, however busy the machine is."""
 DEMO = str(REPOSITORY / "models" / "demo" / "demo-f16.gguf")
 COMMANDS = {
     "run": ["run", "-p", "Once", "-n", "400", "--no-disk-cache", "--threads", "1"],
@@ -56,7 +56,7 @@ def check(words: list[str], milliseconds: float) -> None:
     code, errors = interrupt(words, milliseconds)
     assert "Traceback" not in errors and "Exception ignored" not in errors, f"after {milliseconds} ms: {errors}"
     # Some have done their work by then, this quantization is refused, and an interpreter that ends hears no alarm.
-    assert code in (-signal.SIGINT, 130, 0, 2, -signal.SIGALRM), f"after {milliseconds} ms: {errors}"
+    assert code in (-signal.SIGINT, 130, 0, 2, -signal.SIGPROF), f"after {milliseconds} ms: {errors}"
 
 
 @pytest.mark.parametrize("milliseconds", DELAYS)
@@ -66,12 +66,33 @@ def test_run_ends_in_silence_at_every_moment_of_its_start(milliseconds: float) -
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_ends_in_silence(command: str) -> None:
-    for milliseconds in (1, 12, 35, 80, 160):
+    for milliseconds in (5, 40, 150):
         check(COMMANDS[command], milliseconds)
 
 
 def test_the_first_moments_end_a_command_by_the_signal_itself() -> None:
     assert interrupt(COMMANDS["run"], 1) == (-signal.SIGINT, "")
+
+
+def test_an_interruption_in_a_callback_is_not_lost() -> None:
+    """Python prints what is raised there, and goes on."""
+    code = """
+import signal, sys, time, weakref
+from localinfer import __main__, cli
+class Module: pass
+def interrupted(_): signal.raise_signal(signal.SIGINT)
+def command():
+    module = Module()
+    reference = weakref.ref(module, interrupted)
+    del module
+    while True: time.sleep(1)
+cli.main = command
+sys.exit(__main__.main())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (130, "")
 
 
 def test_a_command_that_was_told_to_ignore_it_goes_on() -> None:
