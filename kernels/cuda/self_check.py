@@ -69,7 +69,8 @@ def _compute(device: "_LentDevice", progress: ProgressCallback | None) -> tuple[
     x = tape.buffer("inputs", _WIDTH)
     table = upload(device, Layout.F32, inputs.reshape(-1).view(np.uint8), 1, _POSITIONS, _WIDTH)
     tape.embed(x, EmbeddingTable("inputs", _POSITIONS, _WIDTH, table))
-    projections, products = [], []
+    projections: list[Projection] = []
+    products: list[FloatArray] = []
     for name, width in (("queries", _HEADS * _SIZE), ("keys", _SIZE), ("values", _SIZE)):
         data, weights = _random_q8_0(random, width, _WIDTH)
         packed = upload(device, Layout.Q8_0, data, 1, width, _WIDTH)
@@ -88,14 +89,14 @@ def _compute(device: "_LentDevice", progress: ProgressCallback | None) -> tuple[
     for start, stop in ((0, _PROMPT), *((row, row + 1) for row in range(_PROMPT, _POSITIONS))):
         ids = np.arange(start, stop, dtype=np.int32)
         found.append(program.run(Batch(ids, [Segment(start, ids.size, pages)], ids - start)).copy())
-    return np.concatenate(found), _attention(*products, scale)
+    return np.concatenate(found), _attention(products[0], products[1], products[2], scale)
 
 
 def _inputs(random: np.random.Generator) -> FloatArray:
     """Rows whose numbers stay as they are when a device takes them as codes of eight bits."""
     codes = random.integers(-127, 128, (_POSITIONS, _WIDTH)).astype(np.float32)
     codes[:, ::32] = 127
-    return codes / 64
+    return codes * np.float32(1 / 64)
 
 
 def _random_q8_0(random: np.random.Generator, rows: int, columns: int) -> tuple[NDArray[np.uint8], FloatArray]:
