@@ -155,19 +155,26 @@ class ChatTemplate:
             sandbox = self._sandbox
             assert sandbox is not None, "compiling made it"
             sandbox.mark = mark
-            sandbox.start_clock()
-            values = {"bos_token": self.bos_token, "eos_token": self.eos_token, **variables}
+            sandbox.budget.start()
+            values = {
+                "bos_token": self.bos_token,
+                "eos_token": self.eos_token,
+                **variables,
+                "messages": messages,
+                "tools": tools,
+                "add_generation_prompt": add_generation_prompt,
+            }
             try:
-                return template.render(
-                    **values, messages=messages, tools=tools, add_generation_prompt=add_generation_prompt
-                )
+                # As Template.render does, which would make a traceback anew for each level of a recursion.
+                return str(sandbox.concat(template.root_render_func(template.new_context(values))))
             # A template is a program: it may fail in any way, running out of stack or memory included.
             except Exception as error:
-                reason = str(error) or type(error).__name__
                 raise TemplateError(
-                    f"the chat template stopped: {reason:.500}. Wanted messages it accepts; change the messages, or "
-                    "use another template."
+                    f"the chat template stopped{_line_of(error, template)}: {_reason_of(error):.500}. Wanted messages "
+                    "it accepts; change the messages, or use another template."
                 ) from error
+            finally:
+                sandbox.budget.end()
 
     def _template(self, tools: object) -> tuple["Template", bool]:
         """Return the compiled template and whether it is the fallback."""
@@ -177,6 +184,8 @@ class ChatTemplate:
         return self._compiled[source]
 
     def _compile(self, source: str | None) -> tuple["Template", bool]:
+        from jinja2 import TemplateError as JinjaError
+
         from localinfer.models.template_sandbox import TemplateSandbox
 
         if self._sandbox is None:
@@ -190,7 +199,9 @@ class ChatTemplate:
                 return self._sandbox.from_string(source), False
             # Jinja reports syntax; Python's compiler may add stack, memory and nesting limits of its own.
             except Exception as error:
-                found = f"not a template that compiles ({type(error).__name__}: {str(error):.200})"
+                line = getattr(error, "lineno", None)
+                place = f" at line {line}" if isinstance(line, int) and isinstance(error, JinjaError) else ""
+                found = f"not a template that compiles ({type(error).__name__}{place}: {str(error):.200})"
         warnings.warn(
             f"{_KEY} is {found}; ChatML is used instead, which this model may not know. Give the template that the "
             "model was trained with.",
@@ -255,6 +266,26 @@ class _Marker:
         if position < len(plain):
             segments.append((plain[position:], True))
         return segments
+
+
+def _line_of(error: BaseException, template: "Template") -> str:
+    """Say where in a template an error came up: the last line of it that was running."""
+    line = None
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_globals.get("__jinja_template__") is template:
+            line = template.get_corresponding_lineno(trace.tb_lineno)
+        trace = trace.tb_next
+    return "" if line is None else f" at line {line}"
+
+
+def _reason_of(error: Exception) -> str:
+    try:
+        text = str(error)
+    # An error that names a value makes its text, which may fail as anything else may.
+    except Exception:
+        text = ""
+    return f"{type(error).__name__}: {text}" if isinstance(error, LookupError) or not text else text
 
 
 def _strings_in(value: Any) -> Iterable[str]:

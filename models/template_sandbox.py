@@ -1,48 +1,65 @@
 """A Jinja environment for templates from strangers: no escape, and a bound on what they cost.
 
-Jinja's own sandbox stops access to Python's insides, not `'x' * 10**9` or a loop that never ends. Here
-every way to make text or lists grow is charged to a budget before it happens, and every loop step and
-call looks at the clock. Numbers in the tests of this file hold the bounds.
+Jinja's own sandbox stops access to Python's insides, not `'x' * 10**9` or a loop that never ends. Here everything that
+a template can reach is charged to a budget (template_budget) before it happens: operators, comparisons, output, loops
+and calls in this file, methods of plain values in template_methods, filters and tests in template_filters. Nothing is
+computed while a template is compiled.
 """
 
 import datetime
-import functools
-import json
 import re
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from types import BuiltinMethodType, MethodType, NoneType
 from typing import Any, NoReturn
 
 from jinja2 import nodes, pass_eval_context
 from jinja2.compiler import CodeGenerator, Frame
-from jinja2.exceptions import SecurityError, TemplateError
+from jinja2.exceptions import TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.runtime import Context, LoopContext, Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEscapeFormatter, SandboxedFormatter
+from jinja2.utils import Cycler, Joiner, Namespace, generate_lorem_ipsum
+from markupsafe import Markup
 
-MAX_OUTPUT_CHARACTERS = 4 << 20
-MAX_RENDER_SECONDS = 1.0
-# All text and list entries a rendering makes on the way, thrown away or not.
-_MAX_WORK = 16 * MAX_OUTPUT_CHARACTERS
-_MAX_WIDTH = 1000
-_MAX_INTEGER_BITS = 4096
-_WIDE_PERCENT_FORMAT = re.compile(r"%[^a-zA-Z%]*(\d{4,}|\*)")
-_WIDE_BRACE_FORMAT = re.compile(r"\{[^{}]*:[^{}]*(\d{4,}|\{)")
+from localinfer.models.template_budget import ENTRY_WORK, MAX_OUTPUT_CHARACTERS, CostError, TemplateBudget
+from localinfer.models.template_filters import guarded_filters, guarded_tests
+from localinfer.models.template_methods import (
+    charge_method,
+    charge_operator,
+    formatter_of,
+    operator_result,
+)
+
+__all__ = ["MAX_OUTPUT_CHARACTERS", "CostError", "TemplateSandbox"]
+
+_MAX_CODE_CHARACTERS = 8 << 20
+_MAX_TIME_FORMAT = 1000
 _WIDE_TIME_FORMAT = re.compile(r"%[^a-zA-Z%]*\d{2,}")
-# Filters that make text as wide as they are told, cost more than linear time, or hold other people's text.
-_DROPPED_FILTERS = ("center", "wordwrap", "urlize", "pprint", "random", "xmlattr", "striptags")
-_SLOW_FILTERS = ("title", "wordcount", "unique", "sort", "dictsort", "groupby", "truncate")
-_MAX_SLOW_INPUT = 1 << 16
-_WIDTH_METHODS = ("center", "ljust", "rjust", "zfill", "expandtabs")
-
-
-class CostError(SecurityError):
-    """The template asks for more time or memory than a template may."""
+_LOREM_WORD = 16
+# Objects of these types have only methods that are known; all others belong to whoever passed them. Methods of classes,
+# such as dict.fromkeys, belong to a class or to nothing.
+_PLAIN_TYPES = (
+    *(str, bytes, int, float, complex, list, tuple, dict, set, frozenset, range, type, NoneType),
+    *(type({}.keys()), type({}.values()), type({}.items())),
+)
 
 
 class _GuardedCodeGenerator(CodeGenerator):
     """Sends the constructs that no hook of Jinja's sandbox sees through the environment."""
+
+    _written = 0
+
+    def write(self, x: str) -> None:
+        self._written += len(x)
+        if self._written > _MAX_CODE_CHARACTERS:
+            raise CostError(f"it compiles to more than {_MAX_CODE_CHARACTERS} characters of code")
+        super().write(x)
+
+    def _visit_within(self, call: str, node: nodes.Node, frame: Frame) -> None:
+        self.write(f"environment.{call}(")
+        self.visit(node, frame)
+        self.write(")")
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
         self.write("environment.join_operands((")
@@ -63,9 +80,50 @@ class _GuardedCodeGenerator(CodeGenerator):
         self.write(")")
 
     def visit_For(self, node: nodes.For, frame: Frame) -> None:
-        metered = nodes.Call(nodes.EnvironmentAttribute("metered"), [node.iter], [], None, None, lineno=node.lineno)
-        node.iter = metered.set_environment(self.environment)
+        node.iter = nodes.Call(nodes.EnvironmentAttribute("metered"), [node.iter], [], None, None, lineno=node.lineno)
         super().visit_For(node, frame)
+
+    def visit_Call(self, node: nodes.Call, frame: Frame, forward_caller: bool = False) -> None:
+        if isinstance(node.node, nodes.EnvironmentAttribute):
+            self._visit_within(node.node.name, node.args[0], frame)
+        else:
+            super().visit_Call(node, frame, forward_caller=forward_caller)
+
+    def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:
+        """Weigh both sides, unless one is a constant, which ends the comparison at once."""
+        operands = [node.expr, *(operand.expr for operand in node.ops)]
+        is_search = [operand.op in ("in", "notin") for operand in node.ops]
+        is_light = not any(is_search) and any(isinstance(operand, nodes.Const) for operand in operands)
+        if not is_light or len(operands) > 2:
+            node.expr = self._weighed(node.expr)
+            for operand in node.ops:
+                operand.expr = self._weighed(operand.expr)
+        super().visit_Compare(node, frame)
+
+    def _weighed(self, node: nodes.Expr) -> nodes.Expr:
+        if isinstance(node, nodes.Const):
+            return node
+        return nodes.Call(nodes.EnvironmentAttribute("weigh"), [node], [], None, None, lineno=node.lineno)
+
+    def visit_List(self, node: nodes.List, frame: Frame) -> None:
+        self.write("environment.admit(")
+        super().visit_List(node, frame)
+        self.write(")")
+
+    def visit_Tuple(self, node: nodes.Tuple, frame: Frame) -> None:
+        if node.ctx != "load":
+            super().visit_Tuple(node, frame)
+            return
+        self.write("environment.admit(")
+        super().visit_Tuple(node, frame)
+        self.write(")")
+
+    def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:
+        for pair in node.items:
+            pair.key = self._weighed(pair.key)
+        self.write("environment.admit(")
+        super().visit_Dict(node, frame)
+        self.write(")")
 
 
 class _GenerationBlock(Extension):
@@ -84,55 +142,64 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
     Blocks are trimmed and `tojson`, `raise_exception` and `strftime_now` behave as in transformers.
     """
 
-    intercepted_binops = frozenset(("*", "**", "+", "%"))
+    intercepted_binops = frozenset(("*", "**", "+", "%", "-", "/", "//"))
     code_generator_class = _GuardedCodeGenerator
 
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock])
+        self.budget = TemplateBudget()
+        self.weigh = self.budget.weigh
+        self.admit = self.budget.admit
         # A character that no template may see the escaped form of; see ChatTemplate.render_segments.
         self.mark = ""
-        self._work = 0
-        self._deadline = float("inf")
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[loopcontrols, _GenerationBlock],
+            # A constant expression costs what any other does: it too is computed when it is rendered.
+            optimized=False,
+            finalize=self._finalize,
+        )
         # Jinja's code takes these from the environment.
         self.concat = self._concat  # type: ignore[method-assign]
-        for name in _DROPPED_FILTERS:
-            self.filters.pop(name, None)
-        for name in ("lipsum", "cycler", "joiner"):
-            self.globals.pop(name, None)
-        self.globals["raise_exception"] = _raise_exception
-        self.globals["strftime_now"] = _strftime_now
-        self._guard_filters()
+        self.filters = guarded_filters(self)
+        self.tests = guarded_tests(self)
+        self._formatters = {
+            Markup: formatter_of(self.budget, SandboxedEscapeFormatter),
+            str: formatter_of(self.budget, SandboxedFormatter),
+        }
+        self.globals.update(
+            dict=self._make_dict,
+            namespace=_namespace_type(self),
+            cycler=lambda *items: Cycler(*items),
+            joiner=lambda sep=", ": Joiner(sep),
+            lipsum=self._make_lipsum,
+            raise_exception=self._raise_exception,
+            strftime_now=_strftime_now,
+        )
 
-    def start_clock(self) -> None:
-        """Start the time and the budget of one rendering."""
-        self._work = 0
-        self._deadline = time.monotonic() + MAX_RENDER_SECONDS
-
-    def charge(self, amount: int) -> None:
-        """Count text or entries about to be made. Raises: CostError where the budget or the time ends."""
-        self._work += amount
-        if amount > MAX_OUTPUT_CHARACTERS or self._work > _MAX_WORK:
-            raise CostError(f"it makes more than {MAX_OUTPUT_CHARACTERS} characters")
-        if time.monotonic() > self._deadline:
-            raise CostError(f"it takes longer than {MAX_RENDER_SECONDS:g} s")
+    # What generated code calls.
 
     def metered(self, iterable: Iterable[object]) -> Iterable[object]:
         """Charge every step of a loop; its length stays visible to the template."""
-        return _MeteredList(self, iterable) if isinstance(iterable, list | tuple) else self._steps(iterable)
-
-    def _steps(self, iterable: Iterable[object]) -> Iterator[object]:
-        for item in iterable:
-            self.charge(1)
-            yield item
+        budget = self.budget
+        return _MeteredList(budget, iterable) if isinstance(iterable, list | tuple) else budget.steps(iterable)
 
     def join_operands(self, operands: tuple[object, ...]) -> str:
         """Do what `~` does."""
-        return self._concat(map(str, operands))
+        texts = [operand if type(operand) is str else str(self.text_of(operand)) for operand in operands]
+        self.budget.charge_text(sum(map(len, texts)))
+        return "".join(texts)
 
     def take_slice(self, sequence: Any, start: Any, stop: Any, step: Any) -> Any:
         """Do what `sequence[start:stop:step]` does."""
-        self.charge(_length(sequence))
-        return sequence[start:stop:step]
+        part = sequence[start:stop:step]
+        # A slice is no larger than what it is of, so it may be charged when it is made.
+        self.budget.charge(ENTRY_WORK * len(part))
+        return part
+
+    @pass_eval_context
+    def _finalize(self, eval_context: object, value: object) -> object:
+        return value if type(value) is str else self.text_of(value)
 
     def _concat(self, parts: Iterable[str]) -> str:
         pieces: list[str] = []
@@ -140,169 +207,151 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         for part in parts:
             length += len(part)
             if length > MAX_OUTPUT_CHARACTERS:
-                self.charge(length)
+                break
             pieces.append(part)
-        self.charge(length)
+        self.budget.charge_text(length)
         return "".join(pieces)
 
+    # What Jinja's runtime calls.
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        """Do what `obj[argument]` does."""
+        if type(argument) is not str:
+            self.budget.weigh(argument)
+        else:
+            self.budget.charge()
+        return super().getitem(obj, argument)
+
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Do `*`, `**`, `+` or `%` after charging for the result."""
-        self.charge(1)
-        if operator == "%" and isinstance(left, str):
-            self._check_format(_WIDE_PERCENT_FORMAT, left, [right])
-        elif operator == "+" and _has_length(left) and _has_length(right):
-            self.charge(len(left) + len(right))
-        elif operator == "*" and (_has_length(left) or _has_length(right)):
-            sequence, factor = (left, right) if _has_length(left) else (right, left)
-            if isinstance(factor, int):
-                self.charge(len(sequence) * max(factor, 0))
-        elif isinstance(left, int) and isinstance(right, int) and operator != "%":
-            bits = left.bit_length() * max(right, 1) if operator == "**" else left.bit_length() + right.bit_length()
-            if bits > _MAX_INTEGER_BITS:
-                raise CostError("it computes with an integer of thousands of digits")
-        return super().call_binop(context, operator, left, right)
+        """Do what `left operator right` does."""
+        return self.operate(operator, left, right)
+
+    def operate(self, operator: str, left: Any, right: Any) -> Any:
+        """Do an operation after charging for its result."""
+        charge_operator(self.budget, operator, left, right)
+        result = self.binop_table[operator](left, right)
+        if type(result) is str:
+            return self.restore_mark(result) if operator == "%" and self.mark else result
+        return operator_result(self.budget, operator, left, right, result)
 
     def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a function after charging for what text methods will make."""
-        self.charge(1)
-        # The sandbox wraps str.format in a function of its own.
-        owner = getattr(getattr(function, "__wrapped__", function), "__self__", None)
-        if isinstance(owner, str | bytes):
-            self._check_method(owner, function.__name__, [*args, *kwargs.values()])
+        """Call a function after charging for what it will make."""
+        budget = self.budget
+        budget.charge()
+        kind = type(function)
+        if kind is Macro:
+            return super().call(context, function, *args, **kwargs)
+        if kind is LoopContext:
+            args = (self.metered(args[0]), *args[1:]) if args else args
+        elif kind is BuiltinMethodType or kind is MethodType:
+            owner = function.__self__
+            if isinstance(owner, _PLAIN_TYPES if kind is BuiltinMethodType else Markup):
+                args = tuple(list(budget.steps(value)) if isinstance(value, Iterator) else value for value in args)
+                charge_method(budget, owner, function.__name__, [*args, *_own_arguments(kwargs)])
+                return budget.admit(super().call(context, function, *args, **kwargs))
+        for value in (*args, *_own_arguments(kwargs)):
+            budget.weigh(value)
         return super().call(context, function, *args, **kwargs)
 
-    def _check_method(self, text: Any, name: str, arguments: list[Any]) -> None:
-        if name in _WIDTH_METHODS:
-            self._check_widths(arguments)
-            self.charge(len(text) * (_MAX_WIDTH if name == "expandtabs" and "\t" in text else 1))
-        elif name == "replace":
-            self._check_replace(text, arguments)
-        elif name in ("format", "format_map"):
-            self._check_format(_WIDE_BRACE_FORMAT, text, arguments)
-        elif name == "join" and arguments and isinstance(arguments[0], list | tuple):
-            self.charge(sum(map(_length, arguments[0])) + len(text) * len(arguments[0]))
-        elif name == "translate":
-            raise CostError("it uses translate, which a template has no need of")
-        else:
-            self.charge(len(text))
+    def call_filter(self, name: str, value: Any, *args: Any, **kwargs: Any) -> Any:
+        """Apply a filter by its name, as `map` does."""
+        self.budget.charge()
+        return super().call_filter(name, value, *args, **kwargs)
 
-    def _check_widths(self, arguments: Iterable[Any]) -> None:
-        if any(isinstance(argument, int) and abs(argument) > _MAX_WIDTH for argument in arguments):
-            raise CostError(f"it pads text to more than {_MAX_WIDTH} characters")
+    def call_test(self, name: str, value: Any, *args: Any, **kwargs: Any) -> Any:
+        """Apply a test by its name, as `select` does."""
+        self.budget.charge()
+        return super().call_test(name, value, *args, **kwargs)
 
-    def _check_replace(self, text: Any, arguments: list[Any]) -> None:
-        if len(arguments) >= 2 and _has_length(arguments[0]) and _has_length(arguments[1]):
-            count = text.count(arguments[0]) if arguments[0] else len(text) + 1
-            self.charge(len(text) + count * len(arguments[1]))
+    def wrap_str_format(self, value: Any) -> Any:
+        """Return the charged form of `str.format` or `str.format_map`, or None for anything else."""
+        if not isinstance(value, BuiltinMethodType | MethodType) or value.__name__ not in ("format", "format_map"):
+            return None
+        text, is_map = value.__self__, value.__name__ == "format_map"
+        if not isinstance(text, str):
+            return None
+        is_markup = isinstance(text, Markup)
+        options = {"escape": text.escape} if is_markup else {}
+        formatter = self._formatters[Markup if is_markup else str](self, **options)
 
-    def _check_format(self, wide: re.Pattern[str], text: str, arguments: Iterable[Any]) -> None:
-        if wide.search(text):
-            raise CostError("it formats with a computed width, or one of more than three digits")
-        values = [part for value in arguments for part in (value if isinstance(value, tuple) else (value,))]
-        fields = text.count("%") + text.count("{")
-        self.charge(len(text) + fields * (_MAX_WIDTH + sum(map(_length, values))))
+        def formatted(*args: Any, **kwargs: Any) -> str:
+            self.budget.charge_text(len(text))
+            if is_map:
+                (kwargs,), args = args, ()
+            made = formatter.vformat(text, args, kwargs)
+            self.budget.charge_text(len(made))
+            return type(text)(self.restore_mark(made))
 
-    def _guard_filters(self) -> None:
-        """Put the same checks before the filters that make their input longer."""
-        original = dict(self.filters)
+        return formatted
 
-        def replace(eval_context: Any, s: Any, old: str, new: str, count: int | None = None) -> Any:
-            self._check_replace(str(s), [str(old), str(new)])
-            return original["replace"](eval_context, s, old, new, count)
+    # Values as text.
 
-        def indent(s: str, width: int | str = 4, first: bool = False, blank: bool = False) -> Any:
-            padding = width if isinstance(width, int) else len(width)
-            self._check_widths([padding])
-            self.charge((str(s).count("\n") + 1) * abs(padding) + len(s))
-            return original["indent"](s, width, first, blank)
+    def text_of(self, value: Any) -> str:
+        """Return a value's text, as printing makes it, after charging for it."""
+        if isinstance(value, str):
+            return value
+        if value is None or type(value) is bool:
+            return str(value)
+        budget = self.budget
+        characters = budget.size(value)[0]
+        budget.charge_text(characters)
+        text = str(value)
+        if len(text) > characters:
+            budget.charge_text(len(text))
+        return self.restore_mark(text)
 
-        def join(eval_context: Any, value: Iterable[Any], d: str = "", attribute: str | int | None = None) -> Any:
-            items = list(self._steps(value))
-            self.charge(sum(map(_length, items)) + len(d) * len(items))
-            return original["join"](eval_context, items, d, attribute)
+    def restore_mark(self, text: str) -> str:
+        """Undo the escape that text of values and JSON make of the mark."""
+        return text.replace(f"\\u{ord(self.mark):04x}", self.mark) if self.mark else text
 
-        def batch(value: Iterable[Any], linecount: int, fill_with: Any = None) -> Any:
-            self._check_widths([linecount])
-            return original["batch"](value, linecount, fill_with)
+    # Functions that templates call.
 
-        def slice_(value: Iterable[Any], slices: int, fill_with: Any = None) -> Any:
-            self._check_widths([slices])
-            return original["slice"](value, slices, fill_with)
+    def _make_dict(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        args = tuple(list(self.budget.steps(value)) if isinstance(value, Iterator) else value for value in args)
+        if args and isinstance(args[0], list | tuple):
+            self.budget.check_keys(pair[0] if isinstance(pair, list | tuple) and pair else pair for pair in args[0])
+        made: dict[Any, Any] = self.budget.admit(dict(*args, **kwargs))
+        return made
 
-        def round_(value: float, precision: int = 0, method: Any = "common") -> Any:
-            self._check_widths([precision])
-            return original["round"](value, precision, method)
+    def _make_lipsum(self, n: int = 5, html: bool = True, min: int = 20, max: int = 100) -> str:
+        self.budget.charge_text(_LOREM_WORD * (abs(n) + 1) * (abs(max) + 1))
+        return generate_lorem_ipsum(n, html, min, max)
 
-        def sum_(value: Iterable[Any], attribute: str | int | None = None, start: Any = 0) -> Any:
-            if not isinstance(start, int | float):
-                raise CostError("it sums up what are not numbers")
-            return original["sum"](value, attribute, start)
+    def _raise_exception(self, message: object) -> NoReturn:
+        raise TemplateError(str(self.text_of(message)))
 
-        def format_(value: str, *args: Any, **kwargs: Any) -> Any:
-            self._check_format(_WIDE_PERCENT_FORMAT, str(value), [*args, *kwargs.values()])
-            return original["format"](value, *args, **kwargs)
 
-        self.filters.update(replace=pass_eval_context(replace), join=pass_eval_context(join), tojson=self._to_json)
-        self.filters.update(indent=indent, batch=batch, slice=slice_, round=round_, format=format_, sum=sum_)
-        for name, function in self.filters.items():
-            self.filters[name] = self._charged(name, function)
+def _namespace_type(sandbox: TemplateSandbox) -> type[Namespace]:
+    class ChargedNamespace(Namespace):
+        """It may change, and may hold itself, so its size is taken anew each time that it is made a text."""
 
-    def _charged(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a filter that is charged for the size of its input."""
+        def __repr__(self) -> str:
+            values = dict(object.__getattribute__(self, "_Namespace__attrs"))
+            return f"<Namespace {sandbox.text_of(values)}>"
 
-        @functools.wraps(function)
-        def charged(*args: Any, **kwargs: Any) -> Any:
-            size = sum(map(_length, args))
-            if name in _SLOW_FILTERS and size > _MAX_SLOW_INPUT:
-                raise CostError(f"it gives the filter {name} more than {_MAX_SLOW_INPUT} characters")
-            self.charge(size + 1)
-            return function(*args, **kwargs)
-
-        return charged
-
-    def _to_json(
-        self,
-        value: Any,
-        ensure_ascii: bool = False,
-        indent: int | None = None,
-        separators: tuple[str, str] | None = None,
-        sort_keys: bool = False,
-    ) -> str:
-        self._check_widths([indent])
-        text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-        self.charge(len(text))
-        if self.mark and ensure_ascii:
-            text = text.replace(json.dumps(self.mark)[1:-1], self.mark)
-        return text
+    return ChargedNamespace
 
 
 class _MeteredList:
     """A sequence whose iteration is charged; `loop.length` still knows its end."""
 
-    def __init__(self, sandbox: TemplateSandbox, items: list[Any] | tuple[Any, ...]) -> None:
-        self._sandbox = sandbox
+    def __init__(self, budget: TemplateBudget, items: list[Any] | tuple[Any, ...]) -> None:
+        self._budget = budget
         self._items = items
 
     def __len__(self) -> int:
         return len(self._items)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._sandbox._steps(self._items)
+        return self._budget.steps(self._items)
 
 
-def _has_length(value: object) -> bool:
-    return isinstance(value, str | bytes | list | tuple | dict)
-
-
-def _length(value: Any) -> int:
-    return len(value) if _has_length(value) else 0
-
-
-def _raise_exception(message: object) -> NoReturn:
-    raise TemplateError(str(message))
+def _own_arguments(kwargs: dict[str, Any]) -> list[Any]:
+    """The keyword arguments that a template wrote, without those that Jinja adds."""
+    return [value for name, value in kwargs.items() if not name.startswith("_")] if kwargs else []
 
 
 def _strftime_now(pattern: str) -> str:
-    if len(pattern) > _MAX_WIDTH or _WIDE_TIME_FORMAT.search(pattern):
+    if len(pattern) > _MAX_TIME_FORMAT or _WIDE_TIME_FORMAT.search(pattern):
         raise CostError("it asks strftime_now for a format with a width")
     return datetime.datetime.now().strftime(pattern)
