@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from localinfer.models.template_sandbox import TemplateSandbox
 
 _KEY = "tokenizer.chat_template"
-_MAX_SOURCE_CHARACTERS = 1 << 18
+_MAX_SOURCE_CHARACTERS = 1 << 17
 # ChatML, which most models have at least seen.
 _FALLBACK_SOURCE = (
     "{% for message in messages %}{{ '<|im_start|>' ~ message['role'] ~ '\\n' ~ message['content'] ~ '<|im_end|>\\n' }}"
@@ -273,7 +273,10 @@ def _line_of(error: BaseException, template: "Template") -> str:
     line = None
     trace = error.__traceback__
     while trace is not None:
-        if trace.tb_frame.f_globals.get("__jinja_template__") is template:
+        code = trace.tb_frame.f_code
+        # What stands in for a filter that is missing takes any arguments, and has no line of its own.
+        is_missing_filter = code.co_name.startswith("t_") and not code.co_argcount
+        if trace.tb_frame.f_globals.get("__jinja_template__") is template and not is_missing_filter:
             line = template.get_corresponding_lineno(trace.tb_lineno)
         trace = trace.tb_next
     return "" if line is None else f" at line {line}"

@@ -102,7 +102,7 @@ class TemplateBudget:
         if isinstance(value, int):
             if value.bit_length() > MAX_INTEGER_BITS:
                 raise CostError("it computes with an integer of thousands of digits")
-            return value.bit_length() // 3 + 2, 1, 0
+            return (6 if isinstance(value, bool) else value.bit_length() // 3 + 2), 1, 0
         known = self._sizes.get(id(value))
         if known is not None:
             return known[1]

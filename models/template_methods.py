@@ -63,9 +63,7 @@ def charge_method(budget: TemplateBudget, owner: Any, name: str, arguments: list
         budget.weigh(owner)
 
 
-def _charge_text_method(
-    budget: TemplateBudget, text: Any, name: str, arguments: list[Any], sizes: list[int]
-) -> None:
+def _charge_text_method(budget: TemplateBudget, text: Any, name: str, arguments: list[Any], sizes: list[int]) -> None:
     # Text that is marked as safe escapes what it is joined, formatted or replaced with.
     growth = _ESCAPED_WIDTH if isinstance(text, Markup) else 1
     length = len(text)
@@ -141,7 +139,7 @@ def _end_of_parentheses(text: str, start: int) -> int:
     for match in _PARENTHESIS.finditer(text, start):
         depth += 1 if match.group() == "(" else -1
         if not depth:
-            return start + match.end()
+            return match.end()
     return len(text)
 
 

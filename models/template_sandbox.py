@@ -33,7 +33,9 @@ from localinfer.models.template_methods import (
 
 __all__ = ["MAX_OUTPUT_CHARACTERS", "CostError", "TemplateSandbox"]
 
-_MAX_CODE_CHARACTERS = 8 << 20
+_MAX_CODE_CHARACTERS = 2 << 20
+# Jinja copies all names that are assigned, for each branch.
+_MAX_BRANCHES_BY_NAMES = 1 << 20
 _MAX_TIME_FORMAT = 1000
 _WIDE_TIME_FORMAT = re.compile(r"%[^a-zA-Z%]*\d{2,}")
 _LOREM_WORD = 16
@@ -55,6 +57,13 @@ class _GuardedCodeGenerator(CodeGenerator):
         if self._written > _MAX_CODE_CHARACTERS:
             raise CostError(f"it compiles to more than {_MAX_CODE_CHARACTERS} characters of code")
         super().write(x)
+
+    def visit_Template(self, node: nodes.Template, frame: Frame | None = None) -> None:
+        num_branches = sum(1 for _ in node.find_all(nodes.If))
+        num_names = len({name.name for name in node.find_all(nodes.Name) if name.ctx != "load"})
+        if num_branches * num_names > _MAX_BRANCHES_BY_NAMES:
+            raise CostError(f"it has {num_branches} branches and assigns to {num_names} names, too many together")
+        super().visit_Template(node, frame)
 
     def _visit_within(self, call: str, node: nodes.Node, frame: Frame) -> None:
         self.write(f"environment.{call}(")
