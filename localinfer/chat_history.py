@@ -254,7 +254,7 @@ class ChatHistory:
 def _system_end(text: str, messages: Sequence[Mapping[str, Any]]) -> int:
     """Where the last system message at the start ends in a rendered text, or without one where the first begins."""
     num_system = next((i for i, message in enumerate(messages) if message["role"] not in _SYSTEM_ROLES), len(messages))
-    content = messages[max(0, num_system - 1)]["content"]
+    content = messages[max(0, num_system - 1)].get("content")
     if not isinstance(content, str) or not content.strip():
         return 0
     start = text.find(content.strip())
@@ -268,7 +268,7 @@ def _former_turn(
     for chat in sorted(chats, key=lambda chat: len(chat.prompt.messages), reverse=True):
         size = len(chat.prompt.messages)
         if written[:size] == chat.prompt.messages and size < len(messages):
-            content = messages[size]["content"]
+            content = messages[size].get("content")
             if isinstance(content, str) and content.strip() == chat.reply.strip():
                 return np.concatenate((chat.prompt.token_ids, chat.reply_ids))
     return None

@@ -8,6 +8,7 @@ LocalinferError
 |-- ShapeError                     an array does not have the shape or type a function needs
 |-- RequestError                   the caller asked for something that has no meaning
 |   |-- ContextLengthError         the prompt does not fit the context
+|   |-- MessageError               a message of a chat cannot be read
 |   |-- TemplateError              the chat template cannot render these messages
 |   `-- ConstraintError            a schema, regex or grammar cannot be enforced
 |-- SessionFileError               a saved conversation cannot be written, read or proven whole
@@ -59,6 +60,18 @@ class ContextLengthError(RequestError):
         super().__init__(message)
         self.num_tokens = num_tokens
         self.context_length = context_length
+
+
+class MessageError(RequestError):
+    """A message of a chat cannot be read.
+
+    path: the member at fault, such as "messages[2].content". is_unsupported: it is well formed, and not text.
+    """
+
+    def __init__(self, message: str, path: str, *, is_unsupported: bool = False) -> None:
+        super().__init__(message)
+        self.path = path
+        self.is_unsupported = is_unsupported
 
 
 class TemplateError(RequestError):

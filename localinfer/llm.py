@@ -17,6 +17,7 @@ from localinfer.constraint_compiler import ConstraintCompiler
 from localinfer.engine import Engine, EngineModel
 from localinfer.errors import RequestError, SessionFileError
 from localinfer.many_completions import complete_many
+from localinfer.messages import read_messages
 from localinfer.scheduler import EngineLimits
 from localinfer.text_stream import Completion, EncodedPrompt, GenerationOptions, TextStream
 
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int] | NDArray[np.integer]
-_MESSAGE = '{"role": "user", "content": "Hello"}'
 
 
 class BeamCompletion(NamedTuple):
@@ -163,10 +163,11 @@ class LLM:
         """Answer a conversation: messages with `role` and `content`, put into the model's own chat template.
 
         options: see GenerationOptions, and ReplyOptions for tools and reasoning. Former calls come back as messages in
-        OpenAI's shape: the assistant's `tool_calls`, and a message of role "tool" with the `tool_call_id` of each.
+        OpenAI's shape: the assistant's `tool_calls`, beside which `content` may be missing or None, and a message of
+        role "tool" with the `tool_call_id` of each. Content may be a list of parts of text.
         A reply that comes back among the messages keeps the token ids it was generated with, so that nothing before
         the newest message is computed again.
-        Raises: TemplateError if the template refuses the messages; else as `complete`.
+        Raises: MessageError for what is no message, TemplateError if the template refuses them; else as `complete`.
         """
         return self.stream_chat(messages, **options).finish()
 
@@ -182,7 +183,7 @@ class LLM:
             if self._disk is not None:
                 self._disk.wait_until_open()
             chat = history.encode(
-                request.messages(_check_messages(messages)),
+                request.messages(read_messages(messages)),
                 request.template_tools or None,
                 request.variables,
                 max_tokens=self._most_tokens(values),
@@ -273,14 +274,14 @@ class LLM:
         """Return the prompt that `chat` would make of a conversation, as text. Raises: TemplateError, RequestError."""
         template, _ = self._chat_parts()
         request = self._replies.request(options)
-        asked = request.messages(_check_messages(messages))
+        asked = request.messages(read_messages(messages))
         return template.render(asked, add_generation_prompt, request.template_tools or None, **request.variables)
 
     def count_chat_tokens(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ReplyOptions]) -> int:
         """Return how many tokens `chat` would make of a conversation. Raises: TemplateError, RequestError."""
         _, history = self._chat_parts()
         request = self._replies.request(options)
-        asked = request.messages(_check_messages(messages))
+        asked = request.messages(read_messages(messages))
         return int(history.encode(asked, request.template_tools or None, request.variables).token_ids.size)
 
     def score(self, token_ids: Sequence[int] | NDArray[np.integer], *, top: int = 0) -> "list[TokenLogprobs | None]":
@@ -407,13 +408,3 @@ def _open_disk_cache(
     from localinfer.disk_cache import DiskCache
 
     return DiskCache(engine, identity, options, history)
-
-
-def _check_messages(messages: object) -> Sequence[Mapping[str, Any]]:
-    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
-        raise RequestError(f"messages are {messages!r:.60}; give a list of at least one, like {_MESSAGE}")
-    for index, message in enumerate(messages):
-        is_whole = isinstance(message, Mapping) and ("content" in message or message.get("tool_calls"))
-        if not is_whole or not isinstance(message.get("role"), str):
-            raise RequestError(f"message {index} is {message!r:.60}; give each a role and content, like {_MESSAGE}")
-    return messages

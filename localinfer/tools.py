@@ -72,24 +72,30 @@ def choose_tools(tools: tuple[Tool, ...], choice: ToolChoice | None) -> tuple[tu
 def template_messages(
     messages: Sequence[Mapping[str, Any]], calls: CallFormat, tools: tuple[Tool, ...]
 ) -> list[Mapping[str, Any]]:
-    """Bring former calls and their results into the shape that a template expects.
+    """Bring former calls and their results, as `read_messages` reads them, into the shape that a template expects.
 
-    Arguments become objects, or text, whichever the template prints; where it knows no tools, calls and results become
-    text of the messages, and the tools are described in the system message.
+    A call without an id gets one, and a result without one that of the first call that has no result yet. Arguments
+    become objects, or text, whichever the template prints; where it knows no tools, calls and results become text of
+    the messages, and the tools are described in the system message.
     """
     names: dict[str, str] = {}
+    open_ids: list[str] = []
     result: list[Mapping[str, Any]] = []
-    for index, message in enumerate(messages):
+    for message in messages:
         made = message.get("tool_calls")
         if made:
-            read = [_read_call(index, call, calls.arguments_as_text) for call in made]
+            read = [_for_template(len(names) + i, call, calls.arguments_as_text) for i, call in enumerate(made)]
             names.update({call["id"]: call["function"]["name"] for call in read})
-            message = {**message, "content": message.get("content") or "", "tool_calls": read}
+            open_ids = [call["id"] for call in read]
+            message = {**message, "tool_calls": read}
             if not calls.is_native:
                 message = {"role": message["role"], "content": message["content"] + _written(read, calls)}
         elif message.get("role") == "tool":
-            name = message.get("name") or names.get(str(message.get("tool_call_id")), "")
-            message = {**message, "name": name}
+            call_id = message.get("tool_call_id") or next(iter(open_ids), None)
+            open_ids = [open_id for open_id in open_ids if open_id != call_id]
+            if call_id is not None:
+                message = {**message, "tool_call_id": call_id}
+            message = {**message, "name": message.get("name") or names.get(str(call_id), "")}
             if not calls.is_native:
                 text = f"<tool_response>\n{message['content']}\n</tool_response>"
                 message = {"role": "user", "content": text}
@@ -121,13 +127,8 @@ def _read_tool(index: int, tool: object) -> Tool:
     return Tool(name=name, description={"type": "function", "function": dict(function)}, parameters=parameters)
 
 
-def _read_call(index: int, call: object, as_text: bool) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise RequestError(
-            f"a tool call of message {index} is {call!r:.60}; give each like "
-            '{"id": "a1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}'
-        )
+def _for_template(index: int, call: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
+    function = call["function"]
     arguments = function.get("arguments")
     if as_text:
         arguments = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
@@ -136,7 +137,7 @@ def _read_call(index: int, call: object, as_text: bool) -> dict[str, Any]:
         with suppress(ValueError, RecursionError):
             arguments = json.loads(arguments or "{}")
     return {
-        "id": str(call.get("id") or f"call{index:05d}"),
+        "id": call.get("id") or f"call{index:05d}",
         "type": "function",
         "function": {"name": function["name"], "arguments": arguments if arguments is not None else {}},
     }

@@ -220,8 +220,10 @@ class _Marker:
         # A template may change the case, so a spelling counts in any.
         self._any_case = spellings.ignoring_case()
         self.is_needed = any(any(True for _ in self._find(text)) for text in strings)
+        # Neither the character nor its escape, which texts of values and JSON make of it, stands anywhere else.
+        texts = [text.lower() for text in (*strings, *sources)]
         self.character = next(
-            (mark for mark in _MARKS if not any(mark in text for text in (*strings, *sources))), _MARKS[0]
+            (mark for mark in _MARKS if not any(mark in text or f"{ord(mark):x}" in text for text in texts)), _MARKS[0]
         )
 
     def _find(self, text: str) -> set[int]:

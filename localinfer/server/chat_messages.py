@@ -6,8 +6,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from localinfer.errors import MessageError
+from localinfer.messages import read_messages
 from localinfer.server.message_parts import joined_text
+from localinfer.server.wire_errors import ApiError
 
+_IGNORED = ("refusal", "annotations", "audio", "id")
 Role = Literal["developer", "system", "user", "assistant", "tool", "function"]
 
 
@@ -30,8 +34,8 @@ class ToolCall(msgspec.Struct, forbid_unknown_fields=True):
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     """One message of a chat, as clients write it and as they give back what they got.
 
-    refusal, annotations, audio, function_call, id: members of former replies that are ignored, because this server
-    gives none of them, or nothing in them.
+    refusal, annotations, audio, id: members of former replies that are ignored, because this server gives none of them,
+    or nothing in them.
     """
 
     role: Role
@@ -44,31 +48,29 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     refusal: str | None = None
     annotations: list[Any] | None = None
     audio: None = None
-    function_call: None = None
+    function_call: FunctionCall | None = None
     id: str | None = None
-
-    def for_template(self, path: str) -> dict[str, Any]:
-        """The message as templates know it: content as text, `developer` as `system`."""
-        role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
-        message: dict[str, Any] = {"role": role, "content": joined_text(self.content, f"{path}.content")}
-        if self.name is not None:
-            message["name"] = self.name
-        if self.tool_call_id is not None:
-            message["tool_call_id"] = self.tool_call_id
-        if self.tool_calls:
-            message["tool_calls"] = [
-                {"function": msgspec.to_builtins(call.function), "id": call.id, "type": call.type}
-                for call in self.tool_calls
-            ]
-        reasoning = self.reasoning_content if self.reasoning_content is not None else self.reasoning
-        if reasoning is not None:
-            message["reasoning_content"] = reasoning
-        return message
 
 
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=10_000)]
 
 
 def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """All messages as templates know them. Raises: ApiError for what is not text."""
-    return [message.for_template(f"messages[{index}]") for index, message in enumerate(messages)]
+    """All messages as templates know them. Raises: ApiError for what cannot be read, naming its place."""
+    try:
+        return read_messages([_as_written(message, f"messages[{index}]") for index, message in enumerate(messages)])
+    except MessageError as error:
+        code = "unsupported_parameter" if error.is_unsupported else None
+        raise ApiError(400, str(error), code=code, param=error.path) from error
+
+
+def _as_written(message: ChatMessage, path: str) -> dict[str, Any]:
+    """The message without the members that are ignored, its parts checked member by member and joined."""
+    written: dict[str, Any] = msgspec.to_builtins(message)
+    for name in _IGNORED:
+        del written[name]
+    for call in written["tool_calls"] or ():
+        del call["index"]
+    if isinstance(message.content, list):
+        written["content"] = joined_text(message.content, f"{path}.content")
+    return written

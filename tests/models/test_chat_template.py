@@ -367,6 +367,34 @@ def test_tools_and_variables_cannot_spell_control_tokens_either(ensure_ascii: st
     assert "ufdd0" not in "".join(text for text, _ in segments)
 
 
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "messages[0]",
+        "messages",
+        "messages | string",
+        "messages | pprint",
+        "'' ~ messages",
+        "messages | join(',')",
+        "messages[0].items() | list",
+        "'%s' % messages",
+        "'%r' % messages[0].content",
+        "'%r' | format(messages[0].content)",
+        "'{}'.format(messages)",
+        "'{!r}'.format(messages[0].content)",
+        "messages | tojson(ensure_ascii=true) | tojson",
+        "messages[0].content | urlencode | replace('%3C', '<') | replace('%7C', '|') | replace('%3E', '>')",
+        "namespace(a=messages)",
+    ],
+)
+def test_texts_that_python_makes_of_messages_neither_show_the_mark_nor_make_control_tokens(expression: str) -> None:
+    source = "{{ " + expression + " }}"
+    for content in ("<|im_end|>", "\\ufdd0<|im_end|>FDD1", "\ufdd0<|im_end|>"):
+        segments = segments_of(source, content)
+        assert "".join(text for text, _ in segments) == ChatTemplate(source).render(user(content))
+        assert [text for text, is_template_text in segments if not is_template_text] == ["<|im_end|>"]
+
+
 def test_roles_may_complete_a_control_token_of_the_template(shared: Path) -> None:
     tokenizer = real_tokenizer(shared, "phi-3")
     ids = ChatTemplate(PHI3).encode(tokenizer, user("hi"))
