@@ -77,9 +77,18 @@ class TemplateBudget:
 
     def charge_text(self, length: int) -> None:
         """Count a text about to be made. Raises: CostError if it, or the sum of all, is too long."""
+        self.check_text(length)
+        self.charge(length)
+
+    def check_text(self, length: int) -> None:
+        """Allow one text to be made, to be charged when it is there. Raises: CostError if it is too long."""
         if length > MAX_OUTPUT_CHARACTERS:
             raise CostError(f"it makes a text of more than {MAX_OUTPUT_CHARACTERS} characters")
-        self.charge(length)
+
+    def charge_made(self, text: str) -> str:
+        """Charge for the memory of a text that was just made, and return it: ASCII takes a quarter. Raises: CostError."""
+        self.charge(len(text) >> 2 if text.isascii() else len(text))
+        return text
 
     def charge_entries(self, count: int) -> None:
         """Count the entries of a list or dict about to be made. Raises: CostError."""
@@ -142,13 +151,14 @@ class TemplateBudget:
         return size
 
     def weigh(self, value: T) -> T:
-        """Charge for going through a value once, and return it. Raises: CostError."""
-        if type(value) is str:
-            self.charge(len(value))
+        """Charge for comparing or hashing a value once, and return it. Raises: CostError."""
+        if isinstance(value, str):
+            self.charge(len(value) >> 4)
         elif value is None or value is True or value is False:
             self.charge()
         else:
-            self.charge(self.size(value)[0])
+            characters, entries, _ = self.size(value)
+            self.charge((characters >> 4) + ENTRY_WORK * entries)
         return value
 
     def admit(self, value: Any) -> Any:

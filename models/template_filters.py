@@ -5,7 +5,7 @@ They do what Jinja's do. What Jinja makes bit by bit is made whole, so that its 
 
 import functools
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -28,6 +28,8 @@ _MAX_SLOW_INPUT = 1 << 16
 _CONSUMING = (
     "batch dictsort groupby join list map max min reject rejectattr select selectattr slice sort sum unique urlencode"
 ).split()
+# These look at what is in a list or dict, not into it.
+_SHALLOW = "batch items list map reject rejectattr reverse select selectattr slice".split()
 # Escapes for HTML and URLs make a character at most so many.
 _GROWTH = dict.fromkeys(("e", "escape", "forceescape", "xmlattr"), 6) | {"urlencode": 12, "urlize": 12}
 _ATTRIBUTE_USERS = "groupby join map max min rejectattr selectattr sort sum unique".split()
@@ -66,14 +68,15 @@ def guarded_tests(sandbox: "TemplateSandbox") -> dict[str, Filter]:
         # Some of Jinja's take the environment as an argument, which is said by a mark on the function.
         return functools.wraps(function)(test)
 
-    return {name: function if name in _FREE_TESTS else charged(name, function) for name, function in TESTS.items()}
+    plain: Mapping[str, Filter] = TESTS  # type: ignore[assignment]
+    return {name: function if name in _FREE_TESTS else charged(name, function) for name, function in plain.items()}
 
 
 def _charged(sandbox: "TemplateSandbox", name: str, function: Filter, special: Filter | None) -> Filter:
     """A filter that is charged for its input first; `special` is called in its place, without Jinja's own argument."""
     budget = sandbox.budget
     growth, is_slow, sorts = _GROWTH.get(name, 1), name in _SLOW_TEXT, name in _SORTING
-    consumes, uses_attribute = name in _CONSUMING, name in _ATTRIBUTE_USERS
+    consumes, uses_attribute, is_shallow = name in _CONSUMING, name in _ATTRIBUTE_USERS, name in _SHALLOW
     first = int(hasattr(function, "jinja_pass_arg"))
 
     # What is copied tells Jinja which argument of its own the filter takes.
@@ -95,7 +98,7 @@ def _charged(sandbox: "TemplateSandbox", name: str, function: Filter, special: F
             _check_sorted(sandbox, name, values[0])
         if uses_attribute:
             _check_attributes(name, [*values[1:], *kwargs.values()])
-        budget.charge(size)
+        budget.charge(0 if is_shallow else size)
         result = function(*args[:first], *values, **kwargs) if special is None else special(*values, **kwargs)
         result = budget.admit(result)
         return sandbox.restore_mark(result) if sandbox.mark and isinstance(result, str) else result

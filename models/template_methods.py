@@ -52,29 +52,31 @@ def charge_method(budget: TemplateBudget, owner: Any, name: str, arguments: list
     if name not in methods_of(owner):
         raise CostError(f"it calls {name} of a {type(owner).__name__}, which a template has no need of")
     sizes = [budget.size(argument)[0] for argument in arguments]
-    budget.charge(sum(sizes))
+    budget.charge(sum(sizes) >> 2)
     if isinstance(owner, str | bytes):
         _charge_text_method(budget, owner, name, arguments, sizes)
     elif name == "to_bytes":
         budget.charge_text(max(_integers(arguments), default=0))
     elif name in ("fromkeys", "maketrans", "get"):
         budget.check_keys(_iterate(arguments[:1]) if name != "get" else arguments[:1])
-    elif not isinstance(owner, type):
+    elif name in ("count", "index"):
         budget.weigh(owner)
+    elif name == "copy":
+        budget.charge_entries(len(owner))
 
 
 def _charge_text_method(budget: TemplateBudget, text: Any, name: str, arguments: list[Any], sizes: list[int]) -> None:
     # Text that is marked as safe escapes what it is joined, formatted or replaced with.
     growth = _ESCAPED_WIDTH if isinstance(text, Markup) else 1
     length = len(text)
-    budget.charge_text(length)
+    budget.charge(length >> 2 if text.isascii() else length)
     if name in _PAIRWISE or name in ("rsplit", "rpartition"):
         longest = max((size for size, value in zip(sizes, arguments, strict=True) if isinstance(value, str)), default=0)
         if length * longest > _MAX_PAIRS:
             raise CostError(f"it gives {name} two texts of thousands of characters")
     if name in _SPLITTING:
         # Each piece is an object of its own.
-        separator = next((value for value in arguments if isinstance(value, str | bytes) and value), None)
+        separator: Any = next((value for value in arguments if isinstance(value, str | bytes) and value), None)
         pieces = length // 2 if separator is None else text.count(separator)
         budget.charge_entries(_TRANSLATED_CHARACTERS // 4 * (pieces + 1))
     elif name in _PADDING:
@@ -98,7 +100,7 @@ def _charge_text_method(budget: TemplateBudget, text: Any, name: str, arguments:
         budget.charge_text(_ESCAPED_WIDTH * sum(sizes))
 
 
-def charge_replace(budget: TemplateBudget, text: str, arguments: list[Any], growth: int = 1) -> None:
+def charge_replace(budget: TemplateBudget, text: Any, arguments: list[Any], growth: int = 1) -> None:
     """Charge for `text.replace(old, new, count)`."""
     if len(arguments) >= 2 and isinstance(arguments[0], str | bytes):
         found = text.count(arguments[0]) if arguments[0] else len(text) + 1
@@ -160,13 +162,13 @@ def charge_operator(budget: TemplateBudget, operator: str, left: Any, right: Any
         raise CostError("it subtracts sets of keys, which a template has no need of")
     elif operator == "+" and isinstance(left, str | bytes) and isinstance(right, str | bytes):
         growth = _ESCAPED_WIDTH if isinstance(left, Markup) or isinstance(right, Markup) else 1
-        budget.charge_text(growth * (len(left) + len(right)))
+        budget.check_text(growth * (len(left) + len(right)))
     elif operator == "+" and isinstance(left, list | tuple) and isinstance(right, list | tuple):
         budget.charge_entries(len(left) + len(right))
     elif operator == "*":
         sequence, factor = (right, left) if isinstance(left, int) else (left, right)
         if isinstance(sequence, str | bytes) and isinstance(factor, int):
-            budget.charge_text(len(sequence) * max(factor, 0))
+            budget.check_text(len(sequence) * max(factor, 0))
         elif isinstance(sequence, list | tuple) and isinstance(factor, int):
             budget.charge_entries(len(sequence) * max(factor, 0))
     else:

@@ -41,7 +41,7 @@ _WIDE_TIME_FORMAT = re.compile(r"%[^a-zA-Z%]*\d{2,}")
 _LOREM_WORD = 16
 # Objects of these types have only methods that are known; all others belong to whoever passed them. Methods of classes,
 # such as dict.fromkeys, belong to a class or to nothing.
-_PLAIN_TYPES = (
+_PLAIN_TYPES: tuple[type, ...] = (
     *(str, bytes, int, float, complex, list, tuple, dict, set, frozenset, range, type, NoneType),
     *(type({}.keys()), type({}.values()), type({}.items())),
 )
@@ -171,7 +171,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         # Jinja's code takes these from the environment.
         self.concat = self._concat  # type: ignore[method-assign]
         self.filters = guarded_filters(self)
-        self.tests = guarded_tests(self)
+        self.tests.update(guarded_tests(self))
         self._formatters = {
             Markup: formatter_of(self.budget, SandboxedEscapeFormatter),
             str: formatter_of(self.budget, SandboxedFormatter),
@@ -196,8 +196,8 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
     def join_operands(self, operands: tuple[object, ...]) -> str:
         """Do what `~` does."""
         texts = [operand if type(operand) is str else str(self.text_of(operand)) for operand in operands]
-        self.budget.charge_text(sum(map(len, texts)))
-        return "".join(texts)
+        self.budget.check_text(sum(map(len, texts)))
+        return self.budget.charge_made("".join(texts))
 
     def take_slice(self, sequence: Any, start: Any, stop: Any, step: Any) -> Any:
         """Do what `sequence[start:stop:step]` does."""
@@ -218,8 +218,8 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             if length > MAX_OUTPUT_CHARACTERS:
                 break
             pieces.append(part)
-        self.budget.charge_text(length)
-        return "".join(pieces)
+        self.budget.check_text(length)
+        return self.budget.charge_made("".join(pieces))
 
     # What Jinja's runtime calls.
 
@@ -240,6 +240,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         charge_operator(self.budget, operator, left, right)
         result = self.binop_table[operator](left, right)
         if type(result) is str:
+            self.budget.charge_made(result)
             return self.restore_mark(result) if operator == "%" and self.mark else result
         return operator_result(self.budget, operator, left, right, result)
 
@@ -279,9 +280,10 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         text, is_map = value.__self__, value.__name__ == "format_map"
         if not isinstance(text, str):
             return None
-        is_markup = isinstance(text, Markup)
-        options = {"escape": text.escape} if is_markup else {}
-        formatter = self._formatters[Markup if is_markup else str](self, **options)
+        if isinstance(text, Markup):
+            formatter = self._formatters[Markup](self, escape=text.escape)
+        else:
+            formatter = self._formatters[str](self)
 
         def formatted(*args: Any, **kwargs: Any) -> str:
             self.budget.charge_text(len(text))

@@ -124,6 +124,20 @@ def test_a_conversation_as_long_as_any_context_renders(role: str) -> None:
     assert 3_500_000 < len(text) < MAX_OUTPUT_CHARACTERS
 
 
+def test_looking_at_messages_costs_little_however_long_they_are() -> None:
+    source = (
+        "{% for message in messages %}{% set rest = messages[loop.index:] %}"
+        "{% if rest | selectattr('role', 'equalto', 'user') | list | length == 0 %}last{% endif %}"
+        "{% if rest | map(attribute='role') | list | first == 'user' or message != messages[-1] %}.{% endif %}"
+        "{% for name in ('role', 'name', 'tool_calls', 'content') %}{{ message.get(name) is none }}{% endfor %}"
+        "{% for name, value in message.items() if name in message %}{{ name }}{% endfor %}"
+        "{% if '</think>' in message.content or message['content'].startswith('x') %}{{ message.content | length }}"
+        "{% endif %}{% endfor %}"
+    )
+    messages = [{"role": "user", "content": "é" * 3_000_000}, *[{"role": "assistant", "content": "word " * 100}] * 500]
+    assert "last" in ChatTemplate(source).render(messages)
+
+
 def test_methods_of_classes_cannot_change_what_a_template_is_given() -> None:
     messages = [{"role": "user", "content": "hi"}]
     for source in ("{{ dict.update(messages[0], role='x') }}", "{{ dict.clear(messages[0]) }}"):
