@@ -86,7 +86,7 @@ class TemplateBudget:
             raise CostError(f"it makes a text of more than {MAX_OUTPUT_CHARACTERS} characters")
 
     def charge_made(self, text: str) -> str:
-        """Charge for the memory of a text that was just made, and return it: ASCII takes a quarter. Raises: CostError."""
+        """Charge for the memory of a text that was made, and return it: ASCII takes a quarter. Raises: CostError."""
         self.charge(len(text) >> 2 if text.isascii() else len(text))
         return text
 
