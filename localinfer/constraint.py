@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from localinfer.owned_values import owned
+
 
 @dataclass(frozen=True)
 class JsonObject:
@@ -17,11 +19,14 @@ class JsonObject:
 class JsonSchema:
     """A JSON text that a schema accepts (JSON Schema 2020-12), on one line as `json.dumps` writes it.
 
-    schema: as a mapping or as JSON text; properties come in the order in which it lists them. What it asks for is
-        enforced to the letter, or refused: ConstraintError names the keyword that cannot be.
+    schema: as a mapping, which is copied, or as JSON text; properties come in the order in which it lists them. What
+        it asks for is enforced to the letter, or refused: ConstraintError names the keyword that cannot be.
     """
 
     schema: Mapping[str, Any] | str | bool
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "schema", owned(self.schema))
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,7 @@ class Engine:
     def check_prompt(
         self, prompt_ids: Sequence[int] | NDArray[np.integer], *, shifts_context: bool = False
     ) -> NDArray[np.int32]:
-        """Return a prompt as int32[T], proven to be token ids that fit the context, unless it may be shifted.
+        """Return a copy of a prompt, int32[T], proven to be token ids that fit the context, unless it may be shifted.
 
         Raises: RequestError naming the first wrong id; ContextLengthError with both lengths.
         """
@@ -273,15 +273,16 @@ class Engine:
         return self._scheduler.make_room(run, error)
 
     def _check_ids(self, values: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int32]:
+        """A copy of ids as int32[T], proven; of a caller's own array a later change would make other pages of them."""
         try:
-            array = np.asarray(values)
+            array = np.array(values, order="C")
         except (ValueError, OverflowError):
             array = np.zeros((0, 0))
         is_list = not isinstance(values, str | bytes) and array.ndim == 1
         if is_list and (array.dtype.kind in "iu" or array.size == 0):
             wrong = np.flatnonzero((array < 0) | (array >= self.vocab_size))
             if not wrong.size:
-                return np.ascontiguousarray(array, np.int32)
+                return array.astype(np.int32, copy=False)
             index = int(wrong[0])
             raise RequestError(
                 f"token id {array[index]} at index {index} is not in the vocabulary, which has ids 0 to "

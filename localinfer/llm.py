@@ -18,6 +18,7 @@ from localinfer.engine import Engine, EngineModel
 from localinfer.errors import RequestError, SessionFileError
 from localinfer.many_completions import complete_many
 from localinfer.messages import read_messages
+from localinfer.owned_values import owned
 from localinfer.scheduler import EngineLimits
 from localinfer.text_stream import Completion, EncodedPrompt, GenerationOptions, TextStream
 
@@ -220,8 +221,10 @@ class LLM:
         token, best first.
         """
 
+        given = owned(prompt)
+
         def open_stream(one: GenerationOptions) -> TextStream:
-            return self.stream(prompt, parse_special=parse_special, **one)
+            return self.stream(given, parse_special=parse_special, **one)
 
         return complete_many(open_stream, options, n=n, best_of=best_of)
 
@@ -234,7 +237,8 @@ class LLM:
         **options: Unpack[ChatOptions],
     ) -> list[Completion]:
         """Answer a conversation in `n` ways; see `complete_many`."""
-        return complete_many(lambda one: self.stream_chat(messages, **one), options, n=n, best_of=best_of)
+        given = owned(messages)
+        return complete_many(lambda one: self.stream_chat(given, **one), options, n=n, best_of=best_of)
 
     def beam_search(
         self,

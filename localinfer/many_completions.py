@@ -6,10 +6,12 @@ They share the pages of the prompt, which is computed once, and are read in turn
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 
 from localinfer.errors import RequestError
+from localinfer.owned_values import owned
 from localinfer.text_stream import Completion, GenerationOptions, StreamEvent, TextStream
 
 MAX_COMPLETIONS = 128
@@ -31,6 +33,8 @@ def complete_many(
     wanted_logprobs = options.get("logprobs")
     if is_ranked and wanted_logprobs is None:
         options = {**options, "logprobs": 0}
+    # The later ones begin after steps of the first, and are to have the same options.
+    options = cast(GenerationOptions, {name: owned(value) for name, value in options.items()})
     completions = _read_in_turns(open_stream, options, n if best_of is None else best_of)
     if not is_ranked:
         return completions
