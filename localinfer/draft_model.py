@@ -128,7 +128,11 @@ class DraftModel:
 
 
 class DraftModelText:
-    """One generation as the draft model follows it; made by `DraftModel.begin`."""
+    """One generation as the draft model follows it; made by `DraftModel.begin`.
+
+    reading_taken: seconds that reading the text took of the last draft. ending: why there will be no draft of this
+    text any more, in words; None while there may be.
+    """
 
     def __init__(self, model: DraftModel, plan: SamplingPlan) -> None:
         self._model = model
@@ -138,26 +142,32 @@ class DraftModelText:
         self._sequence: KVCache | None = None
         self._tokens = np.empty(0, np.int32)
         self._num_tokens = 0
+        self.reading_taken = 0.0
+        self.ending: str | None = None
 
     def draft(self, tokens: NDArray[np.int32], out: NDArray[np.int32]) -> int:
         """Draft what follows the whole text so far, int32[T], which begins like the text of the call before.
 
-        Writes at most all of `out`, int32[K]; returns how many. None where the text outgrows what the model can hold,
-        or has tokens it does not know.
+        Writes at most all of `out`, int32[K]; returns how many. None, for good, where the text outgrows what the model
+        can hold, or has tokens it does not know.
         """
         model = self._model
+        self.reading_taken = 0.0
         count = min(out.size, model.context_length - tokens.size)
-        if count <= 0 or int(tokens[self._num_tokens :].max(initial=0)) >= model.vocab_size:
-            return 0
+        if count <= 0:
+            return self._end(f"the draft model's context of {model.context_length} tokens is full")
+        if int(tokens[self._num_tokens :].max(initial=0)) >= model.vocab_size:
+            return self._end("the text has tokens that the draft model does not know")
         began = time.perf_counter()
         try:
             sequence, num_read = self._catch_up(tokens, count)
             drafted = self._extend(sequence, tokens[sequence.length :], tokens.size, out[:count])
         except OutOfMemoryError:
-            return 0
+            return self._end("kv_memory holds no more of this text for the draft model")
         seconds = time.perf_counter() - began
         if num_read > _USUAL_PENDING:
-            model.observe_reading(num_read, max(0.0, seconds - drafted * model.seconds_per_token))
+            self.reading_taken = max(0.0, seconds - drafted * model.seconds_per_token)
+            model.observe_reading(num_read, self.reading_taken)
         elif drafted:
             model.observe(drafted, seconds)
         return drafted
@@ -173,6 +183,11 @@ class DraftModelText:
             self._model.cache.retire(self._sequence, self._tokens[: self._sequence.length], _USE)
             self._sequence = None
             self._num_tokens = 0
+
+    def _end(self, why: str) -> int:
+        self.ending = f"{why}, so that the text goes on without its drafts"
+        self.close()
+        return 0
 
     def _catch_up(self, tokens: NDArray[np.int32], count: int) -> tuple[KVCache, int]:
         """Drop what was drafted and rejected, and compute the text but its last chunk; return how much was unread."""

@@ -42,6 +42,7 @@ class SamplingPlan:
                     f"logit_bias names token {token_id}, but the vocabulary ends at {vocab_size - 1}; remove it"
                 )
         self.params = params
+        self.vocab_size = vocab_size
         self.mask = mask
         self.seed = secrets.randbits(32) if params.seed is None else int(params.seed)
         self.temperature = float(params.temperature)

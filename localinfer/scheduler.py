@@ -226,10 +226,14 @@ class Scheduler:
                 _mend(run)
         self._is_stepping = True
         if len(runs) == 1 and (run := runs[0]).sequence is not None and run.position > run.base:
-            if run.speculative is None and run.guide is None:
+            if run.guide is None and (run.speculative is None or run.speculative.takes_plain_step()):
                 self._stepper.decode_alone(run)
+            elif run.guide is None:
+                self._stepper.compute([Part(run, may_draft=True)])
             else:
-                self._stepper.compute([Part(run, may_draft=_may_draft(run))])
+                part = Part(run)
+                part.may_draft = self._stepper.may_draft([part])
+                self._stepper.compute([part])
             if run.is_over:
                 self._forget(run)
         else:
@@ -306,9 +310,10 @@ class Scheduler:
             decoding = sorted(decoding, key=lambda run: run.served)[:most]
         parts = [Part(run) for run in decoding]
         chunks = self._chunks(prompts, len(parts)) if prompts else []
-        if not chunks:
+        if parts and not chunks:
+            may_draft = self._stepper.may_draft(parts)
             for part in parts:
-                part.may_draft = _may_draft(part.run)
+                part.may_draft = may_draft
         return parts + chunks
 
     def _chunks(self, prompts: list[Run], num_decoding: int) -> list[Part]:
@@ -367,11 +372,6 @@ class Scheduler:
 def _can_go_on(run: Run) -> bool:
     """Whether a step may work for it: its reader keeps up, and nobody has ended it."""
     return len(run.events) < _READ_AHEAD and not run.is_over and not run.is_cancelled
-
-
-def _may_draft(run: Run) -> bool:
-    """Ask once for each step: whether drafters are awake. What a grammar forces keeps them so."""
-    return run.speculative is not None and (run.guide is not None or run.speculative.is_awake())
 
 
 def _mend(run: Run) -> None:

@@ -3,9 +3,11 @@
 A pass over k + 1 rows costs little more than one over a single row while weights stream from memory (Leviathan, Kalman
 and Matias, arXiv 2211.17192), and rows are sampled one after the other exactly as without drafts, so drafts change
 speed and nothing else. Free drafts (`ngram_drafter`) and those of a small model (`draft_model`) compete each round by
-the speed they promise, plain decoding among them (`draft_depth`).
+the speed they promise, plain decoding among them (`draft_depth`), and only while they keep that promise
+(`draft_floor`). A drafter that fails is switched off, and the text goes on without it.
 """
 
+import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -16,10 +18,14 @@ from numpy.typing import NDArray
 
 from localinfer.acceptance import accept_coupled
 from localinfer.device_draws import Results
-from localinfer.draft_depth import MAX_DEPTH, Acceptance, VerificationCosts, best_depth
+from localinfer.draft_depth import Acceptance, best_depth
+from localinfer.draft_floor import ALONE, DraftFloor
 from localinfer.draft_model import DraftModel, DraftModelText
 from localinfer.errors import LocalinferError
 from localinfer.sampling import SamplingPlan
+from localinfer.verification_costs import MAX_DEPTH, VerificationCosts
+
+logger = logging.getLogger(__name__)
 
 TokenIds = NDArray[np.int32]
 
@@ -28,10 +34,6 @@ _NGRAM_PRIORS = ((32, 0.97), (16, 0.9), (8, 0.75), (5, 0.55), (4, 0.4), (3, 0.35
 chapters gave."""
 _MODEL_PRIOR = 0.7
 _NO_TOKENS = np.empty(0, np.int32)
-_NOTICEABLE = 0.005
-"""Share of a plain step that drafting may take in every round; beyond it, a round that gains nothing is followed by
-plain steps, twice as many each time, which do not even look."""
-_LONGEST_SLEEP = 512
 _PROBED_SHARE = 0.01
 """Of the time of plain steps, what probes of a draft model may take: it has to read all that it did not draft for."""
 _READ_FOR_ROUNDS = 8
@@ -66,6 +68,7 @@ class SpeculationRecord:
 
     forward_passes: those that decoded, and decoded_tokens what they gave. drafted, accepted: tokens by their place in
     the draft. seconds: of those passes with their drafting; plain_seconds: what as many plain steps would have taken.
+    notices: why something drafts no more, in words.
     """
 
     forward_passes: int = 0
@@ -74,6 +77,7 @@ class SpeculationRecord:
     accepted: list[int] = field(default_factory=lambda: [0] * MAX_DEPTH)
     seconds: float = 0.0
     plain_seconds: float = 0.0
+    notices: list[str] = field(default_factory=list)
 
 
 class Others(NamedTuple):
@@ -87,70 +91,136 @@ _ALONE = Others(0, 0)
 
 
 class Speculation:
-    """The drafters of one engine and what was learned about them; whoever has the engine's turn may use it."""
+    """The drafters of one engine and what was learned about them; whoever has the engine's turn may use it.
 
-    def __init__(self, costs: VerificationCosts, *, ngram: LookupDrafter | None, model: DraftModel | None) -> None:
+    clock: seconds, for tests; what it does not resolve teaches nothing. A drafter that fails is switched off for good,
+    as its next draft may be as wrong, or as slow to fail.
+    """
+
+    def __init__(
+        self,
+        costs: VerificationCosts,
+        *,
+        ngram: LookupDrafter | None,
+        model: DraftModel | None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.costs = costs
+        self.floor = DraftFloor(costs)
+        self.clock = clock
         self.ngram = ngram
         self.model = model
         self.ngram_acceptance = [(least, Acceptance(prior)) for least, prior in _NGRAM_PRIORS]
         self.model_acceptance = Acceptance(_MODEL_PRIOR)
         self.lookup_seconds = 0.0
+        self._owned_model = model
+        self._notices: list[str] = []
 
     def begin(self, plan: SamplingPlan, prediction: TokenIds = _NO_TOKENS) -> "SpeculativeText":
         """Follow one generation; prediction: int32[T], what its caller expects as the output."""
+        self.floor.begin()
         return SpeculativeText(self, plan, prediction)
+
+    def switch_off_ngram(self, error: Exception) -> None:
+        """Draft from history no more."""
+        self.ngram = None
+        self._note("drafts from former text were switched off", error)
+
+    def switch_off_model(self, error: Exception) -> None:
+        """Draft by the draft model no more; its memory is released with the engine's."""
+        self.model = None
+        self._note("the draft model was switched off", error)
+
+    @property
+    def notices(self) -> list[str]:
+        """Which drafters were switched off, and why."""
+        return self._notices
 
     def close(self) -> None:
         """Release the draft model."""
-        if self.model is not None:
-            self.model.close()
+        if self._owned_model is not None:
+            self._owned_model.close()
+
+    def _note(self, what: str, error: Exception) -> None:
+        notice = f"{what}, and the text goes on without its drafts: {str(error) or type(error).__name__}"
+        self._notices.append(notice)
+        logger.warning(notice)
 
 
 class SpeculativeText:
-    """Drafts for one generation: `draft`, then `observe`, in turns."""
+    """Drafts for one generation: `draft`, then `observe`, in turns.
+
+    expected_seconds: what drafting as it was done last usually takes; reading_seconds: what it took to read text first.
+    """
 
     def __init__(self, speculation: Speculation, plan: SamplingPlan, prediction: TokenIds) -> None:
         self.record = SpeculationRecord()
+        self.expected_seconds = 0.0
+        self.reading_seconds = 0.0
+        self.drafting_seconds = 0.0
         self._speculation = speculation
-        self._ngram: LookupText | None = None if speculation.ngram is None else speculation.ngram.begin(prediction)
-        self._model: DraftModelText | None = None if speculation.model is None else speculation.model.begin(plan)
+        self._floor = speculation.floor
+        self._ngram: LookupText | None = None
+        self._model: DraftModelText | None = None
+        if speculation.ngram is not None:
+            try:
+                self._ngram = speculation.ngram.begin(prediction)
+            except Exception as error:
+                speculation.switch_off_ngram(error)
+        if speculation.model is not None:
+            try:
+                self._model = speculation.model.begin(plan)
+            except Exception as error:
+                speculation.switch_off_model(error)
         self._buffer = np.empty(MAX_DEPTH, np.int32)
         self._acceptance: Acceptance | None = None
-        self._rounds_asleep = 0
+        self._has_read = False
+        self._vocab_size = plan.vocab_size
         self._probe_seconds = 0.0
-        self._next_sleep = 1
-        self._draft_seconds = 0.0
         self._others = _ALONE
 
-    def is_awake(self) -> bool:
-        """Ask before each pass: whether to draft for it and observe it, or to take a plain step."""
-        if not self._rounds_asleep:
-            return True
-        self._rounds_asleep -= 1
-        seconds = self._speculation.costs.seconds(1)
-        self._count(1, seconds, seconds)
-        return False
+    @property
+    def clock(self) -> Callable[[], float]:
+        """What seconds are taken by."""
+        return self._speculation.clock
+
+    @property
+    def notices(self) -> list[str]:
+        """Why something does not draft, for this text or for any."""
+        return self._speculation.notices + self.record.notices
+
+    def takes_plain_step(self) -> bool:
+        """Ask before a step of this text alone: whether to take it without drafts; see `DraftFloor.is_timed`."""
+        if not self._floor.is_plain(ALONE) and (self._ngram is not None or self._model is not None):
+            return False
+        record, seconds = self.record, self._speculation.costs.seconds(1)
+        record.forward_passes += 1
+        record.decoded_tokens += 1
+        record.seconds += seconds
+        record.plain_seconds += seconds
+        return True
 
     def draft(self, tokens: TokenIds, most: int, others: Others | None = None) -> TokenIds:
         """Return at most `most` tokens, int32[k], likely to follow the text so far; valid until the next call.
 
-        others: what shares the pass that is to verify them.
+        others: what shares the pass that is to verify them. Whatever goes wrong, there is just no draft.
         """
         self._acceptance = None
         self._others = others or _ALONE
-        began = time.perf_counter()
-        costs = self._speculation.costs
-        is_plain = costs.is_plain_due and others is None
-        count = 0 if is_plain else self._choose(tokens, min(most, costs.max_depth - self._others.rows))
-        self._draft_seconds = time.perf_counter() - began
+        clock = self._speculation.clock
+        self.expected_seconds = self.reading_seconds = 0.0
+        began = clock()
+        count = self._choose(tokens, min(most, self._speculation.costs.max_depth - self._others.rows))
+        self.drafting_seconds = clock() - began
+        if not self._has_read:
+            self._has_read, self.reading_seconds = True, self.drafting_seconds
         return self._buffer[:count]
 
     def expect_forced(self, others: Others | None = None) -> None:
         """Instead of `draft`: something else knows what follows, from which nothing is learned about drafts."""
         self._acceptance = None
         self._others = others or _ALONE
-        self._draft_seconds = 0.0
+        self.drafting_seconds = self.expected_seconds = self.reading_seconds = 0.0
 
     def observe(self, num_drafted: int, num_accepted: int, seconds: float) -> None:
         """Learn from the pass that verified the last draft, or had none.
@@ -160,17 +230,12 @@ class SpeculativeText:
         """
         record = self.record
         plain_seconds = self._speculation.costs.seconds(min(self._others.rows, self._speculation.costs.max_depth) + 1)
-        self._count(num_accepted + 1, seconds + self._draft_seconds, (num_accepted + 1) * plain_seconds)
+        self._count(num_accepted + 1, seconds + self.drafting_seconds, (num_accepted + 1) * plain_seconds)
         if self._acceptance is not None and num_drafted:
             for index in range(num_drafted):
                 record.drafted[index] += 1
                 record.accepted[index] += index < num_accepted
             self._acceptance.observe(num_drafted, num_accepted)
-        if num_accepted:
-            self._next_sleep = 1
-        elif self._draft_seconds > _NOTICEABLE * plain_seconds:
-            self._rounds_asleep = self._next_sleep
-            self._next_sleep = min(2 * self._next_sleep, _LONGEST_SLEEP)
 
     def observe_plain(self, seconds: float) -> None:
         """Count a pass for which no draft was asked."""
@@ -178,35 +243,22 @@ class SpeculativeText:
 
     def close(self) -> None:
         """Leave what the draft model computed to its cache."""
-        if self._model is not None:
+        if self._model is None or self._speculation.model is None:
+            return
+        try:
             self._model.close()
+        except Exception as error:
+            self._speculation.switch_off_model(error)
 
     def _choose(self, tokens: TokenIds, most: int) -> int:
         """Draft by whatever promises the most speed, and return how many tokens are in the buffer."""
-        shared, costs = self._speculation, self._speculation.costs
-        depth, speed = 0, 1.0
-        if self._ngram is not None and most > 0:
-            began = time.perf_counter()
-            found = self._ngram.draft(tokens, self._buffer[:most])
-            if found:
-                length = self._ngram.match_length
-                acceptance = next(value for least, value in shared.ngram_acceptance if length >= least)
-                depth, speed = best_depth(
-                    acceptance.chances(),
-                    costs,
-                    found,
-                    seconds_per_draft=shared.lookup_seconds,
-                    other_rows=self._others.rows,
-                    other_tokens=self._others.tokens,
-                )
-                self._acceptance = acceptance
-            seconds = time.perf_counter() - began
-            shared.lookup_seconds += (1 - _CLOCK_MEMORY) * (min(seconds, 1e-3) - shared.lookup_seconds)
-        if self._model is not None and most > 0:
-            model_depth = self._model_depth(tokens.size, most, depth, speed)
-            if model_depth:
-                self._acceptance = shared.model_acceptance
-                return self._model.draft(tokens, self._buffer[:model_depth])
+        if most <= 0:
+            return 0
+        depth, speed = self._look_up(tokens, most)
+        if self._model is not None and self._speculation.model is not None:
+            count = self._draft_by_model(self._model, self._speculation.model, tokens, most, depth, speed)
+            if count:
+                return count
         if self._acceptance is None:
             return 0
         if depth:
@@ -215,10 +267,73 @@ class SpeculativeText:
             depth = 1
         return depth
 
-    def _model_depth(self, num_tokens: int, most: int, other_depth: int, other_speed: float) -> int:
+    def _look_up(self, tokens: TokenIds, most: int) -> tuple[int, float]:
+        """Draft from history into the buffer; return the best depth of that, and the speed it promises."""
+        shared, text = self._speculation, self._ngram
+        if text is None or shared.ngram is None:
+            return 0, 1.0
+        began = shared.clock()
+        try:
+            found = self._checked(text.draft(tokens, self._buffer[:most]), most)
+            length = text.match_length if found else 0
+        except Exception as error:
+            shared.switch_off_ngram(error)
+            return 0, 1.0
+        depth, speed = 0, 1.0
+        if found:
+            acceptance = next(value for least, value in shared.ngram_acceptance if length >= least or least == 1)
+            depth, speed = best_depth(
+                acceptance.chances(),
+                shared.costs,
+                found,
+                seconds_per_draft=shared.lookup_seconds,
+                other_rows=self._others.rows,
+                other_tokens=self._others.tokens,
+            )
+            self._acceptance = acceptance
+        seconds = shared.clock() - began
+        shared.lookup_seconds += (1 - _CLOCK_MEMORY) * (min(seconds, 1e-3) - shared.lookup_seconds)
+        self.expected_seconds = shared.lookup_seconds
+        return depth, speed
+
+    def _draft_by_model(
+        self, text: DraftModelText, model: DraftModel, tokens: TokenIds, most: int, other_depth: int, other_speed: float
+    ) -> int:
+        """Draft by the draft model if it promises more; return how many tokens are in the buffer, 0 for none."""
+        shared = self._speculation
+        depth = self._model_depth(text, model, tokens.size, most, other_depth, other_speed)
+        if not depth:
+            return 0
+        kept = self._buffer[:other_depth].copy()
+        try:
+            count = self._checked(text.draft(tokens, self._buffer[:depth]), depth)
+        except Exception as error:
+            shared.switch_off_model(error)
+            count = 0
+        else:
+            self.reading_seconds += text.reading_taken
+            self.expected_seconds += model.seconds_per_draft + depth * model.seconds_per_token
+        if text.ending is not None:
+            self.record.notices.append(text.ending)
+            self._model = None
+        if count:
+            self._acceptance = shared.model_acceptance
+        else:
+            self._buffer[:other_depth] = kept
+        return count
+
+    def _checked(self, count: int, most: int) -> int:
+        """The length of a draft, proven to be tokens, for what computes them looks at nothing."""
+        drafted = self._buffer[:count].tolist() if 0 <= count <= most else [-1]
+        if drafted and not 0 <= min(drafted) <= max(drafted) < self._vocab_size:
+            raise ValueError("it drafted what is no token of the vocabulary")
+        return count
+
+    def _model_depth(
+        self, text: DraftModelText, model: DraftModel, num_tokens: int, most: int, other_depth: int, other_speed: float
+    ) -> int:
         """How many tokens the draft model is to draft, 0 where another draft, or none, promises more."""
-        shared, model, text = self._speculation, self._speculation.model, self._model
-        assert model is not None and text is not None, "asked for only where there is one"
+        shared = self._speculation
         acceptance = shared.model_acceptance
         reading = text.reading_seconds(num_tokens)
         self._probe_seconds += _PROBED_SHARE * shared.costs.seconds(1)

@@ -1,4 +1,4 @@
-"""From the options of `load` to an engine's drafters: what was asked is proven to fit, and costs are measured once."""
+"""From the options of `load` to an engine's drafters: what was asked is proven to fit, and costs are measured."""
 
 import hashlib
 import math
@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from localinfer.draft_depth import VerificationCosts, measure_costs
 from localinfer.draft_model import DraftingModel, DraftModel
 from localinfer.errors import RequestError
 from localinfer.kernels.ops import Batch, MeasurableProgram, Program
@@ -16,6 +15,7 @@ from localinfer.models.measurement_memory import recall, remember
 from localinfer.ngram_drafter import NgramDrafter
 from localinfer.page_pool import KVLayout, PagePool
 from localinfer.speculation import Speculation
+from localinfer.verification_costs import VerificationCosts, measure_costs
 
 if TYPE_CHECKING:
     from localinfer.models.tokenizer import Tokenizer
@@ -76,7 +76,7 @@ def _check_vocabularies(model: SpeculatingModel, draft: SpeculatingModel) -> Non
 
 
 def _verification_seconds(program: Program, kv_layout: KVLayout, progress: ProgressCallback | None) -> list[float]:
-    """Seconds of passes over 1 to 16 rows, measured once per machine and model."""
+    """Seconds of passes over 1 to 16 rows: where estimates begin, kept if they were taken on a calm machine."""
     most = min(program.max_batch_rows, program.max_output_rows)
     key = _fingerprint(program, kv_layout)
     if key is not None:
@@ -97,8 +97,8 @@ def _verification_seconds(program: Program, kv_layout: KVLayout, progress: Progr
         segment = cache.segment(num_rows)
         program.run(Batch(np.zeros(num_rows, np.int32), (segment,), np.arange(num_rows, dtype=np.int32)))
 
-    seconds = measure_costs(run, most)
-    if key is not None:
+    seconds, is_calm = measure_costs(run, most)
+    if key is not None and is_calm:
         remember("verification", key, seconds=seconds)
     return seconds
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.device_draws import Results, RowResults, WantedRows
-from localinfer.draft_depth import MAX_DEPTH
+from localinfer.draft_floor import ALONE, DraftFloor, Round, StepKind
 from localinfer.errors import OutOfMemoryError
 from localinfer.generation import FinishReason, Run, TokenEvent
 from localinfer.kernels.ops import Batch, InterruptibleProgram, Program, Segment
@@ -23,6 +23,7 @@ from localinfer.prefix_cache import CacheUse, PrefixCache
 from localinfer.sampling import Sampler
 from localinfer.speculation import Others, Speculation, choose_verified
 from localinfer.step_costs import StepCosts
+from localinfer.verification_costs import MAX_DEPTH
 
 _FIRST_ROW = np.zeros(1, np.int32)
 
@@ -35,8 +36,8 @@ class Part:
     """What a step computes of one generation: so many ids that wait, and drafts after them.
 
     is_chunk: of a prompt, or of what is computed like one. samples: the last of those ids is the last of the text, so
-    that its logits are wanted. may_draft: it decodes, and its drafters are awake; what a grammar forces is drafted in
-    any case.
+    that its logits are wanted. may_draft: it decodes, and its drafters may be asked; what a grammar forces is drafted
+    in any case. is_forced: it was. num_chosen: tokens that the step gave it.
     """
 
     run: Run
@@ -45,6 +46,8 @@ class Part:
     samples: bool = True
     may_draft: bool = False
     num_drafted: int = 0
+    is_forced: bool = False
+    num_chosen: int = 0
 
 
 def shortened(token_ids: NDArray[np.int32], use: CacheUse, context_length: int) -> NDArray[np.int32]:
@@ -78,7 +81,7 @@ class Stepper:
         self._interruptible_program = program if isinstance(program, InterruptibleProgram) else None
         self._cache = cache
         self._masks = MaskWorker()
-        self._verification_costs = None if speculation is None else speculation.costs
+        self._speculation = speculation
         self._context_length = context_length
         self._make_room = make_room
 
@@ -106,7 +109,21 @@ class Stepper:
         return self._interruptible_program.run_unless(batch, is_unwanted)
 
     def decode_alone(self, run: Run) -> None:
-        """Decode one token of the only generation there is, without a draft."""
+        """Decode one token of the only generation there is, without a draft.
+
+        Nothing is asked of drafters, nor told to them but now and then: for the smallest models that would cost more
+        than what it decides about.
+        """
+        speculation = self._speculation
+        if speculation is None or not speculation.floor.is_timed:
+            self._decode_alone(run)
+            return
+        began = speculation.clock()
+        self._decode_alone(run)
+        if not run.is_over:
+            speculation.floor.observe_plain(ALONE, speculation.clock() - began)
+
+    def _decode_alone(self, run: Run) -> None:
         sequence, position, history = run.sequence, run.position, run.history
         assert sequence is not None, "it was admitted"
         if position == history.size:
@@ -120,13 +137,21 @@ class Stepper:
             return
         self._extend(run, (token_id,))
 
+    def may_draft(self, parts: Sequence[Part]) -> bool:
+        """Ask once before a step that only decodes: whether drafters are to be asked for it."""
+        speculation = self._speculation
+        if speculation is None or len(parts) > speculation.costs.max_depth:
+            return False
+        return not speculation.floor.is_plain(_kind(parts))
+
     def compute(self, parts: Sequence[Part], is_unwanted: IsUnwanted | None = None) -> None:
         """Take one step of some generations, each of which is admitted.
 
         is_unwanted: asked now and then, where the device can leave a step undone, with the share that is done; after a
             yes no generation has changed.
         """
-        began = time.perf_counter()
+        clock = time.perf_counter if self._speculation is None else self._speculation.clock
+        began = clock()
         decode_rows = rows = sum(part.num_rows for part in parts if not part.is_chunk)
         chunk_rows = sum(part.num_rows for part in parts if part.is_chunk)
         room = min(self._program.max_batch_rows - rows - chunk_rows, self._program.max_output_rows - len(parts))
@@ -135,20 +160,38 @@ class Stepper:
                 self._draft(part, min(room, MAX_DEPTH), Others(rows - 1, len(parts) - 1) if len(parts) > 1 else None)
                 rows += part.num_drafted
                 room -= part.num_drafted
-        drafted = time.perf_counter()
+        drafted = clock()
         if not self._compute([part for part in parts if self._reserve(part)], drafted, is_unwanted):
             return
-        ended = time.perf_counter()
+        ended = clock()
         self.costs.observe(decode_rows, chunk_rows, ended - began)
-        costs = self._verification_costs
-        if costs is None:
+        if self._speculation is not None:
+            self._observe_drafts(self._speculation.floor, parts, began, drafted, ended)
+
+    def _observe_drafts(
+        self, floor: DraftFloor, parts: Sequence[Part], began: float, drafted: float, ended: float
+    ) -> None:
+        """Tell what a step took to whom it teaches whether drafting pays."""
+        for part in parts:
+            if not part.is_chunk and not part.may_draft and part.run.speculative is not None:
+                part.run.speculative.observe_plain(ended - began)
+        rows = sum(1 + part.num_drafted for part in parts)
+        if any(part.is_chunk or part.is_forced or not part.num_chosen for part in parts):
             return
-        if chunk_rows:
-            for part in parts:
-                if not part.is_chunk and part.run.speculative is not None:
-                    part.run.speculative.observe_plain(ended - began)
-        elif rows <= costs.max_depth + 1 and any(part.may_draft for part in parts):
-            costs.observe(rows, ended - drafted)
+        texts = [text for part in parts if part.may_draft and (text := part.run.speculative) is not None]
+        if texts:
+            done = Round(
+                _kind(parts),
+                rows,
+                sum(part.num_chosen for part in parts),
+                ended - began,
+                drafted - began,
+                sum(text.expected_seconds for text in texts),
+                sum(text.reading_seconds for text in texts),
+            )
+            floor.observe_round(done)
+        elif floor.is_timed and rows == len(parts):
+            floor.observe_plain(_kind(parts), ended - began)
 
     def fail(self, run: Run, error: Exception) -> None:
         """End a generation with an error, which its reader gets after the tokens before it."""
@@ -193,6 +236,7 @@ class Stepper:
         speculative = run.speculative if part.may_draft else None
         forced = [] if guide is None or most <= 0 else guide.forced(history, most)
         if forced:
+            part.is_forced = True
             if speculative is not None:
                 speculative.expect_forced(others)
             return forced
@@ -229,7 +273,11 @@ class Stepper:
         try:
             results = self._run(parts, is_unwanted)
         except Exception as error:
-            if len(parts) == 1:
+            if len(parts) == 1 and parts[0].num_drafted:
+                # What the text would be without a draft comes first, whatever the rows of the draft have met.
+                parts[0].num_drafted = 0
+                self._compute(parts, began, None)
+            elif len(parts) == 1:
                 self.fail(parts[0].run, error)
             else:
                 for part in parts:
@@ -285,7 +333,8 @@ class Stepper:
         if len(chosen) <= part.num_drafted:
             sequence.truncate(sequence.length - (part.num_drafted + 1 - len(chosen)))
         if part.may_draft and run.speculative is not None:
-            run.speculative.observe(part.num_drafted, len(chosen) - 1, time.perf_counter() - began)
+            run.speculative.observe(part.num_drafted, len(chosen) - 1, run.speculative.clock() - began)
+        part.num_chosen = len(chosen)
         self._extend(run, chosen)
 
     def _extend(self, run: Run, token_ids: Sequence[int]) -> None:
@@ -309,6 +358,10 @@ class Stepper:
         self.set_aside(run)
         run.begin_anew(shortened(context, run.use, self._context_length))
         run.record.dropped_tokens += context.size - run.head.size
+
+
+def _kind(parts: Sequence[Part]) -> StepKind:
+    return StepKind(len(parts), any(part.run.guide is not None for part in parts))
 
 
 def _batch(parts: Sequence[Part]) -> Batch:

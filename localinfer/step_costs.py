@@ -27,6 +27,8 @@ class StepCosts:
 
     def observe(self, decode_rows: int, chunk_rows: int, seconds: float) -> None:
         """Follow a step that computed rows of running streams, and of prompts, or of one of these kinds."""
+        if seconds <= 0.0:
+            return
         if not chunk_rows:
             self._decode_seconds = _followed(self._decode_seconds, seconds)
             return

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.draft_depth import MAX_DEPTH, VerificationCosts
 from localinfer.engine import Engine
 from localinfer.generation import Generation
 from localinfer.models.loader import Model, load_model
@@ -27,6 +26,7 @@ from localinfer.ngram_drafter import NgramDrafter
 from localinfer.sampling import Sampler, SamplingParams, SamplingPlan
 from localinfer.speculation import LookupDrafter, Speculation, SpeculationRecord
 from localinfer.speculation_setup import make_speculation
+from localinfer.verification_costs import MAX_DEPTH, VerificationCosts
 from tests.bench.edit_tasks import edit_tasks
 
 TokenIds = NDArray[np.int32]

@@ -11,12 +11,12 @@ import pytest
 from numpy.typing import NDArray
 
 from localinfer.constraint import JsonSchema
-from localinfer.draft_depth import VerificationCosts
 from localinfer.llm import LLM
 from localinfer.models.pooling import Pooling
 from localinfer.ngram_drafter import NgramDrafter
 from localinfer.sampling import SamplingParams
 from localinfer.speculation import Speculation
+from localinfer.verification_costs import VerificationCosts
 from tests.engine.fakes import FakeModel, FakeProgram, FakeTemplate, fake_model, hashed_logits
 
 IDS = list(range(40, 64))
@@ -52,7 +52,7 @@ class Meddler:
     def llm(self) -> LLM:
         made = fake_model(self.logits, context_length=1024, max_batch_rows=16, max_output_rows=8)
         model = PooledModel(made.program, made.config, chat_template=FakeTemplate())
-        speculation = Speculation(VerificationCosts([1.0] * 8), ngram=NgramDrafter(), model=None)
+        speculation = Speculation(VerificationCosts([1.0] * 8), ngram=NgramDrafter(), model=None, clock=lambda: 0.0)
         return LLM(model, speculation=speculation)  # type: ignore[arg-type]
 
 

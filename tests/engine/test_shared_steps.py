@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 import localinfer
-from localinfer.draft_depth import MAX_DEPTH, VerificationCosts, best_depth
+from localinfer.draft_depth import best_depth
 from localinfer.errors import OverloadedError
 from localinfer.generation import NO_TOKEN
 from localinfer.llm import LLM
 from localinfer.scheduler import EngineLimits
+from localinfer.verification_costs import MAX_DEPTH, VerificationCosts
 from tests.engine.fakes import fake_model, text_model
 from tests.engine.generations import Gate
 

@@ -9,7 +9,6 @@ import pytest
 from numpy.typing import NDArray
 
 import localinfer
-from localinfer.draft_depth import VerificationCosts
 from localinfer.draft_model import DraftModel
 from localinfer.engine import Engine
 from localinfer.errors import LocalinferError, RequestError
@@ -19,6 +18,7 @@ from localinfer.ngram_drafter import NgramDrafter
 from localinfer.sampling import SamplingParams, TokenLogprobs, TokenMask
 from localinfer.speculation import LookupDrafter, Speculation
 from localinfer.speculation_setup import check_speculation, make_speculation
+from localinfer.verification_costs import VerificationCosts
 from tests.engine.fakes import PAGE_BYTES, FakeModel, fake_model, hashed_logits
 
 TokenIds = NDArray[np.int32]
@@ -61,8 +61,8 @@ class Oracle:
 
 
 def speculation(drafter: LookupDrafter | None, model: DraftModel | None = None) -> Speculation:
-    # Passes so slow that neither more rows nor drafting matter, so that every draft is tried.
-    return Speculation(VerificationCosts([1.0] * ROWS), ngram=drafter, model=model)
+    # Rows that cost nothing more, on a clock that never says otherwise, so that every draft is tried.
+    return Speculation(VerificationCosts([1.0] * ROWS), ngram=drafter, model=model, clock=lambda: 0.0)
 
 
 def wide_model(logits_of: Callable[[TokenIds, int], Any] = hashed_logits, **sizes: Any) -> FakeModel:

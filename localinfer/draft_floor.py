@@ -1,0 +1,169 @@
+"""The floor under speculation: drafting may lose hardly anything against plain decoding, whatever it was hoped to gain.
+
+An account in units of plain steps. Every token earns a hundredth of a step; every round with drafting is charged what
+it took over what its tokens would have taken plainly, and credited where that is less. While the account is overdrawn
+steps are plain, for as long as earning takes and twice as long each time, so that a stretch of W tokens loses at most
+W / 100 and what the account can hold. Both sides are of the same seconds: plain steps are timed again and again between
+rounds, and at once when rounds take longer or shorter than expected, so that a machine which gets busy, or
+idle, is not mistaken for drafts that do.
+"""
+
+import math
+from collections import deque
+from typing import NamedTuple
+
+from localinfer.verification_costs import VerificationCosts
+
+_EARNED_PER_TOKEN = 0.01
+_FIRST_CREDIT = 1.0
+_MOST_CREDIT = 4.0
+_SHORTEST_SLEEP, _LONGEST_SLEEP = 16, 256
+_TIMED_STEPS = 3
+_MOST_TIMED_STEPS = 5
+_ROUNDS_BETWEEN_PLAIN = 96
+_TRUSTED_ROUNDS = 8
+"""Rounds after which a surprising one makes plain steps be timed anew."""
+_SURPRISE = 1.5
+_INTERRUPTED = 3.0
+"""Times the expected seconds that a round is charged at most: it was interrupted, as plain steps are too."""
+_INVESTED_FOR_ROUNDS = 8
+"""Rounds over which reading a text is charged: who drafts once mostly drafts again."""
+
+
+class StepKind(NamedTuple):
+    """What is alike of steps whose times are compared: streams that take part, and whether a grammar guides any."""
+
+    streams: int
+    is_guided: bool = False
+
+
+ALONE = StepKind(1)
+
+
+class Round(NamedTuple):
+    """One step for which drafts were asked.
+
+    rows: computed, drafts included; tokens: of all streams. seconds: of the whole step; drafting_seconds: of its
+    drafting, expected_drafting_seconds: what that usually takes. reading_seconds: what reading text took of it, which
+    is an investment.
+    """
+
+    kind: StepKind
+    rows: int
+    tokens: int
+    seconds: float
+    drafting_seconds: float = 0.0
+    expected_drafting_seconds: float = 0.0
+    reading_seconds: float = 0.0
+
+
+class DraftFloor:
+    """Says before each step whether it is to be plain, and learns from each what it took; one per engine."""
+
+    def __init__(self, costs: VerificationCosts) -> None:
+        self._costs = costs
+        self._credit = _FIRST_CREDIT
+        self._debt = 0.0
+        self._asleep = 0
+        self._next_sleep = _SHORTEST_SLEEP
+        self._plain: dict[StepKind, deque[float]] = {}
+        self._plain_at: dict[StepKind, int] = {}
+        self._wanted = _TIMED_STEPS
+        self._num_timed = 0
+        self._pending: Round | None = None
+        self.is_timed = False
+        """Whether the plain step that was just decided on is to be timed, and told to `observe_plain`."""
+
+    def begin(self) -> None:
+        """Another text begins: what did not pay for the one before may pay for this one."""
+        self._asleep = min(self._asleep, self._steps_to_earn())
+        self._next_sleep = _SHORTEST_SLEEP
+        self._wanted = max(self._wanted, 1)
+
+    def is_plain(self, kind: StepKind) -> bool:
+        """Ask once before each step: whether no drafts are to be made for it."""
+        costs = self._costs
+        costs.num_steps += 1
+        if self._asleep:
+            self._asleep -= 1
+            self._credit += _EARNED_PER_TOKEN
+            self.is_timed = self._asleep < _TIMED_STEPS
+            return True
+        if self._wanted or costs.num_steps - self._plain_at.get(kind, -_ROUNDS_BETWEEN_PLAIN) >= _ROUNDS_BETWEEN_PLAIN:
+            self._wanted = self._wanted or _TIMED_STEPS
+            self.is_timed = True
+            return True
+        return False
+
+    def plain_seconds(self, kind: StepKind) -> float:
+        """What a plain step of this kind takes at present."""
+        samples = self._plain.get(kind)
+        return _lower_median(samples) if samples else self._costs.seconds(kind.streams)
+
+    def observe_plain(self, kind: StepKind, seconds: float) -> None:
+        """Learn from a plain step that was to be timed."""
+        samples = self._plain.setdefault(kind, deque(maxlen=_TIMED_STEPS))
+        if self._costs.num_steps - self._plain_at.get(kind, 0) > _TRUSTED_ROUNDS and self._wanted != 1:
+            samples.clear()
+        self._plain_at[kind] = self._costs.num_steps
+        if seconds > 0.0:
+            samples.append(seconds)
+            if not kind.is_guided:
+                self._costs.observe_plain(kind.streams, _lower_median(samples))
+        if not self._wanted:
+            return
+        self._wanted -= 1
+        self._num_timed += 1
+        if not self._wanted and self._num_timed < _MOST_TIMED_STEPS and samples:
+            # One that stands apart is an interruption, or the first of a new time: another one tells.
+            self._wanted = int(_is_surprising(seconds, _lower_median(samples)))
+        if not self._wanted:
+            self._num_timed = 0
+            if self._pending is not None:
+                self._settle(self._pending)
+
+    def observe_round(self, done: Round) -> None:
+        """Learn from a step for which drafts were asked, whether there were any or not."""
+        if done.seconds <= 0.0:
+            return
+        expected = self._expected_seconds(done)
+        plain_age = self._costs.num_steps - self._plain_at.get(done.kind, 0)
+        if plain_age > _TRUSTED_ROUNDS and _is_surprising(done.seconds - done.reading_seconds, expected):
+            self._pending, self._wanted = done, _TIMED_STEPS
+            return
+        self._settle(done)
+
+    def _expected_seconds(self, done: Round) -> float:
+        steps = self._costs.seconds(done.rows) / self._costs.seconds(done.kind.streams)
+        return steps * self.plain_seconds(done.kind) + done.expected_drafting_seconds
+
+    def _settle(self, done: Round) -> None:
+        self._pending = None
+        plain = self.plain_seconds(done.kind)
+        taken = min(done.seconds - done.reading_seconds, _INTERRUPTED * self._expected_seconds(done))
+        if done.rows > done.kind.streams and not done.kind.is_guided:
+            self._costs.observe(done.rows, done.seconds - done.drafting_seconds)
+        self._debt += done.reading_seconds / plain
+        repaid = self._debt / _INVESTED_FOR_ROUNDS
+        self._debt -= repaid
+        tokens = done.tokens / done.kind.streams
+        gained = tokens - taken / plain - repaid
+        self._credit = min(self._credit + gained + _EARNED_PER_TOKEN * tokens, _MOST_CREDIT)
+        if self._credit < 0.0:
+            self._credit -= self._debt
+            self._debt = 0.0
+            self._asleep = max(self._steps_to_earn(), self._next_sleep)
+            self._next_sleep = min(2 * self._next_sleep, _LONGEST_SLEEP)
+        elif gained > 0.0 and self._credit >= _FIRST_CREDIT:
+            self._next_sleep = _SHORTEST_SLEEP
+
+    def _steps_to_earn(self) -> int:
+        return math.ceil(max(0.0, -self._credit) / _EARNED_PER_TOKEN)
+
+
+def _lower_median(samples: deque[float]) -> float:
+    return sorted(samples)[(len(samples) - 1) // 2]
+
+
+def _is_surprising(seconds: float, expected: float) -> bool:
+    return not expected / _SURPRISE < seconds < expected * _SURPRISE
