@@ -17,7 +17,7 @@ from localinfer.verification_costs import VerificationCosts
 _EARNED_PER_TOKEN = 0.01
 _FIRST_CREDIT = 1.0
 _MOST_CREDIT = 4.0
-_SHORTEST_SLEEP, _LONGEST_SLEEP = 16, 256
+_SHORTEST_REST, _LONGEST_REST = 16, 256
 _TIMED_STEPS = 3
 _MOST_TIMED_STEPS = 5
 _ROUNDS_BETWEEN_PLAIN = 96
@@ -64,8 +64,10 @@ class DraftFloor:
         self._costs = costs
         self._credit = _FIRST_CREDIT
         self._debt = 0.0
-        self._asleep = 0
-        self._next_sleep = _SHORTEST_SLEEP
+        self._rest = 0
+        """Steps to take plainly: taken off by who takes them, and accounted for when they are looked at."""
+        self._rest_known = 0
+        self._next_rest = _SHORTEST_REST
         self._plain: dict[StepKind, deque[float]] = {}
         self._plain_at: dict[StepKind, int] = {}
         self._wanted = _TIMED_STEPS
@@ -76,24 +78,51 @@ class DraftFloor:
 
     def begin(self) -> None:
         """Another text begins: what did not pay for the one before may pay for this one."""
-        self._asleep = min(self._asleep, self._steps_to_earn())
-        self._next_sleep = _SHORTEST_SLEEP
+        self._account_for_rest()
+        self._rest = self._rest_known = min(self._rest, self._steps_to_earn())
+        self._next_rest = _SHORTEST_REST
         self._wanted = max(self._wanted, 1)
+
+    def rests(self) -> bool:
+        """Ask before a step, and before `is_plain`: whether it is plain, and nothing is to be told of it.
+
+        The smallest models take a hundred such steps in the time of a few questions.
+        """
+        if self._rest <= _TIMED_STEPS:
+            return False
+        self._rest -= 1
+        return True
 
     def is_plain(self, kind: StepKind) -> bool:
         """Ask once before each step: whether no drafts are to be made for it."""
         costs = self._costs
-        costs.num_steps += 1
-        if self._asleep:
-            self._asleep -= 1
-            self._credit += _EARNED_PER_TOKEN
-            self.is_timed = self._asleep < _TIMED_STEPS
+        self._account_for_rest()
+        if self._rest:
+            self._rest -= 1
+            self.is_timed = self._rest < _TIMED_STEPS
             return True
+        costs.num_steps += 1
         if self._wanted or costs.num_steps - self._plain_at.get(kind, -_ROUNDS_BETWEEN_PLAIN) >= _ROUNDS_BETWEEN_PLAIN:
             self._wanted = self._wanted or _TIMED_STEPS
             self.is_timed = True
             return True
         return False
+
+    def affordable_depth(
+        self, streams: int, rows: int, most: int, *, seconds_per_token: float = 0.0, seconds_per_draft: float = 0.0
+    ) -> int:
+        """The deepest draft, up to `most`, that the account can pay for if none of it is accepted.
+
+        rows: what the step computes beside it, one for each of so many streams and other drafts.
+        """
+        plain = self._costs.seconds(streams)
+        affordable = plain * (1.0 + self._credit) - seconds_per_draft
+        depth = 0
+        while (
+            depth < most and self._costs.most_seconds(rows + depth + 1) + (depth + 1) * seconds_per_token <= affordable
+        ):
+            depth += 1
+        return depth
 
     def plain_seconds(self, kind: StepKind) -> float:
         """What a plain step of this kind takes at present."""
@@ -128,7 +157,8 @@ class DraftFloor:
             return
         expected = self._expected_seconds(done)
         plain_age = self._costs.num_steps - self._plain_at.get(done.kind, 0)
-        if plain_age > _TRUSTED_ROUNDS and _is_surprising(done.seconds - done.reading_seconds, expected):
+        seconds = done.seconds - done.reading_seconds
+        if seconds * _SURPRISE < expected or (plain_age > _TRUSTED_ROUNDS and seconds > _SURPRISE * expected):
             self._pending, self._wanted = done, _TIMED_STEPS
             return
         self._settle(done)
@@ -137,10 +167,16 @@ class DraftFloor:
         steps = self._costs.seconds(done.rows) / self._costs.seconds(done.kind.streams)
         return steps * self.plain_seconds(done.kind) + done.expected_drafting_seconds
 
+    def _most_seconds(self, done: Round) -> float:
+        """What a round is charged at most. Rows whose cost is not known yet may be as dear as it seems."""
+        steps = self._costs.most_seconds(done.rows) / self._costs.seconds(done.kind.streams)
+        unknown = steps * self.plain_seconds(done.kind) + done.drafting_seconds
+        return max(_INTERRUPTED * self._expected_seconds(done), unknown)
+
     def _settle(self, done: Round) -> None:
         self._pending = None
         plain = self.plain_seconds(done.kind)
-        taken = min(done.seconds - done.reading_seconds, _INTERRUPTED * self._expected_seconds(done))
+        taken = min(done.seconds - done.reading_seconds, self._most_seconds(done))
         if done.rows > done.kind.streams and not done.kind.is_guided:
             self._costs.observe(done.rows, done.seconds - done.drafting_seconds)
         self._debt += done.reading_seconds / plain
@@ -152,13 +188,21 @@ class DraftFloor:
         if self._credit < 0.0:
             self._credit -= self._debt
             self._debt = 0.0
-            self._asleep = max(self._steps_to_earn(), self._next_sleep)
-            self._next_sleep = min(2 * self._next_sleep, _LONGEST_SLEEP)
+            self.is_timed = False
+            self._rest = self._rest_known = max(self._steps_to_earn(), self._next_rest)
+            self._next_rest = min(2 * self._next_rest, _LONGEST_REST)
         elif gained > 0.0 and self._credit >= _FIRST_CREDIT:
-            self._next_sleep = _SHORTEST_SLEEP
+            self._next_rest = _SHORTEST_REST
+
+    def _account_for_rest(self) -> None:
+        rested = self._rest_known - self._rest
+        self._rest_known = self._rest
+        self._costs.num_steps += rested
+        self._credit += _EARNED_PER_TOKEN * rested
 
     def _steps_to_earn(self) -> int:
-        return math.ceil(max(0.0, -self._credit) / _EARNED_PER_TOKEN)
+        """Plain steps until the account can pay for the shallowest draft that is of no use."""
+        return math.ceil(max(0.0, _FIRST_CREDIT - self._credit) / _EARNED_PER_TOKEN)
 
 
 def _lower_median(samples: deque[float]) -> float:

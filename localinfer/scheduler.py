@@ -226,19 +226,26 @@ class Scheduler:
                 _mend(run)
         self._is_stepping = True
         if len(runs) == 1 and (run := runs[0]).sequence is not None and run.position > run.base:
-            if run.guide is None and (run.speculative is None or run.speculative.takes_plain_step()):
+            if run.guide is None and (run.speculative is None or run.speculative.rests()):
                 self._stepper.decode_alone(run)
-            elif run.guide is None:
-                self._stepper.compute([Part(run, may_draft=True)])
             else:
-                part = Part(run)
-                part.may_draft = self._stepper.may_draft([part])
-                self._stepper.compute([part])
+                self._step_alone(run)
             if run.is_over:
                 self._forget(run)
         else:
             self._step_together(runs)
         self._is_stepping = False
+
+    def _step_alone(self, run: Run) -> None:
+        """Decode the only generation there is, with drafts if they are to be asked for."""
+        if run.guide is not None:
+            part = Part(run)
+            part.may_draft = self._stepper.may_draft([part])
+            self._stepper.compute([part])
+        elif run.speculative is not None and run.speculative.takes_plain_step():
+            self._stepper.decode_observed(run)
+        else:
+            self._stepper.compute([Part(run, may_draft=True)])
 
     def _step_together(self, runs: list[Run]) -> None:
         self._steps += 1
@@ -277,6 +284,8 @@ class Scheduler:
             if run.is_prompt:
                 run.record.cached_tokens, run.record.miss = admission.cached_tokens, admission.miss
                 run.record.waited_seconds = time.monotonic() - run.began
+                if run.speculative is not None:
+                    run.speculative.admit()
             active.append(run)
 
     def _reason_to_stop(self, parts: Sequence[Part], num_known: int) -> IsUnwanted | None:

@@ -66,18 +66,38 @@ class LookupDrafter(Protocol):
 class SpeculationRecord:
     """What drafts did in one generation.
 
-    forward_passes: those that decoded, and decoded_tokens what they gave. drafted, accepted: tokens by their place in
-    the draft. seconds: of those passes with their drafting; plain_seconds: what as many plain steps would have taken.
-    notices: why something drafts no more, in words.
+    plain_steps: taken without a question to anything that drafts. observed_passes: the others that decoded, and
+    observed_tokens what they gave. drafted, accepted: tokens by their place in the draft. seconds: of observed passes
+    with their drafting; plain_seconds: what as many plain steps would have taken. notices: why something drafts no
+    more, in words.
     """
 
-    forward_passes: int = 0
-    decoded_tokens: int = 0
+    plain_steps: int = 0
+    observed_passes: int = 0
+    observed_tokens: int = 0
     drafted: list[int] = field(default_factory=lambda: [0] * MAX_DEPTH)
     accepted: list[int] = field(default_factory=lambda: [0] * MAX_DEPTH)
     seconds: float = 0.0
     plain_seconds: float = 0.0
     notices: list[str] = field(default_factory=list)
+
+    @property
+    def forward_passes(self) -> int:
+        """Passes of the model that decoded."""
+        return self.plain_steps + self.observed_passes
+
+    @property
+    def decoded_tokens(self) -> int:
+        """Tokens that those gave."""
+        return self.plain_steps + self.observed_tokens
+
+    @property
+    def speedup(self) -> float:
+        """Over plain steps, as measured."""
+        if self.seconds <= 0.0:
+            return 1.0
+        unobserved = self.plain_steps * self.plain_seconds / max(1, self.observed_tokens)
+        return (self.plain_seconds + unobserved) / (self.seconds + unobserved)
 
 
 class Others(NamedTuple):
@@ -118,7 +138,6 @@ class Speculation:
 
     def begin(self, plan: SamplingPlan, prediction: TokenIds = _NO_TOKENS) -> "SpeculativeText":
         """Follow one generation; prediction: int32[T], what its caller expects as the output."""
-        self.floor.begin()
         return SpeculativeText(self, plan, prediction)
 
     def switch_off_ngram(self, error: Exception) -> None:
@@ -193,11 +212,18 @@ class SpeculativeText:
         """Ask before a step of this text alone: whether to take it without drafts; see `DraftFloor.is_timed`."""
         if not self._floor.is_plain(ALONE) and (self._ngram is not None or self._model is not None):
             return False
-        record, seconds = self.record, self._speculation.costs.seconds(1)
-        record.forward_passes += 1
-        record.decoded_tokens += 1
-        record.seconds += seconds
-        record.plain_seconds += seconds
+        self.record.plain_steps += 1
+        return True
+
+    def admit(self) -> None:
+        """Note that the engine begins with this text; the caller has the turn."""
+        self._floor.begin()
+
+    def rests(self) -> bool:
+        """Ask before that: whether the step is plain, and nothing is to be told of it."""
+        if not self._floor.rests():
+            return False
+        self.record.plain_steps += 1
         return True
 
     def draft(self, tokens: TokenIds, most: int, others: Others | None = None) -> TokenIds:
@@ -252,6 +278,8 @@ class SpeculativeText:
 
     def _choose(self, tokens: TokenIds, most: int) -> int:
         """Draft by whatever promises the most speed, and return how many tokens are in the buffer."""
+        others = self._others
+        most = self._floor.affordable_depth(others.tokens + 1, others.rows + 1, most)
         if most <= 0:
             return 0
         depth, speed = self._look_up(tokens, most)
@@ -334,6 +362,15 @@ class SpeculativeText:
     ) -> int:
         """How many tokens the draft model is to draft, 0 where another draft, or none, promises more."""
         shared = self._speculation
+        most = self._floor.affordable_depth(
+            self._others.tokens + 1,
+            self._others.rows + 1,
+            most,
+            seconds_per_token=model.seconds_per_token,
+            seconds_per_draft=model.seconds_per_draft,
+        )
+        if not most:
+            return 0
         acceptance = shared.model_acceptance
         reading = text.reading_seconds(num_tokens)
         self._probe_seconds += _PROBED_SHARE * shared.costs.seconds(1)
@@ -357,8 +394,8 @@ class SpeculativeText:
 
     def _count(self, num_tokens: int, seconds: float, plain_seconds: float) -> None:
         record = self.record
-        record.forward_passes += 1
-        record.decoded_tokens += num_tokens
+        record.observed_passes += 1
+        record.observed_tokens += num_tokens
         record.seconds += seconds
         record.plain_seconds += plain_seconds
 

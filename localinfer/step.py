@@ -109,21 +109,7 @@ class Stepper:
         return self._interruptible_program.run_unless(batch, is_unwanted)
 
     def decode_alone(self, run: Run) -> None:
-        """Decode one token of the only generation there is, without a draft.
-
-        Nothing is asked of drafters, nor told to them but now and then: for the smallest models that would cost more
-        than what it decides about.
-        """
-        speculation = self._speculation
-        if speculation is None or not speculation.floor.is_timed:
-            self._decode_alone(run)
-            return
-        began = speculation.clock()
-        self._decode_alone(run)
-        if not run.is_over:
-            speculation.floor.observe_plain(ALONE, speculation.clock() - began)
-
-    def _decode_alone(self, run: Run) -> None:
+        """Decode one token of the only generation there is, without a draft."""
         sequence, position, history = run.sequence, run.position, run.history
         assert sequence is not None, "it was admitted"
         if position == history.size:
@@ -137,12 +123,22 @@ class Stepper:
             return
         self._extend(run, (token_id,))
 
+    def decode_observed(self, run: Run) -> None:
+        """As `decode_alone`, and tell what it took where that is wanted."""
+        speculation = self._speculation
+        assert speculation is not None, "else nobody wants to know"
+        began = speculation.clock()
+        self.decode_alone(run)
+        if speculation.floor.is_timed and not run.is_over:
+            speculation.floor.observe_plain(ALONE, speculation.clock() - began)
+
     def may_draft(self, parts: Sequence[Part]) -> bool:
         """Ask once before a step that only decodes: whether drafters are to be asked for it."""
         speculation = self._speculation
         if speculation is None or len(parts) > speculation.costs.max_depth:
             return False
-        return not speculation.floor.is_plain(_kind(parts))
+        floor = speculation.floor
+        return not floor.rests() and not floor.is_plain(_kind(parts))
 
     def compute(self, parts: Sequence[Part], is_unwanted: IsUnwanted | None = None) -> None:
         """Take one step of some generations, each of which is admitted.

@@ -448,7 +448,7 @@ def _speculation_stats(record: SpeculationRecord | None) -> dict[str, Any]:
         "drafted_by_position": tuple(record.drafted[:deepest]),
         "accepted_by_position": tuple(record.accepted[:deepest]),
         "tokens_per_pass": record.decoded_tokens / record.forward_passes,
-        "speculation_speedup": record.plain_seconds / record.seconds if record.seconds > 0 else 1.0,
+        "speculation_speedup": record.speedup,
     }
 
 

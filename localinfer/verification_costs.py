@@ -20,6 +20,8 @@ _FEW_MEASURED_ROWS = (1, 2, 4, 8, 16)
 _SLOW_SECONDS = 0.03
 """A pass that takes longer is measured at few sizes, so that a first load of a large model stays short."""
 _SAMPLES = 3
+_LEAST_RATIO = 0.9
+"""More rows never take less than one: what says so compares two times that are not alike."""
 _FRESH_STEPS = 64
 _HALF_LIFE_STEPS = 512
 """Steps in which an estimate that nothing confirms is halved: optimism costs one round, and finds out."""
@@ -37,52 +39,90 @@ class VerificationCosts:
         self.num_steps = 0
         first = max(seconds[0], 1e-9)
         self._plain_seconds = first
-        ratios = list(itertools.accumulate((max(1.0, value / first) for value in seconds), max))
-        self._samples = [deque([ratio], maxlen=_SAMPLES) for ratio in ratios]
-        # What was measured at another time is trusted as far as a step is that was taken long ago.
-        self._last_steps = [-_FRESH_STEPS] * len(ratios)
-        self._curve = ratios
+        ratios = itertools.accumulate((max(1.0, value / first) for value in seconds), max)
+        self._rows = [_RowCosts(ratio) for ratio in ratios]
+        self._curve: list[float] = []
+        self._bounds: list[float] = []
         self._next_update = 0
 
     @property
     def max_depth(self) -> int:
         """Most tokens that can be verified after the one that is certain."""
-        return len(self._samples) - 1
+        return len(self._rows) - 1
 
     def seconds(self, num_rows: int) -> float:
         """Expected seconds of a step; infinite beyond what is verified at once."""
         if self.num_steps >= self._next_update:
             self._update()
-        return self._plain_seconds * self._curve[num_rows - 1] if num_rows <= len(self._curve) else math.inf
+        return self._plain_seconds * self._curve[num_rows - 1] if num_rows <= len(self._rows) else math.inf
+
+    def most_seconds(self, num_rows: int) -> float:
+        """What a step may take at worst, by what was observed of late; infinite beyond what is verified at once."""
+        if self.num_steps >= self._next_update:
+            self._update()
+        return self._plain_seconds * self._bounds[num_rows - 1] if num_rows <= len(self._rows) else math.inf
 
     def observe_plain(self, num_rows: int, seconds: float) -> None:
         """Take what steps without drafts take at present; num_rows: of so many streams, one row each."""
-        if num_rows <= len(self._curve):
-            self._plain_seconds = seconds / self._curve[num_rows - 1]
+        if num_rows <= len(self._rows):
+            self._plain_seconds = seconds * self._plain_seconds / self.seconds(num_rows)
 
     def observe(self, num_rows: int, seconds: float) -> None:
         """Follow what a step with drafts took, its drafting left out."""
-        if not 1 < num_rows <= len(self._samples):
+        ratio = seconds / self._plain_seconds
+        if not 1 < num_rows <= len(self._rows) or ratio < _LEAST_RATIO:
             return
-        samples = self._samples[num_rows - 1]
-        if self.num_steps - self._last_steps[num_rows - 1] > _HALF_LIFE_STEPS:
-            samples.clear()
-        samples.append(seconds / self._plain_seconds)
-        self._last_steps[num_rows - 1] = self.num_steps
+        self._rows[num_rows - 1].observe(ratio, self.num_steps)
         self._next_update = 0
 
     def _update(self) -> None:
         """Make the curve of ratios to a plain step anew: it never falls, and what is not fresh sinks."""
-        curve = [1.0]
-        for num_rows, samples in enumerate(self._samples[1:], 2):
-            ratio = sorted(samples)[(len(samples) - 1) // 2]
-            age = self.num_steps - self._last_steps[num_rows - 1] - _FRESH_STEPS
-            if age >= 0:
-                # A row more never costs more than the rows before it do on average.
-                ratio = min(ratio * 0.5 ** (age / _HALF_LIFE_STEPS), curve[-1] * num_rows / (num_rows - 1))
+        curve, bounds, excess = [1.0], [1.0], 1.0
+        for num_rows, costs in enumerate(self._rows[1:], 2):
+            ratio, age = costs.ratio, self.num_steps - costs.last_step
+            # A row more never costs more than the rows before it do on average.
+            growth = num_rows / (num_rows - 1)
+            if not costs.samples:
+                ratio = 1.0 + (ratio - 1.0) * excess
+            elif costs.prior > 1.0:
+                # Where rows are less dear than was measured beforehand, those above them may well be, too.
+                excess = min(1.0, max(0.0, ratio - 1.0) / (costs.prior - 1.0))
+            if age >= _FRESH_STEPS:
+                ratio = min(ratio * 0.5 ** ((age - _FRESH_STEPS) / _HALF_LIFE_STEPS), curve[-1] * growth)
             curve.append(max(ratio, curve[-1]))
-        self._curve = curve
+            is_known = age < _HALF_LIFE_STEPS and costs.samples
+            bounds.append(max(_lower_median(costs.samples), bounds[-1]) if is_known else bounds[-1] * growth)
+        self._curve, self._bounds = curve, bounds
         self._next_update = self.num_steps + _FRESH_STEPS // 2
+
+
+class _RowCosts:
+    """What steps of one number of rows take, over plain ones: what was measured beforehand, and what was observed."""
+
+    def __init__(self, prior: float) -> None:
+        self.prior = prior
+        self.samples: deque[float] = deque(maxlen=_SAMPLES)
+        # What was measured at another time is trusted as far as a step that was taken a while ago.
+        self.last_step = -_FRESH_STEPS
+
+    @property
+    def ratio(self) -> float:
+        """The estimate; a single observation may only lower it."""
+        if not self.samples:
+            return self.prior
+        return min(self.samples[0], self.prior) if len(self.samples) == 1 else _lower_median(self.samples)
+
+    def observe(self, ratio: float, step: int) -> None:
+        if step - self.last_step > _HALF_LIFE_STEPS and self.samples:
+            believed = self.ratio
+            self.samples.clear()
+            self.samples.append(believed)
+        self.samples.append(ratio)
+        self.last_step = step
+
+
+def _lower_median(samples: Sequence[float]) -> float:
+    return sorted(samples)[(len(samples) - 1) // 2]
 
 
 def measure_costs(run: Callable[[int], object], most_rows: int) -> tuple[list[float], bool]:
