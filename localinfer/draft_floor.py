@@ -1,11 +1,11 @@
 """The floor under speculation: drafting may lose hardly anything against plain decoding, whatever it was hoped to gain.
 
-An account in units of plain steps. Every token earns a hundredth of a step; every round with drafting is charged what
-it took over what its tokens would have taken plainly, and credited where that is less. While the account is overdrawn
-steps are plain, for as long as earning takes and twice as long each time, so that a stretch of W tokens loses at most
-W / 100 and what the account can hold. Both sides are of the same seconds: plain steps are timed again and again between
-rounds, and at once when rounds take longer or shorter than expected, so that a machine which gets busy, or
-idle, is not mistaken for drafts that do.
+An account in units of plain steps. Every token earns a two hundredth of a step; every round with drafting is charged
+what it took over what its tokens would have taken plainly, and credited where that is less. No draft is made that the
+account could not pay for, and once it is overdrawn steps are plain, for as long as earning takes and twice as long each
+time: a stretch of W tokens loses at most W / 200 and what the account can hold. Both sides are of the same seconds:
+plain steps are timed again and again between rounds, and at once when rounds take longer or shorter than expected, so
+that a machine which gets busy, or idle, is not mistaken for drafts that do.
 """
 
 import math
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from localinfer.verification_costs import VerificationCosts
 
-_EARNED_PER_TOKEN = 0.01
+_EARNED_PER_TOKEN = 0.005
 _FIRST_CREDIT = 1.0
 _MOST_CREDIT = 4.0
 _SHORTEST_REST, _LONGEST_REST = 16, 256
@@ -58,11 +58,16 @@ class Round(NamedTuple):
 
 
 class DraftFloor:
-    """Says before each step whether it is to be plain, and learns from each what it took; one per engine."""
+    """Says before each step whether it is to be plain, and learns from each what it took; one per engine.
 
-    def __init__(self, costs: VerificationCosts) -> None:
+    most_credit: what the account holds at most, in plain steps; without a limit it begins with as much, and every
+    draft is tried.
+    """
+
+    def __init__(self, costs: VerificationCosts, *, most_credit: float = _MOST_CREDIT) -> None:
         self._costs = costs
-        self._credit = _FIRST_CREDIT
+        self._most_credit = most_credit
+        self._credit = _FIRST_CREDIT if math.isfinite(most_credit) else most_credit
         self._debt = 0.0
         self._rest = 0
         """Steps to take plainly: taken off by who takes them, and accounted for when they are looked at."""
@@ -184,7 +189,7 @@ class DraftFloor:
         self._debt -= repaid
         tokens = done.tokens / done.kind.streams
         gained = tokens - taken / plain - repaid
-        self._credit = min(self._credit + gained + _EARNED_PER_TOKEN * tokens, _MOST_CREDIT)
+        self._credit = min(self._credit + gained + _EARNED_PER_TOKEN * tokens, self._most_credit)
         if self._credit < 0.0:
             self._credit -= self._debt
             self._debt = 0.0

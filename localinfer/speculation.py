@@ -123,10 +123,11 @@ class Speculation:
         *,
         ngram: LookupDrafter | None,
         model: DraftModel | None,
+        floor: DraftFloor | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.costs = costs
-        self.floor = DraftFloor(costs)
+        self.floor = DraftFloor(costs) if floor is None else floor
         self.clock = clock
         self.ngram = ngram
         self.model = model

@@ -78,6 +78,7 @@ class VerificationCosts:
     def _update(self) -> None:
         """Make the curve of ratios to a plain step anew: it never falls, and what is not fresh sinks."""
         curve, bounds, excess = [1.0], [1.0], 1.0
+        caps = self._caps()
         for num_rows, costs in enumerate(self._rows[1:], 2):
             ratio, age = costs.ratio, self.num_steps - costs.last_step
             # A row more never costs more than the rows before it do on average.
@@ -88,12 +89,21 @@ class VerificationCosts:
                 # Where rows are less dear than was measured beforehand, those above them may well be, too.
                 excess = min(1.0, max(0.0, ratio - 1.0) / (costs.prior - 1.0))
             if age >= _FRESH_STEPS:
-                ratio = min(ratio * 0.5 ** ((age - _FRESH_STEPS) / _HALF_LIFE_STEPS), curve[-1] * growth)
+                ratio = ratio * 0.5 ** ((age - _FRESH_STEPS) / _HALF_LIFE_STEPS)
+                ratio = min(ratio, curve[-1] * growth, caps[num_rows - 1])
             curve.append(max(ratio, curve[-1]))
-            is_known = age < _HALF_LIFE_STEPS and costs.samples
-            bounds.append(max(_lower_median(costs.samples), bounds[-1]) if is_known else bounds[-1] * growth)
+            bounds.append(max(min(bounds[-1] * growth, caps[num_rows - 1]), bounds[-1]))
         self._curve, self._bounds = curve, bounds
         self._next_update = self.num_steps + _FRESH_STEPS // 2
+
+    def _caps(self) -> list[float]:
+        """What so many rows cost at most, because as many, or more, were observed of late to cost that."""
+        caps, cap = [], math.inf
+        for costs in reversed(self._rows):
+            if costs.samples and self.num_steps - costs.last_step < _HALF_LIFE_STEPS:
+                cap = min(cap, _lower_median(costs.samples))
+            caps.append(cap)
+        return caps[::-1]
 
 
 class _RowCosts:

@@ -17,7 +17,6 @@ TokenIds = NDArray[np.int32]
 VOCABULARY = 64
 GREEDY = SamplingParams(temperature=0)
 ROWS = range(1, MAX_DEPTH + 2)
-CHEAP_ROWS = [1.0 + 0.03 * (rows - 1) for rows in ROWS]
 LINEAR_ROWS = [float(rows) for rows in ROWS]
 LIKE_1B = [1.0, 1.0, 1.03, 1.07, 1.15, 1.24, 1.33, 1.42, 1.6, 1.78, 1.96, 2.14, 2.32, 2.5, 2.69, 2.87]
 
@@ -36,7 +35,7 @@ class Machine:
     """Time that passes as rows are computed.
 
     curve: seconds by rows, of a machine that is calm, over those of one row. load: how many times longer everything
-    takes at a time. spike_chance, spike_seconds: interruptions by time that is worked. plain_tokens: how many tokens
+    takes at a time. spikes_per_second, spike_seconds: interruptions of what is worked. plain_tokens: how many tokens
     plain decoding would have made of the time so far.
     """
 

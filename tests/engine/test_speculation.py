@@ -1,5 +1,6 @@
 """Drafts change speed and nothing else: tokens, errors and cache are those of plain decoding, whatever is drafted."""
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 import localinfer
+from localinfer.draft_floor import DraftFloor
 from localinfer.draft_model import DraftModel
 from localinfer.engine import Engine
 from localinfer.errors import LocalinferError, RequestError
@@ -62,7 +64,9 @@ class Oracle:
 
 def speculation(drafter: LookupDrafter | None, model: DraftModel | None = None) -> Speculation:
     # Rows that cost nothing more, on a clock that never says otherwise, so that every draft is tried.
-    return Speculation(VerificationCosts([1.0] * ROWS), ngram=drafter, model=model, clock=lambda: 0.0)
+    costs = VerificationCosts([1.0] * ROWS)
+    floor = DraftFloor(costs, most_credit=math.inf)
+    return Speculation(costs, ngram=drafter, model=model, floor=floor, clock=lambda: 0.0)
 
 
 def wide_model(logits_of: Callable[[TokenIds, int], Any] = hashed_logits, **sizes: Any) -> FakeModel:
