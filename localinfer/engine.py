@@ -191,7 +191,7 @@ class Engine:
         self._cache.check_fits(head.size)
         history = np.empty(token_ids.size + min(limit, HISTORY_ROOM), np.int32)
         history[: token_ids.size] = token_ids
-        expected = self._check_ids(prediction)
+        expected = self._check_ids(prediction, "prediction")
         run = Run(
             plan=plan,
             use=cache_use,
@@ -272,24 +272,27 @@ class Engine:
     def _make_room(self, run: Run, error: OutOfMemoryError) -> bool:
         return self._scheduler.make_room(run, error)
 
-    def _check_ids(self, values: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int32]:
+    def _check_ids(self, values: Sequence[int] | NDArray[np.integer], name: str = "the token ids") -> NDArray[np.int32]:
         """A copy of ids as int32[T], proven; of a caller's own array a later change would make other pages of them."""
         try:
             array = np.array(values, order="C")
-        except (ValueError, OverflowError):
+        except Exception:
+            # An object may answer as it likes when it is asked for an array.
             array = np.zeros((0, 0))
         is_list = not isinstance(values, str | bytes) and array.ndim == 1
         if is_list and (array.dtype.kind in "iu" or array.size == 0):
             wrong = np.flatnonzero((array < 0) | (array >= self.vocab_size))
             if not wrong.size:
                 return array.astype(np.int32, copy=False)
-            index = int(wrong[0])
+            index, of = int(wrong[0]), f" of {name}" if name == "prediction" else ""
             raise RequestError(
-                f"token id {array[index]} at index {index} is not in the vocabulary, which has ids 0 to "
+                f"token id {array[index]} at index {index}{of} is not in the vocabulary, which has ids 0 to "
                 f"{self.vocab_size - 1}; encode the text with this model's tokenizer"
             )
+        is_one = name == "prediction"
         raise RequestError(
-            f"the token ids are {_shorten(values)}; give a flat list or one-dimensional array of whole numbers"
+            f"{name} {'is' if is_one else 'are'} {_shorten(values)}; give a flat list or one-dimensional array of "
+            "whole numbers"
         )
 
 

@@ -43,7 +43,7 @@ class GenerationRecord:
 
     cached_tokens: of the prompt, not computed again. miss: why not more of them, None where nothing stood in the way.
     dropped_tokens: left out of the context, by `context_shift`. speculation: what drafts did, None where it is off.
-    waited_seconds: from the request to a place among those that run.
+    waited_seconds: from the request to a place among those that run. notices: what did not go as was asked, in words.
     """
 
     cached_tokens: int = 0
@@ -51,6 +51,7 @@ class GenerationRecord:
     dropped_tokens: int = 0
     speculation: SpeculationRecord | None = None
     waited_seconds: float = 0.0
+    notices: list[str] = field(default_factory=list)
 
 
 @dataclass(eq=False, slots=True)

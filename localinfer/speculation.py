@@ -69,7 +69,7 @@ class SpeculationRecord:
     plain_steps: taken without a question to anything that drafts. observed_passes: the others that decoded, and
     observed_tokens what they gave. drafted, accepted: tokens by their place in the draft. seconds: of observed passes
     with their drafting; plain_seconds: what as many plain steps would have taken. notices: why something drafts no
-    more, in words.
+    more for this text, engine_notices: for any, in words.
     """
 
     plain_steps: int = 0
@@ -80,6 +80,12 @@ class SpeculationRecord:
     seconds: float = 0.0
     plain_seconds: float = 0.0
     notices: list[str] = field(default_factory=list)
+    engine_notices: list[str] = field(default_factory=list)
+
+    @property
+    def told(self) -> list[str]:
+        """Why something does not draft, for this text or for any."""
+        return self.engine_notices + self.notices
 
     @property
     def forward_passes(self) -> int:
@@ -174,7 +180,7 @@ class SpeculativeText:
     """
 
     def __init__(self, speculation: Speculation, plan: SamplingPlan, prediction: TokenIds) -> None:
-        self.record = SpeculationRecord()
+        self.record = SpeculationRecord(engine_notices=speculation.notices)
         self.expected_seconds = 0.0
         self.reading_seconds = 0.0
         self.drafting_seconds = 0.0
@@ -203,11 +209,6 @@ class SpeculativeText:
     def clock(self) -> Callable[[], float]:
         """What seconds are taken by."""
         return self._speculation.clock
-
-    @property
-    def notices(self) -> list[str]:
-        """Why something does not draft, for this text or for any."""
-        return self._speculation.notices + self.record.notices
 
     def takes_plain_step(self) -> bool:
         """Ask before a step of this text alone: whether to take it without drafts; see `DraftFloor.is_timed`."""

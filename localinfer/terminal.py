@@ -132,4 +132,5 @@ def describe_stats(stats: "Stats") -> str:
         parts.append(f"{stats.dropped_tokens} tokens dropped at the end of the context")
     if stats.cache_miss is not None:
         parts.append(f"cache: {neutralise_controls(stats.cache_miss)}")
+    parts += [f"notice: {neutralise_controls(notice)}" for notice in stats.notices]
     return "; ".join(parts)

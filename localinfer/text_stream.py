@@ -104,7 +104,8 @@ class Stats:
     drafted_by_position, accepted_by_position: the same by place in the draft. tokens_per_pass: decoded per pass of the
     model, 1 without speculation. speculation_speedup: over plain steps, as measured.
     seed: the one given, or drawn; with it the same options give the same text. stop_text: the one of the option `stop`
-    that ended it, if one did. waited_seconds: for a place among those that run.
+    that ended it, if one did. waited_seconds: for a place among those that run. notices: what did not go as was asked,
+    in words: a drafter that failed and was switched off, memory that ended before the text did.
     """
 
     prompt_tokens: int
@@ -123,6 +124,7 @@ class Stats:
     speculation_speedup: float = 1.0
     stop_text: str | None = None
     waited_seconds: float = 0.0
+    notices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -279,6 +281,7 @@ class TextStream(Iterator[StreamEvent]):
             seed=self._seed,
             stop_text=self._stop_text,
             waited_seconds=record.waited_seconds,
+            notices=tuple(record.notices if record.speculation is None else record.notices + record.speculation.told),
             **_speculation_stats(record.speculation),
         )
 

@@ -1,11 +1,12 @@
-"""How many threads decode fastest: measured on the model itself, once per machine and model size, and remembered.
+"""How many threads decode fastest: measured on the model itself, and remembered per machine and model size.
 
-No rule of thumb survives hybrid cores, shared caches and one or two memory channels, but one token tells.
+No rule of thumb survives hybrid cores, shared caches and one or two memory channels, but one token tells, if the
+machine does nothing else meanwhile. So what was measured on a busy machine is not kept, and nothing is believed that
+only one load has measured.
 """
 
 import os
-import statistics
-import time
+from collections.abc import Callable
 
 import numpy as np
 
@@ -16,8 +17,10 @@ from localinfer.kernels.cpu.protocol import MAX_THREADS
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.ops import Batch, Segment
 from localinfer.models.measurement_memory import recall, remember
+from localinfer.models.timing import time_in_turns
 
-_REPETITIONS = 5
+_ENOUGH_LOADS = 2
+"""Loads of a model that have to measure the same before it is believed without measuring again."""
 _LEAST_GAIN = 0.97
 """More threads must take at most this share of the time of fewer, for they cost heat and leave less for others."""
 
@@ -43,17 +46,18 @@ def choose_decode_threads(program: CpuProgram, kv_layout: KVLayout, weight_bytes
     if program.num_threads == 1:
         return
     key = _memory_key(program.num_threads, weight_bytes)
-    remembered = _recall(key)
-    if remembered is not None and 1 <= remembered <= program.num_threads:
+    remembered, loads = _recall(key, program.num_threads)
+    if remembered is not None and loads >= _ENOUGH_LOADS:
         program.decode_threads = remembered
         return
-    seconds: dict[int, float] = {}
-    for count in _candidates(program.num_threads):
-        program.decode_threads = count
-        seconds[count] = _token_seconds(program, kv_layout)
-    best = min(seconds.values())
-    program.decode_threads = min(count for count, value in seconds.items() if value * _LEAST_GAIN <= best)
-    remember("threads", key, decode_threads=program.decode_threads)
+    timed = time_in_turns(_token_runs(program, kv_layout))
+    best = min(timed.seconds.values())
+    found = min(count for count, value in timed.seconds.items() if value * _LEAST_GAIN <= best)
+    if timed.is_calm:
+        remember("threads", key, decode_threads=found, loads=loads + 1 if found == remembered else 1)
+    elif remembered is not None:
+        found = remembered
+    program.decode_threads = found
 
 
 def _candidates(most: int) -> list[int]:
@@ -66,19 +70,25 @@ def _candidates(most: int) -> list[int]:
     return sorted(value for value in counts if value <= most)
 
 
-def _token_seconds(program: CpuProgram, kv_layout: KVLayout) -> float:
-    """Median time of one decoded token at the start of a sequence."""
+def _token_runs(program: CpuProgram, kv_layout: KVLayout) -> dict[int, Callable[[], object]]:
+    """By number of threads, what decodes one token at the start of a sequence; each was run once."""
     memory = aligned_zeros(kv_layout.page_bytes + kv_layout.windowed_bytes)
     page = np.array([address(memory)], np.int64)
     segment = Segment(0, 1, page, windowed_addresses=page + kv_layout.page_bytes)
     batch = Batch(np.zeros(1, np.int32), [segment], np.zeros(1, np.int32))
-    program.run(batch)
-    samples = []
-    for _ in range(_REPETITIONS):
-        start = time.perf_counter()
-        program.run(batch)
-        samples.append(time.perf_counter() - start)
-    return statistics.median(samples)
+
+    def run(count: int) -> None:
+        # Held by this function, so that the page lives as long as there are runs.
+        assert memory.size >= kv_layout.page_bytes
+        program.decode_threads = count
+        # The second one finds its threads awake.
+        for _ in range(2):
+            program.run(batch)
+
+    counts = _candidates(program.num_threads)
+    for count in counts:
+        run(count)
+    return {count: lambda count=count: run(count) for count in counts}  # type: ignore[misc]
 
 
 def _memory_key(num_threads: int, weight_bytes: int) -> str:
@@ -86,8 +96,11 @@ def _memory_key(num_threads: int, weight_bytes: int) -> str:
     return f"{num_threads} {round(2 * float(np.log2(max(weight_bytes, 1))))}"
 
 
-def _recall(key: str) -> int | None:
+def _recall(key: str, most: int) -> tuple[int | None, int]:
+    """The remembered count, or None, and how many loads have measured it, one after the other."""
+    record = recall("threads", key) or {}
     try:
-        return int((recall("threads", key) or {})["decode_threads"])
+        count, loads = int(record["decode_threads"]), int(record["loads"])
     except (KeyError, ValueError, TypeError, ArithmeticError):
-        return None
+        return None, 0
+    return (count, loads) if 1 <= count <= most else (None, 0)

@@ -28,14 +28,13 @@ def time_in_turns(
     runs: Mapping[Key, Callable[[], object]],
     *,
     repetitions: int = _REPETITIONS,
-    clock: Callable[[], float] | None = None,
 ) -> Timings[Key]:
     """Run all once, then all again, so that a moment in which the machine is busy meets every one of them.
 
     Another program's work only ever adds to a time, so the least counts; where the medians lie well above it, somebody
     was at work, perhaps all the time.
     """
-    now = time.perf_counter if clock is None else clock
+    now = time.perf_counter
     samples: dict[Key, list[float]] = {key: [] for key in runs}
     began = now()
     for repetition in range(repetitions):

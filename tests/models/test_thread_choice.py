@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,25 +11,32 @@ import pytest
 from localinfer.errors import RequestError
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.ops import Batch, FloatArray
-from localinfer.models import measurement_memory, thread_choice
+from localinfer.models import measurement_memory, timing
 from localinfer.models.thread_choice import checked_threads, choose_decode_threads
 
 LAYOUT = KVLayout("f32", [])
 
 
+def calm(_: int) -> float:
+    return 1.0
+
+
 class ScriptedProgram:
     """Takes the time per token that the script says, on a clock of its own."""
 
-    def __init__(self, seconds: dict[int, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self, seconds: dict[int, float], monkeypatch: pytest.MonkeyPatch, beside: Callable[[int], float] = calm
+    ) -> None:
         self.num_threads = self.decode_threads = max(seconds)
         self.runs = 0
         self._seconds = seconds
         self._now = 0.0
-        monkeypatch.setattr(thread_choice.time, "perf_counter", lambda: self._now)
+        self._beside = beside
+        monkeypatch.setattr(timing.time, "perf_counter", lambda: self._now)
 
     def run(self, batch: Batch) -> FloatArray:
         self.runs += 1
-        self._now += self._seconds[self.decode_threads]
+        self._now += self._seconds[self.decode_threads] * self._beside(self.runs)
         return np.zeros((1, 1), np.float32)
 
 
@@ -38,8 +46,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def choose(seconds: dict[int, float], monkeypatch: pytest.MonkeyPatch, num_bytes: int = 1 << 30) -> ScriptedProgram:
-    program = ScriptedProgram(seconds, monkeypatch)
+def choose(
+    seconds: dict[int, float],
+    monkeypatch: pytest.MonkeyPatch,
+    num_bytes: int = 1 << 30,
+    beside: Callable[[int], float] = calm,
+) -> ScriptedProgram:
+    program = ScriptedProgram(seconds, monkeypatch, beside)
     choose_decode_threads(program, LAYOUT, num_bytes)  # type: ignore[arg-type]
     return program
 
@@ -60,12 +73,36 @@ def test_the_fewest_threads_within_three_percent_of_the_fastest_decode(
 
 
 def test_the_choice_is_remembered_for_models_of_this_size_only(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert choose({1: 1.0, 2: 0.5}, monkeypatch).runs > 0
+    for _ in range(2):
+        assert choose({1: 1.0, 2: 0.5}, monkeypatch).runs > 0
     again = choose({1: 0.1, 2: 0.5}, monkeypatch)
     assert (again.decode_threads, again.runs) == (2, 0)
     other = choose({1: 0.1, 2: 0.5}, monkeypatch, num_bytes=1 << 20)
     assert other.decode_threads == 1
     assert other.runs > 0
+
+
+def test_a_choice_that_only_one_load_has_measured_is_not_believed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = [choose(seconds, monkeypatch).decode_threads for seconds in ({1: 1.0, 2: 0.5}, {1: 0.1, 2: 0.5})]
+    assert counts == [2, 1]
+    assert choose({1: 0.1, 2: 0.5}, monkeypatch).runs > 0
+    assert choose({1: 1.0, 2: 0.5}, monkeypatch).decode_threads == 1
+
+
+def test_what_a_busy_machine_measures_is_not_kept_and_does_not_change_what_is(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def busy(run: int) -> float:
+        return 1.0 + 3.0 * (run * 5 % 7 / 7)
+
+    choose({1: 1.0, 2: 0.5}, monkeypatch, beside=busy)
+    assert not list(folder.iterdir())
+    choose({1: 1.0, 2: 0.5}, monkeypatch)
+    kept = [path.read_text("utf-8") for path in folder.iterdir()]
+    assert choose({1: 0.1, 2: 0.5}, monkeypatch, beside=busy).decode_threads == 2
+    assert [path.read_text("utf-8") for path in folder.iterdir()] == kept
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"decode_threads": 9, "measured_at": 0}', '{"decode_threads": "x"}'])
