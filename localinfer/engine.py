@@ -170,7 +170,8 @@ class Engine:
             None stands for somebody of its own.
         Raises: at once RequestError, ContextLengthError, ClosedError, OutOfMemoryError for a prompt that can never
             fit, OverloadedError if as many wait as may; while iterating ModelFileError for logits that are not finite,
-            OutOfMemoryError, ClosedError. The engine stays usable after each but ClosedError.
+            ClosedError, and OutOfMemoryError before the first token. Where memory ends later, one last event of reason
+            "length" says so, and the record why. The engine stays usable after each but ClosedError.
         """
         self.check_usable()
         if max_tokens is not None and (

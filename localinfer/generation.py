@@ -17,10 +17,11 @@ from localinfer.token_mask import GuidingMask
 from localinfer.turns import Waiter
 
 FinishReason = Literal["stop", "length", "cancelled"]
-"""stop: an end token or a stop string; length: max_tokens, or the end of the context; cancelled: by `cancel`."""
+"""stop: an end token or a stop string; length: max_tokens, or the end of the context or of memory; cancelled: by
+`cancel`."""
 
 NO_TOKEN = -1
-"""`token_id` of the event that ends a cancelled generation, which stands for no token."""
+"""`token_id` of the event that ends a generation between two tokens, and stands for none."""
 
 HISTORY_ROOM = 512
 """Tokens a generation has room for before its list of ids first grows."""
@@ -29,7 +30,7 @@ HISTORY_ROOM = 512
 class TokenEvent(NamedTuple):
     """One sampled token: its id, its position in the sequence, and why it is the last one, if it is.
 
-    Where the reason is "cancelled" there is no token: the id is NO_TOKEN.
+    Where the reason is "cancelled", or "length" because memory ended, there is no token: the id is NO_TOKEN.
     """
 
     token_id: int
@@ -76,6 +77,7 @@ class Run:
     speculative: SpeculativeText | None = None
     is_prompt: bool = True
     sequence: KVCache | None = None
+    prompt_length: int = field(init=False)
     position: int = field(init=False)
     guide: GuidingMask | None = field(init=False)
     events: deque[TokenEvent] = field(default_factory=deque)
@@ -88,7 +90,7 @@ class Run:
     began: float = 0.0
 
     def __post_init__(self) -> None:
-        self.position = self.base
+        self.prompt_length = self.position = self.base
         mask = self.plan.mask
         self.guide = mask if isinstance(mask, GuidingMask) else None
 

@@ -60,7 +60,8 @@ def load(
         and of that at most 8 GiB or one full context, whichever is more. It is taken as it is needed.
     kv_window: tokens that each text may hold keys and values of, beside those being computed: the first, those that got
         most attention, and the recent half. It bounds memory, not the context. An approximation, unlike all else here:
-        past that many tokens the words differ from those without it, and what is computed is not kept. None: all.
+        past that many tokens the words differ from those without it, and what is computed is not kept. None, or as many
+        as the context holds: all.
     disk_cache: keep conversations on disk, so that they go on after a restart without being computed again: True, or
         the bytes all of them may take (True: 4 GiB; least recently used ones go first).
     disk_cache_folder: where, in a folder inside that only its owner can read; None takes this user's cache folder.
@@ -104,7 +105,7 @@ def load(
     )
     drafting = window = None
     try:
-        if kv_window is not None:
+        if kv_window is not None and kv_window < loaded.config.context_length:
             window = window_of(loaded, kv_window)
         if draft is not None:
             # Where the model left no room on the GPU, its drafts come from the CPU.

@@ -5,6 +5,7 @@ error or Ctrl-C came between, is computed again by the next step: to the same bi
 ends that one.
 """
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from localinfer.device_draws import Results, RowResults, WantedRows
 from localinfer.draft_floor import ALONE, DraftFloor, Round, StepKind
 from localinfer.errors import OutOfMemoryError
-from localinfer.generation import FinishReason, Run, TokenEvent
+from localinfer.generation import NO_TOKEN, FinishReason, Run, TokenEvent
 from localinfer.kernels.ops import Batch, InterruptibleProgram, Program, Segment
 from localinfer.kv_cache import KVCache
 from localinfer.mask_worker import MaskWorker
@@ -24,6 +25,8 @@ from localinfer.sampling import Sampler
 from localinfer.speculation import Others, Speculation, choose_verified
 from localinfer.step_costs import StepCosts
 from localinfer.verification_costs import MAX_DEPTH
+
+logger = logging.getLogger(__name__)
 
 _FIRST_ROW = np.zeros(1, np.int32)
 
@@ -190,8 +193,17 @@ class Stepper:
             floor.observe_plain(_kind(parts), ended - began)
 
     def fail(self, run: Run, error: Exception) -> None:
-        """End a generation with an error, which its reader gets after the tokens before it."""
-        run.error = error
+        """End a generation with an error, which its reader gets after the tokens before it.
+
+        Where memory ended and there are tokens before it, they are the completion, and its record says why it is short.
+        """
+        if isinstance(error, OutOfMemoryError) and run.position > run.prompt_length:
+            notice = f"the completion ends after {run.position - run.prompt_length} tokens for lack of memory: {error}"
+            run.record.notices.append(notice)
+            logger.warning(notice)
+            run.events.append(TokenEvent(NO_TOKEN, run.position, "length"))
+        else:
+            run.error = error
         self.finish(run)
 
     def finish(self, run: Run) -> None:

@@ -147,8 +147,8 @@ class StreamEvent(NamedTuple):
     """One sampled token, and the text that became certain with it: often a word, "" inside a character or stop text.
 
     finish_reason is None but for the last event. After `TextStream.cancel` that is "cancelled", its id NO_TOKEN, and
-    its text what was held back. logprobs: where the option asks for them. reasoning, tool_calls: of a chat, what
-    became certain of these; their markers are in no text.
+    its text what was held back; so it is where memory ended, with the reason "length". logprobs: where the option asks
+    for them. reasoning, tool_calls: of a chat, what became certain of these; their markers are in no text.
     """
 
     text: str
@@ -164,8 +164,8 @@ class Completion:
     """A finished generation.
 
     text: without end token and stop text. token_ids: every token sampled, those included. finish_reason: "stop" for an
-    end token or stop text, "length" for max_tokens or the end of the context, "tool_calls" for an end after calls,
-    "cancelled" if it was.
+    end token or stop text, "length" for max_tokens or the end of the context, or of `kv_memory` (`stats.notices` then
+    says so), "tool_calls" for an end after calls, "cancelled" if it was.
     reasoning, tool_calls: of a chat; a call that was cut short is the last one, its arguments no whole JSON.
     logprobs: one for each of token_ids, where the option asks for them.
     """

@@ -121,6 +121,13 @@ def load_model(
             raise RequestError("a chat template needs a tokenizer, and this model has none; leave chat_template out")
         template = None if tokenizer is None else ChatTemplate.from_metadata(file.metadata, tokenizer)
         kv_layout = KVLayout(kv_type, kv_layer_shapes(config, parts_windows=True))
+        if kv_window is not None and kv_window >= config.context_length:
+            logger.warning(
+                "kv_window is %d tokens, but the context ends after %d: texts are kept whole, without a window",
+                kv_window,
+                config.context_length,
+            )
+            kv_window = None
         if kv_window is not None:
             # Which pages get attention is measured on the CPU only.
             stay_on_cpu(device, gpu_layers, "kv_window bounds the cache on the CPU only; leave it out, or take 'cpu'")

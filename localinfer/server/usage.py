@@ -59,4 +59,5 @@ def timings(stats: "Stats") -> dict[str, Any]:
         "predicted_per_second": round(rate, 3),
         "draft_n": stats.drafted_tokens,
         "draft_n_accepted": stats.accepted_tokens,
+        **({"notices": list(stats.notices)} if stats.notices else {}),
     }

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from localinfer.engine import Engine
 from localinfer.errors import ClosedError, ContextLengthError, ModelFileError, OutOfMemoryError, RequestError
-from localinfer.generation import TokenEvent
+from localinfer.generation import NO_TOKEN, TokenEvent
 from localinfer.sampling import SamplingParams
 from tests.engine.fakes import PAGE_BYTES, FakeModel, fake_model, hashed_logits, scripted_logits
 
@@ -196,13 +196,25 @@ def test_logits_that_are_not_finite_are_one_error_and_leave_the_engine_usable():
     assert len(list(engine.generate([1], GREEDY, max_tokens=8))) == 8
 
 
-def test_memory_budget_ends_a_generation_with_a_typed_error():
+def test_memory_that_ends_inside_a_generation_ends_it_with_what_it_has():
     engine = Engine(fake_model(), kv_memory=3 * PAGE_BYTES)
-    seen = []
-    with pytest.raises(OutOfMemoryError):
-        seen.extend(engine.generate([1], GREEDY))
+    generation = engine.generate([1], GREEDY)
+    seen = list(generation)
+    assert [event.token_id for event in seen[:-1]] == [
+        event.token_id for event in Engine(fake_model()).generate([1], GREEDY, max_tokens=12)
+    ]
+    assert seen[-1] == TokenEvent(NO_TOKEN, 13, "length")
+    (notice,) = generation.record.notices
+    assert "after 12 tokens for lack of memory" in notice and "kv_memory" in notice
     assert all_pages_are_free(engine)
     assert len(list(engine.generate([1], GREEDY, max_tokens=12))) == 12
+
+
+def test_a_prompt_that_leaves_no_memory_for_a_token_is_an_error():
+    engine = Engine(fake_model(), kv_memory=3 * PAGE_BYTES)
+    with pytest.raises(OutOfMemoryError, match="kv_memory"):
+        list(engine.generate([1] * 13, GREEDY))
+    assert all_pages_are_free(engine)
 
 
 @pytest.mark.parametrize("length", [0, 1, 3, 4, 17])

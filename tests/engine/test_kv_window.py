@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -115,6 +116,17 @@ def test_prompt_longer_than_memory_fits_with_a_window():
         PrefixCache(layout, max_bytes=12 * 64, context_length=4096).check_fits(prompt)
 
 
+@pytest.mark.parametrize("window", [64, 100_000_000, 2**70])
+def test_a_window_as_long_as_the_context_is_none_and_says_so(window: int, caplog: pytest.LogCaptureFixture):
+    options: Any = {"temperature": 0, "max_tokens": 30}
+    with localinfer.load(context_length=64, threads=1) as llm:
+        wanted = llm.complete("Once", **options).token_ids
+    with localinfer.load(context_length=64, threads=1, kv_window=window) as llm:
+        assert llm.complete("Once", **options).token_ids == wanted
+        assert llm.complete("Once", **options).stats.cached_tokens > 0
+    assert f"kv_window is {window} tokens, but the context ends after 64" in caplog.text
+
+
 def test_windows_that_cannot_be_are_refused(shared: Path, tmp_path: Path):
     with pytest.raises(RequestError, match=f"kv_window is 127 tokens; it must be at least {LEAST_TOKENS}"):
         PageWindow(127, 32, 512)
@@ -129,7 +141,7 @@ def test_windows_that_cannot_be_are_refused(shared: Path, tmp_path: Path):
             window_of(wide, LEAST_TOKENS)  # type: ignore[arg-type]
     chunked = build_model(shared, tmp_path, "llama4-moe").path
     with pytest.raises(RequestError, match="chunks of fixed positions"):
-        localinfer.load(chunked, kv_window=256)
+        localinfer.load(chunked, kv_window=LEAST_TOKENS)
 
 
 NUM_WORDS, HIDDEN = 8, 32

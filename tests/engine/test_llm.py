@@ -13,7 +13,7 @@ from localinfer.errors import BackendUnavailableError, ClosedError, ContextLengt
 from localinfer.llm import LLM
 from localinfer.loading import load
 from localinfer.text_stream import StreamEvent, TextStream
-from tests.engine.fakes import FakeTemplate, fake_model, scripted_logits, text_model
+from tests.engine.fakes import PAGE_BYTES, FakeTemplate, fake_model, scripted_logits, text_model
 
 
 def answering(text: str, prompt: str = "ab", **options: Any) -> LLM:
@@ -83,6 +83,24 @@ def test_max_tokens_ends_with_length_and_zero_gives_nothing():
 def test_context_end_is_length():
     completion = answering("0123456789" * 3, end=False, context_length=13).complete("ab", temperature=0)
     assert (completion.text, completion.finish_reason) == ("0123456789", "length")
+
+
+def test_memory_that_ends_inside_a_completion_keeps_its_text_and_says_why():
+    def llm() -> LLM:
+        model = text_model("hello, all of you", prompt_length=3)
+        model.chat_template = FakeTemplate()
+        return LLM(model, kv_memory=3 * PAGE_BYTES)  # type: ignore[arg-type]
+
+    completion = llm().complete("ab", temperature=0, stop="ll of y", logprobs=1)
+    # What was held back, because a stop text may have begun, comes with the end.
+    assert (completion.text, completion.finish_reason) == ("hello, all", "length")
+    assert completion.token_ids == [*b"hello, all"] and len(completion.logprobs or []) == 10
+    assert "after 10 tokens for lack of memory" in completion.stats.notices[0]
+    assert "kv_memory" in completion.stats.notices[0]
+    many = llm().complete_many("ab", n=2, temperature=0)
+    assert all(one.finish_reason == "length" and "hello" in one.text for one in many)
+    reply = llm().chat([{"role": "user", "content": ""}], temperature=0, max_tokens=40)
+    assert reply.finish_reason == "length" and len(reply.token_ids) == 10 and reply.stats.notices
 
 
 def test_ignore_eos_goes_on_past_the_end_token():

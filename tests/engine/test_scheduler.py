@@ -10,8 +10,8 @@ import pytest
 from numpy.typing import NDArray
 
 from localinfer.engine import Engine
-from localinfer.errors import ClosedError, OutOfMemoryError, OverloadedError, RequestError
-from localinfer.generation import Generation, TokenEvent
+from localinfer.errors import ClosedError, OverloadedError, RequestError
+from localinfer.generation import NO_TOKEN, Generation, TokenEvent
 from localinfer.kernels.ops import Batch
 from localinfer.ngram_drafter import NgramDrafter
 from localinfer.scheduler import EngineLimits
@@ -197,10 +197,28 @@ def test_who_runs_out_of_memory_waits_and_goes_on_with_the_same_tokens() -> None
     assert all_pages_are_free(engine)
 
 
-def test_who_is_alone_with_too_little_memory_fails() -> None:
+def test_who_is_alone_with_too_little_memory_ends_with_what_it_has() -> None:
     engine = Engine(wide_model(), kv_memory=4 * PAGE_BYTES)
-    with pytest.raises(OutOfMemoryError):
-        list(engine.generate(numbers(10), GREEDY))
+    generation = engine.generate(numbers(10), GREEDY)
+    *tokens, last = list(generation)
+    assert tokens == alone(numbers(10), GREEDY, max_tokens=40)[: len(tokens)] and len(tokens) == 7
+    assert (last.token_id, last.finish_reason) == (NO_TOKEN, "length")
+    assert "kv_memory" in generation.record.notices[0]
+    assert all_pages_are_free(engine)
+
+
+def test_several_that_run_out_of_memory_together_all_end_with_what_they_have() -> None:
+    engine = Engine(wide_model(), kv_memory=6 * PAGE_BYTES)
+    texts: dict[int, list[TokenEvent]] = {}
+
+    def read(seed: int) -> None:
+        texts[seed] = list(engine.generate(numbers(8, seed), SEEDED))
+
+    in_threads([lambda seed=seed: read(seed) for seed in range(3)])  # type: ignore[misc]
+    for seed in range(3):
+        *tokens, last = texts[seed]
+        assert tokens == alone(numbers(8, seed), SEEDED, max_tokens=80)[: len(tokens)] and tokens
+        assert (last.token_id, last.finish_reason) == (NO_TOKEN, "length")
     assert all_pages_are_free(engine)
 
 
