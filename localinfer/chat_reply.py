@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol, TypedDict
 
+from localinfer.argument_checks import check_flag
 from localinfer.constraint import Constraint
 from localinfer.constraint_compiler import ConstraintCompiler, grammar_of, json_grammar
 from localinfer.errors import ConstraintError, RequestError
@@ -196,7 +197,8 @@ class ReplyFormats:
                 "thinking was asked for, but the model's chat template knows no reasoning; leave thinking and "
                 "thinking_budget out"
             )
-        variables = options.get("template_variables") or {}
+        variables = options.get("template_variables")
+        variables = {} if variables is None else variables
         if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
             raise RequestError(f"template_variables are {variables!r:.60}; give a mapping of names to values")
         taken = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"} & variables.keys()
@@ -210,7 +212,7 @@ class ReplyFormats:
                 calls=calls,
                 tools=tools,
                 must_call=must_call,
-                is_parallel=options.get("parallel_tool_calls", True) is not False,
+                is_parallel=_check_parallel(options.get("parallel_tool_calls")),
                 budget=0 if thinking is False else budget,
                 shown_ids=self._shown_ids(calls),
             ),
@@ -263,6 +265,10 @@ def _check_thinking(thinking: object) -> bool | None:
     if thinking is not None and not isinstance(thinking, bool):
         raise RequestError(f"thinking is {thinking!r}; give True, False, or None for the template's choice")
     return thinking
+
+
+def _check_parallel(is_parallel: object) -> bool:
+    return True if is_parallel is None else check_flag("parallel_tool_calls", is_parallel)
 
 
 def _check_budget(budget: object) -> int | None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, Unpack, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from localinfer.argument_checks import check_flag, check_path
 from localinfer.beam_search import Beam, search_beams
 from localinfer.chat_history import ChatHistory
 from localinfer.chat_reply import ReplyFormats, ReplyOptions
@@ -256,6 +257,7 @@ class LLM:
         max_tokens and length_penalty, and what is raised.
         """
         encoded = self._encode(prompt, parse_special, self.context_length)
+        ignore_eos = check_flag("ignore_eos", ignore_eos)
         tokenizer = self._model.tokenizer
         stops = frozenset() if tokenizer is None or ignore_eos else tokenizer.eog_token_ids
         beams = search_beams(
@@ -277,6 +279,7 @@ class LLM:
     ) -> str:
         """Return the prompt that `chat` would make of a conversation, as text. Raises: TemplateError, RequestError."""
         template, _ = self._chat_parts()
+        add_generation_prompt = check_flag("add_generation_prompt", add_generation_prompt)
         request = self._replies.request(options)
         asked = request.messages(read_messages(messages))
         return template.render(asked, add_generation_prompt, request.template_tools or None, **request.variables)
@@ -334,9 +337,10 @@ class LLM:
         """
         from localinfer.saved_sessions import save_session
 
+        file = check_path("path", path)
         wanted = None if token_ids is None else self._engine.check_prompt(token_ids)
         with self._session_lock:
-            return save_session(self._engine, self._require_identity(), path, wanted)
+            return save_session(self._engine, self._require_identity(), file, wanted)
 
     def load_session(self, path: str | os.PathLike[str]) -> list[int]:
         """Read a file that `save_session` wrote, so that a prompt that begins like it computes only what is new.
@@ -347,8 +351,9 @@ class LLM:
         """
         from localinfer.saved_sessions import load_session
 
+        file = check_path("path", path)
         with self._session_lock:
-            token_ids = load_session(self._engine, self._require_identity(), path)
+            token_ids = load_session(self._engine, self._require_identity(), file)
         return [int(token_id) for token_id in token_ids]
 
     def close(self) -> None:
@@ -399,6 +404,7 @@ class LLM:
         return None if options.get("context_shift") else self.context_length
 
     def _encode(self, prompt: Prompt, parse_special: bool, max_tokens: int | None) -> EncodedPrompt:
+        parse_special = check_flag("parse_special", parse_special)
         if not isinstance(prompt, str):
             return EncodedPrompt(prompt)
         token_ids = self.tokenizer.encode(prompt, parse_special=parse_special, max_tokens=max_tokens)

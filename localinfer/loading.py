@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from localinfer.argument_checks import check_callable, check_path, shown
 from localinfer.errors import BackendUnavailableError, ModelFileError, RequestError
-from localinfer.kernels.user_folders import expand_home
 from localinfer.llm import LLM
 from localinfer.scheduler import EngineLimits
 
@@ -76,7 +76,7 @@ def load(
     progress: called with a stage's name, the units done and the units in all.
     Raises: ModelFileError, RequestError, BackendUnavailableError, OutOfMemoryError.
     """
-    if device not in DEVICES:
+    if not isinstance(device, str) or device not in DEVICES:
         raise BackendUnavailableError(f"device is {device!r}; this version knows {', '.join(map(repr, DEVICES))}")
     sizes = {"threads": threads, "context_length": context_length, "kv_memory": kv_memory, "kv_window": kv_window}
     for name, value in sizes.items():
@@ -86,6 +86,9 @@ def load(
     from localinfer.models.loader import load_model
     from localinfer.speculation_setup import check_speculation, make_speculation
 
+    check_callable("progress", progress)
+    if limits is not None and not isinstance(limits, EngineLimits):
+        raise RequestError(f"limits is {shown(limits)}; give EngineLimits, or None for the usual ones")
     check_speculation(speculation, has_draft=draft is not None)
     changes = model_changes(chat_template=chat_template, rope=rope, overrides=overrides)
     path = model_path(model)
@@ -110,7 +113,9 @@ def load(
         if draft is not None:
             # Where the model left no room on the GPU, its drafts come from the CPU.
             beside = "cpu" if loaded.device == "cpu" else "auto"
-            drafting = load_model(model_path(draft), kv_type=kv_type, device=beside, beside=loaded, progress=progress)
+            drafting = load_model(
+                model_path(draft, "draft"), kv_type=kv_type, device=beside, beside=loaded, progress=progress
+            )
         made = None
         if speculation is not None:
             made = make_speculation(speculation, loaded, drafting, kv_memory=kv_memory, progress=progress)
@@ -166,7 +171,7 @@ def _disk_options(disk_cache: bool | int, folder: str | os.PathLike[str] | None)
         return None
     from localinfer.disk_cache import DEFAULT_MAX_BYTES, DiskOptions, conversations_folder
 
-    chosen = conversations_folder(folder)
+    chosen = conversations_folder(None if folder is None else check_path("disk_cache_folder", folder))
     if chosen is None:
         logger.warning("conversations are not kept on disk: this user has no home folder; name a disk_cache_folder")
         return None
@@ -183,12 +188,13 @@ def _identity(model: "Model", disk: "DiskOptions | None") -> "ModelIdentity | No
         return None
 
 
-def model_path(model: str | os.PathLike[str] | None) -> Path:
-    """The path of a model, None for the demo model's. Raises: RequestError, ModelFileError if there is no demo."""
+def model_path(model: str | os.PathLike[str] | None, name: str = "model") -> Path:
+    """The path of a model, None for the demo model's; name: of the argument, for errors.
+
+    Raises: RequestError, ModelFileError if there is no demo.
+    """
     if model is not None:
-        if not isinstance(model, str | os.PathLike):
-            raise RequestError(f"model is {model!r}; give the path of a model, or None for the demo model")
-        return expand_home(model)
+        return check_path(name, model, ", or None for the demo model" if name == "model" else "")
     from localinfer.models import demo
 
     path = Path(demo.__file__).parent / "demo-f16.gguf"

@@ -112,6 +112,8 @@ class SamplingParams:
     def _check_token_ids(self) -> None:
         if not isinstance(self.dry_breaker_ids, Collection) or isinstance(self.dry_breaker_ids, str | bytes):
             raise RequestError(f"dry_breaker_ids is {self.dry_breaker_ids!r}; give a collection of token ids")
+        if isinstance(self.dry_breaker_ids, np.ndarray) and self.dry_breaker_ids.ndim != 1:
+            raise RequestError(f"dry_breaker_ids has {self.dry_breaker_ids.ndim} dimensions; give a flat collection")
         for token_id in self.dry_breaker_ids:
             _check_whole("a token id of dry_breaker_ids", token_id, 0, None, "see tokenizer.encode")
         if not isinstance(self.logit_bias, Mapping):

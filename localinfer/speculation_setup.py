@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from localinfer.argument_checks import shown
 from localinfer.draft_model import DraftingModel, DraftModel
 from localinfer.errors import RequestError
 from localinfer.kernels.ops import Batch, MeasurableProgram, Program
@@ -33,8 +34,8 @@ class SpeculatingModel(DraftingModel, Protocol):
 
 def check_speculation(speculation: str | None, *, has_draft: bool) -> None:
     """Raise RequestError unless the option is known and goes with whether a draft model was given."""
-    if speculation not in KINDS:
-        raise RequestError(f"speculation is {speculation!r}; give 'auto', 'ngram', 'draft' or None")
+    if not isinstance(speculation, str | None) or speculation not in KINDS:
+        raise RequestError(f"speculation is {shown(speculation)}; give 'auto', 'ngram', 'draft' or None")
     if speculation == "draft" and not has_draft:
         raise RequestError("speculation is 'draft', but there is no draft model; give its file as draft, or use 'auto'")
     if speculation in ("ngram", None) and has_draft:

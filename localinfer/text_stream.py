@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
+from localinfer.argument_checks import check_flag, check_hashable
 from localinfer.constraint import Constraint
 from localinfer.engine import Engine
 from localinfer.errors import RequestError
@@ -199,11 +200,12 @@ class TextStream(Iterator[StreamEvent]):
         values: dict[str, Any] = dict(options)
         max_tokens = values.pop("max_tokens", None)
         stops = _check_texts("stop", values.pop("stop", None))
-        ignore_eos = bool(values.pop("ignore_eos", False))
+        ignore_eos = check_flag("ignore_eos", values.pop("ignore_eos", False))
         prediction = values.pop("prediction", None)
-        context_shift = bool(values.pop("context_shift", False))
+        context_shift = check_flag("context_shift", values.pop("context_shift", False))
         owner = values.pop("owner", None)
-        is_pinned = bool(values.pop("pin_cache", False))
+        check_hashable("owner", owner)
+        is_pinned = check_flag("pin_cache", values.pop("pin_cache", False))
         constraint: Constraint | None = values.pop("constraint", None)
         breakers = values.pop("dry_sequence_breakers", None)
         unknown = sorted(values.keys() - _SAMPLING_NAMES)
@@ -424,7 +426,10 @@ def _prediction_ids(prediction: Any, tokenizer: "Tokenizer | None") -> Sequence[
         return prediction  # type: ignore[no-any-return]
     if tokenizer is None:
         raise RequestError("the model file has no tokenizer; give the prediction as token ids, or leave it out")
-    return tokenizer.encode(prediction, add_special=False)
+    try:
+        return tokenizer.encode(prediction, add_special=False)
+    except RequestError as error:
+        raise RequestError(f"prediction: {error}") from None
 
 
 def _breaker_ids(breakers: Any, tokenizer: "Tokenizer | None") -> frozenset[int]:

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from localinfer.argument_checks import shown
 from localinfer.errors import ConstraintError, RequestError
 from localinfer.json_schema_check import checked_schema
 from localinfer.models.tool_format import CallFormat
@@ -49,6 +50,8 @@ def read_tools(tools: object) -> tuple[Tool, ...]:
 
 def choose_tools(tools: tuple[Tool, ...], choice: ToolChoice | None) -> tuple[tuple[Tool, ...], bool]:
     """The tools that the model may call, and whether it has to. Raises: RequestError for a choice that is none."""
+    if not isinstance(choice, str | Mapping | None):
+        raise RequestError(f"tool_choice is {shown(choice)}; give 'auto', 'none', 'required' or the name of a tool")
     if choice is None or choice == "auto":
         return tools, False
     if choice == "none":

@@ -1,0 +1,201 @@
+"""Arguments of a wrong kind, to everything that is public: they work, or are refused by a typed error that names them."""
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import localinfer
+from localinfer.chat_reply import ReplyOptions
+from localinfer.constraint import Grammar, JsonSchema, Regex
+from localinfer.errors import LocalinferError
+from localinfer.llm import LLM, ChatOptions
+from localinfer.sampling import SamplingParams
+from localinfer.scheduler import EngineLimits
+from localinfer.text_stream import GenerationOptions
+
+WRONG: dict[str, Any] = {
+    "None": None,
+    "5": 5,
+    "-1": -1,
+    "1.5": 1.5,
+    "nan": float("nan"),
+    "inf": float("inf"),
+    "True": True,
+    "empty text": "",
+    "x": "x",
+    "half a character": "\ud800",
+    "nul": "\0",
+    "bytes": b"x",
+    "empty list": [],
+    "list of None": [None],
+    "list of half a character": ["\ud800"],
+    "nested": [[1]],
+    "empty mapping": {},
+    "mapping": {"a": 1},
+    "mapping of None": {None: None},
+    "object": object(),
+    "callable": lambda: None,
+    "class": int,
+    "set": {1},
+    "generator": (value for value in ()),
+    "huge": 2**70,
+    "-huge": -(2**70),
+    "complex": 1j,
+    "float array": np.array([1.5]),
+    "object array": np.array([None, "x"], object),
+    "matrix": np.zeros((2, 2), np.int32),
+    "no dimension": np.array(5),
+    "empty array": np.zeros(0, np.float64),
+    "bool array": np.array([True]),
+    "numpy integer": np.int64(3),
+    "numpy float": np.float32(0.5),
+    "huge ids": np.array([2**63], np.uint64),
+    "list of huge": [2**70],
+}
+IDS = [1, 2, 3]
+MESSAGES = [{"role": "user", "content": "Hello"}]
+SHORT: dict[str, Any] = {"max_tokens": 2, "seed": 1}
+
+
+def drained(stream: Any) -> Any:
+    return stream.finish()
+
+
+CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "complete": (lambda llm, **given: llm.complete(**{"prompt": IDS, **SHORT, **given}), {}),
+    "stream": (lambda llm, **given: drained(llm.stream(**{"prompt": IDS, **SHORT, **given})), {}),
+    "chat": (lambda llm, **given: llm.chat(**{"messages": MESSAGES, **SHORT, **given}), {}),
+    "stream_chat": (lambda llm, **given: drained(llm.stream_chat(**{"messages": MESSAGES, **SHORT, **given})), {}),
+    "complete_many": (lambda llm, **given: llm.complete_many(**{"prompt": IDS, "n": 2, **SHORT, **given}), {}),
+    "chat_many": (lambda llm, **given: llm.chat_many(**{"messages": MESSAGES, "n": 2, **SHORT, **given}), {}),
+    "beam_search": (
+        lambda llm, **given: llm.beam_search(**{"prompt": IDS, "num_beams": 2, "max_tokens": 2, **given}),
+        {},
+    ),
+    "render_chat": (lambda llm, **given: llm.render_chat(**{"messages": MESSAGES, **given}), {}),
+    "count_chat_tokens": (lambda llm, **given: llm.count_chat_tokens(**{"messages": MESSAGES, **given}), {}),
+    "score": (lambda llm, **given: llm.score(**{"token_ids": IDS, **given}), {}),
+    "embed": (lambda llm, **given: llm.embed(**{"prompt": IDS, **given}), {}),
+    "logits": (lambda llm, **given: llm.logits(**{"token_ids": IDS, **given}), {}),
+}
+OPTIONS = {
+    "complete": {"prompt", "parse_special", *GenerationOptions.__annotations__},
+    "stream": {"prompt", "parse_special"},
+    "chat": {"messages", *ReplyOptions.__annotations__, "max_tokens", "stop", "constraint", "prediction"},
+    "stream_chat": {"messages"},
+    "complete_many": {"prompt", "n", "best_of", "parse_special", "seed", "logprobs", "stop", "prediction"},
+    "chat_many": {"messages", "n", "best_of", "tools"},
+    "beam_search": {"prompt", "num_beams", "max_tokens", "length_penalty", "ignore_eos", "parse_special"},
+    "render_chat": {"messages", "add_generation_prompt", *ReplyOptions.__annotations__},
+    "count_chat_tokens": {"messages", *ReplyOptions.__annotations__},
+    "score": {"token_ids", "top"},
+    "embed": {"prompt"},
+    "logits": {"token_ids"},
+}
+ALSO_NAMED = {
+    # What an error may call an argument where it speaks of what is in it.
+    "prompt": ("prompt", "token id", "text", "context"),
+    "token_ids": ("token id", "prompt", "context", "conversation"),
+    "messages": ("message", "template", "content"),
+    "tools": ("tool",),
+    "tool_choice": ("tool_choice",),
+    "max_tokens": ("max_tokens",),
+    "constraint": ("constraint", "schema"),
+    "template_variables": ("template_variables", "template"),
+    "thinking_budget": ("thinking",),
+    "model": ("model", "does not exist", "cannot be opened", "holds no"),
+    "draft": ("draft", "does not exist", "cannot be opened", "holds no"),
+    "path": ("path", "conversation", "session", "x"),
+}
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with localinfer.load(threads=1, context_length=256) as made:
+        yield made
+
+
+def check(call: Callable[[], Any], name: str, kind: str) -> None:
+    """Call within bounded time; it works, or raises an error of the tree that names the argument."""
+    happened: list[BaseException | None] = []
+
+    def run() -> None:
+        try:
+            call()
+            happened.append(None)
+        except BaseException as error:
+            happened.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert happened, f"{name} of {kind} hangs"
+    error = happened[0]
+    if error is None:
+        return
+    assert isinstance(error, LocalinferError), f"{name} of {kind}: {type(error).__name__}: {error}"
+    words = ALSO_NAMED.get(name, (name,))
+    assert any(word in str(error) for word in words), f"{name} of {kind} is not named: {error}"
+
+
+@pytest.mark.parametrize("kind", WRONG)
+@pytest.mark.parametrize("method", CALLS)
+def test_methods_refuse_what_they_cannot_use_by_its_name(llm: LLM, method: str, kind: str) -> None:
+    call, _ = CALLS[method]
+    value = WRONG[kind]
+    for name in sorted(OPTIONS[method]):
+        check(lambda name=name: call(llm, **{name: value}), name, kind)  # type: ignore[misc]
+
+
+def test_every_parameter_of_the_methods_is_tried() -> None:
+    tried = {name for names in OPTIONS.values() for name in names}
+    methods = {name for name, _ in inspect.getmembers(LLM, inspect.isfunction) if not name.startswith("_")}
+    assert methods - set(CALLS) == {"clear_cache", "close", "load_session", "save_session"}
+    for method in CALLS:
+        for name, parameter in inspect.signature(getattr(LLM, method)).parameters.items():
+            if name != "self" and parameter.kind is not parameter.VAR_KEYWORD:
+                assert name in OPTIONS[method], f"{method}({name})"
+    assert set(ChatOptions.__annotations__) <= tried
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_load_refuses_what_it_cannot_use_by_its_name(kind: str) -> None:
+    def load(name: str) -> None:
+        localinfer.load(**{"threads": 1, "context_length": 64, name: WRONG[kind]}).close()  # type: ignore[arg-type]
+
+    for name, parameter in inspect.signature(localinfer.load).parameters.items():
+        if name == "progress" and callable(WRONG[kind]):
+            continue
+        if WRONG[kind] is not None and WRONG[kind] is not parameter.default:
+            check(lambda name=name: load(name), name, kind)  # type: ignore[misc]
+    if WRONG[kind] is not None:
+        check(lambda: localinfer.load_tokenizer(WRONG[kind]), "model", kind)
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_sessions_refuse_what_they_cannot_use(llm: LLM, kind: str, tmp_path: Any) -> None:
+    llm.complete(IDS, **SHORT)
+    check(lambda: llm.save_session(tmp_path / "session", WRONG[kind]), "token_ids", kind)
+    check(lambda: llm.load_session(WRONG[kind]), "path", kind)
+    if not isinstance(WRONG[kind], str):
+        check(lambda: llm.save_session(WRONG[kind]), "path", kind)
+
+
+@pytest.mark.parametrize("kind", WRONG)
+@pytest.mark.parametrize("made", [SamplingParams, EngineLimits])
+def test_parameters_refuse_what_they_cannot_use_by_its_name(made: Any, kind: str) -> None:
+    for name in made.__dataclass_fields__:
+        check(lambda name=name: made(**{name: WRONG[kind]}), name, kind)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("kind", WRONG)
+@pytest.mark.parametrize("made", [JsonSchema, Regex, Grammar])
+def test_constraints_refuse_what_they_cannot_use(llm: LLM, made: Any, kind: str) -> None:
+    words = {JsonSchema: "schema", Regex: "regular expression", Grammar: "grammar"}[made]
+    if isinstance(WRONG[kind], str) and WRONG[kind] == "":
+        return
+    check(lambda: llm.complete(IDS, constraint=made(WRONG[kind]), **SHORT), words, kind)
