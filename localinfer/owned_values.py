@@ -27,10 +27,12 @@ def _copied(value: Any, known: dict[int, Any], levels: int) -> Any:
     if isinstance(value, np.ndarray):
         known[id(value)] = value.copy()
     elif isinstance(value, Mapping):
-        known[id(value)] = copies = {}
+        copies: dict[Any, Any] = {}
+        known[id(value)] = copies
         copies.update((name, _copied(inner, known, levels - 1)) for name, inner in value.items())
     elif isinstance(value, list):
-        known[id(value)] = items = []
+        items: list[Any] = []
+        known[id(value)] = items
         items.extend(_copied(inner, known, levels - 1) for inner in value)
     else:
         known[id(value)] = tuple(_copied(inner, known, levels - 1) for inner in value)

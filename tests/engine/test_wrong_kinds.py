@@ -1,4 +1,4 @@
-"""Arguments of a wrong kind, to everything that is public: they work, or are refused by a typed error that names them."""
+"""Arguments of a wrong kind, to all that is public: they work, or are refused by a typed error that names them."""
 
 import inspect
 import threading
