@@ -1,9 +1,9 @@
 """The floor under speculation: drafting may lose hardly anything against plain decoding, whatever it was hoped to gain.
 
-An account in units of plain steps. Every token earns a two hundredth of a step; every round with drafting is charged
+An account in units of plain steps. Every token earns a hundredth of a step; every round with drafting is charged
 what it took over what its tokens would have taken plainly, and credited where that is less. No draft is made that the
 account could not pay for, and once it is overdrawn steps are plain, for as long as earning takes and twice as long each
-time: a stretch of W tokens loses at most W / 200 and what the account can hold. Both sides are of the same seconds:
+time: a stretch of W tokens loses at most W / 100 and what the account can hold. Both sides are of the same seconds:
 plain steps are timed again and again between rounds, and at once when rounds take longer or shorter than expected, so
 that a machine which gets busy, or idle, is not mistaken for drafts that do.
 """
@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 from localinfer.verification_costs import VerificationCosts
 
-_EARNED_PER_TOKEN = 0.005
-_FIRST_CREDIT = 1.0
+_EARNED_PER_TOKEN = 0.01
+_FIRST_CREDIT = 2.0
+_SPARE_CREDIT = 0.25
 _MOST_CREDIT = 4.0
 _SHORTEST_REST, _LONGEST_REST = 16, 256
 _TIMED_STEPS = 3
@@ -196,7 +197,7 @@ class DraftFloor:
             self.is_timed = False
             self._rest = self._rest_known = max(self._steps_to_earn(), self._next_rest)
             self._next_rest = min(2 * self._next_rest, _LONGEST_REST)
-        elif gained > 0.0 and self._credit >= _FIRST_CREDIT:
+        elif gained > 0.0 and self._credit >= 1.0:
             self._next_rest = _SHORTEST_REST
 
     def _account_for_rest(self) -> None:
@@ -207,7 +208,9 @@ class DraftFloor:
 
     def _steps_to_earn(self) -> int:
         """Plain steps until the account can pay for the shallowest draft that is of no use."""
-        return math.ceil(max(0.0, _FIRST_CREDIT - self._credit) / _EARNED_PER_TOKEN)
+        shallowest = self._costs.most_seconds(2) / self._costs.seconds(1) - 1.0
+        wanted = min(shallowest + _SPARE_CREDIT, _FIRST_CREDIT)
+        return math.ceil(max(0.0, wanted - self._credit) / _EARNED_PER_TOKEN)
 
 
 def _lower_median(samples: deque[float]) -> float:
