@@ -77,17 +77,18 @@ class VerificationCosts:
 
     def _update(self) -> None:
         """Make the curve of ratios to a plain step anew: it never falls, and what is not fresh sinks."""
-        curve, bounds, excess = [1.0], [1.0], 1.0
+        curve, bounds, excess, extra = [1.0], [1.0], 1.0, 0.0
         caps = self._caps()
         for num_rows, costs in enumerate(self._rows[1:], 2):
             ratio, age = costs.ratio, self.num_steps - costs.last_step
             # A row more never costs more than the rows before it do on average.
             growth = num_rows / (num_rows - 1)
-            if not costs.samples:
-                ratio = 1.0 + (ratio - 1.0) * excess
-            elif costs.prior > 1.0:
-                # Where rows are less dear than was measured beforehand, those above them may well be, too.
-                excess = min(1.0, max(0.0, ratio - 1.0) / (costs.prior - 1.0))
+            if len(costs.samples) < 2:
+                ratio = min([1.0 + (costs.prior - 1.0) * excess + extra, *costs.samples])
+            else:
+                # Where rows are dearer, or less dear, than was measured beforehand, those above them may well be, too.
+                extra = max(0.0, ratio - costs.prior)
+                excess = min(1.0, max(0.0, ratio - 1.0) / (costs.prior - 1.0)) if costs.prior > 1.0 else excess
             if age >= _FRESH_STEPS:
                 ratio = ratio * 0.5 ** ((age - _FRESH_STEPS) / _HALF_LIFE_STEPS)
                 ratio = min(ratio, curve[-1] * growth, caps[num_rows - 1])

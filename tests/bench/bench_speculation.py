@@ -6,7 +6,7 @@ text.
 
 scripted: drafts that are right with a known chance. edits: texts with small changes (`edit_tasks`), by n-grams and with
 the source as prediction. books: free text, from text files given by --texts. new: text that the model itself makes
-and never made before, nothing replaced, with drafts and without in turns of ten tokens; drafts should cost nothing there.
+and never made before, nothing replaced, with drafts and without in turns of ten tokens; drafts should cost nothing.
 """
 
 import argparse
