@@ -10,6 +10,7 @@ that a machine which gets busy, or idle, is not mistaken for drafts that do.
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from localinfer.verification_costs import VerificationCosts
@@ -21,7 +22,8 @@ _MOST_CREDIT = 4.0
 _SHORTEST_REST, _LONGEST_REST = 16, 256
 _TIMED_STEPS = 3
 _MOST_TIMED_STEPS = 5
-_ROUNDS_BETWEEN_PLAIN = 96
+_KEPT_STEPS = 9
+_ROUNDS_BETWEEN_PLAIN = 32
 _TRUSTED_ROUNDS = 8
 """Rounds after which a surprising one makes plain steps be timed anew."""
 _SURPRISE = 1.5
@@ -109,7 +111,7 @@ class DraftFloor:
             return True
         costs.num_steps += 1
         if self._wanted or costs.num_steps - self._plain_at.get(kind, -_ROUNDS_BETWEEN_PLAIN) >= _ROUNDS_BETWEEN_PLAIN:
-            self._wanted = self._wanted or _TIMED_STEPS
+            self._wanted = self._wanted or (1 if kind in self._plain else _TIMED_STEPS)
             self.is_timed = True
             return True
         return False
@@ -137,12 +139,15 @@ class DraftFloor:
 
     def observe_plain(self, kind: StepKind, seconds: float) -> None:
         """Learn from a plain step that was to be timed."""
-        samples = self._plain.setdefault(kind, deque(maxlen=_TIMED_STEPS))
-        if self._costs.num_steps - self._plain_at.get(kind, 0) > _TRUSTED_ROUNDS and self._wanted != 1:
-            samples.clear()
+        samples = self._plain.setdefault(kind, deque(maxlen=_KEPT_STEPS))
         self._plain_at[kind] = self._costs.num_steps
         if seconds > 0.0:
             samples.append(seconds)
+            latest = list(samples)[-_TIMED_STEPS:]
+            if len(latest) == _TIMED_STEPS and _is_surprising(_lower_median(latest), _lower_median(samples)):
+                # The machine got busy, or idle: what was before says nothing any more.
+                samples.clear()
+                samples.extend(latest)
             if not kind.is_guided:
                 self._costs.observe_plain(kind.streams, _lower_median(samples))
         if not self._wanted:
@@ -213,7 +218,7 @@ class DraftFloor:
         return math.ceil(max(0.0, wanted - self._credit) / _EARNED_PER_TOKEN)
 
 
-def _lower_median(samples: deque[float]) -> float:
+def _lower_median(samples: Sequence[float]) -> float:
     return sorted(samples)[(len(samples) - 1) // 2]
 
 
