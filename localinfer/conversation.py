@@ -118,7 +118,8 @@ class Conversation:
         return self._llm.count_chat_tokens(self._with_system(turns))
 
     def _with_system(self, turns: list[dict[str, str]]) -> list[dict[str, str]]:
-        return [{"role": "system", "content": self.system}] * bool(self.system) + turns
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return system + turns
 
     def _options(self) -> dict[str, Any]:
         """Sampling options of the next reply; a fixed seed moves on, or making a reply again would repeat it."""
