@@ -62,6 +62,21 @@ def expand_home(path: str | os.PathLike[str]) -> Path:
     return Path(expanded)
 
 
+def runtime_folder() -> Path | None:
+    """A folder for this user's sockets, which need not be there: it may go when the user logs out.
+
+    None where the system does not say who owns a folder.
+    """
+    if sys.platform in ("darwin", "win32"):
+        import platformdirs
+
+        return Path(platformdirs.user_runtime_dir("localinfer", appauthor=False))
+    for parent in (os.environ.get("XDG_RUNTIME_DIR", ""), f"/run/user/{os.getuid()}"):
+        if os.path.isabs(parent) and os.path.isdir(parent) and os.access(parent, os.W_OK):
+            return Path(parent) / "localinfer"
+    return temporary_folder()
+
+
 def temporary_folder() -> Path | None:
     """A folder for this user among the system's temporary ones, if nobody else can rename or replace what is there.
 

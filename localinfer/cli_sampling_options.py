@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 from localinfer.cli_model_options import Command, options_group
+from localinfer.terminal import check_text
 
 
 def _token_biases(
@@ -27,6 +28,8 @@ def _leave_out_what_is_not_given(command: Command) -> Command:
 
     @functools.wraps(command)
     def call(*, dry_sequence_breakers: tuple[str, ...], **values: Any) -> Any:
+        for text in dry_sequence_breakers:
+            check_text(text, "--dry-sequence-breaker")
         if dry_sequence_breakers:
             values["dry_sequence_breakers"] = list(dry_sequence_breakers)
         for name in _RARE_NAMES:

@@ -464,4 +464,8 @@ def _check_texts(name: str, value: object) -> list[str]:
     texts = [value] if isinstance(value, str) else [] if value is None else value
     if not isinstance(texts, Sequence) or not all(isinstance(text, str) and text for text in texts):
         raise RequestError(f"{name} is {value!r}; give one text or a list of texts, none of them empty")
+    for text in texts:
+        half = next((character for character in text if "\ud800" <= character <= "\udfff"), None)
+        if half is not None:
+            raise RequestError(f"{name} holds U+{ord(half):04X}, half of a character; give whole ones")
     return list(texts)

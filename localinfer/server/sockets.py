@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import IO, Self
 
 from localinfer.errors import BackendUnavailableError, RequestError
+from localinfer.kernels.user_folders import runtime_folder
 from localinfer.private_folder import make_private
 
 MAX_SOCKET_PATH_BYTES = 100
@@ -27,12 +28,8 @@ def has_unix_sockets() -> bool:
 
 def default_socket_path() -> Path | None:
     """Where a server listens unless told: in this user's runtime folder; None where there are no Unix sockets."""
-    import platformdirs
-
-    if not has_unix_sockets():
-        return None
-    folder = Path(platformdirs.user_runtime_dir("localinfer", appauthor=False))
-    return folder / "server.sock" if folder.is_absolute() else None
+    folder = runtime_folder() if has_unix_sockets() else None
+    return None if folder is None else folder / "server.sock"
 
 
 def affordable_connections(wanted: int) -> int:

@@ -4,13 +4,14 @@ import asyncio
 import os
 import socket
 import stat
+import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
 from localinfer.errors import RequestError
-from localinfer.server.sockets import UnixListener, bind_tcp, has_unix_sockets
+from localinfer.server.sockets import UnixListener, bind_tcp, default_socket_path, has_unix_sockets
 
 pytestmark = pytest.mark.skipif(not has_unix_sockets(), reason="this system has no Unix sockets for Python")
 
@@ -27,6 +28,20 @@ def test_socket_is_for_its_owner_only_and_goes_with_the_server(folder):
         assert stat.S_IMODE(place.stat().st_mode) == 0o600
         assert stat.S_IMODE(place.parent.stat().st_mode) == 0o700
     assert not place.exists()
+
+
+@pytest.mark.skipif(sys.platform in ("darwin", "win32"), reason="folders of Linux")
+def test_default_place_is_the_users_own_with_and_without_a_runtime_folder(folder, monkeypatch, recwarn):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    assert default_socket_path() == folder / "localinfer" / "server.sock"
+    for unusable in ("", "relative", str(folder / "none")):
+        monkeypatch.setenv("XDG_RUNTIME_DIR", unusable)
+        monkeypatch.setattr("tempfile.tempdir", None)
+        place = default_socket_path()
+        assert place is not None and place.is_absolute() and str(os.getuid()) in str(place)
+        with UnixListener(place.with_name(f"test-{os.getpid()}.sock")) as listener:
+            assert stat.S_IMODE(listener.path.parent.stat().st_mode) == 0o700
+    assert not recwarn.list
 
 
 def test_stale_socket_is_replaced(folder):

@@ -1,0 +1,371 @@
+"""Every option of every command, once with a value that is good and once with one that is not: never a traceback."""
+
+import io
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import pytest
+
+from localinfer.cli import localinfer_command as commands
+from localinfer.cli import main
+from localinfer.models import demo
+from localinfer.server.running import LocalServer
+
+DEMO = str(Path(demo.__file__).parent / "demo-f16.gguf")
+
+GOOD = {
+    "run": """
+        -p Hi -n 1 --no-disk-cache --chat-template {template}
+        {hi} --context-length 2048 --rope-scaling yarn --rope-scale 2 --rope-base 20000
+        {hi} --context-length 2048 --rope-scaling linear --rope-frequency-scale 0.5
+        {hi} --context-length 2048 --rope-scaling yarn --yarn-original-context 1024 --yarn-extrapolation-factor 1
+        {hi} --context-length 2048 --rope-scaling yarn --yarn-attention-factor 1 --yarn-beta-fast 9 --yarn-beta-slow 1
+        -p Hi -n 1 --no-disk-cache --set llama.rope.freq_base=20000
+        -p Hi -n 1 --model {demo} --device cpu --gpu-layers 0 --threads 1 --context-length 64 --no-disk-cache
+        --prompt Hi --max-tokens 1 --disk-cache-size 1MB --disk-cache-folder {folder}
+        -p Hi -n 1 --no-disk-cache --kv-window 256 --kv-type q8_0/f16 --kv-memory 64MB
+        -p Hi -n 1 --no-disk-cache --speculation draft --draft {demo}
+        -p Hi -n 1 --no-disk-cache --temperature 0.5 --top-k 5 --top-p 0.5 --min-p 0.1 --repetition-penalty 1.1 --seed 1
+        -p Hi -n 1 --no-disk-cache --typical-p 0.9 --top-n-sigma 1 --xtc-probability 0.5 --xtc-threshold 0.2
+        -p Hi -n 1 --no-disk-cache --dynatemp-range 0.1 --dynatemp-exponent 2
+        -p Hi -n 1 --no-disk-cache --mirostat 2 --mirostat-tau 4 --mirostat-eta 0.2
+        -p Hi -n 1 --no-disk-cache --repetition-last-n -1 --frequency-penalty 0.1 --presence-penalty -0.1
+        -p Hi -n 1 --no-disk-cache --dry-multiplier 1 --dry-base 2 --dry-allowed-length 1 --dry-last-n 5
+        -p Hi -n 1 --no-disk-cache --dry-multiplier 1 --dry-sequence-breaker . --logit-bias 5=-inf
+        -p Hi -n 1 --no-disk-cache --json
+        -p Hi -n 1 --no-disk-cache --json-schema {schema}
+        -p Hi -n 1 --no-disk-cache --grammar {grammar}
+        -p Hi -n 1 --no-disk-cache --regex a+
+        -p Hi -n 1 --no-disk-cache --beams 2
+        -p Hi -n 1 --no-disk-cache --stop x --ignore-eos --context-shift --stats
+    """,
+    "chat": """
+        -n 1 --no-disk-cache --chat-template {template}
+        {one} --context-length 2048 --rope-scaling yarn --rope-scale 2 --rope-base 20000
+        {one} --context-length 2048 --rope-scaling linear --rope-frequency-scale 0.5
+        {one} --context-length 2048 --rope-scaling yarn --yarn-original-context 1024 --yarn-extrapolation-factor 1
+        {one} --context-length 2048 --rope-scaling yarn --yarn-attention-factor 1 --yarn-beta-fast 9 --yarn-beta-slow 1
+        -n 1 --no-disk-cache --set llama.rope.freq_base=20000
+        -n 1 --model {demo} --device cpu --gpu-layers 0 --threads 1 --context-length 64 --no-disk-cache
+        --max-tokens 1 --kv-type q8_0/f16 --kv-memory 64MB --disk-cache-size 1MB --disk-cache-folder {folder}
+        -n 1 --no-disk-cache --kv-window 256
+        -n 1 --no-disk-cache --speculation draft --draft {demo}
+        -n 1 --no-disk-cache --temperature 0.5 --top-k 5 --top-p 0.5 --min-p 0.1 --repetition-penalty 1.1 --seed 1
+        -n 1 --no-disk-cache --typical-p 0.9 --top-n-sigma 1 --xtc-probability 0.5 --xtc-threshold 0.2
+        -n 1 --no-disk-cache --dynatemp-range 0.1 --dynatemp-exponent 2
+        -n 1 --no-disk-cache --mirostat 2 --mirostat-tau 4 --mirostat-eta 0.2
+        -n 1 --no-disk-cache --repetition-last-n -1 --frequency-penalty 0.1 --presence-penalty -0.1
+        -n 1 --no-disk-cache --dry-multiplier 1 --dry-base 2 --dry-allowed-length 1 --dry-last-n 5
+        -n 1 --no-disk-cache --dry-multiplier 1 --dry-sequence-breaker . --logit-bias 5=-inf
+        -n 1 --no-disk-cache --system Brief. --context-shift --stats
+    """,
+    "show": """
+        {demo} --tensors
+        {demo} --json
+    """,
+    "tokenize": """
+        --model {demo} Hi --ids --no-special --parse-special
+    """,
+    "bench": """
+        {demo} --prompt 4 --decode 2 --context 4 --repetitions 1 --threads 1 --device cpu --json
+        {demo} --prompt 4 --decode 2 --repetitions 1 --stream
+        {demo} --prompt 4 --decode 2 --repetitions 1 --speculation --draft {demo}
+        {demo} --prompt 4 --decode 2 --serve --concurrency 1 --requests 1 --slo-ttft 9000 --slo-itl 9000
+    """,
+    "cache": """
+        --disk-cache-folder {folder} --clear
+    """,
+    "quantize": """
+        {demo} {folder}/1.gguf --type q8_0 --method rtn --threads 1 --device cpu --text {text} --chunks 1
+        {demo} {folder}/2.gguf --calibration {text} --calibration-tokens 512 --save-imatrix {folder}/i.gguf --type q4_0
+        {demo} {folder}/3.gguf --imatrix {folder}/i.gguf --type q4_0
+    """,
+    "compare": """
+        {demo} {demo} {text} --context-length 64 --chunks 1 --threads 1 --json
+        {demo} {demo} --chunks 1 --questions
+    """,
+    "perplexity": """
+        {demo} {text} --context-length 64 --chunks 1 --threads 1 --json
+    """,
+    "serve": """
+        {local} --chat-template {template}
+        {local} --context-length 2048 --rope-scaling yarn --rope-scale 2 --rope-base 20000
+        {local} --context-length 2048 --rope-scaling linear --rope-frequency-scale 0.5
+        {local} --context-length 2048 --rope-scaling yarn --yarn-original-context 1024 --yarn-extrapolation-factor 1
+        {local} -c 2048 --rope-scaling yarn --yarn-attention-factor 1 --yarn-beta-fast 9 --yarn-beta-slow 1
+        {local} --set llama.rope.freq_base=20000
+        --model {demo} --device cpu --gpu-layers 0 --threads 1 --no-disk-cache --port 0 --socket {sock}
+        --context-length 64 --no-tcp --socket {sock}
+        --kv-type q8_0/f16 --kv-memory 64MB --disk-cache-size 1MB --disk-cache-folder {folder} --port 0 --socket {sock}
+        --kv-window 256 --no-tcp --socket {sock}
+        --speculation draft --draft {demo} --no-tcp --socket {sock}
+        --models {models} --host 127.0.0.1 --port 0 --socket {sock} --token-file {text} --allow-host x --strict-model
+        --allow-origin http://a.example --allow-private-network --port 0 --socket {sock} --idle-unload 5 --verbose
+        --memory-limit 1GB --max-generations 2 --shutdown-seconds 1 --until-stdin-ends --no-tcp --socket {sock}
+    """,
+}
+"""Lines of words; each option of a command must stand in one."""
+
+BAD = {
+    "*": """
+        --model no-such-file
+        --device tpu
+        --gpu-layers -1
+        --threads 0
+        --context-length 0
+        --kv-type q9
+        --kv-memory 1TT
+        --kv-window 0
+        --disk-cache-size none
+        --speculation always
+        --draft no-such-file
+        --no-disk-cache=maybe
+        --chat-template no-such-file
+        --chat-template {broken}
+        --rope-scaling magic
+        --rope-scale 0
+        --rope-base -1
+        --rope-frequency-scale x
+        --yarn-original-context 0
+        --yarn-extrapolation-factor -1
+        --yarn-attention-factor 0
+        --yarn-beta-fast 0
+        --yarn-beta-slow nan
+        --set llama.rope.freq_base
+        --set llama.rope.freq_base=banana
+        --set llama.no_such_key=1
+    """,
+    "sampling": """
+        --temperature -1
+        --top-k -1
+        --top-p 2
+        --min-p x
+        --repetition-penalty 0
+        --typical-p 7
+        --top-n-sigma -2
+        --xtc-probability 3
+        --xtc-threshold 3
+        --dynatemp-range -1
+        --dynatemp-exponent -1
+        --mirostat 5
+        --mirostat-tau -1
+        --mirostat-eta 2
+        --repetition-last-n -2
+        --frequency-penalty many
+        --presence-penalty many
+        --dry-multiplier -1
+        --dry-base 0
+        --dry-allowed-length 0
+        --dry-last-n -2
+        --dry-sequence-breaker \udcff
+        --logit-bias 5
+        --seed -1
+        --max-tokens 0
+        --context-shift=maybe
+        --stats=maybe
+    """,
+    "run": """
+        --prompt \udcff
+        --json=maybe
+        --json-schema no-such-file
+        --grammar no-such-file
+        --regex (
+        --beams 0
+        --stop \udcff
+        --ignore-eos=maybe
+    """,
+    "chat": """
+        --system \udcff
+    """,
+    "show": """
+        {demo} --tensors=maybe
+        {demo} --json=maybe
+        no-such-file
+    """,
+    "tokenize": """
+        --model no-such-file Hi
+        Hi --ids=maybe
+        Hi --no-special=maybe
+        Hi --parse-special=maybe
+    """,
+    "bench": """
+        {demo} --prompt 0
+        {demo} --decode 0
+        {demo} --context 0
+        {demo} --repetitions 0
+        {demo} --threads 0
+        {demo} --device tpu
+        {demo} --compare other
+        {demo} --compare llama-cpp-python --peer-python no-such-file
+        {demo} --stream=maybe
+        {demo} --speculation=maybe
+        {demo} --speculation --draft no-such-file
+        {demo} --roofline=maybe
+        {demo} --serve=maybe
+        {demo} --serve --concurrency 0
+        {demo} --serve --requests 0
+        {demo} --serve --slo-ttft 0
+        {demo} --serve --slo-itl 0
+        {demo} --output x.png
+        {demo} --json=maybe
+        no-such-file
+    """,
+    "cache": """
+        --clear=maybe
+    """,
+    "quantize": """
+        {demo} {folder}/x.gguf --type q99
+        {demo} {folder}/x.gguf --method magic
+        {demo} {folder}/x.gguf --calibration no-such-file
+        {demo} {folder}/x.gguf --calibration-tokens 0
+        {demo} {folder}/x.gguf --imatrix no-such-file
+        {demo} {folder}/x.gguf --save-imatrix {file}/i.gguf
+        {demo} {folder}/x.gguf --threads 0
+        {demo} {folder}/x.gguf --device tpu
+        {demo} {folder}/x.gguf --text no-such-file
+        {demo} {folder}/x.gguf --text {text} --chunks -1
+        no-such-file {folder}/x.gguf
+        {demo} {file}/x.gguf
+    """,
+    "compare": """
+        {demo} {demo} {text} --context-length 0
+        {demo} {demo} {text} --chunks 0
+        {demo} {demo} {text} --threads 0
+        {demo} {demo} {text} --json=maybe
+        {demo} {demo} {text} --questions=maybe
+        {demo} {demo} no-such-file
+        {demo} no-such-file {text}
+    """,
+    "perplexity": """
+        {demo} {text} --context-length 0
+        {demo} {text} --chunks 0
+        {demo} {text} --threads 0
+        {demo} {text} --json=maybe
+        {demo} no-such-file
+        no-such-file {text}
+    """,
+    "serve": """
+        --models no-such-folder
+        --host 256.0.0.1
+        --port 65536
+        --no-tcp=maybe
+        --socket {file}/s.sock
+        --token-file no-such-file
+        --allow-host \udcff
+        --allow-origin \udcff
+        --allow-private-network=maybe
+        --strict-model=maybe
+        --idle-unload -1
+        --memory-limit none
+        --max-generations 0
+        --shutdown-seconds -1
+        --until-stdin-ends=maybe
+        --verbose=maybe
+    """,
+}
+"""The same; "*" are options of all commands that load a model, "sampling" of those that sample."""
+
+
+def cases(table: dict[str, str]) -> list[tuple[str, str]]:
+    return [(command, line.strip()) for command in GOOD for line in _lines(table, command)]
+
+
+def _lines(table: dict[str, str], command: str) -> list[str]:
+    shared = {"run": ("*", "sampling"), "chat": ("*", "sampling"), "serve": ("*",)}.get(command, ())
+    lines = "\n".join(table.get(name, "") for name in (command, *shared)).splitlines()
+    return [line for line in lines if line.strip()]
+
+
+@pytest.fixture
+def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Fill the places of a line with files of this test; standard input is one message, and servers end once ready."""
+    run = LocalServer.run
+
+    def run_until_ready(server: LocalServer, on_ready: Callable[[], object]) -> None:
+        def end() -> None:
+            on_ready()
+            server.stop()
+
+        run(server, on_ready=end)
+
+    monkeypatch.setattr(LocalServer, "run", run_until_ready)
+    # --verbose adds one, on the standard error of its test.
+    monkeypatch.setattr(logging.getLogger("localinfer.server"), "handlers", [])
+    for name in ("folder", "models"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "models" / "demo.gguf").write_bytes(Path(DEMO).read_bytes())
+    (tmp_path / "schema.json").write_text('{"type": "integer"}')
+    (tmp_path / "grammar.lark").write_text('start: "a"')
+    (tmp_path / "text.txt").write_text("Once upon a time there was a little dog. " * 60)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "template").write_text("{{ messages[0].content }}")
+    (tmp_path / "broken").write_text("{% for %}")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\n"))
+    monkeypatch.chdir(tmp_path)
+    places = {name: str(tmp_path / name) for name in ("folder", "models", "file", "template", "broken")}
+    places |= {"schema": str(tmp_path / "schema.json"), "grammar": str(tmp_path / "grammar.lark"), "demo": DEMO}
+    places |= {"text": str(tmp_path / "text.txt"), "sock": "s/s.sock"}
+    (tmp_path / "s").mkdir(mode=0o700)
+    places |= {"hi": "-p Hi -n 1 --no-disk-cache", "one": "-n 1 --no-disk-cache"}
+    places["local"] = "--no-disk-cache --no-tcp --socket s/s.sock"
+    return lambda line: line.format(**places).split()
+
+
+@pytest.mark.parametrize(("command", "line"), [(name, line) for name, line in cases(GOOD) if name != "quantize"])
+def test_good_values_are_taken(command, line, words, capfd):
+    code = main([command, *words(line)])
+    errors = capfd.readouterr().err
+    assert "Traceback" not in errors
+    assert code == 0, errors
+
+
+def test_good_values_of_quantize_are_taken(words, capfd):
+    for line in _lines(GOOD, "quantize"):
+        code = main(["quantize", *words(line)])
+        errors = capfd.readouterr().err
+        assert "Traceback" not in errors
+        assert code == 0, errors
+
+
+@pytest.mark.parametrize(("command", "line"), cases(BAD))
+def test_bad_values_are_one_line_that_names_them(command, line, words, capfd):
+    given = words(line)
+    needs_prompt = command == "run" and "--prompt" not in given
+    assert main([command, *(["-p", "Hi"] if needs_prompt else []), *given]) == 2
+    captured = capfd.readouterr()
+    *before, error = captured.err.splitlines()
+    assert error.startswith("error: "), captured.err
+    assert [line for line in before if not line.startswith("listening on ")] == []
+    assert any(_named(word, error) for word in given if word not in (DEMO, "--serve", "--speculation"))
+    assert captured.out == ""
+
+
+def _named(word: str, message: str) -> bool:
+    if word == "\udcff":
+        return "U+DCFF" in message
+    option = word.partition("=")[0]
+    return (
+        option in message
+        or option[2:].replace("-", " ") in message
+        or ("/" in word and str(Path(word).parent) in message)
+    )
+
+
+ELSEWHERE = {
+    "good": {("bench", name) for name in ("compare", "peer_python", "roofline", "output")},
+    "bad": {(command, "disk_cache_folder") for command in ("run", "chat", "serve", "cache")},
+}
+"""Good values of the first want a peer, seconds of measuring or matplotlib, and are in test_bench.py. A folder that
+cannot be written costs speed only, so the others warn of it, in test_end_to_end.py."""
+
+
+@pytest.mark.parametrize(("kind", "table"), [("good", GOOD), ("bad", BAD)])
+@pytest.mark.parametrize("command", sorted(commands.commands))
+def test_no_option_is_left_out(command, kind, table):
+    words = {word.partition("=")[0] for line in _lines(table, command) for word in line.split()}
+    for option in commands.commands[command].params:
+        if isinstance(option, click.Option) and (command, option.name) not in ELSEWHERE[kind]:
+            assert words & {*option.opts, *option.secondary_opts}, f"{command} {option.opts[-1]} is not tried"
