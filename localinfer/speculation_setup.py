@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 ProgressCallback = Callable[[str, int, int], None]
 KINDS = ("auto", "ngram", "draft", None)
 
+_AGREEING_LOADS = 2
+_ALIKE = 1.3
+"""Times by which what rows cost may differ between two measurements that agree."""
+
 
 class SpeculatingModel(DraftingModel, Protocol):
     """What drafts for a model are proven with; `models.loader.Model` is one."""
@@ -77,17 +81,12 @@ def _check_vocabularies(model: SpeculatingModel, draft: SpeculatingModel) -> Non
 
 
 def _verification_seconds(program: Program, kv_layout: KVLayout, progress: ProgressCallback | None) -> list[float]:
-    """Seconds of passes over 1 to 16 rows: where estimates begin, kept if they were taken on a calm machine."""
+    """Seconds of passes over 1 to 16 rows: where estimates begin; remembered once two loads on a calm machine agree."""
     most = min(program.max_batch_rows, program.max_output_rows)
     key = _fingerprint(program, kv_layout)
-    if key is not None:
-        found = (recall("verification", key) or {}).get("seconds")
-        if (
-            isinstance(found, list)
-            and found
-            and all(isinstance(value, float) and 0 < value < math.inf for value in found)
-        ):
-            return found[:most]
+    known, loads = ([], 0) if key is None else _recalled_seconds(key)
+    if known and loads >= _AGREEING_LOADS:
+        return known[:most]
     if progress is not None:
         progress("measuring drafts (once per machine and model)", 0, 0)
     cache = KVCache(PagePool(kv_layout), max_length=most)
@@ -100,8 +99,26 @@ def _verification_seconds(program: Program, kv_layout: KVLayout, progress: Progr
 
     seconds, is_calm = measure_costs(run, most)
     if key is not None and is_calm:
-        remember("verification", key, seconds=seconds)
+        agrees = len(known) == len(seconds) and _is_alike(known, seconds)
+        least = [min(pair) for pair in zip(known, seconds, strict=True)] if agrees else seconds
+        remember("verification", key, seconds=least, loads=loads + 1 if agrees else 1)
     return seconds
+
+
+def _recalled_seconds(key: str) -> tuple[list[float], int]:
+    """What was measured before, nothing if that is damaged, and how many loads in a row have measured it."""
+    record = recall("verification", key) or {}
+    seconds, loads = record.get("seconds"), record.get("loads")
+    if not isinstance(seconds, list) or not isinstance(loads, int):
+        return [], 0
+    is_sound = all(isinstance(value, float) and 0 < value < math.inf for value in seconds)
+    return (seconds, loads) if is_sound else ([], 0)
+
+
+def _is_alike(known: list[float], measured: list[float]) -> bool:
+    """Whether both say the same of what more rows cost, whatever the pace of the machine was."""
+    ratios = [(one / known[0]) / (other / measured[0]) for one, other in zip(known, measured, strict=True)]
+    return all(1 / _ALIKE < ratio < _ALIKE for ratio in ratios)
 
 
 def _fingerprint(program: Program, kv_layout: KVLayout) -> str | None:

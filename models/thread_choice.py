@@ -81,9 +81,7 @@ def _token_runs(program: CpuProgram, kv_layout: KVLayout) -> dict[int, Callable[
         # Held by this function, so that the page lives as long as there are runs.
         assert memory.size >= kv_layout.page_bytes
         program.decode_threads = count
-        # The second one finds its threads awake.
-        for _ in range(2):
-            program.run(batch)
+        program.run(batch)
 
     counts = _candidates(program.num_threads)
     for count in counts:
@@ -103,4 +101,4 @@ def _recall(key: str, most: int) -> tuple[int | None, int]:
         count, loads = int(record["decode_threads"]), int(record["loads"])
     except (KeyError, ValueError, TypeError, ArithmeticError):
         return None, 0
-    return (count, loads) if 1 <= count <= most else (None, 0)
+    return (count, max(0, loads)) if 1 <= count <= most else (None, 0)

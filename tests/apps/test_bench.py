@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from limits import seconds
 
 from localinfer import measured_model
 from localinfer.bench_client import EngineOptions, EngineProcess
@@ -33,7 +34,7 @@ def model() -> str:
 def record(model: str) -> dict[str, Any]:
     """What the command prints with --json, and nothing else on stdout."""
     command = [sys.executable, "-m", "localinfer", "bench", model, *SMALL, "--json"]
-    result = subprocess.run(command, capture_output=True, timeout=200, check=False)
+    result = subprocess.run(command, capture_output=True, timeout=seconds(50), check=False)
     assert result.returncode == 0, result.stderr.decode()
     assert result.stderr == b""
     found: dict[str, Any] = json.loads(result.stdout)

@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from limits import seconds
 
 from localinfer.bench_load import Prompts, chat_body, reply_lengths
 from localinfer.bench_load_client import Answer, read_reply
@@ -198,7 +199,7 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     chart = tmp_path_factory.mktemp("charts") / "serve.png"
     words = [*QUICK, "--json", *(["--output", str(chart)] if HAS_CHARTS else [])]
     command = [sys.executable, "-m", "localinfer", "bench", str(model_path(None)), *words]
-    result = subprocess.run(command, capture_output=True, timeout=200, check=False)
+    result = subprocess.run(command, capture_output=True, timeout=seconds(50), check=False)
     assert result.returncode == 0, result.stderr.decode()
     if HAS_CHARTS:
         assert chart.read_bytes().startswith(b"\x89PNG")

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from limits import seconds
 
 import localinfer
 from localinfer.cli import main
@@ -18,7 +19,11 @@ from localinfer.errors import ContextLengthError, RequestError
 
 def run_process(*arguments: str, stdin: bytes = b"") -> "subprocess.CompletedProcess[bytes]":
     return subprocess.run(
-        [sys.executable, "-m", "localinfer", *arguments], input=stdin, capture_output=True, timeout=200, check=False
+        [sys.executable, "-m", "localinfer", *arguments],
+        input=stdin,
+        capture_output=True,
+        timeout=seconds(50),
+        check=False,
     )
 
 
@@ -270,7 +275,7 @@ def test_warnings_name_the_options_of_the_command(way):
         "    raise localinfer.errors.RequestError('kv_window')\n"
         "localinfer.load = load; sys.exit(main(['run', '-p', 'x']))"
     )
-    result = subprocess.run([sys.executable, "-c", program, way], capture_output=True, timeout=60, check=False)
+    result = subprocess.run([sys.executable, "-c", program, way], capture_output=True, timeout=seconds(15), check=False)
     assert result.stderr.decode() == "warning: no --kv-memory\nerror: --kv-window\n"
     assert result.returncode == 2
 
@@ -318,7 +323,11 @@ def test_reader_that_leaves_ends_the_command_quietly(tmp_path):
     os.close(reader)
     with errors.open("wb") as stderr:
         process = subprocess.run(
-            [sys.executable, "-m", "localinfer", "--help"], stdout=writer, stderr=stderr, timeout=60, check=False
+            [sys.executable, "-m", "localinfer", "--help"],
+            stdout=writer,
+            stderr=stderr,
+            timeout=seconds(15),
+            check=False,
         )
     os.close(writer)
     assert process.returncode == 141
@@ -329,7 +338,11 @@ def test_reader_that_leaves_ends_the_command_quietly(tmp_path):
 def test_full_disk_is_one_line_and_exit_code_2():
     with open("/dev/full", "wb") as full:
         process = subprocess.run(
-            [sys.executable, "-m", "localinfer", "--help"], stdout=full, stderr=subprocess.PIPE, timeout=60, check=False
+            [sys.executable, "-m", "localinfer", "--help"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            timeout=seconds(15),
+            check=False,
         )
     assert process.returncode == 2
     assert_one_error_line(process.stderr.decode(), "No space left")
@@ -349,7 +362,7 @@ def test_help_imports_nothing_heavy():
         "heavy = {'numpy', 'numba', 'llvmlite', 'gguf', 'tokenizers', 'jinja2', 'prompt_toolkit', 'rich', 'asyncio'}\n"
         "sys.exit(str(sorted(heavy & set(sys.modules))) if heavy & set(sys.modules) else 0)"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60, check=False)
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=seconds(15), check=False)
     assert result.returncode == 0, result.stderr.decode()
 
 

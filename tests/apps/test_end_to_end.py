@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from limits import seconds
 
 import localinfer
 from localinfer.models import demo
@@ -34,7 +35,7 @@ def slow_command(*arguments: str) -> list[str | bytes]:
 
 
 def run(*arguments: str | bytes, stdin: bytes = b"") -> Result:
-    return subprocess.run(command(*arguments), input=stdin, capture_output=True, timeout=200, check=False)
+    return subprocess.run(command(*arguments), input=stdin, capture_output=True, timeout=seconds(50), check=False)
 
 
 def assert_one_error_line(result: Result, *words: str) -> None:
@@ -165,7 +166,7 @@ def test_ctrl_c_ends_a_run_cleanly():
         process.send_signal(signal.SIGINT)
         errors = process.stderr.read()
         process.stdout.read()
-        assert process.wait(timeout=60) == 130
+        assert process.wait(timeout=seconds(15)) == 130
     assert errors == b""
 
 
@@ -177,7 +178,7 @@ def test_reader_that_leaves_ends_a_run_quietly():
         assert process.stdout.read(1)
         process.stdout.close()
         errors = process.stderr.read()
-        assert process.wait(timeout=60) == 141
+        assert process.wait(timeout=seconds(15)) == 141
     assert errors == b""
 
 

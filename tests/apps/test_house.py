@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from limits import seconds
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDERS = ("localinfer", "kernels", "models", "quant")
@@ -155,6 +156,8 @@ def test_python_run_in_a_checkout_finds_the_floors_beside_the_package() -> None:
         "import sys; sys.meta_path[:] = [one for one in sys.meta_path if 'editable' not in repr(one).lower()]\n"
         "import localinfer.kernels.ops, localinfer.models, localinfer.quant; print(localinfer.kernels.__file__)"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=seconds(15)
+    )
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()) == REPOSITORY / "kernels" / "__init__.py"

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from limits import seconds
 
 pty = pytest.importorskip("pty", reason="needs the terminals of Unix")
 
@@ -71,7 +72,7 @@ class ChatOnTerminal:
         os.write(self._go_on, b".")
 
     def wait_for(self, text: str) -> None:
-        deadline = time.monotonic() + GIVING_UP_SECONDS
+        deadline = time.monotonic() + seconds(GIVING_UP_SECONDS)
         while text not in self.screen:
             ready, _, _ = select.select([self._master], [], [], max(0.0, deadline - time.monotonic()))
             assert ready, f"{text!r} never came:\n{self.screen}"

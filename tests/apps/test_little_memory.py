@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from limits import seconds
 
 from localinfer.errors import LocalinferError, OutOfMemoryError
 from localinfer.kernels import address_space
@@ -72,7 +73,7 @@ def test_the_libraries_are_refused_before_they_abort_in_a_program_too() -> None:
         "import localinfer\ntry: localinfer.load()\nexcept localinfer.errors.OutOfMemoryError as error: print(error)\n"
     )
     words = [sys.executable, "-c", code, "100000"]
-    done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=seconds(15), check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert "importing NumPy and LLVM needs" in done.stdout
 

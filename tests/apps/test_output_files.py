@@ -13,6 +13,7 @@ from typing import BinaryIO
 
 import numpy as np
 import pytest
+from limits import seconds
 
 from localinfer.cli import EXIT_BAD_INPUT, main
 from localinfer.errors import LocalinferError, RequestError, SessionFileError
@@ -184,7 +185,7 @@ def test_pipe_that_is_read_gets_the_same_bytes(write: Write, whole: bytes, tmp_p
     reader.start()
     try:
         write(path)
-        reader.join(60)
+        reader.join(seconds(15))
     finally:
         os.close(descriptor)
     assert bytes(received) == whole
@@ -369,7 +370,7 @@ for name in ("file", "new"):
             print(error)
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=100, check=True
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=seconds(25), check=True
     )
     lines = done.stdout.splitlines()
     assert len(lines) == 4 and all("cannot be written" in line and "write elsewhere" in line for line in lines)

@@ -4,6 +4,8 @@ import io
 import threading
 import time
 
+from limits import seconds
+
 from localinfer import progress as progress_module
 from localinfer.progress import CLEAR_LINE, Progress
 
@@ -72,7 +74,7 @@ def test_stage_that_says_nothing_more_is_shown_once_the_start_is_slow(monkeypatc
     with Progress(terminal) as progress:
         progress("reading the vocabulary", 0, 0)
         progress("compiling kernels", 0, 1)
-        assert drawn.wait(timeout=60)
+        assert drawn.wait(timeout=seconds(15))
         assert terminal.getvalue() == f"{CLEAR_LINE}compiling kernels 0/1 ..."
     assert terminal.getvalue().endswith(CLEAR_LINE)
 
@@ -83,7 +85,7 @@ def test_closed_progress_draws_nothing_later(monkeypatch):
     terminal = Terminal()
     with Progress(terminal) as progress:
         progress("compiling kernels", 0, 1)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + seconds(60)
     while threading.active_count() > num_threads and time.monotonic() < deadline:
         threading.Event().wait(0.01)
     assert terminal.getvalue() == ""

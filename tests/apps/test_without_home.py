@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from limits import seconds
 
 from localinfer.errors import RequestError
 from localinfer.kernels import object_cache
@@ -34,7 +35,9 @@ def temporary(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where temporary files go, with the kernels that are compiled already: compiling is not what is tested here."""
     folder = tmp_path_factory.mktemp("temporary")
     words = [sys.executable, "-m", "localinfer", "run", "-p", "Once", "-n", "2", "--threads", "1", "--no-disk-cache"]
-    subprocess.run(words, env=environment(), stdin=subprocess.DEVNULL, capture_output=True, timeout=230, check=True)
+    subprocess.run(
+        words, env=environment(), stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds(57.5), check=True
+    )
     if object_cache.CACHE_FOLDER is not None:
         kernels = folder / f"localinfer-{os.getuid()}" / "kernels" / object_cache.CACHE_FOLDER.name
         kernels.parent.mkdir(mode=0o700, parents=True)

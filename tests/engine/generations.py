@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from limits import seconds
 from numpy.typing import NDArray
 
 from localinfer.engine import Engine
@@ -36,7 +37,7 @@ def in_threads(jobs: list[Callable[[], None]]) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(seconds(15))
     assert not any(thread.is_alive() for thread in threads), "somebody waits for ever"
 
 
@@ -50,5 +51,5 @@ class Gate:
     def __call__(self, history: NDArray[np.int32], vocab_size: int) -> NDArray[np.float32]:
         if history.size == self.length:
             self.reached.set()
-            assert self.may_pass.wait(20)
+            assert self.may_pass.wait(seconds(10))
         return hashed_logits(history, vocab_size)

@@ -10,6 +10,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+from limits import seconds
 
 import localinfer
 from localinfer.constraint import Constraint, Grammar, JsonObject, JsonSchema, Regex
@@ -303,7 +304,7 @@ def test_schema_of_too_many_properties_is_refused_before_anything_compiles_it(de
 def test_compilations_that_cannot_be_stopped_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
     monkeypatch.setattr("localinfer.constraint_compiler.MAX_COMPILE_SECONDS", 0.01)
-    monkeypatch.setattr("localinfer.constraint_compiler.grammar_of", lambda constraint: go_on.wait(20))
+    monkeypatch.setattr("localinfer.constraint_compiler.grammar_of", lambda constraint: go_on.wait(seconds(10)))
     compiler = ConstraintCompiler(ByteTokenizer(), 260)
     before = threading.active_count()
     try:
@@ -317,7 +318,7 @@ def test_compilations_that_cannot_be_stopped_do_not_pile_up(monkeypatch: pytest.
         go_on.set()
     for thread in threading.enumerate():
         if thread.name == "localinfer-constraint":
-            thread.join(20)
+            thread.join(seconds(10))
     monkeypatch.undo()
     assert compiler.mask(Regex("a"), start=1) is not None
 

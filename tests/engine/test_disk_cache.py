@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from limits import seconds
 
 from localinfer import page_file
 from localinfer.disk_cache import DiskCache, DiskOptions, describe_differences
@@ -125,7 +126,7 @@ def test_idle_conversation_is_written_without_being_asked(tmp_path: Path):
 
 
 def wait_for(condition) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + seconds(60)
     while not condition():
         assert time.monotonic() < deadline, "it never came"
         time.sleep(0.005)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from limits import seconds
 from numpy.typing import NDArray
 
 from localinfer.engine import Engine
@@ -59,7 +60,7 @@ def test_cancel_in_the_midst_of_a_prompt_ends_it_with_the_chunk_and_keeps_what_w
     def slow_run(batch: Batch) -> NDArray[np.float32]:
         if batch.segments[0].start_position >= 96:
             reached.set()
-            assert may_pass.wait(20)
+            assert may_pass.wait(seconds(10))
         return run_batch(batch)
 
     program.run = slow_run  # type: ignore[method-assign]
@@ -67,10 +68,10 @@ def test_cancel_in_the_midst_of_a_prompt_ends_it_with_the_chunk_and_keeps_what_w
     events: list[TokenEvent] = []
     reader = threading.Thread(target=lambda: events.extend(generation))
     reader.start()
-    assert reached.wait(20)
+    assert reached.wait(seconds(10))
     generation.cancel()
     may_pass.set()
-    reader.join(20)
+    reader.join(seconds(10))
     assert events == [TokenEvent(NO_TOKEN, 500, "cancelled")]
     computed = sum(program.batch_sizes)
     assert computed <= 96 + 24
@@ -93,17 +94,17 @@ def test_a_waiting_reader_is_told_at_once(verb: str) -> None:
     told: list[TokenEvent] = []
     driver = threading.Thread(target=lambda: kept.extend(busy))
     driver.start()
-    assert gate.reached.wait(20)
+    assert gate.reached.wait(seconds(10))
     reader = threading.Thread(target=lambda: told.extend(waiting))
     reader.start()
     while waiting._run.waiter is None:
         time.sleep(0.001)
     getattr(waiting, verb)()
-    reader.join(20)
+    reader.join(seconds(10))
     assert not reader.is_alive() and driver.is_alive()
     assert [event.finish_reason for event in told] == (["cancelled"] if verb == "cancel" else [])
     gate.may_pass.set()
-    driver.join(20)
+    driver.join(seconds(10))
     assert len(kept) == 3 and all_pages_are_free(engine)
 
 
@@ -208,7 +209,7 @@ def test_a_long_chunk_of_a_lone_prompt_gives_way_to_who_comes(max_running: int) 
 
     program.while_asked = come
     events = list(engine.generate(numbers(300), SEEDED, max_tokens=20))
-    reader.join(20)
+    reader.join(seconds(10))
     # Who comes has no place where only one may run, and somebody who waits ends no second chunk.
     assert program.answers.count(True) == (max_running > 1)
     expected = Engine(wide_model(context_length=600)).generate(numbers(300), SEEDED, max_tokens=20)
@@ -231,5 +232,5 @@ def test_closing_the_engine_does_not_wait_for_a_chunk() -> None:
     program.while_asked = close
     with pytest.raises(ClosedError):
         next(engine.generate(numbers(300), GREEDY))
-    closing.join(20)
+    closing.join(seconds(10))
     assert program.answers == [True] and not closing.is_alive()

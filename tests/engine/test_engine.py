@@ -6,6 +6,7 @@ import threading
 
 import numpy as np
 import pytest
+from limits import seconds
 from numpy.typing import NDArray
 
 from localinfer.engine import Engine
@@ -247,7 +248,7 @@ def test_close_waits_for_the_step_in_progress():
 
     def slow(history: NDArray[np.int32], vocab_size: int) -> NDArray[np.float32]:
         entered.set()
-        assert leave.wait(10)
+        assert leave.wait(seconds(10))
         return hashed_logits(history, vocab_size)
 
     model = fake_model(slow)
@@ -263,12 +264,12 @@ def test_close_waits_for_the_step_in_progress():
     worker = threading.Thread(target=generate)
     closer = threading.Thread(target=engine.close)
     worker.start()
-    assert entered.wait(10)
+    assert entered.wait(seconds(10))
     closer.start()
     assert model.times_closed == 0
     leave.set()
-    worker.join(10)
-    closer.join(10)
+    worker.join(seconds(10))
+    closer.join(seconds(10))
     assert len(caught) == 1 and model.times_closed == 1
 
 
@@ -283,7 +284,7 @@ def test_threads_take_turns_and_get_what_they_would_alone():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(seconds(15))
     for first in range(4):
         assert results[first] == ids_of(list(Engine(fake_model()).generate([first], SEEDED, max_tokens=15)))
     assert all_pages_are_free(engine)

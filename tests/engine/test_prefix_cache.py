@@ -4,6 +4,7 @@ import threading
 
 import numpy as np
 import pytest
+from limits import seconds
 from numpy.typing import NDArray
 
 from localinfer.cache_miss import CacheMiss
@@ -130,7 +131,7 @@ def test_threads_with_one_prompt_compute_little_of_it_twice():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(seconds(15))
     assert computed_tokens(model) < 300 + 4 * 20
     assert texts == {index: run(Engine(fake_model(context_length=600)), [*prompt, index], 3)[0] for index in range(4)}
 

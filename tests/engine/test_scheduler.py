@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from limits import seconds
 from numpy.typing import NDArray
 
 from localinfer.engine import Engine
@@ -109,7 +110,7 @@ def test_prompts_of_several_owners_take_turns() -> None:
 
     first = threading.Thread(target=read, args=("first", numbers(3), "other"))
     first.start()
-    assert gate.reached.wait(20)
+    assert gate.reached.wait(seconds(10))
     greedy = [
         threading.Thread(target=read, args=(f"greedy {seed}", numbers(200, seed), "greedy")) for seed in range(1, 4)
     ]
@@ -123,7 +124,7 @@ def test_prompts_of_several_owners_take_turns() -> None:
         time.sleep(0.001)
     gate.may_pass.set()
     for thread in [first, *greedy, modest]:
-        thread.join(30)
+        thread.join(seconds(15))
     assert order.index("modest") <= 2, "it did not wait for all prompts of who came first"
 
 
@@ -134,7 +135,7 @@ def test_one_prompt_asked_for_at_once_is_computed_once() -> None:
     model.program.logits_of = gate
     blocker = threading.Thread(target=lambda: list(engine.generate([1, 2], GREEDY, max_tokens=1)))
     blocker.start()
-    assert gate.reached.wait(20)
+    assert gate.reached.wait(seconds(10))
     prompt = numbers(201)
     readers = [threading.Thread(target=lambda: list(engine.generate(prompt, GREEDY, max_tokens=2))) for _ in range(4)]
     for thread in readers:
@@ -143,7 +144,7 @@ def test_one_prompt_asked_for_at_once_is_computed_once() -> None:
         time.sleep(0.001)
     gate.may_pass.set()
     for thread in [blocker, *readers]:
-        thread.join(30)
+        thread.join(seconds(15))
     # The last page is begun by each for itself.
     assert sum(model.program.batch_sizes) <= 2 + 201 + 3 * 2 + 4
 
@@ -309,12 +310,12 @@ def test_closing_the_engine_tells_every_reader() -> None:
     threads = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
     for thread in threads:
         thread.start()
-    assert gate.reached.wait(20)
+    assert gate.reached.wait(seconds(10))
     closer = threading.Thread(target=engine.close)
     closer.start()
     gate.may_pass.set()
     for thread in [*threads, closer]:
-        thread.join(20)
+        thread.join(seconds(10))
     assert len(caught) == 4
 
 

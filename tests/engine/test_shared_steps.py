@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from limits import seconds
 
 import localinfer
 from localinfer.draft_depth import best_depth
@@ -48,7 +49,7 @@ def test_a_request_gets_the_same_words_alone_and_in_the_midst_of_others(shared: 
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(seconds(15))
     assert [found[index] for index in range(len(threads))] == alone * 3
 
 
@@ -89,12 +90,12 @@ def test_the_wait_for_a_place_is_timed() -> None:
     first, second = (llm.stream(text, max_tokens=4) for text in ("abcd", "vwxyz"))
     readers = [threading.Thread(target=stream.finish) for stream in (first, second)]
     readers[0].start()
-    assert gate.reached.wait(20)
+    assert gate.reached.wait(seconds(10))
     readers[1].start()
     time.sleep(0.05)
     assert second.computed_tokens == 0
     gate.may_pass.set()
     for reader in readers:
-        reader.join(20)
+        reader.join(seconds(10))
     assert second.stats.waited_seconds >= 0.05
     assert second.stats.waited_seconds > first.stats.waited_seconds

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from limits import seconds
 
 import localinfer
 from localinfer.chat_reply import ReplyOptions
@@ -132,7 +133,7 @@ def check(call: Callable[[], Any], name: str, kind: str) -> None:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(60)
+    thread.join(seconds(15))
     assert happened, f"{name} of {kind} hangs"
     error = happened[0]
     if error is None:

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from limits import seconds
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -24,7 +26,7 @@ def start(code: str, folder: Path = REPOSITORY, **changes: str) -> subprocess.Po
 
 def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
     """Standard output and errors of a process that must succeed."""
-    output, errors = process.communicate(timeout=200)
+    output, errors = process.communicate(timeout=seconds(50))
     assert process.returncode == 0, f"exit code {process.returncode}: {errors}"
     return output.strip(), errors.strip()
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from limits import seconds
 
 from localinfer.kernels.cpu.layouts import Layout, is_float
 from tests.kernels.emit_assembly import PIECES, TARGETS
@@ -25,7 +26,9 @@ DOT_PRODUCTS = {
 def listings(request: pytest.FixtureRequest) -> dict[str, str]:
     """Assembly by piece, for the target the test is about."""
     command = [sys.executable, "-m", "tests.kernels.emit_assembly", request.param]
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=seconds(25)
+    )
     assert done.returncode == 0, done.stderr
     parts = re.split(r"^== (.*)$", done.stdout, flags=re.MULTILINE)[1:]
     return dict(zip(parts[::2], parts[1::2], strict=True))

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from limits import seconds
 from llvmlite import binding as llvm
 
 from localinfer.errors import BackendUnavailableError
@@ -42,7 +43,7 @@ def test_select_refuses_what_the_cpu_lacks_and_names_what_it_has(wanted: str) ->
 
 def test_a_forced_path_the_cpu_lacks_ends_in_a_typed_error_not_an_abort() -> None:
     process = start("import localinfer.kernels.object_cache", LOCALINFER_ISA="neon" if IS_X86 else "avx2")
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=seconds(15))
     assert process.returncode == 1
     assert "BackendUnavailableError: LOCALINFER_ISA" in errors
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from limits import seconds
 
 from localinfer.errors import TemplateError
 from localinfer.models.chat_template import ChatTemplate
@@ -46,7 +47,7 @@ def render_in_child(group: str) -> dict[str, str]:
     """What became of each template of a group; "began" where the process did not survive it."""
     root = Path(__file__).parents[2]
     command = [sys.executable, "-c", _CHILD, group]
-    ended = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=200)
+    ended = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=seconds(50))
     outcomes = dict(json.loads(line) for line in ended.stdout.splitlines())
     assert outcomes, ended.stderr
     return outcomes

@@ -44,7 +44,9 @@ class ServedModel:
         # Reading the system's certificates would take longer than most tests.
         transport = httpx.HTTPTransport(uds=str(self.socket_path), verify=False) if unix else None
         url = "http://localhost" if unix else self.url
-        return httpx.Client(base_url=url, transport=transport, timeout=30, trust_env=False, verify=False, **options)
+        return httpx.Client(
+            base_url=url, transport=transport, timeout=seconds(15), trust_env=False, verify=False, **options
+        )
 
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=10)

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from limits import seconds
 from local_servers import MODEL
 from numpy.typing import NDArray
 
@@ -36,7 +37,7 @@ def scripted_model(steps: Sequence[Step], template: type[FakeTemplate] = Thinkin
         count = history.size - 1 - int(starts[-1]) if starts.size else len(tokens)
         pause = pauses.get(count)
         if isinstance(pause, threading.Event):
-            assert pause.wait(WAIT_SECONDS), "nobody let the model go on"
+            assert pause.wait(seconds(WAIT_SECONDS)), "nobody let the model go on"
         elif isinstance(pause, Exception):
             raise pause
         row = np.zeros(vocab_size, np.float32)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 from event_frames import DONE
+from limits import seconds
 from local_servers import STORY, ServedModel, serving
 from scripted_models import loader, scripted_sources
 
@@ -35,7 +36,7 @@ class Waiting:
         return len(self.served.server.service.replies())
 
     def wait_for(self, num_replies: int) -> None:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + seconds(10)
         while self.num_replies != num_replies and time.monotonic() < deadline:
             time.sleep(0.005)
         assert self.num_replies == num_replies
@@ -153,11 +154,11 @@ def test_newest_completion_of_a_key_ends_the_one_before(waiting):
     first, former = ask_in_thread(waiting, "/v1/completions", FILL)
     waiting.wait_for(1)
     second, latter = ask_in_thread(waiting, "/v1/completions", FILL)
-    first.join(10)
+    first.join(seconds(10))
     assert (former[0].status_code, former[0].json()["error"]["code"]) == (409, "superseded")
     assert former[0].headers["x-should-retry"] == "false"
     waiting.gate.set()
-    second.join(10)
+    second.join(seconds(10))
     assert latter[0].json()["choices"][0]["text"] == "ab"
 
 
@@ -170,7 +171,7 @@ def test_newest_completion_of_a_key_ends_a_stream_that_has_begun(waiting):
     assert chunk_of(error)["error"]["code"] == "superseded"
     assert last == f"data: {DONE}"
     waiting.gate.set()
-    second.join(10)
+    second.join(seconds(10))
     assert latter[0].json()["choices"][0]["text"] == "ab"
 
 
@@ -185,7 +186,7 @@ def test_other_keys_and_chats_end_nobody(waiting, path):
     waiting.wait_for(2)
     waiting.gate.set()
     for thread, _ in asked:
-        thread.join(10)
+        thread.join(seconds(10))
     assert [replies[0].status_code for _, replies in asked] == [200, 200]
 
 

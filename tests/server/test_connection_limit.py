@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 import httpx
 import pytest
+from limits import seconds
 from local_servers import serving
 from scripted_models import loader, scripted_sources
 
@@ -86,11 +87,11 @@ def test_server_without_free_descriptors_says_so_and_goes_on(runtime_folder):
         opened = [socket.create_connection(("127.0.0.1", int(found[1])), timeout=10) for _ in range(15)]
         for connection in opened:
             connection.close()
-        assert httpx.get(f"{found[0]}/health", timeout=30, trust_env=False).status_code == 200
+        assert httpx.get(f"{found[0]}/health", timeout=seconds(15), trust_env=False).status_code == 200
         assert process.poll() is None
     finally:
         process.terminate()
-        _, said = process.communicate(timeout=30)
+        _, said = process.communicate(timeout=seconds(15))
     assert "Traceback" not in said
     assert said.count("no more connections can be taken") == 1
     assert process.returncode == 0

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from limits import seconds
 from local_servers import STORY, ServedModel, read_all, serving
 from scripted_models import scripted_model, scripted_sources
 
@@ -64,7 +65,7 @@ def connection(request, slow) -> Iterator[socket.socket]:
 
 
 def wait_until(condition) -> bool:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + seconds(10)
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
     return condition()

@@ -4,6 +4,7 @@ import json
 import time
 
 import pytest
+from limits import seconds
 from local_servers import STORY
 
 from localinfer.server.json_body import MAX_DEPTH, is_deeper
@@ -57,7 +58,7 @@ def test_deep_json_is_refused_at_once(tcp, depth, place):
     response = tcp.post(PATH, content=body, headers=JSON)
     assert response.status_code == 400
     assert error_of(response)["code"] == "invalid_json"
-    assert time.perf_counter() - began < 2
+    assert time.perf_counter() - began < seconds(2)
 
 
 def test_depth_counts_brackets_and_not_what_strings_hold():
@@ -75,7 +76,7 @@ def test_strings_full_of_escapes_are_read_in_linear_time():
     body = b'"' + b'\\"[' * 1_000_000
     began = time.perf_counter()
     assert not is_deeper(body)
-    assert time.perf_counter() - began < 5
+    assert time.perf_counter() - began < seconds(5)
 
 
 def test_last_of_two_members_counts(tcp):
@@ -185,7 +186,7 @@ def test_long_words_and_many_messages_are_answered_in_bounded_time(tcp):
     assert error_of(tcp.post(PATH, json={"messages": many}))["param"] == "messages"
     empty = [{"role": "user", "content": ""}]
     assert tcp.post(PATH, json={"messages": empty, "max_tokens": 1}).status_code == 200
-    assert time.perf_counter() - began < 20
+    assert time.perf_counter() - began < seconds(20)
 
 
 def test_errors_of_the_server_tell_no_paths_and_no_traces(tcp):

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from limits import seconds
 from local_servers import MODEL, ServedModel, serving
 
 from localinfer.llm import LLM
@@ -45,7 +46,7 @@ def test_first_bytes_and_health_wait_for_no_step() -> None:
     compute = model.program.run
 
     def run(batch: Any) -> Any:
-        assert may_compute.wait(20)
+        assert may_compute.wait(seconds(10))
         return compute(batch)
 
     model.program.run = run  # type: ignore[method-assign]
@@ -78,7 +79,7 @@ def test_who_computes_waits_for_the_first_bytes_of_others_but_not_for_ever() -> 
     waiting.start()
     openings.end()
     openings.end()
-    waiting.join(10)
+    waiting.join(seconds(10))
     assert not waiting.is_alive()
     openings.wait()
 
@@ -93,7 +94,7 @@ def test_threads_are_kept_for_the_next_text_and_end_with_the_server() -> None:
     assert len(set(names)) == 1
     may_end = threading.Event()
     for _ in range(3):
-        threads.run(lambda: names.append(threading.get_ident()) or may_end.wait(10))  # type: ignore[func-returns-value]
+        threads.run(lambda: names.append(threading.get_ident()) or may_end.wait(seconds(10)))  # type: ignore[func-returns-value]
     while len(names) < 8:
         time.sleep(0.001)
     assert len(set(names)) == 3
@@ -101,7 +102,7 @@ def test_threads_are_kept_for_the_next_text_and_end_with_the_server() -> None:
     threads.close()
     may_end.set()
     for thread in working:
-        thread.join(10)
+        thread.join(seconds(10))
         assert not thread.is_alive()
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from limits import seconds
 from local_servers import MODEL, STORY, serving
 from scripted_models import scripted_model, scripted_sources
 
@@ -60,7 +61,7 @@ def command(folder: Path, *words: str, script: str | None = None) -> Iterator[su
     finally:
         if process.poll() is None:
             process.kill()
-        process.communicate(timeout=30)
+        process.communicate(timeout=seconds(15))
 
 
 def url_in(line: str) -> str:
@@ -117,9 +118,9 @@ def test_ready_line_is_written_to_stdout_when_requests_work(runtime_folder):
         assert process.stdout is not None
         url = url_in(process.stdout.readline())
         assert httpx.get(f"{url}/health", trust_env=False).status_code == 200
-        assert httpx.post(f"{url}{PATH}", json=BODY, trust_env=False, timeout=30).status_code == 200
+        assert httpx.post(f"{url}{PATH}", json=BODY, trust_env=False, timeout=seconds(15)).status_code == 200
         process.terminate()
-        told, said = process.communicate(timeout=30)
+        told, said = process.communicate(timeout=seconds(15))
     assert (told, process.returncode) == ("", 0)
     assert [line.partition(" ")[0] for line in said.splitlines()] == ["listening"]
 
@@ -137,7 +138,7 @@ def test_load_ends_with_the_server_and_nothing_more_is_said(runtime_folder, step
         assert (loading.status_code, loading.json()["error"]["code"]) == (503, "model_loading")
         assert loading.headers["x-should-retry"] == "true"
         process.send_signal(number)
-        told, said = process.communicate(timeout=30)
+        told, said = process.communicate(timeout=seconds(15))
     assert (told, said, process.returncode) == ("", "", 0)
     assert not (folder / "s.sock").exists()
 
@@ -152,7 +153,7 @@ class PausedLoader:
 
     def __call__(self, source: ModelSource):
         self.begun.set()
-        assert self.go_on.wait(20)
+        assert self.go_on.wait(seconds(10))
         llm = scripted_model(b"Yes.")
         close, closed = llm.close, self.closed
 
@@ -168,19 +169,19 @@ def test_server_that_ends_refuses_who_waits_for_a_model_and_closes_it_when_it_co
     loader, answers = PausedLoader(), []
 
     def ask(url: str) -> None:
-        answers.append(httpx.post(f"{url}{PATH}", json=BODY, trust_env=False, timeout=30))
+        answers.append(httpx.post(f"{url}{PATH}", json=BODY, trust_env=False, timeout=seconds(15)))
 
     with serving(ServerSettings(port=0), sources=scripted_sources("slow"), load=loader) as running:
         asking = threading.Thread(target=ask, args=(running.url,))
         asking.start()
-        assert loader.begun.wait(20)
+        assert loader.begun.wait(seconds(10))
         running.server.stop()
-        asking.join(20)
-        running.thread.join(20)
+        asking.join(seconds(10))
+        running.thread.join(seconds(10))
         assert not running.thread.is_alive()
         assert not running.server.has_ended()
         loader.go_on.set()
-        assert loader.closed.wait(20)
+        assert loader.closed.wait(seconds(10))
         assert running.server.has_ended()
     (answer,) = answers
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
@@ -255,7 +256,7 @@ def test_broken_models_of_a_folder_are_refused_and_the_others_served(runtime_fol
     with command(runtime_folder / "models", "--models", str(tmp_path)) as process:
         assert process.stdout is not None
         url = url_in(process.stdout.readline())
-        with httpx.Client(base_url=url, trust_env=False, timeout=30) as client:
+        with httpx.Client(base_url=url, trust_env=False, timeout=seconds(15)) as client:
             names = {card["id"] for card in client.get("/v1/models").json()["data"]}
             assert names == {path.stem for path in broken.values() if path.exists()} | {"sound"}
             for name in sorted(names - {"sound"}):
@@ -264,7 +265,7 @@ def test_broken_models_of_a_folder_are_refused_and_the_others_served(runtime_fol
                 assert str(tmp_path) not in answer.text and str(broken["empty"].parent) not in answer.text
             assert client.post(PATH, json={**BODY, "model": "sound"}).status_code == 200
         process.terminate()
-        _, said = process.communicate(timeout=30)
+        _, said = process.communicate(timeout=seconds(15))
     lines = said.splitlines()
     assert len(lines) == len(names)
     assert "Traceback" not in said

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from limits import seconds
 from local_servers import MODEL, STORY, ServedModel, serving
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -58,7 +59,7 @@ def gains(before: Samples, after: Samples) -> Samples:
 
 def wait_for(client: httpx.Client, name: str, value: float) -> Samples:
     """The meters once one of them has a value."""
-    deadline = time.monotonic() + SETTLING_SECONDS
+    deadline = time.monotonic() + seconds(SETTLING_SECONDS)
     while (found := read_meters(client)).get(name) != value:
         assert time.monotonic() < deadline, f"{name} is {found.get(name)}"
         time.sleep(0.01)

@@ -4,6 +4,7 @@ import threading
 import time
 
 import pytest
+from limits import seconds
 from local_servers import MODEL, STORY, serving
 from scripted_models import scripted_model, scripted_sources
 
@@ -69,7 +70,7 @@ def test_idle_models_are_unloaded_and_wake_again(runtime_folder):
         running.client() as client,
     ):
         text = client.post(PATH, json=BODY).json()["choices"][0]["message"]["content"]
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + seconds(10)
         while client.get("/v1/models/only").json()["meta"]["loaded"] and time.monotonic() < deadline:
             time.sleep(0.02)
         assert loader.loaded == ["only"]

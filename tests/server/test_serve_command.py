@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from limits import seconds
 from local_servers import STORY
 
 from localinfer.cli import EXIT_BAD_INPUT, main
@@ -39,19 +40,19 @@ def serve(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen, str]]
         yield process, found[0]
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(seconds(10))
         process.stderr.close()
 
 
 def ask(url: str, messages: list[dict], **members) -> dict:
-    response = httpx.post(f"{url}{PATH}", json={"messages": messages, "temperature": 0, **members}, timeout=30)
+    response = httpx.post(f"{url}{PATH}", json={"messages": messages, "temperature": 0, **members}, timeout=seconds(15))
     assert response.status_code == 200, response.text
     return response.json()
 
 
 def wait_until_written(folder: Path) -> None:
     """Until what went idle is on disk, while another reply runs: files are there, and have not grown for a while."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + seconds(10)
     former: dict[str, int] = {}
     while time.monotonic() < deadline:
         time.sleep(0.25)
@@ -69,11 +70,14 @@ def test_conversations_go_on_from_disk_after_a_kill(runtime_folder, tcp):
         first = ask(url, question, max_tokens=40)
         reply = first["choices"][0]["message"]
         chat = [*question, {"role": "assistant", "content": reply["content"]}, {"role": "user", "content": "Go on."}]
-        with httpx.Client(timeout=30) as client, client.stream("POST", f"{url}{PATH}", json=ENDLESS) as response:
+        with (
+            httpx.Client(timeout=seconds(15)) as client,
+            client.stream("POST", f"{url}{PATH}", json=ENDLESS) as response,
+        ):
             next(response.iter_lines())
             wait_until_written(folder)
             process.send_signal(signal.SIGKILL)
-            process.wait(10)
+            process.wait(seconds(10))
         assert (folder / "s.sock").exists()
     with serve(folder) as (process, url):
         again = ask(url, chat, max_tokens=20)
@@ -87,14 +91,17 @@ def test_terminated_server_tells_its_streams_and_takes_its_socket_along(runtime_
     folder = runtime_folder / "ended"
     folder.mkdir(mode=0o700)
     with serve(folder, "--shutdown-seconds", "0.3") as (process, url):
-        with httpx.Client(timeout=30) as client, client.stream("POST", f"{url}{PATH}", json=ENDLESS) as response:
+        with (
+            httpx.Client(timeout=seconds(15)) as client,
+            client.stream("POST", f"{url}{PATH}", json=ENDLESS) as response,
+        ):
             lines = response.iter_lines()
             next(lines)
             process.send_signal(signal.SIGTERM)
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]"
         assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "shutting_down"
-        assert process.wait(15) == 0
+        assert process.wait(seconds(15)) == 0
         assert not (folder / "s.sock").exists()
 
 
@@ -107,7 +114,10 @@ def test_second_signal_ends_the_server_at_once(runtime_folder):
     folder = runtime_folder / "twice"
     folder.mkdir(mode=0o700)
     with serve(folder, "--shutdown-seconds", "60", "--no-disk-cache") as (process, url):
-        with httpx.Client(timeout=30) as client, client.stream("POST", f"{url}{PATH}", json=ENDLESS) as response:
+        with (
+            httpx.Client(timeout=seconds(15)) as client,
+            client.stream("POST", f"{url}{PATH}", json=ENDLESS) as response,
+        ):
             lines = response.iter_lines()
             next(lines)
             process.send_signal(signal.SIGTERM)
@@ -118,7 +128,7 @@ def test_second_signal_ends_the_server_at_once(runtime_folder):
                     time.sleep(0.02)
             assert process.poll() is None and next(lines) is not None
             process.send_signal(signal.SIGTERM)
-            assert process.wait(15) == 0
+            assert process.wait(seconds(15)) == 0
         assert not (folder / "s.sock").exists()
 
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from limits import seconds
 
 from tests.kernels.subprocesses import REPOSITORY, environment
 
@@ -90,7 +91,12 @@ cli.main = command
 sys.exit(__main__.main())
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=seconds(15),
+        check=False,
     )
     assert (done.returncode, done.stderr) == (130, "")
 
