@@ -1,9 +1,8 @@
 """Copies of what a caller passed, so that nothing the caller changes later is seen."""
 
+import sys
 from collections.abc import Mapping
 from typing import Any
-
-import numpy as np
 
 _MOST_LEVELS = 128
 """Values nested deeper than this are not copied; whatever reads messages and schemas refuses them."""
@@ -19,12 +18,13 @@ def owned(value: Any) -> Any:
 
 
 def _copied(value: Any, known: dict[int, Any], levels: int) -> Any:
-    is_container = isinstance(value, list | tuple | Mapping | np.ndarray)
+    is_array = _is_array(value)
+    is_container = is_array or isinstance(value, list | tuple | Mapping)
     if not is_container or not levels:
         return value
     if id(value) in known:
         return known[id(value)]
-    if isinstance(value, np.ndarray):
+    if is_array:
         known[id(value)] = value.copy()
     elif isinstance(value, Mapping):
         copies: dict[Any, Any] = {}
@@ -37,3 +37,9 @@ def _copied(value: Any, known: dict[int, Any], levels: int) -> Any:
     else:
         known[id(value)] = tuple(_copied(inner, known, levels - 1) for inner in value)
     return known[id(value)]
+
+
+def _is_array(value: Any) -> bool:
+    """Whether a value is one of NumPy's arrays; whoever has one has imported it, which takes too long for `--help`."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)

@@ -59,11 +59,11 @@ class RopeOptions:
             value = getattr(self, name)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if value is not None and not (is_number and low <= value <= high):
-                raise RequestError(f"rope {name} is {shown(value)}; give a number from {low:.7g} to {high:.7g}")
+                raise RequestError(f"{name} is {shown(value)}; give a number from {low:.7g} to {high:.7g}")
         original = self.yarn_original_context
         if original is not None and (type(original) is not int or not 1 <= original <= MAX_CONTEXT):
             raise RequestError(
-                f"rope yarn_original_context is {shown(original)}; give a number of tokens from 1 to {MAX_CONTEXT}"
+                f"yarn_original_context is {shown(original)}; give a number of tokens from 1 to {MAX_CONTEXT}"
             )
         if self.scale is not None and self.frequency_scale is not None:
             raise RequestError("rope scale and frequency_scale are 1 over each other; give one of them")
@@ -132,7 +132,7 @@ def _check_yarn(options: RopeOptions, in_force: str) -> None:
         given.append("yarn_original_context")
     if given and in_force != "yarn":
         raise RequestError(
-            f"rope {', '.join(given)} has a meaning with YaRN only, and the scaling is {in_force!r}; give the scaling "
+            f"{', '.join(given)} has a meaning with YaRN only, and the scaling is {in_force!r}; give the scaling "
             "'yarn' as well, or leave it out"
         )
 

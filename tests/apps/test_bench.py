@@ -194,7 +194,7 @@ def test_roofline_draws_a_png(model: str, tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.skipif(HAS_CHARTS, reason="matplotlib is installed")
 def test_roofline_without_matplotlib_says_how_to_install_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--roofline"]) == 2
-    assert "pip install 'localinfer[bench]'" in capsys.readouterr().err
+    assert "pip install 'localinfer[plot]'" in capsys.readouterr().err
 
 
 def test_roofline_without_a_model_measures_the_machine(capsys: pytest.CaptureFixture[str]) -> None:

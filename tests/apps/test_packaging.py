@@ -81,6 +81,7 @@ def test_public_names_are_the_documented_ones():
     assert set(localinfer.__all__) == {
         *("LLM", "Completion", "load", "load_tokenizer", "errors"),
         *("JsonObject", "JsonSchema", "Regex", "Grammar"),
+        "RopeOptions",
     }
     assert dir(localinfer) == sorted(localinfer.__all__)
     for name in localinfer.__all__:

@@ -100,15 +100,16 @@ def test_cache_says_where_it_is_or_that_there_is_none(command) -> None:
 def test_serve_starts_for_a_user_that_the_system_does_not_know(temporary: Path, tmp_path: Path) -> None:
     words = [sys.executable, "-c", NOBODY, "serve", "--port", "0", "--threads", "1"]
     pipe = subprocess.PIPE
-    with subprocess.Popen(words, cwd=tmp_path, env=settings(None, temporary), stderr=pipe, text=True) as server:
-        assert server.stderr is not None
+    streams = {"stdout": pipe, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(words, cwd=tmp_path, env=settings(None, temporary), text=True, **streams) as server:
+        assert server.stdout is not None
         lines = []
-        for line in server.stderr:
+        for line in server.stdout:
             lines.append(line)
             if line.startswith("serving"):
                 break
         server.send_signal(signal.SIGINT)
-        lines += server.stderr.readlines()
+        lines += server.stdout.readlines()
     assert any(line.startswith("serving") for line in lines), lines
     assert "Traceback" not in "".join(lines)
 

@@ -228,9 +228,9 @@ def test_server_counts_memory_for_the_context_asked_for(tmp_path: Path) -> None:
         (["--rope-scaling", "magic"], "--rope-scaling"),
         (["--rope-scale", "0"], "scale is 0.0"),
         (["--rope-scale", "2", "--rope-frequency-scale", "0.5"], "give one of them"),
-        (["--yarn-beta-fast", "8"], "yarn_beta_fast has a meaning with YaRN only"),
-        (["--yarn-original-context", "0"], "yarn_original_context is 0"),
-        (["--rope-scaling", "yarn"], "give a scale, or a context_length above the 1024 tokens"),
+        (["--yarn-beta-fast", "8"], "--yarn-beta-fast has a meaning with YaRN only"),
+        (["--yarn-original-context", "0"], "--yarn-original-context is 0"),
+        (["--rope-scaling", "yarn"], "give a scale, or a --context-length above the 1024 tokens"),
         (["--chat-template", "nowhere"], "nowhere"),
     ],
 )

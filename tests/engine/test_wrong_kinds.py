@@ -103,6 +103,8 @@ ALSO_NAMED = {
     "token_ids": ("token id", "prompt", "context", "conversation"),
     "messages": ("message", "template", "content"),
     "tools": ("tool",),
+    "chat_template": ("chat_template", "chat template"),
+    "overrides": ("overrides", "cannot be set", "is set to"),
     "tool_choice": ("tool_choice",),
     "max_tokens": ("max_tokens",),
     "constraint": ("constraint", "schema"),

@@ -123,9 +123,9 @@ def test_what_cannot_run_on_the_gpu_falls_back_with_the_reason(
     with pytest.raises(BackendUnavailableError, match="q4_0"):
         load_model(model, device="cuda", threads=1, context_length=64, kv_type="q4_0")
     with pytest.raises(BackendUnavailableError, match="kv_window bounds the cache on the CPU only; leave it out"):
-        load_model(model, device="cuda", threads=1, context_length=64, kv_window=128)
+        load_model(model, device="cuda", threads=1, context_length=256, kv_window=128)
     with caplog.at_level(logging.WARNING):
-        load_model(model, device="auto", threads=1, context_length=64, kv_window=128).close()
+        load_model(model, device="auto", threads=1, context_length=256, kv_window=128).close()
     assert "running on the CPU: kv_window bounds the cache on the CPU only" in caplog.text
 
 
