@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from limits import seconds
 
 from localinfer import measured_model
 from localinfer.bench_client import EngineOptions, EngineProcess
@@ -17,6 +16,7 @@ from localinfer.cli import main
 from localinfer.errors import BackendUnavailableError, ModelFileError
 from localinfer.kernels.ops import Operation, Rows
 from localinfer.loading import model_path
+from tests.limits import seconds
 
 HAS_PEER = importlib.util.find_spec("llama_cpp") is not None
 HAS_CHARTS = importlib.util.find_spec("matplotlib") is not None

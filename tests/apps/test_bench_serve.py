@@ -14,7 +14,6 @@ from typing import Any
 
 import psutil
 import pytest
-from limits import seconds
 
 from localinfer.bench_load import Prompts, chat_body, reply_lengths
 from localinfer.bench_load_client import Answer, read_reply
@@ -34,6 +33,7 @@ from localinfer.cli import main
 from localinfer.errors import BackendUnavailableError
 from localinfer.loading import model_path
 from localinfer.server.meters import GOOD_FIRST_TOKEN_SECONDS, GOOD_INTERVAL_SECONDS
+from tests.limits import seconds
 
 HAS_CHARTS = importlib.util.find_spec("matplotlib") is not None
 OBJECTIVE = Objective(first_token_seconds=1.0, interval_seconds=0.1)

@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from limits import seconds
 
 import localinfer
 from localinfer.cli import main
 from localinfer.constraint import Grammar, JsonObject, JsonSchema, Regex
 from localinfer.errors import ContextLengthError, RequestError
+from tests.limits import seconds
 
 
 def run_process(*arguments: str, stdin: bytes = b"") -> "subprocess.CompletedProcess[bytes]":

@@ -5,9 +5,9 @@ import subprocess
 import sys
 
 import pytest
-from limits import seconds
 
 from tests.kernels.subprocesses import REPOSITORY, environment
+from tests.limits import seconds
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows sends Ctrl-C to a whole console")
 

@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from limits import seconds
 
 import localinfer
 from localinfer.models import demo
+from tests.limits import seconds
 
 Result = "subprocess.CompletedProcess[bytes]"
 GREEDY = ("--temperature", "0", "-n", "24")

@@ -9,7 +9,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from limits import seconds
+
+from tests.limits import seconds
 
 pty = pytest.importorskip("pty", reason="needs the terminals of Unix")
 

@@ -5,13 +5,13 @@ import subprocess
 import sys
 
 import pytest
-from limits import seconds
 
 from localinfer.errors import LocalinferError, OutOfMemoryError
 from localinfer.kernels import address_space
 from localinfer.kernels.cpu.arrays import Arena, aligned, aligned_zeros
 from localinfer.quant.mapped_file import MappedFile
 from tests.kernels.subprocesses import REPOSITORY, environment
+from tests.limits import seconds
 
 LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems keep no such limit")
 
@@ -30,6 +30,7 @@ COMMANDS = {
     "show": ["show", DEMO],
     "serve": ["serve", "--port", "0", "--threads", "1", "--no-disk-cache", "--until-stdin-ends"],
 }
+NOTES = ("serving", "listening", "warning: ")
 KILOBYTES = [60_000, 130_000, 200_000, 310_000, 340_000, 365_000]
 """From less than Python has to hardly enough; what lies between is what a library finds missing in its midst."""
 

@@ -13,7 +13,6 @@ from typing import BinaryIO
 
 import numpy as np
 import pytest
-from limits import seconds
 
 from localinfer.cli import EXIT_BAD_INPUT, main
 from localinfer.errors import LocalinferError, RequestError, SessionFileError
@@ -31,6 +30,7 @@ from localinfer.roofline_chart import save_figure
 from tests.engine.fakes import fake_model
 from tests.engine.test_disk_cache import FakeIdentity
 from tests.kernels.subprocesses import REPOSITORY, environment
+from tests.limits import seconds
 
 MODEL = Path(demo.__file__).parent / "demo-f16.gguf"
 OLD = b"what was there before, longer than some outputs are"

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from limits import seconds
 
 import localinfer
 from localinfer.kernels.cuda.kernel_cache import OLDEST_VERSIONS
 from tests.bench.cuda_requirements import version_problem, wanted_versions
+from tests.limits import seconds
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDERS = ("localinfer", "kernels", "models", "quant")

@@ -4,10 +4,9 @@ import io
 import threading
 import time
 
-from limits import seconds
-
 from localinfer import progress as progress_module
 from localinfer.progress import CLEAR_LINE, Progress
+from tests.limits import seconds
 
 
 class Terminal(io.StringIO):

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from limits import seconds
 
 from localinfer.errors import RequestError
 from localinfer.kernels import object_cache
 from localinfer.kernels.user_folders import expand_home, temporary_folder, user_folder
 from tests.kernels.subprocesses import REPOSITORY, environment
+from tests.limits import seconds
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems keep users' folders in other ways")
 

@@ -5,13 +5,13 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from limits import seconds
 from numpy.typing import NDArray
 
 from localinfer.engine import Engine
 from localinfer.generation import TokenEvent
 from localinfer.sampling import SamplingParams
 from tests.engine.fakes import FakeModel, fake_model, hashed_logits
+from tests.limits import seconds
 
 GREEDY = SamplingParams(temperature=0)
 SEEDED = SamplingParams(temperature=1.5, top_k=0, top_p=1, min_p=0, seed=3)

@@ -10,7 +10,6 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-from limits import seconds
 
 import localinfer
 from localinfer.constraint import Constraint, Grammar, JsonObject, JsonSchema, Regex
@@ -19,6 +18,7 @@ from localinfer.errors import ConstraintError, OverloadedError, RequestError
 from localinfer.llm import LLM
 from localinfer.token_mask import MatcherMask
 from tests.engine.fakes import ByteTokenizer, fake_model
+from tests.limits import seconds
 
 PERSON = {
     "type": "object",

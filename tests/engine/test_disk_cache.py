@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from limits import seconds
 
 from localinfer import page_file
 from localinfer.disk_cache import DiskCache, DiskOptions, describe_differences
@@ -22,6 +21,7 @@ from localinfer.page_file import Rejection
 from localinfer.text_stream import Completion
 from tests.engine.fakes import PAGE_BYTES, FakeModel, fake_model
 from tests.kernels.subprocesses import finish, start
+from tests.limits import seconds
 
 WINDOWS = sys.platform == "win32"
 

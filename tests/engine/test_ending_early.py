@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from limits import seconds
 from numpy.typing import NDArray
 
 from localinfer.engine import Engine
@@ -17,6 +16,7 @@ from localinfer.scheduler import EngineLimits
 from tests.engine.fakes import FakeModel, FakeProgram, hashed_logits
 from tests.engine.generations import GREEDY, SEEDED, Gate, alone, numbers, wide_model
 from tests.engine.test_engine import all_pages_are_free
+from tests.limits import seconds
 
 
 def test_cancel_before_the_first_token_is_asked_for() -> None:

@@ -6,7 +6,6 @@ import threading
 
 import numpy as np
 import pytest
-from limits import seconds
 from numpy.typing import NDArray
 
 from localinfer.engine import Engine
@@ -14,6 +13,7 @@ from localinfer.errors import ClosedError, ContextLengthError, ModelFileError, O
 from localinfer.generation import NO_TOKEN, TokenEvent
 from localinfer.sampling import SamplingParams
 from tests.engine.fakes import PAGE_BYTES, FakeModel, fake_model, hashed_logits, scripted_logits
+from tests.limits import seconds
 
 GREEDY = SamplingParams(temperature=0)
 SEEDED = SamplingParams(temperature=1.5, top_k=0, top_p=1, min_p=0, seed=3)

@@ -4,7 +4,6 @@ import threading
 
 import numpy as np
 import pytest
-from limits import seconds
 from numpy.typing import NDArray
 
 from localinfer.cache_miss import CacheMiss
@@ -15,6 +14,7 @@ from localinfer.prefix_cache import CacheUse
 from localinfer.prefix_tree import CachedPath
 from localinfer.sampling import SamplingParams
 from tests.engine.fakes import PAGE_BYTES, ByteTokenizer, FakeModel, fake_model, hashed_logits
+from tests.limits import seconds
 
 GREEDY = SamplingParams(temperature=0)
 SEEDED = SamplingParams(temperature=1.5, top_k=0, top_p=1, min_p=0, seed=3)

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from limits import seconds
 from numpy.typing import NDArray
 
 from localinfer.engine import Engine
@@ -20,6 +19,7 @@ from tests.engine.fakes import PAGE_BYTES, FakeProgram, hashed_logits
 from tests.engine.generations import GREEDY, PARAMS, SEEDED, Gate, alone, in_threads, numbers, wide_model
 from tests.engine.test_engine import all_pages_are_free
 from tests.engine.test_speculation import speculation
+from tests.limits import seconds
 
 
 @pytest.mark.parametrize("drafts", [False, True])

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from limits import seconds
 
 import localinfer
 from localinfer.draft_depth import best_depth
@@ -17,6 +16,7 @@ from localinfer.scheduler import EngineLimits
 from localinfer.verification_costs import MAX_DEPTH, VerificationCosts
 from tests.engine.fakes import fake_model, text_model
 from tests.engine.generations import Gate
+from tests.limits import seconds
 
 PROMPT = "Once upon a time, there was a little dog. Once upon a time, there was"
 REQUESTS: list[dict[str, Any]] = [

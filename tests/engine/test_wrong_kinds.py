@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from limits import seconds
 
 import localinfer
 from localinfer.chat_reply import ReplyOptions
@@ -17,6 +16,7 @@ from localinfer.llm import LLM, ChatOptions
 from localinfer.sampling import SamplingParams
 from localinfer.scheduler import EngineLimits
 from localinfer.text_stream import GenerationOptions
+from tests.limits import seconds
 
 WRONG: dict[str, Any] = {
     "None": None,

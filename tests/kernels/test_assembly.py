@@ -5,11 +5,11 @@ import subprocess
 import sys
 
 import pytest
-from limits import seconds
 
 from localinfer.kernels.cpu.layouts import Layout, is_float
 from tests.kernels.emit_assembly import PIECES, TARGETS
 from tests.kernels.subprocesses import REPOSITORY, environment
+from tests.limits import seconds
 
 INTEGER_LAYOUTS = [layout.name for layout in Layout if not is_float(layout)]
 DOT_PRODUCTS = {

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from limits import seconds
 from llvmlite import binding as llvm
 
 from localinfer.errors import BackendUnavailableError
@@ -15,6 +14,7 @@ from localinfer.kernels.cpu.compiled.emit import target_isa
 from localinfer.kernels.isa import ISA, available, runs_on, select
 from tests.kernels.digest import cached, chosen, encoded, layer, products
 from tests.kernels.subprocesses import REPOSITORY, finish, start
+from tests.limits import seconds
 
 IS_X86 = llvm.get_process_triple().startswith("x86_64")
 # A CPU of before AVX, float16 conversion and fused multiply-add: what the generic path must do without.

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from limits import seconds
 
 from localinfer.errors import TemplateError
 from localinfer.models.chat_template import ChatTemplate
 from localinfer.models.template_budget import MAX_LEVELS, MAX_OUTPUT_CHARACTERS, CostError, TemplateBudget
+from tests.limits import seconds
 from tests.models import hostile_templates
 from tests.models.family_templates import HERMES_THINKING
 

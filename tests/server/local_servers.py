@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
-from limits import seconds
 
 import localinfer
 from localinfer.llm import LLM
@@ -21,6 +20,7 @@ from localinfer.server.model_memory import measure_need
 from localinfer.server.model_registry import ModelRegistry
 from localinfer.server.running import LocalServer
 from localinfer.server.settings import ServerSettings
+from tests.limits import seconds
 
 MODEL = ModelSource("demo", model_path(None), 1_700_000_000)
 START_SECONDS = 30.0

@@ -4,13 +4,13 @@ import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from limits import seconds
 from local_servers import MODEL
 from numpy.typing import NDArray
 
 from localinfer.llm import LLM
 from localinfer.server.model_folder import ModelSource
 from tests.engine.fakes import FakeTemplate, fake_model
+from tests.limits import seconds
 
 Step = int | threading.Event | Exception
 BOT, END = 259, 257

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 import httpx
 import pytest
 from event_frames import DONE
-from limits import seconds
 from local_servers import STORY, ServedModel, serving
 from scripted_models import loader, scripted_sources
 
 from localinfer.server.settings import ServerSettings
 from localinfer.server.sockets import has_unix_sockets
+from tests.limits import seconds
 
 PATH = "/v1/chat/completions"
 PING_SECONDS = 0.05

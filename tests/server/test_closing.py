@@ -4,13 +4,13 @@ import threading
 import time
 
 import pytest
-from limits import seconds
 from scripted_models import loader, scripted_sources
 
 from localinfer.errors import ClosedError
 from localinfer.server.model_registry import ModelRegistry
 from localinfer.server.running import LocalServer
 from localinfer.server.settings import ServerSettings
+from tests.limits import seconds
 
 SCRIPTS = {"one": b"Hi."}
 

@@ -9,12 +9,12 @@ from collections.abc import Iterable
 
 import httpx
 import pytest
-from limits import seconds
 from local_servers import serving
 from scripted_models import loader, scripted_sources
 
 from localinfer.server.settings import ServerSettings
 from localinfer.server.sockets import affordable_connections
+from tests.limits import seconds
 
 LIMIT = 8
 

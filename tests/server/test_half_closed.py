@@ -7,12 +7,12 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from limits import seconds
 from local_servers import STORY, ServedModel, read_all, serving
 from scripted_models import scripted_model, scripted_sources
 
 from localinfer.server.settings import ServerSettings
 from localinfer.server.sockets import has_unix_sockets
+from tests.limits import seconds
 
 HOST = b"Host: localhost\r\n"
 HEALTH = b"GET /health HTTP/1.1\r\n" + HOST + b"\r\n"

@@ -4,10 +4,10 @@ import json
 import time
 
 import pytest
-from limits import seconds
 from local_servers import STORY
 
 from localinfer.server.json_body import MAX_DEPTH, is_deeper
+from tests.limits import seconds
 
 PATH = "/v1/chat/completions"
 JSON = {"content-type": "application/json"}

@@ -5,10 +5,10 @@ import socket
 import time
 
 import pytest
-from limits import seconds
 from local_servers import STORY, read_all
 
 from localinfer.server.settings import ServerSettings
+from tests.limits import seconds
 
 CHAT = json.dumps({"messages": STORY, "max_tokens": 2}).encode()
 HOST = b"Host: localhost\r\n"

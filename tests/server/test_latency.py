@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from limits import seconds
 from local_servers import MODEL, ServedModel, serving
 
 from localinfer.llm import LLM
@@ -17,6 +16,7 @@ from localinfer.server.openings import Openings
 from localinfer.server.reply_threads import ReplyThreads
 from localinfer.server.settings import ServerSettings
 from tests.engine.fakes import FakeTemplate, fake_model
+from tests.limits import seconds
 
 QUESTION = {"messages": [{"role": "user", "content": "Hm?"}], "max_tokens": 3, "stream": True, "ignore_eos": True}
 

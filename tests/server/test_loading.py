@@ -13,7 +13,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-from limits import seconds
 from local_servers import MODEL, STORY, serving
 from scripted_models import scripted_model, scripted_sources
 
@@ -28,6 +27,7 @@ from localinfer.errors import (
 )
 from localinfer.server.model_folder import ModelSource
 from localinfer.server.settings import ServerSettings
+from tests.limits import seconds
 
 PATH = "/v1/chat/completions"
 BODY = {"messages": STORY, "max_tokens": 2}

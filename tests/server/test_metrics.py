@@ -9,7 +9,6 @@ from typing import Any
 
 import httpx
 import pytest
-from limits import seconds
 from local_servers import MODEL, STORY, ServedModel, serving
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -17,6 +16,7 @@ import localinfer
 from localinfer.server.meters import Meters, TokenClock
 from localinfer.server.model_folder import ModelSource
 from localinfer.server.settings import ServerSettings
+from tests.limits import seconds
 
 PATH = "/v1/chat/completions"
 SETTLING_SECONDS = 10.0

@@ -4,7 +4,6 @@ import threading
 import time
 
 import pytest
-from limits import seconds
 from local_servers import MODEL, STORY, serving
 from scripted_models import scripted_model, scripted_sources
 
@@ -13,6 +12,7 @@ from localinfer.llm import LLM
 from localinfer.server.model_folder import ModelSource
 from localinfer.server.model_memory import MemoryNeed, measure_need
 from localinfer.server.settings import ServerSettings
+from tests.limits import seconds
 
 SETTINGS = ServerSettings(port=0)
 PATH = "/v1/chat/completions"

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-from limits import seconds
 from local_servers import STORY
 
 from localinfer.cli import EXIT_BAD_INPUT, main
 from localinfer.server.sockets import has_unix_sockets
+from tests.limits import seconds
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals and sockets of Unix")
 PATH = "/v1/chat/completions"
