@@ -12,16 +12,29 @@ _WORK_SECONDS = 0.0006
 """What hashing the bytes takes on one idle core of 2023, with the CPU's instructions for it."""
 _ROUNDS = 12
 _GENEROSITY = 4.0
+_BELIEVED_SECONDS = 1.0
 
 
 def seconds(nominal: float) -> float:
     """So many seconds of an idle machine, in seconds of this one as it is now, and some more."""
-    return nominal * _GENEROSITY * slowness()
+    return nominal * _GENEROSITY * _MACHINE.slowness()
 
 
-def slowness() -> float:
-    """How many times longer than on an idle machine a piece of work takes now, at least 1."""
-    began = time.perf_counter()
-    for _ in range(_ROUNDS):
-        hashlib.sha256(_WORK).digest()
-    return max(1.0, (time.perf_counter() - began) / (_ROUNDS * _WORK_SECONDS))
+class _Machine:
+    """How many times longer than on an idle machine a piece of work takes, at least 1; measured once a second."""
+
+    def __init__(self) -> None:
+        self._slowness = 1.0
+        self._measured_at = float("-inf")
+
+    def slowness(self) -> float:
+        began = time.perf_counter()
+        if began - self._measured_at > _BELIEVED_SECONDS:
+            for _ in range(_ROUNDS):
+                hashlib.sha256(_WORK).digest()
+            self._measured_at = time.perf_counter()
+            self._slowness = max(1.0, (self._measured_at - began) / (_ROUNDS * _WORK_SECONDS))
+        return self._slowness
+
+
+_MACHINE = _Machine()

@@ -26,10 +26,10 @@ print(json.dumps([told, "numba" in sys.modules]))
 """
 
 
-def compile_names(folder: Path, names: list[str], *, starts: bool) -> tuple[list[list[object]], bool]:
+def compile_names(folder: Path, names: list[str], *, starts: bool, **settings: str) -> tuple[list[list[object]], bool]:
     """What was told, and whether Numba was imported in the process that asked."""
     code = COMPILE.replace("{words}", repr((names, starts)))
-    told, has_numba = json.loads(run(code, XDG_CACHE_HOME=str(folder))[0])
+    told, has_numba = json.loads(run(code, XDG_CACHE_HOME=str(folder), **settings)[0])
     return told, has_numba
 
 
@@ -55,7 +55,11 @@ def test_kernels_that_no_child_compiles_are_reported_one_by_one(tmp_path: Path) 
 @LINUX
 def test_kernels_compile_without_a_cache_folder(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    check_told(compile_names(tmp_path / "file", NAMES[:1], starts=True)[0], NAMES[:1])
+    # Nothing that everybody may rename is taken for a temporary folder of one's own.
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o777)
+    told, _ = compile_names(tmp_path / "file", NAMES[:1], starts=True, TMPDIR=str(tmp_path / "shared"))
+    check_told(told, NAMES[:1])
 
 
 def check_told(told: list[list[object]], names: list[str]) -> None:
