@@ -27,29 +27,34 @@ class Acceptance:
         self._prior = prior
         self._accepted = [0.0] * MAX_DEPTH
         self._tried = [0.0] * MAX_DEPTH
+        self._chances: list[float] | None = None
         self._rounds_to_probe = 0
         self._next_probe = _FIRST_PROBE
 
-    def chances(self) -> list[float]:
+    def chances(self) -> Sequence[float]:
         """The estimates; a place that was hardly tried leans on the one before it.
 
         Once a token was right the draft is likelier to be on the way: in prose and code the second chance was close to
         the square root of the first, whatever that was, and later ones to the second.
         """
-        chances = []
-        belief = self._prior
-        for index, (accepted, tried) in enumerate(zip(self._accepted, self._tried, strict=True)):
-            expected = math.sqrt(belief) if index == 1 else belief
-            belief = (accepted + _PRIOR_WEIGHT * expected) / (tried + _PRIOR_WEIGHT)
-            chances.append(belief)
-        return chances
+        if self._chances is None:
+            belief, chances = self._prior, []
+            for accepted, tried in zip(self._accepted, self._tried, strict=True):
+                expected = math.sqrt(belief) if len(chances) == 1 else belief
+                belief = (accepted + _PRIOR_WEIGHT * expected) / (tried + _PRIOR_WEIGHT)
+                chances.append(belief)
+            self._chances = chances
+        return self._chances
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         """Count one verified draft: the tokens accepted, and the first that was not."""
-        for index in range(MAX_DEPTH):
-            is_tried = index < num_drafted and index <= num_accepted
-            self._accepted[index] = self._accepted[index] * _MEMORY + (is_tried and index < num_accepted)
-            self._tried[index] = self._tried[index] * _MEMORY + is_tried
+        self._accepted = [value * _MEMORY for value in self._accepted]
+        self._tried = [value * _MEMORY for value in self._tried]
+        for index in range(min(num_drafted, num_accepted)):
+            self._accepted[index] += 1.0
+        for index in range(min(num_drafted, num_accepted + 1)):
+            self._tried[index] += 1.0
+        self._chances = None
 
     def stop_probing(self) -> None:
         """Note that this kind promises a gain, so that the next time it does not, probes begin anew."""
@@ -81,14 +86,15 @@ def best_depth(
     seconds_per_token, seconds_per_draft: what drafting itself costs. other_rows: rows of other sequences in the same
     pass, and other_tokens what they yield; the pass takes longer for those too, so depth shrinks as a batch grows.
     """
-    plain = costs.seconds(other_rows + 1)
+    ratios, plain = costs.ratios(), costs.seconds(1)
+    drafting, per_token = seconds_per_draft / plain, seconds_per_token / plain
+    scale = ratios[other_rows] / (other_tokens + 1) if other_rows < len(ratios) else 0.0
     best, best_rate = 0, _LEAST_GAIN
     tokens = chance = 1.0
     for depth in range(1, min(most, costs.max_depth - other_rows) + 1):
         chance *= chances[depth - 1]
         tokens += chance
-        seconds = costs.seconds(other_rows + depth + 1) + seconds_per_draft + depth * seconds_per_token
-        rate = (other_tokens + tokens) / (other_tokens + 1) * plain / seconds
+        rate = scale * (other_tokens + tokens) / (ratios[other_rows + depth] + drafting + depth * per_token)
         if rate > best_rate:
             best, best_rate = depth, rate
     return best, best_rate if best else 1.0

@@ -1,31 +1,30 @@
 """The floor under speculation: drafting may lose hardly anything against plain decoding, whatever it was hoped to gain.
 
 An account in units of plain steps. Every token earns a hundredth of a step; every round with drafting is charged
-what it took over what its tokens would have taken plainly, and credited where that is less. No draft is made that the
-account could not pay for, and once it is overdrawn steps are plain, for as long as earning takes and twice as long each
-time: a stretch of W tokens loses at most W / 100 and what the account can hold. Both sides are of the same seconds:
-plain steps are timed again and again between rounds, and at once when rounds take longer or shorter than expected, so
-that a machine which gets busy, or idle, is not mistaken for drafts that do.
+what rounds of so many rows take over what its tokens would have taken plainly, and credited where that is less. Both
+are medians of a few late steps, so that a moment in which something else ran counts on neither side; only rows that
+were hardly tried are charged by the clock. No draft is made that the account could not pay for, and once it is
+overdrawn steps are plain, for as long as earning takes and twice as long each time: a stretch of W tokens loses at most
+W / 100 and what the account can hold. Plain steps are timed now and then between rounds, and at once when a round takes
+longer or shorter than expected: a machine that gets busy, or idle, is not mistaken for drafts that do.
 """
 
 import math
-from collections import deque
-from collections.abc import Sequence
 from typing import NamedTuple
 
-from localinfer.verification_costs import VerificationCosts
+from localinfer.verification_costs import RecentMedian, VerificationCosts
 
-_EARNED_PER_TOKEN = 0.01
-_FIRST_CREDIT = 2.0
+_EARNED_PER_TOKEN = 0.008
+_FIRST_CREDIT = 4.0
+_MOST_CREDIT = 6.0
 _SPARE_CREDIT = 0.25
-_MOST_CREDIT = 4.0
 _SHORTEST_REST, _LONGEST_REST = 16, 256
 _TIMED_STEPS = 3
 _MOST_TIMED_STEPS = 5
 _KEPT_STEPS = 9
 _ROUNDS_BETWEEN_PLAIN = 32
-_TRUSTED_ROUNDS = 8
-"""Rounds after which a surprising one makes plain steps be timed anew."""
+_TRUSTED_ROUNDS = 4
+"""Rounds after which a surprising one makes plain steps be timed anew, and teaches nothing itself."""
 _SURPRISE = 1.5
 _INTERRUPTED = 3.0
 """Times the expected seconds that a round is charged at most: it was interrupted, as plain steps are too."""
@@ -76,7 +75,7 @@ class DraftFloor:
         """Steps to take plainly: taken off by who takes them, and accounted for when they are looked at."""
         self._rest_known = 0
         self._next_rest = _SHORTEST_REST
-        self._plain: dict[StepKind, deque[float]] = {}
+        self._plain: dict[StepKind, RecentMedian] = {}
         self._plain_at: dict[StepKind, int] = {}
         self._wanted = _TIMED_STEPS
         self._num_timed = 0
@@ -125,54 +124,68 @@ class DraftFloor:
         """
         plain = self._costs.seconds(streams)
         affordable = plain * (1.0 + self._credit) - seconds_per_draft
-        depth = 0
-        while (
-            depth < most and self._costs.most_seconds(rows + depth + 1) + (depth + 1) * seconds_per_token <= affordable
-        ):
-            depth += 1
+        depth = most
+        while depth > 0 and self._costs.most_seconds(rows + depth) + depth * seconds_per_token > affordable:
+            depth -= 1
         return depth
 
     def plain_seconds(self, kind: StepKind) -> float:
         """What a plain step of this kind takes at present."""
-        samples = self._plain.get(kind)
-        return _lower_median(samples) if samples else self._costs.seconds(kind.streams)
+        known = self._plain.get(kind)
+        return self._costs.seconds(kind.streams) if known is None or known.value is None else known.value
 
     def observe_plain(self, kind: StepKind, seconds: float) -> None:
         """Learn from a plain step that was to be timed."""
-        samples = self._plain.setdefault(kind, deque(maxlen=_KEPT_STEPS))
         self._plain_at[kind] = self._costs.num_steps
-        if seconds > 0.0:
-            samples.append(seconds)
-            latest = list(samples)[-_TIMED_STEPS:]
-            if len(latest) == _TIMED_STEPS and _is_surprising(_lower_median(latest), _lower_median(samples)):
-                # The machine got busy, or idle: what was before says nothing any more.
-                samples.clear()
-                samples.extend(latest)
-            if not kind.is_guided:
-                self._costs.observe_plain(kind.streams, _lower_median(samples))
+        is_surprising = seconds > 0.0 and self._learn_plain(kind, seconds)
         if not self._wanted:
             return
         self._wanted -= 1
         self._num_timed += 1
-        if not self._wanted and self._num_timed < _MOST_TIMED_STEPS and samples:
+        if not self._wanted and self._num_timed < _MOST_TIMED_STEPS:
             # One that stands apart is an interruption, or the first of a new time: another one tells.
-            self._wanted = int(_is_surprising(seconds, _lower_median(samples)))
+            self._wanted = int(is_surprising)
         if not self._wanted:
             self._num_timed = 0
             if self._pending is not None:
                 self._settle(self._pending)
 
+    def _learn_plain(self, kind: StepKind, seconds: float) -> bool:
+        """Follow plain steps; return whether this one stands apart from the others."""
+        known = self._plain.setdefault(kind, RecentMedian(_KEPT_STEPS))
+        known.add(seconds)
+        assert known.value is not None, "there is one at least"
+        latest = list(known.values)[-_TIMED_STEPS:]
+        if len(latest) == _TIMED_STEPS and _is_surprising(sorted(latest)[_TIMED_STEPS // 2], known.value):
+            # The machine got busy, or idle: what was before says nothing any more.
+            known.begin_anew(latest)
+        if not kind.is_guided:
+            self._costs.observe_plain(kind.streams, known.value)
+        return _is_surprising(seconds, known.value)
+
     def observe_round(self, done: Round) -> None:
         """Learn from a step for which drafts were asked, whether there were any or not."""
         if done.seconds <= 0.0:
             return
+        if self._is_doubtful(done):
+            self._pending = done
+        else:
+            self._settle(done)
+
+    def _is_doubtful(self, done: Round) -> bool:
+        """Whether a round and the plain steps before it may be of different times; then those are timed anew first."""
         expected = self._expected_seconds(done)
         plain_age = self._costs.num_steps - self._plain_at.get(done.kind, 0)
         seconds = done.seconds - done.reading_seconds
         if seconds * _SURPRISE < expected or (plain_age > _TRUSTED_ROUNDS and seconds > _SURPRISE * expected):
-            self._pending, self._wanted = done, _TIMED_STEPS
-            return
-        self._settle(done)
+            self._wanted = _TIMED_STEPS
+            return True
+        known = self._plain.get(done.kind)
+        if done.rows == done.kind.streams or self._costs.is_known(done.rows):
+            return False
+        # The first steps of a process, or of a busy moment, are like no others.
+        self._wanted = int(known is None or len(known.values) < _KEPT_STEPS)
+        return self._wanted > 0
 
     def _expected_seconds(self, done: Round) -> float:
         steps = self._costs.seconds(done.rows) / self._costs.seconds(done.kind.streams)
@@ -196,7 +209,7 @@ class DraftFloor:
         tokens = done.tokens / done.kind.streams
         gained = tokens - taken / plain - repaid
         self._credit = min(self._credit + gained + _EARNED_PER_TOKEN * tokens, self._most_credit)
-        if self._credit < 0.0:
+        if self._credit < self._shallowest():
             self._credit -= self._debt
             self._debt = 0.0
             self.is_timed = False
@@ -213,13 +226,12 @@ class DraftFloor:
 
     def _steps_to_earn(self) -> int:
         """Plain steps until the account can pay for the shallowest draft that is of no use."""
-        shallowest = self._costs.most_seconds(2) / self._costs.seconds(1) - 1.0
-        wanted = min(shallowest + _SPARE_CREDIT, _FIRST_CREDIT)
+        wanted = min(self._shallowest() + _SPARE_CREDIT, _FIRST_CREDIT)
         return math.ceil(max(0.0, wanted - self._credit) / _EARNED_PER_TOKEN)
 
-
-def _lower_median(samples: Sequence[float]) -> float:
-    return sorted(samples)[(len(samples) - 1) // 2]
+    def _shallowest(self) -> float:
+        """What the shallowest draft costs if it is of no use."""
+        return self._costs.most_seconds(2) / self._costs.seconds(1) - 1.0
 
 
 def _is_surprising(seconds: float, expected: float) -> bool:

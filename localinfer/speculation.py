@@ -23,7 +23,7 @@ from localinfer.draft_floor import ALONE, DraftFloor
 from localinfer.draft_model import DraftModel, DraftModelText
 from localinfer.errors import LocalinferError
 from localinfer.sampling import SamplingPlan
-from localinfer.verification_costs import MAX_DEPTH, VerificationCosts
+from localinfer.verification_costs import MAX_DEPTH, RecentMedian, VerificationCosts
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ _PROBED_SHARE = 0.01
 """Of the time of plain steps, what probes of a draft model may take: it has to read all that it did not draft for."""
 _READ_FOR_ROUNDS = 8
 """Rounds over which reading that is counted: a model that drafts once mostly drafts again."""
-_CLOCK_MEMORY = 0.9
+_KEPT_LOOKUPS = 9
 
 
 class LookupText(Protocol):
@@ -139,7 +139,7 @@ class Speculation:
         self.model = model
         self.ngram_acceptance = [(least, Acceptance(prior)) for least, prior in _NGRAM_PRIORS]
         self.model_acceptance = Acceptance(_MODEL_PRIOR)
-        self.lookup_seconds = 0.0
+        self.lookup_seconds = RecentMedian(_KEPT_LOOKUPS)
         self._owned_model = model
         self._notices: list[str] = []
 
@@ -316,14 +316,14 @@ class SpeculativeText:
                 acceptance.chances(),
                 shared.costs,
                 found,
-                seconds_per_draft=shared.lookup_seconds,
+                seconds_per_draft=shared.lookup_seconds.value or 0.0,
                 other_rows=self._others.rows,
                 other_tokens=self._others.tokens,
             )
             self._acceptance = acceptance
-        seconds = shared.clock() - began
-        shared.lookup_seconds += (1 - _CLOCK_MEMORY) * (min(seconds, 1e-3) - shared.lookup_seconds)
-        self.expected_seconds = shared.lookup_seconds
+        if self._has_read:
+            shared.lookup_seconds.add(shared.clock() - began)
+        self.expected_seconds = shared.lookup_seconds.value or 0.0
         return depth, speed
 
     def _draft_by_model(

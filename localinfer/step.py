@@ -24,10 +24,12 @@ from localinfer.prefix_cache import CacheUse, PrefixCache
 from localinfer.sampling import Sampler
 from localinfer.speculation import Others, Speculation, choose_verified
 from localinfer.step_costs import StepCosts
-from localinfer.verification_costs import MAX_DEPTH
+from localinfer.verification_costs import MAX_DEPTH, RecentMedian
 
 logger = logging.getLogger(__name__)
 
+_KEPT_TIMES = 9
+"""Times of what goes with a round beside it, of which the median counts."""
 _FIRST_ROW = np.zeros(1, np.int32)
 
 IsUnwanted = Callable[[float], bool]
@@ -87,6 +89,7 @@ class Stepper:
         self._speculation = speculation
         self._context_length = context_length
         self._make_room = make_room
+        self._bookkeeping = RecentMedian(_KEPT_TIMES)
 
     def forward(
         self,
@@ -179,16 +182,19 @@ class Stepper:
             return
         texts = [text for part in parts if part.may_draft and (text := part.run.speculative) is not None]
         if texts:
+            # What is learned from a round takes time, too, which small models notice.
+            learning = self._bookkeeping.value or 0.0
             done = Round(
                 _kind(parts),
                 rows,
                 sum(part.num_chosen for part in parts),
-                ended - began,
-                drafted - began,
-                sum(text.expected_seconds for text in texts),
+                ended - began + learning,
+                drafted - began + learning,
+                sum(text.expected_seconds for text in texts) + learning,
                 sum(text.reading_seconds for text in texts),
             )
             floor.observe_round(done)
+            self._bookkeeping.add(texts[0].clock() - ended)
         elif floor.is_timed and rows == len(parts):
             floor.observe_plain(_kind(parts), ended - began)
 

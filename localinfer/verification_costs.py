@@ -27,6 +27,24 @@ _HALF_LIFE_STEPS = 512
 """Steps in which an estimate that nothing confirms is halved: optimism costs one round, and finds out."""
 
 
+class RecentMedian:
+    """The lower median of the last values: no single one counts, and nothing for long. None before there is any."""
+
+    def __init__(self, most: int) -> None:
+        self.values: deque[float] = deque(maxlen=most)
+        self.value: float | None = None
+
+    def add(self, value: float) -> None:
+        self.values.append(value)
+        self.value = sorted(self.values)[(len(self.values) - 1) // 2]
+
+    def begin_anew(self, values: Sequence[float]) -> None:
+        """Forget all but these."""
+        self.values.clear()
+        for value in values:
+            self.add(value)
+
+
 class VerificationCosts:
     """Seconds of one step by number of rows; begins with what was measured, and follows what steps take.
 
@@ -39,8 +57,10 @@ class VerificationCosts:
         self.num_steps = 0
         first = max(seconds[0], 1e-9)
         self._plain_seconds = first
-        ratios = itertools.accumulate((max(1.0, value / first) for value in seconds), max)
-        self._rows = [_RowCosts(ratio) for ratio in ratios]
+        self._priors = list(itertools.accumulate((max(1.0, value / first) for value in seconds), max))
+        self._observed = [RecentMedian(_SAMPLES) for _ in seconds]
+        # What was measured at another time is trusted as far as a step that was taken a while ago.
+        self._last_steps = [-_FRESH_STEPS] * len(seconds)
         self._curve: list[float] = []
         self._bounds: list[float] = []
         self._next_update = 0
@@ -48,92 +68,78 @@ class VerificationCosts:
     @property
     def max_depth(self) -> int:
         """Most tokens that can be verified after the one that is certain."""
-        return len(self._rows) - 1
+        return len(self._priors) - 1
 
     def seconds(self, num_rows: int) -> float:
         """Expected seconds of a step; infinite beyond what is verified at once."""
+        return self._plain_seconds * self.ratios()[num_rows - 1] if num_rows <= len(self._priors) else math.inf
+
+    def ratios(self) -> Sequence[float]:
+        """Expected seconds of steps of 1, 2, 3 ... rows over those of a plain one."""
         if self.num_steps >= self._next_update:
             self._update()
-        return self._plain_seconds * self._curve[num_rows - 1] if num_rows <= len(self._rows) else math.inf
+        return self._curve
 
     def most_seconds(self, num_rows: int) -> float:
         """What a step may take at worst, by what was observed of late; infinite beyond what is verified at once."""
-        if self.num_steps >= self._next_update:
-            self._update()
-        return self._plain_seconds * self._bounds[num_rows - 1] if num_rows <= len(self._rows) else math.inf
+        self.ratios()
+        return self._plain_seconds * self._bounds[num_rows - 1] if num_rows <= len(self._priors) else math.inf
+
+    def is_known(self, num_rows: int) -> bool:
+        """Whether steps of so many rows were observed often enough that one more says little."""
+        return num_rows <= len(self._priors) and len(self._observed[num_rows - 1].values) > 1
 
     def observe_plain(self, num_rows: int, seconds: float) -> None:
         """Take what steps without drafts take at present; num_rows: of so many streams, one row each."""
-        if num_rows <= len(self._rows):
+        if num_rows <= len(self._priors):
             self._plain_seconds = seconds * self._plain_seconds / self.seconds(num_rows)
 
     def observe(self, num_rows: int, seconds: float) -> None:
         """Follow what a step with drafts took, its drafting left out."""
         ratio = seconds / self._plain_seconds
-        if not 1 < num_rows <= len(self._rows) or ratio < _LEAST_RATIO:
+        if not 1 < num_rows <= len(self._priors) or ratio < _LEAST_RATIO:
             return
-        self._rows[num_rows - 1].observe(ratio, self.num_steps)
+        index = num_rows - 1
+        observed = self._observed[index]
+        if self.num_steps - self._last_steps[index] > _HALF_LIFE_STEPS and observed.value is not None:
+            observed.begin_anew([observed.value])
+        observed.add(ratio)
+        self._last_steps[index] = self.num_steps
         self._next_update = 0
 
     def _update(self) -> None:
         """Make the curve of ratios to a plain step anew: it never falls, and what is not fresh sinks."""
-        curve, bounds, excess, extra = [1.0], [1.0], 1.0, 0.0
+        curve, bounds, scale, now = [1.0], [1.0], 1.0, self.num_steps
         caps = self._caps()
-        for num_rows, costs in enumerate(self._rows[1:], 2):
-            ratio, age = costs.ratio, self.num_steps - costs.last_step
+        for index in range(1, len(caps)):
+            prior, observed, age = self._priors[index], self._observed[index], now - self._last_steps[index]
             # A row more never costs more than the rows before it do on average.
-            growth = num_rows / (num_rows - 1)
-            if len(costs.samples) < 2:
-                ratio = min([1.0 + (costs.prior - 1.0) * excess + extra, *costs.samples])
-            else:
-                # Where rows are dearer, or less dear, than was measured beforehand, those above them may well be, too.
-                extra = max(0.0, ratio - costs.prior)
-                excess = min(1.0, max(0.0, ratio - 1.0) / (costs.prior - 1.0)) if costs.prior > 1.0 else excess
+            growth = (index + 1) / index
+            ratio = prior * scale
+            if observed.value is not None:
+                if len(observed.values) > 1:
+                    # Where rows are dearer, or less dear, than was measured beforehand, those above them may be, too.
+                    ratio = observed.value
+                    scale = ratio / prior
+                else:
+                    # A single observation may only lower it.
+                    ratio = min(ratio, observed.value)
+            cap = caps[index]
             if age >= _FRESH_STEPS:
-                ratio = ratio * 0.5 ** ((age - _FRESH_STEPS) / _HALF_LIFE_STEPS)
-                ratio = min(ratio, curve[-1] * growth, caps[num_rows - 1])
-            curve.append(max(ratio, curve[-1]))
-            bounds.append(max(min(bounds[-1] * growth, caps[num_rows - 1]), bounds[-1]))
+                ratio = min(ratio * 0.5 ** ((age - _FRESH_STEPS) / _HALF_LIFE_STEPS), curve[-1] * growth)
+            curve.append(max(min(ratio, cap), curve[-1]))
+            bounds.append(max(min(bounds[-1] * growth, cap), bounds[-1]))
         self._curve, self._bounds = curve, bounds
-        self._next_update = self.num_steps + _FRESH_STEPS // 2
+        self._next_update = now + _FRESH_STEPS // 2
 
     def _caps(self) -> list[float]:
         """What so many rows cost at most, because as many, or more, were observed of late to cost that."""
-        caps, cap = [], math.inf
-        for costs in reversed(self._rows):
-            if costs.samples and self.num_steps - costs.last_step < _HALF_LIFE_STEPS:
-                cap = min(cap, _lower_median(costs.samples))
+        caps, cap, oldest = [], math.inf, self.num_steps - _HALF_LIFE_STEPS
+        for observed, last_step in zip(reversed(self._observed), reversed(self._last_steps), strict=True):
+            if observed.value is not None and observed.value < cap and last_step > oldest:
+                cap = observed.value
             caps.append(cap)
         return caps[::-1]
-
-
-class _RowCosts:
-    """What steps of one number of rows take, over plain ones: what was measured beforehand, and what was observed."""
-
-    def __init__(self, prior: float) -> None:
-        self.prior = prior
-        self.samples: deque[float] = deque(maxlen=_SAMPLES)
-        # What was measured at another time is trusted as far as a step that was taken a while ago.
-        self.last_step = -_FRESH_STEPS
-
-    @property
-    def ratio(self) -> float:
-        """The estimate; a single observation may only lower it."""
-        if not self.samples:
-            return self.prior
-        return min(self.samples[0], self.prior) if len(self.samples) == 1 else _lower_median(self.samples)
-
-    def observe(self, ratio: float, step: int) -> None:
-        if step - self.last_step > _HALF_LIFE_STEPS and self.samples:
-            believed = self.ratio
-            self.samples.clear()
-            self.samples.append(believed)
-        self.samples.append(ratio)
-        self.last_step = step
-
-
-def _lower_median(samples: Sequence[float]) -> float:
-    return sorted(samples)[(len(samples) - 1) // 2]
 
 
 def measure_costs(run: Callable[[int], object], most_rows: int) -> tuple[list[float], bool]:
