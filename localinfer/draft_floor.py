@@ -1,12 +1,12 @@
 """The floor under speculation: drafting may lose hardly anything against plain decoding, whatever it was hoped to gain.
 
-An account in units of plain steps. Every token earns a hundredth of a step; every round with drafting is charged
-what rounds of so many rows take over what its tokens would have taken plainly, and credited where that is less. Both
-are medians of a few late steps, so that a moment in which something else ran counts on neither side; only rows that
-were hardly tried are charged by the clock. No draft is made that the account could not pay for, and once it is
-overdrawn steps are plain, for as long as earning takes and twice as long each time: a stretch of W tokens loses at most
-W / 100 and what the account can hold. Plain steps are timed now and then between rounds, and at once when a round takes
-longer or shorter than expected: a machine that gets busy, or idle, is not mistaken for drafts that do.
+An account in units of plain steps. Every token earns a hundredth of a step, nearly; every round with drafting is
+charged what it took over what its tokens would have taken plainly, its bookkeeping included, and credited where that is
+less. No draft is made that the account could not pay for, and once it cannot pay for any, steps are plain, for as long
+as earning takes and twice as long each time: a stretch of W tokens loses at most W / 125 and what the account can hold.
+Both sides are of the same seconds: plain steps are timed now and then between rounds, and at once, before a round is
+charged, where it took longer or shorter than expected, or where little is known yet. So a machine that gets busy, or
+idle, is not mistaken for drafts that do.
 """
 
 import math
@@ -24,10 +24,9 @@ _MOST_TIMED_STEPS = 5
 _KEPT_STEPS = 9
 _ROUNDS_BETWEEN_PLAIN = 32
 _TRUSTED_ROUNDS = 4
-"""Rounds after which a surprising one makes plain steps be timed anew, and teaches nothing itself."""
+"""Rounds after which a surprising one makes plain steps be timed anew."""
 _SURPRISE = 1.5
-_INTERRUPTED = 3.0
-"""Times the expected seconds that a round is charged at most: it was interrupted, as plain steps are too."""
+"""Times what was expected; more is not charged, as the round was interrupted, which plain steps are, too."""
 _INVESTED_FOR_ROUNDS = 8
 """Rounds over which reading a text is charged: who drafts once mostly drafts again."""
 
@@ -83,9 +82,14 @@ class DraftFloor:
         self.is_timed = False
         """Whether the plain step that was just decided on is to be timed, and told to `observe_plain`."""
 
-    def begin(self) -> None:
-        """Another text begins: what did not pay for the one before may pay for this one."""
+    def begin(self, *, is_expected: bool = False) -> None:
+        """Another text begins: what did not pay for the one before may pay for this one.
+
+        is_expected: its caller says what it will be, and so has paid for trying.
+        """
         self._account_for_rest()
+        if is_expected:
+            self._credit = max(self._credit, _FIRST_CREDIT)
         self._rest = self._rest_known = min(self._rest, self._steps_to_earn())
         self._next_rest = _SHORTEST_REST
         self._wanted = max(self._wanted, 1)
@@ -184,8 +188,10 @@ class DraftFloor:
         if done.rows == done.kind.streams or self._costs.is_known(done.rows):
             return False
         # The first steps of a process, or of a busy moment, are like no others.
-        self._wanted = int(known is None or len(known.values) < _KEPT_STEPS)
-        return self._wanted > 0
+        if known is not None and len(known.values) >= _KEPT_STEPS:
+            return False
+        self._wanted = max(self._wanted, 1)
+        return True
 
     def _expected_seconds(self, done: Round) -> float:
         steps = self._costs.seconds(done.rows) / self._costs.seconds(done.kind.streams)
@@ -195,7 +201,7 @@ class DraftFloor:
         """What a round is charged at most. Rows whose cost is not known yet may be as dear as it seems."""
         steps = self._costs.most_seconds(done.rows) / self._costs.seconds(done.kind.streams)
         unknown = steps * self.plain_seconds(done.kind) + done.drafting_seconds
-        return max(_INTERRUPTED * self._expected_seconds(done), unknown)
+        return max(_SURPRISE * self._expected_seconds(done), unknown)
 
     def _settle(self, done: Round) -> None:
         self._pending = None
@@ -226,7 +232,7 @@ class DraftFloor:
 
     def _steps_to_earn(self) -> int:
         """Plain steps until the account can pay for the shallowest draft that is of no use."""
-        wanted = min(self._shallowest() + _SPARE_CREDIT, _FIRST_CREDIT)
+        wanted = self._shallowest() + _SPARE_CREDIT
         return math.ceil(max(0.0, wanted - self._credit) / _EARNED_PER_TOKEN)
 
     def _shallowest(self) -> float:

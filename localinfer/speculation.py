@@ -198,6 +198,7 @@ class SpeculativeText:
                 self._model = speculation.model.begin(plan)
             except Exception as error:
                 speculation.switch_off_model(error)
+        self._is_expected = prediction.size > 0
         self._buffer = np.empty(MAX_DEPTH, np.int32)
         self._acceptance: Acceptance | None = None
         self._has_read = False
@@ -219,7 +220,7 @@ class SpeculativeText:
 
     def admit(self) -> None:
         """Note that the engine begins with this text; the caller has the turn."""
-        self._floor.begin()
+        self._floor.begin(is_expected=self._is_expected)
 
     def rests(self) -> bool:
         """Ask before that: whether the step is plain, and nothing is to be told of it."""

@@ -22,6 +22,8 @@ _SLOW_SECONDS = 0.03
 _SAMPLES = 3
 _LEAST_RATIO = 0.9
 """More rows never take less than one: what says so compares two times that are not alike."""
+_NOTICEABLE = 0.02
+"""Plain steps by which an estimate has to change for the curve to be made anew, which takes 10 us."""
 _FRESH_STEPS = 64
 _HALF_LIFE_STEPS = 512
 """Steps in which an estimate that nothing confirms is halved: optimism costs one round, and finds out."""
@@ -105,7 +107,8 @@ class VerificationCosts:
             observed.begin_anew([observed.value])
         observed.add(ratio)
         self._last_steps[index] = self.num_steps
-        self._next_update = 0
+        if abs((observed.value or 0.0) - self.ratios()[index]) > _NOTICEABLE:
+            self._next_update = 0
 
     def _update(self) -> None:
         """Make the curve of ratios to a plain step anew: it never falls, and what is not fresh sinks."""
