@@ -182,7 +182,7 @@ class DraftFloor:
         plain_age = self._costs.num_steps - self._plain_at.get(done.kind, 0)
         seconds = done.seconds - done.reading_seconds
         if seconds * _SURPRISE < expected or (plain_age > _TRUSTED_ROUNDS and seconds > _SURPRISE * expected):
-            self._wanted = _TIMED_STEPS
+            self._wanted = max(self._wanted, 1)
             return True
         known = self._plain.get(done.kind)
         if done.rows == done.kind.streams or self._costs.is_known(done.rows):

@@ -38,7 +38,8 @@ _PROBED_SHARE = 0.01
 """Of the time of plain steps, what probes of a draft model may take: it has to read all that it did not draft for."""
 _READ_FOR_ROUNDS = 8
 """Rounds over which reading that is counted: a model that drafts once mostly drafts again."""
-_KEPT_LOOKUPS = 9
+_KEPT_TIMES = 9
+"""Times of a lookup, and of learning from a round, of which the median counts."""
 
 
 class LookupText(Protocol):
@@ -139,7 +140,8 @@ class Speculation:
         self.model = model
         self.ngram_acceptance = [(least, Acceptance(prior)) for least, prior in _NGRAM_PRIORS]
         self.model_acceptance = Acceptance(_MODEL_PRIOR)
-        self.lookup_seconds = RecentMedian(_KEPT_LOOKUPS)
+        self.lookup_seconds = RecentMedian(_KEPT_TIMES)
+        self.learning_seconds = RecentMedian(_KEPT_TIMES)
         self._owned_model = model
         self._notices: list[str] = []
 
@@ -317,7 +319,7 @@ class SpeculativeText:
                 acceptance.chances(),
                 shared.costs,
                 found,
-                seconds_per_draft=shared.lookup_seconds.value or 0.0,
+                seconds_per_draft=(shared.lookup_seconds.value or 0.0) + (shared.learning_seconds.value or 0.0),
                 other_rows=self._others.rows,
                 other_tokens=self._others.tokens,
             )

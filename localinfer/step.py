@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.device_draws import Results, RowResults, WantedRows
-from localinfer.draft_floor import ALONE, DraftFloor, Round, StepKind
+from localinfer.draft_floor import ALONE, Round, StepKind
 from localinfer.errors import OutOfMemoryError
 from localinfer.generation import NO_TOKEN, FinishReason, Run, TokenEvent
 from localinfer.kernels.ops import Batch, InterruptibleProgram, Program, Segment
@@ -24,12 +24,10 @@ from localinfer.prefix_cache import CacheUse, PrefixCache
 from localinfer.sampling import Sampler
 from localinfer.speculation import Others, Speculation, choose_verified
 from localinfer.step_costs import StepCosts
-from localinfer.verification_costs import MAX_DEPTH, RecentMedian
+from localinfer.verification_costs import MAX_DEPTH
 
 logger = logging.getLogger(__name__)
 
-_KEPT_TIMES = 9
-"""Times of what goes with a round beside it, of which the median counts."""
 _FIRST_ROW = np.zeros(1, np.int32)
 
 IsUnwanted = Callable[[float], bool]
@@ -89,7 +87,6 @@ class Stepper:
         self._speculation = speculation
         self._context_length = context_length
         self._make_room = make_room
-        self._bookkeeping = RecentMedian(_KEPT_TIMES)
 
     def forward(
         self,
@@ -168,10 +165,10 @@ class Stepper:
         ended = clock()
         self.costs.observe(decode_rows, chunk_rows, ended - began)
         if self._speculation is not None:
-            self._observe_drafts(self._speculation.floor, parts, began, drafted, ended)
+            self._observe_drafts(self._speculation, parts, began, drafted, ended)
 
     def _observe_drafts(
-        self, floor: DraftFloor, parts: Sequence[Part], began: float, drafted: float, ended: float
+        self, speculation: Speculation, parts: Sequence[Part], began: float, drafted: float, ended: float
     ) -> None:
         """Tell what a step took to whom it teaches whether drafting pays."""
         for part in parts:
@@ -183,7 +180,7 @@ class Stepper:
         texts = [text for part in parts if part.may_draft and (text := part.run.speculative) is not None]
         if texts:
             # What is learned from a round takes time, too, which small models notice.
-            learning = self._bookkeeping.value or 0.0
+            learning = speculation.learning_seconds.value or 0.0
             done = Round(
                 _kind(parts),
                 rows,
@@ -193,10 +190,10 @@ class Stepper:
                 sum(text.expected_seconds for text in texts) + learning,
                 sum(text.reading_seconds for text in texts),
             )
-            floor.observe_round(done)
-            self._bookkeeping.add(texts[0].clock() - ended)
-        elif floor.is_timed and rows == len(parts):
-            floor.observe_plain(_kind(parts), ended - began)
+            speculation.floor.observe_round(done)
+            speculation.learning_seconds.add(speculation.clock() - ended)
+        elif speculation.floor.is_timed and rows == len(parts):
+            speculation.floor.observe_plain(_kind(parts), ended - began)
 
     def fail(self, run: Run, error: Exception) -> None:
         """End a generation with an error, which its reader gets after the tokens before it.
