@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from localinfer.verification_costs import RecentMedian, VerificationCosts
 
-_EARNED_PER_TOKEN = 0.008
+_EARNED_PER_TOKEN = 0.006
 _FIRST_CREDIT = 4.0
 _MOST_CREDIT = 6.0
 _SPARE_CREDIT = 0.25
@@ -188,7 +188,7 @@ class DraftFloor:
         if done.rows == done.kind.streams or self._costs.is_known(done.rows):
             return False
         # The first steps of a process, or of a busy moment, are like no others.
-        if known is not None and len(known.values) >= _KEPT_STEPS:
+        if known is not None and len(known.values) >= _MOST_TIMED_STEPS:
             return False
         self._wanted = max(self._wanted, 1)
         return True
