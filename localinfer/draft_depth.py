@@ -38,7 +38,8 @@ class Acceptance:
         the square root of the first, whatever that was, and later ones to the second.
         """
         if self._chances is None:
-            belief, chances = self._prior, []
+            belief = self._prior
+            chances: list[float] = []
             for accepted, tried in zip(self._accepted, self._tried, strict=True):
                 expected = math.sqrt(belief) if len(chances) == 1 else belief
                 belief = (accepted + _PRIOR_WEIGHT * expected) / (tried + _PRIOR_WEIGHT)

@@ -1,9 +1,9 @@
 """The floor under speculation: drafting may lose hardly anything against plain decoding, whatever it was hoped to gain.
 
-An account in units of plain steps. Every token earns a hundredth of a step, nearly; every round with drafting is
+An account in units of plain steps. Every token earns six thousandths of a step; every round with drafting is
 charged what it took over what its tokens would have taken plainly, its bookkeeping included, and credited where that is
 less. No draft is made that the account could not pay for, and once it cannot pay for any, steps are plain, for as long
-as earning takes and twice as long each time: a stretch of W tokens loses at most W / 125 and what the account can hold.
+as earning takes and twice as long each time: a stretch of W tokens loses at most 0.006 W and what the account can hold.
 Both sides are of the same seconds: plain steps are timed now and then between rounds, and at once, before a round is
 charged, where it took longer or shorter than expected, or where little is known yet. So a machine that gets busy, or
 idle, is not mistaken for drafts that do.
