@@ -18,7 +18,7 @@ Size = tuple[int, int, int]
 """Of a value: characters of its text before escapes, values in it, levels of containers."""
 
 MAX_OUTPUT_CHARACTERS = 4 << 20
-MAX_RENDER_SECONDS = 1.0
+MAX_RENDER_SECONDS = 3.0
 # Units of work: the making of a character, of up to four bytes. It bounds memory too, as if nothing were ever freed.
 MAX_WORK = 16 * MAX_OUTPUT_CHARACTERS
 STEP_WORK = 16

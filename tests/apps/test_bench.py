@@ -117,7 +117,7 @@ def test_missing_peer_says_how_to_install_it(model: str, capsys: pytest.CaptureF
     assert main(["bench", model, *SMALL, "--stream", "--compare", "llama-cpp-python"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert "pip install 'localinfer[plot]'" in captured.err
+    assert "pip install 'localinfer[bench]'" in captured.err
 
 
 def test_peer_python_that_does_not_exist_is_named(model: str, capsys: pytest.CaptureFixture[str]) -> None:
