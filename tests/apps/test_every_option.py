@@ -70,10 +70,8 @@ GOOD = {
         --model {demo} Hi --ids --no-special --parse-special
     """,
     "bench": """
-        {demo} --prompt 4 --decode 2 --context 4 --repetitions 1 --threads 1 --device cpu --json
-        {demo} --prompt 4 --decode 2 --repetitions 1 --stream
+        {demo} --prompt 4 --decode 2 --context 4 --repetitions 1 --threads 1 --device cpu --json --stream
         {demo} --prompt 4 --decode 2 --repetitions 1 --speculation --draft {demo}
-        {demo} --prompt 4 --decode 2 --serve --concurrency 1 --requests 1 --slo-ttft 9000 --slo-itl 9000
     """,
     "cache": """
         --disk-cache-folder {folder} --clear
@@ -354,12 +352,13 @@ def _named(word: str, message: str) -> bool:
     )
 
 
+SERVE = ("serve", "concurrency", "requests", "slo_ttft", "slo_itl")
 ELSEWHERE = {
-    "good": {("bench", name) for name in ("compare", "peer_python", "roofline", "output")},
+    "good": {("bench", name) for name in ("compare", "peer_python", "roofline", "output", *SERVE)},
     "bad": {(command, "disk_cache_folder") for command in ("run", "chat", "serve", "cache")},
 }
-"""Good values of the first want a peer, seconds of measuring or matplotlib, and are in test_bench.py. A folder that
-cannot be written costs speed only, so the others warn of it, in test_end_to_end.py."""
+"""Good values of the first want a peer, seconds of measuring or matplotlib, and are in test_bench.py and
+test_bench_serve.py. A folder that cannot be written costs speed only, so the others warn of it."""
 
 
 @pytest.mark.parametrize(("kind", "table"), [("good", GOOD), ("bad", BAD)])
