@@ -85,9 +85,11 @@ class MappedFile:
             return False
 
     def read(self, start: int, end: int) -> bytes:
-        """Copy the bytes from `start` up to `end`, which must lie inside the file."""
+        """Copy the bytes from `start` up to `end`, which must lie inside the file; errors as `read_into`."""
         assert 0 <= start <= end <= self.num_bytes, "a caller reads past the end of a mapped file"
-        return self.buffer[start:end]
+        copied = bytearray(end - start)
+        self.read_into([(start, memoryview(copied))])
+        return bytes(copied)
 
     def view(self, start: int, end: int) -> NDArray[np.uint8]:
         """Return uint8[end - start], a read-only view that keeps the map alive."""

@@ -199,3 +199,38 @@ with localinfer.load(path, threads=1, disk_cache=True, disk_cache_folder=folder)
     print(llm.complete(FIRST, temperature=0, max_tokens=12, ignore_eos=True).stats.cached_tokens > 0)
 """
     assert child(tmp_path, code) == "True"
+
+
+def test_metadata_read_while_the_file_is_cut_off_is_whole_or_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    shutil.copyfile(MODEL, path)
+    code = f"""
+import os, threading
+from localinfer.errors import CorruptFileError
+from localinfer.quant.gguf import read_gguf
+path = {str(path)!r}
+content = open(path, "rb").read()
+file = read_gguf(path)
+keys = list(file.metadata)
+right = {{key: file.metadata.value_bytes(key) for key in keys}}
+ended = threading.Event()
+def read():
+    while not ended.is_set():
+        for key in keys:
+            try:
+                assert file.metadata.value_bytes(key) == right[key]
+            except CorruptFileError:
+                pass
+readers = [threading.Thread(target=read) for _ in range(2)]
+for reader in readers:
+    reader.start()
+for _ in range(100):
+    os.truncate(path, 64)
+    with open(path, "r+b") as other:
+        other.write(content)
+ended.set()
+for reader in readers:
+    reader.join()
+print("done")
+"""
+    assert run(code)[0] == "done"
