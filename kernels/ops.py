@@ -1,7 +1,7 @@
 """The op set: everything a model may ask of a device, and the records those requests are made of.
 
 A decoder (floor `models`) writes these ops once, in order, on a `Tape`; the device turns them into a `Program` that
-runs any batch. The CPU tape is `kernels/cpu/tape.py`; the NumPy oracle in `tests/oracle.py` implements the same
+runs any batch. The CPU tape is `kernels/cpu/lower.py`; the NumPy oracle in `tests/oracle.py` implements the same
 protocol.
 
 Shapes: a buffer holds `rows x width` float32, one row per token of the batch (`Rows.BATCH`) or per row whose logits

@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from typing import Any
 
     from localinfer import errors
-    from localinfer.constraint import Grammar, JsonObject, JsonSchema, Regex
+    from localinfer.chat.constraint import Grammar, JsonObject, JsonSchema, Regex
     from localinfer.llm import LLM
     from localinfer.loading import load, load_tokenizer
-    from localinfer.models.rope_options import RopeOptions
-    from localinfer.text_stream import Completion
+    from localinfer.models.decoder.rope_options import RopeOptions
+    from localinfer.stream import Completion
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 _CHECKOUT = os.path.dirname(_FOLDER)
@@ -37,12 +37,12 @@ __all__ = [
 
 _MODULE_OF = {
     "LLM": "localinfer.llm",
-    "Completion": "localinfer.text_stream",
-    "Grammar": "localinfer.constraint",
-    "JsonObject": "localinfer.constraint",
-    "JsonSchema": "localinfer.constraint",
-    "Regex": "localinfer.constraint",
-    "RopeOptions": "localinfer.models.rope_options",
+    "Completion": "localinfer.stream",
+    "Grammar": "localinfer.chat.constraint",
+    "JsonObject": "localinfer.chat.constraint",
+    "JsonSchema": "localinfer.chat.constraint",
+    "Regex": "localinfer.chat.constraint",
+    "RopeOptions": "localinfer.models.decoder.rope_options",
     "load": "localinfer.loading",
     "load_tokenizer": "localinfer.loading",
 }
@@ -57,7 +57,7 @@ def __getattr__(name: str) -> Any:
     module = _MODULE_OF.get(name)
     if module is None:
         raise AttributeError(f"module 'localinfer' has no attribute {name!r}")
-    if module != "localinfer.constraint":
+    if module != "localinfer.chat.constraint":
         import_module("localinfer.kernels.address_space").require_libraries()
     value = getattr(import_module(module), name)
     globals()[name] = value

@@ -11,28 +11,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.argument_checks import check_flag, check_path
-from localinfer.beam_search import Beam, search_beams
-from localinfer.chat_history import ChatHistory
-from localinfer.chat_reply import ReplyFormats, ReplyOptions
-from localinfer.constraint_compiler import ConstraintCompiler
-from localinfer.engine import Engine, EngineModel
+from localinfer.chat.constraint_compiler import ConstraintCompiler
+from localinfer.chat.history import ChatHistory
+from localinfer.chat.messages import read_messages
+from localinfer.chat.reply import ReplyFormats, ReplyOptions
+from localinfer.engine.beam_search import Beam, search_beams
+from localinfer.engine.engine import Engine, EngineModel
+from localinfer.engine.scheduler import EngineLimits
 from localinfer.errors import RequestError, SessionFileError
 from localinfer.many_completions import complete_many
-from localinfer.messages import read_messages
 from localinfer.owned_values import owned
-from localinfer.scheduler import EngineLimits
-from localinfer.text_stream import Completion, EncodedPrompt, GenerationOptions, TextStream
+from localinfer.stream import Completion, EncodedPrompt, GenerationOptions, TextStream
 
 if TYPE_CHECKING:
-    from localinfer.disk_cache import DiskCache, DiskOptions
-    from localinfer.fingerprint import ModelIdentity
+    from localinfer.cache.eviction import PageWindow
     from localinfer.kernels.ops import Program
-    from localinfer.kv_window import PageWindow
-    from localinfer.logprobs import TokenLogprobs
-    from localinfer.models.chat_template import ChatTemplate
-    from localinfer.models.pooling import Pooling
-    from localinfer.models.tokenizer import Tokenizer
-    from localinfer.speculation import Speculation
+    from localinfer.models.decoder.pooling import Pooling
+    from localinfer.models.text.chat_template import ChatTemplate
+    from localinfer.models.text.tokenizer import Tokenizer
+    from localinfer.persistence.fingerprint import ModelIdentity
+    from localinfer.persistence.prompt_cache import DiskCache, DiskOptions
+    from localinfer.sampling.logprobs import TokenLogprobs
+    from localinfer.speculation.verify import Speculation
 
 logger = logging.getLogger(__name__)
 
@@ -296,7 +296,7 @@ class LLM:
 
         top: also tell so many likeliest tokens. Raises: RequestError, ContextLengthError, ClosedError.
         """
-        from localinfer.prompt_outputs import score_tokens
+        from localinfer.engine.scoring import score_tokens
 
         return score_tokens(self._engine, self._model.program, token_ids, top)
 
@@ -307,7 +307,7 @@ class LLM:
         prompt: text, which gets the tokens that begin and end a text, or token ids, which are taken as they are.
         Raises: RequestError, ContextLengthError, ClosedError; UnsupportedFormatError for an unknown pooling.
         """
-        from localinfer.prompt_outputs import embed_tokens
+        from localinfer.engine.scoring import embed_tokens
 
         self._engine.check_usable()
         with self._session_lock:
@@ -335,7 +335,7 @@ class LLM:
         out. The file holds the text, as token ids: only its owner can read a new one; an old one keeps its mode.
         Raises: SessionFileError if nothing of it is in memory, the file cannot be written, or the model's has changed.
         """
-        from localinfer.saved_sessions import save_session
+        from localinfer.persistence.sessions import save_session
 
         file = check_path("path", path)
         wanted = None if token_ids is None else self._engine.check_prompt(token_ids)
@@ -349,7 +349,7 @@ class LLM:
         Raises: SessionFileError if it is missing or damaged; SessionMismatchError, naming what differs, if it was saved
             with another model, setting or version; OutOfMemoryError.
         """
-        from localinfer.saved_sessions import load_session
+        from localinfer.persistence.sessions import load_session
 
         file = check_path("path", path)
         with self._session_lock:
@@ -415,6 +415,6 @@ class LLM:
 def _open_disk_cache(
     engine: Engine, identity: "ModelIdentity", options: "DiskOptions", history: ChatHistory | None
 ) -> "DiskCache":
-    from localinfer.disk_cache import DiskCache
+    from localinfer.persistence.prompt_cache import DiskCache
 
     return DiskCache(engine, identity, options, history)

@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localinfer.argument_checks import check_callable, check_path, shown
+from localinfer.engine.scheduler import EngineLimits
 from localinfer.errors import BackendUnavailableError, ModelFileError, RequestError
 from localinfer.llm import LLM
-from localinfer.scheduler import EngineLimits
 
 if TYPE_CHECKING:
-    from localinfer.disk_cache import DiskOptions
-    from localinfer.fingerprint import ModelIdentity
-    from localinfer.models.loader import Model
-    from localinfer.models.model_changes import ModelChanges
-    from localinfer.models.rope_options import RopeOptions
-    from localinfer.models.tokenizer import Tokenizer
+    from localinfer.models.decoder.rope_options import RopeOptions
+    from localinfer.models.load.loader import Model
+    from localinfer.models.load.model_changes import ModelChanges
+    from localinfer.models.text.tokenizer import Tokenizer
+    from localinfer.persistence.fingerprint import ModelIdentity
+    from localinfer.persistence.prompt_cache import DiskOptions
 
 logger = logging.getLogger(__name__)
 
@@ -82,8 +82,8 @@ def load(
     for name, value in sizes.items():
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise RequestError(f"{name} is {value!r}; it must be a whole number, 1 or more, or None for the default")
-    from localinfer.kv_window import window_of
-    from localinfer.models.loader import load_model
+    from localinfer.cache.eviction import window_of
+    from localinfer.models.load.loader import load_model
     from localinfer.speculation_setup import check_speculation, make_speculation
 
     check_callable("progress", progress)
@@ -142,8 +142,8 @@ def model_changes(
     overrides: Mapping[str, bool | int | float | str] | None = None,
 ) -> "ModelChanges":
     """Settings in place of those of a model's file, as `load` takes them. Raises: RequestError."""
-    from localinfer.models.model_changes import ModelChanges, template_source
-    from localinfer.models.rope_options import RopeOptions
+    from localinfer.models.decoder.rope_options import RopeOptions
+    from localinfer.models.load.model_changes import ModelChanges, template_source
 
     if rope is not None and not isinstance(rope, RopeOptions):
         raise RequestError(f"rope is {rope!r:.80}; give a localinfer.RopeOptions, or None")
@@ -159,7 +159,7 @@ def load_tokenizer(model: str | os.PathLike[str] | None = None) -> "Tokenizer":
 
     Raises: ModelFileError.
     """
-    from localinfer.models.loader import load_tokenizer as load_from_file
+    from localinfer.models.load.loader import load_tokenizer as load_from_file
 
     return load_from_file(model_path(model))
 
@@ -169,7 +169,7 @@ def _disk_options(disk_cache: bool | int, folder: str | os.PathLike[str] | None)
         raise RequestError(f"disk_cache is {disk_cache!r}; give True, False, or how many bytes it may take")
     if not disk_cache:
         return None
-    from localinfer.disk_cache import DEFAULT_MAX_BYTES, DiskOptions, conversations_folder
+    from localinfer.persistence.prompt_cache import DEFAULT_MAX_BYTES, DiskOptions, conversations_folder
 
     chosen = conversations_folder(None if folder is None else check_path("disk_cache_folder", folder))
     if chosen is None:
@@ -179,7 +179,7 @@ def _disk_options(disk_cache: bool | int, folder: str | os.PathLike[str] | None)
 
 
 def _identity(model: "Model", disk: "DiskOptions | None") -> "ModelIdentity | None":
-    from localinfer.fingerprint import ModelIdentity
+    from localinfer.persistence.fingerprint import ModelIdentity
 
     try:
         return ModelIdentity(model.file, model.kv_layout, model.config, None if disk is None else disk.weights_memory)

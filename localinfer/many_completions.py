@@ -12,7 +12,7 @@ import numpy as np
 
 from localinfer.errors import RequestError
 from localinfer.owned_values import owned
-from localinfer.text_stream import Completion, GenerationOptions, StreamEvent, TextStream
+from localinfer.stream import Completion, GenerationOptions, StreamEvent, TextStream
 
 MAX_COMPLETIONS = 128
 

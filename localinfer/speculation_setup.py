@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from localinfer.argument_checks import shown
-from localinfer.draft_model import DraftingModel, DraftModel
+from localinfer.cache.block_pool import KVLayout, PagePool
+from localinfer.cache.sequence import KVCache
 from localinfer.errors import RequestError
 from localinfer.kernels.ops import Batch, MeasurableProgram, Program
-from localinfer.kv_cache import KVCache
-from localinfer.models.measurement_memory import recall, remember
-from localinfer.ngram_drafter import NgramDrafter
-from localinfer.page_pool import KVLayout, PagePool
-from localinfer.speculation import Speculation
-from localinfer.verification_costs import VerificationCosts, measure_costs
+from localinfer.models.load.measurement_memory import recall, remember
+from localinfer.speculation.draft_model import DraftingModel, DraftModel
+from localinfer.speculation.ngram import NgramDrafter
+from localinfer.speculation.verification_costs import VerificationCosts, measure_costs
+from localinfer.speculation.verify import Speculation
 
 if TYPE_CHECKING:
-    from localinfer.models.tokenizer import Tokenizer
+    from localinfer.models.text.tokenizer import Tokenizer
 
 ProgressCallback = Callable[[str, int, int], None]
 KINDS = ("auto", "ngram", "draft", None)

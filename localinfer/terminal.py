@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol, TextIO
 from localinfer.errors import RequestError
 
 if TYPE_CHECKING:
-    from localinfer.text_stream import Stats
+    from localinfer.stream import Stats
 
 DIM = "\x1b[2m"
 RESET = "\x1b[0m"

@@ -9,12 +9,12 @@ from numpy.typing import NDArray
 import localinfer
 from localinfer.errors import UnsupportedFormatError
 from localinfer.kernels.ops import Batch, FloatArray, Segment
-from localinfer.models.decoder import write_decoder
-from localinfer.quant.conversion import convert, layout_of
-from localinfer.quant.formats import TensorType, block_bytes, block_dtype, block_size
-from localinfer.quant.gguf import GGUFFile
-from localinfer.quant.gguf_writer import EncodedValue, GGUFWriter, TensorSpec, copy_values, encode_value
-from localinfer.quant.reference import dequantize, quantize
+from localinfer.models.decoder.decoder import write_decoder
+from localinfer.quant.formats.reference import dequantize, quantize
+from localinfer.quant.formats.types import TensorType, block_bytes, block_dtype, block_size
+from localinfer.quant.gguf.reader import GGUFFile
+from localinfer.quant.gguf.writer import EncodedValue, GGUFWriter, TensorSpec, copy_values, encode_value
+from localinfer.quant.pipeline.conversion import convert, layout_of
 from tests.models.arch_models import read_config
 from tests.oracle import NumpyTape, NumpyWeights
 

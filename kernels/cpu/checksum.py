@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.kernels.cpu.arrays import address
-from localinfer.kernels.cpu.protocol import CHECKSUM_LANES, CHECKSUM_MULTIPLIER
-from localinfer.kernels.object_cache import Function
+from localinfer.kernels.cpu.kernel_abi import CHECKSUM_LANES, CHECKSUM_MULTIPLIER
+from localinfer.kernels.jit.object_cache import Function
 
 _FOLD = Function("checksum.fold", "q", "qqq")
 KERNELS = (_FOLD,)

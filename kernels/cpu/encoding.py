@@ -8,12 +8,9 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels.compile_ahead import ProgressCallback, compile_ahead
 from localinfer.kernels.cpu.arrays import address, aligned_zeros
 from localinfer.kernels.cpu.feedback import KERNELS as FEEDBACK_KERNELS
-from localinfer.kernels.cpu.pool import KERNELS as POOL_KERNELS
-from localinfer.kernels.cpu.pool import ThreadPool
-from localinfer.kernels.cpu.protocol import (
+from localinfer.kernels.cpu.kernel_abi import (
     ENCODER_MEMORY_BYTES,
     ENCODER_STATUS,
     SOURCE_BF16,
@@ -21,7 +18,10 @@ from localinfer.kernels.cpu.protocol import (
     SOURCE_F32,
     STATUS_NOT_FINITE,
 )
-from localinfer.kernels.object_cache import Kernel
+from localinfer.kernels.cpu.pool import KERNELS as POOL_KERNELS
+from localinfer.kernels.cpu.pool import ThreadPool
+from localinfer.kernels.jit.compile_ahead import ProgressCallback, compile_ahead
+from localinfer.kernels.jit.object_cache import Kernel
 
 ENCODERS = {
     **{name: Kernel(f"encode_short.{name.lower()}") for name in ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL")},

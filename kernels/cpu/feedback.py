@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.kernels.cpu.arrays import address, aligned, aligned_zeros
-from localinfer.kernels.object_cache import Function
+from localinfer.kernels.jit.object_cache import Function
 
 FloatArray = NDArray[np.float32]
 

@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.kernels.cpu.arrays import address
-from localinfer.kernels.cpu.tape_memory import TapeMemory, check
+from localinfer.kernels.cpu.memory import TapeMemory, check
 from localinfer.kernels.ops import Buffer, Rows
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from localinfer.errors import ClosedError
 from localinfer.kernels.address_space import shortage
 from localinfer.kernels.cpu.arrays import address, aligned_zeros
-from localinfer.kernels.cpu.protocol import (
+from localinfer.kernels.cpu.kernel_abi import (
     BATCH,
     GENERATION,
     MAX_THREADS,
@@ -27,7 +27,7 @@ from localinfer.kernels.cpu.protocol import (
     SLEEPING,
     STOPPING,
 )
-from localinfer.kernels.object_cache import Function
+from localinfer.kernels.jit.object_cache import Function
 
 _START_RUN = Function("pool.start_run", "q", "qq")
 _FINISH_RUN = Function("pool.finish_run", "q", "q")

@@ -8,12 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import ContextLengthError, RequestError
-from localinfer.kernels.cpu import protocol
+from localinfer.kernels.cpu import kernel_abi
 from localinfer.kernels.cpu.arrays import address, aligned_zeros
+from localinfer.kernels.cpu.memory import TapeMemory
 from localinfer.kernels.cpu.pool import ThreadPool
-from localinfer.kernels.cpu.tape_memory import TapeMemory
+from localinfer.kernels.jit.object_cache import Kernel
 from localinfer.kernels.kv_layout import KVLayout
-from localinfer.kernels.object_cache import Kernel
 from localinfer.kernels.ops import Batch, FloatArray, Operation, Rows, Segment
 
 DECODE_ROWS = 2
@@ -85,20 +85,20 @@ class CpuProgram:
         self._page_tables = np.zeros(rows, np.int64)
         self._windowed_tables = np.zeros(rows, np.int64)
         self._output_rows = np.zeros(self.max_output_rows, np.int64)
-        self._segments = np.zeros((rows, protocol.SEGMENT_BYTES // 8), np.int64)
-        self._scratch = aligned_zeros(self._pool.num_threads * protocol.SCRATCH_BYTES)
-        self._header = np.zeros(protocol.HEADER_WORDS, np.int64)
+        self._segments = np.zeros((rows, kernel_abi.SEGMENT_BYTES // 8), np.int64)
+        self._scratch = aligned_zeros(self._pool.num_threads * kernel_abi.SCRATCH_BYTES)
+        self._header = np.zeros(kernel_abi.HEADER_WORDS, np.int64)
         for offset, array in (
-            (protocol.TOKEN_IDS, self._token_ids),
-            (protocol.POSITIONS, self._positions),
-            (protocol.PAGE_TABLES, self._page_tables),
-            (protocol.WINDOWED_TABLES, self._windowed_tables),
-            (protocol.OUTPUT_ROWS, self._output_rows),
-            (protocol.SCRATCH, self._scratch),
-            (protocol.SEGMENTS, self._segments),
+            (kernel_abi.TOKEN_IDS, self._token_ids),
+            (kernel_abi.POSITIONS, self._positions),
+            (kernel_abi.PAGE_TABLES, self._page_tables),
+            (kernel_abi.WINDOWED_TABLES, self._windowed_tables),
+            (kernel_abi.OUTPUT_ROWS, self._output_rows),
+            (kernel_abi.SCRATCH, self._scratch),
+            (kernel_abi.SEGMENTS, self._segments),
         ):
             self._header[offset // 8] = address(array)
-        self._header[protocol.CONTROL // 8] = self._pool.control_address
+        self._header[kernel_abi.CONTROL // 8] = self._pool.control_address
         self._header_address = address(self._header)
         self._partials: NDArray[np.uint8] = aligned_zeros(0)
         self._reserve_partials(0)
@@ -156,15 +156,15 @@ class CpuProgram:
         row = chunks = 0
         for index, segment in enumerate(batch.segments):
             row = self._set_segment(index, segment, row, rows)
-            chunks += ((segment.start_position - segment.dropped_tokens) // protocol.CHUNK + 2) * segment.num_rows
+            chunks += ((segment.start_position - segment.dropped_tokens) // kernel_abi.CHUNK + 2) * segment.num_rows
         if row != rows:
             raise RequestError(f"the segments hold {row} rows, the batch {rows} token ids")
         header = self._header
-        header[protocol.NUM_SEGMENTS // 8] = len(batch.segments)
-        header[protocol.NUM_ROWS // 8] = rows
-        header[protocol.NUM_OUTPUT_ROWS // 8] = outputs
+        header[kernel_abi.NUM_SEGMENTS // 8] = len(batch.segments)
+        header[kernel_abi.NUM_ROWS // 8] = rows
+        header[kernel_abi.NUM_OUTPUT_ROWS // 8] = outputs
         self._last_rows = rows
-        if rows <= protocol.SPLIT_ROWS and self.num_threads > 1:
+        if rows <= kernel_abi.SPLIT_ROWS and self.num_threads > 1:
             self._reserve_partials(chunks)
         if self._record.page_mass is not None:
             self._record.page_mass[: len(batch.segments)] = 0
@@ -183,11 +183,11 @@ class CpuProgram:
 
     def _reserve_partials(self, num_chunks: int) -> None:
         """Make room for what rows that see so many chunks in all keep of them, and for more than that next time."""
-        needed = protocol.PARTIAL_COUNTER_BYTES + num_chunks * self._record.partial_bytes
+        needed = kernel_abi.PARTIAL_COUNTER_BYTES + num_chunks * self._record.partial_bytes
         if needed > self._partials.size:
             self._partials = aligned_zeros(2 * needed)
-            self._header[protocol.PARTIALS // 8] = address(self._partials)
-            self._header[protocol.PARTIALS_BYTES // 8] = self._partials.size
+            self._header[kernel_abi.PARTIALS // 8] = address(self._partials)
+            self._header[kernel_abi.PARTIALS_BYTES // 8] = self._partials.size
 
     def _set_token_ids(self, token_ids: NDArray[np.int32], rows: int) -> None:
         # A row alone is every decoded token: plain integers cost a fraction of NumPy's reductions there.

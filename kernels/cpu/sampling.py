@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.kernels.cpu.arrays import address
-from localinfer.kernels.cpu.protocol import NOT_FINITE, NOTHING_LEFT, SAMPLING_BLOCK
-from localinfer.kernels.object_cache import Function
+from localinfer.kernels.cpu.kernel_abi import NOT_FINITE, NOTHING_LEFT, SAMPLING_BLOCK
+from localinfer.kernels.jit.object_cache import Function
 
 __all__ = ["NOTHING_LEFT", "NOT_FINITE", "RowSampler", "adjust", "order_key", "uniforms"]
 

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels.cpu import protocol
+from localinfer.kernels.cpu import kernel_abi as protocol
 from localinfer.kernels.cpu.arrays import address
-from localinfer.kernels.object_cache import Function
+from localinfer.kernels.jit.object_cache import Function
 
 _FILL_PAIRS = Function("text_merging.fill_pairs", "q", "qqqqqq")
 _FILL_WHOLE = Function("text_merging.fill_whole", "q", "qqqqq")

@@ -6,9 +6,9 @@ How it works is in `compiled/token_history.py`.
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels.cpu import protocol
+from localinfer.kernels.cpu import kernel_abi
 from localinfer.kernels.cpu.arrays import address
-from localinfer.kernels.object_cache import Function
+from localinfer.kernels.jit.object_cache import Function
 
 _EXTEND = Function("token_history.extend", "q", "qqqq")
 _DRAFT = Function("token_history.draft", "q", "qqqq")
@@ -32,7 +32,7 @@ class Cursor:
     @property
     def match_length(self) -> int:
         """Tokens at the end of the text that occurred before; 0 if there is no draft."""
-        return int(self.words[protocol.CURSOR_MATCH_LENGTH])
+        return int(self.words[kernel_abi.CURSOR_MATCH_LENGTH])
 
 
 class TokenHistory:
@@ -42,22 +42,22 @@ class TokenHistory:
     """
 
     def __init__(self) -> None:
-        self._words = np.zeros(protocol.HISTORY_WORDS, np.int64)
+        self._words = np.zeros(kernel_abi.HISTORY_WORDS, np.int64)
         self._address = address(self._words)
-        self._states = np.empty((0, protocol.STATE_WORDS), np.int32)
-        self._edges = np.empty((0, protocol.EDGE_WORDS), np.int32)
-        self._nodes = np.empty((0, protocol.NODE_WORDS), np.int32)
+        self._states = np.empty((0, kernel_abi.STATE_WORDS), np.int32)
+        self._edges = np.empty((0, kernel_abi.EDGE_WORDS), np.int32)
+        self._nodes = np.empty((0, kernel_abi.NODE_WORDS), np.int32)
         self._table = np.empty(0, np.int32)
         self._grow(_FIRST_ROOM)
         # Length 0, no link, never a match, the node before all tokens, no edges; and that node.
         self._states[0] = (0, -1, -1, 0, -1, 0)
         self._nodes[0] = (-1, -1, -1)
-        self._words[protocol.HISTORY_NUM_STATES] = self._words[protocol.HISTORY_NUM_NODES] = 1
+        self._words[kernel_abi.HISTORY_NUM_STATES] = self._words[kernel_abi.HISTORY_NUM_NODES] = 1
 
     @property
     def num_tokens(self) -> int:
         """Tokens held, those of a common beginning once."""
-        return int(self._words[protocol.HISTORY_NUM_NODES]) - 1
+        return int(self._words[kernel_abi.HISTORY_NUM_NODES]) - 1
 
     def extend(self, cursor: Cursor, token_ids: NDArray[np.int32]) -> None:
         """Read the next tokens of a text, contiguous int32[T]."""
@@ -78,16 +78,16 @@ class TokenHistory:
         source = Cursor()
         # A token of its own before it, since what follows the node before all tokens is the newest text.
         self.extend(source, np.array([_SEPARATOR], np.int32))
-        before = source.words[protocol.CURSOR_NODE]
+        before = source.words[kernel_abi.CURSOR_NODE]
         self.extend(source, token_ids)
-        cursor.words[protocol.CURSOR_ALIGNED] = cursor.words[protocol.CURSOR_MATCH] = before
-        cursor.words[protocol.CURSOR_MATCH_LENGTH] = protocol.LONG_MATCH
-        cursor.words[protocol.CURSOR_LOST] = 0
+        cursor.words[kernel_abi.CURSOR_ALIGNED] = cursor.words[kernel_abi.CURSOR_MATCH] = before
+        cursor.words[kernel_abi.CURSOR_MATCH_LENGTH] = kernel_abi.LONG_MATCH
+        cursor.words[kernel_abi.CURSOR_LOST] = 0
 
     def tokens(self, cursor: Cursor, most: int) -> NDArray[np.int32]:
         """The last tokens of a cursor's text, at most so many."""
         out = np.empty(most, np.int32)
-        node = int(cursor.words[protocol.CURSOR_NODE])
+        node = int(cursor.words[kernel_abi.CURSOR_NODE])
         return out[_TRACE(self._address, node, address(out), most) :]
 
     def _grow(self, num_nodes: int) -> None:
@@ -97,16 +97,16 @@ class TokenHistory:
         self._edges = _resized(self._edges, 4 * num_nodes)
         self._table = np.full(8 * num_nodes, -1, np.int32)
         for name, array in (
-            (protocol.HISTORY_STATES, self._states),
-            (protocol.HISTORY_EDGES, self._edges),
-            (protocol.HISTORY_NODES, self._nodes),
-            (protocol.HISTORY_TABLE, self._table),
+            (kernel_abi.HISTORY_STATES, self._states),
+            (kernel_abi.HISTORY_EDGES, self._edges),
+            (kernel_abi.HISTORY_NODES, self._nodes),
+            (kernel_abi.HISTORY_TABLE, self._table),
         ):
             words[name] = address(array)
-        words[protocol.HISTORY_STATE_ROOM] = len(self._states)
-        words[protocol.HISTORY_EDGE_ROOM] = len(self._edges)
-        words[protocol.HISTORY_NODE_ROOM] = len(self._nodes)
-        words[protocol.HISTORY_TABLE_SIZE] = self._table.size
+        words[kernel_abi.HISTORY_STATE_ROOM] = len(self._states)
+        words[kernel_abi.HISTORY_EDGE_ROOM] = len(self._edges)
+        words[kernel_abi.HISTORY_NODE_ROOM] = len(self._nodes)
+        words[kernel_abi.HISTORY_TABLE_SIZE] = self._table.size
         _REHASH(self._address)
 
 

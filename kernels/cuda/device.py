@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import BackendUnavailableError, OutOfMemoryError
-from localinfer.kernels.compile_ahead import ProgressCallback
 from localinfer.kernels.cuda.kernel_cache import KernelKey, compile_all, kernel_ptx, require_numba_cuda
+from localinfer.kernels.jit.compile_ahead import ProgressCallback
 
 F32, F16, BF16 = range(3)
 """Kinds of numbers of a library product, numbered as in `compiled.rows`."""

@@ -1,7 +1,7 @@
 """Compiled CUDA kernels on disk: PTX, compiled by numba-cuda once per machine; the driver makes machine code of it.
 
-It lies beside the CPU's kernels, under the same rules (see `kernels/object_cache.py`): a folder that is ours alone, its
-name everything the PTX depends on, and a checksum in every file. A start that finds all it needs imports no Numba.
+It lies beside the CPU's kernels, under the same rules (see `kernels/jit/object_cache.py`): a folder that is ours alone,
+its name everything the PTX depends on, and a checksum in every file. A start that finds all it needs imports no Numba.
 """
 
 import functools
@@ -16,12 +16,12 @@ from importlib import metadata
 from pathlib import Path
 
 from localinfer.errors import BackendUnavailableError
-from localinfer.kernels import compile_ahead, object_cache
-from localinfer.kernels.compile_ahead import ProgressCallback
+from localinfer.kernels.jit import compile_ahead, object_cache
+from localinfer.kernels.jit.compile_ahead import ProgressCallback
 from localinfer.kernels.source_digests import combined, source_digests
 from localinfer.kernels.versions import installed_version
 
-_SHARED_SOURCES = (*("kernels/ops.py", "kernels/kv_layout.py", "kernels/cpu/layouts.py", "kernels/cpu/protocol.py"),)
+_SHARED_SOURCES = (*("kernels/ops.py", "kernels/kv_layout.py", "kernels/layouts.py", "kernels/cpu/kernel_abi.py"),)
 """What CUDA kernels read of the rest of this floor."""
 
 STAGE = "compiling CUDA kernels (once per machine)"

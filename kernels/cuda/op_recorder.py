@@ -3,12 +3,12 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from localinfer.kernels.cpu.tape_memory import check
-from localinfer.kernels.cuda.attention_steps import Rope, rope_steps
+from localinfer.kernels.cpu.memory import check
+from localinfer.kernels.cuda.attention import Rope, rope_steps
 from localinfer.kernels.cuda.device import Launch, Step
-from localinfer.kernels.cuda.products import THREADS, Quantized, Slot
+from localinfer.kernels.cuda.gemm import THREADS, Quantized, Slot
+from localinfer.kernels.cuda.memory import DeviceMemory
 from localinfer.kernels.cuda.shape import Builder, Shape
-from localinfer.kernels.cuda.tape_memory import DeviceMemory
 from localinfer.kernels.ops import Buffer, Projection, Rows
 
 

@@ -7,9 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import ShapeError
-from localinfer.kernels.cpu.layouts import SIZES, Layout
 from localinfer.kernels.cuda.device import Device
-from localinfer.kernels.cuda.layouts import plane_offsets, plane_sizes, to_planes
+from localinfer.kernels.cuda.weights import plane_offsets, plane_sizes, to_planes
+from localinfer.kernels.layouts import SIZES, Layout
 
 _STEP_BYTES = 32 << 20
 """A tensor is moved in steps of about this size, so that little of it is in the host's memory at once."""

@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import BackendUnavailableError
-from localinfer.kernels.compile_ahead import ProgressCallback
-from localinfer.kernels.cpu.layouts import Layout
 from localinfer.kernels.cuda.device import Device, Step
 from localinfer.kernels.cuda.kernel_cache import KernelKey
+from localinfer.kernels.jit.compile_ahead import ProgressCallback
 from localinfer.kernels.kv_layout import KVLayout
+from localinfer.kernels.layouts import Layout
 from localinfer.kernels.ops import (
     AttentionShape,
     Batch,
@@ -59,8 +59,8 @@ def check_device(device: Device, progress: ProgressCallback | None = None) -> No
 def _compute(device: "_LentDevice", progress: ProgressCallback | None) -> tuple[FloatArray, FloatArray]:
     """The rows that the device computes, float32[positions, heads * size], and those that are right."""
     # Imported late: a CPU's start needs none of it.
+    from localinfer.kernels.cuda.lower import CudaTape
     from localinfer.kernels.cuda.planes import upload
-    from localinfer.kernels.cuda.tape import CudaTape
 
     random = np.random.default_rng(0)
     inputs = _inputs(random)

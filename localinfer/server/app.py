@@ -7,19 +7,19 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 
-from localinfer.server import (
+from localinfer.server import openapi
+from localinfer.server.api import (
     chat_routes,
     completion_routes,
     embedding_routes,
     messages_routes,
-    openapi,
     responses_routes,
     status_routes,
     text_routes,
 )
-from localinfer.server.gate import Gate
-from localinfer.server.routing import PlainPaths, route, unrouted
-from localinfer.server.service import Service
+from localinfer.server.api.routing import PlainPaths, route, unrouted
+from localinfer.server.replies.service import Service
+from localinfer.server.transport.security import Gate
 
 
 def make_app(service: Service) -> Starlette:

@@ -16,14 +16,14 @@ import uvicorn
 
 from localinfer.errors import BackendUnavailableError, ClosedError
 from localinfer.server.app import make_app
-from localinfer.server.connection import Connection
-from localinfer.server.gate import MAX_HEADER_BYTES
-from localinfer.server.meters import Meters
-from localinfer.server.model_registry import ModelRegistry
-from localinfer.server.service import Service
-from localinfer.server.settings import ServerSettings
-from localinfer.server.sockets import BACKLOG, UnixListener, affordable_connections, bind_tcp
-from localinfer.server.wire_errors import ApiError
+from localinfer.server.replies.metrics import Meters
+from localinfer.server.replies.model_registry import ModelRegistry
+from localinfer.server.replies.service import Service
+from localinfer.server.transport.connection import Connection
+from localinfer.server.transport.errors import ApiError
+from localinfer.server.transport.security import MAX_HEADER_BYTES
+from localinfer.server.transport.settings import ServerSettings
+from localinfer.server.transport.sockets import BACKLOG, UnixListener, affordable_connections, bind_tcp
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from localinfer.models.checkpoint.families import Family, find_family
 from localinfer.models.checkpoint.rope_settings import read_rope
 from localinfer.models.checkpoint.settings import Settings
 from localinfer.models.checkpoint.unknown_settings import unknown_settings
-from localinfer.models.config import MAX_CONTEXT, MAX_LAYERS
-from localinfer.models.metadata_keys import DYNAMIC_ROPE_KEY
+from localinfer.models.decoder.config import MAX_CONTEXT, MAX_LAYERS
+from localinfer.models.decoder.metadata_keys import DYNAMIC_ROPE_KEY
 
 
 @dataclass(frozen=True)

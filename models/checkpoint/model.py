@@ -22,13 +22,13 @@ from localinfer.errors import CorruptFileError, TokenizerError, UnsupportedForma
 from localinfer.models.checkpoint.hyperparameters import read_hyperparameters
 from localinfer.models.checkpoint.tensor_plan import PlannedTensor, plan_tensors
 from localinfer.models.checkpoint.tokenizer_files import read_tokenizer
-from localinfer.quant.checkpoint_folder import CheckpointFolder, open_folder
-from localinfer.quant.checkpoint_quantization import open_quantization, quantization_settings
-from localinfer.quant.formats import TensorType, row_bytes
-from localinfer.quant.gguf_metadata import SingleValue
-from localinfer.quant.grouped import GroupedMatrix, common_type
-from localinfer.quant.mapped_file import FileStretch
-from localinfer.quant.reference import dequantize
+from localinfer.quant.checkpoint.folder import CheckpointFolder, open_folder
+from localinfer.quant.checkpoint.grouped import GroupedMatrix, common_type
+from localinfer.quant.checkpoint.quantization import open_quantization, quantization_settings
+from localinfer.quant.formats.reference import dequantize
+from localinfer.quant.formats.types import TensorType, row_bytes
+from localinfer.quant.gguf.mapped_file import FileStretch
+from localinfer.quant.gguf.metadata import SingleValue
 
 logger = logging.getLogger(__name__)
 

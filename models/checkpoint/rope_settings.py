@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from localinfer.errors import UnsupportedFormatError
 from localinfer.models.checkpoint.settings import Settings
-from localinfer.models.config import MAX_BASE, MAX_CONTEXT, MAX_SCALE, MIN_BASE, MIN_SCALE
-from localinfer.models.rope import plain_frequencies
+from localinfer.models.decoder.config import MAX_BASE, MAX_CONTEXT, MAX_SCALE, MIN_BASE, MIN_SCALE
+from localinfer.models.decoder.rope import plain_frequencies
 
 _BASE = {"low": MIN_BASE, "high": MAX_BASE}
 _KNOWN = "default, linear, dynamic, llama3, yarn and longrope"

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from localinfer.errors import CorruptFileError, UnsupportedFormatError
-from localinfer.models.config import MAX_SCALE, MAX_WIDTH
-from localinfer.models.metadata import shown
+from localinfer.models.decoder.config import MAX_SCALE, MAX_WIDTH
+from localinfer.models.decoder.metadata import shown
 
 _WAY_OUT = "Download the folder again or choose another model."
 

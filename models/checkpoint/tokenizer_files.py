@@ -6,8 +6,8 @@ from typing import Any
 
 from localinfer.errors import TokenizerError
 from localinfer.models.checkpoint.tokenizer_json import TokenizerJson
-from localinfer.models.vocabulary import PREFIX
-from localinfer.quant.checkpoint_folder import MAX_TOKENIZER_BYTES, CheckpointFolder
+from localinfer.models.text.vocabulary import PREFIX
+from localinfer.quant.checkpoint.folder import MAX_TOKENIZER_BYTES, CheckpointFolder
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from localinfer.errors import TokenizerError
-from localinfer.models.pre_tokenizers import GPT2_PATTERN, PRE_TOKENIZERS
-from localinfer.models.vocabulary import PREFIX, TokenType
+from localinfer.models.text.splitting import GPT2_PATTERN, PRE_TOKENIZERS
+from localinfer.models.text.vocabulary import PREFIX, TokenType
 
 _MAX_TOKENS = 1 << 22
 _SPACE_MARK = "▁"

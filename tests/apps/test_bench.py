@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from localinfer import measured_model
-from localinfer.bench_client import EngineOptions, EngineProcess
-from localinfer.bench_report import render_bench
+from localinfer.bench import measured_model
+from localinfer.bench.client import EngineOptions, EngineProcess
+from localinfer.bench.report import render_bench
 from localinfer.cli import main
 from localinfer.errors import BackendUnavailableError, ModelFileError
 from localinfer.kernels.ops import Operation, Rows
@@ -77,7 +77,7 @@ def test_table_shows_the_same_figures(record: dict[str, Any]) -> None:
 
 
 def test_ratios_are_above_one_where_localinfer_is_better(record: dict[str, Any]) -> None:
-    from localinfer.bench import compare
+    from localinfer.bench.decode import compare
 
     ours = record["engines"]["localinfer"]
     worse = json.loads(json.dumps(ours))

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from localinfer import bench_gpu
-from localinfer.bench_report import render_gpu
+from localinfer.bench import gpu as bench_gpu
+from localinfer.bench.report import render_gpu
 from localinfer.cli import main
 from localinfer.kernels.cuda.device import has_driver
-from localinfer.quant.gguf import read_gguf
+from localinfer.quant.gguf.reader import read_gguf
 from tests.models.small_models import VOCAB, write_small_llama
 
 SMALL = ("--device", "cuda", "--prompt", "2", "--decode", "1", "--context", "1", "--repetitions", "1")

@@ -15,9 +15,9 @@ from typing import Any
 import psutil
 import pytest
 
-from localinfer.bench_load import Prompts, chat_body, reply_lengths
-from localinfer.bench_load_client import Answer, read_reply
-from localinfer.bench_load_figures import (
+from localinfer.bench.load import Prompts, chat_body, reply_lengths
+from localinfer.bench.load_client import Answer, read_reply
+from localinfer.bench.load_figures import (
     Failure,
     Objective,
     RequestTimes,
@@ -27,12 +27,12 @@ from localinfer.bench_load_figures import (
     percentile,
     spread,
 )
-from localinfer.bench_serve_report import render_serve
-from localinfer.bench_server import ServerProcess
+from localinfer.bench.serve_report import render_serve
+from localinfer.bench.server import ServerProcess
 from localinfer.cli import main
 from localinfer.errors import BackendUnavailableError
 from localinfer.loading import model_path
-from localinfer.server.meters import GOOD_FIRST_TOKEN_SECONDS, GOOD_INTERVAL_SECONDS
+from localinfer.server.replies.metrics import GOOD_FIRST_TOKEN_SECONDS, GOOD_INTERVAL_SECONDS
 from tests.limits import seconds
 
 HAS_CHARTS = importlib.util.find_spec("matplotlib") is not None
@@ -114,7 +114,7 @@ def test_texts_that_differ_and_texts_that_did_not_come_are_told_apart():
 
 
 def test_default_objective_is_that_of_the_servers_own_metric():
-    from localinfer.cli_bench import bench_command
+    from localinfer.cli.bench import bench_command
 
     defaults = {parameter.name: parameter.default for parameter in bench_command.params}
     assert defaults["slo_ttft"] == 1e3 * GOOD_FIRST_TOKEN_SECONDS
@@ -286,7 +286,7 @@ def test_server_that_cannot_start_says_why(tmp_path):
 @pytest.mark.skipif(sys.platform == "win32", reason="kills as Unix does")
 def test_server_ends_with_the_process_that_started_it():
     program = (
-        "import sys, time; from localinfer.bench_server import ServerProcess; "
+        "import sys, time; from localinfer.bench.server import ServerProcess; "
         f"server = ServerProcess({str(model_path(None))!r}, device='cpu', threads=1, max_generations=4); "
         "print(server.pid, flush=True); time.sleep(60)"
     )
@@ -306,7 +306,7 @@ def test_server_ends_with_the_process_that_started_it():
 def test_chart_without_a_folder_for_it_is_refused(record, tmp_path):
     if not HAS_CHARTS:
         pytest.skip("matplotlib is not installed")
-    from localinfer.bench_serve_chart import draw_serve
+    from localinfer.bench.serve_chart import draw_serve
     from localinfer.errors import RequestError
 
     with pytest.raises(RequestError, match="--output"):
@@ -316,7 +316,7 @@ def test_chart_without_a_folder_for_it_is_refused(record, tmp_path):
 @pytest.mark.skipif(not HAS_CHARTS, reason="matplotlib is not installed")
 @pytest.mark.parametrize("rise", [0.0, 0.0001, 0.01, 1.0])
 def test_no_point_of_a_chart_is_cut_off(rise: float) -> None:
-    from localinfer.bench_serve_chart import serve_figure
+    from localinfer.bench.serve_chart import serve_figure
 
     def level(streams: int) -> dict[str, Any]:
         seconds = 0.1 + rise * streams

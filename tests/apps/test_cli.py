@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import localinfer
+from localinfer.chat.constraint import Grammar, JsonObject, JsonSchema, Regex
 from localinfer.cli import main
-from localinfer.constraint import Grammar, JsonObject, JsonSchema, Regex
 from localinfer.errors import ContextLengthError, RequestError
 from tests.limits import seconds
 

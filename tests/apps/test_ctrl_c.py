@@ -79,7 +79,7 @@ def test_an_interruption_in_a_callback_is_not_lost() -> None:
     """Python prints what is raised there, and goes on."""
     code = """
 import signal, sys, time, weakref
-from localinfer import __main__, cli
+from localinfer import __main__; from localinfer import cli
 class Module: pass
 def interrupted(_): signal.raise_signal(signal.SIGINT)
 def command():

@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 
 import localinfer
-from localinfer.chat_reply import ReplyOptions
+from localinfer.chat.reply import ReplyOptions
 from localinfer.cli import localinfer_command
 from localinfer.llm import LLM
-from localinfer.text_stream import GenerationOptions
+from localinfer.stream import GenerationOptions
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SOURCES = [path for folder in ("localinfer", "models") for path in (REPOSITORY / folder).rglob("*.py")]

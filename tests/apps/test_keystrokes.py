@@ -19,7 +19,7 @@ PROGRAM = """
 import json, os, signal, sys
 from contextlib import nullcontext
 from types import SimpleNamespace
-from localinfer import chat
+from localinfer.cli import chat
 from prompt_toolkit.history import InMemoryHistory
 
 chat.open_history = InMemoryHistory

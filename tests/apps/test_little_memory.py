@@ -9,7 +9,7 @@ import pytest
 from localinfer.errors import LocalinferError, OutOfMemoryError
 from localinfer.kernels import address_space
 from localinfer.kernels.cpu.arrays import Arena, aligned, aligned_zeros
-from localinfer.quant.mapped_file import MappedFile
+from localinfer.quant.gguf.mapped_file import MappedFile
 from tests.kernels.subprocesses import REPOSITORY, environment
 from tests.limits import seconds
 
@@ -139,7 +139,7 @@ def test_a_file_that_cannot_be_mapped_says_how_large_it_is(tmp_path, monkeypatch
 
     path = tmp_path / "model.gguf"
     path.write_bytes(bytes(2_000_000))
-    monkeypatch.setattr("localinfer.quant.mapped_file.mmap.mmap", scarce)
+    monkeypatch.setattr("localinfer.quant.gguf.mapped_file.mmap.mmap", scarce)
     with pytest.raises(OutOfMemoryError, match="model.gguf needs 2 MB"):
         MappedFile(path)
 

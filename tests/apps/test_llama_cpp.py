@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import localinfer
+from localinfer.evaluation.quantize import quantize
 from localinfer.models import demo
-from localinfer.quant.formats import TensorType
-from localinfer.quant.gguf import read_gguf
-from localinfer.quant.imatrix import Importance, write_imatrix
-from localinfer.quantization import quantize
+from localinfer.quant.formats.types import TensorType
+from localinfer.quant.gguf.reader import read_gguf
+from localinfer.quant.methods.imatrix import Importance, write_imatrix
 from tests.models.arch_models import ArchModel, run_logits
 from tests.models.numpy_device import NumpyDevice
 from tests.typed_models import check_model, make_model, read_model

@@ -14,19 +14,19 @@ from typing import BinaryIO
 import numpy as np
 import pytest
 
+from localinfer.bench.roofline_chart import save_figure
 from localinfer.cli import EXIT_BAD_INPUT, main
 from localinfer.errors import LocalinferError, RequestError, SessionFileError
 from localinfer.files import OutputFile, check_output, is_written_in_place
 from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.llm import LLM
 from localinfer.models import demo
-from localinfer.quant.formats import TensorType
-from localinfer.quant.gguf import read_gguf
-from localinfer.quant.gguf_writer import GGUFWriter, TensorSpec, encode_value
-from localinfer.quant.imatrix import Importance, write_imatrix
-from localinfer.quant.presets import find_preset
-from localinfer.quant.quantize_model import quantize_model
-from localinfer.roofline_chart import save_figure
+from localinfer.quant.formats.types import TensorType
+from localinfer.quant.gguf.reader import read_gguf
+from localinfer.quant.gguf.writer import GGUFWriter, TensorSpec, encode_value
+from localinfer.quant.methods.imatrix import Importance, write_imatrix
+from localinfer.quant.methods.presets import find_preset
+from localinfer.quant.pipeline.quantize import quantize_model
 from tests.engine.fakes import fake_model
 from tests.engine.test_disk_cache import FakeIdentity
 from tests.kernels.subprocesses import REPOSITORY, environment

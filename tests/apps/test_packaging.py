@@ -45,12 +45,26 @@ def test_every_package_is_a_regular_one():
     assert missing == []
 
 
-def test_import_contract_places_every_module(settings):
-    (contract,) = settings["tool"]["importlinter"]["contracts"]
+CONTAINERS = {
+    "localinfer": "localinfer",
+    "localinfer.kernels": "kernels",
+    "localinfer.models": "models",
+    "localinfer.quant": "quant",
+    "localinfer.server": "localinfer/server",
+}
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_import_contracts_place_every_module_and_package(settings, container):
+    contracts = settings["tool"]["importlinter"]["contracts"]
+    (contract,) = (contract for contract in contracts if contract["containers"] == [container])
     assert contract["exhaustive"]
     placed = {name.strip() for layer in contract["layers"] for name in layer.split("|")}
-    modules = {path.stem for path in (REPOSITORY / "localinfer").glob("*.py")} - {"__init__"}
-    assert placed == modules | {"kernels", "models", "quant", "server"}
+    folder = REPOSITORY / CONTAINERS[container]
+    found = {path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/__init__.py")}
+    if container == "localinfer":
+        found |= {"kernels", "models", "quant"}
+    assert placed == found - {"__init__"}
 
 
 def test_extras_are_the_documented_ones(settings):

@@ -9,16 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from localinfer import questions
 from localinfer.cli import EXIT_BAD_INPUT, main
 from localinfer.errors import TemplateError
-from localinfer.models import demo, scale_calibration
-from localinfer.quant.formats import TensorType
-from localinfer.quant.gguf import read_gguf
-from localinfer.quant.gguf_writer import GGUFWriter, TensorSpec, encode_value
-from localinfer.quant.imatrix import read_imatrix
-from localinfer.quant.reference import dequantize, quantize
-from localinfer.quantization import quantize as quantize_model
+from localinfer.evaluation import questions
+from localinfer.evaluation.quantize import quantize as quantize_model
+from localinfer.models import demo
+from localinfer.models.calibration import scales as scale_calibration
+from localinfer.quant.formats.reference import dequantize, quantize
+from localinfer.quant.formats.types import TensorType
+from localinfer.quant.gguf.reader import read_gguf
+from localinfer.quant.gguf.writer import GGUFWriter, TensorSpec, encode_value
+from localinfer.quant.methods.imatrix import read_imatrix
 
 MODEL = Path(demo.__file__).parent / "demo-f16.gguf"
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from localinfer.cli import main
-from localinfer.show import describe_file, render_json, render_text
+from localinfer.describe import describe_file, render_json, render_text
 from tests.checkpoint_files import LLAMA_CONFIG, MODULES, Stored, llama_weights, tokenizer_document, write_folder
 from tests.quantized_checkpoints import gptq_tensors, in_module, random_codes
 

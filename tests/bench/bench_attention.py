@@ -10,12 +10,12 @@ import time
 
 import numpy as np
 
+from localinfer.bench.machine import cpu_name, instruction_set, measure_read_bandwidth
 from localinfer.kernels.cpu.arrays import Arena, address
+from localinfer.kernels.cpu.lower import CpuProgram, CpuTape
 from localinfer.kernels.cpu.pool import ThreadPool
-from localinfer.kernels.cpu.tape import CpuProgram, CpuTape
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.ops import AttentionShape, Batch, KVLayerShape, Rows, Segment
-from localinfer.machine import cpu_name, instruction_set, measure_read_bandwidth
 from tests.kernels.tape_runs import random_rows, table
 
 SHAPES = {

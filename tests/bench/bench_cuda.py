@@ -15,14 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from localinfer.kernels.cpu.layouts import Layout
-from localinfer.kernels.cuda.attention_steps import Rope, attention_steps
-from localinfer.kernels.cuda.choice import Chosen
+from localinfer.kernels.cuda.attention import Rope, attention_steps
 from localinfer.kernels.cuda.device import CudaDevice, Launch
-from localinfer.kernels.cuda.layouts import plane_offsets
-from localinfer.kernels.cuda.pages import DeviceKVLayout
-from localinfer.kernels.cuda.planes import DeviceWeight
-from localinfer.kernels.cuda.products import (
+from localinfer.kernels.cuda.device_choice import Chosen
+from localinfer.kernels.cuda.gemm import (
     TENSOR_CORES,
     Quantized,
     Slot,
@@ -31,11 +27,15 @@ from localinfer.kernels.cuda.products import (
     scalar_product,
     tiled_product,
 )
+from localinfer.kernels.cuda.lower import CudaTape
+from localinfer.kernels.cuda.memory import DeviceMemory
+from localinfer.kernels.cuda.pages import DeviceKVLayout
+from localinfer.kernels.cuda.planes import DeviceWeight
 from localinfer.kernels.cuda.program import CudaProgram
 from localinfer.kernels.cuda.shape import Shape
-from localinfer.kernels.cuda.tape import CudaTape
-from localinfer.kernels.cuda.tape_memory import DeviceMemory
+from localinfer.kernels.cuda.weights import plane_offsets
 from localinfer.kernels.kv_layout import KVLayout
+from localinfer.kernels.layouts import Layout
 from localinfer.kernels.ops import (
     AttentionShape,
     Batch,
@@ -46,8 +46,8 @@ from localinfer.kernels.ops import (
     Rows,
     Segment,
 )
-from localinfer.models.config import ModelConfig
-from localinfer.models.decoder import kv_layer_shapes, write_decoder
+from localinfer.models.decoder.config import ModelConfig
+from localinfer.models.decoder.decoder import kv_layer_shapes, write_decoder
 
 # Layers, hidden, heads, KV heads, head size, feed-forward, vocabulary, whether the output is the embedding.
 SHAPES: dict[str, tuple[int, int, int, int, int, int, int, bool]] = {

@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 
 import localinfer
-from localinfer.disk_cache import DiskCache
-from localinfer.disk_tier import DiskTier
 from localinfer.llm import LLM
+from localinfer.persistence.prompt_cache import DiskCache
+from localinfer.persistence.store import DiskTier
 from localinfer.worker_threads import num_io_threads
 
 NEVER = 1e9

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from localinfer.kernels.cpu.encoding import ENCODERS, prepare_encoders
 from localinfer.kernels.cpu.pool import ThreadPool
-from localinfer.quant.encoding import encode
-from localinfer.quant.formats import TensorType, row_bytes
+from localinfer.quant.formats.encoding import encode
+from localinfer.quant.formats.types import TensorType, row_bytes
 
 ROWS, PEER_ROWS, COLUMNS = 512, 32, 2048
 

@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 
 import localinfer
-from localinfer.evaluation import Comparison, compare
-from localinfer.quant.formats import TensorType
-from localinfer.quant.gguf import read_gguf
-from localinfer.quant.presets import PRESETS, Preset, find_preset
-from localinfer.quantization import quantize
+from localinfer.evaluation.measure import Comparison, compare
+from localinfer.evaluation.quantize import quantize
+from localinfer.quant.formats.types import TensorType
+from localinfer.quant.gguf.reader import read_gguf
+from localinfer.quant.methods.presets import PRESETS, Preset, find_preset
 
 PEER_FILES = Path(__file__).parent / "peer_files.py"
 PROMPT = "Once upon a time"

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from localinfer.bench.machine import cpu_name, instruction_set, measure_multiply_peak, measure_read_bandwidth
 from localinfer.kernels.cpu.arrays import Arena
-from localinfer.kernels.cpu.layouts import Layout
-from localinfer.kernels.cpu.packing import PackedWeight, pack
+from localinfer.kernels.cpu.lower import CpuProgram, CpuTape
 from localinfer.kernels.cpu.pool import ThreadPool
-from localinfer.kernels.cpu.tape import CpuProgram, CpuTape
+from localinfer.kernels.cpu.weights import PackedWeight, pack
+from localinfer.kernels.layouts import Layout
 from localinfer.kernels.ops import Batch, LinearWeight, Projection, Rows, Segment
-from localinfer.machine import cpu_name, instruction_set, measure_multiply_peak, measure_read_bandwidth
-from localinfer.models.thread_choice import available_threads
+from localinfer.models.load.threads import available_threads
 from tests.kernels.random_weights import random_weights
 from tests.kernels.tape_runs import NO_CACHE, random_rows, table
 

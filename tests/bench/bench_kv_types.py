@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import localinfer
-from localinfer.evaluation import compare, evaluation_text
-from localinfer.kernels.cpu import attention_words
+from localinfer.evaluation.measure import compare, evaluation_text
+from localinfer.kernels.cpu import attention as attention_words
 
 
 @contextmanager

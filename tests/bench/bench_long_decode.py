@@ -10,10 +10,10 @@ import time
 
 import numpy as np
 
+from localinfer.cache.block_pool import PagePool
+from localinfer.cache.sequence import KVCache
 from localinfer.kernels.ops import Batch
-from localinfer.kv_cache import KVCache
-from localinfer.models.loader import Model, load_model
-from localinfer.page_pool import PagePool
+from localinfer.models.load.loader import Model, load_model
 
 _ROW = np.zeros(1, np.int32)
 _PLAUSIBLE_BYTE = 0x3C

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from localinfer.loading import load_tokenizer
-from localinfer.ngram_drafter import NgramDrafter
+from localinfer.speculation.ngram import NgramDrafter
 from tests.bench.edit_tasks import edit_tasks
 
 COUNT = 10

@@ -10,8 +10,8 @@ import time
 import numpy as np
 
 import localinfer
-from localinfer.prefix_cache import CacheUse, PrefixCache
-from localinfer.text_stream import Completion
+from localinfer.cache.prefix_cache import CacheUse, PrefixCache
+from localinfer.stream import Completion
 from tests.engine.fakes import FakeLayout
 
 REPLY_TOKENS = 16

@@ -12,19 +12,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 import localinfer
-from localinfer.evaluation import compare, evaluation_text
-from localinfer.evaluation_report import render_summary
+from localinfer.evaluation.measure import compare, evaluation_text
+from localinfer.evaluation.report import render_summary
 from localinfer.kernels.cpu.encoding import ENCODERS, prepare_encoders
 from localinfer.kernels.cpu.pool import ThreadPool
-from localinfer.models.calibrated_rounding import round_by_calibration, scale_for_rounding
-from localinfer.models.calibration import calibrate, calibration_sequences
-from localinfer.models.loader import load_tokenizer, open_model_file
-from localinfer.quant.importance import ImportanceVisitor
-from localinfer.quant.model_file import ModelFile
-from localinfer.quant.partial_results import PartialResults
-from localinfer.quant.presets import ModelFacts, choose_types, find_preset
-from localinfer.quant.quantize_model import quantize_model
-from localinfer.quant.workers import Workers
+from localinfer.models.calibration.rounding import round_by_calibration, scale_for_rounding
+from localinfer.models.calibration.run import calibrate, calibration_sequences
+from localinfer.models.load.loader import load_tokenizer, open_model_file
+from localinfer.quant.checkpoint.model_file import ModelFile
+from localinfer.quant.methods.importance import ImportanceVisitor
+from localinfer.quant.methods.presets import ModelFacts, choose_types, find_preset
+from localinfer.quant.methods.workers import Workers
+from localinfer.quant.pipeline.partial_results import PartialResults
+from localinfer.quant.pipeline.quantize import quantize_model
 
 SEQUENCE_LENGTH, NUM_CHUNKS = 256, 60
 

@@ -21,14 +21,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 import localinfer
-from localinfer.engine import Engine
-from localinfer.generation import Generation
-from localinfer.models.loader import Model, load_model
-from localinfer.ngram_drafter import NgramDrafter
-from localinfer.sampling import Sampler, SamplingParams, SamplingPlan
-from localinfer.speculation import LookupDrafter, Speculation, SpeculationRecord
+from localinfer.engine.engine import Engine
+from localinfer.engine.request import Generation
+from localinfer.models.load.loader import Model, load_model
+from localinfer.sampling.sampler import Sampler, SamplingParams, SamplingPlan
+from localinfer.speculation.ngram import NgramDrafter
+from localinfer.speculation.verification_costs import MAX_DEPTH, VerificationCosts
+from localinfer.speculation.verify import LookupDrafter, Speculation, SpeculationRecord
 from localinfer.speculation_setup import make_speculation
-from localinfer.verification_costs import MAX_DEPTH, VerificationCosts
 from tests.bench.edit_tasks import edit_tasks
 
 TokenIds = NDArray[np.int32]

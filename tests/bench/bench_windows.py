@@ -10,10 +10,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from localinfer.kernels.cpu.tape import MAX_BATCH_ROWS
+from localinfer.cache.prefix_cache import CacheUse, PrefixCache
+from localinfer.kernels.cpu.lower import MAX_BATCH_ROWS
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.ops import KVLayerShape
-from localinfer.prefix_cache import CacheUse, PrefixCache
 
 SHAPES = {
     "Gemma 3 1B": [KVLayerShape(1, 256, 256, 0 if layer % 6 == 5 else 512) for layer in range(26)],

@@ -50,9 +50,9 @@ step 60 sanitizer compute-sanitizer --tool memcheck --error-exitcode 9 \
     tests/kernels/test_cuda_ops_on_gpu.py -k "Q4_0 or Q6_K-5 or F16-3 or draw or every_other_op or block_of_a_decoder"
 step 35 model python3 -c '
 import json, sys
-from localinfer.bench import BenchSettings
-from localinfer.bench_gpu import run_gpu_bench
-from localinfer.bench_report import render_gpu
+from localinfer.bench.decode import BenchSettings
+from localinfer.bench.gpu import run_gpu_bench
+from localinfer.bench.report import render_gpu
 from localinfer.loading import model_path
 record = run_gpu_bench(BenchSettings(model=str(model_path(None)), prompt=512, repetitions=3), lambda *stage: None)
 print(json.dumps(record))

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.disk_tier import DiskTier, PageSource
+from localinfer.persistence.store import DiskTier, PageSource
 
 PAGE_TOKENS = 4
 PAGE_BYTES = 192

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from localinfer.errors import RequestError
 from localinfer.kernels.ops import Batch
-from localinfer.models.special_tokens import SpellingFinder
+from localinfer.models.text.special_tokens import SpellingFinder
 
 Logits = NDArray[np.float32]
 PAGE_TOKENS = 4

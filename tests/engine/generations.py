@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.engine import Engine
-from localinfer.generation import TokenEvent
-from localinfer.sampling import SamplingParams
+from localinfer.engine.engine import Engine
+from localinfer.engine.request import TokenEvent
+from localinfer.sampling.sampler import SamplingParams
 from tests.engine.fakes import FakeModel, fake_model, hashed_logits
 from tests.limits import seconds
 

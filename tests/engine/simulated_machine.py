@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.engine import Engine
+from localinfer.engine.engine import Engine
 from localinfer.kernels.ops import Batch
-from localinfer.sampling import SamplingParams
-from localinfer.speculation import Speculation
-from localinfer.verification_costs import MAX_DEPTH, VerificationCosts
+from localinfer.sampling.sampler import SamplingParams
+from localinfer.speculation.verification_costs import MAX_DEPTH, VerificationCosts
+from localinfer.speculation.verify import Speculation
 from tests.engine.fakes import FakeConfig, FakeLayout
 
 TokenIds = NDArray[np.int32]

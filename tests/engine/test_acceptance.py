@@ -3,8 +3,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.acceptance import accept_by_rejection, accept_coupled
-from localinfer.sampling import Sampler, SamplingParams, SamplingPlan
+from localinfer.sampling.sampler import Sampler, SamplingParams, SamplingPlan
+from localinfer.speculation.acceptance import accept_by_rejection, accept_coupled
 
 VOCABULARY = 12
 SAMPLES = 24_000

@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from localinfer import disk_cache
-from localinfer.disk_cache import DiskCache, DiskOptions
+from localinfer.cache.block_pool import PagePool
+from localinfer.cache.prefix_cache import CacheUse, PrefixCache
+from localinfer.cache.sequence import KVCache
 from localinfer.errors import OutOfMemoryError
-from localinfer.kv_cache import KVCache
-from localinfer.page_pool import PagePool
-from localinfer.prefix_cache import CacheUse, PrefixCache
+from localinfer.persistence import prompt_cache as disk_cache
+from localinfer.persistence.prompt_cache import DiskCache, DiskOptions
 from tests.engine.fakes import FakeLayout
 from tests.engine.test_disk_cache import FakeIdentity
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from localinfer.constraint import JsonSchema
+from localinfer.chat.constraint import JsonSchema
 from localinfer.llm import LLM
-from localinfer.models.pooling import Pooling
-from localinfer.ngram_drafter import NgramDrafter
-from localinfer.sampling import SamplingParams
-from localinfer.speculation import Speculation
-from localinfer.verification_costs import VerificationCosts
+from localinfer.models.decoder.pooling import Pooling
+from localinfer.sampling.sampler import SamplingParams
+from localinfer.speculation.ngram import NgramDrafter
+from localinfer.speculation.verification_costs import VerificationCosts
+from localinfer.speculation.verify import Speculation
 from tests.engine.fakes import FakeModel, FakeProgram, FakeTemplate, fake_model, hashed_logits
 
 IDS = list(range(40, 64))

@@ -29,7 +29,7 @@ SETUP = """
 import logging, os, shutil, sys
 import localinfer
 from localinfer.errors import CorruptFileError, SessionFileError
-from localinfer.models import rows_on_demand
+from localinfer.models.load import rows_on_demand
 model, other, place = {model!r}, {other!r}, {place!r}
 path, folder = place + "/model.gguf", place + "/cache"
 CHANGES = {changes!r}
@@ -167,7 +167,7 @@ except CorruptFileError as error:
 
 def test_change_while_a_model_is_quantized_is_an_error_and_writes_nothing(tmp_path: Path) -> None:
     code = """
-from localinfer.quantization import quantize
+from localinfer.evaluation.quantize import quantize
 for name in CHANGES:
     if name == "replaced":
         continue
@@ -207,7 +207,7 @@ def test_metadata_read_while_the_file_is_cut_off_is_whole_or_refused(tmp_path: P
     code = f"""
 import os, threading
 from localinfer.errors import CorruptFileError
-from localinfer.quant.gguf import read_gguf
+from localinfer.quant.gguf.reader import read_gguf
 path = {str(path)!r}
 content = open(path, "rb").read()
 file = read_gguf(path)

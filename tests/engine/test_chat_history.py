@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from localinfer.chat_history import ChatHistory, EncodedChat
+from localinfer.chat.history import ChatHistory, EncodedChat
 from localinfer.llm import LLM
-from localinfer.models.chat_template import ChatTemplate
-from localinfer.models.tokenizer import Tokenizer
+from localinfer.models.text.chat_template import ChatTemplate
+from localinfer.models.text.tokenizer import Tokenizer
 from tests.engine.fakes import ByteTokenizer, FakeModel, FakeTemplate, fake_model
 from tests.models.vocabularies import REAL, bpe_metadata, real_tokenizer, spm_metadata
 

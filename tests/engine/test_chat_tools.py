@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 import localinfer
-from localinfer.constraint import JsonSchema, Regex
+from localinfer.chat.constraint import JsonSchema, Regex
+from localinfer.chat.thinking import ThinkingBudget
+from localinfer.chat.tool_calls import ToolCall, joined_calls
 from localinfer.errors import ConstraintError, RequestError
 from localinfer.llm import LLM
 from localinfer.loading import model_path
-from localinfer.models.chat_template import ChatTemplate
-from localinfer.models.loader import load_model
+from localinfer.models.load.loader import load_model
+from localinfer.models.text.chat_template import ChatTemplate
 from localinfer.speculation_setup import make_speculation
-from localinfer.thinking_budget import ThinkingBudget
-from localinfer.tool_calls import ToolCall, joined_calls
 from tests.engine.fakes import ByteTokenizer, FakeTemplate, fake_model, scripted_logits, text_model
 from tests.models.family_templates import FAMILIES
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from localinfer.cli_cache import cache_command
-from localinfer.disk_cache import DiskOptions
+from localinfer.cli.cache import cache_command
 from localinfer.errors import SessionFileError
-from localinfer.kernels.object_cache import store, stored
+from localinfer.kernels.jit.object_cache import store, stored
 from localinfer.llm import LLM
-from localinfer.models import measurement_memory
-from localinfer.models.measurement_memory import recall, remember
+from localinfer.models.load import measurement_memory
+from localinfer.models.load.measurement_memory import recall, remember
+from localinfer.persistence.prompt_cache import DiskOptions
 from tests.engine.damage import DAMAGES, json_damages
 from tests.engine.fakes import fake_model
 from tests.engine.test_chat_history import ask, chatting
@@ -163,7 +163,7 @@ def test_damaged_measurement_is_measured_again(damage: str, tmp_path: Path, monk
 
 
 def test_measurement_of_any_other_shape_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from localinfer.models.thread_choice import _recall
+    from localinfer.models.load.threads import _recall
 
     monkeypatch.setattr(measurement_memory, "CACHE_FOLDER", tmp_path)
     remember("threads", "key", decode_threads=3, loads=1)

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from localinfer import page_file
-from localinfer.disk_cache import DiskCache, DiskOptions, describe_differences
 from localinfer.errors import ClosedError, RequestError, SessionFileError, SessionMismatchError
-from localinfer.fingerprint import Fingerprint
 from localinfer.llm import LLM
 from localinfer.loading import load
-from localinfer.page_file import Rejection
-from localinfer.text_stream import Completion
+from localinfer.persistence import page_file
+from localinfer.persistence.fingerprint import Fingerprint
+from localinfer.persistence.page_file import Rejection
+from localinfer.persistence.prompt_cache import DiskCache, DiskOptions, describe_differences
+from localinfer.stream import Completion
 from tests.engine.fakes import PAGE_BYTES, FakeModel, fake_model
 from tests.kernels.subprocesses import finish, start
 from tests.limits import seconds

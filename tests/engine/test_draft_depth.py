@@ -2,8 +2,8 @@
 
 import pytest
 
-from localinfer.draft_depth import Acceptance, best_depth
-from localinfer.verification_costs import MAX_DEPTH, VerificationCosts
+from localinfer.speculation.draft_length import Acceptance, best_depth
+from localinfer.speculation.verification_costs import MAX_DEPTH, VerificationCosts
 
 ROWS = range(1, MAX_DEPTH + 2)
 FREE = [1.0] * (MAX_DEPTH + 1)

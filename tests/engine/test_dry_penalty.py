@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from localinfer.dry_penalty import LONGEST_REPETITION, penalise_repetitions, repetition_lengths
-from localinfer.sampling import Sampler, SamplingParams, SamplingPlan
+from localinfer.sampling.dry_penalty import LONGEST_REPETITION, penalise_repetitions, repetition_lengths
+from localinfer.sampling.sampler import Sampler, SamplingParams, SamplingPlan
 
 
 def lengths_by_comparing(tokens: list[int], breakers: set[int]) -> dict[int, int]:

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from localinfer.engine import Engine
+from localinfer.engine.engine import Engine
+from localinfer.engine.request import NO_TOKEN, TokenEvent
 from localinfer.errors import ClosedError, ContextLengthError, ModelFileError, OutOfMemoryError, RequestError
-from localinfer.generation import NO_TOKEN, TokenEvent
-from localinfer.sampling import SamplingParams
+from localinfer.sampling.sampler import SamplingParams
 from tests.engine.fakes import PAGE_BYTES, FakeModel, fake_model, hashed_logits, scripted_logits
 from tests.limits import seconds
 

@@ -10,16 +10,16 @@ import pytest
 from numpy.typing import NDArray
 
 import localinfer
-from localinfer.draft_floor import DraftFloor
-from localinfer.draft_model import DraftModel
 from localinfer.errors import ClosedError, ModelFileError, OutOfMemoryError, RequestError
 from localinfer.llm import LLM
 from localinfer.loading import model_path
-from localinfer.ngram_drafter import NgramDrafter
-from localinfer.quant.gguf import read_gguf
-from localinfer.speculation import LookupDrafter, Speculation
-from localinfer.text_stream import Completion
-from localinfer.verification_costs import VerificationCosts
+from localinfer.quant.gguf.reader import read_gguf
+from localinfer.speculation.draft_model import DraftModel
+from localinfer.speculation.floor import DraftFloor
+from localinfer.speculation.ngram import NgramDrafter
+from localinfer.speculation.verification_costs import VerificationCosts
+from localinfer.speculation.verify import LookupDrafter, Speculation
+from localinfer.stream import Completion
 from tests.engine.fakes import PAGE_BYTES, FakeModel, fake_model, hashed_logits
 
 TokenIds = NDArray[np.int32]

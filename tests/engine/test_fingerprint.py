@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from localinfer import fingerprint
-from localinfer.fingerprint import Fingerprint, WeightsFiles, describe_parts
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.ops import KVLayerShape
+from localinfer.persistence import fingerprint
+from localinfer.persistence.fingerprint import Fingerprint, WeightsFiles, describe_parts
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 import pytest
 
+from localinfer.cache.block_pool import PagePool
+from localinfer.cache.sequence import KVCache
 from localinfer.errors import ClosedError, ContextLengthError, OutOfMemoryError
-from localinfer.kv_cache import KVCache
-from localinfer.page_pool import PagePool
 from tests.engine.fakes import FakeLayout
 
 

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 import localinfer
 from localinfer import LLM
+from localinfer.cache.block_pool import PagePool
+from localinfer.cache.eviction import LEAST_TOKENS, PageWindow, window_of
+from localinfer.cache.prefix_cache import CacheUse, PrefixCache
+from localinfer.cache.sequence import KVCache
 from localinfer.errors import OutOfMemoryError, RequestError
-from localinfer.kv_cache import KVCache
-from localinfer.kv_window import LEAST_TOKENS, PageWindow, window_of
-from localinfer.page_pool import PagePool
-from localinfer.prefix_cache import CacheUse, PrefixCache
 from tests.engine.fakes import FakeLayout
 from tests.models.arch_models import build_model
 

@@ -12,7 +12,7 @@ import localinfer
 from localinfer.errors import BackendUnavailableError, ClosedError, ContextLengthError, ModelFileError, RequestError
 from localinfer.llm import LLM
 from localinfer.loading import load
-from localinfer.text_stream import StreamEvent, TextStream
+from localinfer.stream import StreamEvent, TextStream
 from tests.engine.fakes import PAGE_BYTES, FakeTemplate, fake_model, scripted_logits, text_model
 
 

@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from localinfer.logprobs import likeliest, log_total, token_logprobs
-from localinfer.sampling import Sampler, SamplingParams, SamplingPlan
+from localinfer.sampling.logprobs import likeliest, log_total, token_logprobs
+from localinfer.sampling.sampler import Sampler, SamplingParams, SamplingPlan
 
 EMPTY = np.zeros(0, np.int32)
 

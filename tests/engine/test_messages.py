@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from localinfer.chat.messages import read_messages
 from localinfer.errors import MessageError, RequestError
 from localinfer.llm import LLM
-from localinfer.messages import read_messages
-from localinfer.models.chat_template import ChatTemplate
+from localinfer.models.text.chat_template import ChatTemplate
 from tests.engine.fakes import FakeTemplate, fake_model
 from tests.message_shapes import CALL, CALLS, READ, REFUSED, RESULT, SILENT, USER
 from tests.models.family_templates import FAMILIES, MISTRAL

@@ -10,11 +10,11 @@ import localinfer
 from localinfer import RopeOptions
 from localinfer.cli import main
 from localinfer.errors import ModelFileError, RequestError, UnsupportedFormatError
-from localinfer.fingerprint import ModelIdentity
 from localinfer.loading import model_changes, model_path
-from localinfer.models.loader import load_model, open_model_file, read_config
-from localinfer.models.model_changes import parse_override
-from localinfer.server.model_memory import measure_need
+from localinfer.models.load.loader import load_model, open_model_file, read_config
+from localinfer.models.load.model_changes import parse_override
+from localinfer.persistence.fingerprint import ModelIdentity
+from localinfer.server.replies.model_memory import measure_need
 from tests.checkpoint_files import LLAMA_CONFIG, llama_weights, write_folder
 from tests.models.small_models import write_small_llama
 

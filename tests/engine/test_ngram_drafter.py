@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.ngram_drafter import NgramDrafter, NgramText
+from localinfer.speculation.ngram import NgramDrafter, NgramText
 
 
 def ids(*values: int) -> NDArray[np.int32]:

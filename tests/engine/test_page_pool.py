@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
+from localinfer.cache.block_pool import PagePool, default_kv_memory
+from localinfer.cache.sequence import KVCache
+from localinfer.cache.slabs import ALIGNMENT
 from localinfer.errors import ClosedError, OutOfMemoryError
-from localinfer.kv_cache import KVCache
-from localinfer.page_pool import PagePool, default_kv_memory
-from localinfer.slot_memory import ALIGNMENT
 from tests.engine.fakes import FakeLayout
 
 

@@ -9,18 +9,18 @@ import jsonschema
 import numpy as np
 import pytest
 
-from localinfer.constraint_compiler import ConstraintCompiler
+from localinfer.chat.constraint_compiler import ConstraintCompiler
+from localinfer.chat.grammar import reply_grammar
+from localinfer.chat.parser import ReplyParser
+from localinfer.chat.tool_calls import joined_calls
+from localinfer.chat.tools import read_tools
 from localinfer.errors import ConstraintError
 from localinfer.llm import LLM
 from localinfer.loading import model_path
-from localinfer.models.chat_template import ChatTemplate
-from localinfer.models.loader import load_model
-from localinfer.models.special_tokens import SpellingFinder
-from localinfer.models.tool_format import CallFormat, learn_call_format
-from localinfer.reply_grammar import reply_grammar
-from localinfer.reply_parser import ReplyParser
-from localinfer.tool_calls import joined_calls
-from localinfer.tools import read_tools
+from localinfer.models.load.loader import load_model
+from localinfer.models.text.chat_template import ChatTemplate
+from localinfer.models.text.special_tokens import SpellingFinder
+from localinfer.models.text.tool_format import CallFormat, learn_call_format
 from tests.engine.fakes import ByteTokenizer
 from tests.models.family_templates import PARAMETER_FAMILIES
 

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from localinfer.cache_miss import CacheMiss
-from localinfer.engine import Engine
+from localinfer.cache.miss import CacheMiss
+from localinfer.cache.prefix_cache import CacheUse
+from localinfer.cache.prefix_tree import CachedPath
+from localinfer.engine.engine import Engine
+from localinfer.engine.request import Generation
 from localinfer.errors import OutOfMemoryError
-from localinfer.generation import Generation
-from localinfer.prefix_cache import CacheUse
-from localinfer.prefix_tree import CachedPath
-from localinfer.sampling import SamplingParams
+from localinfer.sampling.sampler import SamplingParams
 from tests.engine.fakes import PAGE_BYTES, ByteTokenizer, FakeModel, fake_model, hashed_logits
 from tests.limits import seconds
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from localinfer.kv_cache import KVCache
-from localinfer.page_pool import PagePool
-from localinfer.prefix_tree import CachedPath, PrefixTree, Priority
+from localinfer.cache.block_pool import PagePool
+from localinfer.cache.prefix_tree import CachedPath, PrefixTree, Priority
+from localinfer.cache.sequence import KVCache
 from tests.engine.fakes import FakeLayout
 
 PAGE_TOKENS = 4

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from localinfer.models.chat_template import ChatTemplate
-from localinfer.models.reasoning_format import ReasoningFormat
-from localinfer.models.special_tokens import SpellingFinder
-from localinfer.models.tool_format import CallFormat, learn_call_format
-from localinfer.reply_parser import ReplyParser
-from localinfer.tool_calls import joined_calls
+from localinfer.chat.parser import ReplyParser
+from localinfer.chat.tool_calls import joined_calls
+from localinfer.models.text.chat_template import ChatTemplate
+from localinfer.models.text.reasoning_format import ReasoningFormat
+from localinfer.models.text.special_tokens import SpellingFinder
+from localinfer.models.text.tool_format import CallFormat, learn_call_format
 from tests.models.family_templates import ARGUMENTS, FAMILIES, PARAMETER_FAMILIES, Family
 
 THINK = ReasoningFormat("<think>", "</think>", "\n</think>\n\n")

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from localinfer.errors import ModelFileError, RequestError
 from localinfer.kernels.cpu.sampling import NOTHING_LEFT, RowSampler, uniforms
-from localinfer.sampling import Sampler, SamplingParams, SamplingPlan
+from localinfer.sampling.sampler import Sampler, SamplingParams, SamplingPlan
 
 LARGE_VOCABULARY = 151_937
 EMPTY = np.zeros(0, np.int32)

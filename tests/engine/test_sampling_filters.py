@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from localinfer.sampling import Sampler, SamplingParams, SamplingPlan
-from localinfer.sampling_filters import (
+from localinfer.sampling.filters import (
     Mirostat,
     dynamic_temperature,
     entropy,
@@ -20,6 +19,7 @@ from localinfer.sampling_filters import (
     top_k,
     typical,
 )
+from localinfer.sampling.sampler import Sampler, SamplingParams, SamplingPlan
 from tests.engine.test_sampling import kept_by_sorting, noise
 
 EMPTY = np.zeros(0, np.int32)

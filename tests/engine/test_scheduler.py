@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from localinfer.engine import Engine
+from localinfer.engine.engine import Engine
+from localinfer.engine.request import NO_TOKEN, Generation, TokenEvent
+from localinfer.engine.scheduler import EngineLimits
 from localinfer.errors import ClosedError, OverloadedError, RequestError
-from localinfer.generation import NO_TOKEN, Generation, TokenEvent
 from localinfer.kernels.ops import Batch
-from localinfer.ngram_drafter import NgramDrafter
-from localinfer.scheduler import EngineLimits
+from localinfer.speculation.ngram import NgramDrafter
 from tests.engine.fakes import PAGE_BYTES, FakeProgram, hashed_logits
 from tests.engine.generations import GREEDY, PARAMS, SEEDED, Gate, alone, in_threads, numbers, wide_model
 from tests.engine.test_engine import all_pages_are_free

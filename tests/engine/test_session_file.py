@@ -13,10 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from localinfer import files, session_file
+from localinfer import files
 from localinfer.errors import SessionFileError, SessionMismatchError
-from localinfer.page_file import PageFormat, checksum
-from localinfer.session_file import FORMAT_VERSION, SessionContent, SessionReader, write_session
+from localinfer.persistence import session_file
+from localinfer.persistence.page_file import PageFormat, checksum
+from localinfer.persistence.session_file import FORMAT_VERSION, SessionContent, SessionReader, write_session
 from tests.engine.disk_pages import PAGE_BYTES, PAGE_TOKENS, computed, fresh, numbered
 
 FORM = PageFormat(PAGE_TOKENS, PAGE_BYTES)

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 import localinfer
-from localinfer.draft_depth import best_depth
+from localinfer.engine.request import NO_TOKEN
+from localinfer.engine.scheduler import EngineLimits
 from localinfer.errors import OverloadedError
-from localinfer.generation import NO_TOKEN
 from localinfer.llm import LLM
-from localinfer.scheduler import EngineLimits
-from localinfer.verification_costs import MAX_DEPTH, VerificationCosts
+from localinfer.speculation.draft_length import best_depth
+from localinfer.speculation.verification_costs import MAX_DEPTH, VerificationCosts
 from tests.engine.fakes import fake_model, text_model
 from tests.engine.generations import Gate
 from tests.limits import seconds

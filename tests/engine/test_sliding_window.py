@@ -9,13 +9,13 @@ import pytest
 
 import localinfer
 from localinfer import LLM
-from localinfer.kv_cache import KVCache
-from localinfer.measured_model import MeasuredModel
-from localinfer.models import loader
-from localinfer.models.decoder import kv_layer_shapes
-from localinfer.page_pool import PagePool
-from localinfer.prefix_cache import CacheUse, PrefixCache
-from localinfer.sliding_window import SlidingWindow
+from localinfer.bench.measured_model import MeasuredModel
+from localinfer.cache.block_pool import PagePool
+from localinfer.cache.prefix_cache import CacheUse, PrefixCache
+from localinfer.cache.sequence import KVCache
+from localinfer.cache.sliding_window import SlidingWindow
+from localinfer.models.decoder.decoder import kv_layer_shapes
+from localinfer.models.load import loader
 from tests.engine.fakes import FakeLayout
 from tests.models.arch_models import build_model
 

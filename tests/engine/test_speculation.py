@@ -10,17 +10,17 @@ import pytest
 from numpy.typing import NDArray
 
 import localinfer
-from localinfer.draft_floor import DraftFloor
-from localinfer.draft_model import DraftModel
-from localinfer.engine import Engine
+from localinfer.engine.engine import Engine
+from localinfer.engine.request import TokenEvent
 from localinfer.errors import LocalinferError, RequestError
-from localinfer.generation import TokenEvent
 from localinfer.loading import model_path
-from localinfer.ngram_drafter import NgramDrafter
-from localinfer.sampling import SamplingParams, TokenLogprobs, TokenMask
-from localinfer.speculation import LookupDrafter, Speculation
+from localinfer.sampling.sampler import SamplingParams, TokenLogprobs, TokenMask
+from localinfer.speculation.draft_model import DraftModel
+from localinfer.speculation.floor import DraftFloor
+from localinfer.speculation.ngram import NgramDrafter
+from localinfer.speculation.verification_costs import VerificationCosts
+from localinfer.speculation.verify import LookupDrafter, Speculation
 from localinfer.speculation_setup import check_speculation, make_speculation
-from localinfer.verification_costs import VerificationCosts
 from tests.engine.fakes import PAGE_BYTES, FakeModel, fake_model, hashed_logits
 
 TokenIds = NDArray[np.int32]

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from localinfer.chat_history import ChatHistory
-from localinfer.disk_cache import DiskOptions
+from localinfer.chat.history import ChatHistory
 from localinfer.llm import LLM
-from localinfer.models.chat_template import ChatTemplate
-from localinfer.models.tokenizer import Tokenizer
-from localinfer.stored_chats import StoredChats
+from localinfer.models.text.chat_template import ChatTemplate
+from localinfer.models.text.tokenizer import Tokenizer
+from localinfer.persistence.chats import StoredChats
+from localinfer.persistence.prompt_cache import DiskOptions
 from tests.engine.test_chat_history import REPLIES, STYLES, WordTokenizer, ask, chatting, odd_ids
 from tests.engine.test_disk_cache import FakeIdentity
 from tests.models.vocabularies import spm_metadata
@@ -82,13 +82,13 @@ def test_ids_outside_the_vocabulary_are_not_used(tmp_path: Path):
 
 
 def test_oldest_of_many_are_deleted_and_the_newest_read_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("localinfer.stored_chats._MOST_FILES", 4)
+    monkeypatch.setattr("localinfer.persistence.chats._MOST_FILES", 4)
     for number in range(6):
         stored = store(tmp_path, answered(f"answer {number}"))
         for age, path in enumerate(sorted(tmp_path.iterdir(), key=lambda path: -path.stat().st_mtime_ns)):
             os.utime(path, ns=(10**18 - age, 10**18 - age))
     assert [chat.reply for chat in stored.load(TOKENIZER.vocab_size)] == [f"answer {number}" for number in (2, 3, 4, 5)]
-    monkeypatch.setattr("localinfer.stored_chats._MOST_READ", 2)
+    monkeypatch.setattr("localinfer.persistence.chats._MOST_READ", 2)
     assert [chat.reply for chat in stored.load(TOKENIZER.vocab_size)] == ["answer 4", "answer 5"]
 
 

@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 import pytest
 
-from localinfer import verification_costs
-from localinfer.models import timing
-from localinfer.verification_costs import MAX_DEPTH, VerificationCosts, measure_costs
+from localinfer.models.load import timing
+from localinfer.speculation import verification_costs
+from localinfer.speculation.verification_costs import MAX_DEPTH, VerificationCosts, measure_costs
 
 ROWS = range(1, MAX_DEPTH + 2)
 LINEAR = [float(rows) for rows in ROWS]

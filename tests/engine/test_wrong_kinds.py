@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 import localinfer
-from localinfer.chat_reply import ReplyOptions
-from localinfer.constraint import Grammar, JsonSchema, Regex
+from localinfer.chat.constraint import Grammar, JsonSchema, Regex
+from localinfer.chat.reply import ReplyOptions
+from localinfer.engine.scheduler import EngineLimits
 from localinfer.errors import LocalinferError
 from localinfer.llm import LLM, ChatOptions
-from localinfer.sampling import SamplingParams
-from localinfer.scheduler import EngineLimits
-from localinfer.text_stream import GenerationOptions
+from localinfer.sampling.sampler import SamplingParams
+from localinfer.stream import GenerationOptions
 from tests.limits import seconds
 
 WRONG: dict[str, Any] = {

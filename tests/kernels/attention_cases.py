@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from localinfer.kernels.cpu.tape import CpuTape
+from localinfer.kernels.cpu.lower import CpuTape
 from localinfer.kernels.kv_layout import KVLayout, parse_kv_type
 from localinfer.kernels.ops import AttentionShape, Buffer, FloatArray, KVLayerShape
 from tests.kernels.tape_runs import Write, random_rows

@@ -7,14 +7,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.kernels.cpu.arrays import address, aligned_zeros
-from localinfer.kernels.cpu.layouts import Layout
-from localinfer.kernels.cpu.packing import RowTable, pack
+from localinfer.kernels.cpu.lower import CpuTape
 from localinfer.kernels.cpu.pool import ThreadPool
-from localinfer.kernels.cpu.tape import CpuTape
+from localinfer.kernels.cpu.weights import RowTable, pack
 from localinfer.kernels.kv_layout import KVLayout
+from localinfer.kernels.layouts import Layout
 from localinfer.kernels.ops import EmbeddingTable, FloatArray, KVLayerShape, LinearWeight
-from localinfer.quant.gguf import read_gguf
-from localinfer.quant.reference import dequantize
+from localinfer.quant.formats.reference import dequantize
+from localinfer.quant.gguf.reader import read_gguf
 
 
 class CpuWeights:

@@ -7,16 +7,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels.compile_ahead import ProgressCallback
-from localinfer.kernels.cpu.layouts import Layout
 from localinfer.kernels.cuda.device import BF16, F32, Device, Launch, Product, Step
 from localinfer.kernels.cuda.kernel_cache import KernelKey
+from localinfer.kernels.cuda.lower import CudaTape
 from localinfer.kernels.cuda.planes import upload
-from localinfer.kernels.cuda.tape import CudaTape
+from localinfer.kernels.jit.compile_ahead import ProgressCallback
 from localinfer.kernels.kv_layout import KVLayout
+from localinfer.kernels.layouts import Layout
 from localinfer.kernels.ops import EmbeddingTable, FloatArray, KVLayerShape, LinearWeight
-from localinfer.quant.gguf import read_gguf
-from localinfer.quant.reference import dequantize
+from localinfer.quant.formats.reference import dequantize
+from localinfer.quant.gguf.reader import read_gguf
 from tests.kernels.cuda_emulation import EmulatedMemory, Emulator
 
 

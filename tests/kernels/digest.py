@@ -5,11 +5,11 @@ import hashlib
 import numpy as np
 
 from localinfer.kernels.cpu.encoding import encode_rows
-from localinfer.kernels.cpu.layouts import SIZES, Layout, is_float
+from localinfer.kernels.cpu.lower import CpuTape
 from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.kernels.cpu.sampling import RowSampler
-from localinfer.kernels.cpu.tape import CpuTape
 from localinfer.kernels.kv_layout import KV_TYPES, KVLayout
+from localinfer.kernels.layouts import SIZES, Layout, is_float
 from localinfer.kernels.ops import (
     Activation,
     AttentionShape,

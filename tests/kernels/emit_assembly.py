@@ -11,10 +11,10 @@ from llvmlite import binding as llvm
 from llvmlite import ir
 from numba import types
 
-from localinfer.kernels import isa
 from localinfer.kernels.cpu.compiled import attention_codes, attention_tiles, quantize, rotation, rows, tiles
-from localinfer.kernels.cpu.layouts import Layout
-from localinfer.kernels.isa import ISA
+from localinfer.kernels.jit import isa
+from localinfer.kernels.jit.isa import ISA
+from localinfer.kernels.layouts import Layout
 from localinfer.kernels.ops import Activation
 
 _AVX2 = "+avx,+avx2,+fma,+f16c"

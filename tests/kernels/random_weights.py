@@ -3,9 +3,9 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels.cpu.layouts import GGUF_LAYOUTS, SIZES, Layout
-from localinfer.quant.formats import TensorType, block_dtype, block_size
-from localinfer.quant.reference import dequantize
+from localinfer.kernels.layouts import GGUF_LAYOUTS, SIZES, Layout
+from localinfer.quant.formats.reference import dequantize
+from localinfer.quant.formats.types import TensorType, block_dtype, block_size
 
 
 def group_dtype(layout: Layout) -> np.dtype[np.void]:

@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.kernels.cpu.arrays import address, aligned_zeros
-from localinfer.kernels.cpu.layouts import Layout
-from localinfer.kernels.cpu.packing import RowTable, pack
+from localinfer.kernels.cpu.lower import CpuTape
 from localinfer.kernels.cpu.pool import ThreadPool
-from localinfer.kernels.cpu.tape import CpuTape
+from localinfer.kernels.cpu.weights import RowTable, pack
 from localinfer.kernels.kv_layout import KVLayout
+from localinfer.kernels.layouts import Layout
 from localinfer.kernels.ops import Batch, Buffer, EmbeddingTable, FloatArray, LinearWeight, Rows, Segment
 
 NO_CACHE = KVLayout("f32", [])

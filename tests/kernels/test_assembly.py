@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from localinfer.kernels.cpu.layouts import Layout, is_float
+from localinfer.kernels.layouts import Layout, is_float
 from tests.kernels.emit_assembly import PIECES, TARGETS
 from tests.kernels.subprocesses import REPOSITORY, environment
 from tests.limits import seconds

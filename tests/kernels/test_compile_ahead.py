@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from localinfer.kernels.compile_ahead import STAGE
+from localinfer.kernels.jit.compile_ahead import STAGE
 from tests.kernels.subprocesses import run
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the cache folder cannot be moved by a variable")
@@ -14,8 +14,8 @@ NAMES = ["checksum.fold", "elementwise.scale", "elementwise.add"]
 
 COMPILE = """
 import json, sys
-from localinfer.kernels import compile_ahead
-from localinfer.kernels.object_cache import Kernel
+from localinfer.kernels.jit import compile_ahead
+from localinfer.kernels.jit.object_cache import Kernel
 names, starts = {words}
 if not starts:
     compile_ahead.can_start_python = lambda: False

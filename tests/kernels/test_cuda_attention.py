@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from localinfer.kernels.cpu.lower import CpuTape
 from localinfer.kernels.cpu.pool import ThreadPool
-from localinfer.kernels.cpu.tape import CpuTape
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.ops import AttentionShape, Buffer, FloatArray, Rows, Segment
 from tests.kernels.attention_cases import PLAIN, cache_of, inputs_of, oracle
@@ -16,9 +16,9 @@ from tests.kernels.tape_runs import RowProgram, assert_same_bits, relative_error
 
 pytest.importorskip("numba_cuda", reason="CUDA kernels are written with numba-cuda, which is not installed")
 
-from localinfer.kernels.cuda.attention_steps import Rope, attention_steps, store_steps
+from localinfer.kernels.cuda.attention import Rope, attention_steps, store_steps
+from localinfer.kernels.cuda.memory import DeviceMemory
 from localinfer.kernels.cuda.shape import Shape
-from localinfer.kernels.cuda.tape_memory import DeviceMemory
 from tests.kernels.cuda_device import EmulatedDevice
 
 NO_ROPE = Rope(0, 0, 0, 0, 0)

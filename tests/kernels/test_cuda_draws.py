@@ -9,8 +9,8 @@ from localinfer.kernels.ops import FloatArray
 
 pytest.importorskip("numba_cuda", reason="CUDA kernels are written with numba-cuda, which is not installed")
 
-from localinfer.kernels.cuda.choice import Chosen, TokenChoice
-from localinfer.kernels.cuda.draws import CAPACITY, UNDECIDED, Draw
+from localinfer.kernels.cuda.device_choice import Chosen, TokenChoice
+from localinfer.kernels.cuda.sampling import CAPACITY, UNDECIDED, Draw
 from tests.kernels.cuda_device import EmulatedDevice
 
 

@@ -5,8 +5,8 @@ import pytest
 from numpy.typing import NDArray
 
 from localinfer.errors import ShapeError
-from localinfer.kernels.cpu.layouts import SIZES, Layout, is_float
-from localinfer.kernels.cuda.layouts import plane_sizes, to_planes
+from localinfer.kernels.cuda.weights import plane_sizes, to_planes
+from localinfer.kernels.layouts import SIZES, Layout, is_float
 from tests.kernels.random_weights import decoded, quantized_activations, random_weights
 
 pytest.importorskip("numba_cuda", reason="CUDA kernels are written with numba-cuda, which is not installed")

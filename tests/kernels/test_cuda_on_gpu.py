@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from localinfer.kernels.cpu.layouts import SIZES, Layout, is_float
 from localinfer.kernels.cuda.device import CudaDevice, has_driver
 from localinfer.kernels.kv_layout import KVLayout
+from localinfer.kernels.layouts import SIZES, Layout, is_float
 from localinfer.kernels.ops import Batch, EmbeddingTable, LinearWeight, Projection, Rows, Segment
 from tests.kernels.cpu_device import CpuDevice
 from tests.kernels.cuda_device import CudaTestDevice
@@ -36,8 +36,8 @@ def device() -> Iterator[CudaDevice]:
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 13, 16, 40])
 @pytest.mark.parametrize("layout", list(Layout), ids=[layout.name for layout in Layout])
 def test_product_on_the_gpu_is_the_oracles(device: CudaDevice, layout: Layout, rows: int) -> None:
+    from localinfer.kernels.cuda.lower import CudaTape
     from localinfer.kernels.cuda.planes import upload
-    from localinfer.kernels.cuda.tape import CudaTape
 
     columns = 1003 if is_float(layout) else 11 * SIZES[layout].unit
     shape = (517, columns)
@@ -129,8 +129,8 @@ def test_a_seed_draws_the_same_text_with_drafts_and_without(shared: Path) -> Non
 @pytest.mark.parametrize("size", [512, 32003, 128256])
 def test_tokens_of_real_vocabularies_are_drawn_as_on_the_cpu(device: CudaDevice, size: int) -> None:
     from localinfer.kernels.cpu.sampling import RowSampler
-    from localinfer.kernels.cuda.choice import Chosen, TokenChoice
-    from localinfer.kernels.cuda.draws import UNDECIDED, Draw
+    from localinfer.kernels.cuda.device_choice import Chosen, TokenChoice
+    from localinfer.kernels.cuda.sampling import UNDECIDED, Draw
 
     rng = np.random.default_rng(FRESH_SEED)
     rows = rng.normal(0, 3, (16, -(-size // 4) * 4)).astype(np.float32)

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from localinfer.kernels.cpu.layouts import Layout
+from localinfer.kernels.layouts import Layout
 
 pytest.importorskip("numba_cuda", reason="CUDA kernels are compiled by numba-cuda, which is not installed")
 
-from localinfer.kernels import object_cache
 from localinfer.kernels.cuda import jit, kernel_cache
 from localinfer.kernels.cuda.compiled import matmul, rows
 from localinfer.kernels.cuda.device import OVERLAP_CAPABILITY, CudaDevice, Launch, parameter_kinds
+from localinfer.kernels.jit import object_cache
 
 ARCHITECTURES = ((7, 5), (8, 0), (9, 0), (10, 0))
 TENSOR_CORES = (8, 0)
@@ -164,7 +164,7 @@ def test_many_kernels_are_compiled_by_children(tmp_path: Path, monkeypatch: pyte
     # The children keep theirs where this process looks.
     child = f"""
 import pathlib
-from localinfer.kernels import object_cache
+from localinfer.kernels.jit import object_cache
 object_cache.CACHE_FOLDER = pathlib.Path({str(tmp_path / "cpu")!r})
 """
     first, rest = kernel_cache._CHILD.split("from ", 1)

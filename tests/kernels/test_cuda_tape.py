@@ -7,8 +7,8 @@ import pytest
 from numpy.typing import NDArray
 
 from localinfer.errors import BackendUnavailableError, ContextLengthError, RequestError, ShapeError
-from localinfer.kernels.cpu.layouts import Layout
 from localinfer.kernels.kv_layout import KVLayout
+from localinfer.kernels.layouts import Layout
 from localinfer.kernels.ops import (
     Activation,
     AttentionShape,
@@ -33,9 +33,9 @@ from tests.oracle import NumpyTape
 
 pytest.importorskip("numba_cuda", reason="CUDA kernels are written with numba-cuda, which is not installed")
 
+from localinfer.kernels.cuda.lower import CudaTape
 from localinfer.kernels.cuda.planes import upload
 from localinfer.kernels.cuda.program import CudaProgram
-from localinfer.kernels.cuda.tape import CudaTape
 from tests.kernels.cuda_device import EmulatedDevice
 
 WIDTH = 64

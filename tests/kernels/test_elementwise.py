@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from localinfer.kernels.cpu.compiled.rows import exp_of, sigmoid_of
-from localinfer.kernels.cpu.layouts import GGUF_LAYOUTS, SIZES, Layout
-from localinfer.kernels.cpu.packing import RowTable
+from localinfer.kernels.cpu.lower import CpuTape
 from localinfer.kernels.cpu.pool import ThreadPool
-from localinfer.kernels.cpu.tape import CpuTape
+from localinfer.kernels.cpu.weights import RowTable
+from localinfer.kernels.layouts import GGUF_LAYOUTS, SIZES, Layout
 from localinfer.kernels.ops import (
     Activation,
     Batch,
@@ -22,8 +22,8 @@ from localinfer.kernels.ops import (
     Rows,
     Segment,
 )
-from localinfer.quant.formats import TensorType
-from localinfer.quant.reference import dequantize
+from localinfer.quant.formats.reference import dequantize
+from localinfer.quant.formats.types import TensorType
 from tests.kernels.random_weights import random_weights
 from tests.kernels.tape_runs import NO_CACHE, assert_same_bits, random_rows, relative_error, run_rows, table
 from tests.oracle_formulas import Float64Array, activate, affine, groups, sigmoid

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from localinfer.errors import ShapeError
-from localinfer.kernels.cpu.layouts import Layout, is_float
+from localinfer.kernels.cpu.lower import CpuTape
 from localinfer.kernels.cpu.pool import ThreadPool
-from localinfer.kernels.cpu.tape import CpuTape
+from localinfer.kernels.layouts import Layout, is_float
 from localinfer.kernels.ops import Buffer, FloatArray, Gating, Routing
 from tests.kernels.random_weights import decoded, quantized_activations, random_weights
 from tests.kernels.tape_runs import Write, assert_same_bits, linear, random_rows, relative_error, run_rows

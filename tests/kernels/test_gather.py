@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from localinfer.errors import ShapeError
-from localinfer.kernels.cpu.layouts import Layout
+from localinfer.kernels.cpu.lower import CpuTape
 from localinfer.kernels.cpu.pool import ThreadPool
-from localinfer.kernels.cpu.tape import CpuTape
+from localinfer.kernels.layouts import Layout
 from localinfer.kernels.ops import Buffer, FloatArray, LinearWeight, Projection
 from tests.kernels.random_weights import random_weights
 from tests.kernels.tape_runs import RowProgram, assert_same_bits, linear, random_rows, run_rows

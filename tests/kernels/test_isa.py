@@ -9,9 +9,9 @@ import pytest
 from llvmlite import binding as llvm
 
 from localinfer.errors import BackendUnavailableError
-from localinfer.kernels import isa
 from localinfer.kernels.cpu.compiled.emit import target_isa
-from localinfer.kernels.isa import ISA, available, runs_on, select
+from localinfer.kernels.jit import isa
+from localinfer.kernels.jit.isa import ISA, available, runs_on, select
 from tests.kernels.digest import cached, chosen, encoded, layer, products
 from tests.kernels.subprocesses import REPOSITORY, finish, start
 from tests.limits import seconds
@@ -42,7 +42,7 @@ def test_select_refuses_what_the_cpu_lacks_and_names_what_it_has(wanted: str) ->
 
 
 def test_a_forced_path_the_cpu_lacks_ends_in_a_typed_error_not_an_abort() -> None:
-    process = start("import localinfer.kernels.object_cache", LOCALINFER_ISA="neon" if IS_X86 else "avx2")
+    process = start("import localinfer.kernels.jit.object_cache", LOCALINFER_ISA="neon" if IS_X86 else "avx2")
     _, errors = process.communicate(timeout=seconds(15))
     assert process.returncode == 1
     assert "BackendUnavailableError: LOCALINFER_ISA" in errors

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from localinfer.errors import ShapeError
-from localinfer.kernels.cpu.layouts import SIZES, Layout, is_float
+from localinfer.kernels.cpu.lower import CpuTape
 from localinfer.kernels.cpu.pool import ThreadPool
-from localinfer.kernels.cpu.tape import CpuTape
+from localinfer.kernels.layouts import SIZES, Layout, is_float
 from localinfer.kernels.ops import Buffer, FloatArray, LinearWeight, Projection
 from tests.kernels.random_weights import decoded, quantized_activations, random_weights
 from tests.kernels.tape_runs import (
@@ -103,7 +103,7 @@ def test_matmul_gives_the_same_bits_when_activations_exceed_a_block_of_rows(
     weight = linear(pool, layout, random_weights(layout, shape, 17), shape)
     x = random_rows(ROWS, shape[1], 18)
     wanted = run_rows(pool, [x], product(weight))
-    monkeypatch.setattr("localinfer.kernels.cpu.tape.ACTIVATION_BYTES_PER_BLOCK", 1)
+    monkeypatch.setattr("localinfer.kernels.cpu.lower.ACTIVATION_BYTES_PER_BLOCK", 1)
     assert_same_bits(run_rows(pool, [x], product(weight)), wanted)
 
 

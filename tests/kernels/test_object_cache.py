@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from localinfer.kernels import isa, object_cache
-from localinfer.kernels.isa import ISA
+from localinfer.kernels.jit import isa, object_cache
+from localinfer.kernels.jit.isa import ISA
 from localinfer.kernels.source_digests import digests_of
 from tests.kernels.subprocesses import REPOSITORY, finish, run, start
 
@@ -20,7 +20,7 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the cache 
 
 COMPILE = """
 import sys
-from localinfer.kernels import object_cache
+from localinfer.kernels.jit import object_cache
 assert object_cache.Kernel("quantize.quantize_rows").address
 print(object_cache.CACHE_FOLDER)
 """
@@ -90,7 +90,7 @@ def test_a_planted_temporary_folder_is_not_used(tmp_path: Path, planted: str) ->
     else:
         folder.mkdir()
         folder.chmod(0o777)
-    code = "from localinfer.kernels import object_cache; print(object_cache.CACHE_FOLDER)"
+    code = "from localinfer.kernels.jit import object_cache; print(object_cache.CACHE_FOLDER)"
     output, errors = run(code, XDG_CACHE_HOME="/proc/nowhere", TMPDIR=str(tmp_path))
     assert output == "None" and errors.count("RuntimeWarning") == 1
     assert sorted(tmp_path.rglob("*")) == sorted({folder, *([tmp_path / "real"] if planted == "link" else [])})
@@ -111,7 +111,7 @@ def test_nothing_is_written_beside_the_installed_sources(tmp_path: Path) -> None
             output, errors = run(code, tmp_path, XDG_CACHE_HOME=str(tmp_path / "cache"), **settings)
             folder, file = output.split("\n")
             assert errors == ""
-            assert Path(file) == package / "kernels" / "object_cache.py"
+            assert Path(file) == package / "kernels" / "jit" / "object_cache.py"
             assert cached_files(Path(folder))
         assert sorted(package.rglob("*")) == before
     finally:
@@ -231,7 +231,7 @@ def test_a_damaged_object_is_compiled_anew(tmp_path: Path, damage: str) -> None:
 
 def test_every_kernel_the_python_side_names_has_a_source_of_the_same_signature() -> None:
     from localinfer.kernels.cpu import pool, sampling
-    from localinfer.kernels.jit import Source
+    from localinfer.kernels.jit.numba import Source
 
     functions = [*sampling.KERNELS, *pool.KERNELS]
     for function in functions:

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from localinfer.errors import ShapeError
-from localinfer.kernels.cpu.layouts import GGUF_LAYOUTS, SIZES, TILE_ROWS, Layout, tile_bytes
-from localinfer.kernels.cpu.packing import pack
 from localinfer.kernels.cpu.pool import ThreadPool
-from localinfer.quant.formats import TensorType, row_bytes
+from localinfer.kernels.cpu.weights import pack
+from localinfer.kernels.layouts import GGUF_LAYOUTS, SIZES, TILE_ROWS, Layout, tile_bytes
+from localinfer.quant.formats.types import TensorType, row_bytes
 from tests.kernels.random_weights import random_weights
 
 LAYOUTS = pytest.mark.parametrize("layout", Layout, ids=lambda layout: layout.name)

@@ -10,8 +10,8 @@ import pytest
 
 from localinfer.errors import ClosedError
 from localinfer.kernels.cpu import pool as pool_module
+from localinfer.kernels.cpu.lower import CpuTape
 from localinfer.kernels.cpu.pool import ThreadPool
-from localinfer.kernels.cpu.tape import CpuTape
 from localinfer.kernels.ops import Buffer, FloatArray
 from tests.kernels.subprocesses import run
 from tests.kernels.tape_runs import random_rows, run_rows

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from localinfer.kernels.cpu import protocol
+from localinfer.kernels.cpu import kernel_abi as protocol
 from localinfer.kernels.cpu.arrays import address, aligned_zeros
+from localinfer.kernels.cpu.kernel_abi import RECORD_BYTES, activation_row_bytes
 from localinfer.kernels.cpu.pool import ThreadPool
-from localinfer.kernels.cpu.protocol import RECORD_BYTES, activation_row_bytes
-from localinfer.kernels.object_cache import Kernel
+from localinfer.kernels.jit.object_cache import Kernel
 from tests.kernels.tape_runs import random_rows
 
 RECORD = np.dtype(

@@ -16,14 +16,14 @@ from tests.kernels.subprocesses import REPOSITORY, finish, start
 FORMS = ("files", "bytecode", "zip")
 KEYS = """
 import json
-from localinfer import fingerprint
-from localinfer.kernels import object_cache
+from localinfer.persistence import fingerprint
+from localinfer.kernels.jit import object_cache
 from localinfer.kernels.cuda import kernel_cache
 object_cache.CACHE_FOLDER = object_cache.Path({folder!r}) / "cpu"
 kernel_cache.installed_version = lambda name: "1"
 print(json.dumps([object_cache.source_hash(), str(kernel_cache._folder()), fingerprint._code(), object_cache.__file__]))
 """
-CHANGED = {"cpu": "kernels/cpu/layouts.py", "cuda": "kernels/cuda/shape.py", "models": "models/rope.py"}
+CHANGED = {"cpu": "kernels/layouts.py", "cuda": "kernels/cuda/shape.py", "models": "models/decoder/rope.py"}
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ def test_without_files_and_without_what_a_build_writes_nothing_is_shared(builds,
     with zipfile.ZipFile(builds["as it is"]["zip"]) as whole, zipfile.ZipFile(archive, "w") as zipped:
         for name in whole.namelist():
             zipped.writestr(name, b"DIGESTS = {}\n" if name.endswith("built_sources.py") else whole.read(name))
-    code = "from localinfer.kernels import object_cache; print(object_cache.CACHE_FOLDER)"
+    code = "from localinfer.kernels.jit import object_cache; print(object_cache.CACHE_FOLDER)"
     output, errors = finish(start(code, tmp_path, PYTHONPATH=str(archive), XDG_CACHE_HOME=str(tmp_path / "cache")))
     assert output == "None" and not (tmp_path / "cache").exists()
     assert errors.count("RuntimeWarning") == 1 and "localinfer.kernels.built_sources" in errors
@@ -135,7 +135,7 @@ def test_versions_are_known_where_metadata_was_left_behind(builds, tmp_path: Pat
         "from importlib import metadata\n"
         "def version(name): raise metadata.PackageNotFoundError(name)\n"
         "metadata.version = version\n"
-        "from localinfer.kernels.object_cache import cache_key\n"
+        "from localinfer.kernels.jit.object_cache import cache_key\n"
         "from localinfer.kernels.versions import installed_version\n"
         "import llvmlite; assert f'-llvmlite{llvmlite.__version__}-' in cache_key()\n"
         "print(installed_version('localinfer'))"

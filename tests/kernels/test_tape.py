@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from localinfer.errors import ContextLengthError, RequestError, ShapeError
-from localinfer.kernels.cpu.layouts import Layout
-from localinfer.kernels.cpu.packing import RowTable
+from localinfer.kernels.cpu.lower import CpuProgram, CpuTape
 from localinfer.kernels.cpu.pool import ThreadPool
-from localinfer.kernels.cpu.tape import CpuProgram, CpuTape
+from localinfer.kernels.cpu.weights import RowTable
 from localinfer.kernels.kv_layout import KVLayout
+from localinfer.kernels.layouts import Layout
 from localinfer.kernels.ops import (
     Activation,
     AttentionShape,

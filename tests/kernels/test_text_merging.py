@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from localinfer.kernels.cpu import protocol
+from localinfer.kernels.cpu import kernel_abi as protocol
 from localinfer.kernels.cpu.text_merging import MergeTable, WordShape, split_words
 
 

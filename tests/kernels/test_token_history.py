@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from localinfer.kernels.cpu.protocol import CURSOR_ALIGNED, LONG_MATCH
+from localinfer.kernels.cpu.kernel_abi import CURSOR_ALIGNED, LONG_MATCH
 from localinfer.kernels.cpu.token_history import Cursor, TokenHistory
 
 

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.kernels.ops import Batch, FloatArray, KVLayerShape, Segment, Tape, WeightSource
-from localinfer.models.config import ModelConfig
-from localinfer.models.decoder import kv_layer_shapes, write_decoder
-from localinfer.quant.gguf import read_gguf
+from localinfer.models.decoder.config import ModelConfig
+from localinfer.models.decoder.decoder import kv_layer_shapes, write_decoder
+from localinfer.quant.gguf.reader import read_gguf
 
 SEED = 1
 REQUIRED = [

@@ -7,11 +7,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.kernels.ops import Batch, EmbeddingTable, FloatArray, LinearWeight, Segment
-from localinfer.models.config import ModelConfig
-from localinfer.models.decoder import write_decoder
-from localinfer.models.loader import open_model_file
-from localinfer.quant.model_file import ModelFile
-from localinfer.quant.reference import dequantize
+from localinfer.models.decoder.config import ModelConfig
+from localinfer.models.decoder.decoder import write_decoder
+from localinfer.models.load.loader import open_model_file
+from localinfer.quant.checkpoint.model_file import ModelFile
+from localinfer.quant.formats.reference import dequantize
 from tests.oracle import NumpyTape
 
 

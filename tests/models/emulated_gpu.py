@@ -3,7 +3,7 @@
 import pytest
 
 from localinfer.kernels.cuda.device import FoundDevice
-from localinfer.models import device_choice
+from localinfer.models.load import device_choice
 from tests.kernels.cuda_device import EmulatedDevice
 
 

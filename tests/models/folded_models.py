@@ -5,13 +5,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.models.config import ModelConfig
-from localinfer.models.folding import fold_scales
-from localinfer.models.scale_sites import ScaleSite, Unscalable, find_scale_sites
-from localinfer.quant.gguf import read_gguf
-from localinfer.quant.gguf_writer import GGUFWriter, TensorSpec, copy_values
-from localinfer.quant.model_file import ModelFile
-from localinfer.quant.scaled_model import ScaledModel
+from localinfer.models.calibration.folding import fold_scales
+from localinfer.models.calibration.scale_groups import ScaleSite, Unscalable, find_scale_sites
+from localinfer.models.decoder.config import ModelConfig
+from localinfer.quant.checkpoint.model_file import ModelFile
+from localinfer.quant.gguf.reader import read_gguf
+from localinfer.quant.gguf.writer import GGUFWriter, TensorSpec, copy_values
+from localinfer.quant.methods.scaled_model import ScaledModel
 
 
 def sites_of(file: ModelFile) -> tuple[list[ScaleSite], list[Unscalable]]:

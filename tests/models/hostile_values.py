@@ -46,7 +46,7 @@ _VOCABULARY = ("tokenizer.ggml.tokens", "tokenizer.ggml.scores", "tokenizer.ggml
 
 def metadata_keys(skeleton: dict[str, Any]) -> list[str]:
     """The keys of a fixture whose values describe the model, and those it lacks that are read."""
-    from localinfer.models.metadata_keys import ARCHITECTURE_KEYS, READ_KEYS
+    from localinfer.models.decoder.metadata_keys import ARCHITECTURE_KEYS, READ_KEYS
 
     known = [*READ_KEYS, *(key for key, users in ARCHITECTURE_KEYS.items() if skeleton["arch"] in users)]
     keys = {f"{skeleton['arch']}.{key}" for key in known} | {key for key, *_ in skeleton["kv"]}
@@ -77,7 +77,7 @@ def _load_all() -> None:
     from unittest import mock
 
     from localinfer.errors import LocalinferError
-    from localinfer.models import loader
+    from localinfer.models.load import loader
 
     counts = {"loaded": 0, "refused": 0}
     failures = []
@@ -98,7 +98,7 @@ def _load_all() -> None:
 
 
 def _main(archs: str, work: str, *names: str) -> None:
-    from localinfer.models.architectures import ARCHITECTURES
+    from localinfer.models.decoder.architectures import ARCHITECTURES
     from tests.models.arch_models import build_model
 
     skeletons = json.loads((Path(archs) / "skeletons.json").read_text())

@@ -9,15 +9,15 @@ import pytest
 from localinfer.errors import RequestError
 from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.models import demo
-from localinfer.models.calibrated_rounding import round_by_calibration
-from localinfer.models.calibration import calibration_sequences
-from localinfer.models.loader import load_tokenizer
-from localinfer.quant.formats import TensorType
-from localinfer.quant.gguf import read_gguf
-from localinfer.quant.partial_results import PartialResults
-from localinfer.quant.presets import ModelFacts, choose_types, find_preset
-from localinfer.quant.rounding_visitor import PreparedTensor
-from localinfer.quant.workers import Workers
+from localinfer.models.calibration.rounding import round_by_calibration
+from localinfer.models.calibration.run import calibration_sequences
+from localinfer.models.load.loader import load_tokenizer
+from localinfer.quant.formats.types import TensorType
+from localinfer.quant.gguf.reader import read_gguf
+from localinfer.quant.methods.presets import ModelFacts, choose_types, find_preset
+from localinfer.quant.methods.rounding_visitor import PreparedTensor
+from localinfer.quant.methods.workers import Workers
+from localinfer.quant.pipeline.partial_results import PartialResults
 
 MODEL = Path(demo.__file__).parent / "demo-f16.gguf"
 TEXT = "Once upon a time there was a fox. He asked the bear for a lamp, and they went to the lake at night. " * 30

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from localinfer.kernels.ops import Buffer, FloatArray, Program
-from localinfer.models.calibration_tape import CalibrationTape, StreamedWeights, embedding_rows
-from localinfer.models.decoder import write_decoder
-from localinfer.quant.gguf import read_gguf
-from localinfer.quant.linear_product import LinearProduct
-from localinfer.quant.workers import Workers
+from localinfer.models.calibration.tape import CalibrationTape, StreamedWeights, embedding_rows
+from localinfer.models.decoder.decoder import write_decoder
+from localinfer.quant.gguf.reader import read_gguf
+from localinfer.quant.methods.hooks import LinearProduct
+from localinfer.quant.methods.workers import Workers
 from tests.models.arch_models import architectures, build_model, normalized_error, read_config
 
 

@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from localinfer.errors import TemplateError
-from localinfer.models.chat_template import ChatTemplate, ChatTemplateWarning
-from localinfer.models.template_sandbox import MAX_OUTPUT_CHARACTERS
-from localinfer.models.tokenizer import Tokenizer
+from localinfer.models.text.chat_template import ChatTemplate, ChatTemplateWarning
+from localinfer.models.text.template_sandbox import MAX_OUTPUT_CHARACTERS
+from localinfer.models.text.tokenizer import Tokenizer
 from tests.models.vocabularies import bpe_metadata, real_metadata, real_tokenizer
 
 CHATML = """\

@@ -12,7 +12,7 @@ import pytest
 import localinfer
 from localinfer.errors import CorruptFileError, ModelFileError, UnsupportedFormatError
 from localinfer.models.checkpoint.model import open_checkpoint
-from localinfer.models.loader import load_model
+from localinfer.models.load.loader import load_model
 from tests.checkpoint_files import (
     GGUF_NAMES,
     HEADS,

@@ -9,13 +9,13 @@ import pytest
 import tokenizers
 
 from localinfer.errors import CorruptFileError, TokenizerError
-from localinfer.models.chat_template import ChatTemplate
 from localinfer.models.checkpoint.model import open_checkpoint
 from localinfer.models.checkpoint.tokenizer_json import TokenizerJson
-from localinfer.models.pre_tokenizers import PRE_TOKENIZERS
-from localinfer.models.tokenizer import Tokenizer
-from localinfer.models.vocabulary import PREFIX
-from localinfer.quant.gguf import Metadata, read_gguf
+from localinfer.models.text.chat_template import ChatTemplate
+from localinfer.models.text.splitting import PRE_TOKENIZERS
+from localinfer.models.text.tokenizer import Tokenizer
+from localinfer.models.text.vocabulary import PREFIX
+from localinfer.quant.gguf.reader import Metadata, read_gguf
 from tests.checkpoint_files import LLAMA_CONFIG, VOCAB, added_token, llama_weights, tokenizer_document, write_folder
 
 PLAIN_MODEL = {"dropout": None, "continuing_subword_prefix": None, "end_of_word_suffix": None}

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from localinfer.errors import CorruptFileError, ModelFileError, UnsupportedFormatError
-from localinfer.models.architectures import find_architecture
-from localinfer.models.config import LatentConfig, ModelConfig
-from localinfer.models.loader import load_model
+from localinfer.models.decoder.architectures import find_architecture
+from localinfer.models.decoder.config import LatentConfig, ModelConfig
+from localinfer.models.load.loader import load_model
 from tests.quant.gguf_bytes import entry, gguf, text
 
 HIDDEN = 48

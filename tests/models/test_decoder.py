@@ -7,8 +7,8 @@ import pytest
 
 from localinfer.errors import CorruptFileError
 from localinfer.kernels.ops import Batch, EmbeddingTable, FloatArray, LinearWeight, Segment
-from localinfer.models.config import ModelConfig
-from localinfer.models.decoder import kv_layer_shapes, write_decoder
+from localinfer.models.decoder.config import ModelConfig
+from localinfer.models.decoder.decoder import kv_layer_shapes, write_decoder
 from tests.oracle import NumpyTape
 
 HIDDEN, FEED_FORWARD, VOCAB, NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 24, 40, 13, 2, 3, 1, 8

@@ -9,19 +9,19 @@ import pytest
 
 import localinfer
 from localinfer import speculation_setup
+from localinfer.cache.block_pool import PagePool
 from localinfer.errors import BackendUnavailableError, RequestError, SessionMismatchError
 from localinfer.kernels.cuda.device import FoundDevice, has_driver
 from localinfer.kernels.cuda.pages import SplitKVLayout
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.ops import Batch, Segment
-from localinfer.models import device_choice
-from localinfer.models.decoder import kv_layer_shapes
-from localinfer.models.loader import load_model
-from localinfer.models.memory_fit import MemoryNeeds, Placement, choose_placement, memory_needs
-from localinfer.page_pool import PagePool
-from localinfer.quant.formats import TensorType
-from localinfer.quant.gguf import read_gguf
-from localinfer.sampling_params import SamplingParams
+from localinfer.models.decoder.decoder import kv_layer_shapes
+from localinfer.models.load import device_choice
+from localinfer.models.load.loader import load_model
+from localinfer.models.load.memory_fit import MemoryNeeds, Placement, choose_placement, memory_needs
+from localinfer.quant.formats.types import TensorType
+from localinfer.quant.gguf.reader import read_gguf
+from localinfer.sampling.params import SamplingParams
 from tests.models.arch_models import read_config
 from tests.models.small_models import write_small_llama
 from tests.typed_models import make_model

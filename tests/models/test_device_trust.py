@@ -7,8 +7,8 @@ import pytest
 
 from localinfer.errors import BackendUnavailableError
 from localinfer.kernels.cuda.device import FoundDevice
-from localinfer.models import device_choice
-from localinfer.models.memory_fit import MemoryNeeds
+from localinfer.models.load import device_choice
+from localinfer.models.load.memory_fit import MemoryNeeds
 
 pytest.importorskip("numba_cuda", reason="CUDA kernels are written with numba-cuda, which is not installed")
 

@@ -10,15 +10,15 @@ import pytest
 
 import localinfer
 from localinfer.errors import CorruptFileError, UnsupportedFormatError
+from localinfer.evaluation.quantize import quantize
 from localinfer.kernels.cpu.pool import ThreadPool
-from localinfer.models.weights import CpuWeights
-from localinfer.quant import conversion
-from localinfer.quant.conversion import layout_of, runs_directly
-from localinfer.quant.formats import TensorType, bits_per_weight, block_bytes, block_dtype, block_size, row_bytes
-from localinfer.quant.gguf import GGUFFile, read_gguf
-from localinfer.quant.presets import PRESETS
-from localinfer.quant.reference_encoders import ENCODABLE_TYPES
-from localinfer.quantization import quantize
+from localinfer.models.load.weights import CpuWeights
+from localinfer.quant.formats.reference_encoders import ENCODABLE_TYPES
+from localinfer.quant.formats.types import TensorType, bits_per_weight, block_bytes, block_dtype, block_size, row_bytes
+from localinfer.quant.gguf.reader import GGUFFile, read_gguf
+from localinfer.quant.methods.presets import PRESETS
+from localinfer.quant.pipeline import conversion
+from localinfer.quant.pipeline.conversion import layout_of, runs_directly
 from tests.conftest import REPOSITORY
 from tests.typed_models import (
     ACTIVATION_TYPES,

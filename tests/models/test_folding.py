@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from localinfer.errors import ShapeError
-from localinfer.models.folding import fold_scales
-from localinfer.quant.gguf import read_gguf
+from localinfer.models.calibration.folding import fold_scales
+from localinfer.quant.gguf.reader import read_gguf
 from tests.kernels.cpu_device import CpuDevice
 from tests.models.arch_models import architectures, build_model, run_logits
 from tests.models.folded_models import sites_of, write_folded

@@ -8,8 +8,8 @@ import pytest
 import localinfer
 from localinfer.cli import EXIT_BAD_INPUT, main
 from localinfer.errors import ContextLengthError, ModelFileError, RequestError
-from localinfer.quant.gguf_writer import encode_value
-from localinfer.quantization import quantize
+from localinfer.evaluation.quantize import quantize
+from localinfer.quant.gguf.writer import encode_value
 from tests.models.gguf_mutations import choose, injure_header, mutate, sound_models
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

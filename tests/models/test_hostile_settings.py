@@ -13,16 +13,16 @@ import pytest
 
 from localinfer.errors import LocalinferError, ModelFileError
 from localinfer.loading import model_path
-from localinfer.models.architectures import ARCHITECTURES, find_architecture
 from localinfer.models.checkpoint.families import FAMILIES
 from localinfer.models.checkpoint.hyperparameters import read_hyperparameters
 from localinfer.models.checkpoint.model import open_checkpoint
-from localinfer.models.config import ModelConfig
-from localinfer.models.decoder import kv_layer_shapes
-from localinfer.models.loader import load_model
-from localinfer.models.metadata_keys import GENERAL_KEYS
-from localinfer.models.vocabulary import TOKENIZER_KEYS
-from localinfer.quant.gguf import read_gguf
+from localinfer.models.decoder.architectures import ARCHITECTURES, find_architecture
+from localinfer.models.decoder.config import ModelConfig
+from localinfer.models.decoder.decoder import kv_layer_shapes
+from localinfer.models.decoder.metadata_keys import GENERAL_KEYS
+from localinfer.models.load.loader import load_model
+from localinfer.models.text.vocabulary import TOKENIZER_KEYS
+from localinfer.quant.gguf.reader import read_gguf
 from tests.checkpoint_files import LLAMA_CONFIG, MODULES, llama_weights, write_folder
 from tests.models.arch_models import build_model
 from tests.models.family_folders import family_config, write_family

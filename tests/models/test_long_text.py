@@ -9,11 +9,11 @@ import pytest
 
 import localinfer
 from localinfer.errors import ContextLengthError, RequestError
-from localinfer.models import long_text, tokenizer, word_splitting
-from localinfer.models.pre_tokenizers import PRE_TOKENIZERS, build_splitter
-from localinfer.models.tokenizer import Tokenizer
-from localinfer.models.word_splitting import LongTextSplitter
-from localinfer.quant.gguf import read_gguf
+from localinfer.models.text import long_text, tokenizer, word_splitting
+from localinfer.models.text.splitting import PRE_TOKENIZERS, build_splitter
+from localinfer.models.text.tokenizer import Tokenizer
+from localinfer.models.text.word_splitting import LongTextSplitter
+from localinfer.quant.gguf.reader import read_gguf
 from tests.models.vocabularies import REAL, bpe_metadata, keyed, real_tokenizer, spm_metadata, wordpiece_metadata
 
 PARTS = (
@@ -171,7 +171,7 @@ def test_text_that_cannot_fit_is_refused_before_it_is_encoded(monkeypatch: pytes
     for name in ("spm", "bpe"):
         with monkeypatch.context() as changed:
             for merging in ("encode_marked", "encode_split"):
-                changed.setattr(f"localinfer.models.long_text.{merging}", lambda *_, **__: pytest.fail("encoded"))
+                changed.setattr(f"localinfer.models.text.long_text.{merging}", lambda *_, **__: pytest.fail("encoded"))
             with pytest.raises(ContextLengthError, match="more than 100 tokens, but the context holds 100") as caught:
                 small_tokenizer(name).encode("a" * 20_000, max_tokens=100)
         assert caught.value.context_length == 100

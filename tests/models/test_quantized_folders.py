@@ -10,11 +10,11 @@ import pytest
 
 import localinfer
 from localinfer.errors import CorruptFileError, UnsupportedFormatError
+from localinfer.evaluation.quantize import quantize
 from localinfer.models.checkpoint.model import open_checkpoint
-from localinfer.quant.formats import TensorType
-from localinfer.quant.gguf import read_gguf
-from localinfer.quant.reference import dequantize
-from localinfer.quantization import quantize
+from localinfer.quant.formats.reference import dequantize
+from localinfer.quant.formats.types import TensorType
+from localinfer.quant.gguf.reader import read_gguf
 from tests.checkpoint_files import LAYERS, LLAMA_CONFIG, MODULES, TOKEN_IDS, Array, Stored, llama_weights, write_folder
 from tests.models.checkpoint_oracle import oracle_logits
 from tests.quantized_checkpoints import (

@@ -15,12 +15,12 @@ from localinfer import RopeOptions
 from localinfer.errors import CorruptFileError, RequestError
 from localinfer.kernels.ops import Pairing
 from localinfer.loading import model_path
-from localinfer.models.architectures import find_architecture
-from localinfer.models.config import ModelConfig
-from localinfer.models.loader import load_model
-from localinfer.models.rope import rope_table
-from localinfer.models.rope_options import rope_metadata
-from localinfer.quant.gguf import read_gguf
+from localinfer.models.decoder.architectures import find_architecture
+from localinfer.models.decoder.config import ModelConfig
+from localinfer.models.decoder.rope import rope_table
+from localinfer.models.decoder.rope_options import rope_metadata
+from localinfer.models.load.loader import load_model
+from localinfer.quant.gguf.reader import read_gguf
 from tests.models.arch_models import build_model
 from tests.models.family_folders import write_family
 from tests.models.small_models import HEAD_SIZE, VOCAB, write_small_llama

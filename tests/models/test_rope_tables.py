@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from localinfer.errors import CorruptFileError
 from localinfer.kernels.ops import Pairing
-from localinfer.models.config import RopeConfig
-from localinfer.models.rope import own_magnitude, rope_table
+from localinfer.models.decoder.config import RopeConfig
+from localinfer.models.decoder.rope import own_magnitude, rope_table
 
 PLAIN = RopeConfig(rotary_size=10, base=10000.0, original_context_length=2048)
 

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from localinfer.models import scale_calibration
-from localinfer.models.rounded_weights import RoundedWeights
-from localinfer.models.scale_calibration import choose_scales, fold
-from localinfer.quant.awq import Rounding
-from localinfer.quant.formats import TensorType
-from localinfer.quant.gguf import read_gguf
-from localinfer.quant.linear_product import LinearProduct
-from localinfer.quant.reference import dequantize, quantize
-from localinfer.quant.scaled_model import TensorFactors
-from localinfer.quant.workers import Workers
+from localinfer.models.calibration import scales as scale_calibration
+from localinfer.models.calibration.rounded_weights import RoundedWeights
+from localinfer.models.calibration.scales import choose_scales, fold
+from localinfer.quant.formats.reference import dequantize, quantize
+from localinfer.quant.formats.types import TensorType
+from localinfer.quant.gguf.reader import read_gguf
+from localinfer.quant.methods.awq import Rounding
+from localinfer.quant.methods.hooks import LinearProduct
+from localinfer.quant.methods.scaled_model import TensorFactors
+from localinfer.quant.methods.workers import Workers
 from tests.models.arch_models import build_model
 
 BLOCK = 32

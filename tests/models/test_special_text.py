@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from localinfer.models.chat_template import ChatTemplate
-from localinfer.models.tokenizer import Tokenizer
-from localinfer.models.vocabulary import PREFIX
+from localinfer.models.text.chat_template import ChatTemplate
+from localinfer.models.text.tokenizer import Tokenizer
+from localinfer.models.text.vocabulary import PREFIX
 from tests.models.vocabularies import (
     CONTROL,
     NORMAL,

@@ -8,9 +8,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from localinfer.errors import RequestError
-from localinfer.models.stop_matcher import StopMatcher
-from localinfer.models.stream_decoder import StreamDecoder
-from localinfer.models.tokenizer import Tokenizer
+from localinfer.models.text.stop_matcher import StopMatcher
+from localinfer.models.text.stream_decoder import StreamDecoder
+from localinfer.models.text.tokenizer import Tokenizer
 from tests.models.vocabularies import REAL, bpe_metadata, real_tokenizer, spm_metadata
 
 PROPERTY = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

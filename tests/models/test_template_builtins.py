@@ -12,10 +12,10 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from localinfer.errors import TemplateError
-from localinfer.models.chat_template import ChatTemplate
-from localinfer.models.template_budget import MAX_WORK
-from localinfer.models.template_methods import methods_of
-from localinfer.models.template_sandbox import TemplateSandbox
+from localinfer.models.text.chat_template import ChatTemplate
+from localinfer.models.text.template_budget import MAX_WORK
+from localinfer.models.text.template_methods import methods_of
+from localinfer.models.text.template_sandbox import TemplateSandbox
 from tests.models.family_templates import FAMILIES, PARAMETER_FAMILIES
 
 VALUES: dict[str, Any] = {

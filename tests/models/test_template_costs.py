@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from localinfer.errors import TemplateError
-from localinfer.models.chat_template import ChatTemplate
-from localinfer.models.template_budget import MAX_LEVELS, MAX_OUTPUT_CHARACTERS, CostError, TemplateBudget
+from localinfer.models.text.chat_template import ChatTemplate
+from localinfer.models.text.template_budget import MAX_LEVELS, MAX_OUTPUT_CHARACTERS, CostError, TemplateBudget
 from tests.limits import seconds
 from tests.models import hostile_templates
 from tests.models.family_templates import HERMES_THINKING
@@ -18,8 +18,8 @@ from tests.models.family_templates import HERMES_THINKING
 # One that is not stopped ends its process, not the tests: by its memory, its time, or the clock outside.
 _CHILD = """\
 import json, sys, warnings
-from localinfer.models import template_budget
-from localinfer.models.chat_template import ChatTemplate
+from localinfer.models.text import template_budget
+from localinfer.models.text.chat_template import ChatTemplate
 from localinfer.errors import TemplateError
 from tests.models import hostile_templates
 try:

@@ -11,8 +11,8 @@ import pytest
 from localinfer.errors import RequestError
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.ops import Batch, FloatArray
-from localinfer.models import measurement_memory, timing
-from localinfer.models.thread_choice import checked_threads, choose_decode_threads
+from localinfer.models.load import measurement_memory, timing
+from localinfer.models.load.threads import checked_threads, choose_decode_threads
 
 LAYOUT = KVLayout("f32", [])
 

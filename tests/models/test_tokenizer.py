@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from localinfer.errors import RequestError
-from localinfer.models.pre_tokenizers import PRE_TOKENIZERS, build_splitter
-from localinfer.models.token_merging import merge_by_rank
-from localinfer.models.tokenizer import Tokenizer
-from localinfer.models.vocabulary import PREFIX, TokenizerWarning
+from localinfer.models.text.merging import merge_by_rank
+from localinfer.models.text.splitting import PRE_TOKENIZERS, build_splitter
+from localinfer.models.text.tokenizer import Tokenizer
+from localinfer.models.text.vocabulary import PREFIX, TokenizerWarning
 from tests.models.vocabularies import (
     CONTROL,
     REAL,
@@ -76,7 +76,7 @@ def test_small_vocabularies_survive_a_round_trip(text: str) -> None:
 
 
 def test_the_trained_story_model_has_a_tokenizer(shared: Path) -> None:
-    from localinfer.quant.gguf import read_gguf
+    from localinfer.quant.gguf.reader import read_gguf
 
     with read_gguf(shared / "models" / "stories260K.gguf") as file:
         tokenizer = Tokenizer.from_metadata(file.metadata)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from localinfer.errors import TokenizerError, UnsupportedFormatError
-from localinfer.models.byte_level import BYTE_CHARACTERS
 from localinfer.models.checkpoint.tokenizer_json import TokenizerJson
-from localinfer.models.config import ModelConfig
-from localinfer.models.tokenizer import Tokenizer
-from localinfer.models.vocabulary import PREFIX
+from localinfer.models.decoder.config import ModelConfig
+from localinfer.models.text.byte_level import BYTE_CHARACTERS
+from localinfer.models.text.tokenizer import Tokenizer
+from localinfer.models.text.vocabulary import PREFIX
 from tests.checkpoint_files import VOCAB, added_token, tokenizer_document
 from tests.models.vocabularies import bpe_metadata, keyed, spm_metadata
 
@@ -109,7 +109,7 @@ def use(document: dict[str, Any], num_rows: int) -> None:
         tokenizer.token_bytes(token_id)
 
 
-@pytest.mark.filterwarnings("ignore::localinfer.models.vocabulary.TokenizerWarning")
+@pytest.mark.filterwarnings("ignore::localinfer.models.text.vocabulary.TokenizerWarning")
 @pytest.mark.parametrize("make", [tokenizer_document, byte_level_document])
 def test_any_change_is_refused_by_name_or_does_no_harm(make: Any):
     draw = random.Random(1)

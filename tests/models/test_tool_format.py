@@ -2,10 +2,10 @@
 
 import pytest
 
-from localinfer.models.chat_template import ChatTemplate
-from localinfer.models.reasoning_format import ReasoningFormat, learn_reasoning_format, thinking_variables
-from localinfer.models.special_tokens import SpellingFinder
-from localinfer.models.tool_format import HERMES, CallFormat, learn_call_format
+from localinfer.models.text.chat_template import ChatTemplate
+from localinfer.models.text.reasoning_format import ReasoningFormat, learn_reasoning_format, thinking_variables
+from localinfer.models.text.special_tokens import SpellingFinder
+from localinfer.models.text.tool_format import HERMES, CallFormat, learn_call_format
 from tests.models.family_templates import DEEPSEEK, FAMILIES, HERMES_THINKING, PARAMETER_FAMILIES, PLAIN, Family
 
 

@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 
 import localinfer
+from localinfer.describe import describe_file, render_text
 from localinfer.errors import UnsupportedFormatError
+from localinfer.evaluation.quantize import quantize
 from localinfer.loading import model_path
-from localinfer.models.architectures import ARCHITECTURES, find_architecture
 from localinfer.models.checkpoint.families import FAMILIES
 from localinfer.models.checkpoint.model import open_checkpoint
-from localinfer.models.config import ModelConfig
-from localinfer.models.loader import load_model
-from localinfer.models.metadata_keys import ARCHITECTURE_KEYS, READ_KEYS, unknown_keys, unknown_settings
-from localinfer.models.model_changes import ModelChanges
-from localinfer.models.pooling import read_pooling
-from localinfer.quant.gguf import read_gguf
-from localinfer.quantization import quantize
-from localinfer.show import describe_file, render_text
+from localinfer.models.decoder.architectures import ARCHITECTURES, find_architecture
+from localinfer.models.decoder.config import ModelConfig
+from localinfer.models.decoder.metadata_keys import ARCHITECTURE_KEYS, READ_KEYS, unknown_keys, unknown_settings
+from localinfer.models.decoder.pooling import read_pooling
+from localinfer.models.load.loader import load_model
+from localinfer.models.load.model_changes import ModelChanges
+from localinfer.quant.gguf.reader import read_gguf
 from tests.models.family_folders import family_config, write_family
 from tests.models.small_models import write_small_llama
 

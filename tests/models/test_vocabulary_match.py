@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from localinfer.models import demo
-from localinfer.models.tokenizer import Tokenizer
-from localinfer.quant.gguf import read_gguf
+from localinfer.models.text.tokenizer import Tokenizer
+from localinfer.quant.gguf.reader import read_gguf
 
 PREFIX = "tokenizer.ggml."
 

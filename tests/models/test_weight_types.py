@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 import localinfer
-from localinfer.kernels.cpu.layouts import GGUF_LAYOUTS
+from localinfer.kernels.layouts import GGUF_LAYOUTS
 from localinfer.kernels.ops import Batch, Segment
-from localinfer.models.config import ModelConfig
-from localinfer.models.decoder import write_decoder
-from localinfer.quant.formats import TensorType
-from localinfer.quant.gguf import read_gguf
-from localinfer.quant.reference import quantize
+from localinfer.models.decoder.config import ModelConfig
+from localinfer.models.decoder.decoder import write_decoder
+from localinfer.quant.formats.reference import quantize
+from localinfer.quant.formats.types import TensorType
+from localinfer.quant.gguf.reader import read_gguf
 from tests.oracle import NumpyTape, NumpyWeights
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD, VOCAB = 256, 512, 4, 2, 64, 300

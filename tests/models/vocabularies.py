@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 
-from localinfer.models.byte_level import BYTE_CHARACTERS
-from localinfer.models.tokenizer import Tokenizer
-from localinfer.models.vocabulary import PREFIX
-from localinfer.quant.gguf import read_gguf
+from localinfer.models.text.byte_level import BYTE_CHARACTERS
+from localinfer.models.text.tokenizer import Tokenizer
+from localinfer.models.text.vocabulary import PREFIX
+from localinfer.quant.gguf.reader import read_gguf
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 REAL = ("llama-spm", "llama-bpe", "gpt-2", "qwen2", "phi-3")

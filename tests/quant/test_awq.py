@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from localinfer.quant.awq import (
+from localinfer.quant.formats.reference import dequantize, quantize
+from localinfer.quant.formats.types import TensorType
+from localinfer.quant.methods.awq import (
     ReadingMatrix,
     Rounding,
     ScaleSearch,
@@ -14,8 +16,6 @@ from localinfer.quant.awq import (
     round_activations,
     search_scales,
 )
-from localinfer.quant.formats import TensorType
-from localinfer.quant.reference import dequantize, quantize
 
 TOKENS, COLUMNS = 256, 128
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from localinfer.errors import CorruptFileError, ModelFileError, UnsupportedFormatError
-from localinfer.quant.checkpoint_folder import open_folder
+from localinfer.quant.checkpoint.folder import open_folder
 from tests.checkpoint_files import bfloat16, safetensors_bytes
 
 PARTS = {

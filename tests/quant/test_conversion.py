@@ -5,11 +5,11 @@ import pytest
 from numpy.typing import NDArray
 
 from localinfer.errors import CorruptFileError, ShapeError, UnsupportedFormatError
-from localinfer.kernels.cpu.layouts import GGUF_LAYOUTS, Layout
-from localinfer.quant import conversion
-from localinfer.quant.conversion import conversion_note, convert, layout_of, runs_directly
-from localinfer.quant.formats import TensorType, block_bytes, block_dtype, block_size
-from localinfer.quant.reference import dequantize
+from localinfer.kernels.layouts import GGUF_LAYOUTS, Layout
+from localinfer.quant.formats.reference import dequantize
+from localinfer.quant.formats.types import TensorType, block_bytes, block_dtype, block_size
+from localinfer.quant.pipeline import conversion
+from localinfer.quant.pipeline.conversion import conversion_note, convert, layout_of, runs_directly
 
 ACTIVATIONS = {TensorType.Q8_1, TensorType.Q8_K}
 EXACT = {

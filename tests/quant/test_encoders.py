@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from localinfer.errors import RequestError, ShapeError
-from localinfer.quant.formats import TensorType
-from localinfer.quant.reference import dequantize, quantize
-from localinfer.quant.reference_encoders import ENCODABLE_TYPES
+from localinfer.quant.formats.reference import dequantize, quantize
+from localinfer.quant.formats.reference_encoders import ENCODABLE_TYPES
+from localinfer.quant.formats.types import TensorType
 from tests.quant.encoder_inputs import COLUMNS, hard_weights, importances
 
 # Made with ggml_quantize_chunk of libggml-base, compiled for plain x86-64, from `hard_weights` and `importances`.

@@ -8,9 +8,9 @@ import pytest
 from localinfer.errors import RequestError, ShapeError
 from localinfer.kernels.cpu.encoding import ENCODERS, prepare_encoders
 from localinfer.kernels.cpu.pool import ThreadPool
-from localinfer.quant.encoding import encode, source_rows
-from localinfer.quant.formats import TensorType, block_size
-from localinfer.quant.reference import dequantize, quantize
+from localinfer.quant.formats.encoding import encode, source_rows
+from localinfer.quant.formats.reference import dequantize, quantize
+from localinfer.quant.formats.types import TensorType, block_size
 from tests.quant.encoder_inputs import COLUMNS, hard_weights, importances
 
 EACH_TYPE = pytest.mark.parametrize("type", [TensorType[name] for name in ENCODERS], ids=lambda type: type.name)

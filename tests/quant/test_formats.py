@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from localinfer.errors import ShapeError, UnsupportedFormatError
-from localinfer.quant.formats import (
+from localinfer.quant.formats.types import (
     RETIRED_TYPES,
     TensorType,
     bits_per_weight,

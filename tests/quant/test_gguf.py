@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localinfer.errors import ClosedError, CorruptFileError, ModelFileError
-from localinfer.quant.formats import TensorType
-from localinfer.quant.gguf import GGUFFile, read_gguf
-from localinfer.quant.gguf_header import ValueType
+from localinfer.quant.formats.types import TensorType
+from localinfer.quant.gguf.header import ValueType
+from localinfer.quant.gguf.reader import GGUFFile, read_gguf
 
 WriteBytes = Callable[[bytes], Path]
 

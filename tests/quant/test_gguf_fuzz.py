@@ -9,7 +9,7 @@ import pytest
 from gguf_bytes import array, entry, gguf, tensor, text, u32
 
 from localinfer.errors import ModelFileError
-from localinfer.quant.gguf import read_gguf
+from localinfer.quant.gguf.reader import read_gguf
 
 MAX_READER_BYTES = 4 << 20
 INTERESTING = [0, 1, 7, 8, 9, 31, 2**15, 2**31, 2**32 - 1, 2**40, 2**62, 2**63, 2**64 - 1]

@@ -12,7 +12,7 @@ import pytest
 from gguf_bytes import array, entry, gguf, tensor, text, u32, u64
 
 from localinfer.errors import CorruptFileError, ModelFileError, UnsupportedFormatError
-from localinfer.quant.gguf import read_gguf
+from localinfer.quant.gguf.reader import read_gguf
 
 MAX_READER_BYTES = 4 << 20
 """More than any hostile file here may make the reader allocate."""

@@ -10,7 +10,7 @@ from gguf_bytes import entry, tensor, text
 from gguf_bytes import gguf as gguf_bytes
 
 from localinfer.errors import CorruptFileError, ModelFileError
-from localinfer.quant.gguf import read_gguf
+from localinfer.quant.gguf.reader import read_gguf
 
 NAMES = [f"m-0000{number}-of-00003.gguf" for number in (1, 2, 3)]
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from localinfer.errors import RequestError, ShapeError
-from localinfer.quant.formats import TensorType
-from localinfer.quant.gguf import read_gguf
-from localinfer.quant.gguf_header import ValueType
-from localinfer.quant.gguf_writer import EncodedValue, GGUFWriter, TensorSpec, copy_values, encode_value
+from localinfer.quant.formats.types import TensorType
+from localinfer.quant.gguf.header import ValueType
+from localinfer.quant.gguf.reader import read_gguf
+from localinfer.quant.gguf.writer import EncodedValue, GGUFWriter, TensorSpec, copy_values, encode_value
 
 VALUES: dict[str, object] = {
     "general.architecture": "llama",

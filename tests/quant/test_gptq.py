@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from localinfer.quant.formats import TensorType
-from localinfer.quant.gptq import quantize_with_feedback, round_with_feedback
-from localinfer.quant.grids import read_grid
-from localinfer.quant.hessian import DAMPING, SHIFT, Factor, factor, row_losses, shifted
-from localinfer.quant.reference import dequantize, quantize
-from localinfer.quant.workers import Workers
+from localinfer.quant.formats.reference import dequantize, quantize
+from localinfer.quant.formats.types import TensorType
+from localinfer.quant.methods.gptq import quantize_with_feedback, round_with_feedback
+from localinfer.quant.methods.grids import read_grid
+from localinfer.quant.methods.hessian import DAMPING, SHIFT, Factor, factor, row_losses, shifted
+from localinfer.quant.methods.workers import Workers
 
 
 def activations(generator: np.random.Generator, tokens: int, columns: int) -> np.ndarray:

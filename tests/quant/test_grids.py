@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from localinfer.quant.formats import TensorType
-from localinfer.quant.grids import GRID_TYPES, levels_of, read_grid, with_levels
-from localinfer.quant.reference import dequantize, quantize
+from localinfer.quant.formats.reference import dequantize, quantize
+from localinfer.quant.formats.types import TensorType
+from localinfer.quant.methods.grids import GRID_TYPES, levels_of, read_grid, with_levels
 
 
 def encoded(type: TensorType, seed: int = 1) -> np.ndarray:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from localinfer.errors import CorruptFileError, ModelFileError
-from localinfer.quant.formats import TensorType
-from localinfer.quant.gguf_writer import GGUFWriter, TensorSpec, encode_value
-from localinfer.quant.imatrix import Importance, read_imatrix, write_imatrix
+from localinfer.quant.formats.types import TensorType
+from localinfer.quant.gguf.writer import GGUFWriter, TensorSpec, encode_value
+from localinfer.quant.methods.imatrix import Importance, read_imatrix, write_imatrix
 
 SUMS = np.arange(1, 13, dtype=np.float32).reshape(3, 4)
 

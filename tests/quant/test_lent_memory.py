@@ -4,7 +4,7 @@ import gc
 
 import numpy as np
 
-from localinfer.quant.lent_memory import LentMemory
+from localinfer.quant.methods.buffer_pool import LentMemory
 
 SHAPE = (1024, 2048)
 

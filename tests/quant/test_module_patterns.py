@@ -6,7 +6,7 @@ import re
 import pytest
 
 from localinfer.errors import CorruptFileError, UnsupportedFormatError
-from localinfer.quant.module_patterns import ModulePattern
+from localinfer.quant.checkpoint.module_patterns import ModulePattern
 
 NAMES = ["model.layers.0.mlp.up_proj", "model.layers.18.self_attn.q_proj", "aab", "ab", "", "a\n", "aaaa", "a{b"]
 PATTERNS = [

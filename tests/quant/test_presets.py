@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from localinfer.errors import RequestError
-from localinfer.quant.formats import TensorType
-from localinfer.quant.presets import PRESETS, ModelFacts, choose_types, find_preset, is_quantized
+from localinfer.quant.formats.types import TensorType
+from localinfer.quant.methods.presets import PRESETS, ModelFacts, choose_types, find_preset, is_quantized
 
 # From llama-quantize's dry run. Types are letters, one for all layers or one per layer.
 GOLDEN = json.loads((Path(__file__).parent.parent / "golden" / "preset_types.json").read_text())

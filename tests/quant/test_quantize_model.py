@@ -8,14 +8,14 @@ import pytest
 
 from localinfer.errors import CorruptFileError, RequestError
 from localinfer.kernels.cpu.pool import ThreadPool
-from localinfer.quant import quantize_model as module
-from localinfer.quant.formats import TensorType
-from localinfer.quant.gguf import read_gguf
-from localinfer.quant.gguf_writer import GGUFWriter, TensorSpec, encode_value
-from localinfer.quant.imatrix import Importance
-from localinfer.quant.presets import PRESETS
-from localinfer.quant.quantize_model import quantize_model
-from localinfer.quant.reference import quantize
+from localinfer.quant.formats.reference import quantize
+from localinfer.quant.formats.types import TensorType
+from localinfer.quant.gguf.reader import read_gguf
+from localinfer.quant.gguf.writer import GGUFWriter, TensorSpec, encode_value
+from localinfer.quant.methods.imatrix import Importance
+from localinfer.quant.methods.presets import PRESETS
+from localinfer.quant.pipeline import quantize as module
+from localinfer.quant.pipeline.quantize import quantize_model
 
 MATRICES = {
     "token_embd.weight": (64, 256),

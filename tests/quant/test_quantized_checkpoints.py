@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from localinfer.errors import CorruptFileError, UnsupportedFormatError
-from localinfer.quant.checkpoint_folder import open_folder
-from localinfer.quant.checkpoint_quantization import open_quantization
-from localinfer.quant.formats import TensorType
-from localinfer.quant.grouped import GroupedMatrix, common_type
-from localinfer.quant.reference import dequantize
+from localinfer.quant.checkpoint.folder import open_folder
+from localinfer.quant.checkpoint.grouped import GroupedMatrix, common_type
+from localinfer.quant.checkpoint.quantization import open_quantization
+from localinfer.quant.formats.reference import dequantize
+from localinfer.quant.formats.types import TensorType
 from tests.checkpoint_files import Stored, write_folder
 from tests.quantized_checkpoints import (
     Codes,

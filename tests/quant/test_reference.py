@@ -7,9 +7,9 @@ from gguf import quants
 from numpy.typing import NDArray
 
 from localinfer.errors import RequestError, ShapeError, UnsupportedFormatError
-from localinfer.quant.formats import TensorType, block_bytes, block_dtype, block_size, row_bytes
-from localinfer.quant.reference import dequantize, quantize
-from localinfer.quant.unpacking import (
+from localinfer.quant.formats.reference import dequantize, quantize
+from localinfer.quant.formats.types import TensorType, block_bytes, block_dtype, block_size, row_bytes
+from localinfer.quant.formats.unpacking import (
     pack_bits,
     pack_k_scales,
     unpack_bits,

@@ -7,14 +7,15 @@ import numpy as np
 import pytest
 
 from localinfer.errors import BackendUnavailableError, RequestError
-from localinfer.models import demo, device_choice
-from localinfer.quant.formats import TensorType
-from localinfer.quant.gptq import quantize_with_feedback
-from localinfer.quant.hessian import factor
-from localinfer.quant.reference import quantize as encode
-from localinfer.quant.torch_workers import TorchWorkers
-from localinfer.quant.workers import Workers
-from localinfer.quantization import quantize
+from localinfer.evaluation.quantize import quantize
+from localinfer.models import demo
+from localinfer.models.load import device_choice
+from localinfer.quant.formats.reference import quantize as encode
+from localinfer.quant.formats.types import TensorType
+from localinfer.quant.methods.gptq import quantize_with_feedback
+from localinfer.quant.methods.hessian import factor
+from localinfer.quant.methods.torch_workers import TorchWorkers
+from localinfer.quant.methods.workers import Workers
 
 torch = pytest.importorskip("torch")
 MODEL = Path(demo.__file__).parent / "demo-f16.gguf"

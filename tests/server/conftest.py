@@ -13,8 +13,8 @@ from scripted_models import loader, scripted_sources
 
 import localinfer
 from localinfer.llm import LLM
-from localinfer.server.settings import ServerSettings
-from localinfer.server.sockets import has_unix_sockets
+from localinfer.server.transport.settings import ServerSettings
+from localinfer.server.transport.sockets import has_unix_sockets
 
 
 @pytest.fixture(scope="session")

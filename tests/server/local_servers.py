@@ -14,12 +14,12 @@ import httpx
 import localinfer
 from localinfer.llm import LLM
 from localinfer.loading import model_path
-from localinfer.server.meters import Meters
-from localinfer.server.model_folder import ModelSource
-from localinfer.server.model_memory import measure_need
-from localinfer.server.model_registry import ModelRegistry
+from localinfer.server.replies.metrics import Meters
+from localinfer.server.replies.model_folder import ModelSource
+from localinfer.server.replies.model_memory import measure_need
+from localinfer.server.replies.model_registry import ModelRegistry
 from localinfer.server.running import LocalServer
-from localinfer.server.settings import ServerSettings
+from localinfer.server.transport.settings import ServerSettings
 from tests.limits import seconds
 
 MODEL = ModelSource("demo", model_path(None), 1_700_000_000)

@@ -13,8 +13,8 @@ from event_frames import DONE
 from local_servers import STORY, ServedModel, serving
 from scripted_models import loader, scripted_sources
 
-from localinfer.server.settings import ServerSettings
-from localinfer.server.sockets import has_unix_sockets
+from localinfer.server.transport.settings import ServerSettings
+from localinfer.server.transport.sockets import has_unix_sockets
 from tests.limits import seconds
 
 PATH = "/v1/chat/completions"

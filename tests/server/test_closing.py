@@ -7,9 +7,9 @@ import pytest
 from scripted_models import loader, scripted_sources
 
 from localinfer.errors import ClosedError
-from localinfer.server.model_registry import ModelRegistry
+from localinfer.server.replies.model_registry import ModelRegistry
 from localinfer.server.running import LocalServer
-from localinfer.server.settings import ServerSettings
+from localinfer.server.transport.settings import ServerSettings
 from tests.limits import seconds
 
 SCRIPTS = {"one": b"Hi."}

@@ -6,8 +6,8 @@ from local_servers import serving
 from scripted_models import scripted_sources
 
 from localinfer.llm import LLM
-from localinfer.server.model_folder import ModelSource
-from localinfer.server.settings import ServerSettings
+from localinfer.server.replies.model_folder import ModelSource
+from localinfer.server.transport.settings import ServerSettings
 from tests.engine.fakes import ByteTokenizer, fake_model
 
 PATH = "/v1/completions"

@@ -12,8 +12,8 @@ import pytest
 from local_servers import serving
 from scripted_models import loader, scripted_sources
 
-from localinfer.server.settings import ServerSettings
-from localinfer.server.sockets import affordable_connections
+from localinfer.server.transport.settings import ServerSettings
+from localinfer.server.transport.sockets import affordable_connections
 from tests.limits import seconds
 
 LIMIT = 8
@@ -61,7 +61,7 @@ def test_limit_of_connections_keeps_below_that_of_open_files():
 
 FEW_FILES = """
 import os, resource, sys
-from localinfer import cli_serve
+from localinfer.cli import serve as cli_serve
 from localinfer.cli import main
 say = cli_serve._say_ready
 def say_and_limit(line):

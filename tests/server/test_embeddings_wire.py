@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from localinfer.errors import UnsupportedFormatError
-from localinfer.models.pooling import Pooling, read_pooling
+from localinfer.models.decoder.pooling import Pooling, read_pooling
 
 PATH = "/v1/embeddings"
 
@@ -60,7 +60,7 @@ def test_vector_is_the_mean_of_what_the_head_reads(llm):
 
 
 def hidden_states(llm, program, ids) -> np.ndarray:
-    from localinfer.prompt_outputs import _outputs
+    from localinfer.engine.scoring import _outputs
 
     tokens = np.array(ids, np.int32)
     return np.concatenate([rows for _, rows in _outputs(llm._engine, program, tokens)])

@@ -9,11 +9,11 @@ import pytest
 from local_servers import MODEL, STORY, serving
 
 import localinfer
-from localinfer.models.special_tokens import FILL_IN_SPELLINGS
-from localinfer.server.json_body import MAX_VALUES, decode_json, has_more_values
-from localinfer.server.settings import ServerSettings
-from localinfer.server.text_routes import TokenizeRequest
-from localinfer.server.wire_errors import ApiError
+from localinfer.models.text.special_tokens import FILL_IN_SPELLINGS
+from localinfer.server.api.text_routes import TokenizeRequest
+from localinfer.server.transport.errors import ApiError
+from localinfer.server.transport.json_body import MAX_VALUES, decode_json, has_more_values
+from localinfer.server.transport.settings import ServerSettings
 
 TEXT = "Once upon a time. " * 40
 CHAT = [{"role": "user", "content": TEXT}]

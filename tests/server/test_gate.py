@@ -8,8 +8,8 @@ from starlette.responses import Response
 from starlette.testclient import TestClient
 
 from localinfer.errors import RequestError
-from localinfer.server.gate import Gate
-from localinfer.server.settings import ServerSettings
+from localinfer.server.transport.security import Gate
+from localinfer.server.transport.settings import ServerSettings
 
 PATH = "/v1/chat/completions"
 BODY = {"messages": STORY, "max_tokens": 1}

@@ -10,8 +10,8 @@ import pytest
 from local_servers import STORY, ServedModel, read_all, serving
 from scripted_models import scripted_model, scripted_sources
 
-from localinfer.server.settings import ServerSettings
-from localinfer.server.sockets import has_unix_sockets
+from localinfer.server.transport.settings import ServerSettings
+from localinfer.server.transport.sockets import has_unix_sockets
 from tests.limits import seconds
 
 HOST = b"Host: localhost\r\n"

@@ -7,7 +7,7 @@ import time
 import pytest
 from local_servers import STORY, read_all
 
-from localinfer.server.settings import ServerSettings
+from localinfer.server.transport.settings import ServerSettings
 from tests.limits import seconds
 
 CHAT = json.dumps({"messages": STORY, "max_tokens": 2}).encode()

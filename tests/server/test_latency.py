@@ -11,10 +11,10 @@ import pytest
 from local_servers import MODEL, ServedModel, serving
 
 from localinfer.llm import LLM
-from localinfer.server.inbox import Bell, Inbox
-from localinfer.server.openings import Openings
-from localinfer.server.reply_threads import ReplyThreads
-from localinfer.server.settings import ServerSettings
+from localinfer.server.replies.first_byte import Openings
+from localinfer.server.replies.queue import Bell, Inbox
+from localinfer.server.replies.reply_threads import ReplyThreads
+from localinfer.server.transport.settings import ServerSettings
 from tests.engine.fakes import FakeTemplate, fake_model
 from tests.limits import seconds
 

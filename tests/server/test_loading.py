@@ -25,8 +25,8 @@ from localinfer.errors import (
     RequestError,
     UnsupportedFormatError,
 )
-from localinfer.server.model_folder import ModelSource
-from localinfer.server.settings import ServerSettings
+from localinfer.server.replies.model_folder import ModelSource
+from localinfer.server.transport.settings import ServerSettings
 from tests.limits import seconds
 
 PATH = "/v1/chat/completions"

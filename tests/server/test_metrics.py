@@ -13,9 +13,9 @@ from local_servers import MODEL, STORY, ServedModel, serving
 from prometheus_client.parser import text_string_to_metric_families
 
 import localinfer
-from localinfer.server.meters import Meters, TokenClock
-from localinfer.server.model_folder import ModelSource
-from localinfer.server.settings import ServerSettings
+from localinfer.server.replies.metrics import Meters, TokenClock
+from localinfer.server.replies.model_folder import ModelSource
+from localinfer.server.transport.settings import ServerSettings
 from tests.limits import seconds
 
 PATH = "/v1/chat/completions"

@@ -9,9 +9,9 @@ from scripted_models import scripted_model, scripted_sources
 
 from localinfer.errors import OutOfMemoryError
 from localinfer.llm import LLM
-from localinfer.server.model_folder import ModelSource
-from localinfer.server.model_memory import MemoryNeed, measure_need
-from localinfer.server.settings import ServerSettings
+from localinfer.server.replies.model_folder import ModelSource
+from localinfer.server.replies.model_memory import MemoryNeed, measure_need
+from localinfer.server.transport.settings import ServerSettings
 from tests.limits import seconds
 
 SETTINGS = ServerSettings(port=0)

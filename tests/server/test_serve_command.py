@@ -16,7 +16,7 @@ import pytest
 from local_servers import STORY
 
 from localinfer.cli import EXIT_BAD_INPUT, main
-from localinfer.server.sockets import has_unix_sockets
+from localinfer.server.transport.sockets import has_unix_sockets
 from tests.limits import seconds
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals and sockets of Unix")

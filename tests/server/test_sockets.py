@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from localinfer.errors import RequestError
-from localinfer.server.sockets import UnixListener, bind_tcp, default_socket_path, has_unix_sockets
+from localinfer.server.transport.sockets import UnixListener, bind_tcp, default_socket_path, has_unix_sockets
 
 pytestmark = pytest.mark.skipif(not has_unix_sockets(), reason="this system has no Unix sockets for Python")
 

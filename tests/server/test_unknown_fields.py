@@ -13,9 +13,9 @@ import pytest
 from client_imports import import_or_skip
 from local_servers import STORY
 
-from localinfer.server import known_fields
-from localinfer.server.known_fields import KnownFields
 from localinfer.server.openapi import BODIES
+from localinfer.server.transport import known_fields
+from localinfer.server.transport.known_fields import KnownFields
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

@@ -1,2 +1,2 @@
-"""The kernels' source, compiled by Numba. Only `localinfer.kernels.jit` imports these modules, and only for a kernel
-not yet cached."""
+"""The kernels' source, compiled by Numba. Only `localinfer.kernels.jit.numba` imports these modules, and only for a
+kernel not yet cached."""

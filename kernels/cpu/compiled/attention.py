@@ -9,7 +9,7 @@ Either way chunks are merged one by one, in order, so how work was split cannot 
 
 import numpy as np
 
-from localinfer.kernels.cpu.attention_words import (
+from localinfer.kernels.cpu.attention import (
     GROUP,
     HEAD_BYTES,
     KV_HEADS,
@@ -54,7 +54,7 @@ from localinfer.kernels.cpu.compiled.memory import (
 from localinfer.kernels.cpu.compiled.pool import take_units
 from localinfer.kernels.cpu.compiled.rotation import copy_padded, rotate
 from localinfer.kernels.cpu.compiled.rows import exp_of
-from localinfer.kernels.cpu.protocol import (
+from localinfer.kernels.cpu.kernel_abi import (
     CHUNK,
     CONTROL,
     MAX_SPLIT_HEADS,
@@ -66,7 +66,7 @@ from localinfer.kernels.cpu.protocol import (
     SEGMENTS,
     SPLIT_ROWS,
 )
-from localinfer.kernels.jit import inline, op
+from localinfer.kernels.jit.numba import inline, op
 from localinfer.kernels.kv_layout import PAGE_TOKENS
 
 _LEAST_CHUNKS = 2

@@ -21,7 +21,7 @@ from localinfer.kernels.cpu.compiled.attention_tiles import (
     key_block,
 )
 from localinfer.kernels.cpu.compiled.emit import F16, F32, I8, I16, I32, I64, LANES, Emitter, Value, vector
-from localinfer.kernels.cpu.protocol import CHUNK
+from localinfer.kernels.cpu.kernel_abi import CHUNK
 from localinfer.kernels.kv_layout import SCALE_BLOCK
 
 Q8_0, Q4_0 = 0, 1

@@ -4,7 +4,7 @@ Each is compiled by itself, and only for the types in use. Arguments: parameters
 last: blocks of sixteen positions of a chunk for codes and keys, positions for unquantized values.
 """
 
-from localinfer.kernels.cpu.attention_words import (
+from localinfer.kernels.cpu.attention import (
     KEY_COLUMNS,
     KEY_SCALES,
     SCALE,
@@ -18,7 +18,7 @@ from localinfer.kernels.cpu.compiled import attention_scratch as scratch
 from localinfer.kernels.cpu.compiled.attention_codes import Q4_0, Q8_0, score_codes, weigh_codes
 from localinfer.kernels.cpu.compiled.attention_tiles import F16_CACHE, F32_CACHE, score_keys, weigh_values
 from localinfer.kernels.cpu.compiled.memory import float_bits, load_i64
-from localinfer.kernels.jit import compose, op
+from localinfer.kernels.jit.numba import compose, op
 
 
 @compose

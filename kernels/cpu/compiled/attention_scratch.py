@@ -2,7 +2,7 @@
 
 from localinfer.kernels.cpu.compiled.attention_codes import WEIGH_BYTES
 from localinfer.kernels.cpu.compiled.attention_tiles import PAGES_PER_CHUNK, SCORE_STRIDE
-from localinfer.kernels.cpu.protocol import MAX_QUERIES_PER_UNIT, MAX_VALUE_SIZE, SCRATCH_BYTES
+from localinfer.kernels.cpu.kernel_abi import MAX_QUERIES_PER_UNIT, MAX_VALUE_SIZE, SCRATCH_BYTES
 
 QUERY_TABLE = 0
 """Addresses of up to eight queries."""

@@ -18,7 +18,7 @@ from numba.core.errors import RequireLiteralValue
 from numba.extending import intrinsic
 
 from localinfer.kernels.cpu.compiled.emit import F16, F32, I32, I64, LANES, Emitter, Value, vector
-from localinfer.kernels.cpu.protocol import CHUNK
+from localinfer.kernels.cpu.kernel_abi import CHUNK
 from localinfer.kernels.kv_layout import PAGE_TOKENS
 
 F32_CACHE, F16_CACHE = 0, 1

@@ -1,8 +1,8 @@
 """Reading the batch header from a kernel."""
 
 from localinfer.kernels.cpu.compiled.memory import load_i64
-from localinfer.kernels.cpu.protocol import NUM_OUTPUT_ROWS, NUM_ROWS, SCRATCH, SCRATCH_BYTES
-from localinfer.kernels.jit import inline
+from localinfer.kernels.cpu.kernel_abi import NUM_OUTPUT_ROWS, NUM_ROWS, SCRATCH, SCRATCH_BYTES
+from localinfer.kernels.jit.numba import inline
 
 
 @inline

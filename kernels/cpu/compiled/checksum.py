@@ -9,8 +9,8 @@ import numpy as np
 from numba import carray
 
 from localinfer.kernels.cpu.compiled.memory import int64_pointer
-from localinfer.kernels.cpu.protocol import CHECKSUM_LANES, CHECKSUM_MULTIPLIER
-from localinfer.kernels.jit import entry
+from localinfer.kernels.cpu.kernel_abi import CHECKSUM_LANES, CHECKSUM_MULTIPLIER
+from localinfer.kernels.jit.numba import entry
 
 _MULTIPLIER = np.uint64(CHECKSUM_MULTIPLIER)
 _HALF = np.uint64(32)

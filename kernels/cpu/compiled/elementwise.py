@@ -23,8 +23,8 @@ from localinfer.kernels.cpu.compiled.rows import (
     sigmoid_of,
     softcap_row,
 )
-from localinfer.kernels.cpu.protocol import CONTROL, OUTPUT_ROWS, POSITIONS
-from localinfer.kernels.jit import compose, inline, op
+from localinfer.kernels.cpu.kernel_abi import CONTROL, OUTPUT_ROWS, POSITIONS
+from localinfer.kernels.jit.numba import compose, inline, op
 
 COLUMNS_PER_UNIT = 1024
 

@@ -15,8 +15,8 @@ from localinfer.kernels.cpu.compiled.memory import (
 )
 from localinfer.kernels.cpu.compiled.packing import scale_code
 from localinfer.kernels.cpu.compiled.pool import take_units
-from localinfer.kernels.cpu.protocol import CONTROL, POSITIONS, TOKEN_IDS
-from localinfer.kernels.jit import inline, op
+from localinfer.kernels.cpu.kernel_abi import CONTROL, POSITIONS, TOKEN_IDS
+from localinfer.kernels.jit.numba import inline, op
 
 
 @inline

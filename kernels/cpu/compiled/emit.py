@@ -10,8 +10,8 @@ from typing import Any
 
 from llvmlite import ir
 
-from localinfer.kernels import isa
-from localinfer.kernels.isa import ISA
+from localinfer.kernels.jit import isa
+from localinfer.kernels.jit.isa import ISA
 
 LANES = 16
 

@@ -30,7 +30,7 @@ from localinfer.kernels.cpu.compiled.lanes import (
 )
 from localinfer.kernels.cpu.compiled.memory import load_f32, load_i64, store_i64
 from localinfer.kernels.cpu.compiled.pool import take_units
-from localinfer.kernels.cpu.protocol import (
+from localinfer.kernels.cpu.kernel_abi import (
     ENCODER_MEMORY_BYTES,
     ENCODER_STATUS,
     ROWS_PER_ENCODER_UNIT,
@@ -39,7 +39,7 @@ from localinfer.kernels.cpu.protocol import (
     STATUS_NOT_FINITE,
     STATUS_TOO_LARGE,
 )
-from localinfer.kernels.jit import inline, op
+from localinfer.kernels.jit.numba import inline, op
 
 _BLOCK = 256 * LANE_BYTES
 VALUES, WEIGHTS, CODES = 0, _BLOCK, 2 * _BLOCK

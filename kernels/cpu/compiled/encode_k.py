@@ -54,7 +54,7 @@ from localinfer.kernels.cpu.compiled.lanes import (
     where,
 )
 from localinfer.kernels.cpu.compiled.memory import load_f32
-from localinfer.kernels.jit import inline
+from localinfer.kernels.jit.numba import inline
 
 
 @inline

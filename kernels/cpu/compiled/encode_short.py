@@ -36,7 +36,7 @@ from localinfer.kernels.cpu.compiled.lanes import (
     truncate,
     where,
 )
-from localinfer.kernels.jit import inline
+from localinfer.kernels.jit.numba import inline
 
 _SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 

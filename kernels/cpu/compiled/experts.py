@@ -10,8 +10,8 @@ from localinfer.kernels.cpu.compiled.batch import num_rows, scratch
 from localinfer.kernels.cpu.compiled.memory import float_bits, load_f32, load_i64, store_f32, store_i64
 from localinfer.kernels.cpu.compiled.pool import take_units
 from localinfer.kernels.cpu.compiled.rows import add_scaled_row, exp_of, scale_row, sigmoid_of
-from localinfer.kernels.cpu.protocol import CONTROL, MAX_EXPERTS
-from localinfer.kernels.jit import inline, op
+from localinfer.kernels.cpu.kernel_abi import CONTROL, MAX_EXPERTS
+from localinfer.kernels.jit.numba import inline, op
 
 
 @inline

@@ -11,7 +11,7 @@ import numpy as np
 from localinfer.kernels.cpu.compiled.grid_fits import divide, nearest_iq4_value, whole
 from localinfer.kernels.cpu.compiled.lanes import LANE_BYTES, load, splat, store
 from localinfer.kernels.cpu.compiled.memory import load_f32, load_i64
-from localinfer.kernels.jit import entry, inline
+from localinfer.kernels.jit.numba import entry, inline
 
 
 @inline

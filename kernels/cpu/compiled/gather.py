@@ -3,8 +3,8 @@
 from localinfer.kernels.cpu.compiled.batch import num_rows
 from localinfer.kernels.cpu.compiled.memory import load_f32, load_i64, store_f32
 from localinfer.kernels.cpu.compiled.pool import take_units
-from localinfer.kernels.cpu.protocol import CONTROL
-from localinfer.kernels.jit import op
+from localinfer.kernels.cpu.kernel_abi import CONTROL
+from localinfer.kernels.jit.numba import op
 
 COLUMNS_PER_UNIT = 1024
 

@@ -18,7 +18,7 @@ from localinfer.kernels.cpu.compiled.lanes import (
     store,
     where,
 )
-from localinfer.kernels.jit import inline
+from localinfer.kernels.jit.numba import inline
 
 SMALLEST = 1e-15
 """A group whose largest magnitude lies below this is encoded as zeros."""

@@ -6,7 +6,7 @@ any order by any thread, and again after they were rejected.
 
 import numpy as np
 
-from localinfer.kernels.cpu.attention_words import (
+from localinfer.kernels.cpu.attention import (
     CODE_BIAS,
     KIND_F16,
     KIND_Q8_0,
@@ -51,8 +51,8 @@ from localinfer.kernels.cpu.compiled.memory import (
 )
 from localinfer.kernels.cpu.compiled.pool import take_units
 from localinfer.kernels.cpu.compiled.rotation import TO_Q4_0, TO_Q8_0, TO_QUERY, copy_padded, quantize_values, rotate
-from localinfer.kernels.cpu.protocol import CONTROL, POSITIONS
-from localinfer.kernels.jit import inline, op
+from localinfer.kernels.cpu.kernel_abi import CONTROL, POSITIONS
+from localinfer.kernels.jit.numba import inline, op
 from localinfer.kernels.kv_layout import PAGE_TOKENS, SCALE_BLOCK
 
 _RECORDS = attention_scratch.WORK

@@ -10,8 +10,8 @@ from localinfer.kernels.cpu.compiled.batch import num_rows, rows_at_once, scratc
 from localinfer.kernels.cpu.compiled.memory import float_bits, load_i64, store_i64
 from localinfer.kernels.cpu.compiled.pool import stretch, take_units
 from localinfer.kernels.cpu.compiled.tiles import tile_product
-from localinfer.kernels.cpu.protocol import CONTROL
-from localinfer.kernels.jit import compose, inline, op
+from localinfer.kernels.cpu.kernel_abi import CONTROL
+from localinfer.kernels.jit.numba import compose, inline, op
 
 # Words of a `matmul` op's parameters: its header, then one record per projection.
 HEADER_WORDS = 6

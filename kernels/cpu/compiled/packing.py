@@ -1,4 +1,4 @@
-"""Filling tiles from the rows of a file; what goes where is `localinfer.kernels.cpu.packing`'s to say."""
+"""Filling tiles from the rows of a file; what goes where is `localinfer.kernels.cpu.weights`'s to say."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ from localinfer.kernels.cpu.compiled.memory import (
     store_u32,
 )
 from localinfer.kernels.cpu.compiled.pool import take_units
-from localinfer.kernels.jit import inline, op
+from localinfer.kernels.jit.numba import inline, op
 
 _BYTES_AT_ONCE = 4096
 

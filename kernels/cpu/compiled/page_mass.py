@@ -6,7 +6,7 @@ cheap beside what else a batch costs.
 
 import numpy as np
 
-from localinfer.kernels.cpu.attention_words import (
+from localinfer.kernels.cpu.attention import (
     GROUP,
     KV_HEADS,
     MASS_HEADS,
@@ -25,8 +25,8 @@ from localinfer.kernels.cpu.compiled.batch import scratch as scratch_of
 from localinfer.kernels.cpu.compiled.memory import call_op, float_bits, load_f32, load_i64, store_f32
 from localinfer.kernels.cpu.compiled.pool import take_units
 from localinfer.kernels.cpu.compiled.rows import exp_of
-from localinfer.kernels.cpu.protocol import CHUNK, CONTROL, NUM_SEGMENTS, SEGMENT_BYTES, SEGMENTS
-from localinfer.kernels.jit import inline, op
+from localinfer.kernels.cpu.kernel_abi import CHUNK, CONTROL, NUM_SEGMENTS, SEGMENT_BYTES, SEGMENTS
+from localinfer.kernels.jit.numba import inline, op
 from localinfer.kernels.kv_layout import PAGE_TOKENS
 
 

@@ -13,7 +13,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from localinfer.kernels.cpu.compiled.emit import F64, I32, I64, LANES, Emitter, Value, vector
-from localinfer.kernels.cpu.protocol import SAMPLING_BLOCK
+from localinfer.kernels.cpu.kernel_abi import SAMPLING_BLOCK
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)

@@ -11,7 +11,7 @@ from localinfer.kernels.cpu.compiled.memory import (
     store_i64,
     yield_processor,
 )
-from localinfer.kernels.cpu.protocol import (
+from localinfer.kernels.cpu.kernel_abi import (
     ARRIVED,
     BATCH,
     GENERATION,
@@ -24,7 +24,7 @@ from localinfer.kernels.cpu.protocol import (
     SLEEPING,
     STOPPING,
 )
-from localinfer.kernels.jit import entry, inline
+from localinfer.kernels.jit.numba import entry, inline
 
 _SPINS_BEFORE_YIELD = 500
 _SPINS_BEFORE_SLEEP = 20000

@@ -14,8 +14,8 @@ from localinfer.kernels.cpu.compiled.batch import num_rows
 from localinfer.kernels.cpu.compiled.emit import F32, I8, I32, Emitter, vector
 from localinfer.kernels.cpu.compiled.memory import load_i64
 from localinfer.kernels.cpu.compiled.pool import take_units
-from localinfer.kernels.cpu.protocol import CONTROL, RECORD_BYTES
-from localinfer.kernels.jit import op
+from localinfer.kernels.cpu.kernel_abi import CONTROL, RECORD_BYTES
+from localinfer.kernels.jit.numba import op
 
 BLOCKS_PER_UNIT = 32
 

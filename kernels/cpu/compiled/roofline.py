@@ -9,8 +9,8 @@ from numba.extending import intrinsic
 from localinfer.kernels.cpu.compiled.emit import I8, I32, I64, Emitter, Value, vector
 from localinfer.kernels.cpu.compiled.memory import load_i64, store_i64
 from localinfer.kernels.cpu.compiled.pool import take_units
-from localinfer.kernels.cpu.protocol import CONTROL, MULTIPLICATIONS_PER_ROUND
-from localinfer.kernels.jit import op
+from localinfer.kernels.cpu.kernel_abi import CONTROL, MULTIPLICATIONS_PER_ROUND
+from localinfer.kernels.jit.numba import op
 
 _PREFETCH_BYTES = 4096
 _LINES = 4

@@ -15,7 +15,7 @@ from numba.extending import intrinsic
 
 from localinfer.kernels.cpu.compiled.emit import F32, I8, I32, LANES, Emitter, Value, vector
 from localinfer.kernels.cpu.compiled.memory import load_f32, store_f32
-from localinfer.kernels.jit import inline
+from localinfer.kernels.jit.numba import inline
 from localinfer.kernels.kv_layout import SCALE_BLOCK
 
 TO_QUERY, TO_Q8_0, TO_Q4_0 = 0, 1, 2

@@ -21,8 +21,8 @@ from localinfer.kernels.cpu.compiled.memory import (
     store_i64,
 )
 from localinfer.kernels.cpu.compiled.sampling_weights import key_of
-from localinfer.kernels.cpu.protocol import NEGATIVE_INFINITY_KEY, NOT_FINITE, NOTHING_LEFT, SAMPLING_BLOCK
-from localinfer.kernels.jit import entry, inline
+from localinfer.kernels.cpu.kernel_abi import NEGATIVE_INFINITY_KEY, NOT_FINITE, NOTHING_LEFT, SAMPLING_BLOCK
+from localinfer.kernels.jit.numba import entry, inline
 
 _LOWEST_KEY = np.int32(-(2**31))
 _HIGHEST_KEY = np.int32(2**31 - 1)

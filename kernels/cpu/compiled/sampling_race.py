@@ -17,8 +17,8 @@ from numba import carray
 from localinfer.kernels.cpu.compiled.memory import float32_pointer, float64_pointer, int32_pointer, int64_pointer
 from localinfer.kernels.cpu.compiled.philox import STORED_AT_ONCE, store_uniforms, tokens_reaching, uniform_of
 from localinfer.kernels.cpu.compiled.sampling_weights import key_of, logit_of, weight_of
-from localinfer.kernels.cpu.protocol import NEGATIVE_INFINITY_KEY, SAMPLING_BLOCK
-from localinfer.kernels.jit import entry, inline
+from localinfer.kernels.cpu.kernel_abi import NEGATIVE_INFINITY_KEY, SAMPLING_BLOCK
+from localinfer.kernels.jit.numba import entry, inline
 
 _ONE = float(2**43)
 _MARGIN = 1.0 + 1e-9

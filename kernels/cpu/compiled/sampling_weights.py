@@ -14,8 +14,8 @@ from numba.extending import intrinsic
 
 from localinfer.kernels.cpu.compiled.emit import F32, F64, I32, LANES, Emitter, vector
 from localinfer.kernels.cpu.compiled.memory import float32_pointer, float64_pointer, int32_pointer, int64_pointer
-from localinfer.kernels.cpu.protocol import NEGATIVE_INFINITY_KEY, SAMPLING_BLOCK
-from localinfer.kernels.jit import entry, inline
+from localinfer.kernels.cpu.kernel_abi import NEGATIVE_INFINITY_KEY, SAMPLING_BLOCK
+from localinfer.kernels.jit.numba import entry, inline
 
 _LOWEST_KEY = -(2**31)
 _LOG2_E = 1.4426950408889634

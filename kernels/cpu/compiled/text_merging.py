@@ -11,7 +11,7 @@ import numpy as np
 from numba import carray
 
 from localinfer.kernels.cpu.compiled.memory import int32_pointer, int64_pointer, load_u8
-from localinfer.kernels.cpu.protocol import (
+from localinfer.kernels.cpu.kernel_abi import (
     CHARACTER_DIGIT,
     CHARACTER_LETTER,
     CHARACTER_NEWLINE,
@@ -47,7 +47,7 @@ from localinfer.kernels.cpu.protocol import (
     SPLIT_SYMBOL_LINES,
     SPLIT_WORDS,
 )
-from localinfer.kernels.jit import entry, inline
+from localinfer.kernels.jit.numba import entry, inline
 
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 _NEVER = np.int64(0x7FFFFFFFFFFFFFFF)

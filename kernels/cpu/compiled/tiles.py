@@ -15,8 +15,8 @@ from numba.core.errors import RequireLiteralValue
 from numba.extending import intrinsic
 
 from localinfer.kernels.cpu.compiled.emit import F16, F32, I8, I16, I32, I64, Emitter, Value, vector
-from localinfer.kernels.cpu.layouts import SIZES, Layout
-from localinfer.kernels.cpu.protocol import RECORD_BYTES
+from localinfer.kernels.cpu.kernel_abi import RECORD_BYTES
+from localinfer.kernels.layouts import SIZES, Layout
 
 _SCALE, _SCALED_SUM, _MINUS_8_SUM, _MINUS_8_HALF = 0, 4, 8, 12
 

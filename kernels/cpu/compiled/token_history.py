@@ -22,7 +22,7 @@ import numpy as np
 from numba import carray
 
 from localinfer.kernels.cpu.compiled.memory import int32_pointer, int64_pointer
-from localinfer.kernels.cpu.protocol import (
+from localinfer.kernels.cpu.kernel_abi import (
     CURSOR_ALIGNED,
     CURSOR_LOST,
     CURSOR_MATCH,
@@ -47,7 +47,7 @@ from localinfer.kernels.cpu.protocol import (
     NODE_WORDS,
     STATE_WORDS,
 )
-from localinfer.kernels.jit import entry, inline
+from localinfer.kernels.jit.numba import entry, inline
 
 _LENGTH, _LINK, _RECENT, _PREFIX, _EDGES, _VOTES = range(STATE_WORDS)
 """Of a state: tokens in its longest string; the state of its longest suffix elsewhere; the node where it ended last,

@@ -10,7 +10,7 @@ What does not fit the list is left to the host, which draws the same token.
 
 from numba import cuda, float64, int64
 
-from localinfer.kernels.cpu.protocol import NOT_FINITE, NOTHING_LEFT
+from localinfer.kernels.cpu.kernel_abi import NOT_FINITE, NOTHING_LEFT
 from localinfer.kernels.cuda.compiled.chances import score_of, weight_of
 from localinfer.kernels.cuda.compiled.ptx import (
     add_u32,
@@ -32,7 +32,8 @@ from localinfer.kernels.cuda.compiled.ptx import (
     widen,
 )
 from localinfer.kernels.cuda.compiled.sampling import order_key
-from localinfer.kernels.cuda.draws import (
+from localinfer.kernels.cuda.jit import inline, template
+from localinfer.kernels.cuda.sampling import (
     BEST,
     BEST_TOKEN,
     BOUND,
@@ -49,7 +50,6 @@ from localinfer.kernels.cuda.draws import (
     TOP_P,
     UNDECIDED,
 )  # fmt: skip
-from localinfer.kernels.cuda.jit import inline, template
 
 THREADS = 128
 TAKE_BEST, FROM_LIST, FROM_ALL = range(3)

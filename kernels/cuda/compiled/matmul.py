@@ -8,7 +8,6 @@ where `matmul_tiles` computes those.
 
 from numba import cuda, float32, int64
 
-from localinfer.kernels.cpu.layouts import Layout
 from localinfer.kernels.cuda.compiled.activations import activate_gate
 from localinfer.kernels.cuda.compiled.ptx import (
     bits_float,
@@ -33,6 +32,7 @@ from localinfer.kernels.cuda.compiled.ptx import (
 )
 from localinfer.kernels.cuda.compiled.weights import BYTES, FIFTH_BITS, half_scales, scales_of, spread_bits
 from localinfer.kernels.cuda.jit import template
+from localinfer.kernels.layouts import Layout
 
 PLAIN, GATED, EXPERTS = 0, 1, 2
 """Kinds of products: up to three weights of one input; gate and up joined by an activation; one expert per slot."""

@@ -7,7 +7,6 @@ Q6_K, whose halves have scales of their own). Every unit keeps its place in the 
 
 from numba import cuda, float32, int64
 
-from localinfer.kernels.cpu.layouts import Layout
 from localinfer.kernels.cuda.compiled.activations import activate_gate
 from localinfer.kernels.cuda.compiled.matmul import GATED, NUM_SLOTS, PLAIN, SLOT
 from localinfer.kernels.cuda.compiled.ptx import (
@@ -39,6 +38,7 @@ from localinfer.kernels.cuda.compiled.weights import (
     spread_bits,
 )
 from localinfer.kernels.cuda.jit import inline, template
+from localinfer.kernels.layouts import Layout
 
 WARPS = 8
 THREADS = 32 * WARPS

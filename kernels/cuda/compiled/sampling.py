@@ -2,7 +2,7 @@
 
 from numba import int64
 
-from localinfer.kernels.cpu.protocol import NOT_FINITE, NOTHING_LEFT
+from localinfer.kernels.cpu.kernel_abi import NOT_FINITE, NOTHING_LEFT
 from localinfer.kernels.cuda.compiled.ptx import (
     block_x,
     block_y,

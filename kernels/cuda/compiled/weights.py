@@ -1,12 +1,11 @@
 """Reading weights out of their planes: the scale and offset of a unit, and a single weight.
 
 Functions here are made for a layout (its number in `kernels.cpu.layouts.Layout`), so that a kernel holds the code of
-one. Planes are laid out as `kernels/cuda/layouts.py` says.
+one. Planes are laid out as `kernels/cuda/weights.py` says.
 """
 
 from numba import float32
 
-from localinfer.kernels.cpu.layouts import Layout
 from localinfer.kernels.cuda.compiled.ptx import (
     bits_float,
     half_to_float,
@@ -20,6 +19,7 @@ from localinfer.kernels.cuda.compiled.ptx import (
     to_float,
 )
 from localinfer.kernels.cuda.jit import inline
+from localinfer.kernels.layouts import Layout
 
 _ONE_SCALE = (Layout.Q4_0, Layout.Q5_0, Layout.Q8_0)
 _K_QUANTS = (Layout.Q4_K, Layout.Q5_K)

@@ -1,0 +1,140 @@
+"""Move weights from the rows of a file into tiles, straight from the map and in parallel.
+
+Every layout is a list of fields: items of 1, 2 or 4 bytes that go, item by item, from one row of the file to one lane
+of a tile, one after the other or, of Q6_K, every other. Three kinds of field change bytes on the way; none loses any.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.errors import ShapeError
+from localinfer.kernels.cpu.arrays import Arena, address
+from localinfer.kernels.cpu.pool import ThreadPool
+from localinfer.kernels.jit.object_cache import Kernel
+from localinfer.kernels.layouts import SIZES, TILE_ROWS, Layout, num_tiles, tile_bytes
+
+_STEP_BYTES = 8 << 20
+"""A tensor is packed in steps of about this size, so that little of the file is in memory at once."""
+
+PACK_TILES = Kernel("packing.pack_tiles")
+
+_COPY, _BIAS, _FIFTH_BITS, _SIX_BIT_SCALES, _EVERY_OTHER = 0, 1, 2, 3, 4
+
+# Per field: bytes per item, offset in the unit of a file's row, items, offset in the unit of a tile, kind.
+_FIELDS: dict[Layout, list[tuple[int, int, int, int, int]]] = {
+    Layout.F32: [(4, 0, 1, 0, _COPY)],
+    Layout.F16: [(2, 0, 1, 0, _COPY)],
+    Layout.BF16: [(2, 0, 1, 0, _COPY)],
+    Layout.Q8_0: [(2, 0, 1, 0, _COPY), (4, 2, 8, 32, _BIAS)],
+    Layout.Q4_0: [(2, 0, 1, 0, _COPY), (4, 2, 4, 32, _COPY)],
+    Layout.Q4_1: [(2, 0, 2, 0, _COPY), (4, 4, 4, 64, _COPY)],
+    Layout.Q5_0: [(2, 0, 1, 0, _COPY), (4, 6, 4, 32, _COPY), (4, 2, 1, 288, _FIFTH_BITS)],
+    Layout.Q5_1: [(2, 0, 2, 0, _COPY), (4, 8, 4, 64, _COPY), (4, 4, 1, 320, _FIFTH_BITS)],
+    Layout.Q4_K: [(2, 0, 2, 0, _COPY), (1, 4, 1, 64, _SIX_BIT_SCALES), (4, 16, 32, 256, _COPY)],
+    Layout.Q5_K: [(2, 0, 2, 0, _COPY), (1, 4, 1, 64, _SIX_BIT_SCALES), (4, 16, 40, 256, _COPY)],
+    Layout.Q6_K: [
+        (4, 0, 8, 288, _EVERY_OTHER),
+        (4, 32, 8, 1312, _COPY),
+        (4, 128, 8, 352, _EVERY_OTHER),
+        (4, 64, 8, 1824, _EVERY_OTHER),
+        (4, 96, 8, 2848, _COPY),
+        (4, 160, 8, 1888, _EVERY_OTHER),
+        (1, 192, 16, 32, _COPY),
+        (2, 208, 1, 0, _COPY),
+    ],
+    Layout.INT4_32: [(2, 0, 2, 0, _COPY), (4, 4, 4, 64, _COPY)],
+    Layout.INT4_64: [(2, 0, 2, 0, _COPY), (4, 4, 8, 64, _COPY)],
+    Layout.INT4_128: [(2, 0, 2, 0, _COPY), (4, 4, 16, 64, _COPY)],
+    Layout.INT8_32: [(2, 0, 2, 0, _COPY), (4, 4, 8, 64, _COPY)],
+}
+_FIELD_TABLES = {layout: np.array(fields, np.int64) for layout, fields in _FIELDS.items()}
+
+
+@dataclass(frozen=True)
+class RowTable:
+    """Rows as a GGUF tensor stores them: `data` is uint8, row after row.
+
+    fill: to be called with the ids, int32, of rows that are to be read, before they are; None where all are there.
+    """
+
+    layout: Layout
+    num_rows: int
+    num_columns: int
+    data: NDArray[np.uint8]
+    fill: Callable[[NDArray[np.int32]], None] | None = None
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A stack of equal matrices in tiles: `data` is uint8[num_experts * expert_bytes], 64-byte aligned.
+
+    columns: int32[num_columns], which column of the input each column multiplies, where they are not in order.
+    """
+
+    layout: Layout
+    num_rows: int
+    num_columns: int
+    num_experts: int
+    data: NDArray[np.uint8]
+    columns: NDArray[np.int32] | None = None
+
+    @property
+    def tile_bytes(self) -> int:
+        return tile_bytes(self.layout, self.num_columns)
+
+    @property
+    def expert_bytes(self) -> int:
+        return self.tile_bytes * num_tiles(self.num_rows)
+
+
+def pack(
+    pool: ThreadPool,
+    layout: Layout,
+    data: NDArray[np.uint8],
+    num_experts: int,
+    num_rows: int,
+    num_columns: int,
+    *,
+    arena: Arena | None = None,
+    done: Callable[[int, int], None] | None = None,
+) -> PackedWeight:
+    """Pack a stack of matrices stored row after row, as a GGUF tensor is.
+
+    data: contiguous uint8 of exactly the stack's bytes; `done` is told each stretch of it (first byte, end) that has
+    been packed, so that the caller can let it go. Raises ShapeError if the bytes are not what the shape needs.
+    """
+    sizes = SIZES[layout]
+    bytes_per_tile = tile_bytes(layout, num_columns)
+    row_bytes = num_columns // sizes.unit * sizes.file_bytes
+    matrix_bytes = num_rows * row_bytes
+    if num_rows <= 0 or num_experts <= 0 or data.dtype != np.uint8 or data.size != num_experts * matrix_bytes:
+        raise ShapeError(
+            f"{num_experts} x {num_rows} x {num_columns} in {layout.name} take {num_experts * matrix_bytes} bytes, "
+            f"found {data.size} of {data.dtype}; pass the tensor's own bytes and shape"
+        )
+    tiles = num_tiles(num_rows)
+    packed = (arena or Arena(0)).take(num_experts * tiles * bytes_per_tile)
+    fields = _FIELD_TABLES[layout]
+    tiles_per_step = max(1, _STEP_BYTES // bytes_per_tile)
+    pending: list[NDArray[np.int64]] = []
+    first_byte = 0
+    for expert in range(num_experts):
+        for tile in range(0, tiles, tiles_per_step):
+            count, row = min(tiles_per_step, tiles - tile), tile * TILE_ROWS
+            target = address(packed) + (expert * tiles + tile) * bytes_per_tile
+            source = data.ctypes.data + expert * matrix_bytes + row * row_bytes
+            words = (pool.control_address, target, source, count, num_rows - row, num_columns // sizes.unit)
+            layout_words = (sizes.file_bytes, sizes.unit_bytes, address(fields), len(fields))
+            pending.append(np.array((*words, *layout_words), np.int64))
+            end = expert * matrix_bytes + min(num_rows, row + count * TILE_ROWS) * row_bytes
+            if end - first_byte >= _STEP_BYTES or end == data.size:
+                ops = np.array([[PACK_TILES.address, address(one)] for one in pending], np.int64)
+                pool.run(address(ops), len(pending), 0)
+                if done is not None:
+                    done(first_byte, end)
+                pending.clear()
+                first_byte = end
+    return PackedWeight(layout, num_rows, num_columns, num_experts, packed)

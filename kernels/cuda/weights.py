@@ -1,0 +1,174 @@
+"""How weights lie in a GPU's memory: the fields of a file's blocks as planes, at no more bytes than the file.
+
+Every plane is row after row, so that the lanes of a warp, each at a unit of its own, read one unbroken line. A unit is
+16 bytes of codes: 32 columns of nibbles (byte k: column k, and k + 16 in the upper half), 16 columns of bytes, or 8 or
+4 plain numbers. Rows begin at multiples of 16 bytes; numbers that fill up the last unit are zero.
+
+| layout | codes | scales | extra | super |
+|---|---|---|---|---|
+| F32 F16 BF16 | numbers | - | - | - |
+| Q4_0 Q5_0 | nibbles | d f16 per block | Q5_0: bit c of u32 is the fifth of column c | - |
+| Q4_1 Q5_1 | nibbles | d, m f16 per block | Q5_1: as Q5_0 | - |
+| Q8_0 | bytes | d f16 per block | - | - |
+| Q4_K Q5_K | nibbles | the file's 16 bytes d, dmin, 6-bit scales per 256 | Q5_K: as Q5_0 | - |
+| Q6_K | nibbles | 2 x int8 per block | 2 x u32: bits 2w, 2w + 1 of byte c: upper two of column 4w + c | d f16 per 256 |
+| INT4_32 INT4_64 INT4_128 | nibbles | d f16, zero i16 per group | - | - |
+| INT8_32 | bytes | d f16, zero i16 per block | - | - |
+
+A block is 32 columns; the two words of Q6_K's extra plane belong to its two halves.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.errors import ShapeError
+from localinfer.kernels.layouts import SIZES, Layout
+
+UNIT_BYTES = 16
+_PLANES = 4
+
+Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class PlaneSizes:
+    """Columns of a unit, and bytes of a row in each plane: codes, scales, extra, super."""
+
+    unit_columns: int
+    row_bytes: tuple[int, int, int, int]
+
+
+def unit_columns(layout: Layout) -> int:
+    """Columns of one unit of codes."""
+    if layout is Layout.F32:
+        return 4
+    if layout in (Layout.F16, Layout.BF16):
+        return 8
+    return 16 if layout in (Layout.Q8_0, Layout.INT8_32) else 32
+
+
+def plane_sizes(layout: Layout, num_columns: int) -> PlaneSizes:
+    """Sizes of a row; raises ShapeError if the columns are not whole units of the file."""
+    sizes = SIZES[layout]
+    if num_columns <= 0 or num_columns % sizes.unit:
+        raise ShapeError(
+            f"{layout.name} needs a positive multiple of {sizes.unit} columns, found {num_columns}; "
+            "store such a matrix as F16"
+        )
+    columns = unit_columns(layout)
+    codes = -(-num_columns // columns) * UNIT_BYTES
+    blocks, supers = num_columns // 32, num_columns // 256
+    scales, extra, above = {
+        Layout.F32: (0, 0, 0),
+        Layout.F16: (0, 0, 0),
+        Layout.BF16: (0, 0, 0),
+        Layout.Q8_0: (2 * blocks, 0, 0),
+        Layout.Q4_0: (2 * blocks, 0, 0),
+        Layout.Q4_1: (4 * blocks, 0, 0),
+        Layout.Q5_0: (2 * blocks, 4 * blocks, 0),
+        Layout.Q5_1: (4 * blocks, 4 * blocks, 0),
+        Layout.Q4_K: (16 * supers, 0, 0),
+        Layout.Q5_K: (16 * supers, 4 * blocks, 0),
+        Layout.Q6_K: (2 * blocks, 8 * blocks, 2 * supers),
+        Layout.INT4_32: (4 * blocks, 0, 0),
+        Layout.INT4_64: (2 * blocks, 0, 0),
+        Layout.INT4_128: (blocks, 0, 0),
+        Layout.INT8_32: (4 * blocks, 0, 0),
+    }[layout]
+    return PlaneSizes(columns, (codes, scales, extra, above))
+
+
+def plane_offsets(layout: Layout, num_rows: int, num_columns: int) -> list[int]:
+    """Where each plane of a stack of `num_rows` rows begins, and where the last ends; multiples of 16."""
+    offsets = [0]
+    for row_bytes in plane_sizes(layout, num_columns).row_bytes:
+        offsets.append(offsets[-1] + -(-num_rows * row_bytes // 16) * 16)
+    return offsets
+
+
+def to_planes(layout: Layout, data: Bytes, num_rows: int, num_columns: int) -> tuple[Bytes, Bytes, Bytes, Bytes]:
+    """Split rows as a GGUF tensor (or `quant.grouped_layouts`) stores them into the four planes, each uint8[rows, n].
+
+    data: contiguous uint8 of exactly those rows. Raises ShapeError if it is not.
+    """
+    sizes = SIZES[layout]
+    planes = plane_sizes(layout, num_columns)
+    units = num_columns // sizes.unit
+    if data.dtype != np.uint8 or data.size != num_rows * units * sizes.file_bytes:
+        raise ShapeError(
+            f"{num_rows} x {num_columns} in {layout.name} take {num_rows * units * sizes.file_bytes} bytes, found "
+            f"{data.size} of {data.dtype}; pass the tensor's own bytes and shape"
+        )
+    blocks = data.reshape(num_rows * units, sizes.file_bytes)
+    if sizes.unit == 1:
+        rows = np.zeros((num_rows, planes.row_bytes[0]), np.uint8)
+        rows[:, : num_columns * sizes.file_bytes] = data.reshape(num_rows, -1)
+        split: tuple[Bytes, ...] = (rows,)
+    else:
+        split = _SPLIT[layout](blocks)
+    filled = [plane.reshape(num_rows, -1) for plane in split]
+    filled += [np.zeros((num_rows, 0), np.uint8)] * (_PLANES - len(filled))
+    assert tuple(plane.shape[1] for plane in filled) == planes.row_bytes, f"planes of {layout.name}"
+    return filled[0], filled[1], filled[2], filled[3]
+
+
+def _scale_then_codes(scale_bytes: int) -> Callable[[Bytes], tuple[Bytes, ...]]:
+    return lambda blocks: (blocks[:, scale_bytes:], blocks[:, :scale_bytes])
+
+
+def _fifth_bits_between(scale_bytes: int) -> Callable[[Bytes], tuple[Bytes, ...]]:
+    end = scale_bytes + 4
+    return lambda blocks: (blocks[:, end:], blocks[:, :scale_bytes], blocks[:, scale_bytes:end])
+
+
+def _nibbles(codes: Bytes) -> Bytes:
+    """Pack codes uint8[blocks, 256], of which only the lower four bits are taken, as nibbles of every 32 columns."""
+    halves = codes.reshape(len(codes), 8, 2, 16) & np.uint8(15)
+    packed: Bytes = halves[:, :, 0] | halves[:, :, 1] << np.uint8(4)
+    return packed
+
+
+def _k_codes(packed: Bytes) -> Bytes:
+    """Nibbles of every 64 columns, lower half first, as uint8[blocks, 256]."""
+    runs: Bytes = packed.reshape(len(packed), 4, 1, 32) >> np.array([0, 4], np.uint8)[:, None] & np.uint8(15)
+    return runs.reshape(len(packed), 256)
+
+
+def _split_q4_k(blocks: Bytes) -> tuple[Bytes, ...]:
+    return _nibbles(_k_codes(blocks[:, 16:])), blocks[:, :16]
+
+
+def _split_q5_k(blocks: Bytes) -> tuple[Bytes, ...]:
+    # Bit b of byte c is the fifth bit of column c of block b.
+    high = blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
+    fifth = np.packbits(high, axis=2, bitorder="little")
+    return _nibbles(_k_codes(blocks[:, 48:])), blocks[:, :16], fifth
+
+
+def _split_q6_k(blocks: Bytes) -> tuple[Bytes, ...]:
+    low: Bytes = blocks[:, :128].reshape(-1, 2, 1, 64) >> np.array([0, 4], np.uint8)[:, None] & np.uint8(15)
+    pairs = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
+    high: Bytes = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> pairs & np.uint8(3)
+    # Per half of a block: four columns of a word side by side, the words two bits apart.
+    words: Bytes = high.reshape(len(blocks), 16, 4, 4) << pairs
+    upper: Bytes = np.bitwise_or.reduce(words, axis=2)
+    return _nibbles(low.reshape(len(blocks), 256)), blocks[:, 192:208], upper, blocks[:, 208:]
+
+
+_SPLIT: dict[Layout, Callable[[Bytes], tuple[Bytes, ...]]] = {
+    Layout.Q8_0: _scale_then_codes(2),
+    Layout.Q4_0: _scale_then_codes(2),
+    Layout.Q4_1: _scale_then_codes(4),
+    Layout.Q5_0: _fifth_bits_between(2),
+    Layout.Q5_1: _fifth_bits_between(4),
+    Layout.Q4_K: _split_q4_k,
+    Layout.Q5_K: _split_q5_k,
+    Layout.Q6_K: _split_q6_k,
+    Layout.INT4_32: _scale_then_codes(4),
+    Layout.INT4_64: _scale_then_codes(4),
+    Layout.INT4_128: _scale_then_codes(4),
+    Layout.INT8_32: _scale_then_codes(4),
+}

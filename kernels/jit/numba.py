@@ -1,0 +1,82 @@
+"""How kernels are compiled: the decorators their sources use, and the way from a source to an object file.
+
+This is the one module that imports Numba for kernels; `object_cache` calls it for a kernel that is not there yet.
+"""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numba
+from llvmlite import binding as llvm
+from numba import types
+
+from localinfer.kernels.jit.object_cache import UNUSED_NAMES, symbol, target_machine
+
+_KINDS = {"q": types.int64, "d": types.float64}
+
+
+@dataclass(frozen=True)
+class Source:
+    """A kernel's Python function and its C signature; `result` is None for nothing."""
+
+    function: Callable[..., Any]
+    result: str | None
+    arguments: str
+
+
+def inline(function: Callable[..., Any]) -> Any:
+    """A jitted piece of other kernels, inlined by LLVM. Python cannot call it: what that takes is not compiled."""
+    return numba.njit(
+        nogil=True, error_model="numpy", boundscheck=False, no_cpython_wrapper=True, no_cfunc_wrapper=True
+    )(function)
+
+
+def compose(function: Callable[..., Any]) -> Any:
+    """A piece of other kernels that is copied into them before typing, so that literal arguments stay literal."""
+    return numba.njit(inline="always", nogil=True, error_model="numpy", boundscheck=False)(function)
+
+
+def op(function: Callable[..., Any]) -> Source:
+    """Make a function of (parameters, batch, thread, num_threads) a tape op."""
+    return Source(function, None, "qqqq")
+
+
+def entry(result: str, arguments: str) -> Callable[[Callable[..., Any]], Source]:
+    """Make a function callable from Python; kinds as in `object_cache.Function`."""
+    return lambda function: Source(function, result, arguments)
+
+
+def compile_kernel(name: str) -> bytes:
+    """Compile "module.function" of `kernels.cpu.compiled` to a relocatable object file for this machine."""
+    module_name, function_name = name.split(".")
+    module = importlib.import_module(f"localinfer.kernels.cpu.compiled.{module_name}")
+    source = getattr(module, function_name)
+    assert isinstance(source, Source), f"{name} is decorated with op or entry"
+    result = types.void if source.result is None else _KINDS[source.result]
+    signature = result(*[_KINDS[kind] for kind in source.arguments])
+    compiled = numba.cfunc(signature, nopython=True, error_model="numpy", boundscheck=False)(source.function)
+    linked = llvm.parse_assembly(compiled.inspect_llvm())
+    _keep_only(linked, compiled.native_name, symbol(name))
+    machine = target_machine()
+    return bytes(machine.emit_object(linked))
+
+
+def _keep_only(module: Any, function_name: str, exported_name: str) -> None:
+    """Export one function under our own name and hide the rest, so that objects of one process never clash."""
+    for value in [*module.functions, *module.global_variables]:
+        if value.name == function_name:
+            value.name = exported_name
+        elif not value.is_declaration:
+            value.linkage = "internal"
+    passes = llvm.create_new_module_pass_manager()
+    passes.add_global_dead_code_eliminate_pass()
+    passes.run(module, llvm.create_pass_builder(target_machine(), llvm.create_pipeline_tuning_options()))
+    for value in [*module.functions, *module.global_variables]:
+        if value.is_declaration and not value.name.startswith("llvm."):
+            # The linker ends the process over a missing name, so it is found missing here. Numba's own names are in
+            # this process, but not in one that only loads the object.
+            is_runtime = value.name.startswith(("NRT_", "numba_"))
+            is_known = value.name in UNUSED_NAMES if is_runtime else llvm.address_of_symbol(value.name) is not None
+            assert is_known, f"{exported_name} calls {value.name}, which a process without Numba does not have"

@@ -1,0 +1,246 @@
+"""Compiled kernels as object files in a private folder: compiled by Numba once per machine, linked by LLVM at every
+start.
+
+A warm start never imports Numba, which alone costs more time and memory than everything else a start does. The folder's
+name carries everything a compiled kernel depends on, so a stale object cannot be found: version of Python and Numba,
+CPU and features, instruction set in use, Numba's settings, and a hash of every kernel source. A file that is not what
+was written (a torn or edited one) is compiled anew. What lies in the folder is code, so it must be ours alone.
+"""
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import os
+import stat
+import sys
+import tempfile
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+from llvmlite import binding as llvm
+
+from localinfer.files import read_bounded, write_all, write_atomically
+from localinfer.kernels import address_space
+from localinfer.kernels.jit import isa
+from localinfer.kernels.source_digests import UNKNOWN_SOURCES, UNKNOWN_SOURCES_WAY_OUT, combined, source_digests
+from localinfer.kernels.user_folders import temporary_folder, user_folder
+from localinfer.kernels.versions import installed_version
+
+_SETTINGS_IN_CODE = (
+    *("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES", "NUMBA_ENABLE_AVX", "NUMBA_OPT", "NUMBA_BOUNDSCHECK"),
+    *("NUMBA_LOOP_VECTORIZE", "NUMBA_SLP_VECTORIZE", "NUMBA_DEBUGINFO"),
+)
+"""Numba's settings that change what a kernel compiles to."""
+
+_CTYPES: dict[str, Any] = {"q": ctypes.c_int64, "d": ctypes.c_double}
+"""Argument kinds of a `Function`: q is int64 or an address, d float64."""
+
+UNUSED_NAMES = (
+    *("numba_gil_ensure", "numba_gil_release", "numba_unpickle", "numba_runtime_build_excinfo_struct"),
+    *("numba_do_raise", "NRT_Free", "NRT_MemInfo_call_dtor"),
+)
+"""Names of Numba's runtime that kernels mention on paths never taken: none raises, and none owns an array. LLVM wants
+every name to exist all the same."""
+
+_MAX_OBJECT_BYTES = 64 << 20
+_COMPILER_BYTES = 64_000_000
+_LINKER_BYTES = 4_000_000
+"""LLVM ends the process where it finds less memory than it needs, so it is not started with less."""
+
+_lock = threading.RLock()
+
+
+def source_hash() -> str | None:
+    """Hash of every file that CPU kernels may be made of, since a kernel inlines functions of other files.
+
+    None if they cannot be known, as `source_digests` says.
+    """
+    digests = source_digests("kernels")
+    if digests is None:
+        return None
+    return combined({name: digest for name, digest in digests.items() if not name.startswith("kernels/cuda/")})
+
+
+def cache_key() -> str | None:
+    """What a compiled kernel depends on, as one folder name; None where the sources cannot be known."""
+    sources = source_hash()
+    if sources is None:
+        return None
+    host = f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()} {llvm.get_process_triple()}"
+    overrides = [os.environ.get(name) for name in _SETTINGS_IN_CODE]
+    machine = hashlib.sha256(f"{host} {overrides}".encode()).hexdigest()[:12]
+    python = f"py{sys.version_info.major}{sys.version_info.minor}"
+    versions = f"{python}-numba{installed_version('numba')}-llvmlite{installed_version('llvmlite')}"
+    return f"{versions}-{isa.SELECTED.value}-{machine}-{sources}"
+
+
+def private_folder(folder: Path) -> Path | None:
+    """Make the folder private and prove that only we can have written in it, for its files are code; else None."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        status = folder.lstat()
+        if hasattr(os, "getuid"):
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+                return None
+            if status.st_mode & 0o077:
+                folder.chmod(0o700)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError:
+        return None
+    return folder
+
+
+def _cache_folder() -> Path | None:
+    key = cache_key()
+    if key is None:
+        _warn(f"every start compiles the kernels anew: {UNKNOWN_SOURCES}; {UNKNOWN_SOURCES_WAY_OUT}")
+        return None
+    cache = user_folder("cache")
+    wanted = None if cache is None else cache / "kernels"
+    found = None if wanted is None else _inside(wanted, key)
+    if found is not None:
+        return found
+    if wanted is None:
+        problem, way_out = "this user has no home folder", "set HOME, or XDG_CACHE_HOME, to a folder of yours"
+    else:
+        problem = f"{wanted} is not a folder that this user, and nobody else, can write"
+        way_out = "remove it, or set its owner and mode 0700, or set XDG_CACHE_HOME to a folder of yours"
+    temporary = temporary_folder()
+    instead = None
+    if temporary is not None and private_folder(temporary) is not None:
+        instead = _inside(temporary / "kernels", key)
+    result = "every start compiles the kernels anew" if instead is None else f"compiled kernels are kept in {temporary}"
+    _warn(f"{problem}, so {result}; {way_out}")
+    return instead
+
+
+def _inside(parent: Path, key: str) -> Path | None:
+    """The folder of a key, if it and the one that it is in are ours alone."""
+    return None if private_folder(parent) is None else private_folder(parent / key)
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=4)
+
+
+CACHE_FOLDER = _cache_folder()
+
+
+class Kernel:
+    """A compiled function by its name, "module.function" of `kernels.cpu.compiled`; two of one name are equal."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Kernel) and other.name == self.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def __repr__(self) -> str:
+        return f"Kernel({self.name!r})"
+
+    @functools.cached_property
+    def address(self) -> int:
+        """Where its machine code begins; compiles it if no earlier start has."""
+        return _address(self.name)
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether asking for the address will not compile."""
+        return self.name in _addresses or (CACHE_FOLDER is not None and _path(self.name).exists())
+
+
+class Function(Kernel):
+    """A compiled function that Python calls, without the GIL; kinds of result and arguments as in `_CTYPES`."""
+
+    def __init__(self, name: str, result: str, arguments: str) -> None:
+        super().__init__(name)
+        self.result, self.arguments = result, arguments
+        self._prototype = ctypes.CFUNCTYPE(_CTYPES[result], *[_CTYPES[kind] for kind in arguments])
+
+    @functools.cached_property
+    def _call(self) -> Any:
+        return self._prototype(self.address)
+
+    def __call__(self, *arguments: float) -> Any:
+        return self._call(*arguments)
+
+
+_addresses: dict[str, int] = {}
+
+
+def _address(name: str) -> int:
+    with _lock:
+        if name not in _addresses:
+            code = None if CACHE_FOLDER is None else stored(_path(name))
+            if code is None:
+                address_space.require(_COMPILER_BYTES, "compiling kernels")
+                from localinfer.kernels.jit.numba import compile_kernel
+
+                code = compile_kernel(name)
+                if CACHE_FOLDER is not None:
+                    store(_path(name), code)
+            address_space.require(_LINKER_BYTES + 4 * len(code), "linking compiled kernels")
+            engine = _engine()
+            engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+            engine.finalize_object()
+            _addresses[name] = int(engine.get_function_address(symbol(name)))
+        return _addresses[name]
+
+
+def symbol(name: str) -> str:
+    """Name of a kernel's entry in its object file."""
+    return f"localinfer.{name}"
+
+
+@functools.cache
+def _engine() -> Any:
+    """LLVM's linker for this process."""
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    unused = ctypes.cast(ctypes.pythonapi.PyErr_Clear, ctypes.c_void_p).value
+    for name in UNUSED_NAMES:
+        if llvm.address_of_symbol(name) is None:
+            llvm.add_symbol(name, unused)
+    return llvm.create_mcjit_compiler(llvm.parse_assembly(""), target_machine())
+
+
+def target_machine() -> Any:
+    """LLVM's code generator for this CPU, with the features Numba was told to use."""
+    triple = llvm.get_process_triple()
+    features = os.environ.get("NUMBA_CPU_FEATURES") or llvm.get_host_cpu_features().flatten()
+    cpu = os.environ.get("NUMBA_CPU_NAME") or llvm.get_host_cpu_name()
+    return llvm.Target.from_triple(triple).create_target_machine(
+        cpu=cpu, features=features, opt=3, reloc="default", codemodel="jitdefault", jit=True
+    )
+
+
+def _path(name: str) -> Path:
+    assert CACHE_FOLDER is not None, "asked for only where there is a folder"
+    return CACHE_FOLDER / f"{name}.o"
+
+
+def stored(path: Path) -> bytes | None:
+    """What `store` wrote to a file, if the file is there and whole."""
+    try:
+        content = read_bounded(path, _MAX_OBJECT_BYTES)
+    except OSError:
+        return None
+    checksum, code = content[:32], content[32:]
+    return code if hashlib.sha256(code).digest() == checksum else None
+
+
+def store(path: Path, code: bytes) -> None:
+    """Write a file, 32 bytes of SHA-256 and then what they are of, by a temporary one and a rename.
+
+    A disk that is full only costs the next start.
+    """
+    content = hashlib.sha256(code).digest() + code
+    with contextlib.suppress(OSError):
+        write_atomically(path, lambda file: write_all(file, content))

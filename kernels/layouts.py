@@ -1,0 +1,114 @@
+"""How weights lie in memory for the CPU kernels: tiles of sixteen rows, at the density of the file.
+
+A tile is its units one after the other, each a header and a body, and tiles follow each other: a thread that walks its
+tiles reads memory in one unbroken line, which is what a processor's own prefetchers follow best. Lane r of every vector
+belongs to row r of the tile. A block is 32 columns.
+
+Body vectors are 64 bytes: lane r holds four neighbouring code bytes of row r, exactly as a row of the file has them.
+
+| layout | unit | header | body |
+|---|---|---|---|
+| F32 F16 BF16 | column | - | 16 values |
+| Q4_0 | block | d f16[16] | 4 vectors of nibbles (low: column k, high: k + 16) |
+| Q4_1 | block | d, m f16[16] | as Q4_0 |
+| Q5_0 Q5_1 | block | as Q4_0, Q4_1 | 4 vectors of nibbles, 1 vector of fifth bits (bit v of byte c: column 4v + c) |
+| Q8_0 | block | d f16[16] | 8 vectors of codes + 128 |
+| Q4_K | super-block of 256 | d, dmin f16[16], 4 x 48 bytes of 6-bit scales | 64 columns: 8 vectors (low: first 32) |
+| Q5_K | super-block | as Q4_K | 8 vectors of fifth bits (bit b: block b), then as Q4_K |
+| Q6_K | super-block | d f16[16], 16 x int8[16] scales | 128 columns: 8 x (nibbles, upper bit pairs), 8 nibbles |
+| INT4_32 INT4_64 INT4_128 | 32, 64 or 128 columns | d f16[16], zero i16[16] | per block, as Q4_0 |
+| INT8_32 | block | d f16[16], zero i16[16] | 8 vectors of codes 0 to 255 |
+
+The INT layouts are those of checkpoints: w = d * (code - zero), one scale and one integer zero point for a group of
+columns. Files keep codes and zero points elsewhere, so `quant/checkpoint/grouped_layouts.py` writes their rows first.
+
+The 48 bytes hold, for blocks 2p and 2p + 1 of a super-block, three byte[16]: s0 | m0 << 6, s1 | (m0 >> 2) << 6 and
+m1 | (m0 >> 4) << 6 (each byte keeps two bits of m0 in its upper end), where w = d * s * q - dmin * m.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from localinfer.errors import ShapeError
+
+TILE_ROWS = 16
+BLOCK = 32
+SUPER_BLOCK = 256
+
+
+class Layout(IntEnum):
+    """A weight layout the kernels run."""
+
+    F32 = 0
+    F16 = 1
+    BF16 = 2
+    Q8_0 = 3
+    Q4_0 = 4
+    Q4_1 = 5
+    Q5_0 = 6
+    Q5_1 = 7
+    Q4_K = 8
+    Q5_K = 9
+    Q6_K = 10
+    INT4_32 = 11
+    INT4_64 = 12
+    INT4_128 = 13
+    INT8_32 = 14
+
+
+GGUF_LAYOUTS = tuple(layout for layout in Layout if layout <= Layout.Q6_K)
+"""Those whose rows a GGUF file holds."""
+
+
+@dataclass(frozen=True)
+class LayoutSizes:
+    """Columns of a unit, bytes of its header in a tile, and bytes of it in one row of the file."""
+
+    unit: int
+    header_bytes: int
+    file_bytes: int
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of a unit of a tile: exactly those of its rows in the file."""
+        return TILE_ROWS * self.file_bytes
+
+
+SIZES: dict[Layout, LayoutSizes] = {
+    Layout.F32: LayoutSizes(1, 0, 4),
+    Layout.F16: LayoutSizes(1, 0, 2),
+    Layout.BF16: LayoutSizes(1, 0, 2),
+    Layout.Q8_0: LayoutSizes(32, 32, 34),
+    Layout.Q4_0: LayoutSizes(32, 32, 18),
+    Layout.Q4_1: LayoutSizes(32, 64, 20),
+    Layout.Q5_0: LayoutSizes(32, 32, 22),
+    Layout.Q5_1: LayoutSizes(32, 64, 24),
+    Layout.Q4_K: LayoutSizes(256, 256, 144),
+    Layout.Q5_K: LayoutSizes(256, 256, 176),
+    Layout.Q6_K: LayoutSizes(256, 288, 210),
+    Layout.INT4_32: LayoutSizes(32, 64, 20),
+    Layout.INT4_64: LayoutSizes(64, 64, 36),
+    Layout.INT4_128: LayoutSizes(128, 64, 68),
+    Layout.INT8_32: LayoutSizes(32, 64, 36),
+}
+
+
+def is_float(layout: Layout) -> bool:
+    """Whether weights are plain numbers, multiplied with float32 activations."""
+    return layout <= Layout.BF16
+
+
+def num_tiles(num_rows: int) -> int:
+    """Tiles that hold this many rows; the last is padded with zero weights."""
+    return -(-num_rows // TILE_ROWS)
+
+
+def tile_bytes(layout: Layout, num_columns: int) -> int:
+    """Bytes of one tile; raises ShapeError if the columns are not whole units."""
+    sizes = SIZES[layout]
+    if num_columns <= 0 or num_columns % sizes.unit:
+        raise ShapeError(
+            f"{layout.name} needs a positive multiple of {sizes.unit} columns, found {num_columns}; "
+            "store such a matrix as F16"
+        )
+    return num_columns // sizes.unit * sizes.unit_bytes

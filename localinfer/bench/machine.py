@@ -1,0 +1,90 @@
+"""The machine's two ceilings, measured: how fast its threads read memory, and how fast they multiply bytes."""
+
+import platform
+import time
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.kernels.cpu.arrays import Arena, address, aligned_zeros
+from localinfer.kernels.cpu.kernel_abi import CONTROL, HEADER_WORDS, MULTIPLICATIONS_PER_ROUND
+from localinfer.kernels.cpu.pool import ThreadPool
+from localinfer.kernels.jit import isa
+from localinfer.kernels.jit.object_cache import CACHE_FOLDER, Kernel
+
+_READ_MEMORY = Kernel("roofline.read_memory")
+_MULTIPLY_BYTES = Kernel("roofline.multiply_bytes")
+
+BUFFER_BYTES = 512 << 20
+"""Read per measurement: well beyond any cache, on the same kind of pages as weights."""
+_UNIT_BYTES = 1 << 20
+_ROUND_SECONDS = 0.03
+_ATTEMPTS = 9
+
+
+def measure_read_bandwidth(num_threads: int) -> float:
+    """Bytes per second that this many threads read from memory; the best of several attempts, as a ceiling is."""
+    import psutil
+
+    num_bytes = min(BUFFER_BYTES, int(psutil.virtual_memory().available) // 4) // _UNIT_BYTES * _UNIT_BYTES
+    memory = Arena(0).take(num_bytes)
+    # Pages that were never written all read from one page of zeros.
+    memory[:] = 1
+    sink = aligned_zeros(64 * num_threads)
+    words = np.array([address(memory), _UNIT_BYTES, num_bytes // _UNIT_BYTES, address(sink)], np.int64)
+    with _Runner(num_threads) as runner:
+        return num_bytes / min(runner.seconds(_READ_MEMORY, words) for _ in range(_ATTEMPTS))
+
+
+def measure_multiply_peak(num_threads: int) -> float:
+    """Multiplications of bytes, each added to a sum, per second on this many threads, all of it in registers."""
+    sink = aligned_zeros(64 * num_threads)
+    words = np.array([10_000, address(sink)], np.int64)
+    with _Runner(num_threads) as runner:
+        runner.seconds(_MULTIPLY_BYTES, words)
+        words[0] = max(1, int(words[0] * _ROUND_SECONDS / runner.seconds(_MULTIPLY_BYTES, words)))
+        best = min(runner.seconds(_MULTIPLY_BYTES, words) for _ in range(_ATTEMPTS))
+    return int(words[0]) * MULTIPLICATIONS_PER_ROUND * num_threads / best
+
+
+def cpu_name() -> str:
+    """What the processor calls itself, or its architecture where the system does not say."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def instruction_set() -> str:
+    """The instruction set that the kernels use here."""
+    return isa.SELECTED.value
+
+
+def num_compiled_kernels() -> int:
+    """Kernels that no start has to compile any more; a load that compiled some leaves more of them."""
+    return 0 if CACHE_FOLDER is None else sum(1 for _ in CACHE_FOLDER.glob("*.o"))
+
+
+class _Runner:
+    """Threads that run one op at a time."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._pool = ThreadPool(num_threads)
+        self._header = np.zeros(HEADER_WORDS, np.int64)
+        self._header[CONTROL // 8] = self._pool.control_address
+
+    def __enter__(self) -> "_Runner":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.close()
+
+    def seconds(self, kernel: Kernel, words: NDArray[np.int64]) -> float:
+        """Run an op once and say how long it took."""
+        ops = np.array([[kernel.address, address(words)]], np.int64)
+        start = time.perf_counter()
+        self._pool.run(address(ops), 1, address(self._header))
+        return time.perf_counter() - start

@@ -1,0 +1,141 @@
+"""A model driven by given token ids, step by step, and what each of its ops costs: for measurements only."""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.cache.block_pool import PagePool
+from localinfer.cache.sequence import KVCache
+from localinfer.errors import BackendUnavailableError
+from localinfer.kernels.ops import Batch, MeasurableProgram, Operation, Rows
+from localinfer.models.load.loader import load_model
+
+_EMPTY_RUNS = 201
+_LEAST_SECONDS = 1e-7
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a computation must do at least: bytes read from memory, and multiplications, of weights and of the cache."""
+
+    weight_bytes: int
+    kv_bytes: int
+    multiply_adds: int
+    kv_multiply_adds: int
+
+
+@dataclass(frozen=True)
+class OperationTime:
+    """One op of a tape in one run: what it is, what it had to do, and how long it took."""
+
+    operation: Operation
+    work: Work
+    seconds: float
+
+
+class MeasuredModel:
+    """One sequence of a loaded model, computed wherever it is told. A context manager that closes the model."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        threads: int | None = None,
+        context_length: int | None = None,
+        progress: Callable[[str, int, int], None] | None = None,
+    ) -> None:
+        self._model = load_model(path, threads=threads, context_length=context_length, progress=progress)
+        program = self._model.program
+        if not isinstance(program, MeasurableProgram):
+            raise BackendUnavailableError("ops cannot be timed apart on this device; measure on device 'cpu'")
+        self._program = program
+        self.num_threads = program.num_threads
+        self.vocab_size = self._model.config.vocab_size
+        pool = PagePool(self._model.kv_layout)
+        self._cache = KVCache(pool, max_length=self._model.config.context_length, keeps_unseen=True)
+
+    def compute(self, start: int, token_ids: Sequence[int], num_outputs: int = 1) -> NDArray[np.float32]:
+        """Put token ids at position `start` and after, forgetting what was there; return the last rows of logits.
+
+        num_outputs: how many rows, at most one per token of the last chunk. Valid until the next call.
+        """
+        tokens = np.array(token_ids, np.int32)
+        self._cache.truncate(start)
+        logits = np.empty((0, self.vocab_size), np.float32)
+        for first in range(0, tokens.size, self._program.max_batch_rows):
+            chunk = tokens[first : first + self._program.max_batch_rows]
+            is_last = first + chunk.size == tokens.size
+            outputs = np.arange(chunk.size - num_outputs if is_last else chunk.size, chunk.size, dtype=np.int32)
+            position = self._cache.length
+            self._cache.reserve(position + chunk.size)
+            logits = self._program.run(Batch(chunk, (self._cache.segment(chunk.size),), outputs))
+            self._cache.commit(position + chunk.size)
+        return logits
+
+    def work(self, start: int, num_rows: int, num_outputs: int = 1) -> Work:
+        """What computing `num_rows` tokens from position `start` must read and multiply, in all ops together."""
+        works = [work_of(operation, start, num_rows, num_outputs) for operation in self._program.operations()]
+        return Work(
+            sum(work.weight_bytes for work in works),
+            sum(work.kv_bytes for work in works),
+            sum(work.multiply_adds for work in works),
+            sum(work.kv_multiply_adds for work in works),
+        )
+
+    def time_operations(self, start: int, token_ids: Sequence[int], repetitions: int) -> list[OperationTime]:
+        """Time every op in its place in the tape: medians over runs that compute one batch op by op.
+
+        What it costs to start nothing is taken off, so what is left is right to about a microsecond.
+        """
+        self.compute(start, token_ids)
+        run, clock = self._program.run_operations, time.perf_counter
+        operations = self._program.operations()
+        samples = np.empty((repetitions, len(operations)))
+        empty = np.empty(_EMPTY_RUNS)
+        for index in range(_EMPTY_RUNS):
+            began = clock()
+            run(0, 0)
+            empty[index] = clock() - began
+        for repetition in range(repetitions):
+            for index in range(len(operations)):
+                began = clock()
+                run(index, 1)
+                samples[repetition, index] = clock() - began
+        seconds = np.maximum(np.median(samples, axis=0) - np.median(empty), _LEAST_SECONDS).tolist()
+        return [
+            OperationTime(operation, work_of(operation, start, len(token_ids), 1), value)
+            for operation, value in zip(operations, seconds, strict=True)
+        ]
+
+    def close(self) -> None:
+        """Release threads and memory."""
+        self._cache.close()
+        self._model.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def work_of(operation: Operation, start: int, num_rows: int, num_outputs: int) -> Work:
+    """What one op must read and multiply for rows at positions start to start + num_rows - 1 of one sequence."""
+    rows = num_outputs if operation.rows is Rows.OUTPUT else num_rows
+    end = start + num_rows
+    window = operation.window or end
+    attended = sum(min(position + 1, window) for position in range(start, end))
+    return Work(
+        weight_bytes=min(operation.weight_bytes, rows * operation.row_weight_bytes),
+        kv_bytes=operation.kv_bytes * min(end, window + num_rows - 1),
+        multiply_adds=rows * operation.multiply_adds,
+        kv_multiply_adds=operation.kv_multiply_adds * attended,
+    )

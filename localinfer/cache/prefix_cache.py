@@ -1,0 +1,257 @@
+"""The cache as the engine uses it: a new sequence starts with all that is known of its prompt, and leaves all it knew.
+
+It joins the page pool, the prefix tree and, where there is one, a tier below (disk), and explains what was not found.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from localinfer.cache.block_pool import KVLayout, PageNumbers, PagePool
+from localinfer.cache.eviction import PageWindow
+from localinfer.cache.miss import WINDOW_TOKENS, CacheMiss, CacheMissCause
+from localinfer.cache.prefix_tree import CachedPath, Match, PrefixTree, TokenIds, common_length
+from localinfer.cache.sequence import KVCache
+from localinfer.errors import OutOfMemoryError
+
+
+@dataclass
+class CacheCounters:
+    """What the cache has done since the model was loaded.
+
+    prompts: that were looked up; hits: those of which at least one token was found. prompt_tokens, cached_tokens:
+    their tokens, and those found. misses: prompts that were not found as far as they might have been, by cause.
+    """
+
+    prompts: int = 0
+    hits: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    misses: Counter[CacheMissCause] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheUse:
+    """How a generation's ids are to be kept.
+
+    system_tokens: how many at the start of the prompt other prompts share; they are evicted after ordinary ones.
+    is_pinned: all of them are evicted last. history: int32, ids that the prompt repeats in other words; where it
+    parts from them, its chat template is the cause.
+    """
+
+    system_tokens: int = 0
+    is_pinned: bool = False
+    history: TokenIds | None = None
+
+
+class Admission(NamedTuple):
+    """A sequence that holds what was cached of its prompt, how many tokens that is, and why not more, if it is told."""
+
+    sequence: KVCache
+    cached_tokens: int
+    miss: CacheMiss | None
+
+
+class CacheTier(Protocol):
+    """A slower memory under the tree, such as the disk. It is called by whoever holds the engine's lock."""
+
+    def restore(self, token_ids: TokenIds, cached_tokens: int) -> str | None:
+        """Put more of a prompt into the tree than the `cached_tokens` it holds, if there is more.
+
+        Returns why what is stored cannot be used, in words, or None.
+        """
+        ...
+
+    def on_evict(self, path: CachedPath, kept_tokens: int) -> None:
+        """Take note that only `kept_tokens` of a path will stay in memory; its pages are valid during the call."""
+        ...
+
+    def on_idle(self, token_ids: TokenIds) -> None:
+        """Take note that a sequence has ended whose ids, all of them computed, are in the tree now."""
+        ...
+
+
+class PrefixCache:
+    """Pages, tree and tier of one model. One thread at a time: every call is made by who holds the engine's lock.
+
+    `last_retired` is the text that ended last, as token ids, whether or not it is still cached. batch_tokens: the most
+    that one batch adds to a sequence. window: bounds what each sequence holds; what is computed after it has let pages
+    go is an approximation, and never enters the tree.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        *,
+        max_bytes: int | None,
+        context_length: int,
+        batch_tokens: int = 1,
+        window: PageWindow | None = None,
+    ) -> None:
+        self.pool = PagePool(layout, max_bytes=max_bytes)
+        self.tree = PrefixTree(self.pool)
+        self.counters = CacheCounters()
+        self.last_retired: TokenIds | None = None
+        self._context_length = context_length
+        self._batch_tokens = batch_tokens
+        self._window = window
+        self._tier: CacheTier | None = None
+
+    def set_tier(self, tier: CacheTier) -> None:
+        """Put a slower memory under the tree."""
+        self._tier = tier
+        self.tree.on_evict = tier.on_evict
+
+    def check_fits(self, length: int) -> None:
+        """Raise OutOfMemoryError, with both numbers, if `length` positions are more than may ever be allocated."""
+        held = length if self._window is None else min(length, self._window.max_tokens)
+        wanted, allowed = self.pool.most_bytes(held, self._batch_tokens), self.pool.max_bytes
+        if allowed is not None and wanted > allowed:
+            raise OutOfMemoryError(
+                f"{length} tokens take {wanted:,} bytes of key-value cache, which may use {allowed:,}; shorten the "
+                "prompt, or allow more with kv_memory"
+            )
+
+    def has_room(self, token_ids: TokenIds, held: Sequence[KVCache]) -> bool:
+        """Whether memory holds one more sequence of these ids, beside those held and a page more for each of them."""
+        pool = self.pool
+        if pool.max_bytes is None:
+            return True
+        pages, windowed = _distinct(sequence.pages for sequence in held), 0
+        if pool.sliding.tokens:
+            windowed = _distinct(sequence.pages[sequence.windowed] for sequence in held).size
+        match = self.tree.match(self._reusable(token_ids))
+        shared = np.isin(match.pages[: match.usable // pool.page_tokens], pages).sum()
+        length = token_ids.size + 1 if self._window is None else min(token_ids.size + 1, self._window.max_tokens)
+        wanted = pool.most_bytes(length, self._batch_tokens) - int(shared) * pool.page_bytes
+        more = pool.num_bytes(len(held), len(held))
+        return pool.num_bytes(pages.size, windowed) + wanted + more <= pool.max_bytes
+
+    def open(self) -> KVCache:
+        """Return an empty sequence."""
+        return KVCache(self.pool, max_length=self._context_length, window=self._window)
+
+    def admit(self, token_ids: TokenIds, use: CacheUse, *, is_prompt: bool = True) -> Admission:
+        """Return a sequence for a prompt, with all of it that is cached but its last token, whose logits are wanted.
+
+        is_prompt: it is one, and counts as one; a sequence that goes on within a generation is not.
+        """
+        prefix = self._reusable(token_ids)
+        match = self.tree.match(prefix)
+        refusal = None
+        if self._tier is not None and match.usable < prefix.size:
+            refusal = self._tier.restore(prefix, match.usable)
+            match = self.tree.match(prefix)
+        sequence = self.open()
+        # Where texts part, and where a prompt ends or what it shares with others, more of them are likely to begin.
+        sequence.keep_before(match.length, token_ids.size, min(use.system_tokens, token_ids.size))
+        self._take(sequence, match)
+        if not is_prompt:
+            return Admission(sequence, sequence.length, None)
+        miss = None if match.usable == prefix.size else self._explain(token_ids, match, use, refusal)
+        self._count(token_ids.size, sequence.length, miss)
+        return Admission(sequence, sequence.length, miss)
+
+    def extend(self, sequence: KVCache, token_ids: TokenIds) -> int:
+        """Take over what others have computed of a prompt since; return how many positions that saves."""
+        match = self.tree.match(self._reusable(token_ids))
+        before = sequence.length
+        if match.length > max(before, match.usable):
+            # Others that wait will find what this one computes there now.
+            sequence.keep_before(match.length)
+        if match.usable <= before:
+            return 0
+        self._take(sequence, match)
+        saved = max(0, sequence.length - before)
+        self.counters.cached_tokens += saved
+        return saved
+
+    def publish(self, sequence: KVCache, token_ids: TokenIds, use: CacheUse) -> None:
+        """Make the full pages of a sequence that goes on findable; `token_ids` are at least those of its positions."""
+        if not sequence.is_exact:
+            return
+        self._insert(sequence, token_ids[: sequence.length - sequence.length % self.pool.page_tokens], use)
+
+    def retire(self, sequence: KVCache, token_ids: TokenIds, use: CacheUse) -> None:
+        """Make all of a sequence findable, unless it is an approximation, and close it."""
+        known = token_ids[: sequence.length]
+        if not sequence.is_exact:
+            known = known[: self.tree.match(known).length]
+        elif known.size:
+            self._insert(sequence, known, use)
+        if known.size:
+            self.last_retired = known
+        sequence.close()
+        if known.size and self._tier is not None:
+            self._tier.on_idle(known)
+
+    def clear(self) -> None:
+        """Forget everything that no running sequence uses."""
+        self.tree.clear()
+
+    def _reusable(self, token_ids: TokenIds) -> TokenIds:
+        """What a sequence may take over of a prompt: all but its last token, and no more than its window holds."""
+        prefix = token_ids[:-1]
+        return prefix if self._window is None else prefix[: self._window.num_pages * self.pool.page_tokens]
+
+    def _insert(self, sequence: KVCache, token_ids: TokenIds, use: CacheUse) -> None:
+        """Put the beginning of what a sequence holds into the tree."""
+        sequence.let_go_unseen()
+        num_pages = self.pool.num_pages_for(token_ids.size)
+        pages, windowed = sequence.pages[:num_pages], sequence.windowed[:num_pages]
+        self.tree.insert(token_ids, pages, windowed, system_tokens=use.system_tokens, is_pinned=use.is_pinned)
+
+    def _take(self, sequence: KVCache, match: Match) -> None:
+        """Let a sequence share a match's full pages and have its own copy of a last one that is not full."""
+        if not match.usable:
+            return
+        self.tree.touch(match.node)
+        num_pages = self.pool.num_pages_for(match.usable)
+        sequence.adopt(match.pages[:num_pages], match.usable, match.windowed[:num_pages])
+        begun = match.usable % self.pool.page_tokens
+        if begun:
+            try:
+                sequence.reserve(match.usable + 1)
+            except OutOfMemoryError:
+                # Without this page it may be evicted, so that the sequence needs no more than it would alone.
+                without = sequence.windowed[: num_pages - 1]
+                sequence.truncate(self.pool.sliding.usable_length(without, match.usable - begun))
+
+    def _explain(self, token_ids: TokenIds, match: Match, use: CacheUse, refusal: str | None) -> CacheMiss | None:
+        position = match.usable
+        if refusal is not None:
+            return CacheMiss("foreign", position, detail=refusal)
+        if self.tree.evicted_length(token_ids) > match.length:
+            return CacheMiss("evicted", position)
+        if position < match.length:
+            return CacheMiss("windowed", position, until=match.length)
+        if self.tree.is_empty:
+            return CacheMiss("empty", 0)
+        cached = self.tree.continuation(match, WINDOW_TOKENS)
+        if not cached.size:
+            return None
+        is_rewritten = use.history is not None and position == common_length(use.history, token_ids)
+        return CacheMiss(
+            "template" if is_rewritten else "different",
+            position,
+            tuple(token_ids[max(0, position - WINDOW_TOKENS) : position].tolist()),
+            tuple(cached.tolist()),
+            tuple(token_ids[position : position + WINDOW_TOKENS].tolist()),
+        )
+
+    def _count(self, prompt_tokens: int, cached_tokens: int, miss: CacheMiss | None) -> None:
+        counters = self.counters
+        counters.prompts += 1
+        counters.prompt_tokens += prompt_tokens
+        counters.cached_tokens += cached_tokens
+        counters.hits += cached_tokens > 0
+        if miss is not None:
+            counters.misses[miss.cause] += 1
+
+
+def _distinct(runs: Iterable[PageNumbers]) -> PageNumbers:
+    """Pages that occur in any of these."""
+    return np.unique(np.concatenate((np.zeros(0, np.int64), *runs)))

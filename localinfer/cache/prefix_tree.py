@@ -1,0 +1,398 @@
+"""What was computed once, found again: a radix tree from token ids to the pages that hold them.
+
+Every node stands for a run of token ids that begins at a multiple of the page size; only a leaf may end inside a page.
+So a page belongs to one node, and texts that part inside a page each have a page of their own for it. The tree holds
+each of its pages once; a page that somebody else holds too is in use and stays.
+
+Of a model whose layers have sliding windows, it holds the windowed part of those pages only that the sequence held
+which computed a text last: before its end, and before the places where others are likely to go on from.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.cache.block_pool import PageNumbers, PagePool
+from localinfer.cache.sliding_window import BoolArray
+
+TokenIds = NDArray[np.int32]
+
+_EVICTION_SHARE = 64
+"""When memory ends, at least this part of all pages is freed at once, so that the next page does not ask again."""
+_REMEMBERED_TEXTS = 256
+_REMEMBERED_TOKENS = 1 << 20
+"""Texts that were evicted, and token ids of them, kept to say so when they come back."""
+
+
+class Priority(IntEnum):
+    """What is evicted first: the lower. Within a priority it is the least recently used."""
+
+    ORDINARY = 0
+    SYSTEM = 1
+    PINNED = 2
+
+
+class PrefixNode:
+    """A run of token ids after the parent's, and its pages; windowed: bool[pages], which have their windowed part."""
+
+    __slots__ = (
+        *("by_first_page", "children", "heads", "last_used", "pages", "parent", "priority", "token_ids"),
+        "windowed",
+    )
+
+    def __init__(
+        self,
+        token_ids: TokenIds,
+        pages: PageNumbers,
+        windowed: BoolArray,
+        parent: "PrefixNode | None",
+        priority: Priority,
+        last_used: int,
+    ) -> None:
+        self.token_ids = token_ids
+        self.pages = pages
+        self.windowed = windowed
+        self.parent = parent
+        self.priority = priority
+        self.last_used = last_used
+        self.children: list[PrefixNode] = []
+        self.heads: TokenIds | None = None
+        """int32[children, page_tokens]: the first page of ids of each child, -1 where it is shorter; made when needed,
+        as is `by_first_page`: the children that have a whole page of ids, by its bytes."""
+        self.by_first_page: dict[bytes, PrefixNode] | None = None
+
+    def forget_index(self) -> None:
+        """The children, or their first pages, have changed."""
+        self.heads = self.by_first_page = None
+
+
+class Match(NamedTuple):
+    """The longest cached prefix of some token ids.
+
+    pages: one per started page of `length`; the last may be valid for more than `length` demands. node: where it ends,
+    after `offset` of its ids. windowed: bool[pages], which of them have their windowed part. usable: the longest prefix
+    that a sequence can go on from; `length`, for a model without sliding windows.
+    """
+
+    length: int
+    pages: PageNumbers
+    node: PrefixNode
+    offset: int
+    windowed: BoolArray
+    usable: int
+
+
+class CachedPath(NamedTuple):
+    """Everything cached from the root to one leaf: token_ids int32[n], one page per started page of n, and which of
+    them have their windowed part."""
+
+    token_ids: TokenIds
+    pages: PageNumbers
+    windowed: BoolArray
+    priority: Priority
+    last_used: int
+
+
+class PrefixTree:
+    """The cached prefixes of one pool. It becomes the pool's `reclaim`. One thread at a time.
+
+    Ctrl-C may end any change between two of its lines: each first holds pages, then shows them, and lets go of what is
+    not shown any more last, so that the worst an interrupt leaves is a page that is held for nothing.
+
+    `on_evict`, where it is set, is called with a path and the length that will be left of it, before pages are freed.
+    """
+
+    def __init__(self, pool: PagePool) -> None:
+        self._pool = pool
+        nothing = np.zeros(0, np.int64)
+        self._root = PrefixNode(nothing.astype(np.int32), nothing, nothing.astype(np.bool_), None, Priority.ORDINARY, 0)
+        self._clock = 0
+        self._evicted: deque[TokenIds] = deque(maxlen=_REMEMBERED_TEXTS)
+        self.num_pages = 0
+        self.evicted_tokens = 0
+        self.evicted_bytes = 0
+        self.on_evict: Callable[[CachedPath, int], None] | None = None
+        pool.reclaim = self.evict
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is cached."""
+        return not self._root.children
+
+    def match(self, token_ids: TokenIds) -> Match:
+        """Find the longest cached prefix; nothing changes by it."""
+        node, offset, length = self._root, 0, 0
+        runs: list[PageNumbers] = [self._root.pages]
+        windowed: list[BoolArray] = [self._root.windowed]
+        while length < token_ids.size:
+            child, common = self._best_child(node, token_ids[length:])
+            if child is None:
+                break
+            node, offset = child, common
+            length += common
+            num_pages = self._pool.num_pages_for(common)
+            runs.append(child.pages[:num_pages])
+            windowed.append(child.windowed[:num_pages])
+            if common < child.token_ids.size or common % self._pool.page_tokens:
+                break
+        has_part = np.concatenate(windowed)
+        usable = self._pool.sliding.usable_length(has_part, length)
+        return Match(length, np.concatenate(runs), node, offset, has_part, usable)
+
+    def touch(self, node: PrefixNode) -> None:
+        """Mark a node and all before it as used just now."""
+        self._clock += 1
+        step: PrefixNode | None = node
+        while step is not None:
+            step.last_used = self._clock
+            step = step.parent
+
+    def insert(
+        self,
+        token_ids: TokenIds,
+        pages: PageNumbers,
+        windowed: BoolArray | None = None,
+        *,
+        system_tokens: int = 0,
+        is_pinned: bool = False,
+    ) -> None:
+        """Make token ids findable whose keys and values lie in `pages`, one per started page; hold what is new.
+
+        Where ids are cached already, the pages cached stay, unless they lack the windowed part that a new one has.
+        windowed: bool[pages], which of them the caller holds with that part; None for all. system_tokens: how many ids
+        at the start, rounded down to whole pages, are a system prefix. is_pinned: all of it is evicted last.
+        """
+        page_tokens = self._pool.page_tokens
+        assert self._pool.num_pages_for(token_ids.size) == pages.size, "as many pages as the token ids take"
+        windowed = np.ones(pages.size, np.bool_) if windowed is None else windowed
+        system = min(system_tokens, token_ids.size) // page_tokens
+        if system:
+            self._insert(token_ids[: system * page_tokens], pages[:system], windowed[:system], Priority.SYSTEM)
+        self._insert(token_ids, pages, windowed, Priority.PINNED if is_pinned else Priority.ORDINARY)
+
+    def evict(self, count: int) -> int:
+        """Free at least `count` pages if that many are not in use: leaves first, from their ends; return how many."""
+        wanted = max(count, self.num_pages // _EVICTION_SHARE)
+        freed = 0
+        while freed < wanted:
+            idle = [leaf for leaf in self._leaves() if not self._pool.is_shared(int(leaf.pages[-1]))]
+            leaf = min(idle, key=lambda leaf: (leaf.priority, leaf.last_used), default=None)
+            if leaf is None or (freed >= count and leaf.priority > Priority.ORDINARY):
+                break
+            freed += self._trim(leaf, wanted - freed)
+        return freed
+
+    def clear(self) -> None:
+        """Forget everything that is not in use."""
+        while self.num_pages and self.evict(self.num_pages):
+            pass
+        self._evicted.clear()
+
+    def paths(self) -> Iterator[CachedPath]:
+        """Every cached path, one per leaf."""
+        for leaf in self._leaves():
+            yield self._path_of(leaf)
+
+    def continuation(self, match: Match, count: int) -> TokenIds:
+        """Up to `count` cached ids that follow a match, where it goes on as it did most recently."""
+        node = match.node
+        ids = node.token_ids[match.offset : match.offset + count]
+        while ids.size < count and node.children:
+            node = max(node.children, key=lambda child: child.last_used)
+            ids = np.concatenate((ids, node.token_ids[: count - ids.size]))
+        return ids
+
+    def evicted_length(self, token_ids: TokenIds) -> int:
+        """The longest prefix that was cached at some time, as far as evicted texts are remembered."""
+        return max((common_length(ids, token_ids) for ids in self._evicted), default=0)
+
+    def _insert(self, token_ids: TokenIds, pages: PageNumbers, windowed: BoolArray, priority: Priority) -> None:
+        page_tokens = self._pool.page_tokens
+        node, start = self._root, 0
+        while start < token_ids.size:
+            first = start // page_tokens
+            rest, rest_pages, rest_windowed = token_ids[start:], pages[first:], windowed[first:]
+            child, common = self._best_child(node, rest)
+            whole = common - common % page_tokens
+            if child is None or (common < min(rest.size, child.token_ids.size) and not whole):
+                node = self._add_leaf(node, rest, rest_pages, rest_windowed, priority)
+                break
+            if common < child.token_ids.size and whole and (common < rest.size or priority > child.priority):
+                child = self._split(child, whole)
+                common = whole
+            # The last page of ids that end inside one holds as many only where the cached ids end there too.
+            is_whole = common == child.token_ids.size == rest.size
+            num_same = self._pool.num_pages_for(common) if is_whole else common // page_tokens
+            self._take_windowed(child, rest_pages[:num_same], rest_windowed[:num_same])
+            if common == child.token_ids.size and common < rest.size and self._extends(child, priority):
+                self._extend(child, rest, rest_pages, rest_windowed)
+                common = rest.size
+            child.priority = max(child.priority, priority)
+            node, start = child, start + common
+        self.touch(node)
+
+    def _extends(self, leaf: PrefixNode, priority: Priority) -> bool:
+        """Whether a longer text replaces this node: always where it ends inside a page, else where they are alike."""
+        ends_inside_page = leaf.token_ids.size % self._pool.page_tokens != 0
+        return ends_inside_page or (not leaf.children and leaf.priority == priority)
+
+    def _extend(self, leaf: PrefixNode, token_ids: TokenIds, pages: PageNumbers, windowed: BoolArray) -> None:
+        whole = leaf.token_ids.size // self._pool.page_tokens
+        fresh, replaced, replaced_windowed = pages[whole:], leaf.pages[whole:], leaf.windowed[whole:]
+        kept, kept_windowed = leaf.pages[:whole], leaf.windowed[:whole] & windowed[:whole]
+        unseen = kept[leaf.windowed[:whole] & ~kept_windowed]
+        assert leaf.parent is not None, "the root is never extended"
+        leaf.parent.forget_index()
+        self._pool.retain(fresh, windowed[whole:])
+        longer, longer_pages = token_ids.copy(), np.concatenate((kept, fresh))
+        longer_windowed = np.concatenate((kept_windowed, windowed[whole:]))
+        # In one line, for Ctrl-C must not part them; so below.
+        leaf.token_ids, leaf.pages, leaf.windowed = longer, longer_pages, longer_windowed
+        self.num_pages += fresh.size - replaced.size
+        self._pool.release(replaced, replaced_windowed)
+        self._pool.release_windowed(unseen)
+
+    def _take_windowed(self, node: PrefixNode, pages: PageNumbers, windowed: BoolArray) -> None:
+        """Have the first pages of a node with their windowed part where it lacks that and the same pages here have it.
+
+        A page that was computed again takes the place of the one without.
+        """
+        lacking = np.flatnonzero(windowed & ~node.windowed[: pages.size])
+        if not lacking.size:
+            return
+        now, has_part, replaced = node.pages.copy(), node.windowed.copy(), node.pages[lacking]
+        now[lacking], has_part[lacking] = pages[lacking], True
+        self._pool.retain(pages[lacking])
+        node.pages, node.windowed = now, has_part
+        self._pool.release(replaced, np.zeros(replaced.size, np.bool_))
+
+    def _add_leaf(
+        self, parent: PrefixNode, token_ids: TokenIds, pages: PageNumbers, windowed: BoolArray, priority: Priority
+    ) -> PrefixNode:
+        self._pool.retain(pages, windowed)
+        self.num_pages += pages.size
+        leaf = PrefixNode(token_ids.copy(), pages.copy(), windowed.copy(), parent, priority, self._clock)
+        parent.forget_index()
+        parent.children.append(leaf)
+        return leaf
+
+    def _split(self, node: PrefixNode, length: int) -> PrefixNode:
+        """Put two nodes in the place of one, the first with `length` ids, whole pages; return the first."""
+        parent = node.parent
+        assert parent is not None and length % self._pool.page_tokens == 0, "nodes part between pages"
+        num_pages = length // self._pool.page_tokens
+        ids, pages, windowed = node.token_ids, node.pages, node.windowed
+        above, below = ids[:length], ids[length:]
+        upper = PrefixNode(above, pages[:num_pages], windowed[:num_pages], parent, node.priority, node.last_used)
+        lower = PrefixNode(below, pages[num_pages:], windowed[num_pages:], upper, node.priority, node.last_used)
+        upper.children, lower.children = [lower], node.children
+        for child in node.children:
+            child.parent = lower
+        parent.forget_index()
+        parent.children[parent.children.index(node)] = upper
+        return upper
+
+    def _best_child(self, node: PrefixNode, token_ids: TokenIds) -> tuple[PrefixNode | None, int]:
+        """The child that shares most ids with the start of `token_ids`, and how many; of equals the shortest."""
+        page_tokens = self._pool.page_tokens
+        if token_ids.size >= page_tokens and node.children:
+            if node.by_first_page is None:
+                whole = (child for child in node.children if child.token_ids.size >= page_tokens)
+                node.by_first_page = {child.token_ids[:page_tokens].tobytes(): child for child in whole}
+            child = node.by_first_page.get(token_ids[:page_tokens].tobytes())
+            if child is not None:
+                return child, common_length(child.token_ids, token_ids)
+        return self._best_partial_child(node, token_ids[:page_tokens])
+
+    def _best_partial_child(self, node: PrefixNode, token_ids: TokenIds) -> tuple[PrefixNode | None, int]:
+        """As `_best_child`, where no child begins with the whole page of ids."""
+        if not node.children:
+            return None, 0
+        if node.heads is None:
+            node.heads = np.full((len(node.children), self._pool.page_tokens), -1, np.int32)
+            for row, child in zip(node.heads, node.children, strict=True):
+                ids = child.token_ids[: row.size]
+                row[: ids.size] = ids
+        size = token_ids.size
+        differs = np.ones((len(node.children), size + 1), np.bool_)
+        np.not_equal(node.heads[:, :size], token_ids, out=differs[:, :size])
+        shared = differs.argmax(axis=1)
+        common = int(shared.max())
+        if not common:
+            return None, 0
+        equals = [node.children[index] for index in np.flatnonzero(shared == common)]
+        return min(equals, key=lambda child: child.token_ids.size), common
+
+    def _leaves(self) -> Iterator[PrefixNode]:
+        pending = list(self._root.children)
+        while pending:
+            node = pending.pop()
+            if node.children:
+                pending += node.children
+            else:
+                yield node
+
+    def _path_of(self, leaf: PrefixNode) -> CachedPath:
+        nodes: list[PrefixNode] = []
+        step: PrefixNode | None = leaf
+        while step is not None:
+            nodes.append(step)
+            step = step.parent
+        nodes.reverse()
+        return CachedPath(
+            np.concatenate([node.token_ids for node in nodes]),
+            np.concatenate([node.pages for node in nodes]),
+            np.concatenate([node.windowed for node in nodes]),
+            leaf.priority,
+            leaf.last_used,
+        )
+
+    def _trim(self, leaf: PrefixNode, count: int) -> int:
+        """Free up to `count` pages at the end of a leaf that are not in use; return how many.
+
+        Pages that no sequence could go on from any more, for want of windowed parts, are freed with them.
+        """
+        in_use = np.flatnonzero(self._pool.holders(leaf.pages) > 1)
+        first_idle = int(in_use[-1]) + 1 if in_use.size else 0
+        path, page_tokens = self._path_of(leaf), self._pool.page_tokens
+        left = path.pages.size - min(count, leaf.pages.size)
+        usable = self._pool.sliding.usable_length(path.windowed[:left], min(path.token_ids.size, left * page_tokens))
+        kept = max(first_idle, self._pool.num_pages_for(usable) - (path.pages.size - leaf.pages.size))
+        lost = max(0, leaf.token_ids.size - kept * page_tokens)
+        if self.on_evict is not None:
+            self.on_evict(path, path.token_ids.size - lost)
+        self._remember(path.token_ids)
+        surplus, surplus_windowed = leaf.pages[kept:], leaf.windowed[kept:]
+        if kept:
+            ids = leaf.token_ids[: kept * page_tokens].copy()
+            pages, windowed = leaf.pages[:kept].copy(), leaf.windowed[:kept].copy()
+            leaf.token_ids, leaf.pages, leaf.windowed = ids, pages, windowed
+        else:
+            assert leaf.parent is not None, "the root is no leaf"
+            leaf.parent.forget_index()
+            leaf.parent.children.remove(leaf)
+        self.num_pages -= surplus.size
+        self._pool.release(surplus, surplus_windowed)
+        self.evicted_tokens += lost
+        self.evicted_bytes += self._pool.num_bytes(surplus.size, int(surplus_windowed.sum()))
+        return surplus.size
+
+    def _remember(self, token_ids: TokenIds) -> None:
+        """Keep the ids of a text that is being evicted, unless a longer one that begins so is kept already."""
+        if self.evicted_length(token_ids) == token_ids.size:
+            return
+        self._evicted.append(token_ids)
+        while len(self._evicted) > 1 and sum(ids.size for ids in self._evicted) > _REMEMBERED_TOKENS:
+            self._evicted.popleft()
+
+
+def common_length(a: TokenIds, b: TokenIds) -> int:
+    """How many ids two arrays share at their start."""
+    size = min(a.size, b.size)
+    differs = a[:size] != b[:size]
+    first = int(differs.argmax()) if size else 0
+    return first if size and differs[first] else size

@@ -1,0 +1,237 @@
+"""From a description of what may be generated to a mask over the vocabulary, by llguidance.
+
+llguidance walks a trie of the vocabulary's bytes with a lexer of derivatives and an Earley parser, tens of microseconds
+a token (github.com/guidance-ai/llguidance). It is imported at the first constraint, and a model's trie is built once.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from localinfer.chat.constraint import Constraint, Grammar, JsonObject, JsonSchema, Regex
+from localinfer.chat.json_schema import MAX_CHARACTERS, checked_schema, keyword_in
+from localinfer.errors import ConstraintError, OverloadedError
+from localinfer.sampling.mask import MatcherMask
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+MAX_COMPILE_SECONDS = 2.0
+_MOST_COMPILED = 32
+_MOST_LATE = 2
+"""Compilations that took too long and cannot be stopped: while so many still run, no other begins."""
+_LEXER_FUEL = 200_000
+"""Nodes of regular expressions that are opened up at the start: a fifth of llguidance's default, some 0.2 s of work."""
+_MOST_ITEMS_PER_STEP = 20_000
+"""Of the parser's table: some 0.1 s of work, which only an endless or hostile grammar reaches."""
+Result = TypeVar("Result")
+ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""JSON as `json.dumps` writes it, in llguidance's terms: small models would write white space without end."""
+
+
+class ConstraintTokenizer(Protocol):
+    """What a constraint asks of a tokenizer."""
+
+    vocab_size: int
+    bos_token_id: int | None
+
+    @property
+    def eog_token_ids(self) -> Collection[int]: ...
+
+    def encode_segments(self, segments: Sequence[tuple[str, bool]], *, continues_run: bool = False) -> list[int]: ...
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+    def is_special(self, token_id: int) -> bool: ...
+
+
+class ConstraintCompiler:
+    """Compiles constraints for one model, and keeps the latest; threads may share it.
+
+    vocab_size: of the logits, which may be more than the tokenizer's; ids beyond it are never allowed.
+    """
+
+    def __init__(self, tokenizer: ConstraintTokenizer, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._lock = threading.Lock()
+        self._vocabulary: LLTokenizer | None = None
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._late: list[threading.Thread] = []
+
+    def mask(self, constraint: Constraint, *, start: int) -> MatcherMask:
+        """The mask of one generation whose prompt has `start` tokens.
+
+        Raises: ConstraintError if the constraint is wrong, cannot be enforced, or costs too much; OverloadedError while
+        former ones that cost too much are still at it.
+        """
+        what = _name(constraint)
+        return self.grammar_mask(self._in_time(lambda: grammar_of(constraint), what), start=start, what=what)
+
+    def grammar_mask(self, grammar: str, *, start: int, what: str) -> MatcherMask:
+        """As `mask`, for a grammar in llguidance's own form; what: how errors call it."""
+        matcher = self._matcher(grammar, what).deep_copy()
+        ends = sorted(self._tokenizer.eog_token_ids)
+        return MatcherMask(matcher, start=start, vocab_size=self._vocab_size, end_ids=ends)
+
+    def _matcher(self, grammar: str, what: str) -> "LLMatcher":
+        with self._lock:
+            if (found := self._compiled.get(grammar)) is not None:
+                self._compiled.move_to_end(grammar)
+                return found
+        trie = self._trie()
+        matcher = self._in_time(lambda: _compile(trie, grammar, what), what)
+        with self._lock:
+            self._compiled[grammar] = matcher
+            while len(self._compiled) > _MOST_COMPILED:
+                self._compiled.popitem(last=False)
+        return matcher
+
+    def _in_time(self, work: Callable[[], Result], what: str) -> Result:
+        """Work in a thread that may be left behind for the seconds that the compiler's own limits allow it.
+
+        Not a daemon: the interpreter must not end while compiled code of that thread still has to come back to it.
+        """
+        with self._lock:
+            self._late = [thread for thread in self._late if thread.is_alive()]
+            num_late = len(self._late)
+        if num_late >= _MOST_LATE:
+            raise OverloadedError(
+                f"{num_late} constraints that are too large are still being compiled; ask again when they have ended",
+                MAX_COMPILE_SECONDS,
+            )
+        results: list[Result] = []
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                results.append(work())
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run, name="localinfer-constraint")
+        thread.start()
+        thread.join(MAX_COMPILE_SECONDS)
+        if errors:
+            raise errors[0]
+        if not results:
+            with self._lock:
+                self._late.append(thread)
+            raise ConstraintError(
+                f"the {what} takes longer than {MAX_COMPILE_SECONDS:g} s to compile; give a simpler or smaller one"
+            )
+        return results[0]
+
+    def _trie(self) -> "LLTokenizer":
+        with self._lock:
+            if self._vocabulary is None:
+                self._vocabulary = build_trie(self._tokenizer, self._vocab_size)
+            return self._vocabulary
+
+
+def build_trie(tokenizer: ConstraintTokenizer, vocab_size: int) -> "LLTokenizer":
+    """Build llguidance's view of a vocabulary: the bytes of each id, and which ids are control tokens.
+
+    Raises: ConstraintError if no token ends a text, as a constrained text has to.
+    """
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    ends = sorted(tokenizer.eog_token_ids)
+    if not ends:
+        raise ConstraintError("the vocabulary has no token that ends a text, so none can be held to a constraint")
+    return LLTokenizer(TokenizerWrapper(_Vocabulary(tokenizer, ends[0])), n_vocab=vocab_size, eos_token=ends)
+
+
+def _compile(trie: "LLTokenizer", grammar: str, what: str) -> "LLMatcher":
+    from llguidance import LLMatcher, LLParserLimits
+
+    limits = LLParserLimits(verbose_errors=False, initial_lexer_fuel=_LEXER_FUEL, step_max_items=_MOST_ITEMS_PER_STEP)
+    matcher = LLMatcher(trie, grammar, log_level=0, limits=limits)
+    if not matcher.is_error():
+        # A regular expression is only opened up by its first mask.
+        matcher.compute_bitmask()
+    if matcher.is_error():
+        raise _refusal(what, matcher.get_error())
+    return matcher
+
+
+class _Vocabulary:
+    """A tokenizer in the shape that llguidance reads."""
+
+    def __init__(self, tokenizer: ConstraintTokenizer, end: int) -> None:
+        self._encode = tokenizer.encode_segments
+        ids = range(tokenizer.vocab_size)
+        self.eos_token_id = end
+        self.bos_token_id = tokenizer.bos_token_id
+        self.tokens = [tokenizer.token_bytes(token_id) for token_id in ids]
+        self.special_token_ids = [token_id for token_id in ids if tokenizer.is_special(token_id)]
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        if isinstance(text, bytes):
+            text = text.decode("utf-8")
+        return self._encode([(text, False)], continues_run=True)
+
+
+def grammar_of(constraint: Constraint) -> str:
+    """A constraint in llguidance's form, JSON. Raises: ConstraintError as `ConstraintCompiler.mask`."""
+    from llguidance import LLMatcher
+
+    match constraint:
+        case JsonObject():
+            return json_grammar({"type": "object"})
+        case JsonSchema(schema):
+            return json_grammar(checked_schema(schema))
+        case Regex(pattern):
+            _check_text("regular expression", pattern)
+            return LLMatcher.grammar_from_regex(pattern)
+        case Grammar(text):
+            _check_text("grammar", text)
+            return LLMatcher.grammar_from_lark(_as_lark(text))
+    raise ConstraintError(
+        f"constraint is {constraint!r:.60}; give a JsonObject, JsonSchema, Regex or Grammar of localinfer"
+    )
+
+
+def json_grammar(schema: dict[str, Any]) -> str:
+    """The grammar of the JSON texts that a checked schema accepts."""
+    from llguidance import LLMatcher
+
+    options: Any = ONE_LINE
+    try:
+        return LLMatcher.grammar_from_json_schema(schema, overrides=options)
+    except ValueError as error:
+        raise _refusal("schema", str(error)) from None
+
+
+def _as_lark(text: str) -> str:
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return any_to_lark(text)
+    # The converter reports some mistakes by bare exceptions, and very deep nesting by running out of stack.
+    except Exception as error:
+        raise _refusal("grammar", str(error) or type(error).__name__) from None
+
+
+def _check_text(what: str, text: object) -> None:
+    if not isinstance(text, str):
+        raise ConstraintError(f"the {what} is {text!r:.60}; give it as text")
+    if len(text) > MAX_CHARACTERS:
+        raise ConstraintError(f"the {what} has {len(text)} characters; wanted at most {MAX_CHARACTERS}")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ConstraintError(f"the {what} has half a character in it; give whole Unicode characters") from None
+
+
+def _name(constraint: Constraint) -> str:
+    return {Regex: "regular expression", Grammar: "grammar"}.get(type(constraint), "schema")
+
+
+def _refusal(what: str, message: str) -> ConstraintError:
+    keyword = keyword_in(message) if what == "schema" else None
+    # The compiler's message goes over several lines, where it points into the text.
+    told = " ".join(message.split("<state>")[0].split())[:300]
+    about = f" ({keyword!r})" if keyword is not None else ""
+    return ConstraintError(f"the {what} cannot be enforced{about}: {told}; change that part", keyword=keyword)

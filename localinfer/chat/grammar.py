@@ -1,0 +1,100 @@
+"""The grammar of a whole reply: reasoning, then an answer that a constraint allows, or text with tool calls in it.
+
+In llguidance's dialect of Lark: a rule marked `lazy` ends at the first place where it can, and `<[5]>` is the control
+token with id 5, which no text can spell.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from localinfer.chat.constraint_compiler import ONE_LINE
+from localinfer.chat.grammar_writer import ANY, GrammarWriter, escaped
+from localinfer.chat.parameter_grammar import parameter_rules
+from localinfer.chat.tools import Tool
+from localinfer.models.text.reasoning_format import ReasoningFormat
+from localinfer.models.text.special_tokens import SpellingFinder
+from localinfer.models.text.tool_format import CallFormat
+
+ReasoningState = Literal["open", "possible", "none"]
+"""open: the prompt ends inside the reasoning. possible: the reply may begin with it. none: it has none."""
+
+
+def reply_grammar(
+    *,
+    reasoning: ReasoningFormat | None,
+    state: ReasoningState,
+    calls: CallFormat | None,
+    tools: Sequence[Tool],
+    must_call: bool,
+    is_parallel: bool,
+    answer: str | None,
+    specials: SpellingFinder,
+) -> str | None:
+    """The grammar in llguidance's form, or None where everything is allowed.
+
+    answer: the grammar of what is neither reasoning nor call, from `constraint_compiler.grammar_of`; None allows any
+    text. calls: None where there are no tools. specials: the spellings of control tokens.
+    Raises: ConstraintError for a tool whose parameters cannot be enforced where they stand one by one.
+    """
+    if calls is None and answer is None:
+        return None
+    writer = GrammarWriter(specials)
+    rules = [_reasoning_rule(writer, reasoning, state)]
+    not_text = []
+    if state == "possible" and reasoning is not None:
+        not_text.append(reasoning.begin)
+    options = []
+    if calls is not None:
+        rules += _call_rules(writer, calls, tools, is_parallel)
+        if must_call or answer is not None or not calls.trigger:
+            options.append("section")
+        else:
+            head = writer.until("head", "TEXT", calls.trigger)
+            rest = writer.literal((calls.opening + calls.begin)[len(calls.trigger) :])
+            rules += [*head, f"text_and_calls: head {rest} first_call"]
+            options.append("text_and_calls")
+        if not calls.trigger:
+            not_text.append(calls.opening + calls.begin)
+    if answer is not None:
+        options.append("@answer")
+    elif not must_call:
+        options.append("TEXT")
+    rules += [f"reply: {' | '.join(options)}", r"GAP: /[ \t\r\n]{0,8}/"]
+    exclusions = "".join(rf" & ~/\s*{escaped(text)}(?s:.*)/" for text in not_text)
+    rules += [f"TEXT: {ANY}{exclusions}", f"THOUGHT: {ANY}"]
+    grammars: list[dict[str, Any]] = [{"name": "reply", "lark_grammar": "\n".join(["%llguidance {}", *rules, ""])}]
+    if answer is not None:
+        grammars.append({**json.loads(answer)["grammars"][0], "name": "answer"})
+    return json.dumps({"grammars": grammars})
+
+
+def _reasoning_rule(writer: GrammarWriter, reasoning: ReasoningFormat | None, state: ReasoningState) -> str:
+    if reasoning is None or state == "none":
+        return "start: reply"
+    thought = writer.until("thought", "THOUGHT", reasoning.end)
+    if state == "open":
+        start = "start: thought GAP reply"
+    else:
+        start = f"start: (GAP {writer.literal(reasoning.begin)} thought GAP)? reply"
+    return "\n".join([start, *thought])
+
+
+def _call_rules(writer: GrammarWriter, calls: CallFormat, tools: Sequence[Tool], is_parallel: bool) -> list[str]:
+    rules = [f"call: {' | '.join(f'tool_{index}' for index in range(len(tools)))}"]
+    for index, tool in enumerate(tools):
+        if calls.parameters is not None:
+            rules += parameter_rules(writer, calls, tool, f"tool_{index}", ONE_LINE)
+            continue
+        arguments, end = json.dumps(_arguments_schema(tool.parameters)), writer.literal(calls.end)
+        rules.append(f"tool_{index}: {writer.literal(tool.name + calls.middle)} %json {arguments} {end}")
+    more = ""
+    if is_parallel and calls.separator is not None:
+        more = f" ({writer.literal(calls.separator + calls.begin)} call)*"
+    rules.append(f"first_call: call{more} {writer.literal(calls.closing)}")
+    rules.append(f"section: {writer.literal(calls.opening + calls.begin)} first_call")
+    return rules
+
+
+def _arguments_schema(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
+    return {**({"type": "object"} if parameters is None else parameters), "x-guidance": ONE_LINE}

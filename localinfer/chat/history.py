@@ -1,0 +1,307 @@
+"""Chats as token ids in which a reply keeps the ids it was generated with, however often it is rendered again.
+
+A text can be cut into tokens in many ways, and a model does not always choose the tokenizer's. A reply that was
+tokenized anew would then part from the cache at its first odd token. So each chat that was answered is remembered, its
+rendered text beside its ids, and a later prompt that begins with that text takes these ids and encodes only the rest.
+"""
+
+import threading
+from bisect import bisect_left
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from os.path import commonprefix
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.models.text.special_tokens import SpellingFinder
+from localinfer.models.text.stream_decoder import StreamDecoder, TokenText
+
+Segments = Sequence[tuple[str, bool]]
+"""Texts in a row, each with whether the template wrote it, so that control tokens may be read in it."""
+
+_MOST_CHATS = 128
+_MOST_CHARACTERS = 1 << 24
+_MOST_PREFIXES = 16
+_SYSTEM_ROLES = ("system", "developer")
+
+
+class ChatTokenizer(TokenText, Protocol):
+    """What encoding a chat asks of a tokenizer."""
+
+    vocab_size: int
+    adds_bos: bool
+    bos_token_id: int | None
+
+    @property
+    def special_spellings(self) -> SpellingFinder: ...
+
+    def encode_segments(
+        self, segments: Segments, *, continues_run: bool = False, max_tokens: int | None = None
+    ) -> list[int]: ...
+
+    def decode(
+        self, token_ids: Sequence[int], *, skip_special: bool = True, previous_token_id: int | None = None
+    ) -> str: ...
+
+
+class SegmentTemplate(Protocol):
+    """What rendering a chat asks of a template."""
+
+    def render_segments(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        spellings: SpellingFinder,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> Segments: ...
+
+
+@dataclass(frozen=True)
+class EncodedChat:
+    """A chat as a prompt.
+
+    system_tokens: how many ids at the start are the system message's, or come before the first message. history: the
+    ids of an earlier prompt of the same chat and its reply, int32, where the messages repeat them.
+    """
+
+    text: str
+    closed: tuple[tuple[int, int], ...]
+    token_ids: NDArray[np.int32]
+    system_tokens: int
+    history: NDArray[np.int32] | None
+    messages: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class AnsweredChat:
+    """A prompt and its reply, with the ids it was generated with.
+
+    reply_ends: how many characters of `reply` the first i + 1 of them are.
+    """
+
+    prompt: EncodedChat
+    reply: str
+    reply_ids: NDArray[np.int32]
+    reply_ends: list[int]
+
+
+class ChatHistory:
+    """Encodes chats, and remembers those that were answered. Threads may share it.
+
+    `on_answer`, where it is set, is told of each; it must not wait, as the garbage collector may call.
+    """
+
+    def __init__(self, template: SegmentTemplate, tokenizer: ChatTokenizer) -> None:
+        self.on_answer: Callable[[AnsweredChat], None] | None = None
+        self._template = template
+        self._tokenizer = tokenizer
+        self._lock = threading.Lock()
+        self._chats: deque[AnsweredChat] = deque(maxlen=_MOST_CHATS)
+        self._prefixes: OrderedDict[str, list[int]] = OrderedDict()
+
+    def encode(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        *,
+        max_tokens: int | None = None,
+    ) -> EncodedChat:
+        """Render messages and return the ids of the prompt; tools, variables: what else the template is told.
+
+        max_tokens: what the context holds. Raises: TemplateError and RequestError as `ChatTemplate.encode`;
+            ContextLengthError for more tokens than that.
+        """
+        segments = self._template.render_segments(
+            messages, self._tokenizer.special_spellings, tools=tools, **(variables or {})
+        )
+        text = "".join(segment for segment, _ in segments)
+        closed = _closed_spans(segments)
+        with self._lock:
+            chats = list(self._chats)
+        token_ids = self._reuse(text, segments, closed, chats, max_tokens)
+        if token_ids is None:
+            token_ids = np.array(self._encode(segments, max_tokens), np.int32)
+        written = tuple(map(repr, messages))
+        system_tokens = self._count_system_tokens(text, segments, messages, token_ids)
+        return EncodedChat(text, closed, token_ids, system_tokens, _former_turn(written, messages, chats), written)
+
+    def remember(self, prompt: EncodedChat, reply_ids: Sequence[int]) -> None:
+        """Keep the ids of a reply, whole or cut short."""
+        tokenizer = self._tokenizer
+        decoder = StreamDecoder(tokenizer, previous_token_id=int(prompt.token_ids[-1]))
+        reply, ends, length = [], [], 0
+        for token_id in reply_ids:
+            reply.append(decoder.push(token_id) if token_id < tokenizer.vocab_size else "")
+            length += len(reply[-1])
+            ends.append(length)
+        if not length:
+            return
+        chat = AnsweredChat(prompt, "".join(reply), np.array(reply_ids, np.int32), ends)
+        self._add([chat])
+        if self.on_answer is not None:
+            self.on_answer(chat)
+
+    def recall(self, chats: Sequence[AnsweredChat]) -> None:
+        """Know chats that were answered before this history began, oldest first."""
+        with self._lock:
+            later = list(self._chats)
+            self._chats.clear()
+        self._add([*chats, *later])
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids that chats may hold."""
+        return self._tokenizer.vocab_size
+
+    def _add(self, chats: Sequence[AnsweredChat]) -> None:
+        with self._lock:
+            self._chats.extend(chats)
+            while len(self._chats) > 1 and sum(len(chat.prompt.text) for chat in self._chats) > _MOST_CHARACTERS:
+                self._chats.popleft()
+
+    def _encode(self, segments: Segments, max_tokens: int | None = None) -> list[int]:
+        tokenizer = self._tokenizer
+        ids = tokenizer.encode_segments(segments, max_tokens=max_tokens)
+        if tokenizer.adds_bos and tokenizer.bos_token_id is not None and ids[:1] != [tokenizer.bos_token_id]:
+            ids.insert(0, tokenizer.bos_token_id)
+        return ids
+
+    def _reuse(
+        self,
+        text: str,
+        segments: Segments,
+        closed: tuple[tuple[int, int], ...],
+        chats: list[AnsweredChat],
+        max_tokens: int | None,
+    ) -> NDArray[np.int32] | None:
+        """The ids of a text that begins with an answered chat, the longest there is; None if it begins with none."""
+        for chat in sorted(chats, key=lambda chat: len(chat.prompt.text) + len(chat.reply), reverse=True):
+            start = len(chat.prompt.text)
+            if not text.startswith(chat.prompt.text) or _before(closed, start) != chat.prompt.closed:
+                continue
+            count = self._reply_tokens(chat, text, closed)
+            if count == 0:
+                continue
+            end = start + chat.reply_ends[count - 1]
+            head = np.concatenate((chat.prompt.token_ids, chat.reply_ids[:count]))
+            tail = self._encode_tail(text, segments, end, int(head[-1]), max_tokens)
+            if tail is not None:
+                return np.concatenate((head, np.array(tail, np.int32)))
+        return None
+
+    def _reply_tokens(self, chat: AnsweredChat, text: str, closed: tuple[tuple[int, int], ...]) -> int:
+        """How many ids of a reply stand for what the text has in its place; 0 if the place is not the reply's.
+
+        The ids must end where the template goes on: at a control token, at white space after the whole reply, or at
+        the end. A reply that only begins alike was edited, and is another text.
+        """
+        start = len(chat.prompt.text)
+        rest = text[start : start + len(chat.reply)]
+        shared = len(commonprefix((chat.reply, rest)))
+        count = bisect_left(chat.reply_ends, shared) + 1
+        if not shared or chat.reply_ends[count - 1] != shared:
+            return 0
+        end = start + shared
+        spellings = [
+            spelling
+            for spelling in self._tokenizer.special_spellings.find(text[start:])
+            if not any(first < start + spelling.end and start + spelling.start < last for first, last in closed)
+        ]
+        if any(start + spelling.start < end for spelling in spellings):
+            return 0
+        at_control = any(start + spelling.start == end for spelling in spellings)
+        at_space = not chat.reply[shared:].strip() and text[end : end + 1].isspace()
+        return count if at_control or at_space or end == len(text) else 0
+
+    def _encode_tail(
+        self, text: str, segments: Segments, start: int, last_id: int, max_tokens: int | None
+    ) -> list[int] | None:
+        """The ids of a text from `start` on, after an id of plain text; None if they would not read as that text."""
+        tail = _segments_from(segments, start)
+        ids = self._tokenizer.encode_segments(tail, continues_run=True, max_tokens=max_tokens)
+        if text[start : start + 1].isspace():
+            decoded = self._tokenizer.decode(ids, skip_special=False, previous_token_id=last_id)
+            if decoded != text[start:]:
+                return None
+        return ids
+
+    def _count_system_tokens(
+        self, text: str, segments: Segments, messages: Sequence[Mapping[str, Any]], token_ids: NDArray[np.int32]
+    ) -> int:
+        """How many ids at the start are those of the text up to the end of the system message, encoded alone."""
+        end = _system_end(text, messages)
+        if not end:
+            return 0
+        prefix = text[:end]
+        with self._lock:
+            ids = self._prefixes.get(prefix)
+        if ids is None:
+            ids = self._encode(_segments_until(segments, end))
+            with self._lock:
+                self._prefixes[prefix] = ids
+                while len(self._prefixes) > _MOST_PREFIXES:
+                    self._prefixes.popitem(last=False)
+        size = min(len(ids), token_ids.size)
+        differs = np.flatnonzero(np.array(ids[:size], np.int32) != token_ids[:size])
+        return int(differs[0]) if differs.size else size
+
+
+def _system_end(text: str, messages: Sequence[Mapping[str, Any]]) -> int:
+    """Where the last system message at the start ends in a rendered text, or without one where the first begins."""
+    num_system = next((i for i, message in enumerate(messages) if message["role"] not in _SYSTEM_ROLES), len(messages))
+    content = messages[max(0, num_system - 1)].get("content")
+    if not isinstance(content, str) or not content.strip():
+        return 0
+    start = text.find(content.strip())
+    return max(0, start + len(content.strip()) if num_system and start >= 0 else start)
+
+
+def _former_turn(
+    written: tuple[str, ...], messages: Sequence[Mapping[str, Any]], chats: list[AnsweredChat]
+) -> NDArray[np.int32] | None:
+    """The ids of the longest answered chat whose messages and reply these messages repeat."""
+    for chat in sorted(chats, key=lambda chat: len(chat.prompt.messages), reverse=True):
+        size = len(chat.prompt.messages)
+        if written[:size] == chat.prompt.messages and size < len(messages):
+            content = messages[size].get("content")
+            if isinstance(content, str) and content.strip() == chat.reply.strip():
+                return np.concatenate((chat.prompt.token_ids, chat.reply_ids))
+    return None
+
+
+def _closed_spans(segments: Segments) -> tuple[tuple[int, int], ...]:
+    spans, position = [], 0
+    for text, is_open in segments:
+        if not is_open:
+            spans.append((position, position + len(text)))
+        position += len(text)
+    return tuple(spans)
+
+
+def _before(spans: tuple[tuple[int, int], ...], end: int) -> tuple[tuple[int, int], ...]:
+    return tuple(span for span in spans if span[0] < end)
+
+
+def _segments_from(segments: Segments, start: int) -> Segments:
+    """What is left of segments after `start` characters."""
+    kept, position = [], 0
+    for text, is_open in segments:
+        if position + len(text) > start:
+            kept.append((text[max(0, start - position) :], is_open))
+        position += len(text)
+    return kept
+
+
+def _segments_until(segments: Segments, end: int) -> Segments:
+    """The first `end` characters of segments."""
+    kept, position = [], 0
+    for text, is_open in segments:
+        if position < end:
+            kept.append((text[: end - position], is_open))
+        position += len(text)
+    return kept

@@ -1,0 +1,279 @@
+"""What a chat's reply has to look like: tools, reasoning and a constraint, put together for one model's template."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Protocol, TypedDict
+
+from localinfer.argument_checks import check_flag
+from localinfer.chat.constraint import Constraint
+from localinfer.chat.constraint_compiler import ConstraintCompiler, grammar_of, json_grammar
+from localinfer.chat.grammar import ReasoningState, reply_grammar
+from localinfer.chat.parameter_types import parameter_types
+from localinfer.chat.parser import ReplyParser
+from localinfer.chat.thinking import ThinkingBudget
+from localinfer.chat.tools import Tool, ToolChoice, choose_tools, read_tools, template_messages
+from localinfer.errors import ConstraintError, RequestError
+from localinfer.models.text.reasoning_format import ReasoningFormat, learn_reasoning_format, thinking_variables
+from localinfer.models.text.special_tokens import SpellingFinder
+from localinfer.models.text.tool_format import CallFormat, learn_call_format
+from localinfer.sampling.mask import GuidingMask
+
+
+class ReplyOptions(TypedDict, total=False):
+    """Keyword options of `chat` and `stream_chat` beside those of `complete`.
+
+    tools: functions that the model may call, in OpenAI's shape: {"type": "function", "function": {"name",
+        "description", "parameters", "strict"}}. Their calls come back in `tool_calls`, with arguments that their schema
+        accepts. Where a part of a schema cannot be enforced, `"strict": true` makes that a ConstraintError naming the
+        keyword; any other tool is then only held to a JSON object.
+    tool_choice: "auto" (the default), "none", "required", or {"type": "function", "function": {"name": ...}}.
+    parallel_tool_calls: whether one reply may have several calls; yes by default, where the template can write them.
+    thinking: whether the model reasons before it answers; None, the default, leaves that to its template.
+    thinking_budget: most tokens of reasoning; then it is closed, and the answer follows. None sets no limit.
+    template_variables: more variables for the chat template, by name.
+    """
+
+    tools: Sequence[Mapping[str, Any]] | None
+    tool_choice: ToolChoice | None
+    parallel_tool_calls: bool
+    thinking: bool | None
+    thinking_budget: int | None
+    template_variables: Mapping[str, Any]
+
+
+class ReplyTokenizer(Protocol):
+    """What reading replies asks of a tokenizer."""
+
+    vocab_size: int
+
+    @property
+    def eog_token_ids(self) -> frozenset[int]: ...
+
+    @property
+    def special_spellings(self) -> SpellingFinder: ...
+
+    def encode_segments(self, segments: Sequence[tuple[str, bool]], *, continues_run: bool = False) -> list[int]: ...
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+    def token_text(self, token_id: int) -> str: ...
+
+
+class ReplyTemplate(Protocol):
+    """What learning the formats asks of a chat template."""
+
+    @property
+    def source(self) -> str | None: ...
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplyFormat:
+    """How the reply to one prompt is constrained and read.
+
+    shown_ids: control tokens that are part of the format, so that their spelling belongs to the text that is parsed.
+    """
+
+    reasoning: ReasoningFormat | None
+    state: ReasoningState
+    calls: CallFormat | None
+    tools: tuple[Tool, ...]
+    must_call: bool
+    is_parallel: bool
+    budget: int | None
+    shown_ids: frozenset[int]
+
+    def parser(self) -> ReplyParser:
+        """A parser for one reply."""
+        reasoning = None if self.state == "none" else self.reasoning
+        types = {tool.name: parameter_types(tool) for tool in self.tools}
+        return ReplyParser(reasoning, self.calls, starts_reasoning=self.state == "open", types=types)
+
+    def mask(
+        self,
+        compiler: ConstraintCompiler,
+        tokenizer: ReplyTokenizer,
+        constraint: Constraint | None,
+        *,
+        start: int,
+        vocab_size: int,
+    ) -> GuidingMask | None:
+        """The mask of one reply after `start` tokens; None where everything is allowed. Raises: ConstraintError."""
+        if constraint is None and self.calls is None:
+            mask: GuidingMask | None = None
+        elif self.calls is None and self.state == "none" and constraint is not None:
+            mask = compiler.mask(constraint, start=start)
+        else:
+            grammar = reply_grammar(
+                reasoning=self.reasoning,
+                state=self.state,
+                calls=self.calls,
+                tools=self.tools,
+                must_call=self.must_call,
+                is_parallel=self.is_parallel,
+                answer=None if constraint is None else grammar_of(constraint),
+                specials=tokenizer.special_spellings,
+            )
+            assert grammar is not None, "there are calls or a constraint"
+            mask = compiler.grammar_mask(grammar, start=start, what="schema")
+        if self.budget is None or self.reasoning is None or self.state == "none":
+            return mask
+        return ThinkingBudget(
+            tokenizer,
+            mask,
+            start=start,
+            vocab_size=vocab_size,
+            begin=None if self.state == "open" else self.reasoning.begin,
+            end=self.reasoning.end,
+            closing_ids=tokenizer.encode_segments([(self.reasoning.closing, True)], continues_run=True),
+            budget=self.budget,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplyRequest:
+    """A chat's options, checked against a model: how its prompt is rendered, and how its reply is to be read.
+
+    template_tools: what the template is told. variables: of the template.
+    """
+
+    format: ReplyFormat
+    template_tools: tuple[Mapping[str, Any], ...]
+    variables: Mapping[str, Any]
+    formats: "ReplyFormats"
+
+    def messages(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """Messages as the template expects them."""
+        if not self.format.tools and not any(
+            message.get("tool_calls") or message["role"] == "tool" for message in messages
+        ):
+            return messages
+        return template_messages(messages, self.formats.calls, self.format.tools)
+
+    def format_after(self, prompt: str) -> ReplyFormat:
+        """How the reply to a rendered prompt is read."""
+        reasoning = self.format.reasoning
+        if reasoning is None or reasoning.is_closed(prompt):
+            return replace(self.format, state="none")
+        return replace(self.format, state="open" if reasoning.is_open(prompt) else "possible")
+
+
+class ReplyFormats:
+    """The formats of one model, learned from its template when they are first needed."""
+
+    def __init__(self, template: ReplyTemplate, tokenizer: ReplyTokenizer, compiler: ConstraintCompiler) -> None:
+        self._template = template
+        self._tokenizer = tokenizer
+        self._compiler = compiler
+
+    @cached_property
+    def reasoning(self) -> ReasoningFormat | None:
+        """How the model writes reasoning, None if its template knows none."""
+        return learn_reasoning_format(self._template, self._template.source)
+
+    @cached_property
+    def calls(self) -> CallFormat:
+        """How the model writes tool calls."""
+        spellings = {self._tokenizer.token_text(token_id): token_id for token_id in self._tokenizer.eog_token_ids}
+        after = None if self.reasoning is None else self.reasoning.end
+        return learn_call_format(self._template, SpellingFinder(spellings), after=after)
+
+    def request(self, options: ReplyOptions) -> ReplyRequest:
+        """Check the options of one chat. Raises: RequestError; ConstraintError naming a tool and a keyword."""
+        tools, must_call = choose_tools(read_tools(options.get("tools")), options.get("tool_choice"))
+        tools = tuple(map(self._enforceable, tools))
+        thinking = _check_thinking(options.get("thinking"))
+        budget = _check_budget(options.get("thinking_budget"))
+        if self.reasoning is None and (thinking or budget is not None):
+            raise RequestError(
+                "thinking was asked for, but the model's chat template knows no reasoning; leave thinking and "
+                "thinking_budget out"
+            )
+        variables = options.get("template_variables")
+        variables = {} if variables is None else variables
+        if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
+            raise RequestError(f"template_variables are {variables!r:.60}; give a mapping of names to values")
+        taken = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"} & variables.keys()
+        if taken:
+            raise RequestError(f"template_variables hold {', '.join(sorted(taken))}, which are not theirs to set")
+        calls = self.calls if tools else None
+        return ReplyRequest(
+            format=ReplyFormat(
+                reasoning=self.reasoning,
+                state="none",
+                calls=calls,
+                tools=tools,
+                must_call=must_call,
+                is_parallel=_check_parallel(options.get("parallel_tool_calls")),
+                budget=0 if thinking is False else budget,
+                shown_ids=self._shown_ids(calls),
+            ),
+            template_tools=tuple(tool.description for tool in tools) if calls is not None and calls.is_native else (),
+            variables={**thinking_variables(thinking), **variables},
+            formats=self,
+        )
+
+    def _enforceable(self, tool: Tool) -> Tool:
+        """A tool, without its schema if that does not compile and need not."""
+        if tool.parameters is None:
+            return tool
+        try:
+            self._compiler.grammar_mask(json_grammar(dict(tool.parameters)), start=0, what="schema")
+            if self.calls.parameters is not None:
+                self._compiler.grammar_mask(self._call_grammar(tool), start=0, what="schema")
+        except ConstraintError as error:
+            if tool.description["function"].get("strict"):
+                raise ConstraintError(
+                    f"the parameters of tool {tool.name!r} cannot be enforced: {error}", keyword=error.keyword
+                ) from None
+            return replace(tool, parameters=None)
+        return tool
+
+    def _call_grammar(self, tool: Tool) -> str:
+        """The grammar of one call of a tool whose parameters stand one by one. Raises: ConstraintError."""
+        grammar = reply_grammar(
+            reasoning=None,
+            state="none",
+            calls=self.calls,
+            tools=[tool],
+            must_call=True,
+            is_parallel=False,
+            answer=None,
+            specials=self._tokenizer.special_spellings,
+        )
+        assert grammar is not None, "there are calls"
+        return grammar
+
+    def _shown_ids(self, calls: CallFormat | None) -> frozenset[int]:
+        texts = [] if self.reasoning is None else [self.reasoning.begin, self.reasoning.end]
+        if calls is not None:
+            texts += calls.texts
+        return frozenset(
+            spelling.token_id for text in texts for spelling in self._tokenizer.special_spellings.find(text)
+        )
+
+
+def _check_thinking(thinking: object) -> bool | None:
+    if thinking is not None and not isinstance(thinking, bool):
+        raise RequestError(f"thinking is {thinking!r}; give True, False, or None for the template's choice")
+    return thinking
+
+
+def _check_parallel(is_parallel: object) -> bool:
+    return True if is_parallel is None else check_flag("parallel_tool_calls", is_parallel)
+
+
+def _check_budget(budget: object) -> int | None:
+    if budget is None:
+        return None
+    if not isinstance(budget, int) or isinstance(budget, bool) or budget < 0:
+        raise RequestError(f"thinking_budget is {budget!r}; give a number of tokens, 0 or more, or None for no limit")
+    return budget

@@ -1,0 +1,289 @@
+"""The `localinfer` command. Everything heavy is imported inside the command that needs it, so `--help` is instant."""
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from localinfer.chat.constraint import Constraint
+from localinfer.cli.bench import bench_command
+from localinfer.cli.cache import cache_command
+from localinfer.cli.constraint_options import constraint_options
+from localinfer.cli.evaluate import compare_command, perplexity_command
+from localinfer.cli.messages import in_options, one_line, send_messages_to_stderr
+from localinfer.cli.model_options import ModelOptions, load_options, load_with, model_option
+from localinfer.cli.quantize import quantize_command
+from localinfer.cli.sampling_options import sampling_options
+from localinfer.cli.serve import serve_command
+from localinfer.errors import LocalinferError, RequestError
+from localinfer.terminal import ModelOutput, check_text, describe_stats, prepare_streams
+
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+EXIT_READER_GONE = 141
+
+
+def _show_version(context: click.Context, _: click.Parameter, is_wanted: bool) -> None:
+    if is_wanted and not context.resilient_parsing:
+        from localinfer.kernels.versions import installed_version
+
+        click.echo(f"localinfer {installed_version('localinfer')}")
+        context.exit()
+
+
+class _Commands(click.Group):
+    """The commands, which are refused, in words, where libraries would end the process for want of memory."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        found = super().resolve_command(ctx, args)
+        if not {"-h", "--help"} & set(found[2]):
+            from localinfer.kernels.address_space import require_libraries
+
+            require_libraries(with_llvm=found[0] != "show")
+        return found
+
+
+@click.group(
+    cls=_Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    invoke_without_command=True,
+)
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_version,
+    help="Show the version and exit.",
+)
+@click.pass_context
+def localinfer_command(context: click.Context) -> None:
+    """Run quantized language models on this machine, for one person.
+
+    Without -m, commands use the small demo model that ships inside: it shows that everything works.
+    """
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
+@localinfer_command.command("run")
+@click.option("-p", "--prompt", metavar="TEXT", help="Text to continue; '-' or a pipe reads standard input.")
+@click.option(
+    "-n", "--max-tokens", type=click.IntRange(min=1), default=256, show_default=True, metavar="N", help="Tokens to add."
+)
+@load_options
+@sampling_options
+@constraint_options
+@click.option(
+    "--beams",
+    "num_beams",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Draw nothing: search for the likeliest text with N beams.",
+)
+@click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be repeated.")
+@click.option("--ignore-eos", is_flag=True, help="Go on past the model's end-of-text token.")
+@click.option("--context-shift", is_flag=True, help="At the end of the context, go on with its recent half.")
+@click.option("--stats", is_flag=True, help="Report token counts, the cache and speed on stderr.")
+def run_command(
+    options: ModelOptions,
+    prompt: str | None,
+    max_tokens: int,
+    num_beams: int | None,
+    stop: tuple[str, ...],
+    ignore_eos: bool,
+    context_shift: bool,
+    stats: bool,
+    constraint: Constraint | None,
+    **sampling: Any,
+) -> None:
+    """Continue a text.
+
+    The completion, and nothing else, goes to stdout as it is made. The prompt is used as it is, without the model's
+    chat template; one newline at the end of a prompt from standard input is dropped.
+    """
+    text = _input_text(prompt, "the prompt", missing="no prompt: pass -p TEXT, or pipe it into standard input")
+    for piece in stop:
+        check_text(piece, "--stop")
+    if num_beams is not None and (stop or context_shift or stats or constraint is not None):
+        raise RequestError(
+            "--beams goes with none of --stop, --context-shift, --stats and the options that constrain the text; leave "
+            "one of them out"
+        )
+    output = ModelOutput(sys.stdout, is_terminal=sys.stdout.isatty())
+    with load_with(options) as llm:
+        if num_beams is not None:
+            found = llm.beam_search(text, num_beams=num_beams, max_tokens=max_tokens, ignore_eos=ignore_eos)
+            output.write(found[0].text if found else "")
+            if sys.stdout.isatty():
+                output.end_line()
+            return
+        with llm.stream(
+            text,
+            max_tokens=max_tokens,
+            stop=list(stop),
+            ignore_eos=ignore_eos,
+            context_shift=context_shift,
+            constraint=constraint,
+            **sampling,
+        ) as stream:
+            try:
+                for event in stream:
+                    output.write(event.text)
+            finally:
+                if sys.stdout.isatty():
+                    output.end_line()
+        if stats:
+            click.echo(describe_stats(stream.stats), err=True)
+
+
+@localinfer_command.command("chat")
+@load_options
+@sampling_options
+@click.option("-n", "--max-tokens", type=click.IntRange(min=1), metavar="N", help="Longest reply. Default: what fits.")
+@click.option("--system", metavar="TEXT", help="Instructions that come before the conversation.")
+@click.option("--context-shift", is_flag=True, help="At the end of the context, go on with its recent half.")
+@click.option("--stats", is_flag=True, help="Report token counts, the cache and speed on stderr after every reply.")
+def chat_command(
+    options: ModelOptions,
+    max_tokens: int | None,
+    system: str | None,
+    context_shift: bool,
+    stats: bool,
+    **sampling: Any,
+) -> None:
+    """Talk with a model.
+
+    On a terminal: Enter sends, Alt-Enter starts a new line, Ctrl-C stops a reply, Ctrl-D leaves, /help lists commands.
+    From a pipe: each line is a message, and only the replies are printed.
+    """
+    from localinfer.cli.chat import run_chat
+
+    if system is not None:
+        check_text(system, "--system")
+    with load_with(options) as llm:
+        run_chat(
+            llm,
+            system=system,
+            max_tokens=max_tokens,
+            stats=stats,
+            describe_error=lambda error: in_options(str(error), chat_command),
+            context_shift=context_shift,
+            pin_cache=True,
+            **sampling,
+        )
+
+
+@localinfer_command.command("show")
+@click.argument("model", metavar="MODEL")
+@click.option("--tensors", is_flag=True, help="List every tensor.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, with all metadata.")
+def show_command(model: str, tensors: bool, as_json: bool) -> None:
+    """Say what a GGUF file or a Hugging Face folder holds."""
+    from localinfer.describe import describe_file, render_json, render_text
+
+    description = describe_file(model)
+    text = render_json(description, tensors=tensors) if as_json else render_text(description, tensors=tensors)
+    click.echo(text)
+
+
+@localinfer_command.command("tokenize")
+@model_option
+@click.argument("text", required=False)
+@click.option("--ids", is_flag=True, help="Print only the ids, on one line.")
+@click.option("--no-special", is_flag=True, help="Add no begin- or end-of-text token.")
+@click.option("--parse-special", is_flag=True, help="Read the names of special tokens in TEXT as those tokens.")
+def tokenize_command(model: str | None, text: str | None, ids: bool, no_special: bool, parse_special: bool) -> None:
+    """Split TEXT into the model's tokens, one line each: id, then text.
+
+    '-' or a pipe reads standard input; one newline at its end is dropped.
+    """
+    import localinfer
+
+    source = _input_text(text, "TEXT", missing="no text: pass TEXT, or pipe it into standard input")
+    tokenizer = localinfer.load_tokenizer(model)
+    token_ids = tokenizer.encode(source, add_special=not no_special, parse_special=parse_special)
+    if ids:
+        click.echo(" ".join(map(str, token_ids)))
+        return
+    for token_id in token_ids:
+        click.echo(f"{token_id}\t{tokenizer.decode([token_id])!r}")
+
+
+localinfer_command.add_command(bench_command)
+localinfer_command.add_command(cache_command)
+localinfer_command.add_command(quantize_command)
+localinfer_command.add_command(compare_command)
+localinfer_command.add_command(perplexity_command)
+localinfer_command.add_command(serve_command)
+
+
+def _input_text(argument: str | None, what: str, *, missing: str) -> str:
+    """The text of an argument, or of standard input where the argument is '-' or absent and input is piped."""
+    if argument is not None and argument != "-":
+        return check_text(argument, what)
+    if argument is None and sys.stdin.isatty():
+        raise RequestError(missing)
+    return check_text(sys.stdin.read().removesuffix("\n").removesuffix("\r"), "standard input")
+
+
+def _fail(message: str) -> int:
+    print(f"error: {one_line(message)}", file=sys.stderr)
+    return EXIT_BAD_INPUT
+
+
+def _close_stdout() -> None:
+    """Point stdout at nothing, so that the interpreter's last flush cannot fail once more."""
+    with open(os.devnull, "wb") as nothing:
+        os.dup2(nothing.fileno(), sys.stdout.fileno())
+
+
+def _invoke(words: list[str]) -> int:
+    """Run the command without click's own handling of errors and Ctrl-C, which prints more than one line."""
+    try:
+        with localinfer_command.make_context("localinfer", words) as context:
+            localinfer_command.invoke(context)
+    except click.exceptions.Exit as leaving:
+        return leaving.exit_code
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code.
+
+    0: done. 2: bad input, told in one line on stderr. 130: interrupted by Ctrl-C. 141: the reader of stdout went away.
+    """
+    prepare_streams()
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    command = localinfer_command.commands.get(words[0] if words else "", localinfer_command)
+    send_messages_to_stderr(command)
+    try:
+        code = _invoke(words)
+        sys.stdout.flush()
+        return code
+    except click.UsageError as error:
+        place = error.ctx.command_path if error.ctx is not None else "localinfer"
+        return _fail(f"{error.format_message()} See '{place} --help'.")
+    except click.ClickException as error:
+        return _fail(error.format_message())
+    except LocalinferError as error:
+        return _fail(in_options(str(error), command))
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        _close_stdout()
+        return EXIT_READER_GONE
+    except (OSError, MemoryError, ImportError, RuntimeError) as error:
+        from localinfer.kernels.address_space import describe, is_shortage
+
+        if is_shortage(error):
+            way_out = describe() or "; use a smaller model or --context-length"
+            return _fail(f"memory ran out ({str(error) or type(error).__name__}){way_out}")
+        if not isinstance(error, OSError):
+            raise
+        _close_stdout()
+        return _fail(f"the system refused: {error}")

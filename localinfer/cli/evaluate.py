@@ -1,0 +1,161 @@
+"""The `localinfer compare` and `localinfer perplexity` commands."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from localinfer.errors import LocalinferError, RequestError
+from localinfer.progress import Progress, with_time_left
+
+if TYPE_CHECKING:
+    from localinfer.evaluation.questions import Answer
+    from localinfer.llm import LLM
+
+_COUNT = click.IntRange(min=1)
+
+
+def _measuring_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    for option in (
+        click.option("--json", "as_json", is_flag=True, help="Print one JSON object."),
+        click.option("--threads", type=_COUNT, metavar="N", help="CPU threads. Default: one per physical core."),
+        click.option("--chunks", type=_COUNT, metavar="N", help="Stop after N chunks. Default: the whole text."),
+        click.option(
+            "--context-length",
+            type=click.IntRange(min=4),
+            default=512,
+            show_default=True,
+            metavar="N",
+            help="Tokens of a chunk.",
+        ),
+        click.argument("text", metavar="[TEXT]", required=False),
+    ):
+        command = option(command)
+    return command
+
+
+@click.command("perplexity")
+@click.argument("model", metavar="MODEL")
+@_measuring_options
+def perplexity_command(
+    model: str, text: str | None, context_length: int, chunks: int | None, threads: int | None, as_json: bool
+) -> None:
+    """Measure how well MODEL predicts the file TEXT, or a text that ships inside.
+
+    Chunks do not overlap, and only the second half of each is scored, as llama.cpp's tool does it.
+    """
+    from localinfer.evaluation.measure import evaluation_text, measure_perplexity
+    from localinfer.evaluation.report import perplexity_record, render_json, render_perplexity
+
+    content = evaluation_text(text)
+    with Progress() as progress, _load(model, context_length, threads, progress) as llm:
+        found = measure_perplexity(
+            llm, content, context_length=context_length, max_chunks=chunks, progress=with_time_left(progress)
+        )
+    if as_json:
+        click.echo(render_json(perplexity_record(found)))
+    else:
+        click.echo(f"perplexity {render_perplexity(found)} over {found.num_tokens:,} predictions")
+
+
+@click.command("compare")
+@click.argument("base", metavar="BASE")
+@click.argument("candidate", metavar="CANDIDATE")
+@_measuring_options
+@click.option(
+    "--questions/--no-questions",
+    default=None,
+    help="Also ask both ten questions with known answers. Default: if BASE has a chat template and --context-length "
+    "holds an answer.",
+)
+def compare_command(
+    base: str,
+    candidate: str,
+    text: str | None,
+    context_length: int,
+    chunks: int | None,
+    threads: int | None,
+    as_json: bool,
+    questions: bool | None,
+) -> None:
+    """Measure how far the predictions of CANDIDATE are from those of BASE, the same model before it was quantized.
+
+    TEXT is a file that neither was tuned on; a text that ships inside is the default.
+    """
+    from localinfer.evaluation import report
+    from localinfer.evaluation.measure import compare, evaluation_text
+    from localinfer.evaluation.questions import LONGEST_ANSWER
+
+    content = evaluation_text(text)
+    # A question and its answer may be longer than a chunk that was asked to be short.
+    if questions is None and context_length < 2 * LONGEST_ANSWER:
+        questions = False
+    length = max(context_length, 2 * LONGEST_ANSWER) if questions else context_length
+    with (
+        Progress() as progress,
+        _load(base, length, threads, progress) as first,
+        _load(candidate, length, threads, progress) as second,
+    ):
+        found = compare(
+            first,
+            second,
+            content,
+            context_length=context_length,
+            max_chunks=chunks,
+            progress=with_time_left(progress),
+        )
+        asked = _ask(first, second, questions, progress)
+    answers = asked if isinstance(asked, tuple) else None
+    if as_json:
+        record = report.comparison_record(found)
+        if answers is not None:
+            record["right_answers"] = [sum(answer.is_right for answer in one) for one in answers]
+        click.echo(report.render_json(record))
+        return
+    click.echo(report.render_comparison(found))
+    if answers is not None:
+        click.echo(f"\n{report.render_answers(*answers)}")
+    elif isinstance(asked, str):
+        click.echo(f"\nquestions not asked: {asked}")
+
+
+def _ask(
+    first: "LLM", second: "LLM", questions: bool | None, progress: Progress
+) -> "tuple[list[Answer], list[Answer]] | str | None":
+    """Both models' answers; why there are none although nobody said no; None if somebody did, or neither can chat."""
+    from localinfer.evaluation.questions import ask
+
+    if not (first.has_chat_template if questions is None else questions):
+        return None
+    try:
+        return ask(first, progress=with_time_left(progress)), ask(second, progress=with_time_left(progress))
+    except LocalinferError as error:
+        if questions:
+            raise
+        # The figures are there; a template that takes no plain question is no reason to lose them.
+        return str(error)
+
+
+def _load(model: str, context_length: int, threads: int | None, progress: Progress) -> "LLM":
+    import localinfer
+
+    source = click.get_current_context().get_parameter_source("context_length")
+    if source is click.core.ParameterSource.DEFAULT:
+        _check_context(model, context_length)
+    return localinfer.load(model, context_length=context_length, threads=threads, speculation=None, progress=progress)
+
+
+def _check_context(model: str, context_length: int) -> None:
+    """Refuse a context that nobody asked for and the model was not trained for."""
+    from localinfer.models.load.loader import open_model_file, read_config
+
+    file = open_model_file(model)
+    try:
+        trained = read_config(file).context_length
+    finally:
+        file.close()
+    if context_length > trained:
+        raise RequestError(
+            f"chunks have {context_length} tokens, and {model} was trained for {trained}; give a --context-length of "
+            "that or less"
+        )

@@ -1,0 +1,148 @@
+"""The `localinfer quantize` command."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from localinfer.errors import LocalinferError, OutOfMemoryError
+from localinfer.evaluation.texts import read_calibration
+from localinfer.progress import Progress, with_time_left
+
+if TYPE_CHECKING:
+    from localinfer.evaluation.measure import Comparison
+    from localinfer.evaluation.quantize import Method
+
+_LEAST_HELD_BACK = 8000
+"""Characters kept of a calibration text that surely fill a chunk to measure on; with fewer the text inside is taken."""
+
+_COUNT = click.IntRange(min=1)
+
+
+@click.command("quantize")
+@click.argument("source", metavar="SOURCE")
+@click.argument("target", metavar="TARGET")
+@click.option(
+    "--type", "type_name", metavar="TYPE", default="Q4_K_M", show_default=True, help="Such as Q8_0 or Q4_K_S."
+)
+@click.option(
+    "--method",
+    type=click.Choice(["auto", "rtn", "imatrix", "gptq", "awq"]),
+    default="auto",
+    show_default=True,
+    help="Round each weight by itself; mind the importance of its column; let weights answer for each other's errors; "
+    "or move scales between matrices before that, where it helps. Auto: imatrix if --imatrix is given, else gptq below "
+    "8 bits, else rtn.",
+)
+@click.option(
+    "--calibration",
+    metavar="PATH",
+    help="Text file, or folder of some, to calibrate on. Default: one that ships inside.",
+)
+@click.option(
+    "--calibration-tokens", type=_COUNT, default=16384, show_default=True, metavar="N", help="Tokens of it to read."
+)
+@click.option("--imatrix", metavar="FILE", help="Importance, as llama-imatrix writes it.")
+@click.option("--save-imatrix", metavar="FILE", help="Write the importance that the calibration text shows.")
+@click.option("--threads", type=_COUNT, metavar="N", help="CPU threads. Default: one per physical core.")
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="What calibrates. Auto: a GPU that torch sees, else the CPU.",
+)
+@click.option("--text", metavar="FILE", help="Text to measure the loss on. Default: one that ships inside.")
+@click.option(
+    "--chunks",
+    type=click.IntRange(min=0),
+    default=4,
+    show_default=True,
+    metavar="N",
+    help="Chunks of 512 tokens to measure on; 0: do not measure.",
+)
+def quantize_command(
+    source: str,
+    target: str,
+    type_name: str,
+    method: "Method",
+    calibration: str | None,
+    calibration_tokens: int,
+    imatrix: str | None,
+    save_imatrix: str | None,
+    threads: int | None,
+    device: str,
+    text: str | None,
+    chunks: int,
+) -> None:
+    """Write the model SOURCE, a GGUF file or a Hugging Face folder, to the GGUF file TARGET with fewer bits.
+
+    Types and sizes are those of llama.cpp's presets, and every GGUF runtime reads the file. At the end the new model is
+    compared with the old one on a text that it was not calibrated on. A calibration that was stopped goes on after its
+    last finished layer when the same command is given again.
+    """
+    from localinfer.evaluation.measure import evaluation_text
+    from localinfer.evaluation.quantize import quantize
+    from localinfer.evaluation.report import render_quantization, render_summary
+
+    if method in ("rtn", "gptq", "awq") and imatrix is not None:
+        raise click.UsageError(f"--method {method} uses no importance file; leave --imatrix out.")
+    if (method == "rtn" or imatrix is not None) and (calibration is not None or save_imatrix is not None):
+        raise click.UsageError("Nothing is calibrated this way; leave --calibration and --save-imatrix out.")
+    content = evaluation_text(text)
+    if text is None and calibration is not None:
+        held_back = read_calibration(calibration).held_back
+        content = held_back if len(held_back) >= _LEAST_HELD_BACK else content
+    with Progress() as progress:
+        model = quantize(
+            source,
+            target,
+            type=type_name,
+            method=method,
+            calibration=calibration,
+            calibration_tokens=calibration_tokens,
+            imatrix=imatrix,
+            save_imatrix=save_imatrix,
+            threads=threads,
+            device=device,
+            progress=with_time_left(progress),
+        )
+    click.echo(render_quantization(model))
+    if not chunks:
+        return
+    try:
+        found = _measure(source, target, content, chunks, threads)
+    except LocalinferError as error:
+        # The file is whole; only the figure is missing, and the reason says why.
+        click.echo(f"loss not measured: {error}")
+        return
+    click.echo(f"against the source: {render_summary(found)}")
+
+
+def _measure(source: str, target: str, text: str, chunks: int, threads: int | None) -> "Comparison":
+    import psutil
+
+    import localinfer
+    from localinfer.evaluation.measure import CONTEXT_LENGTH, compare
+
+    needed = sum(_size(path) for path in (source, target))
+    available = int(psutil.virtual_memory().available)
+    if needed > available:
+        raise OutOfMemoryError(
+            f"both models together take {needed:,} bytes of memory, and {available:,} are free; compare them elsewhere "
+            "with `localinfer compare`"
+        )
+    with (
+        Progress() as progress,
+        localinfer.load(source, threads=threads, speculation=None, progress=progress) as first,
+        localinfer.load(target, threads=threads, speculation=None, progress=progress) as second,
+    ):
+        length = min(CONTEXT_LENGTH, first.context_length)
+        report = with_time_left(progress)
+        return compare(first, second, text, context_length=length, max_chunks=chunks, progress=report)
+
+
+def _size(model: str) -> int:
+    path = Path(model)
+    files = path.iterdir() if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files if file.is_file())

@@ -1,0 +1,231 @@
+"""The `localinfer serve` command."""
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from localinfer.cli.model_options import ModelOptions, byte_size, changes_of, load_options, load_with
+from localinfer.errors import RequestError
+from localinfer.kernels.user_folders import expand_home
+from localinfer.terminal import check_text
+
+if TYPE_CHECKING:
+    from localinfer.llm import LLM
+    from localinfer.server.replies.metrics import Meters
+    from localinfer.server.replies.model_folder import ModelSource
+    from localinfer.server.replies.model_memory import MemoryNeed
+    from localinfer.server.replies.model_registry import ModelRegistry
+    from localinfer.server.running import LocalServer
+    from localinfer.server.transport.settings import ServerSettings
+
+
+@click.command("serve")
+@load_options
+@click.option(
+    "--models",
+    metavar="FOLDER",
+    help="Serve every model in a folder and below, each loaded when asked for.",
+)
+@click.option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Where to listen by TCP.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=8080,
+    show_default=True,
+    metavar="N",
+    help="TCP port; 0 takes a free one.",
+)
+@click.option("--no-tcp", is_flag=True, help="Listen on the Unix socket only.")
+@click.option("--socket", "socket_path", metavar="PATH", help="The Unix socket. Default: in your runtime folder.")
+@click.option("--token-file", metavar="FILE", help="Holds the token that clients on TCP must show.")
+@click.option("--allow-host", multiple=True, metavar="NAME", help="Answer to this Host name too; may be repeated.")
+@click.option("--allow-origin", multiple=True, metavar="ORIGIN", help="Let pages of this origin ask; may be repeated.")
+@click.option("--allow-private-network", is_flag=True, help="Let those pages ask from the internet too.")
+@click.option("--strict-model", is_flag=True, help="Refuse unknown model names even if only one model is served.")
+@click.option(
+    "--idle-unload",
+    type=click.FloatRange(min=0),
+    default=900,
+    show_default=True,
+    metavar="SECONDS",
+    help="Unload a model that nobody used for so long; 0: never.",
+)
+@click.option(
+    "--memory-limit", callback=byte_size, metavar="SIZE", help="Most that all models take. Default: what is free."
+)
+@click.option(
+    "--max-generations",
+    type=click.IntRange(min=1),
+    default=64,
+    show_default=True,
+    metavar="N",
+    help="Texts generated and waiting at one time.",
+)
+@click.option(
+    "--shutdown-seconds",
+    type=click.FloatRange(min=0),
+    default=5,
+    show_default=True,
+    metavar="SECONDS",
+    help="What running replies get to finish when the server ends.",
+)
+@click.option(
+    "--until-stdin-ends", is_flag=True, help="End when standard input does: with the program that started it."
+)
+@click.option("--verbose", is_flag=True, help="Log each request, without its text, on stderr.")
+def serve_command(
+    options: ModelOptions,
+    models: str | None,
+    idle_unload: float,
+    memory_limit: int | None,
+    until_stdin_ends: bool,
+    verbose: bool,
+    **listening: Any,
+) -> None:
+    """Answer programs that speak OpenAI's or Anthropic's API, on this machine.
+
+    A Unix socket that only you can open is always there, and TCP on the loopback interface unless --no-tcp. Point
+    clients at http://127.0.0.1:8080/v1; a line on stdout says when they are answered. Ctrl-C ends the server, after the
+    replies that are running.
+
+    All clients share one cache of prompts, and replies tell how much of a prompt was in it (cached_tokens): who may ask
+    can find out, token by token, what others have sent. Share a server only with those who may read your texts.
+    """
+    from localinfer.server.replies.load_threads import LoadThreads
+    from localinfer.server.replies.model_registry import ModelRegistry
+    from localinfer.server.running import LocalServer
+
+    # It warns of every client that leaves in the midst of a stream, which is no news.
+    logging.getLogger("asyncio").setLevel(logging.ERROR)
+    if verbose:
+        _log_requests()
+    settings = _settings(**listening)
+    sources = _sources(options.path, models)
+    threads = LoadThreads()
+
+    def make_registry(meters: "Meters") -> "ModelRegistry":
+        return ModelRegistry(
+            sources,
+            lambda source: _load(options, source, threads.stopping),
+            lambda source: _measure(options, source),
+            meters,
+            strict=settings.strict_model,
+            idle_unload_seconds=idle_unload or None,
+            memory_limit=memory_limit,
+            context_length=options.context_length,
+            threads=threads,
+        )
+
+    with LocalServer(settings, make_registry, preloads=models is None or options.path is not None) as server:
+        if settings.socket_path is None:
+            click.echo("this system has no Unix sockets for Python: TCP only", err=True)
+        names = ", ".join(source.id for source in sources[:5]) + (", ..." if len(sources) > 5 else "")
+        places = " and ".join(server.addresses)
+        click.echo(f"listening on {places}" + ("" if server.service.is_ready else f", loading {names}"), err=True)
+        if until_stdin_ends:
+            threading.Thread(target=_stop_after_stdin, args=(server,), daemon=True).start()
+        server.run(on_ready=lambda: _say_ready(f"serving {names} on {places}"))
+        if not server.has_ended():
+            # A kernel that is just being compiled can be left, but not through the interpreter's own way out.
+            server.close()
+            sys.stdout.flush()
+            os._exit(0)
+
+
+def _say_ready(line: str) -> None:
+    """Tell whoever waits for it. A reader that is gone is no reason to end."""
+    with contextlib.suppress(OSError):
+        click.echo(line)
+        sys.stdout.flush()
+
+
+def _stop_after_stdin(server: "LocalServer") -> None:
+    # Not through `sys.stdin`: its lock, held by a thread that waits, would break the end of the interpreter.
+    with contextlib.suppress(OSError):
+        while os.read(0, 1 << 16):
+            pass
+    server.stop()
+
+
+def _log_requests() -> None:
+    """Write what the server does to stderr, a line each; requests' texts are never among it."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    logger = logging.getLogger("localinfer.server")
+    logger.addHandler(handler)
+    logger.propagate = False
+    logger.setLevel(logging.INFO)
+
+
+def _settings(
+    *,
+    host: str,
+    port: int,
+    no_tcp: bool,
+    socket_path: str | None,
+    token_file: str | None,
+    allow_host: tuple[str, ...],
+    allow_origin: tuple[str, ...],
+    allow_private_network: bool,
+    strict_model: bool,
+    max_generations: int,
+    shutdown_seconds: float,
+) -> "ServerSettings":
+    from localinfer.server.transport.settings import ServerSettings
+    from localinfer.server.transport.sockets import default_socket_path
+
+    for name, values in (("--allow-host", allow_host), ("--allow-origin", allow_origin)):
+        for value in values:
+            check_text(value, name)
+    return ServerSettings(
+        socket_path=default_socket_path() if socket_path is None else expand_home(socket_path).absolute(),
+        host=None if no_tcp else host,
+        port=port,
+        token=None if token_file is None else _read_token(expand_home(token_file)),
+        allowed_hosts=allow_host,
+        allowed_origins=allow_origin,
+        allows_private_network=allow_private_network,
+        strict_model=strict_model,
+        max_generations=max_generations,
+        shutdown_seconds=shutdown_seconds,
+    )
+
+
+def _read_token(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"the token file {path} cannot be read: {error}") from None
+
+
+def _sources(path: str | None, folder: str | None) -> "list[ModelSource]":
+    """The models to serve, the one named by -m first; the demo model if none is named."""
+    from localinfer.loading import model_path
+    from localinfer.server.replies.model_folder import find_models, model_source
+
+    sources = [] if folder is None else find_models(expand_home(folder))
+    if path is None and sources:
+        return sources
+    file = model_path(path)
+    first = model_source(file)
+    if first is None:
+        raise RequestError(f"{file} is no model; give a GGUF file, of a split one the first part, or a folder with one")
+    return [first, *(other for other in sources if other.id != first.id and not other.path.samefile(first.path))]
+
+
+def _load(options: ModelOptions, source: "ModelSource", stopping: threading.Event) -> "LLM":
+    from dataclasses import replace
+
+    return load_with(replace(options, path=str(source.path)), stopping=stopping)
+
+
+def _measure(options: ModelOptions, source: "ModelSource") -> "MemoryNeed":
+    from localinfer.server.replies.model_memory import measure_need
+
+    return measure_need(source.path, options.kv_type, changes_of(options), options.context_length)

@@ -1,0 +1,289 @@
+"""What a model on disk holds, for people and for programs.
+
+A GGUF file is read from its header alone, so any architecture can be shown; a Hugging Face folder is shown as the GGUF
+file it would convert to, which needs an architecture that runs.
+"""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from localinfer.quant.checkpoint.model_file import TensorRecord
+from localinfer.quant.formats.types import bits_per_weight
+from localinfer.quant.gguf.reader import GGUFFile, Metadata, read_gguf
+from localinfer.terminal import neutralise_controls
+
+if TYPE_CHECKING:
+    from localinfer.models.checkpoint.model import CheckpointModel
+
+LONGEST_ARRAY = 16
+"""Arrays with more elements are named by type and count, not listed."""
+LONGEST_TEXT = 72
+
+# Our word for each size, and the key that holds it after the architecture's name.
+_SIZE_KEYS = {
+    "num_layers": "block_count",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_heads": "attention.head_count",
+    "num_kv_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "context_length": "context_length",
+    "sliding_window": "attention.sliding_window",
+    "num_experts": "expert_count",
+    "num_experts_used": "expert_used_count",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TypeShare:
+    """How much of a file is stored as one tensor type."""
+
+    type: str
+    num_tensors: int
+    num_parameters: int
+    num_bytes: int
+    bits_per_weight: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileDescription:
+    """Everything `localinfer show` says about a model; sizes the file does not state are absent from `sizes`.
+
+    unknown_settings: what may change the answers of a model that runs here and is not obeyed.
+    gguf_version: None for a Hugging Face folder, whose tensors are described as GGUF would hold them.
+    """
+
+    path: str
+    num_parts: int
+    num_bytes: int
+    gguf_version: int | None
+    architecture: str
+    name: str | None
+    sizes: dict[str, Any]
+    num_parameters: int
+    bits_per_weight: float
+    types: list[TypeShare]
+    tokenizer: dict[str, Any]
+    chat_template: dict[str, Any] | None
+    unknown_settings: list[str]
+    metadata: dict[str, Any]
+    tensors: list[dict[str, Any]]
+
+
+def describe_file(path: str) -> FileDescription:
+    """Read the header of the GGUF file, or the settings of the Hugging Face folder, at `path`.
+
+    Raises: ModelFileError or one of its children if it cannot be opened or is not sound.
+    """
+    with _open(path) as file:
+        metadata: Mapping[str, object] = file.metadata
+        tensors: list[TensorRecord] = list(file.tensors.values())
+        num_parameters = sum(math.prod(tensor.shape) for tensor in tensors)
+        from localinfer.models.decoder.metadata_keys import unknown_settings
+
+        version = file.version if isinstance(file, GGUFFile) else None
+        stored_bytes = file.num_bytes if version is None else sum(tensor.num_bytes for tensor in tensors)
+        architecture = _string(metadata, "general.architecture") or "unknown"
+        return FileDescription(
+            path=str(file.path),
+            num_parts=sum(path.suffix != ".json" for path in file.paths),
+            num_bytes=file.num_bytes,
+            gguf_version=version,
+            architecture=architecture,
+            name=_string(metadata, "general.name"),
+            sizes=_sizes(metadata, architecture),
+            num_parameters=num_parameters,
+            bits_per_weight=8 * stored_bytes / num_parameters if num_parameters else 0.0,
+            types=_type_shares(tensors),
+            tokenizer=_tokenizer(metadata),
+            chat_template=_chat_template(metadata),
+            unknown_settings=unknown_settings(file),
+            metadata={key: _plain_value(metadata, key) for key in metadata},
+            tensors=_tensor_records(tensors),
+        )
+
+
+def _open(path: str) -> "GGUFFile | CheckpointModel":
+    if not os.path.isdir(path):
+        return read_gguf(path)
+    from localinfer.models.checkpoint.model import open_checkpoint
+
+    return open_checkpoint(path)
+
+
+def _string(metadata: Mapping[str, object], key: str) -> str | None:
+    if key not in metadata:
+        return None
+    return metadata.string(key) if isinstance(metadata, Metadata) else str(metadata[key])
+
+
+def _sizes(metadata: Mapping[str, object], architecture: str) -> dict[str, Any]:
+    sizes = {
+        word: _plain_value(metadata, f"{architecture}.{key}")
+        for word, key in _SIZE_KEYS.items()
+        if f"{architecture}.{key}" in metadata
+    }
+    tokens = "tokenizer.ggml.tokens"
+    if tokens in metadata:
+        sizes["vocab_size"] = _length(metadata, tokens)
+    return sizes
+
+
+def _length(metadata: Mapping[str, object], key: str) -> int | None:
+    """How many entries an array has, without decoding it; None for other values."""
+    if isinstance(metadata, Metadata):
+        return metadata.stored(key).count
+    value = metadata[key]
+    return len(value) if isinstance(value, list | np.ndarray) else None
+
+
+def _type_shares(tensors: list[TensorRecord]) -> list[TypeShare]:
+    """One share per tensor type, largest first."""
+    shares = []
+    for tensor_type in {tensor.type for tensor in tensors}:
+        members = [tensor for tensor in tensors if tensor.type is tensor_type]
+        shares.append(
+            TypeShare(
+                type=tensor_type.name,
+                num_tensors=len(members),
+                num_parameters=sum(math.prod(tensor.shape) for tensor in members),
+                num_bytes=sum(tensor.num_bytes for tensor in members),
+                bits_per_weight=bits_per_weight(tensor_type),
+            )
+        )
+    return sorted(shares, key=lambda share: (-share.num_bytes, share.type))
+
+
+def _tokenizer(metadata: Mapping[str, object]) -> dict[str, Any]:
+    names = {
+        "model": "tokenizer.ggml.model",
+        "pre": "tokenizer.ggml.pre",
+        "bos_token_id": "tokenizer.ggml.bos_token_id",
+        "eos_token_id": "tokenizer.ggml.eos_token_id",
+    }
+    return {name: _plain_value(metadata, key) for name, key in names.items() if key in metadata}
+
+
+def _chat_template(metadata: Mapping[str, object]) -> dict[str, Any] | None:
+    key = "tokenizer.chat_template"
+    template = _string(metadata, key)
+    if template is None:
+        return None
+    return {"num_characters": len(template), "sha256": hashlib.sha256(template.encode()).hexdigest()}
+
+
+def _tensor_records(tensors: list[TensorRecord]) -> list[dict[str, Any]]:
+    return [
+        {"name": tensor.name, "type": tensor.type.name, "shape": list(tensor.shape), "num_bytes": tensor.num_bytes}
+        for tensor in tensors
+    ]
+
+
+def _plain_value(metadata: Mapping[str, object], key: str) -> Any:
+    """A value as JSON knows it: long arrays become their description, numbers that JSON lacks become text."""
+    if not isinstance(metadata, Metadata):
+        count = _length(metadata, key)
+        return _plain_number(metadata[key]) if count is None or count <= LONGEST_ARRAY else f"array of {count}"
+    stored = metadata.stored(key)
+    if stored.count is not None and stored.count > LONGEST_ARRAY:
+        return stored.description
+    if stored.count is not None and stored.type.name == "STRING":
+        return [entry.decode("utf-8", "replace") for entry in metadata.raw_strings(key)]
+    value = metadata[key]
+    if isinstance(value, np.ndarray):
+        return [_plain_number(element) for element in value.tolist()]
+    if stored.type.name == "FLOAT32" and isinstance(value, float):
+        return _plain_number(float(str(np.float32(value))))
+    return _plain_number(value)
+
+
+def _plain_number(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def render_json(description: FileDescription, *, tensors: bool) -> str:
+    """One JSON object; tensors are listed only where asked for."""
+    record = dict(vars(description), types=[vars(share) for share in description.types])
+    if not tensors:
+        del record["tensors"]
+    return json.dumps(record, indent=2, ensure_ascii=False)
+
+
+def render_text(description: FileDescription, *, tensors: bool) -> str:
+    """Aligned lines for a person; nothing in them can control a terminal."""
+    lines = list(_summary_lines(description))
+    lines += ["", "tensor types", *_type_lines(description)]
+    lines += ["", "metadata"]
+    lines += [f"  {key} = {_short(value)}" for key, value in description.metadata.items()]
+    if tensors:
+        lines += ["", "tensors"]
+        for tensor in description.tensors:
+            shape = " x ".join(map(str, tensor["shape"]))
+            lines.append(f"  {tensor['name']}  {tensor['type']}  {shape}  {_size(tensor['num_bytes'])}")
+    return neutralise_controls("\n".join(lines))
+
+
+def _summary_lines(description: FileDescription) -> Iterator[str]:
+    from localinfer.models.decoder.metadata_keys import listed
+
+    template = description.chat_template
+    kind = "Hugging Face folder" if description.gguf_version is None else f"GGUF {description.gguf_version}"
+    rows: dict[str, str] = {
+        "file": f"{_short(description.path, None)}, {_size(description.num_bytes)}, {kind}",
+        "name": _short(description.name, None) if description.name else "not stated",
+        "architecture": _short(description.architecture, None),
+        "parameters": f"{_count(description.num_parameters)}, {description.bits_per_weight:.2f} bits per weight",
+        **{word.replace("_", " "): _short(value) for word, value in description.sizes.items()},
+        "tokenizer": ", ".join(f"{key} {_short(value)}" for key, value in description.tokenizer.items()) or "none",
+        "chat template": (
+            f"{template['num_characters']} characters, sha256 {template['sha256'][:12]}" if template else "none"
+        ),
+    }
+    if description.unknown_settings:
+        rows["not understood"] = f"{listed(description.unknown_settings)} (ignored; may change what the model answers)"
+    if description.num_parts > 1:
+        rows["file"] += f", {description.num_parts} parts"
+    width = max(map(len, rows))
+    for label, value in rows.items():
+        yield f"{label:<{width}}  {value}"
+
+
+def _type_lines(description: FileDescription) -> Iterator[str]:
+    width = max((len(share.type) for share in description.types), default=0)
+    total = sum(share.num_bytes for share in description.types) or 1
+    for share in description.types:
+        yield (
+            f"  {share.type:<{width}}  {share.num_tensors:>5} tensors  {_count(share.num_parameters):>8} weights  "
+            f"{_size(share.num_bytes):>9}  {100 * share.num_bytes / total:5.1f}%"
+        )
+
+
+def _short(value: Any, longest: int | None = LONGEST_TEXT) -> str:
+    """A value on one line, cut where it is long; text without its quotes."""
+    text = json.dumps(value, ensure_ascii=False)
+    if isinstance(value, str):
+        text = text[1:-1].replace('\\"', '"')
+    if longest is not None and len(text) > longest:
+        return f"{text[:longest]}..."
+    return text
+
+
+def _count(number: int) -> str:
+    for divisor, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if number >= divisor:
+            return f"{number / divisor:.2f} {unit}"
+    return str(number)
+
+
+def _size(num_bytes: int) -> str:
+    for divisor, unit in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if num_bytes >= divisor:
+            return f"{num_bytes / divisor:.2f} {unit}"
+    return f"{num_bytes} B"

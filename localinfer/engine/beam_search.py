@@ -1,0 +1,241 @@
+"""Beam search: the likeliest texts that a search of fixed width finds, instead of one that is drawn.
+
+All beams share the pages of what they have in common: a beam that goes on in two ways is forked, and no position is
+computed twice (Freitag and Al-Onaizan, Beam Search Strategies for Neural Machine Translation, arXiv 1702.01806).
+"""
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.cache.prefix_cache import CacheUse
+from localinfer.cache.sequence import KVCache
+from localinfer.engine.engine import Engine
+from localinfer.engine.request import FinishReason
+from localinfer.errors import RequestError
+from localinfer.kernels.ops import Batch
+from localinfer.sampling.logprobs import likeliest, log_total
+from localinfer.sampling.sampler import not_finite_error
+
+MAX_BEAMS = 64
+
+_USE = CacheUse()
+
+
+@dataclass(frozen=True)
+class Beam:
+    """A text that was found.
+
+    token_ids: what follows the prompt, a stop token included. logprob: the sum of their log probabilities. score:
+    logprob / length ^ length_penalty, by which beams are compared. finish_reason: "stop" after a stop token, else
+    "length".
+    """
+
+    token_ids: tuple[int, ...]
+    logprob: float
+    score: float
+    finish_reason: FinishReason
+
+
+class _Live(NamedTuple):
+    """A text that may go on, whose last token is not computed yet."""
+
+    sequence: KVCache
+    token_ids: tuple[int, ...]
+    logprob: float
+
+
+class _Candidate(NamedTuple):
+    logprob: float
+    parent: int
+    token_id: int
+
+
+def search_beams(
+    engine: Engine,
+    prompt_ids: Sequence[int] | NDArray[np.integer],
+    *,
+    num_beams: int,
+    max_tokens: int | None = None,
+    length_penalty: float = 1.0,
+    stop_token_ids: Collection[int] = (),
+) -> list[Beam]:
+    """Return the `num_beams` best texts that the search finds, best first; fewer if there are no more.
+
+    In each step every live beam goes on with each token, and the `num_beams` likeliest results live on; one that ends
+    with a stop token is put aside, if it is among them. The search ends when no live beam can become better than what
+    was put aside. The result depends on the model and these arguments only.
+
+    length_penalty: 0 compares sums, which favours short texts; 1 means per token; more favours long ones.
+    Raises: RequestError, ContextLengthError, OutOfMemoryError, ClosedError, ModelFileError for logits that are not
+        finite.
+    """
+    _check(num_beams, max_tokens, length_penalty)
+    prompt = engine.check_prompt(prompt_ids)
+    if not prompt.size:
+        raise RequestError("the prompt has no tokens; give at least one, such as the beginning-of-text token")
+    room = engine.context_length - prompt.size
+    most = room if max_tokens is None else min(int(max_tokens), room)
+    if most == 0:
+        return []
+    search = _Search(engine, prompt, num_beams, most, length_penalty, frozenset(stop_token_ids))
+    try:
+        search.run()
+    finally:
+        search.close()
+    return search.finished
+
+
+class _Search:
+    """One search in progress."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompt: NDArray[np.int32],
+        num_beams: int,
+        most: int,
+        length_penalty: float,
+        stops: frozenset[int],
+    ) -> None:
+        self._engine = engine
+        self._prompt = prompt
+        self._num_beams = num_beams
+        self._most = most
+        self._length_penalty = length_penalty
+        self._stops = stops
+        self._live: list[_Live] = []
+        self.finished: list[Beam] = []
+
+    def run(self) -> None:
+        """Search to the end."""
+        candidates = self._begin()
+        for length in range(1, self._most + 1):
+            with self._engine.exclusive_cache():
+                self._go_on(candidates, length)
+            if length == self._most or not self._live or self._is_decided():
+                break
+            candidates = self._extend()
+        for live in self._live if not self._is_decided() else ():
+            self._finish(live.token_ids, live.logprob, "length")
+
+    def close(self) -> None:
+        """Let go of the pages of all beams."""
+        if self._live:
+            with self._engine.exclusive_cache():
+                for live in self._live:
+                    live.sequence.close()
+            self._live = []
+
+    def _begin(self) -> list[_Candidate]:
+        """Compute what is not cached of the prompt; return how it may go on."""
+        with self._engine.exclusive_cache() as cache:
+            sequence = cache.admit(self._prompt, _USE).sequence
+            self._live = [_Live(sequence, (), 0.0)]
+        chunk = self._engine.program.max_batch_rows
+        while True:
+            with self._engine.exclusive_cache() as cache:
+                pending = self._prompt[sequence.length :]
+                if pending.size <= chunk:
+                    candidates = self._compute([pending], 0)
+                    cache.publish(sequence, self._prompt, _USE)
+                    return candidates
+                self._forward([sequence], [pending[:chunk]], np.empty(0, np.int32))
+                cache.publish(sequence, self._prompt, _USE)
+
+    def _extend(self) -> list[_Candidate]:
+        """Compute the last token of every live beam; return how they may go on."""
+        program = self._engine.program
+        width = min(program.max_batch_rows, program.max_output_rows)
+        candidates: list[_Candidate] = []
+        for first in range(0, len(self._live), width):
+            with self._engine.exclusive_cache():
+                lasts = [np.array(live.token_ids[-1:], np.int32) for live in self._live[first : first + width]]
+                candidates += self._compute(lasts, first)
+        return candidates
+
+    def _compute(self, pending: list[NDArray[np.int32]], first: int) -> list[_Candidate]:
+        """Compute the ids that wait of some live beams, from `first` on; return the likeliest ways on of each."""
+        live = self._live[first : first + len(pending)]
+        ends = np.cumsum([ids.size for ids in pending], dtype=np.int32) - np.int32(1)
+        logits = self._forward([beam.sequence for beam in live], pending, ends)
+        candidates: list[_Candidate] = []
+        for index, beam in enumerate(live):
+            row = logits[index]
+            if not math.isfinite(float(row.max())):
+                raise not_finite_error(self._prompt.size + len(beam.token_ids))
+            total = log_total(row)
+            # Enough of them go on, even if each stop token is among them.
+            for token_id in likeliest(row, self._num_beams + len(self._stops)).tolist():
+                logprob = beam.logprob + (float(row[token_id]) - total)
+                if logprob > -math.inf:
+                    candidates.append(_Candidate(logprob, first + index, token_id))
+        return candidates
+
+    def _go_on(self, candidates: list[_Candidate], length: int) -> None:
+        """Put aside what ends, and let the best of the rest live on."""
+        candidates = sorted(candidates, key=lambda one: (-one.logprob, one.parent, one.token_id))
+        former = self._live
+        following: list[_Live] = []
+        self._live = []
+        try:
+            for rank, (logprob, parent, token_id) in enumerate(candidates):
+                token_ids = (*former[parent].token_ids, token_id)
+                if token_id in self._stops:
+                    if rank < self._num_beams:
+                        self._finish(token_ids, logprob, "stop")
+                elif len(following) < self._num_beams:
+                    following.append(_Live(former[parent].sequence.fork(), token_ids, logprob))
+        finally:
+            for live in former:
+                live.sequence.close()
+            self._live = following
+
+    def _finish(self, token_ids: tuple[int, ...], logprob: float, reason: FinishReason) -> None:
+        beam = Beam(token_ids, logprob, self._score(logprob, len(token_ids)), reason)
+        self.finished.append(beam)
+        self.finished.sort(key=lambda beam: (-beam.score, beam.token_ids))
+        del self.finished[self._num_beams :]
+
+    def _is_decided(self) -> bool:
+        """Whether as many texts as are wanted were put aside, and no live beam can become better than one of them."""
+        if len(self.finished) < self._num_beams:
+            return False
+        # Probabilities only fall, but a text that goes on to the end may gain by its length.
+        best = max((live.logprob for live in self._live), default=-math.inf)
+        length = self._most if self._length_penalty > 0.0 else 1
+        return self.finished[-1].score >= self._score(best, length)
+
+    def _score(self, logprob: float, length: int) -> float:
+        return logprob / math.pow(length, self._length_penalty)
+
+    def _forward(
+        self, sequences: list[KVCache], pending: list[NDArray[np.int32]], output_rows: NDArray[np.int32]
+    ) -> NDArray[np.float32]:
+        """Compute the next positions of some sequences in one batch; whoever has the turn may call."""
+        for sequence, ids in zip(sequences, pending, strict=True):
+            sequence.reserve(sequence.length + ids.size)
+        segments = [sequence.segment(ids.size) for sequence, ids in zip(sequences, pending, strict=True)]
+        logits = self._engine.program.run(Batch(np.concatenate(pending), segments, output_rows))
+        for sequence, ids in zip(sequences, pending, strict=True):
+            sequence.commit(sequence.length + ids.size)
+        return logits
+
+
+def _check(num_beams: object, max_tokens: object, length_penalty: object) -> None:
+    def is_whole(value: object) -> bool:
+        return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+    if not is_whole(num_beams) or not 1 <= num_beams <= MAX_BEAMS:  # type: ignore[operator]
+        raise RequestError(f"num_beams is {num_beams!r}; it must be a whole number from 1 to {MAX_BEAMS}")
+    if max_tokens is not None and (not is_whole(max_tokens) or max_tokens < 0):  # type: ignore[operator]
+        raise RequestError(f"max_tokens is {max_tokens!r}; it must be a whole number, 0 or more, or None for no limit")
+    is_number = isinstance(length_penalty, int | float) and not isinstance(length_penalty, bool)
+    if not is_number or not 0.0 <= length_penalty <= 10.0:  # type: ignore[operator]
+        raise RequestError(
+            f"length_penalty is {length_penalty!r}; it must be a number from 0 to 10 (1 compares means per token)"
+        )

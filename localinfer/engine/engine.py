@@ -1,0 +1,302 @@
+"""The engine: token ids in, token ids out, over one model and the pages of its sequences.
+
+It knows no text. It proves what is asked, and owns what the generations share; `scheduler` decides whose rows the next
+step computes, and `step` computes them.
+"""
+
+import os
+import sys
+from collections.abc import Collection, Generator, Hashable, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.cache.block_pool import KVLayout, PagePool, default_kv_memory
+from localinfer.cache.eviction import PageWindow
+from localinfer.cache.prefix_cache import CacheUse, PrefixCache
+from localinfer.engine.request import HISTORY_ROOM, Generation, GenerationRecord, Run
+from localinfer.engine.runner import Stepper, shortened
+from localinfer.engine.scheduler import EngineLimits, Scheduler
+from localinfer.errors import ClosedError, ContextLengthError, OutOfMemoryError, RequestError
+from localinfer.kernels.ops import Program
+from localinfer.sampling.sampler import SamplingParams, SamplingPlan, TokenMask, not_finite_error
+from localinfer.speculation.verify import Speculation
+
+
+class EngineConfig(Protocol):
+    """What the engine reads of a model's configuration."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def context_length(self) -> int: ...
+
+
+class EngineModel(Protocol):
+    """What the engine needs of a loaded model; `models.loader.Model` is one.
+
+    `config.context_length` is the context this model was loaded with; `program` returns float32[rows, vocab_size].
+    """
+
+    @property
+    def config(self) -> EngineConfig: ...
+
+    @property
+    def program(self) -> Program: ...
+
+    @property
+    def kv_layout(self) -> KVLayout: ...
+
+    def close(self) -> None: ...
+
+
+_PLAIN_USE = CacheUse()
+_USUAL_LIMITS = EngineLimits()
+
+
+class Engine:
+    """Owns a model and its pages. Not usable after `close`, nor in a forked child: threads do not survive a fork."""
+
+    def __init__(
+        self,
+        model: EngineModel,
+        *,
+        kv_memory: int | None = None,
+        kv_window: PageWindow | None = None,
+        speculation: Speculation | None = None,
+        limits: EngineLimits = _USUAL_LIMITS,
+    ) -> None:
+        self._model = model
+        self._speculation = speculation
+        self._program = model.program
+        self.vocab_size = model.config.vocab_size
+        self.context_length = model.config.context_length
+        if kv_memory is None:
+            kv_memory = default_kv_memory(model.kv_layout, self.context_length)
+        self._process = os.getpid()
+        self._closed = False
+        self._cache = PrefixCache(
+            model.kv_layout,
+            max_bytes=kv_memory,
+            context_length=self.context_length,
+            batch_tokens=model.program.max_batch_rows,
+            window=kv_window,
+        )
+        self._stepper = Stepper(
+            model.program,
+            self._cache,
+            speculation,
+            vocab_size=self.vocab_size,
+            context_length=self.context_length,
+            make_room=self._make_room,
+        )
+        self._scheduler = Scheduler(
+            model.program,
+            self._cache,
+            self._stepper,
+            limits,
+            check_usable=self.check_usable,
+            is_usable=self._is_usable,
+        )
+
+    @property
+    def pool(self) -> PagePool:
+        """The pages of every sequence and of the cache."""
+        return self._cache.pool
+
+    @property
+    def program(self) -> Program:
+        """The model's program, for whoever has the cache to himself."""
+        return self._program
+
+    @contextmanager
+    def exclusive_cache(self) -> Generator[PrefixCache]:
+        """The cache of prefixes, for as long as no generation takes a step."""
+        self.check_usable()
+        with self._scheduler.exclusive():
+            yield self._cache
+
+    def plan(self, sampling: SamplingParams, mask: TokenMask | None = None) -> SamplingPlan:
+        """Check sampling parameters against the vocabulary and draw the seed; mask: what a grammar allows."""
+        return SamplingPlan(sampling, self.vocab_size, mask)
+
+    def check_prompt(
+        self, prompt_ids: Sequence[int] | NDArray[np.integer], *, shifts_context: bool = False
+    ) -> NDArray[np.int32]:
+        """Return a copy of a prompt, int32[T], proven to be token ids that fit the context, unless it may be shifted.
+
+        Raises: RequestError naming the first wrong id; ContextLengthError with both lengths.
+        """
+        token_ids = self._check_ids(prompt_ids)
+        if token_ids.size > self.context_length and not shifts_context:
+            raise ContextLengthError(
+                f"the prompt has {token_ids.size} tokens, but the context holds {self.context_length}; shorten it, "
+                "load the model with a larger context_length, or allow context_shift",
+                num_tokens=token_ids.size,
+                context_length=self.context_length,
+            )
+        return token_ids
+
+    def generate(
+        self,
+        prompt_ids: Sequence[int] | NDArray[np.integer],
+        sampling: SamplingParams | SamplingPlan,
+        *,
+        max_tokens: int | None = None,
+        stop_token_ids: Collection[int] = (),
+        ignore_eos: bool = False,
+        context_shift: bool = False,
+        cache_use: CacheUse = _PLAIN_USE,
+        prediction: Sequence[int] | NDArray[np.integer] = (),
+        owner: Hashable = None,
+    ) -> Generation:
+        """Continue a prompt; yield each token as it is sampled. Closing the generation cancels it.
+
+        Nothing is computed before the first token is asked for. Generations that are read at the same time, by several
+        threads or in turns by one, share their steps, each gets the tokens that it would get alone.
+
+        What of the prompt is in the cache is not computed again; what is computed stays there.
+
+        max_tokens: None goes on until a stop token or the end of the context, 0 yields nothing.
+        stop_token_ids: end the generation; the stop token is yielded, as the last one. ignore_eos: they do not.
+        context_shift: where prompt or completion outgrow the context, go on with the system tokens and the recent half
+            of the rest, computed anew; then only a stop token or max_tokens ends it.
+        cache_use: what the cache should know of the prompt.
+        prediction: ids that the completion is likely to have; right or wrong, they change its speed only.
+        owner: whom it is for, such as a connection: prompts of several owners are computed in turns, chunk by chunk;
+            None stands for somebody of its own.
+        Raises: at once RequestError, ContextLengthError, ClosedError, OutOfMemoryError for a prompt that can never
+            fit, OverloadedError if as many wait as may; while iterating ModelFileError for logits that are not finite,
+            ClosedError, and OutOfMemoryError before the first token. Where memory ends later, one last event of reason
+            "length" says so, and the record why. The engine stays usable after each but ClosedError.
+        """
+        self.check_usable()
+        if max_tokens is not None and (
+            not isinstance(max_tokens, int | np.integer) or isinstance(max_tokens, bool) or max_tokens < 0
+        ):
+            raise RequestError(
+                f"max_tokens is {max_tokens!r}; it must be a whole number, 0 or more, or None for no limit"
+            )
+        token_ids = self.check_prompt(prompt_ids, shifts_context=context_shift)
+        if not token_ids.size:
+            raise RequestError("the prompt has no tokens; give at least one, such as the beginning-of-text token")
+        plan = self.plan(sampling) if isinstance(sampling, SamplingParams) else sampling
+        stops = frozenset() if ignore_eos else frozenset(stop_token_ids)
+        room = sys.maxsize - token_ids.size if context_shift else self.context_length - token_ids.size
+        limit = room if max_tokens is None else min(int(max_tokens), room)
+        is_whole = token_ids.size <= self.context_length
+        head = token_ids if is_whole else shortened(token_ids, cache_use, self.context_length)
+        self._cache.check_fits(head.size)
+        history = np.empty(token_ids.size + min(limit, HISTORY_ROOM), np.int32)
+        history[: token_ids.size] = token_ids
+        expected = self._check_ids(prediction, "prediction")
+        run = Run(
+            plan=plan,
+            use=cache_use,
+            head=head,
+            history=history,
+            base=token_ids.size,
+            last=token_ids.size + limit - 1,
+            stops=stops,
+            record=GenerationRecord(dropped_tokens=token_ids.size - head.size),
+            owner=object() if owner is None else owner,
+            is_over=limit == 0,
+        )
+        if self._speculation is not None:
+            run.speculative = self._speculation.begin(plan, expected)
+            run.record.speculation = run.speculative.record
+        if limit:
+            self._scheduler.enter(run)
+        return Generation(self._scheduler, run)
+
+    def logits(self, token_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
+        """Return float32[T, vocab_size]: for each position, the logits of the token that follows it.
+
+        Raises: as `generate`; OutOfMemoryError if the machine cannot hold the result.
+        """
+        self.check_usable()
+        tokens = self.check_prompt(token_ids)
+        try:
+            out = np.empty((tokens.size, self.vocab_size), np.float32)
+        except MemoryError:
+            raise OutOfMemoryError(
+                f"the logits of {tokens.size} positions take {tokens.size * self.vocab_size * 4:,} bytes, which this "
+                "machine does not have; ask for fewer positions"
+            ) from None
+        chunk = min(self._program.max_batch_rows, self._program.max_output_rows)
+        rows = np.arange(chunk, dtype=np.int32)
+        self._cache.check_fits(tokens.size)
+        sequence = self._cache.open()
+        try:
+            for start in range(0, tokens.size, chunk):
+                stop = min(start + chunk, tokens.size)
+                with self._scheduler.exclusive():
+                    self.check_usable()
+                    out[start:stop] = self._stepper.forward(sequence, tokens[start:stop], rows[: stop - start])
+                if not np.isfinite(out[start:stop]).all():
+                    raise not_finite_error(start + 1 + int(np.argmin(np.isfinite(out[start:stop]).all(axis=1))))
+        finally:
+            with self._scheduler.exclusive():
+                sequence.close()
+        return out
+
+    def check_usable(self) -> None:
+        """Raise ClosedError if the engine was closed, or belongs to the process that forked this one."""
+        if self._closed:
+            raise ClosedError("the model was closed; load it again")
+        if os.getpid() != self._process:
+            raise ClosedError(
+                "the model was loaded before this process was forked, and its threads stayed behind; load it here, or "
+                "start processes with the 'spawn' method"
+            )
+
+    def close(self) -> None:
+        """Wait for the step in progress, then release model and pages; may be called again. A forked child forgets."""
+        if self._closed:
+            return
+        self._closed = True
+        if os.getpid() != self._process:
+            return
+        with self._scheduler.turns.take():
+            self._stepper.close()
+            self._cache.pool.close()
+            if self._speculation is not None:
+                self._speculation.close()
+            self._model.close()
+
+    def _is_usable(self) -> bool:
+        return not self._closed and os.getpid() == self._process
+
+    def _make_room(self, run: Run, error: OutOfMemoryError) -> bool:
+        return self._scheduler.make_room(run, error)
+
+    def _check_ids(self, values: Sequence[int] | NDArray[np.integer], name: str = "the token ids") -> NDArray[np.int32]:
+        """A copy of ids as int32[T], proven; of a caller's own array a later change would make other pages of them."""
+        try:
+            array = np.array(values, order="C")
+        except Exception:
+            # An object may answer as it likes when it is asked for an array.
+            array = np.zeros((0, 0))
+        is_list = not isinstance(values, str | bytes) and array.ndim == 1
+        if is_list and (array.dtype.kind in "iu" or array.size == 0):
+            wrong = np.flatnonzero((array < 0) | (array >= self.vocab_size))
+            if not wrong.size:
+                return array.astype(np.int32, copy=False)
+            index, of = int(wrong[0]), f" of {name}" if name == "prediction" else ""
+            raise RequestError(
+                f"token id {array[index]} at index {index}{of} is not in the vocabulary, which has ids 0 to "
+                f"{self.vocab_size - 1}; encode the text with this model's tokenizer"
+            )
+        is_one = name == "prediction"
+        raise RequestError(
+            f"{name} {'is' if is_one else 'are'} {_shorten(values)}; give a flat list or one-dimensional array of "
+            "whole numbers"
+        )
+
+
+def _shorten(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,274 @@
+"""Quantize a model on disk: open it, calibrate it where the method asks for that, write the new file."""
+
+import contextlib
+import hashlib
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from localinfer.errors import ModelFileError, RequestError
+from localinfer.evaluation.texts import CalibrationText, read_calibration
+from localinfer.files import check_output, is_written_in_place
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from localinfer.kernels.cpu.pool import ThreadPool
+    from localinfer.quant.checkpoint.model_file import ModelFile
+    from localinfer.quant.methods.imatrix import Importance
+    from localinfer.quant.methods.presets import Preset, TypeChoice
+    from localinfer.quant.methods.workers import Workers
+    from localinfer.quant.pipeline.partial_results import PartialResults
+    from localinfer.quant.pipeline.quantize import QuantizedModel
+
+logger = logging.getLogger(__name__)
+
+Method = Literal["auto", "rtn", "imatrix", "gptq", "awq"]
+ProgressCallback = Callable[[str, int, int], None]
+
+CALIBRATION_TOKENS = 16384
+_ALGORITHM, _SCALES_ALGORITHM = "gptq 2", " awq 1"
+"""Part of what unfinished results depend on: changes when the same inputs give other bytes."""
+_BITS_WORTH_CALIBRATING = 8.0
+
+
+def quantize(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    type: str = "Q4_K_M",
+    method: Method = "auto",
+    calibration: str | os.PathLike[str] | None = None,
+    calibration_tokens: int = CALIBRATION_TOKENS,
+    imatrix: str | os.PathLike[str] | None = None,
+    save_imatrix: str | os.PathLike[str] | None = None,
+    threads: int | None = None,
+    device: str = "auto",
+    progress: ProgressCallback | None = None,
+) -> "QuantizedModel":
+    """Write a model again as GGUF with its matrices quantized; what was written has every tensor's type and error.
+
+    source: a GGUF file, or a Hugging Face folder. target: appears when it is whole, in place of an older file.
+    type: a preset such as Q4_K_M, in any case.
+    method: rtn rounds each weight by itself. imatrix minds how much each column counts: as a file says, or as a
+        calibration text shows. gptq lets later columns answer for the errors of earlier ones, and later matrices for
+        those of earlier layers; it takes minutes per billion weights, and goes on after its last finished layer if the
+        same call is made again. awq does so too, but first moves scales between matrices, so
+        that what large activations meet is rounded more finely, in the layers that lose less with them; it takes
+        several times as long. auto takes imatrix where there is a file, else gptq below 8 bits, else rtn.
+    calibration: a text file, or a folder of them; None takes the text that ships with localinfer.
+    imatrix: a file of llama.cpp's importance. save_imatrix: where to write the importance that the text shows.
+    threads: how many compute; None takes the physical cores. The bytes do not depend on it.
+    device: what calibrates. auto takes a GPU that torch sees, else the CPU; cpu and cuda insist. A GPU rounds sums in
+        another order, so a few codes differ from the CPU's.
+    progress: called with a stage's name, the units done and the units in all.
+    Raises: ModelFileError, RequestError; BackendUnavailableError if device is cuda and torch sees no GPU.
+    """
+    from localinfer.models.load.device_choice import calibration_device
+    from localinfer.models.load.loader import open_model_file
+    from localinfer.models.load.threads import available_threads, checked_threads
+    from localinfer.quant.methods.presets import find_preset
+    from localinfer.quant.pipeline.quantize import check_target
+
+    preset = find_preset(type)
+    num_threads = available_threads() if threads is None else checked_threads(threads)
+    if imatrix is not None and method in ("rtn", "gptq", "awq"):
+        raise RequestError(f"method {method} uses no imatrix file; leave it out, or use method imatrix")
+    if calibration_tokens < 1:
+        raise RequestError(f"calibration_tokens is {calibration_tokens}; wanted at least 1")
+    if device not in ("auto", "cpu", "cuda"):
+        raise RequestError(f"there is no device {device!r}; wanted auto, cpu or cuda")
+    gpu = calibration_device(device) if method in ("auto", "gptq", "awq") else None
+    file = open_model_file(source)
+    try:
+        check_target(file, Path(target))
+        read = [*file.paths, *(path for path in (calibration, imatrix) if path is not None)]
+        check_output(target, inputs=read)
+        if save_imatrix is not None:
+            check_output(save_imatrix, inputs=read)
+            if os.path.realpath(save_imatrix) == os.path.realpath(target) and not is_written_in_place(target):
+                raise RequestError(f"{target} would be both the model and its imatrix; give them different names")
+        work = _Work(file, Path(target), preset, num_threads, gpu, calibration_tokens, save_imatrix, progress)
+        return work.run(method, calibration, imatrix)
+    finally:
+        file.close()
+
+
+@dataclass
+class _Work:
+    """One model on its way."""
+
+    file: "ModelFile"
+    target: Path
+    preset: "Preset"
+    num_threads: int
+    gpu: str | None
+    max_tokens: int
+    save_imatrix: str | os.PathLike[str] | None
+    progress: ProgressCallback | None
+
+    def run(
+        self, method: Method, calibration: str | os.PathLike[str] | None, imatrix: str | os.PathLike[str] | None
+    ) -> "QuantizedModel":
+        from localinfer.quant.methods.imatrix import read_imatrix
+
+        importance = None if imatrix is None else read_imatrix(imatrix)
+        if importance is not None and not importance.mean_squares.keys() & self.file.tensors.keys():
+            raise RequestError(
+                f"{importance.name} names no tensor of {self.file.path.name}; wanted the imatrix of this very model"
+            )
+        self._note_losses()
+        if importance is not None or method == "rtn":
+            return self._write(importance)
+        if method == "auto" and self._is_nearly_lossless():
+            return self._write(None)
+        text = read_calibration(calibration)
+        try:
+            token_ids = self._sequences(text)
+        except ModelFileError as error:
+            if method != "auto":
+                raise
+            logger.warning("%s; weights are rounded without calibration", error)
+            return self._write(None)
+        if method == "imatrix":
+            return self._write(self._importance(text, token_ids))
+        if self.save_imatrix is not None:
+            self._importance(text, token_ids)
+        return self._with_feedback(token_ids, with_scales=method == "awq")
+
+    def _is_nearly_lossless(self) -> bool:
+        from localinfer.quant.formats.types import bits_per_weight
+
+        return bits_per_weight(self.preset.default) >= _BITS_WORTH_CALIBRATING
+
+    def _note_losses(self) -> None:
+        from localinfer.models.checkpoint.model import CheckpointModel
+
+        if isinstance(self.file, CheckpointModel) and self.file.tokenizer_error is not None:
+            logger.warning("%s; the new file will have no tokenizer", self.file.tokenizer_error)
+        if isinstance(self.file, CheckpointModel) and self.file.unknown_settings:
+            logger.warning(
+                "%s: settings that this version does not know will not be in the new file: %s",
+                self.file.path.name,
+                ", ".join(self.file.unknown_settings),
+            )
+
+    def _sequences(self, text: CalibrationText) -> "NDArray[np.int32]":
+        from localinfer.models.calibration.run import calibration_sequences
+        from localinfer.models.decoder.config import ModelConfig
+        from localinfer.models.load.loader import read_tokenizer
+
+        shapes = {name: info.shape for name, info in self.file.tensors.items()}
+        config = ModelConfig.from_metadata(self.file.metadata, shapes)
+        return calibration_sequences(read_tokenizer(self.file), text.text, self.max_tokens, config.context_length)
+
+    def _choices(self, *, has_importance: bool) -> dict[str, "TypeChoice"]:
+        from localinfer.quant.methods.presets import ModelFacts, choose_types
+
+        facts = ModelFacts.from_metadata(self.file.metadata)
+        return choose_types(self.preset, self.file.tensors, facts, has_importance=has_importance)
+
+    def _pool(self, choices: Mapping[str, "TypeChoice"], *, with_feedback: bool = False) -> "ThreadPool":
+        from localinfer.kernels.cpu.encoding import ENCODERS, prepare_encoders
+        from localinfer.kernels.cpu.pool import ThreadPool
+
+        names = sorted({choice.type.name for choice in choices.values()} & ENCODERS.keys())
+        prepare_encoders(names, self.progress, with_feedback=with_feedback)
+        return ThreadPool(self.num_threads)
+
+    def _write(self, importance: "Importance | None") -> "QuantizedModel":
+        from localinfer.quant.pipeline.quantize import quantize_model
+
+        pool = self._pool(self._choices(has_importance=importance is not None))
+        try:
+            return quantize_model(
+                self.file, self.target, self.preset, pool, importance=importance, progress=self.progress
+            )
+        finally:
+            pool.close()
+
+    def _workers(self) -> "Workers":
+        from localinfer.quant.methods.torch_workers import TorchWorkers
+        from localinfer.quant.methods.workers import Workers
+
+        return Workers(self.num_threads) if self.gpu is None else TorchWorkers(self.num_threads, self.gpu)
+
+    def _importance(self, text: CalibrationText, token_ids: "NDArray[np.int32]") -> "Importance":
+        from localinfer.models.calibration.run import calibrate
+        from localinfer.quant.methods.imatrix import write_imatrix
+        from localinfer.quant.methods.importance import ImportanceVisitor
+
+        visitor = ImportanceVisitor()
+        with self._workers() as workers:
+            calibrate(self.file, token_ids, workers, visitor, progress=self.progress)
+        importance = visitor.importance(text.name, len(token_ids))
+        # What llama-imatrix records: the layers only.
+        layers = {name: squares for name, squares in importance.mean_squares.items() if name.startswith("blk.")}
+        importance = replace(importance, mean_squares=layers)
+        if self.save_imatrix is not None:
+            write_imatrix(self.save_imatrix, importance, token_ids.shape[1])
+        return importance
+
+    def _with_feedback(self, token_ids: "NDArray[np.int32]", *, with_scales: bool) -> "QuantizedModel":
+        from localinfer.quant.pipeline.partial_results import PartialResults
+
+        choices = self._choices(has_importance=True)
+        identity = self._identity(token_ids, choices, with_scales)
+        with self._unfinished_folder() as folder:
+            return self._round(token_ids, choices, PartialResults(folder, identity), with_scales=with_scales)
+
+    @contextlib.contextmanager
+    def _unfinished_folder(self) -> Iterator[Path]:
+        """Where finished layers are kept: beside the target, unless that is a pipe or a device."""
+        if not is_written_in_place(self.target):
+            yield self.target.with_name(f"{self.target.name}.partial")
+            return
+        with tempfile.TemporaryDirectory(prefix="localinfer-") as folder:
+            yield Path(folder) / "partial"
+
+    def _round(
+        self,
+        token_ids: "NDArray[np.int32]",
+        choices: dict[str, "TypeChoice"],
+        results: "PartialResults",
+        *,
+        with_scales: bool,
+    ) -> "QuantizedModel":
+        from localinfer.models.calibration.rounding import round_by_calibration, scale_for_rounding
+        from localinfer.quant.pipeline.quantize import quantize_model
+
+        pool = self._pool(choices, with_feedback=True)
+        try:
+            with self._workers() as workers:
+                file: ModelFile = self.file
+                if with_scales:
+                    file, found = scale_for_rounding(file, token_ids, choices, pool, workers, progress=self.progress)
+                    logger.info("scales at %d places: %s", len(found), ", ".join(one.site.name for one in found))
+                prepared = round_by_calibration(
+                    file, token_ids, choices, pool, workers, results, progress=self.progress
+                )
+            model = quantize_model(file, self.target, self.preset, pool, prepared=prepared, progress=self.progress)
+            results.delete()
+            # A scaled tensor is read as F32, but may have been rounded before.
+            types = {name: record.type for name, record in self.file.tensors.items()}
+            return replace(model, tensors=tuple(replace(one, source_type=types[one.name]) for one in model.tensors))
+        finally:
+            pool.close()
+
+    def _identity(self, token_ids: "NDArray[np.int32]", choices: Mapping[str, "TypeChoice"], with_scales: bool) -> str:
+        """A hash of all that the quantized tensors depend on."""
+        place = "" if self.gpu is None else f" on {self.gpu}"
+        digest = hashlib.sha256((_ALGORITHM + (_SCALES_ALGORITHM if with_scales else "") + place).encode())
+        for path in self.file.paths:
+            status = path.stat()
+            digest.update(f"{path.resolve()} {status.st_size} {status.st_mtime_ns}\n".encode())
+        for name, choice in choices.items():
+            digest.update(f"{name} {choice.type.name}\n".encode())
+        digest.update(f"{token_ids.shape}".encode())
+        digest.update(token_ids.tobytes())
+        return digest.hexdigest()

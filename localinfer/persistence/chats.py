@@ -1,0 +1,115 @@
+"""Answered chats on disk, so that a reply keeps the ids it was generated with over a restart.
+
+One file per chat: the SHA-256 of the rest in hex and a newline, then JSON, in which token ids are base64 of
+little-endian int32. A file that is not what it says is deleted.
+"""
+
+import base64
+import contextlib
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterable
+from functools import partial
+from io import FileIO
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.chat.history import AnsweredChat, EncodedChat
+from localinfer.files import read_bounded, write_all, write_atomically
+from localinfer.persistence.budget import CHAT_SUFFIX, newest_first
+
+logger = logging.getLogger(__name__)
+
+_MOST_FILES = 128
+_MOST_READ = 32
+_MOST_BYTES_READ = 8 << 20
+
+
+class StoredChats:
+    """The answered chats of one fingerprint, in a folder of their own. Any number of processes may share it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def save(self, chats: Iterable[AnsweredChat]) -> None:
+        """Write chats, each in one stroke, and delete the oldest of many. Raises: OSError."""
+        for chat in chats:
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            text = _to_json(chat)
+            name = hashlib.sha256((chat.prompt.text + chat.reply).encode("utf-8", "surrogatepass")).hexdigest()[:32]
+            content = hashlib.sha256(text).hexdigest().encode() + b"\n" + text
+            write_atomically(self._folder / f"{name}{CHAT_SUFFIX}", partial(_write, content))
+        for file in newest_first(self._folder)[_MOST_FILES:]:
+            with contextlib.suppress(OSError):
+                os.unlink(file.path)
+
+    def load(self, vocab_size: int) -> list[AnsweredChat]:
+        """Return the chats that were written last, oldest first, as far as they prove sound."""
+        chats, left = [], _MOST_BYTES_READ
+        for file in newest_first(self._folder)[:_MOST_READ]:
+            if file.num_bytes > left:
+                # One that no chat can be that large must not hide the older ones.
+                continue
+            left -= file.num_bytes
+            try:
+                chats.append(_from_file(read_bounded(file.path, _MOST_BYTES_READ), vocab_size))
+            except (OSError, ValueError, KeyError, TypeError, ArithmeticError, AttributeError, RecursionError) as error:
+                logger.info("%s is not used: %s", file.path, error)
+                with contextlib.suppress(OSError):
+                    os.unlink(file.path)
+        return chats[::-1]
+
+
+def _write(content: bytes, file: FileIO) -> None:
+    write_all(file, content)
+
+
+def _to_json(chat: AnsweredChat) -> bytes:
+    prompt = chat.prompt
+    fields = {
+        "text": prompt.text,
+        "closed": prompt.closed,
+        "token_ids": _encode(prompt.token_ids),
+        "system_tokens": prompt.system_tokens,
+        "messages": prompt.messages,
+        "reply": chat.reply,
+        "reply_ids": _encode(chat.reply_ids),
+        "reply_ends": _encode(np.array(chat.reply_ends, np.int32)),
+    }
+    return json.dumps(fields).encode()
+
+
+def _from_file(content: bytes, vocab_size: int) -> AnsweredChat:
+    """Read a chat. Raises: ValueError, KeyError, TypeError and their like if it is not one."""
+    proof, _, text = content.partition(b"\n")
+    if proof != hashlib.sha256(text).hexdigest().encode():
+        raise ValueError("it does not match its checksum")
+    fields = json.loads(text)
+    token_ids, reply_ids, ends = (_decode(fields[name]) for name in ("token_ids", "reply_ids", "reply_ends"))
+    for ids in (token_ids, reply_ids):
+        if not ids.size or ids.min() < 0 or ids.max() >= vocab_size:
+            raise ValueError("its token ids are not of this vocabulary")
+    reply, prompt_text = str(fields["reply"]), str(fields["text"])
+    if ends.size != reply_ids.size or (np.diff(ends, prepend=0) < 0).any() or ends[-1] != len(reply):
+        raise ValueError("its reply does not match its token ids")
+    closed = tuple((int(start), int(end)) for start, end in fields["closed"])
+    messages = tuple(map(str, fields["messages"]))
+    system_tokens = int(fields["system_tokens"])
+    if not 0 <= system_tokens <= token_ids.size or any(
+        not 0 <= start <= end <= len(prompt_text) for start, end in closed
+    ):
+        raise ValueError("its places are outside its text")
+    prompt = EncodedChat(prompt_text, closed, token_ids, system_tokens, None, messages)
+    return AnsweredChat(prompt, reply, reply_ids, ends.tolist())
+
+
+def _encode(values: NDArray[np.int32]) -> str:
+    return base64.b64encode(values.astype("<i4").tobytes()).decode("ascii")
+
+
+def _decode(text: str) -> NDArray[np.int32]:
+    return np.frombuffer(base64.b64decode(text, validate=True), "<i4").astype(np.int32)

@@ -1,0 +1,252 @@
+"""What cached keys and values depend on beside the token ids: of which model they are, and what computed them.
+
+The weights are told apart by a SHA-256 of all their bytes, which is computed once and remembered for as long as the
+system says that the files are the same. Everything else is cheap and is computed anew.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
+from pathlib import Path
+
+import numpy as np
+
+from localinfer.files import read_bounded, write_all, write_atomically
+from localinfer.quant.checkpoint.model_file import ModelFile
+from localinfer.worker_threads import run_all
+
+logger = logging.getLogger(__name__)
+
+_CHUNK_BYTES = 16 << 20
+_SMALL_BYTES = 128 << 20
+"""Files up to this size are read whenever their hash is wanted: it takes a tenth of a second."""
+_MAX_NOTE_BYTES = 1 << 12
+"""A remembered hash has some hundred."""
+_RACY_NS = 2_000_000_000
+"""A file that changed less than this ago may change again within the same tick of its timestamp."""
+
+ShouldStop = Callable[[], bool]
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """The parts by name, each a text that differs where the part does."""
+
+    parts: Mapping[str, str]
+
+    @cached_property
+    def key(self) -> bytes:
+        """32 bytes that stand for all parts."""
+        return hashlib.sha256(json.dumps(dict(self.parts), sort_keys=True).encode()).digest()
+
+
+def describe_parts(file: ModelFile, kv_layout: object, config: object) -> dict[str, str]:
+    """Every part of the fingerprint but the weights' bytes, in milliseconds.
+
+    kv_layout: its repr tells layouts apart. config: the context length changes the rotary frequencies of some models.
+    """
+    tokenizer, template, settings = hashlib.sha256(), hashlib.sha256(), hashlib.sha256()
+    for key in sorted(file.metadata):
+        is_template = key.startswith("tokenizer.chat_template")
+        part = template if is_template else tokenizer if key.startswith("tokenizer.") else settings
+        part.update(f"{key}\0".encode() + _bytes_of(file.metadata, key) + b"\0")
+    for name in sorted(file.tensors):
+        tensor = file.tensors[name]
+        settings.update(f"{name}\0{tensor.shape}\0{getattr(tensor, 'type', '')}\0".encode())
+    return {
+        "model settings": settings.hexdigest()[:32],
+        "tokenizer": tokenizer.hexdigest()[:32],
+        "chat template": template.hexdigest()[:32],
+        "key-value layout": f"{getattr(kv_layout, 'kv_type', '')} {_hash(repr(kv_layout))}".strip(),
+        "position encoding": _position_encoding(config),
+        "program": _program(),
+    }
+
+
+class ModelIdentity:
+    """The fingerprint of a loaded model, found out once, and as late as it is wanted. Threads may share it.
+
+    memory: a private folder where hashes are remembered, if anywhere. Raises: OSError if a file of the model is gone.
+    """
+
+    def __init__(self, file: ModelFile, kv_layout: object, config: object, memory: Path | None) -> None:
+        self.name = file.path.name
+        self._file, self._kv_layout, self._config = file, kv_layout, config
+        self._weights = WeightsFiles(file, memory)
+        self._lock = threading.Lock()
+        self._fingerprint: Fingerprint | None = None
+
+    @property
+    def paths(self) -> Sequence[Path]:
+        """The files that make up the model."""
+        return self._file.paths
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether a file of the model was changed since it was loaded, so that nothing more is kept under its name."""
+        return self._file.has_changed
+
+    def known(self) -> Fingerprint | None:
+        """The fingerprint, if no large file must be read for it. Raises: LocalinferError once the model is closed."""
+        with self._lock:
+            if self._fingerprint is None:
+                value = self._weights.remembered_hash()
+                if value is None and self._weights.num_bytes <= _SMALL_BYTES:
+                    value = self._weights.compute_hash()
+                self._describe(value)
+            return self._fingerprint
+
+    def compute(self, *, threads: int = 1, should_stop: ShouldStop = lambda: False) -> Fingerprint | None:
+        """The fingerprint; None if it was stopped, or the model's files have changed since they were loaded.
+
+        Raises: OSError if they cannot be read; LocalinferError once the model is closed.
+        """
+        known = self.known()
+        if known is not None:
+            return known
+        with self._lock:
+            if self._fingerprint is None:
+                self._describe(self._weights.compute_hash(threads=threads, should_stop=should_stop))
+            return self._fingerprint
+
+    def _describe(self, weights_hash: str | None) -> None:
+        if weights_hash is None:
+            return
+        parts = describe_parts(self._file, self._kv_layout, self._config)
+        # What was hashed and described must be what was loaded: the stamps are of a moment later.
+        if not self._file.has_changed:
+            self._fingerprint = Fingerprint({"weights": weights_hash[:32], **parts})
+
+
+class WeightsFiles:
+    """The files that weights came from, as they were when they were loaded."""
+
+    def __init__(self, file: ModelFile, memory: Path | None) -> None:
+        """memory: the private folder where hashes are remembered, if anywhere. Raises: OSError if a file is gone."""
+        self._paths = [path.resolve() for path in file.paths]
+        self._data_starts = [_data_start(file, part) for part in range(len(self._paths))]
+        self._memory = memory
+        self._stamps = [_stamp(path) for path in self._paths]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(stamp[0] for stamp in self._stamps)
+
+    def remembered_hash(self) -> str | None:
+        """The hash, if it was computed before and the files are still the same, by all that the system says."""
+        if self._memory is None:
+            return None
+        try:
+            answer = read_bounded(self._memory / self._name, _MAX_NOTE_BYTES).decode("ascii")
+        except (OSError, ValueError):
+            return None
+        value, _, proof = answer.partition(" ")
+        return value if proof == self._proof(value) else None
+
+    def compute_hash(self, *, threads: int = 1, should_stop: ShouldStop = lambda: False) -> str | None:
+        """Hash every byte and remember it; None if it was stopped, or the files have changed since they were loaded.
+
+        Each sixteen MiB are hashed apart, so that threads can share the work. Raises: OSError.
+        """
+        digest = hashlib.sha256()
+        for path, start in zip(self._paths, self._data_starts, strict=True):
+            digest.update(_hash_file(path, start, threads, should_stop))
+        if should_stop() or [_stamp(path) for path in self._paths] != self._stamps:
+            return None
+        value = digest.hexdigest()
+        if self._memory is not None and all(time.time_ns() - stamp[1] > _RACY_NS for stamp in self._stamps):
+            text = f"{value} {self._proof(value)}".encode()
+            with contextlib.suppress(OSError):
+                self._memory.mkdir(parents=True, exist_ok=True, mode=0o700)
+                write_atomically(self._memory / self._name, lambda file: write_all(file, text))
+        return value
+
+    @cached_property
+    def _name(self) -> str:
+        return _hash(json.dumps([[str(path), *stamp] for path, stamp in zip(self._paths, self._stamps, strict=True)]))
+
+    def _proof(self, value: str) -> str:
+        return _hash(f"{self._name} {value}")
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    """What the system says of a file, which changes with any write; a new modification time alone costs a rehash."""
+    status = os.stat(path)
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev
+
+
+def _data_start(file: ModelFile, part: int) -> int:
+    """Where the weights begin in one of the files: what GGUF has before them is hashed by its meaning."""
+    infos = [tensor for tensor in file.tensors.values() if getattr(tensor, "part", None) == part]
+    return min((getattr(tensor, "offset", 0) for tensor in infos), default=0)
+
+
+def _hash_file(path: Path, data_start: int, threads: int, should_stop: ShouldStop) -> bytes:
+    def hash_chunk(start: int) -> bytes:
+        if should_stop():
+            return b""
+        digest = hashlib.sha256()
+        with open(path, "rb", buffering=0) as file:
+            file.seek(start)
+            left = _CHUNK_BYTES
+            while left and (data := file.read(min(left, 1 << 20))):
+                digest.update(data)
+                left -= len(data)
+        return digest.digest()
+
+    starts = range(data_start, os.path.getsize(path), _CHUNK_BYTES)
+    return hashlib.sha256(b"".join(run_all([partial(hash_chunk, start) for start in starts], threads))).digest()
+
+
+def _bytes_of(values: Mapping[str, object], key: str) -> bytes:
+    """A metadata value as bytes, without decoding it where the file can give them as they are."""
+    value_bytes: Callable[[str], bytes] | None = getattr(values, "value_bytes", None)
+    if value_bytes is not None:
+        return value_bytes(key)
+    value = values[key]
+    return value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode()
+
+
+def _position_encoding(config: object) -> str:
+    """LongRoPE has other frequencies for contexts longer than the one a model was first trained for."""
+    original = getattr(getattr(config, "rope", None), "original_context_length", 0)
+    return "long context" if 0 < original < getattr(config, "context_length", 0) else "as trained"
+
+
+def _program() -> str:
+    """Version, code and instructions that compute. The code counts because bits do: a faster kernel may round anew."""
+    from llvmlite import binding as llvm
+
+    from localinfer.kernels.jit import isa
+    from localinfer.kernels.versions import installed_version
+
+    llvm_version = ".".join(map(str, llvm.llvm_version_info))
+    return f"localinfer {installed_version('localinfer')} {_code()}, {isa.SELECTED.value}, LLVM {llvm_version}"
+
+
+@cache
+def _code() -> str:
+    """Hash of the sources that compute; where they cannot be known, a text that no other process has."""
+    from localinfer.kernels.source_digests import PACKAGES, UNKNOWN_SOURCES, combined, source_digests
+
+    digests: dict[str, str] = {}
+    for package in PACKAGES:
+        found = source_digests(package)
+        if found is None:
+            logger.warning("what this process keeps on disk can be read by no other one: %s", UNKNOWN_SOURCES)
+            return f"of unknown sources in process {uuid.uuid4().hex}"
+        digests |= found
+    return combined(digests)
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]

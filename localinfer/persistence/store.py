@@ -1,0 +1,372 @@
+"""Pages of keys and values on disk: found by the token ids of a prompt, proven when read, replaced least used first.
+
+A page's file is named by the key of the history before it and by its own (page_file.py), so a prompt finds its pages
+without an index, conversations with a common beginning share its files, and any number of processes may use one
+folder: each file appears whole, and two that write the same name write the same bytes. The folder is only a cache:
+what is torn, altered or foreign is deleted and computed again.
+"""
+
+import contextlib
+import functools
+import logging
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from localinfer.persistence.budget import DiskBudget, mark_used
+from localinfer.persistence.page_file import (
+    KEY_BYTES,
+    WINDOWED_MAGIC,
+    PageFormat,
+    PageRecord,
+    Rejection,
+    TokenIds,
+    look_at,
+    read_page,
+    read_record,
+    write_page,
+)
+from localinfer.worker_threads import WorkerThreads, run_all
+
+logger = logging.getLogger(__name__)
+
+_MAX_SIBLINGS = 1024
+"""Files of one parent that are looked into for the longest common beginning: 10 milliseconds at worst."""
+
+PAGE_SUFFIX, WINDOWED_SUFFIX = ".page", ".window"
+
+_PAGES_AT_ONCE = 16
+_BYTES_AT_ONCE = 4 << 20
+
+PageSource = Callable[[Sequence[int]], Sequence[memoryview] | None]
+"""Gives pages of a history by their places in it, each a buffer of `page_bytes` that stays as it is until the second
+call from now; None if they are to be had no more, which ends the save."""
+
+
+@dataclass(frozen=True)
+class FoundPage:
+    """A file that, if it proves sound, holds the next `num_tokens` tokens of a history."""
+
+    path: Path
+    record: PageRecord
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Found:
+    """Pages that continue a prompt, in order, from page `first_page` on; all but the last are full.
+
+    num_tokens: of the prompt, from its beginning, that would then be computed. problem: what was wrong with the next
+    file, where there is one.
+    """
+
+    first_page: int
+    num_tokens: int
+    pages: tuple[FoundPage, ...] = ()
+    problem: Rejection | None = None
+
+
+@dataclass(frozen=True)
+class Restored:
+    """How many tokens of a prompt, from its beginning, hold after a restore, and what was wrong with the next file."""
+
+    num_tokens: int
+    problem: Rejection | None
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a save did: pages written, pages that were there already, and why it ended early, if it did."""
+
+    num_written: int
+    num_present: int
+    failure: str | None = None
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """Where a page could not be written, and why."""
+
+    folder: Path
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.folder} cannot be written: {self.reason}"
+
+
+@dataclass
+class DiskCounters:
+    """What a tier did since it was opened. `rejected` counts files by what was wrong with them."""
+
+    pages_read: int = 0
+    pages_written: int = 0
+    bytes_deleted: int = 0
+    failed_saves: int = 0
+    rejected: Counter[Rejection] = field(default_factory=Counter)
+
+
+class DiskTier:
+    """The pages of one fingerprint in a cache folder. Any thread may call; a save excludes other saves only.
+
+    folder: private, and there already. fingerprint: 32 bytes that stand for everything but the token ids that a page's
+    bytes depend on. max_bytes: budget of the whole folder, pages of other fingerprints included. threads: how many
+    read and prove pages at once. is_windowed: the files are the pages' windowed parts, beside those of the pages.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        fingerprint: bytes,
+        *,
+        page_tokens: int,
+        page_bytes: int,
+        max_bytes: int,
+        threads: int = 1,
+        is_windowed: bool = False,
+    ) -> None:
+        assert len(fingerprint) == KEY_BYTES, "a fingerprint is a SHA-256"
+        self.form = PageFormat(page_tokens, page_bytes, *([WINDOWED_MAGIC] if is_windowed else []))
+        self._suffix = WINDOWED_SUFFIX if is_windowed else PAGE_SUFFIX
+        self.folder = folder / fingerprint.hex()[:32]
+        self.counters = DiskCounters()
+        self._fingerprint = fingerprint
+        self._budget = DiskBudget(folder, max_bytes)
+        self._is_too_small = self.form.file_bytes > max_bytes
+        self._saving = threading.Lock()
+        self._threads = threads
+        self._told: str | None = None
+
+    def find(self, token_ids: TokenIds, first_page: int = 0) -> Found:
+        """Find the files that continue a prompt from page `first_page` on, as far as they go, exact to the token.
+
+        Only names and lengths are looked at, and the headers of what a prompt leaves in the middle of a page.
+        """
+        pages: list[FoundPage] = []
+        problem = None
+        for index, record in enumerate(self._records(token_ids)):
+            if index < first_page:
+                continue
+            path = self._path(record)
+            problem = look_at(path, self.form.file_bytes)
+            if problem is None:
+                pages.append(FoundPage(path, record, record.token_ids.size))
+                continue
+            self._reject(path, problem)
+            longest = self._longest_beginning(record)
+            pages += [] if longest is None else [longest]
+            break
+        num_tokens = first_page * self.form.page_tokens + sum(page.num_tokens for page in pages)
+        told = None if problem is Rejection.MISSING else problem
+        return Found(first_page, min(num_tokens, token_ids.size), tuple(pages), told)
+
+    def of_same_pages(self, found: Found) -> list[FoundPage | None]:
+        """This tier's files of pages that another tier has found, None where there is none."""
+        paths = [self._path(page.record) for page in found.pages]
+        return [
+            FoundPage(path, page.record, page.num_tokens) if look_at(path, self.form.file_bytes) is None else None
+            for path, page in zip(paths, found.pages, strict=True)
+        ]
+
+    def has_beginning(self, token_ids: TokenIds) -> bool:
+        """Whether some file, which is not looked into further, says to begin as the first page of these tokens does."""
+        first = next(self._records(token_ids), None)
+        if first is None:
+            return False
+        shared = (common_length(record.token_ids, first.token_ids) for _, record in self._siblings(first))
+        return 2 * max(shared, default=0) >= first.token_ids.size
+
+    def restore(self, found: Found, pages: Sequence[memoryview]) -> Restored:
+        """Read found pages into memory, one buffer of `page_bytes` each, and prove them.
+
+        Fewer tokens than were found hold where a file was rejected; the buffers from that page on then hold anything.
+        """
+        assert len(pages) == len(found.pages), "one buffer per page"
+        problems = run_all(
+            [
+                functools.partial(read_page, page.path, self.form, page.record, buffer)
+                for page, buffer in zip(found.pages, pages, strict=True)
+            ],
+            self._threads,
+        )
+        num_tokens = found.first_page * self.form.page_tokens
+        for page, problem in zip(found.pages, problems, strict=True):
+            if problem is not None:
+                self._reject(page.path, problem)
+                return Restored(num_tokens, problem)
+            num_tokens += page.num_tokens
+            self.counters.pages_read += 1
+        return Restored(num_tokens, found.problem)
+
+    def mark_used(self, found: Found) -> None:
+        """Note that these pages were used now, so that they are deleted late."""
+        mark_used([page.path for page in found.pages])
+
+    @property
+    def pages_at_once(self) -> int:
+        """Pages that a save asks for at a time: few enough that copying them is soon done."""
+        return max(2, min(_PAGES_AT_ONCE, _BYTES_AT_ONCE // max(1, self.form.page_bytes)))
+
+    def save(
+        self,
+        token_ids: TokenIds,
+        read: PageSource,
+        *,
+        places: Sequence[int] | None = None,
+        threads: int = 1,
+        pages_at_once: int | None = None,
+    ) -> Saved:
+        """Write the pages of a history that are not there yet, in order, and make room by the budget.
+
+        read: asked for some pages at a time, `pages_at_once` or as many as are soon copied, by their places in the
+        history. places: which pages, in order; None for all. threads: how many write them. A failure of the disk ends
+        the save early and is told; it is never raised, and what was written until then stays.
+        """
+        with self._saving:
+            if self._is_too_small:
+                return Saved(0, 0, "the disk budget is smaller than one page")
+            return self._save(token_ids, read, places, threads, pages_at_once or self.pages_at_once)
+
+    def _save(
+        self, token_ids: TokenIds, read: PageSource, places: Sequence[int] | None, threads: int, pages_at_once: int
+    ) -> Saved:
+        records = list(self._records(token_ids))
+        paths = [self._path(record) for record in records]
+        places = range(len(records)) if places is None else places
+        missing = [index for index in places if look_at(paths[index], self.form.file_bytes) is not None]
+        last = len(records) - 1
+        if missing and missing[-1] == last and records[last].token_ids.size < self.form.page_tokens:
+            missing = missing[:-1] if self._has_longer(records[last]) else missing
+        reads = (missing[first : first + pages_at_once] for first in range(0, len(missing), pages_at_once))
+        failures = self._write_all(reads, records, paths, read, threads)
+        num_written = failures.count(None)
+        failure = next((one for one in failures if one is not None), None)
+        # Only a page whose history was there before can have a shorter forerunner.
+        if num_written == len(missing) > 0:
+            self._delete_shorter(records[missing[0]])
+        mark_used([paths[index] for index in places])
+        self._budget.note_written(num_written * self.form.file_bytes)
+        self.counters.bytes_deleted += self._budget.enforce()
+        self.counters.pages_written += num_written
+        self.counters.failed_saves += failure is not None
+        self._tell(failure)
+        return Saved(num_written, len(places) - len(missing), None if failure is None else str(failure))
+
+    def _tell(self, failure: "_Failure | None") -> None:
+        """Warn of what a save failed of: once, until one succeeds or something else is wrong."""
+        if failure is None:
+            self._told = None
+            return
+        level = logging.INFO if failure.reason == self._told else logging.WARNING
+        logger.log(level, "a conversation was not kept on disk: %s", failure)
+        self._told = failure.reason
+
+    def _write_all(
+        self,
+        reads: Iterable[list[int]],
+        records: list[PageRecord],
+        paths: list[Path],
+        read: PageSource,
+        threads: int,
+    ) -> "list[_Failure | None]":
+        """Write pages, those of one read while the next are read; return what failed of each that was begun."""
+        results: list[_Failure | None] = []
+        begun: list[Future[_Failure | None]] = []
+        with WorkerThreads(threads) as workers:
+            for some in reads:
+                pages = read(some)
+                results += [future.result() for future in begun]
+                begun = []
+                if pages is None or any(results):
+                    break
+                for index, page in zip(some, pages, strict=True):
+                    begun.append(workers.begin(functools.partial(self._write, paths[index], records[index], page)))
+        return results + [future.result() for future in begun]
+
+    def _write(self, path: Path, record: PageRecord, page: memoryview) -> "_Failure | None":
+        try:
+            try:
+                write_page(path, self.form, record, page)
+            except FileNotFoundError:
+                path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                write_page(path, self.form, record, page)
+        except OSError as error:
+            # Where a file that is open cannot be replaced, somebody is reading the same bytes.
+            if look_at(path, self.form.file_bytes) is not None:
+                return _Failure(path.parent, error.strerror or str(error))
+        return None
+
+    def _records(self, token_ids: TokenIds) -> Iterator[PageRecord]:
+        parent = self._fingerprint
+        for start in range(0, token_ids.size, self.form.page_tokens):
+            record = PageRecord(parent, token_ids[start : start + self.form.page_tokens])
+            yield record
+            parent = record.key
+
+    def _path(self, record: PageRecord) -> Path:
+        parent = record.parent.hex()
+        return self.folder / parent[:1] / f"{parent[:32]}-{record.key.hex()[:32]}{self._suffix}"
+
+    def _siblings(self, record: PageRecord) -> Iterator[tuple[Path, PageRecord]]:
+        """Files that follow the same history, with what they say they are of; others are left to who reads them."""
+        folder = self._path(record).parent
+        start = f"{record.parent.hex()[:32]}-"
+        try:
+            with os.scandir(folder) as entries:
+                names = [entry.name for entry in entries if entry.name.startswith(start)]
+        except OSError:
+            return
+        for name in [name for name in names if name.endswith(self._suffix)][:_MAX_SIBLINGS]:
+            sibling = read_record(folder / name, self.form)
+            if isinstance(sibling, PageRecord) and sibling.parent == record.parent:
+                yield folder / name, sibling
+
+    def _longest_beginning(self, record: PageRecord) -> FoundPage | None:
+        """The file that shares most tokens with the start of a page that has no file of its own."""
+        found = [
+            FoundPage(path, sibling, common_length(sibling.token_ids, record.token_ids))
+            for path, sibling in self._siblings(record)
+        ]
+        longest = max(found, key=lambda page: page.num_tokens, default=None)
+        return longest if longest is not None and longest.num_tokens else None
+
+    def _has_longer(self, record: PageRecord) -> bool:
+        """Whether a file holds these tokens and more."""
+        size = record.token_ids.size
+        return any(
+            sibling.token_ids.size > size and np.array_equal(sibling.token_ids[:size], record.token_ids)
+            for _, sibling in self._siblings(record)
+        )
+
+    def _delete_shorter(self, record: PageRecord) -> None:
+        """Delete files that hold only a beginning of a page that was written whole by now."""
+        for path, sibling in self._siblings(record):
+            size = sibling.token_ids.size
+            if size < record.token_ids.size and np.array_equal(sibling.token_ids, record.token_ids[:size]):
+                with contextlib.suppress(OSError):
+                    path.unlink()
+
+    def _reject(self, path: Path, problem: Rejection) -> None:
+        """Count a file that cannot be used, and delete it, so that it is written anew."""
+        if problem is Rejection.MISSING:
+            return
+        self.counters.rejected[problem] += 1
+        logger.info("%s %s; it is computed again", path, problem.value)
+        with contextlib.suppress(OSError):
+            try:
+                path.unlink()
+            except OSError:
+                # A folder, which goes only if nothing is in it.
+                path.rmdir()
+
+
+def common_length(a: TokenIds, b: TokenIds) -> int:
+    """How many ids two arrays share at their start."""
+    size = min(a.size, b.size)
+    differs = np.flatnonzero(a[:size] != b[:size])
+    return int(differs[0]) if differs.size else size

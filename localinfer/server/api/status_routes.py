@@ -1,0 +1,83 @@
+"""What the server is doing: health, models, metrics, running replies, and how to stop one."""
+
+import time
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from localinfer.kernels.versions import installed_version
+from localinfer.server.api.routing import service_of
+from localinfer.server.replies.model_registry import ServedModel
+from localinfer.server.transport.errors import ApiError, json_response
+
+
+async def health(request: Request) -> Response:
+    """Say whether the server answers, or still loads the model it was started with; wakes no model."""
+    service = service_of(request)
+    if service.is_stopping:
+        raise ApiError(503, "the server is being stopped", code="shutting_down")
+    if not service.is_ready:
+        raise ApiError(503, "the model is being loaded; ask again", code="model_loading")
+    return json_response({"status": "ok"})
+
+
+async def show_version(request: Request) -> Response:
+    """Say which version answers."""
+    return json_response({"version": installed_version("localinfer")})
+
+
+async def models(request: Request) -> Response:
+    """All models, loaded or not; wakes none."""
+    listed = [_model_card(model) for model in service_of(request).registry.models()]
+    return json_response({"object": "list", "data": listed})
+
+
+async def model(request: Request) -> Response:
+    """One model."""
+    return json_response(_model_card(service_of(request).registry.find(request.path_params["model"])))
+
+
+async def metrics(request: Request) -> Response:
+    """All meters, as Prometheus reads them."""
+    return Response(service_of(request).meters.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def slots(request: Request) -> Response:
+    """The replies that are running, without a word of what they say."""
+    now = time.monotonic()
+    running = [
+        {
+            "id": reply.id,
+            "model": reply.model_id,
+            "texts": reply.num_texts,
+            "tokens": reply.num_tokens,
+            "seconds": round(now - reply.opened_seconds, 3),
+            "is_processing": True,
+        }
+        for reply in service_of(request).replies()
+    ]
+    return json_response(running)
+
+
+async def cancel(request: Request) -> Response:
+    """Stop a running reply; what it said so far ends as if it were complete."""
+    reply_id = request.path_params["reply"]
+    if not service_of(request).cancel(reply_id):
+        raise ApiError(404, f"no reply {reply_id!r:.80} is running", code="reply_not_found", param="id")
+    return json_response({"id": reply_id, "object": "reply.cancelled", "cancelled": True})
+
+
+def _model_card(model: ServedModel) -> dict[str, Any]:
+    llm, need = model.llm, model.need
+    context = llm.context_length if llm is not None else None if need is None else need.context_length
+    return {
+        "id": model.source.id,
+        "object": "model",
+        "created": model.source.created,
+        "owned_by": "localinfer",
+        "max_model_len": context,
+        "context_length": context,
+        "capabilities": ["completion", "chat", "embeddings"],
+        "meta": {"n_ctx": context, "loaded": llm is not None},
+    }

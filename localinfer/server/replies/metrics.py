@@ -1,0 +1,134 @@
+"""What the server counts and times, in Prometheus' text format, in a registry of its own."""
+
+import time
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+if TYPE_CHECKING:
+    from localinfer.stream import Stats
+
+GOOD_FIRST_TOKEN_SECONDS = 1.0
+GOOD_INTERVAL_SECONDS = 0.1
+"""A reply is good if it came to its own end, its first token within the one time and its later ones, in the mean,
+within the other."""
+
+_FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
+_INTERVAL_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1, 5)
+
+
+class Meters:
+    """The server's metrics; threads may share them. No label and no value holds text of a request."""
+
+    def __init__(self) -> None:
+        registry = self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "localinfer_requests", "Requests answered, by route and status", ["route", "status"], registry=registry
+        )
+        self.first_token_seconds = Histogram(
+            "localinfer_time_to_first_token_seconds",
+            "From the request's admission to its first token",
+            ["model"],
+            buckets=_FIRST_TOKEN_BUCKETS,
+            registry=registry,
+        )
+        self.interval_seconds = Histogram(
+            "localinfer_inter_token_seconds",
+            "Between two tokens of a reply",
+            ["model"],
+            buckets=_INTERVAL_BUCKETS,
+            registry=registry,
+        )
+        self.queue_seconds = Histogram(
+            "localinfer_queue_wait_seconds",
+            "From the request's admission to a place among those that run",
+            ["model"],
+            buckets=_FIRST_TOKEN_BUCKETS,
+            registry=registry,
+        )
+        self.prompt_tokens = Counter("localinfer_prompt_tokens", "Tokens of prompts", ["model"], registry=registry)
+        self.cached_tokens = Counter(
+            "localinfer_cached_prompt_tokens",
+            "Tokens of prompts that were at hand already",
+            ["model"],
+            registry=registry,
+        )
+        self.completion_tokens = Counter(
+            "localinfer_completion_tokens", "Tokens generated", ["model"], registry=registry
+        )
+        self.drafted = Counter(
+            "localinfer_drafted_tokens", "Tokens guessed, by place in the draft", ["position"], registry=registry
+        )
+        self.accepted = Counter(
+            "localinfer_accepted_tokens", "Tokens guessed right, by place in the draft", ["position"], registry=registry
+        )
+        self.good_replies = Counter(
+            "localinfer_good_replies",
+            f"Replies to their own end, with a first token within {GOOD_FIRST_TOKEN_SECONDS:g} s and intervals of at "
+            f"most {GOOD_INTERVAL_SECONDS:g} s in the mean",
+            registry=registry,
+        )
+        self.replies = Counter(
+            "localinfer_replies", "Texts generated, by how they ended", ["ending"], registry=registry
+        )
+        self.running = Gauge("localinfer_running_generations", "Texts being generated now", registry=registry)
+        self.waiting = Gauge(
+            "localinfer_waiting_generations", "Texts admitted that have no token yet", registry=registry
+        )
+        self.loaded = Gauge("localinfer_loaded_models", "Models in memory", registry=registry)
+
+    def exposition(self) -> bytes:
+        """Everything, as Prometheus reads it."""
+        return generate_latest(self.registry)
+
+    def count_reply(self, model: str, stats: "Stats", ending: str) -> None:
+        """Count what a finished generation cost."""
+        self.queue_seconds.labels(model).observe(stats.waited_seconds)
+        self.prompt_tokens.labels(model).inc(stats.prompt_tokens)
+        self.cached_tokens.labels(model).inc(stats.cached_tokens)
+        self.completion_tokens.labels(model).inc(stats.completion_tokens)
+        for name, by_position in (
+            (self.drafted, stats.drafted_by_position),
+            (self.accepted, stats.accepted_by_position),
+        ):
+            for position, count in enumerate(by_position):
+                name.labels(str(position)).inc(count)
+        self.replies.labels(ending).inc()
+
+
+class TokenClock:
+    """Times the tokens of one generation, from its admission on."""
+
+    def __init__(self, meters: Meters, model: str) -> None:
+        self._meters = meters
+        self._first = meters.first_token_seconds.labels(model)
+        self._interval = meters.interval_seconds.labels(model)
+        self._admitted = self._last = time.perf_counter()
+        self._began: float | None = None
+        self._num_tokens = 0
+        meters.running.inc()
+        meters.waiting.inc()
+
+    def tick(self) -> None:
+        """A token came."""
+        now = time.perf_counter()
+        if self._began is None:
+            self._began = now
+            self._first.observe(now - self._admitted)
+            self._meters.waiting.dec()
+        else:
+            self._interval.observe(now - self._last)
+        self._last = now
+        self._num_tokens += 1
+
+    def end(self, *, is_whole: bool) -> None:
+        """No more tokens come. is_whole: the text came to its own end, and was neither stopped nor failed."""
+        self._meters.running.dec()
+        if self._began is None:
+            self._meters.waiting.dec()
+            return
+        if not is_whole:
+            return
+        mean_interval = (self._last - self._began) / max(1, self._num_tokens - 1)
+        if self._began - self._admitted <= GOOD_FIRST_TOKEN_SECONDS and mean_interval <= GOOD_INTERVAL_SECONDS:
+            self._meters.good_replies.inc()

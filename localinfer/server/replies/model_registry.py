@@ -1,0 +1,240 @@
+"""The models a server has: found by name, loaded when they are asked for, unloaded when nobody asks any more."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
+
+from localinfer.errors import OutOfMemoryError, RequestError
+from localinfer.server.replies.load_threads import LoadThreads
+from localinfer.server.replies.metrics import Meters
+from localinfer.server.replies.model_folder import ModelSource, matching_names
+from localinfer.server.transport.errors import ApiError, ModelLoadError
+
+if TYPE_CHECKING:
+    from localinfer.llm import LLM
+    from localinfer.server.replies.model_memory import MemoryNeed
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+_LOOK_SECONDS = 1.0
+
+
+@dataclass
+class ServedModel:
+    """A model of the server. llm: None while it is not loaded. num_leases: replies that use it now."""
+
+    source: ModelSource
+    llm: "LLM | None" = None
+    need: "MemoryNeed | None" = None
+    num_leases: int = 0
+    last_used_seconds: float = 0.0
+    loading: "asyncio.Task[LLM] | None" = field(default=None, repr=False)
+
+
+class Lease:
+    """A loaded model that stays loaded until it is released.
+
+    fingerprint: tells clients whether the same model and version answered.
+    """
+
+    def __init__(self, model: ServedModel, llm: "LLM") -> None:
+        self.llm = llm
+        self.model_id = model.source.id
+        self.fingerprint = model.source.fingerprint
+        self._model: ServedModel | None = model
+        model.num_leases += 1
+
+    def release(self) -> None:
+        """Let the model go; may be called again."""
+        if self._model is not None:
+            self._model.num_leases -= 1
+            self._model.last_used_seconds = time.monotonic()
+            self._model = None
+
+
+class ModelRegistry:
+    """Models by name. All methods but the loading itself run on the event loop.
+
+    load: loads a model, in a thread. measure: says what one will take, before. idle_unload_seconds: None keeps models
+    loaded. memory_limit: bytes that all loaded models may take together; None leaves it to the machine.
+    context_length: the one that models are loaded with, None for their own. threads: what loads; its event `stopping`
+    tells `load` to give up.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[ModelSource],
+        load: "Callable[[ModelSource], LLM]",
+        measure: "Callable[[ModelSource], MemoryNeed]",
+        meters: Meters,
+        *,
+        strict: bool = False,
+        idle_unload_seconds: float | None = None,
+        memory_limit: int | None = None,
+        context_length: int | None = None,
+        threads: LoadThreads | None = None,
+    ) -> None:
+        if not sources:
+            raise RequestError("there is no model to serve; name one with -m, or a folder that holds some")
+        self._models = {source.id: ServedModel(source) for source in sources}
+        self._default = self._models[sources[0].id]
+        self._load = load
+        self._measure = measure
+        self._meters = meters
+        self._is_strict = strict or len(self._models) > 1
+        self._idle_unload_seconds = idle_unload_seconds
+        self._memory_limit = memory_limit
+        self._context_length = context_length
+        self._threads = LoadThreads() if threads is None else threads
+        self._loading = asyncio.Lock()
+
+    def models(self) -> list[ServedModel]:
+        """All models, the default one first."""
+        return list(self._models.values())
+
+    def find(self, name: str | None) -> ServedModel:
+        """The model of a name, which may be the end of a longer one, or begin with a provider's.
+
+        Without a name, or where any will do, the default. Raises: ApiError 404, also for a name that several have.
+        """
+        if not name:
+            return self._default
+        names = list(self._models)
+        for wanted in (name, name.removesuffix(".gguf"), name.rpartition("/")[2].removesuffix(".gguf")):
+            found = matching_names(wanted, names)
+            if len(found) == 1:
+                return self._models[found[0]]
+            if found:
+                raise ApiError(
+                    404,
+                    f"{name[:80]!r} may be any of {', '.join(found[:10])}; give more of the name",
+                    code="model_ambiguous",
+                    param="model",
+                    facts={"candidates": found[:100]},
+                )
+        if not self._is_strict:
+            return self._default
+        known = ", ".join(names[:10])
+        raise ApiError(
+            404, f"there is no model {name[:80]!r}; there are {known}", code="model_not_found", param="model"
+        )
+
+    def lease_loaded(self, name: str | None) -> Lease | None:
+        """A model by name, unless it has to be loaded first. Raises: ApiError 404."""
+        model = self.find(name)
+        return None if model.llm is None else Lease(model, model.llm)
+
+    async def lease(self, name: str | None) -> Lease:
+        """A model by name, loaded first if need be.
+
+        Raises: ApiError 404, or 503 if the server ends; OutOfMemoryError; ModelLoadError if it cannot be loaded.
+        """
+        model = self.find(name)
+        while model.llm is None:
+            self._check_stopping()
+            if model.loading is None:
+                model.loading = asyncio.create_task(self._load_model(model))
+                # Whether or not somebody still waits for it.
+                model.loading.add_done_callback(lambda task: task.cancelled() or task.exception())
+            loading = model.loading
+            try:
+                # Who asked first may leave; the others still want it.
+                await asyncio.shield(loading)
+            except asyncio.CancelledError:
+                if loading.cancelled():
+                    self._check_stopping()
+                raise
+        return Lease(model, model.llm)
+
+    def stop_loading(self) -> None:
+        """Give up what is being loaded, and load nothing more."""
+        self._threads.stopping.set()
+        for model in self._models.values():
+            if model.loading is not None:
+                model.loading.cancel()
+
+    def join_loads(self, seconds: float) -> bool:
+        """Wait for threads whose load was given up; return whether none is left. Called off the event loop."""
+        return self._threads.join(seconds)
+
+    async def unload_idle(self) -> None:
+        """Unload models that nobody used for long, for ever."""
+        while self._idle_unload_seconds is not None:
+            await asyncio.sleep(min(_LOOK_SECONDS, self._idle_unload_seconds))
+            oldest = time.monotonic() - self._idle_unload_seconds
+            for model in self._idle_models():
+                if model.last_used_seconds <= oldest:
+                    await self._unload(model)
+
+    async def close(self) -> None:
+        """Unload every model, whoever uses it."""
+        loading = [model.loading for model in self._models.values() if model.loading is not None]
+        self.stop_loading()
+        await asyncio.gather(*loading, return_exceptions=True)
+        for model in self._models.values():
+            await self._unload(model)
+
+    def _check_stopping(self) -> None:
+        if self._threads.stopping.is_set():
+            raise ApiError(503, "the server is being stopped; ask again", code="shutting_down")
+
+    async def _load_model(self, model: ServedModel) -> "LLM":
+        source = model.source
+        try:
+            async with self._loading:
+                need = model.need
+                if need is None:
+                    need = model.need = await self._work(source, lambda: self._measure(source), lambda need: None)
+                await self._make_room(model, need)
+                began = time.monotonic()
+                llm = await self._work(source, lambda: self._load(source), lambda llm: llm.close())
+                model.llm, model.last_used_seconds = llm, time.monotonic()
+                self._meters.loaded.inc()
+                logger.info("loaded %s in %.1f s", source.id, time.monotonic() - began)
+                return llm
+        finally:
+            model.loading = None
+
+    async def _work(
+        self, source: ModelSource, work: Callable[[], Result], discard: Callable[[Result], object]
+    ) -> Result:
+        try:
+            return await self._threads.run(work, discard)
+        except Exception as error:
+            raise ModelLoadError(source.id) from error
+
+    async def _make_room(self, model: ServedModel, need: "MemoryNeed") -> None:
+        """Unload idle models, least recently used first, until this one fits. Raises: OutOfMemoryError."""
+        while True:
+            try:
+                need.check(model.source.id, self._available_bytes(), wanted_context=self._context_length)
+            except OutOfMemoryError:
+                idle = self._idle_models()
+                if not idle:
+                    raise
+                await self._unload(min(idle, key=lambda other: other.last_used_seconds))
+            else:
+                return
+
+    def _available_bytes(self) -> int:
+        import psutil
+
+        available = int(psutil.virtual_memory().available)
+        if self._memory_limit is None:
+            return available
+        taken = sum(other.need.fixed_bytes for other in self._models.values() if other.llm is not None and other.need)
+        return min(available, self._memory_limit - taken)
+
+    def _idle_models(self) -> list[ServedModel]:
+        return [model for model in self._models.values() if model.llm is not None and not model.num_leases]
+
+    async def _unload(self, model: ServedModel) -> None:
+        llm, model.llm = model.llm, None
+        if llm is not None:
+            await asyncio.to_thread(llm.close)
+            self._meters.loaded.dec()
+            logger.info("unloaded %s", model.source.id)

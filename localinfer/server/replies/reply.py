@@ -1,0 +1,323 @@
+"""What one request has generated: a thread iterates each text, and the event loop takes what they yield."""
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from localinfer.server.replies.first_byte import Openings
+from localinfer.server.replies.metrics import Meters, TokenClock
+from localinfer.server.replies.model_registry import Lease
+from localinfer.server.replies.queue import Bell, Inbox
+from localinfer.server.replies.reply_threads import ReplyThreads
+
+if TYPE_CHECKING:
+    from localinfer.stream import Stats, StreamEvent, TextStream
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """What the replies of a server share. Made on its event loop, which the bell belongs to."""
+
+    meters: Meters
+    bell: Bell = field(default_factory=Bell)
+    threads: ReplyThreads = field(default_factory=ReplyThreads)
+    openings: Openings = field(default_factory=Openings)
+
+
+@dataclass(frozen=True)
+class TextPlan:
+    """A text to be generated: `open` checks the request and returns the stream, and may raise.
+
+    follows: the index of a text with the same prompt, whose first token this one awaits, to take its prompt from the
+    cache.
+    """
+
+    open: Callable[[], "TextStream"]
+    follows: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """The next event of the text with this index."""
+
+    index: int
+    event: "StreamEvent"
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The end of the text with this index: why, and what it cost, None if it was stopped before it began."""
+
+    index: int
+    finish_reason: str
+    stats: "Stats | None"
+
+
+class Silence:
+    """Nothing came for a while."""
+
+
+@dataclass(frozen=True)
+class _Started:
+    index: int
+    prompt_tokens: int
+
+
+@dataclass(frozen=True)
+class _Failure:
+    error: BaseException
+
+
+ReplyEvent = Token | End | Silence
+_Item = ReplyEvent | _Started | _Failure
+
+
+class Reply:
+    """The texts of one request, from admission to the last event. Made, iterated and closed on the event loop.
+
+    id: names the request to clients. stats: one per text, None until its end was taken. prompt_tokens: one per text,
+    known when `start` has returned.
+    """
+
+    def __init__(
+        self,
+        reply_id: str,
+        lease: Lease,
+        plans: Sequence[TextPlan],
+        workplace: Workplace,
+        on_close: Callable[["Reply"], None],
+    ) -> None:
+        self.id = reply_id
+        self.model_id = lease.model_id
+        self.fingerprint = lease.fingerprint
+        self.created = int(time.time())
+        self.opened_seconds = time.monotonic()
+        self.is_cancelled = False
+        self.num_tokens = 0
+        self.num_reasoning_tokens = 0
+        self._inbox: Inbox[_Item] = Inbox(workplace.bell)
+        self._texts: list[_Text] = []
+        for index, plan in enumerate(plans):
+            leader = None if plan.follows is None else self._texts[plan.follows]
+            self._texts.append(_Text(index, plan.open, leader, self._inbox, workplace, lease.model_id))
+        self._threads = workplace.threads
+        self._openings: Openings | None = workplace.openings
+        workplace.openings.begin()
+        self._early: deque[_Item] = deque()
+        self.stats: list[Stats | None] = [None] * len(plans)
+        self.prompt_tokens = [0] * len(plans)
+        self.llm = lease.llm
+        self._on_close = on_close
+        self._is_closed = False
+        self._silent_since = 0.0
+        self._ping_timer: asyncio.TimerHandle | None = None
+
+    @property
+    def num_texts(self) -> int:
+        """How many texts are generated."""
+        return len(self._texts)
+
+    def shares_prompt(self, index: int) -> bool:
+        """Whether an earlier text has the same prompt, which was computed and is counted there."""
+        return self._texts[index].leader is not None
+
+    def progress(self) -> dict[str, Any]:
+        """How much of the first prompt was read, in llama.cpp's words, the time in milliseconds."""
+        total = self.prompt_tokens[0]
+        cached, computed = self._texts[0].progress()
+        milliseconds = round(1e3 * (time.monotonic() - self.opened_seconds), 3)
+        return {"total": total, "cache": cached, "processed": min(computed, total), "time_ms": milliseconds}
+
+    async def start(self) -> None:
+        """Begin, and return when every prompt has been checked. Raises: what is wrong with one."""
+        awaited = {text.index for text in self._texts if text.leader is None}
+        for text in self._texts:
+            text.start(self._threads)
+        while awaited:
+            match await self._inbox.take():
+                case _Started(index, count):
+                    self.prompt_tokens[index] = count
+                    awaited.discard(index)
+                case _Failure(error):
+                    raise error
+                case item:
+                    # A text that has begun runs on while another is checked.
+                    self._early.append(item)
+                    if isinstance(item, End):
+                        awaited.discard(item.index)
+
+    async def events(self, ping_seconds: float | None = None) -> AsyncIterator[ReplyEvent]:
+        """Yield what comes, to the end of all texts, and Silence after `ping_seconds` of it.
+
+        Whoever iterates has sent what goes before any text.
+        Raises: what stopped a text, or the reason that `fail` was given.
+        """
+        self._note_opened()
+        if ping_seconds is not None:
+            self._watch_silence(ping_seconds)
+        left = len(self._texts)
+        while left:
+            item = self._early.popleft() if self._early else await self._inbox.take()
+            self._silent_since = time.monotonic()
+            match item:
+                case _Failure(error):
+                    raise error
+                case _Started():
+                    continue
+                case End(index):
+                    left -= 1
+                    self.stats[index] = item.stats
+                case Token(_, token):
+                    self.num_tokens += 1
+                    self.num_reasoning_tokens += bool(token.reasoning)
+            yield item
+
+    def cancel(self) -> None:
+        """Stop all texts; those who iterate see them end."""
+        self.is_cancelled = True
+        for text in self._texts:
+            text.cancel()
+
+    def fail(self, reason: BaseException) -> None:
+        """Stop all texts, and tell who iterates why."""
+        # First the reason, or the end of a text that was stopped would be taken for its own.
+        self._early.clear()
+        self._inbox.put(_Failure(reason))
+        self.cancel()
+
+    def close(self) -> None:
+        """Stop what still runs and give everything back; may be called again."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._note_opened()
+        if self._ping_timer is not None:
+            self._ping_timer.cancel()
+        self.cancel()
+        self._on_close(self)
+
+    def join(self, seconds: float) -> None:
+        """Wait for the texts to end. Called off the event loop."""
+        for text in self._texts:
+            text.join(seconds)
+
+    def _note_opened(self) -> None:
+        if self._openings is not None:
+            self._openings.end()
+            self._openings = None
+
+    def _watch_silence(self, seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+
+        def look() -> None:
+            silent = time.monotonic() - self._silent_since
+            if silent >= seconds:
+                self._inbox.put(Silence())
+            self._ping_timer = loop.call_later(seconds if silent >= seconds else seconds - silent, look)
+
+        self._silent_since = time.monotonic()
+        self._ping_timer = loop.call_later(seconds, look)
+
+
+class _Text:
+    """One text, iterated by a thread."""
+
+    def __init__(
+        self,
+        index: int,
+        open_stream: "Callable[[], TextStream]",
+        leader: "_Text | None",
+        inbox: Inbox[_Item],
+        workplace: Workplace,
+        model_id: str,
+    ) -> None:
+        self.index = index
+        self.leader = leader
+        self.stats: Stats | None = None
+        self._open = open_stream
+        self._inbox = inbox
+        self._openings = workplace.openings
+        self._meters = workplace.meters
+        self._model_id = model_id
+        self._clock = TokenClock(workplace.meters, model_id)
+        self._has_token = threading.Event()
+        self._lock = threading.Lock()
+        self._stream: TextStream | None = None
+        self._is_cancelled = False
+        self._has_ended = threading.Event()
+        self._has_ended.set()
+
+    def start(self, threads: ReplyThreads) -> None:
+        self._has_ended.clear()
+        threads.run(self._run)
+
+    def join(self, seconds: float) -> None:
+        self._has_ended.wait(seconds)
+
+    def progress(self) -> tuple[int, int]:
+        """How many tokens of the prompt were cached, and how many have been read."""
+        with self._lock:
+            stream = self._stream
+        return (0, 0) if stream is None else (stream.stats.cached_tokens, stream.computed_tokens)
+
+    def cancel(self) -> None:
+        with self._lock:
+            self._is_cancelled = True
+            if self._stream is not None:
+                _stop(self._stream)
+        self._has_token.set()
+
+    def _run(self) -> None:
+        error: BaseException | None = None
+        ending = "cancelled"
+        try:
+            if self.leader is not None:
+                self.leader._has_token.wait()
+            if not self._is_cancelled:
+                ending = self._generate()
+        except Exception as raised:
+            error, ending = raised, "failed"
+        finally:
+            self._clock.end(is_whole=ending not in ("cancelled", "failed"))
+            if self.stats is not None:
+                self._meters.count_reply(self._model_id, self.stats, ending)
+            self._has_token.set()
+            if error is None or self._is_cancelled:
+                reason = "stop" if ending == "cancelled" else ending
+                self._inbox.put(End(self.index, reason, self.stats))
+            else:
+                self._inbox.put(_Failure(error))
+            self._has_ended.set()
+
+    def _generate(self) -> str:
+        """Run the stream to its end, or until cancelled; return how it ended."""
+        put, tick, index = self._inbox.put, self._clock.tick, self.index
+        ending = "length"
+        with self._open() as stream:
+            with self._lock:
+                self._stream = stream
+                if self._is_cancelled:
+                    _stop(stream)
+            put(_Started(index, stream.stats.prompt_tokens))
+            self._openings.wait()
+            try:
+                for event in stream:
+                    ending = event.finish_reason or ending
+                    if event.finish_reason != "cancelled":
+                        tick()
+                        put(Token(index, event))
+                    self._has_token.set()
+            finally:
+                with self._lock:
+                    self._stream = None
+                self.stats = stream.stats
+        return ending
+
+
+def _stop(stream: "TextStream") -> None:
+    """Ask a stream that another thread iterates to end."""
+    stream.cancel()

@@ -1,0 +1,204 @@
+"""What all routes share: the models, the replies that are running, the limits, and the way out."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from starlette.requests import Request
+
+from localinfer.server.replies.metrics import Meters
+from localinfer.server.replies.model_registry import Lease, ModelRegistry
+from localinfer.server.replies.reply import Reply, TextPlan, Workplace
+from localinfer.server.transport.errors import ApiError, ModelLoadError
+from localinfer.server.transport.identifiers import identifier
+from localinfer.server.transport.json_body import ClientGone
+from localinfer.server.transport.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from localinfer.llm import LLM
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+_JOIN_SECONDS = 5.0
+
+
+class Service:
+    """The server behind its routes. Lives on one event loop, between `open` and its end.
+
+    preloads: load the default model at once; until then `is_ready` is false, and requests for it wait.
+    Raises: RequestError.
+    """
+
+    def __init__(
+        self, settings: ServerSettings, make_registry: Callable[[Meters], ModelRegistry], *, preloads: bool = False
+    ) -> None:
+        self.settings = settings
+        self.meters = Meters()
+        self.registry = make_registry(self.meters)
+        self.is_ready = not preloads
+        self._replies: dict[str, Reply] = {}
+        self._workplace: Workplace | None = None
+        self._sessions: dict[str, Reply] = {}
+        self._is_stopping = False
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether no new request is taken any more."""
+        return self._is_stopping
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[None]:
+        """Hold models while the context lasts; leaving it stops what runs and unloads them."""
+        workplace = self._workplace = Workplace(self.meters)
+        unloading = asyncio.create_task(self.registry.unload_idle())
+        try:
+            yield
+        finally:
+            unloading.cancel()
+            replies = list(self._replies.values())
+            for reply in replies:
+                reply.close()
+            for reply in replies:
+                await asyncio.to_thread(reply.join, _JOIN_SECONDS)
+            workplace.threads.close()
+            await self.registry.close()
+
+    async def get_ready(self) -> None:
+        """Load the default model, if that was wanted. Raises: what went wrong, in its own words."""
+        if self.is_ready:
+            return
+        try:
+            (await self.registry.lease(None)).release()
+        except ModelLoadError as error:
+            raise error.__cause__ or error from None
+        self.is_ready = True
+
+    def stop(self) -> None:
+        """Take no new requests, and load no model; what runs goes on until `fail_replies`."""
+        self._is_stopping = True
+        self.registry.stop_loading()
+
+    def fail_replies(self) -> None:
+        """End what still runs, and tell its clients why."""
+        for reply in list(self._replies.values()):
+            reply.fail(ApiError(503, "the server is being stopped; ask again", code="shutting_down"))
+
+    def replies(self) -> list[Reply]:
+        """What is being generated now."""
+        return list(self._replies.values())
+
+    def num_ahead(self, reply: Reply) -> int:
+        """How many replies came before this one and have no token either."""
+        replies = list(self._replies.values())
+        return sum(not other.num_tokens for other in replies[: replies.index(reply)]) if reply in replies else 0
+
+    def cancel(self, reply_id: str) -> bool:
+        """Stop a reply by its id; return whether there was one."""
+        reply = self._replies.get(reply_id)
+        if reply is None:
+            return False
+        reply.cancel()
+        return True
+
+    async def lease(self, request: Request, model: str | None) -> Lease:
+        """A model, to be released. Raises: ApiError, LocalinferError, ClientGone."""
+        if self._is_stopping:
+            raise ApiError(503, "the server is being stopped; ask again", code="shutting_down")
+        loaded = self.registry.lease_loaded(model)
+        if loaded is not None:
+            return loaded
+        return await unless_gone(request, self.registry.lease(model), Lease.release)
+
+    async def begin(
+        self,
+        request: Request,
+        model: str | None,
+        kind: str,
+        plan: "Callable[[LLM], Sequence[TextPlan] | Coroutine[Any, Any, Sequence[TextPlan]]]",
+        *,
+        session: str | None = None,
+    ) -> Reply:
+        """Have texts generated, and return when the model is loaded and every prompt was checked.
+
+        kind: how the reply's id begins. plan: what to generate. session: ends the reply that runs under the same name.
+        Who gets the reply closes it. Checking a prompt takes no longer because its client has left, which who gets the
+        reply will notice.
+        Raises: ApiError, LocalinferError, ClientGone; then nothing runs any more.
+        """
+        lease = await self.lease(request, model)
+        reply: Reply | None = None
+        try:
+            planned = plan(lease.llm)
+            plans = await planned if isinstance(planned, Coroutine) else planned
+            reply = self._admit(lease, kind, plans, session)
+            await reply.start()
+        except BaseException:
+            if reply is not None:
+                reply.close()
+            lease.release()
+            raise
+        return reply
+
+    def _admit(self, lease: Lease, kind: str, plans: Sequence[TextPlan], session: str | None) -> Reply:
+        if session:
+            self._end_session(session)
+        running = sum(reply.num_texts for reply in self._replies.values() if not reply.is_cancelled)
+        if running and running + len(plans) > self.settings.max_generations:
+            raise ApiError(
+                429,
+                f"{running} texts are being generated, of at most {self.settings.max_generations}; ask again later",
+                code="queue_full",
+            )
+
+        def forget(reply: Reply) -> None:
+            self._replies.pop(reply.id, None)
+            if session and self._sessions.get(session) is reply:
+                del self._sessions[session]
+            lease.release()
+
+        assert self._workplace is not None, "the service is not open"
+        reply = Reply(identifier(kind), lease, plans, self._workplace, forget)
+        self._replies[reply.id] = reply
+        if session:
+            self._sessions[session] = reply
+        return reply
+
+    def _end_session(self, session: str) -> None:
+        former = self._sessions.pop(session, None)
+        if former is not None:
+            former.fail(
+                ApiError(409, "a newer request with the same prompt_cache_key took its place", code="superseded")
+            )
+
+
+async def unless_gone(
+    request: Request, work: Coroutine[Any, Any, Result], undo: Callable[[Result], object] | None = None
+) -> Result:
+    """Do some work for a client, and stop when the client leaves. The request's body has been read.
+
+    undo: takes back a result that nobody gets. Raises: what the work raises; ClientGone.
+    """
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_departure(request))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone
+        return working.result()
+    except asyncio.CancelledError:
+        if working.done() and not working.cancelled() and working.exception() is None and undo is not None:
+            undo(working.result())
+        raise
+    finally:
+        leaving.cancel()
+        if not working.done():
+            working.cancel()
+            await asyncio.gather(working, return_exceptions=True)
+
+
+async def _departure(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

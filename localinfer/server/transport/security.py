@@ -1,0 +1,159 @@
+"""Who may ask: the checks that stand before every route, and before any body is read.
+
+A page that a browser shows can send requests to this machine. It cannot choose the `Host` header of a name that it
+rebinds to a loopback address, nor leave out `Origin`, nor send JSON without asking first. So a foreign host or origin
+and every body that is not JSON are refused, and pages of other origins get no permission.
+"""
+
+import hmac
+import ipaddress
+import re
+from collections.abc import Mapping
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from localinfer.server.transport.errors import ApiError
+from localinfer.server.transport.identifiers import identifier
+from localinfer.server.transport.settings import LOOPBACK_NAMES, ServerSettings
+
+_HOST = re.compile(r"(?:\[(?P<bracketed>[0-9a-fA-F:.]+)\]|(?P<name>[A-Za-z0-9._-]+))(?::\d{1,5})?")
+MAX_HEADER_BYTES = 32 << 10
+_METHODS = "GET, POST, DELETE, OPTIONS"
+IS_UNIX_SOCKET = "is_unix_socket"
+"""Set in the state of a request that came through the Unix socket, whose folder guards it."""
+_OPEN_PATHS = ("/health", "/v1/health")
+
+
+class Gate:
+    """ASGI middleware that refuses whoever may not ask, gives every request an id, and answers preflights."""
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+        self._app = app
+        self._settings = settings
+        self._hosts = {*LOOPBACK_NAMES, *(name.lower() for name in settings.allowed_hosts)}
+        if settings.host is not None and not settings.listens_everywhere:
+            self._hosts.add(settings.host.lower())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        request_id = identifier("req")
+        scope.setdefault("state", {})["request_id"] = request_id
+        granted = self._granted_headers(headers)
+
+        async def send_marked(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                marked = MutableHeaders(scope=message)
+                marked["x-request-id"] = request_id
+                marked["x-content-type-options"] = "nosniff"
+                for name, value in granted.items():
+                    marked[name] = value
+            await send(message)
+
+        app = self._app
+        try:
+            self._check(scope, headers)
+            if scope["method"] == "OPTIONS":
+                app = Response(status_code=204, headers={"allow": _METHODS})
+        except ApiError as error:
+            app = error.response()
+        await app(scope, receive, send_marked)
+
+    def _check(self, scope: Scope, headers: Headers) -> None:
+        _check_message(scope, headers)
+        hosts = headers.getlist("host")
+        if len(hosts) != 1 or not self._is_allowed_host(hosts[0]):
+            raise ApiError(
+                403,
+                f"the Host header is {', '.join(hosts)!r:.80}; ask for localhost or 127.0.0.1, or start the server "
+                "with --allow-host NAME",
+                code="host_not_allowed",
+            )
+        origin = headers.get("origin")
+        if origin is not None and origin not in self._settings.allowed_origins:
+            raise ApiError(
+                403,
+                f"pages of {origin!r:.80} may not use this server; start it with --allow-origin ORIGIN to let them",
+                code="origin_not_allowed",
+            )
+        if origin is None and headers.get("sec-fetch-site") in ("cross-site", "same-site"):
+            raise ApiError(403, "a page of another site may not use this server", code="origin_not_allowed")
+        if scope["method"] == "OPTIONS":
+            return
+        self._check_token(scope, headers)
+        if scope["method"] in ("POST", "PUT", "PATCH"):
+            kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+            if kind != "application/json":
+                raise ApiError(
+                    415, f"the body is {kind or 'of no type'!r:.80}; send JSON, as application/json", code="not_json"
+                )
+
+    def _check_token(self, scope: Scope, headers: Headers) -> None:
+        token = self._settings.token
+        if token is None or scope["state"].get(IS_UNIX_SOCKET) or scope["path"].rstrip("/") in _OPEN_PATHS:
+            return
+        scheme, _, shown = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            shown = headers.get("x-api-key", "")
+        if not hmac.compare_digest(shown.strip().encode(), token.encode()):
+            raise ApiError(
+                401,
+                "the token is missing or wrong; send it as 'Authorization: Bearer TOKEN'",
+                code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )
+
+    def _is_allowed_host(self, host: str) -> bool:
+        found = _HOST.fullmatch(host)
+        if found is None:
+            return False
+        name = (found["bracketed"] or found["name"]).lower()
+        if name in self._hosts:
+            return True
+        # A name can be made to point anywhere; an address cannot, and here the token guards it.
+        return self._settings.listens_everywhere and _is_address(name)
+
+    def _granted_headers(self, headers: Headers) -> Mapping[str, str]:
+        """What a browser needs to let an allowed page send its request and read the reply."""
+        origin = headers.get("origin")
+        if origin is None or origin not in self._settings.allowed_origins:
+            return {"vary": "Origin"} if self._settings.allowed_origins else {}
+        granted = {
+            "access-control-allow-origin": origin,
+            "access-control-expose-headers": "x-request-id, retry-after",
+            "vary": "Origin",
+        }
+        wanted = headers.get("access-control-request-headers")
+        if headers.get("access-control-request-method") is not None:
+            granted |= {"access-control-allow-methods": _METHODS, "access-control-max-age": "600"}
+            if wanted is not None:
+                granted["access-control-allow-headers"] = wanted
+            if self._settings.allows_private_network and headers.get("access-control-request-private-network"):
+                granted["access-control-allow-private-network"] = "true"
+        return granted
+
+
+def _check_message(scope: Scope, headers: Headers) -> None:
+    """Refuse what two programs on the way might understand differently, and heads that are too long."""
+    num_bytes = sum(len(name) + len(value) for name, value in scope["headers"])
+    if scope["http_version"] not in ("1.0", "1.1"):
+        found = f"the version of HTTP is {scope['http_version']}; use 1.1"
+    elif num_bytes > MAX_HEADER_BYTES:
+        found = f"the headers have {num_bytes:,} bytes; send at most {MAX_HEADER_BYTES:,}"
+    elif "content-length" in headers and "transfer-encoding" in headers:
+        found = "the body has a length and comes in chunks; give one of Content-Length and Transfer-Encoding"
+    else:
+        return
+    raise ApiError(400, found, code="bad_http", headers={"connection": "close"})
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,101 @@
+"""How many tokens to draft: the depth of most expected tokens per second, from what was measured, and 0 is a choice.
+
+A round of depth k computes k + 1 rows and yields 1 + a1 + a1 a2 + ... tokens, a_i the chance that the i-th drafted
+token is accepted after those before it. What rows cost on this machine is measured (`VerificationCosts`); the chances
+are running estimates per kind of draft (`Acceptance`), kept across generations.
+"""
+
+import math
+from collections.abc import Sequence
+
+from localinfer.speculation.verification_costs import MAX_DEPTH, VerificationCosts
+
+_PRIOR_WEIGHT = 3.0
+"""Tokens' worth of belief in a chance before anything was counted."""
+_MEMORY = 0.985
+"""Share of every count that is left after another draft of its kind: about the last 67 count."""
+_FIRST_PROBE, _LAST_PROBE = 4, 512
+"""Rounds without a draft before the next probe: doubled after each that yields nothing."""
+_LEAST_GAIN = 1.01
+"""Expected speed over plain decoding that a draft must promise, for estimates are noisy."""
+
+
+class Acceptance:
+    """Running chance, per place in a draft of one kind, that its token is accepted after those before it."""
+
+    def __init__(self, prior: float) -> None:
+        self._prior = prior
+        self._accepted = [0.0] * MAX_DEPTH
+        self._tried = [0.0] * MAX_DEPTH
+        self._chances: list[float] | None = None
+        self._rounds_to_probe = 0
+        self._next_probe = _FIRST_PROBE
+
+    def chances(self) -> Sequence[float]:
+        """The estimates; a place that was hardly tried leans on the one before it.
+
+        Once a token was right the draft is likelier to be on the way: in prose and code the second chance was close to
+        the square root of the first, whatever that was, and later ones to the second.
+        """
+        if self._chances is None:
+            belief = self._prior
+            chances: list[float] = []
+            for accepted, tried in zip(self._accepted, self._tried, strict=True):
+                expected = math.sqrt(belief) if len(chances) == 1 else belief
+                belief = (accepted + _PRIOR_WEIGHT * expected) / (tried + _PRIOR_WEIGHT)
+                chances.append(belief)
+            self._chances = chances
+        return self._chances
+
+    def observe(self, num_drafted: int, num_accepted: int) -> None:
+        """Count one verified draft: the tokens accepted, and the first that was not."""
+        self._accepted = [value * _MEMORY for value in self._accepted]
+        self._tried = [value * _MEMORY for value in self._tried]
+        for index in range(min(num_drafted, num_accepted)):
+            self._accepted[index] += 1.0
+        for index in range(min(num_drafted, num_accepted + 1)):
+            self._tried[index] += 1.0
+        self._chances = None
+
+    def stop_probing(self) -> None:
+        """Note that this kind promises a gain, so that the next time it does not, probes begin anew."""
+        self._next_probe = _FIRST_PROBE
+        self._rounds_to_probe = 0
+
+    def is_probe_due(self) -> bool:
+        """Ask once for each round that drafts nothing: whether to try one all the same. Waits double up to 512."""
+        if self._rounds_to_probe > 0:
+            self._rounds_to_probe -= 1
+            return False
+        self._rounds_to_probe = self._next_probe
+        self._next_probe = min(2 * self._next_probe, _LAST_PROBE)
+        return True
+
+
+def best_depth(
+    chances: Sequence[float],
+    costs: VerificationCosts,
+    most: int,
+    *,
+    seconds_per_token: float = 0.0,
+    seconds_per_draft: float = 0.0,
+    other_rows: int = 0,
+    other_tokens: int = 0,
+) -> tuple[int, float]:
+    """Return the depth of most expected tokens per second, up to `most`, and how many times plain speed that is.
+
+    seconds_per_token, seconds_per_draft: what drafting itself costs. other_rows: rows of other sequences in the same
+    pass, and other_tokens what they yield; the pass takes longer for those too, so depth shrinks as a batch grows.
+    """
+    ratios, plain = costs.ratios(), costs.seconds(1)
+    drafting, per_token = seconds_per_draft / plain, seconds_per_token / plain
+    scale = ratios[other_rows] / (other_tokens + 1) if other_rows < len(ratios) else 0.0
+    best, best_rate = 0, _LEAST_GAIN
+    tokens = chance = 1.0
+    for depth in range(1, min(most, costs.max_depth - other_rows) + 1):
+        chance *= chances[depth - 1]
+        tokens += chance
+        rate = scale * (other_tokens + tokens) / (ratios[other_rows + depth] + drafting + depth * per_token)
+        if rate > best_rate:
+            best, best_rate = depth, rate
+    return best, best_rate if best else 1.0

@@ -1,0 +1,438 @@
+"""Speculative decoding: guess the next tokens, check them in one pass, keep what the model would have said anyway.
+
+A pass over k + 1 rows costs little more than one over a single row while weights stream from memory (Leviathan, Kalman
+and Matias, arXiv 2211.17192), and rows are sampled one after the other exactly as without drafts, so drafts change
+speed and nothing else. Free drafts (`ngram_drafter`) and those of a small model (`draft_model`) compete each round by
+the speed they promise, plain decoding among them (`draft_depth`), and only while they keep that promise
+(`draft_floor`). A drafter that fails is switched off, and the text goes on without it.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.errors import LocalinferError
+from localinfer.sampling.device_draws import Results
+from localinfer.sampling.sampler import SamplingPlan
+from localinfer.speculation.acceptance import accept_coupled
+from localinfer.speculation.draft_length import Acceptance, best_depth
+from localinfer.speculation.draft_model import DraftModel, DraftModelText
+from localinfer.speculation.floor import ALONE, DraftFloor
+from localinfer.speculation.verification_costs import MAX_DEPTH, RecentMedian, VerificationCosts
+
+logger = logging.getLogger(__name__)
+
+TokenIds = NDArray[np.int32]
+
+_NGRAM_PRIORS = ((32, 0.97), (16, 0.9), (8, 0.75), (5, 0.55), (4, 0.4), (3, 0.35), (2, 0.27), (1, 0.14))
+"""Shortest match of each kind of n-gram draft, and how likely its first token is before anything was seen: what 48 book
+chapters gave."""
+_MODEL_PRIOR = 0.7
+_NO_TOKENS = np.empty(0, np.int32)
+_PROBED_SHARE = 0.01
+"""Of the time of plain steps, what probes of a draft model may take: it has to read all that it did not draft for."""
+_READ_FOR_ROUNDS = 8
+"""Rounds over which reading that is counted: a model that drafts once mostly drafts again."""
+_KEPT_TIMES = 9
+"""Times of a lookup, and of learning from a round, of which the median counts."""
+
+
+class LookupText(Protocol):
+    """One text as a drafter from history follows it; `ngram_drafter.NgramText` is one."""
+
+    @property
+    def match_length(self) -> int:
+        """How many tokens the last draft rests on."""
+        ...
+
+    def draft(self, tokens: TokenIds, out: TokenIds) -> int:
+        """Write what may follow the text so far, int32[T], at most all of `out`; return how many tokens."""
+        ...
+
+
+class LookupDrafter(Protocol):
+    """A drafter whose drafts cost next to nothing; `ngram_drafter.NgramDrafter` is one."""
+
+    def begin(self, prediction: TokenIds) -> LookupText:
+        """Follow another text, of which its caller expects something, or nothing."""
+        ...
+
+
+@dataclass
+class SpeculationRecord:
+    """What drafts did in one generation.
+
+    plain_steps: taken without a question to anything that drafts. observed_passes: the others that decoded, and
+    observed_tokens what they gave. drafted, accepted: tokens by their place in the draft. seconds: of observed passes
+    with their drafting; plain_seconds: what as many plain steps would have taken. notices: why something drafts no
+    more for this text, engine_notices: for any, in words.
+    """
+
+    plain_steps: int = 0
+    observed_passes: int = 0
+    observed_tokens: int = 0
+    drafted: list[int] = field(default_factory=lambda: [0] * MAX_DEPTH)
+    accepted: list[int] = field(default_factory=lambda: [0] * MAX_DEPTH)
+    seconds: float = 0.0
+    plain_seconds: float = 0.0
+    notices: list[str] = field(default_factory=list)
+    engine_notices: list[str] = field(default_factory=list)
+
+    @property
+    def told(self) -> list[str]:
+        """Why something does not draft, for this text or for any."""
+        return self.engine_notices + self.notices
+
+    @property
+    def forward_passes(self) -> int:
+        """Passes of the model that decoded."""
+        return self.plain_steps + self.observed_passes
+
+    @property
+    def decoded_tokens(self) -> int:
+        """Tokens that those gave."""
+        return self.plain_steps + self.observed_tokens
+
+    @property
+    def speedup(self) -> float:
+        """Over plain steps, as measured."""
+        if self.seconds <= 0.0:
+            return 1.0
+        unobserved = self.plain_steps * self.plain_seconds / max(1, self.observed_tokens)
+        return (self.plain_seconds + unobserved) / (self.seconds + unobserved)
+
+
+class Others(NamedTuple):
+    """What shares a pass with one generation: rows of others, drafts among them, and tokens they yield at least."""
+
+    rows: int
+    tokens: int
+
+
+_ALONE = Others(0, 0)
+
+
+class Speculation:
+    """The drafters of one engine and what was learned about them; whoever has the engine's turn may use it.
+
+    clock: seconds, for tests; what it does not resolve teaches nothing. A drafter that fails is switched off for good,
+    as its next draft may be as wrong, or as slow to fail.
+    """
+
+    def __init__(
+        self,
+        costs: VerificationCosts,
+        *,
+        ngram: LookupDrafter | None,
+        model: DraftModel | None,
+        floor: DraftFloor | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.costs = costs
+        self.floor = DraftFloor(costs) if floor is None else floor
+        self.clock = clock
+        self.ngram = ngram
+        self.model = model
+        self.ngram_acceptance = [(least, Acceptance(prior)) for least, prior in _NGRAM_PRIORS]
+        self.model_acceptance = Acceptance(_MODEL_PRIOR)
+        self.lookup_seconds = RecentMedian(_KEPT_TIMES)
+        self.learning_seconds = RecentMedian(_KEPT_TIMES)
+        self._owned_model = model
+        self._notices: list[str] = []
+
+    def begin(self, plan: SamplingPlan, prediction: TokenIds = _NO_TOKENS) -> "SpeculativeText":
+        """Follow one generation; prediction: int32[T], what its caller expects as the output."""
+        return SpeculativeText(self, plan, prediction)
+
+    def switch_off_ngram(self, error: Exception) -> None:
+        """Draft from history no more."""
+        self.ngram = None
+        self._note("drafts from former text were switched off", error)
+
+    def switch_off_model(self, error: Exception) -> None:
+        """Draft by the draft model no more; its memory is released with the engine's."""
+        self.model = None
+        self._note("the draft model was switched off", error)
+
+    @property
+    def notices(self) -> list[str]:
+        """Which drafters were switched off, and why."""
+        return self._notices
+
+    def close(self) -> None:
+        """Release the draft model."""
+        if self._owned_model is not None:
+            self._owned_model.close()
+
+    def _note(self, what: str, error: Exception) -> None:
+        notice = f"{what}, and the text goes on without its drafts: {str(error) or type(error).__name__}"
+        self._notices.append(notice)
+        logger.warning(notice)
+
+
+class SpeculativeText:
+    """Drafts for one generation: `draft`, then `observe`, in turns.
+
+    expected_seconds: what drafting as it was done last usually takes; reading_seconds: what it took to read text first.
+    """
+
+    def __init__(self, speculation: Speculation, plan: SamplingPlan, prediction: TokenIds) -> None:
+        self.record = SpeculationRecord(engine_notices=speculation.notices)
+        self.expected_seconds = 0.0
+        self.reading_seconds = 0.0
+        self.drafting_seconds = 0.0
+        self._speculation = speculation
+        self._floor = speculation.floor
+        self._ngram: LookupText | None = None
+        self._model: DraftModelText | None = None
+        if speculation.ngram is not None:
+            try:
+                self._ngram = speculation.ngram.begin(prediction)
+            except Exception as error:
+                speculation.switch_off_ngram(error)
+        if speculation.model is not None:
+            try:
+                self._model = speculation.model.begin(plan)
+            except Exception as error:
+                speculation.switch_off_model(error)
+        self._is_expected = prediction.size > 0
+        self._buffer = np.empty(MAX_DEPTH, np.int32)
+        self._acceptance: Acceptance | None = None
+        self._has_read = False
+        self._vocab_size = plan.vocab_size
+        self._probe_seconds = 0.0
+        self._others = _ALONE
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """What seconds are taken by."""
+        return self._speculation.clock
+
+    def takes_plain_step(self) -> bool:
+        """Ask before a step of this text alone: whether to take it without drafts; see `DraftFloor.is_timed`."""
+        if not self._floor.is_plain(ALONE) and (self._ngram is not None or self._model is not None):
+            return False
+        self.record.plain_steps += 1
+        return True
+
+    def admit(self) -> None:
+        """Note that the engine begins with this text; the caller has the turn."""
+        self._floor.begin(is_expected=self._is_expected)
+
+    def rests(self) -> bool:
+        """Ask before that: whether the step is plain, and nothing is to be told of it."""
+        if not self._floor.rests():
+            return False
+        self.record.plain_steps += 1
+        return True
+
+    def draft(self, tokens: TokenIds, most: int, others: Others | None = None) -> TokenIds:
+        """Return at most `most` tokens, int32[k], likely to follow the text so far; valid until the next call.
+
+        others: what shares the pass that is to verify them. Whatever goes wrong, there is just no draft.
+        """
+        self._acceptance = None
+        self._others = others or _ALONE
+        clock = self._speculation.clock
+        self.expected_seconds = self.reading_seconds = 0.0
+        began = clock()
+        count = self._choose(tokens, min(most, self._speculation.costs.max_depth - self._others.rows))
+        self.drafting_seconds = clock() - began
+        if not self._has_read:
+            self._has_read, self.reading_seconds = True, self.drafting_seconds
+        return self._buffer[:count]
+
+    def expect_forced(self, others: Others | None = None) -> None:
+        """Instead of `draft`: something else knows what follows, from which nothing is learned about drafts."""
+        self._acceptance = None
+        self._others = others or _ALONE
+        self.drafting_seconds = self.expected_seconds = self.reading_seconds = 0.0
+
+    def observe(self, num_drafted: int, num_accepted: int, seconds: float) -> None:
+        """Learn from the pass that verified the last draft, or had none.
+
+        num_drafted: tokens of it that were verified; num_accepted: of those. One more token was sampled.
+        seconds: of the pass and its sampling.
+        """
+        record = self.record
+        plain_seconds = self._speculation.costs.seconds(min(self._others.rows, self._speculation.costs.max_depth) + 1)
+        self._count(num_accepted + 1, seconds + self.drafting_seconds, (num_accepted + 1) * plain_seconds)
+        if self._acceptance is not None and num_drafted:
+            for index in range(num_drafted):
+                record.drafted[index] += 1
+                record.accepted[index] += index < num_accepted
+            self._acceptance.observe(num_drafted, num_accepted)
+
+    def observe_plain(self, seconds: float) -> None:
+        """Count a pass for which no draft was asked."""
+        self._count(1, seconds, seconds)
+
+    def close(self) -> None:
+        """Leave what the draft model computed to its cache."""
+        if self._model is None or self._speculation.model is None:
+            return
+        try:
+            self._model.close()
+        except Exception as error:
+            self._speculation.switch_off_model(error)
+
+    def _choose(self, tokens: TokenIds, most: int) -> int:
+        """Draft by whatever promises the most speed, and return how many tokens are in the buffer."""
+        others = self._others
+        most = self._floor.affordable_depth(others.tokens + 1, others.rows + 1, most)
+        if most <= 0:
+            return 0
+        depth, speed = self._look_up(tokens, most)
+        if self._model is not None and self._speculation.model is not None:
+            count = self._draft_by_model(self._model, self._speculation.model, tokens, most, depth, speed)
+            if count:
+                return count
+        if self._acceptance is None:
+            return 0
+        if depth:
+            self._acceptance.stop_probing()
+        elif self._acceptance.is_probe_due():
+            depth = 1
+        return depth
+
+    def _look_up(self, tokens: TokenIds, most: int) -> tuple[int, float]:
+        """Draft from history into the buffer; return the best depth of that, and the speed it promises."""
+        shared, text = self._speculation, self._ngram
+        if text is None or shared.ngram is None:
+            return 0, 1.0
+        began = shared.clock()
+        try:
+            found = self._checked(text.draft(tokens, self._buffer[:most]), most)
+            length = text.match_length if found else 0
+        except Exception as error:
+            shared.switch_off_ngram(error)
+            return 0, 1.0
+        depth, speed = 0, 1.0
+        if found:
+            acceptance = next(value for least, value in shared.ngram_acceptance if length >= least or least == 1)
+            depth, speed = best_depth(
+                acceptance.chances(),
+                shared.costs,
+                found,
+                seconds_per_draft=(shared.lookup_seconds.value or 0.0) + (shared.learning_seconds.value or 0.0),
+                other_rows=self._others.rows,
+                other_tokens=self._others.tokens,
+            )
+            self._acceptance = acceptance
+        if self._has_read:
+            shared.lookup_seconds.add(shared.clock() - began)
+        self.expected_seconds = shared.lookup_seconds.value or 0.0
+        return depth, speed
+
+    def _draft_by_model(
+        self, text: DraftModelText, model: DraftModel, tokens: TokenIds, most: int, other_depth: int, other_speed: float
+    ) -> int:
+        """Draft by the draft model if it promises more; return how many tokens are in the buffer, 0 for none."""
+        shared = self._speculation
+        depth = self._model_depth(text, model, tokens.size, most, other_depth, other_speed)
+        if not depth:
+            return 0
+        kept = self._buffer[:other_depth].copy()
+        try:
+            count = self._checked(text.draft(tokens, self._buffer[:depth]), depth)
+        except Exception as error:
+            shared.switch_off_model(error)
+            count = 0
+        else:
+            self.reading_seconds += text.reading_taken
+            self.expected_seconds += model.seconds_per_draft + depth * model.seconds_per_token
+        if text.ending is not None:
+            self.record.notices.append(text.ending)
+            self._model = None
+        if count:
+            self._acceptance = shared.model_acceptance
+        else:
+            self._buffer[:other_depth] = kept
+        return count
+
+    def _checked(self, count: int, most: int) -> int:
+        """The length of a draft, proven to be tokens, for what computes them looks at nothing."""
+        drafted = self._buffer[:count].tolist() if 0 <= count <= most else [-1]
+        if drafted and not 0 <= min(drafted) <= max(drafted) < self._vocab_size:
+            raise ValueError("it drafted what is no token of the vocabulary")
+        return count
+
+    def _model_depth(
+        self, text: DraftModelText, model: DraftModel, num_tokens: int, most: int, other_depth: int, other_speed: float
+    ) -> int:
+        """How many tokens the draft model is to draft, 0 where another draft, or none, promises more."""
+        shared = self._speculation
+        most = self._floor.affordable_depth(
+            self._others.tokens + 1,
+            self._others.rows + 1,
+            most,
+            seconds_per_token=model.seconds_per_token,
+            seconds_per_draft=model.seconds_per_draft,
+        )
+        if not most:
+            return 0
+        acceptance = shared.model_acceptance
+        reading = text.reading_seconds(num_tokens)
+        self._probe_seconds += _PROBED_SHARE * shared.costs.seconds(1)
+        depth, speed = best_depth(
+            acceptance.chances(),
+            shared.costs,
+            most,
+            seconds_per_token=model.seconds_per_token,
+            seconds_per_draft=model.seconds_per_draft + reading / _READ_FOR_ROUNDS,
+            other_rows=self._others.rows,
+            other_tokens=self._others.tokens,
+        )
+        if speed > other_speed:
+            acceptance.stop_probing()
+            return depth
+        probe = reading + model.seconds_per_draft + model.seconds_per_token
+        if other_depth or probe > self._probe_seconds or not acceptance.is_probe_due():
+            return 0
+        self._probe_seconds -= probe
+        return 1
+
+    def _count(self, num_tokens: int, seconds: float, plain_seconds: float) -> None:
+        record = self.record
+        record.observed_passes += 1
+        record.observed_tokens += num_tokens
+        record.seconds += seconds
+        record.plain_seconds += plain_seconds
+
+
+def choose_verified(
+    choose: Callable[[NDArray[Any], SamplingPlan, int, TokenIds], int],
+    results: Results,
+    plan: SamplingPlan,
+    position: int,
+    history: TokenIds,
+    drafted: Sequence[int],
+    stops: Collection[int],
+) -> list[int]:
+    """Sample row after row while the draft was right, and write the tokens into the history from `position` on.
+
+    Every row is sampled with the tokens before it in the history, so penalties, bias and masks are what they would be
+    without a draft. Stops after a token of `stops`.
+
+    Shapes: results float32[vocab_size] of len(drafted) + 1 rows, or the tokens that a device chose; history
+    int32[>= position + len(drafted) + 1].
+    """
+    chosen: list[int] = []
+    for index in range(len(results)):
+        try:
+            token_id = choose(results[index], plan, position + index, history)
+        except LocalinferError:
+            # The tokens before it come first; the next pass begins at this position and raises this again.
+            if not chosen:
+                raise
+            break
+        history[position + index] = token_id
+        chosen.append(token_id)
+        if token_id in stops or not accept_coupled(drafted, token_id, index):
+            break
+    return chosen

@@ -1,0 +1,114 @@
+"""A model's weights as they would be after scaling and rounding, matrix by matrix as a calibration tape asks."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.kernels.ops import EmbeddingTable, FloatArray, LinearWeight
+from localinfer.models.calibration.tape import StoredMatrices, StreamedWeights
+from localinfer.quant.checkpoint.model_file import ModelFile
+from localinfer.quant.methods.awq import Rounding
+from localinfer.quant.methods.scaled_model import TensorFactors
+
+RoundingOf = Callable[[str], Rounding | None]
+"""How the type that a tensor gets rounds it; None for tensors that are not rounded."""
+
+
+class RoundedWeights:
+    """A `WeightSource` for a `CalibrationTape`: what is in the file, scaled as told last, then rounded.
+
+    Ordinary matrices are kept until `forget`, and rounded again only if their columns' factors change: factors of rows
+    commute with rounding, because every row has scales of its own. Stacks of experts are rounded each time.
+    """
+
+    def __init__(
+        self, file: ModelFile, rounding_of: RoundingOf, mean_squares: Mapping[tuple[str, int], FloatArray]
+    ) -> None:
+        """mean_squares: of what each matrix reads, float32[columns], by its tensor and its number in a stack."""
+        self._streamed = StreamedWeights(file)
+        self._rounding_of = rounding_of
+        self._mean_squares = mean_squares
+        self._factors: Mapping[str, TensorFactors] = {}
+        self._rounded: dict[tuple[str, int], tuple[NDArray[np.float64] | None, FloatArray]] = {}
+
+    def scale(self, factors: Mapping[str, TensorFactors]) -> None:
+        """Multiply tensors by these factors from now on, and no others."""
+        self._factors = factors
+
+    def forget(self) -> None:
+        """Drop the matrices that are kept."""
+        self._rounded.clear()
+
+    def has(self, name: str) -> bool:
+        """Whether the file holds this tensor."""
+        return self._streamed.has(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, rows first."""
+        return self._streamed.shape(name)
+
+    def linear(self, name: str, rows: slice | None = None) -> LinearWeight:
+        """A handle of a matrix, of a stack of them, or of some rows of either."""
+        weight = self._streamed.linear(name, rows)
+        packed = _RoundedMatrices(self, weight.packed, weight.num_experts)
+        return LinearWeight(name, weight.num_rows, weight.num_columns, packed, weight.num_experts)
+
+    def embedding(self, name: str) -> EmbeddingTable:
+        """A handle of a table, which is neither scaled nor rounded."""
+        return self._streamed.embedding(name)
+
+    def vector(self, name: str) -> FloatArray:
+        """A small tensor as float32, in its own shape."""
+        values = self._streamed.vector(name)
+        return self._factors[name].apply(values) if name in self._factors else values
+
+    def matrix(self, stored: StoredMatrices, expert: int, num_experts: int) -> FloatArray:
+        """One matrix, or rows of it, scaled and rounded: float32[rows, columns]."""
+        factors = self._factors.get(stored.name, TensorFactors())
+        columns = _of_expert(factors.columns, expert)
+        key = (stored.name, stored.rows.start)
+        kept = self._rounded.get(key) if num_experts == 1 else None
+        if kept is not None and _are_equal(kept[0], columns):
+            values = kept[1]
+        else:
+            values = self._round(stored, expert, columns)
+            if num_experts == 1:
+                self._rounded[key] = (columns, values)
+        rows = _of_expert(factors.rows, expert)
+        return values if rows is None else values * rows[stored.rows, None].astype(np.float32)
+
+    def _round(self, stored: StoredMatrices, expert: int, columns: NDArray[np.float64] | None) -> FloatArray:
+        values, rounding = stored.matrix(expert), self._rounding_of(stored.name)
+        scales = np.float32(1) if columns is None else columns.astype(np.float32)
+        values = values * scales
+        if rounding is None:
+            return values
+        return rounding(values, (self._mean_squares[stored.name, expert] / np.square(scales)).astype(np.float32))
+
+
+@dataclass(frozen=True)
+class _RoundedMatrices:
+    """What a calibration tape reads of a weight."""
+
+    source: RoundedWeights
+    stored: StoredMatrices
+    num_experts: int
+
+    @property
+    def rows(self) -> slice:
+        return self.stored.rows
+
+    def matrix(self, expert: int = 0) -> FloatArray:
+        return self.source.matrix(self.stored, expert, self.num_experts)
+
+
+def _of_expert(factors: NDArray[np.float64] | None, expert: int) -> NDArray[np.float64] | None:
+    return factors if factors is None or factors.ndim == 1 else factors[expert]
+
+
+def _are_equal(first: NDArray[np.float64] | None, second: NDArray[np.float64] | None) -> bool:
+    if first is None or second is None:
+        return first is second
+    return np.array_equal(first, second)

@@ -1,0 +1,110 @@
+"""Quantize a whole model by calibration, layer by layer, each one kept on disk when it is done."""
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.kernels.cpu.pool import ThreadPool
+from localinfer.models.calibration.run import CalibrationState, calibrate
+from localinfer.models.calibration.scales import SiteScales, choose_scales, fold
+from localinfer.models.calibration.tape import embedding_rows
+from localinfer.quant.checkpoint.model_file import ModelFile, TensorRecord
+from localinfer.quant.formats.encoding import encode
+from localinfer.quant.formats.reference import dequantize
+from localinfer.quant.formats.types import TensorType
+from localinfer.quant.methods.awq import Rounding
+from localinfer.quant.methods.grids import GRID_TYPES
+from localinfer.quant.methods.presets import TypeChoice, is_quantized
+from localinfer.quant.methods.rounding_visitor import PreparedTensor, RoundingVisitor
+from localinfer.quant.methods.scaled_model import ScaledModel
+from localinfer.quant.methods.workers import Workers
+from localinfer.quant.pipeline.partial_results import PartialResults
+
+FloatArray = NDArray[np.float32]
+
+
+def round_by_calibration(
+    file: ModelFile,
+    token_ids: NDArray[np.int32],
+    choices: Mapping[str, TypeChoice],
+    pool: ThreadPool,
+    workers: Workers,
+    results: PartialResults,
+    *,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Mapping[str, PreparedTensor]:
+    """Quantize the matrices that presets touch, but for embeddings, and return them by name.
+
+    Those that the preset leaves in floats answer for earlier errors too; blocks of the wanted type stay as they are.
+
+    They are read from `results` when they are asked for; whoever has used them deletes those. A run that finds results
+    of its own there goes on after their last layer.
+
+    token_ids: int32[sequences, length] of the calibration text. choices: what each tensor becomes.
+    Raises: ModelFileError and below if the model cannot be run, RequestError if a weight cannot be encoded.
+    """
+    todo = {name: choice for name, choice in choices.items() if _changes(file.tensors[name], choice)}
+    visitor = RoundingVisitor(todo, {name: file.tensors[name].shape for name in todo}, pool, workers)
+
+    def quantized_rows(name: str, ids: NDArray[np.int32]) -> FloatArray:
+        rows, type = embedding_rows(file, name, ids), choices[name].type
+        return dequantize(encode(pool, rows, type), type, rows.shape)
+
+    def layer_done(state: CalibrationState) -> None:
+        results.save(state.num_layers_done, visitor.take_finished(), state.hidden)
+
+    found = results.load()
+    start = None if found is None else CalibrationState(found[0], found[1])
+    num_layers = calibrate(
+        file,
+        token_ids,
+        workers,
+        visitor,
+        quantized_rows=quantized_rows,
+        start=start,
+        layer_done=layer_done,
+        progress=progress,
+    )
+    return results.tensors(num_layers, visitor.take_finished())
+
+
+def _changes(record: TensorRecord, choice: TypeChoice) -> bool:
+    is_plain = choice.type in (TensorType.F16, TensorType.BF16)
+    return is_quantized(record) and (record.type is not choice.type or is_plain)
+
+
+def scale_for_rounding(
+    file: ModelFile,
+    token_ids: NDArray[np.int32],
+    choices: Mapping[str, TypeChoice],
+    pool: ThreadPool,
+    workers: Workers,
+    *,
+    is_proven_by_feedback: bool = True,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> tuple[ScaledModel, list[SiteScales]]:
+    """Fold scales into a model that make its matrices round better; return it and what was folded.
+
+    is_proven_by_feedback: keep a layer's scales only if `round_by_calibration` loses less with them, too.
+    Other arguments and errors: as there.
+    """
+    todo = {name: choice for name, choice in choices.items() if is_quantized(file.tensors[name])}
+
+    def rounding_of(name: str) -> Rounding | None:
+        if name not in todo or todo[name].type not in GRID_TYPES:
+            return None
+        type = todo[name].type
+
+        def rounded(weights: FloatArray, importance: FloatArray) -> FloatArray:
+            return dequantize(encode(pool, weights, type, importance), type, weights.shape)
+
+        return rounded
+
+    def final() -> RoundingVisitor:
+        return RoundingVisitor(todo, {name: file.tensors[name].shape for name in todo}, pool, workers)
+
+    found = choose_scales(
+        file, token_ids, workers, rounding_of, final=final if is_proven_by_feedback else None, progress=progress
+    )
+    return fold(file, found), found

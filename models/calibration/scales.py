@@ -1,0 +1,301 @@
+"""Choose scales for every site of a model while a text goes through it, layer by layer.
+
+What decides is the layer: with all its matrices rounded and its inputs as int8, how far is its result from the
+original's? Errors of single products decide badly, because attention forgives in queries and keys what it does not in
+values (arXiv 2306.00978 searches by the output of whole blocks too). Only experts' own channels, and the output matrix,
+are searched by their products.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.kernels.ops import Rows, WeightSource
+from localinfer.models.calibration.folding import fold_scales
+from localinfer.models.calibration.rounded_weights import RoundedWeights, RoundingOf
+from localinfer.models.calibration.scale_groups import ScaleSite, find_scale_sites
+from localinfer.models.calibration.tape import CalibrationTape, StreamedWeights, Streams
+from localinfer.models.decoder.architectures import find_architecture
+from localinfer.models.decoder.attention import RopeTables
+from localinfer.models.decoder.checked_weights import CheckedWeights
+from localinfer.models.decoder.config import ModelConfig
+from localinfer.models.decoder.decoder import write_embedding, write_layer, write_output_norm
+from localinfer.models.decoder.graph import Graph
+from localinfer.quant.checkpoint.model_file import ModelFile
+from localinfer.quant.methods.awq import (
+    LEAST_GAIN,
+    ChannelSizes,
+    ReadingMatrix,
+    ScaleSearch,
+    channel_sizes,
+    round_activations,
+    search_scales,
+)
+from localinfer.quant.methods.hooks import FloatArray, LinearProduct, ProductVisitor
+from localinfer.quant.methods.scaled_model import ScaledModel
+from localinfer.quant.methods.workers import Workers
+
+JUDGING_TOKENS, THOROUGH_JUDGING_TOKENS = 1024, 4096
+"""Tokens, the last of the text, that layers are judged by."""
+
+THOROUGH_LAYER_WEIGHTS = 1 << 22
+"""Models whose layers have at most so many weights are searched thoroughly: they lose most and cost least."""
+
+_FEWEST_TOKENS = 32
+"""An expert that fewer tokens reached keeps its channels as they are."""
+
+_LAYER = re.compile(r"blk\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class SiteScales:
+    """Scales float32[num_channels] of a site, and the share of the loss that is left with them."""
+
+    site: ScaleSite
+    scales: FloatArray
+    loss_ratio: float
+
+
+def choose_scales(
+    file: ModelFile,
+    token_ids: NDArray[np.int32],
+    workers: Workers,
+    rounding_of: RoundingOf,
+    *,
+    final: Callable[[], ProductVisitor] | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> list[SiteScales]:
+    """Choose scales on a text; sites where none help are left out.
+
+    token_ids: int32[sequences, length].
+    final: makes a visitor that quantizes as the model will be, where that is not by `rounding_of` alone; a layer then
+        keeps its scales only if it loses less with them this way too.
+    progress: called with a stage's name, the layers done and the layers in all.
+    Raises: ModelFileError and below if the model cannot be run.
+    """
+    shapes = {name: record.shape for name, record in file.tensors.items()}
+    sites, _ = find_scale_sites(ModelConfig.from_metadata(file.metadata, shapes), shapes)
+    seen = _SeenSites(sites, rounding_of)
+    run = _LayerRun(file, StreamedWeights(file), token_ids, workers, seen)
+    layer_weights = sum(prod(shape) for name, shape in shapes.items() if _LAYER.match(name)) // run.num_layers
+    is_thorough = layer_weights <= THOROUGH_LAYER_WEIGHTS
+    num_judging = THOROUGH_JUDGING_TOKENS if is_thorough else JUDGING_TOKENS
+    judging = token_ids[-max(1, num_judging // token_ids.shape[1]) :]
+    trial = RoundedWeights(file, rounding_of, seen.mean_squares)
+    judged = _LayerRun(file, trial, judging, _Int8Workers(workers), _Nobody())
+    hidden = run.embed()
+    kept: list[SiteScales] = []
+    for layer in range(run.num_layers):
+        if progress is not None:
+            progress("choosing scales", layer, run.num_layers)
+        given = hidden[-judging.size :]
+        hidden = run.layer(layer, hidden)
+        search = _LayerSearch(judged, trial, shapes, layer, given, hidden[-judging.size :], is_thorough)
+        found = search.choose([site for site in sites if _layer_of(site) == layer], seen)
+        if final is not None and found:
+            before, after = (
+                _final_loss(one, judging, workers, final(), layer, given) for one in (file, fold(file, found))
+            )
+            found = found if after < (1 - LEAST_GAIN) * before else []
+        kept += found
+        trial.forget()
+        seen.forget()
+    run.output(hidden)
+    kept += [one for site in sites if _layer_of(site) is None for one in [seen.by_products(site)] if one is not None]
+    return kept
+
+
+def fold(file: ModelFile, chosen: Sequence[SiteScales]) -> ScaledModel:
+    """The same model with scales folded into it."""
+    shapes = {name: record.shape for name, record in file.tensors.items()}
+    return ScaledModel(file, fold_scales([(one.site, one.scales) for one in chosen], shapes))
+
+
+def _final_loss(
+    file: ModelFile,
+    token_ids: NDArray[np.int32],
+    workers: Workers,
+    visitor: ProductVisitor,
+    layer: int,
+    given: FloatArray,
+) -> float:
+    """The loss of one layer, quantized by a visitor."""
+    original, found = _LayerRun(file, StreamedWeights(file), token_ids, workers, visitor).both(layer, given)
+    return _mean_relative_error(original, found)
+
+
+def _mean_relative_error(wanted: FloatArray, found: FloatArray) -> float:
+    """Squared, relative to each token's own size: the next layer norms every token."""
+    return float((np.square(found - wanted).sum(axis=1) / np.square(wanted).sum(axis=1)).mean())
+
+
+class _LayerRun:
+    """A model over a text, one layer at a time, each from whatever it is given: float32[tokens, hidden_size]."""
+
+    def __init__(
+        self,
+        file: ModelFile,
+        weights: WeightSource,
+        token_ids: NDArray[np.int32],
+        workers: Workers,
+        visitor: ProductVisitor,
+    ) -> None:
+        shapes = {name: record.shape for name, record in file.tensors.items()}
+        config = replace(ModelConfig.from_metadata(file.metadata, shapes), context_length=token_ids.shape[1])
+        self.num_layers = config.num_layers
+        self._tape = CalibrationTape(token_ids, workers, visitor)
+        checked = CheckedWeights(weights, config.architecture)
+        self._graph = Graph(config, find_architecture(config), checked, self._tape)
+        self._tables = RopeTables(self._graph, token_ids.shape[1])
+        self._hidden = self._graph.buffer("hidden", config.hidden_size, Rows.BATCH)
+
+    def embed(self) -> FloatArray:
+        """What the first layer reads."""
+        return self._tape.streams(write_embedding(self._graph, self._graph.config.context_length))[0]
+
+    def layer(self, layer: int, hidden: FloatArray) -> FloatArray:
+        """What the next layer reads, from what this one reads."""
+        return self._streams(layer, [hidden])[0]
+
+    def both(self, layer: int, hidden: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """The same for the original matrices and for what the visitor makes of them."""
+        original, changed = self._streams(layer, [hidden, hidden])
+        return original, changed
+
+    def _streams(self, layer: int, hidden: Streams) -> Streams:
+        self._tape.set_streams(self._hidden, hidden)
+        out = write_layer(self._graph, layer, self._hidden, self._tables)
+        self._tape.forget_all_but(out)
+        return self._tape.streams(out)
+
+    def output(self, hidden: FloatArray) -> None:
+        """Show the visitor the output matrix, where it is not the embedding's."""
+        config, weights = self._graph.config, self._graph.weights
+        if weights.has("output.weight"):
+            self._tape.set_streams(self._hidden, [hidden])
+            normed = write_output_norm(self._graph, self._hidden)
+            self._tape.visit(normed, [weights.linear("output.weight", config.vocab_size, config.hidden_size)])
+
+
+class _SeenSites:
+    """A `ProductVisitor` that measures the channels of sites, and importance. It searches scales where products do."""
+
+    def __init__(self, sites: Sequence[ScaleSite], rounding_of: RoundingOf) -> None:
+        self._sites = {reader: site for site in sites for reader in site.readers}
+        self._rounding_of = rounding_of
+        self._searches: dict[str, dict[int, ScaleSearch]] = {}
+        self.sizes: dict[str, ChannelSizes] = {}
+        self.mean_squares: dict[tuple[str, int], FloatArray] = {}
+
+    def visit(self, product: LinearProduct) -> Sequence[FloatArray | None]:
+        x, first = product.original, product.matrices[0]
+        for part in product.matrices:
+            shape = (x.shape[1],)
+            self.mean_squares[part.tensor, part.expert] = (
+                np.square(x).mean(axis=0) if len(x) else np.ones(shape, np.float32)
+            )
+        site = self._sites.get(first.tensor)
+        if site is None or len(x) < _FEWEST_TOKENS:
+            return [None] * len(product.matrices)
+        matrices = [
+            ReadingMatrix(part.values, rounding)
+            for part in product.matrices
+            for rounding in [self._rounding_of(part.tensor)]
+            if rounding is not None
+        ]
+        is_own = site.columns is None and site.num_channels > x.shape[1]
+        sizes = self.sizes.get(site.name) or channel_sizes(x, [part.values for part in product.matrices], site.columns)
+        if is_own or _layer_of(site) is None:
+            search = ScaleSearch(sizes, site.columns)
+            search.add(x, matrices)
+            self._searches.setdefault(site.name, {})[first.expert] = search
+        elif matrices:
+            self.sizes[site.name] = sizes
+        return [None] * len(product.matrices)
+
+    def by_products(self, site: ScaleSite) -> SiteScales | None:
+        """What helps the products that read a site; 1 for experts that too few tokens reached. None if nothing does."""
+        choices = {expert: search.best() for expert, search in self._searches.get(site.name, {}).items()}
+        if not any(choice.loss_ratio < 1 for choice in choices.values()):
+            return None
+        scales = np.ones(site.num_channels, np.float32)
+        for expert, choice in choices.items():
+            scales[expert * choice.scales.size :][: choice.scales.size] = choice.scales
+        return SiteScales(site, scales, float(np.mean([choice.loss_ratio for choice in choices.values()])))
+
+    def forget(self) -> None:
+        """Drop what a layer left."""
+        for kept in (self._searches, self.sizes, self.mean_squares):
+            kept.clear()
+
+
+class _LayerSearch:
+    """One layer, from what it reads to what it should give."""
+
+    def __init__(
+        self,
+        run: _LayerRun,
+        weights: RoundedWeights,
+        shapes: dict[str, tuple[int, ...]],
+        layer: int,
+        given: FloatArray,
+        wanted: FloatArray,
+        is_thorough: bool,
+    ) -> None:
+        self._run, self._weights, self._shapes, self._layer = run, weights, shapes, layer
+        self._given, self._wanted, self._is_thorough = given, wanted, is_thorough
+
+    def choose(self, sites: Sequence[ScaleSite], seen: _SeenSites) -> list[SiteScales]:
+        """Choose scales site after site, each with those before it in place."""
+        kept: list[SiteScales] = []
+        for site in sites:
+            is_judged = site.name in seen.sizes
+            chosen = self._by_layer(site, seen, kept) if is_judged else self._by_products(site, seen, kept)
+            if chosen is not None:
+                kept.append(chosen)
+        return kept
+
+    def _by_layer(self, site: ScaleSite, seen: _SeenSites, kept: Sequence[SiteScales]) -> SiteScales | None:
+        choice = search_scales(seen.sizes[site.name], lambda scales: self._loss([*kept, SiteScales(site, scales, 1.0)]))
+        return SiteScales(site, choice.scales, choice.loss_ratio) if choice.loss_ratio < 1 else None
+
+    def _by_products(self, site: ScaleSite, seen: _SeenSites, kept: Sequence[SiteScales]) -> SiteScales | None:
+        found = seen.by_products(site)
+        if found is None:
+            return None
+        before, after = self._loss(kept), self._loss([*kept, found])
+        return replace(found, loss_ratio=after / before) if after < (1 - LEAST_GAIN) * before else None
+
+    def _loss(self, chosen: Sequence[SiteScales]) -> float:
+        self._weights.scale(fold_scales([(one.site, one.scales) for one in chosen], self._shapes))
+        return _mean_relative_error(self._wanted, self._run.layer(self._layer, self._given))
+
+
+class _Int8Workers(Workers):
+    """Workers whose products read their inputs as int8."""
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+        self.num_threads, self.memory = workers.num_threads, workers.memory
+
+    def run(self, function: Callable[[int], None], count: int) -> None:
+        self._workers.run(function, count)
+
+    def product(self, x: FloatArray, weight: FloatArray) -> FloatArray:
+        return self._workers.product(round_activations(x), weight)
+
+
+class _Nobody:
+    """A `ProductVisitor` that looks at nothing."""
+
+    def visit(self, product: LinearProduct) -> Sequence[FloatArray | None]:
+        return [None] * len(product.matrices)
+
+
+def _layer_of(site: ScaleSite) -> int | None:
+    match = _LAYER.match(site.readers[0])
+    return None if match is None else int(match[1])

@@ -1,0 +1,360 @@
+"""Model hyperparameters under their Hugging Face names, read from GGUF metadata and checked before anything is built.
+
+GGUF keys end here: everything above this file speaks of `hidden_size` and `num_heads` (glossary in models/README.md).
+Keys and defaults: the GGUF specification (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from localinfer.errors import CorruptFileError, UnsupportedFormatError
+from localinfer.models.decoder.metadata import MetadataReader
+from localinfer.models.decoder.tensor_shapes import check_tensor_shapes
+
+Shape = tuple[int, ...]
+
+MAX_LAYERS = 4096
+MAX_WIDTH = 1 << 22
+MAX_CONTEXT = 1 << 28
+MIN_SCALE, MAX_SCALE = 1e-6, 1e6
+"""Of factors on activations, scores and positions, which in models are from 0.001 to 100."""
+MIN_BASE, MAX_BASE = 1.0 + 1e-6, 1e18
+_MAX_VOCABULARY = 1 << 20
+"""Weights of tokens are drawn in units of 2^-43 and summed in 63 bits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding as the file describes it.
+
+    rotary_size: elements of each head that rotate. base_windowed: base of the layers with a sliding window, 0 where the
+    file leaves it to the architecture.
+    scaling: none, linear, yarn or longrope. sections: sizes of multimodal sections (equal positions for text).
+    alpha: stretches the base, in Hunyuan's models (NTK-aware scaling), 0 where the file has none.
+    is_used: false in a few Granite models, which have no positions at all.
+    attention_factor, extrapolation_factor, beta_fast, beta_slow, log_multiplier: YaRN's own (arXiv 2309.00071).
+    """
+
+    rotary_size: int
+    base: float = 10000.0
+    base_windowed: float = 0.0
+    scaling: str = "none"
+    factor: float = 1.0
+    original_context_length: int = 0
+    attention_factor: float = 1.0
+    extrapolation_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    log_multiplier: float = 0.0
+    sections: tuple[int, ...] = ()
+    alpha: float = 0.0
+    is_used: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertConfig:
+    """Mixture-of-experts sizes; None where the file leaves the choice to the architecture.
+
+    gating: 1 softmax, 2 sigmoid, 3 softmax over the selected experts.
+    """
+
+    num_experts: int
+    num_selected: int
+    intermediate_size: int | None = None
+    scale: float = 1.0
+    normalise: bool | None = None
+    gating: int | None = None
+    num_groups: int = 1
+    num_selected_groups: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentConfig:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): one decompressed head, and the latents."""
+
+    key_size: int
+    value_size: int
+    kv_rank: int
+    query_rank: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Everything the decoder needs to know besides the weights.
+
+    Tuples have one entry per layer. head_dim is the size of a query or key head, value_head_dim of a value head.
+    intermediate_size is what the file says; the decoder goes by the tensors. windowed_layers is empty where the file
+    leaves the pattern to the architecture. A scale of None is not in the file. block_tensors names the tensors of the
+    first block, without their `blk.0.`: some architectures have variants that differ by what is there.
+    """
+
+    architecture: str
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+    context_length: int
+    num_heads: tuple[int, ...]
+    num_kv_heads: tuple[int, ...]
+    intermediate_size: tuple[int, ...]
+    head_dim: int
+    value_head_dim: int
+    norm_epsilon: float
+    rope: RopeConfig
+    experts: ExpertConfig | None = None
+    latent: LatentConfig | None = None
+    sliding_window: int = 0
+    windowed_layers: tuple[bool, ...] = ()
+    attention_scale: float | None = None
+    attention_softcap: float = 0.0
+    logit_softcap: float = 0.0
+    embedding_scale: float | None = None
+    residual_scale: float | None = None
+    logit_scale: float | None = None
+    parallel_residual: bool | None = None
+    max_alibi_bias: float = 0.0
+    temperature_scale: float = 0.0
+    temperature_length: int = 0
+    block_tensors: frozenset[str] = frozenset()
+
+    @classmethod
+    def from_metadata(cls, metadata: Mapping[str, object], tensor_shapes: Mapping[str, Shape]) -> "ModelConfig":
+        """Read and check the hyperparameters of a GGUF file.
+
+        tensor_shapes: every tensor of the file, rows first. Values of `metadata` are numbers, strings or sequences.
+        Raises: CorruptFileError if values contradict each other or the tensors; UnsupportedFormatError if they
+        describe a model this version cannot run. Both name the key.
+        """
+        architecture = metadata.get("general.architecture")
+        if not isinstance(architecture, str) or not architecture:
+            raise CorruptFileError(
+                f"general.architecture is {architecture!r}; a model file names its architecture there. "
+                "Is this a tokenizer or an adapter rather than a model?"
+            )
+        reader = MetadataReader(metadata, prefix=architecture)
+        hidden_size = reader.integer("embedding_length", low=1, high=MAX_WIDTH)
+        vocab_size = _vocab_size(reader, tensor_shapes, hidden_size)
+        extra_layers = reader.integer("nextn_predict_layers", 0, low=0, high=MAX_LAYERS)
+        num_layers = _count_layers(reader, tensor_shapes) - extra_layers
+        if num_layers < 1:
+            raise reader.contradiction("nextn_predict_layers", extra_layers, "fewer than block_count")
+        num_heads = reader.integers("attention.head_count", num_layers, low=1, high=MAX_WIDTH)
+        num_kv_heads = reader.integers("attention.head_count_kv", num_layers, num_heads, low=1, high=MAX_WIDTH)
+        for layer in range(num_layers):
+            if num_heads[layer] % num_kv_heads[layer]:
+                raise reader.contradiction(
+                    "attention.head_count_kv", num_kv_heads[layer], f"a divisor of {num_heads[layer]} heads"
+                )
+        head_dim = _head_dim(reader, hidden_size, num_heads)
+        value_head_dim = reader.integer("attention.value_length", head_dim, low=1, high=MAX_WIDTH)
+        context_length = reader.integer("context_length", low=1, high=MAX_CONTEXT)
+        sliding_window = reader.integer("attention.sliding_window", 0, low=0, high=MAX_CONTEXT)
+        rope = _rope(reader, head_dim, context_length)
+        _check_windowed_sizes(reader, rotary_size=rope.rotary_size, head_dim=head_dim, value_head_dim=value_head_dim)
+        if reader.optional_boolean("attention.causal") is False:
+            raise UnsupportedFormatError(
+                f"{reader.full_key('attention.causal')} is false: every position of such a model sees all others; "
+                "this version runs models that see what came before. Choose another model."
+            )
+        config = cls(
+            architecture=architecture,
+            hidden_size=hidden_size,
+            num_layers=num_layers,
+            vocab_size=vocab_size,
+            context_length=context_length,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            intermediate_size=reader.integers(
+                "feed_forward_length", num_layers, (0,) * num_layers, low=0, high=MAX_WIDTH
+            ),
+            head_dim=head_dim,
+            value_head_dim=value_head_dim,
+            norm_epsilon=_norm_epsilon(reader),
+            rope=rope,
+            experts=_experts(reader),
+            latent=_latent(reader, rope, head_dim, value_head_dim),
+            sliding_window=sliding_window,
+            windowed_layers=_windowed_layers(reader, num_layers),
+            attention_scale=_scale(reader, "attention.scale") or None,
+            attention_softcap=_scale(reader, "attn_logit_softcapping", low=0.0),
+            logit_softcap=_scale(reader, "final_logit_softcapping", low=0.0),
+            embedding_scale=_scale(reader, "embedding_scale") or None,
+            residual_scale=_scale(reader, "residual_scale") or None,
+            logit_scale=_scale(reader, "logit_scale") or None,
+            parallel_residual=reader.optional_boolean("use_parallel_residual"),
+            max_alibi_bias=_scale(reader, "attention.max_alibi_bias", low=0.0),
+            temperature_scale=_scale(reader, "attention.temperature_scale"),
+            temperature_length=reader.integer("attention.temperature_length", 0, low=0, high=MAX_CONTEXT),
+            block_tensors=frozenset(name.removeprefix("blk.0.") for name in tensor_shapes if name.startswith("blk.0.")),
+        )
+        check_tensor_shapes(reader, config, tensor_shapes)
+        return config
+
+
+def _count_layers(reader: MetadataReader, tensor_shapes: Mapping[str, Shape]) -> int:
+    num_layers = reader.integer("block_count", low=1, high=MAX_LAYERS)
+    found = {name.split(".", 2)[1] for name in tensor_shapes if name.startswith("blk.")}
+    if any(str(layer) not in found for layer in range(num_layers)):
+        raise reader.contradiction("block_count", num_layers, f"the {len(found)} blocks that the tensors form")
+    return num_layers
+
+
+def _head_dim(reader: MetadataReader, hidden_size: int, num_heads: tuple[int, ...]) -> int:
+    if "attention.key_length" in reader:
+        return reader.integer("attention.key_length", low=1, high=MAX_WIDTH)
+    if hidden_size % num_heads[0]:
+        raise reader.contradiction(
+            "attention.head_count", num_heads[0], f"a divisor of embedding_length {hidden_size} (no key_length given)"
+        )
+    return hidden_size // num_heads[0]
+
+
+def _scale(reader: MetadataReader, key: str, default: float = 0.0, *, low: float = -MAX_SCALE) -> float:
+    """A factor or limit, which is 0 or neither so large nor so small that float32 loses it."""
+    value = reader.number(key, default, low=low, high=MAX_SCALE)
+    if 0.0 < abs(value) < MIN_SCALE:
+        raise reader.contradiction(key, value, f"0, or a magnitude from {MIN_SCALE:g} to {MAX_SCALE:g}")
+    return value
+
+
+def _check_windowed_sizes(reader: MetadataReader, *, rotary_size: int, head_dim: int, value_head_dim: int) -> None:
+    sizes = {
+        "attention.key_length_swa": head_dim,
+        "attention.value_length_swa": value_head_dim,
+        "rope.dimension_count_swa": rotary_size,
+    }
+    for key, size in sizes.items():
+        found = reader.integer(key, size, low=0, high=MAX_WIDTH)
+        if found != size:
+            raise UnsupportedFormatError(
+                f"{reader.full_key(key)} is {found} where other layers have {size}; "
+                "this version runs one head size per model. Choose another model."
+            )
+
+
+def _vocab_size(reader: MetadataReader, tensor_shapes: Mapping[str, Shape], hidden_size: int) -> int:
+    shape = tensor_shapes.get("token_embd.weight")
+    if shape is None or len(shape) != 2:
+        raise CorruptFileError(
+            f"token_embd.weight has shape {shape}; a model has one row per vocabulary entry there. "
+            "Is this file complete? Split files are opened by their first part."
+        )
+    if shape[1] != hidden_size:
+        raise reader.contradiction("embedding_length", hidden_size, f"the {shape[1]} columns of token_embd.weight")
+    if shape[0] >= _MAX_VOCABULARY:
+        raise UnsupportedFormatError(
+            f"token_embd.weight has {shape[0]} rows, one per token; this version draws tokens from fewer than "
+            f"{_MAX_VOCABULARY}. Use a model of a smaller vocabulary."
+        )
+    declared = reader.integer("vocab_size", shape[0], low=1, high=MAX_CONTEXT)
+    if declared != shape[0]:
+        raise reader.contradiction("vocab_size", declared, f"the {shape[0]} rows of token_embd.weight")
+    num_tokens = reader.length_of("tokenizer.ggml.tokens")
+    if num_tokens is not None and num_tokens != shape[0]:
+        raise CorruptFileError(
+            f"tokenizer.ggml.tokens has {num_tokens} entries; wanted the {shape[0]} rows of token_embd.weight. "
+            "Convert the model again or download another copy."
+        )
+    return declared
+
+
+def _norm_epsilon(reader: MetadataReader) -> float:
+    key = "attention.layer_norm_rms_epsilon"
+    if key not in reader and "attention.layer_norm_epsilon" in reader:
+        key = "attention.layer_norm_epsilon"
+    return reader.number(key, low=0.0, high=1.0)
+
+
+def _rope(reader: MetadataReader, head_dim: int, context_length: int) -> RopeConfig:
+    rotary_size = reader.integer("rope.dimension_count", head_dim, low=0, high=MAX_WIDTH)
+    if rotary_size > head_dim or rotary_size % 2:
+        raise reader.contradiction("rope.dimension_count", rotary_size, f"an even number of at most {head_dim}")
+    scaling = reader.text("rope.scaling.type", "")
+    factor = _scale(reader, "rope.scaling.factor", _scale(reader, "rope.scale_linear", 1.0, low=0.0), low=0.0)
+    if scaling not in ("", "none", "linear", "yarn", "longrope"):
+        raise UnsupportedFormatError(
+            f"{reader.full_key('rope.scaling.type')} is {scaling!r}; this version knows none, linear, yarn and "
+            "longrope. Update localinfer or choose another model."
+        )
+    extrapolation_factor = reader.number("rope.scaling.yarn_ext_factor", -1.0, low=-1.0, high=100.0)
+    base_windowed = reader.number("rope.freq_base_swa", 0.0, low=0.0, high=MAX_BASE)
+    alpha = _scale(reader, "rope.scaling.alpha", low=0.0)
+    if 0.0 < alpha < 1.0:
+        raise reader.contradiction("rope.scaling.alpha", alpha, "0 or a number from 1")
+    if 0.0 < base_windowed < MIN_BASE:
+        raise reader.contradiction("rope.freq_base_swa", base_windowed, f"0 or a number from {MIN_BASE:g}")
+    return RopeConfig(
+        rotary_size=rotary_size,
+        base=reader.number("rope.freq_base", 10000.0, low=MIN_BASE, high=MAX_BASE),
+        base_windowed=base_windowed,
+        scaling=scaling or ("linear" if factor not in (0.0, 1.0) else "none"),
+        factor=factor or 1.0,
+        original_context_length=reader.integer(
+            "rope.scaling.original_context_length", context_length, low=1, high=MAX_CONTEXT
+        ),
+        attention_factor=_scale(reader, "rope.scaling.attn_factor", 1.0, low=0.0),
+        extrapolation_factor=1.0 if extrapolation_factor < 0.0 else extrapolation_factor,
+        beta_fast=reader.number("rope.scaling.yarn_beta_fast", 32.0, low=MIN_SCALE, high=MAX_SCALE),
+        beta_slow=reader.number("rope.scaling.yarn_beta_slow", 1.0, low=MIN_SCALE, high=MAX_SCALE),
+        log_multiplier=reader.number("rope.scaling.yarn_log_multiplier", 0.0, low=0.0, high=100.0),
+        alpha=alpha,
+        sections=reader.list_of_integers("rope.dimension_sections"),
+        is_used=reader.optional_boolean("rope.scaling.finetuned") is not False,
+    )
+
+
+def _experts(reader: MetadataReader) -> ExpertConfig | None:
+    num_experts = reader.integer("expert_count", 0, low=0, high=MAX_WIDTH)
+    if num_experts == 0:
+        return None
+    num_selected = reader.integer("expert_used_count", low=1, high=MAX_WIDTH)
+    if num_selected > num_experts:
+        raise reader.contradiction("expert_used_count", num_selected, f"at most expert_count {num_experts}")
+    num_groups = reader.integer("expert_group_count", 1, low=0, high=num_experts) or 1
+    num_selected_groups = reader.integer("expert_group_used_count", num_groups, low=0, high=num_experts) or num_groups
+    if num_experts % num_groups or num_selected_groups > num_groups:
+        raise reader.contradiction("expert_group_count", num_groups, f"a divisor of expert_count {num_experts}")
+    gating = reader.integer("expert_gating_func", 0, low=0, high=255)
+    if gating > 3:
+        raise UnsupportedFormatError(
+            f"{reader.full_key('expert_gating_func')} is {gating}; this version knows 1 (softmax), 2 (sigmoid) and "
+            "3 (softmax over the selected). Update localinfer or choose another model."
+        )
+    return ExpertConfig(
+        num_experts=num_experts,
+        num_selected=num_selected,
+        intermediate_size=reader.integer("expert_feed_forward_length", 0, low=0, high=MAX_WIDTH) or None,
+        scale=_scale(reader, "expert_weights_scale") or 1.0,
+        normalise=reader.optional_boolean("expert_weights_norm"),
+        gating=gating or None,
+        num_groups=num_groups,
+        num_selected_groups=num_selected_groups,
+    )
+
+
+def _latent(reader: MetadataReader, rope: RopeConfig, head_dim: int, value_head_dim: int) -> LatentConfig | None:
+    """Sizes of latent attention; None without it, and in files from before the latent was what the cache holds."""
+    if "attention.kv_lora_rank" not in reader or "attention.key_length_mla" not in reader:
+        return None
+    kv_rank = reader.integer("attention.kv_lora_rank", low=1, high=MAX_WIDTH)
+    if head_dim != kv_rank + rope.rotary_size:
+        wanted = f"attention.kv_lora_rank + rope.dimension_count, {kv_rank} + {rope.rotary_size}"
+        raise reader.contradiction("attention.key_length", head_dim, wanted)
+    if value_head_dim != kv_rank:
+        raise reader.contradiction("attention.value_length", value_head_dim, f"attention.kv_lora_rank {kv_rank}")
+    return LatentConfig(
+        key_size=reader.integer("attention.key_length_mla", low=rope.rotary_size + 1, high=MAX_WIDTH),
+        value_size=reader.integer("attention.value_length_mla", low=1, high=MAX_WIDTH),
+        kv_rank=kv_rank,
+        query_rank=reader.integer("attention.q_lora_rank", 0, low=0, high=MAX_WIDTH),
+    )
+
+
+def _windowed_layers(reader: MetadataReader, num_layers: int) -> tuple[bool, ...]:
+    """Which layers have a sliding window: a list, or a period n of which every n-th layer sees everything."""
+    key = "attention.sliding_window_pattern"
+    if key not in reader:
+        return ()
+    if reader.is_sequence(key):
+        return tuple(bool(value) for value in reader.integers(key, num_layers, low=0, high=1))
+    period = reader.integer(key, low=0, high=MAX_LAYERS)
+    return tuple(period == 0 or layer % period < period - 1 for layer in range(num_layers))

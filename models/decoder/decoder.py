@@ -1,0 +1,152 @@
+"""From a model's configuration and weights to a program: the whole decoder, layer by layer, on a tape."""
+
+from typing import Protocol
+
+from localinfer.kernels.ops import Buffer, KVLayerShape, Program, Projection, Rows, Tape, WeightSource
+from localinfer.models.decoder.architectures import find_architecture
+from localinfer.models.decoder.attention import RopeTables, write_attention, write_attention_output
+from localinfer.models.decoder.checked_weights import CheckedWeights
+from localinfer.models.decoder.config import ModelConfig
+from localinfer.models.decoder.feed_forward import write_feed_forward
+from localinfer.models.decoder.graph import Graph, refuse
+from localinfer.models.decoder.latent_attention import write_latent_attention
+
+
+def write_decoder(
+    config: ModelConfig,
+    weights: WeightSource,
+    tape: Tape,
+    context_length: int | None = None,
+    *,
+    has_output_head: bool = True,
+) -> Program:
+    """Write every op of the model on the tape and close it.
+
+    context_length: the longest sequence that will be run, where it differs from the model's own (LongRoPE asks).
+    has_output_head: without it the program ends before, and returns hidden states, normed, in place of logits.
+    Raises: UnsupportedFormatError if the architecture is unknown; CorruptFileError if a tensor is missing or has
+    another shape than the metadata says.
+    """
+    graph, tables = _begin(config, weights, tape, context_length)
+    hidden = write_embedding(graph, max(context_length or 0, config.context_length))
+    for layer in range(config.num_layers):
+        hidden = write_layer(graph, layer, hidden, tables)
+    if not has_output_head:
+        return tape.finish(write_output_norm(graph, hidden))
+    return _write_logits(graph, hidden)
+
+
+class ReceivingTape(Tape, Protocol):
+    """A tape that goes on where that of another device ended."""
+
+    def receive(self, out: Buffer) -> None:
+        """out[r] = what the program was handed for row r."""
+        ...
+
+
+def write_first_layers(
+    config: ModelConfig, weights: WeightSource, tape: Tape, num_layers: int, context_length: int
+) -> Program:
+    """Write the embedding and the first layers, fewer than all, and close the tape: see `write_decoder`.
+
+    `run` returns the hidden states of the rows asked for, float32[rows, hidden_size].
+    """
+    assert num_layers < config.num_layers, "the last layer goes with the output head"
+    graph, tables = _begin(config, weights, tape, context_length)
+    hidden = write_embedding(graph, max(context_length, config.context_length))
+    for layer in range(num_layers):
+        hidden = write_layer(graph, layer, hidden, tables)
+    return tape.finish(graph.select_output(hidden))
+
+
+def write_last_layers(
+    config: ModelConfig, weights: WeightSource, tape: ReceivingTape, first_layer: int, context_length: int
+) -> Program:
+    """Write the layers from `first_layer` on and the output head, which go on with hidden states that are received."""
+    graph, tables = _begin(config, weights, tape, context_length)
+    hidden = graph.buffer("hidden", config.hidden_size, Rows.BATCH)
+    tape.receive(hidden)
+    for layer in range(first_layer, config.num_layers):
+        hidden = write_layer(graph, layer, hidden, tables)
+    return _write_logits(graph, hidden)
+
+
+def _begin(
+    config: ModelConfig, weights: WeightSource, tape: Tape, context_length: int | None
+) -> tuple[Graph, RopeTables]:
+    architecture = find_architecture(config)
+    if config.latent is not None and not architecture.latent_attention:
+        raise refuse(config, "has the settings of latent attention")
+    graph = Graph(config, architecture, CheckedWeights(weights, config.architecture), tape)
+    return graph, RopeTables(graph, context_length or config.context_length)
+
+
+def kv_layer_shapes(config: ModelConfig, *, parts_windows: bool = False) -> list[KVLayerShape]:
+    """What each layer keeps per position, in layer order.
+
+    parts_windows: layers that never see the whole context lie apart from the others in a page.
+    """
+    architecture = find_architecture(config)
+    # What lies before a chunk of that many positions lies before a window of as many too.
+    limits = (architecture.windows or architecture.chunks) if parts_windows else ()
+    windows = [limit if limit < config.context_length else 0 for limit in limits or [0] * config.num_layers]
+    return [
+        KVLayerShape(num_kv_heads, config.head_dim, config.value_head_dim, window)
+        for num_kv_heads, window in zip(config.num_kv_heads, windows, strict=True)
+    ]
+
+
+def write_embedding(graph: Graph, context_length: int) -> Buffer:
+    """Write what comes before the first layer and return its result. context_length: the longest sequence."""
+    config, architecture, tape = graph.config, graph.architecture, graph.tape
+    hidden = graph.buffer("hidden", config.hidden_size, Rows.BATCH)
+    table = graph.weights.embedding("token_embd.weight", config.vocab_size, config.hidden_size)
+    tape.embed(hidden, table, architecture.embedding_scale)
+    if architecture.learned_positions:
+        num_positions = max(context_length, graph.weights.shape("position_embd.weight")[0])
+        tape.embed_positions(hidden, graph.weights.embedding("position_embd.weight", num_positions, hidden.width))
+    if architecture.embedding_norm is not None:
+        graph.norm(hidden, hidden, architecture.embedding_norm)
+    return hidden
+
+
+def write_layer(graph: Graph, layer: int, hidden: Buffer, tables: RopeTables) -> Buffer:
+    """Write one layer and return its result: `hidden` itself, or in the last layer only the rows that want logits."""
+    architecture = graph.architecture
+    x = graph.block_norm(layer, architecture.attention_norm, hidden, "attention_input")
+    write = write_latent_attention if architecture.latent_attention else write_attention
+    attended = write(graph, layer, x, tables)
+    parallel_x = None
+    if architecture.parallel:
+        is_shared = architecture.feed_forward_norm == architecture.attention_norm
+        parallel_x = x if is_shared else graph.block_norm(layer, architecture.feed_forward_norm, hidden, "ffn_input")
+    if layer == graph.config.num_layers - 1:
+        # Nothing after the last cache write looks at other rows, so prompts skip the rest of this layer.
+        hidden, attended = graph.select_output(hidden), graph.select_output(attended)
+        parallel_x = parallel_x and graph.select_output(parallel_x)
+    write_attention_output(graph, layer, hidden, attended)
+    if parallel_x is None:
+        parallel_x = graph.block_norm(layer, architecture.feed_forward_norm, hidden, "ffn_input")
+    write_feed_forward(graph, layer, hidden, parallel_x)
+    return hidden
+
+
+def write_output_norm(graph: Graph, hidden: Buffer) -> Buffer:
+    """Write the norm after the last layer and return its result, which the output matrix reads."""
+    normed = graph.buffer("output_norm", hidden.width, hidden.rows)
+    graph.norm(normed, hidden, "output_norm")
+    return normed
+
+
+def _write_logits(graph: Graph, hidden: Buffer) -> Program:
+    config, tape = graph.config, graph.tape
+    normed = write_output_norm(graph, hidden)
+    is_tied = not graph.weights.has("output.weight")
+    name = "token_embd.weight" if is_tied else "output.weight"
+    logits = graph.buffer("logits", config.vocab_size, hidden.rows)
+    weight = graph.weights.linear(name, config.vocab_size, hidden.width)
+    bias = graph.bias("output", config.vocab_size)
+    tape.matmul(normed, [Projection(weight, logits, bias, scale=graph.architecture.logit_scale)])
+    if config.logit_softcap:
+        tape.softcap(logits, config.logit_softcap)
+    return tape.finish(logits)

@@ -1,0 +1,393 @@
+"""From a path to a model that runs: the assembly line, in the order a reader would do it by hand."""
+
+import logging
+import os
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from localinfer.errors import BackendUnavailableError, CorruptFileError, OutOfMemoryError, RequestError, TokenizerError
+from localinfer.kernels import address_space
+from localinfer.kernels.cpu import checksum, sampling, text_merging, token_history
+from localinfer.kernels.cpu import pool as pool_module
+from localinfer.kernels.cpu.lower import MAX_BATCH_ROWS, CpuTape
+from localinfer.kernels.cpu.pool import ThreadPool
+from localinfer.kernels.cpu.program import CpuProgram
+from localinfer.kernels.cpu.weights import PACK_TILES
+from localinfer.kernels.cuda.device import CudaDevice
+from localinfer.kernels.jit.compile_ahead import ProgressCallback, compile_ahead
+from localinfer.kernels.kv_layout import KVLayout
+from localinfer.kernels.ops import Program, WeightSource
+from localinfer.models.decoder.architectures import check_architecture, find_architecture
+from localinfer.models.decoder.config import MAX_CONTEXT, ModelConfig
+from localinfer.models.decoder.decoder import kv_layer_shapes, write_decoder, write_first_layers, write_last_layers
+from localinfer.models.decoder.metadata_keys import DYNAMIC_ROPE_KEY, listed, unknown_settings
+from localinfer.models.decoder.pooling import Pooling, read_pooling
+from localinfer.models.load.device_choice import check_gpu_layers, open_device, report_fallback, stay_on_cpu
+from localinfer.models.load.memory_fit import USUAL_TOKENS, Placement, memory_needs
+from localinfer.models.load.model_changes import ModelChanges, apply_changes
+from localinfer.models.load.remembered_weights import RememberedWeights
+from localinfer.models.load.threads import available_threads, checked_threads, choose_decode_threads
+from localinfer.models.load.weights import CpuWeights
+from localinfer.models.text.chat_template import ChatTemplate
+from localinfer.models.text.tokenizer import Tokenizer
+from localinfer.quant.checkpoint.model_file import ModelFile
+from localinfer.quant.gguf.reader import GGUFFile, read_gguf
+
+if TYPE_CHECKING:
+    from localinfer.models.checkpoint.model import CheckpointModel
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A loaded model. `config.context_length` is the context it was loaded with; `tokenizer` is None if the file has
+    none."""
+
+    config: ModelConfig
+    tokenizer: Tokenizer | None
+    chat_template: ChatTemplate | None
+    program: Program
+    kv_layout: KVLayout
+    file: ModelFile
+    pool: ThreadPool
+    device: str = "cpu"
+    weights: WeightSource | None = None
+
+    def hidden_program(self) -> Program:
+        """Write a second program over the same weights and threads, which takes turns with the first.
+
+        It ends before the output head: `run` returns the last hidden states, normed, float32[rows, hidden_size].
+        Raises: BackendUnavailableError for a model on a GPU.
+        """
+        if self.weights is None:
+            raise BackendUnavailableError(
+                "hidden states are computed on the CPU only; load the model with device='cpu'"
+            )
+        tape = CpuTape(self.pool, self.kv_layout)
+        return write_decoder(self.config, self.weights, tape, self.config.context_length, has_output_head=False)
+
+    @property
+    def pooling(self) -> Pooling:
+        """How the model was trained to make one vector of a text's hidden states; the mean where the file is silent."""
+        return read_pooling(self.file.metadata)
+
+    def close(self) -> None:
+        """Release threads, memory and the file; safe to call twice."""
+        self.program.close()
+        self.pool.close()
+        self.file.close()
+
+
+def load_model(
+    path: str | os.PathLike[str],
+    *,
+    threads: int | None = None,
+    context_length: int | None = None,
+    kv_type: str = "f16",
+    kv_window: int | None = None,
+    device: str = "cpu",
+    gpu_layers: int | None = None,
+    beside: Model | None = None,
+    changes: ModelChanges | None = None,
+    progress: ProgressCallback | None = None,
+) -> Model:
+    """Load a GGUF file or a Hugging Face folder and compile what it needs.
+
+    threads: how many compute; None takes the physical cores, and measures how many of them decode fastest.
+    context_length: tokens the cache may hold; more than the model was trained for is warned of. None takes what it was
+        trained for.
+    kv_window: sequences will let pages go by how much attention they get, and hold so many positions between batches.
+    device: "cpu", "cuda", or "auto" for a GPU if there is one that holds at least a layer.
+    gpu_layers: how many of the last layers run on the GPU; None for as many as fit, with `context_length` tokens of
+        keys and values, or 8,192 of them where it is None.
+    beside: a model that takes turns with this one, which then shares its threads; closing either ends both.
+    changes: settings in place of those of the file.
+    Raises: ModelFileError (and below) for the file, RequestError for an option without meaning, OutOfMemoryError if the
+        system does not give the memory.
+    """
+    check_gpu_layers(device, gpu_layers)
+    file = open_model_file(path, changes, context_length)
+    pool = gpu = None
+    try:
+        config = _with_context(read_config(file), file, context_length, changes)
+        _note_unknown_settings(file)
+        if progress is not None:
+            progress("reading the vocabulary", 0, 0)
+        tokenizer = _tokenizer_or_none(file)
+        if tokenizer is None and changes is not None and changes.chat_template is not None:
+            raise RequestError("a chat template needs a tokenizer, and this model has none; leave chat_template out")
+        template = None if tokenizer is None else ChatTemplate.from_metadata(file.metadata, tokenizer)
+        kv_layout = KVLayout(kv_type, kv_layer_shapes(config, parts_windows=True))
+        if kv_window is not None and kv_window >= config.context_length:
+            logger.warning(
+                "kv_window is %d tokens, but the context ends after %d: texts are kept whole, without a window",
+                kv_window,
+                config.context_length,
+            )
+            kv_window = None
+        if kv_window is not None:
+            # Which pages get attention is measured on the CPU only.
+            stay_on_cpu(device, gpu_layers, "kv_window bounds the cache on the CPU only; leave it out, or take 'cpu'")
+        placed = None
+        if device != "cpu" and kv_window is None:
+            kv_tokens = min(config.context_length, context_length or USUAL_TOKENS)
+            placed = open_device(device, lambda: memory_needs(file, config, kv_layout, kv_tokens), gpu_layers, progress)
+        gpu = None if placed is None else placed[0]
+        # All but the tape's own kernels, which nobody knows before it is written.
+        compile_ahead(
+            [
+                *pool_module.KERNELS,
+                *sampling.KERNELS,
+                *token_history.KERNELS,
+                *checksum.KERNELS,
+                *text_merging.KERNELS,
+                PACK_TILES,
+            ],
+            progress,
+        )
+        if beside is None:
+            pool = ThreadPool(available_threads() if threads is None else checked_threads(threads))
+        shared_pool = pool if beside is None else beside.pool
+        assert shared_pool is not None, "made here or by the model beside"
+        parts = _Parts(config, tokenizer, template, file, shared_pool)
+        if placed is not None:
+            options = _Options(kv_type, progress, chooses_threads=threads is None, is_asked_for=device == "cuda")
+            model = _load_on_gpu(parts, *placed, options)
+            if model is not None:
+                _check_unchanged(file)
+                return model
+        packed = CpuWeights(file, shared_pool, progress)
+        weights = RememberedWeights(packed)
+        # Before a batch the last page may have just begun, and after it another one.
+        held = 0 if kv_window is None else kv_window + MAX_BATCH_ROWS + 2 * kv_layout.page_tokens
+        tape = CpuTape(shared_pool, kv_layout, max_weighed_tokens=held, progress=progress)
+        program = write_decoder(config, weights, tape, config.context_length)
+        if threads is None:
+            assert isinstance(program, CpuProgram), "a CPU tape makes a CPU program"
+            if progress is not None:
+                progress("measuring how many threads decode fastest", 0, 0)
+            choose_decode_threads(program, kv_layout, file.num_bytes)
+        _note(file, packed)
+        _check_unchanged(file)
+        return Model(config, tokenizer, template, program, kv_layout, file, shared_pool, weights=weights)
+    except BaseException as error:
+        if gpu is not None:
+            gpu.close()
+        if pool is not None:
+            pool.close()
+        file.close()
+        if address_space.is_shortage(error):
+            raise address_space.shortage(file.num_bytes, f"loading {file.path.name}") from error
+        raise
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What is the same on every device."""
+
+    config: ModelConfig
+    tokenizer: Tokenizer | None
+    chat_template: ChatTemplate | None
+    file: ModelFile
+    pool: ThreadPool
+
+
+@dataclass(frozen=True)
+class _Options:
+    """How a model is loaded onto a GPU. is_asked_for: the GPU by name, so that there is no way back."""
+
+    kv_type: str
+    progress: ProgressCallback | None
+    chooses_threads: bool
+    is_asked_for: bool
+
+
+def _load_on_gpu(parts: _Parts, gpu: CudaDevice, placement: Placement, options: _Options) -> Model | None:
+    """The model on a GPU, or as much of it as was chosen; None after a report why it cannot run there.
+
+    Raises: BackendUnavailableError, OutOfMemoryError if the GPU was asked for by name.
+    """
+    write = _write_whole if placement.is_whole else _write_split
+    try:
+        program, layout = write(parts, gpu, placement, options)
+    except BaseException as error:
+        gpu.close()
+        if options.is_asked_for or not isinstance(error, BackendUnavailableError | OutOfMemoryError):
+            raise
+        report_fallback(error)
+        return None
+    return Model(
+        parts.config, parts.tokenizer, parts.chat_template, program, layout, parts.file, parts.pool, device="cuda"
+    )
+
+
+def _write_whole(parts: _Parts, gpu: CudaDevice, _: Placement, options: _Options) -> tuple[Program, KVLayout]:
+    """A program on the GPU alone."""
+    from localinfer.kernels.cuda.lower import CudaTape
+    from localinfer.kernels.cuda.pages import DeviceKVLayout
+    from localinfer.models.load.device_weights import CudaWeights
+
+    config = parts.config
+    layout = DeviceKVLayout(options.kv_type, kv_layer_shapes(config), device=gpu)
+    weights = CudaWeights(parts.file, parts.pool, gpu, options.progress)
+    tape = CudaTape(gpu, layout, progress=options.progress)
+    program = write_decoder(config, weights, tape, config.context_length)
+    _note(parts.file, weights)
+    return program, layout
+
+
+def _write_split(parts: _Parts, gpu: CudaDevice, placement: Placement, options: _Options) -> tuple[Program, KVLayout]:
+    """A program whose first layers run on the CPU; the GPU's part first, which may not fit after all."""
+    from localinfer.kernels.cuda.lower import CudaTape
+    from localinfer.kernels.cuda.offload import SplitProgram
+    from localinfer.kernels.cuda.pages import SplitKVLayout
+    from localinfer.kernels.cuda.program import CudaProgram
+    from localinfer.models.load.device_weights import CudaWeights
+
+    config, progress = parts.config, options.progress
+    num_first = config.num_layers - placement.num_gpu_layers
+    shapes = kv_layer_shapes(config)
+    layout = SplitKVLayout(options.kv_type, shapes, num_host_layers=num_first, device=gpu)
+    on_gpu = CudaWeights(parts.file, parts.pool, gpu, progress)
+    gpu_tape = CudaTape(gpu, layout.device_part, max_batch_rows=MAX_BATCH_ROWS, progress=progress)
+    rest = write_last_layers(config, on_gpu, gpu_tape, num_first, config.context_length)
+    assert isinstance(rest, CudaProgram), "a CUDA tape makes a CUDA program"
+    on_cpu = CpuWeights(parts.file, parts.pool, progress)
+    tape = CpuTape(parts.pool, layout.host_part, max_output_rows=MAX_BATCH_ROWS, progress=progress)
+    first = write_first_layers(config, on_cpu, tape, num_first, config.context_length)
+    assert isinstance(first, CpuProgram), "a CPU tape makes a CPU program"
+    if options.chooses_threads and num_first:
+        choose_decode_threads(first, layout.host_part, parts.file.num_bytes * num_first // config.num_layers)
+    on_cpu.notes.update(on_gpu.notes)
+    _note(parts.file, on_cpu)
+    return SplitProgram(first, rest, layout), layout
+
+
+def _check_unchanged(file: ModelFile) -> None:
+    """Refuse what may have been read from two versions of a file. Raises: CorruptFileError."""
+    if file.has_changed:
+        raise CorruptFileError(
+            f"{file.path} was changed while it was being loaded; load it again when what writes it is done"
+        )
+
+
+def _note(file: ModelFile, weights: CpuWeights) -> None:
+    """Say what of a file is run as something else, or not at all."""
+    _note_prediction_layers(file)
+    for note in weights.notes.values():
+        logger.warning("%s", note)
+
+
+def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
+    """Build the tokenizer of a GGUF file, which needs no tensors in it, or of a Hugging Face folder.
+
+    Raises: ModelFileError and below.
+    """
+    file = open_model_file(path)
+    try:
+        return read_tokenizer(file)
+    finally:
+        file.close()
+
+
+def open_model_file(
+    path: str | os.PathLike[str], changes: ModelChanges | None = None, context_length: int | None = None
+) -> ModelFile:
+    """Open a GGUF file, or the checkpoint in a folder.
+
+    changes: settings in place of those of the file. context_length: the one asked for, which some of them depend on.
+    Raises: ModelFileError and below; RequestError for changes without meaning.
+    """
+    file: GGUFFile | CheckpointModel
+    if not os.path.isdir(path):
+        file = read_gguf(path)
+    else:
+        from localinfer.models.checkpoint.model import open_checkpoint
+
+        file = open_checkpoint(path)
+    try:
+        if changes is not None:
+            apply_changes(file, changes, context_length)
+        return file
+    except BaseException:
+        file.close()
+        raise
+
+
+def read_config(file: ModelFile) -> ModelConfig:
+    """Read and check the hyperparameters of a model that this version runs. Raises: ModelFileError and below."""
+    architecture = file.metadata.get("general.architecture")
+    if isinstance(architecture, str):
+        # Before their metadata is read, which says nothing of attention in some.
+        check_architecture(architecture)
+    return ModelConfig.from_metadata(file.metadata, {name: info.shape for name, info in file.tensors.items()})
+
+
+def _with_context(
+    config: ModelConfig, file: ModelFile, context_length: int | None, changes: ModelChanges | None
+) -> ModelConfig:
+    """The configuration with the context asked for, which may be longer than the one that was trained for."""
+    architecture = find_architecture(config)
+    is_scaled = changes is not None and not changes.rope.is_empty
+    rotates = config.rope.rotary_size > 0 and (not architecture.has_rope or any(architecture.has_rope))
+    if is_scaled and not rotates:
+        raise RequestError(f"{config.architecture!r} models do not rotate positions; leave the rope options out")
+    if context_length is None:
+        return config
+    trained = config.context_length
+    if context_length > trained:
+        asked = f"context_length is {context_length}, but the model was trained for {trained}"
+        if architecture.learned_positions:
+            raise RequestError(f"{asked} and has a learned vector for each position; ask for that or less")
+        if context_length > MAX_CONTEXT:
+            raise RequestError(f"{asked}, and no cache holds more than {MAX_CONTEXT}; ask for less")
+        if file.metadata.get(DYNAMIC_ROPE_KEY) and not is_scaled:
+            raise RequestError(
+                f"{asked}, and its positions are to be scaled anew with every further token, which this version does "
+                "not do; ask for that or less, or say how to scale them (rope: linear, yarn or a base)"
+            )
+        way_out = "" if is_scaled else ", unless its positions are scaled (rope: linear, yarn or a base)"
+        logger.warning("%s: %s; beyond that it may answer worse%s", file.path.name, asked, way_out)
+    return replace(config, context_length=context_length)
+
+
+def _note_unknown_settings(file: ModelFile) -> None:
+    unknown = unknown_settings(file)
+    if unknown:
+        logger.warning(
+            "%s: settings that this version does not know, and that may change what the model answers, are ignored: %s",
+            file.path.name,
+            listed(unknown),
+        )
+
+
+def read_tokenizer(file: ModelFile) -> Tokenizer:
+    """Build the tokenizer of a model that is open. Raises: ModelFileError and below."""
+    if file.tokenizer_error is not None:
+        # A new one: with the frames it is raised from, the file's own would keep all of a closed model alive.
+        raise type(file.tokenizer_error)(*file.tokenizer_error.args)
+    return Tokenizer.from_metadata(file.metadata)
+
+
+def _note_prediction_layers(file: ModelFile) -> None:
+    """Layers that draft the tokens after the next (DeepSeek-V3, arXiv 2412.19437, section 2.2) are not run yet."""
+    architecture = file.metadata.get("general.architecture")
+    count = file.metadata.get(f"{architecture}.nextn_predict_layers")
+    if isinstance(count, int | np.integer) and count > 0:
+        logger.warning(
+            "%s: its %d layers for next-token prediction are ignored; this version drafts from text and draft models",
+            file.path.name,
+            count,
+        )
+
+
+def _tokenizer_or_none(file: ModelFile) -> Tokenizer | None:
+    """A model of an unknown vocabulary still runs on token ids."""
+    try:
+        return read_tokenizer(file)
+    except TokenizerError as error:
+        logger.warning("%s: %s; it runs on token ids only", file.path.name, str(error))
+        return None

@@ -1,0 +1,148 @@
+"""What a caller sets in place of what a model's file says, before anything of it is built."""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Protocol
+
+from localinfer.errors import RequestError
+from localinfer.kernels.user_folders import expand_home
+from localinfer.models.decoder.metadata import shown
+from localinfer.models.decoder.metadata_keys import is_understood
+from localinfer.models.decoder.rope_options import RopeOptions, rope_metadata
+from localinfer.quant.gguf.metadata import SingleValue
+
+_TEMPLATE_KEY = "tokenizer.chat_template"
+_MAX_TEMPLATE_BYTES = 1 << 20
+_TYPED = re.compile(r"(int|float|bool|str):(.*)", re.DOTALL)
+_WHOLE_NUMBER = re.compile(r"[+-]?\d{1,40}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelChanges:
+    """Settings in place of those of a model's file.
+
+    overrides: metadata by GGUF's whole keys. chat_template: Jinja source. rope: how positions rotate.
+    """
+
+    overrides: Mapping[str, SingleValue] = field(default_factory=lambda: MappingProxyType({}))
+    chat_template: str | None = None
+    rope: RopeOptions = field(default_factory=RopeOptions)
+
+    def __post_init__(self) -> None:
+        """Raises: RequestError for a key or value that no metadata can be, or a template that does not compile."""
+        for key, value in self.overrides.items():
+            if not _is_text(key) or not key or not key.isprintable():
+                raise RequestError(f"the key {shown(key)} cannot be set; give a metadata key, such as llama.vocab_size")
+            is_number = isinstance(value, bool | int) or (isinstance(value, float) and abs(value) < float("inf"))
+            if not is_number and not _is_text(value):
+                raise RequestError(f"{key} is set to {shown(value)}; give a finite number, true or false, or text")
+        if self.chat_template is not None:
+            _check_template(self.chat_template)
+
+
+class ChangeableFile(Protocol):
+    """A model on disk whose metadata can be replaced once it is open."""
+
+    @property
+    def metadata(self) -> Mapping[str, object]: ...
+
+    def replace_metadata(self, values: Mapping[str, SingleValue]) -> None: ...
+
+
+def apply_changes(file: ChangeableFile, changes: ModelChanges, context_length: int | None) -> None:
+    """Replace metadata of an open model, so that everything built from it, its fingerprint too, follows the changes.
+
+    context_length: the one asked for, if any.
+    Raises: RequestError naming a key that the file lacks and nothing reads, or options that do not go together.
+    """
+    lacking = [key for key in changes.overrides if key not in file.metadata]
+    if changes.overrides:
+        file.replace_metadata(changes.overrides)
+    architecture = file.metadata.get("general.architecture")
+    if not isinstance(architecture, str):
+        return  # refused by whoever reads the model
+    unread = [key for key in lacking if not is_understood(key, architecture)]
+    if unread:
+        raise RequestError(
+            f"{', '.join(unread)} cannot be set: the model's file has no such key, and nothing reads it for a model of "
+            f"the architecture {architecture!r}; 'localinfer show' lists the keys of a file"
+        )
+    if not changes.rope.is_empty:
+        file.replace_metadata(rope_metadata(changes.rope, file.metadata, architecture, context_length))
+    if changes.chat_template is not None:
+        keys = (_TEMPLATE_KEY, f"{_TEMPLATE_KEY}.tool_use")
+        file.replace_metadata({key: changes.chat_template for key in keys if key == keys[0] or key in file.metadata})
+
+
+def template_source(template: str | os.PathLike[str] | None) -> str | None:
+    """The Jinja source of a template given as text, or by the path of its file; text has a brace in it.
+
+    Raises: RequestError for a file that cannot be read.
+    """
+    if template is None:
+        return None
+    if not isinstance(template, str | os.PathLike):
+        raise RequestError(f"chat_template is {shown(template)}; give a template as text, or the path of its file")
+    if isinstance(template, str) and ("{" in template or "\n" in template):
+        return template
+    path = expand_home(template)
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MAX_TEMPLATE_BYTES + 1)
+        if len(content) > _MAX_TEMPLATE_BYTES:
+            raise RequestError(
+                f"the chat template {path} has more than {_MAX_TEMPLATE_BYTES} bytes; give a shorter one"
+            )
+        return content.decode("utf-8")
+    except (OSError, ValueError) as error:
+        raise RequestError(f"the chat template {str(path)!r} cannot be read: {error}") from None
+
+
+def parse_override(text: str) -> tuple[str, SingleValue]:
+    """Read KEY=VALUE. VALUE may begin with its type (int:, float:, bool: or str:); else what it looks like decides.
+
+    Raises: RequestError.
+    """
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise RequestError(f"{text!r:.80} is no setting; give KEY=VALUE, such as llama.rope.freq_base=1e6")
+    typed = _TYPED.fullmatch(value)
+    kind, value = typed.groups() if typed else ("", value)
+    try:
+        if kind == "str":
+            return key, value
+        if kind in ("bool", "") and value in ("true", "false"):
+            return key, value == "true"
+        if kind in ("int", "") and _WHOLE_NUMBER.fullmatch(value):
+            return key, int(value)
+        if kind in ("float", ""):
+            return key, float(value)
+    except ValueError:
+        if not kind:
+            return key, value
+    raise RequestError(f"{key} is set to {value!r:.80}, which is no {kind}; give such a value or another type")
+
+
+def _check_template(source: str) -> None:
+    from localinfer.models.text.template_sandbox import TemplateSandbox
+
+    if not _is_text(source):
+        raise RequestError("the chat template holds half characters (lone surrogates); give sound text")
+    try:
+        TemplateSandbox().from_string(source)
+    # Jinja reports syntax; Python's compiler may add stack, memory and nesting limits of its own.
+    except Exception as error:
+        raise RequestError(
+            f"the chat template does not compile ({type(error).__name__}: {str(error):.200}); give a Jinja template"
+        ) from None
+
+
+def _is_text(value: object) -> bool:
+    """Whether a value is text that can be stored: no half characters."""
+    try:
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:
+        return False

@@ -1,0 +1,104 @@
+"""How many threads decode fastest: measured on the model itself, and remembered per machine and model size.
+
+No rule of thumb survives hybrid cores, shared caches and one or two memory channels, but one token tells, if the
+machine does nothing else meanwhile. So what was measured on a busy machine is not kept, and nothing is believed that
+only one load has measured.
+"""
+
+import os
+from collections.abc import Callable
+
+import numpy as np
+
+from localinfer.errors import RequestError
+from localinfer.kernels.cpu.arrays import address, aligned_zeros
+from localinfer.kernels.cpu.kernel_abi import MAX_THREADS
+from localinfer.kernels.cpu.program import CpuProgram
+from localinfer.kernels.kv_layout import KVLayout
+from localinfer.kernels.ops import Batch, Segment
+from localinfer.models.load.measurement_memory import recall, remember
+from localinfer.models.load.timing import time_in_turns
+
+_ENOUGH_LOADS = 2
+"""Loads of a model that have to measure the same before it is believed without measuring again."""
+_LEAST_GAIN = 0.97
+"""More threads must take at most this share of the time of fewer, for they cost heat and leave less for others."""
+
+
+def available_threads() -> int:
+    """Physical cores that this process may use."""
+    import psutil
+
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(allowed, psutil.cpu_count(logical=False) or allowed, MAX_THREADS - 1))
+
+
+def checked_threads(threads: int) -> int:
+    """A count the caller asked for; raises RequestError for one that is not a number of threads."""
+    limit = min(os.cpu_count() or 1, MAX_THREADS - 1)
+    if not 1 <= threads <= limit:
+        raise RequestError(f"threads is {threads}; this machine runs 1 to {limit}, and None chooses for you")
+    return threads
+
+
+def choose_decode_threads(program: CpuProgram, kv_layout: KVLayout, weight_bytes: int) -> None:
+    """Set the program's `decode_threads` to the fewest that decode within 3 % of the fastest."""
+    if program.num_threads == 1:
+        return
+    key = _memory_key(program.num_threads, weight_bytes)
+    remembered, loads = _recall(key, program.num_threads)
+    if remembered is not None and loads >= _ENOUGH_LOADS:
+        program.decode_threads = remembered
+        return
+    timed = time_in_turns(_token_runs(program, kv_layout))
+    best = min(timed.seconds.values())
+    found = min(count for count, value in timed.seconds.items() if value * _LEAST_GAIN <= best)
+    if timed.is_calm:
+        remember("threads", key, decode_threads=found, loads=loads + 1 if found == remembered else 1)
+    elif remembered is not None:
+        found = remembered
+    program.decode_threads = found
+
+
+def _candidates(most: int) -> list[int]:
+    """1, 2, 3, 4, 6, 8, 12, 16 ... and the most."""
+    counts = {1, 3, most}
+    count = 2
+    while count < most:
+        counts |= {count, count * 3 // 2}
+        count *= 2
+    return sorted(value for value in counts if value <= most)
+
+
+def _token_runs(program: CpuProgram, kv_layout: KVLayout) -> dict[int, Callable[[], object]]:
+    """By number of threads, what decodes one token at the start of a sequence; each was run once."""
+    memory = aligned_zeros(kv_layout.page_bytes + kv_layout.windowed_bytes)
+    page = np.array([address(memory)], np.int64)
+    segment = Segment(0, 1, page, windowed_addresses=page + kv_layout.page_bytes)
+    batch = Batch(np.zeros(1, np.int32), [segment], np.zeros(1, np.int32))
+
+    def run(count: int) -> None:
+        # Held by this function, so that the page lives as long as there are runs.
+        assert memory.size >= kv_layout.page_bytes
+        program.decode_threads = count
+        program.run(batch)
+
+    counts = _candidates(program.num_threads)
+    for count in counts:
+        run(count)
+    return {count: lambda count=count: run(count) for count in counts}  # type: ignore[misc]
+
+
+def _memory_key(num_threads: int, weight_bytes: int) -> str:
+    """The same for models of about this size."""
+    return f"{num_threads} {round(2 * float(np.log2(max(weight_bytes, 1))))}"
+
+
+def _recall(key: str, most: int) -> tuple[int | None, int]:
+    """The remembered count, or None, and how many loads have measured it, one after the other."""
+    record = recall("threads", key) or {}
+    try:
+        count, loads = int(record["decode_threads"]), int(record["loads"])
+    except (KeyError, ValueError, TypeError, ArithmeticError):
+        return None, 0
+    return (count, max(0, loads)) if 1 <= count <= most else (None, 0)

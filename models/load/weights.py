@@ -1,0 +1,185 @@
+"""Weights of a model file for the CPU: packed into tiles straight from the map, one tensor at a time.
+
+What a tensor's type is run as is decided in `quant/pipeline/conversion.py`. After packing, the file's pages are given
+back to the system, so loading needs little more memory than the packed weights themselves.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.errors import CorruptFileError, UnsupportedFormatError
+from localinfer.kernels.cpu.arrays import Arena
+from localinfer.kernels.cpu.pool import ThreadPool
+from localinfer.kernels.cpu.weights import RowTable, pack
+from localinfer.kernels.jit.compile_ahead import ProgressCallback
+from localinfer.kernels.layouts import Layout
+from localinfer.kernels.ops import EmbeddingTable, FloatArray, LinearWeight
+from localinfer.models.load.rows_on_demand import RowsOnDemand
+from localinfer.quant.checkpoint.grouped import GroupedMatrix
+from localinfer.quant.checkpoint.grouped_layouts import kernel_layout, kernel_rows
+from localinfer.quant.checkpoint.model_file import ModelFile
+from localinfer.quant.formats.reference import dequantize
+from localinfer.quant.formats.types import TensorType, row_bytes
+from localinfer.quant.pipeline.conversion import conversion_note, convert, layout_of, runs_directly
+
+_UNGROUPED_NOTE = (
+    "some quantized matrices run as F32, 32 bits per weight: their groups end inside a block of 32 columns, or float16 "
+    "does not hold their scales"
+)
+
+
+class CpuWeights:
+    """A `WeightSource` over a model file. `notes` says, per tensor type that no kernel runs directly, what it runs
+    as."""
+
+    def __init__(self, file: ModelFile, pool: ThreadPool, progress: ProgressCallback | None = None) -> None:
+        self._file = file
+        self._pool = pool
+        self._progress = progress
+        self._arena = Arena()
+        self._done_bytes = 0
+        self._converted_tables: dict[str, RowTable] = {}
+        self.notes: dict[TensorType, str] = {}
+
+    def has(self, name: str) -> bool:
+        """Whether the file holds this tensor."""
+        return name in self._file.tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, rows first."""
+        return self._file.tensor(name).shape
+
+    def linear(self, name: str, rows: slice | None = None) -> LinearWeight:
+        """Pack a matrix [rows, columns], a stack of them, or some rows of either; a vector is a matrix of one row."""
+        grouped = self._file.grouped(name)
+        if grouped is not None:
+            return self._grouped_linear(name, grouped, rows)
+        info = self._file.tensor(name)
+        experts, num_rows, num_columns = (1,) * (3 - len(info.shape)) + info.shape
+        table = self._converted_tables.get(name)
+        if table is not None and rows is None:
+            packed = self._pack(table.layout, table.data, experts, num_rows, num_columns)
+            return LinearWeight(name, num_rows, num_columns, packed, experts)
+        data = self._file.tensor_bytes(name)
+        if rows is not None:
+            matrix = data.reshape(experts, num_rows, -1)[:, rows]
+            num_rows, data = matrix.shape[1], np.ascontiguousarray(matrix).reshape(-1)
+        done = self._done(name, info.type, is_whole=rows is None)
+        layout, data = self._runnable(name, data, (experts, num_rows, num_columns), done)
+        # Offsets are in the file's own bytes, which are no longer what is packed where they have been converted.
+        packed = self._pack(layout, data, experts, num_rows, num_columns, done if runs_directly(info.type) else None)
+        return LinearWeight(name, num_rows, num_columns, packed, experts)
+
+    def _grouped_linear(self, name: str, matrices: Sequence[GroupedMatrix], rows: slice | None) -> LinearWeight:
+        """Pack a checkpoint's codes; columns in act-order are sorted by group, and the tape sorts the input alike."""
+        if rows is not None:
+            matrices = [matrix.rows(np.arange(matrix.shape[0])[rows]) for matrix in matrices]
+        columns = None
+        layout = kernel_layout(matrices)
+        if not all(matrix.is_in_order for matrix in matrices):
+            if len(matrices) > 1:
+                raise UnsupportedFormatError(
+                    f"{name} is a stack of experts with columns in act-order (desc_act), each in its own; this version "
+                    "runs such order in single matrices only. Choose a copy quantized without desc_act."
+                )
+            columns, ordered = matrices[0].in_group_order()
+            layout = kernel_layout([ordered])
+            columns, matrices = (None, matrices) if layout is Layout.F32 else (columns, [ordered])
+        if layout is Layout.F32:
+            self.notes[TensorType.F32] = _UNGROUPED_NOTE
+        data = [kernel_rows(matrix, layout) for matrix in matrices]
+        num_rows, num_columns = matrices[0].shape
+        joined = data[0] if len(data) == 1 else np.concatenate(data)
+        packed: Any = self._pack(layout, joined, len(matrices), num_rows, num_columns)
+        if rows is None:
+            self._file.forget(name, 0, self._file.tensor(name).num_bytes)
+        self._report("loading weights", joined.size)
+        return LinearWeight(name, num_rows, num_columns, replace(packed, columns=columns), len(matrices))
+
+    def embedding(self, name: str) -> EmbeddingTable:
+        """A table whose rows are read when a text needs them, or all converted if no kernel reads their type."""
+        info = self._file.tensor(name)
+        num_rows, width = info.shape
+        stretch = self._file.stretch(name) if runs_directly(info.type) else None
+        if stretch is not None:
+            rows = RowsOnDemand(stretch, num_rows)
+            return EmbeddingTable(
+                name, num_rows, width, RowTable(layout_of(info.type), num_rows, width, rows.data, rows.fill)
+            )
+        data = self._file.tensor_bytes(name)
+        layout, converted = self._runnable(name, data, info.shape, self._done(name, info.type, is_whole=True))
+        # The file's own bytes may change, or be gone, when they are next read.
+        own = converted.copy() if converted is data else converted
+        table = RowTable(layout, num_rows, width, own)
+        if not runs_directly(info.type):
+            # An output matrix tied to the table is packed from it: converting once more takes longer than all the rest.
+            self._converted_tables[name] = table
+        return EmbeddingTable(name, num_rows, width, table)
+
+    def _pack(
+        self,
+        layout: Layout,
+        data: NDArray[np.uint8],
+        num_experts: int,
+        num_rows: int,
+        num_columns: int,
+        done: Callable[[int, int], None] | None = None,
+    ) -> Any:
+        return pack(self._pool, layout, data, num_experts, num_rows, num_columns, arena=self._arena, done=done)
+
+    def vector(self, name: str) -> FloatArray:
+        """A small tensor as float32, in its own shape."""
+        info = self._file.tensor(name)
+        with _named(name):
+            return np.array(dequantize(self._file.tensor_bytes(name), info.type, info.shape))
+
+    def _runnable(
+        self,
+        name: str,
+        data: NDArray[np.uint8],
+        shape: tuple[int, ...],
+        done: Callable[[int, int], None],
+    ) -> tuple[Layout, NDArray[np.uint8]]:
+        type = self._file.tensor(name).type
+        if runs_directly(type):
+            assert data.size == np.prod(shape[:-1], dtype=np.int64) * row_bytes(type, shape[-1]), (
+                "the reader checks this"
+            )
+            return layout_of(type), data
+        with _named(name):
+            self.notes[type] = conversion_note(type)
+            return convert(data, type, shape, done)
+
+    def _done(self, name: str, type: TensorType, *, is_whole: bool) -> Callable[[int, int], None]:
+        """What is called with each stretch of a tensor's bytes in the file once it has been packed or converted.
+
+        is_whole: they are all of the tensor's, so that the file may let them go; not some of its rows.
+        """
+        stage = "loading weights" if runs_directly(type) else f"converting {type.name} weights"
+
+        def done(first: int, end: int) -> None:
+            if is_whole:
+                self._file.forget(name, first, end)
+            self._report(stage, end - first)
+
+        return done
+
+    def _report(self, stage: str, num_bytes: int) -> None:
+        self._done_bytes += num_bytes
+        if self._progress is not None:
+            done, total = self._done_bytes >> 20, self._file.num_bytes >> 20
+            self._progress(f"{stage} (MB)", min(done, total), total)
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Name the tensor in what is said against its type or its weights."""
+    try:
+        yield
+    except (CorruptFileError, UnsupportedFormatError) as error:
+        raise type(error)(f"{name}: {error}") from error

@@ -1,0 +1,305 @@
+"""Chat messages to the text a model was trained on, by the Jinja template its file carries."""
+
+import threading
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from localinfer.errors import TemplateError
+from localinfer.models.text.special_tokens import SpellingFinder
+from localinfer.models.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+    from localinfer.models.text.template_sandbox import TemplateSandbox
+
+_KEY = "tokenizer.chat_template"
+_MAX_SOURCE_CHARACTERS = 1 << 17
+# ChatML, which most models have at least seen.
+_FALLBACK_SOURCE = (
+    "{% for message in messages %}{{ '<|im_start|>' ~ message['role'] ~ '\\n' ~ message['content'] ~ '<|im_end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+_FALLBACK_STOPS = ("<|im_end|>", "<|im_start|>")
+# Characters that Unicode keeps for a program's own use and never assigns (U+FDD0 to U+FDEF).
+_MARKS = "".join(map(chr, range(0xFDD0, 0xFDF0)))
+
+
+class ChatTemplateWarning(UserWarning):
+    """The file's chat template is missing or unusable, and a general one takes its place."""
+
+
+class ChatTemplate:
+    """The chat template of one model file; threads may share it.
+
+    `source` is the Jinja text, None where the file has none; `tool_source` that of the variant for
+    tools, where there is one. It is compiled at the first use, inside a sandbox that bounds time and
+    output (template_sandbox). Where there is none, or it does not compile, ChatML takes its place,
+    with a ChatTemplateWarning.
+    """
+
+    def __init__(
+        self, source: str | None, bos_token: str = "", eos_token: str = "", *, tool_source: str | None = None
+    ) -> None:
+        self.source = source
+        self.tool_source = tool_source
+        self.bos_token = bos_token
+        self.eos_token = eos_token
+        self._lock = threading.Lock()
+        self._sandbox: TemplateSandbox | None = None
+        self._compiled: dict[str | None, tuple[Template, bool]] = {}
+
+    @classmethod
+    def from_metadata(cls, metadata: Mapping[str, object], tokenizer: Tokenizer | None = None) -> "ChatTemplate":
+        """Read the template from GGUF metadata; with a tokenizer, `bos_token` and `eos_token` are its own."""
+        ends = (None, None) if tokenizer is None else (tokenizer.bos_token_id, tokenizer.eos_token_id)
+        bos_token, eos_token = (
+            "" if tokenizer is None or token_id is None else tokenizer.token_text(token_id) for token_id in ends
+        )
+        source, tool_source = (
+            value if isinstance(value := metadata.get(key), str) else None for key in (_KEY, f"{_KEY}.tool_use")
+        )
+        return cls(source, bos_token, eos_token, tool_source=tool_source)
+
+    @property
+    def is_fallback(self) -> bool:
+        """Whether ChatML stands in for the file's template."""
+        with self._lock:
+            return self._template(None)[1]
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """Text that ends a reply beside the vocabulary's own ends: only the fallback has any."""
+        return _FALLBACK_STOPS if self.is_fallback else ()
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """Return the prompt text for messages with "role" and "content".
+
+        `add_generation_prompt` ends it where the assistant's reply begins. `variables` reach the
+        template as they are.
+        Raises: TemplateError if the template refuses the messages, fails, or costs too much.
+        """
+        return self._render(messages, add_generation_prompt, tools, variables, "")
+
+    def render_segments(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        spellings: SpellingFinder,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> list[tuple[str, bool]]:
+        """Return the prompt as segments (text, is_template_text); joined, they are its text.
+
+        False marks each special token, as `spellings` finds them, that messages, tools or variables
+        spell out: it is text there, whatever the template does around it. Everything else is True.
+
+        How: before rendering, a character that nothing else holds goes into every such spelling, after
+        its first character, and comes out again afterwards, telling where it was. So `trim`, `upper`,
+        `split`, `in` and `tojson` see the content as it is, but for those spellings.
+        Raises: TemplateError as `render` does.
+        """
+        values = {"messages": messages, "tools": tools, **variables}
+        try:
+            strings = set(_strings_in(values))
+            marker = _Marker(spellings, strings, self.source or "", self.tool_source or "")
+            if not marker.is_needed:
+                return [(self.render(messages, add_generation_prompt, tools, **variables), True)]
+            marked = {name: marker.mark(value) for name, value in values.items()}
+        except RecursionError as error:
+            raise TemplateError("the messages are nested too deeply; wanted at most some hundred levels") from error
+        text = self._render(
+            marked.pop("messages"), add_generation_prompt, marked.pop("tools"), marked, marker.character
+        )
+        return marker.unmark(text)
+
+    def encode(
+        self,
+        tokenizer: Tokenizer,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> list[int]:
+        """Return the ids of the prompt, in which only the template's own text makes control tokens.
+
+        They are those of the rendered text but for control tokens that the messages spell out. BOS comes
+        first where the vocabulary wants one and the template wrote none.
+        Raises: TemplateError as `render` does, RequestError for half characters.
+        """
+        spellings = tokenizer.special_spellings
+        ids = tokenizer.encode_segments(
+            self.render_segments(messages, spellings, add_generation_prompt, tools, **variables)
+        )
+        if tokenizer.adds_bos and tokenizer.bos_token_id is not None and ids[:1] != [tokenizer.bos_token_id]:
+            ids.insert(0, tokenizer.bos_token_id)
+        return ids
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any],
+        mark: str,
+    ) -> str:
+        with self._lock:
+            template, _ = self._template(tools)
+            sandbox = self._sandbox
+            assert sandbox is not None, "compiling made it"
+            sandbox.mark = mark
+            sandbox.budget.start()
+            values = {
+                "bos_token": self.bos_token,
+                "eos_token": self.eos_token,
+                **variables,
+                "messages": messages,
+                "tools": tools,
+                "add_generation_prompt": add_generation_prompt,
+            }
+            try:
+                # As Template.render does, which would make a traceback anew for each level of a recursion.
+                return str(sandbox.concat(template.root_render_func(template.new_context(values))))
+            # A template is a program: it may fail in any way, running out of stack or memory included.
+            except Exception as error:
+                raise TemplateError(
+                    f"the chat template stopped{_line_of(error, template)}: {_reason_of(error):.500}. Wanted messages "
+                    "it accepts; change the messages, or use another template."
+                ) from error
+            finally:
+                sandbox.budget.end()
+
+    def _template(self, tools: object) -> tuple["Template", bool]:
+        """Return the compiled template and whether it is the fallback."""
+        source = self.tool_source if tools and self.tool_source is not None else self.source
+        if source not in self._compiled:
+            self._compiled[source] = self._compile(source)
+        return self._compiled[source]
+
+    def _compile(self, source: str | None) -> tuple["Template", bool]:
+        from jinja2 import TemplateError as JinjaError
+
+        from localinfer.models.text.template_sandbox import TemplateSandbox
+
+        if self._sandbox is None:
+            self._sandbox = TemplateSandbox()
+        if source is None:
+            found = "missing"
+        elif len(source) > _MAX_SOURCE_CHARACTERS:
+            found = f"{len(source)} characters long, more than {_MAX_SOURCE_CHARACTERS}"
+        else:
+            try:
+                return self._sandbox.from_string(source), False
+            # Jinja reports syntax; Python's compiler may add stack, memory and nesting limits of its own.
+            except Exception as error:
+                line = getattr(error, "lineno", None)
+                place = f" at line {line}" if isinstance(line, int) and isinstance(error, JinjaError) else ""
+                found = f"not a template that compiles ({type(error).__name__}{place}: {str(error):.200})"
+        warnings.warn(
+            f"{_KEY} is {found}; ChatML is used instead, which this model may not know. Give the template that the "
+            "model was trained with.",
+            ChatTemplateWarning,
+            stacklevel=4,
+        )
+        return self._sandbox.from_string(_FALLBACK_SOURCE), True
+
+
+class _Marker:
+    """Marks spellings of special tokens inside values and finds them again in the rendered text."""
+
+    def __init__(self, spellings: SpellingFinder, strings: Iterable[str], *sources: str) -> None:
+        strings = list(strings)
+        self._spellings = spellings
+        # A template may change the case, so a spelling counts in any.
+        self._any_case = spellings.ignoring_case()
+        self.is_needed = any(any(True for _ in self._find(text)) for text in strings)
+        # Neither the character nor its escape, which texts of values and JSON make of it, stands anywhere else.
+        texts = [text.lower() for text in (*strings, *sources)]
+        self.character = next(
+            (mark for mark in _MARKS if not any(mark in text or f"{ord(mark):x}" in text for text in texts)), _MARKS[0]
+        )
+
+    def _find(self, text: str) -> set[int]:
+        """Return where spellings start, in any case."""
+        lowered = text.lower()
+        found = {spelling.start for spelling in self._spellings.find(text)}
+        if len(lowered) == len(text):
+            found.update(spelling.start for spelling in self._any_case.find(lowered))
+        return found
+
+    def mark(self, value: Any) -> Any:
+        """Return a copy of a value, of dicts, lists and strings, with every spelling marked."""
+        if isinstance(value, str):
+            starts = sorted(self._find(value))
+            cuts = [0, *(start + 1 for start in starts), len(value)]
+            return self.character.join(value[start:end] for start, end in zip(cuts, cuts[1:], strict=False))
+        if isinstance(value, Mapping):
+            return {self.mark(key): self.mark(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.mark(item) for item in value]
+        return value
+
+    def unmark(self, text: str) -> list[tuple[str, bool]]:
+        """Take the marks out of a rendered text; return it as segments (text, is_template_text)."""
+        pieces = text.split(self.character)
+        plain = "".join(pieces)
+        marked: set[int] = set()
+        length = 0
+        for piece in pieces[:-1]:
+            length += len(piece)
+            marked.add(length - 1)
+        segments: list[tuple[str, bool]] = []
+        position = 0
+        for spelling in self._spellings.find(plain):
+            if spelling.start not in marked or spelling.end <= position:
+                continue
+            start = max(spelling.start, position)
+            if start > position:
+                segments.append((plain[position:start], True))
+            segments.append((plain[start : spelling.end], False))
+            position = spelling.end
+        if position < len(plain):
+            segments.append((plain[position:], True))
+        return segments
+
+
+def _line_of(error: BaseException, template: "Template") -> str:
+    """Say where in a template an error came up: the last line of it that was running."""
+    line = None
+    trace = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        # What stands in for a filter that is missing takes any arguments, and has no line of its own.
+        is_missing_filter = code.co_name.startswith("t_") and not code.co_argcount
+        if trace.tb_frame.f_globals.get("__jinja_template__") is template and not is_missing_filter:
+            line = template.get_corresponding_lineno(trace.tb_lineno)
+        trace = trace.tb_next
+    return "" if line is None else f" at line {line}"
+
+
+def _reason_of(error: Exception) -> str:
+    try:
+        text = str(error)
+    # An error that names a value makes its text, which may fail as anything else may.
+    except Exception:
+        text = ""
+    return f"{type(error).__name__}: {text}" if isinstance(error, LookupError) or not text else text
+
+
+def _strings_in(value: Any) -> Iterable[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _strings_in(key)
+            yield from _strings_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _strings_in(item)

@@ -1,0 +1,233 @@
+"""What methods and operators of plain values cost a template: charged before each, from the sizes of its operands.
+
+Methods that are not listed here are refused: whatever Python adds later is closed until somebody has looked at it.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from jinja2.sandbox import SandboxedFormatter
+from markupsafe import Markup
+
+from localinfer.models.text.template_budget import MAX_INTEGER_BITS, MAX_OUTPUT_CHARACTERS, CostError, TemplateBudget
+
+# Searches from the right, and sets of characters, compare all with all in the worst case.
+_MAX_PAIRS = 1 << 28
+# Of Python's own codecs; some others take quadratic time.
+_ENCODINGS = ("utf8", "ascii", "latin1", "utf16", "utf32", "iso88591")
+_ESCAPED_WIDTH = 6
+_TRANSLATED_CHARACTERS = 64
+_NUMBER = re.compile(r"\d+")
+_CONVERSION = re.compile(r"[-+ #0]*(\*|\d*)(?:\.(\*|\d*))?")
+_PARENTHESIS = re.compile(r"[()]")
+_MAX_CONVERSIONS = 1 << 14
+
+_LINEAR = (
+    "capitalize casefold count endswith find hex index isalnum isalpha isascii isdecimal isdigit isidentifier islower "
+    "isnumeric isprintable isspace istitle isupper lower removeprefix removesuffix startswith swapcase title upper "
+    "escape unescape striptags"
+)
+_PAIRWISE = "strip lstrip rstrip rfind rindex"
+_SPLITTING = "split rsplit splitlines partition rpartition"
+_PADDING = "center ljust rjust zfill"
+_OWN_RULE = "encode decode expandtabs format format_map join maketrans replace translate"
+_TEXT_METHODS = frozenset(" ".join((_LINEAR, _PAIRWISE, _SPLITTING, _PADDING, _OWN_RULE)).split())
+_NUMBER_METHODS = frozenset("as_integer_ratio bit_count bit_length conjugate hex is_integer to_bytes".split())
+_CONTAINER_METHODS = frozenset("copy count get index isdisjoint items keys values".split())
+_TYPE_METHODS = frozenset("fromhex fromkeys from_bytes maketrans".split())
+
+
+def methods_of(owner: object) -> frozenset[str]:
+    """The names of the methods that a template may call on a plain value."""
+    if isinstance(owner, type) or owner is None:
+        return _TYPE_METHODS
+    if isinstance(owner, str | bytes):
+        return _TEXT_METHODS
+    return _NUMBER_METHODS if isinstance(owner, int | float) else _CONTAINER_METHODS
+
+
+def charge_method(budget: TemplateBudget, owner: Any, name: str, arguments: list[Any]) -> None:
+    """Charge for `owner.name(*arguments)`; the arguments are no iterators. Raises: CostError."""
+    if name not in methods_of(owner):
+        raise CostError(f"it calls {name} of a {type(owner).__name__}, which a template has no need of")
+    sizes = [budget.size(argument)[0] for argument in arguments]
+    budget.charge(sum(sizes) >> 2)
+    if isinstance(owner, str | bytes):
+        _charge_text_method(budget, owner, name, arguments, sizes)
+    elif name == "to_bytes":
+        budget.charge_text(max(_integers(arguments), default=0))
+    elif name in ("fromkeys", "maketrans", "get"):
+        budget.check_keys(_iterate(arguments[:1]) if name != "get" else arguments[:1])
+    elif name in ("count", "index"):
+        budget.weigh(owner)
+    elif name == "copy":
+        budget.charge_entries(len(owner))
+
+
+def _charge_text_method(budget: TemplateBudget, text: Any, name: str, arguments: list[Any], sizes: list[int]) -> None:
+    # Text that is marked as safe escapes what it is joined, formatted or replaced with.
+    growth = _ESCAPED_WIDTH if isinstance(text, Markup) else 1
+    length = len(text)
+    budget.charge(length >> 2 if text.isascii() else length)
+    if name in _PAIRWISE or name in ("rsplit", "rpartition"):
+        longest = max((size for size, value in zip(sizes, arguments, strict=True) if isinstance(value, str)), default=0)
+        if length * longest > _MAX_PAIRS:
+            raise CostError(f"it gives {name} two texts of thousands of characters")
+    if name in _SPLITTING:
+        # Each piece is an object of its own.
+        separator: Any = next((value for value in arguments if isinstance(value, str | bytes) and value), None)
+        pieces = length // 2 if separator is None else text.count(separator)
+        budget.charge_entries(_TRANSLATED_CHARACTERS // 4 * (pieces + 1))
+    elif name in _PADDING:
+        budget.charge_text(max(_integers(arguments), default=0))
+    elif name == "expandtabs":
+        budget.charge_text(length + text.count("\t") * max(_integers(arguments), default=8))
+    elif name == "replace":
+        charge_replace(budget, text, arguments, growth)
+    elif name == "join":
+        items = arguments[0] if arguments and hasattr(arguments[0], "__len__") else ()
+        budget.charge_text(growth * (sum(sizes) + length * len(items)))
+    elif name == "translate":
+        entries = arguments[0].values() if arguments and isinstance(arguments[0], Mapping) else ()
+        budget.charge_text(length * max(map(_length, entries), default=1))
+    elif name in ("encode", "decode"):
+        named = [re.sub("[-_ ]", "", value).lower() for value in arguments if isinstance(value, str)]
+        if any(value not in (*_ENCODINGS, "strict", "ignore", "replace") for value in named):
+            raise CostError(f"it calls {name} with {named[0]:.20}; UTF-8, ASCII and Latin-1 are those it may use")
+        budget.charge_text(4 * length)
+    elif name == "escape":
+        budget.charge_text(_ESCAPED_WIDTH * sum(sizes))
+
+
+def charge_replace(budget: TemplateBudget, text: Any, arguments: list[Any], growth: int = 1) -> None:
+    """Charge for `text.replace(old, new, count)`."""
+    if len(arguments) >= 2 and isinstance(arguments[0], str | bytes):
+        found = text.count(arguments[0]) if arguments[0] else len(text) + 1
+        limit = arguments[2] if len(arguments) > 2 and isinstance(arguments[2], int) else -1
+        found = found if limit < 0 else min(found, limit)
+        budget.charge_text(len(text) + growth * found * _length(arguments[1]))
+
+
+def charge_percent(budget: TemplateBudget, text: str, values: Any) -> None:
+    """Charge for `text % values`, at most what its conversions can make."""
+    characters = budget.size(values)[0]
+    if isinstance(values, Mapping):
+        characters = max((budget.size(value)[0] for value in values.values()), default=0)
+    num_values = len(values) if isinstance(values, tuple) else 1
+    conversions, width, named = 0, 0, False
+    stars = max(_integers(values if isinstance(values, tuple) else ()), default=0)
+    position = text.find("%")
+    while position >= 0:
+        conversions += 1
+        if conversions > _MAX_CONVERSIONS:
+            raise CostError(f"it formats more than {_MAX_CONVERSIONS} values at once")
+        start = position + 1
+        if text.startswith("(", start):
+            named = True
+            start = _end_of_parentheses(text, start)
+        match = _CONVERSION.match(text, start)
+        assert match is not None, "it matches nothing too"
+        width += sum(stars if number == "*" else _bounded(number) for number in match.groups() if number)
+        position = text.find("%", match.end() + 1)
+    growth = _ESCAPED_WIDTH if isinstance(text, Markup) else 1
+    repeats = conversions if named or num_values == 1 else 1
+    budget.charge_text(growth * (len(text) + width + repeats * characters + 24 * conversions))
+
+
+def _end_of_parentheses(text: str, start: int) -> int:
+    """The place after the parenthesis that closes the one at `start`."""
+    depth = 0
+    for match in _PARENTHESIS.finditer(text, start):
+        depth += 1 if match.group() == "(" else -1
+        if not depth:
+            return match.end()
+    return len(text)
+
+
+def _bounded(digits: str) -> int:
+    return int(digits) if len(digits) < 8 else MAX_OUTPUT_CHARACTERS + 1
+
+
+def charge_operator(budget: TemplateBudget, operator: str, left: Any, right: Any) -> None:
+    """Charge for `left operator right`, of two values that may be anything. Raises: CostError."""
+    budget.charge()
+    if isinstance(left, int) and isinstance(right, int):
+        _check_integers(budget, operator, left, right)
+    elif operator == "%" and isinstance(left, str):
+        charge_percent(budget, left, right)
+    elif operator == "%" and isinstance(left, bytes):
+        raise CostError("it formats bytes, which a template has no need of")
+    elif operator == "-" and hasattr(left, "__rand__") and not isinstance(left, int):
+        raise CostError("it subtracts sets of keys, which a template has no need of")
+    elif operator == "+" and isinstance(left, str | bytes) and isinstance(right, str | bytes):
+        growth = _ESCAPED_WIDTH if isinstance(left, Markup) or isinstance(right, Markup) else 1
+        budget.check_text(growth * (len(left) + len(right)))
+    elif operator == "+" and isinstance(left, list | tuple) and isinstance(right, list | tuple):
+        budget.charge_entries(len(left) + len(right))
+    elif operator == "*":
+        sequence, factor = (right, left) if isinstance(left, int) else (left, right)
+        if isinstance(sequence, str | bytes) and isinstance(factor, int):
+            budget.check_text(len(sequence) * max(factor, 0))
+        elif isinstance(sequence, list | tuple) and isinstance(factor, int):
+            budget.charge_entries(len(sequence) * max(factor, 0))
+    else:
+        budget.size(left)
+        budget.size(right)
+
+
+def _check_integers(budget: TemplateBudget, operator: str, left: int, right: int) -> None:
+    budget.size(left)
+    budget.size(right)
+    bits = 0
+    if operator == "**":
+        bits = left.bit_length() * max(right, 1)
+    elif operator == "*":
+        bits = left.bit_length() + right.bit_length()
+    if bits > MAX_INTEGER_BITS:
+        raise CostError("it computes with an integer of thousands of digits")
+
+
+def operator_result(budget: TemplateBudget, operator: str, left: Any, right: Any, result: Any) -> Any:
+    """Take in what an operator made: a list's size follows from its parts', without going through it."""
+    if isinstance(result, list | tuple):
+        if operator == "+":
+            first, second = budget.size(left), budget.size(right)
+            size = (first[0] + second[0], first[1] + second[1], max(first[2], second[2]))
+        else:
+            sequence = right if isinstance(left, int) else left
+            factor = len(result) // max(len(sequence), 1)
+            characters, entries, levels = budget.size(sequence)
+            size = (characters * max(factor, 1), entries * max(factor, 1), levels)
+        budget.remember(result, size)
+    elif type(result) is int:
+        budget.size(result)
+    return result
+
+
+def formatter_of(budget: TemplateBudget, kind: type[SandboxedFormatter]) -> type[SandboxedFormatter]:
+    """A formatter for `str.format` that charges each field, with the width that it really has."""
+
+    class Metered(kind):  # type: ignore[valid-type, misc]
+        def convert_field(self, value: Any, conversion: Any) -> Any:
+            budget.charge_text(budget.size(value)[0])
+            return budget.admit(super().convert_field(value, conversion))
+
+        def format_field(self, value: Any, format_spec: str) -> Any:
+            widths = sum(map(_bounded, _NUMBER.findall(format_spec)))
+            budget.charge_text(budget.size(value)[0] + widths)
+            return budget.admit(super().format_field(value, format_spec))
+
+    return Metered
+
+
+def _integers(values: Iterable[Any]) -> Iterator[int]:
+    return (abs(value) for value in values if isinstance(value, int))
+
+
+def _length(value: Any) -> int:
+    return len(value) if hasattr(value, "__len__") else 1
+
+
+def _iterate(arguments: list[Any]) -> Iterable[Any]:
+    return arguments[0] if arguments and isinstance(arguments[0], Iterable) else ()

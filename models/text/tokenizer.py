@@ -1,0 +1,330 @@
+"""Text to token ids and back, from a model file's metadata alone."""
+
+import hashlib
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from heapq import merge
+from itertools import chain
+
+import numpy as np
+
+from localinfer.errors import ContextLengthError, RequestError, TokenizerError
+from localinfer.models.text.special_tokens import Spelling, SpellingFinder
+from localinfer.models.text.splitting import PRE_TOKENIZERS
+from localinfer.models.text.stream_decoder import StreamDecoder
+from localinfer.models.text.subword_encoders import LONG_PIECE, LONG_TEXT, build_encoder
+from localinfer.models.text.vocabulary import TokenType, Vocabulary, read_vocabulary
+from localinfer.models.text.vocabulary_match import vocabulary_difference
+
+# Answers of `ids_containing` that are kept; callers choose the texts.
+_MOST_SEARCHES = 64
+_ASCII_SPACES = " \t\n\v\f\r"
+# Phi-3 keeps the white space after these.
+_KEEPS_SPACES_AFTER = ("<unk>", "<s>", "<|endoftext|>")
+
+
+class Tokenizer:
+    """The tokenizer of one model file; threads may share it.
+
+    `kind` is "spm", "bpe" or "wordpiece". `bos_token_id`, `eos_token_id` and `unknown_token_id` are
+    None where the vocabulary has no such token; `eog_token_ids` are all ids that end a generation.
+    `adds_bos` says whether `add_special` starts a sequence with the BOS token.
+    `strips_space_at_start` says that the vocabulary puts a space before a text, which decoding takes
+    off again.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        roles = vocabulary.role_ids
+        self._vocabulary = vocabulary
+        self._types: list[int] = vocabulary.types.tolist()
+        self._encoder = build_encoder(vocabulary)
+        self.kind = vocabulary.kind
+        self.vocab_size = len(vocabulary.tokens)
+        self.bos_token_id = roles.get("bos")
+        self.eos_token_id = roles.get("eos")
+        self.unknown_token_id = roles.get("unknown")
+        self.eog_token_ids = vocabulary.end_of_generation_ids
+        self.strips_space_at_start = self._encoder.adds_space
+        self._adds_space_once = vocabulary.flags.get("add_space_prefix_once", False)
+        self._before = self._added_ids("bos", self._encoder.adds_bos)
+        self._after = self._added_ids("eos", False)
+        if self.kind == "wordpiece":
+            # BERT reads every text between [CLS] and [SEP].
+            self._after = self._role_id("seperator")
+        self.adds_bos = bool(self._before)
+        self._containing: dict[str, frozenset[int]] = {}
+
+    @classmethod
+    def from_metadata(cls, metadata: Mapping[str, object]) -> "Tokenizer":
+        """Build the tokenizer from GGUF metadata, the values decoded (arrays as NumPy arrays or lists).
+
+        Raises: TokenizerError naming the key at fault, what it holds, what was wanted and the way out;
+            also for a file without a vocabulary.
+        Warns: TokenizerWarning where the file leaves the way of splitting words open.
+        """
+        return cls(read_vocabulary(metadata))
+
+    def encode(
+        self, text: str, add_special: bool = True, parse_special: bool = False, *, max_tokens: int | None = None
+    ) -> list[int]:
+        """Return the ids of a text.
+
+        `add_special` puts BOS before and EOS after, as the file or its kind wants. Without
+        `parse_special`, the spelling of a control token is text like any other. `max_tokens`: what a
+        context holds, so that a long text that cannot fit is refused as soon as that is certain; a
+        short one is encoded all the same, for its caller to tell its length.
+        Raises: RequestError if the text is not a string of whole Unicode characters; ContextLengthError
+            for a long text of more than `max_tokens` tokens.
+        """
+        return self.encode_segments([(text, parse_special)], add_special, max_tokens=max_tokens)
+
+    def encode_segments(
+        self,
+        segments: Sequence[tuple[str, bool]],
+        add_special: bool = False,
+        *,
+        continues_run: bool = False,
+        max_tokens: int | None = None,
+    ) -> list[int]:
+        """Return the ids of texts in a row, each with its own `parse_special`; errors and `max_tokens` as `encode`.
+
+        The ids are those of the joined text, except that a control token is taken only where no part of
+        its spelling lies in a segment that does not allow it. `continues_run`: plain text stands before
+        the first segment, so that none of the vocabulary's spaces goes in between.
+        """
+        text = "".join(segment for segment, _ in segments)
+        _check_characters(text)
+        ids = list(self._before) if add_special else []
+        last = self._after if add_special else []
+        is_long = len(text) >= LONG_TEXT
+        limit = max_tokens - len(last) if is_long and max_tokens is not None else sys.maxsize
+        piece_size = LONG_PIECE if is_long else sys.maxsize
+        position = 0
+        strips = False
+        for spelling in chain(self._find_tokens(text, segments), [Spelling(len(text), len(text), -1)]):
+            plain = text[position : spelling.start]
+            if strips:
+                plain = plain.lstrip(_ASCII_SPACES)
+            if plain:
+                starts_run = not self._adds_space_once if position else not continues_run
+                if len(plain) < piece_size:
+                    ids += self._encoder.encode(plain, is_run_start=starts_run)
+                else:
+                    if len(ids) + self._encoder.fewest_ids(plain) > limit:
+                        raise _too_long(max_tokens)
+                    for part in self._encoder.encode_long(plain, is_run_start=starts_run):
+                        ids += part
+                        if len(ids) > limit:
+                            break
+            if spelling.token_id >= 0:
+                ids.append(spelling.token_id)
+                strips = spelling.token_id in self._stripping_ids
+            if len(ids) > limit:
+                raise _too_long(max_tokens)
+            position = spelling.end
+        return ids + last
+
+    def difference_from(self, other: "Tokenizer") -> str | None:
+        """Say why some text has other ids in the other tokenizer, or return None, which proves that none has."""
+        difference = vocabulary_difference(self._vocabulary, other._vocabulary)
+        if difference is None and self.strips_space_at_start != other.strips_space_at_start:
+            return "one puts a space before a text and the other does not"
+        return difference
+
+    def decode(
+        self, token_ids: Iterable[int], *, skip_special: bool = True, previous_token_id: int | None = None
+    ) -> str:
+        """Return the text of token ids, without control tokens unless `skip_special` is false.
+
+        Bytes that are not UTF-8 become U+FFFD. `previous_token_id`: see StreamDecoder.
+        Raises: RequestError if an id is not in the vocabulary.
+        """
+        decoder = StreamDecoder(self, skip_special=skip_special, previous_token_id=previous_token_id)
+        return "".join([*map(decoder.push, token_ids), decoder.flush()])
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes one token stands for, its space included; a special token's are its spelling."""
+        text = self.token_text(token_id)
+        match self._types[token_id]:
+            case TokenType.BYTE:
+                return bytes([int(text[3:5], 16)])
+            case TokenType.CONTROL | TokenType.UNKNOWN:
+                return text.encode("utf-8", "surrogateescape")
+            case TokenType.USER_DEFINED if not self.strips_space_at_start:
+                return text.encode("utf-8", "surrogateescape")
+            case _:
+                return self._encoder.token_bytes(text)
+
+    def token_text(self, token_id: int) -> str:
+        """Return a token as the file spells it.
+
+        Raises: RequestError if the id is not in the vocabulary.
+        """
+        if not 0 <= token_id < self.vocab_size:
+            raise RequestError(
+                f"token id {token_id} is not in the vocabulary; wanted 0 to {self.vocab_size - 1}. Use ids that this "
+                "model's tokenizer gave."
+            )
+        return self._vocabulary.tokens[token_id]
+
+    def token_id(self, text: str) -> int | None:
+        """Return the id of the token that the file spells so, or None."""
+        found = self._vocabulary.ids.get(text)
+        return self._vocabulary.special_ids.get(text) if found is None else found
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether a token is a control or unknown token: no text of its own."""
+        return self._types[token_id] in (TokenType.CONTROL, TokenType.UNKNOWN)
+
+    def starts_text_after(self, token_id: int) -> bool:
+        """Whether plain text after this token starts a new run: it is cut out before words are."""
+        return self._types[token_id] in (TokenType.CONTROL, TokenType.UNKNOWN, TokenType.USER_DEFINED)
+
+    def ids_containing(self, text: str) -> frozenset[int]:
+        """Return the ids of all tokens, special ones apart, in whose text this one occurs."""
+        found = self._containing.get(text)
+        if found is None:
+            wanted = text.encode("utf-8", "surrogateescape")
+            found = frozenset(
+                token_id
+                for token_id in range(self.vocab_size)
+                if not self.is_special(token_id) and wanted in self.token_bytes(token_id)
+            )
+            if len(self._containing) >= _MOST_SEARCHES:
+                self._containing = {}
+            self._containing[text] = found
+        return found
+
+    @property
+    def special_ids(self) -> Mapping[str, int]:
+        """The ids of the control and unknown tokens by their spelling."""
+        return self._vocabulary.special_ids
+
+    @cached_property
+    def special_spellings(self) -> SpellingFinder:
+        """Finds spellings of control and unknown tokens in a text."""
+        return SpellingFinder(self._vocabulary.special_ids)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of everything that decides which ids a text gets: 64 hexadecimal digits."""
+        vocabulary = self._vocabulary
+        digest = hashlib.sha256()
+        facts = (
+            vocabulary.kind,
+            # An unknown name means the default rule, and may mean another one in a later version.
+            vocabulary.pre_tokenizer in PRE_TOKENIZERS,
+            vocabulary.pre_tokenizer,
+            sorted(vocabulary.flags.items()),
+            sorted(vocabulary.role_ids.items()),
+            sorted(vocabulary.end_of_generation_ids),
+            vocabulary.strips_after_special,
+        )
+        digest.update(repr(facts).encode("utf-8", "surrogateescape"))
+        for strings in (vocabulary.tokens, list(vocabulary.merges)):
+            digest.update(np.fromiter(map(len, strings), "<i8", len(strings)).tobytes())
+            digest.update("".join(strings).encode("utf-8", "surrogateescape"))
+        digest.update(vocabulary.types.tobytes())
+        if vocabulary.scores is not None:
+            digest.update(vocabulary.scores.astype("<f4").tobytes())
+        return digest.hexdigest()
+
+    def _added_ids(self, role: str, default: bool) -> list[int]:
+        """Return what `add_special` adds for a role: its id where the file, or else the kind, wants it."""
+        wanted = self._vocabulary.flags.get(f"add_{role}_token")
+        if wanted:
+            return self._role_id(role)
+        return self._role_id(role) if wanted is None and default and role in self._vocabulary.role_ids else []
+
+    def _role_id(self, role: str) -> list[int]:
+        token_id = self._vocabulary.role_ids.get(role)
+        if token_id is None:
+            raise TokenizerError(
+                f"tokenizer.ggml.{role}_token_id is missing, but this vocabulary adds that token to every text; "
+                "wanted its id. Convert the model again with a current converter."
+            )
+        return [token_id]
+
+    @cached_property
+    def _user_spellings(self) -> SpellingFinder:
+        tokens = self._vocabulary.tokens
+        user_defined = np.flatnonzero(self._vocabulary.types == TokenType.USER_DEFINED).tolist()
+        return SpellingFinder({tokens[token_id]: token_id for token_id in user_defined})
+
+    @cached_property
+    def _stripping_ids(self) -> frozenset[int]:
+        """The control tokens that take the white space after them along.
+
+        Not the user-defined ones, which any text may hold: no text may lose a character.
+        """
+        if not self._vocabulary.strips_after_special:
+            return frozenset()
+        return frozenset(i for text, i in self.special_ids.items() if text not in _KEEPS_SPACES_AFTER)
+
+    def _find_tokens(self, text: str, segments: Sequence[tuple[str, bool]]) -> Iterator[Spelling]:
+        """Yield the tokens that are cut out of a text before words are, in order and without overlap.
+
+        As in llama.cpp, longer spellings are taken first wherever they stand, not the leftmost first.
+        """
+        found = self._user_spellings.find(text)
+        if any(parses for _, parses in segments):
+            found = merge(found, self._open_spellings(text, segments))
+        tied: list[Spelling] = []
+        end = 0
+        # Spellings compete only with those that they overlap, or that overlap these.
+        for spelling in found:
+            if tied and spelling.start >= end:
+                yield from self._without_overlap(tied)
+                tied = []
+            tied.append(spelling)
+            end = max(end, spelling.end)
+        yield from self._without_overlap(tied)
+
+    def _open_spellings(self, text: str, segments: Sequence[tuple[str, bool]]) -> Iterator[Spelling]:
+        """Yield the spellings of control tokens no part of which lies in a segment that does not allow them."""
+        closed: list[tuple[int, int]] = []
+        start = 0
+        for segment, parses in segments:
+            if segment and not parses:
+                closed.append((start, start + len(segment)))
+            start += len(segment)
+        first = 0
+        for spelling in self.special_spellings.find(text):
+            while first < len(closed) and closed[first][1] <= spelling.start:
+                first += 1
+            if first == len(closed) or spelling.end <= closed[first][0]:
+                yield spelling
+
+    def _without_overlap(self, found: list[Spelling]) -> list[Spelling]:
+        if len(found) < 2:
+            return found
+        tokens = self._vocabulary.tokens
+        found.sort(key=lambda spelling: (-len(tokens[spelling.token_id].encode("utf-8", "surrogateescape")), spelling))
+        first = min(spelling.start for spelling in found)
+        taken = bytearray(max(spelling.end for spelling in found) - first)
+        chosen: list[Spelling] = []
+        for spelling in found:
+            start, end = spelling.start - first, spelling.end - first
+            if taken.find(1, start, end) < 0:
+                taken[start:end] = b"\1" * (end - start)
+                chosen.append(spelling)
+        return sorted(chosen)
+
+
+def _too_long(max_tokens: int | None) -> ContextLengthError:
+    return ContextLengthError(
+        f"the prompt has more than {max_tokens} tokens, but the context holds {max_tokens}; shorten it, "
+        "load the model with a larger context_length, or allow context_shift",
+        context_length=max_tokens,
+    )
+
+
+def _check_characters(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"the text has half a character, U+{ord(text[error.start]):04X}, at index {error.start}; wanted whole "
+            "Unicode characters. Decode its source as UTF-8 with errors='replace'."
+        ) from error

@@ -1,0 +1,381 @@
+"""The vocabulary of a model file: every tokenizer key of its metadata, read once and proven.
+
+Nothing behind this file has to doubt its input: lengths agree, byte tokens are bytes, every special
+id lies in the vocabulary, every merge ends in a token.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+from typing import Any, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.errors import TokenizerError
+from localinfer.models.text.special_tokens import CONTROL_TEXTS, find_end_of_generation
+from localinfer.quant.gguf.metadata import Metadata
+
+PREFIX = "tokenizer.ggml."
+_WAY_OUT = "Convert the model again with a current converter, or run it with token ids only."
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+# tokenizer.ggml.model -> how text becomes tokens.
+_KINDS = {"llama": "spm", "gpt2": "bpe", "gemma4": "bpe", "bert": "wordpiece"}
+_KNOWN_BUT_NOT_BUILT = {
+    "t5": "Unigram",
+    "rwkv": "RWKV",
+    "plamo2": "PLaMo 2",
+    "hybriddna": "DNA",
+    "whitespace": "whitespace",
+}
+# Ids that hold where a file of that kind names none, if the text there is what is expected. "seperator"
+# is how the GGUF key spells it.
+_DEFAULT_IDS: dict[str, dict[str, tuple[int, str]]] = {
+    "spm": {"bos": (1, "<s>"), "eos": (2, "</s>"), "unknown": (0, "<unk>")},
+    "wordpiece": {"bos": (101, "[CLS]"), "seperator": (102, "[SEP]"), "unknown": (100, "[UNK]")},
+    "bpe": {},
+}
+# An id outside the vocabulary under these keys harms nothing: they are never produced or obeyed here,
+# and published files carry such ids.
+_UNUSED_IDS = ("padding", "mask")
+# Published files of these deny the BOS token that their models cannot do without.
+_ALWAYS_WITH_BOS = ("gemma4", "granite-embed-multi-311m")
+_FLAGS = (
+    *("add_bos_token", "add_eos_token", "add_space_prefix", "normalizer.lowercase", "normalizer.strip_accents"),
+    # Not GGUF's: what tokenizer.json can say and GGUF cannot.
+    *("add_space_prefix_once", "strips_after_special"),
+)
+_ROLES = ("bos", "eos", "eot", "eom", "unknown", "seperator", "cls", "fim_pad", "fim_rep", "fim_sep")
+
+TOKENIZER_KEYS = frozenset(
+    f"{PREFIX}{key}"
+    for key in (
+        *("model", "pre", "tokens", "token_type", "scores", "merges", "end_of_generation_ids", *_FLAGS),
+        *(f"{role}_token_id" for role in (*_ROLES, *_UNUSED_IDS)),
+    )
+)
+"""Every key that is read here."""
+
+
+class TokenizerWarning(UserWarning):
+    """The tokenizer works, but may not be the one the model was trained with."""
+
+
+class TokenType(IntEnum):
+    """What kind of token an entry of `tokenizer.ggml.token_type` declares."""
+
+    UNDEFINED = 0
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+# Old files declare no types at all.
+_TYPE_BY_TEXT = {"<unk>": TokenType.UNKNOWN, "<s>": TokenType.CONTROL, "</s>": TokenType.CONTROL}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vocabulary:
+    """Tokens and rules of one model file.
+
+    `ids` maps the text of each token that text may turn into; `special_ids` that of the control and
+    unknown tokens, which only their own spelling gives, and only where asked for. `byte_ids[b]` is the
+    `<0xXX>` token of byte b, -1 where there is none. `merge_texts` are "left right" by rank.
+    `scores` is None where the kind has no use for them.
+    """
+
+    kind: str
+    pre_tokenizer: str | None
+    tokens: list[str]
+    types: NDArray[np.uint8]
+    scores: NDArray[np.float32] | None
+    merge_texts: list[str]
+    ids: dict[str, int]
+    special_ids: dict[str, int]
+    byte_ids: list[int]
+    role_ids: Mapping[str, int]
+    end_of_generation_ids: frozenset[int]
+    flags: Mapping[str, bool]
+    strips_after_special: bool
+
+    @cached_property
+    def merges(self) -> dict[str, int]:
+        """The rank of each "left right"; made by the first text, as it takes longer than reading them."""
+        ranks = dict(zip(self.merge_texts, range(len(self.merge_texts)), strict=True))
+        if len(ranks) != len(self.merge_texts):
+            ranks = {}
+            for rank, merge in enumerate(self.merge_texts):
+                ranks.setdefault(merge, rank)
+        return ranks
+
+
+def read_vocabulary(metadata: Mapping[str, object]) -> Vocabulary:
+    """Read and check every tokenizer key.
+
+    Raises: TokenizerError naming the key, what it holds, what was wanted and the way out.
+    """
+    model = _string(metadata, "model")
+    if model is None:
+        _refuse("model", "missing", "one of " + ", ".join(_KINDS))
+    kind = _kind(model)
+    pre_tokenizer = "gemma4" if model == "gemma4" else _string(metadata, "pre")
+    tokens = _tokens(metadata)
+    ids = _token_ids(tokens)
+    types = _types(metadata, tokens)
+    byte_ids = _byte_ids(tokens, types)
+    for text in CONTROL_TEXTS:
+        if text in ids:
+            types[ids[text]] = TokenType.CONTROL
+    roles = _role_ids(metadata, kind, tokens, types)
+    _close_default_end(kind, tokens, types)
+    end_of_generation = find_end_of_generation(ids, roles, lambda index: types[index] == TokenType.CONTROL)
+    end_of_generation |= _further_ends(metadata, len(tokens))
+    if not end_of_generation and kind != "wordpiece":
+        _refuse(
+            "eos_token_id",
+            "missing, and no token has the spelling of a known end-of-text token",
+            "the id of the token that ends a text",
+        )
+    _make_control(end_of_generation, tokens, types)
+    merge_texts = _merge_texts(metadata, ids, pre_tokenizer) if kind == "bpe" else []
+    special_ids = _take_special(tokens, types, ids)
+    flags = _flags(metadata)
+    if pre_tokenizer in _ALWAYS_WITH_BOS:
+        flags["add_bos_token"] = "bos" in roles
+    name = metadata.get("general.name")
+    # Phi-3 was trained with the white space after its markers removed; its GGUF files only say so by name.
+    is_phi3 = isinstance(name, str) and ("phi-3" in name.lower() or "phi3" in name.lower())
+    return Vocabulary(
+        kind=kind,
+        pre_tokenizer=pre_tokenizer,
+        tokens=tokens,
+        types=types,
+        scores=_scores(metadata, len(tokens)) if kind == "spm" else None,
+        merge_texts=merge_texts,
+        ids=ids,
+        special_ids=special_ids,
+        byte_ids=byte_ids,
+        role_ids=roles,
+        end_of_generation_ids=end_of_generation,
+        flags=flags,
+        strips_after_special=is_phi3 or flags.get("strips_after_special", False),
+    )
+
+
+def _refuse(key: str, found: str, wanted: str) -> NoReturn:
+    raise TokenizerError(f"{PREFIX}{key} is {found}; wanted {wanted}. {_WAY_OUT}")
+
+
+def _kind(model: str) -> str:
+    if model in _KINDS:
+        return _KINDS[model]
+    wanted = "one of " + ", ".join(_KINDS)
+    if model in _KNOWN_BUT_NOT_BUILT:
+        _refuse("model", f"{model!r}, the {_KNOWN_BUT_NOT_BUILT[model]} kind that this version does not build", wanted)
+    if model in ("none", "no_vocab"):
+        _refuse("model", f"{model!r}: the file holds no vocabulary", wanted)
+    _refuse("model", f"{model[:40]!r}, which is not known", wanted)
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, np.ndarray):
+        return f"an array of {value.size} {value.dtype}"
+    if isinstance(value, list):
+        return f"a list of {len(value)} values"
+    return f"{value!r:.60} ({type(value).__name__})"
+
+
+def _string(metadata: Mapping[str, object], key: str) -> str | None:
+    value = metadata.get(PREFIX + key)
+    if value is not None and not isinstance(value, str):
+        _refuse(key, _describe(value), "a string")
+    return value
+
+
+def _strings(metadata: Mapping[str, object], key: str) -> list[str] | None:
+    """Return an array of strings; bytes that are not UTF-8 become surrogate escapes."""
+    if PREFIX + key not in metadata:
+        return None
+    # The reader refuses an entry that is not UTF-8, which a token may be.
+    if isinstance(metadata, Metadata) and metadata.stored(PREFIX + key).count is not None:
+        return metadata.texts(PREFIX + key)
+    value = metadata[PREFIX + key]
+    found = set(map(type, value)) if isinstance(value, list | tuple) else {type(value)}
+    if isinstance(value, list | tuple) and found <= {bytes}:
+        return [entry.decode("utf-8", "surrogateescape") for entry in value]
+    if isinstance(value, list | tuple) and found <= {str}:
+        try:
+            "".join(value).encode("utf-8", "surrogateescape")
+        except UnicodeEncodeError as error:
+            half = f"a list of strings with half a character, U+{ord(error.object[error.start]):04X}"
+            _refuse(key, half, "strings of whole Unicode characters")
+        return list(value)
+    _refuse(key, _describe(value), "an array of strings")
+
+
+def _tokens(metadata: Mapping[str, object]) -> list[str]:
+    tokens = _strings(metadata, "tokens")
+    if not tokens:
+        _refuse("tokens", "missing" if tokens is None else "empty", "an array of token strings")
+    if "" in tokens:
+        tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(tokens)]
+    return tokens
+
+
+def _token_ids(tokens: list[str]) -> dict[str, int]:
+    ids = dict(zip(tokens, range(len(tokens)), strict=True))
+    if len(ids) != len(tokens):
+        repeated = next(index for index, token in enumerate(tokens) if ids[token] != index)
+        found = f"a list whose entries {repeated} and {ids[tokens[repeated]]} are both {tokens[repeated][:40]!r}"
+        _refuse("tokens", found, "tokens that differ")
+    return ids
+
+
+def _numbers(metadata: Mapping[str, object], key: str, count: int, kinds: str, wanted: str) -> NDArray[Any]:
+    value = metadata[PREFIX + key]
+    try:
+        array = np.asarray(value)
+    except (ValueError, OverflowError):
+        _refuse(key, _describe(value), wanted)
+    if array.ndim != 1 or array.dtype.kind not in kinds:
+        _refuse(key, _describe(value), wanted)
+    if array.size != count:
+        _refuse(key, f"an array of {array.size} values", f"{count}, one for each token")
+    return array
+
+
+def _types(metadata: Mapping[str, object], tokens: list[str]) -> NDArray[np.uint8]:
+    if PREFIX + "token_type" not in metadata:
+        guessed = (TokenType.BYTE if _BYTE_TOKEN.fullmatch(token) else _TYPE_BY_TEXT.get(token) for token in tokens)
+        return np.array([TokenType.NORMAL if guess is None else guess for guess in guessed], np.uint8)
+    wanted = f"integers from 0 to {max(TokenType)}"
+    types = _numbers(metadata, "token_type", len(tokens), "iu", wanted)
+    if int(types.min()) < 0 or int(types.max()) > max(TokenType):
+        _refuse("token_type", f"an array with values from {types.min()} to {types.max()}", wanted)
+    return types.astype(np.uint8)
+
+
+def _scores(metadata: Mapping[str, object], count: int) -> NDArray[np.float32]:
+    if PREFIX + "scores" not in metadata:
+        _refuse("scores", "missing", "one number for each token, which decides what merges first")
+    scores = _numbers(metadata, "scores", count, "fiu", "an array of numbers")
+    if np.isnan(scores).any():
+        _refuse("scores", f"not a number at entry {int(np.isnan(scores).argmax())}", "numbers")
+    with np.errstate(over="ignore"):
+        return scores.astype(np.float32)
+
+
+def _byte_ids(tokens: list[str], types: NDArray[np.uint8]) -> list[int]:
+    """Return the id of each byte's `<0xXX>` token, -1 where there is none."""
+    byte_ids = [-1] * 256
+    for index in np.flatnonzero(types == TokenType.BYTE).tolist():
+        match = _BYTE_TOKEN.fullmatch(tokens[index])
+        if match is None:
+            found = f"{tokens[index][:40]!r} at id {index}, declared to be a byte"
+            _refuse("tokens", found, "byte tokens spelled <0x00> to <0xFF>")
+        byte = int(match[1], 16)
+        if byte_ids[byte] >= 0:
+            _refuse("tokens", f"two tokens for byte {byte} (ids {byte_ids[byte]} and {index})", "one for each byte")
+        byte_ids[byte] = index
+    return byte_ids
+
+
+def _role_ids(metadata: Mapping[str, object], kind: str, tokens: list[str], types: NDArray[np.uint8]) -> dict[str, int]:
+    """Return the ids of the tokens that have a part to play: "bos", "eos", "unknown" and so on."""
+    wanted = f"a token id from 0 to {len(tokens) - 1}"
+    roles: dict[str, int] = {}
+    for role, (index, text) in _DEFAULT_IDS[kind].items():
+        if index < len(tokens) and tokens[index] == text:
+            roles[role] = index
+    for role in (*_ROLES, *_UNUSED_IDS):
+        key = f"{role}_token_id"
+        value = metadata.get(PREFIX + key)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | np.integer):
+            _refuse(key, _describe(value), wanted)
+        if 0 <= value < len(tokens):
+            roles[role] = int(value)
+        elif role not in _UNUSED_IDS:
+            _refuse(key, str(value), wanted)
+    if "cls" in roles:
+        roles.setdefault("bos", roles["cls"])
+    for role in ("bos", "eos", "eot", "eom"):
+        if kind != "wordpiece" and role in roles and types[roles[role]] == TokenType.BYTE:
+            _refuse(f"{role}_token_id", f"{roles[role]}, a byte token", "a control token")
+    return roles
+
+
+def _close_default_end(kind: str, tokens: list[str], types: NDArray[np.uint8]) -> None:
+    """Take the end that a kind has by itself for one where the file declares it a word of texts, as Phi-3's do.
+
+    Elsewhere in a vocabulary the same spelling is a word: </s> strikes text out in HTML.
+    """
+    index, text = _DEFAULT_IDS[kind].get("eos", (len(tokens), ""))
+    if index < len(tokens) and tokens[index] == text and types[index] == TokenType.USER_DEFINED:
+        types[index] = TokenType.CONTROL
+
+
+def _make_control(ends: Iterable[int], tokens: list[str], types: NDArray[np.uint8]) -> None:
+    """Let no text turn into a token that ends a reply, whatever the file declares it to be.
+
+    A single character stays what it is, since texts could not be encoded without it.
+    """
+    for index in ends:
+        if len(tokens[index]) > 1 and types[index] not in (TokenType.BYTE, TokenType.UNKNOWN):
+            types[index] = TokenType.CONTROL
+
+
+def _further_ends(metadata: Mapping[str, object], count: int) -> frozenset[int]:
+    """Ids that end a generation beyond those GGUF has keys for; only folders have such a list."""
+    value = metadata.get(PREFIX + "end_of_generation_ids", ())
+    if not isinstance(value, list | tuple) or not all(type(index) is int and 0 <= index < count for index in value):
+        _refuse("end_of_generation_ids", _describe(value), f"token ids from 0 to {count - 1}")
+    return frozenset(value)
+
+
+def _flags(metadata: Mapping[str, object]) -> dict[str, bool]:
+    flags: dict[str, bool] = {}
+    for key in _FLAGS:
+        value = metadata.get(PREFIX + key)
+        if value is None:
+            continue
+        if not isinstance(value, bool | np.bool_):
+            _refuse(key, _describe(value), "true or false")
+        flags[key] = bool(value)
+    return flags
+
+
+def _merge_texts(metadata: Mapping[str, object], ids: Mapping[str, int], pre_tokenizer: str | None) -> list[str]:
+    merges = _strings(metadata, "merges")
+    if merges is None:
+        if pre_tokenizer == "kimi-k2":
+            return []
+        _refuse("merges", "missing", 'an array of "left right" pairs')
+    # All joins at once, in C; the exact search for an offender runs only when there is one.
+    joined = "\0".join(merges)
+    results = joined.replace(" ", "").split("\0")
+    if joined.count(" ") != len(merges) or len(results) != len(merges) or not all(map(ids.__contains__, results)):
+        for rank, merge in enumerate(merges):
+            left, _, right = merge[1:].partition(" ")
+            if not right or merge[0] + left + right not in ids:
+                found = f"{merge[:60]!r} at entry {rank}"
+                _refuse("merges", found, 'a "left right" pair whose join is a token')
+    return merges
+
+
+def _take_special(tokens: list[str], types: NDArray[np.uint8], ids: dict[str, int]) -> dict[str, int]:
+    """Move the tokens that text must not turn into out of `ids`; return the control and unknown ones."""
+    special_ids: dict[str, int] = {}
+    never_text = (types == TokenType.CONTROL) | (types == TokenType.UNKNOWN) | (types == TokenType.BYTE)
+    for index in np.flatnonzero(never_text).tolist():
+        del ids[tokens[index]]
+        if types[index] != TokenType.BYTE:
+            special_ids[tokens[index]] = index
+    return special_ids

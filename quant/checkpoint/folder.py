@@ -1,0 +1,264 @@
+"""Open a Hugging Face folder: its JSON files, and the tensors of its safetensors files, mapped read-only.
+
+Only JSON, text and safetensors are ever read. Pickles (`.bin`, `.pt`, `.pth`) can run code when they are opened, so a
+folder that holds nothing else is refused.
+"""
+
+import json
+import os
+import stat
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.errors import CorruptFileError, ModelFileError, UnsupportedFormatError
+from localinfer.quant.checkpoint.safetensors import StoredTensor, read_header
+from localinfer.quant.gguf.mapped_file import FileStretch, MappedFile
+
+MAX_CONFIG_BYTES = 16 << 20
+MAX_TOKENIZER_BYTES = 256 << 20
+MAX_PARTS = 4096
+
+NUMPY_DTYPES = {
+    "BOOL": "u1",
+    "U8": "u1",
+    "I8": "i1",
+    "U16": "<u2",
+    "I16": "<i2",
+    "U32": "<u4",
+    "I32": "<i4",
+    "U64": "<u8",
+    "I64": "<i8",
+    "F16": "<f2",
+    "BF16": "<u2",
+    "F32": "<f4",
+    "F64": "<f8",
+}
+"""NumPy type that holds each dtype's bits; bfloat16 has none of its own."""
+
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_AGAIN = "Download the folder again"
+
+
+class CheckpointFolder:
+    """A model as Hugging Face lays it out, open until `close` (or the end of a `with` block).
+
+    `tensors` has every tensor under the checkpoint's own names; each was checked against the size of its file.
+    `config` is config.json. `num_bytes` is what the tensors' files take together.
+    """
+
+    path: Path
+    paths: tuple[Path, ...]
+    config: dict[str, Any]
+    tensors: dict[str, StoredTensor]
+    num_bytes: int
+
+    def __init__(self, path: Path, config: dict[str, Any], files: list[MappedFile], tensors: dict[str, StoredTensor]):
+        self.path = path
+        self.config = config
+        self.tensors = tensors
+        self._files = files
+        self.paths = tuple(file.path for file in files)
+        self.num_bytes = sum(file.num_bytes for file in files)
+
+    def tensor(self, name: str) -> StoredTensor:
+        """Return a tensor's record. Raises: CorruptFileError if the checkpoint lacks it."""
+        found = self.tensors.get(name)
+        if found is None:
+            raise CorruptFileError(
+                f"{self.path.name} has no tensor {name!r} among its {len(self.tensors)}; wanted a complete checkpoint. "
+                f"{_AGAIN}"
+            )
+        return found
+
+    def tensor_bytes(self, name: str) -> NDArray[np.uint8]:
+        """Return uint8[bytes of the tensor], a read-only view into the map."""
+        tensor = self.tensor(name)
+        return self._files[tensor.part].view(tensor.start, tensor.end)
+
+    def stretch(self, name: str) -> FileStretch:
+        """Return where a tensor's bytes lie."""
+        tensor = self.tensor(name)
+        return FileStretch(self._files[tensor.part], tensor.start, tensor.end)
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether one of the tensors' files was written since it was opened, or another one has its name."""
+        return any(file.has_changed for file in self._files)
+
+    def array(self, name: str) -> NDArray[Any]:
+        """Return a tensor in its own shape and NumPy type (bfloat16 as uint16), a view into the map where aligned.
+
+        Raises: UnsupportedFormatError for the 8-bit float types.
+        """
+        tensor = self.tensor(name)
+        dtype = NUMPY_DTYPES.get(tensor.dtype)
+        if dtype is None:
+            raise UnsupportedFormatError(
+                f"{self.path.name}: tensor {name!r} is {tensor.dtype}, which this version does not run; wanted F16, "
+                "BF16 or F32 weights, or a GPTQ, AWQ or compressed-tensors checkpoint"
+            )
+        raw = self.tensor_bytes(name)
+        if raw.ctypes.data % np.dtype(dtype).itemsize:
+            raw = raw.copy()
+        return raw.view(dtype).reshape(tensor.shape)
+
+    def forget(self, name: str) -> None:
+        """Let the system drop the memory behind a tensor's bytes; reading them again reads the file again."""
+        tensor = self.tensor(name)
+        self._files[tensor.part].forget(tensor.start, tensor.end)
+
+    def json(self, name: str, *, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any] | None:
+        """Return the object in one of the folder's JSON files, None where there is no such file."""
+        text = self.text(name, max_bytes=max_bytes)
+        return None if text is None else _parse(text, self.path / name)
+
+    def text(self, name: str, *, max_bytes: int = MAX_CONFIG_BYTES) -> str | None:
+        """Return one of the folder's text files, None where there is no such file."""
+        path = self.path / name
+        return _read_text(path, max_bytes) if path.exists() else None
+
+    def close(self) -> None:
+        """Refuse further access, and unmap as soon as no view is left. Safe to call twice."""
+        for file in self._files:
+            file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def open_folder(path: str | os.PathLike[str]) -> CheckpointFolder:
+    """Open the checkpoint in a folder: the files that its index names, or its only safetensors file.
+
+    Raises: ModelFileError if there is no checkpoint, UnsupportedFormatError if it is of another kind (pickles, GGUF),
+        CorruptFileError if a file is damaged or a part is missing.
+    """
+    folder = Path(path)
+    config_path = folder / "config.json"
+    weight_map = _weight_map(folder)
+    if not config_path.exists():
+        raise ModelFileError(f"{folder} has no config.json; wanted the whole folder of a model, not its weights alone")
+    config = _parse(_read_text(config_path, MAX_CONFIG_BYTES), config_path)
+    files: list[MappedFile] = []
+    try:
+        tensors: dict[str, StoredTensor] = {}
+        for part, (file_name, names) in enumerate(weight_map.items()):
+            files.append(MappedFile(folder / file_name))
+            found = read_header(files[-1], part)
+            if names is None:
+                tensors = found
+                continue
+            missing = next((name for name in names if name not in found), None)
+            if missing is not None:
+                raise CorruptFileError(f"{file_name} lacks tensor {missing!r}, which the index puts there. {_AGAIN}")
+            tensors.update((name, replace(found[name], part=part)) for name in names)
+        return CheckpointFolder(folder, config, files, tensors)
+    except BaseException:
+        for file in files:
+            file.close()
+        raise
+
+
+def _weight_map(folder: Path) -> dict[str, list[str] | None]:
+    """Return the files to read and the tensors to take from each; None for all of them."""
+    try:
+        names = sorted(entry.name for entry in folder.iterdir())
+    except OSError as error:
+        raise ModelFileError(f"{folder} cannot be read: {error}") from error
+    indices = [name for name in names if name.endswith(".safetensors.index.json")]
+    chosen = "model.safetensors.index.json" if "model.safetensors.index.json" in indices else None
+    if chosen is None and len(indices) == 1 and "model.safetensors" not in names:
+        chosen = indices[0]
+    if chosen is not None:
+        return _indexed_files(folder, chosen)
+    files = [name for name in names if name.endswith(".safetensors")]
+    if "model.safetensors" in files:
+        return {"model.safetensors": None}
+    if len(files) == 1:
+        return {files[0]: None}
+    if files:
+        raise CorruptFileError(
+            f"{folder} holds {len(files)} safetensors files ({', '.join(files[:3])}) and no "
+            f"model.safetensors.index.json that says which tensor is where. {_AGAIN}"
+        )
+    _refuse_folder(folder, names)
+    return None
+
+
+def _refuse_folder(folder: Path, names: list[str]) -> NoReturn:
+    pickles = [name for name in names if name.endswith(_PICKLES)]
+    if pickles:
+        raise UnsupportedFormatError(
+            f"{folder} holds its weights as pickles only ({', '.join(pickles[:3])}), which can run any code when they "
+            "are opened; localinfer never opens them. Wanted safetensors: download that version of the model, or save "
+            "it again with safe_serialization=True"
+        )
+    gguf_files = [name for name in names if name.endswith(".gguf")]
+    if gguf_files:
+        raise ModelFileError(f"{folder} is a folder of GGUF files; pass one of them, such as {folder / gguf_files[0]}")
+    raise ModelFileError(
+        f"{folder} holds no safetensors file; wanted a GGUF file, or a folder with config.json and model.safetensors"
+    )
+
+
+def _indexed_files(folder: Path, index_name: str) -> dict[str, list[str] | None]:
+    index = _parse(_read_text(folder / index_name, MAX_TOKENIZER_BYTES), folder / index_name)
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CorruptFileError(
+            f"{index_name} has weight_map {weight_map!r:.60}; wanted tensor names and files. {_AGAIN}"
+        )
+    files: dict[str, list[str] | None] = {}
+    for tensor, file_name in weight_map.items():
+        # The name comes from the file, so it may point anywhere: only plain names in this folder are followed.
+        is_plain = isinstance(file_name, str) and file_name.endswith(".safetensors") and file_name[0] != "."
+        if not is_plain or any(character in file_name for character in '/\\:\0"'):
+            raise CorruptFileError(
+                f"{index_name} puts tensor {tensor[:80]!r} into {file_name!r:.80}; wanted the plain name of a "
+                f"safetensors file in the same folder. {_AGAIN}"
+            )
+        names = files.setdefault(file_name, [])
+        assert names is not None, "lists were put there"
+        names.append(tensor)
+    if len(files) > MAX_PARTS:
+        raise CorruptFileError(f"{index_name} names {len(files)} files; wanted at most {MAX_PARTS}. {_AGAIN}")
+    missing = [name for name in sorted(files) if not (folder / name).exists()]
+    if missing:
+        raise ModelFileError(
+            f"{folder} lacks {len(missing)} of the {len(files)} files its index names ({', '.join(missing[:3])}); "
+            "download all of them into one folder"
+        )
+    return dict(sorted(files.items()))
+
+
+def _read_text(path: Path, max_bytes: int) -> str:
+    try:
+        found = os.stat(path)
+        if not stat.S_ISREG(found.st_mode):
+            raise ModelFileError(f"{path} is not a regular file; wanted a file of the model's folder")
+        if found.st_size > max_bytes:
+            raise CorruptFileError(f"{path.name} has {found.st_size} bytes; wanted at most {max_bytes}. {_AGAIN}")
+        return path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise CorruptFileError(f"{path.name} is not UTF-8 ({error.reason} at byte {error.start}). {_AGAIN}") from error
+    except OSError as error:
+        raise ModelFileError(f"{path} cannot be opened: {error}") from error
+
+
+def _parse(text: str, path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CorruptFileError(f"{path.name} is not sound JSON ({str(error)[:200]}). {_AGAIN}") from error
+    if not isinstance(value, dict):
+        raise CorruptFileError(f"{path.name} holds {value!r:.60}; wanted an object. {_AGAIN}")
+    return value

@@ -1,0 +1,130 @@
+"""GPTQ matrices as AutoGPTQ and its successors store them (arXiv 2210.17323).
+
+For K inputs, R outputs, b bits and G groups: qweight int32[K * b / 32, R], codes of consecutive inputs in a word,
+lowest bits first; qzeros int32[G, R * b / 32], packed along outputs; scales [G, R]; g_idx int32[K], the group of each
+input.
+
+Version 1 stores zero points less one, version 2 as they are, and files with the wrong label exist. Where all words are
+those of a symmetric matrix, the words themselves tell; else the label does. Version 1 is undone on whole words: a zero
+point of 0 borrowed from its neighbour when it was stored.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.errors import CorruptFileError, UnsupportedFormatError
+from localinfer.quant.checkpoint.folder import CheckpointFolder
+from localinfer.quant.checkpoint.group_tensors import scales_of, words_of, wrong_shape
+from localinfer.quant.checkpoint.grouped import GroupedMatrix, even_groups, grouped_matrix, span_of, unpack_words
+from localinfer.quant.checkpoint.module_patterns import ModulePattern
+
+LEAVES = ("qweight", "qzeros", "scales", "g_idx")
+
+_ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
+_SYMMETRIC = {2: 0xAAAAAAAA, 4: 0x88888888, 8: 0x80808080}
+_MAX_PATTERNS = 1000
+_FORMATS = {"gptq": 1, "gptq_v2": 2}
+
+
+class GptqReader:
+    """Reads the quantized modules of a GPTQ checkpoint.
+
+    Raises: UnsupportedFormatError if its settings name a packing or width that is not read.
+    """
+
+    leaves = LEAVES
+
+    def __init__(self, folder: CheckpointFolder, settings: Mapping[str, Any]) -> None:
+        self._folder = folder
+        self._settings = settings
+        label = settings.get("checkpoint_format") or "gptq"
+        if settings.get("is_marlin_format") or not isinstance(label, str) or label not in _FORMATS:
+            found = "marlin" if settings.get("is_marlin_format") else label
+            raise UnsupportedFormatError(
+                f"quantize_config: checkpoint_format is {found!r:.40}; this version reads {' and '.join(_FORMATS)}. "
+                "Save the model in one of these, or choose another copy."
+            )
+        self._version = _FORMATS[label]
+        self._overrides = _overrides(settings.get("dynamic"))
+
+    def shape(self, module: str) -> tuple[int, int]:
+        """Rows and columns of a module's weight."""
+        words, zeros = self._words(module)
+        bits = self._bits(module, words, zeros)
+        return words.shape[1], words.shape[0] * 32 // bits
+
+    def matrix(self, module: str) -> GroupedMatrix:
+        """Return a module's weight. Raises: CorruptFileError if its tensors do not fit each other or the settings."""
+        words, packed_zeros = self._words(module)
+        bits = self._bits(module, words, packed_zeros)
+        num_rows, num_columns = words.shape[1], words.shape[0] * 32 // bits
+        scales = scales_of(self._folder, f"{module}.scales")
+        if scales.shape != (len(packed_zeros), num_rows):
+            raise wrong_shape(f"{module}.scales", scales.shape, (len(packed_zeros), num_rows))
+        group_size = self._setting(module, "group_size", -1)
+        size = num_columns if group_size in (-1, None) else group_size
+        if type(size) is not int or size < 1 or -(-num_columns // size) != len(scales):
+            raise CorruptFileError(
+                f"{module}: {len(scales)} groups for {num_columns} columns do not fit group_size {group_size!r:.20}; "
+                "wanted one scale per group. Download the checkpoint again, or another one"
+            )
+        groups = even_groups(num_columns, len(scales), size)
+        if f"{module}.g_idx" in self._folder.tensors:
+            groups = words_of(self._folder, f"{module}.g_idx", 1)
+            if groups.shape != (num_columns,):
+                raise wrong_shape(f"{module}.g_idx", groups.shape, (num_columns,))
+        return grouped_matrix(
+            module,
+            bits,
+            scales.T,
+            unpack_words(self._true_zeros(packed_zeros, bits), bits).T,
+            np.array(groups),
+            lambda rows: unpack_words(words[:, span_of(rows)].T, bits),
+        )
+
+    def _words(self, module: str) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        return words_of(self._folder, f"{module}.qweight", 2), words_of(self._folder, f"{module}.qzeros", 2)
+
+    def _bits(self, module: str, words: NDArray[np.int32], zeros: NDArray[np.int32]) -> int:
+        bits = self._setting(module, "bits", 4)
+        if type(bits) is not int or bits not in _ONES:
+            raise UnsupportedFormatError(
+                f"{module} has {bits!r:.20} bits; this version reads GPTQ of 2, 4 and 8. Choose another copy."
+            )
+        if not zeros.size or zeros.shape[1] * 32 != words.shape[1] * bits:
+            wanted = (zeros.shape[0] or 1, words.shape[1] * bits // 32)
+            raise wrong_shape(f"{module}.qzeros", zeros.shape, wanted, f" for {bits} bits")
+        return int(bits)
+
+    def _setting(self, module: str, key: str, default: object) -> Any:
+        """The setting of a module: that of the first pattern that fits its name, else the checkpoint's."""
+        for pattern, changes in self._overrides:
+            if pattern.matches(module):
+                return changes.get(key, self._settings.get(key, default))
+        return self._settings.get(key, default)
+
+    def _true_zeros(self, words: NDArray[np.int32], bits: int) -> NDArray[np.int32]:
+        """Zero points as the formula wants them, still packed."""
+        unsigned = words.view(np.uint32)
+        first = int(unsigned[0, 0])
+        version = self._version
+        if (unsigned == first).all():
+            version = {_SYMMETRIC[bits]: 2, _SYMMETRIC[bits] - _ONES[bits]: 1}.get(first, version)
+        return (unsigned + np.uint32(_ONES[bits])).view(np.int32) if version == 1 else words
+
+
+def _overrides(dynamic: object) -> list[tuple[ModulePattern, Mapping[str, Any]]]:
+    """Patterns of module names and what differs there; a leading `-:` marks modules that are not quantized."""
+    if not dynamic:
+        return []
+    if not isinstance(dynamic, dict) or len(dynamic) > _MAX_PATTERNS:
+        raise CorruptFileError(
+            f"quantize_config: dynamic is {dynamic!r:.60}; wanted at most {_MAX_PATTERNS} patterns and settings"
+        )
+    return [
+        (ModulePattern(text.removeprefix("+:").removeprefix("-:")), changes if isinstance(changes, dict) else {})
+        for text, changes in dynamic.items()
+    ]

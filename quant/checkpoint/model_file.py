@@ -1,0 +1,100 @@
+"""What a loader needs of a model on disk, whatever it is stored as."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.errors import TokenizerError
+from localinfer.quant.checkpoint.grouped import GroupedMatrix
+from localinfer.quant.formats.types import TensorType
+from localinfer.quant.gguf.mapped_file import FileStretch
+
+
+class TensorRecord(Protocol):
+    """One tensor as GGUF would describe it: `shape` rows first, `num_bytes` those of its blocks."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def type(self) -> TensorType: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
+class ModelFile(Protocol):
+    """A model on disk, under GGUF's names: a GGUF file (`quant.gguf`), or a Hugging Face folder (`models.checkpoint`).
+
+    `paths` are the files that make it up: equal bytes in them are an equal model. `num_bytes` is its size on disk.
+    `metadata` has GGUF's keys, values decoded. `tokenizer_error` says why its vocabulary is not among them, if one was
+    there that could not be read.
+    """
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def paths(self) -> tuple[Path, ...]: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    @property
+    def metadata(self) -> Mapping[str, object]: ...
+
+    @property
+    def tensors(self) -> Mapping[str, TensorRecord]: ...
+
+    @property
+    def tokenizer_error(self) -> TokenizerError | None: ...
+
+    def tensor(self, name: str) -> TensorRecord:
+        """Return a tensor's record. Raises: CorruptFileError if the model lacks it."""
+        ...
+
+    def tensor_bytes(self, name: str) -> NDArray[np.uint8]:
+        """Return uint8[num_bytes]: the tensor's blocks, row after row."""
+        ...
+
+    def grouped(self, name: str) -> tuple[GroupedMatrix, ...] | None:
+        """Return the codes, scales and zero points of a checkpoint's quantized weight, one matrix per expert, else
+        None."""
+        ...
+
+    def stretch(self, name: str) -> FileStretch | None:
+        """Return where a tensor's blocks lie in a file; None where `tensor_bytes` makes them of something else."""
+        ...
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether a file of the model was written since it was opened, or another one has its name."""
+        ...
+
+    def forget(self, name: str, first: int, end: int) -> None:
+        """Let the system drop the memory behind some bytes of a tensor."""
+        ...
+
+    def close(self) -> None:
+        """Refuse further access. Safe to call twice."""
+        ...
+
+
+def read_stretch(file: ModelFile, name: str, first: int, end: int) -> NDArray[np.uint8]:
+    """Return uint8[end - first] of a tensor's blocks, copied where they lie in a file, so that no change of it can end
+    the process or go unnoticed: for whoever works on a file for minutes.
+
+    Raises: CorruptFileError if the file was changed since it was opened.
+    """
+    stretch = file.stretch(name)
+    if stretch is None:
+        return file.tensor_bytes(name).reshape(-1)[first:end]
+    data = np.empty(end - first, np.uint8)
+    stretch.read_into([(first, data.data)])
+    return data

@@ -1,0 +1,159 @@
+"""Importance of input channels, as llama.cpp's tools record it while a model reads a text.
+
+Two formats hold the same: GGUF files, and the older `.dat`. For every matrix and input column it is the mean square of
+what the column was multiplied with; a matrix per expert has its own.
+"""
+
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.errors import CorruptFileError, ModelFileError
+from localinfer.quant.formats.types import TensorType
+from localinfer.quant.gguf.reader import GGUFFile, read_gguf
+from localinfer.quant.gguf.writer import GGUFWriter, TensorSpec, encode_value
+
+_AGAIN = "make it again with llama-imatrix"
+_SUMS, _COUNTS = ".in_sum2", ".counts"
+
+
+@dataclass(frozen=True)
+class Importance:
+    """What an imatrix file says. `mean_squares`: by tensor name, float32[experts, columns]; one expert where dense."""
+
+    name: str
+    mean_squares: Mapping[str, NDArray[np.float32]]
+    dataset: str
+    num_chunks: int
+
+    def of(self, tensor: str, num_experts: int, columns: int) -> NDArray[np.float32] | None:
+        """Importance of a tensor, float32[num_experts, columns]; None where the file has none for it.
+
+        Raises: CorruptFileError if the file has numbers of another model.
+        """
+        found = self.mean_squares.get(tensor)
+        if found is None:
+            return None
+        if found.size != num_experts * columns:
+            raise CorruptFileError(
+                f"{self.name} has {found.size} numbers for {tensor}, which needs {num_experts} x {columns}; wanted the "
+                "imatrix of this very model"
+            )
+        return found.reshape(num_experts, columns)
+
+
+def read_imatrix(path: str | os.PathLike[str]) -> Importance:
+    """Read an imatrix file of either format.
+
+    Raises: ModelFileError if it cannot be opened, CorruptFileError if it is damaged or no imatrix.
+    """
+    try:
+        with open(path, "rb") as file:
+            start = file.read(4)
+    except OSError as error:
+        raise ModelFileError(f"{path} cannot be opened: {error.strerror}; check the path") from error
+    if start == b"GGUF":
+        with read_gguf(path) as model:
+            return _from_gguf(model)
+    return _from_legacy(Path(path))
+
+
+def write_imatrix(path: str | os.PathLike[str], importance: Importance, chunk_size: int) -> None:
+    """Write importance as GGUF, as llama.cpp's tools read it; the file appears when it is whole.
+
+    chunk_size: tokens of each of the text's `importance.num_chunks` sequences.
+    Raises: RequestError where the system refuses.
+    """
+    metadata = {
+        "general.type": encode_value("imatrix"),
+        "imatrix.datasets": encode_value([importance.dataset]),
+        "imatrix.chunk_count": encode_value(importance.num_chunks),
+        "imatrix.chunk_size": encode_value(chunk_size),
+    }
+    specs, arrays = [], []
+    for name, squares in importance.mean_squares.items():
+        specs.append(TensorSpec(name + _SUMS, TensorType.F32, squares.shape))
+        specs.append(TensorSpec(name + _COUNTS, TensorType.F32, (len(squares), 1)))
+        count = np.float32(max(1, importance.num_chunks * chunk_size))
+        arrays += [np.ascontiguousarray(squares * count), np.full((len(squares), 1), count, np.float32)]
+    with GGUFWriter(path, metadata, specs) as writer:
+        for array in arrays:
+            writer.write(array)
+
+
+def _from_gguf(file: GGUFFile) -> Importance:
+    name = file.path.name
+    if file.metadata.string("general.type", "") != "imatrix":
+        raise CorruptFileError(f"{name} is a GGUF file but no imatrix (its general.type); wanted one: {_AGAIN}")
+    found = {}
+    for tensor in file.tensors:
+        if not tensor.endswith(_SUMS):
+            continue
+        weight = tensor.removesuffix(_SUMS)
+        sums, counts = _numbers(file, tensor), _numbers(file, weight + _COUNTS).reshape(-1, 1)
+        if sums.size % counts.size:
+            raise CorruptFileError(f"{name} has {sums.size} sums of {weight} for {counts.size} experts; {_AGAIN}")
+        sums = sums.reshape(len(counts), -1)
+        mean = np.divide(sums, counts, out=np.ones_like(sums), where=counts > 0)
+        found[weight] = _checked(mean, weight, name)
+    if not found:
+        raise CorruptFileError(f"{name} holds no importance; {_AGAIN}")
+    datasets = file.metadata.strings("imatrix.datasets") if "imatrix.datasets" in file.metadata else []
+    return Importance(name, found, ", ".join(datasets), file.metadata.integer("imatrix.chunk_count", 0))
+
+
+def _numbers(file: GGUFFile, tensor: str) -> NDArray[np.float32]:
+    info = file.tensor(tensor)
+    if info.type is not TensorType.F32:
+        raise CorruptFileError(f"{file.path.name}: {tensor} is {info.type.name}; wanted F32: {_AGAIN}")
+    return file.tensor_bytes(tensor).view(np.float32).copy()
+
+
+def _from_legacy(path: Path) -> Importance:
+    """Entries of int32 name length, name, int32 calls, int32 numbers, float32 sums; then chunks and the text's name."""
+    raw = path.read_bytes()
+    position = 0
+
+    def fail() -> NoReturn:
+        raise CorruptFileError(f"{path.name} is no imatrix file, or a damaged one; {_AGAIN}")
+
+    def take(size: int) -> bytes:
+        nonlocal position
+        if not 0 <= size <= len(raw) - position:
+            fail()
+        position += size
+        return raw[position - size : position]
+
+    def integer() -> int:
+        return int(struct.unpack("<i", take(4))[0])
+
+    num_entries = integer()
+    if num_entries < 1:
+        fail()
+    found = {}
+    for _ in range(num_entries):
+        try:
+            name = take(integer()).decode()
+        except UnicodeDecodeError:
+            fail()
+        calls, size = integer(), integer()
+        sums = np.frombuffer(take(4 * size if size > 0 else -1), "<f4")
+        mean = sums / np.float32(calls) if calls > 0 else sums
+        found[name] = _checked(mean.reshape(1, -1).astype(np.float32), name, path.name)
+    num_chunks, dataset = 0, ""
+    if position < len(raw):
+        num_chunks = integer()
+        dataset = take(integer()).decode(errors="replace")
+    return Importance(path.name, found, dataset, num_chunks)
+
+
+def _checked(mean: NDArray[np.float32], weight: str, file: str) -> NDArray[np.float32]:
+    if not (np.isfinite(mean).all() and (mean >= 0).all()):
+        raise CorruptFileError(f"{file} holds negative numbers, infinity or NaN for {weight}; {_AGAIN}")
+    return mean

@@ -1,0 +1,127 @@
+"""Threads for large products whose bits do not depend on how many threads there are.
+
+Work is cut into pieces by its own size alone, and each piece is one call of NumPy with a single BLAS thread inside.
+What is summed is summed inside one piece, or over pieces in their order.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+from threadpoolctl import ThreadpoolController
+
+from localinfer.quant.methods.buffer_pool import LentMemory
+
+FloatArray = NDArray[np.float32]
+
+ROWS_PER_PIECE = 512
+COLUMNS_PER_PIECE = 256
+_FACTORED_AT_ONCE = 256
+
+
+class Workers:
+    """A number of threads; a context manager, inside of which BLAS computes with one thread per call everywhere.
+
+    memory: where large results lie. device: that of torch's which computes in place of NumPy, None for none
+    (`torch_workers.py`).
+    """
+
+    device: str | None = None
+
+    def __init__(self, num_threads: int) -> None:
+        self.num_threads = num_threads
+        self._executor = ThreadPoolExecutor(num_threads)
+        self.memory = LentMemory()
+        self._limits = ThreadpoolController().limit(limits=1, user_api="blas")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the threads and give BLAS its own back."""
+        self._executor.shutdown(cancel_futures=True)
+        self._limits.restore_original_limits()
+        self.memory.clear()
+
+    def run(self, function: Callable[[int], None], count: int) -> None:
+        """Call function(0) to function(count - 1), in any order and together; the first error ends it."""
+        if count == 1:
+            function(0)
+            return
+        for _ in self._executor.map(function, range(count)):
+            pass
+
+    def over_rows(self, function: Callable[[slice], None], num_rows: int, step: int = ROWS_PER_PIECE) -> None:
+        """Call function with slices that together cover rows 0 to num_rows - 1."""
+        count = -(-num_rows // step)
+        self.run(lambda piece: function(slice(piece * step, min(num_rows, (piece + 1) * step))), count)
+
+    def product(self, x: FloatArray, weight: FloatArray) -> FloatArray:
+        """x @ weight.T. Shapes: x float32[rows, n], weight float32[columns, n]; result float32[rows, columns]."""
+        out = self.memory.empty((len(x), len(weight)))
+
+        def one(rows: slice) -> None:
+            np.matmul(x[rows], weight.T, out=out[rows])
+
+        self.over_rows(one, len(x))
+        return out
+
+    def cross(self, a: FloatArray, b: FloatArray) -> FloatArray:
+        """a.T @ b, summed over rows. Shapes: float32[rows, m], float32[rows, n]; result float32[m, n]."""
+        out = self.memory.empty((a.shape[1], b.shape[1]))
+
+        def one(rows: slice) -> None:
+            np.matmul(a[:, rows].T, b, out=out[rows])
+
+        self.over_rows(one, len(out), COLUMNS_PER_PIECE)
+        return out
+
+    def gram(self, x: FloatArray) -> FloatArray:
+        """x.T @ x, symmetric to the bit. Shapes: x float32[rows, n]; result float32[n, n]."""
+        size, step = x.shape[1], COLUMNS_PER_PIECE
+        out = self.memory.empty((size, size))
+        starts = range(0, size, step)
+        pairs = [(first, second) for first in starts for second in starts if first <= second]
+
+        def one(index: int) -> None:
+            first, second = (slice(start, start + step) for start in pairs[index])
+            part = x[:, first].T @ x[:, second]
+            out[first, second] = part
+            if first != second:
+                out[second, first] = part.T
+
+        self.run(one, len(pairs))
+        return out
+
+    def factor(self, matrix: NDArray[np.float64]) -> None:
+        """Put the Cholesky factor in the lower triangle, block after block; above it nothing means anything.
+
+        Raises: numpy.linalg.LinAlgError if the matrix is not positive definite.
+        """
+        for start in range(0, len(matrix), _FACTORED_AT_ONCE):
+            end = min(len(matrix), start + _FACTORED_AT_ONCE)
+            block = np.linalg.cholesky(matrix[start:end, start:end])
+            matrix[start:end, start:end] = block
+            inverse = np.linalg.inv(block).T
+            below = matrix[end:]
+            left = below[:, start:end]
+
+            def solve(rows: slice, left: NDArray[np.float64] = left, inverse: NDArray[np.float64] = inverse) -> None:
+                left[rows] = left[rows] @ inverse
+
+            def update(
+                rows: slice, below: NDArray[np.float64] = below, left: NDArray[np.float64] = left, end: int = end
+            ) -> None:
+                stop = min(len(left), rows.stop)
+                below[rows, end : end + stop] -= left[rows] @ left[:stop].T
+
+            self.over_rows(solve, len(left))
+            self.over_rows(update, len(left))

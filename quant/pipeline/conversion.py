@@ -1,0 +1,215 @@
+"""Which layout a tensor runs in, and how the types that no kernel reads become one that a kernel does.
+
+Eleven types run as they lie in the file. Every other goes to the smallest layout that holds its weights exactly; where
+none does, to Q8_0, whose rounding lies far below what the type itself lost.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.errors import CorruptFileError, RequestError, ShapeError, UnsupportedFormatError
+from localinfer.kernels.layouts import GGUF_LAYOUTS, Layout
+from localinfer.quant.formats.reference import E2M1_VALUES, IQ4_VALUES, dequantize, quantize
+from localinfer.quant.formats.types import TensorType, bits_per_weight, block_dtype, block_size, row_bytes
+from localinfer.quant.formats.unpacking import pack_bits, unpack_bits
+
+Blocks = NDArray[Any]
+Fields = dict[str, NDArray[Any]]
+
+WEIGHTS_PER_CHUNK = 1 << 20
+"""Weights converted at a time, so that what is in flight takes a few MiB however large the tensor."""
+
+_DIRECT = {TensorType[layout.name]: layout for layout in GGUF_LAYOUTS}
+
+
+@dataclass(frozen=True)
+class _Conversion:
+    """How a type changes: its layout, the writer of that layout's blocks, and what happens to the weights."""
+
+    layout: Layout
+    fields: Callable[[Blocks, TensorType], Fields]
+    change: str
+
+
+def runs_directly(type: TensorType) -> bool:
+    """Whether kernels read this type at the density of the file."""
+    return type in _DIRECT
+
+
+def layout_of(type: TensorType) -> Layout:
+    """Return the layout a type runs in: its own, or the one `convert` gives it (MXFP4 may also become BF16).
+
+    Raises: UnsupportedFormatError for the types that only hold activations (Q8_1, Q8_K).
+    """
+    return _DIRECT[type] if type in _DIRECT else _conversion(type).layout
+
+
+def conversion_note(type: TensorType) -> str:
+    """Say in one line what a type runs as, the bits per weight before and after, and whether weights change."""
+    before = bits_per_weight(type)
+    if type in _DIRECT:
+        return f"{type.name} runs as it is in the file, {before:g} bits per weight"
+    conversion = _conversion(type)
+    target = TensorType[conversion.layout.name]
+    sizes = f"{bits_per_weight(target):g} bits per weight for {before:g}"
+    return f"{type.name} runs as {target.name}, {sizes}; {conversion.change}"
+
+
+def convert(
+    data: NDArray[np.uint8],
+    type: TensorType,
+    shape: tuple[int, ...],
+    done: Callable[[int, int], None] | None = None,
+) -> tuple[Layout, NDArray[np.uint8]]:
+    """Rewrite a tensor in a layout that kernels read; types that run directly come back as they are.
+
+    done: called with each stretch of data (first byte, end) that has been rewritten and is not needed any more; what it
+        raises ends the conversion. Never called for a type that runs directly.
+    Shapes: data uint8, of any shape, row after row; result uint8[bytes of the tensor in the layout].
+    Raises: ShapeError if the bytes do not fit the shape, CorruptFileError if a weight to be rounded is not finite,
+        UnsupportedFormatError for the types that only hold activations.
+    """
+    num_bytes = prod(shape[:-1]) * row_bytes(type, shape[-1])
+    if data.dtype != np.uint8 or data.size != num_bytes:
+        raise ShapeError(
+            f"got {data.dtype}[{data.size}] for a {type.name} tensor of shape {list(shape)}; "
+            f"wanted uint8[{num_bytes}]: pass the tensor's bytes as they are in the file"
+        )
+    raw = np.ascontiguousarray(data).reshape(-1)
+    if type in _DIRECT:
+        return _DIRECT[type], raw
+    blocks = raw.view(block_dtype(type))
+    conversion = _conversion(type)
+    if type is TensorType.MXFP4 and not _scales_fit(blocks):
+        conversion = _WIDE_MXFP4
+    target = TensorType[conversion.layout.name]
+    result = np.empty(len(blocks) * block_size(type) // block_size(target), block_dtype(target))
+    step = max(1, WEIGHTS_PER_CHUNK // block_size(type))
+    for first in range(0, len(blocks), step):
+        chunk = blocks[first : first + step]
+        start = first * block_size(type) // block_size(target)
+        part = result[start : start + len(chunk) * block_size(type) // block_size(target)]
+        with np.errstate(over="ignore", invalid="ignore"):
+            fields = conversion.fields(chunk, type)
+        for name, values in fields.items():
+            part[name] = values.reshape(part[name].shape)
+        if done is not None:
+            done(first * blocks.itemsize, (first + len(chunk)) * blocks.itemsize)
+    return conversion.layout, result.view(np.uint8)
+
+
+def _conversion(type: TensorType) -> _Conversion:
+    found = _CONVERSIONS.get(type)
+    if found is None:
+        raise UnsupportedFormatError(
+            f"{type.name} only ever holds activations; wanted a weight type such as Q8_0: convert the model again"
+        )
+    return found
+
+
+def _iq4_nl(blocks: Blocks, type: TensorType) -> Fields:
+    return {"d": blocks["d"], "qs": IQ4_VALUES[unpack_bits(blocks["qs"], 4, 16)].astype(np.int8)}
+
+
+def _iq4_xs(blocks: Blocks, type: TensorType) -> Fields:
+    high = blocks["scales_h"][:, None] >> np.arange(0, 16, 2, dtype=np.uint16) & 3
+    scales = (unpack_bits(blocks["scales_l"], 4, 1) | high.astype(np.uint8) << 4).astype(np.float32) - 32
+    d = blocks["d"].astype(np.float32)[:, None] * scales
+    return {"d": d.astype(np.float16), "qs": IQ4_VALUES[unpack_bits(blocks["qs"], 4, 16)].astype(np.int8)}
+
+
+def _mxfp4(blocks: Blocks, type: TensorType) -> Fields:
+    """Doubled E2M1 codes reach from -12 to 12, inside Q5_0's -16 to 15; their scale is halved to match."""
+    d = np.ldexp(np.float32(1), blocks["e"].astype(np.int32) - 128)
+    codes = (E2M1_VALUES[unpack_bits(blocks["qs"], 4, 16)] + 16).astype(np.uint8)
+    d = np.where((codes == 16).all(axis=1), np.float32(0), d)
+    return {"d": d.astype(np.float16), "qh": pack_bits(codes >> 4, 1, 1), "qs": pack_bits(codes & 15, 4, 16)}
+
+
+def _scales_fit(blocks: Blocks) -> bool:
+    """Whether float16 holds every MXFP4 scale that multiplies a weight: exponents -24 to 15."""
+    step = max(1, WEIGHTS_PER_CHUNK // block_size(TensorType.MXFP4))
+    for first in range(0, len(blocks), step):
+        chunk = blocks[first : first + step]
+        exponents = chunk["e"].astype(np.int32) - 128
+        is_zero = (chunk["qs"] & 0x77 == 0).all(axis=1)
+        if not (is_zero | ((exponents >= -24) & (exponents <= 15))).all():
+            return False
+    return True
+
+
+def _bf16(blocks: Blocks, type: TensorType) -> Fields:
+    values = dequantize(blocks.view(np.uint8), type, (len(blocks), block_size(type)))
+    return {"value": (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)}
+
+
+def _few_codes(blocks: Blocks, type: TensorType) -> Fields:
+    """Types of d times -1, 0, 1 or 2: the codes are what the type decodes to with a scale of 1."""
+    units = blocks.copy()
+    units["d"] = 1
+    codes = dequantize(units.view(np.uint8), type, (len(blocks), block_size(type))).reshape(-1, 32)
+    d = np.repeat(blocks["d"], block_size(type) // 32)
+    return {"d": d, "qs": pack_bits((codes + 8).astype(np.uint8), 4, 16)}
+
+
+def _q3_k(blocks: Blocks, type: TensorType) -> Fields:
+    packed = blocks["scales"]
+    scales = unpack_bits(packed[:, :8], 4, 8) | unpack_bits(packed[:, 8:], 2, 4) << 4
+    # Three bits with offset 4 (the mask holds the third); Q6_K's offset is 32.
+    codes = (unpack_bits(blocks["qs"], 2, 32) | unpack_bits(blocks["hmask"], 1, 32) << 2) + np.uint8(28)
+    return {
+        "d": blocks["d"],
+        "scales": scales.astype(np.int8) - np.int8(32),
+        "ql": pack_bits(codes & 15, 4, 64),
+        "qh": pack_bits(codes >> 4, 2, 32),
+    }
+
+
+def _plain(blocks: Blocks, type: TensorType) -> Fields:
+    return {"value": blocks["value"].astype(np.float32)}
+
+
+def _rounded(blocks: Blocks, type: TensorType) -> Fields:
+    values = dequantize(blocks.view(np.uint8), type, (len(blocks), block_size(type))).reshape(-1, 32)
+    try:
+        encoded = quantize(values, TensorType.Q8_0)
+    except RequestError as error:
+        raise CorruptFileError(
+            f"a {type.name} tensor holds weights that are infinite, NaN or beyond float16 ({error}); "
+            "download or convert the model again"
+        ) from error
+    target = encoded.reshape(-1).view(block_dtype(TensorType.Q8_0))
+    return {"d": target["d"], "qs": target["qs"]}
+
+
+_EXACT = "every weight stays exactly the same"
+_ROUNDED_SCALES = "scales are rounded to float16, within 0.05 %"
+_ROUNDED = "weights are rounded, by 0.5 % of a block's largest at most"
+
+_WIDE_MXFP4 = _Conversion(Layout.BF16, _bf16, _EXACT)
+_CONVERSIONS: dict[TensorType, _Conversion] = {
+    TensorType.IQ4_NL: _Conversion(Layout.Q8_0, _iq4_nl, _EXACT),
+    TensorType.IQ4_XS: _Conversion(Layout.Q8_0, _iq4_xs, _ROUNDED_SCALES),
+    TensorType.MXFP4: _Conversion(Layout.Q5_0, _mxfp4, _EXACT),
+    TensorType.Q3_K: _Conversion(Layout.Q6_K, _q3_k, _EXACT),
+    **{
+        type: _Conversion(Layout.Q4_0, _few_codes, _EXACT)
+        for type in (TensorType.TQ1_0, TensorType.TQ2_0, TensorType.Q1_0, TensorType.Q2_0)
+    },
+    **{
+        type: _Conversion(Layout.Q8_0, _rounded, _ROUNDED)
+        for type in (
+            *(TensorType.Q2_K, TensorType.NVFP4, TensorType.IQ1_S, TensorType.IQ1_M, TensorType.IQ2_XXS),
+            *(TensorType.IQ2_XS, TensorType.IQ2_S, TensorType.IQ3_XXS, TensorType.IQ3_S),
+        )
+    },
+    **{
+        type: _Conversion(Layout.F32, _plain, "numbers are rounded to float32 where it cannot hold them")
+        for type in (TensorType.F64, TensorType.I8, TensorType.I16, TensorType.I32, TensorType.I64)
+    },
+}
