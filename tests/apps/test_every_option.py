@@ -290,8 +290,6 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         run(server, on_ready=end)
 
     monkeypatch.setattr(LocalServer, "run", run_until_ready)
-    # --verbose adds one, on the standard error of its test.
-    monkeypatch.setattr(logging.getLogger("localinfer.server"), "handlers", [])
     for name in ("folder", "models"):
         (tmp_path / name).mkdir()
     (tmp_path / "models" / "demo.gguf").write_bytes(Path(DEMO).read_bytes())
@@ -309,7 +307,12 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "s").mkdir(mode=0o700)
     places |= {"hi": "-p Hi -n 1 --no-disk-cache", "one": "-n 1 --no-disk-cache"}
     places["local"] = "--no-disk-cache --no-tcp --socket s/s.sock"
-    return lambda line: line.format(**places).split()
+    # --verbose adds a handler, on the standard error of its test, and lets more through.
+    logger = logging.getLogger("localinfer.server")
+    handlers, propagate, level = logger.handlers[:], logger.propagate, logger.level
+    yield lambda line: line.format(**places).split()
+    logger.handlers[:], logger.propagate = handlers, propagate
+    logger.setLevel(level)
 
 
 @pytest.mark.parametrize(("command", "line"), [(name, line) for name, line in cases(GOOD) if name != "quantize"])
