@@ -164,17 +164,17 @@ class Segment:
     """Consecutive rows of one sequence in a batch.
 
     page_addresses: int64, one address per page of the sequence, covering every position up to the last row's but
-    `dropped_tokens` of them, whole pages that are not attended to any more. page_mass: float32[pages] where the rows'
-    attention to each page is added up, for tapes that were made to measure it. windowed_addresses: int64[pages], where
-    the windowed layers' part of each page lies, for layouts that keep it apart; 0 for pages that those layers see no
-    more.
+    `dropped_tokens` of them, whole pages that are not attended to any more. attention_sums: float32[pages] where the
+    rows' attention to each page is added up, for tapes that were made to measure it. windowed_addresses: int64[pages],
+    where the windowed layers' part of each page lies, for layouts that keep it apart; 0 for pages that those layers see
+    no more.
     """
 
     start_position: int
     num_rows: int
     page_addresses: NDArray[np.int64]
     dropped_tokens: int = 0
-    page_mass: FloatArray | None = None
+    attention_sums: FloatArray | None = None
     windowed_addresses: NDArray[np.int64] | None = None
 
 
@@ -244,10 +244,10 @@ class GreedyProgram(Program, Protocol):
 
 
 @runtime_checkable
-class InterruptibleProgram(Program, Protocol):
+class AbortableProgram(Program, Protocol):
     """A program that can leave a batch undone."""
 
-    def run_unless(self, batch: Batch, is_unwanted: Callable[[float], bool]) -> FloatArray | None:
+    def run_abortable(self, batch: Batch, should_abort: Callable[[float], bool]) -> FloatArray | None:
         """As `run`, but ask between ops, of a batch of many rows, whether the rest is unwanted; None if it was.
 
         is_unwanted: is told which share of the work is done, in (0, 1). After None, what the pages hold for the batch's

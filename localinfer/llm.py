@@ -24,7 +24,7 @@ from localinfer.owned_values import owned
 from localinfer.stream import Completion, EncodedPrompt, GenerationOptions, TextStream
 
 if TYPE_CHECKING:
-    from localinfer.cache.eviction import PageWindow
+    from localinfer.cache.eviction import KVEviction
     from localinfer.kernels.ops import Program
     from localinfer.models.decoder.pooling import Pooling
     from localinfer.models.text.chat_template import ChatTemplate
@@ -77,7 +77,7 @@ class LLM:
         model: LoadedModel,
         *,
         kv_memory: int | None = None,
-        kv_window: "PageWindow | None" = None,
+        kv_window: "KVEviction | None" = None,
         identity: "ModelIdentity | None" = None,
         disk: "DiskOptions | None" = None,
         speculation: "Speculation | None" = None,

@@ -9,7 +9,7 @@ import numpy as np
 
 from localinfer.argument_checks import shown
 from localinfer.cache.block_pool import KVLayout, PagePool
-from localinfer.cache.sequence import KVCache
+from localinfer.cache.sequence import SequenceCache
 from localinfer.errors import RequestError
 from localinfer.kernels.ops import Batch, MeasurableProgram, Program
 from localinfer.models.load.measurement_memory import recall, remember
@@ -89,7 +89,7 @@ def _verification_seconds(program: Program, kv_layout: KVLayout, progress: Progr
         return known[:most]
     if progress is not None:
         progress("measuring drafts (once per machine and model)", 0, 0)
-    cache = KVCache(PagePool(kv_layout), max_length=most)
+    cache = SequenceCache(PagePool(kv_layout), max_length=most)
 
     def run(num_rows: int) -> None:
         cache.truncate(0)

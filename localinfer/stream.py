@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.argument_checks import check_flag, check_hashable
-from localinfer.cache.prefix_cache import CacheUse
+from localinfer.cache.prefix_cache import CacheHints
 from localinfer.chat.constraint import Constraint
-from localinfer.chat.parser import ReplyParser, ReplyPiece
+from localinfer.chat.parser import ReplyDelta, ReplyParser
 from localinfer.chat.tool_calls import ToolCall, ToolCallDelta, joined_calls
 from localinfer.engine.engine import Engine
 from localinfer.engine.request import NO_TOKEN, FinishReason, TokenEvent
@@ -233,7 +233,7 @@ class TextStream(Iterator[StreamEvent]):
             stop_token_ids=() if tokenizer is None else tokenizer.eog_token_ids,
             ignore_eos=ignore_eos,
             context_shift=context_shift,
-            cache_use=CacheUse(system_tokens=prompt.system_tokens, is_pinned=is_pinned, history=prompt.history),
+            cache_hints=CacheHints(system_tokens=prompt.system_tokens, is_pinned=is_pinned, history=prompt.history),
             prediction=_prediction_ids(prediction, tokenizer),
             owner=owner,
         )
@@ -371,13 +371,13 @@ class TextStream(Iterator[StreamEvent]):
         if self._remember is not None:
             self._token_ids.append(token.token_id)
 
-    def _read(self, text: str, *, is_last: bool) -> tuple[ReplyPiece, bool]:
+    def _read(self, text: str, *, is_last: bool) -> tuple[ReplyDelta, bool]:
         """Take the next text apart; also say whether a stop text ends the completion."""
         text, ended = self._template_matcher.push(text)
         is_last = is_last or ended is not None
         if is_last and ended is None:
             text += self._template_matcher.flush()
-        pieces = [ReplyPiece(text)]
+        pieces = [ReplyDelta(text)]
         if self._parser is not None:
             pieces = [self._parser.push(text), *([self._parser.flush()] if is_last else [])]
         content, stop = self._matcher.push("".join(piece.content for piece in pieces))
@@ -387,7 +387,7 @@ class TextStream(Iterator[StreamEvent]):
             content += self._matcher.flush()
         self._has_calls = self._has_calls or bool(deltas)
         reasoning = "".join(piece.reasoning for piece in pieces)
-        return ReplyPiece(content, reasoning, deltas), stop is not None or ended is not None
+        return ReplyDelta(content, reasoning, deltas), stop is not None or ended is not None
 
     def _text_of(self, token: TokenEvent) -> str:
         """What a token adds to the text: an end token nothing, the last one all that the decoder still holds."""

@@ -51,7 +51,7 @@ WEIGH_VALUES = 208
 TABLE = 216
 """Which word of a segment has the table of this layer's pages."""
 
-# A `page_mass` op goes on after the words of `attention`.
+# A `attention_sums` op goes on after the words of `attention`.
 MASS_OUT = 224
 """Address of float32[segments][heads][pages]."""
 MASS_HEADS = 232
@@ -128,8 +128,8 @@ def check_stored(layout: KVLayout, layer: int, keys: Buffer, values: Buffer) -> 
     check(keys.rows is Rows.BATCH and values.rows is Rows.BATCH, "only batch rows enter the cache")
 
 
-def page_masses(layout: KVLayout, num_segments: int, num_tokens: int) -> FloatArray:
-    """float32[segments, heads, pages] of zeros, for `page_mass` ops over sequences of at most so many tokens."""
+def attention_sum_arrays(layout: KVLayout, num_segments: int, num_tokens: int) -> FloatArray:
+    """float32[segments, heads, pages] of zeros, for `attention_sums` ops over sequences of at most so many tokens."""
     heads = max((shape.num_kv_heads for shape in layout.layers), default=1)
     return np.zeros((num_segments, heads, -(-num_tokens // layout.page_tokens)), np.float32)
 

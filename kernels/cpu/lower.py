@@ -71,9 +71,9 @@ class CpuTape:
         self._operations: list[Operation] = []
         self._calls: list[tuple[NDArray[np.int64], int, Kernel]] = []
         self._partial_bytes = 0
-        self._page_mass: FloatArray | None = None
+        self._attention_sums: FloatArray | None = None
         if max_weighed_tokens:
-            self._page_mass = attention.page_masses(kv_layout, max_batch_rows, max_weighed_tokens)
+            self._attention_sums = attention.attention_sum_arrays(kv_layout, max_batch_rows, max_weighed_tokens)
         self._angles: dict[tuple[bytes, float], NDArray[np.uint8]] = {}
         self._quantized_place = 0
         self._quantized_source: tuple[Rows, int, int] | None = None
@@ -296,10 +296,10 @@ class CpuTape:
         cost = attention_cost("attention.attention", layout, layer, shape)
         calls = attention.pieces(layout)
         self._add("attention.attention", *words.tolist(), writes=out, cost=cost, calls=calls)
-        if self._page_mass is not None:
-            work = self._memory.shared("page mass", self._pool.num_threads * 64 * self._page_mass.shape[2])
-            more = (address(self._page_mass), *self._page_mass.shape[1:], work)
-            self._add("page_mass.page_mass", *words.tolist(), *more, writes=None, calls=calls)
+        if self._attention_sums is not None:
+            work = self._memory.shared("page mass", self._pool.num_threads * 64 * self._attention_sums.shape[2])
+            more = (address(self._attention_sums), *self._attention_sums.shape[1:], work)
+            self._add("attention_sums.attention_sums", *words.tolist(), *more, writes=None, calls=calls)
 
     def _queries(self, queries: Buffer, layer: int, shape: AttentionShape) -> tuple[int, int, int]:
         """Where attention finds its queries: address, stride per row and per head; quantizes them for such keys."""
@@ -495,6 +495,6 @@ class CpuTape:
             partial_bytes=self._partial_bytes,
             num_tokens=self._token_limit,
             num_positions=self._position_limit,
-            page_mass=self._page_mass,
+            attention_sums=self._attention_sums,
         )
         return CpuProgram(record)

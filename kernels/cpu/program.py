@@ -42,7 +42,7 @@ class TapeRecord:
 
     partial_bytes: what one row's attention to one chunk may have to keep until all chunks are merged.
     num_tokens and num_positions are the sizes of the tables that ids and positions index; None if there is no table.
-    page_mass: float32[segments, KV heads, pages] that the ops add up attention in; None if they do not.
+    attention_sums: float32[segments, KV heads, pages] that the ops add up attention in; None if they do not.
     """
 
     pool: ThreadPool
@@ -57,11 +57,11 @@ class TapeRecord:
     partial_bytes: int
     num_tokens: int | None
     num_positions: int | None
-    page_mass: FloatArray | None = None
+    attention_sums: FloatArray | None = None
 
 
 class CpuProgram:
-    """Runs batches; `ops.Program`, `ops.InterruptibleProgram` and `ops.MeasurableProgram`. One caller at a time.
+    """Runs batches; `ops.Program`, `ops.AbortableProgram` and `ops.MeasurableProgram`. One caller at a time.
 
     `decode_threads` of its `num_threads` run batches of up to DECODE_ROWS rows; the loader measures how many are best.
     """
@@ -116,13 +116,13 @@ class CpuProgram:
         self._pool.run(self._ops_address, self._num_ops, self._header_address, self._threads_for(rows))
         return self._result(batch)
 
-    def run_unless(self, batch: Batch, is_unwanted: Callable[[float], bool]) -> FloatArray | None:
-        """Compute a batch, or leave it undone; see `ops.InterruptibleProgram.run_unless`."""
+    def run_abortable(self, batch: Batch, should_abort: Callable[[float], bool]) -> FloatArray | None:
+        """Compute a batch, or leave it undone; see `ops.AbortableProgram.run_abortable`."""
         if len(batch.token_ids) < INTERRUPTIBLE_ROWS:
             return self.run(batch)
         rows = self._set_batch(batch)
         for stretch in self._stretches:
-            if stretch.done_before and is_unwanted(stretch.done_before):
+            if stretch.done_before and should_abort(stretch.done_before):
                 return None
             address_of_first = self._ops_address + OP_BYTES * stretch.first
             self._pool.run(address_of_first, stretch.num_ops, self._header_address, self._threads_for(rows))
@@ -166,16 +166,16 @@ class CpuProgram:
         self._last_rows = rows
         if rows <= kernel_abi.SPLIT_ROWS and self.num_threads > 1:
             self._reserve_partials(chunks)
-        if self._record.page_mass is not None:
-            self._record.page_mass[: len(batch.segments)] = 0
+        if self._record.attention_sums is not None:
+            self._record.attention_sums[: len(batch.segments)] = 0
         return rows
 
     def _result(self, batch: Batch) -> FloatArray:
-        mass = self._record.page_mass
+        mass = self._record.attention_sums
         if mass is not None:
             for index, segment in enumerate(batch.segments):
-                if segment.page_mass is not None:
-                    segment.page_mass[:] += mass[index, :, : segment.page_mass.size].sum(axis=0)
+                if segment.attention_sums is not None:
+                    segment.attention_sums[:] += mass[index, :, : segment.attention_sums.size].sum(axis=0)
         return self._record.logits[: len(batch.output_rows)]
 
     def _threads_for(self, rows: int) -> int:
@@ -216,7 +216,7 @@ class CpuProgram:
             raise RequestError(f"segment {index} from position {start} lacks {dropped} positions, which are no pages")
         if end - dropped > len(pages) * page_tokens:
             raise RequestError(f"segment {index} ends at position {end}, but {len(pages)} pages were given for it")
-        mass = self._record.page_mass
+        mass = self._record.attention_sums
         if mass is not None and len(pages) > mass.shape[2]:
             raise RequestError(f"segment {index} has {len(pages)} pages, but this tape weighs at most {mass.shape[2]}")
         if end > self._num_positions:

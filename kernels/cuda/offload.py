@@ -61,7 +61,7 @@ class SplitProgram:
             host, device = self._find(index, segment.page_addresses)
             start, count, dropped = segment.start_position, segment.num_rows, segment.dropped_tokens
             on_host.append(Segment(start, count, host, dropped))
-            on_device.append(Segment(start, count, device, dropped, segment.page_mass))
+            on_device.append(Segment(start, count, device, dropped, segment.attention_sums))
         rows = self._every_row[: len(batch.token_ids)]
         self._rest.hand_over(self._first.run(Batch(batch.token_ids, on_host, rows)))
         return Batch(batch.token_ids, on_device, batch.output_rows)

@@ -191,7 +191,7 @@ class CudaProgram:
     def _page_table(self, index: int, segment: Segment, room: int) -> int:
         """Where a segment's page addresses lie on the device; they are written only when they changed."""
         count, start, pages = segment.num_rows, segment.start_position, segment.page_addresses
-        if segment.dropped_tokens or segment.page_mass is not None:
+        if segment.dropped_tokens or segment.attention_sums is not None:
             raise BackendUnavailableError(
                 "dropping pages from the middle of a context runs on the CPU only in this version; take device 'cpu'"
             )

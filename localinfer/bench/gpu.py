@@ -23,7 +23,7 @@ from localinfer.bench.decode import (
     summarize,
 )
 from localinfer.cache.block_pool import PagePool
-from localinfer.cache.sequence import KVCache
+from localinfer.cache.sequence import SequenceCache
 from localinfer.describe import describe_file
 from localinfer.errors import BackendUnavailableError
 from localinfer.kernels.cuda.pages import DeviceKVLayout, SplitKVLayout
@@ -62,7 +62,7 @@ class _GpuModel:
             raise BackendUnavailableError("this model does not run on a GPU; measure it with --device cpu")
         self.model, self.program, self.device = model, model.program, layout.device
         self.num_host_layers = layout.num_host_layers if isinstance(layout, SplitKVLayout) else 0
-        self._cache = KVCache(PagePool(layout), max_length=model.config.context_length)
+        self._cache = SequenceCache(PagePool(layout), max_length=model.config.context_length)
         usual = SamplingParams()
         self._draw = Draw(float(usual.temperature), usual.top_k, float(usual.top_p), float(usual.min_p), 1, 0)
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.cache.block_pool import PagePool
-from localinfer.cache.sequence import KVCache
+from localinfer.cache.sequence import SequenceCache
 from localinfer.errors import BackendUnavailableError
 from localinfer.kernels.ops import Batch, MeasurableProgram, Operation, Rows
 from localinfer.models.load.loader import load_model
@@ -58,7 +58,7 @@ class MeasuredModel:
         self.num_threads = program.num_threads
         self.vocab_size = self._model.config.vocab_size
         pool = PagePool(self._model.kv_layout)
-        self._cache = KVCache(pool, max_length=self._model.config.context_length, keeps_unseen=True)
+        self._cache = SequenceCache(pool, max_length=self._model.config.context_length, keeps_unseen=True)
 
     def compute(self, start: int, token_ids: Sequence[int], num_outputs: int = 1) -> NDArray[np.float32]:
         """Put token ids at position `start` and after, forgetting what was there; return the last rows of logits.

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.cache.slabs import DeviceMemory, SlotMemory
+from localinfer.cache.slabs import DeviceMemory, SlabAllocator
 from localinfer.cache.sliding_window import BoolArray, SlidingWindow
 from localinfer.errors import ClosedError, OutOfMemoryError
 
@@ -81,8 +81,8 @@ class PagePool:
         self._device = layout if isinstance(layout, DeviceMemory) else None
         self._has_windows = layout.window > 0
         # What one kind of memory does not need any more must be there for the other.
-        self._memory = SlotMemory(layout.page_bytes, self._device, can_shrink=self._has_windows)
-        self._windowed = SlotMemory(layout.windowed_bytes, self._device, can_shrink=True)
+        self._memory = SlabAllocator(layout.page_bytes, self._device, can_shrink=self._has_windows)
+        self._windowed = SlabAllocator(layout.windowed_bytes, self._device, can_shrink=True)
         self._counts = np.zeros(64, np.int32)
         self._windowed_counts = np.zeros(64, np.int32)
         self._windowed_slots = np.full(64, -1, np.int64)
@@ -116,7 +116,7 @@ class PagePool:
         """Bytes of so many pages and windowed parts."""
         return num_pages * self.page_bytes + num_windowed * self.windowed_bytes
 
-    def most_bytes(self, length: int, batch_tokens: int) -> int:
+    def peak_bytes(self, length: int, batch_tokens: int) -> int:
         """Bytes that a sequence of `length` positions ever holds, where a batch adds at most `batch_tokens`."""
         return self.num_bytes(self.num_pages_for(length), self.sliding.most_pages(length, batch_tokens))
 

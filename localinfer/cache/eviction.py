@@ -25,7 +25,7 @@ LEAST_TOKENS = 128
 
 
 @dataclass(frozen=True)
-class PageWindow:
+class KVEviction:
     """How many positions a sequence holds between two batches: at most `tokens`, in whole pages.
 
     batch_tokens: the most that one batch adds, so that `max_tokens` is what a sequence ever holds. sink_pages: kept at
@@ -71,14 +71,14 @@ class PageWindow:
         return np.sort(lightest) + self.sink_pages
 
 
-def window_of(model: "Model", tokens: int) -> PageWindow:
+def window_of(model: "Model", tokens: int) -> KVEviction:
     """The window of a model that was loaded for it.
 
     Raises: RequestError where the model's own local attention would then meet positions that are not its.
     """
     from localinfer.models.decoder.architectures import find_architecture
 
-    window = PageWindow(tokens, model.kv_layout.page_tokens, model.program.max_batch_rows)
+    window = KVEviction(tokens, model.kv_layout.page_tokens, model.program.max_batch_rows)
     architecture = find_architecture(model.config)
     if any(architecture.chunks):
         raise RequestError(

@@ -11,10 +11,10 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from localinfer.cache.block_pool import KVLayout, PageNumbers, PagePool
-from localinfer.cache.eviction import PageWindow
+from localinfer.cache.eviction import KVEviction
 from localinfer.cache.miss import WINDOW_TOKENS, CacheMiss, CacheMissCause
 from localinfer.cache.prefix_tree import CachedPath, Match, PrefixTree, TokenIds, common_length
-from localinfer.cache.sequence import KVCache
+from localinfer.cache.sequence import SequenceCache
 from localinfer.errors import OutOfMemoryError
 
 
@@ -34,7 +34,7 @@ class CacheCounters:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CacheUse:
+class CacheHints:
     """How a generation's ids are to be kept.
 
     system_tokens: how many at the start of the prompt other prompts share; they are evicted after ordinary ones.
@@ -50,7 +50,7 @@ class CacheUse:
 class Admission(NamedTuple):
     """A sequence that holds what was cached of its prompt, how many tokens that is, and why not more, if it is told."""
 
-    sequence: KVCache
+    sequence: SequenceCache
     cached_tokens: int
     miss: CacheMiss | None
 
@@ -89,7 +89,7 @@ class PrefixCache:
         max_bytes: int | None,
         context_length: int,
         batch_tokens: int = 1,
-        window: PageWindow | None = None,
+        window: KVEviction | None = None,
     ) -> None:
         self.pool = PagePool(layout, max_bytes=max_bytes)
         self.tree = PrefixTree(self.pool)
@@ -108,14 +108,14 @@ class PrefixCache:
     def check_fits(self, length: int) -> None:
         """Raise OutOfMemoryError, with both numbers, if `length` positions are more than may ever be allocated."""
         held = length if self._window is None else min(length, self._window.max_tokens)
-        wanted, allowed = self.pool.most_bytes(held, self._batch_tokens), self.pool.max_bytes
+        wanted, allowed = self.pool.peak_bytes(held, self._batch_tokens), self.pool.max_bytes
         if allowed is not None and wanted > allowed:
             raise OutOfMemoryError(
                 f"{length} tokens take {wanted:,} bytes of key-value cache, which may use {allowed:,}; shorten the "
                 "prompt, or allow more with kv_memory"
             )
 
-    def has_room(self, token_ids: TokenIds, held: Sequence[KVCache]) -> bool:
+    def has_room(self, token_ids: TokenIds, held: Sequence[SequenceCache]) -> bool:
         """Whether memory holds one more sequence of these ids, beside those held and a page more for each of them."""
         pool = self.pool
         if pool.max_bytes is None:
@@ -126,15 +126,15 @@ class PrefixCache:
         match = self.tree.match(self._reusable(token_ids))
         shared = np.isin(match.pages[: match.usable // pool.page_tokens], pages).sum()
         length = token_ids.size + 1 if self._window is None else min(token_ids.size + 1, self._window.max_tokens)
-        wanted = pool.most_bytes(length, self._batch_tokens) - int(shared) * pool.page_bytes
+        wanted = pool.peak_bytes(length, self._batch_tokens) - int(shared) * pool.page_bytes
         more = pool.num_bytes(len(held), len(held))
         return pool.num_bytes(pages.size, windowed) + wanted + more <= pool.max_bytes
 
-    def open(self) -> KVCache:
+    def open(self) -> SequenceCache:
         """Return an empty sequence."""
-        return KVCache(self.pool, max_length=self._context_length, window=self._window)
+        return SequenceCache(self.pool, max_length=self._context_length, window=self._window)
 
-    def admit(self, token_ids: TokenIds, use: CacheUse, *, is_prompt: bool = True) -> Admission:
+    def admit(self, token_ids: TokenIds, use: CacheHints, *, is_prompt: bool = True) -> Admission:
         """Return a sequence for a prompt, with all of it that is cached but its last token, whose logits are wanted.
 
         is_prompt: it is one, and counts as one; a sequence that goes on within a generation is not.
@@ -147,7 +147,7 @@ class PrefixCache:
             match = self.tree.match(prefix)
         sequence = self.open()
         # Where texts part, and where a prompt ends or what it shares with others, more of them are likely to begin.
-        sequence.keep_before(match.length, token_ids.size, min(use.system_tokens, token_ids.size))
+        sequence.pin_window(match.length, token_ids.size, min(use.system_tokens, token_ids.size))
         self._take(sequence, match)
         if not is_prompt:
             return Admission(sequence, sequence.length, None)
@@ -155,13 +155,13 @@ class PrefixCache:
         self._count(token_ids.size, sequence.length, miss)
         return Admission(sequence, sequence.length, miss)
 
-    def extend(self, sequence: KVCache, token_ids: TokenIds) -> int:
+    def extend(self, sequence: SequenceCache, token_ids: TokenIds) -> int:
         """Take over what others have computed of a prompt since; return how many positions that saves."""
         match = self.tree.match(self._reusable(token_ids))
         before = sequence.length
         if match.length > max(before, match.usable):
             # Others that wait will find what this one computes there now.
-            sequence.keep_before(match.length)
+            sequence.pin_window(match.length)
         if match.usable <= before:
             return 0
         self._take(sequence, match)
@@ -169,13 +169,13 @@ class PrefixCache:
         self.counters.cached_tokens += saved
         return saved
 
-    def publish(self, sequence: KVCache, token_ids: TokenIds, use: CacheUse) -> None:
+    def publish(self, sequence: SequenceCache, token_ids: TokenIds, use: CacheHints) -> None:
         """Make the full pages of a sequence that goes on findable; `token_ids` are at least those of its positions."""
         if not sequence.is_exact:
             return
         self._insert(sequence, token_ids[: sequence.length - sequence.length % self.pool.page_tokens], use)
 
-    def retire(self, sequence: KVCache, token_ids: TokenIds, use: CacheUse) -> None:
+    def retire(self, sequence: SequenceCache, token_ids: TokenIds, use: CacheHints) -> None:
         """Make all of a sequence findable, unless it is an approximation, and close it."""
         known = token_ids[: sequence.length]
         if not sequence.is_exact:
@@ -197,14 +197,14 @@ class PrefixCache:
         prefix = token_ids[:-1]
         return prefix if self._window is None else prefix[: self._window.num_pages * self.pool.page_tokens]
 
-    def _insert(self, sequence: KVCache, token_ids: TokenIds, use: CacheUse) -> None:
+    def _insert(self, sequence: SequenceCache, token_ids: TokenIds, use: CacheHints) -> None:
         """Put the beginning of what a sequence holds into the tree."""
-        sequence.let_go_unseen()
+        sequence.free_out_of_window()
         num_pages = self.pool.num_pages_for(token_ids.size)
         pages, windowed = sequence.pages[:num_pages], sequence.windowed[:num_pages]
         self.tree.insert(token_ids, pages, windowed, system_tokens=use.system_tokens, is_pinned=use.is_pinned)
 
-    def _take(self, sequence: KVCache, match: Match) -> None:
+    def _take(self, sequence: SequenceCache, match: Match) -> None:
         """Let a sequence share a match's full pages and have its own copy of a last one that is not full."""
         if not match.usable:
             return
@@ -220,7 +220,7 @@ class PrefixCache:
                 without = sequence.windowed[: num_pages - 1]
                 sequence.truncate(self.pool.sliding.usable_length(without, match.usable - begun))
 
-    def _explain(self, token_ids: TokenIds, match: Match, use: CacheUse, refusal: str | None) -> CacheMiss | None:
+    def _explain(self, token_ids: TokenIds, match: Match, use: CacheHints, refusal: str | None) -> CacheMiss | None:
         position = match.usable
         if refusal is not None:
             return CacheMiss("foreign", position, detail=refusal)

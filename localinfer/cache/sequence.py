@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.cache.block_pool import PageNumbers, PagePool
-from localinfer.cache.eviction import PageWindow
+from localinfer.cache.eviction import KVEviction
 from localinfer.cache.sliding_window import BoolArray
 from localinfer.errors import ClosedError, ContextLengthError
 from localinfer.kernels.ops import Segment
@@ -13,7 +13,7 @@ _NO_PAGES = np.zeros(0, np.int64)
 _NONE_WINDOWED = np.zeros(0, np.bool_)
 
 
-class KVCache:
+class SequenceCache:
     """Which pages hold the positions of one sequence, and how many positions are valid.
 
     First `reserve` room, then compute, then `commit`: a computation that fails leaves the cache as it was. `truncate`
@@ -21,7 +21,7 @@ class KVCache:
     `reserve` puts a copy in its place if the next position lies in it.
 
     Of pages that layers with a sliding window see no more, `reserve` lets those layers' part go, except before places
-    that `keep_before` was told of. So the way back ends at most a page before what was reserved from last.
+    that `pin_window` was told of. So the way back ends at most a page before what was reserved from last.
 
     window: bounds how many pages are held; `reserve` lets the others go. From then on the sequence is not exact: what
     is computed is not what the model says to all of its text. keeps_unseen: nothing is let go of, and every way back is
@@ -29,7 +29,7 @@ class KVCache:
     """
 
     def __init__(
-        self, pool: PagePool, *, max_length: int, window: PageWindow | None = None, keeps_unseen: bool = False
+        self, pool: PagePool, *, max_length: int, window: KVEviction | None = None, keeps_unseen: bool = False
     ) -> None:
         self._pool = pool
         self._keeps_unseen = keeps_unseen
@@ -83,14 +83,14 @@ class KVCache:
         mass = None if self._window is None else self._mass[: self._pages.size]
         return Segment(self._length, num_rows, self._addresses, self._dropped, mass, self._windowed_addresses)
 
-    def keep_before(self, parting: int, *ends: int) -> None:
+    def pin_window(self, parting: int, *ends: int) -> None:
         """Keep what is needed to go on from these lengths too, for others that may.
 
         parting: where the text parts from others. ends: of what it may share with more; those told before, if none are.
         """
         self._places = (parting, *(ends or self._places[1:]))
 
-    def let_go_unseen(self) -> None:
+    def free_out_of_window(self) -> None:
         """Let go of the windowed part of pages that the next position does not see."""
         sliding = self._pool.sliding
         first = sliding.first_page(self._length - self._dropped)
@@ -120,7 +120,7 @@ class KVCache:
         if self._window is not None and length > self._length:
             self._drop_surplus(self._window)
         if length > self._length:
-            self.let_go_unseen()
+            self.free_out_of_window()
         pool = self._pool
         tail, offset = divmod(self._length - self._dropped, pool.page_tokens)
         copies_tail = bool(offset) and length > self._length and pool.is_shared(self._pages[tail])
@@ -186,9 +186,9 @@ class KVCache:
         self._length = length
         self._pool.release(former, former_windowed)
 
-    def fork(self) -> "KVCache":
+    def fork(self) -> "SequenceCache":
         """Return a second sequence with the same valid positions; it shares their pages until either writes."""
-        twin = KVCache(self._pool, max_length=self._max_length, window=self._window)
+        twin = SequenceCache(self._pool, max_length=self._max_length, window=self._window)
         held = self._length - self._dropped
         num_pages = self._pool.num_pages_for(held)
         twin._hold(self._pages[:num_pages].copy(), held, self._windowed[:num_pages].copy())
@@ -203,7 +203,7 @@ class KVCache:
             self.truncate(0)
             self._closed = True
 
-    def _drop_surplus(self, window: PageWindow) -> None:
+    def _drop_surplus(self, window: KVEviction) -> None:
         """Let go of pages that the window does not keep; the last one, which may not be full, is always kept."""
         num_used = self._pool.num_pages_for(self._length - self._dropped)
         indices = window.surplus(self._mass[:num_used])

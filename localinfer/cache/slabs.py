@@ -48,7 +48,7 @@ class DeviceMemory(Protocol):
         ...
 
 
-class SlotMemory:
+class SlabAllocator:
     """Slots of `slot_bytes`, in slabs of zeroed memory that the system hands out on first touch.
 
     addresses: int64, where each slot lies. free: numbers of the slots that nobody has, the next one last. can_shrink:
@@ -78,14 +78,14 @@ class SlotMemory:
         del self.free[first:]
         return slots
 
-    def grow(self, missing: int, most_bytes: int | None) -> None:
-        """Allocate at least `missing` slots, or as many as `most_bytes` and the machine allow."""
+    def grow(self, missing: int, max_bytes: int | None) -> None:
+        """Allocate at least `missing` slots, or as many as `max_bytes` and the machine allow."""
         if self._can_shrink:
             count = missing
         else:
             count = max(missing, min(_SLAB_BYTES // max(1, self.slot_bytes), self.num_slots // _SLAB_SHARE))
-        if most_bytes is not None and self.slot_bytes:
-            count = min(count, most_bytes // self.slot_bytes)
+        if max_bytes is not None and self.slot_bytes:
+            count = min(count, max_bytes // self.slot_bytes)
         try:
             if self._can_shrink:
                 for _ in range(count):

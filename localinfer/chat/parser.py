@@ -16,7 +16,7 @@ _NOT_NAME = re.compile(r"[^A-Za-z0-9_.:-]")
 _ID_LETTERS = string.ascii_letters + string.digits
 
 
-class ReplyPiece(NamedTuple):
+class ReplyDelta(NamedTuple):
     """What became certain of a reply."""
 
     content: str = ""
@@ -58,14 +58,14 @@ class ReplyParser:
         if reasoning is not None:
             self._state = self._reopened if starts_reasoning else self._opening
 
-    def push(self, text: str) -> ReplyPiece:
+    def push(self, text: str) -> ReplyDelta:
         """Take the next text."""
         self._held += text
         while self._held and self._state():
             pass
         return self._take()
 
-    def flush(self) -> ReplyPiece:
+    def flush(self) -> ReplyDelta:
         """Take the end of the reply: what was held back for a marker that did not come.
 
         What is left of the frame of a call that was cut short is left out.
@@ -80,8 +80,8 @@ class ReplyParser:
         self._held = ""
         return self._take()
 
-    def _take(self) -> ReplyPiece:
-        piece = ReplyPiece("".join(self._content), "".join(self._reasoning), tuple(self._deltas))
+    def _take(self) -> ReplyDelta:
+        piece = ReplyDelta("".join(self._content), "".join(self._reasoning), tuple(self._deltas))
         self._content.clear()
         self._reasoning.clear()
         self._deltas.clear()

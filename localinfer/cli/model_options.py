@@ -205,8 +205,8 @@ load_options = options_group(
     click.option("--yarn-original-context", type=int, metavar="N", help="Context the model was first trained for."),
     click.option("--yarn-extrapolation-factor", type=float, metavar="X", help="How far fast pairs keep their pace."),
     click.option("--yarn-attention-factor", type=float, metavar="X", help="Multiplies YaRN's own temperature."),
-    click.option("--yarn-beta-fast", type=float, metavar="X", help="Turns from which a pair counts as fast."),
-    click.option("--yarn-beta-slow", type=float, metavar="X", help="Turns below which a pair counts as slow."),
+    click.option("--yarn-beta-fast", type=float, metavar="X", help="StepLock from which a pair counts as fast."),
+    click.option("--yarn-beta-slow", type=float, metavar="X", help="StepLock below which a pair counts as slow."),
     click.option(
         "--set",
         "overrides",

@@ -17,7 +17,7 @@ from localinfer.terminal import check_text
 
 if TYPE_CHECKING:
     from localinfer.llm import LLM
-    from localinfer.server.replies.metrics import Meters
+    from localinfer.server.replies.metrics import Metrics
     from localinfer.server.replies.model_folder import ModelSource
     from localinfer.server.replies.model_memory import MemoryNeed
     from localinfer.server.replies.model_registry import ModelRegistry
@@ -109,12 +109,12 @@ def serve_command(
     sources = _sources(options.path, models)
     threads = LoadThreads()
 
-    def make_registry(meters: "Meters") -> "ModelRegistry":
+    def make_registry(metrics: "Metrics") -> "ModelRegistry":
         return ModelRegistry(
             sources,
             lambda source: _load(options, source, threads.stopping),
             lambda source: _measure(options, source),
-            meters,
+            metrics,
             strict=settings.strict_model,
             idle_unload_seconds=idle_unload or None,
             memory_limit=memory_limit,

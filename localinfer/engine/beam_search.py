@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.cache.prefix_cache import CacheUse
-from localinfer.cache.sequence import KVCache
+from localinfer.cache.prefix_cache import CacheHints
+from localinfer.cache.sequence import SequenceCache
 from localinfer.engine.engine import Engine
 from localinfer.engine.request import FinishReason
 from localinfer.errors import RequestError
@@ -23,7 +23,7 @@ from localinfer.sampling.sampler import not_finite_error
 
 MAX_BEAMS = 64
 
-_USE = CacheUse()
+_USE = CacheHints()
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Beam:
 class _Live(NamedTuple):
     """A text that may go on, whose last token is not computed yet."""
 
-    sequence: KVCache
+    sequence: SequenceCache
     token_ids: tuple[int, ...]
     logprob: float
 
@@ -214,7 +214,7 @@ class _Search:
         return logprob / math.pow(length, self._length_penalty)
 
     def _forward(
-        self, sequences: list[KVCache], pending: list[NDArray[np.int32]], output_rows: NDArray[np.int32]
+        self, sequences: list[SequenceCache], pending: list[NDArray[np.int32]], output_rows: NDArray[np.int32]
     ) -> NDArray[np.float32]:
         """Compute the next positions of some sequences in one batch; whoever has the turn may call."""
         for sequence, ids in zip(sequences, pending, strict=True):

@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.cache.block_pool import KVLayout, PagePool, default_kv_memory
-from localinfer.cache.eviction import PageWindow
-from localinfer.cache.prefix_cache import CacheUse, PrefixCache
-from localinfer.engine.request import HISTORY_ROOM, Generation, GenerationRecord, Run
-from localinfer.engine.runner import Stepper, shortened
+from localinfer.cache.eviction import KVEviction
+from localinfer.cache.prefix_cache import CacheHints, PrefixCache
+from localinfer.engine.request import HISTORY_ROOM, Generation, GenerationRecord, Request
+from localinfer.engine.runner import ModelRunner, shortened
 from localinfer.engine.scheduler import EngineLimits, Scheduler
 from localinfer.errors import ClosedError, ContextLengthError, OutOfMemoryError, RequestError
 from localinfer.kernels.ops import Program
@@ -53,7 +53,7 @@ class EngineModel(Protocol):
     def close(self) -> None: ...
 
 
-_PLAIN_USE = CacheUse()
+_PLAIN_USE = CacheHints()
 _USUAL_LIMITS = EngineLimits()
 
 
@@ -65,7 +65,7 @@ class Engine:
         model: EngineModel,
         *,
         kv_memory: int | None = None,
-        kv_window: PageWindow | None = None,
+        kv_window: KVEviction | None = None,
         speculation: Speculation | None = None,
         limits: EngineLimits = _USUAL_LIMITS,
     ) -> None:
@@ -85,7 +85,7 @@ class Engine:
             batch_tokens=model.program.max_batch_rows,
             window=kv_window,
         )
-        self._stepper = Stepper(
+        self._stepper = ModelRunner(
             model.program,
             self._cache,
             speculation,
@@ -149,7 +149,7 @@ class Engine:
         stop_token_ids: Collection[int] = (),
         ignore_eos: bool = False,
         context_shift: bool = False,
-        cache_use: CacheUse = _PLAIN_USE,
+        cache_hints: CacheHints = _PLAIN_USE,
         prediction: Sequence[int] | NDArray[np.integer] = (),
         owner: Hashable = None,
     ) -> Generation:
@@ -188,14 +188,14 @@ class Engine:
         room = sys.maxsize - token_ids.size if context_shift else self.context_length - token_ids.size
         limit = room if max_tokens is None else min(int(max_tokens), room)
         is_whole = token_ids.size <= self.context_length
-        head = token_ids if is_whole else shortened(token_ids, cache_use, self.context_length)
+        head = token_ids if is_whole else shortened(token_ids, cache_hints, self.context_length)
         self._cache.check_fits(head.size)
         history = np.empty(token_ids.size + min(limit, HISTORY_ROOM), np.int32)
         history[: token_ids.size] = token_ids
         expected = self._check_ids(prediction, "prediction")
-        run = Run(
+        run = Request(
             plan=plan,
-            use=cache_use,
+            use=cache_hints,
             head=head,
             history=history,
             base=token_ids.size,
@@ -270,7 +270,7 @@ class Engine:
     def _is_usable(self) -> bool:
         return not self._closed and os.getpid() == self._process
 
-    def _make_room(self, run: Run, error: OutOfMemoryError) -> bool:
+    def _make_room(self, run: Request, error: OutOfMemoryError) -> bool:
         return self._scheduler.make_room(run, error)
 
     def _check_ids(self, values: Sequence[int] | NDArray[np.integer], name: str = "the token ids") -> NDArray[np.int32]:

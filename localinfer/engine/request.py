@@ -1,4 +1,4 @@
-"""One generation: what its reader holds (`Generation`), and what the engine knows of it (`Run`)."""
+"""One generation: what its reader holds (`Generation`), and what the engine knows of it (`Request`)."""
 
 from collections import deque
 from collections.abc import Hashable, Iterator
@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.cache.miss import CacheMiss
-from localinfer.cache.prefix_cache import CacheUse
-from localinfer.cache.sequence import KVCache
+from localinfer.cache.prefix_cache import CacheHints
+from localinfer.cache.sequence import SequenceCache
 from localinfer.engine.step_lock import Waiter
 from localinfer.sampling.mask import GuidingMask
 from localinfer.sampling.sampler import SamplingPlan
@@ -56,7 +56,7 @@ class GenerationRecord:
 
 
 @dataclass(eq=False, slots=True)
-class Run:
+class Request:
     """One generation inside the engine; whoever has the turn may change it, but for what is said otherwise.
 
     head: int32, the ids its sequence began with; history: int32, prompt and completion, with room for more; base: where
@@ -66,7 +66,7 @@ class Run:
     """
 
     plan: SamplingPlan
-    use: CacheUse
+    use: CacheHints
     head: NDArray[np.int32]
     history: NDArray[np.int32]
     base: int
@@ -76,7 +76,7 @@ class Run:
     owner: Hashable
     speculative: SpeculativeText | None = None
     is_prompt: bool = True
-    sequence: KVCache | None = None
+    sequence: SequenceCache | None = None
     prompt_length: int = field(init=False)
     position: int = field(init=False)
     guide: GuidingMask | None = field(init=False)
@@ -126,15 +126,15 @@ class Run:
 class GenerationSource(Protocol):
     """What a `Generation` is read from; `scheduler.Scheduler` is one."""
 
-    def next_event(self, run: Run) -> TokenEvent | None:
+    def next_event(self, run: Request) -> TokenEvent | None:
         """Wait for the next event of a run and take it; None after its last one."""
         ...
 
-    def cancel(self, run: Run) -> None:
+    def cancel(self, run: Request) -> None:
         """End a run, whose reader is told so. Any thread, at any time."""
         ...
 
-    def leave(self, run: Run) -> None:
+    def leave(self, run: Request) -> None:
         """End a run that nobody reads any more. Any thread, at any time, even the garbage collector; never waits."""
         ...
 
@@ -145,7 +145,7 @@ class Generation(Iterator[TokenEvent]):
     `cancel` and `close` may be called by any thread at any time. What was computed stays in the cache.
     """
 
-    def __init__(self, source: GenerationSource, run: Run) -> None:
+    def __init__(self, source: GenerationSource, run: Request) -> None:
         self.record = run.record
         self._source = source
         self._run = run

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.cache.prefix_cache import CacheUse, PrefixCache
-from localinfer.cache.sequence import KVCache
+from localinfer.cache.prefix_cache import CacheHints, PrefixCache
+from localinfer.cache.sequence import SequenceCache
 from localinfer.engine.mask_worker import MaskWorker
-from localinfer.engine.request import NO_TOKEN, FinishReason, Run, TokenEvent
+from localinfer.engine.request import NO_TOKEN, FinishReason, Request, TokenEvent
 from localinfer.engine.step_costs import StepCosts
 from localinfer.errors import OutOfMemoryError
-from localinfer.kernels.ops import Batch, InterruptibleProgram, Program, Segment
+from localinfer.kernels.ops import AbortableProgram, Batch, Program, Segment
 from localinfer.sampling.device_draws import Results, RowResults, WantedRows
 from localinfer.sampling.sampler import Sampler
 from localinfer.speculation.floor import ALONE, Round, StepKind
@@ -30,12 +30,12 @@ logger = logging.getLogger(__name__)
 
 _FIRST_ROW = np.zeros(1, np.int32)
 
-IsUnwanted = Callable[[float], bool]
+ShouldAbort = Callable[[float], bool]
 """Whether a step need not go on; it is told which share of it is done."""
 
 
 @dataclass(eq=False, slots=True)
-class Part:
+class ScheduledSequence:
     """What a step computes of one generation: so many ids that wait, and drafts after them.
 
     is_chunk: of a prompt, or of what is computed like one. samples: the last of those ids is the last of the text, so
@@ -43,7 +43,7 @@ class Part:
     in any case. is_forced: it was. num_chosen: tokens that the step gave it.
     """
 
-    run: Run
+    run: Request
     num_rows: int = 1
     is_chunk: bool = False
     samples: bool = True
@@ -53,14 +53,14 @@ class Part:
     num_chosen: int = 0
 
 
-def shortened(token_ids: NDArray[np.int32], use: CacheUse, context_length: int) -> NDArray[np.int32]:
+def shortened(token_ids: NDArray[np.int32], use: CacheHints, context_length: int) -> NDArray[np.int32]:
     """The system tokens, at most half a context of them, and as many recent ids as half of the rest holds."""
     system = min(use.system_tokens, context_length // 2)
     recent = max(1, (context_length - system) // 2)
     return np.concatenate((token_ids[:system], token_ids[token_ids.size - recent :]))
 
 
-class Stepper:
+class ModelRunner:
     """Computes steps; whoever has the turn may call.
 
     make_room: called for a generation whose next positions do not fit into memory; it tries again, or has no part in
@@ -75,13 +75,13 @@ class Stepper:
         *,
         vocab_size: int,
         context_length: int,
-        make_room: Callable[[Run, OutOfMemoryError], bool],
+        make_room: Callable[[Request, OutOfMemoryError], bool],
     ) -> None:
         self.sampler = Sampler(vocab_size)
         self.costs = StepCosts()
         self._program = program
         self._results = RowResults(program)
-        self._interruptible_program = program if isinstance(program, InterruptibleProgram) else None
+        self._abortable_program = program if isinstance(program, AbortableProgram) else None
         self._cache = cache
         self._masks = MaskWorker()
         self._speculation = speculation
@@ -90,7 +90,7 @@ class Stepper:
 
     def forward(
         self,
-        sequence: KVCache,
+        sequence: SequenceCache,
         token_ids: NDArray[np.int32],
         output_rows: NDArray[np.int32],
         wanted: WantedRows = (),
@@ -106,12 +106,12 @@ class Stepper:
         sequence.commit(stop)
         return results
 
-    def _results_unless(self, batch: Batch, wanted: WantedRows, is_unwanted: IsUnwanted | None) -> Results | None:
-        if is_unwanted is None or self._interruptible_program is None:
+    def _results_unless(self, batch: Batch, wanted: WantedRows, should_abort: ShouldAbort | None) -> Results | None:
+        if should_abort is None or self._abortable_program is None:
             return self._results.run(batch, wanted)
-        return self._interruptible_program.run_unless(batch, is_unwanted)
+        return self._abortable_program.run_abortable(batch, should_abort)
 
-    def decode_alone(self, run: Run) -> None:
+    def decode_alone(self, run: Request) -> None:
         """Decode one token of the only generation there is, without a draft."""
         sequence, position, history = run.sequence, run.position, run.history
         assert sequence is not None, "it was admitted"
@@ -126,7 +126,7 @@ class Stepper:
             return
         self._extend(run, (token_id,))
 
-    def decode_observed(self, run: Run) -> None:
+    def decode_observed(self, run: Request) -> None:
         """As `decode_alone`, and tell what it took where that is wanted."""
         speculation = self._speculation
         assert speculation is not None, "else nobody wants to know"
@@ -135,7 +135,7 @@ class Stepper:
         if speculation.floor.is_timed and not run.is_over:
             speculation.floor.observe_plain(ALONE, speculation.clock() - began)
 
-    def may_draft(self, parts: Sequence[Part]) -> bool:
+    def may_draft(self, parts: Sequence[ScheduledSequence]) -> bool:
         """Ask once before a step that only decodes: whether drafters are to be asked for it."""
         speculation = self._speculation
         if speculation is None or len(parts) > speculation.costs.max_depth:
@@ -143,7 +143,7 @@ class Stepper:
         floor = speculation.floor
         return not floor.rests() and not floor.is_plain(_kind(parts))
 
-    def compute(self, parts: Sequence[Part], is_unwanted: IsUnwanted | None = None) -> None:
+    def compute(self, parts: Sequence[ScheduledSequence], should_abort: ShouldAbort | None = None) -> None:
         """Take one step of some generations, each of which is admitted.
 
         is_unwanted: asked now and then, where the device can leave a step undone, with the share that is done; after a
@@ -160,7 +160,7 @@ class Stepper:
                 rows += part.num_drafted
                 room -= part.num_drafted
         drafted = clock()
-        if not self._compute([part for part in parts if self._reserve(part)], drafted, is_unwanted):
+        if not self._compute([part for part in parts if self._reserve(part)], drafted, should_abort):
             return
         ended = clock()
         self.costs.observe(decode_rows, chunk_rows, ended - began)
@@ -168,7 +168,7 @@ class Stepper:
             self._observe_drafts(self._speculation, parts, began, drafted, ended)
 
     def _observe_drafts(
-        self, speculation: Speculation, parts: Sequence[Part], began: float, drafted: float, ended: float
+        self, speculation: Speculation, parts: Sequence[ScheduledSequence], began: float, drafted: float, ended: float
     ) -> None:
         """Tell what a step took to whom it teaches whether drafting pays."""
         for part in parts:
@@ -195,7 +195,7 @@ class Stepper:
         elif speculation.floor.is_timed and rows == len(parts):
             speculation.floor.observe_plain(_kind(parts), ended - began)
 
-    def fail(self, run: Run, error: Exception) -> None:
+    def fail(self, run: Request, error: Exception) -> None:
         """End a generation with an error, which its reader gets after the tokens before it.
 
         Where memory ended and there are tokens before it, they are the completion, and its record says why it is short.
@@ -209,14 +209,14 @@ class Stepper:
             run.error = error
         self.finish(run)
 
-    def finish(self, run: Run) -> None:
+    def finish(self, run: Request) -> None:
         """Leave what a generation has computed to the cache; it goes no further."""
         run.is_over = True
         self.set_aside(run)
         if run.speculative is not None:
             run.speculative.close()
 
-    def set_aside(self, run: Run) -> None:
+    def set_aside(self, run: Request) -> None:
         """Leave what a generation has computed to the cache."""
         if run.sequence is not None:
             sequence, token_ids = run.sequence, run.context_ids()
@@ -227,7 +227,7 @@ class Stepper:
         """End the thread that prepares masks."""
         self._masks.close()
 
-    def _draft(self, part: Part, most: int, others: Others | None) -> None:
+    def _draft(self, part: ScheduledSequence, most: int, others: Others | None) -> None:
         """Write what may follow into the history: what has to, or else what promises a gain."""
         run, position = part.run, part.run.position
         assert run.sequence is not None, "it was admitted"
@@ -241,7 +241,7 @@ class Stepper:
         run.make_room(position + part.num_drafted)
         run.history[position : position + part.num_drafted] = drafted
 
-    def _drafted(self, part: Part, most: int, others: Others | None) -> Sequence[int] | NDArray[np.int32]:
+    def _drafted(self, part: ScheduledSequence, most: int, others: Others | None) -> Sequence[int] | NDArray[np.int32]:
         run = part.run
         history, guide = run.history[: run.position], run.guide
         speculative = run.speculative if part.may_draft else None
@@ -258,7 +258,7 @@ class Stepper:
             return drafted
         return drafted[: guide.count_allowed(history, drafted.tolist())]
 
-    def _reserve(self, part: Part) -> bool:
+    def _reserve(self, part: ScheduledSequence) -> bool:
         """Make room for what is to be computed, if need be without the draft; return whether there is."""
         run, sequence = part.run, part.run.sequence
         if sequence is None:
@@ -274,7 +274,7 @@ class Stepper:
                 elif not self._make_room(run, error):
                     return False
 
-    def _compute(self, parts: Sequence[Part], began: float, is_unwanted: IsUnwanted | None) -> bool:
+    def _compute(self, parts: Sequence[ScheduledSequence], began: float, should_abort: ShouldAbort | None) -> bool:
         """Run the program over parts that memory is reserved for; after a failure over each alone, to know whose.
 
         Returns whether it was done.
@@ -282,7 +282,7 @@ class Stepper:
         if not parts:
             return True
         try:
-            results = self._run(parts, is_unwanted)
+            results = self._run(parts, should_abort)
         except Exception as error:
             if len(parts) == 1 and parts[0].num_drafted:
                 # What the text would be without a draft comes first, whatever the rows of the draft have met.
@@ -310,7 +310,7 @@ class Stepper:
             first = end
         return True
 
-    def _run(self, parts: Sequence[Part], is_unwanted: IsUnwanted | None) -> Results | None:
+    def _run(self, parts: Sequence[ScheduledSequence], should_abort: ShouldAbort | None) -> Results | None:
         """Compute the rows' results, see `forward`, and the masks of grammars at the same time."""
         guided = [
             (run.guide, run.history[: run.position + part.num_drafted], run.position)
@@ -324,14 +324,14 @@ class Stepper:
                 if part.samples
                 for index in range(1 + part.num_drafted)
             ]
-            return self._results_unless(_batch(parts), wanted, is_unwanted)
+            return self._results_unless(_batch(parts), wanted, should_abort)
         try:
             self._masks.begin(guided)
-            return self._results_unless(_batch(parts), (), is_unwanted)
+            return self._results_unless(_batch(parts), (), should_abort)
         finally:
             self._masks.finish()
 
-    def _take(self, part: Part, results: Results, began: float) -> None:
+    def _take(self, part: ScheduledSequence, results: Results, began: float) -> None:
         """Sample what a step has computed of one generation. results: those of 1 + num_drafted rows, or none."""
         run, sequence, position = part.run, part.run.sequence, part.run.position
         assert sequence is not None, "it was computed"
@@ -348,7 +348,7 @@ class Stepper:
         part.num_chosen = len(chosen)
         self._extend(run, chosen)
 
-    def _extend(self, run: Run, token_ids: Sequence[int]) -> None:
+    def _extend(self, run: Request, token_ids: Sequence[int]) -> None:
         """Tell a generation's reader its next tokens, which are in its history already."""
         append, stops, last, position = run.events.append, run.stops, run.last, run.position
         for token_id in token_ids:
@@ -363,7 +363,7 @@ class Stepper:
         if run.sequence is not None and run.sequence.length == self._context_length:
             self._shift(run)
 
-    def _shift(self, run: Run) -> None:
+    def _shift(self, run: Request) -> None:
         """Begin anew with the system tokens and the recent half of the context, at a full one."""
         context = run.token_ids()
         self.set_aside(run)
@@ -371,11 +371,11 @@ class Stepper:
         run.record.dropped_tokens += context.size - run.head.size
 
 
-def _kind(parts: Sequence[Part]) -> StepKind:
+def _kind(parts: Sequence[ScheduledSequence]) -> StepKind:
     return StepKind(len(parts), any(part.run.guide is not None for part in parts))
 
 
-def _batch(parts: Sequence[Part]) -> Batch:
+def _batch(parts: Sequence[ScheduledSequence]) -> Batch:
     token_ids: list[NDArray[np.int32]] = []
     segments: list[Segment] = []
     outputs: list[int] = []

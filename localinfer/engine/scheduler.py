@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 from localinfer.cache.prefix_cache import PrefixCache
 from localinfer.cache.prefix_tree import common_length
-from localinfer.engine.request import NO_TOKEN, Run, TokenEvent
-from localinfer.engine.runner import IsUnwanted, Part, Stepper
-from localinfer.engine.step_lock import Turns
+from localinfer.engine.request import NO_TOKEN, Request, TokenEvent
+from localinfer.engine.runner import ModelRunner, ScheduledSequence, ShouldAbort
+from localinfer.engine.step_lock import StepLock
 from localinfer.errors import OutOfMemoryError, OverloadedError, RequestError
 from localinfer.kernels.ops import Program
 
@@ -58,13 +58,13 @@ class Scheduler:
         self,
         program: Program,
         cache: PrefixCache,
-        stepper: Stepper,
+        stepper: ModelRunner,
         limits: EngineLimits,
         *,
         check_usable: Callable[[], None],
         is_usable: Callable[[], bool],
     ) -> None:
-        self.turns = Turns()
+        self.turns = StepLock()
         self._cache = cache
         self._stepper = stepper
         self._limits = limits
@@ -72,17 +72,17 @@ class Scheduler:
         self._is_usable = is_usable
         self._max_rows = program.max_batch_rows
         self._max_outputs = program.max_output_rows
-        self._open: set[Run] = set()
+        self._open: set[Request] = set()
         """Every generation that was asked for and has not ended; `_runs` those whose readers have begun, in order."""
-        self._runs: list[Run] = []
-        self._departed: deque[Run] = deque()
+        self._runs: list[Request] = []
+        self._departed: deque[Request] = deque()
         self._steps = 0
         self._is_stepping = False
         """Whether a step is in progress; at the start of one, whether the step before it was interrupted."""
         self._chunk_of_owner: dict[Hashable, int] = {}
         self._mean_duration = _LEAST_RETRY_SECONDS
 
-    def enter(self, run: Run) -> None:
+    def enter(self, run: Request) -> None:
         """Take on a generation. Raises: OverloadedError."""
         limits = self._limits
         if limits.max_queued is not None and len(self._open) >= limits.max_running + limits.max_queued:
@@ -96,7 +96,7 @@ class Scheduler:
         run.began = time.monotonic()
         self._open.add(run)
 
-    def next_event(self, run: Run) -> TokenEvent | None:
+    def next_event(self, run: Request) -> TokenEvent | None:
         """Take the next event of a run, by the steps of all runs if nobody else takes them; None after the last."""
         has_turn = False
         try:
@@ -136,14 +136,14 @@ class Scheduler:
             if self._departed:
                 self._settle()
 
-    def cancel(self, run: Run) -> None:
+    def cancel(self, run: Request) -> None:
         """See `GenerationSource.cancel`."""
         if not run.is_over:
             run.is_cancelled = True
             self._departed.append(run)
             self._wake(run)
 
-    def leave(self, run: Run) -> None:
+    def leave(self, run: Request) -> None:
         """See `GenerationSource.leave`."""
         if not run.is_over or run in self._open:
             self._depart(run)
@@ -157,7 +157,7 @@ class Scheduler:
             yield
         self._settle()
 
-    def make_room(self, run: Run, error: OutOfMemoryError) -> bool:
+    def make_room(self, run: Request, error: OutOfMemoryError) -> bool:
         """Find memory for a run: set it aside while others go on, or others aside that do not; else it has failed.
 
         Returns whether it is to try again at once.
@@ -172,22 +172,22 @@ class Scheduler:
         self._stepper.fail(run, error)
         return False
 
-    def _set_aside(self, run: Run) -> None:
+    def _set_aside(self, run: Request) -> None:
         token_ids = run.token_ids()
         self._stepper.set_aside(run)
         run.begin_anew(token_ids)
 
-    def _cancelled(self, run: Run) -> TokenEvent:
+    def _cancelled(self, run: Request) -> TokenEvent:
         run.is_over, run.is_cancelled = True, False
         position = run.events[0].position if run.events else run.position
         run.events.clear()
         return TokenEvent(NO_TOKEN, position, "cancelled")
 
-    def _depart(self, run: Run) -> None:
+    def _depart(self, run: Request) -> None:
         run.is_over = True
         self._departed.append(run)
 
-    def _wake(self, run: Run) -> None:
+    def _wake(self, run: Request) -> None:
         waiter = run.waiter
         if waiter is not None and waiter.claim():
             waiter.wake()
@@ -208,7 +208,7 @@ class Scheduler:
                 self._stepper.finish(run)
             self._forget(run)
 
-    def _forget(self, run: Run) -> None:
+    def _forget(self, run: Request) -> None:
         if run in self._runs:
             self._runs.remove(run)
         if run in self._open:
@@ -236,18 +236,18 @@ class Scheduler:
             self._step_together(runs)
         self._is_stepping = False
 
-    def _step_alone(self, run: Run) -> None:
+    def _step_alone(self, run: Request) -> None:
         """Decode the only generation there is, with drafts if they are to be asked for."""
         if run.guide is not None:
-            part = Part(run)
+            part = ScheduledSequence(run)
             part.may_draft = self._stepper.may_draft([part])
             self._stepper.compute([part])
         elif run.speculative is not None and run.speculative.takes_plain_step():
             self._stepper.decode_observed(run)
         else:
-            self._stepper.compute([Part(run, may_draft=True)])
+            self._stepper.compute([ScheduledSequence(run, may_draft=True)])
 
-    def _step_together(self, runs: list[Run]) -> None:
+    def _step_together(self, runs: list[Request]) -> None:
         self._steps += 1
         num_known = len(runs)
         ready = [run for run in runs if _can_go_on(run)]
@@ -262,7 +262,7 @@ class Scheduler:
             if run.is_over:
                 self._forget(run)
 
-    def _admit(self, ready: list[Run]) -> None:
+    def _admit(self, ready: list[Request]) -> None:
         """Let those begin that wait, as long as there are places and memory; first those that were set aside."""
         waiting = [run for run in ready if run.sequence is None]
         active = [run for run in ready if run.sequence is not None]
@@ -288,7 +288,7 @@ class Scheduler:
                     run.speculative.admit()
             active.append(run)
 
-    def _reason_to_stop(self, parts: Sequence[Part], num_known: int) -> IsUnwanted | None:
+    def _reason_to_stop(self, parts: Sequence[ScheduledSequence], num_known: int) -> ShouldAbort | None:
         """What ends a step before it is done: nobody wants it any more, or its only chunk is long and somebody comes.
 
         num_known: how many runs there were when the step was begun; meanwhile others are added, and none is removed.
@@ -298,16 +298,16 @@ class Scheduler:
         gives_way = len(parts) == 1 and self._limits.max_running > 1
         began = time.perf_counter()
 
-        def is_unwanted(done: float) -> bool:
+        def should_abort(done: float) -> bool:
             if not self._is_usable() or all(part.run.is_over or part.run.is_cancelled for part in parts):
                 return True
             if not gives_way or len(self._runs) == num_known:
                 return False
             return (time.perf_counter() - began) * (1.0 - done) > _WAIT_SECONDS * done
 
-        return is_unwanted
+        return should_abort
 
-    def _choose(self, decoding: list[Run], prompts: list[Run]) -> list[Part]:
+    def _choose(self, decoding: list[Request], prompts: list[Request]) -> list[ScheduledSequence]:
         """What the next step computes: a row of each who decodes, and a chunk, or drafts where there is none."""
         most = min(self._max_rows, self._max_outputs)
         if prompts and decoding and most == 1:
@@ -317,7 +317,7 @@ class Scheduler:
         most -= bool(prompts) and most > 1
         if len(decoding) > most:
             decoding = sorted(decoding, key=lambda run: run.served)[:most]
-        parts = [Part(run) for run in decoding]
+        parts = [ScheduledSequence(run) for run in decoding]
         chunks = self._chunks(prompts, len(parts)) if prompts else []
         if parts and not chunks:
             may_draft = self._stepper.may_draft(parts)
@@ -325,7 +325,7 @@ class Scheduler:
                 part.may_draft = may_draft
         return parts + chunks
 
-    def _chunks(self, prompts: list[Run], num_decoding: int) -> list[Part]:
+    def _chunks(self, prompts: list[Request], num_decoding: int) -> list[ScheduledSequence]:
         """Share a chunk's rows among prompts: first those of the owner whose last chunk is longest ago."""
         rows = self._stepper.costs.chunk_rows(
             num_streams=num_decoding, num_prompts=len(prompts), most=self._max_rows - num_decoding
@@ -336,7 +336,7 @@ class Scheduler:
             saved = self._cache.extend(run.sequence, run.head)
             if run.is_prompt:
                 run.record.cached_tokens += saved
-        parts: list[Part] = []
+        parts: list[ScheduledSequence] = []
         for run in sorted(prompts, key=lambda run: self._chunk_of_owner.get(run.owner, 0)):
             if not rows:
                 break
@@ -347,13 +347,13 @@ class Scheduler:
             samples = wanted <= rows and outputs > 0
             count = wanted if samples else min(rows, wanted - 1)
             if count:
-                parts.append(Part(run, count, is_chunk=True, samples=samples))
+                parts.append(ScheduledSequence(run, count, is_chunk=True, samples=samples))
                 rows -= count
                 outputs -= samples
                 self._note_chunk(run.owner)
         return parts
 
-    def _is_computed_by_another(self, run: Run, prompts: list[Run]) -> bool:
+    def _is_computed_by_another(self, run: Request, prompts: list[Request]) -> bool:
         """Whether somebody who is further, or came first, computes whole pages that this prompt wants next."""
         is_before = True
         assert run.sequence is not None, "it was admitted"
@@ -378,12 +378,12 @@ class Scheduler:
         self._chunk_of_owner[owner] = self._steps
 
 
-def _can_go_on(run: Run) -> bool:
+def _can_go_on(run: Request) -> bool:
     """Whether a step may work for it: its reader keeps up, and nobody has ended it."""
     return len(run.events) < _READ_AHEAD and not run.is_over and not run.is_cancelled
 
 
-def _mend(run: Run) -> None:
+def _mend(run: Request) -> None:
     """Forget what was computed and not sampled, because a step was interrupted between the two."""
     if run.sequence is not None and run.sequence.length >= run.length:
         run.sequence.truncate(run.length - 1)

@@ -18,7 +18,7 @@ from typing import Protocol
 
 
 class Reader(Protocol):
-    """Somebody a turn may have worked for; `generation.Run` is one."""
+    """Somebody a turn may have worked for; `generation.Request` is one."""
 
     waiter: "Waiter | None"
 
@@ -52,7 +52,7 @@ class Waiter:
         self._wake.acquire()
 
 
-class Turns:
+class StepLock:
     """Who is at work, and who waits."""
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ from localinfer.server.api import (
 )
 from localinfer.server.api.routing import PlainPaths, route, unrouted
 from localinfer.server.replies.service import Service
-from localinfer.server.transport.security import Gate
+from localinfer.server.transport.security import SecurityMiddleware
 
 
 def make_app(service: Service) -> Starlette:
@@ -54,7 +54,7 @@ def make_app(service: Service) -> Starlette:
     ]
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(Gate, settings=service.settings), Middleware(PlainPaths)],
+        middleware=[Middleware(SecurityMiddleware, settings=service.settings), Middleware(PlainPaths)],
         exception_handlers={HTTPException: unrouted},
         lifespan=lifespan,
     )

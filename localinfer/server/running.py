@@ -16,7 +16,7 @@ import uvicorn
 
 from localinfer.errors import BackendUnavailableError, ClosedError
 from localinfer.server.app import make_app
-from localinfer.server.replies.metrics import Meters
+from localinfer.server.replies.metrics import Metrics
 from localinfer.server.replies.model_registry import ModelRegistry
 from localinfer.server.replies.service import Service
 from localinfer.server.transport.connection import Connection
@@ -47,7 +47,7 @@ class LocalServer:
     """
 
     def __init__(
-        self, settings: ServerSettings, make_registry: Callable[[Meters], ModelRegistry], *, preloads: bool = False
+        self, settings: ServerSettings, make_registry: Callable[[Metrics], ModelRegistry], *, preloads: bool = False
     ) -> None:
         limit = affordable_connections(settings.max_connections)
         self.settings = settings = replace(settings, max_connections=limit)

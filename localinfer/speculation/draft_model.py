@@ -11,14 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.cache.block_pool import KVLayout, default_kv_memory
-from localinfer.cache.prefix_cache import CacheUse, PrefixCache
-from localinfer.cache.sequence import KVCache
+from localinfer.cache.prefix_cache import CacheHints, PrefixCache
+from localinfer.cache.sequence import SequenceCache
 from localinfer.errors import OutOfMemoryError
 from localinfer.kernels.ops import Batch, Program
 from localinfer.sampling.device_draws import Results, RowResults, WantedRows
 from localinfer.sampling.sampler import Sampler, SamplingPlan
 
-_USE = CacheUse()
+_USE = CacheHints()
 _CLOCK_MEMORY = 0.9
 _USUAL_PENDING = 2
 """Tokens to read before drafting where nothing was rejected: the last one drafted, and the one sampled after it."""
@@ -86,7 +86,7 @@ class DraftModel:
 
     def forward(
         self,
-        sequence: KVCache,
+        sequence: SequenceCache,
         token_ids: NDArray[np.int32],
         output_rows: NDArray[np.int32],
         wanted: WantedRows = (),
@@ -139,7 +139,7 @@ class DraftModelText:
         bias = {token_id: value for token_id, value in plan.params.logit_bias.items() if token_id < model.vocab_size}
         params = replace(plan.params, logit_bias=bias, logprobs=None, seed=plan.seed)
         self._plan = SamplingPlan(params, model.vocab_size)
-        self._sequence: KVCache | None = None
+        self._sequence: SequenceCache | None = None
         self._tokens = np.empty(0, np.int32)
         self._num_tokens = 0
         self.reading_taken = 0.0
@@ -189,7 +189,7 @@ class DraftModelText:
         self.close()
         return 0
 
-    def _catch_up(self, tokens: NDArray[np.int32], count: int) -> tuple[KVCache, int]:
+    def _catch_up(self, tokens: NDArray[np.int32], count: int) -> tuple[SequenceCache, int]:
         """Drop what was drafted and rejected, and compute the text but its last chunk; return how much was unread."""
         model = self._model
         if self._sequence is None:
@@ -212,7 +212,9 @@ class DraftModelText:
             model.forward(sequence, tokens[sequence.length : sequence.length + chunk], _NO_ROWS)
         return sequence, num_unread
 
-    def _extend(self, sequence: KVCache, pending: NDArray[np.int32], position: int, out: NDArray[np.int32]) -> int:
+    def _extend(
+        self, sequence: SequenceCache, pending: NDArray[np.int32], position: int, out: NDArray[np.int32]
+    ) -> int:
         """Draw token after token; the last one is not computed."""
         model, tokens = self._model, self._tokens
         rows = np.array([pending.size - 1], np.int32)

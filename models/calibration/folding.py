@@ -6,13 +6,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import ShapeError
-from localinfer.models.calibration.scale_groups import ScaledPart, ScaleSite
+from localinfer.models.calibration.scale_groups import ScaledPart, ScaleGroup
 from localinfer.quant.methods.scaled_model import TensorFactors
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def fold_scales(scales: Iterable[tuple[ScaleSite, NDArray[np.float32]]], shapes: Shapes) -> dict[str, TensorFactors]:
+def fold_scales(scales: Iterable[tuple[ScaleGroup, NDArray[np.float32]]], shapes: Shapes) -> dict[str, TensorFactors]:
     """Return what every tensor is multiplied by when sites' channels are divided by scales and their readers' columns
     multiplied.
 
@@ -37,7 +37,7 @@ def fold_scales(scales: Iterable[tuple[ScaleSite, NDArray[np.float32]]], shapes:
     return factors
 
 
-def reader_scales(site: ScaleSite, values: NDArray[np.float64], shape: tuple[int, ...]) -> NDArray[np.float64]:
+def reader_scales(site: ScaleGroup, values: NDArray[np.float64], shape: tuple[int, ...]) -> NDArray[np.float64]:
     """Scales of a reader's columns: float64[columns], or float64[matrices, columns] where each matrix has its own."""
     spread = values if site.columns is None else values[site.columns]
     return spread if spread.size == shape[-1] else spread.reshape(-1, shape[-1])

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.models.calibration.run import CalibrationState, calibrate
-from localinfer.models.calibration.scales import SiteScales, choose_scales, fold
+from localinfer.models.calibration.scales import GroupScales, choose_scales, fold
 from localinfer.models.calibration.tape import embedding_rows
 from localinfer.quant.checkpoint.model_file import ModelFile, TensorRecord
 from localinfer.quant.formats.encoding import encode
@@ -83,7 +83,7 @@ def scale_for_rounding(
     *,
     is_proven_by_feedback: bool = True,
     progress: Callable[[str, int, int], None] | None = None,
-) -> tuple[ScaledModel, list[SiteScales]]:
+) -> tuple[ScaledModel, list[GroupScales]]:
     """Fold scales into a model that make its matrices round better; return it and what was folded.
 
     is_proven_by_feedback: keep a layer's scales only if `round_by_calibration` loses less with them, too.

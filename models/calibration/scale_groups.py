@@ -43,7 +43,7 @@ class ScaledPart:
 
 
 @dataclass(frozen=True)
-class ScaleSite:
+class ScaleGroup:
     """Channels that some tensors write and some matrices read, and nothing else.
 
     readers: matrices, or stacks of them, whose columns are multiplied by the scales. num_channels: how many scales
@@ -72,7 +72,7 @@ class Unscalable:
 
 def find_scale_sites(
     config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]
-) -> tuple[list[ScaleSite], list[Unscalable]]:
+) -> tuple[list[ScaleGroup], list[Unscalable]]:
     """Find every site of a model, in the order the graph meets them, and the matrices that have none.
 
     shapes: of every tensor, rows first.
@@ -88,7 +88,7 @@ def find_scale_sites(
         if reason:
             unscalable.append(Unscalable(readers, reason))
         else:
-            sites.append(ScaleSite(tuple(channels.writers), readers, channels.count, channels.columns))
+            sites.append(ScaleGroup(tuple(channels.writers), readers, channels.count, channels.columns))
     return sites, unscalable
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from localinfer.kernels.ops import Rows, WeightSource
 from localinfer.models.calibration.folding import fold_scales
 from localinfer.models.calibration.rounded_weights import RoundedWeights, RoundingOf
-from localinfer.models.calibration.scale_groups import ScaleSite, find_scale_sites
+from localinfer.models.calibration.scale_groups import ScaleGroup, find_scale_sites
 from localinfer.models.calibration.tape import CalibrationTape, StreamedWeights, Streams
 from localinfer.models.decoder.architectures import find_architecture
 from localinfer.models.decoder.attention import RopeTables
@@ -52,10 +52,10 @@ _LAYER = re.compile(r"blk\.(\d+)\.")
 
 
 @dataclass(frozen=True)
-class SiteScales:
+class GroupScales:
     """Scales float32[num_channels] of a site, and the share of the loss that is left with them."""
 
-    site: ScaleSite
+    site: ScaleGroup
     scales: FloatArray
     loss_ratio: float
 
@@ -68,7 +68,7 @@ def choose_scales(
     *,
     final: Callable[[], ProductVisitor] | None = None,
     progress: Callable[[str, int, int], None] | None = None,
-) -> list[SiteScales]:
+) -> list[GroupScales]:
     """Choose scales on a text; sites where none help are left out.
 
     token_ids: int32[sequences, length].
@@ -88,7 +88,7 @@ def choose_scales(
     trial = RoundedWeights(file, rounding_of, seen.mean_squares)
     judged = _LayerRun(file, trial, judging, _Int8Workers(workers), _Nobody())
     hidden = run.embed()
-    kept: list[SiteScales] = []
+    kept: list[GroupScales] = []
     for layer in range(run.num_layers):
         if progress is not None:
             progress("choosing scales", layer, run.num_layers)
@@ -109,7 +109,7 @@ def choose_scales(
     return kept
 
 
-def fold(file: ModelFile, chosen: Sequence[SiteScales]) -> ScaledModel:
+def fold(file: ModelFile, chosen: Sequence[GroupScales]) -> ScaledModel:
     """The same model with scales folded into it."""
     shapes = {name: record.shape for name, record in file.tensors.items()}
     return ScaledModel(file, fold_scales([(one.site, one.scales) for one in chosen], shapes))
@@ -184,7 +184,7 @@ class _LayerRun:
 class _SeenSites:
     """A `ProductVisitor` that measures the channels of sites, and importance. It searches scales where products do."""
 
-    def __init__(self, sites: Sequence[ScaleSite], rounding_of: RoundingOf) -> None:
+    def __init__(self, sites: Sequence[ScaleGroup], rounding_of: RoundingOf) -> None:
         self._sites = {reader: site for site in sites for reader in site.readers}
         self._rounding_of = rounding_of
         self._searches: dict[str, dict[int, ScaleSearch]] = {}
@@ -217,7 +217,7 @@ class _SeenSites:
             self.sizes[site.name] = sizes
         return [None] * len(product.matrices)
 
-    def by_products(self, site: ScaleSite) -> SiteScales | None:
+    def by_products(self, site: ScaleGroup) -> GroupScales | None:
         """What helps the products that read a site; 1 for experts that too few tokens reached. None if nothing does."""
         choices = {expert: search.best() for expert, search in self._searches.get(site.name, {}).items()}
         if not any(choice.loss_ratio < 1 for choice in choices.values()):
@@ -225,7 +225,7 @@ class _SeenSites:
         scales = np.ones(site.num_channels, np.float32)
         for expert, choice in choices.items():
             scales[expert * choice.scales.size :][: choice.scales.size] = choice.scales
-        return SiteScales(site, scales, float(np.mean([choice.loss_ratio for choice in choices.values()])))
+        return GroupScales(site, scales, float(np.mean([choice.loss_ratio for choice in choices.values()])))
 
     def forget(self) -> None:
         """Drop what a layer left."""
@@ -249,9 +249,9 @@ class _LayerSearch:
         self._run, self._weights, self._shapes, self._layer = run, weights, shapes, layer
         self._given, self._wanted, self._is_thorough = given, wanted, is_thorough
 
-    def choose(self, sites: Sequence[ScaleSite], seen: _SeenSites) -> list[SiteScales]:
+    def choose(self, sites: Sequence[ScaleGroup], seen: _SeenSites) -> list[GroupScales]:
         """Choose scales site after site, each with those before it in place."""
-        kept: list[SiteScales] = []
+        kept: list[GroupScales] = []
         for site in sites:
             is_judged = site.name in seen.sizes
             chosen = self._by_layer(site, seen, kept) if is_judged else self._by_products(site, seen, kept)
@@ -259,18 +259,20 @@ class _LayerSearch:
                 kept.append(chosen)
         return kept
 
-    def _by_layer(self, site: ScaleSite, seen: _SeenSites, kept: Sequence[SiteScales]) -> SiteScales | None:
-        choice = search_scales(seen.sizes[site.name], lambda scales: self._loss([*kept, SiteScales(site, scales, 1.0)]))
-        return SiteScales(site, choice.scales, choice.loss_ratio) if choice.loss_ratio < 1 else None
+    def _by_layer(self, site: ScaleGroup, seen: _SeenSites, kept: Sequence[GroupScales]) -> GroupScales | None:
+        choice = search_scales(
+            seen.sizes[site.name], lambda scales: self._loss([*kept, GroupScales(site, scales, 1.0)])
+        )
+        return GroupScales(site, choice.scales, choice.loss_ratio) if choice.loss_ratio < 1 else None
 
-    def _by_products(self, site: ScaleSite, seen: _SeenSites, kept: Sequence[SiteScales]) -> SiteScales | None:
+    def _by_products(self, site: ScaleGroup, seen: _SeenSites, kept: Sequence[GroupScales]) -> GroupScales | None:
         found = seen.by_products(site)
         if found is None:
             return None
         before, after = self._loss(kept), self._loss([*kept, found])
         return replace(found, loss_ratio=after / before) if after < (1 - LEAST_GAIN) * before else None
 
-    def _loss(self, chosen: Sequence[SiteScales]) -> float:
+    def _loss(self, chosen: Sequence[GroupScales]) -> float:
         self._weights.scale(fold_scales([(one.site, one.scales) for one in chosen], self._shapes))
         return _mean_relative_error(self._wanted, self._run.layer(self._layer, self._given))
 
@@ -296,6 +298,6 @@ class _Nobody:
         return [None] * len(product.matrices)
 
 
-def _layer_of(site: ScaleSite) -> int | None:
+def _layer_of(site: ScaleGroup) -> int | None:
     match = _LAYER.match(site.readers[0])
     return None if match is None else int(match[1])

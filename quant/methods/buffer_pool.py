@@ -20,7 +20,7 @@ _WASTE = 2
 """An array may lie in memory of so many times its size."""
 
 
-class LentMemory:
+class BufferPool:
     """Lends memory for arrays; it comes back when the last view of an array is gone. Threads may share one."""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from threadpoolctl import ThreadpoolController
 
-from localinfer.quant.methods.buffer_pool import LentMemory
+from localinfer.quant.methods.buffer_pool import BufferPool
 
 FloatArray = NDArray[np.float32]
 
@@ -34,7 +34,7 @@ class Workers:
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads
         self._executor = ThreadPoolExecutor(num_threads)
-        self.memory = LentMemory()
+        self.memory = BufferPool()
         self._limits = ThreadpoolController().limit(limits=1, user_api="blas")
 
     def __enter__(self) -> Self:

@@ -11,7 +11,7 @@ import time
 import numpy as np
 
 from localinfer.cache.block_pool import PagePool
-from localinfer.cache.sequence import KVCache
+from localinfer.cache.sequence import SequenceCache
 from localinfer.kernels.ops import Batch
 from localinfer.models.load.loader import Model, load_model
 
@@ -20,10 +20,10 @@ _PLAUSIBLE_BYTE = 0x3C
 """Twice, a float16 of 1.06; as a code of eight or four bits, some number."""
 
 
-def filled(model: Model, positions: int) -> KVCache:
+def filled(model: Model, positions: int) -> SequenceCache:
     """A sequence of so many positions, in memory that was written."""
     pool = PagePool(model.kv_layout)
-    cache = KVCache(pool, max_length=positions + 1)
+    cache = SequenceCache(pool, max_length=positions + 1)
     cache.reserve(positions + 1)
     for page in cache.pages.tolist():
         pool.view(page)[:] = _PLAUSIBLE_BYTE
@@ -31,7 +31,7 @@ def filled(model: Model, positions: int) -> KVCache:
     return cache
 
 
-def seconds_per_token(model: Model, cache: KVCache, repetitions: int) -> list[float]:
+def seconds_per_token(model: Model, cache: SequenceCache, repetitions: int) -> list[float]:
     """Compute the token after what a cache holds, again and again."""
     times = []
     for _ in range(repetitions):

@@ -10,7 +10,7 @@ import time
 import numpy as np
 
 import localinfer
-from localinfer.cache.prefix_cache import CacheUse, PrefixCache
+from localinfer.cache.prefix_cache import CacheHints, PrefixCache
 from localinfer.stream import Completion
 from tests.engine.fakes import FakeLayout
 
@@ -53,10 +53,10 @@ def measure_match() -> None:
     ids = chooser.integers(0, 32_000, MATCHED_TOKENS).astype(np.int32)
     for length in (0, *range(3_000, MATCHED_TOKENS, 3_000)):
         text = np.concatenate((ids[:length], chooser.integers(0, 32_000, 500).astype(np.int32))) if length else ids
-        sequence = cache.admit(text, CacheUse()).sequence
+        sequence = cache.admit(text, CacheHints()).sequence
         sequence.reserve(text.size)
         sequence.commit(text.size)
-        cache.retire(sequence, text, CacheUse())
+        cache.retire(sequence, text, CacheHints())
         if length in (0, 99_000):
             seconds = []
             for _ in range(200):

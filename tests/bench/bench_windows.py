@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from localinfer.cache.prefix_cache import CacheUse, PrefixCache
+from localinfer.cache.prefix_cache import CacheHints, PrefixCache
 from localinfer.kernels.cpu.lower import MAX_BATCH_ROWS
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.ops import KVLayerShape
@@ -30,7 +30,7 @@ def measure(layout: KVLayout, length: int, turn: int) -> tuple[float, float, int
     cache = PrefixCache(layout, max_bytes=None, context_length=2 * length, batch_tokens=MAX_BATCH_ROWS)
     ids, most = np.arange(length + 1, dtype=np.int32), 0
     for end in range(turn, length + 1, turn):
-        admission = cache.admit(ids[: end - turn // 4], CacheUse())
+        admission = cache.admit(ids[: end - turn // 4], CacheHints())
         sequence = admission.sequence
         while sequence.length < end:
             is_prompt = sequence.length < end - turn // 4
@@ -38,9 +38,9 @@ def measure(layout: KVLayout, length: int, turn: int) -> tuple[float, float, int
             sequence.reserve(stop)
             sequence.commit(stop)
             if is_prompt:
-                cache.publish(sequence, ids, CacheUse())
+                cache.publish(sequence, ids, CacheHints())
             most = max(most, _held(cache))
-        cache.retire(sequence, ids[:end], CacheUse())
+        cache.retire(sequence, ids[:end], CacheHints())
     kept, found = _held(cache), cache.tree.match(ids).usable
     cache.pool.close()
     return most / _MIB, kept / _MIB, found

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from localinfer.cache.prefix_cache import CacheUse
+from localinfer.cache.prefix_cache import CacheHints
 from localinfer.engine.beam_search import Beam, search_beams
 from localinfer.engine.engine import Engine
 from localinfer.errors import ContextLengthError, ModelFileError, RequestError
@@ -84,7 +84,7 @@ def test_no_page_is_held_afterwards_and_the_prompt_is_cached() -> None:
     long_prompt = [index % VOCABULARY for index in range(70)]
     search_beams(engine, long_prompt, num_beams=4, max_tokens=40)
     with engine.exclusive_cache() as cache:
-        admission = cache.admit(np.array(long_prompt, np.int32), CacheUse())
+        admission = cache.admit(np.array(long_prompt, np.int32), CacheHints())
         assert admission.cached_tokens == 68
         admission.sequence.close()
         cache.clear()

@@ -18,8 +18,8 @@ import pytest
 from numpy.typing import NDArray
 
 from localinfer.cache.block_pool import PagePool
-from localinfer.cache.prefix_cache import CacheUse, PrefixCache
-from localinfer.cache.sequence import KVCache
+from localinfer.cache.prefix_cache import CacheHints, PrefixCache
+from localinfer.cache.sequence import SequenceCache
 from localinfer.errors import OutOfMemoryError
 from localinfer.persistence import prompt_cache as disk_cache
 from localinfer.persistence.prompt_cache import DiskCache, DiskOptions
@@ -58,7 +58,7 @@ class Life:
         layout = FakeLayout(page_tokens=PAGE_TOKENS, page_bytes=64, window=window, windowed_bytes=64 if window else 0)
         self.window = window
         self.cache = PrefixCache(layout, max_bytes=BUDGET_PAGES * 64, context_length=CONTEXT, batch_tokens=12)
-        self.running: list[tuple[KVCache, list[int]]] = []
+        self.running: list[tuple[SequenceCache, list[int]]] = []
         self.known: list[list[int]] = [[1, 2, 3]]
         self.counts = dict.fromkeys(["admit", "extend", "fork", "truncate", "cancel", "evict", "insert", "restore"], 0)
         self.num_cached_tokens = self.num_unusable = 0
@@ -85,7 +85,7 @@ class Life:
         base = self.chooser.choice(self.known)
         prompt = base[: self.chooser.randrange(len(base) + 1)]
         prompt = (prompt + [self.chooser.randrange(3) for _ in range(self.chooser.randrange(1, 12))])[:CONTEXT]
-        admission = self.cache.admit(np.array(prompt, np.int32), CacheUse())
+        admission = self.cache.admit(np.array(prompt, np.int32), CacheHints())
         assert admission.cached_tokens == admission.sequence.length < len(prompt)
         self.num_cached_tokens += admission.cached_tokens
         self.num_unusable += admission.miss is not None and admission.miss.cause == "windowed"
@@ -167,8 +167,8 @@ class Life:
         sequence, ids = self.running[index]
         self.cache.publish(sequence, np.array(ids, np.int32), self.use())
 
-    def use(self) -> CacheUse:
-        return CacheUse(system_tokens=self.chooser.choice([0, 0, 5, 9]), is_pinned=self.chooser.random() < 0.1)
+    def use(self) -> CacheHints:
+        return CacheHints(system_tokens=self.chooser.choice([0, 0, 5, 9]), is_pinned=self.chooser.random() < 0.1)
 
     def slots(self, page: int) -> NDArray[np.int32]:
         return self.cache.pool.view(page)[: 4 * PAGE_TOKENS].view(np.int32)

@@ -145,10 +145,10 @@ class InterruptibleFake(FakeProgram):
     while_asked: Callable[[], None] = staticmethod(lambda: None)
     answers: list[bool]
 
-    def run_unless(self, batch: Batch, is_unwanted: Callable[[float], bool]) -> NDArray[np.float32] | None:
-        assert not is_unwanted(0.01), "it has only begun"
+    def run_abortable(self, batch: Batch, should_abort: Callable[[float], bool]) -> NDArray[np.float32] | None:
+        assert not should_abort(0.01), "it has only begun"
         self.while_asked()
-        self.answers.append(is_unwanted(0.02))
+        self.answers.append(should_abort(0.02))
         return None if self.answers[-1] else self.run(batch)
 
 

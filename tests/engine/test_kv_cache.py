@@ -3,7 +3,7 @@
 import pytest
 
 from localinfer.cache.block_pool import PagePool
-from localinfer.cache.sequence import KVCache
+from localinfer.cache.sequence import SequenceCache
 from localinfer.errors import ClosedError, ContextLengthError, OutOfMemoryError
 from tests.engine.fakes import FakeLayout
 
@@ -12,8 +12,8 @@ def pool_of(max_pages: int | None = None) -> PagePool:
     return PagePool(FakeLayout(page_tokens=4, page_bytes=64), max_bytes=None if max_pages is None else max_pages * 64)
 
 
-def sequence_of(pool: PagePool, length: int, max_length: int = 64) -> KVCache:
-    sequence = KVCache(pool, max_length=max_length)
+def sequence_of(pool: PagePool, length: int, max_length: int = 64) -> SequenceCache:
+    sequence = SequenceCache(pool, max_length=max_length)
     sequence.reserve(length)
     sequence.commit(length)
     return sequence
@@ -21,7 +21,7 @@ def sequence_of(pool: PagePool, length: int, max_length: int = 64) -> KVCache:
 
 def test_sequence_reserves_whole_pages_and_keeps_them_in_order():
     pool = pool_of()
-    sequence = KVCache(pool, max_length=64)
+    sequence = SequenceCache(pool, max_length=64)
     sequence.reserve(1)
     first = sequence.page_addresses
     sequence.reserve(4)
@@ -50,7 +50,7 @@ def test_truncate_frees_pages_that_hold_nothing_else():
 
 
 def test_sequence_refuses_positions_past_the_context():
-    sequence = KVCache(pool_of(), max_length=6)
+    sequence = SequenceCache(pool_of(), max_length=6)
     sequence.reserve(6)
     with pytest.raises(ContextLengthError, match="position 7 is past the context of 6"):
         sequence.reserve(7)

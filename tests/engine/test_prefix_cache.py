@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from localinfer.cache.miss import CacheMiss
-from localinfer.cache.prefix_cache import CacheUse
+from localinfer.cache.prefix_cache import CacheHints
 from localinfer.cache.prefix_tree import CachedPath
 from localinfer.engine.engine import Engine
 from localinfer.engine.request import Generation
@@ -162,11 +162,11 @@ def test_a_paused_sequence_is_set_aside_for_another_and_goes_on_with_the_same_to
 
 
 @pytest.mark.parametrize(
-    ("use", "kept"), [(CacheUse(), 0), (CacheUse(system_tokens=8), 8), (CacheUse(is_pinned=True), 11)]
+    ("use", "kept"), [(CacheHints(), 0), (CacheHints(system_tokens=8), 8), (CacheHints(is_pinned=True), 11)]
 )
-def test_system_prefixes_and_pinned_texts_are_evicted_last(use: CacheUse, kept: int):
+def test_system_prefixes_and_pinned_texts_are_evicted_last(use: CacheHints, kept: int):
     engine = Engine(fake_model(), kv_memory=8 * PAGE_BYTES)
-    run(engine, numbers(8), 4, cache_use=use)
+    run(engine, numbers(8), 4, cache_hints=use)
     for seed in range(1, 5):
         run(engine, numbers(16, seed), 1)
     with engine.exclusive_cache() as cache:
@@ -248,7 +248,7 @@ def test_tier_gets_what_ends_and_gives_it_back():
 def test_context_shift_goes_on_with_system_tokens_and_the_recent_half():
     engine = Engine(fake_model(context_length=20))
     generation = engine.generate(
-        numbers(12), GREEDY, max_tokens=40, context_shift=True, cache_use=CacheUse(system_tokens=4)
+        numbers(12), GREEDY, max_tokens=40, context_shift=True, cache_hints=CacheHints(system_tokens=4)
     )
     text = [event.token_id for event in generation]
     context, dropped, expected = numbers(12), 0, []
@@ -265,15 +265,15 @@ def test_context_shift_goes_on_with_system_tokens_and_the_recent_half():
 
 def test_context_shift_shortens_an_over_long_prompt_too():
     engine = Engine(fake_model(context_length=20))
-    use = CacheUse(system_tokens=4)
-    text, generation = run(engine, numbers(50), 3, context_shift=True, cache_use=use)
+    use = CacheHints(system_tokens=4)
+    text, generation = run(engine, numbers(50), 3, context_shift=True, cache_hints=use)
     assert generation.record.dropped_tokens == 50 - 12
     assert len(text) == 3
-    greedy = engine.generate(numbers(50), GREEDY, max_tokens=1, context_shift=True, cache_use=use)
+    greedy = engine.generate(numbers(50), GREEDY, max_tokens=1, context_shift=True, cache_hints=use)
     assert next(greedy).token_id == np.argmax(hashed_logits(np.array(numbers(50)[:4] + numbers(50)[-8:]), 260))
 
 
 def test_context_shift_leaves_at_most_half_a_context_to_the_system_tokens():
     engine = Engine(fake_model(context_length=8))
-    text, _ = run(engine, numbers(30), 40, context_shift=True, cache_use=CacheUse(system_tokens=29))
+    text, _ = run(engine, numbers(30), 40, context_shift=True, cache_hints=CacheHints(system_tokens=29))
     assert len(text) == 40

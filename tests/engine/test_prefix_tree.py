@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 
 from localinfer.cache.block_pool import PagePool
 from localinfer.cache.prefix_tree import CachedPath, PrefixTree, Priority
-from localinfer.cache.sequence import KVCache
+from localinfer.cache.sequence import SequenceCache
 from tests.engine.fakes import FakeLayout
 
 PAGE_TOKENS = 4
@@ -31,7 +31,7 @@ class Shelf:
     def put(self, name: str, *, system_tokens: int = 0, is_pinned: bool = False) -> None:
         """Compute a text on top of what is cached of it, as the engine does, and put it in."""
         match = self.tree.match(text(name))
-        sequence = KVCache(self.pool, max_length=1000)
+        sequence = SequenceCache(self.pool, max_length=1000)
         sequence.adopt(match.pages, match.length)
         sequence.reserve(len(name))
         sequence.commit(len(name))

@@ -11,8 +11,8 @@ import localinfer
 from localinfer import LLM
 from localinfer.bench.measured_model import MeasuredModel
 from localinfer.cache.block_pool import PagePool
-from localinfer.cache.prefix_cache import CacheUse, PrefixCache
-from localinfer.cache.sequence import KVCache
+from localinfer.cache.prefix_cache import CacheHints, PrefixCache
+from localinfer.cache.sequence import SequenceCache
 from localinfer.cache.sliding_window import SlidingWindow
 from localinfer.models.decoder.decoder import kv_layer_shapes
 from localinfer.models.load import loader
@@ -85,7 +85,7 @@ def test_model_without_windows_keeps_everything():
 def test_long_text_holds_as_many_windowed_parts_as_the_rule_says():
     cache = PrefixCache(LAYOUT, max_bytes=None, context_length=4000, batch_tokens=BATCH)
     ids, pool = np.arange(3000, dtype=np.int32), cache.pool
-    sequence, use = cache.admit(ids[:2000], CacheUse(system_tokens=100)).sequence, CacheUse(system_tokens=100)
+    sequence, use = cache.admit(ids[:2000], CacheHints(system_tokens=100)).sequence, CacheHints(system_tokens=100)
     while sequence.length < 2000:
         sequence.reserve(sequence.length + BATCH)
         sequence.commit(sequence.length + BATCH)
@@ -123,17 +123,17 @@ def test_memory_that_one_kind_has_over_goes_to_the_other():
 
 def fill(cache: PrefixCache, ids: np.ndarray) -> None:
     """Compute a text and leave it to the cache."""
-    sequence = cache.admit(ids, CacheUse()).sequence
+    sequence = cache.admit(ids, CacheHints()).sequence
     while sequence.length < ids.size:
         length = min(ids.size, sequence.length + BATCH)
         sequence.reserve(length)
         sequence.commit(length)
-    cache.retire(sequence, ids, CacheUse())
+    cache.retire(sequence, ids, CacheHints())
 
 
 def test_copies_and_forks_carry_their_windowed_parts():
     pool = PagePool(LAYOUT)
-    sequence = KVCache(pool, max_length=100)
+    sequence = SequenceCache(pool, max_length=100)
     sequence.reserve(30)
     sequence.commit(30)
     for page in sequence.pages.tolist():
@@ -305,7 +305,7 @@ def test_measuring_may_go_back_anywhere(shared: Path, tmp_path: Path):
 
 
 def test_prompts_at_once_that_part_where_nothing_is_kept_compute_what_they_share_at_most_twice():
-    cache, use = PrefixCache(LAYOUT, max_bytes=None, context_length=100, batch_tokens=62), CacheUse()
+    cache, use = PrefixCache(LAYOUT, max_bytes=None, context_length=100, batch_tokens=62), CacheHints()
     prompts = [np.array([*range(42), *range(50 + 20 * index, 70 + 20 * index)], np.int32) for index in range(4)]
     sequences = [cache.admit(prompt, use).sequence for prompt in prompts]
     found = []

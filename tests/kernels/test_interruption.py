@@ -60,11 +60,11 @@ def row_program(pool: ThreadPool, kv_type: str) -> RowProgram:
     return RowProgram(pool, [random_rows(ROWS, WIDTH, 1)], decoder(pool), ROWS, layout, max_weighed_tokens=192)
 
 
-def run_unless(
-    program: RowProgram, rows: range, segment: Segment, is_unwanted: Callable[[float], bool]
+def run_abortable(
+    program: RowProgram, rows: range, segment: Segment, should_abort: Callable[[float], bool]
 ) -> FloatArray | None:
     batch = Batch(np.array(rows, np.int32), [segment], np.arange(len(rows), dtype=np.int32))
-    result = program._program.run_unless(batch, is_unwanted)
+    result = program._program.run_abortable(batch, should_abort)
     return None if result is None else result.copy()
 
 
@@ -73,26 +73,26 @@ def test_a_batch_left_undone_anywhere_changes_nothing(kv_type: str, two_threads:
     untouched = row_program(two_threads, kv_type)
     pages, mass = untouched.pages(ROWS), np.zeros(5, np.float32)
     expected = [
-        untouched.run(range(first, end), [Segment(first, end - first, pages, page_mass=mass)])
+        untouched.run(range(first, end), [Segment(first, end - first, pages, attention_sums=mass)])
         for first, end in ((0, 40), (40, ROWS))
     ]
     program = row_program(two_threads, kv_type)
     pages, found_mass = program.pages(ROWS), np.zeros(5, np.float32)
     shares: list[float] = []
-    first = run_unless(program, range(40), Segment(0, 40, pages, page_mass=found_mass), lambda share: False)
-    rest = Segment(40, ROWS - 40, pages, page_mass=found_mass)
+    first = run_abortable(program, range(40), Segment(0, 40, pages, attention_sums=found_mass), lambda share: False)
+    rest = Segment(40, ROWS - 40, pages, attention_sums=found_mass)
     for place in range(5):
         shares.clear()
 
-        def is_unwanted(share: float, place: int = place) -> bool:
+        def should_abort(share: float, place: int = place) -> bool:
             shares.append(share)
             return len(shares) > place
 
-        assert run_unless(program, range(40, ROWS), rest, is_unwanted) is None
+        assert run_abortable(program, range(40, ROWS), rest, should_abort) is None
         assert len(shares) == place + 1 and shares == sorted(set(shares)) and shares[0] > 0 and shares[-1] < 1
         # Other rows in between, which use the same buffers, in pages of another sequence.
         program.run([3, 4], [Segment(0, 2, program.pages(2))])
-    second = run_unless(program, range(40, ROWS), rest, lambda share: False)
+    second = run_abortable(program, range(40, ROWS), rest, lambda share: False)
     assert first is not None and second is not None
     np.testing.assert_array_equal(first, expected[0])
     np.testing.assert_array_equal(second, expected[1])
@@ -102,7 +102,7 @@ def test_a_batch_left_undone_anywhere_changes_nothing(kv_type: str, two_threads:
 def test_a_small_batch_is_never_asked_about(pool: ThreadPool) -> None:
     program = row_program(pool, "f16")
     segment = Segment(0, INTERRUPTIBLE_ROWS - 1, program.pages(INTERRUPTIBLE_ROWS))
-    assert run_unless(program, range(INTERRUPTIBLE_ROWS - 1), segment, lambda share: True) is not None
+    assert run_abortable(program, range(INTERRUPTIBLE_ROWS - 1), segment, lambda share: True) is not None
 
 
 def test_an_error_of_who_is_asked_leaves_the_program_usable(two_threads: ThreadPool) -> None:
@@ -115,7 +115,7 @@ def test_an_error_of_who_is_asked_leaves_the_program_usable(two_threads: ThreadP
 
     expected = program.run(range(ROWS), [segment])
     with pytest.raises(KeyboardInterrupt):
-        run_unless(program, range(ROWS), segment, interrupted)
+        run_abortable(program, range(ROWS), segment, interrupted)
     np.testing.assert_array_equal(program.run(range(ROWS), [segment]), expected)
 
 

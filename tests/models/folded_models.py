@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.models.calibration.folding import fold_scales
-from localinfer.models.calibration.scale_groups import ScaleSite, Unscalable, find_scale_sites
+from localinfer.models.calibration.scale_groups import ScaleGroup, Unscalable, find_scale_sites
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.quant.checkpoint.model_file import ModelFile
 from localinfer.quant.gguf.reader import read_gguf
@@ -14,13 +14,13 @@ from localinfer.quant.gguf.writer import GGUFWriter, TensorSpec, copy_values
 from localinfer.quant.methods.scaled_model import ScaledModel
 
 
-def sites_of(file: ModelFile) -> tuple[list[ScaleSite], list[Unscalable]]:
+def sites_of(file: ModelFile) -> tuple[list[ScaleGroup], list[Unscalable]]:
     """Sites of a model, and the matrices without one."""
     shapes = {name: record.shape for name, record in file.tensors.items()}
     return find_scale_sites(ModelConfig.from_metadata(file.metadata, shapes), shapes)
 
 
-def random_scales(sites: list[ScaleSite], seed: int) -> list[tuple[ScaleSite, NDArray[np.float32]]]:
+def random_scales(sites: list[ScaleGroup], seed: int) -> list[tuple[ScaleGroup, NDArray[np.float32]]]:
     """Scales from about 1/4 to 4 for every site."""
     generator = np.random.default_rng(seed)
     return [(site, np.exp(0.7 * generator.standard_normal(site.num_channels)).astype(np.float32)) for site in sites]

@@ -14,7 +14,7 @@ import httpx
 import localinfer
 from localinfer.llm import LLM
 from localinfer.loading import model_path
-from localinfer.server.replies.metrics import Meters
+from localinfer.server.replies.metrics import Metrics
 from localinfer.server.replies.model_folder import ModelSource
 from localinfer.server.replies.model_memory import measure_need
 from localinfer.server.replies.model_registry import ModelRegistry
@@ -82,11 +82,11 @@ def serving(
     def load_demo(source: ModelSource) -> LLM:
         return localinfer.load(source.path, threads=1, kv_memory=64 << 20)
 
-    def make_registry(meters: Meters) -> ModelRegistry:
+    def make_registry(metrics: Metrics) -> ModelRegistry:
         found = [MODEL] if sources is None else sources
         options = {"strict": settings.strict_model, **registry}
         return ModelRegistry(
-            found, load or load_demo, lambda source: measure_need(source.path, "f16"), meters, **options
+            found, load or load_demo, lambda source: measure_need(source.path, "f16"), metrics, **options
         )
 
     with LocalServer(settings, make_registry, preloads=load is None) as server:

@@ -16,8 +16,8 @@ SCRIPTS = {"one": b"Hi."}
 
 
 def make_server() -> LocalServer:
-    def make_registry(meters):
-        return ModelRegistry(scripted_sources(*SCRIPTS), loader(SCRIPTS), lambda source: None, meters)
+    def make_registry(metrics):
+        return ModelRegistry(scripted_sources(*SCRIPTS), loader(SCRIPTS), lambda source: None, metrics)
 
     return LocalServer(ServerSettings(socket_path=None, port=0), make_registry)
 

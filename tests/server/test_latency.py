@@ -11,8 +11,8 @@ import pytest
 from local_servers import MODEL, ServedModel, serving
 
 from localinfer.llm import LLM
-from localinfer.server.replies.first_byte import Openings
-from localinfer.server.replies.queue import Bell, Inbox
+from localinfer.server.replies.first_byte import FirstByteBarrier
+from localinfer.server.replies.queue import EventQueue, LoopNotifier
 from localinfer.server.replies.reply_threads import ReplyThreads
 from localinfer.server.transport.settings import ServerSettings
 from tests.engine.fakes import FakeTemplate, fake_model
@@ -70,7 +70,7 @@ def test_first_bytes_and_health_wait_for_no_step() -> None:
 
 
 def test_who_computes_waits_for_the_first_bytes_of_others_but_not_for_ever() -> None:
-    openings = Openings()
+    openings = FirstByteBarrier()
     openings.wait()
     openings.begin()
     openings.begin()
@@ -109,10 +109,10 @@ def test_threads_are_kept_for_the_next_text_and_end_with_the_server() -> None:
 @pytest.mark.parametrize("num_threads", [1, 5])
 def test_items_of_many_threads_arrive_whole_and_in_order(num_threads: int) -> None:
     async def take_all() -> list[list[int]]:
-        bell = Bell()
-        inboxes: list[Inbox[int]] = [Inbox(bell) for _ in range(num_threads)]
+        bell = LoopNotifier()
+        inboxes: list[EventQueue[int]] = [EventQueue(bell) for _ in range(num_threads)]
 
-        def put(inbox: Inbox[int]) -> None:
+        def put(inbox: EventQueue[int]) -> None:
             for item in range(200):
                 inbox.put(item)
                 if item % 17 == 0:
@@ -126,7 +126,7 @@ def test_items_of_many_threads_arrive_whole_and_in_order(num_threads: int) -> No
             sender.join()
         return list(taken)
 
-    async def take(inbox: Inbox[int]) -> list[int]:
+    async def take(inbox: EventQueue[int]) -> list[int]:
         return [await inbox.take() for _ in range(200)]
 
     assert asyncio.run(take_all()) == [list(range(200))] * num_threads

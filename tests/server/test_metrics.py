@@ -13,7 +13,7 @@ from local_servers import MODEL, STORY, ServedModel, serving
 from prometheus_client.parser import text_string_to_metric_families
 
 import localinfer
-from localinfer.server.replies.metrics import Meters, TokenClock
+from localinfer.server.replies.metrics import LatencyTracker, Metrics
 from localinfer.server.replies.model_folder import ModelSource
 from localinfer.server.transport.settings import ServerSettings
 from tests.limits import seconds
@@ -124,12 +124,12 @@ def test_meters_count_what_replies_say_under_load(counted, client):
 
 
 def test_text_waits_until_its_first_token_and_is_good_only_if_it_is_whole():
-    meters = Meters()
+    metrics = Metrics()
 
     def read(name: str) -> float | None:
-        return meters.registry.get_sample_value(f"localinfer_{name}")
+        return metrics.registry.get_sample_value(f"localinfer_{name}")
 
-    clocks = [TokenClock(meters, "model") for _ in range(3)]
+    clocks = [LatencyTracker(metrics, "model") for _ in range(3)]
     assert (read("running_generations"), read("waiting_generations")) == (3, 3)
     for clock in clocks[:2]:
         clock.tick()
@@ -151,9 +151,9 @@ def test_gauges_follow_texts_that_run_and_a_client_that_leaves_is_not_good(count
             # Kept, because it closes its connection when it is dropped.
             readers.append(response.iter_lines())
             assert "assistant" in next(readers[-1])
-        meters = wait_for(client, "localinfer_waiting_generations", 0)
-        assert meters["localinfer_running_generations"] == 3
-        assert meters["localinfer_loaded_models"] == 1
+        metrics = wait_for(client, "localinfer_waiting_generations", 0)
+        assert metrics["localinfer_running_generations"] == 3
+        assert metrics["localinfer_loaded_models"] == 1
         assert client.get("/health").json() == {"status": "ok"}
         assert len(client.get("/slots").json()) == 3
     gained = gains(before, wait_for(client, "localinfer_running_generations", 0))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from msgspec import Meta
 
 from localinfer.server.api.chat_messages import Messages
-from localinfer.server.replies.deltas import Piece, pieces_of
+from localinfer.server.replies.deltas import Delta, pieces_of
 from localinfer.server.replies.logprobs import chat_logprobs
 from localinfer.server.replies.reply_fields import ReplyFields, Tools
 from localinfer.server.replies.sampling_fields import Count, Prediction, StreamOptions, TextCount
@@ -114,7 +114,7 @@ class MessageWriter:
         """The whole `logprobs` of the choice."""
         return None if self.logprobs is None else {"content": self.logprobs, "refusal": None}
 
-    def _delta(self, piece: Piece) -> dict[str, Any]:
+    def _delta(self, piece: Delta) -> dict[str, Any]:
         match piece.kind:
             case "text":
                 self._texts.append(piece.text)

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from localinfer.server.api.chat_messages import template_messages
 from localinfer.server.api.messages_wire import CountRequest, MessagesRequest
 from localinfer.server.api.routing import owner_of, service_of
-from localinfer.server.replies.deltas import Piece, pieces_of
+from localinfer.server.replies.deltas import Delta, pieces_of
 from localinfer.server.replies.reply import End, Reply, Silence, TextPlan, Token
 from localinfer.server.replies.service import unless_gone
 from localinfer.server.replies.usage import timings
@@ -65,7 +65,7 @@ class _Blocks:
         self._kind: tuple[str, int] | None = None
         self._texts: list[str] = []
 
-    def add(self, piece: Piece) -> list[Event]:
+    def add(self, piece: Delta) -> list[Event]:
         """The events that a piece makes."""
         events: list[Event] = []
         kind = (piece.kind, piece.call)
@@ -105,7 +105,7 @@ def _whole_object(text: str) -> dict[str, Any]:
         return {}
 
 
-def _empty_block(piece: Piece) -> dict[str, Any]:
+def _empty_block(piece: Delta) -> dict[str, Any]:
     match piece.kind:
         case "text":
             return {"type": "text", "text": ""}

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from localinfer.server.replies.deltas import Piece
+from localinfer.server.replies.deltas import Delta
 
 Event = dict[str, Any]
 
@@ -30,7 +30,7 @@ class ResponseWriter:
         self._number += 1
         return made
 
-    def add(self, piece: Piece) -> Iterator[Event]:
+    def add(self, piece: Delta) -> Iterator[Event]:
         """The events that a piece makes."""
         kind = (piece.kind, piece.call)
         if kind != self._kind:
@@ -63,7 +63,7 @@ class ResponseWriter:
                 yield self.event("response.function_call_arguments.done", **at, name=item["name"], arguments=text)
         yield self.event("response.output_item.done", output_index=at["output_index"], item=dict(item))
 
-    def _open(self, piece: Piece) -> Iterator[Event]:
+    def _open(self, piece: Delta) -> Iterator[Event]:
         index = len(self.output)
         name = {"text": "msg", "reasoning": "rs", "call": "fc"}[piece.kind]
         item: dict[str, Any] = {"id": f"{name}_{self._token}_{index}", "status": "in_progress"}
@@ -84,7 +84,7 @@ class ResponseWriter:
                 "response.content_part.added", item_id=item["id"], output_index=index, content_index=0, part=part
             )
 
-    def _delta(self, piece: Piece) -> Event:
+    def _delta(self, piece: Delta) -> Event:
         at = {"item_id": self.output[-1]["id"], "output_index": len(self.output) - 1, "delta": piece.text}
         match piece.kind:
             case "text":

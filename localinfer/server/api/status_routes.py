@@ -40,7 +40,7 @@ async def model(request: Request) -> Response:
 
 async def metrics(request: Request) -> Response:
     """All meters, as Prometheus reads them."""
-    return Response(service_of(request).meters.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    return Response(service_of(request).metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 async def slots(request: Request) -> Response:

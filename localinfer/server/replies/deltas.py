@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 PieceKind = Literal["text", "reasoning", "call"]
 
 
-class Piece(NamedTuple):
+class Delta(NamedTuple):
     """A piece of the reply's text, of its reasoning, or of a tool call's arguments.
 
     call: which call of the reply, from 0. call_id, name: with the first piece of a call only, whose text is empty.
@@ -22,11 +22,11 @@ class Piece(NamedTuple):
     name: str | None = None
 
 
-def pieces_of(event: "StreamEvent") -> Iterator[Piece]:
+def pieces_of(event: "StreamEvent") -> Iterator[Delta]:
     """The pieces of an event, none if it says nothing."""
     if event.reasoning:
-        yield Piece("reasoning", event.reasoning)
+        yield Delta("reasoning", event.reasoning)
     if event.text:
-        yield Piece("text", event.text)
+        yield Delta("text", event.text)
     for delta in event.tool_calls:
-        yield Piece("call", delta.arguments, delta.index, delta.id, delta.name)
+        yield Delta("call", delta.arguments, delta.index, delta.id, delta.name)

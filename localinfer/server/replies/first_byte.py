@@ -10,7 +10,7 @@ _PATIENCE_SECONDS = 0.015
 """What a prompt waits for others at most, such as one that takes long to be checked."""
 
 
-class Openings:
+class FirstByteBarrier:
     """How many requests are being opened. Any thread may call."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ _FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30,
 _INTERVAL_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1, 5)
 
 
-class Meters:
+class Metrics:
     """The server's metrics; threads may share them. No label and no value holds text of a request."""
 
     def __init__(self) -> None:
@@ -96,18 +96,18 @@ class Meters:
         self.replies.labels(ending).inc()
 
 
-class TokenClock:
+class LatencyTracker:
     """Times the tokens of one generation, from its admission on."""
 
-    def __init__(self, meters: Meters, model: str) -> None:
-        self._meters = meters
-        self._first = meters.first_token_seconds.labels(model)
-        self._interval = meters.interval_seconds.labels(model)
+    def __init__(self, metrics: Metrics, model: str) -> None:
+        self._metrics = metrics
+        self._first = metrics.first_token_seconds.labels(model)
+        self._interval = metrics.interval_seconds.labels(model)
         self._admitted = self._last = time.perf_counter()
         self._began: float | None = None
         self._num_tokens = 0
-        meters.running.inc()
-        meters.waiting.inc()
+        metrics.running.inc()
+        metrics.waiting.inc()
 
     def tick(self) -> None:
         """A token came."""
@@ -115,7 +115,7 @@ class TokenClock:
         if self._began is None:
             self._began = now
             self._first.observe(now - self._admitted)
-            self._meters.waiting.dec()
+            self._metrics.waiting.dec()
         else:
             self._interval.observe(now - self._last)
         self._last = now
@@ -123,12 +123,12 @@ class TokenClock:
 
     def end(self, *, is_whole: bool) -> None:
         """No more tokens come. is_whole: the text came to its own end, and was neither stopped nor failed."""
-        self._meters.running.dec()
+        self._metrics.running.dec()
         if self._began is None:
-            self._meters.waiting.dec()
+            self._metrics.waiting.dec()
             return
         if not is_whole:
             return
         mean_interval = (self._last - self._began) / max(1, self._num_tokens - 1)
         if self._began - self._admitted <= GOOD_FIRST_TOKEN_SECONDS and mean_interval <= GOOD_INTERVAL_SECONDS:
-            self._meters.good_replies.inc()
+            self._metrics.good_replies.inc()

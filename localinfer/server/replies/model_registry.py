@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from localinfer.errors import OutOfMemoryError, RequestError
 from localinfer.server.replies.load_threads import LoadThreads
-from localinfer.server.replies.metrics import Meters
+from localinfer.server.replies.metrics import Metrics
 from localinfer.server.replies.model_folder import ModelSource, matching_names
 from localinfer.server.transport.errors import ApiError, ModelLoadError
 
@@ -70,7 +70,7 @@ class ModelRegistry:
         sources: Sequence[ModelSource],
         load: "Callable[[ModelSource], LLM]",
         measure: "Callable[[ModelSource], MemoryNeed]",
-        meters: Meters,
+        metrics: Metrics,
         *,
         strict: bool = False,
         idle_unload_seconds: float | None = None,
@@ -84,7 +84,7 @@ class ModelRegistry:
         self._default = self._models[sources[0].id]
         self._load = load
         self._measure = measure
-        self._meters = meters
+        self._metrics = metrics
         self._is_strict = strict or len(self._models) > 1
         self._idle_unload_seconds = idle_unload_seconds
         self._memory_limit = memory_limit
@@ -193,7 +193,7 @@ class ModelRegistry:
                 began = time.monotonic()
                 llm = await self._work(source, lambda: self._load(source), lambda llm: llm.close())
                 model.llm, model.last_used_seconds = llm, time.monotonic()
-                self._meters.loaded.inc()
+                self._metrics.loaded.inc()
                 logger.info("loaded %s in %.1f s", source.id, time.monotonic() - began)
                 return llm
         finally:
@@ -236,5 +236,5 @@ class ModelRegistry:
         llm, model.llm = model.llm, None
         if llm is not None:
             await asyncio.to_thread(llm.close)
-            self._meters.loaded.dec()
+            self._metrics.loaded.dec()
             logger.info("unloaded %s", model.source.id)

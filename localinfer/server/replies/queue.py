@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 Item = TypeVar("Item")
 
 
-class Bell:
+class LoopNotifier:
     """Wakes a loop for those inboxes that were filled: once, however many, until it has looked. Made on that loop.
 
     A step of the engine fills the inboxes of all who share it. Waking the loop costs a system call in the thread, which
@@ -16,10 +16,10 @@ class Bell:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._filled: deque[Inbox[Any]] = deque()
+        self._filled: deque[EventQueue[Any]] = deque()
         self._is_ringing = False
 
-    def ring(self, inbox: "Inbox[Any]") -> None:
+    def ring(self, inbox: "EventQueue[Any]") -> None:
         """Have an inbox looked at; after the loop has closed, by nobody. Any thread."""
         self._filled.append(inbox)
         if not self._is_ringing:
@@ -36,10 +36,10 @@ class Bell:
             self._filled.popleft().look()
 
 
-class Inbox(Generic[Item]):
+class EventQueue(Generic[Item]):
     """Items in the order they were put; any thread puts, one coroutine takes. Made on the loop that takes."""
 
-    def __init__(self, bell: Bell) -> None:
+    def __init__(self, bell: LoopNotifier) -> None:
         self._bell = bell
         self._items: deque[Item] = deque()
         self._waiter: asyncio.Future[None] | None = None

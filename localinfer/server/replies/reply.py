@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from localinfer.server.replies.first_byte import Openings
-from localinfer.server.replies.metrics import Meters, TokenClock
+from localinfer.server.replies.first_byte import FirstByteBarrier
+from localinfer.server.replies.metrics import LatencyTracker, Metrics
 from localinfer.server.replies.model_registry import Lease
-from localinfer.server.replies.queue import Bell, Inbox
+from localinfer.server.replies.queue import EventQueue, LoopNotifier
 from localinfer.server.replies.reply_threads import ReplyThreads
 
 if TYPE_CHECKING:
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Workplace:
+class ServerState:
     """What the replies of a server share. Made on its event loop, which the bell belongs to."""
 
-    meters: Meters
-    bell: Bell = field(default_factory=Bell)
+    metrics: Metrics
+    bell: LoopNotifier = field(default_factory=LoopNotifier)
     threads: ReplyThreads = field(default_factory=ReplyThreads)
-    openings: Openings = field(default_factory=Openings)
+    openings: FirstByteBarrier = field(default_factory=FirstByteBarrier)
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Reply:
         reply_id: str,
         lease: Lease,
         plans: Sequence[TextPlan],
-        workplace: Workplace,
+        server_state: ServerState,
         on_close: Callable[["Reply"], None],
     ) -> None:
         self.id = reply_id
@@ -99,14 +99,14 @@ class Reply:
         self.is_cancelled = False
         self.num_tokens = 0
         self.num_reasoning_tokens = 0
-        self._inbox: Inbox[_Item] = Inbox(workplace.bell)
+        self._inbox: EventQueue[_Item] = EventQueue(server_state.bell)
         self._texts: list[_Text] = []
         for index, plan in enumerate(plans):
             leader = None if plan.follows is None else self._texts[plan.follows]
-            self._texts.append(_Text(index, plan.open, leader, self._inbox, workplace, lease.model_id))
-        self._threads = workplace.threads
-        self._openings: Openings | None = workplace.openings
-        workplace.openings.begin()
+            self._texts.append(_Text(index, plan.open, leader, self._inbox, server_state, lease.model_id))
+        self._threads = server_state.threads
+        self._openings: FirstByteBarrier | None = server_state.openings
+        server_state.openings.begin()
         self._early: deque[_Item] = deque()
         self.stats: list[Stats | None] = [None] * len(plans)
         self.prompt_tokens = [0] * len(plans)
@@ -231,8 +231,8 @@ class _Text:
         index: int,
         open_stream: "Callable[[], TextStream]",
         leader: "_Text | None",
-        inbox: Inbox[_Item],
-        workplace: Workplace,
+        inbox: EventQueue[_Item],
+        server_state: ServerState,
         model_id: str,
     ) -> None:
         self.index = index
@@ -240,10 +240,10 @@ class _Text:
         self.stats: Stats | None = None
         self._open = open_stream
         self._inbox = inbox
-        self._openings = workplace.openings
-        self._meters = workplace.meters
+        self._openings = server_state.openings
+        self._metrics = server_state.metrics
         self._model_id = model_id
-        self._clock = TokenClock(workplace.meters, model_id)
+        self._clock = LatencyTracker(server_state.metrics, model_id)
         self._has_token = threading.Event()
         self._lock = threading.Lock()
         self._stream: TextStream | None = None
@@ -284,7 +284,7 @@ class _Text:
         finally:
             self._clock.end(is_whole=ending not in ("cancelled", "failed"))
             if self.stats is not None:
-                self._meters.count_reply(self._model_id, self.stats, ending)
+                self._metrics.count_reply(self._model_id, self.stats, ending)
             self._has_token.set()
             if error is None or self._is_cancelled:
                 reason = "stop" if ending == "cancelled" else ending

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
 
-from localinfer.server.replies.metrics import Meters
+from localinfer.server.replies.metrics import Metrics
 from localinfer.server.replies.model_registry import Lease, ModelRegistry
-from localinfer.server.replies.reply import Reply, TextPlan, Workplace
+from localinfer.server.replies.reply import Reply, ServerState, TextPlan
 from localinfer.server.transport.errors import ApiError, ModelLoadError
 from localinfer.server.transport.identifiers import identifier
 from localinfer.server.transport.json_body import ClientGone
@@ -33,14 +33,14 @@ class Service:
     """
 
     def __init__(
-        self, settings: ServerSettings, make_registry: Callable[[Meters], ModelRegistry], *, preloads: bool = False
+        self, settings: ServerSettings, make_registry: Callable[[Metrics], ModelRegistry], *, preloads: bool = False
     ) -> None:
         self.settings = settings
-        self.meters = Meters()
-        self.registry = make_registry(self.meters)
+        self.metrics = Metrics()
+        self.registry = make_registry(self.metrics)
         self.is_ready = not preloads
         self._replies: dict[str, Reply] = {}
-        self._workplace: Workplace | None = None
+        self._server_state: ServerState | None = None
         self._sessions: dict[str, Reply] = {}
         self._is_stopping = False
 
@@ -52,7 +52,7 @@ class Service:
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
         """Hold models while the context lasts; leaving it stops what runs and unloads them."""
-        workplace = self._workplace = Workplace(self.meters)
+        server_state = self._server_state = ServerState(self.metrics)
         unloading = asyncio.create_task(self.registry.unload_idle())
         try:
             yield
@@ -63,7 +63,7 @@ class Service:
                 reply.close()
             for reply in replies:
                 await asyncio.to_thread(reply.join, _JOIN_SECONDS)
-            workplace.threads.close()
+            server_state.threads.close()
             await self.registry.close()
 
     async def get_ready(self) -> None:
@@ -159,8 +159,8 @@ class Service:
                 del self._sessions[session]
             lease.release()
 
-        assert self._workplace is not None, "the service is not open"
-        reply = Reply(identifier(kind), lease, plans, self._workplace, forget)
+        assert self._server_state is not None, "the service is not open"
+        reply = Reply(identifier(kind), lease, plans, self._server_state, forget)
         self._replies[reply.id] = reply
         if session:
             self._sessions[session] = reply

@@ -26,7 +26,7 @@ IS_UNIX_SOCKET = "is_unix_socket"
 _OPEN_PATHS = ("/health", "/v1/health")
 
 
-class Gate:
+class SecurityMiddleware:
     """ASGI middleware that refuses whoever may not ask, gives every request an id, and answers preflights."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:

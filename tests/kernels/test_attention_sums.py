@@ -51,7 +51,7 @@ def test_mass_of_pages_is_their_share_of_the_softmax_of_the_last_rows(
     program.run(range(start), [Segment(0, start, pages)])
     mass = np.ones(len(pages), np.float32)
     other = np.zeros(1, np.float32)
-    batch = [Segment(0, 1, program.pages(1), page_mass=other), Segment(start, rows, pages, page_mass=mass)]
+    batch = [Segment(0, 1, program.pages(1), attention_sums=other), Segment(start, rows, pages, attention_sums=mass)]
     program.run([0, *range(start, ROWS)], batch)
     wanted = shares(inputs, shape, kv_type, range(max(start, ROWS - MEASURED_ROWS), ROWS)).sum(axis=0)
     assert np.abs(mass - 1 - wanted).max() <= 1e-3 * wanted.sum()

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from localinfer.cache.block_pool import PagePool, default_kv_memory
-from localinfer.cache.sequence import KVCache
+from localinfer.cache.sequence import SequenceCache
 from localinfer.cache.slabs import ALIGNMENT
 from localinfer.errors import ClosedError, OutOfMemoryError
 from tests.engine.fakes import FakeLayout
@@ -76,7 +76,7 @@ def test_pool_asks_for_pages_back_only_when_its_budget_is_spent():
 
 def test_closed_pool_hands_nothing_out():
     pool = pool_of()
-    cache = KVCache(pool, max_length=8)
+    cache = SequenceCache(pool, max_length=8)
     cache.reserve(3)
     pool.close()
     with pytest.raises(ClosedError):
@@ -89,7 +89,7 @@ def test_closed_pool_hands_nothing_out():
 def test_eight_sequences_of_mixed_length_waste_under_four_percent(page_bytes: int):
     pool = PagePool(FakeLayout(page_tokens=32, page_bytes=page_bytes))
     lengths = [187, 342, 605, 811, 1290, 1977, 2604, 3901]
-    caches = [KVCache(pool, max_length=4096) for _ in lengths]
+    caches = [SequenceCache(pool, max_length=4096) for _ in lengths]
     for step in range(0, 4096, 64):
         for cache, length in zip(caches, lengths, strict=True):
             cache.reserve(max(cache.length, min(step, length)))

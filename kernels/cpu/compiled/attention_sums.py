@@ -84,7 +84,7 @@ def _add_shares(p: int, first: int, last: int, count: int, work: int, out: int) 
 
 
 @op
-def page_mass(parameters: int, batch: int, thread: int, num_threads: int) -> None:
+def attention_sums(parameters: int, batch: int, thread: int, num_threads: int) -> None:
     """Add to float32[segments][KV heads][pages] what the last rows of each segment attend to; one unit each."""
     p, memory, control = parameters, scratch_of(batch, thread), load_i64(batch + CONTROL)
     kv_heads, group, pages = load_i64(p + KV_HEADS), load_i64(p + GROUP), load_i64(p + MASS_PAGES)

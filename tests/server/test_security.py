@@ -8,7 +8,7 @@ from starlette.responses import Response
 from starlette.testclient import TestClient
 
 from localinfer.errors import RequestError
-from localinfer.server.transport.security import Gate
+from localinfer.server.transport.security import SecurityMiddleware
 from localinfer.server.transport.settings import ServerSettings
 
 PATH = "/v1/chat/completions"
@@ -77,7 +77,7 @@ def test_allowed_origin_gets_what_it_asks_for(tcp):
 @pytest.mark.parametrize("is_allowed", [False, True])
 def test_private_network_is_granted_to_allowed_pages_only_where_asked_for(is_allowed):
     settings = ServerSettings(port=0, allowed_origins=(ALLOWED,), allows_private_network=is_allowed)
-    client = TestClient(Gate(Response("inner"), settings), base_url="http://localhost")
+    client = TestClient(SecurityMiddleware(Response("inner"), settings), base_url="http://localhost")
     asked = {"access-control-request-method": "POST", "access-control-request-private-network": "true"}
     granted = client.options(PATH, headers={"origin": ALLOWED, **asked}).headers
     assert granted.get("access-control-allow-private-network") == ("true" if is_allowed else None)

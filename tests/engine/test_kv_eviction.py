@@ -12,24 +12,24 @@ from numpy.typing import NDArray
 import localinfer
 from localinfer import LLM
 from localinfer.cache.block_pool import PagePool
-from localinfer.cache.eviction import LEAST_TOKENS, PageWindow, window_of
-from localinfer.cache.prefix_cache import CacheUse, PrefixCache
-from localinfer.cache.sequence import KVCache
+from localinfer.cache.eviction import LEAST_TOKENS, KVEviction, window_of
+from localinfer.cache.prefix_cache import CacheHints, PrefixCache
+from localinfer.cache.sequence import SequenceCache
 from localinfer.errors import OutOfMemoryError, RequestError
 from tests.engine.fakes import FakeLayout
 from tests.models.arch_models import build_model
 
-WINDOW = PageWindow(tokens=128, page_tokens=16, batch_tokens=32)
+WINDOW = KVEviction(tokens=128, page_tokens=16, batch_tokens=32)
 LAYOUT = FakeLayout(page_tokens=16, page_bytes=64)
 
 
-def grow(sequence: KVCache, length: int, mass: NDArray[np.float32] | None = None) -> None:
+def grow(sequence: SequenceCache, length: int, mass: NDArray[np.float32] | None = None) -> None:
     """Compute so many positions, and have every page get some attention."""
     sequence.reserve(length)
     segment = sequence.segment(length - sequence.length)
-    assert segment.page_mass is not None and segment.page_mass.size == sequence.pages.size
+    assert segment.attention_sums is not None and segment.attention_sums.size == sequence.pages.size
     if mass is not None:
-        segment.page_mass[:] += mass[: segment.page_mass.size]
+        segment.attention_sums[:] += mass[: segment.attention_sums.size]
     sequence.commit(length)
 
 
@@ -43,7 +43,7 @@ def test_least_attended_pages_between_the_first_and_the_recent_ones_go():
 
 def test_sequence_holds_no_more_than_its_window_and_one_batch():
     pool = PagePool(LAYOUT)
-    sequence = KVCache(pool, max_length=4096, window=WINDOW)
+    sequence = SequenceCache(pool, max_length=4096, window=WINDOW)
     generator, most = np.random.default_rng(0), pool.num_pages_for(WINDOW.max_tokens)
     length = 0
     for _ in range(200):
@@ -60,7 +60,7 @@ def test_sequence_holds_no_more_than_its_window_and_one_batch():
 
 def test_pages_that_stay_keep_their_order_and_their_mass():
     pool = PagePool(LAYOUT)
-    sequence = KVCache(pool, max_length=4096, window=WINDOW)
+    sequence = SequenceCache(pool, max_length=4096, window=WINDOW)
     grow(sequence, 128, np.array([0, 5, 1, 4, 2, 3, 6, 7], np.float32))
     first = sequence.pages
     grow(sequence, 150)
@@ -69,13 +69,13 @@ def test_pages_that_stay_keep_their_order_and_their_mass():
     assert sequence.pages.tolist() == [*np.delete(first, [2, 4]).tolist(), *sequence.pages[-2:].tolist()]
     segment = sequence.segment(1)
     assert (segment.start_position, segment.dropped_tokens) == (150, 32)
-    assert segment.page_mass is not None
-    assert segment.page_mass.tolist() == [0, 5, 4, 3, 6, 7, 0, 0]
+    assert segment.attention_sums is not None
+    assert segment.attention_sums.tolist() == [0, 5, 4, 3, 6, 7, 0, 0]
 
 
 def test_drafts_can_be_taken_back_after_pages_were_dropped():
     pool = PagePool(LAYOUT)
-    sequence = KVCache(pool, max_length=4096, window=WINDOW)
+    sequence = SequenceCache(pool, max_length=4096, window=WINDOW)
     grow(sequence, 160)
     for length in range(161, 400):
         grow(sequence, length + 16)
@@ -93,16 +93,16 @@ def test_drafts_can_be_taken_back_after_pages_were_dropped():
 def test_what_was_computed_without_all_pages_never_enters_the_cache():
     cache = PrefixCache(LAYOUT, max_bytes=40 * 64, context_length=4096, window=WINDOW)
     ids = np.arange(300, dtype=np.int32)
-    sequence = cache.admit(ids, CacheUse()).sequence
+    sequence = cache.admit(ids, CacheHints()).sequence
     grow(sequence, 140)
-    cache.publish(sequence, ids, CacheUse())
+    cache.publish(sequence, ids, CacheHints())
     assert cache.tree.match(ids).length == 128
     for length in range(141, 300):
         grow(sequence, length)
-        cache.publish(sequence, ids, CacheUse())
-    cache.retire(sequence, ids, CacheUse())
+        cache.publish(sequence, ids, CacheHints())
+    cache.retire(sequence, ids, CacheHints())
     assert cache.tree.match(ids).length == 128
-    again = cache.admit(ids, CacheUse())
+    again = cache.admit(ids, CacheHints())
     assert (again.cached_tokens, again.miss, again.sequence.is_exact) == (128, None, True)
     assert cache.extend(again.sequence, ids) == 0
     again.sequence.close()
@@ -129,7 +129,7 @@ def test_a_window_as_long_as_the_context_is_none_and_says_so(window: int, caplog
 
 def test_windows_that_cannot_be_are_refused(shared: Path, tmp_path: Path):
     with pytest.raises(RequestError, match=f"kv_window is 127 tokens; it must be at least {LEAST_TOKENS}"):
-        PageWindow(127, 32, 512)
+        KVEviction(127, 32, 512)
     with pytest.raises(RequestError, match="kv_window is True"):
         localinfer.load(kv_window=True)
     with pytest.raises(RequestError, match="leave out one of them"):
@@ -204,7 +204,7 @@ def test_text_longer_than_the_window_keeps_what_is_attended_to(tmp_path: Path, k
             cache = llm._engine._cache
             assert cache._window is None or cache._window == window_of(llm._model, 128)  # type: ignore[arg-type]
             if kept in ("first and recent", "recent"):
-                cache._window = PageWindow(128, 32, 512, sink_pages=int(kept != "recent"), recent_share=1)
+                cache._window = KVEviction(128, 32, 512, sink_pages=int(kept != "recent"), recent_share=1)
             found[kept] = perplexity(llm, text, 5)
     assert found["all"] < 1.01 and found["heavy"] == pytest.approx(found["all"], rel=1e-3)
     assert found["first and recent"] > 10 and found["recent"] > 10

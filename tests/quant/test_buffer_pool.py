@@ -4,7 +4,7 @@ import gc
 
 import numpy as np
 
-from localinfer.quant.methods.buffer_pool import LentMemory
+from localinfer.quant.methods.buffer_pool import BufferPool
 
 SHAPE = (1024, 2048)
 
@@ -14,7 +14,7 @@ def start(array: np.ndarray) -> int:
 
 
 def test_memory_comes_back_with_the_last_view_of_it() -> None:
-    memory = LentMemory()
+    memory = BufferPool()
     first = memory.empty(SHAPE)
     first.fill(1)
     view, place = first[5:, ::2].T, start(first)
@@ -32,7 +32,7 @@ def test_memory_comes_back_with_the_last_view_of_it() -> None:
 
 
 def test_much_smaller_arrays_do_not_take_large_memory() -> None:
-    memory = LentMemory()
+    memory = BufferPool()
     large = memory.empty((4096, 4096))
     place = start(large)
     del large
@@ -42,7 +42,7 @@ def test_much_smaller_arrays_do_not_take_large_memory() -> None:
 
 
 def test_what_was_lent_outlives_the_lender() -> None:
-    memory = LentMemory()
+    memory = BufferPool()
     array = memory.empty(SHAPE)
     memory.clear()
     del memory
