@@ -1,7 +1,7 @@
 """The NumPy oracle: what the bytes of a quantized tensor mean, and plain encoders to make some.
 
 Slow and obvious on purpose. Kernels are tested against `dequantize`, and `dequantize` is tested bit
-for bit against the `gguf` package (tests/quant/test_reference.py), so every expression keeps that
+for bit against the `gguf` package (tests/quant/formats/test_reference.py), so every expression keeps that
 package's order of float32 operations.
 Source: the block formats of the ggml repository (ggml-common.h, ggml-quants.c).
 """

@@ -16,7 +16,7 @@ from localinfer.kernels.cpu.lower import CpuProgram, CpuTape
 from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.ops import AttentionShape, Batch, KVLayerShape, Rows, Segment
-from tests.kernels.tape_runs import random_rows, table
+from tests.kernels.cpu.tape_runs import random_rows, table
 
 SHAPES = {
     "qwen2.5-0.5b": (24, 14, 2, 64),

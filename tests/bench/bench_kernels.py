@@ -18,8 +18,8 @@ from localinfer.kernels.cpu.weights import PackedWeight, pack
 from localinfer.kernels.layouts import Layout
 from localinfer.kernels.ops import Batch, LinearWeight, Projection, Rows, Segment
 from localinfer.models.load.threads import available_threads
+from tests.kernels.cpu.tape_runs import NO_CACHE, random_rows, table
 from tests.kernels.random_weights import random_weights
-from tests.kernels.tape_runs import NO_CACHE, random_rows, table
 
 SHAPES = {
     "qwen2.5-0.5b": (4864, 896),

@@ -41,13 +41,13 @@ together=()
 if python3 -c 'import xdist' 2>/dev/null; then together=(-n 8); fi
 
 step 20 environment bash -c 'nvidia-smi; python3 --version; python3 -m pip list 2>/dev/null | grep -iE "torch|numba|cuda|gguf|numpy"'
-step 45 products python3 -m pytest -q -m cuda -p no:cacheprovider -x tests/kernels/test_cuda_on_gpu.py -k "product and Q4_0 or memory"
+step 45 products python3 -m pytest -q -m cuda -p no:cacheprovider -x tests/kernels/cuda/test_cuda_on_gpu.py -k "product and Q4_0 or memory"
 step 150 bench python3 -m tests.bench.bench_cuda "$results/bench.json"
-step 130 tests python3 -m pytest -q -m cuda -p no:cacheprovider "${together[@]}" tests/kernels/test_cuda_ops_on_gpu.py \
-    tests/kernels/test_cuda_on_gpu.py
+step 130 tests python3 -m pytest -q -m cuda -p no:cacheprovider "${together[@]}" tests/kernels/cuda/test_cuda_ops_on_gpu.py \
+    tests/kernels/cuda/test_cuda_on_gpu.py
 step 60 sanitizer compute-sanitizer --tool memcheck --error-exitcode 9 \
-    python3 -m pytest -q -m cuda -p no:cacheprovider tests/kernels/test_cuda_on_gpu.py \
-    tests/kernels/test_cuda_ops_on_gpu.py -k "Q4_0 or Q6_K-5 or F16-3 or draw or every_other_op or block_of_a_decoder"
+    python3 -m pytest -q -m cuda -p no:cacheprovider tests/kernels/cuda/test_cuda_on_gpu.py \
+    tests/kernels/cuda/test_cuda_ops_on_gpu.py -k "Q4_0 or Q6_K-5 or F16-3 or draw or every_other_op or block_of_a_decoder"
 step 35 model python3 -c '
 import json, sys
 from localinfer.bench.decode import BenchSettings

@@ -18,8 +18,8 @@ from localinfer.speculation.ngram import NgramDrafter
 from tests.engine.fakes import PAGE_BYTES, FakeProgram, hashed_logits
 from tests.engine.generations import GREEDY, PARAMS, SEEDED, Gate, alone, in_threads, numbers, wide_model
 from tests.engine.test_engine import all_pages_are_free
-from tests.engine.test_speculation import speculation
 from tests.limits import seconds
+from tests.speculation.test_speculation import speculation
 
 
 @pytest.mark.parametrize("drafts", [False, True])

@@ -4,7 +4,7 @@ import pytest
 
 from localinfer.kernels.cuda.device import FoundDevice
 from localinfer.models.load import device_choice
-from tests.kernels.cuda_device import EmulatedDevice
+from tests.kernels.cuda.device import EmulatedDevice
 
 
 class NamedDevice(EmulatedDevice):

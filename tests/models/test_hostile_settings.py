@@ -25,7 +25,7 @@ from localinfer.models.text.vocabulary import TOKENIZER_KEYS
 from localinfer.quant.gguf.reader import read_gguf
 from tests.checkpoint_files import LLAMA_CONFIG, MODULES, llama_weights, write_folder
 from tests.models.arch_models import build_model
-from tests.models.family_folders import family_config, write_family
+from tests.models.checkpoint.family_folders import family_config, write_family
 from tests.models.hostile_values import ALL, VALUES, load_in_child, metadata_keys
 from tests.models.small_models import write_small_llama
 from tests.quantized_checkpoints import (

@@ -1,0 +1,98 @@
+"""Hashes of what kernels compute on fixed inputs, to be compared between instruction sets."""
+
+import hashlib
+
+import numpy as np
+
+from localinfer.kernels.cpu.encoding import encode_rows
+from localinfer.kernels.cpu.lower import CpuTape
+from localinfer.kernels.cpu.pool import ThreadPool
+from localinfer.kernels.cpu.sampling import RowSampler
+from localinfer.kernels.kv_layout import KV_TYPES, KVLayout
+from localinfer.kernels.layouts import SIZES, Layout, is_float
+from localinfer.kernels.ops import (
+    Activation,
+    AttentionShape,
+    Buffer,
+    FloatArray,
+    KVLayerShape,
+    LinearWeight,
+    Projection,
+)
+from tests.kernels.cpu.tape_runs import assert_same_bits, linear, random_rows, run_rows
+from tests.kernels.random_weights import random_weights
+
+# One of each way that products differ by instruction set; Q6_K has scales per half block.
+LAYOUTS = [Layout.F16, Layout.Q8_0, Layout.Q4_0, Layout.Q6_K]
+ROWS = 7
+
+
+def _product(pool: ThreadPool, layout: Layout) -> bytes:
+    shape = (21, 37 if is_float(layout) else 2 * SIZES[layout].unit)
+    weight: LinearWeight = linear(pool, layout, random_weights(layout, shape, 1), shape)
+
+    def write(tape: CpuTape, inputs: list[Buffer]) -> Buffer:
+        out = tape.buffer("out", 21)
+        tape.matmul(inputs[0], [Projection(weight, out)])
+        return out
+
+    return run_rows(pool, [random_rows(ROWS, shape[1], 2)], write).tobytes()
+
+
+def products() -> str:
+    """Matrix products: all that is written differently for each instruction set."""
+    pool, result = ThreadPool(1), hashlib.sha256()
+    for layout in LAYOUTS:
+        result.update(_product(pool, layout))
+    return result.hexdigest()
+
+
+def cached() -> str:
+    """Attention over keys and values of every type; products of codes are written differently too."""
+    pool, result = ThreadPool(1), hashlib.sha256()
+    for kv_type in KV_TYPES:
+        found = _attention(pool, AttentionShape(3, 1, 80, 40, 0.3), kv_type)
+        assert_same_bits(found, found)
+        result.update(found.tobytes())
+    return result.hexdigest()
+
+
+def _attention(pool: ThreadPool, shape: AttentionShape, kv_type: str) -> FloatArray:
+    def write(tape: CpuTape, inputs: list[Buffer]) -> Buffer:
+        queries, keys, values = inputs
+        out = tape.buffer("out", shape.num_heads * shape.value_size)
+        tape.rms_norm(queries, queries, None, 1e-5, shape.key_size)
+        tape.store_kv(0, keys, values)
+        tape.attention(out, queries, 0, shape)
+        tape.activation(out, out, Activation.SILU)
+        return out
+
+    widths = [shape.num_heads * shape.key_size, shape.key_size, shape.value_size]
+    inputs = [random_rows(150, width, seed) for seed, width in enumerate(widths)]
+    return run_rows(pool, inputs, write, kv_layout=KVLayout(kv_type, [KVLayerShape(1, *widths[1:])]))
+
+
+def layer() -> str:
+    """Norm, float16 cache, attention and activation: what only the compiler treats differently."""
+    found = _attention(ThreadPool(1), AttentionShape(2, 1, 20, 24, 0.3, softcap=3.0), "f16")
+    assert_same_bits(found, found)
+    return hashlib.sha256(found.tobytes()).hexdigest()
+
+
+def encoded() -> str:
+    """A searching encoder, whose choices between grids the smallest difference would change."""
+    rows, importance = random_rows(21, 320, 3), np.abs(random_rows(1, 320, 4))[0]
+    target = np.zeros((21, 10 * 24), np.uint8)
+    encode_rows(ThreadPool(1), "Q5_1", rows, importance, target)
+    return hashlib.sha256(target.tobytes()).hexdigest()
+
+
+def chosen() -> str:
+    """Tokens drawn from rows of logits, whose noise and sums are vector code."""
+    generator, result = np.random.default_rng(3), []
+    sampler = RowSampler(10_007)
+    for position in range(20):
+        row = generator.normal(0, 2, 10_007).astype(np.float32)
+        for filters in ((1.0, 0, 1.0, 0.0), (1.0, 40, 0.95, 0.05), (2.0, 0, 0.9, 0.0), (0.7, 0, 0.99, 0.001)):
+            result.append(sampler.choose(row, *filters, np.uint64(5), position))
+    return hashlib.sha256(np.array(result).tobytes()).hexdigest()

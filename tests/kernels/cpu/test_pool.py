@@ -1,0 +1,200 @@
+"""The worker pool: any number of threads, asleep when idle, closed once, unusable after a fork."""
+
+import gc
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from localinfer.errors import ClosedError
+from localinfer.kernels.cpu import pool as pool_module
+from localinfer.kernels.cpu.lower import CpuTape
+from localinfer.kernels.cpu.pool import ThreadPool
+from localinfer.kernels.ops import Buffer, FloatArray
+from tests.kernels.cpu.tape_runs import random_rows, run_rows
+from tests.kernels.subprocesses import run
+
+LONGER_THAN_SPINNING_SECONDS = 0.1
+
+
+def doubled(pool: ThreadPool, x: FloatArray) -> FloatArray:
+    """Twice x, by many small ops, so that threads meet often."""
+
+    def write(tape: CpuTape, inputs: list[Buffer]) -> Buffer:
+        for _ in range(40):
+            tape.scale(inputs[0], 2.0)
+            tape.scale(inputs[0], 0.5)
+        tape.add(inputs[0], inputs[0], inputs[0])
+        return inputs[0]
+
+    return run_rows(pool, [x], write, [1] * len(x))
+
+
+def workers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("localinfer-")]
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 7])
+def test_a_pool_of_any_size_does_every_row(num_threads: int) -> None:
+    pool, x = ThreadPool(num_threads), random_rows(20, 2000, 1)
+    try:
+        np.testing.assert_array_equal(doubled(pool, x), 2 * x)
+    finally:
+        pool.close()
+
+
+def test_idle_threads_sleep_and_wake_again() -> None:
+    pool, x = ThreadPool(3), random_rows(3, 100, 2)
+    try:
+        for _ in range(5):
+            np.testing.assert_array_equal(doubled(pool, x), 2 * x)
+            time.sleep(LONGER_THAN_SPINNING_SECONDS)
+        before = time.process_time()
+        time.sleep(0.3)
+        assert time.process_time() - before < 0.15
+        np.testing.assert_array_equal(doubled(pool, x), 2 * x)
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize("when", ["before the start", "while waking", "before the walk", "after the walk"])
+def test_an_interrupt_between_the_steps_of_a_run_leaves_the_pool_usable(
+    when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, x = ThreadPool(3), random_rows(3, 100, 6)
+    start, finish = pool_module._START_RUN, pool_module._FINISH_RUN
+
+    def interrupted_start(control: int, num_threads: int) -> int:
+        if when == "while waking":
+            start(control, num_threads)
+        raise KeyboardInterrupt
+
+    def interrupted_finish(control: int) -> int:
+        # Only once: the pool must be able to finish what it started.
+        monkeypatch.setattr(pool_module, "_FINISH_RUN", finish)
+        if when == "after the walk":
+            finish(control)
+        raise KeyboardInterrupt
+
+    try:
+        for pause in (0, LONGER_THAN_SPINNING_SECONDS):
+            doubled(pool, x)
+            time.sleep(pause)
+            if "walk" in when:
+                monkeypatch.setattr(pool_module, "_FINISH_RUN", interrupted_finish)
+            else:
+                monkeypatch.setattr(pool_module, "_START_RUN", interrupted_start)
+            with pytest.raises(KeyboardInterrupt):
+                doubled(pool, x)
+            monkeypatch.undo()
+            np.testing.assert_array_equal(doubled(pool, x), 2 * x)
+    finally:
+        pool.close()
+
+
+def test_close_ends_the_threads_and_may_be_called_twice() -> None:
+    before = set(workers())
+    pool = ThreadPool(3)
+    assert len(set(workers()) - before) == 2
+    doubled(pool, random_rows(2, 50, 3))
+    pool.close()
+    pool.close()
+    assert not set(workers()) - before
+    with pytest.raises(ClosedError, match="load it again"):
+        pool.run(0, 0, 0)
+
+
+def test_close_ends_threads_that_sleep() -> None:
+    before = set(workers())
+    pool = ThreadPool(2)
+    time.sleep(LONGER_THAN_SPINNING_SECONDS)
+    pool.close()
+    assert not set(workers()) - before
+
+
+def test_a_pool_nobody_holds_ends_its_threads() -> None:
+    before = set(workers())
+    pool = ThreadPool(2)
+    del pool
+    gc.collect()
+    assert not set(workers()) - before
+
+
+def test_two_pools_run_at_the_same_time() -> None:
+    pools, x = [ThreadPool(2), ThreadPool(2)], random_rows(30, 500, 4)
+    results: dict[int, FloatArray] = {}
+    threads = [
+        threading.Thread(target=lambda index=index: results.update({index: doubled(pools[index], x)}))
+        for index in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for pool in pools:
+        pool.close()
+    for index in range(2):
+        np.testing.assert_array_equal(results[index], 2 * x)
+
+
+def test_a_process_ends_although_its_pool_was_left_open() -> None:
+    code = "from localinfer.kernels.cpu.pool import ThreadPool; pool = ThreadPool(3); pool.run(0, 0, 0); print('done')"
+    assert run(code) == ("done", "")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no fork")
+def test_a_forked_child_gets_a_typed_error_and_can_make_its_own_pool() -> None:
+    code = """
+import os, warnings
+from localinfer.errors import ClosedError
+from localinfer.kernels.cpu.pool import ThreadPool
+warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 and later warn of any fork beside threads
+pool = ThreadPool(2)
+pool.run(0, 0, 0)
+child = os.fork()
+if child == 0:
+    try:
+        pool.run(0, 0, 0)
+    except ClosedError as error:
+        assert "parent process" in str(error), error
+        pool.close()
+        own = ThreadPool(2)
+        own.run(0, 0, 0)
+        own.close()
+        os._exit(7)
+    os._exit(1)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+pool.run(0, 0, 0)
+pool.close()
+"""
+    assert run(code) == ("7", "")
+
+
+def test_a_pool_runs_beside_a_host_program_that_uses_numba() -> None:
+    code = """
+import threading
+import numba, numpy as np
+from localinfer.kernels.cpu.pool import ThreadPool
+from tests.kernels.cpu.tape_runs import random_rows
+from tests.kernels.cpu.test_pool import doubled
+
+@numba.njit(parallel=True)
+def total(values):
+    result = 0.0
+    for index in numba.prange(values.size):
+        result += values[index]
+    return result
+
+values = np.ones(10_000)
+sums = [total(values)]
+host = threading.Thread(target=lambda: sums.extend(total(values) for _ in range(300)))
+pool, x = ThreadPool(2), random_rows(20, 500, 1)
+host.start()
+equal = all((doubled(pool, x) == 2 * x).all() for _ in range(5))
+host.join()
+pool.close()
+print(equal, set(sums) == {10_000.0})
+"""
+    assert run(code, NUMBA_THREADING_LAYER="workqueue")[0] == "True True"

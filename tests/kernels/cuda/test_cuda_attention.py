@@ -1,0 +1,170 @@
+"""CUDA attention on the emulator, over pages that the CPU wrote: against the oracle, and its bits in any batch."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from localinfer.kernels.cpu.lower import CpuTape
+from localinfer.kernels.cpu.pool import ThreadPool
+from localinfer.kernels.kv_layout import KVLayout
+from localinfer.kernels.ops import AttentionShape, Buffer, FloatArray, Rows, Segment
+from tests.kernels.cpu.attention_cases import PLAIN, cache_of, inputs_of, oracle
+from tests.kernels.cpu.tape_runs import RowProgram, assert_same_bits, relative_error
+
+pytest.importorskip("numba_cuda", reason="CUDA kernels are written with numba-cuda, which is not installed")
+
+from localinfer.kernels.cuda.attention import Rope, attention_steps, store_steps
+from localinfer.kernels.cuda.memory import DeviceMemory
+from localinfer.kernels.cuda.shape import Shape
+from tests.kernels.cuda.device import EmulatedDevice
+
+NO_ROPE = Rope(0, 0, 0, 0, 0)
+
+
+def write_cache(tape: CpuTape, inputs: list[Buffer]) -> Buffer:
+    tape.store_kv(1, inputs[1], inputs[2])
+    return inputs[0]
+
+
+class Cache:
+    """One sequence's pages as the CPU fills them, in the emulator's memory."""
+
+    def __init__(self, pool: ThreadPool, shape: AttentionShape, kv_type: str, inputs: Sequence[FloatArray]) -> None:
+        self.layout = cache_of(shape, kv_type)
+        self.shape, self.inputs = shape, inputs
+        rows = len(inputs[0])
+        program = RowProgram(pool, inputs, write_cache, rows, self.layout)
+        program.run(range(rows), [Segment(0, rows, program.pages(rows))])
+        self.pages: NDArray[np.uint8] = program._pages[0]
+
+    def attend(self, runs: Sequence[range], capability: tuple[int, int] = (9, 0)) -> tuple[FloatArray, list[str]]:
+        """Attention of runs of positions, one segment each, and the kernels it took."""
+        device = EmulatedDevice()
+        device.capability = capability
+        shape = self.shape
+        positions = np.array([position for run in runs for position in run], np.int64)
+        rows = len(positions)
+        pages = put(device, self.pages)
+        count = len(self.pages) // self.layout.page_bytes
+        table = put(device, pages + np.arange(count, dtype=np.int64) * self.layout.page_bytes)
+        tables = put(device, np.full(rows, table, np.int64))
+        memory = DeviceMemory(device, {Rows.BATCH: rows, Rows.OUTPUT: rows})
+        queries = (put(device, self.inputs[0][positions]), 4 * shape.num_heads * shape.key_size)
+        width = 4 * shape.num_heads * shape.value_size
+        out = (device.allocate(rows * width), width)
+        slopes = memory.constant(shape.alibi_slopes, shape.num_heads, "slopes")
+        sinks = memory.constant(shape.sinks, shape.num_heads, "sinks")
+        chunks = int(positions.max()) // 128 + 1
+        batch = Shape(rows, rows, chunks, 0, put(device, positions), tables, 0, tuple(len(run) for run in runs))
+        steps = attention_steps(memory, self.layout, 1, shape, (queries, out), (slopes, sinks), NO_ROPE, lambda: None)(
+            batch
+        )
+        device.run(list(steps))
+        found = np.empty((rows, width // 4), np.float32)
+        device.read(out[0], found)
+        return found, device.kernels
+
+    def wanted(self, runs: Sequence[range], kv_type: str, *, exact_queries: bool) -> NDArray[np.float64]:
+        everything = oracle(list(self.inputs), self.shape, kv_type, exact_queries=exact_queries)
+        return everything[[position for run in runs for position in run]]
+
+
+def put(device: EmulatedDevice, array: NDArray[np.generic]) -> int:
+    address = device.allocate(array.nbytes)
+    device.write(address, array)
+    return address
+
+
+FEW = {
+    "codes": ("q8_0", replace(PLAIN, key_size=80, value_size=72)),
+    "codes of keys, one query per key": ("q8_0/f16", replace(PLAIN, num_heads=2, key_size=20, softcap=2.0)),
+    "codes of values": ("f32/q8_0", replace(PLAIN, num_heads=3, num_kv_heads=1, value_size=37, window=20)),
+    "codes with sinks": ("q8_0", replace(PLAIN, key_size=16, value_size=16, sinks=np.ones(4, np.float32))),
+}
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_attention_over_codes_is_the_oracles(name: str, pool: ThreadPool) -> None:
+    kv_type, shape = FEW[name]
+    cache = Cache(pool, shape, kv_type, inputs_of(shape, 140, seed=1))
+    runs = [range(1), range(133, 134)]
+    found, kernels = cache.attend(runs)
+    assert relative_error(found, cache.wanted(runs, kv_type, exact_queries=False)) <= 2e-6
+    assert kernels == ["attention.attend_chunks", "attention.merge_chunks"]
+
+
+ALL = np.array([0.5, -1.0, 2.0, 0.0, 1.0, 0.25], np.float32)
+MANY = {
+    "halves": ("f16", PLAIN),
+    "odd sizes, all masks": (
+        "f16",
+        replace(PLAIN, num_heads=6, key_size=20, value_size=37, window=33, softcap=3.0, sinks=ALL, alibi_slopes=ALL),
+    ),
+    "local chunks, wide values": ("f16", replace(PLAIN, num_heads=1, num_kv_heads=1, value_size=136, chunk=50)),
+    "codes": ("q8_0", replace(PLAIN, num_heads=3, num_kv_heads=1, key_size=80, value_size=72)),
+    "codes of keys": ("q8_0/f16", replace(PLAIN, num_heads=2, num_kv_heads=1, key_size=18)),
+    "codes of values": ("f16/q8_0", replace(PLAIN, num_heads=2, num_kv_heads=1, value_size=21)),
+}
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_tiles_of_many_rows_are_the_oracles(name: str, pool: ThreadPool) -> None:
+    kv_type, shape = MANY[name]
+    cache = Cache(pool, shape, kv_type, inputs_of(shape, 72, seed=2))
+    runs = [range(48, 71)]
+    found, kernels = cache.attend(runs)
+    # Queries and weights are rounded to float16, and codes times their scale.
+    assert relative_error(found, cache.wanted(runs, kv_type, exact_queries=True)) <= 8e-4
+    assert "attention.attend_chunks" not in kernels and "attention_tiles.attend_tiles" in kernels
+    assert np.isfinite(found).all()
+
+
+def test_a_row_has_the_same_bits_wherever_tiles_were_cut(pool: ThreadPool) -> None:
+    shape = replace(PLAIN, num_heads=5, num_kv_heads=1, key_size=16, value_size=16, window=40)
+    cache = Cache(pool, shape, "f16", inputs_of(shape, 80, seed=3))
+    together, _ = cache.attend([range(50, 76)])
+    apart, kernels = cache.attend([range(50, 59), range(59, 61), range(61, 76)])
+    assert_same_bits(np.concatenate([apart[:9], apart[11:]]), np.concatenate([together[:9], together[11:]]))
+    assert relative_error(apart[9:11], cache.wanted([range(59, 61)], "f16", exact_queries=True)) <= 2e-6
+    assert kernels == [
+        "attention_tiles.attend_tiles",
+        "attention.attend_chunks",
+        "attention.merge_chunks",
+        "attention_tiles.attend_tiles",
+    ]
+
+
+def test_what_tiles_cannot_do_is_done_by_chunks(pool: ThreadPool) -> None:
+    shape = replace(PLAIN, num_heads=1, num_kv_heads=1, key_size=8, value_size=8)
+    for kv_type, capability in (("f32", (9, 0)), ("f16", (7, 5))):
+        cache = Cache(pool, shape, kv_type, inputs_of(shape, 20, seed=4))
+        found, kernels = cache.attend([range(2, 19)], capability)
+        assert relative_error(found, cache.wanted([range(2, 19)], kv_type, exact_queries=True)) <= 2e-6
+        assert kernels == ["attention.attend_chunks", "attention.merge_chunks"]
+
+
+@pytest.mark.parametrize("kv_type", ["q8_0", "q8_0/f32", "f16/q8_0"])
+def test_what_enters_the_cache_is_the_cpus_to_the_bit(kv_type: str, pool: ThreadPool) -> None:
+    shape = replace(PLAIN, num_heads=1, num_kv_heads=1, key_size=72, value_size=18)
+    cache = Cache(pool, shape, kv_type, inputs_of(shape, 3, seed=5))
+    device = EmulatedDevice()
+    page = put(device, np.full(cache.layout.page_bytes, 255, np.uint8))
+    rows = [0, 1, 2]
+    tables = put(device, np.full(3, put(device, np.array([page], np.int64)), np.int64))
+    batch = Shape(3, 3, 1, 0, put(device, np.array(rows, np.int64)), tables, 0)
+    places = [(put(device, values), 4 * values.shape[1]) for values in cache.inputs[1:]]
+    device.run(list(store_steps(cache.layout, 1, places[0], places[1], NO_ROPE)(batch)))
+    found = np.empty(cache.layout.page_bytes, np.uint8)
+    device.read(page, found)
+    assert_same_cache(cache.layout, found, cache.pages)
+
+
+def assert_same_cache(layout: KVLayout, found: NDArray[np.uint8], wanted: NDArray[np.uint8]) -> None:
+    """Equal but for codes of columns that only fill up a vector, which the CPU sets to zero."""
+    differs = np.flatnonzero(found != wanted)
+    assert (found[differs] == 255).all(), "what was written is what the CPU writes"
+    assert np.isin(wanted[differs], (0, 128)).all(), "what was not written is padding"
+    assert differs.size <= 3 * 16 and (found != 255).any()

@@ -1,0 +1,106 @@
+"""A device is trusted after it computed a product and an attention: one that is right, wrong or broken."""
+
+from collections.abc import Sequence
+from importlib import metadata
+
+import numpy as np
+import pytest
+
+from localinfer.errors import BackendUnavailableError
+from localinfer.kernels.cuda import kernel_cache
+
+pytest.importorskip("numba_cuda", reason="CUDA kernels are written with numba-cuda, which is not installed")
+
+from localinfer.kernels.cuda.device import Launch, Step
+from localinfer.kernels.cuda.self_check import check_device
+from tests.kernels.cuda.device import EmulatedDevice
+
+
+class CountingDevice(EmulatedDevice):
+    """Knows what of its memory was not given back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: set[int] = set()
+
+    def allocate(self, num_bytes: int) -> int:
+        self.held.add(address := super().allocate(num_bytes))
+        return address
+
+    def free(self, address: int) -> None:
+        self.held.remove(address)
+
+
+class SkippingDevice(CountingDevice):
+    """Leaves out one kernel, so that what it should have written is whatever was there."""
+
+    skipped = ""
+
+    def run(self, steps: Sequence[Step]) -> None:
+        super().run([step for step in steps if not (isinstance(step, Launch) and step.kernel == self.skipped)])
+
+
+class ScalingDevice(CountingDevice):
+    """Reads numbers that are off by some part."""
+
+    factor = 1.0
+
+    def read(self, address: int, out: np.ndarray) -> None:
+        super().read(address, out)
+        out *= self.factor
+
+
+def test_a_device_that_computes_what_it_should_passes_and_gets_its_memory_back() -> None:
+    device = CountingDevice()
+    check_device(device)
+    assert not device.held
+    kernels = set(device.kernels)
+    assert {"matmul.matmul", "matmul_tiles.matmul_tiles", "attention.attend_chunks"} <= kernels
+
+
+@pytest.mark.parametrize(
+    "kernel", ["matmul.matmul", "matmul_tiles.matmul_tiles", "attention.attend_chunks", "kv_store.store_rows"]
+)
+def test_a_device_whose_kernels_do_nothing_does_not_pass(kernel: str) -> None:
+    device = SkippingDevice()
+    device.skipped = kernel
+    with pytest.raises(BackendUnavailableError, match="self-check of a product and an attention differs"):
+        check_device(device)
+    assert not device.held
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.97, 1.03, -1.0, np.inf, np.nan])
+def test_wrong_numbers_do_not_pass(factor: float) -> None:
+    device = ScalingDevice()
+    device.factor = factor
+    with pytest.raises(BackendUnavailableError, match="differs"):
+        check_device(device)
+
+
+def test_rounding_passes() -> None:
+    device = ScalingDevice()
+    device.factor = 1.004
+    check_device(device)
+
+
+VERSIONS = {"numba-cuda": "0.30.4", "torch": "2.11.0+cu130", "numba": "0.67.0", "llvmlite": "0.50.0"}
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "is_enough"),
+    [
+        *[("numba-cuda", version, False) for version in ("0.29.0", "0.30.0", "0.30.3", "0.9.9")],
+        *[("numba-cuda", version, True) for version in ("0.30.4", "0.30.4.post1", "0.31.0", "1.0")],
+        *[("torch", version, False) for version in ("2.5.1+cu124", "1.13")],
+        *[("torch", version, True) for version in ("2.6.0", "2.11.0+cu130", "3.0a0")],
+    ],
+)
+def test_versions_that_fail_at_import_are_refused_by_name(
+    package: str, version: str, is_enough: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metadata, "version", (VERSIONS | {package: version}).__getitem__)
+    if is_enough:
+        kernel_cache.require_numba_cuda()
+        return
+    with pytest.raises(BackendUnavailableError, match=f"needs {package} .* or newer, and .* is installed; install"):
+        kernel_cache.require_numba_cuda()

@@ -1,0 +1,103 @@
+"""Choosing an instruction set, and the same bits from each."""
+
+import subprocess
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from llvmlite import binding as llvm
+
+from localinfer.errors import BackendUnavailableError
+from localinfer.kernels.cpu.compiled.emit import target_isa
+from localinfer.kernels.jit import isa
+from localinfer.kernels.jit.isa import ISA, available, runs_on, select
+from tests.kernels.cpu.digest import cached, chosen, encoded, layer, products
+from tests.kernels.subprocesses import REPOSITORY, finish, start
+from tests.limits import seconds
+
+IS_X86 = llvm.get_process_triple().startswith("x86_64")
+# A CPU of before AVX, float16 conversion and fused multiply-add: what the generic path must do without.
+OLD_CPU = {"NUMBA_CPU_NAME": "nehalem", "NUMBA_CPU_FEATURES": ""} if IS_X86 else {}
+AVX2_FEATURES = ["avx2", "fma", "f16c"]
+
+
+def test_available_paths_are_best_first_and_end_with_the_generic_one() -> None:
+    paths = available()
+    assert paths == [path for path in ISA if path in paths]
+    assert paths[-1] is ISA.GENERIC
+    assert isa.SELECTED in paths
+
+
+@pytest.mark.parametrize("wanted", [None, ""])
+def test_select_takes_the_best_path_unless_one_is_forced(wanted: str | None) -> None:
+    assert select(wanted) is available()[0]
+    assert [select(path.value) for path in available()] == available()
+
+
+@pytest.mark.parametrize("wanted", ["sse9", "AVX2", "neon" if IS_X86 else "avx2"])
+def test_select_refuses_what_the_cpu_lacks_and_names_what_it_has(wanted: str) -> None:
+    with pytest.raises(BackendUnavailableError, match=f"'{wanted}'.*runs .*generic.*unset it"):
+        select(wanted)
+
+
+def test_a_forced_path_the_cpu_lacks_ends_in_a_typed_error_not_an_abort() -> None:
+    process = start("import localinfer.kernels.jit.object_cache", LOCALINFER_ISA="neon" if IS_X86 else "avx2")
+    _, errors = process.communicate(timeout=seconds(15))
+    assert process.returncode == 1
+    assert "BackendUnavailableError: LOCALINFER_ISA" in errors
+
+
+def test_runs_on_takes_either_form_of_vnni() -> None:
+    assert not runs_on(ISA.AVX_VNNI, AVX2_FEATURES)
+    assert runs_on(ISA.AVX_VNNI, [*AVX2_FEATURES, "avxvnni"])
+    assert runs_on(ISA.AVX_VNNI, [*AVX2_FEATURES, "avx512vnni", "avx512vl"])
+    assert not runs_on(ISA.AVX512_VNNI, [*AVX2_FEATURES, "avx512vnni", "avx512vl"])
+    assert runs_on(ISA.GENERIC, [])
+
+
+@pytest.mark.parametrize(
+    ("features", "wanted"),
+    [
+        ("+avx2,+fma,+f16c,+avxvnni,-avx512f", ISA.AVX_VNNI),
+        ("+avx2,+fma,+f16c,-avxvnni", ISA.AVX2),
+        ("+avx2", ISA.GENERIC),
+        ("", ISA.GENERIC),
+    ],
+)
+def test_intrinsics_fall_back_to_what_the_compile_target_has(
+    features: str, wanted: ISA, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(isa, "SELECTED", ISA.AVX512_VNNI)
+    codegen = SimpleNamespace(magic_tuple=lambda: ("x86_64-unknown-linux-gnu", "some-cpu", features))
+    context: Any = SimpleNamespace(codegen=lambda: codegen)
+    assert target_isa(context) is wanted
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[dict[ISA, subprocess.Popen[str]]]:
+    """One process per path below the one in use, all at once: they compile for themselves."""
+    started: dict[ISA, subprocess.Popen[str]] = {}
+    for path in available():
+        if path is ISA.GENERIC:
+            names = ("products", "cached", "layer", "encoded", "chosen")
+            code = f"from tests.kernels.cpu import digest; print({', '.join(f'digest.{name}()' for name in names)})"
+            started[path] = start(code, REPOSITORY, LOCALINFER_ISA=path.value, **OLD_CPU)
+        elif path is not isa.SELECTED:
+            code = "from tests.kernels.cpu.digest import cached, products; print(products(), cached())"
+            started[path] = start(code, LOCALINFER_ISA=path.value)
+    yield started
+    for process in started.values():
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("path", ISA)
+def test_every_path_of_this_machine_computes_the_same_bits(
+    path: ISA, processes: dict[ISA, subprocess.Popen[str]]
+) -> None:
+    if path not in processes:
+        pytest.skip("this CPU lacks it" if path is not isa.SELECTED else "the path that the others are compared with")
+    output, _ = finish(processes[path])
+    wanted = [products(), cached(), *([layer(), encoded(), chosen()] if path is ISA.GENERIC else [])]
+    assert output.split() == wanted

@@ -1,0 +1,99 @@
+"""Scales folded through models: the logits stay, whatever the architecture; what cannot be scaled is named."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from localinfer.errors import ShapeError
+from localinfer.models.calibration.folding import fold_scales
+from localinfer.quant.gguf.reader import read_gguf
+from tests.kernels.cpu.device import CpuDevice
+from tests.models.arch_models import architectures, build_model, run_logits
+from tests.models.calibration.folded_models import sites_of, write_folded
+from tests.models.numpy_device import NumpyDevice
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("folded")
+
+
+@pytest.mark.parametrize("name", architectures())
+def test_folding_any_scales_leaves_the_logits(name: str, shared: Path, folder: Path, tmp_path: Path) -> None:
+    model = build_model(shared, folder, name)
+    folded = replace(model, path=tmp_path / "folded.gguf")
+    assert write_folded(model.path, folded.path, seed=3) >= 5
+    wanted = run_logits(model, NumpyDevice())
+    found = run_logits(folded, NumpyDevice())
+    assert np.abs(found - wanted).max() <= 1e-5 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize(
+    "name", ["llama-gqa", "qwen2-gqa", "qwen2moe-moe", "gemma3-gqa", "phi3-dense", "deepseek2-moe"]
+)
+def test_folding_any_scales_leaves_the_logits_of_compiled_programs(
+    name: str, shared: Path, folder: Path, tmp_path: Path
+) -> None:
+    model = build_model(shared, folder, name)
+    folded = replace(model, path=tmp_path / "folded.gguf")
+    write_folded(model.path, folded.path, seed=4)
+    wanted = run_logits(model, CpuDevice(1))
+    found = run_logits(folded, CpuDevice(1))
+    assert np.abs(found - wanted).max() <= 1e-4 * np.abs(wanted).max()
+
+
+def test_sites_of_grouped_heads_share_a_scale_among_the_heads_of_a_value_head(shared: Path, folder: Path) -> None:
+    with read_gguf(build_model(shared, folder, "llama-gqa").path) as file:
+        sites, unscalable = sites_of(file)
+        value_rows = file.tensor("blk.0.attn_v.weight").shape[0]
+        output_columns = file.tensor("blk.0.attn_output.weight").shape[1]
+    assert not unscalable
+    by_name = {site.name: site for site in sites}
+    norm, values = by_name["blk.0.attn_norm.weight"], by_name["blk.0.attn_v.weight"]
+    assert norm.readers == ("blk.0.attn_q.weight", "blk.0.attn_k.weight", "blk.0.attn_v.weight")
+    assert values.readers == ("blk.0.attn_output.weight",)
+    assert values.num_channels == value_rows < output_columns
+    assert values.columns is not None and len(values.columns) == output_columns
+    assert np.bincount(values.columns).tolist() == [output_columns // value_rows] * value_rows
+
+
+def test_sites_of_experts_scale_the_router_and_every_expert_alike(shared: Path, folder: Path) -> None:
+    with read_gguf(build_model(shared, folder, "qwen2moe-moe").path) as file:
+        by_name = {site.name: site for site in sites_of(file)[0]}
+        experts, size, _ = file.tensor("blk.0.ffn_up_exps.weight").shape
+    assert set(by_name["blk.0.ffn_norm.weight"].readers) == {
+        f"blk.0.ffn_{part}.weight"
+        for part in ("gate_inp", "gate_exps", "up_exps", "gate_shexp", "up_shexp", "gate_inp_shexp")
+    }
+    assert by_name["blk.0.ffn_up_exps.weight"].num_channels == experts * size
+
+
+@pytest.mark.parametrize(
+    ("name", "reader", "reason"),
+    [
+        ("gpt2-dense", "blk.0.ffn_down.weight", "gelu_tanh lies between blk.0.ffn_up.weight"),
+        ("gpt-oss-moe", "blk.0.ffn_down_exps.weight", "blk.0.ffn_up_exps.weight is clamped"),
+        ("olmo2-gqa", "blk.0.attn_q.weight", "residual stream"),
+        ("gemma2-gqa", "token_embd.weight", "used in a second place"),
+        ("deepseek2-moe", "blk.0.attn_k_b.weight", "each head's matrix reads a part"),
+    ],
+)
+def test_what_cannot_be_scaled_is_named_with_its_reason(
+    name: str, reader: str, reason: str, shared: Path, folder: Path
+) -> None:
+    with read_gguf(build_model(shared, folder, name).path) as file:
+        sites, unscalable = sites_of(file)
+    reasons = [one.reason for one in unscalable if reader in one.readers]
+    assert len(reasons) == 1 and reason in reasons[0]
+    assert not any(reader in site.readers for site in sites)
+
+
+@pytest.mark.parametrize("values", [np.zeros(3), np.full(3, np.nan), np.ones(2), -np.ones(3)])
+def test_fold_scales_refuses_what_is_no_scale(values: np.ndarray, shared: Path, folder: Path) -> None:
+    with read_gguf(build_model(shared, folder, "llama-gqa").path) as file:
+        site = sites_of(file)[0][0]
+        shapes = {name: record.shape for name, record in file.tensors.items()}
+    with pytest.raises(ShapeError, match=r"blk\.0\.attn_norm\.weight; wanted"):
+        fold_scales([(replace(site, num_channels=3), values.astype(np.float32))], shapes)

@@ -1,0 +1,226 @@
+"""Long texts: the same ids as for short ones, whatever the text and wherever it is cut, and refused in time."""
+
+import random
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import localinfer
+from localinfer.errors import ContextLengthError, RequestError
+from localinfer.models.text import long_text, tokenizer, word_splitting
+from localinfer.models.text.splitting import PRE_TOKENIZERS, build_splitter
+from localinfer.models.text.tokenizer import Tokenizer
+from localinfer.models.text.word_splitting import LongTextSplitter
+from localinfer.quant.gguf.reader import read_gguf
+from tests.models.text.vocabularies import REAL, bpe_metadata, keyed, real_tokenizer, spm_metadata, wordpiece_metadata
+
+PARTS = (
+    *(
+        "a",
+        "b",
+        "ab",
+        "Z",
+        "é",
+        "e\u0301",
+        "中",
+        "ǅ",
+        "ʰ",
+        "1",
+        "234",
+        "٣",
+        "½",
+        " ",
+        "  ",
+        " " * 9,
+        "\t",
+        "\n",
+        "\n\n",
+    ),
+    *(
+        "\r",
+        "\u00a0",
+        "\u2028",
+        "\x1c",
+        "\x85",
+        "▁",
+        "<unk>",
+        "</s>",
+        "<0x0A>",
+        "!",
+        "'",
+        "'s",
+        "'S",
+        "'LL",
+        "'re",
+        "'ſ",
+    ),
+    *(
+        "'V",
+        ".",
+        "/",
+        "<|",
+        "=====",
+        "😀",
+        "\u200d",
+        "\U000e0001",
+        "\u0378",
+        "ABC",
+        "Abc",
+        "က",
+        "가",
+        "、",
+        " the",
+        "ing",
+    ),
+    *("<sentinel:12>", "IMGIMGAAZ", "<|im_start|>", "<|end|>", "\x00", "\ufffd"),
+)
+MERGES = ("a a", "aa a", "a b", "ab a", "Ġ a", "Ċ Ċ", "Ġ Ġ")
+RAW = {"▁": -1.0, "a": -2.0, "b": -3.0, "ab": -2.0, "▁a": -4.0, "\n": -5.0, "\n\n": -6.0, "▁▁": -2.0}
+CROSSING = {"▁": -1.0, "a": -2.0, "ab": -2.0, "▁a": -4.0, "ba": -2.0, "a▁": -6.0, "aa": -2.0, "中a": -1.0}
+SMALL = {
+    "spm": spm_metadata(),
+    "spm whose tokens cross words": spm_metadata(CROSSING),
+    "spm without a space before": spm_metadata(add_space_prefix=False),
+    "bpe": bpe_metadata(MERGES),
+    "bpe of whole words": bpe_metadata(MERGES, pre="llama-bpe"),
+    "bpe with another rule": bpe_metadata(MERGES, pre="tekken"),
+    "bpe without merges": {
+        key: value for key, value in bpe_metadata(MERGES, pre="kimi-k2").items() if not key.endswith("merges")
+    },
+    "raw bpe": spm_metadata(RAW) | keyed(model="gemma4", merges=["a b", "▁ a", "▁ ▁", "\n \n"], bos_token_id=1),
+    "wordpiece": wordpiece_metadata(),
+}
+
+
+def text_of(draw: random.Random, most: int = 300) -> str:
+    parts = draw.sample(PARTS, draw.randint(1, 12))
+    return "".join(draw.choice(parts) for _ in range(draw.randint(0, most)))
+
+
+def ids_both_ways(
+    encoder: Tokenizer, text: str, stretch: int, patch: pytest.MonkeyPatch
+) -> tuple[list[int], list[int]]:
+    with patch.context() as changed:
+        changed.setattr(tokenizer, "LONG_TEXT", len(text) + 1)
+        short = encoder.encode(text, parse_special=True)
+        changed.setattr(tokenizer, "LONG_TEXT", 0)
+        changed.setattr(tokenizer, "LONG_PIECE", 1)
+        changed.setattr(long_text, "STRETCH", stretch)
+        changed.setattr(word_splitting, "STRETCH", stretch)
+        return short, encoder.encode(text, parse_special=True)
+
+
+@cache
+def small_tokenizer(name: str) -> Tokenizer:
+    return Tokenizer.from_metadata(SMALL[name])
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_long_way_gives_the_ids_of_the_short_one(name: str, monkeypatch: pytest.MonkeyPatch):
+    draw = random.Random(name)
+    for _ in range(40):
+        short, long = ids_both_ways(small_tokenizer(name), text_of(draw), draw.choice((3, 50, 1 << 16)), monkeypatch)
+        assert long == short
+
+
+@pytest.mark.parametrize("name", [*REAL, "stories260K", "demo"])
+def test_long_way_gives_the_ids_of_the_short_one_for_real_vocabularies(
+    shared: Path, name: str, monkeypatch: pytest.MonkeyPatch
+):
+    encoder = real_tokenizer(shared, name) if name in REAL else file_tokenizer(shared, name)
+    words = re.findall(r"\s+|\S+", (shared / "vocab" / "ggml-vocab-gpt-2.gguf.inp").read_text())
+    draw = random.Random(name)
+    for _ in range(15):
+        text = text_of(draw) + "".join(draw.choices(words, k=100))
+        short, long = ids_both_ways(encoder, text, draw.choice((7, 1 << 16)), monkeypatch)
+        assert long == short
+
+
+def file_tokenizer(shared: Path, name: str) -> Tokenizer:
+    demo = Path(localinfer.models.__path__[0]) / "demo" / "demo-f16.gguf"
+    with read_gguf(demo if name == "demo" else shared / "models" / f"{name}.gguf") as file:
+        return Tokenizer.from_metadata(file.metadata)
+
+
+def test_words_do_not_depend_on_how_a_text_is_cut_for_any_rule(monkeypatch: pytest.MonkeyPatch):
+    draw = random.Random(1)
+    for rule in dict.fromkeys(PRE_TOKENIZERS.values()):
+        for stretch in (1, 7, 40, 1000):
+            monkeypatch.setattr(word_splitting, "STRETCH", stretch)
+            text = text_of(draw, 150)
+            found = [
+                part[start:end]
+                for part, ends in LongTextSplitter(rule).stretches(text)
+                for start, end in zip([0, *ends.tolist()], ends.tolist(), strict=False)
+            ]
+            assert found == (build_splitter(rule)(text) if text else [])
+
+
+@pytest.mark.parametrize("unit", ["a", " ", "<", "7", "中", "😀", "\n", "a ", "a1", "</s>", "e\u0301", "▁"])
+@pytest.mark.parametrize("name", [name for name in SMALL if name != "wordpiece"])
+def test_texts_of_one_kind_go_there_and_back(name: str, unit: str):
+    encoder = small_tokenizer(name)
+    text = unit * (40_000 // len(unit))
+    ids = encoder.encode(text, add_special=False)
+    assert encoder.decode(ids, skip_special=False) == text
+
+
+def test_text_that_cannot_fit_is_refused_before_it_is_encoded(monkeypatch: pytest.MonkeyPatch):
+    for name in ("spm", "bpe"):
+        with monkeypatch.context() as changed:
+            for merging in ("encode_marked", "encode_split"):
+                changed.setattr(f"localinfer.models.text.long_text.{merging}", lambda *_, **__: pytest.fail("encoded"))
+            with pytest.raises(ContextLengthError, match="more than 100 tokens, but the context holds 100") as caught:
+                small_tokenizer(name).encode("a" * 20_000, max_tokens=100)
+        assert caught.value.context_length == 100
+
+
+def test_encoding_stops_at_the_stretch_that_is_too_much(monkeypatch: pytest.MonkeyPatch):
+    encoder = small_tokenizer("bpe")
+    seen: list[int] = []
+    whole = long_text.SymbolTable.encode
+
+    def counted(table, codes, symbols, ends):  # type: ignore[no-untyped-def]
+        seen.append(symbols.size)
+        return whole(table, codes, symbols, ends)
+
+    monkeypatch.setattr(long_text.SymbolTable, "encode", counted)
+    with pytest.raises(ContextLengthError):
+        encoder.encode("x " * 1_000_000, max_tokens=1_100_000)
+    assert sum(seen) < 1_500_000
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_text_that_just_fits_is_not_refused(name: str):
+    encoder = small_tokenizer(name)
+    text = "ab 中a\n" * 4000
+    ids = encoder.encode(text)
+    assert encoder.encode(text, max_tokens=len(ids)) == ids
+    with pytest.raises(ContextLengthError):
+        encoder.encode(text, max_tokens=len(ids) - 1)
+
+
+def test_short_text_is_told_in_full_whatever_fits():
+    assert len(small_tokenizer("bpe").encode("xyz", max_tokens=1)) == 3
+
+
+def test_half_a_character_is_refused_in_a_long_text():
+    with pytest.raises(RequestError, match="half a character, U.D800, at index 20000"):
+        small_tokenizer("bpe").encode("a" * 20_000 + "\ud800")
+
+
+def test_run_that_regular_expressions_give_up_on_is_refused(monkeypatch: pytest.MonkeyPatch):
+    class PanicException(BaseException):
+        pass
+
+    def give_up(rule: object) -> object:
+        def split(text: str) -> list[str]:
+            raise PanicException("retry-limit-in-match over")
+
+        return split
+
+    monkeypatch.setattr(word_splitting, "build_splitter", give_up)
+    with pytest.raises(RequestError, match="give it in shorter pieces"):
+        list(LongTextSplitter(PRE_TOKENIZERS["tekken"]).stretches("a" * 100))

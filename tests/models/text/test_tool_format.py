@@ -1,0 +1,114 @@
+"""Call and reasoning formats are learned from templates in the manner of well-known families."""
+
+import pytest
+
+from localinfer.models.text.chat_template import ChatTemplate
+from localinfer.models.text.reasoning_format import ReasoningFormat, learn_reasoning_format, thinking_variables
+from localinfer.models.text.special_tokens import SpellingFinder
+from localinfer.models.text.tool_format import HERMES, CallFormat, learn_call_format
+from tests.models.text.family_templates import DEEPSEEK, FAMILIES, HERMES_THINKING, PARAMETER_FAMILIES, PLAIN, Family
+
+
+def learned(family: Family) -> tuple[CallFormat, ReasoningFormat | None]:
+    template = ChatTemplate(family.source, family.bos, family.eos)
+    reasoning = learn_reasoning_format(template, template.source)
+    ends = SpellingFinder({text: index for index, text in enumerate(family.ends)})
+    return learn_call_format(template, ends, after=None if reasoning is None else reasoning.end), reasoning
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_calls_are_written_as_the_template_writes_them(name: str) -> None:
+    family = FAMILIES[name]
+    form, _ = learned(family)
+    one, two = '{"city": "Bonn", "days": 3}', '{"query": "a {\\"b\\": [1]} \\\\"}'
+    first = f"{form.begin}weather{form.middle}{one}{form.end}"
+    second = f"{form.begin}search{form.middle}{two}{form.end}"
+    assert form.opening + first + form.closing == family.one_call
+    if family.two_calls is None:
+        assert form.separator is None
+    else:
+        assert form.separator is not None
+        assert form.opening + first + form.separator + second + form.closing == family.two_calls
+    assert form.is_native == (name != "plain")
+
+
+@pytest.mark.parametrize("name", PARAMETER_FAMILIES)
+def test_parameters_are_written_one_by_one_as_the_template_writes_them(name: str) -> None:
+    family = PARAMETER_FAMILIES[name]
+    form, _ = learned(family)
+    own = form.parameters
+    assert own is not None and form.separator is not None and form.is_native
+
+    def call(called: str, *arguments: tuple[str, str]) -> str:
+        values = own.following.join(f"{key}{own.assign}{value}{own.value_end}" for key, value in arguments)
+        return f"{form.begin}{called}{form.middle}{values}{form.end}"
+
+    first = call("weather", ("city", "Bonn"), ("days", "3"))
+    second = call("search", ("query", 'a {"b": [1]} \\'))
+    assert form.opening + first + form.closing == family.one_call
+    assert form.opening + first + form.separator + second + form.closing == family.two_calls
+    bare = {"id": "abcdefghi", "type": "function", "function": {"name": "weather", "arguments": {}}}
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "tool_calls": [bare]}]
+    shown = ChatTemplate(family.source).render(messages, add_generation_prompt=False)
+    assert f"{form.opening}{form.begin}weather{own.empty}{form.closing}" in shown
+
+
+def test_numbers_with_marks_of_their_own_are_no_known_format() -> None:
+    source = (
+        "{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "[{{ c.function.name }}({% for k, v in c.function.arguments.items() %}{{ k }}="
+        "{{ v | tojson }}{{ ', ' if not loop.last }}{% endfor %})]{% endfor %}{% endfor %}"
+    )
+    assert learn_call_format(ChatTemplate(source), SpellingFinder({})) == HERMES
+
+
+def test_what_begins_a_call_is_known_where_text_cannot_look_like_it() -> None:
+    triggers = {name: learned(family)[0].trigger for name, family in FAMILIES.items()}
+    assert triggers == {
+        "hermes": "<tool_call>",
+        "llama3": "",
+        "mistral": "[TOOL_CALLS]",
+        "deepseek": "<｜tool▁calls▁begin｜>",
+        "deepseek-tight": "<｜tool▁calls▁begin｜>",
+        "plain": "<tool_call>",
+    }
+
+
+def test_reasoning_markers_are_learned_by_rendering_or_found_in_the_source() -> None:
+    think = ReasoningFormat("<think>", "</think>", "\n</think>\n\n")
+    reasoning = {name: learned(family)[1] for name, family in FAMILIES.items()}
+    assert [name for name, form in reasoning.items() if form is None] == ["llama3", "mistral", "plain"]
+    assert all(form in (None, think) for form in reasoning.values())
+
+
+def test_a_prompt_tells_whether_its_reply_reasons() -> None:
+    think = ReasoningFormat("<think>", "</think>", "\n</think>\n\n")
+    ask = [{"role": "user", "content": "hi"}]
+    hermes, deepseek = ChatTemplate(HERMES_THINKING), ChatTemplate(DEEPSEEK)
+    assert think.is_open(deepseek.render(ask))
+    assert not think.is_open(hermes.render(ask)) and not think.is_closed(hermes.render(ask))
+    assert think.is_closed(hermes.render(ask, **thinking_variables(False)))
+
+
+def test_boundaries_never_cut_a_marker() -> None:
+    form, _ = learned(FAMILIES["deepseek-tight"])
+    assert form.opening == "<｜tool▁calls▁begin｜>" and form.begin == "<｜tool▁call▁begin｜>"
+    assert form.end == "<｜tool▁call▁end｜>" and form.closing == "<｜tool▁calls▁end｜>" and form.separator == ""
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        PLAIN,
+        "{{ raise_exception('no') }}",
+        # Tools are described, but calls are not written, or not as JSON.
+        "{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% endfor %}",
+        "{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "<f={{ c.function.name }}>{% for k in c.function.arguments %}<{{ k }}>{% endfor %}{% endfor %}{% endfor %}",
+        "{% for i in range(10 ** 9) %}x{% endfor %}",
+    ],
+)
+def test_templates_without_calls_fall_back_to_the_general_format(source: str) -> None:
+    template = ChatTemplate(source)
+    assert learn_call_format(template, SpellingFinder({})) == HERMES
+    assert learn_reasoning_format(template, source) is None
