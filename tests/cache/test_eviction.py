@@ -127,19 +127,19 @@ def test_a_window_as_long_as_the_context_is_none_and_says_so(window: int, caplog
     assert f"kv_window is {window} tokens, but the context ends after 64" in caplog.text
 
 
-def test_windows_that_cannot_be_are_refused(shared: Path, tmp_path: Path):
+def test_windows_that_cannot_be_are_refused(tmp_path: Path):
     with pytest.raises(RequestError, match=f"kv_window is 127 tokens; it must be at least {LEAST_TOKENS}"):
         KVEviction(127, 32, 512)
     with pytest.raises(RequestError, match="kv_window is True"):
         localinfer.load(kv_window=True)
     with pytest.raises(RequestError, match="leave out one of them"):
         localinfer.load(kv_window=256, draft="small.gguf")
-    local = build_model(shared, tmp_path, "gemma3-gqa").path
+    local = build_model(tmp_path, "gemma3-gqa").path
     with localinfer.load(local, kv_window=LEAST_TOKENS, speculation=None) as llm:
         wide = replace(llm._model, config=replace(llm._model.config, sliding_window=100))  # type: ignore[type-var]
         with pytest.raises(RequestError, match="see the last 100 of them; give it at least 264"):
             window_of(wide, LEAST_TOKENS)  # type: ignore[arg-type]
-    chunked = build_model(shared, tmp_path, "llama4-moe").path
+    chunked = build_model(tmp_path, "llama4-moe").path
     with pytest.raises(RequestError, match="chunks of fixed positions"):
         localinfer.load(chunked, kv_window=LEAST_TOKENS)
 

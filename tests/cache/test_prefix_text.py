@@ -13,8 +13,8 @@ STORY = "Once upon a time, there was a little girl named Lily. She loved to play
 SAMPLED = {"temperature": 1.2, "seed": 7, "max_tokens": 60}
 
 
-def stories(shared: Path, **options: object) -> LLM:
-    return localinfer.load(shared / "models" / "stories260K.gguf", threads=2, **options)  # type: ignore[arg-type]
+def stories(**options: object) -> LLM:
+    return localinfer.load(threads=2, **options)  # type: ignore[arg-type]
 
 
 def answer(llm: LLM, prompt: list[int]) -> Completion:
@@ -22,8 +22,8 @@ def answer(llm: LLM, prompt: list[int]) -> Completion:
 
 
 @pytest.mark.parametrize("kv_type", ["f16", "f32", "q8_0", "q4_0", "q8_0/q4_0"])
-def test_second_turn_says_what_a_cold_run_says(shared: Path, kv_type: str) -> None:
-    with stories(shared, kv_type=kv_type) as llm, stories(shared, kv_type=kv_type) as cold:
+def test_second_turn_says_what_a_cold_run_says(kv_type: str) -> None:
+    with stories(kv_type=kv_type) as llm, stories(kv_type=kv_type) as cold:
         first = llm.tokenizer.encode(STORY)
         second = first + answer(llm, first).token_ids[:-1] + llm.tokenizer.encode(" The end. Then", add_special=False)
         warm = answer(llm, second)
@@ -37,10 +37,10 @@ def test_second_turn_says_what_a_cold_run_says(shared: Path, kv_type: str) -> No
             assert again.token_ids == anew.token_ids
 
 
-def test_text_is_the_same_after_eviction_and_computing_again(shared: Path) -> None:
-    with stories(shared) as llm:
+def test_text_is_the_same_after_eviction_and_computing_again() -> None:
+    with stories() as llm:
         page_bytes = llm._engine.pool.page_bytes
-    with stories(shared, kv_memory=6 * page_bytes) as llm:
+    with stories(kv_memory=6 * page_bytes) as llm:
         prompt = llm.tokenizer.encode(STORY)
         before = answer(llm, prompt).token_ids
         for seed in range(3):
@@ -62,8 +62,8 @@ def test_eight_conversations_hold_the_pages_of_their_system_prompt_once() -> Non
 
 
 @pytest.mark.parametrize("name", ["gemma3-gqa", "gpt-oss-moe", "cohere2-dense", "llama4-moe", "deepseek2-moe"])
-def test_windows_chunks_sinks_and_latent_attention_hit_the_same_bits(shared: Path, tmp_path: Path, name: str) -> None:
-    path = build_model(shared, tmp_path, name).path
+def test_windows_chunks_sinks_and_latent_attention_hit_the_same_bits(tmp_path: Path, name: str) -> None:
+    path = build_model(tmp_path, name).path
     with localinfer.load(path, threads=1) as llm, localinfer.load(path, threads=1) as cold:
         count = min(100, llm.context_length - 20)
         prompt = np.random.default_rng(1).integers(0, llm.vocab_size, count).tolist()

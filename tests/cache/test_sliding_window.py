@@ -1,7 +1,6 @@
 """Windowed layers keep what going on needs and no more: the rule, the memory it bounds, and what is found again."""
 
-import json
-import runpy
+from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,7 @@ from localinfer.cache.sliding_window import SlidingWindow
 from localinfer.models.decoder.decoder import kv_layer_shapes
 from localinfer.models.load import loader
 from tests.engine.fakes import FakeLayout
-from tests.models.arch_models import build_model
+from tests.models.arch_models import build_model, skeletons, write_skeleton
 
 RULE = SlidingWindow(tokens=10, page_tokens=4)
 LAYOUT = FakeLayout(page_tokens=4, page_bytes=64, windowed_bytes=128, window=10)
@@ -162,8 +161,8 @@ def answer(llm: LLM, prompt: list[int], count: int) -> localinfer.Completion:
 
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0/q4_0"])
 @pytest.mark.parametrize("name", ["gemma3-gqa", "gpt-oss-moe"])
-def test_texts_are_the_same_warm_edited_evicted_and_from_disk(name: str, kv_type: str, shared: Path, tmp_path: Path):
-    path = build_model(shared, tmp_path, name).path
+def test_texts_are_the_same_warm_edited_evicted_and_from_disk(name: str, kv_type: str, tmp_path: Path):
+    path = build_model(tmp_path, name).path
     disk = {"disk_cache": True, "disk_cache_folder": tmp_path / "disk"}
     with loaded(path, kv_type=kv_type) as cold:
 
@@ -202,8 +201,8 @@ def test_texts_are_the_same_warm_edited_evicted_and_from_disk(name: str, kv_type
         assert again.token_ids == whole and again.stats.cache_miss is not None and "evicted" in again.stats.cache_miss
 
 
-def test_session_file_carries_what_going_on_needs(shared: Path, tmp_path: Path):
-    path = build_model(shared, tmp_path, "gemma3-gqa").path
+def test_session_file_carries_what_going_on_needs(tmp_path: Path):
+    path = build_model(tmp_path, "gemma3-gqa").path
     with loaded(path) as llm:
         prompt = list(range(3, 100)) * 2
         reply = answer(llm, prompt, 10)
@@ -221,8 +220,8 @@ def test_session_file_carries_what_going_on_needs(shared: Path, tmp_path: Path):
         assert answer(llm, [*prompt[:60], 5], 6).stats.cached_tokens == 0
 
 
-def test_speculation_goes_back_within_windowed_layers(shared: Path, tmp_path: Path):
-    path = build_model(shared, tmp_path, "gemma3-gqa").path
+def test_speculation_goes_back_within_windowed_layers(tmp_path: Path):
+    path = build_model(tmp_path, "gemma3-gqa").path
     prompt = [5, 6, 7, 8] * 40
     with loaded(path) as plain, localinfer.load(path, threads=1) as drafting:
         options = {**OPTIONS, "temperature": 0.4}
@@ -230,17 +229,16 @@ def test_speculation_goes_back_within_windowed_layers(shared: Path, tmp_path: Pa
         assert drafting.complete(prompt, max_tokens=60, **options).token_ids == wanted.token_ids  # type: ignore[arg-type]
 
 
-def windowed_everywhere(shared: Path, folder: Path) -> Path:
+def windowed_everywhere(folder: Path) -> Path:
     """A model all of whose layers have a window, so that its pages hold nothing else."""
-    archs = shared / "archs"
-    skeleton = json.loads((archs / "skeletons.json").read_text())["phi3-dense"]
+    skeleton = deepcopy(skeletons()["phi3-dense"])
     skeleton["kv"].append(["phi3.attention.sliding_window", "UINT32", None, 40])
-    runpy.run_path(str(archs / "build.py"))["write"]("phi3-dense", skeleton, folder / "model.gguf", 1)
+    write_skeleton(skeleton, folder / "model.gguf")
     return folder / "model.gguf"
 
 
-def test_model_whose_layers_all_have_windows_keeps_its_conversations(shared: Path, tmp_path: Path):
-    path = windowed_everywhere(shared, tmp_path)
+def test_model_whose_layers_all_have_windows_keeps_its_conversations(tmp_path: Path):
+    path = windowed_everywhere(tmp_path)
     options = {"kv_memory": 1 << 20, "disk_cache": True, "disk_cache_folder": tmp_path / "disk"}
     prompt = np.random.default_rng(2).integers(0, 100, 150).tolist()
     with loaded(path) as cold:
@@ -263,10 +261,8 @@ def test_model_whose_layers_all_have_windows_keeps_its_conversations(shared: Pat
 
 
 @pytest.mark.parametrize("options", [{}, {"kv_window": 128}, {"kv_window": 128, "kv_type": "q8_0"}])
-def test_pages_in_two_parts_change_no_text(
-    options: dict[str, object], shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    path = build_model(shared, tmp_path, "gemma3-gqa").path
+def test_pages_in_two_parts_change_no_text(options: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = build_model(tmp_path, "gemma3-gqa").path
     prompt = np.random.default_rng(2).integers(0, 100, 190).tolist()
     with loaded(path, **options) as llm:
         assert llm._engine.pool.sliding.tokens == 32
@@ -295,8 +291,8 @@ def test_eviction_leaves_nothing_that_nobody_could_go_on_from():
     assert cache.pool.num_windowed == cache.pool.num_pages - cache.pool.num_free_pages == 0
 
 
-def test_measuring_may_go_back_anywhere(shared: Path, tmp_path: Path):
-    path = build_model(shared, tmp_path, "gemma3-gqa").path
+def test_measuring_may_go_back_anywhere(tmp_path: Path):
+    path = build_model(tmp_path, "gemma3-gqa").path
     ids = np.random.default_rng(2).integers(0, 100, 200).tolist()
     with MeasuredModel(path, threads=1) as model:
         model.compute(0, ids)

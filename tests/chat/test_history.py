@@ -1,7 +1,6 @@
 """A reply keeps the ids it was generated with, and never at the price of another text."""
 
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -82,8 +81,8 @@ def test_prompts_with_kept_replies_read_as_if_encoded_anew(kind: str, style: str
 
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("name", REAL)
-def test_real_vocabularies_keep_replies_too(shared: Path, name: str, style: str):
-    assert sum(check_turns(real_tokenizer(shared, name), style, seed) for seed in range(7)) >= 5
+def test_real_vocabularies_keep_replies_too(name: str, style: str):
+    assert sum(check_turns(real_tokenizer(name), style, seed) for seed in range(7)) >= 5
 
 
 def fake_history() -> ChatHistory:

@@ -1,5 +1,6 @@
 """The installed command with real models, in processes of its own: what a user sees."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -14,10 +15,8 @@ from tests.limits import seconds
 Result = "subprocess.CompletedProcess[bytes]"
 GREEDY = ("--temperature", "0", "-n", "24")
 PROMPT = "Once upon a time"
-STORY = (
-    ", there was a little girl named Lily. She loved to play outside in the park. One day, she saw a big, red ball. "
-    "She wanted to play with it, but it was too high.\nLily's mom said, \"Lily, let's go to the park"
-)
+STORIES = json.loads((Path(__file__).parents[1] / "golden" / "demo.json").read_text("utf-8"))
+"""Greedy texts of the model that ships, by another runtime."""
 
 
 def apart(name: str | bytes, *arguments: str | bytes) -> list[str | bytes]:
@@ -91,11 +90,11 @@ def test_run_stops_before_a_stop_string(greedy_text):
     assert result.stdout.decode() == greedy_text[: greedy_text.index(word)]
 
 
-def test_run_tells_the_story_of_a_known_model(shared: Path):
-    model = str(shared / "models" / "stories260K.gguf")
-    result = run("run", "-m", model, "-p", PROMPT, "--temperature", "0", "-n", "80")
+def test_run_tells_the_story_that_another_runtime_tells(demo_file: Path):
+    result = run("run", "-m", str(demo_file), "-p", PROMPT, "--temperature", "0", "-n", "80")
     assert result.returncode == 0, result.stderr.decode()
-    assert result.stdout.decode().startswith(STORY)
+    story = result.stdout.decode()
+    assert len(story) > 200 and STORIES[PROMPT].startswith(story.removesuffix("\n"))
 
 
 def test_chat_from_a_pipe_answers_each_line():

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,11 +34,10 @@ def complete(llm: LLM, request: dict[str, Any]) -> tuple[str, list[int], str]:
 
 
 @pytest.mark.parametrize("speculation", [None, "auto"])
-def test_a_request_gets_the_same_words_alone_and_in_the_midst_of_others(shared: Path, speculation: str | None) -> None:
-    path = shared / "models" / "stories260K.gguf"
-    with localinfer.load(path, threads=1, speculation=speculation) as llm:
+def test_a_request_gets_the_same_words_alone_and_in_the_midst_of_others(speculation: str | None) -> None:
+    with localinfer.load(threads=1, speculation=speculation) as llm:
         alone = [complete(llm, request) for request in REQUESTS]
-    with localinfer.load(path, threads=2, speculation=speculation) as llm:
+    with localinfer.load(threads=2, speculation=speculation) as llm:
         found: dict[int, tuple[str, list[int], str]] = {}
 
         def read(index: int) -> None:

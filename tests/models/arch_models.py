@@ -1,12 +1,15 @@
-"""Tiny random models of many architectures, from ../shared/archs, with the logits another runtime gave for them."""
+"""Tiny random models of many architectures, with the logits that llama.cpp gave for them (tests/data/README.md)."""
 
 import json
-import runpy
+import lzma
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+import gguf
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,6 +18,7 @@ from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import kv_layer_shapes, write_decoder
 from localinfer.quant.gguf.reader import read_gguf
 
+DATA = Path(__file__).parents[1] / "data" / "architectures"
 SEED = 1
 REQUIRED = [
     *("llama-dense", "llama-gqa", "llama-moe", "mistral3-dense", "mistral3-gqa"),
@@ -81,14 +85,45 @@ def architectures() -> list[str]:
     return [*REQUIRED, *FURTHER]
 
 
-def build_model(shared: Path, folder: Path, name: str) -> ArchModel:
+@cache
+def skeletons() -> dict[str, dict[str, Any]]:
+    """By a model's name its architecture ("arch"), metadata ("kv") and the names and shapes of its "tensors"."""
+    found: dict[str, dict[str, Any]] = json.loads(lzma.decompress((DATA / "skeletons.json.xz").read_bytes()))
+    return found
+
+
+def random_weight(name: str, shape: Sequence[int]) -> FloatArray:
+    """The tensor that the reference logits were computed with, which its name and shape decide."""
+    generator = np.random.default_rng([SEED, zlib.crc32(name.encode())])
+    values = generator.standard_normal(shape, dtype=np.float32)
+    if "norm" in name and name.endswith("weight"):
+        return 1.0 + 0.1 * values
+    if name.endswith("bias"):
+        return 0.1 * values
+    scale = 1.5 if "attn_q" in name or "attn_k" in name else 1.0
+    return (values / np.sqrt(shape[-1])).astype(np.float32) * scale
+
+
+def write_skeleton(skeleton: dict[str, Any], path: Path) -> None:
+    """Write the model of a skeleton with random weights, by another library's writer."""
+    writer = gguf.GGUFWriter(str(path), skeleton["arch"])
+    for key, type_name, element_type, value in skeleton["kv"]:
+        element = None if element_type is None else gguf.GGUFValueType[element_type]
+        writer.add_key_value(key, value, gguf.GGUFValueType[type_name], sub_type=element)
+    for name, shape in skeleton["tensors"]:
+        writer.add_tensor(name, random_weight(name, shape).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def build_model(folder: Path, name: str) -> ArchModel:
     """Write one model into folder, unless it is there, and return it with its answers."""
-    archs = shared / "archs"
     path = folder / f"{name}.gguf"
     if not path.exists():
-        skeleton = json.loads((archs / "skeletons.json").read_text())[name]
-        runpy.run_path(str(archs / "build.py"))["write"](name, skeleton, path, SEED)
-    with np.load(archs / f"logits-{SEED}.npz") as answers:
+        write_skeleton(skeletons()[name], path)
+    with np.load(DATA / "logits.npz") as answers:
         return ArchModel(name, path, answers[f"{name}.tokens"], answers[f"{name}.logits"])
 
 

@@ -1,6 +1,6 @@
 """Loads models with one value of their metadata replaced by nonsense, in a process of little memory.
 
-By hand, for every key of every fixture: `python -m tests.models.hostile_values ARCHS_FOLDER WORK_FOLDER [NAME ...]`.
+By hand, for every key of every fixture: `python -m tests.models.hostile_values WORK_FOLDER [NAME ...]`.
 """
 
 import json
@@ -97,14 +97,13 @@ def _load_all() -> None:
     print(json.dumps({"counts": counts, "failures": failures[:10]}))
 
 
-def _main(archs: str, work: str, *names: str) -> None:
+def _main(work: str, *names: str) -> None:
     from localinfer.models.decoder.architectures import ARCHITECTURES
-    from tests.models.arch_models import build_model
+    from tests.models.arch_models import build_model, skeletons
 
-    skeletons = json.loads((Path(archs) / "skeletons.json").read_text())
-    for name, skeleton in skeletons.items():
+    for name, skeleton in skeletons().items():
         if skeleton["arch"] in ARCHITECTURES and (not names or name in names):
-            path = build_model(Path(archs).parent, Path(work), name).path
+            path = build_model(Path(work), name).path
             cases = [(path, key, value) for key in metadata_keys(skeleton) for value in ALL]
             random.Random(name).shuffle(cases)
             try:

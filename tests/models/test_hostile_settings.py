@@ -24,7 +24,7 @@ from localinfer.models.load.loader import load_model
 from localinfer.models.text.vocabulary import TOKENIZER_KEYS
 from localinfer.quant.gguf.reader import read_gguf
 from tests.checkpoint_files import LLAMA_CONFIG, MODULES, llama_weights, write_folder
-from tests.models.arch_models import build_model
+from tests.models.arch_models import build_model, skeletons
 from tests.models.checkpoint.family_folders import family_config, write_family
 from tests.models.hostile_values import ALL, VALUES, load_in_child, metadata_keys
 from tests.models.small_models import write_small_llama
@@ -54,14 +54,13 @@ def replaced(settings: dict[str, Any], values: dict[str, Any], more: tuple[str, 
 
 
 @LIMITS_MEMORY
-def test_models_of_hostile_metadata_load_or_are_refused_in_little_memory(shared: Path, tmp_path: Path) -> None:
+def test_models_of_hostile_metadata_load_or_are_refused_in_little_memory(tmp_path: Path) -> None:
     """A sample; tests/models/hostile_values.py has all of it."""
     rng = random.Random(1)
-    skeletons = json.loads((shared / "archs" / "skeletons.json").read_text())
     cases = []
     for name in ("deepseek2-moe", "gemma3-gqa", "llama4-moe", "bailingmoe2-groups", "bloom-dense", "gptneox-dense"):
-        path = build_model(shared, tmp_path, name).path
-        every = list(itertools.product(metadata_keys(skeletons[name]), ALL))
+        path = build_model(tmp_path, name).path
+        every = list(itertools.product(metadata_keys(skeletons()[name]), ALL))
         cases += [(path, key, value) for key, value in rng.sample(every, 25)]
     counts = load_in_child(cases, timeout=200)
     assert counts["refused"] > len(cases) // 3 and counts["loaded"] > len(cases) // 6
@@ -74,12 +73,11 @@ def test_demo_model_of_a_hostile_vocabulary_loads_or_is_refused() -> None:
     assert sum(load_in_child(cases, timeout=200).values()) == len(cases)
 
 
-def test_configuration_of_every_architecture_is_read_or_refused(shared: Path) -> None:
+def test_configuration_of_every_architecture_is_read_or_refused() -> None:
     """A sample of the keys and values of all fixtures, without building them."""
-    skeletons = json.loads((shared / "archs" / "skeletons.json").read_text())
     every = [
         (skeleton, key, value)
-        for skeleton in skeletons.values()
+        for skeleton in skeletons().values()
         if skeleton["arch"] in ARCHITECTURES
         for key, value in itertools.product(metadata_keys(skeleton), ALL.values())
     ]

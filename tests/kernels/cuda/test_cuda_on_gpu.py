@@ -72,9 +72,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", architectures())
 def test_logits_of_every_architecture_are_the_reference_runtimes_and_the_cpus(
-    device: CudaDevice, name: str, shared: Path, folder: Path
+    device: CudaDevice, name: str, folder: Path
 ) -> None:
-    model = build_model(shared, folder, name)
+    model = build_model(folder, name)
     cpu = run_logits(model, CpuDevice(1))
     for chunk in (0, 1, 7):
         fresh = CudaDevice()

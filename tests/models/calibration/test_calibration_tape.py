@@ -53,16 +53,16 @@ def run(path: Path, token_ids: np.ndarray, visitor: Scaler, *, is_double: bool =
 
 
 @pytest.mark.parametrize("name", architectures())
-def test_logits_equal_those_of_the_reference_runtime(name: str, shared: Path, folder: Path) -> None:
-    model = build_model(shared, folder, name)
+def test_logits_equal_those_of_the_reference_runtime(name: str, folder: Path) -> None:
+    model = build_model(folder, name)
     tape = run(model.path, model.token_ids[None], Scaler(None), is_double=True)
     assert normalized_error(tape.logits[0], model.logits) <= 1e-6
     np.testing.assert_array_equal(tape.logits[1], tape.logits[0])
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "phi3-dense", "qwen3moe-moe", "deepseek2-moe"])
-def test_every_matrix_is_seen_once_with_what_it_reads(name: str, shared: Path, folder: Path) -> None:
-    model = build_model(shared, folder, name)
+def test_every_matrix_is_seen_once_with_what_it_reads(name: str, folder: Path) -> None:
+    model = build_model(folder, name)
     visitor = Scaler(None)
     run(model.path, model.token_ids[None], visitor)
     seen: dict[str, int] = {}
@@ -77,8 +77,8 @@ def test_every_matrix_is_seen_once_with_what_it_reads(name: str, shared: Path, f
     assert seen == wanted
 
 
-def test_the_second_model_multiplies_with_what_the_visitor_returns(shared: Path, folder: Path) -> None:
-    model = build_model(shared, folder, "llama-gqa")
+def test_the_second_model_multiplies_with_what_the_visitor_returns(folder: Path) -> None:
+    model = build_model(folder, "llama-gqa")
     visitor = Scaler(1.5)
     tape = run(model.path, model.token_ids[None], visitor, is_double=True)
     assert normalized_error(tape.logits[0], model.logits) <= 1e-6
@@ -96,8 +96,8 @@ def test_the_second_model_multiplies_with_what_the_visitor_returns(shared: Path,
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "qwen3moe-moe"])
-def test_bits_do_not_depend_on_threads_nor_sequences_on_each_other(name: str, shared: Path, folder: Path) -> None:
-    model = build_model(shared, folder, name)
+def test_bits_do_not_depend_on_threads_nor_sequences_on_each_other(name: str, folder: Path) -> None:
+    model = build_model(folder, name)
     ids = np.stack([model.token_ids, model.token_ids[::-1]])
     one = run(model.path, ids, Scaler(1.1), is_double=True)
     three = run(model.path, ids, Scaler(1.1), is_double=True, threads=3)

@@ -21,8 +21,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", architectures())
-def test_folding_any_scales_leaves_the_logits(name: str, shared: Path, folder: Path, tmp_path: Path) -> None:
-    model = build_model(shared, folder, name)
+def test_folding_any_scales_leaves_the_logits(name: str, folder: Path, tmp_path: Path) -> None:
+    model = build_model(folder, name)
     folded = replace(model, path=tmp_path / "folded.gguf")
     assert write_folded(model.path, folded.path, seed=3) >= 5
     wanted = run_logits(model, NumpyDevice())
@@ -33,10 +33,8 @@ def test_folding_any_scales_leaves_the_logits(name: str, shared: Path, folder: P
 @pytest.mark.parametrize(
     "name", ["llama-gqa", "qwen2-gqa", "qwen2moe-moe", "gemma3-gqa", "phi3-dense", "deepseek2-moe"]
 )
-def test_folding_any_scales_leaves_the_logits_of_compiled_programs(
-    name: str, shared: Path, folder: Path, tmp_path: Path
-) -> None:
-    model = build_model(shared, folder, name)
+def test_folding_any_scales_leaves_the_logits_of_compiled_programs(name: str, folder: Path, tmp_path: Path) -> None:
+    model = build_model(folder, name)
     folded = replace(model, path=tmp_path / "folded.gguf")
     write_folded(model.path, folded.path, seed=4)
     wanted = run_logits(model, CpuDevice(1))
@@ -44,8 +42,8 @@ def test_folding_any_scales_leaves_the_logits_of_compiled_programs(
     assert np.abs(found - wanted).max() <= 1e-4 * np.abs(wanted).max()
 
 
-def test_sites_of_grouped_heads_share_a_scale_among_the_heads_of_a_value_head(shared: Path, folder: Path) -> None:
-    with read_gguf(build_model(shared, folder, "llama-gqa").path) as file:
+def test_sites_of_grouped_heads_share_a_scale_among_the_heads_of_a_value_head(folder: Path) -> None:
+    with read_gguf(build_model(folder, "llama-gqa").path) as file:
         sites, unscalable = sites_of(file)
         value_rows = file.tensor("blk.0.attn_v.weight").shape[0]
         output_columns = file.tensor("blk.0.attn_output.weight").shape[1]
@@ -59,8 +57,8 @@ def test_sites_of_grouped_heads_share_a_scale_among_the_heads_of_a_value_head(sh
     assert np.bincount(values.columns).tolist() == [output_columns // value_rows] * value_rows
 
 
-def test_sites_of_experts_scale_the_router_and_every_expert_alike(shared: Path, folder: Path) -> None:
-    with read_gguf(build_model(shared, folder, "qwen2moe-moe").path) as file:
+def test_sites_of_experts_scale_the_router_and_every_expert_alike(folder: Path) -> None:
+    with read_gguf(build_model(folder, "qwen2moe-moe").path) as file:
         by_name = {site.name: site for site in sites_of(file)[0]}
         experts, size, _ = file.tensor("blk.0.ffn_up_exps.weight").shape
     assert set(by_name["blk.0.ffn_norm.weight"].readers) == {
@@ -80,10 +78,8 @@ def test_sites_of_experts_scale_the_router_and_every_expert_alike(shared: Path, 
         ("deepseek2-moe", "blk.0.attn_k_b.weight", "each head's matrix reads a part"),
     ],
 )
-def test_what_cannot_be_scaled_is_named_with_its_reason(
-    name: str, reader: str, reason: str, shared: Path, folder: Path
-) -> None:
-    with read_gguf(build_model(shared, folder, name).path) as file:
+def test_what_cannot_be_scaled_is_named_with_its_reason(name: str, reader: str, reason: str, folder: Path) -> None:
+    with read_gguf(build_model(folder, name).path) as file:
         sites, unscalable = sites_of(file)
     reasons = [one.reason for one in unscalable if reader in one.readers]
     assert len(reasons) == 1 and reason in reasons[0]
@@ -91,8 +87,8 @@ def test_what_cannot_be_scaled_is_named_with_its_reason(
 
 
 @pytest.mark.parametrize("values", [np.zeros(3), np.full(3, np.nan), np.ones(2), -np.ones(3)])
-def test_fold_scales_refuses_what_is_no_scale(values: np.ndarray, shared: Path, folder: Path) -> None:
-    with read_gguf(build_model(shared, folder, "llama-gqa").path) as file:
+def test_fold_scales_refuses_what_is_no_scale(values: np.ndarray, folder: Path) -> None:
+    with read_gguf(build_model(folder, "llama-gqa").path) as file:
         site = sites_of(file)[0][0]
         shapes = {name: record.shape for name, record in file.tensors.items()}
     with pytest.raises(ShapeError, match=r"blk\.0\.attn_norm\.weight; wanted"):

@@ -75,10 +75,10 @@ def test_scales_are_kept_where_they_bring_layers_closer(
 
 @pytest.mark.parametrize("name", ["llama-moe", "phi3-dense"])
 def test_scales_are_chosen_for_every_kind_of_model(
-    name: str, shared: Path, tmp_path: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scale_calibration, "THOROUGH_LAYER_WEIGHTS", 0)
-    with read_gguf(build_model(shared, tmp_path, name).path) as file:
+    with read_gguf(build_model(tmp_path, name).path) as file:
         vocab_size = file.tensor("token_embd.weight").shape[0]
 
         def narrow(tensor: str) -> Rounding | None:

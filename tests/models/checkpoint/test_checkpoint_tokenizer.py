@@ -17,6 +17,7 @@ from localinfer.models.text.tokenizer import Tokenizer
 from localinfer.models.text.vocabulary import PREFIX
 from localinfer.quant.gguf.reader import Metadata, read_gguf
 from tests.checkpoint_files import LLAMA_CONFIG, VOCAB, added_token, llama_weights, tokenizer_document, write_folder
+from tests.models.text.vocabularies import REAL, sample_texts, vocabulary_file
 
 PLAIN_MODEL = {"dropout": None, "continuing_subword_prefix": None, "end_of_word_suffix": None}
 
@@ -61,19 +62,18 @@ def document_of(metadata: Metadata) -> dict[str, Any]:
     }
 
 
-def sample_texts(shared: Path) -> list[str]:
+def any_texts() -> list[str]:
     """The texts of every vocabulary's own test, and random characters of many scripts."""
-    texts = [
-        text for path in shared.glob("vocab/*.inp") for text in path.read_text("utf-8").split("__ggml_vocab_test__")
-    ]
     choose = random.Random(1)
     ranges = [(32, 127), (0xA0, 0x2000), (0x4E00, 0x5000), (0x1F600, 0x1F640), (10, 11), (32, 33)]
-    return texts + ["".join(chr(choose.randrange(*choose.choice(ranges))) for _ in range(40)) for _ in range(100)]
+    return sample_texts() + [
+        "".join(chr(choose.randrange(*choose.choice(ranges))) for _ in range(40)) for _ in range(100)
+    ]
 
 
-@pytest.mark.parametrize("name", ["gpt-2", "llama-bpe", "llama-spm", "phi-3", "qwen2"])
-def test_ids_equal_those_of_the_library_and_of_the_gguf_vocabulary(name: str, shared: Path) -> None:
-    with read_gguf(shared / "vocab" / f"ggml-vocab-{name}.gguf") as file:
+@pytest.mark.parametrize("name", REAL)
+def test_ids_equal_those_of_the_library_and_of_the_gguf_vocabulary(name: str, tmp_path: Path) -> None:
+    with read_gguf(vocabulary_file(name, tmp_path)) as file:
         document = document_of(file.metadata)
         from_gguf = Tokenizer.from_metadata(file.metadata)
         count = file.metadata.stored(f"{PREFIX}tokens").count
@@ -81,7 +81,7 @@ def test_ids_equal_those_of_the_library_and_of_the_gguf_vocabulary(name: str, sh
     assert count is not None
     library = tokenizers.Tokenizer.from_str(json.dumps({"version": "1.0", **document}))
     ours = Tokenizer.from_metadata({**TokenizerJson(document, count).metadata, **roles})
-    for text in sample_texts(shared):
+    for text in any_texts():
         found = ours.encode(text, add_special=False, parse_special=True)
         assert found == library.encode(text, add_special_tokens=False).ids, text
         assert found == from_gguf.encode(text, add_special=False, parse_special=True), text

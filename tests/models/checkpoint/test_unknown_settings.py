@@ -12,6 +12,7 @@ from localinfer.describe import describe_file, render_text
 from localinfer.errors import UnsupportedFormatError
 from localinfer.evaluation.quantize import quantize
 from localinfer.loading import model_path
+from localinfer.models import demo
 from localinfer.models.checkpoint.families import FAMILIES
 from localinfer.models.checkpoint.model import open_checkpoint
 from localinfer.models.decoder.architectures import ARCHITECTURES, find_architecture
@@ -21,6 +22,7 @@ from localinfer.models.decoder.pooling import read_pooling
 from localinfer.models.load.loader import load_model
 from localinfer.models.load.model_changes import ModelChanges
 from localinfer.quant.gguf.reader import read_gguf
+from tests.models.arch_models import skeletons
 from tests.models.checkpoint.family_folders import family_config, write_family
 from tests.models.small_models import write_small_llama
 
@@ -45,19 +47,18 @@ class Watched(dict[str, object]):
         return super().__contains__(key)
 
 
-def fixtures(shared: Path) -> dict[str, dict[str, Any]]:
+def fixtures() -> dict[str, dict[str, Any]]:
     """The fixtures whose architectures run."""
-    skeletons = json.loads((shared / "archs" / "skeletons.json").read_text())
-    return {name: found for name, found in skeletons.items() if found["arch"] in ARCHITECTURES}
+    return {name: found for name, found in skeletons().items() if found["arch"] in ARCHITECTURES}
 
 
 def metadata_of(skeleton: dict[str, Any]) -> dict[str, object]:
     return {"general.architecture": skeleton["arch"], **{key: value for key, _, _, value in skeleton["kv"]}}
 
 
-def test_no_fixture_raises_an_alarm_and_all_keys_read_are_listed(shared: Path) -> None:
+def test_no_fixture_raises_an_alarm_and_all_keys_read_are_listed() -> None:
     asked: dict[str, set[str]] = {}
-    for name, skeleton in fixtures(shared).items():
+    for name, skeleton in fixtures().items():
         assert unknown_keys(metadata_of(skeleton), skeleton["arch"]) == [], name
         watched = Watched(metadata_of(skeleton))
         config = ModelConfig.from_metadata(watched, {tensor: tuple(shape) for tensor, shape in skeleton["tensors"]})
@@ -73,8 +74,8 @@ def test_no_fixture_raises_an_alarm_and_all_keys_read_are_listed(shared: Path) -
         assert set(users) <= set(ARCHITECTURES), key
 
 
-def test_models_that_ship_and_are_shared_raise_no_alarm(shared: Path) -> None:
-    for path in (model_path(None), *(shared / "models").glob("*.gguf")):
+def test_models_that_ship_raise_no_alarm() -> None:
+    for path in (model_path(None), Path(demo.__file__).parent / "demo-q4_k_m.gguf"):
         with read_gguf(path) as file:
             assert unknown_settings(file) == []
 

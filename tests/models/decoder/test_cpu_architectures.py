@@ -16,8 +16,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", architectures())
-def test_cpu_logits_equal_those_of_the_reference_runtime_in_any_batch(name: str, shared: Path, folder: Path) -> None:
-    model = build_model(shared, folder, name)
+def test_cpu_logits_equal_those_of_the_reference_runtime_in_any_batch(name: str, folder: Path) -> None:
+    model = build_model(folder, name)
     found = run_logits(model, CpuDevice(1))
     assert normalized_error(found, model.logits) <= 1e-6
     for num_threads, chunk_rows in ((1, 1), (1, 7), (2, 7), (2, 0)):
@@ -26,8 +26,8 @@ def test_cpu_logits_equal_those_of_the_reference_runtime_in_any_batch(name: str,
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "gemma3-gqa", "gpt-oss-moe"])
-def test_cpu_logits_over_a_float16_cache_are_the_same_bits_in_any_batch(name: str, shared: Path, folder: Path) -> None:
-    model = build_model(shared, folder, name)
+def test_cpu_logits_over_a_float16_cache_are_the_same_bits_in_any_batch(name: str, folder: Path) -> None:
+    model = build_model(folder, name)
     found = run_logits(model, CpuDevice(1, "f16"))
     assert normalized_error(found, model.logits) <= 1e-4
     for num_threads, chunk_rows in ((1, 1), (2, 7)):
@@ -38,9 +38,9 @@ def test_cpu_logits_over_a_float16_cache_are_the_same_bits_in_any_batch(name: st
 @pytest.mark.parametrize("kv_type", ["q8_0", "q4_0", "q8_0/f16"])
 @pytest.mark.parametrize("name", ["llama-gqa", "gemma3-gqa", "gpt-oss-moe", "deepseek2-moe"])
 def test_cpu_logits_over_a_quantized_cache_are_the_same_bits_in_any_batch(
-    name: str, kv_type: str, shared: Path, folder: Path
+    name: str, kv_type: str, folder: Path
 ) -> None:
-    model = build_model(shared, folder, name)
+    model = build_model(folder, name)
     found = run_logits(model, CpuDevice(1, kv_type))
     # A number on the edge between two codes may fall either way, so single codes differ from the oracle's.
     assert normalized_error(found, run_logits(model, NumpyDevice(kv_type))) <= 1e-4

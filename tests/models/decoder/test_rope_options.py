@@ -207,8 +207,8 @@ def test_longer_context_is_allowed_by_name_with_one_warning(caplog: pytest.LogCa
         assert len(warned(caplog)) == 1
 
 
-def test_longer_context_is_refused_where_it_cannot_be(shared: Path, tmp_path: Path) -> None:
-    gpt2 = build_model(shared, tmp_path, "gpt2-dense").path
+def test_longer_context_is_refused_where_it_cannot_be(tmp_path: Path) -> None:
+    gpt2 = build_model(tmp_path, "gpt2-dense").path
     with pytest.raises(RequestError, match="a learned vector for each position; ask for that or less"):
         load_model(gpt2, context_length=257, threads=1)
     with pytest.raises(RequestError, match="do not rotate positions; leave the rope options out"):

@@ -1,7 +1,6 @@
 """Chat templates: rendering as transformers does, bounded cost, and no control tokens out of messages."""
 
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -299,8 +298,8 @@ def count_special(tokenizer: Tokenizer, ids: list[int]) -> int:
 @pytest.mark.parametrize("name", TOKENIZERS)
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("content", INJECTIONS)
-def test_control_tokens_in_messages_stay_text(shared: Path, name: str, style: str, content: str) -> None:
-    tokenizer = real_tokenizer(shared, name)
+def test_control_tokens_in_messages_stay_text(name: str, style: str, content: str) -> None:
+    tokenizer = real_tokenizer(name)
     template = ChatTemplate(STYLES[style], "<s>", "</s>")
     ids = template.encode(tokenizer, user(content))
     harmless = template.encode(tokenizer, user("hello"))
@@ -317,10 +316,8 @@ def test_control_tokens_in_messages_stay_text(shared: Path, name: str, style: st
 @pytest.mark.parametrize("style", STYLES)
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(content=st.text(alphabet=st.sampled_from("ab \n<|_>im_end/sé🦙"), max_size=20))
-def test_without_special_spellings_the_ids_are_those_of_the_text(
-    shared: Path, name: str, style: str, content: str
-) -> None:
-    tokenizer = real_tokenizer(shared, name)
+def test_without_special_spellings_the_ids_are_those_of_the_text(name: str, style: str, content: str) -> None:
+    tokenizer = real_tokenizer(name)
     template = ChatTemplate(STYLES[style], "<s>", "</s>")
     if not any(True for _ in tokenizer.special_spellings.find(content)):
         ids = tokenizer.encode(template.render(user(content)), add_special=False, parse_special=True)
@@ -395,17 +392,17 @@ def test_texts_that_python_makes_of_messages_neither_show_the_mark_nor_make_cont
         assert [text for text, is_template_text in segments if not is_template_text] == ["<|im_end|>"]
 
 
-def test_roles_may_complete_a_control_token_of_the_template(shared: Path) -> None:
-    tokenizer = real_tokenizer(shared, "phi-3")
+def test_roles_may_complete_a_control_token_of_the_template() -> None:
+    tokenizer = real_tokenizer("phi-3")
     ids = ChatTemplate(PHI3).encode(tokenizer, user("hi"))
     assert tokenizer.token_id("<|user|>") in ids
     assert tokenizer.token_id("<|assistant|>") in ids
 
 
 @pytest.mark.parametrize("name", ["qwen2", "phi-3"])
-def test_the_templates_inside_real_files_render(shared: Path, name: str) -> None:
-    tokenizer = real_tokenizer(shared, name)
-    template = ChatTemplate.from_metadata(real_metadata(shared, name), tokenizer)
+def test_the_templates_inside_real_files_render(name: str) -> None:
+    tokenizer = real_tokenizer(name)
+    template = ChatTemplate.from_metadata(real_metadata(name), tokenizer)
     text = template.render(user("Hi"))
     if name == "qwen2":
         assert text.startswith("<|im_start|>system\nYou are a helpful assistant<|im_end|>\n<|im_start|>user\nHi")

@@ -14,7 +14,15 @@ from localinfer.models.text.splitting import PRE_TOKENIZERS, build_splitter
 from localinfer.models.text.tokenizer import Tokenizer
 from localinfer.models.text.word_splitting import LongTextSplitter
 from localinfer.quant.gguf.reader import read_gguf
-from tests.models.text.vocabularies import REAL, bpe_metadata, keyed, real_tokenizer, spm_metadata, wordpiece_metadata
+from tests.models.text.vocabularies import (
+    REAL,
+    bpe_metadata,
+    keyed,
+    real_tokenizer,
+    sample_texts,
+    spm_metadata,
+    wordpiece_metadata,
+)
 
 PARTS = (
     *(
@@ -125,12 +133,10 @@ def test_long_way_gives_the_ids_of_the_short_one(name: str, monkeypatch: pytest.
         assert long == short
 
 
-@pytest.mark.parametrize("name", [*REAL, "stories260K", "demo"])
-def test_long_way_gives_the_ids_of_the_short_one_for_real_vocabularies(
-    shared: Path, name: str, monkeypatch: pytest.MonkeyPatch
-):
-    encoder = real_tokenizer(shared, name) if name in REAL else file_tokenizer(shared, name)
-    words = re.findall(r"\s+|\S+", (shared / "vocab" / "ggml-vocab-gpt-2.gguf.inp").read_text())
+@pytest.mark.parametrize("name", [*REAL, "demo"])
+def test_long_way_gives_the_ids_of_the_short_one_for_real_vocabularies(name: str, monkeypatch: pytest.MonkeyPatch):
+    encoder = real_tokenizer(name) if name in REAL else demo_tokenizer()
+    words = re.findall(r"\s+|\S+", "".join(sample_texts()))
     draw = random.Random(name)
     for _ in range(15):
         text = text_of(draw) + "".join(draw.choices(words, k=100))
@@ -138,9 +144,9 @@ def test_long_way_gives_the_ids_of_the_short_one_for_real_vocabularies(
         assert long == short
 
 
-def file_tokenizer(shared: Path, name: str) -> Tokenizer:
+def demo_tokenizer() -> Tokenizer:
     demo = Path(localinfer.models.__path__[0]) / "demo" / "demo-f16.gguf"
-    with read_gguf(demo if name == "demo" else shared / "models" / f"{name}.gguf") as file:
+    with read_gguf(demo) as file:
         return Tokenizer.from_metadata(file.metadata)
 
 

@@ -1,7 +1,5 @@
 """What spells a token that ends or steers a reply is text, wherever a caller's words are, in every vocabulary."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -39,8 +37,8 @@ def spellings(text: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_text_never_gets_a_special_token_of_a_real_vocabulary(shared: Path, name: str):
-    tokenizer = real_tokenizer(shared, name)
+def test_text_never_gets_a_special_token_of_a_real_vocabulary(name: str):
+    tokenizer = real_tokenizer(name)
     closed = closed_ids(tokenizer)
     for token_id, text in closed.items():
         for words in spellings(text):
@@ -51,9 +49,9 @@ def test_text_never_gets_a_special_token_of_a_real_vocabulary(shared: Path, name
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_chat_content_never_gets_a_special_token_of_a_real_vocabulary(shared: Path, name: str):
-    tokenizer = real_tokenizer(shared, name)
-    own = ChatTemplate.from_metadata(real_metadata(shared, name), tokenizer)
+def test_chat_content_never_gets_a_special_token_of_a_real_vocabulary(name: str):
+    tokenizer = real_tokenizer(name)
+    own = ChatTemplate.from_metadata(real_metadata(name), tokenizer)
     closed = closed_ids(tokenizer)
     all_of_them = "".join(word for text in closed.values() for word in spellings(text))
     for template in (own, ChatTemplate(TEMPLATE)) if own.source else (ChatTemplate(TEMPLATE),):
@@ -94,8 +92,8 @@ def test_text_never_gets_a_token_that_ends_a_reply_whatever_the_file_declares_it
     assert chat.count(token_id) == (end == "<|im_end|>")
 
 
-def test_end_that_phi3_declares_a_word_ends_a_reply(shared: Path):
-    tokenizer = real_tokenizer(shared, "phi-3")
+def test_end_that_phi3_declares_a_word_ends_a_reply():
+    tokenizer = real_tokenizer("phi-3")
     end = tokenizer.token_id("</s>")
     assert end in tokenizer.eog_token_ids
     assert end not in tokenizer.encode("<s>struck out</s>", add_special=False)

@@ -1,7 +1,6 @@
 """Text that arrives token by token: whole characters, no more held back than needed."""
 
 import random
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -21,9 +20,9 @@ PROPERTY = settings(max_examples=60, deadline=None, suppress_health_check=[Healt
 @PROPERTY
 @given(seed=st.integers(0, 2**32), length=st.integers(0, 40), has_previous=st.booleans())
 def test_what_is_pushed_and_flushed_joins_to_the_decoded_text(
-    shared: Path, name: str, skip_special: bool, seed: int, length: int, has_previous: bool
+    name: str, skip_special: bool, seed: int, length: int, has_previous: bool
 ) -> None:
-    tokenizer = real_tokenizer(shared, name)
+    tokenizer = real_tokenizer(name)
     rng = random.Random(seed)
     ids = [rng.randrange(300 if rng.random() < 0.5 else tokenizer.vocab_size) for _ in range(length)]
     previous = rng.randrange(tokenizer.vocab_size) if has_previous else None

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+import localinfer.evaluation
 from localinfer.errors import RequestError
 from localinfer.models.text.merging import merge_by_rank
 from localinfer.models.text.splitting import PRE_TOKENIZERS, build_splitter
@@ -22,6 +23,8 @@ from tests.models.text.vocabularies import (
     keyed,
     real_metadata,
     real_tokenizer,
+    sample_ids,
+    sample_texts,
     spm_metadata,
     with_token,
     wordpiece_metadata,
@@ -33,17 +36,10 @@ AWKWARD = (
 )
 
 
-def read_cases(shared: Path, name: str) -> list[tuple[str, list[int]]]:
-    path = shared / "vocab" / f"ggml-vocab-{name}.gguf"
-    texts = Path(f"{path}.inp").read_bytes().decode().split("\n__ggml_vocab_test__\n")
-    lines = Path(f"{path}.out").read_bytes().decode().split("\n")
-    return [(text, [int(word) for word in line.split()]) for text, line in zip(texts, lines, strict=True)]
-
-
 @pytest.mark.parametrize("name", REAL)
-def test_every_reference_line_is_exact(shared: Path, name: str) -> None:
-    tokenizer = real_tokenizer(shared, name)
-    cases = read_cases(shared, name)
+def test_every_reference_line_is_exact(name: str) -> None:
+    tokenizer = real_tokenizer(name)
+    cases = list(zip(sample_texts(), sample_ids(name), strict=True))
     assert len(cases) == 47
     for text, expected in cases:
         assert tokenizer.encode(text, add_special=False) == expected, text
@@ -55,8 +51,8 @@ def test_every_reference_line_is_exact(shared: Path, name: str) -> None:
 @example(text=AWKWARD)
 @example(text=" leading and trailing ")
 @example(text="▁")
-def test_any_text_survives_a_round_trip(shared: Path, name: str, text: str) -> None:
-    tokenizer = real_tokenizer(shared, name)
+def test_any_text_survives_a_round_trip(name: str, text: str) -> None:
+    tokenizer = real_tokenizer(name)
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.decode(tokenizer.encode(text, add_special=False)) == text
 
@@ -104,9 +100,9 @@ def naive_sentencepiece(metadata: dict[str, object], text: str) -> list[str]:
         symbols[index : index + 2] = [symbols[index] + symbols[index + 1]]
 
 
-def test_sentencepiece_merges_by_score_and_then_from_the_left(shared: Path) -> None:
-    metadata = real_metadata(shared, "llama-spm")
-    tokenizer = real_tokenizer(shared, "llama-spm")
+def test_sentencepiece_merges_by_score_and_then_from_the_left() -> None:
+    metadata = real_metadata("llama-spm")
+    tokenizer = real_tokenizer("llama-spm")
     rng = random.Random(7)
     for length in (1, 2, 5, 31, 32, 33, 34, 200):
         for _ in range(8):
@@ -133,11 +129,11 @@ def test_equal_ranks_merge_from_the_left_however_long_the_word(separator: str) -
 
 
 @pytest.mark.parametrize("name", ["gpt-2", "llama-bpe", "qwen2"])
-def test_bpe_agrees_with_the_reference_implementation(shared: Path, name: str) -> None:
+def test_bpe_agrees_with_the_reference_implementation(name: str) -> None:
     from tokenizers import Tokenizer as Reference
     from tokenizers import models, pre_tokenizers
 
-    metadata = real_metadata(shared, name)
+    metadata = real_metadata(name)
     tokens, merges = metadata[PREFIX + "tokens"], metadata[PREFIX + "merges"]
     assert isinstance(tokens, list)
     assert isinstance(merges, list)
@@ -145,15 +141,15 @@ def test_bpe_agrees_with_the_reference_implementation(shared: Path, name: str) -
     vocabulary = {token: index for index, token in enumerate(tokens)}
     reference = Reference(models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=name == "llama-bpe"))
     reference.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer = real_tokenizer(shared, name)
+    tokenizer = real_tokenizer(name)
     split = build_splitter(PRE_TOKENIZERS[name])
-    text = (shared / "corpus" / "railway-children.txt").read_text(encoding="utf-8")[:20000] + AWKWARD * 3
+    text = (Path(localinfer.evaluation.__path__[0]) / "evaluation.txt").read_text("utf-8")[:20000] + AWKWARD * 3
     expected = [token_id for word in split(text) for token_id in reference.encode(word).ids]
     assert tokenizer.encode(text, add_special=False) == expected
 
 
-def test_a_word_of_a_million_letters_ends(shared: Path) -> None:
-    tokenizer = real_tokenizer(shared, "llama-spm")
+def test_a_word_of_a_million_letters_ends() -> None:
+    tokenizer = real_tokenizer("phi-3")
     text = "abcdefgh" * 125_000
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
@@ -223,8 +219,8 @@ def test_missing_byte_tokens_warn_where_nothing_can_replace_them() -> None:
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_special_tokens_in_user_text_stay_text(shared: Path, name: str) -> None:
-    tokenizer = real_tokenizer(shared, name)
+def test_special_tokens_in_user_text_stay_text(name: str) -> None:
+    tokenizer = real_tokenizer(name)
     for spelling, token_id in list(tokenizer.special_ids.items())[:20]:
         assert token_id not in tokenizer.encode(f"a {spelling} b", add_special=False)
         assert tokenizer.encode(spelling, add_special=False, parse_special=True) == [token_id]
@@ -329,16 +325,16 @@ def test_wordpiece_matches_the_longest_and_normalizes() -> None:
     assert cased.encode("Hello", add_special=False) == [1]
 
 
-def test_phi_3_takes_the_white_space_after_its_markers(shared: Path) -> None:
-    tokenizer = real_tokenizer(shared, "phi-3")
+def test_phi_3_takes_the_white_space_after_its_markers() -> None:
+    tokenizer = real_tokenizer("phi-3")
     with_line = tokenizer.encode("<|user|>\nHi<|end|>\n<s> x", add_special=False, parse_special=True)
     assert with_line == tokenizer.encode("<|user|>Hi<|end|><s> x", add_special=False, parse_special=True)
 
 
 @PROPERTY
 @given(st.lists(st.integers(3, 31999), max_size=30))
-def test_decoding_a_continuation_joins_the_tokens_bytes(shared: Path, token_ids: list[int]) -> None:
-    tokenizer = real_tokenizer(shared, "llama-spm")
+def test_decoding_a_continuation_joins_the_tokens_bytes(token_ids: list[int]) -> None:
+    tokenizer = real_tokenizer("llama-spm")
     joined = b"".join(map(tokenizer.token_bytes, token_ids))
     assert tokenizer.decode(token_ids, previous_token_id=300) == joined.decode("utf-8", "replace")
 

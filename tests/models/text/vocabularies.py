@@ -1,28 +1,59 @@
-"""Small vocabularies made by program, and the real ones beside the checkout, as plain metadata."""
+"""Small vocabularies made by program, and real ones (tests/data/README.md), as plain metadata."""
 
+import lzma
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
+import pytest
 
 from localinfer.models.text.byte_level import BYTE_CHARACTERS
 from localinfer.models.text.tokenizer import Tokenizer
 from localinfer.models.text.vocabulary import PREFIX
 from localinfer.quant.gguf.reader import read_gguf
+from tests.conftest import SHARED
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+DATA = Path(__file__).parents[2] / "data" / "vocabularies"
 REAL = ("llama-spm", "llama-bpe", "gpt-2", "qwen2", "phi-3")
 
 
+def vocabulary_file(name: str, folder: Path) -> Path:
+    """A published vocabulary as a file; skips where neither the tests nor the optional folder have it."""
+    packed, beside = DATA / f"{name}.gguf.xz", SHARED / "vocab" / f"ggml-vocab-{name}.gguf"
+    if packed.is_file():
+        path = folder / f"{name}.gguf"
+        path.write_bytes(lzma.decompress(packed.read_bytes()))
+        return path
+    if not beside.is_file():
+        pytest.skip(f"the vocabulary {name} may not be shipped, and ../shared is not beside this checkout")
+    return beside
+
+
 @cache
-def real_metadata(shared: Path, name: str) -> dict[str, object]:
-    with read_gguf(shared / "vocab" / f"ggml-vocab-{name}.gguf") as file:
+def real_metadata(name: str) -> dict[str, object]:
+    """The metadata of a published vocabulary."""
+    with TemporaryDirectory() as folder, read_gguf(vocabulary_file(name, Path(folder))) as file:
         return {key: file.metadata[key] for key in file.metadata}
 
 
 @cache
-def real_tokenizer(shared: Path, name: str) -> Tokenizer:
-    return Tokenizer.from_metadata(real_metadata(shared, name))
+def real_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer of a published vocabulary."""
+    return Tokenizer.from_metadata(real_metadata(name))
+
+
+def sample_texts() -> list[str]:
+    """The texts whose ids are known in every vocabulary."""
+    return (DATA / "texts.txt").read_bytes().decode().split("\n__ggml_vocab_test__\n")
+
+
+def sample_ids(name: str) -> list[list[int]]:
+    """The right ids of the sample texts, without special tokens."""
+    own, beside = DATA / f"{name}.ids.txt", SHARED / "vocab" / f"ggml-vocab-{name}.gguf.out"
+    lines = (own if own.is_file() else beside).read_bytes().decode().split("\n")
+    return [[int(word) for word in line.split()] for line in lines]
 
 
 def keyed(**values: object) -> dict[str, object]:
