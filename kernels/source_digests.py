@@ -24,7 +24,8 @@ UNKNOWN_SOURCES_WAY_OUT = "bundle what `pip wheel .` builds, with its module loc
 def digests_of(package: str, folder: Path) -> dict[str, str]:
     """SHA-256 of every module in a package's folder, by the package and the path in it.
 
-    Of a module that lies there as bytecode only, it is that of its bytecode.
+    Of a module that lies there as bytecode only, it is that of its bytecode. Scripts in a folder that is no package are
+    not counted.
     """
     if not folder.is_dir():
         return {}
@@ -33,7 +34,7 @@ def digests_of(package: str, folder: Path) -> dict[str, str]:
     return {
         f"{package}/{module.relative_to(folder).as_posix()}": hashlib.sha256(modules[module].read_bytes()).hexdigest()
         for module in sorted(modules)
-        if module.relative_to(folder).as_posix() != BUILT
+        if module.with_name("__init__.py") in modules and module.relative_to(folder).as_posix() != BUILT
     }
 
 

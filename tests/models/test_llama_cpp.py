@@ -83,7 +83,7 @@ def test_llama_cpp_computes_the_logits_of_calibrated_files(tmp_path: Path, type:
 )
 def test_llama_cpp_rotates_positions_alike(tmp_path: Path, rope: dict[str, Any], theirs: list[str]) -> None:
     """Beyond the context that was trained for; the engines differ far less than the rotations do."""
-    length, text = 1200, (Path(demo.__file__).parent / "dialogues.py").read_text("utf-8")
+    length, text = 1200, (Path(demo.__file__).parent / "training" / "dialogues.py").read_text("utf-8")
     logits = []
     for options in (localinfer.RopeOptions(**rope), None):
         with localinfer.load(MODEL, speculation=None, threads=2, context_length=length, rope=options) as llm:

@@ -7,11 +7,10 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+from dialogues import CHAT_TEMPLATE, EOS, IM_END, SPECIAL_TOKENS
+from network import DemoModel
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
-
-from localinfer.models.demo.dialogues import CHAT_TEMPLATE, EOS, IM_END, SPECIAL_TOKENS
-from localinfer.models.demo.network import DemoModel
 
 DESCRIPTION = (
     "A very small model that ships inside localinfer, so that everything runs on a fresh machine. It tells little "

@@ -11,10 +11,9 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from network import DemoModel, Shape
 from numpy.typing import NDArray
 from torch import Tensor, nn
-
-from localinfer.models.demo.network import DemoModel, Shape
 
 START_SHARES = {
     "books": 0.28, "stories": 0.17, "story_chat": 0.10, "grammar_chat": 0.18, "talk": 0.07, "copies": 0.20,

@@ -4,7 +4,7 @@ import random
 import re
 from pathlib import Path
 
-from localinfer.models.demo.story_grammar import (
+from story_grammar import (
     ANIMALS,
     BOYS,
     GIRLS,

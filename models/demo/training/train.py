@@ -2,10 +2,10 @@
 
 A developer's script; it needs torch and tokenizers. WORK is a folder for everything in between:
 
-    python -m localinfer.models.demo.train prepare CORPUS WORK
-    python -m localinfer.models.demo.train train WORK           # 75 minutes on one core; resumes
-    python -m localinfer.models.demo.train export WORK OUT.gguf # newest checkpoint, verified in NumPy
-    python -m localinfer.models.demo.train sample WORK PROMPT   # add --chat for a chat
+    python models/demo/training/train.py prepare CORPUS WORK
+    python models/demo/training/train.py train WORK           # 75 minutes on one core; resumes
+    python models/demo/training/train.py export WORK OUT.gguf # newest checkpoint, verified in NumPy
+    python models/demo/training/train.py sample WORK PROMPT   # add --chat for a chat
 
 The clock of the schedule is the process's CPU time, so that a paused training loses nothing.
 """
@@ -15,13 +15,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from dialogues import BOS, EOS, IM_END, IM_START, SPECIAL_TOKENS, read_texts, render
+from export import verify_gguf, write_gguf
+from network import Shape
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-from localinfer.models.demo.dialogues import BOS, EOS, IM_END, IM_START, SPECIAL_TOKENS, read_texts, render
-from localinfer.models.demo.export import verify_gguf, write_gguf
-from localinfer.models.demo.network import Shape
-from localinfer.models.demo.training import Trainer, load_model
+from training import Trainer, load_model
 
 NUM_COPY_EXERCISES = 4000
 
