@@ -12,9 +12,8 @@ from localinfer.chat.constraint_compiler import ONE_LINE
 from localinfer.chat.grammar_writer import ANY, GrammarWriter, escaped
 from localinfer.chat.parameter_grammar import parameter_rules
 from localinfer.chat.tools import Tool
-from localinfer.models.text.reasoning_format import ReasoningFormat
+from localinfer.models.text.reply_format import CallFormat, ReasoningFormat
 from localinfer.models.text.special_tokens import SpellingFinder
-from localinfer.models.text.tool_format import CallFormat
 
 ReasoningState = Literal["open", "possible", "none"]
 """open: the prompt ends inside the reasoning. possible: the reply may begin with it. none: it has none."""

@@ -11,8 +11,7 @@ from localinfer.chat.grammar_writer import ANY, GrammarWriter, escaped
 from localinfer.chat.parameter_types import TEXT, alternatives, schema_types
 from localinfer.chat.tools import Tool
 from localinfer.errors import ConstraintError
-from localinfer.models.text.parameter_format import ParameterFormat
-from localinfer.models.text.tool_format import CallFormat
+from localinfer.models.text.reply_format import CallFormat, ParameterFormat
 
 _ANNOTATIONS = frozenset(("type", "title", "description", "default", "examples", "deprecated", "$comment"))
 _LENGTHS = ("minLength", "maxLength")

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from localinfer.chat.parameter_types import ANY_TYPE, TEXT, json_value
 from localinfer.chat.text_match import match_length
-from localinfer.models.text.parameter_format import ParameterFormat
+from localinfer.models.text.reply_format import ParameterFormat
 
 
 class ReadParameters(NamedTuple):

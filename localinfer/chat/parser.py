@@ -9,8 +9,7 @@ from typing import NamedTuple
 from localinfer.chat.parameter_reader import ParameterReader
 from localinfer.chat.text_match import match_length
 from localinfer.chat.tool_calls import ToolCallDelta
-from localinfer.models.text.reasoning_format import ReasoningFormat
-from localinfer.models.text.tool_format import CallFormat
+from localinfer.models.text.reply_format import CallFormat, ReasoningFormat
 
 _NOT_NAME = re.compile(r"[^A-Za-z0-9_.:-]")
 _ID_LETTERS = string.ascii_letters + string.digits

@@ -14,9 +14,14 @@ from localinfer.chat.parser import ReplyParser
 from localinfer.chat.thinking import ThinkingBudget
 from localinfer.chat.tools import Tool, ToolChoice, choose_tools, read_tools, template_messages
 from localinfer.errors import ConstraintError, RequestError
-from localinfer.models.text.reasoning_format import ReasoningFormat, learn_reasoning_format, thinking_variables
+from localinfer.models.text.reply_format import (
+    CallFormat,
+    ReasoningFormat,
+    learn_call_format,
+    learn_reasoning_format,
+    thinking_variables,
+)
 from localinfer.models.text.special_tokens import SpellingFinder
-from localinfer.models.text.tool_format import CallFormat, learn_call_format
 from localinfer.sampling.mask import GuidingMask
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from localinfer.argument_checks import shown
 from localinfer.chat.json_schema import checked_schema
 from localinfer.errors import ConstraintError, RequestError
-from localinfer.models.text.tool_format import CallFormat
+from localinfer.models.text.reply_format import CallFormat
 
 ToolChoice = Literal["auto", "none", "required"] | Mapping[str, Any]
 """auto: the model decides. none: it may not call. required: it has to. {"type": "function", "function": {"name": ...}}:

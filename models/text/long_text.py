@@ -1,19 +1,160 @@
-"""Texts of any length to token ids: the merges of `subword_encoders` on arrays of symbols, in compiled code.
+"""Texts of any length to token ids: the words and merges of `encoders` on arrays, in compiled code.
 
-A symbol is a token's id, or a number behind them for a character that is no token. What is asked of each kind is the
-same as of its short way in `subword_encoders`, and tests compare the two with `==`.
+Tests compare the two with `==`. Texts are cut into words stretch by stretch, in linear time and bounded memory: the
+commonest ways of splitting are compiled, any other goes through the regular expressions of `splitting`, and a word
+counts only if what is beyond its stretch cannot change it. A symbol is a token's id, or a number above them for a
+character that is no token.
 """
 
 import re
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import repeat
 
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels.cpu.text_merging import MergeTable
-from localinfer.models.text.byte_level import BYTE_CHARACTERS
-from localinfer.models.text.word_splitting import STRETCH, LongTextSplitter, code_points
+from localinfer.errors import RequestError
+from localinfer.kernels.cpu.kernel_abi import (
+    CHARACTER_DIGIT,
+    CHARACTER_LETTER,
+    CHARACTER_NEWLINE,
+    CHARACTER_SPACE,
+    CHARACTER_SYMBOL,
+)
+from localinfer.kernels.cpu.text_merging import MergeTable, WordShape, split_words
+from localinfer.models.text.encoders import BYTE_CHARACTERS
+from localinfer.models.text.splitting import GPT2_PATTERN, PRE_TOKENIZERS, PreTokenizerRule, build_splitter
+
+STRETCH = 1 << 16
+"""Characters that are looked at together, or twice as many as long as no word of them is settled."""
+
+_CL100K = WordShape(leads_with_symbols=True, digits=3, symbol_lines=True, lines=True, any_case=True)
+_SHAPES: dict[tuple[object, ...], WordShape] = {
+    PRE_TOKENIZERS["llama-bpe"].steps: _CL100K,
+    PRE_TOKENIZERS["qwen2"].steps: _CL100K._replace(digits=1),
+    PRE_TOKENIZERS["seed-coder"].steps: _CL100K._replace(digits=1, symbol_lines=False),
+    (GPT2_PATTERN,): WordShape(),
+    (r"\p{N}", GPT2_PATTERN): WordShape(digits_first=True),
+}
+_RUNS_PER_STEP = 6
+"""No pattern looks further beyond a word than so many runs of characters of one kind."""
+
+
+class LongTextSplitter:
+    """Splits texts of any length by one rule; threads may share it."""
+
+    def __init__(self, rule: PreTokenizerRule) -> None:
+        self._shape = _SHAPES.get(rule.steps)
+        self._kinds = CharacterKinds()
+        self._rule = rule
+        self._split: Callable[[str], list[str]] | None = None
+
+    def stretches(self, text: str) -> Iterator[tuple[str, NDArray[np.int64]]]:
+        """Yield pieces of the text in order, and where their words end in them, int64[words].
+
+        Raises: RequestError for a run of white space that the regular expressions give up on.
+        """
+        return _stretches(text, self._ends)
+
+    def _ends(self, part: str, is_end: bool) -> NDArray[np.int64]:
+        if self._shape is not None:
+            codes = code_points(part)
+            return split_words(codes, self._kinds.of(codes), self._shape, is_end=is_end)
+        if self._split is None:
+            self._split = build_splitter(self._rule)
+        try:
+            words = self._split(part)
+        except BaseException as error:
+            # The library panics, with an exception that is none of Python's, where its regular expressions give up.
+            if type(error).__name__ != "PanicException":
+                raise
+            raise RequestError(
+                f"a text of {len(part)} characters without a word's end cannot be split into tokens by this model's "
+                "rules; give it in shorter pieces, or as token ids"
+            ) from None
+        ends = np.cumsum(np.fromiter(map(len, words), np.int64, len(words)))
+        return ends if is_end else ends[: _settled(part, ends, _RUNS_PER_STEP * len(self._rule.steps))]
+
+
+class CharacterKinds:
+    """Letter, digit, white space, newline or symbol, for each character, as the regular expressions class it.
+
+    They bring their own version of Unicode, so they are asked once about each character that occurs.
+    """
+
+    def __init__(self) -> None:
+        self._table: NDArray[np.uint8] | None = None
+
+    def of(self, codes: NDArray[np.int32]) -> NDArray[np.uint8]:
+        """Return the kinds, uint8[T], of code points, int32[T]."""
+        table = np.zeros(0x110000, np.uint8) if self._table is None else self._table
+        kinds = table[codes]
+        if not kinds.all():
+            unknown = np.unique(codes[kinds == 0])
+            table[unknown] = _classify("".join(map(chr, unknown.tolist())))
+            self._table = table
+            kinds = table[codes]
+        return kinds
+
+
+def code_points(text: str) -> NDArray[np.int32]:
+    """Return int32[T], the code points of a text."""
+    return np.frombuffer(text.encode("utf-32-le"), np.int32)
+
+
+def _stretches(
+    text: str, find_ends: Callable[[str, bool], NDArray[np.int64]]
+) -> Iterator[tuple[str, NDArray[np.int64]]]:
+    """Yield pieces of a text, and the ends in them that `find_ends(piece, is_last)` is certain of."""
+    start, size = 0, STRETCH
+    while start < len(text):
+        part = text[start : start + size]
+        ends = find_ends(part, start + size >= len(text))
+        if not ends.size:
+            size *= 2
+            continue
+        done = int(ends[-1])
+        yield part[:done], ends
+        start, size = start + done, STRETCH
+
+
+def _classify(characters: str) -> NDArray[np.uint8]:
+    from tokenizers import Regex, pre_tokenizers
+
+    kinds = {"\r": CHARACTER_NEWLINE, "\n": CHARACTER_NEWLINE}
+    for kind, pattern in ((CHARACTER_LETTER, r"\p{L}"), (CHARACTER_DIGIT, r"\p{N}"), (CHARACTER_SPACE, r"\s")):
+        found = pre_tokenizers.Split(Regex(pattern), "removed", invert=True).pre_tokenize_str(characters)
+        for piece, _ in found:
+            for character in piece:
+                kinds.setdefault(character, kind)
+    return np.fromiter((kinds.get(character, CHARACTER_SYMBOL) for character in characters), np.uint8, len(characters))
+
+
+def _settled(text: str, ends: NDArray[np.int64], num_runs: int) -> int:
+    """Return how many words no text after this one can change: those before so many whole runs of one kind.
+
+    The last of them ends in neither white space nor a digit, so that no pattern looks back over its end.
+    """
+    position, kind = len(text), ""
+    while num_runs and position:
+        position -= 1
+        category = unicodedata.category(text[position])
+        # What this version of Python does not know may belong to any run.
+        found = "L" if category[0] == "M" else "Z" if category == "Cc" else category[0]
+        if category != "Cn" and found != kind:
+            num_runs -= bool(kind)
+            kind = found
+    if num_runs:
+        return 0
+    count = int(np.searchsorted(ends, position, "right"))
+    while count:
+        before = text[int(ends[count - 1]) - 1]
+        if unicodedata.category(before)[0] not in "NZ" and not before.isspace():
+            break
+        count -= 1
+    return count
+
 
 _SPACE = ord(" ")
 _SPACE_MARK = ord("▁")
@@ -132,23 +273,17 @@ def encode_marked(table: SymbolTable, text: str, *, splits_words: bool) -> Itera
 
     splits_words: no token reaches over the beginning of a word.
     """
-    start, size = 0, STRETCH
-    while start < len(text):
-        part = text[start : start + size]
-        codes = code_points(part)
-        is_space = codes == _SPACE
+
+    def find_ends(part: str, is_last: bool) -> NDArray[np.int64]:
+        is_space = code_points(part) == _SPACE
         begins = np.flatnonzero(is_space[1:] & ~is_space[:-1]).astype(np.int64) + 1
-        if start + size >= len(text):
-            ends = np.append(begins, codes.size) if splits_words else np.array([codes.size])
-        elif begins.size and splits_words:
-            ends = begins
-        else:
-            size *= 2
-            continue
-        done = int(ends[-1])
-        symbols = marked_symbols(table, codes[:done])
-        yield table.encode(codes, symbols, ends)
-        start, size = start + done, STRETCH
+        if not splits_words:
+            begins = begins[:0]
+        return np.append(begins, len(part)) if is_last else begins
+
+    for part, ends in _stretches(text, find_ends):
+        codes = code_points(part)
+        yield table.encode(codes, marked_symbols(table, codes), ends)
 
 
 def encode_split(

@@ -10,10 +10,10 @@ from itertools import chain
 import numpy as np
 
 from localinfer.errors import ContextLengthError, RequestError, TokenizerError
+from localinfer.models.text.encoders import LONG_PIECE, LONG_TEXT, build_encoder
 from localinfer.models.text.special_tokens import Spelling, SpellingFinder
 from localinfer.models.text.splitting import PRE_TOKENIZERS
 from localinfer.models.text.stream_decoder import StreamDecoder
-from localinfer.models.text.subword_encoders import LONG_PIECE, LONG_TEXT, build_encoder
 from localinfer.models.text.vocabulary import TokenType, Vocabulary, read_vocabulary
 from localinfer.models.text.vocabulary_match import vocabulary_difference
 

@@ -19,8 +19,8 @@ from localinfer.llm import LLM
 from localinfer.loading import model_path
 from localinfer.models.load.loader import load_model
 from localinfer.models.text.chat_template import ChatTemplate
+from localinfer.models.text.reply_format import CallFormat, learn_call_format
 from localinfer.models.text.special_tokens import SpellingFinder
-from localinfer.models.text.tool_format import CallFormat, learn_call_format
 from tests.engine.fakes import ByteTokenizer
 from tests.models.text.family_templates import PARAMETER_FAMILIES
 

@@ -8,9 +8,8 @@ import pytest
 from localinfer.chat.parser import ReplyParser
 from localinfer.chat.tool_calls import joined_calls
 from localinfer.models.text.chat_template import ChatTemplate
-from localinfer.models.text.reasoning_format import ReasoningFormat
+from localinfer.models.text.reply_format import CallFormat, ReasoningFormat, learn_call_format
 from localinfer.models.text.special_tokens import SpellingFinder
-from localinfer.models.text.tool_format import CallFormat, learn_call_format
 from tests.models.text.family_templates import ARGUMENTS, FAMILIES, PARAMETER_FAMILIES, Family
 
 THINK = ReasoningFormat("<think>", "</think>", "\n</think>\n\n")

@@ -10,7 +10,7 @@ import pytest
 from localinfer.errors import TokenizerError, UnsupportedFormatError
 from localinfer.models.checkpoint.tokenizer_json import TokenizerJson
 from localinfer.models.decoder.config import ModelConfig
-from localinfer.models.text.byte_level import BYTE_CHARACTERS
+from localinfer.models.text.encoders import BYTE_CHARACTERS
 from localinfer.models.text.tokenizer import Tokenizer
 from localinfer.models.text.vocabulary import PREFIX
 from tests.checkpoint_files import VOCAB, added_token, tokenizer_document

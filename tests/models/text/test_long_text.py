@@ -9,10 +9,10 @@ import pytest
 
 import localinfer
 from localinfer.errors import ContextLengthError, RequestError
-from localinfer.models.text import long_text, tokenizer, word_splitting
+from localinfer.models.text import long_text, tokenizer
+from localinfer.models.text.long_text import LongTextSplitter
 from localinfer.models.text.splitting import PRE_TOKENIZERS, build_splitter
 from localinfer.models.text.tokenizer import Tokenizer
-from localinfer.models.text.word_splitting import LongTextSplitter
 from localinfer.quant.gguf.reader import read_gguf
 from tests.models.text.vocabularies import (
     REAL,
@@ -116,7 +116,6 @@ def ids_both_ways(
         changed.setattr(tokenizer, "LONG_TEXT", 0)
         changed.setattr(tokenizer, "LONG_PIECE", 1)
         changed.setattr(long_text, "STRETCH", stretch)
-        changed.setattr(word_splitting, "STRETCH", stretch)
         return short, encoder.encode(text, parse_special=True)
 
 
@@ -154,7 +153,7 @@ def test_words_do_not_depend_on_how_a_text_is_cut_for_any_rule(monkeypatch: pyte
     draw = random.Random(1)
     for rule in dict.fromkeys(PRE_TOKENIZERS.values()):
         for stretch in (1, 7, 40, 1000):
-            monkeypatch.setattr(word_splitting, "STRETCH", stretch)
+            monkeypatch.setattr(long_text, "STRETCH", stretch)
             text = text_of(draw, 150)
             found = [
                 part[start:end]
@@ -227,6 +226,6 @@ def test_run_that_regular_expressions_give_up_on_is_refused(monkeypatch: pytest.
 
         return split
 
-    monkeypatch.setattr(word_splitting, "build_splitter", give_up)
+    monkeypatch.setattr(long_text, "build_splitter", give_up)
     with pytest.raises(RequestError, match="give it in shorter pieces"):
         list(LongTextSplitter(PRE_TOKENIZERS["tekken"]).stretches("a" * 100))

@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import pytest
 
-from localinfer.models.text.byte_level import BYTE_CHARACTERS
+from localinfer.models.text.encoders import BYTE_CHARACTERS
 from localinfer.models.text.tokenizer import Tokenizer
 from localinfer.models.text.vocabulary import PREFIX
 from localinfer.quant.gguf.reader import read_gguf

@@ -3,9 +3,15 @@
 import pytest
 
 from localinfer.models.text.chat_template import ChatTemplate
-from localinfer.models.text.reasoning_format import ReasoningFormat, learn_reasoning_format, thinking_variables
+from localinfer.models.text.reply_format import (
+    HERMES,
+    CallFormat,
+    ReasoningFormat,
+    learn_call_format,
+    learn_reasoning_format,
+    thinking_variables,
+)
 from localinfer.models.text.special_tokens import SpellingFinder
-from localinfer.models.text.tool_format import HERMES, CallFormat, learn_call_format
 from tests.models.text.family_templates import DEEPSEEK, FAMILIES, HERMES_THINKING, PARAMETER_FAMILIES, PLAIN, Family
 
 

@@ -1,0 +1,447 @@
+"""Text to token ids for the three kinds of vocabulary, special tokens aside."""
+
+import re
+import unicodedata
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from heapq import heapify, heappop, heappush
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from localinfer.errors import TokenizerError
+from localinfer.models.text.splitting import build_splitter, pre_tokenizer_rule
+from localinfer.models.text.vocabulary import TokenizerWarning, Vocabulary
+
+if TYPE_CHECKING:
+    from localinfer.models.text.long_text import LongTextSplitter, SymbolTable
+
+# The character that stands for a space inside SentencePiece tokens.
+SPACE_MARK = "▁"
+LONG_TEXT = 1 << 14
+"""Characters from which on a text is worth the tables that are made for it."""
+LONG_PIECE = 1 << 9
+"""Characters from which on a piece of a long text is worth a call."""
+_PART = 1 << 16
+# Words up to this length are cached; at the limit of entries the cache starts afresh.
+_MAX_CACHED_LENGTH = 64
+_MAX_CACHED_WORDS = 1 << 16
+# Scanning a short list for its lowest rank beats keeping a heap up to about this many symbols.
+_SCAN_LIMIT = 32
+_NEVER = 1 << 62
+
+
+def _byte_characters() -> str:
+    """Return 256 characters; the one at index b stands for byte b.
+
+    Printable Latin-1 bytes stand for themselves; the others take the characters from U+0100 on, in
+    order. Source: the GPT-2 vocabulary, which every byte-level vocabulary since then shares.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return "".join(chr(byte if byte in printable else next(others)) for byte in range(256))
+
+
+BYTE_CHARACTERS = _byte_characters()
+"""The alphabet of byte-level BPE: every byte has a printable character that stands for it."""
+_TO_CHARACTER = dict(enumerate(BYTE_CHARACTERS))
+_TO_BYTE = {character: bytes([byte]) for byte, character in enumerate(BYTE_CHARACTERS)}
+
+
+def merge_by_rank(symbols: list[str], ranks: Mapping[str, int], separator: str) -> list[str]:
+    """Merge neighbours, lowest rank first and leftmost among equals, until no pair has a rank.
+
+    The loop that SentencePiece (by score) and BPE (by rank) share. A pair's rank is looked up as
+    `left + separator + right`. Ranks lie in 0 .. 2**31 - 1. Time grows as n log n with the number of
+    symbols; `symbols` may be changed.
+    """
+    # pair_ranks[i] is the rank of the pair that starts at symbol i now.
+    pairs = zip(symbols, symbols[1:], strict=False)
+    pair_ranks = [ranks.get(left + separator + right, _NEVER) for left, right in pairs]
+    merge = _merge_by_scanning if len(symbols) <= _SCAN_LIMIT else _merge_by_heap
+    return merge(symbols, pair_ranks, ranks, separator)
+
+
+def _merge_by_scanning(
+    symbols: list[str], pair_ranks: list[int], ranks: Mapping[str, int], separator: str
+) -> list[str]:
+    while pair_ranks:
+        lowest = min(pair_ranks)
+        if lowest == _NEVER:
+            break
+        index = pair_ranks.index(lowest)
+        merged = symbols[index] + symbols[index + 1]
+        symbols[index : index + 2] = [merged]
+        del pair_ranks[index]
+        if index:
+            pair_ranks[index - 1] = ranks.get(symbols[index - 1] + separator + merged, _NEVER)
+        if index < len(pair_ranks):
+            pair_ranks[index] = ranks.get(merged + separator + symbols[index + 1], _NEVER)
+    return symbols
+
+
+def _merge_by_heap(symbols: list[str], pair_ranks: list[int], ranks: Mapping[str, int], separator: str) -> list[str]:
+    count = len(symbols)
+    following = [*range(1, count), -1]
+    preceding = list(range(-1, count - 1))
+    pair_ranks.append(_NEVER)
+    # A heap entry is rank * count + i, one integer, which compares fastest; one that contradicts `pair_ranks` is stale.
+    heap = [rank * count + index for index, rank in enumerate(pair_ranks) if rank != _NEVER]
+    heapify(heap)
+    while heap:
+        rank, left = divmod(heappop(heap), count)
+        if pair_ranks[left] != rank:
+            continue
+        right = following[left]
+        merged = symbols[left] + symbols[right]
+        symbols[left] = merged
+        symbols[right] = ""
+        pair_ranks[right] = _NEVER
+        after = following[left] = following[right]
+        pair_ranks[left] = _NEVER
+        if after >= 0:
+            preceding[after] = left
+            rank = ranks.get(merged + separator + symbols[after], _NEVER)
+            if rank != _NEVER:
+                pair_ranks[left] = rank
+                heappush(heap, rank * count + left)
+        before = preceding[left]
+        if before >= 0:
+            rank = ranks.get(symbols[before] + separator + merged, _NEVER)
+            pair_ranks[before] = rank
+            if rank != _NEVER:
+                heappush(heap, rank * count + before)
+    return [symbol for symbol in symbols if symbol]
+
+
+class SubwordEncoder:
+    """What a tokenizer asks of each kind.
+
+    `adds_space`: a space is put before text that starts a run of plain text. `adds_bos`: a sequence
+    starts with the BOS token where the file does not say.
+    """
+
+    adds_space = True
+    adds_bos = True
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._ids = vocabulary.ids
+        self._unknown = vocabulary.role_ids.get("unknown")
+        self._byte_ids: list[int] = []
+        self._cache: dict[str, list[int]] = {}
+
+    @cached_property
+    def _longest(self) -> int:
+        return max(map(len, self._ids), default=1)
+
+    def encode(self, text: str, is_run_start: bool) -> list[int]:
+        """Return the ids of a piece of plain text, in which nothing is special."""
+        raise NotImplementedError
+
+    def encode_long(self, text: str, is_run_start: bool) -> Iterator[list[int]]:
+        """Yield the same ids part by part, in time and memory that suit a text of any length."""
+        raise NotImplementedError
+
+    def fewest_ids(self, text: str) -> int:
+        """Return a number of ids that the text has at least: no token covers more characters than the longest."""
+        return -(-len(text) // self._longest)
+
+    def token_bytes(self, token: str) -> bytes:
+        """Return what a token of ordinary text stands for: its UTF-8, its marks turned into spaces."""
+        return token.replace(SPACE_MARK, " ").encode("utf-8", "surrogateescape")
+
+    def _encode_word(self, word: str) -> list[int]:
+        raise NotImplementedError
+
+    def _encode_words(self, words: list[str]) -> list[int]:
+        """Return the ids of words in a row, those of short ones out of the cache."""
+        ids: list[int] = []
+        for word in words:
+            found = self._cache.get(word)
+            if found is None:
+                found = self._encode_word(word)
+                if len(word) <= _MAX_CACHED_LENGTH:
+                    if len(self._cache) >= _MAX_CACHED_WORDS:
+                        self._cache = {}
+                    self._cache[word] = found
+            ids += found
+        return ids
+
+    def _encode_marked(self, text: str, split: Callable[[str], list[str]]) -> list[int]:
+        """Return the ids of a text in whose tokens a mark stands for a space; `split` takes one with its marks."""
+        ids: list[int] = []
+        # A literal mark would read as a space when decoded, so it goes byte by byte.
+        for index, part in enumerate(text.split(SPACE_MARK)):
+            if index:
+                ids += self._fallback(SPACE_MARK)
+            ids += self._encode_words(split(part.replace(" ", SPACE_MARK)))
+        return ids
+
+    def _fallback(self, symbol: str) -> list[int]:
+        """Return the ids of characters that no token holds: their bytes' tokens, else the unknown token."""
+        ids: list[int] = []
+        for character in symbol:
+            found = [self._byte_ids[byte] for byte in character.encode("utf-8")]
+            ids += found if min(found) >= 0 or self._unknown is None else [self._unknown]
+        return ids
+
+
+def _byte_token_ids(vocabulary: Vocabulary) -> list[int]:
+    """The id of each byte's token, -1 where there is none and the unknown token takes its place."""
+    declared = vocabulary.byte_ids
+    found = [i if i >= 0 else vocabulary.ids.get(f"<0x{byte:02X}>", -1) for byte, i in enumerate(declared)]
+    if -1 in found and "unknown" not in vocabulary.role_ids:
+        raise TokenizerError(
+            f"tokenizer.ggml.tokens has no token <0x{found.index(-1):02X}> and the file names no unknown token; wanted "
+            "either, so that every text can be encoded. Convert the model again with a current converter."
+        )
+    return found
+
+
+class SentencePieceEncoder(SubwordEncoder):
+    """Merges by score, as SentencePiece and llama.cpp do, with bytes for what no token covers."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        super().__init__(vocabulary)
+        self.adds_space = vocabulary.flags.get("add_space_prefix", True)
+        self._byte_ids = _byte_token_ids(vocabulary)
+
+    @cached_property
+    def _ranks(self) -> dict[str, int]:
+        """A score's place in descending order: equal scores share a rank, as they share a priority."""
+        assert self._vocabulary.scores is not None, "this kind always has scores"
+        places = np.unique(-self._vocabulary.scores, return_inverse=True)[1]
+        ids = np.fromiter(self._ids.values(), np.int64, len(self._ids))
+        return dict(zip(self._ids, places[ids].tolist(), strict=True))
+
+    def encode(self, text: str, is_run_start: bool) -> list[int]:
+        """Return the ids of plain text; a space comes first where it starts a run and the file wants one."""
+        text = " " + text if is_run_start and self.adds_space else text
+        pattern = self._word_pattern
+        return self._encode_marked(text, pattern.findall if pattern else lambda marked: [marked])
+
+    def encode_long(self, text: str, is_run_start: bool) -> Iterator[list[int]]:
+        """Yield the ids of plain text part by part."""
+        # What is compiled is loaded when a long text comes, not with every tokenizer.
+        from localinfer.models.text.long_text import encode_marked
+
+        text = " " + text if is_run_start and self.adds_space else text
+        return encode_marked(self._table, text, splits_words=self._word_pattern is not None)
+
+    @cached_property
+    def _table(self) -> "SymbolTable":
+        from localinfer.models.text.long_text import SymbolTable
+
+        table = SymbolTable(self._vocabulary.tokens, self._ids, self._fallback)
+        table.merge_results(self._ranks)
+        return table
+
+    @cached_property
+    def _word_pattern(self) -> re.Pattern[str] | None:
+        """The split into words, or None where some token reaches from one word into the next.
+
+        Without such a token no merge crosses a word's start, so words are independent of each other.
+        """
+        if re.search(f"[^{SPACE_MARK}\0]{SPACE_MARK}", "\0".join(self._ids)):
+            return None
+        return re.compile(f"{SPACE_MARK}*[^{SPACE_MARK}]+|{SPACE_MARK}+")
+
+    def _encode_word(self, word: str) -> list[int]:
+        ids: list[int] = []
+        for symbol in merge_by_rank(list(word), self._ranks, ""):
+            token_id = self._ids.get(symbol)
+            if token_id is None:
+                ids += self._fallback(symbol)
+            else:
+                ids.append(token_id)
+        return ids
+
+
+class BytePairEncoder(SubwordEncoder):
+    """Merges by rank inside the words of the pre-tokenizer that the file names."""
+
+    adds_space = False
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        super().__init__(vocabulary)
+        self._rule = rule = pre_tokenizer_rule(vocabulary.pre_tokenizer)
+        self.adds_bos = rule.adds_bos
+        self._separator = " " if vocabulary.merge_texts else ""
+        self._expand = self._fallback if rule.is_raw else self._encode_characters
+        missing = [byte for byte, character in enumerate(BYTE_CHARACTERS) if character not in self._ids]
+        self._loses_bytes = not rule.is_raw and self._unknown is None and bool(missing)
+        # Bytes C0, C1 and F5 to FF occur in no text.
+        needed = [byte for byte in missing if byte not in (0xC0, 0xC1) and byte < 0xF5]
+        if rule.is_raw:
+            self._byte_ids = _byte_token_ids(vocabulary)
+        elif self._loses_bytes and needed:
+            warnings.warn(
+                f"tokenizer.ggml.tokens lacks tokens for {len(needed)} of 256 bytes (first: {needed[0]}); text with "
+                "these bytes loses them. Convert the model again with a current converter.",
+                TokenizerWarning,
+                stacklevel=3,
+            )
+
+    @cached_property
+    def _ranks(self) -> dict[str, int]:
+        """Kimi K2 files carry no merges: there, as in tiktoken, a token's id is its rank."""
+        return self._vocabulary.merges or self._ids
+
+    @cached_property
+    def _split(self) -> Callable[[str], list[str]]:
+        return build_splitter(self._rule)
+
+    def encode(self, text: str, is_run_start: bool) -> list[int]:
+        """Return the ids of plain text."""
+        if self._rule.is_raw and self._rule.escapes_spaces:
+            return self._encode_marked(text, self._split)
+        return self._encode_words(self._split(text))
+
+    def encode_long(self, text: str, is_run_start: bool) -> Iterator[list[int]]:
+        """Yield the ids of plain text part by part."""
+        from localinfer.models.text.long_text import encode_split
+
+        rule = self._rule
+        table, splitter = self._tables
+        return encode_split(table, splitter, text, is_raw=rule.is_raw, escapes_spaces=rule.escapes_spaces)
+
+    def fewest_ids(self, text: str) -> int:
+        """Return a number of ids that the text has at least; 0 where bytes may be lost."""
+        return 0 if self._loses_bytes else super().fewest_ids(text)
+
+    @cached_property
+    def _tables(self) -> "tuple[SymbolTable, LongTextSplitter]":
+        from localinfer.models.text.long_text import LongTextSplitter, SymbolTable
+
+        table = SymbolTable(self._vocabulary.tokens, self._ids, self._expand)
+        take = table.merge_strings if self._separator else table.merge_results
+        take(self._ranks, self._is_whole if self._rule.ignores_merges or self._rule.is_raw else None)
+        return table, LongTextSplitter(self._rule)
+
+    def _is_whole(self, word: str) -> bool:
+        """Whether a word that is a token needs no merging."""
+        return self._rule.ignores_merges or (self._rule.is_raw and word.strip("\n") == "")
+
+    def token_bytes(self, token: str) -> bytes:
+        """Return the bytes a token stands for.
+
+        A character outside the byte-level alphabet (some vocabularies store added tokens as plain text)
+        gives its own UTF-8.
+        """
+        if not self._rule.is_raw:
+            found = (_TO_BYTE.get(character) or character.encode("utf-8", "surrogateescape") for character in token)
+            return b"".join(found)
+        return super().token_bytes(token) if self._rule.escapes_spaces else token.encode("utf-8", "surrogateescape")
+
+    def _encode_word(self, word: str) -> list[int]:
+        if not self._rule.is_raw:
+            word = word.encode("utf-8").decode("latin-1").translate(_TO_CHARACTER)
+        if word in self._ids and self._is_whole(word):
+            return [self._ids[word]]
+        ids: list[int] = []
+        for symbol in merge_by_rank(list(word), self._ranks, self._separator):
+            token_id = self._ids.get(symbol)
+            if token_id is None:
+                ids += self._expand(symbol)
+            else:
+                ids.append(token_id)
+        return ids
+
+    def _encode_characters(self, symbol: str) -> list[int]:
+        """Return ids for a merge whose result text must not become: one for each of its characters."""
+        found = (self._ids.get(character, self._unknown) for character in symbol)
+        return [token_id for token_id in found if token_id is not None]
+
+
+class WordPieceEncoder(SubwordEncoder):
+    """Longest match from the left inside each word, on text normalized as BERT does.
+
+    Words come with "▁" before them, as GGUF writes this kind (it drops the "##" of what follows).
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        super().__init__(vocabulary)
+        # Longest first, by the first two characters, so that few are tried in vain.
+        lengths: dict[str, set[int]] = {}
+        for token in self._ids:
+            lengths.setdefault(token[:2], set()).add(len(token))
+        self._lengths = {start: sorted(found, reverse=True) for start, found in lengths.items()}
+        if self._unknown is None:
+            raise TokenizerError(
+                "tokenizer.ggml.unknown_token_id is missing; wanted the id that stands for words outside the "
+                "vocabulary. Convert the model again with a current converter."
+            )
+        self._lowers = vocabulary.flags.get("normalizer.lowercase", True)
+        self._strips_accents = vocabulary.flags.get("normalizer.strip_accents", self._lowers)
+
+    def encode(self, text: str, is_run_start: bool) -> list[int]:
+        """Return the ids of plain text."""
+        return [token_id for word in self._words(text) for token_id in self._encode_word(SPACE_MARK + word)]
+
+    def encode_long(self, text: str, is_run_start: bool) -> Iterator[list[int]]:
+        """Yield the ids of plain text part by part; white space parts words before and after normalization."""
+        start = 0
+        while start < len(text):
+            found = _ASCII_SPACE.search(text, start + _PART)
+            end = len(text) if found is None else found.end()
+            yield self.encode(text[start:end], is_run_start)
+            start = end
+
+    def fewest_ids(self, text: str) -> int:
+        """Return 0: a word of any length may be one unknown token."""
+        return 0
+
+    def _encode_word(self, word: str) -> list[int]:
+        assert self._unknown is not None, "checked when the encoder is made"
+        ids: list[int] = []
+        start = 0
+        while start < len(word):
+            size, token_id = self._longest_at(word, start)
+            if not size:
+                return [self._unknown]
+            ids.append(token_id)
+            start += size
+        return ids
+
+    def _longest_at(self, word: str, start: int) -> tuple[int, int]:
+        """Return the length and id of the longest token that stands there; length 0 if none does."""
+        for first in (word[start : start + 2], word[start]):
+            for size in self._lengths.get(first, ()):
+                token_id = self._ids.get(word[start : start + size])
+                if token_id is not None and start + size <= len(word):
+                    return size, token_id
+        return 0, -1
+
+    def _words(self, text: str) -> list[str]:
+        if self._strips_accents:
+            text = unicodedata.normalize("NFD", text)
+        dropped = {"Cc", "Cf", "Co", "Cn"} | ({"Mn"} if self._strips_accents else set())
+        spaced: list[str] = []
+        for character in text:
+            category = unicodedata.category(character)
+            if character.isspace():
+                spaced.append(" ")
+            elif character == "\ufffd" or category in dropped:
+                continue
+            elif category[0] == "P" or (category[0] == "S" and character < "\x7f") or _IDEOGRAPH.match(character):
+                spaced.append(f" {character} ")
+            else:
+                spaced.append(character)
+        joined = "".join(spaced)
+        return (joined.lower() if self._lowers else joined).split()
+
+
+_ASCII_SPACE = re.compile(r"[ \t\n\r]")
+# What BERT treats as a word of its own.
+_IDEOGRAPH = re.compile(
+    "[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0002a6df\U0002a700-\U0002b73f\U0002b740-\U0002b81f"
+    "\U0002b920-\U0002ceaf\U0002f800-\U0002fa1f]"
+)
+
+
+def build_encoder(vocabulary: Vocabulary) -> SubwordEncoder:
+    """Return the encoder for a vocabulary's kind."""
+    kinds = {"spm": SentencePieceEncoder, "bpe": BytePairEncoder, "wordpiece": WordPieceEncoder}
+    return kinds[vocabulary.kind](vocabulary)
