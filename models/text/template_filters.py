@@ -12,8 +12,7 @@ from urllib.parse import quote
 from jinja2.filters import FILTERS, make_attrgetter
 from jinja2.tests import TESTS
 
-from localinfer.models.text.template_budget import CostError
-from localinfer.models.text.template_methods import charge_percent, charge_replace
+from localinfer.models.text.template_costs import CostError, charge_percent, charge_replace
 
 if TYPE_CHECKING:
     from localinfer.models.text.template_sandbox import TemplateSandbox
@@ -95,28 +94,20 @@ def _charged(sandbox: "TemplateSandbox", name: str, function: Filter, special: F
         if is_slow and size > _MAX_SLOW_INPUT:
             raise CostError(f"it gives the filter {name} more than {_MAX_SLOW_INPUT} characters")
         if sorts and values:
-            _check_sorted(sandbox, name, values[0])
+            if hasattr(values[0], "__len__") and len(values[0]) > _MAX_SLOW_INPUT:
+                raise CostError(f"it gives the filter {name} more than {_MAX_SLOW_INPUT} entries")
+            if name == "unique" and isinstance(values[0], list | tuple | range):
+                budget.check_keys(values[0])
         if uses_attribute:
-            _check_attributes(name, [*values[1:], *kwargs.values()])
+            names = [*values[1:], *kwargs.values()][1:]
+            if any(isinstance(value, str) and len(value) > _MAX_ATTRIBUTE for value in names):
+                raise CostError(f"it gives the filter {name} a name of more than {_MAX_ATTRIBUTE} characters")
         budget.charge(0 if is_shallow else size)
         result = function(*args[:first], *values, **kwargs) if special is None else special(*values, **kwargs)
         result = budget.admit(result)
         return sandbox.restore_mark(result) if sandbox.mark and isinstance(result, str) else result
 
     return charged
-
-
-def _check_sorted(sandbox: "TemplateSandbox", name: str, value: Any) -> None:
-    size = len(value) if hasattr(value, "__len__") else 0
-    if size > _MAX_SLOW_INPUT:
-        raise CostError(f"it gives the filter {name} more than {_MAX_SLOW_INPUT} entries")
-    if name == "unique" and isinstance(value, list | tuple | range):
-        sandbox.budget.check_keys(value)
-
-
-def _check_attributes(name: str, arguments: list[Any]) -> None:
-    if any(isinstance(argument, str) and len(argument) > _MAX_ATTRIBUTE for argument in arguments[1:]):
-        raise CostError(f"it gives the filter {name} a name of more than {_MAX_ATTRIBUTE} characters")
 
 
 def _special_filters(sandbox: "TemplateSandbox") -> dict[str, Filter]:
@@ -179,7 +170,8 @@ def _special_filters(sandbox: "TemplateSandbox") -> dict[str, Filter]:
 
     def slice_(value: Iterable[Any], slices: int, fill_with: Any = None) -> Any:
         budget.charge_entries(_LETTER_ENTRIES * slices)
-        return _plain_variant("slice")(value, slices, fill_with)
+        # Jinja has one more of it, for templates that run asynchronously.
+        return getattr(FILTERS["slice"], "__wrapped__", FILTERS["slice"])(value, slices, fill_with)
 
     def round_(value: float, precision: int = 0, method: Any = "common") -> Any:
         if isinstance(precision, int) and abs(precision) > _MAX_PRECISION:
@@ -212,12 +204,6 @@ def _special_filters(sandbox: "TemplateSandbox") -> dict[str, Filter]:
         "urlencode": functools.partial(_url_encode, sandbox),
         "wordwrap": wordwrap,
     }
-
-
-def _plain_variant(name: str) -> Filter:
-    """A filter of which Jinja has one more for templates that run asynchronously."""
-    function: Filter = getattr(FILTERS[name], "__wrapped__", FILTERS[name])
-    return function
 
 
 def _url_encode(sandbox: "TemplateSandbox", value: Any) -> str:

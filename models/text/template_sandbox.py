@@ -1,14 +1,14 @@
-"""A Jinja environment for templates from strangers: no escape, and a bound on what they cost.
+"""A Jinja environment for templates of unknown origin: no escape, and a bound on what they cost.
 
 Jinja's own sandbox stops access to Python's insides, not `'x' * 10**9` or a loop that never ends. Here everything that
-a template can reach is charged to a budget (template_budget) before it happens: operators, comparisons, output, loops
-and calls in this file, methods of plain values in template_methods, filters and tests in template_filters. Nothing is
-computed while a template is compiled.
+a template can reach is charged to a budget (template_costs) before it happens: operators, comparisons, output, loops
+and calls in this file, filters and tests in template_filters. Nothing is computed while a template is compiled.
 """
 
 import datetime
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import BuiltinMethodType, MethodType, NoneType
 from typing import Any, NoReturn
 
@@ -22,16 +22,17 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEscapeFormatt
 from jinja2.utils import Cycler, Joiner, Namespace, generate_lorem_ipsum
 from markupsafe import Markup
 
-from localinfer.models.text.template_budget import ENTRY_WORK, MAX_OUTPUT_CHARACTERS, CostError, TemplateBudget
-from localinfer.models.text.template_filters import guarded_filters, guarded_tests
-from localinfer.models.text.template_methods import (
+from localinfer.models.text.template_costs import (
+    ENTRY_WORK,
+    MAX_OUTPUT_CHARACTERS,
+    CostError,
+    TemplateBudget,
     charge_method,
     charge_operator,
     formatter_of,
     operator_result,
 )
-
-__all__ = ["MAX_OUTPUT_CHARACTERS", "CostError", "TemplateSandbox"]
+from localinfer.models.text.template_filters import guarded_filters, guarded_tests
 
 _MAX_CODE_CHARACTERS = 2 << 20
 # Jinja copies all names that are assigned, for each branch.
@@ -65,36 +66,38 @@ class _GuardedCodeGenerator(CodeGenerator):
             raise CostError(f"it has {num_branches} branches and assigns to {num_names} names, too many together")
         super().visit_Template(node, frame)
 
-    def _visit_within(self, call: str, node: nodes.Node, frame: Frame) -> None:
+    @contextmanager
+    def _within(self, call: str) -> Iterator[None]:
         self.write(f"environment.{call}(")
-        self.visit(node, frame)
+        yield
         self.write(")")
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
-        self.write("environment.join_operands((")
-        for operand in node.nodes:
-            self.visit(operand, frame)
-            self.write(", ")
-        self.write("))")
+        with self._within("join_operands"):
+            self.write("(")
+            for operand in node.nodes:
+                self.visit(operand, frame)
+                self.write(", ")
+            self.write(")")
 
     def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:
         if not isinstance(node.arg, nodes.Slice):
             super().visit_Getitem(node, frame)
             return
-        self.write("environment.take_slice(")
-        self.visit(node.node, frame)
-        for bound in (node.arg.start, node.arg.stop, node.arg.step):
-            self.write(", ")
-            self.visit(nodes.Const(None) if bound is None else bound, frame)
-        self.write(")")
+        with self._within("take_slice"):
+            self.visit(node.node, frame)
+            for bound in (node.arg.start, node.arg.stop, node.arg.step):
+                self.write(", ")
+                self.visit(nodes.Const(None) if bound is None else bound, frame)
 
     def visit_For(self, node: nodes.For, frame: Frame) -> None:
-        node.iter = nodes.Call(nodes.EnvironmentAttribute("metered"), [node.iter], [], None, None, lineno=node.lineno)
+        node.iter = _environment_call("metered", node.iter)
         super().visit_For(node, frame)
 
     def visit_Call(self, node: nodes.Call, frame: Frame, forward_caller: bool = False) -> None:
         if isinstance(node.node, nodes.EnvironmentAttribute):
-            self._visit_within(node.node.name, node.args[0], frame)
+            with self._within(node.node.name):
+                self.visit(node.args[0], frame)
         else:
             super().visit_Call(node, frame, forward_caller=forward_caller)
 
@@ -110,29 +113,28 @@ class _GuardedCodeGenerator(CodeGenerator):
         super().visit_Compare(node, frame)
 
     def _weighed(self, node: nodes.Expr) -> nodes.Expr:
-        if isinstance(node, nodes.Const):
-            return node
-        return nodes.Call(nodes.EnvironmentAttribute("weigh"), [node], [], None, None, lineno=node.lineno)
+        return node if isinstance(node, nodes.Const) else _environment_call("weigh", node)
 
     def visit_List(self, node: nodes.List, frame: Frame) -> None:
-        self.write("environment.admit(")
-        super().visit_List(node, frame)
-        self.write(")")
+        with self._within("admit"):
+            super().visit_List(node, frame)
 
     def visit_Tuple(self, node: nodes.Tuple, frame: Frame) -> None:
         if node.ctx != "load":
             super().visit_Tuple(node, frame)
             return
-        self.write("environment.admit(")
-        super().visit_Tuple(node, frame)
-        self.write(")")
+        with self._within("admit"):
+            super().visit_Tuple(node, frame)
 
     def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:
         for pair in node.items:
             pair.key = self._weighed(pair.key)
-        self.write("environment.admit(")
-        super().visit_Dict(node, frame)
-        self.write(")")
+        with self._within("admit"):
+            super().visit_Dict(node, frame)
+
+
+def _environment_call(name: str, argument: nodes.Expr) -> nodes.Call:
+    return nodes.Call(nodes.EnvironmentAttribute(name), [argument], [], None, None, lineno=argument.lineno)
 
 
 class _GenerationBlock(Extension):

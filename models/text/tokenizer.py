@@ -14,8 +14,7 @@ from localinfer.models.text.encoders import LONG_PIECE, LONG_TEXT, build_encoder
 from localinfer.models.text.special_tokens import Spelling, SpellingFinder
 from localinfer.models.text.splitting import PRE_TOKENIZERS
 from localinfer.models.text.stream_decoder import StreamDecoder
-from localinfer.models.text.vocabulary import TokenType, Vocabulary, read_vocabulary
-from localinfer.models.text.vocabulary_match import vocabulary_difference
+from localinfer.models.text.vocabulary import TokenType, Vocabulary, read_vocabulary, vocabulary_difference
 
 # Answers of `ids_containing` that are kept; callers choose the texts.
 _MOST_SEARCHES = 64

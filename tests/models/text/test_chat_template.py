@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from localinfer.errors import TemplateError
 from localinfer.models.text.chat_template import ChatTemplate, ChatTemplateWarning
-from localinfer.models.text.template_sandbox import MAX_OUTPUT_CHARACTERS
+from localinfer.models.text.template_costs import MAX_OUTPUT_CHARACTERS
 from localinfer.models.text.tokenizer import Tokenizer
 from tests.models.text.vocabularies import bpe_metadata, real_metadata, real_tokenizer
 

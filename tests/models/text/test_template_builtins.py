@@ -13,8 +13,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from localinfer.errors import TemplateError
 from localinfer.models.text.chat_template import ChatTemplate
-from localinfer.models.text.template_budget import MAX_WORK
-from localinfer.models.text.template_methods import methods_of
+from localinfer.models.text.template_costs import MAX_WORK, methods_of
 from localinfer.models.text.template_sandbox import TemplateSandbox
 from tests.models.text.family_templates import FAMILIES, PARAMETER_FAMILIES
 
