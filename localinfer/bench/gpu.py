@@ -29,8 +29,8 @@ from localinfer.errors import BackendUnavailableError
 from localinfer.kernels.cuda.pages import DeviceKVLayout, SplitKVLayout
 from localinfer.kernels.cuda.sampling import Draw, DrawingProgram
 from localinfer.kernels.ops import Batch
+from localinfer.models.load.devices import bytes_per_token
 from localinfer.models.load.loader import Model, load_model
-from localinfer.models.load.memory_fit import bytes_per_token
 from localinfer.sampling.params import SamplingParams
 
 

@@ -69,7 +69,7 @@ def quantize(
     progress: called with a stage's name, the units done and the units in all.
     Raises: ModelFileError, RequestError; BackendUnavailableError if device is cuda and torch sees no GPU.
     """
-    from localinfer.models.load.device_choice import calibration_device
+    from localinfer.models.load.devices import calibration_device
     from localinfer.models.load.loader import open_model_file
     from localinfer.models.load.threads import available_threads, checked_threads
     from localinfer.quant.methods.presets import find_preset

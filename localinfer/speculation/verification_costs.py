@@ -10,7 +10,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from localinfer.models.load.timing import time_in_turns
+from localinfer.models.load.measurements import time_in_turns
 
 MAX_DEPTH = 15
 """Most tokens drafted at once: 16 rows are verified."""

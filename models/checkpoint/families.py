@@ -17,31 +17,27 @@ _SILU = ("silu", "swish")
 _GELU_TANH = ("gelu_pytorch_tanh", "gelu_new", "gelu")
 
 _ATTENTION = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
+    **{f"attn_{letter}": f"self_attn.{letter}_proj" for letter in "qkv"},
     "attn_output": "self_attn.o_proj",
 }
-_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_HEAD_NORMS = {f"attn_{letter}_norm": f"self_attn.{letter}_norm" for letter in "qk"}
 _NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
-_GATED = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_PARTS = ("gate", "up", "down")
+_GATED = {f"ffn_{part}": f"mlp.{part}_proj" for part in _PARTS}
 _EXPERTS = {
     "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_exps": "mlp.experts.{expert}.gate_proj",
-    "ffn_up_exps": "mlp.experts.{expert}.up_proj",
-    "ffn_down_exps": "mlp.experts.{expert}.down_proj",
+    **{f"ffn_{part}_exps": f"mlp.experts.{{expert}}.{part}_proj" for part in _PARTS},
 }
 _SHARED_EXPERT = {
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "mlp.shared_expert.up_proj",
-    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    **{f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in _PARTS},
 }
 _MIXTRAL_EXPERTS = {
     "ffn_gate_inp": "block_sparse_moe.gate",
-    "ffn_gate_exps": "block_sparse_moe.experts.{expert}.w1",
-    "ffn_up_exps": "block_sparse_moe.experts.{expert}.w3",
-    "ffn_down_exps": "block_sparse_moe.experts.{expert}.w2",
+    **{
+        f"ffn_{part}_exps": f"block_sparse_moe.experts.{{expert}}.{matrix}"
+        for part, matrix in zip(_PARTS, ("w1", "w3", "w2"), strict=True)
+    },
 }
 _FOUR_NORMS = {
     "attn_norm": "input_layernorm",
@@ -51,10 +47,6 @@ _FOUR_NORMS = {
 }
 _NORMS_BEHIND = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _LLAMA = {**_NORMS, **_ATTENTION, **_GATED}
-
-
-def _nothing(settings: Settings) -> Metadata:
-    return {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +67,7 @@ class Family:
     epsilon: str = "rms_norm_eps"
     has_windows: bool = False
     defaults: Mapping[str, object] = field(default_factory=dict)
-    metadata: Callable[[Settings], Metadata] = _nothing
+    metadata: Callable[[Settings], Metadata] = lambda settings: {}
 
 
 def _no_windows(settings: Settings) -> Metadata:
@@ -157,13 +149,13 @@ _GEMMA3_DEFAULTS = {
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
     "head_dim": 256,
+    "max_position_embeddings": 131072,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
-    "max_position_embeddings": 131072,
+    "vocab_size": 262208,
+    "sliding_window_pattern": 6,
     "rope_theta": 1e6,
     "rope_local_base_freq": 1e4,
-    "sliding_window_pattern": 6,
-    "vocab_size": 262208,
 }
 
 _GEMMA3 = Family(
@@ -175,10 +167,8 @@ _GEMMA3 = Family(
     defaults=_GEMMA3_DEFAULTS,
     metadata=_gemma3,
 )
-_LLAMA_FAMILY = Family(architecture="llama", blocks=_LLAMA, rows_permuted=True)
-
 FAMILIES: dict[str, Family] = {
-    "llama": _LLAMA_FAMILY,
+    "llama": Family(architecture="llama", blocks=_LLAMA, rows_permuted=True),
     "mistral": Family(architecture="llama", blocks=_LLAMA, rows_permuted=True, has_windows=True),
     "mixtral": Family(
         architecture="llama",
@@ -226,12 +216,8 @@ FAMILIES: dict[str, Family] = {
     "smollm3": Family(architecture="smollm3", blocks=_LLAMA, rows_permuted=True, metadata=_smollm3),
     "seed_oss": Family(
         architecture="seed_oss",
-        blocks={
-            **_ATTENTION,
-            **_GATED,
-            "attn_norm": "input_layernorm",
-            "post_attention_norm": "post_attention_layernorm",
-        },
+        blocks={"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
+        | {**_ATTENTION, **_GATED},
     ),
 }
 """By `model_type`."""

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from localinfer.errors import CorruptFileError, TokenizerError, UnsupportedFormatError
 from localinfer.models.checkpoint.hyperparameters import read_hyperparameters
 from localinfer.models.checkpoint.tensor_plan import PlannedTensor, plan_tensors
-from localinfer.models.checkpoint.tokenizer_files import read_tokenizer
+from localinfer.models.checkpoint.tokenizer_json import read_tokenizer
 from localinfer.quant.checkpoint.folder import CheckpointFolder, open_folder
 from localinfer.quant.checkpoint.grouped import GroupedMatrix, common_type
 from localinfer.quant.checkpoint.quantization import open_quantization, quantization_settings

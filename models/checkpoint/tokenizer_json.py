@@ -1,11 +1,12 @@
-"""From tokenizer.json to the vocabulary a GGUF file of the same model would have.
+"""From tokenizer.json and the small files around it to the vocabulary and chat template a GGUF file would have.
 
 Two kinds are built: byte-level BPE, and BPE over SentencePiece's pieces with bytes for what no piece covers. A part of
 the pipeline that would change the ids and is not built is refused by name.
 """
 
+import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,18 @@ import numpy as np
 from localinfer.errors import TokenizerError
 from localinfer.models.text.splitting import GPT2_PATTERN, PRE_TOKENIZERS
 from localinfer.models.text.vocabulary import PREFIX, TokenType
+from localinfer.quant.checkpoint.folder import MAX_TOKENIZER_BYTES, CheckpointFolder
+
+logger = logging.getLogger(__name__)
 
 _MAX_TOKENS = 1 << 22
 _SPACE_MARK = "▁"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _MAX_NESTING = 16
 _WAY_OUT = "Use a GGUF file of the model, or run it with token ids only."
+_TEMPLATE = "tokenizer.chat_template"
+# GGUF has three keys for tokens that end a turn.
+_END_ROLES = ("eos", "eot", "eom")
 
 
 class TokenizerJson:
@@ -75,12 +82,9 @@ class TokenizerJson:
 
     def _read_ids(self) -> dict[str, int]:
         vocab = _object(self._model, "vocab")
-        if len(vocab) > _MAX_TOKENS or not all(
-            type(index) is int and 0 <= index < _MAX_TOKENS for index in vocab.values()
-        ):
-            raise TokenizerError(
-                f"tokenizer.json: model.vocab is not a map of texts to ids below {_MAX_TOKENS}. {_WAY_OUT}"
-            )
+        are_ids = all(type(index) is int and 0 <= index < _MAX_TOKENS for index in vocab.values())
+        if len(vocab) > _MAX_TOKENS or not are_ids:
+            raise _wrong(f"model.vocab is not a map of texts to ids below {_MAX_TOKENS}")
         _check_whole(vocab, "model.vocab")
         _check_whole((token["content"] for token in self._added), "added_tokens")
         ids: dict[str, int] = dict(vocab)
@@ -89,10 +93,7 @@ class TokenizerJson:
             seen: dict[int, str] = {}
             for text, index in ids.items():
                 if index in seen:
-                    raise TokenizerError(
-                        f"tokenizer.json: {_shown(seen[index], 60)} and {_shown(text, 60)} both have the id {index}. "
-                        f"{_WAY_OUT}"
-                    )
+                    raise _wrong(f"{_shown(seen[index], 60)} and {_shown(text, 60)} both have the id {index}")
                 seen[index] = text
         return ids
 
@@ -101,9 +102,9 @@ class TokenizerJson:
         beyond = [text for text, index in self.ids.items() if index >= vocab_size]
         added = {token["content"] for token in self._added}
         if not added.issuperset(beyond):
-            raise TokenizerError(
-                f"tokenizer.json: {len(beyond)} ids, such as that of {_shown(beyond[0], 60)}, lie outside the "
-                f"{vocab_size} rows of the embedding. {_WAY_OUT}"
+            raise _wrong(
+                f"{len(beyond)} ids, such as that of {_shown(beyond[0], 60)}, lie outside the {vocab_size} rows of the "
+                "embedding"
             )
         for text in beyond:
             del self.ids[text]  # for pictures and the like: the model has no row for them
@@ -127,9 +128,7 @@ class TokenizerJson:
         for entry in _list(self._model, "merges"):
             pair = entry.split(" ") if isinstance(entry, str) else entry
             if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(part, str) and part for part in pair):
-                raise TokenizerError(
-                    f"tokenizer.json: the merge {_shown(entry, 60)} is not a pair of texts. {_WAY_OUT}"
-                )
+                raise _wrong(f"the merge {_shown(entry, 60)} is not a pair of texts")
             pairs.append((pair[0], pair[1]))
         _check_whole((part for pair in pairs for part in pair), "model.merges")
         return pairs
@@ -160,7 +159,7 @@ class TokenizerJson:
         for rank, (left, right) in enumerate(self._merges()):
             index = self.ids.get(left + right)
             if index is None:
-                raise TokenizerError(f"tokenizer.json: the merge {_shown(left + right, 60)} is not a token. {_WAY_OUT}")
+                raise _wrong(f"the merge {_shown(left + right, 60)} is not a token")
             scores[index] = max(scores[index], -rank)
         has_prefix, only_first = self._space_prefix()
         metadata: dict[str, object] = {
@@ -197,6 +196,106 @@ class TokenizerJson:
         return has_prefix, only_first
 
 
+def read_tokenizer(folder: CheckpointFolder, vocab_size: int) -> dict[str, object]:
+    """Return the tokenizer's metadata; a model of an unknown vocabulary gets only a key that says why.
+
+    Raises: CorruptFileError if a file is damaged, TokenizerError if the vocabulary is of a kind that is not built.
+    """
+    document = folder.json("tokenizer.json", max_bytes=MAX_TOKENIZER_BYTES)
+    if document is None:
+        others = [name for name in ("tokenizer.model", "tekken.json", "vocab.json") if (folder.path / name).exists()]
+        raise TokenizerError(
+            f"{folder.path.name} has no tokenizer.json{f' (only {others[0]})' if others else ''}; wanted that form of "
+            "the tokenizer. Save it again with a current version of its library, or use token ids only"
+        )
+    tokenizer = TokenizerJson(document, vocab_size)
+    settings = folder.json("tokenizer_config.json") or {}
+    generation = folder.json("generation_config.json") or {}
+    metadata = dict(tokenizer.metadata)
+    metadata |= _roles(tokenizer, settings, generation, folder.config)
+    metadata |= _added_tokens(tokenizer, settings, metadata)
+    metadata |= _templates(folder, settings)
+    if tokenizer.strips_after_special:
+        metadata[f"{PREFIX}strips_after_special"] = True
+    return metadata
+
+
+def _roles(
+    tokenizer: TokenizerJson, settings: dict[str, Any], generation: dict[str, Any], config: dict[str, Any]
+) -> dict[str, object]:
+    roles: dict[str, object] = {}
+    for role, key in (("bos", "bos_token"), ("unknown", "unk_token"), ("padding", "pad_token")):
+        token_id = _token_id(tokenizer, settings, key)
+        if token_id is None and role == "bos":
+            token_id = next(_ids_in(config.get("bos_token_id")), None)
+        if token_id is not None:
+            roles[f"{PREFIX}{role}_token_id"] = token_id
+    eos = _token_id(tokenizer, settings, "eos_token")
+    ends = [] if eos is None else [eos]
+    text_config = config.get("text_config")
+    for source in (generation, config, text_config if isinstance(text_config, dict) else {}):
+        ends += _ids_in(source.get("eos_token_id"))
+    known = set(tokenizer.ids.values())
+    ends = [token_id for token_id in dict.fromkeys(ends) if token_id in known]
+    roles |= {f"{PREFIX}{role}_token_id": token_id for role, token_id in zip(_END_ROLES, ends, strict=False)}
+    if len(ends) > len(_END_ROLES):
+        roles[f"{PREFIX}end_of_generation_ids"] = ends
+    return roles
+
+
+def _token_id(tokenizer: TokenizerJson, settings: dict[str, Any], key: str) -> int | None:
+    value = settings.get(key)
+    text = value.get("content") if isinstance(value, dict) else value
+    return tokenizer.ids.get(text) if isinstance(text, str) else None
+
+
+def _ids_in(value: object) -> Iterator[int]:
+    values = value if isinstance(value, list) else [value]
+    return iter([entry for entry in values if type(entry) is int])
+
+
+def _added_tokens(tokenizer: TokenizerJson, settings: dict[str, Any], metadata: dict[str, object]) -> dict[str, object]:
+    """What a text gets before and after it: as the post-processor says, else as tokenizer_config.json does."""
+    around = tokenizer.added_around()
+    added: dict[str, object] = {}
+    for index, role in enumerate(("bos", "eos")):
+        key = f"add_{role}_token"
+        role_id = metadata.get(f"{PREFIX}{role}_token_id")
+        if around is None:
+            added[f"{PREFIX}{key}"] = settings.get(key) is True and role_id is not None
+            continue
+        found = [tokenizer.ids.get(text) for text in around[index]]
+        if role_id is None and len(found) == 1 and found[0] is not None:
+            # Nothing else names the token, but what stands before every text is what begins a text.
+            added[f"{PREFIX}{role}_token_id"] = role_id = found[0]
+        if found not in ([], [role_id]):
+            raise _wrong(
+                f"its post-processor adds {around[index]!r:.80} to every text; this version adds only the {role} token"
+            )
+        added[f"{PREFIX}{key}"] = bool(found)
+    return added
+
+
+def _templates(folder: CheckpointFolder, settings: dict[str, Any]) -> dict[str, object]:
+    """The chat template from its own file, or from tokenizer_config.json: one text, or several by name."""
+    text = folder.text("chat_template.jinja")
+    value: object = text if text is not None else settings.get("chat_template")
+    if value is None:
+        value = (folder.json("chat_template.json") or {}).get("chat_template")
+    if isinstance(value, str):
+        return {_TEMPLATE: value}
+    templates: dict[str, object] = {}
+    for entry in value if isinstance(value, list) else []:
+        match entry:
+            case {"name": "default", "template": str(template)}:
+                templates[_TEMPLATE] = template
+            case {"name": "tool_use", "template": str(template)}:
+                templates[f"{_TEMPLATE}.tool_use"] = template
+            case {"name": name}:
+                logger.warning("%s: the chat template %.40r is not used", folder.path.name, name)
+    return templates
+
+
 def _patterns(step: Mapping[str, Any]) -> list[str]:
     """The regular expressions by which one pre-tokenizer cuts, as `PRE_TOKENIZERS` spells them."""
     match step:
@@ -219,49 +318,41 @@ def _steps(value: object, parts: str, depth: int = 0) -> list[Mapping[str, Any]]
     if value is None:
         return []
     if not isinstance(value, dict):
-        raise TokenizerError(
-            f"tokenizer.json: a step of the pipeline is {_shown(value, 60)}; wanted an object. {_WAY_OUT}"
-        )
+        raise _wrong(f"a step of the pipeline is {_shown(value, 60)}; wanted an object")
     if value.get("type") != "Sequence":
         return [value]
     if depth == _MAX_NESTING:
-        raise TokenizerError(
-            f"tokenizer.json: {parts} are nested more than {_MAX_NESTING} deep; wanted steps in a row. {_WAY_OUT}"
-        )
+        raise _wrong(f"{parts} are nested more than {_MAX_NESTING} deep; wanted steps in a row")
     return [step for entry in _list(value, parts) for step in _steps(entry, parts, depth + 1)]
 
 
 def _added_token(entry: object) -> dict[str, Any]:
     wanted = {"content": str, "id": int, "special": bool}
     if not isinstance(entry, dict) or any(type(entry.get(key)) is not kind for key, kind in wanted.items()):
-        raise TokenizerError(
-            f"tokenizer.json: the added token {_shown(entry, 80)} lacks content, id or special. {_WAY_OUT}"
-        )
+        raise _wrong(f"the added token {_shown(entry, 80)} lacks content, id or special")
     if not entry["content"] or not 0 <= entry["id"] < _MAX_TOKENS:
-        raise TokenizerError(
-            f"tokenizer.json: the added token {_shown(entry, 80)} is empty or has no sound id. {_WAY_OUT}"
-        )
+        raise _wrong(f"the added token {_shown(entry, 80)} is empty or has no sound id")
     return {"rstrip": _flag(entry, "rstrip"), **{key: entry[key] for key in wanted}}
 
 
 def _object(record: Mapping[str, Any], key: str) -> dict[str, Any]:
     value = record.get(key)
     if not isinstance(value, dict):
-        raise TokenizerError(f"tokenizer.json: {key} is {_shown(value, 60)}; wanted an object. {_WAY_OUT}")
+        raise _wrong(f"{key} is {_shown(value, 60)}; wanted an object")
     return value
 
 
 def _list(record: Mapping[str, Any], key: str) -> list[Any]:
     value = record.get(key, [])
     if not isinstance(value, list):
-        raise TokenizerError(f"tokenizer.json: {key} is {_shown(value, 60)}; wanted a list. {_WAY_OUT}")
+        raise _wrong(f"{key} is {_shown(value, 60)}; wanted a list")
     return value
 
 
 def _flag(record: Mapping[str, Any], key: str, default: bool = False) -> bool:
     value = record.get(key)
     if value is not None and not isinstance(value, bool):
-        raise TokenizerError(f"tokenizer.json: {key} is {_shown(value, 60)}; wanted true or false. {_WAY_OUT}")
+        raise _wrong(f"{key} is {_shown(value, 60)}; wanted true or false")
     return default if value is None else value
 
 
@@ -271,10 +362,7 @@ def _check_whole(texts: Iterable[str], where: str) -> None:
         "".join(texts).encode("utf-8")
     except UnicodeEncodeError as error:
         found = error.object[error.start]
-        raise TokenizerError(
-            f"tokenizer.json: {where} has half a character, U+{ord(found):04X}; wanted whole Unicode characters. "
-            f"{_WAY_OUT}"
-        ) from None
+        raise _wrong(f"{where} has half a character, U+{ord(found):04X}; wanted whole Unicode characters") from None
 
 
 def _shown(value: object, size: int) -> str:
@@ -285,5 +373,9 @@ def _shown(value: object, size: int) -> str:
         return f"a deeply nested {type(value).__name__}"
 
 
+def _wrong(complaint: str) -> TokenizerError:
+    return TokenizerError(f"tokenizer.json: {complaint}. {_WAY_OUT}")
+
+
 def _unsupported(found: str, wanted: str) -> TokenizerError:
-    return TokenizerError(f"tokenizer.json: {found}, which this version does not build; wanted {wanted}. {_WAY_OUT}")
+    return _wrong(f"{found}, which this version does not build; wanted {wanted}")

@@ -1,4 +1,4 @@
-"""From a path to a model that runs: the assembly line, in the order a reader would do it by hand."""
+"""From a path to a model that runs: file, configuration, tokenizer, device, weights, program."""
 
 import logging
 import os
@@ -24,12 +24,18 @@ from localinfer.models.decoder.config import MAX_CONTEXT, ModelConfig
 from localinfer.models.decoder.decoder import kv_layer_shapes, write_decoder, write_first_layers, write_last_layers
 from localinfer.models.decoder.metadata_keys import DYNAMIC_ROPE_KEY, listed, unknown_settings
 from localinfer.models.decoder.pooling import Pooling, read_pooling
-from localinfer.models.load.device_choice import check_gpu_layers, open_device, report_fallback, stay_on_cpu
-from localinfer.models.load.memory_fit import USUAL_TOKENS, Placement, memory_needs
+from localinfer.models.load.devices import (
+    USUAL_TOKENS,
+    Placement,
+    check_gpu_layers,
+    memory_needs,
+    open_device,
+    report_fallback,
+    stay_on_cpu,
+)
 from localinfer.models.load.model_changes import ModelChanges, apply_changes
-from localinfer.models.load.remembered_weights import RememberedWeights
 from localinfer.models.load.threads import available_threads, checked_threads, choose_decode_threads
-from localinfer.models.load.weights import CpuWeights
+from localinfer.models.load.weights import CpuWeights, CudaWeights
 from localinfer.models.text.chat_template import ChatTemplate
 from localinfer.models.text.tokenizer import Tokenizer
 from localinfer.quant.checkpoint.model_file import ModelFile
@@ -99,7 +105,7 @@ def load_model(
     threads: how many compute; None takes the physical cores, and measures how many of them decode fastest.
     context_length: tokens the cache may hold; more than the model was trained for is warned of. None takes what it was
         trained for.
-    kv_window: sequences will let pages go by how much attention they get, and hold so many positions between batches.
+    kv_window: sequences evict pages by the attention they get, and hold so many positions between batches.
     device: "cpu", "cuda", or "auto" for a GPU if there is one that holds at least a layer.
     gpu_layers: how many of the last layers run on the GPU; None for as many as fit, with `context_length` tokens of
         keys and values, or 8,192 of them where it is None.
@@ -136,43 +142,23 @@ def load_model(
             kv_tokens = min(config.context_length, context_length or USUAL_TOKENS)
             placed = open_device(device, lambda: memory_needs(file, config, kv_layout, kv_tokens), gpu_layers, progress)
         gpu = None if placed is None else placed[0]
-        # All but the tape's own kernels, which nobody knows before it is written.
-        compile_ahead(
-            [
-                *pool_module.KERNELS,
-                *sampling.KERNELS,
-                *token_history.KERNELS,
-                *checksum.KERNELS,
-                *text_merging.KERNELS,
-                PACK_TILES,
-            ],
-            progress,
-        )
+        # All but the tape's own kernels, which are known once the program is written.
+        modules = (pool_module, sampling, token_history, checksum, text_merging)
+        compile_ahead([kernel for module in modules for kernel in module.KERNELS] + [PACK_TILES], progress)
         if beside is None:
             pool = ThreadPool(available_threads() if threads is None else checked_threads(threads))
         shared_pool = pool if beside is None else beside.pool
         assert shared_pool is not None, "made here or by the model beside"
-        parts = _Parts(config, tokenizer, template, file, shared_pool)
-        if placed is not None:
-            options = _Options(kv_type, progress, chooses_threads=threads is None, is_asked_for=device == "cuda")
-            model = _load_on_gpu(parts, *placed, options)
-            if model is not None:
-                _check_unchanged(file)
-                return model
-        packed = CpuWeights(file, shared_pool, progress)
-        weights = RememberedWeights(packed)
-        # Before a batch the last page may have just begun, and after it another one.
-        held = 0 if kv_window is None else kv_window + MAX_BATCH_ROWS + 2 * kv_layout.page_tokens
-        tape = CpuTape(shared_pool, kv_layout, max_weighed_tokens=held, progress=progress)
-        program = write_decoder(config, weights, tape, config.context_length)
-        if threads is None:
-            assert isinstance(program, CpuProgram), "a CPU tape makes a CPU program"
-            if progress is not None:
-                progress("measuring how many threads decode fastest", 0, 0)
-            choose_decode_threads(program, kv_layout, file.num_bytes)
-        _note(file, packed)
+        parts = _Parts(config, file, shared_pool, kv_type, progress, chooses_threads=threads is None)
+        written = None if placed is None else _write_on_gpu(parts, *placed, is_required=device == "cuda")
+        used, weights = "cuda", None
+        if written is None:
+            # Before a batch the last page may have just begun, and after it another one.
+            held = 0 if kv_window is None else kv_window + MAX_BATCH_ROWS + 2 * kv_layout.page_tokens
+            used, weights = "cpu", CpuWeights(file, shared_pool, progress)
+            written = _write_on_cpu(parts, weights, kv_layout, held), kv_layout
         _check_unchanged(file)
-        return Model(config, tokenizer, template, program, kv_layout, file, shared_pool, weights=weights)
+        return Model(config, tokenizer, template, *written, file, shared_pool, used, weights)
     except BaseException as error:
         if gpu is not None:
             gpu.close()
@@ -186,71 +172,69 @@ def load_model(
 
 @dataclass(frozen=True)
 class _Parts:
-    """What is the same on every device."""
+    """What programs are written from on every device."""
 
     config: ModelConfig
-    tokenizer: Tokenizer | None
-    chat_template: ChatTemplate | None
     file: ModelFile
     pool: ThreadPool
-
-
-@dataclass(frozen=True)
-class _Options:
-    """How a model is loaded onto a GPU. is_asked_for: the GPU by name, so that there is no way back."""
-
     kv_type: str
     progress: ProgressCallback | None
     chooses_threads: bool
-    is_asked_for: bool
 
 
-def _load_on_gpu(parts: _Parts, gpu: CudaDevice, placement: Placement, options: _Options) -> Model | None:
+def _write_on_cpu(parts: _Parts, weights: CpuWeights, kv_layout: KVLayout, max_weighed_tokens: int) -> Program:
+    tape = CpuTape(parts.pool, kv_layout, max_weighed_tokens=max_weighed_tokens, progress=parts.progress)
+    program = write_decoder(parts.config, weights, tape, parts.config.context_length)
+    if parts.chooses_threads:
+        assert isinstance(program, CpuProgram), "a CPU tape makes a CPU program"
+        if parts.progress is not None:
+            parts.progress("measuring how many threads decode fastest", 0, 0)
+        choose_decode_threads(program, kv_layout, parts.file.num_bytes)
+    _note(parts.file, weights)
+    return program
+
+
+def _write_on_gpu(
+    parts: _Parts, gpu: CudaDevice, placement: Placement, *, is_required: bool
+) -> tuple[Program, KVLayout] | None:
     """The model on a GPU, or as much of it as was chosen; None after a report why it cannot run there.
 
-    Raises: BackendUnavailableError, OutOfMemoryError if the GPU was asked for by name.
+    Raises: BackendUnavailableError, OutOfMemoryError if the GPU is required.
     """
-    write = _write_whole if placement.is_whole else _write_split
     try:
-        program, layout = write(parts, gpu, placement, options)
+        return _write_whole(parts, gpu) if placement.is_whole else _write_split(parts, gpu, placement)
     except BaseException as error:
         gpu.close()
-        if options.is_asked_for or not isinstance(error, BackendUnavailableError | OutOfMemoryError):
+        if is_required or not isinstance(error, BackendUnavailableError | OutOfMemoryError):
             raise
         report_fallback(error)
         return None
-    return Model(
-        parts.config, parts.tokenizer, parts.chat_template, program, layout, parts.file, parts.pool, device="cuda"
-    )
 
 
-def _write_whole(parts: _Parts, gpu: CudaDevice, _: Placement, options: _Options) -> tuple[Program, KVLayout]:
+def _write_whole(parts: _Parts, gpu: CudaDevice) -> tuple[Program, KVLayout]:
     """A program on the GPU alone."""
     from localinfer.kernels.cuda.lower import CudaTape
     from localinfer.kernels.cuda.pages import DeviceKVLayout
-    from localinfer.models.load.device_weights import CudaWeights
 
     config = parts.config
-    layout = DeviceKVLayout(options.kv_type, kv_layer_shapes(config), device=gpu)
-    weights = CudaWeights(parts.file, parts.pool, gpu, options.progress)
-    tape = CudaTape(gpu, layout, progress=options.progress)
+    layout = DeviceKVLayout(parts.kv_type, kv_layer_shapes(config), device=gpu)
+    weights = CudaWeights(parts.file, parts.pool, gpu, parts.progress)
+    tape = CudaTape(gpu, layout, progress=parts.progress)
     program = write_decoder(config, weights, tape, config.context_length)
     _note(parts.file, weights)
     return program, layout
 
 
-def _write_split(parts: _Parts, gpu: CudaDevice, placement: Placement, options: _Options) -> tuple[Program, KVLayout]:
+def _write_split(parts: _Parts, gpu: CudaDevice, placement: Placement) -> tuple[Program, KVLayout]:
     """A program whose first layers run on the CPU; the GPU's part first, which may not fit after all."""
     from localinfer.kernels.cuda.lower import CudaTape
     from localinfer.kernels.cuda.offload import SplitProgram
     from localinfer.kernels.cuda.pages import SplitKVLayout
     from localinfer.kernels.cuda.program import CudaProgram
-    from localinfer.models.load.device_weights import CudaWeights
 
-    config, progress = parts.config, options.progress
+    config, progress = parts.config, parts.progress
     num_first = config.num_layers - placement.num_gpu_layers
-    shapes = kv_layer_shapes(config)
-    layout = SplitKVLayout(options.kv_type, shapes, num_host_layers=num_first, device=gpu)
+    layout = SplitKVLayout(parts.kv_type, kv_layer_shapes(config), num_host_layers=num_first, device=gpu)
     on_gpu = CudaWeights(parts.file, parts.pool, gpu, progress)
     gpu_tape = CudaTape(gpu, layout.device_part, max_batch_rows=MAX_BATCH_ROWS, progress=progress)
     rest = write_last_layers(config, on_gpu, gpu_tape, num_first, config.context_length)
@@ -259,7 +243,7 @@ def _write_split(parts: _Parts, gpu: CudaDevice, placement: Placement, options: 
     tape = CpuTape(parts.pool, layout.host_part, max_output_rows=MAX_BATCH_ROWS, progress=progress)
     first = write_first_layers(config, on_cpu, tape, num_first, config.context_length)
     assert isinstance(first, CpuProgram), "a CPU tape makes a CPU program"
-    if options.chooses_threads and num_first:
+    if parts.chooses_threads and num_first:
         choose_decode_threads(first, layout.host_part, parts.file.num_bytes * num_first // config.num_layers)
     on_cpu.notes.update(on_gpu.notes)
     _note(parts.file, on_cpu)
@@ -276,7 +260,14 @@ def _check_unchanged(file: ModelFile) -> None:
 
 def _note(file: ModelFile, weights: CpuWeights) -> None:
     """Say what of a file is run as something else, or not at all."""
-    _note_prediction_layers(file)
+    count = file.metadata.get(f"{file.metadata.get('general.architecture')}.nextn_predict_layers")
+    # They draft the tokens after the next (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+    if isinstance(count, int | np.integer) and count > 0:
+        logger.warning(
+            "%s: its %d layers for next-token prediction are ignored; this version drafts from text and draft models",
+            file.path.name,
+            count,
+        )
     for note in weights.notes.values():
         logger.warning("%s", note)
 
@@ -370,18 +361,6 @@ def read_tokenizer(file: ModelFile) -> Tokenizer:
         # A new one: with the frames it is raised from, the file's own would keep all of a closed model alive.
         raise type(file.tokenizer_error)(*file.tokenizer_error.args)
     return Tokenizer.from_metadata(file.metadata)
-
-
-def _note_prediction_layers(file: ModelFile) -> None:
-    """Layers that draft the tokens after the next (DeepSeek-V3, arXiv 2412.19437, section 2.2) are not run yet."""
-    architecture = file.metadata.get("general.architecture")
-    count = file.metadata.get(f"{architecture}.nextn_predict_layers")
-    if isinstance(count, int | np.integer) and count > 0:
-        logger.warning(
-            "%s: its %d layers for next-token prediction are ignored; this version drafts from text and draft models",
-            file.path.name,
-            count,
-        )
 
 
 def _tokenizer_or_none(file: ModelFile) -> Tokenizer | None:

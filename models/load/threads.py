@@ -1,4 +1,4 @@
-"""How many threads decode fastest: measured on the model itself, and remembered per machine and model size.
+"""How many threads decode fastest: measured on the model itself, and cached per machine and model size.
 
 No rule of thumb survives hybrid cores, shared caches and one or two memory channels, but one token tells, if the
 machine does nothing else meanwhile. So what was measured on a busy machine is not kept, and nothing is believed that
@@ -16,8 +16,7 @@ from localinfer.kernels.cpu.kernel_abi import MAX_THREADS
 from localinfer.kernels.cpu.program import CpuProgram
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.ops import Batch, Segment
-from localinfer.models.load.measurement_memory import recall, remember
-from localinfer.models.load.timing import time_in_turns
+from localinfer.models.load.measurements import get_measurement, put_measurement, time_in_turns
 
 _ENOUGH_LOADS = 2
 """Loads of a model that have to measure the same before it is believed without measuring again."""
@@ -45,18 +44,18 @@ def choose_decode_threads(program: CpuProgram, kv_layout: KVLayout, weight_bytes
     """Set the program's `decode_threads` to the fewest that decode within 3 % of the fastest."""
     if program.num_threads == 1:
         return
-    key = _memory_key(program.num_threads, weight_bytes)
-    remembered, loads = _recall(key, program.num_threads)
-    if remembered is not None and loads >= _ENOUGH_LOADS:
-        program.decode_threads = remembered
+    key = _cache_key(program.num_threads, weight_bytes)
+    cached, loads = cached_count(key, program.num_threads)
+    if cached is not None and loads >= _ENOUGH_LOADS:
+        program.decode_threads = cached
         return
     timed = time_in_turns(_token_runs(program, kv_layout))
     best = min(timed.seconds.values())
     found = min(count for count, value in timed.seconds.items() if value * _LEAST_GAIN <= best)
     if timed.is_calm:
-        remember("threads", key, decode_threads=found, loads=loads + 1 if found == remembered else 1)
-    elif remembered is not None:
-        found = remembered
+        put_measurement("threads", key, decode_threads=found, loads=loads + 1 if found == cached else 1)
+    elif cached is not None:
+        found = cached
     program.decode_threads = found
 
 
@@ -89,14 +88,14 @@ def _token_runs(program: CpuProgram, kv_layout: KVLayout) -> dict[int, Callable[
     return {count: lambda count=count: run(count) for count in counts}  # type: ignore[misc]
 
 
-def _memory_key(num_threads: int, weight_bytes: int) -> str:
+def _cache_key(num_threads: int, weight_bytes: int) -> str:
     """The same for models of about this size."""
     return f"{num_threads} {round(2 * float(np.log2(max(weight_bytes, 1))))}"
 
 
-def _recall(key: str, most: int) -> tuple[int | None, int]:
-    """The remembered count, or None, and how many loads have measured it, one after the other."""
-    record = recall("threads", key) or {}
+def cached_count(key: str, most: int) -> tuple[int | None, int]:
+    """The cached count, or None, and how many loads have measured it, one after the other."""
+    record = get_measurement("threads", key) or {}
     try:
         count, loads = int(record["decode_threads"]), int(record["loads"])
     except (KeyError, ValueError, TypeError, ArithmeticError):

@@ -1,13 +1,14 @@
-"""Weights of a model file for the CPU: packed into tiles straight from the map, one tensor at a time.
+"""Weights of a model file on a device: packed straight from the map, one tensor at a time, and once each.
 
-What a tensor's type is run as is decided in `quant/pipeline/conversion.py`. After packing, the file's pages are given
-back to the system, so loading needs little more memory than the packed weights themselves.
+What a tensor's type is run as is decided in `quant/pipeline/conversion.py`. After packing, the file's pages are
+released, so loading needs little more memory than the packed weights themselves.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,7 @@ from localinfer.errors import CorruptFileError, UnsupportedFormatError
 from localinfer.kernels.cpu.arrays import Arena
 from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.kernels.cpu.weights import RowTable, pack
+from localinfer.kernels.cuda.device import Device
 from localinfer.kernels.jit.compile_ahead import ProgressCallback
 from localinfer.kernels.layouts import Layout
 from localinfer.kernels.ops import EmbeddingTable, FloatArray, LinearWeight
@@ -27,6 +29,8 @@ from localinfer.quant.formats.reference import dequantize
 from localinfer.quant.formats.types import TensorType, row_bytes
 from localinfer.quant.pipeline.conversion import conversion_note, convert, layout_of, runs_directly
 
+Found = TypeVar("Found")
+
 _UNGROUPED_NOTE = (
     "some quantized matrices run as F32, 32 bits per weight: their groups end inside a block of 32 columns, or float16 "
     "does not hold their scales"
@@ -34,16 +38,18 @@ _UNGROUPED_NOTE = (
 
 
 class CpuWeights:
-    """A `WeightSource` over a model file. `notes` says, per tensor type that no kernel runs directly, what it runs
-    as."""
+    """A `WeightSource` over a model file, which packs each weight once, however many programs are written over it.
+
+    `notes` says, per tensor type that no kernel runs directly, what it runs as.
+    """
 
     def __init__(self, file: ModelFile, pool: ThreadPool, progress: ProgressCallback | None = None) -> None:
         self._file = file
-        self._pool = pool
         self._progress = progress
-        self._arena = Arena()
+        self._pack: Callable[..., Any] = partial(pack, pool, arena=Arena())
         self._done_bytes = 0
         self._converted_tables: dict[str, RowTable] = {}
+        self._loaded: dict[tuple[object, ...], Any] = {}
         self.notes: dict[TensorType, str] = {}
 
     def has(self, name: str) -> bool:
@@ -56,6 +62,10 @@ class CpuWeights:
 
     def linear(self, name: str, rows: slice | None = None) -> LinearWeight:
         """Pack a matrix [rows, columns], a stack of them, or some rows of either; a vector is a matrix of one row."""
+        part = None if rows is None else (rows.start, rows.stop, rows.step)
+        return self._once(("linear", name, part), lambda: self._load_linear(name, rows))
+
+    def _load_linear(self, name: str, rows: slice | None) -> LinearWeight:
         grouped = self._file.grouped(name)
         if grouped is not None:
             return self._grouped_linear(name, grouped, rows)
@@ -72,7 +82,8 @@ class CpuWeights:
         done = self._done(name, info.type, is_whole=rows is None)
         layout, data = self._runnable(name, data, (experts, num_rows, num_columns), done)
         # Offsets are in the file's own bytes, which are no longer what is packed where they have been converted.
-        packed = self._pack(layout, data, experts, num_rows, num_columns, done if runs_directly(info.type) else None)
+        shown = done if runs_directly(info.type) else None
+        packed = self._pack(layout, data, experts, num_rows, num_columns, done=shown)
         return LinearWeight(name, num_rows, num_columns, packed, experts)
 
     def _grouped_linear(self, name: str, matrices: Sequence[GroupedMatrix], rows: slice | None) -> LinearWeight:
@@ -95,7 +106,7 @@ class CpuWeights:
         data = [kernel_rows(matrix, layout) for matrix in matrices]
         num_rows, num_columns = matrices[0].shape
         joined = data[0] if len(data) == 1 else np.concatenate(data)
-        packed: Any = self._pack(layout, joined, len(matrices), num_rows, num_columns)
+        packed = self._pack(layout, joined, len(matrices), num_rows, num_columns)
         if rows is None:
             self._file.forget(name, 0, self._file.tensor(name).num_bytes)
         self._report("loading weights", joined.size)
@@ -103,6 +114,9 @@ class CpuWeights:
 
     def embedding(self, name: str) -> EmbeddingTable:
         """A table whose rows are read when a text needs them, or all converted if no kernel reads their type."""
+        return self._once(("embedding", name), lambda: self._load_embedding(name))
+
+    def _load_embedding(self, name: str) -> EmbeddingTable:
         info = self._file.tensor(name)
         num_rows, width = info.shape
         stretch = self._file.stretch(name) if runs_directly(info.type) else None
@@ -121,29 +135,22 @@ class CpuWeights:
             self._converted_tables[name] = table
         return EmbeddingTable(name, num_rows, width, table)
 
-    def _pack(
-        self,
-        layout: Layout,
-        data: NDArray[np.uint8],
-        num_experts: int,
-        num_rows: int,
-        num_columns: int,
-        done: Callable[[int, int], None] | None = None,
-    ) -> Any:
-        return pack(self._pool, layout, data, num_experts, num_rows, num_columns, arena=self._arena, done=done)
-
     def vector(self, name: str) -> FloatArray:
         """A small tensor as float32, in its own shape."""
+        return self._once(("vector", name), lambda: self._load_vector(name))
+
+    def _load_vector(self, name: str) -> FloatArray:
         info = self._file.tensor(name)
         with _named(name):
             return np.array(dequantize(self._file.tensor_bytes(name), info.type, info.shape))
 
+    def _once(self, key: tuple[object, ...], load: Callable[[], Found]) -> Found:
+        if key not in self._loaded:
+            self._loaded[key] = load()
+        return cast(Found, self._loaded[key])
+
     def _runnable(
-        self,
-        name: str,
-        data: NDArray[np.uint8],
-        shape: tuple[int, ...],
-        done: Callable[[int, int], None],
+        self, name: str, data: NDArray[np.uint8], shape: tuple[int, ...], done: Callable[[int, int], None]
     ) -> tuple[Layout, NDArray[np.uint8]]:
         type = self._file.tensor(name).type
         if runs_directly(type):
@@ -158,7 +165,7 @@ class CpuWeights:
     def _done(self, name: str, type: TensorType, *, is_whole: bool) -> Callable[[int, int], None]:
         """What is called with each stretch of a tensor's bytes in the file once it has been packed or converted.
 
-        is_whole: they are all of the tensor's, so that the file may let them go; not some of its rows.
+        is_whole: they are all of the tensor's, not some of its rows, so that their pages may be released.
         """
         stage = "loading weights" if runs_directly(type) else f"converting {type.name} weights"
 
@@ -174,6 +181,22 @@ class CpuWeights:
         if self._progress is not None:
             done, total = self._done_bytes >> 20, self._file.num_bytes >> 20
             self._progress(f"{stage} (MB)", min(done, total), total)
+
+
+class CudaWeights(CpuWeights):
+    """A `WeightSource` over a model file whose matrices go to a device as planes; one that is also a table, once."""
+
+    def __init__(
+        self, file: ModelFile, pool: ThreadPool, device: Device, progress: ProgressCallback | None = None
+    ) -> None:
+        from localinfer.kernels.cuda.planes import upload
+
+        super().__init__(file, pool, progress)
+        self._pack = partial(upload, device)
+
+    def _load_embedding(self, name: str) -> EmbeddingTable:
+        table = self.linear(name)
+        return EmbeddingTable(name, table.num_rows, table.num_columns, table.packed)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import pytest
 
 from localinfer.kernels.cuda.device import FoundDevice
-from localinfer.models.load import device_choice
+from localinfer.models.load import devices
 from tests.kernels.cuda.device import EmulatedDevice
 
 
@@ -17,8 +17,8 @@ def emulate_gpu(
     monkeypatch: pytest.MonkeyPatch, device: type[NamedDevice] = NamedDevice, *, checks: bool = False
 ) -> None:
     """Have loaders find it, with 64 GiB free; without its self-check, which takes the emulator a second."""
-    monkeypatch.setattr(device_choice, "has_driver", lambda: True)
-    monkeypatch.setattr(device_choice, "find_device", lambda: FoundDevice("emulator", 64 << 30))
-    monkeypatch.setattr(device_choice, "CudaDevice", device)
+    monkeypatch.setattr(devices, "has_driver", lambda: True)
+    monkeypatch.setattr(devices, "find_device", lambda: FoundDevice("emulator", 64 << 30))
+    monkeypatch.setattr(devices, "CudaDevice", device)
     if not checks:
-        monkeypatch.setattr(device_choice, "check_device", lambda *_: None)
+        monkeypatch.setattr(devices, "check_device", lambda *_: None)

@@ -14,8 +14,8 @@ from localinfer.cli.cache import cache_command
 from localinfer.errors import SessionFileError
 from localinfer.kernels.jit.object_cache import store, stored
 from localinfer.llm import LLM
-from localinfer.models.load import measurement_memory
-from localinfer.models.load.measurement_memory import recall, remember
+from localinfer.models.load import measurements
+from localinfer.models.load.measurements import get_measurement, put_measurement
 from localinfer.persistence.prompt_cache import DiskOptions
 from tests.chat.test_history import ask, chatting
 from tests.engine.fakes import fake_model
@@ -153,24 +153,24 @@ def test_damaged_hash_of_a_model_is_computed_again(damage: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_measurement_is_measured_again(damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measurement_memory, "CACHE_FOLDER", tmp_path)
-    remember("threads", "key", decode_threads=3, loads=1)
+    monkeypatch.setattr(measurements, "CACHE_FOLDER", tmp_path)
+    put_measurement("threads", "key", decode_threads=3, loads=1)
     (path,) = tmp_path.iterdir()
     DAMAGES[damage](path)
-    found = recall("threads", "key")
+    found = get_measurement("threads", "key")
     assert found is None or damage in ("one bit", "unreadable")
-    remember("threads", "key", decode_threads=3, loads=1)
+    put_measurement("threads", "key", decode_threads=3, loads=1)
 
 
 def test_measurement_of_any_other_shape_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from localinfer.models.load.threads import _recall
+    from localinfer.models.load.threads import cached_count
 
-    monkeypatch.setattr(measurement_memory, "CACHE_FOLDER", tmp_path)
-    remember("threads", "key", decode_threads=3, loads=1)
+    monkeypatch.setattr(measurements, "CACHE_FOLDER", tmp_path)
+    put_measurement("threads", "key", decode_threads=3, loads=1)
     (path,) = tmp_path.iterdir()
     for name, text in json_damages(path.read_bytes()).items():
         path.write_bytes(text)
-        count, loads = _recall("key", 8)
+        count, loads = cached_count("key", 8)
         assert count is None or 1 <= count <= 8, name
         assert loads >= 0, name
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from localinfer.models.load import timing
+from localinfer.models.load import measurements
 from localinfer.speculation import verification_costs
 from localinfer.speculation.verification_costs import MAX_DEPTH, VerificationCosts, measure_costs
 
@@ -85,7 +85,7 @@ class Clock:
 
 
 def measured(clock: Clock, most: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[float], bool]:
-    monkeypatch.setattr(timing.time, "perf_counter", clock.read)
+    monkeypatch.setattr(measurements.time, "perf_counter", clock.read)
     return verification_costs.measure_costs(clock.run, most)
 
 

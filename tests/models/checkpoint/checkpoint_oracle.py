@@ -6,17 +6,17 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels.ops import Batch, EmbeddingTable, FloatArray, LinearWeight, Segment
+from localinfer.kernels.ops import Batch, FloatArray, Segment
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import write_decoder
 from localinfer.models.load.loader import open_model_file
 from localinfer.quant.checkpoint.model_file import ModelFile
 from localinfer.quant.formats.reference import dequantize
-from tests.oracle import NumpyTape
+from tests.oracle import NumpyTape, NumpyWeights
 
 
-class OracleWeights:
-    """`WeightSource` over a model file, for the NumPy tape."""
+class OracleWeights(NumpyWeights):
+    """The oracle's `WeightSource` over an open model file of either kind."""
 
     def __init__(self, file: ModelFile) -> None:
         self._file = file
@@ -26,20 +26,6 @@ class OracleWeights:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._file.tensor(name).shape
-
-    def linear(self, name: str, rows: slice | None = None) -> LinearWeight:
-        values = np.atleast_2d(self._values(name))
-        if rows is not None:
-            values = values[..., rows, :]
-        num_experts = values.shape[0] if values.ndim == 3 else 1
-        return LinearWeight(name, values.shape[-2], values.shape[-1], values, num_experts)
-
-    def embedding(self, name: str) -> EmbeddingTable:
-        values = self._values(name)
-        return EmbeddingTable(name, values.shape[0], values.shape[1], values)
-
-    def vector(self, name: str) -> FloatArray:
-        return self._values(name).astype(np.float32)
 
     def _values(self, name: str) -> NDArray[np.float64]:
         info = self._file.tensor(name)

@@ -9,11 +9,6 @@ from tests.models.arch_models import architectures, build_model, normalized_erro
 from tests.models.numpy_device import NumpyDevice
 
 
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("archs")
-
-
 @pytest.mark.parametrize("name", architectures())
 def test_logits_equal_those_of_the_reference_runtime(name: str, folder: Path) -> None:
     model = build_model(folder, name)

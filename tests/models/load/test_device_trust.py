@@ -7,8 +7,8 @@ import pytest
 
 from localinfer.errors import BackendUnavailableError
 from localinfer.kernels.cuda.device import FoundDevice
-from localinfer.models.load import device_choice
-from localinfer.models.load.memory_fit import MemoryNeeds
+from localinfer.models.load import devices
+from localinfer.models.load.devices import MemoryNeeds
 
 pytest.importorskip("numba_cuda", reason="CUDA kernels are written with numba-cuda, which is not installed")
 
@@ -51,17 +51,17 @@ def test_a_gpu_that_computes_something_else_is_not_taken(
 ) -> None:
     emulate_gpu(monkeypatch, device, checks=True)
     with caplog.at_level(logging.WARNING):
-        assert device_choice.open_device("auto", lambda: NEEDS) is None
+        assert devices.open_device("auto", lambda: NEEDS) is None
     (record,) = caplog.records
     assert record.getMessage().startswith("running on the CPU: ") and "\n" not in record.getMessage()
     assert DEVICES[device] in record.getMessage()
     with pytest.raises(BackendUnavailableError, match=DEVICES[device]):
-        device_choice.open_device("cuda", lambda: NEEDS)
+        devices.open_device("cuda", lambda: NEEDS)
 
 
 def test_a_gpu_that_computes_what_it_should_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     emulate_gpu(monkeypatch, checks=True)
-    opened = device_choice.open_device("auto", lambda: NEEDS)
+    opened = devices.open_device("auto", lambda: NEEDS)
     assert opened is not None and opened[1].is_whole
 
 
@@ -71,8 +71,8 @@ def test_libraries_that_cannot_be_imported_leave_the_cpu(
     def broken() -> FoundDevice:
         raise OSError("libcudart.so.13: cannot open shared object file")
 
-    monkeypatch.setattr(device_choice, "has_driver", lambda: True)
-    monkeypatch.setattr(device_choice, "find_device", broken)
+    monkeypatch.setattr(devices, "has_driver", lambda: True)
+    monkeypatch.setattr(devices, "find_device", broken)
     with caplog.at_level(logging.WARNING):
-        assert device_choice.open_device("auto", lambda: NEEDS) is None
+        assert devices.open_device("auto", lambda: NEEDS) is None
     assert "running on the CPU" in caplog.text and "libcudart" in caplog.text

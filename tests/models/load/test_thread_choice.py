@@ -11,7 +11,7 @@ import pytest
 from localinfer.errors import RequestError
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.ops import Batch, FloatArray
-from localinfer.models.load import measurement_memory, timing
+from localinfer.models.load import measurements
 from localinfer.models.load.threads import checked_threads, choose_decode_threads
 
 LAYOUT = KVLayout("f32", [])
@@ -32,7 +32,7 @@ class ScriptedProgram:
         self._seconds = seconds
         self._now = 0.0
         self._beside = beside
-        monkeypatch.setattr(timing.time, "perf_counter", lambda: self._now)
+        monkeypatch.setattr(measurements.time, "perf_counter", lambda: self._now)
 
     def run(self, batch: Batch) -> FloatArray:
         self.runs += 1
@@ -42,7 +42,7 @@ class ScriptedProgram:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(measurement_memory, "CACHE_FOLDER", tmp_path)
+    monkeypatch.setattr(measurements, "CACHE_FOLDER", tmp_path)
     return tmp_path
 
 

@@ -16,9 +16,9 @@ from localinfer.kernels.cuda.pages import SplitKVLayout
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.ops import Batch, Segment
 from localinfer.models.decoder.decoder import kv_layer_shapes
-from localinfer.models.load import device_choice
+from localinfer.models.load import devices
+from localinfer.models.load.devices import MemoryNeeds, Placement, choose_placement, memory_needs
 from localinfer.models.load.loader import load_model
-from localinfer.models.load.memory_fit import MemoryNeeds, Placement, choose_placement, memory_needs
 from localinfer.quant.formats.types import TensorType
 from localinfer.quant.gguf.reader import read_gguf
 from localinfer.sampling.params import SamplingParams
@@ -37,24 +37,24 @@ def test_cuda_by_name_without_a_gpu_is_an_error_and_auto_is_the_cpu(caplog: pyte
     with pytest.raises(BackendUnavailableError, match="needs an NVIDIA GPU"):
         localinfer.load(device="cuda")
     with caplog.at_level(logging.WARNING):
-        assert device_choice.open_device("auto", lambda: NEEDS) is None
+        assert devices.open_device("auto", lambda: NEEDS) is None
         assert not caplog.text
-        assert device_choice.open_device("auto", lambda: NEEDS, 3) is None
+        assert devices.open_device("auto", lambda: NEEDS, 3) is None
     assert "running on the CPU: device 'cuda' needs an NVIDIA GPU" in caplog.text
 
 
 def test_a_model_that_does_not_fit_runs_on_the_cpu_and_the_reason_is_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(device_choice, "has_driver", lambda: True)
-    monkeypatch.setattr(device_choice, "find_device", lambda: FoundDevice("a small GPU", 1 << 30))
+    monkeypatch.setattr(devices, "has_driver", lambda: True)
+    monkeypatch.setattr(devices, "find_device", lambda: FoundDevice("a small GPU", 1 << 30))
     with caplog.at_level(logging.WARNING):
-        assert device_choice.open_device("auto", lambda: NEEDS) is None
+        assert devices.open_device("auto", lambda: NEEDS) is None
     reason = "a single layer and the output need 1.9 GB on a small GPU, which has 1.1 GB free"
     assert f"running on the CPU: {reason}" in caplog.text
     with pytest.raises(BackendUnavailableError, match="a single layer"):
-        device_choice.open_device("cuda", lambda: NEEDS)
-    assert device_choice.open_device("auto", lambda: NEEDS, 0) is None
+        devices.open_device("cuda", lambda: NEEDS)
+    assert devices.open_device("auto", lambda: NEEDS, 0) is None
 
 
 @pytest.mark.parametrize(
