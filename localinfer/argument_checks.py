@@ -17,14 +17,14 @@ def check_flag(name: str, value: object) -> bool:
         return False
     if isinstance(value, bool | np.bool_) or (isinstance(value, int) and value in (0, 1)):
         return bool(value)
-    raise RequestError(f"{name} is {shown(value)}; give True or False")
+    raise RequestError(f"{name} is {shown(value)}; give True or False", field=name)
 
 
 def check_whole(name: str, value: object, least: int, most: int) -> int:
     """Return a whole number from `least` to `most`. Raises: RequestError."""
     is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
     if not is_whole or not least <= int(value) <= most:  # type: ignore[call-overload]
-        raise RequestError(f"{name} is {shown(value)}; it must be a whole number from {least} to {most}")
+        raise RequestError(f"{name} is {shown(value)}; it must be a whole number from {least} to {most}", field=name)
     return int(value)  # type: ignore[call-overload, no-any-return]
 
 
@@ -33,7 +33,9 @@ def check_hashable(name: str, value: object) -> None:
     try:
         hash(value)
     except Exception:
-        raise RequestError(f"{name} is {shown(value)}; give something hashable, such as a number or a text") from None
+        raise RequestError(
+            f"{name} is {shown(value)}; give something hashable, such as a number or a text", field=name
+        ) from None
 
 
 def check_callable(name: str, value: Callable[..., Any] | None) -> None:

@@ -47,7 +47,11 @@ class ShapeError(LocalinferError):
 
 
 class RequestError(LocalinferError):
-    """The caller asked for something that has no meaning here."""
+    """The caller asked for something that has no meaning here; `field`: the option or member at fault, if one is."""
+
+    def __init__(self, message: str, *, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class ContextLengthError(RequestError):
@@ -79,10 +83,13 @@ class TemplateError(RequestError):
 
 
 class ConstraintError(RequestError):
-    """A schema, regular expression or grammar cannot be enforced; `keyword`: the schema's word at fault, if one is."""
+    """A schema, regular expression or grammar cannot be enforced; `keyword`: the schema's word at fault, if one is.
 
-    def __init__(self, message: str, *, keyword: str | None = None) -> None:
-        super().__init__(message)
+    field: "regex", "grammar" or "tools" where one of these is at fault.
+    """
+
+    def __init__(self, message: str, *, keyword: str | None = None, field: str | None = None) -> None:
+        super().__init__(message, field=field)
         self.keyword = keyword
 
 

@@ -223,7 +223,10 @@ class TextStream(Iterator[StreamEvent]):
         prompt_ids = engine.check_prompt(prompt.token_ids, shifts_context=context_shift)
         mask = _make_mask(constraints, tokenizer, constraint, prompt.reply, prompt_ids.size, engine.vocab_size)
         if mask is not None and ignore_eos:
-            raise RequestError("ignore_eos was given, but a text that is constrained, or may call tools, has to end")
+            raise RequestError(
+                "ignore_eos was given, but a text that is constrained, or may call tools, has to end",
+                field="ignore_eos",
+            )
         if mask is not None:
             plan = engine.plan(replace(sampling, seed=plan.seed), mask)
         self._tokens = engine.generate(
@@ -429,7 +432,7 @@ def _prediction_ids(prediction: Any, tokenizer: "Tokenizer | None") -> Sequence[
     try:
         return tokenizer.encode(prediction, add_special=False)
     except RequestError as error:
-        raise RequestError(f"prediction: {error}") from None
+        raise RequestError(f"prediction: {error}", field="prediction") from None
 
 
 def _breaker_ids(breakers: Any, tokenizer: "Tokenizer | None") -> frozenset[int]:
@@ -442,7 +445,10 @@ def _breaker_ids(breakers: Any, tokenizer: "Tokenizer | None") -> frozenset[int]
     found = {text: tokenizer.ids_containing(text) for text in texts}
     for text, token_ids in found.items():
         if not token_ids and breakers is not None:
-            raise RequestError(f"dry_sequence_breakers has {text!r}, which no token contains; give shorter texts")
+            raise RequestError(
+                f"dry_sequence_breakers has {text!r}, which no token contains; give shorter texts",
+                field="dry_sequence_breakers",
+            )
     return frozenset(tokenizer.special_ids.values()).union(*found.values())
 
 
@@ -463,9 +469,9 @@ def _speculation_stats(record: SpeculationRecord | None) -> dict[str, Any]:
 def _check_texts(name: str, value: object) -> list[str]:
     texts = [value] if isinstance(value, str) else [] if value is None else value
     if not isinstance(texts, Sequence) or not all(isinstance(text, str) and text for text in texts):
-        raise RequestError(f"{name} is {value!r}; give one text or a list of texts, none of them empty")
+        raise RequestError(f"{name} is {value!r}; give one text or a list of texts, none of them empty", field=name)
     for text in texts:
         half = next((character for character in text if "\ud800" <= character <= "\udfff"), None)
         if half is not None:
-            raise RequestError(f"{name} holds U+{ord(half):04X}, half of a character; give whole ones")
+            raise RequestError(f"{name} holds U+{ord(half):04X}, half of a character; give whole ones", field=name)
     return list(texts)

@@ -25,6 +25,8 @@ _LEXER_FUEL = 200_000
 """Nodes of regular expressions that are opened up at the start: a fifth of llguidance's default, some 0.2 s of work."""
 _MOST_ITEMS_PER_STEP = 20_000
 """Of the parser's table: some 0.1 s of work, which only an endless or hostile grammar reaches."""
+_FIELDS = {"regular expression": "regex", "grammar": "grammar"}
+"""What a constraint is called in messages, and in the `field` of an error."""
 Result = TypeVar("Result")
 ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as `json.dumps` writes it, in llguidance's terms: small models would write white space without end."""
@@ -119,7 +121,8 @@ class ConstraintCompiler:
             with self._lock:
                 self._late.append(thread)
             raise ConstraintError(
-                f"the {what} takes longer than {MAX_COMPILE_SECONDS:g} s to compile; give a simpler or smaller one"
+                f"the {what} takes longer than {MAX_COMPILE_SECONDS:g} s to compile; give a simpler or smaller one",
+                field=_FIELDS.get(what),
             )
         return results[0]
 
@@ -216,13 +219,17 @@ def _as_lark(text: str) -> str:
 
 def _check_text(what: str, text: object) -> None:
     if not isinstance(text, str):
-        raise ConstraintError(f"the {what} is {text!r:.60}; give it as text")
+        raise ConstraintError(f"the {what} is {text!r:.60}; give it as text", field=_FIELDS[what])
     if len(text) > MAX_CHARACTERS:
-        raise ConstraintError(f"the {what} has {len(text)} characters; wanted at most {MAX_CHARACTERS}")
+        raise ConstraintError(
+            f"the {what} has {len(text)} characters; wanted at most {MAX_CHARACTERS}", field=_FIELDS[what]
+        )
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        raise ConstraintError(f"the {what} has half a character in it; give whole Unicode characters") from None
+        raise ConstraintError(
+            f"the {what} has half a character in it; give whole Unicode characters", field=_FIELDS[what]
+        ) from None
 
 
 def _name(constraint: Constraint) -> str:
@@ -234,4 +241,6 @@ def _refusal(what: str, message: str) -> ConstraintError:
     # The compiler's message goes over several lines, where it points into the text.
     told = " ".join(message.split("<state>")[0].split())[:300]
     about = f" ({keyword!r})" if keyword is not None else ""
-    return ConstraintError(f"the {what} cannot be enforced{about}: {told}; change that part", keyword=keyword)
+    return ConstraintError(
+        f"the {what} cannot be enforced{about}: {told}; change that part", keyword=keyword, field=_FIELDS.get(what)
+    )

@@ -237,7 +237,9 @@ class ReplyFormats:
         except ConstraintError as error:
             if tool.description["function"].get("strict"):
                 raise ConstraintError(
-                    f"the parameters of tool {tool.name!r} cannot be enforced: {error}", keyword=error.keyword
+                    f"the parameters of tool {tool.name!r} cannot be enforced: {error}",
+                    keyword=error.keyword,
+                    field="tools",
                 ) from None
             return replace(tool, parameters=None)
         return tool

@@ -124,7 +124,9 @@ def _read_tool(index: int, tool: object) -> Tool:
     except (ConstraintError, TypeError) as error:
         if function.get("strict") or not isinstance(error, ConstraintError):
             raise ConstraintError(
-                f"the parameters of tool {name!r} cannot be enforced: {error}", keyword=getattr(error, "keyword", None)
+                f"the parameters of tool {name!r} cannot be enforced: {error}",
+                keyword=getattr(error, "keyword", None),
+                field="tools",
             ) from None
         parameters = None
     return Tool(name=name, description={"type": "function", "function": dict(function)}, parameters=parameters)

@@ -178,7 +178,8 @@ class Engine:
             not isinstance(max_tokens, int | np.integer) or isinstance(max_tokens, bool) or max_tokens < 0
         ):
             raise RequestError(
-                f"max_tokens is {max_tokens!r}; it must be a whole number, 0 or more, or None for no limit"
+                f"max_tokens is {max_tokens!r}; it must be a whole number, 0 or more, or None for no limit",
+                field="max_tokens",
             )
         token_ids = self.check_prompt(prompt_ids, shifts_context=context_shift)
         if not token_ids.size:
@@ -288,12 +289,14 @@ class Engine:
             index, of = int(wrong[0]), f" of {name}" if name == "prediction" else ""
             raise RequestError(
                 f"token id {array[index]} at index {index}{of} is not in the vocabulary, which has ids 0 to "
-                f"{self.vocab_size - 1}; encode the text with this model's tokenizer"
+                f"{self.vocab_size - 1}; encode the text with this model's tokenizer",
+                field="prediction" if name == "prediction" else None,
             )
         is_one = name == "prediction"
         raise RequestError(
             f"{name} {'is' if is_one else 'are'} {_shorten(values)}; give a flat list or one-dimensional array of "
-            "whole numbers"
+            "whole numbers",
+            field=name if is_one else None,
         )
 
 

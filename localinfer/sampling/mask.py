@@ -118,8 +118,10 @@ class MatcherMask:
 
     def _check(self) -> None:
         if self._matcher.is_error():
+            found = _first_line(self._matcher.get_error())
             raise ConstraintError(
-                f"the grammar became too costly to follow: {_first_line(self._matcher.get_error())}; give a simpler one"
+                f"the grammar became too costly to follow: {found}; give a simpler one",
+                field="grammar",
             )
 
 

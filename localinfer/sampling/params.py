@@ -92,7 +92,9 @@ class SamplingParams:
         _check_number("dynatemp_exponent", self.dynatemp_exponent, 0.0, math.inf, "1 is usual")
         _check_whole("mirostat", self.mirostat, 0, 2, "2 switches its second version on, 0 off")
         if self.mirostat == 1:
-            raise RequestError("mirostat is 1, but only its second version is here; give 2, or 0 to switch it off")
+            raise RequestError(
+                "mirostat is 1, but only its second version is here; give 2, or 0 to switch it off", field="mirostat"
+            )
         _check_number("mirostat_tau", self.mirostat_tau, 0.0, math.inf, "bits per token; 5 is usual")
         _check_number("mirostat_eta", self.mirostat_eta, 0.0, 1.0, "0.1 is usual")
         _check_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0, "1 switches it off")
@@ -111,17 +113,33 @@ class SamplingParams:
 
     def _check_token_ids(self) -> None:
         if not isinstance(self.dry_breaker_ids, Collection) or isinstance(self.dry_breaker_ids, str | bytes):
-            raise RequestError(f"dry_breaker_ids is {self.dry_breaker_ids!r}; give a collection of token ids")
+            raise RequestError(
+                f"dry_breaker_ids is {self.dry_breaker_ids!r}; give a collection of token ids", field="dry_breaker_ids"
+            )
         if isinstance(self.dry_breaker_ids, np.ndarray) and self.dry_breaker_ids.ndim != 1:
-            raise RequestError(f"dry_breaker_ids has {self.dry_breaker_ids.ndim} dimensions; give a flat collection")
+            raise RequestError(
+                f"dry_breaker_ids has {self.dry_breaker_ids.ndim} dimensions; give a flat collection",
+                field="dry_breaker_ids",
+            )
         for token_id in self.dry_breaker_ids:
-            _check_whole("a token id of dry_breaker_ids", token_id, 0, None, "see tokenizer.encode")
+            _check_whole(
+                "a token id of dry_breaker_ids", token_id, 0, None, "see tokenizer.encode", field="dry_breaker_ids"
+            )
         if not isinstance(self.logit_bias, Mapping):
-            raise RequestError(f"logit_bias is {self.logit_bias!r}; give a mapping of token ids to numbers")
+            raise RequestError(
+                f"logit_bias is {self.logit_bias!r}; give a mapping of token ids to numbers", field="logit_bias"
+            )
         for token_id, bias in self.logit_bias.items():
-            _check_whole("a token id of logit_bias", token_id, 0, None, "see tokenizer.encode")
+            _check_whole("a token id of logit_bias", token_id, 0, None, "see tokenizer.encode", field="logit_bias")
             if bias != -math.inf:
-                _check_number(f"logit_bias[{token_id}]", bias, -_MAX_BIAS, _MAX_BIAS, "-inf forbids the token")
+                _check_number(
+                    f"logit_bias[{token_id}]",
+                    bias,
+                    -_MAX_BIAS,
+                    _MAX_BIAS,
+                    "-inf forbids the token",
+                    field="logit_bias",
+                )
         object.__setattr__(self, "dry_breaker_ids", frozenset(self.dry_breaker_ids))
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
 
@@ -149,15 +167,17 @@ class SamplingParams:
         )
 
 
-def _check_whole(name: str, value: object, least: int, most: int | None, hint: str) -> None:
+def _check_whole(
+    name: str, value: object, least: int, most: int | None, hint: str, *, field: str | None = None
+) -> None:
     is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
     if not is_whole or int(value) < least or (most is not None and int(value) > most):  # type: ignore[call-overload]
         wanted = f"{least} or more" if most is None else f"from {least} to {most}"
-        raise RequestError(f"{name} is {value!r}; it must be a whole number, {wanted} ({hint})")
+        raise RequestError(f"{name} is {value!r}; it must be a whole number, {wanted} ({hint})", field=field or name)
 
 
-def _check_number(name: str, value: object, least: float, most: float, hint: str) -> None:
+def _check_number(name: str, value: object, least: float, most: float, hint: str, *, field: str | None = None) -> None:
     is_number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
     if not is_number or not least <= float(value) <= most or math.isinf(float(value)):  # type: ignore[arg-type]
         wanted = f"{least:g} or more, and finite" if math.isinf(most) else f"from {least:g} to {most:g}"
-        raise RequestError(f"{name} is {value!r}; it must be a number, {wanted} ({hint})")
+        raise RequestError(f"{name} is {value!r}; it must be a number, {wanted} ({hint})", field=field or name)

@@ -39,7 +39,8 @@ class SamplingPlan:
         for token_id in params.logit_bias:
             if token_id >= vocab_size:
                 raise RequestError(
-                    f"logit_bias names token {token_id}, but the vocabulary ends at {vocab_size - 1}; remove it"
+                    f"logit_bias names token {token_id}, but the vocabulary ends at {vocab_size - 1}; remove it",
+                    field="logit_bias",
                 )
         self.params = params
         self.vocab_size = vocab_size

@@ -36,8 +36,6 @@ _TYPES = {
     503: "unavailable_error",
 }
 _RETRY_SECONDS = "1"
-_CONSTRAINTS = (("parameters of tool", "tools"), ("the regular expression", "regex"), ("the grammar", "grammar"))
-"""What the engine's messages about constraints call them, and the member of a request that holds such a one."""
 
 
 class ApiError(Exception):
@@ -109,10 +107,10 @@ def to_api_error(error: BaseException, request_id: str = "", *, prompt_field: st
             return ApiError(400, str(error), param=prompt_field)
         case ConstraintError():
             facts = {} if error.keyword is None else {"keyword": error.keyword}
-            field = next((field for found, field in _CONSTRAINTS if found in str(error)), "response_format")
+            field = error.field or "response_format"
             return ApiError(400, str(error), code="unsupported_schema", param=field, facts=facts)
         case RequestError():
-            return ApiError(400, str(error), param=_named_option(str(error)))
+            return ApiError(400, str(error), param=error.field)
         case OverloadedError():
             seconds = str(max(1, round(error.retry_after_seconds)))
             return ApiError(429, str(error), code="queue_full", headers={"retry-after": seconds})
@@ -148,11 +146,3 @@ def _log_failure(request_id: str, error: BaseException, prefix: str = "") -> Non
     is_foreseen = isinstance(error, LocalinferError | OSError | MemoryError)
     told = " ".join(f"{prefix}{error}".split()) if is_foreseen else "a fault of the server"
     logger.error("request %s failed: %s", request_id or "unknown", told, exc_info=None if is_foreseen else error)
-
-
-def _named_option(message: str) -> str | None:
-    """The option that a message of the engine begins with, as in "top_p is 7; it must be ..."."""
-    from localinfer.stream import GenerationOptions
-
-    name = message.partition(" ")[0].partition("[")[0]
-    return name if name in GenerationOptions.__annotations__ else None
