@@ -20,8 +20,9 @@ from localinfer.engine.engine import Engine, EngineModel
 from localinfer.engine.scheduler import EngineLimits
 from localinfer.errors import RequestError, SessionFileError
 from localinfer.many_completions import complete_many
+from localinfer.options import GenerationOptions
 from localinfer.owned_values import owned
-from localinfer.stream import Completion, EncodedPrompt, GenerationOptions, TextStream
+from localinfer.stream import Completion, EncodedPrompt, TextStream
 
 if TYPE_CHECKING:
     from localinfer.cache.eviction import KVEviction

@@ -11,8 +11,9 @@ from typing import cast
 import numpy as np
 
 from localinfer.errors import RequestError
+from localinfer.options import GenerationOptions
 from localinfer.owned_values import owned
-from localinfer.stream import Completion, GenerationOptions, StreamEvent, TextStream
+from localinfer.stream import Completion, StreamEvent, TextStream
 
 MAX_COMPLETIONS = 128
 

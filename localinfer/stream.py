@@ -1,15 +1,14 @@
 """One generation as text: options in, events out, with what it cost. Text is above this file, token ids below it."""
 
 import time
-from collections.abc import Callable, Collection, Generator, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.argument_checks import check_flag, check_hashable
 from localinfer.cache.prefix_cache import CacheHints
 from localinfer.chat.constraint import Constraint
 from localinfer.chat.parser import ReplyDelta, ReplyParser
@@ -19,7 +18,8 @@ from localinfer.engine.request import NO_TOKEN, FinishReason, TokenEvent
 from localinfer.errors import RequestError
 from localinfer.models.text.stop_matcher import StopMatcher
 from localinfer.models.text.stream_decoder import StreamDecoder
-from localinfer.sampling.sampler import SamplingParams, TokenLogprobs, TokenMask
+from localinfer.options import GenerationOptions, check_options
+from localinfer.sampling.sampler import TokenLogprobs, TokenMask
 from localinfer.speculation.verify import SpeculationRecord
 
 if TYPE_CHECKING:
@@ -28,68 +28,8 @@ if TYPE_CHECKING:
     from localinfer.models.text.tokenizer import Tokenizer
 
 
-class GenerationOptions(TypedDict, total=False):
-    """Keyword options of `complete`, `stream`, `chat` and `stream_chat`.
-
-    max_tokens: most tokens to add; None, the default, sets no limit but the end of the context.
-    stop: a text or several that end the completion; the stop text itself is left out. In a chat they are looked for in
-        the content only, not in reasoning or tool calls.
-    ignore_eos: go on past end tokens.
-    context_shift: where the context ends, go on with the system message and the recent half of the rest, instead of
-        ending (or, for a prompt, refusing); `stats.dropped_tokens` says how much was left out.
-    pin_cache: keep this prompt and completion in memory longer than others.
-    prediction: text, or token ids, that the completion is likely to have, such as the file to be edited: where it has,
-        the completion comes faster. It changes speed only, and nothing where speculation is off.
-    constraint: what the completion has to be: a JsonObject, JsonSchema, Regex or Grammar of `localinfer`. It then
-        ends with an end token, or incomplete at max_tokens; penalties, seeds and drafts work as ever. In a chat it
-        counts for the content, after the reasoning; the model may still call a tool instead.
-    dry_sequence_breakers: texts whose tokens no repetition goes across, for dry_multiplier; special tokens are
-        breakers always. Without them: a new line, a colon, a quotation mark and an asterisk.
-    owner: whom it is for, anything hashable, such as a connection: prompts of several owners are computed in turns.
-    The rest is described, with its defaults, at `localinfer.sampling.params.SamplingParams`.
-    """
-
-    max_tokens: int | None
-    stop: str | Sequence[str]
-    ignore_eos: bool
-    context_shift: bool
-    pin_cache: bool
-    prediction: str | Sequence[int]
-    constraint: Constraint | None
-    dry_sequence_breakers: str | Sequence[str]
-    owner: Hashable
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    typical_p: float
-    top_n_sigma: float
-    xtc_probability: float
-    xtc_threshold: float
-    dynatemp_range: float
-    dynatemp_exponent: float
-    mirostat: int
-    mirostat_tau: float
-    mirostat_eta: float
-    repetition_penalty: float
-    repetition_last_n: int
-    frequency_penalty: float
-    presence_penalty: float
-    dry_multiplier: float
-    dry_base: float
-    dry_allowed_length: int
-    dry_last_n: int
-    dry_breaker_ids: Collection[int]
-    logit_bias: Mapping[int, float]
-    logprobs: int | None
-    seed: int | None
-
-
 CompletionEnd = FinishReason | Literal["tool_calls"]
 """As the engine's, and tool_calls: an end token after at least one whole tool call."""
-
-_DRY_BREAKERS = ("\n", ":", '"', "*")
-_SAMPLING_NAMES = frozenset(field.name for field in fields(SamplingParams))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,48 +137,30 @@ class TextStream(Iterator[StreamEvent]):
     ) -> None:
         called = time.perf_counter()
         engine.check_usable()
-        values: dict[str, Any] = dict(options)
-        max_tokens = values.pop("max_tokens", None)
-        stops = _check_texts("stop", values.pop("stop", None))
-        ignore_eos = check_flag("ignore_eos", values.pop("ignore_eos", False))
-        prediction = values.pop("prediction", None)
-        context_shift = check_flag("context_shift", values.pop("context_shift", False))
-        owner = values.pop("owner", None)
-        check_hashable("owner", owner)
-        is_pinned = check_flag("pin_cache", values.pop("pin_cache", False))
-        constraint: Constraint | None = values.pop("constraint", None)
-        breakers = values.pop("dry_sequence_breakers", None)
-        unknown = sorted(values.keys() - _SAMPLING_NAMES)
-        if unknown:
-            known = ", ".join(GenerationOptions.__annotations__)
-            raise RequestError(f"there is no option {', '.join(unknown)}; the options are {known}")
-        sampling = SamplingParams(**values)
-        if sampling.has_dry_penalty:
-            breaker_ids = _breaker_ids(breakers, tokenizer) | frozenset(sampling.dry_breaker_ids)
-            sampling = replace(sampling, dry_breaker_ids=breaker_ids)
-        plan = engine.plan(sampling)
-        if stops and tokenizer is None:
-            raise RequestError("the model file has no tokenizer, so stop texts cannot be found; leave them out")
+        checked = check_options(options, tokenizer)
+        plan = engine.plan(checked.sampling)
         prompt = encode()
-        prompt_ids = engine.check_prompt(prompt.token_ids, shifts_context=context_shift)
-        mask = _make_mask(constraints, tokenizer, constraint, prompt.reply, prompt_ids.size, engine.vocab_size)
-        if mask is not None and ignore_eos:
+        prompt_ids = engine.check_prompt(prompt.token_ids, shifts_context=checked.context_shift)
+        mask = _make_mask(constraints, tokenizer, checked.constraint, prompt.reply, prompt_ids.size, engine.vocab_size)
+        if mask is not None and checked.ignore_eos:
             raise RequestError(
                 "ignore_eos was given, but a text that is constrained, or may call tools, has to end",
                 field="ignore_eos",
             )
         if mask is not None:
-            plan = engine.plan(replace(sampling, seed=plan.seed), mask)
+            plan = engine.plan(replace(checked.sampling, seed=plan.seed), mask)
         self._tokens = engine.generate(
             prompt_ids,
             plan,
-            max_tokens=max_tokens,
+            max_tokens=checked.max_tokens,
             stop_token_ids=() if tokenizer is None else tokenizer.eog_token_ids,
-            ignore_eos=ignore_eos,
-            context_shift=context_shift,
-            cache_hints=CacheHints(system_tokens=prompt.system_tokens, is_pinned=is_pinned, history=prompt.history),
-            prediction=_prediction_ids(prediction, tokenizer),
-            owner=owner,
+            ignore_eos=checked.ignore_eos,
+            context_shift=checked.context_shift,
+            cache_hints=CacheHints(
+                system_tokens=prompt.system_tokens, is_pinned=checked.pin_cache, history=prompt.history
+            ),
+            prediction=checked.prediction_ids,
+            owner=checked.owner,
         )
         self._tokenizer = tokenizer
         self._decoder: StreamDecoder | None = None
@@ -253,7 +175,7 @@ class TextStream(Iterator[StreamEvent]):
             )
         self._parser: ReplyParser | None = None if prompt.reply is None else prompt.reply.parser()
         self._template_matcher = StopMatcher(template_stops)
-        self._matcher = StopMatcher(stops)
+        self._matcher = StopMatcher(checked.stops)
         self._stop_text: str | None = None
         self._has_calls = False
         self._prompt_tokens = prompt_ids.size
@@ -261,7 +183,7 @@ class TextStream(Iterator[StreamEvent]):
         self._token_ids: list[int] = []
         self._seed = plan.seed
         self._logprobs = plan.logprobs
-        self._tells_logprobs = sampling.logprobs is not None
+        self._tells_logprobs = checked.sampling.logprobs is not None
         self._num_tokens = 0
         self._first_token_seconds = 0.0
         self._decode_seconds = 0.0
@@ -422,36 +344,6 @@ def _make_mask(
     return None if constraint is None else constraints.mask(constraint, start=start)
 
 
-def _prediction_ids(prediction: Any, tokenizer: "Tokenizer | None") -> Sequence[int] | NDArray[np.integer]:
-    if prediction is None:
-        return ()
-    if not isinstance(prediction, str):
-        return prediction  # type: ignore[no-any-return]
-    if tokenizer is None:
-        raise RequestError("the model file has no tokenizer; give the prediction as token ids, or leave it out")
-    try:
-        return tokenizer.encode(prediction, add_special=False)
-    except RequestError as error:
-        raise RequestError(f"prediction: {error}", field="prediction") from None
-
-
-def _breaker_ids(breakers: Any, tokenizer: "Tokenizer | None") -> frozenset[int]:
-    """The ids of the tokens that a repetition ends at."""
-    if tokenizer is None:
-        if breakers is not None:
-            raise RequestError("the model file has no tokenizer; give dry_breaker_ids instead of dry_sequence_breakers")
-        return frozenset()
-    texts = _check_texts("dry_sequence_breakers", _DRY_BREAKERS if breakers is None else breakers)
-    found = {text: tokenizer.ids_containing(text) for text in texts}
-    for text, token_ids in found.items():
-        if not token_ids and breakers is not None:
-            raise RequestError(
-                f"dry_sequence_breakers has {text!r}, which no token contains; give shorter texts",
-                field="dry_sequence_breakers",
-            )
-    return frozenset(tokenizer.special_ids.values()).union(*found.values())
-
-
 def _speculation_stats(record: SpeculationRecord | None) -> dict[str, Any]:
     if record is None or not record.forward_passes:
         return {"drafted_tokens": 0, "accepted_tokens": 0}
@@ -464,14 +356,3 @@ def _speculation_stats(record: SpeculationRecord | None) -> dict[str, Any]:
         "tokens_per_pass": record.decoded_tokens / record.forward_passes,
         "speculation_speedup": record.speedup,
     }
-
-
-def _check_texts(name: str, value: object) -> list[str]:
-    texts = [value] if isinstance(value, str) else [] if value is None else value
-    if not isinstance(texts, Sequence) or not all(isinstance(text, str) and text for text in texts):
-        raise RequestError(f"{name} is {value!r}; give one text or a list of texts, none of them empty", field=name)
-    for text in texts:
-        half = next((character for character in text if "\ud800" <= character <= "\udfff"), None)
-        if half is not None:
-            raise RequestError(f"{name} holds U+{ord(half):04X}, half of a character; give whole ones", field=name)
-    return list(texts)

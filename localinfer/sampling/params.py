@@ -1,18 +1,51 @@
-"""What a caller may ask of the sampler, checked when it is made."""
+"""What a caller may ask of the sampler: the one table of sampling options, and the record that is checked by it.
+
+A numeric option is one field of `SamplingParams`, made by `_number` or `_whole`: from it come its checks, its flag on
+the command line with help, and the server's field. `SamplingOptions` gives its type to callers.
+"""
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
-
-import numpy as np
+from dataclasses import dataclass, field, fields
+from typing import Any, TypedDict
 
 from localinfer.errors import RequestError
 
 MAX_LOGPROBS = 100
 """Most alternatives per token that may be asked for."""
 
-_MAX_SEED = 2**64 - 1
+MAX_SEED = 2**64 - 1
 _MAX_BIAS = 1000.0
+
+
+@dataclass(frozen=True)
+class NumberOption:
+    """A numeric sampling option.
+
+    kind: float, which takes whole numbers too, or int. least, most: both allowed; math.inf: any finite number. metavar,
+    help: of its flag on the command line; `{default}` in help stands for the default. hint: ends the error for a value
+    out of range. is_common: help lists it first. alias: another name of it that the server takes.
+    """
+
+    kind: type[float] | type[int]
+    default: float
+    least: float
+    most: float
+    metavar: str
+    help: str
+    hint: str
+    is_common: bool = False
+    alias: str | None = None
+
+
+def _number(default: float, least: float, most: float, metavar: str, help: str, hint: str, **more: Any) -> Any:
+    option = NumberOption(float, default, least, most, metavar, help, hint, **more)
+    return field(default=default, metadata={"option": option})
+
+
+def _whole(default: int, least: int, most: float, metavar: str, help: str, hint: str, **more: Any) -> Any:
+    option = NumberOption(int, default, least, most, metavar, help, hint, **more)
+    return field(default=default, metadata={"option": option})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,65 +86,75 @@ class SamplingParams:
     Raises: RequestError naming the value and its range.
     """
 
-    temperature: float = 0.8
-    top_k: int = 40
-    top_p: float = 0.95
-    min_p: float = 0.05
-    typical_p: float = 1.0
-    top_n_sigma: float = 0.0
-    xtc_probability: float = 0.0
-    xtc_threshold: float = 0.1
-    dynatemp_range: float = 0.0
-    dynatemp_exponent: float = 1.0
-    mirostat: int = 0
-    mirostat_tau: float = 5.0
-    mirostat_eta: float = 0.1
-    repetition_penalty: float = 1.0
-    repetition_last_n: int = 64
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    dry_multiplier: float = 0.0
-    dry_base: float = 1.75
-    dry_allowed_length: int = 2
-    dry_last_n: int = -1
+    # fmt: off
+    temperature: float = _number(
+        0.8, 0, math.inf, "T", "0 always takes the likeliest token.", "0 takes the likeliest token", is_common=True)
+    top_k: int = _whole(
+        40, 0, math.inf, "K", "Sample among the K likeliest; 0: off.", "0 keeps every token", is_common=True)
+    top_p: float = _number(
+        0.95, 0, 1, "P", "Sample among the likeliest that sum to P; 1: off.", "1 keeps every token", is_common=True)
+    min_p: float = _number(
+        0.05, 0, 1, "P", "Drop tokens below this share of the likeliest one; 0: off.", "0 keeps every token",
+        is_common=True)
+    typical_p: float = _number(
+        1.0, 0, 1, "P", "Sample among the most typical that sum to P; 1: off.", "1 keeps every token")
+    top_n_sigma: float = _number(
+        0.0, 0, math.inf, "N", "Drop logits N standard deviations below the best; 0: off.", "0 keeps every token")
+    xtc_probability: float = _number(
+        0.0, 0, 1, "P", "How often XTC drops the likeliest choices; 0: off.", "0 switches it off")
+    xtc_threshold: float = _number(
+        0.1, 0, 1, "P", "From which probability a token is a choice for XTC. Default: {default}.", "0.1 is usual")
+    dynatemp_range: float = _number(
+        0.0, 0, math.inf, "R", "Let entropy move the temperature by up to R; 0: off.", "0 switches it off")
+    dynatemp_exponent: float = _number(
+        1.0, 0, math.inf, "E", "How entropy moves it. Default: {default}.", "1 is usual")
+    mirostat: int = _whole(
+        0, 0, 2, "2", "Hold the surprise of the text, in place of the filters; 0: off.",
+        "2 switches its second version on, 0 off")
+    mirostat_tau: float = _number(
+        5.0, 0, math.inf, "BITS", "The surprise per token to hold. Default: {default}.", "bits per token; 5 is usual")
+    mirostat_eta: float = _number(
+        0.1, 0, 1, "ETA", "How fast it is corrected. Default: {default}.", "0.1 is usual")
+    repetition_penalty: float = _number(
+        1.0, 0.01, 100, "R", "Above 1 discourages tokens already present; 1: off.", "1 switches it off",
+        is_common=True, alias="repeat_penalty")
+    repetition_last_n: int = _whole(
+        64, -1, math.inf, "N", "Tokens the penalties look at; -1: all. Default: {default}.", "-1 is the whole text",
+        alias="repeat_last_n")
+    frequency_penalty: float = _number(
+        0.0, -100, 100, "F", "Taken from a logit per occurrence; 0: off.", "0 switches it off")
+    presence_penalty: float = _number(
+        0.0, -100, 100, "F", "Taken from a logit that occurred; 0: off.", "0 switches it off")
+    dry_multiplier: float = _number(
+        0.0, 0, 1000, "M", "Weight of DRY, which ends repetitions; 0: off.", "0 switches it off")
+    dry_base: float = _number(
+        1.75, 1, 1000, "B", "How it grows with their length. Default: {default}.", "1.75 is usual")
+    dry_allowed_length: int = _whole(
+        2, 1, math.inf, "N", "Shorter repetitions are free. Default: {default}.", "2 is usual")
+    dry_last_n: int = _whole(
+        -1, -1, math.inf, "N", "Tokens DRY looks at; -1: all, the default.", "-1 is the whole text")
+    # fmt: on
     dry_breaker_ids: Collection[int] = ()
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        _check_number("temperature", self.temperature, 0.0, math.inf, "0 takes the likeliest token")
-        _check_whole("top_k", self.top_k, 0, None, "0 keeps every token")
-        _check_number("top_p", self.top_p, 0.0, 1.0, "1 keeps every token")
-        _check_number("min_p", self.min_p, 0.0, 1.0, "0 keeps every token")
-        _check_number("typical_p", self.typical_p, 0.0, 1.0, "1 keeps every token")
-        _check_number("top_n_sigma", self.top_n_sigma, 0.0, math.inf, "0 keeps every token")
-        _check_number("xtc_probability", self.xtc_probability, 0.0, 1.0, "0 switches it off")
-        _check_number("xtc_threshold", self.xtc_threshold, 0.0, 1.0, "0.1 is usual")
-        _check_number("dynatemp_range", self.dynatemp_range, 0.0, math.inf, "0 switches it off")
-        _check_number("dynatemp_exponent", self.dynatemp_exponent, 0.0, math.inf, "1 is usual")
-        _check_whole("mirostat", self.mirostat, 0, 2, "2 switches its second version on, 0 off")
+        for name, option in NUMBER_OPTIONS.items():
+            _check(name, getattr(self, name), option.kind, option.least, option.most, option.hint)
         if self.mirostat == 1:
             raise RequestError(
                 "mirostat is 1, but only its second version is here; give 2, or 0 to switch it off", field="mirostat"
             )
-        _check_number("mirostat_tau", self.mirostat_tau, 0.0, math.inf, "bits per token; 5 is usual")
-        _check_number("mirostat_eta", self.mirostat_eta, 0.0, 1.0, "0.1 is usual")
-        _check_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0, "1 switches it off")
-        _check_whole("repetition_last_n", self.repetition_last_n, -1, None, "-1 is the whole text")
-        _check_number("frequency_penalty", self.frequency_penalty, -100.0, 100.0, "0 switches it off")
-        _check_number("presence_penalty", self.presence_penalty, -100.0, 100.0, "0 switches it off")
-        _check_number("dry_multiplier", self.dry_multiplier, 0.0, 1000.0, "0 switches it off")
-        _check_number("dry_base", self.dry_base, 1.0, 1000.0, "1.75 is usual")
-        _check_whole("dry_allowed_length", self.dry_allowed_length, 1, None, "2 is usual")
-        _check_whole("dry_last_n", self.dry_last_n, -1, None, "-1 is the whole text")
         if self.seed is not None:
-            _check_whole("seed", self.seed, 0, _MAX_SEED, "None draws one")
+            _check("seed", self.seed, int, 0, MAX_SEED, "None draws one")
         if self.logprobs is not None:
-            _check_whole("logprobs", self.logprobs, 0, MAX_LOGPROBS, "None reports none")
+            _check("logprobs", self.logprobs, int, 0, MAX_LOGPROBS, "None reports none")
         self._check_token_ids()
 
     def _check_token_ids(self) -> None:
+        import numpy as np
+
         if not isinstance(self.dry_breaker_ids, Collection) or isinstance(self.dry_breaker_ids, str | bytes):
             raise RequestError(
                 f"dry_breaker_ids is {self.dry_breaker_ids!r}; give a collection of token ids", field="dry_breaker_ids"
@@ -122,23 +165,22 @@ class SamplingParams:
                 field="dry_breaker_ids",
             )
         for token_id in self.dry_breaker_ids:
-            _check_whole(
-                "a token id of dry_breaker_ids", token_id, 0, None, "see tokenizer.encode", field="dry_breaker_ids"
-            )
+            _check_id("dry_breaker_ids", token_id)
         if not isinstance(self.logit_bias, Mapping):
             raise RequestError(
                 f"logit_bias is {self.logit_bias!r}; give a mapping of token ids to numbers", field="logit_bias"
             )
         for token_id, bias in self.logit_bias.items():
-            _check_whole("a token id of logit_bias", token_id, 0, None, "see tokenizer.encode", field="logit_bias")
+            _check_id("logit_bias", token_id)
             if bias != -math.inf:
-                _check_number(
+                _check(
                     f"logit_bias[{token_id}]",
                     bias,
+                    float,
                     -_MAX_BIAS,
                     _MAX_BIAS,
                     "-inf forbids the token",
-                    field="logit_bias",
+                    "logit_bias",
                 )
         object.__setattr__(self, "dry_breaker_ids", frozenset(self.dry_breaker_ids))
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
@@ -167,17 +209,59 @@ class SamplingParams:
         )
 
 
-def _check_whole(
-    name: str, value: object, least: int, most: int | None, hint: str, *, field: str | None = None
+NUMBER_OPTIONS: Mapping[str, NumberOption] = {
+    member.name: member.metadata["option"] for member in fields(SamplingParams) if member.metadata
+}
+"""The numeric sampling options by name, in the order of their fields."""
+
+
+class SamplingOptions(TypedDict, total=False):
+    """The fields of SamplingParams as keyword options."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    typical_p: float
+    top_n_sigma: float
+    xtc_probability: float
+    xtc_threshold: float
+    dynatemp_range: float
+    dynatemp_exponent: float
+    mirostat: int
+    mirostat_tau: float
+    mirostat_eta: float
+    repetition_penalty: float
+    repetition_last_n: int
+    frequency_penalty: float
+    presence_penalty: float
+    dry_multiplier: float
+    dry_base: float
+    dry_allowed_length: int
+    dry_last_n: int
+    dry_breaker_ids: Collection[int]
+    logit_bias: Mapping[int, float]
+    logprobs: int | None
+    seed: int | None
+
+
+def _check_id(field: str, value: object) -> None:
+    _check(f"a token id of {field}", value, int, 0, math.inf, "see tokenizer.encode", field=field)
+
+
+def _check(
+    name: str, value: Any, kind: type[float] | type[int], least: float, most: float, hint: str, field: str | None = None
 ) -> None:
-    is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    if not is_whole or int(value) < least or (most is not None and int(value) > most):  # type: ignore[call-overload]
-        wanted = f"{least} or more" if most is None else f"from {least} to {most}"
-        raise RequestError(f"{name} is {value!r}; it must be a whole number, {wanted} ({hint})", field=field or name)
+    import numpy as np
 
-
-def _check_number(name: str, value: object, least: float, most: float, hint: str, *, field: str | None = None) -> None:
-    is_number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
-    if not is_number or not least <= float(value) <= most or math.isinf(float(value)):  # type: ignore[arg-type]
-        wanted = f"{least:g} or more, and finite" if math.isinf(most) else f"from {least:g} to {most:g}"
-        raise RequestError(f"{name} is {value!r}; it must be a number, {wanted} ({hint})", field=field or name)
+    kinds = int | np.integer if kind is int else int | float | np.integer | np.floating
+    if isinstance(value, kinds) and not isinstance(value, bool):
+        number = kind(value)
+        if least <= number <= most and number != math.inf:
+            return
+    noun = "a whole number" if kind is int else "a number"
+    if math.isinf(most):
+        wanted = f"{least:g} or more" + ("" if kind is int else ", and finite")
+    else:
+        wanted = f"from {least} to {most}" if kind is int else f"from {least:g} to {most:g}"
+    raise RequestError(f"{name} is {value!r}; it must be {noun}, {wanted} ({hint})", field=field or name)

@@ -1,0 +1,34 @@
+"""A sampling option is written once: callers' types, the commands' flags and the server's fields follow the table."""
+
+from dataclasses import fields
+from typing import get_type_hints
+
+import pytest
+
+from localinfer.cli import localinfer_command
+from localinfer.options import GenerationOptions
+from localinfer.sampling.params import NUMBER_OPTIONS, SamplingOptions, SamplingParams
+from localinfer.server.replies.sampling_fields import SamplingFields
+
+
+def test_callers_see_the_types_of_the_sampling_parameters():
+    assert get_type_hints(SamplingOptions) == get_type_hints(SamplingParams)
+    assert get_type_hints(SamplingOptions).items() <= get_type_hints(GenerationOptions).items()
+
+
+def test_defaults_are_in_range():
+    SamplingParams(**{name: option.default for name, option in NUMBER_OPTIONS.items()})
+    assert {member.name for member in fields(SamplingParams)} > NUMBER_OPTIONS.keys()
+
+
+@pytest.mark.parametrize("command", ["run", "chat"])
+def test_every_numeric_option_is_a_flag(command: str):
+    flags = {parameter.name: parameter for parameter in localinfer_command.commands[command].params}
+    for name, option in NUMBER_OPTIONS.items():
+        assert flags[name].opts == [f"--{name.replace('_', '-')}"]
+        assert flags[name].default == (option.default if option.is_common else None)
+
+
+def test_every_numeric_option_is_a_member_of_requests():
+    aliases = {option.alias for option in NUMBER_OPTIONS.values()} - {None}
+    assert NUMBER_OPTIONS.keys() | aliases <= set(SamplingFields.__struct_fields__)
