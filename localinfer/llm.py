@@ -4,8 +4,7 @@ import logging
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, Unpack, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Unpack, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +14,7 @@ from localinfer.chat.constraint_compiler import ConstraintCompiler
 from localinfer.chat.history import ChatHistory
 from localinfer.chat.messages import read_messages
 from localinfer.chat.reply import ReplyFormats, ReplyOptions
+from localinfer.closing import Closing
 from localinfer.engine.beam_search import Beam, search_beams
 from localinfer.engine.engine import Engine, EngineModel
 from localinfer.engine.scheduler import EngineLimits
@@ -66,7 +66,7 @@ class LoadedModel(EngineModel, Protocol):
     def hidden_program(self) -> "Program": ...
 
 
-class LLM:
+class LLM(Closing):
     """A loaded model, ready to answer; made by `localinfer.load`. A context manager: leaving it closes the model.
 
     May be used from several threads: generations that run at the same time share their steps. After `close`, and in a
@@ -364,14 +364,6 @@ class LLM:
             self._disk.close()
         with self._session_lock:
             self._engine.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _require_identity(self) -> "ModelIdentity":
         self._engine.check_usable()

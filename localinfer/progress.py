@@ -4,8 +4,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
-from typing import Self, TextIO
+from typing import TextIO
+
+from localinfer.closing import Closing
 
 SILENT_SECONDS = 0.4
 """A start shorter than this shows nothing at all."""
@@ -41,7 +42,7 @@ def _duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
-class Progress:
+class Progress(Closing):
     """Callable that loaders and compilers report to, drawn on stderr while that is a terminal.
 
     Call it with the stage's name, the units done and the units in all (0 when unknown). A new stage is drawn at once,
@@ -101,11 +102,3 @@ class Progress:
         self._stream.flush()
         self._drawn_stage = stage
         self._next_draw_seconds = now + REDRAW_SECONDS
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()

@@ -3,8 +3,7 @@
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +12,7 @@ from localinfer.cache.prefix_cache import CacheHints
 from localinfer.chat.constraint import Constraint
 from localinfer.chat.parser import ReplyDelta, ReplyParser
 from localinfer.chat.tool_calls import ToolCall, ToolCallDelta, joined_calls
+from localinfer.closing import Closing
 from localinfer.engine.engine import Engine
 from localinfer.engine.request import NO_TOKEN, FinishReason, TokenEvent
 from localinfer.errors import RequestError
@@ -120,7 +120,7 @@ class Completion:
     tool_calls: tuple[ToolCall, ...] = ()
 
 
-class TextStream(Iterator[StreamEvent]):
+class TextStream(Closing, Iterator[StreamEvent]):
     """A generation in progress: iterate for its events, one thread at a time; wrong requests raise when it is made.
 
     Its reader ends it with `close`, any thread with `cancel`.
@@ -253,14 +253,6 @@ class TextStream(Iterator[StreamEvent]):
         """End the stream, as its reader; what it computed stays in the cache. May be called again."""
         self._events.close()
         self._tokens.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _run(self) -> Generator[StreamEvent]:
         tokens, clock = self._tokens, time.perf_counter

@@ -4,14 +4,13 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.cache.block_pool import PagePool
 from localinfer.cache.sequence import SequenceCache
+from localinfer.closing import Closing
 from localinfer.errors import BackendUnavailableError
 from localinfer.kernels.ops import Batch, MeasurableProgram, Operation, Rows
 from localinfer.models.load.loader import load_model
@@ -39,7 +38,7 @@ class OperationTime:
     seconds: float
 
 
-class MeasuredModel:
+class MeasuredModel(Closing):
     """One sequence of a loaded model, computed wherever it is told. A context manager that closes the model."""
 
     def __init__(
@@ -117,14 +116,6 @@ class MeasuredModel:
         """Release threads and memory."""
         self._cache.close()
         self._model.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def work_of(operation: Operation, start: int, num_rows: int, num_outputs: int) -> Work:

@@ -22,11 +22,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 
+from localinfer.closing import Closing
 from localinfer.errors import SessionFileError, SessionMismatchError
 from localinfer.files import OutputFile
 from localinfer.persistence.page_file import (
@@ -93,7 +92,7 @@ def write_session(path: Path, content: SessionContent, pages: Sequence[memoryvie
     return len(header) + CHECKSUM_BYTES + content.num_bytes
 
 
-class SessionReader:
+class SessionReader(Closing):
     """An open session file whose header is proven; a context manager.
 
     Raises: SessionFileError if there is no such file, it is no session, or its header is damaged.
@@ -154,14 +153,6 @@ class SessionReader:
     def close(self) -> None:
         """Close the file; may be called again."""
         self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _reading(self, pages: Sequence[memoryview]) -> Iterator[memoryview]:
         for page in pages:

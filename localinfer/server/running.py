@@ -14,6 +14,7 @@ from typing import Any
 
 import uvicorn
 
+from localinfer.closing import Closing
 from localinfer.errors import BackendUnavailableError, ClosedError
 from localinfer.server.app import make_app
 from localinfer.server.replies.metrics import Metrics
@@ -38,7 +39,7 @@ _LOAD_END_SECONDS = 2.0
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
-class LocalServer:
+class LocalServer(Closing):
     """A server on its sockets, which are bound when it is made; `run` serves until `stop` or a signal.
 
     preloads: load the default model at once. Meanwhile `/health` says so, and requests for a model wait.
@@ -137,12 +138,6 @@ class LocalServer:
         if self._serving_thread != threading.get_ident():
             with self._serving:
                 self._closing.close()
-
-    def __enter__(self) -> "LocalServer":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class _Server(uvicorn.Server):

@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from localinfer.closing import Closing
 from localinfer.errors import CorruptFileError, TokenizerError, UnsupportedFormatError
 from localinfer.models.checkpoint.hyperparameters import read_hyperparameters
 from localinfer.models.checkpoint.tensor_plan import PlannedTensor, plan_tensors
@@ -54,7 +54,7 @@ class ReplacedMetadata(dict[str, object]):
         self.replaced_keys = frozenset(values) | getattr(metadata, "replaced_keys", frozenset())
 
 
-class CheckpointModel:
+class CheckpointModel(Closing):
     """A `ModelFile` over a Hugging Face folder, open until `close` (or the end of a `with` block).
 
     A vocabulary that is not built leaves its keys out of `metadata` and says why in `tokenizer_error`: the model still
@@ -159,14 +159,6 @@ class CheckpointModel:
     def close(self) -> None:
         """Refuse further access and unmap what no view still uses. Safe to call twice."""
         self._folder.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _read_tokenizer(self) -> dict[str, object]:
         embedding = self._folder.tensor(f"{self._plan['token_embd.weight'].sources[0]}.weight")

@@ -9,12 +9,12 @@ import os
 import stat
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
+from localinfer.closing import Closing
 from localinfer.errors import CorruptFileError, ModelFileError, UnsupportedFormatError
 from localinfer.quant.checkpoint.safetensors import StoredTensor, read_header
 from localinfer.quant.gguf.mapped_file import FileStretch, MappedFile
@@ -44,7 +44,7 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _AGAIN = "Download the folder again"
 
 
-class CheckpointFolder:
+class CheckpointFolder(Closing):
     """A model as Hugging Face lays it out, open until `close` (or the end of a `with` block).
 
     `tensors` has every tensor under the checkpoint's own names; each was checked against the size of its file.
@@ -126,14 +126,6 @@ class CheckpointFolder:
         """Refuse further access, and unmap as soon as no view is left. Safe to call twice."""
         for file in self._files:
             file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def open_folder(path: str | os.PathLike[str]) -> CheckpointFolder:

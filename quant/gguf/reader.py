@@ -5,12 +5,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from localinfer.closing import Closing
 from localinfer.errors import CorruptFileError, ModelFileError, TokenizerError
 from localinfer.quant.gguf.header import GGUFHeader, TensorInfo, read_header
 from localinfer.quant.gguf.mapped_file import FileStretch, MappedFile
@@ -23,7 +22,7 @@ _PART_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gg
 _PER_PART_KEYS = {"split.no", "general.alignment", "GGUF.tensor_count", "GGUF.kv_count"}
 
 
-class GGUFFile:
+class GGUFFile(Closing):
     """A GGUF model, open until `close` (or the end of a `with` block).
 
     `metadata` comes from the first part, `tensors` from all; both were checked against the files'
@@ -98,17 +97,6 @@ class GGUFFile:
         """Refuse further access and unmap what no view still uses. Safe to call twice."""
         for file in self._files:
             file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def read_gguf(path: str | os.PathLike[str]) -> GGUFFile:

@@ -6,13 +6,12 @@ What is summed is summed inside one piece, or over pieces in their order.
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 from threadpoolctl import ThreadpoolController
 
+from localinfer.closing import Closing
 from localinfer.quant.methods.buffer_pool import BufferPool
 
 FloatArray = NDArray[np.float32]
@@ -22,7 +21,7 @@ COLUMNS_PER_PIECE = 256
 _FACTORED_AT_ONCE = 256
 
 
-class Workers:
+class Workers(Closing):
     """A number of threads; a context manager, inside of which BLAS computes with one thread per call everywhere.
 
     memory: where large results lie. device: that of torch's which computes in place of NumPy, None for none
@@ -36,14 +35,6 @@ class Workers:
         self._executor = ThreadPoolExecutor(num_threads)
         self.memory = BufferPool()
         self._limits = ThreadpoolController().limit(limits=1, user_api="blas")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """End the threads and give BLAS its own back."""

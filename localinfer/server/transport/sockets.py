@@ -5,9 +5,9 @@ import socket
 import stat
 import sys
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Self
+from typing import IO
 
+from localinfer.closing import Closing
 from localinfer.errors import BackendUnavailableError, RequestError
 from localinfer.kernels.user_folders import runtime_folder
 from localinfer.private_folder import make_private
@@ -62,7 +62,7 @@ def bind_tcp(host: str, port: int) -> socket.socket:
     return listener
 
 
-class UnixListener:
+class UnixListener(Closing):
     """A listening Unix socket of mode 0600 in a folder of mode 0700, and the lock that makes it the only one there.
 
     A socket file that nobody answers on is taken away first; anything else at its place is left alone and refused.
@@ -98,14 +98,6 @@ class UnixListener:
             if _identity(self.path) == self._identity:
                 self.path.unlink(missing_ok=True)
             self._lock.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _too_open(folder: Path) -> str | None:
