@@ -1,6 +1,6 @@
 """Bytes folded into 256 that change when they do, some ten times faster than a cryptographic hash.
 
-How it works is in `compiled/checksum.py`.
+How it works is in `compiled/simd/checksum.py`.
 """
 
 import numpy as np

@@ -1,6 +1,6 @@
 """What the ops over experts are given: routers proven to be possible, their words, and biases of every expert.
 
-The tape writes these; the kernels that read them are in `compiled/experts.py`.
+The tape writes these; the kernels that read them are in `compiled/matmul/experts.py`.
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""Rounding columns of a matrix one after the other, as GPTQ does; the loop itself is in `compiled/feedback.py`."""
+"""Rounding columns of a matrix one after the other, as GPTQ does; the loop is in `compiled/encode/feedback.py`."""
 
 import numpy as np
 from numpy.typing import NDArray

@@ -1,6 +1,6 @@
 """Choose a token from one row of logits: the order of the filters, and the memory they share.
 
-The steps themselves, and why they are exact, are in `compiled/sampling.py`.
+The steps themselves, and why they are exact, are in `compiled/sampling/sampling.py`.
 """
 
 import math

@@ -1,6 +1,6 @@
 """Long texts to tokens, without the GIL: shapes and memory around the compiled steps.
 
-How they work is in `compiled/text_merging.py`.
+How they work is in `compiled/tokens/text_merging.py`.
 """
 
 from typing import NamedTuple

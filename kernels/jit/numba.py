@@ -3,7 +3,7 @@
 This is the one module that imports Numba for kernels; `object_cache` calls it for a kernel that is not there yet.
 """
 
-import importlib
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -48,12 +48,23 @@ def entry(result: str, arguments: str) -> Callable[[Callable[..., Any]], Source]
     return lambda function: Source(function, result, arguments)
 
 
-def compile_kernel(name: str) -> bytes:
-    """Compile "module.function" of `kernels.cpu.compiled` to a relocatable object file for this machine."""
+_KERNELS = "localinfer.kernels.cpu.compiled"
+_PACKAGES = ("simd", "matmul", "attention", "encode", "sampling", "tokens")
+
+
+def source_of(name: str) -> Source:
+    """The source of kernel "module.function"; no two modules under `kernels.cpu.compiled` have one name."""
     module_name, function_name = name.split(".")
-    module = importlib.import_module(f"localinfer.kernels.cpu.compiled.{module_name}")
-    source = getattr(module, function_name)
+    paths = [f"{_KERNELS}.{package}.{module_name}" for package in _PACKAGES]
+    (path,) = (path for path in paths if importlib.util.find_spec(path) is not None)
+    source = getattr(importlib.import_module(path), function_name)
     assert isinstance(source, Source), f"{name} is decorated with op or entry"
+    return source
+
+
+def compile_kernel(name: str) -> bytes:
+    """Compile a kernel to a relocatable object file for this machine."""
+    source = source_of(name)
     result = types.void if source.result is None else _KINDS[source.result]
     signature = result(*[_KINDS[kind] for kind in source.arguments])
     compiled = numba.cfunc(signature, nopython=True, error_model="numpy", boundscheck=False)(source.function)

@@ -11,7 +11,8 @@ from llvmlite import binding as llvm
 from llvmlite import ir
 from numba import types
 
-from localinfer.kernels.cpu.compiled import attention_codes, attention_tiles, quantize, rotation, rows, tiles
+from localinfer.kernels.cpu.compiled.attention import attention_codes, attention_tiles, rotation
+from localinfer.kernels.cpu.compiled.matmul import quantize, rows, tiles
 from localinfer.kernels.jit import isa
 from localinfer.kernels.jit.isa import ISA
 from localinfer.kernels.layouts import Layout

@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from localinfer.kernels.cpu.arrays import ALIGNMENT, READABLE_BYTES, Arena, address, aligned, aligned_zeros
-from localinfer.kernels.cpu.compiled.emit import LANES
+from localinfer.kernels.cpu.compiled.simd.emit import LANES
 
 
 @pytest.mark.parametrize("allocate", [aligned, aligned_zeros])

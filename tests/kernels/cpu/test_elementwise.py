@@ -6,7 +6,7 @@ import numba
 import numpy as np
 import pytest
 
-from localinfer.kernels.cpu.compiled.rows import exp_of, sigmoid_of
+from localinfer.kernels.cpu.compiled.matmul.rows import exp_of, sigmoid_of
 from localinfer.kernels.cpu.lower import CpuTape
 from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.kernels.cpu.weights import RowTable

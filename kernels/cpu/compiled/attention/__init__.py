@@ -1,0 +1,1 @@
+"""Attention over the paged cache, and what is written into its pages."""

@@ -1,0 +1,1 @@
+"""Weights to quantized blocks, sixteen rows at a time."""

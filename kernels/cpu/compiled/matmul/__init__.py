@@ -1,0 +1,1 @@
+"""Products of weights, and everything that works on each row by itself."""

@@ -1,0 +1,195 @@
+"""Filling tiles from the rows of a file; what goes where is `localinfer.kernels.cpu.weights`'s to say."""
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core.errors import RequireLiteralValue
+from numba.extending import intrinsic
+
+from localinfer.kernels.cpu.compiled.simd.emit import I16, I32, Emitter, vector
+from localinfer.kernels.cpu.compiled.simd.memory import (
+    load_i64,
+    load_u8,
+    load_u16_anywhere,
+    load_u32_anywhere,
+    store_u8,
+    store_u16,
+    store_u32,
+)
+from localinfer.kernels.cpu.compiled.simd.pool import take_units
+from localinfer.kernels.jit.numba import inline, op
+
+_BYTES_AT_ONCE = 4096
+
+
+@intrinsic
+def _transpose(typing_context: Any, width: Any, source: Any, row_bytes: Any, target: Any) -> Any:
+    """Sixteen columns of sixteen rows, `width` (literal 2 or 4) bytes each, to sixteen vectors of one column."""
+    if not isinstance(width, types.IntegerLiteral):
+        raise RequireLiteralValue("the element width chooses the code that is emitted, so it must be a literal")
+    element = {2: I16, 4: I32}[width.literal_value]
+    vector_bytes = 16 * width.literal_value
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        emit, b = Emitter(context, builder), builder
+        _, start, stride, out = arguments
+        rows = [
+            emit.load(b.add(start, b.mul(stride, emit.i64(row))), vector(element), align=width.literal_value)
+            for row in range(16)
+        ]
+        for column, value in enumerate(emit.transpose(rows)):
+            emit.store(value, out, vector_bytes * column, align=32)
+        return context.get_dummy_value()
+
+    return types.void(width, *[types.int64] * 3), generate
+
+
+@intrinsic
+def _transpose_words(typing_context: Any, source: Any, row_bytes: Any, target: Any, step: Any, flip: Any) -> Any:
+    """Four words of sixteen rows to four vectors of one word each, `step` bytes apart; `flip` is xored to each word."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        emit, b = Emitter(context, builder), builder
+        start, stride, out, distance, changed_bits = arguments
+        rows = [emit.load(b.add(start, b.mul(stride, emit.i64(row))), vector(I32, 4), align=1) for row in range(16)]
+
+        def joined(left: Any, right: Any, lanes: list[int]) -> Any:
+            return b.shuffle_vector(left, right, ir.Constant(vector(I32, len(lanes)), lanes))
+
+        pairs = [joined(rows[i], rows[i + 1], list(range(8))) for i in range(0, 16, 2)]
+        fours = [joined(pairs[i], pairs[i + 1], list(range(16))) for i in range(0, 8, 2)]
+        mask = emit.splat(b.trunc(changed_bits, I32))
+        # Words 2i and 2i + 1 of eight rows side by side, then one word of all sixteen.
+        for i in range(2):
+            lanes = [4 * row + word for word in (2 * i, 2 * i + 1) for row in range(8)]
+            upper, lower = joined(fours[0], fours[1], lanes), joined(fours[2], fours[3], lanes)
+            for word in range(2):
+                lanes_of_word = [16 * half + 8 * word + lane for half in range(2) for lane in range(8)]
+                value = b.xor(joined(upper, lower, lanes_of_word), mask)
+                emit.store(value, b.add(out, b.mul(distance, emit.i64(2 * i + word))), align=32)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), generate
+
+
+@inline
+def _transpose_tile(source: int, row_bytes: int, columns: int, width: int, target: int) -> int:
+    """Transpose whole blocks of sixteen columns of a full tile of plain numbers; returns how many columns that was."""
+    done = columns // 16 * 16
+    for column in range(0, done, 16):
+        if width == 2:
+            _transpose(2, source + 2 * column, row_bytes, target + 32 * column)
+        else:
+            _transpose(4, source + 4 * column, row_bytes, target + 64 * column)
+    return done
+
+
+@inline
+def _spread_bits(word: int) -> np.uint32:
+    """Bit 4v + c of a row's 32 fifth bits becomes bit v of byte c."""
+    result = np.uint32(0)
+    for v in range(8):
+        for c in range(4):
+            result |= ((np.uint32(word) >> np.uint32(4 * v + c)) & np.uint32(1)) << np.uint32(8 * c + v)
+    return result
+
+
+@inline
+def scale_code(source: int, index: int) -> np.int64:
+    """Six-bit code `index` of the twelve bytes of a K-quant super-block: scales 0..7, minimums 8..15."""
+    shift = np.int64(index // 8)
+    j = index % 8
+    if j < 4:
+        return np.int64(load_u8(source + j + 4 * shift)) & 63
+    low = (np.int64(load_u8(source + j + 4)) >> (4 * shift)) & 15
+    return low | (np.int64(load_u8(source + j - 4 + 4 * shift)) >> 6) << 4
+
+
+@inline
+def _pack_scales(source: int, target: int) -> None:
+    for pair in range(4):
+        minimum = scale_code(source, 8 + 2 * pair)
+        codes = (
+            scale_code(source, 2 * pair),
+            scale_code(source, 2 * pair + 1),
+            scale_code(source, 9 + 2 * pair),
+        )
+        for i in range(3):
+            store_u8(target + 48 * pair + 16 * i, np.uint8(codes[i] | ((minimum >> (2 * i)) & 3) << 6))
+
+
+@inline
+def _pack_field(source: int, target: int, width: int, items: int, kind: int) -> None:
+    """One field of one unit of one row; target is lane r of the field's first item."""
+    if kind == 3:
+        _pack_scales(source, target)
+    elif kind == 2:
+        store_u32(target, _spread_bits(load_u32_anywhere(source)))
+    elif kind == 1:
+        for item in range(items):
+            store_u32(target + 64 * item, load_u32_anywhere(source + 4 * item) ^ np.uint32(0x80808080))
+    elif width == 4:
+        step = 128 if kind == 4 else 64
+        for item in range(items):
+            store_u32(target + step * item, load_u32_anywhere(source + 4 * item))
+    elif width == 2:
+        for item in range(items):
+            store_u16(target + 32 * item, load_u16_anywhere(source + 2 * item))
+    else:
+        for item in range(items):
+            store_u8(target + 16 * item, load_u8(source + item))
+
+
+@inline
+def _clear_row(target: int, width: int, items: int, kind: int) -> None:
+    count = 12 if kind == 3 else items
+    step = 128 if kind == 4 else 16 * width
+    for item in range(count):
+        for byte in range(width):
+            store_u8(target + step * item + byte, np.uint8(0))
+
+
+@op
+def pack_tiles(parameters: int, batch: int, thread: int, num_threads: int) -> None:
+    """Fill tiles; parameters: control, target, source, tiles, rows, units, file bytes, unit bytes, fields, count."""
+    control, target, source = load_i64(parameters), load_i64(parameters + 8), load_i64(parameters + 16)
+    tiles, rows, units = load_i64(parameters + 24), load_i64(parameters + 32), load_i64(parameters + 40)
+    file_bytes, unit_bytes = load_i64(parameters + 48), load_i64(parameters + 56)
+    fields, num_fields = load_i64(parameters + 64), load_i64(parameters + 72)
+    # A few units of all sixteen rows at a time: what is written then stays in the first-level cache.
+    step = max(1, _BYTES_AT_ONCE // unit_bytes)
+    while True:
+        tile = take_units(control, 1)
+        if tile >= tiles:
+            return
+        start = target + tile * units * unit_bytes
+        for index in range(num_fields):
+            field = fields + 40 * index
+            width, offset, items = load_i64(field), load_i64(field + 8), load_i64(field + 16)
+            base, kind = start + load_i64(field + 24), load_i64(field + 32)
+            done = 0
+            if file_bytes == width and 16 * tile + 16 <= rows:
+                done = _transpose_tile(source + 16 * tile * units * width, units * width, units, width, base)
+            if width == 4 and items % 4 == 0 and kind != 2 and 16 * tile + 16 <= rows:
+                row_bytes = units * file_bytes
+                first_source = source + 16 * tile * row_bytes + offset
+                distance, flip = 128 if kind == 4 else 64, 0x80808080 if kind == 1 else 0
+                for unit in range(units):
+                    unit_source, unit_target = first_source + unit * file_bytes, base + unit * unit_bytes
+                    for item in range(0, items, 4):
+                        _transpose_words(
+                            unit_source + 4 * item, row_bytes, unit_target + distance * item, distance, flip
+                        )
+                done = units
+            for first in range(done, units, step):
+                for lane in range(16):
+                    row = 16 * tile + lane
+                    for unit in range(first, min(first + step, units)):
+                        lane_target = base + unit * unit_bytes + width * lane
+                        if row < rows:
+                            lane_source = source + (row * units + unit) * file_bytes + offset
+                            _pack_field(lane_source, lane_target, width, items, kind)
+                        else:
+                            _clear_row(lane_target, width, items, kind)

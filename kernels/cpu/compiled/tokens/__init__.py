@@ -1,0 +1,1 @@
+"""Token ids: texts to them, and what followed them before."""
