@@ -56,6 +56,7 @@ class Emitter:
 
     def __init__(self, context: Any, builder: Any) -> None:
         self.builder = builder
+        self.triple: str = context.codegen().magic_tuple()[0]
         self.isa = target_isa(context)
         self._converts_halves = _converts_halves(context)
 

@@ -5,190 +5,166 @@ Nothing here checks bounds; the tape proves every shape before it writes an op.
 """
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
+from numba.core.imputils import lower_constant, lower_getattr_generic
+from numba.core.typing.templates import AttributeTemplate, infer_getattr
+from numba.extending import models, register_model, typeof_impl
 
-from localinfer.kernels.cpu.compiled.simd.emit import F32, F64, I8, I16, I32, I64, Emitter
+from localinfer.kernels.cpu.compiled.simd.emit import F32, F64, I8, I16, I32, I64, Emitter, Value
+from localinfer.kernels.cpu.compiled.simd.intrinsics import ADDRESS, FLOAT, VOID, emitted
+from localinfer.kernels.cpu.parameters import Block
 
-_VOID = ir.VoidType()
-
-
-def _loader(kind: Any, result: Any, alignment: int = 0) -> Callable[..., Any]:
-    def typed(typing_context: Any, address: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            return Emitter(context, builder).load(arguments[0], kind, align=alignment or _alignment(kind))
-
-        return result(types.int64), generate
-
-    return typed
+_ALIGNMENT = {I8: 1, I16: 2, I32: 4, F32: 4, I64: 8, F64: 8}
 
 
-def _storer(kind: Any, value_type: Any) -> Callable[..., Any]:
-    def typed(typing_context: Any, address: Any, value: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            Emitter(context, builder).store(arguments[1], arguments[0], align=_alignment(kind))
-            return context.get_dummy_value()
+def _loader(kind: Any, result: Any, alignment: int = 0, offset: int = 0) -> Any:
+    @emitted(result, ADDRESS)
+    def load(emit: Emitter, address: Value) -> Value:
+        return emit.load(address, kind, offset, align=alignment or _ALIGNMENT[kind])
 
-        return types.void(types.int64, value_type), generate
-
-    return typed
+    return load
 
 
-def _alignment(kind: Any) -> int:
-    return {str(I8): 1, str(I16): 2, str(I32): 4, str(F32): 4}.get(str(kind), 8)
+def _storer(kind: Any, value_type: Any) -> Any:
+    @emitted(VOID, ADDRESS, value_type)
+    def store(emit: Emitter, address: Value, value: Value) -> None:
+        emit.store(value, address, align=_ALIGNMENT[kind])
+
+    return store
 
 
-load_i64 = intrinsic(_loader(I64, types.int64))
-load_u32_anywhere = intrinsic(_loader(I32, types.uint32, 1))
-load_u16_anywhere = intrinsic(_loader(I16, types.uint16, 1))
-load_f32 = intrinsic(_loader(F32, types.float32))
-load_f64 = intrinsic(_loader(F64, types.float64))
-load_u8 = intrinsic(_loader(I8, types.uint8))
-store_i64 = intrinsic(_storer(I64, types.int64))
-store_f32 = intrinsic(_storer(F32, types.float32))
-store_u32 = intrinsic(_storer(I32, types.uint32))
-store_u16 = intrinsic(_storer(I16, types.uint16))
-store_u8 = intrinsic(_storer(I8, types.uint8))
+load_i64 = _loader(I64, types.int64)
+load_u32_anywhere = _loader(I32, types.uint32, 1)
+load_u16_anywhere = _loader(I16, types.uint16, 1)
+load_f32 = _loader(F32, FLOAT)
+load_f64 = _loader(F64, types.float64)
+load_u8 = _loader(I8, types.uint8)
+store_i64 = _storer(I64, types.int64)
+store_f32 = _storer(F32, FLOAT)
+store_u32 = _storer(I32, types.uint32)
+store_u16 = _storer(I16, types.uint16)
+store_u8 = _storer(I8, types.uint8)
 
 
-@intrinsic
-def load_half(typing_context: Any, address: Any) -> Any:
+@emitted(FLOAT, ADDRESS)
+def load_half(emit: Emitter, address: Value) -> Value:
     """Read a float16 at any address as float32."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        emit = Emitter(context, builder)
-        return emit.half_to_float(emit.load(arguments[0], I16, align=1))
-
-    return types.float32(types.int64), generate
+    return emit.half_to_float(emit.load(address, I16, align=1))
 
 
-@intrinsic
-def store_half(typing_context: Any, address: Any, value: Any) -> Any:
+@emitted(VOID, ADDRESS, FLOAT)
+def store_half(emit: Emitter, address: Value, value: Value) -> None:
     """Write a float32 as float16, rounded to nearest even."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        emit = Emitter(context, builder)
-        emit.store(emit.float_to_half(arguments[1]), arguments[0], align=2)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.float32), generate
+    emit.store(emit.float_to_half(value), address, align=2)
 
 
-@intrinsic
-def float_bits(typing_context: Any, bits: Any) -> Any:
+@emitted(FLOAT, types.int64)
+def float_bits(emit: Emitter, bits: Value) -> Value:
     """The float32 whose bits are the low 32 of an int64."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(builder.trunc(arguments[0], I32), F32)
-
-    return types.float32(types.int64), generate
+    return emit.bitcast(emit.builder.trunc(bits, I32), F32)
 
 
-@intrinsic
-def atomic_load(typing_context: Any, address: Any) -> Any:
+@emitted(types.int64, ADDRESS)
+def atomic_load(emit: Emitter, address: Value) -> Value:
     """Read an int64 that another thread writes; later reads see at least what that thread wrote before."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = builder.inttoptr(arguments[0], ir.PointerType())
-        return builder.load_atomic(pointer, "acquire", 8, typ=I64)
-
-    return types.int64(types.int64), generate
+    return emit.builder.load_atomic(emit.pointer(address), "acquire", 8, typ=I64)
 
 
-@intrinsic
-def atomic_store(typing_context: Any, address: Any, value: Any) -> Any:
+@emitted(VOID, ADDRESS, types.int64)
+def atomic_store(emit: Emitter, address: Value, value: Value) -> None:
     """Write an int64 in one order that all threads agree on."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = builder.inttoptr(arguments[0], I64.as_pointer())
-        builder.store_atomic(arguments[1], pointer, "seq_cst", 8)
-        builder.fence("seq_cst")
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), generate
+    emit.builder.store_atomic(value, emit.builder.inttoptr(address, I64.as_pointer()), "seq_cst", 8)
+    emit.builder.fence("seq_cst")
 
 
-@intrinsic
-def atomic_add(typing_context: Any, address: Any, value: Any) -> Any:
+@emitted(types.int64, ADDRESS, types.int64)
+def atomic_add(emit: Emitter, address: Value, value: Value) -> Value:
     """Add to an int64 and return what it was before."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = builder.inttoptr(arguments[0], ir.PointerType())
-        return builder.atomic_rmw("add", pointer, arguments[1], "seq_cst")
-
-    return types.int64(types.int64, types.int64), generate
+    return emit.builder.atomic_rmw("add", emit.pointer(address), value, "seq_cst")
 
 
-@intrinsic
-def atomic_exchange(typing_context: Any, address: Any, value: Any) -> Any:
+@emitted(types.int64, ADDRESS, types.int64)
+def atomic_exchange(emit: Emitter, address: Value, value: Value) -> Value:
     """Replace an int64 and return what it was before; later loads come after it on every CPU."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = builder.inttoptr(arguments[0], ir.PointerType())
-        before = builder.atomic_rmw("xchg", pointer, arguments[1], "seq_cst")
-        builder.fence("seq_cst")
-        return before
-
-    return types.int64(types.int64, types.int64), generate
+    before = emit.builder.atomic_rmw("xchg", emit.pointer(address), value, "seq_cst")
+    emit.builder.fence("seq_cst")
+    return before
 
 
-@intrinsic
-def spin_hint(typing_context: Any) -> Any:
+@emitted(VOID)
+def spin_hint(emit: Emitter) -> None:
     """Tell the CPU that this is a waiting loop."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        emitter = Emitter(context, builder)
-        triple = context.codegen().magic_tuple()[0]
-        if triple.startswith(("x86_64", "i686")):
-            emitter.call("llvm.x86.sse2.pause", _VOID, [])
-        elif triple.startswith(("aarch64", "arm64")):
-            emitter.call("llvm.aarch64.hint", _VOID, [emitter.i32(1)])
-        return context.get_dummy_value()
-
-    return types.void(), generate
+    if emit.triple.startswith(("x86_64", "i686")):
+        emit.call("llvm.x86.sse2.pause", ir.VoidType(), [])
+    elif emit.triple.startswith(("aarch64", "arm64")):
+        emit.call("llvm.aarch64.hint", ir.VoidType(), [emit.i32(1)])
 
 
-@intrinsic
-def yield_processor(typing_context: Any) -> Any:
+@emitted(VOID)
+def yield_processor(emit: Emitter) -> None:
     """Let another thread run, so that waiting costs little on a machine with fewer free cores than threads."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if sys.platform != "win32":
-            Emitter(context, builder).call("sched_yield", I32, [])
-        return context.get_dummy_value()
-
-    return types.void(), generate
+    if sys.platform != "win32":
+        emit.call("sched_yield", I32, [])
 
 
-@intrinsic
-def call_op(typing_context: Any, function: Any, parameters: Any, batch: Any, thread: Any, num_threads: Any) -> Any:
+@emitted(VOID, *[types.int64] * 5)
+def call_op(emit: Emitter, function: Value, parameters: Value, batch: Value, thread: Value, num_threads: Value) -> None:
     """Call a tape op through its address."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kind = ir.FunctionType(_VOID, [I64, I64, I64, I64])
-        builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), list(arguments[1:]))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64, types.int64, types.int64), generate
+    kind = ir.FunctionType(ir.VoidType(), [I64] * 4)
+    emit.builder.call(emit.builder.inttoptr(function, kind.as_pointer()), [parameters, batch, thread, num_threads])
 
 
-def _pointer(element: Any) -> Callable[..., Any]:
-    def typed(typing_context: Any, address: Any) -> Any:
-        result = types.CPointer(element)
+def _pointer(element: Any, kind: Any) -> Any:
+    @emitted(types.CPointer(element), ADDRESS)
+    def pointer(emit: Emitter, address: Value) -> Value:
+        return emit.builder.inttoptr(address, kind.as_pointer())
 
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            return builder.inttoptr(arguments[0], context.get_value_type(result))
-
-        return result(types.int64), generate
-
-    return typed
+    return pointer
 
 
-float32_pointer = intrinsic(_pointer(types.float32))
-float64_pointer = intrinsic(_pointer(types.float64))
-int32_pointer = intrinsic(_pointer(types.int32))
-int64_pointer = intrinsic(_pointer(types.int64))
+float32_pointer = _pointer(types.float32, F32)
+float64_pointer = _pointer(types.float64, F64)
+int32_pointer = _pointer(types.int32, I32)
+int64_pointer = _pointer(types.int64, I64)
+
+# Parameter blocks: to a kernel a `Block` is a constant whose attributes are loads.
+
+_MAX_WORDS = 40
+_WORDS = [_loader(I64, types.int64, offset=8 * index) for index in range(_MAX_WORDS)]
+_FLOAT_WORDS = [_loader(F32, FLOAT, offset=8 * index) for index in range(_MAX_WORDS)]
+
+
+class _BlockType(types.Opaque):  # type: ignore[misc]
+    def __init__(self, block: Block) -> None:
+        super().__init__(f"block({' '.join(block.words)})")
+        self.block = block
+
+
+register_model(_BlockType)(models.OpaqueModel)
+
+
+@typeof_impl.register(Block)
+def _typeof_block(block: Block, context: Any) -> _BlockType:
+    return _BlockType(block)
+
+
+@lower_constant(_BlockType)
+def _constant_block(context: Any, builder: Any, kind: Any, block: Any) -> Any:
+    return context.get_dummy_value()
+
+
+@infer_getattr
+class _BlockWords(AttributeTemplate):  # type: ignore[misc]
+    key = _BlockType
+
+    def generic_resolve(self, kind: Any, name: str) -> Any:
+        loaders = _FLOAT_WORDS if name in kind.block.floats else _WORDS
+        return self.context.resolve_value_type(loaders[kind.block.words.index(name)])
+
+
+@lower_getattr_generic(_BlockType)
+def _block_word(context: Any, builder: Any, kind: Any, block: Any, name: str) -> Any:
+    return context.get_dummy_value()
