@@ -40,7 +40,7 @@ _NEW_TARGETS = {(10, 0): "+ptx86", (12, 0): "+ptx87"}
 class Template:
     """A function of whole numbers that returns a kernel for them, and the kinds of that kernel's parameters.
 
-    Kinds: q is int64 or an address, f float32.
+    Kinds: q is int64 or an address, f float32; those in parentheses are one parameter, a tuple.
     """
 
     make: Callable[..., Callable[..., None]]
@@ -81,7 +81,7 @@ def compile_ptx(name: str, constants: tuple[int, ...], capability: tuple[int, in
 def kernel_ir(name: str, constants: tuple[int, ...]) -> str:
     """Optimised LLVM IR of a kernel, the same for every GPU; its one entry is called `kernel`."""
     source = find_template(name)
-    signature = types.void(*[_KINDS[kind] for kind in source.parameters])
+    signature = types.void(*map(_type_of, re.findall(r"\(\w+\)|\w", source.parameters)))
     library, _ = compiler._compile_pyfunc_with_fixup(
         source.make(*constants), signature, device=False, cc=_IR_TARGET, abi="numba", abi_info=None
     )
@@ -90,6 +90,10 @@ def kernel_ir(name: str, constants: tuple[int, ...]) -> str:
     assert len(entries) == 1, f"{name} has {len(entries)} entries"
     prepared = [_unroll(_convergent(_without_used(text))) for text in texts]
     return _optimised([text.replace(f'@"{entries[0]}"', "@kernel") for text in prepared])
+
+
+def _type_of(kind: str) -> Any:
+    return types.Tuple([_KINDS[member] for member in kind[1:-1]]) if kind.startswith("(") else _KINDS[kind]
 
 
 def find_template(name: str) -> Template:

@@ -2,7 +2,7 @@
 
 from numba import float32
 
-from localinfer.kernels.cuda.compiled.ptx import divide, exp2, maximum, minimum
+from localinfer.kernels.cuda.compiled import ptx
 from localinfer.kernels.cuda.jit import inline
 from localinfer.kernels.ops import Activation
 
@@ -13,26 +13,26 @@ SILU, GELU_TANH, GELU_ERF, GELU_QUICK, RELU, RELU_SQUARED, SWIGLU_CLAMPED = rang
 @inline
 def exponential(x):
     """e to the power of x."""
-    return exp2(x * float32(1.4426950408889634))
+    return ptx.exp2(x * float32(1.4426950408889634))
 
 
 @inline
 def sigmoid(x):
     """1 / (1 + e^-x)."""
-    return divide(float32(1.0), float32(1.0) + exponential(-x))
+    return ptx.divide(float32(1.0), float32(1.0) + exponential(-x))
 
 
 @inline
 def hyperbolic_tangent(x):
     """tanh x, as 1 - 2 / (e^2x + 1): exact limits at both ends."""
-    return float32(1.0) - divide(float32(2.0), exponential(float32(2.0) * x) + float32(1.0))
+    return float32(1.0) - ptx.divide(float32(2.0), exponential(float32(2.0) * x) + float32(1.0))
 
 
 @inline
 def error_function(x):
     """erf x to 1.5e-7. Source: Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26."""
-    size = maximum(x, -x)
-    t = divide(float32(1.0), float32(1.0) + float32(0.3275911) * size)
+    size = ptx.maximum(x, -x)
+    t = ptx.divide(float32(1.0), float32(1.0) + float32(0.3275911) * size)
     series = float32(1.061405429) * t + float32(-1.453152027)
     series = series * t + float32(1.421413741)
     series = series * t + float32(-0.284496736)
@@ -55,9 +55,9 @@ def activate(number, x):
     elif number == GELU_QUICK:
         result = x * sigmoid(float32(1.702) * x)
     elif number == RELU:
-        result = maximum(x, float32(0.0))
+        result = ptx.maximum(x, float32(0.0))
     elif number == RELU_SQUARED:
-        result = maximum(x, float32(0.0)) * maximum(x, float32(0.0))
+        result = ptx.maximum(x, float32(0.0)) * ptx.maximum(x, float32(0.0))
     return result
 
 
@@ -66,7 +66,7 @@ def activate_gate(number, gate, up):
     """activation(gate) * up."""
     result = activate(number, gate) * up
     if number == SWIGLU_CLAMPED:
-        gate = minimum(gate, float32(7.0))
-        up = maximum(minimum(up, float32(7.0)), float32(-7.0))
+        gate = ptx.minimum(gate, float32(7.0))
+        up = ptx.maximum(ptx.minimum(up, float32(7.0)), float32(-7.0))
         result = gate * sigmoid(float32(1.702) * gate) * (up + float32(1.0))
     return result

@@ -8,28 +8,11 @@ does it, four at once; codes of values are multiplied by their scales.
 
 from numba import cuda, float32, int64, uint32
 
+from localinfer.kernels.cuda.compiled import ptx
 from localinfer.kernels.cuda.compiled.activations import exponential, hyperbolic_tangent
 from localinfer.kernels.cuda.compiled.kv_store import CODES, HALVES, PAGE
-from localinfer.kernels.cuda.compiled.ptx import (
-    block_x,
-    block_y,
-    block_z,
-    divide,
-    dot_signed,
-    half_to_float,
-    load_f32,
-    load_i64,
-    load_u8,
-    load_u16,
-    load_u32,
-    maximum,
-    meet,
-    shuffle,
-    store_f32,
-    thread,
-    to_float,
-)
 from localinfer.kernels.cuda.compiled.quantize import store_quantized
+from localinfer.kernels.cuda.compiled.reductions import warp_max, warp_sum
 from localinfer.kernels.cuda.compiled.rotation import (
     block_scale,
     code_of,
@@ -63,8 +46,8 @@ def first_seen(position, window, span):
 def round_queries(query, words, scales, heads, size):
     """Rotated queries float32[heads][size] as words of four codes, and a scale per block; query is left as codes."""
     blocks = (size + SCALE_BLOCK - 1) // SCALE_BLOCK
-    lane = thread() % 32
-    block = thread() // 32
+    lane = ptx.thread() % 32
+    block = ptx.thread() // 32
     while block < heads * blocks:
         head = block // blocks
         first = head * size + block % blocks * SCALE_BLOCK
@@ -74,12 +57,12 @@ def round_queries(query, words, scales, heads, size):
             scales[block] = scale
         column = first + lane
         while column < end:
-            query[column] = to_float(code_of(query[column], scale))
+            query[column] = ptx.to_float(code_of(query[column], scale))
             column = column + 32
         block = block + THREADS // 32
-    meet()
+    ptx.meet()
     head_words = (size + 3) // 4
-    index = thread()
+    index = ptx.thread()
     while index < heads * head_words:
         word = int64(0)
         for c in range(4):
@@ -88,7 +71,7 @@ def round_queries(query, words, scales, heads, size):
                 word = word | ((int64(query[index // head_words * size + column]) & 255) << (8 * c))
         words[index] = word
         index = index + THREADS
-    meet()
+    ptx.meet()
 
 
 @template("qqqqqqqqqqqqqqqqqqqqff")
@@ -122,17 +105,17 @@ def attend_chunks(key_kind, value_kind, heads, key_size, value_size):
         num_heads, group_heads, head_bytes, layer_offset, key_scales, values_offset, value_scales, value_columns,
         window, span, slopes, angles, num_pairs, halves_and_offset, scale, softcap,
     ):  # fmt: skip
-        row = block_x()
-        first = block_z() * CHUNK
-        pages = load_i64(page_tables + 8 * row)
-        position = load_i64(positions + 8 * row)
+        row = ptx.block_x()
+        first = ptx.block_z() * CHUNK
+        pages = ptx.load_i64(page_tables + 8 * row)
+        position = ptx.load_i64(positions + 8 * row)
         least = first_seen(position, window, span)
         if pages != 0 and first <= position and first + CHUNK > least:
-            lane = thread() % 32
-            warp = thread() // 32
+            lane = ptx.thread() % 32
+            warp = ptx.thread() // 32
             parts = (group_heads + heads - 1) // heads
-            kv_head = block_y() // parts
-            first_head = kv_head * group_heads + block_y() % parts * heads
+            kv_head = ptx.block_y() // parts
+            first_head = kv_head * group_heads + ptx.block_y() % parts * heads
             last_head = kv_head * group_heads + group_heads - 1
             halves = halves_and_offset % 2
             offset = halves_and_offset // 2
@@ -141,7 +124,7 @@ def attend_chunks(key_kind, value_kind, heads, key_size, value_size):
             factor = scale
             if key_is_codes:
                 factor = float32(key_factor)
-            index = thread()
+            index = ptx.thread()
             while index < queries_size:
                 head = min(first_head + index // key_size, last_head)
                 source = queries + row * queries_stride + 4 * head * key_size
@@ -154,12 +137,12 @@ def attend_chunks(key_kind, value_kind, heads, key_size, value_size):
                 fold(query, queries_size, key_stages)
                 round_queries(query, query_words, query_scales, heads, key_size)
             else:
-                meet()
+                ptx.meet()
 
             sums = cuda.local.array(heads, float32)
             for h in range(heads):
                 sums[h] = float32(0.0)
-            seen = first + thread()
+            seen = first + ptx.thread()
             is_seen = least <= seen <= position
             if value_is_codes:
                 # Weights and scales of positions that nobody may look at are 0, whatever their page holds.
@@ -167,11 +150,11 @@ def attend_chunks(key_kind, value_kind, heads, key_size, value_size):
                 for b in range(value_blocks):
                     value = float32(0.0)
                     if is_seen:
-                        place = load_i64(pages + seen // PAGE * 8) + layer_offset + kv_head * head_bytes
-                        value = half_to_float(load_u16(place + value_scales + 64 * b + 2 * lane))
-                    position_scales[b * CHUNK + thread()] = value
+                        place = ptx.load_i64(pages + seen // PAGE * 8) + layer_offset + kv_head * head_bytes
+                        value = ptx.half_to_float(ptx.load_u16(place + value_scales + 64 * b + 2 * lane))
+                    position_scales[b * CHUNK + ptx.thread()] = value
             if is_seen:
-                place = load_i64(pages + seen // PAGE * 8) + layer_offset + kv_head * head_bytes
+                place = ptx.load_i64(pages + seen // PAGE * 8) + layer_offset + kv_head * head_bytes
                 if key_is_codes:
                     dots = cuda.local.array(heads, int64)
                     half_scales = place + key_scales + lane // 16 * 32 * key_blocks + lane % 16 * 2
@@ -184,13 +167,15 @@ def attend_chunks(key_kind, value_kind, heads, key_size, value_size):
                         end = min(word + block_words, key_words)
                         while word < end:
                             for c in range(word_step):
-                                key_word = load_u32(place + 64 * (word + c)) ^ 0x80808080
+                                key_word = ptx.load_u32(place + 64 * (word + c)) ^ 0x80808080
                                 for h in range(heads):
-                                    dots[h] = dot_signed(key_word, query_words[h * key_words + word + c], dots[h])
+                                    dots[h] = ptx.dot_signed(key_word, query_words[h * key_words + word + c], dots[h])
                             word = word + word_step
-                        key_scale = scale * half_to_float(load_u16(half_scales + 32 * block))
+                        key_scale = scale * ptx.half_to_float(ptx.load_u16(half_scales + 32 * block))
                         for h in range(heads):
-                            sums[h] = sums[h] + to_float(dots[h]) * (key_scale * query_scales[h * key_blocks + block])
+                            sums[h] = sums[h] + ptx.to_float(dots[h]) * (
+                                key_scale * query_scales[h * key_blocks + block]
+                            )
                         block = block + 1
                 else:
                     element = lane // 16 * key_size * 16 + lane % 16
@@ -198,32 +183,31 @@ def attend_chunks(key_kind, value_kind, heads, key_size, value_size):
                     while column < key_size:
                         for c in range(step):
                             if key_is_half:
-                                key = half_to_float(load_u16(place + 2 * (element + 16 * (column + c))))
+                                key = ptx.half_to_float(ptx.load_u16(place + 2 * (element + 16 * (column + c))))
                             else:
-                                key = load_f32(place + 4 * (element + 16 * (column + c)))
+                                key = ptx.load_f32(place + 4 * (element + 16 * (column + c)))
                             for h in range(heads):
                                 sums[h] = sums[h] + query[h * key_size + column + c] * key
                         column = column + step
             for h in range(heads):
                 score = sums[h]
                 if softcap > float32(0.0):
-                    score = softcap * hyperbolic_tangent(divide(score, softcap))
+                    score = softcap * hyperbolic_tangent(ptx.divide(score, softcap))
                 if slopes != 0:
                     head = min(first_head + h, last_head)
-                    score = score + load_f32(slopes + 4 * head) * to_float(seen - position)
+                    score = score + ptx.load_f32(slopes + 4 * head) * ptx.to_float(seen - position)
                 if not is_seen:
                     score = float32(LEAST)
-                scores[h * CHUNK + thread()] = score
-            meet()
+                scores[h * CHUNK + ptx.thread()] = score
+            ptx.meet()
 
             for turn in range(head_rounds):
                 h = turn * 4 + warp
                 if h < heads:
                     largest = float32(LEAST)
                     for quarter in range(4):
-                        largest = maximum(largest, scores[h * CHUNK + 32 * quarter + lane])
-                    for distance in (16, 8, 4, 2, 1):
-                        largest = maximum(largest, shuffle(largest, distance))
+                        largest = ptx.maximum(largest, scores[h * CHUNK + 32 * quarter + lane])
+                    largest = warp_max(largest)
                     total = float32(0.0)
                     for quarter in range(4):
                         place = h * CHUNK + 32 * quarter + lane
@@ -232,17 +216,16 @@ def attend_chunks(key_kind, value_kind, heads, key_size, value_size):
                             weight = exponential(scores[place] - largest)
                         scores[place] = weight
                         total = total + weight
-                    for distance in (16, 8, 4, 2, 1):
-                        total = total + shuffle(total, distance)
+                    total = warp_sum(total)
                     if lane == 0 and first_head + h <= last_head:
-                        part = (row * num_heads + first_head + h) * partial_chunks + block_z()
-                        store_f32(partials + part * (4 * value_size + 8), largest)
-                        store_f32(partials + part * (4 * value_size + 8) + 4, total)
-            meet()
+                        part = (row * num_heads + first_head + h) * partial_chunks + ptx.block_z()
+                        ptx.store_f32(partials + part * (4 * value_size + 8), largest)
+                        ptx.store_f32(partials + part * (4 * value_size + 8) + 4, total)
+            ptx.meet()
 
             start = max(least - first, 0) // 4 * 4
             end = min(position - first, CHUNK - 1)
-            column = thread()
+            column = ptx.thread()
             while column < value_size:
                 for h in range(heads):
                     sums[h] = float32(0.0)
@@ -250,24 +233,24 @@ def attend_chunks(key_kind, value_kind, heads, key_size, value_size):
                 while inner <= end:
                     # Four positions lie in one page; those past the end have no weight and read the last.
                     table = pages + (first + inner) // PAGE * 8
-                    place = load_i64(table) + layer_offset + kv_head * head_bytes + values_offset
+                    place = ptx.load_i64(table) + layer_offset + kv_head * head_bytes + values_offset
                     for c in range(4):
                         within = min(inner + c, end) % PAGE
                         if value_is_codes:
-                            code = load_u8(place + within // 2 * 2 * value_columns + 2 * column + within % 2)
+                            code = ptx.load_u8(place + within // 2 * 2 * value_columns + 2 * column + within % 2)
                             scales = column // SCALE_BLOCK * CHUNK + inner + c
-                            value = position_scales[scales] * to_float((code ^ 128) - 128)
+                            value = position_scales[scales] * ptx.to_float((code ^ 128) - 128)
                         elif value_is_half:
-                            value = half_to_float(load_u16(place + 2 * (within * value_columns + column)))
+                            value = ptx.half_to_float(ptx.load_u16(place + 2 * (within * value_columns + column)))
                         else:
-                            value = load_f32(place + 4 * (within * value_columns + column))
+                            value = ptx.load_f32(place + 4 * (within * value_columns + column))
                         for h in range(heads):
                             sums[h] = sums[h] + scores[h * CHUNK + inner + c] * value
                     inner = inner + 4
                 for h in range(heads):
                     if first_head + h <= last_head:
-                        part = (row * num_heads + first_head + h) * partial_chunks + block_z()
-                        store_f32(partials + part * (4 * value_size + 8) + 8 + 4 * column, sums[h])
+                        part = (row * num_heads + first_head + h) * partial_chunks + ptx.block_z()
+                        ptx.store_f32(partials + part * (4 * value_size + 8) + 8 + 4 * column, sums[h])
                 column = column + THREADS
 
     return kernel
@@ -279,11 +262,11 @@ def joined(base, stride, first, last, column, largest, total):
     value = float32(0.0)
     chunk = first
     while chunk <= last:
-        weight = exponential(load_f32(base + chunk * stride) - largest)
-        total = total + weight * load_f32(base + chunk * stride + 4)
-        value = value + weight * load_f32(base + chunk * stride + 8 + 4 * column)
+        weight = exponential(ptx.load_f32(base + chunk * stride) - largest)
+        total = total + weight * ptx.load_f32(base + chunk * stride + 4)
+        value = value + weight * ptx.load_f32(base + chunk * stride + 8 + 4 * column)
         chunk = chunk + 1
-    return divide(value, total)
+    return ptx.divide(value, total)
 
 
 @template("qqqqqqqqqqqqqqq")
@@ -301,39 +284,39 @@ def merge_chunks(quantizes, rotated_size):
         out, out_stride, positions, page_tables, partials, partial_chunks, num_heads, value_size,
         window, span, sinks, codes, codes_stride, records, records_stride,
     ):  # fmt: skip
-        head = block_x()
-        row = block_y()
-        if load_i64(page_tables + 8 * row) != 0:
-            position = load_i64(positions + 8 * row)
+        head = ptx.block_x()
+        row = ptx.block_y()
+        if ptx.load_i64(page_tables + 8 * row) != 0:
+            position = ptx.load_i64(positions + 8 * row)
             first = first_seen(position, window, span) // CHUNK
             last = position // CHUNK
             stride = 4 * value_size + 8
             base = partials + (row * num_heads + head) * partial_chunks * stride
             largest = float32(LEAST)
             if sinks != 0:
-                largest = load_f32(sinks + 4 * head)
+                largest = ptx.load_f32(sinks + 4 * head)
             chunk = first
             while chunk <= last:
-                largest = maximum(largest, load_f32(base + chunk * stride))
+                largest = ptx.maximum(largest, ptx.load_f32(base + chunk * stride))
                 chunk = chunk + 1
             total = float32(0.0)
             if sinks != 0:
-                total = exponential(load_f32(sinks + 4 * head) - largest)
+                total = exponential(ptx.load_f32(sinks + 4 * head) - largest)
             numbers = cuda.shared.array(numbers_size, float32)
-            column = thread()
+            column = ptx.thread()
             if is_rotated:
                 while column < value_size:
                     value = joined(base, stride, first, last, column, largest, total)
                     numbers[column] = value * float32(factor)
                     column = column + THREADS
                 fold(numbers, rotated_size, stages)
-                column = thread()
+                column = ptx.thread()
             while column < value_size:
                 value = numbers[column] if is_rotated else joined(base, stride, first, last, column, largest, total)
                 whole = head * value_size + column
-                store_f32(out + row * out_stride + 4 * whole, value)
+                ptx.store_f32(out + row * out_stride + 4 * whole, value)
                 if quantizes:
-                    lane = thread() % 32
+                    lane = ptx.thread() % 32
                     store_quantized(value, lane, codes + row * codes_stride, records + row * records_stride, whole)
                 column = column + THREADS
 

@@ -8,28 +8,10 @@ Source: FlashAttention-2 (arXiv 2307.08691), algorithm 1.
 
 from numba import cuda, float32, int64, uint32
 
+from localinfer.kernels.cuda.compiled import ptx
 from localinfer.kernels.cuda.compiled.activations import exponential, hyperbolic_tangent
 from localinfer.kernels.cuda.compiled.attention import LEAST, first_seen
 from localinfer.kernels.cuda.compiled.kv_store import CODES, PAGE
-from localinfer.kernels.cuda.compiled.ptx import (
-    block_x,
-    block_y,
-    block_z,
-    divide,
-    half_to_float,
-    load_f32,
-    load_i64,
-    load_u16,
-    load_u32,
-    maximum,
-    meet,
-    multiply_halves,
-    pack_halves,
-    shuffle,
-    store_f32,
-    thread,
-    to_float,
-)
 from localinfer.kernels.cuda.compiled.rows import rotated
 from localinfer.kernels.cuda.jit import inline, template
 from localinfer.kernels.kv_layout import SCALE_BLOCK
@@ -43,14 +25,14 @@ VALUE_STRIDE = PAGE // 2 + 4
 @inline
 def signed_byte(word, number):
     """Byte `number` of a word, as float32."""
-    return to_float((((word >> (8 * number)) & 255) ^ 128) - 128)
+    return ptx.to_float((((word >> (8 * number)) & 255) ^ 128) - 128)
 
 
 @inline
 def stage_half_keys(key, place, key_size, steps, threads):
     """Keys of a page, float16, as pairs of dimensions of each position."""
     stride = 8 * steps + 4
-    index = thread()
+    index = ptx.thread()
     while index < 128 * steps:
         word = index // 8 % (8 * steps)
         position = index // (64 * steps) * 16 + index % 8 * 2
@@ -58,9 +40,9 @@ def stage_half_keys(key, place, key_size, steps, threads):
         first = 0
         second = 0
         if 2 * word < key_size:
-            first = load_u32(source)
+            first = ptx.load_u32(source)
         if 2 * word + 1 < key_size:
-            second = load_u32(source + 32)
+            second = ptx.load_u32(source + 32)
         key[position * stride + word] = (first & 0xFFFF) | ((second & 0xFFFF) << 16)
         key[position * stride + stride + word] = (first >> 16) | ((second >> 16) << 16)
         index = index + threads
@@ -72,26 +54,26 @@ def stage_key_codes(key, place, scales, key_size, steps, threads):
     stride = 8 * steps + 4
     words = (key_size + 3) // 4
     blocks = (key_size + SCALE_BLOCK - 1) // SCALE_BLOCK
-    index = thread()
+    index = ptx.thread()
     while index < 128 * steps:
         word = index // 16 % (4 * steps)
         group = index // (64 * steps)
         code = 0
         scale = float32(0.0)
         if word < words:
-            code = load_u32(place + (group * words + word) * 64 + index % 16 * 4) ^ 0x80808080
+            code = ptx.load_u32(place + (group * words + word) * 64 + index % 16 * 4) ^ 0x80808080
             scale_place = scales + (group * blocks + 4 * word // SCALE_BLOCK) * 32 + index % 16 * 2
-            scale = half_to_float(load_u16(scale_place))
+            scale = ptx.half_to_float(ptx.load_u16(scale_place))
         target = (group * 16 + index % 16) * stride + 2 * word
-        key[target] = pack_halves(scale * signed_byte(code, 0), scale * signed_byte(code, 1))
-        key[target + 1] = pack_halves(scale * signed_byte(code, 2), scale * signed_byte(code, 3))
+        key[target] = ptx.pack_halves(scale * signed_byte(code, 0), scale * signed_byte(code, 1))
+        key[target + 1] = ptx.pack_halves(scale * signed_byte(code, 2), scale * signed_byte(code, 3))
         index = index + threads
 
 
 @inline
 def stage_half_values(value, place, num_seen, value_columns, first_column, tiles, threads):
     """Values of a page, float16, as pairs of positions of each column; those not yet seen by any row are 0."""
-    index = thread()
+    index = ptx.thread()
     while index < 64 * tiles:
         column = (index // 32 % tiles * 4 + index % 4) * 2
         pair = index // (32 * tiles) * 8 + index // 4 % 8
@@ -101,9 +83,9 @@ def stage_half_values(value, place, num_seen, value_columns, first_column, tiles
         # The last part of the columns may reach past those that there are.
         is_there = first_column + column < value_columns
         if is_there and 2 * pair < num_seen:
-            first = load_u32(source)
+            first = ptx.load_u32(source)
         if is_there and 2 * pair + 1 < num_seen:
-            second = load_u32(source + 2 * value_columns)
+            second = ptx.load_u32(source + 2 * value_columns)
         value[column * VALUE_STRIDE + pair] = (first & 0xFFFF) | ((second & 0xFFFF) << 16)
         value[column * VALUE_STRIDE + VALUE_STRIDE + pair] = (first >> 16) | ((second >> 16) << 16)
         index = index + threads
@@ -112,7 +94,7 @@ def stage_half_values(value, place, num_seen, value_columns, first_column, tiles
 @inline
 def stage_value_codes(value, place, scales, num_seen, value_columns, first_column, tiles, threads):
     """Values of a page, codes, as pairs of positions of each column, with their scales in them."""
-    index = thread()
+    index = ptx.thread()
     while index < 64 * tiles:
         column = (index // 32 % tiles * 4 + index % 4) * 2
         pair = index // (32 * tiles) * 8 + index // 4 % 8
@@ -120,14 +102,14 @@ def stage_value_codes(value, place, scales, num_seen, value_columns, first_colum
         left = float32(0.0)
         right = float32(0.0)
         if first_column + column < value_columns and 2 * pair < num_seen:
-            code = load_u32(place + 2 * (pair * value_columns + first_column + column))
+            code = ptx.load_u32(place + 2 * (pair * value_columns + first_column + column))
             scale_place = scales + (first_column + column) // SCALE_BLOCK * 64 + 4 * pair
-            left = half_to_float(load_u16(scale_place))
+            left = ptx.half_to_float(ptx.load_u16(scale_place))
             if 2 * pair + 1 < num_seen:
-                right = half_to_float(load_u16(scale_place + 2))
+                right = ptx.half_to_float(ptx.load_u16(scale_place + 2))
         target = column * VALUE_STRIDE + pair
-        value[target] = pack_halves(left * signed_byte(code, 0), right * signed_byte(code, 1))
-        value[target + VALUE_STRIDE] = pack_halves(left * signed_byte(code, 2), right * signed_byte(code, 3))
+        value[target] = ptx.pack_halves(left * signed_byte(code, 0), right * signed_byte(code, 1))
+        value[target + VALUE_STRIDE] = ptx.pack_halves(left * signed_byte(code, 2), right * signed_byte(code, 3))
         index = index + threads
 
 
@@ -155,16 +137,16 @@ def attend_tiles(key_kind, value_kind, key_size, value_size, warps):
         group_heads, head_bytes, layer_offset, key_scales, values_offset, value_scales, value_columns,
         window, span, slopes, sinks, angles, num_pairs, halves, offset, num_tiles, scale, softcap,
     ):  # fmt: skip
-        kv_head = block_y()
-        first_column = block_z() * MOST_COLUMNS
+        kv_head = ptx.block_y()
+        first_column = ptx.block_z() * MOST_COLUMNS
         tile_rows = pairs // group_heads
-        first_row = (num_tiles - 1 - block_x()) * tile_rows
+        first_row = (num_tiles - 1 - ptx.block_x()) * tile_rows
         last_row = min(first_row + tile_rows, num_rows) - 1
-        pages = load_i64(page_tables + 8 * first_row)
+        pages = ptx.load_i64(page_tables + 8 * first_row)
         query = cuda.shared.array(query_words, uint32)
         key = cuda.shared.array(key_words, uint32)
         value = cuda.shared.array(value_words, uint32)
-        index = thread()
+        index = ptx.thread()
         while index < 8 * steps * pairs:
             pair = index // (8 * steps)
             column = index % (8 * steps) * 2
@@ -177,13 +159,13 @@ def attend_tiles(key_kind, value_kind, key_size, value_size, warps):
                 left = scale * rotated(head, column, turns, num_pairs, halves, offset)
             if column + 1 < key_size:
                 right = scale * rotated(head, column + 1, turns, num_pairs, halves, offset)
-            query[pair * stride + column // 2] = pack_halves(left, right)
+            query[pair * stride + column // 2] = ptx.pack_halves(left, right)
             index = index + threads
 
-        group = thread() % 32 // 4
-        within = thread() % 4
+        group = ptx.thread() % 32 // 4
+        within = ptx.thread() % 4
         # A lane holds parts of two of a warp's sixteen pairs of row and head: this one, and that eight after it.
-        first_pair = thread() // 32 * 16 + group
+        first_pair = ptx.thread() // 32 * 16 + group
         rows = cuda.local.array(2, int64)
         heads = cuda.local.array(2, int64)
         position = cuda.local.array(2, int64)
@@ -195,11 +177,11 @@ def attend_tiles(key_kind, value_kind, key_size, value_size, warps):
         for r in range(2):
             rows[r] = first_row + (first_pair + 8 * r) // group_heads
             heads[r] = kv_head * group_heads + (first_pair + 8 * r) % group_heads
-            position[r] = load_i64(positions + 8 * min(rows[r], last_row))
+            position[r] = ptx.load_i64(positions + 8 * min(rows[r], last_row))
             least[r] = first_seen(position[r], window, span)
             slope[r] = float32(0.0)
             if slopes != 0:
-                slope[r] = load_f32(slopes + 4 * heads[r])
+                slope[r] = ptx.load_f32(slopes + 4 * heads[r])
             largest[r] = float32(LEAST)
             total[r] = float32(0.0)
         scores = cuda.local.array(16, float32)
@@ -207,12 +189,12 @@ def attend_tiles(key_kind, value_kind, key_size, value_size, warps):
         for i in range(sums_size):
             sums[i] = float32(0.0)
 
-        last_position = load_i64(positions + 8 * last_row)
-        page = first_seen(load_i64(positions + 8 * first_row), window, span) // PAGE
+        last_position = ptx.load_i64(positions + 8 * last_row)
+        page = first_seen(ptx.load_i64(positions + 8 * first_row), window, span) // PAGE
         while page <= last_position // PAGE:
-            place = load_i64(pages + 8 * page) + layer_offset + kv_head * head_bytes
+            place = ptx.load_i64(pages + 8 * page) + layer_offset + kv_head * head_bytes
             num_seen = last_position - page * PAGE + 1
-            meet()
+            ptx.meet()
             if key_is_codes:
                 stage_key_codes(key, place, place + key_scales, key_size, steps, threads)
             else:
@@ -223,7 +205,7 @@ def attend_tiles(key_kind, value_kind, key_size, value_size, warps):
                 stage_value_codes(value, source, scales, num_seen, value_columns, first_column, tiles, threads)
             else:
                 stage_half_values(value, source, num_seen, value_columns, first_column, tiles, threads)
-            meet()
+            ptx.meet()
 
             for i in range(16):
                 scores[i] = float32(0.0)
@@ -232,7 +214,7 @@ def attend_tiles(key_kind, value_kind, key_size, value_size, warps):
                 a = first_pair * stride + 8 * step + within
                 for n in range(4):
                     b = (8 * n + group) * stride + 8 * step + within
-                    product = multiply_halves(
+                    product = ptx.multiply_halves(
                         query[a], query[a + 8 * stride], query[a + 4], query[a + 8 * stride + 4], key[b], key[b + 4],
                         scores[4 * n], scores[4 * n + 1], scores[4 * n + 2], scores[4 * n + 3],
                     )  # fmt: skip
@@ -247,14 +229,14 @@ def attend_tiles(key_kind, value_kind, key_size, value_size, warps):
                     seen = page * PAGE + i // 2 * 8 + 2 * within + i % 2
                     score = scores[element]
                     if softcap > float32(0.0):
-                        score = softcap * hyperbolic_tangent(divide(score, softcap))
-                    score = score + slope[r] * to_float(seen - position[r])
+                        score = softcap * hyperbolic_tangent(ptx.divide(score, softcap))
+                    score = score + slope[r] * ptx.to_float(seen - position[r])
                     if seen < least[r] or seen > position[r]:
                         score = float32(LEAST)
-                    next_largest = maximum(next_largest, score)
+                    next_largest = ptx.maximum(next_largest, score)
                     scores[element] = score
                 for distance in (1, 2):
-                    next_largest = maximum(next_largest, shuffle(next_largest, distance))
+                    next_largest = ptx.maximum(next_largest, ptx.shuffle(next_largest, distance))
                 factor[r] = exponential(largest[r] - next_largest)
                 largest[r] = next_largest
                 total[r] = total[r] * factor[r]
@@ -270,13 +252,13 @@ def attend_tiles(key_kind, value_kind, key_size, value_size, warps):
                 sums[i] = sums[i] * factor[i // 2 % 2]
             for half in range(2):
                 w = 8 * half
-                upper = pack_halves(scores[w], scores[w + 1])
-                lower = pack_halves(scores[w + 2], scores[w + 3])
-                next_upper = pack_halves(scores[w + 4], scores[w + 5])
-                next_lower = pack_halves(scores[w + 6], scores[w + 7])
+                upper = ptx.pack_halves(scores[w], scores[w + 1])
+                lower = ptx.pack_halves(scores[w + 2], scores[w + 3])
+                next_upper = ptx.pack_halves(scores[w + 4], scores[w + 5])
+                next_lower = ptx.pack_halves(scores[w + 6], scores[w + 7])
                 for n in range(tiles):
                     b = (8 * n + group) * VALUE_STRIDE + 8 * half + within
-                    product = multiply_halves(
+                    product = ptx.multiply_halves(
                         upper, lower, next_upper, next_lower, value[b], value[b + 4],
                         sums[4 * n], sums[4 * n + 1], sums[4 * n + 2], sums[4 * n + 3],
                     )  # fmt: skip
@@ -286,20 +268,20 @@ def attend_tiles(key_kind, value_kind, key_size, value_size, warps):
 
         for r in range(2):
             for distance in (1, 2):
-                total[r] = total[r] + shuffle(total[r], distance)
+                total[r] = total[r] + ptx.shuffle(total[r], distance)
             factor[r] = float32(1.0)
             if sinks != 0:
-                sink = load_f32(sinks + 4 * heads[r])
-                next_largest = maximum(largest[r], sink)
+                sink = ptx.load_f32(sinks + 4 * heads[r])
+                next_largest = ptx.maximum(largest[r], sink)
                 factor[r] = exponential(largest[r] - next_largest)
                 total[r] = total[r] * factor[r] + exponential(sink - next_largest)
-            factor[r] = divide(factor[r], total[r])
+            factor[r] = ptx.divide(factor[r], total[r])
             if first_pair + 8 * r < tile_rows * group_heads and rows[r] <= last_row:
                 place = out + rows[r] * out_stride + 4 * heads[r] * value_size
                 for i in range(2 * tiles):
                     element = i // 2 * 4 + 2 * r + i % 2
                     column = first_column + i // 2 * 8 + 2 * within + i % 2
                     if column < value_size:
-                        store_f32(place + 4 * column, sums[element] * factor[r])
+                        ptx.store_f32(place + 4 * column, sums[element] * factor[r])
 
     return kernel

@@ -7,7 +7,7 @@ in another order.
 
 from numba import float64, int64
 
-from localinfer.kernels.cuda.compiled.ptx import bits_f64, divide_f64, f64_bits, multiply_f64, to_f64
+from localinfer.kernels.cuda.compiled import ptx
 from localinfer.kernels.cuda.jit import inline
 
 _LOG2_E = 1.4426950408889634
@@ -33,14 +33,14 @@ def weight_of(x):
     """exp(x) for x <= 0 in units of 2^-43, to the nearest, as int64; the CPU's steps in the CPU's order."""
     if x < float64(-64.0):
         x = float64(-64.0)
-    shifted = multiply_f64(x, float64(_LOG2_E)) + float64(_ROUNDING)
+    shifted = ptx.multiply_f64(x, float64(_LOG2_E)) + float64(_ROUNDING)
     exponent = shifted - float64(_ROUNDING)
-    rest = (x - multiply_f64(exponent, float64(_LN2_HIGH))) - multiply_f64(exponent, float64(_LN2_LOW))
+    rest = (x - ptx.multiply_f64(exponent, float64(_LN2_HIGH))) - ptx.multiply_f64(exponent, float64(_LN2_LOW))
     sum = float64(_EXP_FIRST)
     for coefficient in _EXP_OTHERS:
-        sum = multiply_f64(sum, rest) + coefficient
-    scale = bits_f64((f64_bits(shifted) + int64(1023 + 43)) << 52)
-    return f64_bits(multiply_f64(sum, scale) + float64(_ROUNDING)) - int64(_ROUNDING_BITS)
+        sum = ptx.multiply_f64(sum, rest) + coefficient
+    scale = ptx.bits_f64((ptx.f64_bits(shifted) + int64(1023 + 43)) << 52)
+    return ptx.f64_bits(ptx.multiply_f64(sum, scale) + float64(_ROUNDING)) - int64(_ROUNDING_BITS)
 
 
 @inline
@@ -49,18 +49,18 @@ def natural_log(value):
 
     With m in [sqrt(1/2), sqrt(2)) and s = (m - 1) / (m + 1): log m = 2 (s + s^3 / 3 + s^5 / 5 + ...).
     """
-    bits = f64_bits(value)
+    bits = ptx.f64_bits(value)
     exponent = (bits >> 52) - 1023
-    mantissa = bits_f64((bits & int64(_MANTISSA)) | int64(_ONE_BITS))
+    mantissa = ptx.bits_f64((bits & int64(_MANTISSA)) | int64(_ONE_BITS))
     if mantissa > float64(_ROOT_2):
         mantissa = mantissa * float64(0.5)
         exponent = exponent + 1
-    s = divide_f64(mantissa - float64(1.0), mantissa + float64(1.0))
+    s = ptx.divide_f64(mantissa - float64(1.0), mantissa + float64(1.0))
     square = s * s
     sum = float64(0.0)
     for coefficient in _LOG_SERIES:
         sum = (sum + coefficient) * square
-    return to_f64(exponent) * float64(_LN2) + float64(2.0) * (s + s * sum)
+    return ptx.to_f64(exponent) * float64(_LN2) + float64(2.0) * (s + s * sum)
 
 
 @inline
@@ -87,7 +87,7 @@ def uniform_of(token, seed, position):
         low = c2
         high = c3
     word = (high << 20) | (low >> 12)
-    return (to_f64(word) + float64(0.5)) * float64(2.0**-52)
+    return (ptx.to_f64(word) + float64(0.5)) * float64(2.0**-52)
 
 
 @inline

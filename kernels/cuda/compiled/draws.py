@@ -11,26 +11,8 @@ What does not fit the list is left to the host, which draws the same token.
 from numba import cuda, float64, int64
 
 from localinfer.kernels.cpu.kernel_abi import NOT_FINITE, NOTHING_LEFT
+from localinfer.kernels.cuda.compiled import ptx
 from localinfer.kernels.cuda.compiled.chances import score_of, weight_of
-from localinfer.kernels.cuda.compiled.ptx import (
-    add_u32,
-    bits_f64,
-    block_x,
-    block_y,
-    ceil_f64,
-    f64_bits,
-    load_f32,
-    load_f64,
-    load_i64,
-    meet,
-    multiply_f64,
-    store_i64,
-    store_u32,
-    thread,
-    to_f64,
-    to_i64,
-    widen,
-)
 from localinfer.kernels.cuda.compiled.sampling import order_key
 from localinfer.kernels.cuda.jit import inline, template
 from localinfer.kernels.cuda.sampling import (
@@ -71,23 +53,23 @@ def find_heads(slices):
     def kernel(bests, logits, stride, draws, states):
         keys = cuda.shared.array(warps, int64)
         tokens = cuda.shared.array(warps, int64)
-        draw = draws + block_y() * 8 * DRAW_WORDS
-        state = states + block_y() * 8 * STATE_WORDS
-        own_key = load_i64(bests + (block_y() * warps + thread()) * 16)
-        own_token = load_i64(bests + (block_y() * warps + thread()) * 16 + 8)
+        draw = draws + ptx.block_y() * 8 * DRAW_WORDS
+        state = states + ptx.block_y() * 8 * STATE_WORDS
+        own_key = ptx.load_i64(bests + (ptx.block_y() * warps + ptx.thread()) * 16)
+        own_token = ptx.load_i64(bests + (ptx.block_y() * warps + ptx.thread()) * 16 + 8)
         if own_key == _LOWEST:
-            own_token = _NO_TOKEN + thread()
-        keys[thread()] = own_key
-        tokens[thread()] = own_token
-        meet()
+            own_token = _NO_TOKEN + ptx.thread()
+        keys[ptx.thread()] = own_key
+        tokens[ptx.thread()] = own_token
+        ptx.meet()
         rank = int64(0)
         other = int64(0)
         while other < warps:
             if keys[other] > own_key or (keys[other] == own_key and tokens[other] < own_token):
                 rank = rank + 1
             other = other + 1
-        top_k = load_i64(draw + 8 * TOP_K)
-        top_p = load_f64(draw + 8 * TOP_P)
+        top_k = ptx.load_i64(draw + 8 * TOP_K)
+        top_p = ptx.load_f64(draw + 8 * TOP_P)
         if rank == 0:
             mode = int64(FROM_LIST)
             best = own_token
@@ -97,15 +79,17 @@ def find_heads(slices):
             elif own_key == _LOWEST:
                 mode = int64(TAKE_BEST)
                 best = int64(NOTHING_LEFT)
-            elif load_f64(draw + 8 * INVERSE_TEMPERATURE) == float64(0.0):
+            elif ptx.load_f64(draw + 8 * INVERSE_TEMPERATURE) == float64(0.0):
                 mode = int64(TAKE_BEST)
             elif top_k == 0 and top_p == float64(1.0):
                 mode = int64(FROM_ALL)
             if mode != TAKE_BEST:
-                store_i64(state + 8 * BEST, f64_bits(widen(load_f32(logits + block_y() * stride + 4 * best))))
-            store_i64(state + 8 * MODE, mode)
-            store_i64(state + 8 * BEST_TOKEN, best)
-            store_i64(state + 8 * COUNT, 0)
+                ptx.store_i64(
+                    state + 8 * BEST, ptx.f64_bits(ptx.widen(ptx.load_f32(logits + ptx.block_y() * stride + 4 * best)))
+                )
+            ptx.store_i64(state + 8 * MODE, mode)
+            ptx.store_i64(state + 8 * BEST_TOKEN, best)
+            ptx.store_i64(state + 8 * COUNT, 0)
         wanted = top_k
         if top_k == 0:
             wanted = int64(warps - warps // 4)
@@ -113,7 +97,7 @@ def find_heads(slices):
             bound = max(own_key, _LOWEST + 1)
             if wanted > warps:
                 bound = int64(_LOWEST + 1)
-            store_i64(state + 8 * BOUND, bound)
+            ptx.store_i64(state + 8 * BOUND, bound)
 
     return kernel
 
@@ -121,30 +105,32 @@ def find_heads(slices):
 @inline
 def race(score, token, scores, tokens):
     """The largest score of a block of THREADS and its token, of equal scores the lowest token, for every thread."""
-    scores[thread()] = score
-    tokens[thread()] = token
-    meet()
+    scores[ptx.thread()] = score
+    tokens[ptx.thread()] = token
+    ptx.meet()
     for distance in (64, 32, 16, 8, 4, 2, 1):
-        if thread() < distance:
-            other_score = scores[thread() + distance]
-            other_token = tokens[thread() + distance]
-            if other_score > scores[thread()] or (other_score == scores[thread()] and other_token < tokens[thread()]):
-                scores[thread()] = other_score
-                tokens[thread()] = other_token
-        meet()
+        if ptx.thread() < distance:
+            other_score = scores[ptx.thread() + distance]
+            other_token = tokens[ptx.thread() + distance]
+            if other_score > scores[ptx.thread()] or (
+                other_score == scores[ptx.thread()] and other_token < tokens[ptx.thread()]
+            ):
+                scores[ptx.thread()] = other_score
+                tokens[ptx.thread()] = other_token
+        ptx.meet()
     return scores[0], tokens[0]
 
 
 @inline
 def total_of(value, values):
     """The sum of whole numbers over a block of THREADS, for every thread."""
-    meet()
-    values[thread()] = value
-    meet()
+    ptx.meet()
+    values[ptx.thread()] = value
+    ptx.meet()
     for distance in (64, 32, 16, 8, 4, 2, 1):
-        if thread() < distance:
-            values[thread()] = values[thread()] + values[thread() + distance]
-        meet()
+        if ptx.thread() < distance:
+            values[ptx.thread()] = values[ptx.thread()] + values[ptx.thread() + distance]
+        ptx.meet()
     return values[0]
 
 
@@ -160,26 +146,26 @@ def gather(slices):
     def kernel(logits, stride, vocab_size, draws, states, lists, parts):
         scores = cuda.shared.array(THREADS, float64)
         tokens = cuda.shared.array(THREADS, int64)
-        draw = draws + block_y() * 8 * DRAW_WORDS
-        state = states + block_y() * 8 * STATE_WORDS
-        mode = load_i64(state + 8 * MODE)
+        draw = draws + ptx.block_y() * 8 * DRAW_WORDS
+        state = states + ptx.block_y() * 8 * STATE_WORDS
+        mode = ptx.load_i64(state + 8 * MODE)
         if mode != TAKE_BEST:
-            bound = load_i64(state + 8 * BOUND)
-            best = load_f64(state + 8 * BEST)
-            top_k = load_i64(draw + 8 * TOP_K)
-            least = load_i64(draw + 8 * LEAST_WEIGHT)
-            seed = load_i64(draw + 8 * SEED)
-            position = load_i64(draw + 8 * POSITION)
-            inverse_temperature = load_f64(draw + 8 * INVERSE_TEMPERATURE)
+            bound = ptx.load_i64(state + 8 * BOUND)
+            best = ptx.load_f64(state + 8 * BEST)
+            top_k = ptx.load_i64(draw + 8 * TOP_K)
+            least = ptx.load_i64(draw + 8 * LEAST_WEIGHT)
+            seed = ptx.load_i64(draw + 8 * SEED)
+            position = ptx.load_i64(draw + 8 * POSITION)
+            inverse_temperature = ptx.load_f64(draw + 8 * INVERSE_TEMPERATURE)
             mass = int64(0)
             winning_score = float64(_WORST)
             winner = int64(_HIGHEST)
-            token = block_x() * THREADS + thread()
+            token = ptx.block_x() * THREADS + ptx.thread()
             while token < vocab_size:
-                logit = load_f32(logits + block_y() * stride + 4 * token)
+                logit = ptx.load_f32(logits + ptx.block_y() * stride + 4 * token)
                 key = order_key(logit)
                 if key > _LOWEST and (mode == FROM_ALL or top_k == 0):
-                    x = multiply_f64(widen(logit) - best, inverse_temperature)
+                    x = ptx.multiply_f64(ptx.widen(logit) - best, inverse_temperature)
                     weight = weight_of(x)
                     mass = mass + weight
                     if mode == FROM_ALL and weight >= least:
@@ -188,22 +174,22 @@ def gather(slices):
                             winning_score = score
                             winner = token
                 if mode == FROM_LIST and key >= bound:
-                    index = add_u32(state + 8 * COUNT, 1)
+                    index = ptx.add_u32(state + 8 * COUNT, 1)
                     if index < CAPACITY:
-                        place = lists + (block_y() * CAPACITY + index) * 16
-                        store_i64(place, key)
-                        store_i64(place + 8, token)
+                        place = lists + (ptx.block_y() * CAPACITY + index) * 16
+                        ptx.store_i64(place, key)
+                        ptx.store_i64(place + 8, token)
                 token = token + step
-            part = parts + (block_y() * slices + block_x()) * 16
+            part = parts + (ptx.block_y() * slices + ptx.block_x()) * 16
             if mode == FROM_ALL:
                 winning_score, winner = race(winning_score, winner, scores, tokens)
-                if thread() == 0:
-                    store_i64(part, f64_bits(winning_score))
-                    store_i64(part + 8, winner)
+                if ptx.thread() == 0:
+                    ptx.store_i64(part, ptx.f64_bits(winning_score))
+                    ptx.store_i64(part + 8, winner)
             else:
                 mass = total_of(mass, tokens)
-                if thread() == 0:
-                    store_i64(part, mass)
+                if ptx.thread() == 0:
+                    ptx.store_i64(part, mass)
 
     return kernel
 
@@ -219,41 +205,41 @@ def choose(slices):
         tokens = cuda.shared.array(CAPACITY, int64)
         weights = cuda.shared.array(CAPACITY, int64)
         ahead = cuda.shared.array(CAPACITY, int64)
-        draw = draws + block_y() * 8 * DRAW_WORDS
-        state = states + block_y() * 8 * STATE_WORDS
-        mode = load_i64(state + 8 * MODE)
-        count = load_i64(state + 8 * COUNT) & 0xFFFFFFFF
-        token = load_i64(state + 8 * BEST_TOKEN)
-        part = parts + block_y() * slices * 16
+        draw = draws + ptx.block_y() * 8 * DRAW_WORDS
+        state = states + ptx.block_y() * 8 * STATE_WORDS
+        mode = ptx.load_i64(state + 8 * MODE)
+        count = ptx.load_i64(state + 8 * COUNT) & 0xFFFFFFFF
+        token = ptx.load_i64(state + 8 * BEST_TOKEN)
+        part = parts + ptx.block_y() * slices * 16
         if mode == FROM_ALL:
             score = float64(_WORST)
             token = int64(_HIGHEST)
-            if thread() < slices:
-                score = bits_f64(load_i64(part + 16 * thread()))
-                token = load_i64(part + 16 * thread() + 8)
+            if ptx.thread() < slices:
+                score = ptx.bits_f64(ptx.load_i64(part + 16 * ptx.thread()))
+                token = ptx.load_i64(part + 16 * ptx.thread() + 8)
             score, token = race(score, token, scores, sums)
         elif mode == FROM_LIST and count > CAPACITY:
             token = int64(UNDECIDED)
         elif mode == FROM_LIST:
-            best = load_f64(state + 8 * BEST)
-            inverse_temperature = load_f64(draw + 8 * INVERSE_TEMPERATURE)
-            seed = load_i64(draw + 8 * SEED)
-            position = load_i64(draw + 8 * POSITION)
-            top_k = load_i64(draw + 8 * TOP_K)
-            top_p = load_f64(draw + 8 * TOP_P)
-            least = load_i64(draw + 8 * LEAST_WEIGHT)
-            index = thread()
+            best = ptx.load_f64(state + 8 * BEST)
+            inverse_temperature = ptx.load_f64(draw + 8 * INVERSE_TEMPERATURE)
+            seed = ptx.load_i64(draw + 8 * SEED)
+            position = ptx.load_i64(draw + 8 * POSITION)
+            top_k = ptx.load_i64(draw + 8 * TOP_K)
+            top_p = ptx.load_f64(draw + 8 * TOP_P)
+            least = ptx.load_i64(draw + 8 * LEAST_WEIGHT)
+            index = ptx.thread()
             while index < count:
-                place = lists + (block_y() * CAPACITY + index) * 16
-                keys[index] = load_i64(place)
-                own = load_i64(place + 8)
+                place = lists + (ptx.block_y() * CAPACITY + index) * 16
+                keys[index] = ptx.load_i64(place)
+                own = ptx.load_i64(place + 8)
                 tokens[index] = own
-                logit = widen(load_f32(logits + block_y() * stride + 4 * own))
-                weights[index] = weight_of(multiply_f64(logit - best, inverse_temperature))
+                logit = ptx.widen(ptx.load_f32(logits + ptx.block_y() * stride + 4 * own))
+                weights[index] = weight_of(ptx.multiply_f64(logit - best, inverse_temperature))
                 index = index + THREADS
-            meet()
+            ptx.meet()
             kept_mass = int64(0)
-            index = thread()
+            index = ptx.thread()
             while index < count:
                 rank = int64(0)
                 mass = int64(0)
@@ -273,32 +259,32 @@ def choose(slices):
             total = kept_mass
             if top_k == 0:
                 mass = int64(0)
-                if thread() < slices:
-                    mass = load_i64(part + 16 * thread())
+                if ptx.thread() < slices:
+                    mass = ptx.load_i64(part + 16 * ptx.thread())
                 total = total_of(mass, sums)
             target = total + 1
             if top_p < float64(1.0):
-                target = to_i64(ceil_f64(multiply_f64(top_p, to_f64(total))))
+                target = ptx.to_i64(ptx.ceil_f64(ptx.multiply_f64(top_p, ptx.to_f64(total))))
                 target = max(int64(1), min(total, target))
             winning_score = float64(_WORST)
             winner = int64(_HIGHEST)
-            index = thread()
+            index = ptx.thread()
             while index < count:
                 if ahead[index] >= 0 and ahead[index] < target and weights[index] >= least:
                     own = tokens[index]
-                    logit = widen(load_f32(logits + block_y() * stride + 4 * own))
-                    score = score_of(multiply_f64(logit - best, inverse_temperature), own, seed, position)
+                    logit = ptx.widen(ptx.load_f32(logits + ptx.block_y() * stride + 4 * own))
+                    score = score_of(ptx.multiply_f64(logit - best, inverse_temperature), own, seed, position)
                     if score > winning_score:
                         winning_score = score
                         winner = own
                     elif score == winning_score:
                         winner = min(winner, own)
                 index = index + THREADS
-            meet()
+            ptx.meet()
             winning_score, token = race(winning_score, winner, scores, sums)
             if top_k == 0 and kept_mass < target:
                 token = int64(UNDECIDED)
-        if thread() == 0:
-            store_u32(chosen + 4 * block_y(), token)
+        if ptx.thread() == 0:
+            ptx.store_u32(chosen + 4 * ptx.block_y(), token)
 
     return kernel

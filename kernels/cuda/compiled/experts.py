@@ -2,20 +2,9 @@
 
 from numba import float32, int64
 
+from localinfer.kernels.cuda.compiled import ptx
 from localinfer.kernels.cuda.compiled.activations import exponential, sigmoid
-from localinfer.kernels.cuda.compiled.ptx import (
-    block_x,
-    block_y,
-    divide,
-    load_f32,
-    maximum,
-    meet,
-    shuffle,
-    shuffle_int,
-    store_f32,
-    thread,
-    to_float,
-)
+from localinfer.kernels.cuda.compiled.reductions import warp_max, warp_sum
 from localinfer.kernels.cuda.jit import inline, template
 
 THREADS = 128
@@ -27,19 +16,19 @@ _NONE = 1 << 30
 @inline
 def best_of_lanes(values, count):
     """The largest of float32[count] and its index, of equal ones the lowest; all lanes of a warp get them."""
-    lane = thread() % 32
+    lane = ptx.thread() % 32
     best = float32(_LOWEST)
     index = int64(_NONE)
     other = lane
     while other < count:
-        value = load_f32(values + 4 * other)
+        value = ptx.load_f32(values + 4 * other)
         if value > best:
             best = value
             index = int64(other)
         other = other + 32
     for distance in (16, 8, 4, 2, 1):
-        value = shuffle(best, distance)
-        found = shuffle_int(index, distance)
+        value = ptx.shuffle(best, distance)
+        found = ptx.shuffle_int(index, distance)
         if value > best or (value == best and found < index):
             best = value
             index = found
@@ -50,10 +39,10 @@ def best_of_lanes(values, count):
 @inline
 def take(values, index):
     """Let nobody find this one again."""
-    meet()
-    if thread() == 0:
-        store_f32(values + 4 * index, float32(_LOWEST))
-    meet()
+    ptx.meet()
+    if ptx.thread() == 0:
+        ptx.store_f32(values + 4 * index, float32(_LOWEST))
+    ptx.meet()
 
 
 @template("qqqqqqqqqqqqqf")
@@ -67,8 +56,8 @@ def route(gating):
         logits, logits_stride, ids, ids_stride, weights, weights_stride, count, num_selected, bias, scratch,
         num_groups, num_kept_groups, normalises, scale,
     ):  # fmt: skip
-        lane = thread()
-        row = block_y()
+        lane = ptx.thread()
+        row = ptx.block_y()
         logits = logits + row * logits_stride
         ids = ids + row * ids_stride
         weights = weights + row * weights_stride
@@ -78,31 +67,29 @@ def route(gating):
         largest = float32(_LOWEST)
         expert = lane
         while expert < count:
-            largest = maximum(largest, load_f32(logits + 4 * expert))
+            largest = ptx.maximum(largest, ptx.load_f32(logits + 4 * expert))
             expert = expert + 32
-        for distance in (16, 8, 4, 2, 1):
-            largest = maximum(largest, shuffle(largest, distance))
+        largest = warp_max(largest)
         total = float32(0.0)
         if is_softmax:
             expert = lane
             while expert < count:
-                total = total + exponential(load_f32(logits + 4 * expert) - largest)
+                total = total + exponential(ptx.load_f32(logits + 4 * expert) - largest)
                 expert = expert + 32
-            for distance in (16, 8, 4, 2, 1):
-                total = total + shuffle(total, distance)
+            total = warp_sum(total)
         expert = lane
         while expert < count:
-            value = load_f32(logits + 4 * expert)
+            value = ptx.load_f32(logits + 4 * expert)
             if is_sigmoid:
                 value = sigmoid(value)
             if is_softmax:
-                value = divide(exponential(value - largest), total)
-            store_f32(values + 4 * expert, value)
+                value = ptx.divide(exponential(value - largest), total)
+            ptx.store_f32(values + 4 * expert, value)
             if bias != 0:
-                value = value + load_f32(bias + 4 * expert)
-            store_f32(merits + 4 * expert, value)
+                value = value + ptx.load_f32(bias + 4 * expert)
+            ptx.store_f32(merits + 4 * expert, value)
             expert = expert + 32
-        meet()
+        ptx.meet()
 
         if num_groups > 1:
             group_size = count // num_groups
@@ -112,16 +99,16 @@ def route(gating):
                 second = float32(_LOWEST)
                 expert = group * group_size
                 while expert < group * group_size + group_size:
-                    value = load_f32(merits + 4 * expert)
+                    value = ptx.load_f32(merits + 4 * expert)
                     if value > first:
                         second = first
                         first = value
                     elif value > second:
                         second = value
                     expert = expert + 1
-                store_f32(group_merits + 4 * group, first + second)
+                ptx.store_f32(group_merits + 4 * group, first + second)
                 group = group + 32
-            meet()
+            ptx.meet()
             kept = 0
             while kept < num_kept_groups:
                 take(group_merits, best_of_lanes(group_merits, num_groups))
@@ -129,17 +116,17 @@ def route(gating):
             expert = lane
             while expert < count:
                 # What was taken is what is kept.
-                if load_f32(group_merits + 4 * (expert // group_size)) > float32(_LOWEST):
-                    store_f32(merits + 4 * expert, float32(_LOWEST))
+                if ptx.load_f32(group_merits + 4 * (expert // group_size)) > float32(_LOWEST):
+                    ptx.store_f32(merits + 4 * expert, float32(_LOWEST))
                 expert = expert + 32
-            meet()
+            ptx.meet()
 
         slot = 0
         while slot < num_selected:
             chosen = best_of_lanes(merits, count)
             if lane == 0:
-                store_f32(ids + 4 * slot, to_float(chosen))
-                store_f32(weights + 4 * slot, load_f32(values + 4 * chosen))
+                ptx.store_f32(ids + 4 * slot, ptx.to_float(chosen))
+                ptx.store_f32(weights + 4 * slot, ptx.load_f32(values + 4 * chosen))
             take(merits, chosen)
             slot = slot + 1
         if lane == 0:
@@ -147,21 +134,21 @@ def route(gating):
             largest = float32(_LOWEST)
             slot = 0
             while slot < num_selected:
-                largest = maximum(largest, load_f32(weights + 4 * slot))
+                largest = ptx.maximum(largest, ptx.load_f32(weights + 4 * slot))
                 slot = slot + 1
             slot = 0
             while slot < num_selected:
-                value = load_f32(weights + 4 * slot)
+                value = ptx.load_f32(weights + 4 * slot)
                 if is_selected:
                     value = exponential(value - largest)
-                    store_f32(weights + 4 * slot, value)
+                    ptx.store_f32(weights + 4 * slot, value)
                 total = total + value
                 slot = slot + 1
             if not (is_selected or normalises != 0):
                 total = float32(1.0)
             slot = 0
             while slot < num_selected:
-                store_f32(weights + 4 * slot, scale * divide(load_f32(weights + 4 * slot), total))
+                ptx.store_f32(weights + 4 * slot, scale * ptx.divide(ptx.load_f32(weights + 4 * slot), total))
                 slot = slot + 1
 
     return kernel
@@ -174,18 +161,18 @@ def expert_sum():
     def kernel(
         out, out_stride, x, x_stride, weights, weights_stride, residual, residual_stride, num_selected, num_columns
     ):
-        column = block_x() * THREADS + thread()
+        column = ptx.block_x() * THREADS + ptx.thread()
         if column < num_columns:
-            row = block_y()
+            row = ptx.block_y()
             total = float32(0.0)
             if residual != 0:
-                total = load_f32(residual + row * residual_stride + 4 * column)
+                total = ptx.load_f32(residual + row * residual_stride + 4 * column)
             slot = 0
             while slot < num_selected:
-                weight = load_f32(weights + row * weights_stride + 4 * slot)
-                total = total + weight * load_f32(x + row * x_stride + 4 * (slot * num_columns + column))
+                weight = ptx.load_f32(weights + row * weights_stride + 4 * slot)
+                total = total + weight * ptx.load_f32(x + row * x_stride + 4 * (slot * num_columns + column))
                 slot = slot + 1
-            store_f32(out + row * out_stride + 4 * column, total)
+            ptx.store_f32(out + row * out_stride + 4 * column, total)
 
     return kernel
 
@@ -195,10 +182,12 @@ def expert_scale():
     """x of every slot times its weight, of [slots * columns / 128, rows]."""
 
     def kernel(x, x_stride, weights, weights_stride, num_selected, num_columns):
-        index = block_x() * THREADS + thread()
+        index = ptx.block_x() * THREADS + ptx.thread()
         if index < num_selected * num_columns:
-            row = block_y()
+            row = ptx.block_y()
             place = x + row * x_stride + 4 * index
-            store_f32(place, load_f32(place) * load_f32(weights + row * weights_stride + 4 * (index // num_columns)))
+            ptx.store_f32(
+                place, ptx.load_f32(place) * ptx.load_f32(weights + row * weights_stride + 4 * (index // num_columns))
+            )
 
     return kernel

@@ -5,19 +5,7 @@ No byte of a page belongs to two positions, so rows may be written in any order.
 
 from numba import cuda, float32
 
-from localinfer.kernels.cuda.compiled.ptx import (
-    block_x,
-    block_y,
-    block_z,
-    float_to_half,
-    half_to_float,
-    load_f32,
-    load_i64,
-    store_f32,
-    store_u8,
-    store_u16,
-    thread,
-)
+from localinfer.kernels.cuda.compiled import ptx
 from localinfer.kernels.cuda.compiled.rotation import block_scale, code_of, fold, rotation_factor, rotation_stages
 from localinfer.kernels.cuda.compiled.rows import rotated
 from localinfer.kernels.cuda.jit import inline, template
@@ -43,34 +31,34 @@ def store_rows(key_kind, value_kind):
         layer_offset, head_bytes, values_offset, num_kv_heads, key_size, value_size, value_columns,
         angles, num_pairs, halves, offset,
     ):  # fmt: skip
-        index = block_x() * THREADS + thread()
-        row = block_y()
-        pages = load_i64(page_tables + 8 * row)
+        index = ptx.block_x() * THREADS + ptx.thread()
+        row = ptx.block_y()
+        pages = ptx.load_i64(page_tables + 8 * row)
         head_columns = key_size + value_columns
         if pages != 0 and index < num_kv_heads * head_columns:
-            position = load_i64(positions + 8 * row)
+            position = ptx.load_i64(positions + 8 * row)
             within = position % PAGE
             head = index // head_columns
             column = index % head_columns
-            place = load_i64(pages + position // PAGE * 8) + layer_offset + head * head_bytes
+            place = ptx.load_i64(pages + position // PAGE * 8) + layer_offset + head * head_bytes
             if column < key_size:
                 source = keys + row * keys_stride + 4 * head * key_size
                 value = rotated(source, column, angles + row * num_pairs * 8, num_pairs, halves, offset)
                 element = (within // 16 * key_size + column) * 16 + within % 16
                 if key_is_half:
-                    store_u16(place + 2 * element, float_to_half(value))
+                    ptx.store_u16(place + 2 * element, ptx.float_to_half(value))
                 else:
-                    store_f32(place + 4 * element, value)
+                    ptx.store_f32(place + 4 * element, value)
             else:
                 column = column - key_size
                 value = float32(0.0)
                 if column < value_size:
-                    value = load_f32(values + row * values_stride + 4 * (head * value_size + column))
+                    value = ptx.load_f32(values + row * values_stride + 4 * (head * value_size + column))
                 element = within * value_columns + column
                 if value_is_half:
-                    store_u16(place + values_offset + 2 * element, float_to_half(value))
+                    ptx.store_u16(place + values_offset + 2 * element, ptx.float_to_half(value))
                 else:
-                    store_f32(place + values_offset + 4 * element, value)
+                    ptx.store_f32(place + values_offset + 4 * element, value)
 
     return kernel
 
@@ -78,17 +66,17 @@ def store_rows(key_kind, value_kind):
 @inline
 def store_head_codes(numbers, size, codes, run, run_bytes, flip, scales, scale_bytes):
     """Round a head to codes, `run` of them side by side, and a scale per block."""
-    lane = thread() % 32
-    first = thread() // 32 * SCALE_BLOCK
+    lane = ptx.thread() % 32
+    first = ptx.thread() // 32 * SCALE_BLOCK
     while first < size:
         end = min(first + SCALE_BLOCK, size)
-        bits = float_to_half(block_scale(numbers, first, end))
+        bits = ptx.float_to_half(block_scale(numbers, first, end))
         if lane == 0:
-            store_u16(scales + first // SCALE_BLOCK * scale_bytes, bits)
+            ptx.store_u16(scales + first // SCALE_BLOCK * scale_bytes, bits)
         column = first + lane
         while column < end:
-            code = code_of(numbers[column], half_to_float(bits))
-            store_u8(codes + column // run * run_bytes + column % run, (code & 255) ^ flip)
+            code = code_of(numbers[column], ptx.half_to_float(bits))
+            ptx.store_u8(codes + column // run * run_bytes + column % run, (code & 255) ^ flip)
             column = column + 32
         first = first + THREADS // 32 * SCALE_BLOCK
 
@@ -96,12 +84,12 @@ def store_head_codes(numbers, size, codes, run, run_bytes, flip, scales, scale_b
 @inline
 def store_head_floats(numbers, size, place, stride, is_half):
     """Write a head as plain numbers, `stride` elements apart."""
-    column = thread()
+    column = ptx.thread()
     while column < size:
         if is_half:
-            store_u16(place + 2 * stride * column, float_to_half(numbers[column]))
+            ptx.store_u16(place + 2 * stride * column, ptx.float_to_half(numbers[column]))
         else:
-            store_f32(place + 4 * stride * column, numbers[column])
+            ptx.store_f32(place + 4 * stride * column, numbers[column])
         column = column + THREADS
 
 
@@ -127,18 +115,18 @@ def store_codes(key_kind, value_kind, key_size, value_size):
         layer_offset, head_bytes, key_scales, values_offset, value_scales, value_columns,
         angles, num_pairs, halves, offset,
     ):  # fmt: skip
-        head = block_x()
-        row = block_y()
-        pages = load_i64(page_tables + 8 * row)
+        head = ptx.block_x()
+        row = ptx.block_y()
+        pages = ptx.load_i64(page_tables + 8 * row)
         if pages != 0:
-            position = load_i64(positions + 8 * row)
+            position = ptx.load_i64(positions + 8 * row)
             within = position % PAGE
             group = within // 16
             slot = within % 16
-            place = load_i64(pages + position // PAGE * 8) + layer_offset + head * head_bytes
+            place = ptx.load_i64(pages + position // PAGE * 8) + layer_offset + head * head_bytes
             numbers = cuda.shared.array(most, float32)
-            column = thread()
-            if block_z() == 0:
+            column = ptx.thread()
+            if ptx.block_z() == 0:
                 source = keys + row * keys_stride + 4 * head * key_size
                 while column < key_size:
                     value = rotated(source, column, angles + row * num_pairs * 8, num_pairs, halves, offset)
@@ -155,7 +143,7 @@ def store_codes(key_kind, value_kind, key_size, value_size):
             else:
                 source = values + row * values_stride + 4 * head * value_size
                 while column < value_size:
-                    numbers[column] = load_f32(source + 4 * column) * float32(value_factor)
+                    numbers[column] = ptx.load_f32(source + 4 * column) * float32(value_factor)
                     column = column + THREADS
                 fold(numbers, value_size, value_stages)
                 if value_is_codes:

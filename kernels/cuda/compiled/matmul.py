@@ -8,41 +8,52 @@ where `matmul_tiles` computes those.
 
 from numba import cuda, float32, int64
 
+from localinfer.kernels.cuda.compiled import ptx
 from localinfer.kernels.cuda.compiled.activations import activate_gate
-from localinfer.kernels.cuda.compiled.ptx import (
-    bits_float,
-    block_x,
-    block_y,
-    dot_signed,
-    dot_unsigned,
-    half_to_float,
-    load_f32,
-    load_stream,
-    load_u32,
-    load_v2,
-    load_v4,
-    meet,
-    prefetch,
-    shuffle,
-    store_f32,
-    thread,
-    to_float,
-    to_int,
-    wait_for_previous,
-)
-from localinfer.kernels.cuda.compiled.weights import BYTES, FIFTH_BITS, half_scales, scales_of, spread_bits
-from localinfer.kernels.cuda.jit import template
+from localinfer.kernels.cuda.compiled.weights import BYTES, nibbles_of, row_of, signed_halves, unit_of
+from localinfer.kernels.cuda.jit import inline, template
 from localinfer.kernels.layouts import Layout
 
 PLAIN, GATED, EXPERTS = 0, 1, 2
 """Kinds of products: up to three weights of one input; gate and up joined by an activation; one expert per slot."""
 
-NUM_SLOTS = 3
-SLOT = "qqqqqqqqqqf"
-"""Parameters of a weight: its four planes, rows, out and stride, bias, residual and stride, scale."""
+SLOTS = 3 * "(qqqqqqqqqqf)"
+"""Parameters of three weights: four arrays, rows, out and stride, bias, residual and stride, scale."""
 
 
-@template("qqqqqq" + SLOT * NUM_SLOTS + "qqqqqqqq")
+@inline
+def pick_slot(part, size, slot_0, slot_1, slot_2):
+    """The weight that a part of `size` rows belongs to, and its number there; parts count through all three weights."""
+    first = (slot_0[4] + size - 1) // size
+    second = (slot_1[4] + size - 1) // size
+    slot = slot_0
+    # The last block may have warps to spare, which go past the end of the last weight there is.
+    if slot_2[4] > 0 and part >= first + second:
+        slot = slot_2
+        part = part - first - second
+    elif slot_1[4] > 0 and part >= first:
+        slot = slot_1
+        part = part - first
+    return slot, part
+
+
+@inline
+def finished(value, up, gated, activation, bias, up_bias, scale, residual, residual_offset, row):
+    """A product with its bias, as the gate of `up`, or scaled and added to a residual; addresses may be 0."""
+    if bias != 0:
+        value = value + ptx.load_f32(bias + 4 * row)
+    if gated:
+        if up_bias != 0:
+            up = up + ptx.load_f32(up_bias + 4 * row)
+        value = activate_gate(activation, value, up)
+    else:
+        value = scale * value
+        if residual != 0:
+            value = value + ptx.load_f32(residual + residual_offset + 4 * row)
+    return value
+
+
+@template("qqqqqq" + SLOTS + "(qqqq)qqqq")
 def matmul(layout, batch_rows, weight_rows, split, kind, prefetches=0):
     """Multiply: a block of four warps, `split` of them to a row, a grid of [groups of rows * split / 4, slots].
 
@@ -60,81 +71,54 @@ def matmul(layout, batch_rows, weight_rows, split, kind, prefetches=0):
     is_q8 = layout == Layout.Q8_0
     is_f32 = layout == Layout.F32
     is_f16 = layout == Layout.F16
-    has_fifth = layout in FIFTH_BITS
     columns_per_unit = 4 if is_f32 else 8 if is_float else 16 if is_bytes else 32
     words = 4 * rows
     groups_per_block = 4 // split
     shared_size = 4 * size
-    scales_at = None if is_float or is_q6 else scales_of(layout)
+    fields_at = None if is_float else unit_of(layout)
+    nibbles_at = nibbles_of(layout)
 
     def kernel(
         x, x_stride, records, records_stride, num_columns, activation,
-        codes_0, scales_0, extra_0, supers_0, rows_0,
-        out_0, out_stride_0, bias_0, residual_0, residual_stride_0, scale_0,
-        codes_1, scales_1, extra_1, supers_1, rows_1,
-        out_1, out_stride_1, bias_1, residual_1, residual_stride_1, scale_1,
-        codes_2, scales_2, extra_2, supers_2, rows_2,
-        out_2, out_stride_2, bias_2, residual_2, residual_stride_2, scale_2,
-        codes_bytes, scales_bytes, extra_bytes, supers_bytes, expert_ids, expert_stride, num_selected, x_slot_stride,
+        slot_0, slot_1, slot_2, row_bytes, expert_ids, expert_stride, num_selected, x_slot_stride,
     ):  # fmt: skip
-        lane = thread() % 32
-        warp = thread() // 32
-        group = block_x() * groups_per_block + warp // split
+        lane = ptx.thread() % 32
+        warp = ptx.thread() // 32
+        group = ptx.block_x() * groups_per_block + warp // split
         part = warp % split
-        codes_place, scales_place, extra_place, supers_place = codes_0, scales_0, extra_0, supers_0
-        num_rows, out, out_stride, bias = rows_0, out_0, out_stride_0, bias_0
-        residual, residual_stride, scale = residual_0, residual_stride_0, scale_0
+        slot = slot_0
         if kind == PLAIN:
-            groups_0 = (rows_0 + weight_rows - 1) // weight_rows
-            groups_1 = (rows_1 + weight_rows - 1) // weight_rows
-            # The last block may have warps to spare, which go past the end of the last weight there is.
-            if rows_2 > 0 and group >= groups_0 + groups_1:
-                group = group - groups_0 - groups_1
-                codes_place, scales_place, extra_place, supers_place = codes_2, scales_2, extra_2, supers_2
-                num_rows, out, out_stride, bias = rows_2, out_2, out_stride_2, bias_2
-                residual, residual_stride, scale = residual_2, residual_stride_2, scale_2
-            elif rows_1 > 0 and group >= groups_0:
-                group = group - groups_0
-                codes_place, scales_place, extra_place, supers_place = codes_1, scales_1, extra_1, supers_1
-                num_rows, out, out_stride, bias = rows_1, out_1, out_stride_1, bias_1
-                residual, residual_stride, scale = residual_1, residual_stride_1, scale_1
+            slot, group = pick_slot(group, weight_rows, slot_0, slot_1, slot_2)
+        _, _, _, _, num_rows, out, out_stride, bias, residual, residual_stride, scale = slot
         expert = int64(0)
         if kind == EXPERTS:
-            slot = block_y() % num_selected
-            row = block_y() // num_selected
-            expert = slot
+            chosen = ptx.block_y() % num_selected
+            row = ptx.block_y() // num_selected
+            expert = chosen
             if expert_ids != 0:
-                expert = to_int(load_f32(expert_ids + row * expert_stride + 4 * slot))
-            x = x + row * x_stride + slot * x_slot_stride
-            records = records + row * records_stride + slot * (x_slot_stride // 32 * 8)
-            # Of experts, out_1 is the stride between the outputs of slots and rows_1 that of their biases.
-            out = out + row * out_stride + slot * out_1
-            bias = bias + expert * rows_1
+                expert = ptx.to_int(ptx.load_f32(expert_ids + row * expert_stride + 4 * chosen))
+            x = x + row * x_stride + chosen * x_slot_stride
+            records = records + row * records_stride + chosen * (x_slot_stride // 32 * 8)
+            # Of experts, the second weight's out is the stride between outputs and its rows that between biases.
+            out = out + row * out_stride + chosen * slot_1[5]
+            bias = bias + expert * slot_1[4]
 
         first = group * weight_rows
         codes_at = cuda.local.array(rows, int64)
-        scales_at_row = cuda.local.array(rows, int64)
+        scales_at = cuda.local.array(rows, int64)
         extra_at = cuda.local.array(rows, int64)
         supers_at = cuda.local.array(rows, int64)
         for r in range(rows):
             # Rows past the end read the last one, and are not stored.
             row = expert * num_rows + min(first + r % weight_rows, num_rows - 1)
-            if gated and r >= weight_rows:
-                codes_at[r] = codes_1 + row * codes_bytes
-                scales_at_row[r] = scales_1 + row * scales_bytes
-                extra_at[r] = extra_1 + row * extra_bytes
-                supers_at[r] = supers_1 + row * supers_bytes
-            else:
-                codes_at[r] = codes_place + row * codes_bytes
-                scales_at_row[r] = scales_place + row * scales_bytes
-                extra_at[r] = extra_place + row * extra_bytes
-                supers_at[r] = supers_place + row * supers_bytes
+            arrays = slot_1[:4] if gated and r >= weight_rows else slot[:4]
+            codes_at[r], scales_at[r], extra_at[r], supers_at[r] = row_of(arrays, row_bytes, row)
 
         sums = cuda.local.array(size, float32)
         code = cuda.local.array(words, int64)
         first_scale = cuda.local.array(rows, float32)
         second_scale = cuda.local.array(rows, float32)
-        fifth = cuda.local.array(rows, int64)
+        lower = cuda.local.array(rows, int64)
         upper = cuda.local.array(rows, int64)
         for i in range(size):
             sums[i] = float32(0.0)
@@ -142,11 +126,11 @@ def matmul(layout, batch_rows, weight_rows, split, kind, prefetches=0):
         unit = part * 32 + lane
         if prefetches:
             for r in range(rows):
-                prefetch(codes_at[r] + 16 * min(unit, num_units - 1))
-            wait_for_previous()
+                ptx.prefetch(codes_at[r] + 16 * min(unit, num_units - 1))
+            ptx.wait_for_previous()
         while unit < num_units:
             for r in range(rows):
-                loaded = load_stream(codes_at[r] + 16 * unit)
+                loaded = ptx.load_stream(codes_at[r] + 16 * unit)
                 for w in range(4):
                     code[4 * r + w] = loaded[w]
             if is_float:
@@ -154,82 +138,69 @@ def matmul(layout, batch_rows, weight_rows, split, kind, prefetches=0):
                 for c in range(columns_per_unit):
                     if column + c < num_columns:
                         for m in range(batch_rows):
-                            value = load_f32(x + m * x_stride + 4 * (column + c))
+                            value = ptx.load_f32(x + m * x_stride + 4 * (column + c))
                             for r in range(rows):
                                 if is_f32:
-                                    weight = bits_float(code[4 * r + c])
+                                    weight = ptx.bits_float(code[4 * r + c])
                                 elif is_f16:
-                                    weight = half_to_float((code[4 * r + c // 2] >> (c % 2 * 16)) & 0xFFFF)
+                                    weight = ptx.half_to_float((code[4 * r + c // 2] >> (c % 2 * 16)) & 0xFFFF)
                                 else:
-                                    weight = bits_float(((code[4 * r + c // 2] >> (c % 2 * 16)) & 0xFFFF) << 16)
+                                    weight = ptx.bits_float(((code[4 * r + c // 2] >> (c % 2 * 16)) & 0xFFFF) << 16)
                                 sums[m * rows + r] = sums[m * rows + r] + weight * value
-            elif is_bytes:
+            else:
                 for r in range(rows):
-                    first_scale[r], second_scale[r] = scales_at(scales_at_row[r], unit // 2)
+                    fields = fields_at(scales_at[r], extra_at[r], supers_at[r], unit)
+                    first_scale[r], second_scale[r], lower[r], upper[r] = fields
+            if is_bytes:
                 for m in range(batch_rows):
-                    left = load_v4(x + m * x_stride + 16 * unit)
-                    record = load_v2(records + m * records_stride + unit // 2 * 8)
-                    x_sum = to_float((((record[1] >> (unit % 2 * 16)) & 0xFFFF) ^ 0x8000) - 0x8000)
+                    left = ptx.load_v4(x + m * x_stride + 16 * unit)
+                    record = ptx.load_v2(records + m * records_stride + unit // 2 * 8)
+                    x_sum = ptx.to_float((((record[1] >> (unit % 2 * 16)) & 0xFFFF) ^ 0x8000) - 0x8000)
                     for r in range(rows):
                         dot = int64(0)
                         for w in range(4):
                             if is_q8:
-                                dot = dot_signed(code[4 * r + w], left[w], dot)
+                                dot = ptx.dot_signed(code[4 * r + w], left[w], dot)
                             else:
-                                dot = dot_unsigned(code[4 * r + w], left[w], dot)
-                        product = first_scale[r] * to_float(dot)
+                                dot = ptx.dot_unsigned(code[4 * r + w], left[w], dot)
+                        product = first_scale[r] * ptx.to_float(dot)
                         if not is_q8:
                             product = product + second_scale[r] * x_sum
-                        sums[m * rows + r] = sums[m * rows + r] + bits_float(record[0]) * product
-            else:
-                for r in range(rows):
-                    if is_q6:
-                        first_scale[r], second_scale[r] = half_scales(scales_at_row[r], supers_at[r], unit)
-                        fifth[r], upper[r] = load_v2(extra_at[r] + 8 * unit)
-                    else:
-                        first_scale[r], second_scale[r] = scales_at(scales_at_row[r], unit)
-                        if has_fifth:
-                            fifth[r] = load_u32(extra_at[r] + 4 * unit)
+                        sums[m * rows + r] = sums[m * rows + r] + ptx.bits_float(record[0]) * product
+            elif not is_float:
                 for m in range(batch_rows):
-                    left = load_v4(x + m * x_stride + 32 * unit)
-                    right = load_v4(x + m * x_stride + 32 * unit + 16)
-                    record = load_v2(records + m * records_stride + 8 * unit)
-                    left_sum = ((record[1] & 0xFFFF) ^ 0x8000) - 0x8000
-                    right_sum = ((record[1] >> 16) ^ 0x8000) - 0x8000
+                    left = ptx.load_v4(x + m * x_stride + 32 * unit)
+                    right = ptx.load_v4(x + m * x_stride + 32 * unit + 16)
+                    record = ptx.load_v2(records + m * records_stride + 8 * unit)
+                    left_sum, right_sum = signed_halves(record[1])
                     for r in range(rows):
                         dot = int64(0)
                         other = int64(0)
                         for w in range(4):
-                            low = code[4 * r + w] & 0x0F0F0F0F
-                            high = (code[4 * r + w] >> 4) & 0x0F0F0F0F
+                            low, high = nibbles_at(code[4 * r + w], lower[r], upper[r], w)
+                            dot = ptx.dot_signed(low, left[w], dot)
                             if is_q6:
-                                low = low | (((fifth[r] >> (2 * w)) & 0x03030303) << 4)
-                                high = high | (((upper[r] >> (2 * w)) & 0x03030303) << 4)
-                            if has_fifth:
-                                low = low | spread_bits(fifth[r] >> (4 * w))
-                                high = high | spread_bits(fifth[r] >> (4 * w + 16))
-                            dot = dot_signed(low, left[w], dot)
-                            if is_q6:
-                                other = dot_signed(high, right[w], other)
+                                other = ptx.dot_signed(high, right[w], other)
                             else:
-                                dot = dot_signed(high, right[w], dot)
+                                dot = ptx.dot_signed(high, right[w], dot)
                         if is_q6:
-                            product = first_scale[r] * to_float(dot - 32 * left_sum)
-                            product = product + second_scale[r] * to_float(other - 32 * right_sum)
+                            product = first_scale[r] * ptx.to_float(dot - 32 * left_sum)
+                            product = product + second_scale[r] * ptx.to_float(other - 32 * right_sum)
                         else:
-                            product = first_scale[r] * to_float(dot) + second_scale[r] * to_float(left_sum + right_sum)
-                        sums[m * rows + r] = sums[m * rows + r] + bits_float(record[0]) * product
+                            x_sum = ptx.to_float(left_sum + right_sum)
+                            product = first_scale[r] * ptx.to_float(dot) + second_scale[r] * x_sum
+                        sums[m * rows + r] = sums[m * rows + r] + ptx.bits_float(record[0]) * product
             unit = unit + 32 * split
 
         for i in range(size):
             for step in range(5):
-                sums[i] = sums[i] + shuffle(sums[i], 1 << step)
+                sums[i] = sums[i] + ptx.shuffle(sums[i], 1 << step)
         if split > 1:
             partial = cuda.shared.array(shared_size, float32)
             if lane == 0:
                 for i in range(size):
                     partial[warp * size + i] = sums[i]
-            meet()
+            ptx.meet()
             for i in range(size):
                 total = partial[(warp - part) * size + i]
                 for p in range(1, split):
@@ -239,18 +210,10 @@ def matmul(layout, batch_rows, weight_rows, split, kind, prefetches=0):
             for r in range(weight_rows):
                 row = first + r
                 if part == 0 and lane == (m * weight_rows + r) % 32 and row < num_rows:
-                    value = sums[m * rows + r]
-                    if bias != 0:
-                        value = value + load_f32(bias + 4 * row)
-                    if gated:
-                        up = sums[m * rows + weight_rows + r]
-                        if bias_1 != 0:
-                            up = up + load_f32(bias_1 + 4 * row)
-                        value = activate_gate(activation, value, up)
-                    else:
-                        value = scale * value
-                        if residual != 0:
-                            value = value + load_f32(residual + m * residual_stride + 4 * row)
-                    store_f32(out + m * out_stride + 4 * row, value)
+                    value, up = sums[m * rows + r], sums[m * rows + rows - weight_rows + r]
+                    value = finished(
+                        value, up, gated, activation, bias, slot_1[7], scale, residual, m * residual_stride, row
+                    )
+                    ptx.store_f32(out + m * out_stride + 4 * row, value)
 
     return kernel

@@ -6,42 +6,29 @@ first half's in the lower bits. Rounding is that of the CPU's kernels, so both d
 
 from numba import float32
 
-from localinfer.kernels.cuda.compiled.ptx import (
-    block_x,
-    block_y,
-    divide,
-    float_bits,
-    load_f32,
-    maximum,
-    shuffle,
-    shuffle_int,
-    store_u8,
-    store_u32,
-    thread,
-    to_int,
-)
+from localinfer.kernels.cuda.compiled import ptx
+from localinfer.kernels.cuda.compiled.reductions import warp_max
 from localinfer.kernels.cuda.jit import inline, template
 
 
 @inline
 def store_quantized(x, lane, codes, records, column):
     """Quantize a block of 32 columns, one to each lane of a warp; all of its lanes must call it."""
-    largest = maximum(x, -x)
-    for distance in (16, 8, 4, 2, 1):
-        largest = maximum(largest, shuffle(largest, distance))
+    largest = ptx.maximum(x, -x)
+    largest = warp_max(largest)
     inverse = float32(0.0)
     if largest > float32(0.0):
-        inverse = divide(float32(127.0), largest)
-    code = to_int(x * inverse)
-    store_u8(codes + column, code & 255)
+        inverse = ptx.divide(float32(127.0), largest)
+    code = ptx.to_int(x * inverse)
+    ptx.store_u8(codes + column, code & 255)
     total = code
     for distance in (8, 4, 2, 1):
-        total = total + shuffle_int(total, distance)
-    other = shuffle_int(total, 16)
+        total = total + ptx.shuffle_int(total, distance)
+    other = ptx.shuffle_int(total, 16)
     if lane == 0:
         record = records + column // 32 * 8
-        store_u32(record, float_bits(divide(largest, float32(127.0))))
-        store_u32(record + 4, (total & 0xFFFF) | ((other & 0xFFFF) << 16))
+        ptx.store_u32(record, ptx.float_bits(ptx.divide(largest, float32(127.0))))
+        ptx.store_u32(record + 4, (total & 0xFFFF) | ((other & 0xFFFF) << 16))
 
 
 @template("qqqqqqq")
@@ -49,11 +36,11 @@ def quantize_rows():
     """Quantize rows: a warp per block of 32 columns, a grid of [blocks / 4, rows]."""
 
     def kernel(x, x_stride, codes, codes_stride, records, records_stride, num_columns):
-        lane = thread() % 32
-        column = (block_x() * 4 + thread() // 32) * 32 + lane
-        row = block_y()
+        lane = ptx.thread() % 32
+        column = (ptx.block_x() * 4 + ptx.thread() // 32) * 32 + lane
+        row = ptx.block_y()
         if column - lane < num_columns:
-            value = load_f32(x + row * x_stride + 4 * column)
+            value = ptx.load_f32(x + row * x_stride + 4 * column)
             store_quantized(value, lane, codes + row * codes_stride, records + row * records_stride, column)
 
     return kernel

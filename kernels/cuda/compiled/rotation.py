@@ -9,19 +9,8 @@ import math
 
 from numba import cuda, float32
 
-from localinfer.kernels.cuda.compiled.ptx import (
-    block_x,
-    block_y,
-    divide,
-    load_f32,
-    maximum,
-    meet,
-    minimum,
-    shuffle,
-    store_f32,
-    thread,
-    to_int,
-)
+from localinfer.kernels.cuda.compiled import ptx
+from localinfer.kernels.cuda.compiled.reductions import warp_max
 from localinfer.kernels.cuda.compiled.rows import rotated
 from localinfer.kernels.cuda.jit import inline, template
 from localinfer.kernels.kv_layout import SCALE_BLOCK
@@ -45,8 +34,8 @@ def fold(numbers, count, stages):
     """Rotate float32[count] of shared memory, multiplied by the factor before, with all threads of a block."""
     stage = 0
     while stage < stages:
-        meet()
-        pair = thread()
+        ptx.meet()
+        pair = ptx.thread()
         while pair < count // 2:
             first = ((pair >> stage) << (stage + 1)) + (pair & ((1 << stage) - 1))
             second = first + (1 << stage)
@@ -56,22 +45,21 @@ def fold(numbers, count, stages):
             numbers[second] = left - right
             pair = pair + THREADS
         stage = stage + 1
-    meet()
+    ptx.meet()
 
 
 @inline
 def block_scale(numbers, first, end):
     """The scale of numbers[first:end], at most SCALE_BLOCK of them; all lanes of a warp call it."""
-    lane = thread() % 32
+    lane = ptx.thread() % 32
     largest = float32(0.0)
     if first + lane < end:
-        largest = maximum(numbers[first + lane], -numbers[first + lane])
+        largest = ptx.maximum(numbers[first + lane], -numbers[first + lane])
     if first + lane + _HALF < end:
         other = numbers[first + lane + _HALF]
-        largest = maximum(largest, maximum(other, -other))
-    for distance in (16, 8, 4, 2, 1):
-        largest = maximum(largest, shuffle(largest, distance))
-    return divide(largest, float32(127.0))
+        largest = ptx.maximum(largest, ptx.maximum(other, -other))
+    largest = warp_max(largest)
+    return ptx.divide(largest, float32(127.0))
 
 
 @inline
@@ -79,8 +67,8 @@ def code_of(number, scale):
     """A number as a code, -127 to 127, of a scale that may have been rounded."""
     inverse = float32(0.0)
     if scale >= float32(1e-36):
-        inverse = divide(float32(1.0), scale)
-    return to_int(maximum(minimum(number * inverse, float32(127.0)), float32(-127.0)))
+        inverse = ptx.divide(float32(1.0), scale)
+    return ptx.to_int(ptx.maximum(ptx.minimum(number * inverse, float32(127.0)), float32(-127.0)))
 
 
 @template("qqqqqqqq")
@@ -90,21 +78,21 @@ def rotate_heads(size):
     factor = rotation_factor(size)
 
     def kernel(out, out_stride, x, x_stride, angles, num_pairs, halves, offset):
-        head = block_x()
-        row = block_y()
+        head = ptx.block_x()
+        row = ptx.block_y()
         numbers = cuda.shared.array(size, float32)
         source = x + row * x_stride + 4 * head * size
-        column = thread()
+        column = ptx.thread()
         while column < size:
-            value = load_f32(source + 4 * column)
+            value = ptx.load_f32(source + 4 * column)
             if num_pairs > 0:
                 value = rotated(source, column, angles + row * num_pairs * 8, num_pairs, halves, offset)
             numbers[column] = value * float32(factor)
             column = column + THREADS
         fold(numbers, size, stages)
-        column = thread()
+        column = ptx.thread()
         while column < size:
-            store_f32(out + row * out_stride + 4 * (head * size + column), numbers[column])
+            ptx.store_f32(out + row * out_stride + 4 * (head * size + column), numbers[column])
             column = column + THREADS
 
     return kernel

@@ -2,30 +2,11 @@
 
 from numba import cuda, float32, float64
 
+from localinfer.kernels.cuda.compiled import ptx
 from localinfer.kernels.cuda.compiled.activations import activate, activate_gate, hyperbolic_tangent, sigmoid
-from localinfer.kernels.cuda.compiled.ptx import (
-    block_x,
-    block_y,
-    divide,
-    float_bits,
-    float_to_half,
-    load_f32,
-    load_f64,
-    load_i64,
-    log2,
-    meet,
-    narrow,
-    round_f64,
-    shuffle,
-    square_root,
-    store_f32,
-    store_u16,
-    thread,
-    to_f64,
-    to_float,
-)
 from localinfer.kernels.cuda.compiled.quantize import store_quantized
-from localinfer.kernels.cuda.compiled.weights import weight_of
+from localinfer.kernels.cuda.compiled.reductions import warp_sum
+from localinfer.kernels.cuda.compiled.weights import row_of, weight_of
 from localinfer.kernels.cuda.jit import inline, template
 
 THREADS = 128
@@ -34,39 +15,30 @@ RMS, LAYER = 0, 1
 ACTIVATION, GATE, ADD, TIMES_SIGMOID, TIMES_ROW_SIGMOID, SCALE, SOFTCAP = range(7)
 TO_F32, TO_F16, TO_BF16 = range(3)
 
-PLANES = "qqqqqqqq"
-"""Addresses of the four planes of weights, then bytes of a row in each."""
+WEIGHTS = "(qqqq)(qqqq)"
+"""Addresses of the four arrays of weights, and the bytes of a row in each."""
 
 
-@template(PLANES + "qqqqqqf")
+@template(WEIGHTS + "qqqqqqf")
 def embed(layout):
     """out[r] = scale * table[indices[r]], or that added to it; a grid of [columns / 128, rows]."""
     weight_at = weight_of(layout)
 
-    def kernel(
-        codes, scales, extra, supers, codes_bytes, scales_bytes, extra_bytes, supers_bytes,
-        indices, out, out_stride, num_columns, num_rows, adds, scale,
-    ):  # fmt: skip
-        column = block_x() * THREADS + thread()
+    def kernel(arrays, row_bytes, indices, out, out_stride, num_columns, num_rows, adds, scale):
+        column = ptx.block_x() * THREADS + ptx.thread()
         if column < num_columns:
-            row = load_i64(indices + 8 * block_y())
+            row = ptx.load_i64(indices + 8 * ptx.block_y())
             row = min(max(row, 0), num_rows - 1)
-            value = scale * weight_at(
-                codes + row * codes_bytes,
-                scales + row * scales_bytes,
-                extra + row * extra_bytes,
-                supers + row * supers_bytes,
-                column,
-            )
-            place = out + block_y() * out_stride + 4 * column
+            value = scale * weight_at(row_of(arrays, row_bytes, row), column)
+            place = out + ptx.block_y() * out_stride + 4 * column
             if adds != 0:
-                value = value + load_f32(place)
-            store_f32(place, value)
+                value = value + ptx.load_f32(place)
+            ptx.store_f32(place, value)
 
     return kernel
 
 
-@template(PLANES + "qqq")
+@template(WEIGHTS + "qqq")
 def convert(layout, kind):
     """Rows of weights (or of float32 activations, as F32) as plain numbers of a kind, for a library's product.
 
@@ -76,28 +48,18 @@ def convert(layout, kind):
     is_f32 = kind == TO_F32
     is_f16 = kind == TO_F16
 
-    def kernel(
-        codes, scales, extra, supers, codes_bytes, scales_bytes, extra_bytes, supers_bytes,
-        out, num_columns, first_row,
-    ):  # fmt: skip
-        column = block_x() * THREADS + thread()
+    def kernel(arrays, row_bytes, out, num_columns, first_row):
+        column = ptx.block_x() * THREADS + ptx.thread()
         if column < num_columns:
-            row = first_row + block_y()
-            value = weight_at(
-                codes + row * codes_bytes,
-                scales + row * scales_bytes,
-                extra + row * extra_bytes,
-                supers + row * supers_bytes,
-                column,
-            )
-            element = block_y() * num_columns + column
+            value = weight_at(row_of(arrays, row_bytes, first_row + ptx.block_y()), column)
+            element = ptx.block_y() * num_columns + column
             if is_f32:
-                store_f32(out + 4 * element, value)
+                ptx.store_f32(out + 4 * element, value)
             elif is_f16:
-                store_u16(out + 2 * element, float_to_half(value))
+                ptx.store_u16(out + 2 * element, ptx.float_to_half(value))
             else:
-                bits = float_bits(value)
-                store_u16(out + 2 * element, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
+                bits = ptx.float_bits(value)
+                ptx.store_u16(out + 2 * element, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
 
     return kernel
 
@@ -107,15 +69,15 @@ def finish_product():
     """out = residual + scale * (product + bias), of [columns / 128, rows]."""
 
     def kernel(out, out_stride, product, product_stride, num_columns, bias, residual, residual_stride, scale):
-        column = block_x() * THREADS + thread()
+        column = ptx.block_x() * THREADS + ptx.thread()
         if column < num_columns:
-            value = load_f32(product + block_y() * product_stride + 4 * column)
+            value = ptx.load_f32(product + ptx.block_y() * product_stride + 4 * column)
             if bias != 0:
-                value = value + load_f32(bias + 4 * column)
+                value = value + ptx.load_f32(bias + 4 * column)
             value = scale * value
             if residual != 0:
-                value = value + load_f32(residual + block_y() * residual_stride + 4 * column)
-            store_f32(out + block_y() * out_stride + 4 * column, value)
+                value = value + ptx.load_f32(residual + ptx.block_y() * residual_stride + 4 * column)
+            ptx.store_f32(out + ptx.block_y() * out_stride + 4 * column, value)
 
     return kernel
 
@@ -128,12 +90,11 @@ def norm(kind, warps, quantizes):
 
     @inline
     def sum_of_block(value, lane, warp, partial):
-        for distance in (16, 8, 4, 2, 1):
-            value = value + shuffle(value, distance)
-        meet()
+        value = warp_sum(value)
+        ptx.meet()
         if lane == 0:
             partial[warp] = value
-        meet()
+        ptx.meet()
         total = partial[0]
         for other in range(1, warps):
             total = total + partial[other]
@@ -143,37 +104,37 @@ def norm(kind, warps, quantizes):
         x, x_stride, out, out_stride, weight, weight_stride, bias, bias_stride, size,
         codes, codes_stride, records, records_stride, epsilon,
     ):  # fmt: skip
-        lane = thread() % 32
-        warp = thread() // 32
-        group = block_x()
-        row = block_y()
+        lane = ptx.thread() % 32
+        warp = ptx.thread() // 32
+        group = ptx.block_x()
+        row = ptx.block_y()
         x = x + row * x_stride + 4 * group * size
         out = out + row * out_stride + 4 * group * size
         partial = cuda.shared.array(warps, float32)
         mean = float32(0.0)
         if is_layer:
             value = float32(0.0)
-            column = thread()
+            column = ptx.thread()
             while column < size:
-                value = value + load_f32(x + 4 * column)
+                value = value + ptx.load_f32(x + 4 * column)
                 column = column + step
-            mean = divide(sum_of_block(value, lane, warp, partial), to_float(size))
+            mean = ptx.divide(sum_of_block(value, lane, warp, partial), ptx.to_float(size))
         value = float32(0.0)
-        column = thread()
+        column = ptx.thread()
         while column < size:
-            centred = load_f32(x + 4 * column) - mean
+            centred = ptx.load_f32(x + 4 * column) - mean
             value = value + centred * centred
             column = column + step
-        square = divide(sum_of_block(value, lane, warp, partial), to_float(size))
-        factor = divide(float32(1.0), square_root(square + epsilon))
-        column = thread()
+        square = ptx.divide(sum_of_block(value, lane, warp, partial), ptx.to_float(size))
+        factor = ptx.divide(float32(1.0), ptx.square_root(square + epsilon))
+        column = ptx.thread()
         while column < size:
-            value = (load_f32(x + 4 * column) - mean) * factor
+            value = (ptx.load_f32(x + 4 * column) - mean) * factor
             if weight != 0:
-                value = value * load_f32(weight + group * weight_stride + 4 * column)
+                value = value * ptx.load_f32(weight + group * weight_stride + 4 * column)
             if bias != 0:
-                value = value + load_f32(bias + group * bias_stride + 4 * column)
-            store_f32(out + 4 * column, value)
+                value = value + ptx.load_f32(bias + group * bias_stride + 4 * column)
+            ptx.store_f32(out + 4 * column, value)
             if quantizes:
                 store_quantized(value, lane, codes + row * codes_stride, records + row * records_stride, column)
             column = column + step
@@ -192,26 +153,26 @@ def elementwise(operation):
     is_scale = operation == SCALE
 
     def kernel(out, out_stride, a, a_stride, b, b_stride, num_columns, activation, scalar):
-        column = block_x() * THREADS + thread()
+        column = ptx.block_x() * THREADS + ptx.thread()
         if column < num_columns:
-            row = block_y()
-            value = load_f32(a + row * a_stride + 4 * column)
+            row = ptx.block_y()
+            value = ptx.load_f32(a + row * a_stride + 4 * column)
             if is_activation:
                 value = activate(activation, value)
             elif is_gate:
-                value = activate_gate(activation, value, load_f32(b + row * b_stride + 4 * column))
+                value = activate_gate(activation, value, ptx.load_f32(b + row * b_stride + 4 * column))
             elif is_add:
-                value = value + scalar * load_f32(b + row * b_stride + 4 * column)
+                value = value + scalar * ptx.load_f32(b + row * b_stride + 4 * column)
             elif is_sigmoid:
                 other = column
                 if one_gate:
                     other = 0
-                value = value * sigmoid(load_f32(b + row * b_stride + 4 * other))
+                value = value * sigmoid(ptx.load_f32(b + row * b_stride + 4 * other))
             elif is_scale:
                 value = scalar * value
             else:
-                value = scalar * hyperbolic_tangent(divide(value, scalar))
-            store_f32(out + row * out_stride + 4 * column, value)
+                value = scalar * hyperbolic_tangent(ptx.divide(value, scalar))
+            ptx.store_f32(out + row * out_stride + 4 * column, value)
 
     return kernel
 
@@ -221,14 +182,14 @@ def scale_by_position():
     """x *= 1 + slope * ln(1 + floor((position + offset) / period)), of [columns / 128, rows]."""
 
     def kernel(x, x_stride, num_columns, positions, period_and_offset, slope):
-        column = block_x() * THREADS + thread()
+        column = ptx.block_x() * THREADS + ptx.thread()
         if column < num_columns:
             period = period_and_offset % (1 << 31)
             offset = period_and_offset >> 31
-            whole = (load_i64(positions + 8 * block_y()) + offset) // period
-            factor = float32(1.0) + slope * (float32(0.6931471805599453) * log2(to_float(1 + whole)))
-            place = x + block_y() * x_stride + 4 * column
-            store_f32(place, factor * load_f32(place))
+            whole = (ptx.load_i64(positions + 8 * ptx.block_y()) + offset) // period
+            factor = float32(1.0) + slope * (float32(0.6931471805599453) * ptx.log2(ptx.to_float(1 + whole)))
+            place = x + ptx.block_y() * x_stride + 4 * column
+            ptx.store_f32(place, factor * ptx.load_f32(place))
 
     return kernel
 
@@ -237,14 +198,14 @@ def scale_by_position():
 def cosine_and_sine(angle):
     """Of any angle in radians, float64: whole turns off, then Taylor's series to the 24th power."""
     turns = angle * float64(0.15915494309189535)
-    rest = (turns - round_f64(turns)) * float64(6.283185307179586)
+    rest = (turns - ptx.round_f64(turns)) * float64(6.283185307179586)
     square = rest * rest
     cosine = float64(1.0)
     sine = float64(1.0)
     for step in range(12):
         power = 24 - 2 * step
-        cosine = float64(1.0) - cosine * square / to_f64(power * (power - 1))
-        sine = float64(1.0) - sine * square / to_f64(power * (power + 1))
+        cosine = float64(1.0) - cosine * square / ptx.to_f64(power * (power - 1))
+        sine = float64(1.0) - sine * square / ptx.to_f64(power * (power + 1))
     return cosine, sine * rest
 
 
@@ -253,13 +214,13 @@ def rope_angles():
     """The cosine and sine of every pair, float32[rows][pairs][2], of [pairs / 128, rows]."""
 
     def kernel(positions, frequencies, num_pairs, angles, magnitude):
-        pair = block_x() * THREADS + thread()
+        pair = ptx.block_x() * THREADS + ptx.thread()
         if pair < num_pairs:
-            position = to_f64(load_i64(positions + 8 * block_y()))
-            cosine, sine = cosine_and_sine(position * load_f64(frequencies + 8 * pair))
-            place = angles + (block_y() * num_pairs + pair) * 8
-            store_f32(place, magnitude * narrow(cosine))
-            store_f32(place + 4, magnitude * narrow(sine))
+            position = ptx.to_f64(ptx.load_i64(positions + 8 * ptx.block_y()))
+            cosine, sine = cosine_and_sine(position * ptx.load_f64(frequencies + 8 * pair))
+            place = angles + (ptx.block_y() * num_pairs + pair) * 8
+            ptx.store_f32(place, magnitude * ptx.narrow(cosine))
+            ptx.store_f32(place + 4, magnitude * ptx.narrow(sine))
 
     return kernel
 
@@ -270,7 +231,7 @@ def rotated(x, column, angles, num_pairs, halves, offset):
 
     angles: address of the row's cosines and sines.
     """
-    value = load_f32(x + 4 * column)
+    value = ptx.load_f32(x + 4 * column)
     inner = column - offset
     if 0 <= inner < 2 * num_pairs:
         pair = inner // 2
@@ -280,11 +241,11 @@ def rotated(x, column, angles, num_pairs, halves, offset):
             is_second = inner // num_pairs
             pair = inner - is_second * num_pairs
             other = column + num_pairs - 2 * is_second * num_pairs
-        cosine = load_f32(angles + 8 * pair)
-        sine = load_f32(angles + 8 * pair + 4)
+        cosine = ptx.load_f32(angles + 8 * pair)
+        sine = ptx.load_f32(angles + 8 * pair + 4)
         if is_second == 0:
             sine = -sine
-        value = value * cosine + load_f32(x + 4 * other) * sine
+        value = value * cosine + ptx.load_f32(x + 4 * other) * sine
     return value
 
 
@@ -293,7 +254,7 @@ def rope():
     """Rotate pairs in place, a thread to a pair, of [heads * pairs / 128, rows]."""
 
     def kernel(x, x_stride, angles, num_heads, head_size, num_pairs, halves, offset):
-        index = block_x() * THREADS + thread()
+        index = ptx.block_x() * THREADS + ptx.thread()
         if index < num_heads * num_pairs:
             pair = index % num_pairs
             first = offset + 2 * pair
@@ -301,12 +262,12 @@ def rope():
             if halves != 0:
                 first = offset + pair
                 second = first + num_pairs
-            head = x + block_y() * x_stride + 4 * (index // num_pairs) * head_size
-            row_angles = angles + block_y() * num_pairs * 8
+            head = x + ptx.block_y() * x_stride + 4 * (index // num_pairs) * head_size
+            row_angles = angles + ptx.block_y() * num_pairs * 8
             left = rotated(head, first, row_angles, num_pairs, halves, offset)
             right = rotated(head, second, row_angles, num_pairs, halves, offset)
-            store_f32(head + 4 * first, left)
-            store_f32(head + 4 * second, right)
+            ptx.store_f32(head + 4 * first, left)
+            ptx.store_f32(head + 4 * second, right)
 
     return kernel
 
@@ -316,10 +277,10 @@ def select_rows():
     """out[r] = x[rows[r]], of [columns / 128, rows]."""
 
     def kernel(out, out_stride, x, x_stride, num_columns, rows):
-        column = block_x() * THREADS + thread()
+        column = ptx.block_x() * THREADS + ptx.thread()
         if column < num_columns:
-            row = load_i64(rows + 8 * block_y())
-            store_f32(out + block_y() * out_stride + 4 * column, load_f32(x + row * x_stride + 4 * column))
+            row = ptx.load_i64(rows + 8 * ptx.block_y())
+            ptx.store_f32(out + ptx.block_y() * out_stride + 4 * column, ptx.load_f32(x + row * x_stride + 4 * column))
 
     return kernel
 
@@ -329,10 +290,10 @@ def gather_columns():
     """out[c] = x[order[c]], int64 order, of [columns / 128, rows]."""
 
     def kernel(out, out_stride, x, x_stride, num_columns, order):
-        column = block_x() * THREADS + thread()
+        column = ptx.block_x() * THREADS + ptx.thread()
         if column < num_columns:
-            value = load_f32(x + block_y() * x_stride + 4 * load_i64(order + 8 * column))
-            store_f32(out + block_y() * out_stride + 4 * column, value)
+            value = ptx.load_f32(x + ptx.block_y() * x_stride + 4 * ptx.load_i64(order + 8 * column))
+            ptx.store_f32(out + ptx.block_y() * out_stride + 4 * column, value)
 
     return kernel
 
@@ -342,11 +303,11 @@ def copy_heads():
     """Copy `width` columns of every head, of [heads * width / 128, rows]; places are of the first column copied."""
 
     def kernel(out, out_stride, x, x_stride, num_heads, width, out_head_size, x_head_size):
-        index = block_x() * THREADS + thread()
+        index = ptx.block_x() * THREADS + ptx.thread()
         if index < num_heads * width:
             head = index // width
             column = index % width
-            value = load_f32(x + block_y() * x_stride + 4 * (head * x_head_size + column))
-            store_f32(out + block_y() * out_stride + 4 * (head * out_head_size + column), value)
+            value = ptx.load_f32(x + ptx.block_y() * x_stride + 4 * (head * x_head_size + column))
+            ptx.store_f32(out + ptx.block_y() * out_stride + 4 * (head * out_head_size + column), value)
 
     return kernel

@@ -3,17 +3,7 @@
 from numba import int64
 
 from localinfer.kernels.cpu.kernel_abi import NOT_FINITE, NOTHING_LEFT
-from localinfer.kernels.cuda.compiled.ptx import (
-    block_x,
-    block_y,
-    float_bits,
-    load_f32,
-    load_i64,
-    shuffle_int,
-    store_i64,
-    store_u32,
-    thread,
-)
+from localinfer.kernels.cuda.compiled import ptx
 from localinfer.kernels.cuda.jit import inline, template
 
 THREADS = 128
@@ -27,7 +17,7 @@ def order_key(value):
 
     Those of 0.0 and -0.0 are the same.
     """
-    bits = float_bits(value)
+    bits = ptx.float_bits(value)
     magnitude = bits & 0x7FFFFFFF
     key = magnitude
     if bits > 0x80000000:
@@ -43,8 +33,8 @@ def order_key(value):
 def best_of_warp(key, token):
     """The largest key of a warp and its token, of equal keys the lowest token."""
     for distance in (16, 8, 4, 2, 1):
-        other_key = shuffle_int(key, distance)
-        other_token = shuffle_int(token, distance)
+        other_key = ptx.shuffle_int(key, distance)
+        other_token = ptx.shuffle_int(token, distance)
         if other_key > key or (other_key == key and other_token < token):
             key = other_key
             token = other_token
@@ -61,20 +51,20 @@ def best_of_warps(slices):
     step = THREADS * slices
 
     def kernel(logits, stride, vocab_size, bests):
-        token = block_x() * THREADS + thread()
+        token = ptx.block_x() * THREADS + ptx.thread()
         key = int64(_LOWEST)
         best = int64(_HIGHEST)
         while token < vocab_size:
-            other = order_key(load_f32(logits + block_y() * stride + 4 * token))
+            other = order_key(ptx.load_f32(logits + ptx.block_y() * stride + 4 * token))
             if other > key:
                 key = other
                 best = token
             token = token + step
         key, best = best_of_warp(key, best)
-        if thread() % 32 == 0:
-            place = bests + ((block_y() * slices + block_x()) * 4 + thread() // 32) * 16
-            store_i64(place, key)
-            store_i64(place + 8, best)
+        if ptx.thread() % 32 == 0:
+            place = bests + ((ptx.block_y() * slices + ptx.block_x()) * 4 + ptx.thread() // 32) * 16
+            ptx.store_i64(place, key)
+            ptx.store_i64(place + 8, best)
 
     return kernel
 
@@ -87,21 +77,21 @@ def best_of_row(slices):
     def kernel(bests, chosen):
         key = int64(_LOWEST)
         token = int64(_HIGHEST)
-        index = thread()
+        index = ptx.thread()
         while index < warps:
-            place = bests + (block_y() * warps + index) * 16
-            other_key = load_i64(place)
-            other_token = load_i64(place + 8)
+            place = bests + (ptx.block_y() * warps + index) * 16
+            other_key = ptx.load_i64(place)
+            other_token = ptx.load_i64(place + 8)
             if other_key > key or (other_key == key and other_token < token):
                 key = other_key
                 token = other_token
             index = index + 32
         key, token = best_of_warp(key, token)
-        if thread() == 0:
+        if ptx.thread() == 0:
             if key == _HIGHEST:
                 token = int64(NOT_FINITE)
             elif key == _LOWEST:
                 token = int64(NOTHING_LEFT)
-            store_u32(chosen + 4 * block_y(), token)
+            ptx.store_u32(chosen + 4 * ptx.block_y(), token)
 
     return kernel

@@ -8,6 +8,7 @@ misaligned access or an address of the host fails at once.
 import ast
 import bisect
 import inspect
+import re
 import struct
 import textwrap
 from collections.abc import Callable, Generator, Sequence
@@ -82,9 +83,7 @@ class Emulator:
         self._block = (0, 0, 0)
         self._shared: dict[int, NDArray[Any]] = {}
         self._counts: list[int] = []
-        instructions = self._instructions()
-        self._by_identity = {id(getattr(ptx, name)): function for name, function in instructions.items()}
-        self._meeting_names = {id(getattr(ptx, name)): name for name in _MEETINGS}
+        self._ptx = SimpleNamespace(**self._instructions())
         array = SimpleNamespace(array=lambda size, type: np.zeros(size, _dtype(type)))
         shared = SimpleNamespace(array=self._shared_array)
         self._cuda = SimpleNamespace(local=array, shared=shared)
@@ -93,11 +92,16 @@ class Emulator:
         self, name: str, constants: Sequence[int], grid: tuple[int, int, int], threads: int, values: Sequence[float]
     ) -> None:
         """Run every lane of every block of a kernel."""
-        kernel, parameters = self._kernel(name, tuple(constants))
+        kernel, groups = self._kernel(name, tuple(constants))
+        parameters = re.sub(r"[()]", "", groups)
         assert len(parameters) == len(values), f"{name} takes {len(parameters)} values, found {len(values)}"
         for kind, value in zip(parameters, values, strict=True):
             assert kind == "f" or isinstance(value, int), f"{name} takes whole numbers, found {value!r}"
-        arguments = [int(v) if kind == "q" else np.float32(v) for kind, v in zip(parameters, values, strict=True)]
+        flat = iter([int(v) if kind == "q" else np.float32(v) for kind, v in zip(parameters, values, strict=True)])
+        arguments = [
+            tuple(next(flat) for _ in kind[1:-1]) if kind.startswith("(") else next(flat)
+            for kind in re.findall(r"\(\w+\)|\w", groups)
+        ]
         self.num_launches += 1
         with np.errstate(all="ignore"):
             for z in range(grid[2]):
@@ -153,17 +157,12 @@ class Emulator:
         definition = tree.body[0]
         assert isinstance(definition, ast.FunctionDef)
         definition.decorator_list = []
-        names = {node.id for node in ast.walk(definition) if isinstance(node, ast.Name)}
-        pieces, meetings = set(), {}
-        for name in names & set(scope):
+        for name in {node.id for node in ast.walk(definition) if isinstance(node, ast.Name)} & set(scope):
             value = scope[name]
             if isinstance(value, jit._Piece):
                 scope[name] = self._piece(value)
-                pieces.add(name)
-            elif id(value) in self._meeting_names:
-                meetings[name] = self._meeting_names[id(value)]
-            elif id(value) in self._by_identity:
-                scope[name] = self._by_identity[id(value)]
+            elif value is ptx:
+                scope[name] = self._ptx
             elif value is numba.cuda:
                 scope[name] = self._cuda
             elif value is numba.float32:
@@ -174,7 +173,7 @@ class Emulator:
                 scope[name] = np.uint32
             elif value is numba.int64:
                 scope[name] = int
-        _Meetings(pieces, meetings).visit(definition)
+        _Meetings(scope).visit(definition)
         definition.body.insert(0, ast.parse("if False: yield").body[0])
         exec(compile(ast.fix_missing_locations(tree), function.__code__.co_filename, "exec"), scope)
         made = scope[definition.name]
@@ -277,17 +276,16 @@ class Emulator:
 class _Meetings(ast.NodeTransformer):
     """Turn calls at which lanes meet into yields, and calls of pieces into `yield from`."""
 
-    def __init__(self, pieces: set[str], meetings: dict[str, str]) -> None:
-        self._pieces = pieces
-        self._meetings = meetings
+    def __init__(self, scope: dict[str, Any]) -> None:
+        self._scope = scope
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
-        if isinstance(node.func, ast.Name):
-            if node.func.id in self._pieces:
+        match node.func:
+            case ast.Name(id=name) if inspect.isgeneratorfunction(self._scope.get(name)):
                 return ast.YieldFrom(node)
-            if node.func.id in self._meetings:
-                return ast.Yield(ast.Tuple([ast.Constant(self._meetings[node.func.id]), *node.args], ast.Load()))
+            case ast.Attribute(value=ast.Name(id="ptx"), attr=name) if name in _MEETINGS:
+                return ast.Yield(ast.Tuple([ast.Constant(name), *node.args], ast.Load()))
         return node
 
 
