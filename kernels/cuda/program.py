@@ -8,10 +8,9 @@ from numpy.typing import NDArray
 
 from localinfer.errors import BackendUnavailableError, ContextLengthError, RequestError
 from localinfer.kernels.cuda.device import Device, Launch, Step
-from localinfer.kernels.cuda.device_choice import Chosen, TokenChoice
 from localinfer.kernels.cuda.kernel_cache import KernelKey
 from localinfer.kernels.cuda.memory import SMALL_ROWS
-from localinfer.kernels.cuda.sampling import Draw
+from localinfer.kernels.cuda.sampling import Chosen, Draw, TokenChoice
 from localinfer.kernels.cuda.shape import Shape
 from localinfer.kernels.jit.compile_ahead import ProgressCallback
 from localinfer.kernels.ops import Batch, FloatArray, Segment

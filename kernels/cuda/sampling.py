@@ -1,30 +1,40 @@
-"""Which tokens a device draws: the records that say how, and what devices and kernels agree on about their memory."""
+"""Tokens chosen on a device: the launches after a row's logits that find its likeliest token, or draw one from it.
+
+Four bytes of a row go to the host instead of its logits.
+"""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from localinfer.kernels.cuda.device import Device, Launch
 from localinfer.kernels.ops import Batch, FloatArray, GreedyProgram
 
 UNDECIDED = -3
 """Instead of a token id: the device leaves this row to the host."""
 
 CAPACITY = 512
-"""Tokens of a row that are looked at one by one, where some are filtered out."""
+"""Tokens of a row that are compared one by one, where some are filtered out."""
 
-INVERSE_TEMPERATURE, TOP_K, TOP_P, LEAST_WEIGHT, SEED, POSITION = range(6)
-DRAW_WORDS = 8
-"""Words of 64 bits of a draw: 0 as inverse temperature takes the best token."""
+DRAW = np.dtype(
+    [(name, np.float64) for name in ("inverse_temperature", "top_p")]
+    + [(name, np.int64) for name in ("top_k", "least_weight", "seed", "position")]
+)
+"""A draw as kernels read it; an inverse temperature of 0 takes the best token."""
 
-MODE, BEST_TOKEN, BEST, BOUND, COUNT = range(5)
-STATE_WORDS = 8
-"""Words that the kernels hand on about a row."""
+DRAW_BYTES = DRAW.itemsize
+STATE_BYTES = 40
+"""Of what the kernels hand on about a row."""
 
 _ONE = float(2**43)
+_THREADS = 128
+_MAX_SLICES = 64
+"""Blocks that share a row; a small vocabulary needs fewer."""
 
 
 @dataclass(frozen=True)
@@ -56,18 +66,69 @@ class DrawingProgram(GreedyProgram, Protocol):
         ...
 
 
-def draw_words(draws: Sequence[Draw], vocab_size: int) -> NDArray[np.int64]:
-    """Draws as kernels read them, int64[len(draws), DRAW_WORDS]."""
-    words = np.zeros((len(draws), DRAW_WORDS), np.int64)
-    floats = words.view(np.float64)
+def _packed(draws: Sequence[Draw], vocab_size: int) -> NDArray[np.void]:
+    """Draws as kernels read them."""
+    packed = np.zeros(len(draws), DRAW)
     for index, draw in enumerate(draws):
         if draw.temperature == 0.0 or draw.top_k == 1 or draw.top_p == 0.0:
             continue
-        floats[index, INVERSE_TEMPERATURE] = min(1.0 / draw.temperature, 1e300)
-        floats[index, TOP_P] = draw.top_p
+        top_k = draw.top_k if draw.top_k < vocab_size else 0
         seed = draw.seed & (2**64 - 1)
-        words[index, TOP_K] = draw.top_k if draw.top_k < vocab_size else 0
-        words[index, LEAST_WEIGHT] = math.ceil(draw.min_p * _ONE)
-        words[index, SEED] = seed - (seed >> 63 << 64)
-        words[index, POSITION] = draw.position
-    return words
+        seed -= seed >> 63 << 64
+        inverse_temperature = min(1.0 / draw.temperature, 1e300)
+        packed[index] = (inverse_temperature, draw.top_p, top_k, math.ceil(draw.min_p * _ONE), seed, draw.position)
+    return packed
+
+
+class Chosen(Enum):
+    """What is chosen of each row: nothing, its likeliest token, or one that is drawn."""
+
+    NOTHING = "nothing"
+    LIKELIEST = "likeliest"
+    DRAWN = "drawn"
+
+
+class TokenChoice:
+    """Chooses a token of each of up to `max_rows` rows of logits, which lie at an address, `stride` bytes apart."""
+
+    def __init__(self, device: Device, logits: int, stride: int, vocab_size: int, max_rows: int) -> None:
+        self._device = device
+        self._logits, self._stride, self._vocab_size = logits, stride, vocab_size
+        self._slices = 1
+        while self._slices < _MAX_SLICES and self._slices * _THREADS < vocab_size:
+            self._slices *= 2
+        self._bests = device.allocate(16 * 4 * self._slices * max_rows)
+        self._chosen = device.allocate(4 * max_rows)
+        self._draws = device.allocate(DRAW_BYTES * max_rows)
+        self._states = device.allocate(STATE_BYTES * max_rows)
+        self._lists = device.allocate(16 * CAPACITY * max_rows)
+        self._parts = device.allocate(16 * self._slices * max_rows)
+        self._here = np.empty(max_rows, np.int32)
+
+    def steps(self, chosen: Chosen, rows: int) -> Iterator[Launch]:
+        """The launches for some rows."""
+        if chosen is Chosen.NOTHING or not rows:
+            return
+        constants, all_slices, one = (self._slices,), (self._slices, rows, 1), (1, rows, 1)
+        row = (self._logits, self._stride, self._vocab_size)
+        yield Launch("sampling.best_of_warps", constants, all_slices, _THREADS, (*row, self._bests))
+        if chosen is Chosen.LIKELIEST:
+            yield Launch("sampling.best_of_row", constants, one, 32, (self._bests, self._chosen))
+            return
+        how = (self._draws, self._states)
+        heads = (self._bests, self._logits, self._stride, *how)
+        yield Launch("sampling.find_heads", constants, one, 4 * self._slices, heads)
+        lists = (*how, self._lists, self._parts)
+        yield Launch("sampling.gather", constants, all_slices, _THREADS, (*row, *lists))
+        yield Launch("sampling.choose", constants, one, _THREADS, (*row[:2], *lists, self._chosen))
+
+    def write(self, draws: Sequence[Draw]) -> None:
+        """Say how each row is drawn, for the next run."""
+        if draws:
+            self._device.write(self._draws, _packed(draws, self._vocab_size))
+
+    def read(self, rows: int) -> NDArray[np.int32]:
+        """Wait for every step so far and return the rows' tokens, int32[rows], valid until the next call."""
+        if rows:
+            self._device.read(self._chosen, self._here[:rows])
+        return self._here[:rows]

@@ -17,7 +17,6 @@ import numpy as np
 
 from localinfer.kernels.cuda.attention import Rope, attention_steps
 from localinfer.kernels.cuda.device import CudaDevice, Launch
-from localinfer.kernels.cuda.device_choice import Chosen
 from localinfer.kernels.cuda.gemm import (
     TENSOR_CORES,
     Quantized,
@@ -32,6 +31,7 @@ from localinfer.kernels.cuda.memory import DeviceMemory
 from localinfer.kernels.cuda.pages import DeviceKVLayout
 from localinfer.kernels.cuda.planes import DeviceWeight
 from localinfer.kernels.cuda.program import CudaProgram
+from localinfer.kernels.cuda.sampling import Chosen
 from localinfer.kernels.cuda.shape import Shape
 from localinfer.kernels.cuda.weights import plane_offsets
 from localinfer.kernels.kv_layout import KVLayout

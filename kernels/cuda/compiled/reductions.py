@@ -1,4 +1,4 @@
-"""Sums and maxima over the lanes of a warp, for every lane, always in the same order."""
+"""Reductions over the lanes of a warp, for every lane, and over the threads of a block, always in the same order."""
 
 from localinfer.kernels.cuda.compiled import ptx
 from localinfer.kernels.cuda.jit import inline
@@ -18,3 +18,41 @@ def warp_sum(value):
     for distance in (16, 8, 4, 2, 1):
         value = value + ptx.shuffle(value, distance)
     return value
+
+
+@inline
+def beats(key, index, other_key, other_index):
+    """Whether a key is larger than another, or equal with a lower index."""
+    return key > other_key or (key == other_key and index < other_index)
+
+
+@inline
+def block_argmax(key, index, keys, indices):
+    """The largest key of a block of 128 threads and its index, of equal keys the lowest; through shared memory."""
+    thread = ptx.thread()
+    keys[thread] = key
+    indices[thread] = index
+    ptx.meet()
+    for distance in (64, 32, 16, 8, 4, 2, 1):
+        if thread < distance:
+            other_key = keys[thread + distance]
+            other_index = indices[thread + distance]
+            if beats(other_key, other_index, keys[thread], indices[thread]):
+                keys[thread] = other_key
+                indices[thread] = other_index
+        ptx.meet()
+    return keys[0], indices[0]
+
+
+@inline
+def block_sum(value, values):
+    """The sum of whole numbers over a block of 128 threads, through shared memory."""
+    thread = ptx.thread()
+    ptx.meet()
+    values[thread] = value
+    ptx.meet()
+    for distance in (64, 32, 16, 8, 4, 2, 1):
+        if thread < distance:
+            values[thread] = values[thread] + values[thread + distance]
+        ptx.meet()
+    return values[0]

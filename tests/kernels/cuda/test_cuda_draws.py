@@ -9,8 +9,7 @@ from localinfer.kernels.ops import FloatArray
 
 pytest.importorskip("numba_cuda", reason="CUDA kernels are written with numba-cuda, which is not installed")
 
-from localinfer.kernels.cuda.device_choice import Chosen, TokenChoice
-from localinfer.kernels.cuda.sampling import CAPACITY, UNDECIDED, Draw
+from localinfer.kernels.cuda.sampling import CAPACITY, UNDECIDED, Chosen, Draw, TokenChoice
 from tests.kernels.cuda.device import EmulatedDevice
 
 

@@ -68,9 +68,9 @@ KERNELS = [
     ("experts.route", (0,), 40, "shfl.sync.bfly bar.sync"),
     ("sampling.best_of_warps", (64,), 40, "shfl.sync.bfly"),
     ("sampling.best_of_row", (64,), 40, "st.global.u32"),
-    ("draws.find_heads", (64,), 40, "bar.sync"),
-    ("draws.gather", (64,), 80, "atom.global.add.u32 bar.sync mul.rn.f64 cvt.f64.f32"),
-    ("draws.choose", (64,), 80, "bar.sync mul.rn.f64 cvt.rpi.f64.f64 div.rn.f64"),
+    ("sampling.find_heads", (64,), 40, "bar.sync"),
+    ("sampling.gather", (64,), 80, "atom.global.add.u32 bar.sync mul.rn.f64 cvt.f64.f32"),
+    ("sampling.choose", (64,), 80, "bar.sync mul.rn.f64 cvt.rpi.f64.f64 div.rn.f64"),
 ]
 
 

@@ -1,8 +1,7 @@
-"""What a logit weighs and which noise it gets: the CPU's numbers (`cpu/compiled/sampling_weights.py`, `philox.py`).
+"""The weight of a logit and its noise: the CPU's numbers (`cpu/compiled/sampling_weights.py`, `philox.py`) bit for bit.
 
-Weights and noise are the CPU's bit for bit: every step is one rounding in float64, or whole numbers. Only the logarithm
-is another one: it differs from the CPU's in the last bits, so two tokens whose scores agree to fifteen digits may win
-in another order.
+Every step is one rounding in float64, or whole numbers. Only the logarithm differs from the CPU's, in its last bits, so
+two tokens whose scores agree to fifteen digits may win in another order.
 """
 
 from numba import float64, int64
