@@ -1,5 +1,4 @@
-"""What a CUDA tape asks of a device, and the device itself: torch for memory, graphs and library products, the driver
-for kernels.
+"""The GPU: memory by address, and steps that run in order; torch for memory, graphs and GEMMs, the driver for kernels.
 
 Only here are torch and the driver's bindings imported. The tests put an emulator in this device's place.
 """
@@ -10,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,70 +59,6 @@ Step = Launch | Product
 
 OVERLAP_CAPABILITY = (9, 0)
 """Compute capability from which on kernels know how to wait for the one before them."""
-
-
-class Device(Protocol):
-    """Memory by address, and steps that run in order."""
-
-    @property
-    def capability(self) -> tuple[int, int]: ...
-
-    @property
-    def product_kind(self) -> int: ...
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether a kernel may be started before the one before it has ended."""
-        ...
-
-    def allocate(self, num_bytes: int) -> int:
-        """Address of zeroed memory, a multiple of 256. Raises: OutOfMemoryError."""
-        ...
-
-    def free(self, address: int) -> None: ...
-
-    def write(self, address: int, data: NDArray[Any]) -> None:
-        """Copy an array there; it may be changed at once."""
-        ...
-
-    def read(self, address: int, out: NDArray[Any]) -> None:
-        """Wait for every step so far and copy from there."""
-        ...
-
-    def copy(self, source: int, target: int, num_bytes: int) -> None: ...
-
-    def free_bytes(self) -> int:
-        """Memory that is free."""
-        ...
-
-    def used_bytes(self) -> int:
-        """Memory that was taken, by anybody, since this device was opened."""
-        ...
-
-    def read_bandwidth(self) -> float:
-        """Bytes per second that the device reads of its memory at best, measured now."""
-        ...
-
-    @property
-    def waited_seconds(self) -> float:
-        """How long `read` has waited for steps to end, in all."""
-        ...
-
-    def prepare(
-        self, first: Sequence[KernelKey], every: Sequence[KernelKey], progress: ProgressCallback | None
-    ) -> None:
-        """Compile the kernels that will be asked for, and load those that will be asked for first."""
-        ...
-
-    def run(self, steps: Sequence[Step]) -> None:
-        """Start steps."""
-        ...
-
-    def capture(self, steps: Sequence[Step]) -> Callable[[], None]:
-        """A function that starts these steps at once."""
-        ...
-
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -179,6 +114,7 @@ class CudaDevice:
     """The current CUDA device of torch. One thread at a time, but any.
 
     overlaps: start a kernel before the one before it has ended, where the GPU can. Off until a GPU has measured it.
+    waited_seconds: how long `read` has waited for steps to end, in all.
     """
 
     def __init__(self, *, overlaps: bool = False) -> None:
@@ -205,6 +141,7 @@ class CudaDevice:
         self._graphs: list[Any] = []
 
     def allocate(self, num_bytes: int) -> int:
+        """Address of zeroed memory, a multiple of 256. Raises: OutOfMemoryError."""
         self._enter()
         try:
             tensor = self._torch.zeros(max(256, num_bytes), dtype=self._torch.uint8, device="cuda")
@@ -226,6 +163,7 @@ class CudaDevice:
         del self._tensors[address]
 
     def write(self, address: int, data: NDArray[Any]) -> None:
+        """Copy an array there, which may be changed at once."""
         self._enter()
         flat = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
         pinned = self._torch.empty(flat.size, dtype=self._torch.uint8, pin_memory=flat.size < 1 << 20)
@@ -237,6 +175,7 @@ class CudaDevice:
             self._synchronize()
 
     def read(self, address: int, out: NDArray[Any]) -> None:
+        """Wait for every step so far and copy from there."""
         assert out.flags.c_contiguous, "results are copied in one piece"
         self._enter()
         self._check(self._driver.cuMemcpyDtoHAsync(out.ctypes.data, address, out.nbytes, self._stream.cuda_stream))
@@ -252,9 +191,11 @@ class CudaDevice:
         return int(self._torch.cuda.mem_get_info()[0])
 
     def used_bytes(self) -> int:
+        """Memory taken since this device was opened, by any process."""
         return self._free_at_first - self.free_bytes()
 
     def read_bandwidth(self) -> float:
+        """Bytes per second that the device reads of its memory at best, measured now."""
         torch = self._torch
         self._enter()
         with torch.cuda.stream(self._stream):
@@ -274,17 +215,20 @@ class CudaDevice:
     def prepare(
         self, first: Sequence[KernelKey], every: Sequence[KernelKey], progress: ProgressCallback | None
     ) -> None:
+        """Compile the kernels that will be asked for, and load those that will be asked for first."""
         compile_all([*first, *every], self.capability, progress)
         for key in first:
             self._function(key)
 
     def run(self, steps: Sequence[Step]) -> None:
+        """Start steps."""
         self._enter()
         with self._torch.cuda.stream(self._stream):
             for step in steps:
                 self._start(step, self._stream.cuda_stream)
 
     def capture(self, steps: Sequence[Step]) -> Callable[[], None]:
+        """A function that starts these steps at once, as a graph."""
         self._enter()
         for step in steps:
             if isinstance(step, Launch):

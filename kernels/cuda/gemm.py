@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from localinfer.kernels.cuda.device import F32, Device, Launch, Product, Step
+from localinfer.kernels.cuda.device import F32, CudaDevice, Launch, Product, Step
 from localinfer.kernels.cuda.memory import SMALL_ROWS, DeviceMemory
 from localinfer.kernels.cuda.planes import DeviceWeight
 from localinfer.kernels.layouts import Layout, is_float
@@ -108,7 +108,7 @@ def small_product(
     slots: Sequence[Slot],
     batch_rows: int,
     activation: int | None,
-    device: Device,
+    device: CudaDevice,
 ) -> Iterator[Launch]:
     """Multiply up to SMALL_ROWS rows, padded to a power of two, by weights of one layout and number of columns.
 

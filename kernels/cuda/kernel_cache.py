@@ -1,38 +1,35 @@
 """Compiled CUDA kernels on disk: PTX, compiled by numba-cuda once per machine; the driver makes machine code of it.
 
-It lies beside the CPU's kernels, under the same rules (see `kernels/jit/object_cache.py`): a folder that is ours alone,
-its name everything the PTX depends on, and a checksum in every file. A start that finds all it needs imports no Numba.
+It lies beside the CPU's kernels under the rules of `kernels/jit/object_cache.py`: a private folder, named after all
+that the PTX depends on, and a checksum in every file. A start that finds all it needs imports no Numba.
 """
 
 import functools
-import json
 import os
 import re
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
 from localinfer.errors import BackendUnavailableError
-from localinfer.kernels.jit import compile_ahead, object_cache
-from localinfer.kernels.jit.compile_ahead import ProgressCallback
+from localinfer.kernels.jit import object_cache
+from localinfer.kernels.jit.compile_ahead import ProgressCallback, can_start_python, run_children
 from localinfer.kernels.source_digests import combined, source_digests
 from localinfer.kernels.versions import installed_version
 
-_SHARED_SOURCES = (*("kernels/ops.py", "kernels/kv_layout.py", "kernels/layouts.py", "kernels/cpu/kernel_abi.py"),)
-"""What CUDA kernels read of the rest of this floor."""
+_SHARED_SOURCES = ("kernels/ops.py", "kernels/kv_layout.py", "kernels/layouts.py", "kernels/cpu/kernel_abi.py")
+"""What CUDA kernels read of the rest of this package."""
 
 STAGE = "compiling CUDA kernels (once per machine)"
-_MOST_CHILDREN = 8
-_LEAST_SHARE = 4
+_MAX_CHILDREN = 8
+_MIN_SHARE = 4
 """Kernels that are worth a process: importing the compilers takes as long as compiling some."""
 
 _CHILD = """
 import gc, json, sys
 gc.disable()
-sys.path[:], keys, capability = json.loads(sys.argv[1])
+sys.path[:], [keys, capability] = json.loads(sys.argv[1])
 from localinfer.kernels.cuda.kernel_cache import kernel_ptx
 for name, constants in keys:
     kernel_ptx((name, tuple(constants)), tuple(capability))
@@ -49,18 +46,15 @@ OLDEST_VERSIONS = {"numba-cuda": (0, 30, 4), "torch": (2, 6)}
 def require_numba_cuda() -> None:
     """Raise BackendUnavailableError where the extra `cuda` is not installed, or too old."""
     for package, oldest in OLDEST_VERSIONS.items():
-        wanted = f"{package} {'.'.join(map(str, oldest))} or newer"
         try:
-            found = metadata.version(package)
+            version = metadata.version(package)
+            found = f"and {version} is installed"
         except metadata.PackageNotFoundError:
+            version, found = "0", "which is not installed"
+        if tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[: len(oldest)]) < oldest:
             raise BackendUnavailableError(
-                f"device 'cuda' needs {wanted}, which is not installed; install 'localinfer[cuda]', or take device "
-                "'cpu'"
-            ) from None
-        if tuple(int(part) for part in re.findall(r"\d+", found.partition("+")[0])[: len(oldest)]) < oldest:
-            raise BackendUnavailableError(
-                f"device 'cuda' needs {wanted}, and {found} is installed; install 'localinfer[cuda]', or take device "
-                "'cpu'"
+                f"device 'cuda' needs {package} {'.'.join(map(str, oldest))} or newer, {found}; install "
+                "'localinfer[cuda]', or take device 'cpu'"
             )
 
 
@@ -82,8 +76,8 @@ def _path(key: KernelKey, capability: tuple[int, int]) -> Path | None:
     if folder is None:
         return None
     name, constants = key
-    words = [name, *(str(int(constant)) for constant in constants), f"sm_{capability[0]}{capability[1]}"]
-    return folder / (re.sub(r"[^a-z0-9_.-]", "_", "-".join(words)) + ".ptx")
+    parts = [name, *(str(int(constant)) for constant in constants), f"sm_{capability[0]}{capability[1]}"]
+    return folder / (re.sub(r"[^a-z0-9_.-]", "_", "-".join(parts)) + ".ptx")
 
 
 def _is_stored(key: KernelKey, capability: tuple[int, int]) -> bool:
@@ -110,44 +104,19 @@ def kernel_ptx(key: KernelKey, capability: tuple[int, int]) -> bytes:
 def compile_all(keys: Sequence[KernelKey], capability: tuple[int, int], progress: ProgressCallback | None) -> None:
     """Have all of these on disk, compiled by child processes where that is sooner, and say how far it is."""
     missing = [key for key in dict.fromkeys(keys) if not _is_stored(key, capability)]
-    count = min(os.cpu_count() or 1, _MOST_CHILDREN, len(missing) // _LEAST_SHARE)
-    if count > 1 and _folder() is not None and compile_ahead.can_start_python():
-        _compile_in_children(missing, capability, count, progress)
+
+    def report() -> bool:
+        if progress is not None:
+            progress(STAGE, sum(_is_stored(key, capability) for key in missing), len(missing))
+        return True
+
+    count = min(os.cpu_count() or 1, _MAX_CHILDREN, len(missing) // _MIN_SHARE)
+    if count > 1 and _folder() is not None and can_start_python():
+        # Neighbours are alike in size, so dealing them out in turns balances the work.
+        run_children(_CHILD, [(missing[first::count], capability) for first in range(count)], report)
     for index, key in enumerate(missing):
         if progress is not None:
             progress(STAGE, index, len(missing))
         kernel_ptx(key, capability)
     if progress is not None and missing:
         progress(STAGE, len(missing), len(missing))
-
-
-def _compile_in_children(
-    missing: Sequence[KernelKey], capability: tuple[int, int], count: int, progress: ProgressCallback | None
-) -> None:
-    """Compile in as many processes; what they do not get done is left."""
-    children = []
-    try:
-        # Neighbours are alike in size, so dealing them out in turns balances the work.
-        children = [_start(missing[first::count], capability) for first in range(count)]
-        while any(child.poll() is None for child in children):
-            if progress is not None:
-                progress(STAGE, sum(_is_stored(key, capability) for key in missing), len(missing))
-            time.sleep(0.05)
-    except OSError:
-        return
-    finally:
-        for child in children:
-            if child.poll() is None:
-                child.kill()
-            child.wait()
-
-
-def _start(keys: Sequence[KernelKey], capability: tuple[int, int]) -> subprocess.Popen[bytes]:
-    paths = [path or os.getcwd() for path in sys.path]
-    return subprocess.Popen(
-        [sys.executable, "-c", _CHILD, json.dumps([paths, keys, capability])],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),
-    )

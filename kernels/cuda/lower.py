@@ -20,7 +20,7 @@ from localinfer.kernels.cuda.attention import (
     attention_steps,
     store_steps,
 )
-from localinfer.kernels.cuda.device import Device, Launch, Step
+from localinfer.kernels.cuda.device import CudaDevice, Launch, Step
 from localinfer.kernels.cuda.experts import ExpertOps
 from localinfer.kernels.cuda.gemm import (
     THREADS,
@@ -67,7 +67,7 @@ class CudaTape:
 
     def __init__(
         self,
-        device: Device,
+        device: CudaDevice,
         kv_layout: KVLayout,
         *,
         max_batch_rows: int = 1024,

@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.kernels.cpu.memory import check
-from localinfer.kernels.cuda.device import Device
+from localinfer.kernels.cuda.device import CudaDevice
 from localinfer.kernels.ops import Buffer, FloatArray, Rows
 
 SMALL_ROWS = 16
@@ -14,7 +14,7 @@ SMALL_ROWS = 16
 class DeviceMemory:
     """Hands out addresses on a device."""
 
-    def __init__(self, device: Device, max_rows: dict[Rows, int]) -> None:
+    def __init__(self, device: CudaDevice, max_rows: dict[Rows, int]) -> None:
         self.device = device
         self.max_rows = max_rows
         self._places: list[int] = []

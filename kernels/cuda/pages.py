@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from localinfer.errors import OutOfMemoryError
 from localinfer.kernels.cpu.arrays import address, aligned_zeros
-from localinfer.kernels.cuda.device import Device
+from localinfer.kernels.cuda.device import CudaDevice
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.ops import KVLayerShape
 
@@ -25,7 +25,7 @@ _FIRST_NAME = 1 << 20
 class DeviceKVLayout(KVLayout):
     """A page layout whose pages lie in a device's memory; `slot_memory.DeviceMemory`."""
 
-    device: Device = field(kw_only=True, repr=False, compare=False)
+    device: CudaDevice = field(kw_only=True, repr=False, compare=False)
     device_kind: str = field(init=False)
     """Named in the layout's repr, by which kept pages are told apart: another kind may round otherwise."""
 
@@ -94,7 +94,7 @@ class SplitKVLayout(KVLayout):
     """
 
     num_host_layers: int = field(kw_only=True)
-    device: Device = field(kw_only=True, repr=False, compare=False)
+    device: CudaDevice = field(kw_only=True, repr=False, compare=False)
     device_kind: str = field(init=False)
     """As of `DeviceKVLayout`."""
     _slabs: PagePlaces = field(default_factory=PagePlaces, init=False, repr=False, compare=False)
@@ -169,7 +169,7 @@ class SplitKVLayout(KVLayout):
         return int(hosts[0]), int(devices[0])
 
 
-def _kind_of(device: Device) -> str:
+def _kind_of(device: CudaDevice) -> str:
     major, minor = device.capability
     return f"sm_{major}{minor}"
 

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import ShapeError
-from localinfer.kernels.cuda.device import Device
+from localinfer.kernels.cuda.device import CudaDevice
 from localinfer.kernels.cuda.weights import plane_offsets, plane_sizes, to_planes
 from localinfer.kernels.layouts import SIZES, Layout
 
@@ -43,7 +43,7 @@ class DeviceWeight:
 
 
 def upload(
-    device: Device,
+    device: CudaDevice,
     layout: Layout,
     data: NDArray[np.uint8],
     num_experts: int,

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import BackendUnavailableError, ContextLengthError, RequestError
-from localinfer.kernels.cuda.device import Device, Launch, Step
+from localinfer.kernels.cuda.device import CudaDevice, Launch, Step
 from localinfer.kernels.cuda.kernel_cache import KernelKey
 from localinfer.kernels.cuda.memory import SMALL_ROWS
 from localinfer.kernels.cuda.sampling import Chosen, Draw, TokenChoice
@@ -27,7 +27,7 @@ class TapeRecord:
     received: address, row stride and width of the buffer that is handed over, if one is.
     """
 
-    device: Device
+    device: CudaDevice
     page_tokens: int
     max_batch_rows: int
     max_output_rows: int

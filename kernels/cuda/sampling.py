@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels.cuda.device import Device, Launch
+from localinfer.kernels.cuda.device import CudaDevice, Launch
 from localinfer.kernels.ops import Batch, FloatArray, GreedyProgram
 
 UNDECIDED = -3
@@ -91,7 +91,7 @@ class Chosen(Enum):
 class TokenChoice:
     """Chooses a token of each of up to `max_rows` rows of logits, which lie at an address, `stride` bytes apart."""
 
-    def __init__(self, device: Device, logits: int, stride: int, vocab_size: int, max_rows: int) -> None:
+    def __init__(self, device: CudaDevice, logits: int, stride: int, vocab_size: int, max_rows: int) -> None:
         self._device = device
         self._logits, self._stride, self._vocab_size = logits, stride, vocab_size
         self._slices = 1

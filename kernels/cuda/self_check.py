@@ -1,17 +1,17 @@
-"""Whether a device computes what it should, seen on one product and one attention before a model is trusted to it.
+"""Checks one product and one attention of a device against NumPy's before a model is placed there.
 
-Some thousand numbers are computed as prompts are, several rows at a time, and as tokens are, row by row, and compared
-with NumPy's. Once the kernels are compiled it takes milliseconds.
+Some thousand numbers are computed as prompts are, several rows at a time, and as tokens are, row by row. Once the
+kernels are compiled it takes milliseconds.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import BackendUnavailableError
-from localinfer.kernels.cuda.device import Device, Step
+from localinfer.kernels.cuda.device import CudaDevice, Step
 from localinfer.kernels.cuda.kernel_cache import KernelKey
 from localinfer.kernels.jit.compile_ahead import ProgressCallback
 from localinfer.kernels.kv_layout import KVLayout
@@ -36,16 +36,16 @@ _TOLERANCE = 0.01
 """Of the largest number. Keys and values in sixteen bits cost a tenth of it."""
 
 
-def check_device(device: Device, progress: ProgressCallback | None = None) -> None:
+def check_device(device: CudaDevice, progress: ProgressCallback | None = None) -> None:
     """Raise BackendUnavailableError unless the device computes a product and an attention as NumPy does.
 
     What a driver or a compiler raises is passed on. Nothing stays in the device's memory.
     """
-    lent = _LentDevice(device)
+    borrowed = _BorrowedDevice(device)
     try:
-        found, wanted = _compute(lent, progress)
+        found, wanted = _compute(cast(CudaDevice, borrowed), progress)
     finally:
-        lent.give_back()
+        borrowed.free_all()
     largest = float(np.abs(wanted).max())
     with np.errstate(invalid="ignore"):
         error = float(np.abs(found - wanted).max()) / largest
@@ -56,7 +56,7 @@ def check_device(device: Device, progress: ProgressCallback | None = None) -> No
         )
 
 
-def _compute(device: "_LentDevice", progress: ProgressCallback | None) -> tuple[FloatArray, FloatArray]:
+def _compute(device: CudaDevice, progress: ProgressCallback | None) -> tuple[FloatArray, FloatArray]:
     """The rows that the device computes, float32[positions, heads * size], and those that are right."""
     # Imported late: a CPU's start needs none of it.
     from localinfer.kernels.cuda.lower import CudaTape
@@ -117,14 +117,15 @@ def _attention(queries: FloatArray, keys: FloatArray, values: FloatArray, scale:
     return np.asarray(np.einsum("hqk,kd->qhd", weights, values).reshape(rows, _HEADS * _SIZE), np.float32)
 
 
-class _LentDevice:
-    """A device whose memory is given back after the check, and that keeps no graphs."""
+class _BorrowedDevice:
+    """A device whose memory is freed after the check, and that keeps no graphs; all else is the device's own."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: CudaDevice) -> None:
         self._device = device
         self._addresses: list[int] = []
-        self.capability, self.product_kind, self.overlaps = device.capability, device.product_kind, device.overlaps
-        self.waited_seconds = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._device, name)
 
     def allocate(self, num_bytes: int) -> int:
         self._addresses.append(self._device.allocate(num_bytes))
@@ -134,40 +135,13 @@ class _LentDevice:
         self._addresses.remove(address)
         self._device.free(address)
 
-    def give_back(self) -> None:
-        """Free what was allocated."""
+    def free_all(self) -> None:
         for address in list(self._addresses):
             self.free(address)
 
-    def write(self, address: int, data: NDArray[Any]) -> None:
-        self._device.write(address, data)
-
-    def read(self, address: int, out: NDArray[Any]) -> None:
-        self._device.read(address, out)
-
-    def copy(self, source: int, target: int, num_bytes: int) -> None:
-        self._device.copy(source, target, num_bytes)
-
-    def free_bytes(self) -> int:
-        return self._device.free_bytes()
-
-    def used_bytes(self) -> int:
-        return self._device.used_bytes()
-
-    def read_bandwidth(self) -> float:
-        return self._device.read_bandwidth()
-
-    def prepare(
-        self, first: Sequence[KernelKey], every: Sequence[KernelKey], progress: ProgressCallback | None
-    ) -> None:
+    def prepare(self, first: Sequence[KernelKey], _every: object, progress: ProgressCallback | None) -> None:
         # Of all sizes that a model's batches have, the check takes two.
         self._device.prepare(first, (), progress)
 
-    def run(self, steps: Sequence[Step]) -> None:
-        self._device.run(steps)
-
     def capture(self, steps: Sequence[Step]) -> Callable[[], None]:
         return lambda: self._device.run(steps)
-
-    def close(self) -> None:
-        """The device stays open."""

@@ -49,14 +49,28 @@ def compile_ahead(kernels: Iterable[Kernel], progress: ProgressCallback | None =
 def _compile_in_children(missing: Sequence[Kernel], progress: ProgressCallback | None) -> None:
     """Compile in as many processes as there are cores; what they do not get done is left."""
     count = min(os.cpu_count() or 1, 8, (len(missing) + 1) // 2)
-    children = []
+
+    def go_on() -> bool:
+        # A child that has stored its last kernel takes a while to end, for which nothing waits.
+        if all(kernel.is_cached for kernel in missing):
+            return False
+        _report(missing, progress)
+        return True
+
+    # Neighbours on a tape are alike in size, so dealing them out in turns balances the work.
+    run_children(_CHILD, [[kernel.name for kernel in missing[first::count]] for first in range(count)], go_on)
+
+
+def run_children(code: str, shares: Sequence[object], go_on: Callable[[], bool]) -> None:
+    """Run Python code in child processes until all have ended, or `go_on`, asked every 50 ms, says False.
+
+    Each child finds [sys.path, its share] as JSON in sys.argv[1]. What fails in it, or cannot be started, is left.
+    """
+    children: list[subprocess.Popen[bytes]] = []
     try:
-        # Neighbours on a tape are alike in size, so dealing them out in turns balances the work.
-        for first in range(count):
-            children.append(_start([kernel.name for kernel in missing[first::count]]))
-        # A child that has stored its last kernel takes a while to end, which nobody waits for.
-        while any(child.poll() is None for child in children) and not all(kernel.is_cached for kernel in missing):
-            _report(missing, progress)
+        for share in shares:
+            children.append(_start(code, share))
+        while any(child.poll() is None for child in children) and go_on():
             time.sleep(0.05)
     except OSError:
         return
@@ -81,10 +95,10 @@ def can_start_python() -> bool:
     return not getattr(sys, "frozen", False) and name.startswith(("python", "pypy"))
 
 
-def _start(names: list[str]) -> subprocess.Popen[bytes]:
+def _start(code: str, share: object) -> subprocess.Popen[bytes]:
     paths = [path or os.getcwd() for path in sys.path]
     return subprocess.Popen(
-        [sys.executable, "-c", _CHILD, json.dumps([paths, names])],
+        [sys.executable, "-c", code, json.dumps([paths, share])],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -17,7 +17,7 @@ from localinfer.errors import CorruptFileError, UnsupportedFormatError
 from localinfer.kernels.cpu.arrays import Arena
 from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.kernels.cpu.weights import RowTable, pack
-from localinfer.kernels.cuda.device import Device
+from localinfer.kernels.cuda.device import CudaDevice
 from localinfer.kernels.jit.compile_ahead import ProgressCallback
 from localinfer.kernels.layouts import Layout
 from localinfer.kernels.ops import EmbeddingTable, FloatArray, LinearWeight
@@ -187,7 +187,7 @@ class CudaWeights(CpuWeights):
     """A `WeightSource` over a model file whose matrices go to a device as planes; one that is also a table, once."""
 
     def __init__(
-        self, file: ModelFile, pool: ThreadPool, device: Device, progress: ProgressCallback | None = None
+        self, file: ModelFile, pool: ThreadPool, device: CudaDevice, progress: ProgressCallback | None = None
     ) -> None:
         from localinfer.kernels.cuda.planes import upload
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels.cuda.device import BF16, F32, Device, Launch, Product, Step
+from localinfer.kernels.cuda.device import BF16, F32, CudaDevice, Launch, Product, Step
 from localinfer.kernels.cuda.kernel_cache import KernelKey
 from localinfer.kernels.cuda.lower import CudaTape
 from localinfer.kernels.cuda.planes import upload
@@ -92,7 +92,7 @@ class EmulatedDevice:
 class CudaWeights:
     """`WeightSource` over a GGUF file: every tensor decoded by the oracle, so that only kernels differ."""
 
-    def __init__(self, device: Device, path: Path) -> None:
+    def __init__(self, device: CudaDevice, path: Path) -> None:
         self._device = device
         with read_gguf(path) as file:
             self._tensors = {
@@ -125,7 +125,7 @@ class CudaWeights:
 class CudaTestDevice:
     """CUDA as a device of the architecture tests: float32 weights, a tape and cache pages."""
 
-    def __init__(self, device: Device, kv_type: str = "f32") -> None:
+    def __init__(self, device: CudaDevice, kv_type: str = "f32") -> None:
         self._device = device
         self._kv_type = kv_type
 

@@ -160,7 +160,7 @@ def test_what_a_kernel_is_called_with_is_read_off_its_ptx() -> None:
 def test_many_kernels_are_compiled_by_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_cache, "CACHE_FOLDER", tmp_path / "cpu")
     kernel_cache._folder.cache_clear()
-    monkeypatch.setattr(kernel_cache, "_LEAST_SHARE", 1)
+    monkeypatch.setattr(kernel_cache, "_MIN_SHARE", 1)
     # The children keep theirs where this process looks.
     child = f"""
 import pathlib
