@@ -8,13 +8,16 @@ Shapes: a buffer holds `rows x width` float32, one row per token of the batch (`
 were asked for (`Rows.OUTPUT`). Every op works row by row, so the value of a row depends on nothing but its own prefix.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from localinfer.kernels.program import Program
 
 FloatArray = NDArray[np.float32]
 
@@ -160,34 +163,6 @@ class Routing:
 
 
 @dataclass(frozen=True)
-class Segment:
-    """Consecutive rows of one sequence in a batch.
-
-    page_addresses: int64, one address per page of the sequence, covering every position up to the last row's but
-    `dropped_tokens` of them, whole pages that are not attended to any more. attention_sums: float32[pages] where the
-    rows' attention to each page is added up, for tapes that were made to measure it. windowed_addresses: int64[pages],
-    where the windowed layers' part of each page lies, for layouts that keep it apart; 0 for pages that those layers see
-    no more.
-    """
-
-    start_position: int
-    num_rows: int
-    page_addresses: NDArray[np.int64]
-    dropped_tokens: int = 0
-    attention_sums: FloatArray | None = None
-    windowed_addresses: NDArray[np.int64] | None = None
-
-
-@dataclass(frozen=True)
-class Batch:
-    """What one forward pass computes: int32 token ids, whose rows they are, and which rows want logits."""
-
-    token_ids: NDArray[np.int32]
-    segments: Sequence[Segment]
-    output_rows: NDArray[np.int32]
-
-
-@dataclass(frozen=True)
 class KVLayerShape:
     """What one layer keeps per position. window: how many positions it sees, where its part of a page lies apart, so
     that it can be given back once no row will see it; 0 for a layer that lies with the others."""
@@ -196,79 +171,6 @@ class KVLayerShape:
     key_size: int
     value_size: int
     window: int = 0
-
-
-@dataclass(frozen=True)
-class Operation:
-    """What one op of a finished tape reads and multiplies, for those who measure it.
-
-    kernel: its name. weights: names of the tensors it reads. weight_bytes: all of them; row_weight_bytes: what a single
-    row reads (less for embeddings and experts). multiply_adds: with weights, per row. kv_bytes, kv_multiply_adds: per
-    position that a row attends to, at most the last `window` of them where that is not 0.
-    """
-
-    kernel: str
-    rows: Rows = Rows.BATCH
-    weights: tuple[str, ...] = ()
-    weight_bytes: int = 0
-    row_weight_bytes: int = 0
-    multiply_adds: int = 0
-    kv_bytes: int = 0
-    kv_multiply_adds: int = 0
-    window: int = 0
-
-
-class Program(Protocol):
-    """A finished tape: runs batches."""
-
-    max_batch_rows: int
-    max_output_rows: int
-
-    def run(self, batch: Batch) -> FloatArray:
-        """Return logits float32[len(output_rows), vocab_size], valid until the next call."""
-        ...
-
-    def close(self) -> None:
-        """Release threads and buffers."""
-        ...
-
-
-@runtime_checkable
-class GreedyProgram(Program, Protocol):
-    """A program that finds the likeliest token where the logits are, so that they need not be brought to the host."""
-
-    def run_greedy(self, batch: Batch) -> NDArray[np.int32]:
-        """Return the token of the largest logit of every output row, of equal ones the lowest, valid until the next
-        call; `protocol.NOT_FINITE` for a row with a NaN or +inf, `NOTHING_LEFT` where every logit is -inf."""
-        ...
-
-
-@runtime_checkable
-class AbortableProgram(Program, Protocol):
-    """A program that can leave a batch undone."""
-
-    def run_abortable(self, batch: Batch, should_abort: Callable[[float], bool]) -> FloatArray | None:
-        """As `run`, but ask between ops, of a batch of many rows, whether the rest is unwanted; None if it was.
-
-        is_unwanted: is told which share of the work is done, in (0, 1). After None, what the pages hold for the batch's
-        positions is undefined; every position before them is as it was.
-        """
-        ...
-
-
-@runtime_checkable
-class MeasurableProgram(Program, Protocol):
-    """A program whose ops can be run and timed apart."""
-
-    num_threads: int
-
-    def operations(self) -> Sequence[Operation]:
-        """Every op, in the order they run."""
-        ...
-
-    def run_operations(self, first: int, count: int) -> None:
-        """Run some ops again over the last batch; in turn from the first to the last they compute what `run` did."""
-        ...
 
 
 class Tape(Protocol):
@@ -411,7 +313,7 @@ class Tape(Protocol):
         """x[slot] *= expert_weights[slot], in place (models that weigh the input of the down projection)."""
         ...
 
-    def finish(self, logits: Buffer) -> Program:
+    def finish(self, logits: Buffer) -> "Program":
         """Close the tape; `logits` is the buffer `Program.run` returns."""
         ...
 

@@ -26,7 +26,7 @@ from localinfer.stream import Completion, EncodedPrompt, TextStream
 
 if TYPE_CHECKING:
     from localinfer.cache.eviction import KVEviction
-    from localinfer.kernels.ops import Program
+    from localinfer.kernels.program import Program
     from localinfer.models.decoder.pooling import Pooling
     from localinfer.models.text.chat_template import ChatTemplate
     from localinfer.models.text.tokenizer import Tokenizer

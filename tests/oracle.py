@@ -15,19 +15,17 @@ from localinfer.kernels.kv_layout import parse_kv_type
 from localinfer.kernels.ops import (
     Activation,
     AttentionShape,
-    Batch,
     Buffer,
     EmbeddingTable,
     FloatArray,
     LinearWeight,
     Pairing,
-    Program,
     Projection,
     RopeTable,
     Routing,
     Rows,
-    Segment,
 )
+from localinfer.kernels.program import Batch, Program, Segment
 from tests.oracle_formulas import Float64Array, activate, affine, attend, groups, route, sigmoid
 from tests.oracle_kv import kept, kept_query
 

@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 
 import localinfer
 from localinfer.errors import UnsupportedFormatError
-from localinfer.kernels.ops import Batch, FloatArray, Segment
+from localinfer.kernels.ops import FloatArray
+from localinfer.kernels.program import Batch, Segment
 from localinfer.models.decoder.decoder import write_decoder
 from localinfer.quant.formats.reference import dequantize, quantize
 from localinfer.quant.formats.types import TensorType, block_bytes, block_dtype, block_size

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from localinfer.kernels.kv_layout import KVLayout
-from localinfer.kernels.ops import AttentionShape, EmbeddingTable, LinearWeight, Operation, Rows
+from localinfer.kernels.ops import AttentionShape, EmbeddingTable, LinearWeight, Rows
+from localinfer.kernels.program import Operation
 
 
 def matmul_cost(kernel: str, weights: Sequence[LinearWeight], rows: Rows) -> Operation:

@@ -30,13 +30,13 @@ from localinfer.kernels.ops import (
     EmbeddingTable,
     FloatArray,
     LinearWeight,
-    Operation,
     Pairing,
     Projection,
     RopeTable,
     Routing,
     Rows,
 )
+from localinfer.kernels.program import Operation
 
 ACTIVATION_BYTES_PER_BLOCK = 384 * 1024
 """Rows of a matmul are taken in blocks of about this many bytes of activations: they and a tile share a 1 MiB cache."""

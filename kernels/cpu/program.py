@@ -14,7 +14,8 @@ from localinfer.kernels.cpu.memory import TapeMemory
 from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.kernels.jit.object_cache import Kernel
 from localinfer.kernels.kv_layout import KVLayout
-from localinfer.kernels.ops import Batch, FloatArray, Operation, Rows, Segment
+from localinfer.kernels.ops import FloatArray, Rows
+from localinfer.kernels.program import Batch, Operation, Segment
 
 DECODE_ROWS = 2
 """Batches of up to this many rows read memory more than they multiply, which fewer threads may do as fast. Four tokens

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from localinfer.kernels.cuda.pages import Addresses, SplitKVLayout
 from localinfer.kernels.cuda.program import CudaProgram
 from localinfer.kernels.cuda.sampling import Draw
-from localinfer.kernels.ops import Batch, FloatArray, Program, Segment
+from localinfer.kernels.ops import FloatArray
+from localinfer.kernels.program import Batch, Program, Segment
 
 
 class SplitProgram:

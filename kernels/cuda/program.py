@@ -13,7 +13,8 @@ from localinfer.kernels.cuda.memory import SMALL_ROWS
 from localinfer.kernels.cuda.sampling import Chosen, Draw, TokenChoice
 from localinfer.kernels.cuda.shape import Shape
 from localinfer.kernels.jit.compile_ahead import ProgressCallback
-from localinfer.kernels.ops import Batch, FloatArray, Segment
+from localinfer.kernels.ops import FloatArray
+from localinfer.kernels.program import Batch, Segment
 
 _CHUNK = 128
 _FEWEST_CHUNKS = 4

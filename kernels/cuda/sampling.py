@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.kernels.cuda.device import CudaDevice, Launch
-from localinfer.kernels.ops import Batch, FloatArray, GreedyProgram
+from localinfer.kernels.ops import FloatArray
+from localinfer.kernels.program import Batch, GreedyProgram
 
 UNDECIDED = -3
 """Instead of a token id: the device leaves this row to the host."""

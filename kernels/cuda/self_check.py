@@ -18,15 +18,14 @@ from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.layouts import Layout
 from localinfer.kernels.ops import (
     AttentionShape,
-    Batch,
     EmbeddingTable,
     FloatArray,
     KVLayerShape,
     LinearWeight,
     Projection,
     Rows,
-    Segment,
 )
+from localinfer.kernels.program import Batch, Segment
 
 _WIDTH, _HEADS, _SIZE = 64, 2, 32
 _PROMPT, _POSITIONS = 5, 7

@@ -28,7 +28,7 @@ from localinfer.describe import describe_file
 from localinfer.errors import BackendUnavailableError
 from localinfer.kernels.cuda.pages import DeviceKVLayout, SplitKVLayout
 from localinfer.kernels.cuda.sampling import Draw, DrawingProgram
-from localinfer.kernels.ops import Batch
+from localinfer.kernels.program import Batch
 from localinfer.models.load.devices import bytes_per_token
 from localinfer.models.load.loader import Model, load_model
 from localinfer.sampling.params import SamplingParams

@@ -12,7 +12,8 @@ from localinfer.cache.block_pool import PagePool
 from localinfer.cache.sequence import SequenceCache
 from localinfer.closing import Closing
 from localinfer.errors import BackendUnavailableError
-from localinfer.kernels.ops import Batch, MeasurableProgram, Operation, Rows
+from localinfer.kernels.ops import Rows
+from localinfer.kernels.program import Batch, MeasurableProgram, Operation
 from localinfer.models.load.loader import load_model
 
 _EMPTY_RUNS = 201

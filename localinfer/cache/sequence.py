@@ -7,7 +7,7 @@ from localinfer.cache.block_pool import PageNumbers, PagePool
 from localinfer.cache.eviction import KVEviction
 from localinfer.cache.sliding_window import BoolArray
 from localinfer.errors import ClosedError, ContextLengthError
-from localinfer.kernels.ops import Segment
+from localinfer.kernels.program import Segment
 
 _NO_PAGES = np.zeros(0, np.int64)
 _NONE_WINDOWED = np.zeros(0, np.bool_)

@@ -17,7 +17,7 @@ from localinfer.cache.sequence import SequenceCache
 from localinfer.engine.engine import Engine
 from localinfer.engine.request import FinishReason
 from localinfer.errors import RequestError
-from localinfer.kernels.ops import Batch
+from localinfer.kernels.program import Batch
 from localinfer.sampling.logprobs import likeliest, log_total
 from localinfer.sampling.sampler import not_finite_error
 

@@ -20,7 +20,7 @@ from localinfer.engine.request import HISTORY_ROOM, Generation, GenerationRecord
 from localinfer.engine.runner import ModelRunner, shortened
 from localinfer.engine.scheduler import EngineLimits, Scheduler
 from localinfer.errors import ClosedError, ContextLengthError, OutOfMemoryError, RequestError
-from localinfer.kernels.ops import Program
+from localinfer.kernels.program import Program
 from localinfer.sampling.sampler import SamplingParams, SamplingPlan, TokenMask, not_finite_error
 from localinfer.speculation.verify import Speculation
 

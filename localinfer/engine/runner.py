@@ -19,7 +19,7 @@ from localinfer.engine.mask_worker import MaskWorker
 from localinfer.engine.request import NO_TOKEN, FinishReason, Request, TokenEvent
 from localinfer.engine.step_costs import StepCosts
 from localinfer.errors import OutOfMemoryError
-from localinfer.kernels.ops import AbortableProgram, Batch, Program, Segment
+from localinfer.kernels.program import AbortableProgram, Batch, Program, Segment
 from localinfer.sampling.device_draws import Results, RowResults, WantedRows
 from localinfer.sampling.sampler import Sampler
 from localinfer.speculation.floor import ALONE, Round, StepKind

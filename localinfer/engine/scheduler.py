@@ -19,7 +19,7 @@ from localinfer.engine.request import NO_TOKEN, Request, TokenEvent
 from localinfer.engine.runner import ModelRunner, ScheduledSequence, ShouldAbort
 from localinfer.engine.step_lock import StepLock
 from localinfer.errors import OutOfMemoryError, OverloadedError, RequestError
-from localinfer.kernels.ops import Program
+from localinfer.kernels.program import Program
 
 _READ_AHEAD = 4
 """Tokens a generation may be ahead of its reader; with more, it waits until they are read."""

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from localinfer.argument_checks import check_whole
 from localinfer.engine.engine import Engine
 from localinfer.errors import ClosedError, RequestError
-from localinfer.kernels.ops import Batch, Program, Segment
+from localinfer.kernels.program import Batch, Program, Segment
 from localinfer.models.decoder.pooling import Pooling
 from localinfer.sampling.logprobs import TokenLogprobs, token_logprobs
 from localinfer.sampling.sampler import not_finite_error

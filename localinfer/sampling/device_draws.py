@@ -6,7 +6,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from localinfer.kernels.cuda.sampling import UNDECIDED, Draw, DrawingProgram
-from localinfer.kernels.ops import Batch, Program
+from localinfer.kernels.program import Batch, Program
 from localinfer.sampling.sampler import SamplingPlan
 
 WantedRows = Sequence[tuple[SamplingPlan, int]]

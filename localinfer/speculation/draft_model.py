@@ -14,7 +14,7 @@ from localinfer.cache.block_pool import KVLayout, default_kv_memory
 from localinfer.cache.prefix_cache import CacheHints, PrefixCache
 from localinfer.cache.sequence import SequenceCache
 from localinfer.errors import OutOfMemoryError
-from localinfer.kernels.ops import Batch, Program
+from localinfer.kernels.program import Batch, Program
 from localinfer.sampling.device_draws import Results, RowResults, WantedRows
 from localinfer.sampling.sampler import Sampler, SamplingPlan
 

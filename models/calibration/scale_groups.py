@@ -16,17 +16,16 @@ from numpy.typing import NDArray
 from localinfer.kernels.ops import (
     Activation,
     AttentionShape,
-    Batch,
     Buffer,
     EmbeddingTable,
     FloatArray,
     LinearWeight,
-    Program,
     Projection,
     RopeTable,
     Routing,
     Rows,
 )
+from localinfer.kernels.program import Batch, Program
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import write_decoder
 

@@ -17,12 +17,12 @@ from localinfer.kernels.ops import (
     Buffer,
     EmbeddingTable,
     LinearWeight,
-    Program,
     Projection,
     RopeTable,
     Routing,
     Rows,
 )
+from localinfer.kernels.program import Program
 from localinfer.models.calibration.formulas import activate, activate_gated, attended, normed, rotated, routed, sigmoid
 from localinfer.quant.checkpoint.model_file import ModelFile, read_stretch
 from localinfer.quant.formats.encoding import as_float32, source_rows

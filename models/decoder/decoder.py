@@ -2,7 +2,8 @@
 
 from typing import Protocol
 
-from localinfer.kernels.ops import Buffer, KVLayerShape, Program, Projection, Rows, Tape, WeightSource
+from localinfer.kernels.ops import Buffer, KVLayerShape, Projection, Rows, Tape, WeightSource
+from localinfer.kernels.program import Program
 from localinfer.models.decoder.architectures import find_architecture
 from localinfer.models.decoder.attention import RopeTables, write_attention, write_attention_output
 from localinfer.models.decoder.checked_weights import CheckedWeights

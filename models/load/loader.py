@@ -18,7 +18,8 @@ from localinfer.kernels.cpu.weights import PACK_TILES
 from localinfer.kernels.cuda.device import CudaDevice
 from localinfer.kernels.jit.compile_ahead import ProgressCallback, compile_ahead
 from localinfer.kernels.kv_layout import KVLayout
-from localinfer.kernels.ops import Program, WeightSource
+from localinfer.kernels.ops import WeightSource
+from localinfer.kernels.program import Program
 from localinfer.models.decoder.architectures import check_architecture, find_architecture
 from localinfer.models.decoder.config import MAX_CONTEXT, ModelConfig
 from localinfer.models.decoder.decoder import kv_layer_shapes, write_decoder, write_first_layers, write_last_layers

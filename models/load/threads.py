@@ -15,7 +15,7 @@ from localinfer.kernels.cpu.arrays import address, aligned_zeros
 from localinfer.kernels.cpu.kernel_abi import MAX_THREADS
 from localinfer.kernels.cpu.program import CpuProgram
 from localinfer.kernels.kv_layout import KVLayout
-from localinfer.kernels.ops import Batch, Segment
+from localinfer.kernels.program import Batch, Segment
 from localinfer.models.load.measurements import get_measurement, put_measurement, time_in_turns
 
 _ENOUGH_LOADS = 2

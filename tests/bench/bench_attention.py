@@ -15,7 +15,8 @@ from localinfer.kernels.cpu.arrays import Arena, address
 from localinfer.kernels.cpu.lower import CpuProgram, CpuTape
 from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.kernels.kv_layout import KVLayout
-from localinfer.kernels.ops import AttentionShape, Batch, KVLayerShape, Rows, Segment
+from localinfer.kernels.ops import AttentionShape, KVLayerShape, Rows
+from localinfer.kernels.program import Batch, Segment
 from tests.kernels.cpu.tape_runs import random_rows, table
 
 SHAPES = {

@@ -36,16 +36,8 @@ from localinfer.kernels.cuda.shape import Shape
 from localinfer.kernels.cuda.weights import plane_offsets
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.layouts import Layout
-from localinfer.kernels.ops import (
-    AttentionShape,
-    Batch,
-    EmbeddingTable,
-    FloatArray,
-    KVLayerShape,
-    LinearWeight,
-    Rows,
-    Segment,
-)
+from localinfer.kernels.ops import AttentionShape, EmbeddingTable, FloatArray, KVLayerShape, LinearWeight, Rows
+from localinfer.kernels.program import Batch, Segment
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import kv_layer_shapes, write_decoder
 

@@ -16,7 +16,8 @@ from localinfer.kernels.cpu.lower import CpuProgram, CpuTape
 from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.kernels.cpu.weights import PackedWeight, pack
 from localinfer.kernels.layouts import Layout
-from localinfer.kernels.ops import Batch, LinearWeight, Projection, Rows, Segment
+from localinfer.kernels.ops import LinearWeight, Projection, Rows
+from localinfer.kernels.program import Batch, Segment
 from localinfer.models.load.threads import available_threads
 from tests.kernels.cpu.tape_runs import NO_CACHE, random_rows, table
 from tests.kernels.random_weights import random_weights

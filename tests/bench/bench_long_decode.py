@@ -12,7 +12,7 @@ import numpy as np
 
 from localinfer.cache.block_pool import PagePool
 from localinfer.cache.sequence import SequenceCache
-from localinfer.kernels.ops import Batch
+from localinfer.kernels.program import Batch
 from localinfer.models.load.loader import Model, load_model
 
 _ROW = np.zeros(1, np.int32)

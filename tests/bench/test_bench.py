@@ -14,7 +14,8 @@ from localinfer.bench.client import EngineOptions, EngineProcess
 from localinfer.bench.report import render_bench
 from localinfer.cli import main
 from localinfer.errors import BackendUnavailableError, ModelFileError
-from localinfer.kernels.ops import Operation, Rows
+from localinfer.kernels.ops import Rows
+from localinfer.kernels.program import Operation
 from localinfer.loading import model_path
 from tests.limits import seconds
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import RequestError
-from localinfer.kernels.ops import Batch
+from localinfer.kernels.program import Batch
 from localinfer.models.text.special_tokens import SpellingFinder
 
 Logits = NDArray[np.float32]

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.engine.engine import Engine
-from localinfer.kernels.ops import Batch
+from localinfer.kernels.program import Batch
 from localinfer.sampling.sampler import SamplingParams
 from localinfer.speculation.verification_costs import MAX_DEPTH, VerificationCosts
 from localinfer.speculation.verify import Speculation

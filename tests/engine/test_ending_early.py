@@ -12,7 +12,7 @@ from localinfer.engine.engine import Engine
 from localinfer.engine.request import NO_TOKEN, TokenEvent
 from localinfer.engine.scheduler import EngineLimits
 from localinfer.errors import ClosedError
-from localinfer.kernels.ops import Batch
+from localinfer.kernels.program import Batch
 from tests.engine.fakes import FakeModel, FakeProgram, hashed_logits
 from tests.engine.generations import GREEDY, SEEDED, Gate, alone, numbers, wide_model
 from tests.engine.test_engine import all_pages_are_free

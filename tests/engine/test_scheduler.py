@@ -13,7 +13,7 @@ from localinfer.engine.engine import Engine
 from localinfer.engine.request import NO_TOKEN, Generation, TokenEvent
 from localinfer.engine.scheduler import EngineLimits
 from localinfer.errors import ClosedError, OverloadedError, RequestError
-from localinfer.kernels.ops import Batch
+from localinfer.kernels.program import Batch
 from localinfer.speculation.ngram import NgramDrafter
 from tests.engine.fakes import PAGE_BYTES, FakeProgram, hashed_logits
 from tests.engine.generations import GREEDY, PARAMS, SEEDED, Gate, alone, in_threads, numbers, wide_model

@@ -13,7 +13,8 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels.ops import Batch, FloatArray, KVLayerShape, Segment, Tape, WeightSource
+from localinfer.kernels.ops import FloatArray, KVLayerShape, Tape, WeightSource
+from localinfer.kernels.program import Batch, Segment
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import kv_layer_shapes, write_decoder
 from localinfer.quant.gguf.reader import read_gguf

@@ -14,7 +14,8 @@ from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.kernels.cpu.weights import RowTable, pack
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.layouts import Layout
-from localinfer.kernels.ops import Batch, Buffer, EmbeddingTable, FloatArray, LinearWeight, Rows, Segment
+from localinfer.kernels.ops import Buffer, EmbeddingTable, FloatArray, LinearWeight, Rows
+from localinfer.kernels.program import Batch, Segment
 
 NO_CACHE = KVLayout("f32", [])
 

@@ -9,7 +9,8 @@ import pytest
 from localinfer.errors import RequestError, ShapeError
 from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.kernels.kv_layout import PAGE_TOKENS, KVLayout
-from localinfer.kernels.ops import AttentionShape, KVLayerShape, Segment
+from localinfer.kernels.ops import AttentionShape, KVLayerShape
+from localinfer.kernels.program import Segment
 from tests.kernels.cpu.attention_cases import ERROR_BUDGETS, PLAIN, SHAPES, attention_of, cache_of, inputs_of, oracle
 from tests.kernels.cpu.tape_runs import RowProgram, assert_same_bits, relative_error, run_rows
 

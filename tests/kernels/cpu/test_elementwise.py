@@ -11,17 +11,8 @@ from localinfer.kernels.cpu.lower import CpuTape
 from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.kernels.cpu.weights import RowTable
 from localinfer.kernels.layouts import GGUF_LAYOUTS, SIZES, Layout
-from localinfer.kernels.ops import (
-    Activation,
-    Batch,
-    Buffer,
-    EmbeddingTable,
-    FloatArray,
-    Pairing,
-    RopeTable,
-    Rows,
-    Segment,
-)
+from localinfer.kernels.ops import Activation, Buffer, EmbeddingTable, FloatArray, Pairing, RopeTable, Rows
+from localinfer.kernels.program import Batch, Segment
 from localinfer.quant.formats.reference import dequantize
 from localinfer.quant.formats.types import TensorType
 from tests.kernels.cpu.tape_runs import NO_CACHE, assert_same_bits, random_rows, relative_error, run_rows, table

@@ -11,17 +11,8 @@ from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.kernels.cpu.program import INTERRUPTIBLE_ROWS, STRETCHES, stretches
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.layouts import Layout
-from localinfer.kernels.ops import (
-    AttentionShape,
-    Batch,
-    Buffer,
-    FloatArray,
-    KVLayerShape,
-    Operation,
-    Projection,
-    Rows,
-    Segment,
-)
+from localinfer.kernels.ops import AttentionShape, Buffer, FloatArray, KVLayerShape, Projection, Rows
+from localinfer.kernels.program import Batch, Operation, Segment
 from tests.kernels.cpu.tape_runs import RowProgram, Write, linear, random_rows
 from tests.kernels.random_weights import random_weights
 

@@ -15,7 +15,6 @@ from localinfer.kernels.layouts import Layout
 from localinfer.kernels.ops import (
     Activation,
     AttentionShape,
-    Batch,
     Buffer,
     EmbeddingTable,
     Gating,
@@ -26,8 +25,8 @@ from localinfer.kernels.ops import (
     RopeTable,
     Routing,
     Rows,
-    Segment,
 )
+from localinfer.kernels.program import Batch, Segment
 from tests.kernels.cpu.tape_runs import linear, random_rows, table
 from tests.kernels.random_weights import random_weights
 

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from localinfer.kernels.cpu.lower import CpuTape
 from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.kernels.kv_layout import KVLayout
-from localinfer.kernels.ops import AttentionShape, Buffer, FloatArray, Rows, Segment
+from localinfer.kernels.ops import AttentionShape, Buffer, FloatArray, Rows
+from localinfer.kernels.program import Segment
 from tests.kernels.cpu.attention_cases import PLAIN, cache_of, inputs_of, oracle
 from tests.kernels.cpu.tape_runs import RowProgram, assert_same_bits, relative_error
 

@@ -14,7 +14,8 @@ import pytest
 from localinfer.kernels.cuda.device import CudaDevice, has_driver
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.layouts import SIZES, Layout, is_float
-from localinfer.kernels.ops import Batch, EmbeddingTable, LinearWeight, Projection, Rows, Segment
+from localinfer.kernels.ops import EmbeddingTable, LinearWeight, Projection, Rows
+from localinfer.kernels.program import Batch, Segment
 from tests.kernels.cpu.device import CpuDevice
 from tests.kernels.cuda.device import CudaTestDevice
 from tests.kernels.random_weights import decoded, quantized_activations, random_weights

@@ -12,7 +12,6 @@ from localinfer.kernels.layouts import Layout
 from localinfer.kernels.ops import (
     Activation,
     AttentionShape,
-    Batch,
     Buffer,
     EmbeddingTable,
     FloatArray,
@@ -24,9 +23,9 @@ from localinfer.kernels.ops import (
     RopeTable,
     Routing,
     Rows,
-    Segment,
     Tape,
 )
+from localinfer.kernels.program import Batch, Segment
 from tests.kernels.cpu.tape_runs import random_rows
 from tests.kernels.random_weights import decoded, quantized_activations, random_weights
 from tests.oracle import NumpyTape

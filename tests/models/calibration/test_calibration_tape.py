@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from localinfer.kernels.ops import Buffer, FloatArray, Program
+from localinfer.kernels.ops import Buffer, FloatArray
+from localinfer.kernels.program import Program
 from localinfer.models.calibration.tape import CalibrationTape, StreamedWeights, embedding_rows
 from localinfer.models.decoder.decoder import write_decoder
 from localinfer.quant.gguf.reader import read_gguf

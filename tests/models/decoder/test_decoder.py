@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from localinfer.errors import CorruptFileError
-from localinfer.kernels.ops import Batch, EmbeddingTable, FloatArray, LinearWeight, Segment
+from localinfer.kernels.ops import EmbeddingTable, FloatArray, LinearWeight
+from localinfer.kernels.program import Batch, Segment
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import kv_layer_shapes, write_decoder
 from tests.oracle import NumpyTape

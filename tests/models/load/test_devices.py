@@ -14,7 +14,7 @@ from localinfer.errors import BackendUnavailableError, RequestError, SessionMism
 from localinfer.kernels.cuda.device import FoundDevice, has_driver
 from localinfer.kernels.cuda.pages import SplitKVLayout
 from localinfer.kernels.kv_layout import KVLayout
-from localinfer.kernels.ops import Batch, Segment
+from localinfer.kernels.program import Batch, Segment
 from localinfer.models.decoder.decoder import kv_layer_shapes
 from localinfer.models.load import devices
 from localinfer.models.load.devices import MemoryNeeds, Placement, choose_placement, memory_needs

@@ -8,7 +8,7 @@ import pytest
 
 import localinfer
 from localinfer.kernels.layouts import GGUF_LAYOUTS
-from localinfer.kernels.ops import Batch, Segment
+from localinfer.kernels.program import Batch, Segment
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import write_decoder
 from localinfer.quant.formats.reference import quantize
