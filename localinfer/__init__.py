@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from localinfer.chat.constraint import Grammar, JsonObject, JsonSchema, Regex
     from localinfer.llm import LLM
     from localinfer.loading import load, load_tokenizer
-    from localinfer.models.decoder.rope_options import RopeOptions
+    from localinfer.models.decoder.rope import RopeOptions
     from localinfer.stream import Completion
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
@@ -42,7 +42,7 @@ _MODULE_OF = {
     "JsonObject": "localinfer.chat.constraint",
     "JsonSchema": "localinfer.chat.constraint",
     "Regex": "localinfer.chat.constraint",
-    "RopeOptions": "localinfer.models.decoder.rope_options",
+    "RopeOptions": "localinfer.models.decoder.rope",
     "load": "localinfer.loading",
     "load_tokenizer": "localinfer.loading",
 }

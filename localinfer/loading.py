@@ -12,7 +12,7 @@ from localinfer.errors import BackendUnavailableError, ModelFileError, RequestEr
 from localinfer.llm import LLM
 
 if TYPE_CHECKING:
-    from localinfer.models.decoder.rope_options import RopeOptions
+    from localinfer.models.decoder.rope import RopeOptions
     from localinfer.models.load.loader import Model
     from localinfer.models.load.model_changes import ModelChanges
     from localinfer.models.text.tokenizer import Tokenizer
@@ -142,7 +142,7 @@ def model_changes(
     overrides: Mapping[str, bool | int | float | str] | None = None,
 ) -> "ModelChanges":
     """Settings in place of those of a model's file, as `load` takes them. Raises: RequestError."""
-    from localinfer.models.decoder.rope_options import RopeOptions
+    from localinfer.models.decoder.rope import RopeOptions
     from localinfer.models.load.model_changes import ModelChanges, template_source
 
     if rope is not None and not isinstance(rope, RopeOptions):

@@ -13,7 +13,7 @@ from localinfer.progress import Progress
 
 if TYPE_CHECKING:
     from localinfer.llm import LLM
-    from localinfer.models.decoder.rope_options import RopeOptions
+    from localinfer.models.decoder.rope import RopeOptions
     from localinfer.models.load.model_changes import ModelChanges
 
 Command = Callable[..., Any]
@@ -86,7 +86,7 @@ def _gather_model_options(command: Command) -> Command:
 
 def _rope(values: dict[str, Any]) -> "RopeOptions":
     """Take the options that say how positions rotate out of all of them."""
-    from localinfer.models.decoder.rope_options import RopeOptions
+    from localinfer.models.decoder.rope import RopeOptions
 
     names = {"scaling": "rope_scaling", "scale": "rope_scale", "base": "rope_base"}
     names |= {"frequency_scale": "rope_frequency_scale"}

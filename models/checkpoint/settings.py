@@ -75,7 +75,7 @@ class Settings:
         return self._values.get(key, default)
 
     def unread(self) -> dict[str, Any]:
-        """The settings that nobody has asked for yet."""
+        """The settings that have not been read yet."""
         return {key: value for key, value in self._values.items() if key not in self._read}
 
     def mark_read(self, keys: Iterable[str]) -> None:

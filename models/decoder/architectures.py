@@ -218,7 +218,7 @@ ARCHITECTURES: dict[str, Architecture | Callable[[ModelConfig], Architecture]] =
     "dots1": _sigmoid_routed,
     "exaone4": _exaone4,
     "falcon": _falcon,
-    # Gemma (arXiv 2403.08295): scaled embeddings and a GELU gate. GGUF stores the norms of its kin as 1 + w.
+    # Gemma (arXiv 2403.08295): scaled embeddings and a GELU gate. GGUF stores the norms of this family as 1 + w.
     "gemma": lambda config: replace(_GEMMA, embedding_scale=math.sqrt(config.hidden_size)),
     "gemma2": _gemma2,
     "gemma3": _gemma3,

@@ -31,7 +31,7 @@ class RopeTables:
 
 
 def write_attention(graph: Graph, layer: int, x: Buffer, tables: RopeTables) -> Buffer:
-    """Write one layer's attention over x; the result still wants its output projection."""
+    """Write one layer's attention over x; the result still needs its output projection."""
     config, architecture, tape = graph.config, graph.architecture, graph.tape
     num_heads, num_kv_heads = config.num_heads[layer], config.num_kv_heads[layer]
     if not graph.weights.has(f"blk.{layer}.attn_qkv.weight"):

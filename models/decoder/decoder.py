@@ -23,7 +23,7 @@ def write_decoder(
 ) -> Program:
     """Write every op of the model on the tape and close it.
 
-    context_length: the longest sequence that will be run, where it differs from the model's own (LongRoPE asks).
+    context_length: the longest sequence that will be run, where it differs from the model's own (LongRoPE needs it).
     has_output_head: without it the program ends before, and returns hidden states, normed, in place of logits.
     Raises: UnsupportedFormatError if the architecture is unknown; CorruptFileError if a tensor is missing or has
     another shape than the metadata says.

@@ -13,7 +13,7 @@ from localinfer.models.decoder.graph import Graph, refuse
 
 
 def write_latent_attention(graph: Graph, layer: int, x: Buffer, tables: RopeTables) -> Buffer:
-    """Write one layer's attention over x; the result still wants its output projection.
+    """Write one layer's attention over x; the result still needs its output projection.
 
     Raises: UnsupportedFormatError for files from before the latent was cached, which hold `attn_kv_b` instead.
     """

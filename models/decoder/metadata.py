@@ -9,7 +9,7 @@ from localinfer.quant.gguf.metadata import Metadata
 
 _MAX_ENTRIES = 1 << 16
 _MAX_NUMBER = 1e30
-"""Numbers beyond it make float32 infinite as soon as they meet each other."""
+"""Numbers beyond it make float32 infinite as soon as they are multiplied."""
 _WAY_OUT = "Convert the model again or download another copy."
 
 

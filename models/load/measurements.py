@@ -37,7 +37,7 @@ class Timings(Generic[Key]):
 
 
 def time_in_turns(runs: Mapping[Key, Callable[[], object]], *, repetitions: int = _REPETITIONS) -> Timings[Key]:
-    """Run all once, then all again, so that a moment in which the machine is busy meets every one of them.
+    """Run all once, then all again, so that a moment in which the machine is busy slows every one of them.
 
     Another program's work only ever adds to a time, so the least counts; where the medians lie well above it, or a
     quarter of all times far above it, the machine was busy. What is quick is run once more before it is timed: threads

@@ -11,7 +11,7 @@ from localinfer.errors import RequestError
 from localinfer.kernels.user_folders import expand_home
 from localinfer.models.decoder.metadata import shown
 from localinfer.models.decoder.metadata_keys import is_understood
-from localinfer.models.decoder.rope_options import RopeOptions, rope_metadata
+from localinfer.models.decoder.rope import RopeOptions, rope_metadata
 from localinfer.quant.gguf.metadata import SingleValue
 
 _TEMPLATE_KEY = "tokenizer.chat_template"
@@ -63,7 +63,7 @@ def apply_changes(file: ChangeableFile, changes: ModelChanges, context_length: i
         file.replace_metadata(changes.overrides)
     architecture = file.metadata.get("general.architecture")
     if not isinstance(architecture, str):
-        return  # refused by whoever reads the model
+        return  # refused when the model is read
     unread = [key for key in lacking if not is_understood(key, architecture)]
     if unread:
         raise RequestError(

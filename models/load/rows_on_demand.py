@@ -1,7 +1,7 @@
 """A table of which a text needs few rows: each is read from the file when it is first needed, and stays.
 
-A map of the file would do the same with less, but whoever cuts the file off while a kernel reads the map ends the
-process (SIGBUS), and whoever writes into it changes what the model says. A row that was read is this process's own.
+A map of the file would do the same with less, but truncating the file while a kernel reads the map ends the
+process (SIGBUS), and writing into it changes what the model says. A row that was read is this process's own.
 """
 
 import contextlib
@@ -72,7 +72,7 @@ def _untouched(num_bytes: int) -> NDArray[np.uint8]:
         return np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        # A system without large pages knows no such advice.
+        # A system without large pages has no such advice.
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_NOHUGEPAGE)
     return np.frombuffer(memory, np.uint8)

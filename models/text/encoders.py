@@ -116,7 +116,7 @@ def _merge_by_heap(symbols: list[str], pair_ranks: list[int], ranks: Mapping[str
 
 
 class SubwordEncoder:
-    """What a tokenizer asks of each kind.
+    """How one kind of vocabulary encodes plain text.
 
     `adds_space`: a space is put before text that starts a run of plain text. `adds_bos`: a sequence
     starts with the BOS token where the file does not say.
@@ -217,7 +217,7 @@ class SentencePieceEncoder(SubwordEncoder):
         return dict(zip(self._ids, places[ids].tolist(), strict=True))
 
     def encode(self, text: str, is_run_start: bool) -> list[int]:
-        """Return the ids of plain text; a space comes first where it starts a run and the file wants one."""
+        """Return the ids of plain text; a space comes first where it starts a run and the file adds one."""
         text = " " + text if is_run_start and self.adds_space else text
         pattern = self._word_pattern
         return self._encode_marked(text, pattern.findall if pattern else lambda marked: [marked])

@@ -140,7 +140,7 @@ def _settled(text: str, ends: NDArray[np.int64], num_runs: int) -> int:
     while num_runs and position:
         position -= 1
         category = unicodedata.category(text[position])
-        # What this version of Python does not know may belong to any run.
+        # What this version of Python has no category for may belong to any run.
         found = "L" if category[0] == "M" else "Z" if category == "Cc" else category[0]
         if category != "Cn" and found != kind:
             num_runs -= bool(kind)

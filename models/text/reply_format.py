@@ -33,7 +33,7 @@ _CUT_MARKER = re.compile(r"[<\[][^<>\[\]\s]*$")
 
 
 class Template(Protocol):
-    """What learning asks of a chat template; `chat_template.ChatTemplate` is one."""
+    """What renders chats; `chat_template.ChatTemplate` does."""
 
     def render(
         self,
@@ -67,7 +67,7 @@ class ParameterFormat:
 class CallFormat:
     """The text around calls: `begin name middle arguments end`, joined by `separator`, in `opening` and `closing`.
 
-    separator: None where a reply can have but one call. arguments_as_text: the template wants the arguments of former
+    separator: None where a reply can have but one call. arguments_as_text: the template expects the arguments of former
     calls as JSON text, not as an object. is_native: the template describes tools and writes calls itself. parameters:
     how arguments are written that stand one by one; None where they are one JSON object.
     """
@@ -106,7 +106,7 @@ HERMES = CallFormat(
     closing="",
     is_native=False,
 )
-"""What most models have at least seen, for those whose templates know no tools."""
+"""What most models have at least seen, for templates without tools."""
 
 
 def learn_call_format(template: Template, ends: SpellingFinder, *, after: str | None = None) -> CallFormat:
@@ -335,12 +335,12 @@ class ReasoningFormat:
 
 
 def thinking_variables(thinking: bool | None) -> dict[str, Any]:
-    """What a template is told; None leaves the choice to it."""
+    """The variables by which a template switches reasoning; None leaves the choice to it."""
     return {} if thinking is None else dict.fromkeys(SWITCHES, thinking)
 
 
 def learn_reasoning_format(template: Template, source: str | None) -> ReasoningFormat | None:
-    """Learn the markers of a template, whose Jinja text is `source`; None where it knows no reasoning."""
+    """Learn the markers of a template, whose Jinja text is `source`; None where it has no reasoning."""
     reply: dict[str, Any] = {"role": "assistant", "content": _ANSWER, "reasoning_content": _THOUGHT}
     reply |= {"reasoning": _THOUGHT, "thinking": _THOUGHT}
     for variables in (thinking_variables(None), thinking_variables(True)):

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 # Converters leave many of these without a role or even a control type, so they go by their spelling,
-# the same list that llama.cpp keeps. Not on it: </s>, an ordinary word of vocabularies that know HTML.
+# the same list that llama.cpp keeps. Not on it: </s>, an ordinary word of vocabularies with HTML.
 _END_TEXTS = frozenset(
     (
         "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|>"
@@ -96,7 +96,7 @@ def _beginnings(texts: Iterable[str], lengths: Mapping[str, int]) -> re.Pattern[
         return None
     ways = []
     for first, found in rests.items():
-        # Alternatives are tried one by one, so of many only the length is told.
+        # Alternatives are tried one by one, so of many only the length is matched.
         rest = f".{{{lengths[first] - 1}}}" if len(found) > _MOST_BEGINNINGS else "|".join(map(re.escape, found))
         ways.append(f"{re.escape(first)}(?:{rest})")
     firsts = "".join(map(re.escape, rests))

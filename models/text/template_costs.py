@@ -3,7 +3,7 @@
 A template is a program, and much of what it does happens inside one call of C code, which no clock interrupts. So the
 cost is charged before such a call: the size of everything reachable from its operands, counted as often as a conversion
 or a comparison meets it. A list that holds one list twice holds it twice in its text too. Methods of plain values that
-have no rule here are refused: whatever Python adds later is closed until somebody has looked at it.
+have no rule here are refused: whatever Python adds later is closed until it has a rule.
 """
 
 import re
@@ -182,7 +182,7 @@ class TemplateBudget:
         return value
 
     def check_keys(self, keys: Iterable[object]) -> None:
-        """Charge for hashing values that are to be told apart. Raises: CostError, for numbers above a few thousand.
+        """Charge for hashing values that are to be distinguished. Raises: CostError, for numbers above a few thousand.
 
         Numbers may be chosen so that all have one hash, and then each is compared with all others.
         """

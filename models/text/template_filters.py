@@ -78,7 +78,7 @@ def _charged(sandbox: "TemplateSandbox", name: str, function: Filter, special: F
     consumes, uses_attribute, is_shallow = name in _CONSUMING, name in _ATTRIBUTE_USERS, name in _SHALLOW
     first = int(hasattr(function, "jinja_pass_arg"))
 
-    # What is copied tells Jinja which argument of its own the filter takes.
+    # What is copied marks which argument of Jinja's own the filter takes.
     @functools.wraps(function)
     def charged(*args: Any, **kwargs: Any) -> Any:
         values = args[first:]
@@ -122,7 +122,7 @@ def _special_filters(sandbox: "TemplateSandbox") -> dict[str, Filter]:
 
     def indent(s: str, width: int | str = 4, first: bool = False, blank: bool = False) -> Any:
         padding = len(width) if isinstance(width, str) else max(width, 0)
-        # Lines of every kind are told apart, and each is an object.
+        # Every kind of line break counts, and each line is an object.
         lines = len(s.splitlines()) + 1
         budget.charge_text(len(s) + lines * (padding + 1))
         return FILTERS["indent"](s, width, first, blank)

@@ -40,7 +40,7 @@ _MAX_BRANCHES_BY_NAMES = 1 << 20
 _MAX_TIME_FORMAT = 1000
 _WIDE_TIME_FORMAT = re.compile(r"%[^a-zA-Z%]*\d{2,}")
 _LOREM_WORD = 16
-# Objects of these types have only methods that are known; all others belong to whoever passed them. Methods of classes,
+# Objects of these types have only methods that are known; all others are the caller's. Methods of classes,
 # such as dict.fromkeys, belong to a class or to nothing.
 _PLAIN_TYPES: tuple[type, ...] = (
     *(str, bytes, int, float, complex, list, tuple, dict, set, frozenset, range, type, NoneType),

@@ -69,7 +69,7 @@ class Tokenizer:
     ) -> list[int]:
         """Return the ids of a text.
 
-        `add_special` puts BOS before and EOS after, as the file or its kind wants. Without
+        `add_special` puts BOS before and EOS after, as the file or its kind says. Without
         `parse_special`, the spelling of a control token is text like any other. `max_tokens`: what a
         context holds, so that a long text that cannot fit is refused as soon as that is certain; a
         short one is encoded all the same, for its caller to tell its length.
@@ -230,7 +230,7 @@ class Tokenizer:
         return digest.hexdigest()
 
     def _added_ids(self, role: str, default: bool) -> list[int]:
-        """Return what `add_special` adds for a role: its id where the file, or else the kind, wants it."""
+        """Return what `add_special` adds for a role: its id where the file, or else the kind, adds it."""
         wanted = self._vocabulary.flags.get(f"add_{role}_token")
         if wanted:
             return self._role_id(role)

@@ -17,8 +17,7 @@ from localinfer.kernels.ops import Pairing
 from localinfer.loading import model_path
 from localinfer.models.decoder.architectures import find_architecture
 from localinfer.models.decoder.config import ModelConfig
-from localinfer.models.decoder.rope import rope_table
-from localinfer.models.decoder.rope_options import rope_metadata
+from localinfer.models.decoder.rope import rope_metadata, rope_table
 from localinfer.models.load.loader import load_model
 from localinfer.quant.gguf.reader import read_gguf
 from tests.models.arch_models import build_model
