@@ -73,16 +73,16 @@ class CheckpointModel(Closing):
     def __init__(self, folder: CheckpointFolder) -> None:
         parameters = read_hyperparameters(folder.config, folder.path.resolve().name)
         self._reader = open_quantization(folder)
-        plan = plan_tensors(folder.tensors, parameters, () if self._reader is None else self._reader.leaves)
-        if plan.left_out:
+        leaves = () if self._reader is None else self._reader.leaves
+        self._plan, left_out = plan_tensors(folder.tensors, parameters, leaves)
+        if left_out:
             logger.warning(
                 "%s: only its text model runs; %d tensors of other parts are left out (%s)",
                 folder.path.name,
-                len(plan.left_out),
-                plan.left_out[0],
+                len(left_out),
+                left_out[0],
             )
         self._folder = folder
-        self._plan = plan.tensors
         self._made = parameters.tensors
         self.unknown_settings = parameters.unknown_settings
         self.path = folder.path

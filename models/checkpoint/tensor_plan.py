@@ -5,7 +5,6 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from localinfer.errors import CorruptFileError, UnsupportedFormatError
-from localinfer.models.checkpoint.families import Family
 from localinfer.models.checkpoint.hyperparameters import Hyperparameters
 
 _PREFIXES = ("model.", "", "language_model.model.", "model.language_model.", "model.text_model.")
@@ -37,22 +36,16 @@ class PlannedTensor:
     plus_one: bool = False
 
 
-@dataclass(frozen=True)
-class TensorPlan:
-    """Every tensor of the model by its GGUF name, and the names of other parts (vision, audio) that do not run."""
-
-    tensors: dict[str, PlannedTensor]
-    left_out: list[str]
-
-
-def plan_tensors(names: Collection[str], parameters: Hyperparameters, packed_leaves: Collection[str]) -> TensorPlan:
-    """Assign every tensor of a checkpoint its place.
+def plan_tensors(
+    names: Collection[str], parameters: Hyperparameters, packed_leaves: Collection[str]
+) -> tuple[dict[str, PlannedTensor], list[str]]:
+    """Every tensor of a checkpoint by its GGUF name, and the names of other parts (vision, audio) that do not run.
 
     packed_leaves: what a quantized module is made of; together they stand for its weight.
     Raises: UnsupportedFormatError naming a tensor that has no place, CorruptFileError if a stack of experts has gaps.
     """
     prefix = _prefix(names)
-    stems = {_pattern(module): stem for stem, module in parameters.family.blocks.items()}
+    stems = {module.replace("{expert}", "*"): stem for stem, module in parameters.family.blocks.items()}
     sources: dict[tuple[str, str], dict[int, str]] = {}
     left_out: list[str] = []
     unknown: list[str] = []
@@ -82,7 +75,7 @@ def plan_tensors(names: Collection[str], parameters: Hyperparameters, packed_lea
             "lm_head.weight. Download the folder again"
         )
     tensors = (_planned(stem, leaf, found, parameters) for (stem, leaf), found in sources.items())
-    return TensorPlan({tensor.name: tensor for tensor in tensors}, left_out)
+    return {tensor.name: tensor for tensor in tensors}, left_out
 
 
 def _prefix(names: Collection[str]) -> str:
@@ -94,10 +87,6 @@ def _prefix(names: Collection[str]) -> str:
         f"the checkpoint has no {_PREFIXES[0]}{_EMBEDDING}.weight among its {len(names)} tensors; wanted a language "
         "model. Is this an adapter? Download the folder again"
     )
-
-
-def _pattern(module: str) -> str:
-    return module.replace("{expert}", "*")
 
 
 def _place(module: str, prefix: str, stems: dict[str, str], parameters: Hyperparameters) -> tuple[str, int] | None:
@@ -119,6 +108,7 @@ def _place(module: str, prefix: str, stems: dict[str, str], parameters: Hyperpar
 
 def _planned(stem: str, leaf: str, found: dict[int, str], parameters: Hyperparameters) -> PlannedTensor:
     family = parameters.family
+    heads = {"attn_q": parameters.num_heads, "attn_k": parameters.num_kv_heads} if family.rows_permuted else {}
     wanted = parameters.metadata.get(f"{family.architecture}.expert_count", 1) if stem.endswith("_exps") else 1
     if sorted(found) != list(range(len(found))) or len(found) != wanted:
         raise CorruptFileError(
@@ -129,14 +119,6 @@ def _planned(stem: str, leaf: str, found: dict[int, str], parameters: Hyperparam
         name=f"{stem}.{leaf}",
         sources=tuple(found[index] for index in range(len(found))),
         leaf=leaf,
-        permuted_heads=_permuted_heads(stem, family, parameters),
+        permuted_heads=heads.get(stem.rpartition(".")[2], 0),
         plus_one=family.norms_plus_one and stem.endswith("_norm"),
     )
-
-
-def _permuted_heads(stem: str, family: Family, parameters: Hyperparameters) -> int:
-    if not family.rows_permuted:
-        return 0
-    if stem.endswith(".attn_q"):
-        return parameters.num_heads
-    return parameters.num_kv_heads if stem.endswith(".attn_k") else 0

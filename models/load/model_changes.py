@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from localinfer.errors import RequestError
 from localinfer.kernels.user_folders import expand_home
@@ -13,6 +13,10 @@ from localinfer.models.decoder.metadata import shown
 from localinfer.models.decoder.metadata_keys import is_understood
 from localinfer.models.decoder.rope import RopeOptions, rope_metadata
 from localinfer.quant.gguf.metadata import SingleValue
+
+if TYPE_CHECKING:
+    from localinfer.models.checkpoint.model import CheckpointModel
+    from localinfer.quant.gguf.reader import GGUFFile
 
 _TEMPLATE_KEY = "tokenizer.chat_template"
 _MAX_TEMPLATE_BYTES = 1 << 20
@@ -43,16 +47,7 @@ class ModelChanges:
             _check_template(self.chat_template)
 
 
-class ChangeableFile(Protocol):
-    """A model on disk whose metadata can be replaced once it is open."""
-
-    @property
-    def metadata(self) -> Mapping[str, object]: ...
-
-    def replace_metadata(self, values: Mapping[str, SingleValue]) -> None: ...
-
-
-def apply_changes(file: ChangeableFile, changes: ModelChanges, context_length: int | None) -> None:
+def apply_changes(file: "GGUFFile | CheckpointModel", changes: ModelChanges, context_length: int | None) -> None:
     """Replace metadata of an open model, so that everything built from it, its fingerprint too, follows the changes.
 
     context_length: the one asked for, if any.
