@@ -216,8 +216,9 @@ FAMILIES: dict[str, Family] = {
     "smollm3": Family(architecture="smollm3", blocks=_LLAMA, rows_permuted=True, metadata=_smollm3),
     "seed_oss": Family(
         architecture="seed_oss",
-        blocks={"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
-        | {**_ATTENTION, **_GATED},
+        blocks=_ATTENTION
+        | _GATED
+        | {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"},
     ),
 }
 """By `model_type`."""

@@ -133,7 +133,7 @@ class _GuardedCodeGenerator(CodeGenerator):
             super().visit_Dict(node, frame)
 
 
-def _environment_call(name: str, argument: nodes.Expr) -> nodes.Call:
+def _environment_call(name: str, argument: nodes.Node) -> nodes.Call:
     return nodes.Call(nodes.EnvironmentAttribute(name), [argument], [], None, None, lineno=argument.lineno)
 
 
