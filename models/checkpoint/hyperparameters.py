@@ -5,18 +5,20 @@ Where config.json has lists of divisors of rotary frequencies, GGUF keeps tensor
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import UnsupportedFormatError
-from localinfer.models.checkpoint.families import Family, find_family
+from localinfer.models.checkpoint.families import Family, Metadata, find_family
 from localinfer.models.checkpoint.settings import Settings, unknown_settings
 from localinfer.models.decoder.config import MAX_BASE, MAX_CONTEXT, MAX_LAYERS, MAX_SCALE, MIN_BASE, MIN_SCALE
 from localinfer.models.decoder.metadata_keys import DYNAMIC_ROPE_KEY
 from localinfer.models.decoder.rope import plain_frequencies
+
+Tensors = dict[str, NDArray[np.float32]]
 
 _BASE = {"low": MIN_BASE, "high": MAX_BASE}
 _KNOWN = "default, linear, dynamic, llama3, yarn and longrope"
@@ -31,7 +33,7 @@ class Hyperparameters:
 
     family: Family
     metadata: dict[str, object]
-    tensors: dict[str, NDArray[np.float32]]
+    tensors: Tensors
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -54,8 +56,9 @@ def read_hyperparameters(config: dict[str, Any], name: str) -> Hyperparameters:
     head_dim = settings.integer("head_dim", hidden_size // num_heads, low=1)
     num_layers = settings.integer("num_hidden_layers", low=1, high=MAX_LAYERS)
     context_length = settings.integer("max_position_embeddings", low=1, high=MAX_CONTEXT)
-    rope = _read_rope(settings, head_dim, context_length)
-    keys: dict[str, object] = {
+    rope, tensors = _read_rope(settings, head_dim, context_length)
+    is_dynamic = rope.pop(DYNAMIC_ROPE_KEY, False)
+    keys: Metadata = {
         "vocab_size": settings.integer("vocab_size", low=1, high=MAX_CONTEXT),
         "context_length": context_length,
         "embedding_length": hidden_size,
@@ -66,7 +69,7 @@ def read_hyperparameters(config: dict[str, Any], name: str) -> Hyperparameters:
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,
         "attention.layer_norm_rms_epsilon": settings.number(family.epsilon, 1e-6, low=0.0, high=1.0),
-        **rope.keys,
+        **rope,
         **family.metadata(settings),
     }
     if family.has_windows:
@@ -75,11 +78,11 @@ def read_hyperparameters(config: dict[str, Any], name: str) -> Hyperparameters:
         raise settings.unsupported("layer_types", f"{family.architecture} models that see their whole context")
     metadata: dict[str, object] = {"general.architecture": family.architecture, "general.name": name}
     metadata |= {f"{family.architecture}.{key}": value for key, value in keys.items()}
-    if rope.is_dynamic:
+    if is_dynamic:
         metadata[DYNAMIC_ROPE_KEY] = True
     ties = settings.boolean("tie_word_embeddings", True) if "tie_word_embeddings" in settings else None
     unknown = tuple(unknown_settings(settings))
-    return Hyperparameters(family, metadata, rope.tensors, num_layers, num_heads, num_kv_heads, ties, unknown)
+    return Hyperparameters(family, metadata, tensors, num_layers, num_heads, num_kv_heads, ties, unknown)
 
 
 def _check_activation(settings: Settings, family: Family) -> None:
@@ -113,20 +116,8 @@ def _layer_types(settings: Settings, num_layers: int) -> list[str]:
     return kinds
 
 
-@dataclass(frozen=True)
-class RopeSettings:
+def _read_rope(settings: Settings, head_dim: int, context_length: int) -> tuple[Metadata, Tensors]:
     """GGUF keys (after the architecture's prefix) and tensors float32[rotary_size / 2] that describe a rotation.
-
-    is_dynamic: beyond the context it was trained for, the frequencies would change with every further token.
-    """
-
-    keys: dict[str, object]
-    tensors: dict[str, NDArray[np.float32]] = field(default_factory=dict)
-    is_dynamic: bool = False
-
-
-def _read_rope(settings: Settings, head_dim: int, context_length: int) -> RopeSettings:
-    """Read the rotation of a model.
 
     Raises: UnsupportedFormatError for a scaling this version does not know, CorruptFileError for one without meaning.
     """
@@ -141,14 +132,14 @@ def _read_rope(settings: Settings, head_dim: int, context_length: int) -> RopeSe
     partial = settings.number("partial_rotary_factor", 1.0, low=0.0, high=1.0)
     partial = scaling.number("partial_rotary_factor", partial, low=0.0, high=1.0)
     rotary_size = int(head_dim * partial)
-    keys: dict[str, object] = {"rope.freq_base": base, "rope.dimension_count": rotary_size}
+    keys: Metadata = {"rope.freq_base": base, "rope.dimension_count": rotary_size}
     for source, key in ((windowed, "rope_theta"), (settings, "rope_local_base_freq")):
         if source.get(key) is not None:
             keys.setdefault("rope.freq_base_swa", source.number(key, **_BASE))
     settings.mark_read(("rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings"))
     if kind in ("default", "dynamic"):
         # Dynamic scaling starts beyond the length the model was trained for.
-        return RopeSettings(keys, is_dynamic=kind == "dynamic")
+        return keys if kind == "default" else {**keys, DYNAMIC_ROPE_KEY: True}, {}
     # One position has no logarithm to divide by.
     lengths = {"low": 2, "high": MAX_CONTEXT}
     original = settings.integer("original_max_position_embeddings", max(context_length, 2), **lengths)
@@ -157,11 +148,11 @@ def _read_rope(settings: Settings, head_dim: int, context_length: int) -> RopeSe
         return _longrope(settings, scaling, keys, rotary_size, context_length, original)
     factor = scaling.number("factor", low=1.0)
     if kind == "linear":
-        return RopeSettings({**keys, "rope.scaling.type": "linear", "rope.scaling.factor": factor})
+        return {**keys, "rope.scaling.type": "linear", "rope.scaling.factor": factor}, {}
     if kind == "llama3":
-        return RopeSettings(keys, {"rope_freqs.weight": _llama3_divisors(scaling, factor, original, base, rotary_size)})
+        return keys, {"rope_freqs.weight": _llama3_divisors(scaling, factor, original, base, rotary_size)}
     if kind == "yarn":
-        return RopeSettings({**keys, **_yarn(scaling, factor, original)})
+        return {**keys, **_yarn(scaling, factor, original)}, {}
     raise UnsupportedFormatError(
         f"config.json: the RoPE scaling {kind!r:.40} is not known; this version runs {_KNOWN}. "
         "Update localinfer or choose another model."
@@ -202,8 +193,8 @@ def _yarn(scaling: Settings, factor: float, original: int) -> dict[str, object]:
 
 
 def _longrope(
-    settings: Settings, scaling: Settings, keys: dict[str, object], rotary_size: int, context_length: int, original: int
-) -> RopeSettings:
+    settings: Settings, scaling: Settings, keys: Metadata, rotary_size: int, context_length: int, original: int
+) -> tuple[Metadata, Tensors]:
     tensors = {}
     for length in ("long", "short"):
         values = scaling.entries(f"{length}_factor")
@@ -217,7 +208,7 @@ def _longrope(
         "rope.scaling.original_context_length": original,
         "rope.scaling.attn_factor": scaling.number("attention_factor", magnitude, low=0.0),
     }
-    return RopeSettings(keys, tensors)
+    return keys, tensors
 
 
 def _is_divisor(value: object) -> bool:

@@ -14,22 +14,19 @@ from localinfer.quant.checkpoint.model_file import ModelFile
 
 READ_KEYS = frozenset(
     (
-        *("block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size"),
-        *("nextn_predict_layers", "pooling_type", "attn_logit_softcapping", "final_logit_softcapping"),
-        *("attention.causal", "attention.head_count", "attention.head_count_kv", "attention.scale"),
-        *("attention.key_length", "attention.key_length_mla", "attention.key_length_swa"),
-        *("attention.value_length", "attention.value_length_mla", "attention.value_length_swa"),
-        *("attention.kv_lora_rank", "attention.q_lora_rank"),
-        *("attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon"),
-        *("attention.sliding_window", "attention.sliding_window_pattern"),
-        *("expert_count", "expert_used_count", "expert_feed_forward_length", "expert_gating_func"),
-        *("expert_group_count", "expert_group_used_count", "expert_weights_norm", "expert_weights_scale"),
-        *("rope.dimension_count", "rope.dimension_count_swa", "rope.dimension_sections"),
-        *("rope.freq_base", "rope.freq_base_swa", "rope.scale_linear"),
-        *("rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length"),
-        *("rope.scaling.attn_factor", "rope.scaling.finetuned", "rope.scaling.yarn_ext_factor"),
-        *("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "rope.scaling.yarn_log_multiplier"),
-    )
+        "block_count context_length embedding_length feed_forward_length vocab_size nextn_predict_layers"
+        " pooling_type attn_logit_softcapping final_logit_softcapping attention.causal attention.head_count"
+        " attention.head_count_kv attention.scale attention.key_length attention.key_length_mla"
+        " attention.key_length_swa attention.value_length attention.value_length_mla attention.value_length_swa"
+        " attention.kv_lora_rank attention.q_lora_rank attention.layer_norm_epsilon"
+        " attention.layer_norm_rms_epsilon attention.sliding_window attention.sliding_window_pattern expert_count"
+        " expert_used_count expert_feed_forward_length expert_gating_func expert_group_count"
+        " expert_group_used_count expert_weights_norm expert_weights_scale rope.dimension_count"
+        " rope.dimension_count_swa rope.dimension_sections rope.freq_base rope.freq_base_swa rope.scale_linear"
+        " rope.scaling.type rope.scaling.factor rope.scaling.original_context_length rope.scaling.attn_factor"
+        " rope.scaling.finetuned rope.scaling.yarn_ext_factor rope.scaling.yarn_beta_fast"
+        " rope.scaling.yarn_beta_slow rope.scaling.yarn_log_multiplier"
+    ).split()
 )
 
 _MUP = ("granite", "granitemoe", "minicpm")

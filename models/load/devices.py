@@ -222,11 +222,10 @@ def _open_checked(progress: ProgressCallback | None) -> CudaDevice:
     opened = CudaDevice()
     try:
         check_device(opened, progress)
-    except BaseException as error:
-        if isinstance(error, Exception):
-            # A device whose check ended in the midst may fail in closing too, which says nothing more.
-            with contextlib.suppress(Exception):
-                opened.close()
+    except Exception:
+        # A device whose check ended in the midst may fail in closing too, which says nothing more.
+        with contextlib.suppress(Exception):
+            opened.close()
         raise
     return opened
 

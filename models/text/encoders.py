@@ -130,6 +130,7 @@ class SubwordEncoder:
         self._ids = vocabulary.ids
         self._unknown = vocabulary.role_ids.get("unknown")
         self._byte_ids: list[int] = []
+        self._expand = self._fallback
         self._cache: dict[str, list[int]] = {}
 
     @cached_property
@@ -177,6 +178,16 @@ class SubwordEncoder:
             if index:
                 ids += self._fallback(SPACE_MARK)
             ids += self._encode_words(split(part.replace(" ", SPACE_MARK)))
+        return ids
+
+    def _ids_of(self, symbols: list[str]) -> list[int]:
+        ids: list[int] = []
+        for symbol in symbols:
+            token_id = self._ids.get(symbol)
+            if token_id is None:
+                ids += self._expand(symbol)
+            else:
+                ids.append(token_id)
         return ids
 
     def _fallback(self, symbol: str) -> list[int]:
@@ -234,7 +245,7 @@ class SentencePieceEncoder(SubwordEncoder):
     def _table(self) -> "SymbolTable":
         from localinfer.models.text.long_text import SymbolTable
 
-        table = SymbolTable(self._vocabulary.tokens, self._ids, self._fallback)
+        table = SymbolTable(self._vocabulary.tokens, self._ids, self._expand)
         table.merge_results(self._ranks)
         return table
 
@@ -249,14 +260,7 @@ class SentencePieceEncoder(SubwordEncoder):
         return re.compile(f"{SPACE_MARK}*[^{SPACE_MARK}]+|{SPACE_MARK}+")
 
     def _encode_word(self, word: str) -> list[int]:
-        ids: list[int] = []
-        for symbol in merge_by_rank(list(word), self._ranks, ""):
-            token_id = self._ids.get(symbol)
-            if token_id is None:
-                ids += self._fallback(symbol)
-            else:
-                ids.append(token_id)
-        return ids
+        return self._ids_of(merge_by_rank(list(word), self._ranks, ""))
 
 
 class BytePairEncoder(SubwordEncoder):
@@ -269,7 +273,8 @@ class BytePairEncoder(SubwordEncoder):
         self._rule = rule = pre_tokenizer_rule(vocabulary.pre_tokenizer)
         self.adds_bos = rule.adds_bos
         self._separator = " " if vocabulary.merge_texts else ""
-        self._expand = self._fallback if rule.is_raw else self._encode_characters
+        if not rule.is_raw:
+            self._expand = self._encode_characters
         missing = [byte for byte, character in enumerate(BYTE_CHARACTERS) if character not in self._ids]
         self._loses_bytes = not rule.is_raw and self._unknown is None and bool(missing)
         # Bytes C0, C1 and F5 to FF occur in no text.
@@ -340,14 +345,7 @@ class BytePairEncoder(SubwordEncoder):
             word = word.encode("utf-8").decode("latin-1").translate(_TO_CHARACTER)
         if word in self._ids and self._is_whole(word):
             return [self._ids[word]]
-        ids: list[int] = []
-        for symbol in merge_by_rank(list(word), self._ranks, self._separator):
-            token_id = self._ids.get(symbol)
-            if token_id is None:
-                ids += self._expand(symbol)
-            else:
-                ids.append(token_id)
-        return ids
+        return self._ids_of(merge_by_rank(list(word), self._ranks, self._separator))
 
     def _encode_characters(self, symbol: str) -> list[int]:
         """Return ids for a merge whose result text must not become: one for each of its characters."""

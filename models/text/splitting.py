@@ -9,6 +9,7 @@ import unicodedata
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import groupby
 
 from localinfer.models.text.vocabulary import TokenizerWarning
 
@@ -24,7 +25,7 @@ class DigitGroups:
     pattern: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PreTokenizerRule:
     """How one family of vocabularies treats text.
 
@@ -107,8 +108,8 @@ _AFMOE_SCRIPTS = _characters(
 _JAIS2_SPACES = "|".join([*(rf"\s{{{1 << power}}}(?!\S)" for power in range(9, 1, -1)), r"\s{1,2}(?!\S)", r"\s"])
 
 
-def _rule(*steps: str | DigitGroups, ignores_merges: bool = False, adds_bos: bool = False) -> PreTokenizerRule:
-    return PreTokenizerRule(steps=steps, ignores_merges=ignores_merges, adds_bos=adds_bos)
+def _rule(*steps: str | DigitGroups, **options: bool) -> PreTokenizerRule:
+    return PreTokenizerRule(steps, **options)
 
 
 _RULES: dict[str, PreTokenizerRule] = {
@@ -173,11 +174,9 @@ _RULES: dict[str, PreTokenizerRule] = {
         GPT2_PATTERN,
         adds_bos=True,
     ),
-    "gemma4 granite-embed-multi-311m": PreTokenizerRule(
-        steps=(r"[^\n]+|\n+",), adds_bos=True, is_raw=True, escapes_spaces=True
-    ),
-    "sarvam-moe": PreTokenizerRule(steps=(r"[^\n]+|\n+",), is_raw=True, escapes_spaces=True),
-    "whitespace": PreTokenizerRule(steps=(r"\S+",), is_raw=True),
+    "gemma4 granite-embed-multi-311m": _rule(r"[^\n]+|\n+", adds_bos=True, is_raw=True, escapes_spaces=True),
+    "sarvam-moe": _rule(r"[^\n]+|\n+", is_raw=True, escapes_spaces=True),
+    "whitespace": _rule(r"\S+", is_raw=True),
 }
 PRE_TOKENIZERS = {name: rule for names, rule in _RULES.items() for name in names.split()}
 
@@ -200,21 +199,15 @@ def build_splitter(rule: PreTokenizerRule) -> Callable[[str], list[str]]:
     """Return the function that cuts a text into the words of that rule; they join to the text again."""
     from tokenizers import Regex, pre_tokenizers
 
-    def isolate(pattern: str) -> pre_tokenizers.Split:
-        return pre_tokenizers.Split(Regex(pattern), "isolated")
-
+    # Patterns between two groupings of digits run as one sequence.
     stages: list[tuple[pre_tokenizers.PreTokenizer, bool]] = []
-    patterns: list[pre_tokenizers.PreTokenizer] = []
-    for step in rule.steps:
-        if isinstance(step, str):
-            patterns.append(isolate(step))
-            continue
-        if patterns:
-            stages.append((pre_tokenizers.Sequence(patterns), False))
-            patterns = []
-        stages.append((isolate(step.pattern), True))
-    if patterns:
-        stages.append((pre_tokenizers.Sequence(patterns), False))
+    for groups_digits, steps in groupby(rule.steps, lambda step: isinstance(step, DigitGroups)):
+        patterns = [step.pattern if isinstance(step, DigitGroups) else step for step in steps]
+        cutters = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+        if groups_digits:
+            stages += [(cutter, True) for cutter in cutters]
+        else:
+            stages.append((pre_tokenizers.Sequence(cutters), False))
 
     def split(text: str) -> list[str]:
         pieces = [text]

@@ -394,12 +394,14 @@ def vocabulary_difference(one: Vocabulary, other: Vocabulary) -> str | None:
         text = min((text for text in texts if ids.get(text) != others.get(text)), default=None)
         if text is not None:
             return f"{name} {text!r} is {_place(ids.get(text))} in one and {_place(others.get(text))} in the other"
-    if one.merges != other.merges:
-        return "their merges differ"
-    if one.byte_ids != other.byte_ids:
-        return "their byte tokens differ"
-    if _user_defined(one) != _user_defined(other):
-        return "their user-defined tokens differ"
+    user_defined = [np.flatnonzero(each.types == TokenType.USER_DEFINED).tolist() for each in (one, other)]
+    for what, found, wanted in (
+        ("merges", one.merges, other.merges),
+        ("byte tokens", one.byte_ids, other.byte_ids),
+        ("user-defined tokens", *user_defined),
+    ):
+        if found != wanted:
+            return f"their {what} differ"
     if one.scores is not None and other.scores is not None:
         count = min(one.scores.size, other.scores.size)
         if (one.scores[:count] != other.scores[:count]).any():
@@ -416,8 +418,3 @@ def _place(token_id: int | None) -> str:
 def _splitting_flags(vocabulary: Vocabulary) -> dict[str, bool]:
     """What is done to a text before it is split; what is put around it, the draft model gets from its target."""
     return {name: value for name, value in vocabulary.flags.items() if name.startswith("normalizer.")}
-
-
-def _user_defined(vocabulary: Vocabulary) -> list[int]:
-    """Tokens that are cut out of a text before words are."""
-    return np.flatnonzero(vocabulary.types == TokenType.USER_DEFINED).tolist()
