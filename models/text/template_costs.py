@@ -35,6 +35,31 @@ MAX_INTEGER_BITS = 4096
 _LOOK_EVERY = 1 << 12
 _LEAF: Size = (24, 1, 0)
 
+# Searches from the right, and sets of characters, compare all with all in the worst case.
+_MAX_PAIRS = 1 << 28
+# Of Python's own codecs; some others take quadratic time.
+_ENCODINGS = ("utf8", "ascii", "latin1", "utf16", "utf32", "iso88591")
+_ESCAPED_WIDTH = 6
+_TRANSLATED_CHARACTERS = 64
+_NUMBER = re.compile(r"\d+")
+_CONVERSION = re.compile(r"[-+ #0]*(\*|\d*)(?:\.(\*|\d*))?")
+_PARENTHESIS = re.compile(r"[()]")
+_MAX_CONVERSIONS = 1 << 14
+
+_LINEAR = (
+    "capitalize casefold count endswith find hex index isalnum isalpha isascii isdecimal isdigit isidentifier islower "
+    "isnumeric isprintable isspace istitle isupper lower removeprefix removesuffix startswith swapcase title upper "
+    "escape unescape striptags"
+)
+_PAIRWISE = "strip lstrip rstrip rfind rindex"
+_SPLITTING = "split rsplit splitlines partition rpartition"
+_PADDING = "center ljust rjust zfill"
+_OWN_RULE = "encode decode expandtabs format format_map join maketrans replace translate"
+_TEXT_METHODS = frozenset(" ".join((_LINEAR, _PAIRWISE, _SPLITTING, _PADDING, _OWN_RULE)).split())
+_NUMBER_METHODS = frozenset("as_integer_ratio bit_count bit_length conjugate hex is_integer to_bytes".split())
+_CONTAINER_METHODS = frozenset("copy count get index isdisjoint items keys values".split())
+_TYPE_METHODS = frozenset("fromhex fromkeys from_bytes maketrans".split())
+
 
 class CostError(SecurityError):
     """The template asks for more time or memory than a template may."""
@@ -192,32 +217,6 @@ class TemplateBudget:
             num_other += not isinstance(key, str)
         if num_other > 1 << 12:
             raise CostError(f"it tells apart {num_other} values that are not text, more than {1 << 12}")
-
-
-# Searches from the right, and sets of characters, compare all with all in the worst case.
-_MAX_PAIRS = 1 << 28
-# Of Python's own codecs; some others take quadratic time.
-_ENCODINGS = ("utf8", "ascii", "latin1", "utf16", "utf32", "iso88591")
-_ESCAPED_WIDTH = 6
-_TRANSLATED_CHARACTERS = 64
-_NUMBER = re.compile(r"\d+")
-_CONVERSION = re.compile(r"[-+ #0]*(\*|\d*)(?:\.(\*|\d*))?")
-_PARENTHESIS = re.compile(r"[()]")
-_MAX_CONVERSIONS = 1 << 14
-
-_LINEAR = (
-    "capitalize casefold count endswith find hex index isalnum isalpha isascii isdecimal isdigit isidentifier islower "
-    "isnumeric isprintable isspace istitle isupper lower removeprefix removesuffix startswith swapcase title upper "
-    "escape unescape striptags"
-)
-_PAIRWISE = "strip lstrip rstrip rfind rindex"
-_SPLITTING = "split rsplit splitlines partition rpartition"
-_PADDING = "center ljust rjust zfill"
-_OWN_RULE = "encode decode expandtabs format format_map join maketrans replace translate"
-_TEXT_METHODS = frozenset(" ".join((_LINEAR, _PAIRWISE, _SPLITTING, _PADDING, _OWN_RULE)).split())
-_NUMBER_METHODS = frozenset("as_integer_ratio bit_count bit_length conjugate hex is_integer to_bytes".split())
-_CONTAINER_METHODS = frozenset("copy count get index isdisjoint items keys values".split())
-_TYPE_METHODS = frozenset("fromhex fromkeys from_bytes maketrans".split())
 
 
 def methods_of(owner: object) -> frozenset[str]:
