@@ -11,8 +11,7 @@ from localinfer.argument_checks import shown
 from localinfer.cache.block_pool import KVLayout, PagePool
 from localinfer.cache.sequence import SequenceCache
 from localinfer.errors import RequestError
-from localinfer.kernels.program import Program
-from localinfer.kernels.program import Batch, MeasurableProgram
+from localinfer.kernels.program import Batch, MeasurableProgram, Program
 from localinfer.models.load.measurements import get_measurement, put_measurement
 from localinfer.speculation.draft_model import DraftingModel, DraftModel
 from localinfer.speculation.ngram import NgramDrafter

@@ -1,4 +1,4 @@
-"""Measure a model as its user would meet it, alone or beside a peer: plain records, which `bench_report.py` prints.
+"""Measure a model as its user meets it, alone or beside a peer: plain records, which `report.py` prints.
 
 Every engine runs in a process of its own, so that memory and start-up are its own; they take turns, repetition by
 repetition, on the same token ids. Figures are medians over repetitions.
@@ -11,23 +11,22 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from localinfer.bench.client import OURS, EngineOptions, EngineProcess
+from localinfer.bench.figures import Record, compare, percentile, summarize
+from localinfer.bench.processes import OURS, EngineOptions, EngineProcess
 from localinfer.describe import FileDescription, describe_file
 from localinfer.errors import RequestError
 
 ProgressCallback = Callable[[str, int, int], None]
-Record = dict[str, Any]
 
 VERIFIED_ROWS = (1, 4, 8)
-"""Tokens checked at once, as speculation does."""
+"""Tokens verified in one pass, as in speculative decoding."""
 STREAM_PROMPT = "Once upon a time"
 _START_TOKENS = 8
 """Length of the prompt whose first token ends the start of a process."""
 _READ_BYTES = 8 << 20
 _SETTLING_SECONDS = 0.05
-"""Between two engines: threads of the one that is done may still spin."""
+"""Between two engines: threads of the one before may still spin."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +51,15 @@ class BenchSettings:
             if getattr(self, name) < 1:
                 raise RequestError(f"{name} is {getattr(self, name)}; measure at least 1")
 
+    @property
+    def num_tokens(self) -> int:
+        """The longest context that is measured."""
+        return max(self.prompt, self.context + max(self.decode, *VERIFIED_ROWS))
+
+    def record(self, *names: str) -> Record:
+        """Some settings by name."""
+        return {name: getattr(self, name) for name in names}
+
 
 def run_bench(settings: BenchSettings, progress: ProgressCallback) -> Record:
     """Measure prefill, decode, verification, start and memory; return one record that JSON can hold.
@@ -60,10 +68,9 @@ def run_bench(settings: BenchSettings, progress: ProgressCallback) -> Record:
     means that localinfer is the better one. Raises: LocalinferError.
     """
     description = describe_file(settings.model)
-    needed = max(settings.prompt, settings.context + max(settings.decode, *VERIFIED_ROWS))
-    check_context(description, needed)
+    check_context(description, settings.num_tokens)
     options = EngineOptions(
-        engine=OURS, model=settings.model, threads=settings.threads, context_length=needed, streams=False
+        engine=OURS, model=settings.model, threads=settings.threads, context_length=settings.num_tokens
     )
     with ExitStack() as stack:
         ours, compile_seconds = _start_warm(options)
@@ -75,17 +82,16 @@ def run_bench(settings: BenchSettings, progress: ProgressCallback) -> Record:
             progress(f"starting {settings.peer}", 0, 0)
             peer = replace(options, engine=settings.peer, threads=threads, python=settings.peer_python)
             processes[settings.peer] = stack.enter_context(EngineProcess(peer))
-        token_ids = random_token_ids(int(ours.ready["vocab_size"]), needed)
-        results = _measure(processes, token_ids, settings, progress)
+        token_ids = random_token_ids(int(ours.ready["vocab_size"]), settings.num_tokens)
+        results = _measure(processes, token_ids, settings, machine, progress)
     starting = [replace(process.options, threads=threads, streams=True) for process in processes.values()]
     for name, seconds in _measure_starts(starting, token_ids[:_START_TOKENS], settings, progress).items():
-        results[name]["process_to_first_token_seconds"] = seconds
+        results[name]["process_to_first_token_seconds"] = summarize(seconds)
     results[OURS]["compile_seconds"] = compile_seconds
-    _add_shares(results[OURS], machine, settings)
     record: Record = {
         "model": model_record(description),
         "machine": machine,
-        "settings": {name: getattr(settings, name) for name in ("prompt", "decode", "context", "repetitions")},
+        "settings": settings.record("prompt", "decode", "context", "repetitions"),
         "engines": results,
     }
     if settings.peer is not None:
@@ -96,28 +102,22 @@ def run_bench(settings: BenchSettings, progress: ProgressCallback) -> Record:
 def run_stream_bench(settings: BenchSettings, progress: ProgressCallback) -> Record:
     """Measure completions from text to text, streamed as a user sees them; `settings.decode` tokens at most each."""
     description = describe_file(settings.model)
-    threads = settings.threads or 1
-    engines = [(OURS, None)] + ([(settings.peer, settings.peer_python)] if settings.peer is not None else [])
-    samples: dict[str, list[Record]] = {name: [] for name, _ in engines}
+    trained = int(description.sizes.get("context_length", settings.decode + 32))
+    options = EngineOptions(
+        engine=OURS,
+        model=settings.model,
+        threads=settings.threads or 1,
+        context_length=min(trained, max(settings.decode + 32, 128)),
+        streams=True,
+        device=settings.device,
+    )
+    engines = [options]
+    if settings.peer is not None:
+        engines.append(replace(options, engine=settings.peer, python=settings.peer_python))
     results: dict[str, Record] = {}
     with ExitStack() as stack:
-        context_length = int(description.sizes.get("context_length", settings.decode + 32))
-        processes = {
-            name: stack.enter_context(
-                EngineProcess(
-                    EngineOptions(
-                        engine=name,
-                        model=settings.model,
-                        threads=threads,
-                        context_length=min(context_length, max(settings.decode + 32, 128)),
-                        streams=True,
-                        python=python,
-                        device=settings.device,
-                    )
-                )
-            )
-            for name, python in engines
-        }
+        processes = {one.engine: stack.enter_context(EngineProcess(one)) for one in engines}
+        samples: dict[str, list[Record]] = {name: [] for name in processes}
         for repetition in range(settings.repetitions + 1):
             progress("streaming", repetition, settings.repetitions)
             for name, process in processes.items():
@@ -136,12 +136,7 @@ def run_stream_bench(settings: BenchSettings, progress: ProgressCallback) -> Rec
             }
     record: Record = {
         "model": model_record(description),
-        "settings": {
-            "decode": settings.decode,
-            "repetitions": settings.repetitions,
-            "threads": threads,
-            "device": settings.device,
-        },
+        "settings": {**settings.record("decode", "repetitions", "device"), "threads": options.threads},
         "engines": results,
     }
     if settings.peer is not None:
@@ -165,23 +160,29 @@ def measure_machine(num_threads: int, progress: ProgressCallback) -> Record:
     }
 
 
-def compare(ours: Record, peer: Record) -> Record:
-    """How many times better the first engine is: by medians, and at least and at most in one pair of repetitions."""
-    ratios: Record = {}
-    for name, value in ours.items():
-        other = peer.get(name)
-        if not value or not other or name in ("version", "tokens", "verification_cost"):
-            continue
-        is_rate = name.endswith("_per_second")
-        if isinstance(value, dict):
-            pairs = zip(value["values"], other["values"], strict=True)
-            each = [a / b if is_rate else b / a for a, b in pairs]
-            value, other = value["median"], other["median"]
-            ratio = value / other if is_rate else other / value
-            ratios[name] = {"ratio": ratio, "lowest": min(each), "highest": max(each)}
-        else:
-            ratios[name] = {"ratio": other / value}
-    return ratios
+def check_context(description: FileDescription, needed: int) -> None:
+    """Raise RequestError if the model was not trained for that many tokens."""
+    trained = description.sizes.get("context_length")
+    if isinstance(trained, int) and needed > trained:
+        raise RequestError(
+            f"{needed} tokens are to be measured, but the model was trained for {trained}; ask for less with --prompt, "
+            "--context and --decode"
+        )
+
+
+def random_token_ids(vocab_size: int, count: int) -> list[int]:
+    """Ordinary tokens: the special ones lie at both ends of a vocabulary."""
+    choose = random.Random(1)
+    return [choose.randrange(vocab_size // 4, vocab_size - vocab_size // 8) for _ in range(count)]
+
+
+def model_record(description: FileDescription) -> Record:
+    """What a record says of the model."""
+    names = ("path", "architecture", "num_bytes", "num_parameters", "bits_per_weight")
+    return {
+        **{name: getattr(description, name) for name in names},
+        "types": [share.type for share in description.types],
+    }
 
 
 def _start_warm(options: EngineOptions) -> tuple[EngineProcess, float | None]:
@@ -198,22 +199,16 @@ def _start_warm(options: EngineOptions) -> tuple[EngineProcess, float | None]:
     return process, max(0.0, cold_seconds - process.ready["load_seconds"])
 
 
-def check_context(description: FileDescription, needed: int) -> None:
-    """Raise RequestError if the model was not trained for that many tokens."""
-    trained = description.sizes.get("context_length")
-    if isinstance(trained, int) and needed > trained:
-        raise RequestError(
-            f"{needed} tokens are to be measured, but the model was trained for {trained}; ask for less with --prompt, "
-            "--context and --decode"
-        )
-
-
 def _measure(
-    processes: dict[str, EngineProcess], token_ids: list[int], settings: BenchSettings, progress: ProgressCallback
+    processes: dict[str, EngineProcess],
+    token_ids: list[int],
+    settings: BenchSettings,
+    machine: Record,
+    progress: ProgressCallback,
 ) -> dict[str, Record]:
+    """The figures of each engine; ours also against the machine's ceilings."""
     from localinfer.bench.machine import measure_read_bandwidth
 
-    ours = processes[OURS]
     prompt, context = token_ids[: settings.prompt], token_ids[: settings.context]
     continuation = token_ids[settings.context : settings.context + settings.decode]
     start = len(context)
@@ -233,51 +228,59 @@ def _measure(
     for repetition in range(settings.repetitions):
         progress("measuring decode", repetition, settings.repetitions)
         # Memory is shared with whatever else the machine runs, so its ceiling is measured beside every decode.
-        ceilings.append(measure_read_bandwidth(int(ours.ready["num_threads"])))
+        ceilings.append(measure_read_bandwidth(machine["threads"]))
         for name, process in processes.items():
             time.sleep(_SETTLING_SECONDS)
             decodes[name].append(process.ask("decode", start=start, token_ids=continuation)["seconds"])
     results: dict[str, Record] = {}
-    verified = token_ids[: max(VERIFIED_ROWS)]
     for name, process in processes.items():
         progress("measuring verification", len(results), len(processes))
-        count = 4 * settings.repetitions
-        times = process.ask("verify", start=start, token_ids=verified, sizes=VERIFIED_ROWS, repetitions=count)
-        results[name] = _engine_record(process, prefills[name], decodes[name], settings)
-        results[name]["verification_cost"] = {
-            str(size): seconds / times["seconds"][0]
-            for size, seconds in zip(VERIFIED_ROWS, times["seconds"], strict=True)
-            if size > 1
+        intervals = [seconds for decode in decodes[name] for seconds in decode]
+        single, *several = process.ask(
+            "verify",
+            start=start,
+            token_ids=token_ids[: max(VERIFIED_ROWS)],
+            sizes=VERIFIED_ROWS,
+            repetitions=4 * settings.repetitions,
+        )["seconds"]
+        results[name] = {
+            "version": process.ready["version"],
+            "load_seconds": process.ready["load_seconds"],
+            "prefill_tokens_per_second": summarize([settings.prompt / seconds for seconds in prefills[name]]),
+            "decode_tokens_per_second": summarize([len(decode) / sum(decode) for decode in decodes[name]]),
+            "time_to_first_token_seconds": summarize(prefills[name]),
+            "itl_p50_seconds": percentile(intervals, 50),
+            "itl_p99_seconds": percentile(intervals, 99),
+            "peak_memory_bytes": process.peak_memory_bytes(),
+            "verification_cost": {
+                str(size): seconds / single for size, seconds in zip(VERIFIED_ROWS[1:], several, strict=True)
+            },
         }
-    middle = start + settings.decode // 2
-    results[OURS]["work_per_token"] = ours.ask("work", start=middle, num_rows=1)["work"]
-    results[OURS]["read_ceilings"] = ceilings
-    results[OURS]["work_per_prompt"] = ours.ask("work", start=0, num_rows=settings.prompt)["work"]
-    return results
-
-
-def _engine_record(
-    process: EngineProcess, prefills: list[float], decodes: list[list[float]], settings: BenchSettings
-) -> Record:
-    intervals = sorted(seconds for decode in decodes for seconds in decode)
-    return {
-        "version": process.ready["version"],
-        "load_seconds": process.ready["load_seconds"],
-        "prefill_tokens_per_second": summarize([settings.prompt / seconds for seconds in prefills]),
-        "decode_tokens_per_second": summarize([len(decode) / sum(decode) for decode in decodes]),
-        "time_to_first_token_seconds": summarize(prefills),
-        "itl_p50_seconds": percentile(intervals, 0.50),
-        "itl_p99_seconds": percentile(intervals, 0.99),
-        "peak_memory_bytes": process.peak_memory_bytes(),
+    ours, process = results[OURS], processes[OURS]
+    token = process.ask("work", start=start + settings.decode // 2, num_rows=1)["work"]
+    prompt_work = process.ask("work", start=0, num_rows=settings.prompt)["work"]
+    num_bytes = token["weight_bytes"] + token["kv_bytes"]
+    rates = ours["decode_tokens_per_second"]
+    shares = [num_bytes * rate / ceiling for rate, ceiling in zip(rates["values"], ceilings, strict=True)]
+    machine["read_bytes_per_second"] = statistics.median(ceilings)
+    multiplied = prompt_work["multiply_adds"] / settings.prompt * ours["prefill_tokens_per_second"]["median"]
+    ours |= {
+        "weight_bytes_per_token": token["weight_bytes"],
+        "kv_bytes_per_token": token["kv_bytes"],
+        "decode_read_bytes_per_second": num_bytes * rates["median"],
+        "decode_read_share": statistics.median(shares),
+        "prefill_multiply_adds_per_second": multiplied,
+        "prefill_multiply_share": multiplied / machine["multiply_adds_per_second"],
     }
+    return results
 
 
 def _measure_starts(
     engines: Sequence[EngineOptions], token_ids: list[int], settings: BenchSettings, progress: ProgressCallback
-) -> dict[str, Record]:
+) -> dict[str, list[float]]:
     """Seconds from starting a process to its first token, with compiled kernels and the file in the page cache.
 
-    The system may have dropped the file meanwhile, and who starts first would read it for the other.
+    The system may have dropped the file meanwhile, and the first one to start would read it for the other.
     """
     samples: dict[str, list[float]] = {options.engine: [] for options in engines}
     request = {"action": "stream", "prompt": token_ids, "max_tokens": 1}
@@ -288,7 +291,7 @@ def _measure_starts(
             with EngineProcess(options, request) as process:
                 process.reply()
                 samples[options.engine].append(process.seconds_since_start())
-    return {name: summarize(values) for name, values in samples.items()}
+    return samples
 
 
 def _read_through(model: str) -> None:
@@ -299,47 +302,3 @@ def _read_through(model: str) -> None:
             with file.open("rb", buffering=0) as opened:
                 while opened.read(_READ_BYTES):
                     pass
-
-
-def _add_shares(ours: Record, machine: Record, settings: BenchSettings) -> None:
-    """Bytes per token, and how near decode and prefill come to the machine's ceilings."""
-    token, prompt = ours.pop("work_per_token"), ours.pop("work_per_prompt")
-    num_bytes = token["weight_bytes"] + token["kv_bytes"]
-    ours["weight_bytes_per_token"] = token["weight_bytes"]
-    ours["kv_bytes_per_token"] = token["kv_bytes"]
-    rates, ceilings = ours["decode_tokens_per_second"], ours.pop("read_ceilings")
-    ours["decode_read_bytes_per_second"] = num_bytes * rates["median"]
-    shares = [num_bytes * rate / ceiling for rate, ceiling in zip(rates["values"], ceilings, strict=True)]
-    ours["decode_read_share"] = statistics.median(shares)
-    machine["read_bytes_per_second"] = statistics.median(ceilings)
-    multiplied = prompt["multiply_adds"] / settings.prompt * ours["prefill_tokens_per_second"]["median"]
-    ours["prefill_multiply_adds_per_second"] = multiplied
-    ours["prefill_multiply_share"] = multiplied / machine["multiply_adds_per_second"]
-
-
-def summarize(values: list[float]) -> Record:
-    """A median, and the values it is of."""
-    return {"median": statistics.median(values), "values": values}
-
-
-def percentile(ordered: list[float], share: float) -> float:
-    """The value below which this share of values in order lies."""
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-
-def random_token_ids(vocab_size: int, count: int) -> list[int]:
-    """Ordinary tokens: the special ones lie at both ends of a vocabulary."""
-    choose = random.Random(1)
-    return [choose.randrange(vocab_size // 4, vocab_size - vocab_size // 8) for _ in range(count)]
-
-
-def model_record(description: FileDescription) -> Record:
-    """What a record says of the model."""
-    return {
-        "path": description.path,
-        "architecture": description.architecture,
-        "num_bytes": description.num_bytes,
-        "num_parameters": description.num_parameters,
-        "bits_per_weight": description.bits_per_weight,
-        "types": [share.type for share in description.types],
-    }

@@ -1,7 +1,7 @@
-"""A client that measures: one HTTP connection over asyncio, and what a streamed reply on it was like.
+"""A client that measures: one HTTP connection over asyncio, and the times of a streamed reply on it.
 
-It shares the machine with the server it measures, so while a stream comes it only notes times and bytes, and reads
-them when the stream has ended.
+It shares the machine with the server it measures, so during a stream it only records times and bytes, and parses them
+when the stream has ended: HTTP client libraries parse every chunk as it arrives.
 """
 
 import asyncio
@@ -9,15 +9,15 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 import h11
 
-from localinfer.bench.load_figures import Failure, Outcome, RequestTimes
+from localinfer.bench.figures import Failure, Outcome, RequestTimes
 
 _READ_BYTES = 1 << 16
 _SILENCE_SECONDS = 120.0
-"""The server says at least every 15 seconds that a stream is alive; after so long a silence the reply is lost."""
+"""The server sends at least a ping every 15 seconds of a stream; after so long a silence the reply is lost."""
 _END_OF_CHUNKS = b"\r\n0\r\n\r\n"
 _EVENT = b"data: "
 
@@ -27,7 +27,7 @@ NETWORK_ERRORS = (OSError, TimeoutError, h11.ProtocolError)
 
 @dataclass
 class Answer:
-    """What came for one request. pieces: of the body, each with the time it came at."""
+    """What was received for one request. pieces: of the body, each with the time at which it was received."""
 
     sent: float
     status: int = 0
@@ -42,63 +42,70 @@ class Answer:
 
 
 class LoadClient:
-    """One connection to the server on a loopback port, kept alive from request to request."""
+    """One connection to the server on a loopback port, opened by the first request and kept alive until one fails."""
 
-    def __init__(self, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
+    def __init__(self, port: int) -> None:
+        self._port = port
         self._headers = [("host", f"127.0.0.1:{port}"), ("content-type", "application/json")]
-        self._http = h11.Connection(our_role=h11.CLIENT)
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
-    @classmethod
-    async def connect(cls, port: int) -> Self:
-        """Open a connection. Raises: OSError."""
-        return cls(port, *await asyncio.open_connection("127.0.0.1", port))
-
-    async def request(self, method: str, path: str, body: Any = None) -> Answer:
-        """Send a request and read its answer. Raises: one of NETWORK_ERRORS."""
-        answer = self.send(method, path, body)
-        unread: list[tuple[float, bytes]] = []
-        tail = b""
-        async with asyncio.timeout(_SILENCE_SECONDS) as silence:
-            loop = asyncio.get_running_loop()
-            while True:
-                data = await self._reader.read(_READ_BYTES)
-                now = time.perf_counter()
-                silence.reschedule(loop.time() + _SILENCE_SECONDS)
-                unread.append((now, data))
-                tail = (tail + data[-len(_END_OF_CHUNKS) :])[-len(_END_OF_CHUNKS) :]
-                if answer.is_stream and data and tail != _END_OF_CHUNKS:
-                    continue
-                if self._read_into(answer, unread):
-                    answer.ended = now
-                    return answer
-                unread.clear()
-
-    def send(self, method: str, path: str, body: Any = None) -> Answer:
-        """Send a request, and wait for nothing."""
+    async def send(self, method: str, path: str, body: Any = None) -> Answer:
+        """Send a request without waiting for its answer. Raises: OSError if there is no connection."""
         content = b"" if body is None else json.dumps(body).encode()
-        if self._http.our_state is h11.DONE:
+        if self._streams is None:
+            self._http = h11.Connection(our_role=h11.CLIENT)
+            self._streams = await asyncio.open_connection("127.0.0.1", self._port)
+        elif self._http.our_state is h11.DONE:
             self._http.start_next_cycle()
         head = h11.Request(method=method, target=path, headers=[*self._headers, ("content-length", str(len(content)))])
         parts = [self._http.send(event) or b"" for event in (head, h11.Data(data=content), h11.EndOfMessage())]
-        self._writer.write(b"".join(parts))
+        self._streams[1].write(b"".join(parts))
         return Answer(sent=time.perf_counter())
+
+    async def request(self, method: str, path: str, body: Any = None) -> Answer:
+        """Send a request and read its answer. Raises: one of NETWORK_ERRORS, and then the connection is closed."""
+        try:
+            answer = await self.send(method, path, body)
+            await self._receive(answer)
+        except NETWORK_ERRORS:
+            self.close()
+            raise
+        return answer
 
     async def receive_events(self, count: int) -> None:
         """Wait until so many events of a stream have come. Raises: ConnectionError if it ends before."""
+        assert self._streams is not None, "a request was sent"
         received = bytearray()
         while received.count(_EVENT) < count:
-            data = await self._reader.read(_READ_BYTES)
+            data = await self._streams[0].read(_READ_BYTES)
             if not data:
                 raise ConnectionError("the server closed the connection")
             received += data
 
     def close(self) -> None:
-        """Leave, whatever is on its way."""
-        self._writer.close()
+        """Close the connection at once, whatever is under way; may be called again."""
+        if self._streams is not None:
+            self._streams[1].close()
+            self._streams = None
 
-    def _read_into(self, answer: Answer, received: list[tuple[float, bytes]]) -> bool:
-        """Take bytes apart; return whether the answer has ended."""
+    async def _receive(self, answer: Answer) -> None:
+        assert self._streams is not None, "a request was sent"
+        unread: list[tuple[float, bytes]] = []
+        tail = b""
+        async with asyncio.timeout(_SILENCE_SECONDS) as silence:
+            loop = asyncio.get_running_loop()
+            while not answer.ended:
+                data = await self._streams[0].read(_READ_BYTES)
+                now = time.perf_counter()
+                silence.reschedule(loop.time() + _SILENCE_SECONDS)
+                unread.append((now, data))
+                tail = (tail + data[-len(_END_OF_CHUNKS) :])[-len(_END_OF_CHUNKS) :]
+                if not answer.is_stream or not data or tail == _END_OF_CHUNKS:
+                    self._parse(answer, unread)
+                    unread.clear()
+
+    def _parse(self, answer: Answer, received: list[tuple[float, bytes]]) -> None:
+        """Add what was received to an answer; `ended` is set at its end."""
         for moment, data in received:
             self._http.receive_data(data)
             while (event := self._http.next_event()) is not h11.NEED_DATA:
@@ -110,10 +117,10 @@ class LoadClient:
                     case h11.Data():
                         answer.pieces.append((moment, bytes(event.data)))
                     case h11.EndOfMessage():
-                        return True
+                        answer.ended = moment
+                        return
                     case h11.ConnectionClosed():
                         raise ConnectionError("the server closed the connection")
-        return False
 
 
 async def ask(client: LoadClient, method: str, path: str, body: Any = None) -> Any:
@@ -127,19 +134,17 @@ async def ask(client: LoadClient, method: str, path: str, body: Any = None) -> A
 async def chat(client: LoadClient, body: dict[str, Any]) -> Outcome:
     """Send a chat whose reply is to be streamed, and read it to its end."""
     try:
-        answer = await client.request("POST", CHAT_PATH, body)
+        return read_reply(await client.request("POST", CHAT_PATH, body), body["max_tokens"])
     except TimeoutError:
-        return Failure(f"nothing came for {_SILENCE_SECONDS:.0f} s")
+        return Failure(f"nothing was received for {_SILENCE_SECONDS:.0f} s")
     except NETWORK_ERRORS as error:
         return Failure(f"{type(error).__name__}: {error}")
-    try:
-        return read_reply(answer, body["max_tokens"])
     except ValueError as error:
         return Failure(f"an event cannot be read: {error}")
 
 
 def read_reply(answer: Answer, wanted_tokens: int) -> Outcome:
-    """What the events of a chat's stream say; it is whole if it has as many tokens as wanted, and its end mark."""
+    """The times and text of a chat's stream; it is whole if it has as many tokens as wanted, and its end mark."""
     if answer.status != 200 or not answer.is_stream:
         return Failure(f"status {answer.status}: {answer.body.decode(errors='replace'):.200}")
     texts: list[str] = []
@@ -152,7 +157,8 @@ def read_reply(answer: Answer, wanted_tokens: int) -> Outcome:
             return Failure(f"the stream ended with an error: {event['error'].get('message')}")
         usage = event.get("usage") or usage
         for choice in event.get("choices", ()):
-            if text := _text_of(choice["delta"]):
+            delta = choice["delta"]
+            if text := (delta.get("reasoning_content") or "") + (delta.get("content") or ""):
                 texts.append(text)
                 times.append(moment)
     num_tokens = usage.get("completion_tokens", 0)
@@ -170,13 +176,8 @@ def read_reply(answer: Answer, wanted_tokens: int) -> Outcome:
     )
 
 
-def _text_of(delta: dict[str, Any]) -> str:
-    reasoning = delta.get("reasoning_content") or ""
-    return reasoning + (delta.get("content") or "")
-
-
 def _events(pieces: list[tuple[float, bytes]]) -> Iterator[tuple[float, str]]:
-    """The data of each event, at the time its last byte came."""
+    """The data of each event, with the time at which its last byte was received."""
     rest = b""
     for moment, piece in pieces:
         *frames, rest = (rest + piece).split(b"\n\n")

@@ -2,6 +2,7 @@
 
 import platform
 import time
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ _ATTEMPTS = 9
 
 
 def measure_read_bandwidth(num_threads: int) -> float:
-    """Bytes per second that this many threads read from memory; the best of several attempts, as a ceiling is."""
+    """Bytes per second that this many threads read from memory: the best of several attempts, since it is a ceiling."""
     import psutil
 
     num_bytes = min(BUFFER_BYTES, int(psutil.virtual_memory().available) // 4) // _UNIT_BYTES * _UNIT_BYTES
@@ -33,23 +34,23 @@ def measure_read_bandwidth(num_threads: int) -> float:
     memory[:] = 1
     sink = aligned_zeros(64 * num_threads)
     words = np.array([address(memory), _UNIT_BYTES, num_bytes // _UNIT_BYTES, address(sink)], np.int64)
-    with _Runner(num_threads) as runner:
-        return num_bytes / min(runner.seconds(_READ_MEMORY, words) for _ in range(_ATTEMPTS))
+    with closing(ThreadPool(num_threads)) as pool:
+        return num_bytes / min(_seconds(pool, _READ_MEMORY, words) for _ in range(_ATTEMPTS))
 
 
 def measure_multiply_peak(num_threads: int) -> float:
     """Multiplications of bytes, each added to a sum, per second on this many threads, all of it in registers."""
     sink = aligned_zeros(64 * num_threads)
     words = np.array([10_000, address(sink)], np.int64)
-    with _Runner(num_threads) as runner:
-        runner.seconds(_MULTIPLY_BYTES, words)
-        words[0] = max(1, int(words[0] * _ROUND_SECONDS / runner.seconds(_MULTIPLY_BYTES, words)))
-        best = min(runner.seconds(_MULTIPLY_BYTES, words) for _ in range(_ATTEMPTS))
+    with closing(ThreadPool(num_threads)) as pool:
+        _seconds(pool, _MULTIPLY_BYTES, words)
+        words[0] = max(1, int(words[0] * _ROUND_SECONDS / _seconds(pool, _MULTIPLY_BYTES, words)))
+        best = min(_seconds(pool, _MULTIPLY_BYTES, words) for _ in range(_ATTEMPTS))
     return int(words[0]) * MULTIPLICATIONS_PER_ROUND * num_threads / best
 
 
 def cpu_name() -> str:
-    """What the processor calls itself, or its architecture where the system does not say."""
+    """The processor's name, or its architecture where the system does not say."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -64,27 +65,15 @@ def instruction_set() -> str:
 
 
 def num_compiled_kernels() -> int:
-    """Kernels that no start has to compile any more; a load that compiled some leaves more of them."""
+    """Compiled kernels in the cache; a load that compiles some adds to them."""
     return 0 if CACHE_FOLDER is None else sum(1 for _ in CACHE_FOLDER.glob("*.o"))
 
 
-class _Runner:
-    """Threads that run one op at a time."""
-
-    def __init__(self, num_threads: int) -> None:
-        self._pool = ThreadPool(num_threads)
-        self._header = np.zeros(HEADER_WORDS, np.int64)
-        self._header[CONTROL // 8] = self._pool.control_address
-
-    def __enter__(self) -> "_Runner":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.close()
-
-    def seconds(self, kernel: Kernel, words: NDArray[np.int64]) -> float:
-        """Run an op once and say how long it took."""
-        ops = np.array([[kernel.address, address(words)]], np.int64)
-        start = time.perf_counter()
-        self._pool.run(address(ops), 1, address(self._header))
-        return time.perf_counter() - start
+def _seconds(pool: ThreadPool, kernel: Kernel, words: NDArray[np.int64]) -> float:
+    """Run one op once and measure how long it took."""
+    header = np.zeros(HEADER_WORDS, np.int64)
+    header[CONTROL // 8] = pool.control_address
+    ops = np.array([[kernel.address, address(words)]], np.int64)
+    began = time.perf_counter()
+    pool.run(address(ops), 1, address(header))
+    return time.perf_counter() - began

@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +20,7 @@ _EMPTY_RUNS = 201
 _LEAST_SECONDS = 1e-7
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """What a computation must do at least: bytes read from memory, and multiplications, of weights and of the cache."""
 
     weight_bytes: int
@@ -30,8 +29,7 @@ class Work:
     kv_multiply_adds: int
 
 
-@dataclass(frozen=True)
-class OperationTime:
+class OperationTime(NamedTuple):
     """One op of a tape in one run: what it is, what it had to do, and how long it took."""
 
     operation: Operation
@@ -40,7 +38,10 @@ class OperationTime:
 
 
 class MeasuredModel(Closing):
-    """One sequence of a loaded model, computed wherever it is told. A context manager that closes the model."""
+    """One sequence of a loaded model, computed at any position. A context manager that closes the model.
+
+    model: as loaded; the other arguments are those of `load_model`.
+    """
 
     def __init__(
         self,
@@ -48,54 +49,60 @@ class MeasuredModel(Closing):
         *,
         threads: int | None = None,
         context_length: int | None = None,
+        device: str = "cpu",
         progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
-        self._model = load_model(path, threads=threads, context_length=context_length, progress=progress)
-        program = self._model.program
-        if not isinstance(program, MeasurableProgram):
-            raise BackendUnavailableError("ops cannot be timed apart on this device; measure on device 'cpu'")
-        self._program = program
-        self.num_threads = program.num_threads
-        self.vocab_size = self._model.config.vocab_size
-        pool = PagePool(self._model.kv_layout)
-        self._cache = SequenceCache(pool, max_length=self._model.config.context_length, keeps_unseen=True)
+        self.model = load_model(path, threads=threads, context_length=context_length, device=device, progress=progress)
+        config = self.model.config
+        self.vocab_size = config.vocab_size
+        pool = PagePool(self.model.kv_layout)
+        self._cache = SequenceCache(pool, max_length=config.context_length, keeps_unseen=True)
 
-    def compute(self, start: int, token_ids: Sequence[int], num_outputs: int = 1) -> NDArray[np.float32]:
-        """Put token ids at position `start` and after, forgetting what was there; return the last rows of logits.
+    @property
+    def num_threads(self) -> int:
+        """CPU threads that compute."""
+        return self._program.num_threads
 
-        num_outputs: how many rows, at most one per token of the last chunk. Valid until the next call.
+    def compute(
+        self,
+        start: int,
+        token_ids: Sequence[int],
+        num_outputs: int = 1,
+        run: Callable[[Batch], NDArray[Any]] | None = None,
+    ) -> NDArray[Any]:
+        """Put token ids at position `start` and after, in place of what was there; return what the last batch gave.
+
+        num_outputs: how many rows, at most one per token of the last batch. run: what computes a batch; None gives
+        logits float32[num_outputs, vocab_size]. Valid until the next call.
         """
+        program = self.model.program
+        run = run or program.run
         tokens = np.array(token_ids, np.int32)
         self._cache.truncate(start)
-        logits = np.empty((0, self.vocab_size), np.float32)
-        for first in range(0, tokens.size, self._program.max_batch_rows):
-            chunk = tokens[first : first + self._program.max_batch_rows]
+        found = np.empty((0, self.vocab_size), np.float32)
+        for first in range(0, tokens.size, program.max_batch_rows):
+            chunk = tokens[first : first + program.max_batch_rows]
             is_last = first + chunk.size == tokens.size
             outputs = np.arange(chunk.size - num_outputs if is_last else chunk.size, chunk.size, dtype=np.int32)
-            position = self._cache.length
-            self._cache.reserve(position + chunk.size)
-            logits = self._program.run(Batch(chunk, (self._cache.segment(chunk.size),), outputs))
-            self._cache.commit(position + chunk.size)
-        return logits
+            stop = self._cache.length + chunk.size
+            self._cache.reserve(stop)
+            found = run(Batch(chunk, (self._cache.segment(chunk.size),), outputs))
+            self._cache.commit(stop)
+        return found
 
     def work(self, start: int, num_rows: int, num_outputs: int = 1) -> Work:
         """What computing `num_rows` tokens from position `start` must read and multiply, in all ops together."""
         works = [work_of(operation, start, num_rows, num_outputs) for operation in self._program.operations()]
-        return Work(
-            sum(work.weight_bytes for work in works),
-            sum(work.kv_bytes for work in works),
-            sum(work.multiply_adds for work in works),
-            sum(work.kv_multiply_adds for work in works),
-        )
+        return Work(*map(sum, zip(*works, strict=True)))
 
     def time_operations(self, start: int, token_ids: Sequence[int], repetitions: int) -> list[OperationTime]:
         """Time every op in its place in the tape: medians over runs that compute one batch op by op.
 
-        What it costs to start nothing is taken off, so what is left is right to about a microsecond.
+        The cost of an empty run is subtracted, so times are right to about a microsecond.
         """
         self.compute(start, token_ids)
-        run, clock = self._program.run_operations, time.perf_counter
-        operations = self._program.operations()
+        program, clock = self._program, time.perf_counter
+        run, operations = program.run_operations, program.operations()
         samples = np.empty((repetitions, len(operations)))
         empty = np.empty(_EMPTY_RUNS)
         for index in range(_EMPTY_RUNS):
@@ -116,7 +123,13 @@ class MeasuredModel(Closing):
     def close(self) -> None:
         """Release threads and memory."""
         self._cache.close()
-        self._model.close()
+        self.model.close()
+
+    @property
+    def _program(self) -> MeasurableProgram:
+        if not isinstance(self.model.program, MeasurableProgram):
+            raise BackendUnavailableError("ops cannot be timed apart on this device; measure on device 'cpu'")
+        return self.model.program
 
 
 def work_of(operation: Operation, start: int, num_rows: int, num_outputs: int) -> Work:

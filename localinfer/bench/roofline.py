@@ -4,10 +4,12 @@ Source: the roofline model of Williams, Waterman and Patterson, Communications o
 """
 
 import re
+import statistics
 import time
 from typing import Any
 
-from localinfer.bench.decode import ProgressCallback, Record, check_context, measure_machine
+from localinfer.bench.decode import ProgressCallback, check_context, measure_machine
+from localinfer.bench.figures import Record
 from localinfer.bench.measured_model import MeasuredModel, OperationTime
 from localinfer.describe import describe_file
 from localinfer.models.load.threads import available_threads
@@ -29,10 +31,11 @@ def measure_roofline(
     if model is None:
         return {"machine": measure_machine(threads or available_threads(), progress)}
     rows = min(prompt, PREFILL_ROWS)
-    check_context(describe_file(model), max(rows, context + 1))
-    with MeasuredModel(model, threads=threads, context_length=max(rows, context + 1), progress=progress) as measured:
+    needed = max(rows, context + 1)
+    check_context(describe_file(model), needed)
+    with MeasuredModel(model, threads=threads, context_length=needed, progress=progress) as measured:
         machine = measure_machine(measured.num_threads, progress)
-        token_ids = [index % measured.vocab_size for index in range(max(rows, context + 1))]
+        token_ids = [index % measured.vocab_size for index in range(needed)]
         progress("timing the ops of decode", 0, 2)
         measured.compute(0, token_ids[:context])
         decode = _phase(f"decode after {context}", measured, context, token_ids[:1], _DECODE_RUNS)
@@ -47,37 +50,31 @@ def _phase(name: str, measured: MeasuredModel, start: int, token_ids: list[int],
         began = time.perf_counter()
         measured.compute(start, token_ids)
         seconds.append(time.perf_counter() - began)
-    entries = _summed(measured.time_operations(start, token_ids, runs))
+    entries = _by_kind(measured.time_operations(start, token_ids, runs))
     return {
         "name": name,
         "num_rows": len(token_ids),
-        "seconds": sorted(seconds)[runs // 2],
+        "seconds": statistics.median(seconds),
         "operation_seconds": sum(entry["seconds"] for entry in entries),
         "operations": entries,
     }
 
 
-def _summed(times: list[OperationTime]) -> list[Record]:
-    """One entry per kind of op, those that take longest first."""
+def _by_kind(times: list[OperationTime]) -> list[Record]:
+    """One entry per kernel and the tensors it reads, those of all layers together; the longest first."""
     kinds: dict[str, dict[str, Any]] = {}
-    for one in times:
+    for operation, work, seconds in times:
+        weights = "+".join(re.sub(r"^blk\.\d+\.|\.weight$", "", name) for name in operation.weights)
+        name = f"{operation.kernel.rpartition('.')[2]} {weights}".strip()
         entry = kinds.setdefault(
-            operation_name(one), {"count": 0, "seconds": 0.0, "weight_bytes": 0, "kv_bytes": 0, "multiply_adds": 0}
+            name, {"name": name, "count": 0, "seconds": 0.0, "weight_bytes": 0, "kv_bytes": 0, "multiply_adds": 0}
         )
         entry["count"] += 1
-        entry["seconds"] += one.seconds
-        entry["weight_bytes"] += one.work.weight_bytes
-        entry["kv_bytes"] += one.work.kv_bytes
-        entry["multiply_adds"] += one.work.multiply_adds + one.work.kv_multiply_adds
+        entry["seconds"] += seconds
+        entry["weight_bytes"] += work.weight_bytes
+        entry["kv_bytes"] += work.kv_bytes
+        entry["multiply_adds"] += work.multiply_adds + work.kv_multiply_adds
     for entry in kinds.values():
         entry["bytes_per_second"] = (entry["weight_bytes"] + entry["kv_bytes"]) / entry["seconds"]
         entry["multiply_adds_per_second"] = entry["multiply_adds"] / entry["seconds"]
-    ordered = sorted(kinds.items(), key=lambda item: -item[1]["seconds"])
-    return [{"name": name, **entry} for name, entry in ordered]
-
-
-def operation_name(one: OperationTime) -> str:
-    """The kernel's name, and the tensors it reads without their layer."""
-    weights = [re.sub(r"^blk\.\d+\.|\.weight$", "", name) for name in one.operation.weights]
-    kernel = one.operation.kernel.rpartition(".")[2]
-    return " ".join([kernel, "+".join(weights)]).strip()
+    return sorted(kinds.values(), key=lambda entry: -entry["seconds"])

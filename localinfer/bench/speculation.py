@@ -1,17 +1,10 @@
-"""What drafts bring on this machine: the same texts with and without them, in turns, on one loaded model."""
+"""What speculative decoding gains here: the same texts with and without drafts, in turns, on one loaded model."""
 
 import time
 from collections.abc import Sequence
 
-from localinfer.bench.decode import (
-    STREAM_PROMPT,
-    BenchSettings,
-    ProgressCallback,
-    Record,
-    check_context,
-    model_record,
-    summarize,
-)
+from localinfer.bench.decode import STREAM_PROMPT, BenchSettings, ProgressCallback, check_context, model_record
+from localinfer.bench.figures import Record, summarize
 from localinfer.cache.block_pool import KVLayout
 from localinfer.describe import describe_file
 from localinfer.engine.engine import Engine, EngineConfig, EngineModel
@@ -35,14 +28,14 @@ class _Borrowed:
         self.kv_layout: KVLayout = model.kv_layout
 
     def close(self) -> None:
-        """Stay open: somebody else closes it."""
+        """Leave the model open, for its owner to close."""
 
 
 def run_speculation_bench(settings: BenchSettings, draft: str | None, progress: ProgressCallback) -> Record:
     """Decode new texts, then the same texts again, with drafts and without; every text has to be equal.
 
     draft: path of a draft model, or None for drafts from history alone. A new text is sampled with a new seed in each
-    repetition; the text that is said again is its caller's prediction.
+    repetition; the repeated text is passed as its caller's prediction.
     Returns model, settings, costs (a pass over 1, 2, ... rows, over one) and, for each kind of text, its rates, the
     tokens per pass, and the tokens drafted and accepted by their place. Raises: LocalinferError.
     """
@@ -65,28 +58,28 @@ def run_speculation_bench(settings: BenchSettings, draft: str | None, progress: 
     costs = [speculation.costs.seconds(rows) for rows in range(1, speculation.costs.max_depth + 2)]
     engine, plain_engine = Engine(model, speculation=speculation), Engine(_Borrowed(model))
     prompt = _PROMPT_IDS if model.tokenizer is None else model.tokenizer.encode(STREAM_PROMPT)
-    texts = {"new": _Text(), "said before": _Text()}
+    texts: dict[str, list[tuple[float, float, SpeculationRecord]]] = {"new": [], "said before": []}
     try:
         _generate(plain_engine, prompt, SamplingParams(seed=0), min(8, settings.decode))
         for repetition in range(settings.repetitions):
             progress("measuring speculation", repetition, settings.repetitions)
             expected: Sequence[int] = ()
-            for text in texts.values():
+            for samples in texts.values():
                 sampling = SamplingParams(seed=repetition)
                 token_ids, plain_rate, _ = _generate(plain_engine, prompt, sampling, settings.decode)
                 drafted_ids, rate, record = _generate(engine, prompt, sampling, settings.decode, expected)
-                assert drafted_ids == token_ids, "drafts change no token"
-                text.add(plain_rate, rate, record)
+                assert drafted_ids == token_ids and record is not None, "drafts change no token"
+                samples.append((plain_rate, rate, record))
                 expected = token_ids
     finally:
         plain_engine.close()
         engine.close()
     return {
         "model": model_record(description),
-        "settings": {"decode": settings.decode, "repetitions": settings.repetitions, "draft": draft},
+        "settings": {**settings.record("decode", "repetitions"), "draft": draft},
         "plain_step_seconds": costs[0],
         "costs": [seconds / costs[0] for seconds in costs],
-        "texts": {name: text.as_record() for name, text in texts.items()},
+        "texts": {name: _text_record(samples) for name, samples in texts.items()},
     }
 
 
@@ -101,32 +94,18 @@ def _generate(
     return token_ids, (len(token_ids) - 1) / (time.perf_counter() - began), generation.record.speculation
 
 
-class _Text:
-    """The samples of one kind of text, and the drafts of all of them."""
-
-    def __init__(self) -> None:
-        self._plain_rates: list[float] = []
-        self._rates: list[float] = []
-        self._records: list[SpeculationRecord] = []
-
-    def add(self, plain_rate: float, rate: float, record: SpeculationRecord | None) -> None:
-        """Count one text, decoded both ways."""
-        assert record is not None, "the engine drafts"
-        self._plain_rates.append(plain_rate)
-        self._rates.append(rate)
-        self._records.append(record)
-
-    def as_record(self) -> Record:
-        """Rates with every sample, and drafted and accepted tokens by their place, all texts together."""
-        drafted = [sum(counts) for counts in zip(*(record.drafted for record in self._records), strict=True)]
-        accepted = [sum(counts) for counts in zip(*(record.accepted for record in self._records), strict=True)]
-        deepest = max((place + 1 for place, count in enumerate(drafted) if count), default=0)
-        passes = sum(record.forward_passes for record in self._records)
-        return {
-            "plain_tokens_per_second": summarize(self._plain_rates),
-            "tokens_per_second": summarize(self._rates),
-            "speedup": summarize([a / b for a, b in zip(self._rates, self._plain_rates, strict=True)]),
-            "tokens_per_pass": sum(record.decoded_tokens for record in self._records) / max(1, passes),
-            "drafted_by_position": drafted[:deepest],
-            "accepted_by_position": accepted[:deepest],
-        }
+def _text_record(samples: list[tuple[float, float, SpeculationRecord]]) -> Record:
+    """Rates with every sample, and drafted and accepted tokens by their place, all texts together."""
+    plain_rates, rates, records = zip(*samples, strict=True)
+    drafted = [sum(counts) for counts in zip(*(record.drafted for record in records), strict=True)]
+    accepted = [sum(counts) for counts in zip(*(record.accepted for record in records), strict=True)]
+    deepest = max((place + 1 for place, count in enumerate(drafted) if count), default=0)
+    passes = sum(record.forward_passes for record in records)
+    return {
+        "plain_tokens_per_second": summarize(plain_rates),
+        "tokens_per_second": summarize(rates),
+        "speedup": summarize([rate / plain for plain, rate, _ in samples]),
+        "tokens_per_pass": sum(record.decoded_tokens for record in records) / max(1, passes),
+        "drafted_by_position": drafted[:deepest],
+        "accepted_by_position": accepted[:deepest],
+    }

@@ -1,8 +1,9 @@
 """One engine in a process of its own, measured on request: a line of JSON in, a line of JSON out.
 
-Started by path, with any Python that has the engine (see `bench_client.py`), so nothing of this package is imported
-before the engine asks for it. Both engines are driven here, one beside the other, with the same token ids and the same
-choice of the next token, so that a reader can judge whether a comparison is fair.
+Started by path, with any Python that has the engine (see `processes.py`), so nothing of this package is imported before
+the engine needs it. Both engines are driven here, one beside the other, with the same token ids and the same choice of
+the next token, so that a reader can judge whether a comparison is fair. Each has the methods that `LocalinferEngine`
+documents.
 """
 
 import ctypes
@@ -13,32 +14,13 @@ import statistics
 import sys
 import time
 from importlib.metadata import version
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 BATCH_TOKENS = 512
 
 
-class MeasuredEngine(Protocol):
-    """What both engines are asked to do."""
-
-    num_threads: int
-    vocab_size: int
-
-    def compute(self, start: int, token_ids: list[int], num_outputs: int) -> None:
-        """Put token ids at position `start` and after; choose the likeliest token after each of the last ones."""
-        ...
-
-    def stream(self, prompt: Any, max_tokens: int) -> tuple[int, float]:
-        """Complete text or token ids greedily, piece by piece; return tokens and seconds to the first of them."""
-        ...
-
-    def work(self, start: int, num_rows: int) -> dict[str, int] | None:
-        """Bytes and multiplications that computing some tokens takes, where the engine knows."""
-        ...
-
-
 class LocalinferEngine:
-    """This library's model, by its program for given token ids, by its public face for text."""
+    """This library's model: its program for given token ids, its public API for text."""
 
     distribution = "localinfer"
 
@@ -46,8 +28,6 @@ class LocalinferEngine:
         from localinfer.progress import Progress
 
         loading = {"threads": options["threads"], "context_length": options["context_length"]}
-        self._model: Any = None
-        self._llm: Any = None
         with Progress() as progress:
             if options["streams"]:
                 from localinfer.loading import load
@@ -61,9 +41,11 @@ class LocalinferEngine:
                 self.num_threads, self.vocab_size = self._model.num_threads, self._model.vocab_size
 
     def compute(self, start: int, token_ids: list[int], num_outputs: int) -> None:
+        """Put token ids at position `start` and after; choose the likeliest token after each of the last ones."""
         self._model.compute(start, token_ids, num_outputs).argmax(axis=1)
 
     def stream(self, prompt: Any, max_tokens: int) -> tuple[int, float]:
+        """Complete text or token ids greedily, token by token; return tokens and seconds to the first of them."""
         # Else the second completion of a prompt would begin where the first had computed it.
         self._llm.clear_cache()
         began, first, count = time.perf_counter(), 0.0, 0
@@ -73,7 +55,8 @@ class LocalinferEngine:
         return count, first
 
     def work(self, start: int, num_rows: int) -> dict[str, int] | None:
-        return dict(vars(self._model.work(start, num_rows)))
+        """Bytes and multiplications that computing some tokens takes, where the engine says."""
+        return self._model.work(start, num_rows)._asdict()
 
 
 class LlamaCppEngine:
@@ -136,8 +119,8 @@ class LlamaCppEngine:
 ENGINES: dict[str, Any] = {engine.distribution: engine for engine in (LocalinferEngine, LlamaCppEngine)}
 
 
-def answer(engine: MeasuredEngine, request: dict[str, Any]) -> dict[str, Any]:
-    """Do what one request asks; every time in seconds."""
+def answer(engine: LocalinferEngine | LlamaCppEngine, request: dict[str, Any]) -> dict[str, Any]:
+    """Answer one request; all times in seconds."""
     action, clock = request["action"], time.perf_counter
     if action == "compute":
         began = clock()
@@ -151,7 +134,7 @@ def answer(engine: MeasuredEngine, request: dict[str, Any]) -> dict[str, Any]:
             intervals.append(clock() - began)
         return {"seconds": intervals}
     if action == "verify":
-        # Sizes take turns, so that a change of the machine's mood meets all of them.
+        # Sizes take turns, so that noise drift meets all of them.
         samples: dict[int, list[float]] = {size: [] for size in request["sizes"]}
         for _ in range(request["repetitions"]):
             for size, seconds in samples.items():
@@ -170,7 +153,7 @@ def answer(engine: MeasuredEngine, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def peak_memory_bytes() -> int | None:
-    """The most memory this process has had resident; None where only another process can tell (Windows)."""
+    """The most memory this process has had resident; None where only another process can measure it (Windows)."""
     try:
         with open("/proc/self/status", encoding="ascii", errors="replace") as status:
             return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:"))
@@ -188,7 +171,7 @@ def serve(channel: TextIO, name: str, options: dict[str, Any]) -> None:
     """Load, say so, and answer requests until standard input ends."""
     began = time.perf_counter()
     try:
-        engine: MeasuredEngine = ENGINES[name](options)
+        engine: LocalinferEngine | LlamaCppEngine = ENGINES[name](options)
         reply: dict[str, Any] = {
             "load_seconds": time.perf_counter() - began,
             "version": version(name),
@@ -199,7 +182,7 @@ def serve(channel: TextIO, name: str, options: dict[str, Any]) -> None:
         for line in sys.stdin:
             _send(channel, answer(engine, json.loads(line)))
     except Exception as error:
-        # It goes to the process that asked, which raises it there.
+        # The process that asked raises it.
         is_missing = isinstance(error, ImportError) and error.name == "llama_cpp"
         _send(channel, {"error": "missing" if is_missing else type(error).__name__, "message": str(error)})
 
@@ -210,7 +193,7 @@ def _send(channel: TextIO, reply: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Serve on the real standard output, and send there nothing that a library may print."""
+    """Serve on the real standard output, and send to stderr what a library may print."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)

@@ -1,18 +1,52 @@
-"""The `localinfer bench` command."""
+"""The `localinfer bench` command and its subcommands."""
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import click
 
 from localinfer.progress import Progress
 
-_COUNT = click.IntRange(min=1)
-_MILLISECONDS = click.FloatRange(min=0, min_open=True)
-_SERVE_ONLY = ("concurrency", "requests", "slo_ttft", "slo_itl")
-_NOT_SERVE = ("context", "repetitions")
+Record = dict[str, Any]
 
 
-def _numbers(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
+class _Bench(click.Group):
+    """Measures a model by itself, with options of its own, where the first word is no subcommand.
+
+    `bench MODEL --serve` is `bench serve MODEL`, and so for every subcommand.
+    """
+
+    allow_interspersed_args = True
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        options = args[: args.index("--")] if "--" in args else args
+        flags = [word for word in options if word.startswith("--") and word[2:] in self.commands]
+        names = [word for word in args[:1] if word in self.commands] + [flag[2:] for flag in flags]
+        words = [word for word in args[bool(args) and args[0] in self.commands :] if word not in flags]
+        if len(set(names)) > 1:
+            context = click.Context(self, parent, info_name)
+            raise click.UsageError(f"--{names[0]} and --{names[1]} are measured apart; leave one of them out.", context)
+        try:
+            if not names:
+                return super().make_context(info_name, words, parent, **extra)
+            return self.commands[names[0]].make_context(f"{info_name} {names[0]}", words, parent, **extra)
+        except click.NoSuchOption as error:
+            others = {"": self, **self.commands}
+            owners = [name for name in others if any(error.option_name in one.opts for one in others[name].params)]
+            if names and owners:
+                message = f"{error.option_name} has no meaning with --{names[0]}; leave it out."
+                raise click.UsageError(message, error.ctx) from None
+            if owners:
+                flags, commands = (map(form.format, owners) for form in ("--{}", f"`localinfer {info_name} {{}}`"))
+                message = f"{error.option_name} is for {' or '.join(flags)}; use {' or '.join(commands)}."
+                raise click.UsageError(message, error.ctx) from None
+            raise
+
+
+def _stream_counts(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
     """Read whole numbers, separated by commas."""
     try:
         found = tuple(int(word) for word in value.split(","))
@@ -23,206 +57,183 @@ def _numbers(context: click.Context, parameter: click.Parameter, value: str) -> 
     return found
 
 
-@click.command("bench")
-@click.argument("model", metavar="MODEL", required=False)
-@click.option("--prompt", type=_COUNT, default=512, show_default=True, metavar="N", help="Tokens to prefill.")
-@click.option("--decode", type=_COUNT, default=128, show_default=True, metavar="N", help="Tokens to decode.")
-@click.option(
-    "--context", type=_COUNT, default=32, show_default=True, metavar="N", help="Tokens before those that are decoded."
-)
-@click.option(
-    "--repetitions", type=_COUNT, default=5, show_default=True, metavar="N", help="Figures are medians of as many runs."
-)
-@click.option("--threads", type=_COUNT, metavar="N", help="CPU threads. Default: what the library chooses.")
-@click.option(
-    "--device",
+def _refuse_gpu(context: click.Context, parameter: click.Parameter, value: str) -> None:
+    if value != "cpu":
+        raise click.UsageError(
+            f"--device {value} is for plain `localinfer bench`, --stream and --serve, without --compare; leave it out."
+        )
+
+
+def _number(name: str, description: str, default: float | None = None, **other: Any) -> click.Option:
+    settings = {"type": click.IntRange(min=1), "metavar": "N", "show_default": default is not None, **other}
+    return click.Option([name], default=default, help=description, **settings)
+
+
+def _limit(name: str, description: str, default: float) -> click.Option:
+    return _number(name, description, default, type=click.FloatRange(min=0, min_open=True), metavar="MS")
+
+
+def _unused(option: click.Option, callback: Callable[..., Any] | None = None) -> click.Option:
+    """An option that a subcommand accepts, as the others do, without a use for it."""
+    hidden = copy.copy(option)
+    hidden.hidden, hidden.expose_value, hidden.callback = True, False, callback
+    return hidden
+
+
+_MODEL = click.Argument(["model"], metavar="MODEL")
+_PROMPT = _number("--prompt", "Tokens to prefill.", 512)
+_DECODE = _number("--decode", "Tokens to decode.", 128)
+_CONTEXT = _number("--context", "Tokens before those that are decoded.", 32)
+_REPETITIONS = _number("--repetitions", "Figures are medians of as many runs.", 5)
+_THREADS = _number("--threads", "CPU threads. Default: what the library chooses.")
+_DEVICE = click.Option(
+    ["--device"],
     type=click.Choice(["cpu", "cuda"]),
     default="cpu",
     show_default=True,
-    help="Where localinfer computes; a GPU is measured by itself, or with --stream or --serve.",
+    help="Where localinfer computes.",
 )
-@click.option(
-    "--compare",
+_COMPARE = click.Option(
+    ["--compare"],
     type=click.Choice(["llama-cpp-python"]),
     help="Measure this engine too, in turns with localinfer, on the same file and threads.",
 )
-@click.option("--peer-python", metavar="PATH", help="Python that has the other engine. Default: this one.")
-@click.option("--stream", is_flag=True, help="Measure streamed completions, text to text; one thread unless told.")
-@click.option("--speculation", is_flag=True, help="Measure what drafts bring, on new text and on text said before.")
-@click.option("--draft", metavar="FILE", help="With --speculation: a much smaller model of the same vocabulary.")
-@click.option(
-    "--roofline", is_flag=True, help="Measure the machine's two ceilings, and where each op of MODEL is under them."
+_PEER_PYTHON = click.Option(
+    ["--peer-python"], metavar="PATH", help="Python that has the other engine. Default: this one."
 )
-@click.option("--serve", is_flag=True, help="Measure the server under load, over HTTP, as more and more streams run.")
-@click.option(
-    "--concurrency",
-    callback=_numbers,
+_DRAFT = click.Option(["--draft"], metavar="FILE", help="A much smaller model of the same vocabulary.")
+_CONCURRENCY = click.Option(
+    ["--concurrency"],
+    callback=_stream_counts,
     default="1,2,4,8",
     show_default=True,
     metavar="N,N,...",
-    help="With --serve: streams at one time.",
+    help="Concurrent streams.",
 )
-@click.option(
-    "--requests", type=_COUNT, default=4, show_default=True, metavar="N", help="With --serve: requests of each stream."
-)
-@click.option(
-    "--slo-ttft",
-    type=_MILLISECONDS,
-    default=1000.0,
-    show_default=True,
-    metavar="MS",
-    help="With --serve: a reply in time has its first token within so many milliseconds,",
-)
-@click.option(
-    "--slo-itl",
-    type=_MILLISECONDS,
-    default=100.0,
-    show_default=True,
-    metavar="MS",
-    help="and the next ones, in the mean, every so many. Goodput counts replies in time.",
-)
-@click.option(
-    "--output",
-    metavar="FILE",
-    help="PNG that --roofline or --serve draws, with `pip install 'localinfer[plot]'`. Default: roofline.png for "
-    "--roofline without --json, else none.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, with every sample.")
-def bench_command(
-    model: str | None,
-    compare: str | None,
-    stream: bool,
-    speculation: bool,
-    draft: str | None,
-    roofline: bool,
-    serve: bool,
-    output: str | None,
-    as_json: bool,
-    **measured: Any,
-) -> None:
+_REQUESTS = _number("--requests", "Requests of each stream.", 4)
+_SLO_TTFT = _limit("--slo-ttft", "Longest time to the first token that goodput counts, in milliseconds.", 1000.0)
+_SLO_ITL = _limit("--slo-itl", "Longest mean time between the tokens of a reply that it counts.", 100.0)
+_OUTPUT = click.Option(["--output"], metavar="FILE", help="PNG to draw, with `pip install 'localinfer[plot]'`.")
+_JSON = click.Option(["--json", "as_json"], is_flag=True, help="Print one JSON object, with every sample.")
+
+_COMPARED = [_MODEL, _PROMPT, _DECODE, _CONTEXT, _REPETITIONS, _THREADS, _DEVICE, _COMPARE, _PEER_PYTHON, _JSON]
+_SPECULATION = [_MODEL, _DECODE, _REPETITIONS, _THREADS, _DRAFT, _JSON, _unused(_PROMPT), _unused(_CONTEXT)]
+_ROOFLINE = [_PROMPT, _CONTEXT, _THREADS, _OUTPUT, _JSON, _unused(_DECODE), _unused(_REPETITIONS)]
+_SERVE = [_MODEL, _PROMPT, _DECODE, _THREADS, _DEVICE, _CONCURRENCY, _REQUESTS, _SLO_TTFT, _SLO_ITL, _OUTPUT, _JSON]
+
+
+@click.group("bench", cls=_Bench, params=_COMPARED, invoke_without_command=True, subcommand_metavar="")
+def bench_command(**options: Any) -> None:
     """Measure how fast MODEL runs on this machine, and how near to what the machine can do.
 
     A table, or with --json one object, goes to stdout. Close what else is running: everything else that computes or
-    reads memory lowers the figures. --serve ends with exit code 1 if a request failed, or a text differed under load.
+    reads memory lowers the figures. The commands below measure something else; `bench MODEL --serve` is the same as
+    `bench serve MODEL`.
     """
-    from localinfer.bench.report import render_bench, render_json, render_roofline, render_speculation, render_stream
+    from localinfer.bench.decode import run_bench
+    from localinfer.bench.report import render_bench, render_gpu
 
-    _check(model, compare, stream, roofline, output if not serve else None, measured["peer_python"])
-    load = {name: measured.pop(name) for name in _SERVE_ONLY}
-    _check_speculation(speculation, draft, compare is not None or stream or roofline or serve)
-    _check_serve(serve, compare is not None or stream or roofline)
-    if serve:
-        assert model is not None, "checked above"
-        _serve(model, output, as_json, {**measured, **load})
+    if options["device"] == "cpu":
+        _measure(run_bench, render_bench, **options)
         return
-    on_gpu = measured["device"] != "cpu" and not stream
-    if on_gpu and (compare is not None or speculation or roofline):
-        raise click.UsageError(
-            "--device cuda is measured by itself; leave --compare, --speculation and --roofline out, or add --stream."
-        )
-    if roofline:
-        render, record = render_roofline, _roofline(model, output, as_json, measured)
-    else:
-        from localinfer.bench.decode import BenchSettings, run_bench, run_stream_bench
+    if options["compare"] is not None:
+        raise click.UsageError("--device cuda is measured by itself; leave --compare out, or add --stream.")
+    from localinfer.bench.gpu import run_gpu_bench
 
-        assert model is not None, "checked above"
-        settings = BenchSettings(model=model, peer=compare, **measured)
-        render, run = (render_stream, run_stream_bench) if stream else (render_bench, run_bench)
-        with Progress() as progress:
-            if speculation:
-                from localinfer.bench.speculation import run_speculation_bench
+    _measure(run_gpu_bench, render_gpu, **options)
 
-                render, record = render_speculation, run_speculation_bench(settings, draft, progress)
-            elif on_gpu:
-                from localinfer.bench.gpu import run_gpu_bench
-                from localinfer.bench.report import render_gpu
 
-                render, record = render_gpu, run_gpu_bench(settings, progress)
-            else:
-                record = run(settings, progress)
+@bench_command.command("stream", params=_COMPARED)
+def stream_command(**options: Any) -> None:
+    """Measure streamed completions, text to text; one thread unless --threads says more."""
+    from localinfer.bench.decode import run_stream_bench
+    from localinfer.bench.report import render_stream
+
+    _measure(run_stream_bench, render_stream, **options)
+
+
+def _measure(
+    run: Callable[..., Record],
+    render: Callable[[Record], str],
+    *,
+    compare: str | None,
+    peer_python: str | None,
+    as_json: bool,
+    **measured: Any,
+) -> None:
+    from localinfer.bench.decode import BenchSettings
+
+    if peer_python is not None and compare is None:
+        raise click.UsageError("--peer-python is for --compare; add --compare llama-cpp-python.")
+    settings = BenchSettings(peer=compare, peer_python=peer_python, **measured)
+    with Progress() as progress:
+        record = run(settings, progress)
+    _print(record, render, as_json)
+
+
+def _print(record: Record, render: Callable[[Record], str], as_json: bool) -> None:
+    from localinfer.bench.report import render_json
+
     click.echo(render_json(record) if as_json else render(record))
 
 
-def _check(
-    model: str | None, compare: str | None, stream: bool, roofline: bool, output: str | None, peer_python: str | None
-) -> None:
-    if model is None and not roofline:
-        raise click.UsageError("Missing argument 'MODEL': the GGUF file to measure.")
-    if roofline and (compare is not None or stream):
-        raise click.UsageError("--roofline measures localinfer's ops; leave --compare and --stream out.")
-    if output is not None and not roofline:
-        raise click.UsageError("--output is where --roofline or --serve draws; add one of them.")
-    if peer_python is not None and compare is None:
-        raise click.UsageError("--peer-python is for --compare; add --compare llama-cpp-python.")
+@bench_command.command("speculation", params=[*_SPECULATION, _unused(_DEVICE, _refuse_gpu)])
+def speculation_command(draft: str | None, as_json: bool, **measured: Any) -> None:
+    """Measure what drafts gain, on new text and on repeated text."""
+    from localinfer.bench.decode import BenchSettings
+    from localinfer.bench.report import render_speculation
+    from localinfer.bench.speculation import run_speculation_bench
 
-
-def _check_speculation(speculation: bool, draft: str | None, has_other: bool) -> None:
-    if speculation and has_other:
-        raise click.UsageError(
-            "--speculation is measured alone; leave --compare, --stream, --roofline and --serve out."
-        )
-    if draft is not None and not speculation:
-        raise click.UsageError("--draft is for --speculation; add it.")
-
-
-def _check_serve(serve: bool, has_other: bool) -> None:
-    if serve and has_other:
-        raise click.UsageError("--serve is measured alone; leave --compare, --stream and --roofline out.")
-    context = click.get_current_context()
-    for name in _NOT_SERVE if serve else _SERVE_ONLY:
-        if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT:
-            option = f"--{name.replace('_', '-')}"
-            way_out = "has no meaning with --serve; leave it out." if serve else "is for --serve; add it."
-            raise click.UsageError(f"{option} {way_out}")
-
-
-def _serve(model: str, output: str | None, as_json: bool, measured: dict[str, Any]) -> None:
-    from localinfer.bench.load_figures import Objective
-    from localinfer.bench.report import render_json
-    from localinfer.bench.serve import ServeSettings, run_serve_bench
-    from localinfer.bench.serve_report import render_serve
-
-    if output is not None:
-        from localinfer.bench.roofline_chart import require_matplotlib
-        from localinfer.files import check_output
-
-        check_output(output, inputs=[model])
-        require_matplotlib()
-    settings = ServeSettings(
-        model=model,
-        objective=Objective(first_token_seconds=measured["slo_ttft"] / 1e3, interval_seconds=measured["slo_itl"] / 1e3),
-        **{name: measured[name] for name in ("concurrency", "requests", "prompt", "decode", "threads", "device")},
-    )
     with Progress() as progress:
-        record = run_serve_bench(settings, progress)
-    click.echo(render_json(record) if as_json else render_serve(record))
-    if output is not None:
-        from localinfer.bench.serve_chart import draw_serve
-
-        draw_serve(record, output)
-        click.echo(f"drawn: {output}", err=True)
-    if record["num_failed"] or record["same_text"]["different"]:
-        raise click.exceptions.Exit(1)
+        record = run_speculation_bench(BenchSettings(**measured), draft, progress)
+    _print(record, render_speculation, as_json)
 
 
-def _roofline(model: str | None, output: str | None, as_json: bool, measured: dict[str, Any]) -> dict[str, Any]:
+_ANY_MODEL = click.Argument(["model"], metavar="[MODEL]", required=False)
+
+
+@bench_command.command("roofline", params=[_ANY_MODEL, *_ROOFLINE, _unused(_DEVICE, _refuse_gpu)])
+def roofline_command(model: str | None, output: str | None, as_json: bool, **measured: Any) -> None:
+    """Measure the machine's ceilings, and MODEL's ops under them.
+
+    The chart is drawn as roofline.png, where neither --json nor the name of another file is given.
+    """
+    from localinfer.bench.charts import check_chart, roofline_figure, save_figure
+    from localinfer.bench.report import render_roofline
     from localinfer.bench.roofline import measure_roofline
-    from localinfer.bench.roofline_chart import draw_roofline, require_matplotlib
-    from localinfer.files import check_output
 
     path = output if output is not None or as_json else "roofline.png"
     if path is not None:
-        check_output(path, inputs=[] if model is None else [model])
-        require_matplotlib()
+        check_chart(path, inputs=[] if model is None else [model])
     with Progress() as progress:
-        record = measure_roofline(
-            model,
-            threads=measured["threads"],
-            prompt=measured["prompt"],
-            context=measured["context"],
-            progress=progress,
-        )
+        record = measure_roofline(model, progress=progress, **measured)
+    _print(record, render_roofline, as_json)
     if path is not None:
-        draw_roofline(record, path)
+        save_figure(roofline_figure(record), path)
         click.echo(f"drawn: {path}", err=True)
-    return record
+
+
+@bench_command.command("serve", params=_SERVE)
+def serve_command(
+    model: str, slo_ttft: float, slo_itl: float, output: str | None, as_json: bool, **measured: Any
+) -> None:
+    """Measure the server under load, over HTTP.
+
+    Ends with exit code 1 if a request failed, or a text differed under load.
+    """
+    from localinfer.bench.charts import check_chart, save_figure, serve_figure
+    from localinfer.bench.figures import Objective
+    from localinfer.bench.report import render_serve
+    from localinfer.bench.serve import ServeSettings, run_serve_bench
+
+    if output is not None:
+        check_chart(output, inputs=[model])
+    objective = Objective(first_token_seconds=slo_ttft / 1e3, interval_seconds=slo_itl / 1e3)
+    with Progress() as progress:
+        record = run_serve_bench(ServeSettings(model=model, objective=objective, **measured), progress)
+    _print(record, render_serve, as_json)
+    if output is not None:
+        save_figure(serve_figure(record), output)
+        click.echo(f"drawn: {output}", err=True)
+    if record["num_failed"] or record["same_text"]["different"]:
+        raise click.exceptions.Exit(1)

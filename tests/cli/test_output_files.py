@@ -14,7 +14,7 @@ from typing import BinaryIO
 import numpy as np
 import pytest
 
-from localinfer.bench.roofline_chart import save_figure
+from localinfer.bench.charts import save_figure
 from localinfer.cli import EXIT_BAD_INPUT, main
 from localinfer.errors import LocalinferError, RequestError, SessionFileError
 from localinfer.files import OutputFile, check_output, is_written_in_place

@@ -1,6 +1,7 @@
-"""What the times of a load's requests come to: percentiles, goodput, and the knee of the curve they draw."""
+"""What samples come to: medians, percentiles and ratios, and of a load its goodput and the knee of its curve."""
 
 import math
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,12 +13,50 @@ _LEAST_BEND = 0.05
 """A curve that leaves its chord by less, as a share of the chart's side, is a line with noise, and has no knee."""
 
 
+def percentile(values: Iterable[float], percent: int) -> float:
+    """The smallest of the values that so many percent of them do not exceed. At least one value.
+
+    This is the nearest rank, which NumPy calls "inverted_cdf".
+    """
+    ordered = sorted(values)
+    return ordered[max(0, -(-percent * len(ordered) // 100) - 1)]
+
+
+def summarize(values: Sequence[float]) -> Record:
+    """A median, and the values it is of."""
+    return {"median": statistics.median(values), "values": list(values)}
+
+
+def spread(values: Sequence[float]) -> Record | None:
+    """Percentiles, and the values they are of; None of no values."""
+    if not values:
+        return None
+    return {**{f"p{percent}": percentile(values, percent) for percent in PERCENTS}, "values": list(values)}
+
+
+def compare(ours: Record, peer: Record) -> Record:
+    """How many times better the first engine is: by medians, and at least and at most in one pair of repetitions."""
+    ratios: Record = {}
+    for name, value in ours.items():
+        other = peer.get(name)
+        if not value or not other or name in ("version", "tokens", "verification_cost"):
+            continue
+        power = 1 if name.endswith("_per_second") else -1
+        if isinstance(value, dict):
+            each = [(a / b) ** power for a, b in zip(value["values"], other["values"], strict=True)]
+            ratio = (value["median"] / other["median"]) ** power
+            ratios[name] = {"ratio": ratio, "lowest": min(each), "highest": max(each)}
+        else:
+            ratios[name] = {"ratio": (value / other) ** power}
+    return ratios
+
+
 @dataclass(frozen=True, slots=True)
 class RequestTimes:
-    """What the client saw of one streamed reply; times in seconds on one clock.
+    """What the client measured of one streamed reply; times in seconds on one clock.
 
-    first_byte: of the event stream. tokens: of every event that brought text. num_tokens: generated, by the server's
-    own count; a token that ends in the midst of a character brings no text.
+    first_byte: of the event stream. tokens: of every event with text. num_tokens: generated, by the server's own count;
+    a token that ends inside a character has no text.
     """
 
     sent: float
@@ -44,7 +83,7 @@ class RequestTimes:
         return (self.ended - self.sent) / self.num_tokens
 
     def tokens_until(self, moment: float) -> float:
-        """Tokens that had come by then."""
+        """Tokens received by then."""
         return self.num_tokens * sum(time <= moment for time in self.tokens) / len(self.tokens)
 
 
@@ -57,13 +96,13 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """A service level objective: a reply meets it by its first token and by the mean of its intervals, in seconds."""
+    """A service level objective (SLO): limits of the first token and of the mean interval of a reply, in seconds."""
 
     first_token_seconds: float
     interval_seconds: float
 
     def is_met(self, request: RequestTimes) -> bool:
-        """Whether a reply came in time."""
+        """Whether a reply is within both limits."""
         mean = (request.tokens[-1] - request.tokens[0]) / max(1, request.num_tokens - 1)
         return request.time_to_first_token_seconds <= self.first_token_seconds and mean <= self.interval_seconds
 
@@ -72,7 +111,7 @@ Outcome = RequestTimes | Failure
 
 
 def compare_texts(outcomes: Sequence[Outcome], again: Sequence[Outcome]) -> Record:
-    """How many texts came both times, the numbers of those that differ, and why others did not come."""
+    """How many texts were received both times, the numbers of those that differ, and why others failed."""
     pairs = list(zip(outcomes, again, strict=True))
     failures = [outcome.reason for pair in pairs for outcome in pair if isinstance(outcome, Failure)]
     texts = [
@@ -84,30 +123,12 @@ def compare_texts(outcomes: Sequence[Outcome], again: Sequence[Outcome]) -> Reco
     return {"compared": len(texts), "different": different, "failures": failures}
 
 
-def percentile(values: Iterable[float], percent: int) -> float:
-    """The smallest of the values that so many percent of them do not exceed (nearest rank). At least one value."""
-    ordered = sorted(values)
-    return ordered[max(0, -(-percent * len(ordered) // 100) - 1)]
-
-
-def spread(values: Sequence[float]) -> Record | None:
-    """Percentiles, and the values they are of; None of no values."""
-    if not values:
-        return None
-    return {**{f"p{percent}": percentile(values, percent) for percent in PERCENTS}, "values": list(values)}
-
-
 def level_record(
-    concurrency: int,
-    outcomes: Sequence[Outcome],
-    objective: Objective,
-    *,
-    began: float,
-    busy_until: float,
+    concurrency: int, outcomes: Sequence[Outcome], objective: Objective, *, began: float, busy_until: float
 ) -> Record:
-    """What so many streams at one time came to.
+    """The figures of one number of concurrent streams.
 
-    began, busy_until: while every stream had a request; rates are of that time, in which nobody idles.
+    began, busy_until: while every stream had a request; rates are of that time, in which no stream idles.
     Goodput is the rate of requests, and the share of all of them, that met the objective.
     """
     whole = [outcome for outcome in outcomes if isinstance(outcome, RequestTimes)]
