@@ -50,7 +50,7 @@ def cache_command(disk_cache_folder: str | None, clear: bool) -> None:
 def kept_models(folder: Path) -> Iterator[KeptModel]:
     """What lies in a cache folder, by model, as the descriptions in it say."""
     from localinfer.persistence.budget import DESCRIPTION, stored_files
-    from localinfer.persistence.description import read_description
+    from localinfer.persistence.fingerprint import read_description
 
     files = list(stored_files(folder))
     for description in folder.glob(f"*/{DESCRIPTION}"):

@@ -1,4 +1,4 @@
-"""The byte budget of the cache folder: what was used least recently goes first."""
+"""The files of the cache folder, and their byte budget: the least recently used are deleted first."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ DESCRIPTION = "about.json"
 """The file in the folder of a fingerprint that says what it is of."""
 
 WEIGHTS_FOLDER = "weights"
-"""The folder with remembered hashes of model files."""
+"""The folder with cached hashes of model files."""
 
 CHATS_FOLDER = "chats"
 """The folder of a fingerprint with its answered chats."""
@@ -40,9 +40,9 @@ class StoredFile(NamedTuple):
 
 
 class DiskBudget:
-    """Keeps a folder that several processes write near `max_bytes`, measuring it rarely.
+    """The byte budget of a folder that several processes write, measured rarely.
 
-    Between measurements only what this process wrote is known, so the folder may exceed the budget by a sixteenth per
+    Between measurements only what this process wrote is counted, so the folder may exceed the budget by a sixteenth per
     process. One thread at a time may call.
     """
 
@@ -58,7 +58,7 @@ class DiskBudget:
         self._written_bytes += num_bytes
 
     def enforce(self) -> int:
-        """Delete what was used longest ago until the folder fits; return the bytes deleted. Never raises OSError."""
+        """Delete the least recently used files until the folder fits; return their bytes. Never raises OSError."""
         is_known = self._measured_bytes is not None and self._written_bytes <= self._slack_bytes
         if is_known and (self._measured_bytes or 0) + self._written_bytes <= self._max_bytes:
             return 0
@@ -97,7 +97,7 @@ def newest_first(folder: Path) -> list[StoredFile]:
 
 
 def clear(folder: Path) -> int:
-    """Delete every file that `stored_files` gives, and return their bytes. Who uses them now will miss."""
+    """Delete every file of `stored_files`, and return their bytes. A process that uses them will have misses."""
     return sum(file.num_bytes for file in list(stored_files(folder)) if _delete(file.path))
 
 
@@ -119,7 +119,7 @@ def _entries(folder: str | os.PathLike[str]) -> list[os.DirEntry[str]]:
 
 
 def _folders(folder: str | os.PathLike[str]) -> Iterator[os.DirEntry[str]]:
-    """Folders in a folder, without links to others, whose files are somebody else's."""
+    """Folders in a folder, without links to others, whose files are not ours."""
     for entry in _entries(folder):
         with contextlib.suppress(OSError):
             if entry.is_dir(follow_symlinks=False):

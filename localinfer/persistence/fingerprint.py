@@ -1,7 +1,8 @@
 """What cached keys and values depend on beside the token ids: of which model they are, and what computed them.
 
-The weights are told apart by a SHA-256 of all their bytes, which is computed once and remembered for as long as the
-system says that the files are the same. Everything else is cheap and is computed anew.
+The weights are identified by a SHA-256 of all their bytes, which is computed once and cached for as long as the system
+says that the files are the same. Everything else is cheap and is computed anew. A folder of the cache describes its
+fingerprint in a file, for people and for explanations only: pages are found and proven without it.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
+from typing import TypedDict
 
 import numpy as np
 
@@ -29,9 +31,14 @@ _CHUNK_BYTES = 16 << 20
 _SMALL_BYTES = 128 << 20
 """Files up to this size are read whenever their hash is wanted: it takes a tenth of a second."""
 _MAX_NOTE_BYTES = 1 << 12
-"""A remembered hash has some hundred."""
+"""A cached hash has some hundred."""
+_MAX_DESCRIPTION_BYTES = 1 << 16
+_MAX_PAGE_SIZE = 1 << 40
 _RACY_NS = 2_000_000_000
 """A file that changed less than this ago may change again within the same tick of its timestamp."""
+
+NOT_COMPUTING = ("models/calibration/", "models/demo/")
+"""Sources without influence on what a loaded model computes."""
 
 ShouldStop = Callable[[], bool]
 
@@ -72,9 +79,9 @@ def describe_parts(file: ModelFile, kv_layout: object, config: object) -> dict[s
 
 
 class ModelIdentity:
-    """The fingerprint of a loaded model, found out once, and as late as it is wanted. Threads may share it.
+    """The fingerprint of a loaded model, computed once, when it is first wanted. Threads may share it.
 
-    memory: a private folder where hashes are remembered, if anywhere. Raises: OSError if a file of the model is gone.
+    memory: a private folder where hashes are cached, if anywhere. Raises: OSError if a file of the model is gone.
     """
 
     def __init__(self, file: ModelFile, kv_layout: object, config: object, memory: Path | None) -> None:
@@ -98,7 +105,7 @@ class ModelIdentity:
         """The fingerprint, if no large file must be read for it. Raises: LocalinferError once the model is closed."""
         with self._lock:
             if self._fingerprint is None:
-                value = self._weights.remembered_hash()
+                value = self._weights.cached_hash()
                 if value is None and self._weights.num_bytes <= _SMALL_BYTES:
                     value = self._weights.compute_hash()
                 self._describe(value)
@@ -130,7 +137,7 @@ class WeightsFiles:
     """The files that weights came from, as they were when they were loaded."""
 
     def __init__(self, file: ModelFile, memory: Path | None) -> None:
-        """memory: the private folder where hashes are remembered, if anywhere. Raises: OSError if a file is gone."""
+        """memory: the private folder where hashes are cached, if anywhere. Raises: OSError if a file is gone."""
         self._paths = [path.resolve() for path in file.paths]
         self._data_starts = [_data_start(file, part) for part in range(len(self._paths))]
         self._memory = memory
@@ -141,8 +148,8 @@ class WeightsFiles:
         """Bytes of all files."""
         return sum(stamp[0] for stamp in self._stamps)
 
-    def remembered_hash(self) -> str | None:
-        """The hash, if it was computed before and the files are still the same, by all that the system says."""
+    def cached_hash(self) -> str | None:
+        """The cached hash, if the files are still the same by all that the system says."""
         if self._memory is None:
             return None
         try:
@@ -153,7 +160,7 @@ class WeightsFiles:
         return value if proof == self._proof(value) else None
 
     def compute_hash(self, *, threads: int = 1, should_stop: ShouldStop = lambda: False) -> str | None:
-        """Hash every byte and remember it; None if it was stopped, or the files have changed since they were loaded.
+        """Hash every byte and cache the hash; None if it was stopped, or the files have changed since they were loaded.
 
         Each sixteen MiB are hashed apart, so that threads can share the work. Raises: OSError.
         """
@@ -179,7 +186,7 @@ class WeightsFiles:
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
-    """What the system says of a file, which changes with any write; a new modification time alone costs a rehash."""
+    """The attributes of a file that change with any write; a new modification time alone costs a rehash."""
     status = os.stat(path)
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev
 
@@ -235,7 +242,7 @@ def _program() -> str:
 
 @cache
 def _code() -> str:
-    """Hash of the sources that compute; where they cannot be known, a text that no other process has."""
+    """Hash of the sources that compute; where they are unknown, a text that is unique to this process."""
     from localinfer.kernels.source_digests import PACKAGES, UNKNOWN_SOURCES, combined, source_digests
 
     digests: dict[str, str] = {}
@@ -244,9 +251,61 @@ def _code() -> str:
         if found is None:
             logger.warning("what this process keeps on disk can be read by no other one: %s", UNKNOWN_SOURCES)
             return f"of unknown sources in process {uuid.uuid4().hex}"
-        digests |= found
+        digests |= {name: digest for name, digest in found.items() if not name.startswith(NOT_COMPUTING)}
     return combined(digests)
 
 
 def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+class Description(TypedDict):
+    """A model's name, the parts of its fingerprint by name, and the tokens and bytes of a page."""
+
+    model: str
+    parts: dict[str, str]
+    page_tokens: int
+    page_bytes: int
+
+
+def describe_folder(path: Path, description: Description) -> None:
+    """Write what a folder is of, unless it is there already. A failing disk costs an explanation only."""
+    try:
+        if read_description(path)["parts"] == description["parts"]:
+            return
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        logger.info("%s is written anew: %s", path, error)
+    text = json.dumps(description, indent=1).encode()
+    with contextlib.suppress(OSError):
+        write_atomically(path, lambda file: write_all(file, text))
+
+
+def read_description(path: Path) -> Description:
+    """Read what a folder is of, from a file that is not trusted. Raises: OSError, ValueError."""
+    try:
+        fields = json.loads(read_bounded(path, _MAX_DESCRIPTION_BYTES))
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+    if not isinstance(fields, dict):
+        raise ValueError("it is no object")
+    model, parts = fields.get("model"), fields.get("parts")
+    if not isinstance(model, str) or not isinstance(parts, dict):
+        raise ValueError("it names no model, or no parts")
+    if not all(isinstance(value, str) for value in parts.values()):
+        raise ValueError("a part is no text")
+    page_tokens, page_bytes = _size(fields.get("page_tokens")), _size(fields.get("page_bytes"))
+    return Description(model=model, parts=parts, page_tokens=page_tokens, page_bytes=page_bytes)
+
+
+def _size(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= _MAX_PAGE_SIZE:
+        raise ValueError("a page has an impossible size")
+    return value
+
+
+def describe_differences(stored: Mapping[str, str], ours: Mapping[str, str]) -> str:
+    """Which parts of two fingerprints differ, in words."""
+    names = [name for name in {**ours, **stored} if stored.get(name) != ours.get(name)]
+    return f"it was stored with different {', '.join(names)}"

@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from enum import Enum
 from io import FileIO
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,15 +54,10 @@ class Rejection(Enum):
 def checksum(header: bytes, data: memoryview | bytes = b"") -> bytes:
     """32 bytes that change when the header does, or the data, whose length is a multiple of 8 bytes.
 
-    The data are folded first, at the speed of memory. It shows damage, and is no proof against forgery: who can write
-    in this user's private folder needs none.
+    The data are folded first, at the speed of memory. It detects damage, not forgery: a process that can write in this
+    user's private folder needs none.
     """
     return hashlib.sha256(fold(data) + header).digest()
-
-
-def page_key(parent: bytes, token_ids: TokenIds) -> bytes:
-    """Key of the page that holds these tokens after the history whose key is `parent`."""
-    return hashlib.sha256(parent + token_ids.astype("<i4").tobytes()).digest()
 
 
 @dataclass(frozen=True)
@@ -98,7 +92,7 @@ class PageRecord:
     @functools.cached_property
     def key(self) -> bytes:
         """Key of the history up to this page's last token."""
-        return page_key(self.parent, self.token_ids)
+        return hashlib.sha256(self.parent + self.token_ids.astype("<i4").tobytes()).digest()
 
     def is_same(self, other: "PageRecord") -> bool:
         """Whether both are of the same tokens after the same history."""
@@ -122,44 +116,25 @@ def write_page(path: Path, form: PageFormat, record: PageRecord, page: memoryvie
 
 
 def read_page(path: Path, form: PageFormat, wanted: PageRecord, page: memoryview) -> Rejection | None:
-    """Read the file at `path` into `page`, and prove that it is whole and is of `wanted`; else say what was wrong.
+    """Read the file at `path` into `page`, and prove that it is whole and is of `wanted`; else return what was wrong.
 
-    After a rejection `page` holds anything.
+    After a rejection the bytes of `page` are undefined.
     """
-    try:
-        with open_regular(path) as file:
-            if os.fstat(file.fileno()).st_size != form.file_bytes:
-                return Rejection.TORN
-            header = bytearray(form.header_bytes)
-            if not (read_all(file, memoryview(header)) and read_all(file, page)):
-                return Rejection.TORN
-    except FileNotFoundError:
-        return Rejection.MISSING
-    except OSError:
-        return Rejection.UNREADABLE
-    found = _parse(form, bytes(header))
+    header = _read(path, form, page)
+    if isinstance(header, Rejection):
+        return header
+    found = _parse(form, header)
     if isinstance(found, Rejection):
         return found
-    if checksum(bytes(header[:-CHECKSUM_BYTES]), page) != header[-CHECKSUM_BYTES:]:
+    if checksum(header[:-CHECKSUM_BYTES], page) != header[-CHECKSUM_BYTES:]:
         return Rejection.ALTERED
     return None if found.is_same(wanted) else Rejection.FOREIGN
 
 
 def read_record(path: Path, form: PageFormat) -> PageRecord | Rejection:
-    """Read only what a file says it is of, which is not proven before `read_page`."""
-    try:
-        with open_regular(path) as file:
-            # Before memory is taken for what may have been written by hand.
-            if os.fstat(file.fileno()).st_size != form.file_bytes:
-                return Rejection.TORN
-            header = bytearray(form.header_bytes)
-            if not read_all(file, memoryview(header)):
-                return Rejection.TORN
-    except FileNotFoundError:
-        return Rejection.MISSING
-    except OSError:
-        return Rejection.UNREADABLE
-    return _parse(form, bytes(header))
+    """Read only what a file claims to be of, which is not proven before `read_page`."""
+    header = _read(path, form)
+    return header if isinstance(header, Rejection) else _parse(form, header)
 
 
 def look_at(path: Path, num_bytes: int) -> Rejection | None:
@@ -175,13 +150,7 @@ def look_at(path: Path, num_bytes: int) -> Rejection | None:
     return None if status.st_size == num_bytes else Rejection.TORN
 
 
-class Readable(Protocol):
-    """An unbuffered file open for reading: it may read less than fits."""
-
-    def readinto(self, data: memoryview, /) -> int | None: ...
-
-
-def read_all(file: Readable, data: memoryview) -> bool:
+def read_all(file: FileIO, data: memoryview) -> bool:
     """Fill `data`, however little the system gives at a time; False if the file ends before. Raises: OSError."""
     while data:
         count = file.readinto(data)
@@ -189,6 +158,23 @@ def read_all(file: Readable, data: memoryview) -> bool:
             return False
         data = data[count:]
     return True
+
+
+def _read(path: Path, form: PageFormat, page: memoryview | None = None) -> bytes | Rejection:
+    """Read the header, and the page where there is a buffer for it."""
+    try:
+        with open_regular(path) as file:
+            # Before memory is taken for what may have been written by hand.
+            if os.fstat(file.fileno()).st_size != form.file_bytes:
+                return Rejection.TORN
+            header = bytearray(form.header_bytes)
+            if not (read_all(file, memoryview(header)) and (page is None or read_all(file, page))):
+                return Rejection.TORN
+    except FileNotFoundError:
+        return Rejection.MISSING
+    except OSError:
+        return Rejection.UNREADABLE
+    return bytes(header)
 
 
 def _header(form: PageFormat, record: PageRecord) -> bytes:

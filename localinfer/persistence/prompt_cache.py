@@ -1,4 +1,4 @@
-"""The disk under the prefix tree: conversations are written when they go idle, and come back when they go on.
+"""The disk under the prefix tree: conversations are written when they go idle, and restored when they continue.
 
 Writing happens behind everything else, by a thread that lives only while there is something to write. It copies a few
 pages at a time between two steps of the engine, so that it holds no page and no step waits for the disk.
@@ -12,12 +12,13 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from localinfer.cache.block_pool import PagePool
 from localinfer.cache.prefix_cache import PrefixCache
 from localinfer.cache.prefix_tree import CachedPath, Match, TokenIds
 from localinfer.chat.history import AnsweredChat, ChatHistory
@@ -26,10 +27,15 @@ from localinfer.errors import ClosedError, LocalinferError, OutOfMemoryError
 from localinfer.kernels.user_folders import expand_home
 from localinfer.persistence.budget import CHATS_FOLDER, DESCRIPTION, WEIGHTS_FOLDER
 from localinfer.persistence.chats import StoredChats
-from localinfer.persistence.description import Description, describe_differences, describe_folder, read_description
-from localinfer.persistence.fingerprint import Fingerprint, ModelIdentity
-from localinfer.persistence.restore import part_view, restore_pages
-from localinfer.persistence.store import DiskCounters, DiskTier, Found, Saved, common_length
+from localinfer.persistence.fingerprint import (
+    Description,
+    Fingerprint,
+    ModelIdentity,
+    describe_differences,
+    describe_folder,
+    read_description,
+)
+from localinfer.persistence.store import DiskCounters, DiskTier, Found, PageSource, Saved, common_length
 from localinfer.private_folder import make_private, user_cache_folder
 from localinfer.worker_threads import num_io_threads
 
@@ -41,9 +47,9 @@ _IDLE_SECONDS = 0.5
 _CLOSE_SECONDS = 5.0
 """How long closing may take to write what is left."""
 _PAGES_IN_PLACE = 64
-"""Pages that closing writes before it looks at the time."""
+"""Pages that closing writes between two checks of the time."""
 _MAX_OTHERS = 64
-"""Other fingerprints that are asked for a prompt, to say what they differ in."""
+"""Other fingerprints that are searched for a prompt, to explain a miss."""
 
 
 def conversations_folder(parent: str | os.PathLike[str] | None) -> Path | None:
@@ -64,23 +70,15 @@ class DiskOptions:
 
     @property
     def weights_memory(self) -> Path:
-        """Where hashes of model files are remembered."""
+        """Where hashes of model files are cached."""
         return self.folder / WEIGHTS_FOLDER
-
-
-@dataclass(frozen=True)
-class _Other:
-    """What another model, setting or version keeps in the same folder."""
-
-    parts: Mapping[str, str]
-    tier: DiskTier
 
 
 class DiskCache:
     """A `CacheTier` over a folder, for one engine. `close` writes what is left; so does the end of the process.
 
-    history: remembers chats over restarts too. The folder is made if it is not there, and refused, with a warning, if
-    others could write it.
+    history: its chats are kept over restarts too. The folder is made if it is not there, and refused, with a warning,
+    if others could write it.
     """
 
     def __init__(
@@ -101,8 +99,8 @@ class DiskCache:
         self._idle_seconds = idle_seconds
         self._tier: DiskTier | None = None
         self._parts_tier: DiskTier | None = None
-        self._others: list[_Other] = []
-        self._chats_told: str | None = None
+        self._others: list[tuple[Mapping[str, str], DiskTier]] = []
+        self._chats_failure: str | None = None
         self._is_described = False
         self._is_outdated = False
         self._process = os.getpid()
@@ -112,7 +110,7 @@ class DiskCache:
         self._deadline = float("inf")
         self._is_closing = False
         self._writer: threading.Thread | None = None
-        # Taken before the engine's lock, which who copies pages waits for.
+        # Taken before the engine's lock, which copying pages waits for.
         self._writing = threading.Lock()
         self._cache: PrefixCache | None = None
         self._at_exit = functools.partial(_close_at_exit, weakref.ref(self))
@@ -136,7 +134,7 @@ class DiskCache:
         return DiskCounters() if self._tier is None else self._tier.counters
 
     def wait_until_open(self) -> None:
-        """Wait until what is remembered of former chats has been read: milliseconds after loading."""
+        """Wait until stored chats have been read: milliseconds after loading."""
         if not self._is_closing:
             self._opener.join()
 
@@ -148,10 +146,10 @@ class DiskCache:
             return None
         found = tier.find(token_ids, cached_tokens // tier.form.page_tokens)
         if found.num_tokens <= cached_tokens:
-            return self._explain(tier, token_ids, cached_tokens, found)
+            return self._explain(token_ids, cached_tokens, found)
         assert self._cache is not None, "a tier was set"
         try:
-            return restore_pages(self._cache, tier, self._parts_tier, token_ids, found)
+            return _restore_pages(self._cache, tier, self._parts_tier, token_ids, found)
         except OutOfMemoryError:
             return "it is on disk, and memory has no room for it beside the conversations that are running"
 
@@ -159,7 +157,7 @@ class DiskCache:
         """Nothing: what is evicted was written when it went idle."""
 
     def on_idle(self, token_ids: TokenIds) -> None:
-        """Have a conversation written after a moment's rest, unless it goes on."""
+        """Write a conversation once it has been idle for a moment."""
         with self._wake:
             if self._is_closing:
                 return
@@ -171,11 +169,11 @@ class DiskCache:
                 self._writer.start()
 
     def flush(self) -> None:
-        """Write everything that waits, now, with all threads and no step of the engine meanwhile."""
+        """Write everything that is pending, now, with all threads and no step of the engine meanwhile."""
         self._save_pending(self._save_in_place, num_io_threads())
 
     def close(self, *, seconds: float = _CLOSE_SECONDS) -> None:
-        """Write what is left, for at most about `seconds`; may be called again. A forked child forgets."""
+        """Write what is left, for at most about `seconds`; may be called again. Does nothing in a forked child."""
         if os.getpid() != self._process:
             return
         with self._wake:
@@ -223,7 +221,7 @@ class DiskCache:
             self._save_chats()
 
     def _has_model_changed(self) -> bool:
-        """Whether nothing may be kept any more, since only who loads the old file would find it; told once."""
+        """Whether the model's file is no longer the loaded one, so that nothing may be kept; warns once."""
         if self._identity.has_changed and not self._is_outdated:
             self._is_outdated = True
             logger.warning(
@@ -233,7 +231,7 @@ class DiskCache:
         return self._is_outdated
 
     def _save_chats(self) -> None:
-        """Write the replies' ids too, which cannot be had again from their texts."""
+        """Write the replies' ids too, which cannot be computed from their texts."""
         if self._tier is None or not self._tier.folder.is_dir():
             return
         chats = []
@@ -241,30 +239,49 @@ class DiskCache:
             chats.append(self._answered.popleft())
         try:
             StoredChats(self._tier.folder / CHATS_FOLDER).save(chats)
-            self._chats_told = None
+            self._chats_failure = None
         except OSError as error:
-            level = logging.INFO if str(error) == self._chats_told else logging.WARNING
+            level = logging.INFO if str(error) == self._chats_failure else logging.WARNING
             logger.log(level, "a reply's tokens were not kept on disk: %s", error)
-            self._chats_told = str(error)
+            self._chats_failure = str(error)
 
     def _save_behind(self, tier: DiskTier, token_ids: TokenIds, threads: int) -> Saved:
-        saved = tier.save(token_ids, _Copies(self, tier, token_ids, is_windowed=False), threads=threads)
+        """Copy a few pages at a time between two steps of the engine."""
+        saved = tier.save(token_ids, self._copies(tier, token_ids, is_windowed=False), threads=threads)
         if self._parts_tier is not None:
             with self._engine.exclusive_cache() as cache:
                 places = np.flatnonzero(cache.tree.match(token_ids).windowed).tolist()
-            copies = _Copies(self, self._parts_tier, token_ids, is_windowed=True)
+            copies = self._copies(self._parts_tier, token_ids, is_windowed=True)
             self._parts_tier.save(token_ids, copies, places=places, threads=threads)
         return saved
 
+    def _copies(self, tier: DiskTier, token_ids: TokenIds, *, is_windowed: bool) -> PageSource:
+        """Pages of one conversation, or their sliding-window parts, copied to two sets of buffers in turns."""
+        sets: list[list[memoryview]] = [[], []]
+
+        def read(indices: Sequence[int]) -> Sequence[memoryview] | None:
+            sets.reverse()
+            sets[0] += [np.empty(tier.form.page_bytes, np.uint8).data for _ in range(len(indices) - len(sets[0]))]
+            buffers = sets[0][: len(indices)]
+            try:
+                with self._engine.exclusive_cache() as cache:
+                    pages = self._pages(cache.pool, cache.tree.match(token_ids), token_ids, indices, is_windowed)
+                    for page, buffer in zip(pages or (), buffers, strict=False):
+                        buffer[:] = page
+            except ClosedError:
+                return None
+            return None if pages is None else buffers
+
+        return read
+
     def _save_in_place(self, tier: DiskTier, token_ids: TokenIds, threads: int) -> Saved:
+        """Write pages where they lie; no step of the engine runs meanwhile."""
         with self._engine.exclusive_cache() as cache:
             pool, match = cache.pool, cache.tree.match(token_ids)
 
             def save(tier: DiskTier, places: Sequence[int] | None, is_windowed: bool) -> Saved:
                 def read(indices: Sequence[int]) -> Sequence[memoryview] | None:
-                    if self._must_stop() or not _holds(match, token_ids, indices, pool.page_tokens, is_windowed):
-                        return None
-                    return [part_view(pool, page, is_windowed) for page in match.pages[list(indices)].tolist()]
+                    return self._pages(pool, match, token_ids, indices, is_windowed)
 
                 return tier.save(token_ids, read, places=places, threads=threads, pages_at_once=_PAGES_IN_PLACE)
 
@@ -273,26 +290,18 @@ class DiskCache:
                 save(self._parts_tier, np.flatnonzero(match.windowed).tolist(), True)
             return saved
 
+    def _pages(
+        self, pool: PagePool, match: Match, token_ids: TokenIds, indices: Sequence[int], is_windowed: bool
+    ) -> list[memoryview] | None:
+        """The bytes of some pages, or of their sliding-window parts; None if the match lacks them, or time is up."""
+        reaches = match.length >= min(token_ids.size, (indices[-1] + 1) * pool.page_tokens)
+        if self._must_stop() or not reaches or (is_windowed and not match.windowed[list(indices)].all()):
+            return None
+        view = pool.windowed_view if is_windowed else pool.view
+        return [view(page).data for page in match.pages[list(indices)].tolist()]
+
     def _must_stop(self) -> bool:
         return time.monotonic() > self._deadline
-
-    def copy_pages(
-        self, token_ids: TokenIds, indices: Sequence[int], buffers: Sequence[memoryview], is_windowed: bool
-    ) -> bool:
-        """Copy some pages of a conversation from the tree, or their windowed parts, between two steps; False if they
-        are not there any more."""
-        if self._must_stop():
-            return False
-        try:
-            with self._engine.exclusive_cache() as cache:
-                match = cache.tree.match(token_ids)
-                if not _holds(match, token_ids, indices, cache.pool.page_tokens, is_windowed):
-                    return False
-                for index, buffer in zip(indices, buffers, strict=True):
-                    buffer[:] = part_view(cache.pool, int(match.pages[index]), is_windowed)
-        except ClosedError:
-            return False
-        return True
 
     def _open_if_known(self) -> None:
         try:
@@ -304,7 +313,7 @@ class DiskCache:
         if fingerprint is None:
             return None
         pool = self._engine.pool
-        self._others = [other for other in self._find_others() if dict(other.parts) != dict(fingerprint.parts)]
+        self._others = [other for other in self._find_others() if other[0] != dict(fingerprint.parts)]
         tier = self._tier_of(fingerprint, pool.page_tokens, pool.page_bytes)
         if pool.sliding.tokens:
             self._parts_tier = self._tier_of(fingerprint, pool.page_tokens, pool.windowed_bytes, is_windowed=True)
@@ -314,19 +323,15 @@ class DiskCache:
         return tier
 
     def _describe(self, tier: DiskTier) -> None:
-        """Say in the folder of a fingerprint what it is of, unless it says so already."""
+        """Write into the folder of a fingerprint what it is of, unless it is there already."""
         fingerprint = self._identity.known()
-        if fingerprint is None or self._is_described:
-            return
-        self._is_described = True
-        path, form = tier.folder / DESCRIPTION, tier.form
-        wanted = Description(
-            model=self._identity.name,
-            parts=dict(fingerprint.parts),
-            page_tokens=form.page_tokens,
-            page_bytes=form.page_bytes,
-        )
-        describe_folder(path, wanted)
+        if fingerprint is not None and not self._is_described:
+            self._is_described = True
+            name, form = self._identity.name, tier.form
+            description = Description(
+                model=name, parts=dict(fingerprint.parts), page_tokens=form.page_tokens, page_bytes=form.page_bytes
+            )
+            describe_folder(tier.folder / DESCRIPTION, description)
 
     def _tier_of(
         self, fingerprint: Fingerprint, page_tokens: int, page_bytes: int, *, is_windowed: bool = False
@@ -341,9 +346,8 @@ class DiskCache:
             is_windowed=is_windowed,
         )
 
-    def _find_others(self) -> list[_Other]:
-        """Fingerprints of the folder, by what their descriptions say, which is proven by nothing and only ever told."""
-        others = []
+    def _find_others(self) -> Iterator[tuple[Mapping[str, str], DiskTier]]:
+        """Other fingerprints of the folder, as their unproven descriptions say, for explanations only."""
         for path in sorted(self._folder.glob(f"*/{DESCRIPTION}"))[:_MAX_OTHERS]:
             try:
                 fields = read_description(path)
@@ -351,43 +355,63 @@ class DiskCache:
                 logger.info("%s is not used: %s", path, error)
                 continue
             parts = fields["parts"]
-            tier = self._tier_of(Fingerprint(parts), fields["page_tokens"], fields["page_bytes"])
-            others.append(_Other(parts, tier))
-        return others
+            yield parts, self._tier_of(Fingerprint(parts), fields["page_tokens"], fields["page_bytes"])
 
-    def _explain(self, tier: DiskTier, token_ids: TokenIds, cached_tokens: int, found: Found) -> str | None:
+    def _explain(self, token_ids: TokenIds, cached_tokens: int, found: Found) -> str | None:
         if found.problem is not None:
             return f"a file on disk {found.problem.value}, and was deleted"
-        if cached_tokens:
-            return None
-        for other in self._others:
-            if other.tier.has_beginning(token_ids[: other.tier.form.page_tokens]):
-                parts = self._identity.known()
-                ours: Mapping[str, str] = {} if parts is None else parts.parts
-                return describe_differences(other.parts, ours)
+        for parts, tier in () if cached_tokens else self._others:
+            if tier.has_beginning(token_ids[: tier.form.page_tokens]):
+                ours = self._identity.known()
+                return describe_differences(parts, {} if ours is None else ours.parts)
         return None
 
 
-def _holds(match: Match, token_ids: TokenIds, indices: Sequence[int], page_tokens: int, is_windowed: bool) -> bool:
-    """Whether a match reaches to the end of the last of some pages, or of the text, and has their windowed parts."""
-    reaches = match.length >= min(token_ids.size, (indices[-1] + 1) * page_tokens)
-    return reaches and (not is_windowed or bool(match.windowed[list(indices)].all()))
+def _restore_pages(
+    cache: PrefixCache, tier: DiskTier, parts_tier: DiskTier | None, token_ids: TokenIds, found: Found
+) -> str | None:
+    """Read what was found into the tree, as far as a sequence can go on from it; return what was wrong, if anything.
 
-
-class _Copies:
-    """A `PageSource` of one conversation: copies in two sets of buffers, in turns."""
-
-    def __init__(self, cache: DiskCache, tier: DiskTier, token_ids: TokenIds, *, is_windowed: bool) -> None:
-        self._cache, self._token_ids, self._page_bytes = cache, token_ids, tier.form.page_bytes
-        self._is_windowed = is_windowed
-        self._sets: list[list[memoryview]] = [[], []]
-
-    def __call__(self, indices: Sequence[int]) -> Sequence[memoryview] | None:
-        self._sets.reverse()
-        buffers = self._sets[0]
-        buffers += [np.empty(self._page_bytes, np.uint8).data for _ in range(len(indices) - len(buffers))]
-        used = buffers[: len(indices)]
-        return used if self._cache.copy_pages(self._token_ids, indices, used, self._is_windowed) else None
+    parts_tier: where the sliding-window parts of pages are, for a model that has them. Raises: OutOfMemoryError.
+    """
+    pool, first = cache.pool, found.first_page
+    match = cache.tree.match(token_ids)
+    before, before_windowed = match.pages[:first].copy(), match.windowed[:first].copy()
+    parts = () if parts_tier is None else parts_tier.of_same_pages(found)
+    stored = np.array([part is not None for part in parts], np.bool_) if parts else np.ones(len(found.pages), np.bool_)
+    usable = pool.sliding.usable_length(np.concatenate((before_windowed, stored)), found.num_tokens)
+    num_pages = pool.num_pages_for(usable)
+    if usable <= match.usable or num_pages <= first:
+        return None
+    if usable < found.num_tokens:
+        found = Found(first, usable, found.pages[: num_pages - first])
+    windowed = stored[: num_pages - first] & pool.sliding.kept(num_pages, usable)[first:]
+    # Retained, since making room for the others could evict them.
+    pool.retain(before, before_windowed)
+    try:
+        fresh = pool.acquire(len(found.pages), windowed)
+        try:
+            buffers = [pool.buffer(page) for page in fresh.tolist()]
+            restored = tier.restore(found, [buffer.data for buffer in buffers])
+            for page, buffer in zip(fresh.tolist(), buffers, strict=True):
+                pool.fill(page, buffer)
+            has_part = windowed.copy()
+            if parts_tier is not None:
+                places = np.flatnonzero(windowed)
+                some = Found(0, 0, tuple(part for place in places if (part := parts[place]) is not None))
+                views = [pool.windowed_view(page).data for page in fresh[places].tolist()]
+                has_part[places[pool.num_pages_for(parts_tier.restore(some, views).num_tokens) :]] = False
+                parts_tier.mark_used(some)
+            num_pages = pool.num_pages_for(restored.num_tokens)
+            if num_pages > first:
+                pages, held = np.concatenate((before, fresh)), np.concatenate((before_windowed, has_part))
+                cache.tree.insert(token_ids[: restored.num_tokens], pages[:num_pages], held[:num_pages])
+                tier.mark_used(found)
+        finally:
+            pool.release(fresh, windowed)
+    finally:
+        pool.release(before, before_windowed)
+    return None if restored.problem is None else f"a file on disk {restored.problem.value}, and was deleted"
 
 
 def _close_at_exit(reference: "weakref.ref[DiskCache]") -> None:

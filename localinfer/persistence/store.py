@@ -45,8 +45,8 @@ _PAGES_AT_ONCE = 16
 _BYTES_AT_ONCE = 4 << 20
 
 PageSource = Callable[[Sequence[int]], Sequence[memoryview] | None]
-"""Gives pages of a history by their places in it, each a buffer of `page_bytes` that stays as it is until the second
-call from now; None if they are to be had no more, which ends the save."""
+"""Returns pages of a history by their places in it, each a buffer of `page_bytes` that is unchanged until the second
+call from now; None if they are no longer there, which ends the save."""
 
 
 @dataclass(frozen=True)
@@ -89,17 +89,6 @@ class Saved:
     failure: str | None = None
 
 
-@dataclass(frozen=True)
-class _Failure:
-    """Where a page could not be written, and why."""
-
-    folder: Path
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.folder} cannot be written: {self.reason}"
-
-
 @dataclass
 class DiskCounters:
     """What a tier did since it was opened. `rejected` counts files by what was wrong with them."""
@@ -140,7 +129,7 @@ class DiskTier:
         self._is_too_small = self.form.file_bytes > max_bytes
         self._saving = threading.Lock()
         self._threads = threads
-        self._told: str | None = None
+        self._last_failure: str | None = None
 
     def find(self, token_ids: TokenIds, first_page: int = 0) -> Found:
         """Find the files that continue a prompt from page `first_page` on, as far as they go, exact to the token.
@@ -162,8 +151,8 @@ class DiskTier:
             pages += [] if longest is None else [longest]
             break
         num_tokens = first_page * self.form.page_tokens + sum(page.num_tokens for page in pages)
-        told = None if problem is Rejection.MISSING else problem
-        return Found(first_page, min(num_tokens, token_ids.size), tuple(pages), told)
+        problem = None if problem is Rejection.MISSING else problem
+        return Found(first_page, min(num_tokens, token_ids.size), tuple(pages), problem)
 
     def of_same_pages(self, found: Found) -> list[FoundPage | None]:
         """This tier's files of pages that another tier has found, None where there is none."""
@@ -174,7 +163,7 @@ class DiskTier:
         ]
 
     def has_beginning(self, token_ids: TokenIds) -> bool:
-        """Whether some file, which is not looked into further, says to begin as the first page of these tokens does."""
+        """Whether some file claims to begin as the first page of these tokens does; it is not proven."""
         first = next(self._records(token_ids), None)
         if first is None:
             return False
@@ -225,46 +214,38 @@ class DiskTier:
 
         read: asked for some pages at a time, `pages_at_once` or as many as are soon copied, by their places in the
         history. places: which pages, in order; None for all. threads: how many write them. A failure of the disk ends
-        the save early and is told; it is never raised, and what was written until then stays.
+        the save early and is returned, never raised; what was written until then stays.
         """
         with self._saving:
             if self._is_too_small:
                 return Saved(0, 0, "the disk budget is smaller than one page")
-            return self._save(token_ids, read, places, threads, pages_at_once or self.pages_at_once)
-
-    def _save(
-        self, token_ids: TokenIds, read: PageSource, places: Sequence[int] | None, threads: int, pages_at_once: int
-    ) -> Saved:
-        records = list(self._records(token_ids))
-        paths = [self._path(record) for record in records]
-        places = range(len(records)) if places is None else places
-        missing = [index for index in places if look_at(paths[index], self.form.file_bytes) is not None]
-        last = len(records) - 1
-        if missing and missing[-1] == last and records[last].token_ids.size < self.form.page_tokens:
-            missing = missing[:-1] if self._has_longer(records[last]) else missing
-        reads = (missing[first : first + pages_at_once] for first in range(0, len(missing), pages_at_once))
-        failures = self._write_all(reads, records, paths, read, threads)
-        num_written = failures.count(None)
-        failure = next((one for one in failures if one is not None), None)
-        # Only a page whose history was there before can have a shorter forerunner.
-        if num_written == len(missing) > 0:
-            self._delete_shorter(records[missing[0]])
-        mark_used([paths[index] for index in places])
-        self._budget.note_written(num_written * self.form.file_bytes)
-        self.counters.bytes_deleted += self._budget.enforce()
-        self.counters.pages_written += num_written
-        self.counters.failed_saves += failure is not None
-        self._tell(failure)
-        return Saved(num_written, len(places) - len(missing), None if failure is None else str(failure))
-
-    def _tell(self, failure: "_Failure | None") -> None:
-        """Warn of what a save failed of: once, until one succeeds or something else is wrong."""
-        if failure is None:
-            self._told = None
-            return
-        level = logging.INFO if failure.reason == self._told else logging.WARNING
-        logger.log(level, "a conversation was not kept on disk: %s", failure)
-        self._told = failure.reason
+            records = list(self._records(token_ids))
+            paths = [self._path(record) for record in records]
+            places = range(len(records)) if places is None else places
+            missing = [index for index in places if look_at(paths[index], self.form.file_bytes) is not None]
+            last = len(records) - 1
+            if missing and missing[-1] == last and records[last].token_ids.size < self.form.page_tokens:
+                missing = missing[:-1] if self._has_longer(records[last]) else missing
+            step = pages_at_once or self.pages_at_once
+            reads = [missing[first : first + step] for first in range(0, len(missing), step)]
+            reasons = self._write_all(reads, records, paths, read, threads)
+            num_written = reasons.count(None)
+            reason = next((one for one in reasons if one is not None), None)
+            # Only a page whose history was there before can have a shorter forerunner.
+            if num_written == len(missing) > 0:
+                self._delete_shorter(records[missing[0]])
+            mark_used([paths[index] for index in places])
+            self._budget.note_written(num_written * self.form.file_bytes)
+            self.counters.bytes_deleted += self._budget.enforce()
+            self.counters.pages_written += num_written
+            self.counters.failed_saves += reason is not None
+            failure = None if reason is None else f"{self.folder} cannot be written: {reason}"
+            if failure is not None:
+                # A warning once, until a save succeeds or fails for another reason.
+                level = logging.INFO if reason == self._last_failure else logging.WARNING
+                logger.log(level, "a conversation was not kept on disk: %s", failure)
+            self._last_failure = reason
+            return Saved(num_written, len(places) - len(missing), failure)
 
     def _write_all(
         self,
@@ -273,10 +254,10 @@ class DiskTier:
         paths: list[Path],
         read: PageSource,
         threads: int,
-    ) -> "list[_Failure | None]":
-        """Write pages, those of one read while the next are read; return what failed of each that was begun."""
-        results: list[_Failure | None] = []
-        begun: list[Future[_Failure | None]] = []
+    ) -> list[str | None]:
+        """Write pages, those of one read while the next are read; return why each that was begun failed, if it did."""
+        results: list[str | None] = []
+        begun: list[Future[str | None]] = []
         with WorkerThreads(threads) as workers:
             for some in reads:
                 pages = read(some)
@@ -288,7 +269,7 @@ class DiskTier:
                     begun.append(workers.begin(functools.partial(self._write, paths[index], records[index], page)))
         return results + [future.result() for future in begun]
 
-    def _write(self, path: Path, record: PageRecord, page: memoryview) -> "_Failure | None":
+    def _write(self, path: Path, record: PageRecord, page: memoryview) -> str | None:
         try:
             try:
                 write_page(path, self.form, record, page)
@@ -296,9 +277,9 @@ class DiskTier:
                 path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
                 write_page(path, self.form, record, page)
         except OSError as error:
-            # Where a file that is open cannot be replaced, somebody is reading the same bytes.
+            # Where a file that is open cannot be replaced, another process is reading the same bytes.
             if look_at(path, self.form.file_bytes) is not None:
-                return _Failure(path.parent, error.strerror or str(error))
+                return error.strerror or str(error)
         return None
 
     def _records(self, token_ids: TokenIds) -> Iterator[PageRecord]:
@@ -313,7 +294,7 @@ class DiskTier:
         return self.folder / parent[:1] / f"{parent[:32]}-{record.key.hex()[:32]}{self._suffix}"
 
     def _siblings(self, record: PageRecord) -> Iterator[tuple[Path, PageRecord]]:
-        """Files that follow the same history, with what they say they are of; others are left to who reads them."""
+        """Files that follow the same history, with what they claim to be of; damaged ones are left out."""
         folder = self._path(record).parent
         start = f"{record.parent.hex()[:32]}-"
         try:

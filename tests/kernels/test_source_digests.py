@@ -11,6 +11,7 @@ import pytest
 
 from localinfer.kernels import source_digests
 from localinfer.kernels.source_digests import combined, digests_of
+from localinfer.persistence.fingerprint import NOT_COMPUTING
 from tests.kernels.subprocesses import REPOSITORY, finish, start
 
 FORMS = ("files", "bytecode", "zip")
@@ -91,6 +92,7 @@ def test_a_zip_shares_with_the_files_it_was_made_of_and_with_the_checkout(builds
         name: digest
         for package in ("kernels", "models")
         for name, digest in digests_of(package, REPOSITORY / package).items()
+        if not name.startswith(NOT_COMPUTING)
     }
     assert zipped[2] == combined(here)
 
@@ -101,6 +103,14 @@ def test_files_that_were_edited_after_the_build_count_as_they_are(builds, tmp_pa
     with (copy / "localinfer" / "kernels" / "ops.py").open("a", encoding="utf-8") as file:
         file.write("\n# edited\n")
     assert keys_of(copy, tmp_path)[0][0] != keys_of(builds["as it is"]["files"], tmp_path)[0][0]
+
+
+def test_sources_without_influence_on_results_void_no_cache(builds, tmp_path: Path) -> None:
+    copy = tmp_path / "edited"
+    shutil.copytree(builds["as it is"]["files"], copy)
+    with (copy / "localinfer" / "models" / "calibration" / "run.py").open("a", encoding="utf-8") as file:
+        file.write("\n# edited\n")
+    assert keys_of(copy, tmp_path) == keys_of(builds["as it is"]["files"], tmp_path)
 
 
 def test_without_files_and_without_what_a_build_writes_nothing_is_shared(builds, tmp_path: Path) -> None:

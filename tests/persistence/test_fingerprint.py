@@ -92,14 +92,14 @@ def backdate(path: Path) -> None:
 
 def test_hash_is_remembered_until_the_file_changes(model: Path, tmp_path: Path):
     memory = tmp_path / "memory"
-    assert weights(model, memory).remembered_hash() is None
+    assert weights(model, memory).cached_hash() is None
     value = weights(model, memory).compute_hash()
-    assert value is not None and weights(model, memory).remembered_hash() == value
+    assert value is not None and weights(model, memory).cached_hash() == value
     content = bytearray(model.read_bytes())
     content[5000] ^= 1
     model.write_bytes(content)
     backdate(model)
-    assert weights(model, memory).remembered_hash() is None
+    assert weights(model, memory).cached_hash() is None
     assert weights(model, memory).compute_hash() not in (None, value)
 
 
@@ -139,7 +139,7 @@ def test_file_that_changed_since_it_was_loaded_has_no_hash(model: Path, tmp_path
 def test_file_written_just_now_is_hashed_and_not_remembered(model: Path, tmp_path: Path):
     os.utime(model)
     assert weights(model, tmp_path / "memory").compute_hash() is not None
-    assert weights(model, tmp_path / "memory").remembered_hash() is None
+    assert weights(model, tmp_path / "memory").cached_hash() is None
 
 
 def test_stopped_hash_is_none(model: Path, tmp_path: Path):
@@ -153,7 +153,7 @@ def test_torn_or_edited_memory_is_not_believed(model: Path, tmp_path: Path):
     text = note.read_text()
     for edited in (text[:-1], text[:64], "", ("0" if text[0] != "0" else "1") + text[1:], "\N{SNOWMAN}"):
         note.write_text(edited, "utf-8")
-        assert weights(model, memory).remembered_hash() is None
+        assert weights(model, memory).cached_hash() is None
 
 
 def test_memory_that_cannot_be_written_is_done_without(model: Path, tmp_path: Path):
