@@ -305,7 +305,11 @@ def _size(value: object) -> int:
     return value
 
 
+def differing_parts(first: Mapping[str, str], second: Mapping[str, str]) -> list[str]:
+    """The names of the parts in which two fingerprints differ."""
+    return [name for name in {**first, **second} if first.get(name) != second.get(name)]
+
+
 def describe_differences(stored: Mapping[str, str], ours: Mapping[str, str]) -> str:
-    """Which parts of two fingerprints differ, in words."""
-    names = [name for name in {**ours, **stored} if stored.get(name) != ours.get(name)]
-    return f"it was stored with different {', '.join(names)}"
+    """Which parts of two fingerprints differ, as a sentence."""
+    return f"it was stored with different {', '.join(differing_parts(ours, stored))}"

@@ -15,9 +15,9 @@ import pytest
 
 from localinfer import files
 from localinfer.errors import SessionFileError, SessionMismatchError
-from localinfer.persistence import session_file
+from localinfer.persistence import sessions
 from localinfer.persistence.page_file import PageFormat, checksum
-from localinfer.persistence.session_file import FORMAT_VERSION, SessionContent, SessionReader, write_session
+from localinfer.persistence.sessions import FORMAT_VERSION, SessionContent, SessionReader, write_session
 from tests.persistence.disk_pages import PAGE_BYTES, PAGE_TOKENS, computed, fresh, numbered
 
 FORM = PageFormat(PAGE_TOKENS, PAGE_BYTES)
@@ -207,7 +207,7 @@ def test_failure_of_any_read_is_an_error_that_says_so(tmp_path: Path, after: int
                 raise OSError(errno.EIO, "I/O error")
             return super().readinto(data)
 
-    monkeypatch.setattr(session_file, "FileIO", Failing)
+    monkeypatch.setattr(sessions, "FileIO", Failing)
     with pytest.raises(SessionFileError, match="cannot be read: I/O error"):
         loaded(tmp_path / "session")
 
