@@ -11,13 +11,17 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Protocol, Self
+from typing import BinaryIO, Protocol, Self, TypeVar
 
+from localinfer.closing import Closing
 from localinfer.errors import LocalinferError, RequestError
+
+T = TypeVar("T")
 
 _BASE_FLAGS = os.O_WRONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
 _NEW_FLAGS = _BASE_FLAGS | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
@@ -299,3 +303,42 @@ def _copy_access(descriptor: int, status: os.stat_result) -> None:
         with contextlib.suppress(OSError):
             os.fchown(descriptor, status.st_uid, status.st_gid)
     os.fchmod(descriptor, stat.S_IMODE(status.st_mode) & 0o777)
+
+
+def num_io_threads() -> int:
+    """Threads that keep storage busy: one per core, and one for those that wait."""
+    return min(8, (os.cpu_count() or 1) + 1)
+
+
+class WorkerThreads(Closing):
+    """Up to `threads` threads for one block, for work that releases the GIL; one is the caller's, and starts none."""
+
+    def __init__(self, threads: int) -> None:
+        self._executor = ThreadPoolExecutor(threads, "localinfer-io") if threads > 1 else None
+
+    def begin(self, job: Callable[[], T]) -> Future[T]:
+        """Have a job done, at the latest when the block ends; with one thread it is done already."""
+        if self._executor is not None:
+            try:
+                return self._executor.submit(job)
+            except RuntimeError:
+                # The interpreter is shutting down and begins no more threads.
+                pass
+        future: Future[T] = Future()
+        try:
+            future.set_result(job())
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def close(self) -> None:
+        """Wait for what was begun."""
+        if self._executor is not None:
+            self._executor.shutdown()
+
+
+def run_all(jobs: Sequence[Callable[[], T]], threads: int) -> list[T]:
+    """Run jobs and return their results in order; raises the exception of the first that failed."""
+    with WorkerThreads(min(threads, len(jobs))) as workers:
+        futures = [workers.begin(job) for job in jobs]
+    return [future.result() for future in futures]

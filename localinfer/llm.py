@@ -1,33 +1,34 @@
 """The public API: text and messages in, text out, over an engine that knows token ids only."""
 
+import itertools
 import logging
 import os
 import threading
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Unpack, cast
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.argument_checks import check_flag, check_path
+from localinfer.arguments import check_flag, check_number, check_path, owned
 from localinfer.chat.constraint_compiler import ConstraintCompiler
 from localinfer.chat.history import ChatHistory
 from localinfer.chat.messages import read_messages
 from localinfer.chat.reply import ReplyFormats, ReplyOptions
 from localinfer.closing import Closing
 from localinfer.engine.beam_search import Beam, search_beams
-from localinfer.engine.engine import Engine, EngineModel
+from localinfer.engine.engine import Engine
 from localinfer.engine.scheduler import EngineLimits
 from localinfer.errors import RequestError, SessionFileError
-from localinfer.many_completions import complete_many
 from localinfer.options import GenerationOptions
-from localinfer.owned_values import owned
-from localinfer.stream import Completion, EncodedPrompt, TextStream
+from localinfer.stream import Completion, EncodedPrompt, StreamEvent, TextStream
 
 if TYPE_CHECKING:
     from localinfer.cache.eviction import KVEviction
+    from localinfer.kernels.ops import Program
     from localinfer.kernels.program import Program
-    from localinfer.models.decoder.pooling import Pooling
+    from localinfer.models.load.loader import Model
     from localinfer.models.text.chat_template import ChatTemplate
     from localinfer.models.text.tokenizer import Tokenizer
     from localinfer.persistence.fingerprint import ModelIdentity
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int] | NDArray[np.integer]
+MAX_COMPLETIONS = 128
 
 
 class BeamCompletion(NamedTuple):
@@ -51,21 +53,6 @@ class ChatOptions(GenerationOptions, ReplyOptions, total=False):
     """Keyword options of `chat` and `stream_chat`: those of GenerationOptions and of ReplyOptions."""
 
 
-class LoadedModel(EngineModel, Protocol):
-    """What `LLM` needs of a loaded model; `models.loader.Model` is one. `tokenizer` is None if the file has none."""
-
-    @property
-    def tokenizer(self) -> "Tokenizer | None": ...
-
-    @property
-    def chat_template(self) -> "ChatTemplate | None": ...
-
-    @property
-    def pooling(self) -> "Pooling": ...
-
-    def hidden_program(self) -> "Program": ...
-
-
 class LLM(Closing):
     """A loaded model, ready to answer; made by `localinfer.load`. A context manager: leaving it closes the model.
 
@@ -75,7 +62,7 @@ class LLM(Closing):
 
     def __init__(
         self,
-        model: LoadedModel,
+        model: "Model",
         *,
         kv_memory: int | None = None,
         kv_window: "KVEviction | None" = None,
@@ -228,7 +215,7 @@ class LLM(Closing):
         def open_stream(one: GenerationOptions) -> TextStream:
             return self.stream(given, parse_special=parse_special, **one)
 
-        return complete_many(open_stream, options, n=n, best_of=best_of)
+        return _complete_many(open_stream, options, n=n, best_of=best_of)
 
     def chat_many(
         self,
@@ -240,7 +227,7 @@ class LLM(Closing):
     ) -> list[Completion]:
         """Answer a conversation in `n` ways; see `complete_many`."""
         given = owned(messages)
-        return complete_many(lambda one: self.stream_chat(given, **one), options, n=n, best_of=best_of)
+        return _complete_many(lambda one: self.stream_chat(given, **one), options, n=n, best_of=best_of)
 
     def beam_search(
         self,
@@ -411,3 +398,57 @@ def _open_disk_cache(
     from localinfer.persistence.prompt_cache import DiskCache
 
     return DiskCache(engine, identity, options, history)
+
+
+def _complete_many(
+    open_stream: Callable[[GenerationOptions], TextStream], options: GenerationOptions, *, n: int, best_of: int | None
+) -> list[Completion]:
+    """Return `n` completions; of `best_of` made, those of the largest mean log probability per token, best first.
+
+    open_stream: begins one with these options. The i-th that is made, from 0, has the seed of the options, or else the
+    one drawn for the first, + i, so that each can be made again alone.
+    Raises: RequestError naming n or best_of; else as the streams do, and then all of them are closed.
+    """
+    check_number("n", n, 1, MAX_COMPLETIONS)
+    check_number("best_of", best_of, n, MAX_COMPLETIONS, none="for n")
+    is_ranked = best_of is not None and best_of > n
+    wanted_logprobs = options.get("logprobs")
+    if is_ranked and wanted_logprobs is None:
+        options = {**options, "logprobs": 0}
+    # The later ones begin after steps of the first, and are to have the same options.
+    options = cast(GenerationOptions, {name: owned(value) for name, value in options.items()})
+    completions = _read_in_turns(open_stream, options, n if best_of is None else best_of)
+    if not is_ranked:
+        return completions
+    best = sorted(completions, key=_mean_logprob, reverse=True)[:n]
+    if wanted_logprobs is None:
+        return [replace(completion, logprobs=None) for completion in best]
+    return best
+
+
+def _read_in_turns(
+    open_stream: Callable[[GenerationOptions], TextStream], options: GenerationOptions, count: int
+) -> list[Completion]:
+    streams: list[TextStream] = []
+    events: list[list[StreamEvent]] = []
+    try:
+        for index in range(count):
+            seed = (streams[0].stats.seed + index) % 2**64 if streams else options.get("seed")
+            stream = open_stream({**options, "seed": seed})
+            streams.append(stream)
+            # The first token of one comes before the next one begins, which so finds the prompt in the cache.
+            events.append(list(itertools.islice(stream, 1)))
+        running = [index for index in range(count) if events[index] and events[index][-1].finish_reason is None]
+        while running:
+            for index in running:
+                events[index].append(next(streams[index]))
+            running = [index for index in running if events[index][-1].finish_reason is None]
+        return [stream.completion(told) for stream, told in zip(streams, events, strict=True)]
+    finally:
+        for stream in streams:
+            stream.close()
+
+
+def _mean_logprob(completion: Completion) -> float:
+    logprobs = completion.logprobs or []
+    return sum(told.logprob for told in logprobs) / len(logprobs) if logprobs else 0.0

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.argument_checks import check_flag, check_hashable
+from localinfer.arguments import check_flag, check_hashable, half_character
 from localinfer.chat.constraint import Constraint
 from localinfer.errors import RequestError
 from localinfer.sampling.params import SamplingOptions, SamplingParams
@@ -133,7 +133,8 @@ def _check_texts(name: str, value: object) -> list[str]:
     if not isinstance(texts, Sequence) or not all(isinstance(text, str) and text for text in texts):
         raise RequestError(f"{name} is {value!r}; give one text or a list of texts, none of them empty", field=name)
     for text in texts:
-        half = next((character for character in text if "\ud800" <= character <= "\udfff"), None)
-        if half is not None:
-            raise RequestError(f"{name} holds U+{ord(half):04X}, half of a character; give whole ones", field=name)
+        place = half_character(text)
+        if place is not None:
+            half = f"U+{ord(text[place]):04X}"
+            raise RequestError(f"{name} holds {half}, half of a character; give whole ones", field=name)
     return list(texts)

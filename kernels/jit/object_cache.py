@@ -12,7 +12,6 @@ import ctypes
 import functools
 import hashlib
 import os
-import stat
 import sys
 import tempfile
 import threading
@@ -23,10 +22,10 @@ from typing import Any
 from llvmlite import binding as llvm
 
 from localinfer.files import read_bounded, write_all, write_atomically
+from localinfer.folders import make_private, temporary_folder, user_folder
 from localinfer.kernels import address_space
 from localinfer.kernels.jit import isa
 from localinfer.kernels.source_digests import UNKNOWN_SOURCES, UNKNOWN_SOURCES_WAY_OUT, combined, source_digests
-from localinfer.kernels.user_folders import temporary_folder, user_folder
 from localinfer.kernels.versions import installed_version
 
 _SETTINGS_IN_CODE = (
@@ -79,19 +78,11 @@ def cache_key() -> str | None:
 
 def private_folder(folder: Path) -> Path | None:
     """Make the folder private and prove that only we can have written in it, for its files are code; else None."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        status = folder.lstat()
-        if hasattr(os, "getuid"):
-            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
-                return None
-            if status.st_mode & 0o077:
-                folder.chmod(0o700)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError:
-        return None
-    return folder
+    with contextlib.suppress(OSError):
+        if make_private(folder) is None:
+            with tempfile.TemporaryFile(dir=folder):
+                return folder
+    return None
 
 
 def _cache_folder() -> Path | None:

@@ -9,11 +9,12 @@ from localinfer.cache.block_pool import KVLayout
 from localinfer.describe import describe_file
 from localinfer.engine.engine import Engine, EngineConfig, EngineModel
 from localinfer.errors import RequestError
+from localinfer.kernels.ops import Program
 from localinfer.kernels.program import Program
+from localinfer.loading import make_speculation
 from localinfer.models.load.loader import load_model
 from localinfer.sampling.sampler import SamplingParams
 from localinfer.speculation.verify import SpeculationRecord
-from localinfer.speculation_setup import make_speculation
 
 _PROMPT_IDS = (1, 2, 3, 4)
 """For a model without a tokenizer."""

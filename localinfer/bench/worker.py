@@ -25,7 +25,7 @@ class LocalinferEngine:
     distribution = "localinfer"
 
     def __init__(self, options: dict[str, Any]) -> None:
-        from localinfer.progress import Progress
+        from localinfer.terminal import Progress
 
         loading = {"threads": options["threads"], "context_length": options["context_length"]}
         with Progress() as progress:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from localinfer.owned_values import owned
+from localinfer.arguments import owned
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol, TypedDict
 
-from localinfer.argument_checks import check_flag
+from localinfer.arguments import check_flag
 from localinfer.chat.constraint import Constraint
 from localinfer.chat.constraint_compiler import ConstraintCompiler, grammar_of, json_grammar
 from localinfer.chat.grammar import ReasoningState, reply_grammar

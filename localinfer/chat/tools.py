@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from localinfer.argument_checks import shown
+from localinfer.arguments import shown
 from localinfer.chat.json_schema import checked_schema
 from localinfer.errors import ConstraintError, RequestError
 from localinfer.models.text.reply_format import CallFormat

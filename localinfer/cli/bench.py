@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from localinfer.progress import Progress
+from localinfer.terminal import Progress
 
 Record = dict[str, Any]
 

@@ -18,7 +18,7 @@ from prompt_toolkit.shortcuts import CompleteStyle
 from localinfer.cli.conversation import Conversation
 from localinfer.cli.keystrokes import keystrokes_held
 from localinfer.errors import LocalinferError
-from localinfer.kernels.user_folders import user_folder
+from localinfer.folders import user_folder
 from localinfer.terminal import ModelOutput, check_text, describe_stats, dim, neutralise_controls
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from localinfer.errors import LocalinferError, RequestError
-from localinfer.progress import Progress, with_time_left
+from localinfer.terminal import Progress, with_time_left
 
 if TYPE_CHECKING:
     from localinfer.evaluation.questions import Answer

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from localinfer.errors import ClosedError, RequestError
-from localinfer.progress import Progress
+from localinfer.terminal import Progress
 
 if TYPE_CHECKING:
     from localinfer.llm import LLM

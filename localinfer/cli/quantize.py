@@ -7,7 +7,7 @@ import click
 
 from localinfer.errors import LocalinferError, OutOfMemoryError
 from localinfer.evaluation.texts import read_calibration
-from localinfer.progress import Progress, with_time_left
+from localinfer.terminal import Progress, with_time_left
 
 if TYPE_CHECKING:
     from localinfer.evaluation.measure import Comparison

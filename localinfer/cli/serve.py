@@ -12,7 +12,7 @@ import click
 
 from localinfer.cli.model_options import ModelOptions, byte_size, changes_of, load_options, load_with
 from localinfer.errors import RequestError
-from localinfer.kernels.user_folders import expand_home
+from localinfer.folders import expand_home
 from localinfer.terminal import check_text
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from localinfer.arguments import check_number
 from localinfer.cache.prefix_cache import CacheHints
 from localinfer.cache.sequence import SequenceCache
 from localinfer.engine.engine import Engine
@@ -74,7 +75,10 @@ def search_beams(
     Raises: RequestError, ContextLengthError, OutOfMemoryError, ClosedError, ModelFileError for logits that are not
         finite.
     """
-    _check(num_beams, max_tokens, length_penalty)
+    check_number("num_beams", num_beams, 1, MAX_BEAMS)
+    check_number("max_tokens", max_tokens, 0, none="for no limit")
+    hint = "1 compares means per token"
+    check_number("length_penalty", length_penalty, 0, 10, kind=float, hint=hint)
     prompt = engine.check_prompt(prompt_ids)
     if not prompt.size:
         raise RequestError("the prompt has no tokens; give at least one, such as the beginning-of-text token")
@@ -224,18 +228,3 @@ class _Search:
         for sequence, ids in zip(sequences, pending, strict=True):
             sequence.commit(sequence.length + ids.size)
         return logits
-
-
-def _check(num_beams: object, max_tokens: object, length_penalty: object) -> None:
-    def is_whole(value: object) -> bool:
-        return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-    if not is_whole(num_beams) or not 1 <= num_beams <= MAX_BEAMS:  # type: ignore[operator]
-        raise RequestError(f"num_beams is {num_beams!r}; it must be a whole number from 1 to {MAX_BEAMS}")
-    if max_tokens is not None and (not is_whole(max_tokens) or max_tokens < 0):  # type: ignore[operator]
-        raise RequestError(f"max_tokens is {max_tokens!r}; it must be a whole number, 0 or more, or None for no limit")
-    is_number = isinstance(length_penalty, int | float) and not isinstance(length_penalty, bool)
-    if not is_number or not 0.0 <= length_penalty <= 10.0:  # type: ignore[operator]
-        raise RequestError(
-            f"length_penalty is {length_penalty!r}; it must be a number from 0 to 10 (1 compares means per token)"
-        )

@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from localinfer.arguments import check_number
 from localinfer.cache.block_pool import KVLayout, PagePool, default_kv_memory
 from localinfer.cache.eviction import KVEviction
 from localinfer.cache.prefix_cache import CacheHints, PrefixCache
@@ -174,13 +175,7 @@ class Engine:
             "length" says so, and the record why. The engine stays usable after each but ClosedError.
         """
         self.check_usable()
-        if max_tokens is not None and (
-            not isinstance(max_tokens, int | np.integer) or isinstance(max_tokens, bool) or max_tokens < 0
-        ):
-            raise RequestError(
-                f"max_tokens is {max_tokens!r}; it must be a whole number, 0 or more, or None for no limit",
-                field="max_tokens",
-            )
+        check_number("max_tokens", max_tokens, 0, none="for no limit")
         token_ids = self.check_prompt(prompt_ids, shifts_context=context_shift)
         if not token_ids.size:
             raise RequestError("the prompt has no tokens; give at least one, such as the beginning-of-text token")

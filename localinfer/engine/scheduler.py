@@ -13,12 +13,14 @@ from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from localinfer.arguments import check_number
 from localinfer.cache.prefix_cache import PrefixCache
 from localinfer.cache.prefix_tree import common_length
 from localinfer.engine.request import NO_TOKEN, Request, TokenEvent
 from localinfer.engine.runner import ModelRunner, ScheduledSequence, ShouldAbort
 from localinfer.engine.step_lock import StepLock
-from localinfer.errors import OutOfMemoryError, OverloadedError, RequestError
+from localinfer.errors import OutOfMemoryError, OverloadedError
+from localinfer.kernels.ops import Program
 from localinfer.kernels.program import Program
 
 _READ_AHEAD = 4
@@ -42,10 +44,8 @@ class EngineLimits:
     max_queued: int | None = None
 
     def __post_init__(self) -> None:
-        for name, value, least in (("max_running", self.max_running, 1), ("max_queued", self.max_queued, 0)):
-            is_whole = isinstance(value, int) and not isinstance(value, bool)
-            if not (is_whole and value >= least) and not (value is None and name == "max_queued"):  # type: ignore[operator]
-                raise RequestError(f"{name} is {value!r}; it must be a whole number, {least} or more")
+        check_number("max_running", self.max_running, 1)
+        check_number("max_queued", self.max_queued, 0, none="for no limit")
 
 
 class Scheduler:

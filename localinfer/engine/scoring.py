@@ -6,7 +6,7 @@ from contextlib import suppress
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.argument_checks import check_whole
+from localinfer.arguments import check_number
 from localinfer.engine.engine import Engine
 from localinfer.errors import ClosedError, RequestError
 from localinfer.kernels.program import Batch, Program, Segment
@@ -23,7 +23,7 @@ def score_tokens(
     Raises: as `Engine.check_prompt`; RequestError for no tokens; OutOfMemoryError, ClosedError.
     """
     tokens = engine.check_prompt(token_ids)
-    top = check_whole("top", top, 0, engine.vocab_size)
+    top = check_number("top", top, 0, engine.vocab_size)
     scores: list[TokenLogprobs | None] = [None]
     for start, logits in _outputs(engine, program, tokens):
         for row, token_id in enumerate(tokens[start + 1 : start + 1 + len(logits)]):

@@ -21,9 +21,8 @@ from typing import TypedDict
 
 import numpy as np
 
-from localinfer.files import read_bounded, write_all, write_atomically
+from localinfer.files import read_bounded, run_all, write_all, write_atomically
 from localinfer.quant.checkpoint.model_file import ModelFile
-from localinfer.worker_threads import run_all
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,8 @@ from localinfer.cache.prefix_tree import CachedPath, Match, TokenIds
 from localinfer.chat.history import AnsweredChat, ChatHistory
 from localinfer.engine.engine import Engine
 from localinfer.errors import ClosedError, LocalinferError, OutOfMemoryError
-from localinfer.kernels.user_folders import expand_home
+from localinfer.files import num_io_threads
+from localinfer.folders import expand_home, make_private, user_folder
 from localinfer.persistence.budget import CHATS_FOLDER, DESCRIPTION, WEIGHTS_FOLDER
 from localinfer.persistence.chats import StoredChats
 from localinfer.persistence.fingerprint import (
@@ -36,8 +37,6 @@ from localinfer.persistence.fingerprint import (
     read_description,
 )
 from localinfer.persistence.store import DiskCounters, DiskTier, Found, PageSource, Saved, common_length
-from localinfer.private_folder import make_private, user_cache_folder
-from localinfer.worker_threads import num_io_threads
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +56,7 @@ def conversations_folder(parent: str | os.PathLike[str] | None) -> Path | None:
 
     None if this user has none.
     """
-    cache = user_cache_folder() if parent is None else expand_home(parent).absolute()
+    cache = user_folder("cache") if parent is None else expand_home(parent).absolute()
     return None if cache is None else cache / "conversations"
 
 

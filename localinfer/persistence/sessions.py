@@ -31,11 +31,11 @@ from localinfer.cache.block_pool import PageNumbers, PagePool
 from localinfer.cache.prefix_tree import TokenIds
 from localinfer.engine.engine import Engine
 from localinfer.errors import SessionFileError, SessionMismatchError
-from localinfer.files import OutputFile, check_output
-from localinfer.kernels.user_folders import expand_home
+from localinfer.files import OutputFile, check_output, num_io_threads
+from localinfer.folders import expand_home
 from localinfer.persistence.fingerprint import Fingerprint, ModelIdentity, differing_parts
 from localinfer.persistence.page_file import CHECKSUM_BYTES, PageFormat, checksum, read_all
-from localinfer.worker_threads import num_io_threads
+from localinfer.persistence.session_file import SessionContent, SessionReader, write_session
 
 MAGIC = b"LOCALSES"
 FORMAT_VERSION = 2

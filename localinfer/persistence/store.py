@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
+from localinfer.files import WorkerThreads, run_all
 from localinfer.persistence.budget import DiskBudget, mark_used
 from localinfer.persistence.page_file import (
     KEY_BYTES,
@@ -32,7 +33,6 @@ from localinfer.persistence.page_file import (
     read_record,
     write_page,
 )
-from localinfer.worker_threads import WorkerThreads, run_all
 
 logger = logging.getLogger(__name__)
 

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict
 
+from localinfer.arguments import check_number
 from localinfer.errors import RequestError
 
 MAX_LOGPROBS = 100
@@ -141,15 +142,13 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name, option in NUMBER_OPTIONS.items():
-            _check(name, getattr(self, name), option.kind, option.least, option.most, option.hint)
+            check_number(name, getattr(self, name), option.least, option.most, kind=option.kind, hint=option.hint)
         if self.mirostat == 1:
             raise RequestError(
                 "mirostat is 1, but only its second version is here; give 2, or 0 to switch it off", field="mirostat"
             )
-        if self.seed is not None:
-            _check("seed", self.seed, int, 0, MAX_SEED, "None draws one")
-        if self.logprobs is not None:
-            _check("logprobs", self.logprobs, int, 0, MAX_LOGPROBS, "None reports none")
+        check_number("seed", self.seed, 0, MAX_SEED, none="to draw one")
+        check_number("logprobs", self.logprobs, 0, MAX_LOGPROBS, none="to report none")
         self._check_token_ids()
 
     def _check_token_ids(self) -> None:
@@ -173,15 +172,8 @@ class SamplingParams:
         for token_id, bias in self.logit_bias.items():
             _check_id("logit_bias", token_id)
             if bias != -math.inf:
-                _check(
-                    f"logit_bias[{token_id}]",
-                    bias,
-                    float,
-                    -_MAX_BIAS,
-                    _MAX_BIAS,
-                    "-inf forbids the token",
-                    "logit_bias",
-                )
+                name, hint = f"logit_bias[{token_id}]", "-inf forbids the token"
+                check_number(name, bias, -_MAX_BIAS, _MAX_BIAS, kind=float, hint=hint, field="logit_bias")
         object.__setattr__(self, "dry_breaker_ids", frozenset(self.dry_breaker_ids))
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
 
@@ -245,23 +237,5 @@ class SamplingOptions(TypedDict, total=False):
     seed: int | None
 
 
-def _check_id(field: str, value: object) -> None:
-    _check(f"a token id of {field}", value, int, 0, math.inf, "see tokenizer.encode", field=field)
-
-
-def _check(
-    name: str, value: Any, kind: type[float] | type[int], least: float, most: float, hint: str, field: str | None = None
-) -> None:
-    import numpy as np
-
-    kinds = int | np.integer if kind is int else int | float | np.integer | np.floating
-    if isinstance(value, kinds) and not isinstance(value, bool):
-        number = kind(value)
-        if least <= number <= most and number != math.inf:
-            return
-    noun = "a whole number" if kind is int else "a number"
-    if math.isinf(most):
-        wanted = f"{least:g} or more" + ("" if kind is int else ", and finite")
-    else:
-        wanted = f"from {least} to {most}" if kind is int else f"from {least:g} to {most:g}"
-    raise RequestError(f"{name} is {value!r}; it must be {noun}, {wanted} ({hint})", field=field or name)
+def _check_id(field: str, token_id: object) -> None:
+    check_number(f"a token id of {field}", token_id, 0, hint="see tokenizer.encode", field=field)

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from localinfer.errors import RequestError
-from localinfer.kernels.user_folders import expand_home
+from localinfer.folders import expand_home
 from localinfer.models.decoder.metadata import shown
 from localinfer.models.decoder.metadata_keys import is_understood
 from localinfer.models.decoder.rope import RopeOptions, rope_metadata

@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 
 import localinfer
+from localinfer.files import num_io_threads
 from localinfer.llm import LLM
 from localinfer.persistence.prompt_cache import DiskCache
 from localinfer.persistence.store import DiskTier
-from localinfer.worker_threads import num_io_threads
 
 NEVER = 1e9
 

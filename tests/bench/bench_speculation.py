@@ -23,12 +23,12 @@ from numpy.typing import NDArray
 import localinfer
 from localinfer.engine.engine import Engine
 from localinfer.engine.request import Generation
+from localinfer.loading import make_speculation
 from localinfer.models.load.loader import Model, load_model
 from localinfer.sampling.sampler import Sampler, SamplingParams, SamplingPlan
 from localinfer.speculation.ngram import NgramDrafter
 from localinfer.speculation.verification_costs import MAX_DEPTH, VerificationCosts
 from localinfer.speculation.verify import LookupDrafter, Speculation, SpeculationRecord
-from localinfer.speculation_setup import make_speculation
 from tests.bench.edit_tasks import edit_tasks
 
 TokenIds = NDArray[np.int32]

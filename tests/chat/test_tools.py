@@ -15,10 +15,9 @@ from localinfer.chat.thinking import ThinkingBudget
 from localinfer.chat.tool_calls import ToolCall, joined_calls
 from localinfer.errors import ConstraintError, RequestError
 from localinfer.llm import LLM
-from localinfer.loading import model_path
+from localinfer.loading import make_speculation, model_path
 from localinfer.models.load.loader import load_model
 from localinfer.models.text.chat_template import ChatTemplate
-from localinfer.speculation_setup import make_speculation
 from tests.engine.fakes import ByteTokenizer, FakeTemplate, fake_model, scripted_logits, text_model
 from tests.models.text.family_templates import FAMILIES
 

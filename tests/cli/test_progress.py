@@ -4,8 +4,8 @@ import io
 import threading
 import time
 
-from localinfer import progress as progress_module
-from localinfer.progress import CLEAR_LINE, Progress
+from localinfer import terminal as progress_module
+from localinfer.terminal import CLEAR_LINE, Progress
 from tests.limits import seconds
 
 

@@ -13,14 +13,13 @@ import localinfer
 from localinfer.engine.engine import Engine
 from localinfer.engine.request import TokenEvent
 from localinfer.errors import LocalinferError, RequestError
-from localinfer.loading import model_path
+from localinfer.loading import check_speculation, make_speculation, model_path
 from localinfer.sampling.sampler import SamplingParams, TokenLogprobs, TokenMask
 from localinfer.speculation.draft_model import DraftModel
 from localinfer.speculation.floor import DraftFloor
 from localinfer.speculation.ngram import NgramDrafter
 from localinfer.speculation.verification_costs import VerificationCosts
 from localinfer.speculation.verify import LookupDrafter, Speculation
-from localinfer.speculation_setup import check_speculation, make_speculation
 from tests.engine.fakes import PAGE_BYTES, FakeModel, fake_model, hashed_logits
 
 TokenIds = NDArray[np.int32]

@@ -9,8 +9,7 @@ from typing import IO
 
 from localinfer.closing import Closing
 from localinfer.errors import BackendUnavailableError, RequestError
-from localinfer.kernels.user_folders import runtime_folder
-from localinfer.private_folder import make_private
+from localinfer.folders import make_private, runtime_folder
 
 MAX_SOCKET_PATH_BYTES = 100
 """Some systems keep 104 bytes for the path of a Unix socket, its end included."""

@@ -1,4 +1,4 @@
-"""Where this user's files belong: their folders for what can be made again and for what is remembered."""
+"""This user's folders: where files belong that can be made again or are remembered, closed to everybody else."""
 
 import os
 import stat
@@ -95,3 +95,25 @@ def temporary_folder() -> Path | None:
     except OSError:
         return None
     return parent / f"localinfer-{os.getuid()}"
+
+
+def make_private(folder: Path) -> str | None:
+    """Make `folder` with mode 0700 if it is not there; return why it cannot be used, or None if it can.
+
+    A folder that another user owns or can write is refused; one that others can read is closed to them.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        status = folder.lstat()
+        if not stat.S_ISDIR(status.st_mode):
+            return f"{folder} is not a folder"
+        if hasattr(os, "getuid"):
+            if status.st_uid != os.getuid():
+                return f"{folder} belongs to another user"
+            if status.st_mode & 0o022:
+                return f"{folder} can be written by other users"
+            if status.st_mode & 0o077:
+                folder.chmod(0o700)
+    except OSError as error:
+        return f"{folder} cannot be used: {error.strerror or error}"
+    return None
