@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from localinfer import errors
-    from localinfer.chat.constraint import Grammar, JsonObject, JsonSchema, Regex
+    from localinfer.chat.constraints import Grammar, JsonObject, JsonSchema, Regex
     from localinfer.llm import LLM
     from localinfer.loading import load, load_tokenizer
     from localinfer.models.decoder.rope import RopeOptions
@@ -38,10 +38,10 @@ __all__ = [
 _MODULE_OF = {
     "LLM": "localinfer.llm",
     "Completion": "localinfer.stream",
-    "Grammar": "localinfer.chat.constraint",
-    "JsonObject": "localinfer.chat.constraint",
-    "JsonSchema": "localinfer.chat.constraint",
-    "Regex": "localinfer.chat.constraint",
+    "Grammar": "localinfer.chat.constraints",
+    "JsonObject": "localinfer.chat.constraints",
+    "JsonSchema": "localinfer.chat.constraints",
+    "Regex": "localinfer.chat.constraints",
     "RopeOptions": "localinfer.models.decoder.rope",
     "load": "localinfer.loading",
     "load_tokenizer": "localinfer.loading",
@@ -57,7 +57,7 @@ def __getattr__(name: str) -> Any:
     module = _MODULE_OF.get(name)
     if module is None:
         raise AttributeError(f"module 'localinfer' has no attribute {name!r}")
-    if module != "localinfer.chat.constraint":
+    if module != "localinfer.chat.constraints":
         import_module("localinfer.kernels.address_space").require_libraries()
     value = getattr(import_module(module), name)
     globals()[name] = value

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.arguments import check_flag, check_number, check_path, owned
-from localinfer.chat.constraint_compiler import ConstraintCompiler
+from localinfer.chat.constraints import ConstraintCompiler
 from localinfer.chat.history import ChatHistory
 from localinfer.chat.messages import read_messages
 from localinfer.chat.reply import ReplyFormats, ReplyOptions
@@ -26,7 +26,6 @@ from localinfer.stream import Completion, EncodedPrompt, StreamEvent, TextStream
 
 if TYPE_CHECKING:
     from localinfer.cache.eviction import KVEviction
-    from localinfer.kernels.ops import Program
     from localinfer.kernels.program import Program
     from localinfer.models.load.loader import Model
     from localinfer.models.text.chat_template import ChatTemplate

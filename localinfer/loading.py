@@ -15,8 +15,7 @@ from localinfer.cache.block_pool import KVLayout, PagePool
 from localinfer.cache.sequence import SequenceCache
 from localinfer.engine.scheduler import EngineLimits
 from localinfer.errors import BackendUnavailableError, ModelFileError, RequestError
-from localinfer.kernels.ops import Program
-from localinfer.kernels.program import Batch, MeasurableProgram
+from localinfer.kernels.program import Batch, MeasurableProgram, Program
 from localinfer.llm import LLM
 from localinfer.models.load.measurement_memory import recall, remember
 from localinfer.speculation.draft_model import DraftModel

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.arguments import check_flag, check_hashable, half_character
-from localinfer.chat.constraint import Constraint
+from localinfer.chat.constraints import Constraint
 from localinfer.errors import RequestError
 from localinfer.sampling.params import SamplingOptions, SamplingParams
 

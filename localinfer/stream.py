@@ -9,9 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.cache.prefix_cache import CacheHints
-from localinfer.chat.constraint import Constraint
-from localinfer.chat.parser import ReplyDelta, ReplyParser
-from localinfer.chat.tool_calls import ToolCall, ToolCallDelta, joined_calls
+from localinfer.chat.constraints import Constraint
+from localinfer.chat.parser import ReplyDelta, ReplyParser, ToolCall, ToolCallDelta, joined_calls
 from localinfer.closing import Closing
 from localinfer.engine.engine import Engine
 from localinfer.engine.request import NO_TOKEN, FinishReason, TokenEvent
@@ -23,7 +22,7 @@ from localinfer.sampling.sampler import TokenLogprobs, TokenMask
 from localinfer.speculation.verify import SpeculationRecord
 
 if TYPE_CHECKING:
-    from localinfer.chat.constraint_compiler import ConstraintCompiler
+    from localinfer.chat.constraints import ConstraintCompiler
     from localinfer.chat.reply import ReplyFormat
     from localinfer.models.text.tokenizer import Tokenizer
 

@@ -9,7 +9,6 @@ from localinfer.cache.block_pool import KVLayout
 from localinfer.describe import describe_file
 from localinfer.engine.engine import Engine, EngineConfig, EngineModel
 from localinfer.errors import RequestError
-from localinfer.kernels.ops import Program
 from localinfer.kernels.program import Program
 from localinfer.loading import make_speculation
 from localinfer.models.load.loader import load_model

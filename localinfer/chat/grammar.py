@@ -8,10 +8,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from localinfer.chat.constraint_compiler import ONE_LINE
+from localinfer.chat.constraints import ONE_LINE
 from localinfer.chat.grammar_writer import ANY, GrammarWriter, escaped
-from localinfer.chat.parameter_grammar import parameter_rules
 from localinfer.chat.tools import Tool
+from localinfer.chat.xml_arguments import parameter_rules
 from localinfer.models.text.reply_format import CallFormat, ReasoningFormat
 from localinfer.models.text.special_tokens import SpellingFinder
 

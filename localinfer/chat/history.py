@@ -11,13 +11,16 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from os.path import commonprefix
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.models.text.special_tokens import SpellingFinder
-from localinfer.models.text.stream_decoder import StreamDecoder, TokenText
+from localinfer.models.text.stream_decoder import StreamDecoder
+
+if TYPE_CHECKING:
+    from localinfer.models.text.chat_template import ChatTemplate
+    from localinfer.models.text.tokenizer import Tokenizer
 
 Segments = Sequence[tuple[str, bool]]
 """Texts in a row, each with whether the template wrote it, so that control tokens may be read in it."""
@@ -26,38 +29,6 @@ _MOST_CHATS = 128
 _MOST_CHARACTERS = 1 << 24
 _MOST_PREFIXES = 16
 _SYSTEM_ROLES = ("system", "developer")
-
-
-class ChatTokenizer(TokenText, Protocol):
-    """What encoding a chat asks of a tokenizer."""
-
-    vocab_size: int
-    adds_bos: bool
-    bos_token_id: int | None
-
-    @property
-    def special_spellings(self) -> SpellingFinder: ...
-
-    def encode_segments(
-        self, segments: Segments, *, continues_run: bool = False, max_tokens: int | None = None
-    ) -> list[int]: ...
-
-    def decode(
-        self, token_ids: Sequence[int], *, skip_special: bool = True, previous_token_id: int | None = None
-    ) -> str: ...
-
-
-class SegmentTemplate(Protocol):
-    """What rendering a chat asks of a template."""
-
-    def render_segments(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        spellings: SpellingFinder,
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **variables: Any,
-    ) -> Segments: ...
 
 
 @dataclass(frozen=True)
@@ -95,7 +66,7 @@ class ChatHistory:
     `on_answer`, where it is set, is told of each; it must not wait, as the garbage collector may call.
     """
 
-    def __init__(self, template: SegmentTemplate, tokenizer: ChatTokenizer) -> None:
+    def __init__(self, template: "ChatTemplate", tokenizer: "Tokenizer") -> None:
         self.on_answer: Callable[[AnsweredChat], None] | None = None
         self._template = template
         self._tokenizer = tokenizer

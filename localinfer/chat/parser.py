@@ -3,16 +3,41 @@
 import re
 import secrets
 import string
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from localinfer.chat.parameter_reader import ParameterReader
-from localinfer.chat.text_match import match_length
-from localinfer.chat.tool_calls import ToolCallDelta
+from localinfer.chat.xml_arguments import ParameterReader, match_length
 from localinfer.models.text.reply_format import CallFormat, ReasoningFormat
 
 _NOT_NAME = re.compile(r"[^A-Za-z0-9_.:-]")
 _ID_LETTERS = string.ascii_letters + string.digits
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call that the model asks for.
+
+    id: told apart by it, nine letters and digits, random. arguments: a JSON object, as text.
+    """
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class ToolCallDelta:
+    """What became known of one call.
+
+    index: which call of the reply, counted from 0. The first delta of a call has its id and name and no arguments; each
+    later one has a piece of the arguments' JSON text and neither.
+    """
+
+    index: int
+    arguments: str = ""
+    id: str | None = None
+    name: str | None = None
 
 
 class ReplyDelta(NamedTuple):
@@ -280,3 +305,15 @@ class ReplyParser:
 def _random_id() -> str:
     """Nine letters and digits, as Mistral's templates demand."""
     return "".join(secrets.choice(_ID_LETTERS) for _ in range(9))
+
+
+def joined_calls(deltas: Iterable[ToolCallDelta]) -> tuple[ToolCall, ...]:
+    """The calls that deltas spell out, in order."""
+    calls: list[ToolCall] = []
+    for delta in deltas:
+        if delta.id is not None and delta.name is not None:
+            calls.append(ToolCall(delta.id, delta.name, ""))
+        else:
+            call = calls[delta.index]
+            calls[delta.index] = ToolCall(call.id, call.name, call.arguments + delta.arguments)
+    return tuple(calls)

@@ -3,16 +3,15 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from localinfer.arguments import check_flag
-from localinfer.chat.constraint import Constraint
-from localinfer.chat.constraint_compiler import ConstraintCompiler, grammar_of, json_grammar
+from localinfer.chat.constraints import Constraint, ConstraintCompiler, grammar_of, json_grammar
 from localinfer.chat.grammar import ReasoningState, reply_grammar
-from localinfer.chat.parameter_types import parameter_types
 from localinfer.chat.parser import ReplyParser
 from localinfer.chat.thinking import ThinkingBudget
 from localinfer.chat.tools import Tool, ToolChoice, choose_tools, read_tools, template_messages
+from localinfer.chat.xml_arguments import parameter_types
 from localinfer.errors import ConstraintError, RequestError
 from localinfer.models.text.reply_format import (
     CallFormat,
@@ -23,6 +22,10 @@ from localinfer.models.text.reply_format import (
 )
 from localinfer.models.text.special_tokens import SpellingFinder
 from localinfer.sampling.mask import GuidingMask
+
+if TYPE_CHECKING:
+    from localinfer.models.text.chat_template import ChatTemplate
+    from localinfer.models.text.tokenizer import Tokenizer
 
 
 class ReplyOptions(TypedDict, total=False):
@@ -45,39 +48,6 @@ class ReplyOptions(TypedDict, total=False):
     thinking: bool | None
     thinking_budget: int | None
     template_variables: Mapping[str, Any]
-
-
-class ReplyTokenizer(Protocol):
-    """What reading replies asks of a tokenizer."""
-
-    vocab_size: int
-
-    @property
-    def eog_token_ids(self) -> frozenset[int]: ...
-
-    @property
-    def special_spellings(self) -> SpellingFinder: ...
-
-    def encode_segments(self, segments: Sequence[tuple[str, bool]], *, continues_run: bool = False) -> list[int]: ...
-
-    def token_bytes(self, token_id: int) -> bytes: ...
-
-    def token_text(self, token_id: int) -> str: ...
-
-
-class ReplyTemplate(Protocol):
-    """What learning the formats asks of a chat template."""
-
-    @property
-    def source(self) -> str | None: ...
-
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **variables: Any,
-    ) -> str: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +75,7 @@ class ReplyFormat:
     def mask(
         self,
         compiler: ConstraintCompiler,
-        tokenizer: ReplyTokenizer,
+        tokenizer: "Tokenizer",
         constraint: Constraint | None,
         *,
         start: int,
@@ -174,7 +144,7 @@ class ReplyRequest:
 class ReplyFormats:
     """The formats of one model, learned from its template when they are first needed."""
 
-    def __init__(self, template: ReplyTemplate, tokenizer: ReplyTokenizer, compiler: ConstraintCompiler) -> None:
+    def __init__(self, template: "ChatTemplate", tokenizer: "Tokenizer", compiler: ConstraintCompiler) -> None:
         self._template = template
         self._tokenizer = tokenizer
         self._compiler = compiler

@@ -2,21 +2,14 @@
 
 import codecs
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from localinfer.sampling.mask import Allowed, GuidingMask, TokenIds
 
-
-class TokenBytes(Protocol):
-    """What following the text of a reply asks of a tokenizer."""
-
-    vocab_size: int
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """The bytes a token stands for."""
-        ...
+if TYPE_CHECKING:
+    from localinfer.models.text.tokenizer import Tokenizer
 
 
 class _Progress(NamedTuple):
@@ -37,7 +30,7 @@ class ThinkingBudget:
 
     def __init__(
         self,
-        tokenizer: TokenBytes,
+        tokenizer: "Tokenizer",
         mask: GuidingMask | None,
         *,
         start: int,

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from localinfer.chat.constraint import Constraint
+from localinfer.chat.constraints import Constraint
 from localinfer.cli.bench import bench_command
 from localinfer.cli.cache import cache_command
 from localinfer.cli.constraint_options import constraint_options

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from localinfer.chat.constraint import Constraint, Grammar, JsonObject, JsonSchema, Regex
+from localinfer.chat.constraints import Constraint, Grammar, JsonObject, JsonSchema, Regex
 
 _NAMES = ("json_object", "json_schema", "grammar", "regex")
 

@@ -20,7 +20,6 @@ from localinfer.engine.request import NO_TOKEN, Request, TokenEvent
 from localinfer.engine.runner import ModelRunner, ScheduledSequence, ShouldAbort
 from localinfer.engine.step_lock import StepLock
 from localinfer.errors import OutOfMemoryError, OverloadedError
-from localinfer.kernels.ops import Program
 from localinfer.kernels.program import Program
 
 _READ_AHEAD = 4

@@ -35,7 +35,6 @@ from localinfer.files import OutputFile, check_output, num_io_threads
 from localinfer.folders import expand_home
 from localinfer.persistence.fingerprint import Fingerprint, ModelIdentity, differing_parts
 from localinfer.persistence.page_file import CHECKSUM_BYTES, PageFormat, checksum, read_all
-from localinfer.persistence.session_file import SessionContent, SessionReader, write_session
 
 MAGIC = b"LOCALSES"
 FORMAT_VERSION = 2

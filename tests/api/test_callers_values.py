@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from localinfer.chat.constraint import JsonSchema
+from localinfer.chat.constraints import JsonSchema
 from localinfer.llm import LLM
 from localinfer.models.decoder.pooling import Pooling
 from localinfer.sampling.sampler import SamplingParams

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import localinfer
-from localinfer import LLM
+from localinfer.llm import LLM
 from localinfer.models import demo
 
 GOLDEN: dict[str, dict[str, str]] = {

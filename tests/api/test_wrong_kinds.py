@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import localinfer
-from localinfer.chat.constraint import Grammar, JsonSchema, Regex
+from localinfer.chat.constraints import Grammar, JsonSchema, Regex
 from localinfer.chat.reply import ReplyOptions
 from localinfer.engine.scheduler import EngineLimits
 from localinfer.errors import LocalinferError

@@ -10,12 +10,12 @@ import pytest
 from numpy.typing import NDArray
 
 import localinfer
-from localinfer import LLM
 from localinfer.cache.block_pool import PagePool
 from localinfer.cache.eviction import LEAST_TOKENS, KVEviction, window_of
 from localinfer.cache.prefix_cache import CacheHints, PrefixCache
 from localinfer.cache.sequence import SequenceCache
 from localinfer.errors import OutOfMemoryError, RequestError
+from localinfer.llm import LLM
 from tests.engine.fakes import FakeLayout
 from tests.models.arch_models import build_model
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import localinfer
-from localinfer import LLM, Completion
+from localinfer.llm import LLM
+from localinfer.stream import Completion
 from tests.models.arch_models import build_model
 
 STORY = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. One day, she saw"

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 import localinfer
-from localinfer.chat.constraint import Constraint, Grammar, JsonObject, JsonSchema, Regex
-from localinfer.chat.constraint_compiler import ConstraintCompiler
+from localinfer.chat.constraints import Constraint, ConstraintCompiler, Grammar, JsonObject, JsonSchema, Regex
 from localinfer.errors import ConstraintError, OverloadedError, RequestError
 from localinfer.llm import LLM
 from localinfer.sampling.mask import MatcherMask
@@ -273,8 +272,8 @@ def test_catastrophic_constraints_end_by_error_or_length(demo: LLM, constraint: 
 
 
 def test_compiling_past_the_time_limit_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("localinfer.chat.constraint_compiler.MAX_COMPILE_SECONDS", 0.01)
-    monkeypatch.setattr("localinfer.chat.constraint_compiler.grammar_of", lambda constraint: time.sleep(0.2))
+    monkeypatch.setattr("localinfer.chat.constraints.MAX_COMPILE_SECONDS", 0.01)
+    monkeypatch.setattr("localinfer.chat.constraints.grammar_of", lambda constraint: time.sleep(0.2))
     with pytest.raises(ConstraintError, match="takes longer than"):
         ConstraintCompiler(ByteTokenizer(), 260).mask(Regex("a"), start=1)
 
@@ -303,8 +302,8 @@ def test_schema_of_too_many_properties_is_refused_before_anything_compiles_it(de
 
 def test_compilations_that_cannot_be_stopped_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
-    monkeypatch.setattr("localinfer.chat.constraint_compiler.MAX_COMPILE_SECONDS", 0.01)
-    monkeypatch.setattr("localinfer.chat.constraint_compiler.grammar_of", lambda constraint: go_on.wait(seconds(10)))
+    monkeypatch.setattr("localinfer.chat.constraints.MAX_COMPILE_SECONDS", 0.01)
+    monkeypatch.setattr("localinfer.chat.constraints.grammar_of", lambda constraint: go_on.wait(seconds(10)))
     compiler = ConstraintCompiler(ByteTokenizer(), 260)
     before = threading.active_count()
     try:

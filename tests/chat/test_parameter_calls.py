@@ -9,10 +9,9 @@ import jsonschema
 import numpy as np
 import pytest
 
-from localinfer.chat.constraint_compiler import ConstraintCompiler
+from localinfer.chat.constraints import ConstraintCompiler
 from localinfer.chat.grammar import reply_grammar
-from localinfer.chat.parser import ReplyParser
-from localinfer.chat.tool_calls import joined_calls
+from localinfer.chat.parser import ReplyParser, joined_calls
 from localinfer.chat.tools import read_tools
 from localinfer.errors import ConstraintError
 from localinfer.llm import LLM

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from localinfer.chat.parser import ReplyParser
-from localinfer.chat.tool_calls import joined_calls
+from localinfer.chat.parser import ReplyParser, joined_calls
 from localinfer.models.text.chat_template import ChatTemplate
 from localinfer.models.text.reply_format import CallFormat, ReasoningFormat, learn_call_format
 from localinfer.models.text.special_tokens import SpellingFinder

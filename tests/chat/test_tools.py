@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import localinfer
-from localinfer.chat.constraint import JsonSchema, Regex
+from localinfer.chat.constraints import JsonSchema, Regex
+from localinfer.chat.parser import ToolCall, joined_calls
 from localinfer.chat.thinking import ThinkingBudget
-from localinfer.chat.tool_calls import ToolCall, joined_calls
 from localinfer.errors import ConstraintError, RequestError
 from localinfer.llm import LLM
 from localinfer.loading import make_speculation, model_path

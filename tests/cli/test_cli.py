@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import localinfer
-from localinfer.chat.constraint import Grammar, JsonObject, JsonSchema, Regex
+from localinfer.chat.constraints import Grammar, JsonObject, JsonSchema, Regex
 from localinfer.cli import main
 from localinfer.errors import ContextLengthError, RequestError
 from tests.limits import seconds

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from localinfer.chat.constraint import Constraint, Grammar, JsonObject, JsonSchema, Regex
+from localinfer.chat.constraints import Constraint, Grammar, JsonObject, JsonSchema, Regex
 from localinfer.server.replies.sampling_fields import SamplingFields
 from localinfer.server.transport.errors import ApiError
 

@@ -11,13 +11,12 @@ import pytest
 from numpy.typing import NDArray
 
 import localinfer
-from localinfer import RopeOptions
 from localinfer.errors import CorruptFileError, RequestError
 from localinfer.kernels.ops import Pairing
 from localinfer.loading import model_path
 from localinfer.models.decoder.architectures import find_architecture
 from localinfer.models.decoder.config import ModelConfig
-from localinfer.models.decoder.rope import rope_metadata, rope_table
+from localinfer.models.decoder.rope import RopeOptions, rope_metadata, rope_table
 from localinfer.models.load.loader import load_model
 from localinfer.quant.gguf.reader import read_gguf
 from tests.models.arch_models import build_model

@@ -1,21 +1,25 @@
-"""From a description of what may be generated to a mask over the vocabulary, by llguidance.
+"""What a generation may be held to (a JSON object, a JSON Schema, a regular expression or a grammar), and its compiler.
 
-llguidance walks a trie of the vocabulary's bytes with a lexer of derivatives and an Earley parser, tens of microseconds
-a token (github.com/guidance-ai/llguidance). It is imported at the first constraint, and a model's trie is built once.
+llguidance makes masks over a vocabulary: it walks a trie of the vocabulary's bytes with a lexer of derivatives and an
+Earley parser, tens of microseconds a token (github.com/guidance-ai/llguidance). It is imported at the first constraint,
+and a model's trie is built once.
 """
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from localinfer.chat.constraint import Constraint, Grammar, JsonObject, JsonSchema, Regex
+from localinfer.arguments import owned
 from localinfer.chat.json_schema import MAX_CHARACTERS, checked_schema, keyword_in
 from localinfer.errors import ConstraintError, OverloadedError
-from localinfer.sampling.mask import MatcherMask
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+
+    from localinfer.models.text.tokenizer import Tokenizer
+    from localinfer.sampling.mask import MatcherMask
 
 MAX_COMPILE_SECONDS = 2.0
 _MOST_COMPILED = 32
@@ -32,20 +36,48 @@ ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 """JSON as `json.dumps` writes it, in llguidance's terms: small models would write white space without end."""
 
 
-class ConstraintTokenizer(Protocol):
-    """What a constraint asks of a tokenizer."""
+@dataclass(frozen=True)
+class JsonObject:
+    """Any JSON object, on one line as `json.dumps` writes it: a space after each comma and colon."""
 
-    vocab_size: int
-    bos_token_id: int | None
 
-    @property
-    def eog_token_ids(self) -> Collection[int]: ...
+@dataclass(frozen=True)
+class JsonSchema:
+    """A JSON text that a schema accepts (JSON Schema 2020-12), on one line as `json.dumps` writes it.
 
-    def encode_segments(self, segments: Sequence[tuple[str, bool]], *, continues_run: bool = False) -> list[int]: ...
+    schema: as a mapping, which is copied, or as JSON text; properties come in the order in which it lists them. What
+        it asks for is enforced to the letter, or refused: ConstraintError names the keyword that cannot be.
+    """
 
-    def token_bytes(self, token_id: int) -> bytes: ...
+    schema: Mapping[str, Any] | str | bool
 
-    def is_special(self, token_id: int) -> bool: ...
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "schema", owned(self.schema))
+
+
+@dataclass(frozen=True)
+class Regex:
+    """A text that a regular expression matches as a whole.
+
+    pattern: in the syntax of Rust's regex crate, which is Python's without look-around and back-references.
+    """
+
+    pattern: str
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """A text of a context-free grammar.
+
+    text: in Lark's syntax, beginning at the rule `start`, or in llama.cpp's GBNF, beginning at `root`; which of them is
+        read off the rules' signs, `:` or `::=`.
+    """
+
+    text: str
+
+
+Constraint = JsonObject | JsonSchema | Regex | Grammar
+"""What the option `constraint` takes."""
 
 
 class ConstraintCompiler:
@@ -54,7 +86,7 @@ class ConstraintCompiler:
     vocab_size: of the logits, which may be more than the tokenizer's; ids beyond it are never allowed.
     """
 
-    def __init__(self, tokenizer: ConstraintTokenizer, vocab_size: int) -> None:
+    def __init__(self, tokenizer: "Tokenizer", vocab_size: int) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
@@ -62,7 +94,7 @@ class ConstraintCompiler:
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._late: list[threading.Thread] = []
 
-    def mask(self, constraint: Constraint, *, start: int) -> MatcherMask:
+    def mask(self, constraint: Constraint, *, start: int) -> "MatcherMask":
         """The mask of one generation whose prompt has `start` tokens.
 
         Raises: ConstraintError if the constraint is wrong, cannot be enforced, or costs too much; OverloadedError while
@@ -71,8 +103,10 @@ class ConstraintCompiler:
         what = _name(constraint)
         return self.grammar_mask(self._in_time(lambda: grammar_of(constraint), what), start=start, what=what)
 
-    def grammar_mask(self, grammar: str, *, start: int, what: str) -> MatcherMask:
+    def grammar_mask(self, grammar: str, *, start: int, what: str) -> "MatcherMask":
         """As `mask`, for a grammar in llguidance's own form; what: how errors call it."""
+        from localinfer.sampling.mask import MatcherMask
+
         matcher = self._matcher(grammar, what).deep_copy()
         ends = sorted(self._tokenizer.eog_token_ids)
         return MatcherMask(matcher, start=start, vocab_size=self._vocab_size, end_ids=ends)
@@ -133,7 +167,7 @@ class ConstraintCompiler:
             return self._vocabulary
 
 
-def build_trie(tokenizer: ConstraintTokenizer, vocab_size: int) -> "LLTokenizer":
+def build_trie(tokenizer: "Tokenizer", vocab_size: int) -> "LLTokenizer":
     """Build llguidance's view of a vocabulary: the bytes of each id, and which ids are control tokens.
 
     Raises: ConstraintError if no token ends a text, as a constrained text has to.
@@ -162,7 +196,7 @@ def _compile(trie: "LLTokenizer", grammar: str, what: str) -> "LLMatcher":
 class _Vocabulary:
     """A tokenizer in the shape that llguidance reads."""
 
-    def __init__(self, tokenizer: ConstraintTokenizer, end: int) -> None:
+    def __init__(self, tokenizer: "Tokenizer", end: int) -> None:
         self._encode = tokenizer.encode_segments
         ids = range(tokenizer.vocab_size)
         self.eos_token_id = end
