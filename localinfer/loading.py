@@ -17,7 +17,7 @@ from localinfer.engine.scheduler import EngineLimits
 from localinfer.errors import BackendUnavailableError, ModelFileError, RequestError
 from localinfer.kernels.program import Batch, MeasurableProgram, Program
 from localinfer.llm import LLM
-from localinfer.models.load.measurement_memory import recall, remember
+from localinfer.models.load.measurements import get_measurement, put_measurement
 from localinfer.speculation.draft_model import DraftModel
 from localinfer.speculation.ngram import NgramDrafter
 from localinfer.speculation.verification_costs import VerificationCosts, measure_costs
@@ -284,13 +284,13 @@ def _verification_seconds(program: Program, kv_layout: KVLayout, progress: Progr
     if key is not None and is_calm:
         agrees = len(known) == len(seconds) and _is_alike(known, seconds)
         least = [min(pair) for pair in zip(known, seconds, strict=True)] if agrees else seconds
-        remember("verification", key, seconds=least, loads=loads + 1 if agrees else 1)
+        put_measurement("verification", key, seconds=least, loads=loads + 1 if agrees else 1)
     return seconds
 
 
 def _recalled_seconds(key: str) -> tuple[list[float], int]:
     """What was measured before, nothing if that is damaged, and how many loads in a row have measured it."""
-    record = recall("verification", key) or {}
+    record = get_measurement("verification", key) or {}
     seconds, loads = record.get("seconds"), record.get("loads")
     if not isinstance(seconds, list) or not isinstance(loads, int):
         return [], 0

@@ -10,12 +10,20 @@ import click
 from localinfer.chat.constraints import Constraint
 from localinfer.cli.bench import bench_command
 from localinfer.cli.cache import cache_command
-from localinfer.cli.constraint_options import constraint_options
 from localinfer.cli.evaluate import compare_command, perplexity_command
 from localinfer.cli.messages import in_options, one_line, send_messages_to_stderr
-from localinfer.cli.model_options import ModelOptions, load_options, load_with, model_option
+from localinfer.cli.options import (
+    COUNT,
+    LoadOptions,
+    constraint_options,
+    flag,
+    load_options,
+    load_with,
+    model_option,
+    option,
+    sampling_options,
+)
 from localinfer.cli.quantize import quantize_command
-from localinfer.cli.sampling_options import sampling_options
 from localinfer.cli.serve import serve_command
 from localinfer.errors import LocalinferError, RequestError
 from localinfer.terminal import ModelOutput, check_text, describe_stats, prepare_streams
@@ -71,26 +79,18 @@ def localinfer_command(context: click.Context) -> None:
 
 
 @localinfer_command.command("run")
-@click.option("-p", "--prompt", metavar="TEXT", help="Text to continue; '-' or a pipe reads standard input.")
-@click.option(
-    "-n", "--max-tokens", type=click.IntRange(min=1), default=256, show_default=True, metavar="N", help="Tokens to add."
-)
+@option("-p --prompt", "TEXT", "Text to continue; '-' or a pipe reads standard input.")
+@option("-n --max-tokens", "N", "Tokens to add.", type=COUNT, default=256)
 @load_options
 @sampling_options
 @constraint_options
-@click.option(
-    "--beams",
-    "num_beams",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Draw nothing: search for the likeliest text with N beams.",
-)
-@click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be repeated.")
-@click.option("--ignore-eos", is_flag=True, help="Go on past the model's end-of-text token.")
-@click.option("--context-shift", is_flag=True, help="At the end of the context, go on with its recent half.")
-@click.option("--stats", is_flag=True, help="Report token counts, the cache and speed on stderr.")
+@option("--beams num_beams", "N", "Draw nothing: search for the likeliest text with N beams.", type=COUNT)
+@option("--stop", "TEXT", "End before this text; may be repeated.", multiple=True)
+@flag("--ignore-eos", "Go on past the model's end-of-text token.")
+@flag("--context-shift", "At the end of the context, go on with its recent half.")
+@flag("--stats", "Report token counts, the cache and speed on stderr.")
 def run_command(
-    options: ModelOptions,
+    options: LoadOptions,
     prompt: str | None,
     max_tokens: int,
     num_beams: int | None,
@@ -144,12 +144,12 @@ def run_command(
 @localinfer_command.command("chat")
 @load_options
 @sampling_options
-@click.option("-n", "--max-tokens", type=click.IntRange(min=1), metavar="N", help="Longest reply. Default: what fits.")
-@click.option("--system", metavar="TEXT", help="Instructions that come before the conversation.")
-@click.option("--context-shift", is_flag=True, help="At the end of the context, go on with its recent half.")
-@click.option("--stats", is_flag=True, help="Report token counts, the cache and speed on stderr after every reply.")
+@option("-n --max-tokens", "N", "Longest reply. Default: what fits.", type=COUNT)
+@option("--system", "TEXT", "Instructions that come before the conversation.")
+@flag("--context-shift", "At the end of the context, go on with its recent half.")
+@flag("--stats", "Report token counts, the cache and speed on stderr after every reply.")
 def chat_command(
-    options: ModelOptions,
+    options: LoadOptions,
     max_tokens: int | None,
     system: str | None,
     context_shift: bool,
@@ -180,8 +180,8 @@ def chat_command(
 
 @localinfer_command.command("show")
 @click.argument("model", metavar="MODEL")
-@click.option("--tensors", is_flag=True, help="List every tensor.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, with all metadata.")
+@flag("--tensors", "List every tensor.")
+@flag("--json as_json", "Print one JSON object, with all metadata.")
 def show_command(model: str, tensors: bool, as_json: bool) -> None:
     """Say what a GGUF file or a Hugging Face folder holds."""
     from localinfer.describe import describe_file, render_json, render_text
@@ -194,9 +194,9 @@ def show_command(model: str, tensors: bool, as_json: bool) -> None:
 @localinfer_command.command("tokenize")
 @model_option
 @click.argument("text", required=False)
-@click.option("--ids", is_flag=True, help="Print only the ids, on one line.")
-@click.option("--no-special", is_flag=True, help="Add no begin- or end-of-text token.")
-@click.option("--parse-special", is_flag=True, help="Read the names of special tokens in TEXT as those tokens.")
+@flag("--ids", "Print only the ids, on one line.")
+@flag("--no-special", "Add no begin- or end-of-text token.")
+@flag("--parse-special", "Read the names of special tokens in TEXT as those tokens.")
 def tokenize_command(model: str | None, text: str | None, ids: bool, no_special: bool, parse_special: bool) -> None:
     """Split TEXT into the model's tokens, one line each: id, then text.
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import click
 
+from localinfer.cli.options import flag, option
 from localinfer.errors import RequestError
 
 
@@ -21,8 +22,8 @@ class KeptModel(NamedTuple):
 
 
 @click.command("cache")
-@click.option("--disk-cache-folder", metavar="FOLDER", help="Where it is kept. Default: your cache folder.")
-@click.option("--clear", is_flag=True, help="Delete all of it.")
+@option("--disk-cache-folder", "FOLDER", "Where it is kept. Default: your cache folder.")
+@flag("--clear", "Delete all of it.")
 def cache_command(disk_cache_folder: str | None, clear: bool) -> None:
     """Say what is kept on disk of conversations, or delete it.
 

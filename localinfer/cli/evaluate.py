@@ -1,10 +1,10 @@
 """The `localinfer compare` and `localinfer perplexity` commands."""
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
+from localinfer.cli.options import COUNT, flag, option, options_group, threads_option
 from localinfer.errors import LocalinferError, RequestError
 from localinfer.terminal import Progress, with_time_left
 
@@ -12,26 +12,13 @@ if TYPE_CHECKING:
     from localinfer.evaluation.questions import Answer
     from localinfer.llm import LLM
 
-_COUNT = click.IntRange(min=1)
-
-
-def _measuring_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    for option in (
-        click.option("--json", "as_json", is_flag=True, help="Print one JSON object."),
-        click.option("--threads", type=_COUNT, metavar="N", help="CPU threads. Default: one per physical core."),
-        click.option("--chunks", type=_COUNT, metavar="N", help="Stop after N chunks. Default: the whole text."),
-        click.option(
-            "--context-length",
-            type=click.IntRange(min=4),
-            default=512,
-            show_default=True,
-            metavar="N",
-            help="Tokens of a chunk.",
-        ),
-        click.argument("text", metavar="[TEXT]", required=False),
-    ):
-        command = option(command)
-    return command
+_measuring_options = options_group(
+    click.argument("text", metavar="[TEXT]", required=False),
+    option("--context-length", "N", "Tokens of a chunk.", type=click.IntRange(min=4), default=512),
+    option("--chunks", "N", "Stop after N chunks. Default: the whole text.", type=COUNT),
+    threads_option,
+    flag("--json as_json", "Print one JSON object."),
+)
 
 
 @click.command("perplexity")

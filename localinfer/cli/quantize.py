@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from localinfer.cli.options import COUNT, device_option, option, threads_option
 from localinfer.errors import LocalinferError, OutOfMemoryError
 from localinfer.evaluation.texts import read_calibration
 from localinfer.terminal import Progress, with_time_left
@@ -16,50 +17,29 @@ if TYPE_CHECKING:
 _LEAST_HELD_BACK = 8000
 """Characters kept of a calibration text that surely fill a chunk to measure on; with fewer the text inside is taken."""
 
-_COUNT = click.IntRange(min=1)
-
 
 @click.command("quantize")
 @click.argument("source", metavar="SOURCE")
 @click.argument("target", metavar="TARGET")
-@click.option(
-    "--type", "type_name", metavar="TYPE", default="Q4_K_M", show_default=True, help="Such as Q8_0 or Q4_K_S."
-)
-@click.option(
+@option("--type type_name", "TYPE", "Such as Q8_0 or Q4_K_S.", default="Q4_K_M")
+@option(
     "--method",
-    type=click.Choice(["auto", "rtn", "imatrix", "gptq", "awq"]),
-    default="auto",
-    show_default=True,
-    help="Round each weight by itself; mind the importance of its column; let weights answer for each other's errors; "
+    None,
+    "Round each weight by itself; mind the importance of its column; let weights answer for each other's errors; "
     "or move scales between matrices before that, where it helps. Auto: imatrix if --imatrix is given, else gptq below "
     "8 bits, else rtn.",
-)
-@click.option(
-    "--calibration",
-    metavar="PATH",
-    help="Text file, or folder of some, to calibrate on. Default: one that ships inside.",
-)
-@click.option(
-    "--calibration-tokens", type=_COUNT, default=16384, show_default=True, metavar="N", help="Tokens of it to read."
-)
-@click.option("--imatrix", metavar="FILE", help="Importance, as llama-imatrix writes it.")
-@click.option("--save-imatrix", metavar="FILE", help="Write the importance that the calibration text shows.")
-@click.option("--threads", type=_COUNT, metavar="N", help="CPU threads. Default: one per physical core.")
-@click.option(
-    "--device",
-    type=click.Choice(["auto", "cpu", "cuda"]),
+    type=click.Choice(["auto", "rtn", "imatrix", "gptq", "awq"]),
     default="auto",
-    show_default=True,
-    help="What calibrates. Auto: a GPU that torch sees, else the CPU.",
 )
-@click.option("--text", metavar="FILE", help="Text to measure the loss on. Default: one that ships inside.")
-@click.option(
-    "--chunks",
-    type=click.IntRange(min=0),
-    default=4,
-    show_default=True,
-    metavar="N",
-    help="Chunks of 512 tokens to measure on; 0: do not measure.",
+@option("--calibration", "PATH", "Text file, or folder of some, to calibrate on. Default: one that ships inside.")
+@option("--calibration-tokens", "N", "Tokens of it to read.", type=COUNT, default=16384)
+@option("--imatrix", "FILE", "Importance, as llama-imatrix writes it.")
+@option("--save-imatrix", "FILE", "Write the importance that the calibration text shows.")
+@threads_option
+@device_option("What calibrates. Auto: a GPU that torch sees, else the CPU.")
+@option("--text", "FILE", "Text to measure the loss on. Default: one that ships inside.")
+@option(
+    "--chunks", "N", "Chunks of 512 tokens to measure on; 0: do not measure.", type=click.IntRange(min=0), default=4
 )
 def quantize_command(
     source: str,

@@ -10,77 +10,50 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from localinfer.cli.model_options import ModelOptions, byte_size, changes_of, load_options, load_with
+from localinfer.cli.options import COUNT, LoadOptions, byte_size, changes_of, flag, load_options, load_with, option
 from localinfer.errors import RequestError
 from localinfer.folders import expand_home
 from localinfer.terminal import check_text
 
 if TYPE_CHECKING:
-    from localinfer.llm import LLM
     from localinfer.server.replies.metrics import Metrics
     from localinfer.server.replies.model_folder import ModelSource
-    from localinfer.server.replies.model_memory import MemoryNeed
     from localinfer.server.replies.model_registry import ModelRegistry
     from localinfer.server.running import LocalServer
     from localinfer.server.transport.settings import ServerSettings
 
 
+_SECONDS = click.FloatRange(min=0)
+
+
 @click.command("serve")
 @load_options
-@click.option(
-    "--models",
-    metavar="FOLDER",
-    help="Serve every model in a folder and below, each loaded when asked for.",
+@option("--models", "FOLDER", "Serve every model in a folder and below, each loaded when asked for.")
+@option("--host", "ADDRESS", "Where to listen by TCP.", default="127.0.0.1")
+@option("--port", "N", "TCP port; 0 takes a free one.", type=click.IntRange(0, 65535), default=8080)
+@flag("--no-tcp", "Listen on the Unix socket only.")
+@option("--socket socket_path", "PATH", "The Unix socket. Default: in your runtime folder.")
+@option("--token-file", "FILE", "Holds the token that clients on TCP must show.")
+@option("--allow-host", "NAME", "Answer to this Host name too; may be repeated.", multiple=True)
+@option("--allow-origin", "ORIGIN", "Let pages of this origin ask; may be repeated.", multiple=True)
+@flag("--allow-private-network", "Let those pages ask from the internet too.")
+@flag("--strict-model", "Refuse unknown model names even if only one model is served.")
+@option(
+    "--idle-unload", "SECONDS", "Unload a model that nobody used for so long; 0: never.", type=_SECONDS, default=900
 )
-@click.option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Where to listen by TCP.")
-@click.option(
-    "--port",
-    type=click.IntRange(0, 65535),
-    default=8080,
-    show_default=True,
-    metavar="N",
-    help="TCP port; 0 takes a free one.",
-)
-@click.option("--no-tcp", is_flag=True, help="Listen on the Unix socket only.")
-@click.option("--socket", "socket_path", metavar="PATH", help="The Unix socket. Default: in your runtime folder.")
-@click.option("--token-file", metavar="FILE", help="Holds the token that clients on TCP must show.")
-@click.option("--allow-host", multiple=True, metavar="NAME", help="Answer to this Host name too; may be repeated.")
-@click.option("--allow-origin", multiple=True, metavar="ORIGIN", help="Let pages of this origin ask; may be repeated.")
-@click.option("--allow-private-network", is_flag=True, help="Let those pages ask from the internet too.")
-@click.option("--strict-model", is_flag=True, help="Refuse unknown model names even if only one model is served.")
-@click.option(
-    "--idle-unload",
-    type=click.FloatRange(min=0),
-    default=900,
-    show_default=True,
-    metavar="SECONDS",
-    help="Unload a model that nobody used for so long; 0: never.",
-)
-@click.option(
-    "--memory-limit", callback=byte_size, metavar="SIZE", help="Most that all models take. Default: what is free."
-)
-@click.option(
-    "--max-generations",
-    type=click.IntRange(min=1),
-    default=64,
-    show_default=True,
-    metavar="N",
-    help="Texts generated and waiting at one time.",
-)
-@click.option(
+@option("--memory-limit", "SIZE", "Most that all models take. Default: what is free.", callback=byte_size)
+@option("--max-generations", "N", "Texts generated and waiting at one time.", type=COUNT, default=64)
+@option(
     "--shutdown-seconds",
-    type=click.FloatRange(min=0),
+    "SECONDS",
+    "What running replies get to finish when the server ends.",
+    type=_SECONDS,
     default=5,
-    show_default=True,
-    metavar="SECONDS",
-    help="What running replies get to finish when the server ends.",
 )
-@click.option(
-    "--until-stdin-ends", is_flag=True, help="End when standard input does: with the program that started it."
-)
-@click.option("--verbose", is_flag=True, help="Log each request, without its text, on stderr.")
+@flag("--until-stdin-ends", "End when standard input does: with the program that started it.")
+@flag("--verbose", "Log each request, without its text, on stderr.")
 def serve_command(
-    options: ModelOptions,
+    options: LoadOptions,
     models: str | None,
     idle_unload: float,
     memory_limit: int | None,
@@ -98,6 +71,7 @@ def serve_command(
     can find out, token by token, what others have sent. Share a server only with those who may read your texts.
     """
     from localinfer.server.replies.load_threads import LoadThreads
+    from localinfer.server.replies.model_memory import measure_need
     from localinfer.server.replies.model_registry import ModelRegistry
     from localinfer.server.running import LocalServer
 
@@ -106,23 +80,24 @@ def serve_command(
     if verbose:
         _log_requests()
     settings = _settings(**listening)
-    sources = _sources(options.path, models)
+    context_length = options["context_length"]
+    sources = _sources(options["model"], models)
     threads = LoadThreads()
 
     def make_registry(metrics: "Metrics") -> "ModelRegistry":
         return ModelRegistry(
             sources,
-            lambda source: _load(options, source, threads.stopping),
-            lambda source: _measure(options, source),
+            lambda source: load_with({**options, "model": str(source.path)}, stopping=threads.stopping),
+            lambda source: measure_need(source.path, options["kv_type"], changes_of(options), context_length),
             metrics,
             strict=settings.strict_model,
             idle_unload_seconds=idle_unload or None,
             memory_limit=memory_limit,
-            context_length=options.context_length,
+            context_length=context_length,
             threads=threads,
         )
 
-    with LocalServer(settings, make_registry, preloads=models is None or options.path is not None) as server:
+    with LocalServer(settings, make_registry, preloads=models is None or options["model"] is not None) as server:
         if settings.socket_path is None:
             click.echo("this system has no Unix sockets for Python: TCP only", err=True)
         names = ", ".join(source.id for source in sources[:5]) + (", ..." if len(sources) > 5 else "")
@@ -166,16 +141,13 @@ def _log_requests() -> None:
 def _settings(
     *,
     host: str,
-    port: int,
     no_tcp: bool,
     socket_path: str | None,
     token_file: str | None,
     allow_host: tuple[str, ...],
     allow_origin: tuple[str, ...],
     allow_private_network: bool,
-    strict_model: bool,
-    max_generations: int,
-    shutdown_seconds: float,
+    **more: Any,
 ) -> "ServerSettings":
     from localinfer.server.transport.settings import ServerSettings
     from localinfer.server.transport.sockets import default_socket_path
@@ -186,14 +158,11 @@ def _settings(
     return ServerSettings(
         socket_path=default_socket_path() if socket_path is None else expand_home(socket_path).absolute(),
         host=None if no_tcp else host,
-        port=port,
         token=None if token_file is None else _read_token(expand_home(token_file)),
         allowed_hosts=allow_host,
         allowed_origins=allow_origin,
         allows_private_network=allow_private_network,
-        strict_model=strict_model,
-        max_generations=max_generations,
-        shutdown_seconds=shutdown_seconds,
+        **more,
     )
 
 
@@ -217,15 +186,3 @@ def _sources(path: str | None, folder: str | None) -> "list[ModelSource]":
     if first is None:
         raise RequestError(f"{file} is no model; give a GGUF file, of a split one the first part, or a folder with one")
     return [first, *(other for other in sources if other.id != first.id and not other.path.samefile(first.path))]
-
-
-def _load(options: ModelOptions, source: "ModelSource", stopping: threading.Event) -> "LLM":
-    from dataclasses import replace
-
-    return load_with(replace(options, path=str(source.path)), stopping=stopping)
-
-
-def _measure(options: ModelOptions, source: "ModelSource") -> "MemoryNeed":
-    from localinfer.server.replies.model_memory import measure_need
-
-    return measure_need(source.path, options.kv_type, changes_of(options), options.context_length)

@@ -1,0 +1,323 @@
+"""Options that several commands share: how a model is loaded, how tokens are drawn, what a text is held to."""
+
+import functools
+import math
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from localinfer.chat.constraints import Constraint, Grammar, JsonObject, JsonSchema, Regex
+from localinfer.errors import ClosedError, RequestError
+from localinfer.sampling.params import NUMBER_OPTIONS, NumberOption
+from localinfer.terminal import Progress, check_text
+
+if TYPE_CHECKING:
+    from localinfer.llm import LLM
+    from localinfer.models.load.model_changes import ModelChanges
+
+Command = Callable[..., Any]
+Decorator = Callable[[Command], Command]
+LoadOptions = dict[str, Any]
+"""Keyword arguments of `localinfer.load`."""
+
+COUNT = click.IntRange(min=1)
+_SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+_LARGEST_SHOWN_BOUND = 10
+
+
+def option(names: str, metavar: str | None, help: str, **more: Any) -> Decorator:
+    """An option by its names, separated by spaces; help shows the default if it has one."""
+    return click.option(*names.split(), metavar=metavar, help=help, show_default="default" in more, **more)
+
+
+def flag(names: str, help: str) -> Decorator:
+    """An option without a value."""
+    return click.option(*names.split(), is_flag=True, help=help)
+
+
+def options_group(*decorators: Decorator) -> Decorator:
+    """Several options as one decorator; help lists them in this order."""
+
+    def decorate(command: Command) -> Command:
+        for decorator in reversed(decorators):
+            command = decorator(command)
+        return command
+
+    return decorate
+
+
+def byte_size(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
+    """Read a number of bytes, plain or with a unit: 8GB is 8 times 10^9 bytes, 8GiB 8 times 2^30."""
+    if value is None:
+        return None
+    text = value.strip().upper()
+    number = text.rstrip("BKMGI").strip()
+    try:
+        size = int(float(number) * _SIZE_UNITS[text[len(number) :].strip()])
+    except (ValueError, KeyError, OverflowError):
+        size = 0
+    if size < 1:
+        raise click.BadParameter(f"{value!r} is not a size; give bytes, or a number and a unit, such as 2GB.")
+    return size
+
+
+def _gather_load_options(command: Command) -> Command:
+    """Hand the options below on as `localinfer.load` takes them, in one mapping."""
+
+    @functools.wraps(command)
+    def call(**values: Any) -> Any:
+        from localinfer.models.decoder.rope import RopeOptions
+
+        options: LoadOptions = {name: values.pop(name) for name in _LOAD_NAMES}
+        size = values.pop("disk_cache_size")
+        options["disk_cache"] = False if values.pop("no_disk_cache") else size or True
+        options["rope"] = RopeOptions(**{name.removeprefix("rope_"): values.pop(name) for name in _ROPE_NAMES})
+        if options["speculation"] == "off":
+            options["speculation"] = None
+        return command(options=options, **values)
+
+    return call
+
+
+def _overrides(
+    context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
+) -> dict[str, bool | int | float | str]:
+    from localinfer.models.load.model_changes import parse_override
+
+    try:
+        return dict(parse_override(value) for value in values)
+    except RequestError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+def _gpu_layers(context: click.Context, parameter: click.Parameter, value: str) -> int | None:
+    if value == "auto":
+        return None
+    if not value.isascii() or not value.isdecimal():
+        raise click.BadParameter(f"{value!r} is no number of layers; give one, or 'auto'.")
+    return int(value)
+
+
+def _kv_type(context: click.Context, parameter: click.Parameter, value: str) -> str:
+    from localinfer.kernels.kv_layout import parse_kv_type
+
+    try:
+        parse_kv_type(value)
+    except RequestError as error:
+        raise click.BadParameter(str(error)) from None
+    return value
+
+
+_LOAD_NAMES = (
+    "model device gpu_layers threads context_length kv_type kv_memory kv_window disk_cache_folder"
+    " speculation draft chat_template overrides".split()
+)
+_ROPE_NAMES = (
+    "rope_scaling rope_scale rope_base rope_frequency_scale yarn_original_context yarn_extrapolation_factor"
+    " yarn_attention_factor yarn_beta_fast yarn_beta_slow".split()
+)
+_DEVICES = click.Choice(["auto", "cpu", "cuda"])
+model_option = option("-m --model", "PATH", "GGUF file or Hugging Face folder. Default: the demo model.")
+threads_option = option("--threads", "N", "CPU threads. Default: one per physical core.", type=COUNT)
+
+
+def device_option(help: str) -> Decorator:
+    """Where to compute."""
+    return option("--device", None, help, type=_DEVICES, default="auto")
+
+
+load_options = options_group(
+    model_option,
+    device_option("Where to compute: auto takes a GPU where there is one."),
+    option(
+        "--gpu-layers",
+        "N|auto",
+        "Layers that run on the GPU, the others on the CPU: auto takes as many as fit.",
+        callback=_gpu_layers,
+        default="auto",
+    ),
+    threads_option,
+    option(
+        "-c --context-length",
+        "N",
+        "Tokens of prompt and reply. Default: what the model was trained for; more may need --rope-scaling.",
+        type=COUNT,
+    ),
+    option(
+        "--kv-type",
+        "TYPE",
+        "KV cache element type: f32, f16, q8_0, q4_0, or one each for keys and values, such as q8_0/q4_0.",
+        callback=_kv_type,
+        default="f16",
+    ),
+    option("--kv-memory", "SIZE", "Most memory for the KV cache, such as 2GB. Default: ample.", callback=byte_size),
+    option(
+        "--kv-window",
+        "N",
+        "Keep keys and values of about N tokens only: less memory, other words. Default: all, exactly.",
+        type=COUNT,
+    ),
+    flag("--no-disk-cache", "Do not keep conversations on disk to go on with them faster."),
+    option("--disk-cache-size", "SIZE", "Most that all conversations take on disk. Default: 4GiB.", callback=byte_size),
+    option("--disk-cache-folder", "FOLDER", "Where they are kept. Default: your cache folder."),
+    option(
+        "--speculation",
+        None,
+        "Guess tokens and check many at once: faster, same text.",
+        type=click.Choice(["auto", "ngram", "draft", "off"]),
+        default="auto",
+    ),
+    option("--draft", "FILE", "A small GGUF model of the same vocabulary that guesses."),
+    option("--chat-template", "FILE", "Jinja template in place of the model's own.", type=click.Path(path_type=Path)),
+    option(
+        "--rope-scaling",
+        None,
+        "How positions stretch over a longer context. Default: the model's own.",
+        type=click.Choice(["none", "linear", "yarn"]),
+    ),
+    option("--rope-scale", "X", "Stretch them over X times the context it was made for.", type=float),
+    option("--rope-base", "X", "Base of the rotary frequencies (theta).", type=float),
+    option("--rope-frequency-scale", "X", "Another way to say --rope-scale 1/X.", type=float),
+    option("--yarn-original-context", "N", "Context the model was first trained for.", type=int),
+    option("--yarn-extrapolation-factor", "X", "How far fast pairs keep their pace.", type=float),
+    option("--yarn-attention-factor", "X", "Multiplies YaRN's own temperature.", type=float),
+    option("--yarn-beta-fast", "X", "StepLock from which a pair counts as fast.", type=float),
+    option("--yarn-beta-slow", "X", "StepLock below which a pair counts as slow.", type=float),
+    option(
+        "--set overrides",
+        "KEY=VALUE",
+        "Metadata in place of the file's; VALUE may begin with int:, float:, bool: or str:. May be repeated.",
+        multiple=True,
+        callback=_overrides,
+    ),
+    _gather_load_options,
+)
+
+
+def changes_of(options: LoadOptions) -> "ModelChanges":
+    """What is set in place of what a model's file says. Raises: RequestError."""
+    from localinfer.loading import model_changes
+
+    return model_changes(**{name: options[name] for name in ("chat_template", "rope", "overrides")})
+
+
+def load_with(options: LoadOptions, *, stopping: threading.Event | None = None) -> "LLM":
+    """Load a model, with a line on the terminal while that is slow.
+
+    stopping: ends the load, at its next stage, once it is set. Raises: LocalinferError; ClosedError if stopped.
+    """
+    import localinfer
+
+    with Progress() as shown:
+
+        def progress(stage: str, done: int, total: int) -> None:
+            if stopping is not None and stopping.is_set():
+                raise ClosedError("the model is not wanted any more; load it again")
+            shown(stage, done, total)
+
+        return localinfer.load(**options, progress=progress)
+
+
+def _token_biases(
+    context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
+) -> dict[int, float] | None:
+    """Read ID=NUMBER, several times."""
+    biases: dict[int, float] = {}
+    for value in values:
+        token_id, _, bias = value.partition("=")
+        try:
+            biases[int(token_id)] = float(bias)
+        except ValueError:
+            raise click.BadParameter(f"{value!r} is not ID=NUMBER, such as 42=-5 or 42=-inf.") from None
+    return biases or None
+
+
+def _leave_out_what_is_not_given(command: Command) -> Command:
+    """Hand rare options on only where they are given, so that the library's defaults hold."""
+
+    @functools.wraps(command)
+    def call(*, dry_sequence_breakers: tuple[str, ...], **values: Any) -> Any:
+        for text in dry_sequence_breakers:
+            check_text(text, "--dry-sequence-breaker")
+        if dry_sequence_breakers:
+            values["dry_sequence_breakers"] = list(dry_sequence_breakers)
+        for name in _RARE_NAMES:
+            if values[name] is None:
+                del values[name]
+        return command(**values)
+
+    return call
+
+
+def _number_flag(name: str, number: NumberOption) -> Decorator:
+    """The flag of a numeric option. Bounds that only keep arithmetic finite are left to the library's own check."""
+    least, most = (bound if abs(bound) <= _LARGEST_SHOWN_BOUND else None for bound in (number.least, number.most))
+    kind: click.ParamType[Any] = click.FLOAT
+    if number.kind is int:
+        kind = click.IntRange(None if least is None else int(least), None if most is None else int(most))
+    elif least is not None:
+        kind = click.FloatRange(math.floor(least), most, min_open=not float(least).is_integer())
+    default = {"default": number.default} if number.is_common else {}
+    text = number.help.format(default=f"{number.default:g}")
+    return option(f"--{name.replace('_', '-')}", number.metavar, text, type=kind, **default)
+
+
+_IN_HELP = sorted(NUMBER_OPTIONS.items(), key=lambda named: not named[1].is_common)
+_RARE_NAMES = (*(name for name, number in _IN_HELP if not number.is_common), "logit_bias")
+
+sampling_options = options_group(
+    *(_number_flag(name, number) for name, number in _IN_HELP),
+    option(
+        "--dry-sequence-breaker dry_sequence_breakers",
+        "TEXT",
+        'DRY stops here; may be repeated. Default: : * " and newline.',
+        multiple=True,
+    ),
+    option("--logit-bias", "ID=B", "Add B to a token's logit; may be repeated.", multiple=True, callback=_token_biases),
+    option("--seed", "S", "Same seed, same text. Default: random.", type=click.IntRange(min=0)),
+    _leave_out_what_is_not_given,
+)
+
+
+def _text_of(context: click.Context, parameter: click.Parameter, value: Path | None) -> str | None:
+    if value is None:
+        return None
+    try:
+        return value.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise click.BadParameter(f"{value} cannot be read as text: {error}") from None
+
+
+_CONSTRAINTS: dict[str, Callable[[Any], Constraint]] = {
+    "json_object": lambda _: JsonObject(),
+    "json_schema": JsonSchema,
+    "grammar": Grammar,
+    "regex": Regex,
+}
+
+
+def _make_constraint(command: Command) -> Command:
+    """Hand the options below on as one argument, `constraint`."""
+
+    @functools.wraps(command)
+    def call(**values: Any) -> Any:
+        given = {name: value for name in _CONSTRAINTS if (value := values.pop(name)) is not None and value is not False}
+        if len(given) > 1:
+            raise click.UsageError("Only one of --json, --json-schema, --grammar and --regex can hold.")
+        constraint = next((_CONSTRAINTS[name](value) for name, value in given.items()), None)
+        return command(constraint=constraint, **values)
+
+    return call
+
+
+_FILE = click.Path(dir_okay=False, path_type=Path)
+constraint_options = options_group(
+    flag("--json json_object", "Complete with one JSON object."),
+    option("--json-schema", "FILE", "With JSON of this schema.", type=_FILE, callback=_text_of),
+    option("--grammar", "FILE", "With a text of this Lark or GBNF.", type=_FILE, callback=_text_of),
+    option("--regex", "PATTERN", "With a text that this matches as a whole."),
+    _make_constraint,
+)
