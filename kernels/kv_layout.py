@@ -21,6 +21,10 @@ as [2 groups][blocks][16], values as [blocks][32].
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
 
 from localinfer.errors import RequestError
 from localinfer.kernels.ops import KVLayerShape
@@ -135,6 +139,36 @@ class KVLayout:
             offsets.append(sizes[shape.window > 0])
             sizes[shape.window > 0] += shape.num_kv_heads * self.head(layer).num_bytes
         return offsets, sizes
+
+
+@runtime_checkable
+class DevicePages(Protocol):
+    """A layout whose pages lie, all of each or a part, in a device's memory; addresses mean something there only."""
+
+    @property
+    def device_page_bytes(self) -> int:
+        """Bytes of a page on the device; the others are in the host's memory."""
+        ...
+
+    def allocate(self, num_bytes: int) -> int:
+        """Address of fresh memory, for whole pages. Raises: OutOfMemoryError, MemoryError."""
+        ...
+
+    def copy(self, source: int, target: int, num_bytes: int) -> None:
+        """Copy a page from one address to another."""
+        ...
+
+    def read(self, page: int, out: NDArray[np.uint8]) -> None:
+        """Copy the page at an address into uint8[page_bytes]."""
+        ...
+
+    def write(self, page: int, data: NDArray[np.uint8]) -> None:
+        """Fill the page at an address with uint8[page_bytes]."""
+        ...
+
+    def free_bytes(self) -> int:
+        """Free bytes of the device."""
+        ...
 
 
 def _padded(size: int, multiple: int) -> int:

@@ -21,8 +21,8 @@ from localinfer.engine.beam_search import Beam, search_beams
 from localinfer.engine.engine import Engine
 from localinfer.engine.scheduler import EngineLimits
 from localinfer.errors import RequestError, SessionFileError
-from localinfer.options import GenerationOptions
-from localinfer.stream import Completion, EncodedPrompt, StreamEvent, TextStream
+from localinfer.options import CheckedOptions, GenerationOptions, check_options
+from localinfer.stream import Completion, EncodedPrompt, TextStream
 
 if TYPE_CHECKING:
     from localinfer.cache.eviction import KVEviction
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from localinfer.models.text.tokenizer import Tokenizer
     from localinfer.persistence.fingerprint import ModelIdentity
     from localinfer.persistence.prompt_cache import DiskCache, DiskOptions
-    from localinfer.sampling.logprobs import TokenLogprobs
+    from localinfer.sampling.filters import TokenLogprobs
     from localinfer.speculation.verify import Speculation
 
 logger = logging.getLogger(__name__)
@@ -140,13 +140,9 @@ class LLM(Closing):
         self, prompt: Prompt, *, parse_special: bool = False, **options: Unpack[GenerationOptions]
     ) -> TextStream:
         """Continue a prompt like `complete`, and yield an event per token as it comes; closing the stream cancels."""
-        return TextStream(
-            self._engine,
-            self._model.tokenizer,
-            lambda: self._encode(prompt, parse_special, self._most_tokens(options)),
-            options,
-            constraints=self._constraints,
-        )
+        checked = self._checked(options)
+        encoded = self._encode(prompt, parse_special, self._most_tokens(options))
+        return TextStream(self._engine, self._model.tokenizer, encoded, checked, constraints=self._constraints)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]) -> Completion:
         """Answer a conversation: messages with `role` and `content`, put into the model's own chat template.
@@ -168,30 +164,23 @@ class LLM(Closing):
             cast(ReplyOptions, {name: values.pop(name) for name in ReplyOptions.__annotations__ if name in values})
         )
 
-        def encode() -> EncodedPrompt:
-            if self._disk is not None:
-                self._disk.wait_until_open()
-            chat = history.encode(
-                request.messages(read_messages(messages)),
-                request.template_tools or None,
-                request.variables,
-                max_tokens=self._most_tokens(values),
-            )
-            return EncodedPrompt(
-                chat.token_ids,
-                chat.system_tokens,
-                chat.history,
-                lambda reply_ids: history.remember(chat, reply_ids),
-                request.format_after(chat.text),
-            )
-
+        checked = self._checked(values)
+        if self._disk is not None:
+            self._disk.wait_until_open()
+        chat = history.encode(
+            request.messages(read_messages(messages)),
+            request.template_tools or None,
+            request.variables,
+            max_tokens=self._most_tokens(values),
+        )
         return TextStream(
             self._engine,
             self._model.tokenizer,
-            encode,
-            cast(GenerationOptions, values),
+            EncodedPrompt(chat.token_ids, chat.system_tokens, chat, request.format_after(chat.text)),
+            checked,
             template.stop_strings,
             self._constraints,
+            history,
         )
 
     def complete_many(
@@ -370,6 +359,10 @@ class LLM(Closing):
             (token_id for token_id in token_ids if token_id < tokenizer.vocab_size),
             previous_token_id=previous if previous < tokenizer.vocab_size else None,
         )
+
+    def _checked(self, options: Mapping[str, Any]) -> CheckedOptions:
+        self._engine.check_usable()
+        return check_options(options, self._model.tokenizer)
 
     def _chat_parts(self) -> "tuple[ChatTemplate, ChatHistory]":
         if self._model.chat_template is None or self._chat_history is None:

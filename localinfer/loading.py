@@ -12,10 +12,10 @@ import numpy as np
 
 from localinfer.arguments import check_callable, check_number, check_path, shown
 from localinfer.cache.block_pool import KVLayout, PagePool
-from localinfer.cache.sequence import SequenceCache
+from localinfer.cache.sequence import SequenceCache, forward
 from localinfer.engine.scheduler import EngineLimits
 from localinfer.errors import BackendUnavailableError, ModelFileError, RequestError
-from localinfer.kernels.program import Batch, MeasurableProgram, Program
+from localinfer.kernels.program import MeasurableProgram, Program
 from localinfer.llm import LLM
 from localinfer.models.load.measurements import get_measurement, put_measurement
 from localinfer.speculation.draft_model import DraftModel
@@ -276,9 +276,7 @@ def _verification_seconds(program: Program, kv_layout: KVLayout, progress: Progr
 
     def run(num_rows: int) -> None:
         cache.truncate(0)
-        cache.reserve(num_rows)
-        segment = cache.segment(num_rows)
-        program.run(Batch(np.zeros(num_rows, np.int32), (segment,), np.arange(num_rows, dtype=np.int32)))
+        forward(program.run, (cache,), (np.zeros(num_rows, np.int32),), np.arange(num_rows, dtype=np.int32))
 
     seconds, is_calm = measure_costs(run, most)
     if key is not None and is_calm:

@@ -1,5 +1,6 @@
 """Keyword options of one generation: their types for callers, and the check of all of them before anything runs."""
 
+import time
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -52,7 +53,10 @@ class GenerationOptions(SamplingOptions, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedOptions:
-    """Options of a generation, each of the kind it must have; texts that the engine wants as token ids are those."""
+    """Options of a generation, each of the kind it must have; texts that the engine wants as token ids are those.
+
+    began: when they were given, on the clock of `time.perf_counter`.
+    """
 
     max_tokens: int | None
     stops: list[str]
@@ -63,6 +67,7 @@ class CheckedOptions:
     constraint: Constraint | None
     owner: Hashable
     sampling: SamplingParams
+    began: float
 
 
 def check_options(options: Mapping[str, Any], tokenizer: "Tokenizer | None") -> CheckedOptions:
@@ -70,6 +75,7 @@ def check_options(options: Mapping[str, Any], tokenizer: "Tokenizer | None") -> 
 
     Raises: RequestError for a name that is no option, and for a value that it cannot have.
     """
+    began = time.perf_counter()
     values = dict(options)
     stops = _check_texts("stop", values.pop("stop", None))
     if stops and tokenizer is None:
@@ -94,6 +100,7 @@ def check_options(options: Mapping[str, Any], tokenizer: "Tokenizer | None") -> 
         constraint=constraint,
         owner=owner,
         sampling=sampling,
+        began=began,
         **flags,
     )
 

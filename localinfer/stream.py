@@ -1,7 +1,7 @@
 """One generation as text: options in, events out, with what it cost. Text is above this file, token ids below it."""
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -13,16 +13,16 @@ from localinfer.chat.constraints import Constraint
 from localinfer.chat.parser import ReplyDelta, ReplyParser, ToolCall, ToolCallDelta, joined_calls
 from localinfer.closing import Closing
 from localinfer.engine.engine import Engine
-from localinfer.engine.request import NO_TOKEN, FinishReason, TokenEvent
+from localinfer.engine.request import NO_TOKEN, FinishReason
 from localinfer.errors import RequestError
-from localinfer.models.text.stop_matcher import StopMatcher
-from localinfer.models.text.stream_decoder import StreamDecoder
-from localinfer.options import GenerationOptions, check_options
+from localinfer.models.text.stream_decoder import StopMatcher, StreamDecoder
+from localinfer.options import CheckedOptions
 from localinfer.sampling.sampler import TokenLogprobs, TokenMask
 from localinfer.speculation.verify import SpeculationRecord
 
 if TYPE_CHECKING:
     from localinfer.chat.constraints import ConstraintCompiler
+    from localinfer.chat.history import ChatHistory, EncodedChat
     from localinfer.chat.reply import ReplyFormat
     from localinfer.models.text.tokenizer import Tokenizer
 
@@ -69,17 +69,15 @@ class Stats:
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """A prompt as token ids, and what is known about it.
+    """A prompt as token ids.
 
-    system_tokens: ids at the start that other prompts share. history: int32, the ids of the chat's former turn, which
-    this prompt should begin with. remember: is told the ids sampled, at the end. reply: how the reply to a chat is
-    constrained and read.
+    system_tokens: ids at the start that other prompts share. chat: of a conversation, what the prompt was made of.
+    reply: how the reply to a chat is constrained and parsed.
     """
 
     token_ids: Sequence[int] | NDArray[np.integer]
     system_tokens: int = 0
-    history: NDArray[np.int32] | None = None
-    remember: Callable[[list[int]], None] | None = None
+    chat: "EncodedChat | None" = None
     reply: "ReplyFormat | None" = None
 
 
@@ -122,47 +120,49 @@ class Completion:
 class TextStream(Closing, Iterator[StreamEvent]):
     """A generation in progress: iterate for its events, one thread at a time; wrong requests raise when it is made.
 
-    Its reader ends it with `close`, any thread with `cancel`.
+    Its reader ends it with `close`, any thread with `cancel`. template_stops: stop texts of the chat template.
+    chats: where a chat and its reply are kept at the end.
     """
 
     def __init__(
         self,
         engine: Engine,
         tokenizer: "Tokenizer | None",
-        encode: Callable[[], EncodedPrompt],
-        options: GenerationOptions,
+        prompt: EncodedPrompt,
+        options: CheckedOptions,
         template_stops: Sequence[str] = (),
         constraints: "ConstraintCompiler | None" = None,
+        chats: "ChatHistory | None" = None,
     ) -> None:
-        called = time.perf_counter()
-        engine.check_usable()
-        checked = check_options(options, tokenizer)
-        plan = engine.plan(checked.sampling)
-        prompt = encode()
-        prompt_ids = engine.check_prompt(prompt.token_ids, shifts_context=checked.context_shift)
-        mask = _make_mask(constraints, tokenizer, checked.constraint, prompt.reply, prompt_ids.size, engine.vocab_size)
-        if mask is not None and checked.ignore_eos:
-            raise RequestError(
-                "ignore_eos was given, but a text that is constrained, or may call tools, has to end",
-                field="ignore_eos",
-            )
+        prompt_ids = engine.check_prompt(prompt.token_ids, shifts_context=options.context_shift)
+        mask = _make_mask(constraints, tokenizer, options.constraint, prompt.reply, prompt_ids.size, engine.vocab_size)
+        plan = engine.plan(options.sampling)
         if mask is not None:
-            plan = engine.plan(replace(checked.sampling, seed=plan.seed), mask)
+            if options.ignore_eos:
+                raise RequestError(
+                    "ignore_eos was given, but a text that is constrained, or may call tools, has to end",
+                    field="ignore_eos",
+                )
+            plan = engine.plan(replace(options.sampling, seed=plan.seed), mask)
         self._tokens = engine.generate(
             prompt_ids,
             plan,
-            max_tokens=checked.max_tokens,
+            max_tokens=options.max_tokens,
             stop_token_ids=() if tokenizer is None else tokenizer.eog_token_ids,
-            ignore_eos=checked.ignore_eos,
-            context_shift=checked.context_shift,
+            ignore_eos=options.ignore_eos,
+            context_shift=options.context_shift,
             cache_hints=CacheHints(
-                system_tokens=prompt.system_tokens, is_pinned=checked.pin_cache, history=prompt.history
+                system_tokens=prompt.system_tokens,
+                is_pinned=options.pin_cache,
+                history=None if prompt.chat is None else prompt.chat.history,
             ),
-            prediction=checked.prediction_ids,
-            owner=checked.owner,
+            prediction=options.prediction_ids,
+            owner=options.owner,
         )
         self._tokenizer = tokenizer
         self._decoder: StreamDecoder | None = None
+        # A model may have more logits than its vocabulary has tokens; the rows beyond are no text.
+        self._vocab_size = 0 if tokenizer is None else tokenizer.vocab_size
         if tokenizer is not None:
             previous = int(prompt_ids[-1])
             self._decoder = StreamDecoder(
@@ -174,40 +174,41 @@ class TextStream(Closing, Iterator[StreamEvent]):
             )
         self._parser: ReplyParser | None = None if prompt.reply is None else prompt.reply.parser()
         self._template_matcher = StopMatcher(template_stops)
-        self._matcher = StopMatcher(checked.stops)
+        self._matcher = StopMatcher(options.stops)
+        self._parses_text = self._parser is not None or bool(template_stops) or bool(options.stops)
         self._stop_text: str | None = None
         self._has_calls = False
         self._prompt_tokens = prompt_ids.size
-        self._remember = prompt.remember
+        self._chat = prompt.chat
+        self._chats = chats
         self._token_ids: list[int] = []
         self._seed = plan.seed
         self._logprobs = plan.logprobs
-        self._tells_logprobs = checked.sampling.logprobs is not None
-        self._num_tokens = 0
+        self._returns_logprobs = options.sampling.logprobs is not None
         self._first_token_seconds = 0.0
         self._decode_seconds = 0.0
-        self._preparation_seconds = time.perf_counter() - called
+        self._preparation_seconds = time.perf_counter() - options.began
         self._events = self._run()
 
     @property
     def stats(self) -> Stats:
         """The numbers so far; final once the stream has ended or was closed."""
-        decoded = self._num_tokens - 1
+        num_tokens, seconds = len(self._token_ids), self._decode_seconds
         record = self._tokens.record
         return Stats(
             prompt_tokens=self._prompt_tokens,
             cached_tokens=record.cached_tokens,
             cache_miss=None if record.miss is None else record.miss.describe(self._tokenizer),
             dropped_tokens=record.dropped_tokens,
-            completion_tokens=self._num_tokens,
+            completion_tokens=num_tokens,
             time_to_first_token_seconds=self._first_token_seconds,
-            decode_tokens_per_second=decoded / self._decode_seconds
-            if decoded > 0 and self._decode_seconds > 0
-            else 0.0,
+            decode_tokens_per_second=(num_tokens - 1) / seconds if num_tokens > 1 and seconds > 0 else 0.0,
             seed=self._seed,
             stop_text=self._stop_text,
             waited_seconds=record.waited_seconds,
-            notices=tuple(record.notices if record.speculation is None else record.notices + record.speculation.told),
+            notices=tuple(
+                record.notices if record.speculation is None else record.notices + record.speculation.all_notices
+            ),
             **_speculation_stats(record.speculation),
         )
 
@@ -232,7 +233,7 @@ class TextStream(Closing, Iterator[StreamEvent]):
             [event.token_id for event in events if event.token_id != NO_TOKEN],
             (events[-1].finish_reason if events else None) or "length",
             self.stats,
-            logprobs if self._tells_logprobs else None,
+            logprobs if self._returns_logprobs else None,
             "".join(event.reasoning for event in events),
             joined_calls(delta for event in events for delta in event.tool_calls),
         )
@@ -254,66 +255,66 @@ class TextStream(Closing, Iterator[StreamEvent]):
         self._tokens.close()
 
     def _run(self) -> Generator[StreamEvent]:
-        tokens, clock = self._tokens, time.perf_counter
+        tokens, clock, token_ids, decoder = self._tokens, time.perf_counter, self._token_ids, self._decoder
         asked = clock()
         try:
-            for token in tokens:
-                if token.token_id != NO_TOKEN:
-                    self._count(token, clock() - asked)
-                piece, is_stopped = self._read(self._text_of(token), is_last=token.finish_reason is not None)
-                finish_reason: CompletionEnd | None = "stop" if is_stopped else token.finish_reason
-                logprobs = None if token.token_id == NO_TOKEN else self._logprobs.pop(token.position, None)
+            for token_id, position, reason in tokens:
+                if token_id != NO_TOKEN:
+                    seconds = clock() - asked
+                    if token_ids:
+                        self._decode_seconds += seconds
+                    else:
+                        self._first_token_seconds = self._preparation_seconds + seconds
+                    token_ids.append(token_id)
+                text = ""
+                if decoder is not None:
+                    # An end token adds nothing to the text, the last one all that the decoder still holds.
+                    if reason != "stop" and 0 <= token_id < self._vocab_size:
+                        text = decoder.push(token_id)
+                    if reason is not None:
+                        text += decoder.flush()
+                finish_reason: CompletionEnd | None = reason
+                delta, is_stopped = None, False
+                if self._parses_text:
+                    delta, is_stopped = self._parse(text, is_last=reason is not None)
+                    text = delta.content
+                    if is_stopped:
+                        finish_reason = "stop"
                 if finish_reason is not None:
                     tokens.close()
                     if finish_reason == "stop" and self._has_calls:
                         finish_reason = "tool_calls"
-                    yield StreamEvent(
-                        piece.content, token.token_id, finish_reason, logprobs, piece.reasoning, piece.tool_calls
-                    )
+                logprobs = self._logprobs.pop(position, None) if self._logprobs and token_id != NO_TOKEN else None
+                if delta is None:
+                    yield StreamEvent(text, token_id, finish_reason, logprobs)
+                else:
+                    yield StreamEvent(text, token_id, finish_reason, logprobs, delta.reasoning, delta.tool_calls)
+                if finish_reason is not None:
                     return
-                yield StreamEvent(piece.content, token.token_id, None, logprobs, piece.reasoning, piece.tool_calls)
                 asked = clock()
         finally:
             tokens.close()
-            if self._remember is not None:
-                self._remember(self._token_ids)
+            if self._chats is not None and self._chat is not None:
+                self._chats.remember(self._chat, token_ids)
 
-    def _count(self, token: TokenEvent, elapsed: float) -> None:
-        if self._num_tokens:
-            self._decode_seconds += elapsed
-        else:
-            self._first_token_seconds = self._preparation_seconds + elapsed
-        self._num_tokens += 1
-        if self._remember is not None:
-            self._token_ids.append(token.token_id)
-
-    def _read(self, text: str, *, is_last: bool) -> tuple[ReplyDelta, bool]:
-        """Take the next text apart; also say whether a stop text ends the completion."""
+    def _parse(self, text: str, *, is_last: bool) -> tuple[ReplyDelta, bool]:
+        """Find stop texts, reasoning and tool calls in the next text; also say whether a stop text ends it."""
         text, ended = self._template_matcher.push(text)
         is_last = is_last or ended is not None
         if is_last and ended is None:
             text += self._template_matcher.flush()
-        pieces = [ReplyDelta(text)]
+        deltas = [ReplyDelta(text)]
         if self._parser is not None:
-            pieces = [self._parser.push(text), *([self._parser.flush()] if is_last else [])]
-        content, stop = self._matcher.push("".join(piece.content for piece in pieces))
-        self._stop_text = stop
-        deltas = tuple(delta for piece in pieces for delta in piece.tool_calls) if stop is None else ()
-        if is_last and stop is None:
-            content += self._matcher.flush()
-        self._has_calls = self._has_calls or bool(deltas)
-        reasoning = "".join(piece.reasoning for piece in pieces)
-        return ReplyDelta(content, reasoning, deltas), stop is not None or ended is not None
-
-    def _text_of(self, token: TokenEvent) -> str:
-        """What a token adds to the text: an end token nothing, the last one all that the decoder still holds."""
-        decoder, tokenizer = self._decoder, self._tokenizer
-        if decoder is None or tokenizer is None:
-            return ""
-        # A model may have more logits than its vocabulary has tokens; the rows beyond stand for nothing.
-        is_text = token.finish_reason != "stop" and 0 <= token.token_id < tokenizer.vocab_size
-        text = decoder.push(token.token_id) if is_text else ""
-        return text if token.finish_reason is None else text + decoder.flush()
+            deltas = [self._parser.push(text), *([self._parser.flush()] if is_last else [])]
+        content, self._stop_text = self._matcher.push("".join(delta.content for delta in deltas))
+        calls: tuple[ToolCallDelta, ...] = ()
+        if self._stop_text is None:
+            calls = tuple(call for delta in deltas for call in delta.tool_calls)
+            if is_last:
+                content += self._matcher.flush()
+        self._has_calls = self._has_calls or bool(calls)
+        reasoning = "".join(delta.reasoning for delta in deltas)
+        return ReplyDelta(content, reasoning, calls), self._stop_text is not None or ended is not None
 
 
 def _make_mask(

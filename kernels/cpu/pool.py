@@ -63,6 +63,7 @@ class ThreadPool:
         assert 1 <= num_threads < MAX_THREADS, "the loader checks the thread count"
         self.num_threads = num_threads
         self._process = os.getpid()
+        self._closed = False
         self._control = aligned_zeros(SLEEPING + 64 * (num_threads + 1)).view(np.int64)
         self.control_address = address(self._control)
         self._wake = [threading.Semaphore(0) for _ in range(num_threads)]
@@ -89,18 +90,18 @@ class ThreadPool:
 
         num_threads: how many of the threads take part; 0 for all.
         """
-        if not self._finalizer.alive:
+        control = self._control
+        if self._closed or control[STOPPING // 8]:
             raise ClosedError("the model was closed; load it again to go on")
         if os.getpid() != self._process:
             raise ClosedError("the model was loaded in the parent process; load it again in this one")
-        control = self._control
         control[OPS // 8] = ops_address
         control[NUM_OPS // 8] = num_ops
         control[BATCH // 8] = batch_address
         num_threads = num_threads or self.num_threads
         control[NUM_THREADS // 8] = num_threads
         if num_threads == 1:
-            _FINISH_RUN(self.control_address)
+            _FINISH_RUN.call(self.control_address)
             return
         generation, released = int(control[GENERATION // 8]), int(control[RELEASED // 8])
         try:
@@ -120,6 +121,7 @@ class ThreadPool:
 
     def close(self) -> None:
         """End the threads; safe to call twice."""
+        self._closed = True
         self._finalizer()
 
 

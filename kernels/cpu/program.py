@@ -103,7 +103,7 @@ class CpuProgram:
         self._header_address = address(self._header)
         self._partials: NDArray[np.uint8] = aligned_zeros(0)
         self._reserve_partials(0)
-        self._window = record.kv_layout.window
+        self._window, self._page_tokens = record.kv_layout.window, record.kv_layout.page_tokens
         self._last_pages: NDArray[np.int64] | None = None
         self._last_table = 0
         self._last_rows = 1
@@ -152,7 +152,8 @@ class CpuProgram:
             )
         self._set_token_ids(batch.token_ids, rows)
         self._output_rows[:outputs] = batch.output_rows
-        if outputs and not all(0 <= row < rows for row in batch.output_rows.tolist()):
+        wanted = batch.output_rows.tolist()
+        if wanted and not 0 <= min(wanted) <= max(wanted) < rows:
             raise RequestError(f"output rows must lie in 0..{rows - 1}")
         row = chunks = 0
         for index, segment in enumerate(batch.segments):
@@ -205,7 +206,7 @@ class CpuProgram:
     def _set_segment(self, index: int, segment: Segment, row: int, rows: int) -> int:
         """Write one segment's rows, the first of them `row`; returns the row after its last."""
         count, start, pages = segment.num_rows, segment.start_position, segment.page_addresses
-        dropped, page_tokens = segment.dropped_tokens, self._record.kv_layout.page_tokens
+        dropped, page_tokens = segment.dropped_tokens, self._page_tokens
         end = start + count
         if pages is not self._last_pages:
             if pages.dtype != np.int64 or not pages.flags.c_contiguous:
@@ -241,7 +242,7 @@ class CpuProgram:
 
     def _windowed_table(self, index: int, segment: Segment) -> int:
         """The table of a segment's windowed pieces, which has an entry for every page that those layers will see."""
-        table, page_tokens = segment.windowed_addresses, self._record.kv_layout.page_tokens
+        table, page_tokens = segment.windowed_addresses, self._page_tokens
         start = segment.start_position - segment.dropped_tokens
         if table is None or table.dtype != np.int64 or not table.flags.c_contiguous:
             raise RequestError(f"segment {index}'s addresses of windowed layers are not one run of int64")

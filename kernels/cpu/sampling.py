@@ -115,8 +115,11 @@ class RowSampler:
         Shapes: logits float32[vocab_size], contiguous, fewer than 2^20.
         Returns: the token id, or NOT_FINITE, or NOTHING_LEFT.
         """
-        best_token: int = _SCAN(
-            address(logits), logits.size, self._block_keys_address, self._num_blocks, self._sample_keys_address
+        assert logits.flags.c_contiguous, "the kernel walks memory"
+        # As `address`, without a Python call, for every greedy token passes here.
+        place: int = logits.__array_interface__["data"][0]
+        best_token: int = _SCAN.call(
+            place, logits.size, self._block_keys_address, self._num_blocks, self._sample_keys_address
         )
         if best_token < 0 or temperature == 0.0 or top_k == 1 or top_p == 0.0:
             return best_token

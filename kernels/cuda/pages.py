@@ -23,7 +23,7 @@ _FIRST_NAME = 1 << 20
 
 @dataclass(frozen=True)
 class DeviceKVLayout(KVLayout):
-    """A page layout whose pages lie in a device's memory; `slot_memory.DeviceMemory`."""
+    """A page layout whose pages lie in a device's memory; `kv_layout.DevicePages`."""
 
     device: CudaDevice = field(kw_only=True, repr=False, compare=False)
     device_kind: str = field(init=False)

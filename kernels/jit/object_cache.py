@@ -156,11 +156,12 @@ class Function(Kernel):
         self._prototype = ctypes.CFUNCTYPE(_CTYPES[result], *[_CTYPES[kind] for kind in arguments])
 
     @functools.cached_property
-    def _call(self) -> Any:
+    def call(self) -> Any:
+        """The function itself, for callers to whom a Python call more matters."""
         return self._prototype(self.address)
 
     def __call__(self, *arguments: float) -> Any:
-        return self._call(*arguments)
+        return self.call(*arguments)
 
 
 _addresses: dict[str, int] = {}

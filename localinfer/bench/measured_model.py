@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.cache.block_pool import PagePool
-from localinfer.cache.sequence import SequenceCache
+from localinfer.cache.sequence import SequenceCache, forward
 from localinfer.closing import Closing
 from localinfer.errors import BackendUnavailableError
 from localinfer.kernels.ops import Rows
@@ -84,10 +84,7 @@ class MeasuredModel(Closing):
             chunk = tokens[first : first + program.max_batch_rows]
             is_last = first + chunk.size == tokens.size
             outputs = np.arange(chunk.size - num_outputs if is_last else chunk.size, chunk.size, dtype=np.int32)
-            stop = self._cache.length + chunk.size
-            self._cache.reserve(stop)
-            found = run(Batch(chunk, (self._cache.segment(chunk.size),), outputs))
-            self._cache.commit(stop)
+            found = forward(run, (self._cache,), (chunk,), outputs)
         return found
 
     def work(self, start: int, num_rows: int, num_outputs: int = 1) -> Work:

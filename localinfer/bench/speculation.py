@@ -2,16 +2,23 @@
 
 import time
 from collections.abc import Sequence
+from typing import cast
 
-from localinfer.bench.decode import STREAM_PROMPT, BenchSettings, ProgressCallback, check_context, model_record
+from localinfer.bench.decode import (
+    STREAM_PROMPT,
+    BenchSettings,
+    ProgressCallback,
+    Record,
+    check_context,
+    model_record,
+    summarize,
+)
 from localinfer.bench.figures import Record, summarize
-from localinfer.cache.block_pool import KVLayout
 from localinfer.describe import describe_file
-from localinfer.engine.engine import Engine, EngineConfig, EngineModel
+from localinfer.engine.engine import Engine
 from localinfer.errors import RequestError
-from localinfer.kernels.program import Program
 from localinfer.loading import make_speculation
-from localinfer.models.load.loader import load_model
+from localinfer.models.load.loader import Model, load_model
 from localinfer.sampling.sampler import SamplingParams
 from localinfer.speculation.verify import SpeculationRecord
 
@@ -22,10 +29,8 @@ _PROMPT_IDS = (1, 2, 3, 4)
 class _Borrowed:
     """A model that outlives an engine over it."""
 
-    def __init__(self, model: EngineModel) -> None:
-        self.config: EngineConfig = model.config
-        self.program: Program = model.program
-        self.kv_layout: KVLayout = model.kv_layout
+    def __init__(self, model: Model) -> None:
+        self.config, self.program, self.kv_layout = model.config, model.program, model.kv_layout
 
     def close(self) -> None:
         """Leave the model open, for its owner to close."""
@@ -55,8 +60,8 @@ def run_speculation_bench(settings: BenchSettings, draft: str | None, progress: 
             drafting.close()
         model.close()
         raise
-    costs = [speculation.costs.seconds(rows) for rows in range(1, speculation.costs.max_depth + 2)]
-    engine, plain_engine = Engine(model, speculation=speculation), Engine(_Borrowed(model))
+    costs = [speculation.costs.seconds(rows) for rows in range(1, speculation.costs.max_draft_tokens + 2)]
+    engine, plain_engine = Engine(model, speculation=speculation), Engine(cast(Model, _Borrowed(model)))
     prompt = _PROMPT_IDS if model.tokenizer is None else model.tokenizer.encode(STREAM_PROMPT)
     texts: dict[str, list[tuple[float, float, SpeculationRecord]]] = {"new": [], "said before": []}
     try:

@@ -1,59 +1,98 @@
-"""Fixed-size pages of key-value memory, counted: who holds a page is a number, and a page nobody holds is free.
+"""Fixed-size pages of key-value memory with reference counts: a page without references is free.
 
-A page holds `page_tokens` positions of all layers (its inside is the device's business). Where a model has layers with
-a sliding window, their part of a page is memory of its own, and counted apart: a page can lose it and stay. The pool is
-mechanism only: which sequence or which node of the prefix tree holds what, and what is given up when memory ends, is
-decided above.
+A page holds `page_tokens` positions of all layers, laid out as the device wants. For layers with a sliding window it
+has a block of memory of its own, counted apart: a page can lose its sliding-window block and stay. The pool is
+mechanism only; what is evicted when memory ends is decided above.
 """
 
 import ctypes
 from collections.abc import Callable
-from typing import Protocol
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.cache.slabs import DeviceMemory, SlabAllocator
-from localinfer.cache.sliding_window import BoolArray, SlidingWindow
+from localinfer.cache.slabs import SlabAllocator
 from localinfer.errors import ClosedError, OutOfMemoryError
+from localinfer.kernels.kv_layout import DevicePages, KVLayout
 
 PageNumbers = NDArray[np.int64]
-
-
-class KVLayout(Protocol):
-    """Sizes of a page for `page_tokens` positions, multiples of 64: `page_bytes`, and apart from those
-    `windowed_bytes` of the layers that see `window` positions at most, if there are any."""
-
-    @property
-    def page_tokens(self) -> int: ...
-
-    @property
-    def page_bytes(self) -> int: ...
-
-    @property
-    def windowed_bytes(self) -> int: ...
-
-    @property
-    def window(self) -> int: ...
-
+BoolArray = NDArray[np.bool_]
 
 _DEFAULT_MEMORY = 8 << 30
 _DEVICE_SPARE = 256 << 20
 """Of a device's memory, for what its programs reserve as they go."""
 
 
-def default_kv_memory(layout: KVLayout, context_length: int) -> int:
-    """How many bytes of pages a model may have where nobody says.
+@dataclass(frozen=True)
+class SlidingWindow:
+    """Which sliding-window blocks a sequence still needs: the one rule that sequences, tree and disk go by.
 
-    Half of what the machine has free now, and of that at most 8 GiB or, where it is more, one full context. Of a GPU it
-    may be nearly all: who else needs room there was counted when the model was loaded.
+    Layers with a sliding window see the last `tokens` positions only, so their block of a page is needed no more once
+    the window has passed it, unless another sequence may continue from before. A sequence can continue from a length
+    if every page that overlaps the window before it still has that block; of several such lengths the longest is
+    taken. tokens: 0 for a model without such layers; then all is kept.
+    """
+
+    tokens: int
+    page_tokens: int
+
+    def first_page(self, length: int) -> int:
+        """The first page whose sliding-window block is kept for a sequence of `length` positions.
+
+        One page more than the next position sees, so that a text can also continue a little before its end, and
+        drafts be rolled back.
+        """
+        if not self.tokens:
+            return 0
+        return max(0, (length - self.tokens + 1) // self.page_tokens - 1)
+
+    def kept(self, num_pages: int, *lengths: int) -> BoolArray:
+        """bool[num_pages]: whether a page's sliding-window block is kept for continuing from any of these lengths.
+
+        Pages after the first of them are kept too: they are being written.
+        """
+        kept = np.zeros(num_pages, np.bool_)
+        kept[self.first_page(lengths[0]) :] = True
+        for length in lengths[1:]:
+            kept[self.first_page(length) : -(-length // self.page_tokens)] = True
+        return kept
+
+    def usable_length(self, windowed: BoolArray, length: int) -> int:
+        """The longest prefix of `length` positions from which a sequence can continue; windowed: which pages have
+        their sliding-window block."""
+        if not self.tokens or windowed.all():
+            return length
+        missing = np.flatnonzero(~windowed)
+        # Runs of pages that have one: where each begins, and the last length inside it.
+        begins = np.concatenate(([0], (missing + 1) * self.page_tokens))
+        lengths = np.concatenate((missing * self.page_tokens, [length]))
+        seen = np.maximum(lengths - self.tokens + 1, 0)
+        return int(lengths[np.flatnonzero(seen // self.page_tokens * self.page_tokens >= begins)[-1]])
+
+    def most_pages(self, length: int, batch_tokens: int) -> int:
+        """Most sliding-window blocks that a sequence of `length` positions ever holds at once.
+
+        Those before its end and before three places that others may continue from, and those of a batch.
+        """
+        num_pages = -(-length // self.page_tokens)
+        if not self.tokens:
+            return num_pages
+        return min(num_pages, 4 * (-(-self.tokens // self.page_tokens) + 2) + -(-batch_tokens // self.page_tokens) + 1)
+
+
+def default_kv_memory(layout: KVLayout, context_length: int) -> int:
+    """Default bytes of pages for a model.
+
+    Half of the machine's free memory, and of that at most 8 GiB or, if larger, one full context. Of a GPU nearly all
+    that is free: what else needs memory there was counted when the model was loaded.
     """
     import psutil
 
     num_windowed = SlidingWindow(layout.window, layout.page_tokens).most_pages(context_length, 0)
     context_bytes = -(-context_length // layout.page_tokens) * layout.page_bytes + num_windowed * layout.windowed_bytes
     free = int(psutil.virtual_memory().available) // 2
-    if isinstance(layout, DeviceMemory):
+    if isinstance(layout, DevicePages):
         on_device, in_host = layout.device_page_bytes, layout.page_bytes - layout.device_page_bytes
         pages = max(layout.free_bytes() - _DEVICE_SPARE, layout.free_bytes() // 2) // on_device
         free = (min(pages, free // in_host) if in_host else pages) * layout.page_bytes
@@ -61,14 +100,12 @@ def default_kv_memory(layout: KVLayout, context_length: int) -> int:
 
 
 class PagePool:
-    """Pages known by number, allocated as they are asked for and reused when nobody holds them any more.
+    """Pages known by number, allocated on demand and reused once their reference count is zero. One thread at a time.
 
-    `max_bytes` bounds what is ever allocated, of pages and their windowed parts together; None leaves it to the
-    machine. `reclaim`, where it is set, is asked for a number of pages when the budget is spent, and frees what it can.
-    One thread at a time.
-
-    windowed: in every method bool[pages], which of the pages' windowed parts are meant too; None for all of them. It
-    means nothing for a model whose layers all see everything.
+    `max_bytes` bounds what is ever allocated, of pages and their sliding-window blocks together; None leaves it to the
+    machine. `reclaim`, if set, is called with a number of pages when the budget is spent, and frees what it can.
+    counts: int32, references to each page. windowed, in every method: bool[pages], which of the pages' sliding-window
+    blocks are meant too; None for all of them. It means nothing for a model without such layers.
     """
 
     def __init__(self, layout: KVLayout, *, max_bytes: int | None = None) -> None:
@@ -78,34 +115,34 @@ class PagePool:
         self.sliding = SlidingWindow(layout.window, layout.page_tokens)
         self.max_bytes = max_bytes
         self.reclaim: Callable[[int], object] | None = None
-        self._device = layout if isinstance(layout, DeviceMemory) else None
+        self.counts = np.zeros(64, np.int32)
+        self._device = layout if isinstance(layout, DevicePages) else None
         self._has_windows = layout.window > 0
-        # What one kind of memory does not need any more must be there for the other.
+        # Memory that one kind no longer needs must be available to the other.
         self._memory = SlabAllocator(layout.page_bytes, self._device, can_shrink=self._has_windows)
         self._windowed = SlabAllocator(layout.windowed_bytes, self._device, can_shrink=True)
-        self._counts = np.zeros(64, np.int32)
         self._windowed_counts = np.zeros(64, np.int32)
         self._windowed_slots = np.full(64, -1, np.int64)
         self._closed = False
 
     @property
     def num_pages(self) -> int:
-        """Pages allocated, held or not."""
+        """Pages allocated, referenced or not."""
         return self._memory.num_slots
 
     @property
     def num_free_pages(self) -> int:
-        """Pages allocated that nobody holds."""
+        """Pages allocated without a reference."""
         return len(self._memory.free)
 
     @property
     def num_windowed(self) -> int:
-        """Windowed parts that somebody holds."""
+        """Sliding-window blocks with a reference."""
         return self._windowed.num_slots - len(self._windowed.free)
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of all pages allocated, with their windowed parts."""
+        """Bytes of all pages allocated, with their sliding-window blocks."""
         return self._memory.num_bytes + self._windowed.num_bytes
 
     def num_pages_for(self, length: int) -> int:
@@ -113,7 +150,7 @@ class PagePool:
         return -(-length // self.page_tokens)
 
     def num_bytes(self, num_pages: int, num_windowed: int) -> int:
-        """Bytes of so many pages and windowed parts."""
+        """Bytes of so many pages and sliding-window blocks."""
         return num_pages * self.page_bytes + num_windowed * self.windowed_bytes
 
     def peak_bytes(self, length: int, batch_tokens: int) -> int:
@@ -121,7 +158,7 @@ class PagePool:
         return self.num_bytes(self.num_pages_for(length), self.sliding.most_pages(length, batch_tokens))
 
     def acquire(self, count: int, windowed: BoolArray | None = None) -> PageNumbers:
-        """Hand out `count` pages, all or none, each held once. What a page holds is left from its last use, or zero.
+        """Allocate `count` pages, all or none, with one reference each. Contents: those of the last use, or zero.
 
         Raises: OutOfMemoryError if the budget or the machine's memory is spent and nothing more can be reclaimed;
             ClosedError after `close`.
@@ -136,43 +173,43 @@ class PagePool:
             if self._num_held == held:
                 raise self._out_of_memory(count, num_windowed)
         pages = self._memory.take(count)
-        self._counts[pages] = 1
+        self.counts[pages] = 1
         if self._has_windows:
-            with_part = pages if windowed is None else pages[windowed]
-            self._windowed_slots[with_part] = self._windowed.take(num_windowed)
-            self._windowed_counts[with_part] = 1
+            with_block = pages if windowed is None else pages[windowed]
+            self._windowed_slots[with_block] = self._windowed.take(num_windowed)
+            self._windowed_counts[with_block] = 1
         return pages
 
     def retain(self, pages: PageNumbers, windowed: BoolArray | None = None) -> None:
-        """Hold distinct pages once more each; somebody must hold them already."""
-        assert (self._counts[pages] > 0).all(), "a page that nobody holds cannot be shared"
-        self._counts[pages] += 1
+        """Add a reference to distinct pages, each of which must have one already."""
+        assert (self.counts[pages] > 0).all(), "a free page cannot be shared"
+        self.counts[pages] += 1
         if self._has_windows:
             self.retain_windowed(pages if windowed is None else pages[windowed])
 
     def retain_windowed(self, pages: PageNumbers) -> None:
-        """Hold the windowed parts of distinct pages once more each; somebody must hold them already."""
+        """Add a reference to the sliding-window blocks of distinct pages, each of which must have one already."""
         if self._has_windows:
-            assert (self._windowed_counts[pages] > 0).all(), "a windowed part that nobody holds cannot be shared"
+            assert (self._windowed_counts[pages] > 0).all(), "a free sliding-window block cannot be shared"
             self._windowed_counts[pages] += 1
 
     def release(self, pages: PageNumbers, windowed: BoolArray | None = None) -> None:
-        """Hold distinct pages once less each; those that nobody holds any more are free."""
+        """Drop a reference to distinct pages; those without any are free."""
         if self._closed:
             return
         if self._has_windows:
             self.release_windowed(pages if windowed is None else pages[windowed])
-        counts = self._counts[pages] - 1
-        assert (counts >= 0).all(), "a page was released that nobody held"
-        self._counts[pages] = counts
+        counts = self.counts[pages] - 1
+        assert (counts >= 0).all(), "a free page was released"
+        self.counts[pages] = counts
         self._memory.free.extend(pages[counts == 0][::-1].tolist())
 
     def release_windowed(self, pages: PageNumbers) -> None:
-        """Hold the windowed parts of distinct pages once less each."""
+        """Drop a reference to the sliding-window blocks of distinct pages."""
         if self._closed or not self._has_windows:
             return
         counts = self._windowed_counts[pages] - 1
-        assert (counts >= 0).all(), "a windowed part was released that nobody held"
+        assert (counts >= 0).all(), "a free sliding-window block was released"
         self._windowed_counts[pages] = counts
         unheld = pages[counts == 0][::-1]
         slots = self._windowed_slots[unheld].tolist()
@@ -180,39 +217,35 @@ class PagePool:
         self._windowed.free.extend(slots)
 
     def holders(self, pages: PageNumbers) -> NDArray[np.int32]:
-        """How often each page is held."""
-        return self._counts[pages]
+        """References to each page."""
+        return self.counts[pages]
 
     def windowed_holders(self, pages: PageNumbers) -> NDArray[np.int32]:
-        """How often the windowed part of each page is held."""
+        """References to the sliding-window block of each page."""
         return self._windowed_counts[pages]
-
-    def is_shared(self, page: int) -> bool:
-        """Whether more than one holds this page, so that nobody may write to it."""
-        return bool(self._counts[page] > 1)
 
     def addresses(self, pages: PageNumbers) -> NDArray[np.int64]:
         """Where each page lies in memory, aligned to 64 bytes."""
         return self._memory.addresses[pages]
 
     def windowed_addresses(self, pages: PageNumbers, windowed: BoolArray) -> NDArray[np.int64] | None:
-        """Where the windowed part of each page lies, 0 for those that are not meant; None if no page has one."""
+        """Where the sliding-window block of each page lies, 0 for those not meant; None if no page has one."""
         if not self._has_windows:
             return None
         return np.where(windowed, self._windowed.addresses[self._windowed_slots[pages]], 0)
 
     def view(self, page: int) -> NDArray[np.uint8]:
-        """The bytes of a page, uint8[page_bytes], for as long as it is held and the pool is open; a copy of what lies
-        on a device."""
-        place = int(self._memory.addresses[page])
+        """The bytes of a page, uint8[page_bytes], valid while it is referenced and the pool is open; a copy of what
+        lies on a device."""
+        address = int(self._memory.addresses[page])
         if self._device is None:
-            return self._view(place, self.page_bytes)
+            return self._view(address, self.page_bytes)
         copy = np.empty(self.page_bytes, np.uint8)
-        self._device.read(place, copy)
+        self._device.read(address, copy)
         return copy
 
     def buffer(self, page: int) -> NDArray[np.uint8]:
-        """Where to put what a page is to hold, before `fill`: its own bytes, or memory in their place."""
+        """Where to put a page's new contents before `fill`: its own bytes, or a buffer of the host's."""
         return self.view(page) if self._device is None else np.empty(self.page_bytes, np.uint8)
 
     def fill(self, page: int, data: NDArray[np.uint8]) -> None:
@@ -221,55 +254,51 @@ class PagePool:
             self._device.write(int(self._memory.addresses[page]), data)
 
     def windowed_view(self, page: int) -> NDArray[np.uint8]:
-        """The bytes of a page's windowed part, uint8[windowed_bytes], for as long as that is held."""
-        assert self._windowed_counts[page] > 0, "this page has no windowed part"
+        """The bytes of a page's sliding-window block, uint8[windowed_bytes], valid while that is referenced."""
+        assert self._windowed_counts[page] > 0, "this page has no sliding-window block"
         return self._view(int(self._windowed.addresses[self._windowed_slots[page]]), self.windowed_bytes)
 
     def copy(self, source: int, target: int) -> None:
-        """Copy everything from one page into another, which has the same parts."""
+        """Copy one page into another, which has a sliding-window block too if the first has."""
         self._copy(int(self._memory.addresses[source]), int(self._memory.addresses[target]), self.page_bytes)
         if self._has_windows:
-            parts = self._windowed_slots[[source, target]]
-            assert (parts >= 0).all(), "a page is copied with its windowed part"
-            first, second = self._windowed.addresses[parts].tolist()
+            blocks = self._windowed_slots[[source, target]]
+            assert (blocks >= 0).all(), "a page is copied with its sliding-window block"
+            first, second = self._windowed.addresses[blocks].tolist()
             self._copy(first, second, self.windowed_bytes)
 
     def close(self) -> None:
-        """Give all memory back; pages handed out before are invalid from now on."""
+        """Release all memory; pages acquired before are invalid from now on."""
         self._closed = True
         self._memory.close()
         self._windowed.close()
 
     @property
     def _num_held(self) -> tuple[int, int]:
-        """Pages and windowed parts that somebody holds."""
         return self.num_pages - self.num_free_pages, self.num_windowed
 
     def _missing(self, count: int, num_windowed: int) -> int:
-        """How many pages must be freed before these can be handed out, after allocating what the budget allows."""
+        """How many pages must be freed before these can be acquired, after allocating what the budget allows."""
         wanted = ((self._memory, count), (self._windowed, num_windowed))
         short = [max(0, number - len(memory.free)) for memory, number in wanted]
         if not any(short):
             return 0
         if self.max_bytes is not None:
-            self._give_back(self.num_bytes(*short) + self.allocated_bytes - self.max_bytes, count, num_windowed)
+            excess = self.num_bytes(*short) + self.allocated_bytes - self.max_bytes
+            # Memory that one kind has beyond what is wanted of it goes to the other.
+            for memory, number in wanted:
+                if excess > 0 and memory.slot_bytes:
+                    before = memory.num_bytes
+                    memory.give_back(min(max(0, len(memory.free) - number), -(-excess // memory.slot_bytes)))
+                    excess -= before - memory.num_bytes
         for (memory, _), missing in zip(wanted, short, strict=True):
             if missing:
                 memory.grow(missing, None if self.max_bytes is None else self.max_bytes - self.allocated_bytes)
-        while self._memory.addresses.size > self._counts.size:
-            self._counts = np.concatenate((self._counts, np.zeros_like(self._counts)))
+        while self._memory.addresses.size > self.counts.size:
+            self.counts = np.concatenate((self.counts, np.zeros_like(self.counts)))
             self._windowed_counts = np.concatenate((self._windowed_counts, np.zeros_like(self._windowed_counts)))
             self._windowed_slots = np.concatenate((self._windowed_slots, np.full_like(self._windowed_slots, -1)))
         return max(0, *(number - len(memory.free) for memory, number in wanted))
-
-    def _give_back(self, num_bytes: int, count: int, num_windowed: int) -> None:
-        """Return up to `num_bytes` that one kind of memory has over what is wanted of it, for the other to have."""
-        for memory, wanted in ((self._memory, count), (self._windowed, num_windowed)):
-            if num_bytes > 0 and memory.slot_bytes:
-                spare = max(0, len(memory.free) - wanted)
-                before = memory.num_bytes
-                memory.give_back(min(spare, -(-num_bytes // memory.slot_bytes)))
-                num_bytes -= before - memory.num_bytes
 
     def _view(self, address: int, num_bytes: int) -> NDArray[np.uint8]:
         assert self._device is None, "pages of a device are not in this process's memory"
@@ -278,12 +307,12 @@ class PagePool:
     def _copy(self, source: int, target: int, num_bytes: int) -> None:
         if self._device is not None:
             self._device.copy(source, target, num_bytes)
-            return
-        ctypes.memmove(target, source, num_bytes)
+        else:
+            ctypes.memmove(target, source, num_bytes)
 
     def _out_of_memory(self, count: int, num_windowed: int) -> OutOfMemoryError:
-        num_pages, parts = self._num_held
-        wanted = self.num_bytes(num_pages + count, parts + num_windowed)
+        num_pages, num_blocks = self._num_held
+        wanted = self.num_bytes(num_pages + count, num_blocks + num_windowed)
         if self.max_bytes is not None and wanted > self.max_bytes:
             return OutOfMemoryError(
                 f"the key-value cache needs {wanted:,} bytes and may use {self.max_bytes:,}; shorten the text, or "

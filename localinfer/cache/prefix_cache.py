@@ -6,16 +6,65 @@ It joins the page pool, the prefix tree and, where there is one, a tier below (d
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from localinfer.cache.block_pool import KVLayout, PageNumbers, PagePool
+from localinfer.cache.block_pool import PageNumbers, PagePool
 from localinfer.cache.eviction import KVEviction
-from localinfer.cache.miss import WINDOW_TOKENS, CacheMiss, CacheMissCause
 from localinfer.cache.prefix_tree import CachedPath, Match, PrefixTree, TokenIds, common_length
 from localinfer.cache.sequence import SequenceCache
 from localinfer.errors import OutOfMemoryError
+from localinfer.kernels.kv_layout import KVLayout
+
+if TYPE_CHECKING:
+    from localinfer.models.text.tokenizer import Tokenizer
+
+
+CacheMissCause = Literal["empty", "different", "template", "evicted", "windowed", "foreign"]
+"""empty: nothing is cached. different: the text parts from the cached one. template: the chat template wrote the
+messages of an earlier prompt in another way. evicted: it was cached, and memory ended. windowed: it is cached, but the
+model's sliding-window layers keep only what comes before the ends of texts and prompts. foreign: it is stored, but by
+another model, version or kv_type."""
+
+_SHOWN_TOKENS = 8
+"""Token ids kept on each side of the first one that differs."""
+
+
+@dataclass(frozen=True)
+class CacheMiss:
+    """The first place where a prompt was not found, and why.
+
+    position: of the first token that had to be computed though something of the kind was cached, or might have been.
+    before, cached, wanted: token ids around it: those both share, those cached next, those the prompt has instead.
+    detail: what is to be added in words; may be empty. until: how many tokens are cached, if more than are used.
+    """
+
+    cause: CacheMissCause
+    position: int
+    before: tuple[int, ...] = ()
+    cached: tuple[int, ...] = ()
+    wanted: tuple[int, ...] = ()
+    detail: str = ""
+    until: int = 0
+
+    def describe(self, tokenizer: "Tokenizer | None") -> str:
+        """Say it in one sentence, with texts where there is a tokenizer and token ids where there is none."""
+        if self.cause == "empty":
+            return "nothing was cached yet"
+        if self.cause == "evicted":
+            return f"from token {self.position} on it was cached once and was evicted for lack of memory"
+        if self.cause == "windowed":
+            what = f"of tokens {self.position} to {self.until} the model's sliding-window layers keep nothing"
+            return f"{what}, so they are computed again"
+        if self.cause == "foreign":
+            return f"what is stored cannot be used: {self.detail}"
+        who = "the chat template wrote an earlier message anew" if self.cause == "template" else "the text differs"
+        place = f"{who} at token {self.position}"
+        if not self.cached:
+            return place
+        after = f", after {_show(self.before, tokenizer)}" if self.before else ""
+        return f"{place}{after}: cached {_show(self.cached, tokenizer)}, now {_show(self.wanted, tokenizer)}"
 
 
 @dataclass
@@ -23,7 +72,7 @@ class CacheCounters:
     """What the cache has done since the model was loaded.
 
     prompts: that were looked up; hits: those of which at least one token was found. prompt_tokens, cached_tokens:
-    their tokens, and those found. misses: prompts that were not found as far as they might have been, by cause.
+    their tokens, and those found. misses: prompts that were not found as far as they might have been, by cahints.
     """
 
     prompts: int = 0
@@ -39,7 +88,7 @@ class CacheHints:
 
     system_tokens: how many at the start of the prompt other prompts share; they are evicted after ordinary ones.
     is_pinned: all of them are evicted last. history: int32, ids that the prompt repeats in other words; where it
-    parts from them, its chat template is the cause.
+    parts from them, its chat template is the cahints.
     """
 
     system_tokens: int = 0
@@ -134,7 +183,7 @@ class PrefixCache:
         """Return an empty sequence."""
         return SequenceCache(self.pool, max_length=self._context_length, window=self._window)
 
-    def admit(self, token_ids: TokenIds, use: CacheHints, *, is_prompt: bool = True) -> Admission:
+    def admit(self, token_ids: TokenIds, hints: CacheHints, *, is_prompt: bool = True) -> Admission:
         """Return a sequence for a prompt, with all of it that is cached but its last token, whose logits are wanted.
 
         is_prompt: it is one, and counts as one; a sequence that goes on within a generation is not.
@@ -147,11 +196,11 @@ class PrefixCache:
             match = self.tree.match(prefix)
         sequence = self.open()
         # Where texts part, and where a prompt ends or what it shares with others, more of them are likely to begin.
-        sequence.pin_window(match.length, token_ids.size, min(use.system_tokens, token_ids.size))
+        sequence.pin_window(match.length, token_ids.size, min(hints.system_tokens, token_ids.size))
         self._take(sequence, match)
         if not is_prompt:
             return Admission(sequence, sequence.length, None)
-        miss = None if match.usable == prefix.size else self._explain(token_ids, match, use, refusal)
+        miss = None if match.usable == prefix.size else self._explain(token_ids, match, hints, refusal)
         self._count(token_ids.size, sequence.length, miss)
         return Admission(sequence, sequence.length, miss)
 
@@ -169,19 +218,19 @@ class PrefixCache:
         self.counters.cached_tokens += saved
         return saved
 
-    def publish(self, sequence: SequenceCache, token_ids: TokenIds, use: CacheHints) -> None:
+    def publish(self, sequence: SequenceCache, token_ids: TokenIds, hints: CacheHints) -> None:
         """Make the full pages of a sequence that goes on findable; `token_ids` are at least those of its positions."""
         if not sequence.is_exact:
             return
-        self._insert(sequence, token_ids[: sequence.length - sequence.length % self.pool.page_tokens], use)
+        self._insert(sequence, token_ids[: sequence.length - sequence.length % self.pool.page_tokens], hints)
 
-    def retire(self, sequence: SequenceCache, token_ids: TokenIds, use: CacheHints) -> None:
+    def retire(self, sequence: SequenceCache, token_ids: TokenIds, hints: CacheHints) -> None:
         """Make all of a sequence findable, unless it is an approximation, and close it."""
         known = token_ids[: sequence.length]
         if not sequence.is_exact:
             known = known[: self.tree.match(known).length]
         elif known.size:
-            self._insert(sequence, known, use)
+            self._insert(sequence, known, hints)
         if known.size:
             self.last_retired = known
         sequence.close()
@@ -197,12 +246,12 @@ class PrefixCache:
         prefix = token_ids[:-1]
         return prefix if self._window is None else prefix[: self._window.num_pages * self.pool.page_tokens]
 
-    def _insert(self, sequence: SequenceCache, token_ids: TokenIds, use: CacheHints) -> None:
+    def _insert(self, sequence: SequenceCache, token_ids: TokenIds, hints: CacheHints) -> None:
         """Put the beginning of what a sequence holds into the tree."""
         sequence.free_out_of_window()
         num_pages = self.pool.num_pages_for(token_ids.size)
         pages, windowed = sequence.pages[:num_pages], sequence.windowed[:num_pages]
-        self.tree.insert(token_ids, pages, windowed, system_tokens=use.system_tokens, is_pinned=use.is_pinned)
+        self.tree.insert(token_ids, pages, windowed, system_tokens=hints.system_tokens, is_pinned=hints.is_pinned)
 
     def _take(self, sequence: SequenceCache, match: Match) -> None:
         """Let a sequence share a match's full pages and have its own copy of a last one that is not full."""
@@ -220,7 +269,7 @@ class PrefixCache:
                 without = sequence.windowed[: num_pages - 1]
                 sequence.truncate(self.pool.sliding.usable_length(without, match.usable - begun))
 
-    def _explain(self, token_ids: TokenIds, match: Match, use: CacheHints, refusal: str | None) -> CacheMiss | None:
+    def _explain(self, token_ids: TokenIds, match: Match, hints: CacheHints, refusal: str | None) -> CacheMiss | None:
         position = match.usable
         if refusal is not None:
             return CacheMiss("foreign", position, detail=refusal)
@@ -230,16 +279,16 @@ class PrefixCache:
             return CacheMiss("windowed", position, until=match.length)
         if self.tree.is_empty:
             return CacheMiss("empty", 0)
-        cached = self.tree.continuation(match, WINDOW_TOKENS)
+        cached = self.tree.continuation(match, _SHOWN_TOKENS)
         if not cached.size:
             return None
-        is_rewritten = use.history is not None and position == common_length(use.history, token_ids)
+        is_rewritten = hints.history is not None and position == common_length(hints.history, token_ids)
         return CacheMiss(
             "template" if is_rewritten else "different",
             position,
-            tuple(token_ids[max(0, position - WINDOW_TOKENS) : position].tolist()),
+            tuple(token_ids[max(0, position - _SHOWN_TOKENS) : position].tolist()),
             tuple(cached.tolist()),
-            tuple(token_ids[position : position + WINDOW_TOKENS].tolist()),
+            tuple(token_ids[position : position + _SHOWN_TOKENS].tolist()),
         )
 
     def _count(self, prompt_tokens: int, cached_tokens: int, miss: CacheMiss | None) -> None:
@@ -255,3 +304,9 @@ class PrefixCache:
 def _distinct(runs: Iterable[PageNumbers]) -> PageNumbers:
     """Pages that occur in any of these."""
     return np.unique(np.concatenate((np.zeros(0, np.int64), *runs)))
+
+
+def _show(token_ids: Sequence[int], tokenizer: "Tokenizer | None") -> str:
+    if tokenizer is None or any(token_id >= tokenizer.vocab_size for token_id in token_ids):
+        return str(list(token_ids))
+    return repr(tokenizer.decode(token_ids, skip_special=False))

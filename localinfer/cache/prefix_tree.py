@@ -16,8 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.cache.block_pool import PageNumbers, PagePool
-from localinfer.cache.sliding_window import BoolArray
+from localinfer.cache.block_pool import BoolArray, PageNumbers, PagePool
 
 TokenIds = NDArray[np.int32]
 
@@ -179,7 +178,7 @@ class PrefixTree:
         wanted = max(count, self.num_pages // _EVICTION_SHARE)
         freed = 0
         while freed < wanted:
-            idle = [leaf for leaf in self._leaves() if not self._pool.is_shared(int(leaf.pages[-1]))]
+            idle = [leaf for leaf in self._leaves() if self._pool.counts[leaf.pages[-1]] <= 1]
             leaf = min(idle, key=lambda leaf: (leaf.priority, leaf.last_used), default=None)
             if leaf is None or (freed >= count and leaf.priority > Priority.ORDINARY):
                 break

@@ -1,61 +1,28 @@
-"""Memory in equal slots known by number: allocated as it is asked for, reused, and given back where that is wanted."""
+"""A slab allocator: memory in slots of equal size known by number, grown on demand, reused, and returned if wanted."""
 
 import mmap
 import sys
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import OutOfMemoryError
+from localinfer.kernels.kv_layout import DevicePages
 
 ALIGNMENT = 64
 _SLAB_BYTES = 16 << 20
 _SLAB_SHARE = 64
-"""A slab is at most this part of what is allocated already, so that a pool holds little that nobody asked for."""
-
-
-@runtime_checkable
-class DeviceMemory(Protocol):
-    """Pages that lie, all of each or a part, in the memory of a device of its own.
-
-    Their addresses mean something to the device's programs only.
-    """
-
-    @property
-    def device_page_bytes(self) -> int:
-        """Bytes of a page on the device; the others are in the host's memory."""
-        ...
-
-    def allocate(self, num_bytes: int) -> int:
-        """Address of fresh memory, for whole pages. Raises: OutOfMemoryError, MemoryError."""
-        ...
-
-    def copy(self, source: int, target: int, num_bytes: int) -> None:
-        """Copy a page from one address to another."""
-        ...
-
-    def read(self, page: int, out: NDArray[np.uint8]) -> None:
-        """Copy the page at an address into uint8[page_bytes]."""
-        ...
-
-    def write(self, page: int, data: NDArray[np.uint8]) -> None:
-        """Fill the page at an address with uint8[page_bytes]."""
-        ...
-
-    def free_bytes(self) -> int:
-        """Bytes of the device that nobody has."""
-        ...
+"""A slab is at most this part of what is allocated already, so that a pool holds little unused memory."""
 
 
 class SlabAllocator:
-    """Slots of `slot_bytes`, in slabs of zeroed memory that the system hands out on first touch.
+    """Slots of `slot_bytes`, in slabs of zeroed memory that the system commits on first touch.
 
-    addresses: int64, where each slot lies. free: numbers of the slots that nobody has, the next one last. can_shrink:
-    each slot is a slab of its own, so that `give_back` can return it to the system; its number is used again.
+    addresses: int64, where each slot lies. free: numbers of the free slots, the next one last. can_shrink: each slot
+    is a slab of its own, so that `give_back` can return it to the system; its number is reused.
     """
 
-    def __init__(self, slot_bytes: int, device: DeviceMemory | None = None, *, can_shrink: bool = False) -> None:
+    def __init__(self, slot_bytes: int, device: DevicePages | None = None, *, can_shrink: bool = False) -> None:
         self.slot_bytes = slot_bytes
         self.addresses = np.zeros(64, np.int64)
         self.free: list[int] = []
@@ -104,7 +71,7 @@ class SlabAllocator:
             self._slabs.pop(slot, None)
 
     def close(self) -> None:
-        """Give all memory back."""
+        """Release all memory."""
         self._slabs.clear()
         self.free.clear()
         self.num_slots = 0
@@ -134,7 +101,6 @@ class SlabAllocator:
 
 
 def _mapped(num_bytes: int) -> NDArray[np.uint8]:
-    """Memory that goes back to the system, not to an allocator, as soon as nobody has it."""
-    if sys.platform == "win32":
-        return np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
-    return np.frombuffer(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+    """Memory that returns to the system, not to an allocator, once its last reference is gone."""
+    flags = {} if sys.platform == "win32" else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
+    return np.frombuffer(mmap.mmap(-1, num_bytes, **flags), np.uint8)

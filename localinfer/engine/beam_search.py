@@ -14,17 +14,16 @@ from numpy.typing import NDArray
 
 from localinfer.arguments import check_number
 from localinfer.cache.prefix_cache import CacheHints
-from localinfer.cache.sequence import SequenceCache
+from localinfer.cache.sequence import SequenceCache, forward
 from localinfer.engine.engine import Engine
 from localinfer.engine.request import FinishReason
 from localinfer.errors import RequestError
-from localinfer.kernels.program import Batch
-from localinfer.sampling.logprobs import likeliest, log_total
+from localinfer.sampling.filters import likeliest, log_total
 from localinfer.sampling.sampler import not_finite_error
 
 MAX_BEAMS = 64
 
-_USE = CacheHints()
+_NO_HINTS = CacheHints()
 
 
 @dataclass(frozen=True)
@@ -138,7 +137,7 @@ class _Search:
     def _begin(self) -> list[_Candidate]:
         """Compute what is not cached of the prompt; return how it may go on."""
         with self._engine.exclusive_cache() as cache:
-            sequence = cache.admit(self._prompt, _USE).sequence
+            sequence = cache.admit(self._prompt, _NO_HINTS).sequence
             self._live = [_Live(sequence, (), 0.0)]
         chunk = self._engine.program.max_batch_rows
         while True:
@@ -146,10 +145,10 @@ class _Search:
                 pending = self._prompt[sequence.length :]
                 if pending.size <= chunk:
                     candidates = self._compute([pending], 0)
-                    cache.publish(sequence, self._prompt, _USE)
+                    cache.publish(sequence, self._prompt, _NO_HINTS)
                     return candidates
-                self._forward([sequence], [pending[:chunk]], np.empty(0, np.int32))
-                cache.publish(sequence, self._prompt, _USE)
+                forward(self._engine.program.run, (sequence,), (pending[:chunk],), np.empty(0, np.int32))
+                cache.publish(sequence, self._prompt, _NO_HINTS)
 
     def _extend(self) -> list[_Candidate]:
         """Compute the last token of every live beam; return how they may go on."""
@@ -166,7 +165,7 @@ class _Search:
         """Compute the ids that wait of some live beams, from `first` on; return the likeliest ways on of each."""
         live = self._live[first : first + len(pending)]
         ends = np.cumsum([ids.size for ids in pending], dtype=np.int32) - np.int32(1)
-        logits = self._forward([beam.sequence for beam in live], pending, ends)
+        logits = forward(self._engine.program.run, [beam.sequence for beam in live], pending, ends)
         candidates: list[_Candidate] = []
         for index, beam in enumerate(live):
             row = logits[index]
@@ -216,15 +215,3 @@ class _Search:
 
     def _score(self, logprob: float, length: int) -> float:
         return logprob / math.pow(length, self._length_penalty)
-
-    def _forward(
-        self, sequences: list[SequenceCache], pending: list[NDArray[np.int32]], output_rows: NDArray[np.int32]
-    ) -> NDArray[np.float32]:
-        """Compute the next positions of some sequences in one batch; whoever has the turn may call."""
-        for sequence, ids in zip(sequences, pending, strict=True):
-            sequence.reserve(sequence.length + ids.size)
-        segments = [sequence.segment(ids.size) for sequence, ids in zip(sequences, pending, strict=True)]
-        logits = self._engine.program.run(Batch(np.concatenate(pending), segments, output_rows))
-        for sequence, ids in zip(sequences, pending, strict=True):
-            sequence.commit(sequence.length + ids.size)
-        return logits

@@ -1,74 +1,53 @@
 """The engine: token ids in, token ids out, over one model and the pages of its sequences.
 
-It knows no text. It proves what is asked, and owns what the generations share; `scheduler` decides whose rows the next
-step computes, and `step` computes them.
+It validates requests and owns what they share; `scheduler` decides whose rows the next step computes, and `runner`
+computes them. Text is above this package.
 """
 
-import os
 import sys
-from collections.abc import Collection, Generator, Hashable, Sequence
+from collections.abc import Collection, Generator, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.arguments import check_number
-from localinfer.cache.block_pool import KVLayout, PagePool, default_kv_memory
+from localinfer.cache.block_pool import PagePool, default_kv_memory
 from localinfer.cache.eviction import KVEviction
 from localinfer.cache.prefix_cache import CacheHints, PrefixCache
-from localinfer.engine.request import HISTORY_ROOM, Generation, GenerationRecord, Request
+from localinfer.cache.sequence import forward
+from localinfer.engine.request import HISTORY_ROOM, GenerationRecord, Request
 from localinfer.engine.runner import ModelRunner, shortened
-from localinfer.engine.scheduler import EngineLimits, Scheduler
-from localinfer.errors import ClosedError, ContextLengthError, OutOfMemoryError, RequestError
+from localinfer.engine.scheduler import EngineLimits, Generation, Scheduler
+from localinfer.errors import ContextLengthError, OutOfMemoryError, RequestError
+from localinfer.kernels.ops import FloatArray
 from localinfer.kernels.program import Program
 from localinfer.sampling.sampler import SamplingParams, SamplingPlan, TokenMask, not_finite_error
 from localinfer.speculation.verify import Speculation
 
-
-class EngineConfig(Protocol):
-    """What the engine reads of a model's configuration."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def context_length(self) -> int: ...
+if TYPE_CHECKING:
+    from localinfer.models.load.loader import Model
 
 
-class EngineModel(Protocol):
-    """What the engine needs of a loaded model; `models.loader.Model` is one.
-
-    `config.context_length` is the context this model was loaded with; `program` returns float32[rows, vocab_size].
-    """
-
-    @property
-    def config(self) -> EngineConfig: ...
-
-    @property
-    def program(self) -> Program: ...
-
-    @property
-    def kv_layout(self) -> KVLayout: ...
-
-    def close(self) -> None: ...
-
-
-_PLAIN_USE = CacheHints()
-_USUAL_LIMITS = EngineLimits()
+_NO_HINTS = CacheHints()
+_DEFAULT_LIMITS = EngineLimits()
 
 
 class Engine:
-    """Owns a model and its pages. Not usable after `close`, nor in a forked child: threads do not survive a fork."""
+    """Owns a model and its pages. Not usable after `close`, nor in a forked child: threads do not survive a fork.
+
+    model: `config.context_length` is the context it was loaded with; `program` returns float32[rows, vocab_size].
+    """
 
     def __init__(
         self,
-        model: EngineModel,
+        model: "Model",
         *,
         kv_memory: int | None = None,
         kv_window: KVEviction | None = None,
         speculation: Speculation | None = None,
-        limits: EngineLimits = _USUAL_LIMITS,
+        limits: EngineLimits = _DEFAULT_LIMITS,
     ) -> None:
         self._model = model
         self._speculation = speculation
@@ -77,8 +56,6 @@ class Engine:
         self.context_length = model.config.context_length
         if kv_memory is None:
             kv_memory = default_kv_memory(model.kv_layout, self.context_length)
-        self._process = os.getpid()
-        self._closed = False
         self._cache = PrefixCache(
             model.kv_layout,
             max_bytes=kv_memory,
@@ -86,22 +63,25 @@ class Engine:
             batch_tokens=model.program.max_batch_rows,
             window=kv_window,
         )
-        self._stepper = ModelRunner(
+        self._runner = ModelRunner(
             model.program,
             self._cache,
             speculation,
             vocab_size=self.vocab_size,
             context_length=self.context_length,
-            make_room=self._make_room,
         )
-        self._scheduler = Scheduler(
-            model.program,
-            self._cache,
-            self._stepper,
-            limits,
-            check_usable=self.check_usable,
-            is_usable=self._is_usable,
-        )
+        self._scheduler = Scheduler(model.program, self._cache, self._runner, limits)
+        self.check_usable = self._scheduler.check_usable
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether the engine is open, and of this process."""
+        return self._scheduler.is_usable
+
+    @property
+    def num_running(self) -> int:
+        """Requests whose readers have begun, admitted or not."""
+        return self._scheduler.num_running
 
     @property
     def pool(self) -> PagePool:
@@ -110,12 +90,12 @@ class Engine:
 
     @property
     def program(self) -> Program:
-        """The model's program, for whoever has the cache to himself."""
+        """The model's program, to be run under `exclusive_cache`."""
         return self._program
 
     @contextmanager
     def exclusive_cache(self) -> Generator[PrefixCache]:
-        """The cache of prefixes, for as long as no generation takes a step."""
+        """The prefix cache, while no request takes a step."""
         self.check_usable()
         with self._scheduler.exclusive():
             yield self._cache
@@ -150,25 +130,24 @@ class Engine:
         stop_token_ids: Collection[int] = (),
         ignore_eos: bool = False,
         context_shift: bool = False,
-        cache_hints: CacheHints = _PLAIN_USE,
+        cache_hints: CacheHints = _NO_HINTS,
         prediction: Sequence[int] | NDArray[np.integer] = (),
         owner: Hashable = None,
     ) -> Generation:
         """Continue a prompt; yield each token as it is sampled. Closing the generation cancels it.
 
         Nothing is computed before the first token is asked for. Generations that are read at the same time, by several
-        threads or in turns by one, share their steps, each gets the tokens that it would get alone.
-
-        What of the prompt is in the cache is not computed again; what is computed stays there.
+        threads or alternately by one, share their steps; each gets the tokens that it would get alone. What of the
+        prompt is in the cache is not computed again; what is computed stays there.
 
         max_tokens: None goes on until a stop token or the end of the context, 0 yields nothing.
         stop_token_ids: end the generation; the stop token is yielded, as the last one. ignore_eos: they do not.
         context_shift: where prompt or completion outgrow the context, go on with the system tokens and the recent half
             of the rest, computed anew; then only a stop token or max_tokens ends it.
-        cache_use: what the cache should know of the prompt.
+        cache_hints: how the cache should keep the prompt.
         prediction: ids that the completion is likely to have; right or wrong, they change its speed only.
-        owner: whom it is for, such as a connection: prompts of several owners are computed in turns, chunk by chunk;
-            None stands for somebody of its own.
+        owner: such as a connection: prompts of several owners are computed in fair round-robin, chunk by chunk; None
+            is an owner of its own.
         Raises: at once RequestError, ContextLengthError, ClosedError, OutOfMemoryError for a prompt that can never
             fit, OverloadedError if as many wait as may; while iterating ModelFileError for logits that are not finite,
             ClosedError, and OutOfMemoryError before the first token. Where memory ends later, one last event of reason
@@ -189,9 +168,9 @@ class Engine:
         history = np.empty(token_ids.size + min(limit, HISTORY_ROOM), np.int32)
         history[: token_ids.size] = token_ids
         expected = self._check_ids(prediction, "prediction")
-        run = Request(
+        request = Request(
             plan=plan,
-            use=cache_hints,
+            hints=cache_hints,
             head=head,
             history=history,
             base=token_ids.size,
@@ -202,11 +181,11 @@ class Engine:
             is_over=limit == 0,
         )
         if self._speculation is not None:
-            run.speculative = self._speculation.begin(plan, expected)
-            run.record.speculation = run.speculative.record
+            request.speculative = self._speculation.begin(plan, expected)
+            request.record.speculation = request.speculative.record
         if limit:
-            self._scheduler.enter(run)
-        return Generation(self._scheduler, run)
+            self._scheduler.add(request)
+        return Generation(self._scheduler, request)
 
     def logits(self, token_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
         """Return float32[T, vocab_size]: for each position, the logits of the token that follows it.
@@ -222,52 +201,51 @@ class Engine:
                 f"the logits of {tokens.size} positions take {tokens.size * self.vocab_size * 4:,} bytes, which this "
                 "machine does not have; ask for fewer positions"
             ) from None
-        chunk = min(self._program.max_batch_rows, self._program.max_output_rows)
+        for _ in self.outputs(self._program, tokens, out):
+            pass
+        return out
+
+    def outputs(
+        self, program: Program, tokens: NDArray[np.int32], out: FloatArray | None = None
+    ) -> Iterator[tuple[int, FloatArray]]:
+        """Compute a program's results for every position of checked tokens, some at a time, in steps between others'.
+
+        out: float32[T, width] to write them to. Yields: the first position and float32[n, width]. Nothing of it stays
+        in the cache. Raises: OutOfMemoryError, ClosedError, ModelFileError for what is not finite.
+        """
+        chunk = min(program.max_batch_rows, program.max_output_rows)
         rows = np.arange(chunk, dtype=np.int32)
         self._cache.check_fits(tokens.size)
         sequence = self._cache.open()
         try:
             for start in range(0, tokens.size, chunk):
                 stop = min(start + chunk, tokens.size)
-                with self._scheduler.exclusive():
-                    self.check_usable()
-                    out[start:stop] = self._stepper.forward(sequence, tokens[start:stop], rows[: stop - start])
-                if not np.isfinite(out[start:stop]).all():
-                    raise not_finite_error(start + 1 + int(np.argmin(np.isfinite(out[start:stop]).all(axis=1))))
+                with self.exclusive_cache():
+                    found = forward(program.run, (sequence,), (tokens[start:stop],), rows[: stop - start])
+                    if out is None:
+                        found = found.copy()
+                    else:
+                        out[start:stop] = found
+                        found = out[start:stop]
+                if not np.isfinite(found).all():
+                    raise not_finite_error(start + 1 + int(np.argmin(np.isfinite(found).all(axis=1))))
+                yield start, found
         finally:
             with self._scheduler.exclusive():
                 sequence.close()
-        return out
-
-    def check_usable(self) -> None:
-        """Raise ClosedError if the engine was closed, or belongs to the process that forked this one."""
-        if self._closed:
-            raise ClosedError("the model was closed; load it again")
-        if os.getpid() != self._process:
-            raise ClosedError(
-                "the model was loaded before this process was forked, and its threads stayed behind; load it here, or "
-                "start processes with the 'spawn' method"
-            )
 
     def close(self) -> None:
-        """Wait for the step in progress, then release model and pages; may be called again. A forked child forgets."""
-        if self._closed:
+        """Wait for the step in progress, then release model and pages; may be called again. A forked child does
+        nothing."""
+        is_usable, self._scheduler.is_closed = self._scheduler.is_usable, True
+        if not is_usable:
             return
-        self._closed = True
-        if os.getpid() != self._process:
-            return
-        with self._scheduler.turns.take():
-            self._stepper.close()
+        with self._scheduler.step_lock.exclusive():
+            self._runner.close()
             self._cache.pool.close()
             if self._speculation is not None:
                 self._speculation.close()
             self._model.close()
-
-    def _is_usable(self) -> bool:
-        return not self._closed and os.getpid() == self._process
-
-    def _make_room(self, run: Request, error: OutOfMemoryError) -> bool:
-        return self._scheduler.make_room(run, error)
 
     def _check_ids(self, values: Sequence[int] | NDArray[np.integer], name: str = "the token ids") -> NDArray[np.int32]:
         """A copy of ids as int32[T], proven; of a caller's own array a later change would make other pages of them."""

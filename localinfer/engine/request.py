@@ -1,15 +1,14 @@
-"""One generation: what its reader holds (`Generation`), and what the engine knows of it (`Request`)."""
+"""One generation as the engine keeps it (`Request`), and what its reader gets of it (`TokenEvent`, the record)."""
 
 from collections import deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.cache.miss import CacheMiss
-from localinfer.cache.prefix_cache import CacheHints
+from localinfer.cache.prefix_cache import CacheHints, CacheMiss
 from localinfer.cache.sequence import SequenceCache
 from localinfer.engine.step_lock import Waiter
 from localinfer.sampling.mask import GuidingMask
@@ -40,11 +39,11 @@ class TokenEvent(NamedTuple):
 
 @dataclass
 class GenerationRecord:
-    """What a generation has cost so far, kept up to date while it runs.
+    """What a generation has cost so far, updated while it runs.
 
-    cached_tokens: of the prompt, not computed again. miss: why not more of them, None where nothing stood in the way.
+    cached_tokens: of the prompt, not computed again. miss: why not more of them, None if nothing stood in the way.
     dropped_tokens: left out of the context, by `context_shift`. speculation: what drafts did, None where it is off.
-    waited_seconds: from the request to a place among those that run. notices: what did not go as was asked, in words.
+    waited_seconds: from the request to its admission. notices: deviations from what was asked, in words.
     """
 
     cached_tokens: int = 0
@@ -57,16 +56,16 @@ class GenerationRecord:
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """One generation inside the engine; whoever has the turn may change it, but for what is said otherwise.
+    """One generation inside the engine; changed only under the step lock, except where said otherwise.
 
     head: int32, the ids its sequence began with; history: int32, prompt and completion, with room for more; base: where
     in the history the head ends. position: of the next token, in the history; last: of the last one that is wanted.
-    sequence: None before it is admitted, and while it waits for memory. events: sampled, not read yet; any thread may
-    take them. guide: its mask, if that knows what comes next. served: the step that last computed something of it.
+    sequence: None before it is admitted, and while it is preempted. events: sampled, not read yet; any thread may
+    take them. matcher: its mask, if a grammar matcher. served: the last step that did.
     """
 
     plan: SamplingPlan
-    use: CacheHints
+    hints: CacheHints
     head: NDArray[np.int32]
     history: NDArray[np.int32]
     base: int
@@ -79,7 +78,7 @@ class Request:
     sequence: SequenceCache | None = None
     prompt_length: int = field(init=False)
     position: int = field(init=False)
-    guide: GuidingMask | None = field(init=False)
+    matcher: GuidingMask | None = field(init=False)
     events: deque[TokenEvent] = field(default_factory=deque)
     waiter: Waiter | None = None
     error: Exception | None = None
@@ -91,87 +90,37 @@ class Request:
 
     def __post_init__(self) -> None:
         self.prompt_length = self.position = self.base
-        mask = self.plan.mask
-        self.guide = mask if isinstance(mask, GuidingMask) else None
+        self.matcher = self.plan.mask if isinstance(self.plan.mask, GuidingMask) else None
 
     @property
     def length(self) -> int:
         """Ids of the text in its present sequence, computed or not."""
         return self.head.size + self.position - self.base
 
+    @property
+    def cache(self) -> SequenceCache:
+        """Its sequence, which it has from admission until it is preempted or over."""
+        assert self.sequence is not None, "it was admitted"
+        return self.sequence
+
     def has_news(self) -> bool:
         """Whether its reader need not wait any longer."""
         return bool(self.events) or self.is_over or self.is_cancelled
-
-    def context_ids(self) -> NDArray[np.int32]:
-        """The ids whose keys and values the sequence holds."""
-        assert self.sequence is not None, "asked for before it was admitted"
-        after = max(0, self.sequence.length - self.head.size)
-        return np.concatenate((self.head, self.history[self.base : self.base + after]))[: self.sequence.length]
 
     def token_ids(self) -> NDArray[np.int32]:
         """The ids of the text in its present sequence, computed or not."""
         return np.concatenate((self.head, self.history[self.base : self.position]))
 
-    def make_room(self, length: int) -> None:
+    def context_ids(self) -> NDArray[np.int32]:
+        """The ids whose keys and values the sequence holds."""
+        after = max(0, self.cache.length - self.head.size)
+        return np.concatenate((self.head, self.history[self.base : self.base + after]))[: self.cache.length]
+
+    def grow_history(self, length: int) -> None:
         """Let the history hold at least so many ids."""
         if length > self.history.size:
             self.history = np.concatenate((self.history, np.empty_like(self.history, shape=length)))
 
-    def begin_anew(self, head: NDArray[np.int32]) -> None:
-        """Go on from these ids in another sequence, yet to be admitted."""
+    def restart(self, head: NDArray[np.int32]) -> None:
+        """Continue from these ids in another sequence, yet to be admitted."""
         self.head, self.base, self.sequence, self.is_prompt = head, self.position, None, False
-
-
-class GenerationSource(Protocol):
-    """What a `Generation` is read from; `scheduler.Scheduler` is one."""
-
-    def next_event(self, run: Request) -> TokenEvent | None:
-        """Wait for the next event of a run and take it; None after its last one."""
-        ...
-
-    def cancel(self, run: Request) -> None:
-        """End a run, whose reader is told so. Any thread, at any time."""
-        ...
-
-    def leave(self, run: Request) -> None:
-        """End a run that nobody reads any more. Any thread, at any time, even the garbage collector; never waits."""
-        ...
-
-
-class Generation(Iterator[TokenEvent]):
-    """The tokens of one generation as they are sampled, and what they cost; one reader at a time.
-
-    `cancel` and `close` may be called by any thread at any time. What was computed stays in the cache.
-    """
-
-    def __init__(self, source: GenerationSource, run: Request) -> None:
-        self.record = run.record
-        self._source = source
-        self._run = run
-
-    @property
-    def computed_tokens(self) -> int:
-        """How many ids were read, computed or from the cache; 0 without a place among those that run."""
-        sequence = self._run.sequence
-        return 0 if sequence is None else sequence.length
-
-    def __next__(self) -> TokenEvent:
-        event = self._source.next_event(self._run)
-        if event is None:
-            raise StopIteration
-        return event
-
-    def cancel(self) -> None:
-        """End the generation within the step in progress: its reader gets one last event, of reason "cancelled".
-
-        Tokens that were not read yet are dropped. Nothing happens if it has ended by itself. May be called again.
-        """
-        self._source.cancel(self._run)
-
-    def close(self) -> None:
-        """End the generation without a word to its reader. May be called again."""
-        self._source.leave(self._run)
-
-    def __del__(self) -> None:
-        self._source.leave(self._run)

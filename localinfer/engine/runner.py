@@ -1,49 +1,65 @@
-"""One step: a run of the program over rows of any generations, and the choice of the tokens that follow.
+"""The model runner: one step is a forward pass over rows of any requests, and the choice of the tokens that follow.
 
-A step changes each generation only after the program has run, and a row that was computed and not sampled, because an
-error or Ctrl-C came between, is computed again by the next step: to the same bits. What goes wrong for one generation
-ends that one.
+A step changes each request only after the pass, and a row that was computed and not sampled, because an error or
+Ctrl-C came between, is computed again by the next step: to the same bits. An error of one request ends that one only.
 """
 
 import logging
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.cache.prefix_cache import CacheHints, PrefixCache
-from localinfer.cache.sequence import SequenceCache
-from localinfer.engine.mask_worker import MaskWorker
+from localinfer.cache.sequence import forward
 from localinfer.engine.request import NO_TOKEN, FinishReason, Request, TokenEvent
-from localinfer.engine.step_costs import StepCosts
 from localinfer.errors import OutOfMemoryError
-from localinfer.kernels.program import AbortableProgram, Batch, Program, Segment
-from localinfer.sampling.device_draws import Results, RowResults, WantedRows
-from localinfer.sampling.sampler import Sampler
+from localinfer.kernels.program import AbortableProgram, Batch, Program
+from localinfer.sampling.mask import GuidingMask
+from localinfer.sampling.sampler import OnDeviceSampling, OutputSpec, Results, Sampler
 from localinfer.speculation.floor import ALONE, Round, StepKind
-from localinfer.speculation.verification_costs import MAX_DEPTH
+from localinfer.speculation.verification_costs import MAX_DRAFT_TOKENS
 from localinfer.speculation.verify import Others, Speculation, choose_verified
 
 logger = logging.getLogger(__name__)
 
 _FIRST_ROW = np.zeros(1, np.int32)
 
+_INTERVALS = 2.0
+"""Intervals between two tokens of a running stream that a prompt's chunk beside it may take."""
+_LEAST_SECONDS = 0.03
+"""What such a chunk may take where intervals are short: it is not noticed, and small chunks waste work."""
+_LEAST_ROWS = 8
+_SEVERAL_SECONDS = 0.15
+"""What chunks of several prompts may take while nothing decodes: as long a new request waits to join."""
+_LEAST_ROWS_OF_SEVERAL = 64
+_ALONE_SECONDS = 1.0
+_LEAST_ROWS_ALONE = 256
+"""A lone prompt wastes nothing: 512 rows at once make 614 tokens per second of the 0.5B shape in Q4_0, 256 make 608
+and 64 make 565. Such a chunk is aborted when it is cancelled, or another request arrives."""
+_TILE = 16
+"""Rows that kernels compute side by side; a longer chunk is a multiple of it."""
+_MEMORY = 0.7
+_LARGEST_CHANGE = 2.0
+
 ShouldAbort = Callable[[float], bool]
-"""Whether a step need not go on; it is told which share of it is done."""
+"""Whether a step should be aborted, given which share of it is done."""
 
 
 @dataclass(eq=False, slots=True)
 class ScheduledSequence:
-    """What a step computes of one generation: so many ids that wait, and drafts after them.
+    """What a step computes of one request: so many ids that wait, and drafts after them.
 
     is_chunk: of a prompt, or of what is computed like one. samples: the last of those ids is the last of the text, so
     that its logits are wanted. may_draft: it decodes, and its drafters may be asked; what a grammar forces is drafted
-    in any case. is_forced: it was. num_chosen: tokens that the step gave it.
+    in any case. is_forced: it was. num_chosen: tokens that the step sampled for it.
     """
 
-    run: Request
+    request: Request
     num_rows: int = 1
     is_chunk: bool = False
     samples: bool = True
@@ -53,19 +69,38 @@ class ScheduledSequence:
     num_chosen: int = 0
 
 
-def shortened(token_ids: NDArray[np.int32], use: CacheHints, context_length: int) -> NDArray[np.int32]:
-    """The system tokens, at most half a context of them, and as many recent ids as half of the rest holds."""
-    system = min(use.system_tokens, context_length // 2)
-    recent = max(1, (context_length - system) // 2)
-    return np.concatenate((token_ids[:system], token_ids[token_ids.size - recent :]))
+class StepCosts:
+    """Moving averages of what rows of prompts and what plain steps take: they decide how long a prompt's chunk is."""
+
+    def __init__(self) -> None:
+        self._decode_seconds: float | None = None
+        self._row_seconds: float | None = None
+
+    def observe(self, decode_rows: int, chunk_rows: int, seconds: float) -> None:
+        """Follow a step that computed rows of running streams, and of prompts, or of one of these kinds."""
+        if seconds <= 0.0:
+            return
+        if not chunk_rows:
+            self._decode_seconds = _moving_average(self._decode_seconds, seconds)
+        elif chunk_rows >= _LEAST_ROWS:
+            if decode_rows:
+                seconds = max(seconds - (self._decode_seconds or 0.0), seconds / 4)
+            self._row_seconds = _moving_average(self._row_seconds, seconds / chunk_rows)
+
+    def chunk_rows(self, *, num_streams: int, num_prompts: int, most: int) -> int:
+        """How many rows of prompts the next step is to compute beside streams that run, at most `most`."""
+        if num_streams:
+            least, seconds = _LEAST_ROWS, max(_LEAST_SECONDS, _INTERVALS * (self._decode_seconds or 0.0))
+        elif num_prompts > 1:
+            least, seconds = _LEAST_ROWS_OF_SEVERAL, _SEVERAL_SECONDS
+        else:
+            least, seconds = _LEAST_ROWS_ALONE, _ALONE_SECONDS
+        rows = least if self._row_seconds is None else int(seconds / self._row_seconds)
+        return min(most, max(least, rows - rows % _TILE if rows > _TILE else rows))
 
 
 class ModelRunner:
-    """Computes steps; whoever has the turn may call.
-
-    make_room: called for a generation whose next positions do not fit into memory; it tries again, or has no part in
-        the step.
-    """
+    """Computes steps, under the step lock."""
 
     def __init__(
         self,
@@ -75,116 +110,132 @@ class ModelRunner:
         *,
         vocab_size: int,
         context_length: int,
-        make_room: Callable[[Request, OutOfMemoryError], bool],
     ) -> None:
         self.sampler = Sampler(vocab_size)
         self.costs = StepCosts()
         self._program = program
-        self._results = RowResults(program)
+        self._device_sampling = OnDeviceSampling(program)
         self._abortable_program = program if isinstance(program, AbortableProgram) else None
         self._cache = cache
-        self._masks = MaskWorker()
         self._speculation = speculation
         self._context_length = context_length
-        self._make_room = make_room
+        self._mask_thread: ThreadPoolExecutor | None = None
+        self._masks: list[Future[None]] = []
 
-    def forward(
-        self,
-        sequence: SequenceCache,
-        token_ids: NDArray[np.int32],
-        output_rows: NDArray[np.int32],
-        wanted: WantedRows = (),
-    ) -> Results:
-        """Compute the next positions of one sequence; the results of its output rows are valid until the next step.
-
-        See `RowResults.run`: they are float32[rows, vocab_size] where nothing is `wanted` of them.
-        """
-        stop = sequence.length + token_ids.size
-        sequence.reserve(stop)
-        batch = Batch(token_ids, (sequence.segment(token_ids.size),), output_rows)
-        results = self._results.run(batch, wanted)
-        sequence.commit(stop)
-        return results
-
-    def _results_unless(self, batch: Batch, wanted: WantedRows, should_abort: ShouldAbort | None) -> Results | None:
-        if should_abort is None or self._abortable_program is None:
-            return self._results.run(batch, wanted)
-        return self._abortable_program.run_abortable(batch, should_abort)
-
-    def decode_alone(self, run: Request) -> None:
-        """Decode one token of the only generation there is, without a draft."""
-        sequence, position, history = run.sequence, run.position, run.history
-        assert sequence is not None, "it was admitted"
+    def decode_alone(self, request: Request) -> None:
+        """Decode one token of the only running request, without a draft."""
+        position, history = request.position, request.history
+        assert request.sequence is not None, "it was admitted"
         if position == history.size:
-            run.make_room(position + 1)
-            history = run.history
+            request.grow_history(position + 1)
+            history = request.history
         try:
-            results = self.forward(sequence, history[position - 1 : position], _FIRST_ROW, ((run.plan, position),))
-            history[position] = token_id = self.sampler.choose(results[0], run.plan, position, history)
+            run = self._device_sampling.run_for(((request.plan, position),))
+            results = forward(run, (request.sequence,), (history[position - 1 : position],), _FIRST_ROW)
+            history[position] = token_id = self.sampler.choose(results[0], request.plan, position, history)
         except Exception as error:
-            self.fail(run, error)
+            self.fail(request, error)
             return
-        self._extend(run, (token_id,))
+        self._extend(request, (token_id,))
 
-    def decode_observed(self, run: Request) -> None:
-        """As `decode_alone`, and tell what it took where that is wanted."""
+    def decode_observed(self, request: Request) -> None:
+        """As `decode_alone`, and let the draft floor observe its time if it is to be timed."""
         speculation = self._speculation
-        assert speculation is not None, "else nobody wants to know"
+        assert speculation is not None, "else nothing observes it"
         began = speculation.clock()
-        self.decode_alone(run)
-        if speculation.floor.is_timed and not run.is_over:
+        self.decode_alone(request)
+        if speculation.floor.is_timed and not request.is_over:
             speculation.floor.observe_plain(ALONE, speculation.clock() - began)
 
-    def may_draft(self, parts: Sequence[ScheduledSequence]) -> bool:
+    def may_draft(self, scheduled: Sequence[ScheduledSequence]) -> bool:
         """Ask once before a step that only decodes: whether drafters are to be asked for it."""
         speculation = self._speculation
-        if speculation is None or len(parts) > speculation.costs.max_depth:
+        if speculation is None or len(scheduled) > speculation.costs.max_draft_tokens:
             return False
         floor = speculation.floor
-        return not floor.rests() and not floor.is_plain(_kind(parts))
+        return not floor.in_backoff() and not floor.is_plain(_kind(scheduled))
 
-    def compute(self, parts: Sequence[ScheduledSequence], should_abort: ShouldAbort | None = None) -> None:
-        """Take one step of some generations, each of which is admitted.
+    def compute(self, scheduled: Sequence[ScheduledSequence], should_abort: ShouldAbort | None = None) -> None:
+        """Take one step of some requests, for whose rows but drafts memory is reserved.
 
-        is_unwanted: asked now and then, where the device can leave a step undone, with the share that is done; after a
-            yes no generation has changed.
+        should_abort: asked now and then, where the device can abort a step; after a yes no request has changed.
         """
         clock = time.perf_counter if self._speculation is None else self._speculation.clock
         began = clock()
-        decode_rows = rows = sum(part.num_rows for part in parts if not part.is_chunk)
-        chunk_rows = sum(part.num_rows for part in parts if part.is_chunk)
-        room = min(self._program.max_batch_rows - rows - chunk_rows, self._program.max_output_rows - len(parts))
-        for part in parts:
-            if part.may_draft or (part.run.guide is not None and not part.is_chunk):
-                self._draft(part, min(room, MAX_DEPTH), Others(rows - 1, len(parts) - 1) if len(parts) > 1 else None)
+        decode_rows = rows = sum(part.num_rows for part in scheduled if not part.is_chunk)
+        chunk_rows = sum(part.num_rows for part in scheduled if part.is_chunk)
+        room = min(self._program.max_batch_rows - rows - chunk_rows, self._program.max_output_rows - len(scheduled))
+        for part in scheduled:
+            if part.may_draft or (part.request.matcher is not None and not part.is_chunk):
+                others = Others(rows - 1, len(scheduled) - 1) if len(scheduled) > 1 else None
+                self._draft(part, min(room, MAX_DRAFT_TOKENS), others)
                 rows += part.num_drafted
                 room -= part.num_drafted
         drafted = clock()
-        if not self._compute([part for part in parts if self._reserve(part)], drafted, should_abort):
+        if not self._compute([part for part in scheduled if part.request.sequence is not None], drafted, should_abort):
             return
         ended = clock()
         self.costs.observe(decode_rows, chunk_rows, ended - began)
         if self._speculation is not None:
-            self._observe_drafts(self._speculation, parts, began, drafted, ended)
+            self._observe_drafts(self._speculation, scheduled, began, drafted, ended)
+
+    def fail(self, request: Request, error: Exception) -> None:
+        """End a request with an error, which its reader gets after the tokens before it.
+
+        Where memory ended and there are tokens before it, they are the completion, and its record says why it is short.
+        """
+        num_tokens = request.position - request.prompt_length
+        if isinstance(error, OutOfMemoryError) and num_tokens > 0:
+            notice = f"the completion ends after {num_tokens} tokens for lack of memory: {error}"
+            request.record.notices.append(notice)
+            logger.warning(notice)
+            request.events.append(TokenEvent(NO_TOKEN, request.position, "length"))
+        else:
+            request.error = error
+        self.finish(request)
+
+    def finish(self, request: Request) -> None:
+        """End a request, and leave what it has computed to the cache."""
+        request.is_over = True
+        self.retire(request)
+        if request.speculative is not None:
+            request.speculative.close()
+
+    def retire(self, request: Request) -> None:
+        """Leave what a request has computed to the cache."""
+        if request.sequence is not None:
+            sequence, token_ids = request.sequence, request.context_ids()
+            request.sequence = None
+            self._cache.retire(sequence, token_ids, request.hints)
+
+    def close(self) -> None:
+        """End the thread that prepares masks."""
+        if self._mask_thread is not None:
+            self._mask_thread.shutdown()
 
     def _observe_drafts(
-        self, speculation: Speculation, parts: Sequence[ScheduledSequence], began: float, drafted: float, ended: float
+        self,
+        speculation: Speculation,
+        scheduled: Sequence[ScheduledSequence],
+        began: float,
+        drafted: float,
+        ended: float,
     ) -> None:
-        """Tell what a step took to whom it teaches whether drafting pays."""
-        for part in parts:
-            if not part.is_chunk and not part.may_draft and part.run.speculative is not None:
-                part.run.speculative.observe_plain(ended - began)
-        rows = sum(1 + part.num_drafted for part in parts)
-        if any(part.is_chunk or part.is_forced or not part.num_chosen for part in parts):
+        """Let texts and the draft floor observe what a step took."""
+        for part in scheduled:
+            if not part.is_chunk and not part.may_draft and part.request.speculative is not None:
+                part.request.speculative.observe_plain(ended - began)
+        if any(part.is_chunk or part.is_forced or not part.num_chosen for part in scheduled):
             return
-        texts = [text for part in parts if part.may_draft and (text := part.run.speculative) is not None]
+        rows = sum(1 + part.num_drafted for part in scheduled)
+        texts = [text for part in scheduled if part.may_draft and (text := part.request.speculative) is not None]
         if texts:
-            # What is learned from a round takes time, too, which small models notice.
+            # Learning from a round takes time, too, which small models notice.
             learning = speculation.learning_seconds.value or 0.0
             done = Round(
-                _kind(parts),
+                _kind(scheduled),
                 rows,
-                sum(part.num_chosen for part in parts),
+                sum(part.num_chosen for part in scheduled),
                 ended - began + learning,
                 drafted - began + learning,
                 sum(text.expected_seconds for text in texts) + learning,
@@ -192,60 +243,30 @@ class ModelRunner:
             )
             speculation.floor.observe_round(done)
             speculation.learning_seconds.add(speculation.clock() - ended)
-        elif speculation.floor.is_timed and rows == len(parts):
-            speculation.floor.observe_plain(_kind(parts), ended - began)
-
-    def fail(self, run: Request, error: Exception) -> None:
-        """End a generation with an error, which its reader gets after the tokens before it.
-
-        Where memory ended and there are tokens before it, they are the completion, and its record says why it is short.
-        """
-        if isinstance(error, OutOfMemoryError) and run.position > run.prompt_length:
-            notice = f"the completion ends after {run.position - run.prompt_length} tokens for lack of memory: {error}"
-            run.record.notices.append(notice)
-            logger.warning(notice)
-            run.events.append(TokenEvent(NO_TOKEN, run.position, "length"))
-        else:
-            run.error = error
-        self.finish(run)
-
-    def finish(self, run: Request) -> None:
-        """Leave what a generation has computed to the cache; it goes no further."""
-        run.is_over = True
-        self.set_aside(run)
-        if run.speculative is not None:
-            run.speculative.close()
-
-    def set_aside(self, run: Request) -> None:
-        """Leave what a generation has computed to the cache."""
-        if run.sequence is not None:
-            sequence, token_ids = run.sequence, run.context_ids()
-            run.sequence = None
-            self._cache.retire(sequence, token_ids, run.use)
-
-    def close(self) -> None:
-        """End the thread that prepares masks."""
-        self._masks.close()
+        elif speculation.floor.is_timed and rows == len(scheduled):
+            speculation.floor.observe_plain(_kind(scheduled), ended - began)
 
     def _draft(self, part: ScheduledSequence, most: int, others: Others | None) -> None:
-        """Write what may follow into the history: what has to, or else what promises a gain."""
-        run, position = part.run, part.run.position
-        assert run.sequence is not None, "it was admitted"
-        most = min(most, run.last - position, self._context_length - run.sequence.length - 1)
+        """Write what may follow into the history, and reserve memory for it: what a grammar forces, or else a draft."""
+        request, position, sequence = part.request, part.request.position, part.request.cache
+        most = min(most, request.last - position, self._context_length - sequence.length - 1)
         try:
             drafted = self._drafted(part, most, others)
         except Exception as error:
-            self.fail(run, error)
+            self.fail(request, error)
             return
-        part.num_drafted = len(drafted)
-        run.make_room(position + part.num_drafted)
-        run.history[position : position + part.num_drafted] = drafted
+        request.grow_history(position + len(drafted) + 1)
+        request.history[position : position + len(drafted)] = drafted
+        # Without memory there is no draft; the row before it has its memory.
+        with suppress(OutOfMemoryError):
+            sequence.reserve(sequence.length + part.num_rows + len(drafted))
+            part.num_drafted = len(drafted)
 
     def _drafted(self, part: ScheduledSequence, most: int, others: Others | None) -> Sequence[int] | NDArray[np.int32]:
-        run = part.run
-        history, guide = run.history[: run.position], run.guide
-        speculative = run.speculative if part.may_draft else None
-        forced = [] if guide is None or most <= 0 else guide.forced(history, most)
+        request = part.request
+        history, matcher = request.history[: request.position], request.matcher
+        speculative = request.speculative if part.may_draft else None
+        forced = [] if matcher is None or most <= 0 else matcher.forced(history, most)
         if forced:
             part.is_forced = True
             if speculative is not None:
@@ -254,143 +275,136 @@ class ModelRunner:
         if speculative is None:
             return forced
         drafted = speculative.draft(history, most, others)
-        if guide is None or not drafted.size:
+        if matcher is None or not drafted.size:
             return drafted
-        return drafted[: guide.count_allowed(history, drafted.tolist())]
+        return drafted[: matcher.count_allowed(history, drafted.tolist())]
 
-    def _reserve(self, part: ScheduledSequence) -> bool:
-        """Make room for what is to be computed, if need be without the draft; return whether there is."""
-        run, sequence = part.run, part.run.sequence
-        if sequence is None:
-            return False
-        run.make_room(run.position + part.num_drafted + 1)
-        while True:
-            try:
-                sequence.reserve(sequence.length + part.num_rows + part.num_drafted)
-                return True
-            except OutOfMemoryError as error:
-                if part.num_drafted:
-                    part.num_drafted = 0
-                elif not self._make_room(run, error):
-                    return False
-
-    def _compute(self, parts: Sequence[ScheduledSequence], began: float, should_abort: ShouldAbort | None) -> bool:
-        """Run the program over parts that memory is reserved for; after a failure over each alone, to know whose.
+    def _compute(self, scheduled: Sequence[ScheduledSequence], began: float, should_abort: ShouldAbort | None) -> bool:
+        """Run the program over parts that memory is reserved for; after a failure over each alone, to know whose it is.
 
         Returns whether it was done.
         """
-        if not parts:
+        if not scheduled:
             return True
         try:
-            results = self._run(parts, should_abort)
+            results = self._run(scheduled, should_abort)
         except Exception as error:
-            if len(parts) == 1 and parts[0].num_drafted:
+            if len(scheduled) == 1 and scheduled[0].num_drafted:
                 # What the text would be without a draft comes first, whatever the rows of the draft have met.
-                parts[0].num_drafted = 0
-                self._compute(parts, began, None)
-            elif len(parts) == 1:
-                self.fail(parts[0].run, error)
+                scheduled[0].num_drafted = 0
+                self._compute(scheduled, began, None)
+            elif len(scheduled) == 1:
+                self.fail(scheduled[0].request, error)
             else:
-                for part in parts:
+                for part in scheduled:
                     self._compute([part], began, None)
             return True
         if results is None:
             return False
-        for part in parts:
-            sequence = part.run.sequence
-            assert sequence is not None, "whoever leaves meanwhile keeps it until the turn ends"
-            sequence.commit(sequence.length + part.num_rows + part.num_drafted)
         first = 0
-        for part in parts:
+        for part in scheduled:
             end = first + part.samples + part.num_drafted
             try:
                 self._take(part, results[first:end], began)
             except Exception as error:
-                self.fail(part.run, error)
+                self.fail(part.request, error)
             first = end
         return True
 
-    def _run(self, parts: Sequence[ScheduledSequence], should_abort: ShouldAbort | None) -> Results | None:
-        """Compute the rows' results, see `forward`, and the masks of grammars at the same time."""
-        guided = [
-            (run.guide, run.history[: run.position + part.num_drafted], run.position)
-            for part in parts
-            if (run := part.run).guide is not None and part.samples
-        ]
-        if not guided:
-            wanted = [
-                (part.run.plan, part.run.position + index)
-                for part in parts
-                if part.samples
-                for index in range(1 + part.num_drafted)
-            ]
-            return self._results_unless(_batch(parts), wanted, should_abort)
+    def _run(self, scheduled: Sequence[ScheduledSequence], should_abort: ShouldAbort | None) -> Results | None:
+        """Compute the rows' results, see `OnDeviceSampling`, and masks of grammars on a thread at the same time."""
+        token_ids: list[NDArray[np.int32]] = []
+        rows: list[int] = []
+        outputs: list[OutputSpec] = []
+        num_rows = 0
+        for part in scheduled:
+            request, count = part.request, part.num_rows + part.num_drafted
+            if part.is_chunk:
+                token_ids.append(request.head[request.cache.length : request.cache.length + count])
+            else:
+                token_ids.append(request.history[request.position - 1 : request.position - 1 + count])
+            num_rows += count
+            if part.samples:
+                rows += range(num_rows - 1 - part.num_drafted, num_rows)
+                outputs += [(request.plan, request.position + index) for index in range(1 + part.num_drafted)]
+        run: Callable[[Batch], Results | None] = self._device_sampling.run_for(outputs)
+        program = self._abortable_program
+        if should_abort is not None and program is not None:
+
+            def run(batch: Batch) -> Results | None:
+                return program.run_abortable(batch, should_abort)
+
         try:
-            self._masks.begin(guided)
-            return self._results_unless(_batch(parts), (), should_abort)
+            for part in scheduled:
+                request = part.request
+                if request.matcher is not None and part.samples:
+                    history = request.history[: request.position + part.num_drafted]
+                    self._prepare_mask(request.matcher, history, request.position)
+            return forward(run, [part.request.cache for part in scheduled], token_ids, np.array(rows, np.int32))
         finally:
-            self._masks.finish()
+            # All of them, those of an interrupted step too; a mask raises its own error when it is called.
+            while self._masks:
+                self._masks[-1].exception()
+                self._masks.pop()
+
+    def _prepare_mask(self, matcher: GuidingMask, history: NDArray[np.int32], position: int) -> None:
+        if self._mask_thread is None:
+            self._mask_thread = ThreadPoolExecutor(1, "localinfer-mask")
+        self._masks.append(self._mask_thread.submit(matcher.prepare, history, position))
 
     def _take(self, part: ScheduledSequence, results: Results, began: float) -> None:
-        """Sample what a step has computed of one generation. results: those of 1 + num_drafted rows, or none."""
-        run, sequence, position = part.run, part.run.sequence, part.run.position
-        assert sequence is not None, "it was computed"
+        """Sample what a step has computed of one request. results: those of 1 + num_drafted rows, or none."""
+        request, sequence, position = part.request, part.request.cache, part.request.position
         if part.is_chunk:
-            self._cache.publish(sequence, run.head, run.use)
-        if not part.samples or run.is_over or run.is_cancelled:
+            self._cache.publish(sequence, request.head, request.hints)
+        if not part.samples or request.is_over or request.is_cancelled:
             return
-        guesses = run.history[position : position + part.num_drafted].tolist()
-        chosen = choose_verified(self.sampler.choose, results, run.plan, position, run.history, guesses, run.stops)
+        request.grow_history(position + part.num_drafted + 1)
+        guesses = request.history[position : position + part.num_drafted].tolist()
+        chosen = choose_verified(
+            self.sampler.choose, results, request.plan, position, request.history, guesses, request.stops
+        )
         if len(chosen) <= part.num_drafted:
             sequence.truncate(sequence.length - (part.num_drafted + 1 - len(chosen)))
-        if part.may_draft and run.speculative is not None:
-            run.speculative.observe(part.num_drafted, len(chosen) - 1, run.speculative.clock() - began)
+        if part.may_draft and request.speculative is not None:
+            request.speculative.observe(part.num_drafted, len(chosen) - 1, request.speculative.clock() - began)
         part.num_chosen = len(chosen)
-        self._extend(run, chosen)
+        self._extend(request, chosen)
 
-    def _extend(self, run: Request, token_ids: Sequence[int]) -> None:
-        """Tell a generation's reader its next tokens, which are in its history already."""
-        append, stops, last, position = run.events.append, run.stops, run.last, run.position
+    def _extend(self, request: Request, token_ids: Sequence[int]) -> None:
+        """Give a request's reader its next tokens, which are in its history already."""
+        append, stops, last, position = request.events.append, request.stops, request.last, request.position
         for token_id in token_ids:
             reason: FinishReason | None = "stop" if token_id in stops else "length" if position == last else None
             event = TokenEvent(token_id, position, reason)
-            # Signals are looked at after calls: none can come between these two lines, which must go together.
-            run.position = position = position + 1
+            # Signals are handled after calls: none can come between these two lines, which must go together.
+            request.position = position = position + 1
             append(event)
             if reason is not None:
-                self.finish(run)
+                self.finish(request)
                 return
-        if run.sequence is not None and run.sequence.length == self._context_length:
-            self._shift(run)
-
-    def _shift(self, run: Request) -> None:
-        """Begin anew with the system tokens and the recent half of the context, at a full one."""
-        context = run.token_ids()
-        self.set_aside(run)
-        run.begin_anew(shortened(context, run.use, self._context_length))
-        run.record.dropped_tokens += context.size - run.head.size
+        if request.sequence is not None and request.sequence.length == self._context_length:
+            # Context shift: continue with the system tokens and the recent half of the rest.
+            context = request.token_ids()
+            self.retire(request)
+            request.restart(shortened(context, request.hints, self._context_length))
+            request.record.dropped_tokens += context.size - request.head.size
 
 
-def _kind(parts: Sequence[ScheduledSequence]) -> StepKind:
-    return StepKind(len(parts), any(part.run.guide is not None for part in parts))
+def shortened(token_ids: NDArray[np.int32], hints: CacheHints, context_length: int) -> NDArray[np.int32]:
+    """The system tokens, at most half a context of them, and as many recent ids as half of the rest holds."""
+    system = min(hints.system_tokens, context_length // 2)
+    recent = max(1, (context_length - system) // 2)
+    return np.concatenate((token_ids[:system], token_ids[token_ids.size - recent :]))
 
 
-def _batch(parts: Sequence[ScheduledSequence]) -> Batch:
-    token_ids: list[NDArray[np.int32]] = []
-    segments: list[Segment] = []
-    outputs: list[int] = []
-    row = 0
-    for part in parts:
-        run, sequence = part.run, part.run.sequence
-        assert sequence is not None, "it was admitted"
-        start, count = sequence.length, part.num_rows + part.num_drafted
-        if part.is_chunk:
-            token_ids.append(run.head[start : start + count])
-        else:
-            token_ids.append(run.history[run.position - 1 : run.position - 1 + count])
-        segments.append(sequence.segment(count))
-        row += count
-        if part.samples:
-            outputs.extend(range(row - 1 - part.num_drafted, row))
-    joined = token_ids[0] if len(token_ids) == 1 else np.concatenate(token_ids)
-    return Batch(joined, segments, np.array(outputs, np.int32))
+def _kind(scheduled: Sequence[ScheduledSequence]) -> StepKind:
+    return StepKind(len(scheduled), any(part.request.matcher is not None for part in scheduled))
+
+
+def _moving_average(known: float | None, seconds: float) -> float:
+    if known is None:
+        return seconds
+    # A step that was interrupted says little about the next.
+    seconds = min(max(seconds, known / _LARGEST_CHANGE), known * _LARGEST_CHANGE)
+    return _MEMORY * known + (1.0 - _MEMORY) * seconds

@@ -1,15 +1,16 @@
-"""The scheduler: every step serves all generations that can go on, however many threads read them.
+"""The scheduler: every step serves all requests that can proceed, however many threads read them.
 
-A step decodes a token, or a draft, of every generation whose reader keeps up, and computes a chunk of one or several
-prompts beside them: short enough that nobody's stream stalls, and owner after owner. A generation joins with the next
-step after its reader first asks, and leaves at once. It waits where as many run as may, or where memory has no room
-for it beside the others; where memory ends, one is set aside, and computed again to the same bits when others have
-ended. A lone generation takes its steps on its reader's own thread, and pays for none of this.
+A step decodes a token, or a draft, of every request whose reader keeps up, and computes a chunk of one or several
+prompts beside them (chunked prefill): short enough that no stream stalls, in fair round-robin by owner. A request joins
+with the next step after its reader first asks, and leaves at once. It waits where as many run as may, or where memory
+has no room for it beside the others; where memory ends, a request is preempted, and recomputed to the same bits when
+others have ended. A lone request takes its steps on its reader's own thread, and pays for none of this.
 """
 
+import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Hashable, Sequence
+from collections.abc import Generator, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -19,20 +20,20 @@ from localinfer.cache.prefix_tree import common_length
 from localinfer.engine.request import NO_TOKEN, Request, TokenEvent
 from localinfer.engine.runner import ModelRunner, ScheduledSequence, ShouldAbort
 from localinfer.engine.step_lock import StepLock
-from localinfer.errors import OutOfMemoryError, OverloadedError
+from localinfer.errors import ClosedError, OutOfMemoryError, OverloadedError
 from localinfer.kernels.program import Program
 
 _READ_AHEAD = 4
-"""Tokens a generation may be ahead of its reader; with more, it waits until they are read."""
+"""Tokens a request may be ahead of its reader; with more, it waits until they are read."""
 _WAIT_SECONDS = 0.1
-"""What whoever comes waits for the end of a prompt's chunk, rather than have it computed again."""
+"""What a new request waits for the end of a prompt's chunk, rather than have it aborted and computed again."""
 _LEAST_RETRY_SECONDS, _MOST_RETRY_SECONDS = 1.0, 60.0
 _DURATION_MEMORY = 0.8
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLimits:
-    """How many generations are taken on at once.
+    """How many requests are taken on at once.
 
     max_running: most that share a step. max_queued: most that may wait for that, beyond which `generate` raises
     OverloadedError; None sets no limit.
@@ -48,32 +49,20 @@ class EngineLimits:
 
 
 class Scheduler:
-    """The generations of one engine; `generation.GenerationSource`.
+    """The requests of one engine; not usable in a forked child, whose threads did not survive the fork."""
 
-    check_usable: raises ClosedError once the engine is closed, or in a forked child; is_usable: the same, as an answer.
-    """
-
-    def __init__(
-        self,
-        program: Program,
-        cache: PrefixCache,
-        stepper: ModelRunner,
-        limits: EngineLimits,
-        *,
-        check_usable: Callable[[], None],
-        is_usable: Callable[[], bool],
-    ) -> None:
-        self.turns = StepLock()
+    def __init__(self, program: Program, cache: PrefixCache, runner: ModelRunner, limits: EngineLimits) -> None:
+        self.step_lock = StepLock()
+        self.is_closed = False
+        self._process = os.getpid()
         self._cache = cache
-        self._stepper = stepper
+        self._runner = runner
         self._limits = limits
-        self._check_usable = check_usable
-        self._is_usable = is_usable
         self._max_rows = program.max_batch_rows
         self._max_outputs = program.max_output_rows
-        self._open: set[Request] = set()
-        """Every generation that was asked for and has not ended; `_runs` those whose readers have begun, in order."""
-        self._runs: list[Request] = []
+        self._unfinished: set[Request] = set()
+        """Every request that has not ended; `_running` those whose readers have begun, in order of arrival."""
+        self._running: list[Request] = []
         self._departed: deque[Request] = deque()
         self._steps = 0
         self._is_stepping = False
@@ -81,10 +70,30 @@ class Scheduler:
         self._chunk_of_owner: dict[Hashable, int] = {}
         self._mean_duration = _LEAST_RETRY_SECONDS
 
-    def enter(self, run: Request) -> None:
-        """Take on a generation. Raises: OverloadedError."""
+    @property
+    def is_usable(self) -> bool:
+        """Whether the engine is open, and of this process."""
+        return not self.is_closed and os.getpid() == self._process
+
+    @property
+    def num_running(self) -> int:
+        """Requests whose readers have begun, admitted or not."""
+        return len(self._running)
+
+    def check_usable(self) -> None:
+        """Raise ClosedError if the engine was closed, or belongs to the process that forked this one."""
+        if self.is_closed:
+            raise ClosedError("the model was closed; load it again")
+        if os.getpid() != self._process:
+            raise ClosedError(
+                "the model was loaded before this process was forked, and its threads stayed behind; load it here, or "
+                "start processes with the 'spawn' method"
+            )
+
+    def add(self, request: Request) -> None:
+        """Take on a request. Raises: OverloadedError."""
         limits = self._limits
-        if limits.max_queued is not None and len(self._open) >= limits.max_running + limits.max_queued:
+        if limits.max_queued is not None and len(self._unfinished) >= limits.max_running + limits.max_queued:
             rounds = 1 + limits.max_queued / limits.max_running
             seconds = min(max(rounds * self._mean_duration, _LEAST_RETRY_SECONDS), _MOST_RETRY_SECONDS)
             raise OverloadedError(
@@ -92,297 +101,349 @@ class Scheduler:
                 f"again in {seconds:.0f} seconds",
                 seconds,
             )
-        run.began = time.monotonic()
-        self._open.add(run)
+        request.began = time.monotonic()
+        self._unfinished.add(request)
 
-    def next_event(self, run: Request) -> TokenEvent | None:
-        """Take the next event of a run, by the steps of all runs if nobody else takes them; None after the last."""
-        has_turn = False
+    def next_event(self, request: Request) -> TokenEvent | None:
+        """Take the next event of a request, by the steps of all if no other thread takes them; None after the last."""
+        has_lock = False
         try:
             while True:
-                # In this order: the last event is there before its run is over.
-                is_over = run.is_over
-                if run.is_cancelled:
-                    return self._cancelled(run)
-                if run.events:
-                    return run.events.popleft()
+                # In this order: the last event is there before its request is over.
+                is_over = request.is_over
+                if request.is_cancelled:
+                    return self._cancelled(request)
+                if request.events:
+                    return request.events.popleft()
                 if is_over:
-                    if run.error is None:
+                    if request.error is None:
                         return None
-                    error, run.error = run.error, None
+                    error, request.error = request.error, None
                     raise error
-                self._check_usable()
-                if not run.is_started:
-                    run.is_started = True
-                    self._runs.append(run)
-                if not has_turn:
-                    has_turn = self.turns.try_take()
-                    if not has_turn:
-                        has_turn = self.turns.take_or_wait(run)
+                self.check_usable()
+                if not request.is_started:
+                    request.is_started = True
+                    self._running.append(request)
+                if not has_lock:
+                    has_lock = self.step_lock.try_acquire()
+                    if not has_lock:
+                        has_lock = self.step_lock.acquire_or_wait(request)
                         continue
-                elif not self.turns.pause():
-                    has_turn = False
+                elif not self.step_lock.hand_to_exclusive():
+                    has_lock = False
                     continue
-                if not run.events and not run.is_over and not run.is_cancelled:
+                if not request.events and not request.is_over and not request.is_cancelled:
                     self._step()
         except BaseException:
-            # Whoever interrupts a reader means this generation, not the others that it takes steps for.
-            self._depart(run)
+            # An interrupt of a reader is meant for its request, not for the others that it takes steps for.
+            self._depart(request)
             raise
         finally:
-            if has_turn:
-                self.turns.end()
+            if has_lock:
+                self.step_lock.release()
             if self._departed:
                 self._settle()
 
-    def cancel(self, run: Request) -> None:
-        """See `GenerationSource.cancel`."""
-        if not run.is_over:
-            run.is_cancelled = True
-            self._departed.append(run)
-            self._wake(run)
+    def cancel(self, request: Request) -> None:
+        """End a request, whose reader gets one last event. Any thread, at any time."""
+        if not request.is_over:
+            request.is_cancelled = True
+            self._departed.append(request)
+            self._wake(request)
 
-    def leave(self, run: Request) -> None:
-        """See `GenerationSource.leave`."""
-        if not run.is_over or run in self._open:
-            self._depart(run)
-            self._wake(run)
+    def leave(self, request: Request) -> None:
+        """End a request that is no longer read. Any thread, at any time, even the garbage collector; never waits."""
+        if not request.is_over or request in self._unfinished:
+            self._depart(request)
+            self._wake(request)
 
     @contextmanager
     def exclusive(self) -> Generator[None]:
-        """Have model and cache to oneself for a block, between two steps."""
-        with self.turns.take():
+        """Use model and cache exclusively for a block, between two steps."""
+        with self.step_lock.exclusive():
             self._close_departed()
             yield
         self._settle()
 
-    def make_room(self, run: Request, error: OutOfMemoryError) -> bool:
-        """Find memory for a run: set it aside while others go on, or others aside that do not; else it has failed.
-
-        Returns whether it is to try again at once.
-        """
-        others = [other for other in self._runs if other is not run and other.sequence is not None]
-        if any(_can_go_on(other) or other.is_over or other.is_cancelled for other in others):
-            self._set_aside(run)
-            return False
-        if others:
-            self._set_aside(others[-1])
-            return True
-        self._stepper.fail(run, error)
-        return False
-
-    def _set_aside(self, run: Request) -> None:
-        token_ids = run.token_ids()
-        self._stepper.set_aside(run)
-        run.begin_anew(token_ids)
-
-    def _cancelled(self, run: Request) -> TokenEvent:
-        run.is_over, run.is_cancelled = True, False
-        position = run.events[0].position if run.events else run.position
-        run.events.clear()
+    def _cancelled(self, request: Request) -> TokenEvent:
+        request.is_over, request.is_cancelled = True, False
+        position = request.events[0].position if request.events else request.position
+        request.events.clear()
         return TokenEvent(NO_TOKEN, position, "cancelled")
 
-    def _depart(self, run: Request) -> None:
-        run.is_over = True
-        self._departed.append(run)
+    def _depart(self, request: Request) -> None:
+        request.is_over = True
+        self._departed.append(request)
 
-    def _wake(self, run: Request) -> None:
-        waiter = run.waiter
+    def _wake(self, request: Request) -> None:
+        waiter = request.waiter
         if waiter is not None and waiter.claim():
             waiter.wake()
         self._settle()
 
     def _settle(self) -> None:
-        """Close what has ended, unless somebody is at work, who will do it. Never waits."""
-        while self._departed and self._is_usable() and self.turns.try_take():
+        """Close what has ended, unless another thread is in a step, which will do it. Never waits."""
+        while self._departed and self.is_usable and self.step_lock.try_acquire():
             try:
                 self._close_departed()
             finally:
-                self.turns.end()
+                self.step_lock.release()
 
     def _close_departed(self) -> None:
         while self._departed:
-            run = self._departed.popleft()
-            if self._is_usable():
-                self._stepper.finish(run)
-            self._forget(run)
+            request = self._departed.popleft()
+            if self.is_usable:
+                self._runner.finish(request)
+            self._remove(request)
 
-    def _forget(self, run: Request) -> None:
-        if run in self._runs:
-            self._runs.remove(run)
-        if run in self._open:
-            self._open.discard(run)
-            seconds = time.monotonic() - run.began
+    def _remove(self, request: Request) -> None:
+        if request in self._running:
+            self._running.remove(request)
+        if request in self._unfinished:
+            self._unfinished.discard(request)
+            seconds = time.monotonic() - request.began
             self._mean_duration += (1.0 - _DURATION_MEMORY) * (seconds - self._mean_duration)
 
     def _step(self) -> None:
-        """Take one step of everybody who can go on. The caller has the turn."""
+        """Take one step of every request that can proceed, under the step lock."""
         if self._departed:
             self._close_departed()
-        runs = self._runs
+        running = self._running
         if self._is_stepping:
-            for run in runs:
-                _mend(run)
+            for request in running:
+                _rollback(request)
         self._is_stepping = True
-        if len(runs) == 1 and (run := runs[0]).sequence is not None and run.position > run.base:
-            if run.guide is None and (run.speculative is None or run.speculative.rests()):
-                self._stepper.decode_alone(run)
+        if len(running) == 1 and (request := running[0]).sequence is not None and request.position > request.base:
+            if request.matcher is None and (request.speculative is None or request.speculative.in_backoff()):
+                self._runner.decode_alone(request)
             else:
-                self._step_alone(run)
-            if run.is_over:
-                self._forget(run)
+                self._step_alone(request)
+            if request.is_over:
+                self._remove(request)
         else:
-            self._step_together(runs)
+            self._step_together(running)
         self._is_stepping = False
 
-    def _step_alone(self, run: Request) -> None:
-        """Decode the only generation there is, with drafts if they are to be asked for."""
-        if run.guide is not None:
-            part = ScheduledSequence(run)
-            part.may_draft = self._stepper.may_draft([part])
-            self._stepper.compute([part])
-        elif run.speculative is not None and run.speculative.takes_plain_step():
-            self._stepper.decode_observed(run)
+    def _step_alone(self, request: Request) -> None:
+        """Decode the only request there is, with drafts if they are to be asked for."""
+        if request.matcher is not None:
+            part = ScheduledSequence(request)
+            part.may_draft = self._runner.may_draft([part])
+            self._compute([part])
+        elif request.speculative is not None and request.speculative.takes_plain_step():
+            self._runner.decode_observed(request)
         else:
-            self._stepper.compute([ScheduledSequence(run, may_draft=True)])
+            self._compute([ScheduledSequence(request, may_draft=True)])
 
-    def _step_together(self, runs: list[Request]) -> None:
+    def _step_together(self, running: list[Request]) -> None:
         self._steps += 1
-        num_known = len(runs)
-        ready = [run for run in runs if _can_go_on(run)]
+        num_known = len(running)
+        ready = [request for request in running if _can_proceed(request)]
         self._admit(ready)
-        decoding = [run for run in ready if run.sequence is not None and run.position > run.base]
-        prompts = [run for run in ready if run.sequence is not None and run.position == run.base]
-        parts = self._choose(decoding, prompts)
-        for part in parts:
-            part.run.served = self._steps
-        self._stepper.compute(parts, self._reason_to_stop(parts, num_known))
-        for run in ready:
-            if run.is_over:
-                self._forget(run)
+        decoding = [request for request in ready if request.sequence is not None and request.position > request.base]
+        prompts = [request for request in ready if request.sequence is not None and request.position == request.base]
+        scheduled = self._schedule(decoding, prompts)
+        for part in scheduled:
+            part.request.served = self._steps
+        self._compute(scheduled, self._abort_condition(scheduled, num_known))
+        for request in ready:
+            if request.is_over:
+                self._remove(request)
+
+    def _compute(self, scheduled: Sequence[ScheduledSequence], should_abort: ShouldAbort | None = None) -> None:
+        """Reserve memory for the rows of a step, preempting where there is too little, and take it for the rest."""
+        with_memory = [part for part in scheduled if self._reserve(part)]
+        if with_memory:
+            self._runner.compute(with_memory, should_abort)
+
+    def _reserve(self, part: ScheduledSequence) -> bool:
+        """Reserve memory for a part's rows; return whether there is."""
+        while part.request.sequence is not None:
+            try:
+                part.request.sequence.reserve(part.request.sequence.length + part.num_rows)
+                return True
+            except OutOfMemoryError as error:
+                self._preempt_for(part.request, error)
+        return False
+
+    def _preempt_for(self, request: Request, error: OutOfMemoryError) -> None:
+        """Find memory for a request: preempt it while others proceed, or one that cannot proceed; else it fails."""
+        others = [other for other in self._running if other is not request and other.sequence is not None]
+        if any(_can_proceed(other) or other.is_over or other.is_cancelled for other in others):
+            self._preempt(request)
+        elif others:
+            self._preempt(others[-1])
+        else:
+            self._runner.fail(request, error)
+
+    def _preempt(self, request: Request) -> None:
+        """Free the memory of a request, which is admitted again and recomputed when there is room."""
+        token_ids = request.token_ids()
+        self._runner.retire(request)
+        request.restart(token_ids)
 
     def _admit(self, ready: list[Request]) -> None:
-        """Let those begin that wait, as long as there are places and memory; first those that were set aside."""
-        waiting = [run for run in ready if run.sequence is None]
-        active = [run for run in ready if run.sequence is not None]
+        """Admit requests that wait, as long as there are places and memory; first those that were preempted."""
+        waiting = [request for request in ready if request.sequence is None]
+        active = [request for request in ready if request.sequence is not None]
         while waiting:
             if len(active) >= self._limits.max_running:
                 return
-            owners = Counter(run.owner for run in active)
-            run = min(waiting, key=lambda run: (run.is_prompt, owners[run.owner]))
-            held = [other.sequence for other in self._runs if other.sequence is not None]
-            if active and not self._cache.has_room(run.head, held):
+            owners = Counter(request.owner for request in active)
+            request = min(waiting, key=lambda request: (request.is_prompt, owners[request.owner]))
+            held = [other.sequence for other in self._running if other.sequence is not None]
+            if active and not self._cache.has_room(request.head, held):
                 return
-            waiting.remove(run)
+            waiting.remove(request)
             try:
-                admission = self._cache.admit(run.head, run.use, is_prompt=run.is_prompt)
+                admission = self._cache.admit(request.head, request.hints, is_prompt=request.is_prompt)
             except Exception as error:
-                self._stepper.fail(run, error)
+                self._runner.fail(request, error)
                 continue
-            run.sequence = admission.sequence
-            if run.is_prompt:
-                run.record.cached_tokens, run.record.miss = admission.cached_tokens, admission.miss
-                run.record.waited_seconds = time.monotonic() - run.began
-                if run.speculative is not None:
-                    run.speculative.admit()
-            active.append(run)
+            request.sequence = admission.sequence
+            if request.is_prompt:
+                request.record.cached_tokens, request.record.miss = admission.cached_tokens, admission.miss
+                request.record.waited_seconds = time.monotonic() - request.began
+                if request.speculative is not None:
+                    request.speculative.admit()
+            active.append(request)
 
-    def _reason_to_stop(self, parts: Sequence[ScheduledSequence], num_known: int) -> ShouldAbort | None:
-        """What ends a step before it is done: nobody wants it any more, or its only chunk is long and somebody comes.
+    def _abort_condition(self, scheduled: Sequence[ScheduledSequence], num_known: int) -> ShouldAbort | None:
+        """When to abort a step: nothing reads it any more, or its only chunk is long and another request arrives.
 
-        num_known: how many runs there were when the step was begun; meanwhile others are added, and none is removed.
+        num_known: requests when the step was begun; meanwhile others are added, and none is removed.
         """
-        if not all(part.is_chunk for part in parts):
+        if not all(part.is_chunk for part in scheduled):
             return None
-        gives_way = len(parts) == 1 and self._limits.max_running > 1
+        yields_to_others = len(scheduled) == 1 and self._limits.max_running > 1
         began = time.perf_counter()
 
         def should_abort(done: float) -> bool:
-            if not self._is_usable() or all(part.run.is_over or part.run.is_cancelled for part in parts):
+            if not self.is_usable or all(part.request.is_over or part.request.is_cancelled for part in scheduled):
                 return True
-            if not gives_way or len(self._runs) == num_known:
+            if not yields_to_others or len(self._running) == num_known:
                 return False
             return (time.perf_counter() - began) * (1.0 - done) > _WAIT_SECONDS * done
 
         return should_abort
 
-    def _choose(self, decoding: list[Request], prompts: list[Request]) -> list[ScheduledSequence]:
-        """What the next step computes: a row of each who decodes, and a chunk, or drafts where there is none."""
+    def _schedule(self, decoding: list[Request], prompts: list[Request]) -> list[ScheduledSequence]:
+        """What the next step computes: a row of each that decodes, and chunks, or drafts where there are none."""
         most = min(self._max_rows, self._max_outputs)
         if prompts and decoding and most == 1:
-            # No room for both: whoever was served last waits.
-            is_prompts_turn = min(run.served for run in prompts) < min(run.served for run in decoding)
-            decoding, prompts = ([], prompts) if is_prompts_turn else (decoding, [])
+            # No room for both: what was served last waits.
+            prompts_first = min(request.served for request in prompts) < min(request.served for request in decoding)
+            decoding, prompts = ([], prompts) if prompts_first else (decoding, [])
         most -= bool(prompts) and most > 1
         if len(decoding) > most:
-            decoding = sorted(decoding, key=lambda run: run.served)[:most]
-        parts = [ScheduledSequence(run) for run in decoding]
-        chunks = self._chunks(prompts, len(parts)) if prompts else []
-        if parts and not chunks:
-            may_draft = self._stepper.may_draft(parts)
-            for part in parts:
+            decoding = sorted(decoding, key=lambda request: request.served)[:most]
+        scheduled = [ScheduledSequence(request) for request in decoding]
+        chunks = self._chunks(prompts, len(scheduled)) if prompts else []
+        if scheduled and not chunks:
+            may_draft = self._runner.may_draft(scheduled)
+            for part in scheduled:
                 part.may_draft = may_draft
-        return parts + chunks
+        return scheduled + chunks
 
     def _chunks(self, prompts: list[Request], num_decoding: int) -> list[ScheduledSequence]:
-        """Share a chunk's rows among prompts: first those of the owner whose last chunk is longest ago."""
-        rows = self._stepper.costs.chunk_rows(
+        """Share a step's rows among prompts: first those of the owner whose last chunk is longest ago."""
+        rows = self._runner.costs.chunk_rows(
             num_streams=num_decoding, num_prompts=len(prompts), most=self._max_rows - num_decoding
         )
         outputs = self._max_outputs - num_decoding
-        for run in prompts:
-            assert run.sequence is not None, "it was admitted"
-            saved = self._cache.extend(run.sequence, run.head)
-            if run.is_prompt:
-                run.record.cached_tokens += saved
-        parts: list[ScheduledSequence] = []
-        for run in sorted(prompts, key=lambda run: self._chunk_of_owner.get(run.owner, 0)):
+        for request in prompts:
+            saved = self._cache.extend(request.cache, request.head)
+            if request.is_prompt:
+                request.record.cached_tokens += saved
+        chunks: list[ScheduledSequence] = []
+        for request in sorted(prompts, key=lambda request: self._chunk_of_owner.get(request.owner, 0)):
             if not rows:
                 break
-            if self._is_computed_by_another(run, prompts):
+            if self._is_computed_by_another(request, prompts):
                 continue
-            assert run.sequence is not None, "it was admitted"
-            wanted = run.head.size - run.sequence.length
+            wanted = request.head.size - request.cache.length
             samples = wanted <= rows and outputs > 0
             count = wanted if samples else min(rows, wanted - 1)
             if count:
-                parts.append(ScheduledSequence(run, count, is_chunk=True, samples=samples))
+                chunks.append(ScheduledSequence(request, count, is_chunk=True, samples=samples))
                 rows -= count
                 outputs -= samples
-                self._note_chunk(run.owner)
-        return parts
+                self._note_chunk(request.owner)
+        return chunks
 
-    def _is_computed_by_another(self, run: Request, prompts: list[Request]) -> bool:
-        """Whether somebody who is further, or came first, computes whole pages that this prompt wants next."""
+    def _is_computed_by_another(self, request: Request, prompts: list[Request]) -> bool:
+        """Whether a prompt that is further, or came first, computes whole pages that this one wants next."""
         is_before = True
-        assert run.sequence is not None, "it was admitted"
-        length = run.sequence.length
+        length = request.cache.length
         for other in prompts:
-            if other is run:
+            if other is request:
                 is_before = False
                 continue
-            assert other.sequence is not None, "it was admitted"
-            if other.sequence.length > length or (is_before and other.sequence.length == length):
-                shared = common_length(other.head, run.head[:-1])
+            other_length = other.cache.length
+            if other_length > length or (is_before and other_length == length):
+                shared = common_length(other.head, request.head[:-1])
                 whole = shared - shared % self._cache.pool.page_tokens
-                # Whoever has passed what is shared leaves nothing more of it.
-                if whole > length and whole > other.sequence.length:
+                # A prompt that has passed what is shared computes no more of it.
+                if whole > length and whole > other_length:
                     return True
         return False
 
     def _note_chunk(self, owner: Hashable) -> None:
-        if len(self._chunk_of_owner) > 4 * len(self._runs) + 64:
-            present = {run.owner for run in self._runs}
+        if len(self._chunk_of_owner) > 4 * len(self._running) + 64:
+            present = {request.owner for request in self._running}
             self._chunk_of_owner = {key: step for key, step in self._chunk_of_owner.items() if key in present}
         self._chunk_of_owner[owner] = self._steps
 
 
-def _can_go_on(run: Request) -> bool:
-    """Whether a step may work for it: its reader keeps up, and nobody has ended it."""
-    return len(run.events) < _READ_AHEAD and not run.is_over and not run.is_cancelled
+class Generation(Iterator[TokenEvent]):
+    """The tokens of one request as they are sampled, and what they cost; one reader at a time.
+
+    `cancel` and `close` may be called by any thread at any time. What was computed stays in the cache.
+    """
+
+    def __init__(self, scheduler: Scheduler, request: Request) -> None:
+        self.record = request.record
+        self._scheduler = scheduler
+        self._request = request
+
+    @property
+    def computed_tokens(self) -> int:
+        """How many ids were read, computed or from the cache; 0 while it is not admitted."""
+        sequence = self._request.sequence
+        return 0 if sequence is None else sequence.length
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether its reader has ever waited for another thread's step."""
+        return self._request.waiter is not None
+
+    def __next__(self) -> TokenEvent:
+        event = self._scheduler.next_event(self._request)
+        if event is None:
+            raise StopIteration
+        return event
+
+    def cancel(self) -> None:
+        """End the generation within the step in progress: its reader gets one last event, of reason "cancelled".
+
+        Tokens that were not read yet are dropped. Nothing happens if it has ended by itself. May be called again.
+        """
+        self._scheduler.cancel(self._request)
+
+    def close(self) -> None:
+        """End the generation without an event. May be called again."""
+        self._scheduler.leave(self._request)
+
+    def __del__(self) -> None:
+        self._scheduler.leave(self._request)
 
 
-def _mend(run: Request) -> None:
+def _can_proceed(request: Request) -> bool:
+    """Whether a step may work for it: its reader keeps up, and it has not ended."""
+    return len(request.events) < _READ_AHEAD and not request.is_over and not request.is_cancelled
+
+
+def _rollback(request: Request) -> None:
     """Forget what was computed and not sampled, because a step was interrupted between the two."""
-    if run.sequence is not None and run.sequence.length >= run.length:
-        run.sequence.truncate(run.length - 1)
+    if request.sequence is not None and request.sequence.length >= request.length:
+        request.sequence.truncate(request.length - 1)

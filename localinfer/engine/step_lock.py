@@ -1,12 +1,12 @@
-"""Turns at the model: one thread at a time takes a step for all, and no thread exists only to do so.
+"""The step lock: one thread at a time takes a step for all requests, and no thread exists only to do so.
 
-Whoever wants a token and finds nobody at work takes the turn; the others wait, each on a lock of its own. Whoever ends
-a turn wakes those it has worked for, and hands the turn itself to the first who still has nothing: a guest, who wants
-the model for itself between two steps, or the reader of a generation, who then goes on with the steps of all. So one
-thread alone switches to no other, and nobody waits for a thread that is busy elsewhere.
+A thread that wants a token takes the lock if it is free; the others wait, each on a lock of its own. A thread that
+releases the lock wakes those whose requests have news, and hands the lock to the first that still has none: one that
+wants the model exclusively between two steps, or the reader of a request, which then continues with the steps of all.
+So a lone thread switches to no other, and none waits for a thread that is busy elsewhere.
 
-Nothing here blocks but `take` and `take_or_wait`, and a turn may be taken and ended by the garbage collector in the
-midst of any line: what happens at once rests on single operations of deques and on locks that are only tried.
+Nothing here blocks but `exclusive` and `acquire_or_wait`, and the garbage collector may acquire and release the lock in
+the middle of any line: what happens at once rests on single operations of deques and on locks that are only tried.
 """
 
 import functools
@@ -18,7 +18,7 @@ from typing import Protocol
 
 
 class Reader(Protocol):
-    """Somebody a turn may have worked for; `generation.Request` is one."""
+    """What a step may have worked for; `request.Request` is one."""
 
     waiter: "Waiter | None"
 
@@ -28,23 +28,26 @@ class Reader(Protocol):
 
 
 class Waiter:
-    """A thread that waits for news, or for the turn; it gets one of them, and who claims it first decides which."""
+    """A thread that waits for news, or for the lock; it gets one of them, and the first thread to claim it decides.
 
-    __slots__ = ("_claim", "_wake", "has_turn", "reader")
+    reader: what it waits for; None for one that wants the model exclusively.
+    """
+
+    __slots__ = ("_claim", "_wake", "has_lock", "reader")
 
     def __init__(self, reader: Reader | None) -> None:
         self.reader = reader
-        self.has_turn = False
+        self.has_lock = False
         self._claim = threading.Lock()
         self._wake = threading.Lock()
         self._wake.acquire()
 
     def claim(self) -> bool:
-        """Whether the caller may decide; only the first who asks."""
+        """Whether the caller may decide; True for the first only."""
         return self._claim.acquire(blocking=False)
 
     def wake(self) -> None:
-        """End the wait; by who has claimed it."""
+        """End the wait; after `claim`."""
         self._wake.release()
 
     def wait(self) -> None:
@@ -53,24 +56,24 @@ class Waiter:
 
 
 class StepLock:
-    """Who is at work, and who waits."""
+    """The lock, and the threads that wait."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._waiters: deque[Waiter] = deque()
-        self.try_take: Callable[[], bool] = functools.partial(self._lock.acquire, False)
-        """Take the turn if it is free. Every token of a lone generation begins with it, so it is no method."""
+        self.try_acquire: Callable[[], bool] = functools.partial(self._lock.acquire, False)
+        """Take the lock if it is free. Every token of a lone request begins with it, so it is no method."""
 
-    def take_or_wait(self, reader: Reader | None) -> bool:
-        """Take the turn, or wait for it or for news; return whether the caller has the turn now."""
-        if self.try_take():
+    def acquire_or_wait(self, reader: Reader | None) -> bool:
+        """Take the lock, or wait for it or for news; return whether the caller has the lock now."""
+        if self.try_acquire():
             return True
         waiter = Waiter(reader)
         if reader is not None:
             reader.waiter = waiter
         self._waiters.append(waiter)
-        # The turn may have ended, or the news come, before this one was in line.
-        if self.try_take():
+        # The lock may have become free, or the news come, before this one was in line.
+        if self.try_acquire():
             waiter.claim()
             return True
         if reader is not None and reader.has_news() and waiter.claim():
@@ -80,55 +83,52 @@ class StepLock:
         except BaseException:
             if not waiter.claim():
                 waiter.wait()
-            if waiter.has_turn:
-                self.end()
+            if waiter.has_lock:
+                self.release()
             raise
-        return waiter.has_turn
+        return waiter.has_lock
 
     @contextmanager
-    def take(self) -> Generator[None]:
-        """Have the turn to oneself for a block; every guest comes before the next step."""
-        taken = self.take_or_wait(None)
-        assert taken, "a guest waits for nothing else"
+    def exclusive(self) -> Generator[None]:
+        """Hold the lock for a block, before the next step."""
+        has_lock = self.acquire_or_wait(None)
+        assert has_lock, "it waits for nothing else"
         try:
             yield
         finally:
-            self.end()
+            self.release()
 
-    def pause(self) -> bool:
-        """Between two steps of one who goes on: wake who has news and let a guest in.
+    def hand_to_exclusive(self) -> bool:
+        """Between two steps of one thread: wake readers with news, and hand the lock to one that wants it exclusively.
 
-        Returns whether the caller still has the turn.
+        Returns whether the caller still has the lock.
         """
-        if self._waiters and (heir := self._serve(only_guests=True)) is not None:
-            heir.has_turn = True
-            heir.wake()
-            return False
-        return True
+        return not (self._waiters and self._hand_off(only_exclusive=True))
 
-    def end(self) -> None:
-        """End the turn: wake who has news, and hand it to the first who waits on."""
+    def release(self) -> None:
+        """Wake readers with news, and hand the lock to the first thread that still waits."""
         while True:
-            if self._waiters and (heir := self._serve(only_guests=False)) is not None:
-                heir.has_turn = True
-                heir.wake()
+            if self._waiters and self._hand_off(only_exclusive=False):
                 return
             self._lock.release()
-            # Somebody may have come between the look and the release.
-            if not self._waiters or not self.try_take():
+            # A thread may have come between the look and the release.
+            if not self._waiters or not self.try_acquire():
                 return
 
-    def _serve(self, *, only_guests: bool) -> Waiter | None:
-        """Wake everybody with news and claim the first of the others, or of the guests. The caller has the turn."""
-        heir = None
+    def _hand_off(self, *, only_exclusive: bool) -> bool:
+        """Wake all readers with news, and hand the lock to the first of the others; return whether there was one."""
+        successor = None
         for waiter in self._waiters.copy():
             reader = waiter.reader
             if reader is not None and reader.has_news():
                 if waiter.claim():
                     waiter.wake()
-            elif heir is None and (reader is None or not only_guests):
-                heir = waiter if waiter.claim() else None
+            elif successor is None and (reader is None or not only_exclusive):
+                successor = waiter if waiter.claim() else None
             else:
                 continue
             self._waiters.remove(waiter)
-        return heir
+        if successor is not None:
+            successor.has_lock = True
+            successor.wake()
+        return successor is not None

@@ -1,11 +1,12 @@
-"""The samplers that few ask for, in NumPy: which tokens stay, and at which temperature one of them is drawn.
+"""The rarer sampling steps in NumPy: filters, dynamic temperature, mirostat, the DRY penalty; and log probabilities.
 
 Every step is a function of one row, so it gives the same tokens whatever was drafted. Rows are float64[N] in the order
-of ids; a step answers with a mask of those it keeps, never an empty one.
+of ids; a filter returns a mask of those it keeps, never an empty one.
 """
 
 import math
-from typing import Any
+from collections.abc import Collection
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,9 @@ Kept = NDArray[np.bool_]
 _LARGEST_SCALE = 1e300
 _LEAST_EXPONENT = -700.0
 _NUM_BINS = 4096
+LONGEST_REPETITION = 512
+"""Tokens at the end of a text that the DRY penalty compares; longer repetitions count as this long."""
+_LARGEST_PENALTY = 1e30
 
 
 def keep_candidates(
@@ -165,3 +169,84 @@ def _head(weights: Row, keys: Row, p: float) -> Kept:
     size = int(np.searchsorted(before + np.cumsum(weights[order]), target)) + 1
     mask[order[:size]] = True
     return mask
+
+
+def repetition_lengths(tokens: NDArray[np.int32], breakers: Collection[int]) -> dict[int, int]:
+    """For each token that followed an earlier occurrence of the text's end: how many tokens of the end occurred there.
+
+    tokens: int32[T]. breakers: tokens that an occurrence does not go across.
+    """
+    lengths: dict[int, int] = {}
+    # An occurrence before `places[i]` that is `length` tokens long is looked at once more for each length.
+    places = np.arange(1, tokens.size)
+    for length in range(1, min(LONGEST_REPETITION, tokens.size - 1) + 1):
+        last = int(tokens[tokens.size - length])
+        if last in breakers:
+            break
+        places = places[np.searchsorted(places, length) :]
+        places = places[tokens[places - length] == last]
+        if not places.size:
+            break
+        lengths.update(dict.fromkeys(tokens[places].tolist(), length))
+    return lengths
+
+
+def penalise_repetitions(
+    logits: NDArray[np.float32],
+    tokens: NDArray[np.int32],
+    *,
+    multiplier: float,
+    base: float,
+    allowed_length: int,
+    breakers: Collection[int],
+) -> None:
+    """DRY, "don't repeat yourself" (P. E. Weidmann, text-generation-webui, 2024): subtract multiplier * base ^ (n -
+    allowed_length) from each token that would prolong a repetition of n tokens.
+
+    logits: float32[V], changed in place. tokens: int32[T], where repetitions are looked for, up to the text's end.
+    Repetitions shorter than `allowed_length` are free; no penalty exceeds 1e30.
+    """
+    largest = math.log(_LARGEST_PENALTY / multiplier)
+    for token_id, length in repetition_lengths(tokens, breakers).items():
+        if length >= allowed_length:
+            exponent = min(largest, (length - allowed_length) * math.log(base))
+            logits[token_id] = np.float32(float(logits[token_id]) - multiplier * math.exp(exponent))
+
+
+class TokenLogprobs(NamedTuple):
+    """Natural logarithms of a token's probability and of the likeliest ones' at its position.
+
+    top: (token id, log probability) of as many as were asked for, likeliest first, the lowest id on ties. -inf stands
+    for a token that the model rules out.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+def token_logprobs(logits: NDArray[np.float32], token_id: int, count: int) -> TokenLogprobs:
+    """The log probabilities of a token and of the `count` likeliest.
+
+    logits: float32[V], the largest of them finite.
+    """
+    total = log_total(logits)
+    top = likeliest(logits, count)
+    return TokenLogprobs(
+        float(logits[token_id]) - total, tuple((int(index), float(logits[index]) - total) for index in top)
+    )
+
+
+def log_total(logits: NDArray[np.float32]) -> float:
+    """log(sum(exp(logits))) in float64, the same bits wherever the row lies."""
+    best = float(logits.max())
+    return best + float(np.log(np.exp(logits.astype(np.float64) - best).sum()))
+
+
+def likeliest(logits: NDArray[np.float32], count: int) -> NDArray[np.int64]:
+    """Ids of the largest logits, int64[min(count, V)], largest first, the lowest id on ties."""
+    count = min(count, logits.size)
+    if count == 0:
+        return np.empty(0, np.int64)
+    least = np.partition(logits, logits.size - count)[logits.size - count]
+    ids = np.flatnonzero(logits >= least)
+    return ids[np.argsort(-logits[ids], kind="stable")][:count]

@@ -6,16 +6,27 @@ place of the last five), dynamic temperature, then one draw with Gumbel noise. T
 """
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import ModelFileError, RequestError
 from localinfer.kernels.cpu.sampling import NOT_FINITE, NOTHING_LEFT, RowSampler, adjust, uniforms
-from localinfer.sampling.dry_penalty import penalise_repetitions
-from localinfer.sampling.filters import Mirostat, dynamic_temperature, keep_candidates, scaled, surprise_bits
-from localinfer.sampling.logprobs import TokenLogprobs, token_logprobs
+from localinfer.kernels.cuda.sampling import UNDECIDED, Draw, DrawingProgram
+from localinfer.kernels.program import Batch, Program
+from localinfer.sampling.filters import (
+    Mirostat,
+    TokenLogprobs,
+    dynamic_temperature,
+    keep_candidates,
+    penalise_repetitions,
+    scaled,
+    surprise_bits,
+    token_logprobs,
+)
 from localinfer.sampling.params import SamplingParams
 
 __all__ = ["Sampler", "SamplingParams", "SamplingPlan", "TokenLogprobs", "TokenMask", "not_finite_error"]
@@ -29,10 +40,10 @@ _XTC_TOKEN = np.array([2**31 - 1], np.int32)
 
 
 class SamplingPlan:
-    """SamplingParams made ready for one generation: the seed drawn, the bias as arrays, a mask, and what is remembered.
+    """SamplingParams prepared for one generation: the seed drawn, the bias as arrays, a mask, and state by position.
 
-    logprobs: what was asked for, by position, until somebody takes it out; any thread may. is_drawable: nothing but
-    a token is wanted of a row, by the steps that devices know. takes_largest: and that is the one of the largest logit.
+    logprobs: what was asked for, by position, until its reader takes it out; any thread may. is_drawable: nothing but
+    a token is wanted of a row, by steps that devices implement. takes_largest: and that is the largest logit's.
     """
 
     def __init__(self, params: SamplingParams, vocab_size: int, mask: TokenMask | None = None) -> None:
@@ -62,12 +73,54 @@ class SamplingPlan:
         self.takes_largest = is_plain and self.temperature == 0.0
 
 
+OutputSpec = tuple[SamplingPlan, int]
+"""Of an output row, how its token is chosen and for which position."""
+
+Results = NDArray[Any] | list[NDArray[Any]]
+"""Of each output row, float32[vocab_size], or a single int32: the token that a device chose."""
+
+
+class OnDeviceSampling:
+    """Runs a program for what `Sampler.choose` is given of each output row: its token if the device can choose it, or
+    its logits."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._device = program if isinstance(program, DrawingProgram) else None
+
+    def run_for(self, outputs: Sequence[OutputSpec]) -> Callable[[Batch], Results]:
+        """How to run a batch with these output rows; its results are valid until the next run."""
+        device = self._device
+        if device is None or not outputs or not all(plan.is_drawable for plan, _ in outputs):
+            return self._program.run
+        if all(plan.takes_largest for plan, _ in outputs):
+            return device.run_greedy
+        draws = [
+            Draw(plan.temperature, plan.top_k, plan.top_p, plan.min_p, plan.seed, position)
+            for plan, position in outputs
+        ]
+        return partial(self._draw, device, draws)
+
+    def _draw(self, device: DrawingProgram, draws: Sequence[Draw], batch: Batch) -> Results:
+        tokens = device.run_drawn(batch, draws)
+        if not (tokens == UNDECIDED).any():
+            return tokens
+        return [device.logits_of(row) if token == UNDECIDED else token for row, token in enumerate(tokens)]
+
+
 def not_finite_error(position: int) -> ModelFileError:
     """The error for logits with a NaN or an infinity in them."""
     return ModelFileError(
         f"the model computed logits that are not finite for position {position}: its weights are damaged, or too large "
         "for the type of its key-value cache; try kv_type='f32', or download the file again"
     )
+
+
+def _no_token_error(code: int, position: int) -> ModelFileError | RequestError:
+    if code == NOT_FINITE:
+        return not_finite_error(position)
+    assert code == NOTHING_LEFT, "the kernel returns an id or one of two codes"
+    return RequestError(f"no token is left for position {position}: every logit is -inf; relax logit_bias or the mask")
 
 
 class Sampler:
@@ -87,35 +140,27 @@ class Sampler:
             `position` entries are the tokens before it.
         Raises: ModelFileError if a logit is NaN or +inf; RequestError if bias and mask forbid every token.
         """
-        if logits.ndim == 0:
-            return self._checked(int(logits), position)
         row = logits
         if plan.mask is not None:
             row = np.where(plan.mask(history[:position]), row, _FORBIDDEN)
         if plan.adjusts:
             row = self._adjust(row, plan, position, history)
-        if plan.is_rare:
+        if logits.ndim == 0:
+            token_id = int(logits)
+        elif plan.is_rare:
             token_id = self._choose_rarely(row, plan, position)
         else:
             token_id = self._rows.choose(
                 row, plan.temperature, plan.top_k, plan.top_p, plan.min_p, plan.noise_key, position
             )
-        if token_id >= 0 and plan.params.logprobs is not None:
+        if token_id < 0:
+            raise _no_token_error(token_id, position)
+        if plan.params.logprobs is not None:
             plan.logprobs[position] = token_logprobs(logits, token_id, int(plan.params.logprobs))
-        return self._checked(token_id, position)
-
-    def _checked(self, token_id: int, position: int) -> int:
-        if token_id >= 0:
-            return token_id
-        if token_id == NOT_FINITE:
-            raise not_finite_error(position)
-        assert token_id == NOTHING_LEFT, "the kernel returns an id or one of two codes"
-        raise RequestError(
-            f"no token is left for position {position}: every logit is -inf; relax logit_bias or the mask"
-        )
+        return token_id
 
     def _choose_rarely(self, row: NDArray[np.float32], plan: SamplingPlan, position: int) -> int:
-        """Choose with the steps that only `sampling_filters` has, and leave the draw to the kernel."""
+        """Choose with the steps that only `filters` has, and leave the draw to the kernel."""
         params, temperature = plan.params, plan.temperature
         best = self._rows.choose(row, 0.0, 0, 1.0, 0.0, plan.noise_key, position)
         if best < 0:

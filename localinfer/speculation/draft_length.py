@@ -8,7 +8,7 @@ are running estimates per kind of draft (`Acceptance`), kept across generations.
 import math
 from collections.abc import Sequence
 
-from localinfer.speculation.verification_costs import MAX_DEPTH, VerificationCosts
+from localinfer.speculation.verification_costs import MAX_DRAFT_TOKENS, VerificationCosts
 
 _PRIOR_WEIGHT = 3.0
 """Tokens' worth of belief in a chance before anything was counted."""
@@ -25,13 +25,13 @@ class Acceptance:
 
     def __init__(self, prior: float) -> None:
         self._prior = prior
-        self._accepted = [0.0] * MAX_DEPTH
-        self._tried = [0.0] * MAX_DEPTH
+        self._accepted = [0.0] * MAX_DRAFT_TOKENS
+        self._tried = [0.0] * MAX_DRAFT_TOKENS
         self._chances: list[float] | None = None
         self._rounds_to_probe = 0
         self._next_probe = _FIRST_PROBE
 
-    def chances(self) -> Sequence[float]:
+    def probabilities(self) -> Sequence[float]:
         """The estimates; a place that was hardly tried leans on the one before it.
 
         Once a token was right the draft is likelier to be on the way: in prose and code the second chance was close to
@@ -72,7 +72,7 @@ class Acceptance:
         return True
 
 
-def best_depth(
+def best_draft_length(
     chances: Sequence[float],
     costs: VerificationCosts,
     most: int,
@@ -92,7 +92,7 @@ def best_depth(
     scale = ratios[other_rows] / (other_tokens + 1) if other_rows < len(ratios) else 0.0
     best, best_rate = 0, _LEAST_GAIN
     tokens = chance = 1.0
-    for depth in range(1, min(most, costs.max_depth - other_rows) + 1):
+    for depth in range(1, min(most, costs.max_draft_tokens - other_rows) + 1):
         chance *= chances[depth - 1]
         tokens += chance
         rate = scale * (other_tokens + tokens) / (ratios[other_rows + depth] + drafting + depth * per_token)

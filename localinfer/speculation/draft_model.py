@@ -4,21 +4,23 @@ It draws with the noise of the model it drafts for, so where the two distributio
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.cache.block_pool import KVLayout, default_kv_memory
+from localinfer.cache.block_pool import default_kv_memory
 from localinfer.cache.prefix_cache import CacheHints, PrefixCache
-from localinfer.cache.sequence import SequenceCache
+from localinfer.cache.sequence import SequenceCache, forward
 from localinfer.errors import OutOfMemoryError
-from localinfer.kernels.program import Batch, Program
-from localinfer.sampling.device_draws import Results, RowResults, WantedRows
-from localinfer.sampling.sampler import Sampler, SamplingPlan
+from localinfer.sampling.sampler import OnDeviceSampling, OutputSpec, Results, Sampler, SamplingPlan
 
-_USE = CacheHints()
+if TYPE_CHECKING:
+    from localinfer.models.load.loader import Model
+
+_NO_HINTS = CacheHints()
 _CLOCK_MEMORY = 0.9
 _USUAL_PENDING = 2
 """Tokens to read before drafting where nothing was rejected: the last one drafted, and the one sampled after it."""
@@ -28,31 +30,6 @@ _FIRST_ROW = np.zeros(1, np.int32)
 _NO_ROWS = np.zeros(0, np.int32)
 
 
-class DraftConfig(Protocol):
-    """What drafting reads of a model's configuration."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def context_length(self) -> int: ...
-
-
-class DraftingModel(Protocol):
-    """What drafting needs of a loaded model; `models.loader.Model` is one."""
-
-    @property
-    def config(self) -> DraftConfig: ...
-
-    @property
-    def program(self) -> Program: ...
-
-    @property
-    def kv_layout(self) -> KVLayout: ...
-
-    def close(self) -> None: ...
-
-
 class DraftModel:
     """A model that drafts for another one; one thread at a time.
 
@@ -60,10 +37,10 @@ class DraftModel:
     seconds_per_read: reading a token of the text, many at once. Measured first, then followed.
     """
 
-    def __init__(self, model: DraftingModel, *, target_vocab_size: int, kv_memory: int | None = None) -> None:
+    def __init__(self, model: "Model", *, target_vocab_size: int, kv_memory: int | None = None) -> None:
         self._model = model
         self.program = model.program
-        self._results = RowResults(model.program)
+        self._device_sampling = OnDeviceSampling(model.program)
         self.vocab_size = model.config.vocab_size
         self.shared_vocab_size = min(self.vocab_size, target_vocab_size)
         self.context_length = model.config.context_length
@@ -89,15 +66,10 @@ class DraftModel:
         sequence: SequenceCache,
         token_ids: NDArray[np.int32],
         output_rows: NDArray[np.int32],
-        wanted: WantedRows = (),
+        outputs: Sequence[OutputSpec] = (),
     ) -> Results:
-        """Compute the next positions of a sequence; see `RowResults.run`."""
-        stop = sequence.length + token_ids.size
-        sequence.reserve(stop)
-        batch = Batch(token_ids, (sequence.segment(token_ids.size),), output_rows)
-        results = self._results.run(batch, wanted)
-        sequence.commit(stop)
-        return results
+        """Compute the next positions of a sequence; see `OnDeviceSampling.run_for`."""
+        return forward(self._device_sampling.run_for(outputs), (sequence,), (token_ids,), output_rows)
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Follow what drafting so many tokens took, which says the more about a token the more there were."""
@@ -180,7 +152,7 @@ class DraftModelText:
     def close(self) -> None:
         """Leave what was computed to the cache; may be called again."""
         if self._sequence is not None:
-            self._model.cache.retire(self._sequence, self._tokens[: self._sequence.length], _USE)
+            self._model.cache.retire(self._sequence, self._tokens[: self._sequence.length], _NO_HINTS)
             self._sequence = None
             self._num_tokens = 0
 
@@ -193,7 +165,7 @@ class DraftModelText:
         """Drop what was drafted and rejected, and compute the text but its last chunk; return how much was unread."""
         model = self._model
         if self._sequence is None:
-            self._sequence = model.cache.admit(tokens, _USE).sequence
+            self._sequence = model.cache.admit(tokens, _NO_HINTS).sequence
         elif self._sequence.length > self._num_tokens:
             drafted = self._tokens[self._num_tokens : self._sequence.length]
             following = tokens[self._num_tokens : tokens.size - 1][: drafted.size]

@@ -94,7 +94,7 @@ class DraftFloor:
         self._next_rest = _SHORTEST_REST
         self._wanted = max(self._wanted, 1)
 
-    def rests(self) -> bool:
+    def in_backoff(self) -> bool:
         """Ask before a step, and before `is_plain`: whether it is plain, and nothing is to be told of it.
 
         The smallest models take a hundred such steps in the time of a few questions.
@@ -119,7 +119,7 @@ class DraftFloor:
             return True
         return False
 
-    def affordable_depth(
+    def affordable_draft_length(
         self, streams: int, rows: int, most: int, *, seconds_per_token: float = 0.0, seconds_per_draft: float = 0.0
     ) -> int:
         """The deepest draft, up to `most`, that the account can pay for if none of it is accepted.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from localinfer.models.load.measurements import time_in_turns
 
-MAX_DEPTH = 15
+MAX_DRAFT_TOKENS = 15
 """Most tokens drafted at once: 16 rows are verified."""
 
 _MEASURED_ROWS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16)
@@ -54,8 +54,8 @@ class VerificationCosts:
     """
 
     def __init__(self, seconds: Sequence[float]) -> None:
-        """seconds[n - 1]: of n rows, from 1 to the most that are verified at once, at most MAX_DEPTH + 1."""
-        assert 1 <= len(seconds) <= MAX_DEPTH + 1, "one time per number of rows"
+        """seconds[n - 1]: of n rows, from 1 to the most that are verified at once, at most MAX_DRAFT_TOKENS + 1."""
+        assert 1 <= len(seconds) <= MAX_DRAFT_TOKENS + 1, "one time per number of rows"
         self.num_steps = 0
         first = max(seconds[0], 1e-9)
         self._plain_seconds = first
@@ -68,7 +68,7 @@ class VerificationCosts:
         self._next_update = 0
 
     @property
-    def max_depth(self) -> int:
+    def max_draft_tokens(self) -> int:
         """Most tokens that can be verified after the one that is certain."""
         return len(self._priors) - 1
 
@@ -146,11 +146,11 @@ class VerificationCosts:
 
 
 def measure_costs(run: Callable[[int], object], most_rows: int) -> tuple[list[float], bool]:
-    """Time `run(num_rows)`, one forward pass, for 1 to at most MAX_DEPTH + 1 rows; some sizes are interpolated.
+    """Time `run(num_rows)`, one forward pass, for 1 to at most MAX_DRAFT_TOKENS + 1 rows; some sizes are interpolated.
 
     Returns: seconds by rows, and whether repetitions agree, as they do on a machine that does nothing else.
     """
-    most_rows = min(most_rows, MAX_DEPTH + 1)
+    most_rows = min(most_rows, MAX_DRAFT_TOKENS + 1)
     run(1)
     first = time_in_turns({1: lambda: run(1)}, repetitions=2).seconds[1]
     chosen = _MEASURED_ROWS if first < _SLOW_SECONDS else _FEW_MEASURED_ROWS

@@ -1,29 +1,35 @@
-"""Speculative decoding: guess the next tokens, check them in one pass, keep what the model would have said anyway.
+"""Speculative decoding: draft the next tokens, verify them in one pass, keep those the model would have chosen anyway.
 
 A pass over k + 1 rows costs little more than one over a single row while weights stream from memory (Leviathan, Kalman
 and Matias, arXiv 2211.17192), and rows are sampled one after the other exactly as without drafts, so drafts change
-speed and nothing else. Free drafts (`ngram_drafter`) and those of a small model (`draft_model`) compete each round by
-the speed they promise, plain decoding among them (`draft_depth`), and only while they keep that promise
-(`draft_floor`). A drafter that fails is switched off, and the text goes on without it.
+speed and nothing else. N-gram drafts (`ngram`) and those of a small model (`draft_model`) compete each round by the
+speed they promise, plain decoding among them (`draft_length`), and only while they keep that promise (`floor`). A
+drafter that fails is switched off, and the text goes on without it.
+
+Acceptance is by coupled noise. The sampler takes the largest of logit / temperature + Gumbel noise, and the noise is a
+function of (seed, position, token), so a position has one answer whatever was drafted: a drafted token stays if it is
+that answer. A draft model that draws with the same noise mostly draws the same token: two distributions p and q agree
+with probability at least (1 - d) / (1 + d), d their total variation distance (Daliri, Musco and Suresh, Coupling
+without Communication, arXiv 2408.07978). Rejection sampling would accept with probability 1 - d, the most that any rule
+can, but the text would then depend on the drafts.
 """
 
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import LocalinferError
-from localinfer.sampling.device_draws import Results
-from localinfer.sampling.sampler import SamplingPlan
-from localinfer.speculation.acceptance import accept_coupled
-from localinfer.speculation.draft_length import Acceptance, best_depth
+from localinfer.sampling.sampler import Results, SamplingPlan
+from localinfer.speculation.draft_length import Acceptance, best_draft_length
 from localinfer.speculation.draft_model import DraftModel, DraftModelText
 from localinfer.speculation.floor import ALONE, DraftFloor
-from localinfer.speculation.verification_costs import MAX_DEPTH, RecentMedian, VerificationCosts
+from localinfer.speculation.ngram import NgramDrafter, NgramText
+from localinfer.speculation.verification_costs import MAX_DRAFT_TOKENS, RecentMedian, VerificationCosts
 
 logger = logging.getLogger(__name__)
 
@@ -42,27 +48,6 @@ _KEPT_TIMES = 9
 """Times of a lookup, and of learning from a round, of which the median counts."""
 
 
-class LookupText(Protocol):
-    """One text as a drafter from history follows it; `ngram_drafter.NgramText` is one."""
-
-    @property
-    def match_length(self) -> int:
-        """How many tokens the last draft rests on."""
-        ...
-
-    def draft(self, tokens: TokenIds, out: TokenIds) -> int:
-        """Write what may follow the text so far, int32[T], at most all of `out`; return how many tokens."""
-        ...
-
-
-class LookupDrafter(Protocol):
-    """A drafter whose drafts cost next to nothing; `ngram_drafter.NgramDrafter` is one."""
-
-    def begin(self, prediction: TokenIds) -> LookupText:
-        """Follow another text, of which its caller expects something, or nothing."""
-        ...
-
-
 @dataclass
 class SpeculationRecord:
     """What drafts did in one generation.
@@ -76,15 +61,15 @@ class SpeculationRecord:
     plain_steps: int = 0
     observed_passes: int = 0
     observed_tokens: int = 0
-    drafted: list[int] = field(default_factory=lambda: [0] * MAX_DEPTH)
-    accepted: list[int] = field(default_factory=lambda: [0] * MAX_DEPTH)
+    drafted: list[int] = field(default_factory=lambda: [0] * MAX_DRAFT_TOKENS)
+    accepted: list[int] = field(default_factory=lambda: [0] * MAX_DRAFT_TOKENS)
     seconds: float = 0.0
     plain_seconds: float = 0.0
     notices: list[str] = field(default_factory=list)
     engine_notices: list[str] = field(default_factory=list)
 
     @property
-    def told(self) -> list[str]:
+    def all_notices(self) -> list[str]:
         """Why something does not draft, for this text or for any."""
         return self.engine_notices + self.notices
 
@@ -128,7 +113,7 @@ class Speculation:
         self,
         costs: VerificationCosts,
         *,
-        ngram: LookupDrafter | None,
+        ngram: NgramDrafter | None,
         model: DraftModel | None,
         floor: DraftFloor | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -188,7 +173,7 @@ class SpeculativeText:
         self.drafting_seconds = 0.0
         self._speculation = speculation
         self._floor = speculation.floor
-        self._ngram: LookupText | None = None
+        self._ngram: NgramText | None = None
         self._model: DraftModelText | None = None
         if speculation.ngram is not None:
             try:
@@ -201,7 +186,7 @@ class SpeculativeText:
             except Exception as error:
                 speculation.switch_off_model(error)
         self._is_expected = prediction.size > 0
-        self._buffer = np.empty(MAX_DEPTH, np.int32)
+        self._buffer = np.empty(MAX_DRAFT_TOKENS, np.int32)
         self._acceptance: Acceptance | None = None
         self._has_read = False
         self._vocab_size = plan.vocab_size
@@ -224,9 +209,9 @@ class SpeculativeText:
         """Note that the engine begins with this text; the caller has the turn."""
         self._floor.begin(is_expected=self._is_expected)
 
-    def rests(self) -> bool:
+    def in_backoff(self) -> bool:
         """Ask before that: whether the step is plain, and nothing is to be told of it."""
-        if not self._floor.rests():
+        if not self._floor.in_backoff():
             return False
         self.record.plain_steps += 1
         return True
@@ -241,7 +226,7 @@ class SpeculativeText:
         clock = self._speculation.clock
         self.expected_seconds = self.reading_seconds = 0.0
         began = clock()
-        count = self._choose(tokens, min(most, self._speculation.costs.max_depth - self._others.rows))
+        count = self._choose(tokens, min(most, self._speculation.costs.max_draft_tokens - self._others.rows))
         self.drafting_seconds = clock() - began
         if not self._has_read:
             self._has_read, self.reading_seconds = True, self.drafting_seconds
@@ -260,7 +245,9 @@ class SpeculativeText:
         seconds: of the pass and its sampling.
         """
         record = self.record
-        plain_seconds = self._speculation.costs.seconds(min(self._others.rows, self._speculation.costs.max_depth) + 1)
+        plain_seconds = self._speculation.costs.seconds(
+            min(self._others.rows, self._speculation.costs.max_draft_tokens) + 1
+        )
         self._count(num_accepted + 1, seconds + self.drafting_seconds, (num_accepted + 1) * plain_seconds)
         if self._acceptance is not None and num_drafted:
             for index in range(num_drafted):
@@ -284,7 +271,7 @@ class SpeculativeText:
     def _choose(self, tokens: TokenIds, most: int) -> int:
         """Draft by whatever promises the most speed, and return how many tokens are in the buffer."""
         others = self._others
-        most = self._floor.affordable_depth(others.tokens + 1, others.rows + 1, most)
+        most = self._floor.affordable_draft_length(others.tokens + 1, others.rows + 1, most)
         if most <= 0:
             return 0
         depth, speed = self._look_up(tokens, most)
@@ -315,8 +302,8 @@ class SpeculativeText:
         depth, speed = 0, 1.0
         if found:
             acceptance = next(value for least, value in shared.ngram_acceptance if length >= least or least == 1)
-            depth, speed = best_depth(
-                acceptance.chances(),
+            depth, speed = best_draft_length(
+                acceptance.probabilities(),
                 shared.costs,
                 found,
                 seconds_per_draft=(shared.lookup_seconds.value or 0.0) + (shared.learning_seconds.value or 0.0),
@@ -367,7 +354,7 @@ class SpeculativeText:
     ) -> int:
         """How many tokens the draft model is to draft, 0 where another draft, or none, promises more."""
         shared = self._speculation
-        most = self._floor.affordable_depth(
+        most = self._floor.affordable_draft_length(
             self._others.tokens + 1,
             self._others.rows + 1,
             most,
@@ -379,8 +366,8 @@ class SpeculativeText:
         acceptance = shared.model_acceptance
         reading = text.reading_seconds(num_tokens)
         self._probe_seconds += _PROBED_SHARE * shared.costs.seconds(1)
-        depth, speed = best_depth(
-            acceptance.chances(),
+        depth, speed = best_draft_length(
+            acceptance.probabilities(),
             shared.costs,
             most,
             seconds_per_token=model.seconds_per_token,
@@ -406,7 +393,7 @@ class SpeculativeText:
 
 
 def choose_verified(
-    choose: Callable[[NDArray[Any], SamplingPlan, int, TokenIds], int],
+    choose: Callable[[NDArray[np.float32], SamplingPlan, int, TokenIds], int],
     results: Results,
     plan: SamplingPlan,
     position: int,
@@ -433,6 +420,6 @@ def choose_verified(
             break
         history[position + index] = token_id
         chosen.append(token_id)
-        if token_id in stops or not accept_coupled(drafted, token_id, index):
+        if token_id in stops or index >= len(drafted) or drafted[index] != token_id:
             break
     return chosen

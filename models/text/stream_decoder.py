@@ -1,8 +1,11 @@
-"""From token ids back to text while they arrive: whole characters only."""
+"""From token ids back to text as they arrive: whole characters only (`StreamDecoder`), up to a stop string
+(`StopMatcher`), with no more text held back than needed."""
 
 import codecs
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Protocol
+
+from localinfer.errors import RequestError
 
 
 class TokenText(Protocol):
@@ -46,6 +49,7 @@ class StreamDecoder:
         self._shown_ids = shown_ids
         self._skip_special = skip_special
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_inside_character = False
         self._strips = tokenizer.strips_space_at_start and not keeps_first_space
         self._strips_next = self._strips and (
             previous_token_id is None or tokenizer.starts_text_after(previous_token_id)
@@ -65,8 +69,84 @@ class StreamDecoder:
         elif self._strips_next and piece:
             piece = piece.removeprefix(b" ")
             self._strips_next = False
-        return self._decoder.decode(piece)
+        if not self._is_inside_character and piece.isascii():
+            return piece.decode("ascii")
+        text = self._decoder.decode(piece)
+        self._is_inside_character = self._decoder.getstate()[0] != b""
+        return text
 
     def flush(self) -> str:
         """Return what is left: U+FFFD where the stream ended inside a character."""
+        self._is_inside_character = False
         return self._decoder.decode(b"", final=True)
+
+
+class _Progress:
+    """How much of one stop string the text's end matches (Knuth, Morris, Pratt 1977)."""
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.matched = 0
+        # borders[n]: the longest proper prefix of stop[:n] that is also its suffix.
+        self._borders = [0, 0]
+        length = 0
+        for character in stop[1:]:
+            while length and stop[length] != character:
+                length = self._borders[length]
+            length += stop[length] == character
+            self._borders.append(length)
+
+    def advance(self, character: str) -> bool:
+        """Take one character; return whether the stop string is complete."""
+        matched = self.matched
+        while matched and self.stop[matched] != character:
+            matched = self._borders[matched]
+        matched += self.stop[matched] == character
+        self.matched = matched
+        return matched == len(self.stop)
+
+
+class StopMatcher:
+    """Passes text on until one of the stop strings is complete.
+
+    The stop string that completes first wins, and of those the longest, so the result does not depend
+    on how the text is cut into chunks. Held back is the longest end of the text that begins a stop
+    string, never more. Time is proportional to the text and the number of stop strings.
+
+    Raises: RequestError if a stop string is empty.
+    """
+
+    def __init__(self, stops: Iterable[str]) -> None:
+        unique = dict.fromkeys([stops] if isinstance(stops, str) else stops)
+        if not all(isinstance(stop, str) and stop for stop in unique):
+            raise RequestError(
+                f"stop strings are {list(unique)!r:.80}; wanted at least one character each. Leave out empty ones."
+            )
+        self._progress = sorted(map(_Progress, unique), key=lambda progress: -len(progress.stop))
+        self._held = ""
+        self._matched: str | None = None
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """Take the next text; return what may be shown, and the stop string once one is complete.
+
+        The stop string itself and all that follows it is never returned.
+        """
+        if self._matched is not None:
+            return "", self._matched
+        if not self._progress:
+            return text, None
+        pending = self._held + text
+        for position, character in enumerate(text, start=len(self._held) + 1):
+            complete = [progress.stop for progress in self._progress if progress.advance(character)]
+            if complete:
+                self._matched = complete[0]
+                self._held = ""
+                return pending[: position - len(self._matched)], self._matched
+        shown = len(pending) - max(progress.matched for progress in self._progress)
+        self._held = pending[shown:]
+        return pending[:shown], None
+
+    def flush(self) -> str:
+        """Return the text held back; call it when no more text comes."""
+        held, self._held = self._held, ""
+        return held

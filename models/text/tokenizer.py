@@ -53,6 +53,7 @@ class Tokenizer:
             self._after = self._role_id("seperator")
         self.adds_bos = bool(self._before)
         self._containing: dict[str, frozenset[int]] = {}
+        self._token_bytes: dict[int, bytes] = {}
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, object]) -> "Tokenizer":
@@ -144,6 +145,12 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes one token stands for, its space included; a special token's are its spelling."""
+        found = self._token_bytes.get(token_id)
+        if found is None:
+            found = self._token_bytes[token_id] = self._spelled_bytes(token_id)
+        return found
+
+    def _spelled_bytes(self, token_id: int) -> bytes:
         text = self.token_text(token_id)
         match self._types[token_id]:
             case TokenType.BYTE:

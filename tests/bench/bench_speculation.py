@@ -22,13 +22,13 @@ from numpy.typing import NDArray
 
 import localinfer
 from localinfer.engine.engine import Engine
-from localinfer.engine.request import Generation
+from localinfer.engine.scheduler import Generation
 from localinfer.loading import make_speculation
 from localinfer.models.load.loader import Model, load_model
 from localinfer.sampling.sampler import Sampler, SamplingParams, SamplingPlan
 from localinfer.speculation.ngram import NgramDrafter
-from localinfer.speculation.verification_costs import MAX_DEPTH, VerificationCosts
-from localinfer.speculation.verify import LookupDrafter, Speculation, SpeculationRecord
+from localinfer.speculation.verification_costs import MAX_DRAFT_TOKENS, VerificationCosts
+from localinfer.speculation.verify import Speculation, SpeculationRecord
 from tests.bench.edit_tasks import edit_tasks
 
 TokenIds = NDArray[np.int32]
@@ -82,15 +82,15 @@ class Bench:
         self.costs = make_speculation("ngram", model, None).costs
         self._sampler = ReplayingSampler(model.config.vocab_size)
 
-    def speculation(self, drafter: LookupDrafter) -> Speculation:
-        seconds = [self.costs.seconds(rows) for rows in range(1, MAX_DEPTH + 2)]
+    def speculation(self, drafter: NgramDrafter) -> Speculation:
+        seconds = [self.costs.seconds(rows) for rows in range(1, MAX_DRAFT_TOKENS + 2)]
         return Speculation(VerificationCosts(seconds), ngram=drafter, model=None)
 
     def race(
         self,
         prompt: Sequence[int],
         output: Sequence[int],
-        drafter: LookupDrafter,
+        drafter: NgramDrafter,
         *,
         prediction: Sequence[int] = (),
         stride: int = 1,
@@ -104,7 +104,7 @@ class Bench:
         params = SamplingParams(temperature=0.0)
         generations = []
         for engine in engines:
-            engine._stepper.sampler = self._sampler
+            engine._runner.sampler = self._sampler
             generation = engine.generate(prompt, params, max_tokens=len(output), prediction=prediction)
             next(generation)
             generations.append(generation)
@@ -248,7 +248,7 @@ def main() -> None:
     model = load_model(options.model, threads=options.threads, context_length=None)
     bench = Bench(model)
     first = bench.costs.seconds(1)
-    curve: Any = " ".join(f"{rows}:{bench.costs.seconds(rows) / first:.2f}" for rows in range(1, MAX_DEPTH + 2))
+    curve: Any = " ".join(f"{rows}:{bench.costs.seconds(rows) / first:.2f}" for rows in range(1, MAX_DRAFT_TOKENS + 2))
     print(f"plain step {1e3 * first:.1f} ms; cost by rows {curve}")
     if options.mode == "scripted":
         scripted(bench, options.tokens)

@@ -147,7 +147,7 @@ class Life:
         segment = sequence.segment(len(token_ids))
         for token_id in token_ids:
             page = int(sequence.pages[len(ids) // PAGE_TOKENS])
-            assert not self.cache.pool.is_shared(page), "a shared page would be written"
+            assert self.cache.pool.counts[page] <= 1, "a shared page would be written"
             for part in self.parts(page):
                 part[len(ids) % PAGE_TOKENS] = token_id
             ids.append(token_id)
@@ -184,7 +184,7 @@ class Life:
         """Every page is held as often as it should be, and holds what it should."""
         pool = self.cache.pool
         # There are more numbers than pages.
-        expected, expected_windowed = np.zeros((2, pool._counts.size), np.int64)
+        expected, expected_windowed = np.zeros((2, pool.counts.size), np.int64)
         for sequence, ids in self.running:
             assert sequence.length == len(ids)
             expected[sequence.pages] += 1

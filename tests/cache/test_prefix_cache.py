@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from localinfer.cache.miss import CacheMiss
-from localinfer.cache.prefix_cache import CacheHints
+from localinfer.cache.prefix_cache import CacheHints, CacheMiss
 from localinfer.cache.prefix_tree import CachedPath
 from localinfer.engine.engine import Engine
-from localinfer.engine.request import Generation
+from localinfer.engine.scheduler import Generation
 from localinfer.errors import OutOfMemoryError
 from localinfer.sampling.sampler import SamplingParams
 from tests.engine.fakes import PAGE_BYTES, ByteTokenizer, FakeModel, fake_model, hashed_logits

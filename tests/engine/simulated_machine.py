@@ -9,14 +9,14 @@ from numpy.typing import NDArray
 from localinfer.engine.engine import Engine
 from localinfer.kernels.program import Batch
 from localinfer.sampling.sampler import SamplingParams
-from localinfer.speculation.verification_costs import MAX_DEPTH, VerificationCosts
+from localinfer.speculation.verification_costs import MAX_DRAFT_TOKENS, VerificationCosts
 from localinfer.speculation.verify import Speculation
 from tests.engine.fakes import FakeConfig, FakeLayout
 
 TokenIds = NDArray[np.int32]
 VOCABULARY = 64
 GREEDY = SamplingParams(temperature=0)
-ROWS = range(1, MAX_DEPTH + 2)
+ROWS = range(1, MAX_DRAFT_TOKENS + 2)
 LINEAR_ROWS = [float(rows) for rows in ROWS]
 LIKE_1B = [1.0, 1.0, 1.03, 1.07, 1.15, 1.24, 1.33, 1.42, 1.6, 1.78, 1.96, 2.14, 2.32, 2.5, 2.69, 2.87]
 

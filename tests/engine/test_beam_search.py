@@ -12,7 +12,7 @@ from localinfer.engine.beam_search import Beam, search_beams
 from localinfer.engine.engine import Engine
 from localinfer.errors import ContextLengthError, ModelFileError, RequestError
 from localinfer.llm import LLM
-from localinfer.sampling.logprobs import log_total
+from localinfer.sampling.filters import log_total
 from tests.engine.fakes import fake_model, hashed_logits, text_model
 
 PROMPT = [3, 1, 4]

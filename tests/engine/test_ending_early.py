@@ -97,7 +97,7 @@ def test_a_waiting_reader_is_told_at_once(verb: str) -> None:
     assert gate.reached.wait(seconds(10))
     reader = threading.Thread(target=lambda: told.extend(waiting))
     reader.start()
-    while waiting._run.waiter is None:
+    while not waiting.is_waiting:
         time.sleep(0.001)
     getattr(waiting, verb)()
     reader.join(seconds(10))
@@ -202,7 +202,7 @@ def test_a_long_chunk_of_a_lone_prompt_gives_way_to_who_comes(max_running: int) 
         if not has_come:
             has_come = True
             reader.start()
-            while joining._run.waiter is None:
+            while not joining.is_waiting:
                 time.sleep(0.001)
             # So that what is left of the chunk looks long.
             time.sleep(0.01)
@@ -226,7 +226,7 @@ def test_closing_the_engine_does_not_wait_for_a_chunk() -> None:
 
     def close() -> None:
         closing.start()
-        while engine._is_usable():
+        while engine.is_usable:
             time.sleep(0.001)
 
     program.while_asked = close

@@ -10,8 +10,8 @@ import pytest
 from numpy.typing import NDArray
 
 from localinfer.engine.engine import Engine
-from localinfer.engine.request import NO_TOKEN, Generation, TokenEvent
-from localinfer.engine.scheduler import EngineLimits
+from localinfer.engine.request import NO_TOKEN, TokenEvent
+from localinfer.engine.scheduler import EngineLimits, Generation
 from localinfer.errors import ClosedError, OverloadedError, RequestError
 from localinfer.kernels.program import Batch
 from localinfer.speculation.ngram import NgramDrafter
@@ -116,11 +116,11 @@ def test_prompts_of_several_owners_take_turns() -> None:
     ]
     for thread in greedy:
         thread.start()
-    while len(engine._scheduler._runs) < 4:
+    while engine.num_running < 4:
         time.sleep(0.001)
     modest = threading.Thread(target=read, args=("modest", numbers(150, 9), "modest"))
     modest.start()
-    while len(engine._scheduler._runs) < 5:
+    while engine.num_running < 5:
         time.sleep(0.001)
     gate.may_pass.set()
     for thread in [first, *greedy, modest]:
@@ -140,7 +140,7 @@ def test_one_prompt_asked_for_at_once_is_computed_once() -> None:
     readers = [threading.Thread(target=lambda: list(engine.generate(prompt, GREEDY, max_tokens=2))) for _ in range(4)]
     for thread in readers:
         thread.start()
-    while len(engine._scheduler._runs) < 5:
+    while engine.num_running < 5:
         time.sleep(0.001)
     gate.may_pass.set()
     for thread in [blocker, *readers]:

@@ -11,8 +11,8 @@ from localinfer.engine.request import NO_TOKEN
 from localinfer.engine.scheduler import EngineLimits
 from localinfer.errors import OverloadedError
 from localinfer.llm import LLM
-from localinfer.speculation.draft_length import best_depth
-from localinfer.speculation.verification_costs import MAX_DEPTH, VerificationCosts
+from localinfer.speculation.draft_length import best_draft_length
+from localinfer.speculation.verification_costs import MAX_DRAFT_TOKENS, VerificationCosts
 from tests.engine.fakes import fake_model, text_model
 from tests.engine.generations import Gate
 from tests.limits import seconds
@@ -75,9 +75,9 @@ def test_limits_are_those_given() -> None:
 
 def test_drafts_get_shorter_as_the_batch_grows() -> None:
     # A pass that streams weights, and where each row beyond the fourth takes a fifth of that.
-    costs = VerificationCosts([1.0 + 0.2 * max(0, rows - 4) for rows in range(1, MAX_DEPTH + 2)])
-    chances = [0.8] * MAX_DEPTH
-    depths = [best_depth(chances, costs, MAX_DEPTH, other_rows=n, other_tokens=n)[0] for n in range(16)]
+    costs = VerificationCosts([1.0 + 0.2 * max(0, rows - 4) for rows in range(1, MAX_DRAFT_TOKENS + 2)])
+    chances = [0.8] * MAX_DRAFT_TOKENS
+    depths = [best_draft_length(chances, costs, MAX_DRAFT_TOKENS, other_rows=n, other_tokens=n)[0] for n in range(16)]
     assert depths == sorted(depths, reverse=True)
     assert depths[0] >= 3 and depths[8] == depths[15] == 0
 

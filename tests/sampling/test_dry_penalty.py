@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from localinfer.sampling.dry_penalty import LONGEST_REPETITION, penalise_repetitions, repetition_lengths
+from localinfer.sampling.filters import LONGEST_REPETITION, penalise_repetitions, repetition_lengths
 from localinfer.sampling.sampler import Sampler, SamplingParams, SamplingPlan
 
 

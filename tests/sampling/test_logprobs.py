@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from localinfer.sampling.logprobs import likeliest, log_total, token_logprobs
+from localinfer.sampling.filters import likeliest, log_total, token_logprobs
 from localinfer.sampling.sampler import Sampler, SamplingParams, SamplingPlan
 
 EMPTY = np.zeros(0, np.int32)

@@ -60,10 +60,8 @@ def test_vector_is_the_mean_of_what_the_head_reads(llm):
 
 
 def hidden_states(llm, program, ids) -> np.ndarray:
-    from localinfer.engine.scoring import _outputs
-
     tokens = np.array(ids, np.int32)
-    return np.concatenate([rows for _, rows in _outputs(llm._engine, program, tokens)])
+    return np.concatenate([rows for _, rows in llm._engine.outputs(program, tokens)])
 
 
 def test_scores_are_the_logits_normalised(llm):

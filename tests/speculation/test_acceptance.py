@@ -1,10 +1,11 @@
-"""Both rules leave the distribution as it is; chance decides only what it must, and a planted bias is found."""
+"""Coupled acceptance leaves the distribution as it is and accepts as often as promised; a planted bias is found."""
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from localinfer.sampling.sampler import Sampler, SamplingParams, SamplingPlan
-from localinfer.speculation.acceptance import accept_by_rejection, accept_coupled
+from localinfer.speculation.verify import choose_verified
 
 VOCABULARY = 12
 SAMPLES = 24_000
@@ -23,28 +24,6 @@ def chi_square(tokens: list[int], expected: Probabilities) -> float:
     counts = np.bincount(tokens, minlength=VOCABULARY)
     wanted = expected * len(tokens)
     return float((((counts - wanted) ** 2) / wanted).sum())
-
-
-def test_rejection_sampling_draws_from_the_target_and_accepts_what_overlaps() -> None:
-    p, q = distributions()
-    generator = np.random.default_rng(1)
-    drafts = generator.choice(VOCABULARY, SAMPLES, p=q)
-    results = [accept_by_rejection(p, q, int(draft), generator) for draft in drafts]
-    assert chi_square([token for token, _ in results], p) < LIMIT
-    accepted = sum(is_accepted for _, is_accepted in results) / SAMPLES
-    overlap = float(np.minimum(p, q).sum())
-    assert abs(accepted - overlap) < 4 * np.sqrt(overlap * (1 - overlap) / SAMPLES)
-
-
-def test_a_certain_draft_is_accepted_with_its_probability_by_rejection_sampling() -> None:
-    p, _ = distributions()
-    generator = np.random.default_rng(2)
-    token = int(np.argmax(p))
-    certain = np.eye(VOCABULARY)[token]
-    results = [accept_by_rejection(p, certain, token, generator) for _ in range(SAMPLES)]
-    assert chi_square([token for token, _ in results], p) < LIMIT
-    accepted = sum(is_accepted for _, is_accepted in results) / SAMPLES
-    assert abs(accepted - p[token]) < 4 * np.sqrt(p[token] * (1 - p[token]) / SAMPLES)
 
 
 def test_the_same_test_finds_a_rule_that_draws_again_from_the_target_instead_of_the_difference() -> None:
@@ -67,11 +46,13 @@ def test_coupled_choices_draw_from_the_target_and_agree_with_the_draft_as_often_
     assert chi_square(chosen, p) < LIMIT
     assert chi_square(drafted, q) < LIMIT
     distance = float(np.abs(p - q).sum() / 2)
-    accepted = sum(accept_coupled([draft], token, 0) for draft, token in zip(drafted, chosen, strict=True)) / SAMPLES
+    accepted = sum(draft == token for draft, token in zip(drafted, chosen, strict=True)) / SAMPLES
     assert (1 - distance) / (1 + distance) - 0.01 < accepted < 1 - distance + 0.01
 
 
-def test_nothing_is_accepted_after_the_last_drafted_token() -> None:
-    assert accept_coupled([4, 5], 5, 1)
-    assert not accept_coupled([4, 5], 5, 2)
-    assert not accept_coupled([], 0, 0)
+@pytest.mark.parametrize(("drafted", "wanted"), [([4, 5], [4, 5, 5]), ([5, 5], [4]), ([], [4])])
+def test_nothing_is_accepted_after_a_wrong_token_or_the_last_drafted_one(drafted: list[int], wanted: list[int]) -> None:
+    plan = SamplingPlan(SamplingParams(temperature=0), VOCABULARY)
+    rows = np.eye(VOCABULARY, dtype=np.float32)[[4, 5, 5][: len(drafted) + 1]]
+    history = np.zeros(4, np.int32)
+    assert choose_verified(Sampler(VOCABULARY).choose, rows, plan, 1, history, drafted, ()) == wanted

@@ -18,7 +18,7 @@ from localinfer.speculation.draft_model import DraftModel
 from localinfer.speculation.floor import DraftFloor
 from localinfer.speculation.ngram import NgramDrafter
 from localinfer.speculation.verification_costs import VerificationCosts
-from localinfer.speculation.verify import LookupDrafter, Speculation
+from localinfer.speculation.verify import Speculation
 from localinfer.stream import Completion
 from tests.engine.fakes import PAGE_BYTES, FakeModel, fake_model, hashed_logits
 
@@ -48,7 +48,7 @@ def wide_model(logits_of: Callable[[TokenIds, int], Any] = hashed_logits, **size
     return fake_model(logits_of, max_batch_rows=8, max_output_rows=ROWS, **sizes)
 
 
-def speculation(ngram: LookupDrafter | None, model: DraftModel | None = None) -> Speculation:
+def speculation(ngram: NgramDrafter | None, model: DraftModel | None = None) -> Speculation:
     costs = VerificationCosts([1.0] * ROWS)
     floor = DraftFloor(costs, most_credit=math.inf)
     return Speculation(costs, ngram=ngram, model=model, floor=floor, clock=lambda: 0.0)

@@ -19,7 +19,7 @@ from localinfer.speculation.draft_model import DraftModel
 from localinfer.speculation.floor import DraftFloor
 from localinfer.speculation.ngram import NgramDrafter
 from localinfer.speculation.verification_costs import VerificationCosts
-from localinfer.speculation.verify import LookupDrafter, Speculation
+from localinfer.speculation.verify import Speculation
 from tests.engine.fakes import PAGE_BYTES, FakeModel, fake_model, hashed_logits
 
 TokenIds = NDArray[np.int32]
@@ -61,7 +61,7 @@ class Oracle:
         return int(out.size)
 
 
-def speculation(drafter: LookupDrafter | None, model: DraftModel | None = None) -> Speculation:
+def speculation(drafter: NgramDrafter | None, model: DraftModel | None = None) -> Speculation:
     # Rows that cost nothing more, on a clock that never says otherwise, so that every draft is tried.
     costs = VerificationCosts([1.0] * ROWS)
     floor = DraftFloor(costs, most_credit=math.inf)

@@ -7,9 +7,9 @@ import pytest
 
 from localinfer.models.load import measurements
 from localinfer.speculation import verification_costs
-from localinfer.speculation.verification_costs import MAX_DEPTH, VerificationCosts, measure_costs
+from localinfer.speculation.verification_costs import MAX_DRAFT_TOKENS, VerificationCosts, measure_costs
 
-ROWS = range(1, MAX_DEPTH + 2)
+ROWS = range(1, MAX_DRAFT_TOKENS + 2)
 LINEAR = [float(rows) for rows in ROWS]
 
 
@@ -21,7 +21,7 @@ def test_costs_follow_plain_steps_and_steps_with_drafts() -> None:
     assert costs.seconds(1) == 2.0
     assert costs.seconds(4) == costs.most_seconds(4) == costs.seconds(3) == pytest.approx(5.0)
     assert costs.seconds(5) == pytest.approx(6.25), "dearer by the same share"
-    assert costs.seconds(MAX_DEPTH + 2) == costs.most_seconds(MAX_DEPTH + 2) == math.inf
+    assert costs.seconds(MAX_DRAFT_TOKENS + 2) == costs.most_seconds(MAX_DRAFT_TOKENS + 2) == math.inf
 
 
 def test_what_was_measured_beforehand_is_overridden_by_two_steps() -> None:
@@ -93,7 +93,7 @@ def test_slow_passes_are_few_and_what_lies_between_is_interpolated(monkeypatch: 
     clock = Clock(1.0)
     seconds, is_calm = measured(clock, 64, monkeypatch)
     assert seconds == pytest.approx([1.0 + rows for rows in ROWS]) and is_calm
-    assert len(clock.sizes) < 20 and max(clock.sizes) == MAX_DEPTH + 1
+    assert len(clock.sizes) < 20 and max(clock.sizes) == MAX_DRAFT_TOKENS + 1
     assert measured(Clock(1.0), 3, monkeypatch)[0] == pytest.approx([2.0, 3.0, 4.0])
     assert measured(Clock(1.0), 1, monkeypatch)[0] == pytest.approx([2.0])
 

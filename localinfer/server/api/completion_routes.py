@@ -23,7 +23,7 @@ from localinfer.server.transport.json_body import read_json
 
 if TYPE_CHECKING:
     from localinfer.llm import LLM
-    from localinfer.sampling.logprobs import TokenLogprobs
+    from localinfer.sampling.filters import TokenLogprobs
 
 _MOST_PROMPTS = 64
 

@@ -14,7 +14,7 @@ from localinfer.server.transport.known_fields import COMPLETIONS
 
 if TYPE_CHECKING:
     from localinfer.models.text.tokenizer import Tokenizer
-    from localinfer.sampling.logprobs import TokenLogprobs
+    from localinfer.sampling.filters import TokenLogprobs
     from localinfer.stream import StreamEvent
 
 _DEFAULT_TOKENS = 16

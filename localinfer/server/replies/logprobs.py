@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from localinfer.models.text.tokenizer import Tokenizer
-    from localinfer.sampling.logprobs import TokenLogprobs
+    from localinfer.sampling.filters import TokenLogprobs
 
 _LEAST = -9999.0
 """What both formats write for a token that is ruled out: JSON has no infinity."""

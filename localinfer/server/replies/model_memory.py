@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass, replace
 
-from localinfer.cache.sliding_window import SlidingWindow
+from localinfer.cache.block_pool import SlidingWindow
 from localinfer.errors import OutOfMemoryError
 from localinfer.kernels.cpu.lower import MAX_BATCH_ROWS
 from localinfer.kernels.kv_layout import KVLayout

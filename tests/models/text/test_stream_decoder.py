@@ -7,8 +7,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from localinfer.errors import RequestError
-from localinfer.models.text.stop_matcher import StopMatcher
-from localinfer.models.text.stream_decoder import StreamDecoder
+from localinfer.models.text.stream_decoder import StopMatcher, StreamDecoder
 from localinfer.models.text.tokenizer import Tokenizer
 from tests.models.text.vocabularies import REAL, bpe_metadata, real_tokenizer, spm_metadata
 
