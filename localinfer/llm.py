@@ -22,7 +22,7 @@ from localinfer.engine.engine import Engine
 from localinfer.engine.scheduler import EngineLimits
 from localinfer.errors import RequestError, SessionFileError
 from localinfer.options import CheckedOptions, GenerationOptions, check_options
-from localinfer.stream import Completion, EncodedPrompt, TextStream
+from localinfer.stream import Completion, EncodedPrompt, StreamEvent, TextStream
 
 if TYPE_CHECKING:
     from localinfer.cache.eviction import KVEviction

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from localinfer.arguments import check_callable, check_number, check_path, shown
-from localinfer.cache.block_pool import KVLayout, PagePool
+from localinfer.cache.block_pool import PagePool
 from localinfer.cache.sequence import SequenceCache, forward
 from localinfer.engine.scheduler import EngineLimits
 from localinfer.errors import BackendUnavailableError, ModelFileError, RequestError
+from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.program import MeasurableProgram, Program
 from localinfer.llm import LLM
 from localinfer.models.load.measurements import get_measurement, put_measurement

@@ -17,7 +17,8 @@ from localinfer.engine.request import NO_TOKEN, FinishReason
 from localinfer.errors import RequestError
 from localinfer.models.text.stream_decoder import StopMatcher, StreamDecoder
 from localinfer.options import CheckedOptions
-from localinfer.sampling.sampler import TokenLogprobs, TokenMask
+from localinfer.sampling.filters import TokenLogprobs
+from localinfer.sampling.sampler import TokenMask
 from localinfer.speculation.verify import SpeculationRecord
 
 if TYPE_CHECKING:

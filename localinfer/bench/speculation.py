@@ -4,22 +4,14 @@ import time
 from collections.abc import Sequence
 from typing import cast
 
-from localinfer.bench.decode import (
-    STREAM_PROMPT,
-    BenchSettings,
-    ProgressCallback,
-    Record,
-    check_context,
-    model_record,
-    summarize,
-)
+from localinfer.bench.decode import STREAM_PROMPT, BenchSettings, ProgressCallback, check_context, model_record
 from localinfer.bench.figures import Record, summarize
 from localinfer.describe import describe_file
 from localinfer.engine.engine import Engine
 from localinfer.errors import RequestError
 from localinfer.loading import make_speculation
 from localinfer.models.load.loader import Model, load_model
-from localinfer.sampling.sampler import SamplingParams
+from localinfer.sampling.params import SamplingParams
 from localinfer.speculation.verify import SpeculationRecord
 
 _PROMPT_IDS = (1, 2, 3, 4)

@@ -40,8 +40,9 @@ class _Bench(click.Group):
                 message = f"{error.option_name} has no meaning with --{names[0]}; leave it out."
                 raise click.UsageError(message, error.ctx) from None
             if owners:
-                flags, commands = (map(form.format, owners) for form in ("--{}", f"`localinfer {info_name} {{}}`"))
-                message = f"{error.option_name} is for {' or '.join(flags)}; use {' or '.join(commands)}."
+                flags = " or ".join(f"--{owner}" for owner in owners)
+                commands = " or ".join(f"`localinfer {info_name} {owner}`" for owner in owners)
+                message = f"{error.option_name} is for {flags}; use {commands}."
                 raise click.UsageError(message, error.ctx) from None
             raise
 

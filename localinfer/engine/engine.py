@@ -23,7 +23,8 @@ from localinfer.engine.scheduler import EngineLimits, Generation, Scheduler
 from localinfer.errors import ContextLengthError, OutOfMemoryError, RequestError
 from localinfer.kernels.ops import FloatArray
 from localinfer.kernels.program import Program
-from localinfer.sampling.sampler import SamplingParams, SamplingPlan, TokenMask, not_finite_error
+from localinfer.sampling.params import SamplingParams
+from localinfer.sampling.sampler import SamplingPlan, TokenMask, not_finite_error
 from localinfer.speculation.verify import Speculation
 
 if TYPE_CHECKING:

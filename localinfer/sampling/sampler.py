@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import ModelFileError, RequestError
-from localinfer.kernels.cpu.sampling import NOT_FINITE, NOTHING_LEFT, RowSampler, adjust, uniforms
+from localinfer.kernels.cpu.kernel_abi import NOT_FINITE, NOTHING_LEFT
+from localinfer.kernels.cpu.sampling import RowSampler, adjust, uniforms
 from localinfer.kernels.cuda.sampling import UNDECIDED, Draw, DrawingProgram
 from localinfer.kernels.program import Batch, Program
 from localinfer.sampling.filters import (
