@@ -25,18 +25,18 @@ class GenerationOptions(SamplingOptions, total=False):
     max_tokens: most tokens to add; None, the default, sets no limit but the end of the context.
     stop: a text or several that end the completion; the stop text itself is left out. In a chat they are looked for in
         the content only, not in reasoning or tool calls.
-    ignore_eos: go on past end tokens.
-    context_shift: where the context ends, go on with the system message and the recent half of the rest, instead of
-        ending (or, for a prompt, refusing); `stats.dropped_tokens` says how much was left out.
+    ignore_eos: continue past end tokens.
+    context_shift: at the end of the context, continue with the system message and the recent half of the rest, instead
+        of ending (or, for a prompt, refusing); `stats.dropped_tokens` says how much was left out.
     pin_cache: keep this prompt and completion in memory longer than others.
     prediction: text, or token ids, that the completion is likely to have, such as the file to be edited: where it has,
         the completion comes faster. It changes speed only, and nothing where speculation is off.
     constraint: what the completion has to be: a JsonObject, JsonSchema, Regex or Grammar of `localinfer`. It then
         ends with an end token, or incomplete at max_tokens; penalties, seeds and drafts work as ever. In a chat it
         counts for the content, after the reasoning; the model may still call a tool instead.
-    dry_sequence_breakers: texts whose tokens no repetition goes across, for dry_multiplier; special tokens are
-        breakers always. Without them: a new line, a colon, a quotation mark and an asterisk.
-    owner: whom it is for, anything hashable, such as a connection: prompts of several owners are computed in turns.
+    dry_sequence_breakers: texts whose tokens no repetition goes across, for dry_multiplier; special tokens always are.
+        Without them: a new line, a colon, a quotation mark and an asterisk.
+    owner: anything hashable, such as a connection: prompts of several owners are computed in fair round-robin.
     The rest is described, with its defaults, at `localinfer.sampling.params.SamplingParams`.
     """
 

@@ -1,9 +1,9 @@
-"""One generation as text: options in, events out, with what it cost. Text is above this file, token ids below it."""
+"""One generation as text: options in, events out, and what it cost. The engine below knows token ids only."""
 
 import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,17 +36,16 @@ CompletionEnd = FinishReason | Literal["tool_calls"]
 class Stats:
     """What a generation was and cost.
 
-    prompt_tokens: tokens of the prompt; cached_tokens: those whose keys and values were at hand already. cache_miss:
-    why not more of them were, in words; None where nothing stood in the way. dropped_tokens: left out by
-    `context_shift`.
+    prompt_tokens: tokens of the prompt; cached_tokens: those whose keys and values were cached. cache_miss: why not
+    more of them were, in words; None if nothing stood in the way. dropped_tokens: left out by `context_shift`.
     completion_tokens: tokens sampled, an end token included. time_to_first_token_seconds: from the call, tokenizing
     included, 0 if there is none. decode_tokens_per_second: of the tokens after the first, without the time the caller
-    took between them; 0 if there are none. drafted_tokens, accepted_tokens: guessed by speculation, and right.
+    took between them; 0 if there are none. drafted_tokens, accepted_tokens: of speculation.
     drafted_by_position, accepted_by_position: the same by place in the draft. tokens_per_pass: decoded per pass of the
     model, 1 without speculation. speculation_speedup: over plain steps, as measured.
     seed: the one given, or drawn; with it the same options give the same text. stop_text: the one of the option `stop`
-    that ended it, if one did. waited_seconds: for a place among those that run. notices: what did not go as was asked,
-    in words: a drafter that failed and was switched off, memory that ended before the text did.
+    that ended it, if one did. waited_seconds: before it was admitted. notices: deviations from what was asked, in
+    words: a drafter that failed and was switched off, memory that ended before the text did.
     """
 
     prompt_tokens: int
@@ -144,7 +143,7 @@ class TextStream(Closing, Iterator[StreamEvent]):
                     "ignore_eos was given, but a text that is constrained, or may call tools, has to end",
                     field="ignore_eos",
                 )
-            plan = engine.plan(replace(options.sampling, seed=plan.seed), mask)
+            plan = engine.plan(replace(plan.params, seed=plan.seed), mask)
         self._tokens = engine.generate(
             prompt_ids,
             plan,
@@ -185,7 +184,7 @@ class TextStream(Closing, Iterator[StreamEvent]):
         self._token_ids: list[int] = []
         self._seed = plan.seed
         self._logprobs = plan.logprobs
-        self._returns_logprobs = options.sampling.logprobs is not None
+        self._returns_logprobs = plan.params.logprobs is not None
         self._first_token_seconds = 0.0
         self._decode_seconds = 0.0
         self._preparation_seconds = time.perf_counter() - options.began
@@ -210,7 +209,7 @@ class TextStream(Closing, Iterator[StreamEvent]):
             notices=tuple(
                 record.notices if record.speculation is None else record.notices + record.speculation.all_notices
             ),
-            **_speculation_stats(record.speculation),
+            **(record.speculation or SpeculationRecord()).stats(),
         )
 
     @property
@@ -335,17 +334,3 @@ def _make_mask(
     if reply is not None:
         return reply.mask(constraints, tokenizer, constraint, start=start, vocab_size=vocab_size)
     return None if constraint is None else constraints.mask(constraint, start=start)
-
-
-def _speculation_stats(record: SpeculationRecord | None) -> dict[str, Any]:
-    if record is None or not record.forward_passes:
-        return {"drafted_tokens": 0, "accepted_tokens": 0}
-    deepest = max((index + 1 for index, count in enumerate(record.drafted) if count), default=0)
-    return {
-        "drafted_tokens": sum(record.drafted),
-        "accepted_tokens": sum(record.accepted),
-        "drafted_by_position": tuple(record.drafted[:deepest]),
-        "accepted_by_position": tuple(record.accepted[:deepest]),
-        "tokens_per_pass": record.decoded_tokens / record.forward_passes,
-        "speculation_speedup": record.speedup,
-    }

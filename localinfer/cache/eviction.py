@@ -1,11 +1,10 @@
-"""Which pages a sequence of bounded memory keeps: the first, the recent ones, and those that attention went to.
+"""KV eviction: which pages a sequence of bounded memory keeps: attention sinks, recent pages and heavy hitters.
 
-The first page holds the positions that models use as a place for attention that is wanted nowhere else (StreamingLLM,
-arXiv 2309.17453); of the pages between it and the recent half, those stay that got most attention so far (heavy
-hitters as in H2O, arXiv 2306.14048, for all heads and layers together and by whole pages). What stays keeps its
-positions, so nothing is rotated anew, and the model's context still ends where it ended.
+The first page holds the attention sinks (StreamingLLM, arXiv 2309.17453); of the pages between it and the recent half,
+those stay that got most attention so far (heavy hitters as in H2O, arXiv 2306.14048, for all heads and layers together
+and by whole pages). What stays keeps its positions, so nothing is rotated again, and the context's end is unchanged.
 
-This is an approximation: what is computed after a page was let go is not what the model says to the whole text.
+This is an approximation: what is computed after a page was dropped is not what the model says to the whole text.
 """
 
 import math
@@ -29,7 +28,7 @@ class KVEviction:
     """How many positions a sequence holds between two batches: at most `tokens`, in whole pages.
 
     batch_tokens: the most that one batch adds, so that `max_tokens` is what a sequence ever holds. sink_pages: kept at
-    the beginning. recent_share: of all pages, those that are kept at the end; the others are for what got attention.
+    the beginning. recent_share: of all pages, those kept at the end; the others are for heavy hitters.
     """
 
     tokens: int
@@ -61,12 +60,12 @@ class KVEviction:
         return (self.num_pages + 1) * self.page_tokens + self.batch_tokens
 
     def surplus(self, mass: NDArray[np.float32]) -> NDArray[np.int64]:
-        """Indices, in order, of the pages to let go of a sequence whose pages got this much attention, float32[n]."""
+        """Indices, in order, of the pages to drop of a sequence whose pages got this much attention, float32[n]."""
         count = mass.size - self.num_pages
         if count <= 0:
             return np.zeros(0, np.int64)
         between = mass[self.sink_pages : mass.size - self.recent_pages]
-        # Of pages that nobody looked at, the oldest goes first.
+        # Of pages without attention, the oldest goes first.
         lightest = np.argsort(between, kind="stable")[:count]
         return np.sort(lightest) + self.sink_pages
 

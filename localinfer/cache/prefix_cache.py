@@ -1,6 +1,6 @@
-"""The cache as the engine uses it: a new sequence starts with all that is known of its prompt, and leaves all it knew.
+"""The prefix cache as the engine uses it: a new sequence starts with all that is cached of its prompt, and is cached.
 
-It joins the page pool, the prefix tree and, where there is one, a tier below (disk), and explains what was not found.
+It combines the page pool, the prefix tree and, if there is one, a tier below (disk), and explains misses.
 """
 
 from collections import Counter
@@ -35,9 +35,9 @@ _SHOWN_TOKENS = 8
 class CacheMiss:
     """The first place where a prompt was not found, and why.
 
-    position: of the first token that had to be computed though something of the kind was cached, or might have been.
-    before, cached, wanted: token ids around it: those both share, those cached next, those the prompt has instead.
-    detail: what is to be added in words; may be empty. until: how many tokens are cached, if more than are used.
+    position: of the first token that had to be computed though something like it is, or was, cached. before, cached,
+    wanted: token ids around it: those both share, those cached next, those the prompt has instead. detail: more words,
+    may be empty. until: how many tokens are cached, if more than are used.
     """
 
     cause: CacheMissCause
@@ -49,14 +49,16 @@ class CacheMiss:
     until: int = 0
 
     def describe(self, tokenizer: "Tokenizer | None") -> str:
-        """Say it in one sentence, with texts where there is a tokenizer and token ids where there is none."""
+        """In one sentence, with texts if there is a tokenizer, or else token ids."""
         if self.cause == "empty":
             return "nothing was cached yet"
         if self.cause == "evicted":
             return f"from token {self.position} on it was cached once and was evicted for lack of memory"
         if self.cause == "windowed":
-            what = f"of tokens {self.position} to {self.until} the model's sliding-window layers keep nothing"
-            return f"{what}, so they are computed again"
+            return (
+                f"of tokens {self.position} to {self.until} the model's sliding-window layers keep nothing, so they "
+                "are computed again"
+            )
         if self.cause == "foreign":
             return f"what is stored cannot be used: {self.detail}"
         who = "the chat template wrote an earlier message anew" if self.cause == "template" else "the text differs"
@@ -72,7 +74,7 @@ class CacheCounters:
     """What the cache has done since the model was loaded.
 
     prompts: that were looked up; hits: those of which at least one token was found. prompt_tokens, cached_tokens:
-    their tokens, and those found. misses: prompts that were not found as far as they might have been, by cahints.
+    their tokens, and those found. misses: prompts that were not found as far as they might have been, by cause.
     """
 
     prompts: int = 0
@@ -84,11 +86,11 @@ class CacheCounters:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheHints:
-    """How a generation's ids are to be kept.
+    """How a generation's ids are to be cached.
 
     system_tokens: how many at the start of the prompt other prompts share; they are evicted after ordinary ones.
-    is_pinned: all of them are evicted last. history: int32, ids that the prompt repeats in other words; where it
-    parts from them, its chat template is the cahints.
+    is_pinned: all of them are evicted last. history: int32, ids of the chat so far; where the prompt parts from them,
+    its chat template is the cause.
     """
 
     system_tokens: int = 0
@@ -97,7 +99,7 @@ class CacheHints:
 
 
 class Admission(NamedTuple):
-    """A sequence that holds what was cached of its prompt, how many tokens that is, and why not more, if it is told."""
+    """A sequence that holds what was cached of its prompt, how many tokens that is, and why not more, if known."""
 
     sequence: SequenceCache
     cached_tokens: int
@@ -105,7 +107,7 @@ class Admission(NamedTuple):
 
 
 class CacheTier(Protocol):
-    """A slower memory under the tree, such as the disk. It is called by whoever holds the engine's lock."""
+    """A slower memory under the tree, such as the disk; called under the step lock."""
 
     def restore(self, token_ids: TokenIds, cached_tokens: int) -> str | None:
         """Put more of a prompt into the tree than the `cached_tokens` it holds, if there is more.
@@ -115,20 +117,20 @@ class CacheTier(Protocol):
         ...
 
     def on_evict(self, path: CachedPath, kept_tokens: int) -> None:
-        """Take note that only `kept_tokens` of a path will stay in memory; its pages are valid during the call."""
+        """Called when only `kept_tokens` of a path will stay in memory; its pages are valid during the call."""
         ...
 
     def on_idle(self, token_ids: TokenIds) -> None:
-        """Take note that a sequence has ended whose ids, all of them computed, are in the tree now."""
+        """Called when a sequence has ended whose ids, all of them computed, are in the tree now."""
         ...
 
 
 class PrefixCache:
-    """Pages, tree and tier of one model. One thread at a time: every call is made by who holds the engine's lock.
+    """Pages, tree and tier of one model. One thread at a time, under the step lock.
 
     `last_retired` is the text that ended last, as token ids, whether or not it is still cached. batch_tokens: the most
-    that one batch adds to a sequence. window: bounds what each sequence holds; what is computed after it has let pages
-    go is an approximation, and never enters the tree.
+    that one batch adds to a sequence. window: bounds what each sequence holds; what is computed after it has dropped
+    pages is an approximation, and never enters the tree.
     """
 
     def __init__(
@@ -165,7 +167,7 @@ class PrefixCache:
             )
 
     def has_room(self, token_ids: TokenIds, held: Sequence[SequenceCache]) -> bool:
-        """Whether memory holds one more sequence of these ids, beside those held and a page more for each of them."""
+        """Whether one more sequence of these ids fits, beside those held and a page more for each of them."""
         pool = self.pool
         if pool.max_bytes is None:
             return True
@@ -186,7 +188,7 @@ class PrefixCache:
     def admit(self, token_ids: TokenIds, hints: CacheHints, *, is_prompt: bool = True) -> Admission:
         """Return a sequence for a prompt, with all of it that is cached but its last token, whose logits are wanted.
 
-        is_prompt: it is one, and counts as one; a sequence that goes on within a generation is not.
+        is_prompt: it counts as one; a sequence that continues a generation does not.
         """
         prefix = self._reusable(token_ids)
         match = self.tree.match(prefix)
@@ -195,7 +197,7 @@ class PrefixCache:
             refusal = self._tier.restore(prefix, match.usable)
             match = self.tree.match(prefix)
         sequence = self.open()
-        # Where texts part, and where a prompt ends or what it shares with others, more of them are likely to begin.
+        # Others are likely to continue from where texts part, and where a prompt, or its shared prefix, ends.
         sequence.pin_window(match.length, token_ids.size, min(hints.system_tokens, token_ids.size))
         self._take(sequence, match)
         if not is_prompt:
@@ -205,11 +207,11 @@ class PrefixCache:
         return Admission(sequence, sequence.length, miss)
 
     def extend(self, sequence: SequenceCache, token_ids: TokenIds) -> int:
-        """Take over what others have computed of a prompt since; return how many positions that saves."""
+        """Adopt what others have computed of a prompt since; return how many positions that saves."""
         match = self.tree.match(self._reusable(token_ids))
         before = sequence.length
         if match.length > max(before, match.usable):
-            # Others that wait will find what this one computes there now.
+            # Requests that wait can continue from what this one computes there.
             sequence.pin_window(match.length)
         if match.usable <= before:
             return 0
@@ -219,7 +221,7 @@ class PrefixCache:
         return saved
 
     def publish(self, sequence: SequenceCache, token_ids: TokenIds, hints: CacheHints) -> None:
-        """Make the full pages of a sequence that goes on findable; `token_ids` are at least those of its positions."""
+        """Cache the full pages of a sequence in use; `token_ids` are at least those of its positions."""
         if not sequence.is_exact:
             return
         self._insert(sequence, token_ids[: sequence.length - sequence.length % self.pool.page_tokens], hints)
@@ -238,11 +240,11 @@ class PrefixCache:
             self._tier.on_idle(known)
 
     def clear(self) -> None:
-        """Forget everything that no running sequence uses."""
+        """Evict everything that no running sequence uses."""
         self.tree.clear()
 
     def _reusable(self, token_ids: TokenIds) -> TokenIds:
-        """What a sequence may take over of a prompt: all but its last token, and no more than its window holds."""
+        """What a sequence may adopt of a prompt: all but its last token, and no more than its window holds."""
         prefix = token_ids[:-1]
         return prefix if self._window is None else prefix[: self._window.num_pages * self.pool.page_tokens]
 
@@ -254,7 +256,7 @@ class PrefixCache:
         self.tree.insert(token_ids, pages, windowed, system_tokens=hints.system_tokens, is_pinned=hints.is_pinned)
 
     def _take(self, sequence: SequenceCache, match: Match) -> None:
-        """Let a sequence share a match's full pages and have its own copy of a last one that is not full."""
+        """Make a sequence share a match's full pages and copy a last one that is not full."""
         if not match.usable:
             return
         self.tree.touch(match.node)

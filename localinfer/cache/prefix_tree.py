@@ -1,11 +1,11 @@
-"""What was computed once, found again: a radix tree from token ids to the pages that hold them.
+"""The prefix tree: a radix tree from token ids to the pages that hold them.
 
 Every node stands for a run of token ids that begins at a multiple of the page size; only a leaf may end inside a page.
 So a page belongs to one node, and texts that part inside a page each have a page of their own for it. The tree holds
-each of its pages once; a page that somebody else holds too is in use and stays.
+one reference to each of its pages; a page with more is in use and stays.
 
-Of a model whose layers have sliding windows, it holds the windowed part of those pages only that the sequence held
-which computed a text last: before its end, and before the places where others are likely to go on from.
+With sliding-window layers, it holds only the sliding-window blocks that the sequence which computed a text last held:
+before its end, and before the places that others are likely to continue from.
 """
 
 from collections import deque
@@ -21,14 +21,14 @@ from localinfer.cache.block_pool import BoolArray, PageNumbers, PagePool
 TokenIds = NDArray[np.int32]
 
 _EVICTION_SHARE = 64
-"""When memory ends, at least this part of all pages is freed at once, so that the next page does not ask again."""
-_REMEMBERED_TEXTS = 256
-_REMEMBERED_TOKENS = 1 << 20
-"""Texts that were evicted, and token ids of them, kept to say so when they come back."""
+"""When memory ends, at least this part of all pages is freed at once, so that the next page does not evict again."""
+_MOST_EVICTED_TEXTS = 256
+_MOST_EVICTED_TOKENS = 1 << 20
+"""Evicted texts, and token ids of them, kept to explain later misses."""
 
 
 class Priority(IntEnum):
-    """What is evicted first: the lower. Within a priority it is the least recently used."""
+    """The lower is evicted first; within a priority the least recently used."""
 
     ORDINARY = 0
     SYSTEM = 1
@@ -36,7 +36,11 @@ class Priority(IntEnum):
 
 
 class PrefixNode:
-    """A run of token ids after the parent's, and its pages; windowed: bool[pages], which have their windowed part."""
+    """A run of token ids after the parent's, and its pages; windowed: bool[pages], which have a sliding-window block.
+
+    heads: int32[children, page_tokens], the first page of ids of each child, -1 where it is shorter. by_first_page: the
+    children that have a whole page of ids, by its bytes. Both are made when needed, until the children change.
+    """
 
     __slots__ = (
         *("by_first_page", "children", "heads", "last_used", "pages", "parent", "priority", "token_ids"),
@@ -60,12 +64,10 @@ class PrefixNode:
         self.last_used = last_used
         self.children: list[PrefixNode] = []
         self.heads: TokenIds | None = None
-        """int32[children, page_tokens]: the first page of ids of each child, -1 where it is shorter; made when needed,
-        as is `by_first_page`: the children that have a whole page of ids, by its bytes."""
         self.by_first_page: dict[bytes, PrefixNode] | None = None
 
-    def forget_index(self) -> None:
-        """The children, or their first pages, have changed."""
+    def drop_index(self) -> None:
+        """Note that the children, or their first pages, have changed."""
         self.heads = self.by_first_page = None
 
 
@@ -73,8 +75,8 @@ class Match(NamedTuple):
     """The longest cached prefix of some token ids.
 
     pages: one per started page of `length`; the last may be valid for more than `length` demands. node: where it ends,
-    after `offset` of its ids. windowed: bool[pages], which of them have their windowed part. usable: the longest prefix
-    that a sequence can go on from; `length`, for a model without sliding windows.
+    after `offset` of its ids. windowed: bool[pages], which have their sliding-window block. usable: the longest prefix
+    that a sequence can continue from; `length`, for a model without sliding windows.
     """
 
     length: int
@@ -86,8 +88,8 @@ class Match(NamedTuple):
 
 
 class CachedPath(NamedTuple):
-    """Everything cached from the root to one leaf: token_ids int32[n], one page per started page of n, and which of
-    them have their windowed part."""
+    """All that is cached from the root to one leaf: token_ids int32[n], one page per started page of n, and which of
+    them have their sliding-window block."""
 
     token_ids: TokenIds
     pages: PageNumbers
@@ -97,12 +99,12 @@ class CachedPath(NamedTuple):
 
 
 class PrefixTree:
-    """The cached prefixes of one pool. It becomes the pool's `reclaim`. One thread at a time.
+    """The cached prefixes of one pool, whose `reclaim` it becomes. One thread at a time.
 
-    Ctrl-C may end any change between two of its lines: each first holds pages, then shows them, and lets go of what is
-    not shown any more last, so that the worst an interrupt leaves is a page that is held for nothing.
+    Ctrl-C may end any change between two of its lines: each first retains pages, then links them, and releases last
+    what is no longer linked, so that the worst an interrupt leaves is an unused page that is not freed.
 
-    `on_evict`, where it is set, is called with a path and the length that will be left of it, before pages are freed.
+    `on_evict`, if set, is called with a path and the length that will be left of it, before pages are freed.
     """
 
     def __init__(self, pool: PagePool) -> None:
@@ -110,7 +112,7 @@ class PrefixTree:
         nothing = np.zeros(0, np.int64)
         self._root = PrefixNode(nothing.astype(np.int32), nothing, nothing.astype(np.bool_), None, Priority.ORDINARY, 0)
         self._clock = 0
-        self._evicted: deque[TokenIds] = deque(maxlen=_REMEMBERED_TEXTS)
+        self._evicted: deque[TokenIds] = deque(maxlen=_MOST_EVICTED_TEXTS)
         self.num_pages = 0
         self.evicted_tokens = 0
         self.evicted_bytes = 0
@@ -123,7 +125,7 @@ class PrefixTree:
         return not self._root.children
 
     def match(self, token_ids: TokenIds) -> Match:
-        """Find the longest cached prefix; nothing changes by it."""
+        """Find the longest cached prefix; changes nothing."""
         node, offset, length = self._root, 0, 0
         runs: list[PageNumbers] = [self._root.pages]
         windowed: list[BoolArray] = [self._root.windowed]
@@ -159,9 +161,9 @@ class PrefixTree:
         system_tokens: int = 0,
         is_pinned: bool = False,
     ) -> None:
-        """Make token ids findable whose keys and values lie in `pages`, one per started page; hold what is new.
+        """Link token ids whose keys and values lie in `pages`, one per started page; retain what is new.
 
-        Where ids are cached already, the pages cached stay, unless they lack the windowed part that a new one has.
+        Where ids are cached already, their pages stay, unless they lack the sliding-window block that a new one has.
         windowed: bool[pages], which of them the caller holds with that part; None for all. system_tokens: how many ids
         at the start, rounded down to whole pages, are a system prefix. is_pinned: all of it is evicted last.
         """
@@ -186,7 +188,7 @@ class PrefixTree:
         return freed
 
     def clear(self) -> None:
-        """Forget everything that is not in use."""
+        """Evict everything that is not in use."""
         while self.num_pages and self.evict(self.num_pages):
             pass
         self._evicted.clear()
@@ -197,7 +199,7 @@ class PrefixTree:
             yield self._path_of(leaf)
 
     def continuation(self, match: Match, count: int) -> TokenIds:
-        """Up to `count` cached ids that follow a match, where it goes on as it did most recently."""
+        """Up to `count` cached ids that follow a match, along its most recently used continuation."""
         node = match.node
         ids = node.token_ids[match.offset : match.offset + count]
         while ids.size < count and node.children:
@@ -206,7 +208,7 @@ class PrefixTree:
         return ids
 
     def evicted_length(self, token_ids: TokenIds) -> int:
-        """The longest prefix that was cached at some time, as far as evicted texts are remembered."""
+        """The longest prefix that was evicted, as far as evicted texts are kept."""
         return max((common_length(ids, token_ids) for ids in self._evicted), default=0)
 
     def _insert(self, token_ids: TokenIds, pages: PageNumbers, windowed: BoolArray, priority: Priority) -> None:
@@ -245,21 +247,18 @@ class PrefixTree:
         kept, kept_windowed = leaf.pages[:whole], leaf.windowed[:whole] & windowed[:whole]
         unseen = kept[leaf.windowed[:whole] & ~kept_windowed]
         assert leaf.parent is not None, "the root is never extended"
-        leaf.parent.forget_index()
+        leaf.parent.drop_index()
         self._pool.retain(fresh, windowed[whole:])
         longer, longer_pages = token_ids.copy(), np.concatenate((kept, fresh))
         longer_windowed = np.concatenate((kept_windowed, windowed[whole:]))
-        # In one line, for Ctrl-C must not part them; so below.
+        # In one line, which Ctrl-C cannot part; so below.
         leaf.token_ids, leaf.pages, leaf.windowed = longer, longer_pages, longer_windowed
         self.num_pages += fresh.size - replaced.size
         self._pool.release(replaced, replaced_windowed)
         self._pool.release_windowed(unseen)
 
     def _take_windowed(self, node: PrefixNode, pages: PageNumbers, windowed: BoolArray) -> None:
-        """Have the first pages of a node with their windowed part where it lacks that and the same pages here have it.
-
-        A page that was computed again takes the place of the one without.
-        """
+        """Replace first pages of a node that lack a sliding-window block by the same pages computed again with one."""
         lacking = np.flatnonzero(windowed & ~node.windowed[: pages.size])
         if not lacking.size:
             return
@@ -275,12 +274,12 @@ class PrefixTree:
         self._pool.retain(pages, windowed)
         self.num_pages += pages.size
         leaf = PrefixNode(token_ids.copy(), pages.copy(), windowed.copy(), parent, priority, self._clock)
-        parent.forget_index()
+        parent.drop_index()
         parent.children.append(leaf)
         return leaf
 
     def _split(self, node: PrefixNode, length: int) -> PrefixNode:
-        """Put two nodes in the place of one, the first with `length` ids, whole pages; return the first."""
+        """Split a node in two, the first with `length` ids, whole pages; return the first."""
         parent = node.parent
         assert parent is not None and length % self._pool.page_tokens == 0, "nodes part between pages"
         num_pages = length // self._pool.page_tokens
@@ -291,7 +290,7 @@ class PrefixTree:
         upper.children, lower.children = [lower], node.children
         for child in node.children:
             child.parent = lower
-        parent.forget_index()
+        parent.drop_index()
         parent.children[parent.children.index(node)] = upper
         return upper
 
@@ -353,7 +352,7 @@ class PrefixTree:
     def _trim(self, leaf: PrefixNode, count: int) -> int:
         """Free up to `count` pages at the end of a leaf that are not in use; return how many.
 
-        Pages that no sequence could go on from any more, for want of windowed parts, are freed with them.
+        Pages that no sequence could continue from, for want of sliding-window blocks, are freed with them.
         """
         in_use = np.flatnonzero(self._pool.holders(leaf.pages) > 1)
         first_idle = int(in_use[-1]) + 1 if in_use.size else 0
@@ -364,7 +363,7 @@ class PrefixTree:
         lost = max(0, leaf.token_ids.size - kept * page_tokens)
         if self.on_evict is not None:
             self.on_evict(path, path.token_ids.size - lost)
-        self._remember(path.token_ids)
+        self._keep_evicted(path.token_ids)
         surplus, surplus_windowed = leaf.pages[kept:], leaf.windowed[kept:]
         if kept:
             ids = leaf.token_ids[: kept * page_tokens].copy()
@@ -372,7 +371,7 @@ class PrefixTree:
             leaf.token_ids, leaf.pages, leaf.windowed = ids, pages, windowed
         else:
             assert leaf.parent is not None, "the root is no leaf"
-            leaf.parent.forget_index()
+            leaf.parent.drop_index()
             leaf.parent.children.remove(leaf)
         self.num_pages -= surplus.size
         self._pool.release(surplus, surplus_windowed)
@@ -380,12 +379,12 @@ class PrefixTree:
         self.evicted_bytes += self._pool.num_bytes(surplus.size, int(surplus_windowed.sum()))
         return surplus.size
 
-    def _remember(self, token_ids: TokenIds) -> None:
-        """Keep the ids of a text that is being evicted, unless a longer one that begins so is kept already."""
+    def _keep_evicted(self, token_ids: TokenIds) -> None:
+        """Keep the ids of an evicted text, unless a longer one that begins so is kept already."""
         if self.evicted_length(token_ids) == token_ids.size:
             return
         self._evicted.append(token_ids)
-        while len(self._evicted) > 1 and sum(ids.size for ids in self._evicted) > _REMEMBERED_TOKENS:
+        while len(self._evicted) > 1 and sum(ids.size for ids in self._evicted) > _MOST_EVICTED_TOKENS:
             self._evicted.popleft()
 
 

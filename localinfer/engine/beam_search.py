@@ -1,7 +1,7 @@
-"""Beam search: the likeliest texts that a search of fixed width finds, instead of one that is drawn.
+"""Beam search: the likeliest texts that a search of fixed width finds, instead of sampling one.
 
-All beams share the pages of what they have in common: a beam that goes on in two ways is forked, and no position is
-computed twice (Freitag and Al-Onaizan, Beam Search Strategies for Neural Machine Translation, arXiv 1702.01806).
+Beams share the pages of their common prefix: a beam that continues in two ways is forked, and no position is computed
+twice (Freitag and Al-Onaizan, Beam Search Strategies for Neural Machine Translation, arXiv 1702.01806).
 """
 
 import math
@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 from localinfer.arguments import check_number
 from localinfer.cache.prefix_cache import CacheHints
 from localinfer.cache.sequence import SequenceCache, forward
-from localinfer.engine.engine import Engine
+from localinfer.engine.engine import Engine, check_max_tokens
 from localinfer.engine.request import FinishReason
-from localinfer.errors import RequestError
 from localinfer.sampling.filters import likeliest, log_total
 from localinfer.sampling.sampler import not_finite_error
 
@@ -28,7 +27,7 @@ _NO_HINTS = CacheHints()
 
 @dataclass(frozen=True)
 class Beam:
-    """A text that was found.
+    """A finished text.
 
     token_ids: what follows the prompt, a stop token included. logprob: the sum of their log probabilities. score:
     logprob / length ^ length_penalty, by which beams are compared. finish_reason: "stop" after a stop token, else
@@ -42,7 +41,7 @@ class Beam:
 
 
 class _Live(NamedTuple):
-    """A text that may go on, whose last token is not computed yet."""
+    """A text that may continue, whose last token is not computed yet."""
 
     sequence: SequenceCache
     token_ids: tuple[int, ...]
@@ -66,23 +65,20 @@ def search_beams(
 ) -> list[Beam]:
     """Return the `num_beams` best texts that the search finds, best first; fewer if there are no more.
 
-    In each step every live beam goes on with each token, and the `num_beams` likeliest results live on; one that ends
-    with a stop token is put aside, if it is among them. The search ends when no live beam can become better than what
-    was put aside. The result depends on the model and these arguments only.
+    In each step every live beam is extended by each token, and the `num_beams` likeliest results stay live; one that
+    ends with a stop token is finished, if it is among them. The search ends when no live beam can become better than
+    the finished ones. The result depends on the model and these arguments only.
 
     length_penalty: 0 compares sums, which favours short texts; 1 means per token; more favours long ones.
     Raises: RequestError, ContextLengthError, OutOfMemoryError, ClosedError, ModelFileError for logits that are not
         finite.
     """
     check_number("num_beams", num_beams, 1, MAX_BEAMS)
-    check_number("max_tokens", max_tokens, 0, none="for no limit")
+    most = check_max_tokens(max_tokens)
     hint = "1 compares means per token"
     check_number("length_penalty", length_penalty, 0, 10, kind=float, hint=hint)
-    prompt = engine.check_prompt(prompt_ids)
-    if not prompt.size:
-        raise RequestError("the prompt has no tokens; give at least one, such as the beginning-of-text token")
-    room = engine.context_length - prompt.size
-    most = room if max_tokens is None else min(int(max_tokens), room)
+    prompt = engine.check_prompt(prompt_ids, needs_tokens=True)
+    most = min(most, engine.context_length - prompt.size)
     if most == 0:
         return []
     search = _Search(engine, prompt, num_beams, most, length_penalty, frozenset(stop_token_ids))
@@ -119,7 +115,7 @@ class _Search:
         candidates = self._begin()
         for length in range(1, self._most + 1):
             with self._engine.exclusive_cache():
-                self._go_on(candidates, length)
+                self._select(candidates, length)
             if length == self._most or not self._live or self._is_decided():
                 break
             candidates = self._extend()
@@ -127,7 +123,7 @@ class _Search:
             self._finish(live.token_ids, live.logprob, "length")
 
     def close(self) -> None:
-        """Let go of the pages of all beams."""
+        """Release the pages of all beams."""
         if self._live:
             with self._engine.exclusive_cache():
                 for live in self._live:
@@ -135,7 +131,7 @@ class _Search:
             self._live = []
 
     def _begin(self) -> list[_Candidate]:
-        """Compute what is not cached of the prompt; return how it may go on."""
+        """Compute what is not cached of the prompt; return its continuations."""
         with self._engine.exclusive_cache() as cache:
             sequence = cache.admit(self._prompt, _NO_HINTS).sequence
             self._live = [_Live(sequence, (), 0.0)]
@@ -151,7 +147,7 @@ class _Search:
                 cache.publish(sequence, self._prompt, _NO_HINTS)
 
     def _extend(self) -> list[_Candidate]:
-        """Compute the last token of every live beam; return how they may go on."""
+        """Compute the last token of every live beam; return their continuations."""
         program = self._engine.program
         width = min(program.max_batch_rows, program.max_output_rows)
         candidates: list[_Candidate] = []
@@ -162,7 +158,7 @@ class _Search:
         return candidates
 
     def _compute(self, pending: list[NDArray[np.int32]], first: int) -> list[_Candidate]:
-        """Compute the ids that wait of some live beams, from `first` on; return the likeliest ways on of each."""
+        """Compute pending ids of some live beams, from `first` on; return the likeliest continuations of each."""
         live = self._live[first : first + len(pending)]
         ends = np.cumsum([ids.size for ids in pending], dtype=np.int32) - np.int32(1)
         logits = forward(self._engine.program.run, [beam.sequence for beam in live], pending, ends)
@@ -172,15 +168,15 @@ class _Search:
             if not math.isfinite(float(row.max())):
                 raise not_finite_error(self._prompt.size + len(beam.token_ids))
             total = log_total(row)
-            # Enough of them go on, even if each stop token is among them.
+            # Enough of them stay live, even if each stop token is among them.
             for token_id in likeliest(row, self._num_beams + len(self._stops)).tolist():
                 logprob = beam.logprob + (float(row[token_id]) - total)
                 if logprob > -math.inf:
                     candidates.append(_Candidate(logprob, first + index, token_id))
         return candidates
 
-    def _go_on(self, candidates: list[_Candidate], length: int) -> None:
-        """Put aside what ends, and let the best of the rest live on."""
+    def _select(self, candidates: list[_Candidate], length: int) -> None:
+        """Finish what ends, and keep the best of the rest live."""
         candidates = sorted(candidates, key=lambda one: (-one.logprob, one.parent, one.token_id))
         former = self._live
         following: list[_Live] = []
@@ -205,10 +201,10 @@ class _Search:
         del self.finished[self._num_beams :]
 
     def _is_decided(self) -> bool:
-        """Whether as many texts as are wanted were put aside, and no live beam can become better than one of them."""
+        """Whether as many texts as are wanted are finished, and no live beam can become better than one of them."""
         if len(self.finished) < self._num_beams:
             return False
-        # Probabilities only fall, but a text that goes on to the end may gain by its length.
+        # Probabilities only fall, but a longer text may gain by its length.
         best = max((live.logprob for live in self._live), default=-math.inf)
         length = self._most if self._length_penalty > 0.0 else 1
         return self.finished[-1].score >= self._score(best, length)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from localinfer.argument_checks import shown
 from localinfer.arguments import check_number
 from localinfer.cache.block_pool import PagePool, default_kv_memory
 from localinfer.cache.eviction import KVEviction
@@ -106,11 +107,15 @@ class Engine:
         return SamplingPlan(sampling, self.vocab_size, mask)
 
     def check_prompt(
-        self, prompt_ids: Sequence[int] | NDArray[np.integer], *, shifts_context: bool = False
+        self,
+        prompt_ids: Sequence[int] | NDArray[np.integer],
+        *,
+        shifts_context: bool = False,
+        needs_tokens: bool = False,
     ) -> NDArray[np.int32]:
         """Return a copy of a prompt, int32[T], proven to be token ids that fit the context, unless it may be shifted.
 
-        Raises: RequestError naming the first wrong id; ContextLengthError with both lengths.
+        Raises: RequestError naming the first wrong id, or if there has to be one; ContextLengthError with both lengths.
         """
         token_ids = self._check_ids(prompt_ids)
         if token_ids.size > self.context_length and not shifts_context:
@@ -120,6 +125,8 @@ class Engine:
                 num_tokens=token_ids.size,
                 context_length=self.context_length,
             )
+        if needs_tokens and not token_ids.size:
+            raise RequestError("the prompt has no tokens; give at least one, such as the beginning-of-text token")
         return token_ids
 
     def generate(
@@ -155,14 +162,11 @@ class Engine:
             "length" says so, and the record why. The engine stays usable after each but ClosedError.
         """
         self.check_usable()
-        check_number("max_tokens", max_tokens, 0, none="for no limit")
-        token_ids = self.check_prompt(prompt_ids, shifts_context=context_shift)
-        if not token_ids.size:
-            raise RequestError("the prompt has no tokens; give at least one, such as the beginning-of-text token")
+        limit = check_max_tokens(max_tokens)
+        token_ids = self.check_prompt(prompt_ids, shifts_context=context_shift, needs_tokens=True)
         plan = self.plan(sampling) if isinstance(sampling, SamplingParams) else sampling
         stops = frozenset() if ignore_eos else frozenset(stop_token_ids)
-        room = sys.maxsize - token_ids.size if context_shift else self.context_length - token_ids.size
-        limit = room if max_tokens is None else min(int(max_tokens), room)
+        limit = min(limit, (sys.maxsize if context_shift else self.context_length) - token_ids.size)
         is_whole = token_ids.size <= self.context_length
         head = token_ids if is_whole else shortened(token_ids, cache_hints, self.context_length)
         self._cache.check_fits(head.size)
@@ -268,12 +272,13 @@ class Engine:
             )
         is_one = name == "prediction"
         raise RequestError(
-            f"{name} {'is' if is_one else 'are'} {_shorten(values)}; give a flat list or one-dimensional array of "
+            f"{name} {'is' if is_one else 'are'} {shown(values)}; give a flat list or one-dimensional array of "
             "whole numbers",
             field=name if is_one else None,
         )
 
 
-def _shorten(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+def check_max_tokens(max_tokens: object) -> int:
+    """Return the limit of a completion; None sets none. Raises: RequestError."""
+    limit = check_number("max_tokens", max_tokens, 0, none="for no limit")
+    return sys.maxsize if limit is None else int(limit)

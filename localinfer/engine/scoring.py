@@ -7,7 +7,6 @@ from numpy.typing import NDArray
 
 from localinfer.arguments import check_number
 from localinfer.engine.engine import Engine
-from localinfer.errors import RequestError
 from localinfer.kernels.program import Program
 from localinfer.models.decoder.pooling import Pooling
 from localinfer.sampling.filters import TokenLogprobs, token_logprobs
@@ -20,7 +19,7 @@ def score_tokens(
 
     Raises: as `Engine.check_prompt`; RequestError for no tokens; OutOfMemoryError, ClosedError.
     """
-    tokens = _checked(engine, token_ids)
+    tokens = engine.check_prompt(token_ids, needs_tokens=True)
     top = check_number("top", top, 0, engine.vocab_size)
     scores: list[TokenLogprobs | None] = [None]
     for start, logits in engine.outputs(program, tokens):
@@ -36,7 +35,7 @@ def embed_tokens(
 
     program: ends at the hidden states. Raises: as `score_tokens`.
     """
-    tokens = _checked(engine, token_ids)
+    tokens = engine.check_prompt(token_ids, needs_tokens=True)
     pooled: NDArray[np.float64] | None = None
     for start, hidden in engine.outputs(program, tokens):
         match pooling:
@@ -50,10 +49,3 @@ def embed_tokens(
     assert pooled is not None, "a prompt has tokens"
     length = float(np.sqrt(pooled @ pooled))
     return (pooled / length if length > 0 else pooled).astype(np.float32)
-
-
-def _checked(engine: Engine, token_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int32]:
-    tokens = engine.check_prompt(token_ids)
-    if not tokens.size:
-        raise RequestError("the prompt has no tokens; give at least one, such as the beginning-of-text token")
-    return tokens

@@ -1,8 +1,8 @@
-"""How many tokens to draft: the depth of most expected tokens per second, from what was measured, and 0 is a choice.
+"""How many tokens to draft: the length of most expected tokens per second, from what was measured; 0 is a choice.
 
-A round of depth k computes k + 1 rows and yields 1 + a1 + a1 a2 + ... tokens, a_i the chance that the i-th drafted
-token is accepted after those before it. What rows cost on this machine is measured (`VerificationCosts`); the chances
-are running estimates per kind of draft (`Acceptance`), kept across generations.
+A round with k drafted tokens computes k + 1 rows and yields 1 + a1 + a1 a2 + ... tokens, a_i the probability that the
+i-th drafted token is accepted after those before it. What rows cost on this machine is measured (`VerificationCosts`);
+the probabilities are running estimates per kind of draft (`Acceptance`), kept across generations.
 """
 
 import math
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from localinfer.speculation.verification_costs import MAX_DRAFT_TOKENS, VerificationCosts
 
 _PRIOR_WEIGHT = 3.0
-"""Tokens' worth of belief in a chance before anything was counted."""
+"""Tokens that the prior counts as."""
 _MEMORY = 0.985
 """Share of every count that is left after another draft of its kind: about the last 67 count."""
 _FIRST_PROBE, _LAST_PROBE = 4, 512
@@ -21,44 +21,42 @@ _LEAST_GAIN = 1.01
 
 
 class Acceptance:
-    """Running chance, per place in a draft of one kind, that its token is accepted after those before it."""
+    """Running probability, per place in a draft of one kind, that its token is accepted after those before it."""
 
     def __init__(self, prior: float) -> None:
         self._prior = prior
         self._accepted = [0.0] * MAX_DRAFT_TOKENS
         self._tried = [0.0] * MAX_DRAFT_TOKENS
-        self._chances: list[float] | None = None
+        self._probabilities: list[float] | None = None
         self._rounds_to_probe = 0
         self._next_probe = _FIRST_PROBE
 
     def probabilities(self) -> Sequence[float]:
         """The estimates; a place that was hardly tried leans on the one before it.
 
-        Once a token was right the draft is likelier to be on the way: in prose and code the second chance was close to
-        the square root of the first, whatever that was, and later ones to the second.
+        Once a token was right the draft is likelier to be on the way: in prose and code the second probability was
+        close to the square root of the first, whatever that was, and later ones to the second.
         """
-        if self._chances is None:
-            belief = self._prior
-            chances: list[float] = []
+        if self._probabilities is None:
+            estimate = self._prior
+            found: list[float] = []
             for accepted, tried in zip(self._accepted, self._tried, strict=True):
-                expected = math.sqrt(belief) if len(chances) == 1 else belief
-                belief = (accepted + _PRIOR_WEIGHT * expected) / (tried + _PRIOR_WEIGHT)
-                chances.append(belief)
-            self._chances = chances
-        return self._chances
+                prior = math.sqrt(estimate) if len(found) == 1 else estimate
+                estimate = (accepted + _PRIOR_WEIGHT * prior) / (tried + _PRIOR_WEIGHT)
+                found.append(estimate)
+            self._probabilities = found
+        return self._probabilities
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         """Count one verified draft: the tokens accepted, and the first that was not."""
-        self._accepted = [value * _MEMORY for value in self._accepted]
-        self._tried = [value * _MEMORY for value in self._tried]
-        for index in range(min(num_drafted, num_accepted)):
-            self._accepted[index] += 1.0
-        for index in range(min(num_drafted, num_accepted + 1)):
-            self._tried[index] += 1.0
-        self._chances = None
+        for counts, most in ((self._accepted, num_accepted), (self._tried, num_accepted + 1)):
+            counts[:] = [value * _MEMORY for value in counts]
+            for index in range(min(num_drafted, most)):
+                counts[index] += 1.0
+        self._probabilities = None
 
     def stop_probing(self) -> None:
-        """Note that this kind promises a gain, so that the next time it does not, probes begin anew."""
+        """Note that this kind promises a gain, so that the next time it does not, probes start over."""
         self._next_probe = _FIRST_PROBE
         self._rounds_to_probe = 0
 
@@ -73,7 +71,7 @@ class Acceptance:
 
 
 def best_draft_length(
-    chances: Sequence[float],
+    probabilities: Sequence[float],
     costs: VerificationCosts,
     most: int,
     *,
@@ -82,20 +80,20 @@ def best_draft_length(
     other_rows: int = 0,
     other_tokens: int = 0,
 ) -> tuple[int, float]:
-    """Return the depth of most expected tokens per second, up to `most`, and how many times plain speed that is.
+    """Return the draft length of most expected tokens per second, up to `most`, and that speed over plain decoding.
 
     seconds_per_token, seconds_per_draft: what drafting itself costs. other_rows: rows of other sequences in the same
-    pass, and other_tokens what they yield; the pass takes longer for those too, so depth shrinks as a batch grows.
+    pass, and other_tokens what they yield; the pass takes longer for those too, so drafts shrink as a batch grows.
     """
     ratios, plain = costs.ratios(), costs.seconds(1)
     drafting, per_token = seconds_per_draft / plain, seconds_per_token / plain
     scale = ratios[other_rows] / (other_tokens + 1) if other_rows < len(ratios) else 0.0
     best, best_rate = 0, _LEAST_GAIN
-    tokens = chance = 1.0
-    for depth in range(1, min(most, costs.max_draft_tokens - other_rows) + 1):
-        chance *= chances[depth - 1]
-        tokens += chance
-        rate = scale * (other_tokens + tokens) / (ratios[other_rows + depth] + drafting + depth * per_token)
+    tokens = probability = 1.0
+    for length in range(1, min(most, costs.max_draft_tokens - other_rows) + 1):
+        probability *= probabilities[length - 1]
+        tokens += probability
+        rate = scale * (other_tokens + tokens) / (ratios[other_rows + length] + drafting + length * per_token)
         if rate > best_rate:
-            best, best_rate = depth, rate
+            best, best_rate = length, rate
     return best, best_rate if best else 1.0

@@ -1,6 +1,6 @@
-"""Drafts of a small model of the same vocabulary, with pages and a tree of prefixes of its own.
+"""Drafts of a small model of the same vocabulary, with a prefix cache of its own.
 
-It draws with the noise of the model it drafts for, so where the two distributions are alike the tokens mostly are too.
+It samples with the noise of the target model, so where the two distributions are alike the tokens mostly are too.
 """
 
 import time
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 _NO_HINTS = CacheHints()
 _CLOCK_MEMORY = 0.9
 _USUAL_PENDING = 2
-"""Tokens to read before drafting where nothing was rejected: the last one drafted, and the one sampled after it."""
+"""Tokens to compute before drafting where nothing was rejected: the last one drafted, and the one sampled after it."""
 _LONGEST_ROUND = 16
-"""Tokens that may have come with the last pass, so that reading them is no question."""
+"""Tokens that may have come with the last pass, whose prefill is no extra cost."""
 _FIRST_ROW = np.zeros(1, np.int32)
 _NO_ROWS = np.zeros(0, np.int32)
 
@@ -33,8 +33,8 @@ _NO_ROWS = np.zeros(0, np.int32)
 class DraftModel:
     """A model that drafts for another one; one thread at a time.
 
-    seconds_per_token, seconds_per_draft: what drafting a token takes, and what is lost around a draft;
-    seconds_per_read: reading a token of the text, many at once. Measured first, then followed.
+    seconds_per_token, seconds_per_draft: what drafting a token takes, and the overhead of a draft; seconds_per_read:
+    prefill of one token of the text, many at once. Measured first, then followed.
     """
 
     def __init__(self, model: "Model", *, target_vocab_size: int, kv_memory: int | None = None) -> None:
@@ -72,7 +72,7 @@ class DraftModel:
         return forward(self._device_sampling.run_for(outputs), (sequence,), (token_ids,), output_rows)
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """Follow what drafting so many tokens took, which says the more about a token the more there were."""
+        """Follow what drafting so many tokens took; the more there were, the more it says about one."""
         expected = self.seconds_per_draft + num_tokens * self.seconds_per_token
         surprise = (1 - _CLOCK_MEMORY) * (min(seconds, 2 * expected) - expected)
         share = num_tokens / (num_tokens + 1)
@@ -80,7 +80,7 @@ class DraftModel:
         self.seconds_per_draft = max(0.0, self.seconds_per_draft + surprise * (1 - share))
 
     def observe_reading(self, num_tokens: int, seconds: float) -> None:
-        """Follow what reading so many tokens of a text took."""
+        """Follow what the prefill of so many tokens took."""
         self.seconds_per_read += 0.5 * (seconds / num_tokens - self.seconds_per_read)
 
     def close(self) -> None:
@@ -102,8 +102,8 @@ class DraftModel:
 class DraftModelText:
     """One generation as the draft model follows it; made by `DraftModel.begin`.
 
-    reading_taken: seconds that reading the text took of the last draft. ending: why there will be no draft of this
-    text any more, in words; None while there may be.
+    reading_taken: seconds of the last draft that were prefill. ending: why there will be no more drafts of this text,
+    in words; None while there may be.
     """
 
     def __init__(self, model: DraftModel, plan: SamplingPlan) -> None:
@@ -120,8 +120,8 @@ class DraftModelText:
     def draft(self, tokens: NDArray[np.int32], out: NDArray[np.int32]) -> int:
         """Draft what follows the whole text so far, int32[T], which begins like the text of the call before.
 
-        Writes at most all of `out`, int32[K]; returns how many. None, for good, where the text outgrows what the model
-        can hold, or has tokens it does not know.
+        Writes at most all of `out`, int32[K]; returns how many: none any more where the text outgrows what the model
+        can hold, or has tokens outside its vocabulary.
         """
         model = self._model
         self.reading_taken = 0.0
@@ -145,7 +145,7 @@ class DraftModelText:
         return drafted
 
     def reading_seconds(self, num_tokens: int) -> float:
-        """What it takes before drafting begins, for a text of so many tokens: reading those since the last draft."""
+        """Seconds of prefill before drafting, for a text of so many tokens: of those since the last draft."""
         unread = num_tokens - self._num_tokens
         return self._model.seconds_per_read * unread if unread > _LONGEST_ROUND else 0.0
 
@@ -162,7 +162,7 @@ class DraftModelText:
         return 0
 
     def _catch_up(self, tokens: NDArray[np.int32], count: int) -> tuple[SequenceCache, int]:
-        """Drop what was drafted and rejected, and compute the text but its last chunk; return how much was unread."""
+        """Roll back rejected drafts, and compute the text but its last chunk; return how much was not computed yet."""
         model = self._model
         if self._sequence is None:
             self._sequence = model.cache.admit(tokens, _NO_HINTS).sequence
@@ -187,7 +187,7 @@ class DraftModelText:
     def _extend(
         self, sequence: SequenceCache, pending: NDArray[np.int32], position: int, out: NDArray[np.int32]
     ) -> int:
-        """Draw token after token; the last one is not computed."""
+        """Sample token after token; the last one is not computed."""
         model, tokens = self._model, self._tokens
         rows = np.array([pending.size - 1], np.int32)
         for index in range(out.size):

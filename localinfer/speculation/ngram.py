@@ -1,6 +1,6 @@
-"""Drafts from what was read before: prompt, output, recent conversations and the caller's prediction.
+"""N-gram drafts: from prompt, output, recent conversations and the caller's prediction.
 
-The text so far usually ends in something that occurred before; what followed there is the draft, and costs
+The text so far usually ends in something that occurred before; what followed there is the draft, found in
 microseconds. The longest match wins, and of equals the most recent (prompt lookup decoding, Saxena 2023; with a suffix
 automaton as in SAM Decoding, Hu et al., arXiv 2411.10666).
 """
@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from localinfer.kernels.cpu.token_history import Cursor, TokenHistory
 
 MAX_TOKENS = 1 << 18
-"""Tokens remembered, about 40 MB when full; then the older half is forgotten."""
+"""Tokens kept, about 40 MB when full; then the older half is evicted."""
 _MAX_TEXTS = 64
 _NO_TOKENS = np.empty(0, np.int32)
 
 
 class NgramDrafter:
-    """What was read lately, in all texts; one thread at a time."""
+    """The history of all recent texts; one thread at a time."""
 
     def __init__(self, max_tokens: int = MAX_TOKENS) -> None:
         self._max_tokens = max_tokens
@@ -28,7 +28,7 @@ class NgramDrafter:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens remembered, those of a common beginning once."""
+        """Tokens kept, those of a common prefix once."""
         return self._history.num_tokens
 
     def begin(self, prediction: NDArray[np.int32] = _NO_TOKENS) -> "NgramText":
@@ -41,8 +41,8 @@ class NgramDrafter:
         self._recent.append(cursor)
         return self._history, cursor
 
-    def _make_room(self, num_tokens: int) -> None:
-        """Forget the older half once it is full: read the newest texts again, some 0.5 us a token."""
+    def _evict_for(self, num_tokens: int) -> None:
+        """Evict the older half once it is full: insert the newest texts again, some 0.5 us a token."""
         if self._history.num_tokens + num_tokens <= self._max_tokens:
             return
         room = self._max_tokens // 2
@@ -61,7 +61,7 @@ class NgramDrafter:
 
 
 class NgramText:
-    """One text as the drafter reads it; made by `NgramDrafter.begin`."""
+    """One text in the drafter's history; made by `NgramDrafter.begin`."""
 
     def __init__(self, drafter: NgramDrafter, prediction: NDArray[np.int32]) -> None:
         self._drafter = drafter
@@ -88,10 +88,10 @@ class NgramText:
         drafter = self._drafter
         most = drafter._max_tokens // 4
         if self._history is drafter._history:
-            drafter._make_room(tokens.size - self._num_read)
+            drafter._evict_for(tokens.size - self._num_read)
         if self._history is not drafter._history:
-            # A new history kept what was read, but no place in it.
-            drafter._make_room(min(tokens.size, most) + self._prediction.size)
+            # A new history holds the tokens, but this text's cursor is of the old one.
+            drafter._evict_for(min(tokens.size, most) + self._prediction.size)
             is_first = self._history is None
             self._history, self._cursor = drafter._open()
             self._num_read = max(0, tokens.size - most)

@@ -1,8 +1,8 @@
-"""What checking drafts costs: seconds of a step by its number of rows, estimated from the steps that are really taken.
+"""What verifying drafts costs: seconds of a step by its number of rows, estimated from the steps that are taken.
 
-What was measured while the model was loaded is only where estimates begin. A row count's estimate is the lower median
-of its last three times, over the time of plain steps around them, so that neither one interruption nor one busy hour
-lasts; one that was not observed lately sinks until it is worth another try.
+What was measured at load time is only the prior. A row count's estimate is the lower median of its last three times,
+over the time of plain steps around them, so that neither an interruption nor a busy period lasts; one that was not
+observed lately decays until it is worth another try.
 """
 
 import itertools
@@ -21,16 +21,16 @@ _SLOW_SECONDS = 0.03
 """A pass that takes longer is measured at few sizes, so that a first load of a large model stays short."""
 _SAMPLES = 3
 _LEAST_RATIO = 0.9
-"""More rows never take less than one: what says so compares two times that are not alike."""
+"""More rows never take less than one: a smaller ratio compares times of different load."""
 _NOTICEABLE = 0.02
-"""Plain steps by which an estimate has to change for the curve to be made anew, which takes 10 us."""
+"""Plain steps by which an estimate has to change for the curve to be recomputed, which takes 10 us."""
 _FRESH_STEPS = 64
 _HALF_LIFE_STEPS = 512
-"""Steps in which an estimate that nothing confirms is halved: optimism costs one round, and finds out."""
+"""Steps in which an unconfirmed estimate is halved: optimism costs one round, and corrects itself."""
 
 
 class RecentMedian:
-    """The lower median of the last values: no single one counts, and nothing for long. None before there is any."""
+    """The lower median of the last values; None before there is any."""
 
     def __init__(self, most: int) -> None:
         self.values: deque[float] = deque(maxlen=most)
@@ -40,17 +40,17 @@ class RecentMedian:
         self.values.append(value)
         self.value = sorted(self.values)[(len(self.values) - 1) // 2]
 
-    def begin_anew(self, values: Sequence[float]) -> None:
-        """Forget all but these."""
+    def restart(self, values: Sequence[float]) -> None:
+        """Forget all but these, at least one."""
         self.values.clear()
         for value in values:
             self.add(value)
 
 
 class VerificationCosts:
-    """Seconds of one step by number of rows; begins with what was measured, and follows what steps take.
+    """Seconds of one step by number of rows: a measured prior, updated by what steps take.
 
-    num_steps: steps taken so far, plain ones included; whoever takes them counts.
+    num_steps: steps taken so far, plain ones included; counted by `DraftFloor`.
     """
 
     def __init__(self, seconds: Sequence[float]) -> None:
@@ -61,7 +61,7 @@ class VerificationCosts:
         self._plain_seconds = first
         self._priors = list(itertools.accumulate((max(1.0, value / first) for value in seconds), max))
         self._observed = [RecentMedian(_SAMPLES) for _ in seconds]
-        # What was measured at another time is trusted as far as a step that was taken a while ago.
+        # The prior is trusted as far as a step that was taken a while ago.
         self._last_steps = [-_FRESH_STEPS] * len(seconds)
         self._curve: list[float] = []
         self._bounds: list[float] = []
@@ -104,24 +104,24 @@ class VerificationCosts:
         index = num_rows - 1
         observed = self._observed[index]
         if self.num_steps - self._last_steps[index] > _HALF_LIFE_STEPS and observed.value is not None:
-            observed.begin_anew([observed.value])
+            observed.restart([observed.value])
         observed.add(ratio)
         self._last_steps[index] = self.num_steps
         if abs((observed.value or 0.0) - self.ratios()[index]) > _NOTICEABLE:
             self._next_update = 0
 
     def _update(self) -> None:
-        """Make the curve of ratios to a plain step anew: it never falls, and what is not fresh sinks."""
+        """Recompute the curve of ratios to a plain step: it never falls, and stale estimates decay."""
         curve, bounds, scale, now = [1.0], [1.0], 1.0, self.num_steps
         caps = self._caps()
         for index in range(1, len(caps)):
             prior, observed, age = self._priors[index], self._observed[index], now - self._last_steps[index]
-            # A row more never costs more than the rows before it do on average.
+            # One row more never costs more than the rows before it do on average.
             growth = (index + 1) / index
             ratio = prior * scale
             if observed.value is not None:
                 if len(observed.values) > 1:
-                    # Where rows are dearer, or less dear, than was measured beforehand, those above them may be, too.
+                    # Where rows cost more, or less, than the prior says, larger counts may, too.
                     ratio = observed.value
                     scale = ratio / prior
                 else:

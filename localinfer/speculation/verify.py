@@ -18,7 +18,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,9 +41,9 @@ chapters gave."""
 _MODEL_PRIOR = 0.7
 _NO_TOKENS = np.empty(0, np.int32)
 _PROBED_SHARE = 0.01
-"""Of the time of plain steps, what probes of a draft model may take: it has to read all that it did not draft for."""
+"""Of the time of plain steps, what probes of a draft model may take: it prefills all it did not draft for."""
 _READ_FOR_ROUNDS = 8
-"""Rounds over which reading that is counted: a model that drafts once mostly drafts again."""
+"""Rounds that share the cost of that prefill: a model that drafts once mostly drafts again."""
 _KEPT_TIMES = 9
 """Times of a lookup, and of learning from a round, of which the median counts."""
 
@@ -52,10 +52,10 @@ _KEPT_TIMES = 9
 class SpeculationRecord:
     """What drafts did in one generation.
 
-    plain_steps: taken without a question to anything that drafts. observed_passes: the others that decoded, and
-    observed_tokens what they gave. drafted, accepted: tokens by their place in the draft. seconds: of observed passes
-    with their drafting; plain_seconds: what as many plain steps would have taken. notices: why something drafts no
-    more for this text, engine_notices: for any, in words.
+    plain_steps: taken without asking a drafter. observed_passes: the others that decoded, and observed_tokens what they
+    yielded. drafted, accepted: tokens by their place in the draft. seconds: of observed passes with their drafting;
+    plain_seconds: what as many plain steps would have taken. notices: why a drafter no longer drafts for this text,
+    engine_notices: for any, in words.
     """
 
     plain_steps: int = 0
@@ -70,8 +70,22 @@ class SpeculationRecord:
 
     @property
     def all_notices(self) -> list[str]:
-        """Why something does not draft, for this text or for any."""
+        """Why a drafter no longer drafts, for this text or for any."""
         return self.engine_notices + self.notices
+
+    def stats(self) -> dict[str, Any]:
+        """The fields of `Stats` that tell of drafts, but for the notices."""
+        if not self.forward_passes:
+            return {"drafted_tokens": 0, "accepted_tokens": 0}
+        longest = max((index + 1 for index, count in enumerate(self.drafted) if count), default=0)
+        return {
+            "drafted_tokens": sum(self.drafted),
+            "accepted_tokens": sum(self.accepted),
+            "drafted_by_position": tuple(self.drafted[:longest]),
+            "accepted_by_position": tuple(self.accepted[:longest]),
+            "tokens_per_pass": self.decoded_tokens / self.forward_passes,
+            "speculation_speedup": self.speedup,
+        }
 
     @property
     def forward_passes(self) -> int:
@@ -80,7 +94,7 @@ class SpeculationRecord:
 
     @property
     def decoded_tokens(self) -> int:
-        """Tokens that those gave."""
+        """Tokens that those yielded."""
         return self.plain_steps + self.observed_tokens
 
     @property
@@ -103,10 +117,10 @@ _ALONE = Others(0, 0)
 
 
 class Speculation:
-    """The drafters of one engine and what was learned about them; whoever has the engine's turn may use it.
+    """The drafters of one engine and their statistics; used under the step lock.
 
-    clock: seconds, for tests; what it does not resolve teaches nothing. A drafter that fails is switched off for good,
-    as its next draft may be as wrong, or as slow to fail.
+    clock: seconds, for tests; nothing is learned from what is below its resolution. A drafter that fails is switched
+    off for good, as its next draft may be as wrong, or as slow to fail. notices: which were, and why.
     """
 
     def __init__(
@@ -127,27 +141,22 @@ class Speculation:
         self.model_acceptance = Acceptance(_MODEL_PRIOR)
         self.lookup_seconds = RecentMedian(_KEPT_TIMES)
         self.learning_seconds = RecentMedian(_KEPT_TIMES)
+        self.notices: list[str] = []
         self._owned_model = model
-        self._notices: list[str] = []
 
     def begin(self, plan: SamplingPlan, prediction: TokenIds = _NO_TOKENS) -> "SpeculativeText":
         """Follow one generation; prediction: int32[T], what its caller expects as the output."""
         return SpeculativeText(self, plan, prediction)
 
     def switch_off_ngram(self, error: Exception) -> None:
-        """Draft from history no more."""
+        """Stop drafting from history."""
         self.ngram = None
         self._note("drafts from former text were switched off", error)
 
     def switch_off_model(self, error: Exception) -> None:
-        """Draft by the draft model no more; its memory is released with the engine's."""
+        """Stop drafting by the draft model; its memory is released with the engine's."""
         self.model = None
         self._note("the draft model was switched off", error)
-
-    @property
-    def notices(self) -> list[str]:
-        """Which drafters were switched off, and why."""
-        return self._notices
 
     def close(self) -> None:
         """Release the draft model."""
@@ -156,21 +165,20 @@ class Speculation:
 
     def _note(self, what: str, error: Exception) -> None:
         notice = f"{what}, and the text goes on without its drafts: {str(error) or type(error).__name__}"
-        self._notices.append(notice)
+        self.notices.append(notice)
         logger.warning(notice)
 
 
 class SpeculativeText:
-    """Drafts for one generation: `draft`, then `observe`, in turns.
+    """Drafts for one generation: `draft`, then `observe`, alternately.
 
-    expected_seconds: what drafting as it was done last usually takes; reading_seconds: what it took to read text first.
+    expected_seconds: what drafting as it was done last usually takes; reading_seconds: of prefill before it.
     """
 
     def __init__(self, speculation: Speculation, plan: SamplingPlan, prediction: TokenIds) -> None:
         self.record = SpeculationRecord(engine_notices=speculation.notices)
-        self.expected_seconds = 0.0
-        self.reading_seconds = 0.0
-        self.drafting_seconds = 0.0
+        self.clock = speculation.clock
+        self.expected_seconds = self.reading_seconds = self.drafting_seconds = 0.0
         self._speculation = speculation
         self._floor = speculation.floor
         self._ngram: NgramText | None = None
@@ -193,25 +201,20 @@ class SpeculativeText:
         self._probe_seconds = 0.0
         self._others = _ALONE
 
-    @property
-    def clock(self) -> Callable[[], float]:
-        """What seconds are taken by."""
-        return self._speculation.clock
+    def admit(self) -> None:
+        """Note that the engine begins with this text."""
+        self._floor.begin(is_expected=self._is_expected)
 
-    def takes_plain_step(self) -> bool:
-        """Ask before a step of this text alone: whether to take it without drafts; see `DraftFloor.is_timed`."""
-        if not self._floor.is_plain(ALONE) and (self._ngram is not None or self._model is not None):
+    def in_backoff(self) -> bool:
+        """Ask before a step of this text alone, and before `takes_plain_step`: see `DraftFloor.in_backoff`."""
+        if not self._floor.in_backoff():
             return False
         self.record.plain_steps += 1
         return True
 
-    def admit(self) -> None:
-        """Note that the engine begins with this text; the caller has the turn."""
-        self._floor.begin(is_expected=self._is_expected)
-
-    def in_backoff(self) -> bool:
-        """Ask before that: whether the step is plain, and nothing is to be told of it."""
-        if not self._floor.in_backoff():
+    def takes_plain_step(self) -> bool:
+        """Ask before a step of this text alone: whether to take it without drafts; see `DraftFloor.is_timed`."""
+        if not self._floor.is_plain(ALONE) and (self._ngram is not None or self._model is not None):
             return False
         self.record.plain_steps += 1
         return True
@@ -221,19 +224,16 @@ class SpeculativeText:
 
         others: what shares the pass that is to verify them. Whatever goes wrong, there is just no draft.
         """
-        self._acceptance = None
-        self._others = others or _ALONE
-        clock = self._speculation.clock
-        self.expected_seconds = self.reading_seconds = 0.0
-        began = clock()
+        self.expect_forced(others)
+        began = self.clock()
         count = self._choose(tokens, min(most, self._speculation.costs.max_draft_tokens - self._others.rows))
-        self.drafting_seconds = clock() - began
+        self.drafting_seconds = self.clock() - began
         if not self._has_read:
             self._has_read, self.reading_seconds = True, self.drafting_seconds
         return self._buffer[:count]
 
     def expect_forced(self, others: Others | None = None) -> None:
-        """Instead of `draft`: something else knows what follows, from which nothing is learned about drafts."""
+        """Instead of `draft`: a grammar forces what follows, from which nothing is learned about drafts."""
         self._acceptance = None
         self._others = others or _ALONE
         self.drafting_seconds = self.expected_seconds = self.reading_seconds = 0.0
@@ -244,15 +244,13 @@ class SpeculativeText:
         num_drafted: tokens of it that were verified; num_accepted: of those. One more token was sampled.
         seconds: of the pass and its sampling.
         """
-        record = self.record
-        plain_seconds = self._speculation.costs.seconds(
-            min(self._others.rows, self._speculation.costs.max_draft_tokens) + 1
-        )
+        costs = self._speculation.costs
+        plain_seconds = costs.seconds(min(self._others.rows, costs.max_draft_tokens) + 1)
         self._count(num_accepted + 1, seconds + self.drafting_seconds, (num_accepted + 1) * plain_seconds)
         if self._acceptance is not None and num_drafted:
             for index in range(num_drafted):
-                record.drafted[index] += 1
-                record.accepted[index] += index < num_accepted
+                self.record.drafted[index] += 1
+                self.record.accepted[index] += index < num_accepted
             self._acceptance.observe(num_drafted, num_accepted)
 
     def observe_plain(self, seconds: float) -> None:
@@ -269,40 +267,39 @@ class SpeculativeText:
             self._speculation.switch_off_model(error)
 
     def _choose(self, tokens: TokenIds, most: int) -> int:
-        """Draft by whatever promises the most speed, and return how many tokens are in the buffer."""
+        """Draft by what promises the most speed, and return how many tokens are in the buffer."""
         others = self._others
         most = self._floor.affordable_draft_length(others.tokens + 1, others.rows + 1, most)
         if most <= 0:
             return 0
-        depth, speed = self._look_up(tokens, most)
-        if self._model is not None and self._speculation.model is not None:
-            count = self._draft_by_model(self._model, self._speculation.model, tokens, most, depth, speed)
-            if count:
-                return count
+        length, speed = self._look_up(tokens, most)
+        count = self._draft_by_model(tokens, most, length, speed)
+        if count:
+            return count
         if self._acceptance is None:
             return 0
-        if depth:
+        if length:
             self._acceptance.stop_probing()
         elif self._acceptance.is_probe_due():
-            depth = 1
-        return depth
+            length = 1
+        return length
 
     def _look_up(self, tokens: TokenIds, most: int) -> tuple[int, float]:
-        """Draft from history into the buffer; return the best depth of that, and the speed it promises."""
+        """Draft from history into the buffer; return the best length of that, and the speed it promises."""
         shared, text = self._speculation, self._ngram
         if text is None or shared.ngram is None:
             return 0, 1.0
         began = shared.clock()
         try:
             found = self._checked(text.draft(tokens, self._buffer[:most]), most)
-            length = text.match_length if found else 0
+            match_length = text.match_length if found else 0
         except Exception as error:
             shared.switch_off_ngram(error)
             return 0, 1.0
-        depth, speed = 0, 1.0
+        length, speed = 0, 1.0
         if found:
-            acceptance = next(value for least, value in shared.ngram_acceptance if length >= least or least == 1)
-            depth, speed = best_draft_length(
+            acceptance = next(value for least, value in shared.ngram_acceptance if match_length >= least or least == 1)
+            length, speed = best_draft_length(
                 acceptance.probabilities(),
                 shared.costs,
                 found,
@@ -314,49 +311,48 @@ class SpeculativeText:
         if self._has_read:
             shared.lookup_seconds.add(shared.clock() - began)
         self.expected_seconds = shared.lookup_seconds.value or 0.0
-        return depth, speed
+        return length, speed
 
-    def _draft_by_model(
-        self, text: DraftModelText, model: DraftModel, tokens: TokenIds, most: int, other_depth: int, other_speed: float
-    ) -> int:
+    def _draft_by_model(self, tokens: TokenIds, most: int, other_length: int, other_speed: float) -> int:
         """Draft by the draft model if it promises more; return how many tokens are in the buffer, 0 for none."""
-        shared = self._speculation
-        depth = self._model_depth(text, model, tokens.size, most, other_depth, other_speed)
-        if not depth:
+        text, model = self._model, self._speculation.model
+        if text is None or model is None:
             return 0
-        kept = self._buffer[:other_depth].copy()
+        length = self._model_draft_length(text, model, tokens.size, most, other_length, other_speed)
+        if not length:
+            return 0
+        kept = self._buffer[:other_length].copy()
+        count = 0
         try:
-            count = self._checked(text.draft(tokens, self._buffer[:depth]), depth)
-        except Exception as error:
-            shared.switch_off_model(error)
-            count = 0
-        else:
+            count = self._checked(text.draft(tokens, self._buffer[:length]), length)
             self.reading_seconds += text.reading_taken
-            self.expected_seconds += model.seconds_per_draft + depth * model.seconds_per_token
+            self.expected_seconds += model.seconds_per_draft + length * model.seconds_per_token
+        except Exception as error:
+            self._speculation.switch_off_model(error)
         if text.ending is not None:
             self.record.notices.append(text.ending)
             self._model = None
         if count:
-            self._acceptance = shared.model_acceptance
+            self._acceptance = self._speculation.model_acceptance
         else:
-            self._buffer[:other_depth] = kept
+            self._buffer[:other_length] = kept
         return count
 
     def _checked(self, count: int, most: int) -> int:
-        """The length of a draft, proven to be tokens, for what computes them looks at nothing."""
+        """The length of a draft, proven to be tokens, for kernels check nothing."""
         drafted = self._buffer[:count].tolist() if 0 <= count <= most else [-1]
         if drafted and not 0 <= min(drafted) <= max(drafted) < self._vocab_size:
             raise ValueError("it drafted what is no token of the vocabulary")
         return count
 
-    def _model_depth(
-        self, text: DraftModelText, model: DraftModel, num_tokens: int, most: int, other_depth: int, other_speed: float
+    def _model_draft_length(
+        self, text: DraftModelText, model: DraftModel, num_tokens: int, most: int, other_length: int, other_speed: float
     ) -> int:
         """How many tokens the draft model is to draft, 0 where another draft, or none, promises more."""
-        shared = self._speculation
+        shared, others = self._speculation, self._others
         most = self._floor.affordable_draft_length(
-            self._others.tokens + 1,
-            self._others.rows + 1,
+            others.tokens + 1,
+            others.rows + 1,
             most,
             seconds_per_token=model.seconds_per_token,
             seconds_per_draft=model.seconds_per_draft,
@@ -366,20 +362,20 @@ class SpeculativeText:
         acceptance = shared.model_acceptance
         reading = text.reading_seconds(num_tokens)
         self._probe_seconds += _PROBED_SHARE * shared.costs.seconds(1)
-        depth, speed = best_draft_length(
+        length, speed = best_draft_length(
             acceptance.probabilities(),
             shared.costs,
             most,
             seconds_per_token=model.seconds_per_token,
             seconds_per_draft=model.seconds_per_draft + reading / _READ_FOR_ROUNDS,
-            other_rows=self._others.rows,
-            other_tokens=self._others.tokens,
+            other_rows=others.rows,
+            other_tokens=others.tokens,
         )
         if speed > other_speed:
             acceptance.stop_probing()
-            return depth
+            return length
         probe = reading + model.seconds_per_draft + model.seconds_per_token
-        if other_depth or probe > self._probe_seconds or not acceptance.is_probe_due():
+        if other_length or probe > self._probe_seconds or not acceptance.is_probe_due():
             return 0
         self._probe_seconds -= probe
         return 1
