@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.argument_checks import shown
-from localinfer.arguments import check_number
+from localinfer.arguments import check_number, shown
 from localinfer.cache.block_pool import PagePool, default_kv_memory
 from localinfer.cache.eviction import KVEviction
 from localinfer.cache.prefix_cache import CacheHints, PrefixCache
