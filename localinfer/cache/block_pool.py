@@ -104,7 +104,8 @@ class PagePool:
 
     `max_bytes` bounds what is ever allocated, of pages and their sliding-window blocks together; None leaves it to the
     machine. `reclaim`, if set, is called with a number of pages when the budget is spent, and frees what it can.
-    counts: int32, references to each page. windowed, in every method: bool[pages], which of the pages' sliding-window
+    counts, windowed_counts: int32, references to each page and to its sliding-window
+    block. windowed, in every method: bool[pages], which of the pages' sliding-window
     blocks are meant too; None for all of them. It means nothing for a model without such layers.
     """
 
@@ -121,7 +122,7 @@ class PagePool:
         # Memory that one kind no longer needs must be available to the other.
         self._memory = SlabAllocator(layout.page_bytes, self._device, can_shrink=self._has_windows)
         self._windowed = SlabAllocator(layout.windowed_bytes, self._device, can_shrink=True)
-        self._windowed_counts = np.zeros(64, np.int32)
+        self.windowed_counts = np.zeros(64, np.int32)
         self._windowed_slots = np.full(64, -1, np.int64)
         self._closed = False
 
@@ -177,7 +178,7 @@ class PagePool:
         if self._has_windows:
             with_block = pages if windowed is None else pages[windowed]
             self._windowed_slots[with_block] = self._windowed.take(num_windowed)
-            self._windowed_counts[with_block] = 1
+            self.windowed_counts[with_block] = 1
         return pages
 
     def retain(self, pages: PageNumbers, windowed: BoolArray | None = None) -> None:
@@ -190,8 +191,8 @@ class PagePool:
     def retain_windowed(self, pages: PageNumbers) -> None:
         """Add a reference to the sliding-window blocks of distinct pages, each of which must have one already."""
         if self._has_windows:
-            assert (self._windowed_counts[pages] > 0).all(), "a free sliding-window block cannot be shared"
-            self._windowed_counts[pages] += 1
+            assert (self.windowed_counts[pages] > 0).all(), "a free sliding-window block cannot be shared"
+            self.windowed_counts[pages] += 1
 
     def release(self, pages: PageNumbers, windowed: BoolArray | None = None) -> None:
         """Drop a reference to distinct pages; those without any are free."""
@@ -208,21 +209,13 @@ class PagePool:
         """Drop a reference to the sliding-window blocks of distinct pages."""
         if self._closed or not self._has_windows:
             return
-        counts = self._windowed_counts[pages] - 1
+        counts = self.windowed_counts[pages] - 1
         assert (counts >= 0).all(), "a free sliding-window block was released"
-        self._windowed_counts[pages] = counts
+        self.windowed_counts[pages] = counts
         unheld = pages[counts == 0][::-1]
         slots = self._windowed_slots[unheld].tolist()
         self._windowed_slots[unheld] = -1
         self._windowed.free.extend(slots)
-
-    def holders(self, pages: PageNumbers) -> NDArray[np.int32]:
-        """References to each page."""
-        return self.counts[pages]
-
-    def windowed_holders(self, pages: PageNumbers) -> NDArray[np.int32]:
-        """References to the sliding-window block of each page."""
-        return self._windowed_counts[pages]
 
     def addresses(self, pages: PageNumbers) -> NDArray[np.int64]:
         """Where each page lies in memory, aligned to 64 bytes."""
@@ -255,7 +248,7 @@ class PagePool:
 
     def windowed_view(self, page: int) -> NDArray[np.uint8]:
         """The bytes of a page's sliding-window block, uint8[windowed_bytes], valid while that is referenced."""
-        assert self._windowed_counts[page] > 0, "this page has no sliding-window block"
+        assert self.windowed_counts[page] > 0, "this page has no sliding-window block"
         return self._view(int(self._windowed.addresses[self._windowed_slots[page]]), self.windowed_bytes)
 
     def copy(self, source: int, target: int) -> None:
@@ -296,7 +289,7 @@ class PagePool:
                 memory.grow(missing, None if self.max_bytes is None else self.max_bytes - self.allocated_bytes)
         while self._memory.addresses.size > self.counts.size:
             self.counts = np.concatenate((self.counts, np.zeros_like(self.counts)))
-            self._windowed_counts = np.concatenate((self._windowed_counts, np.zeros_like(self._windowed_counts)))
+            self.windowed_counts = np.concatenate((self.windowed_counts, np.zeros_like(self.windowed_counts)))
             self._windowed_slots = np.concatenate((self._windowed_slots, np.full_like(self._windowed_slots, -1)))
         return max(0, *(number - len(memory.free) for memory, number in wanted))
 

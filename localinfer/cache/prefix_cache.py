@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from localinfer.cache.block_pool import PageNumbers, PagePool
+from localinfer.cache.block_pool import PageNumbers, PagePool, default_kv_memory
 from localinfer.cache.eviction import KVEviction
 from localinfer.cache.prefix_tree import CachedPath, Match, PrefixTree, TokenIds, common_length
 from localinfer.cache.sequence import SequenceCache
@@ -18,6 +18,7 @@ from localinfer.errors import OutOfMemoryError
 from localinfer.kernels.kv_layout import KVLayout
 
 if TYPE_CHECKING:
+    from localinfer.models.load.loader import Model
     from localinfer.models.text.tokenizer import Tokenizer
 
 
@@ -148,8 +149,20 @@ class PrefixCache:
         self.last_retired: TokenIds | None = None
         self._context_length = context_length
         self._batch_tokens = batch_tokens
-        self._window = window
+        self.window = window
         self._tier: CacheTier | None = None
+
+    @classmethod
+    def for_model(cls, model: "Model", kv_memory: int | None, window: KVEviction | None = None) -> "PrefixCache":
+        """The cache of a loaded model; kv_memory: bytes, None for the default."""
+        context_length = model.config.context_length
+        return cls(
+            model.kv_layout,
+            max_bytes=default_kv_memory(model.kv_layout, context_length) if kv_memory is None else kv_memory,
+            context_length=context_length,
+            batch_tokens=model.program.max_batch_rows,
+            window=window,
+        )
 
     def set_tier(self, tier: CacheTier) -> None:
         """Put a slower memory under the tree."""
@@ -158,7 +171,7 @@ class PrefixCache:
 
     def check_fits(self, length: int) -> None:
         """Raise OutOfMemoryError, with both numbers, if `length` positions are more than may ever be allocated."""
-        held = length if self._window is None else min(length, self._window.max_tokens)
+        held = length if self.window is None else min(length, self.window.max_tokens)
         wanted, allowed = self.pool.peak_bytes(held, self._batch_tokens), self.pool.max_bytes
         if allowed is not None and wanted > allowed:
             raise OutOfMemoryError(
@@ -176,14 +189,14 @@ class PrefixCache:
             windowed = _distinct(sequence.pages[sequence.windowed] for sequence in held).size
         match = self.tree.match(self._reusable(token_ids))
         shared = np.isin(match.pages[: match.usable // pool.page_tokens], pages).sum()
-        length = token_ids.size + 1 if self._window is None else min(token_ids.size + 1, self._window.max_tokens)
+        length = token_ids.size + 1 if self.window is None else min(token_ids.size + 1, self.window.max_tokens)
         wanted = pool.peak_bytes(length, self._batch_tokens) - int(shared) * pool.page_bytes
         more = pool.num_bytes(len(held), len(held))
         return pool.num_bytes(pages.size, windowed) + wanted + more <= pool.max_bytes
 
     def open(self) -> SequenceCache:
         """Return an empty sequence."""
-        return SequenceCache(self.pool, max_length=self._context_length, window=self._window)
+        return SequenceCache(self.pool, max_length=self._context_length, window=self.window)
 
     def admit(self, token_ids: TokenIds, hints: CacheHints, *, is_prompt: bool = True) -> Admission:
         """Return a sequence for a prompt, with all of it that is cached but its last token, whose logits are wanted.
@@ -246,7 +259,7 @@ class PrefixCache:
     def _reusable(self, token_ids: TokenIds) -> TokenIds:
         """What a sequence may adopt of a prompt: all but its last token, and no more than its window holds."""
         prefix = token_ids[:-1]
-        return prefix if self._window is None else prefix[: self._window.num_pages * self.pool.page_tokens]
+        return prefix if self.window is None else prefix[: self.window.num_pages * self.pool.page_tokens]
 
     def _insert(self, sequence: SequenceCache, token_ids: TokenIds, hints: CacheHints) -> None:
         """Put the beginning of what a sequence holds into the tree."""

@@ -10,6 +10,7 @@ before its end, and before the places that others are likely to continue from.
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -35,6 +36,7 @@ class Priority(IntEnum):
     PINNED = 2
 
 
+@dataclass(eq=False, slots=True)
 class PrefixNode:
     """A run of token ids after the parent's, and its pages; windowed: bool[pages], which have a sliding-window block.
 
@@ -42,29 +44,22 @@ class PrefixNode:
     children that have a whole page of ids, by its bytes. Both are made when needed, until the children change.
     """
 
-    __slots__ = (
-        *("by_first_page", "children", "heads", "last_used", "pages", "parent", "priority", "token_ids"),
-        "windowed",
-    )
+    token_ids: TokenIds
+    pages: PageNumbers
+    windowed: BoolArray
+    parent: "PrefixNode | None"
+    priority: Priority
+    last_used: int
+    children: list["PrefixNode"] = field(default_factory=list)
+    heads: TokenIds | None = None
+    by_first_page: dict[bytes, "PrefixNode"] | None = None
 
-    def __init__(
-        self,
-        token_ids: TokenIds,
-        pages: PageNumbers,
-        windowed: BoolArray,
-        parent: "PrefixNode | None",
-        priority: Priority,
-        last_used: int,
-    ) -> None:
-        self.token_ids = token_ids
-        self.pages = pages
-        self.windowed = windowed
-        self.parent = parent
-        self.priority = priority
-        self.last_used = last_used
-        self.children: list[PrefixNode] = []
-        self.heads: TokenIds | None = None
-        self.by_first_page: dict[bytes, PrefixNode] | None = None
+    def ancestry(self) -> Iterator["PrefixNode"]:
+        """This node, its parent and so on, up to the root."""
+        node: PrefixNode | None = self
+        while node is not None:
+            yield node
+            node = node.parent
 
     def drop_index(self) -> None:
         """Note that the children, or their first pages, have changed."""
@@ -104,13 +99,14 @@ class PrefixTree:
     Ctrl-C may end any change between two of its lines: each first retains pages, then links them, and releases last
     what is no longer linked, so that the worst an interrupt leaves is an unused page that is not freed.
 
-    `on_evict`, if set, is called with a path and the length that will be left of it, before pages are freed.
+    root: stands for no ids; its children begin texts. on_evict: if set, called with a path and the length that will
+    be left of it, before pages are freed.
     """
 
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
         nothing = np.zeros(0, np.int64)
-        self._root = PrefixNode(nothing.astype(np.int32), nothing, nothing.astype(np.bool_), None, Priority.ORDINARY, 0)
+        self.root = PrefixNode(nothing.astype(np.int32), nothing, nothing.astype(np.bool_), None, Priority.ORDINARY, 0)
         self._clock = 0
         self._evicted: deque[TokenIds] = deque(maxlen=_MOST_EVICTED_TEXTS)
         self.num_pages = 0
@@ -122,13 +118,12 @@ class PrefixTree:
     @property
     def is_empty(self) -> bool:
         """Whether nothing is cached."""
-        return not self._root.children
+        return not self.root.children
 
     def match(self, token_ids: TokenIds) -> Match:
         """Find the longest cached prefix; changes nothing."""
-        node, offset, length = self._root, 0, 0
-        runs: list[PageNumbers] = [self._root.pages]
-        windowed: list[BoolArray] = [self._root.windowed]
+        node, offset, length = self.root, 0, 0
+        pages, windowed = [self.root.pages], [self.root.windowed]
         while length < token_ids.size:
             child, common = self._best_child(node, token_ids[length:])
             if child is None:
@@ -136,21 +131,19 @@ class PrefixTree:
             node, offset = child, common
             length += common
             num_pages = self._pool.num_pages_for(common)
-            runs.append(child.pages[:num_pages])
+            pages.append(child.pages[:num_pages])
             windowed.append(child.windowed[:num_pages])
             if common < child.token_ids.size or common % self._pool.page_tokens:
                 break
         has_part = np.concatenate(windowed)
         usable = self._pool.sliding.usable_length(has_part, length)
-        return Match(length, np.concatenate(runs), node, offset, has_part, usable)
+        return Match(length, np.concatenate(pages), node, offset, has_part, usable)
 
     def touch(self, node: PrefixNode) -> None:
         """Mark a node and all before it as used just now."""
         self._clock += 1
-        step: PrefixNode | None = node
-        while step is not None:
+        for step in node.ancestry():
             step.last_used = self._clock
-            step = step.parent
 
     def insert(
         self,
@@ -213,7 +206,7 @@ class PrefixTree:
 
     def _insert(self, token_ids: TokenIds, pages: PageNumbers, windowed: BoolArray, priority: Priority) -> None:
         page_tokens = self._pool.page_tokens
-        node, start = self._root, 0
+        node, start = self.root, 0
         while start < token_ids.size:
             first = start // page_tokens
             rest, rest_pages, rest_windowed = token_ids[start:], pages[first:], windowed[first:]
@@ -326,7 +319,7 @@ class PrefixTree:
         return min(equals, key=lambda child: child.token_ids.size), common
 
     def _leaves(self) -> Iterator[PrefixNode]:
-        pending = list(self._root.children)
+        pending = list(self.root.children)
         while pending:
             node = pending.pop()
             if node.children:
@@ -335,12 +328,7 @@ class PrefixTree:
                 yield node
 
     def _path_of(self, leaf: PrefixNode) -> CachedPath:
-        nodes: list[PrefixNode] = []
-        step: PrefixNode | None = leaf
-        while step is not None:
-            nodes.append(step)
-            step = step.parent
-        nodes.reverse()
+        nodes = list(leaf.ancestry())[::-1]
         return CachedPath(
             np.concatenate([node.token_ids for node in nodes]),
             np.concatenate([node.pages for node in nodes]),
@@ -354,7 +342,7 @@ class PrefixTree:
 
         Pages that no sequence could continue from, for want of sliding-window blocks, are freed with them.
         """
-        in_use = np.flatnonzero(self._pool.holders(leaf.pages) > 1)
+        in_use = np.flatnonzero(self._pool.counts[leaf.pages] > 1)
         first_idle = int(in_use[-1]) + 1 if in_use.size else 0
         path, page_tokens = self._path_of(leaf), self._pool.page_tokens
         left = path.pages.size - min(count, leaf.pages.size)

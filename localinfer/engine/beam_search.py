@@ -6,7 +6,7 @@ twice (Freitag and Al-Onaizan, Beam Search Strategies for Neural Machine Transla
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -89,87 +89,79 @@ def search_beams(
     return search.finished
 
 
+@dataclass
 class _Search:
     """One search in progress."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        prompt: NDArray[np.int32],
-        num_beams: int,
-        most: int,
-        length_penalty: float,
-        stops: frozenset[int],
-    ) -> None:
-        self._engine = engine
-        self._prompt = prompt
-        self._num_beams = num_beams
-        self._most = most
-        self._length_penalty = length_penalty
-        self._stops = stops
-        self._live: list[_Live] = []
-        self.finished: list[Beam] = []
+    engine: Engine
+    prompt: NDArray[np.int32]
+    num_beams: int
+    most: int
+    length_penalty: float
+    stops: frozenset[int]
+    live: list[_Live] = field(default_factory=list)
+    finished: list[Beam] = field(default_factory=list)
 
     def run(self) -> None:
         """Search to the end."""
         candidates = self._begin()
-        for length in range(1, self._most + 1):
-            with self._engine.exclusive_cache():
+        for length in range(1, self.most + 1):
+            with self.engine.exclusive_cache():
                 self._select(candidates, length)
-            if length == self._most or not self._live or self._is_decided():
+            if length == self.most or not self.live or self._is_decided():
                 break
             candidates = self._extend()
-        for live in self._live if not self._is_decided() else ():
+        for live in self.live if not self._is_decided() else ():
             self._finish(live.token_ids, live.logprob, "length")
 
     def close(self) -> None:
         """Release the pages of all beams."""
-        if self._live:
-            with self._engine.exclusive_cache():
-                for live in self._live:
+        if self.live:
+            with self.engine.exclusive_cache():
+                for live in self.live:
                     live.sequence.close()
-            self._live = []
+            self.live = []
 
     def _begin(self) -> list[_Candidate]:
         """Compute what is not cached of the prompt; return its continuations."""
-        with self._engine.exclusive_cache() as cache:
-            sequence = cache.admit(self._prompt, _NO_HINTS).sequence
-            self._live = [_Live(sequence, (), 0.0)]
-        chunk = self._engine.program.max_batch_rows
+        with self.engine.exclusive_cache() as cache:
+            sequence = cache.admit(self.prompt, _NO_HINTS).sequence
+            self.live = [_Live(sequence, (), 0.0)]
+        chunk = self.engine.program.max_batch_rows
         while True:
-            with self._engine.exclusive_cache() as cache:
-                pending = self._prompt[sequence.length :]
+            with self.engine.exclusive_cache() as cache:
+                pending = self.prompt[sequence.length :]
                 if pending.size <= chunk:
                     candidates = self._compute([pending], 0)
-                    cache.publish(sequence, self._prompt, _NO_HINTS)
+                    cache.publish(sequence, self.prompt, _NO_HINTS)
                     return candidates
-                forward(self._engine.program.run, (sequence,), (pending[:chunk],), np.empty(0, np.int32))
-                cache.publish(sequence, self._prompt, _NO_HINTS)
+                forward(self.engine.program.run, (sequence,), (pending[:chunk],), np.empty(0, np.int32))
+                cache.publish(sequence, self.prompt, _NO_HINTS)
 
     def _extend(self) -> list[_Candidate]:
         """Compute the last token of every live beam; return their continuations."""
-        program = self._engine.program
+        program = self.engine.program
         width = min(program.max_batch_rows, program.max_output_rows)
         candidates: list[_Candidate] = []
-        for first in range(0, len(self._live), width):
-            with self._engine.exclusive_cache():
-                lasts = [np.array(live.token_ids[-1:], np.int32) for live in self._live[first : first + width]]
+        for first in range(0, len(self.live), width):
+            with self.engine.exclusive_cache():
+                lasts = [np.array(live.token_ids[-1:], np.int32) for live in self.live[first : first + width]]
                 candidates += self._compute(lasts, first)
         return candidates
 
     def _compute(self, pending: list[NDArray[np.int32]], first: int) -> list[_Candidate]:
         """Compute pending ids of some live beams, from `first` on; return the likeliest continuations of each."""
-        live = self._live[first : first + len(pending)]
+        live = self.live[first : first + len(pending)]
         ends = np.cumsum([ids.size for ids in pending], dtype=np.int32) - np.int32(1)
-        logits = forward(self._engine.program.run, [beam.sequence for beam in live], pending, ends)
+        logits = forward(self.engine.program.run, [beam.sequence for beam in live], pending, ends)
         candidates: list[_Candidate] = []
         for index, beam in enumerate(live):
             row = logits[index]
             if not math.isfinite(float(row.max())):
-                raise not_finite_error(self._prompt.size + len(beam.token_ids))
+                raise not_finite_error(self.prompt.size + len(beam.token_ids))
             total = log_total(row)
             # Enough of them stay live, even if each stop token is among them.
-            for token_id in likeliest(row, self._num_beams + len(self._stops)).tolist():
+            for token_id in likeliest(row, self.num_beams + len(self.stops)).tolist():
                 logprob = beam.logprob + (float(row[token_id]) - total)
                 if logprob > -math.inf:
                     candidates.append(_Candidate(logprob, first + index, token_id))
@@ -178,36 +170,36 @@ class _Search:
     def _select(self, candidates: list[_Candidate], length: int) -> None:
         """Finish what ends, and keep the best of the rest live."""
         candidates = sorted(candidates, key=lambda one: (-one.logprob, one.parent, one.token_id))
-        former = self._live
+        former = self.live
         following: list[_Live] = []
-        self._live = []
+        self.live = []
         try:
             for rank, (logprob, parent, token_id) in enumerate(candidates):
                 token_ids = (*former[parent].token_ids, token_id)
-                if token_id in self._stops:
-                    if rank < self._num_beams:
+                if token_id in self.stops:
+                    if rank < self.num_beams:
                         self._finish(token_ids, logprob, "stop")
-                elif len(following) < self._num_beams:
+                elif len(following) < self.num_beams:
                     following.append(_Live(former[parent].sequence.fork(), token_ids, logprob))
         finally:
             for live in former:
                 live.sequence.close()
-            self._live = following
+            self.live = following
 
     def _finish(self, token_ids: tuple[int, ...], logprob: float, reason: FinishReason) -> None:
         beam = Beam(token_ids, logprob, self._score(logprob, len(token_ids)), reason)
         self.finished.append(beam)
         self.finished.sort(key=lambda beam: (-beam.score, beam.token_ids))
-        del self.finished[self._num_beams :]
+        del self.finished[self.num_beams :]
 
     def _is_decided(self) -> bool:
         """Whether as many texts as are wanted are finished, and no live beam can become better than one of them."""
-        if len(self.finished) < self._num_beams:
+        if len(self.finished) < self.num_beams:
             return False
         # Probabilities only fall, but a longer text may gain by its length.
-        best = max((live.logprob for live in self._live), default=-math.inf)
-        length = self._most if self._length_penalty > 0.0 else 1
+        best = max((live.logprob for live in self.live), default=-math.inf)
+        length = self.most if self.length_penalty > 0.0 else 1
         return self.finished[-1].score >= self._score(best, length)
 
     def _score(self, logprob: float, length: int) -> float:
-        return logprob / math.pow(length, self._length_penalty)
+        return logprob / math.pow(length, self.length_penalty)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.arguments import check_number, shown
-from localinfer.cache.block_pool import PagePool, default_kv_memory
+from localinfer.cache.block_pool import PagePool
 from localinfer.cache.eviction import KVEviction
 from localinfer.cache.prefix_cache import CacheHints, PrefixCache
 from localinfer.cache.sequence import forward
@@ -55,34 +55,12 @@ class Engine:
         self._program = model.program
         self.vocab_size = model.config.vocab_size
         self.context_length = model.config.context_length
-        if kv_memory is None:
-            kv_memory = default_kv_memory(model.kv_layout, self.context_length)
-        self._cache = PrefixCache(
-            model.kv_layout,
-            max_bytes=kv_memory,
-            context_length=self.context_length,
-            batch_tokens=model.program.max_batch_rows,
-            window=kv_window,
-        )
+        self._cache = PrefixCache.for_model(model, kv_memory, kv_window)
         self._runner = ModelRunner(
-            model.program,
-            self._cache,
-            speculation,
-            vocab_size=self.vocab_size,
-            context_length=self.context_length,
+            model.program, self._cache, speculation, vocab_size=self.vocab_size, context_length=self.context_length
         )
-        self._scheduler = Scheduler(model.program, self._cache, self._runner, limits)
-        self.check_usable = self._scheduler.check_usable
-
-    @property
-    def is_usable(self) -> bool:
-        """Whether the engine is open, and of this process."""
-        return self._scheduler.is_usable
-
-    @property
-    def num_running(self) -> int:
-        """Requests whose readers have begun, admitted or not."""
-        return self._scheduler.num_running
+        self.scheduler = Scheduler(model.program, self._cache, self._runner, limits)
+        self.check_usable = self.scheduler.check_usable
 
     @property
     def pool(self) -> PagePool:
@@ -98,7 +76,7 @@ class Engine:
     def exclusive_cache(self) -> Generator[PrefixCache]:
         """The prefix cache, while no request takes a step."""
         self.check_usable()
-        with self._scheduler.exclusive():
+        with self.scheduler.exclusive():
             yield self._cache
 
     def plan(self, sampling: SamplingParams, mask: TokenMask | None = None) -> SamplingPlan:
@@ -188,8 +166,8 @@ class Engine:
             request.speculative = self._speculation.begin(plan, expected)
             request.record.speculation = request.speculative.record
         if limit:
-            self._scheduler.add(request)
-        return Generation(self._scheduler, request)
+            self.scheduler.add(request)
+        return Generation(self.scheduler, request)
 
     def logits(self, token_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
         """Return float32[T, vocab_size]: for each position, the logits of the token that follows it.
@@ -235,16 +213,16 @@ class Engine:
                     raise not_finite_error(start + 1 + int(np.argmin(np.isfinite(found).all(axis=1))))
                 yield start, found
         finally:
-            with self._scheduler.exclusive():
+            with self.scheduler.exclusive():
                 sequence.close()
 
     def close(self) -> None:
         """Wait for the step in progress, then release model and pages; may be called again. A forked child does
         nothing."""
-        is_usable, self._scheduler.is_closed = self._scheduler.is_usable, True
+        is_usable, self.scheduler.is_closed = self.scheduler.is_usable, True
         if not is_usable:
             return
-        with self._scheduler.step_lock.exclusive():
+        with self.scheduler.step_lock.exclusive():
             self._runner.close()
             self._cache.pool.close()
             if self._speculation is not None:

@@ -61,8 +61,8 @@ class Scheduler:
         self._max_rows = program.max_batch_rows
         self._max_outputs = program.max_output_rows
         self._unfinished: set[Request] = set()
-        """Every request that has not ended; `_running` those whose readers have begun, in order of arrival."""
-        self._running: list[Request] = []
+        """Every request that has not ended; `running`: those whose readers have begun, in order of arrival."""
+        self.running: list[Request] = []
         self._departed: deque[Request] = deque()
         self._steps = 0
         self._is_stepping = False
@@ -74,11 +74,6 @@ class Scheduler:
     def is_usable(self) -> bool:
         """Whether the engine is open, and of this process."""
         return not self.is_closed and os.getpid() == self._process
-
-    @property
-    def num_running(self) -> int:
-        """Requests whose readers have begun, admitted or not."""
-        return len(self._running)
 
     def check_usable(self) -> None:
         """Raise ClosedError if the engine was closed, or belongs to the process that forked this one."""
@@ -123,7 +118,7 @@ class Scheduler:
                 self.check_usable()
                 if not request.is_started:
                     request.is_started = True
-                    self._running.append(request)
+                    self.running.append(request)
                 if not has_lock:
                     has_lock = self.step_lock.try_acquire()
                     if not has_lock:
@@ -197,8 +192,8 @@ class Scheduler:
             self._remove(request)
 
     def _remove(self, request: Request) -> None:
-        if request in self._running:
-            self._running.remove(request)
+        if request in self.running:
+            self.running.remove(request)
         if request in self._unfinished:
             self._unfinished.discard(request)
             seconds = time.monotonic() - request.began
@@ -208,7 +203,7 @@ class Scheduler:
         """Take one step of every request that can proceed, under the step lock."""
         if self._departed:
             self._close_departed()
-        running = self._running
+        running = self.running
         if self._is_stepping:
             for request in running:
                 _rollback(request)
@@ -268,7 +263,7 @@ class Scheduler:
 
     def _preempt_for(self, request: Request, error: OutOfMemoryError) -> None:
         """Find memory for a request: preempt it while others proceed, or one that cannot proceed; else it fails."""
-        others = [other for other in self._running if other is not request and other.sequence is not None]
+        others = [other for other in self.running if other is not request and other.sequence is not None]
         if any(_can_proceed(other) or other.is_over or other.is_cancelled for other in others):
             self._preempt(request)
         elif others:
@@ -291,7 +286,7 @@ class Scheduler:
                 return
             owners = Counter(request.owner for request in active)
             request = min(waiting, key=lambda request: (request.is_prompt, owners[request.owner]))
-            held = [other.sequence for other in self._running if other.sequence is not None]
+            held = [other.sequence for other in self.running if other.sequence is not None]
             if active and not self._cache.has_room(request.head, held):
                 return
             waiting.remove(request)
@@ -321,7 +316,7 @@ class Scheduler:
         def should_abort(done: float) -> bool:
             if not self.is_usable or all(part.request.is_over or part.request.is_cancelled for part in scheduled):
                 return True
-            if not yields_to_others or len(self._running) == num_known:
+            if not yields_to_others or len(self.running) == num_known:
                 return False
             return (time.perf_counter() - began) * (1.0 - done) > _WAIT_SECONDS * done
 
@@ -389,8 +384,8 @@ class Scheduler:
         return False
 
     def _note_chunk(self, owner: Hashable) -> None:
-        if len(self._chunk_of_owner) > 4 * len(self._running) + 64:
-            present = {request.owner for request in self._running}
+        if len(self._chunk_of_owner) > 4 * len(self.running) + 64:
+            present = {request.owner for request in self.running}
             self._chunk_of_owner = {key: step for key, step in self._chunk_of_owner.items() if key in present}
         self._chunk_of_owner[owner] = self._steps
 
@@ -404,21 +399,16 @@ class Generation(Iterator[TokenEvent]):
     def __init__(self, scheduler: Scheduler, request: Request) -> None:
         self.record = request.record
         self._scheduler = scheduler
-        self._request = request
+        self.request = request
 
     @property
     def computed_tokens(self) -> int:
         """How many ids were read, computed or from the cache; 0 while it is not admitted."""
-        sequence = self._request.sequence
+        sequence = self.request.sequence
         return 0 if sequence is None else sequence.length
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether its reader has ever waited for another thread's step."""
-        return self._request.waiter is not None
-
     def __next__(self) -> TokenEvent:
-        event = self._scheduler.next_event(self._request)
+        event = self._scheduler.next_event(self.request)
         if event is None:
             raise StopIteration
         return event
@@ -428,14 +418,14 @@ class Generation(Iterator[TokenEvent]):
 
         Tokens that were not read yet are dropped. Nothing happens if it has ended by itself. May be called again.
         """
-        self._scheduler.cancel(self._request)
+        self._scheduler.cancel(self.request)
 
     def close(self) -> None:
         """End the generation without an event. May be called again."""
-        self._scheduler.leave(self._request)
+        self._scheduler.leave(self.request)
 
     def __del__(self) -> None:
-        self._scheduler.leave(self._request)
+        self._scheduler.leave(self.request)
 
 
 def _can_proceed(request: Request) -> bool:

@@ -129,7 +129,7 @@ class Sampler:
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._rows = RowSampler(vocab_size)
+        self.rows = RowSampler(vocab_size)
         self._adjusted: NDArray[np.float32] | None = None
         self._counts: NDArray[np.int32] | None = None
         self._xtc_draw = np.ones(1)
@@ -151,7 +151,7 @@ class Sampler:
         elif plan.is_rare:
             token_id = self._choose_rarely(row, plan, position)
         else:
-            token_id = self._rows.choose(
+            token_id = self.rows.choose(
                 row, plan.temperature, plan.top_k, plan.top_p, plan.min_p, plan.noise_key, position
             )
         if token_id < 0:
@@ -163,7 +163,7 @@ class Sampler:
     def _choose_rarely(self, row: NDArray[np.float32], plan: SamplingPlan, position: int) -> int:
         """Choose with the steps that only `filters` has, and leave the draw to the kernel."""
         params, temperature = plan.params, plan.temperature
-        best = self._rows.choose(row, 0.0, 0, 1.0, 0.0, plan.noise_key, position)
+        best = self.rows.choose(row, 0.0, 0, 1.0, 0.0, plan.noise_key, position)
         if best < 0:
             return best
         if params.xtc_probability > 0.0:
@@ -185,7 +185,7 @@ class Sampler:
         """Draw among the tokens `ids` of a row."""
         kept = np.full_like(row, _FORBIDDEN)
         kept[ids] = row[ids]
-        return self._rows.choose(kept, temperature, 0, 1.0, 0.0, plan.noise_key, position)
+        return self.rows.choose(kept, temperature, 0, 1.0, 0.0, plan.noise_key, position)
 
     def _adjust(
         self, logits: NDArray[np.float32], plan: SamplingPlan, position: int, history: NDArray[np.int32]

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.cache.block_pool import default_kv_memory
 from localinfer.cache.prefix_cache import CacheHints, PrefixCache
 from localinfer.cache.sequence import SequenceCache, forward
 from localinfer.errors import OutOfMemoryError
@@ -44,14 +43,7 @@ class DraftModel:
         self.vocab_size = model.config.vocab_size
         self.shared_vocab_size = min(self.vocab_size, target_vocab_size)
         self.context_length = model.config.context_length
-        if kv_memory is None:
-            kv_memory = default_kv_memory(model.kv_layout, self.context_length)
-        self.cache = PrefixCache(
-            model.kv_layout,
-            max_bytes=kv_memory,
-            context_length=self.context_length,
-            batch_tokens=model.program.max_batch_rows,
-        )
+        self.cache = PrefixCache.for_model(model, kv_memory)
         self.sampler = Sampler(self.vocab_size)
         self.seconds_per_token = self._measure()
         self.seconds_per_draft = 0.0

@@ -37,7 +37,7 @@ def test_page_is_free_when_its_last_holder_lets_go():
     pages = pool.acquire(3)
     pool.retain(pages[:2])
     pool.release(pages)
-    assert pool.holders(pages).tolist() == [1, 1, 0] and pool.num_free_pages == 1
+    assert pool.counts[pages].tolist() == [1, 1, 0] and pool.num_free_pages == 1
     pool.release(pages[:2])
     assert pool.num_free_pages == 3
 

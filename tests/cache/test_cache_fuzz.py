@@ -189,7 +189,7 @@ class Life:
             assert sequence.length == len(ids)
             expected[sequence.pages] += 1
             expected_windowed[sequence.pages[sequence.windowed]] += 1
-        nodes = list(self.cache.tree._root.children)
+        nodes = list(self.cache.tree.root.children)
         num_tree_pages = 0
         while nodes:
             node = nodes.pop()
@@ -202,11 +202,11 @@ class Life:
         assert num_tree_pages == self.cache.tree.num_pages
         self.check_contents()
         pages = np.arange(expected.size)
-        assert (pool.holders(pages) == expected).all(), "a page is held too often or too rarely"
+        assert (pool.counts[pages] == expected).all(), "a page is held too often or too rarely"
         assert pool.num_pages - pool.num_free_pages == (expected > 0).sum()
         assert pool.allocated_bytes <= BUDGET_PAGES * 64
         if self.window:
-            assert (pool.windowed_holders(pages) == expected_windowed).all(), "a windowed part is held wrongly often"
+            assert (pool.windowed_counts[pages] == expected_windowed).all(), "a windowed part is held wrongly often"
             assert pool.num_windowed == (expected_windowed > 0).sum()
             for slot in pool._windowed.free:
                 address = int(pool._windowed.addresses[slot])

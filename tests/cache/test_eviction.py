@@ -201,10 +201,10 @@ def test_text_longer_than_the_window_keeps_what_is_attended_to(tmp_path: Path, k
     for kept in ("all", "heavy", "first and recent", "recent"):
         window = None if kept == "all" else 128
         with localinfer.load(path, threads=1, kv_type=kv_type, kv_window=window) as llm:
-            cache = llm._engine._cache
-            assert cache._window is None or cache._window == window_of(llm._model, 128)  # type: ignore[arg-type]
-            if kept in ("first and recent", "recent"):
-                cache._window = KVEviction(128, 32, 512, sink_pages=int(kept != "recent"), recent_share=1)
+            with llm._engine.exclusive_cache() as cache:
+                assert cache.window == (None if window is None else window_of(llm._model, 128))  # type: ignore[arg-type]
+                if kept in ("first and recent", "recent"):
+                    cache.window = KVEviction(128, 32, 512, sink_pages=int(kept != "recent"), recent_share=1)
             found[kept] = perplexity(llm, text, 5)
     assert found["all"] < 1.01 and found["heavy"] == pytest.approx(found["all"], rel=1e-3)
     assert found["first and recent"] > 10 and found["recent"] > 10

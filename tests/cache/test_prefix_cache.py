@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from localinfer.cache.prefix_cache import CacheHints, CacheMiss
+from localinfer.cache.prefix_cache import CacheHints, CacheMiss, PrefixCache
 from localinfer.cache.prefix_tree import CachedPath
 from localinfer.engine.engine import Engine
 from localinfer.engine.scheduler import Generation
@@ -199,14 +199,14 @@ def test_counters_add_up():
 class Shelf:
     """A tier that keeps token ids and puts pages back, as the disk does."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, cache: PrefixCache) -> None:
+        self.cache = cache
         self.stored: list[tuple[NDArray[np.int32], list[bytes]]] = []
         self.refusal: str | None = None
         self.evictions: list[int] = []
 
     def restore(self, token_ids: NDArray[np.int32], cached_tokens: int) -> str | None:
-        pool, tree = self.engine._cache.pool, self.engine._cache.tree
+        pool, tree = self.cache.pool, self.cache.tree
         for ids, contents in self.stored:
             pages = pool.acquire(len(contents))
             for page, content in zip(pages.tolist(), contents, strict=True):
@@ -219,7 +219,7 @@ class Shelf:
         self.evictions.append(path.token_ids.size - kept_tokens)
 
     def on_idle(self, token_ids: NDArray[np.int32]) -> None:
-        pool, tree = self.engine._cache.pool, self.engine._cache.tree
+        pool, tree = self.cache.pool, self.cache.tree
         match = tree.match(token_ids)
         assert match.length == token_ids.size
         self.stored.append((token_ids, [pool.view(page).tobytes() for page in match.pages.tolist()]))
@@ -228,7 +228,7 @@ class Shelf:
 def test_tier_gets_what_ends_and_gives_it_back():
     engine = Engine(fake_model())
     with engine.exclusive_cache() as cache:
-        shelf = Shelf(engine)
+        shelf = Shelf(cache)
         cache.set_tier(shelf)
     cold, _ = run(engine, numbers(14))
     with engine.exclusive_cache() as cache:

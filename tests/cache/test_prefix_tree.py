@@ -83,7 +83,7 @@ def test_system_prefix_is_a_node_of_its_own_in_whole_pages():
     shelf = Shelf()
     shelf.put("system.. hello", system_tokens=7)
     shelf.put("system.. other", system_tokens=7)
-    nodes = shelf.tree._root.children
+    nodes = shelf.tree.root.children
     assert [bytes(node.token_ids.tolist()).decode() for node in nodes] == ["syst"]
     assert nodes[0].priority is Priority.SYSTEM
     assert {node.priority for node in nodes[0].children} == {Priority.ORDINARY}
@@ -95,7 +95,7 @@ def test_system_prefix_can_be_marked_afterwards():
     shelf.put("system..", system_tokens=8)
     shelf.put("system..hello again", system_tokens=8)
     assert [path.priority for path in shelf.tree.paths()] == [Priority.ORDINARY]
-    assert shelf.tree._root.children[0].priority is Priority.SYSTEM
+    assert shelf.tree.root.children[0].priority is Priority.SYSTEM
     assert shelf.texts() == {"system..hello again"} and shelf.num_used == 5
 
 

@@ -90,7 +90,7 @@ def test_fork_shares_every_page_and_the_writer_copies_only_the_last():
     sequence.reserve(11)
     assert sequence.pages.tolist() == held
     twin.close()
-    assert pool.holders(sequence.pages).tolist() == [1, 1, 1]
+    assert pool.counts[sequence.pages].tolist() == [1, 1, 1]
 
 
 def test_fork_leaves_reserved_but_unused_pages_to_the_first():
@@ -99,7 +99,7 @@ def test_fork_leaves_reserved_but_unused_pages_to_the_first():
     sequence.reserve(16)
     twin = sequence.fork()
     assert twin.pages.tolist() == sequence.pages[:2].tolist()
-    assert pool.holders(sequence.pages).tolist() == [2, 2, 1, 1]
+    assert pool.counts[sequence.pages].tolist() == [2, 2, 1, 1]
 
 
 def test_position_inside_a_shared_page_is_written_to_a_copy_after_truncate():
@@ -109,7 +109,7 @@ def test_position_inside_a_shared_page_is_written_to_a_copy_after_truncate():
     twin.truncate(6)
     twin.reserve(12)
     assert twin.pages[0] == sequence.pages[0] and twin.pages[1] != sequence.pages[1]
-    assert pool.holders(sequence.pages).tolist() == [2, 1, 1]
+    assert pool.counts[sequence.pages].tolist() == [2, 1, 1]
 
 
 def test_fork_at_the_end_of_memory_leaves_both_as_they_were():

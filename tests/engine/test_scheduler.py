@@ -1,7 +1,6 @@
 """Generations that run at once share steps, and none can tell: tokens, errors and cache are those of one alone."""
 
 import threading
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from localinfer.errors import ClosedError, OverloadedError, RequestError
 from localinfer.kernels.program import Batch
 from localinfer.speculation.ngram import NgramDrafter
 from tests.engine.fakes import PAGE_BYTES, FakeProgram, hashed_logits
-from tests.engine.generations import GREEDY, PARAMS, SEEDED, Gate, alone, in_threads, numbers, wide_model
+from tests.engine.generations import GREEDY, PARAMS, SEEDED, Gate, alone, in_threads, numbers, wait_until, wide_model
 from tests.engine.test_engine import all_pages_are_free
 from tests.limits import seconds
 from tests.speculation.test_speculation import speculation
@@ -116,12 +115,10 @@ def test_prompts_of_several_owners_take_turns() -> None:
     ]
     for thread in greedy:
         thread.start()
-    while engine.num_running < 4:
-        time.sleep(0.001)
+    wait_until(lambda: len(engine.scheduler.running) >= 4)
     modest = threading.Thread(target=read, args=("modest", numbers(150, 9), "modest"))
     modest.start()
-    while engine.num_running < 5:
-        time.sleep(0.001)
+    wait_until(lambda: len(engine.scheduler.running) >= 5)
     gate.may_pass.set()
     for thread in [first, *greedy, modest]:
         thread.join(seconds(15))
@@ -140,8 +137,7 @@ def test_one_prompt_asked_for_at_once_is_computed_once() -> None:
     readers = [threading.Thread(target=lambda: list(engine.generate(prompt, GREEDY, max_tokens=2))) for _ in range(4)]
     for thread in readers:
         thread.start()
-    while engine.num_running < 5:
-        time.sleep(0.001)
+    wait_until(lambda: len(engine.scheduler.running) >= 5)
     gate.may_pass.set()
     for thread in [blocker, *readers]:
         thread.join(seconds(15))
@@ -235,8 +231,7 @@ def test_guests_come_between_two_steps_of_a_stream() -> None:
                 return
 
     def visit() -> None:
-        while counts[0] == 0:
-            time.sleep(0.001)
+        wait_until(lambda: counts[0] > 0)
         before = counts[0]
         for _ in range(5):
             with engine.exclusive_cache() as cache:
