@@ -62,8 +62,8 @@ class CacheMiss:
             )
         if self.cause == "foreign":
             return f"what is stored cannot be used: {self.detail}"
-        who = "the chat template wrote an earlier message anew" if self.cause == "template" else "the text differs"
-        place = f"{who} at token {self.position}"
+        what = "the chat template wrote an earlier message anew" if self.cause == "template" else "the text differs"
+        place = f"{what} at token {self.position}"
         if not self.cached:
             return place
         after = f", after {_show(self.before, tokenizer)}" if self.before else ""

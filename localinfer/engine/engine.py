@@ -125,10 +125,10 @@ class Engine:
         threads or alternately by one, share their steps; each gets the tokens that it would get alone. What of the
         prompt is in the cache is not computed again; what is computed stays there.
 
-        max_tokens: None goes on until a stop token or the end of the context, 0 yields nothing.
+        max_tokens: None continues to a stop token or the end of the context, 0 yields nothing.
         stop_token_ids: end the generation; the stop token is yielded, as the last one. ignore_eos: they do not.
-        context_shift: where prompt or completion outgrow the context, go on with the system tokens and the recent half
-            of the rest, computed anew; then only a stop token or max_tokens ends it.
+        context_shift: where prompt or completion outgrow the context, continue with the system tokens and the recent
+            half of the rest, recomputed; then only a stop token or max_tokens ends it.
         cache_hints: how the cache should keep the prompt.
         prediction: ids that the completion is likely to have; right or wrong, they change its speed only.
         owner: such as a connection: prompts of several owners are computed in fair round-robin, chunk by chunk; None
@@ -234,7 +234,7 @@ class Engine:
         try:
             array = np.array(values, order="C")
         except Exception:
-            # An object may answer as it likes when it is asked for an array.
+            # A caller's object may raise anything in its `__array__`.
             array = np.zeros((0, 0))
         is_list = not isinstance(values, str | bytes) and array.ndim == 1
         if is_list and (array.dtype.kind in "iu" or array.size == 0):

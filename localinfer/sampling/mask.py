@@ -1,7 +1,7 @@
-"""Masks that follow a generation: which tokens may come next, and which are as good as certain.
+"""Grammar masks: which tokens may come next, and which the grammar forces.
 
 A mask is a function of the ids so far and nothing else, so it does not matter whether they were sampled one by one or
-drafted and partly taken back: whoever asks gives the history, and the mask finds its way there.
+drafted and partly rolled back: it is called with the history, and moves its matcher there.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ Allowed = NDArray[np.bool_]
 
 @runtime_checkable
 class GuidingMask(Protocol):
-    """A `sampling.TokenMask` that also knows what comes next, and can be asked ahead of time.
+    """A `sampler.TokenMask` of a grammar matcher, which can also draft, check drafts and be prepared ahead of time.
 
     Histories are int32[T], prompt included. One thread at a time.
     """
@@ -87,11 +87,6 @@ class MatcherMask:
         ends = next((index for index, token_id in enumerate(draft) if token_id in self._end_ids), len(draft))
         return self._matcher.validate_tokens(list(draft[:ends]))
 
-    def is_complete(self, history: TokenIds) -> bool:
-        """Whether the text so far is one that the grammar accepts."""
-        self._follow(history)
-        return self._matcher.is_accepting()
-
     def _compute(self) -> Allowed:
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self._check()
@@ -102,7 +97,7 @@ class MatcherMask:
             raise ConstraintError("the text has left its grammar: a token came that the mask did not allow")
 
     def _try_follow(self, history: TokenIds) -> bool:
-        """Take the matcher to a history, from wherever it is; whether the grammar allows all of it."""
+        """Move the matcher to a history; return whether the grammar allows all of it."""
         wanted, followed = history[self._start :], self._followed
         shared = min(wanted.size, followed.size)
         differs = np.flatnonzero(wanted[:shared] != followed[:shared])

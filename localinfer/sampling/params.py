@@ -191,7 +191,7 @@ class SamplingParams:
 
     @property
     def has_rare_steps(self) -> bool:
-        """Whether a step is asked for that only `sampling_filters` has."""
+        """Whether a step is asked for that only `filters` has."""
         return (
             self.typical_p < 1.0
             or self.top_n_sigma > 0.0

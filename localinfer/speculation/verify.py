@@ -74,7 +74,7 @@ class SpeculationRecord:
         return self.engine_notices + self.notices
 
     def stats(self) -> dict[str, Any]:
-        """The fields of `Stats` that tell of drafts, but for the notices."""
+        """The fields of `Stats` about drafts, except the notices."""
         if not self.forward_passes:
             return {"drafted_tokens": 0, "accepted_tokens": 0}
         longest = max((index + 1 for index, count in enumerate(self.drafted) if count), default=0)

@@ -78,7 +78,9 @@ def accepts() -> Callable[[CallFormat, dict[str, Any], str], bool]:
         mask = compiler.grammar_mask(grammar, start=0, what="schema")
         spelled = list(text.encode())
         empty = np.empty(0, np.int32)
-        return mask.count_allowed(empty, spelled) == len(spelled) and mask.is_complete(np.array(spelled, np.int32))
+        if mask.count_allowed(empty, spelled) < len(spelled):
+            return False
+        return bool(mask(np.array(spelled, np.int32))[ByteTokenizer.eos_token_id])
 
     return check
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 import localinfer
 from localinfer.errors import ClosedError, ModelFileError, OutOfMemoryError, RequestError
@@ -21,10 +20,8 @@ from localinfer.speculation.verification_costs import VerificationCosts
 from localinfer.speculation.verify import Speculation
 from localinfer.stream import Completion
 from tests.engine.fakes import PAGE_BYTES, FakeModel, fake_model, hashed_logits
+from tests.speculation.test_speculation import PROMPT, ROWS, TokenIds
 
-TokenIds = NDArray[np.int32]
-PROMPT = [256, 72, 105, 33]
-ROWS = 6
 REQUESTS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"seed": 1, "temperature": 1.5, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
