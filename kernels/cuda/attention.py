@@ -4,9 +4,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from localinfer.kernels.cuda.device import Launch, Step
-from localinfer.kernels.cuda.gemm import TENSOR_CORES, THREADS, Quantized
+from localinfer.kernels.cuda.gemm import TENSOR_CORES, THREADS, Builder, Place, Quantized, Shape, column_launch
 from localinfer.kernels.cuda.memory import SMALL_ROWS, DeviceMemory
-from localinfer.kernels.cuda.shape import Builder, Shape
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.ops import AttentionShape
 
@@ -24,10 +23,7 @@ _HEADS = 8
 _TILED_ROWS = 8
 """Rows of one sequence from which on they share their keys and values in tiles."""
 
-_TILE_COLUMNS, _MOST_SHARED_BYTES = 128, 48 << 10
-
-Place = tuple[int, int]
-"""Address and row stride of a buffer."""
+_TILE_COLUMNS, _MAX_SHARED_BYTES = 128, 48 << 10
 
 
 @dataclass(frozen=True)
@@ -45,8 +41,8 @@ def angle_steps(frequencies: int, num_pairs: int, angles: int, magnitude: float)
     """Compute the cosines and sines of every row."""
 
     def build(shape: Shape) -> Iterator[Step]:
-        words = (shape.positions, frequencies, num_pairs, angles, magnitude)
-        yield Launch("rows.rope_angles", (), (-(-num_pairs // THREADS), shape.batch_rows, 1), THREADS, words)
+        values = (shape.positions, frequencies, num_pairs, angles, magnitude)
+        yield column_launch("rows.rope_angles", (), num_pairs, shape.batch_rows, values)
 
     return build
 
@@ -55,9 +51,8 @@ def rope_steps(place: Place, num_heads: int, rope: Rope) -> Builder:
     """Rotate a buffer in place."""
 
     def build(shape: Shape) -> Iterator[Step]:
-        words = (*place, rope.angles, num_heads, rope.head_size, rope.num_pairs, rope.halves, rope.offset)
-        grid = (-(-num_heads * rope.num_pairs // THREADS), shape.batch_rows, 1)
-        yield Launch("rows.rope", (), grid, THREADS, words)
+        values = (*place, rope.angles, num_heads, rope.head_size, rope.num_pairs, rope.halves, rope.offset)
+        yield column_launch("rows.rope", (), num_heads * rope.num_pairs, shape.batch_rows, values)
 
     return build
 
@@ -65,25 +60,21 @@ def rope_steps(place: Place, num_heads: int, rope: Rope) -> Builder:
 def store_steps(layout: KVLayout, layer: int, keys: Place, values: Place, rope: Rope) -> Builder:
     """Write keys, rotated, and values into the cache."""
     kept, head = layout.layers[layer], layout.head(layer)
+    heads, sizes = kept.num_kv_heads, (kept.key_size, kept.value_size)
     kinds = (KV_BYTES[layout.key_type], KV_BYTES[layout.value_type])
     place = (layout.layer_offset(layer), head.num_bytes)
-    width = kept.num_kv_heads * (kept.key_size + head.value_columns)
-    if _CODES in kinds:
-        constants: tuple[int, ...] = (*kinds, kept.key_size, kept.value_size)
-        offsets: tuple[int, ...] = (*place, head.key_scales, head.values, head.value_scales, head.value_columns)
-    else:
-        constants = kinds
-        offsets = (*place, head.values, kept.num_kv_heads, kept.key_size, kept.value_size, head.value_columns)
+    rotation = (rope.angles, rope.num_pairs, rope.halves, rope.offset)
 
     def build(shape: Shape) -> Iterator[Step]:
-        turn = (rope.angles, rope.num_pairs, rope.halves, rope.offset)
-        words = (*keys, *values, shape.positions, shape.page_tables, *offsets, *turn)
+        given = (*keys, *values, shape.positions, shape.page_tables, *place)
         if _CODES in kinds:
-            grid = (kept.num_kv_heads, shape.batch_rows, 2)
-            yield Launch("kv_store.store_codes", constants, grid, THREADS, words)
+            offsets = (head.key_scales, head.values, head.value_scales, head.value_columns)
+            grid = (heads, shape.batch_rows, 2)
+            yield Launch("kv_store.store_codes", (*kinds, *sizes), grid, THREADS, (*given, *offsets, *rotation))
         else:
-            grid = (-(-width // THREADS), shape.batch_rows, 1)
-            yield Launch("kv_store.store_rows", constants, grid, THREADS, words)
+            width = heads * (kept.key_size + head.value_columns)
+            given = (*given, head.values, heads, *sizes, head.value_columns, *rotation)
+            yield column_launch("kv_store.store_rows", kinds, width, shape.batch_rows, given)
 
     return build
 
@@ -100,24 +91,23 @@ def attention_steps(
 ) -> Builder:
     """Attention of queries, rotated here, over the cache.
 
-    places: of queries and of what is written. constants: addresses of ALiBi slopes and sinks, or 0. quantized: asked
-    when kernels are launched, where the codes of what is written go too, if anywhere; tiles leave them out, because no
-    product of so many rows reads them.
+    places: of queries and of what is written. constants: addresses of ALiBi slopes and sinks, or 0. quantized: called
+    at launch for where the codes of what is written go too, if anywhere; tiles leave them out, because no GEMM of so
+    many rows reads them.
     """
     attention = _Attention(memory, layout, layer, shape, *places, *constants, rope)
 
     def build(run: Shape) -> Iterator[Step]:
-        first = 0
-        codes = quantized()
+        first, codes = 0, quantized()
         if run.batch_rows > SMALL_ROWS and attention.has_tiles:
-            waiting = 0
+            start = 0
             for rows in run.segment_rows:
-                end = waiting + rows
+                end = start + rows
                 if rows >= _TILED_ROWS:
-                    yield from attention.by_chunks(run, first, waiting, codes)
-                    yield from attention.by_tiles(run, waiting, end)
+                    yield from attention.by_chunks(run, first, start, codes)
+                    yield from attention.by_tiles(run, start, end)
                     first = end
-                waiting = end
+                start = end
         yield from attention.by_chunks(run, first, run.batch_rows, codes)
 
     return build
@@ -151,7 +141,7 @@ class _Attention:
         """Warps of a tile: four, or as many as fit a block's shared memory."""
         key_words = 8 * -(-self.shape.key_size // 16) + 4
         value_words = 20 * 8 * -(-min(self.shape.value_size, _TILE_COLUMNS) // 8)
-        rows = (_MOST_SHARED_BYTES // 4 - value_words) // key_words - 32
+        rows = (_MAX_SHARED_BYTES // 4 - value_words) // key_words - 32
         return min(4, rows // 16)
 
     @property
@@ -168,53 +158,48 @@ class _Attention:
 
     def by_chunks(self, run: Shape, start: int, end: int, codes: Quantized | None) -> Iterator[Step]:
         """Rows of any sequences, each by itself."""
-        shape, group = self.shape, self.group
+        shape, group, rope = self.shape, self.group, self.rope
         heads = min(_HEADS, 1 << (group - 1).bit_length())
         rows = min(_ROWS, end - start)
         row_bytes = shape.num_heads * (4 * shape.value_size + 8)
         blocks = shape.num_kv_heads * -(-group // heads)
         mask = (shape.window, shape.chunk)
-        rotated = shape.value_size if self.kinds[1] == _CODES else 0
         for first in range(start, end, _ROWS):
             count = min(rows, end - first)
             partials = self.memory.shared("partial attention", rows * run.num_chunks * row_bytes)
-            tables = (run.positions + 8 * first, run.page_tables + 8 * first)
-            turn = (self._angles(first), self.rope.num_pairs, self.rope.halves + 2 * self.rope.offset)
-            words = (*_after(self.queries, first), *tables, partials, run.num_chunks, shape.num_heads, group)
-            values = (*words, *self._offsets, *mask, self.slopes, *turn, shape.scale, shape.softcap)
+            tables = (run.positions + 8 * first, run.page_tables + 8 * first, partials, run.num_chunks, shape.num_heads)
+            rotation = (self._angles(first), rope.num_pairs, rope.halves + 2 * rope.offset)
+            constants = (*self.kinds, heads, shape.key_size, shape.value_size)
+            values = (*_after(self.queries, first), *tables, group, *self._offsets, *mask, self.slopes, *rotation)
             grid = (count, blocks, run.num_chunks)
-            numbers = (*self.kinds, heads, shape.key_size, shape.value_size)
-            yield Launch("attention.attend_chunks", numbers, grid, THREADS, values)
-            target = (*_after(self.out, first), *tables, partials, run.num_chunks, shape.num_heads, shape.value_size)
-            into = (0, 0, 0, 0) if codes is None else codes.after(first).words
-            flags = (int(codes is not None), rotated)
-            grid = (shape.num_heads, count, 1)
-            yield Launch("attention.merge_chunks", flags, grid, THREADS, (*target, *mask, self.sinks, *into))
+            yield Launch("attention.attend_chunks", constants, grid, THREADS, (*values, shape.scale, shape.softcap))
+            flags = (int(codes is not None), shape.value_size if self.kinds[1] == _CODES else 0)
+            target = (*_after(self.out, first), *tables, shape.value_size, *mask, self.sinks)
+            into = (0, 0, 0, 0) if codes is None else codes.after(first).parameters
+            yield Launch("attention.merge_chunks", flags, (shape.num_heads, count, 1), THREADS, (*target, *into))
 
     def by_tiles(self, run: Shape, start: int, end: int) -> Iterator[Step]:
         """Rows of one sequence, which share what they read."""
-        shape, rope, rows = self.shape, self.rope, end - start
-        warps = self.tile_warps
-        queries = _after(self.queries, start)
-        turn = (self._angles(start), rope.num_pairs, rope.halves, rope.offset)
+        shape, rope, rows, warps = self.shape, self.rope, end - start, self.tile_warps
+        queries, out = _after(self.queries, start), _after(self.out, start)
+        rotation = (self._angles(start), rope.num_pairs, rope.halves, rope.offset)
+        heads = (shape.num_heads, rows, 1)
         if self.kinds[0] == _CODES:
             width = 4 * shape.num_heads * shape.key_size
             place = (self.memory.shared("rotated queries", self.memory.max_input_bytes(width // 4)), width)
-            grid = (shape.num_heads, rows, 1)
-            yield Launch("rotation.rotate_heads", (shape.key_size,), grid, THREADS, (*place, *queries, *turn))
-            queries, turn = place, (0, 0, 0, 0)
-        out = _after(self.out, start)
+            yield Launch("rotation.rotate_heads", (shape.key_size,), heads, THREADS, (*place, *queries, *rotation))
+            queries, rotation = place, (0, 0, 0, 0)
         tiles = -(-rows // (16 * warps // self.group))
         tables = (run.positions + 8 * start, run.page_tables + 8 * start)
         mask = (shape.window, shape.chunk, self.slopes, self.sinks)
-        words = (*queries, *out, *tables, rows, self.group, *self._offsets, *mask, *turn, tiles)
+        values = (*queries, *out, *tables, rows, self.group, *self._offsets, *mask, *rotation, tiles)
         grid = (tiles, shape.num_kv_heads, -(-shape.value_size // _TILE_COLUMNS))
-        numbers = (*self.kinds, shape.key_size, shape.value_size, warps)
-        values = (*words, shape.scale, shape.softcap)
-        yield Launch("attention_tiles.attend_tiles", numbers, grid, 32 * warps, values)
+        constants = (*self.kinds, shape.key_size, shape.value_size, warps)
+        values = (*values, shape.scale, shape.softcap)
+        yield Launch("attention_tiles.attend_tiles", constants, grid, 32 * warps, values)
         if self.kinds[1] == _CODES:
-            grid = (shape.num_heads, rows, 1)
-            yield Launch("rotation.rotate_heads", (shape.value_size,), grid, THREADS, (*out, *out, 0, 0, 0, 0))
+            values = (*out, *out, 0, 0, 0, 0)
+            yield Launch("rotation.rotate_heads", (shape.value_size,), heads, THREADS, values)
 
     def _angles(self, row: int) -> int:
         return self.rope.angles + row * self.rope.num_pairs * 8

@@ -5,11 +5,10 @@ from collections.abc import Iterator
 from localinfer.kernels.cpu.kernel_abi import MAX_EXPERTS
 from localinfer.kernels.cpu.memory import check
 from localinfer.kernels.cuda.device import Launch, Step
-from localinfer.kernels.cuda.gemm import Slot, expert_product, quantized_place
+from localinfer.kernels.cuda.gemm import Shape, Slot, expert_product, quantized_place
 from localinfer.kernels.cuda.memory import SMALL_ROWS, DeviceMemory
 from localinfer.kernels.cuda.op_recorder import OpRecorder
-from localinfer.kernels.cuda.planes import DeviceWeight
-from localinfer.kernels.cuda.shape import Shape
+from localinfer.kernels.cuda.weights import DeviceWeight
 from localinfer.kernels.layouts import is_float
 from localinfer.kernels.ops import Buffer, FloatArray, Gating, LinearWeight, Routing
 

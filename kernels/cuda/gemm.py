@@ -1,12 +1,13 @@
-"""Products on a device: our kernels for a few rows of activations, plain numbers and a library for more."""
+"""GEMM launches, and what launches depend on: our kernels for a few rows of activations, a library for more."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from localinfer.kernels.cuda.device import F32, CudaDevice, Launch, Product, Step
 from localinfer.kernels.cuda.memory import SMALL_ROWS, DeviceMemory
-from localinfer.kernels.cuda.planes import DeviceWeight
+from localinfer.kernels.cuda.weights import DeviceWeight
 from localinfer.kernels.layouts import Layout, is_float
+from localinfer.kernels.ops import Rows
 
 THREADS = 128
 PLAIN, GATED, EXPERTS = 0, 1, 2
@@ -33,6 +34,36 @@ _ENOUGH_WARPS = 2048
 """Warps that keep a large GPU's memory busy (132 multiprocessors of 16 each); with fewer rows, warps share rows."""
 
 
+Place = tuple[int, int]
+"""Address and row stride of a buffer."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the launches of a batch depend on: how many rows, how long a context, and where its numbers lie.
+
+    Addresses are of int64[rows]: token ids, positions, the page table of each row (0 for rows that only fill up the
+    batch), and the rows that want logits.
+    """
+
+    batch_rows: int
+    output_rows: int
+    num_chunks: int
+    token_ids: int
+    positions: int
+    page_tables: int
+    output_row_numbers: int
+    segment_rows: tuple[int, ...] = ()
+
+    def rows(self, kind: Rows) -> int:
+        """Rows of the buffers of a kind."""
+        return self.batch_rows if kind is Rows.BATCH else self.output_rows
+
+
+Builder = Callable[[Shape], Iterator[Step]]
+"""An op of a tape: the steps it takes for a batch of some shape."""
+
+
 @dataclass(frozen=True)
 class Slot:
     """One weight of a product: what it is multiplied into, and what is added."""
@@ -45,9 +76,10 @@ class Slot:
     residual_stride: int = 0
     scale: float = 1.0
 
-    def words(self) -> tuple[float, ...]:
-        """The slot's parameters of `compiled.matmul.matmul`."""
-        place = (*self.weight.planes, self.weight.num_rows, self.out, self.out_stride)
+    @property
+    def parameters(self) -> tuple[float, ...]:
+        """The slot as `compiled.matmul.SLOTS` lists it."""
+        place = (*self.weight.arrays, self.weight.num_rows, self.out, self.out_stride)
         return (*place, self.bias, self.residual, self.residual_stride, self.scale)
 
 
@@ -62,12 +94,20 @@ class Quantized:
 
     def after(self, rows: int) -> "Quantized":
         """The places without the first rows."""
-        codes, records = self.codes + rows * self.codes_stride, self.records + rows * self.records_stride
-        return Quantized(codes, self.codes_stride, records, self.records_stride)
+        return replace(
+            self, codes=self.codes + rows * self.codes_stride, records=self.records + rows * self.records_stride
+        )
 
     @property
-    def words(self) -> tuple[int, int, int, int]:
+    def parameters(self) -> tuple[int, int, int, int]:
         return self.codes, self.codes_stride, self.records, self.records_stride
+
+
+def column_launch(
+    kernel: str, constants: tuple[int, ...], columns: int, rows: int, values: tuple[float, ...]
+) -> Launch:
+    """A launch with a thread to a column of every row."""
+    return Launch(kernel, constants, (-(-columns // THREADS), rows, 1), THREADS, values)
 
 
 def quantized_place(memory: DeviceMemory, name: str, width: int, rows: int) -> Quantized:
@@ -80,8 +120,7 @@ def quantized_place(memory: DeviceMemory, name: str, width: int, rows: int) -> Q
 
 def quantize_launch(x: int, x_stride: int, into: Quantized, width: int, rows: int) -> Launch:
     """Quantize rows of width columns, a multiple of 32."""
-    words = (x, x_stride, *into.words, width)
-    return Launch("quantize.quantize_rows", (), (-(-width // THREADS), rows, 1), THREADS, words)
+    return column_launch("quantize.quantize_rows", (), width, rows, (x, x_stride, *into.parameters, width))
 
 
 def weight_rows(batch_rows: int, is_gated: bool) -> int:
@@ -103,7 +142,7 @@ def warps_to_a_row(num_rows: int, num_columns: int) -> int:
 
 
 def small_product(
-    x: tuple[int, int],
+    x: Place,
     quantized: Quantized | None,
     slots: Sequence[Slot],
     batch_rows: int,
@@ -126,18 +165,18 @@ def tiled_product(
 ) -> Iterator[Launch]:
     """The same on tensor cores, with the same bits."""
     first = slots[0].weight
-    for (words, rows, split), kind in _parts(slots, activation):
+    for parameters, rows, split, kind in _parts(slots, activation):
         # Two tiles of weights with sixteen rows of activations, or gate and up twice, are more sums than registers.
         is_large = activation is None and batch_rows <= 8 and sum(rows) >= 2 * _TILE * _ENOUGH_BLOCKS
         tiles = 2 if is_large else 1
         blocks = sum(-(-count // (_TILE * tiles)) for count in rows)
-        values = (*quantized.words, first.num_columns, activation or 0, *words, *first.row_bytes)
+        values = (*quantized.parameters, first.num_columns, activation or 0, *parameters, *first.row_bytes)
         constants = (first.layout, batch_rows, tiles, split, kind)
         yield Launch("matmul_tiles.matmul_tiles", constants, (blocks, 1, 1), _TILE_THREADS, values)
 
 
 def scalar_product(
-    x: tuple[int, int],
+    x: Place,
     quantized: Quantized | None,
     slots: Sequence[Slot],
     batch_rows: int,
@@ -145,70 +184,52 @@ def scalar_product(
     *,
     prefetches: bool = False,
 ) -> Iterator[Launch]:
-    """The same a lane at a time; prefetches: weights are on their way before the kernel before this one has ended."""
+    """The same a lane at a time; prefetches: weights are requested before the kernel before this one has ended."""
     first = slots[0].weight
-    place = (*x, 0, 0) if quantized is None else quantized.words
+    place = (*x, 0, 0) if quantized is None else quantized.parameters
     per_warp = weight_rows(batch_rows, activation is not None)
-    for (words, rows, split), kind in _parts(slots, activation):
+    for parameters, rows, split, kind in _parts(slots, activation):
         groups = sum(-(-count // per_warp) for count in rows)
-        values = (*place, first.num_columns, activation or 0, *words, *first.row_bytes, 0, 0, 1, 0)
+        values = (*place, first.num_columns, activation or 0, *parameters, *first.row_bytes, 0, 0, 1, 0)
         constants = (first.layout, batch_rows, per_warp, split, kind, *([1] if prefetches else []))
         yield Launch("matmul.matmul", constants, (-(-groups * split // 4), 1, 1), THREADS, values)
 
 
-def _parts(
-    slots: Sequence[Slot], activation: int | None
-) -> Iterator[tuple[tuple[tuple[float, ...], list[int], int], int]]:
-    """What launches are made of: parameters of their slots, rows of each, in how many parts rows are summed; kind."""
+def _parts(slots: Sequence[Slot], activation: int | None) -> Iterator[tuple[tuple[float, ...], list[int], int, int]]:
+    """Of each launch the parameters of its slots, the rows of each, in how many parts rows are summed, and its kind."""
     columns = slots[0].weight.num_columns
     if activation is not None:
         gate, up = slots
-        words = (*Slot(gate.weight, up.out, up.out_stride, gate.bias).words(), *up.words(), *_NO_WEIGHT)
+        gate = replace(gate, out=up.out, out_stride=up.out_stride, residual=0, residual_stride=0, scale=1.0)
         rows = gate.weight.num_rows
-        yield (words, [rows], warps_to_a_row(2 * rows, columns)), GATED
+        yield (*gate.parameters, *up.parameters, *_NO_WEIGHT), [rows], warps_to_a_row(2 * rows, columns), GATED
         return
     for start in range(0, len(slots), _MAX_SLOTS):
         part = slots[start : start + _MAX_SLOTS]
-        given = [word for slot in part for word in slot.words()]
+        parameters = (*(value for slot in part for value in slot.parameters), *_NO_WEIGHT * (_MAX_SLOTS - len(part)))
         counts = [slot.weight.num_rows for slot in part]
         # The order of sums must not depend on what else is multiplied, so that the same weight always gives the same.
-        split = warps_to_a_row(max(counts), columns)
-        yield ((*given, *(_NO_WEIGHT * (_MAX_SLOTS - len(part)))), counts, split), PLAIN
-
-
-def head_product(
-    x: tuple[int, int],
-    width: int,
-    codes: Quantized | None,
-    slot: Slot,
-    rows: int,
-    x_head: tuple[int, int],
-    out_size: int,
-) -> Iterator[Launch]:
-    """Multiply every head by its own matrix; x_head: its size in x, and where in it the columns begin.
-
-    codes: room for those of whole rows of x, of `width` columns; None for plain numbers. out_size: of a head of out.
-    """
-    num_heads = slot.weight.num_experts
-    return expert_product(x, width, codes, slot, rows, x_head, out_size, num_heads, (0, 0))
+        yield parameters, counts, warps_to_a_row(max(counts), columns), PLAIN
 
 
 def expert_product(
-    x: tuple[int, int],
+    x: Place,
     width: int,
     codes: Quantized | None,
     slot: Slot,
     rows: int,
     x_head: tuple[int, int],
     out_size: int,
-    num_selected: int,
-    expert_ids: tuple[int, int],
+    num_selected: int = 0,
+    expert_ids: Place = (0, 0),
 ) -> Iterator[Launch]:
-    """Multiply every slot of every row by the matrix of its expert; see `head_product`, whose slots are the heads.
+    """Multiply every slot of every row by the matrix of its expert, or every head by its own if none are selected.
 
-    expert_ids: place of float32[rows][num_selected]; at address 0 every slot has the expert of its number.
+    x_head: size of a slot in x, and where in it the columns begin. out_size: of a slot of out. codes: room for those of
+    whole rows of x, of `width` columns; None for plain numbers. expert_ids: of float32[rows][num_selected].
     """
     weight = slot.weight
+    num_selected = num_selected or weight.num_experts
     head_size, offset = x_head
     if codes is None:
         place = (x[0] + 4 * offset, x[1], 0, 0)
@@ -220,48 +241,38 @@ def expert_product(
     split = warps_to_a_row(weight.num_rows * num_selected, weight.num_columns)
     # Here the second slot only says how far apart outputs of slots and biases of experts are.
     second = (*_NO_WEIGHT[:4], 4 * weight.num_rows if slot.bias else 0, 4 * out_size, *_NO_WEIGHT[6:])
-    values = (*place, weight.num_columns, 0, *slot.words(), *second, *_NO_WEIGHT)
+    values = (*place, weight.num_columns, 0, *slot.parameters, *second, *_NO_WEIGHT)
     tail = (*weight.row_bytes, *expert_ids, num_selected, head_stride)
     grid = (-(-(-(-weight.num_rows // 4) * split) // 4), rows * num_selected, 1)
     yield Launch("matmul.matmul", (weight.layout, 1, 4, split, EXPERTS), grid, THREADS, (*values, *tail))
 
 
 def large_product(
-    memory: DeviceMemory, x: tuple[int, int], width: int, slots: Sequence[Slot], rows: int, product_kind: int
+    memory: DeviceMemory, x: Place, width: int, slots: Sequence[Slot], rows: int, product_kind: int
 ) -> Iterator[Step]:
     """Multiply many rows: activations and then weights as plain numbers, piece by piece, through the library."""
     layout = slots[0].weight.layout
     kind = F32 if is_float(layout) and layout is not Layout.BF16 else product_kind
-    size = 4 if kind == F32 else 2
     inputs = memory.shared("inputs of the library", memory.max_input_bytes(width))
-    yield _convert((x[0], 0, 0, 0), (x[1], 0, 0, 0), Layout.F32, kind, inputs, width, 0, rows)
+
+    def convert(
+        arrays: Sequence[int], row_bytes: Sequence[int], layout: Layout, out: int, first: int, count: int
+    ) -> Launch:
+        return column_launch("rows.convert", (layout, kind), width, count, (*arrays, *row_bytes, out, width, first))
+
+    yield convert((x[0], 0, 0, 0), (x[1], 0, 0, 0), Layout.F32, inputs, 0, rows)
     for slot in slots:
         weight = slot.weight
         count = max(1, min(weight.num_rows, _MAX_GRID, _SCRATCH_ELEMENTS // width))
-        scratch = memory.shared("weights for the library", size * count * width)
+        scratch = memory.shared("weights for the library", (4 if kind == F32 else 2) * count * width)
         finishes = bool(slot.bias or slot.residual or slot.scale != 1.0)
         target = memory.shared("products of the library", 4 * rows * weight.num_rows) if finishes else slot.out
         target_stride = 4 * weight.num_rows if finishes else slot.out_stride
         for first in range(0, weight.num_rows, count):
-            piece = min(count, weight.num_rows - first)
-            yield _convert(weight.planes, weight.row_bytes, weight.layout, kind, scratch, width, first, piece)
-            yield Product(target + 4 * first, target_stride, inputs, scratch, rows, piece, width, kind)
+            part = min(count, weight.num_rows - first)
+            yield convert(weight.arrays, weight.row_bytes, weight.layout, scratch, first, part)
+            yield Product(target + 4 * first, target_stride, inputs, scratch, rows, part, width, kind)
         if finishes:
             places = (slot.out, slot.out_stride, target, target_stride, weight.num_rows)
-            words = (*places, slot.bias, slot.residual, slot.residual_stride, slot.scale)
-            grid = (-(-weight.num_rows // THREADS), rows, 1)
-            yield Launch("rows.finish_product", (), grid, THREADS, words)
-
-
-def _convert(
-    planes: Sequence[int],
-    row_bytes: Sequence[int],
-    layout: Layout,
-    kind: int,
-    out: int,
-    width: int,
-    first: int,
-    rows: int,
-) -> Launch:
-    values = (*planes, *row_bytes, out, width, first)
-    return Launch("rows.convert", (layout, kind), (-(-width // THREADS), rows, 1), THREADS, values)
+            values = (*places, slot.bias, slot.residual, slot.residual_stride, slot.scale)
+            yield column_launch("rows.finish_product", (), weight.num_rows, rows, values)

@@ -25,8 +25,9 @@ from localinfer.kernels.cuda.experts import ExpertOps
 from localinfer.kernels.cuda.gemm import (
     THREADS,
     Quantized,
+    Shape,
     Slot,
-    head_product,
+    expert_product,
     large_product,
     quantize_launch,
     quantized_place,
@@ -34,9 +35,8 @@ from localinfer.kernels.cuda.gemm import (
 )
 from localinfer.kernels.cuda.memory import SMALL_ROWS, DeviceMemory
 from localinfer.kernels.cuda.op_recorder import OpRecorder
-from localinfer.kernels.cuda.planes import DeviceWeight
 from localinfer.kernels.cuda.program import CudaProgram, TapeRecord
-from localinfer.kernels.cuda.shape import Shape
+from localinfer.kernels.cuda.weights import DeviceWeight
 from localinfer.kernels.jit.compile_ahead import ProgressCallback
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.layouts import is_float
@@ -120,7 +120,7 @@ class CudaTape:
             indices = shape.positions if by_position else shape.token_ids
             words = (indices, *place, weight.num_columns, weight.num_rows, int(by_position), scale)
             grid = (-(-weight.num_columns // THREADS), shape.batch_rows, 1)
-            yield Launch("rows.embed", (weight.layout,), grid, THREADS, (*weight.planes, *weight.row_bytes, *words))
+            yield Launch("rows.embed", (weight.layout,), grid, THREADS, (*weight.arrays, *weight.row_bytes, *words))
 
         self._recorder.add(build, out)
 
@@ -164,7 +164,7 @@ class CudaTape:
         def build(shape: Shape) -> Iterator[Step]:
             count = shape.rows(x.rows)
             if count:
-                quantized = op.quantized.words if op.quantized is not None else (0, 0, 0, 0)
+                quantized = op.quantized.parameters if op.quantized is not None else (0, 0, 0, 0)
                 constants = (kind, warps, int(op.quantized is not None))
                 values = (*places, *words, size, *quantized, epsilon)
                 yield Launch("rows.norm", constants, (groups, count, 1), 32 * warps, values)
@@ -448,7 +448,7 @@ class CudaTape:
         def build(shape: Shape) -> Iterator[Step]:
             count = shape.rows(x.rows)
             if count:
-                yield from head_product(
+                yield from expert_product(
                     (source, stride), x.width, whole, slot, count, (x_head_size, x_offset), out_head_size
                 )
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels.cuda.pages import Addresses, SplitKVLayout
+from localinfer.kernels.cuda.memory import Addresses, SplitKVLayout
 from localinfer.kernels.cuda.program import CudaProgram
 from localinfer.kernels.cuda.sampling import Draw
 from localinfer.kernels.ops import FloatArray

@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from localinfer.kernels.cpu.memory import check
 from localinfer.kernels.cuda.attention import Rope, rope_steps
 from localinfer.kernels.cuda.device import Launch, Step
-from localinfer.kernels.cuda.gemm import THREADS, Quantized, Slot
+from localinfer.kernels.cuda.gemm import THREADS, Builder, Quantized, Shape, Slot
 from localinfer.kernels.cuda.memory import DeviceMemory
-from localinfer.kernels.cuda.shape import Builder, Shape
 from localinfer.kernels.ops import Buffer, Projection, Rows
 
 

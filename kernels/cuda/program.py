@@ -8,10 +8,10 @@ from numpy.typing import NDArray
 
 from localinfer.errors import BackendUnavailableError, ContextLengthError, RequestError
 from localinfer.kernels.cuda.device import CudaDevice, Launch, Step
+from localinfer.kernels.cuda.gemm import Shape
 from localinfer.kernels.cuda.kernel_cache import KernelKey
 from localinfer.kernels.cuda.memory import SMALL_ROWS
 from localinfer.kernels.cuda.sampling import Chosen, Draw, TokenChoice
-from localinfer.kernels.cuda.shape import Shape
 from localinfer.kernels.jit.compile_ahead import ProgressCallback
 from localinfer.kernels.ops import FloatArray
 from localinfer.kernels.program import Batch, Segment

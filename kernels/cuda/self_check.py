@@ -59,7 +59,7 @@ def _compute(device: CudaDevice, progress: ProgressCallback | None) -> tuple[Flo
     """The rows that the device computes, float32[positions, heads * size], and those that are right."""
     # Imported late: a CPU's start needs none of it.
     from localinfer.kernels.cuda.lower import CudaTape
-    from localinfer.kernels.cuda.planes import upload
+    from localinfer.kernels.cuda.weights import upload
 
     random = np.random.default_rng(0)
     inputs = _inputs(random)

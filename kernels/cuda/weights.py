@@ -1,6 +1,6 @@
-"""How weights lie in a GPU's memory: the fields of a file's blocks as planes, at no more bytes than the file.
+"""Weights in a GPU's memory, as a structure of arrays: the fields of a file's blocks apart, at no more bytes than it.
 
-Every plane is row after row, so that the lanes of a warp, each at a unit of its own, read one unbroken line. A unit is
+Every array is row after row, so that the lanes of a warp, each at a unit of its own, read one unbroken line. A unit is
 16 bytes of codes: 32 columns of nibbles (byte k: column k, and k + 16 in the upper half), 16 columns of bytes, or 8 or
 4 plain numbers. Rows begin at multiples of 16 bytes; numbers that fill up the last unit are zero.
 
@@ -15,7 +15,7 @@ Every plane is row after row, so that the lanes of a warp, each at a unit of its
 | INT4_32 INT4_64 INT4_128 | nibbles | d f16, zero i16 per group | - | - |
 | INT8_32 | bytes | d f16, zero i16 per block | - | - |
 
-A block is 32 columns; the two words of Q6_K's extra plane belong to its two halves.
+A block is 32 columns; the two words of Q6_K's extra array belong to its two halves.
 """
 
 from collections.abc import Callable
@@ -25,20 +25,71 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import ShapeError
+from localinfer.kernels.cuda.device import CudaDevice
 from localinfer.kernels.layouts import SIZES, Layout
 
 UNIT_BYTES = 16
-_PLANES = 4
+
+_STEP_BYTES = 32 << 20
+"""A tensor is moved in steps of about this size, so that little of it is in the host's memory at once."""
 
 Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
-class PlaneSizes:
-    """Columns of a unit, and bytes of a row in each plane: codes, scales, extra, super."""
+class DeviceWeight:
+    """A stack of equal matrices on a device.
 
-    unit_columns: int
-    row_bytes: tuple[int, int, int, int]
+    columns: int32[num_columns], which column of the input each column multiplies, where they are not in order.
+    """
+
+    layout: Layout
+    num_rows: int
+    num_columns: int
+    num_experts: int
+    address: int
+    columns: NDArray[np.int32] | None = None
+
+    @property
+    def row_bytes(self) -> tuple[int, ...]:
+        """Bytes of a row in each array."""
+        return array_row_bytes(self.layout, self.num_columns)
+
+    @property
+    def arrays(self) -> tuple[int, ...]:
+        """Where each array begins."""
+        offsets = array_offsets(self.layout, self.num_experts * self.num_rows, self.num_columns)
+        return tuple(self.address + offset for offset in offsets[:4])
+
+
+def upload(
+    device: CudaDevice,
+    layout: Layout,
+    data: NDArray[np.uint8],
+    num_experts: int,
+    num_rows: int,
+    num_columns: int,
+    done: Callable[[int, int], None] | None = None,
+) -> DeviceWeight:
+    """Move a stack of matrices stored row after row, as a GGUF tensor is, to a device.
+
+    done: called with each stretch of data (first byte, end) that is there. Raises: ShapeError, OutOfMemoryError.
+    """
+    total = num_experts * num_rows
+    row_bytes = _check_bytes(layout, data, total, num_columns)
+    offsets = array_offsets(layout, total, num_columns)
+    address = device.allocate(offsets[-1])
+    widths = array_row_bytes(layout, num_columns)
+    step = max(1, _STEP_BYTES // row_bytes)
+    for first in range(0, total, step):
+        end = min(total, first + step)
+        arrays = to_arrays(layout, data[first * row_bytes : end * row_bytes], end - first, num_columns)
+        for offset, width, array in zip(offsets, widths, arrays, strict=False):
+            if width:
+                device.write(address + offset + first * width, array)
+        if done is not None:
+            done(first * row_bytes, end * row_bytes)
+    return DeviceWeight(layout, num_rows, num_columns, num_experts, address)
 
 
 def unit_columns(layout: Layout) -> int:
@@ -50,69 +101,66 @@ def unit_columns(layout: Layout) -> int:
     return 16 if layout in (Layout.Q8_0, Layout.INT8_32) else 32
 
 
-def plane_sizes(layout: Layout, num_columns: int) -> PlaneSizes:
-    """Sizes of a row; raises ShapeError if the columns are not whole units of the file."""
+def array_row_bytes(layout: Layout, num_columns: int) -> tuple[int, ...]:
+    """Bytes of a row in each of the four arrays; raises ShapeError if the columns are not whole units of the file."""
     sizes = SIZES[layout]
     if num_columns <= 0 or num_columns % sizes.unit:
         raise ShapeError(
             f"{layout.name} needs a positive multiple of {sizes.unit} columns, found {num_columns}; "
             "store such a matrix as F16"
         )
-    columns = unit_columns(layout)
-    codes = -(-num_columns // columns) * UNIT_BYTES
-    blocks, supers = num_columns // 32, num_columns // 256
-    scales, extra, above = {
-        Layout.F32: (0, 0, 0),
-        Layout.F16: (0, 0, 0),
-        Layout.BF16: (0, 0, 0),
-        Layout.Q8_0: (2 * blocks, 0, 0),
-        Layout.Q4_0: (2 * blocks, 0, 0),
-        Layout.Q4_1: (4 * blocks, 0, 0),
-        Layout.Q5_0: (2 * blocks, 4 * blocks, 0),
-        Layout.Q5_1: (4 * blocks, 4 * blocks, 0),
-        Layout.Q4_K: (16 * supers, 0, 0),
-        Layout.Q5_K: (16 * supers, 4 * blocks, 0),
-        Layout.Q6_K: (2 * blocks, 8 * blocks, 2 * supers),
-        Layout.INT4_32: (4 * blocks, 0, 0),
-        Layout.INT4_64: (2 * blocks, 0, 0),
-        Layout.INT4_128: (blocks, 0, 0),
-        Layout.INT8_32: (4 * blocks, 0, 0),
-    }[layout]
-    return PlaneSizes(columns, (codes, scales, extra, above))
+    # Per 256 columns: scales, extra, super.
+    per_super = {
+        Layout.Q8_0: (16, 0, 0),
+        Layout.Q4_0: (16, 0, 0),
+        Layout.Q4_1: (32, 0, 0),
+        Layout.Q5_0: (16, 32, 0),
+        Layout.Q5_1: (32, 32, 0),
+        Layout.Q4_K: (16, 0, 0),
+        Layout.Q5_K: (16, 32, 0),
+        Layout.Q6_K: (16, 64, 2),
+        Layout.INT4_32: (32, 0, 0),
+        Layout.INT4_64: (16, 0, 0),
+        Layout.INT4_128: (8, 0, 0),
+        Layout.INT8_32: (32, 0, 0),
+    }.get(layout, (0, 0, 0))
+    return (-(-num_columns // unit_columns(layout)) * UNIT_BYTES, *(size * num_columns // 256 for size in per_super))
 
 
-def plane_offsets(layout: Layout, num_rows: int, num_columns: int) -> list[int]:
-    """Where each plane of a stack of `num_rows` rows begins, and where the last ends; multiples of 16."""
+def array_offsets(layout: Layout, num_rows: int, num_columns: int) -> list[int]:
+    """Where each array of a stack of `num_rows` rows begins, and where the last ends; multiples of 16."""
     offsets = [0]
-    for row_bytes in plane_sizes(layout, num_columns).row_bytes:
+    for row_bytes in array_row_bytes(layout, num_columns):
         offsets.append(offsets[-1] + -(-num_rows * row_bytes // 16) * 16)
     return offsets
 
 
-def to_planes(layout: Layout, data: Bytes, num_rows: int, num_columns: int) -> tuple[Bytes, Bytes, Bytes, Bytes]:
-    """Split rows as a GGUF tensor (or `quant.grouped_layouts`) stores them into the four planes, each uint8[rows, n].
+def to_arrays(layout: Layout, data: Bytes, num_rows: int, num_columns: int) -> list[Bytes]:
+    """Split rows as a GGUF tensor (or `quant.checkpoint.groups`) stores them into the four arrays, each uint8[rows, n].
 
     data: contiguous uint8 of exactly those rows. Raises ShapeError if it is not.
     """
-    sizes = SIZES[layout]
-    planes = plane_sizes(layout, num_columns)
-    units = num_columns // sizes.unit
-    if data.dtype != np.uint8 or data.size != num_rows * units * sizes.file_bytes:
+    widths = array_row_bytes(layout, num_columns)
+    _check_bytes(layout, data, num_rows, num_columns)
+    if layout in _SPLIT:
+        split = [array.reshape(num_rows, -1) for array in _SPLIT[layout](data.reshape(-1, SIZES[layout].file_bytes))]
+    else:
+        split = [np.zeros((num_rows, widths[0]), np.uint8)]
+        split[0][:, : data.size // num_rows] = data.reshape(num_rows, -1)
+    split += [np.zeros((num_rows, 0), np.uint8)] * (4 - len(split))
+    assert tuple(array.shape[1] for array in split) == widths, f"arrays of {layout.name}"
+    return split
+
+
+def _check_bytes(layout: Layout, data: Bytes, num_rows: int, num_columns: int) -> int:
+    """Bytes of a row as a file stores it, proven to be those of the data."""
+    row_bytes = num_columns // SIZES[layout].unit * SIZES[layout].file_bytes
+    if data.dtype != np.uint8 or data.size != num_rows * row_bytes:
         raise ShapeError(
-            f"{num_rows} x {num_columns} in {layout.name} take {num_rows * units * sizes.file_bytes} bytes, found "
+            f"{num_rows} x {num_columns} in {layout.name} take {num_rows * row_bytes} bytes, found "
             f"{data.size} of {data.dtype}; pass the tensor's own bytes and shape"
         )
-    blocks = data.reshape(num_rows * units, sizes.file_bytes)
-    if sizes.unit == 1:
-        rows = np.zeros((num_rows, planes.row_bytes[0]), np.uint8)
-        rows[:, : num_columns * sizes.file_bytes] = data.reshape(num_rows, -1)
-        split: tuple[Bytes, ...] = (rows,)
-    else:
-        split = _SPLIT[layout](blocks)
-    filled = [plane.reshape(num_rows, -1) for plane in split]
-    filled += [np.zeros((num_rows, 0), np.uint8)] * (_PLANES - len(filled))
-    assert tuple(plane.shape[1] for plane in filled) == planes.row_bytes, f"planes of {layout.name}"
-    return filled[0], filled[1], filled[2], filled[3]
+    return row_bytes
 
 
 def _scale_then_codes(scale_bytes: int) -> Callable[[Bytes], tuple[Bytes, ...]]:

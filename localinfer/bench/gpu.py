@@ -22,7 +22,7 @@ from localinfer.bench.figures import Record, percentile, summarize
 from localinfer.bench.measured_model import MeasuredModel
 from localinfer.describe import describe_file
 from localinfer.errors import BackendUnavailableError
-from localinfer.kernels.cuda.pages import DeviceKVLayout, SplitKVLayout
+from localinfer.kernels.cuda.memory import DeviceKVLayout, SplitKVLayout
 from localinfer.kernels.cuda.sampling import Draw, DrawingProgram
 from localinfer.kernels.program import Batch
 from localinfer.models.load.devices import bytes_per_token

@@ -215,7 +215,7 @@ def _write_on_gpu(
 def _write_whole(parts: _Parts, gpu: CudaDevice) -> tuple[Program, KVLayout]:
     """A program on the GPU alone."""
     from localinfer.kernels.cuda.lower import CudaTape
-    from localinfer.kernels.cuda.pages import DeviceKVLayout
+    from localinfer.kernels.cuda.memory import DeviceKVLayout
 
     config = parts.config
     layout = DeviceKVLayout(parts.kv_type, kv_layer_shapes(config), device=gpu)
@@ -229,8 +229,8 @@ def _write_whole(parts: _Parts, gpu: CudaDevice) -> tuple[Program, KVLayout]:
 def _write_split(parts: _Parts, gpu: CudaDevice, placement: Placement) -> tuple[Program, KVLayout]:
     """A program whose first layers run on the CPU; the GPU's part first, which may not fit after all."""
     from localinfer.kernels.cuda.lower import CudaTape
+    from localinfer.kernels.cuda.memory import SplitKVLayout
     from localinfer.kernels.cuda.offload import SplitProgram
-    from localinfer.kernels.cuda.pages import SplitKVLayout
     from localinfer.kernels.cuda.program import CudaProgram
 
     config, progress = parts.config, parts.progress

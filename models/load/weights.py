@@ -189,7 +189,7 @@ class CudaWeights(CpuWeights):
     def __init__(
         self, file: ModelFile, pool: ThreadPool, device: CudaDevice, progress: ProgressCallback | None = None
     ) -> None:
-        from localinfer.kernels.cuda.planes import upload
+        from localinfer.kernels.cuda.weights import upload
 
         super().__init__(file, pool, progress)
         self._pack = partial(upload, device)

@@ -20,6 +20,7 @@ from localinfer.kernels.cuda.device import CudaDevice, Launch
 from localinfer.kernels.cuda.gemm import (
     TENSOR_CORES,
     Quantized,
+    Shape,
     Slot,
     quantize_launch,
     quantized_place,
@@ -27,13 +28,10 @@ from localinfer.kernels.cuda.gemm import (
     tiled_product,
 )
 from localinfer.kernels.cuda.lower import CudaTape
-from localinfer.kernels.cuda.memory import DeviceMemory
-from localinfer.kernels.cuda.pages import DeviceKVLayout
-from localinfer.kernels.cuda.planes import DeviceWeight
+from localinfer.kernels.cuda.memory import DeviceKVLayout, DeviceMemory
 from localinfer.kernels.cuda.program import CudaProgram
 from localinfer.kernels.cuda.sampling import Chosen
-from localinfer.kernels.cuda.shape import Shape
-from localinfer.kernels.cuda.weights import plane_offsets
+from localinfer.kernels.cuda.weights import DeviceWeight, array_offsets
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.layouts import Layout
 from localinfer.kernels.ops import AttentionShape, EmbeddingTable, FloatArray, KVLayerShape, LinearWeight, Rows
@@ -77,7 +75,7 @@ class RandomWeights:
         num_rows, num_columns = self._shapes[name]
         if name not in self._made:
             self._made[name] = random_planes(self._device, self._layout, num_rows, num_columns)
-            self.num_bytes += plane_offsets(self._layout, num_rows, num_columns)[-1]
+            self.num_bytes += array_offsets(self._layout, num_rows, num_columns)[-1]
         return LinearWeight(name, num_rows, num_columns, self._made[name])
 
     def embedding(self, name: str) -> EmbeddingTable:
@@ -92,7 +90,7 @@ def random_planes(device: CudaDevice, layout: Layout, num_rows: int, num_columns
     """Random codes with equal scales, without the host's help."""
     import torch
 
-    offsets = plane_offsets(layout, num_rows, num_columns)
+    offsets = array_offsets(layout, num_rows, num_columns)
     address = device.allocate(offsets[-1])
     tensor = device._tensors[address]
     tensor.random_(0, 256)
@@ -162,7 +160,7 @@ def prepare_products(device: CudaDevice) -> float:
 def product_record(device: CudaDevice, layout: Layout, num_rows: int, num_columns: int) -> dict[str, Any]:
     """Bytes per second of one product for 1 to 16 rows, over weights that no cache holds."""
     memory = DeviceMemory(device, {Rows.BATCH: 16, Rows.OUTPUT: 16})
-    num_bytes = plane_offsets(layout, num_rows, num_columns)[-1]
+    num_bytes = array_offsets(layout, num_rows, num_columns)[-1]
     copies = max(2, (512 << 20) // num_bytes)
     weights = [random_planes(device, layout, num_rows, num_columns) for _ in range(copies)]
     x = memory.shared("x", 16 * 4 * num_columns)

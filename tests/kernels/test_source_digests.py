@@ -24,7 +24,7 @@ object_cache.CACHE_FOLDER = object_cache.Path({folder!r}) / "cpu"
 kernel_cache.installed_version = lambda name: "1"
 print(json.dumps([object_cache.source_hash(), str(kernel_cache._folder()), fingerprint._code(), object_cache.__file__]))
 """
-CHANGED = {"cpu": "kernels/layouts.py", "cuda": "kernels/cuda/shape.py", "models": "models/decoder/rope.py"}
+CHANGED = {"cpu": "kernels/layouts.py", "cuda": "kernels/cuda/gemm.py", "models": "models/decoder/rope.py"}
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from localinfer.kernels.cuda.device import BF16, F32, CudaDevice, Launch, Product, Step
 from localinfer.kernels.cuda.kernel_cache import KernelKey
 from localinfer.kernels.cuda.lower import CudaTape
-from localinfer.kernels.cuda.planes import upload
+from localinfer.kernels.cuda.weights import upload
 from localinfer.kernels.jit.compile_ahead import ProgressCallback
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.layouts import Layout

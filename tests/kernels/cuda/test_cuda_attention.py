@@ -18,8 +18,8 @@ from tests.kernels.cpu.tape_runs import RowProgram, assert_same_bits, relative_e
 pytest.importorskip("numba_cuda", reason="CUDA kernels are written with numba-cuda, which is not installed")
 
 from localinfer.kernels.cuda.attention import Rope, attention_steps, store_steps
+from localinfer.kernels.cuda.gemm import Shape
 from localinfer.kernels.cuda.memory import DeviceMemory
-from localinfer.kernels.cuda.shape import Shape
 from tests.kernels.cuda.device import EmulatedDevice
 
 NO_ROPE = Rope(0, 0, 0, 0, 0)

@@ -5,7 +5,7 @@ import pytest
 from numpy.typing import NDArray
 
 from localinfer.errors import ShapeError
-from localinfer.kernels.cuda.weights import plane_sizes, to_planes
+from localinfer.kernels.cuda.weights import array_row_bytes, to_arrays
 from localinfer.kernels.layouts import SIZES, Layout, is_float
 from tests.kernels.random_weights import decoded, quantized_activations, random_weights
 
@@ -31,7 +31,7 @@ class Bench:
         return address
 
     def weight(self, layout: Layout, data: NDArray[np.uint8], shape: tuple[int, int], out: int) -> tuple[float, ...]:
-        planes = [self.put(plane) for plane in to_planes(layout, data, *shape)]
+        planes = [self.put(plane) for plane in to_arrays(layout, data, *shape)]
         return (*planes, shape[0], out, 4 * shape[0], 0, 0, 0, 1.0)
 
     def activations(self, x: NDArray[np.float32], layout: Layout) -> tuple[int, int, int, int, int]:
@@ -57,7 +57,7 @@ def product(layout: Layout, x: NDArray[np.float32], num_rows: int, split: int, w
     data = random_weights(layout, (num_rows, columns), seed=7)
     weight = bench.weight(layout, data, (num_rows, columns), out)
     values = (*bench.activations(x, layout), 0, *weight, *NO_WEIGHT, *NO_WEIGHT)
-    values = (*values, *plane_sizes(layout, columns).row_bytes)
+    values = (*values, *array_row_bytes(layout, columns))
     if weight_rows:
         constants = (layout, len(x), weight_rows, split, matmul.PLAIN)
         groups = -(-num_rows // weight_rows)
@@ -107,15 +107,15 @@ def test_tiles_of_sixteen_rows_and_of_gate_and_up_are_the_scalar_kernels() -> No
 def test_planes_take_no_more_bytes_than_the_file_and_lose_none(layout: Layout) -> None:
     columns = 1024
     data = random_weights(layout, (3, columns), seed=1)
-    planes = to_planes(layout, data, 3, columns)
+    planes = to_arrays(layout, data, 3, columns)
     assert sum(plane.nbytes for plane in planes) == data.nbytes
     with pytest.raises(ShapeError, match="pass the tensor's own bytes"):
-        to_planes(layout, data[:-1], 3, columns)
+        to_arrays(layout, data[:-1], 3, columns)
 
 
 def test_columns_that_do_not_fill_a_unit_are_padded_with_zeros() -> None:
-    planes = to_planes(Layout.F16, random_weights(Layout.F16, (3, 5), seed=1), 3, 5)
+    planes = to_arrays(Layout.F16, random_weights(Layout.F16, (3, 5), seed=1), 3, 5)
     assert planes[0].shape == (3, 16)
     assert not planes[0][:, 10:].any()
     with pytest.raises(ShapeError, match="multiple of 32"):
-        plane_sizes(Layout.Q4_0, 40)
+        array_row_bytes(Layout.Q4_0, 40)

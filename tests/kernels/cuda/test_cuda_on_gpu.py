@@ -38,7 +38,7 @@ def device() -> Iterator[CudaDevice]:
 @pytest.mark.parametrize("layout", list(Layout), ids=[layout.name for layout in Layout])
 def test_product_on_the_gpu_is_the_oracles(device: CudaDevice, layout: Layout, rows: int) -> None:
     from localinfer.kernels.cuda.lower import CudaTape
-    from localinfer.kernels.cuda.planes import upload
+    from localinfer.kernels.cuda.weights import upload
 
     columns = 1003 if is_float(layout) else 11 * SIZES[layout].unit
     shape = (517, columns)

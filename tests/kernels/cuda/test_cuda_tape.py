@@ -33,8 +33,8 @@ from tests.oracle import NumpyTape
 pytest.importorskip("numba_cuda", reason="CUDA kernels are written with numba-cuda, which is not installed")
 
 from localinfer.kernels.cuda.lower import CudaTape
-from localinfer.kernels.cuda.planes import upload
 from localinfer.kernels.cuda.program import CudaProgram
+from localinfer.kernels.cuda.weights import upload
 from tests.kernels.cuda.device import EmulatedDevice
 
 WIDTH = 64

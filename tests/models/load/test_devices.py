@@ -12,7 +12,7 @@ from localinfer import loading
 from localinfer.cache.block_pool import PagePool
 from localinfer.errors import BackendUnavailableError, RequestError, SessionMismatchError
 from localinfer.kernels.cuda.device import FoundDevice, has_driver
-from localinfer.kernels.cuda.pages import SplitKVLayout
+from localinfer.kernels.cuda.memory import SplitKVLayout
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.program import Batch, Segment
 from localinfer.models.decoder.decoder import kv_layer_shapes
