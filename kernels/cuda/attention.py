@@ -168,7 +168,7 @@ class _Attention:
             count = min(rows, end - first)
             partials = self.memory.shared("partial attention", rows * run.num_chunks * row_bytes)
             tables = (run.positions + 8 * first, run.page_tables + 8 * first, partials, run.num_chunks, shape.num_heads)
-            rotation = (self._angles(first), rope.num_pairs, rope.halves + 2 * rope.offset)
+            rotation = (self._angles(first), rope.num_pairs, rope.halves, rope.offset)
             constants = (*self.kinds, heads, shape.key_size, shape.value_size)
             values = (*_after(self.queries, first), *tables, group, *self._offsets, *mask, self.slopes, *rotation)
             grid = (count, blocks, run.num_chunks)

@@ -92,9 +92,9 @@ def upload(
     return DeviceWeight(layout, num_rows, num_columns, num_experts, address)
 
 
-def unit_columns(layout: Layout) -> int:
-    """Columns of one unit of codes."""
-    if layout is Layout.F32:
+def unit_columns(layout: int) -> int:
+    """Columns of one unit of codes of a layout, or of its number."""
+    if layout == Layout.F32:
         return 4
     if layout in (Layout.F16, Layout.BF16):
         return 8

@@ -6,7 +6,6 @@ from localinfer.kernels.cuda.compiled import ptx
 from localinfer.kernels.cuda.jit import inline
 from localinfer.kernels.ops import Activation
 
-NUMBERS = {kind: number for number, kind in enumerate(Activation)}
 SILU, GELU_TANH, GELU_ERF, GELU_QUICK, RELU, RELU_SQUARED, SWIGLU_CLAMPED = range(len(Activation))
 
 

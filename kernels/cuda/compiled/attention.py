@@ -20,7 +20,7 @@ from localinfer.kernels.cuda.compiled.rotation import (
     rotation_factor,
     rotation_stages,
 )
-from localinfer.kernels.cuda.compiled.rows import rotated
+from localinfer.kernels.cuda.compiled.rows import ROPE, rotated
 from localinfer.kernels.cuda.jit import inline, template
 from localinfer.kernels.kv_layout import SCALE_BLOCK
 
@@ -60,7 +60,7 @@ def round_queries(query, words, scales, heads, size):
             query[column] = ptx.to_float(code_of(query[column], scale))
             column = column + 32
         block = block + THREADS // 32
-    ptx.meet()
+    ptx.syncthreads()
     head_words = (size + 3) // 4
     index = ptx.thread()
     while index < heads * head_words:
@@ -71,10 +71,10 @@ def round_queries(query, words, scales, heads, size):
                 word = word | ((int64(query[index // head_words * size + column]) & 255) << (8 * c))
         words[index] = word
         index = index + THREADS
-    ptx.meet()
+    ptx.syncthreads()
 
 
-@template("qqqqqqqqqqqqqqqqqqqqff")
+@template("qqqqqqqqqqqqqqqqq" + ROPE + "ff")
 def attend_chunks(key_kind, value_kind, heads, key_size, value_size):
     """Attention of `heads` query heads of one KV head to one chunk, of [rows, KV heads * parts, chunks].
 
@@ -103,7 +103,7 @@ def attend_chunks(key_kind, value_kind, heads, key_size, value_size):
     def kernel(
         queries, queries_stride, positions, page_tables, partials, partial_chunks,
         num_heads, group_heads, head_bytes, layer_offset, key_scales, values_offset, value_scales, value_columns,
-        window, span, slopes, angles, num_pairs, halves_and_offset, scale, softcap,
+        window, span, slopes, rope, scale, softcap,
     ):  # fmt: skip
         row = ptx.block_x()
         first = ptx.block_z() * CHUNK
@@ -117,8 +117,6 @@ def attend_chunks(key_kind, value_kind, heads, key_size, value_size):
             kv_head = ptx.block_y() // parts
             first_head = kv_head * group_heads + ptx.block_y() % parts * heads
             last_head = kv_head * group_heads + group_heads - 1
-            halves = halves_and_offset % 2
-            offset = halves_and_offset // 2
             query = cuda.shared.array(queries_size, float32)
             scores = cuda.shared.array(scores_size, float32)
             factor = scale
@@ -128,8 +126,7 @@ def attend_chunks(key_kind, value_kind, heads, key_size, value_size):
             while index < queries_size:
                 head = min(first_head + index // key_size, last_head)
                 source = queries + row * queries_stride + 4 * head * key_size
-                row_angles = angles + row * num_pairs * 8
-                query[index] = factor * rotated(source, index % key_size, row_angles, num_pairs, halves, offset)
+                query[index] = factor * rotated(source, index % key_size, rope, row)
                 index = index + THREADS
             if key_is_codes:
                 query_words = cuda.shared.array(words_size, uint32)
@@ -137,7 +134,7 @@ def attend_chunks(key_kind, value_kind, heads, key_size, value_size):
                 fold(query, queries_size, key_stages)
                 round_queries(query, query_words, query_scales, heads, key_size)
             else:
-                ptx.meet()
+                ptx.syncthreads()
 
             sums = cuda.local.array(heads, float32)
             for h in range(heads):
@@ -199,7 +196,7 @@ def attend_chunks(key_kind, value_kind, heads, key_size, value_size):
                 if not is_seen:
                     score = float32(LEAST)
                 scores[h * CHUNK + ptx.thread()] = score
-            ptx.meet()
+            ptx.syncthreads()
 
             for turn in range(head_rounds):
                 h = turn * 4 + warp
@@ -221,7 +218,7 @@ def attend_chunks(key_kind, value_kind, heads, key_size, value_size):
                         part = (row * num_heads + first_head + h) * partial_chunks + ptx.block_z()
                         ptx.store_f32(partials + part * (4 * value_size + 8), largest)
                         ptx.store_f32(partials + part * (4 * value_size + 8) + 4, total)
-            ptx.meet()
+            ptx.syncthreads()
 
             start = max(least - first, 0) // 4 * 4
             end = min(position - first, CHUNK - 1)

@@ -12,7 +12,7 @@ from localinfer.kernels.cuda.compiled import ptx
 from localinfer.kernels.cuda.compiled.activations import exponential, hyperbolic_tangent
 from localinfer.kernels.cuda.compiled.attention import LEAST, first_seen
 from localinfer.kernels.cuda.compiled.kv_store import CODES, PAGE
-from localinfer.kernels.cuda.compiled.rows import rotated
+from localinfer.kernels.cuda.compiled.rows import ROPE, rotated
 from localinfer.kernels.cuda.jit import inline, template
 from localinfer.kernels.kv_layout import SCALE_BLOCK
 
@@ -113,7 +113,7 @@ def stage_value_codes(value, place, scales, num_seen, value_columns, first_colum
         index = index + threads
 
 
-@template("qqqqqqqqqqqqqqqqqqqqqqqff")
+@template("qqqqqqqqqqqqqqqqqq" + ROPE + "qff")
 def attend_tiles(key_kind, value_kind, key_size, value_size, warps):
     """Attention of rows of one sequence, of [tiles, KV heads, parts of columns]; a warp to 16 of rows x query heads.
 
@@ -135,7 +135,7 @@ def attend_tiles(key_kind, value_kind, key_size, value_size, warps):
     def kernel(
         queries, queries_stride, out, out_stride, positions, page_tables, num_rows,
         group_heads, head_bytes, layer_offset, key_scales, values_offset, value_scales, value_columns,
-        window, span, slopes, sinks, angles, num_pairs, halves, offset, num_tiles, scale, softcap,
+        window, span, slopes, sinks, rope, num_tiles, scale, softcap,
     ):  # fmt: skip
         kv_head = ptx.block_y()
         first_column = ptx.block_z() * MOST_COLUMNS
@@ -152,13 +152,12 @@ def attend_tiles(key_kind, value_kind, key_size, value_size, warps):
             column = index % (8 * steps) * 2
             row = min(first_row + pair // group_heads, last_row)
             head = queries + row * queries_stride + 4 * (kv_head * group_heads + pair % group_heads) * key_size
-            turns = angles + row * num_pairs * 8
             left = float32(0.0)
             right = float32(0.0)
             if column < key_size:
-                left = scale * rotated(head, column, turns, num_pairs, halves, offset)
+                left = scale * rotated(head, column, rope, row)
             if column + 1 < key_size:
-                right = scale * rotated(head, column + 1, turns, num_pairs, halves, offset)
+                right = scale * rotated(head, column + 1, rope, row)
             query[pair * stride + column // 2] = ptx.pack_halves(left, right)
             index = index + threads
 
@@ -194,7 +193,7 @@ def attend_tiles(key_kind, value_kind, key_size, value_size, warps):
         while page <= last_position // PAGE:
             place = ptx.load_i64(pages + 8 * page) + layer_offset + kv_head * head_bytes
             num_seen = last_position - page * PAGE + 1
-            ptx.meet()
+            ptx.syncthreads()
             if key_is_codes:
                 stage_key_codes(key, place, place + key_scales, key_size, steps, threads)
             else:
@@ -205,7 +204,7 @@ def attend_tiles(key_kind, value_kind, key_size, value_size, warps):
                 stage_value_codes(value, source, scales, num_seen, value_columns, first_column, tiles, threads)
             else:
                 stage_half_values(value, source, num_seen, value_columns, first_column, tiles, threads)
-            ptx.meet()
+            ptx.syncthreads()
 
             for i in range(16):
                 scores[i] = float32(0.0)

@@ -39,10 +39,10 @@ def best_of_lanes(values, count):
 @inline
 def take(values, index):
     """Let nobody find this one again."""
-    ptx.meet()
+    ptx.syncthreads()
     if ptx.thread() == 0:
         ptx.store_f32(values + 4 * index, float32(_LOWEST))
-    ptx.meet()
+    ptx.syncthreads()
 
 
 @template("qqqqqqqqqqqqqf")
@@ -89,7 +89,7 @@ def route(gating):
                 value = value + ptx.load_f32(bias + 4 * expert)
             ptx.store_f32(merits + 4 * expert, value)
             expert = expert + 32
-        ptx.meet()
+        ptx.syncthreads()
 
         if num_groups > 1:
             group_size = count // num_groups
@@ -108,7 +108,7 @@ def route(gating):
                     expert = expert + 1
                 ptx.store_f32(group_merits + 4 * group, first + second)
                 group = group + 32
-            ptx.meet()
+            ptx.syncthreads()
             kept = 0
             while kept < num_kept_groups:
                 take(group_merits, best_of_lanes(group_merits, num_groups))
@@ -119,7 +119,7 @@ def route(gating):
                 if ptx.load_f32(group_merits + 4 * (expert // group_size)) > float32(_LOWEST):
                     ptx.store_f32(merits + 4 * expert, float32(_LOWEST))
                 expert = expert + 32
-            ptx.meet()
+            ptx.syncthreads()
 
         slot = 0
         while slot < num_selected:

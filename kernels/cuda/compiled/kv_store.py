@@ -7,7 +7,7 @@ from numba import cuda, float32
 
 from localinfer.kernels.cuda.compiled import ptx
 from localinfer.kernels.cuda.compiled.rotation import block_scale, code_of, fold, rotation_factor, rotation_stages
-from localinfer.kernels.cuda.compiled.rows import rotated
+from localinfer.kernels.cuda.compiled.rows import ROPE, rotated
 from localinfer.kernels.cuda.jit import inline, template
 from localinfer.kernels.kv_layout import PAGE_TOKENS, SCALE_BLOCK
 
@@ -17,9 +17,9 @@ CODES, HALVES, FLOATS = 1, 2, 4
 """Kinds of keys and values, by the bytes of an element: q8_0, f16 and f32."""
 
 
-@template("qqqqqqqqqqqqqqqqq")
+@template("qqqqqqqqqqqqq" + ROPE)
 def store_rows(key_kind, value_kind):
-    """Write keys, after RoPE if num_pairs is not 0, and values, neither of them as codes.
+    """Write keys, after RoPE if it has pairs, and values, neither of them as codes.
 
     A thread to an element, of [kv_heads * (key_size + value_columns) / 128, rows]. Rows without a page table stay out.
     """
@@ -28,8 +28,7 @@ def store_rows(key_kind, value_kind):
 
     def kernel(
         keys, keys_stride, values, values_stride, positions, page_tables,
-        layer_offset, head_bytes, values_offset, num_kv_heads, key_size, value_size, value_columns,
-        angles, num_pairs, halves, offset,
+        layer_offset, head_bytes, values_offset, num_kv_heads, key_size, value_size, value_columns, rope,
     ):  # fmt: skip
         index = ptx.block_x() * THREADS + ptx.thread()
         row = ptx.block_y()
@@ -43,7 +42,7 @@ def store_rows(key_kind, value_kind):
             place = ptx.load_i64(pages + position // PAGE * 8) + layer_offset + head * head_bytes
             if column < key_size:
                 source = keys + row * keys_stride + 4 * head * key_size
-                value = rotated(source, column, angles + row * num_pairs * 8, num_pairs, halves, offset)
+                value = rotated(source, column, rope, row)
                 element = (within // 16 * key_size + column) * 16 + within % 16
                 if key_is_half:
                     ptx.store_u16(place + 2 * element, ptx.float_to_half(value))
@@ -93,9 +92,9 @@ def store_head_floats(numbers, size, place, stride, is_half):
         column = column + THREADS
 
 
-@template("qqqqqqqqqqqqqqqq")
+@template("qqqqqqqqqqqq" + ROPE)
 def store_codes(key_kind, value_kind, key_size, value_size):
-    """Write keys, after RoPE if num_pairs is not 0, and values, at least one of them as codes.
+    """Write keys, after RoPE if it has pairs, and values, at least one of them as codes.
 
     A block to a head's keys or values, of [KV heads, rows, 2]. Rows without a page table stay out.
     """
@@ -112,8 +111,7 @@ def store_codes(key_kind, value_kind, key_size, value_size):
 
     def kernel(
         keys, keys_stride, values, values_stride, positions, page_tables,
-        layer_offset, head_bytes, key_scales, values_offset, value_scales, value_columns,
-        angles, num_pairs, halves, offset,
+        layer_offset, head_bytes, key_scales, values_offset, value_scales, value_columns, rope,
     ):  # fmt: skip
         head = ptx.block_x()
         row = ptx.block_y()
@@ -129,7 +127,7 @@ def store_codes(key_kind, value_kind, key_size, value_size):
             if ptx.block_z() == 0:
                 source = keys + row * keys_stride + 4 * head * key_size
                 while column < key_size:
-                    value = rotated(source, column, angles + row * num_pairs * 8, num_pairs, halves, offset)
+                    value = rotated(source, column, rope, row)
                     numbers[column] = value * float32(key_factor)
                     column = column + THREADS
                 fold(numbers, key_size, key_stages)

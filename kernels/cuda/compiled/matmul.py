@@ -12,6 +12,7 @@ from localinfer.kernels.cuda.compiled import ptx
 from localinfer.kernels.cuda.compiled.activations import activate_gate
 from localinfer.kernels.cuda.compiled.weights import BYTES, nibbles_of, row_of, signed_halves, unit_of
 from localinfer.kernels.cuda.jit import inline, template
+from localinfer.kernels.cuda.weights import unit_columns
 from localinfer.kernels.layouts import Layout
 
 PLAIN, GATED, EXPERTS = 0, 1, 2
@@ -71,7 +72,7 @@ def matmul(layout, batch_rows, weight_rows, split, kind, prefetches=0):
     is_q8 = layout == Layout.Q8_0
     is_f32 = layout == Layout.F32
     is_f16 = layout == Layout.F16
-    columns_per_unit = 4 if is_f32 else 8 if is_float else 16 if is_bytes else 32
+    columns_per_unit = unit_columns(layout)
     words = 4 * rows
     groups_per_block = 4 // split
     shared_size = 4 * size
@@ -200,7 +201,7 @@ def matmul(layout, batch_rows, weight_rows, split, kind, prefetches=0):
             if lane == 0:
                 for i in range(size):
                     partial[warp * size + i] = sums[i]
-            ptx.meet()
+            ptx.syncthreads()
             for i in range(size):
                 total = partial[(warp - part) * size + i]
                 for p in range(1, split):

@@ -19,6 +19,7 @@ from localinfer.kernels.cuda.compiled.weights import (
     unit_of,
 )
 from localinfer.kernels.cuda.jit import inline, template
+from localinfer.kernels.cuda.weights import unit_columns
 from localinfer.kernels.layouts import Layout
 
 WARPS = 8
@@ -63,7 +64,7 @@ def matmul_tiles(layout, batch_rows, tiles, split, kind):
     is_q6 = layout == Layout.Q6_K
     is_q8 = layout == Layout.Q8_0
     has_bits = is_q6 or layout in FIFTH_BITS
-    columns_per_unit = 16 if is_bytes else 32
+    columns_per_unit = unit_columns(layout)
     words = 4 * lane_rows
     input_words = 8 * columns
     inputs = 2 * columns
@@ -223,7 +224,7 @@ def matmul_tiles(layout, batch_rows, tiles, split, kind):
                     left_pair = sums[16 * t + e] + sums[16 * t + 4 + e]
                     right_pair = sums[16 * t + 8 + e] + sums[16 * t + 12 + e]
                     partial[warp * partial_size + 128 * t + 32 * e + lane] = left_pair + right_pair
-            ptx.meet()
+            ptx.syncthreads()
             for turn in range(turns):
                 for m in range(matrices):
                     at = ptx.thread() + THREADS * turn + m * outputs
@@ -235,7 +236,7 @@ def matmul_tiles(layout, batch_rows, tiles, split, kind):
                         if part > 0:
                             total = totals[turn * matrices + m] + total
                         totals[turn * matrices + m] = total
-            ptx.meet()
+            ptx.syncthreads()
             part = part + 1
 
         for turn in range(turns):

@@ -6,6 +6,7 @@ Source: PTX ISA 7.8, sections 9.7.1 (dp4a), 9.7.8 (ld, st), 9.7.8.6 (shfl), 9.7.
 """
 
 from collections.abc import Callable
+from inspect import Parameter, Signature
 from typing import Any
 
 from llvmlite import ir
@@ -28,7 +29,7 @@ with its sign."""
 def _instruction(template: str, results: str, arguments: str, effect: str = "") -> Any:
     """Make a function of an instruction.
 
-    effect: "memory" if it writes, "converge" if lanes must meet in it, "warp" if they must and it touches no memory.
+    effect: "memory" if it writes, "converge" if all lanes must reach it, "warp" if they must and it touches no memory.
     """
     result_types = [_REGISTERS[kind][0] for kind in results]
     if len(results) == 1:
@@ -61,18 +62,13 @@ def _instruction(template: str, results: str, arguments: str, effect: str = "") 
 
     types_in = [_REGISTERS[kind][0] for kind in arguments]
 
-    def describe() -> tuple[Any, Callable[..., Any]]:
+    def describe(_context: Any, *_arguments: Any) -> tuple[Any, Callable[..., Any]]:
         return signature(result, *types_in), generate
 
-    by_count: dict[int, Callable[..., Any]] = {
-        0: lambda context: describe(),
-        1: lambda context, a: describe(),
-        2: lambda context, a, b: describe(),
-        3: lambda context, a, b, c: describe(),
-        7: lambda context, a, b, c, d, e, f, g: describe(),
-        10: lambda context, a, b, c, d, e, f, g, h, i, j: describe(),
-    }
-    return intrinsic(by_count[len(arguments)])
+    # Numba asks for the names of an intrinsic's parameters, the context's first.
+    names = ["context", *(f"operand_{index}" for index in range(len(arguments)))]
+    describe.__signature__ = Signature([Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names])
+    return intrinsic(describe)
 
 
 def _extend(builder: Any, kind: str, value: Any) -> Any:
@@ -85,7 +81,6 @@ load_stream = _instruction("ld.global.nc.L1::no_allocate.v4.u32 {$0, $1, $2, $3}
 """Sixteen bytes that are read once: weights. The address is a multiple of 16."""
 load_v4 = _instruction("ld.global.v4.u32 {$0, $1, $2, $3}, [$4];", "uuuu", "q", "memory")
 load_v2 = _instruction("ld.global.v2.u32 {$0, $1}, [$2];", "uu", "q", "memory")
-load_v4_f32 = _instruction("ld.global.v4.f32 {$0, $1, $2, $3}, [$4];", "ffff", "q", "memory")
 load_i64 = _instruction("ld.global.u64 $0, [$1];", "q", "q", "memory")
 load_u32 = _instruction("ld.global.u32 $0, [$1];", "u", "q", "memory")
 load_u16 = _instruction("ld.global.u16 $0, [$1];", "h", "q", "memory")
@@ -144,7 +139,7 @@ shuffle_word = _instruction("shfl.sync.bfly.b32 $0, $1, $2, 31, 0xffffffff;", "u
 shuffle_from = _instruction("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", "f", "fu", "converge")
 """The float of the lane of this number."""
 fetch_word = _instruction("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", "u", "uu", "converge")
-meet = _instruction("bar.sync 0;", "", "", "converge")
+syncthreads = _instruction("bar.sync 0;", "", "", "converge")
 """Wait until every thread of the block is here."""
 
 _TILE = "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"

@@ -32,7 +32,7 @@ def block_argmax(key, index, keys, indices):
     thread = ptx.thread()
     keys[thread] = key
     indices[thread] = index
-    ptx.meet()
+    ptx.syncthreads()
     for distance in (64, 32, 16, 8, 4, 2, 1):
         if thread < distance:
             other_key = keys[thread + distance]
@@ -40,7 +40,7 @@ def block_argmax(key, index, keys, indices):
             if beats(other_key, other_index, keys[thread], indices[thread]):
                 keys[thread] = other_key
                 indices[thread] = other_index
-        ptx.meet()
+        ptx.syncthreads()
     return keys[0], indices[0]
 
 
@@ -48,11 +48,11 @@ def block_argmax(key, index, keys, indices):
 def block_sum(value, values):
     """The sum of whole numbers over a block of 128 threads, through shared memory."""
     thread = ptx.thread()
-    ptx.meet()
+    ptx.syncthreads()
     values[thread] = value
-    ptx.meet()
+    ptx.syncthreads()
     for distance in (64, 32, 16, 8, 4, 2, 1):
         if thread < distance:
             values[thread] = values[thread] + values[thread + distance]
-        ptx.meet()
+        ptx.syncthreads()
     return values[0]

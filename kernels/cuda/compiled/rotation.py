@@ -11,7 +11,7 @@ from numba import cuda, float32
 
 from localinfer.kernels.cuda.compiled import ptx
 from localinfer.kernels.cuda.compiled.reductions import warp_max
-from localinfer.kernels.cuda.compiled.rows import rotated
+from localinfer.kernels.cuda.compiled.rows import ROPE, rotated
 from localinfer.kernels.cuda.jit import inline, template
 from localinfer.kernels.kv_layout import SCALE_BLOCK
 
@@ -34,7 +34,7 @@ def fold(numbers, count, stages):
     """Rotate float32[count] of shared memory, multiplied by the factor before, with all threads of a block."""
     stage = 0
     while stage < stages:
-        ptx.meet()
+        ptx.syncthreads()
         pair = ptx.thread()
         while pair < count // 2:
             first = ((pair >> stage) << (stage + 1)) + (pair & ((1 << stage) - 1))
@@ -45,7 +45,7 @@ def fold(numbers, count, stages):
             numbers[second] = left - right
             pair = pair + THREADS
         stage = stage + 1
-    ptx.meet()
+    ptx.syncthreads()
 
 
 @inline
@@ -71,13 +71,13 @@ def code_of(number, scale):
     return ptx.to_int(ptx.maximum(ptx.minimum(number * inverse, float32(127.0)), float32(-127.0)))
 
 
-@template("qqqqqqqq")
+@template("qqqq" + ROPE)
 def rotate_heads(size):
     """out = every head of x after RoPE, rotated, of [heads, rows]; out may be x."""
     stages = rotation_stages(size)
     factor = rotation_factor(size)
 
-    def kernel(out, out_stride, x, x_stride, angles, num_pairs, halves, offset):
+    def kernel(out, out_stride, x, x_stride, rope):
         head = ptx.block_x()
         row = ptx.block_y()
         numbers = cuda.shared.array(size, float32)
@@ -85,8 +85,8 @@ def rotate_heads(size):
         column = ptx.thread()
         while column < size:
             value = ptx.load_f32(source + 4 * column)
-            if num_pairs > 0:
-                value = rotated(source, column, angles + row * num_pairs * 8, num_pairs, halves, offset)
+            if rope[1] > 0:
+                value = rotated(source, column, rope, row)
             numbers[column] = value * float32(factor)
             column = column + THREADS
         fold(numbers, size, stages)

@@ -91,10 +91,10 @@ def norm(kind, warps, quantizes):
     @inline
     def sum_of_block(value, lane, warp, partial):
         value = warp_sum(value)
-        ptx.meet()
+        ptx.syncthreads()
         if lane == 0:
             partial[warp] = value
-        ptx.meet()
+        ptx.syncthreads()
         total = partial[0]
         for other in range(1, warps):
             total = total + partial[other]
@@ -225,12 +225,15 @@ def rope_angles():
     return kernel
 
 
-@inline
-def rotated(x, column, angles, num_pairs, halves, offset):
-    """One column of a head at x after RoPE; columns before `offset` and after the pairs stay as they are.
+ROPE = "(qqqq)"
+"""RoPE: address of the cosines and sines, pairs, whether pairs are halves apart, and where in a head they begin."""
 
-    angles: address of the row's cosines and sines.
-    """
+
+@inline
+def rotated(x, column, rope, row):
+    """One column of a head at x after a row's RoPE; columns before its offset and after its pairs stay as they are."""
+    angles, num_pairs, halves, offset = rope
+    angles = angles + row * num_pairs * 8
     value = ptx.load_f32(x + 4 * column)
     inner = column - offset
     if 0 <= inner < 2 * num_pairs:
@@ -263,9 +266,8 @@ def rope():
                 first = offset + pair
                 second = first + num_pairs
             head = x + ptx.block_y() * x_stride + 4 * (index // num_pairs) * head_size
-            row_angles = angles + ptx.block_y() * num_pairs * 8
-            left = rotated(head, first, row_angles, num_pairs, halves, offset)
-            right = rotated(head, second, row_angles, num_pairs, halves, offset)
+            left = rotated(head, first, (angles, num_pairs, halves, offset), ptx.block_y())
+            right = rotated(head, second, (angles, num_pairs, halves, offset), ptx.block_y())
             ptx.store_f32(head + 4 * first, left)
             ptx.store_f32(head + 4 * second, right)
 

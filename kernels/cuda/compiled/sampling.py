@@ -155,7 +155,7 @@ def find_heads(slices):
             own_token = _NO_TOKEN + thread
         keys[thread] = own_key
         tokens[thread] = own_token
-        ptx.meet()
+        ptx.syncthreads()
         rank = int64(0)
         other = int64(0)
         while other < warps:
@@ -280,7 +280,7 @@ def choose(slices):
                 tokens[index] = own
                 weights[index] = weight_of(scaled(row, own, best, inverse_temperature))
                 index = index + THREADS
-            ptx.meet()
+            ptx.syncthreads()
             kept_mass = int64(0)
             index = ptx.thread()
             while index < count:
@@ -320,7 +320,7 @@ def choose(slices):
                         winning_score = score
                         winner = own
                 index = index + THREADS
-            ptx.meet()
+            ptx.syncthreads()
             winning_score, token = block_argmax(winning_score, winner, scores, sums)
             if top_k == 0 and kept_mass < target:
                 token = int64(UNDECIDED)

@@ -25,7 +25,7 @@ from tests.kernels.cuda.warps import TOGETHER
 
 _FIRST_ADDRESS = 1 << 44
 _GAP = 1 << 20
-_MEETINGS = (*TOGETHER, "meet")
+_MEETINGS = (*TOGETHER, "syncthreads")
 _WARP = 32
 _WORD, _SIGNED, _UNSIGNED = struct.Struct("<I"), struct.Struct("<4b"), struct.Struct("<4B")
 _Lane = Generator[tuple[Any, ...], Any, None]
@@ -133,7 +133,7 @@ class Emulator:
                     continue
                 alive.append(index)
             names = {name for name, *_ in requests}
-            if names <= {"meet"}:
+            if names <= {"syncthreads"}:
                 return alive
             assert len(names) == 1 and len(requests) == _WARP, f"{len(requests)} lanes of a warp are in {names}"
             answers = TOGETHER[names.pop()]([operands for _, *operands in requests])
@@ -226,7 +226,6 @@ class Emulator:
             "load_stream": loader("<4I"),
             "load_v4": loader("<4I"),
             "load_v2": loader("<2I"),
-            "load_v4_f32": loader("<4f"),
             "load_i64": loader("<q"),
             "load_u32": loader("<I"),
             "load_u16": loader("<H"),
