@@ -66,15 +66,15 @@ def store_steps(layout: KVLayout, layer: int, keys: Place, values: Place, rope: 
     rotation = (rope.angles, rope.num_pairs, rope.halves, rope.offset)
 
     def build(shape: Shape) -> Iterator[Step]:
-        given = (*keys, *values, shape.positions, shape.page_tables, *place)
+        rows = (*keys, *values, shape.positions, shape.page_tables, *place)
         if _CODES in kinds:
-            offsets = (head.key_scales, head.values, head.value_scales, head.value_columns)
+            offsets: tuple[int, ...] = (head.key_scales, head.values, head.value_scales, head.value_columns)
             grid = (heads, shape.batch_rows, 2)
-            yield Launch("kv_store.store_codes", (*kinds, *sizes), grid, THREADS, (*given, *offsets, *rotation))
+            yield Launch("kv_store.store_codes", (*kinds, *sizes), grid, THREADS, (*rows, *offsets, *rotation))
         else:
             width = heads * (kept.key_size + head.value_columns)
-            given = (*given, head.values, heads, *sizes, head.value_columns, *rotation)
-            yield column_launch("kv_store.store_rows", kinds, width, shape.batch_rows, given)
+            offsets = (head.values, heads, *sizes, head.value_columns)
+            yield column_launch("kv_store.store_rows", kinds, width, shape.batch_rows, (*rows, *offsets, *rotation))
 
     return build
 
@@ -192,14 +192,13 @@ class _Attention:
         tiles = -(-rows // (16 * warps // self.group))
         tables = (run.positions + 8 * start, run.page_tables + 8 * start)
         mask = (shape.window, shape.chunk, self.slopes, self.sinks)
-        values = (*queries, *out, *tables, rows, self.group, *self._offsets, *mask, *rotation, tiles)
+        numbers = (*queries, *out, *tables, rows, self.group, *self._offsets, *mask, *rotation, tiles)
         grid = (tiles, shape.num_kv_heads, -(-shape.value_size // _TILE_COLUMNS))
         constants = (*self.kinds, shape.key_size, shape.value_size, warps)
-        values = (*values, shape.scale, shape.softcap)
+        values = (*numbers, shape.scale, shape.softcap)
         yield Launch("attention_tiles.attend_tiles", constants, grid, 32 * warps, values)
         if self.kinds[1] == _CODES:
-            values = (*out, *out, 0, 0, 0, 0)
-            yield Launch("rotation.rotate_heads", (shape.value_size,), heads, THREADS, values)
+            yield Launch("rotation.rotate_heads", (shape.value_size,), heads, THREADS, (*out, *out, 0, 0, 0, 0))
 
     def _angles(self, row: int) -> int:
         return self.rope.angles + row * self.rope.num_pairs * 8

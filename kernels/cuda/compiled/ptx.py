@@ -67,7 +67,8 @@ def _instruction(template: str, results: str, arguments: str, effect: str = "") 
 
     # Numba asks for the names of an intrinsic's parameters, the context's first.
     names = ["context", *(f"operand_{index}" for index in range(len(arguments)))]
-    describe.__signature__ = Signature([Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names])
+    parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+    describe.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     return intrinsic(describe)
 
 
