@@ -42,7 +42,7 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class Product:
+class Gemm:
     """out[rows, columns] float32 = x[rows, inner] @ weights[columns, inner].T; out_stride in bytes."""
 
     out: int
@@ -55,7 +55,7 @@ class Product:
     kind: int
 
 
-Step = Launch | Product
+Step = Launch | Gemm
 
 OVERLAP_CAPABILITY = (9, 0)
 """Compute capability from which on kernels know how to wait for the one before them."""
@@ -110,6 +110,22 @@ def parameter_kinds(ptx: bytes) -> tuple[type[ctypes.c_float] | type[ctypes.c_in
     return tuple(ctypes.c_float if word.startswith((b".f32", b".b32")) else ctypes.c_int64 for word in words)
 
 
+def overlapping_launch(launch: Launch, stream: int) -> Any:
+    """The driver's CUlaunchConfig for programmatic dependent launch: the kernel itself waits for the one before."""
+    from cuda.bindings import driver
+
+    allowed = driver.CUlaunchAttribute()
+    allowed.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    allowed.value.programmaticStreamSerializationAllowed = 1
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = launch.grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = launch.threads, 1, 1
+    config.sharedMemBytes = 0
+    config.hStream = driver.CUstream(stream)
+    config.attrs, config.numAttrs = [allowed], 1
+    return config
+
+
 class CudaDevice:
     """The current CUDA device of torch. One thread at a time, but any.
 
@@ -131,7 +147,7 @@ class CudaDevice:
         self._entered = threading.local()
         major, minor = torch.cuda.get_device_capability()
         self.capability = (int(major), int(minor))
-        self.product_kind = BF16 if self.capability >= (8, 0) else F16
+        self.gemm_kind = BF16 if self.capability >= (8, 0) else F16
         self.overlaps = overlaps and self.capability >= OVERLAP_CAPABILITY
         self._stream = torch.cuda.Stream()
         self._tensors: dict[int, Any] = {}
@@ -265,25 +281,11 @@ class CudaDevice:
             function, kinds = self._function(step.key)
             arguments = (step.values, kinds)
             if self.overlaps:
-                self._check(self._driver.cuLaunchKernelEx(self._overlapping(step, stream), function, arguments, 0))
+                self._check(self._driver.cuLaunchKernelEx(overlapping_launch(step, stream), function, arguments, 0))
                 return
             self._check(self._driver.cuLaunchKernel(function, *step.grid, step.threads, 1, 1, 0, stream, arguments, 0))
         else:
             self._multiply(step)
-
-    def _overlapping(self, launch: Launch, stream: int) -> Any:
-        """How a kernel is launched that waits by itself for the one before it: programmatic dependent launch."""
-        driver = self._driver
-        allowed = driver.CUlaunchAttribute()
-        allowed.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        allowed.value.programmaticStreamSerializationAllowed = 1
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = launch.grid
-        config.blockDimX, config.blockDimY, config.blockDimZ = launch.threads, 1, 1
-        config.sharedMemBytes = 0
-        config.hStream = driver.CUstream(stream)
-        config.attrs, config.numAttrs = [allowed], 1
-        return config
 
     def _function(self, key: KernelKey) -> Any:
         if key not in self._functions:
@@ -294,7 +296,7 @@ class CudaDevice:
             self._functions[key] = (function, parameter_kinds(ptx))
         return self._functions[key]
 
-    def _multiply(self, product: Product) -> None:
+    def _multiply(self, product: Gemm) -> None:
         torch = self._torch
         kind = {F32: torch.float32, F16: torch.float16, BF16: torch.bfloat16}[product.kind]
         x = self._view(product.x, kind, (product.rows, product.inner), product.inner)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from localinfer.kernels.cpu.kernel_abi import MAX_EXPERTS
 from localinfer.kernels.cpu.memory import check
 from localinfer.kernels.cuda.device import Launch, Step
-from localinfer.kernels.cuda.gemm import Shape, Slot, expert_product, quantized_place
+from localinfer.kernels.cuda.gemm import Shape, Slot, expert_gemm, quantized_place
 from localinfer.kernels.cuda.memory import SMALL_ROWS, DeviceMemory
 from localinfer.kernels.cuda.op_recorder import OpRecorder
 from localinfer.kernels.cuda.weights import DeviceWeight
@@ -78,7 +78,7 @@ class ExpertOps:
             count = shape.rows(x.rows)
             if count:
                 head = (columns if per_slot else 0, 0)
-                yield from expert_product(source, x.width, codes, slot, count, head, packed.num_rows, selected, chosen)
+                yield from expert_gemm(source, x.width, codes, slot, count, head, packed.num_rows, selected, chosen)
 
         self._recorder.add(build, out)
 

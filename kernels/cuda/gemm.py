@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from localinfer.kernels.cuda.device import F32, CudaDevice, Launch, Product, Step
+from localinfer.kernels.cuda.device import F32, CudaDevice, Gemm, Launch, Step
 from localinfer.kernels.cuda.memory import SMALL_ROWS, DeviceMemory
 from localinfer.kernels.cuda.weights import DeviceWeight
 from localinfer.kernels.layouts import Layout, is_float
@@ -141,7 +141,7 @@ def warps_to_a_row(num_rows: int, num_columns: int) -> int:
     return split
 
 
-def small_product(
+def small_gemm(
     x: Place,
     quantized: Quantized | None,
     slots: Sequence[Slot],
@@ -155,12 +155,12 @@ def small_product(
     """
     assert batch_rows <= SMALL_ROWS, "more rows are for the library"
     if quantized is not None and batch_rows >= _TILED_ROWS and device.capability >= TENSOR_CORES:
-        yield from tiled_product(quantized, slots, batch_rows, activation)
+        yield from tiled_gemm(quantized, slots, batch_rows, activation)
     else:
-        yield from scalar_product(x, quantized, slots, batch_rows, activation, prefetches=device.overlaps)
+        yield from scalar_gemm(x, quantized, slots, batch_rows, activation, prefetches=device.overlaps)
 
 
-def tiled_product(
+def tiled_gemm(
     quantized: Quantized, slots: Sequence[Slot], batch_rows: int, activation: int | None
 ) -> Iterator[Launch]:
     """The same on tensor cores, with the same bits."""
@@ -175,7 +175,7 @@ def tiled_product(
         yield Launch("matmul_tiles.matmul_tiles", constants, (blocks, 1, 1), _TILE_THREADS, values)
 
 
-def scalar_product(
+def scalar_gemm(
     x: Place,
     quantized: Quantized | None,
     slots: Sequence[Slot],
@@ -212,7 +212,7 @@ def _parts(slots: Sequence[Slot], activation: int | None) -> Iterator[tuple[tupl
         yield parameters, counts, warps_to_a_row(max(counts), columns), PLAIN
 
 
-def expert_product(
+def expert_gemm(
     x: Place,
     width: int,
     codes: Quantized | None,
@@ -247,12 +247,12 @@ def expert_product(
     yield Launch("matmul.matmul", (weight.layout, 1, 4, split, EXPERTS), grid, THREADS, (*values, *tail))
 
 
-def large_product(
-    memory: DeviceMemory, x: Place, width: int, slots: Sequence[Slot], rows: int, product_kind: int
+def large_gemm(
+    memory: DeviceMemory, x: Place, width: int, slots: Sequence[Slot], rows: int, gemm_kind: int
 ) -> Iterator[Step]:
     """Multiply many rows: activations and then weights as plain numbers, piece by piece, through the library."""
     layout = slots[0].weight.layout
-    kind = F32 if is_float(layout) and layout is not Layout.BF16 else product_kind
+    kind = F32 if is_float(layout) and layout is not Layout.BF16 else gemm_kind
     inputs = memory.shared("inputs of the library", memory.max_input_bytes(width))
 
     def convert(
@@ -271,8 +271,8 @@ def large_product(
         for first in range(0, weight.num_rows, count):
             part = min(count, weight.num_rows - first)
             yield convert(weight.arrays, weight.row_bytes, weight.layout, scratch, first, part)
-            yield Product(target + 4 * first, target_stride, inputs, scratch, rows, part, width, kind)
+            yield Gemm(target + 4 * first, target_stride, inputs, scratch, rows, part, width, kind)
         if finishes:
             places = (slot.out, slot.out_stride, target, target_stride, weight.num_rows)
             values = (*places, slot.bias, slot.residual, slot.residual_stride, slot.scale)
-            yield column_launch("rows.finish_product", (), weight.num_rows, rows, values)
+            yield column_launch("rows.finish_gemm", (), weight.num_rows, rows, values)

@@ -52,7 +52,7 @@ def template(parameters: str) -> Callable[[Callable[..., Callable[..., None]]], 
     return lambda make: Template(make, parameters)
 
 
-class _Piece(CUDADispatcher):  # type: ignore[misc]
+class DeviceFunction(CUDADispatcher):  # type: ignore[misc]
     """A device function that compiles without asking a driver which GPU it is for."""
 
     def compile_device(self, args: tuple[Any, ...], return_type: Any = None) -> Any:
@@ -67,7 +67,7 @@ class _Piece(CUDADispatcher):  # type: ignore[misc]
 
 def inline(function: Callable[..., Any]) -> Any:
     """A piece of kernels, inlined by LLVM. Python cannot call it; its `py_func` can be."""
-    return _Piece(function, targetoptions={"device": True, "opt": True, "fastmath": False})
+    return DeviceFunction(function, targetoptions={"device": True, "opt": True, "fastmath": False})
 
 
 def compile_ptx(name: str, constants: tuple[int, ...], capability: tuple[int, int]) -> str:

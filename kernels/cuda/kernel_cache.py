@@ -22,11 +22,11 @@ _SHARED_SOURCES = ("kernels/ops.py", "kernels/kv_layout.py", "kernels/layouts.py
 """What CUDA kernels read of the rest of this package."""
 
 STAGE = "compiling CUDA kernels (once per machine)"
-_MAX_CHILDREN = 8
-_MIN_SHARE = 4
+_MAXCHILD_CODEREN = 8
+MIN_SHARE = 4
 """Kernels that are worth a process: importing the compilers takes as long as compiling some."""
 
-_CHILD = """
+CHILD_CODE = """
 import gc, json, sys
 gc.disable()
 sys.path[:], [keys, capability] = json.loads(sys.argv[1])
@@ -59,7 +59,8 @@ def require_numba_cuda() -> None:
 
 
 @functools.cache
-def _folder() -> Path | None:
+def cache_folder() -> Path | None:
+    """Where kernels are kept, or None where the sources are unknown or no folder is private."""
     if object_cache.CACHE_FOLDER is None:
         return None
     digests = source_digests("kernels")
@@ -72,7 +73,7 @@ def _folder() -> Path | None:
 
 
 def _path(key: KernelKey, capability: tuple[int, int]) -> Path | None:
-    folder = _folder()
+    folder = cache_folder()
     if folder is None:
         return None
     name, constants = key
@@ -110,10 +111,10 @@ def compile_all(keys: Sequence[KernelKey], capability: tuple[int, int], progress
             progress(STAGE, sum(_is_stored(key, capability) for key in missing), len(missing))
         return True
 
-    count = min(os.cpu_count() or 1, _MAX_CHILDREN, len(missing) // _MIN_SHARE)
-    if count > 1 and _folder() is not None and can_start_python():
+    count = min(os.cpu_count() or 1, _MAXCHILD_CODEREN, len(missing) // MIN_SHARE)
+    if count > 1 and cache_folder() is not None and can_start_python():
         # Neighbours are alike in size, so dealing them out in turns balances the work.
-        run_children(_CHILD, [(missing[first::count], capability) for first in range(count)], report)
+        run_children(CHILD_CODE, [(missing[first::count], capability) for first in range(count)], report)
     for index, key in enumerate(missing):
         if progress is not None:
             progress(STAGE, index, len(missing))

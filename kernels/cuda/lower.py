@@ -27,11 +27,11 @@ from localinfer.kernels.cuda.gemm import (
     Quantized,
     Shape,
     Slot,
-    expert_product,
-    large_product,
+    expert_gemm,
+    large_gemm,
     quantize_launch,
     quantized_place,
-    small_product,
+    small_gemm,
 )
 from localinfer.kernels.cuda.memory import SMALL_ROWS, DeviceMemory
 from localinfer.kernels.cuda.op_recorder import OpRecorder
@@ -229,9 +229,9 @@ class CudaTape:
             if not count:
                 return
             if count <= SMALL_ROWS:
-                yield from small_product(place, quantized, slots, count, op.activation, self._device)
+                yield from small_gemm(place, quantized, slots, count, op.activation, self._device)
                 return
-            yield from large_product(self._memory, place, x.width, slots, count, self._device.product_kind)
+            yield from large_gemm(self._memory, place, x.width, slots, count, self._device.gemm_kind)
             if op.activation is not None:
                 gate, up = slots
                 words = (up.out, up.out_stride, gate.out, gate.out_stride, up.out, up.out_stride)
@@ -448,7 +448,7 @@ class CudaTape:
         def build(shape: Shape) -> Iterator[Step]:
             count = shape.rows(x.rows)
             if count:
-                yield from expert_product(
+                yield from expert_gemm(
                     (source, stride), x.width, whole, slot, count, (x_head_size, x_offset), out_head_size
                 )
 

@@ -24,8 +24,8 @@ from localinfer.kernels.cuda.gemm import (
     Slot,
     quantize_launch,
     quantized_place,
-    scalar_product,
-    tiled_product,
+    scalar_gemm,
+    tiled_gemm,
 )
 from localinfer.kernels.cuda.lower import CudaTape
 from localinfer.kernels.cuda.memory import DeviceKVLayout, DeviceMemory
@@ -140,10 +140,10 @@ def ways_to_multiply(
 ) -> dict[str, Callable[[Slot, int], Iterator[Launch]]]:
     """The launches of a product of some rows, by lanes and, where the GPU can, by tiles."""
     ways: dict[str, Callable[[Slot, int], Iterator[Launch]]] = {
-        "scalar": lambda slot, rows: scalar_product(x, quantized, [slot], rows, None)
+        "scalar": lambda slot, rows: scalar_gemm(x, quantized, [slot], rows, None)
     }
     if device.capability >= TENSOR_CORES:
-        ways["tiled"] = lambda slot, rows: tiled_product(quantized, [slot], rows, None)
+        ways["tiled"] = lambda slot, rows: tiled_gemm(quantized, [slot], rows, None)
     return ways
 
 

@@ -65,7 +65,7 @@ def convert(layout, kind):
 
 
 @template("qqqqqqqqf")
-def finish_product():
+def finish_gemm():
     """out = residual + scale * (product + bias), of [columns / 128, rows]."""
 
     def kernel(out, out_stride, product, product_stride, num_columns, bias, residual, residual_stride, scale):

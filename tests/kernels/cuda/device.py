@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels.cuda.device import BF16, F32, CudaDevice, Launch, Product, Step
+from localinfer.kernels.cuda.device import BF16, F32, CudaDevice, Gemm, Launch, Step
 from localinfer.kernels.cuda.kernel_cache import KernelKey
 from localinfer.kernels.cuda.lower import CudaTape
 from localinfer.kernels.cuda.weights import upload
@@ -24,7 +24,7 @@ class EmulatedDevice:
     """`kernels.cuda.device.Device` without a GPU; graphs are lists of steps."""
 
     capability = (9, 0)
-    product_kind = BF16
+    gemm_kind = BF16
     overlaps = False
     waited_seconds = 0.0
 
@@ -75,7 +75,7 @@ class EmulatedDevice:
 
     def close(self) -> None: ...
 
-    def _multiply(self, product: Product) -> None:
+    def _multiply(self, product: Gemm) -> None:
         x = self._numbers(product.x, product.rows * product.inner, product.kind).reshape(product.rows, -1)
         weights = self._numbers(product.weights, product.columns * product.inner, product.kind)
         out = x @ weights.reshape(product.columns, -1).T

@@ -159,7 +159,7 @@ class Emulator:
         definition.decorator_list = []
         for name in {node.id for node in ast.walk(definition) if isinstance(node, ast.Name)} & set(scope):
             value = scope[name]
-            if isinstance(value, jit._Piece):
+            if isinstance(value, jit.DeviceFunction):
                 scope[name] = self._piece(value)
             elif value is ptx:
                 scope[name] = self._ptx

@@ -19,7 +19,7 @@ pytest.importorskip("numba_cuda", reason="CUDA kernels are compiled by numba-cud
 
 from localinfer.kernels.cuda import jit, kernel_cache
 from localinfer.kernels.cuda.compiled import matmul, rows
-from localinfer.kernels.cuda.device import OVERLAP_CAPABILITY, CudaDevice, Launch, parameter_kinds
+from localinfer.kernels.cuda.device import OVERLAP_CAPABILITY, Launch, overlapping_launch, parameter_kinds
 from localinfer.kernels.jit import object_cache
 
 ARCHITECTURES = ((7, 5), (8, 0), (9, 0), (10, 0))
@@ -154,10 +154,8 @@ def test_nothing_is_read_that_another_kernel_writes_before_that_one_has_ended() 
 
 
 def test_an_overlapping_launch_asks_the_driver_for_it() -> None:
-    driver = pytest.importorskip("cuda.bindings.driver")
-    device = CudaDevice.__new__(CudaDevice)
-    device._driver = driver
-    config = device._overlapping(Launch("rows.rope", (), (3, 2, 1), 128, ()), 7)
+    pytest.importorskip("cuda.bindings.driver")
+    config = overlapping_launch(Launch("rows.rope", (), (3, 2, 1), 128, ()), 7)
     assert (config.gridDimX, config.gridDimY, config.gridDimZ, config.blockDimX) == (3, 2, 1, 128)
     assert int(config.hStream) == 7 and config.numAttrs == 1
     assert config.attrs[0].value.programmaticStreamSerializationAllowed == 1
@@ -172,16 +170,16 @@ def test_what_a_kernel_is_called_with_is_read_off_its_ptx() -> None:
 
 def test_many_kernels_are_compiled_by_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_cache, "CACHE_FOLDER", tmp_path / "cpu")
-    kernel_cache._folder.cache_clear()
-    monkeypatch.setattr(kernel_cache, "_MIN_SHARE", 1)
+    kernel_cache.cache_folder.cache_clear()
+    monkeypatch.setattr(kernel_cache, "MIN_SHARE", 1)
     # The children keep theirs where this process looks.
     child = f"""
 import pathlib
 from localinfer.kernels.jit import object_cache
 object_cache.CACHE_FOLDER = pathlib.Path({str(tmp_path / "cpu")!r})
 """
-    first, rest = kernel_cache._CHILD.split("from ", 1)
-    monkeypatch.setattr(kernel_cache, "_CHILD", f"{first}{child}from {rest}")
+    first, rest = kernel_cache.CHILD_CODE.split("from ", 1)
+    monkeypatch.setattr(kernel_cache, "CHILD_CODE", f"{first}{child}from {rest}")
     monkeypatch.setattr(jit, "compile_ptx", lambda *what: pytest.fail(f"{what} was left by the children"))
     monkeypatch.setattr(kernel_cache.os, "cpu_count", lambda: 2)
     keys = [("rows.gather_columns", ()), ("rows.elementwise", (rows.ADD,))]
@@ -189,11 +187,11 @@ object_cache.CACHE_FOLDER = pathlib.Path({str(tmp_path / "cpu")!r})
     kernel_cache.compile_all(keys, (8, 0), lambda *what: told.append(what))
     assert b".entry kernel" in kernel_cache.kernel_ptx(keys[1], (8, 0))
     assert told[0] == (kernel_cache.STAGE, 0, 2) and told[-1] == (kernel_cache.STAGE, 2, 2)
-    kernel_cache._folder.cache_clear()
+    kernel_cache.cache_folder.cache_clear()
 
 
 def test_a_compiled_kernel_is_kept_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_cache, "_folder", lambda: tmp_path)
+    monkeypatch.setattr(kernel_cache, "cache_folder", lambda: tmp_path)
     compiled = []
     monkeypatch.setattr(jit, "compile_ptx", lambda *what: compiled.append(what) or ".entry kernel()")
     told: list[tuple[str, int, int]] = []
