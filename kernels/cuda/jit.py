@@ -52,6 +52,11 @@ def template(parameters: str) -> Callable[[Callable[..., Callable[..., None]]], 
     return lambda make: Template(make, parameters)
 
 
+def kernel(parameters: str) -> Callable[[Callable[..., None]], Template]:
+    """Mark a kernel that needs no constants; see `Template`."""
+    return lambda function: Template(lambda: function, parameters)
+
+
 class DeviceFunction(CUDADispatcher):  # type: ignore[misc]
     """A device function that compiles without asking a driver which GPU it is for."""
 
@@ -66,7 +71,7 @@ class DeviceFunction(CUDADispatcher):  # type: ignore[misc]
 
 
 def inline(function: Callable[..., Any]) -> Any:
-    """A piece of kernels, inlined by LLVM. Python cannot call it; its `py_func` can be."""
+    """Mark a function that kernels call, inlined by LLVM. Python cannot call it; its `py_func` can be."""
     return DeviceFunction(function, targetoptions={"device": True, "opt": True, "fastmath": False})
 
 

@@ -22,7 +22,8 @@ from localinfer.kernels.jit import object_cache
 from localinfer.kernels.cuda import kernel_cache
 object_cache.CACHE_FOLDER = object_cache.Path({folder!r}) / "cpu"
 kernel_cache.installed_version = lambda name: "1"
-print(json.dumps([object_cache.source_hash(), str(kernel_cache.cache_folder()), fingerprint._code(), object_cache.__file__]))
+folder = str(kernel_cache.cache_folder())
+print(json.dumps([object_cache.source_hash(), folder, fingerprint._code(), object_cache.__file__]))
 """
 CHANGED = {"cpu": "kernels/layouts.py", "cuda": "kernels/cuda/gemm.py", "models": "models/decoder/rope.py"}
 

@@ -5,7 +5,7 @@ from numba import float32, int64
 from localinfer.kernels.cuda.compiled import ptx
 from localinfer.kernels.cuda.compiled.activations import exponential, sigmoid
 from localinfer.kernels.cuda.compiled.reductions import warp_max, warp_sum
-from localinfer.kernels.cuda.jit import inline, template
+from localinfer.kernels.cuda.jit import inline, kernel, template
 
 THREADS = 128
 SOFTMAX, SIGMOID, SOFTMAX_SELECTED = 0, 1, 2
@@ -154,40 +154,32 @@ def route(gating):
     return kernel
 
 
-@template("qqqqqqqqqq")
-def expert_sum():
+@kernel("qqqqqqqqqq")
+def expert_sum(
+    out, out_stride, x, x_stride, weights, weights_stride, residual, residual_stride, num_selected, num_columns
+):
     """out = residual + the sum over slots, in order, of weight * x, of [columns / 128, rows]."""
-
-    def kernel(
-        out, out_stride, x, x_stride, weights, weights_stride, residual, residual_stride, num_selected, num_columns
-    ):
-        column = ptx.block_x() * THREADS + ptx.thread()
-        if column < num_columns:
-            row = ptx.block_y()
-            total = float32(0.0)
-            if residual != 0:
-                total = ptx.load_f32(residual + row * residual_stride + 4 * column)
-            slot = 0
-            while slot < num_selected:
-                weight = ptx.load_f32(weights + row * weights_stride + 4 * slot)
-                total = total + weight * ptx.load_f32(x + row * x_stride + 4 * (slot * num_columns + column))
-                slot = slot + 1
-            ptx.store_f32(out + row * out_stride + 4 * column, total)
-
-    return kernel
+    column = ptx.block_x() * THREADS + ptx.thread()
+    if column < num_columns:
+        row = ptx.block_y()
+        total = float32(0.0)
+        if residual != 0:
+            total = ptx.load_f32(residual + row * residual_stride + 4 * column)
+        slot = 0
+        while slot < num_selected:
+            weight = ptx.load_f32(weights + row * weights_stride + 4 * slot)
+            total = total + weight * ptx.load_f32(x + row * x_stride + 4 * (slot * num_columns + column))
+            slot = slot + 1
+        ptx.store_f32(out + row * out_stride + 4 * column, total)
 
 
-@template("qqqqqq")
-def expert_scale():
+@kernel("qqqqqq")
+def expert_scale(x, x_stride, weights, weights_stride, num_selected, num_columns):
     """x of every slot times its weight, of [slots * columns / 128, rows]."""
-
-    def kernel(x, x_stride, weights, weights_stride, num_selected, num_columns):
-        index = ptx.block_x() * THREADS + ptx.thread()
-        if index < num_selected * num_columns:
-            row = ptx.block_y()
-            place = x + row * x_stride + 4 * index
-            ptx.store_f32(
-                place, ptx.load_f32(place) * ptx.load_f32(weights + row * weights_stride + 4 * (index // num_columns))
-            )
-
-    return kernel
+    index = ptx.block_x() * THREADS + ptx.thread()
+    if index < num_selected * num_columns:
+        row = ptx.block_y()
+        place = x + row * x_stride + 4 * index
+        ptx.store_f32(
+            place, ptx.load_f32(place) * ptx.load_f32(weights + row * weights_stride + 4 * (index // num_columns))
+        )

@@ -8,7 +8,7 @@ from numba import float32
 
 from localinfer.kernels.cuda.compiled import ptx
 from localinfer.kernels.cuda.compiled.reductions import warp_max
-from localinfer.kernels.cuda.jit import inline, template
+from localinfer.kernels.cuda.jit import inline, kernel
 
 
 @inline
@@ -31,16 +31,12 @@ def store_quantized(x, lane, codes, records, column):
         ptx.store_u32(record + 4, (total & 0xFFFF) | ((other & 0xFFFF) << 16))
 
 
-@template("qqqqqqq")
-def quantize_rows():
+@kernel("qqqqqqq")
+def quantize_rows(x, x_stride, codes, codes_stride, records, records_stride, num_columns):
     """Quantize rows: a warp per block of 32 columns, a grid of [blocks / 4, rows]."""
-
-    def kernel(x, x_stride, codes, codes_stride, records, records_stride, num_columns):
-        lane = ptx.thread() % 32
-        column = (ptx.block_x() * 4 + ptx.thread() // 32) * 32 + lane
-        row = ptx.block_y()
-        if column - lane < num_columns:
-            value = ptx.load_f32(x + row * x_stride + 4 * column)
-            store_quantized(value, lane, codes + row * codes_stride, records + row * records_stride, column)
-
-    return kernel
+    lane = ptx.thread() % 32
+    column = (ptx.block_x() * 4 + ptx.thread() // 32) * 32 + lane
+    row = ptx.block_y()
+    if column - lane < num_columns:
+        value = ptx.load_f32(x + row * x_stride + 4 * column)
+        store_quantized(value, lane, codes + row * codes_stride, records + row * records_stride, column)

@@ -7,7 +7,7 @@ from localinfer.kernels.cuda.compiled.activations import activate, activate_gate
 from localinfer.kernels.cuda.compiled.quantize import store_quantized
 from localinfer.kernels.cuda.compiled.reductions import warp_sum
 from localinfer.kernels.cuda.compiled.weights import row_of, weight_of
-from localinfer.kernels.cuda.jit import inline, template
+from localinfer.kernels.cuda.jit import inline, kernel, template
 
 THREADS = 128
 
@@ -64,22 +64,18 @@ def convert(layout, kind):
     return kernel
 
 
-@template("qqqqqqqqf")
-def finish_gemm():
+@kernel("qqqqqqqqf")
+def finish_gemm(out, out_stride, product, product_stride, num_columns, bias, residual, residual_stride, scale):
     """out = residual + scale * (product + bias), of [columns / 128, rows]."""
-
-    def kernel(out, out_stride, product, product_stride, num_columns, bias, residual, residual_stride, scale):
-        column = ptx.block_x() * THREADS + ptx.thread()
-        if column < num_columns:
-            value = ptx.load_f32(product + ptx.block_y() * product_stride + 4 * column)
-            if bias != 0:
-                value = value + ptx.load_f32(bias + 4 * column)
-            value = scale * value
-            if residual != 0:
-                value = value + ptx.load_f32(residual + ptx.block_y() * residual_stride + 4 * column)
-            ptx.store_f32(out + ptx.block_y() * out_stride + 4 * column, value)
-
-    return kernel
+    column = ptx.block_x() * THREADS + ptx.thread()
+    if column < num_columns:
+        value = ptx.load_f32(product + ptx.block_y() * product_stride + 4 * column)
+        if bias != 0:
+            value = value + ptx.load_f32(bias + 4 * column)
+        value = scale * value
+        if residual != 0:
+            value = value + ptx.load_f32(residual + ptx.block_y() * residual_stride + 4 * column)
+        ptx.store_f32(out + ptx.block_y() * out_stride + 4 * column, value)
 
 
 @template("qqqqqqqqqqqqqf")
@@ -177,21 +173,17 @@ def elementwise(operation):
     return kernel
 
 
-@template("qqqqqf")
-def scale_by_position():
+@kernel("qqqqqf")
+def scale_by_position(x, x_stride, num_columns, positions, period_and_offset, slope):
     """x *= 1 + slope * ln(1 + floor((position + offset) / period)), of [columns / 128, rows]."""
-
-    def kernel(x, x_stride, num_columns, positions, period_and_offset, slope):
-        column = ptx.block_x() * THREADS + ptx.thread()
-        if column < num_columns:
-            period = period_and_offset % (1 << 31)
-            offset = period_and_offset >> 31
-            whole = (ptx.load_i64(positions + 8 * ptx.block_y()) + offset) // period
-            factor = float32(1.0) + slope * (float32(0.6931471805599453) * ptx.log2(ptx.to_float(1 + whole)))
-            place = x + ptx.block_y() * x_stride + 4 * column
-            ptx.store_f32(place, factor * ptx.load_f32(place))
-
-    return kernel
+    column = ptx.block_x() * THREADS + ptx.thread()
+    if column < num_columns:
+        period = period_and_offset % (1 << 31)
+        offset = period_and_offset >> 31
+        whole = (ptx.load_i64(positions + 8 * ptx.block_y()) + offset) // period
+        factor = float32(1.0) + slope * (float32(0.6931471805599453) * ptx.log2(ptx.to_float(1 + whole)))
+        place = x + ptx.block_y() * x_stride + 4 * column
+        ptx.store_f32(place, factor * ptx.load_f32(place))
 
 
 @inline
@@ -209,20 +201,16 @@ def cosine_and_sine(angle):
     return cosine, sine * rest
 
 
-@template("qqqqf")
-def rope_angles():
+@kernel("qqqqf")
+def rope_angles(positions, frequencies, num_pairs, angles, magnitude):
     """The cosine and sine of every pair, float32[rows][pairs][2], of [pairs / 128, rows]."""
-
-    def kernel(positions, frequencies, num_pairs, angles, magnitude):
-        pair = ptx.block_x() * THREADS + ptx.thread()
-        if pair < num_pairs:
-            position = ptx.to_f64(ptx.load_i64(positions + 8 * ptx.block_y()))
-            cosine, sine = cosine_and_sine(position * ptx.load_f64(frequencies + 8 * pair))
-            place = angles + (ptx.block_y() * num_pairs + pair) * 8
-            ptx.store_f32(place, magnitude * ptx.narrow(cosine))
-            ptx.store_f32(place + 4, magnitude * ptx.narrow(sine))
-
-    return kernel
+    pair = ptx.block_x() * THREADS + ptx.thread()
+    if pair < num_pairs:
+        position = ptx.to_f64(ptx.load_i64(positions + 8 * ptx.block_y()))
+        cosine, sine = cosine_and_sine(position * ptx.load_f64(frequencies + 8 * pair))
+        place = angles + (ptx.block_y() * num_pairs + pair) * 8
+        ptx.store_f32(place, magnitude * ptx.narrow(cosine))
+        ptx.store_f32(place + 4, magnitude * ptx.narrow(sine))
 
 
 ROPE = "(qqqq)"
@@ -252,64 +240,48 @@ def rotated(x, column, rope, row):
     return value
 
 
-@template("qqqqqqqq")
-def rope():
+@kernel("qqqqqqqq")
+def rope(x, x_stride, angles, num_heads, head_size, num_pairs, halves, offset):
     """Rotate pairs in place, a thread to a pair, of [heads * pairs / 128, rows]."""
-
-    def kernel(x, x_stride, angles, num_heads, head_size, num_pairs, halves, offset):
-        index = ptx.block_x() * THREADS + ptx.thread()
-        if index < num_heads * num_pairs:
-            pair = index % num_pairs
-            first = offset + 2 * pair
-            second = first + 1
-            if halves != 0:
-                first = offset + pair
-                second = first + num_pairs
-            head = x + ptx.block_y() * x_stride + 4 * (index // num_pairs) * head_size
-            left = rotated(head, first, (angles, num_pairs, halves, offset), ptx.block_y())
-            right = rotated(head, second, (angles, num_pairs, halves, offset), ptx.block_y())
-            ptx.store_f32(head + 4 * first, left)
-            ptx.store_f32(head + 4 * second, right)
-
-    return kernel
+    index = ptx.block_x() * THREADS + ptx.thread()
+    if index < num_heads * num_pairs:
+        pair = index % num_pairs
+        first = offset + 2 * pair
+        second = first + 1
+        if halves != 0:
+            first = offset + pair
+            second = first + num_pairs
+        head = x + ptx.block_y() * x_stride + 4 * (index // num_pairs) * head_size
+        left = rotated(head, first, (angles, num_pairs, halves, offset), ptx.block_y())
+        right = rotated(head, second, (angles, num_pairs, halves, offset), ptx.block_y())
+        ptx.store_f32(head + 4 * first, left)
+        ptx.store_f32(head + 4 * second, right)
 
 
-@template("qqqqqq")
-def select_rows():
+@kernel("qqqqqq")
+def select_rows(out, out_stride, x, x_stride, num_columns, rows):
     """out[r] = x[rows[r]], of [columns / 128, rows]."""
-
-    def kernel(out, out_stride, x, x_stride, num_columns, rows):
-        column = ptx.block_x() * THREADS + ptx.thread()
-        if column < num_columns:
-            row = ptx.load_i64(rows + 8 * ptx.block_y())
-            ptx.store_f32(out + ptx.block_y() * out_stride + 4 * column, ptx.load_f32(x + row * x_stride + 4 * column))
-
-    return kernel
+    column = ptx.block_x() * THREADS + ptx.thread()
+    if column < num_columns:
+        row = ptx.load_i64(rows + 8 * ptx.block_y())
+        ptx.store_f32(out + ptx.block_y() * out_stride + 4 * column, ptx.load_f32(x + row * x_stride + 4 * column))
 
 
-@template("qqqqqq")
-def gather_columns():
+@kernel("qqqqqq")
+def gather_columns(out, out_stride, x, x_stride, num_columns, order):
     """out[c] = x[order[c]], int64 order, of [columns / 128, rows]."""
-
-    def kernel(out, out_stride, x, x_stride, num_columns, order):
-        column = ptx.block_x() * THREADS + ptx.thread()
-        if column < num_columns:
-            value = ptx.load_f32(x + ptx.block_y() * x_stride + 4 * ptx.load_i64(order + 8 * column))
-            ptx.store_f32(out + ptx.block_y() * out_stride + 4 * column, value)
-
-    return kernel
+    column = ptx.block_x() * THREADS + ptx.thread()
+    if column < num_columns:
+        value = ptx.load_f32(x + ptx.block_y() * x_stride + 4 * ptx.load_i64(order + 8 * column))
+        ptx.store_f32(out + ptx.block_y() * out_stride + 4 * column, value)
 
 
-@template("qqqqqqqq")
-def copy_heads():
+@kernel("qqqqqqqq")
+def copy_heads(out, out_stride, x, x_stride, num_heads, width, out_head_size, x_head_size):
     """Copy `width` columns of every head, of [heads * width / 128, rows]; places are of the first column copied."""
-
-    def kernel(out, out_stride, x, x_stride, num_heads, width, out_head_size, x_head_size):
-        index = ptx.block_x() * THREADS + ptx.thread()
-        if index < num_heads * width:
-            head = index // width
-            column = index % width
-            value = ptx.load_f32(x + ptx.block_y() * x_stride + 4 * (head * x_head_size + column))
-            ptx.store_f32(out + ptx.block_y() * out_stride + 4 * (head * out_head_size + column), value)
-
-    return kernel
+    index = ptx.block_x() * THREADS + ptx.thread()
+    if index < num_heads * width:
+        head = index // width
+        column = index % width
+        value = ptx.load_f32(x + ptx.block_y() * x_stride + 4 * (head * x_head_size + column))
+        ptx.store_f32(out + ptx.block_y() * out_stride + 4 * (head * out_head_size + column), value)
