@@ -86,7 +86,8 @@ class ChatTemplate:
         template as they are.
         Raises: TemplateError if the template refuses the messages, fails, or costs too much.
         """
-        return self._render(messages, add_generation_prompt, tools, variables, "")
+        values = {**variables, "messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
+        return self._render(values)
 
     def render_segments(
         self,
@@ -106,19 +107,16 @@ class ChatTemplate:
         `split`, `in` and `tojson` see the content as it is, but for those spellings.
         Raises: TemplateError as `render` does.
         """
-        values = {"messages": messages, "tools": tools, **variables}
+        values = {**variables, "messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
         try:
             strings = set(_strings_in(values))
             marker = _Marker(spellings, strings, self.source or "", self.tool_source or "")
             if not marker.is_needed:
-                return [(self.render(messages, add_generation_prompt, tools, **variables), True)]
+                return [(self._render(values), True)]
             marked = {name: marker.mark(value) for name, value in values.items()}
         except RecursionError as error:
             raise TemplateError("the messages are nested too deeply; wanted at most some hundred levels") from error
-        text = self._render(
-            marked.pop("messages"), add_generation_prompt, marked.pop("tools"), marked, marker.character
-        )
-        return marker.unmark(text)
+        return marker.unmark(self._render(marked, marker.character))
 
     def encode(
         self,
@@ -142,31 +140,17 @@ class ChatTemplate:
             ids.insert(0, tokenizer.bos_token_id)
         return ids
 
-    def _render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool,
-        tools: Sequence[Mapping[str, Any]] | None,
-        variables: Mapping[str, Any],
-        mark: str,
-    ) -> str:
+    def _render(self, values: Mapping[str, Any], mark: str = "") -> str:
         with self._lock:
-            template, _ = self._template(tools)
+            template, _ = self._template(values["tools"])
             sandbox = self._sandbox
             assert sandbox is not None, "compiling made it"
             sandbox.mark = mark
             sandbox.budget.start()
-            values = {
-                "bos_token": self.bos_token,
-                "eos_token": self.eos_token,
-                **variables,
-                "messages": messages,
-                "tools": tools,
-                "add_generation_prompt": add_generation_prompt,
-            }
+            context = {"bos_token": self.bos_token, "eos_token": self.eos_token, **values}
             try:
                 # As Template.render does, which would make a traceback anew for each level of a recursion.
-                return str(sandbox.concat(template.root_render_func(template.new_context(values))))
+                return str(sandbox.concat(template.root_render_func(template.new_context(context))))
             # A template is a program: it may fail in any way, running out of stack or memory included.
             except Exception as error:
                 raise TemplateError(
