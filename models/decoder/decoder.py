@@ -5,12 +5,16 @@ from typing import Protocol
 from localinfer.kernels.ops import Buffer, KVLayerShape, Projection, Rows, Tape, WeightSource
 from localinfer.kernels.program import Program
 from localinfer.models.decoder.architectures import find_architecture
-from localinfer.models.decoder.attention import RopeTables, write_attention, write_attention_output
+from localinfer.models.decoder.attention import (
+    RopeTables,
+    write_attention,
+    write_attention_output,
+    write_latent_attention,
+)
 from localinfer.models.decoder.checked_weights import CheckedWeights
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.feed_forward import write_feed_forward
 from localinfer.models.decoder.graph import Graph, refuse
-from localinfer.models.decoder.latent_attention import write_latent_attention
 
 
 def write_decoder(
