@@ -33,10 +33,9 @@ class ChatTemplateWarning(UserWarning):
 class ChatTemplate:
     """The chat template of one model file; threads may share it.
 
-    `source` is the Jinja text, None where the file has none; `tool_source` that of the variant for
-    tools, where there is one. It is compiled at the first use, inside a sandbox that bounds time and
-    output (template_sandbox). Where there is none, or it does not compile, ChatML takes its place,
-    with a ChatTemplateWarning.
+    `source` is the Jinja text, None where the file has none; `tool_source` that of the variant for tools, where there
+    is one. It is compiled at the first use, inside a sandbox that bounds time and output (template_sandbox). Where
+    there is none, or it does not compile, ChatML takes its place, with a ChatTemplateWarning.
     """
 
     def __init__(
@@ -82,8 +81,7 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt text for messages with "role" and "content".
 
-        `add_generation_prompt` ends it where the assistant's reply begins. `variables` reach the
-        template as they are.
+        `add_generation_prompt` ends it where the assistant's reply begins. `variables` reach the template as they are.
         Raises: TemplateError if the template refuses the messages, fails, or costs too much.
         """
         values = {**variables, "messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}

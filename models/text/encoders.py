@@ -52,9 +52,8 @@ _TO_BYTE = {character: bytes([byte]) for byte, character in enumerate(BYTE_CHARA
 def merge_by_rank(symbols: list[str], ranks: Mapping[str, int], separator: str) -> list[str]:
     """Merge neighbours, lowest rank first and leftmost among equals, until no pair has a rank.
 
-    The loop that SentencePiece (by score) and BPE (by rank) share. A pair's rank is looked up as
-    `left + separator + right`. Ranks lie in 0 .. 2**31 - 1. Time grows as n log n with the number of
-    symbols; `symbols` may be changed.
+    The loop that SentencePiece (by score) and BPE (by rank) share. A pair's rank is looked up as `left + separator +
+    right`. Ranks lie in 0 .. 2**31 - 1. Time grows as n log n with the number of symbols; `symbols` may be changed.
     """
     # pair_ranks[i] is the rank of the pair that starts at symbol i now.
     pairs = zip(symbols, symbols[1:], strict=False)

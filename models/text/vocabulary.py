@@ -79,10 +79,9 @@ _TYPE_BY_TEXT = {"<unk>": TokenType.UNKNOWN, "<s>": TokenType.CONTROL, "</s>": T
 class Vocabulary:
     """Tokens and rules of one model file.
 
-    `ids` maps the text of each token that text may turn into; `special_ids` that of the control and
-    unknown tokens, which only their own spelling gives, and only where asked for. `byte_ids[b]` is the
-    `<0xXX>` token of byte b, -1 where there is none. `merge_texts` are "left right" by rank.
-    `scores` is None where the kind has no use for them.
+    `ids` maps the text of each token that text may turn into; `special_ids` that of the control and unknown tokens,
+    which only their own spelling gives, and only where asked for. `byte_ids[b]` is the `<0xXX>` token of byte b, -1
+    where there is none. `merge_texts` are "left right" by rank. `scores` is None where the kind has no use for them.
     """
 
     kind: str
