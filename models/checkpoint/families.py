@@ -16,10 +16,7 @@ Metadata = dict[str, object]
 _SILU = ("silu", "swish")
 _GELU_TANH = ("gelu_pytorch_tanh", "gelu_new", "gelu")
 
-_ATTENTION = {
-    **{f"attn_{letter}": f"self_attn.{letter}_proj" for letter in "qkv"},
-    "attn_output": "self_attn.o_proj",
-}
+_ATTENTION = {**{f"attn_{letter}": f"self_attn.{letter}_proj" for letter in "qkv"}, "attn_output": "self_attn.o_proj"}
 _HEAD_NORMS = {f"attn_{letter}_norm": f"self_attn.{letter}_norm" for letter in "qk"}
 _NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 _PARTS = ("gate", "up", "down")

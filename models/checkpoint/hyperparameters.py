@@ -198,7 +198,8 @@ def _longrope(
     tensors = {}
     for length in ("long", "short"):
         values = scaling.entries(f"{length}_factor")
-        if len(values) != rotary_size // 2 or not all(_is_divisor(value) for value in values):
+        are_divisors = all(type(value) in (int, float) and MIN_SCALE <= value <= MAX_SCALE for value in values)
+        if len(values) != rotary_size // 2 or not are_divisors:
             raise scaling.wrong(f"{length}_factor", f"{rotary_size // 2} positive numbers, one for each rotated pair")
         tensors[f"rope_factors_{length}.weight"] = np.array(values, np.float32)
     original = settings.integer("original_max_position_embeddings", original, low=2, high=MAX_CONTEXT)
@@ -209,7 +210,3 @@ def _longrope(
         "rope.scaling.attn_factor": scaling.number("attention_factor", magnitude, low=0.0),
     }
     return keys, tensors
-
-
-def _is_divisor(value: object) -> bool:
-    return type(value) in (int, float) and MIN_SCALE <= value <= MAX_SCALE  # type: ignore[operator]

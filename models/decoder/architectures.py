@@ -261,9 +261,7 @@ ARCHITECTURES: dict[str, Architecture | Callable[[ModelConfig], Architecture]] =
     "minimax-m2": replace(_QK_NORMED, gating=Gating.SIGMOID),
     # Ministral 3: queries sharpen with the logarithm of the position.
     "mistral3": lambda config: replace(
-        _LLAMA,
-        temperature_scale=config.temperature_scale,
-        temperature_length=config.rope.original_context_length,
+        _LLAMA, temperature_scale=config.temperature_scale, temperature_length=config.rope.original_context_length
     ),
     # Nemotron and Minitron (arXiv 2402.16819): squared ReLU; GGUF stores the norm weights as 1 + w.
     "nemotron": Architecture(norm=Norm.LAYER, activation=Activation.RELU_SQUARED, gated=False),

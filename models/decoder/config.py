@@ -372,7 +372,11 @@ def _check_tensor_shapes(reader: MetadataReader, config: ModelConfig, tensor_sha
         else:
             _check_latent(check, block, config.latent, config, layer)
         if config.experts is not None:
-            _check_experts(check, block, config.experts.num_experts)
+            count = config.experts.num_experts
+            # Stacks of experts; a stack of one may be a plain matrix.
+            for name in ("ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps", "ffn_gate_up_exps"):
+                axis = -2 if name == "ffn_gate_inp" else -3
+                check.equal(f"{block}{name}.weight", axis, count, "expert_count", str(count), optional=True)
 
 
 class _Check:
@@ -438,10 +442,3 @@ def _check_latent(check: _Check, block: str, latent: LatentConfig, config: Model
     values = num_heads * latent.value_size
     found = f"{latent.value_size} and {num_heads} heads, together {values}"
     check.equal(f"{block}attn_output.weight", -1, values, "attention.value_length_mla", found)
-
-
-def _check_experts(check: _Check, block: str, num_experts: int) -> None:
-    """Stacks of experts; a stack of one may be a plain matrix."""
-    for name in ("ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps", "ffn_gate_up_exps"):
-        axis = -2 if name == "ffn_gate_inp" else -3
-        check.equal(f"{block}{name}.weight", axis, num_experts, "expert_count", str(num_experts), optional=True)

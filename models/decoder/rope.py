@@ -28,10 +28,7 @@ _YARN_KEYS = {
 
 
 def rope_table(
-    rope: RopeConfig,
-    pairing: Pairing,
-    divisors: NDArray[np.float32] | None = None,
-    magnitude: float | None = None,
+    rope: RopeConfig, pairing: Pairing, divisors: NDArray[np.float32] | None = None, magnitude: float | None = None
 ) -> RopeTable:
     """The table for layers that rotate as `rope` says.
 

@@ -158,7 +158,11 @@ def load_model(
             held = 0 if kv_window is None else kv_window + MAX_BATCH_ROWS + 2 * kv_layout.page_tokens
             used, weights = "cpu", CpuWeights(file, shared_pool, progress)
             written = _write_on_cpu(parts, weights, kv_layout, held), kv_layout
-        _check_unchanged(file)
+        if file.has_changed:
+            # What was read may be of two versions.
+            raise CorruptFileError(
+                f"{file.path} was changed while it was being loaded; load it again when what writes it is done"
+            )
         return Model(config, tokenizer, template, *written, file, shared_pool, used, weights)
     except BaseException as error:
         if gpu is not None:
@@ -249,14 +253,6 @@ def _write_split(parts: _Parts, gpu: CudaDevice, placement: Placement) -> tuple[
     on_cpu.notes.update(on_gpu.notes)
     _note(parts.file, on_cpu)
     return SplitProgram(first, rest, layout), layout
-
-
-def _check_unchanged(file: ModelFile) -> None:
-    """Refuse what may have been read from two versions of a file. Raises: CorruptFileError."""
-    if file.has_changed:
-        raise CorruptFileError(
-            f"{file.path} was changed while it was being loaded; load it again when what writes it is done"
-        )
 
 
 def _note(file: ModelFile, weights: CpuWeights) -> None:

@@ -44,7 +44,8 @@ def choose_decode_threads(program: CpuProgram, kv_layout: KVLayout, weight_bytes
     """Set the program's `decode_threads` to the fewest that decode within 3 % of the fastest."""
     if program.num_threads == 1:
         return
-    key = _cache_key(program.num_threads, weight_bytes)
+    # The same for models of about this size.
+    key = f"{program.num_threads} {round(2 * float(np.log2(max(weight_bytes, 1))))}"
     cached, loads = cached_count(key, program.num_threads)
     if cached is not None and loads >= _ENOUGH_LOADS:
         program.decode_threads = cached
@@ -86,11 +87,6 @@ def _token_runs(program: CpuProgram, kv_layout: KVLayout) -> dict[int, Callable[
     for count in counts:
         run(count)
     return {count: lambda count=count: run(count) for count in counts}  # type: ignore[misc]
-
-
-def _cache_key(num_threads: int, weight_bytes: int) -> str:
-    """The same for models of about this size."""
-    return f"{num_threads} {round(2 * float(np.log2(max(weight_bytes, 1))))}"
 
 
 def cached_count(key: str, most: int) -> tuple[int | None, int]:

@@ -168,12 +168,7 @@ class SymbolTable:
     `ids`.
     """
 
-    def __init__(
-        self,
-        tokens: Sequence[str],
-        ids: Mapping[str, int],
-        expand: Callable[[str], list[int]],
-    ) -> None:
+    def __init__(self, tokens: Sequence[str], ids: Mapping[str, int], expand: Callable[[str], list[int]]) -> None:
         self.tokens = tokens
         self.ids = ids
         self._expand = expand

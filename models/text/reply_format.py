@@ -128,10 +128,14 @@ def learn_call_format(template: Template, ends: SpellingFinder, *, after: str | 
         first, second = ({_KEY: value} for value in _VALUES)
         one = render(first)
         if one is not None:
+            try:
+                prompt = template.render([_ASK])
+            except TemplateError:
+                prompt = ""
             parameters = None
             if _find_arguments(one, one.index(_NAMES[0]), 0, None) is None:
                 parameters = _learn_parameter_format(render, _NAMES[0], _VALUES[0])
-            found = _format(one, render(first, second), _prompt(template), ends, after, as_text, parameters)
+            found = _format(one, render(first, second), prompt, ends, after, as_text, parameters)
             if found is not None:
                 return found
     return HERMES
@@ -145,13 +149,6 @@ def _reply_start(text: str, prompt: str) -> int:
     # Two markers may begin alike.
     cut = _CUT_MARKER.search(text[:start])
     return start if cut is None or start == len(prompt) else cut.start()
-
-
-def _prompt(template: Template) -> str:
-    try:
-        return template.render([_ASK])
-    except TemplateError:
-        return ""
 
 
 def _rendered(template: Template, as_text: bool, *all_arguments: Mapping[str, Any]) -> str | None:

@@ -239,7 +239,10 @@ def charge_method(budget: TemplateBudget, owner: Any, name: str, arguments: list
     elif name == "to_bytes":
         budget.charge_text(max(_integers(arguments), default=0))
     elif name in ("fromkeys", "maketrans", "get"):
-        budget.check_keys(_iterate(arguments[:1]) if name != "get" else arguments[:1])
+        keys: Iterable[Any] = arguments[:1]
+        if name != "get":
+            keys = arguments[0] if arguments and isinstance(arguments[0], Iterable) else ()
+        budget.check_keys(keys)
     elif name in ("count", "index"):
         budget.weigh(owner)
     elif name == "copy":
@@ -408,7 +411,3 @@ def _integers(values: Iterable[Any]) -> Iterator[int]:
 
 def _length(value: Any) -> int:
     return len(value) if hasattr(value, "__len__") else 1
-
-
-def _iterate(arguments: list[Any]) -> Iterable[Any]:
-    return arguments[0] if arguments and isinstance(arguments[0], Iterable) else ()
