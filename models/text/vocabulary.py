@@ -24,8 +24,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 # tokenizer.ggml.model -> how text becomes tokens.
 _KINDS = {"llama": "spm", "gpt2": "bpe", "gemma4": "bpe", "bert": "wordpiece"}
-_KNOWN_BUT_NOT_BUILT = {"t5": "Unigram", "rwkv": "RWKV", "plamo2": "PLaMo 2", "hybriddna": "DNA"}
-_KNOWN_BUT_NOT_BUILT["whitespace"] = "whitespace"
+_KNOWN_BUT_NOT_BUILT = dict(t5="Unigram", rwkv="RWKV", plamo2="PLaMo 2", hybriddna="DNA", whitespace="whitespace")
 # Ids that hold where a file of that kind names none, if the text there is what is expected. "seperator"
 # is how the GGUF key spells it.
 _DEFAULT_IDS: dict[str, dict[str, tuple[int, str]]] = {
