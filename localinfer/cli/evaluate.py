@@ -1,5 +1,6 @@
 """The `localinfer compare` and `localinfer perplexity` commands."""
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import click
@@ -9,7 +10,7 @@ from localinfer.errors import LocalinferError, RequestError
 from localinfer.terminal import Progress, with_time_left
 
 if TYPE_CHECKING:
-    from localinfer.evaluation.questions import Answer
+    from localinfer.evaluation.sanity_checks import Answer
     from localinfer.llm import LLM
 
 _measuring_options = options_group(
@@ -31,8 +32,9 @@ def perplexity_command(
 
     Chunks do not overlap, and only the second half of each is scored, as llama.cpp's tool does it.
     """
-    from localinfer.evaluation.measure import evaluation_text, measure_perplexity
-    from localinfer.evaluation.report import perplexity_record, render_json, render_perplexity
+    from localinfer.evaluation.measure import measure_perplexity
+    from localinfer.evaluation.report import render_json, render_perplexity
+    from localinfer.evaluation.texts import evaluation_text
 
     content = evaluation_text(text)
     with Progress() as progress, _load(model, context_length, threads, progress) as llm:
@@ -40,7 +42,7 @@ def perplexity_command(
             llm, content, context_length=context_length, max_chunks=chunks, progress=with_time_left(progress)
         )
     if as_json:
-        click.echo(render_json(perplexity_record(found)))
+        click.echo(render_json(asdict(found)))
     else:
         click.echo(f"perplexity {render_perplexity(found)} over {found.num_tokens:,} predictions")
 
@@ -70,8 +72,9 @@ def compare_command(
     TEXT is a file that neither was tuned on; a text that ships inside is the default.
     """
     from localinfer.evaluation import report
-    from localinfer.evaluation.measure import compare, evaluation_text
-    from localinfer.evaluation.questions import LONGEST_ANSWER
+    from localinfer.evaluation.measure import compare
+    from localinfer.evaluation.sanity_checks import LONGEST_ANSWER
+    from localinfer.evaluation.texts import evaluation_text
 
     content = evaluation_text(text)
     # A question and its answer may be longer than a chunk that was asked to be short.
@@ -110,7 +113,7 @@ def _ask(
     first: "LLM", second: "LLM", questions: bool | None, progress: Progress
 ) -> "tuple[list[Answer], list[Answer]] | str | None":
     """Both models' answers; why there are none although nobody said no; None if somebody did, or neither can chat."""
-    from localinfer.evaluation.questions import ask
+    from localinfer.evaluation.sanity_checks import ask
 
     if not (first.has_chat_template if questions is None else questions):
         return None

@@ -61,9 +61,9 @@ def quantize_command(
     compared with the old one on a text that it was not calibrated on. A calibration that was stopped goes on after its
     last finished layer when the same command is given again.
     """
-    from localinfer.evaluation.measure import evaluation_text
     from localinfer.evaluation.quantize import quantize
     from localinfer.evaluation.report import render_quantization, render_summary
+    from localinfer.evaluation.texts import evaluation_text
 
     if method in ("rtn", "gptq", "awq") and imatrix is not None:
         raise click.UsageError(f"--method {method} uses no importance file; leave --imatrix out.")

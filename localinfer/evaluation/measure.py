@@ -5,10 +5,8 @@ the first token of each becomes the beginning-of-text token where the model uses
 chunk is scored. Divergences are exact: nothing is rounded or cut off on the way, as that tool does to save disk space.
 """
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,27 +65,13 @@ class Comparison:
         return float(np.quantile(self.divergences, share))
 
 
-def evaluation_text(path: str | os.PathLike[str] | None = None) -> str:
-    """Read a text to measure on; None takes the one that ships with localinfer, which no calibration text contains.
-
-    Raises: RequestError if the file cannot be read or is not UTF-8.
-    """
-    file = Path(__file__).parent / "evaluation.txt" if path is None else Path(path)
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise RequestError(f"{file} is not UTF-8 ({error.reason} at byte {error.start}); convert the text") from None
-    except OSError as error:
-        raise RequestError(f"{file} cannot be read: {error.strerror}; check the path") from None
-
-
 def measure_perplexity(
     llm: LLM,
     text: str,
     *,
     context_length: int = CONTEXT_LENGTH,
     max_chunks: int | None = None,
-    progress: ProgressCallback | None = None,
+    progress: ProgressCallback = lambda *_: None,
 ) -> Perplexity:
     """Measure the perplexity of a text.
 
@@ -96,10 +80,8 @@ def measure_perplexity(
     chunks = _cut(llm, text, context_length, max_chunks)
     losses = []
     for index, chunk in enumerate(chunks):
-        if progress is not None:
-            progress("measuring", index, len(chunks))
-        scores = [-_log_probabilities(block)[np.arange(len(true)), true] for block, true in _scored(llm, chunk)]
-        losses.append(np.concatenate(scores))
+        progress("measuring", index, len(chunks))
+        losses += [-_log_probabilities(block)[np.arange(len(true)), true] for block, true in _scored(llm, chunk)]
     return _perplexity(np.concatenate(losses))
 
 
@@ -110,14 +92,13 @@ def compare(
     *,
     context_length: int = CONTEXT_LENGTH,
     max_chunks: int | None = None,
-    progress: ProgressCallback | None = None,
+    progress: ProgressCallback = lambda *_: None,
 ) -> Comparison:
     """Measure how far a candidate's predictions are from a base's.
 
     Raises: as `measure_perplexity`; RequestError if the models split the text into different tokens.
     """
-    chunks = _cut(base, text, context_length, max_chunks)
-    others = _cut(candidate, text, context_length, max_chunks)
+    chunks, others = (_cut(llm, text, context_length, max_chunks) for llm in (base, candidate))
     is_same = len(chunks) == len(others) and all(map(np.array_equal, chunks, others))
     if not is_same or base.vocab_size != candidate.vocab_size:
         raise RequestError(
@@ -126,8 +107,7 @@ def compare(
         )
     rows: list[NDArray[np.float64]] = []
     for index, chunk in enumerate(chunks):
-        if progress is not None:
-            progress("comparing", index, len(chunks))
+        progress("comparing", index, len(chunks))
         for (first, true), (second, _) in zip(_scored(base, chunk), _scored(candidate, chunk), strict=True):
             rows.append(_compare_rows(first, second, true))
     divergences, base_losses, losses, is_same_top = np.concatenate(rows, axis=1)

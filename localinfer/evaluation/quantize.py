@@ -8,23 +8,31 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from localinfer.errors import ModelFileError, RequestError
 from localinfer.evaluation.texts import CalibrationText, read_calibration
 from localinfer.files import check_output, is_written_in_place
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from localinfer.kernels.cpu.pool import ThreadPool
-    from localinfer.quant.checkpoint.model_file import ModelFile
-    from localinfer.quant.methods.imatrix import Importance
-    from localinfer.quant.methods.presets import Preset, TypeChoice
-    from localinfer.quant.methods.workers import Workers
-    from localinfer.quant.pipeline.partial_results import PartialResults
-    from localinfer.quant.pipeline.quantize import QuantizedModel
+from localinfer.kernels.cpu.encoding import ENCODERS, prepare_encoders
+from localinfer.kernels.cpu.pool import ThreadPool
+from localinfer.models.calibration.rounding import round_by_calibration, scale_for_rounding
+from localinfer.models.calibration.run import calibrate, calibration_sequences
+from localinfer.models.checkpoint.model import CheckpointModel
+from localinfer.models.decoder.config import ModelConfig
+from localinfer.models.load.devices import calibration_device
+from localinfer.models.load.loader import open_model_file, read_tokenizer
+from localinfer.models.load.threads import available_threads, checked_threads
+from localinfer.quant.checkpoint.model_file import ModelFile
+from localinfer.quant.formats.types import bits_per_weight
+from localinfer.quant.methods.imatrix import Importance, read_imatrix, write_imatrix
+from localinfer.quant.methods.importance import ImportanceVisitor
+from localinfer.quant.methods.presets import ModelFacts, Preset, TypeChoice, choose_types, find_preset
+from localinfer.quant.methods.workers import Workers
+from localinfer.quant.pipeline.partial_results import PartialResults
+from localinfer.quant.pipeline.quantize import QuantizedModel, check_target, quantize_model
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +58,7 @@ def quantize(
     threads: int | None = None,
     device: str = "auto",
     progress: ProgressCallback | None = None,
-) -> "QuantizedModel":
+) -> QuantizedModel:
     """Write a model again as GGUF with its matrices quantized; what was written has every tensor's type and error.
 
     source: a GGUF file, or a Hugging Face folder. target: appears when it is whole, in place of an older file.
@@ -69,11 +77,6 @@ def quantize(
     progress: called with a stage's name, the units done and the units in all.
     Raises: ModelFileError, RequestError; BackendUnavailableError if device is cuda and torch sees no GPU.
     """
-    from localinfer.models.load.devices import calibration_device
-    from localinfer.models.load.loader import open_model_file
-    from localinfer.models.load.threads import available_threads, checked_threads
-    from localinfer.quant.methods.presets import find_preset
-    from localinfer.quant.pipeline.quantize import check_target
 
     preset = find_preset(type)
     num_threads = available_threads() if threads is None else checked_threads(threads)
@@ -84,8 +87,7 @@ def quantize(
     if device not in ("auto", "cpu", "cuda"):
         raise RequestError(f"there is no device {device!r}; wanted auto, cpu or cuda")
     gpu = calibration_device(device) if method in ("auto", "gptq", "awq") else None
-    file = open_model_file(source)
-    try:
+    with contextlib.closing(open_model_file(source)) as file:
         check_target(file, Path(target))
         read = [*file.paths, *(path for path in (calibration, imatrix) if path is not None)]
         check_output(target, inputs=read)
@@ -95,17 +97,15 @@ def quantize(
                 raise RequestError(f"{target} would be both the model and its imatrix; give them different names")
         work = _Work(file, Path(target), preset, num_threads, gpu, calibration_tokens, save_imatrix, progress)
         return work.run(method, calibration, imatrix)
-    finally:
-        file.close()
 
 
 @dataclass
 class _Work:
-    """One model on its way."""
+    """One model that is being quantized."""
 
-    file: "ModelFile"
+    file: ModelFile
     target: Path
-    preset: "Preset"
+    preset: Preset
     num_threads: int
     gpu: str | None
     max_tokens: int
@@ -114,18 +114,17 @@ class _Work:
 
     def run(
         self, method: Method, calibration: str | os.PathLike[str] | None, imatrix: str | os.PathLike[str] | None
-    ) -> "QuantizedModel":
-        from localinfer.quant.methods.imatrix import read_imatrix
+    ) -> QuantizedModel:
 
         importance = None if imatrix is None else read_imatrix(imatrix)
         if importance is not None and not importance.mean_squares.keys() & self.file.tensors.keys():
             raise RequestError(
                 f"{importance.name} names no tensor of {self.file.path.name}; wanted the imatrix of this very model"
             )
-        self._note_losses()
+        self._warn_of_losses()
         if importance is not None or method == "rtn":
             return self._write(importance)
-        if method == "auto" and self._is_nearly_lossless():
+        if method == "auto" and bits_per_weight(self.preset.default) >= _BITS_WORTH_CALIBRATING:
             return self._write(None)
         text = read_calibration(calibration)
         try:
@@ -141,17 +140,13 @@ class _Work:
             self._importance(text, token_ids)
         return self._with_feedback(token_ids, with_scales=method == "awq")
 
-    def _is_nearly_lossless(self) -> bool:
-        from localinfer.quant.formats.types import bits_per_weight
+    def _warn_of_losses(self) -> None:
 
-        return bits_per_weight(self.preset.default) >= _BITS_WORTH_CALIBRATING
-
-    def _note_losses(self) -> None:
-        from localinfer.models.checkpoint.model import CheckpointModel
-
-        if isinstance(self.file, CheckpointModel) and self.file.tokenizer_error is not None:
+        if not isinstance(self.file, CheckpointModel):
+            return
+        if self.file.tokenizer_error is not None:
             logger.warning("%s; the new file will have no tokenizer", self.file.tokenizer_error)
-        if isinstance(self.file, CheckpointModel) and self.file.unknown_settings:
+        if self.file.unknown_settings:
             logger.warning(
                 "%s: settings that this version does not know will not be in the new file: %s",
                 self.file.path.name,
@@ -159,49 +154,36 @@ class _Work:
             )
 
     def _sequences(self, text: CalibrationText) -> "NDArray[np.int32]":
-        from localinfer.models.calibration.run import calibration_sequences
-        from localinfer.models.decoder.config import ModelConfig
-        from localinfer.models.load.loader import read_tokenizer
 
         shapes = {name: info.shape for name, info in self.file.tensors.items()}
         config = ModelConfig.from_metadata(self.file.metadata, shapes)
         return calibration_sequences(read_tokenizer(self.file), text.text, self.max_tokens, config.context_length)
 
-    def _choices(self, *, has_importance: bool) -> dict[str, "TypeChoice"]:
-        from localinfer.quant.methods.presets import ModelFacts, choose_types
+    def _choices(self, *, has_importance: bool) -> dict[str, TypeChoice]:
 
         facts = ModelFacts.from_metadata(self.file.metadata)
         return choose_types(self.preset, self.file.tensors, facts, has_importance=has_importance)
 
-    def _pool(self, choices: Mapping[str, "TypeChoice"], *, with_feedback: bool = False) -> "ThreadPool":
-        from localinfer.kernels.cpu.encoding import ENCODERS, prepare_encoders
-        from localinfer.kernels.cpu.pool import ThreadPool
+    def _pool(self, choices: Mapping[str, TypeChoice], *, with_feedback: bool = False) -> ThreadPool:
 
         names = sorted({choice.type.name for choice in choices.values()} & ENCODERS.keys())
         prepare_encoders(names, self.progress, with_feedback=with_feedback)
         return ThreadPool(self.num_threads)
 
-    def _write(self, importance: "Importance | None") -> "QuantizedModel":
-        from localinfer.quant.pipeline.quantize import quantize_model
+    def _write(self, importance: Importance | None) -> QuantizedModel:
 
-        pool = self._pool(self._choices(has_importance=importance is not None))
-        try:
+        choices = self._choices(has_importance=importance is not None)
+        with contextlib.closing(self._pool(choices)) as pool:
             return quantize_model(
                 self.file, self.target, self.preset, pool, importance=importance, progress=self.progress
             )
-        finally:
-            pool.close()
 
-    def _workers(self) -> "Workers":
+    def _workers(self) -> Workers:
         from localinfer.quant.methods.torch_workers import TorchWorkers
-        from localinfer.quant.methods.workers import Workers
 
         return Workers(self.num_threads) if self.gpu is None else TorchWorkers(self.num_threads, self.gpu)
 
-    def _importance(self, text: CalibrationText, token_ids: "NDArray[np.int32]") -> "Importance":
-        from localinfer.models.calibration.run import calibrate
-        from localinfer.quant.methods.imatrix import write_imatrix
-        from localinfer.quant.methods.importance import ImportanceVisitor
+    def _importance(self, text: CalibrationText, token_ids: NDArray[np.int32]) -> Importance:
 
         visitor = ImportanceVisitor()
         with self._workers() as workers:
@@ -214,36 +196,11 @@ class _Work:
             write_imatrix(self.save_imatrix, importance, token_ids.shape[1])
         return importance
 
-    def _with_feedback(self, token_ids: "NDArray[np.int32]", *, with_scales: bool) -> "QuantizedModel":
-        from localinfer.quant.pipeline.partial_results import PartialResults
-
+    def _with_feedback(self, token_ids: NDArray[np.int32], *, with_scales: bool) -> QuantizedModel:
         choices = self._choices(has_importance=True)
         identity = self._identity(token_ids, choices, with_scales)
-        with self._unfinished_folder() as folder:
-            return self._round(token_ids, choices, PartialResults(folder, identity), with_scales=with_scales)
-
-    @contextlib.contextmanager
-    def _unfinished_folder(self) -> Iterator[Path]:
-        """Where finished layers are kept: beside the target, unless that is a pipe or a device."""
-        if not is_written_in_place(self.target):
-            yield self.target.with_name(f"{self.target.name}.partial")
-            return
-        with tempfile.TemporaryDirectory(prefix="localinfer-") as folder:
-            yield Path(folder) / "partial"
-
-    def _round(
-        self,
-        token_ids: "NDArray[np.int32]",
-        choices: dict[str, "TypeChoice"],
-        results: "PartialResults",
-        *,
-        with_scales: bool,
-    ) -> "QuantizedModel":
-        from localinfer.models.calibration.rounding import round_by_calibration, scale_for_rounding
-        from localinfer.quant.pipeline.quantize import quantize_model
-
-        pool = self._pool(choices, with_feedback=True)
-        try:
+        with self._unfinished_folder() as folder, contextlib.closing(self._pool(choices, with_feedback=True)) as pool:
+            results = PartialResults(folder, identity)
             with self._workers() as workers:
                 file: ModelFile = self.file
                 if with_scales:
@@ -254,13 +211,20 @@ class _Work:
                 )
             model = quantize_model(file, self.target, self.preset, pool, prepared=prepared, progress=self.progress)
             results.delete()
-            # A scaled tensor is read as F32, but may have been rounded before.
-            types = {name: record.type for name, record in self.file.tensors.items()}
-            return replace(model, tensors=tuple(replace(one, source_type=types[one.name]) for one in model.tensors))
-        finally:
-            pool.close()
+        # A scaled tensor is read as F32, but may have been rounded before.
+        types = {name: record.type for name, record in self.file.tensors.items()}
+        return replace(model, tensors=tuple(replace(one, source_type=types[one.name]) for one in model.tensors))
 
-    def _identity(self, token_ids: "NDArray[np.int32]", choices: Mapping[str, "TypeChoice"], with_scales: bool) -> str:
+    @contextlib.contextmanager
+    def _unfinished_folder(self) -> Iterator[Path]:
+        """Where finished layers are kept: beside the target, unless that is a pipe or a device."""
+        if not is_written_in_place(self.target):
+            yield self.target.with_name(f"{self.target.name}.partial")
+            return
+        with tempfile.TemporaryDirectory(prefix="localinfer-") as folder:
+            yield Path(folder) / "partial"
+
+    def _identity(self, token_ids: NDArray[np.int32], choices: Mapping[str, TypeChoice], with_scales: bool) -> str:
         """A hash of all that the quantized tensors depend on."""
         place = "" if self.gpu is None else f" on {self.gpu}"
         digest = hashlib.sha256((_ALGORITHM + (_SCALES_ALGORITHM if with_scales else "") + place).encode())

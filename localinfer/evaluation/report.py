@@ -3,11 +3,13 @@
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from localinfer.evaluation.measure import Comparison, Perplexity
-from localinfer.evaluation.questions import Answer
+from localinfer.evaluation.sanity_checks import Answer
 from localinfer.quant.formats.types import bits_per_weight, block_size
 from localinfer.terminal import neutralise_controls
 
@@ -28,7 +30,9 @@ def render_quantization(model: "QuantizedModel") -> str:
     lines += ["", *_notes(model.tensors)]
     wanted = sum(bits_per_weight(one.choice.wanted) * one.num_weights for one in model.tensors)
     weights = sum(one.num_weights for one in model.tensors)
-    asked = f" (the preset alone: {wanted / weights:.2f})" if _fallbacks(model.tensors) else ""
+    asked = (
+        f" (the preset alone: {wanted / weights:.2f})" if any(one.choice.is_fallback for one in model.tensors) else ""
+    )
     lines.append(
         f"{neutralise_controls(str(model.path))}: {model.num_bytes:,} bytes, "
         f"{model.bits_per_weight:.2f} bits per weight{asked}"
@@ -83,15 +87,6 @@ def render_answers(base: Sequence[Answer], candidate: Sequence[Answer]) -> str:
     return "\n".join(lines)
 
 
-def perplexity_record(perplexity: Perplexity) -> dict[str, Any]:
-    """The figures by name, for JSON."""
-    return {
-        "perplexity": perplexity.perplexity,
-        "standard_error": perplexity.standard_error,
-        "num_tokens": perplexity.num_tokens,
-    }
-
-
 def comparison_record(comparison: Comparison) -> dict[str, Any]:
     """The figures by name, for JSON."""
     return {
@@ -107,8 +102,8 @@ def comparison_record(comparison: Comparison) -> dict[str, Any]:
         "same_top": comparison.same_top,
         "same_top_standard_error": comparison.same_top_standard_error,
         "probability_change_rms": comparison.probability_change,
-        "base": perplexity_record(comparison.base),
-        "candidate": perplexity_record(comparison.candidate),
+        "base": asdict(comparison.base),
+        "candidate": asdict(comparison.candidate),
     }
 
 
@@ -129,16 +124,14 @@ def _histogram(comparison: Comparison) -> list[str]:
 
 
 def _by_layer(reports: Iterable["TensorReport"]) -> list[tuple[str, list["TensorReport"]]]:
-    """Reports under their layer's number, those of no layer under their own name; in the order of the file."""
+    """Reports under their layer's number, those of no layer before them under their own name."""
     groups: dict[str, list[TensorReport]] = {}
     for report in reports:
         if report.relative_error is None and report.num_weights < 1 << 16:
             continue
         match = _LAYER.fullmatch(report.name)
         groups.setdefault(match[1] if match else neutralise_controls(report.name), []).append(report)
-    return sorted(
-        groups.items(), key=lambda group: (group[0].isdecimal(), int(group[0]) if group[0].isdecimal() else 0)
-    )
+    return sorted(groups.items(), key=lambda group: int(group[0]) if group[0].isdecimal() else -1)
 
 
 def _mean_error(reports: Sequence["TensorReport"]) -> str:
@@ -149,34 +142,25 @@ def _mean_error(reports: Sequence["TensorReport"]) -> str:
 
 
 def _types(reports: Sequence["TensorReport"]) -> str:
-    counts: dict[str, int] = {}
-    for report in reports:
-        counts[report.choice.type.name] = counts.get(report.choice.type.name, 0) + 1
+    counts = Counter(report.choice.type.name for report in reports)
     return ", ".join(f"{count} x {type}" if count > 1 else type for type, count in counts.items())
-
-
-def _fallbacks(reports: Iterable["TensorReport"]) -> list["TensorReport"]:
-    return [report for report in reports if report.choice.is_fallback]
 
 
 def _notes(reports: Sequence["TensorReport"]) -> list[str]:
     """Lines about tensors that are not what the preset would have them, alike ones together."""
     lines = []
-    for names, report in _alike(_fallbacks(reports)):
+    for names, report in _alike(report for report in reports if report.choice.is_fallback):
         wanted, got = report.choice.wanted, report.choice.type
         lines.append(
             f"fallback: {names} became {got.name}, not {wanted.name}: rows of {report.num_columns} do not fill blocks "
             f"of {block_size(wanted)}"
         )
-    for names, report in _alike([report for report in reports if report.was_quantized_before]):
+    for names, report in _alike(report for report in reports if report.was_quantized_before):
         lines.append(f"rounded twice: {names} was {report.source_type.name} already; quantize from F16 or F32 instead")
     if any(report.has_importance for report in reports):
-        without = [
-            one
-            for one in reports
-            if one.relative_error is not None and not one.has_importance and not one.is_calibrated
-        ]
-        lines += [f"no importance: the imatrix has none for {names}" for names, _ in _alike(without)]
+        rounded = [one for one in reports if one.relative_error is not None]
+        without = _alike(one for one in rounded if not one.has_importance and not one.is_calibrated)
+        lines += [f"no importance: the imatrix has none for {names}" for names, _ in without]
     return lines
 
 

@@ -1,4 +1,4 @@
-"""The text a model reads while it is calibrated: one that ships with localinfer, or files of the user's own."""
+"""Texts to calibrate and to measure with: those that ship with localinfer, or files of the user's own."""
 
 import os
 from dataclasses import dataclass
@@ -7,8 +7,7 @@ from pathlib import Path
 from localinfer.errors import RequestError
 
 _HELD_BACK = 10
-"""One part in so many of every file of one's own is kept for measuring."""
-
+"""One part in so many of every file of the user's own is kept for measuring."""
 _SUFFIXES = (".txt", ".md")
 
 
@@ -19,6 +18,14 @@ class CalibrationText:
     name: str
     text: str
     held_back: str
+
+
+def evaluation_text(path: str | os.PathLike[str] | None = None) -> str:
+    """Read a text to measure on; None takes the one that ships with localinfer, which no calibration text contains.
+
+    Raises: RequestError if the file cannot be read or is not UTF-8.
+    """
+    return _read(Path(__file__).parent / "evaluation.txt" if path is None else Path(path))
 
 
 def read_calibration(path: str | os.PathLike[str] | None = None) -> CalibrationText:

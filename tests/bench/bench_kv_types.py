@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import localinfer
-from localinfer.evaluation.measure import compare, evaluation_text
+from localinfer.evaluation.measure import compare
+from localinfer.evaluation.texts import evaluation_text
 from localinfer.kernels.cpu import attention as attention_words
 
 

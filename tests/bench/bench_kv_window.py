@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import localinfer
-from localinfer.evaluation.measure import evaluation_text
+from localinfer import LLM
+from localinfer.evaluation.texts import evaluation_text
 from localinfer.llm import LLM
 
 PASSAGE_TOKENS, BETWEEN_TOKENS, GIVEN_TOKENS = 80, 200, 8

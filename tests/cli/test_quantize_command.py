@@ -11,7 +11,7 @@ import pytest
 
 from localinfer.cli import EXIT_BAD_INPUT, main
 from localinfer.errors import TemplateError
-from localinfer.evaluation import questions
+from localinfer.evaluation import sanity_checks
 from localinfer.evaluation.quantize import quantize as quantize_model
 from localinfer.models import demo
 from localinfer.models.calibration import scales as scale_calibration
@@ -142,7 +142,7 @@ def test_compare_and_perplexity_agree(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_compare_asks_models_with_a_template_unless_told_not_to(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(questions, "QUESTIONS", questions.QUESTIONS[:2])
+    monkeypatch.setattr(sanity_checks, "QUESTIONS", sanity_checks.QUESTIONS[:2])
     words = ["compare", str(MODEL), str(MODEL), "--chunks", "1", "--context-length", "192", "--threads", "1"]
     assert main(words) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("right answers: ")
@@ -154,7 +154,7 @@ def test_compare_asks_models_with_a_template_unless_told_not_to(
     def refuse(*arguments: object, **options: object) -> None:
         raise TemplateError("no questions, please")
 
-    monkeypatch.setattr(questions, "ask", refuse)
+    monkeypatch.setattr(sanity_checks, "ask", refuse)
     assert main(words) == 0
     assert capsys.readouterr().out.endswith("questions not asked: no questions, please\n")
     assert main([*words, "--questions"]) == EXIT_BAD_INPUT

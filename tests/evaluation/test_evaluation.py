@@ -8,9 +8,10 @@ import pytest
 
 from localinfer.cli import main
 from localinfer.errors import ContextLengthError, RequestError
-from localinfer.evaluation.measure import Comparison, Perplexity, compare, evaluation_text, measure_perplexity
-from localinfer.evaluation.questions import QUESTIONS, Answer, ask
+from localinfer.evaluation.measure import Comparison, Perplexity, compare, measure_perplexity
 from localinfer.evaluation.report import comparison_record, render_answers, render_comparison, render_summary
+from localinfer.evaluation.sanity_checks import QUESTIONS, Answer, ask
+from localinfer.evaluation.texts import evaluation_text
 from tests.models.small_models import write_small_llama
 
 VOCAB, CONTEXT = 300, 64

@@ -1,4 +1,4 @@
-"""Ten questions with known answers, to see with one's own eyes whether a model still knows what it knew."""
+"""Sanity checks: ten questions with known answers, asked before and after quantization."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class Answer:
         return any(wanted in self.text.lower() for wanted in self.question.answers)
 
 
-def ask(llm: LLM, *, progress: Callable[[str, int, int], None] | None = None) -> list[Answer]:
+def ask(llm: LLM, *, progress: Callable[[str, int, int], None] = lambda *_: None) -> list[Answer]:
     """Ask all questions, each in a conversation of its own, always taking the likeliest token.
 
     progress: called with a stage's name, the questions answered and the questions in all.
@@ -50,8 +50,7 @@ def ask(llm: LLM, *, progress: Callable[[str, int, int], None] | None = None) ->
     """
     answers = []
     for index, question in enumerate(QUESTIONS):
-        if progress is not None:
-            progress("asking", index, len(QUESTIONS))
+        progress("asking", index, len(QUESTIONS))
         completion = llm.chat(
             [{"role": "user", "content": f"{question.text} Answer in one short sentence."}],
             temperature=0.0,
