@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from localinfer.bench.figures import Record, compare, percentile, summarize
+from localinfer.bench.machine import measure_machine, measure_read_bandwidth, num_compiled_kernels
 from localinfer.bench.processes import OURS, EngineOptions, EngineProcess
 from localinfer.describe import FileDescription, describe_file
 from localinfer.errors import RequestError
@@ -144,22 +145,6 @@ def run_stream_bench(settings: BenchSettings, progress: ProgressCallback) -> Rec
     return record
 
 
-def measure_machine(num_threads: int, progress: ProgressCallback) -> Record:
-    """The ceilings of this many threads, and what the machine is."""
-    from localinfer.bench.machine import cpu_name, instruction_set, measure_multiply_peak, measure_read_bandwidth
-
-    progress("measuring the machine's ceilings", 0, 2)
-    read = measure_read_bandwidth(num_threads)
-    progress("measuring the machine's ceilings", 1, 2)
-    return {
-        "cpu": cpu_name(),
-        "instruction_set": instruction_set(),
-        "threads": num_threads,
-        "read_bytes_per_second": read,
-        "multiply_adds_per_second": measure_multiply_peak(num_threads),
-    }
-
-
 def check_context(description: FileDescription, needed: int) -> None:
     """Raise RequestError if the model was not trained for that many tokens."""
     trained = description.sizes.get("context_length")
@@ -187,8 +172,6 @@ def model_record(description: FileDescription) -> Record:
 
 def _start_warm(options: EngineOptions) -> tuple[EngineProcess, float | None]:
     """Our process with all kernels compiled, and how long compiling them took if it had to be done."""
-    from localinfer.bench.machine import num_compiled_kernels
-
     before = num_compiled_kernels()
     process = EngineProcess(options)
     if num_compiled_kernels() == before:
@@ -207,8 +190,6 @@ def _measure(
     progress: ProgressCallback,
 ) -> dict[str, Record]:
     """The figures of each engine; ours also against the machine's ceilings."""
-    from localinfer.bench.machine import measure_read_bandwidth
-
     prompt, context = token_ids[: settings.prompt], token_ids[: settings.context]
     continuation = token_ids[settings.context : settings.context + settings.decode]
     start = len(context)

@@ -2,12 +2,14 @@
 
 import platform
 import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from localinfer.bench.figures import Record
 from localinfer.kernels.cpu.arrays import Arena, address, aligned_zeros
 from localinfer.kernels.cpu.kernel_abi import CONTROL, HEADER_WORDS, MULTIPLICATIONS_PER_ROUND
 from localinfer.kernels.cpu.pool import ThreadPool
@@ -47,6 +49,20 @@ def measure_multiply_peak(num_threads: int) -> float:
         words[0] = max(1, int(words[0] * _ROUND_SECONDS / _seconds(pool, _MULTIPLY_BYTES, words)))
         best = min(_seconds(pool, _MULTIPLY_BYTES, words) for _ in range(_ATTEMPTS))
     return int(words[0]) * MULTIPLICATIONS_PER_ROUND * num_threads / best
+
+
+def measure_machine(num_threads: int, progress: Callable[[str, int, int], None]) -> Record:
+    """The ceilings of this many threads, and what the machine is."""
+    progress("measuring the machine's ceilings", 0, 2)
+    read = measure_read_bandwidth(num_threads)
+    progress("measuring the machine's ceilings", 1, 2)
+    return {
+        "cpu": cpu_name(),
+        "instruction_set": instruction_set(),
+        "threads": num_threads,
+        "read_bytes_per_second": read,
+        "multiply_adds_per_second": measure_multiply_peak(num_threads),
+    }
 
 
 def cpu_name() -> str:

@@ -22,6 +22,7 @@ from typing import TypedDict
 import numpy as np
 
 from localinfer.files import read_bounded, run_all, write_all, write_atomically
+from localinfer.persistence.page_file import PageFormat
 from localinfer.quant.checkpoint.model_file import ModelFile
 
 logger = logging.getLogger(__name__)
@@ -267,16 +268,18 @@ class Description(TypedDict):
     page_bytes: int
 
 
-def describe_folder(path: Path, description: Description) -> None:
+def describe_folder(path: Path, model: str, fingerprint: Fingerprint, form: PageFormat) -> None:
     """Write what a folder is of, unless it is there already. A failing disk costs an explanation only."""
+    parts = dict(fingerprint.parts)
     try:
-        if read_description(path)["parts"] == description["parts"]:
+        if read_description(path)["parts"] == parts:
             return
     except FileNotFoundError:
         pass
     except (OSError, ValueError) as error:
         logger.info("%s is written anew: %s", path, error)
-    text = json.dumps(description, indent=1).encode()
+    fields = Description(model=model, parts=parts, page_tokens=form.page_tokens, page_bytes=form.page_bytes)
+    text = json.dumps(fields, indent=1).encode()
     with contextlib.suppress(OSError):
         write_atomically(path, lambda file: write_all(file, text))
 

@@ -29,7 +29,6 @@ from localinfer.folders import expand_home, make_private, user_folder
 from localinfer.persistence.budget import CHATS_FOLDER, DESCRIPTION, WEIGHTS_FOLDER
 from localinfer.persistence.chats import StoredChats
 from localinfer.persistence.fingerprint import (
-    Description,
     Fingerprint,
     ModelIdentity,
     describe_differences,
@@ -77,7 +76,7 @@ class DiskCache:
     """A `CacheTier` over a folder, for one engine. `close` writes what is left; so does the end of the process.
 
     history: its chats are kept over restarts too. The folder is made if it is not there, and refused, with a warning,
-    if others could write it.
+    if others could write it. idle_seconds: rest after a conversation's last token before it is written.
     """
 
     def __init__(
@@ -95,12 +94,11 @@ class DiskCache:
         self._answered: deque[AnsweredChat] = deque(maxlen=128)
         self._folder = options.folder
         self._max_bytes = options.max_bytes
-        self._idle_seconds = idle_seconds
+        self.idle_seconds = idle_seconds
         self._tier: DiskTier | None = None
         self._parts_tier: DiskTier | None = None
         self._others: list[tuple[Mapping[str, str], DiskTier]] = []
         self._chats_failure: str | None = None
-        self._is_described = False
         self._is_outdated = False
         self._process = os.getpid()
         self._wake = threading.Condition()
@@ -162,7 +160,7 @@ class DiskCache:
                 return
             kept = [ids for ids in self._pending if common_length(ids, token_ids) < ids.size]
             self._pending = [*kept, token_ids]
-            self._due = time.monotonic() + self._idle_seconds
+            self._due = time.monotonic() + self.idle_seconds
             if self._writer is None:
                 self._writer = threading.Thread(target=self._write_behind, name="localinfer-write-behind", daemon=True)
                 self._writer.start()
@@ -210,11 +208,10 @@ class DiskCache:
                 return
             for token_ids in pending:
                 try:
-                    tier = self._tier or self._open(
-                        self._identity.compute(threads=threads, should_stop=self._must_stop)
-                    )
-                    if tier is not None and save(tier, token_ids, threads).num_written:
-                        self._describe(tier)
+                    fingerprint = self._identity.compute(threads=threads, should_stop=self._must_stop)
+                    tier = self._tier or self._open(fingerprint)
+                    if fingerprint and tier and save(tier, token_ids, threads).num_written:
+                        describe_folder(tier.folder / DESCRIPTION, self._identity.name, fingerprint, tier.form)
                 except (OSError, LocalinferError) as error:
                     logger.warning("a conversation was not kept on disk: %s", error)
             self._save_chats()
@@ -259,6 +256,8 @@ class DiskCache:
         sets: list[list[memoryview]] = [[], []]
 
         def read(indices: Sequence[int]) -> Sequence[memoryview] | None:
+            if self._must_stop():
+                return None
             sets.reverse()
             sets[0] += [np.empty(tier.form.page_bytes, np.uint8).data for _ in range(len(indices) - len(sets[0]))]
             buffers = sets[0][: len(indices)]
@@ -320,17 +319,6 @@ class DiskCache:
         if self._history is not None:
             self._history.recall(StoredChats(tier.folder / CHATS_FOLDER).load(self._history.vocab_size))
         return tier
-
-    def _describe(self, tier: DiskTier) -> None:
-        """Write into the folder of a fingerprint what it is of, unless it is there already."""
-        fingerprint = self._identity.known()
-        if fingerprint is not None and not self._is_described:
-            self._is_described = True
-            name, form = self._identity.name, tier.form
-            description = Description(
-                model=name, parts=dict(fingerprint.parts), page_tokens=form.page_tokens, page_bytes=form.page_bytes
-            )
-            describe_folder(tier.folder / DESCRIPTION, description)
 
     def _tier_of(
         self, fingerprint: Fingerprint, page_tokens: int, page_bytes: int, *, is_windowed: bool = False

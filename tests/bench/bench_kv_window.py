@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 import localinfer
 from localinfer import LLM
 from localinfer.evaluation.texts import evaluation_text
-from localinfer.llm import LLM
 
 PASSAGE_TOKENS, BETWEEN_TOKENS, GIVEN_TOKENS = 80, 200, 8
 POLICIES = {

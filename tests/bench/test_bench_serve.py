@@ -286,14 +286,16 @@ def test_server_that_cannot_start_says_why(tmp_path):
 @pytest.mark.skipif(sys.platform == "win32", reason="kills as Unix does")
 def test_server_ends_with_the_process_that_started_it():
     program = (
-        "import sys, time; from localinfer.bench.processes import ServerProcess; "
+        "import sys; from localinfer.bench.processes import ServerProcess; "
         f"server = ServerProcess({str(model_path(None))!r}, device='cpu', threads=1, max_generations=4); "
-        "print(server.pid, flush=True); time.sleep(60)"
+        "print(server.pid, flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", program]
     with tempfile.TemporaryDirectory(prefix="li-") as folder:
         environment = {**os.environ, "TMPDIR": folder}
-        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as starter:
+        with subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as starter:
             try:
                 assert starter.stdout is not None
                 server = psutil.Process(int(starter.stdout.readline()))

@@ -50,6 +50,11 @@ def open_llm(folder: Path, *, model: FakeModel | None = None, identity: FakeIden
     return LLM(model or fake_model(), identity=identity, disk=disk, **options)  # type: ignore[arg-type]
 
 
+def disk_of(llm: LLM) -> DiskCache:
+    assert llm._disk is not None
+    return llm._disk
+
+
 def pages(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*.page"))
 
@@ -94,7 +99,7 @@ def test_what_was_evicted_comes_back_from_disk(tmp_path: Path):
     with open_llm(tmp_path, kv_memory=12 * PAGE_BYTES) as llm:
         for prompt in prompts:
             answer(llm, prompt)
-            llm._disk.flush()
+            disk_of(llm).flush()
         again = answer(llm, prompts[0])
     assert again.stats.cached_tokens == 30
     assert again.token_ids == cold(prompts[0]).token_ids
@@ -118,7 +123,7 @@ def test_idle_conversation_is_written_without_being_asked(tmp_path: Path):
     disk = DiskCache(llm._engine, FakeIdentity(), DiskOptions(tmp_path), idle_seconds=0.01)  # type: ignore[arg-type]
     answer(llm, PROMPT)
     wait_for(lambda: len(pages(tmp_path)) == 7)
-    wait_for(lambda: disk._writer is None)
+    wait_for(lambda: "localinfer-write-behind" not in {thread.name for thread in threading.enumerate()})
     answer(llm, [*PROMPT, 5, 5, 5, 5])
     wait_for(lambda: len(pages(tmp_path)) > 7)
     disk.close()
@@ -147,7 +152,7 @@ def test_damaged_page_is_computed_again_and_told(tmp_path: Path):
         path.write_bytes(path.read_bytes()[:-1] + b"?")
     with open_llm(tmp_path) as llm:
         again = answer(llm, PROMPT)
-        assert llm._disk.counters.rejected == {Rejection.ALTERED: 1}
+        assert disk_of(llm).counters.rejected == {Rejection.ALTERED: 1}
     assert again.stats.cached_tokens == 0
     assert "does not match its checksum, and was deleted" in (again.stats.cache_miss or "")
     assert again.token_ids == cold(PROMPT).token_ids
@@ -209,17 +214,10 @@ def test_disk_that_fails_is_told_and_costs_nothing_else(
     assert not pages(tmp_path)
 
 
-def test_closing_stops_writing_after_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_closing_stops_writing_after_its_time(tmp_path: Path):
     llm = open_llm(tmp_path)
     answer(llm, list(range(60)), max_tokens=1)
-    original = page_file.write_all
-
-    def slow(*arguments) -> None:
-        time.sleep(0.02)
-        original(*arguments)
-
-    monkeypatch.setattr(page_file, "write_all", slow)
-    llm._disk.close(seconds=0.0)
+    disk_of(llm).close(seconds=0.0)
     llm.close()
     assert len(pages(tmp_path)) < 15
 
@@ -245,14 +243,14 @@ def test_generations_of_threads_and_writing_do_not_disturb_each_other(tmp_path: 
     prompts = [[256, number, *range(turn * 3)] for number in range(4) for turn in range(6)]
     expected = {tuple(prompt): cold(prompt).token_ids for prompt in prompts}
     with open_llm(tmp_path, kv_memory=40 * PAGE_BYTES, max_bytes=30 * 400) as llm:
-        llm._disk._idle_seconds = 0.0
+        disk_of(llm).idle_seconds = 0.0
         threads = [threading.Thread(target=talk, args=(number,)) for number in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
     assert not wrong
-    assert llm._disk.counters.pages_written and not llm._disk.counters.rejected
+    assert disk_of(llm).counters.pages_written and not disk_of(llm).counters.rejected
 
 
 _LEAVE = """
