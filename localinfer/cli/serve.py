@@ -16,10 +16,10 @@ from localinfer.folders import expand_home
 from localinfer.terminal import check_text
 
 if TYPE_CHECKING:
+    from localinfer.server.app import LocalServer
     from localinfer.server.replies.metrics import Metrics
     from localinfer.server.replies.model_folder import ModelSource
-    from localinfer.server.replies.model_registry import ModelRegistry
-    from localinfer.server.running import LocalServer
+    from localinfer.server.replies.models import ModelRegistry
     from localinfer.server.transport.settings import ServerSettings
 
 
@@ -70,10 +70,8 @@ def serve_command(
     All clients share one cache of prompts, and replies tell how much of a prompt was in it (cached_tokens): who may ask
     can find out, token by token, what others have sent. Share a server only with those who may read your texts.
     """
-    from localinfer.server.replies.load_threads import LoadThreads
-    from localinfer.server.replies.model_memory import measure_need
-    from localinfer.server.replies.model_registry import ModelRegistry
-    from localinfer.server.running import LocalServer
+    from localinfer.server.app import LocalServer
+    from localinfer.server.replies.models import LoadThreads, ModelRegistry, measure_need
 
     # It warns of every client that leaves in the midst of a stream, which is no news.
     logging.getLogger("asyncio").setLevel(logging.ERROR)

@@ -1,25 +1,47 @@
-"""The ASGI application: every route, behind the gate."""
+"""The server: every route behind the security checks, from the first socket to the last reply."""
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import asyncio
+import errno
+import logging
+import signal
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import replace
+from types import FrameType
+from typing import Any
 
+import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 
+from localinfer.closing import Closing
+from localinfer.errors import BackendUnavailableError, ClosedError
 from localinfer.server import openapi
-from localinfer.server.api import (
-    chat_routes,
-    completion_routes,
-    embedding_routes,
-    messages_routes,
-    responses_routes,
-    status_routes,
-    text_routes,
-)
+from localinfer.server.api import chat, completions, embeddings, messages, responses, status, text
 from localinfer.server.api.routing import PlainPaths, route, unrouted
+from localinfer.server.replies.metrics import Metrics
+from localinfer.server.replies.models import ModelRegistry
 from localinfer.server.replies.service import Service
-from localinfer.server.transport.security import SecurityMiddleware
+from localinfer.server.transport.connection import Connection
+from localinfer.server.transport.http import ApiError
+from localinfer.server.transport.security import MAX_HEADER_BYTES, SecurityMiddleware
+from localinfer.server.transport.settings import ServerSettings
+from localinfer.server.transport.sockets import BACKLOG, UnixListener, affordable_connections, bind_tcp
+
+logger = logging.getLogger(__name__)
+
+_GRACE_SECONDS = 2
+"""What streams get, after their time is over, to send the error that says so."""
+_KEEP_ALIVE_SECONDS = 75
+"""Longer than clients keep an idle connection, so that they close it, and never write to one that we just closed."""
+_ACCEPTED_AT_ONCE = 16
+"""Connections of one listener in a round of the event loop: the limit is looked after only between rounds."""
+_LOAD_END_SECONDS = 2.0
+"""What a load that was given up gets to end in good order."""
+_NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 def make_app(service: Service) -> Starlette:
@@ -31,26 +53,26 @@ def make_app(service: Service) -> Starlette:
             yield
 
     routes = [
-        route("/chat/completions", chat_routes.chat_completions, "POST"),
-        route("/chat/completions/input_tokens", text_routes.count_chat_tokens, "POST"),
-        route("/completions", completion_routes.completions, "POST", prompt_field="prompt"),
-        route("/embeddings", embedding_routes.embeddings, "POST", prompt_field="input"),
-        route("/responses", responses_routes.responses, "POST", prompt_field="input"),
-        route("/messages", messages_routes.messages, "POST"),
-        route("/messages/count_tokens", messages_routes.count_tokens, "POST"),
-        route("/tokenize", text_routes.tokenize, "POST"),
-        route("/detokenize", text_routes.detokenize, "POST"),
-        route("/apply-template", text_routes.apply_template, "POST"),
+        route("/chat/completions", chat.chat_completions, "POST"),
+        route("/chat/completions/input_tokens", text.count_chat_tokens, "POST"),
+        route("/completions", completions.completions, "POST", prompt_field="prompt"),
+        route("/embeddings", embeddings.embeddings, "POST", prompt_field="input"),
+        route("/responses", responses.responses, "POST", prompt_field="input"),
+        route("/messages", messages.messages, "POST"),
+        route("/messages/count_tokens", messages.count_tokens, "POST"),
+        route("/tokenize", text.tokenize, "POST"),
+        route("/detokenize", text.detokenize, "POST"),
+        route("/apply-template", text.apply_template, "POST"),
         route("/openapi.json", openapi.openapi),
-        route("/health", status_routes.health),
-        route("/version", status_routes.show_version),
-        route("/models", status_routes.models),
-        route("/models/{model:path}", status_routes.model),
-        route("/metrics", status_routes.metrics),
-        route("/slots", status_routes.slots),
-        route("/requests/{reply}/cancel", status_routes.cancel, "POST"),
-        route("/requests/{reply}", status_routes.cancel, "DELETE"),
-        route("/responses/{reply}/cancel", status_routes.cancel, "POST"),
+        route("/health", status.health),
+        route("/version", status.show_version),
+        route("/models", status.models),
+        route("/models/{model:path}", status.model),
+        route("/metrics", status.metrics),
+        route("/slots", status.slots),
+        route("/requests/{reply}/cancel", status.cancel, "POST"),
+        route("/requests/{reply}", status.cancel, "DELETE"),
+        route("/responses/{reply}/cancel", status.cancel, "POST"),
     ]
     app = Starlette(
         routes=routes,
@@ -61,3 +83,174 @@ def make_app(service: Service) -> Starlette:
     app.state.service = service
     app.router.redirect_slashes = False
     return app
+
+
+class LocalServer(Closing):
+    """A server on its sockets, which are bound when it is made; `run` serves until `stop` or a signal.
+
+    preloads: load the default model at once. Meanwhile `/health` says so, and requests for a model wait.
+    addresses: where it listens, as URLs and paths. Leaving the context closes the sockets and removes the socket file.
+    Raises: RequestError.
+    """
+
+    def __init__(
+        self, settings: ServerSettings, make_registry: Callable[[Metrics], ModelRegistry], *, preloads: bool = False
+    ) -> None:
+        limit = affordable_connections(settings.max_connections)
+        self.settings = settings = replace(settings, max_connections=limit)
+        self.service = Service(settings, make_registry, preloads=preloads)
+        self.port: int | None = None
+        self.addresses: list[str] = []
+        self._closing = ExitStack()
+        self._is_closed = False
+        self._serving = threading.Lock()
+        self._serving_thread: int | None = None
+        self._sockets: list[socket.socket] = []
+        try:
+            if settings.socket_path is not None:
+                listener = self._closing.enter_context(UnixListener(settings.socket_path))
+                self._sockets.append(listener.socket)
+                self.addresses.append(f"unix:{settings.socket_path}")
+            if settings.host is not None:
+                bound = self._closing.enter_context(bind_tcp(settings.host, settings.port))
+                self._sockets.append(bound)
+                self.port = int(bound.getsockname()[1])
+                name = f"[{settings.host}]" if ":" in settings.host else settings.host
+                self.addresses.append(f"http://{name}:{self.port}")
+        except BaseException:
+            self._closing.close()
+            raise
+        config = uvicorn.Config(
+            make_app(self.service),
+            http=Connection.limited(settings),
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            log_level="error",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=int(settings.shutdown_seconds) + _GRACE_SECONDS,
+            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+            backlog=_ACCEPTED_AT_ONCE,
+        )
+        self._server = _Server(config, self.service)
+
+    def run(self, on_ready: Callable[[], object] = lambda: None) -> None:
+        """Serve; return when `stop` was called, or SIGTERM or Ctrl-C came and replies have ended. A second signal
+        ends them at once.
+
+        on_ready: called when models answer. Raises: LocalinferError if the default model cannot be loaded, ClosedError
+        once it was closed.
+        """
+        self._server.on_ready = on_ready
+        with self._serving:
+            if self._is_closed:
+                raise ClosedError("the server was closed before it ran; make another")
+            self._serving_thread = threading.get_ident()
+            try:
+                asyncio.run(self._server.serve(self._sockets))
+            except SystemExit:
+                # uvicorn's sign that starting failed.
+                raise BackendUnavailableError("the server could not start") from None
+            finally:
+                self._serving_thread = None
+                if self._is_closed:
+                    self._closing.close()
+        if self._server.start_error is not None:
+            raise self._server.start_error
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are answered, by models too."""
+        return bool(self._server.started) and self.service.is_ready
+
+    def has_ended(self) -> bool:
+        """Whether no thread is left that still loads a model, which was given up; waits for it a little."""
+        return self.service.registry.join_loads(_LOAD_END_SECONDS)
+
+    def stop(self) -> None:
+        """Ask `run`, in another thread, to end as after SIGTERM."""
+        self._server.should_exit = True
+
+    def close(self) -> None:
+        """End `run`, wait for it where another thread is in it, and close the sockets; may be called again.
+
+        Sockets are never closed while they are served: their numbers would be those of the next files that are opened.
+        """
+        self._is_closed = True
+        self.stop()
+        if self._serving_thread != threading.get_ident():
+            with self._serving:
+                self._closing.close()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, which ends by itself after a signal instead of raising it again, so that models are closed.
+
+    start_error: why the default model could not be loaded, which ends the server.
+    """
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self.start_error: Exception | None = None
+        self.on_ready: Callable[[], object] = lambda: None
+        self._service = service
+        self._starting: asyncio.Task[None] | None = None
+        self._is_short_of_descriptors = False
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(self._note_loop_error)
+        await super().startup(sockets)
+        for listener in sockets or ():
+            # What waits in the system costs nothing here; only how many are taken at a time was to be small.
+            listener.listen(BACKLOG)
+        self._starting = asyncio.create_task(self._get_ready())
+
+    async def _get_ready(self) -> None:
+        try:
+            await self._service.get_ready()
+        except ApiError:
+            # The server was stopped meanwhile.
+            return
+        except Exception as error:
+            self.start_error, self.should_exit = error, True
+            return
+        self.on_ready()
+
+    def _note_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Close idle connections where none can be accepted; asyncio tries again a second later by itself."""
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in _NO_DESCRIPTORS:
+            loop.default_exception_handler(context)
+            return
+        for connection in self.server_state.connections.copy():
+            if isinstance(connection, Connection) and connection.is_idle:
+                connection.drop()
+        if not self._is_short_of_descriptors:
+            self._is_short_of_descriptors = True
+            logger.error("no more connections can be taken now: %s; idle ones were closed", error.strerror)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._service.stop()
+        seconds = self._service.settings.shutdown_seconds
+        asyncio.get_running_loop().call_later(0 if self.force_exit else seconds, self._service.fail_replies)
+        await super().shutdown(sockets)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        watched = (signal.SIGINT, signal.SIGTERM)
+        former = {number: signal.signal(number, self.handle_exit) for number in watched}
+        try:
+            yield
+        finally:
+            for number, handler in former.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.force_exit = self.should_exit
+        self.should_exit = True

@@ -7,13 +7,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localinfer.kernels.versions import installed_version
-from localinfer.server.api.chat_wire import ChatRequest
-from localinfer.server.api.completion_wire import CompletionRequest
-from localinfer.server.api.embedding_routes import EmbeddingRequest
-from localinfer.server.api.messages_wire import CountRequest, MessagesRequest
-from localinfer.server.api.responses_wire import ResponsesRequest
-from localinfer.server.api.text_routes import DetokenizeRequest, TemplateRequest, TokenizeRequest
-from localinfer.server.transport.errors import json_response
+from localinfer.server.api.chat import ChatRequest
+from localinfer.server.api.completions import CompletionRequest
+from localinfer.server.api.embeddings import EmbeddingRequest
+from localinfer.server.api.messages import CountRequest, MessagesRequest
+from localinfer.server.api.responses import ResponsesRequest
+from localinfer.server.api.text import DetokenizeRequest, TemplateRequest, TokenizeRequest
+from localinfer.server.transport.http import json_response
 
 BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/chat/completions": ChatRequest,

@@ -12,7 +12,7 @@ import pytest
 from localinfer.cli import localinfer_command as commands
 from localinfer.cli import main
 from localinfer.models import demo
-from localinfer.server.running import LocalServer
+from localinfer.server.app import LocalServer
 
 DEMO = str(Path(demo.__file__).parent / "demo-f16.gguf")
 

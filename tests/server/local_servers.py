@@ -14,11 +14,10 @@ import httpx
 import localinfer
 from localinfer.llm import LLM
 from localinfer.loading import model_path
+from localinfer.server.app import LocalServer
 from localinfer.server.replies.metrics import Metrics
 from localinfer.server.replies.model_folder import ModelSource
-from localinfer.server.replies.model_memory import measure_need
-from localinfer.server.replies.model_registry import ModelRegistry
-from localinfer.server.running import LocalServer
+from localinfer.server.replies.models import ModelRegistry, measure_need
 from localinfer.server.transport.settings import ServerSettings
 from tests.limits import seconds
 

@@ -10,9 +10,8 @@ from local_servers import MODEL, STORY, serving
 
 import localinfer
 from localinfer.models.text.special_tokens import FILL_IN_SPELLINGS
-from localinfer.server.api.text_routes import TokenizeRequest
-from localinfer.server.transport.errors import ApiError
-from localinfer.server.transport.json_body import MAX_VALUES, decode_json, has_more_values
+from localinfer.server.api.text import TokenizeRequest
+from localinfer.server.transport.http import MAX_VALUES, ApiError, decode_json, has_more_values
 from localinfer.server.transport.settings import ServerSettings
 
 TEXT = "Once upon a time. " * 40

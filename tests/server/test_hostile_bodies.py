@@ -6,7 +6,7 @@ import time
 import pytest
 from local_servers import STORY
 
-from localinfer.server.transport.json_body import MAX_DEPTH, is_deeper
+from localinfer.server.transport.http import MAX_DEPTH, is_deeper
 from tests.limits import seconds
 
 PATH = "/v1/chat/completions"

@@ -6,7 +6,7 @@ import json
 import pytest
 from local_servers import STORY, read_all
 
-from localinfer.server.transport.http_framing import FramingCheck
+from localinfer.server.transport.connection import FramingCheck
 
 HEAD = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Some: a b\r\n\r\n"
 CHAT = json.dumps({"messages": STORY, "max_tokens": 1}).encode()

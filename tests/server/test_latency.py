@@ -11,9 +11,7 @@ import pytest
 from local_servers import MODEL, ServedModel, serving
 
 from localinfer.llm import LLM
-from localinfer.server.replies.first_byte import FirstByteBarrier
-from localinfer.server.replies.queue import EventQueue, LoopNotifier
-from localinfer.server.replies.reply_threads import ReplyThreads
+from localinfer.server.replies.threads import EventQueue, FirstByteBarrier, LoopNotifier, ReplyThreads
 from localinfer.server.transport.settings import ServerSettings
 from tests.engine.fakes import FakeTemplate, fake_model
 from tests.limits import seconds

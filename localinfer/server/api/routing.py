@@ -1,9 +1,10 @@
 """From a path to a function: endpoints that answer every error in one shape, and paths with and without `/v1`."""
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -12,14 +13,18 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from localinfer.server.replies.service import Service
-from localinfer.server.transport.errors import ApiError, to_api_error
-from localinfer.server.transport.json_body import ClientGone
+from localinfer.server.transport.http import ApiError, ClientGone, Record, read_json, to_api_error
+
+if TYPE_CHECKING:
+    from localinfer.llm import LLM
 
 logger = logging.getLogger(__name__)
 
+Body = TypeVar("Body")
+Result = TypeVar("Result")
 Endpoint = Callable[[Request], Awaitable[Response]]
 _CLIENT_CLOSED = 499
-"""Written to the log only: nobody is there to read it."""
+"""Written to the log only: the client has left."""
 
 
 def service_of(request: Request) -> Service:
@@ -28,11 +33,19 @@ def service_of(request: Request) -> Service:
 
 
 def owner_of(request: Request) -> str:
-    """Whom a request is for: a connection by TCP, by the Unix socket each request on its own.
-
-    The scheduler computes the prompts of several owners in turns.
-    """
+    """The owner among whom the scheduler is fair: a connection by TCP; by the Unix socket each request on its own."""
     return str(request.client or request.state.request_id)
+
+
+async def read_body(request: Request, record: type[Record]) -> Record:
+    """The body of a request as a record. Raises: as `http.read_json`."""
+    return await read_json(request, record, service_of(request).settings)
+
+
+async def on_model(request: Request, name: str | None, work: "Callable[[LLM, Body], Result]", body: Body) -> Result:
+    """What some work on a model returns, done in a thread. Raises: as `Service.lease`, and what the work raises."""
+    with await service_of(request).lease(request, name) as lease:
+        return await asyncio.to_thread(work, lease.llm, body)
 
 
 def route(path: str, endpoint: Endpoint, method: str = "GET", *, prompt_field: str = "messages") -> Route:
@@ -56,7 +69,7 @@ def route(path: str, endpoint: Endpoint, method: str = "GET", *, prompt_field: s
 
 
 async def unrouted(request: Request, error: Exception) -> Response:
-    """Answer a path or a method that there is not."""
+    """Answer a path or a method that does not exist."""
     assert isinstance(error, HTTPException), "registered for it only"
     if error.status_code == 405:
         message = f"{request.method} is not possible here; use {(error.headers or {}).get('Allow', 'another method')}"
@@ -65,7 +78,7 @@ async def unrouted(request: Request, error: Exception) -> Response:
 
 
 class PlainPaths:
-    """ASGI middleware that takes `/v1` off paths, and slashes from their ends: clients disagree on both."""
+    """ASGI middleware that strips `/v1` from paths, and slashes from their ends: clients disagree on both."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

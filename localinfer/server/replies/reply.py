@@ -8,11 +8,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from localinfer.server.replies.first_byte import FirstByteBarrier
 from localinfer.server.replies.metrics import LatencyTracker, Metrics
-from localinfer.server.replies.model_registry import Lease
-from localinfer.server.replies.queue import EventQueue, LoopNotifier
-from localinfer.server.replies.reply_threads import ReplyThreads
+from localinfer.server.replies.models import Lease
+from localinfer.server.replies.threads import EventQueue, FirstByteBarrier, LoopNotifier, ReplyThreads
 
 if TYPE_CHECKING:
     from localinfer.stream import Stats, StreamEvent, TextStream
@@ -20,12 +18,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ServerState:
-    """What the replies of a server share. Made on its event loop, which the bell belongs to."""
+    """What the replies of a server share. Made on its event loop."""
 
     metrics: Metrics
-    bell: LoopNotifier = field(default_factory=LoopNotifier)
+    notifier: LoopNotifier = field(default_factory=LoopNotifier)
     threads: ReplyThreads = field(default_factory=ReplyThreads)
-    openings: FirstByteBarrier = field(default_factory=FirstByteBarrier)
+    barrier: FirstByteBarrier = field(default_factory=FirstByteBarrier)
 
 
 @dataclass(frozen=True)
@@ -88,10 +86,11 @@ class Reply:
         reply_id: str,
         lease: Lease,
         plans: Sequence[TextPlan],
-        server_state: ServerState,
+        state: ServerState,
         on_close: Callable[["Reply"], None],
     ) -> None:
         self.id = reply_id
+        self.llm = lease.llm
         self.model_id = lease.model_id
         self.fingerprint = lease.fingerprint
         self.created = int(time.time())
@@ -99,21 +98,20 @@ class Reply:
         self.is_cancelled = False
         self.num_tokens = 0
         self.num_reasoning_tokens = 0
-        self._inbox: EventQueue[_Item] = EventQueue(server_state.bell)
+        self.stats: list[Stats | None] = [None] * len(plans)
+        self.prompt_tokens = [0] * len(plans)
+        self._queue: EventQueue[_Item] = EventQueue(state.notifier)
         self._texts: list[_Text] = []
         for index, plan in enumerate(plans):
             leader = None if plan.follows is None else self._texts[plan.follows]
-            self._texts.append(_Text(index, plan.open, leader, self._inbox, server_state, lease.model_id))
-        self._threads = server_state.threads
-        self._openings: FirstByteBarrier | None = server_state.openings
-        server_state.openings.begin()
+            self._texts.append(_Text(index, plan.open, leader, self._queue, state, lease.model_id))
+        self._threads = state.threads
+        self._barrier: FirstByteBarrier | None = state.barrier
+        state.barrier.begin()
         self._early: deque[_Item] = deque()
-        self.stats: list[Stats | None] = [None] * len(plans)
-        self.prompt_tokens = [0] * len(plans)
-        self.llm = lease.llm
         self._on_close = on_close
         self._is_closed = False
-        self._silent_since = 0.0
+        self._last_item_seconds = 0.0
         self._ping_timer: asyncio.TimerHandle | None = None
 
     @property
@@ -138,7 +136,7 @@ class Reply:
         for text in self._texts:
             text.start(self._threads)
         while awaited:
-            match await self._inbox.take():
+            match await self._queue.take():
                 case _Started(index, count):
                     self.prompt_tokens[index] = count
                     awaited.discard(index)
@@ -153,16 +151,16 @@ class Reply:
     async def events(self, ping_seconds: float | None = None) -> AsyncIterator[ReplyEvent]:
         """Yield what comes, to the end of all texts, and Silence after `ping_seconds` of it.
 
-        Whoever iterates has sent what goes before any text.
+        To be iterated when what goes before any text was sent: the first-byte barrier opens then.
         Raises: what stopped a text, or the reason that `fail` was given.
         """
-        self._note_opened()
+        self._open_barrier()
         if ping_seconds is not None:
             self._watch_silence(ping_seconds)
         left = len(self._texts)
         while left:
-            item = self._early.popleft() if self._early else await self._inbox.take()
-            self._silent_since = time.monotonic()
+            item = self._early.popleft() if self._early else await self._queue.take()
+            self._last_item_seconds = time.monotonic()
             match item:
                 case _Failure(error):
                     raise error
@@ -177,24 +175,24 @@ class Reply:
             yield item
 
     def cancel(self) -> None:
-        """Stop all texts; those who iterate see them end."""
+        """Stop all texts; `events` then yields their ends."""
         self.is_cancelled = True
         for text in self._texts:
             text.cancel()
 
     def fail(self, reason: BaseException) -> None:
-        """Stop all texts, and tell who iterates why."""
+        """Stop all texts; `events` then raises the reason."""
         # First the reason, or the end of a text that was stopped would be taken for its own.
         self._early.clear()
-        self._inbox.put(_Failure(reason))
+        self._queue.put(_Failure(reason))
         self.cancel()
 
     def close(self) -> None:
-        """Stop what still runs and give everything back; may be called again."""
+        """Stop what still runs and release everything; may be called again."""
         if self._is_closed:
             return
         self._is_closed = True
-        self._note_opened()
+        self._open_barrier()
         if self._ping_timer is not None:
             self._ping_timer.cancel()
         self.cancel()
@@ -203,60 +201,56 @@ class Reply:
     def join(self, seconds: float) -> None:
         """Wait for the texts to end. Called off the event loop."""
         for text in self._texts:
-            text.join(seconds)
+            text.has_ended.wait(seconds)
 
-    def _note_opened(self) -> None:
-        if self._openings is not None:
-            self._openings.end()
-            self._openings = None
+    def _open_barrier(self) -> None:
+        if self._barrier is not None:
+            self._barrier.end()
+            self._barrier = None
 
     def _watch_silence(self, seconds: float) -> None:
         loop = asyncio.get_running_loop()
 
         def look() -> None:
-            silent = time.monotonic() - self._silent_since
+            silent = time.monotonic() - self._last_item_seconds
             if silent >= seconds:
-                self._inbox.put(Silence())
+                self._queue.put(Silence())
             self._ping_timer = loop.call_later(seconds if silent >= seconds else seconds - silent, look)
 
-        self._silent_since = time.monotonic()
+        self._last_item_seconds = time.monotonic()
         self._ping_timer = loop.call_later(seconds, look)
 
 
 class _Text:
-    """One text, iterated by a thread."""
+    """One text, iterated by a thread. leader: the text with the same prompt whose first token this one awaits."""
 
     def __init__(
         self,
         index: int,
         open_stream: "Callable[[], TextStream]",
         leader: "_Text | None",
-        inbox: EventQueue[_Item],
-        server_state: ServerState,
+        queue: EventQueue[_Item],
+        state: ServerState,
         model_id: str,
     ) -> None:
         self.index = index
         self.leader = leader
-        self.stats: Stats | None = None
+        self.has_token = threading.Event()
+        self.has_ended = threading.Event()
+        self.has_ended.set()
         self._open = open_stream
-        self._inbox = inbox
-        self._openings = server_state.openings
-        self._metrics = server_state.metrics
+        self._queue = queue
+        self._state = state
         self._model_id = model_id
-        self._clock = LatencyTracker(server_state.metrics, model_id)
-        self._has_token = threading.Event()
+        self._latency = LatencyTracker(state.metrics, model_id)
         self._lock = threading.Lock()
         self._stream: TextStream | None = None
+        self._stats: Stats | None = None
         self._is_cancelled = False
-        self._has_ended = threading.Event()
-        self._has_ended.set()
 
     def start(self, threads: ReplyThreads) -> None:
-        self._has_ended.clear()
+        self.has_ended.clear()
         threads.run(self._run)
-
-    def join(self, seconds: float) -> None:
-        self._has_ended.wait(seconds)
 
     def progress(self) -> tuple[int, int]:
         """How many tokens of the prompt were cached, and how many have been read."""
@@ -268,56 +262,50 @@ class _Text:
         with self._lock:
             self._is_cancelled = True
             if self._stream is not None:
-                _stop(self._stream)
-        self._has_token.set()
+                self._stream.cancel()
+        self.has_token.set()
 
     def _run(self) -> None:
         error: BaseException | None = None
         ending = "cancelled"
         try:
             if self.leader is not None:
-                self.leader._has_token.wait()
+                self.leader.has_token.wait()
             if not self._is_cancelled:
                 ending = self._generate()
         except Exception as raised:
             error, ending = raised, "failed"
         finally:
-            self._clock.end(is_whole=ending not in ("cancelled", "failed"))
-            if self.stats is not None:
-                self._metrics.count_reply(self._model_id, self.stats, ending)
-            self._has_token.set()
+            self._latency.end(is_whole=ending not in ("cancelled", "failed"))
+            if self._stats is not None:
+                self._state.metrics.count_reply(self._model_id, self._stats, ending)
+            self.has_token.set()
             if error is None or self._is_cancelled:
-                reason = "stop" if ending == "cancelled" else ending
-                self._inbox.put(End(self.index, reason, self.stats))
+                self._queue.put(End(self.index, "stop" if ending == "cancelled" else ending, self._stats))
             else:
-                self._inbox.put(_Failure(error))
-            self._has_ended.set()
+                self._queue.put(_Failure(error))
+            self.has_ended.set()
 
     def _generate(self) -> str:
         """Run the stream to its end, or until cancelled; return how it ended."""
-        put, tick, index = self._inbox.put, self._clock.tick, self.index
+        put, tick, index = self._queue.put, self._latency.tick, self.index
         ending = "length"
         with self._open() as stream:
             with self._lock:
                 self._stream = stream
                 if self._is_cancelled:
-                    _stop(stream)
+                    stream.cancel()
             put(_Started(index, stream.stats.prompt_tokens))
-            self._openings.wait()
+            self._state.barrier.wait()
             try:
                 for event in stream:
                     ending = event.finish_reason or ending
                     if event.finish_reason != "cancelled":
                         tick()
                         put(Token(index, event))
-                    self._has_token.set()
+                    self.has_token.set()
             finally:
                 with self._lock:
                     self._stream = None
-                self.stats = stream.stats
+                self._stats = stream.stats
         return ending
-
-
-def _stop(stream: "TextStream") -> None:
-    """Ask a stream that another thread iterates to end."""
-    stream.cancel()

@@ -1,7 +1,6 @@
-"""What all routes share: the models, the replies that are running, the limits, and the way out."""
+"""What all routes share: the models, the replies that are running, admission, and an orderly end."""
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -9,19 +8,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from starlette.requests import Request
 
 from localinfer.server.replies.metrics import Metrics
-from localinfer.server.replies.model_registry import Lease, ModelRegistry
+from localinfer.server.replies.models import Lease, ModelRegistry
 from localinfer.server.replies.reply import Reply, ServerState, TextPlan
-from localinfer.server.transport.errors import ApiError, ModelLoadError
-from localinfer.server.transport.identifiers import identifier
-from localinfer.server.transport.json_body import ClientGone
+from localinfer.server.transport.http import ApiError, ClientGone, ModelLoadError, identifier, shutting_down
 from localinfer.server.transport.settings import ServerSettings
 
 if TYPE_CHECKING:
     from localinfer.llm import LLM
 
-logger = logging.getLogger(__name__)
-
 Result = TypeVar("Result")
+Plan = Callable[["LLM"], Sequence[TextPlan] | Coroutine[Any, Any, Sequence[TextPlan]]]
+"""Makes the texts of a request, on the event loop or as a coroutine."""
 _JOIN_SECONDS = 5.0
 
 
@@ -39,52 +36,47 @@ class Service:
         self.metrics = Metrics()
         self.registry = make_registry(self.metrics)
         self.is_ready = not preloads
+        self.is_stopping = False
+        self._state: ServerState | None = None
         self._replies: dict[str, Reply] = {}
-        self._server_state: ServerState | None = None
         self._sessions: dict[str, Reply] = {}
-        self._is_stopping = False
-
-    @property
-    def is_stopping(self) -> bool:
-        """Whether no new request is taken any more."""
-        return self._is_stopping
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
         """Hold models while the context lasts; leaving it stops what runs and unloads them."""
-        server_state = self._server_state = ServerState(self.metrics)
+        state = self._state = ServerState(self.metrics)
         unloading = asyncio.create_task(self.registry.unload_idle())
         try:
             yield
         finally:
             unloading.cancel()
-            replies = list(self._replies.values())
+            replies = self.replies()
             for reply in replies:
                 reply.close()
             for reply in replies:
                 await asyncio.to_thread(reply.join, _JOIN_SECONDS)
-            server_state.threads.close()
+            state.threads.close()
             await self.registry.close()
 
     async def get_ready(self) -> None:
-        """Load the default model, if that was wanted. Raises: what went wrong, in its own words."""
+        """Load the default model, if that was wanted. Raises: what the load raised."""
         if self.is_ready:
             return
         try:
-            (await self.registry.lease(None)).release()
+            (await self.registry.lease(None)).close()
         except ModelLoadError as error:
             raise error.__cause__ or error from None
         self.is_ready = True
 
     def stop(self) -> None:
-        """Take no new requests, and load no model; what runs goes on until `fail_replies`."""
-        self._is_stopping = True
+        """Admit no new requests, and load no model; what runs goes on until `fail_replies`."""
+        self.is_stopping = True
         self.registry.stop_loading()
 
     def fail_replies(self) -> None:
-        """End what still runs, and tell its clients why."""
-        for reply in list(self._replies.values()):
-            reply.fail(ApiError(503, "the server is being stopped; ask again", code="shutting_down"))
+        """End what still runs, with an error that says why."""
+        for reply in self.replies():
+            reply.fail(shutting_down())
 
     def replies(self) -> list[Reply]:
         """What is being generated now."""
@@ -92,40 +84,30 @@ class Service:
 
     def num_ahead(self, reply: Reply) -> int:
         """How many replies came before this one and have no token either."""
-        replies = list(self._replies.values())
+        replies = self.replies()
         return sum(not other.num_tokens for other in replies[: replies.index(reply)]) if reply in replies else 0
 
     def cancel(self, reply_id: str) -> bool:
         """Stop a reply by its id; return whether there was one."""
         reply = self._replies.get(reply_id)
-        if reply is None:
-            return False
-        reply.cancel()
-        return True
+        if reply is not None:
+            reply.cancel()
+        return reply is not None
 
     async def lease(self, request: Request, model: str | None) -> Lease:
-        """A model, to be released. Raises: ApiError, LocalinferError, ClientGone."""
-        if self._is_stopping:
-            raise ApiError(503, "the server is being stopped; ask again", code="shutting_down")
+        """A model, to be closed. Raises: ApiError, LocalinferError, ClientGone."""
+        if self.is_stopping:
+            raise shutting_down()
         loaded = self.registry.lease_loaded(model)
-        if loaded is not None:
-            return loaded
-        return await unless_gone(request, self.registry.lease(model), Lease.release)
+        return loaded or await unless_gone(request, self.registry.lease(model), Lease.close)
 
     async def begin(
-        self,
-        request: Request,
-        model: str | None,
-        kind: str,
-        plan: "Callable[[LLM], Sequence[TextPlan] | Coroutine[Any, Any, Sequence[TextPlan]]]",
-        *,
-        session: str | None = None,
+        self, request: Request, model: str | None, kind: str, plan: Plan, *, session: str | None = None
     ) -> Reply:
         """Have texts generated, and return when the model is loaded and every prompt was checked.
 
-        kind: how the reply's id begins. plan: what to generate. session: ends the reply that runs under the same name.
-        Who gets the reply closes it. Checking a prompt takes no longer because its client has left, which who gets the
-        reply will notice.
+        kind: how the reply's id begins. session: ends the reply that runs under the same name.
+        The caller closes the reply. Checking a prompt goes on when its client has left, which the reply will notice.
         Raises: ApiError, LocalinferError, ClientGone; then nothing runs any more.
         """
         lease = await self.lease(request, model)
@@ -138,13 +120,15 @@ class Service:
         except BaseException:
             if reply is not None:
                 reply.close()
-            lease.release()
+            lease.close()
             raise
         return reply
 
     def _admit(self, lease: Lease, kind: str, plans: Sequence[TextPlan], session: str | None) -> Reply:
-        if session:
-            self._end_session(session)
+        former = self._sessions.pop(session, None) if session else None
+        if former is not None:
+            reason = "a newer request with the same prompt_cache_key took its place"
+            former.fail(ApiError(409, reason, code="superseded"))
         running = sum(reply.num_texts for reply in self._replies.values() if not reply.is_cancelled)
         if running and running + len(plans) > self.settings.max_generations:
             raise ApiError(
@@ -157,21 +141,14 @@ class Service:
             self._replies.pop(reply.id, None)
             if session and self._sessions.get(session) is reply:
                 del self._sessions[session]
-            lease.release()
+            lease.close()
 
-        assert self._server_state is not None, "the service is not open"
-        reply = Reply(identifier(kind), lease, plans, self._server_state, forget)
+        assert self._state is not None, "the service is not open"
+        reply = Reply(identifier(kind), lease, plans, self._state, forget)
         self._replies[reply.id] = reply
         if session:
             self._sessions[session] = reply
         return reply
-
-    def _end_session(self, session: str) -> None:
-        former = self._sessions.pop(session, None)
-        if former is not None:
-            former.fail(
-                ApiError(409, "a newer request with the same prompt_cache_key took its place", code="superseded")
-            )
 
 
 async def unless_gone(
@@ -179,7 +156,7 @@ async def unless_gone(
 ) -> Result:
     """Do some work for a client, and stop when the client leaves. The request's body has been read.
 
-    undo: takes back a result that nobody gets. Raises: what the work raises; ClientGone.
+    undo: discards a result that is not returned. Raises: what the work raises; ClientGone.
     """
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_departure(request))

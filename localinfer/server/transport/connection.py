@@ -1,27 +1,133 @@
-"""One HTTP connection, with deadlines: uvicorn's protocol waits for ever for a request that never ends.
+"""One HTTP connection: its bytes framed strictly, its deadlines, and its place among the connections of a server.
 
-Also here: the one error shape for bytes that are not HTTP, a limit of connections under which the oldest idle one
-makes room, an end for clients that do not read their replies, and an answer for those that send no more.
+uvicorn's protocol waits for ever for a request that never ends; here it gets deadlines, one error shape for bytes that
+are not HTTP, a limit of connections under which the oldest idle one is closed, an end for clients that do not read
+their replies, and an answer for those that send no more.
+
+HTTP libraries forgive line ends and folded lines in different ways. Where this server and a program before it would see
+the end of a request at different places, one could hide a request in another (RFC 9112, sections 2.2, 5.2 and 11.2). So
+whatever has two readings is refused: a line feed without a carriage return, a carriage return without a line feed, and
+a line that continues in the next, in heads, in the lines of chunks, and after the last chunk.
 """
 
 import asyncio
+import re
 import socket
+from enum import Enum, auto
 from typing import Any, ClassVar
 
 import h11
 import msgspec
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from localinfer.server.transport.errors import ApiError
-from localinfer.server.transport.event_stream import PING, STREAMS_EVENTS
-from localinfer.server.transport.http_framing import FramingCheck
+from localinfer.server.transport.http import PING, STREAMS_EVENTS, ApiError
 from localinfer.server.transport.security import IS_UNIX_SOCKET
 from localinfer.server.transport.settings import ServerSettings
-from localinfer.server.transport.sockets import has_unix_sockets
 
 _PROBE_SECONDS = (0.01, 0.05, 0.25)
-"""After the end of what a client sends: when it is asked again whether it still listens. Its machine answers the first
-time that nobody does, and the second time the system says so. Some clients take only five such interim answers."""
+"""After the end of what a client sends: when to probe whether it still listens. Its machine answers the first probe
+that reaches no program, and the second one fails. Some clients take only five such interim answers."""
+_CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,16})[ \t]*(?:;.*)?")
+
+
+class _Part(Enum):
+    """What the next byte belongs to."""
+
+    HEAD = auto()
+    CONTENT = auto()
+    CHUNK_SIZE = auto()
+    CHUNK_DATA = auto()
+    CHUNK_END = auto()
+    TRAILER = auto()
+
+
+class FramingCheck:
+    """Follows the bytes of one connection, however packets split them; finds nothing else that may be wrong with them.
+
+    has_fault: whether a byte was found that may be read in two ways; nothing after it counts.
+    """
+
+    def __init__(self) -> None:
+        self.has_fault = False
+        self._part = _Part.HEAD
+        self._line = bytearray()
+        self._left = 0
+        self._start_head()
+
+    def feed(self, data: bytes) -> int:
+        """Take the next bytes and return how many of them are in order: all, or those before the first at fault."""
+        position = 0
+        while position < len(data) and not self.has_fault:
+            if self._part in (_Part.CONTENT, _Part.CHUNK_DATA):
+                taken = min(self._left, len(data) - position)
+                self._left -= taken
+                position += taken
+                if not self._left:
+                    self._end_data()
+                continue
+            end = data.find(b"\n", position) + 1
+            piece = data[position : end or len(data)]
+            if self._is_faulty(piece):
+                self.has_fault = True
+                break
+            position += len(piece)
+            self._line += piece
+            if end:
+                line = bytes(self._line[:-2])
+                self._line.clear()
+                self._end_line(line)
+        return position
+
+    def _is_faulty(self, piece: bytes) -> bool:
+        """Whether a line may not go on like this."""
+        if self._line[-1:] == b"\r":
+            return piece != b"\n"
+        if not self._line and piece[:1] in (b" ", b"\t") and self._part in (_Part.HEAD, _Part.TRAILER):
+            return True
+        if piece.endswith(b"\n"):
+            return not piece.endswith(b"\r\n") or piece.count(b"\r") > 1
+        return b"\r" in piece[:-1]
+
+    def _start_head(self) -> None:
+        self._part = _Part.HEAD
+        self._has_chunks = False
+        self._length = 0
+
+    def _end_data(self) -> None:
+        if self._part is _Part.CHUNK_DATA:
+            self._part = _Part.CHUNK_END
+        else:
+            self._start_head()
+
+    def _end_line(self, line: bytes) -> None:
+        match self._part:
+            case _Part.HEAD if line:
+                self._read_header(line)
+            case _Part.HEAD:
+                if self._has_chunks:
+                    self._part = _Part.CHUNK_SIZE
+                elif self._length:
+                    self._part, self._left = _Part.CONTENT, self._length
+                else:
+                    self._start_head()
+            case _Part.CHUNK_SIZE:
+                # A size that is none is left to the parser, which ends the connection.
+                found = _CHUNK_SIZE.fullmatch(line)
+                self._left = 0 if found is None else int(found[1], 16)
+                if found is not None:
+                    self._part = _Part.CHUNK_DATA if self._left else _Part.TRAILER
+            case _Part.CHUNK_END:
+                self._part = _Part.CHUNK_SIZE
+            case _Part.TRAILER if not line:
+                self._start_head()
+
+    def _read_header(self, line: bytes) -> None:
+        name, _, value = line.partition(b":")
+        match name.lower():
+            case b"content-length":
+                self._length = int(value) if value.strip().isdigit() and len(value) < 24 else 0
+            case b"transfer-encoding":
+                self._has_chunks = True
 
 
 class Connection(H11Protocol):
@@ -52,10 +158,9 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        listener = transport.get_extra_info("socket")
-        if has_unix_sockets() and listener.family == socket.AF_UNIX:
+        if transport.get_extra_info("socket").family == getattr(socket, "AF_UNIX", None):
             self.app_state = {**self.app_state, IS_UNIX_SOCKET: True}
-        self._make_room()
+        self._keep_to_limit()
         if not transport.is_closing():
             self._watch_request()
 
@@ -74,7 +179,7 @@ class Connection(H11Protocol):
         self._watch_request()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The client sends no more. It may still wait for what it asked, or have left: only writing to it tells."""
+        """The client sends no more. It may still wait for its answer, or have left: only writing to it shows which."""
         if self.is_idle or self.cycle.more_body:
             return False
         self._is_half_closed = True
@@ -112,12 +217,8 @@ class Connection(H11Protocol):
     def _refuse(self, error: ApiError) -> None:
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = msgspec.json.encode(error.body())
-            headers = [
-                ("content-type", "application/json"),
-                ("content-length", str(len(body))),
-                ("connection", "close"),
-            ]
-            response = h11.Response(status_code=error.status, headers=[*headers, *error.headers.items()])
+            headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+            response = h11.Response(status_code=error.status, headers=list((headers | error.headers).items()))
             for event in (response, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
@@ -128,7 +229,7 @@ class Connection(H11Protocol):
             self.send_400_response("bytes with two readings")
 
     def _probe(self, count: int) -> None:
-        """Send what changes nothing to a client that listens, and fails if it left."""
+        """Write what a client ignores if it listens, and what fails if it left."""
         if self.is_idle or self.transport.is_closing():
             return
         if self.conn.our_state is h11.SEND_BODY and self.scope["state"].get(STREAMS_EVENTS):
@@ -144,7 +245,7 @@ class Connection(H11Protocol):
             self._stop(self._reader_timer)
             self._reader_timer = self.loop.call_later(self.settings.slow_reader_seconds, self.transport.abort)
 
-    def _make_room(self) -> None:
+    def _keep_to_limit(self) -> None:
         """Keep to the limit: close the connection that was idle longest, or if none is, refuse this one."""
         # Those that were closed here leave the server's set only in the next round of the loop.
         kept = [other for other in self.connections if isinstance(other, Connection) and not other._is_dropped]
@@ -173,10 +274,10 @@ class Connection(H11Protocol):
         elif self._request_timer is None or is_in_body is not self._is_in_body:
             self._stop(self._request_timer)
             seconds = self.settings.body_seconds + 1 if is_in_body else self.settings.header_seconds
-            self._request_timer = self.loop.call_later(seconds, self._give_up)
+            self._request_timer = self.loop.call_later(seconds, self._time_out)
         self._is_in_body = is_in_body
 
-    def _give_up(self) -> None:
+    def _time_out(self) -> None:
         self._request_timer = None
         if self.cycle is not None and not self.cycle.response_complete:
             self.transport.abort()

@@ -1,24 +1,24 @@
 """Members of requests that are known and not read: those that change nothing here, and those that cannot be had.
 
-A member that stands in no table and no record is refused by its name, on every route and at every depth: a client that
-asks for something must not be answered as if it had not. One that is null, or says what happens anyway, asks nothing.
+Tables only, by reason; `http.check_members` applies them. A member in no table and in no record is refused by its name,
+on every route and at every depth: a client that asks for something must not be answered as if it had not. One that is
+null, or whose value says what happens anyway, asks for nothing.
 """
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import msgspec
-
-from localinfer.server.transport.errors import ApiError
-
 _ACCOUNT = "accounts, billing and statistics of a service"
 _STORED = "nothing is stored here"
-_CACHE = "the cache needs no hints: what was read before is found by itself"
+_CACHE = "the prefix cache needs no hints: prompts that were computed before are found by themselves"
 _QUEUE = "there is one queue, and requests have equal rights in it"
 _MODERATION = "nothing is moderated here"
 _NEEDS_MORE = "it only matters beside a member that is refused"
-_WORDS = "how wordy a model is, is its own affair"
+_VERBOSITY = "how much a model writes is decided by the model"
 _PLACE = "there is one place where it runs: this machine"
+_NAMES = "the server names requests itself"
+_UNLOAD = "--idle-unload says how long models stay loaded"
+_NO_SHORTENING = "what is too long is refused, never shortened"
 
 OFF: tuple[Any, ...] = (None, False, "", [], {})
 """Values by which most members ask for nothing."""
@@ -38,298 +38,249 @@ class KnownFields(NamedTuple):
     refused: Mapping[str, Refusal]
 
 
-_OPENAI = {
-    "user": _ACCOUNT,
-    "store": _STORED,
-    "service_tier": _ACCOUNT,
-    "safety_identifier": _ACCOUNT,
-    "prompt_cache_key": _CACHE,
-    "prompt_cache_options": _CACHE,
-    "prompt_cache_retention": _CACHE,
-    "moderation": _MODERATION,
-}
-_LOCAL_SERVERS = {
-    "cache_prompt": _CACHE,
-    "id_slot": _PLACE,
-    "priority": _QUEUE,
-    "request_id": "the server names requests itself",
-    "keep_alive": "--idle-unload says how long models stay loaded",
-    "ttl": "--idle-unload says how long models stay loaded",
-    "guided_decoding_backend": "there is one, and what it cannot enforce is refused",
-}
-"""Members that vLLM, llama.cpp, LM Studio and ollama know and that change no reply."""
+def _ignore(names_of: Mapping[str, str]) -> dict[str, str]:
+    """Reason -> names, turned into name -> reason."""
+    return {name: reason for reason, names in names_of.items() for name in names.split()}
 
-_SERVER_SIDE = "load the model with the option you want instead"
-_BY_CLIENT = "do that in the client"
-_NOT_HERE = "leave it out"
+
+def _refuse(names_of: Mapping[str, str], neutral: tuple[Any, ...] = OFF) -> dict[str, Refusal]:
+    """Way out -> names, turned into name -> refusal."""
+    return {name: Refusal(way_out, neutral) for way_out, names in names_of.items() for name in names.split()}
+
+
+_OPENAI = _ignore(
+    {
+        _ACCOUNT: "user service_tier safety_identifier",
+        _STORED: "store",
+        _CACHE: "prompt_cache_key prompt_cache_options prompt_cache_retention",
+        _MODERATION: "moderation",
+    }
+)
+_LOCAL_SERVERS = _ignore(
+    {
+        _CACHE: "cache_prompt",
+        _PLACE: "id_slot",
+        _QUEUE: "priority",
+        _NAMES: "request_id",
+        _UNLOAD: "keep_alive ttl",
+        "there is one, and what it cannot enforce is refused": "guided_decoding_backend",
+    }
+)
+"""Members that vLLM, llama.cpp, LM Studio and ollama know and that change no reply."""
+_ROUTERS = _ignore({_ACCOUNT: "client_metadata session_id chat_id", _PLACE: "provider route"})
+
+_NEVER_CUT = "prompts are never cut; shorten it in the client"
 _SAMPLING = {
-    "min_tokens": Refusal("use ignore_eos with max_tokens, or a regex that asks for a length", (*OFF, 0)),
-    "n_predict": Refusal("send max_tokens"),
-    "num_predict": Refusal("send max_tokens"),
-    "num_ctx": Refusal("start the server with --context-length"),
-    "n_probs": Refusal("send logprobs", (*OFF, 0)),
-    "n_keep": Refusal("send context_shift", (*OFF, 0)),
-    "n_discard": Refusal("send context_shift", (*OFF, 0)),
-    "min_keep": Refusal(_NOT_HERE, (*OFF, 0)),
-    "n_indent": Refusal(_NOT_HERE, (*OFF, 0)),
-    "t_max_predict_ms": Refusal("end the request when it took too long", (*OFF, 0)),
-    "dry_penalty_last_n": Refusal("send dry_last_n"),
-    "samplers": Refusal("the order of samplers is fixed; leave it out"),
-    "sampler_seq": Refusal("the order of samplers is fixed; leave it out"),
-    "typical": Refusal("send typical_p"),
-    "tfs_z": Refusal("send min_p or typical_p", (*OFF, 1)),
-    "top_a": Refusal("send min_p", (*OFF, 0)),
-    "penalize_nl": Refusal("send logit_bias"),
-    "length_penalty": Refusal(_NOT_HERE, (*OFF, 1)),
-    "use_beam_search": Refusal("use `localinfer run --beams`"),
-    "early_stopping": Refusal(_NOT_HERE),
-    "stop_token_ids": Refusal("send stop with their text"),
-    "include_stop_str_in_output": Refusal("add the text in the client"),
-    "skip_special_tokens": Refusal("special tokens are never part of the text; leave it out", (None, True)),
-    "spaces_between_special_tokens": Refusal(_NOT_HERE, (None, True)),
-    "bad_words": Refusal("send logit_bias"),
-    "bad_words_ids": Refusal("send logit_bias"),
-    "allowed_token_ids": Refusal("send logit_bias, or a regex"),
-    "logits_processors": Refusal("send logit_bias, or a regex"),
-    "logits_processor_pattern": Refusal(_NOT_HERE),
-    "truncate_prompt_tokens": Refusal("prompts are never cut; shorten it in the client"),
-    "add_special_tokens": Refusal(
-        "completions begin with the model's first token, chats as the template says", (None, True)
+    **_refuse(
+        {
+            "send max_tokens": "n_predict num_predict",
+            "start the server with --context-length": "num_ctx",
+            "send dry_last_n": "dry_penalty_last_n",
+            "the order of samplers is fixed; leave it out": "samplers sampler_seq",
+            "send typical_p": "typical",
+            "send logit_bias": "penalize_nl bad_words bad_words_ids",
+            "use `localinfer run --beams`": "use_beam_search",
+            "leave it out": "early_stopping logits_processor_pattern logprob_token_ids preserved_tokens"
+            " kv_transfer_params vllm_xargs",
+            "send stop with their text": "stop_token_ids",
+            "add the text in the client": "include_stop_str_in_output",
+            "send logit_bias, or a regex": "allowed_token_ids logits_processors",
+            _NEVER_CUT: "truncate_prompt_tokens",
+            "send echo and logprobs to /v1/completions": "prompt_logprobs",
+            "ask /tokenize for ids": "return_tokens_as_token_ids return_token_ids return_tokens",
+            "send logprobs": "post_sampling_probs",
+            "the last chunk of a stream has the timings": "timings_per_token",
+            "do that in the client": "response_fields",
+            "JSON comes on one line; lay it out in the client": "guided_whitespace_pattern",
+            "send a grammar": "structural_tag",
+            "a grammar holds from the first token on; leave it out": "grammar_lazy grammar_triggers",
+            "load the model with the option you want instead": "lora lora_adapters",
+            "start the server with --draft": "draft_model",
+            "give its members beside messages, under their names here": "options",
+            "send response_format": "format",
+            "this server reads text only": "image_data images mm_processor_kwargs multi_modal_uuids",
+            "prompts of all clients share one cache; run a server of your own to keep yours apart": "cache_salt",
+            "give its members beside the others: clients do that before they send": "extra_body",
+        }
     ),
-    "prompt_logprobs": Refusal("send echo and logprobs to /v1/completions"),
-    "return_tokens_as_token_ids": Refusal("ask /tokenize for ids"),
-    "return_token_ids": Refusal("ask /tokenize for ids"),
-    "return_tokens": Refusal("ask /tokenize for ids"),
-    "logprob_token_ids": Refusal(_NOT_HERE),
-    "post_sampling_probs": Refusal("send logprobs"),
-    "timings_per_token": Refusal("the last chunk of a stream has the timings"),
-    "response_fields": Refusal(_BY_CLIENT),
-    "guided_whitespace_pattern": Refusal("JSON comes on one line; lay it out in the client"),
-    "structural_tag": Refusal("send a grammar"),
-    "grammar_lazy": Refusal("a grammar holds from the first token on; leave it out"),
-    "grammar_triggers": Refusal("a grammar holds from the first token on; leave it out"),
-    "preserved_tokens": Refusal(_NOT_HERE),
-    "lora": Refusal(_SERVER_SIDE),
-    "lora_adapters": Refusal(_SERVER_SIDE),
-    "draft_model": Refusal("start the server with --draft"),
-    "options": Refusal("give its members beside messages, under their names here"),
-    "format": Refusal("send response_format"),
-    "image_data": Refusal("this server reads text only"),
-    "images": Refusal("this server reads text only"),
-    "mm_processor_kwargs": Refusal("this server reads text only"),
-    "multi_modal_uuids": Refusal("this server reads text only"),
-    "cache_salt": Refusal("prompts of all clients share one cache; run a server of your own to keep yours apart"),
-    "kv_transfer_params": Refusal(_NOT_HERE),
-    "vllm_xargs": Refusal(_NOT_HERE),
-    "extra_body": Refusal("give its members beside the others: clients do that before they send"),
+    **_refuse(
+        {
+            "use ignore_eos with max_tokens, or a regex that asks for a length": "min_tokens",
+            "send logprobs": "n_probs",
+            "send context_shift": "n_keep n_discard",
+            "leave it out": "min_keep n_indent",
+            "end the request when it took too long": "t_max_predict_ms",
+            "send min_p": "top_a",
+        },
+        (*OFF, 0),
+    ),
+    **_refuse({"send min_p or typical_p": "tfs_z", "leave it out": "length_penalty"}, (*OFF, 1)),
+    **_refuse(
+        {
+            "special tokens are never part of the text; leave it out": "skip_special_tokens",
+            "leave it out": "spaces_between_special_tokens",
+            "completions begin with the model's first token, chats as the template says": "add_special_tokens",
+        },
+        (None, True),
+    ),
 }
 _CHAT_SHAPE = {
-    "echo": Refusal("ask /v1/completions"),
-    "best_of": Refusal("ask /v1/completions", (*OFF, 1)),
-    "suffix": Refusal("ask /v1/completions"),
-    "prompt": Refusal("send messages, or ask /v1/completions"),
-    "functions": Refusal("functions were replaced by tools; give tools"),
-    "web_search_options": Refusal("nothing is searched here; give a tool", (None,)),
-    "chat_template": Refusal("the model's own template is used; ask /v1/completions with a prompt you made"),
-    "documents": Refusal("write them into a message"),
-    "add_generation_prompt": Refusal("replies begin where the template says; leave it out", (None, True)),
-    "continue_final_message": Refusal("ask /v1/completions with the text of /apply-template and what goes before"),
-    "parse_tool_calls": Refusal("calls are always told as calls; leave it out", (None, True)),
-    "chat_format": Refusal("the format is read off the model's template; leave it out"),
-    "reasoning_in_content": Refusal("send reasoning_format"),
-    "include_reasoning": Refusal('send "reasoning_format": "none" to leave it out', (None, True)),
-    "plugins": Refusal(_BY_CLIENT),
-    "transforms": Refusal("prompts are never cut; shorten it in the client"),
-    "models": Refusal("send the name of one model"),
-}
-_ROUTERS = {
-    "client_metadata": _ACCOUNT,
-    "provider": _PLACE,
-    "route": _PLACE,
-    "session_id": _ACCOUNT,
-    "chat_id": _ACCOUNT,
+    **_refuse(
+        {
+            "ask /v1/completions": "echo suffix",
+            "send messages, or ask /v1/completions": "prompt",
+            "functions were replaced by tools; give tools": "functions",
+            "the model's own template is used; ask /v1/completions with a prompt you made": "chat_template",
+            "write them into a message": "documents",
+            "ask /v1/completions with the text of /apply-template and what goes before": "continue_final_message",
+            "the format is read off the model's template; leave it out": "chat_format",
+            "send reasoning_format": "reasoning_in_content",
+            "do that in the client": "plugins",
+            _NEVER_CUT: "transforms",
+            "send the name of one model": "models",
+        }
+    ),
+    **_refuse({"ask /v1/completions": "best_of"}, (*OFF, 1)),
+    **_refuse({"nothing is searched here; give a tool": "web_search_options"}, (None,)),
+    **_refuse(
+        {
+            "replies begin where the template says; leave it out": "add_generation_prompt",
+            "calls are always told as calls; leave it out": "parse_tool_calls",
+            'send "reasoning_format": "none" to leave it out': "include_reasoning",
+        },
+        (None, True),
+    ),
 }
 
 CHAT = KnownFields(
-    ignored={
-        **_OPENAI,
-        **_LOCAL_SERVERS,
-        **_ROUTERS,
-        "metadata": _STORED,
-        "verbosity": _WORDS,
-        "audio": _NEEDS_MORE,
-        "function_call": _NEEDS_MORE,
-    },
-    refused={**_SAMPLING, **_CHAT_SHAPE},
+    _OPENAI
+    | _LOCAL_SERVERS
+    | _ROUTERS
+    | _ignore({_STORED: "metadata", _VERBOSITY: "verbosity", _NEEDS_MORE: "audio function_call"}),
+    _SAMPLING | _CHAT_SHAPE,
 )
 COMPLETIONS = KnownFields(
-    ignored={**_LOCAL_SERVERS, **{name: why for name, why in _OPENAI.items() if name != "prompt_cache_key"}},
-    refused={
-        **_SAMPLING,
-        "messages": Refusal("send prompt, or ask /v1/chat/completions"),
-        "tools": Refusal("ask /v1/chat/completions"),
-        "input_prefix": Refusal("write it into prompt"),
-        "input_suffix": Refusal("send suffix"),
-        "input_extra": Refusal("write it into prompt"),
-    },
+    {name: why for name, why in (_LOCAL_SERVERS | _OPENAI).items() if name != "prompt_cache_key"},
+    _SAMPLING
+    | _refuse(
+        {
+            "send prompt, or ask /v1/chat/completions": "messages",
+            "ask /v1/chat/completions": "tools",
+            "write it into prompt": "input_prefix input_extra",
+            "send suffix": "input_suffix",
+        }
+    ),
 )
 RESPONSES = KnownFields(
-    ignored={
-        **_OPENAI,
-        **_LOCAL_SERVERS,
-        **_ROUTERS,
-        "access_programs": _ACCOUNT,
-        "background_options": _NEEDS_MORE,
-        "image": _NEEDS_MORE,
-        "stream_options": "events are not padded, which is all that it asks about",
-        "max_tool_calls": "it bounds tools that a server runs itself, and this one runs none",
-        "context_management": "what is too long is refused, never shortened",
-        "verbosity": _WORDS,
-    },
-    refused={
-        **_SAMPLING,
-        "messages": Refusal("send input, or ask /v1/chat/completions"),
-        "max_tokens": Refusal("send max_output_tokens"),
-        "max_completion_tokens": Refusal("send max_output_tokens"),
-        "n": Refusal("ask /v1/chat/completions", (*OFF, 1)),
-        "mcp_servers": Refusal("call them in the client, and give their tools as functions"),
-    },
+    _OPENAI
+    | _LOCAL_SERVERS
+    | _ROUTERS
+    | _ignore(
+        {
+            _ACCOUNT: "access_programs",
+            _NEEDS_MORE: "background_options image",
+            "events are not padded, which is all that it asks about": "stream_options",
+            "it bounds tools that a server runs itself, and this one runs none": "max_tool_calls",
+            _NO_SHORTENING: "context_management",
+            _VERBOSITY: "verbosity",
+        }
+    ),
+    _SAMPLING
+    | _refuse(
+        {
+            "send input, or ask /v1/chat/completions": "messages",
+            "send max_output_tokens": "max_tokens max_completion_tokens",
+            "call them in the client, and give their tools as functions": "mcp_servers",
+        }
+    )
+    | _refuse({"ask /v1/chat/completions": "n"}, (*OFF, 1)),
 )
 MESSAGES = KnownFields(
-    ignored={
-        "metadata": _ACCOUNT,
-        "service_tier": _ACCOUNT,
-        "billing_policy": _ACCOUNT,
-        "fallback_credit_token": _ACCOUNT,
-        "user_profile_id": _ACCOUNT,
-        "workspace_id": _ACCOUNT,
-        "cache_control": _CACHE,
-        "container": _NEEDS_MORE,
-        "diagnostics": _ACCOUNT,
-        "inference_geo": _PLACE,
-        "speed": _PLACE,
-        "betas": "the routes' newest form is read without asking for it",
-        "fallbacks": _PLACE,
-        "context_management": "what is too long is refused, never shortened",
-        "compaction": "what is too long is refused, never shortened",
-    },
-    refused={
-        "mcp_servers": Refusal("call them in the client, and give their tools"),
-        "thread": Refusal("conversations are not kept here; send all messages"),
-        "stop": Refusal("send stop_sequences"),
-        "response_format": Refusal("send output_config.format"),
-        "max_completion_tokens": Refusal("send max_tokens"),
-        "seed": Refusal("ask /v1/chat/completions"),
-    },
+    _ignore(
+        {
+            _ACCOUNT: "metadata service_tier billing_policy fallback_credit_token user_profile_id workspace_id"
+            " diagnostics",
+            _CACHE: "cache_control",
+            _NEEDS_MORE: "container",
+            _PLACE: "inference_geo speed fallbacks",
+            "the routes' newest form is read without asking for it": "betas",
+            _NO_SHORTENING: "context_management compaction",
+        }
+    ),
+    _refuse(
+        {
+            "call them in the client, and give their tools": "mcp_servers",
+            "conversations are not kept here; send all messages": "thread",
+            "send stop_sequences": "stop",
+            "send output_config.format": "response_format",
+            "send max_tokens": "max_completion_tokens",
+            "ask /v1/chat/completions": "seed",
+        }
+    ),
 )
 EMBEDDINGS = KnownFields(
-    ignored={"user": _ACCOUNT, "priority": _QUEUE, "request_id": "the server names requests itself"},
-    refused={
-        "truncate_prompt_tokens": Refusal("texts are never cut; shorten them in the client"),
-        "truncate": Refusal("texts are never cut; shorten them in the client"),
-        "add_special_tokens": Refusal("texts get the tokens that the model was trained with", (None, True)),
-        "normalize": Refusal("vectors have the length 1; leave it out", (None, True)),
-        "embd_normalize": Refusal("vectors have the length 1; leave it out", (None, 2)),
-        "input_type": Refusal("write the model's instruction before the text"),
-        "task": Refusal("write the model's instruction before the text"),
-        "prompt_name": Refusal("write the model's instruction before the text"),
-        "content": Refusal("send input"),
-        "messages": Refusal("send input"),
-    },
+    _ignore({_ACCOUNT: "user", _QUEUE: "priority", _NAMES: "request_id"}),
+    _refuse(
+        {
+            "texts are never cut; shorten them in the client": "truncate_prompt_tokens truncate",
+            "write the model's instruction before the text": "input_type task prompt_name",
+            "send input": "content messages",
+        }
+    )
+    | _refuse({"texts get the tokens that the model was trained with": "add_special_tokens"}, (None, True))
+    | _refuse({"vectors have the length 1; leave it out": "normalize"}, (None, True))
+    | _refuse({"vectors have the length 1; leave it out": "embd_normalize"}, (None, 2)),
 )
 TEXTS = KnownFields(
-    ignored={},
-    refused={
-        "messages": Refusal("ask /apply-template, or /v1/chat/completions/input_tokens"),
-        "text": Refusal("send content"),
-        "add_special_tokens": Refusal("send add_special"),
-        "return_token_strs": Refusal("send with_pieces"),
-    },
+    {},
+    _refuse(
+        {
+            "ask /apply-template, or /v1/chat/completions/input_tokens": "messages",
+            "send content": "text",
+            "send add_special": "add_special_tokens",
+            "send with_pieces": "return_token_strs",
+        }
+    ),
 )
 _PROMPT_ONLY = "it does not change the prompt"
 TEMPLATES = KnownFields(
-    ignored={
-        **CHAT.ignored,
-        **dict.fromkeys(
-            "stream stream_options n max_completion_tokens max_tokens prediction logprobs top_logprobs"
-            " parallel_tool_calls modalities reasoning_format return_progress".split(),
-            _PROMPT_ONLY,
-        ),
-    },
-    refused={name: why for name, why in CHAT.refused.items() if name != "add_generation_prompt"},
+    CHAT.ignored
+    | _ignore(
+        {
+            _PROMPT_ONLY: "stream stream_options n max_completion_tokens max_tokens prediction logprobs top_logprobs"
+            " parallel_tool_calls modalities reasoning_format return_progress"
+        }
+    ),
+    {name: why for name, why in CHAT.refused.items() if name != "add_generation_prompt"},
 )
 COUNTS = KnownFields(
-    ignored={
-        **MESSAGES.ignored,
-        **dict.fromkeys("max_tokens stream stop_sequences temperature top_p top_k".split(), _PROMPT_ONLY),
-    },
-    refused=MESSAGES.refused,
+    MESSAGES.ignored | _ignore({_PROMPT_ONLY: "max_tokens stream stop_sequences temperature top_p top_k"}),
+    MESSAGES.refused,
 )
 NONE = KnownFields({}, {})
 
-MESSAGE_PARTS = {
-    "cache_control": _CACHE,
-    "prompt_cache_breakpoint": _CACHE,
-    "annotations": "notes on a former reply, which its text does not need",
-    "citations": "notes on a former reply, which its text does not need",
-    "logprobs": "notes on a former reply, which its text does not need",
-    "signature": "reasoning is not signed here",
-    "data": "reasoning that was made unreadable stays that",
-    "is_error": "the text of a tool's result says it",
-    "caller": "tools are called by the model only",
-    "id": "parts are told apart by their order",
-}
+MESSAGE_PARTS = _ignore(
+    {
+        _CACHE: "cache_control prompt_cache_breakpoint",
+        "notes on a former reply, which its text does not need": "annotations citations logprobs",
+        "reasoning is not signed here": "signature",
+        "reasoning that was encrypted stays unreadable": "data",
+        "the text of a tool's result says it": "is_error",
+        "tools are called by the model only": "caller",
+        "parts are told apart by their order": "id",
+    }
+)
 """Of the parts of messages, whatever their type: members that are ignored, with the reason."""
-TOOLS = {
-    "cache_control": _CACHE,
-    "eager_input_streaming": "arguments are streamed as they come anyway",
-    "input_examples": "the model is told the schema only",
-    "output_schema": "the model is told the schema of the arguments only",
-    "defer_loading": "all tools are told from the start",
-    "allowed_callers": "tools are called by the model only",
-}
+TOOLS = _ignore(
+    {
+        _CACHE: "cache_control",
+        "arguments are streamed as they come anyway": "eager_input_streaming",
+        "the model is shown the schema of the arguments only": "input_examples output_schema",
+        "the model is shown all tools from the start": "defer_loading",
+        "tools are called by the model only": "allowed_callers",
+    }
+)
 """Of the definitions of tools, in whatever API."""
 SEARCH_TOOLS = ("web_search", "web_search_preview")
-"""Kinds of tools that clients list unasked, ignored where the API has them: what is not told to the model is not
-called, and the answer lists the tools that it had. Every other kind that a server would run is refused."""
-
-
-def check_members(body: bytes, record: type, known: KnownFields) -> None:
-    """Refuse a member of a JSON object that `record` has not and that is not known to do nothing. Raises: ApiError."""
-    try:
-        members = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        # What is no object is refused, with the reason, by who reads the record.
-        return
-    read = {field.encode_name for field in msgspec.structs.fields(record)}
-    for name, value in members.items():
-        if name in read or name in known.ignored:
-            continue
-        refusal = known.refused.get(name)
-        if bytes(value) == b"null" or (refusal is not None and _is_neutral(msgspec.json.decode(value), refusal)):
-            continue
-        raise refused_member(name, refusal)
-
-
-def _is_neutral(value: object, refusal: Refusal) -> bool:
-    # True is no number here.
-    return any(value == one and isinstance(value, bool) is isinstance(one, bool) for one in refusal.neutral)
-
-
-def refused_member(name: str, refusal: Refusal | None = None) -> ApiError:
-    """The error for a member that is not read; name: its path."""
-    if refusal is None:
-        told = f"{name:.200} is no member that this route knows; leave it out"
-    else:
-        told = f"{name:.200} is given, but cannot be had here; {refusal.way_out}"
-    return ApiError(400, told, code="unsupported_parameter", param=name[:200])
-
-
-def check_object(value: Mapping[str, Any], read: str, path: str, ignored: Mapping[str, str]) -> None:
-    """Refuse a member of an object inside a request. read: the names that are read, with spaces between.
-
-    Raises: ApiError.
-    """
-    for name, member in value.items():
-        if member is not None and name not in ignored and name not in read.split():
-            raise refused_member(f"{path}.{name}")
+"""Kinds of tools that clients list unasked, ignored where the API has them: what the model is not shown it does not
+call, and the answer lists the tools that it had. Every other kind that a server would run is refused."""

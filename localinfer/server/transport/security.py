@@ -1,4 +1,4 @@
-"""Who may ask: the checks that stand before every route, and before any body is read.
+"""Which requests are answered: the checks before every route, and before any body is read.
 
 A page that a browser shows can send requests to this machine. It cannot choose the `Host` header of a name that it
 rebinds to a loopback address, nor leave out `Origin`, nor send JSON without asking first. So a foreign host or origin
@@ -14,8 +14,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from localinfer.server.transport.errors import ApiError
-from localinfer.server.transport.identifiers import identifier
+from localinfer.server.transport.http import ApiError, identifier
 from localinfer.server.transport.settings import LOOPBACK_NAMES, ServerSettings
 
 _HOST = re.compile(r"(?:\[(?P<bracketed>[0-9a-fA-F:.]+)\]|(?P<name>[A-Za-z0-9._-]+))(?::\d{1,5})?")
@@ -27,7 +26,7 @@ _OPEN_PATHS = ("/health", "/v1/health")
 
 
 class SecurityMiddleware:
-    """ASGI middleware that refuses whoever may not ask, gives every request an id, and answers preflights."""
+    """ASGI middleware that checks hosts, origins and tokens, gives every request an id, and answers preflights."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self._app = app

@@ -3,7 +3,7 @@
 import asyncio
 import base64
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import msgspec
 import numpy as np
@@ -11,11 +11,10 @@ from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import Response
 
-from localinfer.server.api.routing import service_of
-from localinfer.server.replies.prompts import Prompts, split_prompts
+from localinfer.server.api.routing import read_body, service_of
+from localinfer.server.replies.fields import Prompts, split_prompts
 from localinfer.server.replies.service import unless_gone
-from localinfer.server.transport.errors import ApiError, json_response
-from localinfer.server.transport.json_body import read_json
+from localinfer.server.transport.http import json_response, unsupported
 from localinfer.server.transport.known_fields import EMBEDDINGS
 
 if TYPE_CHECKING:
@@ -37,26 +36,17 @@ class EmbeddingRequest(msgspec.Struct):
 
 async def embeddings(request: Request) -> Response:
     """The vectors of texts, in order, as numbers or as base64 of little-endian float32."""
-    service = service_of(request)
-    body = await read_json(request, EmbeddingRequest, service.settings)
+    body = await read_body(request, EmbeddingRequest)
     if body.dimensions is not None:
-        raise ApiError(
-            400,
-            "dimensions is given, but vectors come whole; leave it out",
-            code="unsupported_parameter",
-            param="dimensions",
-        )
+        raise unsupported("dimensions is given, but vectors come whole; leave it out", "dimensions")
     texts = split_prompts(body.input, "input", at_most=_MOST_TEXTS)
-    lease = await service.lease(request, body.model)
-    try:
-        vectors: list[NDArray[np.float32]] = []
-        count = 0
+    vectors: list[NDArray[np.float32]] = []
+    count = 0
+    with await service_of(request).lease(request, body.model) as lease:
         for text in texts:
             token_ids, vector = await unless_gone(request, asyncio.to_thread(_embed, lease.llm, text))
             vectors.append(vector)
             count += len(token_ids)
-    finally:
-        lease.release()
     data = await asyncio.to_thread(_data, vectors, body.encoding_format)
     usage = {"prompt_tokens": count, "total_tokens": count}
     return json_response({"object": "list", "data": data, "model": lease.model_id, "usage": usage})
@@ -69,15 +59,10 @@ def _embed(llm: "LLM", text: str | Sequence[int]) -> tuple[Sequence[int], NDArra
 
 def _data(vectors: Sequence[NDArray[np.float32]], encoding: str) -> list[msgspec.Raw]:
     """The vectors as JSON, written one by one: a request may have millions of numbers."""
-    return [
-        msgspec.Raw(
-            msgspec.json.encode({"object": "embedding", "index": index, "embedding": _written(vector, encoding)})
-        )
-        for index, vector in enumerate(vectors)
-    ]
-
-
-def _written(vector: NDArray[np.float32], encoding: str) -> Any:
-    if encoding == "base64":
-        return base64.b64encode(vector.astype("<f4").tobytes()).decode("ascii")
-    return vector.tolist()
+    is_base64 = encoding == "base64"
+    written = []
+    for index, vector in enumerate(vectors):
+        numbers = base64.b64encode(vector.astype("<f4").tobytes()).decode("ascii") if is_base64 else vector.tolist()
+        item = {"object": "embedding", "index": index, "embedding": numbers}
+        written.append(msgspec.Raw(msgspec.json.encode(item)))
+    return written

@@ -8,15 +8,15 @@ from starlette.responses import Response
 
 from localinfer.kernels.versions import installed_version
 from localinfer.server.api.routing import service_of
-from localinfer.server.replies.model_registry import ServedModel
-from localinfer.server.transport.errors import ApiError, json_response
+from localinfer.server.replies.models import ServedModel
+from localinfer.server.transport.http import ApiError, json_response, shutting_down
 
 
 async def health(request: Request) -> Response:
-    """Say whether the server answers, or still loads the model it was started with; wakes no model."""
+    """Say whether the server answers, or still loads the model it was started with; loads no model."""
     service = service_of(request)
     if service.is_stopping:
-        raise ApiError(503, "the server is being stopped", code="shutting_down")
+        raise shutting_down("the server is being stopped")
     if not service.is_ready:
         raise ApiError(503, "the model is being loaded; ask again", code="model_loading")
     return json_response({"status": "ok"})
@@ -28,7 +28,7 @@ async def show_version(request: Request) -> Response:
 
 
 async def models(request: Request) -> Response:
-    """All models, loaded or not; wakes none."""
+    """All models, loaded or not; loads none."""
     listed = [_model_card(model) for model in service_of(request).registry.models()]
     return json_response({"object": "list", "data": listed})
 
@@ -39,12 +39,12 @@ async def model(request: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
-    """All meters, as Prometheus reads them."""
+    """All metrics, as Prometheus reads them."""
     return Response(service_of(request).metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 async def slots(request: Request) -> Response:
-    """The replies that are running, without a word of what they say."""
+    """The replies that are running, without their text."""
     now = time.monotonic()
     running = [
         {
@@ -61,7 +61,7 @@ async def slots(request: Request) -> Response:
 
 
 async def cancel(request: Request) -> Response:
-    """Stop a running reply; what it said so far ends as if it were complete."""
+    """Stop a running reply; its text so far ends as if it were complete."""
     reply_id = request.path_params["reply"]
     if not service_of(request).cancel(reply_id):
         raise ApiError(404, f"no reply {reply_id!r:.80} is running", code="reply_not_found", param="id")

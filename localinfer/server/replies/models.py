@@ -1,26 +1,96 @@
-"""The models a server has: found by name, loaded when they are asked for, unloaded when nobody asks any more."""
+"""The models a server has: found by name, loaded when they are asked for, unloaded when no request uses them."""
 
 import asyncio
 import logging
+import os
+import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+from localinfer.closing import Closing
 from localinfer.errors import OutOfMemoryError, RequestError
-from localinfer.server.replies.load_threads import LoadThreads
 from localinfer.server.replies.metrics import Metrics
 from localinfer.server.replies.model_folder import ModelSource, matching_names
-from localinfer.server.transport.errors import ApiError, ModelLoadError
+from localinfer.server.transport.http import ApiError, ModelLoadError, shutting_down
 
 if TYPE_CHECKING:
     from localinfer.llm import LLM
-    from localinfer.server.replies.model_memory import MemoryNeed
+    from localinfer.models.load.model_changes import ModelChanges
 
 logger = logging.getLogger(__name__)
 
+SCRATCH_BYTES = 128 << 20
+"""Buffers of a batch, compiled kernels, the tokenizer: what every loaded model takes beside weights and cache."""
+_LEAST_CONTEXT = 512
+"""A model with room for fewer tokens than this is not worth loading."""
+_IDLE_CHECK_SECONDS = 1.0
+
 Result = TypeVar("Result")
-_LOOK_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """Bytes that a model takes: its weights with all that comes with them, and its cache per token of context."""
+
+    fixed_bytes: int
+    bytes_per_token: int
+    context_length: int
+
+    def largest_context(self, available_bytes: int) -> int:
+        """How many tokens of context fit beside the weights, 0 if not even the weights do."""
+        left = available_bytes - self.fixed_bytes
+        return 0 if left <= 0 else min(self.context_length, left // max(1, self.bytes_per_token))
+
+    def check(self, name: str, available_bytes: int, *, wanted_context: int | None) -> None:
+        """Raise OutOfMemoryError, with the numbers, if the model would not fit.
+
+        wanted_context: tokens that must fit; None asks for enough to be of use, as the cache grows when it is needed.
+        """
+        least = min(self.context_length, _LEAST_CONTEXT if wanted_context is None else wanted_context)
+        fits = self.largest_context(available_bytes)
+        if fits >= least:
+            return
+        needed = self.fixed_bytes + least * self.bytes_per_token
+        way_out = (
+            f"load it with a context of at most {fits} tokens" if fits >= _LEAST_CONTEXT else "use a smaller model"
+        )
+        raise OutOfMemoryError(
+            f"{name} needs {needed:,} bytes ({self.fixed_bytes:,} for weights, {self.bytes_per_token:,} for each of "
+            f"{least} tokens), and {max(0, available_bytes):,} are available; close something, or {way_out}"
+        )
+
+
+def measure_need(
+    path: str | os.PathLike[str],
+    kv_type: str,
+    changes: "ModelChanges | None" = None,
+    context_length: int | None = None,
+) -> MemoryNeed:
+    """Read from a model's file what it will take.
+
+    changes: settings in place of those of the file. context_length: the one it will be loaded with, None for its own.
+    Raises: ModelFileError and below; RequestError for changes without meaning.
+    """
+    from localinfer.cache.block_pool import SlidingWindow
+    from localinfer.kernels.cpu.lower import MAX_BATCH_ROWS
+    from localinfer.kernels.kv_layout import KVLayout
+    from localinfer.models.decoder.decoder import kv_layer_shapes
+    from localinfer.models.load.loader import open_model_file, read_config
+
+    file = open_model_file(path, changes, context_length)
+    try:
+        config = read_config(file)
+        config = replace(config, context_length=max(config.context_length, context_length or 0))
+        layout = KVLayout(kv_type, kv_layer_shapes(config, parts_windows=True))
+        per_token = -(-layout.page_bytes // layout.page_tokens)
+        sliding = SlidingWindow(layout.window, layout.page_tokens)
+        windowed = sliding.most_pages(config.context_length, MAX_BATCH_ROWS) * layout.windowed_bytes
+        return MemoryNeed(file.num_bytes + SCRATCH_BYTES + windowed, per_token, config.context_length)
+    finally:
+        file.close()
 
 
 @dataclass
@@ -29,14 +99,14 @@ class ServedModel:
 
     source: ModelSource
     llm: "LLM | None" = None
-    need: "MemoryNeed | None" = None
+    need: MemoryNeed | None = None
     num_leases: int = 0
     last_used_seconds: float = 0.0
     loading: "asyncio.Task[LLM] | None" = field(default=None, repr=False)
 
 
-class Lease:
-    """A loaded model that stays loaded until it is released.
+class Lease(Closing):
+    """A loaded model that stays loaded until this is closed.
 
     fingerprint: tells clients whether the same model and version answered.
     """
@@ -48,12 +118,72 @@ class Lease:
         self._model: ServedModel | None = model
         model.num_leases += 1
 
-    def release(self) -> None:
-        """Let the model go; may be called again."""
+    def close(self) -> None:
+        """Allow the model to be unloaded; may be called again."""
         if self._model is not None:
             self._model.num_leases -= 1
             self._model.last_used_seconds = time.monotonic()
             self._model = None
+
+
+class LoadThreads:
+    """Does work in threads of its own, none of which keeps the event loop or the interpreter from ending.
+
+    A server that ends need not wait for them: compiled code cannot be interrupted. stopping: set when work is to end;
+    work that looks at it now and then ends early, by raising what it likes.
+    """
+
+    def __init__(self) -> None:
+        self.stopping = threading.Event()
+        self._running: set[threading.Thread] = set()
+
+    async def run(self, work: Callable[[], Result], discard: Callable[[Result], object]) -> Result:
+        """Return what the work returns. When this is cancelled, its result goes to `discard` as soon as it is there.
+
+        Raises: what the work raises.
+        """
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Result] = loop.create_future()
+        lock = threading.Lock()
+        is_abandoned = False
+
+        def do() -> None:
+            finish: Callable[[], object]
+            drop: Callable[[], object]
+            try:
+                result = work()
+                finish, drop = partial(future.set_result, result), partial(discard, result)
+            except BaseException as error:
+                finish, drop = partial(future.set_exception, error), lambda: None
+            try:
+                with lock:
+                    if not is_abandoned:
+                        loop.call_soon_threadsafe(lambda: drop() if future.cancelled() else finish())
+                        return
+            except RuntimeError:
+                # The loop was closed: nothing waits any more.
+                pass
+            finally:
+                self._running.discard(thread)
+            drop()
+
+        thread = threading.Thread(target=do, name="localinfer-load", daemon=True)
+        self._running.add(thread)
+        thread.start()
+        try:
+            return await future
+        except asyncio.CancelledError:
+            with lock:
+                is_abandoned = True
+            if future.done() and not future.cancelled() and future.exception() is None:
+                discard(future.result())
+            raise
+
+    def join(self, seconds: float) -> bool:
+        """Wait for work that still runs; return whether all has ended. Called off the event loop."""
+        for thread in list(self._running):
+            thread.join(seconds)
+        return not any(thread.is_alive() for thread in list(self._running))
 
 
 class ModelRegistry:
@@ -69,7 +199,7 @@ class ModelRegistry:
         self,
         sources: Sequence[ModelSource],
         load: "Callable[[ModelSource], LLM]",
-        measure: "Callable[[ModelSource], MemoryNeed]",
+        measure: Callable[[ModelSource], MemoryNeed],
         metrics: Metrics,
         *,
         strict: bool = False,
@@ -138,11 +268,11 @@ class ModelRegistry:
             self._check_stopping()
             if model.loading is None:
                 model.loading = asyncio.create_task(self._load_model(model))
-                # Whether or not somebody still waits for it.
+                # Whether or not a request still waits for it.
                 model.loading.add_done_callback(lambda task: task.cancelled() or task.exception())
             loading = model.loading
             try:
-                # Who asked first may leave; the others still want it.
+                # The first to ask may leave; the others still want it.
                 await asyncio.shield(loading)
             except asyncio.CancelledError:
                 if loading.cancelled():
@@ -162,16 +292,16 @@ class ModelRegistry:
         return self._threads.join(seconds)
 
     async def unload_idle(self) -> None:
-        """Unload models that nobody used for long, for ever."""
+        """Unload models that were not used for long, for ever."""
         while self._idle_unload_seconds is not None:
-            await asyncio.sleep(min(_LOOK_SECONDS, self._idle_unload_seconds))
+            await asyncio.sleep(min(_IDLE_CHECK_SECONDS, self._idle_unload_seconds))
             oldest = time.monotonic() - self._idle_unload_seconds
             for model in self._idle_models():
                 if model.last_used_seconds <= oldest:
                     await self._unload(model)
 
     async def close(self) -> None:
-        """Unload every model, whoever uses it."""
+        """Unload every model, in use or not."""
         loading = [model.loading for model in self._models.values() if model.loading is not None]
         self.stop_loading()
         await asyncio.gather(*loading, return_exceptions=True)
@@ -180,7 +310,7 @@ class ModelRegistry:
 
     def _check_stopping(self) -> None:
         if self._threads.stopping.is_set():
-            raise ApiError(503, "the server is being stopped; ask again", code="shutting_down")
+            raise shutting_down()
 
     async def _load_model(self, model: ServedModel) -> "LLM":
         source = model.source
@@ -189,7 +319,7 @@ class ModelRegistry:
                 need = model.need
                 if need is None:
                     need = model.need = await self._work(source, lambda: self._measure(source), lambda need: None)
-                await self._make_room(model, need)
+                await self._unload_until_it_fits(model, need)
                 began = time.monotonic()
                 llm = await self._work(source, lambda: self._load(source), lambda llm: llm.close())
                 model.llm, model.last_used_seconds = llm, time.monotonic()
@@ -207,7 +337,7 @@ class ModelRegistry:
         except Exception as error:
             raise ModelLoadError(source.id) from error
 
-    async def _make_room(self, model: ServedModel, need: "MemoryNeed") -> None:
+    async def _unload_until_it_fits(self, model: ServedModel, need: MemoryNeed) -> None:
         """Unload idle models, least recently used first, until this one fits. Raises: OutOfMemoryError."""
         while True:
             try:

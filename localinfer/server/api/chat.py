@@ -1,0 +1,183 @@
+"""`/v1/chat/completions`: OpenAI's chats."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
+
+from localinfer.server.api.routing import owner_of, read_body, service_of
+from localinfer.server.api.writer import ChoicesWriter, Event, chat_plan, serve_reply
+from localinfer.server.replies.deltas import Delta, chat_logprobs, deltas_of
+from localinfer.server.replies.fields import ChatFields, Count, Prediction, StreamOptions, TextCount, given
+from localinfer.server.replies.messages import Messages, Tools, checked_choice, function_tools, template_messages
+from localinfer.server.replies.reply import Reply
+from localinfer.server.replies.service import Service
+from localinfer.server.transport.http import ApiError, unsupported
+from localinfer.server.transport.known_fields import CHAT
+
+if TYPE_CHECKING:
+    from localinfer.models.text.tokenizer import Tokenizer
+    from localinfer.stream import Stats, StreamEvent
+
+
+class ChatRequest(ChatFields, kw_only=True):
+    """The members of a chat completion request that are read.
+
+    reasoning_format: under which names reasoning is given; clients prefer one of two. return_progress: say in a stream
+    how far the prompt was read, and how many replies are ahead.
+    """
+
+    known_fields: ClassVar = CHAT
+
+    messages: Messages
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: TextCount | None = None
+    max_completion_tokens: Count | None = None
+    max_tokens: Count | None = None
+    prediction: Prediction | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    tools: Tools | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    modalities: list[str] | None = None
+    reasoning_format: Literal["both", "reasoning_content", "reasoning", "none"] | None = None
+    return_progress: bool | None = None
+
+    def generation_options(self) -> dict[str, Any]:
+        """The engine's options for this request. Raises: ApiError."""
+        if self.modalities and self.modalities != ["text"]:
+            raise unsupported("modalities asks for more than text, which is all that is made here", "modalities")
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "top_logprobs is given without logprobs; send logprobs: true", param="top_logprobs")
+        return {
+            **self.sampling_options(),
+            **self.reply_options(),
+            **given(
+                max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
+                prediction=None if self.prediction is None else self.prediction.text(),
+                logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+                tools=function_tools(self.tools) or None,
+                tool_choice=checked_choice(self.tool_choice, has_tools=bool(self.tools)) if self.tool_choice else None,
+                parallel_tool_calls=self.parallel_tool_calls if self.tools else None,
+            ),
+        }
+
+    def reasoning_names(self) -> tuple[str, ...]:
+        """The members that hold reasoning."""
+        chosen = self.reasoning_format or "both"
+        return {"both": ("reasoning_content", "reasoning"), "none": ()}.get(chosen, (chosen,))
+
+
+async def chat_completions(request: Request) -> Response:
+    """Answer a chat, streamed or whole."""
+    service = service_of(request)
+    body = await read_body(request, ChatRequest)
+    messages = template_messages(body.messages)
+    options = {**body.generation_options(), "owner": owner_of(request)}
+    silence = service.settings.ping_seconds
+    if body.return_progress:
+        silence = min(silence, service.settings.progress_seconds)
+    return await serve_reply(
+        request,
+        body,
+        "chatcmpl",
+        chat_plan(messages, options, body.n or 1),
+        lambda reply: _ChatWriter(reply, body, service),
+        ping_seconds=silence,
+    )
+
+
+class _ChatWriter(ChoicesWriter):
+    """Chunks: a role per choice at once, its text as it comes, its end."""
+
+    def __init__(self, reply: Reply, body: ChatRequest, service: Service) -> None:
+        kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        super().__init__(reply, kind, body.stream_options)
+        self._tells_progress = body.return_progress
+        self._service = service
+        self._choices = [_Choice(body, reply.llm.tokenizer) for _ in range(reply.num_texts)]
+
+    def begin(self) -> Iterator[Event]:
+        for index in range(self.reply.num_texts):
+            yield self.chunk(_delta_choice(index, {"role": "assistant", "content": ""}))
+
+    def add(self, index: int, token: "StreamEvent") -> Iterator[Event]:
+        for delta, logprobs in self._choices[index].deltas(token):
+            yield self.chunk(_delta_choice(index, delta, logprobs=logprobs))
+
+    def end(self, index: int, reason: str, stats: "Stats | None") -> Iterator[Event]:
+        self._choices[index].finish_reason = reason
+        yield self.last_chunk(_delta_choice(index, {}, reason), stats)
+
+    def silence(self) -> Event | None:
+        if not self._tells_progress or self.reply.num_tokens:
+            return None
+        progress = {**self.reply.progress(), "position": self._service.num_ahead(self.reply)}
+        return self.chunk(_delta_choice(0, {}), prompt_progress=progress)
+
+    def whole(self) -> dict[str, Any]:
+        return self.completion([choice.whole(index) for index, choice in enumerate(self._choices)])
+
+
+def _delta_choice(index: int, delta: dict[str, Any], reason: str | None = None, logprobs: Any = None) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+
+
+class _Choice:
+    """Turns the tokens of one choice into deltas, and gathers them into a message."""
+
+    def __init__(self, body: ChatRequest, tokenizer: "Tokenizer") -> None:
+        self.finish_reason = "length"
+        self._names = body.reasoning_names()
+        self._tokenizer = tokenizer
+        self._texts: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[dict[str, Any]] = []
+        self._logprobs: list[dict[str, Any]] | None = [] if body.logprobs else None
+
+    def deltas(self, token: "StreamEvent") -> Iterator[tuple[dict[str, Any], dict[str, Any] | None]]:
+        """The deltas of a token, and the `logprobs` that go with each; both are gathered."""
+        logprobs = None
+        if token.logprobs is not None and self._logprobs is not None:
+            entry = chat_logprobs(self._tokenizer, token.token_id, token.logprobs)
+            self._logprobs.append(entry)
+            logprobs = {"content": [entry], "refusal": None}
+        made = [written for delta in deltas_of(token) if (written := self._written(delta))]
+        if logprobs is not None and not made:
+            made = [{"content": ""}]
+        for written in made:
+            yield written, logprobs
+            logprobs = None
+
+    def whole(self, index: int) -> dict[str, Any]:
+        """The choice of a whole reply."""
+        text = "".join(self._texts)
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if self._reasoning:
+            message |= dict.fromkeys(self._names, "".join(self._reasoning))
+        if self._calls:
+            message |= {"content": text or None, "tool_calls": self._calls}
+        logprobs = None if self._logprobs is None else {"content": self._logprobs, "refusal": None}
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": self.finish_reason}
+
+    def _written(self, delta: Delta) -> dict[str, Any]:
+        match delta.kind:
+            case "text":
+                self._texts.append(delta.text)
+                return {"content": delta.text}
+            case "reasoning":
+                self._reasoning.append(delta.text)
+                return dict.fromkeys(self._names, delta.text)
+            case "call" if delta.call_id is not None:
+                function = {"name": delta.name, "arguments": ""}
+                call = {"id": delta.call_id, "type": "function", "function": function}
+                self._calls.append({**call, "function": dict(function)})
+                return {"tool_calls": [{"index": delta.call, **call}]}
+            case _:
+                self._calls[delta.call]["function"]["arguments"] += delta.text
+                return {"tool_calls": [{"index": delta.call, "function": {"arguments": delta.text}}]}

@@ -1,0 +1,228 @@
+"""`/v1/completions`: prompts continued as they are, filled in, and scored."""
+
+import asyncio
+from collections.abc import Coroutine, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
+
+from localinfer.models.text.special_tokens import FILL_IN_SPELLINGS
+from localinfer.server.api.routing import owner_of, read_body, service_of
+from localinfer.server.api.writer import ChoicesWriter, Event, serve_reply
+from localinfer.server.replies.deltas import LegacyLogprobs
+from localinfer.server.replies.fields import (
+    GenerationFields,
+    Prediction,
+    Prompts,
+    StreamOptions,
+    TextCount,
+    given,
+    seeded,
+    split_prompts,
+)
+from localinfer.server.replies.reply import Reply, TextPlan
+from localinfer.server.transport.http import ApiError, unsupported
+from localinfer.server.transport.known_fields import COMPLETIONS
+
+if TYPE_CHECKING:
+    from localinfer.llm import LLM
+    from localinfer.models.text.tokenizer import Tokenizer
+    from localinfer.stream import Stats, StreamEvent
+
+_MOST_PROMPTS = 64
+_DEFAULT_TOKENS = 16
+"""OpenAI's own default on this route."""
+
+
+class CompletionRequest(GenerationFields, kw_only=True):
+    """The members of a completion request that are read.
+
+    best_of: make so many texts and return the `n` of the largest mean log probability per token, best first.
+    prompt_cache_key: names a place in an editor, say; a newer request with the same key ends the older one.
+    """
+
+    known_fields: ClassVar = COMPLETIONS
+
+    prompt: Prompts
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: TextCount | None = None
+    best_of: TextCount | None = None
+    max_tokens: Annotated[int, Meta(ge=0, le=1 << 31)] | None = _DEFAULT_TOKENS
+    echo: bool | None = None
+    suffix: str | None = None
+    prediction: Prediction | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    prompt_cache_key: str | None = None
+
+    @property
+    def num_made(self) -> int:
+        """Texts made per prompt."""
+        return self.best_of or self.n or 1
+
+    def generation_options(self) -> dict[str, Any]:
+        """The engine's options for this request. Raises: ApiError."""
+        if self.best_of is not None and (self.best_of < (self.n or 1) or self.stream):
+            raise ApiError(
+                400,
+                "best_of is smaller than n, or the reply is to be streamed; make at least n, and not as a stream",
+                param="best_of",
+            )
+        more = given(
+            logprobs=0 if self.best_of is not None and self.logprobs is None else self.logprobs,
+            constraint=self.constraint(),
+            prediction=None if self.prediction is None else self.prediction.text(),
+        )
+        return {**self.sampling_options(), "max_tokens": self.max_tokens, **more}
+
+
+async def completions(request: Request) -> Response:
+    """Continue prompts, streamed or whole."""
+    body = await read_body(request, CompletionRequest)
+    options = {**body.generation_options(), "owner": owner_of(request)}
+    prompts = split_prompts(body.prompt, "prompt", at_most=_MOST_PROMPTS)
+    if len(prompts) * body.num_made > service_of(request).settings.max_generations:
+        raise ApiError(400, "prompt times n asks for too many texts; ask for fewer at a time", param="n")
+
+    def plan(llm: "LLM") -> Sequence[TextPlan] | Coroutine[Any, Any, Sequence[TextPlan]]:
+        if body.suffix is None:
+            return _plan(llm, prompts, body, options)
+        # To fill in, texts are encoded before they are planned.
+        return asyncio.to_thread(_plan, llm, prompts, body, options)
+
+    return await serve_reply(
+        request,
+        body,
+        "cmpl",
+        plan,
+        lambda reply: _CompletionWriter(reply, body, prompts),
+        session=body.prompt_cache_key,
+    )
+
+
+def _plan(
+    llm: "LLM", prompts: Sequence[str | Sequence[int]], body: CompletionRequest, options: dict[str, Any]
+) -> Sequence[TextPlan]:
+    """The texts of each prompt; the later ones find it in the cache."""
+    plans = []
+    for number, prompt in enumerate(prompts):
+        if body.suffix is not None:
+            most = None if options.get("context_shift") else llm.context_length
+            prompt = _fill_in_prompt(llm.tokenizer, prompt, body.suffix, most)
+        for index in range(body.num_made):
+            open_stream = partial(llm.stream, prompt, **seeded(options, index))
+            plans.append(TextPlan(open_stream, number * body.num_made if index else None))
+    return plans
+
+
+def _fill_in_prompt(
+    tokenizer: "Tokenizer", prompt: str | Sequence[int], suffix: str, max_tokens: int | None
+) -> list[int]:
+    """The ids of a prompt whose completion stands before `suffix`: first what is before, then what is after.
+
+    Raises: ApiError 400 if the vocabulary has no tokens for that; ContextLengthError for a long text of more than
+    `max_tokens`. Source: Bavarian et al., arXiv 2207.14255 (PSM).
+    """
+    begin, hole, end = (
+        next((token_id for text in spellings if (token_id := tokenizer.special_ids.get(text)) is not None), None)
+        for spellings in FILL_IN_SPELLINGS
+    )
+    if begin is None or hole is None or end is None:
+        raise unsupported(
+            "suffix was given, but this model has no tokens for filling in; leave it out, or use a model for code",
+            "suffix",
+        )
+    encode = partial(tokenizer.encode, add_special=False, max_tokens=max_tokens)
+    first = [] if not tokenizer.adds_bos or tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    before = encode(prompt) if isinstance(prompt, str) else prompt
+    return [*first, begin, *before, hole, *encode(suffix), end]
+
+
+class _CompletionWriter(ChoicesWriter):
+    """Chunks: a prompt that is echoed at once, text as it comes, each choice's end."""
+
+    def __init__(self, reply: Reply, body: CompletionRequest, prompts: Sequence[str | Sequence[int]]) -> None:
+        super().__init__(reply, "text_completion", body.stream_options)
+        self._body = body
+        self._prompts = prompts
+        self._choices = [_Choice(body, reply.llm.tokenizer) for _ in range(reply.num_texts)]
+        if body.echo:
+            # Every token of a prompt is written out where its log probabilities are asked for.
+            self.prepare = self._echo_prompts
+
+    def _echo_prompts(self) -> None:
+        llm, top = self.reply.llm, self._body.logprobs
+        for number, prompt in enumerate(self._prompts):
+            choices = self._choices[number * self._body.num_made :][: self._body.num_made]
+            for choice in choices:
+                choice.texts.append(prompt if isinstance(prompt, str) else llm.tokenizer.decode(prompt))
+            if top is None:
+                continue
+            is_text = isinstance(prompt, str)
+            token_ids = llm.tokenizer.encode(prompt, max_tokens=llm.context_length) if is_text else prompt
+            scores = llm.score(token_ids, top=top)
+            for choice in choices:
+                for token_id, found in zip(token_ids, scores, strict=True):
+                    choice.logprobs.add(token_id, found)
+
+    def begin(self) -> Iterator[Event]:
+        if self._body.echo:
+            for index, choice in enumerate(self._choices):
+                yield self.chunk(choice.part(index))
+
+    def add(self, index: int, token: "StreamEvent") -> Iterator[Event]:
+        self._choices[index].add(token)
+        if self._body.stream and (token.text or self._body.logprobs is not None):
+            yield self.chunk(self._choices[index].part(index))
+
+    def end(self, index: int, reason: str, stats: "Stats | None") -> Iterator[Event]:
+        self._choices[index].finish_reason = reason
+        if self._body.stream:
+            yield self.last_chunk(self._choices[index].part(index), stats)
+
+    def whole(self) -> dict[str, Any]:
+        body, kept = self._body, []
+        for start in range(0, len(self._choices), body.num_made):
+            made = self._choices[start : start + body.num_made]
+            if body.best_of is not None:
+                made.sort(key=lambda choice: choice.mean_logprob, reverse=True)
+            kept += made[: body.n or 1]
+        choices = [choice.part(index) for index, choice in enumerate(kept)]
+        return self.completion([{**choice, "finish_reason": choice["finish_reason"] or "length"} for choice in choices])
+
+
+class _Choice:
+    """One choice: its prompt first, where that is echoed, then its tokens as they come."""
+
+    def __init__(self, body: CompletionRequest, tokenizer: "Tokenizer") -> None:
+        self.finish_reason: str | None = None
+        self.texts: list[str] = []
+        self.logprobs = LegacyLogprobs(tokenizer)
+        self._shows_logprobs = body.logprobs is not None
+        self._sum = 0.0
+        self._num_tokens = 0
+
+    @property
+    def mean_logprob(self) -> float:
+        """Of the tokens that were generated."""
+        return self._sum / max(1, self._num_tokens)
+
+    def add(self, event: "StreamEvent") -> None:
+        """Take the next token."""
+        self.texts.append(event.text)
+        if event.logprobs is not None:
+            self._sum += event.logprobs.logprob
+            self._num_tokens += 1
+            if self._shows_logprobs:
+                self.logprobs.add(event.token_id, event.logprobs)
+
+    def part(self, index: int) -> dict[str, Any]:
+        """What came since the last call, as a choice of a chunk."""
+        text = "".join(self.texts)
+        self.texts.clear()
+        logprobs = self.logprobs.take() if self._shows_logprobs else None
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": self.finish_reason}

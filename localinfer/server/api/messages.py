@@ -1,0 +1,294 @@
+"""`/v1/messages`: Anthropic's way to ask."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+import msgspec
+from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
+
+from localinfer.server.api.routing import on_model, owner_of, read_body
+from localinfer.server.api.writer import BlockWriter, Event, chat_plan, serve_reply
+from localinfer.server.replies.deltas import Delta, timings
+from localinfer.server.replies.fields import Count, ResponseFormat, StopText, Thinking, given
+from localinfer.server.replies.messages import ChatMessage, FunctionCall, ToolCall, Tools, template_messages
+from localinfer.server.transport.http import ApiError, check_object, json_response, unsupported
+from localinfer.server.transport.known_fields import COUNTS, MESSAGE_PARTS, MESSAGES, TOOLS
+
+if TYPE_CHECKING:
+    from localinfer.llm import LLM
+    from localinfer.server.replies.reply import Reply
+    from localinfer.stream import Stats
+
+_MEMBERS = {
+    "text": "type text",
+    "thinking": "type thinking",
+    "redacted_thinking": "type",
+    "tool_use": "type id name input",
+    "tool_result": "type tool_use_id content",
+}
+"""Type of a block -> its members that are read."""
+_DELTAS = {"text": ("text", "text"), "reasoning": ("thinking", "thinking"), "call": ("input_json", "partial_json")}
+"""Kind of delta -> what it is called here, and its member that holds the text."""
+
+
+class InputMessage(msgspec.Struct, forbid_unknown_fields=True):
+    """One message: text, or blocks of text, tool calls, their results, and former reasoning."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[dict[str, Any]]
+
+
+class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
+    """Whether the model has to call a tool, and which."""
+
+    type: Literal["auto", "any", "tool", "none"] = "auto"
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+    def as_openai(self) -> str | dict[str, Any]:
+        """The choice as chat completions have it."""
+        if self.type == "tool":
+            return {"type": "function", "function": {"name": self.name}}
+        return {"any": "required"}.get(self.type, self.type)
+
+
+class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
+    """The form of the reply, and how hard the model should think, for templates that know such a word."""
+
+    format: ResponseFormat | None = None
+    effort: str | None = None
+
+
+class CountRequest(msgspec.Struct, kw_only=True):
+    """A conversation, and what else its prompt depends on."""
+
+    known_fields: ClassVar = COUNTS
+
+    messages: Annotated[list[InputMessage], Meta(min_length=1, max_length=10_000)]
+    model: str | None = None
+    system: str | list[dict[str, Any]] | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+
+    def chat_options(self) -> dict[str, Any]:
+        """The engine's options about tools and reasoning. Raises: ApiError for a tool that is not the caller's own."""
+        choice = self.tool_choice or ToolChoice()
+        tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(self.tools or ())]
+        if not tools and choice.type in ("any", "tool"):
+            raise ApiError(400, "tool_choice asks for a call, but there are no tools; give some", param="tool_choice")
+        effort = None if self.output_config is None else self.output_config.effort
+        return given(
+            tools=tools or None,
+            tool_choice=choice.as_openai() if tools else None,
+            parallel_tool_calls=not choice.disable_parallel_tool_use if tools else None,
+            thinking=None if self.thinking is None else self.thinking.type != "disabled",
+            thinking_budget=None if self.thinking is None else self.thinking.budget_tokens,
+            template_variables=None if effort is None else {"reasoning_effort": effort},
+        )
+
+    def chat_messages(self) -> list[ChatMessage]:
+        """The conversation as chat messages, the system's first. Raises: ApiError for what is not text."""
+        found = [] if self.system is None else [ChatMessage("system", _text(self.system, "system"))]
+        for index, message in enumerate(self.messages):
+            found += _convert(message, f"messages[{index}].content")
+        return found
+
+
+class MessagesRequest(CountRequest, kw_only=True):
+    """The members of a messages request that are read."""
+
+    known_fields: ClassVar = MESSAGES
+
+    max_tokens: Count
+    stream: bool | None = None
+    stop_sequences: Annotated[list[StopText], Meta(max_length=16)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
+
+    def generation_options(self) -> dict[str, Any]:
+        """The engine's options for this request. Raises: ApiError."""
+        form = None if self.output_config is None else self.output_config.format
+        return {
+            **self.chat_options(),
+            **given(
+                max_tokens=self.max_tokens,
+                constraint=None if form is None else form.constraint("output_config.format"),
+                stop=self.stop_sequences or None,
+                temperature=self.temperature,
+                top_p=self.top_p,
+                top_k=self.top_k,
+            ),
+        }
+
+
+def _tool(tool: dict[str, Any], path: str) -> dict[str, Any]:
+    """A tool as chat completions have it. Raises: ApiError for one that this API's maker would run itself."""
+    match tool:
+        case {"name": str(name), "input_schema": dict(schema)} if tool.get("type", "custom") in (None, "custom"):
+            check_object(tool, "type name description input_schema strict", path, TOOLS)
+            described = {"name": name, "description": tool.get("description") or "", "parameters": schema}
+            return {"type": "function", "function": described | ({"strict": True} if tool.get("strict") else {})}
+        case _:
+            raise _refused(tool, path)
+
+
+def _convert(message: InputMessage, path: str) -> list[ChatMessage]:
+    """One message as one or several: results of tools are messages of their own."""
+    if isinstance(message.content, str):
+        return [ChatMessage(message.role, message.content)]
+    results: list[ChatMessage] = []
+    texts: list[str] = []
+    reasoning: list[str] = []
+    calls: list[ToolCall] = []
+    for index, block in enumerate(message.content):
+        place = f"{path}[{index}]"
+        check_object(block, _MEMBERS.get(str(block.get("type")), " ".join(block)), place, MESSAGE_PARTS)
+        match block:
+            case {"type": "text", "text": str(text)}:
+                texts.append(text)
+            case {"type": "thinking", "thinking": str(text)}:
+                reasoning.append(text)
+            case {"type": "redacted_thinking"}:
+                continue
+            case {"type": "tool_use", "id": str(call_id), "name": str(name), "input": dict(arguments)}:
+                calls.append(ToolCall(FunctionCall(name, arguments), call_id, "function"))
+            case {"type": "tool_result", "tool_use_id": str(call_id)}:
+                content = _text(block.get("content") or "", f"{place}.content")
+                results.append(ChatMessage("tool", content, tool_call_id=call_id))
+            case _:
+                raise _refused(block, place)
+    if not (texts or reasoning or calls) and results:
+        return results
+    return [
+        *results,
+        ChatMessage(
+            message.role,
+            "".join(texts),
+            tool_calls=calls or None,
+            reasoning_content="".join(reasoning) if reasoning else None,
+        ),
+    ]
+
+
+def _text(content: Any, path: str) -> str:
+    if isinstance(content, str):
+        return content
+    texts = []
+    for index, block in enumerate(content if isinstance(content, list) else [content]):
+        match block:
+            case {"type": "text", "text": str(text)}:
+                check_object(block, "type text", f"{path}[{index}]", MESSAGE_PARTS)
+                texts.append(text)
+            case _:
+                raise _refused(block, f"{path}[{index}]")
+    return "".join(texts)
+
+
+def _refused(block: Any, path: str) -> ApiError:
+    kind = block.get("type") if isinstance(block, dict) else block
+    return unsupported(
+        f"{path} is of type {kind!r:.40} and cannot be read; this server reads text, tool calls and their results", path
+    )
+
+
+async def messages(request: Request) -> Response:
+    """Answer a conversation, streamed or whole."""
+    body = await read_body(request, MessagesRequest)
+    asked = template_messages(body.chat_messages())
+    options = {**body.generation_options(), "owner": owner_of(request)}
+    return await serve_reply(request, body, "msg", chat_plan(asked, options), _MessageWriter)
+
+
+async def count_tokens(request: Request) -> Response:
+    """How many tokens the prompt of a conversation has."""
+    body = await read_body(request, CountRequest)
+    return json_response({"input_tokens": await on_model(request, body.model, _count, body)})
+
+
+def _count(llm: "LLM", body: CountRequest) -> int:
+    return llm.count_chat_tokens(template_messages(body.chat_messages()), **body.chat_options())
+
+
+class _MessageWriter(BlockWriter):
+    """Blocks of content that open, grow and close."""
+
+    def __init__(self, reply: "Reply") -> None:
+        super().__init__(reply)
+        self._envelope = {"id": reply.id, "type": "message", "role": "assistant", "model": reply.model_id}
+        self._ending = _ending("length", None)
+
+    def begin(self) -> Iterator[Event]:
+        usage = {"input_tokens": self.reply.prompt_tokens[0], "output_tokens": 0}
+        begun = {**self._envelope, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        yield {"type": "message_start", "message": begun}
+
+    def end(self, index: int, reason: str, stats: "Stats | None") -> Iterator[Event]:
+        yield from self.close_block()
+        self._ending = _ending(reason, stats)
+        yield {"type": "message_delta", **self._ending, **({} if stats is None else {"timings": timings(stats)})}
+
+    def finish(self) -> Iterator[Event]:
+        yield {"type": "message_stop"}
+
+    def failure(self, error: ApiError) -> Event:
+        return {"type": "error", **error.body()}
+
+    def whole(self) -> dict[str, Any]:
+        delta, usage, stats = self._ending["delta"], self._ending["usage"], self.reply.stats[0]
+        made = {**self._envelope, "content": self.blocks, **delta, "usage": usage}
+        return made if stats is None else {**made, "timings": timings(stats)}
+
+    def block_opened(self, delta: Delta) -> Iterator[Event]:
+        match delta.kind:
+            case "text":
+                block = {"type": "text", "text": ""}
+            case "reasoning":
+                block = {"type": "thinking", "thinking": "", "signature": ""}
+            case "call":
+                block = {"type": "tool_use", "id": delta.call_id, "name": delta.name, "input": {}}
+        self.blocks.append(block)
+        yield {**self._at("content_block_start"), "content_block": dict(block)}
+
+    def block_grown(self, delta: Delta) -> Event:
+        name, member = _DELTAS[delta.kind]
+        return {**self._at("content_block_delta"), "delta": {"type": f"{name}_delta", member: delta.text}}
+
+    def block_closed(self, kind: str, text: str) -> Iterator[Event]:
+        block = self.blocks[-1]
+        if kind == "call":
+            block["input"] = _whole_object(text)
+        else:
+            block[block["type"]] = text
+        yield self._at("content_block_stop")
+
+    def _at(self, kind: str) -> Event:
+        return {"type": kind, "index": len(self.blocks) - 1}
+
+
+def _whole_object(text: str) -> dict[str, Any]:
+    """The arguments of a call; of one that was cut short, none."""
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.DecodeError:
+        return {}
+
+
+def _ending(reason: str, stats: "Stats | None") -> dict[str, Any]:
+    stop_sequence = None if stats is None else stats.stop_text
+    stop = {"length": "max_tokens", "tool_calls": "tool_use"}.get(reason, "end_turn")
+    stop = "stop_sequence" if stop_sequence is not None else stop
+    usage = {"input_tokens": 0, "output_tokens": 0}
+    if stats is not None:
+        usage = {
+            # What came from the cache is counted apart from the rest on this route.
+            "input_tokens": stats.prompt_tokens - stats.cached_tokens,
+            "cache_read_input_tokens": stats.cached_tokens,
+            "cache_creation_input_tokens": 0,
+            "output_tokens": stats.completion_tokens,
+        }
+    return {"delta": {"stop_reason": stop, "stop_sequence": stop_sequence}, "usage": usage}

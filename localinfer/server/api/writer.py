@@ -1,0 +1,233 @@
+"""From a request for text to its answer, streamed or whole: the one shape that the handlers of all APIs share."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from localinfer.server.api.routing import service_of
+from localinfer.server.replies.deltas import Delta, deltas_of, stream_usage, timings, usage
+from localinfer.server.replies.fields import StreamOptions, seeded
+from localinfer.server.replies.reply import End, Reply, Silence, TextPlan, Token
+from localinfer.server.replies.service import Plan, unless_gone
+from localinfer.server.transport.http import (
+    DONE,
+    PING,
+    ApiError,
+    EventStream,
+    event_frame,
+    json_response,
+    to_api_error,
+)
+
+if TYPE_CHECKING:
+    from localinfer.llm import LLM
+    from localinfer.stream import Stats, StreamEvent
+
+Event = dict[str, Any]
+
+
+class ReplyRequest(Protocol):
+    """What every request for text says of its answer."""
+
+    model: str | None
+    stream: bool | None
+
+
+class ReplyWriter:
+    """One reply in a wire format: the events that its tokens become on a stream, and the object they are together.
+
+    prepare: run in a thread before anything is written. last_frame: written after the last event of a stream.
+    """
+
+    prepare: Callable[[], None] | None = None
+    last_frame = b""
+
+    def __init__(self, reply: Reply) -> None:
+        self.reply = reply
+
+    def begin(self) -> Iterable[Event]:
+        """What a stream begins with, before any text is there."""
+        return ()
+
+    def add(self, index: int, token: "StreamEvent") -> Iterable[Event]:
+        """Take the next token of a text."""
+        raise NotImplementedError
+
+    def end(self, index: int, reason: str, stats: "Stats | None") -> Iterable[Event]:
+        """Take the end of a text."""
+        raise NotImplementedError
+
+    def silence(self) -> Event | None:
+        """What a stream says when nothing came for a while; None for a ping, which is no event."""
+        return None
+
+    def finish(self) -> Iterable[Event]:
+        """What a stream ends with, if nothing failed."""
+        return ()
+
+    def failure(self, error: ApiError) -> Event:
+        """What a stream ends with if something failed."""
+        return error.body()
+
+    def whole(self) -> dict[str, Any]:
+        """The answer that is not streamed, when all texts have ended."""
+        raise NotImplementedError
+
+
+async def serve_reply(
+    request: Request,
+    body: ReplyRequest,
+    kind: str,
+    plan: Plan,
+    make_writer: Callable[[Reply], ReplyWriter],
+    *,
+    session: str | None = None,
+    ping_seconds: float | None = None,
+) -> Response:
+    """Generate what a request asks for and answer it, streamed or whole.
+
+    kind, plan, session: of `Service.begin`. ping_seconds: between signs of life in a stream, if not the server's.
+    """
+    service = service_of(request)
+    reply = await service.begin(request, body.model, kind, plan, session=session)
+    try:
+        writer = make_writer(reply)
+        if writer.prepare is not None:
+            await unless_gone(request, asyncio.to_thread(writer.prepare))
+        if not body.stream:
+            return json_response(await unless_gone(request, _whole(writer)))
+    except BaseException:
+        reply.close()
+        raise
+    finally:
+        if not body.stream:
+            reply.close()
+    return EventStream(_frames(writer, ping_seconds or service.settings.ping_seconds), reply.close)
+
+
+async def _whole(writer: ReplyWriter) -> dict[str, Any]:
+    async for event in writer.reply.events():
+        for _ in _written(writer, event):
+            pass
+    return writer.whole()
+
+
+async def _frames(writer: ReplyWriter, ping_seconds: float) -> AsyncIterator[bytes]:
+    reply = writer.reply
+    for event in writer.begin():
+        yield event_frame(event)
+    try:
+        async for item in reply.events(ping_seconds):
+            for event in _written(writer, item):
+                yield event_frame(event) if event else PING
+        for event in writer.finish():
+            yield event_frame(event)
+    except Exception as error:
+        yield event_frame(writer.failure(to_api_error(error, reply.id)))
+    if writer.last_frame:
+        yield writer.last_frame
+
+
+def _written(writer: ReplyWriter, item: Token | End | Silence) -> Iterable[Event | None]:
+    match item:
+        case Token(index, token):
+            return writer.add(index, token)
+        case End(index, reason, stats):
+            return writer.end(index, reason, stats)
+        case Silence():
+            return (writer.silence(),)
+
+
+def chat_plan(messages: Sequence[Mapping[str, Any]], options: dict[str, Any], count: int = 1) -> Plan:
+    """One answer to a chat per choice; the later ones find the prompt in the cache."""
+
+    def plan(llm: "LLM") -> list[TextPlan]:
+        return [
+            TextPlan(partial(llm.stream_chat, messages, **seeded(options, index)), 0 if index else None)
+            for index in range(count)
+        ]
+
+    return plan
+
+
+class ChoicesWriter(ReplyWriter):
+    """What OpenAI's completions and chat completions share: chunks of choices, usage, and `[DONE]`."""
+
+    last_frame = DONE
+
+    def __init__(self, reply: Reply, kind: str, stream_options: StreamOptions | None) -> None:
+        super().__init__(reply)
+        self._envelope = {
+            "id": reply.id,
+            "object": kind,
+            "created": reply.created,
+            "model": reply.model_id,
+            "system_fingerprint": reply.fingerprint,
+        }
+        self._has_usage = stream_options is not None and bool(stream_options.include_usage)
+        self._usage = stream_usage(reply, stream_options)
+
+    def chunk(self, choice: dict[str, Any], **more: Any) -> Event:
+        """An event with what came of one choice."""
+        return {**self._envelope, "choices": [choice], **self._usage(), **more}
+
+    def last_chunk(self, choice: dict[str, Any], stats: "Stats | None") -> Event:
+        """The event that ends a choice."""
+        return self.chunk(choice, **({} if stats is None else {"timings": timings(stats)}))
+
+    def finish(self) -> Iterable[Event]:
+        if self._has_usage:
+            yield {**self._envelope, "choices": [], "usage": usage(self.reply)}
+
+    def completion(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """The whole answer."""
+        first = self.reply.stats[0]
+        costs = {"usage": usage(self.reply), "timings": None if first is None else timings(first)}
+        return {**self._envelope, "choices": choices, **costs}
+
+
+class BlockWriter(ReplyWriter):
+    """A reply as blocks, of which one is open at a time: text, reasoning, each tool call.
+
+    A block is closed when a delta of another comes, or by `close_block`. blocks: all of them, the open one last.
+    """
+
+    def __init__(self, reply: Reply) -> None:
+        super().__init__(reply)
+        self.blocks: list[dict[str, Any]] = []
+        self._open: tuple[str, int] | None = None
+        self._texts: list[str] = []
+
+    def add(self, index: int, token: "StreamEvent") -> Iterator[Event]:
+        for delta in deltas_of(token):
+            kind = (delta.kind, delta.call)
+            if kind != self._open:
+                yield from self.close_block()
+                self._open = kind
+                yield from self.block_opened(delta)
+            if delta.text:
+                self._texts.append(delta.text)
+                yield self.block_grown(delta)
+
+    def close_block(self) -> Iterator[Event]:
+        """Close the block that is open, if one is."""
+        if self._open is not None:
+            kind, text = self._open[0], "".join(self._texts)
+            self._open, self._texts = None, []
+            yield from self.block_closed(kind, text)
+
+    def block_opened(self, delta: Delta) -> Iterator[Event]:
+        """Append an empty block of a delta's kind."""
+        raise NotImplementedError
+
+    def block_grown(self, delta: Delta) -> Event:
+        """The event for what a delta adds to the open block."""
+        raise NotImplementedError
+
+    def block_closed(self, kind: str, text: str) -> Iterator[Event]:
+        """Put the whole text into the last block."""
+        raise NotImplementedError

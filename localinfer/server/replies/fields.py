@@ -1,0 +1,274 @@
+"""Members that several requests share, and the engine options they become: sampling, form, reasoning, prompts."""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from localinfer.chat.constraints import Constraint, Grammar, JsonObject, JsonSchema, Regex
+from localinfer.sampling.params import MAX_SEED, NUMBER_OPTIONS, NumberOption
+from localinfer.server.replies.messages import joined_text
+from localinfer.server.transport.http import ApiError
+
+MAX_TEXTS = 8
+"""Most texts of one request: `n` times its prompts."""
+MAX_SCHEMA_BYTES = 256 << 10
+_SYNTAX = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~]")
+"""Characters that mean something in a regular expression."""
+
+Count = Annotated[int, Meta(ge=1, le=1 << 31)]
+TextCount = Annotated[int, Meta(ge=1, le=MAX_TEXTS)]
+StopText = Annotated[str, Meta(min_length=1, max_length=1024)]
+Stops = StopText | Annotated[list[StopText], Meta(max_length=16)]
+Biases = Annotated[
+    dict[Annotated[str, Meta(pattern=r"^\d{1,9}$")], Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)
+]
+Source = Annotated[str, Meta(min_length=1, max_length=MAX_SCHEMA_BYTES)]
+Schema = dict[str, Any] | bool
+Choices = Annotated[list[Source], Meta(min_length=1, max_length=10_000)]
+Variables = Annotated[dict[str, Any], Meta(max_length=64)]
+TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+Prompts = str | list[str | TokenId | list[TokenId]]
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """The options that are not None."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def seeded(options: dict[str, Any], index: int) -> dict[str, Any]:
+    """Options for the text of this index: texts of one request differ, and the same seed gives the same ones."""
+    seed = options.get("seed")
+    return options if seed is None or index == 0 else {**options, "seed": (seed + index) % (MAX_SEED + 1)}
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """What a stream should carry beside text. include_obfuscation: ignored, as chunks are never padded."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class Prediction(msgspec.Struct, forbid_unknown_fields=True):
+    """Text that the reply is likely to have."""
+
+    content: str | list[dict[str, Any]]
+    type: Literal["content"] = "content"
+
+    def text(self) -> str:
+        """The text, of its parts if it has some. Raises: ApiError for parts that are no text."""
+        return joined_text(self.content, "prediction.content")
+
+
+class NamedSchema(msgspec.Struct, forbid_unknown_fields=True):
+    """A schema with a name, as chat completions wrap it. What it asks for is always enforced, `strict` or not.
+
+    name, description: for people; the model is held to the schema, and not shown it.
+    """
+
+    schema: Schema | None = None
+    name: str | None = None
+    strict: bool | None = None
+    description: str | None = None
+
+
+class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
+    """The form of a reply: any text, any JSON object, or JSON of a schema, which stands in its wrapper or beside."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+    schema: Schema | None = None
+    name: str | None = None
+    strict: bool | None = None
+    description: str | None = None
+
+    def constraint(self, path: str) -> Constraint | None:
+        """The constraint that this form is, None for any text. Raises: ApiError."""
+        schema = self.schema if self.json_schema is None else self.json_schema.schema
+        if self.type == "json_schema" and schema is None:
+            raise ApiError(400, f"{path} is of type json_schema and has no schema; add one", param=path)
+        if self.type == "text":
+            return None
+        return JsonObject() if schema is None else _json_schema(schema, path)
+
+
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
+    """The form of a reply as vLLM has it."""
+
+    json: Schema | Source | None = None
+    regex: Source | None = None
+    choice: Choices | None = None
+    grammar: Source | None = None
+    json_object: bool | None = None
+
+
+def _number_field(option: NumberOption) -> Any:
+    """The type of a numeric sampling option in a request, with the range in which it makes sense there."""
+    most = min(option.most, 1 << 31 if option.kind is int else 100)
+    return Annotated[option.kind, Meta(ge=option.least, le=most)] | None
+
+
+NumberFields = msgspec.defstruct(
+    "NumberFields",
+    [
+        (name, _number_field(option), None)
+        for key, option in NUMBER_OPTIONS.items()
+        for name in (key, option.alias)
+        if name is not None
+    ],
+)
+"""The members of the numeric sampling options, each under its name and its other name."""
+
+
+class GenerationFields(NumberFields):  # type: ignore[misc, valid-type]
+    """How tokens are chosen, when to stop, and the ways to hold a reply to a form; None is the engine's default.
+
+    At most one form may be given. response_format: OpenAI's way. grammar, json_schema: llama.cpp's. structured_outputs
+    and what begins with `guided`: vLLM's newer and older ways. Schemas may be JSON text too, where vLLM allows it.
+    """
+
+    dry_sequence_breakers: Stops | None = None
+    logit_bias: Biases | None = None
+    seed: int | None = None
+    stop: Stops | None = None
+    ignore_eos: bool | None = None
+    context_shift: bool | None = None
+    pin_cache: bool | None = None
+    response_format: ResponseFormat | None = None
+    grammar: Source | None = None
+    regex: Source | None = None
+    json_schema: Schema | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | Source | None = None
+    guided_regex: Source | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Source | None = None
+
+    def sampling_options(self) -> dict[str, Any]:
+        """The engine's options about sampling and stopping."""
+        numbers = {}
+        for name, option in NUMBER_OPTIONS.items():
+            number = getattr(self, name)
+            numbers[name] = getattr(self, option.alias) if number is None and option.alias else number
+        bias = self.logit_bias
+        return given(
+            **numbers,
+            dry_sequence_breakers=self.dry_sequence_breakers,
+            logit_bias=None if bias is None else {int(token_id): value for token_id, value in bias.items()},
+            # Clients mean "any" by -1, and may have signed numbers.
+            seed=None if self.seed is None or self.seed == -1 else self.seed % (MAX_SEED + 1),
+            stop=self.stop or None,
+            ignore_eos=self.ignore_eos,
+            context_shift=self.context_shift,
+            pin_cache=self.pin_cache,
+        )
+
+    def constraint(self) -> Constraint | None:
+        """What the reply must be, None for anything. Raises: ApiError."""
+        outputs = self.structured_outputs or StructuredOutputs()
+        forms: tuple[tuple[str, Any, Callable[[Any, str], Constraint | None]], ...] = (
+            ("response_format", self.response_format, ResponseFormat.constraint),
+            ("grammar", self.grammar, _grammar),
+            ("regex", self.regex, _regex),
+            ("json_schema", self.json_schema, _json_schema),
+            ("guided_json", self.guided_json, _json_schema),
+            ("guided_regex", self.guided_regex, _regex),
+            ("guided_choice", self.guided_choice, _choice),
+            ("guided_grammar", self.guided_grammar, _grammar),
+            ("structured_outputs.json", outputs.json, _json_schema),
+            ("structured_outputs.regex", outputs.regex, _regex),
+            ("structured_outputs.choice", outputs.choice, _choice),
+            ("structured_outputs.grammar", outputs.grammar, _grammar),
+            ("structured_outputs.json_object", outputs.json_object or None, lambda value, path: JsonObject()),
+        )
+        found = {path: form for path, value, make in forms if value is not None and (form := make(value, path))}
+        if len(found) > 1:
+            names = " and ".join(found)
+            raise ApiError(400, f"{names} were given, and a reply has one form; choose one", param=list(found)[1])
+        return next(iter(found.values()), None)
+
+
+def _grammar(text: str, path: str) -> Grammar:
+    return Grammar(text)
+
+
+def _regex(pattern: str, path: str) -> Regex:
+    return Regex(pattern)
+
+
+def _choice(texts: Sequence[str], path: str) -> Regex:
+    """One of several texts, to the letter."""
+    return Regex("|".join(_SYNTAX.sub(r"\\\g<0>", text) for text in texts))
+
+
+def _json_schema(schema: Schema | str, path: str) -> JsonSchema:
+    size = len(schema.encode() if isinstance(schema, str) else msgspec.json.encode(schema))
+    if size > MAX_SCHEMA_BYTES:
+        raise ApiError(
+            400,
+            f"the schema at {path} has {size:,} bytes; give one of at most {MAX_SCHEMA_BYTES:,}",
+            code="unsupported_schema",
+            param=path,
+        )
+    return JsonSchema(schema)
+
+
+class Thinking(msgspec.Struct, forbid_unknown_fields=True):
+    """Whether a model reasons first, and for how many tokens at most. display: reasoning is always shown as it is."""
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"] = "enabled"
+    budget_tokens: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
+    display: Literal["summarized"] | None = None
+
+
+class ChatFields(GenerationFields):
+    """Sampling, form, and how the model may reason."""
+
+    chat_template_kwargs: Variables | None = None
+    enable_thinking: bool | None = None
+    thinking: Thinking | None = None
+    thinking_budget: Annotated[int, Meta(ge=-1, le=1 << 31)] | None = None
+    reasoning_effort: str | None = None
+
+    def reply_options(self) -> dict[str, Any]:
+        """The engine's options for reasoning and form."""
+        variables = dict(self.chat_template_kwargs or {})
+        thinks = variables.pop("enable_thinking", None)
+        thinks = thinks if self.enable_thinking is None else self.enable_thinking
+        budget = self.thinking_budget
+        if self.thinking is not None:
+            thinks = self.thinking.type != "disabled"
+            budget = self.thinking.budget_tokens if budget is None else budget
+        if self.reasoning_effort in ("none", "minimal"):
+            thinks = False
+        elif self.reasoning_effort is not None:
+            variables["reasoning_effort"] = self.reasoning_effort
+        return given(
+            constraint=self.constraint(),
+            thinking=thinks,
+            thinking_budget=budget if budget is not None and budget >= 0 else None,
+            template_variables=variables or None,
+        )
+
+
+def split_prompts(prompts: Prompts, field: str, *, at_most: int) -> list[str | Sequence[int]]:
+    """One prompt per item: `[1, 2]` is one prompt of ids, `[[1, 2], "a"]` are two.
+
+    Raises: ApiError for none, for too many, and for ids beside texts.
+    """
+    if isinstance(prompts, str):
+        return [prompts]
+    ids = [item for item in prompts if isinstance(item, int)]
+    if ids and len(ids) == len(prompts):
+        return [ids]
+    split: list[str | Sequence[int]] = [item for item in prompts if not isinstance(item, int)]
+    if ids or not split:
+        raise ApiError(
+            400, f"{field} is empty, or has token ids beside texts; give texts, or lists of token ids", param=field
+        )
+    if len(split) > at_most:
+        raise ApiError(400, f"{field} has {len(split)} prompts; give at most {at_most} at a time", param=field)
+    return split

@@ -1,0 +1,337 @@
+"""Requests and answers as HTTP carries them: bounded JSON bodies, one shape for every error, server-sent events."""
+
+import asyncio
+import logging
+import random
+import re
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from localinfer.errors import (
+    BackendUnavailableError,
+    ClosedError,
+    ConstraintError,
+    ContextLengthError,
+    LocalinferError,
+    ModelFileError,
+    OutOfMemoryError,
+    OverloadedError,
+    RequestError,
+    TemplateError,
+)
+from localinfer.server.transport.known_fields import NONE, KnownFields, Refusal
+from localinfer.server.transport.settings import ServerSettings
+
+logger = logging.getLogger(__name__)
+
+MAX_DEPTH = 64
+MAX_VALUES = 1 << 20
+"""Of a whole body: a text of 32 MiB is one value, and as many token ids as any context holds are fewer."""
+_BIG_BODY_BYTES = 1 << 16
+_RETRY_SECONDS = "1"
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "not_found_error",
+    408: "timeout_error",
+    409: "conflict_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "unavailable_error",
+}
+"""Status of an error -> its type; "server_error" for any other."""
+
+DONE = b"data: [DONE]\n\n"
+PING = b": ping\n"
+"""A comment line, without the blank one that would make several clients see an event."""
+STREAMS_EVENTS = "streams_events"
+"""Set in the state of a request whose answer is a stream of events: a ping may stand between any two of its writes."""
+
+Record = TypeVar("Record")
+_random = random.Random()
+# A string, closed or running to the end, or a sign; possessive, so that no input is read twice.
+_STRING_OR_SIGN = re.compile(rb'"(?:[^"\\]++|\\(?:.|\Z))*+(?:"|\Z)|[\[\]{},]', re.DOTALL)
+_UNKNOWN_MEMBER = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
+
+
+def identifier(prefix: str) -> str:
+    """A name for a request or a reply, unlike any other and no secret: the prefix and 24 hexadecimal digits.
+
+    The system is asked for none of them: such a call releases the interpreter's lock, and the event loop would wait
+    for threads that compute to reacquire it, up to a millisecond each time.
+    """
+    return f"{prefix}-{_random.getrandbits(96):024x}"
+
+
+class ClientGone(Exception):
+    """The client left before it had its answer."""
+
+
+class ApiError(Exception):
+    """A request that is refused or fails: its status, and what the client reads.
+
+    param: the field at fault, as a path. code: a word that programs can tell apart. facts: more members of the error.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        facts: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
+        self.headers = dict(headers or {})
+        self.facts = dict(facts or {})
+        if status in (429, 503):
+            self.headers.setdefault("retry-after", _RETRY_SECONDS)
+        if status >= 500 or status == 409:
+            # Clients repeat these by themselves, though the same request would fail the same way.
+            self.headers.setdefault("x-should-retry", "true" if code == "model_loading" else "false")
+
+    def body(self) -> dict[str, Any]:
+        """The JSON object that goes to the client."""
+        kind = _TYPES.get(self.status, "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code, **self.facts}}
+
+    def response(self) -> Response:
+        """The error as a response."""
+        return json_response(self.body(), self.status, self.headers)
+
+
+def unsupported(message: str, param: str | None = None) -> ApiError:
+    """The error for something well formed that cannot be had here."""
+    return ApiError(400, message, code="unsupported_parameter", param=param)
+
+
+def shutting_down(message: str = "the server is being stopped; ask again") -> ApiError:
+    """The error for requests to a server that ends."""
+    return ApiError(503, message, code="shutting_down")
+
+
+class ModelLoadError(Exception):
+    """A model could not be loaded; its cause says why, and holds what no client may read, such as a path."""
+
+    def __init__(self, model_id: str) -> None:
+        super().__init__(f"the model {model_id!r} could not be loaded")
+
+
+def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """A JSON response; text outside ASCII stays as it is."""
+    return Response(msgspec.json.encode(value), status, dict(headers or {}), media_type="application/json")
+
+
+def to_api_error(error: BaseException, request_id: str = "", *, prompt_field: str = "messages") -> ApiError:
+    """What a client reads of an error.
+
+    Of what is the server's own fault, the log has the text, and the client only the id to find it by: such texts hold
+    paths. prompt_field: the member of the request that holds its prompt.
+    """
+    text = str(error)
+    match error:
+        case ApiError():
+            return error
+        case ContextLengthError():
+            sizes = {"n_prompt_tokens": error.num_tokens, "n_ctx": error.context_length}
+            return ApiError(400, text, code="context_length_exceeded", param=prompt_field, facts=sizes)
+        case TemplateError():
+            return ApiError(400, text, param=prompt_field)
+        case ConstraintError():
+            facts = {} if error.keyword is None else {"keyword": error.keyword}
+            return ApiError(400, text, code="unsupported_schema", param=error.field or "response_format", facts=facts)
+        case RequestError():
+            return ApiError(400, text, param=error.field)
+        case OverloadedError():
+            seconds = str(max(1, round(error.retry_after_seconds)))
+            return ApiError(429, text, code="queue_full", headers={"retry-after": seconds})
+        case BackendUnavailableError():
+            return unsupported(text)
+        case OutOfMemoryError():
+            return ApiError(503, text, code="insufficient_memory")
+        case ClosedError():
+            return ApiError(503, "the model was unloaded while it answered; ask again", code="model_unloaded")
+        case MemoryError():
+            return ApiError(503, "this machine has no memory left for that; ask for less", code="insufficient_memory")
+    log = f"its log has the reason under {request_id}" if request_id else "its log has the reason"
+    if not isinstance(error, ModelLoadError):
+        _log_failure(request_id, error)
+        return ApiError(500, f"the server failed; {log}")
+    cause = error.__cause__ or error
+    _log_failure(request_id, cause, f"{error}: ")
+    if isinstance(cause, OutOfMemoryError | MemoryError):
+        return ApiError(503, f"{error}; {log}", code="insufficient_memory")
+    code = "model_file" if isinstance(cause, ModelFileError) else "model_not_loaded"
+    return ApiError(500, f"{error}; {log}", code=code)
+
+
+def _log_failure(request_id: str, error: BaseException, prefix: str = "") -> None:
+    """Log one line for an expected error; for any other also its traceback."""
+    is_expected = isinstance(error, LocalinferError | OSError | MemoryError)
+    reason = " ".join(f"{prefix}{error}".split()) if is_expected else "a fault of the server"
+    logger.error("request %s failed: %s", request_id or "unknown", reason, exc_info=None if is_expected else error)
+
+
+async def read_json(request: Request, record: type[Record], settings: ServerSettings) -> Record:
+    """Read a request's body as a record; of two members with one name the last counts.
+
+    Members that the record has not are refused unless its `known_fields` say why they are ignored.
+    Raises: ApiError, with the path of the member at fault; ClientGone.
+    """
+    body = await _read_body(request, settings)
+    if len(body) > _BIG_BODY_BYTES:
+        return await asyncio.to_thread(decode_json, body, record)
+    return decode_json(body, record)
+
+
+async def _read_body(request: Request, settings: ServerSettings) -> bytes:
+    limit = settings.max_body_bytes
+    too_large = ApiError(413, f"the body is larger than {limit:,} bytes; send less", code="body_too_large")
+    declared = request.headers.get("content-length", "0")
+    if not declared.isdigit() or int(declared) > limit:
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(settings.body_seconds):
+            async for chunk in request.stream():
+                if len(body) + len(chunk) > limit:
+                    raise too_large
+                body += chunk
+    except TimeoutError:
+        raise ApiError(
+            408, f"the body did not arrive within {settings.body_seconds:g} seconds", headers={"connection": "close"}
+        ) from None
+    except ClientDisconnect:
+        raise ClientGone from None
+    return bytes(body)
+
+
+def decode_json(body: bytes, record: type[Record]) -> Record:
+    """Decode JSON, if it is not too deep and has no member that means nothing. Raises: ApiError."""
+    if is_deeper(body):
+        raise ApiError(
+            400, f"the JSON is nested more than {MAX_DEPTH} levels deep; send it flatter", code="invalid_json"
+        )
+    if has_more_values(body):
+        raise ApiError(
+            413, f"the JSON has more than {MAX_VALUES:,} values; send fewer at a time", code="body_too_large"
+        )
+    check_members(body, record, getattr(record, "known_fields", NONE))
+    try:
+        return msgspec.json.decode(body, type=record)
+    except msgspec.ValidationError as error:
+        message, _, path = str(error).partition(" - at ")
+        name = path.rpartition("`$")[2].strip("`").removeprefix(".")
+        unknown = _UNKNOWN_MEMBER.match(message)
+        if unknown is not None:
+            raise refused_member(f"{name}.{unknown[1]}".removeprefix(".")) from None
+        raise ApiError(400, f"{name or 'the body'}: {message}", param=name or None) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, ValueError, RecursionError) as error:
+        found = "empty" if not body.strip() else f"not JSON ({error})"
+        raise ApiError(400, f"the body is {found}; send one JSON object in UTF-8", code="invalid_json") from None
+
+
+def is_deeper(body: bytes, limit: int = MAX_DEPTH) -> bool:
+    """Whether brackets, outside of strings, are nested deeper than `limit`."""
+    if body.count(b"[") + body.count(b"{") <= limit:
+        return False
+    depth = 0
+    for found in _STRING_OR_SIGN.finditer(body):
+        sign = body[found.start() : found.start() + 1]
+        depth += (sign in b"[{") - (sign in b"]}")
+        if depth > limit:
+            return True
+    return False
+
+
+def has_more_values(body: bytes, limit: int = MAX_VALUES) -> bool:
+    """Whether there are more values than `limit`, counted by the commas and opening brackets outside of strings."""
+    if body.count(b",") + body.count(b"[") + body.count(b"{") < limit:
+        return False
+    signs = (body[found.start()] for found in _STRING_OR_SIGN.finditer(body))
+    return any(count >= limit for count, sign in enumerate(sign for sign in signs if sign in b",[{"))
+
+
+def check_members(body: bytes, record: type, known: KnownFields) -> None:
+    """Refuse a member of a JSON object that `record` has not and that is not known to do nothing. Raises: ApiError."""
+    try:
+        members = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        # What is no object is refused, with the reason, when the record is decoded.
+        return
+    read = {field.encode_name for field in msgspec.structs.fields(record)}
+    for name, value in members.items():
+        if name in read or name in known.ignored:
+            continue
+        refusal = known.refused.get(name)
+        if bytes(value) == b"null" or (refusal is not None and _is_neutral(msgspec.json.decode(value), refusal)):
+            continue
+        raise refused_member(name, refusal)
+
+
+def _is_neutral(value: object, refusal: Refusal) -> bool:
+    # True is no number here.
+    return any(value == one and isinstance(value, bool) is isinstance(one, bool) for one in refusal.neutral)
+
+
+def refused_member(name: str, refusal: Refusal | None = None) -> ApiError:
+    """The error for a member that is not read; name: its path."""
+    if refusal is None:
+        return unsupported(f"{name:.200} is no member that this route knows; leave it out", name[:200])
+    return unsupported(f"{name:.200} is given, but cannot be had here; {refusal.way_out}", name[:200])
+
+
+def check_object(value: Mapping[str, Any], read: str, path: str, ignored: Mapping[str, str]) -> None:
+    """Refuse a member of an object inside a request. read: the names that are read, with spaces between.
+
+    Raises: ApiError.
+    """
+    for name, member in value.items():
+        if member is not None and name not in ignored and name not in read.split():
+            raise refused_member(f"{path}.{name}")
+
+
+def event_frame(value: Mapping[str, Any]) -> bytes:
+    """One server-sent event; its name is the value's member `type`, if there is one."""
+    name = value.get("type")
+    head = b"data: " if name is None else b"event: %b\ndata: " % name.encode()
+    return head + msgspec.json.encode(value) + b"\n\n"
+
+
+class EventStream(StreamingResponse):
+    """Frames as they come. When the client leaves, `on_end` is called, which must bring the frames to an end.
+
+    It is called again when they have ended or failed.
+    """
+
+    def __init__(self, frames: AsyncIterator[bytes], on_end: Callable[[], object]) -> None:
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(frames, headers=headers, media_type="text/event-stream")
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope.setdefault("state", {})[STREAMS_EVENTS] = True
+        watching = asyncio.create_task(self._watch(receive))
+        try:
+            await self.stream_response(send)
+        finally:
+            watching.cancel()
+            self._on_end()
+
+    async def _watch(self, receive: Receive) -> None:
+        await self.listen_for_disconnect(receive)
+        self._on_end()
