@@ -30,6 +30,7 @@ from localinfer.server.transport.known_fields import COMPLETIONS
 if TYPE_CHECKING:
     from localinfer.llm import LLM
     from localinfer.models.text.tokenizer import Tokenizer
+    from localinfer.sampling.logprobs import TokenLogprobs
     from localinfer.stream import Stats, StreamEvent
 
 _MOST_PROMPTS = 64
@@ -157,16 +158,15 @@ class _CompletionWriter(ChoicesWriter):
     def _echo_prompts(self) -> None:
         llm, top = self.reply.llm, self._body.logprobs
         for number, prompt in enumerate(self._prompts):
-            choices = self._choices[number * self._body.num_made :][: self._body.num_made]
-            for choice in choices:
-                choice.texts.append(prompt if isinstance(prompt, str) else llm.tokenizer.decode(prompt))
-            if top is None:
-                continue
-            is_text = isinstance(prompt, str)
-            token_ids = llm.tokenizer.encode(prompt, max_tokens=llm.context_length) if is_text else prompt
-            scores = llm.score(token_ids, top=top)
-            for choice in choices:
-                for token_id, found in zip(token_ids, scores, strict=True):
+            text = prompt if isinstance(prompt, str) else llm.tokenizer.decode(prompt)
+            scored: list[tuple[int, TokenLogprobs | None]] = []
+            if top is not None:
+                encode = partial(llm.tokenizer.encode, max_tokens=llm.context_length)
+                token_ids = encode(prompt) if isinstance(prompt, str) else prompt
+                scored = list(zip(token_ids, llm.score(token_ids, top=top), strict=True))
+            for choice in self._choices[number * self._body.num_made :][: self._body.num_made]:
+                choice.texts.append(text)
+                for token_id, found in scored:
                     choice.logprobs.add(token_id, found)
 
     def begin(self) -> Iterator[Event]:

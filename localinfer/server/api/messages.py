@@ -224,7 +224,7 @@ class _MessageWriter(BlockWriter):
 
     def begin(self) -> Iterator[Event]:
         usage = {"input_tokens": self.reply.prompt_tokens[0], "output_tokens": 0}
-        begun = {**self._envelope, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        begun: Event = {**self._envelope, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         yield {"type": "message_start", "message": begun}
 
     def end(self, index: int, reason: str, stats: "Stats | None") -> Iterator[Event]:
@@ -246,7 +246,7 @@ class _MessageWriter(BlockWriter):
     def block_opened(self, delta: Delta) -> Iterator[Event]:
         match delta.kind:
             case "text":
-                block = {"type": "text", "text": ""}
+                block: dict[str, Any] = {"type": "text", "text": ""}
             case "reasoning":
                 block = {"type": "thinking", "thinking": "", "signature": ""}
             case "call":

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -28,13 +28,6 @@ if TYPE_CHECKING:
     from localinfer.stream import Stats, StreamEvent
 
 Event = dict[str, Any]
-
-
-class ReplyRequest(Protocol):
-    """What every request for text says of its answer."""
-
-    model: str | None
-    stream: bool | None
 
 
 class ReplyWriter:
@@ -80,7 +73,7 @@ class ReplyWriter:
 
 async def serve_reply(
     request: Request,
-    body: ReplyRequest,
+    body: Any,
     kind: str,
     plan: Plan,
     make_writer: Callable[[Reply], ReplyWriter],
@@ -90,7 +83,8 @@ async def serve_reply(
 ) -> Response:
     """Generate what a request asks for and answer it, streamed or whole.
 
-    kind, plan, session: of `Service.begin`. ping_seconds: between signs of life in a stream, if not the server's.
+    body: the request's record, with its members `model` and `stream`. kind, plan, session: of `Service.begin`.
+    ping_seconds: between signs of life in a stream, if not the server's.
     """
     service = service_of(request)
     reply = await service.begin(request, body.model, kind, plan, session=session)
@@ -122,8 +116,8 @@ async def _frames(writer: ReplyWriter, ping_seconds: float) -> AsyncIterator[byt
         yield event_frame(event)
     try:
         async for item in reply.events(ping_seconds):
-            for event in _written(writer, item):
-                yield event_frame(event) if event else PING
+            for made in _written(writer, item):
+                yield PING if made is None else event_frame(made)
         for event in writer.finish():
             yield event_frame(event)
     except Exception as error:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -111,19 +111,27 @@ def _number_field(option: NumberOption) -> Any:
     return Annotated[option.kind, Meta(ge=option.least, le=most)] | None
 
 
-NumberFields = msgspec.defstruct(
-    "NumberFields",
-    [
-        (name, _number_field(option), None)
-        for key, option in NUMBER_OPTIONS.items()
-        for name in (key, option.alias)
-        if name is not None
-    ],
-)
-"""The members of the numeric sampling options, each under its name and its other name."""
+if TYPE_CHECKING:
+
+    class NumberFields(msgspec.Struct):
+        """The numeric sampling options, of which only these are read by name."""
+
+        temperature: float | None = None
+        top_p: float | None = None
+
+else:
+    NumberFields = msgspec.defstruct(
+        "NumberFields",
+        [
+            (name, _number_field(option), None)
+            for key, option in NUMBER_OPTIONS.items()
+            for name in (key, option.alias)
+            if name is not None
+        ],
+    )
 
 
-class GenerationFields(NumberFields):  # type: ignore[misc, valid-type]
+class GenerationFields(NumberFields):
     """How tokens are chosen, when to stop, and the ways to hold a reply to a form; None is the engine's default.
 
     At most one form may be given. response_format: OpenAI's way. grammar, json_schema: llama.cpp's. structured_outputs

@@ -1,6 +1,7 @@
 """What the server counts and times, in Prometheus' text format, in a registry of its own."""
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -22,60 +23,40 @@ class Metrics:
 
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
-        self.requests = Counter(
-            "localinfer_requests", "Requests answered, by route and status", ["route", "status"], registry=registry
-        )
-        self.first_token_seconds = Histogram(
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        histogram = partial(Histogram, labelnames=["model"], registry=registry)
+        self.requests = counter("localinfer_requests", "Requests answered, by route and status", ["route", "status"])
+        self.first_token_seconds = histogram(
             "localinfer_time_to_first_token_seconds",
             "From the request's admission to its first token",
-            ["model"],
             buckets=_FIRST_TOKEN_BUCKETS,
-            registry=registry,
         )
-        self.interval_seconds = Histogram(
-            "localinfer_inter_token_seconds",
-            "Between two tokens of a reply",
-            ["model"],
-            buckets=_INTERVAL_BUCKETS,
-            registry=registry,
+        self.interval_seconds = histogram(
+            "localinfer_inter_token_seconds", "Between two tokens of a reply", buckets=_INTERVAL_BUCKETS
         )
-        self.queue_seconds = Histogram(
+        self.queue_seconds = histogram(
             "localinfer_queue_wait_seconds",
             "From the request's admission to a place among those that run",
-            ["model"],
             buckets=_FIRST_TOKEN_BUCKETS,
-            registry=registry,
         )
-        self.prompt_tokens = Counter("localinfer_prompt_tokens", "Tokens of prompts", ["model"], registry=registry)
-        self.cached_tokens = Counter(
-            "localinfer_cached_prompt_tokens",
-            "Tokens of prompts that were at hand already",
-            ["model"],
-            registry=registry,
+        self.prompt_tokens = counter("localinfer_prompt_tokens", "Tokens of prompts", ["model"])
+        self.cached_tokens = counter(
+            "localinfer_cached_prompt_tokens", "Tokens of prompts that were at hand already", ["model"]
         )
-        self.completion_tokens = Counter(
-            "localinfer_completion_tokens", "Tokens generated", ["model"], registry=registry
+        self.completion_tokens = counter("localinfer_completion_tokens", "Tokens generated", ["model"])
+        self.drafted = counter("localinfer_drafted_tokens", "Tokens guessed, by place in the draft", ["position"])
+        self.accepted = counter(
+            "localinfer_accepted_tokens", "Tokens guessed right, by place in the draft", ["position"]
         )
-        self.drafted = Counter(
-            "localinfer_drafted_tokens", "Tokens guessed, by place in the draft", ["position"], registry=registry
-        )
-        self.accepted = Counter(
-            "localinfer_accepted_tokens", "Tokens guessed right, by place in the draft", ["position"], registry=registry
-        )
-        self.good_replies = Counter(
+        self.good_replies = counter(
             "localinfer_good_replies",
             f"Replies to their own end, with a first token within {GOOD_FIRST_TOKEN_SECONDS:g} s and intervals of at "
             f"most {GOOD_INTERVAL_SECONDS:g} s in the mean",
-            registry=registry,
         )
-        self.replies = Counter(
-            "localinfer_replies", "Texts generated, by how they ended", ["ending"], registry=registry
-        )
-        self.running = Gauge("localinfer_running_generations", "Texts being generated now", registry=registry)
-        self.waiting = Gauge(
-            "localinfer_waiting_generations", "Texts admitted that have no token yet", registry=registry
-        )
-        self.loaded = Gauge("localinfer_loaded_models", "Models in memory", registry=registry)
+        self.replies = counter("localinfer_replies", "Texts generated, by how they ended", ["ending"])
+        self.running = gauge("localinfer_running_generations", "Texts being generated now")
+        self.waiting = gauge("localinfer_waiting_generations", "Texts admitted that have no token yet")
+        self.loaded = gauge("localinfer_loaded_models", "Models in memory")
 
     def exposition(self) -> bytes:
         """Everything, as Prometheus reads it."""
@@ -87,12 +68,10 @@ class Metrics:
         self.prompt_tokens.labels(model).inc(stats.prompt_tokens)
         self.cached_tokens.labels(model).inc(stats.cached_tokens)
         self.completion_tokens.labels(model).inc(stats.completion_tokens)
-        for name, by_position in (
-            (self.drafted, stats.drafted_by_position),
-            (self.accepted, stats.accepted_by_position),
-        ):
-            for position, count in enumerate(by_position):
-                name.labels(str(position)).inc(count)
+        for position, count in enumerate(stats.drafted_by_position):
+            self.drafted.labels(str(position)).inc(count)
+        for position, count in enumerate(stats.accepted_by_position):
+            self.accepted.labels(str(position)).inc(count)
         self.replies.labels(ending).inc()
 
 
@@ -110,7 +89,7 @@ class LatencyTracker:
         metrics.waiting.inc()
 
     def tick(self) -> None:
-        """A token came."""
+        """Count the next token."""
         now = time.perf_counter()
         if self._began is None:
             self._began = now
@@ -122,7 +101,7 @@ class LatencyTracker:
         self._num_tokens += 1
 
     def end(self, *, is_whole: bool) -> None:
-        """No more tokens come. is_whole: the text came to its own end, and was neither stopped nor failed."""
+        """End the generation. is_whole: the text came to its own end, and was neither stopped nor failed."""
         self._metrics.running.dec()
         if self._began is None:
             self._metrics.waiting.dec()

@@ -6,8 +6,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from localinfer.closing import Closing
@@ -41,8 +42,7 @@ class MemoryNeed:
 
     def largest_context(self, available_bytes: int) -> int:
         """How many tokens of context fit beside the weights, 0 if not even the weights do."""
-        left = available_bytes - self.fixed_bytes
-        return 0 if left <= 0 else min(self.context_length, left // max(1, self.bytes_per_token))
+        return min(self.context_length, max(0, available_bytes - self.fixed_bytes) // max(1, self.bytes_per_token))
 
     def check(self, name: str, available_bytes: int, *, wanted_context: int | None) -> None:
         """Raise OutOfMemoryError, with the numbers, if the model would not fit.
@@ -54,9 +54,8 @@ class MemoryNeed:
         if fits >= least:
             return
         needed = self.fixed_bytes + least * self.bytes_per_token
-        way_out = (
-            f"load it with a context of at most {fits} tokens" if fits >= _LEAST_CONTEXT else "use a smaller model"
-        )
+        is_usable = fits >= _LEAST_CONTEXT
+        way_out = f"load it with a context of at most {fits} tokens" if is_usable else "use a smaller model"
         raise OutOfMemoryError(
             f"{name} needs {needed:,} bytes ({self.fixed_bytes:,} for weights, {self.bytes_per_token:,} for each of "
             f"{least} tokens), and {max(0, available_bytes):,} are available; close something, or {way_out}"
@@ -142,42 +141,28 @@ class LoadThreads:
 
         Raises: what the work raises.
         """
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Result] = loop.create_future()
-        lock = threading.Lock()
-        is_abandoned = False
+        loop, has_ended = asyncio.get_running_loop(), asyncio.Event()
+        future: Future[Result] = Future()
 
         def do() -> None:
-            finish: Callable[[], object]
-            drop: Callable[[], object]
             try:
-                result = work()
-                finish, drop = partial(future.set_result, result), partial(discard, result)
+                future.set_result(work())
             except BaseException as error:
-                finish, drop = partial(future.set_exception, error), lambda: None
-            try:
-                with lock:
-                    if not is_abandoned:
-                        loop.call_soon_threadsafe(lambda: drop() if future.cancelled() else finish())
-                        return
-            except RuntimeError:
-                # The loop was closed: nothing waits any more.
-                pass
-            finally:
-                self._running.discard(thread)
-            drop()
+                future.set_exception(error)
+            self._running.discard(thread)
+            # Where the loop was closed, nothing waits any more.
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(has_ended.set)
 
         thread = threading.Thread(target=do, name="localinfer-load", daemon=True)
         self._running.add(thread)
         thread.start()
         try:
-            return await future
+            await has_ended.wait()
         except asyncio.CancelledError:
-            with lock:
-                is_abandoned = True
-            if future.done() and not future.cancelled() and future.exception() is None:
-                discard(future.result())
+            future.add_done_callback(lambda done: done.exception() or discard(done.result()))
             raise
+        return future.result()
 
     def join(self, seconds: float) -> bool:
         """Wait for work that still runs; return whether all has ended. Called off the event loop."""

@@ -98,8 +98,9 @@ class Service:
         """A model, to be closed. Raises: ApiError, LocalinferError, ClientGone."""
         if self.is_stopping:
             raise shutting_down()
-        loaded = self.registry.lease_loaded(model)
-        return loaded or await unless_gone(request, self.registry.lease(model), Lease.close)
+        if (loaded := self.registry.lease_loaded(model)) is not None:
+            return loaded
+        return await unless_gone(request, self.registry.lease(model), Lease.close)
 
     async def begin(
         self, request: Request, model: str | None, kind: str, plan: Plan, *, session: str | None = None

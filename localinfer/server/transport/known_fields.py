@@ -34,8 +34,8 @@ class Refusal(NamedTuple):
 class KnownFields(NamedTuple):
     """Of one route: members that are ignored, with the reason, and members that are refused, with the way out."""
 
-    ignored: Mapping[str, str]
-    refused: Mapping[str, Refusal]
+    ignored: dict[str, str]
+    refused: dict[str, Refusal]
 
 
 def _ignore(names_of: Mapping[str, str]) -> dict[str, str]:
