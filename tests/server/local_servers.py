@@ -57,6 +57,14 @@ class ServedModel:
             return read_all(connection)
 
 
+def wait_until(condition: Callable[[], object], limit: float = 10.0) -> bool:
+    """Ask until the answer is yes or `limit` seconds, on an idle machine, are over; return whether it is."""
+    deadline = time.monotonic() + seconds(limit)
+    while not (is_met := bool(condition())) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return is_met
+
+
 def read_all(connection: socket.socket, seconds: float = 1.2) -> bytes:
     received = bytearray()
     connection.settimeout(seconds)
@@ -100,9 +108,7 @@ def serving(
         thread = threading.Thread(target=run, name="server under test")
         thread.start()
         try:
-            deadline = time.monotonic() + seconds(START_SECONDS)
-            while not server.is_ready and thread.is_alive() and time.monotonic() < deadline:
-                time.sleep(0.01)
+            wait_until(lambda: server.is_ready or not thread.is_alive(), START_SECONDS)
             assert server.is_ready, f"the server did not start: {describe(thread, errors)}"
             yield ServedModel(server, thread)
         finally:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 from event_frames import DONE
-from local_servers import STORY, ServedModel, serving
+from local_servers import STORY, ServedModel, serving, wait_until
 from scripted_models import loader, scripted_sources
 
 from localinfer.server.transport.settings import ServerSettings
@@ -36,10 +36,7 @@ class Waiting:
         return len(self.served.server.service.replies())
 
     def wait_for(self, num_replies: int) -> None:
-        deadline = time.monotonic() + seconds(10)
-        while self.num_replies != num_replies and time.monotonic() < deadline:
-            time.sleep(0.005)
-        assert self.num_replies == num_replies
+        assert wait_until(lambda: self.num_replies == num_replies), self.num_replies
 
 
 @pytest.fixture(scope="module")

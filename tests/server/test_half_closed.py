@@ -3,16 +3,14 @@
 import json
 import socket
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
-from local_servers import STORY, ServedModel, read_all, serving
+from local_servers import STORY, ServedModel, read_all, serving, wait_until
 from scripted_models import scripted_model, scripted_sources
 
 from localinfer.server.transport.settings import ServerSettings
 from localinfer.server.transport.sockets import has_unix_sockets
-from tests.limits import seconds
 
 HOST = b"Host: localhost\r\n"
 HEALTH = b"GET /health HTTP/1.1\r\n" + HOST + b"\r\n"
@@ -62,13 +60,6 @@ def connection(request, slow) -> Iterator[socket.socket]:
         made.settimeout(10)
         made.connect(str(slow.socket_path))
         yield made
-
-
-def wait_until(condition) -> bool:
-    deadline = time.monotonic() + seconds(10)
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return condition()
 
 
 @pytest.mark.parametrize("version", [b"1.0", b"1.1"])

@@ -5,7 +5,7 @@ import socket
 import time
 
 import pytest
-from local_servers import STORY, read_all
+from local_servers import STORY, read_all, wait_until
 
 from localinfer.server.transport.settings import ServerSettings
 from tests.limits import seconds
@@ -158,10 +158,7 @@ def test_hundreds_of_idle_and_half_sent_connections_leave_room_for_others(served
 
 
 def wait_until_idle(served) -> None:
-    deadline = time.monotonic() + seconds(5)
-    while served.server.service.replies() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert served.server.service.replies() == []
+    assert wait_until(lambda: not served.server.service.replies())
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -174,9 +171,7 @@ def test_client_that_leaves_stops_its_work(served, stream, reset):
     connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
     if stream:
         assert connection.recv(1 << 12).startswith(b"HTTP/1.1 200")
-    else:
-        time.sleep(0.2)
-    assert len(served.server.service.replies()) == 1
+    assert wait_until(lambda: len(served.server.service.replies()) == 1)
     if reset:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")
     connection.close()

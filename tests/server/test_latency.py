@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from local_servers import MODEL, ServedModel, serving
+from local_servers import MODEL, ServedModel, serving, wait_until
 
 from localinfer.llm import LLM
 from localinfer.server.replies.threads import EventQueue, FirstByteBarrier, LoopNotifier, ReplyThreads
@@ -67,19 +67,28 @@ def test_first_bytes_and_health_wait_for_no_step() -> None:
         may_compute.set()
 
 
-def test_who_computes_waits_for_the_first_bytes_of_others_but_not_for_ever() -> None:
-    openings = FirstByteBarrier()
-    openings.wait()
-    openings.begin()
-    openings.begin()
-    openings.wait()
-    waiting = threading.Thread(target=openings.wait)
+def test_prompts_wait_for_the_first_bytes_of_other_requests_but_not_for_ever() -> None:
+    barrier = FirstByteBarrier()
+    assert barrier.wait()
+    barrier.begin()
+    barrier.begin()
+    assert not barrier.wait()
+    barrier.end()
+    assert not barrier.wait()
+    barrier.end()
+    assert barrier.wait()
+
+
+def test_last_first_byte_wakes_the_prompts_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("localinfer.server.replies.threads._BARRIER_SECONDS", seconds(30))
+    barrier = FirstByteBarrier()
+    barrier.begin()
+    waited: list[bool] = []
+    waiting = threading.Thread(target=lambda: waited.append(barrier.wait()))
     waiting.start()
-    openings.end()
-    openings.end()
+    barrier.end()
     waiting.join(seconds(10))
-    assert not waiting.is_alive()
-    openings.wait()
+    assert waited == [True]
 
 
 def test_threads_are_kept_for_the_next_text_and_end_with_the_server() -> None:
@@ -87,14 +96,12 @@ def test_threads_are_kept_for_the_next_text_and_end_with_the_server() -> None:
     names: list[int] = []
     for count in range(1, 6):
         threads.run(lambda: names.append(threading.get_ident()))
-        while len(threads._idle) < 1 or len(names) < count:
-            time.sleep(0.001)
+        assert wait_until(lambda: threads.num_idle and len(names) == count)  # noqa: B023
     assert len(set(names)) == 1
     may_end = threading.Event()
     for _ in range(3):
         threads.run(lambda: names.append(threading.get_ident()) or may_end.wait(seconds(10)))  # type: ignore[func-returns-value]
-    while len(names) < 8:
-        time.sleep(0.001)
+    assert wait_until(lambda: len(names) == 8)
     assert len(set(names)) == 3
     working = [thread for thread in threading.enumerate() if thread.ident in names]
     threads.close()
@@ -107,24 +114,24 @@ def test_threads_are_kept_for_the_next_text_and_end_with_the_server() -> None:
 @pytest.mark.parametrize("num_threads", [1, 5])
 def test_items_of_many_threads_arrive_whole_and_in_order(num_threads: int) -> None:
     async def take_all() -> list[list[int]]:
-        bell = LoopNotifier()
-        inboxes: list[EventQueue[int]] = [EventQueue(bell) for _ in range(num_threads)]
+        notifier = LoopNotifier()
+        queues: list[EventQueue[int]] = [EventQueue(notifier) for _ in range(num_threads)]
 
-        def put(inbox: EventQueue[int]) -> None:
+        def put(queue: EventQueue[int]) -> None:
             for item in range(200):
-                inbox.put(item)
+                queue.put(item)
                 if item % 17 == 0:
                     time.sleep(0.0005)
 
-        senders = [threading.Thread(target=put, args=(inbox,)) for inbox in inboxes]
+        senders = [threading.Thread(target=put, args=(queue,)) for queue in queues]
         for sender in senders:
             sender.start()
-        taken = await asyncio.gather(*[take(inbox) for inbox in inboxes])
+        taken = await asyncio.gather(*[take(queue) for queue in queues])
         for sender in senders:
             sender.join()
         return list(taken)
 
-    async def take(inbox: EventQueue[int]) -> list[int]:
-        return [await inbox.take() for _ in range(200)]
+    async def take(queue: EventQueue[int]) -> list[int]:
+        return [await queue.take() for _ in range(200)]
 
     assert asyncio.run(take_all()) == [list(range(200))] * num_threads

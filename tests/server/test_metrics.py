@@ -1,7 +1,6 @@
 """`/metrics` and `/health` while texts are generated: every figure agrees with what the replies themselves say."""
 
 import json
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -9,14 +8,13 @@ from typing import Any
 
 import httpx
 import pytest
-from local_servers import MODEL, STORY, ServedModel, serving
+from local_servers import MODEL, STORY, ServedModel, serving, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 
 import localinfer
 from localinfer.server.replies.metrics import LatencyTracker, Metrics
 from localinfer.server.replies.model_folder import ModelSource
 from localinfer.server.transport.settings import ServerSettings
-from tests.limits import seconds
 
 PATH = "/v1/chat/completions"
 SETTLING_SECONDS = 10.0
@@ -41,7 +39,7 @@ def client(counted: ServedModel) -> Iterator[httpx.Client]:
         yield made
 
 
-def read_meters(client: httpx.Client) -> Samples:
+def read_metrics(client: httpx.Client) -> Samples:
     """Every sample, by its name and the values of its labels."""
     response = client.get("/metrics")
     assert response.status_code == 200
@@ -58,12 +56,9 @@ def gains(before: Samples, after: Samples) -> Samples:
 
 
 def wait_for(client: httpx.Client, name: str, value: float) -> Samples:
-    """The meters once one of them has a value."""
-    deadline = time.monotonic() + seconds(SETTLING_SECONDS)
-    while (found := read_meters(client)).get(name) != value:
-        assert time.monotonic() < deadline, f"{name} is {found.get(name)}"
-        time.sleep(0.01)
-    return found
+    """The metrics once one of them has a value."""
+    assert wait_until(lambda: read_metrics(client).get(name) == value, SETTLING_SECONDS), name
+    return read_metrics(client)
 
 
 def ask(counted: ServedModel, number: int) -> dict[str, Any]:
@@ -94,15 +89,15 @@ def test_every_meter_is_there_before_the_first_request(client):
 
 
 def test_meters_count_what_replies_say_under_load(counted, client):
-    before = read_meters(client)
+    before = read_metrics(client)
     with ThreadPoolExecutor(6) as threads:
         replies = [threads.submit(ask, counted, number) for number in range(6)]
         while not all(reply.done() for reply in replies):
             assert client.get("/health").status_code == 200
-            assert 0 <= read_meters(client)["localinfer_running_generations"] <= 6
+            assert 0 <= read_metrics(client)["localinfer_running_generations"] <= 6
     usage = [reply.result() for reply in replies]
     model = MODEL.id
-    gained = gains(before, read_meters(client))
+    gained = gains(before, read_metrics(client))
     num_tokens = sum(10 + number for number in range(6))
     assert gained[f"localinfer_completion_tokens_total {model}"] == num_tokens
     assert sum(one["completion_tokens"] for one in usage) == num_tokens
@@ -166,10 +161,10 @@ def test_gauges_follow_texts_that_run_and_a_client_that_leaves_is_not_good(count
 def test_predicted_text_counts_as_accepted_by_place(client):
     body = {"messages": STORY, "max_tokens": 40, "temperature": 0}
     told = client.post(PATH, json=body).json()["choices"][0]["message"]["content"]
-    before = read_meters(client)
+    before = read_metrics(client)
     predicted = {**body, "prediction": {"type": "content", "content": told}}
     details = client.post(PATH, json=predicted).json()["usage"]["completion_tokens_details"]
-    gained = gains(before, read_meters(client))
+    gained = gains(before, read_metrics(client))
     accepted = {name: gain for name, gain in gained.items() if name.startswith("localinfer_accepted_tokens_total")}
     drafted = {name: gain for name, gain in gained.items() if name.startswith("localinfer_drafted_tokens_total")}
     assert sum(accepted.values()) == details["accepted_prediction_tokens"] > 0
@@ -178,17 +173,17 @@ def test_predicted_text_counts_as_accepted_by_place(client):
 
 
 def test_whole_reply_in_time_is_good(client):
-    before = read_meters(client)
+    before = read_metrics(client)
     client.post(PATH, json={"messages": STORY, "max_tokens": 1})
-    gained = gains(before, read_meters(client))
+    gained = gains(before, read_metrics(client))
     first = [value for name, value in gained.items() if name.startswith("localinfer_time_to_first_token_seconds_sum")]
     assert gained.get("localinfer_good_replies_total", 0) == (first[0] <= 1.0)
 
 
 def test_refused_request_is_counted_by_its_status_only(client):
-    before = read_meters(client)
+    before = read_metrics(client)
     assert client.post(PATH, json={"messages": []}).status_code == 400
-    gained = gains(before, read_meters(client))
+    gained = gains(before, read_metrics(client))
     assert {name: gain for name, gain in gained.items() if "/metrics" not in name} == {
         "localinfer_requests_total /chat/completions 400": 1
     }

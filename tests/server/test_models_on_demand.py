@@ -4,7 +4,7 @@ import threading
 import time
 
 import pytest
-from local_servers import MODEL, STORY, serving
+from local_servers import MODEL, STORY, serving, wait_until
 from scripted_models import scripted_model, scripted_sources
 
 from localinfer.errors import OutOfMemoryError
@@ -12,7 +12,6 @@ from localinfer.llm import LLM
 from localinfer.server.replies.model_folder import ModelSource
 from localinfer.server.replies.models import MemoryNeed, measure_need
 from localinfer.server.transport.settings import ServerSettings
-from tests.limits import seconds
 
 SETTINGS = ServerSettings(port=0)
 PATH = "/v1/chat/completions"
@@ -70,9 +69,7 @@ def test_idle_models_are_unloaded_and_wake_again(runtime_folder):
         running.client() as client,
     ):
         text = client.post(PATH, json=BODY).json()["choices"][0]["message"]["content"]
-        deadline = time.monotonic() + seconds(10)
-        while client.get("/v1/models/only").json()["meta"]["loaded"] and time.monotonic() < deadline:
-            time.sleep(0.02)
+        assert wait_until(lambda: not client.get("/v1/models/only").json()["meta"]["loaded"])
         assert loader.loaded == ["only"]
         assert client.post(PATH, json=BODY).json()["choices"][0]["message"]["content"] == text
         assert loader.loaded == ["only", "only"]

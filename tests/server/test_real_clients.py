@@ -41,7 +41,10 @@ def test_openai_chat(openai_client):
     assert reply.choices[0].message.content
     assert reply.choices[0].finish_reason == "length"
     assert reply.usage.completion_tokens == 8
-    assert reply.usage.prompt_tokens_details.cached_tokens >= 0
+    again = openai_client.chat.completions.create(**ASK)
+    assert again.choices[0].message.content == reply.choices[0].message.content
+    assert again.usage.prompt_tokens == reply.usage.prompt_tokens
+    assert 0 < again.usage.prompt_tokens_details.cached_tokens < again.usage.prompt_tokens
 
 
 def test_openai_stream(openai_client):

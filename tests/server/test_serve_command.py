@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from local_servers import STORY
+from local_servers import STORY, wait_until
 
 from localinfer.cli import EXIT_BAD_INPUT, main
 from localinfer.server.transport.sockets import has_unix_sockets
@@ -50,6 +50,18 @@ def ask(url: str, messages: list[dict], **members) -> dict:
     return response.json()
 
 
+@contextmanager
+def endless_reply(url: str) -> Iterator[Iterator[str]]:
+    """The lines of a stream that has begun and does not end by itself."""
+    with (
+        httpx.Client(timeout=seconds(15)) as client,
+        client.stream("POST", f"{url}{PATH}", json=ENDLESS) as response,
+    ):
+        lines = response.iter_lines()
+        next(lines)
+        yield lines
+
+
 def wait_until_written(folder: Path) -> None:
     """Until what went idle is on disk, while another reply runs: files are there, and have not grown for a while."""
     deadline = time.monotonic() + seconds(10)
@@ -70,11 +82,7 @@ def test_conversations_go_on_from_disk_after_a_kill(runtime_folder, tcp):
         first = ask(url, question, max_tokens=40)
         reply = first["choices"][0]["message"]
         chat = [*question, {"role": "assistant", "content": reply["content"]}, {"role": "user", "content": "Go on."}]
-        with (
-            httpx.Client(timeout=seconds(15)) as client,
-            client.stream("POST", f"{url}{PATH}", json=ENDLESS) as response,
-        ):
-            next(response.iter_lines())
+        with endless_reply(url):
             wait_until_written(folder)
             process.send_signal(signal.SIGKILL)
             process.wait(seconds(10))
@@ -91,12 +99,7 @@ def test_terminated_server_tells_its_streams_and_takes_its_socket_along(runtime_
     folder = runtime_folder / "ended"
     folder.mkdir(mode=0o700)
     with serve(folder, "--shutdown-seconds", "0.3") as (process, url):
-        with (
-            httpx.Client(timeout=seconds(15)) as client,
-            client.stream("POST", f"{url}{PATH}", json=ENDLESS) as response,
-        ):
-            lines = response.iter_lines()
-            next(lines)
+        with endless_reply(url) as lines:
             process.send_signal(signal.SIGTERM)
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]"
@@ -114,18 +117,11 @@ def test_second_signal_ends_the_server_at_once(runtime_folder):
     folder = runtime_folder / "twice"
     folder.mkdir(mode=0o700)
     with serve(folder, "--shutdown-seconds", "60", "--no-disk-cache") as (process, url):
-        with (
-            httpx.Client(timeout=seconds(15)) as client,
-            client.stream("POST", f"{url}{PATH}", json=ENDLESS) as response,
-        ):
-            lines = response.iter_lines()
-            next(lines)
+        with endless_reply(url) as lines:
             process.send_signal(signal.SIGTERM)
             address = ("127.0.0.1", int(url.rpartition(":")[2]))
             with pytest.raises(ConnectionError):
-                while True:
-                    socket.create_connection(address, timeout=5).close()
-                    time.sleep(0.02)
+                wait_until(lambda: socket.create_connection(address, timeout=5).close())
             assert process.poll() is None and next(lines) is not None
             process.send_signal(signal.SIGTERM)
             assert process.wait(seconds(15)) == 0
