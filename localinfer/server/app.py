@@ -161,11 +161,6 @@ class LocalServer(Closing):
         if self._server.start_error is not None:
             raise self._server.start_error
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether requests are answered, by models too."""
-        return bool(self._server.started) and self.service.is_ready
-
     def has_ended(self) -> bool:
         """Whether no thread is left that still loads a model, which was given up; waits for it a little."""
         return self.service.registry.join_loads(_LOAD_END_SECONDS)

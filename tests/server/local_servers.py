@@ -98,18 +98,19 @@ def serving(
 
     with LocalServer(settings, make_registry, preloads=load is None) as server:
         errors: list[BaseException] = []
+        is_ready = threading.Event()
 
         def run() -> None:
             try:
-                server.run()
+                server.run(on_ready=is_ready.set)
             except BaseException as error:
                 errors.append(error)
 
         thread = threading.Thread(target=run, name="server under test")
         thread.start()
         try:
-            wait_until(lambda: server.is_ready or not thread.is_alive(), START_SECONDS)
-            assert server.is_ready, f"the server did not start: {describe(thread, errors)}"
+            wait_until(lambda: is_ready.is_set() or not thread.is_alive(), START_SECONDS)
+            assert is_ready.is_set(), f"the server did not start: {describe(thread, errors)}"
             yield ServedModel(server, thread)
         finally:
             server.stop()

@@ -1,7 +1,6 @@
 """`/v1/completions`: prompts continued as they are, filled in, and scored."""
 
-import asyncio
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -30,8 +29,8 @@ from localinfer.server.transport.known_fields import COMPLETIONS
 if TYPE_CHECKING:
     from localinfer.llm import LLM
     from localinfer.models.text.tokenizer import Tokenizer
-    from localinfer.sampling.logprobs import TokenLogprobs
-    from localinfer.stream import Stats, StreamEvent
+    from localinfer.sampling.filters import TokenLogprobs
+    from localinfer.stream import Stats, StreamEvent, TextStream
 
 _MOST_PROMPTS = 64
 _DEFAULT_TOKENS = 16
@@ -89,11 +88,16 @@ async def completions(request: Request) -> Response:
     if len(prompts) * body.num_made > service_of(request).settings.max_generations:
         raise ApiError(400, "prompt times n asks for too many texts; ask for fewer at a time", param="n")
 
-    def plan(llm: "LLM") -> Sequence[TextPlan] | Coroutine[Any, Any, Sequence[TextPlan]]:
-        if body.suffix is None:
-            return _plan(llm, prompts, body, options)
-        # To fill in, texts are encoded before they are planned.
-        return asyncio.to_thread(_plan, llm, prompts, body, options)
+    def plan(llm: "LLM") -> list[TextPlan]:
+        # The later texts of a prompt find it in the cache.
+        return [
+            TextPlan(
+                partial(_open, llm, prompt, body.suffix, seeded(options, index)),
+                number * body.num_made if index else None,
+            )
+            for number, prompt in enumerate(prompts)
+            for index in range(body.num_made)
+        ]
 
     return await serve_reply(
         request,
@@ -105,19 +109,11 @@ async def completions(request: Request) -> Response:
     )
 
 
-def _plan(
-    llm: "LLM", prompts: Sequence[str | Sequence[int]], body: CompletionRequest, options: dict[str, Any]
-) -> Sequence[TextPlan]:
-    """The texts of each prompt; the later ones find it in the cache."""
-    plans = []
-    for number, prompt in enumerate(prompts):
-        if body.suffix is not None:
-            most = None if options.get("context_shift") else llm.context_length
-            prompt = _fill_in_prompt(llm.tokenizer, prompt, body.suffix, most)
-        for index in range(body.num_made):
-            open_stream = partial(llm.stream, prompt, **seeded(options, index))
-            plans.append(TextPlan(open_stream, number * body.num_made if index else None))
-    return plans
+def _open(llm: "LLM", prompt: str | Sequence[int], suffix: str | None, options: dict[str, Any]) -> "TextStream":
+    if suffix is not None:
+        most = None if options.get("context_shift") else llm.context_length
+        prompt = _fill_in_prompt(llm.tokenizer, prompt, suffix, most)
+    return llm.stream(prompt, **options)
 
 
 def _fill_in_prompt(

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localinfer.server.api.routing import service_of
-from localinfer.server.replies.deltas import Delta, deltas_of, stream_usage, timings, usage
+from localinfer.server.replies.deltas import Delta, deltas_of, running_usage, timings, usage
 from localinfer.server.replies.fields import StreamOptions, seeded
 from localinfer.server.replies.reply import End, Reply, Silence, TextPlan, Token
 from localinfer.server.replies.service import Plan, unless_gone
@@ -163,11 +163,14 @@ class ChoicesWriter(ReplyWriter):
             "system_fingerprint": reply.fingerprint,
         }
         self._has_usage = stream_options is not None and bool(stream_options.include_usage)
-        self._usage = stream_usage(reply, stream_options)
+        self._counts_on = stream_options is not None and bool(stream_options.continuous_usage_stats)
 
     def chunk(self, choice: dict[str, Any], **more: Any) -> Event:
         """An event with what came of one choice."""
-        return {**self._envelope, "choices": [choice], **self._usage(), **more}
+        made = {**self._envelope, "choices": [choice]}
+        if self._has_usage:
+            made["usage"] = running_usage(self.reply) if self._counts_on else None
+        return made | more
 
     def last_chunk(self, choice: dict[str, Any], stats: "Stats | None") -> Event:
         """The event that ends a choice."""

@@ -1,12 +1,11 @@
-"""What a reply adds and costs, in the words of the wire formats: deltas, log probabilities, usage and timings."""
+"""What a reply adds and costs, under the names of the wire formats: deltas, log probabilities, usage, timings."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from localinfer.models.text.tokenizer import Tokenizer
     from localinfer.sampling.filters import TokenLogprobs
-    from localinfer.server.replies.fields import StreamOptions
     from localinfer.server.replies.reply import Reply
     from localinfer.stream import Stats, StreamEvent
 
@@ -90,7 +89,7 @@ def _bytes(tokenizer: "Tokenizer", token_id: int) -> bytes:
 
 def usage(reply: "Reply") -> dict[str, Any]:
     """OpenAI's `usage` of the texts that have ended; a prompt that several share counts once."""
-    stats: Sequence[Stats] = [one for one in reply.stats if one is not None]
+    stats = [one for one in reply.stats if one is not None]
     prompts = [one for index, one in enumerate(reply.stats) if one is not None and not reply.shares_prompt(index)]
     prompt = sum(one.prompt_tokens for one in prompts)
     completion = sum(one.completion_tokens for one in stats)
@@ -107,19 +106,11 @@ def usage(reply: "Reply") -> dict[str, Any]:
     }
 
 
-def stream_usage(reply: "Reply", options: "StreamOptions | None") -> "Callable[[], dict[str, Any]]":
-    """Makes the member `usage` of all chunks of a stream but the last: none, null, or what it is so far."""
-    if options is None or not options.include_usage:
-        return dict
-    if not options.continuous_usage_stats:
-        return lambda: {"usage": None}
-
-    def running() -> dict[str, Any]:
-        prompt = sum(count for index, count in enumerate(reply.prompt_tokens) if not reply.shares_prompt(index))
-        total = prompt + reply.num_tokens
-        return {"usage": {"prompt_tokens": prompt, "completion_tokens": reply.num_tokens, "total_tokens": total}}
-
-    return running
+def running_usage(reply: "Reply") -> dict[str, Any]:
+    """OpenAI's `usage` of a reply so far."""
+    prompt = sum(count for index, count in enumerate(reply.prompt_tokens) if not reply.shares_prompt(index))
+    completion = reply.num_tokens
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 def timings(stats: "Stats") -> dict[str, Any]:

@@ -37,7 +37,7 @@ class ToolCall(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
-    """One message of a chat, as clients write it and as they give back what they got.
+    """One message of a chat, as clients write it, and as they send former replies back.
 
     refusal, annotations, audio, id: members of former replies that are ignored, because this server gives none of them,
     or nothing in them.

@@ -1,8 +1,9 @@
-"""Models on disk: which files and folders are some, in a folder and those below it, and what clients call them."""
+"""Models on disk: which files and folders are models, in a folder and those below it, and their names."""
 
 import hashlib
 import logging
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,12 +17,14 @@ logger = logging.getLogger(__name__)
 MAX_FOLDER_DEPTH = 5
 """Folders below the one that was named: enough for publisher/repository/file, and for Hugging Face's download cache."""
 MAX_ENTRIES = 50_000
-"""More files and folders than this are no collection of models, but somebody's disk."""
+"""More files and folders than this are a whole disk rather than a collection of models."""
+_PART = re.compile(r"(?P<name>.*)-(?P<number>\d+)-of-\d+")
+"""The name of one file of a model that is split into several."""
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model that can be loaded: its name to clients, which tells nothing of where the folder lies, and its file.
+    """A model that can be loaded: its name to clients, which does not show where the folder lies, and its file.
 
     created: when the file was last changed, in seconds since 1970.
     """
@@ -74,14 +77,10 @@ def model_source(path: Path) -> ModelSource | None:
             if not _is_checkpoint(path):
                 return None
         elif path.suffix.lower() == ".gguf" and "mmproj" not in name.lower() and path.is_file():
-            name, _, part = path.stem.partition("-of-")
-            head, _, number = name.rpartition("-")
-            if not (part.isdigit() and number.isdigit()):
-                name = path.stem
-            elif int(number) != 1:
+            part = _PART.fullmatch(path.stem)
+            if part is not None and int(part["number"]) != 1:
                 return None
-            else:
-                name = head
+            name = path.stem if part is None else part["name"]
         else:
             return None
         return ModelSource(name, path, int(path.stat().st_mtime))

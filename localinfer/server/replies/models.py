@@ -107,7 +107,7 @@ class ServedModel:
 class Lease(Closing):
     """A loaded model that stays loaded until this is closed.
 
-    fingerprint: tells clients whether the same model and version answered.
+    fingerprint: by it clients see whether the same model and version answered.
     """
 
     def __init__(self, model: ServedModel, llm: "LLM") -> None:
@@ -177,7 +177,7 @@ class ModelRegistry:
     load: loads a model, in a thread. measure: says what one will take, before. idle_unload_seconds: None keeps models
     loaded. memory_limit: bytes that all loaded models may take together; None leaves it to the machine.
     context_length: the one that models are loaded with, None for their own. threads: what loads; its event `stopping`
-    tells `load` to give up.
+    asks `load` to give up.
     """
 
     def __init__(

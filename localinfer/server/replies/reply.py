@@ -124,7 +124,7 @@ class Reply:
         return self._texts[index].leader is not None
 
     def progress(self) -> dict[str, Any]:
-        """How much of the first prompt was read, in llama.cpp's words, the time in milliseconds."""
+        """How much of the first prompt was read, under llama.cpp's names, the time in milliseconds."""
         total = self.prompt_tokens[0]
         cached, computed = self._texts[0].progress()
         milliseconds = round(1e3 * (time.monotonic() - self.opened_seconds), 3)

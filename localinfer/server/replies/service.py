@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from localinfer.llm import LLM
 
 Result = TypeVar("Result")
-Plan = Callable[["LLM"], Sequence[TextPlan] | Coroutine[Any, Any, Sequence[TextPlan]]]
-"""Makes the texts of a request, on the event loop or as a coroutine."""
+Plan = Callable[["LLM"], Sequence[TextPlan]]
+"""Lists the texts of a request."""
 _JOIN_SECONDS = 5.0
 
 
@@ -114,9 +114,7 @@ class Service:
         lease = await self.lease(request, model)
         reply: Reply | None = None
         try:
-            planned = plan(lease.llm)
-            plans = await planned if isinstance(planned, Coroutine) else planned
-            reply = self._admit(lease, kind, plans, session)
+            reply = self._admit(lease, kind, plan(lease.llm), session)
             await reply.start()
         except BaseException:
             if reply is not None:

@@ -66,27 +66,27 @@ class FramingCheck:
                     self._end_data()
                 continue
             end = data.find(b"\n", position) + 1
-            piece = data[position : end or len(data)]
-            if self._is_faulty(piece):
+            part = data[position : end or len(data)]
+            if self._is_faulty(part):
                 self.has_fault = True
                 break
-            position += len(piece)
-            self._line += piece
+            position += len(part)
+            self._line += part
             if end:
                 line = bytes(self._line[:-2])
                 self._line.clear()
                 self._end_line(line)
         return position
 
-    def _is_faulty(self, piece: bytes) -> bool:
+    def _is_faulty(self, part: bytes) -> bool:
         """Whether a line may not go on like this."""
         if self._line[-1:] == b"\r":
-            return piece != b"\n"
-        if not self._line and piece[:1] in (b" ", b"\t") and self._part in (_Part.HEAD, _Part.TRAILER):
+            return part != b"\n"
+        if not self._line and part[:1] in (b" ", b"\t") and self._part in (_Part.HEAD, _Part.TRAILER):
             return True
-        if piece.endswith(b"\n"):
-            return not piece.endswith(b"\r\n") or piece.count(b"\r") > 1
-        return b"\r" in piece[:-1]
+        if part.endswith(b"\n"):
+            return not part.endswith(b"\r\n") or part.count(b"\r") > 1
+        return b"\r" in part[:-1]
 
     def _start_head(self) -> None:
         self._part = _Part.HEAD

@@ -78,7 +78,7 @@ class ClientGone(Exception):
 class ApiError(Exception):
     """A request that is refused or fails: its status, and what the client reads.
 
-    param: the field at fault, as a path. code: a word that programs can tell apart. facts: more members of the error.
+    param: the field at fault, as a path. code: the kind of error, for programs. facts: more members of the error.
     """
 
     def __init__(

@@ -6,7 +6,6 @@ and every body that is not JSON are refused, and pages of other origins get no p
 """
 
 import hmac
-import ipaddress
 import re
 from collections.abc import Mapping
 
@@ -15,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from localinfer.server.transport.http import ApiError, identifier
-from localinfer.server.transport.settings import LOOPBACK_NAMES, ServerSettings
+from localinfer.server.transport.settings import LOOPBACK_NAMES, ServerSettings, ip_address
 
 _HOST = re.compile(r"(?:\[(?P<bracketed>[0-9a-fA-F:.]+)\]|(?P<name>[A-Za-z0-9._-]+))(?::\d{1,5})?")
 MAX_HEADER_BYTES = 32 << 10
@@ -114,7 +113,7 @@ class SecurityMiddleware:
         if name in self._hosts:
             return True
         # A name can be made to point anywhere; an address cannot, and here the token guards it.
-        return self._settings.listens_everywhere and _is_address(name)
+        return self._settings.listens_everywhere and ip_address(name) is not None
 
     def _granted_headers(self, headers: Headers) -> Mapping[str, str]:
         """What a browser needs to let an allowed page send its request and read the reply."""
@@ -148,11 +147,3 @@ def _check_message(scope: Scope, headers: Headers) -> None:
     else:
         return
     raise ApiError(400, found, code="bad_http", headers={"connection": "close"})
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True

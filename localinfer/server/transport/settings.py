@@ -1,4 +1,4 @@
-"""What a server is told when it starts: where it listens, whom it answers, and how much it takes on."""
+"""The settings of a server: where it listens, which requests it answers, and its limits."""
 
 import ipaddress
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class ServerSettings:
     max_generations: texts generated and waiting at one time; one more is refused with 429.
     body_seconds: for the whole request. slow_reader_seconds: how long a client may read nothing of a reply.
     shutdown_seconds: what running replies get to finish after SIGTERM. ping_seconds: between signs of life in a stream.
-    progress_seconds: between reports of how far a prompt was read, for those who ask for them.
+    progress_seconds: between reports of how far a prompt was read, where a request asks for them.
     Raises: RequestError.
     """
 
@@ -73,7 +73,13 @@ def is_loopback(host: str) -> bool:
     """Whether only this machine can reach a host."""
     if host == "localhost":
         return True
+    address = ip_address(host)
+    return address is not None and address.is_loopback
+
+
+def ip_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """A host as an address, None for a name."""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return ipaddress.ip_address(host)
     except ValueError:
-        return False
+        return None

@@ -26,7 +26,7 @@ def has_unix_sockets() -> bool:
 
 
 def default_socket_path() -> Path | None:
-    """Where a server listens unless told: in this user's runtime folder; None where there are no Unix sockets."""
+    """Where a server listens by default: in this user's runtime folder; None where there are no Unix sockets."""
     folder = runtime_folder() if has_unix_sockets() else None
     return None if folder is None else folder / "server.sock"
 
@@ -64,7 +64,7 @@ def bind_tcp(host: str, port: int) -> socket.socket:
 class UnixListener(Closing):
     """A listening Unix socket of mode 0600 in a folder of mode 0700, and the lock that makes it the only one there.
 
-    A socket file that nobody answers on is taken away first; anything else at its place is left alone and refused.
+    A socket file without a server is removed first; anything else at its place is left alone and refused.
     Leaving the context closes the socket and removes its file.
     Raises: RequestError; BackendUnavailableError where the system has no Unix sockets.
     """
@@ -130,7 +130,7 @@ def _lock(path: Path) -> IO[bytes]:
 
 
 def _remove_stale(path: Path) -> None:
-    """Take away a socket file that nobody answers on."""
+    """Remove a socket file that no server answers on."""
     try:
         status = path.lstat()
     except FileNotFoundError:
