@@ -184,8 +184,8 @@ load_options = options_group(
     option("--yarn-original-context", "N", "Context the model was first trained for.", type=int),
     option("--yarn-extrapolation-factor", "X", "How far fast pairs keep their pace.", type=float),
     option("--yarn-attention-factor", "X", "Multiplies YaRN's own temperature.", type=float),
-    option("--yarn-beta-fast", "X", "StepLock from which a pair counts as fast.", type=float),
-    option("--yarn-beta-slow", "X", "StepLock below which a pair counts as slow.", type=float),
+    option("--yarn-beta-fast", "X", "Rotations from which a pair counts as fast.", type=float),
+    option("--yarn-beta-slow", "X", "Rotations below which a pair counts as slow.", type=float),
     option(
         "--set overrides",
         "KEY=VALUE",

@@ -16,51 +16,38 @@ from localinfer.server.app import LocalServer
 
 DEMO = str(Path(demo.__file__).parent / "demo-f16.gguf")
 
+TOGETHER = {
+    "{yarn}": """--context-length 2048 --rope-scaling yarn --rope-scale 2 --rope-base 20000 --yarn-original-context 1024
+        --yarn-extrapolation-factor 1 --yarn-attention-factor 1 --yarn-beta-fast 9 --yarn-beta-slow 1""",
+    "{quick}": "--type q4_0 --chunks 0",
+    "{linear}": "--context-length 2048 --rope-scaling linear --rope-frequency-scale 0.5",
+    "{filters}": """--temperature 0.5 --top-k 5 --top-p 0.5 --min-p 0.1 --typical-p 0.9 --top-n-sigma 1 --seed 1
+        --xtc-probability 0.5 --xtc-threshold 0.2 --dynatemp-range 0.1 --dynatemp-exponent 2""",
+    "{penalties}": """--mirostat 2 --mirostat-tau 4 --mirostat-eta 0.2 --repetition-penalty 1.1 --repetition-last-n -1
+        --frequency-penalty 0.1 --presence-penalty -0.1 --dry-multiplier 1 --dry-base 2 --dry-allowed-length 1
+        --dry-last-n 5 --dry-sequence-breaker . --logit-bias 5=-inf""",
+}
+"""Options that one model can have at once: loading it is what takes time here."""
+
 GOOD = {
     "run": """
-        -p Hi -n 1 --no-disk-cache --chat-template {template}
-        {hi} --context-length 2048 --rope-scaling yarn --rope-scale 2 --rope-base 20000
-        {hi} --context-length 2048 --rope-scaling linear --rope-frequency-scale 0.5
-        {hi} --context-length 2048 --rope-scaling yarn --yarn-original-context 1024 --yarn-extrapolation-factor 1
-        {hi} --context-length 2048 --rope-scaling yarn --yarn-attention-factor 1 --yarn-beta-fast 9 --yarn-beta-slow 1
-        -p Hi -n 1 --no-disk-cache --set llama.rope.freq_base=20000
-        -p Hi -n 1 --model {demo} --device cpu --gpu-layers 0 --threads 1 --context-length 64 --no-disk-cache
-        --prompt Hi --max-tokens 1 --disk-cache-size 1MB --disk-cache-folder {folder}
-        -p Hi -n 1 --no-disk-cache --kv-window 256 --kv-type q8_0/f16 --kv-memory 64MB
-        -p Hi -n 1 --no-disk-cache --speculation draft --draft {demo}
-        -p Hi -n 1 --no-disk-cache --temperature 0.5 --top-k 5 --top-p 0.5 --min-p 0.1 --repetition-penalty 1.1 --seed 1
-        -p Hi -n 1 --no-disk-cache --typical-p 0.9 --top-n-sigma 1 --xtc-probability 0.5 --xtc-threshold 0.2
-        -p Hi -n 1 --no-disk-cache --dynatemp-range 0.1 --dynatemp-exponent 2
-        -p Hi -n 1 --no-disk-cache --mirostat 2 --mirostat-tau 4 --mirostat-eta 0.2
-        -p Hi -n 1 --no-disk-cache --repetition-last-n -1 --frequency-penalty 0.1 --presence-penalty -0.1
-        -p Hi -n 1 --no-disk-cache --dry-multiplier 1 --dry-base 2 --dry-allowed-length 1 --dry-last-n 5
-        -p Hi -n 1 --no-disk-cache --dry-multiplier 1 --dry-sequence-breaker . --logit-bias 5=-inf
-        -p Hi -n 1 --no-disk-cache --json
-        -p Hi -n 1 --no-disk-cache --json-schema {schema}
-        -p Hi -n 1 --no-disk-cache --grammar {grammar}
-        -p Hi -n 1 --no-disk-cache --regex a+
-        -p Hi -n 1 --no-disk-cache --beams 2
-        -p Hi -n 1 --no-disk-cache --stop x --ignore-eos --context-shift --stats
+        {hi} --chat-template {template} --set llama.rope.freq_base=20000 --stop x --ignore-eos --context-shift --stats
+        {hi} {yarn} {filters}
+        {hi} {linear} {penalties}
+        -p Hi -n 1 --model {demo} --device cpu --gpu-layers 0 --threads 1 --context-length 64 --no-disk-cache --json
+        --prompt Hi --max-tokens 1 --disk-cache-size 1MB --disk-cache-folder {folder} --json-schema {schema}
+        {hi} --kv-window 256 --kv-type q8_0/f16 --kv-memory 64MB --grammar {grammar}
+        {hi} --speculation draft --draft {demo} --regex a+
+        {hi} --beams 2
     """,
     "chat": """
-        -n 1 --no-disk-cache --chat-template {template}
-        {one} --context-length 2048 --rope-scaling yarn --rope-scale 2 --rope-base 20000
-        {one} --context-length 2048 --rope-scaling linear --rope-frequency-scale 0.5
-        {one} --context-length 2048 --rope-scaling yarn --yarn-original-context 1024 --yarn-extrapolation-factor 1
-        {one} --context-length 2048 --rope-scaling yarn --yarn-attention-factor 1 --yarn-beta-fast 9 --yarn-beta-slow 1
-        -n 1 --no-disk-cache --set llama.rope.freq_base=20000
+        {one} --chat-template {template} --set llama.rope.freq_base=20000 --system Brief. --context-shift --stats
+        {one} {yarn} {filters}
+        {one} {linear} {penalties}
         -n 1 --model {demo} --device cpu --gpu-layers 0 --threads 1 --context-length 64 --no-disk-cache
         --max-tokens 1 --kv-type q8_0/f16 --kv-memory 64MB --disk-cache-size 1MB --disk-cache-folder {folder}
-        -n 1 --no-disk-cache --kv-window 256
-        -n 1 --no-disk-cache --speculation draft --draft {demo}
-        -n 1 --no-disk-cache --temperature 0.5 --top-k 5 --top-p 0.5 --min-p 0.1 --repetition-penalty 1.1 --seed 1
-        -n 1 --no-disk-cache --typical-p 0.9 --top-n-sigma 1 --xtc-probability 0.5 --xtc-threshold 0.2
-        -n 1 --no-disk-cache --dynatemp-range 0.1 --dynatemp-exponent 2
-        -n 1 --no-disk-cache --mirostat 2 --mirostat-tau 4 --mirostat-eta 0.2
-        -n 1 --no-disk-cache --repetition-last-n -1 --frequency-penalty 0.1 --presence-penalty -0.1
-        -n 1 --no-disk-cache --dry-multiplier 1 --dry-base 2 --dry-allowed-length 1 --dry-last-n 5
-        -n 1 --no-disk-cache --dry-multiplier 1 --dry-sequence-breaker . --logit-bias 5=-inf
-        -n 1 --no-disk-cache --system Brief. --context-shift --stats
+        {one} --kv-window 256
+        {one} --speculation draft --draft {demo}
     """,
     "show": """
         {demo} --tensors
@@ -78,8 +65,8 @@ GOOD = {
     """,
     "quantize": """
         {demo} {folder}/1.gguf --type q8_0 --method rtn --threads 1 --device cpu --text {text} --chunks 1
-        {demo} {folder}/2.gguf --calibration {text} --calibration-tokens 512 --save-imatrix {folder}/i.gguf --type q4_0
-        {demo} {folder}/3.gguf --imatrix {folder}/i.gguf --type q4_0
+        {demo} {folder}/2.gguf --calibration {text} --calibration-tokens 512 --save-imatrix {folder}/i.gguf {quick}
+        {demo} {folder}/3.gguf --imatrix {folder}/i.gguf {quick}
     """,
     "compare": """
         {demo} {demo} {text} --context-length 64 --chunks 1 --threads 1 --json
@@ -89,16 +76,11 @@ GOOD = {
         {demo} {text} --context-length 64 --chunks 1 --threads 1 --json
     """,
     "serve": """
-        {local} --chat-template {template}
-        {local} --context-length 2048 --rope-scaling yarn --rope-scale 2 --rope-base 20000
-        {local} --context-length 2048 --rope-scaling linear --rope-frequency-scale 0.5
-        {local} --context-length 2048 --rope-scaling yarn --yarn-original-context 1024 --yarn-extrapolation-factor 1
-        {local} -c 2048 --rope-scaling yarn --yarn-attention-factor 1 --yarn-beta-fast 9 --yarn-beta-slow 1
-        {local} --set llama.rope.freq_base=20000
+        {local} --chat-template {template} {yarn}
+        {local} {linear} --set llama.rope.freq_base=20000
         --model {demo} --device cpu --gpu-layers 0 --threads 1 --no-disk-cache --port 0 --socket {sock}
-        --context-length 64 --no-tcp --socket {sock}
         --kv-type q8_0/f16 --kv-memory 64MB --disk-cache-size 1MB --disk-cache-folder {folder} --port 0 --socket {sock}
-        --kv-window 256 --no-tcp --socket {sock}
+        --kv-window 256 --no-tcp --context-length 512 --socket {sock}
         --speculation draft --draft {demo} --no-tcp --socket {sock}
         --models {models} --host 127.0.0.1 --port 0 --socket {sock} --token-file {text} --allow-host x --strict-model
         --allow-origin http://a.example --allow-private-network --port 0 --socket {sock} --idle-unload 5 --verbose
@@ -274,6 +256,8 @@ def cases(table: dict[str, str]) -> list[tuple[str, str]]:
 def _lines(table: dict[str, str], command: str) -> list[str]:
     shared = {"run": ("*", "sampling"), "chat": ("*", "sampling"), "serve": ("*",)}.get(command, ())
     lines = "\n".join(table.get(name, "") for name in (command, *shared)).splitlines()
+    for name, words in TOGETHER.items():
+        lines = [line.replace(name, " ".join(words.split())) for line in lines]
     return [line for line in lines if line.strip()]
 
 
@@ -290,9 +274,7 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         run(server, on_ready=end)
 
     monkeypatch.setattr(LocalServer, "run", run_until_ready)
-    for name in ("folder", "models"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "models" / "demo.gguf").write_bytes(Path(DEMO).read_bytes())
+    (tmp_path / "folder").mkdir()
     (tmp_path / "schema.json").write_text('{"type": "integer"}')
     (tmp_path / "grammar.lark").write_text('start: "a"')
     (tmp_path / "text.txt").write_text("Once upon a time there was a little dog. " * 60)
@@ -310,7 +292,14 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     # --verbose adds a handler, on the standard error of its test, and lets more through.
     logger = logging.getLogger("localinfer.server")
     handlers, propagate, level = logger.handlers[:], logger.propagate, logger.level
-    yield lambda line: line.format(**places).split()
+
+    def fill(line: str) -> list[str]:
+        if "{models}" in line:
+            (tmp_path / "models").mkdir()
+            (tmp_path / "models" / "demo.gguf").write_bytes(Path(DEMO).read_bytes())
+        return line.format(**places).split()
+
+    yield fill
     logger.handlers[:], logger.propagate = handlers, propagate
     logger.setLevel(level)
 
