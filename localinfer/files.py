@@ -13,10 +13,10 @@ import secrets
 import stat
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from io import FileIO
+from io import FileIO, RawIOBase
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Protocol, Self, TypeVar
+from typing import BinaryIO, NamedTuple, Self, TypeVar
 
 from localinfer.closing import Closing
 from localinfer.errors import LocalinferError, RequestError
@@ -44,14 +44,8 @@ _WAYS_OUT = {
 }
 
 
-class Writable(Protocol):
-    """An unbuffered file open for writing: it may write less than it is given."""
-
-    def write(self, data: memoryview, /) -> int | None: ...
-
-
-def write_all(file: Writable, data: bytes | memoryview) -> None:
-    """Write every byte, however little the system takes at a time. Raises: OSError."""
+def write_all(file: RawIOBase, data: bytes | memoryview) -> None:
+    """Write every byte to an unbuffered file, however little the system takes at a time. Raises: OSError."""
     view = memoryview(data)
     while view:
         count = file.write(view)
@@ -224,11 +218,12 @@ def unwritable(path: str | os.PathLike[str], error: OSError | ValueError) -> str
     return f"{os.fspath(path)} cannot be written: {reason}; {way_out}"
 
 
-class _Place:
+class _Place(NamedTuple):
     """Where an output goes. path: with links followed. status: of the file that is there, if one is."""
 
-    def __init__(self, path: str, status: os.stat_result | None, *, is_in_place: bool) -> None:
-        self.path, self.status, self.is_in_place = path, status, is_in_place
+    path: str
+    status: os.stat_result | None
+    is_in_place: bool
 
 
 def _find_place(path: str) -> _Place:

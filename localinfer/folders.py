@@ -78,10 +78,10 @@ def runtime_folder() -> Path | None:
 
 
 def temporary_folder() -> Path | None:
-    """A folder for this user among the system's temporary ones, if nobody else can rename or replace what is there.
+    """A folder for this user among the system's temporary ones, if no other user can rename or replace its files.
 
-    None as well where the system does not say who owns a folder. The folder itself need not be there, and may have been
-    made by somebody else: that is for who uses it to see.
+    None as well where the system does not say who owns a folder. The folder itself need not exist, and may belong to
+    another user: see `make_private`.
     """
     if not hasattr(os, "getuid"):
         return None

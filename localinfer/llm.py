@@ -1,4 +1,4 @@
-"""The public API: text and messages in, text out, over an engine that knows token ids only."""
+"""The public API: text and messages in, text out, over an engine of token ids."""
 
 import itertools
 import logging
@@ -15,7 +15,7 @@ from localinfer.arguments import check_flag, check_number, check_path, owned
 from localinfer.chat.constraints import ConstraintCompiler
 from localinfer.chat.history import ChatHistory
 from localinfer.chat.messages import read_messages
-from localinfer.chat.reply import ReplyFormats, ReplyOptions
+from localinfer.chat.reply import ReplyOptions, TemplateFormats
 from localinfer.closing import Closing
 from localinfer.engine.beam_search import Beam, search_beams
 from localinfer.engine.engine import Engine
@@ -73,7 +73,7 @@ class LLM(Closing):
         """Take over a loaded model.
 
         kv_window: bounds what each text holds; the model must have been loaded for it.
-        identity: tells the model apart from others, for what is kept on disk. disk: keep conversations there.
+        identity: of the model and its settings, for what is kept on disk. disk: keep conversations there.
         speculation: what guesses tokens; None decodes one by one. limits: how many generations it takes on at once.
         """
         self._model = model
@@ -91,7 +91,7 @@ class LLM(Closing):
         if model.chat_template is not None and model.tokenizer is not None:
             assert self._constraints is not None, "there is a tokenizer"
             self._chat_history = ChatHistory(model.chat_template, model.tokenizer)
-            self._replies = ReplyFormats(model.chat_template, model.tokenizer, self._constraints)
+            self._replies = TemplateFormats(model.chat_template, model.tokenizer, self._constraints)
         self._identity = identity
         self._session_lock = threading.Lock()
         self._hidden_program: Program | None = None
@@ -333,8 +333,7 @@ class LLM(Closing):
         return [int(token_id) for token_id in token_ids]
 
     def close(self) -> None:
-        """Write conversations that go to disk, for some seconds at most, and release memory and threads; may be called
-        again."""
+        """Write conversations to disk, for some seconds at most; release memory and threads. May be called again."""
         if self._disk is not None:
             self._disk.close()
         with self._session_lock:
@@ -435,7 +434,7 @@ def _read_in_turns(
             for index in running:
                 events[index].append(next(streams[index]))
             running = [index for index in running if events[index][-1].finish_reason is None]
-        return [stream.completion(told) for stream, told in zip(streams, events, strict=True)]
+        return [stream.completion(one) for stream, one in zip(streams, events, strict=True)]
     finally:
         for stream in streams:
             stream.close()
@@ -443,4 +442,4 @@ def _read_in_turns(
 
 def _mean_logprob(completion: Completion) -> float:
     logprobs = completion.logprobs or []
-    return sum(told.logprob for told in logprobs) / len(logprobs) if logprobs else 0.0
+    return sum(token.logprob for token in logprobs) / len(logprobs) if logprobs else 0.0

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from localinfer.arguments import half_character
 from localinfer.closing import Closing
@@ -45,18 +45,10 @@ def neutralise_controls(text: str) -> str:
     return text.translate(_CONTROLS)
 
 
-class TextSink(Protocol):
-    """The two methods of a text stream that printing needs."""
-
-    def write(self, text: str, /) -> object: ...
-
-    def flush(self) -> object: ...
-
-
 class ModelOutput:
     """Writes model text as it streams: untouched into a pipe or file, with controls neutralised on a terminal."""
 
-    def __init__(self, stream: TextSink, *, is_terminal: bool) -> None:
+    def __init__(self, stream: TextIO, *, is_terminal: bool) -> None:
         self._stream = stream
         self._is_terminal = is_terminal
         self._last = "\n"
@@ -187,7 +179,7 @@ class Progress(Closing):
         self._is_shown = self._stream.isatty()
         self._silent_until = time.monotonic() + SILENT_SECONDS
         self._next_draw_seconds = 0.0
-        self._told = ("", 0, 0)
+        self._latest = ("", 0, 0)
         self._drawn_stage: str | None = None
         self._lock = threading.Lock()
         self._first_draw: threading.Timer | None = None
@@ -197,7 +189,7 @@ class Progress(Closing):
         if not self._is_shown:
             return
         with self._lock:
-            self._told = stage, done, total
+            self._latest = stage, done, total
             now = time.monotonic()
             if now < self._silent_until:
                 self._draw_when_due(self._silent_until - now)
@@ -217,17 +209,17 @@ class Progress(Closing):
 
     def _draw_when_due(self, seconds: float) -> None:
         if self._first_draw is None:
-            self._first_draw = threading.Timer(seconds, self._draw_what_was_told)
+            self._first_draw = threading.Timer(seconds, self._draw_latest)
             self._first_draw.daemon = True
             self._first_draw.start()
 
-    def _draw_what_was_told(self) -> None:
+    def _draw_latest(self) -> None:
         with self._lock:
             if not self._is_closed and self._drawn_stage is None:
                 self._draw(time.monotonic())
 
     def _draw(self, now: float) -> None:
-        stage, done, total = self._told
+        stage, done, total = self._latest
         count = f" {done}/{total}" if total > 0 else ""
         self._stream.write(f"{CLEAR_LINE}{stage}{count} ...")
         self._stream.flush()

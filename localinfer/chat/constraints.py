@@ -273,8 +273,8 @@ def _name(constraint: Constraint) -> str:
 def _refusal(what: str, message: str) -> ConstraintError:
     keyword = keyword_in(message) if what == "schema" else None
     # The compiler's message goes over several lines, where it points into the text.
-    told = " ".join(message.split("<state>")[0].split())[:300]
+    shown = " ".join(message.split("<state>")[0].split())[:300]
     about = f" ({keyword!r})" if keyword is not None else ""
     return ConstraintError(
-        f"the {what} cannot be enforced{about}: {told}; change that part", keyword=keyword, field=_FIELDS.get(what)
+        f"the {what} cannot be enforced{about}: {shown}; change that part", keyword=keyword, field=_FIELDS.get(what)
     )

@@ -63,7 +63,7 @@ class AnsweredChat:
 class ChatHistory:
     """Encodes chats, and remembers those that were answered. Threads may share it.
 
-    `on_answer`, where it is set, is told of each; it must not wait, as the garbage collector may call.
+    `on_answer`, where it is set, is called with each; it must not wait, as it may run inside the garbage collector.
     """
 
     def __init__(self, template: "ChatTemplate", tokenizer: "Tokenizer") -> None:
@@ -82,7 +82,7 @@ class ChatHistory:
         *,
         max_tokens: int | None = None,
     ) -> EncodedChat:
-        """Render messages and return the ids of the prompt; tools, variables: what else the template is told.
+        """Render messages and return the ids of the prompt; tools, variables: what else the template is given.
 
         max_tokens: what the context holds. Raises: TemplateError and RequestError as `ChatTemplate.encode`;
             ContextLengthError for more tokens than that.
@@ -118,7 +118,7 @@ class ChatHistory:
             self.on_answer(chat)
 
     def recall(self, chats: Sequence[AnsweredChat]) -> None:
-        """Know chats that were answered before this history began, oldest first."""
+        """Add chats that were answered before this history began, oldest first."""
         with self._lock:
             later = list(self._chats)
             self._chats.clear()
@@ -193,7 +193,7 @@ class ChatHistory:
         self, text: str, segments: Segments, start: int, last_id: int, max_tokens: int | None
     ) -> list[int] | None:
         """The ids of a text from `start` on, after an id of plain text; None if they would not read as that text."""
-        tail = _segments_from(segments, start)
+        tail = _cut(segments, start, len(text))
         ids = self._tokenizer.encode_segments(tail, continues_run=True, max_tokens=max_tokens)
         if text[start : start + 1].isspace():
             decoded = self._tokenizer.decode(ids, skip_special=False, previous_token_id=last_id)
@@ -212,7 +212,7 @@ class ChatHistory:
         with self._lock:
             ids = self._prefixes.get(prefix)
         if ids is None:
-            ids = self._encode(_segments_until(segments, end))
+            ids = self._encode(_cut(segments, 0, end))
             with self._lock:
                 self._prefixes[prefix] = ids
                 while len(self._prefixes) > _MOST_PREFIXES:
@@ -258,21 +258,12 @@ def _before(spans: tuple[tuple[int, int], ...], end: int) -> tuple[tuple[int, in
     return tuple(span for span in spans if span[0] < end)
 
 
-def _segments_from(segments: Segments, start: int) -> Segments:
-    """What is left of segments after `start` characters."""
+def _cut(segments: Segments, start: int, end: int) -> Segments:
+    """The characters from `start` to `end` of segments."""
     kept, position = [], 0
     for text, is_open in segments:
-        if position + len(text) > start:
-            kept.append((text[max(0, start - position) :], is_open))
-        position += len(text)
-    return kept
-
-
-def _segments_until(segments: Segments, end: int) -> Segments:
-    """The first `end` characters of segments."""
-    kept, position = [], 0
-    for text, is_open in segments:
-        if position < end:
-            kept.append((text[: end - position], is_open))
+        part = text[max(0, start - position) : max(0, end - position)]
+        if part:
+            kept.append((part, is_open))
         position += len(text)
     return kept

@@ -11,6 +11,9 @@ from localinfer.errors import ConstraintError
 
 MAX_CHARACTERS = 1 << 18
 MAX_DEPTH = 64
+_TOO_DEEP = f"the schema is nested more than {MAX_DEPTH} deep; define parts in $defs and refer to them"
+_STRINGS = re.compile(r'"[^"\\]*+(?:\\.?+[^"\\]*+)*+"?', re.DOTALL)
+_BRACKETS = re.compile(r"[\[\]{}]")
 MAX_COUNT = 10_000
 """Largest minItems and the like, and the sum of all of them that make the compiled grammar grow."""
 
@@ -143,26 +146,15 @@ def _check_depth(value: object) -> None:
         level = inner
         if not level:
             return
-    raise ConstraintError(f"the schema is nested more than {MAX_DEPTH} deep; define parts in $defs and refer to them")
+    raise ConstraintError(_TOO_DEEP)
 
 
 def _check_text_depth(text: str) -> None:
     depth = 0
-    in_string = escaped = False
-    for character in text:
-        if in_string:
-            in_string = escaped or character != '"'
-            escaped = character == "\\" and not escaped
-        elif character == '"':
-            in_string = True
-        elif character in "[{":
-            depth += 1
-            if depth > MAX_DEPTH:
-                raise ConstraintError(
-                    f"the schema is nested more than {MAX_DEPTH} deep; define parts in $defs and refer to them"
-                )
-        elif character in "]}":
-            depth -= 1
+    for bracket in _BRACKETS.findall(_STRINGS.sub("", text)):
+        depth += 1 if bracket in "[{" else -1
+        if depth > MAX_DEPTH:
+            raise ConstraintError(_TOO_DEEP)
 
 
 def _schemas(root: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -18,7 +18,7 @@ _ID_LETTERS = string.ascii_letters + string.digits
 class ToolCall:
     """One call that the model asks for.
 
-    id: told apart by it, nine letters and digits, random. arguments: a JSON object, as text.
+    id: nine random letters and digits. arguments: a JSON object, as text.
     """
 
     id: str

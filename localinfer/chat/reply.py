@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from localinfer.arguments import check_flag
+from localinfer.arguments import check_flag, check_number
 from localinfer.chat.constraints import Constraint, ConstraintCompiler, grammar_of, json_grammar
 from localinfer.chat.grammar import ReasoningState, reply_grammar
 from localinfer.chat.parser import ReplyParser
@@ -114,16 +114,16 @@ class ReplyFormat:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplyRequest:
+class ChatRequest:
     """A chat's options, checked against a model: how its prompt is rendered, and how its reply is to be read.
 
-    template_tools: what the template is told. variables: of the template.
+    template_tools, variables: what the template is given beside the messages.
     """
 
     format: ReplyFormat
     template_tools: tuple[Mapping[str, Any], ...]
     variables: Mapping[str, Any]
-    formats: "ReplyFormats"
+    formats: "TemplateFormats"
 
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
         """Messages as the template expects them."""
@@ -141,7 +141,7 @@ class ReplyRequest:
         return replace(self.format, state="open" if reasoning.is_open(prompt) else "possible")
 
 
-class ReplyFormats:
+class TemplateFormats:
     """The formats of one model, learned from its template when they are first needed."""
 
     def __init__(self, template: "ChatTemplate", tokenizer: "Tokenizer", compiler: ConstraintCompiler) -> None:
@@ -161,12 +161,15 @@ class ReplyFormats:
         after = None if self.reasoning is None else self.reasoning.end
         return learn_call_format(self._template, SpellingFinder(spellings), after=after)
 
-    def request(self, options: ReplyOptions) -> ReplyRequest:
+    def request(self, options: ReplyOptions) -> ChatRequest:
         """Check the options of one chat. Raises: RequestError; ConstraintError naming a tool and a keyword."""
         tools, must_call = choose_tools(read_tools(options.get("tools")), options.get("tool_choice"))
         tools = tuple(map(self._enforceable, tools))
-        thinking = _check_thinking(options.get("thinking"))
-        budget = _check_budget(options.get("thinking_budget"))
+        thinking = options.get("thinking")
+        if thinking is not None and not isinstance(thinking, bool):
+            raise RequestError(f"thinking is {thinking!r}; give True, False, or None for the template's choice")
+        budget = check_number("thinking_budget", options.get("thinking_budget"), 0, none="for no limit")
+        is_parallel = options.get("parallel_tool_calls")
         if self.reasoning is None and (thinking or budget is not None):
             raise RequestError(
                 "thinking was asked for, but the model's chat template knows no reasoning; leave thinking and "
@@ -180,14 +183,14 @@ class ReplyFormats:
         if taken:
             raise RequestError(f"template_variables hold {', '.join(sorted(taken))}, which are not theirs to set")
         calls = self.calls if tools else None
-        return ReplyRequest(
+        return ChatRequest(
             format=ReplyFormat(
                 reasoning=self.reasoning,
                 state="none",
                 calls=calls,
                 tools=tools,
                 must_call=must_call,
-                is_parallel=_check_parallel(options.get("parallel_tool_calls")),
+                is_parallel=is_parallel is None or check_flag("parallel_tool_calls", is_parallel),
                 budget=0 if thinking is False else budget,
                 shown_ids=self._shown_ids(calls),
             ),
@@ -236,21 +239,3 @@ class ReplyFormats:
         return frozenset(
             spelling.token_id for text in texts for spelling in self._tokenizer.special_spellings.find(text)
         )
-
-
-def _check_thinking(thinking: object) -> bool | None:
-    if thinking is not None and not isinstance(thinking, bool):
-        raise RequestError(f"thinking is {thinking!r}; give True, False, or None for the template's choice")
-    return thinking
-
-
-def _check_parallel(is_parallel: object) -> bool:
-    return True if is_parallel is None else check_flag("parallel_tool_calls", is_parallel)
-
-
-def _check_budget(budget: object) -> int | None:
-    if budget is None:
-        return None
-    if not isinstance(budget, int) or isinstance(budget, bool) or budget < 0:
-        raise RequestError(f"thinking_budget is {budget!r}; give a number of tokens, 0 or more, or None for no limit")
-    return budget

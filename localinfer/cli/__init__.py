@@ -255,7 +255,7 @@ def _invoke(words: list[str]) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
-    0: done. 2: bad input, told in one line on stderr. 130: interrupted by Ctrl-C. 141: the reader of stdout went away.
+    0: done. 2: bad input, described in one line on stderr. 130: interrupted by Ctrl-C. 141: the reader of stdout ended.
     """
     prepare_streams()
     words = list(sys.argv[1:] if arguments is None else arguments)

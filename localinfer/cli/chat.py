@@ -39,7 +39,7 @@ class Leave(Exception):
 
 
 class Chat:
-    """Turns lines into replies and commands; knows nothing of keys or prompts.
+    """Turns lines into replies and commands, whatever keys or pipes they come from.
 
     Replies go to `output`, everything else to `notices`. shows_stats: the numbers of every reply follow it.
     """
@@ -53,7 +53,7 @@ class Chat:
         self._notices = notices
         self._is_reasoning = False
         conversation.on_reasoning = self._show_reasoning
-        conversation.on_messages_dropped = self._tell_dropped
+        conversation.on_messages_dropped = self._report_dropped
         commands = (
             Command("/help", "list the commands and keys", self._help),
             Command("/clear", "forget the conversation", self._clear),
@@ -122,11 +122,11 @@ class Chat:
             self._notices.write("\n\n")
             self._notices.flush()
 
-    def _tell_dropped(self, num_messages: int) -> None:
+    def _report_dropped(self, num_messages: int) -> None:
         self.notice(f"the context is full: the {num_messages} oldest messages are left out from here on")
 
     def _report(self) -> None:
-        """Say what the last reply left out, and its numbers if they are wanted."""
+        """Report what the last reply left out, and its numbers if they are wanted."""
         stats = self._conversation.last_stats
         if stats is None:
             return

@@ -15,13 +15,13 @@ _REPLY_TOKENS = 1024
 class Conversation:
     """Keeps messages well formed: each question is followed by its answer, whole or cut short, or is not there.
 
-    `system` may be changed at any time and counts from the next reply on. `on_reasoning`, where it is set, is told what
-    the model reasons before it answers, piece by piece; that is not part of the conversation.
+    `system` may be changed at any time and counts from the next reply on. `on_reasoning`, where it is set, is called
+    with what the model reasons before it answers, in pieces; that is not part of the conversation.
 
     A conversation that outgrows the context goes on without its oldest exchanges, unless the context is shifted by the
     engine (`context_shift` among the sampling options). So many are left out that what remains takes half the context:
-    what a reply must compute anew is then computed once in many replies. `on_messages_dropped`, where it is set, is
-    told how many messages were left out, before the reply.
+    the prompt is then computed from its start once in many replies. `on_messages_dropped`, where it is set, is called
+    with how many messages were left out, before the reply.
     """
 
     def __init__(

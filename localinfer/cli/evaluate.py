@@ -112,7 +112,7 @@ def compare_command(
 def _ask(
     first: "LLM", second: "LLM", questions: bool | None, progress: Progress
 ) -> "tuple[list[Answer], list[Answer]] | str | None":
-    """Both models' answers; why there are none although nobody said no; None if somebody did, or neither can chat."""
+    """Both models' answers; why they failed, as text; None where they are not wanted, or neither model can chat."""
     from localinfer.evaluation.sanity_checks import ask
 
     if not (first.has_chat_template if questions is None else questions):
@@ -136,7 +136,7 @@ def _load(model: str, context_length: int, threads: int | None, progress: Progre
 
 
 def _check_context(model: str, context_length: int) -> None:
-    """Refuse a context that nobody asked for and the model was not trained for."""
+    """Refuse a default context that the model was not trained for."""
     from localinfer.models.load.loader import open_model_file, read_config
 
     file = open_model_file(model)

@@ -112,7 +112,7 @@ def serve_command(
 
 
 def _say_ready(line: str) -> None:
-    """Tell whoever waits for it. A reader that is gone is no reason to end."""
+    """Print the line that clients may wait for; a closed pipe does not end the server."""
     with contextlib.suppress(OSError):
         click.echo(line)
         sys.stdout.flush()

@@ -8,7 +8,7 @@ import pytest
 from localinfer.cli import localinfer_command
 from localinfer.options import GenerationOptions
 from localinfer.sampling.params import NUMBER_OPTIONS, SamplingOptions, SamplingParams
-from localinfer.server.replies.sampling_fields import SamplingFields
+from localinfer.server.replies.fields import NumberFields
 
 
 def test_callers_see_the_types_of_the_sampling_parameters():
@@ -31,4 +31,4 @@ def test_every_numeric_option_is_a_flag(command: str):
 
 def test_every_numeric_option_is_a_member_of_requests():
     aliases = {option.alias for option in NUMBER_OPTIONS.values()} - {None}
-    assert NUMBER_OPTIONS.keys() | aliases <= set(SamplingFields.__struct_fields__)
+    assert NUMBER_OPTIONS.keys() | aliases <= set(NumberFields.__struct_fields__)
