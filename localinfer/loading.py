@@ -4,7 +4,7 @@ import hashlib
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ from localinfer.speculation.draft_model import DraftModel
 from localinfer.speculation.ngram import NgramDrafter
 from localinfer.speculation.verification_costs import VerificationCosts, measure_costs
 from localinfer.speculation.verify import Speculation
+from localinfer.types import ProgressCallback
 
 if TYPE_CHECKING:
     from localinfer.models.decoder.rope import RopeOptions
@@ -37,7 +38,6 @@ logger = logging.getLogger(__name__)
 DEVICES = ("auto", "cpu", "cuda")
 """What `load` takes as a device."""
 
-ProgressCallback = Callable[[str, int, int], None]
 _SPECULATION = ("auto", "ngram", "draft", None)
 _AGREEING_LOADS = 2
 _ALIKE = 1.3

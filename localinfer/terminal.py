@@ -5,7 +5,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, TextIO
 
 from localinfer.arguments import half_character
@@ -14,6 +13,7 @@ from localinfer.errors import RequestError
 
 if TYPE_CHECKING:
     from localinfer.stream import Stats
+    from localinfer.types import ProgressCallback
 
 DIM = "\x1b[2m"
 RESET = "\x1b[0m"
@@ -137,7 +137,7 @@ def describe_stats(stats: "Stats") -> str:
     return "; ".join(parts)
 
 
-def with_time_left(report: Callable[[str, int, int], None]) -> Callable[[str, int, int], None]:
+def with_time_left(report: "ProgressCallback") -> "ProgressCallback":
     """Wrap a callback so that stages carry the time that the rest will take, at the mean speed since they began.
 
     A stage begins where the units in all change, or those done go back.

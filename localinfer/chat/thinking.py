@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from localinfer.sampling.mask import Allowed, GuidingMask, TokenIds
+from localinfer.sampling.mask import Allowed, GuidingMask
+from localinfer.types import TokenIds
 
 if TYPE_CHECKING:
     from localinfer.models.text.tokenizer import Tokenizer

@@ -1,0 +1,12 @@
+"""Types that many packages name."""
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+TokenIds = NDArray[np.int32]
+FloatArray = NDArray[np.float32]
+
+ProgressCallback = Callable[[str, int, int], None]
+"""Called with a stage's name, the units done and the units in all, 0 where these are unknown."""
