@@ -41,7 +41,7 @@ _SIZE_KEYS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TypeShare:
     """How much of a file is stored as one tensor type."""
 
@@ -106,7 +106,10 @@ def describe_file(path: str) -> FileDescription:
             chat_template=_chat_template(metadata),
             unknown_settings=unknown_settings(file),
             metadata={key: _plain_value(metadata, key) for key in metadata},
-            tensors=_tensor_records(tensors),
+            tensors=[
+                {"name": one.name, "type": one.type.name, "shape": list(one.shape), "num_bytes": one.num_bytes}
+                for one in tensors
+            ],
         )
 
 
@@ -147,28 +150,17 @@ def _length(metadata: Mapping[str, object], key: str) -> int | None:
 def _type_shares(tensors: list[TensorRecord]) -> list[TypeShare]:
     """One share per tensor type, largest first."""
     shares = []
-    for tensor_type in {tensor.type for tensor in tensors}:
-        members = [tensor for tensor in tensors if tensor.type is tensor_type]
-        shares.append(
-            TypeShare(
-                type=tensor_type.name,
-                num_tensors=len(members),
-                num_parameters=sum(math.prod(tensor.shape) for tensor in members),
-                num_bytes=sum(tensor.num_bytes for tensor in members),
-                bits_per_weight=bits_per_weight(tensor_type),
-            )
-        )
+    for kind in {tensor.type for tensor in tensors}:
+        members = [tensor for tensor in tensors if tensor.type is kind]
+        num_parameters = sum(math.prod(tensor.shape) for tensor in members)
+        num_bytes = sum(tensor.num_bytes for tensor in members)
+        shares.append(TypeShare(kind.name, len(members), num_parameters, num_bytes, bits_per_weight(kind)))
     return sorted(shares, key=lambda share: (-share.num_bytes, share.type))
 
 
 def _tokenizer(metadata: Mapping[str, object]) -> dict[str, Any]:
-    names = {
-        "model": "tokenizer.ggml.model",
-        "pre": "tokenizer.ggml.pre",
-        "bos_token_id": "tokenizer.ggml.bos_token_id",
-        "eos_token_id": "tokenizer.ggml.eos_token_id",
-    }
-    return {name: _plain_value(metadata, key) for name, key in names.items() if key in metadata}
+    keys = {name: f"tokenizer.ggml.{name}" for name in ("model", "pre", "bos_token_id", "eos_token_id")}
+    return {name: _plain_value(metadata, key) for name, key in keys.items() if key in metadata}
 
 
 def _chat_template(metadata: Mapping[str, object]) -> dict[str, Any] | None:
@@ -179,15 +171,8 @@ def _chat_template(metadata: Mapping[str, object]) -> dict[str, Any] | None:
     return {"num_characters": len(template), "sha256": hashlib.sha256(template.encode()).hexdigest()}
 
 
-def _tensor_records(tensors: list[TensorRecord]) -> list[dict[str, Any]]:
-    return [
-        {"name": tensor.name, "type": tensor.type.name, "shape": list(tensor.shape), "num_bytes": tensor.num_bytes}
-        for tensor in tensors
-    ]
-
-
 def _plain_value(metadata: Mapping[str, object], key: str) -> Any:
-    """A value as JSON knows it: long arrays become their description, numbers that JSON lacks become text."""
+    """A value as JSON has it: long arrays become their description, numbers that JSON lacks become text."""
     if not isinstance(metadata, Metadata):
         count = _length(metadata, key)
         return _plain_number(metadata[key]) if count is None or count <= LONGEST_ARRAY else f"array of {count}"
@@ -276,14 +261,14 @@ def _short(value: Any, longest: int | None = LONGEST_TEXT) -> str:
 
 
 def _count(number: int) -> str:
-    for divisor, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
-        if number >= divisor:
-            return f"{number / divisor:.2f} {unit}"
-    return str(number)
+    return _scaled(number, "B", "M", "K") or str(number)
 
 
 def _size(num_bytes: int) -> str:
-    for divisor, unit in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
-        if num_bytes >= divisor:
-            return f"{num_bytes / divisor:.2f} {unit}"
-    return f"{num_bytes} B"
+    return _scaled(num_bytes, "GB", "MB", "kB") or f"{num_bytes} B"
+
+
+def _scaled(number: int, *units: str) -> str:
+    """A number of 1000 or more in the largest of three units that it fills; "" for a smaller one."""
+    scales = zip((10**9, 10**6, 10**3), units, strict=True)
+    return next((f"{number / scale:.2f} {unit}" for scale, unit in scales if number >= scale), "")

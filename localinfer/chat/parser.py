@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from localinfer.chat.xml_arguments import ParameterReader, match_length
-from localinfer.models.text.reply_format import CallFormat, ReasoningFormat
+from localinfer.models.text.reply_format import HERMES, CallFormat, ReasoningFormat
 
 _NOT_NAME = re.compile(r"[^A-Za-z0-9_.:-]")
 _ID_LETTERS = string.ascii_letters + string.digits
@@ -65,8 +65,9 @@ class ReplyParser:
         types: Mapping[str, Mapping[str, frozenset[str]]] | None = None,
         new_id: Callable[[], str] | None = None,
     ) -> None:
-        self._reasoning_format = reasoning
-        self._calls = calls
+        # Without one, its states are never reached.
+        self._format = reasoning or ReasoningFormat("", "", "")
+        self._has_calls, self._calls = calls is not None, calls or HERMES
         self._types = types or {}
         self._parameters: ParameterReader | None = None
         self._new_id = new_id or _random_id
@@ -115,8 +116,7 @@ class ReplyParser:
 
     def _opening(self) -> bool:
         """At the start of a reply that may begin with reasoning."""
-        assert self._reasoning_format is not None, "only reached with reasoning"
-        begin, text = self._reasoning_format.begin, self._held.lstrip()
+        begin, text = self._format.begin, self._held.lstrip()
         if text.startswith(begin):
             self._held = text[len(begin) :]
             return self._go(self._reopened)
@@ -124,16 +124,14 @@ class ReplyParser:
 
     def _reopened(self) -> bool:
         """Inside the reasoning before its first letter, where some models open it again."""
-        assert self._reasoning_format is not None, "only reached with reasoning"
-        begin, self._held = self._reasoning_format.begin, self._held.lstrip()
+        begin, self._held = self._format.begin, self._held.lstrip()
         if self._held.startswith(begin):
             self._held = self._held[len(begin) :]
             return True
         return False if begin.startswith(self._held) else self._go(self._thought)
 
     def _thought(self) -> bool:
-        assert self._reasoning_format is not None, "only reached with reasoning"
-        end = self._reasoning_format.end
+        end = self._format.end
         before, found, after = self._held.partition(end)
         if found:
             self._reasoning.append(before.rstrip())
@@ -149,7 +147,7 @@ class ReplyParser:
 
     def _start(self) -> bool:
         """Where content begins, and in some formats a call, if there is one."""
-        if self._calls is None:
+        if not self._has_calls:
             return self._go(self._plain)
         if self._calls.trigger:
             return self._go(self._text)
@@ -168,7 +166,6 @@ class ReplyParser:
 
     def _text(self) -> bool:
         """Content in which a marker may begin a call."""
-        assert self._calls is not None, "only reached with calls"
         trigger = self._calls.trigger
         place = self._held.find(trigger)
         if place < 0:
@@ -190,7 +187,6 @@ class ReplyParser:
 
     def _call(self) -> bool:
         """At the name of a call."""
-        assert self._calls is not None, "only reached with calls"
         found = _NOT_NAME.search(self._held)
         if found is None:
             return False
@@ -257,7 +253,6 @@ class ReplyParser:
 
     def _after(self) -> bool:
         """Behind the arguments of a call."""
-        assert self._calls is not None, "only reached with calls"
         length = match_length(self._held, self._calls.end)
         if length is None:
             return False
@@ -266,7 +261,6 @@ class ReplyParser:
 
     def _between(self) -> bool:
         """Behind a call: at the next one, at the end of all, or at text."""
-        assert self._calls is not None, "only reached with calls"
         if not self._held.strip():
             return False
         separator = self._calls.separator

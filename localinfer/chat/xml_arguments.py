@@ -21,17 +21,7 @@ _WORDS = {"True": "true", "False": "false", "None": "null"}
 _ANNOTATIONS = frozenset(("type", "title", "description", "default", "examples", "deprecated", "$comment"))
 _LENGTHS = ("minLength", "maxLength")
 _PARAMETERS = frozenset(
-    (
-        "type",
-        "properties",
-        "required",
-        "additionalProperties",
-        "$defs",
-        "definitions",
-        "$schema",
-        "title",
-        "description",
-    )
+    "type properties required additionalProperties $defs definitions $schema title description".split()
 )
 _ANY_NAME = "/[A-Za-z0-9_.:-]{1,64}/"
 
@@ -209,7 +199,7 @@ class _Parameters:
 
     def value(self, name: str, schema: Any, root: Mapping[str, Any]) -> str:
         """The name of a rule for a value of this schema, and of what ends it."""
-        found = [one for one in alternatives(schema, root)] if isinstance(schema, Mapping) else [{}]
+        found = alternatives(schema, root) if isinstance(schema, Mapping) else [{}]
         made = [self._alternative(f"{name}_{index}", one, root) for index, one in enumerate(found)]
         self.rules.append(f"{name}: {' | '.join(dict.fromkeys(made))}")
         return name

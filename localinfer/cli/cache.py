@@ -3,22 +3,11 @@
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
 
 import click
 
 from localinfer.cli.options import flag, option
 from localinfer.errors import RequestError
-
-
-class KeptModel(NamedTuple):
-    """What one model, with its settings and version, keeps on disk; last_used in seconds since 1970."""
-
-    name: str
-    kv_type: str
-    num_pages: int
-    num_bytes: int
-    last_used: float
 
 
 @click.command("cache")
@@ -42,16 +31,15 @@ def cache_command(disk_cache_folder: str | None, clear: bool) -> None:
         return
     total = sum(file.num_bytes for file in stored_files(folder))
     click.echo(f"{neutralise_controls(str(folder))}: {total:,} bytes")
-    for kept in sorted(kept_models(folder), key=lambda kept: -kept.last_used):
-        used = datetime.fromtimestamp(kept.last_used).strftime("%Y-%m-%d %H:%M")
-        name = neutralise_controls(kept.name)
-        click.echo(f"  {name} ({kept.kv_type}): {kept.num_pages:,} pages, {kept.num_bytes:,} bytes, last used {used}")
+    for last_used, line in sorted(_models(folder), reverse=True):
+        click.echo(f"{line}, last used {datetime.fromtimestamp(last_used).strftime('%Y-%m-%d %H:%M')}")
 
 
-def kept_models(folder: Path) -> Iterator[KeptModel]:
-    """What lies in a cache folder, by model, as the descriptions in it say."""
+def _models(folder: Path) -> Iterator[tuple[float, str]]:
+    """What one model, with its settings and version, has in a cache folder: when that was last used, and a line."""
     from localinfer.persistence.budget import DESCRIPTION, stored_files
     from localinfer.persistence.fingerprint import read_description
+    from localinfer.terminal import neutralise_controls
 
     files = list(stored_files(folder))
     for description in folder.glob(f"*/{DESCRIPTION}"):
@@ -60,9 +48,12 @@ def kept_models(folder: Path) -> Iterator[KeptModel]:
             name, kv_type = fields["model"], (fields["parts"].get("key-value layout", "").split() or ["unknown"])[0]
         except (OSError, ValueError):
             name, kv_type = "a model whose description is damaged", "unknown"
-        pages = [file for file in files if Path(file.path).is_relative_to(description.parent)]
-        pages = [file for file in pages if file.path.endswith((".page", ".window"))]
-        if pages:
-            last_used = max(file.used_ns for file in pages) / 1e9
-            num_pages = sum(file.path.endswith(".page") for file in pages)
-            yield KeptModel(name, kv_type, num_pages, sum(file.num_bytes for file in pages), last_used)
+        found = [file for file in files if Path(file.path).is_relative_to(description.parent)]
+        found = [file for file in found if file.path.endswith((".page", ".window"))]
+        if found:
+            num_pages, num_bytes = (
+                sum(file.path.endswith(".page") for file in found),
+                sum(one.num_bytes for one in found),
+            )
+            line = f"  {neutralise_controls(name)} ({kv_type}): {num_pages:,} pages, {num_bytes:,} bytes"
+            yield max(file.used_ns for file in found) / 1e9, line

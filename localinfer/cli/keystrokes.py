@@ -7,11 +7,13 @@ from typing import TextIO
 
 try:
     import termios
-except ImportError:  # Windows: its console shows no key that nobody reads.
+except ImportError:  # Windows: its console shows no key that is not read.
     HAS_TERMIOS = False
 else:
     HAS_TERMIOS = True
 
+_INPUT_MODES, _LOCAL_MODES = 0, 3
+"""Places in what `termios.tcgetattr` returns."""
 _PASTE_MARKS_ON, _PASTE_MARKS_OFF = "\x1b[?2004h", "\x1b[?2004l"
 
 
@@ -35,16 +37,9 @@ def keystrokes_held(keyboard: TextIO, screen: TextIO) -> Iterator[Callable[[], N
     except (OSError, termios.error):
         yield _do_nothing
         return
-    input_modes, output_modes, control_modes, local_modes, input_speed, output_speed, characters = former
-    held = [
-        input_modes & ~(termios.ICRNL | termios.INLCR | termios.IGNCR),
-        output_modes,
-        control_modes,
-        local_modes & ~(termios.ECHO | termios.ECHONL | termios.ICANON | termios.IEXTEN),
-        input_speed,
-        output_speed,
-        characters,
-    ]
+    held = list(former)
+    held[_INPUT_MODES] &= ~(termios.ICRNL | termios.INLCR | termios.IGNCR)
+    held[_LOCAL_MODES] &= ~(termios.ECHO | termios.ECHONL | termios.ICANON | termios.IEXTEN)
     termios.tcsetattr(descriptor, termios.TCSANOW, held)
     try:
         yield lambda: _write(screen, _PASTE_MARKS_ON)
