@@ -40,9 +40,9 @@ class _Bench(click.Group):
                 message = f"{error.option_name} has no meaning with --{names[0]}; leave it out."
                 raise click.UsageError(message, error.ctx) from None
             if owners:
-                options = " or ".join(f"--{owner}" for owner in owners)
+                asked = " or ".join(f"--{owner}" for owner in owners)
                 subcommands = " or ".join(f"`localinfer {info_name} {owner}`" for owner in owners)
-                message = f"{error.option_name} is for {options}; use {subcommands}."
+                message = f"{error.option_name} is for {asked}; use {subcommands}."
                 raise click.UsageError(message, error.ctx) from None
             raise
 
