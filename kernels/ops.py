@@ -1,25 +1,26 @@
-"""The op set: everything a model may ask of a device, and the records those requests are made of.
+"""The op set: what a model may ask of a device, as plain records.
 
-A decoder (floor `models`) writes these ops once, in order, on a `Tape`; the device turns them into a `Program` that
-runs any batch. The CPU tape is `kernels/cpu/lower.py`; the NumPy oracle in `tests/oracle.py` implements the same
-protocol.
+A decoder (package `models`) writes these ops once, in order, on a `GraphBuilder` (`graph_builder.py`), which checks the
+shapes of each; a device turns the finished `OpGraph` into a `Program` that runs any batch (`cpu/lower.py`,
+`cuda/lower.py`). The NumPy oracle in `tests/oracle.py` runs the same records.
 
 Shapes: a buffer holds `rows x width` float32, one row per token of the batch (`Rows.BATCH`) or per row whose logits
 were asked for (`Rows.OUTPUT`). Every op works row by row, so the value of a row depends on nothing but its own prefix.
+`out` may be the same buffer as an input wherever shapes agree, except in products and attention.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from localinfer.kernels.program import Program
-
 FloatArray = NDArray[np.float32]
+
+MAX_EXPERTS = 4096
+"""Of a router: kernels have scratch memory for so many scores."""
 
 
 class Rows(Enum):
@@ -60,9 +61,9 @@ class Gating(Enum):
     """Softmax over the selected experts only."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Buffer:
-    """Handle of `rows x width` float32 values owned by a tape."""
+    """Handle of `rows x width` float32 values of a graph."""
 
     index: int
     name: str
@@ -70,33 +71,54 @@ class Buffer:
     rows: Rows
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class LinearWeight:
     """A weight matrix (or a stack of them, one per expert) as a device holds it.
 
-    `packed` is the device's own record and is opaque to everybody else. `num_experts` is 1 for an ordinary matrix.
+    `packed` is the device's own record and is opaque to everything else, equality included. `num_experts` is 1 for an
+    ordinary matrix.
     """
 
     name: str
     num_rows: int
     num_columns: int
-    packed: Any
+    packed: Any = field(compare=False)
     num_experts: int = 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class EmbeddingTable:
     """A table of `num_rows` vectors of `width`; `packed` is the device's own record."""
 
     name: str
     num_rows: int
     width: int
-    packed: Any
+    packed: Any = field(compare=False)
 
 
-@dataclass(frozen=True)
-class Projection:
-    """One product of a `matmul`: out = residual + scale * (x @ weight.T + bias).
+class _WithArrays:
+    """A record that equals another one with equal numbers in its arrays."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, type(self)):
+            return False
+        names = [field.name for field in fields(self)]  # type: ignore[arg-type]
+        return all(_are_equal(getattr(self, name), getattr(other, name)) for name in names)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _are_equal(first: object, second: object) -> bool:
+    if isinstance(first, np.ndarray) and isinstance(second, np.ndarray):
+        return np.array_equal(first, second)
+    return not isinstance(second, np.ndarray) and first == second
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Projection(_WithArrays):
+    """One product of a `Matmul`: out = residual + scale * (x @ weight.T + bias).
 
     `residual` may be `out` itself. `bias` is float32[num_rows] of the weight.
     """
@@ -108,8 +130,8 @@ class Projection:
     scale: float = 1.0
 
 
-@dataclass(frozen=True)
-class RopeTable:
+@dataclass(frozen=True, slots=True, eq=False)
+class RopeTable(_WithArrays):
     """What RoPE needs besides positions.
 
     inverse_frequencies: float64[rotary_size / 2], every scaling (linear, YaRN, Llama 3, LongRoPE) already in it.
@@ -121,8 +143,8 @@ class RopeTable:
     magnitude: float = 1.0
 
 
-@dataclass(frozen=True)
-class AttentionShape:
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionShape(_WithArrays):
     """One layer's attention: sizes, mask and score transform.
 
     scale multiplies q.k; softcap > 0 replaces a score s by softcap * tanh(s / softcap); window > 0 lets a position see
@@ -143,9 +165,9 @@ class AttentionShape:
     alibi_slopes: FloatArray | None = None
 
 
-@dataclass(frozen=True)
-class Routing:
-    """How `route` picks experts: the best `num_selected` by gating value (plus `selection_bias`, which does not weigh).
+@dataclass(frozen=True, slots=True, eq=False)
+class Routing(_WithArrays):
+    """How `Route` picks experts: the best `num_selected` by gating value (plus `selection_bias`, which does not weigh).
 
     Of equal values the lower expert wins, and slots are in order of falling value. SOFTMAX_SELECTED picks by logits.
     normalise divides the chosen weights by their sum; scale multiplies them afterwards. num_groups > 1 first keeps the
@@ -173,149 +195,272 @@ class KVLayerShape:
     window: int = 0
 
 
-class Tape(Protocol):
-    """Records ops in order. `out` may be the same buffer as an input wherever shapes agree, except in `matmul`."""
+@dataclass(frozen=True, slots=True)
+class Embed:
+    """out[r] = scale * table[token_ids[r]]."""
 
-    def buffer(self, name: str, width: int, rows: Rows = Rows.BATCH) -> Buffer:
-        """Reserve a buffer."""
-        ...
+    out: Buffer
+    table: EmbeddingTable
+    scale: float = 1.0
 
-    def embed(self, out: Buffer, table: EmbeddingTable, scale: float = 1.0) -> None:
-        """out[r] = scale * table[token_ids[r]]."""
-        ...
 
-    def embed_positions(self, out: Buffer, table: EmbeddingTable) -> None:
-        """out[r] += table[position of r] (learned absolute positions)."""
-        ...
+@dataclass(frozen=True, slots=True)
+class EmbedPositions:
+    """out[r] += table[position of r] (learned absolute positions)."""
 
-    def rms_norm(self, out: Buffer, x: Buffer, weight: FloatArray | None, epsilon: float, group_size: int = 0) -> None:
-        """Root-mean-square norm (arXiv 1910.07467) over each row, or over each `group_size` elements of it.
+    out: Buffer
+    table: EmbeddingTable
 
-        weight: float32[group_size] shared by all groups, or float32[width], or None for 1.
-        """
-        ...
 
-    def layer_norm(
-        self,
-        out: Buffer,
-        x: Buffer,
-        weight: FloatArray | None,
-        bias: FloatArray | None,
-        epsilon: float,
-        group_size: int = 0,
-    ) -> None:
-        """Layer norm (arXiv 1607.06450), shapes as in `rms_norm`."""
-        ...
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """out[r] = what the program was given for row r: the hidden states that another device computed."""
 
-    def matmul(self, x: Buffer, projections: Sequence[Projection]) -> None:
-        """Multiply one input by one or several weights; all `out` rows kinds equal x's."""
-        ...
+    out: Buffer
 
-    def rope(self, x: Buffer, table: RopeTable, head_size: int, offset: int = 0) -> None:
-        """Rotate, in place, elements offset .. offset + rotary_size of every head of x by the row's position."""
-        ...
 
-    def store_kv(self, layer: int, keys: Buffer, values: Buffer) -> None:
-        """Write the rows' keys and values into the cache pages of `layer`."""
-        ...
+@dataclass(frozen=True, slots=True, eq=False)
+class RmsNorm(_WithArrays):
+    """Root-mean-square norm (arXiv 1910.07467) over each row, or over each `group_size` elements of it.
 
-    def attention(self, out: Buffer, queries: Buffer, layer: int, shape: AttentionShape) -> None:
-        """Causal attention of every row over its sequence's cache, in chunks of absolute positions merged in order."""
-        ...
+    weight: float32[group_size] shared by all groups, or float32[width], or None for 1.
+    """
 
-    def activation(self, out: Buffer, x: Buffer, kind: Activation) -> None:
-        """out = kind(x)."""
-        ...
+    out: Buffer
+    x: Buffer
+    weight: FloatArray | None
+    epsilon: float
+    group_size: int = 0
 
-    def gated_activation(self, out: Buffer, gate: Buffer, up: Buffer, kind: Activation) -> None:
-        """out = kind(gate) * up; gate and up may be two halves of one width only if given as separate buffers."""
-        ...
 
-    def add(self, out: Buffer, a: Buffer, b: Buffer, scale: float = 1.0) -> None:
-        """out = a + scale * b."""
-        ...
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerNorm(_WithArrays):
+    """Layer norm (arXiv 1607.06450), shapes as in `RmsNorm`."""
 
-    def multiply_sigmoid(self, out: Buffer, x: Buffer, gate: Buffer) -> None:
-        """out = x * sigmoid(gate); gate is as wide as x, or one value per row."""
-        ...
+    out: Buffer
+    x: Buffer
+    weight: FloatArray | None
+    bias: FloatArray | None
+    epsilon: float
+    group_size: int = 0
 
-    def scale(self, x: Buffer, factor: float) -> None:
-        """x *= factor, in place."""
-        ...
 
-    def scale_by_position(self, x: Buffer, period: int, slope: float, offset: int = 0) -> None:
-        """x *= 1 + slope * ln(1 + floor((position of the row + offset) / period)), in place (Llama 4, Ministral 3)."""
-        ...
+@dataclass(frozen=True, slots=True)
+class Matmul:
+    """Multiply one input by one or several weights; all `out` hold the same rows as x."""
 
-    def softcap(self, x: Buffer, cap: float) -> None:
-        """x = cap * tanh(x / cap), in place."""
-        ...
+    x: Buffer
+    projections: Sequence[Projection]
 
-    def copy_heads(
-        self,
-        out: Buffer,
-        x: Buffer,
-        num_heads: int,
-        width: int,
-        out_head_size: int,
-        x_head_size: int,
-        out_offset: int = 0,
-        x_offset: int = 0,
-    ) -> None:
-        """Copy `width` elements of every head of x, from x_offset in it to out_offset in out's head; the rest stays."""
-        ...
 
-    def head_matmul(
-        self,
-        out: Buffer,
-        x: Buffer,
-        weight: LinearWeight,
-        out_head_size: int,
-        x_head_size: int,
-        out_offset: int = 0,
-        x_offset: int = 0,
-    ) -> None:
-        """For every head h: out[h][out_offset:] = weight[h] @ x[h][x_offset:], num_rows from num_columns elements.
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotate, in place, elements offset .. offset + rotary_size of every head of x by the row's position."""
 
-        weight is a stack of one matrix per head; the rest of out stays (latent attention, arXiv 2405.04434).
-        """
-        ...
+    x: Buffer
+    table: RopeTable
+    head_size: int
+    offset: int = 0
 
-    def select_output(self, out: Buffer, x: Buffer) -> None:
-        """Copy the rows that want logits; `out` has Rows.OUTPUT."""
-        ...
 
-    def route(self, expert_ids: Buffer, expert_weights: Buffer, logits: Buffer, routing: Routing) -> None:
-        """Choose experts per row; ids are stored as float32 whole numbers. Both outputs are num_selected wide."""
-        ...
+@dataclass(frozen=True, slots=True)
+class StoreKV:
+    """Write the rows' keys and values into the cache pages of `layer`."""
 
-    def expert_matmul(
-        self,
-        out: Buffer,
-        x: Buffer,
-        weight: LinearWeight,
-        expert_ids: Buffer,
-        bias: FloatArray | None = None,
-        input_per_slot: bool = False,
-    ) -> None:
-        """For each row and each selected expert e: out[row, slot] = x[row or row, slot] @ weight[e].T + bias[e].
+    layer: int
+    keys: Buffer
+    values: Buffer
 
-        out is num_selected * num_rows(weight) wide; x is num_columns wide, num_selected times that if input_per_slot.
-        bias float32[num_experts, num_rows].
-        """
-        ...
 
-    def expert_sum(self, out: Buffer, x: Buffer, expert_weights: Buffer, residual: Buffer | None = None) -> None:
-        """out = residual + sum over slots, in slot order, of expert_weights[slot] * x[slot]."""
-        ...
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Causal attention of every row over its sequence's cache, in chunks of absolute positions merged in order."""
 
-    def expert_scale(self, x: Buffer, expert_weights: Buffer) -> None:
-        """x[slot] *= expert_weights[slot], in place (models that weigh the input of the down projection)."""
-        ...
+    out: Buffer
+    queries: Buffer
+    layer: int
+    shape: AttentionShape
 
-    def finish(self, logits: Buffer) -> "Program":
-        """Close the tape; `logits` is the buffer `Program.run` returns."""
-        ...
+
+@dataclass(frozen=True, slots=True)
+class Activate:
+    """out = kind(x)."""
+
+    out: Buffer
+    x: Buffer
+    kind: Activation
+
+
+@dataclass(frozen=True, slots=True)
+class GatedActivate:
+    """out = kind(gate) * up; gate and up may be two halves of one width only if given as separate buffers."""
+
+    out: Buffer
+    gate: Buffer
+    up: Buffer
+    kind: Activation
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """out = a + scale * b."""
+
+    out: Buffer
+    a: Buffer
+    b: Buffer
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class MultiplySigmoid:
+    """out = x * sigmoid(gate); gate is as wide as x, or one value per row."""
+
+    out: Buffer
+    x: Buffer
+    gate: Buffer
+
+    @property
+    def is_by_row(self) -> bool:
+        """Whether the gate is one value per row."""
+        return self.gate.width == 1 and self.x.width != 1
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """x *= factor, in place."""
+
+    x: Buffer
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleByPosition:
+    """x *= 1 + slope * ln(1 + floor((position of the row + offset) / period)), in place (Llama 4, Ministral 3)."""
+
+    x: Buffer
+    period: int
+    slope: float
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Softcap:
+    """x = cap * tanh(x / cap), in place."""
+
+    x: Buffer
+    cap: float
+
+
+@dataclass(frozen=True, slots=True)
+class CopyHeads:
+    """Copy `width` elements of every head of x, from x_offset in it to out_offset in out's head; the rest stays."""
+
+    out: Buffer
+    x: Buffer
+    num_heads: int
+    width: int
+    out_head_size: int
+    x_head_size: int
+    out_offset: int = 0
+    x_offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class HeadMatmul:
+    """For every head h: out[h][out_offset:] = weight[h] @ x[h][x_offset:], num_rows from num_columns elements.
+
+    weight is a stack of one matrix per head; the rest of out stays (latent attention, arXiv 2405.04434).
+    """
+
+    out: Buffer
+    x: Buffer
+    weight: LinearWeight
+    out_head_size: int
+    x_head_size: int
+    out_offset: int = 0
+    x_offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SelectOutput:
+    """Copy the rows that want logits; `out` has Rows.OUTPUT."""
+
+    out: Buffer
+    x: Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Choose experts per row; ids are stored as float32 whole numbers. Both outputs are num_selected wide."""
+
+    expert_ids: Buffer
+    expert_weights: Buffer
+    logits: Buffer
+    routing: Routing
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertMatmul(_WithArrays):
+    """For each row and each selected expert e: out[row, slot] = x[row or row, slot] @ weight[e].T + bias[e].
+
+    out is num_selected * num_rows(weight) wide; x is num_columns wide, num_selected times that if input_per_slot.
+    bias float32[num_experts, num_rows].
+    """
+
+    out: Buffer
+    x: Buffer
+    weight: LinearWeight
+    expert_ids: Buffer
+    bias: FloatArray | None = None
+    input_per_slot: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSum:
+    """out = residual + sum over slots, in slot order, of expert_weights[slot] * x[slot]."""
+
+    out: Buffer
+    x: Buffer
+    expert_weights: Buffer
+    residual: Buffer | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertScale:
+    """x[slot] *= expert_weights[slot], in place (models that weigh the input of the down projection)."""
+
+    x: Buffer
+    expert_weights: Buffer
+
+
+Op = (
+    Embed | EmbedPositions | Receive | RmsNorm | LayerNorm | Matmul | Rope | StoreKV | Attention
+    | Activate | GatedActivate | Add | MultiplySigmoid | Scale | ScaleByPosition | Softcap | CopyHeads | HeadMatmul
+    | SelectOutput | Route | ExpertMatmul | ExpertSum | ExpertScale
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class OpGraph:
+    """A model as data: its buffers by index, its ops in the order they run, and the buffer a program returns.
+
+    kv_layers: what each layer of the cache that it reads and writes keeps.
+    """
+
+    kv_layers: tuple[KVLayerShape, ...]
+    buffers: tuple[Buffer, ...]
+    ops: tuple[Op, ...]
+    output: Buffer
+
+    @property
+    def num_tokens(self) -> int:
+        """Token ids that may be looked up; practically all where nothing looks them up."""
+        return min((op.table.num_rows for op in self.ops if isinstance(op, Embed)), default=1 << 62)
+
+    @property
+    def num_positions(self) -> int:
+        """Positions that may be looked up."""
+        return min((op.table.num_rows for op in self.ops if isinstance(op, EmbedPositions)), default=1 << 62)
 
 
 class WeightSource(Protocol):
@@ -337,7 +482,7 @@ class WeightSource(Protocol):
         ...
 
     def embedding(self, name: str) -> EmbeddingTable:
-        """A table for `Tape.embed`."""
+        """A table for `Embed` and `EmbedPositions`."""
         ...
 
     def vector(self, name: str) -> FloatArray:

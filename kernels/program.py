@@ -7,6 +7,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from localinfer.errors import ContextLengthError, RequestError
 from localinfer.kernels.ops import FloatArray, Rows
 
 
@@ -36,6 +37,55 @@ class Batch:
     token_ids: NDArray[np.int32]
     segments: Sequence[Segment]
     output_rows: NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class BatchLimits:
+    """What batches of a program may hold: rows, rows with logits, token ids and positions below these."""
+
+    max_rows: int
+    max_output_rows: int
+    num_tokens: int
+    num_positions: int
+    page_tokens: int
+
+    def check(self, batch: Batch) -> None:
+        """Raise RequestError or ContextLengthError for a batch that kernels, which check nothing, must not get."""
+        rows, outputs = len(batch.token_ids), len(batch.output_rows)
+        if not 0 < rows <= self.max_rows or outputs > self.max_output_rows:
+            raise RequestError(
+                f"a batch of {rows} rows with {outputs} outputs; at most {self.max_rows} and {self.max_output_rows} "
+                "fit, so split it"
+            )
+        # A row alone is every decoded token: plain integers cost a fraction of NumPy's reductions there.
+        lowest = highest = int(batch.token_ids[0])
+        if rows > 1:
+            lowest, highest = int(batch.token_ids.min()), int(batch.token_ids.max())
+        if lowest < 0 or highest >= self.num_tokens:
+            found = lowest if lowest < 0 else highest
+            raise RequestError(f"token id {found} is not in the vocabulary of {self.num_tokens} entries")
+        if outputs and not all(0 <= row < rows for row in batch.output_rows.tolist()):
+            raise RequestError(f"output rows must lie in 0..{rows - 1}")
+        total = 0
+        for index, segment in enumerate(batch.segments):
+            self._check_segment(index, segment)
+            total += segment.num_rows
+            if total > rows:
+                raise RequestError(f"the segments hold more than the batch's {rows} token ids")
+        if total != rows:
+            raise RequestError(f"the segments hold {total} rows, the batch {rows} token ids")
+
+    def _check_segment(self, index: int, segment: Segment) -> None:
+        count, start, dropped = segment.num_rows, segment.start_position, segment.dropped_tokens
+        end, num_pages = start + count, len(segment.page_addresses)
+        if count <= 0 or start < 0:
+            raise RequestError(f"segment {index} of {count} rows from position {start} is not a run of positions")
+        if not 0 <= dropped <= start or dropped % self.page_tokens:
+            raise RequestError(f"segment {index} from position {start} lacks {dropped} positions, which are no pages")
+        if end - dropped > num_pages * self.page_tokens:
+            raise RequestError(f"segment {index} ends at position {end}, but {num_pages} pages were given for it")
+        if end > self.num_positions:
+            raise ContextLengthError(f"position {end - 1} is beyond the {self.num_positions} the model has learned")
 
 
 @dataclass(frozen=True)

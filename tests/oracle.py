@@ -1,16 +1,18 @@
-"""The op set in plain NumPy, obvious and slow: what every device's tape and every model graph is compared with.
+"""The op set in plain NumPy, obvious and slow: what every device's program and every model graph is compared with.
 
 Values are float64 throughout, so an oracle's result differs from a device's by the device's rounding alone.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 from numpy.typing import NDArray
 
+from localinfer.kernels import ops
 from localinfer.kernels.kv_layout import parse_kv_type
 from localinfer.kernels.ops import (
     Activation,
@@ -19,13 +21,11 @@ from localinfer.kernels.ops import (
     EmbeddingTable,
     FloatArray,
     LinearWeight,
+    OpGraph,
     Pairing,
-    Projection,
-    RopeTable,
-    Routing,
     Rows,
 )
-from localinfer.kernels.program import Batch, Program, Segment
+from localinfer.kernels.program import Batch, Segment
 from tests.oracle_formulas import Float64Array, activate, affine, attend, groups, route, sigmoid
 from tests.oracle_kv import kept, kept_query
 
@@ -63,12 +63,13 @@ class NumpyWeights:
 
 @dataclass
 class _Run:
-    """One batch on its way through the tape: the values of every buffer, and the position and sequence of each row."""
+    """One batch on its way through the ops: the values of every buffer, and the position and sequence of each row."""
 
     batch: Batch
     values: dict[int, Float64Array]
     positions: NDArray[np.int64]
     cache: dict[tuple[int, int], "_LayerCache"]
+    kv_types: tuple[str, str] | None
 
     def __getitem__(self, buffer: Buffer) -> Float64Array:
         return self.values[buffer.index]
@@ -87,302 +88,222 @@ class _LayerCache:
 
 
 class NumpyProgram:
-    """Runs the ops a `NumpyTape` recorded. A sequence is known by the address of its first page."""
+    """Runs a graph's ops, each by its formula. A sequence is known by the address of its first page.
+
+    kv_type: what the cache rounds; float64 by default.
+    """
 
     def __init__(
-        self,
-        ops: Sequence[Callable[[_Run], None]],
-        buffers: Sequence[Buffer],
-        logits: Buffer,
-        max_batch_rows: int,
-        max_output_rows: int,
+        self, graph: OpGraph, max_batch_rows: int = 4096, max_output_rows: int = 4096, *, kv_type: str | None = None
     ) -> None:
         self.max_batch_rows = max_batch_rows
         self.max_output_rows = max_output_rows
-        self._ops = ops
-        self._buffers = buffers
-        self._logits = logits
+        self._graph = graph
+        self._kv_types = None if kv_type is None else parse_kv_type(kv_type)
         self._cache: dict[tuple[int, int], _LayerCache] = {}
 
     def run(self, batch: Batch) -> FloatArray:
         num_rows = {Rows.BATCH: len(batch.token_ids), Rows.OUTPUT: len(batch.output_rows)}
-        values = {b.index: np.full((num_rows[b.rows], b.width), np.nan) for b in self._buffers}
+        values = {b.index: np.full((num_rows[b.rows], b.width), np.nan) for b in self._graph.buffers}
         positions = [s.start_position + np.arange(s.num_rows, dtype=np.int64) for s in batch.segments]
-        run = _Run(batch, values, np.concatenate(positions), self._cache)
-        for op in self._ops:
-            op(run)
-        return run[self._logits].astype(np.float32)
+        run = _Run(batch, values, np.concatenate(positions), self._cache, self._kv_types)
+        for op in self._graph.ops:
+            _FORMULAS[type(op)](run, op)
+        return run[self._graph.output].astype(np.float32)
 
     def close(self) -> None:
         self._cache.clear()
 
 
-class NumpyTape:
-    """Records every op as a function of a run. `kv_type` says what the cache rounds; float64 by default."""
+def _embed(run: _Run, op: ops.Embed) -> None:
+    run[op.out] = op.scale * op.table.packed[run.batch.token_ids]
 
-    def __init__(self, max_batch_rows: int = 4096, max_output_rows: int = 4096, *, kv_type: str | None = None) -> None:
-        self._limits = (max_batch_rows, max_output_rows)
-        self._kv_types = None if kv_type is None else parse_kv_type(kv_type)
-        self._buffers: list[Buffer] = []
-        self._ops: list[Callable[[_Run], None]] = []
 
-    def buffer(self, name: str, width: int, rows: Rows = Rows.BATCH) -> Buffer:
-        self._buffers.append(Buffer(len(self._buffers), name, width, rows))
-        return self._buffers[-1]
+def _embed_positions(run: _Run, op: ops.EmbedPositions) -> None:
+    run[op.out] = run[op.out] + op.table.packed[run.positions]
 
-    def embed(self, out: Buffer, table: EmbeddingTable, scale: float = 1.0) -> None:
-        def op(run: _Run) -> None:
-            run[out] = scale * table.packed[run.batch.token_ids]
 
-        self._ops.append(op)
+def _rms_norm(run: _Run, op: ops.RmsNorm) -> None:
+    grouped = groups(run[op.x], op.group_size)
+    normed = grouped / np.sqrt(np.mean(grouped**2, axis=-1, keepdims=True) + op.epsilon)
+    run[op.out] = affine(normed, op.weight, None).reshape(run[op.x].shape)
 
-    def embed_positions(self, out: Buffer, table: EmbeddingTable) -> None:
-        def op(run: _Run) -> None:
-            run[out] = run[out] + table.packed[run.positions]
 
-        self._ops.append(op)
+def _layer_norm(run: _Run, op: ops.LayerNorm) -> None:
+    grouped = groups(run[op.x], op.group_size)
+    centred = grouped - grouped.mean(axis=-1, keepdims=True)
+    normed = centred / np.sqrt(np.mean(centred**2, axis=-1, keepdims=True) + op.epsilon)
+    run[op.out] = affine(normed, op.weight, op.bias).reshape(run[op.x].shape)
 
-    def rms_norm(self, out: Buffer, x: Buffer, weight: FloatArray | None, epsilon: float, group_size: int = 0) -> None:
-        def op(run: _Run) -> None:
-            grouped = groups(run[x], group_size)
-            normed = grouped / np.sqrt(np.mean(grouped**2, axis=-1, keepdims=True) + epsilon)
-            run[out] = affine(normed, weight, None).reshape(run[x].shape)
 
-        self._ops.append(op)
+def _matmul(run: _Run, op: ops.Matmul) -> None:
+    for p in op.projections:
+        assert p.weight.packed.shape == (p.out.width, op.x.width), p.weight.name
+        product = run[op.x] @ p.weight.packed.T
+        if p.bias is not None:
+            product = product + p.bias
+        product = p.scale * product
+        run[p.out] = product if p.residual is None else run[p.residual] + product
 
-    def layer_norm(
-        self,
-        out: Buffer,
-        x: Buffer,
-        weight: FloatArray | None,
-        bias: FloatArray | None,
-        epsilon: float,
-        group_size: int = 0,
-    ) -> None:
-        def op(run: _Run) -> None:
-            grouped = groups(run[x], group_size)
-            centred = grouped - grouped.mean(axis=-1, keepdims=True)
-            normed = centred / np.sqrt(np.mean(centred**2, axis=-1, keepdims=True) + epsilon)
-            run[out] = affine(normed, weight, bias).reshape(run[x].shape)
 
-        self._ops.append(op)
+def _rope(run: _Run, op: ops.Rope) -> None:
+    table, x = op.table, op.x
+    num_pairs = len(table.inverse_frequencies)
+    angles = run.positions[:, None, None] * table.inverse_frequencies
+    cosine, sine = table.magnitude * np.cos(angles), table.magnitude * np.sin(angles)
+    heads = run[x].reshape(len(run.positions), -1, op.head_size).copy()
+    part = heads[:, :, op.offset : op.offset + 2 * num_pairs]
+    if table.pairing is Pairing.ADJACENT:
+        first, second = part[:, :, 0::2].copy(), part[:, :, 1::2].copy()
+        part[:, :, 0::2] = first * cosine - second * sine
+        part[:, :, 1::2] = first * sine + second * cosine
+    else:
+        first, second = part[:, :, :num_pairs].copy(), part[:, :, num_pairs:].copy()
+        part[:, :, :num_pairs] = first * cosine - second * sine
+        part[:, :, num_pairs:] = first * sine + second * cosine
+    run[x] = heads.reshape(run[x].shape)
 
-    def matmul(self, x: Buffer, projections: Sequence[Projection]) -> None:
-        for projection in projections:
-            assert projection.out.index != x.index, f"matmul writes its input {x.name}"
-            assert projection.out.rows is x.rows, f"matmul from {x.name} to {projection.out.name} changes rows"
-            assert projection.weight.packed.shape == (projection.out.width, x.width), projection.weight.name
 
-        def op(run: _Run) -> None:
-            for p in projections:
-                product = run[x] @ p.weight.packed.T
-                if p.bias is not None:
-                    product = product + p.bias
-                product = p.scale * product
-                run[p.out] = product if p.residual is None else run[p.residual] + product
+def _store_kv(run: _Run, op: ops.StoreKV) -> None:
+    for segment, rows in _segment_rows(run.batch):
+        cache = run.cache.setdefault((int(segment.page_addresses[0]), op.layer), _LayerCache())
+        for row in rows:
+            position = int(run.positions[row])
+            cache.keys[position] = run[op.keys][row].copy()
+            cache.values[position] = run[op.values][row].copy()
 
-        self._ops.append(op)
 
-    def rope(self, x: Buffer, table: RopeTable, head_size: int, offset: int = 0) -> None:
-        num_pairs = len(table.inverse_frequencies)
+def _attention(run: _Run, op: ops.Attention) -> None:
+    shape, result = op.shape, np.empty_like(run[op.out])
+    for segment, rows in _segment_rows(run.batch):
+        cache = run.cache[int(segment.page_addresses[0]), op.layer]
+        for row in rows:
+            seen = _seen(int(run.positions[row]), shape)
+            keys = np.stack([cache.keys[position] for position in seen])
+            values = np.stack([cache.values[position] for position in seen])
+            query = run[op.queries][row]
+            if run.kv_types is not None:
+                query = kept_query(query, shape.key_size, run.kv_types[0])
+                keys = kept(keys, shape.key_size, run.kv_types[0])
+                values = kept(values, shape.value_size, run.kv_types[1])
+            result[row] = attend(query, keys, values, seen, shape)
+    run[op.out] = result
 
-        def op(run: _Run) -> None:
-            angles = run.positions[:, None, None] * table.inverse_frequencies
-            cosine, sine = table.magnitude * np.cos(angles), table.magnitude * np.sin(angles)
-            heads = run[x].reshape(len(run.positions), -1, head_size).copy()
-            part = heads[:, :, offset : offset + 2 * num_pairs]
-            if table.pairing is Pairing.ADJACENT:
-                first, second = part[:, :, 0::2].copy(), part[:, :, 1::2].copy()
-                part[:, :, 0::2] = first * cosine - second * sine
-                part[:, :, 1::2] = first * sine + second * cosine
-            else:
-                first, second = part[:, :, :num_pairs].copy(), part[:, :, num_pairs:].copy()
-                part[:, :, :num_pairs] = first * cosine - second * sine
-                part[:, :, num_pairs:] = first * sine + second * cosine
-            run[x] = heads.reshape(run[x].shape)
 
-        self._ops.append(op)
+def _activate(run: _Run, op: ops.Activate) -> None:
+    run[op.out] = activate(run[op.x], op.kind)
 
-    def store_kv(self, layer: int, keys: Buffer, values: Buffer) -> None:
-        def op(run: _Run) -> None:
-            for segment, rows in _segment_rows(run.batch):
-                cache = run.cache.setdefault((int(segment.page_addresses[0]), layer), _LayerCache())
-                for row in rows:
-                    position = int(run.positions[row])
-                    cache.keys[position] = run[keys][row].copy()
-                    cache.values[position] = run[values][row].copy()
 
-        self._ops.append(op)
+def _gated_activate(run: _Run, op: ops.GatedActivate) -> None:
+    if op.kind is Activation.SWIGLU_CLAMPED:
+        clamped = np.minimum(run[op.gate], 7.0)
+        run[op.out] = clamped * sigmoid(1.702 * clamped) * (np.clip(run[op.up], -7.0, 7.0) + 1.0)
+    else:
+        run[op.out] = activate(run[op.gate], op.kind) * run[op.up]
 
-    def attention(self, out: Buffer, queries: Buffer, layer: int, shape: AttentionShape) -> None:
-        def op(run: _Run) -> None:
-            result = np.empty_like(run[out])
-            for segment, rows in _segment_rows(run.batch):
-                cache = run.cache[int(segment.page_addresses[0]), layer]
-                for row in rows:
-                    seen = _seen(int(run.positions[row]), shape)
-                    keys = np.stack([cache.keys[position] for position in seen])
-                    values = np.stack([cache.values[position] for position in seen])
-                    query = run[queries][row]
-                    if self._kv_types is not None:
-                        query = kept_query(query, shape.key_size, self._kv_types[0])
-                        keys = kept(keys, shape.key_size, self._kv_types[0])
-                        values = kept(values, shape.value_size, self._kv_types[1])
-                    result[row] = attend(query, keys, values, seen, shape)
-            run[out] = result
 
-        self._ops.append(op)
+def _add(run: _Run, op: ops.Add) -> None:
+    run[op.out] = run[op.a] + op.scale * run[op.b]
 
-    def activation(self, out: Buffer, x: Buffer, kind: Activation) -> None:
-        def op(run: _Run) -> None:
-            run[out] = activate(run[x], kind)
 
-        self._ops.append(op)
+def _multiply_sigmoid(run: _Run, op: ops.MultiplySigmoid) -> None:
+    run[op.out] = run[op.x] * sigmoid(run[op.gate])
 
-    def gated_activation(self, out: Buffer, gate: Buffer, up: Buffer, kind: Activation) -> None:
-        def op(run: _Run) -> None:
-            if kind is Activation.SWIGLU_CLAMPED:
-                clamped = np.minimum(run[gate], 7.0)
-                run[out] = clamped * sigmoid(1.702 * clamped) * (np.clip(run[up], -7.0, 7.0) + 1.0)
-            else:
-                run[out] = activate(run[gate], kind) * run[up]
 
-        self._ops.append(op)
+def _scale(run: _Run, op: ops.Scale) -> None:
+    run[op.x] = op.factor * run[op.x]
 
-    def add(self, out: Buffer, a: Buffer, b: Buffer, scale: float = 1.0) -> None:
-        def op(run: _Run) -> None:
-            run[out] = run[a] + scale * run[b]
 
-        self._ops.append(op)
+def _scale_by_position(run: _Run, op: ops.ScaleByPosition) -> None:
+    factor = 1.0 + op.slope * np.log1p(np.floor((run.positions + op.offset) / op.period))
+    run[op.x] = run[op.x] * factor[:, None]
 
-    def multiply_sigmoid(self, out: Buffer, x: Buffer, gate: Buffer) -> None:
-        def op(run: _Run) -> None:
-            run[out] = run[x] * sigmoid(run[gate])
 
-        self._ops.append(op)
+def _softcap(run: _Run, op: ops.Softcap) -> None:
+    run[op.x] = op.cap * np.tanh(run[op.x] / op.cap)
 
-    def scale(self, x: Buffer, factor: float) -> None:
-        def op(run: _Run) -> None:
-            run[x] = factor * run[x]
 
-        self._ops.append(op)
+def _copy_heads(run: _Run, op: ops.CopyHeads) -> None:
+    target = run[op.out].reshape(-1, op.num_heads, op.out_head_size).copy()
+    source = run[op.x].reshape(-1, op.num_heads, op.x_head_size)[:, :, op.x_offset : op.x_offset + op.width]
+    target[:, :, op.out_offset : op.out_offset + op.width] = source
+    run[op.out] = target.reshape(run[op.out].shape)
 
-    def scale_by_position(self, x: Buffer, period: int, slope: float, offset: int = 0) -> None:
-        def op(run: _Run) -> None:
-            factor = 1.0 + slope * np.log1p(np.floor((run.positions + offset) / period))
-            run[x] = run[x] * factor[:, None]
 
-        self._ops.append(op)
+def _head_matmul(run: _Run, op: ops.HeadMatmul) -> None:
+    stack = op.weight.packed.reshape(-1, op.weight.num_rows, op.weight.num_columns)
+    target = run[op.out].reshape(-1, len(stack), op.out_head_size).copy()
+    source = run[op.x].reshape(-1, len(stack), op.x_head_size)[:, :, op.x_offset : op.x_offset + stack.shape[2]]
+    target[:, :, op.out_offset : op.out_offset + stack.shape[1]] = np.einsum("hoi,rhi->rho", stack, source)
+    run[op.out] = target.reshape(run[op.out].shape)
 
-    def copy_heads(
-        self,
-        out: Buffer,
-        x: Buffer,
-        num_heads: int,
-        width: int,
-        out_head_size: int,
-        x_head_size: int,
-        out_offset: int = 0,
-        x_offset: int = 0,
-    ) -> None:
-        def op(run: _Run) -> None:
-            target = run[out].reshape(-1, num_heads, out_head_size).copy()
-            source = run[x].reshape(-1, num_heads, x_head_size)
-            target[:, :, out_offset : out_offset + width] = source[:, :, x_offset : x_offset + width]
-            run[out] = target.reshape(run[out].shape)
 
-        self._ops.append(op)
+def _select_output(run: _Run, op: ops.SelectOutput) -> None:
+    run[op.out] = run[op.x][run.batch.output_rows]
 
-    def head_matmul(
-        self,
-        out: Buffer,
-        x: Buffer,
-        weight: LinearWeight,
-        out_head_size: int,
-        x_head_size: int,
-        out_offset: int = 0,
-        x_offset: int = 0,
-    ) -> None:
-        assert out.index != x.index, f"head_matmul writes its input {x.name}"
-        stack = weight.packed.reshape(-1, weight.num_rows, weight.num_columns)
 
-        def op(run: _Run) -> None:
-            target = run[out].reshape(-1, len(stack), out_head_size).copy()
-            source = run[x].reshape(-1, len(stack), x_head_size)[:, :, x_offset : x_offset + weight.num_columns]
-            target[:, :, out_offset : out_offset + weight.num_rows] = np.einsum("hoi,rhi->rho", stack, source)
-            run[out] = target.reshape(run[out].shape)
+def _route(run: _Run, op: ops.Route) -> None:
+    chosen = [route(row, op.routing) for row in run[op.logits]]
+    ids = np.array([ids for ids, _ in chosen], dtype=np.float64)
+    run[op.expert_ids] = ids.reshape(run[op.expert_ids].shape)
+    weights = np.array([weights for _, weights in chosen], dtype=np.float64)
+    run[op.expert_weights] = weights.reshape(run[op.expert_weights].shape)
 
-        self._ops.append(op)
 
-    def softcap(self, x: Buffer, cap: float) -> None:
-        def op(run: _Run) -> None:
-            run[x] = cap * np.tanh(run[x] / cap)
+def _expert_matmul(run: _Run, op: ops.ExpertMatmul) -> None:
+    stack = op.weight.packed.reshape(-1, op.weight.num_rows, op.weight.num_columns)
+    ids = run[op.expert_ids].astype(np.int64)
+    num_rows, num_slots = ids.shape
+    inputs = run[op.x].reshape(num_rows, num_slots if op.input_per_slot else 1, stack.shape[2])
+    inputs = np.broadcast_to(inputs, (num_rows, num_slots, stack.shape[2]))
+    result = np.empty((num_rows, num_slots, stack.shape[1]))
+    for row in range(num_rows):
+        for slot in range(num_slots):
+            expert = ids[row, slot]
+            result[row, slot] = stack[expert] @ inputs[row, slot]
+            if op.bias is not None:
+                result[row, slot] += op.bias[expert]
+    run[op.out] = result.reshape(run[op.out].shape)
 
-        self._ops.append(op)
 
-    def select_output(self, out: Buffer, x: Buffer) -> None:
-        def op(run: _Run) -> None:
-            run[out] = run[x][run.batch.output_rows]
+def _slots(run: _Run, x: Buffer, expert_weights: Buffer) -> Float64Array:
+    return run[x].reshape(*run[expert_weights].shape, x.width // expert_weights.width)
 
-        self._ops.append(op)
 
-    def route(self, expert_ids: Buffer, expert_weights: Buffer, logits: Buffer, routing: Routing) -> None:
-        def op(run: _Run) -> None:
-            chosen = [route(row, routing) for row in run[logits]]
-            ids = np.array([ids for ids, _ in chosen], dtype=np.float64)
-            run[expert_ids] = ids.reshape(run[expert_ids].shape)
-            weights = np.array([weights for _, weights in chosen], dtype=np.float64)
-            run[expert_weights] = weights.reshape(run[expert_weights].shape)
+def _expert_sum(run: _Run, op: ops.ExpertSum) -> None:
+    total = np.einsum("rs,rsw->rw", run[op.expert_weights], _slots(run, op.x, op.expert_weights))
+    run[op.out] = total if op.residual is None else run[op.residual] + total
 
-        self._ops.append(op)
 
-    def expert_matmul(
-        self,
-        out: Buffer,
-        x: Buffer,
-        weight: LinearWeight,
-        expert_ids: Buffer,
-        bias: FloatArray | None = None,
-        input_per_slot: bool = False,
-    ) -> None:
-        assert out.index != x.index, f"expert_matmul writes its input {x.name}"
-        stack = weight.packed.reshape(-1, weight.num_rows, weight.num_columns)
+def _expert_scale(run: _Run, op: ops.ExpertScale) -> None:
+    weighed = _slots(run, op.x, op.expert_weights) * run[op.expert_weights][:, :, None]
+    run[op.x] = weighed.reshape(run[op.x].shape)
 
-        def op(run: _Run) -> None:
-            ids = run[expert_ids].astype(np.int64)
-            num_rows, num_slots = ids.shape
-            inputs = run[x].reshape(num_rows, num_slots if input_per_slot else 1, weight.num_columns)
-            inputs = np.broadcast_to(inputs, (num_rows, num_slots, weight.num_columns))
-            result = np.empty((num_rows, num_slots, weight.num_rows))
-            for row in range(num_rows):
-                for slot in range(num_slots):
-                    expert = ids[row, slot]
-                    result[row, slot] = stack[expert] @ inputs[row, slot]
-                    if bias is not None:
-                        result[row, slot] += bias[expert]
-            run[out] = result.reshape(run[out].shape)
 
-        self._ops.append(op)
-
-    def expert_sum(self, out: Buffer, x: Buffer, expert_weights: Buffer, residual: Buffer | None = None) -> None:
-        def op(run: _Run) -> None:
-            weights = run[expert_weights]
-            slots = run[x].reshape(*weights.shape, x.width // expert_weights.width)
-            total = np.einsum("rs,rsw->rw", weights, slots)
-            run[out] = total if residual is None else run[residual] + total
-
-        self._ops.append(op)
-
-    def expert_scale(self, x: Buffer, expert_weights: Buffer) -> None:
-        def op(run: _Run) -> None:
-            weights = run[expert_weights]
-            slots = run[x].reshape(*weights.shape, x.width // expert_weights.width)
-            run[x] = (slots * weights[:, :, None]).reshape(run[x].shape)
-
-        self._ops.append(op)
-
-    def finish(self, logits: Buffer) -> Program:
-        return NumpyProgram(self._ops, self._buffers, logits, *self._limits)
+_FORMULAS: dict[type, Callable[[_Run, Any], None]] = {
+    ops.Embed: _embed,
+    ops.EmbedPositions: _embed_positions,
+    ops.RmsNorm: _rms_norm,
+    ops.LayerNorm: _layer_norm,
+    ops.Matmul: _matmul,
+    ops.Rope: _rope,
+    ops.StoreKV: _store_kv,
+    ops.Attention: _attention,
+    ops.Activate: _activate,
+    ops.GatedActivate: _gated_activate,
+    ops.Add: _add,
+    ops.MultiplySigmoid: _multiply_sigmoid,
+    ops.Scale: _scale,
+    ops.ScaleByPosition: _scale_by_position,
+    ops.Softcap: _softcap,
+    ops.CopyHeads: _copy_heads,
+    ops.HeadMatmul: _head_matmul,
+    ops.SelectOutput: _select_output,
+    ops.Route: _route,
+    ops.ExpertMatmul: _expert_matmul,
+    ops.ExpertSum: _expert_sum,
+    ops.ExpertScale: _expert_scale,
+}
 
 
 def _segment_rows(batch: Batch) -> list[tuple[Segment, range]]:

@@ -17,7 +17,7 @@ from localinfer.quant.gguf.reader import GGUFFile
 from localinfer.quant.gguf.writer import EncodedValue, GGUFWriter, TensorSpec, copy_values, encode_value
 from localinfer.quant.pipeline.conversion import convert, layout_of
 from tests.models.arch_models import read_config
-from tests.oracle import NumpyTape, NumpyWeights
+from tests.oracle import NumpyProgram, NumpyWeights
 
 ACTIVATION_TYPES = (TensorType.Q8_1, TensorType.Q8_K)
 WEIGHT_TYPES = [type for type in TensorType if type not in ACTIVATION_TYPES]
@@ -208,7 +208,7 @@ def run(path: Path, threads: int = 1) -> FloatArray:
 
 def oracle_logits(path: Path) -> FloatArray:
     """What a file of plain numbers gives with exact activations."""
-    program = write_decoder(read_config(path), NumpyWeights(path), NumpyTape())
+    program = NumpyProgram(write_decoder(read_config(path), NumpyWeights(path)))
     rows = np.arange(len(TOKEN_IDS), dtype=np.int32)
     return program.run(Batch(TOKEN_IDS, [Segment(0, len(TOKEN_IDS), np.arange(1, 5))], rows))
 

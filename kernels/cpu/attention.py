@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.kernels.cpu import kernel_abi
-from localinfer.kernels.cpu.memory import check
+from localinfer.kernels.graph_builder import check
 from localinfer.kernels.jit.object_cache import Kernel
 from localinfer.kernels.kv_layout import KVLayout, is_quantized, num_blocks
-from localinfer.kernels.ops import AttentionShape, Buffer, FloatArray, Rows
+from localinfer.kernels.ops import AttentionShape, FloatArray
 
 # An `attention` op. Queries are float32 rows, or what `quantize_queries` made of them.
 QUERIES = 0
@@ -120,38 +120,17 @@ def query_head_bytes(columns: int) -> int:
     return -(-(columns + 8 * num_blocks(columns)) // 64) * 64
 
 
-def check_stored(layout: KVLayout, layer: int, keys: Buffer, values: Buffer) -> None:
-    """Raise ShapeError unless these buffers hold a layer's keys and values, of every row of a batch."""
-    shape = layout.layers[layer]
-    check(keys.width == shape.num_kv_heads * shape.key_size, f"{keys.name} does not hold layer {layer}'s keys")
-    check(values.width == shape.num_kv_heads * shape.value_size, f"{values.name} does not hold layer {layer}'s values")
-    check(keys.rows is Rows.BATCH and values.rows is Rows.BATCH, "only batch rows enter the cache")
-
-
 def attention_sum_arrays(layout: KVLayout, num_segments: int, num_tokens: int) -> FloatArray:
     """float32[segments, heads, pages] of zeros, for `attention_sums` ops over sequences of at most so many tokens."""
     heads = max((shape.num_kv_heads for shape in layout.layers), default=1)
     return np.zeros((num_segments, heads, -(-num_tokens // layout.page_tokens)), np.float32)
 
 
-def check_shape(layout: KVLayout, layer: int, shape: AttentionShape) -> None:
-    """Raise ShapeError unless a layer's cache and the scratch memory fit what attention is asked for."""
-    cached, group = layout.layers[layer], shape.num_heads // shape.num_kv_heads
-    check(
-        (cached.num_kv_heads, cached.key_size, cached.value_size)
-        == (shape.num_kv_heads, shape.key_size, shape.value_size),
-        f"layer {layer} caches {cached}, attention wants {shape}",
-    )
-    check(shape.num_heads % shape.num_kv_heads == 0, f"{shape.num_heads} heads over {shape.num_kv_heads}")
-    sizes = max(shape.key_size, shape.value_size)
+def check_limits(shape: AttentionShape) -> None:
+    """Raise ShapeError unless the scratch memory fits what attention is asked for."""
+    sizes, group = max(shape.key_size, shape.value_size), shape.num_heads // shape.num_kv_heads
     check(sizes <= kernel_abi.MAX_VALUE_SIZE, f"keys or values of {sizes} exceed the scratch memory")
     check(group <= kernel_abi.MAX_QUERIES_PER_UNIT, f"{group} heads share one KV head")
-    seen = min((limit for limit in (shape.window, shape.chunk) if limit > 0), default=0)
-    # What lies before a windowed layer's window may be given back, so it must never be looked at.
-    check(
-        not cached.window or 0 < seen <= cached.window,
-        f"layer {layer} keeps {cached.window} positions, and attention sees {seen or 'all'} of them",
-    )
 
 
 def partial_bytes(layout: KVLayout, layer: int, shape: AttentionShape) -> int:

@@ -61,8 +61,6 @@ MAX_SPLIT_HEADS = 512
 PARTIAL_COUNTER_BYTES = 8 * SPLIT_ROWS * MAX_SPLIT_HEADS
 """A counter of finished parts for each sequence and KV head."""
 
-MAX_EXPERTS = 4096
-
 # Measuring the machine.
 MULTIPLICATIONS_PER_ROUND = 12 * 64
 """Of `multiply_bytes`: independent chains of vectors of 64 bytes."""

@@ -1,21 +1,14 @@
 """The memory of one tape: its buffers, and copies of the constants that its ops point to."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.errors import ShapeError
 from localinfer.kernels.cpu.arrays import address, aligned, aligned_zeros
 from localinfer.kernels.cpu.weights import RowTable
 from localinfer.kernels.ops import Buffer, FloatArray, Rows
-
-
-def check(is_right: bool, message: str) -> None:
-    """Raise ShapeError unless a tape's request is right."""
-    if not is_right:
-        raise ShapeError(message)
 
 
 def padded(width: int) -> int:
@@ -26,31 +19,33 @@ def padded(width: int) -> int:
 class TapeMemory:
     """Hands out addresses, and keeps what lies there alive as long as itself.
 
-    fills: to be told the ids of every batch before it runs, so that their rows are in the tables.
+    buffers: uint8[...] of each, by its index. fills: called with the ids of every batch before it runs, so that their
+    rows are in the tables.
     """
 
-    def __init__(self, max_rows: dict[Rows, int]) -> None:
+    def __init__(self, max_rows: dict[Rows, int], buffers: Sequence[Buffer]) -> None:
         self._max_rows = max_rows
-        self._buffers: list[NDArray[np.uint8]] = []
+        self.buffers: list[NDArray[np.uint8]] = []
         self._kept: list[Any] = []
         self.fills: list[Callable[[NDArray[np.int32]], None]] = []
         self._shared: dict[str, NDArray[np.uint8]] = {}
         self._zeros = aligned_zeros(64).view(np.float32)
         self.keep(self._zeros)
+        for buffer in buffers:
+            self.buffer(buffer.name, buffer.width, buffer.rows)
 
     def buffer(self, name: str, width: int, rows: Rows) -> Buffer:
         """Reserve rows x width float32, each row padded to whole vectors."""
-        check(width > 0, f"buffer {name} is {width} wide; a buffer has at least one column")
-        self._buffers.append(aligned_zeros(self._max_rows[rows] * padded(width) * 4))
-        return Buffer(len(self._buffers) - 1, name, width, rows)
+        self.buffers.append(aligned_zeros(self._max_rows[rows] * padded(width) * 4))
+        return Buffer(len(self.buffers) - 1, name, width, rows)
 
     def place(self, buffer: Buffer) -> tuple[int, int]:
         """Address and row stride of a buffer."""
-        return address(self._buffers[buffer.index]), 4 * padded(buffer.width)
+        return address(self.buffers[buffer.index]), 4 * padded(buffer.width)
 
     def rows(self, buffer: Buffer) -> FloatArray:
         """A buffer as float32[rows, width]."""
-        values = self._buffers[buffer.index].view(np.float32)
+        values = self.buffers[buffer.index].view(np.float32)
         return values.reshape(self._max_rows[buffer.rows], -1)[:, : buffer.width]
 
     def keep_table(self, rows: RowTable, *, by_position: bool) -> None:
@@ -61,13 +56,12 @@ class TapeMemory:
         elif rows.fill is not None:
             self.fills.append(rows.fill)
 
-    def constant(self, values: FloatArray | None, width: int, name: str) -> int:
+    def constant(self, values: FloatArray | None) -> int:
         """Address of a padded copy of float32 values; 0 for None."""
         if values is None:
             return 0
-        check(values.size == width, f"{name} has {values.size} values; {width} are needed")
-        copy = aligned_zeros(4 * padded(width)).view(np.float32)
-        copy[:width] = values.reshape(-1)
+        copy = aligned_zeros(4 * padded(values.size)).view(np.float32)
+        copy[: values.size] = values.reshape(-1)
         self.keep(copy)
         return address(copy)
 

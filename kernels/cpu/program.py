@@ -1,19 +1,15 @@
 """A finished CPU tape: it writes a batch into the header that every op reads, and lets the threads walk the ops."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.errors import ContextLengthError, RequestError
+from localinfer.errors import RequestError
 from localinfer.kernels.cpu import kernel_abi
 from localinfer.kernels.cpu.arrays import address, aligned_zeros
-from localinfer.kernels.cpu.memory import TapeMemory
-from localinfer.kernels.cpu.pool import ThreadPool
-from localinfer.kernels.jit.object_cache import Kernel
-from localinfer.kernels.kv_layout import KVLayout
+from localinfer.kernels.cpu.tape import CpuTape
 from localinfer.kernels.ops import FloatArray, Rows
 from localinfer.kernels.program import Batch, Operation, Segment
 
@@ -37,49 +33,24 @@ class Stretch(NamedTuple):
     done_before: float
 
 
-@dataclass(frozen=True)
-class TapeRecord:
-    """What a tape has recorded: a kernel and a parameter block int64[...] per op, and everything those point to.
-
-    partial_bytes: what one row's attention to one chunk may have to keep until all chunks are merged.
-    num_tokens and num_positions are the sizes of the tables that ids and positions index; None if there is no table.
-    attention_sums: float32[segments, KV heads, pages] that the ops add up attention in; None if they do not.
-    """
-
-    pool: ThreadPool
-    kv_layout: KVLayout
-    max_batch_rows: int
-    max_output_rows: int
-    kernels: Sequence[Kernel]
-    parameters: Sequence[NDArray[np.int64]]
-    operations: Sequence[Operation]
-    memory: TapeMemory
-    logits: FloatArray
-    partial_bytes: int
-    num_tokens: int | None
-    num_positions: int | None
-    attention_sums: FloatArray | None = None
-
-
 class CpuProgram:
     """Runs batches; `ops.Program`, `ops.AbortableProgram` and `ops.MeasurableProgram`. One caller at a time.
 
     `decode_threads` of its `num_threads` run batches of up to DECODE_ROWS rows; the loader measures how many are best.
     """
 
-    def __init__(self, record: TapeRecord) -> None:
-        self._record = record
-        self.max_batch_rows = record.max_batch_rows
-        self.max_output_rows = record.max_output_rows
-        self.num_threads = self.decode_threads = record.pool.num_threads
-        self._pool = record.pool
-        addresses = zip(record.kernels, record.parameters, strict=True)
+    def __init__(self, tape: CpuTape) -> None:
+        self.tape = tape
+        self._limits = tape.limits
+        self.max_batch_rows = tape.limits.max_rows
+        self.max_output_rows = tape.limits.max_output_rows
+        self.num_threads = self.decode_threads = tape.pool.num_threads
+        self._pool = tape.pool
+        addresses = zip(tape.kernels, tape.parameters, strict=True)
         self._ops = np.array([[kernel.address, address(words)] for kernel, words in addresses], np.int64)
         self._ops_address, self._num_ops = address(self._ops), len(self._ops)
-        self._stretches = stretches(record.operations)
-        self._fills = tuple(record.memory.fills)
-        self._num_tokens = 1 << 62 if record.num_tokens is None else record.num_tokens
-        self._num_positions = 1 << 62 if record.num_positions is None else record.num_positions
+        self._stretches = stretches(tape.operations)
+        self._fills = tuple(tape.memory.fills)
         rows = self.max_batch_rows
         self._token_ids = np.zeros(rows, np.int64)
         self._positions = np.zeros(rows, np.int64)
@@ -103,7 +74,7 @@ class CpuProgram:
         self._header_address = address(self._header)
         self._partials: NDArray[np.uint8] = aligned_zeros(0)
         self._reserve_partials(0)
-        self._window, self._page_tokens = record.kv_layout.window, record.kv_layout.page_tokens
+        self._window, self._page_tokens = tape.kv_layout.window, tape.kv_layout.page_tokens
         self._last_pages: NDArray[np.int64] | None = None
         self._last_table = 0
         self._last_rows = 1
@@ -131,7 +102,7 @@ class CpuProgram:
 
     def operations(self) -> Sequence[Operation]:
         """Every op, in the order they run."""
-        return self._record.operations
+        return self.tape.operations
 
     def run_operations(self, first: int, count: int) -> None:
         """Run some ops again over the last batch; see `ops.MeasurableProgram`."""
@@ -144,23 +115,16 @@ class CpuProgram:
 
     def _set_batch(self, batch: Batch) -> int:
         """Check a batch and write it where the ops read it; returns its rows."""
+        self._limits.check(batch)
         rows, outputs = len(batch.token_ids), len(batch.output_rows)
-        if not 0 < rows <= self.max_batch_rows or outputs > self.max_output_rows:
-            raise RequestError(
-                f"a batch of {rows} rows with {outputs} outputs; at most {self.max_batch_rows} and "
-                f"{self.max_output_rows} fit, so split it"
-            )
-        self._set_token_ids(batch.token_ids, rows)
+        self._token_ids[:rows] = batch.token_ids
+        for fill in self._fills:
+            fill(batch.token_ids)
         self._output_rows[:outputs] = batch.output_rows
-        wanted = batch.output_rows.tolist()
-        if wanted and not 0 <= min(wanted) <= max(wanted) < rows:
-            raise RequestError(f"output rows must lie in 0..{rows - 1}")
         row = chunks = 0
         for index, segment in enumerate(batch.segments):
-            row = self._set_segment(index, segment, row, rows)
+            row = self._set_segment(index, segment, row)
             chunks += ((segment.start_position - segment.dropped_tokens) // kernel_abi.CHUNK + 2) * segment.num_rows
-        if row != rows:
-            raise RequestError(f"the segments hold {row} rows, the batch {rows} token ids")
         header = self._header
         header[kernel_abi.NUM_SEGMENTS // 8] = len(batch.segments)
         header[kernel_abi.NUM_ROWS // 8] = rows
@@ -168,74 +132,51 @@ class CpuProgram:
         self._last_rows = rows
         if rows <= kernel_abi.SPLIT_ROWS and self.num_threads > 1:
             self._reserve_partials(chunks)
-        if self._record.attention_sums is not None:
-            self._record.attention_sums[: len(batch.segments)] = 0
+        if self.tape.attention_sums is not None:
+            self.tape.attention_sums[: len(batch.segments)] = 0
         return rows
 
     def _result(self, batch: Batch) -> FloatArray:
-        mass = self._record.attention_sums
+        mass = self.tape.attention_sums
         if mass is not None:
             for index, segment in enumerate(batch.segments):
                 if segment.attention_sums is not None:
                     segment.attention_sums[:] += mass[index, :, : segment.attention_sums.size].sum(axis=0)
-        return self._record.logits[: len(batch.output_rows)]
+        return self.tape.logits[: len(batch.output_rows)]
 
     def _threads_for(self, rows: int) -> int:
         return self.decode_threads if rows <= DECODE_ROWS else self.num_threads
 
     def _reserve_partials(self, num_chunks: int) -> None:
         """Make room for what rows that see so many chunks in all keep of them, and for more than that next time."""
-        needed = kernel_abi.PARTIAL_COUNTER_BYTES + num_chunks * self._record.partial_bytes
+        needed = kernel_abi.PARTIAL_COUNTER_BYTES + num_chunks * self.tape.partial_bytes
         if needed > self._partials.size:
             self._partials = aligned_zeros(2 * needed)
             self._header[kernel_abi.PARTIALS // 8] = address(self._partials)
             self._header[kernel_abi.PARTIALS_BYTES // 8] = self._partials.size
 
-    def _set_token_ids(self, token_ids: NDArray[np.int32], rows: int) -> None:
-        # A row alone is every decoded token: plain integers cost a fraction of NumPy's reductions there.
-        lowest = highest = int(token_ids[0])
-        if rows > 1:
-            lowest, highest = int(token_ids.min()), int(token_ids.max())
-        if lowest < 0 or highest >= self._num_tokens:
-            found = lowest if lowest < 0 else highest
-            raise RequestError(f"token id {found} is not in the vocabulary of {self._num_tokens} entries")
-        self._token_ids[:rows] = token_ids
-        for fill in self._fills:
-            fill(token_ids)
-
-    def _set_segment(self, index: int, segment: Segment, row: int, rows: int) -> int:
+    def _set_segment(self, index: int, segment: Segment, row: int) -> int:
         """Write one segment's rows, the first of them `row`; returns the row after its last."""
         count, start, pages = segment.num_rows, segment.start_position, segment.page_addresses
         dropped, page_tokens = segment.dropped_tokens, self._page_tokens
-        end = start + count
         if pages is not self._last_pages:
             if pages.dtype != np.int64 or not pages.flags.c_contiguous:
                 raise RequestError(f"segment {index}'s page addresses are not one run of int64")
             self._last_pages, self._last_table = pages, pages.ctypes.data
-        if count <= 0 or start < 0:
-            raise RequestError(f"segment {index} of {count} rows from position {start} is not a run of positions")
-        if not 0 <= dropped <= start or dropped % page_tokens:
-            raise RequestError(f"segment {index} from position {start} lacks {dropped} positions, which are no pages")
-        if end - dropped > len(pages) * page_tokens:
-            raise RequestError(f"segment {index} ends at position {end}, but {len(pages)} pages were given for it")
-        mass = self._record.attention_sums
+        mass = self.tape.attention_sums
         if mass is not None and len(pages) > mass.shape[2]:
             raise RequestError(f"segment {index} has {len(pages)} pages, but this tape weighs at most {mass.shape[2]}")
-        if end > self._num_positions:
-            raise ContextLengthError(f"position {end - 1} is beyond the {self._num_positions} the model has learned")
-        if row + count > rows:
-            raise RequestError(f"the segments hold more than the batch's {rows} token ids")
         table = self._last_table
         windowed_table = self._windowed_table(index, segment) if self._window else table
         self._segments[index] = (row, count, start - dropped, table, windowed_table)
         # What stores a row looks its page up by position: such a table begins where the dropped pages' entries were.
-        skipped = 8 * (dropped // page_tokens)
+        skipped = 8 * (dropped // self._page_tokens)
         if count == 1:
             self._positions[row] = start
             self._page_tables[row] = table - skipped
             self._windowed_tables[row] = windowed_table - skipped
         else:
-            self._positions[row : row + count] = np.arange(start, end)
+            self._positions[row : row + count] = np.arange(start, start + count)
             self._page_tables[row : row + count] = table - skipped
             self._windowed_tables[row : row + count] = windowed_table - skipped
         return row + count

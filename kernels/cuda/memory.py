@@ -4,6 +4,7 @@ A page is the same bytes wherever it lies, so what was kept of it can be restore
 """
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,7 +12,6 @@ from numpy.typing import NDArray
 
 from localinfer.errors import OutOfMemoryError
 from localinfer.kernels.cpu.arrays import address, aligned_zeros
-from localinfer.kernels.cpu.memory import check
 from localinfer.kernels.cuda.device import CudaDevice
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.ops import Buffer, FloatArray, KVLayerShape, Rows
@@ -25,16 +25,17 @@ SMALL_ROWS = 16
 class DeviceMemory:
     """The buffers and constants of one tape, reserved once on the device."""
 
-    def __init__(self, device: CudaDevice, max_rows: dict[Rows, int]) -> None:
+    def __init__(self, device: CudaDevice, max_rows: dict[Rows, int], buffers: Sequence[Buffer]) -> None:
         self.device = device
         self.max_rows = max_rows
         self._places: list[int] = []
         self._shared: dict[str, tuple[int, int]] = {}
         self._constants: dict[tuple[str, bytes], int] = {}
+        for buffer in buffers:
+            self.buffer(buffer.name, buffer.width, buffer.rows)
 
     def buffer(self, name: str, width: int, rows: Rows) -> Buffer:
         """Reserve rows x width float32."""
-        check(width > 0, f"buffer {name} is {width} wide; a buffer has at least one column")
         count = max(self.max_rows[rows], SMALL_ROWS)
         self._places.append(self.device.allocate(count * _stride(width)))
         return Buffer(len(self._places) - 1, name, width, rows)
@@ -43,12 +44,9 @@ class DeviceMemory:
         """Address and row stride of a buffer."""
         return self._places[buffer.index], _stride(buffer.width)
 
-    def constant(self, values: FloatArray | None, width: int, name: str) -> int:
+    def constant(self, values: FloatArray | None) -> int:
         """Address of float32 values; 0 for None."""
-        if values is None:
-            return 0
-        check(values.size == width, f"{name} has {values.size} values; {width} are needed")
-        return self.array(np.ascontiguousarray(values, np.float32))
+        return 0 if values is None else self.array(np.ascontiguousarray(values, np.float32))
 
     def array(self, values: NDArray[np.generic]) -> int:
         """Address of a copy of an array; equal arrays share one."""

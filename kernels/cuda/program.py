@@ -1,12 +1,12 @@
 """A finished CUDA tape: it writes a batch into the device's memory and starts its kernels, of few rows as one graph."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.errors import BackendUnavailableError, ContextLengthError, RequestError
+from localinfer.errors import BackendUnavailableError
 from localinfer.kernels.cuda.device import CudaDevice, Launch, Step
 from localinfer.kernels.cuda.gemm import Shape
 from localinfer.kernels.cuda.kernel_cache import KernelKey
@@ -14,32 +14,11 @@ from localinfer.kernels.cuda.memory import SMALL_ROWS
 from localinfer.kernels.cuda.sampling import Chosen, Draw, TokenChoice
 from localinfer.kernels.jit.compile_ahead import ProgressCallback
 from localinfer.kernels.ops import FloatArray
-from localinfer.kernels.program import Batch, Segment
+from localinfer.kernels.program import Batch, BatchLimits
 
 _CHUNK = 128
 _FEWEST_CHUNKS = 4
 _FEWEST_PAGES = 64
-
-
-@dataclass(frozen=True)
-class TapeRecord:
-    """What a tape has recorded: the steps for any shape, and where they leave the logits.
-
-    received: address, row stride and width of the buffer that is handed over, if one is.
-    """
-
-    device: CudaDevice
-    page_tokens: int
-    max_batch_rows: int
-    max_output_rows: int
-    build: Callable[[Shape], Sequence[Step]]
-    logits: int
-    logits_stride: int
-    vocab_size: int
-    num_tokens: int | None
-    num_positions: int | None
-    received: tuple[int, int, int] | None
-    progress: ProgressCallback | None
 
 
 class CudaProgram:
@@ -49,14 +28,25 @@ class CudaProgram:
     needed; longer ones launch their kernels one by one.
     """
 
-    def __init__(self, record: TapeRecord) -> None:
-        self._record = record
-        self._device = record.device
-        self.max_batch_rows = record.max_batch_rows
-        self.max_output_rows = record.max_output_rows
-        self._num_tokens = 1 << 62 if record.num_tokens is None else record.num_tokens
-        self._num_positions = 1 << 62 if record.num_positions is None else record.num_positions
-        rows = max(record.max_batch_rows, SMALL_ROWS)
+    def __init__(
+        self,
+        device: CudaDevice,
+        limits: BatchLimits,
+        build: Callable[[Shape], Sequence[Step]],
+        logits: tuple[int, int, int],
+        received: tuple[int, int, int] | None,
+        progress: ProgressCallback | None,
+    ) -> None:
+        """build: the steps for any shape. logits and received: address, row stride and width of the buffers that
+        `run` returns and that `hand_over` fills, if one is."""
+        self._device = device
+        self._limits = limits
+        self._build = build
+        self._logits_place = logits
+        self._received = received
+        self.max_batch_rows = limits.max_rows
+        self.max_output_rows = limits.max_output_rows
+        rows = max(limits.max_rows, SMALL_ROWS)
         self._headers = {
             capacity: (np.zeros(4 * capacity, np.int64), self._device.allocate(32 * capacity))
             for capacity in {SMALL_ROWS, rows}
@@ -64,14 +54,13 @@ class CudaProgram:
         self._capacities = sorted(self._headers)
         self._tables: list[tuple[int, int]] = []
         self._pages: list[NDArray[np.int64] | None] = []
-        logits = (record.logits, record.logits_stride, record.vocab_size)
-        self._choice = TokenChoice(self._device, *logits, max(record.max_output_rows, SMALL_ROWS))
+        self._choice = TokenChoice(self._device, *logits, max(limits.max_output_rows, SMALL_ROWS))
         self._replays: dict[tuple[int, int, int, Chosen], Callable[[], None]] = {}
-        self._logits = np.empty((record.max_output_rows, record.vocab_size), np.float32)
-        most = _padded(record.max_batch_rows)
+        self._logits = np.empty((limits.max_output_rows, logits[2]), np.float32)
+        most = _padded(limits.max_rows)
         sizes = [1 << power for power in range(SMALL_ROWS.bit_length()) if 1 << power < most]
         every = [key for rows in (*sizes, most) for key in self._kernels(rows)]
-        self._device.prepare(self._kernels(1), every, record.progress)
+        self._device.prepare(self._kernels(1), every, progress)
 
     def run(self, batch: Batch) -> FloatArray:
         """Compute a batch; see `ops.Program.run`.
@@ -82,13 +71,13 @@ class CudaProgram:
         outputs = len(batch.output_rows)
         if not outputs:
             return self._logits[:0]
-        stride = self._record.logits_stride // 4
-        if stride == self._record.vocab_size:
-            self._device.read(self._record.logits, self._logits[:outputs])
+        place, stride, width = self._logits_place
+        if stride == 4 * width:
+            self._device.read(place, self._logits[:outputs])
         else:
-            rows = np.empty((outputs, stride), np.float32)
-            self._device.read(self._record.logits, rows)
-            self._logits[:outputs] = rows[:, : self._record.vocab_size]
+            rows = np.empty((outputs, stride // 4), np.float32)
+            self._device.read(place, rows)
+            self._logits[:outputs] = rows[:, :width]
         return self._logits[:outputs]
 
     def run_greedy(self, batch: Batch) -> NDArray[np.int32]:
@@ -105,13 +94,14 @@ class CudaProgram:
 
     def logits_of(self, row: int) -> FloatArray:
         """The logits of one output row of the last batch; see `draws.DrawingProgram`."""
-        self._device.read(self._record.logits + row * self._record.logits_stride, self._logits[row])
+        place, stride, _ = self._logits_place
+        self._device.read(place + row * stride, self._logits[row])
         return self._logits[row]
 
     def hand_over(self, rows: FloatArray) -> None:
         """Give the next run what its tape receives: float32[rows, width], copied at once."""
-        assert self._record.received is not None, "this tape receives nothing"
-        place, stride, width = self._record.received
+        assert self._received is not None, "this tape receives nothing"
+        place, stride, width = self._received
         assert rows.shape[1] == width and len(rows) <= self.max_batch_rows, "rows of the buffer's width"
         if stride != 4 * width:
             padded = np.zeros((len(rows), stride // 4), np.float32)
@@ -139,7 +129,7 @@ class CudaProgram:
         self._replays[key]()
 
     def _steps(self, shape: Shape, chosen: Chosen) -> list[Step]:
-        return [*self._record.build(shape), *self._choice.steps(chosen, shape.output_rows)]
+        return [*self._build(shape), *self._choice.steps(chosen, shape.output_rows)]
 
     def _kernels(self, rows: int) -> list[KernelKey]:
         """The kernels that a batch of `rows` takes, whose tokens are chosen in any way."""
@@ -151,19 +141,13 @@ class CudaProgram:
         return list(dict.fromkeys(step.key for step in steps if isinstance(step, Launch)))
 
     def _write(self, batch: Batch) -> Shape:
-        """Prove a batch and put it where the kernels read it."""
-        rows, outputs = len(batch.token_ids), len(batch.output_rows)
-        if not 0 < rows <= self.max_batch_rows or outputs > self.max_output_rows:
-            raise RequestError(
-                f"a batch of {rows} rows with {outputs} outputs; at most {self.max_batch_rows} and "
-                f"{self.max_output_rows} fit, so split it"
+        """Check a batch and write it where the kernels read it."""
+        if any(segment.dropped_tokens or segment.attention_sums is not None for segment in batch.segments):
+            raise BackendUnavailableError(
+                "dropping pages from the middle of a context runs on the CPU only in this version; take device 'cpu'"
             )
-        lowest, highest = int(batch.token_ids.min()), int(batch.token_ids.max())
-        if lowest < 0 or highest >= self._num_tokens:
-            found = lowest if lowest < 0 else highest
-            raise RequestError(f"token id {found} is not in the vocabulary of {self._num_tokens} entries")
-        if outputs and not all(0 <= row < rows for row in batch.output_rows.tolist()):
-            raise RequestError(f"output rows must lie in 0..{rows - 1}")
+        self._limits.check(batch)
+        rows, outputs = len(batch.token_ids), len(batch.output_rows)
         capacity = next(capacity for capacity in self._capacities if capacity >= max(rows, outputs))
         numbers, address = self._headers[capacity]
         parts = numbers.reshape(4, capacity)
@@ -173,13 +157,11 @@ class CudaProgram:
         row = longest = 0
         for index, segment in enumerate(batch.segments):
             end = row + segment.num_rows
-            table = self._page_table(index, segment, rows - row)
+            table = self._page_table(index, segment.page_addresses)
             parts[1, row:end] = np.arange(segment.start_position, segment.start_position + segment.num_rows)
             parts[2, row:end] = table
             longest = max(longest, segment.start_position + segment.num_rows)
             row = end
-        if row != rows:
-            raise RequestError(f"the segments hold {row} rows, the batch {rows} token ids")
         self._device.write(address, numbers)
         chunks = _FEWEST_CHUNKS
         while chunks * _CHUNK < longest:
@@ -188,23 +170,8 @@ class CudaProgram:
         # Graphs serve whatever sequences their rows belong to.
         return shape if rows <= SMALL_ROWS else replace(shape, segment_rows=tuple(s.num_rows for s in batch.segments))
 
-    def _page_table(self, index: int, segment: Segment, room: int) -> int:
+    def _page_table(self, index: int, pages: NDArray[np.int64]) -> int:
         """Where a segment's page addresses lie on the device; they are written only when they changed."""
-        count, start, pages = segment.num_rows, segment.start_position, segment.page_addresses
-        if segment.dropped_tokens or segment.attention_sums is not None:
-            raise BackendUnavailableError(
-                "dropping pages from the middle of a context runs on the CPU only in this version; take device 'cpu'"
-            )
-        if count <= 0 or start < 0:
-            raise RequestError(f"segment {index} of {count} rows from position {start} is not a run of positions")
-        if start + count > len(pages) * self._record.page_tokens:
-            raise RequestError(f"segment {index} ends at position {start + count}, but {len(pages)} pages were given")
-        if start + count > self._num_positions:
-            raise ContextLengthError(
-                f"position {start + count - 1} is beyond the {self._num_positions} the model has learned"
-            )
-        if count > room:
-            raise RequestError("the segments hold more rows than the batch has token ids")
         if index == len(self._tables):
             self._tables.append((0, 0))
             self._pages.append(None)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from localinfer.errors import BackendUnavailableError
 from localinfer.kernels.cuda.device import CudaDevice, Step
 from localinfer.kernels.cuda.kernel_cache import KernelKey
+from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.jit.compile_ahead import ProgressCallback
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.layouts import Layout
@@ -58,31 +59,33 @@ def check_device(device: CudaDevice, progress: ProgressCallback | None = None) -
 def _compute(device: CudaDevice, progress: ProgressCallback | None) -> tuple[FloatArray, FloatArray]:
     """The rows that the device computes, float32[positions, heads * size], and those that are right."""
     # Imported late: a CPU's start needs none of it.
-    from localinfer.kernels.cuda.lower import CudaTape
+    from localinfer.kernels.cuda.lower import lower_to_cuda
     from localinfer.kernels.cuda.weights import upload
 
     random = np.random.default_rng(0)
     inputs = _inputs(random)
     layout = KVLayout("f16", [KVLayerShape(1, _SIZE, _SIZE)])
-    tape = CudaTape(device, layout, max_batch_rows=_PROMPT, max_output_rows=_PROMPT, progress=progress)
-    x = tape.buffer("inputs", _WIDTH)
+    graph = GraphBuilder(layout.layers)
+    x = graph.buffer("inputs", _WIDTH)
     table = upload(device, Layout.F32, inputs.reshape(-1).view(np.uint8), 1, _POSITIONS, _WIDTH)
-    tape.embed(x, EmbeddingTable("inputs", _POSITIONS, _WIDTH, table))
+    graph.embed(x, EmbeddingTable("inputs", _POSITIONS, _WIDTH, table))
     projections: list[Projection] = []
     products: list[FloatArray] = []
     for name, width in (("queries", _HEADS * _SIZE), ("keys", _SIZE), ("values", _SIZE)):
         data, weights = _random_q8_0(random, width, _WIDTH)
         packed = upload(device, Layout.Q8_0, data, 1, width, _WIDTH)
-        projections.append(Projection(LinearWeight(name, width, _WIDTH, packed), tape.buffer(name, width)))
+        projections.append(Projection(LinearWeight(name, width, _WIDTH, packed), graph.buffer(name, width)))
         products.append(inputs @ weights.T)
-    tape.matmul(x, projections)
+    graph.matmul(x, projections)
     queries, keys, values = (projection.out for projection in projections)
-    tape.store_kv(0, keys, values)
-    attended, selected = (tape.buffer("attended", _HEADS * _SIZE, rows) for rows in (Rows.BATCH, Rows.OUTPUT))
+    graph.store_kv(0, keys, values)
+    attended, selected = (graph.buffer("attended", _HEADS * _SIZE, rows) for rows in (Rows.BATCH, Rows.OUTPUT))
     scale = _SIZE**-0.5
-    tape.attention(attended, queries, 0, AttentionShape(_HEADS, 1, _SIZE, _SIZE, scale))
-    tape.select_output(selected, attended)
-    program = tape.finish(selected)
+    graph.attention(attended, queries, 0, AttentionShape(_HEADS, 1, _SIZE, _SIZE, scale))
+    graph.select_output(selected, attended)
+    program = lower_to_cuda(
+        graph.finish(selected), device, layout, max_batch_rows=_PROMPT, max_output_rows=_PROMPT, progress=progress
+    )
     pages = np.array([device.allocate(layout.page_bytes)], np.int64)
     found = []
     for start, stop in ((0, _PROMPT), *((row, row + 1) for row in range(_PROMPT, _POSITIONS))):

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.models.calibration.run import CalibrationState, calibrate
 from localinfer.models.calibration.scales import GroupScales, choose_scales, fold
-from localinfer.models.calibration.tape import embedding_rows
+from localinfer.models.calibration.weights import embedding_rows
 from localinfer.quant.checkpoint.model_file import ModelFile, TensorRecord
 from localinfer.quant.formats.encoding import encode
 from localinfer.quant.formats.reference import dequantize

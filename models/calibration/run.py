@@ -10,12 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import RequestError
-from localinfer.models.calibration.tape import CalibrationTape, StreamedWeights, Streams
+from localinfer.kernels.graph_builder import GraphBuilder
+from localinfer.kernels.ops import Buffer, Rows, WeightSource
+from localinfer.models.calibration.evaluator import Evaluator, Streams
+from localinfer.models.calibration.weights import StreamedWeights
 from localinfer.models.decoder.architectures import find_architecture
 from localinfer.models.decoder.attention import RopeTables
 from localinfer.models.decoder.checked_weights import CheckedWeights
 from localinfer.models.decoder.config import ModelConfig
-from localinfer.models.decoder.decoder import write_embedding, write_layer, write_output_norm
+from localinfer.models.decoder.decoder import kv_layer_shapes, write_embedding, write_layer, write_output_norm
 from localinfer.models.decoder.graph import Graph
 from localinfer.models.text.tokenizer import Tokenizer
 from localinfer.quant.checkpoint.model_file import ModelFile
@@ -80,32 +83,70 @@ def calibrate(
     progress: called with a stage's name, the layers done and the layers in all; the output matrix counts as one.
     Raises: ModelFileError and below if the model cannot be run.
     """
-    shapes = {name: info.shape for name, info in file.tensors.items()}
-    config = ModelConfig.from_metadata(file.metadata, shapes)
-    length = token_ids.shape[1]
-    config = replace(config, context_length=max(length, 1))
-    tape = CalibrationTape(token_ids, workers, visitor, quantized_rows)
-    graph = Graph(config, find_architecture(config), CheckedWeights(StreamedWeights(file), config.architecture), tape)
-    tables = RopeTables(graph, length)
-    total = config.num_layers + 1
-    hidden = write_embedding(graph, length)
-    num_done = 0
-    if start is not None:
-        num_done = start.num_layers_done
-        tape.set_streams(hidden, list(start.hidden))
-    for layer in range(num_done, config.num_layers):
+    run = LayerRun(file, StreamedWeights(file), token_ids, workers, visitor, quantized_rows)
+    total = run.num_layers + 1
+    num_done, hidden = (0, run.embed()) if start is None else (start.num_layers_done, list(start.hidden))
+    for layer in range(num_done, run.num_layers):
         if progress is not None:
             progress("calibrating", layer, total)
-        hidden = write_layer(graph, layer, hidden, tables)
-        tape.forget_all_but(hidden)
+        hidden = run.layer(layer, hidden)
         if layer_done is not None:
-            layer_done(CalibrationState(layer + 1, tape.streams(hidden)))
+            layer_done(CalibrationState(layer + 1, hidden))
     if progress is not None:
-        progress("calibrating", config.num_layers, total)
-    if graph.weights.has("output.weight"):
-        normed = write_output_norm(graph, hidden)
-        tape.forget_all_but(normed)
-        tape.visit(normed, [graph.weights.linear("output.weight", config.vocab_size, config.hidden_size)])
+        progress("calibrating", run.num_layers, total)
+    run.output(hidden)
     if progress is not None:
         progress("calibrating", total, total)
-    return config.num_layers
+    return run.num_layers
+
+
+class LayerRun:
+    """A model over a text, one layer at a time, each from hidden states float32[tokens, hidden_size], one per model.
+
+    Arguments and errors: as `calibrate`.
+    """
+
+    def __init__(
+        self,
+        file: ModelFile,
+        weights: WeightSource,
+        token_ids: NDArray[np.int32],
+        workers: Workers,
+        visitor: ProductVisitor,
+        quantized_rows: Callable[[str, NDArray[np.int32]], FloatArray] | None = None,
+    ) -> None:
+        shapes = {name: record.shape for name, record in file.tensors.items()}
+        length = token_ids.shape[1]
+        config = replace(ModelConfig.from_metadata(file.metadata, shapes), context_length=max(length, 1))
+        self.num_layers = config.num_layers
+        self._evaluator = Evaluator(token_ids, workers, visitor, quantized_rows)
+        self._builder = GraphBuilder(kv_layer_shapes(config))
+        checked = CheckedWeights(weights, config.architecture)
+        self._graph = Graph(config, find_architecture(config), checked, self._builder)
+        self._tables = RopeTables(self._graph, length)
+        self._hidden = self._graph.buffer("hidden", config.hidden_size, Rows.BATCH)
+
+    def embed(self) -> Streams:
+        """What the first layer reads."""
+        return self._evaluated(write_embedding(self._graph, self._graph.config.context_length))
+
+    def layer(self, layer: int, hidden: Streams) -> Streams:
+        """What the next layer reads, from what this one reads."""
+        self._evaluator.set_streams(self._hidden, hidden)
+        return self._evaluated(write_layer(self._graph, layer, self._hidden, self._tables))
+
+    def output(self, hidden: Streams) -> None:
+        """Show the visitor the output matrix, where it is not the embedding's."""
+        config, weights = self._graph.config, self._graph.weights
+        if weights.has("output.weight"):
+            self._evaluator.set_streams(self._hidden, hidden)
+            normed = write_output_norm(self._graph, self._hidden)
+            self._evaluated(normed)
+            self._evaluator.visit(normed, [weights.linear("output.weight", config.vocab_size, config.hidden_size)])
+
+    def _evaluated(self, out: Buffer) -> Streams:
+        """Compute what was written since, and keep nothing but `out`."""
+        self._evaluator.run(self._builder.ops)
+        self._builder.ops.clear()
+        self._evaluator.forget_all_but(out)
+        return self._evaluator.streams(out)

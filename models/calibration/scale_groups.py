@@ -3,29 +3,19 @@
 If what a matrix reads is divided by s, channel by channel, and its columns are multiplied by s, nothing changes but
 rounding; that is the freedom AWQ (arXiv 2306.00978) and SmoothQuant (arXiv 2211.10438) use. The division costs nothing
 where it can be done to what writes the channels: a norm's weight, or the rows of the matrix before. `find_scale_sites`
-writes the decoder on a tape that only follows values, so every architecture the decoder knows is covered.
+follows the values through the decoder's ops, so every architecture the decoder knows is covered.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels.ops import (
-    Activation,
-    AttentionShape,
-    Buffer,
-    EmbeddingTable,
-    FloatArray,
-    LinearWeight,
-    Projection,
-    RopeTable,
-    Routing,
-    Rows,
-)
-from localinfer.kernels.program import Batch, Program
+from localinfer.kernels import ops
+from localinfer.kernels.ops import Activation, Buffer, EmbeddingTable, FloatArray, LinearWeight
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import write_decoder
 
@@ -78,10 +68,13 @@ def find_scale_sites(
     Raises: as `write_decoder`.
     """
     weights = _NamedWeights(shapes)
-    tape = _FollowingTape(weights)
-    write_decoder(config, weights, tape)
+    graph = write_decoder(config, weights)
+    follower = _Follower(weights)
+    for op in graph.ops:
+        FOLLOW[type(op)](follower, op)
+    follower.forbid(graph.output, "logits are the result")
     sites, unscalable = [], []
-    for channels in tape.read_channels:
+    for channels in follower.read_channels:
         readers = tuple(dict.fromkeys(channels.readers))
         reason = channels.reason or _reason_of_uses(weights, channels, readers)
         if reason:
@@ -159,204 +152,166 @@ class _NamedWeights:
         self.uses[name] = self.uses.get(name, 0) + 1
 
 
-class _FollowingTape:
-    """A `Tape` that computes nothing: for every buffer it knows whose channels are in it."""
+class _Follower:
+    """For every buffer, whose channels are in it, while ops are read in order."""
 
     def __init__(self, weights: _NamedWeights) -> None:
-        self._weights = weights
-        self._buffers: list[Buffer] = []
-        self._held: dict[int, _Channels] = {}
-        self._cached: dict[int, _Channels] = {}
+        self.weights = weights
+        self.held: dict[int, _Channels] = {}
+        self.cached: dict[int, _Channels] = {}
         self.read_channels: list[_Channels] = []
 
-    def buffer(self, name: str, width: int, rows: Rows = Rows.BATCH) -> Buffer:
-        self._buffers.append(Buffer(len(self._buffers), name, width, rows))
-        return self._buffers[-1]
+    def of(self, buffer: Buffer) -> _Channels:
+        """The channels in a buffer."""
+        return self.held[buffer.index]
 
-    def embed(self, out: Buffer, table: EmbeddingTable, scale: float = 1.0) -> None:
-        self._end(out, "the input is the residual stream, which every layer shares")
+    def forbid(self, buffer: Buffer, reason: str) -> None:
+        """Rule out scales for what a buffer holds."""
+        self.of(buffer).forbid(reason)
 
-    def embed_positions(self, out: Buffer, table: EmbeddingTable) -> None:
-        self._end(out, "the input is the residual stream, which every layer shares")
+    def end(self, buffer: Buffer, reason: str = "the input is the residual stream, which every layer shares") -> None:
+        """What the buffer held is used up, and what it holds now cannot be scaled."""
+        if buffer.index in self.held:
+            self.forbid(buffer, reason)
+        self.held[buffer.index] = _Channels(buffer.width, reason=reason)
 
-    def rms_norm(self, out: Buffer, x: Buffer, weight: FloatArray | None, epsilon: float, group_size: int = 0) -> None:
-        self._norm(out, x, [weight])
-
-    def layer_norm(
-        self,
-        out: Buffer,
-        x: Buffer,
-        weight: FloatArray | None,
-        bias: FloatArray | None,
-        epsilon: float,
-        group_size: int = 0,
-    ) -> None:
-        self._norm(out, x, [weight] if bias is None else [weight, bias])
-
-    def matmul(self, x: Buffer, projections: Sequence[Projection]) -> None:
-        for projection in projections:
-            self._read(x, projection.weight.name)
-        for projection in projections:
-            if projection.residual is not None:
-                self._end(projection.residual, "a sum is no single matrix's result")
-                self._end(projection.out, "the input is the residual stream, which every layer shares")
-            else:
-                self._write(projection.out, projection.weight, projection.bias)
-
-    def rope(self, x: Buffer, table: RopeTable, head_size: int, offset: int = 0) -> None:
-        self._of(x).forbid("a rotation mixes the channels")
-
-    def store_kv(self, layer: int, keys: Buffer, values: Buffer) -> None:
-        self._of(keys).forbid("keys meet queries")
-        self._cached[layer] = self._of(values)
-
-    def attention(self, out: Buffer, queries: Buffer, layer: int, shape: AttentionShape) -> None:
-        self._of(queries).forbid("queries meet keys")
-        values = self._cached[layer]
-        self._held[out.index] = values
-        if shape.num_heads != shape.num_kv_heads:
-            heads = np.arange(shape.num_heads) // (shape.num_heads // shape.num_kv_heads)
-            values.columns = (heads[:, None] * shape.value_size + np.arange(shape.value_size)).reshape(-1)
-
-    def activation(self, out: Buffer, x: Buffer, kind: Activation) -> None:
-        channels = self._of(x)
-        if kind is Activation.RELU_SQUARED:
-            # relu(x / sqrt(s))^2 = relu(x)^2 / s
-            channels.writers = [replace(part, power=0.5 * part.power) for part in channels.writers]
-        elif kind is not Activation.RELU:
-            channels.forbid(f"{kind.value} lies between {_writer(channels)} and what reads it, and is not linear")
-        self._held[out.index] = channels
-
-    def gated_activation(self, out: Buffer, gate: Buffer, up: Buffer, kind: Activation) -> None:
-        self._of(gate).forbid(f"{kind.value} follows, and is not linear")
-        channels = self._of(up)
-        if kind is Activation.SWIGLU_CLAMPED:
-            channels.forbid(f"{_writer(channels)} is clamped before it is read")
-        self._held[out.index] = channels
-
-    def add(self, out: Buffer, a: Buffer, b: Buffer, scale: float = 1.0) -> None:
-        for summand in (a, b):
-            self._of(summand).forbid("a sum is no single matrix's result")
-        self._end(out, "the input is the residual stream, which every layer shares")
-
-    def multiply_sigmoid(self, out: Buffer, x: Buffer, gate: Buffer) -> None:
-        self._of(gate).forbid("a sigmoid follows, and is not linear")
-        self._of(x).forbid("a gate weighs it")
-        self._end(out, "a gate weighs it")
-
-    def scale(self, x: Buffer, factor: float) -> None:
-        pass
-
-    def scale_by_position(self, x: Buffer, period: int, slope: float, offset: int = 0) -> None:
-        pass
-
-    def softcap(self, x: Buffer, cap: float) -> None:
-        self._of(x).forbid("a soft cap follows, and is not linear")
-
-    def copy_heads(
-        self,
-        out: Buffer,
-        x: Buffer,
-        num_heads: int,
-        width: int,
-        out_head_size: int,
-        x_head_size: int,
-        out_offset: int = 0,
-        x_offset: int = 0,
-    ) -> None:
-        self._of(x).forbid(f"{_writer(self._of(x))} writes keys and values at once")
-        self._end(out, "it is put together from several values")
-
-    def head_matmul(
-        self,
-        out: Buffer,
-        x: Buffer,
-        weight: LinearWeight,
-        out_head_size: int,
-        x_head_size: int,
-        out_offset: int = 0,
-        x_offset: int = 0,
-    ) -> None:
-        self._of(x).forbid("each head's matrix reads a part of it")
-        self._read(x, weight.name)
-        self._write(out, weight, None)
-        if weight.num_rows != out_head_size:
-            self._of(out).forbid("it is put together from several values")
-
-    def select_output(self, out: Buffer, x: Buffer) -> None:
-        self._held[out.index] = self._of(x)
-
-    def route(self, expert_ids: Buffer, expert_weights: Buffer, logits: Buffer, routing: Routing) -> None:
-        self._of(logits).forbid("routing is not linear")
-
-    def expert_matmul(
-        self,
-        out: Buffer,
-        x: Buffer,
-        weight: LinearWeight,
-        expert_ids: Buffer,
-        bias: FloatArray | None = None,
-        input_per_slot: bool = False,
-    ) -> None:
-        self._read(x, weight.name)
-        self._write(out, weight, bias)
-
-    def expert_sum(self, out: Buffer, x: Buffer, expert_weights: Buffer, residual: Buffer | None = None) -> None:
-        self._of(x).forbid("a sum is no single matrix's result")
-        self._end(out, "the input is the residual stream, which every layer shares")
-
-    def expert_scale(self, x: Buffer, expert_weights: Buffer) -> None:
-        pass
-
-    def finish(self, logits: Buffer) -> Program:
-        self._of(logits).forbid("logits are the result")
-        return _NoProgram()
-
-    def _of(self, buffer: Buffer) -> _Channels:
-        return self._held[buffer.index]
-
-    def _end(self, buffer: Buffer, reason: str) -> None:
-        """What the buffer held is used up, and what it holds now is nobody's to scale."""
-        if buffer.index in self._held:
-            self._of(buffer).forbid(reason)
-        self._held[buffer.index] = _Channels(buffer.width, reason=reason)
-
-    def _norm(self, out: Buffer, x: Buffer, vectors: list[FloatArray | None]) -> None:
-        self._of(x).forbid("a norm follows, which undoes scales")
-        channels = _Channels(out.width)
-        for vector in vectors:
-            if vector is None or vector.size != out.width:
-                channels.forbid("its norm has no weight per channel")
-            else:
-                channels.writers.append(self._weights.part_of(vector))
-        self._held[out.index] = channels
-
-    def _read(self, x: Buffer, name: str) -> None:
-        channels = self._of(x)
+    def read(self, x: Buffer, name: str) -> None:
+        """A matrix multiplies what a buffer holds."""
+        channels = self.of(x)
         if not channels.readers:
             self.read_channels.append(channels)
         channels.readers.append(name)
 
-    def _write(self, out: Buffer, weight: LinearWeight, bias: FloatArray | None) -> None:
+    def write(self, out: Buffer, weight: LinearWeight, bias: FloatArray | None) -> None:
+        """A matrix and its bias write a buffer."""
         writers = [ScaledPart(weight.name, weight.packed, weight.num_rows, is_vector=False)]
         if bias is not None:
-            part = self._weights.part_of(bias)
-            writers.append(replace(part, count=weight.num_rows))
-        self._held[out.index] = _Channels(weight.num_experts * weight.num_rows, writers)
+            writers.append(replace(self.weights.part_of(bias), count=weight.num_rows))
+        self.held[out.index] = _Channels(weight.num_experts * weight.num_rows, writers)
+
+
+def _norm(follower: _Follower, op: ops.RmsNorm | ops.LayerNorm) -> None:
+    follower.forbid(op.x, "a norm follows, which undoes scales")
+    channels = _Channels(op.out.width)
+    bias = op.bias if isinstance(op, ops.LayerNorm) else None
+    for vector in [op.weight] if bias is None else [op.weight, bias]:
+        if vector is None or vector.size != op.out.width:
+            channels.forbid("its norm has no weight per channel")
+        else:
+            channels.writers.append(follower.weights.part_of(vector))
+    follower.held[op.out.index] = channels
+
+
+def _matmul(follower: _Follower, op: ops.Matmul) -> None:
+    for projection in op.projections:
+        follower.read(op.x, projection.weight.name)
+    for projection in op.projections:
+        if projection.residual is not None:
+            follower.end(projection.residual, _SUM)
+            follower.end(projection.out)
+        else:
+            follower.write(projection.out, projection.weight, projection.bias)
+
+
+def _store_kv(follower: _Follower, op: ops.StoreKV) -> None:
+    follower.forbid(op.keys, "keys meet queries")
+    follower.cached[op.layer] = follower.of(op.values)
+
+
+def _attention(follower: _Follower, op: ops.Attention) -> None:
+    shape, values = op.shape, follower.cached[op.layer]
+    follower.forbid(op.queries, "queries meet keys")
+    follower.held[op.out.index] = values
+    if shape.num_heads != shape.num_kv_heads:
+        heads = np.arange(shape.num_heads) // (shape.num_heads // shape.num_kv_heads)
+        values.columns = (heads[:, None] * shape.value_size + np.arange(shape.value_size)).reshape(-1)
+
+
+def _activate(follower: _Follower, op: ops.Activate) -> None:
+    channels = follower.of(op.x)
+    if op.kind is Activation.RELU_SQUARED:
+        # relu(x / sqrt(s))^2 = relu(x)^2 / s
+        channels.writers = [replace(part, power=0.5 * part.power) for part in channels.writers]
+    elif op.kind is not Activation.RELU:
+        channels.forbid(f"{op.kind.value} lies between {_writer(channels)} and what reads it, and is not linear")
+    follower.held[op.out.index] = channels
+
+
+def _gated_activate(follower: _Follower, op: ops.GatedActivate) -> None:
+    follower.forbid(op.gate, f"{op.kind.value} follows, and is not linear")
+    channels = follower.of(op.up)
+    if op.kind is Activation.SWIGLU_CLAMPED:
+        channels.forbid(f"{_writer(channels)} is clamped before it is read")
+    follower.held[op.out.index] = channels
+
+
+def _add(follower: _Follower, op: ops.Add) -> None:
+    follower.forbid(op.a, _SUM)
+    follower.forbid(op.b, _SUM)
+    follower.end(op.out)
+
+
+def _multiply_sigmoid(follower: _Follower, op: ops.MultiplySigmoid) -> None:
+    follower.forbid(op.gate, "a sigmoid follows, and is not linear")
+    follower.forbid(op.x, "a gate weighs it")
+    follower.end(op.out, "a gate weighs it")
+
+
+def _copy_heads(follower: _Follower, op: ops.CopyHeads) -> None:
+    follower.forbid(op.x, f"{_writer(follower.of(op.x))} writes keys and values at once")
+    follower.end(op.out, _PUT_TOGETHER)
+
+
+def _head_matmul(follower: _Follower, op: ops.HeadMatmul) -> None:
+    follower.forbid(op.x, "each head's matrix reads a part of it")
+    follower.read(op.x, op.weight.name)
+    follower.write(op.out, op.weight, None)
+    if op.weight.num_rows != op.out_head_size:
+        follower.forbid(op.out, _PUT_TOGETHER)
+
+
+def _select_output(follower: _Follower, op: ops.SelectOutput) -> None:
+    follower.held[op.out.index] = follower.of(op.x)
+
+
+def _expert_matmul(follower: _Follower, op: ops.ExpertMatmul) -> None:
+    follower.read(op.x, op.weight.name)
+    follower.write(op.out, op.weight, op.bias)
+
+
+def _expert_sum(follower: _Follower, op: ops.ExpertSum) -> None:
+    follower.forbid(op.x, _SUM)
+    follower.end(op.out)
+
+
+_SUM = "a sum is no single matrix's result"
+_PUT_TOGETHER = "it is put together from several values"
+
+FOLLOW: dict[type, Callable[[_Follower, Any], None]] = {
+    ops.Embed: lambda follower, op: follower.end(op.out),
+    ops.EmbedPositions: lambda follower, op: follower.end(op.out),
+    ops.RmsNorm: _norm,
+    ops.LayerNorm: _norm,
+    ops.Matmul: _matmul,
+    ops.Rope: lambda follower, op: follower.forbid(op.x, "a rotation mixes the channels"),
+    ops.StoreKV: _store_kv,
+    ops.Attention: _attention,
+    ops.Activate: _activate,
+    ops.GatedActivate: _gated_activate,
+    ops.Add: _add,
+    ops.MultiplySigmoid: _multiply_sigmoid,
+    ops.Scale: lambda follower, op: None,
+    ops.ScaleByPosition: lambda follower, op: None,
+    ops.Softcap: lambda follower, op: follower.forbid(op.x, "a soft cap follows, and is not linear"),
+    ops.CopyHeads: _copy_heads,
+    ops.HeadMatmul: _head_matmul,
+    ops.SelectOutput: _select_output,
+    ops.Route: lambda follower, op: follower.forbid(op.logits, "routing is not linear"),
+    ops.ExpertMatmul: _expert_matmul,
+    ops.ExpertSum: _expert_sum,
+    ops.ExpertScale: lambda follower, op: None,
+}
 
 
 def _writer(channels: _Channels) -> str:
     return channels.writers[0].tensor if channels.writers else "what writes it"
-
-
-class _NoProgram:
-    """What a followed tape makes: nothing runs."""
-
-    max_batch_rows = 0
-    max_output_rows = 0
-
-    def run(self, batch: Batch) -> FloatArray:
-        raise AssertionError("a followed tape has no kernels")
-
-    def close(self) -> None:
-        pass

@@ -14,17 +14,11 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels.ops import Rows, WeightSource
 from localinfer.models.calibration.folding import fold_scales
-from localinfer.models.calibration.rounded_weights import RoundedWeights, RoundingOf
+from localinfer.models.calibration.run import LayerRun
 from localinfer.models.calibration.scale_groups import ScaleGroup, find_scale_sites
-from localinfer.models.calibration.tape import CalibrationTape, StreamedWeights, Streams
-from localinfer.models.decoder.architectures import find_architecture
-from localinfer.models.decoder.attention import RopeTables
-from localinfer.models.decoder.checked_weights import CheckedWeights
+from localinfer.models.calibration.weights import RoundedWeights, RoundingOf, StreamedWeights
 from localinfer.models.decoder.config import ModelConfig
-from localinfer.models.decoder.decoder import write_embedding, write_layer, write_output_norm
-from localinfer.models.decoder.graph import Graph
 from localinfer.quant.checkpoint.model_file import ModelFile
 from localinfer.quant.methods.awq import (
     LEAST_GAIN,
@@ -80,20 +74,20 @@ def choose_scales(
     shapes = {name: record.shape for name, record in file.tensors.items()}
     sites, _ = find_scale_sites(ModelConfig.from_metadata(file.metadata, shapes), shapes)
     seen = _SeenSites(sites, rounding_of)
-    run = _LayerRun(file, StreamedWeights(file), token_ids, workers, seen)
+    run = LayerRun(file, StreamedWeights(file), token_ids, workers, seen)
     layer_weights = sum(prod(shape) for name, shape in shapes.items() if _LAYER.match(name)) // run.num_layers
     is_thorough = layer_weights <= THOROUGH_LAYER_WEIGHTS
     num_judging = THOROUGH_JUDGING_TOKENS if is_thorough else JUDGING_TOKENS
     judging = token_ids[-max(1, num_judging // token_ids.shape[1]) :]
     trial = RoundedWeights(file, rounding_of, seen.mean_squares)
-    judged = _LayerRun(file, trial, judging, _Int8Workers(workers), _Nobody())
-    hidden = run.embed()
+    judged = LayerRun(file, trial, judging, _Int8Workers(workers), _Nobody())
+    (hidden,) = run.embed()
     kept: list[GroupScales] = []
     for layer in range(run.num_layers):
         if progress is not None:
             progress("choosing scales", layer, run.num_layers)
         given = hidden[-judging.size :]
-        hidden = run.layer(layer, hidden)
+        (hidden,) = run.layer(layer, [hidden])
         search = _LayerSearch(judged, trial, shapes, layer, given, hidden[-judging.size :], is_thorough)
         found = search.choose([site for site in sites if _layer_of(site) == layer], seen)
         if final is not None and found:
@@ -104,7 +98,7 @@ def choose_scales(
         kept += found
         trial.forget()
         seen.forget()
-    run.output(hidden)
+    run.output([hidden])
     kept += [one for site in sites if _layer_of(site) is None for one in [seen.by_products(site)] if one is not None]
     return kept
 
@@ -124,61 +118,14 @@ def _final_loss(
     given: FloatArray,
 ) -> float:
     """The loss of one layer, quantized by a visitor."""
-    original, found = _LayerRun(file, StreamedWeights(file), token_ids, workers, visitor).both(layer, given)
+    run = LayerRun(file, StreamedWeights(file), token_ids, workers, visitor)
+    original, found = run.layer(layer, [given, given])
     return _mean_relative_error(original, found)
 
 
 def _mean_relative_error(wanted: FloatArray, found: FloatArray) -> float:
     """Squared, relative to each token's own size: the next layer norms every token."""
     return float((np.square(found - wanted).sum(axis=1) / np.square(wanted).sum(axis=1)).mean())
-
-
-class _LayerRun:
-    """A model over a text, one layer at a time, each from whatever it is given: float32[tokens, hidden_size]."""
-
-    def __init__(
-        self,
-        file: ModelFile,
-        weights: WeightSource,
-        token_ids: NDArray[np.int32],
-        workers: Workers,
-        visitor: ProductVisitor,
-    ) -> None:
-        shapes = {name: record.shape for name, record in file.tensors.items()}
-        config = replace(ModelConfig.from_metadata(file.metadata, shapes), context_length=token_ids.shape[1])
-        self.num_layers = config.num_layers
-        self._tape = CalibrationTape(token_ids, workers, visitor)
-        checked = CheckedWeights(weights, config.architecture)
-        self._graph = Graph(config, find_architecture(config), checked, self._tape)
-        self._tables = RopeTables(self._graph, token_ids.shape[1])
-        self._hidden = self._graph.buffer("hidden", config.hidden_size, Rows.BATCH)
-
-    def embed(self) -> FloatArray:
-        """What the first layer reads."""
-        return self._tape.streams(write_embedding(self._graph, self._graph.config.context_length))[0]
-
-    def layer(self, layer: int, hidden: FloatArray) -> FloatArray:
-        """What the next layer reads, from what this one reads."""
-        return self._streams(layer, [hidden])[0]
-
-    def both(self, layer: int, hidden: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """The same for the original matrices and for what the visitor makes of them."""
-        original, changed = self._streams(layer, [hidden, hidden])
-        return original, changed
-
-    def _streams(self, layer: int, hidden: Streams) -> Streams:
-        self._tape.set_streams(self._hidden, hidden)
-        out = write_layer(self._graph, layer, self._hidden, self._tables)
-        self._tape.forget_all_but(out)
-        return self._tape.streams(out)
-
-    def output(self, hidden: FloatArray) -> None:
-        """Show the visitor the output matrix, where it is not the embedding's."""
-        config, weights = self._graph.config, self._graph.weights
-        if weights.has("output.weight"):
-            self._tape.set_streams(self._hidden, [hidden])
-            normed = write_output_norm(self._graph, self._hidden)
-            self._tape.visit(normed, [weights.linear("output.weight", config.vocab_size, config.hidden_size)])
 
 
 class _SeenSites:
@@ -238,7 +185,7 @@ class _LayerSearch:
 
     def __init__(
         self,
-        run: _LayerRun,
+        run: LayerRun,
         weights: RoundedWeights,
         shapes: dict[str, tuple[int, ...]],
         layer: int,
@@ -274,7 +221,7 @@ class _LayerSearch:
 
     def _loss(self, chosen: Sequence[GroupScales]) -> float:
         self._weights.scale(fold_scales([(one.site, one.scales) for one in chosen], self._shapes))
-        return _mean_relative_error(self._wanted, self._run.layer(self._layer, self._given))
+        return _mean_relative_error(self._wanted, self._run.layer(self._layer, [self._given])[0])
 
 
 class _Int8Workers(Workers):

@@ -1,9 +1,9 @@
-"""From a model's configuration and weights to a program: the whole decoder, layer by layer, on a tape."""
+"""From a model's configuration and weights to a graph of ops: the whole decoder, layer by layer."""
 
-from typing import Protocol
+from collections.abc import Sequence
 
-from localinfer.kernels.ops import Buffer, KVLayerShape, Projection, Rows, Tape, WeightSource
-from localinfer.kernels.program import Program
+from localinfer.kernels.graph_builder import GraphBuilder
+from localinfer.kernels.ops import Buffer, KVLayerShape, OpGraph, Projection, Rows, WeightSource
 from localinfer.models.decoder.architectures import find_architecture
 from localinfer.models.decoder.attention import (
     RopeTables,
@@ -20,69 +20,72 @@ from localinfer.models.decoder.graph import Graph, refuse
 def write_decoder(
     config: ModelConfig,
     weights: WeightSource,
-    tape: Tape,
     context_length: int | None = None,
     *,
+    kv_layers: Sequence[KVLayerShape] | None = None,
     has_output_head: bool = True,
-) -> Program:
-    """Write every op of the model on the tape and close it.
+) -> OpGraph:
+    """Write every op of the model.
 
-    context_length: the longest sequence that will be run, where it differs from the model's own (LongRoPE needs it).
-    has_output_head: without it the program ends before, and returns hidden states, normed, in place of logits.
+    context_length: the longest sequence that will be run, where it differs from the model's own (LongRoPE asks).
+    kv_layers: what the cache keeps, where that is not `kv_layer_shapes(config)`.
+    has_output_head: without it the graph ends before, and returns hidden states, normed, in place of logits.
     Raises: UnsupportedFormatError if the architecture is unknown; CorruptFileError if a tensor is missing or has
     another shape than the metadata says.
     """
-    graph, tables = _begin(config, weights, tape, context_length)
+    graph, tables = _begin(config, weights, kv_layers, context_length)
     hidden = write_embedding(graph, max(context_length or 0, config.context_length))
     for layer in range(config.num_layers):
         hidden = write_layer(graph, layer, hidden, tables)
-    if not has_output_head:
-        return tape.finish(write_output_norm(graph, hidden))
-    return _write_logits(graph, hidden)
-
-
-class ReceivingTape(Tape, Protocol):
-    """A tape that goes on where that of another device ended."""
-
-    def receive(self, out: Buffer) -> None:
-        """out[r] = what the program was handed for row r."""
-        ...
+    return graph.tape.finish(_write_logits(graph, hidden) if has_output_head else write_output_norm(graph, hidden))
 
 
 def write_first_layers(
-    config: ModelConfig, weights: WeightSource, tape: Tape, num_layers: int, context_length: int
-) -> Program:
-    """Write the embedding and the first layers, fewer than all, and close the tape: see `write_decoder`.
+    config: ModelConfig,
+    weights: WeightSource,
+    num_layers: int,
+    context_length: int,
+    kv_layers: Sequence[KVLayerShape],
+) -> OpGraph:
+    """Write the embedding and the first layers, fewer than all: see `write_decoder`.
 
-    `run` returns the hidden states of the rows asked for, float32[rows, hidden_size].
+    The graph returns the hidden states of the rows asked for, float32[rows, hidden_size].
     """
     assert num_layers < config.num_layers, "the last layer goes with the output head"
-    graph, tables = _begin(config, weights, tape, context_length)
+    graph, tables = _begin(config, weights, kv_layers, context_length)
     hidden = write_embedding(graph, max(context_length, config.context_length))
     for layer in range(num_layers):
         hidden = write_layer(graph, layer, hidden, tables)
-    return tape.finish(graph.select_output(hidden))
+    return graph.tape.finish(graph.select_output(hidden))
 
 
 def write_last_layers(
-    config: ModelConfig, weights: WeightSource, tape: ReceivingTape, first_layer: int, context_length: int
-) -> Program:
+    config: ModelConfig,
+    weights: WeightSource,
+    first_layer: int,
+    context_length: int,
+    kv_layers: Sequence[KVLayerShape],
+) -> OpGraph:
     """Write the layers from `first_layer` on and the output head, which go on with hidden states that are received."""
-    graph, tables = _begin(config, weights, tape, context_length)
+    graph, tables = _begin(config, weights, kv_layers, context_length)
     hidden = graph.buffer("hidden", config.hidden_size, Rows.BATCH)
-    tape.receive(hidden)
+    graph.tape.receive(hidden)
     for layer in range(first_layer, config.num_layers):
         hidden = write_layer(graph, layer, hidden, tables)
-    return _write_logits(graph, hidden)
+    return graph.tape.finish(_write_logits(graph, hidden))
 
 
 def _begin(
-    config: ModelConfig, weights: WeightSource, tape: Tape, context_length: int | None
+    config: ModelConfig,
+    weights: WeightSource,
+    kv_layers: Sequence[KVLayerShape] | None,
+    context_length: int | None,
 ) -> tuple[Graph, RopeTables]:
     architecture = find_architecture(config)
     if config.latent is not None and not architecture.latent_attention:
         raise refuse(config, "has the settings of latent attention")
-    graph = Graph(config, architecture, CheckedWeights(weights, config.architecture), tape)
+    builder = GraphBuilder(kv_layer_shapes(config) if kv_layers is None else kv_layers)
+    graph = Graph(config, architecture, CheckedWeights(weights, config.architecture), builder)
     return graph, RopeTables(graph, context_length or config.context_length)
 
 
@@ -143,7 +146,7 @@ def write_output_norm(graph: Graph, hidden: Buffer) -> Buffer:
     return normed
 
 
-def _write_logits(graph: Graph, hidden: Buffer) -> Program:
+def _write_logits(graph: Graph, hidden: Buffer) -> Buffer:
     config, tape = graph.config, graph.tape
     normed = write_output_norm(graph, hidden)
     is_tied = not graph.weights.has("output.weight")
@@ -154,4 +157,4 @@ def _write_logits(graph: Graph, hidden: Buffer) -> Program:
     tape.matmul(normed, [Projection(weight, logits, bias, scale=graph.architecture.logit_scale)])
     if config.logit_softcap:
         tape.softcap(logits, config.logit_softcap)
-    return tape.finish(logits)
+    return logits

@@ -3,7 +3,8 @@
 import numpy as np
 
 from localinfer.errors import UnsupportedFormatError
-from localinfer.kernels.ops import Buffer, FloatArray, LinearWeight, Projection, Rows, Tape
+from localinfer.kernels.graph_builder import GraphBuilder
+from localinfer.kernels.ops import Buffer, FloatArray, LinearWeight, Projection, Rows
 from localinfer.models.decoder.architecture import Architecture, Norm
 from localinfer.models.decoder.checked_weights import CheckedWeights
 from localinfer.models.decoder.config import ModelConfig
@@ -12,7 +13,9 @@ from localinfer.models.decoder.config import ModelConfig
 class Graph:
     """The model being written. Buffers are reused by name, so a layer overwrites what the one before it left."""
 
-    def __init__(self, config: ModelConfig, architecture: Architecture, weights: CheckedWeights, tape: Tape) -> None:
+    def __init__(
+        self, config: ModelConfig, architecture: Architecture, weights: CheckedWeights, tape: GraphBuilder
+    ) -> None:
         self.config = config
         self.architecture = architecture
         self.weights = weights

@@ -11,9 +11,8 @@ from localinfer.errors import BackendUnavailableError, CorruptFileError, OutOfMe
 from localinfer.kernels import address_space
 from localinfer.kernels.cpu import checksum, sampling, text_merging, token_history
 from localinfer.kernels.cpu import pool as pool_module
-from localinfer.kernels.cpu.lower import MAX_BATCH_ROWS, CpuTape
+from localinfer.kernels.cpu.lower import MAX_BATCH_ROWS, lower_to_cpu
 from localinfer.kernels.cpu.pool import ThreadPool
-from localinfer.kernels.cpu.program import CpuProgram
 from localinfer.kernels.cpu.weights import PACK_TILES
 from localinfer.kernels.cuda.device import CudaDevice
 from localinfer.kernels.jit.compile_ahead import ProgressCallback, compile_ahead
@@ -73,8 +72,14 @@ class Model:
             raise BackendUnavailableError(
                 "hidden states are computed on the CPU only; load the model with device='cpu'"
             )
-        tape = CpuTape(self.pool, self.kv_layout)
-        return write_decoder(self.config, self.weights, tape, self.config.context_length, has_output_head=False)
+        graph = write_decoder(
+            self.config,
+            self.weights,
+            self.config.context_length,
+            kv_layers=self.kv_layout.layers,
+            has_output_head=False,
+        )
+        return lower_to_cpu(graph, self.pool, self.kv_layout)
 
     @property
     def pooling(self) -> Pooling:
@@ -188,10 +193,9 @@ class _Parts:
 
 
 def _write_on_cpu(parts: _Parts, weights: CpuWeights, kv_layout: KVLayout, max_weighed_tokens: int) -> Program:
-    tape = CpuTape(parts.pool, kv_layout, max_weighed_tokens=max_weighed_tokens, progress=parts.progress)
-    program = write_decoder(parts.config, weights, tape, parts.config.context_length)
+    graph = write_decoder(parts.config, weights, parts.config.context_length, kv_layers=kv_layout.layers)
+    program = lower_to_cpu(graph, parts.pool, kv_layout, max_weighed_tokens=max_weighed_tokens, progress=parts.progress)
     if parts.chooses_threads:
-        assert isinstance(program, CpuProgram), "a CPU tape makes a CPU program"
         if parts.progress is not None:
             parts.progress("measuring how many threads decode fastest", 0, 0)
         choose_decode_threads(program, kv_layout, parts.file.num_bytes)
@@ -218,36 +222,35 @@ def _write_on_gpu(
 
 def _write_whole(parts: _Parts, gpu: CudaDevice) -> tuple[Program, KVLayout]:
     """A program on the GPU alone."""
-    from localinfer.kernels.cuda.lower import CudaTape
+    from localinfer.kernels.cuda.lower import check_kv_types, lower_to_cuda
     from localinfer.kernels.cuda.memory import DeviceKVLayout
 
     config = parts.config
     layout = DeviceKVLayout(parts.kv_type, kv_layer_shapes(config), device=gpu)
     weights = CudaWeights(parts.file, parts.pool, gpu, parts.progress)
-    tape = CudaTape(gpu, layout, progress=parts.progress)
-    program = write_decoder(config, weights, tape, config.context_length)
+    check_kv_types(layout)
+    graph = write_decoder(config, weights, config.context_length, kv_layers=layout.layers)
+    program = lower_to_cuda(graph, gpu, layout, progress=parts.progress)
     _note(parts.file, weights)
     return program, layout
 
 
 def _write_split(parts: _Parts, gpu: CudaDevice, placement: Placement) -> tuple[Program, KVLayout]:
     """A program whose first layers run on the CPU; the GPU's part first, which may not fit after all."""
-    from localinfer.kernels.cuda.lower import CudaTape
+    from localinfer.kernels.cuda.lower import check_kv_types, lower_to_cuda
     from localinfer.kernels.cuda.memory import SplitKVLayout
     from localinfer.kernels.cuda.offload import SplitProgram
-    from localinfer.kernels.cuda.program import CudaProgram
 
     config, progress = parts.config, parts.progress
     num_first = config.num_layers - placement.num_gpu_layers
     layout = SplitKVLayout(parts.kv_type, kv_layer_shapes(config), num_host_layers=num_first, device=gpu)
     on_gpu = CudaWeights(parts.file, parts.pool, gpu, progress)
-    gpu_tape = CudaTape(gpu, layout.device_part, max_batch_rows=MAX_BATCH_ROWS, progress=progress)
-    rest = write_last_layers(config, on_gpu, gpu_tape, num_first, config.context_length)
-    assert isinstance(rest, CudaProgram), "a CUDA tape makes a CUDA program"
+    check_kv_types(layout)
+    graph = write_last_layers(config, on_gpu, num_first, config.context_length, layout.device_part.layers)
+    rest = lower_to_cuda(graph, gpu, layout.device_part, max_batch_rows=MAX_BATCH_ROWS, progress=progress)
     on_cpu = CpuWeights(parts.file, parts.pool, progress)
-    tape = CpuTape(parts.pool, layout.host_part, max_output_rows=MAX_BATCH_ROWS, progress=progress)
-    first = write_first_layers(config, on_cpu, tape, num_first, config.context_length)
-    assert isinstance(first, CpuProgram), "a CPU tape makes a CPU program"
+    graph = write_first_layers(config, on_cpu, num_first, config.context_length, layout.host_part.layers)
+    first = lower_to_cpu(graph, parts.pool, layout.host_part, max_output_rows=MAX_BATCH_ROWS, progress=progress)
     if parts.chooses_threads and num_first:
         choose_decode_threads(first, layout.host_part, parts.file.num_bytes * num_first // config.num_layers)
     on_cpu.notes.update(on_gpu.notes)

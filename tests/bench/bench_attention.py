@@ -12,8 +12,10 @@ import numpy as np
 
 from localinfer.bench.machine import cpu_name, instruction_set, measure_read_bandwidth
 from localinfer.kernels.cpu.arrays import Arena, address
-from localinfer.kernels.cpu.lower import CpuProgram, CpuTape
+from localinfer.kernels.cpu.lower import lower_to_cpu
 from localinfer.kernels.cpu.pool import ThreadPool
+from localinfer.kernels.cpu.program import CpuProgram
+from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.ops import AttentionShape, KVLayerShape, Rows
 from localinfer.kernels.program import Batch, Segment
@@ -31,7 +33,7 @@ FILL_ROWS = 512
 
 def attention_program(pool: ThreadPool, layout: KVLayout, shape: AttentionShape) -> CpuProgram:
     """A program that stores keys and values in every layer and then attends in every layer."""
-    tape = CpuTape(pool, layout, max_batch_rows=FILL_ROWS, max_output_rows=1)
+    tape = GraphBuilder(layout.layers)
     queries = tape.buffer("queries", shape.num_heads * shape.key_size)
     keys = tape.buffer("keys", shape.num_kv_heads * shape.key_size)
     values = tape.buffer("values", shape.num_kv_heads * shape.value_size)
@@ -44,7 +46,7 @@ def attention_program(pool: ThreadPool, layout: KVLayout, shape: AttentionShape)
     for layer in range(len(layout.layers)):
         tape.attention(out, queries, layer, shape)
     tape.select_output(chosen, out)
-    return tape.finish(chosen)
+    return lower_to_cpu(tape.finish(chosen), pool, layout, max_batch_rows=FILL_ROWS, max_output_rows=1)
 
 
 def seconds_of_attention(

@@ -27,7 +27,7 @@ from localinfer.kernels.cuda.gemm import (
     scalar_gemm,
     tiled_gemm,
 )
-from localinfer.kernels.cuda.lower import CudaTape
+from localinfer.kernels.cuda.lower import lower_to_cuda
 from localinfer.kernels.cuda.memory import DeviceKVLayout, DeviceMemory
 from localinfer.kernels.cuda.program import CudaProgram
 from localinfer.kernels.cuda.sampling import Chosen
@@ -271,8 +271,8 @@ def make_program(
     config = ModelConfig.from_metadata(metadata, shapes)
     kv_layout = DeviceKVLayout(kv_type, kv_layer_shapes(config), device=device)
     weights = RandomWeights(device, layout, shapes, seed)
-    program = write_decoder(config, weights, CudaTape(device, kv_layout), config.context_length)
-    assert isinstance(program, CudaProgram), "a CUDA tape makes a CUDA program"
+    graph = write_decoder(config, weights, config.context_length, kv_layers=kv_layout.layers)
+    program = lower_to_cuda(graph, device, kv_layout)
     return program, kv_layout, weights.num_bytes
 
 

@@ -12,9 +12,11 @@ import numpy as np
 
 from localinfer.bench.machine import cpu_name, instruction_set, measure_multiply_peak, measure_read_bandwidth
 from localinfer.kernels.cpu.arrays import Arena
-from localinfer.kernels.cpu.lower import CpuProgram, CpuTape
+from localinfer.kernels.cpu.lower import lower_to_cpu
 from localinfer.kernels.cpu.pool import ThreadPool
+from localinfer.kernels.cpu.program import CpuProgram
 from localinfer.kernels.cpu.weights import PackedWeight, pack
+from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.layouts import Layout
 from localinfer.kernels.ops import LinearWeight, Projection, Rows
 from localinfer.kernels.program import Batch, Segment
@@ -52,14 +54,15 @@ def matrices(pool: ThreadPool, layout: Layout, num_rows: int, num_columns: int) 
 def products(pool: ThreadPool, weights: Sequence[LinearWeight]) -> CpuProgram:
     """A program that multiplies every matrix by the same rows."""
     first = weights[0]
-    tape = CpuTape(pool, NO_CACHE, max_batch_rows=max(MULTIPLIED_ROWS), max_output_rows=1)
+    tape = GraphBuilder()
     x = tape.buffer("x", first.num_columns)
     out, chosen = tape.buffer("out", first.num_rows), tape.buffer("chosen", first.num_rows, Rows.OUTPUT)
     tape.embed(x, table(random_rows(max(MULTIPLIED_ROWS), first.num_columns, 1)))
     for weight in weights:
         tape.matmul(x, [Projection(weight, out)])
     tape.select_output(chosen, out)
-    return tape.finish(chosen)
+    graph = tape.finish(chosen)
+    return lower_to_cpu(graph, pool, NO_CACHE, max_batch_rows=max(MULTIPLIED_ROWS), max_output_rows=1)
 
 
 def seconds_of_products(program: CpuProgram, num_rows: int, repetitions: int) -> float:

@@ -13,8 +13,8 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels.ops import FloatArray, KVLayerShape, Tape, WeightSource
-from localinfer.kernels.program import Batch, Segment
+from localinfer.kernels.ops import FloatArray, KVLayerShape, OpGraph, WeightSource
+from localinfer.kernels.program import Batch, Program, Segment
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import kv_layer_shapes, write_decoder
 from localinfer.quant.gguf.reader import read_gguf
@@ -72,8 +72,8 @@ class Device(Protocol):
         """The weights of a file."""
         ...
 
-    def tape(self, layers: Sequence[KVLayerShape], max_rows: int) -> Tape:
-        """An empty tape for batches of up to max_rows rows, all of them output rows, and caches of these layers."""
+    def program(self, graph: OpGraph, max_rows: int) -> Program:
+        """A graph's program for batches of up to max_rows rows, all of them output rows."""
         ...
 
     def pages(self, layers: Sequence[KVLayerShape], num_positions: int) -> NDArray[np.int64]:
@@ -140,7 +140,7 @@ def run_logits(model: ArchModel, device: Device, chunk_rows: int = 0) -> FloatAr
     layers = kv_layer_shapes(config)
     num_rows = len(model.token_ids)
     step = chunk_rows or num_rows
-    program = write_decoder(config, device.weights(model.path), device.tape(layers, step))
+    program = device.program(write_decoder(config, device.weights(model.path)), step)
     pages = device.pages(layers, num_rows)
     parts = []
     for start in range(0, num_rows, step):

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels.ops import KVLayerShape
-from tests.oracle import NumpyTape, NumpyWeights
+from localinfer.kernels.ops import KVLayerShape, OpGraph
+from tests.oracle import NumpyProgram, NumpyWeights
 
 
 class NumpyDevice:
@@ -19,8 +19,8 @@ class NumpyDevice:
     def weights(self, path: Path) -> NumpyWeights:
         return NumpyWeights(path)
 
-    def tape(self, layers: Sequence[KVLayerShape], max_rows: int) -> NumpyTape:
-        return NumpyTape(max_rows, max_rows, kv_type=self._kv_type)
+    def program(self, graph: OpGraph, max_rows: int) -> NumpyProgram:
+        return NumpyProgram(graph, max_rows, max_rows, kv_type=self._kv_type)
 
     def pages(self, layers: Sequence[KVLayerShape], num_positions: int) -> NDArray[np.int64]:
         return np.array([1], dtype=np.int64)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from localinfer.kernels.cpu.lower import CpuTape
+from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.kv_layout import KVLayout, parse_kv_type
 from localinfer.kernels.ops import AttentionShape, Buffer, FloatArray, KVLayerShape
 from tests.kernels.cpu.tape_runs import Write, random_rows
@@ -51,7 +51,7 @@ def inputs_of(shape: AttentionShape, rows: int, seed: int) -> list[FloatArray]:
 
 
 def attention_of(shape: AttentionShape) -> Write:
-    def write(tape: CpuTape, inputs: list[Buffer]) -> Buffer:
+    def write(tape: GraphBuilder, inputs: list[Buffer]) -> Buffer:
         out = tape.buffer("out", shape.num_heads * shape.value_size)
         tape.store_kv(1, inputs[1], inputs[2])
         tape.attention(out, inputs[0], 1, shape)

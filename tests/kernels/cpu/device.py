@@ -7,12 +7,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.kernels.cpu.arrays import address, aligned_zeros
-from localinfer.kernels.cpu.lower import CpuTape
+from localinfer.kernels.cpu.lower import lower_to_cpu
 from localinfer.kernels.cpu.pool import ThreadPool
+from localinfer.kernels.cpu.program import CpuProgram
 from localinfer.kernels.cpu.weights import RowTable, pack
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.layouts import Layout
-from localinfer.kernels.ops import EmbeddingTable, FloatArray, KVLayerShape, LinearWeight
+from localinfer.kernels.ops import EmbeddingTable, FloatArray, KVLayerShape, LinearWeight, OpGraph
 from localinfer.quant.formats.reference import dequantize
 from localinfer.quant.gguf.reader import read_gguf
 
@@ -65,9 +66,10 @@ class CpuDevice:
         self._pool = ThreadPool(self._num_threads)
         return CpuWeights(self._pool, path)
 
-    def tape(self, layers: Sequence[KVLayerShape], max_rows: int) -> CpuTape:
+    def program(self, graph: OpGraph, max_rows: int) -> CpuProgram:
         assert self._pool is not None, "weights come first"
-        return CpuTape(self._pool, KVLayout(self._kv_type, layers), max_batch_rows=max_rows, max_output_rows=max_rows)
+        layout = KVLayout(self._kv_type, graph.kv_layers)
+        return lower_to_cpu(graph, self._pool, layout, max_batch_rows=max_rows, max_output_rows=max_rows)
 
     def pages(self, layers: Sequence[KVLayerShape], num_positions: int) -> NDArray[np.int64]:
         layout = KVLayout(self._kv_type, layers)

@@ -5,9 +5,9 @@ import hashlib
 import numpy as np
 
 from localinfer.kernels.cpu.encoding import encode_rows
-from localinfer.kernels.cpu.lower import CpuTape
 from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.kernels.cpu.sampling import RowSampler
+from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.kv_layout import KV_TYPES, KVLayout
 from localinfer.kernels.layouts import SIZES, Layout, is_float
 from localinfer.kernels.ops import (
@@ -31,7 +31,7 @@ def _product(pool: ThreadPool, layout: Layout) -> bytes:
     shape = (21, 37 if is_float(layout) else 2 * SIZES[layout].unit)
     weight: LinearWeight = linear(pool, layout, random_weights(layout, shape, 1), shape)
 
-    def write(tape: CpuTape, inputs: list[Buffer]) -> Buffer:
+    def write(tape: GraphBuilder, inputs: list[Buffer]) -> Buffer:
         out = tape.buffer("out", 21)
         tape.matmul(inputs[0], [Projection(weight, out)])
         return out
@@ -58,7 +58,7 @@ def cached() -> str:
 
 
 def _attention(pool: ThreadPool, shape: AttentionShape, kv_type: str) -> FloatArray:
-    def write(tape: CpuTape, inputs: list[Buffer]) -> Buffer:
+    def write(tape: GraphBuilder, inputs: list[Buffer]) -> Buffer:
         queries, keys, values = inputs
         out = tape.buffer("out", shape.num_heads * shape.value_size)
         tape.rms_norm(queries, queries, None, 1e-5, shape.key_size)

@@ -9,9 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.kernels.cpu.arrays import address, aligned_zeros
-from localinfer.kernels.cpu.lower import CpuTape
+from localinfer.kernels.cpu.lower import lower_to_cpu
 from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.kernels.cpu.weights import RowTable, pack
+from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.layouts import Layout
 from localinfer.kernels.ops import Buffer, EmbeddingTable, FloatArray, LinearWeight, Rows
@@ -19,7 +20,7 @@ from localinfer.kernels.program import Batch, Segment
 
 NO_CACHE = KVLayout("f32", [])
 
-Write = Callable[[CpuTape, list[Buffer]], Buffer]
+Write = Callable[[GraphBuilder, list[Buffer]], Buffer]
 
 
 def table(values: FloatArray) -> EmbeddingTable:
@@ -54,13 +55,7 @@ class RowProgram:
         kv_layout: KVLayout = NO_CACHE,
         max_weighed_tokens: int = 0,
     ) -> None:
-        tape = CpuTape(
-            pool,
-            kv_layout,
-            max_batch_rows=max_rows,
-            max_output_rows=max_rows,
-            max_weighed_tokens=max_weighed_tokens,
-        )
+        tape = GraphBuilder(kv_layout.layers)
         buffers = []
         for index, values in enumerate(inputs):
             buffers.append(tape.buffer(f"input {index}", values.shape[1]))
@@ -70,9 +65,16 @@ class RowProgram:
             selected = tape.buffer("selected", result.width, Rows.OUTPUT)
             tape.select_output(selected, result)
             result = selected
-        for memory in tape._memory._buffers:
+        self.program = lower_to_cpu(
+            tape.finish(result),
+            pool,
+            kv_layout,
+            max_batch_rows=max_rows,
+            max_output_rows=max_rows,
+            max_weighed_tokens=max_weighed_tokens,
+        )
+        for memory in self.program.tape.memory.buffers:
             memory[:] = 255
-        self._program = tape.finish(result)
         self._kv_layout = kv_layout
         self._pages: list[NDArray[np.uint8]] = []
 
@@ -94,7 +96,7 @@ class RowProgram:
     def run(self, token_ids: Sequence[int], segments: Sequence[Segment]) -> FloatArray:
         """One batch; every row is an output row."""
         ids = np.array(token_ids, np.int32)
-        return self._program.run(Batch(ids, segments, np.arange(len(ids), dtype=np.int32))).copy()
+        return self.program.run(Batch(ids, segments, np.arange(len(ids), dtype=np.int32))).copy()
 
 
 def run_rows(

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from localinfer.kernels.cpu.compiled.matmul.rows import exp_of, sigmoid_of
-from localinfer.kernels.cpu.lower import CpuTape
+from localinfer.kernels.cpu.lower import lower_to_cpu
 from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.kernels.cpu.weights import RowTable
+from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.layouts import GGUF_LAYOUTS, SIZES, Layout
 from localinfer.kernels.ops import Activation, Buffer, EmbeddingTable, FloatArray, Pairing, RopeTable, Rows
 from localinfer.kernels.program import Batch, Segment
@@ -34,7 +35,7 @@ def test_norms_equal_the_formula(
     size = {"none": 0, "per group": group_size or width, "per column": width}[weights]
     weight, bias = (random_rows(1, size, seed)[0] if size else None for seed in (2, 3))
 
-    def write(tape: CpuTape, inputs: list[Buffer]) -> Buffer:
+    def write(tape: GraphBuilder, inputs: list[Buffer]) -> Buffer:
         if centred:
             tape.layer_norm(inputs[0], inputs[0], weight, bias, 1e-5, group_size)
         else:
@@ -52,7 +53,7 @@ def test_norms_equal_the_formula(
 
 
 def test_rms_norm_of_zeros_is_zero(pool: ThreadPool) -> None:
-    def write(tape: CpuTape, inputs: list[Buffer]) -> Buffer:
+    def write(tape: GraphBuilder, inputs: list[Buffer]) -> Buffer:
         out = tape.buffer("out", 20)
         tape.rms_norm(out, inputs[0], None, 1e-6)
         return out
@@ -66,11 +67,11 @@ def test_activations_equal_the_formula(kind: Activation, pool: ThreadPool, two_t
     x[0, :8] = [0, -0.0, 100, -100, 30, -30, 1e-20, -1e-3]
     up = random_rows(ROWS, 1100, 5)
 
-    def plain(tape: CpuTape, inputs: list[Buffer]) -> Buffer:
+    def plain(tape: GraphBuilder, inputs: list[Buffer]) -> Buffer:
         tape.activation(inputs[0], inputs[0], kind)
         return inputs[0]
 
-    def gated(tape: CpuTape, inputs: list[Buffer]) -> Buffer:
+    def gated(tape: GraphBuilder, inputs: list[Buffer]) -> Buffer:
         tape.gated_activation(inputs[1], inputs[0], inputs[1], kind)
         return inputs[1]
 
@@ -86,7 +87,7 @@ def test_activations_equal_the_formula(kind: Activation, pool: ThreadPool, two_t
 def test_clamped_swiglu_equals_the_formula(pool: ThreadPool) -> None:
     gate, up = random_rows(ROWS, 50, 6) * np.float32(6), random_rows(ROWS, 50, 7) * np.float32(6)
 
-    def write(tape: CpuTape, inputs: list[Buffer]) -> Buffer:
+    def write(tape: GraphBuilder, inputs: list[Buffer]) -> Buffer:
         tape.gated_activation(inputs[0], inputs[0], inputs[1], Activation.SWIGLU_CLAMPED)
         return inputs[0]
 
@@ -123,27 +124,27 @@ def test_exp_and_sigmoid_are_right_at_their_ends() -> None:
     assert sigmoids[5:8].tolist() == [1, 1, 1]
 
 
-def _add(tape: CpuTape, a: Buffer, b: Buffer) -> None:
+def _add(tape: GraphBuilder, a: Buffer, b: Buffer) -> None:
     tape.add(a, a, b, 0.375)
 
 
-def _multiply_sigmoid(tape: CpuTape, a: Buffer, b: Buffer) -> None:
+def _multiply_sigmoid(tape: GraphBuilder, a: Buffer, b: Buffer) -> None:
     tape.multiply_sigmoid(a, a, b)
 
 
-def _scale(tape: CpuTape, a: Buffer, b: Buffer) -> None:
+def _scale(tape: GraphBuilder, a: Buffer, b: Buffer) -> None:
     tape.scale(a, 0.3)
 
 
-def _softcap(tape: CpuTape, a: Buffer, b: Buffer) -> None:
+def _softcap(tape: GraphBuilder, a: Buffer, b: Buffer) -> None:
     tape.softcap(a, 1.5)
 
 
-def _scale_by_position(tape: CpuTape, a: Buffer, b: Buffer) -> None:
+def _scale_by_position(tape: GraphBuilder, a: Buffer, b: Buffer) -> None:
     tape.scale_by_position(a, 3, 0.1, offset=1)
 
 
-FORMULAS: dict[Callable[[CpuTape, Buffer, Buffer], None], Callable[[Float64Array, Float64Array], Float64Array]] = {
+FORMULAS: dict[Callable[[GraphBuilder, Buffer, Buffer], None], Callable[[Float64Array, Float64Array], Float64Array]] = {
     _add: lambda a, b: a + 0.375 * b,
     _multiply_sigmoid: lambda a, b: a * sigmoid(b),
     _scale: lambda a, b: a * float(np.float32(0.3)),
@@ -155,11 +156,11 @@ FORMULAS: dict[Callable[[CpuTape, Buffer, Buffer], None], Callable[[Float64Array
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("op", FORMULAS, ids=lambda op: op.__name__.strip("_"))
 def test_sums_and_products_equal_the_formula(
-    op: Callable[[CpuTape, Buffer, Buffer], None], width: int, pool: ThreadPool, two_threads: ThreadPool
+    op: Callable[[GraphBuilder, Buffer, Buffer], None], width: int, pool: ThreadPool, two_threads: ThreadPool
 ) -> None:
     a, b = random_rows(ROWS, width, 8), random_rows(ROWS, width, 9)
 
-    def write(tape: CpuTape, inputs: list[Buffer]) -> Buffer:
+    def write(tape: GraphBuilder, inputs: list[Buffer]) -> Buffer:
         op(tape, *inputs)
         return inputs[0]
 
@@ -171,7 +172,7 @@ def test_sums_and_products_equal_the_formula(
 def test_multiply_sigmoid_takes_one_gate_per_row(pool: ThreadPool) -> None:
     x, gate = random_rows(ROWS, 37, 10), random_rows(ROWS, 1, 11)
 
-    def write(tape: CpuTape, inputs: list[Buffer]) -> Buffer:
+    def write(tape: GraphBuilder, inputs: list[Buffer]) -> Buffer:
         tape.multiply_sigmoid(inputs[0], *inputs)
         return inputs[0]
 
@@ -188,7 +189,7 @@ def test_rope_rotates_each_head_by_its_position(
     x = random_rows(ROWS, heads * head_size, 12)
     frequencies = 1.0 / 10000 ** (np.arange(pairs) / pairs)
 
-    def write(tape: CpuTape, inputs: list[Buffer]) -> Buffer:
+    def write(tape: GraphBuilder, inputs: list[Buffer]) -> Buffer:
         tape.rope(inputs[0], RopeTable(frequencies, pairing, magnitude), head_size, offset)
         return inputs[0]
 
@@ -206,13 +207,14 @@ def test_rope_rotates_each_head_by_its_position(
 
 def test_rope_keeps_its_precision_at_far_positions(pool: ThreadPool) -> None:
     position, frequencies = 1_000_003, np.array([1.0, 0.7310585])
-    tape = CpuTape(pool, NO_CACHE, max_batch_rows=1)
+    tape = GraphBuilder()
     x, out = tape.buffer("x", 4), tape.buffer("out", 4, Rows.OUTPUT)
     tape.embed(x, table(np.array([[1, 1, 0, 0]], np.float32)))
     tape.rope(x, RopeTable(frequencies, Pairing.HALVES), 4)
     tape.select_output(out, x)
     pages = np.zeros(position // 32 + 1, np.int64)
-    found = tape.finish(out).run(Batch(np.zeros(1, np.int32), [Segment(position, 1, pages)], np.zeros(1, np.int32)))
+    program = lower_to_cpu(tape.finish(out), pool, NO_CACHE, max_batch_rows=1)
+    found = program.run(Batch(np.zeros(1, np.int32), [Segment(position, 1, pages)], np.zeros(1, np.int32)))
     angles = position * frequencies
     np.testing.assert_allclose(found[0], [*np.cos(angles), *np.sin(angles)], atol=1e-7)
 
@@ -225,18 +227,19 @@ def test_embed_equals_the_reference_exactly(layout: Layout, pool: ThreadPool, tw
     ids = np.random.default_rng(14).integers(0, shape[0], 17).astype(np.int32)
     wanted = dequantize(data, TensorType[layout.name], shape)[ids] * np.float32(0.75)
     for threads in (pool, two_threads):
-        tape = CpuTape(threads, NO_CACHE, max_batch_rows=17)
+        tape = GraphBuilder()
         x, out = tape.buffer("x", shape[1]), tape.buffer("out", shape[1], Rows.OUTPUT)
         tape.embed(x, embedding, 0.75)
         tape.select_output(out, x)
         batch = Batch(ids, [Segment(0, 17, np.zeros(1, np.int64))], np.arange(17, dtype=np.int32))
-        assert_same_bits(tape.finish(out).run(batch).copy(), wanted)
+        program = lower_to_cpu(tape.finish(out), threads, NO_CACHE, max_batch_rows=17)
+        assert_same_bits(program.run(batch).copy(), wanted)
 
 
 def test_embed_positions_adds_the_row_of_the_position(pool: ThreadPool) -> None:
     x, positions = random_rows(ROWS, 37, 15), random_rows(ROWS, 37, 16)
 
-    def write(tape: CpuTape, inputs: list[Buffer]) -> Buffer:
+    def write(tape: GraphBuilder, inputs: list[Buffer]) -> Buffer:
         tape.embed_positions(inputs[0], table(positions))
         return inputs[0]
 
@@ -246,13 +249,13 @@ def test_embed_positions_adds_the_row_of_the_position(pool: ThreadPool) -> None:
 def test_select_output_copies_the_rows_asked_for_in_their_order(pool: ThreadPool, two_threads: ThreadPool) -> None:
     x, chosen = random_rows(ROWS, 37, 17), np.array([9, 0, 9, 4], np.int32)
     for threads in (pool, two_threads):
-        tape = CpuTape(threads, NO_CACHE, max_batch_rows=ROWS)
+        tape = GraphBuilder()
         rows, out = tape.buffer("x", 37), tape.buffer("out", 37, Rows.OUTPUT)
         tape.embed(rows, table(x))
         tape.select_output(out, rows)
         tape.scale(out, 2.0)
         segment = Segment(0, ROWS, np.zeros(1, np.int64))
-        program = tape.finish(out)
+        program = lower_to_cpu(tape.finish(out), threads, NO_CACHE, max_batch_rows=ROWS)
         found = program.run(Batch(np.arange(ROWS, dtype=np.int32), [segment], chosen)).copy()
         assert_same_bits(found, x[chosen] * 2)
         assert program.run(Batch(np.arange(ROWS, dtype=np.int32), [segment], chosen[:0])).shape == (0, 37)
@@ -261,7 +264,7 @@ def test_select_output_copies_the_rows_asked_for_in_their_order(pool: ThreadPool
 def test_copy_heads_copies_part_of_each_head_and_leaves_the_rest(pool: ThreadPool, two_threads: ThreadPool) -> None:
     out, x = random_rows(ROWS, 3 * 20, 18), random_rows(ROWS, 3 * 12, 19)
 
-    def write(tape: CpuTape, inputs: list[Buffer]) -> Buffer:
+    def write(tape: GraphBuilder, inputs: list[Buffer]) -> Buffer:
         tape.copy_heads(inputs[0], inputs[1], 3, 7, 20, 12, out_offset=11, x_offset=5)
         return inputs[0]
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from localinfer.errors import ShapeError
-from localinfer.kernels.cpu.lower import CpuTape
 from localinfer.kernels.cpu.pool import ThreadPool
+from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.layouts import Layout, is_float
 from localinfer.kernels.ops import Buffer, FloatArray, Gating, Routing
 from tests.kernels.cpu.tape_runs import Write, assert_same_bits, linear, random_rows, relative_error, run_rows
@@ -30,7 +30,7 @@ LAYOUTS = pytest.mark.parametrize(
 )
 
 
-def routed(tape: CpuTape, logits: Buffer, routing: Routing) -> tuple[Buffer, Buffer]:
+def routed(tape: GraphBuilder, logits: Buffer, routing: Routing) -> tuple[Buffer, Buffer]:
     """Buffers of expert ids and weights."""
     ids = tape.buffer("expert ids", routing.num_selected)
     weights = tape.buffer("expert weights", routing.num_selected)
@@ -82,7 +82,7 @@ def expert_product(
 ) -> Write:
     weight = linear(pool, layout, random_weights(layout, shape, 2), shape)
 
-    def write(tape: CpuTape, inputs: list[Buffer]) -> Buffer:
+    def write(tape: GraphBuilder, inputs: list[Buffer]) -> Buffer:
         ids, _ = routed(tape, inputs[0], routing)
         out = tape.buffer("out", routing.num_selected * shape[1])
         tape.expert_matmul(out, inputs[1], weight, ids, bias, is_per_slot)
@@ -125,7 +125,7 @@ def test_expert_matmul_takes_rows_that_all_chose_the_same_experts(pool: ThreadPo
 def test_expert_matmul_refuses_experts_that_were_not_routed(pool: ThreadPool) -> None:
     weight = linear(pool, Layout.F32, random_weights(Layout.F32, (EXPERTS, 3, 5), 8), (EXPERTS, 3, 5))
 
-    def write(tape: CpuTape, inputs: list[Buffer]) -> Buffer:
+    def write(tape: GraphBuilder, inputs: list[Buffer]) -> Buffer:
         out = tape.buffer("out", SELECTED * 3)
         tape.expert_matmul(out, inputs[0], weight, inputs[1])
         return out
@@ -138,7 +138,7 @@ def test_expert_matmul_refuses_experts_that_were_not_routed(pool: ThreadPool) ->
 def test_expert_sum_adds_slots_in_their_order(has_residual: bool, pool: ThreadPool, two_threads: ThreadPool) -> None:
     x, weights, residual = random_rows(ROWS, 3 * 37, 11), random_rows(ROWS, 3, 12), random_rows(ROWS, 37, 13)
 
-    def write(tape: CpuTape, inputs: list[Buffer]) -> Buffer:
+    def write(tape: GraphBuilder, inputs: list[Buffer]) -> Buffer:
         tape.expert_sum(inputs[2], inputs[0], inputs[1], inputs[2] if has_residual else None)
         return inputs[2]
 
@@ -152,7 +152,7 @@ def test_expert_sum_adds_slots_in_their_order(has_residual: bool, pool: ThreadPo
 def test_expert_scale_multiplies_each_slot(pool: ThreadPool, two_threads: ThreadPool) -> None:
     x, weights = random_rows(ROWS, 3 * 32, 14), random_rows(ROWS, 3, 15)
 
-    def write(tape: CpuTape, inputs: list[Buffer]) -> Buffer:
+    def write(tape: GraphBuilder, inputs: list[Buffer]) -> Buffer:
         tape.expert_scale(*inputs)
         return inputs[0]
 

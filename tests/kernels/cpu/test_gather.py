@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from localinfer.errors import ShapeError
-from localinfer.kernels.cpu.lower import CpuTape
 from localinfer.kernels.cpu.pool import ThreadPool
+from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.layouts import Layout
 from localinfer.kernels.ops import Buffer, FloatArray, LinearWeight, Projection
 from tests.kernels.cpu.tape_runs import RowProgram, assert_same_bits, linear, random_rows, run_rows
@@ -30,7 +30,7 @@ def test_product_with_ordered_columns_equals_that_with_an_ordered_input(
     x = random_rows(11, COLUMNS, 3)
 
     def write(weight: LinearWeight):
-        def product(tape: CpuTape, inputs: list[Buffer]) -> Buffer:
+        def product(tape: GraphBuilder, inputs: list[Buffer]) -> Buffer:
             out = tape.buffer("out", shape[0])
             tape.matmul(inputs[0], [Projection(weight, out)])
             return out
@@ -52,11 +52,9 @@ def test_weights_that_agree_share_one_gather_until_their_input_changes(pool: Thr
     weights = [ordered(plain, first), plain, ordered(other, first), ordered(other, second)]
     orders = [first, np.arange(64), first, second]
     x = random_rows(5, 64, 7)
-    tapes: list[CpuTape] = []
 
     def write(chosen: int):
-        def products(tape: CpuTape, inputs: list[Buffer]) -> Buffer:
-            tapes.append(tape)
+        def products(tape: GraphBuilder, inputs: list[Buffer]) -> Buffer:
             outs = [tape.buffer(f"out {index}", 16) for index in range(8)]
             tape.matmul(inputs[0], [Projection(weight, out) for weight, out in zip(weights, outs[:4], strict=True)])
             tape.scale(inputs[0], 0.5)
@@ -66,7 +64,7 @@ def test_weights_that_agree_share_one_gather_until_their_input_changes(pool: Thr
         return products
 
     def alone(index: int, scale: float) -> FloatArray:
-        def product(tape: CpuTape, inputs: list[Buffer]) -> Buffer:
+        def product(tape: GraphBuilder, inputs: list[Buffer]) -> Buffer:
             out = tape.buffer("out", 16)
             tape.matmul(inputs[0], [Projection((plain, plain, other, other)[index], out)])
             return out
@@ -75,7 +73,8 @@ def test_weights_that_agree_share_one_gather_until_their_input_changes(pool: Thr
 
     for chosen in range(8):
         assert_same_bits(run_rows(pool, [x], write(chosen)), alone(chosen % 4, 1.0 if chosen < 4 else 0.5))
-    kernels = [operation.kernel for operation in tapes[0]._operations]
+    program = RowProgram(pool, [x], write(0), len(x)).program
+    kernels = [operation.kernel for operation in program.operations()]
     assert kernels.count("gather.gather_columns") == 4
 
 
@@ -84,7 +83,7 @@ def test_order_that_leaves_the_columns_is_refused(pool: ThreadPool) -> None:
     weight = linear(pool, Layout.Q4_0, random_weights(Layout.Q4_0, shape, 8), shape)
     for columns in (np.arange(63), np.arange(1, 65), np.arange(-1, 63)):
 
-        def write(tape: CpuTape, inputs: list[Buffer], columns: np.ndarray = columns) -> Buffer:
+        def write(tape: GraphBuilder, inputs: list[Buffer], columns: np.ndarray = columns) -> Buffer:
             tape.matmul(inputs[0], [Projection(ordered(weight, columns), tape.buffer("out", 16))])
             return inputs[0]
 

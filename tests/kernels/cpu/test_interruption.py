@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from localinfer.kernels.cpu.lower import CpuTape
 from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.kernels.cpu.program import INTERRUPTIBLE_ROWS, STRETCHES, stretches
+from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.layouts import Layout
 from localinfer.kernels.ops import AttentionShape, Buffer, FloatArray, KVLayerShape, Projection, Rows
@@ -24,7 +24,7 @@ SIZE = (WIDTH, WIDTH)
 def decoder(pool: ThreadPool) -> Write:
     """Layers of attention between products, as a model has them."""
 
-    def write(tape: CpuTape, inputs: list[Buffer]) -> Buffer:
+    def write(tape: GraphBuilder, inputs: list[Buffer]) -> Buffer:
         x = inputs[0]
         for layer in range(LAYERS):
             weights = [
@@ -55,7 +55,7 @@ def run_abortable(
     program: RowProgram, rows: range, segment: Segment, should_abort: Callable[[float], bool]
 ) -> FloatArray | None:
     batch = Batch(np.array(rows, np.int32), [segment], np.arange(len(rows), dtype=np.int32))
-    result = program._program.run_abortable(batch, should_abort)
+    result = program.program.run_abortable(batch, should_abort)
     return None if result is None else result.copy()
 
 

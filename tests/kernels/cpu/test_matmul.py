@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from localinfer.errors import ShapeError
-from localinfer.kernels.cpu.lower import CpuTape
 from localinfer.kernels.cpu.pool import ThreadPool
+from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.layouts import SIZES, Layout, is_float
 from localinfer.kernels.ops import Buffer, FloatArray, LinearWeight, Projection
 from tests.kernels.cpu.tape_runs import (
@@ -56,7 +56,7 @@ def sizes(layout: Layout) -> list[tuple[int, int]]:
 def product(*weights: LinearWeight, chosen: int = 0) -> Write:
     """Write one matmul by all weights; the result is that of the chosen one."""
 
-    def write(tape: CpuTape, inputs: list[Buffer]) -> Buffer:
+    def write(tape: GraphBuilder, inputs: list[Buffer]) -> Buffer:
         outs = [tape.buffer(f"out {index}", weight.num_rows) for index, weight in enumerate(weights)]
         tape.matmul(inputs[0], [Projection(weight, out) for weight, out in zip(weights, outs, strict=True)])
         return outs[chosen]
@@ -115,7 +115,7 @@ def test_matmul_adds_bias_scale_and_residual(layout: Layout, pool: ThreadPool) -
     residual = random_rows(ROWS, shape[0], 12)
     plain = run_rows(pool, [x], product(weight))
 
-    def write(tape: CpuTape, inputs: list[Buffer]) -> Buffer:
+    def write(tape: GraphBuilder, inputs: list[Buffer]) -> Buffer:
         tape.matmul(inputs[0], [Projection(weight, inputs[1], bias, inputs[1], 0.375)])
         return inputs[1]
 
@@ -142,7 +142,7 @@ def test_matmul_quantizes_again_after_its_input_changed(pool: ThreadPool) -> Non
     weight = linear(pool, Layout.Q8_0, random_weights(Layout.Q8_0, shape, 14), shape)
     x = random_rows(3, 64, 15)
 
-    def write(tape: CpuTape, inputs: list[Buffer]) -> Buffer:
+    def write(tape: GraphBuilder, inputs: list[Buffer]) -> Buffer:
         first, second = tape.buffer("first", 16), tape.buffer("second", 16)
         tape.matmul(inputs[0], [Projection(weight, first)])
         tape.scale(inputs[0], 2.0)
@@ -181,7 +181,7 @@ def test_head_matmul_multiplies_each_head_by_its_own_matrix(
     weight = linear(pool, layout, data, (heads, rows, columns))
     x, start = random_rows(7, heads * 80, 22), random_rows(7, heads * 24, 23)
 
-    def write(tape: CpuTape, inputs: list[Buffer]) -> Buffer:
+    def write(tape: GraphBuilder, inputs: list[Buffer]) -> Buffer:
         tape.head_matmul(inputs[1], inputs[0], weight, out_head_size=24, x_head_size=80, out_offset=4, x_offset=16)
         return inputs[1]
 

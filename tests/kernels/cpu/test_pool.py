@@ -10,8 +10,8 @@ import pytest
 
 from localinfer.errors import ClosedError
 from localinfer.kernels.cpu import pool as pool_module
-from localinfer.kernels.cpu.lower import CpuTape
 from localinfer.kernels.cpu.pool import ThreadPool
+from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.ops import Buffer, FloatArray
 from tests.kernels.cpu.tape_runs import random_rows, run_rows
 from tests.kernels.subprocesses import run
@@ -22,7 +22,7 @@ LONGER_THAN_SPINNING_SECONDS = 0.1
 def doubled(pool: ThreadPool, x: FloatArray) -> FloatArray:
     """Twice x, by many small ops, so that threads meet often."""
 
-    def write(tape: CpuTape, inputs: list[Buffer]) -> Buffer:
+    def write(tape: GraphBuilder, inputs: list[Buffer]) -> Buffer:
         for _ in range(40):
             tape.scale(inputs[0], 2.0)
             tape.scale(inputs[0], 0.5)

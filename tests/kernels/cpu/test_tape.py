@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 
 from localinfer.errors import ContextLengthError, RequestError, ShapeError
-from localinfer.kernels.cpu.lower import CpuProgram, CpuTape
+from localinfer.kernels.cpu.lower import lower_to_cpu
 from localinfer.kernels.cpu.pool import ThreadPool
+from localinfer.kernels.cpu.program import CpuProgram
 from localinfer.kernels.cpu.weights import RowTable
+from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.layouts import Layout
 from localinfer.kernels.ops import (
@@ -41,13 +43,19 @@ ONES = np.ones(64, np.float32)
 class Parts:
     """A tape and things to put on it; `wide` and `thin` are 64 and 32 columns, `last` is 64 columns of output rows."""
 
-    tape: CpuTape
+    pool: ThreadPool
+    tape: GraphBuilder
     wide: Buffer
     other: Buffer
     thin: Buffer
     last: Buffer
     matrix: LinearWeight
     stack: LinearWeight
+
+    def lower(self) -> CpuProgram:
+        """The program of what is on the tape."""
+        layout = KVLayout("f32", [LAYER])
+        return lower_to_cpu(self.tape.finish(self.last), self.pool, layout, max_batch_rows=4, max_output_rows=2)
 
     def buffer(self, width: int, rows: Rows = Rows.BATCH) -> Buffer:
         return self.tape.buffer("another", width, rows)
@@ -61,8 +69,9 @@ class Parts:
 
 @pytest.fixture
 def parts(pool: ThreadPool) -> Parts:
-    tape = CpuTape(pool, KVLayout("f32", [LAYER]), max_batch_rows=4, max_output_rows=2)
+    tape = GraphBuilder([LAYER])
     return Parts(
+        pool,
         tape,
         tape.buffer("wide", 64),
         tape.buffer("other", 64),
@@ -183,18 +192,19 @@ WRONG: dict[str, Callable[[Parts], object]] = {
 def test_the_tape_refuses_what_does_not_fit(name: str, parts: Parts) -> None:
     with pytest.raises(ShapeError) as caught:
         WRONG[name](parts)
+        parts.lower()
     assert len(str(caught.value)) > 10
 
 
 @pytest.fixture
 def program(pool: ThreadPool) -> CpuProgram:
     """Embeddings of ten tokens and of six positions; four rows, two of them outputs."""
-    tape = CpuTape(pool, KVLayout("f32", []), max_batch_rows=4, max_output_rows=2)
+    tape = GraphBuilder()
     x, out = tape.buffer("x", 5), tape.buffer("out", 5, Rows.OUTPUT)
     tape.embed(x, table(random_rows(10, 5, 4)))
     tape.embed_positions(x, table(random_rows(6, 5, 5)))
     tape.select_output(out, x)
-    return tape.finish(out)
+    return lower_to_cpu(tape.finish(out), pool, KVLayout("f32", []), max_batch_rows=4, max_output_rows=2)
 
 
 PAGE = np.zeros(1, np.int64)

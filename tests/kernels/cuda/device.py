@@ -9,12 +9,13 @@ from numpy.typing import NDArray
 
 from localinfer.kernels.cuda.device import BF16, F32, CudaDevice, Gemm, Launch, Step
 from localinfer.kernels.cuda.kernel_cache import KernelKey
-from localinfer.kernels.cuda.lower import CudaTape
+from localinfer.kernels.cuda.lower import lower_to_cuda
+from localinfer.kernels.cuda.program import CudaProgram
 from localinfer.kernels.cuda.weights import upload
 from localinfer.kernels.jit.compile_ahead import ProgressCallback
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.layouts import Layout
-from localinfer.kernels.ops import EmbeddingTable, FloatArray, KVLayerShape, LinearWeight
+from localinfer.kernels.ops import EmbeddingTable, FloatArray, KVLayerShape, LinearWeight, OpGraph
 from localinfer.quant.formats.reference import dequantize
 from localinfer.quant.gguf.reader import read_gguf
 from tests.kernels.cuda.emulation import EmulatedMemory, Emulator
@@ -132,9 +133,9 @@ class CudaTestDevice:
     def weights(self, path: Path) -> CudaWeights:
         return CudaWeights(self._device, path)
 
-    def tape(self, layers: Sequence[KVLayerShape], max_rows: int) -> CudaTape:
-        layout = KVLayout(self._kv_type, layers)
-        return CudaTape(self._device, layout, max_batch_rows=max_rows, max_output_rows=max_rows)
+    def program(self, graph: OpGraph, max_rows: int) -> CudaProgram:
+        layout = KVLayout(self._kv_type, graph.kv_layers)
+        return lower_to_cuda(graph, self._device, layout, max_batch_rows=max_rows, max_output_rows=max_rows)
 
     def pages(self, layers: Sequence[KVLayerShape], num_positions: int) -> NDArray[np.int64]:
         layout = KVLayout(self._kv_type, layers)

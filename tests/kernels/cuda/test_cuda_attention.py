@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from localinfer.kernels.cpu.lower import CpuTape
 from localinfer.kernels.cpu.pool import ThreadPool
+from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.ops import AttentionShape, Buffer, FloatArray, Rows
 from localinfer.kernels.program import Segment
@@ -25,7 +25,7 @@ from tests.kernels.cuda.device import EmulatedDevice
 NO_ROPE = Rope(0, 0, 0, 0, 0)
 
 
-def write_cache(tape: CpuTape, inputs: list[Buffer]) -> Buffer:
+def write_cache(tape: GraphBuilder, inputs: list[Buffer]) -> Buffer:
     tape.store_kv(1, inputs[1], inputs[2])
     return inputs[0]
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from localinfer.kernels.cuda.device import CudaDevice, has_driver
+from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.layouts import SIZES, Layout, is_float
 from localinfer.kernels.ops import EmbeddingTable, LinearWeight, Projection, Rows
@@ -37,14 +38,14 @@ def device() -> Iterator[CudaDevice]:
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 13, 16, 40])
 @pytest.mark.parametrize("layout", list(Layout), ids=[layout.name for layout in Layout])
 def test_product_on_the_gpu_is_the_oracles(device: CudaDevice, layout: Layout, rows: int) -> None:
-    from localinfer.kernels.cuda.lower import CudaTape
+    from localinfer.kernels.cuda.lower import lower_to_cuda
     from localinfer.kernels.cuda.weights import upload
 
     columns = 1003 if is_float(layout) else 11 * SIZES[layout].unit
     shape = (517, columns)
     data = random_weights(layout, shape, FRESH_SEED)
     x = np.random.default_rng(FRESH_SEED).standard_normal((rows, columns)).astype(np.float32)
-    tape = CudaTape(device, KVLayout("f32", []), max_batch_rows=rows, max_output_rows=rows)
+    tape = GraphBuilder()
     inputs, selected = tape.buffer("x", columns), tape.buffer("selected", columns, Rows.OUTPUT)
     table = upload(device, Layout.F32, x.reshape(-1).view(np.uint8), 1, rows, columns)
     tape.embed(inputs, EmbeddingTable("x", rows, columns, table))
@@ -52,7 +53,7 @@ def test_product_on_the_gpu_is_the_oracles(device: CudaDevice, layout: Layout, r
     out = tape.buffer("out", shape[0], Rows.OUTPUT)
     weight = LinearWeight("weight", *shape, upload(device, layout, data, 1, *shape))
     tape.matmul(selected, [Projection(weight, out)])
-    program = tape.finish(out)
+    program = lower_to_cuda(tape.finish(out), device, KVLayout("f32", []), max_batch_rows=rows, max_output_rows=rows)
     ids = np.arange(rows, dtype=np.int32)
     pages = np.array([device.allocate(256)] * 2, np.int64)
     batch = Batch(ids, [Segment(0, rows, pages)], ids)

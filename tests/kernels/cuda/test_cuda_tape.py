@@ -7,6 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from localinfer.errors import BackendUnavailableError, ContextLengthError, RequestError, ShapeError
+from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.layouts import Layout
 from localinfer.kernels.ops import (
@@ -18,21 +19,21 @@ from localinfer.kernels.ops import (
     Gating,
     KVLayerShape,
     LinearWeight,
+    OpGraph,
     Pairing,
     Projection,
     RopeTable,
     Routing,
     Rows,
-    Tape,
 )
 from localinfer.kernels.program import Batch, Segment
 from tests.kernels.cpu.tape_runs import random_rows
 from tests.kernels.random_weights import decoded, quantized_activations, random_weights
-from tests.oracle import NumpyTape
+from tests.oracle import NumpyProgram
 
 pytest.importorskip("numba_cuda", reason="CUDA kernels are written with numba-cuda, which is not installed")
 
-from localinfer.kernels.cuda.lower import CudaTape
+from localinfer.kernels.cuda.lower import lower_to_cuda
 from localinfer.kernels.cuda.program import CudaProgram
 from localinfer.kernels.cuda.weights import upload
 from tests.kernels.cuda.device import EmulatedDevice
@@ -40,7 +41,7 @@ from tests.kernels.cuda.device import EmulatedDevice
 WIDTH = 64
 LAYERS = [KVLayerShape(1, 32, 32)]
 Linear = Callable[[Layout, tuple[int, ...], int], LinearWeight]
-Write = Callable[[Tape, Buffer, Linear], Buffer]
+Write = Callable[[GraphBuilder, Buffer, Linear], Buffer]
 
 
 class Weights:
@@ -66,7 +67,8 @@ class Weights:
         return EmbeddingTable("table", *values.shape, packed)
 
 
-def finish(tape: Tape, values: FloatArray, write: Write, weights: Weights) -> object:
+def graph_of(values: FloatArray, write: Write, weights: Weights) -> OpGraph:
+    tape = GraphBuilder(LAYERS)
     x = tape.buffer("x", values.shape[1])
     tape.embed(x, weights.table(values))
     result = write(tape, x, weights.linear)
@@ -82,9 +84,8 @@ def device_program(
 ) -> tuple[EmulatedDevice, CudaProgram, NDArray[np.int64]]:
     device = EmulatedDevice()
     layout = KVLayout(kv_type, LAYERS)
-    tape = CudaTape(device, layout, max_batch_rows=max_rows, max_output_rows=max_rows)
-    program = finish(tape, values, write, Weights(device))
-    assert isinstance(program, CudaProgram)
+    graph = graph_of(values, write, Weights(device))
+    program = lower_to_cuda(graph, device, layout, max_batch_rows=max_rows, max_output_rows=max_rows)
     pages = device.allocate(8 * layout.page_bytes) + np.arange(8, dtype=np.int64) * layout.page_bytes
     return device, program, pages
 
@@ -94,14 +95,14 @@ def both(
 ) -> tuple[FloatArray, FloatArray, list[str]]:
     """What the device and the oracle make of the rows of `values`, and the kernels launched."""
     device, program, pages = device_program(values, write, kv_type=kv_type)
-    oracle = finish(NumpyTape(32, kv_type=kv_type), values, write, Weights(None))
+    oracle = NumpyProgram(graph_of(values, write, Weights(None)), 32, kv_type=kv_type)
     parts, step = [], step or len(values)
     for start in range(0, len(values), step):
         ids = np.arange(start, min(start + step, len(values)), dtype=np.int32)
         batch = Batch(ids, [Segment(start, ids.size, pages)], np.arange(ids.size, dtype=np.int32))
         parts.append(program.run(batch).copy())
     ids = np.arange(len(values), dtype=np.int32)
-    wanted = oracle.run(Batch(ids, [Segment(0, ids.size, pages)], ids))  # type: ignore[attr-defined]
+    wanted = oracle.run(Batch(ids, [Segment(0, ids.size, pages)], ids))
     return np.concatenate(parts), np.asarray(wanted, np.float32), device.kernels
 
 
@@ -110,7 +111,7 @@ def assert_near(found: FloatArray, wanted: FloatArray, tolerance: float) -> None
     np.testing.assert_allclose(found, wanted, rtol=0, atol=tolerance * np.abs(wanted).max())
 
 
-def block(tape: Tape, x: Buffer, linear: Linear) -> Buffer:
+def block(tape: GraphBuilder, x: Buffer, linear: Linear) -> Buffer:
     """Attention and a gated feed-forward block, as a decoder writes them, with quantized weights."""
     normed = tape.buffer("normed", WIDTH)
     weight = np.linspace(0.5, 1.5, WIDTH, dtype=np.float32)
@@ -164,7 +165,7 @@ def test_few_rows_give_the_same_bits_in_any_batch() -> None:
 def test_a_product_meets_activations_rounded_as_the_cpu_rounds_them() -> None:
     values = random_rows(3, WIDTH, 3)
 
-    def write(tape: Tape, x: Buffer, linear: Linear) -> Buffer:
+    def write(tape: GraphBuilder, x: Buffer, linear: Linear) -> Buffer:
         out = tape.buffer("out", 7)
         tape.matmul(x, [Projection(linear(Layout.Q4_0, (7, WIDTH), 1), out)])
         return out
@@ -174,7 +175,7 @@ def test_a_product_meets_activations_rounded_as_the_cpu_rounds_them() -> None:
     assert_near(found, (quantized_activations(values) @ weights.T).astype(np.float32), 1e-6)
 
 
-def elementwise(tape: Tape, x: Buffer, linear: Linear) -> Buffer:
+def elementwise(tape: GraphBuilder, x: Buffer, linear: Linear) -> Buffer:
     y, row = tape.buffer("y", x.width), tape.buffer("row", 1)
     tape.layer_norm(y, x, None, None, 1e-5, 20)
     for kind in (Activation.GELU_ERF, Activation.GELU_TANH, Activation.GELU_QUICK):
@@ -212,7 +213,7 @@ def test_every_other_op_is_the_oracles(rows: int) -> None:
 def test_experts_are_the_oracles(routing: Routing) -> None:
     count, selected = routing.num_experts, routing.num_selected
 
-    def write(tape: Tape, x: Buffer, linear: Linear) -> Buffer:
+    def write(tape: GraphBuilder, x: Buffer, linear: Linear) -> Buffer:
         logits, ids, weights = (
             tape.buffer(name, width) for name, width in (("l", count), ("i", selected), ("w", selected))
         )
@@ -263,8 +264,10 @@ def test_rows_without_logits_and_wrong_batches() -> None:
 def test_what_a_gpu_does_not_do_is_refused_by_name() -> None:
     device = EmulatedDevice()
     with pytest.raises(BackendUnavailableError, match="not in q4_0"):
-        CudaTape(device, KVLayout("q4_0", LAYERS))
-    tape = CudaTape(device, KVLayout("f16", LAYERS), max_batch_rows=4)
+        lower_to_cuda(
+            graph_of(random_rows(4, 32, 6), lambda _, x, __: x, Weights(device)), device, KVLayout("q4_0", LAYERS)
+        )
+    tape = GraphBuilder(LAYERS)
     x = tape.buffer("x", 8)
     with pytest.raises(ShapeError, match="8 of 2 experts"):
         tape.route(x, x, x, Routing(2, 8, Gating.SOFTMAX))
@@ -273,14 +276,13 @@ def test_what_a_gpu_does_not_do_is_refused_by_name() -> None:
 
 
 def test_positions_beyond_a_table_are_refused() -> None:
-    def write(tape: Tape, x: Buffer, linear: Linear) -> Buffer:
+    def write(tape: GraphBuilder, x: Buffer, linear: Linear) -> Buffer:
         tape.embed_positions(x, Weights(device).table(random_rows(2, 32, 1)))
         return x
 
     device = EmulatedDevice()
-    tape = CudaTape(device, KVLayout("f32", LAYERS), max_batch_rows=4)
-    program = finish(tape, random_rows(4, 32, 6), write, Weights(device))
-    assert isinstance(program, CudaProgram)
+    graph = graph_of(random_rows(4, 32, 6), write, Weights(device))
+    program = lower_to_cuda(graph, device, KVLayout("f32", LAYERS), max_batch_rows=4)
     pages = np.array([device.allocate(KVLayout("f32", LAYERS).page_bytes)], np.int64)
     ids = np.arange(3, dtype=np.int32)
     with pytest.raises(ContextLengthError, match="position 2"):

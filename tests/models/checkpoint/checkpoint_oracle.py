@@ -13,7 +13,7 @@ from localinfer.models.decoder.decoder import write_decoder
 from localinfer.models.load.loader import open_model_file
 from localinfer.quant.checkpoint.model_file import ModelFile
 from localinfer.quant.formats.reference import dequantize
-from tests.oracle import NumpyTape, NumpyWeights
+from tests.oracle import NumpyProgram, NumpyWeights
 
 
 class OracleWeights(NumpyWeights):
@@ -37,7 +37,7 @@ def oracle_logits(path: Path, token_ids: NDArray[np.int32]) -> FloatArray:
     """float32[T, vocab_size] of every position."""
     with closing(open_model_file(path)) as file:
         config = ModelConfig.from_metadata(file.metadata, {name: info.shape for name, info in file.tensors.items()})
-        program = write_decoder(config, OracleWeights(file), NumpyTape())
+        program = NumpyProgram(write_decoder(config, OracleWeights(file)))
         pages = np.array([1], dtype=np.int64)
         rows = np.arange(len(token_ids), dtype=np.int32)
         return program.run(Batch(token_ids, [Segment(0, len(token_ids), pages)], rows))

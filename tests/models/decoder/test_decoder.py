@@ -10,7 +10,7 @@ from localinfer.kernels.ops import EmbeddingTable, FloatArray, LinearWeight
 from localinfer.kernels.program import Batch, Segment
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import kv_layer_shapes, write_decoder
-from tests.oracle import NumpyTape
+from tests.oracle import NumpyProgram
 
 HIDDEN, FEED_FORWARD, VOCAB, NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 24, 40, 13, 2, 3, 1, 8
 METADATA = {
@@ -73,7 +73,7 @@ def arrays() -> dict[str, FloatArray]:
 def logits(values: Mapping[str, FloatArray], token_ids: list[int], output_rows: list[int]) -> FloatArray:
     """Logits of one sequence from an empty cache."""
     config = ModelConfig.from_metadata(METADATA, {name: array.shape for name, array in values.items()})
-    program = write_decoder(config, ArrayWeights(values), NumpyTape())
+    program = NumpyProgram(write_decoder(config, ArrayWeights(values)))
     segment = Segment(0, len(token_ids), np.array([1], dtype=np.int64))
     return program.run(Batch(np.array(token_ids, np.int32), [segment], np.array(output_rows, np.int32)))
 
@@ -115,7 +115,7 @@ def test_only_the_rows_asked_for_are_returned_in_their_order() -> None:
 def test_sequences_of_one_batch_do_not_see_each_other() -> None:
     values = arrays()
     config = ModelConfig.from_metadata(METADATA, {name: array.shape for name, array in values.items()})
-    program = write_decoder(config, ArrayWeights(values), NumpyTape())
+    program = NumpyProgram(write_decoder(config, ArrayWeights(values)))
     segments = [Segment(0, 3, np.array([1], np.int64)), Segment(0, 2, np.array([2], np.int64))]
     found = program.run(Batch(np.array([1, 2, 3, 9, 8], np.int32), segments, np.arange(5, dtype=np.int32)))
     np.testing.assert_allclose(found[:3], logits(values, [1, 2, 3], [0, 1, 2]), rtol=1e-6)

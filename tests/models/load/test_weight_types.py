@@ -14,7 +14,7 @@ from localinfer.models.decoder.decoder import write_decoder
 from localinfer.quant.formats.reference import quantize
 from localinfer.quant.formats.types import TensorType
 from localinfer.quant.gguf.reader import read_gguf
-from tests.oracle import NumpyTape, NumpyWeights
+from tests.oracle import NumpyProgram, NumpyWeights
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD, VOCAB = 256, 512, 4, 2, 64, 300
 MATRICES = {
@@ -64,7 +64,7 @@ def oracle_logits(path: Path) -> np.ndarray:
     """What the weights in the file give in NumPy, with exact activations."""
     with read_gguf(path) as file:
         config = ModelConfig.from_metadata(file.metadata, {name: info.shape for name, info in file.tensors.items()})
-    program = write_decoder(config, NumpyWeights(path), NumpyTape())
+    program = NumpyProgram(write_decoder(config, NumpyWeights(path)))
     pages = np.arange(1, 5, dtype=np.int64)
     rows = np.arange(len(TOKEN_IDS), dtype=np.int32)
     return program.run(Batch(TOKEN_IDS, [Segment(0, len(TOKEN_IDS), pages)], rows))

@@ -10,8 +10,9 @@ from localinfer.kernels.cpu.compiled.matmul.rows import add_scaled_row, exp_of, 
 from localinfer.kernels.cpu.compiled.simd.batch import num_rows, scratch
 from localinfer.kernels.cpu.compiled.simd.memory import float_bits, load_f32, load_i64, store_f32, store_i64
 from localinfer.kernels.cpu.compiled.simd.pool import take_units
-from localinfer.kernels.cpu.kernel_abi import CONTROL, MAX_EXPERTS
+from localinfer.kernels.cpu.kernel_abi import CONTROL
 from localinfer.kernels.jit.numba import inline, op
+from localinfer.kernels.ops import MAX_EXPERTS
 
 
 @inline

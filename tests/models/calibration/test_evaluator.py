@@ -1,4 +1,4 @@
-"""The tape that computes while it is written, against another runtime's logits, and in two models at once."""
+"""The evaluator of ops over whole texts, against another runtime's logits, and in two models at once."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,24 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from localinfer.kernels.ops import Buffer, FloatArray
-from localinfer.kernels.program import Program
-from localinfer.models.calibration.tape import CalibrationTape, StreamedWeights, embedding_rows
+from localinfer.kernels.ops import FloatArray
+from localinfer.models.calibration.evaluator import Evaluator
+from localinfer.models.calibration.weights import StreamedWeights, embedding_rows
 from localinfer.models.decoder.decoder import write_decoder
 from localinfer.quant.gguf.reader import read_gguf
 from localinfer.quant.methods.hooks import LinearProduct
 from localinfer.quant.methods.workers import Workers
 from tests.models.arch_models import architectures, build_model, normalized_error, read_config
-
-
-class Keeper(CalibrationTape):
-    """Gives the logits of both models where a tape for devices would give a program."""
-
-    logits: list[FloatArray]
-
-    def finish(self, logits: Buffer) -> Program:
-        self.logits = self.streams(logits)
-        return None  # type: ignore[return-value]
 
 
 class Scaler:
@@ -45,20 +35,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("archs")
 
 
-def run(path: Path, token_ids: np.ndarray, visitor: Scaler, *, is_double: bool = False, threads: int = 1) -> Keeper:
+def run(
+    path: Path, token_ids: np.ndarray, visitor: Scaler, *, is_double: bool = False, threads: int = 1
+) -> list[FloatArray]:
     with read_gguf(path) as file, Workers(threads) as workers:
         rows = (lambda name, ids: embedding_rows(file, name, ids)) if is_double else None
-        tape = Keeper(token_ids, workers, visitor, rows)
-        write_decoder(read_config(path), StreamedWeights(file), tape)
-    return tape
+        evaluator = Evaluator(token_ids, workers, visitor, rows)
+        graph = write_decoder(read_config(path), StreamedWeights(file))
+        evaluator.run(graph.ops)
+        return evaluator.streams(graph.output)
 
 
 @pytest.mark.parametrize("name", architectures())
 def test_logits_equal_those_of_the_reference_runtime(name: str, folder: Path) -> None:
     model = build_model(folder, name)
-    tape = run(model.path, model.token_ids[None], Scaler(None), is_double=True)
-    assert normalized_error(tape.logits[0], model.logits) <= 1e-6
-    np.testing.assert_array_equal(tape.logits[1], tape.logits[0])
+    logits = run(model.path, model.token_ids[None], Scaler(None), is_double=True)
+    assert normalized_error(logits[0], model.logits) <= 1e-6
+    np.testing.assert_array_equal(logits[1], logits[0])
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "phi3-dense", "qwen3moe-moe", "deepseek2-moe"])
@@ -81,9 +74,9 @@ def test_every_matrix_is_seen_once_with_what_it_reads(name: str, folder: Path) -
 def test_the_second_model_multiplies_with_what_the_visitor_returns(folder: Path) -> None:
     model = build_model(folder, "llama-gqa")
     visitor = Scaler(1.5)
-    tape = run(model.path, model.token_ids[None], visitor, is_double=True)
-    assert normalized_error(tape.logits[0], model.logits) <= 1e-6
-    assert normalized_error(tape.logits[1], model.logits) > 1e-2
+    logits = run(model.path, model.token_ids[None], visitor, is_double=True)
+    assert normalized_error(logits[0], model.logits) <= 1e-6
+    assert normalized_error(logits[1], model.logits) > 1e-2
     by_name = {product.matrices[0].tensor: product for product in visitor.products}
     first, down = by_name["blk.0.attn_q.weight"], by_name["blk.0.ffn_down.weight"]
     np.testing.assert_array_equal(first.original, first.current)
@@ -102,6 +95,6 @@ def test_bits_do_not_depend_on_threads_nor_sequences_on_each_other(name: str, fo
     ids = np.stack([model.token_ids, model.token_ids[::-1]])
     one = run(model.path, ids, Scaler(1.1), is_double=True)
     three = run(model.path, ids, Scaler(1.1), is_double=True, threads=3)
-    for first, second in zip(one.logits, three.logits, strict=True):
+    for first, second in zip(one, three, strict=True):
         np.testing.assert_array_equal(first, second)
-    assert normalized_error(one.logits[0][: len(model.token_ids)], model.logits) <= 1e-6
+    assert normalized_error(one[0][: len(model.token_ids)], model.logits) <= 1e-6

@@ -1,4 +1,4 @@
-"""A model's weights as they would be after scaling and rounding, matrix by matrix as a calibration tape asks."""
+"""Weights for a calibration pass, read matrix by matrix: as a file has them, or as scaling and rounding make them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -7,13 +7,75 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.kernels.ops import EmbeddingTable, FloatArray, LinearWeight
-from localinfer.models.calibration.tape import StoredMatrices, StreamedWeights
-from localinfer.quant.checkpoint.model_file import ModelFile
+from localinfer.quant.checkpoint.model_file import ModelFile, read_stretch
+from localinfer.quant.formats.encoding import as_float32, source_rows
+from localinfer.quant.formats.reference import dequantize
+from localinfer.quant.formats.types import row_bytes
 from localinfer.quant.methods.awq import Rounding
 from localinfer.quant.methods.scaled_model import TensorFactors
 
 RoundingOf = Callable[[str], Rounding | None]
 """How the type that a tensor gets rounds it; None for tensors that are not rounded."""
+
+
+@dataclass(frozen=True)
+class StoredMatrices:
+    """Rows of a tensor's matrices in a file, read when they are needed. `rows`: of each matrix of the stack."""
+
+    file: ModelFile
+    name: str
+    rows: slice
+
+    def matrix(self, expert: int = 0) -> FloatArray:
+        """One matrix as float32[rows, columns]."""
+        record = self.file.tensor(self.name)
+        num_rows = record.shape[-2] if len(record.shape) > 1 else 1
+        stride = row_bytes(record.type, record.shape[-1])
+        first = expert * num_rows + self.rows.start
+        start, end = first * stride, (first + self.rows.stop - self.rows.start) * stride
+        data = read_stretch(self.file, self.name, start, end)
+        values = np.array(as_float32(source_rows(data, record.type, record.shape[-1])), np.float32, order="C")
+        self.file.forget(self.name, start, end)
+        return values
+
+
+class StreamedWeights:
+    """A `WeightSource` over a model file that keeps nothing in memory."""
+
+    def __init__(self, file: ModelFile) -> None:
+        self._file = file
+
+    def has(self, name: str) -> bool:
+        """Whether the file holds this tensor."""
+        return name in self._file.tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, rows first."""
+        return self._file.tensor(name).shape
+
+    def linear(self, name: str, rows: slice | None = None) -> LinearWeight:
+        """A handle of a matrix, of a stack of them, or of some rows of either."""
+        shape = self._file.tensor(name).shape
+        experts, num_rows, num_columns = (1,) * (3 - len(shape)) + tuple(shape)
+        part = slice(*(rows or slice(None)).indices(num_rows)[:2])
+        return LinearWeight(name, part.stop - part.start, num_columns, StoredMatrices(self._file, name, part), experts)
+
+    def embedding(self, name: str) -> EmbeddingTable:
+        """A handle of a table."""
+        num_rows, width = self._file.tensor(name).shape
+        return EmbeddingTable(name, num_rows, width, self._file)
+
+    def vector(self, name: str) -> FloatArray:
+        """A small tensor as float32, in its own shape."""
+        info = self._file.tensor(name)
+        return dequantize(self._file.tensor_bytes(name), info.type, info.shape)
+
+
+def embedding_rows(file: ModelFile, name: str, token_ids: NDArray[np.int32]) -> FloatArray:
+    """Rows of a table, float32[token_ids, width]."""
+    record = file.tensor(name)
+    data = file.tensor_bytes(name).reshape(record.shape[0], -1)[token_ids]
+    return as_float32(source_rows(np.ascontiguousarray(data), record.type, record.shape[-1])).copy()
 
 
 class RoundedWeights:

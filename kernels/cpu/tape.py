@@ -1,0 +1,107 @@
+"""What threads walk: kernels and their parameter blocks in order, with the memory that the blocks point to."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.kernels.cpu import attention
+from localinfer.kernels.cpu.arrays import address
+from localinfer.kernels.cpu.memory import TapeMemory
+from localinfer.kernels.cpu.pool import ThreadPool
+from localinfer.kernels.graph_builder import check
+from localinfer.kernels.jit.object_cache import Kernel
+from localinfer.kernels.kv_layout import KVLayout
+from localinfer.kernels.ops import Buffer, FloatArray, OpGraph, Rows
+from localinfer.kernels.program import BatchLimits, Operation
+
+
+class CpuTape:
+    """Kernels in order, each with a block int64[...] of parameters, and what lowering has to know of those before.
+
+    partial_bytes: what one row's attention to one chunk may have to keep until all chunks are merged.
+    attention_sums: float32[segments, KV heads, pages] that the ops add up attention in; None if they do not.
+    calls: kernels that kernels call themselves: a block, the offset of the word that takes the address, and which.
+    angles: cosines and sines by the RoPE table they are of. expert_groups: rows by expert, by the buffer of ids.
+    quantized_source: rows, buffer and columns that were quantized last, to quantized_place.
+    """
+
+    def __init__(
+        self,
+        graph: OpGraph,
+        pool: ThreadPool,
+        kv_layout: KVLayout,
+        max_batch_rows: int,
+        max_output_rows: int,
+        max_weighed_tokens: int,
+    ) -> None:
+        self.pool = pool
+        self.kv_layout = kv_layout
+        self.limits = BatchLimits(
+            max_batch_rows, max_output_rows, graph.num_tokens, graph.num_positions, kv_layout.page_tokens
+        )
+        self.max_rows = {Rows.BATCH: max_batch_rows, Rows.OUTPUT: max_output_rows}
+        self.memory = TapeMemory(self.max_rows, graph.buffers)
+        self.logits = self.memory.rows(graph.output)
+        self.kernels: list[Kernel] = []
+        self.parameters: list[NDArray[np.int64]] = []
+        self.operations: list[Operation] = []
+        self.calls: list[tuple[NDArray[np.int64], int, Kernel]] = []
+        self.partial_bytes = 0
+        self.attention_sums: FloatArray | None = None
+        if max_weighed_tokens:
+            self.attention_sums = attention.attention_sum_arrays(kv_layout, max_batch_rows, max_weighed_tokens)
+        self.angles: dict[tuple[bytes, float], NDArray[np.uint8]] = {}
+        self.expert_groups: dict[int, NDArray[np.int64]] = {}
+        self.quantized_place = 0
+        self.quantized_source: tuple[Rows, int, int] | None = None
+        self._ordered: dict[tuple[Rows, int], Buffer] = {}
+        self._ordered_source: tuple[int, bytes] | None = None
+
+    def place(self, buffer: Buffer) -> tuple[int, int]:
+        """Address and row stride of a buffer."""
+        return self.memory.place(buffer)
+
+    def add(
+        self,
+        kernel: str,
+        *words: int,
+        writes: Buffer | None,
+        cost: Operation | None = None,
+        calls: dict[int, Kernel] | None = None,
+    ) -> None:
+        """Record a kernel. calls: kernels that it calls itself, by the offset of the word that takes their address."""
+        block = np.array(words, np.int64)
+        self.kernels.append(Kernel(kernel))
+        self.parameters.append(block)
+        self.calls.extend((block, offset, called) for offset, called in (calls or {}).items())
+        self.operations.append(cost or Operation(kernel))
+        if writes is not None:
+            self.forget_copies(writes)
+
+    def forget_copies(self, written: Buffer) -> None:
+        """Quantize and gather a buffer again after it changed."""
+        if self.quantized_source is not None and self.quantized_source[1] == written.index:
+            self.quantized_source = None
+        if self._ordered_source is not None and self._ordered_source[0] == written.index:
+            self._ordered_source = None
+
+    def in_order(self, x: Buffer, columns: NDArray[np.int32] | None) -> Buffer:
+        """x with its columns as a weight wants them: int32[width of x], which column comes where; None for as they are.
+
+        Weights of one order that follow each other share one gather. Raises: ShapeError if one is not a column of x.
+        """
+        if columns is None:
+            return x
+        check(columns.size == x.width, f"an order of {columns.size} columns does not fit {x.name}, {x.width} wide")
+        check(int(columns.min()) >= 0 and int(columns.max()) < x.width, f"an order leaves the columns of {x.name}")
+        key = (x.rows, x.width)
+        if key not in self._ordered:
+            self._ordered[key] = self.memory.buffer(f"ordered {x.width}", x.width, x.rows)
+        out, source = self._ordered[key], (x.index, columns.tobytes())
+        if self._ordered_source != source:
+            offsets = 4 * columns.astype(np.int64)
+            self.memory.keep(offsets)
+            places = (*self.place(out), *self.place(x))
+            words = (*places, address(offsets), x.width, int(x.rows is Rows.OUTPUT))
+            self.add("gather.gather_columns", *words, writes=out)
+            self._ordered_source = source
+        return out

@@ -1,0 +1,116 @@
+"""The launches of a graph in order while it is lowered, and what is known of the buffers between them."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from localinfer.kernels.cuda.attention import Rope, rope_steps
+from localinfer.kernels.cuda.device import CudaDevice, Launch, Step
+from localinfer.kernels.cuda.gemm import THREADS, Builder, Quantized, Shape, Slot
+from localinfer.kernels.cuda.memory import DeviceMemory
+from localinfer.kernels.kv_layout import KVLayout
+from localinfer.kernels.ops import Buffer, OpGraph, Projection, Rows
+
+
+@dataclass
+class RecordedOp:
+    """An op that may still be joined with the next one.
+
+    source: the buffer whose rows it leaves quantized if `quantized` is set. slots and projections: of a product.
+    """
+
+    build: Builder
+    source: Buffer | None = None
+    can_quantize: bool = False
+    quantized: Quantized | None = None
+    projections: Sequence[Projection] = ()
+    slots: Sequence[Slot] = ()
+    activation: int | None = None
+
+
+class CudaTape:
+    """Ops in order. What was put off, to be done by the next op that reads a buffer, is done here at the latest.
+
+    quantized: where the codes of buffers are, by their index. angles: cosines and sines by the RoPE table they are of.
+    received: address, row stride and width of the buffer that is handed over, if one is.
+    """
+
+    def __init__(self, graph: OpGraph, device: CudaDevice, kv_layout: KVLayout, max_rows: dict[Rows, int]) -> None:
+        self.device = device
+        self.kv_layout = kv_layout
+        self.max_rows = max_rows
+        self.memory = DeviceMemory(device, max_rows, graph.buffers)
+        self.ops: list[RecordedOp] = []
+        self.quantized: dict[int, Quantized] = {}
+        self.angles: dict[tuple[bytes, float], int] = {}
+        self.received: tuple[int, int, int] | None = None
+        self._ropes: dict[int, Rope] = {}
+        self._unwritten: set[int] = set()
+
+    @property
+    def last(self) -> RecordedOp | None:
+        """The op before the one that is being lowered."""
+        return self.ops[-1] if self.ops else None
+
+    def places(self, *buffers: Buffer) -> tuple[int, ...]:
+        """Address and row stride of each buffer."""
+        return tuple(word for buffer in buffers for word in self.memory.place(buffer))
+
+    def add(self, build: Builder, *writes: Buffer) -> RecordedOp:
+        """Record an op and the buffers it writes."""
+        op = RecordedOp(build)
+        self.ops.append(op)
+        for buffer in writes:
+            self.written(buffer)
+        return op
+
+    def simple(
+        self,
+        kernel: str,
+        constants: tuple[int, ...],
+        rows: Rows,
+        width: int,
+        values: tuple[float, ...],
+        *writes: Buffer,
+    ) -> None:
+        """An op of one launch, a thread to a column of every row."""
+
+        def build(shape: Shape) -> Iterator[Step]:
+            count = shape.rows(rows)
+            if count:
+                yield Launch(kernel, constants, (-(-width // THREADS), count, 1), THREADS, values)
+
+        self.add(build, *writes)
+
+    def written(self, buffer: Buffer) -> None:
+        """Forget what was known of a buffer before it was written."""
+        self.quantized.pop(buffer.index, None)
+        self._ropes.pop(buffer.index, None)
+        self._unwritten.discard(buffer.index)
+
+    def leave_unwritten(self, buffer: Buffer) -> None:
+        """Note that a buffer, which was joined with another, is not written: nothing may read it."""
+        self._unwritten.add(buffer.index)
+
+    def put_off(self, buffer: Buffer, rope: Rope) -> None:
+        """Leave a rotation to the op that reads the buffer next."""
+        self.written(buffer)
+        self._ropes[buffer.index] = rope
+
+    def take_rope(self, x: Buffer, head_size: int) -> Rope:
+        """The rotation that was put off for x, to be done by its reader, which leaves x without it."""
+        rope = self._ropes.get(x.index)
+        if rope is None or rope.head_size != head_size:
+            self.read(x)
+            return Rope(0, 0, 0, head_size, 0)
+        del self._ropes[x.index]
+        self.leave_unwritten(x)
+        return rope
+
+    def read(self, *buffers: Buffer) -> None:
+        """Make sure that buffers hold what their ops said, whatever was put off."""
+        for buffer in buffers:
+            name = buffer.name
+            assert buffer.index not in self._unwritten, f"{name} was never written: it was joined with another"
+            rope = self._ropes.pop(buffer.index, None)
+            if rope is not None:
+                self.add(rope_steps(self.memory.place(buffer), buffer.width // rope.head_size, rope), buffer)
