@@ -158,7 +158,7 @@ class CpuProgram:
     def _set_segment(self, index: int, segment: Segment, row: int) -> int:
         """Write one segment's rows, the first of them `row`; returns the row after its last."""
         count, start, pages = segment.num_rows, segment.start_position, segment.page_addresses
-        dropped, page_tokens = segment.dropped_tokens, self._page_tokens
+        dropped = segment.dropped_tokens
         if pages is not self._last_pages:
             if pages.dtype != np.int64 or not pages.flags.c_contiguous:
                 raise RequestError(f"segment {index}'s page addresses are not one run of int64")

@@ -39,7 +39,7 @@ def lower_route(tape: CudaTape, op: ops.Route) -> None:
 def lower_expert_matmul(tape: CudaTape, op: ops.ExpertMatmul) -> None:
     """See `ops.ExpertMatmul`."""
     x, ids = op.x, op.expert_ids
-    packed: CudaDeviceWeight = packed_weight(op.weight)
+    packed: DeviceWeight = packed_weight(op.weight)
     selected, columns, memory = ids.width, packed.num_columns, tape.memory
     rows = max(tape.max_rows[x.rows], SMALL_ROWS)
     check(rows * selected <= _MOST_BLOCKS, f"{rows} rows of {selected} experts are more than one launch holds")

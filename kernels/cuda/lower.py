@@ -108,7 +108,7 @@ def _embed_positions(tape: CudaTape, op: ops.EmbedPositions) -> None:
 
 
 def _look_up(tape: CudaTape, out: Buffer, table: ops.EmbeddingTable, scale: float, *, by_position: bool) -> None:
-    weight: CudaDeviceWeight = table.packed
+    weight: DeviceWeight = table.packed
     stored = (weight.num_rows, weight.num_columns)
     check(stored == (table.num_rows, table.width), f"{table.name} is stored as {stored}")
     place = tape.memory.place(out)
@@ -181,7 +181,7 @@ def _matmul(tape: CudaTape, op: ops.Matmul) -> None:
     tape.read(op.x)
     by_layout: dict[tuple[int, bytes], list[Projection]] = {}
     for projection in op.projections:
-        packed: CudaDeviceWeight = packed_weight(projection.weight, may_gather=True)
+        packed: DeviceWeight = packed_weight(projection.weight, may_gather=True)
         if projection.residual is not None:
             tape.read(projection.residual)
         order = b"" if packed.columns is None else packed.columns.tobytes()
@@ -194,7 +194,7 @@ def _matmul(tape: CudaTape, op: ops.Matmul) -> None:
 
 def _multiply(tape: CudaTape, x: Buffer, projections: Sequence[Projection]) -> None:
     """Products of one layout and one order of columns."""
-    first: CudaDeviceWeight = projections[0].weight.packed
+    first: DeviceWeight = projections[0].weight.packed
     source = x if first.columns is None else _in_order(tape, x, first.columns)
     quantized = None if is_float(first.layout) else _quantize(tape, source)
     place = tape.memory.place(source)
@@ -332,7 +332,7 @@ def _copy_heads(tape: CudaTape, op: ops.CopyHeads) -> None:
 
 def _head_matmul(tape: CudaTape, op: ops.HeadMatmul) -> None:
     x = op.x
-    packed: CudaDeviceWeight = packed_weight(op.weight)
+    packed: DeviceWeight = packed_weight(op.weight)
     tape.read(x, op.out)
     source = tape.memory.place(x)
     target, out_stride = tape.memory.place(op.out)
