@@ -57,6 +57,7 @@ class FileDescription:
     """Everything `localinfer show` says about a model; sizes the file does not state are absent from `sizes`.
 
     unknown_settings: what may change the answers of a model that runs here and is not obeyed.
+    program: the ops that running it takes, see `models.decoder.listing`, where they were asked for.
     gguf_version: None for a Hugging Face folder, whose tensors are described as GGUF would hold them.
     """
 
@@ -75,11 +76,13 @@ class FileDescription:
     unknown_settings: list[str]
     metadata: dict[str, Any]
     tensors: list[dict[str, Any]]
+    program: dict[str, Any] | None = None
 
 
-def describe_file(path: str) -> FileDescription:
+def describe_file(path: str, *, ops: bool = False) -> FileDescription:
     """Read the header of the GGUF file, or the settings of the Hugging Face folder, at `path`.
 
+    ops: also list what the model computes, which needs an architecture that runs here.
     Raises: ModelFileError or one of its children if it cannot be opened or is not sound.
     """
     with _open(path) as file:
@@ -110,7 +113,14 @@ def describe_file(path: str) -> FileDescription:
                 {"name": one.name, "type": one.type.name, "shape": list(one.shape), "num_bytes": one.num_bytes}
                 for one in tensors
             ],
+            program=_program(file) if ops else None,
         )
+
+
+def _program(file: "GGUFFile | CheckpointModel") -> dict[str, Any]:
+    from localinfer.models.decoder.listing import list_program
+
+    return list_program(file)
 
 
 def _open(path: str) -> "GGUFFile | CheckpointModel":
@@ -194,10 +204,12 @@ def _plain_number(value: Any) -> Any:
 
 
 def render_json(description: FileDescription, *, tensors: bool) -> str:
-    """One JSON object; tensors are listed only where asked for."""
+    """One JSON object; tensors and ops are listed only where asked for."""
     record = dict(vars(description), types=[vars(share) for share in description.types])
     if not tensors:
         del record["tensors"]
+    if description.program is None:
+        del record["program"]
     return json.dumps(record, indent=2, ensure_ascii=False)
 
 
@@ -212,6 +224,10 @@ def render_text(description: FileDescription, *, tensors: bool) -> str:
         for tensor in description.tensors:
             shape = " x ".join(map(str, tensor["shape"]))
             lines.append(f"  {tensor['name']}  {tensor['type']}  {shape}  {_size(tensor['num_bytes'])}")
+    if description.program is not None:
+        from localinfer.models.decoder.listing import program_lines
+
+        lines += ["", *program_lines(description.program)]
     return neutralise_controls("\n".join(lines))
 
 

@@ -7,6 +7,7 @@ from localinfer.kernels.cuda.device import Launch, Step
 from localinfer.kernels.cuda.gemm import Shape, Slot, expert_gemm, quantized_place
 from localinfer.kernels.cuda.memory import SMALL_ROWS
 from localinfer.kernels.cuda.tape import CudaTape
+from localinfer.kernels.cuda.weights import DeviceWeight
 from localinfer.kernels.graph_builder import check, packed_weight
 from localinfer.kernels.layouts import is_float
 from localinfer.kernels.ops import Gating

@@ -41,6 +41,7 @@ from localinfer.kernels.cuda.gemm import (
 from localinfer.kernels.cuda.memory import SMALL_ROWS
 from localinfer.kernels.cuda.program import CudaProgram
 from localinfer.kernels.cuda.tape import CudaTape
+from localinfer.kernels.cuda.weights import DeviceWeight
 from localinfer.kernels.graph_builder import check, packed_weight
 from localinfer.kernels.jit.compile_ahead import ProgressCallback
 from localinfer.kernels.kv_layout import KVLayout

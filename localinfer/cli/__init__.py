@@ -181,12 +181,13 @@ def chat_command(
 @localinfer_command.command("show")
 @click.argument("model", metavar="MODEL")
 @flag("--tensors", "List every tensor.")
+@flag("--ops", "List the ops that the model computes, without running it.")
 @flag("--json as_json", "Print one JSON object, with all metadata.")
-def show_command(model: str, tensors: bool, as_json: bool) -> None:
+def show_command(model: str, tensors: bool, ops: bool, as_json: bool) -> None:
     """Say what a GGUF file or a Hugging Face folder holds."""
     from localinfer.describe import describe_file, render_json, render_text
 
-    description = describe_file(model)
+    description = describe_file(model, ops=ops)
     text = render_json(description, tensors=tensors) if as_json else render_text(description, tensors=tensors)
     click.echo(text)
 

@@ -8,16 +8,16 @@ follows the values through the decoder's ops, so every architecture the decoder 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.kernels import ops
-from localinfer.kernels.ops import Activation, Buffer, EmbeddingTable, FloatArray, LinearWeight
+from localinfer.kernels.ops import Activation, Buffer, FloatArray, LinearWeight
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import write_decoder
+from localinfer.models.decoder.shape_weights import ShapeWeights
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def find_scale_sites(
     shapes: of every tensor, rows first.
     Raises: as `write_decoder`.
     """
-    weights = _NamedWeights(shapes)
+    weights = ShapeWeights(shapes)
     graph = write_decoder(config, weights)
     follower = _Follower(weights)
     for op in graph.ops:
@@ -98,7 +98,7 @@ class _Channels:
         self.reason = self.reason or reason
 
 
-def _reason_of_uses(weights: "_NamedWeights", channels: _Channels, readers: tuple[str, ...]) -> str:
+def _reason_of_uses(weights: ShapeWeights, channels: _Channels, readers: tuple[str, ...]) -> str:
     """A tensor that the graph also uses elsewhere cannot follow one site's scales."""
     for name in readers:
         if weights.uses[name] != channels.readers.count(name):
@@ -109,53 +109,10 @@ def _reason_of_uses(weights: "_NamedWeights", channels: _Channels, readers: tupl
     return ""
 
 
-class _NamedWeights:
-    """A `WeightSource` without weights: vectors of ones, known again by their address."""
-
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self._shapes = shapes
-        self._vectors: list[tuple[int, str, FloatArray]] = []
-        self.uses: dict[str, int] = {}
-
-    def has(self, name: str) -> bool:
-        return name in self._shapes
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._shapes[name]
-
-    def linear(self, name: str, rows: slice | None = None) -> LinearWeight:
-        self._count(name)
-        *stacked, num_rows, num_columns = (1, *self._shapes[name])
-        first, end, _ = (rows or slice(None)).indices(num_rows)
-        return LinearWeight(name, end - first, num_columns, first, prod(stacked))
-
-    def embedding(self, name: str) -> EmbeddingTable:
-        self._count(name)
-        num_rows, width = self._shapes[name]
-        return EmbeddingTable(name, num_rows, width, None)
-
-    def vector(self, name: str) -> FloatArray:
-        self._count(name)
-        values = np.ones(self._shapes[name], np.float32)
-        self._vectors.append((values.ctypes.data, name, values))
-        return values
-
-    def part_of(self, values: FloatArray) -> ScaledPart:
-        """Which elements of which tensor these are."""
-        address = values.ctypes.data
-        for first, name, whole in self._vectors:
-            if first <= address < first + whole.nbytes:
-                return ScaledPart(name, (address - first) // 4, values.size, is_vector=True)
-        raise AssertionError("every vector on the tape comes from here")
-
-    def _count(self, name: str) -> None:
-        self.uses[name] = self.uses.get(name, 0) + 1
-
-
 class _Follower:
     """For every buffer, whose channels are in it, while ops are read in order."""
 
-    def __init__(self, weights: _NamedWeights) -> None:
+    def __init__(self, weights: ShapeWeights) -> None:
         self.weights = weights
         self.held: dict[int, _Channels] = {}
         self.cached: dict[int, _Channels] = {}
@@ -175,6 +132,12 @@ class _Follower:
             self.forbid(buffer, reason)
         self.held[buffer.index] = _Channels(buffer.width, reason=reason)
 
+    def vector(self, values: FloatArray) -> ScaledPart:
+        """Which elements of which tensor these are."""
+        part = self.weights.part_of(values)
+        assert part is not None, "every vector of the graph comes from these weights"
+        return ScaledPart(*part, is_vector=True)
+
     def read(self, x: Buffer, name: str) -> None:
         """A matrix multiplies what a buffer holds."""
         channels = self.of(x)
@@ -186,7 +149,7 @@ class _Follower:
         """A matrix and its bias write a buffer."""
         writers = [ScaledPart(weight.name, weight.packed, weight.num_rows, is_vector=False)]
         if bias is not None:
-            writers.append(replace(self.weights.part_of(bias), count=weight.num_rows))
+            writers.append(replace(self.vector(bias), count=weight.num_rows))
         self.held[out.index] = _Channels(weight.num_experts * weight.num_rows, writers)
 
 
@@ -198,7 +161,7 @@ def _norm(follower: _Follower, op: ops.RmsNorm | ops.LayerNorm) -> None:
         if vector is None or vector.size != op.out.width:
             channels.forbid("its norm has no weight per channel")
         else:
-            channels.writers.append(follower.weights.part_of(vector))
+            channels.writers.append(follower.vector(vector))
     follower.held[op.out.index] = channels
 
 

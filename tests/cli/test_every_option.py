@@ -52,6 +52,7 @@ GOOD = {
     "show": """
         {demo} --tensors
         {demo} --json
+        {demo} --ops
     """,
     "tokenize": """
         --model {demo} Hi --ids --no-special --parse-special

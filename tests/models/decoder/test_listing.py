@@ -1,0 +1,70 @@
+"""Graphs as plain data: equal where the model is, printed without being run."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from localinfer.errors import UnsupportedFormatError
+from localinfer.kernels.ops import Matmul, OpGraph
+from localinfer.models.decoder.decoder import write_decoder
+from localinfer.models.decoder.listing import list_program, program_lines
+from localinfer.models.decoder.shape_weights import ShapeWeights
+from localinfer.quant.gguf.reader import read_gguf
+from tests.models.arch_models import architectures, build_model, read_config
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("archs")
+
+
+def graph_of(path: Path) -> OpGraph:
+    with read_gguf(path) as file:
+        return write_decoder(read_config(path), ShapeWeights({name: one.shape for name, one in file.tensors.items()}))
+
+
+@pytest.mark.parametrize("name", architectures())
+def test_every_matrix_of_a_model_is_listed_and_every_layer(name: str, shared: Path, folder: Path) -> None:
+    path = build_model(shared, folder, name).path
+    with read_gguf(path) as file:
+        program = list_program(file)
+        matrices = {key for key, one in file.tensors.items() if len(one.shape) > 1 and not key.startswith("position")}
+        num_layers = read_config(path).num_layers
+    assert json.loads(json.dumps(program)) == program
+    text = json.dumps(program["ops"])
+    assert all(f'"{key} ' in text for key in matrices)
+    assert {op["layer"] for op in program["ops"] if op["op"] == "Attention"} == set(range(num_layers))
+    lines = list(program_lines(program))
+    assert sum(line.startswith("  Attention") for line in lines) <= num_layers
+    assert lines[-1] == f"  -> {program['output']}"
+    listed = [line.split()[1:] for line in lines if line.startswith("layer")]
+    assert listed and len({line for line in lines if line.startswith("layer")}) == len(listed)
+
+
+@pytest.mark.parametrize("name", architectures())
+def test_graphs_of_one_file_are_equal_and_differ_by_any_op(name: str, shared: Path, folder: Path) -> None:
+    path = build_model(shared, folder, name).path
+    graph = graph_of(path)
+    assert graph == graph_of(path)
+    assert graph != replace(graph, ops=graph.ops[:-1])
+    index, op = next((index, op) for index, op in enumerate(graph.ops) if isinstance(op, Matmul))
+    projections = [replace(op.projections[0], scale=0.5), *op.projections[1:]]
+    other = (*graph.ops[:index], replace(op, projections=projections), *graph.ops[index + 1 :])
+    assert graph != replace(graph, ops=other)
+
+
+def test_layers_that_repeat_are_shown_once(shared: Path) -> None:
+    with read_gguf(shared / "models" / "stories260K.gguf") as file:
+        lines = list(program_lines(list_program(file)))
+    assert [line for line in lines if line.startswith("layer")] == ["layers 0-3", "layer 4"]
+    wanted = "  RmsNorm          out=attention_input.batch, x=hidden.batch, weight=blk.N.attn_norm.weight F32 64, "
+    assert wanted + "epsilon=1e-05" in lines
+
+
+def test_an_architecture_that_does_not_run_has_no_ops(shared: Path) -> None:
+    with read_gguf(shared / "models" / "stories260K.gguf") as file:
+        file.metadata = {**file.metadata, "general.architecture": "nothing"}  # type: ignore[assignment]
+        with pytest.raises(UnsupportedFormatError, match="nothing"):
+            list_program(file)
