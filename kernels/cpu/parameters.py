@@ -1,6 +1,7 @@
 """Parameter blocks: the int64 words at one address that a kernel reads, with one declaration for both sides.
 
-Python packs a block by its names; a kernel loads a word as `BLOCK.name(address)`.
+Python packs a block by its names. A kernel loads all of it with `p = BLOCK.load(address)`, whose words are `p.name`, or
+one word with `BLOCK.name(address)`; both are compiled by `compiled/simd/memory.py`.
 """
 
 from collections.abc import Callable
@@ -22,7 +23,10 @@ class Block:
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Callable[[int], Any]:
-            """In a kernel: the word of the block at an address. Compiled by `compiled/simd/memory.py`."""
+            """In a kernel: one word of the block at an address."""
+
+        def load(self, address: int) -> Any:
+            """In a kernel: all of its words."""
 
     def offset(self, name: str) -> int:
         """Where a word is, in bytes from the block's address."""
@@ -38,3 +42,120 @@ class Block:
 
 def _bits(value: float) -> int:
     return int(np.float32(value).view(np.uint32))
+
+
+# What every op gets besides its own block: the batch, and a sequence of it.
+
+BATCH = Block(
+    "num_rows num_output_rows control token_ids positions page_tables output_rows scratch segments num_segments "
+    "partials partials_bytes windowed_tables"
+)
+"""token_ids, positions, output_rows: addresses of int64 per row. page_tables, windowed_tables: per row, the address of
+its sequence's page addresses, and of those of its windowed layers. scratch: SCRATCH_BYTES per thread. segments: address
+of SEGMENT blocks. partials: memory that all threads share: counters int64, zero between ops, and results of single
+chunks."""
+SEGMENT = Block("first_row num_rows position page_table windowed_table")
+
+# Ops on rows. A stride is in bytes, from one row to the next; is_output says which rows of the batch.
+
+EMBED = Block("out out_stride table row_bytes layout columns unit unit_bytes scale by_position", floats="scale")
+NORM = Block("out out_stride x x_stride weight bias weight_stride groups size epsilon is_output", floats="epsilon")
+"""weight_stride: bytes from one group's weights to the next one's."""
+ELEMENTWISE = Block("out out_stride a a_stride b b_stride scalar columns is_output", floats="scalar")
+SCALE_BY_POSITION = Block("x x_stride columns period slope first_position", floats="slope")
+ROPE_ANGLES = Block("out out_stride frequencies count magnitude", floats="magnitude")
+"""frequencies: address of the inverse frequencies, float64[count]."""
+ROPE = Block("x x_stride angles angles_stride heads head_size pairs is_halves")
+"""x: at its first rotated column."""
+SELECT_OUTPUT = Block("out out_stride x x_stride columns")
+COPY_HEADS = Block("out out_stride x x_stride heads width out_head_bytes x_head_bytes is_output")
+GATHER = Block("out out_stride x x_stride offsets columns is_output")
+"""offsets: address of int64 per column, in bytes."""
+
+# Products.
+
+QUANTIZE = Block("source source_stride target target_stride columns is_output slots slot_stride")
+MATMUL = Block("x x_stride columns is_output projections rows_per_block")
+"""PROJECTION blocks follow it."""
+PROJECTION = Block(
+    "weights tile_bytes tiles rows out out_stride residual residual_stride bias bias_stride scale spare", floats="scale"
+)
+EXPERT_MATMUL = Block(
+    "x x_stride slot_stride columns experts selected groups weights expert_bytes tile_bytes tiles rows out out_stride "
+    "bias bias_stride zeros"
+)
+"""slot_stride: bytes from one slot of x to the next. groups: what GROUP_BY_EXPERT wrote. bias_stride: per expert."""
+PACK_TILES = Block("control target source tiles rows units file_bytes unit_bytes fields num_fields")
+TILE_FIELD = Block("width file_offset items tile_offset kind")
+
+# Mixture of experts.
+
+ROUTE = Block(
+    "ids ids_stride weights weights_stride logits logits_stride experts selected gating normalise scale bias groups "
+    "kept_groups is_output",
+    floats="scale",
+)
+"""gating: 0 softmax, 1 sigmoid, 2 softmax of the selected."""
+GROUP_BY_EXPERT = Block("ids ids_stride experts selected starts is_output")
+"""starts: address of int64[experts + 2], then int64[rows * selected] of row * selected + slot."""
+EXPERT_SUM = Block(
+    "out out_stride x x_stride weights weights_stride residual residual_stride selected columns is_output"
+)
+"""residual: 0 for none."""
+EXPERT_SCALE = Block("x x_stride weights weights_stride selected columns is_output")
+
+# Attention.
+
+ATTENTION = Block(
+    "queries queries_stride query_head_bytes out out_stride group kv_heads layer_offset head_bytes key_columns "
+    "key_scales values value_scales value_size value_columns value_row_bytes value_step scale softcap window "
+    "local_chunk sinks slopes rows_per_unit rotation score_keys weigh_values table",
+    floats="scale softcap",
+)
+"""queries: float32 rows, or what QUANTIZE_QUERIES made of them. group: query heads per KV head. value_row_bytes: of
+unquantized values. value_step: bytes of values to fetch while one vector of keys is computed. rotation: size of the
+rotation to undo in every head of the result, 1 for none. score_keys, weigh_values: addresses of the kernels for this
+cache's types. table: offset in SEGMENT of the table of this layer's pages."""
+ATTENTION_SUMS = Block(f"{' '.join(ATTENTION.words)} sums sums_heads sums_pages work", floats="scale softcap")
+"""sums: address of float32[segments][heads][pages]. work: memory per thread: eight queries' maxima and sums, float32
+per page."""
+QUANTIZE_QUERIES = Block(
+    "queries queries_stride target target_stride target_head_bytes num_heads size columns code_bias scale rotation",
+    floats="scale",
+)
+"""code_bias: by how much the stored codes of keys exceed what they mean."""
+STORED_PART = Block("source stride kind size columns first scales rotation")
+"""Keys or values. first: offset of the first head's in a page. scales: from them to their scales."""
+STORE_KV = Block(
+    " ".join(
+        ("heads head_bytes", *(f"{part}_{word}" for part in ("keys", "values") for word in STORED_PART.words), "tables")
+    )
+)
+"""tables: offset in BATCH of the tables of this layer's pages."""
+
+# Weights to blocks of a quantized type.
+
+ENCODE = Block("control source kind stride target target_stride rows columns importance memory")
+ROUND_COLUMNS = Block(
+    "first end vectors stride wanted given errors levels decoded weights weights_stride groups places scales minimums "
+    "lowest highest"
+)
+
+# Long texts to tokens.
+
+SPLIT = Block("kinds codes count ends is_end leads_with_symbols digits digits_first symbol_lines lines any_case")
+"""kinds, codes: addresses of uint8[count] and int32[count] code points. ends: int64[count] for the ends of words.
+is_end: 0 where more text follows. The others: see `text_merging.WordShape`."""
+MERGE = Block(
+    "symbols ends num_words keys values mask following preceding heap out places whole_table whole_mask whole_starts "
+    "whole_symbols"
+)
+"""symbols, ends: int32 symbols and int64 ends of words. keys, values: a hash table of pairs, int64 keys, -1 where free.
+following, preceding, heap: scratch, int32[longest word] twice, int64[2 * longest word]. out, places: what is left.
+whole_table: tokens that a whole word becomes without merging, an int32 hash table or 0 for none; whole_starts,
+whole_symbols: the symbols of all tokens."""
+
+# Measuring the machine.
+
+READ_MEMORY = Block("start unit_bytes units sink")
+MULTIPLY = Block("rounds sink")

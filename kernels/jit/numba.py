@@ -43,6 +43,16 @@ def op(function: Callable[..., Any]) -> Source:
     return Source(function, None, "qqqq")
 
 
+def stamp(body: Callable[..., None], constant: int) -> Source:
+    """Make a tape op of body(constant, parameters, batch, thread, num_threads), where the constant chooses the code."""
+
+    @op
+    def stamped(parameters: int, batch: int, thread: int, num_threads: int) -> None:
+        body(constant, parameters, batch, thread, num_threads)
+
+    return stamped
+
+
 def entry(result: str, arguments: str) -> Callable[[Callable[..., Any]], Source]:
     """Make a function callable from Python; kinds as in `object_cache.Function`."""
     return lambda function: Source(function, result, arguments)
@@ -53,11 +63,15 @@ _PACKAGES = ("simd", "matmul", "attention", "encode", "sampling", "tokens")
 
 
 def source_of(name: str) -> Source:
-    """The source of kernel "module.function"; no two modules under `kernels.cpu.compiled` have one name."""
+    """The source of kernel "module.function", which stands in the module or in its table KERNELS.
+
+    No two modules under `kernels.cpu.compiled` have one name.
+    """
     module_name, function_name = name.split(".")
     paths = [f"{_KERNELS}.{package}.{module_name}" for package in _PACKAGES]
     (path,) = (path for path in paths if importlib.util.find_spec(path) is not None)
-    source = getattr(importlib.import_module(path), function_name)
+    module = importlib.import_module(path)
+    source = getattr(module, "KERNELS", {}).get(function_name) or getattr(module, function_name)
     assert isinstance(source, Source), f"{name} is decorated with op or entry"
     return source
 

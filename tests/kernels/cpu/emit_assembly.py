@@ -16,7 +16,6 @@ from localinfer.kernels.cpu.compiled.matmul import quantize, rows, tiles
 from localinfer.kernels.jit import isa
 from localinfer.kernels.jit.isa import ISA
 from localinfer.kernels.layouts import Layout
-from localinfer.kernels.ops import Activation
 
 _AVX2 = "+avx,+avx2,+fma,+f16c"
 TARGETS: dict[str, tuple[ISA, str, str, str]] = {
@@ -57,7 +56,10 @@ PIECES: dict[str, tuple[Any, list[Any]]] = {
     **{f"value codes {kind}": (attention_codes.weigh_codes, [_literal(kind), *[_ADDRESS] * 10]) for kind in (0, 1)},
     **{f"head codes {kind}": (rotation.quantize_values, [_literal(kind), *[_ADDRESS] * 3]) for kind in (0, 1, 2)},
     "norm": (rows.layer_norm_row, [*[_ADDRESS] * 5, _FLOAT]),
-    "gelu": (rows.activate_row, [_literal(list(Activation).index(Activation.GELU_ERF)), *[_ADDRESS] * 3]),
+    "gelu": (
+        rows.elementwise_row,
+        [_literal(list(rows.FORMULAS).index("gelu_erf")), *[_ADDRESS] * 3, _FLOAT, _ADDRESS],
+    ),
 }
 
 

@@ -39,6 +39,7 @@ from localinfer.kernels.cpu.kernel_abi import (
     STATUS_NOT_FINITE,
     STATUS_TOO_LARGE,
 )
+from localinfer.kernels.cpu.parameters import ENCODE
 from localinfer.kernels.jit.numba import inline, op
 
 _BLOCK = 256 * LANE_BYTES
@@ -170,31 +171,28 @@ def encoder(encode_block: Any, block_columns: int, block_bytes: int, needs_row_m
 
     @op
     def encode(parameters: int, batch: int, thread: int, num_threads: int) -> None:
-        control, source, kind = load_i64(parameters), load_i64(parameters + 8), load_i64(parameters + 16)
-        stride, target, target_stride = load_i64(parameters + 24), load_i64(parameters + 32), load_i64(parameters + 40)
-        rows, columns = load_i64(parameters + 48), load_i64(parameters + 56)
-        importance = load_i64(parameters + 64)
-        memory = load_i64(parameters + 72) + thread * ENCODER_MEMORY_BYTES
-        item_bytes = 2 if kind in (SOURCE_F16, SOURCE_BF16) else 4
+        p = ENCODE.load(parameters)
+        memory = p.memory + thread * ENCODER_MEMORY_BYTES
+        item_bytes = 2 if p.kind in (SOURCE_F16, SOURCE_BF16) else 4
         while True:
-            row = take_units(control, 1) * ROWS_PER_ENCODER_UNIT
-            if row >= rows:
+            row = take_units(p.control, 1) * ROWS_PER_ENCODER_UNIT
+            if row >= p.rows:
                 return
-            last = min(ROWS_PER_ENCODER_UNIT, rows - row) - 1
-            start = source + row * stride
-            if needs_row_mean and importance != 0:
+            last = min(ROWS_PER_ENCODER_UNIT, p.rows - row) - 1
+            start = p.source + row * p.stride
+            if needs_row_mean and p.importance != 0:
                 squares = splat(0.0)
-                for column in range(0, columns, 32):
-                    _load_block(start + item_bytes * column, kind, stride, last, 32, memory)
+                for column in range(0, p.columns, 32):
+                    _load_block(start + item_bytes * column, p.kind, p.stride, last, 32, memory)
                     for i in range(32):
                         value = load(at(memory + VALUES, i))
                         squares = squares + value * value
-                store(memory + MEAN_SQUARE, squares / splat(np.float32(columns)))
-            for block in range(columns // block_columns):
+                store(memory + MEAN_SQUARE, squares / splat(np.float32(p.columns)))
+            for block in range(p.columns // block_columns):
                 first = block * block_columns
-                _load_block(start + item_bytes * first, kind, stride, last, block_columns, memory)
-                block_importance = importance + 4 * first if importance != 0 else 0
-                place = target + row * target_stride + block * block_bytes
-                encode_block(memory, block_importance, place, target_stride, last)
+                _load_block(start + item_bytes * first, p.kind, p.stride, last, block_columns, memory)
+                block_importance = p.importance + 4 * first if p.importance != 0 else 0
+                place = p.target + row * p.target_stride + block * block_bytes
+                encode_block(memory, block_importance, place, p.target_stride, last)
 
     return encode

@@ -11,6 +11,7 @@ import numpy as np
 from localinfer.kernels.cpu.compiled.encode.grid_fits import divide, nearest_iq4_value, whole
 from localinfer.kernels.cpu.compiled.simd.lanes import LANE_BYTES, load, splat, store
 from localinfer.kernels.cpu.compiled.simd.memory import load_f32, load_i64
+from localinfer.kernels.cpu.parameters import ROUND_COLUMNS
 from localinfer.kernels.jit.numba import entry, inline
 
 
@@ -30,29 +31,22 @@ def round_block(parameters: int) -> int:
     weights, bytes from row to row of them, group of each column, place of each column, scales, minimums, lowest level,
     highest level.
     """
-    first, end = load_i64(parameters), load_i64(parameters + 8)
-    vectors, stride = load_i64(parameters + 16), load_i64(parameters + 24)
-    wanted, given, errors = load_i64(parameters + 32), load_i64(parameters + 40), load_i64(parameters + 48)
-    levels, decoded = load_i64(parameters + 56), load_i64(parameters + 64)
-    weights, weights_stride = load_i64(parameters + 72), load_i64(parameters + 80)
-    groups, places = load_i64(parameters + 88), load_i64(parameters + 96)
-    scales, minimums = load_i64(parameters + 104), load_i64(parameters + 112)
-    lowest, highest = load_i64(parameters + 120), load_i64(parameters + 128)
-    for part in range(vectors):
+    p = ROUND_COLUMNS.load(parameters)
+    for part in range(p.vectors):
         lane = LANE_BYTES * part
-        for i in range(first, end):
-            column = i * stride + lane
-            value = load(wanted + column)
-            for j in range(first, i):
-                weight = splat(load_f32(weights + i * weights_stride + 4 * j))
-                value = value + weight * load(errors + j * stride + lane)
-            grid = load_i64(groups + 8 * i) * stride + lane
-            scale, minimum = load(scales + grid), load(minimums + grid)
-            level = _nearest(divide(value - minimum, scale), lowest, highest)
+        for i in range(p.first, p.end):
+            column = i * p.stride + lane
+            value = load(p.wanted + column)
+            for j in range(p.first, i):
+                weight = splat(load_f32(p.weights + i * p.weights_stride + 4 * j))
+                value = value + weight * load(p.errors + j * p.stride + lane)
+            grid = load_i64(p.groups + 8 * i) * p.stride + lane
+            scale, minimum = load(p.scales + grid), load(p.minimums + grid)
+            level = _nearest(divide(value - minimum, scale), p.lowest, p.highest)
             found = scale * level + minimum
-            store(errors + column, load(given + column) - found)
-            store(wanted + column, value - found)
-            place = load_i64(places + 8 * i) * stride + lane
-            store(levels + place, level)
-            store(decoded + place, found)
+            store(p.errors + column, load(p.given + column) - found)
+            store(p.wanted + column, value - found)
+            place = load_i64(p.places + 8 * i) * p.stride + lane
+            store(p.levels + place, level)
+            store(p.decoded + place, found)
     return 0

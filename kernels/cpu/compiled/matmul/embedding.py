@@ -15,7 +15,7 @@ from localinfer.kernels.cpu.compiled.simd.memory import (
     store_f32,
 )
 from localinfer.kernels.cpu.compiled.simd.pool import take_units
-from localinfer.kernels.cpu.kernel_abi import CONTROL, POSITIONS, TOKEN_IDS
+from localinfer.kernels.cpu.parameters import BATCH, EMBED
 from localinfer.kernels.jit.numba import inline, op
 
 
@@ -95,21 +95,18 @@ def embed(parameters: int, batch: int, thread: int, num_threads: int) -> None:
     Parameters: out, out stride, table, row bytes, layout, columns, unit, unit bytes, scale bits, 1 to index by position
     and add.
     """
-    p = parameters
-    out, out_stride, table, row_bytes = load_i64(p), load_i64(p + 8), load_i64(p + 16), load_i64(p + 24)
-    layout, columns, unit, unit_bytes = load_i64(p + 32), load_i64(p + 40), load_i64(p + 48), load_i64(p + 56)
-    scale, by_position = float_bits(load_i64(p + 64)), load_i64(p + 72)
-    control = load_i64(batch + CONTROL)
-    indices = load_i64(batch + POSITIONS) if by_position == 1 else load_i64(batch + TOKEN_IDS)
+    p = EMBED.load(parameters)
+    control = BATCH.control(batch)
+    indices = BATCH.positions(batch) if p.by_position == 1 else BATCH.token_ids(batch)
     rows = num_rows(batch, 0)
     while True:
         row = take_units(control, 1)
         if row >= rows:
             return
-        source = table + load_i64(indices + 8 * row) * row_bytes
-        target = out + row * out_stride
-        for column in range(columns):
-            value = scale * _value(layout, source, column, unit, unit_bytes)
-            if by_position == 1:
+        source = p.table + load_i64(indices + 8 * row) * p.row_bytes
+        target = p.out + row * p.out_stride
+        for column in range(p.columns):
+            value = p.scale * _value(p.layout, source, column, p.unit, p.unit_bytes)
+            if p.by_position == 1:
                 value += load_f32(target + 4 * column)
             store_f32(target + 4 * column, value)

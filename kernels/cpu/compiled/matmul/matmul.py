@@ -8,21 +8,13 @@ import numpy as np
 
 from localinfer.kernels.cpu.compiled.matmul.tiles import tile_product
 from localinfer.kernels.cpu.compiled.simd.batch import num_rows, rows_at_once, scratch
-from localinfer.kernels.cpu.compiled.simd.memory import float_bits, load_i64, store_i64
+from localinfer.kernels.cpu.compiled.simd.memory import load_i64, store_i64
 from localinfer.kernels.cpu.compiled.simd.pool import stretch, take_units
-from localinfer.kernels.cpu.kernel_abi import CONTROL
-from localinfer.kernels.jit.numba import compose, inline, op
+from localinfer.kernels.cpu.parameters import BATCH, EXPERT_MATMUL, MATMUL, PROJECTION
+from localinfer.kernels.jit.numba import compose, inline, stamp
+from localinfer.kernels.layouts import Layout
 
-# Words of a `matmul` op's parameters: its header, then one record per projection.
-HEADER_WORDS = 6
-"""x, x stride, columns, is output, projections, rows per block."""
-PROJECTION_WORDS = 12
-"""weights, tile bytes, tiles, rows, out, out stride, residual, residual stride, bias, bias stride, scale bits,
-spare."""
-
-# Words of an `expert_matmul` op's parameters: x, x stride, bytes from one slot of x to the next, columns, experts,
-# selected, groups, weights, expert bytes, tile bytes, tiles, rows, out, out stride, bias, bias stride per expert,
-# zeros.
+_MATMUL_BYTES, _PROJECTION_BYTES = MATMUL.num_bytes, PROJECTION.num_bytes
 
 
 @inline
@@ -60,13 +52,13 @@ def _product(
 @compose
 def _products(layout: int, first: int, last: int, table: int, p: int, tile: int, x: int, x_stride: int, k: int) -> None:
     """Rows first..last of one tile, as many at a time as registers hold."""
-    weights = load_i64(p) + tile * load_i64(p + 8)
-    out, out_stride = load_i64(p + 32), load_i64(p + 40)
-    residual, residual_stride = load_i64(p + 48), load_i64(p + 56)
-    bias = load_i64(p + 64) + tile * load_i64(p + 72)
-    scale = float_bits(load_i64(p + 80))
+    weights = PROJECTION.weights(p) + tile * PROJECTION.tile_bytes(p)
+    out, out_stride = PROJECTION.out(p), PROJECTION.out_stride(p)
+    residual, residual_stride = PROJECTION.residual(p), PROJECTION.residual_stride(p)
+    bias = PROJECTION.bias(p) + tile * PROJECTION.bias_stride(p)
+    scale = PROJECTION.scale(p)
     column = 16 * tile
-    count = min(16, load_i64(p + 24) - column)
+    count = min(16, PROJECTION.rows(p) - column)
     row = first
     while row < last:
         step = _width(last - row)
@@ -79,14 +71,16 @@ def _products(layout: int, first: int, last: int, table: int, p: int, tile: int,
 
 @compose
 def _matmul(layout: int, parameters: int, batch: int, thread: int, num_threads: int) -> None:
-    x, x_stride, k = load_i64(parameters), load_i64(parameters + 8), load_i64(parameters + 16)
-    rows = num_rows(batch, load_i64(parameters + 24))
-    projections, rows_per_block = load_i64(parameters + 32), load_i64(parameters + 40)
-    control, table = load_i64(batch + CONTROL), scratch(batch, thread)
-    records = parameters + 8 * HEADER_WORDS
+    # Word by word, in this order: all of a block at once costs registers that the products need.
+    p = parameters
+    x, x_stride, k = MATMUL.x(p), MATMUL.x_stride(p), MATMUL.columns(p)
+    rows = num_rows(batch, MATMUL.is_output(p))
+    projections, rows_per_block = MATMUL.projections(p), MATMUL.rows_per_block(p)
+    control, table = BATCH.control(batch), scratch(batch, thread)
+    records = parameters + _MATMUL_BYTES
     tiles = 0
     for index in range(projections):
-        tiles += load_i64(records + 8 * PROJECTION_WORDS * index + 16)
+        tiles += PROJECTION.tiles(records + _PROJECTION_BYTES * index)
     blocks = (rows + rows_per_block - 1) // rows_per_block
     units = blocks * tiles
     # The first stretch is the thread's own; the others go to whoever is free.
@@ -95,198 +89,46 @@ def _matmul(layout: int, parameters: int, batch: int, thread: int, num_threads: 
         for unit in range(start, end):
             first = (unit // tiles) * rows_per_block
             tile = unit % tiles
-            p = records
-            while tile >= load_i64(p + 16):
-                tile -= load_i64(p + 16)
-                p += 8 * PROJECTION_WORDS
-            _products(layout, first, min(first + rows_per_block, rows), table, p, tile, x, x_stride, k)
+            record = records
+            while tile >= PROJECTION.tiles(record):
+                tile -= PROJECTION.tiles(record)
+                record += _PROJECTION_BYTES
+            _products(layout, first, min(first + rows_per_block, rows), table, record, tile, x, x_stride, k)
         start, end = stretch(num_threads + take_units(control, 1), units, num_threads)
 
 
 @compose
 def _expert_matmul(layout: int, parameters: int, batch: int, thread: int, num_threads: int) -> None:
-    x, x_stride, slot_stride = load_i64(parameters), load_i64(parameters + 8), load_i64(parameters + 16)
-    k, experts, selected = load_i64(parameters + 24), load_i64(parameters + 32), load_i64(parameters + 40)
-    groups, weights = load_i64(parameters + 48), load_i64(parameters + 56)
-    expert_bytes, tile_bytes = load_i64(parameters + 64), load_i64(parameters + 72)
-    tiles, rows, out = load_i64(parameters + 80), load_i64(parameters + 88), load_i64(parameters + 96)
-    out_stride, bias, bias_stride = load_i64(parameters + 104), load_i64(parameters + 112), load_i64(parameters + 120)
-    zeros = load_i64(parameters + 128)
-    control, table = load_i64(batch + CONTROL), scratch(batch, thread)
-    entries = groups + 8 * (experts + 2)
-    units = experts * tiles
-    claim = max(1, tiles // (8 * num_threads))
+    p = EXPERT_MATMUL.load(parameters)
+    control, table = BATCH.control(batch), scratch(batch, thread)
+    entries = p.groups + 8 * (p.experts + 2)
+    units = p.experts * p.tiles
+    claim = max(1, p.tiles // (8 * num_threads))
     while True:
         start = take_units(control, claim)
         if start >= units:
             return
         for unit in range(start, min(start + claim, units)):
-            expert, tile = unit // tiles, unit % tiles
-            entry, last = load_i64(groups + 8 * expert), load_i64(groups + 8 * expert + 8)
-            tile_address = weights + expert * expert_bytes + tile * tile_bytes
-            tile_bias = zeros if bias == 0 else bias + expert * bias_stride + 64 * tile
+            expert, tile = unit // p.tiles, unit % p.tiles
+            entry, last = load_i64(p.groups + 8 * expert), load_i64(p.groups + 8 * expert + 8)
+            tile_address = p.weights + expert * p.expert_bytes + tile * p.tile_bytes
+            tile_bias = p.zeros if p.bias == 0 else p.bias + expert * p.bias_stride + 64 * tile
             column = 16 * tile
-            count = min(16, rows - column)
+            count = min(16, p.rows - column)
             while entry < last:
                 step = _width(last - entry)
                 for slot in range(step):
                     place = load_i64(entries + 8 * min(entry + slot, last - 1))
-                    row, choice = place // selected, place % selected
-                    source = x + row * x_stride + choice * slot_stride
-                    _set_row(table, slot, source, out + row * out_stride + 4 * rows * choice, zeros - 4 * column)
-                _product(layout, step, tile_address, k, table, tile_bias, np.float32(1), column, count)
+                    row, choice = place // p.selected, place % p.selected
+                    source = p.x + row * p.x_stride + choice * p.slot_stride
+                    out = p.out + row * p.out_stride + 4 * p.rows * choice
+                    _set_row(table, slot, source, out, p.zeros - 4 * column)
+                _product(layout, step, tile_address, p.columns, table, tile_bias, np.float32(1), column, count)
                 entry += step
 
 
-_F32, _F16, _BF16, _Q8_0, _Q4_0, _Q4_1, _Q5_0, _Q5_1, _Q4_K, _Q5_K, _Q6_K = 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10
-_INT4_32, _INT4_64, _INT4_128, _INT8_32 = 11, 12, 13, 14
-
-
-@op
-def matmul_f32(parameters: int, batch: int, thread: int, num_threads: int) -> None:
-    _matmul(_F32, parameters, batch, thread, num_threads)
-
-
-@op
-def expert_matmul_f32(parameters: int, batch: int, thread: int, num_threads: int) -> None:
-    _expert_matmul(_F32, parameters, batch, thread, num_threads)
-
-
-@op
-def matmul_f16(parameters: int, batch: int, thread: int, num_threads: int) -> None:
-    _matmul(_F16, parameters, batch, thread, num_threads)
-
-
-@op
-def expert_matmul_f16(parameters: int, batch: int, thread: int, num_threads: int) -> None:
-    _expert_matmul(_F16, parameters, batch, thread, num_threads)
-
-
-@op
-def matmul_bf16(parameters: int, batch: int, thread: int, num_threads: int) -> None:
-    _matmul(_BF16, parameters, batch, thread, num_threads)
-
-
-@op
-def expert_matmul_bf16(parameters: int, batch: int, thread: int, num_threads: int) -> None:
-    _expert_matmul(_BF16, parameters, batch, thread, num_threads)
-
-
-@op
-def matmul_q8_0(parameters: int, batch: int, thread: int, num_threads: int) -> None:
-    _matmul(_Q8_0, parameters, batch, thread, num_threads)
-
-
-@op
-def expert_matmul_q8_0(parameters: int, batch: int, thread: int, num_threads: int) -> None:
-    _expert_matmul(_Q8_0, parameters, batch, thread, num_threads)
-
-
-@op
-def matmul_q4_0(parameters: int, batch: int, thread: int, num_threads: int) -> None:
-    _matmul(_Q4_0, parameters, batch, thread, num_threads)
-
-
-@op
-def expert_matmul_q4_0(parameters: int, batch: int, thread: int, num_threads: int) -> None:
-    _expert_matmul(_Q4_0, parameters, batch, thread, num_threads)
-
-
-@op
-def matmul_q4_1(parameters: int, batch: int, thread: int, num_threads: int) -> None:
-    _matmul(_Q4_1, parameters, batch, thread, num_threads)
-
-
-@op
-def expert_matmul_q4_1(parameters: int, batch: int, thread: int, num_threads: int) -> None:
-    _expert_matmul(_Q4_1, parameters, batch, thread, num_threads)
-
-
-@op
-def matmul_q5_0(parameters: int, batch: int, thread: int, num_threads: int) -> None:
-    _matmul(_Q5_0, parameters, batch, thread, num_threads)
-
-
-@op
-def expert_matmul_q5_0(parameters: int, batch: int, thread: int, num_threads: int) -> None:
-    _expert_matmul(_Q5_0, parameters, batch, thread, num_threads)
-
-
-@op
-def matmul_q5_1(parameters: int, batch: int, thread: int, num_threads: int) -> None:
-    _matmul(_Q5_1, parameters, batch, thread, num_threads)
-
-
-@op
-def expert_matmul_q5_1(parameters: int, batch: int, thread: int, num_threads: int) -> None:
-    _expert_matmul(_Q5_1, parameters, batch, thread, num_threads)
-
-
-@op
-def matmul_q4_k(parameters: int, batch: int, thread: int, num_threads: int) -> None:
-    _matmul(_Q4_K, parameters, batch, thread, num_threads)
-
-
-@op
-def expert_matmul_q4_k(parameters: int, batch: int, thread: int, num_threads: int) -> None:
-    _expert_matmul(_Q4_K, parameters, batch, thread, num_threads)
-
-
-@op
-def matmul_q5_k(parameters: int, batch: int, thread: int, num_threads: int) -> None:
-    _matmul(_Q5_K, parameters, batch, thread, num_threads)
-
-
-@op
-def expert_matmul_q5_k(parameters: int, batch: int, thread: int, num_threads: int) -> None:
-    _expert_matmul(_Q5_K, parameters, batch, thread, num_threads)
-
-
-@op
-def matmul_q6_k(parameters: int, batch: int, thread: int, num_threads: int) -> None:
-    _matmul(_Q6_K, parameters, batch, thread, num_threads)
-
-
-@op
-def expert_matmul_q6_k(parameters: int, batch: int, thread: int, num_threads: int) -> None:
-    _expert_matmul(_Q6_K, parameters, batch, thread, num_threads)
-
-
-@op
-def matmul_int4_32(parameters: int, batch: int, thread: int, num_threads: int) -> None:
-    _matmul(_INT4_32, parameters, batch, thread, num_threads)
-
-
-@op
-def expert_matmul_int4_32(parameters: int, batch: int, thread: int, num_threads: int) -> None:
-    _expert_matmul(_INT4_32, parameters, batch, thread, num_threads)
-
-
-@op
-def matmul_int4_64(parameters: int, batch: int, thread: int, num_threads: int) -> None:
-    _matmul(_INT4_64, parameters, batch, thread, num_threads)
-
-
-@op
-def expert_matmul_int4_64(parameters: int, batch: int, thread: int, num_threads: int) -> None:
-    _expert_matmul(_INT4_64, parameters, batch, thread, num_threads)
-
-
-@op
-def matmul_int4_128(parameters: int, batch: int, thread: int, num_threads: int) -> None:
-    _matmul(_INT4_128, parameters, batch, thread, num_threads)
-
-
-@op
-def expert_matmul_int4_128(parameters: int, batch: int, thread: int, num_threads: int) -> None:
-    _expert_matmul(_INT4_128, parameters, batch, thread, num_threads)
-
-
-@op
-def matmul_int8_32(parameters: int, batch: int, thread: int, num_threads: int) -> None:
-    _matmul(_INT8_32, parameters, batch, thread, num_threads)
-
-
-@op
-def expert_matmul_int8_32(parameters: int, batch: int, thread: int, num_threads: int) -> None:
-    _expert_matmul(_INT8_32, parameters, batch, thread, num_threads)
+KERNELS = {
+    f"{name}_{layout.name.lower()}": stamp(body, int(layout))
+    for name, body in (("matmul", _matmul), ("expert_matmul", _expert_matmul))
+    for layout in Layout
+}

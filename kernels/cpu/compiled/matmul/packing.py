@@ -10,7 +10,6 @@ from numba.extending import intrinsic
 
 from localinfer.kernels.cpu.compiled.simd.emit import I16, I32, Emitter, vector
 from localinfer.kernels.cpu.compiled.simd.memory import (
-    load_i64,
     load_u8,
     load_u16_anywhere,
     load_u32_anywhere,
@@ -19,9 +18,11 @@ from localinfer.kernels.cpu.compiled.simd.memory import (
     store_u32,
 )
 from localinfer.kernels.cpu.compiled.simd.pool import take_units
+from localinfer.kernels.cpu.parameters import PACK_TILES, TILE_FIELD
 from localinfer.kernels.jit.numba import inline, op
 
 _BYTES_AT_ONCE = 4096
+_FIELD_BYTES = TILE_FIELD.num_bytes
 
 
 @intrinsic
@@ -154,42 +155,39 @@ def _clear_row(target: int, width: int, items: int, kind: int) -> None:
 @op
 def pack_tiles(parameters: int, batch: int, thread: int, num_threads: int) -> None:
     """Fill tiles; parameters: control, target, source, tiles, rows, units, file bytes, unit bytes, fields, count."""
-    control, target, source = load_i64(parameters), load_i64(parameters + 8), load_i64(parameters + 16)
-    tiles, rows, units = load_i64(parameters + 24), load_i64(parameters + 32), load_i64(parameters + 40)
-    file_bytes, unit_bytes = load_i64(parameters + 48), load_i64(parameters + 56)
-    fields, num_fields = load_i64(parameters + 64), load_i64(parameters + 72)
     # A few units of all sixteen rows at a time: what is written then stays in the first-level cache.
-    step = max(1, _BYTES_AT_ONCE // unit_bytes)
+    p = PACK_TILES.load(parameters)
+    step = max(1, _BYTES_AT_ONCE // p.unit_bytes)
     while True:
-        tile = take_units(control, 1)
-        if tile >= tiles:
+        tile = take_units(p.control, 1)
+        if tile >= p.tiles:
             return
-        start = target + tile * units * unit_bytes
-        for index in range(num_fields):
-            field = fields + 40 * index
-            width, offset, items = load_i64(field), load_i64(field + 8), load_i64(field + 16)
-            base, kind = start + load_i64(field + 24), load_i64(field + 32)
+        start = p.target + tile * p.units * p.unit_bytes
+        for index in range(p.num_fields):
+            field = TILE_FIELD.load(p.fields + _FIELD_BYTES * index)
+            width, items, kind = field.width, field.items, field.kind
+            base = start + field.tile_offset
             done = 0
-            if file_bytes == width and 16 * tile + 16 <= rows:
-                done = _transpose_tile(source + 16 * tile * units * width, units * width, units, width, base)
-            if width == 4 and items % 4 == 0 and kind != 2 and 16 * tile + 16 <= rows:
-                row_bytes = units * file_bytes
-                first_source = source + 16 * tile * row_bytes + offset
+            if p.file_bytes == width and 16 * tile + 16 <= p.rows:
+                done = _transpose_tile(p.source + 16 * tile * p.units * width, p.units * width, p.units, width, base)
+            if width == 4 and items % 4 == 0 and kind != 2 and 16 * tile + 16 <= p.rows:
+                row_bytes = p.units * p.file_bytes
+                first_source = p.source + 16 * tile * row_bytes + field.file_offset
                 distance, flip = 128 if kind == 4 else 64, 0x80808080 if kind == 1 else 0
-                for unit in range(units):
-                    unit_source, unit_target = first_source + unit * file_bytes, base + unit * unit_bytes
+                for unit in range(p.units):
+                    unit_source, unit_target = first_source + unit * p.file_bytes, base + unit * p.unit_bytes
                     for item in range(0, items, 4):
                         _transpose_words(
                             unit_source + 4 * item, row_bytes, unit_target + distance * item, distance, flip
                         )
-                done = units
-            for first in range(done, units, step):
+                done = p.units
+            for first in range(done, p.units, step):
                 for lane in range(16):
                     row = 16 * tile + lane
-                    for unit in range(first, min(first + step, units)):
-                        lane_target = base + unit * unit_bytes + width * lane
-                        if row < rows:
-                            lane_source = source + (row * units + unit) * file_bytes + offset
+                    for unit in range(first, min(first + step, p.units)):
+                        lane_target = base + unit * p.unit_bytes + width * lane
+                        if row < p.rows:
+                            lane_source = p.source + (row * p.units + unit) * p.file_bytes + field.file_offset
                             _pack_field(lane_source, lane_target, width, items, kind)
                         else:
                             _clear_row(lane_target, width, items, kind)

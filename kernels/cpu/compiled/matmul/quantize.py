@@ -12,9 +12,9 @@ from numba.extending import intrinsic
 
 from localinfer.kernels.cpu.compiled.simd.batch import num_rows
 from localinfer.kernels.cpu.compiled.simd.emit import F32, I8, I32, Emitter, vector
-from localinfer.kernels.cpu.compiled.simd.memory import load_i64
 from localinfer.kernels.cpu.compiled.simd.pool import take_units
-from localinfer.kernels.cpu.kernel_abi import CONTROL, RECORD_BYTES
+from localinfer.kernels.cpu.kernel_abi import RECORD_BYTES
+from localinfer.kernels.cpu.parameters import BATCH, QUANTIZE
 from localinfer.kernels.jit.numba import op
 
 BLOCKS_PER_UNIT = 32
@@ -57,21 +57,19 @@ def quantize_rows(parameters: int, batch: int, thread: int, num_threads: int) ->
 
     A row of the batch may hold several slots (experts, heads), each quantized into a row of its own.
     """
-    source, source_stride = load_i64(parameters), load_i64(parameters + 8)
-    target, target_stride = load_i64(parameters + 16), load_i64(parameters + 24)
-    columns, slots = load_i64(parameters + 32), load_i64(parameters + 48)
-    slot_stride, control = load_i64(parameters + 56), load_i64(batch + CONTROL)
-    blocks = columns // 32
+    p = QUANTIZE.load(parameters)
+    control = BATCH.control(batch)
+    blocks = p.columns // 32
     units_per_row = (blocks + BLOCKS_PER_UNIT - 1) // BLOCKS_PER_UNIT
-    units = num_rows(batch, load_i64(parameters + 40)) * slots * units_per_row
+    units = num_rows(batch, p.is_output) * p.slots * units_per_row
     while True:
         unit = take_units(control, 1)
         if unit >= units:
             return
         index = unit // units_per_row
         first = (unit % units_per_row) * BLOCKS_PER_UNIT
-        row_source = source + (index // slots) * source_stride + (index % slots) * slot_stride
-        row_target = target + index * target_stride
+        row_source = p.source + (index // p.slots) * p.source_stride + (index % p.slots) * p.slot_stride
+        row_target = p.target + index * p.target_stride
         for block in range(first, min(first + BLOCKS_PER_UNIT, blocks)):
-            record = row_target + columns + block * RECORD_BYTES
+            record = row_target + p.columns + block * RECORD_BYTES
             quantize_block(row_source + 128 * block, row_target + 32 * block, record)

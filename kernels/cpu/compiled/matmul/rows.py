@@ -10,14 +10,13 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.core.errors import RequireLiteralValue
-from numba.extending import intrinsic
 
 from localinfer.kernels.cpu.compiled.simd.emit import F32, LANES, Emitter, Value, vector
+from localinfer.kernels.cpu.compiled.simd.intrinsics import ADDRESS, FLOAT, LITERAL, VOID, emitted
 from localinfer.kernels.ops import Activation
 
-_ADDRESS = types.int64
-ACTIVATION_CODES = {kind: code for code, kind in enumerate(Activation)}
+Formula = Callable[[Emitter, Value, Value, Value], Value]
+"""From lanes of two inputs and a scalar in every lane to lanes of the result."""
 
 
 def _each_vector(emit: Emitter, count: Value, body: Callable[[Value], None]) -> None:
@@ -51,42 +50,31 @@ def _square_root(emit: Emitter, value: Value) -> Value:
     return emit.call("llvm.sqrt.f32", F32, [value])
 
 
-@intrinsic
-def rms_norm_row(typing_context: Any, out: Any, x: Any, weight: Any, count: Any, epsilon: Any) -> Any:
+@emitted(VOID, *[ADDRESS] * 3, types.int64, FLOAT)
+def rms_norm_row(emit: Emitter, out: Value, x: Value, weight: Value, count: Value, epsilon: Value) -> None:
     """out = x / sqrt(mean(x * x) + epsilon) * weight; weight 0 means 1."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        emit, b = Emitter(context, builder), builder
-        out_row, x_row, weight_row, columns, epsilon_value = arguments
-        squares = _row_sum(emit, x_row, columns, lambda v: emit.mul(v, v))
-        mean = b.fdiv(squares, b.sitofp(columns, F32))
-        scale = emit.splat(b.fdiv(ir.Constant(F32, 1.0), _square_root(emit, b.fadd(mean, epsilon_value))))
-        _normalised(emit, out_row, x_row, weight_row, columns, lambda v: emit.mul(v, scale), None)
-        return context.get_dummy_value()
-
-    return types.void(*[_ADDRESS] * 4, types.float32), generate
+    b = emit.builder
+    mean = b.fdiv(_row_sum(emit, x, count, lambda v: emit.mul(v, v)), b.sitofp(count, F32))
+    scale = emit.splat(b.fdiv(ir.Constant(F32, 1.0), _square_root(emit, b.fadd(mean, epsilon))))
+    _normalised(emit, out, x, weight, count, lambda v: emit.mul(v, scale), None)
 
 
-@intrinsic
-def layer_norm_row(typing_context: Any, out: Any, x: Any, weight: Any, bias: Any, count: Any, epsilon: Any) -> Any:
+@emitted(VOID, *[ADDRESS] * 4, types.int64, FLOAT)
+def layer_norm_row(
+    emit: Emitter, out: Value, x: Value, weight: Value, bias: Value, count: Value, epsilon: Value
+) -> None:
     """out = (x - mean(x)) / sqrt(variance(x) + epsilon) * weight + bias; address 0 means 1 or 0."""
+    b = emit.builder
+    size = b.sitofp(count, F32)
+    mean = emit.splat(b.fdiv(_row_sum(emit, x, count, lambda v: v), size))
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        emit, b = Emitter(context, builder), builder
-        out_row, x_row, weight_row, bias_row, columns, epsilon_value = arguments
-        size = b.sitofp(columns, F32)
-        mean = emit.splat(b.fdiv(_row_sum(emit, x_row, columns, lambda v: v), size))
+    def squared(v: Value) -> Value:
+        difference = emit.sub(v, mean)
+        return emit.mul(difference, difference)
 
-        def squared(v: Value) -> Value:
-            difference = emit.sub(v, mean)
-            return emit.mul(difference, difference)
-
-        variance = b.fdiv(_row_sum(emit, x_row, columns, squared), size)
-        scale = emit.splat(b.fdiv(ir.Constant(F32, 1.0), _square_root(emit, b.fadd(variance, epsilon_value))))
-        _normalised(emit, out_row, x_row, weight_row, columns, lambda v: emit.mul(emit.sub(v, mean), scale), bias_row)
-        return context.get_dummy_value()
-
-    return types.void(*[_ADDRESS] * 5, types.float32), generate
+    variance = b.fdiv(_row_sum(emit, x, count, squared), size)
+    scale = emit.splat(b.fdiv(ir.Constant(F32, 1.0), _square_root(emit, b.fadd(variance, epsilon))))
+    _normalised(emit, out, x, weight, count, lambda v: emit.mul(emit.sub(v, mean), scale), bias)
 
 
 def _normalised(
@@ -144,129 +132,107 @@ def _clamp(emit: Emitter, x: Value, low: float, high: float) -> Value:
     return emit.builder.select(emit.builder.fcmp_ordered(">", x, highest), highest, x)
 
 
-def _activated(emit: Emitter, kind: Activation, x: Value) -> Value:
+def _gelu(emit: Emitter, x: Value, weight: Value) -> Value:
+    return emit.mul(emit.mul(x, emit.splat_constant(F32, 0.5)), emit.add(weight, emit.splat_constant(F32, 1.0)))
+
+
+def _gelu_tanh(emit: Emitter, x: Value) -> Value:
+    cubic = emit.mul(emit.mul(x, x), x)
+    inner = emit.fma(cubic, emit.splat_constant(F32, 0.044715), x)
+    return _gelu(emit, x, _tanh(emit, emit.mul(inner, emit.splat_constant(F32, 0.7978845608028654))))
+
+
+def _gelu_erf(emit: Emitter, x: Value) -> Value:
+    return _gelu(emit, x, _error_function(emit, emit.mul(x, emit.splat_constant(F32, 0.7071067811865476))))
+
+
+def _gelu_quick(emit: Emitter, x: Value) -> Value:
+    return emit.mul(x, _sigmoid(emit, emit.mul(x, emit.splat_constant(F32, 1.702))))
+
+
+def _relu(emit: Emitter, x: Value) -> Value:
     zero = emit.zeros(F32)
-    if kind is Activation.SILU:
-        return emit.mul(x, _sigmoid(emit, x))
-    if kind is Activation.GELU_QUICK:
-        return emit.mul(x, _sigmoid(emit, emit.mul(x, emit.splat_constant(F32, 1.702))))
-    if kind is Activation.GELU_TANH:
-        cubic = emit.mul(emit.mul(x, x), x)
-        inner = emit.fma(cubic, emit.splat_constant(F32, 0.044715), x)
-        weight = emit.add(
-            _tanh(emit, emit.mul(inner, emit.splat_constant(F32, 0.7978845608028654))), emit.splat_constant(F32, 1.0)
-        )
-        return emit.mul(emit.mul(x, emit.splat_constant(F32, 0.5)), weight)
-    if kind is Activation.GELU_ERF:
-        scaled = emit.mul(x, emit.splat_constant(F32, 0.7071067811865476))
-        weight = emit.add(_error_function(emit, scaled), emit.splat_constant(F32, 1.0))
-        return emit.mul(emit.mul(x, emit.splat_constant(F32, 0.5)), weight)
-    positive = emit.builder.select(emit.builder.fcmp_ordered(">", x, zero), x, zero)
-    return positive if kind is Activation.RELU else emit.mul(positive, positive)
+    return emit.builder.select(emit.builder.fcmp_ordered(">", x, zero), x, zero)
 
 
-@intrinsic
-def activate_row(typing_context: Any, kind: Any, out: Any, x: Any, count: Any) -> Any:
-    """out = kind(x); kind is a literal code."""
-    if not isinstance(kind, types.IntegerLiteral):
-        raise RequireLiteralValue("the activation chooses the code that is emitted, so it must be a literal")
-    activation = list(Activation)[kind.literal_value]
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        emit = Emitter(context, builder)
-        _, out_row, x_row, columns = arguments
-
-        def body(offset: Value) -> None:
-            value = _activated(emit, activation, emit.load_floats(builder.add(x_row, offset)))
-            emit.store(value, builder.add(out_row, offset), align=4)
-
-        _each_vector(emit, columns, body)
-        return context.get_dummy_value()
-
-    return types.void(kind, *[_ADDRESS] * 3), generate
+def _relu_squared(emit: Emitter, x: Value) -> Value:
+    positive = _relu(emit, x)
+    return emit.mul(positive, positive)
 
 
-@intrinsic
-def gate_row(typing_context: Any, kind: Any, out: Any, gate: Any, up: Any, count: Any) -> Any:
-    """out = kind(gate) * up; kind is a literal code."""
-    if not isinstance(kind, types.IntegerLiteral):
-        raise RequireLiteralValue("the activation chooses the code that is emitted, so it must be a literal")
-    activation = list(Activation)[kind.literal_value]
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        emit = Emitter(context, builder)
-        _, out_row, gate_row_, up_row, columns = arguments
-
-        def body(offset: Value) -> None:
-            g = emit.load_floats(builder.add(gate_row_, offset))
-            u = emit.load_floats(builder.add(up_row, offset))
-            if activation is Activation.SWIGLU_CLAMPED:
-                seven = emit.splat_constant(F32, 7.0)
-                g = builder.select(builder.fcmp_ordered(">", g, seven), seven, g)
-                u = emit.add(_clamp(emit, u, -7.0, 7.0), emit.splat_constant(F32, 1.0))
-                value = emit.mul(_activated(emit, Activation.GELU_QUICK, g), u)
-            else:
-                value = emit.mul(_activated(emit, activation, g), u)
-            emit.store(value, builder.add(out_row, offset), align=4)
-
-        _each_vector(emit, columns, body)
-        return context.get_dummy_value()
-
-    return types.void(kind, *[_ADDRESS] * 4), generate
+def _swiglu_clamped(emit: Emitter, gate: Value, up: Value) -> Value:
+    seven = emit.splat_constant(F32, 7.0)
+    gate = emit.builder.select(emit.builder.fcmp_ordered(">", gate, seven), seven, gate)
+    up = emit.add(_clamp(emit, up, -7.0, 7.0), emit.splat_constant(F32, 1.0))
+    return emit.mul(_gelu_quick(emit, gate), up)
 
 
-def _binary(combine: Callable[[Emitter, Value, Value, Value], Value]) -> Callable[..., Any]:
-    """An intrinsic out = combine(a, b, scalar) over a stretch of columns."""
-
-    def typed(typing_context: Any, out: Any, a: Any, b: Any, scalar: Any, count: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            emit = Emitter(context, builder)
-            out_row, a_row, b_row, value, columns = arguments
-            lanes = emit.splat(value)
-
-            def body(offset: Value) -> None:
-                x = emit.load_floats(builder.add(a_row, offset))
-                y = emit.load_floats(builder.add(b_row, offset))
-                emit.store(combine(emit, x, y, lanes), builder.add(out_row, offset), align=4)
-
-            _each_vector(emit, columns, body)
-            return context.get_dummy_value()
-
-        return types.void(_ADDRESS, _ADDRESS, _ADDRESS, types.float32, _ADDRESS), generate
-
-    return typed
+_ACTIVATIONS: dict[Activation, Callable[[Emitter, Value], Value]] = {
+    Activation.SILU: lambda emit, x: emit.mul(x, _sigmoid(emit, x)),
+    Activation.GELU_TANH: _gelu_tanh,
+    Activation.GELU_ERF: _gelu_erf,
+    Activation.GELU_QUICK: _gelu_quick,
+    Activation.RELU: _relu,
+    Activation.RELU_SQUARED: _relu_squared,
+}
 
 
-add_scaled_row = intrinsic(_binary(lambda emit, x, y, s: emit.add(x, emit.mul(y, s))))
-"""out = a + scalar * b, two roundings, as `matmul`'s residual."""
-
-multiply_sigmoid_row = intrinsic(_binary(lambda emit, x, y, s: emit.mul(x, _sigmoid(emit, y))))
-"""out = a * sigmoid(b)."""
-
-scale_row = intrinsic(_binary(lambda emit, x, y, s: emit.mul(x, s)))
-"""out = a * scalar; b is ignored."""
-
-softcap_row = intrinsic(_binary(lambda emit, x, y, s: emit.mul(s, _tanh(emit, emit.builder.fdiv(x, s)))))
-"""out = scalar * tanh(a / scalar); b is ignored."""
+def _gated(activation: Callable[[Emitter, Value], Value]) -> Formula:
+    return lambda emit, a, b, s: emit.mul(activation(emit, a), b)
 
 
-@intrinsic
-def sigmoid_of(typing_context: Any, x: Any) -> Any:
+def _ungated(activation: Callable[[Emitter, Value], Value]) -> Formula:
+    return lambda emit, a, b, s: activation(emit, a)
+
+
+FORMULAS: dict[str, Formula] = {
+    # Two roundings, as `matmul`'s residual.
+    "add": lambda emit, a, b, s: emit.add(a, emit.mul(b, s)),
+    "multiply_sigmoid": lambda emit, a, b, s: emit.mul(a, _sigmoid(emit, b)),
+    "scale": lambda emit, a, b, s: emit.mul(a, s),
+    "softcap": lambda emit, a, b, s: emit.mul(s, _tanh(emit, emit.builder.fdiv(a, s))),
+    **{kind.value: _ungated(activation) for kind, activation in _ACTIVATIONS.items()},
+    **{f"gated_{kind.value}": _gated(activation) for kind, activation in _ACTIVATIONS.items()},
+    "gated_swiglu_clamped": lambda emit, a, b, s: _swiglu_clamped(emit, a, b),
+}
+"""Formulas of the elementwise ops, of two inputs and a scalar."""
+
+
+def _write_row(emit: Emitter, formula: Formula, out: Value, a: Value, b: Value, scalar: Value, count: Value) -> None:
+    builder, lanes = emit.builder, emit.splat(scalar)
+
+    def body(offset: Value) -> None:
+        left, right = emit.load_floats(builder.add(a, offset)), emit.load_floats(builder.add(b, offset))
+        emit.store(formula(emit, left, right, lanes), builder.add(out, offset), align=4)
+
+    _each_vector(emit, count, body)
+
+
+@emitted(VOID, LITERAL, *[ADDRESS] * 3, FLOAT, types.int64)
+def elementwise_row(emit: Emitter, code: int, out: Value, a: Value, b: Value, scalar: Value, count: Value) -> None:
+    """out = formula(a, b, scalar) over a stretch of columns; code: the formula's place in FORMULAS."""
+    _write_row(emit, list(FORMULAS.values())[code], out, a, b, scalar, count)
+
+
+@emitted(VOID, *[ADDRESS] * 3, FLOAT, types.int64)
+def add_scaled_row(emit: Emitter, out: Value, a: Value, b: Value, scalar: Value, count: Value) -> None:
+    """out = a + scalar * b."""
+    _write_row(emit, FORMULAS["add"], out, a, b, scalar, count)
+
+
+@emitted(VOID, *[ADDRESS] * 2, FLOAT, types.int64)
+def scale_row(emit: Emitter, out: Value, a: Value, scalar: Value, count: Value) -> None:
+    """out = a * scalar."""
+    _write_row(emit, FORMULAS["scale"], out, a, a, scalar, count)
+
+
+@emitted(FLOAT, FLOAT)
+def sigmoid_of(emit: Emitter, x: Value) -> Value:
     """1 / (1 + exp(-x)) of one float32, with the lanes' own exponential."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        emit = Emitter(context, builder)
-        return builder.extract_element(_sigmoid(emit, emit.splat(arguments[0])), emit.i32(0))
-
-    return types.float32(types.float32), generate
+    return emit.builder.extract_element(_sigmoid(emit, emit.splat(x)), emit.i32(0))
 
 
-@intrinsic
-def exp_of(typing_context: Any, x: Any) -> Any:
+@emitted(FLOAT, FLOAT)
+def exp_of(emit: Emitter, x: Value) -> Value:
     """exp(x) of one float32, with the lanes' own exponential."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        emit = Emitter(context, builder)
-        return builder.extract_element(emit.exp(emit.splat(arguments[0])), emit.i32(0))
-
-    return types.float32(types.float32), generate
+    return emit.builder.extract_element(emit.exp(emit.splat(x)), emit.i32(0))

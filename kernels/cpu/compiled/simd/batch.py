@@ -1,20 +1,20 @@
 """Reading the batch header from a kernel."""
 
-from localinfer.kernels.cpu.compiled.simd.memory import load_i64
-from localinfer.kernels.cpu.kernel_abi import NUM_OUTPUT_ROWS, NUM_ROWS, SCRATCH, SCRATCH_BYTES
+from localinfer.kernels.cpu.kernel_abi import SCRATCH_BYTES
+from localinfer.kernels.cpu.parameters import BATCH
 from localinfer.kernels.jit.numba import inline
 
 
 @inline
 def num_rows(batch: int, is_output: int) -> int:
     """Rows of the batch, or of its output."""
-    return load_i64(batch + NUM_OUTPUT_ROWS) if is_output != 0 else load_i64(batch + NUM_ROWS)
+    return BATCH.num_output_rows(batch) if is_output != 0 else BATCH.num_rows(batch)
 
 
 @inline
 def scratch(batch: int, thread: int) -> int:
     """Address of this thread's own scratch memory, 64-byte aligned."""
-    return load_i64(batch + SCRATCH) + thread * SCRATCH_BYTES
+    return BATCH.scratch(batch) + thread * SCRATCH_BYTES
 
 
 @inline

@@ -4,14 +4,16 @@ Kernels receive addresses (int64), not arrays: an array argument costs a Numba c
 Nothing here checks bounds; the tape proves every shape before it writes an op.
 """
 
+import functools
 import sys
+from collections import namedtuple
 from typing import Any
 
 from llvmlite import ir
 from numba import types
 from numba.core.imputils import lower_constant, lower_getattr_generic
-from numba.core.typing.templates import AttributeTemplate, infer_getattr
-from numba.extending import models, register_model, typeof_impl
+from numba.core.typing.templates import AttributeTemplate, infer_getattr, make_intrinsic_template
+from numba.extending import intrinsic, models, register_model, typeof_impl
 
 from localinfer.kernels.cpu.compiled.simd.emit import F32, F64, I8, I16, I32, I64, Emitter, Value
 from localinfer.kernels.cpu.compiled.simd.intrinsics import ADDRESS, FLOAT, VOID, emitted
@@ -20,10 +22,10 @@ from localinfer.kernels.cpu.parameters import Block
 _ALIGNMENT = {I8: 1, I16: 2, I32: 4, F32: 4, I64: 8, F64: 8}
 
 
-def _loader(kind: Any, result: Any, alignment: int = 0, offset: int = 0) -> Any:
+def _loader(kind: Any, result: Any, alignment: int = 0) -> Any:
     @emitted(result, ADDRESS)
     def load(emit: Emitter, address: Value) -> Value:
-        return emit.load(address, kind, offset, align=alignment or _ALIGNMENT[kind])
+        return emit.load(address, kind, align=alignment or _ALIGNMENT[kind])
 
     return load
 
@@ -130,11 +132,7 @@ float64_pointer = _pointer(types.float64, F64)
 int32_pointer = _pointer(types.int32, I32)
 int64_pointer = _pointer(types.int64, I64)
 
-# Parameter blocks: to a kernel a `Block` is a constant whose attributes are loads.
-
-_MAX_WORDS = 40
-_WORDS = [_loader(I64, types.int64, offset=8 * index) for index in range(_MAX_WORDS)]
-_FLOAT_WORDS = [_loader(F32, FLOAT, offset=8 * index) for index in range(_MAX_WORDS)]
+# Parameter blocks: to a kernel a `Block` is a constant whose attributes are functions that load.
 
 
 class _BlockType(types.Opaque):  # type: ignore[misc]
@@ -146,9 +144,54 @@ class _BlockType(types.Opaque):  # type: ignore[misc]
 register_model(_BlockType)(models.OpaqueModel)
 
 
+@functools.cache
+def _load_function(block: Block, name: str) -> Any:
+    """Numba's type of a function from an address to one word there, or for "load" to all of a block."""
+    loader = _block_loader(block) if name == "load" else _word_loader(block.offset(name), name in block.floats)
+    return types.Function(make_intrinsic_template(loader, loader._defn, name))
+
+
+def _word(emit: Emitter, address: Value, offset: int, is_float: bool) -> Value:
+    word = emit.load(address, I64, offset, align=8)
+    return emit.bitcast(emit.builder.trunc(word, I32), F32) if is_float else word
+
+
+def _word_loader(offset: int, is_float: bool) -> Any:
+    @emitted(FLOAT if is_float else types.int64, ADDRESS)
+    def load(emit: Emitter, address: Value) -> Value:
+        return _word(emit, address, offset, is_float)
+
+    return load
+
+
+def _block_loader(block: Block) -> Any:
+    """An intrinsic that loads all words of a block into a named tuple."""
+    kinds = [FLOAT if word in block.floats else types.int64 for word in block.words]
+    record = types.NamedTuple(kinds, namedtuple("Words", block.words))
+
+    @intrinsic
+    def load(typing_context: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            emit = Emitter(context, builder)
+            words = [_word(emit, arguments[0], 8 * index, kind is FLOAT) for index, kind in enumerate(kinds)]
+            return context.make_tuple(builder, record, words)
+
+        return record(types.int64), generate
+
+    return load
+
+
 @typeof_impl.register(Block)
 def _typeof_block(block: Block, context: Any) -> _BlockType:
     return _BlockType(block)
+
+
+@infer_getattr
+class _BlockAttributes(AttributeTemplate):  # type: ignore[misc]
+    key = _BlockType
+
+    def generic_resolve(self, kind: Any, name: str) -> Any:
+        return _load_function(kind.block, name)
 
 
 @lower_constant(_BlockType)
@@ -156,15 +199,6 @@ def _constant_block(context: Any, builder: Any, kind: Any, block: Any) -> Any:
     return context.get_dummy_value()
 
 
-@infer_getattr
-class _BlockWords(AttributeTemplate):  # type: ignore[misc]
-    key = _BlockType
-
-    def generic_resolve(self, kind: Any, name: str) -> Any:
-        loaders = _FLOAT_WORDS if name in kind.block.floats else _WORDS
-        return self.context.resolve_value_type(loaders[kind.block.words.index(name)])
-
-
 @lower_getattr_generic(_BlockType)
-def _block_word(context: Any, builder: Any, kind: Any, block: Any, name: str) -> Any:
+def _block_attribute(context: Any, builder: Any, kind: Any, block: Any, name: str) -> Any:
     return context.get_dummy_value()

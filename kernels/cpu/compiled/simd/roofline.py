@@ -7,9 +7,10 @@ from numba import types
 from numba.extending import intrinsic
 
 from localinfer.kernels.cpu.compiled.simd.emit import I8, I32, I64, Emitter, Value, vector
-from localinfer.kernels.cpu.compiled.simd.memory import load_i64, store_i64
+from localinfer.kernels.cpu.compiled.simd.memory import store_i64
 from localinfer.kernels.cpu.compiled.simd.pool import take_units
-from localinfer.kernels.cpu.kernel_abi import CONTROL, MULTIPLICATIONS_PER_ROUND
+from localinfer.kernels.cpu.kernel_abi import MULTIPLICATIONS_PER_ROUND
+from localinfer.kernels.cpu.parameters import BATCH, MULTIPLY, READ_MEMORY
 from localinfer.kernels.jit.numba import op
 
 _PREFETCH_BYTES = 4096
@@ -69,18 +70,19 @@ def _multiply(typing_context: Any, seed: Any, rounds: Any) -> Any:
 @op
 def read_memory(parameters: int, batch: int, thread: int, num_threads: int) -> None:
     """Read a stretch once: address, bytes per unit (a multiple of 256), units, address of an int64 sink."""
-    start, unit_bytes, units = load_i64(parameters), load_i64(parameters + 8), load_i64(parameters + 16)
-    control = load_i64(batch + CONTROL)
+    p = READ_MEMORY.load(parameters)
+    control = BATCH.control(batch)
     total = 0
     while True:
         unit = take_units(control, 1)
-        if unit >= units:
+        if unit >= p.units:
             break
-        total ^= _read(start + unit * unit_bytes, unit_bytes)
-    store_i64(load_i64(parameters + 24) + 64 * thread, total)
+        total ^= _read(p.start + unit * p.unit_bytes, p.unit_bytes)
+    store_i64(READ_MEMORY.sink(parameters) + 64 * thread, total)
 
 
 @op
 def multiply_bytes(parameters: int, batch: int, thread: int, num_threads: int) -> None:
     """Every thread multiplies: rounds, address of an int64 sink."""
-    store_i64(load_i64(parameters + 8) + 64 * thread, _multiply(thread + 1, load_i64(parameters)))
+    p = MULTIPLY.load(parameters)
+    store_i64(p.sink + 64 * thread, _multiply(thread + 1, p.rounds))
