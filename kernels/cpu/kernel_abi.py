@@ -53,6 +53,10 @@ CHUNK = 128
 """Positions per chunk; a multiple of the page size."""
 ROWS_PER_UNIT = 16
 """Rows of one sequence that share a unit of work, so that a chunk is read from memory once for all of them."""
+SUMMED_ROWS = 8
+"""Rows at the end of a sequence's part of a batch whose attention is summed by page."""
+KIND_F32, KIND_F16, KIND_Q8_0, KIND_Q4_0 = range(4)
+"""Types of the keys and values that are stored."""
 MAX_VALUE_SIZE = 1024
 MAX_QUERIES_PER_UNIT = 4096
 SPLIT_ROWS = 8

@@ -9,29 +9,6 @@ Either way chunks are merged one by one, in order, so how work was split cannot 
 
 import numpy as np
 
-from localinfer.kernels.cpu.attention import (
-    GROUP,
-    HEAD_BYTES,
-    KV_HEADS,
-    LAYER_OFFSET,
-    LOCAL_CHUNK,
-    OUT,
-    OUT_STRIDE,
-    QUERIES,
-    QUERIES_STRIDE,
-    QUERY_HEAD_BYTES,
-    ROTATION,
-    ROWS_PER_UNIT,
-    SCORE_KEYS,
-    SINKS,
-    SLOPES,
-    SOFTCAP,
-    TABLE,
-    VALUE_COLUMNS,
-    VALUE_SIZE,
-    WEIGH_VALUES,
-    WINDOW,
-)
 from localinfer.kernels.cpu.compiled.attention import attention_scratch as scratch
 from localinfer.kernels.cpu.compiled.attention.attention_tiles import (
     PAGES_PER_CHUNK,
@@ -47,7 +24,6 @@ from localinfer.kernels.cpu.compiled.simd.batch import scratch as scratch_of
 from localinfer.kernels.cpu.compiled.simd.memory import (
     atomic_add,
     call_op,
-    float_bits,
     load_f32,
     load_i64,
     store_f32,
@@ -56,19 +32,15 @@ from localinfer.kernels.cpu.compiled.simd.memory import (
 from localinfer.kernels.cpu.compiled.simd.pool import take_units
 from localinfer.kernels.cpu.kernel_abi import (
     CHUNK,
-    CONTROL,
     MAX_SPLIT_HEADS,
-    NUM_SEGMENTS,
     PARTIAL_COUNTER_BYTES,
-    PARTIALS,
-    PARTIALS_BYTES,
-    SEGMENT_BYTES,
-    SEGMENTS,
     SPLIT_ROWS,
 )
+from localinfer.kernels.cpu.parameters import ATTENTION, BATCH, SEGMENT
 from localinfer.kernels.jit.numba import inline, op
 from localinfer.kernels.kv_layout import PAGE_TOKENS
 
+_SEGMENT_BYTES = SEGMENT.num_bytes
 _LEAST_CHUNKS = 2
 """Chunks of a part of a tile: fewer cost more to merge than they let threads share."""
 _PARTS_PER_THREAD = 8
@@ -77,7 +49,7 @@ _PARTS_PER_THREAD = 8
 @inline
 def lowest_position(p: int, position: int) -> int:
     """First position that a query at `position` may see."""
-    window, local = load_i64(p + WINDOW), load_i64(p + LOCAL_CHUNK)
+    window, local = ATTENTION.window(p), ATTENTION.local_chunk(p)
     low = 0
     if window > 0:
         low = max(low, position - window + 1)
@@ -98,7 +70,7 @@ def set_pages(p: int, memory: int, chunk: int, end: int) -> None:
     Only pages of positions before `end` are looked up; the others' entries repeat one that was.
     """
     table = load_i64(memory + scratch.PAGE_TABLE)
-    offset = load_i64(p + LAYER_OFFSET) + load_i64(memory + scratch.KV_HEAD) * load_i64(p + HEAD_BYTES)
+    offset = ATTENTION.layer_offset(p) + load_i64(memory + scratch.KV_HEAD) * ATTENTION.head_bytes(p)
     first, last = chunk * PAGES_PER_CHUNK, (end - 1) // PAGE_TOKENS
     for index in range(2 * PAGES_PER_CHUNK):
         page = load_i64(table + 8 * min(first + index, last))
@@ -108,7 +80,7 @@ def set_pages(p: int, memory: int, chunk: int, end: int) -> None:
 @inline
 def set_queries(p: int, memory: int, first_query: int, count: int) -> None:
     """Addresses of up to eight queries of a tile, for the pieces to compute at once."""
-    group, last_query = load_i64(p + GROUP), first_query + count - 1
+    group, last_query = ATTENTION.group(p), first_query + count - 1
     # Counts between those that the pieces know repeat the last query.
     at_once = 1
     while at_once < count:
@@ -116,15 +88,15 @@ def set_queries(p: int, memory: int, first_query: int, count: int) -> None:
     store_i64(memory + scratch.COUNT, at_once)
     for q in range(at_once):
         query = min(first_query + q, last_query)
-        row = load_i64(memory + scratch.QUERY_ROW) + query // group * load_i64(p + QUERIES_STRIDE)
+        row = load_i64(memory + scratch.QUERY_ROW) + query // group * ATTENTION.queries_stride(p)
         head = load_i64(memory + scratch.KV_HEAD) * group + query % group
-        store_i64(memory + scratch.QUERY_TABLE + 8 * q, row + head * load_i64(p + QUERY_HEAD_BYTES))
+        store_i64(memory + scratch.QUERY_TABLE + 8 * q, row + head * ATTENTION.query_head_bytes(p))
 
 
 @inline
 def _attend(p: int, memory: int, chunk: int, first_query: int, count: int, place: int) -> None:
     """`count` queries of a tile against a chunk: maxima, sums and weighted values of it alone, 16, 16 and 8 rows."""
-    group, kv_head = load_i64(p + GROUP), load_i64(memory + scratch.KV_HEAD)
+    group, kv_head = ATTENTION.group(p), load_i64(memory + scratch.KV_HEAD)
     position, start = load_i64(memory + scratch.POSITION), chunk * CHUNK
     last_query = first_query + count - 1
     low = max(0, lowest_position(p, position + first_query // group) - start)
@@ -137,8 +109,8 @@ def _attend(p: int, memory: int, chunk: int, first_query: int, count: int, place
     store_i64(memory + scratch.CHUNK_VALUES, place + 128)
     # Blocks of sixteen positions that no query sees are left out; the chunk's own grid stays.
     first_block, last_block = low // 16, (high + 15) // 16
-    call_op(load_i64(p + SCORE_KEYS), p, memory, first_block, last_block)
-    softcap, slopes = float_bits(load_i64(p + SOFTCAP)), load_i64(p + SLOPES)
+    call_op(ATTENTION.score_keys(p), p, memory, first_block, last_block)
+    softcap, slopes = ATTENTION.softcap(p), ATTENTION.slopes(p)
     for q in range(count):
         query = first_query + q
         here = position + query // group
@@ -157,16 +129,16 @@ def _attend(p: int, memory: int, chunk: int, first_query: int, count: int, place
             place + 4 * q,
             place + 64 + 4 * q,
         )
-    call_op(load_i64(p + WEIGH_VALUES), p, memory, 16 * first_block, high)
+    call_op(ATTENTION.weigh_values(p), p, memory, 16 * first_block, high)
 
 
 @inline
 def _out_address(p: int, memory: int, query: int) -> int:
     """Where a query's result belongs."""
-    group = load_i64(p + GROUP)
+    group = ATTENTION.group(p)
     head = load_i64(memory + scratch.KV_HEAD) * group + query % group
-    row = load_i64(memory + scratch.OUT_ROW) + query // group * load_i64(p + OUT_STRIDE)
-    return row + 4 * load_i64(p + VALUE_SIZE) * head
+    row = load_i64(memory + scratch.OUT_ROW) + query // group * ATTENTION.out_stride(p)
+    return row + 4 * ATTENTION.value_size(p) * head
 
 
 @inline
@@ -182,8 +154,8 @@ def _merge(p: int, memory: int, first_query: int, count: int, place: int) -> Non
         place,
         place + 64,
         place + 128,
-        4 * load_i64(p + VALUE_COLUMNS),
-        load_i64(p + VALUE_SIZE),
+        4 * ATTENTION.value_columns(p),
+        ATTENTION.value_size(p),
         memory + scratch.WORK,
     )
 
@@ -191,7 +163,7 @@ def _merge(p: int, memory: int, first_query: int, count: int, place: int) -> Non
 @inline
 def _finish_row(p: int, memory: int, out: int, total: float) -> None:
     """Divide one result by its sum, and undo the rotation of values."""
-    size, rotation, row = load_i64(p + VALUE_SIZE), load_i64(p + ROTATION), memory + scratch.ROW
+    size, rotation, row = ATTENTION.value_size(p), ATTENTION.rotation(p), memory + scratch.ROW
     divide_row(out, total, size)
     if rotation > 1:
         copy_padded(row, out, size)
@@ -203,14 +175,14 @@ def _finish_row(p: int, memory: int, out: int, total: float) -> None:
 @inline
 def _chunk_bytes(p: int, queries: int) -> int:
     """Bytes that the results of one chunk take while they wait: per eight queries maxima, sums and values."""
-    return (queries + 7) // 8 * (128 + 32 * load_i64(p + VALUE_COLUMNS))
+    return (queries + 7) // 8 * (128 + 32 * ATTENTION.value_columns(p))
 
 
 @inline
 def _attend_part(p: int, memory: int, partials: int, first_chunk: int, last_chunk: int) -> None:
     """Some chunks of a tile, whose results wait in `partials`."""
     rows = load_i64(memory + scratch.ROWS)
-    queries, end = rows * load_i64(p + GROUP), load_i64(memory + scratch.POSITION) + rows
+    queries, end = rows * ATTENTION.group(p), load_i64(memory + scratch.POSITION) + rows
     place = partials
     for chunk in range(first_chunk, last_chunk):
         set_pages(p, memory, chunk, end)
@@ -223,7 +195,7 @@ def _attend_part(p: int, memory: int, partials: int, first_chunk: int, last_chun
 def _finish_tile(p: int, memory: int, partials: int, is_attended: bool) -> None:
     """Merge all chunks of a tile, whose results wait in `partials` if they do, and divide by the sums."""
     rows, position = load_i64(memory + scratch.ROWS), load_i64(memory + scratch.POSITION)
-    queries, end = rows * load_i64(p + GROUP), position + rows
+    queries, end = rows * ATTENTION.group(p), position + rows
     for query in range(queries):
         store_f32(memory + scratch.MAXIMA + 4 * query, np.float32(-np.inf))
     place = partials if is_attended else memory + scratch.CHUNK
@@ -238,7 +210,7 @@ def _finish_tile(p: int, memory: int, partials: int, is_attended: bool) -> None:
             else:
                 _attend(p, memory, chunk, first, count, place)
                 _merge(p, memory, first, count, place)
-    group, sinks = load_i64(p + GROUP), load_i64(p + SINKS)
+    group, sinks = ATTENTION.group(p), ATTENTION.sinks(p)
     for query in range(queries):
         total = load_f32(memory + scratch.TOTALS + 4 * query)
         if sinks != 0:
@@ -250,25 +222,25 @@ def _finish_tile(p: int, memory: int, partials: int, is_attended: bool) -> None:
 @inline
 def _segment_chunks(p: int, segment: int) -> int:
     """Chunks that a sequence's rows see."""
-    position, rows = load_i64(segment + 16), load_i64(segment + 8)
+    position, rows = SEGMENT.position(segment), SEGMENT.num_rows(segment)
     return (position + rows + CHUNK - 1) // CHUNK - _first_chunk(p, position)
 
 
 @inline
 def _chunks_per_part(p: int, batch: int, num_threads: int) -> int:
     """How many chunks are one unit of work; 0 for all of a tile's."""
-    kv_heads, segments = load_i64(p + KV_HEADS), load_i64(batch + SEGMENTS)
+    kv_heads, segments = ATTENTION.kv_heads(p), BATCH.segments(batch)
     if num_threads == 1 or num_rows(batch, 0) > SPLIT_ROWS or kv_heads > MAX_SPLIT_HEADS:
         return 0
     chunks, needed = 0, PARTIAL_COUNTER_BYTES
-    for index in range(load_i64(batch + NUM_SEGMENTS)):
-        segment = segments + SEGMENT_BYTES * index
-        here, rows = _segment_chunks(p, segment), load_i64(segment + 8)
+    for index in range(BATCH.num_segments(batch)):
+        segment = segments + _SEGMENT_BYTES * index
+        here, rows = _segment_chunks(p, segment), SEGMENT.num_rows(segment)
         chunks += here * kv_heads
-        needed += here * kv_heads * _chunk_bytes(p, rows * load_i64(p + GROUP))
-        if rows > load_i64(p + ROWS_PER_UNIT):
+        needed += here * kv_heads * _chunk_bytes(p, rows * ATTENTION.group(p))
+        if rows > ATTENTION.rows_per_unit(p):
             return 0
-    if needed > load_i64(batch + PARTIALS_BYTES):
+    if needed > BATCH.partials_bytes(batch):
         return 0
     return max(_LEAST_CHUNKS, chunks // (_PARTS_PER_THREAD * num_threads))
 
@@ -276,40 +248,40 @@ def _chunks_per_part(p: int, batch: int, num_threads: int) -> int:
 @inline
 def set_unit(p: int, memory: int, segment: int, first_row: int, rows: int, kv_head: int) -> None:
     """Note where a tile's rows, head and pages are."""
-    row = load_i64(segment) + first_row
-    store_i64(memory + scratch.POSITION, load_i64(segment + 16) + first_row)
-    store_i64(memory + scratch.QUERY_ROW, load_i64(p + QUERIES) + row * load_i64(p + QUERIES_STRIDE))
-    store_i64(memory + scratch.OUT_ROW, load_i64(p + OUT) + row * load_i64(p + OUT_STRIDE))
+    row = SEGMENT.first_row(segment) + first_row
+    store_i64(memory + scratch.POSITION, SEGMENT.position(segment) + first_row)
+    store_i64(memory + scratch.QUERY_ROW, ATTENTION.queries(p) + row * ATTENTION.queries_stride(p))
+    store_i64(memory + scratch.OUT_ROW, ATTENTION.out(p) + row * ATTENTION.out_stride(p))
     store_i64(memory + scratch.KV_HEAD, kv_head)
-    store_i64(memory + scratch.PAGE_TABLE, load_i64(segment + load_i64(p + TABLE)))
+    store_i64(memory + scratch.PAGE_TABLE, load_i64(segment + ATTENTION.table(p)))
     store_i64(memory + scratch.ROWS, rows)
 
 
 @op
 def attention(parameters: int, batch: int, thread: int, num_threads: int) -> None:
     """Attention over a cache of any type; parameters as in `attention_words.py`."""
-    p, memory, control = parameters, scratch_of(batch, thread), load_i64(batch + CONTROL)
-    kv_heads, group = load_i64(p + KV_HEADS), load_i64(p + GROUP)
-    segments, num_segments = load_i64(batch + SEGMENTS), load_i64(batch + NUM_SEGMENTS)
+    p, memory, control = parameters, scratch_of(batch, thread), BATCH.control(batch)
+    kv_heads, group = ATTENTION.kv_heads(p), ATTENTION.group(p)
+    segments, num_segments = BATCH.segments(batch), BATCH.num_segments(batch)
     per_part = _chunks_per_part(p, batch, num_threads)
-    rows_per_tile = load_i64(p + ROWS_PER_UNIT)
+    rows_per_tile = ATTENTION.rows_per_unit(p)
     if per_part == 0:
         # Tiles of fewer rows, where there would be too few of them.
         rows_per_tile = max(1, min(rows_per_tile, num_rows(batch, 0) * kv_heads // (4 * num_threads)))
     while True:
         unit = take_units(control, 1)
         # The last rows of a prompt see the most, so they come first and no thread ends with a long unit.
-        index, counters = num_segments, load_i64(batch + PARTIALS)
+        index, counters = num_segments, BATCH.partials(batch)
         partials = counters + PARTIAL_COUNTER_BYTES
         segment, tiles, chunks, parts, tile_bytes = 0, 0, 0, 1, 0
         while index > 0:
             index -= 1
-            segment = segments + SEGMENT_BYTES * index
-            tiles = (load_i64(segment + 8) + rows_per_tile - 1) // rows_per_tile
+            segment = segments + _SEGMENT_BYTES * index
+            tiles = (SEGMENT.num_rows(segment) + rows_per_tile - 1) // rows_per_tile
             if per_part > 0:
                 chunks = _segment_chunks(p, segment)
                 parts = (chunks + per_part - 1) // per_part
-                tile_bytes = chunks * _chunk_bytes(p, load_i64(segment + 8) * group)
+                tile_bytes = chunks * _chunk_bytes(p, SEGMENT.num_rows(segment) * group)
             units = tiles * kv_heads * parts
             if unit < units:
                 break
@@ -320,12 +292,12 @@ def attention(parameters: int, batch: int, thread: int, num_threads: int) -> Non
             return
         part, kv_head = unit % parts, unit // parts % kv_heads
         first_row = (tiles - 1 - unit // (parts * kv_heads)) * rows_per_tile
-        set_unit(p, memory, segment, first_row, min(rows_per_tile, load_i64(segment + 8) - first_row), kv_head)
+        set_unit(p, memory, segment, first_row, min(rows_per_tile, SEGMENT.num_rows(segment) - first_row), kv_head)
         is_last = True
         if parts > 1:
             partials += kv_head * tile_bytes
             begin, end = part * per_part, min(part * per_part + per_part, chunks)
-            first = _first_chunk(p, load_i64(segment + 16))
+            first = _first_chunk(p, SEGMENT.position(segment))
             _attend_part(p, memory, partials + tile_bytes // chunks * begin, first + begin, first + end)
             counter = counters + 8 * (index * kv_heads + kv_head)
             is_last = atomic_add(counter, 1) == parts - 1

@@ -6,36 +6,27 @@ cheap beside what else a batch costs.
 
 import numpy as np
 
-from localinfer.kernels.cpu.attention import (
-    GROUP,
-    KV_HEADS,
-    MASS_HEADS,
-    MASS_OUT,
-    MASS_PAGES,
-    MASS_ROWS,
-    MASS_WORK,
-    SCORE_KEYS,
-    SLOPES,
-    SOFTCAP,
-)
 from localinfer.kernels.cpu.compiled.attention import attention_scratch as scratch
 from localinfer.kernels.cpu.compiled.attention.attention import lowest_position, set_pages, set_queries, set_unit
 from localinfer.kernels.cpu.compiled.attention.attention_tiles import SCORE_STRIDE, softmax_chunk
 from localinfer.kernels.cpu.compiled.matmul.rows import exp_of
 from localinfer.kernels.cpu.compiled.simd.batch import scratch as scratch_of
-from localinfer.kernels.cpu.compiled.simd.memory import call_op, float_bits, load_f32, load_i64, store_f32
+from localinfer.kernels.cpu.compiled.simd.memory import call_op, load_f32, load_i64, store_f32
 from localinfer.kernels.cpu.compiled.simd.pool import take_units
-from localinfer.kernels.cpu.kernel_abi import CHUNK, CONTROL, NUM_SEGMENTS, SEGMENT_BYTES, SEGMENTS
+from localinfer.kernels.cpu.kernel_abi import CHUNK, SUMMED_ROWS
+from localinfer.kernels.cpu.parameters import ATTENTION, ATTENTION_SUMS, BATCH, SEGMENT
 from localinfer.kernels.jit.numba import inline, op
 from localinfer.kernels.kv_layout import PAGE_TOKENS
+
+_SEGMENT_BYTES = SEGMENT.num_bytes
 
 
 @inline
 def _score_pages(p: int, memory: int, first_query: int, count: int, work: int) -> None:
     """Maximum of the scores of each page that a row sees, and the sum of exp(score - maximum), per query."""
-    group, kv_head = load_i64(p + GROUP), load_i64(memory + scratch.KV_HEAD)
-    softcap, slopes = float_bits(load_i64(p + SOFTCAP)), load_i64(p + SLOPES)
-    position, row_bytes = load_i64(memory + scratch.POSITION), 4 * load_i64(p + MASS_PAGES)
+    group, kv_head = ATTENTION.group(p), load_i64(memory + scratch.KV_HEAD)
+    softcap, slopes = ATTENTION.softcap(p), ATTENTION.slopes(p)
+    position, row_bytes = load_i64(memory + scratch.POSITION), 4 * ATTENTION_SUMS.sums_pages(p)
     low = lowest_position(p, position)
     set_queries(p, memory, first_query, count)
     for chunk in range(low // CHUNK, position // CHUNK + 1):
@@ -43,7 +34,7 @@ def _score_pages(p: int, memory: int, first_query: int, count: int, work: int) -
         set_pages(p, memory, chunk, position + 1)
         first = max(0, low - start) // PAGE_TOKENS
         last = min(CHUNK - 1, position - start) // PAGE_TOKENS
-        call_op(load_i64(p + SCORE_KEYS), p, memory, 2 * first, 2 * last + 2)
+        call_op(ATTENTION.score_keys(p), p, memory, 2 * first, 2 * last + 2)
         for q in range(count):
             slope = np.float32(0)
             if slopes != 0:
@@ -67,7 +58,7 @@ def _score_pages(p: int, memory: int, first_query: int, count: int, work: int) -
 @inline
 def _add_shares(p: int, first: int, last: int, count: int, work: int, out: int) -> None:
     """Add each page's share of every query's softmax to what it has."""
-    row_bytes = 4 * load_i64(p + MASS_PAGES)
+    row_bytes = 4 * ATTENTION_SUMS.sums_pages(p)
     for q in range(count):
         maxima = work + 2 * q * row_bytes
         sums = maxima + row_bytes
@@ -86,18 +77,18 @@ def _add_shares(p: int, first: int, last: int, count: int, work: int, out: int) 
 @op
 def attention_sums(parameters: int, batch: int, thread: int, num_threads: int) -> None:
     """Add to float32[segments][KV heads][pages] what the last rows of each segment attend to; one unit each."""
-    p, memory, control = parameters, scratch_of(batch, thread), load_i64(batch + CONTROL)
-    kv_heads, group, pages = load_i64(p + KV_HEADS), load_i64(p + GROUP), load_i64(p + MASS_PAGES)
-    work = load_i64(p + MASS_WORK) + thread * 64 * pages
+    p, memory, control = parameters, scratch_of(batch, thread), BATCH.control(batch)
+    kv_heads, group, pages = ATTENTION.kv_heads(p), ATTENTION.group(p), ATTENTION_SUMS.sums_pages(p)
+    work = ATTENTION_SUMS.work(p) + thread * 64 * pages
     while True:
         unit = take_units(control, 1)
         index, kv_head = unit // kv_heads, unit % kv_heads
-        if index >= load_i64(batch + NUM_SEGMENTS):
+        if index >= BATCH.num_segments(batch):
             return
-        segment = load_i64(batch + SEGMENTS) + SEGMENT_BYTES * index
-        out = load_i64(p + MASS_OUT) + 4 * pages * (index * load_i64(p + MASS_HEADS) + kv_head)
-        rows = load_i64(segment + 8)
-        for row in range(max(0, rows - MASS_ROWS), rows):
+        segment = BATCH.segments(batch) + _SEGMENT_BYTES * index
+        out = ATTENTION_SUMS.sums(p) + 4 * pages * (index * ATTENTION_SUMS.sums_heads(p) + kv_head)
+        rows = SEGMENT.num_rows(segment)
+        for row in range(max(0, rows - SUMMED_ROWS), rows):
             set_unit(p, memory, segment, row, 1, kv_head)
             position = load_i64(memory + scratch.POSITION)
             first, last = lowest_position(p, position) // PAGE_TOKENS, position // PAGE_TOKENS + 1

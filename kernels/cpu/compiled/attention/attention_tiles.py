@@ -14,10 +14,9 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.core.errors import RequireLiteralValue
-from numba.extending import intrinsic
 
 from localinfer.kernels.cpu.compiled.simd.emit import F16, F32, I32, I64, LANES, Emitter, Value, vector
+from localinfer.kernels.cpu.compiled.simd.intrinsics import FLOAT, LITERAL, VOID, emitted
 from localinfer.kernels.cpu.kernel_abi import CHUNK
 from localinfer.kernels.kv_layout import PAGE_TOKENS
 
@@ -79,294 +78,262 @@ def fetch(emit: Emitter, *addresses: Value) -> None:
         emit.prefetch(address, locality=_IN_SECOND_LEVEL)
 
 
-@intrinsic
+@emitted(VOID, LITERAL, *[types.int64] * 6, FLOAT, *[types.int64] * 3)
 def score_keys(
-    typing_context: Any,
-    kind: Any,
-    count: Any,
-    queries: Any,
-    pages: Any,
-    first_block: Any,
-    last_block: Any,
-    key_size: Any,
-    scale: Any,
-    values: Any,
-    value_step: Any,
-    out: Any,
-) -> Any:
+    emit: Emitter,
+    kind: int,
+    num_queries: Value,
+    table: Value,
+    page_table: Value,
+    first: Value,
+    last: Value,
+    size: Value,
+    scale_value: Value,
+    value_place: Value,
+    step_bytes: Value,
+    target: Value,
+) -> None:
     """out[q][position in the chunk] = scale * (query q . key), for blocks of sixteen positions.
 
     kind: F32_CACHE or F16_CACHE. queries: address of `count` addresses of float32[key_size]. pages: address of the
     chunk's pages of this head, then of the next chunk's. values: offset of values in a page; `value_step` bytes of them
     are fetched per key dimension.
     """
-    if not isinstance(kind, types.IntegerLiteral):
-        raise RequireLiteralValue("the element kind chooses the code that is emitted")
-    element = (F32, F16)[kind.literal_value]
+    element = (F32, F16)[kind]
     stride = 32 if element is F16 else 64
+    b = emit.builder
+    scales = emit.splat(scale_value)
+    even_size = b.and_(size, emit.i64(-2))
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        emit, b = Emitter(context, builder), builder
-        _, num_queries, table, page_table, first, last, size, scale_value, value_place, step_bytes, target = arguments
-        scales = emit.splat(scale_value)
-        even_size = b.and_(size, emit.i64(-2))
+    def score(number: int) -> None:
+        rows = [emit.load(table, I64, 8 * q, align=8) for q in range(number)]
 
-        def score(number: int) -> None:
-            rows = [emit.load(table, I64, 8 * q, align=8) for q in range(number)]
+        def per_block(block: Value, carried: list[Value]) -> Sequence[Value]:
+            page, following, half = key_block(emit, page_table, block)
+            offset = b.mul(half, b.mul(size, emit.i64(stride)))
+            keys, next_keys = b.add(page, offset), b.add(following, offset)
+            next_values = b.add(b.add(page, value_place), b.mul(half, b.mul(size, step_bytes)))
 
-            def per_block(block: Value, carried: list[Value]) -> Sequence[Value]:
-                page, following, half = key_block(emit, page_table, block)
-                offset = b.mul(half, b.mul(size, emit.i64(stride)))
-                keys, next_keys = b.add(page, offset), b.add(following, offset)
-                next_values = b.add(b.add(page, value_place), b.mul(half, b.mul(size, step_bytes)))
+            def product(d: Value, totals: list[Value]) -> list[Value]:
+                place = b.mul(d, emit.i64(stride))
+                if element is F32:
+                    fetch(emit, b.add(next_values, b.mul(d, step_bytes)), b.add(next_keys, place))
+                lanes = emit.load_floats(b.add(keys, place), 0, element)
+                return [
+                    emit.fma(emit.splat(emit.load(b.add(row, b.mul(d, emit.i64(4))), F32, align=4)), lanes, total)
+                    for row, total in zip(rows, totals, strict=True)
+                ]
 
-                def product(d: Value, totals: list[Value]) -> list[Value]:
+            def two(d: Value, totals: list[Value]) -> Sequence[Value]:
+                if element is F16:
                     place = b.mul(d, emit.i64(stride))
-                    if element is F32:
-                        fetch(emit, b.add(next_values, b.mul(d, step_bytes)), b.add(next_keys, place))
-                    lanes = emit.load_floats(b.add(keys, place), 0, element)
-                    return [
-                        emit.fma(emit.splat(emit.load(b.add(row, b.mul(d, emit.i64(4))), F32, align=4)), lanes, total)
-                        for row, total in zip(rows, totals, strict=True)
-                    ]
+                    fetch(emit, b.add(next_values, b.mul(d, step_bytes)), b.add(next_keys, place))
+                return product(b.add(d, emit.i64(1)), product(d, totals))
 
-                def two(d: Value, totals: list[Value]) -> Sequence[Value]:
-                    if element is F16:
-                        place = b.mul(d, emit.i64(stride))
-                        fetch(emit, b.add(next_values, b.mul(d, step_bytes)), b.add(next_keys, place))
-                    return product(b.add(d, emit.i64(1)), product(d, totals))
+            totals = emit.loop(emit.i64(0), even_size, 2, [emit.zeros(F32)] * number, two)
+            totals = emit.loop(even_size, size, 1, totals, product)
+            for q, total in enumerate(totals):
+                place = b.add(target, b.mul(block, emit.i64(64)))
+                emit.store(emit.mul(total, scales), place, SCORE_STRIDE * q, align=64)
+            return carried
 
-                totals = emit.loop(emit.i64(0), even_size, 2, [emit.zeros(F32)] * number, two)
-                totals = emit.loop(even_size, size, 1, totals, product)
-                for q, total in enumerate(totals):
-                    place = b.add(target, b.mul(block, emit.i64(64)))
-                    emit.store(emit.mul(total, scales), place, SCORE_STRIDE * q, align=64)
-                return carried
+        emit.loop(first, last, 1, [], per_block)
 
-            emit.loop(first, last, 1, [], per_block)
-
-        for_count(emit, num_queries, score)
-        return context.get_dummy_value()
-
-    signature = types.void(kind, *[types.int64] * 6, types.float32, *[types.int64] * 3)
-    return signature, generate
+    for_count(emit, num_queries, score)
 
 
-@intrinsic
+@emitted(VOID, *[types.int64] * 5, FLOAT, FLOAT, *[types.int64] * 3)
 def softmax_chunk(
-    typing_context: Any,
-    scores: Any,
-    first_score: Any,
-    last_score: Any,
-    low: Any,
-    high: Any,
-    softcap: Any,
-    slope: Any,
-    distance: Any,
-    maximum: Any,
-    total: Any,
-) -> Any:
+    emit: Emitter,
+    address: Value,
+    first: Value,
+    last: Value,
+    lowest: Value,
+    highest: Value,
+    cap: Value,
+    alibi: Value,
+    offset: Value,
+    maximum_place: Value,
+    total_place: Value,
+) -> None:
     """Turn scores into exp(score - maximum) in place; write the maximum and the sum, float32 each, to two addresses.
 
     Score i is of the chunk's position i and counts if low <= i < high; others become 0. first_score, last_score:
     multiples of sixteen. distance: position of the chunk's first key minus the query's.
     """
+    b = emit.builder
+    lane_index = ir.Constant(vector(I32), list(range(LANES)))
+    minus_infinity, zero = emit.splat_constant(F32, _MINUS_INFINITY), ir.Constant(F32, 0.0)
+    has_cap = b.fcmp_ordered(">", cap, zero)
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        emit, b = Emitter(context, builder), builder
-        address, first, last, lowest, highest, cap, alibi, offset, maximum_place, total_place = arguments
-        lane_index = ir.Constant(vector(I32), list(range(LANES)))
-        minus_infinity, zero = emit.splat_constant(F32, _MINUS_INFINITY), ir.Constant(F32, 0.0)
-        has_cap = b.fcmp_ordered(">", cap, zero)
+    def place_of(i: Value) -> Value:
+        return b.add(address, b.mul(i, emit.i64(4)))
 
-        def place_of(i: Value) -> Value:
-            return b.add(address, b.mul(i, emit.i64(4)))
+    def transformed(i: Value, lanes: Value) -> Value:
+        caps = emit.splat(cap)
+        doubled = emit.mul(b.fdiv(lanes, caps), emit.splat_constant(F32, 2.0))
+        one = emit.splat_constant(F32, 1.0)
+        ratio = b.fdiv(emit.splat_constant(F32, 2.0), emit.add(emit.exp(doubled), one))
+        lanes = b.select(emit.splat(has_cap), emit.mul(emit.sub(one, ratio), caps), lanes)
+        index = b.add(emit.splat(b.trunc(i, I32)), lane_index)
+        distances = emit.to_float(b.add(index, emit.splat(b.trunc(offset, I32))))
+        value = emit.add(lanes, emit.mul(emit.splat(alibi), distances))
+        bounds = [emit.splat(b.trunc(bound, I32)) for bound in (lowest, highest)]
+        inside = b.and_(b.icmp_signed(">=", index, bounds[0]), b.icmp_signed("<", index, bounds[1]))
+        return b.select(inside, value, minus_infinity)
 
-        def transformed(i: Value, lanes: Value) -> Value:
-            caps = emit.splat(cap)
-            doubled = emit.mul(b.fdiv(lanes, caps), emit.splat_constant(F32, 2.0))
-            one = emit.splat_constant(F32, 1.0)
-            ratio = b.fdiv(emit.splat_constant(F32, 2.0), emit.add(emit.exp(doubled), one))
-            lanes = b.select(emit.splat(has_cap), emit.mul(emit.sub(one, ratio), caps), lanes)
-            index = b.add(emit.splat(b.trunc(i, I32)), lane_index)
-            distances = emit.to_float(b.add(index, emit.splat(b.trunc(offset, I32))))
-            value = emit.add(lanes, emit.mul(emit.splat(alibi), distances))
-            bounds = [emit.splat(b.trunc(bound, I32)) for bound in (lowest, highest)]
-            inside = b.and_(b.icmp_signed(">=", index, bounds[0]), b.icmp_signed("<", index, bounds[1]))
-            return b.select(inside, value, minus_infinity)
+    def find_maximum(i: Value, carried: list[Value]) -> Sequence[Value]:
+        return [emit.maximum(emit.load_floats(place_of(i)), carried[0])]
 
-        def find_maximum(i: Value, carried: list[Value]) -> Sequence[Value]:
-            return [emit.maximum(emit.load_floats(place_of(i)), carried[0])]
+    def transform(i: Value, carried: list[Value]) -> Sequence[Value]:
+        value = transformed(i, emit.load_floats(place_of(i)))
+        emit.store(value, place_of(i), align=64)
+        return [emit.maximum(value, carried[0])]
 
-        def transform(i: Value, carried: list[Value]) -> Sequence[Value]:
-            value = transformed(i, emit.load_floats(place_of(i)))
-            emit.store(value, place_of(i), align=64)
-            return [emit.maximum(value, carried[0])]
+    # Most chunks lie in the past as a whole, and most models neither cap nor slope.
+    is_whole = b.and_(b.icmp_signed("<=", lowest, first), b.icmp_signed(">=", highest, last))
+    is_plain = b.and_(b.not_(has_cap), b.fcmp_ordered("==", alibi, zero))
+    with b.if_else(b.and_(is_whole, is_plain)) as (plain, other):
+        with plain:
+            found = emit.loop(first, last, LANES, [minus_infinity], find_maximum)[0]
+            plain_block = b.block
+        with other:
+            changed = emit.loop(first, last, LANES, [minus_infinity], transform)[0]
+            other_block = b.block
+    largest = b.phi(vector(F32))
+    largest.add_incoming(found, plain_block)
+    largest.add_incoming(changed, other_block)
+    maximum_value = emit.reduce_max(largest)
+    maxima = emit.splat(maximum_value)
 
-        # Most chunks lie in the past as a whole, and most models neither cap nor slope.
-        is_whole = b.and_(b.icmp_signed("<=", lowest, first), b.icmp_signed(">=", highest, last))
-        is_plain = b.and_(b.not_(has_cap), b.fcmp_ordered("==", alibi, zero))
-        with b.if_else(b.and_(is_whole, is_plain)) as (plain, other):
-            with plain:
-                found = emit.loop(first, last, LANES, [minus_infinity], find_maximum)[0]
-                plain_block = b.block
-            with other:
-                changed = emit.loop(first, last, LANES, [minus_infinity], transform)[0]
-                other_block = b.block
-        largest = b.phi(vector(F32))
-        largest.add_incoming(found, plain_block)
-        largest.add_incoming(changed, other_block)
-        maximum_value = emit.reduce_max(largest)
-        maxima = emit.splat(maximum_value)
+    def exponentiate(i: Value, carried: list[Value]) -> Sequence[Value]:
+        value = emit.exp(emit.sub(emit.load_floats(place_of(i)), maxima), highest=0.0)
+        emit.store(value, place_of(i), align=64)
+        return [emit.add(carried[0], value)]
 
-        def exponentiate(i: Value, carried: list[Value]) -> Sequence[Value]:
-            value = emit.exp(emit.sub(emit.load_floats(place_of(i)), maxima), highest=0.0)
-            emit.store(value, place_of(i), align=64)
-            return [emit.add(carried[0], value)]
-
-        sums = emit.loop(first, last, LANES, [emit.zeros(F32)], exponentiate)[0]
-        emit.store(maximum_value, maximum_place, align=4)
-        emit.store(emit.reduce_add(sums), total_place, align=4)
-        return context.get_dummy_value()
-
-    integers, floats = [types.int64] * 5, [types.float32] * 2
-    return types.void(*integers, *floats, *[types.int64] * 3), generate
+    sums = emit.loop(first, last, LANES, [emit.zeros(F32)], exponentiate)[0]
+    emit.store(maximum_value, maximum_place, align=4)
+    emit.store(emit.reduce_add(sums), total_place, align=4)
 
 
-@intrinsic
+@emitted(VOID, LITERAL, *[types.int64] * 9)
 def weigh_values(
-    typing_context: Any,
-    kind: Any,
-    count: Any,
-    weights: Any,
-    pages: Any,
-    first: Any,
-    last: Any,
-    values: Any,
-    row_bytes: Any,
-    num_vectors: Any,
-    out: Any,
-) -> Any:
+    emit: Emitter,
+    kind: int,
+    num_queries: Value,
+    weight: Value,
+    page_table: Value,
+    low: Value,
+    high: Value,
+    value_place: Value,
+    stride: Value,
+    vectors: Value,
+    target: Value,
+) -> None:
     """out[q] = sum over positions first..last of a chunk of weights[q][position] * values[position], one by one.
 
     values: offset in a page of rows of `row_bytes` bytes; out: rows of num_vectors * 16 float32. Else as `score_keys`.
     """
-    if not isinstance(kind, types.IntegerLiteral):
-        raise RequireLiteralValue("the element kind chooses the code that is emitted")
-    element = (F32, F16)[kind.literal_value]
+    element = (F32, F16)[kind]
     lane_bytes = 32 if element is F16 else 64
+    b = emit.builder
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        emit, b = Emitter(context, builder), builder
-        _, num_queries, weight, page_table, low, high, value_place, stride, vectors, target = arguments
+    def weigh(number: int) -> None:
+        def columns(width: int) -> Callable[[Value, list[Value]], Sequence[Value]]:
+            def per_vectors(v: Value, carried: list[Value]) -> Sequence[Value]:
+                def per_page(page: Value, begin: Value, start: Value, stop: Value, totals: list[Value]) -> Any:
+                    column = b.add(b.add(page, value_place), b.mul(v, emit.i64(lane_bytes)))
+                    row = b.add(weight, b.mul(begin, emit.i64(4)))
 
-        def weigh(number: int) -> None:
-            def columns(width: int) -> Callable[[Value, list[Value]], Sequence[Value]]:
-                def per_vectors(v: Value, carried: list[Value]) -> Sequence[Value]:
-                    def per_page(page: Value, begin: Value, start: Value, stop: Value, totals: list[Value]) -> Any:
-                        column = b.add(b.add(page, value_place), b.mul(v, emit.i64(lane_bytes)))
-                        row = b.add(weight, b.mul(begin, emit.i64(4)))
+                    def per_position(position: Value, sums: list[Value]) -> Sequence[Value]:
+                        place = b.add(column, b.mul(position, stride))
+                        lanes = [emit.load_floats(place, lane_bytes * w, element) for w in range(width)]
+                        offset = b.add(row, b.mul(position, emit.i64(4)))
+                        loads = [emit.load(offset, F32, SCORE_STRIDE * q, align=4) for q in range(number)]
+                        shares = [emit.splat(share) for share in loads]
+                        return [emit.fma(shares[i // width], lanes[i % width], total) for i, total in enumerate(sums)]
 
-                        def per_position(position: Value, sums: list[Value]) -> Sequence[Value]:
-                            place = b.add(column, b.mul(position, stride))
-                            lanes = [emit.load_floats(place, lane_bytes * w, element) for w in range(width)]
-                            offset = b.add(row, b.mul(position, emit.i64(4)))
-                            loads = [emit.load(offset, F32, SCORE_STRIDE * q, align=4) for q in range(number)]
-                            shares = [emit.splat(share) for share in loads]
-                            return [
-                                emit.fma(shares[i // width], lanes[i % width], total) for i, total in enumerate(sums)
-                            ]
+                    return emit.loop(start, stop, 1, totals, per_position)
 
-                        return emit.loop(start, stop, 1, totals, per_position)
+                zeros = [emit.zeros(F32)] * (number * width)
+                totals = each_page(emit, page_table, (low, high), zeros, per_page)
+                for i, total in enumerate(totals):
+                    row = b.mul(emit.i64(i // width), vectors)
+                    place = b.add(target, b.mul(b.add(row, v), emit.i64(64)))
+                    emit.store(total, place, 64 * (i % width), align=64)
+                return carried
 
-                    zeros = [emit.zeros(F32)] * (number * width)
-                    totals = each_page(emit, page_table, (low, high), zeros, per_page)
-                    for i, total in enumerate(totals):
-                        row = b.mul(emit.i64(i // width), vectors)
-                        place = b.add(target, b.mul(b.add(row, v), emit.i64(64)))
-                        emit.store(total, place, 64 * (i % width), align=64)
-                    return carried
+            return per_vectors
 
-                return per_vectors
+        # Few queries leave few chains of sums, so they take several vectors of columns at once.
+        width = max(1, 4 // number)
+        whole = b.and_(vectors, emit.i64(-width))
+        emit.loop(emit.i64(0), whole, width, [], columns(width))
+        if width > 1:
+            emit.loop(whole, vectors, 1, [], columns(1))
 
-            # Few queries leave few chains of sums, so they take several vectors of columns at once.
-            width = max(1, 4 // number)
-            whole = b.and_(vectors, emit.i64(-width))
-            emit.loop(emit.i64(0), whole, width, [], columns(width))
-            if width > 1:
-                emit.loop(whole, vectors, 1, [], columns(1))
-
-        for_count(emit, num_queries, weigh)
-        return context.get_dummy_value()
-
-    return types.void(kind, *[types.int64] * 9), generate
+    for_count(emit, num_queries, weigh)
 
 
-@intrinsic
+@emitted(VOID, *[types.int64] * 10)
 def merge_chunk(
-    typing_context: Any,
-    count: Any,
-    maxima: Any,
-    totals: Any,
-    targets: Any,
-    chunk_maxima: Any,
-    chunk_totals: Any,
-    chunk_values: Any,
-    values_stride: Any,
-    size: Any,
-    work: Any,
-) -> Any:
+    emit: Emitter,
+    number: Value,
+    maxima_place: Value,
+    totals_place: Value,
+    table: Value,
+    new_maxima: Value,
+    new_totals: Value,
+    source: Value,
+    stride: Value,
+    columns: Value,
+    factors: Value,
+) -> None:
     """Merge what up to eight queries have of a chunk into what they have of those before.
 
     maxima, totals and those of the chunk: float32 per query, of which sixteen may be read. targets: address of `count`
     addresses of float32[size]. A chunk of maximum -inf changes nothing; into a state of maximum -inf it is copied.
     work: address of 128 bytes.
     """
+    b = emit.builder
+    minus_infinity = emit.splat_constant(F32, _MINUS_INFINITY)
+    before, fresh = emit.load_floats(maxima_place), emit.load_floats(new_maxima)
+    larger = emit.maximum(fresh, before)
+    old = emit.exp(emit.sub(before, larger), highest=0.0)
+    new = emit.exp(emit.sub(fresh, larger), highest=0.0)
+    emit.store(old, factors, align=4)
+    emit.store(new, factors, 64, align=4)
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        emit, b = Emitter(context, builder), builder
-        number, maxima_place, totals_place, table, new_maxima, new_totals, source, stride, columns, factors = arguments
-        minus_infinity = emit.splat_constant(F32, _MINUS_INFINITY)
-        before, fresh = emit.load_floats(maxima_place), emit.load_floats(new_maxima)
-        larger = emit.maximum(fresh, before)
-        old = emit.exp(emit.sub(before, larger), highest=0.0)
-        new = emit.exp(emit.sub(fresh, larger), highest=0.0)
-        emit.store(old, factors, align=4)
-        emit.store(new, factors, 64, align=4)
+    def is_empty(place: Value) -> Value:
+        return b.fcmp_ordered("==", emit.load(place, F32, align=4), ir.Constant(F32, _MINUS_INFINITY))
 
-        def is_empty(place: Value) -> Value:
-            return b.fcmp_ordered("==", emit.load(place, F32, align=4), ir.Constant(F32, _MINUS_INFINITY))
+    def per_query(q: Value, carried: list[Value]) -> Sequence[Value]:
+        offset = b.mul(q, emit.i64(4))
+        kept, added = (emit.splat(emit.load(b.add(factors, offset), F32, at, align=4)) for at in (0, 64))
+        target = emit.load(b.add(table, b.mul(q, emit.i64(8))), I64, align=8)
+        row = b.add(source, b.mul(q, stride))
 
-        def per_query(q: Value, carried: list[Value]) -> Sequence[Value]:
-            offset = b.mul(q, emit.i64(4))
-            kept, added = (emit.splat(emit.load(b.add(factors, offset), F32, at, align=4)) for at in (0, 64))
-            target = emit.load(b.add(table, b.mul(q, emit.i64(8))), I64, align=8)
-            row = b.add(source, b.mul(q, stride))
+        def copied(place: Value, lanes: Value) -> Value:
+            return lanes
 
-            def copied(place: Value, lanes: Value) -> Value:
-                return lanes
+        def merged(place: Value, lanes: Value) -> Value:
+            return emit.add(emit.mul(emit.load_floats(place), kept), emit.mul(lanes, added))
 
-            def merged(place: Value, lanes: Value) -> Value:
-                return emit.add(emit.mul(emit.load_floats(place), kept), emit.mul(lanes, added))
+        is_new, is_first = b.not_(is_empty(b.add(new_maxima, offset))), is_empty(b.add(maxima_place, offset))
+        with b.if_then(is_new), b.if_else(is_first) as (first, later):
+            with first:
+                change_row(emit, target, row, columns, copied)
+            with later:
+                change_row(emit, target, row, columns, merged)
+        return carried
 
-            is_new, is_first = b.not_(is_empty(b.add(new_maxima, offset))), is_empty(b.add(maxima_place, offset))
-            with b.if_then(is_new), b.if_else(is_first) as (first, later):
-                with first:
-                    change_row(emit, target, row, columns, copied)
-                with later:
-                    change_row(emit, target, row, columns, merged)
-            return carried
-
-        emit.loop(emit.i64(0), number, 1, [], per_query)
-        so_far, added = emit.load_floats(totals_place), emit.load_floats(new_totals)
-        summed = emit.add(emit.mul(so_far, old), emit.mul(added, new))
-        summed = b.select(b.fcmp_ordered("==", before, minus_infinity), added, summed)
-        summed = b.select(b.fcmp_ordered("==", fresh, minus_infinity), so_far, summed)
-        emit.store_first(summed, totals_place, number)
-        emit.store_first(larger, maxima_place, number)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 10), generate
+    emit.loop(emit.i64(0), number, 1, [], per_query)
+    so_far, added = emit.load_floats(totals_place), emit.load_floats(new_totals)
+    summed = emit.add(emit.mul(so_far, old), emit.mul(added, new))
+    summed = b.select(b.fcmp_ordered("==", before, minus_infinity), added, summed)
+    summed = b.select(b.fcmp_ordered("==", fresh, minus_infinity), so_far, summed)
+    emit.store_first(summed, totals_place, number)
+    emit.store_first(larger, maxima_place, number)
 
 
 def change_row(
@@ -390,15 +357,9 @@ def change_row(
         emit.store_first(change(place, emit.load_floats(place_of(source, whole))), place, b.sub(columns, whole))
 
 
-@intrinsic
-def divide_row(typing_context: Any, out: Any, divisor: Any, size: Any) -> Any:
+@emitted(VOID, types.int64, FLOAT, types.int64)
+def divide_row(emit: Emitter, target: Value, value: Value, columns: Value) -> None:
     """out /= divisor over `size` columns."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        emit = Emitter(context, builder)
-        target, value, columns = arguments
-        lanes = emit.splat(builder.fdiv(ir.Constant(F32, 1.0), value))
-        change_row(emit, target, target, columns, lambda place, row: emit.mul(row, lanes))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.float32, types.int64), generate
+    builder = emit.builder
+    lanes = emit.splat(builder.fdiv(ir.Constant(F32, 1.0), value))
+    change_row(emit, target, target, columns, lambda place, row: emit.mul(row, lanes))

@@ -6,34 +6,6 @@ any order by any thread, and again after they were rejected.
 
 import numpy as np
 
-from localinfer.kernels.cpu.attention import (
-    CODE_BIAS,
-    KIND_F16,
-    KIND_Q8_0,
-    NUM_HEADS,
-    PART_COLUMNS,
-    PART_KIND,
-    PART_OFFSET,
-    PART_ROTATION,
-    PART_SCALES,
-    PART_SIZE,
-    PART_SOURCE,
-    PART_STRIDE,
-    QUERIES,
-    QUERIES_STRIDE,
-    QUERY_COLUMNS,
-    QUERY_ROTATION,
-    QUERY_SCALE,
-    QUERY_SIZE,
-    STORE_HEAD_BYTES,
-    STORE_HEADS,
-    STORE_KEYS,
-    STORE_TABLES,
-    STORE_VALUES,
-    TARGET,
-    TARGET_HEAD_BYTES,
-    TARGET_STRIDE,
-)
 from localinfer.kernels.cpu.compiled.attention import attention_scratch
 from localinfer.kernels.cpu.compiled.attention.rotation import (
     TO_Q4_0,
@@ -45,7 +17,6 @@ from localinfer.kernels.cpu.compiled.attention.rotation import (
 )
 from localinfer.kernels.cpu.compiled.simd.batch import num_rows, scratch
 from localinfer.kernels.cpu.compiled.simd.memory import (
-    float_bits,
     load_f32,
     load_i64,
     load_u8,
@@ -58,10 +29,12 @@ from localinfer.kernels.cpu.compiled.simd.memory import (
     store_u32,
 )
 from localinfer.kernels.cpu.compiled.simd.pool import take_units
-from localinfer.kernels.cpu.kernel_abi import CONTROL, POSITIONS
+from localinfer.kernels.cpu.kernel_abi import KIND_F16, KIND_Q8_0
+from localinfer.kernels.cpu.parameters import BATCH, QUANTIZE_QUERIES, STORE_KV, STORED_PART
 from localinfer.kernels.jit.numba import inline, op
 from localinfer.kernels.kv_layout import PAGE_TOKENS, SCALE_BLOCK
 
+_KEYS, _VALUES = STORE_KV.offset("keys_source"), STORE_KV.offset("values_source")
 _RECORDS = attention_scratch.WORK
 """Eight bytes per scale block in scratch memory."""
 
@@ -107,8 +80,8 @@ def _store_float_value(kind: int, source: int, target: int, slot: int, size: int
 
 @inline
 def _store_key_codes(part: int, memory: int, source: int, target: int, slot: int) -> None:
-    columns, is_q8_0 = load_i64(part + PART_COLUMNS), load_i64(part + PART_KIND) == KIND_Q8_0
-    blocks = _quantize(memory, source, load_i64(part + PART_SIZE), load_i64(part + PART_ROTATION), is_q8_0)
+    columns, is_q8_0 = STORED_PART.columns(part), STORED_PART.kind(part) == KIND_Q8_0
+    blocks = _quantize(memory, source, STORED_PART.size(part), STORED_PART.rotation(part), is_q8_0)
     codes, group, lane = memory + attention_scratch.CODES, slot // 16, slot % 16
     if is_q8_0:
         place = target + group * 16 * columns + 4 * lane
@@ -119,15 +92,15 @@ def _store_key_codes(part: int, memory: int, source: int, target: int, slot: int
         for word in range(columns // 8):
             low, high = load_u32_anywhere(codes + 8 * word), load_u32_anywhere(codes + 8 * word + 4)
             store_u32(place + 64 * word, low | high << np.uint32(4))
-    place = target + load_i64(part + PART_SCALES) + group * 32 * blocks + 2 * lane
+    place = target + STORED_PART.scales(part) + group * 32 * blocks + 2 * lane
     for block in range(blocks):
         store_u16(place + 32 * block, load_u16_anywhere(memory + _RECORDS + 8 * block))
 
 
 @inline
 def _store_value_codes(part: int, memory: int, source: int, target: int, slot: int) -> None:
-    columns, is_q8_0 = load_i64(part + PART_COLUMNS), load_i64(part + PART_KIND) == KIND_Q8_0
-    blocks = _quantize(memory, source, load_i64(part + PART_SIZE), load_i64(part + PART_ROTATION), is_q8_0)
+    columns, is_q8_0 = STORED_PART.columns(part), STORED_PART.kind(part) == KIND_Q8_0
+    blocks = _quantize(memory, source, STORED_PART.size(part), STORED_PART.rotation(part), is_q8_0)
     codes = memory + attention_scratch.CODES
     if is_q8_0:
         place = target + slot // 2 * 2 * columns + slot % 2
@@ -139,23 +112,23 @@ def _store_value_codes(part: int, memory: int, source: int, target: int, slot: i
             for lane in range(16):
                 d = codes + 32 * vector + lane
                 store_u8(place + 64 * vector + 4 * lane, load_u8(d) | load_u8(d + 16) << np.uint8(4))
-    place = target + load_i64(part + PART_SCALES) + 2 * slot
+    place = target + STORED_PART.scales(part) + 2 * slot
     for block in range(blocks):
         store_u16(place + 64 * block, load_u16_anywhere(memory + _RECORDS + 8 * block))
 
 
 @inline
 def _source(part: int, row: int, head: int) -> int:
-    return load_i64(part + PART_SOURCE) + row * load_i64(part + PART_STRIDE) + 4 * head * load_i64(part + PART_SIZE)
+    return STORED_PART.source(part) + row * STORED_PART.stride(part) + 4 * head * STORED_PART.size(part)
 
 
 @op
 def store_floats(parameters: int, batch: int, thread: int, num_threads: int) -> None:
     """Write rows of keys and values, neither of them quantized."""
-    keys, values = parameters + STORE_KEYS, parameters + STORE_VALUES
-    heads, head_bytes = load_i64(parameters + STORE_HEADS), load_i64(parameters + STORE_HEAD_BYTES)
-    control, positions = load_i64(batch + CONTROL), load_i64(batch + POSITIONS)
-    tables = load_i64(batch + load_i64(parameters + STORE_TABLES))
+    keys, values = parameters + _KEYS, parameters + _VALUES
+    heads, head_bytes = STORE_KV.heads(parameters), STORE_KV.head_bytes(parameters)
+    control, positions = BATCH.control(batch), BATCH.positions(batch)
+    tables = load_i64(batch + STORE_KV.tables(parameters))
     units = num_rows(batch, 0) * heads
     claim = max(1, units // (4 * num_threads))
     while True:
@@ -167,20 +140,20 @@ def store_floats(parameters: int, batch: int, thread: int, num_threads: int) -> 
             position = load_i64(positions + 8 * row)
             place = load_i64(load_i64(tables + 8 * row) + 8 * (position // PAGE_TOKENS)) + head * head_bytes
             slot = position % PAGE_TOKENS
-            target, size = place + load_i64(keys + PART_OFFSET), load_i64(keys + PART_SIZE)
-            _store_float_key(load_i64(keys + PART_KIND), _source(keys, row, head), target, slot, size)
-            target, size = place + load_i64(values + PART_OFFSET), load_i64(values + PART_SIZE)
-            kind, columns = load_i64(values + PART_KIND), load_i64(values + PART_COLUMNS)
+            target, size = place + STORED_PART.first(keys), STORED_PART.size(keys)
+            _store_float_key(STORED_PART.kind(keys), _source(keys, row, head), target, slot, size)
+            target, size = place + STORED_PART.first(values), STORED_PART.size(values)
+            kind, columns = STORED_PART.kind(values), STORED_PART.columns(values)
             _store_float_value(kind, _source(values, row, head), target, slot, size, columns)
 
 
 @op
 def store_codes(parameters: int, batch: int, thread: int, num_threads: int) -> None:
     """Write rows of keys and values, at least one of them quantized."""
-    keys, values, memory = parameters + STORE_KEYS, parameters + STORE_VALUES, scratch(batch, thread)
-    heads, head_bytes = load_i64(parameters + STORE_HEADS), load_i64(parameters + STORE_HEAD_BYTES)
-    control, positions = load_i64(batch + CONTROL), load_i64(batch + POSITIONS)
-    tables = load_i64(batch + load_i64(parameters + STORE_TABLES))
+    keys, values, memory = parameters + _KEYS, parameters + _VALUES, scratch(batch, thread)
+    heads, head_bytes = STORE_KV.heads(parameters), STORE_KV.head_bytes(parameters)
+    control, positions = BATCH.control(batch), BATCH.positions(batch)
+    tables = load_i64(batch + STORE_KV.tables(parameters))
     units = num_rows(batch, 0) * heads
     claim = max(1, units // (4 * num_threads))
     while True:
@@ -192,14 +165,14 @@ def store_codes(parameters: int, batch: int, thread: int, num_threads: int) -> N
             position = load_i64(positions + 8 * row)
             place = load_i64(load_i64(tables + 8 * row) + 8 * (position // PAGE_TOKENS)) + head * head_bytes
             slot = position % PAGE_TOKENS
-            target, kind = place + load_i64(keys + PART_OFFSET), load_i64(keys + PART_KIND)
+            target, kind = place + STORED_PART.first(keys), STORED_PART.kind(keys)
             if kind <= KIND_F16:
-                _store_float_key(kind, _source(keys, row, head), target, slot, load_i64(keys + PART_SIZE))
+                _store_float_key(kind, _source(keys, row, head), target, slot, STORED_PART.size(keys))
             else:
                 _store_key_codes(keys, memory, _source(keys, row, head), target, slot)
-            target, kind = place + load_i64(values + PART_OFFSET), load_i64(values + PART_KIND)
+            target, kind = place + STORED_PART.first(values), STORED_PART.kind(values)
             if kind <= KIND_F16:
-                size, columns = load_i64(values + PART_SIZE), load_i64(values + PART_COLUMNS)
+                size, columns = STORED_PART.size(values), STORED_PART.columns(values)
                 _store_float_value(kind, _source(values, row, head), target, slot, size, columns)
             else:
                 _store_value_codes(values, memory, _source(values, row, head), target, slot)
@@ -212,9 +185,9 @@ def quantize_queries(parameters: int, batch: int, thread: int, num_threads: int)
     Per head: codes, then per scale block a float32 scale (the scores' own in it), then per scale block an int32 start:
     what the bias of the keys' codes will have added, taken away.
     """
-    p, memory, control = parameters, scratch(batch, thread), load_i64(batch + CONTROL)
-    heads, size, columns = load_i64(p + NUM_HEADS), load_i64(p + QUERY_SIZE), load_i64(p + QUERY_COLUMNS)
-    rotation, bias, scale = load_i64(p + QUERY_ROTATION), load_i64(p + CODE_BIAS), float_bits(load_i64(p + QUERY_SCALE))
+    p, memory, control = parameters, scratch(batch, thread), BATCH.control(batch)
+    heads, size, columns = QUANTIZE_QUERIES.num_heads(p), QUANTIZE_QUERIES.size(p), QUANTIZE_QUERIES.columns(p)
+    rotation, bias, scale = QUANTIZE_QUERIES.rotation(p), QUANTIZE_QUERIES.code_bias(p), QUANTIZE_QUERIES.scale(p)
     row, records = memory + attention_scratch.ROW, memory + _RECORDS
     blocks = (size + SCALE_BLOCK - 1) // SCALE_BLOCK
     units = num_rows(batch, 0) * heads
@@ -225,9 +198,15 @@ def quantize_queries(parameters: int, batch: int, thread: int, num_threads: int)
             return
         for unit in range(first, min(first + claim, units)):
             index, head = unit // heads, unit % heads
-            copy_padded(row, load_i64(p + QUERIES) + index * load_i64(p + QUERIES_STRIDE) + 4 * head * size, size)
+            copy_padded(
+                row, QUANTIZE_QUERIES.queries(p) + index * QUANTIZE_QUERIES.queries_stride(p) + 4 * head * size, size
+            )
             rotate(row, size, rotation)
-            target = load_i64(p + TARGET) + index * load_i64(p + TARGET_STRIDE) + head * load_i64(p + TARGET_HEAD_BYTES)
+            target = (
+                QUANTIZE_QUERIES.target(p)
+                + index * QUANTIZE_QUERIES.target_stride(p)
+                + head * QUANTIZE_QUERIES.target_head_bytes(p)
+            )
             for block in range(blocks):
                 codes = target + SCALE_BLOCK * block
                 quantize_values(TO_QUERY, row + 4 * SCALE_BLOCK * block, codes, records + 8 * block)

@@ -5,15 +5,13 @@ large in few dimensions over all of them, leaves dot products as they are, and i
 """
 
 import math
-from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core.errors import RequireLiteralValue
-from numba.extending import intrinsic
 
 from localinfer.kernels.cpu.compiled.simd.emit import F32, I8, I32, LANES, Emitter, Value, vector
+from localinfer.kernels.cpu.compiled.simd.intrinsics import FLOAT, LITERAL, VOID, emitted
 from localinfer.kernels.cpu.compiled.simd.memory import load_f32, store_f32
 from localinfer.kernels.jit.numba import inline
 from localinfer.kernels.kv_layout import SCALE_BLOCK
@@ -22,39 +20,27 @@ TO_QUERY, TO_Q8_0, TO_Q4_0 = 0, 1, 2
 """Literal codes of what a block becomes."""
 
 
-@intrinsic
-def _rotate_lanes(typing_context: Any, address: Any, size: Any, factor: Any) -> Any:
+@emitted(VOID, types.int64, types.int64, FLOAT)
+def _rotate_lanes(emit: Emitter, place: Value, count: Value, scale: Value) -> None:
     """Transform sixteen float32 in groups of min(size, 16), and multiply by factor."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        emit, b = Emitter(context, builder), builder
-        place, count, scale = arguments
-        value = emit.mul(emit.load_floats(place), emit.splat(scale))
-        for distance in (1, 2, 4, 8):
-            partners = ir.Constant(vector(I32), [lane ^ distance for lane in range(LANES)])
-            other = b.shuffle_vector(value, value, partners)
-            is_second = ir.Constant(vector(ir.IntType(1)), [lane & distance != 0 for lane in range(LANES)])
-            changed = b.select(is_second, emit.sub(other, value), emit.add(value, other))
-            is_used = b.icmp_signed(">", count, emit.i64(distance))
-            value = b.select(emit.splat(is_used), changed, value)
-        emit.store(value, place, align=4)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.float32), generate
+    b = emit.builder
+    value = emit.mul(emit.load_floats(place), emit.splat(scale))
+    for distance in (1, 2, 4, 8):
+        partners = ir.Constant(vector(I32), [lane ^ distance for lane in range(LANES)])
+        other = b.shuffle_vector(value, value, partners)
+        is_second = ir.Constant(vector(ir.IntType(1)), [lane & distance != 0 for lane in range(LANES)])
+        changed = b.select(is_second, emit.sub(other, value), emit.add(value, other))
+        is_used = b.icmp_signed(">", count, emit.i64(distance))
+        value = b.select(emit.splat(is_used), changed, value)
+    emit.store(value, place, align=4)
 
 
-@intrinsic
-def _rotate_vectors(typing_context: Any, first: Any, second: Any) -> Any:
+@emitted(VOID, types.int64, types.int64)
+def _rotate_vectors(emit: Emitter, first: Value, second: Value) -> None:
     """(first, second) = (first + second, first - second), sixteen float32 each."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        emit = Emitter(context, builder)
-        a, c = (emit.load_floats(place) for place in arguments)
-        emit.store(emit.add(a, c), arguments[0], align=4)
-        emit.store(emit.sub(a, c), arguments[1], align=4)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), generate
+    a, c = (emit.load_floats(place) for place in (first, second))
+    emit.store(emit.add(a, c), first, align=4)
+    emit.store(emit.sub(a, c), second, align=4)
 
 
 @inline
@@ -85,49 +71,40 @@ def rotate(address: int, count: int, size: int) -> None:
         distance *= 2
 
 
-@intrinsic
-def quantize_values(typing_context: Any, kind: Any, source: Any, codes: Any, record: Any) -> Any:
+@emitted(VOID, LITERAL, *[types.int64] * 3)
+def quantize_values(emit: Emitter, becomes: int, source_place: Value, codes_place: Value, record_place: Value) -> None:
     """Quantize SCALE_BLOCK float32 into as many codes, one per byte, and their scale at `record`.
 
     TO_QUERY: codes -127 to 127; float32 scale, then the int32 sum of codes. TO_Q8_0: the same codes, float16 scale.
     TO_Q4_0: codes 0 to 15, which mean -8 to 7 times the float16 scale; the number of largest magnitude becomes -8.
     """
-    if not isinstance(kind, types.IntegerLiteral):
-        raise RequireLiteralValue("what a block becomes chooses the code that is emitted")
-    becomes = kind.literal_value
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        emit, b = Emitter(context, builder), builder
-        _, source_place, codes_place, record_place = arguments
-        vectors = [emit.load_floats(source_place, 64 * i) for i in range(SCALE_BLOCK // LANES)]
-        scale = _scale(emit, vectors, becomes)
-        if becomes != TO_QUERY:
-            bits = emit.float_to_half(scale)
-            emit.store(bits, record_place, align=2)
-            scale = emit.half_to_float(bits)
-        else:
-            emit.store(scale, record_place, align=4)
-        magnitude = emit.call("llvm.fabs.f32", F32, [scale])
-        is_zero = b.fcmp_ordered("<", magnitude, ir.Constant(F32, 1e-36))
-        inverse = b.select(is_zero, ir.Constant(F32, 0.0), b.fdiv(ir.Constant(F32, 1.0), scale))
-        lowest, highest = (-8.0, 7.0) if becomes == TO_Q4_0 else (-127.0, 127.0)
-        low, high = emit.splat_constant(F32, lowest), emit.splat_constant(F32, highest)
-        total = emit.zeros(I32)
-        for i, values in enumerate(vectors):
-            scaled = emit.mul(values, emit.splat(inverse))
-            # A scale that float16 can only just hold is far from the one that was meant.
-            scaled = b.select(b.fcmp_ordered("<", scaled, low), low, scaled)
-            scaled = b.select(b.fcmp_ordered(">", scaled, high), high, scaled)
-            whole = b.fptosi(emit.call("llvm.rint.v16f32", vector(F32), [scaled]), vector(I32))
-            total = b.add(total, whole)
-            if becomes == TO_Q4_0:
-                whole = b.add(whole, emit.splat_constant(I32, 8))
-            emit.store(b.trunc(whole, vector(I8)), codes_place, 16 * i, align=16)
-        if becomes == TO_QUERY:
-            emit.store(emit.call("llvm.vector.reduce.add.v16i32", I32, [total]), record_place, 4, align=4)
-        return context.get_dummy_value()
-
-    return types.void(kind, *[types.int64] * 3), generate
+    b = emit.builder
+    vectors = [emit.load_floats(source_place, 64 * i) for i in range(SCALE_BLOCK // LANES)]
+    scale = _scale(emit, vectors, becomes)
+    if becomes != TO_QUERY:
+        bits = emit.float_to_half(scale)
+        emit.store(bits, record_place, align=2)
+        scale = emit.half_to_float(bits)
+    else:
+        emit.store(scale, record_place, align=4)
+    magnitude = emit.call("llvm.fabs.f32", F32, [scale])
+    is_zero = b.fcmp_ordered("<", magnitude, ir.Constant(F32, 1e-36))
+    inverse = b.select(is_zero, ir.Constant(F32, 0.0), b.fdiv(ir.Constant(F32, 1.0), scale))
+    lowest, highest = (-8.0, 7.0) if becomes == TO_Q4_0 else (-127.0, 127.0)
+    low, high = emit.splat_constant(F32, lowest), emit.splat_constant(F32, highest)
+    total = emit.zeros(I32)
+    for i, values in enumerate(vectors):
+        scaled = emit.mul(values, emit.splat(inverse))
+        # A scale that float16 can only just hold is far from the one that was meant.
+        scaled = b.select(b.fcmp_ordered("<", scaled, low), low, scaled)
+        scaled = b.select(b.fcmp_ordered(">", scaled, high), high, scaled)
+        whole = b.fptosi(emit.call("llvm.rint.v16f32", vector(F32), [scaled]), vector(I32))
+        total = b.add(total, whole)
+        if becomes == TO_Q4_0:
+            whole = b.add(whole, emit.splat_constant(I32, 8))
+        emit.store(b.trunc(whole, vector(I8)), codes_place, 16 * i, align=16)
+    if becomes == TO_QUERY:
+        emit.store(emit.call("llvm.vector.reduce.add.v16i32", I32, [total]), record_place, 4, align=4)
 
 
 def _scale(emit: Emitter, vectors: list[Value], becomes: int) -> Value:

@@ -5,10 +5,9 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core.errors import RequireLiteralValue
-from numba.extending import intrinsic
 
-from localinfer.kernels.cpu.compiled.simd.emit import I16, I32, Emitter, vector
+from localinfer.kernels.cpu.compiled.simd.emit import I16, I32, Emitter, Value, vector
+from localinfer.kernels.cpu.compiled.simd.intrinsics import LITERAL, VOID, emitted
 from localinfer.kernels.cpu.compiled.simd.memory import (
     load_u8,
     load_u16_anywhere,
@@ -25,54 +24,39 @@ _BYTES_AT_ONCE = 4096
 _FIELD_BYTES = TILE_FIELD.num_bytes
 
 
-@intrinsic
-def _transpose(typing_context: Any, width: Any, source: Any, row_bytes: Any, target: Any) -> Any:
+@emitted(VOID, LITERAL, *[types.int64] * 3)
+def _transpose(emit: Emitter, width: int, start: Value, stride: Value, out: Value) -> None:
     """Sixteen columns of sixteen rows, `width` (literal 2 or 4) bytes each, to sixteen vectors of one column."""
-    if not isinstance(width, types.IntegerLiteral):
-        raise RequireLiteralValue("the element width chooses the code that is emitted, so it must be a literal")
-    element = {2: I16, 4: I32}[width.literal_value]
-    vector_bytes = 16 * width.literal_value
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        emit, b = Emitter(context, builder), builder
-        _, start, stride, out = arguments
-        rows = [
-            emit.load(b.add(start, b.mul(stride, emit.i64(row))), vector(element), align=width.literal_value)
-            for row in range(16)
-        ]
-        for column, value in enumerate(emit.transpose(rows)):
-            emit.store(value, out, vector_bytes * column, align=32)
-        return context.get_dummy_value()
-
-    return types.void(width, *[types.int64] * 3), generate
+    element = {2: I16, 4: I32}[width]
+    vector_bytes = 16 * width
+    b = emit.builder
+    rows = [emit.load(b.add(start, b.mul(stride, emit.i64(row))), vector(element), align=width) for row in range(16)]
+    for column, value in enumerate(emit.transpose(rows)):
+        emit.store(value, out, vector_bytes * column, align=32)
 
 
-@intrinsic
-def _transpose_words(typing_context: Any, source: Any, row_bytes: Any, target: Any, step: Any, flip: Any) -> Any:
+@emitted(VOID, *[types.int64] * 5)
+def _transpose_words(
+    emit: Emitter, start: Value, stride: Value, out: Value, distance: Value, changed_bits: Value
+) -> None:
     """Four words of sixteen rows to four vectors of one word each, `step` bytes apart; `flip` is xored to each word."""
+    b = emit.builder
+    rows = [emit.load(b.add(start, b.mul(stride, emit.i64(row))), vector(I32, 4), align=1) for row in range(16)]
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        emit, b = Emitter(context, builder), builder
-        start, stride, out, distance, changed_bits = arguments
-        rows = [emit.load(b.add(start, b.mul(stride, emit.i64(row))), vector(I32, 4), align=1) for row in range(16)]
+    def joined(left: Any, right: Any, lanes: list[int]) -> Any:
+        return b.shuffle_vector(left, right, ir.Constant(vector(I32, len(lanes)), lanes))
 
-        def joined(left: Any, right: Any, lanes: list[int]) -> Any:
-            return b.shuffle_vector(left, right, ir.Constant(vector(I32, len(lanes)), lanes))
-
-        pairs = [joined(rows[i], rows[i + 1], list(range(8))) for i in range(0, 16, 2)]
-        fours = [joined(pairs[i], pairs[i + 1], list(range(16))) for i in range(0, 8, 2)]
-        mask = emit.splat(b.trunc(changed_bits, I32))
-        # Words 2i and 2i + 1 of eight rows side by side, then one word of all sixteen.
-        for i in range(2):
-            lanes = [4 * row + word for word in (2 * i, 2 * i + 1) for row in range(8)]
-            upper, lower = joined(fours[0], fours[1], lanes), joined(fours[2], fours[3], lanes)
-            for word in range(2):
-                lanes_of_word = [16 * half + 8 * word + lane for half in range(2) for lane in range(8)]
-                value = b.xor(joined(upper, lower, lanes_of_word), mask)
-                emit.store(value, b.add(out, b.mul(distance, emit.i64(2 * i + word))), align=32)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 5), generate
+    pairs = [joined(rows[i], rows[i + 1], list(range(8))) for i in range(0, 16, 2)]
+    fours = [joined(pairs[i], pairs[i + 1], list(range(16))) for i in range(0, 8, 2)]
+    mask = emit.splat(b.trunc(changed_bits, I32))
+    # Words 2i and 2i + 1 of eight rows side by side, then one word of all sixteen.
+    for i in range(2):
+        lanes = [4 * row + word for word in (2 * i, 2 * i + 1) for row in range(8)]
+        upper, lower = joined(fours[0], fours[1], lanes), joined(fours[2], fours[3], lanes)
+        for word in range(2):
+            lanes_of_word = [16 * half + 8 * word + lane for half in range(2) for lane in range(8)]
+            value = b.xor(joined(upper, lower, lanes_of_word), mask)
+            emit.store(value, b.add(out, b.mul(distance, emit.i64(2 * i + word))), align=32)
 
 
 @inline

@@ -4,14 +4,12 @@ Row record: int8[K], then per block of 32 a record of RECORD_BYTES (see `tiles.p
 weight layout with an offset or a minimum needs them, and they cost nothing here.
 """
 
-from typing import Any
-
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from localinfer.kernels.cpu.compiled.simd.batch import num_rows
-from localinfer.kernels.cpu.compiled.simd.emit import F32, I8, I32, Emitter, vector
+from localinfer.kernels.cpu.compiled.simd.emit import F32, I8, I32, Emitter, Value, vector
+from localinfer.kernels.cpu.compiled.simd.intrinsics import VOID, emitted
 from localinfer.kernels.cpu.compiled.simd.pool import take_units
 from localinfer.kernels.cpu.kernel_abi import RECORD_BYTES
 from localinfer.kernels.cpu.parameters import BATCH, QUANTIZE
@@ -20,35 +18,29 @@ from localinfer.kernels.jit.numba import op
 BLOCKS_PER_UNIT = 32
 
 
-@intrinsic
-def quantize_block(typing_context: Any, source: Any, codes: Any, record: Any) -> Any:
+@emitted(VOID, types.int64, types.int64, types.int64)
+def quantize_block(emit: Emitter, source_address: Value, codes_address: Value, record_address: Value) -> None:
     """Quantize 32 float32 at `source` into 32 codes and one record."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        emit, b = Emitter(context, builder), builder
-        source_address, codes_address, record_address = arguments
-        halves = [emit.load_floats(source_address, 64 * half) for half in range(2)]
-        magnitudes = [emit.call("llvm.fabs.v16f32", vector(F32), [half]) for half in halves]
-        largest = emit.reduce_max(emit.maximum(*magnitudes))
-        limit = ir.Constant(F32, 127.0)
-        scale = b.fdiv(largest, limit)
-        # Below this the inverse would be infinite, and an infinite code is no number: such a block counts as zeros.
-        is_zero = b.fcmp_ordered("<", largest, ir.Constant(F32, 1e-36))
-        inverse = b.select(is_zero, ir.Constant(F32, 0.0), b.fdiv(limit, largest))
-        sums = []
-        for half, values in enumerate(halves):
-            scaled = emit.mul(values, emit.splat(inverse))
-            whole = b.fptosi(emit.call("llvm.rint.v16f32", vector(F32), [scaled]), vector(I32))
-            emit.store(b.trunc(whole, vector(I8)), codes_address, 16 * half, align=16)
-            sums.append(emit.call("llvm.vector.reduce.add.v16i32", I32, [whole]))
-        total = b.add(*sums)
-        emit.store(scale, record_address, 0, align=4)
-        emit.store(b.fmul(scale, b.sitofp(total, F32)), record_address, 4, align=4)
-        for field, value in ((8, total), (12, sums[0]), (16, sums[1])):
-            emit.store(b.mul(value, emit.i32(-8)), record_address, field, align=4)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), generate
+    b = emit.builder
+    halves = [emit.load_floats(source_address, 64 * half) for half in range(2)]
+    magnitudes = [emit.call("llvm.fabs.v16f32", vector(F32), [half]) for half in halves]
+    largest = emit.reduce_max(emit.maximum(*magnitudes))
+    limit = ir.Constant(F32, 127.0)
+    scale = b.fdiv(largest, limit)
+    # Below this the inverse would be infinite, and an infinite code is no number: such a block counts as zeros.
+    is_zero = b.fcmp_ordered("<", largest, ir.Constant(F32, 1e-36))
+    inverse = b.select(is_zero, ir.Constant(F32, 0.0), b.fdiv(limit, largest))
+    sums = []
+    for half, values in enumerate(halves):
+        scaled = emit.mul(values, emit.splat(inverse))
+        whole = b.fptosi(emit.call("llvm.rint.v16f32", vector(F32), [scaled]), vector(I32))
+        emit.store(b.trunc(whole, vector(I8)), codes_address, 16 * half, align=16)
+        sums.append(emit.call("llvm.vector.reduce.add.v16i32", I32, [whole]))
+    total = b.add(*sums)
+    emit.store(scale, record_address, 0, align=4)
+    emit.store(b.fmul(scale, b.sitofp(total, F32)), record_address, 4, align=4)
+    for field, value in ((8, total), (12, sums[0]), (16, sums[1])):
+        emit.store(b.mul(value, emit.i32(-8)), record_address, field, align=4)
 
 
 @op

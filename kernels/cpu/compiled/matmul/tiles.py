@@ -1,6 +1,6 @@
 """The innermost products: one tile of sixteen weight rows times one to eight rows of activations.
 
-Idea B of the design rests on this file. Every output element is one chain of fused multiply-adds over the blocks of
+Every output element is one chain of fused multiply-adds over the blocks of
 its row in order, the same chain however many activation rows are computed at once and on every instruction set.
 
 An activation row for quantized weights is `int8[K]` followed by one record per block of 32 (see `quantize.py`); for
@@ -8,13 +8,11 @@ float weights it is `float32[K]`.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from numba import types
-from numba.core.errors import RequireLiteralValue
-from numba.extending import intrinsic
 
 from localinfer.kernels.cpu.compiled.simd.emit import F16, F32, I8, I16, I32, I64, Emitter, Value, vector
+from localinfer.kernels.cpu.compiled.simd.intrinsics import FLOAT, LITERAL, VOID, emitted
 from localinfer.kernels.cpu.kernel_abi import RECORD_BYTES
 from localinfer.kernels.layouts import SIZES, Layout
 
@@ -376,49 +374,38 @@ def _float_totals(tile: _Tile) -> list[Value]:
     return [emit.add(even, odd) for even, odd in zip(rest, totals[count:], strict=True)]
 
 
-@intrinsic
+@emitted(VOID, LITERAL, LITERAL, *[types.int64] * 4, FLOAT, types.int64, types.int64)
 def tile_product(
-    typing_context: Any,
-    layout: Any,
-    num_rows: Any,
-    tile: Any,
-    columns: Any,
-    tables: Any,
-    bias: Any,
-    scale: Any,
-    first: Any,
-    count: Any,
-) -> Any:
+    emit: Emitter,
+    layout: int,
+    num_rows: int,
+    tile_address: Value,
+    column_count: Value,
+    table: Value,
+    bias_address: Value,
+    scale_value: Value,
+    first_row: Value,
+    row_limit: Value,
+) -> None:
     """out = residual + scale * (x @ tile.T + bias) for `num_rows` (literal) activation rows and one tile.
 
     tables: address of int64[3][8]: activation row, output and residual addresses of each row; outputs and residuals are
     offset by `first` (the tile's first weight row), of which `count` (1..16) exist. bias: address of 16 float32.
     """
-    if not isinstance(layout, types.IntegerLiteral) or not isinstance(num_rows, types.IntegerLiteral):
-        raise RequireLiteralValue("layout and num_rows choose the code that is emitted, so they must be literals")
-    layout_value, row_count = Layout(layout.literal_value), num_rows.literal_value
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        emit = Emitter(context, builder)
-        _, _, tile_address, column_count, table, bias_address, scale_value, first_row, row_limit = arguments
-        rows = [emit.load(table, I64, 8 * t, align=8) for t in range(row_count)]
-        product = _Tile(emit, layout_value, tile_address, column_count, rows)
-        if layout_value in _FLOAT_ELEMENT:
-            totals = _float_totals(product)
-        else:
-            body = _BODIES[layout_value]
-            totals = emit.loop(
-                emit.i64(0),
-                product.units,
-                1,
-                [emit.zeros(F32)] * row_count,
-                lambda unit, totals: body(product, unit, totals),
-            )
-        _write(emit, totals, table, bias_address, scale_value, first_row, row_limit)
-        return context.get_dummy_value()
-
-    signature = types.void(layout, num_rows, *[types.int64] * 4, types.float32, types.int64, types.int64)
-    return signature, generate
+    rows = [emit.load(table, I64, 8 * t, align=8) for t in range(num_rows)]
+    product = _Tile(emit, Layout(layout), tile_address, column_count, rows)
+    if product.layout in _FLOAT_ELEMENT:
+        totals = _float_totals(product)
+    else:
+        body = _BODIES[product.layout]
+        totals = emit.loop(
+            emit.i64(0),
+            product.units,
+            1,
+            [emit.zeros(F32)] * num_rows,
+            lambda unit, totals: body(product, unit, totals),
+        )
+    _write(emit, totals, table, bias_address, scale_value, first_row, row_limit)
 
 
 def _write(

@@ -6,13 +6,11 @@ i and 32 + i. The first takes the low 64 bits and the second the high ones; with
 random word, and its u = (word + 1/2) * 2^-52.
 """
 
-from typing import Any
-
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from localinfer.kernels.cpu.compiled.simd.emit import F64, I32, I64, LANES, Emitter, Value, vector
+from localinfer.kernels.cpu.compiled.simd.intrinsics import VOID, emitted
 from localinfer.kernels.cpu.kernel_abi import SAMPLING_BLOCK
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -60,48 +58,35 @@ def _uniforms(emit: Emitter, tokens: Value, seed: Value, position: Value) -> Val
     return builder.fmul(middle, emit.splat_constant(F64, 2.0**-52, lanes))
 
 
-@intrinsic
-def uniform_of(typing_context: Any, token: Any, seed: Any, position: Any) -> Any:
+@emitted(types.float64, types.int64, types.int64, types.int64)
+def uniform_of(emit: Emitter, token: Value, seed: Value, position: Value) -> Value:
     """The u in (0, 1) of one token at a position."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        emit = Emitter(context, builder)
-        u = _uniforms(emit, emit.splat(arguments[0], 1), *arguments[1:])
-        return builder.extract_element(u, emit.i32(0))
-
-    return types.float64(types.int64, types.int64, types.int64), generate
+    builder = emit.builder
+    u = _uniforms(emit, emit.splat(token, 1), seed, position)
+    return builder.extract_element(u, emit.i32(0))
 
 
-@intrinsic
-def store_uniforms(typing_context: Any, out: Any, tokens: Any, seed: Any, position: Any) -> Any:
+@emitted(VOID, types.int64, types.int64, types.int64, types.int64)
+def store_uniforms(emit: Emitter, out: Value, tokens: Value, seed: Value, position: Value) -> None:
     """Write the u of the sixteen tokens whose int32 ids lie at an address, as float64."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        emit = Emitter(context, builder)
-        ids = emit.load(arguments[1], vector(I32), align=4)
-        emit.store(_uniforms(emit, builder.zext(ids, vector(I64)), *arguments[2:]), arguments[0], align=8)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64, types.int64), generate
+    builder = emit.builder
+    ids = emit.load(tokens, vector(I32), align=4)
+    emit.store(_uniforms(emit, builder.zext(ids, vector(I64)), seed, position), out, align=8)
 
 
 STORED_AT_ONCE = LANES
 
 
-@intrinsic
-def tokens_reaching(typing_context: Any, needed: Any, block: Any, seed: Any, position: Any) -> Any:
+@emitted(types.int64, types.int64, types.int64, types.int64, types.int64)
+def tokens_reaching(emit: Emitter, needed: Value, block: Value, seed: Value, position: Value) -> Value:
     """A mask of those of a block's 64 tokens whose random word has at least `needed` as first 32 bits."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        emit = Emitter(context, builder)
-        first = builder.mul(arguments[1], emit.i64(_PAIRS))
-        places = ir.Constant(vector(I64, _PAIRS), list(range(_PAIRS)))
-        _, c1, _, c3 = _output(emit, builder.add(emit.splat(first, _PAIRS), places), *arguments[2:])
-        needed = emit.splat(arguments[0], _PAIRS)
-        low, high = (
-            builder.zext(builder.bitcast(builder.icmp_signed(">=", word, needed), ir.IntType(_PAIRS)), I64)
-            for word in (c1, c3)
-        )
-        return builder.or_(builder.shl(high, emit.i64(_PAIRS)), low)
-
-    return types.int64(types.int64, types.int64, types.int64, types.int64), generate
+    builder = emit.builder
+    first = builder.mul(block, emit.i64(_PAIRS))
+    places = ir.Constant(vector(I64, _PAIRS), list(range(_PAIRS)))
+    _, c1, _, c3 = _output(emit, builder.add(emit.splat(first, _PAIRS), places), seed, position)
+    needed = emit.splat(needed, _PAIRS)
+    low, high = (
+        builder.zext(builder.bitcast(builder.icmp_signed(">=", word, needed), ir.IntType(_PAIRS)), I64)
+        for word in (c1, c3)
+    )
+    return builder.or_(builder.shl(high, emit.i64(_PAIRS)), low)

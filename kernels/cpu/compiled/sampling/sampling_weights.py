@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import carray, types
-from numba.extending import intrinsic
 
-from localinfer.kernels.cpu.compiled.simd.emit import F32, F64, I32, LANES, Emitter, vector
+from localinfer.kernels.cpu.compiled.simd.emit import F32, F64, I32, LANES, Emitter, Value, vector
+from localinfer.kernels.cpu.compiled.simd.intrinsics import ADDRESS, FLOAT, VOID, emitted
 from localinfer.kernels.cpu.compiled.simd.memory import float32_pointer, float64_pointer, int32_pointer, int64_pointer
 from localinfer.kernels.cpu.kernel_abi import NEGATIVE_INFINITY_KEY, SAMPLING_BLOCK
 from localinfer.kernels.jit.numba import entry, inline
@@ -72,46 +72,40 @@ def weight_of(x: Any) -> Any:
     return np.float64(p * scale + _ROUNDING).view(np.int64) - _ROUNDING_BITS
 
 
-@intrinsic
+@emitted(VOID, ADDRESS, ADDRESS, FLOAT, FLOAT, FLOAT, types.int32, FLOAT, FLOAT)
 def _add_rough_masses(
-    typing_context: Any,
-    masses: Any,
-    address: Any,
-    start: Any,
-    least: Any,
-    above: Any,
-    limit: Any,
-    best: Any,
-    inverse_temperature: Any,
-) -> Any:
+    emit: Emitter,
+    masses: Value,
+    address: Value,
+    start: Value,
+    least: Value,
+    above: Value,
+    limit: Value,
+    best: Value,
+    inverse_temperature: Value,
+) -> None:
     """Add to float64[3] at `masses` about the weights of 64 logits, in float32, sixteen at a time: the sum of all; that
     of logits from `start` on; and that of logits from `least` on, or from `above` on at the place `limit` and behind.
     """
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        emit = Emitter(context, builder)
-        start, least, above, limit, best, scale = (emit.splat(value) for value in arguments[2:])
-        sums, nothing = [emit.zeros(F32)] * 3, emit.zeros(F32)
-        for first in range(0, SAMPLING_BLOCK, LANES):
-            logits = emit.load_floats(arguments[1], 4 * first)
-            weights = emit.exp(emit.mul(emit.sub(logits, best), scale))
-            places = ir.Constant(vector(I32), list(range(first, first + LANES)))
-            needed = builder.select(builder.icmp_signed("<", places, limit), least, above)
-            counted = [
-                weights,
-                builder.select(builder.fcmp_ordered(">=", logits, start), weights, nothing),
-                builder.select(builder.fcmp_ordered(">=", logits, needed), weights, nothing),
-            ]
-            sums = [emit.add(total, part) for total, part in zip(sums, counted, strict=True)]
-        for index, total in enumerate(sums):
-            before = emit.load(arguments[0], F64, 8 * index, align=8)
-            after = builder.fadd(before, builder.fpext(emit.reduce_add(total), F64))
-            emit.store(after, arguments[0], 8 * index, align=8)
-        return context.get_dummy_value()
-
-    single = types.float32
-    kinds = (types.int64, types.int64, single, single, single, types.int32, single, single)
-    return types.void(*kinds), generate
+    builder = emit.builder
+    start, least, above = emit.splat(start), emit.splat(least), emit.splat(above)
+    limit, best, scale = emit.splat(limit), emit.splat(best), emit.splat(inverse_temperature)
+    sums, nothing = [emit.zeros(F32)] * 3, emit.zeros(F32)
+    for first in range(0, SAMPLING_BLOCK, LANES):
+        logits = emit.load_floats(address, 4 * first)
+        weights = emit.exp(emit.mul(emit.sub(logits, best), scale))
+        places = ir.Constant(vector(I32), list(range(first, first + LANES)))
+        needed = builder.select(builder.icmp_signed("<", places, limit), least, above)
+        counted = [
+            weights,
+            builder.select(builder.fcmp_ordered(">=", logits, start), weights, nothing),
+            builder.select(builder.fcmp_ordered(">=", logits, needed), weights, nothing),
+        ]
+        sums = [emit.add(total, part) for total, part in zip(sums, counted, strict=True)]
+    for index, total in enumerate(sums):
+        before = emit.load(masses, F64, 8 * index, align=8)
+        after = builder.fadd(before, builder.fpext(emit.reduce_add(total), F64))
+        emit.store(after, masses, 8 * index, align=8)
 
 
 @inline

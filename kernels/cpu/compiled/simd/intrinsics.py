@@ -42,7 +42,7 @@ def emitted(result: Any, *operands: Any) -> Callable[[Callable[..., Any]], Any]:
 
             return result(*kinds), generate
 
-        parameters = inspect.signature(function).parameters.values()
+        parameters = list(inspect.signature(function).parameters.values())[: 1 + len(operands)]
         typed.__signature__ = inspect.Signature([one.replace(annotation=Any) for one in parameters])  # type: ignore[attr-defined]
         typed.__name__, typed.__doc__, typed.__module__ = function.__name__, function.__doc__, function.__module__
         return intrinsic(typed)

@@ -10,9 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 from numba import types
-from numba.extending import intrinsic, models, overload, register_model
+from numba.extending import models, overload, register_model
 
 from localinfer.kernels.cpu.compiled.simd.emit import F16, F32, I1, I8, I16, I32, I64, LANES, Emitter, Value, vector
+from localinfer.kernels.cpu.compiled.simd.intrinsics import ADDRESS, FLOAT, VOID, emitted
 
 LANE_BYTES = 4 * LANES
 """What `store` writes."""
@@ -34,35 +35,10 @@ class _LaneModel(models.PrimitiveModel):  # type: ignore[misc]
 
 FLOATS, INTEGERS, MASK = LaneType("float32", F32), LaneType("int32", I32), LaneType("bool", I1)
 
-Emit = Callable[..., Value]
-"""From an Emitter and the operands' IR values to the result's."""
 
-
-def _generator(emit: Emit) -> Callable[..., Any]:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        result = emit(Emitter(context, builder), *arguments)
-        return context.get_dummy_value() if result is None else result
-
-    return generate
-
-
-def _unary(operand: LaneType, result: Any, emit: Emit) -> Any:
-    """An intrinsic of one operand."""
-
-    @intrinsic
-    def function(typing_context: Any, a: Any) -> Any:
-        return result(operand), _generator(emit)
-
-    return function
-
-
-def _operator(symbol: Any, operand: LaneType, result: LaneType, emit: Emit) -> None:
+def _operator(symbol: Any, operand: LaneType, result: LaneType, emit: Callable[..., Value]) -> None:
     """Give one of Python's operators a meaning between two values of a lane type."""
-
-    @intrinsic
-    def function(typing_context: Any, a: Any, b: Any) -> Any:
-        return result(operand, operand), _generator(emit)
-
+    function = emitted(result, operand, operand)(emit)
     # Numba wants both functions to have one signature, down to the annotations, so they are lambdas.
     overload(symbol)(lambda a, b: (lambda a, b: function(a, b)) if (a, b) == (operand, operand) else None)
 
@@ -86,7 +62,7 @@ for _symbol, _method in ((operator.and_, "and_"), (operator.or_, "or_")):
 
 
 def _math(name: str) -> Any:
-    return _unary(FLOATS, FLOATS, lambda emit, a: emit.call(f"llvm.{name}.v16f32", vector(F32), [a]))
+    return emitted(FLOATS, FLOATS)(lambda emit, a: emit.call(f"llvm.{name}.v16f32", vector(F32), [a]))
 
 
 round_even = _math("rint")
@@ -94,99 +70,76 @@ truncate = _math("trunc")
 square_root = _math("sqrt")
 absolute = _math("fabs")
 
-to_integers = _unary(FLOATS, INTEGERS, lambda emit, a: emit.builder.fptosi(a, vector(I32)))
-"""Whole numbers within int32; others have no meaning."""
 
-any_lane = _unary(MASK, types.boolean, lambda emit, a: emit.call("llvm.vector.reduce.or.v16i1", I1, [a]))
-
-half_bits = _unary(FLOATS, INTEGERS, lambda emit, a: emit.builder.zext(emit.float_to_half(a), vector(I32)))
-"""Float16 bits, rounded to nearest even."""
-
-half_values = _unary(INTEGERS, FLOATS, lambda emit, a: emit.half_to_float(emit.builder.trunc(a, vector(I16))))
-"""What float16 bits mean."""
+@emitted(INTEGERS, FLOATS)
+def to_integers(emit: Emitter, a: Value) -> Value:
+    """Whole numbers within int32; others have no meaning."""
+    return emit.builder.fptosi(a, vector(I32))
 
 
-@intrinsic
-def splat(typing_context: Any, value: Any) -> Any:
+@emitted(types.boolean, MASK)
+def any_lane(emit: Emitter, a: Value) -> Value:
+    """Whether the mask is set anywhere."""
+    return emit.call("llvm.vector.reduce.or.v16i1", I1, [a])
+
+
+@emitted(INTEGERS, FLOATS)
+def half_bits(emit: Emitter, a: Value) -> Value:
+    """Float16 bits, rounded to nearest even."""
+    return emit.builder.zext(emit.float_to_half(a), vector(I32))
+
+
+@emitted(FLOATS, INTEGERS)
+def half_values(emit: Emitter, a: Value) -> Value:
+    """What float16 bits mean."""
+    return emit.half_to_float(emit.builder.trunc(a, vector(I16)))
+
+
+@emitted(FLOATS, FLOAT)
+def splat(emit: Emitter, value: Value) -> Value:
     """A float as float32 in every lane."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        emit = Emitter(context, builder)
-        single = context.cast(builder, arguments[0], signature.args[0], types.float32)
-        return emit.splat(single)
-
-    return FLOATS(value), generate
+    return emit.splat(value)
 
 
-@intrinsic
-def shifted_left(typing_context: Any, value: Any, count: Any) -> Any:
+@emitted(INTEGERS, INTEGERS, types.int64)
+def shifted_left(emit: Emitter, value: Value, count: Value) -> Value:
     """Every lane of integers, shifted by the same number of bits."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        emit = Emitter(context, builder)
-        return builder.shl(arguments[0], emit.splat(builder.trunc(arguments[1], I32)))
-
-    return INTEGERS(INTEGERS, types.int64), generate
+    return emit.builder.shl(value, emit.splat(emit.builder.trunc(count, I32)))
 
 
-@intrinsic
-def bits_from(typing_context: Any, value: Any, first: Any, mask: Any) -> Any:
+@emitted(INTEGERS, INTEGERS, types.int64, types.int64)
+def bits_from(emit: Emitter, value: Value, first: Value, mask: Value) -> Value:
     """(value >> first) & mask of every lane of integers."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        emit = Emitter(context, builder)
-        value, first, mask = arguments
-        moved = builder.lshr(value, emit.splat(builder.trunc(first, I32)))
-        return builder.and_(moved, emit.splat(builder.trunc(mask, I32)))
-
-    return INTEGERS(INTEGERS, types.int64, types.int64), generate
+    builder = emit.builder
+    moved = builder.lshr(value, emit.splat(builder.trunc(first, I32)))
+    return builder.and_(moved, emit.splat(builder.trunc(mask, I32)))
 
 
-def _where(kind: LaneType) -> Any:
-    @intrinsic
-    def function(typing_context: Any, mask: Any, a: Any, b: Any) -> Any:
-        return kind(MASK, kind, kind), _generator(lambda emit, mask, a, b: emit.builder.select(mask, a, b))
-
-    return function
+@emitted(FLOATS, MASK, FLOATS, FLOATS)
+def where(emit: Emitter, mask: Value, a: Value, b: Value) -> Value:
+    """a where the mask is set, else b."""
+    return emit.builder.select(mask, a, b)
 
 
-where = _where(FLOATS)
-"""a where the mask is set, else b."""
-
-
-@intrinsic
-def load(typing_context: Any, address: Any) -> Any:
+@emitted(FLOATS, ADDRESS)
+def load(emit: Emitter, address: Value) -> Value:
     """Sixteen float32 at an address that is a multiple of 64."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return Emitter(context, builder).load(arguments[0], vector(F32), align=64)
-
-    return FLOATS(types.int64), generate
+    return emit.load(address, vector(F32), align=64)
 
 
-@intrinsic
-def store(typing_context: Any, address: Any, value: Any) -> Any:
+@emitted(VOID, ADDRESS, FLOATS)
+def store(emit: Emitter, address: Value, value: Value) -> None:
     """Write what `load` reads."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        Emitter(context, builder).store(arguments[1], arguments[0], align=64)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, FLOATS), generate
+    emit.store(value, address, align=64)
 
 
 def _scatter(element: Any) -> Any:
-    @intrinsic
-    def function(typing_context: Any, address: Any, stride: Any, last: Any, value: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            emit = Emitter(context, builder)
-            start, stride, last, value = arguments
-            for lane, row in enumerate(_row_addresses(emit, start, stride, last)):
-                item = builder.extract_element(value, emit.i32(lane))
-                emit.store(item if element is I32 else builder.trunc(item, element), row)
-            return context.get_dummy_value()
-
-        return types.void(types.int64, types.int64, types.int64, INTEGERS), generate
+    @emitted(VOID, types.int64, types.int64, types.int64, INTEGERS)
+    def function(emit: Emitter, start: Value, stride: Value, last: Value, value: Value) -> None:
+        builder = emit.builder
+        for lane, row in enumerate(_row_addresses(emit, start, stride, last)):
+            item = builder.extract_element(value, emit.i32(lane))
+            emit.store(item if element is I32 else builder.trunc(item, element), row)
 
     return function
 
@@ -208,22 +161,18 @@ scatter_words = _scatter(I32)
 
 
 def _column_loader(element: Any) -> Any:
-    @intrinsic
-    def function(typing_context: Any, source: Any, stride: Any, last: Any, target: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            emit = Emitter(context, builder)
-            start, stride, last, target = arguments
-            rows = [emit.load_floats(row, 0, element) for row in _row_addresses(emit, start, stride, last)]
-            infinity = emit.splat_constant(F32, float("inf"))
-            is_wrong = emit.zeros(I1)
-            for row in rows:
-                magnitude = emit.call("llvm.fabs.v16f32", vector(F32), [row])
-                is_wrong = builder.or_(is_wrong, builder.fcmp_unordered(">=", magnitude, infinity))
-            for column, value in enumerate(emit.transpose(rows)):
-                emit.store(value, target, LANE_BYTES * column, align=64)
-            return builder.zext(emit.call("llvm.vector.reduce.or.v16i1", I1, [is_wrong]), I64)
-
-        return types.int64(*[types.int64] * 4), generate
+    @emitted(types.int64, *[types.int64] * 4)
+    def function(emit: Emitter, start: Value, stride: Value, last: Value, target: Value) -> Value:
+        builder = emit.builder
+        rows = [emit.load_floats(row, 0, element) for row in _row_addresses(emit, start, stride, last)]
+        infinity = emit.splat_constant(F32, float("inf"))
+        is_wrong = emit.zeros(I1)
+        for row in rows:
+            magnitude = emit.call("llvm.fabs.v16f32", vector(F32), [row])
+            is_wrong = builder.or_(is_wrong, builder.fcmp_unordered(">=", magnitude, infinity))
+        for column, value in enumerate(emit.transpose(rows)):
+            emit.store(value, target, LANE_BYTES * column, align=64)
+        return builder.zext(emit.call("llvm.vector.reduce.or.v16i1", I1, [is_wrong]), I64)
 
     return function
 

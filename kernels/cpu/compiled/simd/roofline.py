@@ -1,12 +1,11 @@
 """The machine's two ceilings, measured with the kernels' own means: bytes read and integer products per second."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from numba import types
-from numba.extending import intrinsic
 
 from localinfer.kernels.cpu.compiled.simd.emit import I8, I32, I64, Emitter, Value, vector
+from localinfer.kernels.cpu.compiled.simd.intrinsics import emitted
 from localinfer.kernels.cpu.compiled.simd.memory import store_i64
 from localinfer.kernels.cpu.compiled.simd.pool import take_units
 from localinfer.kernels.cpu.kernel_abi import MULTIPLICATIONS_PER_ROUND
@@ -18,53 +17,43 @@ _LINES = 4
 _CHAINS = MULTIPLICATIONS_PER_ROUND // 64
 
 
-@intrinsic
-def _read(typing_context: Any, address: Any, num_bytes: Any) -> Any:
+@emitted(types.int64, types.int64, types.int64)
+def _read(emit: Emitter, start: Value, length: Value) -> Value:
     """Combine all bytes (a multiple of 256) into one word, so that every line must arrive."""
+    b = emit.builder
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        emit, b = Emitter(context, builder), builder
-        start, length = arguments
+    def step(offset: Value, carried: list[Value]) -> Sequence[Value]:
+        place = b.add(start, offset)
+        for line in range(_LINES):
+            emit.prefetch(place, _PREFETCH_BYTES + 64 * line)
+        loaded = [emit.load(place, vector(I32), 64 * line, align=64) for line in range(_LINES)]
+        return [b.xor(value, new) for value, new in zip(carried, loaded, strict=True)]
 
-        def step(offset: Value, carried: list[Value]) -> Sequence[Value]:
-            place = b.add(start, offset)
-            for line in range(_LINES):
-                emit.prefetch(place, _PREFETCH_BYTES + 64 * line)
-            loaded = [emit.load(place, vector(I32), 64 * line, align=64) for line in range(_LINES)]
-            return [b.xor(value, new) for value, new in zip(carried, loaded, strict=True)]
-
-        values = emit.loop(emit.i64(0), length, 64 * _LINES, [emit.zeros(I32)] * _LINES, step)
-        total = values[0]
-        for value in values[1:]:
-            total = b.xor(total, value)
-        return b.zext(b.extract_element(total, emit.i32(0)), I64)
-
-    return types.int64(types.int64, types.int64), generate
+    values = emit.loop(emit.i64(0), length, 64 * _LINES, [emit.zeros(I32)] * _LINES, step)
+    total = values[0]
+    for value in values[1:]:
+        total = b.xor(total, value)
+    return b.zext(b.extract_element(total, emit.i32(0)), I64)
 
 
-@intrinsic
-def _multiply(typing_context: Any, seed: Any, rounds: Any) -> Any:
+@emitted(types.int64, types.int64, types.int64)
+def _multiply(emit: Emitter, seed_value: Value, count: Value) -> Value:
     """`rounds` rounds of _CHAINS independent dot products of 64 byte pairs, all in registers."""
+    b = emit.builder
+    word = emit.splat(b.and_(b.trunc(seed_value, I32), emit.i32(0x0F0F0F0F)))
+    codes = emit.bitcast(word, vector(I8, 64))
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        emit, b = Emitter(context, builder), builder
-        seed_value, count = arguments
-        word = emit.splat(b.and_(b.trunc(seed_value, I32), emit.i32(0x0F0F0F0F)))
-        codes = emit.bitcast(word, vector(I8, 64))
+    def step(index: Value, carried: list[Value]) -> Sequence[Value]:
+        # By its own sum, so that no part of a product is the same in the next round and computed only once.
+        return [emit.dot_codes(value, codes, emit.bitcast(value, vector(I8, 64))) for value in carried]
 
-        def step(index: Value, carried: list[Value]) -> Sequence[Value]:
-            # By its own sum, so that no part of a product is the same in the next round and computed only once.
-            return [emit.dot_codes(value, codes, emit.bitcast(value, vector(I8, 64))) for value in carried]
-
-        # Different starts keep the chains from being one and the same.
-        starts = [emit.splat(b.add(b.trunc(seed_value, I32), emit.i32(i))) for i in range(_CHAINS)]
-        values = emit.loop(emit.i64(0), count, 1, starts, step)
-        total = values[0]
-        for value in values[1:]:
-            total = b.xor(total, value)
-        return b.zext(b.extract_element(total, emit.i32(0)), I64)
-
-    return types.int64(types.int64, types.int64), generate
+    # Different starts keep the chains from being one and the same.
+    starts = [emit.splat(b.add(b.trunc(seed_value, I32), emit.i32(i))) for i in range(_CHAINS)]
+    values = emit.loop(emit.i64(0), count, 1, starts, step)
+    total = values[0]
+    for value in values[1:]:
+        total = b.xor(total, value)
+    return b.zext(b.extract_element(total, emit.i32(0)), I64)
 
 
 @op
