@@ -14,9 +14,31 @@ from numpy.typing import NDArray
 from localinfer.kernels import ops
 from localinfer.kernels.cpu import attention, kernel_abi
 from localinfer.kernels.cpu.arrays import address, aligned
-from localinfer.kernels.cpu.attention import float_word
 from localinfer.kernels.cpu.costs import attention_cost, embedding_cost, expert_cost, head_cost, matmul_cost
 from localinfer.kernels.cpu.memory import padded
+from localinfer.kernels.cpu.parameters import (
+    ATTENTION,
+    ATTENTION_SUMS,
+    COPY_HEADS,
+    ELEMENTWISE,
+    EMBED,
+    EXPERT_MATMUL,
+    EXPERT_SCALE,
+    EXPERT_SUM,
+    GROUP_BY_EXPERT,
+    MATMUL,
+    NORM,
+    PROJECTION,
+    QUANTIZE,
+    QUANTIZE_QUERIES,
+    ROPE,
+    ROPE_ANGLES,
+    ROUTE,
+    SCALE_BY_POSITION,
+    SELECT_OUTPUT,
+    STORE_KV,
+    Words,
+)
 from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.kernels.cpu.program import CpuProgram
 from localinfer.kernels.cpu.tape import CpuTape
@@ -58,8 +80,8 @@ def lower_to_cpu(
     for op in graph.ops:
         LOWER[type(op)](tape, op)
     compile_ahead([*tape.kernels, *(called for _, _, called in tape.calls)], progress)
-    for block, offset, called in tape.calls:
-        block[offset // 8] = called.address
+    for block, index, called in tape.calls:
+        block[index] = called.address
     return CpuProgram(tape)
 
 
@@ -77,11 +99,18 @@ def _embed(tape: CpuTape, op: ops.Embed | ops.EmbedPositions) -> None:
         f"{table.name} holds {rows.data.size} bytes; {table.num_rows} rows need {table.num_rows * row_bytes}",
     )
     tape.memory.keep_table(rows, by_position=by_position)
-    words = (rows.data.ctypes.data, row_bytes, int(rows.layout), rows.num_columns, sizes.unit, sizes.file_bytes)
-    more = (float_word(scale), int(by_position))
-    tape.add(
-        "embedding.embed", *tape.place(out), *words, *more, writes=out, cost=embedding_cost("embedding.embed", table)
+    words = EMBED.pack(
+        **tape.places(out=out),
+        table=rows.data.ctypes.data,
+        row_bytes=row_bytes,
+        layout=rows.layout,
+        columns=rows.num_columns,
+        unit=sizes.unit,
+        unit_bytes=sizes.file_bytes,
+        scale=scale,
+        by_position=by_position,
     )
+    tape.add("embedding.embed", words, writes=out, cost=embedding_cost("embedding.embed", table))
 
 
 def _norm(tape: CpuTape, op: ops.RmsNorm | ops.LayerNorm) -> None:
@@ -89,9 +118,17 @@ def _norm(tape: CpuTape, op: ops.RmsNorm | ops.LayerNorm) -> None:
     groups = op.x.width // size
     per_group = op.weight is not None and groups > 1 and op.weight.size == op.x.width
     bias, kernel = (op.bias, "layer_norm") if isinstance(op, ops.LayerNorm) else (None, "rms_norm")
-    addresses = [tape.memory.constant(values) for values in (op.weight, bias)]
-    words = (4 * size if per_group else 0, groups, size, float_word(op.epsilon), _is_output(op.x))
-    tape.add(f"elementwise.{kernel}", *tape.place(op.out), *tape.place(op.x), *addresses, *words, writes=op.out)
+    words = NORM.pack(
+        **tape.places(out=op.out, x=op.x),
+        weight=tape.memory.constant(op.weight),
+        bias=tape.memory.constant(bias),
+        weight_stride=4 * size if per_group else 0,
+        groups=groups,
+        size=size,
+        epsilon=op.epsilon,
+        is_output=_is_output(op.x),
+    )
+    tape.add(f"elementwise.{kernel}", words, writes=op.out)
 
 
 def _matmul(tape: CpuTape, op: ops.Matmul) -> None:
@@ -109,29 +146,46 @@ def _matmul(tape: CpuTape, op: ops.Matmul) -> None:
         place, stride, _ = _activations(tape, tape.in_order(x, first.columns), first, 1)
         bytes_per_row = kernel_abi.activation_row_bytes(x.width) if not is_float(layout) else 4 * x.width
         rows_per_block = max(8, ACTIVATION_BYTES_PER_BLOCK // bytes_per_row // 8 * 8)
-        words = [place, stride, x.width, _is_output(x), len(group), rows_per_block]
-        for projection in group:
-            words += _projection_words(tape, projection)
+        words = MATMUL.pack(
+            x=place,
+            x_stride=stride,
+            columns=x.width,
+            is_output=_is_output(x),
+            projections=len(group),
+            rows_per_block=rows_per_block,
+        )
         kernel = f"matmul.matmul_{layout.name.lower()}"
         cost = matmul_cost(kernel, [projection.weight for projection in group], x.rows)
-        tape.add(kernel, *words, writes=None, cost=cost)
+        tape.add(kernel, words, *(_projection_words(tape, projection) for projection in group), cost=cost)
     for projection in op.projections:
         tape.forget_copies(projection.out)
 
 
-def _projection_words(tape: CpuTape, projection: Projection) -> list[int]:
-    packed, out, memory = projection.weight.packed, projection.out, tape.memory
+def _projection_words(tape: CpuTape, projection: Projection) -> Words:
+    out, memory = projection.out, tape.memory
     zeros = memory.zeros(out.width)
-    residual = tape.place(projection.residual) if projection.residual is not None else (zeros, 0)
     bias = memory.constant(projection.bias)
-    biases = (bias, 64) if bias else (zeros, 0)
-    return [*_weight_words(packed), *tape.place(out), *residual, *biases, float_word(projection.scale), 0]
+    residual, residual_stride = (zeros, 0) if projection.residual is None else tape.place(projection.residual)
+    return PROJECTION.pack(
+        **_weight_words(projection.weight.packed),
+        **tape.places(out=out),
+        residual=residual,
+        residual_stride=residual_stride,
+        bias=bias or zeros,
+        bias_stride=64 if bias else 0,
+        scale=projection.scale,
+        spare=0,
+    )
 
 
-def _weight_words(packed: PackedWeight, expert: int = 0) -> tuple[int, int, int, int]:
+def _weight_words(packed: PackedWeight, expert: int = 0) -> dict[str, int]:
     """One matrix of a stack: its address, the bytes of a tile, how many tiles, and rows."""
-    place = address(packed.data) + expert * packed.expert_bytes
-    return place, packed.tile_bytes, num_tiles(packed.num_rows), packed.num_rows
+    return {
+        "weights": address(packed.data) + expert * packed.expert_bytes,
+        "tile_bytes": packed.tile_bytes,
+        "tiles": num_tiles(packed.num_rows),
+        "rows": packed.num_rows,
+    }
 
 
 def _packed(tape: CpuTape, weight: LinearWeight, *, may_gather: bool = False) -> PackedWeight:
@@ -150,8 +204,16 @@ def _activations(tape: CpuTape, x: Buffer, packed: PackedWeight, slots: int) -> 
     if tape.quantized_source != (x.rows, x.index, columns):
         needed = tape.max_rows[x.rows] * slots * stride
         tape.quantized_place = tape.memory.shared(f"activations of {x.rows.value} rows", needed)
-        words = (tape.quantized_place, stride, columns, _is_output(x), slots, 4 * columns)
-        tape.add("quantize.quantize_rows", *tape.place(x), *words, writes=None)
+        words = QUANTIZE.pack(
+            **tape.places(source=x),
+            target=tape.quantized_place,
+            target_stride=stride,
+            columns=columns,
+            is_output=_is_output(x),
+            slots=slots,
+            slot_stride=4 * columns,
+        )
+        tape.add("quantize.quantize_rows", words)
         tape.quantized_source = (x.rows, x.index, columns)
     return tape.quantized_place, stride * slots, stride if slots > 1 else 0
 
@@ -160,9 +222,17 @@ def _rope(tape: CpuTape, op: ops.Rope) -> None:
     x, pairs = op.x, op.table.inverse_frequencies.size
     angles = _rope_angles(tape, op.table)
     place, stride = tape.place(x)
-    words = (address(angles), 8 * pairs, x.width // op.head_size, op.head_size, pairs)
-    halves = int(op.table.pairing is ops.Pairing.HALVES)
-    tape.add("elementwise.rope", place + 4 * op.offset, stride, *words, halves, writes=x)
+    words = ROPE.pack(
+        x=place + 4 * op.offset,
+        x_stride=stride,
+        angles=address(angles),
+        angles_stride=8 * pairs,
+        heads=x.width // op.head_size,
+        head_size=op.head_size,
+        pairs=pairs,
+        is_halves=op.table.pairing is ops.Pairing.HALVES,
+    )
+    tape.add("elementwise.rope", words, writes=x)
 
 
 def _rope_angles(tape: CpuTape, table: RopeTable) -> NDArray[np.uint8]:
@@ -173,77 +243,94 @@ def _rope_angles(tape: CpuTape, table: RopeTable) -> NDArray[np.uint8]:
         angles = aligned(tape.max_rows[Rows.BATCH] * 8 * frequencies.size)
         tape.angles[key] = angles
         tape.memory.keep(angles, frequencies)
-        words = (address(angles), 8 * frequencies.size, address(frequencies), frequencies.size)
-        tape.add("elementwise.rope_angles", *words, float_word(table.magnitude), writes=None)
+        words = ROPE_ANGLES.pack(
+            out=address(angles),
+            out_stride=8 * frequencies.size,
+            frequencies=address(frequencies),
+            count=frequencies.size,
+            magnitude=table.magnitude,
+        )
+        tape.add("elementwise.rope_angles", words)
     return tape.angles[key]
 
 
 def _store_kv(tape: CpuTape, op: ops.StoreKV) -> None:
-    kernel, words = attention.store_words(tape.kv_layout, op.layer, tape.place(op.keys), tape.place(op.values))
-    tape.add(kernel.name, *words.tolist(), writes=None)
+    kernel, words = attention.store_words(tape.kv_layout, op.layer)
+    (keys, keys_stride), (values, values_stride) = tape.place(op.keys), tape.place(op.values)
+    places = {"keys_source": keys, "keys_stride": keys_stride}
+    places |= {"values_source": values, "values_stride": values_stride}
+    tape.add(kernel, STORE_KV.pack(**places, **words))
 
 
 def _attention(tape: CpuTape, op: ops.Attention) -> None:
     layout, layer, shape = tape.kv_layout, op.layer, op.shape
     attention.check_limits(shape)
-    places = {
-        attention.QUERIES: _queries(tape, op),
-        attention.OUT: tape.place(op.out),
-        attention.SINKS: (tape.memory.constant(shape.sinks),),
-        attention.SLOPES: (tape.memory.constant(shape.alibi_slopes),),
-    }
-    words = attention.attention_words(layout, layer, shape, places)
+    words = attention.attention_words(layout, layer, shape) | _queries(tape, op) | tape.places(out=op.out)
+    words |= {"sinks": tape.memory.constant(shape.sinks), "slopes": tape.memory.constant(shape.alibi_slopes)}
     tape.partial_bytes = max(tape.partial_bytes, attention.partial_bytes(layout, layer, shape))
     cost = attention_cost("attention.attention", layout, layer, shape)
-    calls = attention.pieces(layout)
-    tape.add("attention.attention", *words.tolist(), writes=op.out, cost=cost, calls=calls)
+    calls = {ATTENTION.words.index(word): kernel for word, kernel in attention.called_kernels(layout).items()}
+    tape.add("attention.attention", ATTENTION.pack(**words), writes=op.out, cost=cost, calls=calls)
     if tape.attention_sums is not None:
-        work = tape.memory.shared("page mass", tape.pool.num_threads * 64 * tape.attention_sums.shape[2])
-        more = (address(tape.attention_sums), *tape.attention_sums.shape[1:], work)
-        tape.add("attention_sums.attention_sums", *words.tolist(), *more, writes=None, calls=calls)
+        _, heads, pages = tape.attention_sums.shape
+        work = tape.memory.shared("attention sums", tape.pool.num_threads * 64 * pages)
+        words |= {"sums": address(tape.attention_sums), "sums_heads": heads, "sums_pages": pages, "work": work}
+        tape.add("attention_sums.attention_sums", ATTENTION_SUMS.pack(**words), calls=calls)
 
 
-def _queries(tape: CpuTape, op: ops.Attention) -> tuple[int, int, int]:
+def _queries(tape: CpuTape, op: ops.Attention) -> dict[str, int]:
     """Where attention finds its queries: address, stride per row and per head; quantizes them for such keys."""
     layout, shape = tape.kv_layout, op.shape
+    places = tape.places(queries=op.queries)
     if not is_quantized(layout.key_type):
-        return *tape.place(op.queries), 4 * shape.key_size
+        return places | {"query_head_bytes": 4 * shape.key_size}
     head_bytes = attention.query_head_bytes(layout.head(op.layer).key_columns)
     stride = shape.num_heads * head_bytes
-    target = (tape.memory.shared("queries", tape.max_rows[Rows.BATCH] * stride), stride, head_bytes)
-    words = attention.query_words(layout, op.layer, shape, tape.place(op.queries), target)
-    tape.add("kv_store.quantize_queries", *words.tolist(), writes=None)
-    return target
+    target = tape.memory.shared("queries", tape.max_rows[Rows.BATCH] * stride)
+    words = attention.query_words(layout, op.layer, shape) | places
+    words |= {"target": target, "target_stride": stride, "target_head_bytes": head_bytes}
+    tape.add("kv_store.quantize_queries", QUANTIZE_QUERIES.pack(**words))
+    return {"queries": target, "queries_stride": stride, "query_head_bytes": head_bytes}
 
 
 def _elementwise(tape: CpuTape, kernel: str, out: Buffer, a: Buffer, b: Buffer, scalar: float = 0.0) -> None:
-    words = (*tape.place(out), *tape.place(a), *tape.place(b), float_word(scalar), out.width, _is_output(out))
-    tape.add(f"elementwise.{kernel}", *words, writes=out)
+    words = ELEMENTWISE.pack(
+        **tape.places(out=out, a=a, b=b), scalar=scalar, columns=out.width, is_output=_is_output(out)
+    )
+    tape.add(f"elementwise.{kernel}", words, writes=out)
 
 
 def _multiply_sigmoid(tape: CpuTape, op: ops.MultiplySigmoid) -> None:
-    out, x, gate = op.out, op.x, op.gate
-    if op.is_by_row:
-        words = (*tape.place(out), *tape.place(x), *tape.place(gate), 0, x.width, _is_output(x))
-        tape.add("elementwise.multiply_sigmoid_by_row", *words, writes=out)
-    else:
-        _elementwise(tape, "multiply_sigmoid", out, x, gate)
+    kernel = "multiply_sigmoid_by_row" if op.is_by_row else "multiply_sigmoid"
+    _elementwise(tape, kernel, op.out, op.x, op.gate)
 
 
 def _scale_by_position(tape: CpuTape, op: ops.ScaleByPosition) -> None:
-    words = (op.x.width, op.period, float_word(op.slope), op.offset)
-    tape.add("elementwise.scale_by_position", *tape.place(op.x), *words, writes=op.x)
+    words = SCALE_BY_POSITION.pack(
+        **tape.places(x=op.x), columns=op.x.width, period=op.period, slope=op.slope, first_position=op.offset
+    )
+    tape.add("elementwise.scale_by_position", words, writes=op.x)
 
 
 def _select_output(tape: CpuTape, op: ops.SelectOutput) -> None:
-    tape.add("elementwise.select_output", *tape.place(op.out), *tape.place(op.x), op.x.width, writes=op.out)
+    words = SELECT_OUTPUT.pack(**tape.places(out=op.out, x=op.x), columns=op.x.width)
+    tape.add("elementwise.select_output", words, writes=op.out)
 
 
 def _copy_heads(tape: CpuTape, op: ops.CopyHeads) -> None:
-    (target, out_stride), (source, stride) = tape.place(op.out), tape.place(op.x)
-    places = (target + 4 * op.out_offset, out_stride, source + 4 * op.x_offset, stride)
-    words = (op.num_heads, op.width, 4 * op.out_head_size, 4 * op.x_head_size, _is_output(op.x))
-    tape.add("elementwise.copy_heads", *places, *words, writes=op.out)
+    (out, out_stride), (x, x_stride) = tape.place(op.out), tape.place(op.x)
+    words = COPY_HEADS.pack(
+        out=out + 4 * op.out_offset,
+        out_stride=out_stride,
+        x=x + 4 * op.x_offset,
+        x_stride=x_stride,
+        heads=op.num_heads,
+        width=op.width,
+        out_head_bytes=4 * op.out_head_size,
+        x_head_bytes=4 * op.x_head_size,
+        is_output=_is_output(op.x),
+    )
+    tape.add("elementwise.copy_heads", words, writes=op.out)
 
 
 def _head_matmul(tape: CpuTape, op: ops.HeadMatmul) -> None:
@@ -255,65 +342,121 @@ def _head_matmul(tape: CpuTape, op: ops.HeadMatmul) -> None:
         row = kernel_abi.activation_row_bytes(columns)
         memory = aligned(tape.max_rows[x.rows] * heads * row)
         tape.memory.keep(memory)
-        words = (source, stride, address(memory), row, columns, _is_output(x), heads, slot_stride)
-        tape.add("quantize.quantize_rows", *words, writes=None)
+        words = QUANTIZE.pack(
+            source=source,
+            source_stride=stride,
+            target=address(memory),
+            target_stride=row,
+            columns=columns,
+            is_output=_is_output(x),
+            slots=heads,
+            slot_stride=slot_stride,
+        )
+        tape.add("quantize.quantize_rows", words)
         source, stride, slot_stride = address(memory), heads * row, row
     target, out_stride = tape.place(out)
     zeros = tape.memory.zeros(rows)
     kernel = f"matmul.matmul_{packed.layout.name.lower()}"
     for head in range(heads):
-        inputs = (source + head * slot_stride, stride, columns, _is_output(x), 1, tape.max_rows[x.rows])
-        place = (target + 4 * (head * op.out_head_size + op.out_offset), out_stride)
-        product = (*inputs, *_weight_words(packed, head), *place, zeros, 0, zeros, 0, float_word(1.0), 0)
-        tape.add(kernel, *product, writes=out, cost=head_cost(kernel, weight, x.rows))
+        words = MATMUL.pack(
+            x=source + head * slot_stride,
+            x_stride=stride,
+            columns=columns,
+            is_output=_is_output(x),
+            projections=1,
+            rows_per_block=tape.max_rows[x.rows],
+        )
+        projection = PROJECTION.pack(
+            **_weight_words(packed, head),
+            out=target + 4 * (head * op.out_head_size + op.out_offset),
+            out_stride=out_stride,
+            residual=zeros,
+            residual_stride=0,
+            bias=zeros,
+            bias_stride=0,
+            scale=1.0,
+            spare=0,
+        )
+        tape.add(kernel, words, projection, writes=out, cost=head_cost(kernel, weight, x.rows))
 
 
 def _route(tape: CpuTape, op: ops.Route) -> None:
     routing, ids, logits = op.routing, op.expert_ids, op.logits
     count, selected = routing.num_experts, routing.num_selected
-    gating = (_GATING_CODES[routing.gating], int(routing.normalise), float_word(routing.scale))
-    bias = tape.memory.constant(routing.selection_bias)
-    places = (*tape.place(ids), *tape.place(op.expert_weights), *tape.place(logits))
-    groups = (routing.num_groups, routing.num_selected_groups, _is_output(logits))
-    tape.add("experts.route", *places, count, selected, *gating, bias, *groups, writes=ids)
+    words = ROUTE.pack(
+        **tape.places(ids=ids, weights=op.expert_weights, logits=logits),
+        experts=count,
+        selected=selected,
+        gating=_GATING_CODES[routing.gating],
+        normalise=routing.normalise,
+        scale=routing.scale,
+        bias=tape.memory.constant(routing.selection_bias),
+        groups=routing.num_groups,
+        kept_groups=routing.num_selected_groups,
+        is_output=_is_output(logits),
+    )
+    tape.add("experts.route", words, writes=ids)
     table = np.zeros(count + 2 + tape.max_rows[logits.rows] * selected, np.int64)
     tape.expert_groups[ids.index] = table
     tape.memory.keep(table)
-    words = (count, selected, address(table), _is_output(logits))
-    tape.add("experts.group_by_expert", *tape.place(ids), *words, writes=op.expert_weights)
+    words = GROUP_BY_EXPERT.pack(
+        **tape.places(ids=ids),
+        experts=count,
+        selected=selected,
+        starts=address(table),
+        is_output=_is_output(logits),
+    )
+    tape.add("experts.group_by_expert", words, writes=op.expert_weights)
 
 
 def _expert_matmul(tape: CpuTape, op: ops.ExpertMatmul) -> None:
     out, x, weight, ids, packed = op.out, op.x, op.weight, op.expert_ids, _packed(tape, op.weight)
     selected = ids.width
     check(ids.index in tape.expert_groups, f"{ids.name} was not routed")
-    activations = _activations(tape, x, packed, selected if op.input_per_slot else 1)
-    bias, bias_stride = 0, 4 * padded(packed.num_rows)
+    place, stride, slot_stride = _activations(tape, x, packed, selected if op.input_per_slot else 1)
+    bias = 0
     if op.bias is not None:
         bias = tape.memory.constant(np.pad(op.bias, ((0, 0), (0, padded(packed.num_rows) - packed.num_rows))))
-    place, *sizes = _weight_words(packed)
-    words = (
-        *(*activations, packed.num_columns, packed.num_experts, selected),
-        *(address(tape.expert_groups[ids.index]), place, packed.expert_bytes, *sizes, *tape.place(out)),
-        *(bias, bias_stride, tape.memory.zeros(packed.num_rows)),
+    words = EXPERT_MATMUL.pack(
+        x=place,
+        x_stride=stride,
+        slot_stride=slot_stride,
+        columns=packed.num_columns,
+        experts=packed.num_experts,
+        selected=selected,
+        groups=address(tape.expert_groups[ids.index]),
+        expert_bytes=packed.expert_bytes,
+        **_weight_words(packed),
+        **tape.places(out=out),
+        bias=bias,
+        bias_stride=4 * padded(packed.num_rows),
+        zeros=tape.memory.zeros(packed.num_rows),
     )
     kernel = f"matmul.expert_matmul_{packed.layout.name.lower()}"
-    tape.add(kernel, *words, writes=out, cost=expert_cost(kernel, weight, selected, x.rows))
+    tape.add(kernel, words, writes=out, cost=expert_cost(kernel, weight, selected, x.rows))
 
 
 def _expert_sum(tape: CpuTape, op: ops.ExpertSum) -> None:
-    residual = tape.place(op.residual) if op.residual is not None else (0, 0)
-    places = (*tape.place(op.out), *tape.place(op.x), *tape.place(op.expert_weights), *residual)
-    words = (op.expert_weights.width, op.out.width, _is_output(op.out))
-    tape.add("experts.expert_sum", *places, *words, writes=op.out)
+    residual, residual_stride = tape.place(op.residual) if op.residual is not None else (0, 0)
+    words = EXPERT_SUM.pack(
+        **tape.places(out=op.out, x=op.x, weights=op.expert_weights),
+        residual=residual,
+        residual_stride=residual_stride,
+        selected=op.expert_weights.width,
+        columns=op.out.width,
+        is_output=_is_output(op.out),
+    )
+    tape.add("experts.expert_sum", words, writes=op.out)
 
 
 def _expert_scale(tape: CpuTape, op: ops.ExpertScale) -> None:
     x, selected = op.x, op.expert_weights.width
     columns = x.width // selected
     check(columns % 16 == 0, f"{x.name} holds slots of {columns}; whole vectors of 16 are needed")
-    words = (*tape.place(x), *tape.place(op.expert_weights), selected, columns, _is_output(x))
-    tape.add("experts.expert_scale", *words, writes=x)
+    words = EXPERT_SCALE.pack(
+        **tape.places(x=x, weights=op.expert_weights), selected=selected, columns=columns, is_output=_is_output(x)
+    )
+    tape.add("experts.expert_scale", words, writes=x)
 
 
 def _receive(tape: CpuTape, op: ops.Receive) -> None:

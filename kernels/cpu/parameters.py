@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+Words = NDArray[np.int64]
+
 
 class Block:
     """A block's words in order, by name; `floats` are those of its words that hold the bits of a float32."""
@@ -32,7 +34,7 @@ class Block:
         """Where a word is, in bytes from the block's address."""
         return 8 * self.words.index(name)
 
-    def pack(self, **values: float) -> NDArray[np.int64]:
+    def pack(self, **values: float) -> Words:
         """The block of these values, int64[words]; every word must be given, floats as floats."""
         missing = set(self.words) ^ set(values)
         assert not missing, f"a block of {', '.join(self.words)} needs each of them once, not {', '.join(missing)}"

@@ -6,6 +6,7 @@ from numpy.typing import NDArray
 from localinfer.kernels.cpu import attention
 from localinfer.kernels.cpu.arrays import address
 from localinfer.kernels.cpu.memory import TapeMemory
+from localinfer.kernels.cpu.parameters import GATHER, Words
 from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.kernels.graph_builder import check
 from localinfer.kernels.jit.object_cache import Kernel
@@ -19,7 +20,7 @@ class CpuTape:
 
     partial_bytes: what one row's attention to one chunk may have to keep until all chunks are merged.
     attention_sums: float32[segments, KV heads, pages] that the ops add up attention in; None if they do not.
-    calls: kernels that kernels call themselves: a block, the offset of the word that takes the address, and which.
+    calls: kernels that kernels call themselves: a block, the index of the word that takes the address, and which.
     angles: cosines and sines by the RoPE table they are of. expert_groups: rows by expert, by the buffer of ids.
     quantized_source: rows, buffer and columns that were quantized last, to quantized_place.
     """
@@ -60,19 +61,26 @@ class CpuTape:
         """Address and row stride of a buffer."""
         return self.memory.place(buffer)
 
+    def places(self, **buffers: Buffer) -> dict[str, int]:
+        """The words NAME and NAME_stride of each buffer."""
+        words = {}
+        for name, buffer in buffers.items():
+            words[name], words[f"{name}_stride"] = self.place(buffer)
+        return words
+
     def add(
         self,
         kernel: str,
-        *words: int,
-        writes: Buffer | None,
+        *blocks: Words,
+        writes: Buffer | None = None,
         cost: Operation | None = None,
         calls: dict[int, Kernel] | None = None,
     ) -> None:
-        """Record a kernel. calls: kernels that it calls itself, by the offset of the word that takes their address."""
-        block = np.array(words, np.int64)
+        """Record a kernel. calls: kernels that it calls itself, by the index of the word that takes their address."""
+        block = np.concatenate(blocks)
         self.kernels.append(Kernel(kernel))
         self.parameters.append(block)
-        self.calls.extend((block, offset, called) for offset, called in (calls or {}).items())
+        self.calls.extend((block, index, called) for index, called in (calls or {}).items())
         self.operations.append(cost or Operation(kernel))
         if writes is not None:
             self.forget_copies(writes)
@@ -100,8 +108,9 @@ class CpuTape:
         if self._ordered_source != source:
             offsets = 4 * columns.astype(np.int64)
             self.memory.keep(offsets)
-            places = (*self.place(out), *self.place(x))
-            words = (*places, address(offsets), x.width, int(x.rows is Rows.OUTPUT))
-            self.add("gather.gather_columns", *words, writes=out)
+            is_output = x.rows is Rows.OUTPUT
+            places = self.places(out=out, x=x)
+            words = GATHER.pack(**places, offsets=address(offsets), columns=x.width, is_output=is_output)
+            self.add("gather.gather_columns", words, writes=out)
             self._ordered_source = source
         return out
