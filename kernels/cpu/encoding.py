@@ -18,6 +18,7 @@ from localinfer.kernels.cpu.kernel_abi import (
     SOURCE_F32,
     STATUS_NOT_FINITE,
 )
+from localinfer.kernels.cpu.parameters import ENCODE
 from localinfer.kernels.cpu.pool import KERNELS as POOL_KERNELS
 from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.kernels.jit.compile_ahead import ProgressCallback, compile_ahead
@@ -65,14 +66,11 @@ def encode_rows(
     memory = aligned_zeros(pool.num_threads * ENCODER_MEMORY_BYTES)
     # The checked copies must outlive the run.
     weights = None if importance is None else np.ascontiguousarray(importance, np.float32)
-    words = np.array(
-        (
-            *(pool.control_address, address(source), _SOURCES[source.dtype], columns * source.itemsize),
-            *(address(target), target.shape[1], rows, columns),
-            *(0 if weights is None else address(weights), address(memory)),
-        ),
-        np.int64,
-    )
+    words = ENCODE.pack(
+        control=pool.control_address, source=address(source), kind=_SOURCES[source.dtype],
+        stride=columns * source.itemsize, target=address(target), target_stride=target.shape[1], rows=rows,
+        columns=columns, importance=0 if weights is None else address(weights), memory=address(memory),
+    )  # fmt: skip
     ops = np.array([[ENCODERS[name].address, address(words)]], np.int64)
     pool.run(address(ops), 1, 0)
     found = memory.reshape(pool.num_threads, -1)[:, ENCODER_STATUS : ENCODER_STATUS + 8].copy().view(np.int64)

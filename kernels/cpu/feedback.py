@@ -4,6 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.kernels.cpu.arrays import address, aligned, aligned_zeros
+from localinfer.kernels.cpu.parameters import ROUND_COLUMNS
 from localinfer.kernels.jit.object_cache import Function
 
 FloatArray = NDArray[np.float32]
@@ -60,15 +61,14 @@ class FeedbackColumns:
     def round_block(self, first: int, end: int) -> None:
         """Round columns `first` to `end` - 1; the GIL is free meanwhile."""
         assert 0 <= first < end <= len(self.wanted), "columns that are there"
-        words = np.array(
-            (
-                *(first, end, self.wanted.shape[1] // _LANES, self.wanted.strides[0]),
-                *(address(one) for one in (self.wanted, self._columns, self.errors, self.levels, self.decoded)),
-                *(address(self._weights), self._weights.strides[0], address(self._groups), address(self._places)),
-                *(address(self._scales), address(self._minimums), *self._level_range),
-            ),
-            np.int64,
-        )
+        lowest, highest = self._level_range
+        words = ROUND_COLUMNS.pack(
+            first=first, end=end, vectors=self.wanted.shape[1] // _LANES, stride=self.wanted.strides[0],
+            wanted=address(self.wanted), given=address(self._columns), errors=address(self.errors),
+            levels=address(self.levels), decoded=address(self.decoded), weights=address(self._weights),
+            weights_stride=self._weights.strides[0], groups=address(self._groups), places=address(self._places),
+            scales=address(self._scales), minimums=address(self._minimums), lowest=lowest, highest=highest,
+        )  # fmt: skip
         _ROUND_BLOCK(address(words))
 
 

@@ -1,33 +1,7 @@
-"""What Python and the compiled kernels agree on: the batch header, the control block, and sizes. All words are
-int64."""
-
-# Batch header: offsets in bytes.
-NUM_ROWS = 0
-NUM_OUTPUT_ROWS = 8
-CONTROL = 16
-TOKEN_IDS = 24
-"""Address of int64[rows]."""
-POSITIONS = 32
-"""Address of int64[rows]."""
-PAGE_TABLES = 40
-"""Address of int64[rows]: per row, the address of its sequence's page addresses."""
-WINDOWED_TABLES = 96
-"""The same, of the windowed layers' pieces of pages."""
-OUTPUT_ROWS = 48
-"""Address of int64[output rows]."""
-SCRATCH = 56
-"""Address of SCRATCH_BYTES per thread."""
-SEGMENTS = 64
-"""Address of int64[segments][5]: first row, number of rows, first position, page table, table of windowed pieces."""
-SEGMENT_BYTES = 40
-SEGMENT_TABLE, SEGMENT_WINDOWED_TABLE = 24, 32
-NUM_SEGMENTS = 72
-PARTIALS = 80
-"""Address of memory that all threads share: counters int64, zero between ops, and results of single chunks."""
-PARTIALS_BYTES = 88
-HEADER_WORDS = 13
+"""What Python and the compiled kernels agree on besides parameter blocks: the control block, codes and sizes."""
 
 SCRATCH_BYTES = 1 << 17
+"""Memory of each thread, for the op that it is in."""
 
 # Control block of a thread pool: offsets in bytes, a cache line apart where threads contend.
 GENERATION = 0 * 64
@@ -116,23 +90,8 @@ CHECKSUM_LANES = 32
 CHECKSUM_MULTIPLIER = 0x9E3779B97F4A7C15
 """Odd, with bits spread evenly: 2^64 divided by the golden ratio."""
 
-# Cutting long texts into words: kinds of characters, uint8 each, and the words of its parameters.
+# Cutting long texts into words.
 CHARACTER_SYMBOL, CHARACTER_LETTER, CHARACTER_DIGIT, CHARACTER_SPACE, CHARACTER_NEWLINE = range(1, 6)
-"""Of a character: letter and digit as Unicode has them, white space, CR and LF, and everything else."""
-SPLIT_KINDS, SPLIT_CODES, SPLIT_COUNT, SPLIT_ENDS, SPLIT_IS_END = range(5)
-"""Addresses of uint8[count] and int32[count] code points; int64[count] for the ends of words; 0 where text follows."""
-SPLIT_LEADS, SPLIT_DIGITS, SPLIT_DIGITS_FIRST, SPLIT_SYMBOL_LINES, SPLIT_LINES, SPLIT_ANY_CASE = range(5, 11)
-"""Whether a word may begin with any symbol, or else a space; digits to a group, 0 for all with a space before them;
-whether digits are cut out one by one before all else; whether newlines belong to the symbols before them; whether white
-space ends at its last newline; whether contractions may be in capitals."""
-SPLIT_WORDS = 11
-
-# Merging symbols: addresses of int32 symbols and int64 ends of words, of a hash table of pairs (int64 keys, -1 where
-# free, and values), of scratch (int32[longest word] twice, int64[2 * longest word]) and of what is left.
-MERGE_SYMBOLS, MERGE_ENDS, MERGE_NUM_WORDS, MERGE_KEYS, MERGE_VALUES, MERGE_MASK = range(6)
-MERGE_NEXT, MERGE_PREVIOUS, MERGE_HEAP, MERGE_OUT, MERGE_PLACES = range(6, 11)
-MERGE_WHOLE_TABLE, MERGE_WHOLE_MASK, MERGE_WHOLE_STARTS, MERGE_WHOLE_SYMBOLS = range(11, 15)
-"""Tokens that a whole word becomes without merging: an int32 hash table, 0 for none, and the symbols of all tokens."""
-MERGE_WORDS = 15
+"""Kinds of characters, uint8 each: everything else, letter and digit as Unicode has them, white space, CR and LF."""
 SCAN_SYMBOLS = 24
 """Words of up to so many symbols are merged by looking through them."""

@@ -100,16 +100,9 @@ def _embed(tape: CpuTape, op: ops.Embed | ops.EmbedPositions) -> None:
     )
     tape.memory.keep_table(rows, by_position=by_position)
     words = EMBED.pack(
-        **tape.places(out=out),
-        table=rows.data.ctypes.data,
-        row_bytes=row_bytes,
-        layout=rows.layout,
-        columns=rows.num_columns,
-        unit=sizes.unit,
-        unit_bytes=sizes.file_bytes,
-        scale=scale,
-        by_position=by_position,
-    )
+        **tape.places(out=out), table=rows.data.ctypes.data, row_bytes=row_bytes, layout=rows.layout,
+        columns=rows.num_columns, unit=sizes.unit, unit_bytes=sizes.file_bytes, scale=scale, by_position=by_position,
+    )  # fmt: skip
     tape.add("embedding.embed", words, writes=out, cost=embedding_cost("embedding.embed", table))
 
 
@@ -119,15 +112,10 @@ def _norm(tape: CpuTape, op: ops.RmsNorm | ops.LayerNorm) -> None:
     per_group = op.weight is not None and groups > 1 and op.weight.size == op.x.width
     bias, kernel = (op.bias, "layer_norm") if isinstance(op, ops.LayerNorm) else (None, "rms_norm")
     words = NORM.pack(
-        **tape.places(out=op.out, x=op.x),
-        weight=tape.memory.constant(op.weight),
-        bias=tape.memory.constant(bias),
-        weight_stride=4 * size if per_group else 0,
-        groups=groups,
-        size=size,
-        epsilon=op.epsilon,
+        **tape.places(out=op.out, x=op.x), weight=tape.memory.constant(op.weight), bias=tape.memory.constant(bias),
+        weight_stride=4 * size if per_group else 0, groups=groups, size=size, epsilon=op.epsilon,
         is_output=_is_output(op.x),
-    )
+    )  # fmt: skip
     tape.add(f"elementwise.{kernel}", words, writes=op.out)
 
 
@@ -147,13 +135,9 @@ def _matmul(tape: CpuTape, op: ops.Matmul) -> None:
         bytes_per_row = kernel_abi.activation_row_bytes(x.width) if not is_float(layout) else 4 * x.width
         rows_per_block = max(8, ACTIVATION_BYTES_PER_BLOCK // bytes_per_row // 8 * 8)
         words = MATMUL.pack(
-            x=place,
-            x_stride=stride,
-            columns=x.width,
-            is_output=_is_output(x),
-            projections=len(group),
+            x=place, x_stride=stride, columns=x.width, is_output=_is_output(x), projections=len(group),
             rows_per_block=rows_per_block,
-        )
+        )  # fmt: skip
         kernel = f"matmul.matmul_{layout.name.lower()}"
         cost = matmul_cost(kernel, [projection.weight for projection in group], x.rows)
         tape.add(kernel, words, *(_projection_words(tape, projection) for projection in group), cost=cost)
@@ -167,15 +151,10 @@ def _projection_words(tape: CpuTape, projection: Projection) -> Words:
     bias = memory.constant(projection.bias)
     residual, residual_stride = (zeros, 0) if projection.residual is None else tape.place(projection.residual)
     return PROJECTION.pack(
-        **_weight_words(projection.weight.packed),
-        **tape.places(out=out),
-        residual=residual,
-        residual_stride=residual_stride,
-        bias=bias or zeros,
-        bias_stride=64 if bias else 0,
-        scale=projection.scale,
+        **_weight_words(projection.weight.packed), **tape.places(out=out), residual=residual,
+        residual_stride=residual_stride, bias=bias or zeros, bias_stride=64 if bias else 0, scale=projection.scale,
         spare=0,
-    )
+    )  # fmt: skip
 
 
 def _weight_words(packed: PackedWeight, expert: int = 0) -> dict[str, int]:
@@ -205,14 +184,9 @@ def _activations(tape: CpuTape, x: Buffer, packed: PackedWeight, slots: int) -> 
         needed = tape.max_rows[x.rows] * slots * stride
         tape.quantized_place = tape.memory.shared(f"activations of {x.rows.value} rows", needed)
         words = QUANTIZE.pack(
-            **tape.places(source=x),
-            target=tape.quantized_place,
-            target_stride=stride,
-            columns=columns,
-            is_output=_is_output(x),
-            slots=slots,
-            slot_stride=4 * columns,
-        )
+            **tape.places(source=x), target=tape.quantized_place, target_stride=stride, columns=columns,
+            is_output=_is_output(x), slots=slots, slot_stride=4 * columns,
+        )  # fmt: skip
         tape.add("quantize.quantize_rows", words)
         tape.quantized_source = (x.rows, x.index, columns)
     return tape.quantized_place, stride * slots, stride if slots > 1 else 0
@@ -223,15 +197,10 @@ def _rope(tape: CpuTape, op: ops.Rope) -> None:
     angles = _rope_angles(tape, op.table)
     place, stride = tape.place(x)
     words = ROPE.pack(
-        x=place + 4 * op.offset,
-        x_stride=stride,
-        angles=address(angles),
-        angles_stride=8 * pairs,
-        heads=x.width // op.head_size,
-        head_size=op.head_size,
-        pairs=pairs,
+        x=place + 4 * op.offset, x_stride=stride, angles=address(angles), angles_stride=8 * pairs,
+        heads=x.width // op.head_size, head_size=op.head_size, pairs=pairs,
         is_halves=op.table.pairing is ops.Pairing.HALVES,
-    )
+    )  # fmt: skip
     tape.add("elementwise.rope", words, writes=x)
 
 
@@ -244,12 +213,9 @@ def _rope_angles(tape: CpuTape, table: RopeTable) -> NDArray[np.uint8]:
         tape.angles[key] = angles
         tape.memory.keep(angles, frequencies)
         words = ROPE_ANGLES.pack(
-            out=address(angles),
-            out_stride=8 * frequencies.size,
-            frequencies=address(frequencies),
-            count=frequencies.size,
-            magnitude=table.magnitude,
-        )
+            out=address(angles), out_stride=8 * frequencies.size, frequencies=address(frequencies),
+            count=frequencies.size, magnitude=table.magnitude,
+        )  # fmt: skip
         tape.add("elementwise.rope_angles", words)
     return tape.angles[key]
 
@@ -320,16 +286,10 @@ def _select_output(tape: CpuTape, op: ops.SelectOutput) -> None:
 def _copy_heads(tape: CpuTape, op: ops.CopyHeads) -> None:
     (out, out_stride), (x, x_stride) = tape.place(op.out), tape.place(op.x)
     words = COPY_HEADS.pack(
-        out=out + 4 * op.out_offset,
-        out_stride=out_stride,
-        x=x + 4 * op.x_offset,
-        x_stride=x_stride,
-        heads=op.num_heads,
-        width=op.width,
-        out_head_bytes=4 * op.out_head_size,
-        x_head_bytes=4 * op.x_head_size,
+        out=out + 4 * op.out_offset, out_stride=out_stride, x=x + 4 * op.x_offset, x_stride=x_stride,
+        heads=op.num_heads, width=op.width, out_head_bytes=4 * op.out_head_size, x_head_bytes=4 * op.x_head_size,
         is_output=_is_output(op.x),
-    )
+    )  # fmt: skip
     tape.add("elementwise.copy_heads", words, writes=op.out)
 
 
@@ -343,15 +303,9 @@ def _head_matmul(tape: CpuTape, op: ops.HeadMatmul) -> None:
         memory = aligned(tape.max_rows[x.rows] * heads * row)
         tape.memory.keep(memory)
         words = QUANTIZE.pack(
-            source=source,
-            source_stride=stride,
-            target=address(memory),
-            target_stride=row,
-            columns=columns,
-            is_output=_is_output(x),
-            slots=heads,
-            slot_stride=slot_stride,
-        )
+            source=source, source_stride=stride, target=address(memory), target_stride=row, columns=columns,
+            is_output=_is_output(x), slots=heads, slot_stride=slot_stride,
+        )  # fmt: skip
         tape.add("quantize.quantize_rows", words)
         source, stride, slot_stride = address(memory), heads * row, row
     target, out_stride = tape.place(out)
@@ -359,24 +313,13 @@ def _head_matmul(tape: CpuTape, op: ops.HeadMatmul) -> None:
     kernel = f"matmul.matmul_{packed.layout.name.lower()}"
     for head in range(heads):
         words = MATMUL.pack(
-            x=source + head * slot_stride,
-            x_stride=stride,
-            columns=columns,
-            is_output=_is_output(x),
-            projections=1,
+            x=source + head * slot_stride, x_stride=stride, columns=columns, is_output=_is_output(x), projections=1,
             rows_per_block=tape.max_rows[x.rows],
-        )
+        )  # fmt: skip
         projection = PROJECTION.pack(
-            **_weight_words(packed, head),
-            out=target + 4 * (head * op.out_head_size + op.out_offset),
-            out_stride=out_stride,
-            residual=zeros,
-            residual_stride=0,
-            bias=zeros,
-            bias_stride=0,
-            scale=1.0,
-            spare=0,
-        )
+            **_weight_words(packed, head), out=target + 4 * (head * op.out_head_size + op.out_offset),
+            out_stride=out_stride, residual=zeros, residual_stride=0, bias=zeros, bias_stride=0, scale=1.0, spare=0,
+        )  # fmt: skip
         tape.add(kernel, words, projection, writes=out, cost=head_cost(kernel, weight, x.rows))
 
 
@@ -384,28 +327,18 @@ def _route(tape: CpuTape, op: ops.Route) -> None:
     routing, ids, logits = op.routing, op.expert_ids, op.logits
     count, selected = routing.num_experts, routing.num_selected
     words = ROUTE.pack(
-        **tape.places(ids=ids, weights=op.expert_weights, logits=logits),
-        experts=count,
-        selected=selected,
-        gating=_GATING_CODES[routing.gating],
-        normalise=routing.normalise,
-        scale=routing.scale,
-        bias=tape.memory.constant(routing.selection_bias),
-        groups=routing.num_groups,
-        kept_groups=routing.num_selected_groups,
-        is_output=_is_output(logits),
-    )
+        **tape.places(ids=ids, weights=op.expert_weights, logits=logits), experts=count, selected=selected,
+        gating=_GATING_CODES[routing.gating], normalise=routing.normalise, scale=routing.scale,
+        bias=tape.memory.constant(routing.selection_bias), groups=routing.num_groups,
+        kept_groups=routing.num_selected_groups, is_output=_is_output(logits),
+    )  # fmt: skip
     tape.add("experts.route", words, writes=ids)
     table = np.zeros(count + 2 + tape.max_rows[logits.rows] * selected, np.int64)
     tape.expert_groups[ids.index] = table
     tape.memory.keep(table)
     words = GROUP_BY_EXPERT.pack(
-        **tape.places(ids=ids),
-        experts=count,
-        selected=selected,
-        starts=address(table),
-        is_output=_is_output(logits),
-    )
+        **tape.places(ids=ids), experts=count, selected=selected, starts=address(table), is_output=_is_output(logits),
+    )  # fmt: skip
     tape.add("experts.group_by_expert", words, writes=op.expert_weights)
 
 
@@ -418,20 +351,11 @@ def _expert_matmul(tape: CpuTape, op: ops.ExpertMatmul) -> None:
     if op.bias is not None:
         bias = tape.memory.constant(np.pad(op.bias, ((0, 0), (0, padded(packed.num_rows) - packed.num_rows))))
     words = EXPERT_MATMUL.pack(
-        x=place,
-        x_stride=stride,
-        slot_stride=slot_stride,
-        columns=packed.num_columns,
-        experts=packed.num_experts,
-        selected=selected,
-        groups=address(tape.expert_groups[ids.index]),
-        expert_bytes=packed.expert_bytes,
-        **_weight_words(packed),
-        **tape.places(out=out),
-        bias=bias,
-        bias_stride=4 * padded(packed.num_rows),
+        x=place, x_stride=stride, slot_stride=slot_stride, columns=packed.num_columns, experts=packed.num_experts,
+        selected=selected, groups=address(tape.expert_groups[ids.index]), expert_bytes=packed.expert_bytes,
+        **_weight_words(packed), **tape.places(out=out), bias=bias, bias_stride=4 * padded(packed.num_rows),
         zeros=tape.memory.zeros(packed.num_rows),
-    )
+    )  # fmt: skip
     kernel = f"matmul.expert_matmul_{packed.layout.name.lower()}"
     tape.add(kernel, words, writes=out, cost=expert_cost(kernel, weight, selected, x.rows))
 
@@ -439,13 +363,10 @@ def _expert_matmul(tape: CpuTape, op: ops.ExpertMatmul) -> None:
 def _expert_sum(tape: CpuTape, op: ops.ExpertSum) -> None:
     residual, residual_stride = tape.place(op.residual) if op.residual is not None else (0, 0)
     words = EXPERT_SUM.pack(
-        **tape.places(out=op.out, x=op.x, weights=op.expert_weights),
-        residual=residual,
-        residual_stride=residual_stride,
-        selected=op.expert_weights.width,
-        columns=op.out.width,
+        **tape.places(out=op.out, x=op.x, weights=op.expert_weights), residual=residual,
+        residual_stride=residual_stride, selected=op.expert_weights.width, columns=op.out.width,
         is_output=_is_output(op.out),
-    )
+    )  # fmt: skip
     tape.add("experts.expert_sum", words, writes=op.out)
 
 

@@ -9,9 +9,13 @@ from numpy.typing import NDArray
 from localinfer.errors import RequestError
 from localinfer.kernels.cpu import kernel_abi
 from localinfer.kernels.cpu.arrays import address, aligned_zeros
+from localinfer.kernels.cpu.parameters import BATCH, SEGMENT
 from localinfer.kernels.cpu.tape import CpuTape
 from localinfer.kernels.ops import FloatArray, Rows
 from localinfer.kernels.program import Batch, Operation, Segment
+
+_NUM_ROWS, _NUM_OUTPUT_ROWS, _NUM_SEGMENTS = map(BATCH.words.index, ("num_rows", "num_output_rows", "num_segments"))
+_PARTIALS, _PARTIALS_BYTES = map(BATCH.words.index, ("partials", "partials_bytes"))
 
 DECODE_ROWS = 2
 """Batches of up to this many rows read memory more than they multiply, which fewer threads may do as fast. Four tokens
@@ -57,20 +61,23 @@ class CpuProgram:
         self._page_tables = np.zeros(rows, np.int64)
         self._windowed_tables = np.zeros(rows, np.int64)
         self._output_rows = np.zeros(self.max_output_rows, np.int64)
-        self._segments = np.zeros((rows, kernel_abi.SEGMENT_BYTES // 8), np.int64)
+        self._segments = np.zeros((rows, len(SEGMENT.words)), np.int64)
         self._scratch = aligned_zeros(self._pool.num_threads * kernel_abi.SCRATCH_BYTES)
-        self._header = np.zeros(kernel_abi.HEADER_WORDS, np.int64)
-        for offset, array in (
-            (kernel_abi.TOKEN_IDS, self._token_ids),
-            (kernel_abi.POSITIONS, self._positions),
-            (kernel_abi.PAGE_TABLES, self._page_tables),
-            (kernel_abi.WINDOWED_TABLES, self._windowed_tables),
-            (kernel_abi.OUTPUT_ROWS, self._output_rows),
-            (kernel_abi.SCRATCH, self._scratch),
-            (kernel_abi.SEGMENTS, self._segments),
-        ):
-            self._header[offset // 8] = address(array)
-        self._header[kernel_abi.CONTROL // 8] = self._pool.control_address
+        self._header = BATCH.pack(
+            num_rows=0,
+            num_output_rows=0,
+            control=self._pool.control_address,
+            token_ids=address(self._token_ids),
+            positions=address(self._positions),
+            page_tables=address(self._page_tables),
+            output_rows=address(self._output_rows),
+            scratch=address(self._scratch),
+            segments=address(self._segments),
+            num_segments=0,
+            partials=0,
+            partials_bytes=0,
+            windowed_tables=address(self._windowed_tables),
+        )
         self._header_address = address(self._header)
         self._partials: NDArray[np.uint8] = aligned_zeros(0)
         self._reserve_partials(0)
@@ -126,9 +133,9 @@ class CpuProgram:
             row = self._set_segment(index, segment, row)
             chunks += ((segment.start_position - segment.dropped_tokens) // kernel_abi.CHUNK + 2) * segment.num_rows
         header = self._header
-        header[kernel_abi.NUM_SEGMENTS // 8] = len(batch.segments)
-        header[kernel_abi.NUM_ROWS // 8] = rows
-        header[kernel_abi.NUM_OUTPUT_ROWS // 8] = outputs
+        header[_NUM_SEGMENTS] = len(batch.segments)
+        header[_NUM_ROWS] = rows
+        header[_NUM_OUTPUT_ROWS] = outputs
         self._last_rows = rows
         if rows <= kernel_abi.SPLIT_ROWS and self.num_threads > 1:
             self._reserve_partials(chunks)
@@ -152,8 +159,8 @@ class CpuProgram:
         needed = kernel_abi.PARTIAL_COUNTER_BYTES + num_chunks * self.tape.partial_bytes
         if needed > self._partials.size:
             self._partials = aligned_zeros(2 * needed)
-            self._header[kernel_abi.PARTIALS // 8] = address(self._partials)
-            self._header[kernel_abi.PARTIALS_BYTES // 8] = self._partials.size
+            self._header[_PARTIALS] = address(self._partials)
+            self._header[_PARTIALS_BYTES] = self._partials.size
 
     def _set_segment(self, index: int, segment: Segment, row: int) -> int:
         """Write one segment's rows, the first of them `row`; returns the row after its last."""

@@ -8,8 +8,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels.cpu import kernel_abi as protocol
 from localinfer.kernels.cpu.arrays import address
+from localinfer.kernels.cpu.kernel_abi import SCAN_SYMBOLS
+from localinfer.kernels.cpu.parameters import MERGE, SPLIT
 from localinfer.kernels.jit.object_cache import Function
 
 _FILL_PAIRS = Function("text_merging.fill_pairs", "q", "qqqqqq")
@@ -42,23 +43,19 @@ def split_words(
 ) -> NDArray[np.int64]:
     """Return where the words of a text end, int64[W]; unless `is_end`, only those that more text cannot change.
 
-    codes: int32[T] code points; kinds: uint8[T], one of protocol.CHARACTER_* each.
+    codes: int32[T] code points; kinds: uint8[T], one of kernel_abi.CHARACTER_* each.
     """
     assert codes.dtype == np.int32 and kinds.dtype == np.uint8 and codes.shape == kinds.shape, "read in place"
     assert codes.ndim == 1, "a text is one row"
     ends = np.empty(codes.size, np.int64)
-    words = np.zeros(protocol.SPLIT_WORDS, np.int64)
-    words[protocol.SPLIT_KINDS] = address(kinds)
-    words[protocol.SPLIT_CODES] = address(codes)
-    words[protocol.SPLIT_COUNT] = codes.size
-    words[protocol.SPLIT_ENDS] = address(ends)
-    words[protocol.SPLIT_IS_END] = is_end
-    words[protocol.SPLIT_LEADS] = shape.leads_with_symbols
-    words[protocol.SPLIT_DIGITS] = shape.digits
-    words[protocol.SPLIT_DIGITS_FIRST] = shape.digits_first
-    words[protocol.SPLIT_SYMBOL_LINES] = shape.symbol_lines
-    words[protocol.SPLIT_LINES] = shape.lines
-    words[protocol.SPLIT_ANY_CASE] = shape.any_case
+    words = SPLIT.pack(
+        kinds=address(kinds),
+        codes=address(codes),
+        count=codes.size,
+        ends=address(ends),
+        is_end=is_end,
+        **shape._asdict(),
+    )
     return ends[: _SPLIT(address(words))]
 
 
@@ -99,32 +96,20 @@ class MergeTable:
         assert symbols.dtype == np.int32 and ends.dtype == np.int64, "read in place"
         lengths = np.diff(ends, prepend=0)
         assert symbols.size < 2**31 and (ends[-1] if ends.size else 0) == symbols.size and (lengths >= 0).all()
-        longest = max(protocol.SCAN_SYMBOLS, int(lengths.max()) if ends.size else 0)
+        longest = max(SCAN_SYMBOLS, int(lengths.max()) if ends.size else 0)
         out, places = np.empty(symbols.size, np.int32), np.empty(symbols.size, np.int32)
         # Pages that are not touched take no memory.
         following, preceding = np.empty(longest, np.int32), np.empty(longest, np.int32)
         heap = np.empty(2 * longest, np.int64)
-        words = np.zeros(protocol.MERGE_WORDS, np.int64)
-        for name, array in (
-            (protocol.MERGE_SYMBOLS, symbols),
-            (protocol.MERGE_ENDS, ends),
-            (protocol.MERGE_KEYS, self._keys),
-            (protocol.MERGE_VALUES, self._values),
-            (protocol.MERGE_NEXT, following),
-            (protocol.MERGE_PREVIOUS, preceding),
-            (protocol.MERGE_HEAP, heap),
-            (protocol.MERGE_OUT, out),
-            (protocol.MERGE_PLACES, places),
-        ):
-            words[name] = address(array)
-        words[protocol.MERGE_NUM_WORDS] = ends.size
-        words[protocol.MERGE_MASK] = self._keys.size - 1
-        if self._whole is not None:
-            tokens, starts, table = self._whole
-            words[protocol.MERGE_WHOLE_TABLE] = address(table)
-            words[protocol.MERGE_WHOLE_MASK] = table.size - 1
-            words[protocol.MERGE_WHOLE_STARTS] = address(starts)
-            words[protocol.MERGE_WHOLE_SYMBOLS] = address(tokens)
+        tokens, starts, table = self._whole or (None, None, None)
+        words = MERGE.pack(
+            symbols=address(symbols), ends=address(ends), num_words=ends.size, keys=address(self._keys),
+            values=address(self._values), mask=self._keys.size - 1, following=address(following),
+            preceding=address(preceding), heap=address(heap), out=address(out), places=address(places),
+            whole_table=0 if table is None else address(table), whole_mask=0 if table is None else table.size - 1,
+            whole_starts=0 if starts is None else address(starts),
+            whole_symbols=0 if tokens is None else address(tokens),
+        )  # fmt: skip
         count = _MERGE(address(words))
         return out[:count], places[:count]
 

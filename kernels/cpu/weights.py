@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from localinfer.errors import ShapeError
 from localinfer.kernels.cpu.arrays import Arena, address
+from localinfer.kernels.cpu.parameters import PACK_TILES as _PACK_TILES
 from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.kernels.jit.object_cache import Kernel
 from localinfer.kernels.layouts import SIZES, TILE_ROWS, Layout, num_tiles, tile_bytes
@@ -23,7 +24,7 @@ PACK_TILES = Kernel("packing.pack_tiles")
 
 _COPY, _BIAS, _FIFTH_BITS, _SIX_BIT_SCALES, _EVERY_OTHER = 0, 1, 2, 3, 4
 
-# Per field: bytes per item, offset in the unit of a file's row, items, offset in the unit of a tile, kind.
+# TILE_FIELD blocks: bytes per item, offset in the unit of a file's row, items, offset in the unit of a tile, kind.
 _FIELDS: dict[Layout, list[tuple[int, int, int, int, int]]] = {
     Layout.F32: [(4, 0, 1, 0, _COPY)],
     Layout.F16: [(2, 0, 1, 0, _COPY)],
@@ -126,9 +127,12 @@ def pack(
             count, row = min(tiles_per_step, tiles - tile), tile * TILE_ROWS
             target = address(packed) + (expert * tiles + tile) * bytes_per_tile
             source = data.ctypes.data + expert * matrix_bytes + row * row_bytes
-            words = (pool.control_address, target, source, count, num_rows - row, num_columns // sizes.unit)
-            layout_words = (sizes.file_bytes, sizes.unit_bytes, address(fields), len(fields))
-            pending.append(np.array((*words, *layout_words), np.int64))
+            words = _PACK_TILES.pack(
+                control=pool.control_address, target=target, source=source, tiles=count, rows=num_rows - row,
+                units=num_columns // sizes.unit, file_bytes=sizes.file_bytes, unit_bytes=sizes.unit_bytes,
+                fields=address(fields), num_fields=len(fields),
+            )  # fmt: skip
+            pending.append(words)
             end = expert * matrix_bytes + min(num_rows, row + count * TILE_ROWS) * row_bytes
             if end - first_byte >= _STEP_BYTES or end == data.size:
                 ops = np.array([[PACK_TILES.address, address(one)] for one in pending], np.int64)

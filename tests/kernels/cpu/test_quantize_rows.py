@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from localinfer.kernels.cpu import kernel_abi as protocol
 from localinfer.kernels.cpu.arrays import address, aligned_zeros
 from localinfer.kernels.cpu.kernel_abi import RECORD_BYTES, activation_row_bytes
+from localinfer.kernels.cpu.parameters import BATCH, QUANTIZE
 from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.kernels.jit.object_cache import Kernel
 from tests.kernels.cpu.tape_runs import random_rows
@@ -22,9 +22,11 @@ def quantized(pool: ThreadPool, x: NDArray[np.float32]) -> tuple[NDArray[np.int8
     rows, columns = x.shape
     stride = activation_row_bytes(columns)
     memory = aligned_zeros(rows * stride)
-    header = np.zeros(protocol.HEADER_WORDS, np.int64)
-    header[protocol.NUM_ROWS // 8], header[protocol.CONTROL // 8] = rows, pool.control_address
-    words = np.array([address(x), 4 * columns, address(memory), stride, columns, 0, 1, 0], np.int64)
+    header = BATCH.pack(**dict.fromkeys(BATCH.words, 0) | {"num_rows": rows, "control": pool.control_address})
+    words = QUANTIZE.pack(
+        source=address(x), source_stride=4 * columns, target=address(memory), target_stride=stride, columns=columns,
+        is_output=0, slots=1, slot_stride=0,
+    )  # fmt: skip
     ops = np.array([[Kernel("quantize.quantize_rows").address, address(words)]], np.int64)
     pool.run(address(ops), 1, address(header))
     found = memory.reshape(rows, stride)

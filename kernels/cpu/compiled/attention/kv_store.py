@@ -31,7 +31,7 @@ from localinfer.kernels.cpu.compiled.simd.memory import (
 from localinfer.kernels.cpu.compiled.simd.pool import take_units
 from localinfer.kernels.cpu.kernel_abi import KIND_F16, KIND_Q8_0
 from localinfer.kernels.cpu.parameters import BATCH, QUANTIZE_QUERIES, STORE_KV, STORED_PART
-from localinfer.kernels.jit.numba import inline, op
+from localinfer.kernels.jit.numba import compose, inline, op, stamp
 from localinfer.kernels.kv_layout import PAGE_TOKENS, SCALE_BLOCK
 
 _KEYS, _VALUES = STORE_KV.offset("keys_source"), STORE_KV.offset("values_source")
@@ -122,34 +122,9 @@ def _source(part: int, row: int, head: int) -> int:
     return STORED_PART.source(part) + row * STORED_PART.stride(part) + 4 * head * STORED_PART.size(part)
 
 
-@op
-def store_floats(parameters: int, batch: int, thread: int, num_threads: int) -> None:
-    """Write rows of keys and values, neither of them quantized."""
-    keys, values = parameters + _KEYS, parameters + _VALUES
-    heads, head_bytes = STORE_KV.heads(parameters), STORE_KV.head_bytes(parameters)
-    control, positions = BATCH.control(batch), BATCH.positions(batch)
-    tables = load_i64(batch + STORE_KV.tables(parameters))
-    units = num_rows(batch, 0) * heads
-    claim = max(1, units // (4 * num_threads))
-    while True:
-        start = take_units(control, claim)
-        if start >= units:
-            return
-        for unit in range(start, min(start + claim, units)):
-            row, head = unit // heads, unit % heads
-            position = load_i64(positions + 8 * row)
-            place = load_i64(load_i64(tables + 8 * row) + 8 * (position // PAGE_TOKENS)) + head * head_bytes
-            slot = position % PAGE_TOKENS
-            target, size = place + STORED_PART.first(keys), STORED_PART.size(keys)
-            _store_float_key(STORED_PART.kind(keys), _source(keys, row, head), target, slot, size)
-            target, size = place + STORED_PART.first(values), STORED_PART.size(values)
-            kind, columns = STORED_PART.kind(values), STORED_PART.columns(values)
-            _store_float_value(kind, _source(values, row, head), target, slot, size, columns)
-
-
-@op
-def store_codes(parameters: int, batch: int, thread: int, num_threads: int) -> None:
-    """Write rows of keys and values, at least one of them quantized."""
+@compose
+def _store(any_codes: int, parameters: int, batch: int, thread: int, num_threads: int) -> None:
+    """Write rows of keys and values; any_codes: 1 where keys or values are quantized."""
     keys, values, memory = parameters + _KEYS, parameters + _VALUES, scratch(batch, thread)
     heads, head_bytes = STORE_KV.heads(parameters), STORE_KV.head_bytes(parameters)
     control, positions = BATCH.control(batch), BATCH.positions(batch)
@@ -166,16 +141,19 @@ def store_codes(parameters: int, batch: int, thread: int, num_threads: int) -> N
             place = load_i64(load_i64(tables + 8 * row) + 8 * (position // PAGE_TOKENS)) + head * head_bytes
             slot = position % PAGE_TOKENS
             target, kind = place + STORED_PART.first(keys), STORED_PART.kind(keys)
-            if kind <= KIND_F16:
+            if any_codes == 0 or kind <= KIND_F16:
                 _store_float_key(kind, _source(keys, row, head), target, slot, STORED_PART.size(keys))
             else:
                 _store_key_codes(keys, memory, _source(keys, row, head), target, slot)
             target, kind = place + STORED_PART.first(values), STORED_PART.kind(values)
-            if kind <= KIND_F16:
+            if any_codes == 0 or kind <= KIND_F16:
                 size, columns = STORED_PART.size(values), STORED_PART.columns(values)
                 _store_float_value(kind, _source(values, row, head), target, slot, size, columns)
             else:
                 _store_value_codes(values, memory, _source(values, row, head), target, slot)
+
+
+KERNELS = {"store_floats": stamp(_store, 0), "store_codes": stamp(_store, 1)}
 
 
 @op

@@ -4,6 +4,7 @@ An encoder's memory (one stretch per thread) holds columns as lanes: values and 
 groups have found. Fields of the file are written row by row from there.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,7 @@ from localinfer.kernels.cpu.kernel_abi import (
     STATUS_TOO_LARGE,
 )
 from localinfer.kernels.cpu.parameters import ENCODE
-from localinfer.kernels.jit.numba import inline, op
+from localinfer.kernels.jit.numba import Source, inline, op
 
 _BLOCK = 256 * LANE_BYTES
 VALUES, WEIGHTS, CODES = 0, _BLOCK, 2 * _BLOCK
@@ -158,41 +159,43 @@ def _load_block(source: int, kind: int, stride: int, last: int, columns: int, me
         store_i64(memory + ENCODER_STATUS, STATUS_NOT_FINITE)
 
 
-def encoder(encode_block: Any, block_columns: int, block_bytes: int, needs_row_mean: bool) -> Any:
+def encoder(block_columns: int, block_bytes: int, *, needs_row_mean: bool = False) -> Callable[[Any], Source]:
     """Make the op that encodes rows with a function of (memory, importance, target, stride, last).
 
     The function finds a block's values in memory and writes its bytes for rows 0 to `last` from `target` on, a stride
     apart; importance is the address of its columns' float32, or 0. needs_row_mean: with importance, the mean square of
     the whole row stands ready.
-
-    Parameters of the op: control, source, its kind, bytes from row to row, target, bytes from row to row, rows,
-    columns, importance, memory.
     """
 
-    @op
-    def encode(parameters: int, batch: int, thread: int, num_threads: int) -> None:
-        p = ENCODE.load(parameters)
-        memory = p.memory + thread * ENCODER_MEMORY_BYTES
-        item_bytes = 2 if p.kind in (SOURCE_F16, SOURCE_BF16) else 4
-        while True:
-            row = take_units(p.control, 1) * ROWS_PER_ENCODER_UNIT
-            if row >= p.rows:
-                return
-            last = min(ROWS_PER_ENCODER_UNIT, p.rows - row) - 1
-            start = p.source + row * p.stride
-            if needs_row_mean and p.importance != 0:
-                squares = splat(0.0)
-                for column in range(0, p.columns, 32):
-                    _load_block(start + item_bytes * column, p.kind, p.stride, last, 32, memory)
-                    for i in range(32):
-                        value = load(at(memory + VALUES, i))
-                        squares = squares + value * value
-                store(memory + MEAN_SQUARE, squares / splat(np.float32(p.columns)))
-            for block in range(p.columns // block_columns):
-                first = block * block_columns
-                _load_block(start + item_bytes * first, p.kind, p.stride, last, block_columns, memory)
-                block_importance = p.importance + 4 * first if p.importance != 0 else 0
-                place = p.target + row * p.target_stride + block * block_bytes
-                encode_block(memory, block_importance, place, p.target_stride, last)
+    def decorate(function: Any) -> Source:
+        encode_block = inline(function)
 
-    return encode
+        @op
+        def encode(parameters: int, batch: int, thread: int, num_threads: int) -> None:
+            p = ENCODE.load(parameters)
+            memory = p.memory + thread * ENCODER_MEMORY_BYTES
+            item_bytes = 2 if p.kind in (SOURCE_F16, SOURCE_BF16) else 4
+            while True:
+                row = take_units(p.control, 1) * ROWS_PER_ENCODER_UNIT
+                if row >= p.rows:
+                    return
+                last = min(ROWS_PER_ENCODER_UNIT, p.rows - row) - 1
+                start = p.source + row * p.stride
+                if needs_row_mean and p.importance != 0:
+                    squares = splat(0.0)
+                    for column in range(0, p.columns, 32):
+                        _load_block(start + item_bytes * column, p.kind, p.stride, last, 32, memory)
+                        for i in range(32):
+                            value = load(at(memory + VALUES, i))
+                            squares = squares + value * value
+                    store(memory + MEAN_SQUARE, squares / splat(np.float32(p.columns)))
+                for block in range(p.columns // block_columns):
+                    first = block * block_columns
+                    _load_block(start + item_bytes * first, p.kind, p.stride, last, block_columns, memory)
+                    block_importance = p.importance + 4 * first if p.importance != 0 else 0
+                    place = p.target + row * p.target_stride + block * block_bytes
+                    encode_block(memory, block_importance, place, p.target_stride, last)
+
+        return encode
+
+    return decorate

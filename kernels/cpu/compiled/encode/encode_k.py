@@ -128,8 +128,8 @@ def _round_symmetric(memory: int, limit: int, d: Any) -> None:
             store(at(memory + CODES, i), where(has_scale, code, load(at(memory + CODES, i))))
 
 
-@inline
-def _q2_k(memory: int, importance: int, target: int, stride: int, last: int) -> None:
+@encoder(256, 84)
+def q2_k(memory: int, importance: int, target: int, stride: int, last: int) -> None:
     if importance != 0:
         d, dmin = _fit_with_importance(memory, importance, 16, 3, 15, 1)
     else:
@@ -155,8 +155,8 @@ def _store_k_scales(memory: int, target: int, stride: int, last: int) -> None:
         scatter_bytes(target + 8 + i, stride, last, low)
 
 
-@inline
-def _q4_k(memory: int, importance: int, target: int, stride: int, last: int) -> None:
+@encoder(256, 144)
+def q4_k(memory: int, importance: int, target: int, stride: int, last: int) -> None:
     if importance != 0:
         d, dmin = _fit_with_importance(memory, importance, 32, 15, 63, 2)
     else:
@@ -168,8 +168,8 @@ def _q4_k(memory: int, importance: int, target: int, stride: int, last: int) -> 
     store_nibbles(memory + CODES, 32, 256, target + 16, stride, last)
 
 
-@inline
-def _q5_k(memory: int, importance: int, target: int, stride: int, last: int) -> None:
+@encoder(256, 176)
+def q5_k(memory: int, importance: int, target: int, stride: int, last: int) -> None:
     if importance != 0:
         d, dmin = _fit_with_importance(memory, importance, 32, 31, 63, 2)
     else:
@@ -182,8 +182,8 @@ def _q5_k(memory: int, importance: int, target: int, stride: int, last: int) -> 
     store_nibbles(memory + CODES, 32, 256, target + 48, stride, last)
 
 
-@inline
-def _q3_k(memory: int, importance: int, target: int, stride: int, last: int) -> None:
+@encoder(256, 110)
+def q3_k(memory: int, importance: int, target: int, stride: int, last: int) -> None:
     zero, offset = splat(0.0), splat(32.0)
     scales, scale_codes = memory + SCALES, memory + SCALE_CODES
     if importance != 0:
@@ -230,8 +230,8 @@ def _weigh_by_importance(memory: int, importance: int) -> None:
         store(at(memory + WEIGHTS, i), splat(load_f32(importance + 4 * i)))
 
 
-@inline
-def _q6_k(memory: int, importance: int, target: int, stride: int, last: int) -> None:
+@encoder(256, 210)
+def q6_k(memory: int, importance: int, target: int, stride: int, last: int) -> None:
     zero = splat(0.0)
     if importance != 0:
         _weigh_by_importance(memory, importance)
@@ -256,8 +256,8 @@ def _q6_k(memory: int, importance: int, target: int, stride: int, last: int) -> 
     store_upper_bits(memory + CODES, 256, 4, 2, target + 128, stride, last)
 
 
-@inline
-def _iq4_xs(memory: int, importance: int, target: int, stride: int, last: int) -> None:
+@encoder(256, 136)
+def iq4_xs(memory: int, importance: int, target: int, stride: int, last: int) -> None:
     if importance != 0:
         weigh(memory, importance, 256, sum_of_squares(memory, 0, 256) * splat(2.0 / 256.0))
     else:
@@ -283,11 +283,3 @@ def _iq4_xs(memory: int, importance: int, target: int, stride: int, last: int) -
         high = bits_from(integer(memory + SCALE_CODES, 2 * pair + 1), 0, 15)
         scatter_bytes(target + 4 + pair, stride, last, low | shifted_left(high, 4))
     store_nibbles(memory + CODES, 16, 256, target + 8, stride, last)
-
-
-q2_k = encoder(_q2_k, 256, 84, False)
-q3_k = encoder(_q3_k, 256, 110, False)
-q4_k = encoder(_q4_k, 256, 144, False)
-q5_k = encoder(_q5_k, 256, 176, False)
-q6_k = encoder(_q6_k, 256, 210, False)
-iq4_xs = encoder(_iq4_xs, 256, 136, False)

@@ -100,8 +100,8 @@ def _store_fifth_bits(memory: int, target: int, stride: int, last: int) -> None:
     scatter_words(target, stride, last, bits)
 
 
-@inline
-def _q8_0(memory: int, importance: int, target: int, stride: int, last: int) -> None:
+@encoder(32, 34)
+def q8_0(memory: int, importance: int, target: int, stride: int, last: int) -> None:
     values = memory + VALUES
     d = absolute(largest_magnitude(values, 32)) / splat(127.0)
     inverse = _inverse(d)
@@ -120,29 +120,29 @@ def _q8_0(memory: int, importance: int, target: int, stride: int, last: int) -> 
         scatter_words(target + 2 + 4 * word, stride, last, bits)
 
 
-@inline
-def _q4_0(memory: int, importance: int, target: int, stride: int, last: int) -> None:
+@encoder(32, 18, needs_row_mean=True)
+def q4_0(memory: int, importance: int, target: int, stride: int, last: int) -> None:
     store_half(memory, target, stride, last, _fit_signed(memory, importance, 8))
     store_nibbles(memory + CODES, 16, 32, target + 2, stride, last)
 
 
-@inline
-def _q5_0(memory: int, importance: int, target: int, stride: int, last: int) -> None:
+@encoder(32, 22, needs_row_mean=True)
+def q5_0(memory: int, importance: int, target: int, stride: int, last: int) -> None:
     store_half(memory, target, stride, last, _fit_signed(memory, importance, 16))
     _store_fifth_bits(memory, target + 2, stride, last)
     store_nibbles(memory + CODES, 16, 32, target + 6, stride, last)
 
 
-@inline
-def _q4_1(memory: int, importance: int, target: int, stride: int, last: int) -> None:
+@encoder(32, 20, needs_row_mean=True)
+def q4_1(memory: int, importance: int, target: int, stride: int, last: int) -> None:
     d, m = _fit_with_minimum(memory, importance, 15)
     store_half(memory, target, stride, last, d)
     store_half(memory, target + 2, stride, last, m)
     store_nibbles(memory + CODES, 16, 32, target + 4, stride, last)
 
 
-@inline
-def _q5_1(memory: int, importance: int, target: int, stride: int, last: int) -> None:
+@encoder(32, 24, needs_row_mean=True)
+def q5_1(memory: int, importance: int, target: int, stride: int, last: int) -> None:
     d, m = _fit_with_minimum(memory, importance, 31)
     store_half(memory, target, stride, last, d)
     store_half(memory, target + 2, stride, last, m)
@@ -150,8 +150,8 @@ def _q5_1(memory: int, importance: int, target: int, stride: int, last: int) -> 
     store_nibbles(memory + CODES, 16, 32, target + 8, stride, last)
 
 
-@inline
-def _iq4_nl(memory: int, importance: int, target: int, stride: int, last: int) -> None:
+@encoder(32, 18)
+def iq4_nl(memory: int, importance: int, target: int, stride: int, last: int) -> None:
     values = memory + VALUES
     if importance != 0:
         weigh(memory, importance, 32, sum_of_squares(memory, 0, 32) * splat(2.0 / 32.0))
@@ -163,11 +163,3 @@ def _iq4_nl(memory: int, importance: int, target: int, stride: int, last: int) -
     for i in range(32):
         store(at(memory + CODES, i), nearest_iq4_code(inverse * load(at(values, i))))
     store_nibbles(memory + CODES, 16, 32, target + 2, stride, last)
-
-
-q8_0 = encoder(_q8_0, 32, 34, False)
-q4_0 = encoder(_q4_0, 32, 18, True)
-q4_1 = encoder(_q4_1, 32, 20, True)
-q5_0 = encoder(_q5_0, 32, 22, True)
-q5_1 = encoder(_q5_1, 32, 24, True)
-iq4_nl = encoder(_iq4_nl, 32, 18, False)

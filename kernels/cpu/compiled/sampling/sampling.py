@@ -5,7 +5,7 @@ beyond one pass. Keys are whole numbers and the sums of weights exact (`sampling
 gives the very set that sorting gives.
 
 Each step is its own small compiled function, called from Python at about 1 us each: nested ones took 5 s to compile.
-The entries at the end take addresses and sizes, and wrap them in arrays.
+They take addresses and sizes, and wrap them in arrays.
 """
 
 from typing import Any
@@ -27,64 +27,6 @@ from localinfer.kernels.jit.numba import entry, inline
 _LOWEST_KEY = np.int32(-(2**31))
 _HIGHEST_KEY = np.int32(2**31 - 1)
 _INFINITY_KEY = np.int32(0x7F800000)
-
-
-@inline
-def _scan(logits: Any, block_keys: Any, sample_keys: Any) -> int:
-    """Find the lowest id of the largest logit, or what is wrong.
-
-    Writes: of each block of 64, the largest key and the first, int32[ceil(V / 64)] each.
-    """
-    bits = logits.view(np.int32)
-    lowest = _HIGHEST_KEY
-    highest = _LOWEST_KEY
-    num_full = bits.size // SAMPLING_BLOCK
-    for block in range(num_full):
-        best = _LOWEST_KEY
-        for offset in range(SAMPLING_BLOCK):
-            key = key_of(bits[np.uint64(block * SAMPLING_BLOCK + offset)])
-            best = max(best, key)
-            lowest = min(lowest, key)
-        block_keys[block] = best
-        highest = max(highest, best)
-    if num_full * SAMPLING_BLOCK < bits.size:
-        best = _LOWEST_KEY
-        for index in range(num_full * SAMPLING_BLOCK, bits.size):
-            key = key_of(bits[index])
-            best = max(best, key)
-            lowest = min(lowest, key)
-        block_keys[num_full] = best
-        highest = max(highest, best)
-    for block in range(block_keys.size):
-        sample_keys[block] = key_of(bits[block * SAMPLING_BLOCK])
-    if highest >= _INFINITY_KEY or lowest < NEGATIVE_INFINITY_KEY:
-        return NOT_FINITE
-    if highest == NEGATIVE_INFINITY_KEY:
-        return NOTHING_LEFT
-    block = 0
-    while block_keys[block] != highest:
-        block += 1
-    index = block * SAMPLING_BLOCK
-    while key_of(bits[index]) != highest:
-        index += 1
-    return index
-
-
-@inline
-def _gather(logits: Any, block_keys: Any, threshold: int, ids: Any, keys: Any) -> int:
-    """List by ascending id every token whose key reaches `threshold` and whose logit is not -inf; return how many."""
-    bits = logits.view(np.int32)
-    least = np.int32(max(np.int64(threshold), np.int64(NEGATIVE_INFINITY_KEY) + 1))
-    count: Any = 0
-    for block in range(block_keys.size):
-        if block_keys[block] >= least:
-            for index in range(block * SAMPLING_BLOCK, min(block * SAMPLING_BLOCK + SAMPLING_BLOCK, bits.size)):
-                # Without a branch, which would be taken at random: what does not stay is overwritten by the next.
-                key = key_of(bits[index])
-                ids[count] = index
-                keys[count] = key
-                count += np.int64(key >= least)
-    return count
 
 
 @inline
@@ -114,79 +56,69 @@ def _cut(keys: Any, weights: Any, count: int, by_weight: bool, target: int, hist
     return prefix - np.int64(2**31), above
 
 
-@inline
-def _keep(ids: Any, keys: Any, count: int, threshold: int, ties: int) -> int:
-    """Compact the lists to the keys above `threshold` and the first `ties` of those at it; return how many."""
-    kept = 0
-    for index in range(count):
-        key = np.int64(keys[index])
-        if key > threshold or (key == threshold and ties > 0):
-            if key == threshold:
-                ties -= 1
-            ids[kept] = ids[index]
-            keys[kept] = keys[index]
-            kept += 1
-    return kept
-
-
-@inline
-def _adjust(
-    out: Any,
-    logits: Any,
-    bias_ids: Any,
-    bias_values: Any,
-    history: Any,
-    start: int,
-    stop: int,
-    repetition_penalty: float,
-    frequency_penalty: float,
-    presence_penalty: float,
-    counts: Any,
-) -> None:
-    """Copy a row of logits, add the bias, then penalise every token that occurs in history[start:stop].
-
-    A positive logit is divided by the repetition penalty and another multiplied (Keskar et al., CTRL, arXiv 1909.05858,
-    section 4.1); then occurrences * frequency_penalty + presence_penalty is subtracted. In float64, rounded once.
-
-    Shapes: out and logits float32[V]; bias_ids int32[B], distinct, bias_values float64[B]; history int32[>= stop];
-        counts
-        int32[V], all zero, and zero again afterwards.
-    """
-    for index in range(logits.size):
-        out[index] = logits[index]
-    for index in range(bias_ids.size):
-        out[bias_ids[index]] = np.float32(np.float64(out[bias_ids[index]]) + bias_values[index])
-    for index in range(start, stop):
-        counts[history[index]] += 1
-    for index in range(start, stop):
-        token = history[index]
-        if counts[token] > 0:
-            value = np.float64(out[token])
-            value = value / repetition_penalty if value > 0.0 else value * repetition_penalty
-            out[token] = np.float32(value - counts[token] * frequency_penalty - presence_penalty)
-            counts[token] = 0
-
-
 @entry("q", "qqqqq")
 def scan(logits: int, vocab_size: int, block_keys: int, num_blocks: int, sample_keys: int) -> int:
-    """`_scan` of float32[vocab_size] into int32[num_blocks] twice."""
-    return _scan(
-        carray(float32_pointer(logits), vocab_size),
-        carray(int32_pointer(block_keys), num_blocks),
-        carray(int32_pointer(sample_keys), num_blocks),
-    )
+    """Find the lowest id of the largest logit, or what is wrong.
+
+    Writes: of each block of 64, the largest key and the first, int32[ceil(V / 64)] each.
+    """
+    logits_array = carray(float32_pointer(logits), vocab_size)
+    block_keys_array = carray(int32_pointer(block_keys), num_blocks)
+    sample_keys_array = carray(int32_pointer(sample_keys), num_blocks)
+    bits = logits_array.view(np.int32)
+    lowest = _HIGHEST_KEY
+    highest = _LOWEST_KEY
+    num_full = bits.size // SAMPLING_BLOCK
+    for block in range(num_full):
+        best = _LOWEST_KEY
+        for offset in range(SAMPLING_BLOCK):
+            key = key_of(bits[np.uint64(block * SAMPLING_BLOCK + offset)])
+            best = max(best, key)
+            lowest = min(lowest, key)
+        block_keys_array[block] = best
+        highest = max(highest, best)
+    if num_full * SAMPLING_BLOCK < bits.size:
+        best = _LOWEST_KEY
+        for index in range(num_full * SAMPLING_BLOCK, bits.size):
+            key = key_of(bits[index])
+            best = max(best, key)
+            lowest = min(lowest, key)
+        block_keys_array[num_full] = best
+        highest = max(highest, best)
+    for block in range(block_keys_array.size):
+        sample_keys_array[block] = key_of(bits[block * SAMPLING_BLOCK])
+    if highest >= _INFINITY_KEY or lowest < NEGATIVE_INFINITY_KEY:
+        return NOT_FINITE
+    if highest == NEGATIVE_INFINITY_KEY:
+        return NOTHING_LEFT
+    block = 0
+    while block_keys_array[block] != highest:
+        block += 1
+    index = block * SAMPLING_BLOCK
+    while key_of(bits[index]) != highest:
+        index += 1
+    return index
 
 
 @entry("q", "qqqqqqq")
 def gather(logits: int, vocab_size: int, block_keys: int, num_blocks: int, threshold: int, ids: int, keys: int) -> int:
-    """`_gather`; ids and keys int32[vocab_size]."""
-    return _gather(
-        carray(float32_pointer(logits), vocab_size),
-        carray(int32_pointer(block_keys), num_blocks),
-        threshold,
-        carray(int32_pointer(ids), vocab_size),
-        carray(int32_pointer(keys), vocab_size),
-    )
+    """List by ascending id every token whose key reaches `threshold` and whose logit is not -inf; return how many."""
+    logits_array = carray(float32_pointer(logits), vocab_size)
+    block_keys_array = carray(int32_pointer(block_keys), num_blocks)
+    ids_array = carray(int32_pointer(ids), vocab_size)
+    keys_array = carray(int32_pointer(keys), vocab_size)
+    bits = logits_array.view(np.int32)
+    least = np.int32(max(np.int64(threshold), np.int64(NEGATIVE_INFINITY_KEY) + 1))
+    count: Any = 0
+    for block in range(block_keys_array.size):
+        if block_keys_array[block] >= least:
+            for index in range(block * SAMPLING_BLOCK, min(block * SAMPLING_BLOCK + SAMPLING_BLOCK, bits.size)):
+                # Without a branch, which would be taken at random: what does not stay is overwritten by the next.
+                key = key_of(bits[index])
+                ids_array[count] = index
+                keys_array[count] = key
+                count += np.int64(key >= least)
+    return count
 
 
 @entry("q", "qqqqqqq")
@@ -206,8 +138,19 @@ def cut(keys: int, weights: int, count: int, by_weight: int, target: int, histog
 
 @entry("q", "qqqqq")
 def keep(ids: int, keys: int, count: int, threshold: int, ties: int) -> int:
-    """`_keep` in int32[count] twice."""
-    return _keep(carray(int32_pointer(ids), count), carray(int32_pointer(keys), count), count, threshold, ties)
+    """Compact the lists to the keys above `threshold` and the first `ties` of those at it; return how many."""
+    ids_array = carray(int32_pointer(ids), count)
+    keys_array = carray(int32_pointer(keys), count)
+    kept = 0
+    for index in range(count):
+        key = np.int64(keys_array[index])
+        if key > threshold or (key == threshold and ties > 0):
+            if key == threshold:
+                ties -= 1
+            ids_array[kept] = ids_array[index]
+            keys_array[kept] = keys_array[index]
+            kept += 1
+    return kept
 
 
 @entry("q", "qqqqqqqqqdddq")
@@ -226,18 +169,33 @@ def adjust(
     presence_penalty: float,
     counts: int,
 ) -> int:
-    """`_adjust` of float32[vocab_size]; bias_ids int32 and bias_values float64[num_biases]; history int32[stop]."""
-    _adjust(
-        carray(float32_pointer(out), vocab_size),
-        carray(float32_pointer(logits), vocab_size),
-        carray(int32_pointer(bias_ids), num_biases),
-        carray(float64_pointer(bias_values), num_biases),
-        carray(int32_pointer(history), stop),
-        start,
-        stop,
-        repetition_penalty,
-        frequency_penalty,
-        presence_penalty,
-        carray(int32_pointer(counts), vocab_size),
-    )
+    """Copy a row of logits, add the bias, then penalise every token that occurs in history[start:stop].
+
+    A positive logit is divided by the repetition penalty and another multiplied (Keskar et al., CTRL, arXiv 1909.05858,
+    section 4.1); then occurrences * frequency_penalty + presence_penalty is subtracted. In float64, rounded once.
+
+    Shapes: out and logits float32[V]; bias_ids int32[B], distinct, bias_values float64[B]; history int32[>= stop];
+        counts int32[V], all zero, and zero again afterwards.
+    """
+    out_array = carray(float32_pointer(out), vocab_size)
+    logits_array = carray(float32_pointer(logits), vocab_size)
+    bias_ids_array = carray(int32_pointer(bias_ids), num_biases)
+    bias_values_array = carray(float64_pointer(bias_values), num_biases)
+    history_array = carray(int32_pointer(history), stop)
+    counts_array = carray(int32_pointer(counts), vocab_size)
+    for index in range(logits_array.size):
+        out_array[index] = logits_array[index]
+    for index in range(bias_ids_array.size):
+        out_array[bias_ids_array[index]] = np.float32(
+            np.float64(out_array[bias_ids_array[index]]) + bias_values_array[index]
+        )
+    for index in range(start, stop):
+        counts_array[history_array[index]] += 1
+    for index in range(start, stop):
+        token = history_array[index]
+        if counts_array[token] > 0:
+            value = np.float64(out_array[token])
+            value = value / repetition_penalty if value > 0.0 else value * repetition_penalty
+            out_array[token] = np.float32(value - counts_array[token] * frequency_penalty - presence_penalty)
+            counts_array[token] = 0
     return 0

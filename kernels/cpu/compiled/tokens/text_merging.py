@@ -17,36 +17,9 @@ from localinfer.kernels.cpu.kernel_abi import (
     CHARACTER_NEWLINE,
     CHARACTER_SPACE,
     CHARACTER_SYMBOL,
-    MERGE_ENDS,
-    MERGE_HEAP,
-    MERGE_KEYS,
-    MERGE_MASK,
-    MERGE_NEXT,
-    MERGE_NUM_WORDS,
-    MERGE_OUT,
-    MERGE_PLACES,
-    MERGE_PREVIOUS,
-    MERGE_SYMBOLS,
-    MERGE_VALUES,
-    MERGE_WHOLE_MASK,
-    MERGE_WHOLE_STARTS,
-    MERGE_WHOLE_SYMBOLS,
-    MERGE_WHOLE_TABLE,
-    MERGE_WORDS,
     SCAN_SYMBOLS,
-    SPLIT_ANY_CASE,
-    SPLIT_CODES,
-    SPLIT_COUNT,
-    SPLIT_DIGITS,
-    SPLIT_DIGITS_FIRST,
-    SPLIT_ENDS,
-    SPLIT_IS_END,
-    SPLIT_KINDS,
-    SPLIT_LEADS,
-    SPLIT_LINES,
-    SPLIT_SYMBOL_LINES,
-    SPLIT_WORDS,
 )
+from localinfer.kernels.cpu.parameters import MERGE, SPLIT
 from localinfer.kernels.jit.numba import entry, inline
 
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
@@ -122,12 +95,12 @@ def fill_whole(symbols_address: int, starts_address: int, count: int, table_addr
 
 
 @inline
-def _whole(words: Any, symbols: Any, start: Any, end: Any) -> Any:
+def _whole(p: Any, symbols: Any, start: Any, end: Any) -> Any:
     """The token that a word is as a whole, or -1."""
-    mask = words[MERGE_WHOLE_MASK]
-    table = carray(int32_pointer(words[MERGE_WHOLE_TABLE]), mask + 1)
-    starts = int64_pointer(words[MERGE_WHOLE_STARTS])
-    tokens = int32_pointer(words[MERGE_WHOLE_SYMBOLS])
+    mask = p.whole_mask
+    table = carray(int32_pointer(p.whole_table), mask + 1)
+    starts = int64_pointer(p.whole_starts)
+    tokens = int32_pointer(p.whole_symbols)
     place = np.int64(_hash(symbols, start, end) & np.uint64(mask))
     while table[place] >= 0:
         token = np.int64(table[place])
@@ -170,11 +143,11 @@ def _sink(heap: Any, size: Any, place: Any, entry_value: Any) -> None:
 
 
 @inline
-def _scan(words: Any, symbols: Any, start: Any, end: Any, out: Any, places: Any, done: Any) -> Any:
+def _scan(p: Any, symbols: Any, start: Any, end: Any, out: Any, places: Any, done: Any) -> Any:
     """Merge a short word by looking for its lowest rank again and again; return how many symbols are written."""
-    keys, values, mask = int64_pointer(words[MERGE_KEYS]), int64_pointer(words[MERGE_VALUES]), words[MERGE_MASK]
+    keys, values, mask = int64_pointer(p.keys), int64_pointer(p.values), p.mask
     count = end - start
-    ranks = carray(int64_pointer(words[MERGE_HEAP]), SCAN_SYMBOLS)
+    ranks = carray(int64_pointer(p.heap), SCAN_SYMBOLS)
     for place in range(count):
         out[done + place] = symbols[start + place]
         places[done + place] = start + place
@@ -201,13 +174,13 @@ def _scan(words: Any, symbols: Any, start: Any, end: Any, out: Any, places: Any,
 
 
 @inline
-def _sort_out(words: Any, symbols: Any, start: Any, end: Any, out: Any, places: Any, done: Any) -> Any:
+def _sort_out(p: Any, symbols: Any, start: Any, end: Any, out: Any, places: Any, done: Any) -> Any:
     """Merge a long word with a heap; return how many symbols are written in all."""
-    keys, values, mask = int64_pointer(words[MERGE_KEYS]), int64_pointer(words[MERGE_VALUES]), words[MERGE_MASK]
+    keys, values, mask = int64_pointer(p.keys), int64_pointer(p.values), p.mask
     count = end - start
-    heap = carray(int64_pointer(words[MERGE_HEAP]), 2 * count)
-    following = carray(int32_pointer(words[MERGE_NEXT]), count)
-    preceding = carray(int32_pointer(words[MERGE_PREVIOUS]), count)
+    heap = carray(int64_pointer(p.heap), 2 * count)
+    following = carray(int32_pointer(p.following), count)
+    preceding = carray(int32_pointer(p.preceding), count)
     size = np.int64(0)
     for place in range(count):
         following[place] = place + 1
@@ -257,29 +230,26 @@ def _sort_out(words: Any, symbols: Any, start: Any, end: Any, out: Any, places: 
 
 @entry("q", "q")
 def merge(parameters: int) -> Any:
-    """Merge the symbols of words, which it may overwrite; return how many are left, written beside their places.
-
-    parameters: int64[MERGE_WORDS]; see `protocol`.
-    """
-    words = carray(int64_pointer(parameters), MERGE_WORDS)
-    ends = carray(int64_pointer(words[MERGE_ENDS]), words[MERGE_NUM_WORDS])
-    symbols = int32_pointer(words[MERGE_SYMBOLS])
-    out = int32_pointer(words[MERGE_OUT])
-    places = int32_pointer(words[MERGE_PLACES])
+    """Merge the symbols of words, which it may overwrite; return how many are left, written beside their places."""
+    p = MERGE.load(parameters)
+    ends = carray(int64_pointer(p.ends), p.num_words)
+    symbols = int32_pointer(p.symbols)
+    out = int32_pointer(p.out)
+    places = int32_pointer(p.places)
     done, start = np.int64(0), np.int64(0)
-    for index in range(words[MERGE_NUM_WORDS]):
+    for index in range(p.num_words):
         end = ends[index]
         token = np.int64(-1)
-        if words[MERGE_WHOLE_TABLE] != 0:
-            token = _whole(words, symbols, start, end)
+        if p.whole_table != 0:
+            token = _whole(p, symbols, start, end)
         if token >= 0:
             out[done] = np.int32(token)
             places[done] = np.int32(start)
             done += 1
         elif end - start <= SCAN_SYMBOLS:
-            done = _scan(words, symbols, start, end, out, places, done)
+            done = _scan(p, symbols, start, end, out, places, done)
         else:
-            done = _sort_out(words, symbols, start, end, out, places, done)
+            done = _sort_out(p, symbols, start, end, out, places, done)
         start = end
     return done
 
@@ -323,28 +293,28 @@ def _run(kinds: Any, start: Any, end: Any, kind: Any) -> Any:
 
 
 @inline
-def _word_end(words: Any, codes: Any, start: Any, end: Any) -> Any:
+def _word_end(p: Any, codes: Any, start: Any, end: Any) -> Any:
     """Where the word ends that starts here, as if nothing came after `end`."""
-    kinds = words[SPLIT_KINDS]
+    kinds = p.kinds
     kind = np.int64(load_u8(kinds + start))
     if kind == CHARACTER_SYMBOL:
-        size = _contraction(codes, start, end, words[SPLIT_ANY_CASE])
+        size = _contraction(codes, start, end, p.any_case)
         if size > 0:
             return start + size
     after = start + 1
     next_kind = np.int64(load_u8(kinds + after)) if after < end else np.int64(0)
     is_blank = codes[start] == _BLANK
     leads = is_blank
-    if words[SPLIT_LEADS]:
+    if p.leads_with_symbols:
         leads = kind in (CHARACTER_SYMBOL, CHARACTER_SPACE)
     if kind == CHARACTER_LETTER or (leads and next_kind == CHARACTER_LETTER):
         return _run(kinds, after, end, CHARACTER_LETTER)
-    most = words[SPLIT_DIGITS]
+    most = p.digits
     if kind == CHARACTER_DIGIT or (most == 0 and is_blank and next_kind == CHARACTER_DIGIT):
         return _run(kinds, after, end if most == 0 else min(end, start + most), CHARACTER_DIGIT)
     if kind == CHARACTER_SYMBOL or (is_blank and next_kind == CHARACTER_SYMBOL):
         place = _run(kinds, after, end, CHARACTER_SYMBOL)
-        return _run(kinds, place, end, CHARACTER_NEWLINE) if words[SPLIT_SYMBOL_LINES] else place
+        return _run(kinds, place, end, CHARACTER_NEWLINE) if p.symbol_lines else place
     newline = np.int64(-1)
     place = np.int64(start)
     while place < end:
@@ -354,15 +324,15 @@ def _word_end(words: Any, codes: Any, start: Any, end: Any) -> Any:
         elif found != CHARACTER_SPACE:
             break
         place += 1
-    if newline >= 0 and words[SPLIT_LINES]:
+    if newline >= 0 and p.lines:
         return newline + 1
     return place if place == end or place == start + 1 else place - 1
 
 
 @inline
-def _sees_end(words: Any, codes: Any, start: Any, stop: Any, end: Any) -> Any:
+def _sees_end(p: Any, codes: Any, start: Any, stop: Any, end: Any) -> Any:
     """Whether more text after `end` could change the word text[start:stop]."""
-    kinds = words[SPLIT_KINDS]
+    kinds = p.kinds
     # A contraction looks two characters beyond its apostrophe, every other rule one beyond the word, white space apart.
     if stop + 2 >= end:
         return True
@@ -379,28 +349,28 @@ def _sees_end(words: Any, codes: Any, start: Any, stop: Any, end: Any) -> Any:
 def split(parameters: int) -> Any:
     """Write where each word of a text ends; return how many.
 
-    Where more text follows, only words that it cannot change. parameters: int64[SPLIT_WORDS]; see `protocol`.
+    Where more text follows, only words that it cannot change.
     """
-    words = carray(int64_pointer(parameters), SPLIT_WORDS)
-    count = words[SPLIT_COUNT]
-    codes = carray(int32_pointer(words[SPLIT_CODES]), count)
-    ends = int64_pointer(words[SPLIT_ENDS])
-    kinds = words[SPLIT_KINDS]
+    p = SPLIT.load(parameters)
+    count = p.count
+    codes = carray(int32_pointer(p.codes), count)
+    ends = int64_pointer(p.ends)
+    kinds = p.kinds
     done, start, limit = np.int64(0), np.int64(0), np.int64(0)
     while start < count:
-        if words[SPLIT_DIGITS_FIRST]:
+        if p.digits_first:
             # Digits are cut out first, so to other words a text ends there.
             if start >= limit:
                 limit = start
                 while limit < count and load_u8(kinds + limit) != CHARACTER_DIGIT:
                     limit += 1
-            stop = start + 1 if limit == start else _word_end(words, codes, start, limit)
+            stop = start + 1 if limit == start else _word_end(p, codes, start, limit)
             is_open = limit == count and limit != start
         else:
             limit = count
-            stop = _word_end(words, codes, start, count)
+            stop = _word_end(p, codes, start, count)
             is_open = True
-        if is_open and not words[SPLIT_IS_END] and _sees_end(words, codes, start, stop, count):
+        if is_open and not p.is_end and _sees_end(p, codes, start, stop, count):
             break
         ends[done] = stop
         done += 1
