@@ -7,39 +7,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec
 
 from localinfer.errors import ShapeError
+from localinfer.kernels import ops
 from localinfer.kernels.ops import (
     MAX_EXPERTS,
-    Activate,
     Activation,
-    Add,
-    Attention,
     Buffer,
-    CopyHeads,
-    Embed,
-    EmbedPositions,
-    ExpertMatmul,
-    ExpertScale,
-    ExpertSum,
     FloatArray,
-    GatedActivate,
-    HeadMatmul,
     KVLayerShape,
-    LayerNorm,
     LinearWeight,
-    Matmul,
-    MultiplySigmoid,
     Op,
     OpGraph,
-    Receive,
-    RmsNorm,
-    Rope,
-    Route,
     Rows,
-    Scale,
-    ScaleByPosition,
-    SelectOutput,
-    Softcap,
-    StoreKV,
 )
 
 Fields = ParamSpec("Fields")
@@ -89,7 +67,7 @@ class GraphBuilder:
 
     def append(self, op: Op) -> None:
         """Check an op and write it after the others. Raises: ShapeError."""
-        if isinstance(op, StoreKV | Attention):
+        if isinstance(op, ops.StoreKV | ops.Attention):
             check(0 <= op.layer < len(self.kv_layers), f"there is no cache of layer {op.layer}")
             _KV_CHECKS[type(op)](op, self.kv_layers[op.layer])
         else:
@@ -102,29 +80,29 @@ class GraphBuilder:
         return OpGraph(self.kv_layers, tuple(self.buffers), tuple(self.ops), output)
 
     # `builder.rope(x, table, 64)` is `builder.append(Rope(x, table, 64))`.
-    embed = _writer(Embed)
-    embed_positions = _writer(EmbedPositions)
-    receive = _writer(Receive)
-    rms_norm = _writer(RmsNorm)
-    layer_norm = _writer(LayerNorm)
-    matmul = _writer(Matmul)
-    rope = _writer(Rope)
-    store_kv = _writer(StoreKV)
-    attention = _writer(Attention)
-    activation = _writer(Activate)
-    gated_activation = _writer(GatedActivate)
-    add = _writer(Add)
-    multiply_sigmoid = _writer(MultiplySigmoid)
-    scale = _writer(Scale)
-    scale_by_position = _writer(ScaleByPosition)
-    softcap = _writer(Softcap)
-    copy_heads = _writer(CopyHeads)
-    head_matmul = _writer(HeadMatmul)
-    select_output = _writer(SelectOutput)
-    route = _writer(Route)
-    expert_matmul = _writer(ExpertMatmul)
-    expert_sum = _writer(ExpertSum)
-    expert_scale = _writer(ExpertScale)
+    embed = _writer(ops.Embed)
+    embed_positions = _writer(ops.EmbedPositions)
+    receive = _writer(ops.Receive)
+    rms_norm = _writer(ops.RmsNorm)
+    layer_norm = _writer(ops.LayerNorm)
+    matmul = _writer(ops.Matmul)
+    rope = _writer(ops.Rope)
+    store_kv = _writer(ops.StoreKV)
+    attention = _writer(ops.Attention)
+    activation = _writer(ops.Activate)
+    gated_activation = _writer(ops.GatedActivate)
+    add = _writer(ops.Add)
+    multiply_sigmoid = _writer(ops.MultiplySigmoid)
+    scale = _writer(ops.Scale)
+    scale_by_position = _writer(ops.ScaleByPosition)
+    softcap = _writer(ops.Softcap)
+    copy_heads = _writer(ops.CopyHeads)
+    head_matmul = _writer(ops.HeadMatmul)
+    select_output = _writer(ops.SelectOutput)
+    route = _writer(ops.Route)
+    expert_matmul = _writer(ops.ExpertMatmul)
+    expert_sum = _writer(ops.ExpertSum)
+    expert_scale = _writer(ops.ExpertScale)
 
 
 def _same_shape(*buffers: Buffer) -> None:
@@ -146,26 +124,26 @@ def _has_values(values: FloatArray | None, count: int, name: str) -> None:
         check(values.size == count, f"{name} has {values.size} values; {count} are needed")
 
 
-def _check_embed(op: Embed | EmbedPositions) -> None:
+def _check_embed(op: ops.Embed | ops.EmbedPositions) -> None:
     out, table = op.out, op.table
     check(out.width == table.width, f"{out.name} is {out.width} wide, {table.name} {table.width}")
     check(out.rows is Rows.BATCH, f"{out.name} holds output rows; embeddings are of batch rows")
 
 
-def _check_receive(op: Receive) -> None:
+def _check_receive(op: ops.Receive) -> None:
     check(op.out.rows is Rows.BATCH, f"{op.out.name} holds output rows; batch rows are handed over")
 
 
-def _check_norm(op: RmsNorm | LayerNorm) -> None:
+def _check_norm(op: ops.RmsNorm | ops.LayerNorm) -> None:
     _same_shape(op.out, op.x)
     size = op.group_size or op.x.width
     check(op.x.width % size == 0, f"{op.x.name} is {op.x.width} wide, not a multiple of groups of {size}")
     is_per_group = op.weight is not None and op.weight.size == op.x.width
-    for values in (op.weight, op.bias if isinstance(op, LayerNorm) else None):
+    for values in (op.weight, op.bias if isinstance(op, ops.LayerNorm) else None):
         _has_values(values, op.x.width if is_per_group else size, f"norm weight for {op.x.name}")
 
 
-def _check_matmul(op: Matmul) -> None:
+def _check_matmul(op: ops.Matmul) -> None:
     x = op.x
     for projection in op.projections:
         weight, out = projection.weight, projection.out
@@ -178,20 +156,20 @@ def _check_matmul(op: Matmul) -> None:
             _same_shape(out, projection.residual)
 
 
-def _check_rope(op: Rope) -> None:
+def _check_rope(op: ops.Rope) -> None:
     x, rotated = op.x, 2 * op.table.inverse_frequencies.size
     check(x.rows is Rows.BATCH and x.width % op.head_size == 0, f"{x.name} does not hold heads of {op.head_size}")
     check(op.offset >= 0 and op.offset + rotated <= op.head_size, f"{rotated} rotated columns exceed {op.head_size}")
 
 
-def _check_store_kv(op: StoreKV, kept: KVLayerShape) -> None:
+def _check_store_kv(op: ops.StoreKV, kept: KVLayerShape) -> None:
     layer, keys, values = op.layer, op.keys, op.values
     check(keys.width == kept.num_kv_heads * kept.key_size, f"{keys.name} does not hold layer {layer}'s keys")
     check(values.width == kept.num_kv_heads * kept.value_size, f"{values.name} does not hold layer {layer}'s values")
     check(keys.rows is Rows.BATCH and values.rows is Rows.BATCH, "only batch rows enter the cache")
 
 
-def _check_attention(op: Attention, kept: KVLayerShape) -> None:
+def _check_attention(op: ops.Attention, kept: KVLayerShape) -> None:
     out, queries, shape = op.out, op.queries, op.shape
     check(
         (kept.num_kv_heads, kept.key_size, kept.value_size) == (shape.num_kv_heads, shape.key_size, shape.value_size),
@@ -212,12 +190,12 @@ def _check_attention(op: Attention, kept: KVLayerShape) -> None:
     _has_values(shape.alibi_slopes, shape.num_heads, "ALiBi slopes")
 
 
-def _check_activate(op: Activate) -> None:
+def _check_activate(op: ops.Activate) -> None:
     check(op.kind is not Activation.SWIGLU_CLAMPED, f"{op.kind.value} exists only gated")
     _same_shape(op.out, op.x)
 
 
-def _check_multiply_sigmoid(op: MultiplySigmoid) -> None:
+def _check_multiply_sigmoid(op: ops.MultiplySigmoid) -> None:
     if op.is_by_row:
         _same_shape(op.out, op.x)
         check(op.gate.rows is op.x.rows, f"{op.gate.name} and {op.x.name} hold different rows")
@@ -225,12 +203,12 @@ def _check_multiply_sigmoid(op: MultiplySigmoid) -> None:
         _same_shape(op.out, op.x, op.gate)
 
 
-def _check_scale_by_position(op: ScaleByPosition) -> None:
+def _check_scale_by_position(op: ops.ScaleByPosition) -> None:
     is_right = op.x.rows is Rows.BATCH and 0 < op.period < 1 << 31
     check(is_right, f"{op.x.name} cannot be scaled by position over {op.period}")
 
 
-def _check_heads(op: CopyHeads | HeadMatmul, num_heads: int, out_width: int, x_width: int, what: str) -> None:
+def _check_heads(op: ops.CopyHeads | ops.HeadMatmul, num_heads: int, out_width: int, x_width: int, what: str) -> None:
     """So many heads of out and x, each with room for what is written and read."""
     for buffer, head_size, end in (
         (op.out, op.out_head_size, op.out_offset + out_width),
@@ -241,22 +219,22 @@ def _check_heads(op: CopyHeads | HeadMatmul, num_heads: int, out_width: int, x_w
     _same_rows(op.out, op.x)
 
 
-def _check_copy_heads(op: CopyHeads) -> None:
+def _check_copy_heads(op: ops.CopyHeads) -> None:
     _check_heads(op, op.num_heads, op.width, op.width, f"copies of {op.width}")
 
 
-def _check_head_matmul(op: HeadMatmul) -> None:
+def _check_head_matmul(op: ops.HeadMatmul) -> None:
     weight = op.weight
     _check_heads(op, weight.num_experts, weight.num_rows, weight.num_columns, weight.name)
     check(op.out.index != op.x.index, f"{op.out.name} cannot take the product of itself")
 
 
-def _check_select_output(op: SelectOutput) -> None:
+def _check_select_output(op: ops.SelectOutput) -> None:
     out, x = op.out, op.x
     check(out.width == x.width and out.rows is Rows.OUTPUT and x.rows is Rows.BATCH, f"{out.name} from {x.name}")
 
 
-def _check_route(op: Route) -> None:
+def _check_route(op: ops.Route) -> None:
     routing = op.routing
     count, selected, groups = routing.num_experts, routing.num_selected, routing.num_groups
     check(0 < selected <= count <= MAX_EXPERTS, f"{selected} of {count} experts cannot be chosen")
@@ -269,7 +247,7 @@ def _check_route(op: Route) -> None:
     _has_values(routing.selection_bias, count, "expert selection bias")
 
 
-def _check_expert_matmul(op: ExpertMatmul) -> None:
+def _check_expert_matmul(op: ops.ExpertMatmul) -> None:
     out, x, weight, selected = op.out, op.x, op.weight, op.expert_ids.width
     slots = selected if op.input_per_slot else 1
     check(x.width == slots * weight.num_columns, f"{x.name} is {x.width} wide for {slots} x {weight.num_columns}")
@@ -281,7 +259,7 @@ def _check_expert_matmul(op: ExpertMatmul) -> None:
         check(op.bias.shape == shape, f"bias of {weight.name} is {op.bias.shape}; {shape} is needed")
 
 
-def _check_expert_sum(op: ExpertSum) -> None:
+def _check_expert_sum(op: ops.ExpertSum) -> None:
     out, x, selected = op.out, op.x, op.expert_weights.width
     check(x.width == selected * out.width, f"{x.name} is {x.width} wide for {selected} slots of {out.width}")
     _same_rows(out, x, op.expert_weights)
@@ -289,35 +267,38 @@ def _check_expert_sum(op: ExpertSum) -> None:
         _same_shape(out, op.residual)
 
 
-def _check_expert_scale(op: ExpertScale) -> None:
+def _check_expert_scale(op: ops.ExpertScale) -> None:
     x, selected = op.x, op.expert_weights.width
     check(x.width % selected == 0, f"{x.name} is {x.width} wide for {selected} slots")
     _same_rows(x, op.expert_weights)
 
 
 CHECKS: dict[type, Callable[[Any], None]] = {
-    Embed: _check_embed,
-    EmbedPositions: _check_embed,
-    Receive: _check_receive,
-    RmsNorm: _check_norm,
-    LayerNorm: _check_norm,
-    Matmul: _check_matmul,
-    Rope: _check_rope,
-    Activate: _check_activate,
-    GatedActivate: lambda op: _same_shape(op.out, op.gate, op.up),
-    Add: lambda op: _same_shape(op.out, op.a, op.b),
-    MultiplySigmoid: _check_multiply_sigmoid,
-    Scale: lambda op: None,
-    ScaleByPosition: _check_scale_by_position,
-    Softcap: lambda op: None,
-    CopyHeads: _check_copy_heads,
-    HeadMatmul: _check_head_matmul,
-    SelectOutput: _check_select_output,
-    Route: _check_route,
-    ExpertMatmul: _check_expert_matmul,
-    ExpertSum: _check_expert_sum,
-    ExpertScale: _check_expert_scale,
+    ops.Embed: _check_embed,
+    ops.EmbedPositions: _check_embed,
+    ops.Receive: _check_receive,
+    ops.RmsNorm: _check_norm,
+    ops.LayerNorm: _check_norm,
+    ops.Matmul: _check_matmul,
+    ops.Rope: _check_rope,
+    ops.Activate: _check_activate,
+    ops.GatedActivate: lambda op: _same_shape(op.out, op.gate, op.up),
+    ops.Add: lambda op: _same_shape(op.out, op.a, op.b),
+    ops.MultiplySigmoid: _check_multiply_sigmoid,
+    ops.Scale: lambda op: None,
+    ops.ScaleByPosition: _check_scale_by_position,
+    ops.Softcap: lambda op: None,
+    ops.CopyHeads: _check_copy_heads,
+    ops.HeadMatmul: _check_head_matmul,
+    ops.SelectOutput: _check_select_output,
+    ops.Route: _check_route,
+    ops.ExpertMatmul: _check_expert_matmul,
+    ops.ExpertSum: _check_expert_sum,
+    ops.ExpertScale: _check_expert_scale,
 }
 
-_KV_CHECKS: dict[type, Callable[[Any, KVLayerShape], None]] = {StoreKV: _check_store_kv, Attention: _check_attention}
+_KV_CHECKS: dict[type, Callable[[Any, KVLayerShape], None]] = {
+    ops.StoreKV: _check_store_kv,
+    ops.Attention: _check_attention,
+}
 """Those of ops on a layer of the cache."""

@@ -205,7 +205,7 @@ class _Work:
                 file: ModelFile = self.file
                 if with_scales:
                     file, found = scale_for_rounding(file, token_ids, choices, pool, workers, progress=self.progress)
-                    logger.info("scales at %d places: %s", len(found), ", ".join(one.site.name for one in found))
+                    logger.info("scales at %d places: %s", len(found), ", ".join(one.group.name for one in found))
                 prepared = round_by_calibration(
                     file, token_ids, choices, pool, workers, results, progress=self.progress
                 )

@@ -1,23 +1,25 @@
-"""Where a model lets a scale per channel move through it unchanged, found by following its own graph.
+"""AWQ scale groups: where a model lets a scale per channel move through it unchanged, found by following its ops.
 
 If what a matrix reads is divided by s, channel by channel, and its columns are multiplied by s, nothing changes but
 rounding; that is the freedom AWQ (arXiv 2306.00978) and SmoothQuant (arXiv 2211.10438) use. The division costs nothing
-where it can be done to what writes the channels: a norm's weight, or the rows of the matrix before. `find_scale_sites`
+where it can be done to what writes the channels: a norm's weight, or the rows of the matrix before. `find_scale_groups`
 follows the values through the decoder's ops, so every architecture the decoder knows is covered.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from localinfer.errors import ShapeError
 from localinfer.kernels import ops
 from localinfer.kernels.ops import Activation, Buffer, FloatArray, LinearWeight
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import write_decoder
 from localinfer.models.decoder.shape_weights import ShapeWeights
+from localinfer.quant.methods.scaled_model import TensorFactors
 
 
 @dataclass(frozen=True)
@@ -59,10 +61,10 @@ class Unscalable:
     reason: str
 
 
-def find_scale_sites(
+def find_scale_groups(
     config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[list[ScaleGroup], list[Unscalable]]:
-    """Find every site of a model, in the order the graph meets them, and the matrices that have none.
+    """Find every group of a model, in the order the graph meets them, and the matrices that have none.
 
     shapes: of every tensor, rows first.
     Raises: as `write_decoder`.
@@ -73,15 +75,15 @@ def find_scale_sites(
     for op in graph.ops:
         FOLLOW[type(op)](follower, op)
     follower.forbid(graph.output, "logits are the result")
-    sites, unscalable = [], []
+    groups, unscalable = [], []
     for channels in follower.read_channels:
         readers = tuple(dict.fromkeys(channels.readers))
         reason = channels.reason or _reason_of_uses(weights, channels, readers)
         if reason:
             unscalable.append(Unscalable(readers, reason))
         else:
-            sites.append(ScaleGroup(tuple(channels.writers), readers, channels.count, channels.columns))
-    return sites, unscalable
+            groups.append(ScaleGroup(tuple(channels.writers), readers, channels.count, channels.columns))
+    return groups, unscalable
 
 
 @dataclass
@@ -99,7 +101,7 @@ class _Channels:
 
 
 def _reason_of_uses(weights: ShapeWeights, channels: _Channels, readers: tuple[str, ...]) -> str:
-    """A tensor that the graph also uses elsewhere cannot follow one site's scales."""
+    """A tensor that the graph also uses elsewhere cannot follow one group's scales."""
     for name in readers:
         if weights.uses[name] != channels.readers.count(name):
             return f"{name} is used in a second place, as in models whose output is their embedding"
@@ -278,3 +280,48 @@ FOLLOW: dict[type, Callable[[_Follower, Any], None]] = {
 
 def _writer(channels: _Channels) -> str:
     return channels.writers[0].tensor if channels.writers else "what writes it"
+
+
+def fold_scales(
+    scales: Iterable[tuple[ScaleGroup, NDArray[np.float32]]], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, TensorFactors]:
+    """Return what every tensor is multiplied by when groups' channels are divided by scales and their readers' columns
+    multiplied.
+
+    Shapes: scales float32[num_channels] of their group, positive; shapes those of the model's tensors, rows first.
+    Raises: ShapeError if scales are not positive finite numbers, one per channel.
+    """
+    factors: dict[str, TensorFactors] = {}
+
+    def multiply(name: str, more: TensorFactors) -> None:
+        factors[name] = factors[name] * more if name in factors else more
+
+    for group, values in scales:
+        exact = values.astype(np.float64)
+        if values.shape != (group.num_channels,) or not (np.isfinite(exact).all() and (exact > 0).all()):
+            raise ShapeError(
+                f"got scales {list(values.shape)} for {group.name}; wanted {group.num_channels} positive finite numbers"
+            )
+        for part in group.writers:
+            multiply(part.tensor, _divisors(part, exact, shapes[part.tensor]))
+        for reader in group.readers:
+            multiply(reader, TensorFactors(columns=reader_scales(group, exact, shapes[reader])))
+    return factors
+
+
+def reader_scales(group: ScaleGroup, values: NDArray[np.float64], shape: tuple[int, ...]) -> NDArray[np.float64]:
+    """Scales of a reader's columns: float64[columns], or float64[matrices, columns] where each matrix has its own."""
+    spread = values if group.columns is None else values[group.columns]
+    return spread if spread.size == shape[-1] else spread.reshape(-1, shape[-1])
+
+
+def _divisors(part: ScaledPart, values: NDArray[np.float64], shape: tuple[int, ...]) -> TensorFactors:
+    """1 / scale on the part, 1 elsewhere."""
+    length = shape[-1] if part.is_vector else shape[-2]
+    per_matrix = values.reshape(-1, part.count)
+    divisors = np.ones((len(per_matrix), length))
+    divisors[:, part.start : part.start + part.count] = per_matrix**-part.power
+    whole = divisors[0] if len(divisors) == 1 else divisors
+    if not part.is_vector:
+        return TensorFactors(rows=whole)
+    return TensorFactors(columns=whole)

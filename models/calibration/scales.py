@@ -1,4 +1,4 @@
-"""Choose scales for every site of a model while a text goes through it, layer by layer.
+"""Choose scales for every group of a model while a text goes through it, layer by layer.
 
 What decides is the layer: with all its matrices rounded and its inputs as int8, how far is its result from the
 original's? Errors of single products decide badly, because attention forgives in queries and keys what it does not in
@@ -14,9 +14,8 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.models.calibration.folding import fold_scales
 from localinfer.models.calibration.run import LayerRun
-from localinfer.models.calibration.scale_groups import ScaleGroup, find_scale_sites
+from localinfer.models.calibration.scale_groups import ScaleGroup, find_scale_groups, fold_scales
 from localinfer.models.calibration.weights import RoundedWeights, RoundingOf, StreamedWeights
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.quant.checkpoint.model_file import ModelFile
@@ -47,9 +46,9 @@ _LAYER = re.compile(r"blk\.(\d+)\.")
 
 @dataclass(frozen=True)
 class GroupScales:
-    """Scales float32[num_channels] of a site, and the share of the loss that is left with them."""
+    """Scales float32[num_channels] of a group, and the share of the loss that is left with them."""
 
-    site: ScaleGroup
+    group: ScaleGroup
     scales: FloatArray
     loss_ratio: float
 
@@ -63,7 +62,7 @@ def choose_scales(
     final: Callable[[], ProductVisitor] | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> list[GroupScales]:
-    """Choose scales on a text; sites where none help are left out.
+    """Choose scales on a text; groups where none help are left out.
 
     token_ids: int32[sequences, length].
     final: makes a visitor that quantizes as the model will be, where that is not by `rounding_of` alone; a layer then
@@ -72,8 +71,8 @@ def choose_scales(
     Raises: ModelFileError and below if the model cannot be run.
     """
     shapes = {name: record.shape for name, record in file.tensors.items()}
-    sites, _ = find_scale_sites(ModelConfig.from_metadata(file.metadata, shapes), shapes)
-    seen = _SeenSites(sites, rounding_of)
+    groups, _ = find_scale_groups(ModelConfig.from_metadata(file.metadata, shapes), shapes)
+    seen = _SeenGroups(groups, rounding_of)
     run = LayerRun(file, StreamedWeights(file), token_ids, workers, seen)
     layer_weights = sum(prod(shape) for name, shape in shapes.items() if _LAYER.match(name)) // run.num_layers
     is_thorough = layer_weights <= THOROUGH_LAYER_WEIGHTS
@@ -89,7 +88,7 @@ def choose_scales(
         given = hidden[-judging.size :]
         (hidden,) = run.layer(layer, [hidden])
         search = _LayerSearch(judged, trial, shapes, layer, given, hidden[-judging.size :], is_thorough)
-        found = search.choose([site for site in sites if _layer_of(site) == layer], seen)
+        found = search.choose([group for group in groups if _layer_of(group) == layer], seen)
         if final is not None and found:
             before, after = (
                 _final_loss(one, judging, workers, final(), layer, given) for one in (file, fold(file, found))
@@ -99,14 +98,16 @@ def choose_scales(
         trial.forget()
         seen.forget()
     run.output([hidden])
-    kept += [one for site in sites if _layer_of(site) is None for one in [seen.by_products(site)] if one is not None]
+    kept += [
+        one for group in groups if _layer_of(group) is None for one in [seen.by_products(group)] if one is not None
+    ]
     return kept
 
 
 def fold(file: ModelFile, chosen: Sequence[GroupScales]) -> ScaledModel:
     """The same model with scales folded into it."""
     shapes = {name: record.shape for name, record in file.tensors.items()}
-    return ScaledModel(file, fold_scales([(one.site, one.scales) for one in chosen], shapes))
+    return ScaledModel(file, fold_scales([(one.group, one.scales) for one in chosen], shapes))
 
 
 def _final_loss(
@@ -128,11 +129,11 @@ def _mean_relative_error(wanted: FloatArray, found: FloatArray) -> float:
     return float((np.square(found - wanted).sum(axis=1) / np.square(wanted).sum(axis=1)).mean())
 
 
-class _SeenSites:
-    """A `ProductVisitor` that measures the channels of sites, and importance. It searches scales where products do."""
+class _SeenGroups:
+    """A `ProductVisitor` that measures the channels of groups, and importance. It searches scales where products do."""
 
-    def __init__(self, sites: Sequence[ScaleGroup], rounding_of: RoundingOf) -> None:
-        self._sites = {reader: site for site in sites for reader in site.readers}
+    def __init__(self, groups: Sequence[ScaleGroup], rounding_of: RoundingOf) -> None:
+        self._groups = {reader: group for group in groups for reader in group.readers}
         self._rounding_of = rounding_of
         self._searches: dict[str, dict[int, ScaleSearch]] = {}
         self.sizes: dict[str, ChannelSizes] = {}
@@ -145,8 +146,8 @@ class _SeenSites:
             self.mean_squares[part.tensor, part.expert] = (
                 np.square(x).mean(axis=0) if len(x) else np.ones(shape, np.float32)
             )
-        site = self._sites.get(first.tensor)
-        if site is None or len(x) < _FEWEST_TOKENS:
+        group = self._groups.get(first.tensor)
+        if group is None or len(x) < _FEWEST_TOKENS:
             return [None] * len(product.matrices)
         matrices = [
             ReadingMatrix(part.values, rounding)
@@ -154,25 +155,27 @@ class _SeenSites:
             for rounding in [self._rounding_of(part.tensor)]
             if rounding is not None
         ]
-        is_own = site.columns is None and site.num_channels > x.shape[1]
-        sizes = self.sizes.get(site.name) or channel_sizes(x, [part.values for part in product.matrices], site.columns)
-        if is_own or _layer_of(site) is None:
-            search = ScaleSearch(sizes, site.columns)
+        is_own = group.columns is None and group.num_channels > x.shape[1]
+        sizes = self.sizes.get(group.name) or channel_sizes(
+            x, [part.values for part in product.matrices], group.columns
+        )
+        if is_own or _layer_of(group) is None:
+            search = ScaleSearch(sizes, group.columns)
             search.add(x, matrices)
-            self._searches.setdefault(site.name, {})[first.expert] = search
+            self._searches.setdefault(group.name, {})[first.expert] = search
         elif matrices:
-            self.sizes[site.name] = sizes
+            self.sizes[group.name] = sizes
         return [None] * len(product.matrices)
 
-    def by_products(self, site: ScaleGroup) -> GroupScales | None:
-        """What helps the products that read a site; 1 for experts that too few tokens reached. None if nothing does."""
-        choices = {expert: search.best() for expert, search in self._searches.get(site.name, {}).items()}
+    def by_products(self, group: ScaleGroup) -> GroupScales | None:
+        """What helps the products that read a group, 1 for experts that few tokens reached; None if nothing does."""
+        choices = {expert: search.best() for expert, search in self._searches.get(group.name, {}).items()}
         if not any(choice.loss_ratio < 1 for choice in choices.values()):
             return None
-        scales = np.ones(site.num_channels, np.float32)
+        scales = np.ones(group.num_channels, np.float32)
         for expert, choice in choices.items():
             scales[expert * choice.scales.size :][: choice.scales.size] = choice.scales
-        return GroupScales(site, scales, float(np.mean([choice.loss_ratio for choice in choices.values()])))
+        return GroupScales(group, scales, float(np.mean([choice.loss_ratio for choice in choices.values()])))
 
     def forget(self) -> None:
         """Drop what a layer left."""
@@ -196,31 +199,31 @@ class _LayerSearch:
         self._run, self._weights, self._shapes, self._layer = run, weights, shapes, layer
         self._given, self._wanted, self._is_thorough = given, wanted, is_thorough
 
-    def choose(self, sites: Sequence[ScaleGroup], seen: _SeenSites) -> list[GroupScales]:
-        """Choose scales site after site, each with those before it in place."""
+    def choose(self, groups: Sequence[ScaleGroup], seen: _SeenGroups) -> list[GroupScales]:
+        """Choose scales group after group, each with those before it in place."""
         kept: list[GroupScales] = []
-        for site in sites:
-            is_judged = site.name in seen.sizes
-            chosen = self._by_layer(site, seen, kept) if is_judged else self._by_products(site, seen, kept)
+        for group in groups:
+            is_judged = group.name in seen.sizes
+            chosen = self._by_layer(group, seen, kept) if is_judged else self._by_products(group, seen, kept)
             if chosen is not None:
                 kept.append(chosen)
         return kept
 
-    def _by_layer(self, site: ScaleGroup, seen: _SeenSites, kept: Sequence[GroupScales]) -> GroupScales | None:
+    def _by_layer(self, group: ScaleGroup, seen: _SeenGroups, kept: Sequence[GroupScales]) -> GroupScales | None:
         choice = search_scales(
-            seen.sizes[site.name], lambda scales: self._loss([*kept, GroupScales(site, scales, 1.0)])
+            seen.sizes[group.name], lambda scales: self._loss([*kept, GroupScales(group, scales, 1.0)])
         )
-        return GroupScales(site, choice.scales, choice.loss_ratio) if choice.loss_ratio < 1 else None
+        return GroupScales(group, choice.scales, choice.loss_ratio) if choice.loss_ratio < 1 else None
 
-    def _by_products(self, site: ScaleGroup, seen: _SeenSites, kept: Sequence[GroupScales]) -> GroupScales | None:
-        found = seen.by_products(site)
+    def _by_products(self, group: ScaleGroup, seen: _SeenGroups, kept: Sequence[GroupScales]) -> GroupScales | None:
+        found = seen.by_products(group)
         if found is None:
             return None
         before, after = self._loss(kept), self._loss([*kept, found])
         return replace(found, loss_ratio=after / before) if after < (1 - LEAST_GAIN) * before else None
 
     def _loss(self, chosen: Sequence[GroupScales]) -> float:
-        self._weights.scale(fold_scales([(one.site, one.scales) for one in chosen], self._shapes))
+        self._weights.scale(fold_scales([(one.group, one.scales) for one in chosen], self._shapes))
         return _mean_relative_error(self._wanted, self._run.layer(self._layer, [self._given])[0])
 
 
@@ -245,6 +248,6 @@ class _Nobody:
         return [None] * len(product.matrices)
 
 
-def _layer_of(site: ScaleGroup) -> int | None:
-    match = _LAYER.match(site.readers[0])
+def _layer_of(group: ScaleGroup) -> int | None:
+    match = _LAYER.match(group.readers[0])
     return None if match is None else int(match[1])

@@ -163,6 +163,7 @@ BAD = {
     """,
     "show": """
         {demo} --tensors=maybe
+        {demo} --ops=maybe
         {demo} --json=maybe
         no-such-file
     """,

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from localinfer.errors import ShapeError
-from localinfer.models.calibration.folding import fold_scales
+from localinfer.models.calibration.scale_groups import fold_scales
 from localinfer.quant.gguf.reader import read_gguf
 from tests.kernels.cpu.device import CpuDevice
 from tests.models.arch_models import architectures, build_model, run_logits
-from tests.models.calibration.folded_models import sites_of, write_folded
+from tests.models.calibration.folded_models import groups_of, write_folded
 from tests.models.numpy_device import NumpyDevice
 
 
@@ -42,13 +42,13 @@ def test_folding_any_scales_leaves_the_logits_of_compiled_programs(name: str, fo
     assert np.abs(found - wanted).max() <= 1e-4 * np.abs(wanted).max()
 
 
-def test_sites_of_grouped_heads_share_a_scale_among_the_heads_of_a_value_head(folder: Path) -> None:
+def test_groups_of_grouped_heads_share_a_scale_among_the_heads_of_a_value_head(folder: Path) -> None:
     with read_gguf(build_model(folder, "llama-gqa").path) as file:
-        sites, unscalable = sites_of(file)
+        groups, unscalable = groups_of(file)
         value_rows = file.tensor("blk.0.attn_v.weight").shape[0]
         output_columns = file.tensor("blk.0.attn_output.weight").shape[1]
     assert not unscalable
-    by_name = {site.name: site for site in sites}
+    by_name = {group.name: group for group in groups}
     norm, values = by_name["blk.0.attn_norm.weight"], by_name["blk.0.attn_v.weight"]
     assert norm.readers == ("blk.0.attn_q.weight", "blk.0.attn_k.weight", "blk.0.attn_v.weight")
     assert values.readers == ("blk.0.attn_output.weight",)
@@ -57,9 +57,9 @@ def test_sites_of_grouped_heads_share_a_scale_among_the_heads_of_a_value_head(fo
     assert np.bincount(values.columns).tolist() == [output_columns // value_rows] * value_rows
 
 
-def test_sites_of_experts_scale_the_router_and_every_expert_alike(folder: Path) -> None:
+def test_groups_of_experts_scale_the_router_and_every_expert_alike(folder: Path) -> None:
     with read_gguf(build_model(folder, "qwen2moe-moe").path) as file:
-        by_name = {site.name: site for site in sites_of(file)[0]}
+        by_name = {group.name: group for group in groups_of(file)[0]}
         experts, size, _ = file.tensor("blk.0.ffn_up_exps.weight").shape
     assert set(by_name["blk.0.ffn_norm.weight"].readers) == {
         f"blk.0.ffn_{part}.weight"
@@ -80,16 +80,16 @@ def test_sites_of_experts_scale_the_router_and_every_expert_alike(folder: Path) 
 )
 def test_what_cannot_be_scaled_is_named_with_its_reason(name: str, reader: str, reason: str, folder: Path) -> None:
     with read_gguf(build_model(folder, name).path) as file:
-        sites, unscalable = sites_of(file)
+        groups, unscalable = groups_of(file)
     reasons = [one.reason for one in unscalable if reader in one.readers]
     assert len(reasons) == 1 and reason in reasons[0]
-    assert not any(reader in site.readers for site in sites)
+    assert not any(reader in group.readers for group in groups)
 
 
 @pytest.mark.parametrize("values", [np.zeros(3), np.full(3, np.nan), np.ones(2), -np.ones(3)])
 def test_fold_scales_refuses_what_is_no_scale(values: np.ndarray, folder: Path) -> None:
     with read_gguf(build_model(folder, "llama-gqa").path) as file:
-        site = sites_of(file)[0][0]
+        group = groups_of(file)[0][0]
         shapes = {name: record.shape for name, record in file.tensors.items()}
     with pytest.raises(ShapeError, match=r"blk\.0\.attn_norm\.weight; wanted"):
-        fold_scales([(replace(site, num_channels=3), values.astype(np.float32))], shapes)
+        fold_scales([(replace(group, num_channels=3), values.astype(np.float32))], shapes)

@@ -62,12 +62,12 @@ def test_scales_are_kept_where_they_bring_layers_closer(
             again = choose_scales(file, sequences(0, 512), two, narrow)
         folded = fold(file, found)
         assert {name for name, record in folded.tensors.items() if record != file.tensors[name]} == {
-            part for one in found for part in (*one.site.readers, *(writer.tensor for writer in one.site.writers))
+            part for one in found for part in (*one.group.readers, *(writer.tensor for writer in one.group.writers))
         }
     assert len(found) >= 5
     assert all(one.loss_ratio < 0.995 for one in found)
     # A matrix that stays as it is has nothing to gain, and what writes it nothing to give.
-    assert not any("ffn_down" in reader for one in found for reader in one.site.readers)
+    assert not any("ffn_down" in reader for one in found for reader in one.group.readers)
     assert stages == [("choosing scales", layer, 5) for layer in range(5)]
     for first, second in zip(found, again, strict=True):
         np.testing.assert_array_equal(first.scales, second.scales)
@@ -85,7 +85,7 @@ def test_scales_are_chosen_for_every_kind_of_model(
             return rounding_of(tensor) if file.tensor(tensor).shape[-1] % BLOCK == 0 else None
 
         for one in choose_scales(file, sequences(1, vocab_size), workers, narrow):
-            assert one.scales.shape == (one.site.num_channels,)
+            assert one.scales.shape == (one.group.num_channels,)
             assert (one.scales > 0).all() and one.loss_ratio < 1
 
 
