@@ -10,11 +10,11 @@ from localinfer.kernels.ops import EmbeddingTable, FloatArray, LinearWeight
 
 
 class VectorPart(NamedTuple):
-    """Elements of a tensor, `count` of them from `start`."""
+    """Elements of a tensor, `size` of them from `start`."""
 
     tensor: str
     start: int
-    count: int
+    size: int
 
 
 class ShapeWeights:
