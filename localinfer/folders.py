@@ -63,7 +63,7 @@ def expand_home(path: str | os.PathLike[str]) -> Path:
 
 
 def runtime_folder() -> Path | None:
-    """A folder for this user's sockets, which need not be there: it may go when the user logs out.
+    """A folder for this user's sockets, which need not be there: the system may remove it when the user logs out.
 
     None where the system does not say who owns a folder.
     """

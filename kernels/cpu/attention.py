@@ -50,7 +50,7 @@ def partial_bytes(layout: KVLayout, layer: int, shape: AttentionShape) -> int:
     return shape.num_kv_heads * eights * (128 + 32 * layout.head(layer).value_columns)
 
 
-def attention_words(layout: KVLayout, layer: int, shape: AttentionShape) -> dict[str, Any]:
+def attention_parameters(layout: KVLayout, layer: int, shape: AttentionShape) -> dict[str, Any]:
     """Words of an ATTENTION block, but for the addresses of queries, out, sinks and slopes."""
     head, group = layout.head(layer), shape.num_heads // shape.num_kv_heads
     steps = head.key_columns // _COLUMNS_PER_STEP[layout.key_type]
@@ -87,7 +87,7 @@ def called_kernels(layout: KVLayout) -> dict[str, Kernel]:
     }
 
 
-def query_words(layout: KVLayout, layer: int, shape: AttentionShape) -> dict[str, Any]:
+def query_parameters(layout: KVLayout, layer: int, shape: AttentionShape) -> dict[str, Any]:
     """Words of a QUANTIZE_QUERIES block, but for addresses and strides."""
     return {
         "num_heads": shape.num_heads,
@@ -99,7 +99,7 @@ def query_words(layout: KVLayout, layer: int, shape: AttentionShape) -> dict[str
     }
 
 
-def store_words(layout: KVLayout, layer: int) -> tuple[str, dict[str, Any]]:
+def store_parameters(layout: KVLayout, layer: int) -> tuple[str, dict[str, Any]]:
     """The kernel that stores keys and values, and words of its STORE_KV block, but for their addresses and strides."""
     head, shape, start = layout.head(layer), layout.layers[layer], layout.layer_offset(layer)
     words = {

@@ -73,7 +73,7 @@ LONG_MATCH = 8
 ROWS_PER_ENCODER_UNIT = 16
 ENCODER_MEMORY_BYTES = 64 << 10
 ENCODER_STATUS = ENCODER_MEMORY_BYTES - 64
-"""Where a thread's encoder memory says what it met: 0 or one of these."""
+"""Where a thread's encoder memory has its status: 0 or one of these."""
 STATUS_NOT_FINITE = 1
 STATUS_TOO_LARGE = 2
 SOURCE_F32, SOURCE_F16, SOURCE_BF16 = 0, 1, 2

@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 
 from localinfer.kernels import ops
 from localinfer.kernels.cpu import attention, kernel_abi
-from localinfer.kernels.cpu.arrays import address, aligned
 from localinfer.kernels.cpu.costs import attention_cost, embedding_cost, expert_cost, head_cost, matmul_cost
-from localinfer.kernels.cpu.memory import padded
+from localinfer.kernels.cpu.memory import address, aligned, padded
 from localinfer.kernels.cpu.parameters import (
     ATTENTION,
     ATTENTION_SUMS,
@@ -140,24 +139,24 @@ def _matmul(tape: CpuTape, op: ops.Matmul) -> None:
         )  # fmt: skip
         kernel = f"matmul.matmul_{layout.name.lower()}"
         cost = matmul_cost(kernel, [projection.weight for projection in group], x.rows)
-        tape.add(kernel, words, *(_projection_words(tape, projection) for projection in group), cost=cost)
+        tape.add(kernel, words, *(_projection_parameters(tape, projection) for projection in group), cost=cost)
     for projection in op.projections:
         tape.forget_copies(projection.out)
 
 
-def _projection_words(tape: CpuTape, projection: Projection) -> Words:
+def _projection_parameters(tape: CpuTape, projection: Projection) -> Words:
     out, memory = projection.out, tape.memory
     zeros = memory.zeros(out.width)
     bias = memory.constant(projection.bias)
     residual, residual_stride = (zeros, 0) if projection.residual is None else tape.place(projection.residual)
     return PROJECTION.pack(
-        **_weight_words(projection.weight.packed), **tape.places(out=out), residual=residual,
+        **_weight_parameters(projection.weight.packed), **tape.places(out=out), residual=residual,
         residual_stride=residual_stride, bias=bias or zeros, bias_stride=64 if bias else 0, scale=projection.scale,
         spare=0,
     )  # fmt: skip
 
 
-def _weight_words(packed: PackedWeight, expert: int = 0) -> dict[str, int]:
+def _weight_parameters(packed: PackedWeight, expert: int = 0) -> dict[str, int]:
     """One matrix of a stack: its address, the bytes of a tile, how many tiles, and rows."""
     return {
         "weights": address(packed.data) + expert * packed.expert_bytes,
@@ -221,7 +220,7 @@ def _rope_angles(tape: CpuTape, table: RopeTable) -> NDArray[np.uint8]:
 
 
 def _store_kv(tape: CpuTape, op: ops.StoreKV) -> None:
-    kernel, words = attention.store_words(tape.kv_layout, op.layer)
+    kernel, words = attention.store_parameters(tape.kv_layout, op.layer)
     (keys, keys_stride), (values, values_stride) = tape.place(op.keys), tape.place(op.values)
     places = {"keys_source": keys, "keys_stride": keys_stride}
     places |= {"values_source": values, "values_stride": values_stride}
@@ -231,7 +230,7 @@ def _store_kv(tape: CpuTape, op: ops.StoreKV) -> None:
 def _attention(tape: CpuTape, op: ops.Attention) -> None:
     layout, layer, shape = tape.kv_layout, op.layer, op.shape
     attention.check_limits(shape)
-    words = attention.attention_words(layout, layer, shape) | _queries(tape, op) | tape.places(out=op.out)
+    words = attention.attention_parameters(layout, layer, shape) | _queries(tape, op) | tape.places(out=op.out)
     words |= {"sinks": tape.memory.constant(shape.sinks), "slopes": tape.memory.constant(shape.alibi_slopes)}
     tape.partial_bytes = max(tape.partial_bytes, attention.partial_bytes(layout, layer, shape))
     cost = attention_cost("attention.attention", layout, layer, shape)
@@ -253,7 +252,7 @@ def _queries(tape: CpuTape, op: ops.Attention) -> dict[str, int]:
     head_bytes = attention.query_head_bytes(layout.head(op.layer).key_columns)
     stride = shape.num_heads * head_bytes
     target = tape.memory.shared("queries", tape.max_rows[Rows.BATCH] * stride)
-    words = attention.query_words(layout, op.layer, shape) | places
+    words = attention.query_parameters(layout, op.layer, shape) | places
     words |= {"target": target, "target_stride": stride, "target_head_bytes": head_bytes}
     tape.add("kv_store.quantize_queries", QUANTIZE_QUERIES.pack(**words))
     return {"queries": target, "queries_stride": stride, "query_head_bytes": head_bytes}
@@ -317,7 +316,7 @@ def _head_matmul(tape: CpuTape, op: ops.HeadMatmul) -> None:
             rows_per_block=tape.max_rows[x.rows],
         )  # fmt: skip
         projection = PROJECTION.pack(
-            **_weight_words(packed, head), out=target + 4 * (head * op.out_head_size + op.out_offset),
+            **_weight_parameters(packed, head), out=target + 4 * (head * op.out_head_size + op.out_offset),
             out_stride=out_stride, residual=zeros, residual_stride=0, bias=zeros, bias_stride=0, scale=1.0, spare=0,
         )  # fmt: skip
         tape.add(kernel, words, projection, writes=out, cost=head_cost(kernel, weight, x.rows))
@@ -353,7 +352,7 @@ def _expert_matmul(tape: CpuTape, op: ops.ExpertMatmul) -> None:
     words = EXPERT_MATMUL.pack(
         x=place, x_stride=stride, slot_stride=slot_stride, columns=packed.num_columns, experts=packed.num_experts,
         selected=selected, groups=address(tape.expert_groups[ids.index]), expert_bytes=packed.expert_bytes,
-        **_weight_words(packed), **tape.places(out=out), bias=bias, bias_stride=4 * padded(packed.num_rows),
+        **_weight_parameters(packed), **tape.places(out=out), bias=bias, bias_stride=4 * padded(packed.num_rows),
         zeros=tape.memory.zeros(packed.num_rows),
     )  # fmt: skip
     kernel = f"matmul.expert_matmul_{packed.layout.name.lower()}"

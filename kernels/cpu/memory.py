@@ -1,14 +1,92 @@
-"""The memory of one tape: its buffers, and copies of the constants that its ops point to."""
+"""Memory for kernels: aligned arrays and their addresses, the arena of weights, and the memory of one tape."""
 
+import contextlib
+import mmap
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels.cpu.arrays import address, aligned, aligned_zeros
-from localinfer.kernels.cpu.weights import RowTable
+from localinfer.errors import OutOfMemoryError
+from localinfer.kernels.address_space import shortage
 from localinfer.kernels.ops import Buffer, FloatArray, Rows
+
+if TYPE_CHECKING:
+    from localinfer.kernels.cpu.weights import RowTable
+
+ALIGNMENT = 64
+"""Bytes; one cache line and one AVX-512 register."""
+
+READABLE_BYTES = 64
+"""What follows every array and may be read, since a vector that begins in the last columns ends beyond them."""
+
+
+def aligned(num_bytes: int) -> NDArray[np.uint8]:
+    """Uninitialised uint8[num_bytes] whose address is a multiple of ALIGNMENT. Raises: OutOfMemoryError."""
+    raw = _allocated(np.empty, num_bytes + ALIGNMENT + READABLE_BYTES)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + num_bytes]
+
+
+def aligned_zeros(num_bytes: int) -> NDArray[np.uint8]:
+    """As `aligned`, all zero; pages the kernel never touches take no memory."""
+    raw = _allocated(np.zeros, num_bytes + ALIGNMENT + READABLE_BYTES)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + num_bytes]
+
+
+def _allocated(allocate: Callable[..., NDArray[np.uint8]], num_bytes: int) -> NDArray[np.uint8]:
+    try:
+        return allocate(num_bytes, np.uint8)
+    except MemoryError:
+        raise shortage(num_bytes, "working memory") from None
+
+
+def address(array: NDArray[Any]) -> int:
+    """Where a contiguous array's first element lies."""
+    assert array.flags.c_contiguous, "kernels walk memory, so an array they get must be contiguous"
+    return int(array.ctypes.data)
+
+
+class Arena:
+    """Memory for the weights of one model: few large blocks, on huge pages where the system has them.
+
+    Weights lie in the order they were packed, which is the order a token reads them, so a prefetch that runs past the
+    end of one matrix is already in the next.
+    """
+
+    def __init__(self, block_bytes: int = 256 << 20) -> None:
+        self._block_bytes = block_bytes
+        self._block: NDArray[np.uint8] = np.empty(0, np.uint8)
+
+    def take(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Uninitialised uint8[num_bytes], aligned; lives as long as any array taken from its block.
+
+        Raises: OutOfMemoryError if the system has no such memory.
+        """
+        padded = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        if padded > self._block.size:
+            self._block = self._fresh_block(padded)
+        taken, self._block = self._block[:num_bytes], self._block[padded:]
+        return taken
+
+    def _fresh_block(self, num_bytes: int) -> NDArray[np.uint8]:
+        for size in (max(num_bytes, self._block_bytes), num_bytes):
+            # Where memory is short a block is no larger than what is asked of it.
+            with contextlib.suppress(MemoryError, OSError, OutOfMemoryError):
+                return _map_memory(size)
+        raise shortage(num_bytes, "a matrix of weights")
+
+
+def _map_memory(num_bytes: int) -> NDArray[np.uint8]:
+    """Fresh zero pages from the system, huge ones if it agrees; untouched pages take no memory."""
+    if not hasattr(mmap, "MAP_ANONYMOUS"):
+        return aligned(num_bytes)
+    mapped = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(mapped, np.uint8)
 
 
 def padded(width: int) -> int:
@@ -48,7 +126,7 @@ class TapeMemory:
         values = self.buffers[buffer.index].view(np.float32)
         return values.reshape(self._max_rows[buffer.rows], -1)[:, : buffer.width]
 
-    def keep_table(self, rows: RowTable, *, by_position: bool) -> None:
+    def keep_table(self, rows: "RowTable", *, by_position: bool) -> None:
         """Hold a table, and have its rows there in time: those of positions, which are few, now."""
         self.keep(rows)
         if rows.fill is not None and by_position:
@@ -66,14 +144,14 @@ class TapeMemory:
         return address(copy)
 
     def zeros(self, width: int) -> int:
-        """Address of at least `width` zeros, which nobody writes."""
+        """Address of at least `width` zeros, which nothing writes."""
         if self._zeros.size < padded(width):
             self._zeros = aligned_zeros(4 * padded(width)).view(np.float32)
             self.keep(self._zeros)
         return address(self._zeros)
 
     def shared(self, name: str, num_bytes: int) -> int:
-        """Address of at least `num_bytes`, the same for all who ask by this name until one of them asks for more."""
+        """Address of at least `num_bytes`, the same for one name until more is asked for."""
         if name not in self._shared or self._shared[name].size < num_bytes:
             self._shared[name] = aligned(num_bytes)
             self.keep(self._shared[name])

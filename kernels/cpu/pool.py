@@ -1,4 +1,4 @@
-"""Persistent threads that run a tape: every thread walks the same ops and meets the others at a barrier after each.
+"""Persistent threads that run a tape: every thread walks the same ops, with a barrier after each.
 
 Python is left once per run. The calling thread is thread 0; the others spin for about a millisecond after a run, since
 the next token usually comes within it, and then sleep on a lock, so an idle process uses no CPU.
@@ -15,7 +15,6 @@ import numpy as np
 
 from localinfer.errors import ClosedError
 from localinfer.kernels.address_space import shortage
-from localinfer.kernels.cpu.arrays import address, aligned_zeros
 from localinfer.kernels.cpu.kernel_abi import (
     BATCH,
     GENERATION,
@@ -27,6 +26,7 @@ from localinfer.kernels.cpu.kernel_abi import (
     SLEEPING,
     STOPPING,
 )
+from localinfer.kernels.cpu.memory import address, aligned_zeros
 from localinfer.kernels.jit.object_cache import Function
 
 _START_RUN = Function("pool.start_run", "q", "qq")
@@ -111,8 +111,8 @@ class ThreadPool:
                     self._wake[worker].release()
             _FINISH_RUN(self.control_address)
         except BaseException:
-            # Ctrl-C came between two of these steps. If the workers were sent off but this thread has not walked with
-            # them, they wait at the first barrier, and would for ever.
+            # Ctrl-C came between two of these steps. If the workers were started but this thread has not run its
+            # share, they would wait at the first barrier for ever.
             if control[GENERATION // 8] != generation and control[RELEASED // 8] == released:
                 for semaphore in self._wake[1:num_threads]:
                     semaphore.release()

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from localinfer.errors import RequestError
 from localinfer.kernels.cpu import kernel_abi
-from localinfer.kernels.cpu.arrays import address, aligned_zeros
+from localinfer.kernels.cpu.memory import address, aligned_zeros
 from localinfer.kernels.cpu.parameters import BATCH, SEGMENT
 from localinfer.kernels.cpu.tape import CpuTape
 from localinfer.kernels.ops import FloatArray, Rows

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels.cpu.arrays import address
 from localinfer.kernels.cpu.kernel_abi import NOT_FINITE, NOTHING_LEFT, SAMPLING_BLOCK
+from localinfer.kernels.cpu.memory import address
 from localinfer.kernels.jit.object_cache import Function
 
 __all__ = ["NOTHING_LEFT", "NOT_FINITE", "RowSampler", "adjust", "order_key", "uniforms"]
@@ -135,9 +135,9 @@ class RowSampler:
         """List what top-k keeps, weigh it exactly, and race within the list."""
         ids, keys, weights = self._ids_address, self._keys_address, self._weights_address
         scale = (row.best, row.inverse_temperature)
-        count = _GATHER(*self._words_of(row), self._count_threshold(top_k), ids, keys)
+        count = _GATHER(*self._row_parameters(row), self._count_threshold(top_k), ids, keys)
         if count < top_k:
-            count = _GATHER(*self._words_of(row), _LOWEST_KEY, ids, keys)
+            count = _GATHER(*self._row_parameters(row), _LOWEST_KEY, ids, keys)
         if count > top_k:
             threshold, above = self._cut(keys, 0, count, top_k)
             count = _KEEP(ids, keys, count, threshold, top_k - above)
@@ -159,7 +159,7 @@ class RowSampler:
         The nucleus is the head of an order, so nobody behind such a winner is in it, and a winner that is in it would
         have won among the nucleus alone. The first race is already among a head that probably holds the nucleus.
         """
-        words, scale = self._words_of(row), (row.best, row.inverse_temperature)
+        words, scale = self._row_parameters(row), (row.best, row.inverse_temperature)
         block_mass = _WEIGH(self._block_keys_address, self._block_weights_address, self._num_blocks, *scale)
         least_key = row.least_key()
         start = self._likely_start(row, block_mass) if row.top_p < 1.0 else _LOWEST_KEY
@@ -205,11 +205,11 @@ class RowSampler:
         is_sure = abs(shortfall) > 3.0 * (_ROUGH_ERROR * total + row.logits.size / _ONE)
         if is_sure and _ROUGH_TEMPERATURES[0] <= row.temperature <= _ROUGH_TEMPERATURES[1]:
             return shortfall > 0.0
-        words, scale = self._words_of(row), (row.best, row.inverse_temperature)
+        words, scale = self._row_parameters(row), (row.best, row.inverse_temperature)
         exact_total = _MASS_AHEAD(*words, _LOWEST_KEY, 0, *scale)
         return bool(_MASS_AHEAD(*words, threshold, limit, *scale) < _nucleus(row.top_p, exact_total))
 
-    def _words_of(self, row: "_Row") -> tuple[int, int, int, int]:
+    def _row_parameters(self, row: "_Row") -> tuple[int, int, int, int]:
         return address(row.logits), row.logits.size, self._block_keys_address, self._num_blocks
 
     def _count_threshold(self, wanted: int) -> int:

@@ -4,8 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.kernels.cpu import attention
-from localinfer.kernels.cpu.arrays import address
-from localinfer.kernels.cpu.memory import TapeMemory
+from localinfer.kernels.cpu.memory import TapeMemory, address
 from localinfer.kernels.cpu.parameters import GATHER, Words
 from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.kernels.graph_builder import check

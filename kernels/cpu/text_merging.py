@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels.cpu.arrays import address
 from localinfer.kernels.cpu.kernel_abi import SCAN_SYMBOLS
+from localinfer.kernels.cpu.memory import address
 from localinfer.kernels.cpu.parameters import MERGE, SPLIT
 from localinfer.kernels.jit.object_cache import Function
 

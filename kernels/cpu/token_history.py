@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.kernels.cpu import kernel_abi
-from localinfer.kernels.cpu.arrays import address
+from localinfer.kernels.cpu.memory import address
 from localinfer.kernels.jit.object_cache import Function
 
 _EXTEND = Function("token_history.extend", "q", "qqqq")

@@ -1,4 +1,4 @@
-"""Move weights from the rows of a file into tiles, straight from the map and in parallel.
+"""Weights in tiles, moved there from the rows of a file, straight from the map and in parallel; and checksums of bytes.
 
 Every layout is a list of fields: items of 1, 2 or 4 bytes that go, item by item, from one row of the file to one lane
 of a tile, one after the other or, of Q6_K, every other. Three kinds of field change bytes on the way; none loses any.
@@ -11,16 +11,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import ShapeError
-from localinfer.kernels.cpu.arrays import Arena, address
-from localinfer.kernels.cpu.parameters import PACK_TILES as _PACK_TILES
+from localinfer.kernels.cpu.kernel_abi import CHECKSUM_LANES, CHECKSUM_MULTIPLIER
+from localinfer.kernels.cpu.memory import Arena, address
+from localinfer.kernels.cpu.parameters import PACK_TILES
 from localinfer.kernels.cpu.pool import ThreadPool
-from localinfer.kernels.jit.object_cache import Kernel
+from localinfer.kernels.jit.object_cache import Function, Kernel
 from localinfer.kernels.layouts import SIZES, TILE_ROWS, Layout, num_tiles, tile_bytes
 
 _STEP_BYTES = 8 << 20
 """A tensor is packed in steps of about this size, so that little of the file is in memory at once."""
 
-PACK_TILES = Kernel("packing.pack_tiles")
+_PACK = Kernel("packing.pack_tiles")
 
 _COPY, _BIAS, _FIFTH_BITS, _SIX_BIT_SCALES, _EVERY_OTHER = 0, 1, 2, 3, 4
 
@@ -104,8 +105,8 @@ def pack(
 ) -> PackedWeight:
     """Pack a stack of matrices stored row after row, as a GGUF tensor is.
 
-    data: contiguous uint8 of exactly the stack's bytes; `done` is told each stretch of it (first byte, end) that has
-    been packed, so that the caller can let it go. Raises ShapeError if the bytes are not what the shape needs.
+    data: contiguous uint8 of exactly the stack's bytes; `done` is called with each stretch of it (first byte, end) that
+    has been packed, so that the caller can release it. Raises ShapeError if the bytes are not what the shape needs.
     """
     sizes = SIZES[layout]
     bytes_per_tile = tile_bytes(layout, num_columns)
@@ -127,7 +128,7 @@ def pack(
             count, row = min(tiles_per_step, tiles - tile), tile * TILE_ROWS
             target = address(packed) + (expert * tiles + tile) * bytes_per_tile
             source = data.ctypes.data + expert * matrix_bytes + row * row_bytes
-            words = _PACK_TILES.pack(
+            words = PACK_TILES.pack(
                 control=pool.control_address, target=target, source=source, tiles=count, rows=num_rows - row,
                 units=num_columns // sizes.unit, file_bytes=sizes.file_bytes, unit_bytes=sizes.unit_bytes,
                 fields=address(fields), num_fields=len(fields),
@@ -135,10 +136,28 @@ def pack(
             pending.append(words)
             end = expert * matrix_bytes + min(num_rows, row + count * TILE_ROWS) * row_bytes
             if end - first_byte >= _STEP_BYTES or end == data.size:
-                ops = np.array([[PACK_TILES.address, address(one)] for one in pending], np.int64)
+                ops = np.array([[_PACK.address, address(one)] for one in pending], np.int64)
                 pool.run(address(ops), len(pending), 0)
                 if done is not None:
                     done(first_byte, end)
                 pending.clear()
                 first_byte = end
     return PackedWeight(layout, num_rows, num_columns, num_experts, packed)
+
+
+_FOLD = Function("checksum.fold", "q", "qqq")
+KERNELS = (_PACK, _FOLD)
+"""What weights are packed and folded with, so that a loader can compile it ahead."""
+
+_FIRST_LANES: NDArray[np.uint64] = np.arange(1, CHECKSUM_LANES + 1, dtype=np.uint64) * np.uint64(CHECKSUM_MULTIPLIER)
+
+
+def fold(data: memoryview | bytes) -> bytes:
+    """Fold data, whose length is a multiple of 8 bytes, into 8 * CHECKSUM_LANES bytes; the GIL is released meanwhile.
+
+    Equal data give equal results on every machine that is little-endian.
+    """
+    words = np.frombuffer(data, np.uint64)
+    lanes = _FIRST_LANES.copy()
+    _FOLD(address(lanes), address(words), words.size)
+    return lanes.tobytes()

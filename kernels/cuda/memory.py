@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import OutOfMemoryError
-from localinfer.kernels.cpu.arrays import address, aligned_zeros
+from localinfer.kernels.cpu.memory import address, aligned_zeros
 from localinfer.kernels.cuda.device import CudaDevice
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.ops import Buffer, FloatArray, KVLayerShape, Rows

@@ -1,6 +1,6 @@
 """Which instruction set kernels are compiled for: the best the CPU has, or the one `LOCALINFER_ISA` forces.
 
-Every path computes the same bits (DESIGN idea B): integer sums are exact and float steps are the same fused operations.
+Every path computes the same bits: integer sums are exact and float steps are the same fused operations.
 An instruction the CPU lacks aborts the process inside LLVM, so a forced path that the CPU cannot run is refused here.
 """
 

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.bench.figures import Record
-from localinfer.kernels.cpu.arrays import Arena, address, aligned_zeros
 from localinfer.kernels.cpu.kernel_abi import CONTROL, HEADER_WORDS, MULTIPLICATIONS_PER_ROUND
+from localinfer.kernels.cpu.memory import Arena, address, aligned_zeros
 from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.kernels.jit import isa
 from localinfer.kernels.jit.object_cache import CACHE_FOLDER, Kernel

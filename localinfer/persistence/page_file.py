@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.files import open_regular, write_all, write_atomically
-from localinfer.kernels.cpu.checksum import fold
+from localinfer.kernels.cpu.weights import fold
 
 TokenIds = NDArray[np.int32]
 

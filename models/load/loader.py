@@ -9,11 +9,11 @@ import numpy as np
 
 from localinfer.errors import BackendUnavailableError, CorruptFileError, OutOfMemoryError, RequestError, TokenizerError
 from localinfer.kernels import address_space
-from localinfer.kernels.cpu import checksum, sampling, text_merging, token_history
 from localinfer.kernels.cpu import pool as pool_module
+from localinfer.kernels.cpu import sampling, text_merging, token_history
 from localinfer.kernels.cpu.lower import MAX_BATCH_ROWS, lower_to_cpu
 from localinfer.kernels.cpu.pool import ThreadPool
-from localinfer.kernels.cpu.weights import PACK_TILES
+from localinfer.kernels.cpu.weights import KERNELS as WEIGHT_KERNELS
 from localinfer.kernels.cuda.device import CudaDevice
 from localinfer.kernels.jit.compile_ahead import ProgressCallback, compile_ahead
 from localinfer.kernels.kv_layout import KVLayout
@@ -149,8 +149,8 @@ def load_model(
             placed = open_device(device, lambda: memory_needs(file, config, kv_layout, kv_tokens), gpu_layers, progress)
         gpu = None if placed is None else placed[0]
         # All but the tape's own kernels, which are known once the program is written.
-        modules = (pool_module, sampling, token_history, checksum, text_merging)
-        compile_ahead([kernel for module in modules for kernel in module.KERNELS] + [PACK_TILES], progress)
+        shared = (pool_module.KERNELS, sampling.KERNELS, token_history.KERNELS, text_merging.KERNELS, WEIGHT_KERNELS)
+        compile_ahead([kernel for kernels in shared for kernel in kernels], progress)
         if beside is None:
             pool = ThreadPool(available_threads() if threads is None else checked_threads(threads))
         shared_pool = pool if beside is None else beside.pool

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import numpy as np
 
 from localinfer.errors import RequestError
-from localinfer.kernels.cpu.arrays import address, aligned_zeros
 from localinfer.kernels.cpu.kernel_abi import MAX_THREADS
+from localinfer.kernels.cpu.memory import address, aligned_zeros
 from localinfer.kernels.cpu.program import CpuProgram
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.program import Batch, Segment

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import CorruptFileError, UnsupportedFormatError
-from localinfer.kernels.cpu.arrays import Arena
+from localinfer.kernels.cpu.memory import Arena
 from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.kernels.cpu.weights import RowTable, pack
 from localinfer.kernels.cuda.device import CudaDevice

@@ -8,7 +8,7 @@ Source: GPTQ (arXiv 2210.17323), with static groups and activation order; blocks
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels.cpu.feedback import FeedbackColumns
+from localinfer.kernels.cpu.encoding import FeedbackColumns
 from localinfer.quant.formats.reference import dequantize
 from localinfer.quant.formats.types import TensorType
 from localinfer.quant.methods.grids import Grid, read_grid, with_levels

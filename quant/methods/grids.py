@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels.cpu.feedback import TABLE
+from localinfer.kernels.cpu.encoding import TABLE
 from localinfer.quant.formats.reference_fits import IQ4_VALUES, nearest_iq4
 from localinfer.quant.formats.types import TensorType, block_dtype
 from localinfer.quant.formats.unpacking import pack_bits, unpack_bits, unpack_k_scales
@@ -49,13 +49,13 @@ class Grid:
 
     @property
     def level_range(self) -> tuple[int, int]:
-        """The lowest and highest level, or `TABLE` of `kernels.cpu.feedback`."""
+        """The lowest and highest level, or `TABLE` of `kernels.cpu.encoding`."""
         return TABLE if self.type in _TABLES else _RANGES[self.type]
 
     def nearest(self, values: FloatArray, group: int, rows: slice) -> tuple[NDArray[np.float32], FloatArray]:
         """The nearest level of one column of weights, and what it decodes to: float32[rows] both.
 
-        The oracle of `kernels.cpu.feedback`.
+        The oracle of `kernels.cpu.encoding`.
 
         Where a scale is 0 every level decodes to the minimum, and the lowest magnitude is taken.
         """

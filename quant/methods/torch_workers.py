@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels.cpu.feedback import TABLE
+from localinfer.kernels.cpu.encoding import TABLE
 from localinfer.quant.formats.reference_fits import IQ4_VALUES
 from localinfer.quant.methods.grids import Grid
 from localinfer.quant.methods.workers import FloatArray, Workers
@@ -57,7 +57,7 @@ class TorchWorkers(Workers):
     ) -> tuple[FloatArray, FloatArray, FloatArray]:
         """Levels and values in file order, and what rounding took from each column, in rounding order.
 
-        Column i takes on `weights[i, j]` times the error of every earlier column j (`kernels.cpu.feedback`).
+        Column i takes on `weights[i, j]` times the error of every earlier column j (`kernels.cpu.encoding`).
         Shapes: target float32[rows, columns]; weights float32[columns, columns]; results float32[columns, rows].
         """
         torch = self._torch

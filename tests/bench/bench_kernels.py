@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from localinfer.bench.machine import cpu_name, instruction_set, measure_multiply_peak, measure_read_bandwidth
-from localinfer.kernels.cpu.arrays import Arena
 from localinfer.kernels.cpu.lower import lower_to_cpu
+from localinfer.kernels.cpu.memory import Arena
 from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.kernels.cpu.program import CpuProgram
 from localinfer.kernels.cpu.weights import PackedWeight, pack

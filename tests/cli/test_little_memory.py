@@ -8,7 +8,7 @@ import pytest
 
 from localinfer.errors import LocalinferError, OutOfMemoryError
 from localinfer.kernels import address_space
-from localinfer.kernels.cpu.arrays import Arena, aligned, aligned_zeros
+from localinfer.kernels.cpu.memory import Arena, aligned, aligned_zeros
 from localinfer.quant.gguf.mapped_file import MappedFile
 from tests.kernels.subprocesses import REPOSITORY, environment
 from tests.limits import seconds
@@ -127,7 +127,7 @@ def test_weights_take_no_more_than_they_need_where_a_large_block_is_not_given(mo
             raise OSError(errno.ENOMEM, "Cannot allocate memory")
         return mapped(number, num_bytes, **options)
 
-    monkeypatch.setattr("localinfer.kernels.cpu.arrays.mmap.mmap", scarce)
+    monkeypatch.setattr("localinfer.kernels.cpu.memory.mmap.mmap", scarce)
     if hasattr(mmap, "MAP_ANONYMOUS"):
         assert Arena().take(1 << 12).size == 1 << 12
         assert asked == [256 << 20, 1 << 12]

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels.cpu.arrays import address, aligned_zeros
 from localinfer.kernels.cpu.lower import lower_to_cpu
+from localinfer.kernels.cpu.memory import address, aligned_zeros
 from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.kernels.cpu.program import CpuProgram
 from localinfer.kernels.cpu.weights import RowTable, pack

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from localinfer.kernels.cpu.arrays import ALIGNMENT, READABLE_BYTES, Arena, address, aligned, aligned_zeros
 from localinfer.kernels.cpu.compiled.simd.emit import LANES
+from localinfer.kernels.cpu.memory import ALIGNMENT, READABLE_BYTES, Arena, address, aligned, aligned_zeros
 
 
 @pytest.mark.parametrize("allocate", [aligned, aligned_zeros])

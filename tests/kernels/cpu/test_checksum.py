@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from localinfer.kernels.cpu.checksum import fold
 from localinfer.kernels.cpu.kernel_abi import CHECKSUM_LANES, CHECKSUM_MULTIPLIER
+from localinfer.kernels.cpu.weights import fold
 
 
 def folded_plainly(data: bytes) -> bytes:

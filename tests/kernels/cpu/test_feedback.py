@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from localinfer.kernels.cpu.feedback import TABLE, FeedbackColumns
+from localinfer.kernels.cpu.encoding import TABLE, FeedbackColumns
 from localinfer.quant.formats.reference_fits import IQ4_VALUES, nearest_iq4
 
 SIZE, GROUP = 70, 7

@@ -3,7 +3,7 @@
 A tile is a few consecutive rows of one sequence and one KV head. Its queries, all heads of the group of all its rows,
 meet each chunk of keys and values in groups of eight, so a chunk is read from memory once per tile. A unit of work is
 a tile over all its chunks; in a batch of few rows it is a tile over some of them, so that there is work for every
-thread. Then results of single chunks wait in memory, and whoever finishes the last part of a tile merges them all.
+thread. Then results of single chunks wait in memory, and the thread that finishes the last part of a tile merges them.
 Either way chunks are merged one by one, in order, so how work was split cannot be seen in the result.
 """
 
@@ -259,7 +259,7 @@ def set_unit(p: int, memory: int, segment: int, first_row: int, rows: int, kv_he
 
 @op
 def attention(parameters: int, batch: int, thread: int, num_threads: int) -> None:
-    """Attention over a cache of any type; parameters as in `attention_words.py`."""
+    """Attention over a cache of any type."""
     p, memory, control = parameters, scratch_of(batch, thread), BATCH.control(batch)
     kv_heads, group = ATTENTION.kv_heads(p), ATTENTION.group(p)
     segments, num_segments = BATCH.segments(batch), BATCH.num_segments(batch)

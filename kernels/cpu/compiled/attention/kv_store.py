@@ -1,4 +1,4 @@
-"""Writing keys and values into the cache's pages, and quantizing the queries that meet quantized keys.
+"""Writing keys and values into the cache's pages, and quantizing the queries of quantized keys.
 
 Everything of one position is written by itself: no byte of a page belongs to two positions, so rows may be stored in
 any order by any thread, and again after they were rejected.

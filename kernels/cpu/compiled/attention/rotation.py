@@ -1,4 +1,4 @@
-"""Rotating and quantizing one head's row, in scratch memory: what enters a quantized cache, and queries that meet it.
+"""Rotating and quantizing one head's row, in scratch memory: what enters a quantized cache, and queries of its keys.
 
 The rotation is the orthonormal Walsh-Hadamard transform (as in QuaRot, arXiv 2404.00456, section 4): it spreads what is
 large in few dimensions over all of them, leaves dot products as they are, and is its own inverse.

@@ -1,4 +1,4 @@
-"""The inner loop of GPTQ: a block of columns is rounded one by one, and the later ones answer for the errors so far.
+"""The inner loop of GPTQ: a block of columns is rounded one by one, and later ones take up the errors so far.
 
 Columns lie one after the other, with rows as lanes: nothing is summed across them, so a row gets the bits it would get
 alone. Products are added one by one in the order of columns.

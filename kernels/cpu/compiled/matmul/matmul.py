@@ -1,6 +1,6 @@
 """Matrix products on tiles: one op per weight layout, for one row or a thousand.
 
-Threads take tiles as they get free. Rows are taken in blocks whose activations fit the second-level cache, so a tile
+Threads take tiles as they become free. Rows are taken in blocks whose activations fit the second-level cache, so a tile
 is read from memory once per block and from the first-level cache after that.
 """
 
@@ -83,7 +83,7 @@ def _matmul(layout: int, parameters: int, batch: int, thread: int, num_threads: 
         tiles += PROJECTION.tiles(records + _PROJECTION_BYTES * index)
     blocks = (rows + rows_per_block - 1) // rows_per_block
     units = blocks * tiles
-    # The first stretch is the thread's own; the others go to whoever is free.
+    # The first stretch is the thread's own; the others go to the threads that are free first.
     start, end = stretch(thread, units, num_threads)
     while start < units:
         for unit in range(start, end):

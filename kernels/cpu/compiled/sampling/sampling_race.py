@@ -9,6 +9,7 @@ that its losers need no exponential either.
 """
 
 import math
+from typing import Any
 
 import numpy as np
 from numba import carray
@@ -60,7 +61,7 @@ def race(
     keys_array = carray(int32_pointer(keys), count)
     weights_array = carray(int64_pointer(weights), count)
     uniform_array = carray(float64_pointer(uniform), count)
-    winner = np.int64(ids_array[0])
+    winner: Any = np.int64(ids_array[0])
     winning_score = -math.inf
     bound = math.inf
     for index in range(count):
@@ -107,7 +108,7 @@ def race_row(
     block_weights_array = carray(int64_pointer(block_weights), num_blocks)
     bits = logits_array.view(np.int32)
     best = np.float64(logits_array[best_token])
-    winner = np.int64(best_token)
+    winner: Any = np.int64(best_token)
     winning_score = -math.log(-math.log(uniform_of(best_token, seed, position)))
     bound = math.exp(-winning_score) * _MARGIN / _ONE
     for block in range(block_keys_array.size):

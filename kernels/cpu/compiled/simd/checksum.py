@@ -2,7 +2,7 @@
 
 Word i of the data goes into lane i modulo CHECKSUM_LANES: the lane is xored with it, multiplied by an odd number, and
 its upper half is xored into its lower one. Each of these is a bijection of the lane, so a change of one word always
-shows, and changes of several cancel only by a chance of 64 bits. It is no defence against who means to deceive.
+shows, and changes of several cancel only by a chance of 64 bits. It is no defence against deliberate changes.
 """
 
 import numpy as np

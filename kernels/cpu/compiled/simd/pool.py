@@ -52,7 +52,7 @@ def stretch(index: int, units: int, num_threads: int) -> tuple[int, int]:
 
 
 @inline
-def _meet(control: int, num_threads: int) -> None:
+def _barrier(control: int, num_threads: int) -> None:
     """Wait until every thread has finished the op; the last one resets the unit counter."""
     if num_threads == 1:
         store_i64(control + NEXT_UNIT, 0)
@@ -78,7 +78,7 @@ def _walk(control: int, thread: int) -> None:
     num_threads = load_i64(control + NUM_THREADS)
     for index in range(load_i64(control + NUM_OPS)):
         call_op(load_i64(ops + 16 * index), load_i64(ops + 16 * index + 8), batch, thread, num_threads)
-        _meet(control, num_threads)
+        _barrier(control, num_threads)
 
 
 @entry("q", "qq")
