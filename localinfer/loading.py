@@ -5,6 +5,7 @@ import logging
 import math
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -112,19 +113,21 @@ def load(
     disk = _disk_options(disk_cache, disk_cache_folder)
     if kv_window is not None and draft is not None:
         raise RequestError("kv_window does not bound the cache of a draft model; leave out one of them")
-    loaded = load_model(
-        path,
-        threads=threads,
-        context_length=context_length,
-        kv_type=kv_type,
-        kv_window=kv_window,
-        device=device,
-        gpu_layers=gpu_layers,
-        changes=changes,
-        progress=progress,
-    )
-    drafting = window = None
-    try:
+    # Closes what was loaded, unless all of it was.
+    with ExitStack() as loads:
+        loaded = load_model(
+            path,
+            threads=threads,
+            context_length=context_length,
+            kv_type=kv_type,
+            kv_window=kv_window,
+            device=device,
+            gpu_layers=gpu_layers,
+            changes=changes,
+            progress=progress,
+        )
+        loads.callback(loaded.close)
+        drafting = made = window = None
         if kv_window is not None and kv_window < loaded.config.context_length:
             window = window_of(loaded, kv_window)
         if draft is not None:
@@ -133,23 +136,20 @@ def load(
             drafting = load_model(
                 model_path(draft, "draft"), kv_type=kv_type, device=beside, beside=loaded, progress=progress
             )
-        made = None
+            loads.callback(drafting.close)
         if speculation is not None:
             made = make_speculation(speculation, loaded, drafting, kv_memory=kv_memory, progress=progress)
-    except BaseException:
-        if drafting is not None:
-            drafting.close()
-        loaded.close()
-        raise
-    return LLM(
-        loaded,
-        kv_memory=kv_memory,
-        kv_window=window,
-        identity=_identity(loaded, disk),
-        disk=disk,
-        speculation=made,
-        limits=limits,
-    )
+        llm = LLM(
+            loaded,
+            kv_memory=kv_memory,
+            kv_window=window,
+            identity=_identity(loaded, disk),
+            disk=disk,
+            speculation=made,
+            limits=limits,
+        )
+        loads.pop_all()
+    return llm
 
 
 def model_changes(

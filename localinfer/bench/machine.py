@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.bench.figures import Record
-from localinfer.kernels.cpu.kernel_abi import CONTROL, HEADER_WORDS, MULTIPLICATIONS_PER_ROUND
+from localinfer.kernels.cpu.kernel_abi import MULTIPLICATIONS_PER_ROUND
 from localinfer.kernels.cpu.memory import Arena, address, aligned_zeros
+from localinfer.kernels.cpu.parameters import BATCH
 from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.kernels.jit import isa
 from localinfer.kernels.jit.object_cache import CACHE_FOLDER, Kernel
@@ -87,8 +88,7 @@ def num_compiled_kernels() -> int:
 
 def _seconds(pool: ThreadPool, kernel: Kernel, words: NDArray[np.int64]) -> float:
     """Run one op once and measure how long it took."""
-    header = np.zeros(HEADER_WORDS, np.int64)
-    header[CONTROL // 8] = pool.control_address
+    header = BATCH.pack(**{**dict.fromkeys(BATCH.words, 0), "control": pool.control_address})
     ops = np.array([[kernel.address, address(words)]], np.int64)
     began = time.perf_counter()
     pool.run(address(ops), 1, address(header))

@@ -219,10 +219,7 @@ def test_calls_and_results_come_back_in_the_next_prompt(chat_with: Callable[[str
     call = {"id": "abcdefghi", "type": "function", "function": {"name": "get", "arguments": '{"query": "b"}'}}
     messages = [*ASK, {"role": "assistant", "content": None, "tool_calls": [call]}]
     messages.append({"role": "tool", "tool_call_id": "abcdefghi", "content": "42 degrees"})
-    with llm.stream_chat(messages, tools=TOOLS, max_tokens=1) as stream:
-        next(stream)
-    assert llm._chat_history is not None
-    prompt = llm._chat_history._chats[-1].prompt.text
+    prompt = llm.render_chat(messages, tools=TOOLS)
     form = llm._replies.calls
     assert f'{form.begin}get{form.middle}{{"query": "b"}}' in prompt and "42 degrees" in prompt
     assert "get_weather" in prompt
