@@ -41,11 +41,13 @@ def check_number(
     none: what None means, where it may be given and is returned as it is. hint: ends the error. field: the option at
     fault, where `name` says more. Raises: RequestError.
     """
-    import numpy as np
-
+    if type(value) is kind and least <= value <= most and value != math.inf:
+        return value
     if value is None and none is not None:
         return None
-    kinds = int | np.integer if kind is int else int | float | np.integer | np.floating
+    import numpy as np
+
+    kinds = (int, np.integer) if kind is int else (int, float, np.integer, np.floating)
     if isinstance(value, kinds) and not isinstance(value, bool):
         number = kind(value)
         if least <= number <= most and number != math.inf:

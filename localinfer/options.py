@@ -34,9 +34,9 @@ class GenerationOptions(SamplingOptions, total=False):
     constraint: what the completion has to be: a JsonObject, JsonSchema, Regex or Grammar of `localinfer`. It then
         ends with an end token, or incomplete at max_tokens; penalties, seeds and drafts work as ever. In a chat it
         counts for the content, after the reasoning; the model may still call a tool instead.
-    dry_sequence_breakers: texts whose tokens no repetition goes across, for dry_multiplier; special tokens always are.
-        Without them: a new line, a colon, a quotation mark and an asterisk.
-    owner: anything hashable, such as a connection: prompts of several owners are computed in fair round-robin.
+    dry_sequence_breakers: texts whose tokens no repetition goes across, for dry_multiplier; special tokens are
+        breakers always. Without them: a new line, a colon, a quotation mark and an asterisk.
+    owner: anything hashable, such as a connection: prompts are computed in fair round-robin by owner.
     The rest is described, with its defaults, at `localinfer.sampling.params.SamplingParams`.
     """
 
