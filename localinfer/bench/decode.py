@@ -7,7 +7,7 @@ repetition, on the same token ids. Figures are medians over repetitions.
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,8 +17,7 @@ from localinfer.bench.machine import measure_machine, measure_read_bandwidth, nu
 from localinfer.bench.processes import OURS, EngineOptions, EngineProcess
 from localinfer.describe import FileDescription, describe_file
 from localinfer.errors import RequestError
-
-ProgressCallback = Callable[[str, int, int], None]
+from localinfer.types import ProgressCallback
 
 VERIFIED_ROWS = (1, 4, 8)
 """Tokens verified in one pass, as in speculative decoding."""

@@ -10,14 +10,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from localinfer.bench.decode import (
-    VERIFIED_ROWS,
-    BenchSettings,
-    ProgressCallback,
-    check_context,
-    model_record,
-    random_token_ids,
-)
+from localinfer.bench.decode import VERIFIED_ROWS, BenchSettings, check_context, model_record, random_token_ids
 from localinfer.bench.figures import Record, percentile, summarize
 from localinfer.bench.measured_model import MeasuredModel
 from localinfer.describe import describe_file
@@ -27,6 +20,7 @@ from localinfer.kernels.cuda.sampling import Draw, DrawingProgram
 from localinfer.kernels.program import Batch
 from localinfer.models.load.devices import bytes_per_token
 from localinfer.sampling.params import SamplingParams
+from localinfer.types import ProgressCallback
 
 
 def run_gpu_bench(settings: BenchSettings, progress: ProgressCallback) -> Record:

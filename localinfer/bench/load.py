@@ -8,9 +8,9 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
-from localinfer.bench.decode import ProgressCallback
 from localinfer.bench.figures import Failure, Outcome
 from localinfer.bench.load_client import NETWORK_ERRORS, LoadClient, chat
+from localinfer.types import ProgressCallback
 
 _HEALTH_PERIOD_SECONDS = 0.05
 _GOLDEN_RATIO = (1 + math.sqrt(5)) / 2

@@ -2,7 +2,6 @@
 
 import platform
 import time
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from localinfer.kernels.cpu.parameters import BATCH
 from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.kernels.jit import isa
 from localinfer.kernels.jit.object_cache import CACHE_FOLDER, Kernel
+from localinfer.types import ProgressCallback
 
 _READ_MEMORY = Kernel("roofline.read_memory")
 _MULTIPLY_BYTES = Kernel("roofline.multiply_bytes")
@@ -52,7 +52,7 @@ def measure_multiply_peak(num_threads: int) -> float:
     return int(words[0]) * MULTIPLICATIONS_PER_ROUND * num_threads / best
 
 
-def measure_machine(num_threads: int, progress: Callable[[str, int, int], None]) -> Record:
+def measure_machine(num_threads: int, progress: ProgressCallback) -> Record:
     """The ceilings of this many threads, and what the machine is."""
     progress("measuring the machine's ceilings", 0, 2)
     read = measure_read_bandwidth(num_threads)

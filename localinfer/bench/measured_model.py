@@ -15,6 +15,7 @@ from localinfer.errors import BackendUnavailableError
 from localinfer.kernels.ops import Rows
 from localinfer.kernels.program import Batch, MeasurableProgram, Operation
 from localinfer.models.load.loader import load_model
+from localinfer.types import ProgressCallback
 
 _EMPTY_RUNS = 201
 _LEAST_SECONDS = 1e-7
@@ -50,7 +51,7 @@ class MeasuredModel(Closing):
         threads: int | None = None,
         context_length: int | None = None,
         device: str = "cpu",
-        progress: Callable[[str, int, int], None] | None = None,
+        progress: ProgressCallback | None = None,
     ) -> None:
         self.model = load_model(path, threads=threads, context_length=context_length, device=device, progress=progress)
         config = self.model.config

@@ -8,12 +8,13 @@ import statistics
 import time
 from typing import Any
 
-from localinfer.bench.decode import ProgressCallback, check_context
+from localinfer.bench.decode import check_context
 from localinfer.bench.figures import Record
 from localinfer.bench.machine import measure_machine
 from localinfer.bench.measured_model import MeasuredModel, OperationTime
 from localinfer.describe import describe_file
 from localinfer.models.load.threads import available_threads
+from localinfer.types import ProgressCallback
 
 PREFILL_ROWS = 512
 _DECODE_RUNS = 15

@@ -10,7 +10,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from localinfer.bench.decode import ProgressCallback, check_context, model_record
+from localinfer.bench.decode import check_context, model_record
 from localinfer.bench.disconnect import DisconnectingClients
 from localinfer.bench.figures import Failure, Objective, Outcome, Record, compare_texts, knee, level_record, spread
 from localinfer.bench.load import Prompts, chat_body, reply_lengths, run_load
@@ -19,6 +19,7 @@ from localinfer.bench.processes import ServerProcess
 from localinfer.describe import describe_file
 from localinfer.errors import BackendUnavailableError, RequestError
 from localinfer.evaluation.texts import read_calibration
+from localinfer.types import ProgressCallback
 
 MAX_STREAMS = 256
 _LONGEST_REPLY = 1.25

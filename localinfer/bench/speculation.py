@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from typing import cast
 
-from localinfer.bench.decode import STREAM_PROMPT, BenchSettings, ProgressCallback, check_context, model_record
+from localinfer.bench.decode import STREAM_PROMPT, BenchSettings, check_context, model_record
 from localinfer.bench.figures import Record, summarize
 from localinfer.describe import describe_file
 from localinfer.engine.engine import Engine
@@ -13,6 +13,7 @@ from localinfer.loading import make_speculation
 from localinfer.models.load.loader import Model, load_model
 from localinfer.sampling.params import SamplingParams
 from localinfer.speculation.verify import SpeculationRecord
+from localinfer.types import ProgressCallback
 
 _PROMPT_IDS = (1, 2, 3, 4)
 """For a model without a tokenizer."""

@@ -12,10 +12,11 @@ import numpy as np
 
 from localinfer.cache.block_pool import PageNumbers, PagePool, default_kv_memory
 from localinfer.cache.eviction import KVEviction
-from localinfer.cache.prefix_tree import CachedPath, Match, PrefixTree, TokenIds, common_length
+from localinfer.cache.prefix_tree import CachedPath, Match, PrefixTree, common_length
 from localinfer.cache.sequence import SequenceCache
 from localinfer.errors import OutOfMemoryError
 from localinfer.kernels.kv_layout import KVLayout
+from localinfer.types import TokenIds
 
 if TYPE_CHECKING:
     from localinfer.models.load.loader import Model

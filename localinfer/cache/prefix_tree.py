@@ -15,11 +15,9 @@ from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from localinfer.cache.block_pool import BoolArray, PageNumbers, PagePool
-
-TokenIds = NDArray[np.int32]
+from localinfer.types import TokenIds
 
 _EVICTION_SHARE = 64
 """When memory ends, at least this part of all pages is freed at once, so that the next page does not evict again."""

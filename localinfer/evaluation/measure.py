@@ -5,7 +5,7 @@ the first token of each becomes the beginning-of-text token where the model uses
 chunk is scored. Divergences are exact: nothing is rounded or cut off on the way, as that tool does to save disk space.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,11 +13,10 @@ from numpy.typing import NDArray
 
 from localinfer.errors import ContextLengthError, RequestError
 from localinfer.llm import LLM
+from localinfer.types import ProgressCallback
 
 CONTEXT_LENGTH = 512
 _ROWS_AT_ONCE = 16
-
-ProgressCallback = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)

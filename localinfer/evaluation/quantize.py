@@ -5,7 +5,7 @@ import hashlib
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -33,11 +33,11 @@ from localinfer.quant.methods.presets import ModelFacts, Preset, TypeChoice, cho
 from localinfer.quant.methods.workers import Workers
 from localinfer.quant.pipeline.partial_results import PartialResults
 from localinfer.quant.pipeline.quantize import QuantizedModel, check_target, quantize_model
+from localinfer.types import ProgressCallback
 
 logger = logging.getLogger(__name__)
 
 Method = Literal["auto", "rtn", "imatrix", "gptq", "awq"]
-ProgressCallback = Callable[[str, int, int], None]
 
 CALIBRATION_TOKENS = 16384
 _ALGORITHM, _SCALES_ALGORITHM = "gptq 2", " awq 1"

@@ -1,9 +1,9 @@
 """Sanity checks: ten questions with known answers, asked before and after quantization."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from localinfer.llm import LLM
+from localinfer.types import ProgressCallback
 
 LONGEST_ANSWER = 96
 
@@ -42,7 +42,7 @@ class Answer:
         return any(wanted in self.text.lower() for wanted in self.question.answers)
 
 
-def ask(llm: LLM, *, progress: Callable[[str, int, int], None] = lambda *_: None) -> list[Answer]:
+def ask(llm: LLM, *, progress: ProgressCallback = lambda *_: None) -> list[Answer]:
     """Ask all questions, each in a conversation of its own, always taking the likeliest token.
 
     progress: called with a stage's name, the questions answered and the questions in all.

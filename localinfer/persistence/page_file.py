@@ -26,12 +26,10 @@ from io import FileIO
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from localinfer.files import open_regular, write_all, write_atomically
 from localinfer.kernels.cpu.weights import fold
-
-TokenIds = NDArray[np.int32]
+from localinfer.types import TokenIds
 
 MAGIC = b"LOCALKV\0"
 WINDOWED_MAGIC = b"LOCALKW\0"

@@ -20,7 +20,7 @@ import numpy as np
 
 from localinfer.cache.block_pool import PagePool
 from localinfer.cache.prefix_cache import PrefixCache
-from localinfer.cache.prefix_tree import CachedPath, Match, TokenIds
+from localinfer.cache.prefix_tree import CachedPath, Match
 from localinfer.chat.history import AnsweredChat, ChatHistory
 from localinfer.engine.engine import Engine
 from localinfer.errors import ClosedError, LocalinferError, OutOfMemoryError
@@ -36,6 +36,7 @@ from localinfer.persistence.fingerprint import (
     read_description,
 )
 from localinfer.persistence.store import DiskCounters, DiskTier, Found, PageSource, Saved, common_length
+from localinfer.types import TokenIds
 
 logger = logging.getLogger(__name__)
 

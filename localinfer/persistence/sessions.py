@@ -28,13 +28,13 @@ from typing import Self
 import numpy as np
 
 from localinfer.cache.block_pool import PageNumbers, PagePool
-from localinfer.cache.prefix_tree import TokenIds
 from localinfer.engine.engine import Engine
 from localinfer.errors import SessionFileError, SessionMismatchError
 from localinfer.files import OutputFile, check_output, num_io_threads
 from localinfer.folders import expand_home
 from localinfer.persistence.fingerprint import Fingerprint, ModelIdentity, differing_parts
 from localinfer.persistence.page_file import CHECKSUM_BYTES, PageFormat, checksum, read_all
+from localinfer.types import TokenIds
 
 MAGIC = b"LOCALSES"
 FORMAT_VERSION = 2

@@ -27,12 +27,12 @@ from localinfer.persistence.page_file import (
     PageFormat,
     PageRecord,
     Rejection,
-    TokenIds,
     look_at,
     read_page,
     read_record,
     write_page,
 )
+from localinfer.types import TokenIds
 
 logger = logging.getLogger(__name__)
 

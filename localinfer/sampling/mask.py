@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import ConstraintError
+from localinfer.types import TokenIds
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-TokenIds = NDArray[np.int32]
 Allowed = NDArray[np.bool_]
 
 

@@ -30,10 +30,10 @@ from localinfer.speculation.draft_model import DraftModel, DraftModelText
 from localinfer.speculation.floor import ALONE, DraftFloor
 from localinfer.speculation.ngram import NgramDrafter, NgramText
 from localinfer.speculation.verification_costs import MAX_DRAFT_TOKENS, RecentMedian, VerificationCosts
+from localinfer.types import TokenIds
 
 logger = logging.getLogger(__name__)
 
-TokenIds = NDArray[np.int32]
 
 _NGRAM_PRIORS = ((32, 0.97), (16, 0.9), (8, 0.75), (5, 0.55), (4, 0.4), (3, 0.35), (2, 0.27), (1, 0.14))
 """Shortest match of each kind of n-gram draft, and how likely its first token is before anything was seen: what 48 book

@@ -17,10 +17,10 @@ from localinfer.models.calibration.formulas import activate, activate_gated, att
 from localinfer.models.calibration.weights import embedding_rows
 from localinfer.quant.methods.hooks import LinearProduct, MatrixPart, ProductVisitor
 from localinfer.quant.methods.workers import Workers
+from localinfer.types import FloatArray
 
 _ROWS_AT_ONCE = 128
 
-FloatArray = NDArray[np.float32]
 Streams = list[FloatArray]
 """One array per model, float32[tokens, width]: the original's, then the quantized one's where both are followed."""
 

@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.kernels.ops import Activation, AttentionShape, Gating, Pairing, RopeTable, Routing
-
-FloatArray = NDArray[np.float32]
+from localinfer.types import FloatArray
 
 _QUERIES_AT_ONCE = 128
 

@@ -1,6 +1,6 @@
 """Quantize a whole model by calibration, layer by layer, each one kept on disk when it is done."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +20,7 @@ from localinfer.quant.methods.rounding_visitor import PreparedTensor, RoundingVi
 from localinfer.quant.methods.scaled_model import ScaledModel
 from localinfer.quant.methods.workers import Workers
 from localinfer.quant.pipeline.partial_results import PartialResults
-
-FloatArray = NDArray[np.float32]
+from localinfer.types import FloatArray, ProgressCallback
 
 
 def round_by_calibration(
@@ -32,7 +31,7 @@ def round_by_calibration(
     workers: Workers,
     results: PartialResults,
     *,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Mapping[str, PreparedTensor]:
     """Quantize the matrices that presets touch, but for embeddings, and return them by name.
 
@@ -82,7 +81,7 @@ def scale_for_rounding(
     workers: Workers,
     *,
     is_proven_by_feedback: bool = True,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: ProgressCallback | None = None,
 ) -> tuple[ScaledModel, list[GroupScales]]:
     """Fold scales into a model that make its matrices round better; return it and what was folded.
 

@@ -24,10 +24,9 @@ from localinfer.models.text.tokenizer import Tokenizer
 from localinfer.quant.checkpoint.model_file import ModelFile
 from localinfer.quant.methods.hooks import ProductVisitor
 from localinfer.quant.methods.workers import Workers
+from localinfer.types import FloatArray, ProgressCallback
 
 SEQUENCE_LENGTH = 512
-
-FloatArray = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ def calibrate(
     quantized_rows: Callable[[str, NDArray[np.int32]], FloatArray] | None = None,
     start: CalibrationState | None = None,
     layer_done: Callable[[CalibrationState], None] | None = None,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: ProgressCallback | None = None,
 ) -> int:
     """Run a model over a text and show every product of its layers, then that of its output matrix, to a visitor.
 

@@ -28,9 +28,10 @@ from localinfer.quant.methods.awq import (
     round_activations,
     search_scales,
 )
-from localinfer.quant.methods.hooks import FloatArray, LinearProduct, ProductVisitor
+from localinfer.quant.methods.hooks import LinearProduct, ProductVisitor
 from localinfer.quant.methods.scaled_model import ScaledModel
 from localinfer.quant.methods.workers import Workers
+from localinfer.types import FloatArray, ProgressCallback
 
 JUDGING_TOKENS, THOROUGH_JUDGING_TOKENS = 1024, 4096
 """Tokens, the last of the text, that layers are judged by."""
@@ -60,7 +61,7 @@ def choose_scales(
     rounding_of: RoundingOf,
     *,
     final: Callable[[], ProductVisitor] | None = None,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: ProgressCallback | None = None,
 ) -> list[GroupScales]:
     """Choose scales on a text; groups where none help are left out.
 

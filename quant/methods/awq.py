@@ -14,7 +14,7 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
-FloatArray = NDArray[np.float32]
+from localinfer.types import FloatArray
 
 Rounding = Callable[[FloatArray, FloatArray], FloatArray]
 """Weights float32[rows, columns] and importance float32[columns] to what the target type makes of the weights."""

@@ -15,8 +15,7 @@ from localinfer.quant.methods.grids import Grid, read_grid, with_levels
 from localinfer.quant.methods.hessian import Factor, row_losses
 from localinfer.quant.methods.torch_workers import TorchWorkers
 from localinfer.quant.methods.workers import ROWS_PER_PIECE, Workers
-
-FloatArray = NDArray[np.float32]
+from localinfer.types import FloatArray
 
 _BLOCK = 128
 

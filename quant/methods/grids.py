@@ -14,8 +14,7 @@ from localinfer.kernels.cpu.encoding import TABLE
 from localinfer.quant.formats.reference_fits import IQ4_VALUES, nearest_iq4
 from localinfer.quant.formats.types import TensorType, block_dtype
 from localinfer.quant.formats.unpacking import pack_bits, unpack_bits, unpack_k_scales
-
-FloatArray = NDArray[np.float32]
+from localinfer.types import FloatArray
 
 _RANGES = {
     TensorType.Q4_0: (-8, 7),

@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.quant.methods.workers import Workers
-
-FloatArray = NDArray[np.float32]
+from localinfer.types import FloatArray
 
 DAMPING = 0.01
 """lambda, as a share of the mean of H's diagonal."""

@@ -4,10 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
-FloatArray = NDArray[np.float32]
+from localinfer.types import FloatArray
 
 
 @dataclass(frozen=True)

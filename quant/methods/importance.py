@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.quant.methods.hooks import FloatArray, LinearProduct
+from localinfer.quant.methods.hooks import LinearProduct
 from localinfer.quant.methods.imatrix import Importance
+from localinfer.types import FloatArray
 
 
 class ImportanceVisitor:

@@ -17,8 +17,7 @@ from localinfer.quant.methods.hessian import Factor, factor, shifted
 from localinfer.quant.methods.hooks import LinearProduct, MatrixPart
 from localinfer.quant.methods.presets import TypeChoice
 from localinfer.quant.methods.workers import ROWS_PER_PIECE, Workers
-
-FloatArray = NDArray[np.float32]
+from localinfer.types import FloatArray
 
 LEAST_TOKENS_PER_COLUMN = 0.25
 """A Hessian of fewer tokens (an expert's, say) knows too little: such matrices are rounded by importance alone."""

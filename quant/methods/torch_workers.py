@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from localinfer.kernels.cpu.encoding import TABLE
 from localinfer.quant.formats.reference_fits import IQ4_VALUES
 from localinfer.quant.methods.grids import Grid
-from localinfer.quant.methods.workers import FloatArray, Workers
+from localinfer.quant.methods.workers import Workers
+from localinfer.types import FloatArray
 
 _BLOCK = 128
 

@@ -13,8 +13,7 @@ from threadpoolctl import ThreadpoolController
 
 from localinfer.closing import Closing
 from localinfer.quant.methods.buffer_pool import BufferPool
-
-FloatArray = NDArray[np.float32]
+from localinfer.types import FloatArray
 
 ROWS_PER_PIECE = 512
 COLUMNS_PER_PIECE = 256

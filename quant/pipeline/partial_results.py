@@ -19,8 +19,7 @@ from localinfer.errors import RequestError
 from localinfer.files import unwritable, write_all, write_atomically
 from localinfer.quant.formats.types import TensorType
 from localinfer.quant.methods.rounding_visitor import PreparedTensor
-
-FloatArray = NDArray[np.float32]
+from localinfer.types import FloatArray
 
 _ABOUT, _STATE = "about.json", "state.npz"
 _RECORDS = "records"

@@ -21,6 +21,7 @@ from localinfer.quant.gguf.writer import EncodedValue, GGUFWriter, TensorSpec, c
 from localinfer.quant.methods.imatrix import Importance
 from localinfer.quant.methods.presets import ModelFacts, Preset, TypeChoice, choose_types, is_quantized
 from localinfer.quant.methods.rounding_visitor import PreparedTensor
+from localinfer.types import ProgressCallback
 
 QUANTIZATION_VERSION = 2
 """`general.quantization_version`: the block formats' generation."""
@@ -79,7 +80,7 @@ def quantize_model(
     *,
     importance: Importance | None = None,
     prepared: Mapping[str, PreparedTensor] | None = None,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: ProgressCallback | None = None,
 ) -> QuantizedModel:
     """Write `source` to `path` as GGUF in a preset's types.
 

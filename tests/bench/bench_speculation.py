@@ -29,9 +29,9 @@ from localinfer.sampling.sampler import Sampler, SamplingParams, SamplingPlan
 from localinfer.speculation.ngram import NgramDrafter
 from localinfer.speculation.verification_costs import MAX_DRAFT_TOKENS, VerificationCosts
 from localinfer.speculation.verify import Speculation, SpeculationRecord
+from localinfer.types import TokenIds
 from tests.bench.edit_tasks import edit_tasks
 
-TokenIds = NDArray[np.int32]
 SETTLING_TOKENS = 64
 
 

@@ -11,9 +11,9 @@ from localinfer.kernels.program import Batch
 from localinfer.sampling.sampler import SamplingParams
 from localinfer.speculation.verification_costs import MAX_DRAFT_TOKENS, VerificationCosts
 from localinfer.speculation.verify import Speculation
+from localinfer.types import TokenIds
 from tests.engine.fakes import FakeConfig, FakeLayout
 
-TokenIds = NDArray[np.int32]
 VOCABULARY = 64
 GREEDY = SamplingParams(temperature=0)
 ROWS = range(1, MAX_DRAFT_TOKENS + 2)

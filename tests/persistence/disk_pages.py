@@ -4,15 +4,13 @@ import hashlib
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from localinfer.persistence.store import DiskTier, PageSource
+from localinfer.types import TokenIds
 
 PAGE_TOKENS = 4
 PAGE_BYTES = 192
 FINGERPRINT = hashlib.sha256(b"a model").digest()
-
-TokenIds = NDArray[np.int32]
 
 
 def ids(*values: int) -> TokenIds:

@@ -20,9 +20,9 @@ from localinfer.speculation.floor import DraftFloor
 from localinfer.speculation.ngram import NgramDrafter
 from localinfer.speculation.verification_costs import VerificationCosts
 from localinfer.speculation.verify import Speculation
+from localinfer.types import TokenIds
 from tests.engine.fakes import PAGE_BYTES, FakeModel, fake_model, hashed_logits
 
-TokenIds = NDArray[np.int32]
 PROMPT = [256, 72, 105, 33]
 ROWS = 6
 OPTIONS: list[dict[str, Any]] = [
