@@ -79,7 +79,7 @@ def embedding_rows(file: ModelFile, name: str, token_ids: NDArray[np.int32]) -> 
 
 
 class RoundedWeights:
-    """A `WeightSource` for a `CalibrationTape`: what is in the file, scaled as told last, then rounded.
+    """A `WeightSource` for an `Evaluator`: what is in the file, scaled by the last factors, then rounded.
 
     Ordinary matrices are kept until `forget`, and rounded again only if their columns' factors change: factors of rows
     commute with rounding, because every row has scales of its own. Stacks of experts are rounded each time.
@@ -152,7 +152,7 @@ class RoundedWeights:
 
 @dataclass(frozen=True)
 class _RoundedMatrices:
-    """What a calibration tape reads of a weight."""
+    """What an evaluator reads of a weight."""
 
     source: RoundedWeights
     stored: StoredMatrices

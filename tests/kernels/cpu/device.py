@@ -1,7 +1,8 @@
 """The CPU as a device of the architecture tests: float32 weights, a tape and cache pages."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,11 +19,14 @@ from localinfer.quant.formats.reference import dequantize
 from localinfer.quant.gguf.reader import read_gguf
 
 
-class CpuWeights:
-    """`WeightSource` over a GGUF file: every tensor decoded by the oracle, so that only kernels differ."""
+class DecodedWeights:
+    """`WeightSource` over a GGUF file: every tensor decoded by the oracle, so that only kernels differ.
 
-    def __init__(self, pool: ThreadPool, path: Path) -> None:
-        self._pool = pool
+    pack_floats: brings float32 rows to the device: bytes, matrices, rows and columns.
+    """
+
+    def __init__(self, path: Path, pack_floats: Callable[[NDArray[np.uint8], int, int, int], Any]) -> None:
+        self._pack_floats = pack_floats
         with read_gguf(path) as file:
             self._tensors = {
                 name: dequantize(file.tensor_bytes(name), info.type, info.shape) for name, info in file.tensors.items()
@@ -40,17 +44,28 @@ class CpuWeights:
             values = values[..., rows, :]
         num_experts = values.shape[0] if values.ndim == 3 else 1
         data = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-        packed = pack(self._pool, Layout.F32, data, num_experts, values.shape[-2], values.shape[-1])
+        packed = self._pack_floats(data, num_experts, values.shape[-2], values.shape[-1])
         return LinearWeight(name, values.shape[-2], values.shape[-1], packed, num_experts)
+
+    def embedding(self, name: str) -> EmbeddingTable:
+        linear = self.linear(name)
+        return EmbeddingTable(name, linear.num_rows, linear.num_columns, linear.packed)
+
+    def vector(self, name: str) -> FloatArray:
+        return self._tensors[name]
+
+
+class CpuWeights(DecodedWeights):
+    """Weights in tiles; tables as the rows they are."""
+
+    def __init__(self, pool: ThreadPool, path: Path) -> None:
+        super().__init__(path, lambda *matrices: pack(pool, Layout.F32, *matrices))
 
     def embedding(self, name: str) -> EmbeddingTable:
         values = np.ascontiguousarray(self._tensors[name])
         num_rows, width = values.shape
         packed = RowTable(Layout.F32, num_rows, width, values.reshape(-1).view(np.uint8))
         return EmbeddingTable(name, num_rows, width, packed)
-
-    def vector(self, name: str) -> FloatArray:
-        return self._tensors[name]
 
 
 class CpuDevice:

@@ -15,9 +15,8 @@ from localinfer.kernels.cuda.weights import upload
 from localinfer.kernels.jit.compile_ahead import ProgressCallback
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.layouts import Layout
-from localinfer.kernels.ops import EmbeddingTable, FloatArray, KVLayerShape, LinearWeight, OpGraph
-from localinfer.quant.formats.reference import dequantize
-from localinfer.quant.gguf.reader import read_gguf
+from localinfer.kernels.ops import FloatArray, KVLayerShape, OpGraph
+from tests.kernels.cpu.device import DecodedWeights
 from tests.kernels.cuda.emulation import EmulatedMemory, Emulator
 
 
@@ -90,37 +89,11 @@ class EmulatedDevice:
         return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-class CudaWeights:
-    """`WeightSource` over a GGUF file: every tensor decoded by the oracle, so that only kernels differ."""
+class CudaWeights(DecodedWeights):
+    """Weights in planes on a device."""
 
     def __init__(self, device: CudaDevice, path: Path) -> None:
-        self._device = device
-        with read_gguf(path) as file:
-            self._tensors = {
-                name: dequantize(file.tensor_bytes(name), info.type, info.shape) for name, info in file.tensors.items()
-            }
-
-    def has(self, name: str) -> bool:
-        return name in self._tensors
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._tensors[name].shape
-
-    def linear(self, name: str, rows: slice | None = None) -> LinearWeight:
-        values = np.atleast_2d(self._tensors[name])
-        if rows is not None:
-            values = values[..., rows, :]
-        num_experts = values.shape[0] if values.ndim == 3 else 1
-        data = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-        packed = upload(self._device, Layout.F32, data, num_experts, values.shape[-2], values.shape[-1])
-        return LinearWeight(name, values.shape[-2], values.shape[-1], packed, num_experts)
-
-    def embedding(self, name: str) -> EmbeddingTable:
-        linear = self.linear(name)
-        return EmbeddingTable(name, linear.num_rows, linear.num_columns, linear.packed)
-
-    def vector(self, name: str) -> FloatArray:
-        return self._tensors[name]
+        super().__init__(path, lambda *matrices: upload(device, Layout.F32, *matrices))
 
 
 class CudaTestDevice:
