@@ -1,4 +1,4 @@
-"""What every block function needs: the model's sizes, its weights, the tape, and scratch buffers shared by layers."""
+"""What every block function needs: the sizes, the weights, the graph builder, and scratch buffers shared by layers."""
 
 import numpy as np
 
