@@ -109,22 +109,14 @@ def array_row_bytes(layout: Layout, num_columns: int) -> tuple[int, ...]:
             f"{layout.name} needs a positive multiple of {sizes.unit} columns, found {num_columns}; "
             "store such a matrix as F16"
         )
-    # Per 256 columns: scales, extra, super.
-    per_super = {
-        Layout.Q8_0: (16, 0, 0),
-        Layout.Q4_0: (16, 0, 0),
-        Layout.Q4_1: (32, 0, 0),
-        Layout.Q5_0: (16, 32, 0),
-        Layout.Q5_1: (32, 32, 0),
-        Layout.Q4_K: (16, 0, 0),
-        Layout.Q5_K: (16, 32, 0),
-        Layout.Q6_K: (16, 64, 2),
-        Layout.INT4_32: (32, 0, 0),
-        Layout.INT4_64: (16, 0, 0),
-        Layout.INT4_128: (8, 0, 0),
-        Layout.INT8_32: (32, 0, 0),
-    }.get(layout, (0, 0, 0))
-    return (-(-num_columns // unit_columns(layout)) * UNIT_BYTES, *(size * num_columns // 256 for size in per_super))
+    codes = -(-num_columns // unit_columns(layout)) * UNIT_BYTES
+    # Per 256 columns; what the file has besides is scales.
+    extra, supers = {Layout.Q5_0: (32, 0), Layout.Q5_1: (32, 0), Layout.Q5_K: (32, 0), Layout.Q6_K: (64, 2)}.get(
+        layout, (0, 0)
+    )
+    whole = 256 // sizes.unit * sizes.file_bytes
+    scales = whole - 256 // unit_columns(layout) * UNIT_BYTES - extra - supers
+    return (codes, *(size * num_columns // 256 for size in (scales, extra, supers)))
 
 
 def array_offsets(layout: Layout, num_rows: int, num_columns: int) -> list[int]:

@@ -113,6 +113,17 @@ def stage_value_codes(value, place, scales, num_seen, value_columns, first_colum
         index = index + threads
 
 
+@inline
+def add_product(sums, first, left, upper, lower):
+    """Add a product of tiles to a lane's four sums from `first` on; see `ptx.multiply_halves`."""
+    product = ptx.multiply_halves(
+        left[0], left[1], left[2], left[3], upper, lower,
+        sums[first], sums[first + 1], sums[first + 2], sums[first + 3],
+    )  # fmt: skip
+    for i in range(4):
+        sums[first + i] = product[i]
+
+
 @template("qqqqqqqqqqqqqqqqqq" + ROPE + "qff")
 def attend_tiles(key_kind, value_kind, key_size, value_size, warps):
     """Attention of rows of one sequence, of [tiles, KV heads, parts of columns]; a warp to 16 of rows x query heads.
@@ -213,12 +224,8 @@ def attend_tiles(key_kind, value_kind, key_size, value_size, warps):
                 a = first_pair * stride + 8 * step + within
                 for n in range(4):
                     b = (8 * n + group) * stride + 8 * step + within
-                    product = ptx.multiply_halves(
-                        query[a], query[a + 8 * stride], query[a + 4], query[a + 8 * stride + 4], key[b], key[b + 4],
-                        scores[4 * n], scores[4 * n + 1], scores[4 * n + 2], scores[4 * n + 3],
-                    )  # fmt: skip
-                    for i in range(4):
-                        scores[4 * n + i] = product[i]
+                    left = (query[a], query[a + 8 * stride], query[a + 4], query[a + 8 * stride + 4])
+                    add_product(scores, 4 * n, left, key[b], key[b + 4])
                 step = step + 1
 
             for r in range(2):
@@ -251,18 +258,15 @@ def attend_tiles(key_kind, value_kind, key_size, value_size, warps):
                 sums[i] = sums[i] * factor[i // 2 % 2]
             for half in range(2):
                 w = 8 * half
-                upper = ptx.pack_halves(scores[w], scores[w + 1])
-                lower = ptx.pack_halves(scores[w + 2], scores[w + 3])
-                next_upper = ptx.pack_halves(scores[w + 4], scores[w + 5])
-                next_lower = ptx.pack_halves(scores[w + 6], scores[w + 7])
+                weights = (
+                    ptx.pack_halves(scores[w], scores[w + 1]),
+                    ptx.pack_halves(scores[w + 2], scores[w + 3]),
+                    ptx.pack_halves(scores[w + 4], scores[w + 5]),
+                    ptx.pack_halves(scores[w + 6], scores[w + 7]),
+                )
                 for n in range(tiles):
                     b = (8 * n + group) * VALUE_STRIDE + 8 * half + within
-                    product = ptx.multiply_halves(
-                        upper, lower, next_upper, next_lower, value[b], value[b + 4],
-                        sums[4 * n], sums[4 * n + 1], sums[4 * n + 2], sums[4 * n + 3],
-                    )  # fmt: skip
-                    for i in range(4):
-                        sums[4 * n + i] = product[i]
+                    add_product(sums, 4 * n, weights, value[b], value[b + 4])
             page = page + 1
 
         for r in range(2):
