@@ -10,7 +10,7 @@ from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.ops import AttentionShape
 
 KV_BYTES = {"q8_0": 1, "f16": 2, "f32": 4}
-"""Types of keys and values that the kernels know, and the bytes of an element, by which kernels name them."""
+"""Types of keys and values that kernels support, and the bytes of an element, which are the kernels' constants."""
 
 _CODES, _FLOATS = KV_BYTES["q8_0"], KV_BYTES["f32"]
 

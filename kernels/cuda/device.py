@@ -19,11 +19,11 @@ from localinfer.kernels.cuda.kernel_cache import KernelKey, compile_all, kernel_
 from localinfer.kernels.jit.compile_ahead import ProgressCallback
 
 F32, F16, BF16 = range(3)
-"""Kinds of numbers of a library product, numbered as in `compiled.rows`."""
+"""Kinds of numbers of a library's GEMM, numbered as in `compiled.rows`."""
 
 _READ_BYTES = 1 << 30
 _READS = 8
-"""What is read, and how often, to see how fast it can be."""
+"""Bytes, and how often, that `read_bandwidth` reads."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Gemm:
 Step = Launch | Gemm
 
 OVERLAP_CAPABILITY = (9, 0)
-"""Compute capability from which on kernels know how to wait for the one before them."""
+"""Compute capability from which on a kernel can itself wait for the one before it."""
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,8 @@ def find_device() -> FoundDevice:
 def parameter_kinds(ptx: bytes) -> tuple[type[ctypes.c_float] | type[ctypes.c_int64], ...]:
     """What a kernel is called with: every parameter of 32 bits is a float, all others are whole numbers."""
     entry = ptx[ptx.index(b".entry kernel(") :]
-    words = entry[: entry.index(b")")].split(b".param ")[1:]
-    return tuple(ctypes.c_float if word.startswith((b".f32", b".b32")) else ctypes.c_int64 for word in words)
+    kinds = entry[: entry.index(b")")].split(b".param ")[1:]
+    return tuple(ctypes.c_float if kind.startswith((b".f32", b".b32")) else ctypes.c_int64 for kind in kinds)
 
 
 def overlapping_launch(launch: Launch, stream: int) -> Any:
@@ -179,7 +179,7 @@ class CudaDevice:
         del self._tensors[address]
 
     def write(self, address: int, data: NDArray[Any]) -> None:
-        """Copy an array there, which may be changed at once."""
+        """Copy an array there; the caller may overwrite it afterwards."""
         self._enter()
         flat = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
         pinned = self._torch.empty(flat.size, dtype=self._torch.uint8, pin_memory=flat.size < 1 << 20)
@@ -244,7 +244,7 @@ class CudaDevice:
                 self._start(step, self._stream.cuda_stream)
 
     def capture(self, steps: Sequence[Step]) -> Callable[[], None]:
-        """A function that starts these steps at once, as a graph."""
+        """A function that replays these steps as one graph."""
         self._enter()
         for step in steps:
             if isinstance(step, Launch):

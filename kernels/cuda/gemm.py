@@ -250,7 +250,7 @@ def expert_gemm(
 def large_gemm(
     memory: DeviceMemory, x: Place, width: int, slots: Sequence[Slot], rows: int, gemm_kind: int
 ) -> Iterator[Step]:
-    """Multiply many rows: activations and then weights as plain numbers, piece by piece, through the library."""
+    """Multiply many rows: activations and then weights, some rows at a time, as plain numbers, through the library."""
     layout = slots[0].weight.layout
     kind = F32 if is_float(layout) and layout is not Layout.BF16 else gemm_kind
     inputs = memory.shared("inputs of the library", memory.max_input_bytes(width))

@@ -30,7 +30,7 @@ _WAIT = "griddepcontrol.wait;"
 _ASM = '  call void asm sideeffect "{}", "~{{memory}}"()\n'
 
 _PTX_FEATURE = "+ptx78"
-"""The oldest PTX that knows every instruction used, so that drivers since CUDA 11.8 take it."""
+"""The oldest PTX that has every instruction used, so that drivers since CUDA 11.8 take it."""
 
 _NEW_TARGETS = {(10, 0): "+ptx86", (12, 0): "+ptx87"}
 """Architectures that came with a later PTX, in order."""
@@ -110,12 +110,12 @@ def find_template(name: str) -> Template:
 
 
 def _without_used(text: str) -> str:
-    """Drop the list that keeps every inlined piece, and host-side records, alive."""
+    """Drop the list that keeps every inlined function, and host-side records."""
     return re.sub(r'(?m)^@"?llvm\.used"?\s*=.*$', "", text)
 
 
 def _convergent(text: str) -> str:
-    """Tell LLVM that lanes may meet in any function, so that no call is copied into branches before it is inlined."""
+    """Mark every function convergent, as it may hold a barrier: no call is copied into branches before it is inlined."""
     return re.sub(r"(?m)^((?:define|declare) .*\))", r"\1 convergent", text)
 
 
@@ -164,7 +164,7 @@ def to_ptx(text: str, capability: tuple[int, int]) -> str:
 
 
 def _overlapping(text: str) -> str:
-    """Let the next kernel be started at once, and wait for the one before, which may not have ended.
+    """Begin with a permission to start the next kernel, and a wait for the one before, which may not have ended.
 
     A launch that asks for no overlap makes nothing of either. Source: PTX ISA 7.8, section 9.7.12.13.
     """

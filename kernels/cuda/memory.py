@@ -77,7 +77,7 @@ def _stride(width: int) -> int:
 class DeviceKVLayout(KVLayout):
     """A page layout whose pages lie in a device's memory.
 
-    device_kind: named in the layout's repr, by which kept pages are told apart: another kind may round otherwise.
+    device_kind: in the layout's repr, by which stored pages are distinguished: another kind may round otherwise.
     """
 
     device: CudaDevice = field(kw_only=True, repr=False, compare=False)

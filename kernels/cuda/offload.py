@@ -1,7 +1,7 @@
 """A model whose first layers run on the CPU and whose others, with the output head, run on a device.
 
-What a row is after the first layers crosses over once per batch. Logits and chosen tokens come from the device, as they
-do where it holds the whole model.
+Hidden states are copied over once per batch. Logits and chosen tokens are the device's, as where it holds the whole
+model.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from localinfer.kernels.program import Batch, Program, Segment
 class SplitProgram:
     """Runs batches; `ops.Program` and `draws.DrawingProgram`. One caller at a time.
 
-    first: returns the hidden states of any rows of a batch, up to all of them. rest: receives those.
+    first: returns the hidden states of any rows of a batch. rest: receives them.
     """
 
     def __init__(self, first: Program, rest: CudaProgram, layout: SplitKVLayout) -> None:
@@ -55,7 +55,7 @@ class SplitProgram:
         self._first.close()
 
     def _pass_on(self, batch: Batch) -> Batch:
-        """Compute the first layers; return the batch as the device knows it."""
+        """Compute the first layers; return the batch with the device's page addresses."""
         on_host: list[Segment] = []
         on_device: list[Segment] = []
         for index, segment in enumerate(batch.segments):

@@ -30,7 +30,7 @@ from localinfer.kernels.program import Batch, Segment
 
 _WIDTH, _HEADS, _SIZE = 64, 2, 32
 _PROMPT, _POSITIONS = 5, 7
-"""Rows that are computed at once, which takes other kernels than one row, and all of them."""
+"""Rows of the prompt, which take other kernels than one row does, and all rows."""
 
 _TOLERANCE = 0.01
 """Of the largest number. Keys and values in sixteen bits cost a tenth of it."""

@@ -142,7 +142,7 @@ def attend_chunks(key_kind, value_kind, heads, key_size, value_size):
             seen = first + ptx.thread()
             is_seen = least <= seen <= position
             if value_is_codes:
-                # Weights and scales of positions that nobody may look at are 0, whatever their page holds.
+                # Weights and scales of masked positions are 0, whatever their page holds.
                 position_scales = cuda.shared.array(value_scales_size, float32)
                 for b in range(value_blocks):
                     value = float32(0.0)
@@ -198,8 +198,8 @@ def attend_chunks(key_kind, value_kind, heads, key_size, value_size):
                 scores[h * CHUNK + ptx.thread()] = score
             ptx.syncthreads()
 
-            for turn in range(head_rounds):
-                h = turn * 4 + warp
+            for head_round in range(head_rounds):
+                h = head_round * 4 + warp
                 if h < heads:
                     largest = float32(LEAST)
                     for quarter in range(4):

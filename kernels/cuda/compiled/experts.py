@@ -4,7 +4,7 @@ from numba import float32, int64
 
 from localinfer.kernels.cuda.compiled import ptx
 from localinfer.kernels.cuda.compiled.activations import exponential, sigmoid
-from localinfer.kernels.cuda.compiled.reductions import warp_max, warp_sum
+from localinfer.kernels.cuda.compiled.reductions import beats, warp_max, warp_sum
 from localinfer.kernels.cuda.jit import inline, kernel, template
 
 THREADS = 128
@@ -29,16 +29,16 @@ def best_of_lanes(values, count):
     for distance in (16, 8, 4, 2, 1):
         value = ptx.shuffle(best, distance)
         found = ptx.shuffle_int(index, distance)
-        if value > best or (value == best and found < index):
+        if beats(value, found, best, index):
             best = value
             index = found
-    # Where no value is a number some expert must do.
+    # Where every value is NaN, some expert must be taken.
     return min(index, count - 1)
 
 
 @inline
-def take(values, index):
-    """Let nobody find this one again."""
+def exclude(values, index):
+    """Exclude this one from further searches."""
     ptx.syncthreads()
     if ptx.thread() == 0:
         ptx.store_f32(values + 4 * index, float32(_LOWEST))
@@ -62,8 +62,8 @@ def route(gating):
         ids = ids + row * ids_stride
         weights = weights + row * weights_stride
         values = scratch + row * (2 * count + num_groups) * 4
-        merits = values + 4 * count
-        group_merits = merits + 4 * count
+        scores = values + 4 * count
+        group_scores = scores + 4 * count
         largest = float32(_LOWEST)
         expert = lane
         while expert < count:
@@ -87,7 +87,7 @@ def route(gating):
             ptx.store_f32(values + 4 * expert, value)
             if bias != 0:
                 value = value + ptx.load_f32(bias + 4 * expert)
-            ptx.store_f32(merits + 4 * expert, value)
+            ptx.store_f32(scores + 4 * expert, value)
             expert = expert + 32
         ptx.syncthreads()
 
@@ -99,35 +99,35 @@ def route(gating):
                 second = float32(_LOWEST)
                 expert = group * group_size
                 while expert < group * group_size + group_size:
-                    value = ptx.load_f32(merits + 4 * expert)
+                    value = ptx.load_f32(scores + 4 * expert)
                     if value > first:
                         second = first
                         first = value
                     elif value > second:
                         second = value
                     expert = expert + 1
-                ptx.store_f32(group_merits + 4 * group, first + second)
+                ptx.store_f32(group_scores + 4 * group, first + second)
                 group = group + 32
             ptx.syncthreads()
             kept = 0
             while kept < num_kept_groups:
-                take(group_merits, best_of_lanes(group_merits, num_groups))
+                exclude(group_scores, best_of_lanes(group_scores, num_groups))
                 kept = kept + 1
             expert = lane
             while expert < count:
-                # What was taken is what is kept.
-                if ptx.load_f32(group_merits + 4 * (expert // group_size)) > float32(_LOWEST):
-                    ptx.store_f32(merits + 4 * expert, float32(_LOWEST))
+                # The excluded groups are those that were kept.
+                if ptx.load_f32(group_scores + 4 * (expert // group_size)) > float32(_LOWEST):
+                    ptx.store_f32(scores + 4 * expert, float32(_LOWEST))
                 expert = expert + 32
             ptx.syncthreads()
 
         slot = 0
         while slot < num_selected:
-            chosen = best_of_lanes(merits, count)
+            chosen = best_of_lanes(scores, count)
             if lane == 0:
                 ptx.store_f32(ids + 4 * slot, ptx.to_float(chosen))
                 ptx.store_f32(weights + 4 * slot, ptx.load_f32(values + 4 * chosen))
-            take(merits, chosen)
+            exclude(scores, chosen)
             slot = slot + 1
         if lane == 0:
             total = float32(0.0)

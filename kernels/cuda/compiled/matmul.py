@@ -59,7 +59,7 @@ def matmul(layout, batch_rows, weight_rows, split, kind, prefetches=0):
     """Multiply: a block of four warps, `split` of them to a row, a grid of [groups of rows * split / 4, slots].
 
     layout: of all weights. batch_rows: rows of activations, all computed; outputs have room for as many.
-    prefetches: 1 has the first weights on their way before the kernel waits for the one before it; not for EXPERTS.
+    prefetches: 1 requests the first weights before the kernel waits for the one before it; not for EXPERTS.
     weight_rows: rows of each weight to a warp. Plain numbers meet float32 activations, the others quantized ones.
     """
     gated = kind == GATED

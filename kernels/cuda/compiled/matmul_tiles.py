@@ -72,8 +72,8 @@ def matmul_tiles(layout, batch_rows, tiles, split, kind):
     partial_size = num_tiles * columns * 128
     shared_size = WARPS * partial_size
     outputs = tiles * columns * 128
-    turns = -(-outputs // THREADS)
-    totals_size = turns * matrices
+    rounds = -(-outputs // THREADS)
+    totals_size = rounds * matrices
     fields_at = unit_of(layout)
     nibbles_at = nibbles_of(layout)
 
@@ -225,27 +225,27 @@ def matmul_tiles(layout, batch_rows, tiles, split, kind):
                     right_pair = sums[16 * t + 8 + e] + sums[16 * t + 12 + e]
                     partial[warp * partial_size + 128 * t + 32 * e + lane] = left_pair + right_pair
             ptx.syncthreads()
-            for turn in range(turns):
+            for output_round in range(rounds):
                 for m in range(matrices):
-                    at = ptx.thread() + THREADS * turn + m * outputs
-                    if ptx.thread() + THREADS * turn < outputs:
+                    at = ptx.thread() + THREADS * output_round + m * outputs
+                    if ptx.thread() + THREADS * output_round < outputs:
                         pairs = cuda.local.array(4, float32)
                         for w in range(4):
                             pairs[w] = partial[2 * w * partial_size + at] + partial[(2 * w + 1) * partial_size + at]
                         total = (pairs[0] + pairs[1]) + (pairs[2] + pairs[3])
                         if part > 0:
-                            total = totals[turn * matrices + m] + total
-                        totals[turn * matrices + m] = total
+                            total = totals[output_round * matrices + m] + total
+                        totals[output_round * matrices + m] = total
             ptx.syncthreads()
             part = part + 1
 
-        for turn in range(turns):
-            at = ptx.thread() + THREADS * turn
+        for output_round in range(rounds):
+            at = ptx.thread() + THREADS * output_round
             tile = at // 128
             row = first + tile // columns * TILE + at % 128 // 64 * 8 + at % 32 // 4
             m = tile % columns * 8 + at % 4 * 2 + at // 32 % 2
             if at < outputs and row < num_rows and m < batch_rows:
-                value, up = totals[turn * matrices], totals[turn * matrices + matrices - 1]
+                value, up = totals[output_round * matrices], totals[output_round * matrices + matrices - 1]
                 value = finished(
                     value, up, gated, activation, bias, slot_1[7], scale, residual, m * residual_stride, row
                 )
