@@ -115,7 +115,7 @@ def _without_used(text: str) -> str:
 
 
 def _convergent(text: str) -> str:
-    """Mark every function convergent, as it may hold a barrier: no call is copied into branches before it is inlined."""
+    """Mark every function convergent, for a barrier may be in it: no call is copied into branches before inlining."""
     return re.sub(r"(?m)^((?:define|declare) .*\))", r"\1 convergent", text)
 
 
