@@ -11,7 +11,7 @@ import pytest
 from local_servers import MODEL, ServedModel, serving, wait_until
 
 from localinfer.llm import LLM
-from localinfer.server.replies.threads import EventQueue, FirstByteBarrier, LoopNotifier, ReplyThreads
+from localinfer.server.replies.threads import FirstByteBarrier, LoopNotifier, ReplyThreads
 from localinfer.server.transport.settings import ServerSettings
 from tests.engine.fakes import FakeTemplate, fake_model
 from tests.limits import seconds
@@ -115,11 +115,11 @@ def test_threads_are_kept_for_the_next_text_and_end_with_the_server() -> None:
 def test_items_of_many_threads_arrive_whole_and_in_order(num_threads: int) -> None:
     async def take_all() -> list[list[int]]:
         notifier = LoopNotifier()
-        queues: list[EventQueue[int]] = [EventQueue(notifier) for _ in range(num_threads)]
+        queues: list[asyncio.Queue[int]] = [asyncio.Queue() for _ in range(num_threads)]
 
-        def put(queue: EventQueue[int]) -> None:
+        def put(queue: asyncio.Queue[int]) -> None:
             for item in range(200):
-                queue.put(item)
+                notifier.put(queue, item)
                 if item % 17 == 0:
                     time.sleep(0.0005)
 
@@ -131,7 +131,7 @@ def test_items_of_many_threads_arrive_whole_and_in_order(num_threads: int) -> No
             sender.join()
         return list(taken)
 
-    async def take(queue: EventQueue[int]) -> list[int]:
-        return [await queue.take() for _ in range(200)]
+    async def take(queue: asyncio.Queue[int]) -> list[int]:
+        return [await queue.get() for _ in range(200)]
 
     assert asyncio.run(take_all()) == [list(range(200))] * num_threads

@@ -6,11 +6,12 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from localinfer.server.replies.metrics import LatencyTracker, Metrics
 from localinfer.server.replies.models import Lease
-from localinfer.server.replies.threads import EventQueue, FirstByteBarrier, LoopNotifier, ReplyThreads
+from localinfer.server.replies.threads import FirstByteBarrier, LoopNotifier, ReplyThreads
 
 if TYPE_CHECKING:
     from localinfer.stream import Stats, StreamEvent, TextStream
@@ -100,7 +101,7 @@ class Reply:
         self.num_reasoning_tokens = 0
         self.stats: list[Stats | None] = [None] * len(plans)
         self.prompt_tokens = [0] * len(plans)
-        self._queue: EventQueue[_Item] = EventQueue(state.notifier)
+        self._queue: asyncio.Queue[_Item] = asyncio.Queue()
         self._texts: list[_Text] = []
         for index, plan in enumerate(plans):
             leader = None if plan.follows is None else self._texts[plan.follows]
@@ -136,7 +137,7 @@ class Reply:
         for text in self._texts:
             text.start(self._threads)
         while awaited:
-            match await self._queue.take():
+            match await self._queue.get():
                 case _Started(index, count):
                     self.prompt_tokens[index] = count
                     awaited.discard(index)
@@ -159,7 +160,7 @@ class Reply:
             self._watch_silence(ping_seconds)
         left = len(self._texts)
         while left:
-            item = self._early.popleft() if self._early else await self._queue.take()
+            item = self._early.popleft() if self._early else await self._queue.get()
             self._last_item_seconds = time.monotonic()
             match item:
                 case _Failure(error):
@@ -184,7 +185,7 @@ class Reply:
         """Stop all texts; `events` then raises the reason."""
         # First the reason, or the end of a text that was stopped would be taken for its own.
         self._early.clear()
-        self._queue.put(_Failure(reason))
+        self._queue.put_nowait(_Failure(reason))
         self.cancel()
 
     def close(self) -> None:
@@ -214,7 +215,7 @@ class Reply:
         def look() -> None:
             silent = time.monotonic() - self._last_item_seconds
             if silent >= seconds:
-                self._queue.put(Silence())
+                self._queue.put_nowait(Silence())
             self._ping_timer = loop.call_later(seconds if silent >= seconds else seconds - silent, look)
 
         self._last_item_seconds = time.monotonic()
@@ -229,7 +230,7 @@ class _Text:
         index: int,
         open_stream: "Callable[[], TextStream]",
         leader: "_Text | None",
-        queue: EventQueue[_Item],
+        queue: asyncio.Queue[_Item],
         state: ServerState,
         model_id: str,
     ) -> None:
@@ -239,7 +240,7 @@ class _Text:
         self.has_ended = threading.Event()
         self.has_ended.set()
         self._open = open_stream
-        self._queue = queue
+        self._put: Callable[[_Item], None] = partial(state.notifier.put, queue)
         self._state = state
         self._model_id = model_id
         self._latency = LatencyTracker(state.metrics, model_id)
@@ -281,14 +282,14 @@ class _Text:
                 self._state.metrics.count_reply(self._model_id, self._stats, ending)
             self.has_token.set()
             if error is None or self._is_cancelled:
-                self._queue.put(End(self.index, "stop" if ending == "cancelled" else ending, self._stats))
+                self._put(End(self.index, "stop" if ending == "cancelled" else ending, self._stats))
             else:
-                self._queue.put(_Failure(error))
+                self._put(_Failure(error))
             self.has_ended.set()
 
     def _generate(self) -> str:
         """Run the stream to its end, or until cancelled; return how it ended."""
-        put, tick, index = self._queue.put, self._latency.tick, self.index
+        put, tick, index = self._put, self._latency.tick, self.index
         ending = "length"
         with self._open() as stream:
             with self._lock:

@@ -1,11 +1,11 @@
-"""Between threads that generate and the event loop: the threads, the queue of their events, the first-byte barrier."""
+"""Between threads that generate and the event loop: the threads, their events, the first-byte barrier."""
 
 import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 Item = TypeVar("Item")
 _Job = Callable[[], None]
@@ -54,61 +54,33 @@ class ReplyThreads:
 
 
 class LoopNotifier:
-    """Wakes an event loop for the queues that threads put into: once, however many, until it has looked.
+    """Puts items of threads into queues of an event loop, which is woken once for all that have come, until it looked.
 
-    A step of the engine fills the queues of all requests that share it. Waking the loop costs a system call in the
-    thread, which must then reacquire the interpreter's lock, and a round of the loop. Made on that loop.
+    A step of the engine has items for all requests that share it. Waking the loop costs a system call in the thread,
+    which must then reacquire the interpreter's lock, and a round of the loop. Made on that loop.
     """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._filled: deque[EventQueue[Any]] = deque()
+        self._items: deque[tuple[asyncio.Queue[Any], Any]] = deque()
         self._is_notified = False
 
-    def notify(self, queue: "EventQueue[Any]") -> None:
-        """Have the loop look at a queue, unless it was closed. Any thread."""
-        self._filled.append(queue)
+    def put(self, queue: asyncio.Queue[Item], item: Item) -> None:
+        """Put an item into a queue, unless the loop was closed. Any thread."""
+        self._items.append((queue, item))
         if not self._is_notified:
             self._is_notified = True
             try:
-                self._loop.call_soon_threadsafe(self._look)
+                self._loop.call_soon_threadsafe(self._deliver)
             except RuntimeError:
                 # The loop is closed: the server ended while a thread still worked.
-                self._filled.clear()
+                self._items.clear()
 
-    def _look(self) -> None:
+    def _deliver(self) -> None:
         self._is_notified = False
-        while self._filled:
-            self._filled.popleft().wake()
-
-
-class EventQueue(Generic[Item]):
-    """Items in the order they were put; any thread puts, one coroutine takes. Made on the loop that takes."""
-
-    def __init__(self, notifier: LoopNotifier) -> None:
-        self._notifier = notifier
-        self._items: deque[Item] = deque()
-        self._waiter: asyncio.Future[None] | None = None
-
-    def put(self, item: Item) -> None:
-        """Append an item."""
-        self._items.append(item)
-        self._notifier.notify(self)
-
-    async def take(self) -> Item:
-        """Wait for the next item."""
-        while not self._items:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        return self._items.popleft()
-
-    def wake(self) -> None:
-        """Wake the coroutine that takes, if there is something; called on the loop."""
-        if self._waiter is not None and not self._waiter.done() and self._items:
-            self._waiter.set_result(None)
+        while self._items:
+            queue, item = self._items.popleft()
+            queue.put_nowait(item)
 
 
 class FirstByteBarrier:
