@@ -26,7 +26,7 @@ from localinfer.loading import model_path
 from localinfer.server.app import LocalServer
 from localinfer.server.replies.model_folder import ModelSource
 from localinfer.server.replies.models import ModelRegistry, measure_need
-from localinfer.server.transport.security import ServerSettings
+from localinfer.server.transport.settings import ServerSettings
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("localinfer", "models", "quant", "kernels")

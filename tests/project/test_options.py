@@ -8,7 +8,7 @@ import pytest
 from localinfer.cli import localinfer_command
 from localinfer.options import GenerationOptions
 from localinfer.sampling.params import NUMBER_OPTIONS, SamplingOptions, SamplingParams
-from localinfer.server.replies.fields import NumberFields
+from localinfer.server.replies.fields import GenerationFields
 
 
 def test_callers_see_the_types_of_the_sampling_parameters():
@@ -26,9 +26,9 @@ def test_every_numeric_option_is_a_flag(command: str):
     flags = {parameter.name: parameter for parameter in localinfer_command.commands[command].params}
     for name, option in NUMBER_OPTIONS.items():
         assert flags[name].opts == [f"--{name.replace('_', '-')}"]
-        assert not option.is_common or flags[name].default == option.default
+        assert flags[name].default == (option.default if option.is_common else None)
 
 
 def test_every_numeric_option_is_a_member_of_requests():
     aliases = {option.alias for option in NUMBER_OPTIONS.values()} - {None}
-    assert NUMBER_OPTIONS.keys() | aliases <= set(NumberFields.__struct_fields__)
+    assert NUMBER_OPTIONS.keys() | aliases <= set(GenerationFields.__struct_fields__)

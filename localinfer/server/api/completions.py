@@ -1,6 +1,6 @@
 """`/v1/completions`: prompts continued as they are, filled in, and scored."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -170,10 +170,12 @@ class _CompletionWriter(ChoicesWriter):
             for index, choice in enumerate(self._choices):
                 yield self.chunk(choice.part(index))
 
-    def add(self, index: int, token: "StreamEvent") -> Iterator[Event]:
-        self._choices[index].add(token)
+    def add(self, index: int, token: "StreamEvent") -> Iterable[Event]:
+        choice = self._choices[index]
+        choice.add(token)
         if self._body.stream and (token.text or self._body.logprobs is not None):
-            yield self.chunk(self._choices[index].part(index))
+            return (self.chunk(choice.part(index)),)
+        return ()
 
     def end(self, index: int, reason: str, stats: "Stats | None") -> Iterator[Event]:
         self._choices[index].finish_reason = reason

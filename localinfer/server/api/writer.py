@@ -127,13 +127,11 @@ async def _frames(writer: ReplyWriter, ping_seconds: float) -> AsyncIterator[byt
 
 
 def _written(writer: ReplyWriter, item: Token | End | Silence) -> Iterable[Event | None]:
-    match item:
-        case Token(index, token):
-            return writer.add(index, token)
-        case End(index, reason, stats):
-            return writer.end(index, reason, stats)
-        case Silence():
-            return (writer.silence(),)
+    if isinstance(item, Token):
+        return writer.add(item.index, item.event)
+    if isinstance(item, End):
+        return writer.end(item.index, item.finish_reason, item.stats)
+    return (writer.silence(),)
 
 
 def chat_plan(messages: Sequence[Mapping[str, Any]], options: dict[str, Any], count: int = 1) -> Plan:
@@ -170,7 +168,9 @@ class ChoicesWriter(ReplyWriter):
         made = {**self._envelope, "choices": [choice]}
         if self._has_usage:
             made["usage"] = running_usage(self.reply) if self._counts_on else None
-        return made | more
+        if more:
+            made.update(more)
+        return made
 
     def last_chunk(self, choice: dict[str, Any], stats: "Stats | None") -> Event:
         """The event that ends a choice."""
