@@ -238,7 +238,9 @@ def test_no_text_of_requests_and_replies_is_logged_or_counted(tcp, caplog):
 
 
 def test_metrics_tell_times_tokens_cache_drafts_and_queue(tcp):
-    tcp.post(PATH, json={"messages": STORY, "max_tokens": 9, "temperature": 0})
+    asked = {"messages": STORY, "max_tokens": 40, "temperature": 0}
+    story = tcp.post(PATH, json=asked).json()["choices"][0]["message"]["content"]
+    tcp.post(PATH, json={**asked, "prediction": {"type": "content", "content": story}})
     text = tcp.get("/metrics").text
     for name in (
         'localinfer_requests_total{route="/chat/completions",status="200"}',
