@@ -32,7 +32,7 @@ BUDGET_PAGES = 60
 DISK_BYTES = 30_000
 STEPS = 10_000
 WINDOW = 7
-TRACED = ("prefix_tree.py", "prefix_cache.py", "kv_cache.py", "page_pool.py", "sliding_window.py", "slot_memory.py")
+TRACED = ("prefix_tree.py", "prefix_cache.py", "sequence.py", "block_pool.py", "slabs.py")
 
 
 class CacheOwner:

@@ -150,7 +150,7 @@ def test_cache_never_costs_a_sequence_the_memory_it_would_have_alone():
     assert len(text) == 6 and generation.record.cached_tokens in (4, 5)
 
 
-def test_a_paused_sequence_is_set_aside_for_another_and_goes_on_with_the_same_tokens():
+def test_a_paused_sequence_is_preempted_for_another_and_continues_with_the_same_tokens():
     engine = Engine(fake_model(), kv_memory=6 * PAGE_BYTES)
     paused = engine.generate(numbers(15), SEEDED, max_tokens=8)
     reply = [next(paused).token_id]
