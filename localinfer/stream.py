@@ -274,21 +274,18 @@ class TextStream(Closing, Iterator[StreamEvent]):
                     if reason is not None:
                         text += decoder.flush()
                 finish_reason: CompletionEnd | None = reason
-                delta, is_stopped = None, False
+                reasoning, is_stopped = "", False
+                calls: tuple[ToolCallDelta, ...] = ()
                 if self._parses_text:
-                    delta, is_stopped = self._parse(text, is_last=reason is not None)
-                    text = delta.content
-                    if is_stopped:
-                        finish_reason = "stop"
+                    (text, reasoning, calls), is_stopped = self._parse(text, is_last=reason is not None)
+                if is_stopped:
+                    finish_reason = "stop"
                 if finish_reason is not None:
                     tokens.close()
                     if finish_reason == "stop" and self._has_calls:
                         finish_reason = "tool_calls"
                 logprobs = self._logprobs.pop(position, None) if self._logprobs and token_id != NO_TOKEN else None
-                if delta is None:
-                    yield StreamEvent(text, token_id, finish_reason, logprobs)
-                else:
-                    yield StreamEvent(text, token_id, finish_reason, logprobs, delta.reasoning, delta.tool_calls)
+                yield StreamEvent(text, token_id, finish_reason, logprobs, reasoning, calls)
                 if finish_reason is not None:
                     return
                 asked = clock()

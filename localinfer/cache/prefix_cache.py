@@ -217,7 +217,13 @@ class PrefixCache:
         if not is_prompt:
             return Admission(sequence, sequence.length, None)
         miss = None if match.usable == prefix.size else self._explain(token_ids, match, hints, refusal)
-        self._count(token_ids.size, sequence.length, miss)
+        counters = self.counters
+        counters.prompts += 1
+        counters.prompt_tokens += token_ids.size
+        counters.cached_tokens += sequence.length
+        counters.hits += sequence.length > 0
+        if miss is not None:
+            counters.misses[miss.cause] += 1
         return Admission(sequence, sequence.length, miss)
 
     def extend(self, sequence: SequenceCache, token_ids: TokenIds) -> int:
@@ -306,15 +312,6 @@ class PrefixCache:
             tuple(cached.tolist()),
             tuple(token_ids[position : position + _SHOWN_TOKENS].tolist()),
         )
-
-    def _count(self, prompt_tokens: int, cached_tokens: int, miss: CacheMiss | None) -> None:
-        counters = self.counters
-        counters.prompts += 1
-        counters.prompt_tokens += prompt_tokens
-        counters.cached_tokens += cached_tokens
-        counters.hits += cached_tokens > 0
-        if miss is not None:
-            counters.misses[miss.cause] += 1
 
 
 def _distinct(runs: Iterable[PageNumbers]) -> PageNumbers:

@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.arguments import check_number, shown
-from localinfer.cache.block_pool import PagePool
 from localinfer.cache.eviction import KVEviction
 from localinfer.cache.prefix_cache import CacheHints, PrefixCache
 from localinfer.cache.sequence import forward
@@ -39,6 +38,7 @@ class Engine:
     """Owns a model and its pages. Not usable after `close`, nor in a forked child: threads do not survive a fork.
 
     model: `config.context_length` is the context it was loaded with; `program` returns float32[rows, vocab_size].
+    program: the model's, to be run under `exclusive_cache`. pool: the pages of every sequence and of the cache.
     """
 
     def __init__(
@@ -52,25 +52,16 @@ class Engine:
     ) -> None:
         self._model = model
         self._speculation = speculation
-        self._program = model.program
+        self.program = model.program
         self.vocab_size = model.config.vocab_size
         self.context_length = model.config.context_length
         self._cache = PrefixCache.for_model(model, kv_memory, kv_window)
+        self.pool = self._cache.pool
         self._runner = ModelRunner(
             model.program, self._cache, speculation, vocab_size=self.vocab_size, context_length=self.context_length
         )
         self.scheduler = Scheduler(model.program, self._cache, self._runner, limits)
         self.check_usable = self.scheduler.check_usable
-
-    @property
-    def pool(self) -> PagePool:
-        """The pages of every sequence and of the cache."""
-        return self._cache.pool
-
-    @property
-    def program(self) -> Program:
-        """The model's program, to be run under `exclusive_cache`."""
-        return self._program
 
     @contextmanager
     def exclusive_cache(self) -> Generator[PrefixCache]:
@@ -183,7 +174,7 @@ class Engine:
                 f"the logits of {tokens.size} positions take {tokens.size * self.vocab_size * 4:,} bytes, which this "
                 "machine does not have; ask for fewer positions"
             ) from None
-        for _ in self.outputs(self._program, tokens, out):
+        for _ in self.outputs(self.program, tokens, out):
             pass
         return out
 
@@ -224,7 +215,7 @@ class Engine:
             return
         with self.scheduler.step_lock.exclusive():
             self._runner.close()
-            self._cache.pool.close()
+            self.pool.close()
             if self._speculation is not None:
                 self._speculation.close()
             self._model.close()

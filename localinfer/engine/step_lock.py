@@ -14,29 +14,22 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-
-class Reader(Protocol):
-    """What a step may have worked for; `request.Request` is one."""
-
-    waiter: "Waiter | None"
-
-    def has_news(self) -> bool:
-        """Whether there is no need to wait any longer."""
-        ...
+if TYPE_CHECKING:
+    from localinfer.engine.request import Request
 
 
 class Waiter:
     """A thread that waits for news, or for the lock; it gets one of them, and the first thread to claim it decides.
 
-    reader: what it waits for; None for one that wants the model exclusively.
+    request: what it reads; None for one that wants the model exclusively.
     """
 
-    __slots__ = ("_claim", "_wake", "has_lock", "reader")
+    __slots__ = ("_claim", "_wake", "has_lock", "request")
 
-    def __init__(self, reader: Reader | None) -> None:
-        self.reader = reader
+    def __init__(self, request: "Request | None") -> None:
+        self.request = request
         self.has_lock = False
         self._claim = threading.Lock()
         self._wake = threading.Lock()
@@ -64,19 +57,19 @@ class StepLock:
         self.try_acquire: Callable[[], bool] = functools.partial(self._lock.acquire, False)
         """Take the lock if it is free. Every token of a lone request begins with it, so it is no method."""
 
-    def acquire_or_wait(self, reader: Reader | None) -> bool:
+    def acquire_or_wait(self, request: "Request | None") -> bool:
         """Take the lock, or wait for it or for news; return whether the caller has the lock now."""
         if self.try_acquire():
             return True
-        waiter = Waiter(reader)
-        if reader is not None:
-            reader.waiter = waiter
+        waiter = Waiter(request)
+        if request is not None:
+            request.waiter = waiter
         self._waiters.append(waiter)
         # The lock may have become free, or the news come, before this one was in line.
         if self.try_acquire():
             waiter.claim()
             return True
-        if reader is not None and reader.has_news() and waiter.claim():
+        if request is not None and request.has_news() and waiter.claim():
             return False
         try:
             waiter.wait()
@@ -119,11 +112,11 @@ class StepLock:
         """Wake all readers with news, and hand the lock to the first of the others; return whether there was one."""
         successor = None
         for waiter in self._waiters.copy():
-            reader = waiter.reader
-            if reader is not None and reader.has_news():
+            request = waiter.request
+            if request is not None and request.has_news():
                 if waiter.claim():
                     waiter.wake()
-            elif successor is None and (reader is None or not only_exclusive):
+            elif successor is None and (request is None or not only_exclusive):
                 successor = waiter if waiter.claim() else None
             else:
                 continue
