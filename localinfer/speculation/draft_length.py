@@ -74,11 +74,11 @@ def best_draft_length(
     probabilities: Sequence[float],
     costs: VerificationCosts,
     most: int,
+    other_rows: int = 0,
+    other_tokens: int = 0,
     *,
     seconds_per_token: float = 0.0,
     seconds_per_draft: float = 0.0,
-    other_rows: int = 0,
-    other_tokens: int = 0,
 ) -> tuple[int, float]:
     """Return the draft length of most expected tokens per second, up to `most`, and that speed over plain decoding.
 

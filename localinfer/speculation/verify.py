@@ -299,13 +299,9 @@ class SpeculativeText:
         length, speed = 0, 1.0
         if found:
             acceptance = next(value for least, value in shared.ngram_acceptance if match_length >= least or least == 1)
+            seconds = (shared.lookup_seconds.value or 0.0) + (shared.learning_seconds.value or 0.0)
             length, speed = best_draft_length(
-                acceptance.probabilities(),
-                shared.costs,
-                found,
-                seconds_per_draft=(shared.lookup_seconds.value or 0.0) + (shared.learning_seconds.value or 0.0),
-                other_rows=self._others.rows,
-                other_tokens=self._others.tokens,
+                acceptance.probabilities(), shared.costs, found, *self._others, seconds_per_draft=seconds
             )
             self._acceptance = acceptance
         if self._has_read:
@@ -350,12 +346,9 @@ class SpeculativeText:
     ) -> int:
         """How many tokens the draft model is to draft, 0 where another draft, or none, promises more."""
         shared, others = self._speculation, self._others
+        per_token, per_draft = model.seconds_per_token, model.seconds_per_draft
         most = self._floor.affordable_draft_length(
-            others.tokens + 1,
-            others.rows + 1,
-            most,
-            seconds_per_token=model.seconds_per_token,
-            seconds_per_draft=model.seconds_per_draft,
+            others.tokens + 1, others.rows + 1, most, seconds_per_token=per_token, seconds_per_draft=per_draft
         )
         if not most:
             return 0
@@ -366,15 +359,14 @@ class SpeculativeText:
             acceptance.probabilities(),
             shared.costs,
             most,
-            seconds_per_token=model.seconds_per_token,
-            seconds_per_draft=model.seconds_per_draft + reading / _READ_FOR_ROUNDS,
-            other_rows=others.rows,
-            other_tokens=others.tokens,
+            *others,
+            seconds_per_token=per_token,
+            seconds_per_draft=per_draft + reading / _READ_FOR_ROUNDS,
         )
         if speed > other_speed:
             acceptance.stop_probing()
             return length
-        probe = reading + model.seconds_per_draft + model.seconds_per_token
+        probe = reading + per_draft + per_token
         if other_length or probe > self._probe_seconds or not acceptance.is_probe_due():
             return 0
         self._probe_seconds -= probe
