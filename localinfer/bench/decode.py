@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from localinfer.bench.figures import Record, compare, percentile, summarize
+from localinfer.bench.figures import Record, compare, summarize, timing_figures
 from localinfer.bench.machine import measure_machine, measure_read_bandwidth, num_compiled_kernels
 from localinfer.bench.processes import OURS, EngineOptions, EngineProcess
 from localinfer.describe import FileDescription, describe_file
@@ -215,26 +215,20 @@ def _measure(
     results: dict[str, Record] = {}
     for name, process in processes.items():
         progress("measuring verification", len(results), len(processes))
-        intervals = [seconds for decode in decodes[name] for seconds in decode]
-        single, *several = process.ask(
+        times = process.ask(
             "verify",
             start=start,
             token_ids=token_ids[: max(VERIFIED_ROWS)],
             sizes=VERIFIED_ROWS,
             repetitions=4 * settings.repetitions,
-        )["seconds"]
+        )
+        verified = dict(zip(VERIFIED_ROWS, times["seconds"], strict=True))
         results[name] = {
             "version": process.ready["version"],
             "load_seconds": process.ready["load_seconds"],
-            "prefill_tokens_per_second": summarize([settings.prompt / seconds for seconds in prefills[name]]),
-            "decode_tokens_per_second": summarize([len(decode) / sum(decode) for decode in decodes[name]]),
             "time_to_first_token_seconds": summarize(prefills[name]),
-            "itl_p50_seconds": percentile(intervals, 50),
-            "itl_p99_seconds": percentile(intervals, 99),
             "peak_memory_bytes": process.peak_memory_bytes(),
-            "verification_cost": {
-                str(size): seconds / single for size, seconds in zip(VERIFIED_ROWS[1:], several, strict=True)
-            },
+            **timing_figures(settings.prompt, prefills[name], decodes[name], verified),
         }
     ours, process = results[OURS], processes[OURS]
     token = process.ask("work", start=start + settings.decode // 2, num_rows=1)["work"]

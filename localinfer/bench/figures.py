@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,24 @@ def spread(values: Sequence[float]) -> Record | None:
     if not values:
         return None
     return {**{f"p{percent}": percentile(values, percent) for percent in PERCENTS}, "values": list(values)}
+
+
+def timing_figures(
+    prompt: int, prefills: Sequence[float], decodes: Sequence[Sequence[float]], verified: Mapping[int, float]
+) -> Record:
+    """Rates, inter-token latencies, and what verifying several tokens costs over one.
+
+    prefills: seconds of each prompt of `prompt` tokens. decodes: seconds of each token of each repetition. verified:
+    seconds by the number of tokens.
+    """
+    intervals = [seconds for decode in decodes for seconds in decode]
+    return {
+        "prefill_tokens_per_second": summarize([prompt / seconds for seconds in prefills]),
+        "decode_tokens_per_second": summarize([len(decode) / sum(decode) for decode in decodes]),
+        "itl_p50_seconds": percentile(intervals, 50),
+        "itl_p99_seconds": percentile(intervals, 99),
+        "verification_cost": {str(size): seconds / verified[1] for size, seconds in verified.items() if size > 1},
+    }
 
 
 def compare(ours: Record, peer: Record) -> Record:

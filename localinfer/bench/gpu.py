@@ -10,8 +10,15 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from localinfer.bench.decode import VERIFIED_ROWS, BenchSettings, check_context, model_record, random_token_ids
-from localinfer.bench.figures import Record, percentile, summarize
+from localinfer.bench.decode import (
+    VERIFIED_ROWS,
+    BenchSettings,
+    ProgressCallback,
+    check_context,
+    model_record,
+    random_token_ids,
+)
+from localinfer.bench.figures import Record, summarize, timing_figures
 from localinfer.bench.measured_model import MeasuredModel
 from localinfer.describe import describe_file
 from localinfer.errors import BackendUnavailableError
@@ -102,27 +109,19 @@ def _measure(model: MeasuredModel, settings: BenchSettings, progress: ProgressCa
     for _ in range(settings.repetitions):
         for size, samples in verified.items():
             samples.append(seconds(start, token_ids[:size], size))
-    single = statistics.median(verified[1])
-    intervals = [step for steps in greedy for step in steps]
-    ceiling, rates = statistics.median(ceilings), summarize([len(steps) / sum(steps) for steps in greedy])
-    figures: Record = {
-        "prefill_tokens_per_second": summarize([settings.prompt / one for one in prefills]),
-        "decode_tokens_per_second": rates,
+    medians = {size: statistics.median(samples) for size, samples in verified.items()}
+    figures = timing_figures(settings.prompt, prefills, greedy, medians) | {
         "drawn_tokens_per_second": summarize([len(steps) / sum(steps) for steps in sampled]),
-        "itl_p50_seconds": percentile(intervals, 50),
-        "itl_p99_seconds": percentile(intervals, 99),
         "host_seconds_per_token": statistics.median(hosts),
-        "verification_cost": {
-            str(size): statistics.median(samples) / single for size, samples in verified.items() if size > 1
-        },
         "device_memory_bytes": device.used_bytes(),
     }
+    ceiling = statistics.median(ceilings)
     num_host_layers = layout.num_host_layers if isinstance(layout, SplitKVLayout) else 0
     # What a model reads of which the CPU runs a part is no share of the GPU's bandwidth.
     if not num_host_layers:
         weight_bytes = bytes_per_token(model.model.file, config)
         kv_bytes = layout.page_bytes * (settings.context + settings.decode // 2) // layout.page_tokens
-        read = (weight_bytes + kv_bytes) * rates["median"]
+        read = (weight_bytes + kv_bytes) * figures["decode_tokens_per_second"]["median"]
         figures |= {
             "weight_bytes_per_token": weight_bytes,
             "kv_bytes_per_token": kv_bytes,

@@ -12,7 +12,6 @@ import logging
 import os
 from collections.abc import Iterable
 from functools import partial
-from io import FileIO
 from pathlib import Path
 
 import numpy as np
@@ -36,23 +35,23 @@ class StoredChats:
         self._folder = folder
 
     def save(self, chats: Iterable[AnsweredChat]) -> None:
-        """Write chats, each in one stroke, and delete the oldest of many. Raises: OSError."""
+        """Write chats, each atomically, and delete the oldest of many. Raises: OSError."""
         for chat in chats:
             self._folder.mkdir(mode=0o700, exist_ok=True)
             text = _to_json(chat)
             name = hashlib.sha256((chat.prompt.text + chat.reply).encode("utf-8", "surrogatepass")).hexdigest()[:32]
             content = hashlib.sha256(text).hexdigest().encode() + b"\n" + text
-            write_atomically(self._folder / f"{name}{CHAT_SUFFIX}", partial(_write, content))
+            write_atomically(self._folder / f"{name}{CHAT_SUFFIX}", partial(write_all, data=content))
         for file in newest_first(self._folder)[_MOST_FILES:]:
             with contextlib.suppress(OSError):
                 os.unlink(file.path)
 
     def load(self, vocab_size: int) -> list[AnsweredChat]:
-        """Return the chats that were written last, oldest first, as far as they prove sound."""
+        """Return the chats that were written last, oldest first, without damaged ones."""
         chats, left = [], _MOST_BYTES_READ
         for file in newest_first(self._folder)[:_MOST_READ]:
             if file.num_bytes > left:
-                # One that no chat can be that large must not hide the older ones.
+                # A file that is too large must not hide the older ones.
                 continue
             left -= file.num_bytes
             try:
@@ -62,10 +61,6 @@ class StoredChats:
                 with contextlib.suppress(OSError):
                     os.unlink(file.path)
         return chats[::-1]
-
-
-def _write(content: bytes, file: FileIO) -> None:
-    write_all(file, content)
 
 
 def _to_json(chat: AnsweredChat) -> bytes:

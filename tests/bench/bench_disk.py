@@ -34,7 +34,7 @@ def load(model: str, folder: Path) -> tuple[LLM, DiskCache]:
     llm = localinfer.load(model, disk_cache=True, disk_cache_folder=folder)
     disk = llm._disk
     assert disk is not None
-    disk._idle_seconds = NEVER
+    disk.idle_seconds = NEVER
     disk._opener.join()
     return llm, disk
 
