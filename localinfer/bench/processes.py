@@ -7,14 +7,12 @@ import re
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import Any, Self
 
 from localinfer import errors
 from localinfer.errors import BackendUnavailableError, LocalinferError, RequestError
@@ -23,22 +21,40 @@ OURS = "localinfer"
 
 _SCRIPT = Path(__file__).with_name("worker.py")
 _CLOSING_SECONDS = 10.0
-_ADDRESS = re.compile(r"http://127\.0\.0\.1:(\d+)")
-_KEPT_LINES = 20
-_POLL_SECONDS = 0.5
+_ADDRESS = re.compile(r"http://127\.0\.0\.1:(\d+).*\n")
+_POLL_SECONDS = 0.1
+_ANSWER_SECONDS = 0.5
 
 
 class ChildProcess:
     """A process with a pipe to its standard input, which ends it. A context manager that closes it.
 
-    pid: of the process. pipes: where its other streams go, as `subprocess.Popen` takes them. Raises: OSError.
+    folder: where its messages are kept, and deleted with it; None shows them. pid: of the process. Raises: OSError.
     """
 
-    def __init__(self, command: Sequence[str], **pipes: Any) -> None:
-        self._process: subprocess.Popen[str] = subprocess.Popen(
-            command, stdin=subprocess.PIPE, text=True, encoding="utf-8", errors="replace", **pipes
-        )
+    def __init__(self, command: Sequence[str], stdout: int, folder: tempfile.TemporaryDirectory[str] | None) -> None:
+        self._folder = folder
+        self._messages = None if folder is None else Path(folder.name) / "messages"
+        try:
+            with contextlib.nullcontext() if self._messages is None else self._messages.open("wb") as stderr:
+                self._process: subprocess.Popen[str] = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=stdout, stderr=stderr, text=True, encoding="utf-8"
+                )
+        except BaseException:
+            if folder is not None:
+                folder.cleanup()
+            raise
         self.pid = self._process.pid
+
+    def messages(self) -> str:
+        """Its standard error so far, where that is kept."""
+        return "" if self._messages is None else self._messages.read_text("utf-8", "replace")
+
+    def wait_and_describe(self) -> str:
+        """Wait until it has ended by itself; return its exit code and its last message."""
+        code = self._process.wait()
+        lines = [line.strip() for line in self.messages().split("\n") if line.strip()]
+        return f"exit code {code}" + "".join(f", {line:.300}" for line in lines[-1:])
 
     def close(self, *, is_failed: bool = False) -> None:
         """End the process, at once if it has failed; may be called again."""
@@ -51,6 +67,8 @@ class ChildProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        if self._folder is not None:
+            self._folder.cleanup()
 
     def __enter__(self) -> Self:
         return self
@@ -88,18 +106,13 @@ class EngineProcess(ChildProcess):
         """Start it and wait until the model is loaded; `first_request` is sent at once, to be read by `reply`."""
         self.options = options
         self._python = options.python or sys.executable
-        # Our own process may show progress and warnings; a peer's messages are kept for the case that it fails.
-        self._messages = None if options.engine == OURS else tempfile.TemporaryFile()  # noqa: SIM115
         self._started = time.perf_counter()
+        # Our own process may show progress and warnings; a peer's messages are kept for the case that it fails.
+        folder = None if options.engine == OURS else tempfile.TemporaryDirectory(prefix="localinfer-")
+        command = [self._python, str(_SCRIPT), options.engine, json.dumps(asdict(options))]
         try:
-            super().__init__(
-                [self._python, str(_SCRIPT), options.engine, json.dumps(asdict(options))],
-                stdout=subprocess.PIPE,
-                stderr=self._messages,
-            )
+            super().__init__(command, subprocess.PIPE, folder)
         except OSError as error:
-            if self._messages is not None:
-                self._messages.close()
             raise RequestError(
                 f"{self._python!r} cannot be started ({error.strerror}); give the path of a Python with --peer-python"
             ) from None
@@ -122,8 +135,8 @@ class EngineProcess(ChildProcess):
         line = self._process.stdout.readline()
         if not line:
             raise BackendUnavailableError(
-                f"the process of {self.options.engine} ended ({self._last_message()}); run it again without --compare, "
-                "or update it"
+                f"the process of {self.options.engine} ended ({self.wait_and_describe()}); run it again without "
+                "--compare, or update it"
             )
         reply: dict[str, Any] = json.loads(line)
         if "error" in reply:
@@ -142,12 +155,6 @@ class EngineProcess(ChildProcess):
 
             found = getattr(psutil.Process(self.pid).memory_info(), "peak_wset", None)
         return found
-
-    def close(self, *, is_failed: bool = False) -> None:
-        """End the process; may be called again."""
-        super().close(is_failed=is_failed)
-        if self._messages is not None:
-            self._messages.close()
 
     def _send(self, request: dict[str, Any]) -> None:
         assert self._process.stdin is not None, "the process was started with a pipe"
@@ -169,15 +176,6 @@ class EngineProcess(ChildProcess):
             f"{self.options.engine} failed ({name}: {message}); check that it runs this model, or leave --compare out"
         )
 
-    def _last_message(self) -> str:
-        code = self._process.wait()
-        lines: list[str] = []
-        if self._messages is not None:
-            self._messages.seek(0)
-            lines = self._messages.read().decode("utf-8", "replace").split("\n")
-        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-        return f"exit code {code}" + (f", {last:.200}" if last else "")
-
 
 class ServerProcess(ChildProcess):
     """`localinfer serve` with one model on a free loopback port; made when it answers. port: of it.
@@ -188,65 +186,36 @@ class ServerProcess(ChildProcess):
 
     def __init__(self, model: str, *, device: str, threads: int | None, max_generations: int) -> None:
         # The name says that the folder is private, as its mode does.
-        self._folder = tempfile.TemporaryDirectory(prefix="localinfer-")
+        folder = tempfile.TemporaryDirectory(prefix="localinfer-")
         words = ["serve", "--model", model, "--device", device, "--max-generations", str(max_generations)]
-        words += ["--port", "0", "--socket", str(Path(self._folder.name) / "s.sock"), "--until-stdin-ends"]
+        words += ["--port", "0", "--socket", str(Path(folder.name) / "s.sock"), "--until-stdin-ends"]
         words += ["--no-disk-cache", "--idle-unload", "0", "--shutdown-seconds", "0"]
         words += [] if threads is None else ["--threads", str(threads)]
-        self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
-        self._port: int | None = None
-        self._has_port = threading.Event()
+        super().__init__([sys.executable, "-m", "localinfer", *words], subprocess.DEVNULL, folder)
         try:
-            super().__init__(
-                [sys.executable, "-m", "localinfer", *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-            )
-        except BaseException:
-            self._folder.cleanup()
-            raise
-        assert self._process.stderr is not None, "the process was started with a pipe"
-        self._listener = threading.Thread(target=self._listen, args=(self._process.stderr,), daemon=True)
-        self._listener.start()
-        try:
-            self.port = self._wait()
+            self.port = self._wait_for_port()
         except BaseException:
             self.close(is_failed=True)
             raise
 
-    def close(self, *, is_failed: bool = False) -> None:
-        """End the process; may be called again."""
-        super().close(is_failed=is_failed)
-        self._listener.join()
-        assert self._process.stderr is not None, "the process was started with a pipe"
-        self._process.stderr.close()
-        self._folder.cleanup()
-
-    def _listen(self, lines: IO[str]) -> None:
-        for line in lines:
-            self._lines.append(line.strip())
-            found = _ADDRESS.search(line)
-            if found and not self._has_port.is_set():
-                self._port = int(found[1])
-                self._has_port.set()
-        self._has_port.set()
-
-    def _wait(self) -> int:
+    def _wait_for_port(self) -> int:
         """The port, once the model is loaded, which takes its time where kernels have to be compiled."""
-        while not self._has_port.wait(_POLL_SECONDS):
-            pass
-        while self._port is not None and self._process.poll() is None:
-            connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=_POLL_SECONDS)
-            try:
-                connection.request("GET", "/health")
-                if connection.getresponse().status == 200:
-                    return self._port
-                time.sleep(_POLL_SECONDS)
-            except OSError:
-                continue
-            finally:
-                connection.close()
-        code = self._process.wait()
-        self._listener.join()
-        last = next((line for line in reversed(self._lines) if line), "without a message")
+        while self._process.poll() is None:
+            found = _ADDRESS.search(self.messages())
+            if found is not None and _is_ready(int(found[1])):
+                return int(found[1])
+            time.sleep(_POLL_SECONDS)
         raise BackendUnavailableError(
-            f"the server ended with code {code} ({last:.300}); check that `localinfer serve -m MODEL` starts here"
+            f"the server ended ({self.wait_and_describe()}); check that `localinfer serve -m MODEL` starts here"
         )
+
+
+def _is_ready(port: int) -> bool:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_ANSWER_SECONDS)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except OSError:
+        return False
+    finally:
+        connection.close()
