@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from localinfer.bench.decode import (
     VERIFIED_ROWS,
     BenchSettings,
-    ProgressCallback,
     check_context,
     model_record,
     random_token_ids,
