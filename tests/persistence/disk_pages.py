@@ -1,6 +1,8 @@
 """Pages of made-up bytes for tests of what goes to disk: each byte depends on every token id up to its page."""
 
+import errno
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +47,20 @@ def source(token_ids: TokenIds) -> PageSource:
 
 def fresh(count: int) -> list[memoryview]:
     return [memoryview(bytearray(PAGE_BYTES)) for _ in range(count)]
+
+
+def failing(original: Callable[..., object], after: int) -> Callable[..., object]:
+    """The same, until the disk is full after so many calls."""
+    calls = 0
+
+    def call(*arguments: object, **options: object) -> object:
+        nonlocal calls
+        calls += 1
+        if calls > after:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return original(*arguments, **options)
+
+    return call
 
 
 def restored(disk: DiskTier, token_ids: TokenIds, first_page: int = 0) -> tuple[int, list[memoryview]]:

@@ -18,7 +18,7 @@ from localinfer.errors import SessionFileError, SessionMismatchError
 from localinfer.persistence import sessions
 from localinfer.persistence.page_file import PageFormat, checksum
 from localinfer.persistence.sessions import FORMAT_VERSION, SessionContent, SessionReader, write_session
-from tests.persistence.disk_pages import PAGE_BYTES, PAGE_TOKENS, computed, fresh, numbered
+from tests.persistence.disk_pages import PAGE_BYTES, PAGE_TOKENS, computed, failing, fresh, numbered
 
 FORM = PageFormat(PAGE_TOKENS, PAGE_BYTES)
 PARTS = {"weights": "abc", "tokenizer": "def"}
@@ -169,16 +169,7 @@ def test_full_disk_while_saving_keeps_the_former_file_and_leaves_no_rest(
     if after and step != "write":
         pytest.skip("happens once")
     former = saved(tmp_path / "session", 3)
-    original: Callable[..., object] = getattr(owner, name)
-    calls = 0
-
-    def fail(*arguments: object, **options: object) -> object:
-        nonlocal calls
-        calls += 1
-        if calls > after:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return original(*arguments, **options)
-
+    fail = failing(getattr(owner, name), after)
     with monkeypatch.context() as patch, pytest.raises(SessionFileError, match="No space left on device"):
         patch.setattr(files, "open", Counting, raising=False)
         patch.setattr(owner, name, fail)

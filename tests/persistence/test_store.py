@@ -22,6 +22,7 @@ from tests.persistence.disk_pages import (
     PAGE_BYTES,
     PAGE_TOKENS,
     computed,
+    failing,
     files,
     fresh,
     ids,
@@ -267,16 +268,7 @@ def test_full_disk_at_any_step_keeps_what_was_written_and_leaves_no_rest(
     history = numbered(12)
     disk = tier(tmp_path, threads=1)
     owner, name = WRITE_FAILURES[step]
-    original = getattr(owner, name)
-    calls = 0
-
-    def fail(*arguments: object, **options: object) -> object:
-        nonlocal calls
-        calls += 1
-        if calls > after:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return original(*arguments, **options)
-
+    fail = failing(getattr(owner, name), after)
     monkeypatch.setattr(owner, name, fail)
     saved = disk.save(history, source(history))
     monkeypatch.undo()
