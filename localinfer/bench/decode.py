@@ -161,7 +161,7 @@ def random_token_ids(vocab_size: int, count: int) -> list[int]:
 
 
 def model_record(description: FileDescription) -> Record:
-    """What a record says of the model."""
+    """The model's entry of a record."""
     names = ("path", "architecture", "num_bytes", "num_parameters", "bits_per_weight")
     return {
         **{name: getattr(description, name) for name in names},

@@ -10,7 +10,7 @@ Record = dict[str, Any]
 
 PERCENTS = (50, 95, 99)
 _LEAST_BEND = 0.05
-"""A curve that leaves its chord by less, as a share of the chart's side, is a line with noise, and has no knee."""
+"""A curve that is nearer to its chord, as a share of the chart's side, is a line with noise, and has no knee."""
 
 
 def percentile(values: Iterable[float], percent: int) -> float:

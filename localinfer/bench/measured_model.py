@@ -71,7 +71,7 @@ class MeasuredModel(Closing):
         num_outputs: int = 1,
         run: Callable[[Batch], NDArray[Any]] | None = None,
     ) -> NDArray[Any]:
-        """Put token ids at position `start` and after, in place of what was there; return what the last batch gave.
+        """Put token ids at position `start` and after, in place of what was there; return the result of the last batch.
 
         num_outputs: how many rows, at most one per token of the last batch. run: what computes a batch; None gives
         logits float32[num_outputs, vocab_size]. Valid until the next call.

@@ -98,8 +98,8 @@ class EngineOptions:
 class EngineProcess(ChildProcess):
     """One engine in its own process, which answers one request at a time.
 
-    Raises, when made and when asked: the error of the other side; BackendUnavailableError if it lacks the engine or
-    ended by itself.
+    Raises, when made and for each request: the error of the other side; BackendUnavailableError if it lacks the engine
+    or ended by itself.
     """
 
     def __init__(self, options: EngineOptions, first_request: dict[str, Any] | None = None) -> None:
@@ -185,7 +185,7 @@ class ServerProcess(ChildProcess):
     """
 
     def __init__(self, model: str, *, device: str, threads: int | None, max_generations: int) -> None:
-        # The name says that the folder is private, as its mode does.
+        # Private, by its mode and its name.
         folder = tempfile.TemporaryDirectory(prefix="localinfer-")
         words = ["serve", "--model", model, "--device", device, "--max-generations", str(max_generations)]
         words += ["--port", "0", "--socket", str(Path(folder.name) / "s.sock"), "--until-stdin-ends"]

@@ -173,7 +173,7 @@ def render_serve(record: Record) -> str:
 
 
 def _heading(record: Record) -> list[str]:
-    """The lines that say what was measured, and on which machine where the record says that."""
+    """What was measured, and on which machine where the record has that."""
     model = record["model"]
     lines = [
         f"model    {Path(model['path']).name}, {model['architecture']}, {model['num_parameters'] / 1e6:,.1f} M "

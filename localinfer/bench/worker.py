@@ -55,7 +55,7 @@ class LocalinferEngine:
         return count, first
 
     def work(self, start: int, num_rows: int) -> dict[str, int] | None:
-        """Bytes and multiplications that computing some tokens takes, where the engine says."""
+        """Bytes and multiplications that computing some tokens takes, where the engine has such counts."""
         return self._model.work(start, num_rows)._asdict()
 
 
@@ -134,7 +134,7 @@ def answer(engine: LocalinferEngine | LlamaCppEngine, request: dict[str, Any]) -
             intervals.append(clock() - began)
         return {"seconds": intervals}
     if action == "verify":
-        # Sizes take turns, so that noise drift meets all of them.
+        # Sizes take turns, so that noise drift affects all of them.
         samples: dict[int, list[float]] = {size: [] for size in request["sizes"]}
         for _ in range(request["repetitions"]):
             for size, seconds in samples.items():
@@ -182,7 +182,7 @@ def serve(channel: TextIO, name: str, options: dict[str, Any]) -> None:
         for line in sys.stdin:
             _send(channel, answer(engine, json.loads(line)))
     except Exception as error:
-        # The process that asked raises it.
+        # The parent process raises it.
         is_missing = isinstance(error, ImportError) and error.name == "llama_cpp"
         _send(channel, {"error": "missing" if is_missing else type(error).__name__, "message": str(error)})
 

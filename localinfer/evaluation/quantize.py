@@ -63,12 +63,12 @@ def quantize(
 
     source: a GGUF file, or a Hugging Face folder. target: appears when it is whole, in place of an older file.
     type: a preset such as Q4_K_M, in any case.
-    method: rtn rounds each weight by itself. imatrix minds how much each column counts: as a file says, or as a
-        calibration text shows. gptq lets later columns answer for the errors of earlier ones, and later matrices for
-        those of earlier layers; it takes minutes per billion weights, and goes on after its last finished layer if the
-        same call is made again. awq does so too, but first moves scales between matrices, so
-        that what large activations meet is rounded more finely, in the layers that lose less with them; it takes
-        several times as long. auto takes imatrix where there is a file, else gptq below 8 bits, else rtn.
+    method: rtn rounds each weight by itself. imatrix weighs errors by how much each column counts, by a file or by
+        a calibration text. gptq compensates errors of earlier columns in later ones, and those of earlier layers in
+        later matrices; it takes minutes per billion weights, and goes on after its last finished layer if the same
+        call is made again. awq does so too, but first moves scales between matrices, so that the weights of large
+        activations are rounded more finely, in the layers that lose less with them; it takes several times as long.
+        auto takes imatrix where there is a file, else gptq below 8 bits, else rtn.
     calibration: a text file, or a folder of them; None takes the text that ships with localinfer.
     imatrix: a file of llama.cpp's importance. save_imatrix: where to write the importance that the text shows.
     threads: how many compute; None takes the physical cores. The bytes do not depend on it.
@@ -77,7 +77,6 @@ def quantize(
     progress: called with a stage's name, the units done and the units in all.
     Raises: ModelFileError, RequestError; BackendUnavailableError if device is cuda and torch sees no GPU.
     """
-
     preset = find_preset(type)
     num_threads = available_threads() if threads is None else checked_threads(threads)
     if imatrix is not None and method in ("rtn", "gptq", "awq"):
@@ -115,7 +114,6 @@ class _Work:
     def run(
         self, method: Method, calibration: str | os.PathLike[str] | None, imatrix: str | os.PathLike[str] | None
     ) -> QuantizedModel:
-
         importance = None if imatrix is None else read_imatrix(imatrix)
         if importance is not None and not importance.mean_squares.keys() & self.file.tensors.keys():
             raise RequestError(
@@ -141,7 +139,6 @@ class _Work:
         return self._with_feedback(token_ids, with_scales=method == "awq")
 
     def _warn_of_losses(self) -> None:
-
         if not isinstance(self.file, CheckpointModel):
             return
         if self.file.tokenizer_error is not None:
@@ -154,24 +151,20 @@ class _Work:
             )
 
     def _sequences(self, text: CalibrationText) -> "NDArray[np.int32]":
-
         shapes = {name: info.shape for name, info in self.file.tensors.items()}
         config = ModelConfig.from_metadata(self.file.metadata, shapes)
         return calibration_sequences(read_tokenizer(self.file), text.text, self.max_tokens, config.context_length)
 
     def _choices(self, *, has_importance: bool) -> dict[str, TypeChoice]:
-
         facts = ModelFacts.from_metadata(self.file.metadata)
         return choose_types(self.preset, self.file.tensors, facts, has_importance=has_importance)
 
     def _pool(self, choices: Mapping[str, TypeChoice], *, with_feedback: bool = False) -> ThreadPool:
-
         names = sorted({choice.type.name for choice in choices.values()} & ENCODERS.keys())
         prepare_encoders(names, self.progress, with_feedback=with_feedback)
         return ThreadPool(self.num_threads)
 
     def _write(self, importance: Importance | None) -> QuantizedModel:
-
         choices = self._choices(has_importance=importance is not None)
         with contextlib.closing(self._pool(choices)) as pool:
             return quantize_model(
@@ -184,7 +177,6 @@ class _Work:
         return Workers(self.num_threads) if self.gpu is None else TorchWorkers(self.num_threads, self.gpu)
 
     def _importance(self, text: CalibrationText, token_ids: NDArray[np.int32]) -> Importance:
-
         visitor = ImportanceVisitor()
         with self._workers() as workers:
             calibrate(self.file, token_ids, workers, visitor, progress=self.progress)

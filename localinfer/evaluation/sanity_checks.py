@@ -32,7 +32,7 @@ QUESTIONS = (
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model said to a question."""
+    """A model's answer to a question."""
 
     question: Question
     text: str

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 DESCRIPTION = "about.json"
-"""The file in the folder of a fingerprint that says what it is of."""
+"""The file in the folder of a fingerprint that describes it."""
 
 WEIGHTS_FOLDER = "weights"
 """The folder with cached hashes of model files."""

@@ -1,7 +1,7 @@
 """Answered chats on disk, so that a reply keeps the ids it was generated with over a restart.
 
 One file per chat: the SHA-256 of the rest in hex and a newline, then JSON, in which token ids are base64 of
-little-endian int32. A file that is not what it says is deleted.
+little-endian int32. A file that does not match its checksum is deleted.
 """
 
 import base64

@@ -1,7 +1,7 @@
 """What cached keys and values depend on beside the token ids: of which model they are, and what computed them.
 
-The weights are identified by a SHA-256 of all their bytes, which is computed once and cached for as long as the system
-says that the files are the same. Everything else is cheap and is computed anew. A folder of the cache describes its
+The weights are identified by a SHA-256 of all their bytes, which is computed once and cached until the
+files change. Everything else is cheap and is computed every time. A folder of the cache describes its
 fingerprint in a file, for people and for explanations only: pages are found and proven without it.
 """
 
@@ -58,7 +58,7 @@ class Fingerprint:
 def describe_parts(file: ModelFile, kv_layout: object, config: object) -> dict[str, str]:
     """Every part of the fingerprint but the weights' bytes, in milliseconds.
 
-    kv_layout: its repr tells layouts apart. config: the context length changes the rotary frequencies of some models.
+    kv_layout: identified by its repr. config: the context length changes the rotary frequencies of some models.
     """
     tokenizer, template, settings = hashlib.sha256(), hashlib.sha256(), hashlib.sha256()
     for key in sorted(file.metadata):
@@ -149,7 +149,7 @@ class WeightsFiles:
         return sum(stamp[0] for stamp in self._stamps)
 
     def cached_hash(self) -> str | None:
-        """The cached hash, if the files are still the same by all that the system says."""
+        """The cached hash, if no attribute of the files has changed."""
         if self._memory is None:
             return None
         try:
@@ -230,7 +230,7 @@ def _position_encoding(config: object) -> str:
 
 
 def _program() -> str:
-    """Version, code and instructions that compute. The code counts because bits do: a faster kernel may round anew."""
+    """Version, code and instructions that compute. The code counts, since a faster kernel may round differently."""
     from llvmlite import binding as llvm
 
     from localinfer.kernels.jit import isa
@@ -277,7 +277,7 @@ def describe_folder(path: Path, model: str, fingerprint: Fingerprint, form: Page
     except FileNotFoundError:
         pass
     except (OSError, ValueError) as error:
-        logger.info("%s is written anew: %s", path, error)
+        logger.info("%s is written again: %s", path, error)
     fields = Description(model=model, parts=parts, page_tokens=form.page_tokens, page_bytes=form.page_bytes)
     text = json.dumps(fields, indent=1).encode()
     with contextlib.suppress(OSError):

@@ -62,7 +62,7 @@ def checksum(header: bytes, data: memoryview | bytes = b"") -> bytes:
 class PageFormat:
     """Sizes of a page and of its file: room for `page_tokens` tokens in `page_bytes` bytes.
 
-    magic: what the file begins with; it tells apart what is kept of the same tokens.
+    magic: what the file begins with; it distinguishes pages and sliding-window parts of the same tokens.
     """
 
     page_tokens: int
@@ -98,7 +98,7 @@ class PageRecord:
 
 
 def write_page(path: Path, form: PageFormat, record: PageRecord, page: memoryview) -> None:
-    """Write the file at `path` in one stroke: it is there whole or not at all, readable by its owner only.
+    """Write the file at `path` atomically, readable by its owner only.
 
     `page` must not change meanwhile. Safe beside other processes that write the same path, since they write the same.
     Raises: OSError, and then nothing is left behind.
@@ -135,7 +135,7 @@ def read_record(path: Path, form: PageFormat) -> PageRecord | Rejection:
     return header if isinstance(header, Rejection) else _parse(form, header)
 
 
-def look_at(path: Path, num_bytes: int) -> Rejection | None:
+def check_file(path: Path, num_bytes: int) -> Rejection | None:
     """Whether a regular file of this length is at `path`, by asking the system only."""
     try:
         status = os.stat(path)

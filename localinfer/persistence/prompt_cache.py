@@ -306,7 +306,7 @@ class DiskCache:
         try:
             self._open(self._identity.known())
         except (OSError, LocalinferError) as error:
-            logger.info("what is on disk is not looked at: %s", error)
+            logger.info("what is on disk is not used: %s", error)
 
     def _open(self, fingerprint: Fingerprint | None) -> DiskTier | None:
         if fingerprint is None:

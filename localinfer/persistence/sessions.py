@@ -124,7 +124,7 @@ def load_session(engine: Engine, identity: ModelIdentity, path: str | os.PathLik
 
 @dataclass(frozen=True)
 class SessionContent:
-    """What a session file says of itself: token ids int32[1..], and the parts of the fingerprint by name.
+    """The header of a session file: token ids int32[1..], and the parts of the fingerprint by name.
 
     windowed_bytes, num_windowed: size of a sliding-window part, and how many pages at the end are kept with theirs.
     """
@@ -169,7 +169,7 @@ def write_session(path: Path, content: SessionContent, pages: Sequence[memoryvie
     text = json.dumps(fields).encode()
     start = _FIXED.pack(MAGIC, FORMAT_VERSION, len(text)) + text
     with OutputFile(path, is_private=True, error=SessionFileError) as file:
-        # Before the pages, for a pipe takes what comes in order.
+        # Before the pages, since a pipe cannot seek.
         with ThreadPoolExecutor(num_io_threads(), "localinfer-checksum") as executor:
             header = start + b"".join(_ahead(executor, pages))
         file.write(header + checksum(header))

@@ -27,7 +27,7 @@ from localinfer.persistence.page_file import (
     PageFormat,
     PageRecord,
     Rejection,
-    look_at,
+    check_file,
     read_page,
     read_record,
     write_page,
@@ -134,7 +134,7 @@ class DiskTier:
     def find(self, token_ids: TokenIds, first_page: int = 0) -> Found:
         """Find the files that continue a prompt from page `first_page` on, as far as they go, exact to the token.
 
-        Only names and lengths are looked at, and the headers of what a prompt leaves in the middle of a page.
+        Only names and lengths are checked, and the headers of what may hold a part of the first page without a file.
         """
         pages: list[FoundPage] = []
         problem = None
@@ -142,7 +142,7 @@ class DiskTier:
             if index < first_page:
                 continue
             path = self._path(record)
-            problem = look_at(path, self.form.file_bytes)
+            problem = check_file(path, self.form.file_bytes)
             if problem is None:
                 pages.append(FoundPage(path, record, record.token_ids.size))
                 continue
@@ -158,7 +158,7 @@ class DiskTier:
         """This tier's files of pages that another tier has found, None where there is none."""
         paths = [self._path(page.record) for page in found.pages]
         return [
-            FoundPage(path, page.record, page.num_tokens) if look_at(path, self.form.file_bytes) is None else None
+            FoundPage(path, page.record, page.num_tokens) if check_file(path, self.form.file_bytes) is None else None
             for path, page in zip(paths, found.pages, strict=True)
         ]
 
@@ -212,7 +212,7 @@ class DiskTier:
     ) -> Saved:
         """Write the pages of a history that are not there yet, in order, and make room by the budget.
 
-        read: asked for some pages at a time, `pages_at_once` or as many as are soon copied, by their places in the
+        read: called for some pages at a time, `pages_at_once` or as many as are soon copied, by their places in the
         history. places: which pages, in order; None for all. threads: how many write them. A failure of the disk ends
         the save early and is returned, never raised; what was written until then stays.
         """
@@ -222,7 +222,7 @@ class DiskTier:
             records = list(self._records(token_ids))
             paths = [self._path(record) for record in records]
             places = range(len(records)) if places is None else places
-            missing = [index for index in places if look_at(paths[index], self.form.file_bytes) is not None]
+            missing = [index for index in places if check_file(paths[index], self.form.file_bytes) is not None]
             last = len(records) - 1
             if missing and missing[-1] == last and records[last].token_ids.size < self.form.page_tokens:
                 missing = missing[:-1] if self._has_longer(records[last]) else missing
@@ -278,7 +278,7 @@ class DiskTier:
                 write_page(path, self.form, record, page)
         except OSError as error:
             # Where a file that is open cannot be replaced, another process is reading the same bytes.
-            if look_at(path, self.form.file_bytes) is not None:
+            if check_file(path, self.form.file_bytes) is not None:
                 return error.strerror or str(error)
         return None
 
@@ -333,7 +333,7 @@ class DiskTier:
                     path.unlink()
 
     def _reject(self, path: Path, problem: Rejection) -> None:
-        """Count a file that cannot be used, and delete it, so that it is written anew."""
+        """Count a file that cannot be used, and delete it, so that it is written again."""
         if problem is Rejection.MISSING:
             return
         self.counters.rejected[problem] += 1
