@@ -26,7 +26,7 @@ def test_every_numeric_option_is_a_flag(command: str):
     flags = {parameter.name: parameter for parameter in localinfer_command.commands[command].params}
     for name, option in NUMBER_OPTIONS.items():
         assert flags[name].opts == [f"--{name.replace('_', '-')}"]
-        assert flags[name].default == (option.default if option.is_common else None)
+        assert not option.is_common or flags[name].default == option.default
 
 
 def test_every_numeric_option_is_a_member_of_requests():

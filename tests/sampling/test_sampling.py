@@ -249,7 +249,7 @@ def test_penalties_equal_those_done_by_hand(last_n: int, monkeypatch: pytest.Mon
         seen.append(row.copy())
         return 0
 
-    monkeypatch.setattr(sampler.rows, "choose", look)
+    monkeypatch.setattr(RowSampler, "choose", look)
     for trial in range(60):
         params = SamplingParams(
             repetition_penalty=float(generator.choice([1.0, 1.3, 0.7])),

@@ -52,12 +52,12 @@ class Cache:
         count = len(self.pages) // self.layout.page_bytes
         table = put(device, pages + np.arange(count, dtype=np.int64) * self.layout.page_bytes)
         tables = put(device, np.full(rows, table, np.int64))
-        memory = DeviceMemory(device, {Rows.BATCH: rows, Rows.OUTPUT: rows})
+        memory = DeviceMemory(device, {Rows.BATCH: rows, Rows.OUTPUT: rows}, ())
         queries = (put(device, self.inputs[0][positions]), 4 * shape.num_heads * shape.key_size)
         width = 4 * shape.num_heads * shape.value_size
         out = (device.allocate(rows * width), width)
-        slopes = memory.constant(shape.alibi_slopes, shape.num_heads, "slopes")
-        sinks = memory.constant(shape.sinks, shape.num_heads, "sinks")
+        slopes = memory.constant(shape.alibi_slopes)
+        sinks = memory.constant(shape.sinks)
         chunks = int(positions.max()) // 128 + 1
         batch = Shape(rows, rows, chunks, 0, put(device, positions), tables, 0, tuple(len(run) for run in runs))
         steps = attention_steps(memory, self.layout, 1, shape, (queries, out), (slopes, sinks), NO_ROPE, lambda: None)(

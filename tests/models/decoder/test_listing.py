@@ -26,8 +26,8 @@ def graph_of(path: Path) -> OpGraph:
 
 
 @pytest.mark.parametrize("name", architectures())
-def test_every_matrix_of_a_model_is_listed_and_every_layer(name: str, shared: Path, folder: Path) -> None:
-    path = build_model(shared, folder, name).path
+def test_every_matrix_of_a_model_is_listed_and_every_layer(name: str, folder: Path) -> None:
+    path = build_model(folder, name).path
     with read_gguf(path) as file:
         program = list_program(file)
         matrices = {key for key, one in file.tensors.items() if len(one.shape) > 1 and not key.startswith("position")}
@@ -44,8 +44,8 @@ def test_every_matrix_of_a_model_is_listed_and_every_layer(name: str, shared: Pa
 
 
 @pytest.mark.parametrize("name", architectures())
-def test_graphs_of_one_file_are_equal_and_differ_by_any_op(name: str, shared: Path, folder: Path) -> None:
-    path = build_model(shared, folder, name).path
+def test_graphs_of_one_file_are_equal_and_differ_by_any_op(name: str, folder: Path) -> None:
+    path = build_model(folder, name).path
     graph = graph_of(path)
     assert graph == graph_of(path)
     assert graph != replace(graph, ops=graph.ops[:-1])
