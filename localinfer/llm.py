@@ -21,8 +21,15 @@ from localinfer.engine.beam_search import Beam, search_beams
 from localinfer.engine.engine import Engine
 from localinfer.engine.scheduler import EngineLimits
 from localinfer.errors import RequestError, SessionFileError
-from localinfer.options import CheckedOptions, GenerationOptions, check_options
-from localinfer.stream import Completion, EncodedPrompt, StreamEvent, TextStream
+from localinfer.stream import (
+    CheckedOptions,
+    Completion,
+    EncodedPrompt,
+    GenerationOptions,
+    StreamEvent,
+    TextStream,
+    check_options,
+)
 
 if TYPE_CHECKING:
     from localinfer.cache.eviction import KVEviction

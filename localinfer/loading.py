@@ -20,9 +20,9 @@ from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.program import MeasurableProgram, Program
 from localinfer.llm import LLM
 from localinfer.models.load.measurements import get_measurement, put_measurement
+from localinfer.speculation.costs import VerificationCosts, measure_costs
 from localinfer.speculation.draft_model import DraftModel
 from localinfer.speculation.ngram import NgramDrafter
-from localinfer.speculation.verification_costs import VerificationCosts, measure_costs
 from localinfer.speculation.verify import Speculation
 from localinfer.types import ProgressCallback
 

@@ -1,20 +1,119 @@
-"""Fixed-size pages of key-value memory with reference counts: a page without references is free.
+"""Key-value memory: a slab allocator, and fixed-size pages with reference counts in what it allocates.
 
 A page holds `page_tokens` positions of all layers, laid out as the device wants. For layers with a sliding window it
-has a block of memory of its own, counted apart: a page can lose its sliding-window block and stay. The pool is
+has a block of memory of its own, counted apart: a page can lose its sliding-window block and stay. A page
+without references is free. The pool is
 mechanism only; what is evicted when memory ends is decided above.
 """
 
 import ctypes
+import mmap
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.cache.slabs import SlabAllocator
 from localinfer.errors import ClosedError, OutOfMemoryError
 from localinfer.kernels.kv_layout import DevicePages, KVLayout
+
+ALIGNMENT = 64
+_SLAB_BYTES = 16 << 20
+_SLAB_SHARE = 64
+"""A slab is at most this part of what is allocated already, so that a pool holds little unused memory."""
+
+
+class SlabAllocator:
+    """Slots of `slot_bytes`, in slabs of zeroed memory that the system commits on first touch.
+
+    addresses: int64, where each slot lies. free: numbers of the free slots, the next one last. can_shrink: each slot
+    is a slab of its own, so that `give_back` can return it to the system; its number is reused.
+    """
+
+    def __init__(self, slot_bytes: int, device: DevicePages | None = None, *, can_shrink: bool = False) -> None:
+        self.slot_bytes = slot_bytes
+        self.addresses = np.zeros(64, np.int64)
+        self.free: list[int] = []
+        self.num_slots = 0
+        self._device = device
+        self._can_shrink = can_shrink
+        self._slabs: dict[int, NDArray[np.uint8]] = {}
+        self._vacant: list[int] = []
+        self._next = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all slots, free or not."""
+        return self.num_slots * self.slot_bytes
+
+    def take(self, count: int) -> NDArray[np.int64]:
+        """Hand out `count` free slots."""
+        first = len(self.free) - count
+        slots = np.array(self.free[first:][::-1], np.int64)
+        del self.free[first:]
+        return slots
+
+    def grow(self, missing: int, max_bytes: int | None) -> None:
+        """Allocate at least `missing` slots, or as many as `max_bytes` and the machine allow."""
+        if self._can_shrink:
+            count = missing
+        else:
+            count = max(missing, min(_SLAB_BYTES // max(1, self.slot_bytes), self.num_slots // _SLAB_SHARE))
+        if max_bytes is not None and self.slot_bytes:
+            count = min(count, max_bytes // self.slot_bytes)
+        try:
+            if self._can_shrink:
+                for _ in range(count):
+                    self._add_slab(1)
+            elif count > 0:
+                self._add_slab(count)
+        except (MemoryError, OSError, OutOfMemoryError):
+            return
+
+    def give_back(self, count: int) -> None:
+        """Return up to `count` free slots to the system."""
+        for _ in range(min(count, len(self.free)) if self._can_shrink else 0):
+            slot = self.free.pop()
+            self._vacant.append(slot)
+            self.num_slots -= 1
+            self._slabs.pop(slot, None)
+
+    def close(self) -> None:
+        """Release all memory."""
+        self._slabs.clear()
+        self.free.clear()
+        self.num_slots = 0
+
+    def _add_slab(self, count: int) -> None:
+        is_reused = count == 1 and bool(self._vacant)
+        first = self._vacant[-1] if is_reused else self._next
+        address = self._allocate(first, count * self.slot_bytes)
+        if is_reused:
+            self._vacant.pop()
+        self._next = max(self._next, first + count)
+        while self._next > self.addresses.size:
+            self.addresses = np.concatenate((self.addresses, np.zeros_like(self.addresses)))
+        self.addresses[first : first + count] = address + np.arange(count) * self.slot_bytes
+        self.num_slots += count
+        self.free.extend(range(first + count - 1, first - 1, -1))
+
+    def _allocate(self, slot: int, num_bytes: int) -> int:
+        """Address of a slab; 0 for slots of no bytes, which hold nothing."""
+        if not num_bytes:
+            return 0
+        if self._device is not None:
+            return self._device.allocate(num_bytes)
+        slab = _mapped(num_bytes) if self._can_shrink else np.zeros(num_bytes + ALIGNMENT, np.uint8)
+        self._slabs[slot] = slab
+        return -(-slab.ctypes.data // ALIGNMENT) * ALIGNMENT
+
+
+def _mapped(num_bytes: int) -> NDArray[np.uint8]:
+    """Memory that returns to the system, not to an allocator, once its last reference is gone."""
+    flags = {} if sys.platform == "win32" else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
+    return np.frombuffer(mmap.mmap(-1, num_bytes, **flags), np.uint8)
+
 
 PageNumbers = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]

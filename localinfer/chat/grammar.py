@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 from localinfer.chat.constraints import ONE_LINE
 from localinfer.chat.grammar_writer import ANY, GrammarWriter, escaped
-from localinfer.chat.tools import Tool
+from localinfer.chat.messages import Tool
 from localinfer.chat.xml_arguments import parameter_rules
 from localinfer.models.text.reply_format import CallFormat, ReasoningFormat
-from localinfer.models.text.special_tokens import SpellingFinder
+from localinfer.models.text.splitting import SpellingFinder
 
 ReasoningState = Literal["open", "possible", "none"]
 """open: the prompt ends inside the reasoning. possible: the reply may begin with it. none: it has none."""

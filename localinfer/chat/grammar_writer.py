@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator
 
-from localinfer.models.text.special_tokens import SpellingFinder
+from localinfer.models.text.splitting import SpellingFinder
 
 ANY = "/(?s:.*)/"
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.models.text.stream_decoder import StreamDecoder
+from localinfer.models.text.tokenizer import StreamDecoder
 
 if TYPE_CHECKING:
     from localinfer.models.text.chat_template import ChatTemplate

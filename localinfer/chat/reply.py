@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from localinfer.arguments import check_flag, check_number
 from localinfer.chat.constraints import Constraint, ConstraintCompiler, grammar_of, json_grammar
 from localinfer.chat.grammar import ReasoningState, reply_grammar
+from localinfer.chat.messages import Tool, ToolChoice, choose_tools, read_tools, template_messages
 from localinfer.chat.parser import ReplyParser
 from localinfer.chat.thinking import ThinkingBudget
-from localinfer.chat.tools import Tool, ToolChoice, choose_tools, read_tools, template_messages
 from localinfer.chat.xml_arguments import parameter_types
 from localinfer.errors import ConstraintError, RequestError
 from localinfer.models.text.reply_format import (
+    THINKING_VARIABLES,
     CallFormat,
     ReasoningFormat,
     learn_call_format,
     learn_reasoning_format,
-    thinking_variables,
 )
-from localinfer.models.text.special_tokens import SpellingFinder
+from localinfer.models.text.splitting import SpellingFinder
 from localinfer.sampling.mask import GuidingMask
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ class TemplateFormats:
                 shown_ids=self._shown_ids(calls),
             ),
             template_tools=tuple(tool.description for tool in tools) if calls is not None and calls.is_native else (),
-            variables={**thinking_variables(thinking), **variables},
+            variables={**({} if thinking is None else dict.fromkeys(THINKING_VARIABLES, thinking)), **variables},
             formats=self,
         )
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from localinfer.chat.grammar_writer import ANY, GrammarWriter, escaped
-from localinfer.chat.tools import Tool
+from localinfer.chat.messages import Tool
 from localinfer.errors import ConstraintError
 from localinfer.models.text.reply_format import CallFormat, ParameterFormat
 

@@ -21,10 +21,9 @@ from localinfer.closing import Closing
 from localinfer.errors import BackendUnavailableError, ClosedError
 from localinfer.server import openapi
 from localinfer.server.api import chat, completions, embeddings, messages, responses, status, text
-from localinfer.server.api.routing import PlainPaths, route, unrouted
 from localinfer.server.replies.metrics import Metrics
 from localinfer.server.replies.models import ModelRegistry
-from localinfer.server.replies.service import Service
+from localinfer.server.replies.service import PlainPaths, Service, route, unrouted
 from localinfer.server.transport.connection import Connection
 from localinfer.server.transport.http import ApiError
 from localinfer.server.transport.security import MAX_HEADER_BYTES, SecurityMiddleware

@@ -3,7 +3,7 @@
 A pass over k + 1 rows costs little more than one over a single row while weights stream from memory (Leviathan, Kalman
 and Matias, arXiv 2211.17192), and rows are sampled one after the other exactly as without drafts, so drafts change
 speed and nothing else. N-gram drafts (`ngram`) and those of a small model (`draft_model`) compete each round by the
-speed they promise, plain decoding among them (`draft_length`), and only while they keep that promise (`floor`). A
+speed they promise, plain decoding among them, and only while they keep that promise (`costs`). A
 drafter that fails is switched off, and the text goes on without it.
 
 Acceptance is by coupled noise. The sampler takes the largest of logit / temperature + Gumbel noise, and the noise is a
@@ -25,11 +25,17 @@ from numpy.typing import NDArray
 
 from localinfer.errors import LocalinferError
 from localinfer.sampling.sampler import Results, SamplingPlan
-from localinfer.speculation.draft_length import Acceptance, best_draft_length
+from localinfer.speculation.costs import (
+    ALONE,
+    MAX_DRAFT_TOKENS,
+    Acceptance,
+    DraftFloor,
+    RecentMedian,
+    VerificationCosts,
+    best_draft_length,
+)
 from localinfer.speculation.draft_model import DraftModel, DraftModelText
-from localinfer.speculation.floor import ALONE, DraftFloor
 from localinfer.speculation.ngram import NgramDrafter, NgramText
-from localinfer.speculation.verification_costs import MAX_DRAFT_TOKENS, RecentMedian, VerificationCosts
 from localinfer.types import TokenIds
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from localinfer.errors import TemplateError
-from localinfer.models.text.special_tokens import SpellingFinder
+from localinfer.models.text.splitting import SpellingFinder
 from localinfer.models.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

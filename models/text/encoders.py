@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from localinfer.errors import TokenizerError
-from localinfer.models.text.splitting import build_splitter, pre_tokenizer_rule
-from localinfer.models.text.vocabulary import TokenizerWarning, Vocabulary
+from localinfer.models.text.splitting import TokenizerWarning, build_splitter, pre_tokenizer_rule
+from localinfer.models.text.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from localinfer.models.text.long_text import LongTextSplitter, SymbolTable

@@ -15,7 +15,7 @@ from os.path import commonprefix
 from typing import Any, Protocol
 
 from localinfer.errors import TemplateError
-from localinfer.models.text.special_tokens import SpellingFinder
+from localinfer.models.text.splitting import SpellingFinder
 
 _NAMES = ("zqxfirst", "zqxsecond")
 _VALUES = ("zqxvalue", "zqxother")
@@ -310,7 +310,7 @@ _KNOWN_MARKERS = (
     ("<|START_THINKING|>", "<|END_THINKING|>"),
     ("<seed:think>", "</seed:think>"),
 )
-SWITCHES = ("enable_thinking", "thinking")
+THINKING_VARIABLES = ("enable_thinking", "thinking")
 """Names under which templates take whether the model is to reason."""
 
 
@@ -331,16 +331,11 @@ class ReasoningFormat:
         return prompt.rstrip().endswith(self.end)
 
 
-def thinking_variables(thinking: bool | None) -> dict[str, Any]:
-    """The variables by which a template switches reasoning; None leaves the choice to it."""
-    return {} if thinking is None else dict.fromkeys(SWITCHES, thinking)
-
-
 def learn_reasoning_format(template: Template, source: str | None) -> ReasoningFormat | None:
     """Learn the markers of a template, whose Jinja text is `source`; None where it has no reasoning."""
     reply: dict[str, Any] = {"role": "assistant", "content": _ANSWER, "reasoning_content": _THOUGHT}
     reply |= {"reasoning": _THOUGHT, "thinking": _THOUGHT}
-    for variables in (thinking_variables(None), thinking_variables(True)):
+    for variables in ({}, dict.fromkeys(THINKING_VARIABLES, True)):
         try:
             text = template.render([_ASK, reply], add_generation_prompt=False, **variables)
             prompt = template.render([_ASK], **variables)

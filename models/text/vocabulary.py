@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import TokenizerError
-from localinfer.models.text.special_tokens import CONTROL_TEXTS, find_end_of_generation
+from localinfer.models.text.splitting import CONTROL_TEXTS, find_end_of_generation
 from localinfer.quant.gguf.metadata import Metadata
 
 PREFIX = "tokenizer.ggml."
@@ -52,10 +52,6 @@ TOKENIZER_KEYS = frozenset(
     )
 )
 """Every key that is read here."""
-
-
-class TokenizerWarning(UserWarning):
-    """The tokenizer works, but may not be the one the model was trained with."""
 
 
 class TokenType(IntEnum):

@@ -14,8 +14,8 @@ from localinfer.chat.constraints import JsonSchema
 from localinfer.llm import LLM
 from localinfer.models.decoder.pooling import Pooling
 from localinfer.sampling.sampler import SamplingParams
+from localinfer.speculation.costs import VerificationCosts
 from localinfer.speculation.ngram import NgramDrafter
-from localinfer.speculation.verification_costs import VerificationCosts
 from localinfer.speculation.verify import Speculation
 from tests.engine.fakes import FakeModel, FakeProgram, FakeTemplate, fake_model, hashed_logits
 

@@ -14,8 +14,8 @@ from localinfer.chat.reply import ReplyOptions
 from localinfer.engine.scheduler import EngineLimits
 from localinfer.errors import LocalinferError
 from localinfer.llm import LLM, ChatOptions
-from localinfer.options import GenerationOptions
 from localinfer.sampling.sampler import SamplingParams
+from localinfer.stream import GenerationOptions
 from tests.limits import seconds
 
 WRONG: dict[str, Any] = {

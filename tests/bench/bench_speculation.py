@@ -26,8 +26,8 @@ from localinfer.engine.scheduler import Generation
 from localinfer.loading import make_speculation
 from localinfer.models.load.loader import Model, load_model
 from localinfer.sampling.sampler import Sampler, SamplingParams, SamplingPlan
+from localinfer.speculation.costs import MAX_DRAFT_TOKENS, VerificationCosts
 from localinfer.speculation.ngram import NgramDrafter
-from localinfer.speculation.verification_costs import MAX_DRAFT_TOKENS, VerificationCosts
 from localinfer.speculation.verify import Speculation, SpeculationRecord
 from localinfer.types import TokenIds
 from tests.bench.edit_tasks import edit_tasks

@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from localinfer.cache.block_pool import PagePool, default_kv_memory
+from localinfer.cache.block_pool import ALIGNMENT, PagePool, default_kv_memory
 from localinfer.cache.sequence import SequenceCache
-from localinfer.cache.slabs import ALIGNMENT
 from localinfer.errors import ClosedError, OutOfMemoryError
 from tests.engine.fakes import FakeLayout
 

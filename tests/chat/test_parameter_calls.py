@@ -11,15 +11,15 @@ import pytest
 
 from localinfer.chat.constraints import ConstraintCompiler
 from localinfer.chat.grammar import reply_grammar
+from localinfer.chat.messages import read_tools
 from localinfer.chat.parser import ReplyParser, joined_calls
-from localinfer.chat.tools import read_tools
 from localinfer.errors import ConstraintError
 from localinfer.llm import LLM
 from localinfer.loading import model_path
 from localinfer.models.load.loader import load_model
 from localinfer.models.text.chat_template import ChatTemplate
 from localinfer.models.text.reply_format import CallFormat, learn_call_format
-from localinfer.models.text.special_tokens import SpellingFinder
+from localinfer.models.text.splitting import SpellingFinder
 from tests.engine.fakes import ByteTokenizer
 from tests.models.text.family_templates import PARAMETER_FAMILIES
 

@@ -8,7 +8,7 @@ import pytest
 from localinfer.chat.parser import ReplyParser, joined_calls
 from localinfer.models.text.chat_template import ChatTemplate
 from localinfer.models.text.reply_format import CallFormat, ReasoningFormat, learn_call_format
-from localinfer.models.text.special_tokens import SpellingFinder
+from localinfer.models.text.splitting import SpellingFinder
 from tests.models.text.family_templates import ARGUMENTS, FAMILIES, PARAMETER_FAMILIES, Family
 
 THINK = ReasoningFormat("<think>", "</think>", "\n</think>\n\n")

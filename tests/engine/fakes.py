@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from localinfer.errors import RequestError
 from localinfer.kernels.program import Batch
-from localinfer.models.text.special_tokens import SpellingFinder
+from localinfer.models.text.splitting import SpellingFinder
 
 Logits = NDArray[np.float32]
 PAGE_TOKENS = 4

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from localinfer.engine.engine import Engine
 from localinfer.kernels.program import Batch
 from localinfer.sampling.sampler import SamplingParams
-from localinfer.speculation.verification_costs import MAX_DRAFT_TOKENS, VerificationCosts
+from localinfer.speculation.costs import MAX_DRAFT_TOKENS, VerificationCosts
 from localinfer.speculation.verify import Speculation
 from localinfer.types import TokenIds
 from tests.engine.fakes import FakeConfig, FakeLayout

@@ -11,8 +11,7 @@ from localinfer.engine.request import NO_TOKEN
 from localinfer.engine.scheduler import EngineLimits
 from localinfer.errors import OverloadedError
 from localinfer.llm import LLM
-from localinfer.speculation.draft_length import best_draft_length
-from localinfer.speculation.verification_costs import MAX_DRAFT_TOKENS, VerificationCosts
+from localinfer.speculation.costs import MAX_DRAFT_TOKENS, VerificationCosts, best_draft_length
 from tests.engine.fakes import fake_model, text_model
 from tests.engine.generations import Gate
 from tests.limits import seconds

@@ -9,7 +9,7 @@ import pytest
 from local_servers import MODEL, STORY, serving
 
 import localinfer
-from localinfer.models.text.special_tokens import FILL_IN_SPELLINGS
+from localinfer.models.text.splitting import FILL_IN_SPELLINGS
 from localinfer.server.api.text import TokenizeRequest
 from localinfer.server.transport.http import MAX_VALUES, ApiError, decode_json, has_more_values
 from localinfer.server.transport.settings import ServerSettings

@@ -11,7 +11,7 @@ import pytest
 from local_servers import MODEL, ServedModel, serving, wait_until
 
 from localinfer.llm import LLM
-from localinfer.server.replies.threads import FirstByteBarrier, LoopNotifier, ReplyThreads
+from localinfer.server.replies.reply import FirstByteBarrier, LoopNotifier, ReplyThreads
 from localinfer.server.transport.settings import ServerSettings
 from tests.engine.fakes import FakeTemplate, fake_model
 from tests.limits import seconds
@@ -80,7 +80,7 @@ def test_prompts_wait_for_the_first_bytes_of_other_requests_but_not_for_ever() -
 
 
 def test_last_first_byte_wakes_the_prompts_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("localinfer.server.replies.threads._BARRIER_SECONDS", seconds(30))
+    monkeypatch.setattr("localinfer.server.replies.reply._BARRIER_SECONDS", seconds(30))
     barrier = FirstByteBarrier()
     barrier.begin()
     waited: list[bool] = []

@@ -2,8 +2,7 @@
 
 import pytest
 
-from localinfer.speculation.draft_length import Acceptance, best_draft_length
-from localinfer.speculation.verification_costs import MAX_DRAFT_TOKENS, VerificationCosts
+from localinfer.speculation.costs import MAX_DRAFT_TOKENS, Acceptance, VerificationCosts, best_draft_length
 
 ROWS = range(1, MAX_DRAFT_TOKENS + 2)
 FREE = [1.0] * (MAX_DRAFT_TOKENS + 1)

@@ -7,13 +7,22 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from localinfer.server.api.routing import owner_of, read_body, service_of
-from localinfer.server.api.writer import ChoicesWriter, Event, chat_plan, serve_reply
-from localinfer.server.replies.deltas import Delta, chat_logprobs, deltas_of
-from localinfer.server.replies.fields import ChatFields, Count, Prediction, StreamOptions, TextCount, given
-from localinfer.server.replies.messages import Messages, Tools, checked_choice, function_tools, template_messages
+from localinfer.server.api.writer import ChoicesWriter, Delta, Event, chat_logprobs, chat_plan, deltas_of, serve_reply
+from localinfer.server.replies.fields import (
+    ChatFields,
+    Count,
+    Messages,
+    Prediction,
+    StreamOptions,
+    TextCount,
+    Tools,
+    checked_choice,
+    function_tools,
+    given,
+    template_messages,
+)
 from localinfer.server.replies.reply import Reply
-from localinfer.server.replies.service import Service
+from localinfer.server.replies.service import Service, owner_of, read_body, service_of
 from localinfer.server.transport.http import ApiError, unsupported
 from localinfer.server.transport.known_fields import CHAT
 

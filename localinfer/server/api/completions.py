@@ -8,10 +8,8 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from localinfer.models.text.special_tokens import FILL_IN_SPELLINGS
-from localinfer.server.api.routing import owner_of, read_body, service_of
-from localinfer.server.api.writer import ChoicesWriter, Event, serve_reply
-from localinfer.server.replies.deltas import LegacyLogprobs
+from localinfer.models.text.splitting import FILL_IN_SPELLINGS
+from localinfer.server.api.writer import ChoicesWriter, Event, LegacyLogprobs, serve_reply
 from localinfer.server.replies.fields import (
     GenerationFields,
     Prediction,
@@ -23,6 +21,7 @@ from localinfer.server.replies.fields import (
     split_prompts,
 )
 from localinfer.server.replies.reply import Reply, TextPlan
+from localinfer.server.replies.service import owner_of, read_body, service_of
 from localinfer.server.transport.http import ApiError, unsupported
 from localinfer.server.transport.known_fields import COMPLETIONS
 

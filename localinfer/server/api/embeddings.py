@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import Response
 
-from localinfer.server.api.routing import read_body, service_of
 from localinfer.server.replies.fields import Prompts, split_prompts
-from localinfer.server.replies.service import unless_gone
+from localinfer.server.replies.service import read_body, service_of, unless_gone
 from localinfer.server.transport.http import json_response, unsupported
 from localinfer.server.transport.known_fields import EMBEDDINGS
 

@@ -8,11 +8,20 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from localinfer.server.api.routing import on_model, owner_of, read_body
-from localinfer.server.api.writer import BlockWriter, Event, chat_plan, serve_reply
-from localinfer.server.replies.deltas import Delta, timings
-from localinfer.server.replies.fields import Count, ResponseFormat, StopText, Thinking, given
-from localinfer.server.replies.messages import ChatMessage, FunctionCall, ToolCall, Tools, template_messages
+from localinfer.server.api.writer import BlockWriter, Delta, Event, chat_plan, serve_reply, timings
+from localinfer.server.replies.fields import (
+    ChatMessage,
+    Count,
+    FunctionCall,
+    ResponseFormat,
+    StopText,
+    Thinking,
+    ToolCall,
+    Tools,
+    given,
+    template_messages,
+)
+from localinfer.server.replies.service import on_model, owner_of, read_body
 from localinfer.server.transport.http import ApiError, check_object, json_response, unsupported
 from localinfer.server.transport.known_fields import COUNTS, MESSAGE_PARTS, MESSAGES, TOOLS
 

@@ -8,13 +8,13 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from localinfer.server.api.routing import owner_of, read_body
-from localinfer.server.api.writer import BlockWriter, Event, chat_plan, serve_reply
-from localinfer.server.replies.deltas import Delta, timings, usage
-from localinfer.server.replies.fields import ChatFields, Count, ResponseFormat
-from localinfer.server.replies.messages import (
+from localinfer.server.api.writer import BlockWriter, Delta, Event, chat_plan, serve_reply, timings, usage
+from localinfer.server.replies.fields import (
+    ChatFields,
     ChatMessage,
+    Count,
     FunctionCall,
+    ResponseFormat,
     Role,
     ToolCall,
     Tools,
@@ -26,6 +26,7 @@ from localinfer.server.replies.messages import (
     template_messages,
 )
 from localinfer.server.replies.reply import Reply
+from localinfer.server.replies.service import owner_of, read_body
 from localinfer.server.transport.http import ApiError, unsupported
 from localinfer.server.transport.known_fields import RESPONSES, SEARCH_TOOLS
 

@@ -6,9 +6,17 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from localinfer.server.api.routing import on_model, read_body
-from localinfer.server.replies.fields import ChatFields, TokenId, given
-from localinfer.server.replies.messages import Messages, Tools, checked_choice, function_tools, template_messages
+from localinfer.server.replies.fields import (
+    ChatFields,
+    Messages,
+    TokenId,
+    Tools,
+    checked_choice,
+    function_tools,
+    given,
+    template_messages,
+)
+from localinfer.server.replies.service import on_model, read_body
 from localinfer.server.transport.http import ApiError, json_response
 from localinfer.server.transport.known_fields import TEMPLATES, TEXTS
 

@@ -109,7 +109,7 @@ def use(document: dict[str, Any], num_rows: int) -> None:
         tokenizer.token_bytes(token_id)
 
 
-@pytest.mark.filterwarnings("ignore::localinfer.models.text.vocabulary.TokenizerWarning")
+@pytest.mark.filterwarnings("ignore::localinfer.models.text.splitting.TokenizerWarning")
 @pytest.mark.parametrize("make", [tokenizer_document, byte_level_document])
 def test_any_change_is_refused_by_name_or_does_no_harm(make: Any):
     draw = random.Random(1)

@@ -5,13 +5,13 @@ import pytest
 from localinfer.models.text.chat_template import ChatTemplate
 from localinfer.models.text.reply_format import (
     HERMES,
+    THINKING_VARIABLES,
     CallFormat,
     ReasoningFormat,
     learn_call_format,
     learn_reasoning_format,
-    thinking_variables,
 )
-from localinfer.models.text.special_tokens import SpellingFinder
+from localinfer.models.text.splitting import SpellingFinder
 from tests.models.text.family_templates import DEEPSEEK, FAMILIES, HERMES_THINKING, PARAMETER_FAMILIES, PLAIN, Family
 
 
@@ -93,7 +93,7 @@ def test_a_prompt_tells_whether_its_reply_reasons() -> None:
     hermes, deepseek = ChatTemplate(HERMES_THINKING), ChatTemplate(DEEPSEEK)
     assert think.is_open(deepseek.render(ask))
     assert not think.is_open(hermes.render(ask)) and not think.is_closed(hermes.render(ask))
-    assert think.is_closed(hermes.render(ask, **thinking_variables(False)))
+    assert think.is_closed(hermes.render(ask, **dict.fromkeys(THINKING_VARIABLES, False)))
 
 
 def test_boundaries_never_cut_a_marker() -> None:

@@ -7,8 +7,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from localinfer.errors import RequestError
-from localinfer.models.text.stream_decoder import StopMatcher, StreamDecoder
-from localinfer.models.text.tokenizer import Tokenizer
+from localinfer.models.text.tokenizer import StopMatcher, StreamDecoder, Tokenizer
 from tests.models.text.vocabularies import REAL, bpe_metadata, real_tokenizer, spm_metadata
 
 PROPERTY = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 import localinfer.evaluation
 from localinfer.errors import RequestError
 from localinfer.models.text.encoders import merge_by_rank
-from localinfer.models.text.splitting import PRE_TOKENIZERS, build_splitter
+from localinfer.models.text.splitting import PRE_TOKENIZERS, TokenizerWarning, build_splitter
 from localinfer.models.text.tokenizer import Tokenizer
-from localinfer.models.text.vocabulary import PREFIX, TokenizerWarning
+from localinfer.models.text.vocabulary import PREFIX
 from tests.models.text.vocabularies import (
     CONTROL,
     REAL,

@@ -6,8 +6,8 @@ from collections.abc import Callable
 import pytest
 
 from localinfer.models.load import measurements
-from localinfer.speculation import verification_costs
-from localinfer.speculation.verification_costs import MAX_DRAFT_TOKENS, VerificationCosts, measure_costs
+from localinfer.speculation import costs
+from localinfer.speculation.costs import MAX_DRAFT_TOKENS, VerificationCosts, measure_costs
 
 ROWS = range(1, MAX_DRAFT_TOKENS + 2)
 LINEAR = [float(rows) for rows in ROWS]
@@ -86,7 +86,7 @@ class Clock:
 
 def measured(clock: Clock, most: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[float], bool]:
     monkeypatch.setattr(measurements.time, "perf_counter", clock.read)
-    return verification_costs.measure_costs(clock.run, most)
+    return costs.measure_costs(clock.run, most)
 
 
 def test_slow_passes_are_few_and_what_lies_between_is_interpolated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +103,7 @@ def test_every_size_is_measured_several_times(monkeypatch: pytest.MonkeyPatch) -
     measure_costs_of = measured(clock, 64, monkeypatch)[0]
     assert len(measure_costs_of) == 16
     assert all(clock.sizes.count(size) >= 3 for size in set(clock.sizes))
-    assert measure_costs is verification_costs.measure_costs
+    assert measure_costs is costs.measure_costs
 
 
 @pytest.mark.parametrize("share", [0.3, 0.8])
