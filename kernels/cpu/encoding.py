@@ -18,8 +18,7 @@ from localinfer.kernels.cpu.kernel_abi import (
 )
 from localinfer.kernels.cpu.memory import address, aligned, aligned_zeros
 from localinfer.kernels.cpu.parameters import ENCODE, ROUND_COLUMNS
-from localinfer.kernels.cpu.pool import KERNELS as POOL_KERNELS
-from localinfer.kernels.cpu.pool import ThreadPool
+from localinfer.kernels.cpu.program import POOL_KERNELS, ThreadPool
 from localinfer.kernels.jit.compile_ahead import ProgressCallback, compile_ahead
 from localinfer.kernels.jit.object_cache import Function, Kernel
 

@@ -38,8 +38,7 @@ from localinfer.kernels.cpu.parameters import (
     STORE_KV,
     Words,
 )
-from localinfer.kernels.cpu.pool import ThreadPool
-from localinfer.kernels.cpu.program import CpuProgram
+from localinfer.kernels.cpu.program import CpuProgram, ThreadPool
 from localinfer.kernels.cpu.tape import CpuTape
 from localinfer.kernels.cpu.weights import PackedWeight, RowTable
 from localinfer.kernels.graph_builder import check, packed_weight

@@ -1,17 +1,21 @@
 """What threads walk: kernels and their parameter blocks in order, with the memory that the blocks point to."""
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.kernels.cpu import attention
 from localinfer.kernels.cpu.memory import TapeMemory, address
 from localinfer.kernels.cpu.parameters import GATHER, Words
-from localinfer.kernels.cpu.pool import ThreadPool
 from localinfer.kernels.graph_builder import check
 from localinfer.kernels.jit.object_cache import Kernel
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.ops import Buffer, FloatArray, OpGraph, Rows
 from localinfer.kernels.program import BatchLimits, Operation
+
+if TYPE_CHECKING:
+    from localinfer.kernels.cpu.program import ThreadPool
 
 
 class CpuTape:
@@ -27,7 +31,7 @@ class CpuTape:
     def __init__(
         self,
         graph: OpGraph,
-        pool: ThreadPool,
+        pool: "ThreadPool",
         kv_layout: KVLayout,
         max_batch_rows: int,
         max_output_rows: int,

@@ -27,7 +27,7 @@ class Cursor:
 
     def __init__(self) -> None:
         self.words = np.array([0, 0, -1, 0, -1, 0], np.int64)
-        self.address = address(self.words)
+        self.address = self.words.ctypes.data
 
     @property
     def match_length(self) -> int:
@@ -61,17 +61,15 @@ class TokenHistory:
 
     def extend(self, cursor: Cursor, token_ids: NDArray[np.int32]) -> None:
         """Read the next tokens of a text, contiguous int32[T]."""
-        assert token_ids.dtype == np.int32, "ids are read in place"
-        done, start = 0, address(token_ids)
-        while (done := done + _EXTEND(self._address, cursor.address, start + 4 * done, token_ids.size - done)) < (
-            token_ids.size
-        ):
+        assert token_ids.dtype == np.int32 and token_ids.flags.c_contiguous, "ids are read in place"
+        done, place, size = 0, token_ids.ctypes.data, token_ids.size
+        while (done := done + _EXTEND.call(self._address, cursor.address, place + 4 * done, size - done)) < size:
             self._grow(2 * len(self._nodes))
 
     def draft(self, cursor: Cursor, out: NDArray[np.int32]) -> int:
         """Write what followed the longest match into contiguous int32[K]; return how many tokens are known."""
-        assert out.dtype == np.int32, "ids are written in place"
-        return int(_DRAFT(self._address, cursor.address, address(out), out.size))
+        assert out.dtype == np.int32 and out.flags.c_contiguous, "ids are written in place"
+        return int(_DRAFT.call(self._address, cursor.address, out.ctypes.data, out.size))
 
     def expect(self, cursor: Cursor, token_ids: NDArray[np.int32]) -> None:
         """Read another text, contiguous int32[T], and expect the cursor's text to go on with it."""

@@ -14,7 +14,7 @@ from localinfer.errors import ShapeError
 from localinfer.kernels.cpu.kernel_abi import CHECKSUM_LANES, CHECKSUM_MULTIPLIER
 from localinfer.kernels.cpu.memory import Arena, address
 from localinfer.kernels.cpu.parameters import PACK_TILES
-from localinfer.kernels.cpu.pool import ThreadPool
+from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.kernels.jit.object_cache import Function, Kernel
 from localinfer.kernels.layouts import SIZES, TILE_ROWS, Layout, num_tiles, tile_bytes
 

@@ -12,7 +12,7 @@ from localinfer.bench.figures import Record
 from localinfer.kernels.cpu.kernel_abi import MULTIPLICATIONS_PER_ROUND
 from localinfer.kernels.cpu.memory import Arena, address, aligned_zeros
 from localinfer.kernels.cpu.parameters import BATCH
-from localinfer.kernels.cpu.pool import ThreadPool
+from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.kernels.jit import isa
 from localinfer.kernels.jit.object_cache import CACHE_FOLDER, Kernel
 from localinfer.types import ProgressCallback

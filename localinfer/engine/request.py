@@ -1,7 +1,21 @@
-"""One generation as the engine keeps it (`Request`), and what its reader gets of it (`TokenEvent`, the record)."""
+"""One generation as the engine keeps it (`Request`), what its reader gets of it (`TokenEvent`, the record), and the
+step lock, on which readers wait.
 
+One thread at a time takes a step for all requests, and no thread exists only to do so. A thread that wants a token
+takes the lock if it is free; the others wait, each on a lock of its own. A thread that releases the lock wakes those
+whose requests have news, and hands the lock to the first that still has none: one that wants the model exclusively
+between two steps, or the reader of a request, which then continues with the steps of all. So a lone thread switches to
+no other, and none waits for a thread that is busy elsewhere.
+
+Nothing of the lock blocks but `exclusive` and `acquire_or_wait`, and the garbage collector may acquire and release it
+in the middle of any line: what happens at once rests on single operations of deques and on locks that are only tried.
+"""
+
+import functools
+import threading
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Callable, Generator, Hashable
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -10,10 +24,117 @@ from numpy.typing import NDArray
 
 from localinfer.cache.prefix_cache import CacheHints, CacheMiss
 from localinfer.cache.sequence import SequenceCache
-from localinfer.engine.step_lock import Waiter
 from localinfer.sampling.mask import GuidingMask
 from localinfer.sampling.sampler import SamplingPlan
 from localinfer.speculation.verify import SpeculationRecord, SpeculativeText
+
+
+class Waiter:
+    """A thread that waits for news, or for the lock; it gets one of them, and the first thread to claim it decides.
+
+    reader: what it waits for; None for one that wants the model exclusively.
+    """
+
+    __slots__ = ("_claim", "_wake", "has_lock", "reader")
+
+    def __init__(self, reader: "Request | None") -> None:
+        self.reader = reader
+        self.has_lock = False
+        self._claim = threading.Lock()
+        self._wake = threading.Lock()
+        self._wake.acquire()
+
+    def claim(self) -> bool:
+        """Whether the caller may decide; True for the first only."""
+        return self._claim.acquire(blocking=False)
+
+    def wake(self) -> None:
+        """End the wait; after `claim`."""
+        self._wake.release()
+
+    def wait(self) -> None:
+        """Wait to be woken."""
+        self._wake.acquire()
+
+
+class StepLock:
+    """The lock, and the threads that wait."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiters: deque[Waiter] = deque()
+        self.try_acquire: Callable[[], bool] = functools.partial(self._lock.acquire, False)
+        """Take the lock if it is free. Every token of a lone request begins with it, so it is no method."""
+
+    def acquire_or_wait(self, reader: "Request | None") -> bool:
+        """Take the lock, or wait for it or for news; return whether the caller has the lock now."""
+        if self.try_acquire():
+            return True
+        waiter = Waiter(reader)
+        if reader is not None:
+            reader.waiter = waiter
+        self._waiters.append(waiter)
+        # The lock may have become free, or the news come, before this one was in line.
+        if self.try_acquire():
+            waiter.claim()
+            return True
+        if reader is not None and reader.has_news() and waiter.claim():
+            return False
+        try:
+            waiter.wait()
+        except BaseException:
+            if not waiter.claim():
+                waiter.wait()
+            if waiter.has_lock:
+                self.release()
+            raise
+        return waiter.has_lock
+
+    @contextmanager
+    def exclusive(self) -> Generator[None]:
+        """Hold the lock for a block, before the next step."""
+        has_lock = self.acquire_or_wait(None)
+        assert has_lock, "it waits for nothing else"
+        try:
+            yield
+        finally:
+            self.release()
+
+    def hand_to_exclusive(self) -> bool:
+        """Between two steps of one thread: wake readers with news, and hand the lock to one that wants it exclusively.
+
+        Returns whether the caller still has the lock.
+        """
+        return not (self._waiters and self._hand_off(only_exclusive=True))
+
+    def release(self) -> None:
+        """Wake readers with news, and hand the lock to the first thread that still waits."""
+        while True:
+            if self._waiters and self._hand_off(only_exclusive=False):
+                return
+            self._lock.release()
+            # A thread may have come between the look and the release.
+            if not self._waiters or not self.try_acquire():
+                return
+
+    def _hand_off(self, *, only_exclusive: bool) -> bool:
+        """Wake all readers with news, and hand the lock to the first of the others; return whether there was one."""
+        successor = None
+        for waiter in self._waiters.copy():
+            reader = waiter.reader
+            if reader is not None and reader.has_news():
+                if waiter.claim():
+                    waiter.wake()
+            elif successor is None and (reader is None or not only_exclusive):
+                successor = waiter if waiter.claim() else None
+            else:
+                continue
+            self._waiters.remove(waiter)
+        if successor is not None:
+            successor.has_lock = True
+            successor.wake()
+        return successor is not None
+
 
 FinishReason = Literal["stop", "length", "cancelled"]
 """stop: an end token or a stop string; length: max_tokens, or the end of the context or of memory; cancelled: by

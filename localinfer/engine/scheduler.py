@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from localinfer.arguments import check_number
 from localinfer.cache.prefix_cache import PrefixCache
 from localinfer.cache.prefix_tree import common_length
-from localinfer.engine.request import NO_TOKEN, Request, TokenEvent
+from localinfer.engine.request import NO_TOKEN, Request, StepLock, TokenEvent
 from localinfer.engine.runner import ModelRunner, ScheduledSequence, ShouldAbort
-from localinfer.engine.step_lock import StepLock
 from localinfer.errors import ClosedError, OutOfMemoryError, OverloadedError
 from localinfer.kernels.program import Program
 

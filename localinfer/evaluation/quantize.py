@@ -17,7 +17,7 @@ from localinfer.errors import ModelFileError, RequestError
 from localinfer.evaluation.texts import CalibrationText, read_calibration
 from localinfer.files import check_output, is_written_in_place
 from localinfer.kernels.cpu.encoding import ENCODERS, prepare_encoders
-from localinfer.kernels.cpu.pool import ThreadPool
+from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.models.calibration.rounding import round_by_calibration, scale_for_rounding
 from localinfer.models.calibration.run import calibrate, calibration_sequences
 from localinfer.models.checkpoint.model import CheckpointModel

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels.cpu.pool import ThreadPool
+from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.models.calibration.run import CalibrationState, calibrate
 from localinfer.models.calibration.scales import GroupScales, choose_scales, fold
 from localinfer.models.calibration.weights import embedding_rows

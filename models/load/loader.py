@@ -9,10 +9,9 @@ import numpy as np
 
 from localinfer.errors import BackendUnavailableError, CorruptFileError, OutOfMemoryError, RequestError, TokenizerError
 from localinfer.kernels import address_space
-from localinfer.kernels.cpu import pool as pool_module
 from localinfer.kernels.cpu import sampling, text_merging, token_history
 from localinfer.kernels.cpu.lower import MAX_BATCH_ROWS, lower_to_cpu
-from localinfer.kernels.cpu.pool import ThreadPool
+from localinfer.kernels.cpu.program import POOL_KERNELS, ThreadPool
 from localinfer.kernels.cpu.weights import KERNELS as WEIGHT_KERNELS
 from localinfer.kernels.cuda.device import CudaDevice
 from localinfer.kernels.jit.compile_ahead import ProgressCallback, compile_ahead
@@ -149,7 +148,7 @@ def load_model(
             placed = open_device(device, lambda: memory_needs(file, config, kv_layout, kv_tokens), gpu_layers, progress)
         gpu = None if placed is None else placed[0]
         # All but the tape's own kernels, which are known once the program is written.
-        shared = (pool_module.KERNELS, sampling.KERNELS, token_history.KERNELS, text_merging.KERNELS, WEIGHT_KERNELS)
+        shared = (POOL_KERNELS, sampling.KERNELS, token_history.KERNELS, text_merging.KERNELS, WEIGHT_KERNELS)
         compile_ahead([kernel for kernels in shared for kernel in kernels], progress)
         if beside is None:
             pool = ThreadPool(available_threads() if threads is None else checked_threads(threads))

@@ -335,7 +335,8 @@ def learn_reasoning_format(template: Template, source: str | None) -> ReasoningF
     """Learn the markers of a template, whose Jinja text is `source`; None where it has no reasoning."""
     reply: dict[str, Any] = {"role": "assistant", "content": _ANSWER, "reasoning_content": _THOUGHT}
     reply |= {"reasoning": _THOUGHT, "thinking": _THOUGHT}
-    for variables in ({}, dict.fromkeys(THINKING_VARIABLES, True)):
+    switched_on: dict[str, Any] = dict.fromkeys(THINKING_VARIABLES, True)
+    for variables in ({}, switched_on):
         try:
             text = template.render([_ASK, reply], add_generation_prompt=False, **variables)
             prompt = template.render([_ASK], **variables)

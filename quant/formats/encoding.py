@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from localinfer.errors import RequestError, ShapeError
 from localinfer.kernels.cpu.encoding import ENCODERS, NotFiniteError, TooLargeError, encode_rows
-from localinfer.kernels.cpu.pool import ThreadPool
+from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.quant.formats.reference import dequantize, quantize
 from localinfer.quant.formats.types import TensorType, block_size, row_bytes
 

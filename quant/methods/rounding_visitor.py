@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import RequestError
-from localinfer.kernels.cpu.pool import ThreadPool
+from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.quant.formats.encoding import encode
 from localinfer.quant.formats.reference import dequantize
 from localinfer.quant.formats.types import TensorType, row_bytes

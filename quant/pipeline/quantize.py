@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from localinfer.errors import RequestError
 from localinfer.files import check_output
-from localinfer.kernels.cpu.pool import ThreadPool
+from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.quant.checkpoint.model_file import ModelFile, TensorRecord, read_stretch
 from localinfer.quant.formats.encoding import as_float32, encode, source_rows
 from localinfer.quant.formats.reference import dequantize

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.kernels.cpu.encoding import ENCODERS, prepare_encoders
-from localinfer.kernels.cpu.pool import ThreadPool
+from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.quant.formats.encoding import encode
 from localinfer.quant.formats.types import TensorType, row_bytes
 

@@ -13,8 +13,7 @@ import numpy as np
 from localinfer.bench.machine import cpu_name, instruction_set, measure_multiply_peak, measure_read_bandwidth
 from localinfer.kernels.cpu.lower import lower_to_cpu
 from localinfer.kernels.cpu.memory import Arena
-from localinfer.kernels.cpu.pool import ThreadPool
-from localinfer.kernels.cpu.program import CpuProgram
+from localinfer.kernels.cpu.program import CpuProgram, ThreadPool
 from localinfer.kernels.cpu.weights import PackedWeight, pack
 from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.layouts import Layout

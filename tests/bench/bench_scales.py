@@ -16,7 +16,7 @@ from localinfer.evaluation.measure import compare
 from localinfer.evaluation.report import render_summary
 from localinfer.evaluation.texts import evaluation_text
 from localinfer.kernels.cpu.encoding import ENCODERS, prepare_encoders
-from localinfer.kernels.cpu.pool import ThreadPool
+from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.models.calibration.rounding import round_by_calibration, scale_for_rounding
 from localinfer.models.calibration.run import calibrate, calibration_sequences
 from localinfer.models.load.loader import load_tokenizer, open_model_file

@@ -32,7 +32,7 @@ BUDGET_PAGES = 60
 DISK_BYTES = 30_000
 STEPS = 10_000
 WINDOW = 7
-TRACED = ("prefix_tree.py", "prefix_cache.py", "sequence.py", "block_pool.py", "slabs.py")
+TRACED = ("cache/prefix_tree.py", "cache/prefix_cache.py", "cache/sequence.py", "cache/block_pool.py")
 
 
 class CacheOwner:

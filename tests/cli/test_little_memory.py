@@ -147,7 +147,7 @@ def test_a_file_that_cannot_be_mapped_says_how_large_it_is(tmp_path, monkeypatch
 def test_threads_that_cannot_be_started_leave_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     import threading
 
-    from localinfer.kernels.cpu.pool import ThreadPool
+    from localinfer.kernels.cpu.program import ThreadPool
 
     start, started = threading.Thread.start, []
 

@@ -18,7 +18,7 @@ from localinfer.bench.charts import save_figure
 from localinfer.cli import EXIT_BAD_INPUT, main
 from localinfer.errors import LocalinferError, RequestError, SessionFileError
 from localinfer.files import OutputFile, check_output, is_written_in_place
-from localinfer.kernels.cpu.pool import ThreadPool
+from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.llm import LLM
 from localinfer.models import demo
 from localinfer.quant.formats.types import TensorType

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from localinfer.kernels.cpu.pool import ThreadPool
+from localinfer.kernels.cpu.program import ThreadPool
 
 
 @pytest.fixture(scope="session")

@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 
 from localinfer.kernels.cpu.lower import lower_to_cpu
 from localinfer.kernels.cpu.memory import address, aligned_zeros
-from localinfer.kernels.cpu.pool import ThreadPool
-from localinfer.kernels.cpu.program import CpuProgram
+from localinfer.kernels.cpu.program import CpuProgram, ThreadPool
 from localinfer.kernels.cpu.weights import RowTable, pack
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.layouts import Layout

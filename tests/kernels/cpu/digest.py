@@ -5,7 +5,7 @@ import hashlib
 import numpy as np
 
 from localinfer.kernels.cpu.encoding import encode_rows
-from localinfer.kernels.cpu.pool import ThreadPool
+from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.kernels.cpu.sampling import RowSampler
 from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.kv_layout import KV_TYPES, KVLayout

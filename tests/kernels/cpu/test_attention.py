@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from localinfer.errors import RequestError, ShapeError
-from localinfer.kernels.cpu.pool import ThreadPool
+from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.kernels.kv_layout import PAGE_TOKENS, KVLayout
 from localinfer.kernels.ops import AttentionShape, KVLayerShape
 from localinfer.kernels.program import Segment

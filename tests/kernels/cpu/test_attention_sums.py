@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from localinfer.errors import RequestError
-from localinfer.kernels.cpu.pool import ThreadPool
+from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.kernels.kv_layout import PAGE_TOKENS, parse_kv_type
 from localinfer.kernels.ops import AttentionShape, FloatArray
 from localinfer.kernels.program import Segment

@@ -8,7 +8,7 @@ import pytest
 
 from localinfer.kernels.cpu.compiled.matmul.rows import exp_of, sigmoid_of
 from localinfer.kernels.cpu.lower import lower_to_cpu
-from localinfer.kernels.cpu.pool import ThreadPool
+from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.kernels.cpu.weights import RowTable
 from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.layouts import GGUF_LAYOUTS, SIZES, Layout

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from localinfer.errors import ShapeError
-from localinfer.kernels.cpu.pool import ThreadPool
+from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.layouts import SIZES, Layout, is_float
 from localinfer.kernels.ops import Buffer, FloatArray, LinearWeight, Projection

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from localinfer.errors import ShapeError
-from localinfer.kernels.cpu.pool import ThreadPool
+from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.kernels.cpu.weights import pack
 from localinfer.kernels.layouts import GGUF_LAYOUTS, SIZES, TILE_ROWS, Layout, tile_bytes
 from localinfer.quant.formats.types import TensorType, row_bytes

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from localinfer.errors import ClosedError
-from localinfer.kernels.cpu import pool as pool_module
-from localinfer.kernels.cpu.pool import ThreadPool
+from localinfer.kernels.cpu import program as program_module
+from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.ops import Buffer, FloatArray
 from tests.kernels.cpu.tape_runs import random_rows, run_rows
@@ -64,7 +64,7 @@ def test_an_interrupt_between_the_steps_of_a_run_leaves_the_pool_usable(
     when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool, x = ThreadPool(3), random_rows(3, 100, 6)
-    start, finish = pool_module._START_RUN, pool_module._FINISH_RUN
+    start, finish = program_module._START_RUN, program_module._FINISH_RUN
 
     def interrupted_start(control: int, num_threads: int) -> int:
         if when == "while waking":
@@ -73,7 +73,7 @@ def test_an_interrupt_between_the_steps_of_a_run_leaves_the_pool_usable(
 
     def interrupted_finish(control: int) -> int:
         # Only once: the pool must be able to finish what it started.
-        monkeypatch.setattr(pool_module, "_FINISH_RUN", finish)
+        monkeypatch.setattr(program_module, "_FINISH_RUN", finish)
         if when == "after the walk":
             finish(control)
         raise KeyboardInterrupt
@@ -83,9 +83,9 @@ def test_an_interrupt_between_the_steps_of_a_run_leaves_the_pool_usable(
             doubled(pool, x)
             time.sleep(pause)
             if "walk" in when:
-                monkeypatch.setattr(pool_module, "_FINISH_RUN", interrupted_finish)
+                monkeypatch.setattr(program_module, "_FINISH_RUN", interrupted_finish)
             else:
-                monkeypatch.setattr(pool_module, "_START_RUN", interrupted_start)
+                monkeypatch.setattr(program_module, "_START_RUN", interrupted_start)
             with pytest.raises(KeyboardInterrupt):
                 doubled(pool, x)
             monkeypatch.undo()
@@ -140,7 +140,9 @@ def test_two_pools_run_at_the_same_time() -> None:
 
 
 def test_a_process_ends_although_its_pool_was_left_open() -> None:
-    code = "from localinfer.kernels.cpu.pool import ThreadPool; pool = ThreadPool(3); pool.run(0, 0, 0); print('done')"
+    code = (
+        "from localinfer.kernels.cpu.program import ThreadPool; pool = ThreadPool(3); pool.run(0, 0, 0); print('done')"
+    )
     assert run(code) == ("done", "")
 
 
@@ -149,7 +151,7 @@ def test_a_forked_child_gets_a_typed_error_and_can_make_its_own_pool() -> None:
     code = """
 import os, warnings
 from localinfer.errors import ClosedError
-from localinfer.kernels.cpu.pool import ThreadPool
+from localinfer.kernels.cpu.program import ThreadPool
 warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 and later warn of any fork beside threads
 pool = ThreadPool(2)
 pool.run(0, 0, 0)
@@ -176,7 +178,7 @@ def test_a_pool_runs_beside_a_host_program_that_uses_numba() -> None:
     code = """
 import threading
 import numba, numpy as np
-from localinfer.kernels.cpu.pool import ThreadPool
+from localinfer.kernels.cpu.program import ThreadPool
 from tests.kernels.cpu.tape_runs import random_rows
 from tests.kernels.cpu.test_pool import doubled
 

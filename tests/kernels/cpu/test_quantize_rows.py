@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 from localinfer.kernels.cpu.kernel_abi import RECORD_BYTES, activation_row_bytes
 from localinfer.kernels.cpu.memory import address, aligned_zeros
 from localinfer.kernels.cpu.parameters import BATCH, QUANTIZE
-from localinfer.kernels.cpu.pool import ThreadPool
+from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.kernels.jit.object_cache import Kernel
 from tests.kernels.cpu.tape_runs import random_rows
 

@@ -8,8 +8,7 @@ import pytest
 
 from localinfer.errors import ContextLengthError, RequestError, ShapeError
 from localinfer.kernels.cpu.lower import lower_to_cpu
-from localinfer.kernels.cpu.pool import ThreadPool
-from localinfer.kernels.cpu.program import CpuProgram
+from localinfer.kernels.cpu.program import CpuProgram, ThreadPool
 from localinfer.kernels.cpu.weights import RowTable
 from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.kv_layout import KVLayout

@@ -229,10 +229,10 @@ def test_a_damaged_object_is_compiled_anew(tmp_path: Path, damage: str) -> None:
 
 
 def test_every_kernel_the_python_side_names_has_a_source_of_the_same_signature() -> None:
-    from localinfer.kernels.cpu import pool, sampling
+    from localinfer.kernels.cpu import program, sampling
     from localinfer.kernels.jit.numba import source_of
 
-    functions = [*sampling.KERNELS, *pool.KERNELS]
+    functions = [*sampling.KERNELS, *program.POOL_KERNELS]
     for function in functions:
         source = source_of(function.name)
         assert (source.result, source.arguments) == (function.result, function.arguments)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from localinfer.errors import RequestError
-from localinfer.kernels.cpu.pool import ThreadPool
+from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.models import demo
 from localinfer.models.calibration.rounding import round_by_calibration
 from localinfer.models.calibration.run import calibration_sequences

@@ -11,7 +11,7 @@ import pytest
 import localinfer
 from localinfer.errors import CorruptFileError, UnsupportedFormatError
 from localinfer.evaluation.quantize import quantize
-from localinfer.kernels.cpu.pool import ThreadPool
+from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.models.load.weights import CpuWeights
 from localinfer.quant.formats.reference_encoders import ENCODABLE_TYPES
 from localinfer.quant.formats.types import TensorType, bits_per_weight, block_bytes, block_dtype, block_size, row_bytes

@@ -7,7 +7,7 @@ import pytest
 
 from localinfer.errors import RequestError, ShapeError
 from localinfer.kernels.cpu.encoding import ENCODERS, prepare_encoders
-from localinfer.kernels.cpu.pool import ThreadPool
+from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.quant.formats.encoding import encode, source_rows
 from localinfer.quant.formats.reference import dequantize, quantize
 from localinfer.quant.formats.types import TensorType, block_size

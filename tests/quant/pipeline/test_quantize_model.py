@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from localinfer.errors import CorruptFileError, RequestError
-from localinfer.kernels.cpu.pool import ThreadPool
+from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.quant.formats.reference import quantize
 from localinfer.quant.formats.types import TensorType
 from localinfer.quant.gguf.reader import read_gguf
