@@ -114,7 +114,7 @@ def owned(value: Any) -> Any:
 
 
 def _copied(value: Any, known: dict[int, Any], levels: int) -> Any:
-    # Who has one of NumPy's arrays has imported NumPy, which takes too long for `--help`.
+    # Where there is an array NumPy is imported; importing it here would slow `--help` down.
     numpy = sys.modules.get("numpy")
     is_array = numpy is not None and isinstance(value, numpy.ndarray)
     if not levels or not (is_array or isinstance(value, list | tuple | Mapping)):

@@ -178,7 +178,7 @@ class Stats:
     drafted_by_position, accepted_by_position: the same by place in the draft. tokens_per_pass: decoded per pass of the
     model, 1 without speculation. speculation_speedup: over plain steps, as measured.
     seed: the one given, or drawn; with it the same options give the same text. stop_text: the one of the option `stop`
-    that ended it, if one did. waited_seconds: before it was admitted. notices: deviations from what was asked, in
+    that ended it, if one did. waited_seconds: before it was admitted. notices: deviations from the options, in
     words: a drafter that failed and was switched off, memory that ended before the text did.
     """
 

@@ -95,7 +95,7 @@ def padded(width: int) -> int:
 
 
 class TapeMemory:
-    """Hands out addresses, and keeps what lies there alive as long as itself.
+    """Allocates memory by address, and keeps it alive as long as itself.
 
     buffers: uint8[...] of each, by its index. fills: called with the ids of every batch before it runs, so that their
     rows are in the tables.

@@ -314,7 +314,7 @@ class CpuProgram:
         return row + count
 
     def _windowed_table(self, index: int, segment: Segment) -> int:
-        """The table of a segment's windowed pieces, which has an entry for every page that those layers will see."""
+        """The table of a segment's sliding-window blocks, with an entry for every page that those layers will see."""
         table, page_tokens = segment.windowed_addresses, self._page_tokens
         start = segment.start_position - segment.dropped_tokens
         if table is None or table.dtype != np.int64 or not table.flags.c_contiguous:

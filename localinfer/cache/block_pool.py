@@ -28,7 +28,7 @@ class SlabAllocator:
     """Slots of `slot_bytes`, in slabs of zeroed memory that the system commits on first touch.
 
     addresses: int64, where each slot lies. free: numbers of the free slots, the next one last. can_shrink: each slot
-    is a slab of its own, so that `give_back` can return it to the system; its number is reused.
+    is a slab of its own, so that `shrink` can return it to the system; its number is reused.
     """
 
     def __init__(self, slot_bytes: int, device: DevicePages | None = None, *, can_shrink: bool = False) -> None:
@@ -48,7 +48,7 @@ class SlabAllocator:
         return self.num_slots * self.slot_bytes
 
     def take(self, count: int) -> NDArray[np.int64]:
-        """Hand out `count` free slots."""
+        """Allocate `count` free slots."""
         first = len(self.free) - count
         slots = np.array(self.free[first:][::-1], np.int64)
         del self.free[first:]
@@ -71,7 +71,7 @@ class SlabAllocator:
         except (MemoryError, OSError, OutOfMemoryError):
             return
 
-    def give_back(self, count: int) -> None:
+    def shrink(self, count: int) -> None:
         """Return up to `count` free slots to the system."""
         for _ in range(min(count, len(self.free)) if self._can_shrink else 0):
             slot = self.free.pop()
@@ -381,7 +381,7 @@ class PagePool:
             for memory, number in wanted:
                 if excess > 0 and memory.slot_bytes:
                     before = memory.num_bytes
-                    memory.give_back(min(max(0, len(memory.free) - number), -(-excess // memory.slot_bytes)))
+                    memory.shrink(min(max(0, len(memory.free) - number), -(-excess // memory.slot_bytes)))
                     excess -= before - memory.num_bytes
         for (memory, _), missing in zip(wanted, short, strict=True):
             if missing:

@@ -1,4 +1,4 @@
-"""Pieces of llguidance's dialect of Lark: texts in which control tokens stand as tokens, and what ends with a text."""
+"""Parts of llguidance's dialect of Lark: texts in which control tokens stand as tokens, and what ends with a text."""
 
 import json
 from collections.abc import Iterator

@@ -187,7 +187,7 @@ def template_messages(
     """Bring former calls and their results, as `read_messages` reads them, into the shape that a template expects.
 
     A call without an id gets one, and a result without one that of the first call that has no result yet. Arguments
-    become objects, or text, whichever the template prints; where it knows no tools, calls and results become text of
+    become objects, or text, whichever the template prints; where it has no tools, calls and results become text of
     the messages, and the tools are described in the system message.
     """
     names: dict[str, str] = {}

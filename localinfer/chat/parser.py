@@ -1,4 +1,4 @@
-"""A reply taken apart while it arrives: reasoning, content and tool calls, however its text is cut into pieces."""
+"""A reply taken apart while it arrives: reasoning, content and tool calls, however its text is split."""
 
 import re
 import secrets
@@ -16,7 +16,7 @@ _ID_LETTERS = string.ascii_letters + string.digits
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call that the model asks for.
+    """One call that the model makes.
 
     id: nine random letters and digits. arguments: a JSON object, as text.
     """
@@ -31,7 +31,7 @@ class ToolCallDelta:
     """What became known of one call.
 
     index: which call of the reply, counted from 0. The first delta of a call has its id and name and no arguments; each
-    later one has a piece of the arguments' JSON text and neither.
+    later one has the next part of the arguments' JSON text and neither.
     """
 
     index: int
@@ -49,7 +49,7 @@ class ReplyDelta(NamedTuple):
 
 
 class ReplyParser:
-    """Takes the text of one reply piece by piece; what it gives, put together, does not depend on the pieces.
+    """Takes the text of one reply as it arrives; what it returns, joined, does not depend on where the text is split.
 
     starts_reasoning: the prompt has opened the reasoning. types: by tool and parameter, the JSON types that it may
     have, for formats that write strings without quotation marks; there, arguments become JSON here. White space around
@@ -106,13 +106,13 @@ class ReplyParser:
         return self._take()
 
     def _take(self) -> ReplyDelta:
-        piece = ReplyDelta("".join(self._content), "".join(self._reasoning), tuple(self._deltas))
+        delta = ReplyDelta("".join(self._content), "".join(self._reasoning), tuple(self._deltas))
         self._content.clear()
         self._reasoning.clear()
         self._deltas.clear()
-        return piece
+        return delta
 
-    # Each state below consumes of what is held, and returns whether to go on with what is left.
+    # Each state below consumes the buffered text, and returns whether to go on with what is left.
 
     def _opening(self) -> bool:
         """At the start of a reply that may begin with reasoning."""
@@ -285,14 +285,14 @@ class ReplyParser:
         self._state = state
         return True
 
-    def _release(self, pieces: list[str], marker: str) -> str:
+    def _release(self, texts: list[str], marker: str) -> str:
         """Pass on what is held but an end that may belong to a marker, and white space before it; return the rest."""
         text = self._held
         overlap = next(
             (size for size in range(min(len(text), len(marker) - 1), 0, -1) if marker.startswith(text[-size:])), 0
         )
         kept = text[: len(text) - overlap].rstrip()
-        pieces.append(kept)
+        texts.append(kept)
         return text[len(kept) :]
 
 

@@ -151,7 +151,7 @@ class TemplateFormats:
 
     @cached_property
     def reasoning(self) -> ReasoningFormat | None:
-        """How the model writes reasoning, None if its template knows none."""
+        """How the model writes reasoning, None if its template has none."""
         return learn_reasoning_format(self._template, self._template.source)
 
     @cached_property
@@ -172,7 +172,7 @@ class TemplateFormats:
         is_parallel = options.get("parallel_tool_calls")
         if self.reasoning is None and (thinking or budget is not None):
             raise RequestError(
-                "thinking was asked for, but the model's chat template knows no reasoning; leave thinking and "
+                "thinking was asked for, but the model's chat template has no reasoning; leave thinking and "
                 "thinking_budget out"
             )
         variables = options.get("template_variables")

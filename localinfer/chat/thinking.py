@@ -92,15 +92,15 @@ class ThinkingBudget:
             shared = int(differs[0])
         del self._progress[shared + 1 :]
         for token_id in token_ids[shared:].tolist():
-            piece = self._tokenizer.token_bytes(token_id) if token_id < self._tokenizer.vocab_size else b""
-            self._progress.append(self._after(self._progress[-1], piece, len(self._progress)))
+            spelled = self._tokenizer.token_bytes(token_id) if token_id < self._tokenizer.vocab_size else b""
+            self._progress.append(self._after(self._progress[-1], spelled, len(self._progress)))
         self._followed = token_ids.copy()
 
-    def _after(self, progress: _Progress, piece: bytes, size: int) -> _Progress:
+    def _after(self, progress: _Progress, spelled: bytes, size: int) -> _Progress:
         """The progress after one more token, the `size`-th."""
         if progress.is_closed or progress.spent is not None:
             return progress
-        text = progress.tail + piece
+        text = progress.tail + spelled
         if progress.began is None:
             assert self._begin is not None, "else it began with the reply"
             stripped = text.lstrip()

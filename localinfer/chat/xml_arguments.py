@@ -313,7 +313,7 @@ class ParameterReader:
             return ""
         return text if "string" not in self._value_types else f'"{_escaped(text)}'
 
-    # Each state below consumes of what is held, and returns whether to go on with what is left.
+    # Each state below consumes the buffered text, and returns whether to go on with what is left.
 
     def _name(self) -> bool:
         assign = self._form.assign

@@ -164,7 +164,7 @@ class GenerationRecord:
 
     cached_tokens: of the prompt, not computed again. miss: why not more of them, None if nothing stood in the way.
     dropped_tokens: left out of the context, by `context_shift`. speculation: what drafts did, None where it is off.
-    waited_seconds: from the request to its admission. notices: deviations from what was asked, in words.
+    waited_seconds: from the request to its admission. notices: deviations from the options, in words.
     """
 
     cached_tokens: int = 0

@@ -54,7 +54,7 @@ class ScheduledSequence:
     """What a step computes of one request: so many ids that wait, and drafts after them.
 
     is_chunk: of a prompt, or of what is computed like one. samples: the last of those ids is the last of the text, so
-    that its logits are wanted. may_draft: it decodes, and its drafters may be asked; what a grammar forces is drafted
+    that its logits are wanted. may_draft: it decodes, and its drafters may draft; what a grammar forces is drafted
     in any case. is_forced: it was. num_chosen: tokens that the step sampled for it.
     """
 
@@ -147,7 +147,7 @@ class ModelRunner:
             speculation.floor.observe_plain(ALONE, speculation.clock() - began)
 
     def may_draft(self, scheduled: Sequence[ScheduledSequence]) -> bool:
-        """Ask once before a step that only decodes: whether drafters are to be asked for it."""
+        """Whether a step that only decodes is to be drafted for; called once before each."""
         speculation = self._speculation
         if speculation is None or len(scheduled) > speculation.costs.max_draft_tokens:
             return False
@@ -157,7 +157,7 @@ class ModelRunner:
     def compute(self, scheduled: Sequence[ScheduledSequence], should_abort: ShouldAbort | None = None) -> None:
         """Take one step of some requests, for whose rows but drafts memory is reserved.
 
-        should_abort: asked now and then, where the device can abort a step; after a yes no request has changed.
+        should_abort: polled between ops, where the device can abort a step; after True no request has changed.
         """
         clock = time.perf_counter if self._speculation is None else self._speculation.clock
         began = clock()

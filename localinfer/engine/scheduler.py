@@ -219,7 +219,7 @@ class Scheduler:
         self._is_stepping = False
 
     def _step_alone(self, request: Request) -> None:
-        """Decode the only request there is, with drafts if they are to be asked for."""
+        """Decode the only request there is, with drafts unless its step is to be plain."""
         if request.matcher is not None:
             part = ScheduledSequence(request)
             part.may_draft = self._runner.may_draft([part])

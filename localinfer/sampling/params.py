@@ -13,7 +13,7 @@ from localinfer.arguments import check_number
 from localinfer.errors import RequestError
 
 MAX_LOGPROBS = 100
-"""Most alternatives per token that may be asked for."""
+"""Most alternatives per token."""
 
 MAX_SEED = 2**64 - 1
 _MAX_BIAS = 1000.0
@@ -191,7 +191,7 @@ class SamplingParams:
 
     @property
     def has_rare_steps(self) -> bool:
-        """Whether a step is asked for that only `filters` has."""
+        """Whether a step is needed that only `filters` has."""
         return (
             self.typical_p < 1.0
             or self.top_n_sigma > 0.0

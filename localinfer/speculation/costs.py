@@ -234,7 +234,7 @@ class Acceptance:
         self._rounds_to_probe = 0
 
     def is_probe_due(self) -> bool:
-        """Ask once for each round that drafts nothing: whether to try one all the same. Waits double up to 512."""
+        """Whether to draft all the same in a round that would not; called once for each. Waits double up to 512."""
         if self._rounds_to_probe > 0:
             self._rounds_to_probe -= 1
             return False
@@ -296,7 +296,7 @@ ALONE = StepKind(1)
 
 
 class Round(NamedTuple):
-    """One step for which drafts were asked.
+    """One step for which drafters were called.
 
     rows: computed, drafts included; tokens: of all streams. seconds: of the whole step; drafting_seconds: of its
     drafting, expected_drafting_seconds: what that usually takes. reading_seconds: of that, a draft model's prefill,
@@ -348,7 +348,7 @@ class DraftFloor:
         self._wanted = max(self._wanted, 1)
 
     def in_backoff(self) -> bool:
-        """Ask before a step, and before `is_plain`: whether it is plain and need not be observed.
+        """Whether the next step is plain and need not be observed; called before it, and before `is_plain`.
 
         It is cheap, for the smallest models, whose steps take as long as a few calls.
         """
@@ -358,7 +358,7 @@ class DraftFloor:
         return True
 
     def is_plain(self, kind: StepKind) -> bool:
-        """Ask once before each step: whether no drafts are to be made for it."""
+        """Whether no drafts are to be made for the next step; called once before each."""
         costs = self._costs
         self._credit_backoff()
         if self._backoff:
@@ -421,7 +421,7 @@ class DraftFloor:
         return _is_surprising(seconds, known.value)
 
     def observe_round(self, done: Round) -> None:
-        """Learn from a step for which drafts were asked, whether there were any or not."""
+        """Learn from a step for which drafters were called, whether they drafted or not."""
         if done.seconds <= 0.0:
             return
         if self._is_doubtful(done):

@@ -58,7 +58,7 @@ _KEPT_TIMES = 9
 class SpeculationRecord:
     """What drafts did in one generation.
 
-    plain_steps: taken without asking a drafter. observed_passes: the others that decoded, and observed_tokens what they
+    plain_steps: taken without a drafter. observed_passes: the others that decoded, and observed_tokens what they
     yielded. drafted, accepted: tokens by their place in the draft. seconds: of observed passes with their drafting;
     plain_seconds: what as many plain steps would have taken. notices: why a drafter no longer drafts for this text,
     engine_notices: for any, in words.
@@ -260,7 +260,7 @@ class SpeculativeText:
             self._acceptance.observe(num_drafted, num_accepted)
 
     def observe_plain(self, seconds: float) -> None:
-        """Count a pass for which no draft was asked."""
+        """Count a pass for which no drafter was called."""
         self._count(1, seconds, seconds)
 
     def close(self) -> None:

@@ -230,12 +230,12 @@ class _Marker:
 
     def unmark(self, text: str) -> list[tuple[str, bool]]:
         """Take the marks out of a rendered text; return it as segments (text, is_template_text)."""
-        pieces = text.split(self.character)
-        plain = "".join(pieces)
+        parts = text.split(self.character)
+        plain = "".join(parts)
         marked: set[int] = set()
         length = 0
-        for piece in pieces[:-1]:
-            length += len(piece)
+        for part in parts[:-1]:
+            length += len(part)
             marked.add(length - 1)
         segments: list[tuple[str, bool]] = []
         position = 0

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 SPACE_MARK = "▁"
 LONG_TEXT = 1 << 14
 """Characters from which on a text is worth the tables that are made for it."""
-LONG_PIECE = 1 << 9
-"""Characters from which on a piece of a long text is worth a call."""
+LONG_STRETCH = 1 << 9
+"""Characters from which on a stretch of a long text is worth a call."""
 _PART = 1 << 16
 # Words up to this length are cached; at the limit of entries the cache starts afresh.
 _MAX_CACHED_LENGTH = 64
@@ -137,7 +137,7 @@ class SubwordEncoder:
         return max(map(len, self._ids), default=1)
 
     def encode(self, text: str, is_run_start: bool) -> list[int]:
-        """Return the ids of a piece of plain text, in which nothing is special."""
+        """Return the ids of plain text, in which nothing is special."""
         raise NotImplementedError
 
     def encode_long(self, text: str, is_run_start: bool) -> Iterator[list[int]]:

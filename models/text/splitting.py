@@ -313,19 +313,19 @@ def build_splitter(rule: PreTokenizerRule) -> Callable[[str], list[str]]:
             stages.append((pre_tokenizers.Sequence(cutters), False))
 
     def split(text: str) -> list[str]:
-        pieces = [text]
+        words = [text]
         for cutter, groups_digits in stages:
-            pieces = [piece for whole in pieces for piece, _ in cutter.pre_tokenize_str(whole)]
+            words = [word for whole in words for word, _ in cutter.pre_tokenize_str(whole)]
             if groups_digits:
-                pieces = [group for piece in pieces for group in _group_digits(piece)]
-        return pieces
+                words = [group for word in words for group in _group_digits(word)]
+        return words
 
     return split
 
 
-def _group_digits(piece: str) -> list[str]:
-    """Cut a piece that is all digits into threes from its end; return any other as it is."""
-    if not all(unicodedata.category(character).startswith("N") for character in piece):
-        return [piece]
-    first = len(piece) % 3 or 3
-    return [piece[:first], *(piece[start : start + 3] for start in range(first, len(piece), 3))]
+def _group_digits(word: str) -> list[str]:
+    """Cut a word that is all digits into threes from its end; return any other as it is."""
+    if not all(unicodedata.category(character).startswith("N") for character in word):
+        return [word]
+    first = len(word) % 3 or 3
+    return [word[:first], *(word[start : start + 3] for start in range(first, len(word), 3))]

@@ -62,7 +62,7 @@ _TYPE_METHODS = frozenset("fromhex fromkeys from_bytes maketrans".split())
 
 
 class CostError(SecurityError):
-    """The template asks for more time or memory than a template may."""
+    """The template takes more time or memory than a template may."""
 
 
 class TemplateBudget:
@@ -88,7 +88,7 @@ class TemplateBudget:
         self._sizes.clear()
 
     def end(self) -> None:
-        """Let go of the values that were measured."""
+        """Release the values that were measured."""
         self._sizes.clear()
 
     def charge(self, amount: int = 0) -> None:
@@ -259,10 +259,10 @@ def _charge_text_method(budget: TemplateBudget, text: Any, name: str, arguments:
         if length * longest > _MAX_PAIRS:
             raise CostError(f"it gives {name} two texts of thousands of characters")
     if name in _SPLITTING:
-        # Each piece is an object of its own.
+        # Each part is an object of its own.
         separator: Any = next((value for value in arguments if isinstance(value, str | bytes) and value), None)
-        pieces = length // 2 if separator is None else text.count(separator)
-        budget.charge_entries(_TRANSLATED_CHARACTERS // 4 * (pieces + 1))
+        parts = length // 2 if separator is None else text.count(separator)
+        budget.charge_entries(_TRANSLATED_CHARACTERS // 4 * (parts + 1))
     elif name in _PADDING:
         budget.charge_text(max(_integers(arguments), default=0))
     elif name == "expandtabs":

@@ -213,15 +213,15 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return value if type(value) is str else self.text_of(value)
 
     def _concat(self, parts: Iterable[str]) -> str:
-        pieces: list[str] = []
+        texts: list[str] = []
         length = 0
         for part in parts:
             length += len(part)
             if length > MAX_OUTPUT_CHARACTERS:
                 break
-            pieces.append(part)
+            texts.append(part)
         self.budget.check_text(length)
-        return self.budget.charge_made("".join(pieces))
+        return self.budget.charge_made("".join(texts))
 
     # What Jinja's runtime calls.
 
@@ -346,7 +346,7 @@ def _namespace_type(sandbox: TemplateSandbox) -> type[Namespace]:
 
 
 class _MeteredList:
-    """A sequence whose iteration is charged; `loop.length` still knows its end."""
+    """A sequence whose iteration is charged; `loop.length` still works."""
 
     def __init__(self, budget: TemplateBudget, items: list[Any] | tuple[Any, ...]) -> None:
         self._budget = budget
@@ -366,5 +366,5 @@ def _own_arguments(kwargs: dict[str, Any]) -> list[Any]:
 
 def _strftime_now(pattern: str) -> str:
     if len(pattern) > _MAX_TIME_FORMAT or _WIDE_TIME_FORMAT.search(pattern):
-        raise CostError("it asks strftime_now for a format with a width")
+        raise CostError("it calls strftime_now with a format that has a width")
     return datetime.datetime.now().strftime(pattern)

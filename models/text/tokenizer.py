@@ -15,7 +15,7 @@ from itertools import chain
 import numpy as np
 
 from localinfer.errors import ContextLengthError, RequestError, TokenizerError
-from localinfer.models.text.encoders import LONG_PIECE, LONG_TEXT, build_encoder
+from localinfer.models.text.encoders import LONG_STRETCH, LONG_TEXT, build_encoder
 from localinfer.models.text.splitting import PRE_TOKENIZERS, Spelling, SpellingFinder
 from localinfer.models.text.vocabulary import TokenType, Vocabulary, read_vocabulary, vocabulary_difference
 
@@ -101,7 +101,7 @@ class Tokenizer:
         last = self._after if add_special else []
         is_long = len(text) >= LONG_TEXT
         limit = max_tokens - len(last) if is_long and max_tokens is not None else sys.maxsize
-        piece_size = LONG_PIECE if is_long else sys.maxsize
+        stretch_size = LONG_STRETCH if is_long else sys.maxsize
         position = 0
         strips = False
         for spelling in chain(self._find_tokens(text, segments), [Spelling(len(text), len(text), -1)]):
@@ -110,7 +110,7 @@ class Tokenizer:
                 plain = plain.lstrip(_ASCII_SPACES)
             if plain:
                 starts_run = not self._adds_space_once if position else not continues_run
-                if len(plain) < piece_size:
+                if len(plain) < stretch_size:
                     ids += self._encoder.encode(plain, is_run_start=starts_run)
                 else:
                     if len(ids) + self._encoder.fewest_ids(plain) > limit:
@@ -373,17 +373,17 @@ class StreamDecoder:
         Raises: RequestError if the id is not in the vocabulary.
         """
         tokenizer = self._tokenizer
-        piece = tokenizer.token_bytes(token_id)
+        spelled = tokenizer.token_bytes(token_id)
         if tokenizer.starts_text_after(token_id):
             self._strips_next = self._strips
             if self._skip_special and tokenizer.is_special(token_id) and token_id not in self._shown_ids:
                 return ""
-        elif self._strips_next and piece:
-            piece = piece.removeprefix(b" ")
+        elif self._strips_next and spelled:
+            spelled = spelled.removeprefix(b" ")
             self._strips_next = False
-        if not self._is_inside_character and piece.isascii():
-            return piece.decode("ascii")
-        text = self._decoder.decode(piece)
+        if not self._is_inside_character and spelled.isascii():
+            return spelled.decode("ascii")
+        text = self._decoder.decode(spelled)
         self._is_inside_character = self._decoder.getstate()[0] != b""
         return text
 

@@ -60,7 +60,7 @@ class ChatRequest(ChatFields, kw_only=True):
     def generation_options(self) -> dict[str, Any]:
         """The engine's options for this request. Raises: ApiError."""
         if self.modalities and self.modalities != ["text"]:
-            raise unsupported("modalities asks for more than text, which is all that is made here", "modalities")
+            raise unsupported("modalities has more than text, which is all that is generated here", "modalities")
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs is given without logprobs; send logprobs: true", param="top_logprobs")
         return {

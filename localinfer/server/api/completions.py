@@ -85,7 +85,7 @@ async def completions(request: Request) -> Response:
     options = {**body.generation_options(), "owner": owner_of(request)}
     prompts = split_prompts(body.prompt, "prompt", at_most=_MOST_PROMPTS)
     if len(prompts) * body.num_made > service_of(request).settings.max_generations:
-        raise ApiError(400, "prompt times n asks for too many texts; ask for fewer at a time", param="n")
+        raise ApiError(400, "prompt times n is too many texts for one request; send fewer at a time", param="n")
 
     def plan(llm: "LLM") -> list[TextPlan]:
         # The later texts of a prompt find it in the cache.

@@ -125,12 +125,12 @@ class ResponsesRequest(ChatFields, kw_only=True):
         for wanted in included:
             if wanted not in _INCLUDED and wanted != _LOGPROBS:
                 raise unsupported(
-                    f"include asks for {wanted!r:.80}, which this server does not have; leave it out", "include"
+                    f"include lists {wanted!r:.80}, which this server does not have; leave it out", "include"
                 )
-        for name, asks in (("top_logprobs", self.top_logprobs), ("include", _LOGPROBS in included)):
-            if asks:
+        for name, is_wanted in (("top_logprobs", self.top_logprobs), ("include", _LOGPROBS in included)):
+            if is_wanted:
                 raise unsupported(
-                    f"{name} asks for log probabilities, which this route does not tell; ask /v1/chat/completions", name
+                    f"{name} wants log probabilities, which this route does not return; use /v1/chat/completions", name
                 )
 
     def generation_options(self) -> dict[str, Any]:

@@ -40,13 +40,11 @@ class Metrics:
             buckets=_FIRST_TOKEN_BUCKETS,
         )
         self.prompt_tokens = counter("localinfer_prompt_tokens", "Tokens of prompts", ["model"])
-        self.cached_tokens = counter(
-            "localinfer_cached_prompt_tokens", "Tokens of prompts that were at hand already", ["model"]
-        )
+        self.cached_tokens = counter("localinfer_cached_prompt_tokens", "Tokens of prompts that were cached", ["model"])
         self.completion_tokens = counter("localinfer_completion_tokens", "Tokens generated", ["model"])
-        self.drafted = counter("localinfer_drafted_tokens", "Tokens guessed, by place in the draft", ["position"])
+        self.drafted = counter("localinfer_drafted_tokens", "Tokens drafted, by place in the draft", ["position"])
         self.accepted = counter(
-            "localinfer_accepted_tokens", "Tokens guessed right, by place in the draft", ["position"]
+            "localinfer_accepted_tokens", "Drafted tokens that were accepted, by place in the draft", ["position"]
         )
         self.good_replies = counter(
             "localinfer_good_replies",

@@ -1,4 +1,4 @@
-"""The models a server has: found by name, loaded when they are asked for, unloaded when no request uses them."""
+"""The models a server has: found by name, loaded when a request names them, unloaded when no request uses them."""
 
 import asyncio
 import logging
@@ -177,7 +177,7 @@ class ModelRegistry:
     load: loads a model, in a thread. measure: says what one will take, before. idle_unload_seconds: None keeps models
     loaded. memory_limit: bytes that all loaded models may take together; None leaves it to the machine.
     context_length: the one that models are loaded with, None for their own. threads: what loads; its event `stopping`
-    asks `load` to give up.
+    makes `load` give up.
     """
 
     def __init__(

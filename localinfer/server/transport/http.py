@@ -65,8 +65,8 @@ _UNKNOWN_MEMBER = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 def identifier(prefix: str) -> str:
     """A name for a request or a reply, unlike any other and no secret: the prefix and 24 hexadecimal digits.
 
-    The system is asked for none of them: such a call releases the interpreter's lock, and the event loop would wait
-    for threads that compute to reacquire it, up to a millisecond each time.
+    None of them comes from the system: such a call releases the interpreter's lock, and the event loop would wait for
+    threads that compute to reacquire it, up to a millisecond each time.
     """
     return f"{prefix}-{_random.getrandbits(96):024x}"
 
@@ -291,7 +291,7 @@ def _is_neutral(value: object, refusal: Refusal) -> bool:
 def refused_member(name: str, refusal: Refusal | None = None) -> ApiError:
     """The error for a member that is not read; name: its path."""
     if refusal is None:
-        return unsupported(f"{name:.200} is no member that this route knows; leave it out", name[:200])
+        return unsupported(f"{name:.200} is no member of this route; leave it out", name[:200])
     return unsupported(f"{name:.200} is given, but cannot be had here; {refusal.way_out}", name[:200])
 
 

@@ -117,7 +117,7 @@ _CHAT_SHAPE = _refuse("""
     documents: write them into a message
     add_generation_prompt=true: replies begin where the template says; leave it out
     continue_final_message: ask /v1/completions with the text of /apply-template and what goes before
-    parse_tool_calls=true: calls are always told as calls; leave it out
+    parse_tool_calls=true: calls are always returned as calls; leave it out
     chat_format: the format is read off the model's template; leave it out
     reasoning_in_content: send reasoning_format
     include_reasoning=true: send "reasoning_format": "none" to leave it out

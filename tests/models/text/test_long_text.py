@@ -114,7 +114,7 @@ def ids_both_ways(
         changed.setattr(tokenizer, "LONG_TEXT", len(text) + 1)
         short = encoder.encode(text, parse_special=True)
         changed.setattr(tokenizer, "LONG_TEXT", 0)
-        changed.setattr(tokenizer, "LONG_PIECE", 1)
+        changed.setattr(tokenizer, "LONG_STRETCH", 1)
         changed.setattr(long_text, "STRETCH", stretch)
         return short, encoder.encode(text, parse_special=True)
 
