@@ -415,7 +415,7 @@ def _complete_many(
         options = {**options, "logprobs": 0}
     # The later ones begin after steps of the first, and are to have the same options.
     options = cast(GenerationOptions, {name: owned(value) for name, value in options.items()})
-    completions = _read_in_turns(open_stream, options, n if best_of is None else best_of)
+    completions = _read_alternately(open_stream, options, n if best_of is None else best_of)
     if not is_ranked:
         return completions
     best = sorted(completions, key=_mean_logprob, reverse=True)[:n]
@@ -424,7 +424,7 @@ def _complete_many(
     return best
 
 
-def _read_in_turns(
+def _read_alternately(
     open_stream: Callable[[GenerationOptions], TextStream], options: GenerationOptions, count: int
 ) -> list[Completion]:
     streams: list[TextStream] = []

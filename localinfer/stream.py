@@ -434,17 +434,16 @@ class TextStream(Closing, Iterator[StreamEvent]):
         is_last = is_last or ended is not None
         if is_last and ended is None:
             text += self._template_matcher.flush()
-        deltas = [ReplyDelta(text)]
-        if self._parser is not None:
-            deltas = [self._parser.push(text), *([self._parser.flush()] if is_last else [])]
-        content, self._stop_text = self._matcher.push("".join(delta.content for delta in deltas))
-        calls: tuple[ToolCallDelta, ...] = ()
-        if self._stop_text is None:
-            calls = tuple(call for delta in deltas for call in delta.tool_calls)
-            if is_last:
-                content += self._matcher.flush()
+        content, reasoning, calls = ReplyDelta(text) if self._parser is None else self._parser.push(text)
+        if is_last and self._parser is not None:
+            rest = self._parser.flush()
+            content, reasoning, calls = content + rest.content, reasoning + rest.reasoning, calls + rest.tool_calls
+        content, self._stop_text = self._matcher.push(content)
+        if self._stop_text is not None:
+            calls = ()
+        elif is_last:
+            content += self._matcher.flush()
         self._has_calls = self._has_calls or bool(calls)
-        reasoning = "".join(delta.reasoning for delta in deltas)
         return ReplyDelta(content, reasoning, calls), self._stop_text is not None or ended is not None
 
 

@@ -99,7 +99,7 @@ class ChatHistory:
             token_ids = np.array(self._encode(segments, max_tokens), np.int32)
         written = tuple(map(repr, messages))
         system_tokens = self._count_system_tokens(text, segments, messages, token_ids)
-        return EncodedChat(text, closed, token_ids, system_tokens, _former_turn(written, messages, chats), written)
+        return EncodedChat(text, closed, token_ids, system_tokens, _answered_ids(written, messages, chats), written)
 
     def remember(self, prompt: EncodedChat, reply_ids: Sequence[int]) -> None:
         """Keep the ids of a reply, whole or cut short."""
@@ -232,7 +232,7 @@ def _system_end(text: str, messages: Sequence[Mapping[str, Any]]) -> int:
     return max(0, start + len(content.strip()) if num_system and start >= 0 else start)
 
 
-def _former_turn(
+def _answered_ids(
     written: tuple[str, ...], messages: Sequence[Mapping[str, Any]], chats: list[AnsweredChat]
 ) -> NDArray[np.int32] | None:
     """The ids of the longest answered chat whose messages and reply these messages repeat."""

@@ -1,4 +1,4 @@
-"""`/v1/messages`: Anthropic's way to ask."""
+"""`/v1/messages`: Anthropic's messages."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -18,6 +18,7 @@ from localinfer.server.replies.fields import (
     Thinking,
     ToolCall,
     Tools,
+    checked_choice,
     given,
     template_messages,
 )
@@ -87,12 +88,11 @@ class CountRequest(msgspec.Struct, kw_only=True):
         """The engine's options about tools and reasoning. Raises: ApiError for a tool that is not the caller's own."""
         choice = self.tool_choice or ToolChoice()
         tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(self.tools or ())]
-        if not tools and choice.type in ("any", "tool"):
-            raise ApiError(400, "tool_choice asks for a call, but there are no tools; give some", param="tool_choice")
+        tool_choice = checked_choice(choice.as_openai(), has_tools=bool(tools))
         effort = None if self.output_config is None else self.output_config.effort
         return given(
             tools=tools or None,
-            tool_choice=choice.as_openai() if tools else None,
+            tool_choice=tool_choice if tools else None,
             parallel_tool_calls=not choice.disable_parallel_tool_use if tools else None,
             thinking=None if self.thinking is None else self.thinking.type != "disabled",
             thinking_budget=None if self.thinking is None else self.thinking.budget_tokens,

@@ -145,7 +145,7 @@ def checked_choice(choice: str | Mapping[str, Any] | None, *, has_tools: bool) -
     """A choice of tools in the engine's shape. Raises: ApiError for kinds that are not known here."""
     made = _named_choice(choice) if isinstance(choice, Mapping) else choice
     if not has_tools and made not in (None, "auto", "none"):
-        raise ApiError(400, "tool_choice asks for a call, but there are no tools; give some", param="tool_choice")
+        raise ApiError(400, "tool_choice demands a call, but there are no tools; give some", param="tool_choice")
     return made
 
 
