@@ -14,7 +14,7 @@ from localinfer.quant.formats.encoding import encode
 from localinfer.quant.formats.reference import dequantize
 from localinfer.quant.formats.types import TensorType
 from localinfer.quant.methods.awq import Rounding
-from localinfer.quant.methods.grids import GRID_TYPES
+from localinfer.quant.methods.grids import LEVEL_RANGES
 from localinfer.quant.methods.presets import TypeChoice, is_quantized
 from localinfer.quant.methods.rounding_visitor import PreparedTensor, RoundingVisitor
 from localinfer.quant.methods.scaled_model import ScaledModel
@@ -91,7 +91,7 @@ def scale_for_rounding(
     todo = {name: choice for name, choice in choices.items() if is_quantized(file.tensors[name])}
 
     def rounding_of(name: str) -> Rounding | None:
-        if name not in todo or todo[name].type not in GRID_TYPES:
+        if name not in todo or todo[name].type not in LEVEL_RANGES:
             return None
         type = todo[name].type
 

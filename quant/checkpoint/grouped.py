@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import CorruptFileError
+from localinfer.quant.formats.packing import pack_bits
 from localinfer.quant.formats.types import TensorType, block_dtype, row_bytes
-from localinfer.quant.formats.unpacking import pack_bits
 
 CodeReader = Callable[[NDArray[np.intp]], NDArray[np.uint8]]
 

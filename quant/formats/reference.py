@@ -1,36 +1,53 @@
-"""The NumPy oracle: what the bytes of a quantized tensor mean, and plain encoders to make some.
+"""The NumPy oracle: what the bytes of a quantized tensor mean.
 
 Slow and obvious on purpose. Kernels are tested against `dequantize`, and `dequantize` is tested bit
 for bit against the `gguf` package (tests/quant/formats/test_reference.py), so every expression keeps that
-package's order of float32 operations.
+package's order of float32 operations. Most types are `scale * level + minimum` by group of columns (`group_scales`,
+`levels_of`); codes of IQ1, IQ2 and IQ3 are indices into a grid of vectors. The grids are constants of the format,
+taken from the `gguf` package when first needed.
 Source: the block formats of the ggml repository (ggml-common.h, ggml-quants.c).
 """
 
 from collections.abc import Callable
+from functools import cache
 from math import prod
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import ShapeError, UnsupportedFormatError
+from localinfer.quant.formats.packing import Blocks, unpack_bits, unpack_codes, unpack_k_scales, unpack_signed_scales
 from localinfer.quant.formats.reference_encoders import quantize
 from localinfer.quant.formats.reference_fits import IQ4_VALUES
-from localinfer.quant.formats.reference_grids import GRID_DECODERS
 from localinfer.quant.formats.types import TensorType, block_dtype, row_bytes
-from localinfer.quant.formats.unpacking import unpack_bits, unpack_k_scales
+from localinfer.types import FloatArray
 
-__all__ = ["IQ4_VALUES", "dequantize", "quantize"]
+__all__ = ["dequantize", "group_scales", "levels_of", "quantize"]
 
-Blocks = NDArray[Any]
-Decoder = Callable[[Blocks], NDArray[np.float32]]
-
-
-E2M1_VALUES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=np.float32)
+_E2M1_VALUES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=np.float32)
 """Twice what the 16 codes of MXFP4 and NVFP4 stand for; their scales are halved to match."""
 
+_LEVELS: dict[TensorType, FloatArray] = {
+    **dict.fromkeys((TensorType.IQ4_NL, TensorType.IQ4_XS), IQ4_VALUES),
+    **dict.fromkeys((TensorType.MXFP4, TensorType.NVFP4), _E2M1_VALUES),
+    TensorType.Q1_0: np.array([-1, 1], np.float32),
+}
+"""What codes stand for, where they are not numbers themselves."""
 
-def dequantize(data: NDArray[np.uint8], type: TensorType, shape: tuple[int, ...]) -> NDArray[np.float32]:
+LEVEL_OFFSETS = {
+    TensorType.Q4_0: 8,
+    TensorType.Q5_0: 16,
+    TensorType.Q3_K: 4,
+    TensorType.Q6_K: 32,
+    **dict.fromkeys((TensorType.Q2_0, TensorType.TQ1_0, TensorType.TQ2_0), 1),
+}
+"""What is subtracted from codes that are numbers, 0 elsewhere."""
+
+SUBTRACTS_MINIMUM = (TensorType.Q2_K, TensorType.Q4_K, TensorType.Q5_K)
+"""Types that decode to scale * level - minimum, not + minimum."""
+
+
+def dequantize(data: NDArray[np.uint8], type: TensorType, shape: tuple[int, ...]) -> FloatArray:
     """Decode the bytes of a tensor.
 
     Infinite and NaN scales pass through to the weights they scale.
@@ -39,187 +56,197 @@ def dequantize(data: NDArray[np.uint8], type: TensorType, shape: tuple[int, ...]
     Raises: ShapeError if the bytes do not fit the shape, UnsupportedFormatError for the types that
         only hold activations (Q8_1, Q8_K).
     """
+    blocks = tensor_blocks(data, type, shape)
+    if type in (TensorType.Q8_1, TensorType.Q8_K):
+        raise activation_type(type)
+    with np.errstate(invalid="ignore", over="ignore"):
+        return _decode(blocks, type).reshape(shape)
+
+
+def tensor_blocks(data: NDArray[np.uint8], type: TensorType, shape: tuple[int, ...]) -> Blocks:
+    """View the bytes of a tensor as blocks. Raises: ShapeError if they do not fit the shape."""
     num_bytes = prod(shape[:-1]) * row_bytes(type, shape[-1])
     if data.dtype != np.uint8 or data.size != num_bytes:
         raise ShapeError(
             f"got {data.dtype}[{data.size}] for a {type.name} tensor of shape {list(shape)}; "
             f"wanted uint8[{num_bytes}]: pass the tensor's bytes as they are in the file"
         )
-    decode = _DECODERS.get(type)
-    if decode is None:
-        raise UnsupportedFormatError(
-            f"{type.name} only ever holds activations; wanted a weight type such as Q8_0: convert the model again"
-        )
-    blocks = np.ascontiguousarray(data).reshape(-1).view(block_dtype(type))
-    with np.errstate(invalid="ignore", over="ignore"):
-        return decode(blocks).reshape(shape)
+    return np.ascontiguousarray(data).reshape(-1).view(block_dtype(type))
 
 
-def _column(field: NDArray[Any]) -> NDArray[np.float32]:
-    """Return one float32 per block as a column, ready to multiply the block's codes."""
-    return _float(field).reshape(len(field), 1)
+def activation_type(type: TensorType) -> UnsupportedFormatError:
+    """An error, to be raised by the caller, for a type that holds no weights."""
+    return UnsupportedFormatError(
+        f"{type.name} only ever holds activations; wanted a weight type such as Q8_0: convert the model again"
+    )
 
 
-def _float(values: NDArray[Any]) -> NDArray[np.float32]:
+def _decode(blocks: Blocks, type: TensorType) -> FloatArray:
+    if type is TensorType.BF16:
+        bits: NDArray[np.uint32] = blocks["value"].astype(np.uint32) << np.uint32(16)
+        return bits.view(np.float32)
+    if blocks.dtype.names == ("value",):
+        return _float(blocks["value"])
+    if type in _GRID_DECODERS:
+        return _GRID_DECODERS[type](blocks)
+    scale, minimum = group_scales(blocks, type)
+    values: FloatArray = scale[:, :, None] * levels_of(blocks, type).reshape(*scale.shape, -1)
+    if minimum is None:
+        return values
+    return values - minimum[:, :, None] if type in SUBTRACTS_MINIMUM else values + minimum[:, :, None]
+
+
+def levels_of(blocks: Blocks, type: TensorType) -> FloatArray:
+    """What codes stand for before they are scaled, float32[blocks, columns of a block]."""
+    codes = unpack_codes(blocks, type)
+    if type in _LEVELS:
+        return _LEVELS[type][codes]
+    return _float(codes) - LEVEL_OFFSETS[type] if type in LEVEL_OFFSETS else _float(codes)
+
+
+def group_scales(blocks: Blocks, type: TensorType) -> tuple[FloatArray, FloatArray | None]:
+    """Scales and minimums of each group of columns, float32[blocks, groups of a block]; None where minimums are 0."""
+    if type is TensorType.MXFP4:
+        return np.ldexp(np.float32(1), blocks["e"].astype(np.int32) - 128).astype(np.float32)[:, None], None
+    if type is TensorType.NVFP4:
+        return _e4m3(blocks["d"].astype(np.int32)), None
+    d = _column(blocks["d"])
+    if type in (TensorType.Q4_1, TensorType.Q5_1):
+        return d, _column(blocks["m"])
+    if type is TensorType.Q6_K:
+        return d * _float(blocks["scales"]), None
+    if type in (TensorType.Q3_K, TensorType.IQ4_XS):
+        return d * (_float(unpack_signed_scales(blocks, type)) - 32), None
+    if type not in SUBTRACTS_MINIMUM:
+        return d, None
+    packed = blocks["scales"]
+    scales, minimums = (packed & 15, packed >> 4) if type is TensorType.Q2_K else unpack_k_scales(packed)
+    return d * _float(scales), _column(blocks["dmin"]) * _float(minimums)
+
+
+def _column(field: NDArray[np.float16]) -> FloatArray:
+    """One float32 per block as a column."""
+    return _float(field)[:, None]
+
+
+def _float(values: Blocks) -> FloatArray:
     return values.astype(np.float32)
 
 
-def _by_group(values: NDArray[np.float32], group_size: int) -> NDArray[np.float32]:
-    return values.reshape(len(values), -1, group_size)
-
-
-def _plain(blocks: Blocks) -> NDArray[np.float32]:
-    return _float(blocks["value"])
-
-
-def _bf16(blocks: Blocks) -> NDArray[np.float32]:
-    bits: NDArray[np.uint32] = blocks["value"].astype(np.uint32) << np.uint32(16)
-    return bits.view(np.float32)
-
-
-def _q4_0(blocks: Blocks) -> NDArray[np.float32]:
-    return _column(blocks["d"]) * (_float(unpack_bits(blocks["qs"], 4, 16)) - 8)
-
-
-def _q4_1(blocks: Blocks) -> NDArray[np.float32]:
-    return _column(blocks["d"]) * _float(unpack_bits(blocks["qs"], 4, 16)) + _column(blocks["m"])
-
-
-def _q5_codes(blocks: Blocks) -> NDArray[np.float32]:
-    return _float(unpack_bits(blocks["qs"], 4, 16) | unpack_bits(blocks["qh"], 1, 1) << 4)
-
-
-def _q5_0(blocks: Blocks) -> NDArray[np.float32]:
-    return _column(blocks["d"]) * (_q5_codes(blocks) - 16)
-
-
-def _q5_1(blocks: Blocks) -> NDArray[np.float32]:
-    return _column(blocks["d"]) * _q5_codes(blocks) + _column(blocks["m"])
-
-
-def _q8_0(blocks: Blocks) -> NDArray[np.float32]:
-    return _column(blocks["d"]) * _float(blocks["qs"])
-
-
-def _q2_k(blocks: Blocks) -> NDArray[np.float32]:
-    scale = _column(blocks["d"]) * _float(blocks["scales"] & 15)
-    minimum = _column(blocks["dmin"]) * _float(blocks["scales"] >> 4)
-    codes = _float(unpack_bits(blocks["qs"], 2, 32))
-    return scale[:, :, None] * _by_group(codes, 16) - minimum[:, :, None]
-
-
-def _q3_k(blocks: Blocks) -> NDArray[np.float32]:
-    packed = blocks["scales"]
-    scales = unpack_bits(packed[:, :8], 4, 8) | unpack_bits(packed[:, 8:], 2, 4) << 4
-    scale = _column(blocks["d"]) * (_float(scales) - 32)
-    # The mask bit is stored inverted: set means that nothing is subtracted.
-    offset = 4 - 4 * _float(unpack_bits(blocks["hmask"], 1, 32))
-    codes = _float(unpack_bits(blocks["qs"], 2, 32)) - offset
-    return scale[:, :, None] * _by_group(codes, 16)
-
-
-def _q4_k(blocks: Blocks) -> NDArray[np.float32]:
-    return _scale_and_minimum(blocks, unpack_bits(blocks["qs"], 4, 32))
-
-
-def _q5_k(blocks: Blocks) -> NDArray[np.float32]:
-    codes = unpack_bits(blocks["qs"], 4, 32) | unpack_bits(blocks["qh"], 1, 32) << 4
-    return _scale_and_minimum(blocks, codes)
-
-
-def _scale_and_minimum(blocks: Blocks, codes: NDArray[Any]) -> NDArray[np.float32]:
-    scales, minimums = unpack_k_scales(blocks["scales"])
-    scale = _column(blocks["d"]) * _float(scales)
-    minimum = _column(blocks["dmin"]) * _float(minimums)
-    return scale[:, :, None] * _by_group(_float(codes), 32) - minimum[:, :, None]
-
-
-def _q6_k(blocks: Blocks) -> NDArray[np.float32]:
-    codes = unpack_bits(blocks["ql"], 4, 64) | unpack_bits(blocks["qh"], 2, 32) << 4
-    scale = _column(blocks["d"]) * _float(blocks["scales"])
-    return scale[:, :, None] * _by_group(_float(codes) - 32, 16)
-
-
-def _iq4_nl(blocks: Blocks) -> NDArray[np.float32]:
-    return _column(blocks["d"]) * IQ4_VALUES[unpack_bits(blocks["qs"], 4, 16)]
-
-
-def _iq4_xs(blocks: Blocks) -> NDArray[np.float32]:
-    high = blocks["scales_h"][:, None] >> np.arange(0, 16, 2, dtype=np.uint16) & 3
-    scales = unpack_bits(blocks["scales_l"], 4, 1) | high.astype(np.uint8) << 4
-    scale = _column(blocks["d"]) * (_float(scales) - 32)
-    return scale[:, :, None] * _by_group(IQ4_VALUES[unpack_bits(blocks["qs"], 4, 16)], 32)
-
-
-def _mxfp4(blocks: Blocks) -> NDArray[np.float32]:
-    scale = np.ldexp(np.float32(1), blocks["e"].astype(np.int32) - 128).astype(np.float32)
-    return _column(scale) * E2M1_VALUES[unpack_bits(blocks["qs"], 4, 16)]
-
-
-def _nvfp4(blocks: Blocks) -> NDArray[np.float32]:
-    code = blocks["d"].astype(np.int32)
+def _e4m3(code: NDArray[np.int32]) -> FloatArray:
+    """Half of unsigned E4M3 numbers with bias 7; exponent 0 is subnormal, and 0x7F is read as zero."""
     exponent, mantissa = code >> 3 & 15, code & 7
-    # Unsigned E4M3 with bias 7, halved; exponent 0 is subnormal, and 0x7F is read as zero.
     halved = np.where(
         exponent == 0,
         np.ldexp(mantissa.astype(np.float32), -10),
         np.ldexp((8 + mantissa).astype(np.float32), exponent - 11),
     )
-    scale = np.where(code == 0x7F, np.float32(0), halved)
-    return scale[:, :, None] * _by_group(E2M1_VALUES[unpack_bits(blocks["qs"], 4, 8)], 16)
+    return np.where(code == 0x7F, np.float32(0), halved)
 
 
-def _q1_0(blocks: Blocks) -> NDArray[np.float32]:
-    signs = np.where(unpack_bits(blocks["qs"], 1, 1) == 1, np.float32(1), np.float32(-1))
-    return _column(blocks["d"]) * signs
+# A 7-bit sign code stands for 8 signs whose number of minuses is even.
+_EVEN_SIGNS = np.array([code | (code.bit_count() & 1) << 7 for code in range(128)], dtype=np.uint8)
 
 
-def _q2_0(blocks: Blocks) -> NDArray[np.float32]:
-    return _column(blocks["d"]) * (_float(unpack_bits(blocks["qs"], 2, 1)) - 1)
+@cache
+def grid(type: TensorType) -> FloatArray:
+    """Return float32[entries, 4 or 8], the vectors that codes of this type select."""
+    import gguf.quants  # imports for a quarter of a second, and few models need it
+
+    table = getattr(gguf.quants, type.name)
+    table.init_grid()
+    vectors: FloatArray = table.grid[0, 0].astype(np.float32)
+    vectors.flags.writeable = False
+    return vectors
 
 
-def _tq1_0(blocks: Blocks) -> NDArray[np.float32]:
-    def trits(packed: NDArray[np.uint8], count: int) -> NDArray[np.float32]:
-        """Multiplying by 3^n modulo 256 brings trit n to the top of the byte."""
-        powers = np.array([1, 3, 9, 27, 81], dtype=np.uint8)[:count, None]
-        rotated = (packed[:, None, :] * powers).reshape(len(packed), -1)
-        return _float(rotated.astype(np.uint16) * 3 >> 8) - 1
-
-    packed = blocks["qs"]
-    parts = [trits(packed[:, :32], 5), trits(packed[:, 32:], 5), trits(blocks["qh"], 4)]
-    return _column(blocks["d"]) * np.concatenate(parts, axis=1)
+def _signs(sign_bytes: NDArray[np.uint8]) -> FloatArray:
+    """Return float32[..., 8]: -1 where a bit of the byte is set, else 1."""
+    bits = sign_bytes[..., None] >> np.arange(8, dtype=np.uint8) & 1
+    return np.where(bits == 1, np.float32(-1), np.float32(1))
 
 
-def _tq2_0(blocks: Blocks) -> NDArray[np.float32]:
-    return _column(blocks["d"]) * (_float(unpack_bits(blocks["qs"], 2, 32)) - 1)
+def _even_signs(words: NDArray[np.uint32]) -> FloatArray:
+    """Expand the four 7-bit sign codes of each word: uint32[n, 8] gives float32[n, 8, 4, 8]."""
+    codes = words[..., None] >> np.array([0, 7, 14, 21], dtype=np.uint32) & 127
+    return _signs(_EVEN_SIGNS[codes])
 
 
-_DECODERS: dict[TensorType, Decoder] = {
-    TensorType.F32: _plain,
-    TensorType.F16: _plain,
-    TensorType.F64: _plain,
-    TensorType.I8: _plain,
-    TensorType.I16: _plain,
-    TensorType.I32: _plain,
-    TensorType.I64: _plain,
-    TensorType.BF16: _bf16,
-    TensorType.Q4_0: _q4_0,
-    TensorType.Q4_1: _q4_1,
-    TensorType.Q5_0: _q5_0,
-    TensorType.Q5_1: _q5_1,
-    TensorType.Q8_0: _q8_0,
-    TensorType.Q2_K: _q2_k,
-    TensorType.Q3_K: _q3_k,
-    TensorType.Q4_K: _q4_k,
-    TensorType.Q5_K: _q5_k,
-    TensorType.Q6_K: _q6_k,
-    TensorType.IQ4_NL: _iq4_nl,
-    TensorType.IQ4_XS: _iq4_xs,
-    TensorType.MXFP4: _mxfp4,
-    TensorType.NVFP4: _nvfp4,
-    TensorType.Q1_0: _q1_0,
-    TensorType.Q2_0: _q2_0,
-    TensorType.TQ1_0: _tq1_0,
-    TensorType.TQ2_0: _tq2_0,
-    **GRID_DECODERS,
+def _scaled(scale: FloatArray, vectors: FloatArray, signs: FloatArray) -> FloatArray:
+    """Multiply vectors and signs of a block by one scale per equal share of them."""
+    shape = (*scale.shape, -1)
+    return scale[..., None] * vectors.reshape(shape) * signs.reshape(shape)
+
+
+def _nibble_scale(blocks: Blocks) -> FloatArray:
+    nibbles = unpack_bits(blocks["scales"], 4, 1).astype(np.float32)
+    return _column(blocks["d"]) * (np.float32(0.5) + nibbles) * np.float32(0.25)
+
+
+def _iq2_xxs(blocks: Blocks) -> FloatArray:
+    words = blocks["qs"]
+    codes = np.ascontiguousarray(words[..., 0]).view(np.uint8)
+    top = (words[..., 1] >> 28).astype(np.float32)
+    scale = _column(blocks["d"]) * (np.float32(0.5) + top) * np.float32(0.25)
+    return _scaled(scale, grid(TensorType.IQ2_XXS)[codes], _even_signs(words[..., 1]))
+
+
+def _iq2_xs(blocks: Blocks) -> FloatArray:
+    words = blocks["qs"]
+    vectors = grid(TensorType.IQ2_XS)[words & 511]
+    return _scaled(_nibble_scale(blocks), vectors, _signs(_EVEN_SIGNS[words >> 9]))
+
+
+def _iq2_s(blocks: Blocks) -> FloatArray:
+    high = unpack_bits(blocks["qh"], 2, 1).astype(np.uint16)
+    vectors = grid(TensorType.IQ2_S)[blocks["qs"] | high << 8]
+    return _scaled(_nibble_scale(blocks), vectors, _signs(blocks["signs"]))
+
+
+def _iq3_xxs(blocks: Blocks) -> FloatArray:
+    top = (blocks["signs"] >> 28).astype(np.float32)
+    scale = _column(blocks["d"]) * (np.float32(0.5) + top) * np.float32(0.5)
+    return _scaled(scale, grid(TensorType.IQ3_XXS)[blocks["qs"]], _even_signs(blocks["signs"]))
+
+
+def _iq3_s(blocks: Blocks) -> FloatArray:
+    scale = _column(blocks["d"]) * (1 + 2 * unpack_bits(blocks["scales"], 4, 1)).astype(np.float32)
+    high = unpack_bits(blocks["qh"], 1, 1).astype(np.uint16)
+    vectors = grid(TensorType.IQ3_S)[blocks["qs"] | high << 8]
+    return _scaled(scale, vectors, _signs(blocks["signs"]))
+
+
+def _shifted(scale: FloatArray, codes: NDArray[np.uint16], is_minus: NDArray[np.bool_]) -> FloatArray:
+    """Decode IQ1 vectors, moved by -1/8 or +1/8: scale and is_minus divide the block equally."""
+    vectors = grid(TensorType.IQ1_S)[codes].reshape(*is_minus.shape, -1)
+    moved = vectors + np.where(is_minus, np.float32(-0.125), np.float32(0.125))[..., None]
+    return scale[..., None] * moved.reshape(*scale.shape, -1)
+
+
+def _iq1_s(blocks: Blocks) -> FloatArray:
+    words = blocks["qh"]
+    scale = _column(blocks["d"]) * (2 * (words >> 12 & 7) + 1).astype(np.float32)
+    high = (words[..., None] >> np.array([0, 3, 6, 9], dtype=np.uint16) & 7).reshape(len(blocks), -1)
+    return _shifted(scale, blocks["qs"] | high << 8, words >> 15 == 1)
+
+
+def _iq1_m(blocks: Blocks) -> FloatArray:
+    words = blocks["scales"]
+    # The four top nibbles together are the float16 scale of the block, lowest nibble first.
+    nibbles = words >> 12 << np.array([0, 4, 8, 12], dtype=np.uint16)
+    d = np.bitwise_or.reduce(nibbles, axis=1, keepdims=True).view(np.float16).astype(np.float32)
+    codes = (words[..., None] >> np.array([0, 3, 6, 9], dtype=np.uint16) & 7).reshape(len(words), -1)
+    high = unpack_bits(blocks["qh"], 4, 1)
+    indices = blocks["qs"] | (high & 7).astype(np.uint16) << 8
+    return _shifted(d * (2 * codes + 1).astype(np.float32), indices, high >> 3 == 1)
+
+
+_GRID_DECODERS: dict[TensorType, Callable[[Blocks], FloatArray]] = {
+    TensorType.IQ2_XXS: _iq2_xxs,
+    TensorType.IQ2_XS: _iq2_xs,
+    TensorType.IQ2_S: _iq2_s,
+    TensorType.IQ3_XXS: _iq3_xxs,
+    TensorType.IQ3_S: _iq3_s,
+    TensorType.IQ1_S: _iq1_s,
+    TensorType.IQ1_M: _iq1_m,
 }

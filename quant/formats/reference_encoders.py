@@ -1,36 +1,64 @@
 """The NumPy oracle of the encoders: the bytes ggml's quantizer writes, with and without importance.
 
 Without importance the types of 32 columns (but IQ4_NL) take a grid from the extremes of each block and round to it. The
-others, and all of them with importance, search for the grid (`reference_fits`). Slow on purpose: kernels are tested
-against it.
+others, and all of them with importance, search for the grid (`reference_fits`). Types of 256 columns fit every group of
+a block by itself, then fit the groups' scales to the few bits they get, and round the codes once more with the scales
+as a reader will decode them; a group whose scale decodes to 0 keeps the codes of its own fit. Slow on purpose: kernels
+are tested against it.
 Source: the reference encoders of the ggml repository (ggml-quants.c).
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import RequestError, ShapeError, UnsupportedFormatError
+from localinfer.quant.formats.packing import pack_bits, pack_codes, pack_k_scales
 from localinfer.quant.formats.reference_fits import (
     Values,
+    divide,
     extremes,
     fit_iq4,
     fit_minimum,
     fit_symmetric,
+    fit_unsigned,
     largest_magnitude,
     nearest_iq4,
     ordered_sum,
+    refine_symmetric,
+    whole,
 )
-from localinfer.quant.formats.reference_k_encoders import K_ENCODERS
-from localinfer.quant.formats.types import TensorType, block_dtype, block_size, row_bytes
-from localinfer.quant.formats.unpacking import pack_bits
+from localinfer.quant.formats.types import TensorType as T
+from localinfer.quant.formats.types import block_dtype, block_size, row_bytes
 
 Fields = dict[str, NDArray[Any]]
 
+_SYMMETRIC = {T.Q4_0: 8, T.Q5_0: 16}
+"""Types of d * (code - limit), by the limit."""
+_WITH_MINIMUM = {T.Q4_1: 15, T.Q5_1: 31}
+"""Types of d * code + m, by the highest code."""
 
-def quantize(values: Values, type: TensorType, importance: Values | None = None) -> NDArray[np.uint8]:
+
+class _KType(NamedTuple):
+    """A type of 256 columns with scales and minimums, and how it is searched without importance."""
+
+    num_groups: int
+    highest_code: int
+    highest_scale: int
+    search: tuple[float, float, int]
+
+
+_K_WITH_MINIMUM = {
+    T.Q2_K: _KType(16, 3, 15, (-0.5, 0.1, 15)),
+    T.Q4_K: _KType(8, 15, 63, (-1, 0.1, 20)),
+    T.Q5_K: _KType(8, 31, 63, (-0.5, 0.1, 15)),
+}
+_SEARCH_BY_IMPORTANCE = (-0.9, 0.05, 36)
+
+
+def quantize(values: Values, type: T, importance: Values | None = None) -> NDArray[np.uint8]:
     """Encode rows as blocks of a type.
 
     importance: how much the square of an error in each column weighs (the mean square of what the column is multiplied
@@ -64,16 +92,29 @@ def quantize(values: Values, type: TensorType, importance: Values | None = None)
     return blocks.view(np.uint8).reshape(*values.shape[:-1], num_bytes)
 
 
-def _encode(rows: Values, importance: Values | None, type: TensorType, columns: int) -> Fields:
-    if type in K_ENCODERS:
-        return K_ENCODERS[type](rows, importance)
-    if type is TensorType.IQ4_NL:
-        return _iq4_nl(rows, importance)
-    if importance is None or type not in _SEARCHING:
+def _encode(rows: Values, importance: Values | None, type: T, columns: int) -> Fields:
+    if type in _PLAIN:
         return _PLAIN[type](rows)
-    per_row = ordered_sum((rows * rows).reshape(-1, columns)) / np.float32(columns)
-    mean_square = np.repeat(per_row, columns // block_size(type))[:, None]
-    return _SEARCHING[type](rows, importance * np.sqrt(mean_square + rows * rows))
+    if type in _K_WITH_MINIMUM:
+        return _k_with_minimum(rows, importance, type)
+    if type in _SEARCHING:
+        return _SEARCHING[type](rows, importance)
+    weights = None
+    if importance is not None:
+        per_row = ordered_sum((rows * rows).reshape(-1, columns)) / np.float32(columns)
+        mean_square = np.repeat(per_row, columns // block_size(type))[:, None]
+        weights = importance * np.sqrt(mean_square + rows * rows)
+    if type in _SYMMETRIC:
+        limit = _SYMMETRIC[type]
+        scale, codes = _signed_extreme(rows, limit) if weights is None else fit_symmetric(rows, weights, limit)
+        return {"d": scale, **pack_codes(codes, type)}
+    levels = _WITH_MINIMUM[type]
+    if weights is None:
+        scale, minimum, codes = _extremes(rows, levels)
+    else:
+        scale, minus_minimum, codes = fit_minimum(rows, weights, levels, *_SEARCH_BY_IMPORTANCE)
+        minimum = -minus_minimum
+    return {"d": scale, "m": minimum, **pack_codes(codes, type)}
 
 
 def _spread(importance: Values, values: Values) -> Values:
@@ -95,14 +136,6 @@ def _inverse(scale: Values) -> Values:
     """Return 1 / scale, and 0 where that would overflow: such a block rounds to zeros."""
     is_normal = np.abs(scale) >= np.finfo(np.float32).tiny
     return np.divide(1, scale, out=np.zeros_like(scale), where=is_normal)
-
-
-def _f32(values: Values) -> Fields:
-    return {"value": values}
-
-
-def _f16(values: Values) -> Fields:
-    return {"value": values.astype(np.float16)}
 
 
 def _bf16(values: Values) -> Fields:
@@ -141,54 +174,130 @@ def _extremes(values: Values, levels: int) -> tuple[Values, Values, Values]:
     return d, minimum, codes.clip(0, levels)
 
 
-def _searched_minimum(values: Values, weights: Values, levels: int) -> tuple[Values, Values, Values]:
-    scale, minus_minimum, codes = fit_minimum(values, weights, levels, -0.9, 0.05, 36)
-    return scale, -minus_minimum, codes
-
-
 def _iq4_nl(values: Values, importance: Values | None) -> Fields:
     weights = squares = values * values
     if importance is not None:
         weights = importance * np.sqrt(ordered_sum(squares)[:, None] * np.float32(2 / 32) + squares)
     scale = fit_iq4(values, weights)[:, None]
-    return _four_bits(scale, nearest_iq4(_inverse(scale) * values))
+    return {"d": scale, **pack_codes(nearest_iq4(_inverse(scale) * values), T.IQ4_NL)}
 
 
-def _four_bits(scale: Values, codes: NDArray[Any]) -> Fields:
-    return {"d": scale, "qs": pack_bits(codes, 4, 16)}
+def _half(values: Values) -> Values:
+    """Round to float16, as the file stores it."""
+    return values.astype(np.float16).astype(np.float32)
 
 
-def _five_bits(scale: Values, codes: NDArray[Any]) -> Fields:
-    bits = codes.astype(np.uint8)
-    return {"d": scale, "qh": pack_bits(bits >> 4, 1, 1), "qs": pack_bits(bits & 15, 4, 16)}
+def _importance_weights(values: Values, importance: Values, factor: int) -> Values:
+    """importance * sqrt(factor * mean square of the block + value^2). Shapes: all float32[blocks, 256]."""
+    squares = values * values
+    mean_square = np.float32(factor) * ordered_sum(squares) / np.float32(256)
+    return importance * np.sqrt(mean_square[:, None] + squares)
 
 
-def _four_bits_and_minimum(scale: Values, minimum: Values, codes: Values) -> Fields:
-    return {"m": minimum, **_four_bits(scale, codes)}
+def _round_codes(values: Values, scale: Values, codes: Values, lowest: int, highest: int) -> Values:
+    """Codes from 0 of values over scales; where the scale is 0, the codes given.
+
+    Shapes: values float32[blocks, groups, n], codes as many; scale float32[blocks, groups]; result float32[blocks, 256]
+    """
+    scale = scale[:, :, None]
+    rounded = whole(divide(values, np.broadcast_to(scale, values.shape)), lowest, highest) - np.float32(lowest)
+    return np.where(scale != 0, rounded, codes.reshape(values.shape)).reshape(len(values), 256)
 
 
-def _five_bits_and_minimum(scale: Values, minimum: Values, codes: Values) -> Fields:
-    return {"m": minimum, **_five_bits(scale, codes)}
+def _share(values: Values, levels: int) -> tuple[Values, Values]:
+    """Whole multiples of 1 / levels of a block's largest; return that fraction and the multiples."""
+    largest = np.maximum(values.max(axis=1), np.float32(0))
+    inverse = divide(np.float32(levels), largest)
+    return largest / np.float32(levels), whole(inverse[:, None] * values, 0, levels)
 
 
-_PLAIN: dict[TensorType, Callable[[Values], Fields]] = {
-    TensorType.F32: _f32,
-    TensorType.F16: _f16,
-    TensorType.BF16: _bf16,
-    TensorType.Q8_0: _q8_0,
-    TensorType.Q4_0: lambda values: _four_bits(*_signed_extreme(values, 8)),
-    TensorType.Q4_1: lambda values: _four_bits_and_minimum(*_extremes(values, 15)),
-    TensorType.Q5_0: lambda values: _five_bits(*_signed_extreme(values, 16)),
-    TensorType.Q5_1: lambda values: _five_bits_and_minimum(*_extremes(values, 31)),
+def _k_with_minimum(values: Values, importance: Values | None, type: T) -> Fields:
+    num_groups, highest, most, search = _K_WITH_MINIMUM[type]
+    is_q2 = type is T.Q2_K
+    grouped = values.reshape(len(values), num_groups, -1)
+    if importance is not None:
+        weights = _importance_weights(values, importance, 1 if is_q2 else 2).reshape(grouped.shape)
+        search = _SEARCH_BY_IMPORTANCE
+    elif is_q2:
+        weights = np.abs(grouped)
+    else:
+        weights = np.sqrt(ordered_sum(grouped * grouped) / np.float32(32))[:, :, None] + np.abs(grouped)
+    size, shape = grouped.shape[2], grouped.shape[:2]
+    scale, minimum, codes = fit_minimum(
+        values.reshape(-1, size), weights.reshape(-1, size), highest, *search, absolute=is_q2 and importance is None
+    )
+    scale, minimum = scale.reshape(shape), minimum.reshape(shape)
+    if importance is None:
+        (d, scales), (dmin, minimums) = _share(scale, most), _share(minimum, most)
+    else:
+        sums = ordered_sum(weights)
+        (d, scales), (dmin, minimums) = fit_unsigned(scale, sums, most), fit_unsigned(minimum, sums, most)
+    decoded_minimum = (_half(dmin)[:, None] * minimums)[:, :, None]
+    codes = _round_codes(grouped + decoded_minimum, _half(d)[:, None] * scales, codes, 0, highest)
+    bits = scales.astype(np.uint8), minimums.astype(np.uint8)
+    packed = bits[0] | bits[1] << 4 if is_q2 else pack_k_scales(*bits)
+    return {"d": d, "dmin": dmin, "scales": packed, **pack_codes(codes, type)}
+
+
+def _q3_k(values: Values, importance: Values | None) -> Fields:
+    groups = values.reshape(-1, 16)
+    if importance is None:
+        scale, codes = refine_symmetric(groups, 4)
+        scale = scale.reshape(-1, 16)
+        largest = largest_magnitude(scale)[:, None]
+        inverse = divide(np.float32(-32), largest)
+        d = divide(np.float32(1), inverse)[:, 0]
+        scales = np.where(largest != 0, whole(inverse * scale, -32, 31) + np.float32(32), np.float32(0))
+    else:
+        weights = _importance_weights(values, importance, 2).reshape(-1, 16)
+        scale, codes = fit_symmetric(groups, weights, 4)
+        d, scales = fit_symmetric(scale.reshape(-1, 16), ordered_sum(weights.reshape(-1, 16, 16)), 32)
+    codes = _round_codes(values.reshape(-1, 16, 16), _half(d)[:, None] * (scales - np.float32(32)), codes, -4, 3)
+    bits = scales.astype(np.uint8)
+    packed = np.concatenate([pack_bits(bits & 15, 4, 8), pack_bits(bits >> 4, 2, 4)], axis=1)
+    return {"d": d, "scales": packed, **pack_codes(codes, T.Q3_K)}
+
+
+def _q6_k(values: Values, importance: Values | None) -> Fields:
+    weights = values * values if importance is None else importance
+    scale, codes = fit_symmetric(values.reshape(-1, 16), weights.reshape(-1, 16), 32)
+    scale = scale.reshape(-1, 16)
+    largest = largest_magnitude(scale)[:, None]
+    is_zero = np.abs(largest) < np.float32(1e-15)
+    inverse = np.where(is_zero, np.float32(0), divide(np.float32(-128), largest))
+    d = divide(np.float32(1), inverse)
+    scales = whole(inverse * scale, -128, 127)
+    codes = _round_codes(values.reshape(-1, 16, 16), _half(d) * scales, codes, -32, 31)
+    codes = np.where(is_zero, np.float32(0), codes)
+    return {"d": d, "scales": scales.astype(np.int8), **pack_codes(codes, T.Q6_K)}
+
+
+def _iq4_xs(values: Values, importance: Values | None) -> Fields:
+    weights = values * values if importance is None else _importance_weights(values, importance, 2)
+    scale = fit_iq4(values.reshape(-1, 32), weights.reshape(-1, 32)).reshape(-1, 8)
+    d = -largest_magnitude(scale)[:, None] / np.float32(32)
+    scales = whole(divide(np.float32(1), d) * scale, -32, 31)
+    inverse = divide(np.float32(1), d * scales)
+    codes = nearest_iq4(inverse[:, :, None] * values.reshape(-1, 8, 32)).reshape(-1, 256)
+    bits = (scales + np.float32(32)).astype(np.uint8)
+    low, high = pack_bits(bits & 15, 4, 1), pack_bits(bits >> 4, 2, 1).view("<u2")
+    return {"d": d, "scales_l": low, "scales_h": high, **pack_codes(codes, T.IQ4_XS)}
+
+
+_PLAIN: dict[T, Callable[[Values], Fields]] = {
+    T.F32: lambda values: {"value": values},
+    T.F16: lambda values: {"value": values.astype(np.float16)},
+    T.BF16: _bf16,
+    T.Q8_0: _q8_0,
+}
+"""What importance does not change."""
+
+_SEARCHING: dict[T, Callable[[Values, Values | None], Fields]] = {
+    T.IQ4_NL: _iq4_nl,
+    T.Q3_K: _q3_k,
+    T.Q6_K: _q6_k,
+    T.IQ4_XS: _iq4_xs,
 }
 
-_SEARCHING: dict[TensorType, Callable[[Values, Values], Fields]] = {
-    TensorType.Q4_0: lambda values, weights: _four_bits(*fit_symmetric(values, weights, 8)),
-    TensorType.Q4_1: lambda values, weights: _four_bits_and_minimum(*_searched_minimum(values, weights, 15)),
-    TensorType.Q5_0: lambda values, weights: _five_bits(*fit_symmetric(values, weights, 16)),
-    TensorType.Q5_1: lambda values, weights: _five_bits_and_minimum(*_searched_minimum(values, weights, 31)),
-}
-"""What importance turns the plain encoders of 32 columns into."""
-
-ENCODABLE_TYPES = (*_PLAIN, TensorType.IQ4_NL, *K_ENCODERS)
+ENCODABLE_TYPES = tuple(sorted((*_PLAIN, *_SYMMETRIC, *_WITH_MINIMUM, *_K_WITH_MINIMUM, *_SEARCHING)))
 """Every type `quantize` writes."""

@@ -12,7 +12,7 @@ from localinfer.quant.formats.encoding import encode
 from localinfer.quant.formats.reference import dequantize
 from localinfer.quant.formats.types import TensorType, row_bytes
 from localinfer.quant.methods.gptq import quantize_with_feedback
-from localinfer.quant.methods.grids import GRID_TYPES
+from localinfer.quant.methods.grids import LEVEL_RANGES
 from localinfer.quant.methods.hessian import Factor, factor, shifted
 from localinfer.quant.methods.hooks import LinearProduct, MatrixPart
 from localinfer.quant.methods.presets import TypeChoice
@@ -99,10 +99,10 @@ class RoundingVisitor:
             target = shifted(target, correlation, found, self._workers)
         importance = np.einsum("tk,tk->k", x, x) / np.float32(max(1, len(x))) if len(x) else None
         try:
-            blocks = encode(self._pool, target, type, importance if type in GRID_TYPES else None)
+            blocks = encode(self._pool, target, type, importance if type in LEVEL_RANGES else None)
         except RequestError as error:
             raise RequestError(f"{matrix.tensor}: {error}") from error
-        if found is not None and type in GRID_TYPES:
+        if found is not None and type in LEVEL_RANGES:
             blocks, decoded, _ = quantize_with_feedback(target, blocks, type, found, self._workers)
         else:
             decoded = dequantize(blocks, type, target.shape)

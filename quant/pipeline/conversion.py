@@ -6,19 +6,24 @@ none does, to Q8_0, whose rounding lies far below what the type itself lost.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.errors import CorruptFileError, RequestError, ShapeError, UnsupportedFormatError
+from localinfer.errors import CorruptFileError, RequestError
 from localinfer.kernels.layouts import GGUF_LAYOUTS, Layout
-from localinfer.quant.formats.reference import E2M1_VALUES, IQ4_VALUES, dequantize, quantize
-from localinfer.quant.formats.types import TensorType, bits_per_weight, block_dtype, block_size, row_bytes
-from localinfer.quant.formats.unpacking import pack_bits, unpack_bits
+from localinfer.quant.formats.packing import Blocks, pack_codes, unpack_codes, unpack_signed_scales
+from localinfer.quant.formats.reference import (
+    activation_type,
+    dequantize,
+    group_scales,
+    levels_of,
+    quantize,
+    tensor_blocks,
+)
+from localinfer.quant.formats.types import TensorType, bits_per_weight, block_dtype, block_size
 
-Blocks = NDArray[Any]
 Fields = dict[str, NDArray[Any]]
 
 WEIGHTS_PER_CHUNK = 1 << 20
@@ -74,16 +79,9 @@ def convert(
     Raises: ShapeError if the bytes do not fit the shape, CorruptFileError if a weight to be rounded is not finite,
         UnsupportedFormatError for the types that only hold activations.
     """
-    num_bytes = prod(shape[:-1]) * row_bytes(type, shape[-1])
-    if data.dtype != np.uint8 or data.size != num_bytes:
-        raise ShapeError(
-            f"got {data.dtype}[{data.size}] for a {type.name} tensor of shape {list(shape)}; "
-            f"wanted uint8[{num_bytes}]: pass the tensor's bytes as they are in the file"
-        )
-    raw = np.ascontiguousarray(data).reshape(-1)
+    blocks = tensor_blocks(data, type, shape)
     if type in _DIRECT:
-        return _DIRECT[type], raw
-    blocks = raw.view(block_dtype(type))
+        return _DIRECT[type], blocks.view(np.uint8)
     conversion = _conversion(type)
     if type is TensorType.MXFP4 and not _scales_fit(blocks):
         conversion = _WIDE_MXFP4
@@ -104,31 +102,21 @@ def convert(
 
 
 def _conversion(type: TensorType) -> _Conversion:
-    found = _CONVERSIONS.get(type)
-    if found is None:
-        raise UnsupportedFormatError(
-            f"{type.name} only ever holds activations; wanted a weight type such as Q8_0: convert the model again"
-        )
-    return found
+    if type not in _CONVERSIONS:
+        raise activation_type(type)
+    return _CONVERSIONS[type]
 
 
-def _iq4_nl(blocks: Blocks, type: TensorType) -> Fields:
-    return {"d": blocks["d"], "qs": IQ4_VALUES[unpack_bits(blocks["qs"], 4, 16)].astype(np.int8)}
-
-
-def _iq4_xs(blocks: Blocks, type: TensorType) -> Fields:
-    high = blocks["scales_h"][:, None] >> np.arange(0, 16, 2, dtype=np.uint16) & 3
-    scales = (unpack_bits(blocks["scales_l"], 4, 1) | high.astype(np.uint8) << 4).astype(np.float32) - 32
-    d = blocks["d"].astype(np.float32)[:, None] * scales
-    return {"d": d.astype(np.float16), "qs": IQ4_VALUES[unpack_bits(blocks["qs"], 4, 16)].astype(np.int8)}
+def _iq4(blocks: Blocks, type: TensorType) -> Fields:
+    d = blocks["d"] if type is TensorType.IQ4_NL else group_scales(blocks, type)[0].astype(np.float16)
+    return {"d": d, **pack_codes(levels_of(blocks, type), TensorType.Q8_0)}
 
 
 def _mxfp4(blocks: Blocks, type: TensorType) -> Fields:
     """Doubled E2M1 codes reach from -12 to 12, inside Q5_0's -16 to 15; their scale is halved to match."""
-    d = np.ldexp(np.float32(1), blocks["e"].astype(np.int32) - 128)
-    codes = (E2M1_VALUES[unpack_bits(blocks["qs"], 4, 16)] + 16).astype(np.uint8)
-    d = np.where((codes == 16).all(axis=1), np.float32(0), d)
-    return {"d": d.astype(np.float16), "qh": pack_bits(codes >> 4, 1, 1), "qs": pack_bits(codes & 15, 4, 16)}
+    levels, (scale, _) = levels_of(blocks, type), group_scales(blocks, type)
+    d = np.where((levels == 0).all(axis=1), np.float32(0), scale[:, 0])
+    return {"d": d.astype(np.float16), **pack_codes(levels + 16, TensorType.Q5_0)}
 
 
 def _scales_fit(blocks: Blocks) -> bool:
@@ -149,25 +137,15 @@ def _bf16(blocks: Blocks, type: TensorType) -> Fields:
 
 
 def _few_codes(blocks: Blocks, type: TensorType) -> Fields:
-    """Types of d times -1, 0, 1 or 2: the codes are what the type decodes to with a scale of 1."""
-    units = blocks.copy()
-    units["d"] = 1
-    codes = dequantize(units.view(np.uint8), type, (len(blocks), block_size(type))).reshape(-1, 32)
+    """Types of d times -1, 0, 1 or 2."""
     d = np.repeat(blocks["d"], block_size(type) // 32)
-    return {"d": d, "qs": pack_bits((codes + 8).astype(np.uint8), 4, 16)}
+    return {"d": d, **pack_codes(levels_of(blocks, type).reshape(-1, 32) + 8, TensorType.Q4_0)}
 
 
 def _q3_k(blocks: Blocks, type: TensorType) -> Fields:
-    packed = blocks["scales"]
-    scales = unpack_bits(packed[:, :8], 4, 8) | unpack_bits(packed[:, 8:], 2, 4) << 4
-    # Three bits with offset 4 (the mask holds the third); Q6_K's offset is 32.
-    codes = (unpack_bits(blocks["qs"], 2, 32) | unpack_bits(blocks["hmask"], 1, 32) << 2) + np.uint8(28)
-    return {
-        "d": blocks["d"],
-        "scales": scales.astype(np.int8) - np.int8(32),
-        "ql": pack_bits(codes & 15, 4, 64),
-        "qh": pack_bits(codes >> 4, 2, 32),
-    }
+    """Codes have the offset 4 here, and 32 there."""
+    scales = unpack_signed_scales(blocks, type).astype(np.int8) - np.int8(32)
+    return {"d": blocks["d"], "scales": scales, **pack_codes(unpack_codes(blocks, type) + 28, TensorType.Q6_K)}
 
 
 def _plain(blocks: Blocks, type: TensorType) -> Fields:
@@ -193,8 +171,8 @@ _ROUNDED = "weights are rounded, by 0.5 % of a block's largest at most"
 
 _WIDE_MXFP4 = _Conversion(Layout.BF16, _bf16, _EXACT)
 _CONVERSIONS: dict[TensorType, _Conversion] = {
-    TensorType.IQ4_NL: _Conversion(Layout.Q8_0, _iq4_nl, _EXACT),
-    TensorType.IQ4_XS: _Conversion(Layout.Q8_0, _iq4_xs, _ROUNDED_SCALES),
+    TensorType.IQ4_NL: _Conversion(Layout.Q8_0, _iq4, _EXACT),
+    TensorType.IQ4_XS: _Conversion(Layout.Q8_0, _iq4, _ROUNDED_SCALES),
     TensorType.MXFP4: _Conversion(Layout.Q5_0, _mxfp4, _EXACT),
     TensorType.Q3_K: _Conversion(Layout.Q6_K, _q3_k, _EXACT),
     **{

@@ -9,6 +9,7 @@ from localinfer.quant.methods.gptq import quantize_with_feedback, round_with_fee
 from localinfer.quant.methods.grids import read_grid
 from localinfer.quant.methods.hessian import DAMPING, SHIFT, Factor, factor, row_losses, shifted
 from localinfer.quant.methods.workers import Workers
+from tests.quant.methods.grid_oracle import nearest
 
 
 def activations(generator: np.random.Generator, tokens: int, columns: int) -> np.ndarray:
@@ -36,7 +37,7 @@ def textbook(target: np.ndarray, grid_of: np.ndarray, type: TensorType, found: F
     work, result = target.astype(np.float64)[:, found.order], np.empty_like(target)
     for i, column in enumerate(found.order):
         value = work[:, i].astype(np.float32)
-        _, decoded = grid.nearest(value, column // grid.group_size, rows)
+        _, decoded = nearest(grid, value, column // grid.group_size, rows)
         result[:, column] = decoded
         error = (work[:, i] - decoded) / factor_of_inverse[i, i]
         work[:, i:] -= error[:, None] * factor_of_inverse[i, i:]

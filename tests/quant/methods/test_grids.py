@@ -5,7 +5,8 @@ import pytest
 
 from localinfer.quant.formats.reference import dequantize, quantize
 from localinfer.quant.formats.types import TensorType
-from localinfer.quant.methods.grids import GRID_TYPES, levels_of, read_grid, with_levels
+from localinfer.quant.methods.grids import LEVEL_RANGES, read_grid, with_levels
+from tests.quant.methods.grid_oracle import levels_of, nearest
 
 
 def encoded(type: TensorType, seed: int = 1) -> np.ndarray:
@@ -15,7 +16,7 @@ def encoded(type: TensorType, seed: int = 1) -> np.ndarray:
     return quantize(values, type, np.ones(512, np.float32))
 
 
-@pytest.mark.parametrize("type", GRID_TYPES)
+@pytest.mark.parametrize("type", LEVEL_RANGES)
 def test_levels_come_back(type: TensorType) -> None:
     blocks = encoded(type)
     levels = levels_of(blocks, type)
@@ -26,13 +27,13 @@ def test_levels_come_back(type: TensorType) -> None:
     np.testing.assert_array_equal(read_grid(changed, type).scale, read_grid(blocks, type).scale)
 
 
-@pytest.mark.parametrize("type", GRID_TYPES)
+@pytest.mark.parametrize("type", LEVEL_RANGES)
 def test_the_nearest_level_decodes_as_the_reference_does(type: TensorType) -> None:
     blocks = encoded(type)
     wanted = dequantize(blocks, type, (5, 512))
     grid = read_grid(blocks, type)
     for column in (0, 17, 255, 256, 511):
-        levels, decoded = grid.nearest(wanted[:, column], column // grid.group_size, slice(0, 5))
+        levels, decoded = nearest(grid, wanted[:, column], column // grid.group_size, slice(0, 5))
         np.testing.assert_array_equal(decoded, wanted[:, column])
         is_zero = grid.scale[column // grid.group_size] == 0
         np.testing.assert_array_equal(levels[~is_zero], levels_of(blocks, type)[~is_zero, column])
