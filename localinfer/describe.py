@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from localinfer.quant.checkpoint.model_file import TensorRecord
-from localinfer.quant.formats.types import bits_per_weight
+from localinfer.quant.formats.types import TensorRecord, bits_per_weight
 from localinfer.quant.gguf.reader import GGUFFile, Metadata, read_gguf
 from localinfer.terminal import neutralise_controls
 

@@ -12,9 +12,9 @@ from localinfer.kernels.ops import FloatArray
 from localinfer.kernels.program import Batch, Segment
 from localinfer.models.decoder.decoder import write_decoder
 from localinfer.quant.formats.reference import dequantize, quantize
-from localinfer.quant.formats.types import TensorType, block_bytes, block_dtype, block_size
+from localinfer.quant.formats.types import TensorRecord, TensorType, block_bytes, block_dtype, block_size
 from localinfer.quant.gguf.reader import GGUFFile
-from localinfer.quant.gguf.writer import EncodedValue, GGUFWriter, TensorSpec, copy_values, encode_value
+from localinfer.quant.gguf.writer import EncodedValue, GGUFWriter, copy_values, encode_value
 from localinfer.quant.pipeline.conversion import convert, layout_of
 from tests.models.arch_models import read_config
 from tests.oracle import NumpyProgram, NumpyWeights
@@ -194,7 +194,7 @@ def read_model(file: GGUFFile) -> TypedModel:
 
 
 def _write_file(path: Path, metadata: dict[str, EncodedValue], weights: dict[str, Weight]) -> Path:
-    specs = [TensorSpec(name, weight.type, weight.shape) for name, weight in weights.items()]
+    specs = [TensorRecord(name, weight.type, weight.shape) for name, weight in weights.items()]
     with GGUFWriter(path, metadata, specs) as writer:
         for weight in weights.values():
             writer.write(weight.blocks)

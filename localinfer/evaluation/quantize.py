@@ -27,8 +27,7 @@ from localinfer.models.load.loader import open_model_file, read_tokenizer
 from localinfer.models.load.threads import available_threads, checked_threads
 from localinfer.quant.checkpoint.model_file import ModelFile
 from localinfer.quant.formats.types import bits_per_weight
-from localinfer.quant.methods.imatrix import Importance, read_imatrix, write_imatrix
-from localinfer.quant.methods.importance import ImportanceVisitor
+from localinfer.quant.methods.imatrix import Importance, ImportanceVisitor, read_imatrix, write_imatrix
 from localinfer.quant.methods.presets import ModelFacts, Preset, TypeChoice, choose_types, find_preset
 from localinfer.quant.methods.workers import Workers
 from localinfer.quant.pipeline.partial_results import PartialResults

@@ -9,15 +9,14 @@ from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.models.calibration.run import CalibrationState, calibrate
 from localinfer.models.calibration.scales import GroupScales, choose_scales, fold
 from localinfer.models.calibration.weights import embedding_rows
-from localinfer.quant.checkpoint.model_file import ModelFile, TensorRecord
+from localinfer.quant.checkpoint.model_file import ModelFile
 from localinfer.quant.formats.encoding import encode
 from localinfer.quant.formats.reference import dequantize
-from localinfer.quant.formats.types import TensorType
-from localinfer.quant.methods.awq import Rounding
+from localinfer.quant.formats.types import TensorRecord, TensorType
+from localinfer.quant.methods.awq import Rounding, ScaledModel
+from localinfer.quant.methods.gptq import PreparedTensor, RoundingVisitor
 from localinfer.quant.methods.grids import LEVEL_RANGES
 from localinfer.quant.methods.presets import TypeChoice, is_quantized
-from localinfer.quant.methods.rounding_visitor import PreparedTensor, RoundingVisitor
-from localinfer.quant.methods.scaled_model import ScaledModel
 from localinfer.quant.methods.workers import Workers
 from localinfer.quant.pipeline.partial_results import PartialResults
 from localinfer.types import FloatArray, ProgressCallback

@@ -19,7 +19,7 @@ from localinfer.kernels.ops import Activation, Buffer, FloatArray, LinearWeight
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import write_decoder
 from localinfer.models.decoder.shape_weights import ShapeWeights
-from localinfer.quant.methods.scaled_model import TensorFactors
+from localinfer.quant.methods.awq import TensorFactors
 
 
 @dataclass(frozen=True)

@@ -23,13 +23,13 @@ from localinfer.quant.methods.awq import (
     LEAST_GAIN,
     ChannelSizes,
     ReadingMatrix,
+    ScaledModel,
     ScaleSearch,
     channel_sizes,
     round_activations,
     search_scales,
 )
 from localinfer.quant.methods.hooks import LinearProduct, ProductVisitor
-from localinfer.quant.methods.scaled_model import ScaledModel
 from localinfer.quant.methods.workers import Workers
 from localinfer.types import FloatArray, ProgressCallback
 
@@ -88,7 +88,7 @@ def choose_scales(
             progress("choosing scales", layer, run.num_layers)
         given = hidden[-judging.size :]
         (hidden,) = run.layer(layer, [hidden])
-        search = _LayerSearch(judged, trial, shapes, layer, given, hidden[-judging.size :], is_thorough)
+        search = _LayerSearch(judged, trial, shapes, layer, given, hidden[-judging.size :])
         found = search.choose([group for group in groups if _layer_of(group) == layer], seen)
         if final is not None and found:
             before, after = (
@@ -195,10 +195,9 @@ class _LayerSearch:
         layer: int,
         given: FloatArray,
         wanted: FloatArray,
-        is_thorough: bool,
     ) -> None:
         self._run, self._weights, self._shapes, self._layer = run, weights, shapes, layer
-        self._given, self._wanted, self._is_thorough = given, wanted, is_thorough
+        self._given, self._wanted = given, wanted
 
     def choose(self, groups: Sequence[ScaleGroup], seen: _SeenGroups) -> list[GroupScales]:
         """Choose scales group after group, each with those before it in place."""

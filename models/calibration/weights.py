@@ -11,8 +11,7 @@ from localinfer.quant.checkpoint.model_file import ModelFile, read_stretch
 from localinfer.quant.formats.encoding import as_float32, source_rows
 from localinfer.quant.formats.reference import dequantize
 from localinfer.quant.formats.types import row_bytes
-from localinfer.quant.methods.awq import Rounding
-from localinfer.quant.methods.scaled_model import TensorFactors
+from localinfer.quant.methods.awq import Rounding, TensorFactors
 
 RoundingOf = Callable[[str], Rounding | None]
 """How the type that a tensor gets rounds it; None for tensors that are not rounded."""

@@ -9,8 +9,6 @@ import json
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +21,10 @@ from localinfer.models.checkpoint.hyperparameters import read_hyperparameters
 from localinfer.models.checkpoint.tensor_plan import PlannedTensor, plan_tensors
 from localinfer.models.checkpoint.tokenizer_json import read_tokenizer
 from localinfer.quant.checkpoint.folder import CheckpointFolder, open_folder
-from localinfer.quant.checkpoint.grouped import GroupedMatrix, common_type
+from localinfer.quant.checkpoint.groups import GroupedMatrix, common_type
 from localinfer.quant.checkpoint.quantization import open_quantization, quantization_settings
 from localinfer.quant.formats.reference import dequantize
-from localinfer.quant.formats.types import TensorType, row_bytes
+from localinfer.quant.formats.types import TensorRecord, TensorType
 from localinfer.quant.gguf.mapped_file import FileStretch
 from localinfer.quant.gguf.metadata import SingleValue
 
@@ -34,16 +32,6 @@ logger = logging.getLogger(__name__)
 
 _TYPES = {"F16": TensorType.F16, "BF16": TensorType.BF16, "F32": TensorType.F32}
 _WAY_OUT = "Download the folder again or choose another copy of the model."
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointTensor:
-    """One tensor as GGUF would have it: `shape` rows first, `num_bytes` those of its blocks."""
-
-    name: str
-    type: TensorType
-    shape: tuple[int, ...]
-    num_bytes: int
 
 
 class ReplacedMetadata(dict[str, object]):
@@ -65,7 +53,7 @@ class CheckpointModel(Closing):
     paths: tuple[Path, ...]
     num_bytes: int
     metadata: Mapping[str, object]
-    tensors: dict[str, CheckpointTensor]
+    tensors: dict[str, TensorRecord]
     tokenizer_error: TokenizerError | None = None
     unknown_settings: tuple[str, ...]
     """Settings of config.json that may change results and that nothing here obeys."""
@@ -94,13 +82,13 @@ class CheckpointModel(Closing):
         self.metadata = parameters.metadata | quantization | self._read_tokenizer()
         self.tensors = {name: self._record(planned) for name, planned in self._plan.items()}
         for name, values in self._made.items():
-            self.tensors[name] = CheckpointTensor(name, TensorType.F32, values.shape, values.nbytes)
+            self.tensors[name] = TensorRecord(name, TensorType.F32, values.shape)
 
     def replace_metadata(self, values: Mapping[str, SingleValue]) -> None:
         """Go on as if the folder said so; it is left as it is."""
         self.metadata = ReplacedMetadata(self.metadata, values)
 
-    def tensor(self, name: str) -> CheckpointTensor:
+    def tensor(self, name: str) -> TensorRecord:
         """Return a tensor's record. Raises: CorruptFileError if the model lacks it."""
         if name not in self.tensors:
             raise CorruptFileError(
@@ -182,7 +170,7 @@ class CheckpointModel(Closing):
             )
         return found[0]
 
-    def _record(self, planned: PlannedTensor) -> CheckpointTensor:
+    def _record(self, planned: PlannedTensor) -> TensorRecord:
         if self._is_quantized(planned):
             return self._quantized_record(planned)
         sources = [self._folder.tensor(f"{source}.{planned.leaf}") for source in planned.sources]
@@ -203,7 +191,7 @@ class CheckpointModel(Closing):
             raise CorruptFileError(f"{first.name} has shape {first.shape}; wanted a vector or a matrix. {_WAY_OUT}")
         return _described(planned, type, first.shape)
 
-    def _quantized_record(self, planned: PlannedTensor) -> CheckpointTensor:
+    def _quantized_record(self, planned: PlannedTensor) -> TensorRecord:
         assert self._reader is not None, "only a reader knows what is quantized"
         shapes = {self._reader.shape(source) for source in planned.sources}
         shape = shapes.pop()
@@ -224,7 +212,7 @@ class CheckpointModel(Closing):
         return data.reshape(-1).view(np.uint8)
 
 
-def _described(planned: PlannedTensor, type: TensorType, shape: tuple[int, ...]) -> CheckpointTensor:
+def _described(planned: PlannedTensor, type: TensorType, shape: tuple[int, ...]) -> TensorRecord:
     """The record of a tensor whose parts have this shape. Raises: CorruptFileError if its rows are not whole heads."""
     if planned.permuted_heads and shape[0] % (2 * planned.permuted_heads):
         raise CorruptFileError(
@@ -233,7 +221,7 @@ def _described(planned: PlannedTensor, type: TensorType, shape: tuple[int, ...])
         )
     if planned.name.endswith("_exps.weight"):
         shape = (len(planned.sources), *shape)
-    return CheckpointTensor(planned.name, type, shape, prod(shape[:-1]) * row_bytes(type, shape[-1]))
+    return TensorRecord(planned.name, type, shape)
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> CheckpointModel:

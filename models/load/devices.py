@@ -20,7 +20,8 @@ from localinfer.kernels.jit.compile_ahead import ProgressCallback
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.layouts import SIZES
 from localinfer.models.decoder.config import ModelConfig
-from localinfer.quant.checkpoint.model_file import ModelFile, TensorRecord
+from localinfer.quant.checkpoint.model_file import ModelFile
+from localinfer.quant.formats.types import TensorRecord
 from localinfer.quant.pipeline.conversion import layout_of
 
 logger = logging.getLogger(__name__)

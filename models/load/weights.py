@@ -22,8 +22,7 @@ from localinfer.kernels.jit.compile_ahead import ProgressCallback
 from localinfer.kernels.layouts import Layout
 from localinfer.kernels.ops import EmbeddingTable, FloatArray, LinearWeight
 from localinfer.models.load.rows_on_demand import RowsOnDemand
-from localinfer.quant.checkpoint.grouped import GroupedMatrix
-from localinfer.quant.checkpoint.grouped_layouts import kernel_layout, kernel_rows
+from localinfer.quant.checkpoint.groups import GroupedMatrix, kernel_layout, kernel_rows
 from localinfer.quant.checkpoint.model_file import ModelFile
 from localinfer.quant.formats.reference import dequantize
 from localinfer.quant.formats.types import TensorType, row_bytes

@@ -14,8 +14,16 @@ from numpy.typing import NDArray
 
 from localinfer.errors import CorruptFileError, UnsupportedFormatError
 from localinfer.quant.checkpoint.folder import CheckpointFolder
-from localinfer.quant.checkpoint.group_tensors import scales_of, words_of, wrong_shape
-from localinfer.quant.checkpoint.grouped import GroupedMatrix, even_groups, grouped_matrix, span_of, unpack_words
+from localinfer.quant.checkpoint.groups import (
+    GroupedMatrix,
+    even_groups,
+    grouped_matrix,
+    scales_of,
+    span_of,
+    unpack_words,
+    words_of,
+    wrong_shape,
+)
 
 LEAVES = ("qweight", "qzeros", "scales")
 

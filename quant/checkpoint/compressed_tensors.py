@@ -13,14 +13,23 @@ from numpy.typing import NDArray
 
 from localinfer.errors import CorruptFileError, UnsupportedFormatError
 from localinfer.quant.checkpoint.folder import CheckpointFolder
-from localinfer.quant.checkpoint.group_tensors import scales_of, words_of, wrong_shape
-from localinfer.quant.checkpoint.grouped import GroupedMatrix, even_groups, grouped_matrix, span_of, unpack_words
+from localinfer.quant.checkpoint.groups import (
+    AGAIN,
+    GroupedMatrix,
+    even_groups,
+    group_numbers,
+    grouped_matrix,
+    scales_of,
+    span_of,
+    unpack_words,
+    words_of,
+    wrong_shape,
+)
 
 LEAVES = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
 
 _FORMAT = "pack-quantized"
 _WIDTHS = (4, 8)
-_AGAIN = "Download the checkpoint again, or another one"
 
 
 class CompressedTensorsReader:
@@ -35,7 +44,7 @@ class CompressedTensorsReader:
         self._folder = folder
         schemes = settings.get("config_groups")
         if not isinstance(schemes, dict) or not schemes:
-            raise CorruptFileError(f"quantization_config: config_groups is {schemes!r:.60}; wanted schemes. {_AGAIN}")
+            raise CorruptFileError(f"quantization_config: config_groups is {schemes!r:.60}; wanted schemes. {AGAIN}")
         sparsity = settings.get("sparsity_config") or {}
         if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
             raise _unsupported("sparsity_config", sparsity, "dense weights")
@@ -51,9 +60,7 @@ class CompressedTensorsReader:
         """Rows and columns of a module's weight."""
         shape = self._folder.array(f"{module}.weight_shape")
         if shape.dtype.kind not in "iu" or shape.size != 2 or not (shape > 0).all() or (shape >= 1 << 31).any():
-            raise CorruptFileError(
-                f"{module}.weight_shape is {shape.tolist()!r:.60}; wanted rows and columns. {_AGAIN}"
-            )
+            raise CorruptFileError(f"{module}.weight_shape is {shape.tolist()!r:.60}; wanted rows and columns. {AGAIN}")
         rows, columns = shape.reshape(-1).tolist()
         return rows, columns
 
@@ -69,17 +76,13 @@ class CompressedTensorsReader:
         num_groups = scales.shape[1]
         if len(scales) != num_rows or num_columns % num_groups:
             raise wrong_shape(f"{module}.weight_scale", scales.shape, (num_rows, num_groups), " of whole groups")
-        groups = even_groups(num_columns, num_groups, num_columns // num_groups)
-        if f"{module}.weight_g_idx" in self._folder.tensors:
-            groups = words_of(self._folder, f"{module}.weight_g_idx", 1)
-            if groups.shape != (num_columns,):
-                raise wrong_shape(f"{module}.weight_g_idx", groups.shape, (num_columns,))
+        regular = even_groups(num_columns, num_groups, num_columns // num_groups)
         return grouped_matrix(
             module,
             bits,
             scales,
             self._zeros(module, bits, num_rows, num_groups),
-            np.array(groups),
+            group_numbers(self._folder, f"{module}.weight_g_idx", regular),
             lambda rows: unpack_words(words[span_of(rows)], bits)[:, :num_columns],
         )
 
@@ -98,7 +101,7 @@ def _width(name: str, scheme: object, whole_format: object) -> int:
     """Bits of one scheme's weights, after refusing what would need other arithmetic."""
     weights = scheme.get("weights") if isinstance(scheme, dict) else None
     if not isinstance(scheme, dict) or not isinstance(weights, dict):
-        raise CorruptFileError(f"quantization_config: {name} is {scheme!r:.60}; wanted a scheme with weights. {_AGAIN}")
+        raise CorruptFileError(f"quantization_config: {name} is {scheme!r:.60}; wanted a scheme with weights. {AGAIN}")
     packing = scheme.get("format") or whole_format
     if packing != _FORMAT:
         raise _unsupported("format", packing, _FORMAT)

@@ -17,8 +17,18 @@ from numpy.typing import NDArray
 
 from localinfer.errors import CorruptFileError, UnsupportedFormatError
 from localinfer.quant.checkpoint.folder import CheckpointFolder
-from localinfer.quant.checkpoint.group_tensors import scales_of, words_of, wrong_shape
-from localinfer.quant.checkpoint.grouped import GroupedMatrix, even_groups, grouped_matrix, span_of, unpack_words
+from localinfer.quant.checkpoint.groups import (
+    AGAIN,
+    GroupedMatrix,
+    even_groups,
+    group_numbers,
+    grouped_matrix,
+    scales_of,
+    span_of,
+    unpack_words,
+    words_of,
+    wrong_shape,
+)
 from localinfer.quant.checkpoint.module_patterns import ModulePattern
 
 LEAVES = ("qweight", "qzeros", "scales", "g_idx")
@@ -69,19 +79,15 @@ class GptqReader:
         if type(size) is not int or size < 1 or -(-num_columns // size) != len(scales):
             raise CorruptFileError(
                 f"{module}: {len(scales)} groups for {num_columns} columns do not fit group_size {group_size!r:.20}; "
-                "wanted one scale per group. Download the checkpoint again, or another one"
+                f"wanted one scale per group. {AGAIN}"
             )
-        groups = even_groups(num_columns, len(scales), size)
-        if f"{module}.g_idx" in self._folder.tensors:
-            groups = words_of(self._folder, f"{module}.g_idx", 1)
-            if groups.shape != (num_columns,):
-                raise wrong_shape(f"{module}.g_idx", groups.shape, (num_columns,))
+        regular = even_groups(num_columns, len(scales), size)
         return grouped_matrix(
             module,
             bits,
             scales.T,
             unpack_words(self._true_zeros(packed_zeros, bits), bits).T,
-            np.array(groups),
+            group_numbers(self._folder, f"{module}.g_idx", regular),
             lambda rows: unpack_words(words[:, span_of(rows)].T, bits),
         )
 

@@ -8,25 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import TokenizerError
-from localinfer.quant.checkpoint.grouped import GroupedMatrix
-from localinfer.quant.formats.types import TensorType
+from localinfer.quant.checkpoint.groups import GroupedMatrix
+from localinfer.quant.formats.types import TensorRecord
 from localinfer.quant.gguf.mapped_file import FileStretch
-
-
-class TensorRecord(Protocol):
-    """One tensor as GGUF would describe it: `shape` rows first, `num_bytes` those of its blocks."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def type(self) -> TensorType: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def num_bytes(self) -> int: ...
 
 
 class ModelFile(Protocol):

@@ -1,31 +1,16 @@
 """Whether and how a checkpoint's matrices are quantized."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from localinfer.errors import CorruptFileError, UnsupportedFormatError
 from localinfer.quant.checkpoint.awq import AwqReader
 from localinfer.quant.checkpoint.compressed_tensors import CompressedTensorsReader
 from localinfer.quant.checkpoint.folder import CheckpointFolder
 from localinfer.quant.checkpoint.gptq import GptqReader
-from localinfer.quant.checkpoint.grouped import GroupedMatrix
 
-
-class QuantizedReader(Protocol):
-    """Reads quantized modules; `leaves` are the tensors that together stand for a module's weight, the first always
-    there."""
-
-    @property
-    def leaves(self) -> tuple[str, ...]: ...
-
-    def shape(self, module: str) -> tuple[int, int]:
-        """Rows and columns of a module's weight."""
-        ...
-
-    def matrix(self, module: str) -> GroupedMatrix:
-        """Return a module's weight. Raises: CorruptFileError if its tensors do not fit each other or the settings."""
-        ...
-
+QuantizedReader = GptqReader | AwqReader | CompressedTensorsReader
+"""Reads quantized modules; `leaves` are the tensors that make up a module's weight, the first always there."""
 
 _READERS: dict[str, Callable[[CheckpointFolder, Mapping[str, Any]], QuantizedReader]] = {
     "gptq": GptqReader,

@@ -5,7 +5,9 @@ A quantized row is a sequence of equal blocks; a block holds its scales and the 
 that sizes, offsets and decoders all read one table.
 """
 
+from dataclasses import dataclass
 from enum import IntEnum
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -186,3 +188,17 @@ def row_bytes(type: TensorType, columns: int) -> int:
             f"a positive multiple of {size}: choose a type with a smaller block"
         )
     return columns // size * block_bytes(type)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRecord:
+    """One tensor of a model: its type and its shape in NumPy order, [out_features, in_features] for a matrix."""
+
+    name: str
+    type: TensorType
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all its blocks. Raises: ShapeError if its rows do not fill whole blocks."""
+        return prod(self.shape[:-1]) * row_bytes(self.type, self.shape[-1])

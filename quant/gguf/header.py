@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import CorruptFileError, UnsupportedFormatError
-from localinfer.quant.formats.types import TensorType, block_bytes, block_size, tensor_type
+from localinfer.quant.formats.types import TensorRecord, block_size, tensor_type
 from localinfer.quant.gguf.mapped_file import MappedFile
 
 MAX_HEADER_BYTES = 256 << 20
@@ -106,18 +106,10 @@ class StoredValue:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """One tensor of a model: its type, its shape and where its bytes lie.
+class TensorInfo(TensorRecord):
+    """A tensor of a GGUF file: `offset` counts from the start of the file that holds it, part number `part` from 0."""
 
-    `shape` is in NumPy order, rows first: [out_features, in_features] for a matrix.
-    `offset` counts from the start of the file that holds it, which is part number `part` (from 0).
-    """
-
-    name: str
-    type: TensorType
-    shape: tuple[int, ...]
     offset: int
-    num_bytes: int
     part: int = 0
 
 
@@ -337,8 +329,7 @@ class _Walk:
                 f"tensor {name!r} has rows of {sizes[0]} columns, but {type.name} stores blocks of {block_size(type)}"
             )
         offset = self.u64(f"the offset of tensor {name!r}")
-        num_bytes = prod(sizes) // block_size(type) * block_bytes(type)
-        return TensorInfo(name, type, shape, offset, num_bytes)
+        return TensorInfo(name, type, shape, offset)
 
     def place(self, tensors: dict[str, TensorInfo], alignment: int) -> dict[str, TensorInfo]:
         """Turn offsets into places in the file, and prove that each extent lies inside, alone."""

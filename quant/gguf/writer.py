@@ -8,7 +8,6 @@ import os
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 
 from localinfer.errors import RequestError
 from localinfer.files import OutputFile
-from localinfer.quant.formats.types import TensorType, row_bytes
+from localinfer.quant.formats.types import TensorRecord
 from localinfer.quant.gguf.header import (
     ALIGNMENTS,
     DEFAULT_ALIGNMENT,
@@ -30,19 +29,6 @@ from localinfer.quant.gguf.header import (
 from localinfer.quant.gguf.metadata import Metadata
 
 _ARRAY_TYPES = {np.dtype(dtype): type for type, dtype in SCALAR_DTYPES.items() if type is not ValueType.BOOL}
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """A tensor to be written; `shape` rows first, columns last."""
-
-    name: str
-    type: TensorType
-    shape: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        return prod(self.shape[:-1]) * row_bytes(self.type, self.shape[-1])
 
 
 @dataclass(frozen=True)
@@ -100,7 +86,7 @@ class GGUFWriter:
         self,
         path: str | os.PathLike[str],
         metadata: Mapping[str, EncodedValue],
-        tensors: Sequence[TensorSpec],
+        tensors: Sequence[TensorRecord],
         *,
         alignment: int = DEFAULT_ALIGNMENT,
     ) -> None:
@@ -152,7 +138,7 @@ class GGUFWriter:
         self._file.__exit__(kind, error, traceback)
 
 
-def _check_tensors(tensors: Sequence[TensorSpec]) -> None:
+def _check_tensors(tensors: Sequence[TensorRecord]) -> None:
     names = [tensor.name for tensor in tensors]
     for tensor in tensors:
         size = len(tensor.name.encode())
@@ -166,7 +152,7 @@ def _check_tensors(tensors: Sequence[TensorSpec]) -> None:
         raise RequestError(f"tensor {twice} is given twice; names must differ")
 
 
-def _header(values: Mapping[str, EncodedValue], tensors: Sequence[TensorSpec], alignment: int) -> bytes:
+def _header(values: Mapping[str, EncodedValue], tensors: Sequence[TensorRecord], alignment: int) -> bytes:
     parts = [b"GGUF", struct.pack("<IQQ", 3, len(tensors), len(values))]
     for key, value in values.items():
         parts += [_string(key), value.data]

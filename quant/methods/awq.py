@@ -7,13 +7,20 @@ equation 4), which even out what int8 activations lose to outliers. No scaling a
 What decides is an error with inputs rounded to int8 as kernels round them: of a product, or better of a whole layer.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from localinfer.errors import ShapeError, TokenizerError
+from localinfer.quant.checkpoint.groups import GroupedMatrix
+from localinfer.quant.checkpoint.model_file import ModelFile, read_stretch
+from localinfer.quant.formats.reference import dequantize
+from localinfer.quant.formats.types import TensorRecord, TensorType
+from localinfer.quant.gguf.mapped_file import FileStretch
 from localinfer.types import FloatArray
 
 Rounding = Callable[[FloatArray, FloatArray], FloatArray]
@@ -27,7 +34,6 @@ LEAST_GAIN = 0.005
 
 _SMALLEST_SCALE = 1e-4
 _INT8_BLOCK = 32
-_CLIPS = np.arange(1, 11) / 20
 
 
 class Family(Enum):
@@ -119,18 +125,16 @@ def candidate_scales(sizes: ChannelSizes) -> FloatArray:
     return np.stack([np.ones_like(sizes.input_rms), *(scales_of(sizes, *one) for one in _ALL)])
 
 
-def search_scales(
-    sizes: ChannelSizes, loss_of: Callable[[FloatArray], float], *, is_thorough: bool = False
-) -> ScaleChoice:
-    """Find the scales of the least loss: a few of every family, or all if thorough, then two more beside the best.
+def search_scales(sizes: ChannelSizes, loss_of: Callable[[FloatArray], float]) -> ScaleChoice:
+    """Find the scales of the least loss: a few of every family, then two more beside the best.
 
-    loss_of: the loss of scales float32[channels]; it is asked first for that of scales 1, then 10 times, or 39.
+    loss_of: the loss of scales float32[channels]; called first for scales of 1, then 10 times.
     """
     none = np.ones_like(sizes.input_rms)
     base = loss_of(none)
     if base == 0:
         return ScaleChoice(none, 1.0)
-    found = [(loss_of(scales_of(sizes, *one)), one) for one in (_ALL if is_thorough else _COARSE)]
+    found = [(loss_of(scales_of(sizes, *one)), one) for one in _COARSE]
     _, (family, alpha) = min(found, key=lambda one: one[0])
     found += [
         (loss_of(scales_of(sizes, *one)), one) for one in ((family, alpha - _FINE_STEP), (family, alpha + _FINE_STEP))
@@ -142,13 +146,16 @@ def search_scales(
 
 
 class ScaleSearch:
-    """The losses of a site's candidates, summed over the products that read its channels."""
+    """The losses of a scale group's candidates, summed over the products that read its channels.
+
+    losses: float64[2, candidates], over every other token, and over the tokens between.
+    """
 
     def __init__(self, sizes: ChannelSizes, columns: NDArray[np.int64] | None = None) -> None:
         """columns: the channel of each column; None where each has its own."""
         self._candidates = candidate_scales(sizes)
         self._columns = columns
-        self._losses = np.zeros((2, len(self._candidates)))
+        self.losses = np.zeros((2, len(self._candidates)))
 
     def add(self, x: FloatArray, matrices: Sequence[ReadingMatrix]) -> None:
         """Count one product: its matrices read x, float32[tokens, columns]."""
@@ -164,14 +171,14 @@ class ScaleSearch:
                 spread = scales if self._columns is None else scales[self._columns]
                 rounded = matrix.round(rows * spread, importance / np.square(spread))
                 errors = np.square(round_activations(sampled / spread) @ rounded.T - wanted).sum(axis=1)
-                self._losses[:, index] += errors[::2].sum() / size, errors[1::2].sum() / size
+                self.losses[:, index] += errors[::2].sum() / size, errors[1::2].sum() / size
 
     def best(self) -> ScaleChoice:
         """The best scales by every other token, if they are better than none by the tokens between too.
 
         The loss is that of the tokens between.
         """
-        searched, proven = self._losses
+        searched, proven = self.losses
         index = int(searched.argmin())
         if proven[index] >= proven[0]:
             index = 0
@@ -193,48 +200,6 @@ def round_activations(x: FloatArray) -> FloatArray:
     return np.asarray(np.rint(blocks * inverse) * (largest / np.float32(127)), dtype=np.float32).reshape(x.shape)
 
 
-def clip_weights(matrix: ReadingMatrix, gram: FloatArray, group_size: int = 32) -> FloatArray:
-    """Cut off the largest weights of each group where the steps this leaves to the others are worth it.
-
-    gram: x.T @ x / tokens, float32[columns, columns]. A group's own error decides how far (AWQ's official code, ten
-    steps down to half the largest magnitude), the error of each row over all columns whether at all.
-    Shapes: result float32[rows, columns].
-    """
-    weights = matrix.weights
-    importance = np.diagonal(gram).copy()
-    num_groups = weights.shape[1] // group_size
-    starts = np.arange(num_groups) * group_size
-    inside = starts[:, None] + np.arange(group_size)
-    blocks = gram[inside[:, :, None], inside[:, None, :]]
-    limits = np.abs(weights.reshape(len(weights), num_groups, group_size)).max(axis=2)
-
-    def clipped_at(shares: NDArray[np.float64]) -> FloatArray:
-        edges = np.repeat((limits * shares).astype(np.float32), group_size, axis=1)
-        return np.clip(weights, -edges, edges)
-
-    plain = weights - matrix.round(weights, importance)
-    best, shares = _group_errors(plain, blocks), np.ones_like(limits, dtype=np.float64)
-    for clip in _CLIPS:
-        error = weights - matrix.round(clipped_at(np.full_like(shares, 1 - clip)), importance)
-        errors = _group_errors(error, blocks)
-        shares = np.where(errors < best, 1 - clip, shares)
-        best = np.minimum(errors, best)
-    candidate = clipped_at(shares)
-    error = weights - matrix.round(candidate, importance)
-    is_better = _row_errors(error, gram) < _row_errors(plain, gram)
-    return np.where(is_better[:, None], candidate, weights)
-
-
-def _group_errors(error: FloatArray, blocks: FloatArray) -> FloatArray:
-    """e H e' of every row and group, with the group's own block of H. Shapes: result float32[rows, groups]."""
-    by_group = error.reshape(len(error), len(blocks), -1).transpose(1, 0, 2)
-    return np.asarray(np.einsum("gri,gri->rg", by_group @ blocks, by_group))
-
-
-def _row_errors(error: FloatArray, gram: FloatArray) -> FloatArray:
-    return np.asarray(np.einsum("ri,ri->r", error @ gram, error))
-
-
 def _centred(scales: NDArray[np.floating]) -> FloatArray:
     """Bounded from below, and the smallest as far under 1 as the largest is above it."""
     largest = scales.max()
@@ -246,3 +211,101 @@ def _largest(values: FloatArray, columns: NDArray[np.int64], num_channels: int) 
     result = np.zeros(num_channels, np.float32)
     np.maximum.at(result, columns, values)
     return result
+
+
+Factors = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class TensorFactors:
+    """What a tensor is multiplied by; None is 1.
+
+    Shapes: rows float64[rows], or float64[matrices, rows] where every matrix of a stack has its own; columns alike. A
+    vector has columns only, and float64[experts, columns] fit one vector per expert.
+    """
+
+    rows: Factors | None = None
+    columns: Factors | None = None
+
+    def apply(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Multiply a tensor, rounding once. Raises: ShapeError if the factors are not those of its shape."""
+        factor: Factors | float = 1.0
+        try:
+            if self.rows is not None:
+                factor = factor * np.broadcast_to(self.rows, values.shape[:-1])[..., None]
+            if self.columns is not None:
+                is_stack = self.columns.ndim == 2 and values.ndim == 3
+                factor = factor * np.broadcast_to(self.columns[:, None] if is_stack else self.columns, values.shape)
+        except ValueError as error:
+            raise ShapeError(f"got factors for another shape than {list(values.shape)}: {error}") from error
+        return np.asarray(values * factor, dtype=np.float32)
+
+    def __mul__(self, other: "TensorFactors") -> "TensorFactors":
+        """Both, one after the other."""
+        return TensorFactors(_product(self.rows, other.rows), _product(self.columns, other.columns))
+
+
+class ScaledModel:
+    """A `ModelFile` with some tensors multiplied by factors, those as F32. Closing it closes the model."""
+
+    def __init__(self, model: ModelFile, factors: Mapping[str, TensorFactors]) -> None:
+        self._model = model
+        self._factors = dict(factors)
+        # Stacks of experts are read matrix by matrix, but scaled whole.
+        self._last: tuple[str, NDArray[np.uint8]] | None = None
+        self.path: Path = model.path
+        self.paths: tuple[Path, ...] = model.paths
+        self.num_bytes: int = model.num_bytes
+        self.metadata: Mapping[str, object] = model.metadata
+        self.tokenizer_error: TokenizerError | None = model.tokenizer_error
+        self.tensors: Mapping[str, TensorRecord] = {
+            name: TensorRecord(name, TensorType.F32, record.shape) if name in factors else record
+            for name, record in model.tensors.items()
+        }
+
+    def tensor(self, name: str) -> TensorRecord:
+        """Return a tensor's record. Raises: CorruptFileError if the model lacks it."""
+        return self.tensors[name] if name in self._factors else self._model.tensor(name)
+
+    def tensor_bytes(self, name: str) -> NDArray[np.uint8]:
+        """Return uint8[num_bytes]. Raises: ShapeError if a tensor's factors are not those of its shape."""
+        if name not in self._factors:
+            return self._model.tensor_bytes(name)
+        if self._last is None or self._last[0] != name:
+            record = self._model.tensor(name)
+            values = dequantize(read_stretch(self._model, name, 0, record.num_bytes), record.type, record.shape)
+            self._last = (name, self._factors[name].apply(values).reshape(-1).view(np.uint8))
+        return self._last[1]
+
+    def grouped(self, name: str) -> tuple[GroupedMatrix, ...] | None:
+        """Return a checkpoint's codes; None for what has none, and for what is scaled."""
+        return None if name in self._factors else self._model.grouped(name)
+
+    def stretch(self, name: str) -> FileStretch | None:
+        """Return where a tensor's bytes lie; None for what is scaled."""
+        return None if name in self._factors else self._model.stretch(name)
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether a file of the model was written since it was opened, or another one has its name."""
+        return self._model.has_changed
+
+    def forget(self, name: str, first: int, end: int) -> None:
+        """Let the system drop the memory behind some bytes; a scaled tensor's source is dropped whole."""
+        record = self._model.tensor(name)
+        if name not in self._factors:
+            self._model.forget(name, first, end)
+        elif end >= self.tensors[name].num_bytes:
+            self._last = None
+            self._model.forget(name, 0, record.num_bytes)
+
+    def close(self) -> None:
+        """Refuse further access. Safe to call twice."""
+        self._last = None
+        self._model.close()
+
+
+def _product(first: Factors | None, second: Factors | None) -> Factors | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return first * second

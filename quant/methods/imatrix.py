@@ -6,7 +6,7 @@ what the column was multiplied with; a matrix per expert has its own.
 
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -15,9 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import CorruptFileError, ModelFileError
-from localinfer.quant.formats.types import TensorType
+from localinfer.quant.formats.types import TensorRecord, TensorType
 from localinfer.quant.gguf.reader import GGUFFile, read_gguf
-from localinfer.quant.gguf.writer import GGUFWriter, TensorSpec, encode_value
+from localinfer.quant.gguf.writer import GGUFWriter, encode_value
+from localinfer.quant.methods.hooks import LinearProduct
+from localinfer.types import FloatArray
 
 _AGAIN = "make it again with llama-imatrix"
 _SUMS, _COUNTS = ".in_sum2", ".counts"
@@ -46,6 +48,38 @@ class Importance:
                 "imatrix of this very model"
             )
         return found.reshape(num_experts, columns)
+
+
+class ImportanceVisitor:
+    """A `ProductVisitor` that sums squares of what the original model's matrices read."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[str, int], NDArray[np.float64]] = {}
+        self._counts: dict[tuple[str, int], int] = {}
+
+    def visit(self, product: LinearProduct) -> Sequence[FloatArray | None]:
+        """Add the product's inputs."""
+        sums = np.einsum("tk,tk->k", product.original, product.original, dtype=np.float64)
+        for name, expert in {(matrix.tensor, matrix.expert) for matrix in product.matrices}:
+            # Fused tensors are seen once for each of their parts, with the same input.
+            self._sums[name, expert] = sums
+            self._counts[name, expert] = len(product.original)
+        return [None] * len(product.matrices)
+
+    def importance(self, dataset: str, num_chunks: int) -> Importance:
+        """What was found: mean squares, and 1 for experts that no token reached."""
+        found: dict[str, FloatArray] = {}
+        for name in dict.fromkeys(name for name, _ in self._sums):
+            experts = sorted(expert for other, expert in self._sums if other == name)
+            assert experts == list(range(len(experts))), f"{name}: every expert of a stack is visited"
+            rows = [
+                self._sums[name, expert] / self._counts[name, expert]
+                if self._counts[name, expert]
+                else np.ones_like(self._sums[name, expert])
+                for expert in experts
+            ]
+            found[name] = np.stack(rows).astype(np.float32)
+        return Importance(dataset, found, dataset, num_chunks)
 
 
 def read_imatrix(path: str | os.PathLike[str]) -> Importance:
@@ -78,8 +112,8 @@ def write_imatrix(path: str | os.PathLike[str], importance: Importance, chunk_si
     }
     specs, arrays = [], []
     for name, squares in importance.mean_squares.items():
-        specs.append(TensorSpec(name + _SUMS, TensorType.F32, squares.shape))
-        specs.append(TensorSpec(name + _COUNTS, TensorType.F32, (len(squares), 1)))
+        specs.append(TensorRecord(name + _SUMS, TensorType.F32, squares.shape))
+        specs.append(TensorRecord(name + _COUNTS, TensorType.F32, (len(squares), 1)))
         count = np.float32(max(1, importance.num_chunks * chunk_size))
         arrays += [np.ascontiguousarray(squares * count), np.full((len(squares), 1), count, np.float32)]
     with GGUFWriter(path, metadata, specs) as writer:

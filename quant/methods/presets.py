@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from localinfer.errors import CorruptFileError, RequestError
-from localinfer.quant.checkpoint.model_file import TensorRecord
 from localinfer.quant.formats.encoding import can_hold
-from localinfer.quant.formats.types import TensorType
+from localinfer.quant.formats.types import TensorRecord, TensorType
 
 _T = TensorType
 

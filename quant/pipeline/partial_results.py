@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from localinfer.errors import RequestError
 from localinfer.files import unwritable, write_all, write_atomically
 from localinfer.quant.formats.types import TensorType
-from localinfer.quant.methods.rounding_visitor import PreparedTensor
+from localinfer.quant.methods.gptq import PreparedTensor
 from localinfer.types import FloatArray
 
 _ABOUT, _STATE = "about.json", "state.npz"

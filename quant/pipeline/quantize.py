@@ -12,15 +12,15 @@ from numpy.typing import NDArray
 from localinfer.errors import RequestError
 from localinfer.files import check_output
 from localinfer.kernels.cpu.program import ThreadPool
-from localinfer.quant.checkpoint.model_file import ModelFile, TensorRecord, read_stretch
+from localinfer.quant.checkpoint.model_file import ModelFile, read_stretch
 from localinfer.quant.formats.encoding import as_float32, encode, source_rows
 from localinfer.quant.formats.reference import dequantize
-from localinfer.quant.formats.types import TensorType, row_bytes
+from localinfer.quant.formats.types import TensorRecord, TensorType, row_bytes
 from localinfer.quant.gguf.header import ValueType
-from localinfer.quant.gguf.writer import EncodedValue, GGUFWriter, TensorSpec, copy_values, encode_value
+from localinfer.quant.gguf.writer import EncodedValue, GGUFWriter, copy_values, encode_value
+from localinfer.quant.methods.gptq import PreparedTensor
 from localinfer.quant.methods.imatrix import Importance
 from localinfer.quant.methods.presets import ModelFacts, Preset, TypeChoice, choose_types, is_quantized
-from localinfer.quant.methods.rounding_visitor import PreparedTensor
 from localinfer.types import ProgressCallback
 
 QUANTIZATION_VERSION = 2
@@ -94,7 +94,7 @@ def quantize_model(
     has_importance = importance is not None or prepared is not None
     facts = ModelFacts.from_metadata(source.metadata)
     choices = choose_types(preset, source.tensors, facts, has_importance=has_importance)
-    specs = [TensorSpec(name, choices[name].type, record.shape) for name, record in source.tensors.items()]
+    specs = [TensorRecord(name, choices[name].type, record.shape) for name, record in source.tensors.items()]
     total = sum(math.prod(record.shape) for record in source.tensors.values())
     done, reports = 0, []
     with GGUFWriter(target, _metadata(source, preset), specs) as writer:
@@ -181,7 +181,7 @@ class _TensorWriting:
             choice=self._choice,
             num_columns=self._columns,
             num_weights=math.prod(self._record.shape),
-            num_bytes=TensorSpec(self._record.name, self._choice.type, self._record.shape).num_bytes,
+            num_bytes=TensorRecord(self._record.name, self._choice.type, self._record.shape).num_bytes,
             has_importance=self._importance is not None,
             is_calibrated=is_calibrated,
             relative_error=error,

@@ -21,7 +21,7 @@ from localinfer.models.calibration.rounding import round_by_calibration, scale_f
 from localinfer.models.calibration.run import calibrate, calibration_sequences
 from localinfer.models.load.loader import load_tokenizer, open_model_file
 from localinfer.quant.checkpoint.model_file import ModelFile
-from localinfer.quant.methods.importance import ImportanceVisitor
+from localinfer.quant.methods.imatrix import ImportanceVisitor
 from localinfer.quant.methods.presets import ModelFacts, choose_types, find_preset
 from localinfer.quant.methods.workers import Workers
 from localinfer.quant.pipeline.partial_results import PartialResults

@@ -21,9 +21,9 @@ from localinfer.files import OutputFile, check_output, is_written_in_place
 from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.llm import LLM
 from localinfer.models import demo
-from localinfer.quant.formats.types import TensorType
+from localinfer.quant.formats.types import TensorRecord, TensorType
 from localinfer.quant.gguf.reader import read_gguf
-from localinfer.quant.gguf.writer import GGUFWriter, TensorSpec, encode_value
+from localinfer.quant.gguf.writer import GGUFWriter, encode_value
 from localinfer.quant.methods.imatrix import Importance, write_imatrix
 from localinfer.quant.methods.presets import find_preset
 from localinfer.quant.pipeline.quantize import quantize_model
@@ -52,7 +52,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with GGUFWriter(
         path,
         {key: encode_value(value) for key, value in values.items()},
-        [TensorSpec("token_embd.weight", TensorType.F32, (4, 32))],
+        [TensorRecord("token_embd.weight", TensorType.F32, (4, 32))],
     ) as writer:
         writer.write(np.ones((4, 32), np.float32))
     return path

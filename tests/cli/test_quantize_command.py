@@ -16,9 +16,9 @@ from localinfer.evaluation.quantize import quantize as quantize_model
 from localinfer.models import demo
 from localinfer.models.calibration import scales as scale_calibration
 from localinfer.quant.formats.reference import dequantize, quantize
-from localinfer.quant.formats.types import TensorType
+from localinfer.quant.formats.types import TensorRecord, TensorType
 from localinfer.quant.gguf.reader import read_gguf
-from localinfer.quant.gguf.writer import GGUFWriter, TensorSpec, encode_value
+from localinfer.quant.gguf.writer import GGUFWriter, encode_value
 from localinfer.quant.methods.imatrix import read_imatrix
 
 MODEL = Path(demo.__file__).parent / "demo-f16.gguf"
@@ -32,8 +32,8 @@ def write_imatrix(path: Path) -> dict[str, np.ndarray]:
     squares = {name: generator.random((1, shape[1]), np.float32) for name, shape in shapes.items()}
     specs, data = [], []
     for name, values in squares.items():
-        specs += [TensorSpec(f"{name}.in_sum2", TensorType.F32, values.shape)]
-        specs += [TensorSpec(f"{name}.counts", TensorType.F32, (1, 1))]
+        specs += [TensorRecord(f"{name}.in_sum2", TensorType.F32, values.shape)]
+        specs += [TensorRecord(f"{name}.counts", TensorType.F32, (1, 1))]
         data += [values * 2, np.full((1, 1), 2, np.float32)]
     with GGUFWriter(path, {"general.type": encode_value("imatrix")}, specs) as writer:
         for values in data:

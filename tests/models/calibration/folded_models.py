@@ -8,9 +8,10 @@ from numpy.typing import NDArray
 from localinfer.models.calibration.scale_groups import ScaleGroup, Unscalable, find_scale_groups, fold_scales
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.quant.checkpoint.model_file import ModelFile
+from localinfer.quant.formats.types import TensorRecord
 from localinfer.quant.gguf.reader import read_gguf
-from localinfer.quant.gguf.writer import GGUFWriter, TensorSpec, copy_values
-from localinfer.quant.methods.scaled_model import ScaledModel
+from localinfer.quant.gguf.writer import GGUFWriter, copy_values
+from localinfer.quant.methods.awq import ScaledModel
 
 
 def groups_of(file: ModelFile) -> tuple[list[ScaleGroup], list[Unscalable]]:
@@ -31,7 +32,7 @@ def write_folded(source: Path, target: Path, seed: int) -> int:
         groups, _ = groups_of(file)
         shapes = {name: record.shape for name, record in file.tensors.items()}
         scaled = ScaledModel(file, fold_scales(random_scales(groups, seed), shapes))
-        specs = [TensorSpec(name, record.type, record.shape) for name, record in scaled.tensors.items()]
+        specs = [TensorRecord(name, record.type, record.shape) for name, record in scaled.tensors.items()]
         with GGUFWriter(target, copy_values(file.metadata), specs) as writer:
             for spec in specs:
                 writer.write(scaled.tensor_bytes(spec.name))

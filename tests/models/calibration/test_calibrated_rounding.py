@@ -14,8 +14,8 @@ from localinfer.models.calibration.run import calibration_sequences
 from localinfer.models.load.loader import load_tokenizer
 from localinfer.quant.formats.types import TensorType
 from localinfer.quant.gguf.reader import read_gguf
+from localinfer.quant.methods.gptq import PreparedTensor
 from localinfer.quant.methods.presets import ModelFacts, choose_types, find_preset
-from localinfer.quant.methods.rounding_visitor import PreparedTensor
 from localinfer.quant.methods.workers import Workers
 from localinfer.quant.pipeline.partial_results import PartialResults
 

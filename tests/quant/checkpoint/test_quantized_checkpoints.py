@@ -8,7 +8,7 @@ import pytest
 
 from localinfer.errors import CorruptFileError, UnsupportedFormatError
 from localinfer.quant.checkpoint.folder import open_folder
-from localinfer.quant.checkpoint.grouped import GroupedMatrix, common_type
+from localinfer.quant.checkpoint.groups import GroupedMatrix, common_type
 from localinfer.quant.checkpoint.quantization import open_quantization
 from localinfer.quant.formats.reference import dequantize
 from localinfer.quant.formats.types import TensorType

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from localinfer.errors import RequestError, ShapeError
-from localinfer.quant.formats.types import TensorType
+from localinfer.quant.formats.types import TensorRecord, TensorType
 from localinfer.quant.gguf.header import ValueType
 from localinfer.quant.gguf.reader import read_gguf
-from localinfer.quant.gguf.writer import EncodedValue, GGUFWriter, TensorSpec, copy_values, encode_value
+from localinfer.quant.gguf.writer import EncodedValue, GGUFWriter, copy_values, encode_value
 
 VALUES: dict[str, object] = {
     "general.architecture": "llama",
@@ -27,9 +27,9 @@ VALUES: dict[str, object] = {
     "a.list": [1, 2, 3],
 }
 SPECS = [
-    TensorSpec("first.weight", TensorType.Q4_0, (3, 64)),
-    TensorSpec("second.weight", TensorType.F32, (5,)),
-    TensorSpec("third.weight", TensorType.F16, (2, 3, 4)),
+    TensorRecord("first.weight", TensorType.Q4_0, (3, 64)),
+    TensorRecord("second.weight", TensorType.F32, (5,)),
+    TensorRecord("third.weight", TensorType.F16, (2, 3, 4)),
 ]
 
 
@@ -109,20 +109,20 @@ def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("specs", "message"),
     [
-        ([TensorSpec("x" * 64, TensorType.F32, (1,))], "64 bytes"),
-        ([TensorSpec("x", TensorType.F32, (1,) * 5)], "1 to 4 sizes"),
-        ([TensorSpec("x", TensorType.F32, (0, 4))], "1 to 4 sizes"),
-        ([TensorSpec("x", TensorType.F32, (1,))] * 2, "given twice"),
+        ([TensorRecord("x" * 64, TensorType.F32, (1,))], "64 bytes"),
+        ([TensorRecord("x", TensorType.F32, (1,) * 5)], "1 to 4 sizes"),
+        ([TensorRecord("x", TensorType.F32, (0, 4))], "1 to 4 sizes"),
+        ([TensorRecord("x", TensorType.F32, (1,))] * 2, "given twice"),
     ],
 )
-def test_tensors_that_make_no_file_are_refused(specs: list[TensorSpec], message: str, tmp_path: Path) -> None:
+def test_tensors_that_make_no_file_are_refused(specs: list[TensorRecord], message: str, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=message):
         GGUFWriter(tmp_path / "model.gguf", {}, specs)
 
 
 def test_rows_that_fill_no_block_and_odd_values_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ShapeError, match="blocks of 256"):
-        GGUFWriter(tmp_path / "model.gguf", {}, [TensorSpec("x", TensorType.Q4_K, (1, 255))])
+        GGUFWriter(tmp_path / "model.gguf", {}, [TensorRecord("x", TensorType.Q4_K, (1, 255))])
     with pytest.raises(RequestError, match="alignment is 33"):
         GGUFWriter(tmp_path / "model.gguf", {}, [], alignment=33)
     for wrong in ({"a": 1}, None, np.zeros((2, 2)), np.array(["a"])):

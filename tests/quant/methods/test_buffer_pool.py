@@ -4,7 +4,7 @@ import gc
 
 import numpy as np
 
-from localinfer.quant.methods.buffer_pool import BufferPool
+from localinfer.quant.methods.workers import BufferPool
 
 SHAPE = (1024, 2048)
 

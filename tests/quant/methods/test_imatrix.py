@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from localinfer.errors import CorruptFileError, ModelFileError
-from localinfer.quant.formats.types import TensorType
-from localinfer.quant.gguf.writer import GGUFWriter, TensorSpec, encode_value
+from localinfer.quant.formats.types import TensorRecord, TensorType
+from localinfer.quant.gguf.writer import GGUFWriter, encode_value
 from localinfer.quant.methods.imatrix import Importance, read_imatrix, write_imatrix
 
 SUMS = np.arange(1, 13, dtype=np.float32).reshape(3, 4)
@@ -17,8 +17,8 @@ SUMS = np.arange(1, 13, dtype=np.float32).reshape(3, 4)
 
 def write_gguf(path: Path, sums: np.ndarray, counts: np.ndarray, type: str = "imatrix") -> None:
     tensors = [
-        TensorSpec("blk.0.ffn_up_exps.weight.in_sum2", TensorType.F32, sums.shape),
-        TensorSpec("blk.0.ffn_up_exps.weight.counts", TensorType.F32, counts.shape),
+        TensorRecord("blk.0.ffn_up_exps.weight.in_sum2", TensorType.F32, sums.shape),
+        TensorRecord("blk.0.ffn_up_exps.weight.counts", TensorType.F32, counts.shape),
     ]
     values: dict[str, object] = {
         "general.type": type,

@@ -9,9 +9,9 @@ import pytest
 from localinfer.errors import CorruptFileError, RequestError
 from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.quant.formats.reference import quantize
-from localinfer.quant.formats.types import TensorType
+from localinfer.quant.formats.types import TensorRecord, TensorType
 from localinfer.quant.gguf.reader import read_gguf
-from localinfer.quant.gguf.writer import GGUFWriter, TensorSpec, encode_value
+from localinfer.quant.gguf.writer import GGUFWriter, encode_value
 from localinfer.quant.methods.imatrix import Importance
 from localinfer.quant.methods.presets import PRESETS
 from localinfer.quant.pipeline import quantize as module
@@ -48,8 +48,8 @@ def importance() -> Importance:
 
 
 def write_source(path: Path, weights: dict[str, np.ndarray], type: TensorType = TensorType.F32) -> None:
-    specs = [TensorSpec("blk.0.attn_norm.weight", TensorType.F32, (256,))]
-    specs += [TensorSpec(name, type, array.shape) for name, array in weights.items()]
+    specs = [TensorRecord("blk.0.attn_norm.weight", TensorType.F32, (256,))]
+    specs += [TensorRecord(name, type, array.shape) for name, array in weights.items()]
     metadata = {
         "general.architecture": encode_value("llama"),
         "llama.block_count": encode_value(1),
@@ -120,7 +120,7 @@ def test_what_cannot_be_written_is_refused_and_leaves_nothing(tmp_path: Path, po
     weights = values()
     weights["blk.0.attn_v.weight"][3, 4] = np.nan
     path = tmp_path / "source.gguf"
-    specs = [TensorSpec(name, TensorType.F32, array.shape) for name, array in weights.items()]
+    specs = [TensorRecord(name, TensorType.F32, array.shape) for name, array in weights.items()]
     facts = {"general.architecture": encode_value("llama"), "llama.block_count": encode_value(1)}
     with GGUFWriter(path, facts, specs) as writer:
         for array in weights.values():

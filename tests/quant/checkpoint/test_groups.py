@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from localinfer.kernels.layouts import SIZES, Layout
-from localinfer.quant.checkpoint.grouped import GroupedMatrix, grouped_matrix
-from localinfer.quant.checkpoint.grouped_layouts import kernel_layout, kernel_rows
+from localinfer.quant.checkpoint.groups import GroupedMatrix, grouped_matrix, kernel_layout, kernel_rows
 from tests.kernels.random_weights import decoded
 from tests.quantized_checkpoints import Codes, random_codes
 

@@ -11,8 +11,20 @@ of a step). So the zero point stays an integer:
 | 8 bits, code - zero fits eight | Q8_0 | 8.5 |
 | scales beyond float16, groups that end inside a block, 8 bits with other zero points | F32 | 32 |
 
-All of these give the same float32 weights, bit for bit. Act-order checkpoints scatter the columns of a group; sorted by
-group (`in_group_order`), with activations in the same order, they are as good as any other.
+| codes | groups are runs of | in the CPU kernels' layouts | bits per weight |
+|---|---|---|---|
+| 2 or 4 bits | 128 columns or a multiple | INT4_128 | 4.25 |
+| 2 bits; 4 bits, every zero point 8 | 32 | Q4_0 | 4.5 |
+| 4 bits | 64 | INT4_64 | 4.5 |
+| 4 bits | 32 | INT4_32 | 5 |
+| 8 bits, code - zero fits eight | 32 | Q8_0 | 8.5 |
+| 8 bits | 32 | INT8_32 | 9 |
+| scales beyond float16, other groups | | F32 | 32 |
+
+All of these give the same float32 weights, bit for bit. (A checkpoint with groups of 128 takes 4.16 bits in its file;
+the rest here is that zero points take 16 bits, not 4, so that a tile's codes stay aligned.) Act-order checkpoints
+scatter the columns of a group; sorted by group (`in_group_order`), with activations in the same order, they are as good
+as any other.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,14 +35,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import CorruptFileError
-from localinfer.quant.formats.packing import pack_bits
+from localinfer.kernels.layouts import SIZES, Layout
+from localinfer.quant.checkpoint.folder import CheckpointFolder
+from localinfer.quant.formats.packing import pack_bits, pack_codes
+from localinfer.quant.formats.reference import LEVEL_OFFSETS
 from localinfer.quant.formats.types import TensorType, block_dtype, row_bytes
 
 CodeReader = Callable[[NDArray[np.intp]], NDArray[np.uint8]]
 
-BLOCK = 32
+AGAIN = "Download the checkpoint again, or another one"
 WEIGHTS_PER_CHUNK = 1 << 20
 """Weights unpacked at a time, so that what is in flight takes a few MiB however large the matrix."""
+
+_BLOCK = 32
+_LAYOUTS_BY_RUN = {128: Layout.INT4_128, 64: Layout.INT4_64, 32: Layout.INT4_32}
 
 
 @dataclass(frozen=True)
@@ -80,7 +98,7 @@ class GroupedMatrix:
 
     def gguf_type(self) -> TensorType:
         """Return the smallest GGUF type that holds exactly these weights."""
-        groups = self.run_groups(BLOCK)
+        groups = self.run_groups(_BLOCK)
         if groups is None or not self.scales_fit:
             return TensorType.F32
         if self.bits <= 4:
@@ -95,7 +113,7 @@ class GroupedMatrix:
         if type is TensorType.F32:
             return self.dequantize().reshape(-1).view(np.uint8)
         num_rows, num_columns = self.shape
-        groups = self.run_groups(BLOCK)
+        groups = self.run_groups(_BLOCK)
         assert groups is not None, "only such a matrix has a block type"
         result = np.empty((num_rows, row_bytes(type, num_columns)), np.uint8)
         blocks = result.view(block_dtype(type))
@@ -104,21 +122,9 @@ class GroupedMatrix:
         for rows in self.chunks():
             part = blocks[rows]
             part["d"] = self.scales[rows][:, groups]
-            shape = (len(rows), -1)
-            if is_plain:
-                part["qs"] = pack_nibbles(self.read_codes(rows)).reshape(*shape, BLOCK // 2)
-                blocks[rows] = part
-                continue
-            codes = self._differences(rows).reshape(-1, BLOCK)
-            if type is TensorType.Q8_0:
-                part["qs"] = codes.astype(np.int8).reshape(*shape, BLOCK)
-            elif type is TensorType.Q4_0:
-                part["qs"] = pack_bits((codes + 8).astype(np.uint8), 4, 16).reshape(*shape, 16)
-            else:
-                assert type is TensorType.Q5_0, f"{type.name} is not a type of grouped matrices"
-                shifted = (codes + 16).astype(np.uint8)
-                part["qs"] = pack_bits(shifted & 15, 4, 16).reshape(*shape, 16)
-                part["qh"] = pack_bits(shifted >> 4, 1, 1).reshape(*shape, 4)
+            codes = self.read_codes(rows) if is_plain else self._differences(rows) + LEVEL_OFFSETS.get(type, 0)
+            for name, values in pack_codes(codes.reshape(-1, _BLOCK), type).items():
+                part[name] = values.reshape(part[name].shape)
             blocks[rows] = part
         return result.reshape(-1)
 
@@ -164,11 +170,11 @@ def grouped_matrix(
     Raises: CorruptFileError if a scale is not finite or a group number has no scale.
     """
     if not np.isfinite(scales).all():
-        raise CorruptFileError(f"{name}: a scale is infinite or NaN. Download the checkpoint again, or another one")
+        raise CorruptFileError(f"{name}: a scale is infinite or NaN. {AGAIN}")
     if groups.size and not 0 <= int(groups.min()) <= int(groups.max()) < scales.shape[1]:
         raise CorruptFileError(
             f"{name}: columns belong to groups {groups.min()} to {groups.max()}; wanted 0 to {scales.shape[1] - 1}, as "
-            "there are scales. Download the checkpoint again, or another one"
+            f"there are scales. {AGAIN}"
         )
     return GroupedMatrix(name, bits, np.ascontiguousarray(scales), zeros.astype(np.int16), groups, read_codes)
 
@@ -193,13 +199,6 @@ def span_of(rows: NDArray[np.intp]) -> slice | NDArray[np.intp]:
     return slice(int(rows[0]), int(rows[-1]) + 1) if is_span else rows
 
 
-def pack_nibbles(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Pack codes below 16 as GGUF's blocks do, uint8[n, columns] to uint8[n, columns / 2]: k low, k + 16 high."""
-    halves = codes.reshape(-1, 2, BLOCK // 2)
-    packed: NDArray[np.uint8] = halves[:, 0] | halves[:, 1] << np.uint8(4)
-    return packed.reshape(len(codes), -1)
-
-
 def unpack_words(words: NDArray[np.int32], bits: int) -> NDArray[np.uint8]:
     """Split 32-bit words into codes of 2, 4 or 8 bits, lowest first: [n, words] to uint8[n, words * 32 / bits]."""
     data = np.ascontiguousarray(words).view(np.uint8)
@@ -213,3 +212,75 @@ def unpack_words(words: NDArray[np.int32], bits: int) -> NDArray[np.uint8]:
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
     codes: NDArray[np.uint8] = data[..., None] >> shifts & np.uint8((1 << bits) - 1)
     return codes.reshape(len(words), -1)
+
+
+def kernel_layout(matrices: Sequence[GroupedMatrix]) -> Layout:
+    """Return the smallest layout that holds all of some matrices of one shape and width exactly."""
+    if any(matrix.run_groups(32) is None or not matrix.scales_fit for matrix in matrices):
+        return Layout.F32
+    type = common_type(matrices)
+    if matrices[0].bits == 8:
+        return Layout.Q8_0 if type is TensorType.Q8_0 else Layout.INT8_32
+    run = next(run for run in _LAYOUTS_BY_RUN if all(matrix.run_groups(run) is not None for matrix in matrices))
+    return Layout.Q4_0 if run < 128 and type is TensorType.Q4_0 else _LAYOUTS_BY_RUN[run]
+
+
+def kernel_rows(matrix: GroupedMatrix, layout: Layout) -> NDArray[np.uint8]:
+    """Return the rows of a matrix as `kernels.cpu.packing.pack` takes them, in what `kernel_layout` gave."""
+    if layout.name in TensorType.__members__:
+        return matrix.gguf_bytes(TensorType[layout.name])
+    sizes = SIZES[layout]
+    num_rows, num_columns = matrix.shape
+    groups = matrix.run_groups(sizes.unit)
+    assert groups is not None, "kernel_layout has seen that there are such runs"
+    fields = [("d", "<f2"), ("zero", "<i2"), ("codes", "u1", sizes.file_bytes - 4)]
+    units = np.empty((num_rows, num_columns // sizes.unit), np.dtype(fields))
+    units["d"] = matrix.scales[:, groups]
+    units["zero"] = matrix.zeros[:, groups]
+    for rows in matrix.chunks():
+        codes = matrix.read_codes(rows)
+        packed = codes if layout is Layout.INT8_32 else pack_bits(codes.reshape(-1, _BLOCK), 4, _BLOCK // 2)
+        units["codes"][rows] = packed.reshape(len(rows), *units["codes"].shape[1:])
+    return units.reshape(-1).view(np.uint8)
+
+
+def words_of(folder: CheckpointFolder, name: str, dimensions: int) -> NDArray[np.int32]:
+    """Return a tensor of 32-bit words. Raises: CorruptFileError if it is missing or of another type."""
+    tensor = folder.tensor(name)
+    if tensor.dtype not in ("I32", "U32") or len(tensor.shape) != dimensions:
+        raise CorruptFileError(
+            f"{name} is {tensor.dtype} of shape {tensor.shape}; wanted I32 of {dimensions} dimensions. {AGAIN}"
+        )
+    array: NDArray[np.int32] = folder.array(name).view(np.int32)
+    return array
+
+
+def scales_of(folder: CheckpointFolder, name: str) -> NDArray[np.float32]:
+    """Return a matrix of scales as float32. Raises: CorruptFileError if it is missing or of another type."""
+    tensor = folder.tensor(name)
+    if tensor.dtype not in ("F16", "BF16", "F32") or len(tensor.shape) != 2 or 0 in tensor.shape:
+        raise CorruptFileError(
+            f"{name} is {tensor.dtype} of shape {tensor.shape}; wanted a matrix of F16, BF16 or F32. {AGAIN}"
+        )
+    array = folder.array(name)
+    if tensor.dtype == "BF16":
+        return (array.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return array.astype(np.float32)
+
+
+def group_numbers(folder: CheckpointFolder, name: str, regular: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Return int32[columns]: the group of each column by a checkpoint's tensor, or `regular` where it has none.
+
+    Raises: CorruptFileError if the tensor is of another type or size.
+    """
+    if name not in folder.tensors:
+        return regular
+    groups = words_of(folder, name, 1)
+    if groups.shape != regular.shape:
+        raise wrong_shape(name, groups.shape, regular.shape)
+    return np.array(groups)
+
+
+def wrong_shape(name: str, found: tuple[int, ...], wanted: tuple[int, ...], why: str = "") -> CorruptFileError:
+    """An error, to be raised by the caller, for tensors that do not fit each other."""
+    return CorruptFileError(f"{name} has shape {found}; wanted {wanted}{why}, to fit its neighbours. {AGAIN}")
