@@ -36,14 +36,14 @@ def round_by_calibration(
 
     Those that the preset leaves in floats answer for earlier errors too; blocks of the wanted type stay as they are.
 
-    They are read from `results` when they are asked for; whoever has used them deletes those. A run that finds results
-    of its own there goes on after their last layer.
+    They stay in `results` and are read from there on access; the caller deletes those afterwards. A run that finds
+    results of its own there continues after their last layer.
 
     token_ids: int32[sequences, length] of the calibration text. choices: what each tensor becomes.
     Raises: ModelFileError and below if the model cannot be run, RequestError if a weight cannot be encoded.
     """
     todo = {name: choice for name, choice in choices.items() if _changes(file.tensors[name], choice)}
-    visitor = RoundingVisitor(todo, {name: file.tensors[name].shape for name in todo}, pool, workers)
+    visitor = RoundingVisitor(todo, file.tensors, pool, workers)
 
     def quantized_rows(name: str, ids: NDArray[np.int32]) -> FloatArray:
         rows, type = embedding_rows(file, name, ids), choices[name].type
@@ -100,7 +100,7 @@ def scale_for_rounding(
         return rounded
 
     def final() -> RoundingVisitor:
-        return RoundingVisitor(todo, {name: file.tensors[name].shape for name in todo}, pool, workers)
+        return RoundingVisitor(todo, file.tensors, pool, workers)
 
     found = choose_scales(
         file, token_ids, workers, rounding_of, final=final if is_proven_by_feedback else None, progress=progress

@@ -80,7 +80,7 @@ def choose_scales(
     num_judging = THOROUGH_JUDGING_TOKENS if is_thorough else JUDGING_TOKENS
     judging = token_ids[-max(1, num_judging // token_ids.shape[1]) :]
     trial = RoundedWeights(file, rounding_of, seen.mean_squares)
-    judged = LayerRun(file, trial, judging, _Int8Workers(workers), _Nobody())
+    judged = LayerRun(file, trial, judging, _Int8Workers(workers), _NoVisitor())
     (hidden,) = run.embed()
     kept: list[GroupScales] = []
     for layer in range(run.num_layers):
@@ -142,11 +142,9 @@ class _SeenGroups:
 
     def visit(self, product: LinearProduct) -> Sequence[FloatArray | None]:
         x, first = product.original, product.matrices[0]
+        mean_squares = np.square(x).mean(axis=0) if len(x) else np.ones(x.shape[1], np.float32)
         for part in product.matrices:
-            shape = (x.shape[1],)
-            self.mean_squares[part.tensor, part.expert] = (
-                np.square(x).mean(axis=0) if len(x) else np.ones(shape, np.float32)
-            )
+            self.mean_squares[part.tensor, part.expert] = mean_squares
         group = self._groups.get(first.tensor)
         if group is None or len(x) < _FEWEST_TOKENS:
             return [None] * len(product.matrices)
@@ -184,20 +182,16 @@ class _SeenGroups:
             kept.clear()
 
 
+@dataclass(frozen=True)
 class _LayerSearch:
-    """One layer, from what it reads to what it should give."""
+    """One layer, from what it reads (`given`) to what its result should be (`wanted`)."""
 
-    def __init__(
-        self,
-        run: LayerRun,
-        weights: RoundedWeights,
-        shapes: dict[str, tuple[int, ...]],
-        layer: int,
-        given: FloatArray,
-        wanted: FloatArray,
-    ) -> None:
-        self._run, self._weights, self._shapes, self._layer = run, weights, shapes, layer
-        self._given, self._wanted = given, wanted
+    run: LayerRun
+    weights: RoundedWeights
+    shapes: dict[str, tuple[int, ...]]
+    layer: int
+    given: FloatArray
+    wanted: FloatArray
 
     def choose(self, groups: Sequence[ScaleGroup], seen: _SeenGroups) -> list[GroupScales]:
         """Choose scales group after group, each with those before it in place."""
@@ -210,9 +204,10 @@ class _LayerSearch:
         return kept
 
     def _by_layer(self, group: ScaleGroup, seen: _SeenGroups, kept: Sequence[GroupScales]) -> GroupScales | None:
-        choice = search_scales(
-            seen.sizes[group.name], lambda scales: self._loss([*kept, GroupScales(group, scales, 1.0)])
-        )
+        def loss(scales: FloatArray) -> float:
+            return self._loss([*kept, GroupScales(group, scales, 1.0)])
+
+        choice = search_scales(seen.sizes[group.name], loss)
         return GroupScales(group, choice.scales, choice.loss_ratio) if choice.loss_ratio < 1 else None
 
     def _by_products(self, group: ScaleGroup, seen: _SeenGroups, kept: Sequence[GroupScales]) -> GroupScales | None:
@@ -223,8 +218,8 @@ class _LayerSearch:
         return replace(found, loss_ratio=after / before) if after < (1 - LEAST_GAIN) * before else None
 
     def _loss(self, chosen: Sequence[GroupScales]) -> float:
-        self._weights.scale(fold_scales([(one.group, one.scales) for one in chosen], self._shapes))
-        return _mean_relative_error(self._wanted, self._run.layer(self._layer, [self._given])[0])
+        self.weights.scale(fold_scales([(one.group, one.scales) for one in chosen], self.shapes))
+        return _mean_relative_error(self.wanted, self.run.layer(self.layer, [self.given])[0])
 
 
 class _Int8Workers(Workers):
@@ -241,8 +236,8 @@ class _Int8Workers(Workers):
         return self._workers.product(round_activations(x), weight)
 
 
-class _Nobody:
-    """A `ProductVisitor` that looks at nothing."""
+class _NoVisitor:
+    """A `ProductVisitor` that does nothing."""
 
     def visit(self, product: LinearProduct) -> Sequence[FloatArray | None]:
         return [None] * len(product.matrices)

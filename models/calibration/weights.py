@@ -1,7 +1,7 @@
 """Weights for a calibration pass, read matrix by matrix: as a file has them, or as scaling and rounding make them."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,8 +77,8 @@ def embedding_rows(file: ModelFile, name: str, token_ids: NDArray[np.int32]) -> 
     return as_float32(source_rows(np.ascontiguousarray(data), record.type, record.shape[-1])).copy()
 
 
-class RoundedWeights:
-    """A `WeightSource` for an `Evaluator`: what is in the file, scaled by the last factors, then rounded.
+class RoundedWeights(StreamedWeights):
+    """Weights for an `Evaluator`: those of the file, scaled by the last factors and rounded, but for embeddings.
 
     Ordinary matrices are kept until `forget`, and rounded again only if their columns' factors change: factors of rows
     commute with rounding, because every row has scales of its own. Stacks of experts are rounded each time.
@@ -88,7 +88,7 @@ class RoundedWeights:
         self, file: ModelFile, rounding_of: RoundingOf, mean_squares: Mapping[tuple[str, int], FloatArray]
     ) -> None:
         """mean_squares: of what each matrix reads, float32[columns], by its tensor and its number in a stack."""
-        self._streamed = StreamedWeights(file)
+        super().__init__(file)
         self._rounding_of = rounding_of
         self._mean_squares = mean_squares
         self._factors: Mapping[str, TensorFactors] = {}
@@ -102,27 +102,14 @@ class RoundedWeights:
         """Drop the matrices that are kept."""
         self._rounded.clear()
 
-    def has(self, name: str) -> bool:
-        """Whether the file holds this tensor."""
-        return self._streamed.has(name)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, rows first."""
-        return self._streamed.shape(name)
-
     def linear(self, name: str, rows: slice | None = None) -> LinearWeight:
         """A handle of a matrix, of a stack of them, or of some rows of either."""
-        weight = self._streamed.linear(name, rows)
-        packed = _RoundedMatrices(self, weight.packed, weight.num_experts)
-        return LinearWeight(name, weight.num_rows, weight.num_columns, packed, weight.num_experts)
-
-    def embedding(self, name: str) -> EmbeddingTable:
-        """A handle of a table, which is neither scaled nor rounded."""
-        return self._streamed.embedding(name)
+        weight = super().linear(name, rows)
+        return replace(weight, packed=_RoundedMatrices(self, weight.packed, weight.num_experts))
 
     def vector(self, name: str) -> FloatArray:
         """A small tensor as float32, in its own shape."""
-        values = self._streamed.vector(name)
+        values = super().vector(name)
         return self._factors[name].apply(values) if name in self._factors else values
 
     def matrix(self, stored: StoredMatrices, expert: int, num_experts: int) -> FloatArray:

@@ -131,21 +131,16 @@ def _olmoe(settings: Settings) -> Metadata:
 
 
 _GEMMA_DEFAULTS = {"hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
+_WINDOWED_GEMMA_DEFAULTS = {**_GEMMA_DEFAULTS, "query_pre_attn_scalar": 256, "sliding_window": 4096, "head_dim": 256}
 _GEMMA2_DEFAULTS = {
-    **_GEMMA_DEFAULTS,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-    "head_dim": 256,
+    **_WINDOWED_GEMMA_DEFAULTS,
     "max_position_embeddings": 8192,
     "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
 }
 # Published files leave out whatever is as in the model's class.
 _GEMMA3_DEFAULTS = {
-    **_GEMMA_DEFAULTS,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-    "head_dim": 256,
+    **_WINDOWED_GEMMA_DEFAULTS,
     "max_position_embeddings": 131072,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,

@@ -1,7 +1,7 @@
 """Typed access to config.json: every value is checked as it is read, every complaint names its key.
 
-What is not read may still change what a model answers. config.json holds whatever its writer had at hand, most of it of
-no consequence to a forward pass. So two lists decide: words in a name that speak of the forward pass, and names with
+What is not read may still change what a model answers. Most of what config.json holds is of no consequence to a
+forward pass. So two lists decide: words in a name that speak of the forward pass, and names with
 such a word that change nothing, with the reason.
 """
 
@@ -113,30 +113,28 @@ class Settings:
 
     def boolean(self, key: str, default: bool) -> bool:
         """True or false."""
-        value = self.get(key, default)
-        if not isinstance(value, bool):
-            raise self.wrong(key, "true or false")
-        return value
+        return bool(self._typed(key, default, bool, "true or false"))
 
     def text(self, key: str, default: str | None = None) -> str:
         """A string."""
-        value = self.get(key, default)
-        if not isinstance(value, str):
-            raise self.wrong(key, "a string")
-        return value
+        return str(self._typed(key, default, str, "a string"))
 
     def record(self, key: str) -> dict[str, Any]:
         """An object; empty where there is none."""
-        value = self.get(key, {})
-        if not isinstance(value, dict):
-            raise self.wrong(key, "an object")
-        return value
+        found: dict[str, Any] = self._typed(key, {}, dict, "an object")
+        return found
 
     def entries(self, key: str) -> list[Any]:
         """A list; empty where there is none."""
-        value = self.get(key, [])
-        if not isinstance(value, list) or len(value) > 1 << 16:
+        found: list[Any] = self._typed(key, [], list, "a list")
+        if len(found) > 1 << 16:
             raise self.wrong(key, "a list")
+        return found
+
+    def _typed(self, key: str, default: object, kind: type, wanted: str) -> Any:
+        value = self.get(key, default)
+        if not isinstance(value, kind):
+            raise self.wrong(key, wanted)
         return value
 
     def must_be(self, key: str, wanted: object, default: object) -> None:

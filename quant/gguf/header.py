@@ -6,13 +6,13 @@ so nothing wraps; arrays cannot nest, so nothing recurses.
 Source: the GGUF specification in the ggml repository (docs/gguf.md), versions 2 and 3.
 """
 
-import mmap
 import struct
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from math import prod
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +37,7 @@ _DAMAGED = "The file is damaged or incomplete: download it again, or convert the
 _KEY_MINIMUM_BYTES = 8 + 1 + 4 + 1
 _TENSOR_MINIMUM_BYTES = 8 + 1 + 4 + 8 + 4 + 8
 _read_u64 = struct.Struct("<Q").unpack_from
+_Record = TypeVar("_Record")
 
 
 class ValueType(IntEnum):
@@ -57,24 +58,14 @@ class ValueType(IntEnum):
     FLOAT64 = 12
 
 
-SCALAR_DTYPES: dict[ValueType, str] = {
-    ValueType.UINT8: "u1",
-    ValueType.INT8: "i1",
-    ValueType.UINT16: "<u2",
-    ValueType.INT16: "<i2",
-    ValueType.UINT32: "<u4",
-    ValueType.INT32: "<i4",
-    ValueType.FLOAT32: "<f4",
-    ValueType.BOOL: "u1",
-    ValueType.UINT64: "<u8",
-    ValueType.INT64: "<i8",
-    ValueType.FLOAT64: "<f8",
-}
+# In the order of the ids; strings and arrays have no one size.
+_DTYPES = ("u1", "i1", "<u2", "<i2", "<u4", "<i4", "<f4", "u1", None, None, "<u8", "<i8", "<f8")
+SCALAR_DTYPES = {type: dtype for type, dtype in zip(ValueType, _DTYPES, strict=True) if dtype is not None}
 """NumPy type of each fixed-size value; a bool is a byte that must be 0 or 1."""
 
 SCALAR_BYTES = {type: np.dtype(dtype).itemsize for type, dtype in SCALAR_DTYPES.items()}
 
-# Loaders size their tables by these arrays, so a wrong element type is refused at the door.
+# Loaders size their tables by these arrays, so a wrong element type is refused here.
 _ARRAY_TYPES: dict[str, tuple[ValueType, ...]] = {
     "tokenizer.ggml.tokens": (ValueType.STRING,),
     "tokenizer.ggml.merges": (ValueType.STRING,),
@@ -89,7 +80,7 @@ class StoredValue:
 
     `type` is the type of the value, or of the elements of an array; `count` is None unless the
     value is an array. A string's bytes include its 8-byte length. `entries` is where each string of
-    an array of strings begins in the file, uint32[count], so that nobody has to walk it again.
+    an array of strings begins in the file, uint32[count], found by the one walk over them.
     """
 
     type: ValueType
@@ -136,7 +127,7 @@ class _Walk:
 
     def __init__(self, file: MappedFile) -> None:
         self.file_name = file.path.name
-        self.buffer: mmap.mmap = file.buffer
+        self.buffer = file.buffer
         self.file_bytes = file.num_bytes
         self.limit = min(file.num_bytes, MAX_HEADER_BYTES)
         self.position = 0
@@ -187,9 +178,9 @@ class _Walk:
         version = self.check_magic_and_version()
         num_tensors = self.count("tensors", MAX_TENSORS, _TENSOR_MINIMUM_BYTES)
         num_keys = self.count("metadata keys", MAX_KEYS, _KEY_MINIMUM_BYTES)
-        values = self.metadata(num_keys)
+        values = self.records(num_keys, "metadata key", MAX_KEY_BYTES, self.value)
         alignment = self.alignment(values.get("general.alignment"))
-        tensors = self.tensor_infos(num_tensors)
+        tensors = self.records(num_tensors, "tensor", MAX_TENSOR_NAME_BYTES, self.tensor_info)
         return GGUFHeader(version, alignment, values, self.place(tensors, alignment))
 
     def check_magic_and_version(self) -> int:
@@ -222,21 +213,22 @@ class _Walk:
             )
         return count
 
-    def metadata(self, num_keys: int) -> dict[str, StoredValue]:
-        values: dict[str, StoredValue] = {}
-        for index in range(num_keys):
-            key = self.name(f"the name of metadata key {index}", MAX_KEY_BYTES)
-            if key in values:
-                self.fail(f"metadata key {key!r} appears twice")
-            values[key] = self.value(key)
-        return values
+    def records(self, count: int, what: str, max_bytes: int, read: Callable[[str], _Record]) -> dict[str, _Record]:
+        """Read records that each begin with a name of its own."""
+        found: dict[str, _Record] = {}
+        for index in range(count):
+            name = self.name(f"the name of {what} {index}", max_bytes)
+            if name in found:
+                self.fail(f"{what} {name!r} appears twice")
+            found[name] = read(name)
+        return found
 
     def value(self, key: str) -> StoredValue:
         value_type = self.value_type(key)
+        start = self.position
         if value_type is ValueType.ARRAY:
             stored = self.array(key)
         else:
-            start = self.position
             if value_type is ValueType.STRING:
                 is_template = key.startswith("tokenizer.chat_template")
                 self.string(f"key {key!r}", MAX_ENTRY_BYTES if is_template else MAX_STRING_BYTES)
@@ -263,12 +255,12 @@ class _Walk:
         if element_type is ValueType.ARRAY:
             self.fail(f"key {key!r} is an array of arrays; GGUF arrays cannot nest")
         count = self.u64(f"the length of key {key!r}")
-        start = self.position
+        start, entries = self.position, None
         if element_type is ValueType.STRING:
             entries = self.skip_strings(key, count)
-            return StoredValue(element_type, count, start, self.position, entries)
-        self.advance(count * SCALAR_BYTES[element_type], f"key {key!r} ({count} elements)")
-        return StoredValue(element_type, count, start, self.position)
+        else:
+            self.advance(count * SCALAR_BYTES[element_type], f"key {key!r} ({count} elements)")
+        return StoredValue(element_type, count, start, self.position, entries)
 
     def skip_strings(self, key: str, count: int) -> NDArray[np.uint32]:
         """Step over `count` strings by their lengths, and return where each begins: 0.1 us each, most of opening."""
@@ -299,15 +291,6 @@ class _Walk:
                 f"key 'general.alignment' is {value}; wanted a power of two from {ALIGNMENTS[0]} to {ALIGNMENTS[-1]}"
             )
         return value
-
-    def tensor_infos(self, num_tensors: int) -> dict[str, TensorInfo]:
-        tensors: dict[str, TensorInfo] = {}
-        for index in range(num_tensors):
-            name = self.name(f"the name of tensor {index}", MAX_TENSOR_NAME_BYTES)
-            if name in tensors:
-                self.fail(f"tensor {name!r} appears twice")
-            tensors[name] = self.tensor_info(name)
-        return tensors
 
     def tensor_info(self, name: str) -> TensorInfo:
         """Read one tensor's record; its offset still counts from the start of the data."""

@@ -86,52 +86,40 @@ class Metadata(Mapping[str, MetadataValue]):
 
     def string(self, key: str, default: str | None = None) -> str:
         """Return a string."""
-        if key not in self._values and default is not None:
-            return default
-        value = self._require(key, "a string")
-        if not isinstance(value, str):
-            self._refuse(key, "a string")
-        return value
+        return self._single(key, default, str, "a string")
 
     def boolean(self, key: str, default: bool | None = None) -> bool:
         """Return a bool."""
-        if key not in self._values and default is not None:
-            return default
-        value = self._require(key, "a bool")
-        if not isinstance(value, bool):
-            self._refuse(key, "a bool")
-        return value
+        return self._single(key, default, bool, "a bool")
 
     def integer(self, key: str, default: int | None = None, *, minimum: int = 0, maximum: int = 2**63 - 1) -> int:
         """Return an integer of any stored width that lies in minimum..maximum."""
-        if key not in self._values and default is not None:
-            return default
         wanted = f"an integer from {minimum} to {maximum}"
-        value = self._require(key, wanted)
-        if isinstance(value, bool) or not isinstance(value, int):
-            self._refuse(key, wanted)
-        if not minimum <= value <= maximum:
+        value = self._single(key, default, int, wanted)
+        if not minimum <= value <= maximum and key in self._values:
             self._refuse(key, wanted)
         return value
 
     def number(
-        self,
-        key: str,
-        default: float | None = None,
-        *,
-        minimum: float = -math.inf,
-        maximum: float = math.inf,
+        self, key: str, default: float | None = None, *, minimum: float = -math.inf, maximum: float = math.inf
     ) -> float:
         """Return a finite number in minimum..maximum; an integer counts as one."""
-        if key not in self._values and default is not None:
-            return default
         wanted = f"a finite number from {minimum} to {maximum}"
-        value = self._require(key, wanted)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            self._refuse(key, wanted)
+        value: float = self._single(key, default, int | float, wanted)
+        if key not in self._values:
+            return value
         if not math.isfinite(value) or not minimum <= value <= maximum:
             self._refuse(key, wanted)
         return float(value)
+
+    def _single(self, key: str, default: SingleValue | None, kind: Any, wanted: str) -> Any:
+        """The value of a key, which must be of this kind; bools are no integers."""
+        if key not in self._values and default is not None:
+            return default
+        value = self._require(key, wanted)
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            self._refuse(key, wanted)
+        return value
 
     def integers(
         self, key: str, count: int | None = None, *, minimum: int = 0, maximum: int = 2**63 - 1

@@ -16,7 +16,7 @@ from localinfer.kernels.cpu.encoding import FeedbackColumns
 from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.quant.formats.encoding import encode
 from localinfer.quant.formats.reference import dequantize
-from localinfer.quant.formats.types import TensorType, row_bytes
+from localinfer.quant.formats.types import TensorRecord, TensorType, row_bytes
 from localinfer.quant.methods.grids import LEVEL_RANGES, Grid, read_grid, with_levels
 from localinfer.quant.methods.hessian import Factor, factor, row_losses, shifted
 from localinfer.quant.methods.hooks import LinearProduct, MatrixPart
@@ -138,17 +138,17 @@ class _Unfinished:
 class RoundingVisitor:
     """A `ProductVisitor` that quantizes with GPTQ's feedback against the target that answers for earlier errors.
 
-    choices: what each tensor becomes; those left out stay as they are. shapes: theirs in the model, rows first.
+    choices: what each tensor becomes; those left out stay as they are. records: theirs in the model.
     """
 
     def __init__(
         self,
         choices: Mapping[str, TypeChoice],
-        shapes: Mapping[str, tuple[int, ...]],
+        records: Mapping[str, TensorRecord],
         pool: ThreadPool,
         workers: Workers,
     ) -> None:
-        self._choices, self._shapes = choices, shapes
+        self._choices, self._records = choices, records
         self._pool, self._workers = pool, workers
         self._unfinished: dict[str, _Unfinished] = {}
         self._finished: dict[str, PreparedTensor] = {}
@@ -210,7 +210,7 @@ class RoundingVisitor:
     def _keep(
         self, matrix: MatrixPart, type: TensorType, blocks: NDArray[np.uint8], error: float, scale: float
     ) -> None:
-        name, shape = matrix.tensor, self._shapes[matrix.tensor]
+        name, shape = matrix.tensor, self._records[matrix.tensor].shape
         rows_each = shape[-2]
         num_rows = rows_each * (shape[0] if len(shape) > 2 else 1)
         if name not in self._unfinished:
