@@ -1,4 +1,4 @@
-"""Draw a roofline, or what a server does under load, as a PNG."""
+"""Charts as PNG: a roofline, or a server's throughput and latency under load."""
 
 import io
 import math
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 _MARKERS = ("o", "s")
 _DRAWN_SHARE = 0.002
-"""Ops that take less of a phase than this are left out: their times are those of the clock."""
+"""Ops below this share of a phase are left out: their times are below timer resolution."""
 
 
 def check_chart(path: str, *, inputs: Sequence[str]) -> None:
-    """Refuse a chart that could not be drawn, before time is spent on measuring. inputs: files it may not replace.
+    """Check before measuring that a chart can be written. inputs: files it must not replace.
 
     Raises: BackendUnavailableError without matplotlib; RequestError if the file cannot be written.
     """
@@ -35,7 +35,7 @@ def require_matplotlib() -> None:
     except ImportError:
         raise BackendUnavailableError(
             "matplotlib is not installed, so the chart cannot be drawn; install it with `pip install "
-            "'localinfer[plot]'`, or ask for --json without --output, which draws none"
+            "'localinfer[plot]'`, or use --json without --output, which draws none"
         ) from None
 
 
@@ -48,7 +48,7 @@ def save_figure(figure: "Figure", path: str | os.PathLike[str]) -> None:
 
 
 def roofline_figure(record: Record) -> "Figure":
-    """The chart of a `measure_roofline` record; areas of the marks are shares of their phase's time.
+    """The chart of a `measure_roofline` record; the area of a marker is the op's share of its phase's time.
 
     Raises: BackendUnavailableError without matplotlib.
     """
@@ -80,7 +80,7 @@ def roofline_figure(record: Record) -> "Figure":
         for number, entry in enumerate(entries, 1):
             intensity, rate = _intensity(entry), entry["multiply_adds_per_second"]
             names.append(f"{number}  {entry['name']}, {100 * _share(entry, phase):.0f} %")
-            # Marks that would cover each other's numbers share one label.
+            # Overlapping markers share one label.
             place = (round(8 * math.log10(intensity)), round(8 * math.log10(rate or 1.0)))
             labels.setdefault(place, []).append((intensity, rate, str(number)))
         for marks in labels.values():
@@ -105,12 +105,12 @@ def roofline_figure(record: Record) -> "Figure":
 
 
 def _share(entry: Record, phase: Record) -> float:
-    """Part of its phase's time that an op takes."""
+    """An op's share of its phase's time."""
     return float(entry["seconds"] / phase["operation_seconds"])
 
 
 def _intensity(entry: Record) -> float:
-    """Multiplications per byte; 0 for ops that read no memory worth counting."""
+    """Multiplications per byte; 0 for ops that read almost no memory."""
     num_bytes = entry["weight_bytes"] + entry["kv_bytes"]
     return float(entry["multiply_adds"] / num_bytes) if num_bytes else 0.0
 
@@ -120,7 +120,7 @@ def _is_drawn(entry: Record, phase: Record) -> bool:
 
 
 def serve_figure(record: Record) -> "Figure":
-    """The chart of a `run_serve_bench` record: throughput and latency with the knee, then each by streams.
+    """The chart of a `run_serve_bench` record: latency over throughput with the knee, then each over streams.
 
     Raises: BackendUnavailableError without matplotlib.
     """
@@ -153,7 +153,7 @@ def serve_figure(record: Record) -> "Figure":
         _finish(axes, f"{name}, ms", streams, heights)
     model = os.path.basename(record["model"]["path"])
     figure.suptitle(
-        f"{model}: messages of {settings['prompt']} tokens, replies of {settings['decode']} in the mean", fontsize=10
+        f"{model}: messages of {settings['prompt']} tokens, replies of {settings['decode']} on average", fontsize=10
     )
     return figure
 
@@ -184,5 +184,5 @@ def _finish(axes: "Axes", label: str, streams: list[int], heights: list[float]) 
 
 
 def _start_at_zero(axes: "Axes", values: list[float]) -> None:
-    """Show all from zero, with room above the highest: for its mark, the knee's ring and the line of the objective."""
+    """Scale the axis from zero, with room above the highest value for markers and the line of the objective."""
     axes.set_ylim(0, 1.15 * max(values, default=0) or 1)

@@ -1,6 +1,6 @@
-"""Measure a model as its user meets it, alone or beside a peer: plain records, which `report.py` prints.
+"""Measure prefill, decode, start and memory of a model, alone or beside another engine; `report.py` prints the records.
 
-Every engine runs in a process of its own, so that memory and start-up are its own; they take turns, repetition by
+Every engine runs in its own process, so that memory and start-up are measured apart; they alternate, repetition by
 repetition, on the same token ids. Figures are medians over repetitions.
 """
 
@@ -23,17 +23,17 @@ VERIFIED_ROWS = (1, 4, 8)
 """Tokens verified in one pass, as in speculative decoding."""
 STREAM_PROMPT = "Once upon a time"
 _START_TOKENS = 8
-"""Length of the prompt whose first token ends the start of a process."""
+"""Length of the prompt whose first token ends a process start."""
 _READ_BYTES = 8 << 20
 _SETTLING_SECONDS = 0.05
-"""Between two engines: threads of the one before may still spin."""
+"""Pause between two engines: threads of the former may still spin."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchSettings:
-    """What is measured. context: tokens before those that are decoded. peer: engine to compare with, None for none.
+    """What to measure. context: tokens before decoding. peer: engine to compare with, or None.
 
-    threads: None lets the library choose, and a peer gets the same number. device: where ours computes.
+    threads: None for the library's choice, also used for the peer. device: of localinfer.
     """
 
     model: str
@@ -53,19 +53,19 @@ class BenchSettings:
 
     @property
     def num_tokens(self) -> int:
-        """The longest context that is measured."""
+        """The longest context measured."""
         return max(self.prompt, self.context + max(self.decode, *VERIFIED_ROWS))
 
     def record(self, *names: str) -> Record:
-        """Some settings by name."""
+        """Settings by name."""
         return {name: getattr(self, name) for name in names}
 
 
 def run_bench(settings: BenchSettings, progress: ProgressCallback) -> Record:
-    """Measure prefill, decode, verification, start and memory; return one record that JSON can hold.
+    """Measure prefill, decode, verification, start and memory; return one JSON-serializable record.
 
-    Keys: model, machine, settings, engines (per engine its figures) and, beside a peer, ratios: in each of them above 1
-    means that localinfer is the better one. Raises: LocalinferError.
+    Keys: model, machine, settings, engines (the figures of each) and, beside a peer, ratios: above 1 where localinfer
+    is better. Raises: LocalinferError.
     """
     description = describe_file(settings.model)
     check_context(description, settings.num_tokens)
@@ -100,7 +100,7 @@ def run_bench(settings: BenchSettings, progress: ProgressCallback) -> Record:
 
 
 def run_stream_bench(settings: BenchSettings, progress: ProgressCallback) -> Record:
-    """Measure completions from text to text, streamed as a user sees them; `settings.decode` tokens at most each."""
+    """Measure streamed completions, text to text, of at most `settings.decode` tokens each."""
     description = describe_file(settings.model)
     trained = int(description.sizes.get("context_length", settings.decode + 32))
     options = EngineOptions(
@@ -145,23 +145,23 @@ def run_stream_bench(settings: BenchSettings, progress: ProgressCallback) -> Rec
 
 
 def check_context(description: FileDescription, needed: int) -> None:
-    """Raise RequestError if the model was not trained for that many tokens."""
+    """Raise RequestError if the model was trained for fewer than `needed` tokens."""
     trained = description.sizes.get("context_length")
     if isinstance(trained, int) and needed > trained:
         raise RequestError(
-            f"{needed} tokens are to be measured, but the model was trained for {trained}; ask for less with --prompt, "
+            f"the measurement takes {needed} tokens, but the model was trained for {trained}; reduce --prompt, "
             "--context and --decode"
         )
 
 
 def random_token_ids(vocab_size: int, count: int) -> list[int]:
-    """Ordinary tokens: the special ones lie at both ends of a vocabulary."""
+    """Random token ids from the middle of the vocabulary: special tokens are at its ends."""
     choose = random.Random(1)
     return [choose.randrange(vocab_size // 4, vocab_size - vocab_size // 8) for _ in range(count)]
 
 
 def model_record(description: FileDescription) -> Record:
-    """The model's entry of a record."""
+    """The model's part of a record."""
     names = ("path", "architecture", "num_bytes", "num_parameters", "bits_per_weight")
     return {
         **{name: getattr(description, name) for name in names},
@@ -170,7 +170,7 @@ def model_record(description: FileDescription) -> Record:
 
 
 def _start_warm(options: EngineOptions) -> tuple[EngineProcess, float | None]:
-    """Our process with all kernels compiled, and how long compiling them took if it had to be done."""
+    """A localinfer process with all kernels compiled, and the seconds that compiling took, None if they were cached."""
     before = num_compiled_kernels()
     process = EngineProcess(options)
     if num_compiled_kernels() == before:
@@ -188,7 +188,7 @@ def _measure(
     machine: Record,
     progress: ProgressCallback,
 ) -> dict[str, Record]:
-    """The figures of each engine; ours also against the machine's ceilings."""
+    """The figures of each engine; localinfer's also relative to the machine's ceilings."""
     prompt, context = token_ids[: settings.prompt], token_ids[: settings.context]
     continuation = token_ids[settings.context : settings.context + settings.decode]
     start = len(context)
@@ -207,7 +207,7 @@ def _measure(
     ceilings: list[float] = []
     for repetition in range(settings.repetitions):
         progress("measuring decode", repetition, settings.repetitions)
-        # Memory is shared with whatever else the machine runs, so its ceiling is measured beside every decode.
+        # Other programs share the memory bandwidth, so its ceiling is measured beside every decode.
         ceilings.append(measure_read_bandwidth(machine["threads"]))
         for name, process in processes.items():
             time.sleep(_SETTLING_SECONDS)
@@ -252,9 +252,9 @@ def _measure(
 def _measure_starts(
     engines: Sequence[EngineOptions], token_ids: list[int], settings: BenchSettings, progress: ProgressCallback
 ) -> dict[str, list[float]]:
-    """Seconds from starting a process to its first token, with compiled kernels and the file in the page cache.
+    """Seconds from process start to first token, with compiled kernels and the file in the page cache.
 
-    The system may have dropped the file meanwhile, and the first one to start would read it for the other.
+    The file is read first: if it were evicted, only the first process would read it from disk.
     """
     samples: dict[str, list[float]] = {options.engine: [] for options in engines}
     request = {"action": "stream", "prompt": token_ids, "max_tokens": 1}
@@ -269,7 +269,7 @@ def _measure_starts(
 
 
 def _read_through(model: str) -> None:
-    """Read a model's files once and keep nothing."""
+    """Read a model's files into the page cache."""
     path = Path(model)
     for file in sorted(path.iterdir()) if path.is_dir() else [path]:
         if file.is_file():

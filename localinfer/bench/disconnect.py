@@ -1,4 +1,4 @@
-"""How soon the server stops working for a client that disconnects while its prompt or its reply is computed."""
+"""How soon the server stops computing after a client disconnects during prefill or decoding."""
 
 import asyncio
 import re
@@ -18,16 +18,16 @@ _POLL_SECONDS = 0.002
 _PATIENCE_SECONDS = 60.0
 _LONG_PROMPT, _SHORT_REPLY = 1024, 64
 _SHORT_PROMPT, _LONG_REPLY = 64, 1024
-"""Tokens of a prompt or a reply that is aborted, where the context has room for them."""
+"""Tokens of an aborted prompt or reply, if the context has room."""
 _CHECKED_TOKENS = 16
 _CHECKED_SHARE = 3
-"""One in so many of the aborted requests is sent again: whole prompts take their time."""
+"""One in so many aborted requests is repeated: whole prompts take long."""
 
 
 class DisconnectingClients:
-    """Clients that disconnect from a server on which nothing else runs.
+    """Clients that disconnect from an otherwise idle server.
 
-    room: tokens that a message and its reply may have. bodies: some of the aborted requests, to be sent again.
+    room: tokens of a message and its reply together. bodies: some of the aborted requests, to be repeated.
     """
 
     def __init__(self, port: int, prompts: Prompts, room: int) -> None:
@@ -39,9 +39,9 @@ class DisconnectingClients:
         self.bodies: list[dict[str, Any]] = []
 
     async def in_prompt(self) -> Record:
-        """Disconnect while the prompt is computed: seconds until no text is generated any more.
+        """Disconnect during prefill: seconds until nothing is generated any more.
 
-        Raises: BackendUnavailableError if the server goes on, or prompts are too short to disconnect in.
+        Raises: BackendUnavailableError if the server continues, or prompts are too short to disconnect in time.
         """
         with closing(LoadClient(self._port)) as client:
             whole = await chat(client, chat_body(self._prompts.take(self._long_prompt), 1, None))
@@ -54,24 +54,24 @@ class DisconnectingClients:
             client = LoadClient(self._port)
             await client.send("POST", CHAT_PATH, body)
             try:
-                # The first event names the role; the second would be the reply's first token.
+                # The first event holds the role, the second the reply's first token.
                 await asyncio.wait_for(client.receive_events(2), share * whole.time_to_first_token_seconds)
             except TimeoutError:
                 samples.append(await self._disconnect(client, body, len(samples)))
-                # In the middle, and at a different place each time.
+                # In the middle, at a different time in each repetition.
                 share = 0.25 + 0.5 * (len(samples) % DISCONNECTS) / DISCONNECTS
             else:
-                # Other work of the machine made it late, or the prompt fast.
+                # The disconnect was late, or the prompt fast.
                 share *= 0.5
                 await self._seconds_to_idle(client)
             if len(samples) == DISCONNECTS:
                 return _record(samples)
         raise BackendUnavailableError(
-            f"prompts of {self._long_prompt} tokens are over before a client can disconnect; measure a larger model"
+            f"prompts of {self._long_prompt} tokens are computed before a client can disconnect; measure a larger model"
         )
 
     async def in_reply(self) -> Record:
-        """Disconnect after some tokens of the reply. Raises: BackendUnavailableError if the server goes on."""
+        """Disconnect after some tokens of the reply. Raises: BackendUnavailableError if the server continues."""
         samples = []
         for repetition in range(DISCONNECTS):
             body = chat_body(self._prompts.take(self._short_prompt), self._long_reply, repetition)
@@ -99,7 +99,7 @@ class DisconnectingClients:
                     return answer.ended - began
                 if answer.ended - began > _PATIENCE_SECONDS:
                     raise BackendUnavailableError(
-                        f"the server still works {_PATIENCE_SECONDS:.0f} s after its client left; please report this"
+                        f"the server still computes {_PATIENCE_SECONDS:.0f} s after a disconnect; please report this"
                     )
                 await asyncio.sleep(_POLL_SECONDS)
 

@@ -1,4 +1,4 @@
-"""What samples come to: medians, percentiles and ratios, and of a load its goodput and the knee of its curve."""
+"""Statistics of samples: medians, percentiles and ratios; goodput and knee of a load."""
 
 import math
 import statistics
@@ -10,25 +10,22 @@ Record = dict[str, Any]
 
 PERCENTS = (50, 95, 99)
 _LEAST_BEND = 0.05
-"""A curve that is nearer to its chord, as a share of the chart's side, is a line with noise, and has no knee."""
+"""Minimum distance of a knee from the curve's chord, in units of the scaled axes: less is noise."""
 
 
 def percentile(values: Iterable[float], percent: int) -> float:
-    """The smallest of the values that so many percent of them do not exceed. At least one value.
-
-    This is the nearest rank, which NumPy calls "inverted_cdf".
-    """
+    """The nearest-rank percentile (NumPy's "inverted_cdf") of at least one value."""
     ordered = sorted(values)
     return ordered[max(0, -(-percent * len(ordered) // 100) - 1)]
 
 
 def summarize(values: Sequence[float]) -> Record:
-    """A median, and the values it is of."""
+    """The median, and the values."""
     return {"median": statistics.median(values), "values": list(values)}
 
 
 def spread(values: Sequence[float]) -> Record | None:
-    """Percentiles, and the values they are of; None of no values."""
+    """Percentiles, and the values; None without values."""
     if not values:
         return None
     return {**{f"p{percent}": percentile(values, percent) for percent in PERCENTS}, "values": list(values)}
@@ -53,7 +50,7 @@ def timing_figures(
 
 
 def compare(ours: Record, peer: Record) -> Record:
-    """How many times better the first engine is: by medians, and at least and at most in one pair of repetitions."""
+    """How many times better `ours` is: of the medians, and the lowest and highest of any pair of repetitions."""
     ratios: Record = {}
     for name, value in ours.items():
         other = peer.get(name)
@@ -71,9 +68,9 @@ def compare(ours: Record, peer: Record) -> Record:
 
 @dataclass(frozen=True, slots=True)
 class RequestTimes:
-    """What the client measured of one streamed reply; times in seconds on one clock.
+    """Client-side times of one streamed reply, in seconds on one clock.
 
-    first_byte: of the event stream. tokens: of every event with text. num_tokens: generated, by the server's own count;
+    first_byte: of the event stream. tokens: of every event with text. num_tokens: generated, as counted by the server;
     a token that ends inside a character has no text.
     """
 
@@ -92,29 +89,29 @@ class RequestTimes:
 
     @property
     def intervals(self) -> list[float]:
-        """Seconds between one text and the next."""
+        """Seconds between consecutive events with text."""
         return [after - before for before, after in zip(self.tokens, self.tokens[1:], strict=False)]
 
     @property
     def seconds_per_token(self) -> float:
-        """The whole request's time over its tokens: latency that long and short replies can share an axis of."""
+        """The request's time per token, comparable between long and short replies."""
         return (self.ended - self.sent) / self.num_tokens
 
     def tokens_until(self, moment: float) -> float:
-        """Tokens received by then."""
+        """Tokens received by a moment."""
         return self.num_tokens * sum(time <= moment for time in self.tokens) / len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A request that was refused, or whose reply was lost or not whole; why."""
+    """A request that was refused, or whose reply was lost or incomplete; why."""
 
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """A service level objective (SLO): limits of the first token and of the mean interval of a reply, in seconds."""
+    """A service level objective (SLO): limits of time to first token and mean inter-token latency, in seconds."""
 
     first_token_seconds: float
     interval_seconds: float
@@ -129,7 +126,7 @@ Outcome = RequestTimes | Failure
 
 
 def compare_texts(outcomes: Sequence[Outcome], again: Sequence[Outcome]) -> Record:
-    """How many texts were received both times, the numbers of those that differ, and why others failed."""
+    """How many texts were received both times, the indices of those that differ, and why others failed."""
     pairs = list(zip(outcomes, again, strict=True))
     failures = [outcome.reason for pair in pairs for outcome in pair if isinstance(outcome, Failure)]
     texts = [
@@ -146,8 +143,8 @@ def level_record(
 ) -> Record:
     """The figures of one number of concurrent streams.
 
-    began, busy_until: while every stream had a request; rates are of that time, in which no stream idles.
-    Goodput is the rate of requests, and the share of all of them, that met the objective.
+    began, busy_until: the period in which every stream had a request; rates refer to it.
+    Goodput is the rate of requests that met the objective, and their share of all requests.
     """
     whole = [outcome for outcome in outcomes if isinstance(outcome, RequestTimes)]
     failures = [outcome.reason for outcome in outcomes if isinstance(outcome, Failure)]
@@ -176,9 +173,9 @@ def level_record(
 def knee(points: Sequence[tuple[float, float]]) -> int | None:
     """The index of the point of a throughput-latency curve after which latency grows faster than throughput.
 
-    With both axes scaled to the curve's own range, it is the point furthest from the chord between the first and the
-    last one, on the side of more throughput for less latency. None for fewer than three points, and where none is
-    further than a twentieth of a side.
+    With both axes scaled to the curve's range, it is the point furthest from the chord between the first and the last
+    one, on the side of more throughput for less latency. None for fewer than three points, and if no distance exceeds
+    a twentieth of an axis.
     Source: the criterion of Kneedle (Satopaa et al., 2011, section III).
     """
     if len(points) < 3:

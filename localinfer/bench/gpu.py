@@ -1,6 +1,6 @@
-"""Measure a model on a GPU by given token ids: prompts, decoding, verification, memory, and the host's part.
+"""Measure a model on a GPU on given token ids: prefill, decode, verification, memory, and host time per token.
 
-What the GPU reads at best is measured beside every decode, as on the CPU: clocks change with heat.
+The GPU's read bandwidth is measured beside every decode, as on the CPU: clocks change with temperature.
 """
 
 import statistics
@@ -30,9 +30,9 @@ from localinfer.types import ProgressCallback
 
 
 def run_gpu_bench(settings: BenchSettings, progress: ProgressCallback) -> Record:
-    """Measure prefill, decode, verification and memory; return one record that JSON can hold.
+    """Measure prefill, decode, verification and memory; return one JSON-serializable record.
 
-    Keys: model, machine (the GPU, what of the model runs there, its measured read bandwidth), settings, figures.
+    Keys: model, machine (the GPU, how many layers run on it, its measured read bandwidth), settings, figures.
     Raises: LocalinferError, BackendUnavailableError where there is no GPU.
     """
     description = describe_file(settings.model)
@@ -56,7 +56,7 @@ def run_gpu_bench(settings: BenchSettings, progress: ProgressCallback) -> Record
 
 
 def _measure(model: MeasuredModel, settings: BenchSettings, progress: ProgressCallback) -> tuple[Record, Record]:
-    """What the machine is, and the figures."""
+    """The machine, and the figures."""
     program, layout, config = model.model.program, model.model.kv_layout, model.model.config
     if not isinstance(program, DrawingProgram) or not isinstance(layout, DeviceKVLayout | SplitKVLayout):
         raise BackendUnavailableError("this model does not run on a GPU; measure it with --device cpu")
@@ -80,7 +80,7 @@ def _measure(model: MeasuredModel, settings: BenchSettings, progress: ProgressCa
     prompt, context = token_ids[: settings.prompt], token_ids[: settings.context]
     continuation = token_ids[settings.context : settings.context + settings.decode]
     start = len(context)
-    # Kernels are loaded and graphs captured here.
+    # Warm-up: loads kernels and captures graphs.
     seconds(0, prompt)
     seconds(0, context)
     for size in VERIFIED_ROWS:
@@ -116,7 +116,7 @@ def _measure(model: MeasuredModel, settings: BenchSettings, progress: ProgressCa
     }
     ceiling = statistics.median(ceilings)
     num_host_layers = layout.num_host_layers if isinstance(layout, SplitKVLayout) else 0
-    # What a model reads of which the CPU runs a part is no share of the GPU's bandwidth.
+    # Of a split model the CPU reads a part, so its bytes are not comparable with the GPU's bandwidth.
     if not num_host_layers:
         weight_bytes = bytes_per_token(model.model.file, config)
         kv_bytes = layout.page_bytes * (settings.context + settings.decode // 2) // layout.page_tokens

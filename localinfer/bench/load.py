@@ -1,4 +1,4 @@
-"""A closed-loop load of streamed chats: each of the concurrent streams sends its next request once it has a reply."""
+"""A closed-loop load of streamed chats: each concurrent stream sends its next request after its reply has ended."""
 
 import asyncio
 import math
@@ -18,8 +18,8 @@ _GOLDEN_RATIO = (1 + math.sqrt(5)) / 2
 
 @dataclass
 class Load:
-    """The results of a load: outcomes in the order of the requests, the time in which every stream was busy, and how
-    long `/health` took meanwhile, in seconds."""
+    """The results of a load: outcomes in the order of the requests, the period in which every stream was busy, and
+    latencies of `/health` meanwhile, in seconds."""
 
     outcomes: list[Outcome]
     began: float
@@ -29,23 +29,23 @@ class Load:
 
 
 class Prompts:
-    """Messages of about so many tokens, cut from one text so that no two begin alike.
+    """Messages of a given number of tokens, about, cut from one text so that no two have a common prefix.
 
-    pieces: the text, a piece per token.
+    tokens: the text of each token.
     """
 
-    def __init__(self, pieces: Sequence[str]) -> None:
-        self._pieces = pieces
-        self._stride = round(len(pieces) / _GOLDEN_RATIO)
-        while math.gcd(self._stride, len(pieces)) > 1:
+    def __init__(self, tokens: Sequence[str]) -> None:
+        self._tokens = tokens
+        self._stride = round(len(tokens) / _GOLDEN_RATIO)
+        while math.gcd(self._stride, len(tokens)) > 1:
             self._stride += 1
         self._start = 0
 
     def take(self, num_tokens: int) -> str:
         """The next message."""
         start = self._start
-        self._start = (start + self._stride) % len(self._pieces)
-        return "".join(self._pieces[(start + index) % len(self._pieces)] for index in range(num_tokens))
+        self._start = (start + self._stride) % len(self._tokens)
+        return "".join(self._tokens[(start + index) % len(self._tokens)] for index in range(num_tokens))
 
 
 def chat_body(message: str, max_tokens: int, seed: int | None) -> dict[str, Any]:
@@ -62,14 +62,14 @@ def chat_body(message: str, max_tokens: int, seed: int | None) -> dict[str, Any]
 
 
 def reply_lengths(mean: int, count: int) -> list[int]:
-    """Lengths between three and five quarters of a mean: with equal ones all streams would run in lockstep."""
+    """Lengths from 3/4 to 5/4 of a mean: with equal ones all streams would run in lockstep."""
     return [max(1, round(mean * (0.75 + 0.5 * (index * _GOLDEN_RATIO % 1)))) for index in range(count)]
 
 
 async def run_load(
     port: int, bodies: Sequence[dict[str, Any]], concurrency: int, stage: str, progress: ProgressCallback
 ) -> Load:
-    """Send all requests, `concurrency` at one time, each stream on a connection of its own; poll `/health` meanwhile.
+    """Send all requests, `concurrency` at a time, each stream on its own connection; poll `/health` meanwhile.
 
     progress: called with the stage, the number of requests that have ended, and of all of them.
     """

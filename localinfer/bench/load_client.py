@@ -1,7 +1,7 @@
-"""A client that measures: one HTTP connection over asyncio, and the times of a streamed reply on it.
+"""A measuring client: one HTTP connection over asyncio, and the times of a streamed reply on it.
 
-It shares the machine with the server it measures, so during a stream it only records times and bytes, and parses them
-when the stream has ended: HTTP client libraries parse every chunk as it arrives.
+It shares the machine with the server, so during a stream it only records times and bytes, and parses them at the end:
+HTTP client libraries parse every chunk as it arrives.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from localinfer.bench.figures import Failure, Outcome, RequestTimes
 
 _READ_BYTES = 1 << 16
 _SILENCE_SECONDS = 120.0
-"""The server sends at least a ping every 15 seconds of a stream; after so long a silence the reply is lost."""
+"""The server sends a ping at least every 15 seconds of a stream; after this long without one the reply is lost."""
 _END_OF_CHUNKS = b"\r\n0\r\n\r\n"
 _EVENT = b"data: "
 
@@ -27,18 +27,18 @@ NETWORK_ERRORS = (OSError, TimeoutError, h11.ProtocolError)
 
 @dataclass
 class Answer:
-    """What was received for one request. pieces: of the body, each with the time at which it was received."""
+    """The response to one request. chunks: of the body, each with the time at which it was received."""
 
     sent: float
     status: int = 0
     is_stream: bool = False
-    pieces: list[tuple[float, bytes]] = field(default_factory=list)
+    chunks: list[tuple[float, bytes]] = field(default_factory=list)
     ended: float = 0.0
 
     @property
     def body(self) -> bytes:
-        """All of it."""
-        return b"".join(piece for _, piece in self.pieces)
+        """The whole body."""
+        return b"".join(chunk for _, chunk in self.chunks)
 
 
 class LoadClient:
@@ -73,7 +73,7 @@ class LoadClient:
         return answer
 
     async def receive_events(self, count: int) -> None:
-        """Wait until so many events of a stream have come. Raises: ConnectionError if it ends before."""
+        """Wait for this many events of a stream. Raises: ConnectionError if it ends before."""
         assert self._streams is not None, "a request was sent"
         received = bytearray()
         while received.count(_EVENT) < count:
@@ -83,7 +83,7 @@ class LoadClient:
             received += data
 
     def close(self) -> None:
-        """Close the connection at once, whatever is under way; may be called again."""
+        """Close the connection at once; may be called again."""
         if self._streams is not None:
             self._streams[1].close()
             self._streams = None
@@ -105,7 +105,7 @@ class LoadClient:
                     unread.clear()
 
     def _parse(self, answer: Answer, received: list[tuple[float, bytes]]) -> None:
-        """Add what was received to an answer; `ended` is set at its end."""
+        """Add received data to an answer; sets `ended` at its end."""
         for moment, data in received:
             self._http.receive_data(data)
             while (event := self._http.next_event()) is not h11.NEED_DATA:
@@ -115,7 +115,7 @@ class LoadClient:
                         kind = dict(event.headers).get(b"content-type", b"")
                         answer.is_stream = kind.startswith(b"text/event-stream")
                     case h11.Data():
-                        answer.pieces.append((moment, bytes(event.data)))
+                        answer.chunks.append((moment, bytes(event.data)))
                     case h11.EndOfMessage():
                         answer.ended = moment
                         return
@@ -124,7 +124,7 @@ class LoadClient:
 
 
 async def ask(client: LoadClient, method: str, path: str, body: Any = None) -> Any:
-    """The JSON that answers a request. Raises: one of NETWORK_ERRORS, and ConnectionError if the server refuses it."""
+    """The JSON response to a request. Raises: one of NETWORK_ERRORS; ConnectionError if the server refuses it."""
     answer = await client.request(method, path, body)
     if answer.status != 200:
         raise ConnectionError(f"{path} answered with status {answer.status}")
@@ -132,7 +132,7 @@ async def ask(client: LoadClient, method: str, path: str, body: Any = None) -> A
 
 
 async def chat(client: LoadClient, body: dict[str, Any]) -> Outcome:
-    """Send a chat whose reply is to be streamed, and read it to its end."""
+    """Send a streaming chat request, and read the reply to its end."""
     try:
         return read_reply(await client.request("POST", CHAT_PATH, body), body["max_tokens"])
     except TimeoutError:
@@ -144,14 +144,14 @@ async def chat(client: LoadClient, body: dict[str, Any]) -> Outcome:
 
 
 def read_reply(answer: Answer, wanted_tokens: int) -> Outcome:
-    """The times and text of a chat's stream; it is whole if it has as many tokens as wanted, and its end mark."""
+    """The times and text of a chat's stream; it is complete if it has the wanted tokens and the [DONE] event."""
     if answer.status != 200 or not answer.is_stream:
         return Failure(f"status {answer.status}: {answer.body.decode(errors='replace'):.200}")
     texts: list[str] = []
     times: list[float] = []
     usage: dict[str, int] = {}
     last = ""
-    for moment, last in _events(answer.pieces):
+    for moment, last in _events(answer.chunks):
         event = {} if last == "[DONE]" else json.loads(last)
         if "error" in event:
             return Failure(f"the stream ended with an error: {event['error'].get('message')}")
@@ -167,7 +167,7 @@ def read_reply(answer: Answer, wanted_tokens: int) -> Outcome:
         return Failure(f"the stream {end} after {num_tokens} of {wanted_tokens} tokens, {len(times)} of them with text")
     return RequestTimes(
         sent=answer.sent,
-        first_byte=answer.pieces[0][0],
+        first_byte=answer.chunks[0][0],
         tokens=tuple(times),
         ended=answer.ended,
         num_tokens=num_tokens,
@@ -176,11 +176,11 @@ def read_reply(answer: Answer, wanted_tokens: int) -> Outcome:
     )
 
 
-def _events(pieces: list[tuple[float, bytes]]) -> Iterator[tuple[float, str]]:
+def _events(chunks: list[tuple[float, bytes]]) -> Iterator[tuple[float, str]]:
     """The data of each event, with the time at which its last byte was received."""
     rest = b""
-    for moment, piece in pieces:
-        *frames, rest = (rest + piece).split(b"\n\n")
+    for moment, chunk in chunks:
+        *frames, rest = (rest + chunk).split(b"\n\n")
         for frame in frames:
             lines = [line for line in frame.split(b"\n") if line.startswith(_EVENT)]
             if lines:

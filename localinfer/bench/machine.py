@@ -1,4 +1,4 @@
-"""The machine's two ceilings, measured: how fast its threads read memory, and how fast they multiply bytes."""
+"""The machine's two measured ceilings: memory read bandwidth, and multiplications of bytes per second."""
 
 import platform
 import time
@@ -21,19 +21,19 @@ _READ_MEMORY = Kernel("roofline.read_memory")
 _MULTIPLY_BYTES = Kernel("roofline.multiply_bytes")
 
 BUFFER_BYTES = 512 << 20
-"""Read per measurement: well beyond any cache, on the same kind of pages as weights."""
+"""Bytes read per measurement: far more than any cache, on the same kind of pages as weights."""
 _UNIT_BYTES = 1 << 20
 _ROUND_SECONDS = 0.03
 _ATTEMPTS = 9
 
 
 def measure_read_bandwidth(num_threads: int) -> float:
-    """Bytes per second that this many threads read from memory: the best of several attempts, since it is a ceiling."""
+    """Bytes per second that this many threads read from memory: the best of several attempts."""
     import psutil
 
     num_bytes = min(BUFFER_BYTES, int(psutil.virtual_memory().available) // 4) // _UNIT_BYTES * _UNIT_BYTES
     memory = Arena(0).take(num_bytes)
-    # Pages that were never written all read from one page of zeros.
+    # Pages that were never written are all mapped to one page of zeros.
     memory[:] = 1
     sink = aligned_zeros(64 * num_threads)
     words = np.array([address(memory), _UNIT_BYTES, num_bytes // _UNIT_BYTES, address(sink)], np.int64)
@@ -42,7 +42,7 @@ def measure_read_bandwidth(num_threads: int) -> float:
 
 
 def measure_multiply_peak(num_threads: int) -> float:
-    """Multiplications of bytes, each added to a sum, per second on this many threads, all of it in registers."""
+    """Multiply-adds of bytes per second on this many threads, all in registers."""
     sink = aligned_zeros(64 * num_threads)
     words = np.array([10_000, address(sink)], np.int64)
     with closing(ThreadPool(num_threads)) as pool:
@@ -53,7 +53,7 @@ def measure_multiply_peak(num_threads: int) -> float:
 
 
 def measure_machine(num_threads: int, progress: ProgressCallback) -> Record:
-    """The ceilings of this many threads, and what the machine is."""
+    """The machine, and its ceilings with this many threads."""
     progress("measuring the machine's ceilings", 0, 2)
     read = measure_read_bandwidth(num_threads)
     progress("measuring the machine's ceilings", 1, 2)
@@ -67,7 +67,7 @@ def measure_machine(num_threads: int, progress: ProgressCallback) -> Record:
 
 
 def cpu_name() -> str:
-    """The processor's name, or its architecture where the system does not say."""
+    """The processor's name, or its architecture if the system does not report it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -77,17 +77,17 @@ def cpu_name() -> str:
 
 
 def instruction_set() -> str:
-    """The instruction set that the kernels use here."""
+    """The instruction set that the kernels use."""
     return isa.SELECTED.value
 
 
 def num_compiled_kernels() -> int:
-    """Compiled kernels in the cache; a load that compiles some adds to them."""
+    """Compiled kernels in the cache."""
     return 0 if CACHE_FOLDER is None else sum(1 for _ in CACHE_FOLDER.glob("*.o"))
 
 
 def _seconds(pool: ThreadPool, kernel: Kernel, words: NDArray[np.int64]) -> float:
-    """Run one op once and measure how long it took."""
+    """Seconds of one run of an op."""
     header = BATCH.pack(**{**dict.fromkeys(BATCH.words, 0), "control": pool.control_address})
     ops = np.array([[kernel.address, address(words)]], np.int64)
     began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""A model driven by given token ids, step by step, and what each of its ops costs: for measurements only."""
+"""A model run on given token ids, step by step, and the time of each of its ops: for measurements only."""
 
 import os
 import time
@@ -22,7 +22,7 @@ _LEAST_SECONDS = 1e-7
 
 
 class Work(NamedTuple):
-    """What a computation must do at least: bytes read from memory, and multiplications, of weights and of the cache."""
+    """The least work of a computation: bytes read from memory, and multiplications, of weights and of the KV cache."""
 
     weight_bytes: int
     kv_bytes: int
@@ -31,7 +31,7 @@ class Work(NamedTuple):
 
 
 class OperationTime(NamedTuple):
-    """One op of a tape in one run: what it is, what it had to do, and how long it took."""
+    """One op of a tape in one run: its name, work and time."""
 
     operation: Operation
     work: Work
@@ -39,7 +39,7 @@ class OperationTime(NamedTuple):
 
 
 class MeasuredModel(Closing):
-    """One sequence of a loaded model, computed at any position. A context manager that closes the model.
+    """One sequence of a loaded model, computed from any position. A context manager that closes the model.
 
     model: as loaded; the other arguments are those of `load_model`.
     """
@@ -61,7 +61,7 @@ class MeasuredModel(Closing):
 
     @property
     def num_threads(self) -> int:
-        """CPU threads that compute."""
+        """CPU threads."""
         return self._program.num_threads
 
     def compute(
@@ -71,9 +71,9 @@ class MeasuredModel(Closing):
         num_outputs: int = 1,
         run: Callable[[Batch], NDArray[Any]] | None = None,
     ) -> NDArray[Any]:
-        """Put token ids at position `start` and after, in place of what was there; return the result of the last batch.
+        """Compute token ids at positions from `start` on, overwriting the cache there; return the last batch's output.
 
-        num_outputs: how many rows, at most one per token of the last batch. run: what computes a batch; None gives
+        num_outputs: its rows, at most one per token of the last batch. run: computes a batch; None: `Program.run`, for
         logits float32[num_outputs, vocab_size]. Valid until the next call.
         """
         program = self.model.program
@@ -89,14 +89,14 @@ class MeasuredModel(Closing):
         return found
 
     def work(self, start: int, num_rows: int, num_outputs: int = 1) -> Work:
-        """What computing `num_rows` tokens from position `start` must read and multiply, in all ops together."""
+        """The work of computing `num_rows` tokens from position `start`, in all ops together."""
         works = [work_of(operation, start, num_rows, num_outputs) for operation in self._program.operations()]
         return Work(*map(sum, zip(*works, strict=True)))
 
     def time_operations(self, start: int, token_ids: Sequence[int], repetitions: int) -> list[OperationTime]:
         """Time every op in its place in the tape: medians over runs that compute one batch op by op.
 
-        The cost of an empty run is subtracted, so times are right to about a microsecond.
+        The time of an empty run is subtracted, so times are accurate to about a microsecond.
         """
         self.compute(start, token_ids)
         program, clock = self._program, time.perf_counter
@@ -131,7 +131,7 @@ class MeasuredModel(Closing):
 
 
 def work_of(operation: Operation, start: int, num_rows: int, num_outputs: int) -> Work:
-    """What one op must read and multiply for rows at positions start to start + num_rows - 1 of one sequence."""
+    """The work of one op for rows at positions start to start + num_rows - 1 of one sequence."""
     rows = num_outputs if operation.rows is Rows.OUTPUT else num_rows
     end = start + num_rows
     window = operation.window or end

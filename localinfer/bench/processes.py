@@ -1,4 +1,4 @@
-"""The processes that are measured: an engine behind `worker.py`, or `localinfer serve`. None outlives its use."""
+"""The measured processes: an engine behind `worker.py`, or `localinfer serve`. Each ends with its context manager."""
 
 import contextlib
 import http.client
@@ -27,7 +27,7 @@ _ANSWER_SECONDS = 0.5
 
 
 class ChildProcess:
-    """A process with a pipe to its standard input, which ends it. A context manager that closes it.
+    """A process that ends with its standard input, a pipe. A context manager that closes it.
 
     folder: where its messages are kept, and deleted with it; None shows them. pid: of the process. Raises: OSError.
     """
@@ -81,9 +81,9 @@ class ChildProcess:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """How an engine is started. python: the interpreter that has it, None for this one. streams: by its text API.
+    """How to start an engine. python: its interpreter, None for this one. streams: use its text API.
 
-    device: where ours computes, as `localinfer.load` takes it; a peer has its own defaults.
+    device: of localinfer, as for `localinfer.load`; a peer uses its own default.
     """
 
     engine: str
@@ -103,7 +103,7 @@ class EngineProcess(ChildProcess):
     """
 
     def __init__(self, options: EngineOptions, first_request: dict[str, Any] | None = None) -> None:
-        """Start it and wait until the model is loaded; `first_request` is sent at once, to be read by `reply`."""
+        """Start it and wait until the model is loaded; `first_request` is sent at once and answered by `reply`."""
         self.options = options
         self._python = options.python or sys.executable
         self._started = time.perf_counter()
@@ -130,7 +130,7 @@ class EngineProcess(ChildProcess):
         return self.reply()
 
     def reply(self) -> dict[str, Any]:
-        """The next line the process writes."""
+        """Read the next response."""
         assert self._process.stdout is not None, "the process was started with a pipe"
         line = self._process.stdout.readline()
         if not line:
@@ -144,11 +144,11 @@ class EngineProcess(ChildProcess):
         return reply
 
     def seconds_since_start(self) -> float:
-        """Time since just before the process was started."""
+        """Time since the process was started."""
         return time.perf_counter() - self._started
 
     def peak_memory_bytes(self) -> int | None:
-        """The most memory the process has had resident, or None if this system does not say."""
+        """Peak resident memory, or None if this system does not report it."""
         found: int | None = self.ask("memory")["bytes"]
         if found is None:
             import psutil
@@ -158,7 +158,7 @@ class EngineProcess(ChildProcess):
 
     def _send(self, request: dict[str, Any]) -> None:
         assert self._process.stdin is not None, "the process was started with a pipe"
-        # A process that has ended wrote an error, or nothing; reading its answer raises for either.
+        # If the process has exited, reading its response raises.
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
@@ -178,10 +178,10 @@ class EngineProcess(ChildProcess):
 
 
 class ServerProcess(ChildProcess):
-    """`localinfer serve` with one model on a free loopback port; made when it answers. port: of it.
+    """`localinfer serve` with one model on a free loopback `port`; the constructor returns once it is ready.
 
-    It ends with its standard input, so it does not outlive this process either, however that ends.
-    Raises: BackendUnavailableError if it ends by itself.
+    It ends with its standard input, so also when this process is killed.
+    Raises: BackendUnavailableError if it exits.
     """
 
     def __init__(self, model: str, *, device: str, threads: int | None, max_generations: int) -> None:

@@ -1,4 +1,4 @@
-"""Tables of measurements for people."""
+"""Measurements as tables."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,7 +14,7 @@ _PEAKS = {
     "bytes_per_second": "read_bytes_per_second",
     "multiply_adds_per_second": "multiply_adds_per_second",
 }
-"""Rates of an op, and the machine's ceilings of them."""
+"""Rates of an op, and the machine's ceiling of each."""
 _SPREADS = {
     "first byte": "first_byte_seconds",
     "first token": "time_to_first_token_seconds",
@@ -79,7 +79,7 @@ def render_gpu(record: Record) -> str:
 
 
 def render_speculation(record: Record) -> str:
-    """The record of `run_speculation_bench`: what rows cost, then each kind of text with and without drafts."""
+    """The record of `run_speculation_bench`: times of passes, then each kind of text with and without drafts."""
     costs = "  ".join(f"{rows}: {cost:.2f}" for rows, cost in enumerate(record["costs"], 1))
     lines = [*_heading(record), "", f"one token takes {_time(record['plain_step_seconds'])}; a pass over", f"  {costs}"]
     for name, text in record["texts"].items():
@@ -94,13 +94,13 @@ def render_speculation(record: Record) -> str:
             _line("  with drafts", [_rate(text["tokens_per_second"]["median"])]),
             _line("  ratio (spread)", [ratio]),
             _line("  tokens per pass", [f"{text['tokens_per_pass']:.2f}"]),
-            f"  accepted by place in the draft: {shares or 'nothing was drafted'}",
+            f"  accepted by position in the draft: {shares or 'nothing was drafted'}",
         ]
     return _join(lines)
 
 
 def render_roofline(record: Record) -> str:
-    """The record of `measure_roofline`: the ceilings, then every kind of op with its share of time and of them."""
+    """The record of `measure_roofline`: the ceilings, then every kind of op with its shares of time and ceilings."""
     machine = record["machine"]
     lines = _machine_lines(machine)
     for phase in record.get("phases", []):
@@ -120,7 +120,7 @@ def render_roofline(record: Record) -> str:
 
 
 def render_serve(record: Record) -> str:
-    """The record of `run_serve_bench` as a table, a column per number of streams; times in milliseconds."""
+    """The record of `run_serve_bench` as a table, one column per number of streams; times in milliseconds."""
     settings, levels, same = record["settings"], record["levels"], record["same_text"]
     first, interval = settings["slo_first_token_seconds"], settings["slo_itl_seconds"]
 
@@ -132,8 +132,8 @@ def render_serve(record: Record) -> str:
 
     lines = [
         *_heading(record),
-        f"load     messages of about {settings['prompt']} tokens, replies of {settings['decode']} in the mean, "
-        f"{settings['requests']} from each stream",
+        f"load     messages of about {settings['prompt']} tokens, replies of {settings['decode']} on average, "
+        f"{settings['requests']} per stream",
         "",
         row("streams", lambda level: str(level["concurrency"])),
         row("requests", lambda level: str(level["requests"])),
@@ -151,14 +151,14 @@ def render_serve(record: Record) -> str:
         row("failed or lost", lambda level: str(len(level["failures"]) + level["health_failures"])),
         "",
         f"goodput counts replies with a first token within {1e3 * first:g} ms, and intervals of at most "
-        f"{1e3 * interval:g} ms in the mean",
-        "knee: none within these numbers of streams"
+        f"{1e3 * interval:g} ms on average",
+        "knee: none in this range of streams"
         if record["knee"] is None
         else f"knee: {record['knee']} streams; with more, latency grows faster than throughput",
     ]
     lines += [
-        f"client disconnects in the midst of a {name}: work ends after {1e3 * seconds['median']:.0f} ms in the median, "
-        f"{1e3 * seconds['max']:.0f} ms at most ({len(seconds['values'])} times)"
+        f"client disconnects during a {name}: work ends after {1e3 * seconds['median']:.0f} ms (median), at most "
+        f"{1e3 * seconds['max']:.0f} ms ({len(seconds['values'])} times)"
         for name, seconds in record["leaving"].items()
     ]
     if same["different"]:
@@ -173,7 +173,7 @@ def render_serve(record: Record) -> str:
 
 
 def _heading(record: Record) -> list[str]:
-    """What was measured, and on which machine where the record has that."""
+    """The model, and the machine if it is in the record."""
     model = record["model"]
     lines = [
         f"model    {Path(model['path']).name}, {model['architecture']}, {model['num_parameters'] / 1e6:,.1f} M "
@@ -195,7 +195,7 @@ def _machine_lines(machine: Record) -> list[str]:
 
 
 def _engine_table(record: Record) -> Iterator[str]:
-    """A column for each engine, and one of ratios beside a peer."""
+    """One column per engine, and ratios beside a peer."""
     engines, ratios = record["engines"], record.get("ratios")
     names = [f"{name} {engine['version']}" for name, engine in engines.items()]
     yield _line("", names if ratios is None else [*names, "ratio (spread)"])
@@ -203,7 +203,7 @@ def _engine_table(record: Record) -> Iterator[str]:
 
 
 def _figure_lines(settings: Record, engines: dict[str, Record], ratios: Record) -> Iterator[str]:
-    """A line for each figure that was measured."""
+    """One line per measured figure."""
     ours = engines[OURS]
     for key, (label, render) in _FIGURES.items():
         if key not in ours:
@@ -249,7 +249,7 @@ def _size(num_bytes: float) -> str:
 
 
 def _join(lines: Iterable[str]) -> str:
-    """A table as one text, harmless for a terminal."""
+    """Lines as one text, without terminal controls."""
     return neutralise_controls("\n".join(line.rstrip() for line in lines))
 
 

@@ -1,4 +1,4 @@
-"""Where each op of a model stands under the machine's two ceilings.
+"""Each op of a model relative to the machine's two ceilings.
 
 Source: the roofline model of Williams, Waterman and Patterson, Communications of the ACM 52(4), 2009.
 """
@@ -24,10 +24,10 @@ _PREFILL_RUNS = 3
 def measure_roofline(
     model: str | None, *, threads: int | None, prompt: int, context: int, progress: ProgressCallback
 ) -> Record:
-    """Measure the ceilings and, given a model, every op in its place: one decoded token, and a prompt.
+    """Measure the ceilings and, given a model, every op in its tape: of one decoded token, and of a prefill.
 
-    prompt: tokens of the prefill, at most what one run of the tape holds. context: tokens before the decoded one.
-    Returns machine, and phases with their operations summed by kind: those of all layers are one entry.
+    prompt: tokens of the prefill, at most one batch. context: tokens before the decoded one.
+    Returns machine, and phases with their operations summed by kind over all layers.
     Raises: LocalinferError.
     """
     if model is None:
@@ -63,7 +63,7 @@ def _phase(name: str, measured: MeasuredModel, start: int, token_ids: list[int],
 
 
 def _by_kind(times: list[OperationTime]) -> list[Record]:
-    """One entry per kernel and the tensors it reads, those of all layers together; the longest first."""
+    """One entry per kernel and tensor role, summed over layers; the longest first."""
     kinds: dict[str, dict[str, Any]] = {}
     for operation, work, seconds in times:
         weights = "+".join(re.sub(r"^blk\.\d+\.|\.weight$", "", name) for name in operation.weights)

@@ -1,7 +1,7 @@
-"""Measure `localinfer serve` under load, over HTTP: a plain record, which `report.py` prints and `charts.py` draws.
+"""Measure `localinfer serve` under load, over HTTP; `report.py` prints the record, `charts.py` draws it.
 
-The same texts are requested once more at the end, one after another, from a server that has just started: whatever was
-batched with them, cached or aborted, the texts must be equal.
+Some requests are repeated at the end, one after another, on a fresh server: the texts must be equal, whatever was
+batched with them, cached or aborted.
 """
 
 import asyncio
@@ -23,18 +23,18 @@ from localinfer.types import ProgressCallback
 
 MAX_STREAMS = 256
 _LONGEST_REPLY = 1.25
-"""The longest replies of a load, over the mean."""
+"""Longest reply of a load, relative to the mean."""
 _TEMPLATE_TOKENS = 128
-"""Left for what a chat template writes around a message."""
+"""Tokens reserved for the chat template around a message."""
 _CHECKED_TOKENS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings:
-    """What load is put on a server. concurrency: numbers of concurrent streams. requests: of each stream, in turn.
+    """The load. concurrency: numbers of concurrent streams. requests: per stream, one after another.
 
-    prompt, decode: tokens of a message, about, and of a reply, in the mean. objective: what goodput means.
-    threads, device: as `localinfer serve` takes them. Raises: RequestError naming the value.
+    prompt, decode: mean tokens of a message and of a reply. objective: for goodput.
+    threads, device: as for `localinfer serve`. Raises: RequestError naming the value.
     """
 
     model: str
@@ -57,7 +57,7 @@ class ServeSettings:
 
 
 def run_serve_bench(settings: ServeSettings, progress: ProgressCallback) -> Record:
-    """Measure a server at each concurrency, then clients that disconnect; return one record that JSON can hold.
+    """Measure a server at each concurrency, then clients that disconnect; return one JSON-serializable record.
 
     Keys: model, settings, levels (see `level_record`; with what `/health` took), knee (its number of streams, None for
     none), leaving (seconds until work stops, by phase), same_text (see `compare_texts`) and num_failed.
@@ -90,16 +90,16 @@ def run_serve_bench(settings: ServeSettings, progress: ProgressCallback) -> Reco
 
 
 class _Run:
-    """One measurement: what is requested of the first server, and again of the second."""
+    """One measurement: the requests to the first server, some of which are repeated on the second."""
 
     def __init__(self, settings: ServeSettings, progress: ProgressCallback) -> None:
         self._settings = settings
         self._progress = progress
         self._checked: list[tuple[dict[str, Any], Outcome]] = []
-        """Requests to be sent again, with their first outcomes."""
+        """Requests to be repeated, with their first outcomes."""
 
     def start(self) -> ServerProcess:
-        """Start a server. Kernels may have to be compiled first."""
+        """Start a server."""
         settings = self._settings
         self._progress("starting the server", 0, 0)
         return ServerProcess(
@@ -107,15 +107,15 @@ class _Run:
         )
 
     async def measure(self, port: int) -> tuple[list[Record], Record]:
-        """All levels, and how soon work stops after a disconnect."""
+        """The levels, and the seconds until work stops after a disconnect."""
         settings = self._settings
         prompts, context_length = await _prepare(port)
         warm = [chat_body(prompts.take(settings.prompt), settings.decode, 0)]
         outcome = (await run_load(port, warm, 1, "warming up", self._progress)).outcomes[0]
         if isinstance(outcome, Failure):
             raise BackendUnavailableError(
-                f"the server answers no chat with this model ({outcome.reason}); check it with "
-                "`localinfer chat -m MODEL`, or ask for fewer tokens with --prompt and --decode"
+                f"the server cannot chat with this model ({outcome.reason}); check it with `localinfer chat -m MODEL`, "
+                "or reduce --prompt and --decode"
             )
         levels: list[Record] = []
         for concurrency in sorted(set(settings.concurrency)):
@@ -132,7 +132,7 @@ class _Run:
             first = levels[0]
             rate = first["tokens_per_second"] if first["concurrency"] == 1 else 0.0
             level["ratio_to_one"] = level["tokens_per_second"] / rate if rate else None
-        # Half of them sampled, half of them greedy, as many as run at one time and half of that again.
+        # Half sampled, half greedy; 1.5 times as many as run concurrently.
         concurrency = max(2, *settings.concurrency)
         lengths = reply_lengths(min(settings.decode, _CHECKED_TOKENS), concurrency + concurrency // 2)
         bodies = [
@@ -147,7 +147,7 @@ class _Run:
         return levels, leaving
 
     async def compare(self, port: int) -> Record:
-        """Send the checked requests again, one after another."""
+        """Repeat the checked requests, one after another."""
         bodies = [body for body, _ in self._checked]
         load = await run_load(port, bodies, 1, "comparing texts", self._progress)
         return compare_texts([outcome for _, outcome in self._checked], load.outcomes)
@@ -158,10 +158,10 @@ class _Run:
 
 
 async def _prepare(port: int) -> tuple[Prompts, int]:
-    """Messages cut to the model's own tokens, and the length of its context."""
+    """Messages cut at the model's token boundaries, and its context length."""
     with closing(LoadClient(port)) as client:
         models = await ask(client, "GET", "/v1/models")
         text = await ask(client, "POST", "/tokenize", {"content": read_calibration().text, "with_pieces": True})
-    # A piece of a character is no text of its own.
-    pieces = [token["piece"] for token in text["tokens"] if "\ufffd" not in token["piece"]]
-    return Prompts(pieces), int(models["data"][0]["context_length"])
+    # A part of a character is not text.
+    tokens = [token["piece"] for token in text["tokens"] if "\ufffd" not in token["piece"]]
+    return Prompts(tokens), int(models["data"][0]["context_length"])

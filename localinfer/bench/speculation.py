@@ -1,4 +1,4 @@
-"""What speculative decoding gains here: the same texts with and without drafts, in turns, on one loaded model."""
+"""The speedup of speculative decoding: the same texts with and without drafts, alternating, on one loaded model."""
 
 import time
 from collections.abc import Sequence
@@ -20,25 +20,25 @@ _PROMPT_IDS = (1, 2, 3, 4)
 
 
 class _Borrowed:
-    """A model that outlives an engine over it."""
+    """A model whose `close` does nothing, so that it can be used by several engines in turn."""
 
     def __init__(self, model: Model) -> None:
         self.config, self.program, self.kv_layout = model.config, model.program, model.kv_layout
 
     def close(self) -> None:
-        """Leave the model open, for its owner to close."""
+        """Do nothing: the owner closes the model."""
 
 
 def run_speculation_bench(settings: BenchSettings, draft: str | None, progress: ProgressCallback) -> Record:
-    """Decode new texts, then the same texts again, with drafts and without; every text has to be equal.
+    """Decode new texts, then the same texts again, with and without drafts; the texts must be equal.
 
-    draft: path of a draft model, or None for drafts from history alone. A new text is sampled with a new seed in each
-    repetition; the repeated text is passed as its caller's prediction.
-    Returns model, settings, costs (a pass over 1, 2, ... rows, over one) and, for each kind of text, its rates, the
-    tokens per pass, and the tokens drafted and accepted by their place. Raises: LocalinferError.
+    draft: path of a draft model, or None for n-gram drafts only. A new text is sampled with a new seed in each
+    repetition; the repeated text is passed as the caller's prediction.
+    Returns model, settings, costs (time of a pass over 1, 2, ... rows, relative to one) and, for each kind of text, its
+    rates, tokens per pass, and tokens drafted and accepted by position in the draft. Raises: LocalinferError.
     """
     if settings.decode < 2:
-        raise RequestError(f"decode is {settings.decode}; drafts follow a first token, so measure at least 2")
+        raise RequestError(f"decode is {settings.decode}; drafts follow the first token, so measure at least 2")
     description = describe_file(settings.model)
     needed = settings.decode + 64
     check_context(description, needed)
@@ -84,7 +84,7 @@ def run_speculation_bench(settings: BenchSettings, draft: str | None, progress: 
 def _generate(
     engine: Engine, prompt: Sequence[int], sampling: SamplingParams, max_tokens: int, expected: Sequence[int] = ()
 ) -> tuple[list[int], float, SpeculationRecord | None]:
-    """Return the token ids, the tokens per second after the first, and what drafts did."""
+    """Return the token ids, the tokens per second after the first, and the statistics of drafts."""
     generation = engine.generate(prompt, sampling, max_tokens=max_tokens, prediction=expected)
     token_ids = [next(generation).token_id]
     began = time.perf_counter()
@@ -93,7 +93,7 @@ def _generate(
 
 
 def _text_record(samples: list[tuple[float, float, SpeculationRecord]]) -> Record:
-    """Rates with every sample, and drafted and accepted tokens by their place, all texts together."""
+    """Rates with every sample, and drafted and accepted tokens by position, all texts together."""
     plain_rates, rates, records = zip(*samples, strict=True)
     drafted = [sum(counts) for counts in zip(*(record.drafted for record in records), strict=True)]
     accepted = [sum(counts) for counts in zip(*(record.accepted for record in records), strict=True)]

@@ -1,9 +1,8 @@
-"""One engine in a process of its own, measured on request: a line of JSON in, a line of JSON out.
+"""One engine in its own process, measured on request: a line of JSON in, a line of JSON out.
 
 Started by path, with any Python that has the engine (see `processes.py`), so nothing of this package is imported before
-the engine needs it. Both engines are driven here, one beside the other, with the same token ids and the same choice of
-the next token, so that a reader can judge whether a comparison is fair. Each has the methods that `LocalinferEngine`
-documents.
+the engine needs it. Both engines stand here side by side, with the same token ids and the same choice of the next
+token, so that the fairness of a comparison can be reviewed. `LocalinferEngine` documents the methods.
 """
 
 import ctypes
@@ -20,7 +19,7 @@ BATCH_TOKENS = 512
 
 
 class LocalinferEngine:
-    """This library's model: its program for given token ids, its public API for text."""
+    """localinfer: `Program` for given token ids, the public API for text."""
 
     distribution = "localinfer"
 
@@ -41,12 +40,12 @@ class LocalinferEngine:
                 self.num_threads, self.vocab_size = self._model.num_threads, self._model.vocab_size
 
     def compute(self, start: int, token_ids: list[int], num_outputs: int) -> None:
-        """Put token ids at position `start` and after; choose the likeliest token after each of the last ones."""
+        """Compute token ids at positions from `start` on; choose the token after each of the last ones greedily."""
         self._model.compute(start, token_ids, num_outputs).argmax(axis=1)
 
     def stream(self, prompt: Any, max_tokens: int) -> tuple[int, float]:
-        """Complete text or token ids greedily, token by token; return tokens and seconds to the first of them."""
-        # Else the second completion of a prompt would begin where the first had computed it.
+        """Stream a greedy completion of text or token ids; return tokens and seconds to the first of them."""
+        # Otherwise the second completion of a prompt would find it cached.
         self._llm.clear_cache()
         began, first, count = time.perf_counter(), 0.0, 0
         for _ in self._llm.stream(prompt, max_tokens=max_tokens, temperature=0):
@@ -55,12 +54,12 @@ class LocalinferEngine:
         return count, first
 
     def work(self, start: int, num_rows: int) -> dict[str, int] | None:
-        """Bytes and multiplications that computing some tokens takes, where the engine has such counts."""
+        """Bytes and multiplications of computing some tokens, if the engine reports them."""
         return self._model.work(start, num_rows)._asdict()
 
 
 class LlamaCppEngine:
-    """The peer with its own defaults: `llama_decode` for given token ids, `create_completion` for text."""
+    """llama-cpp-python with its own defaults: `llama_decode` for given token ids, `create_completion` for text."""
 
     distribution = "llama-cpp-python"
 
@@ -109,7 +108,7 @@ class LlamaCppEngine:
         for _ in self._llama.create_completion(prompt, max_tokens=max_tokens, temperature=0, stream=True):
             first = first or time.perf_counter() - began
         prompt_tokens = len(self._llama.tokenize(prompt.encode())) if isinstance(prompt, str) else len(prompt)
-        # The last token sampled is not computed any more.
+        # The last sampled token is not computed.
         return min(max_tokens, self._llama.n_tokens - prompt_tokens + 1), first
 
     def work(self, start: int, num_rows: int) -> dict[str, int] | None:
@@ -134,7 +133,7 @@ def answer(engine: LocalinferEngine | LlamaCppEngine, request: dict[str, Any]) -
             intervals.append(clock() - began)
         return {"seconds": intervals}
     if action == "verify":
-        # Sizes take turns, so that noise drift affects all of them.
+        # Sizes alternate, so that noise drift affects all alike.
         samples: dict[int, list[float]] = {size: [] for size in request["sizes"]}
         for _ in range(request["repetitions"]):
             for size, seconds in samples.items():
@@ -153,7 +152,7 @@ def answer(engine: LocalinferEngine | LlamaCppEngine, request: dict[str, Any]) -
 
 
 def peak_memory_bytes() -> int | None:
-    """The most memory this process has had resident; None where only another process can measure it (Windows)."""
+    """Peak resident memory of this process; None where only another process can measure it (Windows)."""
     try:
         with open("/proc/self/status", encoding="ascii", errors="replace") as status:
             return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:"))
@@ -163,12 +162,12 @@ def peak_memory_bytes() -> int | None:
         return None
     import resource
 
-    # Not on Linux: there the figure of the parent is inherited.
+    # Not on Linux, where the parent's figure is inherited.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def serve(channel: TextIO, name: str, options: dict[str, Any]) -> None:
-    """Load, say so, and answer requests until standard input ends."""
+    """Load, report it, and answer requests until standard input ends."""
     began = time.perf_counter()
     try:
         engine: LocalinferEngine | LlamaCppEngine = ENGINES[name](options)
@@ -182,7 +181,7 @@ def serve(channel: TextIO, name: str, options: dict[str, Any]) -> None:
         for line in sys.stdin:
             _send(channel, answer(engine, json.loads(line)))
     except Exception as error:
-        # The parent process raises it.
+        # Raised again by the parent.
         is_missing = isinstance(error, ImportError) and error.name == "llama_cpp"
         _send(channel, {"error": "missing" if is_missing else type(error).__name__, "message": str(error)})
 
@@ -193,7 +192,7 @@ def _send(channel: TextIO, reply: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Serve on the real standard output, and send to stderr what a library may print."""
+    """Serve on the real standard output; redirect prints of libraries to stderr."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -201,7 +200,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # The folder of a script is searched first: its modules would be found under bare names.
+    # The script's folder comes first in sys.path: its modules would be found under bare names.
     folder = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or os.curdir) != folder]
     main()

@@ -1,4 +1,4 @@
-"""The `localinfer` command. Everything heavy is imported inside the command that needs it, so `--help` is instant."""
+"""The `localinfer` command. Heavy modules are imported inside the command that needs them, so `--help` is instant."""
 
 import os
 import sys
@@ -30,7 +30,7 @@ from localinfer.terminal import ModelOutput, check_text, describe_stats, prepare
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
-EXIT_READER_GONE = 141
+EXIT_BROKEN_PIPE = 141
 
 
 def _show_version(context: click.Context, _: click.Parameter, is_wanted: bool) -> None:
@@ -42,7 +42,7 @@ def _show_version(context: click.Context, _: click.Parameter, is_wanted: bool) -
 
 
 class _Commands(click.Group):
-    """The commands, which are refused, in words, where libraries would end the process for want of memory."""
+    """The commands; refuses with an error where importing a library would abort the process for lack of memory."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -70,9 +70,9 @@ class _Commands(click.Group):
 )
 @click.pass_context
 def localinfer_command(context: click.Context) -> None:
-    """Run quantized language models on this machine, for one person.
+    """Run quantized language models locally.
 
-    Without -m, commands use the small demo model that ships inside: it shows that everything works.
+    Without -m, commands use the small bundled demo model, which shows that everything works.
     """
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
@@ -84,11 +84,11 @@ def localinfer_command(context: click.Context) -> None:
 @load_options
 @sampling_options
 @constraint_options
-@option("--beams num_beams", "N", "Draw nothing: search for the likeliest text with N beams.", type=COUNT)
-@option("--stop", "TEXT", "End before this text; may be repeated.", multiple=True)
-@flag("--ignore-eos", "Go on past the model's end-of-text token.")
-@flag("--context-shift", "At the end of the context, go on with its recent half.")
-@flag("--stats", "Report token counts, the cache and speed on stderr.")
+@option("--beams num_beams", "N", "Beam search with N beams instead of sampling.", type=COUNT)
+@option("--stop", "TEXT", "Stop before this text; may be repeated.", multiple=True)
+@flag("--ignore-eos", "Continue past the model's end-of-text token.")
+@flag("--context-shift", "At the end of the context, continue with its recent half.")
+@flag("--stats", "Report token counts, cache use and speed on stderr.")
 def run_command(
     options: LoadOptions,
     prompt: str | None,
@@ -103,16 +103,16 @@ def run_command(
 ) -> None:
     """Continue a text.
 
-    The completion, and nothing else, goes to stdout as it is made. The prompt is used as it is, without the model's
-    chat template; one newline at the end of a prompt from standard input is dropped.
+    Only the completion goes to stdout, as it is generated. The prompt is used as it is, without the model's chat
+    template; one newline at the end of a prompt from standard input is dropped.
     """
     text = _input_text(prompt, "the prompt", missing="no prompt: pass -p TEXT, or pipe it into standard input")
-    for piece in stop:
-        check_text(piece, "--stop")
+    for stop_text in stop:
+        check_text(stop_text, "--stop")
     if num_beams is not None and (stop or context_shift or stats or constraint is not None):
         raise RequestError(
-            "--beams goes with none of --stop, --context-shift, --stats and the options that constrain the text; leave "
-            "one of them out"
+            "--beams cannot be combined with --stop, --context-shift, --stats or an output constraint; leave one of "
+            "them out"
         )
     output = ModelOutput(sys.stdout, is_terminal=sys.stdout.isatty())
     with load_with(options) as llm:
@@ -144,10 +144,10 @@ def run_command(
 @localinfer_command.command("chat")
 @load_options
 @sampling_options
-@option("-n --max-tokens", "N", "Longest reply. Default: what fits.", type=COUNT)
-@option("--system", "TEXT", "Instructions that come before the conversation.")
-@flag("--context-shift", "At the end of the context, go on with its recent half.")
-@flag("--stats", "Report token counts, the cache and speed on stderr after every reply.")
+@option("-n --max-tokens", "N", "Maximum length of a reply. Default: what fits.", type=COUNT)
+@option("--system", "TEXT", "System prompt.")
+@flag("--context-shift", "At the end of the context, continue with its recent half.")
+@flag("--stats", "Report token counts, cache use and speed on stderr after every reply.")
 def chat_command(
     options: LoadOptions,
     max_tokens: int | None,
@@ -156,9 +156,9 @@ def chat_command(
     stats: bool,
     **sampling: Any,
 ) -> None:
-    """Talk with a model.
+    """Chat with a model.
 
-    On a terminal: Enter sends, Alt-Enter starts a new line, Ctrl-C stops a reply, Ctrl-D leaves, /help lists commands.
+    On a terminal: Enter sends, Alt-Enter starts a new line, Ctrl-C stops a reply, Ctrl-D exits, /help lists commands.
     From a pipe: each line is a message, and only the replies are printed.
     """
     from localinfer.cli.chat import run_chat
@@ -184,7 +184,7 @@ def chat_command(
 @flag("--ops", "List the ops that the model computes, without running it.")
 @flag("--json as_json", "Print one JSON object, with all metadata.")
 def show_command(model: str, tensors: bool, ops: bool, as_json: bool) -> None:
-    """Say what a GGUF file or a Hugging Face folder holds."""
+    """Show the contents of a GGUF file or a Hugging Face folder."""
     from localinfer.describe import describe_file, render_json, render_text
 
     description = describe_file(model, ops=ops)
@@ -196,8 +196,8 @@ def show_command(model: str, tensors: bool, ops: bool, as_json: bool) -> None:
 @model_option
 @click.argument("text", required=False)
 @flag("--ids", "Print only the ids, on one line.")
-@flag("--no-special", "Add no begin- or end-of-text token.")
-@flag("--parse-special", "Read the names of special tokens in TEXT as those tokens.")
+@flag("--no-special", "Do not add begin- or end-of-text tokens.")
+@flag("--parse-special", "Parse the names of special tokens in TEXT as those tokens.")
 def tokenize_command(model: str | None, text: str | None, ids: bool, no_special: bool, parse_special: bool) -> None:
     """Split TEXT into the model's tokens, one line each: id, then text.
 
@@ -238,7 +238,7 @@ def _fail(message: str) -> int:
 
 
 def _close_stdout() -> None:
-    """Point stdout at nothing, so that the interpreter's last flush cannot fail once more."""
+    """Redirect stdout to the null device, so that the interpreter's last flush cannot fail again."""
     with open(os.devnull, "wb") as nothing:
         os.dup2(nothing.fileno(), sys.stdout.fileno())
 
@@ -248,15 +248,15 @@ def _invoke(words: list[str]) -> int:
     try:
         with localinfer_command.make_context("localinfer", words) as context:
             localinfer_command.invoke(context)
-    except click.exceptions.Exit as leaving:
-        return leaving.exit_code
+    except click.exceptions.Exit as ended:
+        return ended.exit_code
     return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
-    0: done. 2: bad input, described in one line on stderr. 130: interrupted by Ctrl-C. 141: the reader of stdout ended.
+    0: success. 2: bad input, described in one line on stderr. 130: interrupted by Ctrl-C. 141: stdout is a broken pipe.
     """
     prepare_streams()
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -277,7 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         _close_stdout()
-        return EXIT_READER_GONE
+        return EXIT_BROKEN_PIPE
     except (OSError, MemoryError, ImportError, RuntimeError) as error:
         from localinfer.kernels.address_space import describe, is_shortage
 

@@ -12,9 +12,9 @@ Record = dict[str, Any]
 
 
 class _Bench(click.Group):
-    """Measures a model by itself, with options of its own, where the first word is no subcommand.
+    """Runs the plain benchmark, with its own options, where the first argument is not a subcommand.
 
-    `bench MODEL --serve` is `bench serve MODEL`, and so for every subcommand.
+    `bench MODEL --serve` is `bench serve MODEL`, and likewise for every subcommand.
     """
 
     allow_interspersed_args = True
@@ -28,7 +28,7 @@ class _Bench(click.Group):
         words = [word for word in args[bool(args) and args[0] in self.commands :] if word not in flags]
         if len(set(names)) > 1:
             context = click.Context(self, parent, info_name)
-            raise click.UsageError(f"--{names[0]} and --{names[1]} are measured apart; leave one of them out.", context)
+            raise click.UsageError(f"--{names[0]} and --{names[1]} exclude each other; leave one of them out.", context)
         try:
             if not names:
                 return super().make_context(info_name, words, parent, **extra)
@@ -40,15 +40,14 @@ class _Bench(click.Group):
                 message = f"{error.option_name} has no meaning with --{names[0]}; leave it out."
                 raise click.UsageError(message, error.ctx) from None
             if owners:
-                asked = " or ".join(f"--{owner}" for owner in owners)
+                flags_of_owners = " or ".join(f"--{owner}" for owner in owners)
                 subcommands = " or ".join(f"`localinfer {info_name} {owner}`" for owner in owners)
-                message = f"{error.option_name} is for {asked}; use {subcommands}."
+                message = f"{error.option_name} is for {flags_of_owners}; use {subcommands}."
                 raise click.UsageError(message, error.ctx) from None
             raise
 
 
 def _stream_counts(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
-    """Read whole numbers, separated by commas."""
     try:
         found = tuple(int(word) for word in value.split(","))
     except ValueError:
@@ -75,7 +74,7 @@ def _limit(name: str, description: str, default: float) -> click.Option:
 
 
 def _unused(option: click.Option, callback: Callable[..., Any] | None = None) -> click.Option:
-    """An option that a subcommand accepts, as the others do, without a use for it."""
+    """A hidden option that a subcommand accepts and ignores, because the other subcommands have it."""
     hidden = copy.copy(option)
     hidden.hidden, hidden.expose_value, hidden.callback = True, False, callback
     return hidden
@@ -84,9 +83,9 @@ def _unused(option: click.Option, callback: Callable[..., Any] | None = None) ->
 _MODEL = click.Argument(["model"], metavar="MODEL")
 _PROMPT = _number("--prompt", "Tokens to prefill.", 512)
 _DECODE = _number("--decode", "Tokens to decode.", 128)
-_CONTEXT = _number("--context", "Tokens before those that are decoded.", 32)
-_REPETITIONS = _number("--repetitions", "Figures are medians of as many runs.", 5)
-_THREADS = _number("--threads", "CPU threads. Default: what the library chooses.")
+_CONTEXT = _number("--context", "Tokens in the context before decoding.", 32)
+_REPETITIONS = _number("--repetitions", "Runs; figures are their medians.", 5)
+_THREADS = _number("--threads", "CPU threads. Default: the library's choice.")
 _DEVICE = click.Option(
     ["--device"],
     type=click.Choice(["cpu", "cuda"]),
@@ -97,11 +96,9 @@ _DEVICE = click.Option(
 _COMPARE = click.Option(
     ["--compare"],
     type=click.Choice(["llama-cpp-python"]),
-    help="Measure this engine too, in turns with localinfer, on the same file and threads.",
+    help="Compare with this engine, alternating with localinfer, on the same file and threads.",
 )
-_PEER_PYTHON = click.Option(
-    ["--peer-python"], metavar="PATH", help="Python that has the other engine. Default: this one."
-)
+_PEER_PYTHON = click.Option(["--peer-python"], metavar="PATH", help="Python with the other engine. Default: this one.")
 _DRAFT = click.Option(["--draft"], metavar="FILE", help="A much smaller model of the same vocabulary.")
 _CONCURRENCY = click.Option(
     ["--concurrency"],
@@ -111,10 +108,10 @@ _CONCURRENCY = click.Option(
     metavar="N,N,...",
     help="Concurrent streams.",
 )
-_REQUESTS = _number("--requests", "Requests of each stream.", 4)
-_SLO_TTFT = _limit("--slo-ttft", "Longest time to the first token that goodput counts, in milliseconds.", 1000.0)
-_SLO_ITL = _limit("--slo-itl", "Longest mean time between the tokens of a reply that it counts.", 100.0)
-_OUTPUT = click.Option(["--output"], metavar="FILE", help="PNG to draw, with `pip install 'localinfer[plot]'`.")
+_REQUESTS = _number("--requests", "Requests per stream.", 4)
+_SLO_TTFT = _limit("--slo-ttft", "Goodput objective: time to the first token, in milliseconds.", 1000.0)
+_SLO_ITL = _limit("--slo-itl", "Goodput objective: mean inter-token latency of a reply.", 100.0)
+_OUTPUT = click.Option(["--output"], metavar="FILE", help="PNG chart to write; needs `pip install 'localinfer[plot]'`.")
 _JSON = click.Option(["--json", "as_json"], is_flag=True, help="Print one JSON object, with every sample.")
 
 _COMPARED = [_MODEL, _PROMPT, _DECODE, _CONTEXT, _REPETITIONS, _THREADS, _DEVICE, _COMPARE, _PEER_PYTHON, _JSON]
@@ -125,11 +122,10 @@ _SERVE = [_MODEL, _PROMPT, _DECODE, _THREADS, _DEVICE, _CONCURRENCY, _REQUESTS, 
 
 @click.group("bench", cls=_Bench, params=_COMPARED, invoke_without_command=True, subcommand_metavar="")
 def bench_command(**options: Any) -> None:
-    """Measure how fast MODEL runs on this machine, and how near to what the machine can do.
+    """Measure how fast MODEL runs here, and how near to the machine's limits.
 
-    A table, or with --json one object, goes to stdout. Close what else is running: everything else that computes or
-    reads memory lowers the figures. The commands below measure something else; `bench MODEL --serve` is the same as
-    `bench serve MODEL`.
+    Prints a table, or with --json one object. Close other programs: whatever else computes or reads memory lowers the
+    figures. `bench MODEL --serve` is the same as `bench serve MODEL`, and likewise for the other commands below.
     """
     from localinfer.bench.decode import run_bench
     from localinfer.bench.report import render_bench, render_gpu
@@ -138,7 +134,7 @@ def bench_command(**options: Any) -> None:
         _measure(run_bench, render_bench, **options)
         return
     if options["compare"] is not None:
-        raise click.UsageError("--device cuda is measured by itself; leave --compare out, or add --stream.")
+        raise click.UsageError("--device cuda has no --compare by itself; leave --compare out, or add --stream.")
     from localinfer.bench.gpu import run_gpu_bench
 
     _measure(run_gpu_bench, render_gpu, **options)
@@ -146,7 +142,7 @@ def bench_command(**options: Any) -> None:
 
 @bench_command.command("stream", params=_COMPARED)
 def stream_command(**options: Any) -> None:
-    """Measure streamed completions, text to text; one thread unless --threads says more."""
+    """Measure streamed completions, text to text; one thread unless --threads is given."""
     from localinfer.bench.decode import run_stream_bench
     from localinfer.bench.report import render_stream
 
@@ -180,7 +176,7 @@ def _print(record: Record, render: Callable[[Record], str], as_json: bool) -> No
 
 @bench_command.command("speculation", params=[*_SPECULATION, _unused(_DEVICE, _refuse_gpu)])
 def speculation_command(draft: str | None, as_json: bool, **measured: Any) -> None:
-    """Measure what drafts gain, on new text and on repeated text."""
+    """Measure the speedup of speculative decoding, on new and on repeated text."""
     from localinfer.bench.decode import BenchSettings
     from localinfer.bench.report import render_speculation
     from localinfer.bench.speculation import run_speculation_bench
@@ -195,9 +191,9 @@ _ANY_MODEL = click.Argument(["model"], metavar="[MODEL]", required=False)
 
 @bench_command.command("roofline", params=[_ANY_MODEL, *_ROOFLINE, _unused(_DEVICE, _refuse_gpu)])
 def roofline_command(model: str | None, output: str | None, as_json: bool, **measured: Any) -> None:
-    """Measure the machine's ceilings, and MODEL's ops under them.
+    """Measure the machine's roofline, and MODEL's ops under it.
 
-    The chart is drawn as roofline.png, where neither --json nor the name of another file is given.
+    The chart is written to roofline.png, unless --json or --output is given.
     """
     from localinfer.bench.charts import check_chart, roofline_figure, save_figure
     from localinfer.bench.report import render_roofline

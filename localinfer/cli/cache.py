@@ -11,12 +11,12 @@ from localinfer.errors import RequestError
 
 
 @click.command("cache")
-@option("--disk-cache-folder", "FOLDER", "Where it is kept. Default: your cache folder.")
-@flag("--clear", "Delete all of it.")
+@option("--disk-cache-folder", "FOLDER", "Location. Default: your cache folder.")
+@flag("--clear", "Delete everything in it.")
 def cache_command(disk_cache_folder: str | None, clear: bool) -> None:
-    """Say what is kept on disk of conversations, or delete it.
+    """Show the prompt cache on disk, or delete it.
 
-    It can be deleted at any time: what is missing is computed again.
+    It can be deleted at any time: missing entries are computed again.
     """
     from localinfer.persistence.budget import clear as clear_folder
     from localinfer.persistence.budget import stored_files
@@ -36,7 +36,7 @@ def cache_command(disk_cache_folder: str | None, clear: bool) -> None:
 
 
 def _models(folder: Path) -> Iterator[tuple[float, str]]:
-    """What one model, with its settings and version, has in a cache folder: when that was last used, and a line."""
+    """When the entries of each model, settings and version were last used, and a line that describes them."""
     from localinfer.persistence.budget import DESCRIPTION, stored_files
     from localinfer.persistence.fingerprint import read_description
     from localinfer.terminal import neutralise_controls
@@ -51,9 +51,7 @@ def _models(folder: Path) -> Iterator[tuple[float, str]]:
         found = [file for file in files if Path(file.path).is_relative_to(description.parent)]
         found = [file for file in found if file.path.endswith((".page", ".window"))]
         if found:
-            num_pages, num_bytes = (
-                sum(file.path.endswith(".page") for file in found),
-                sum(one.num_bytes for one in found),
-            )
+            num_pages = sum(file.path.endswith(".page") for file in found)
+            num_bytes = sum(file.num_bytes for file in found)
             line = f"  {neutralise_controls(name)} ({kv_type}): {num_pages:,} pages, {num_bytes:,} bytes"
             yield max(file.used_ns for file in found) / 1e9, line

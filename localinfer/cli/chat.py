@@ -27,21 +27,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Command:
-    """A line that starts with '/': its name, what /help says, and what it does with the rest of the line."""
+    """A command that starts with '/': its name, its help, and a function of the rest of the line."""
 
     name: str
     help: str
     run: Callable[[str], None]
 
 
-class Leave(Exception):
+class Exit(Exception):
     """The user asked to end the chat."""
 
 
 class Chat:
-    """Turns lines into replies and commands, whatever keys or pipes they come from.
+    """Turns input lines into replies and commands, from a terminal or a pipe.
 
-    Replies go to `output`, everything else to `notices`. shows_stats: the numbers of every reply follow it.
+    Replies go to `output`, everything else to `notices`. shows_stats: print the statistics of every reply after it.
     """
 
     def __init__(
@@ -56,19 +56,19 @@ class Chat:
         conversation.on_messages_dropped = self._report_dropped
         commands = (
             Command("/help", "list the commands and keys", self._help),
-            Command("/clear", "forget the conversation", self._clear),
-            Command("/system", "show the instructions, or set them: /system TEXT, /system off", self._system),
-            Command("/regen", "answer the last message again", self._regenerate),
-            Command("/stats", "numbers of the last reply", self._stats),
-            Command("/exit", "leave", self._exit),
+            Command("/clear", "clear the conversation", self._clear),
+            Command("/system", "show or set the system prompt: /system TEXT, /system off", self._system),
+            Command("/regen", "regenerate the last reply", self._regenerate),
+            Command("/stats", "statistics of the last reply", self._stats),
+            Command("/exit", "exit", self._exit),
         )
         self.commands = {command.name: command for command in commands}
 
     def handle(self, text: str) -> None:
-        """Run a command, or send a message and print the reply as it comes.
+        """Run a command, or send a message and print the reply as it is generated.
 
         A line that starts with '/' never reaches the model; a space before it makes it a message.
-        Raises: Leave from /exit; LocalinferError if the message cannot be answered, which leaves no trace of it.
+        Raises: Exit from /exit; LocalinferError if the message cannot be answered; it is then not in the conversation.
         """
         if not text.strip():
             return
@@ -85,7 +85,7 @@ class Chat:
             self._print_reply(self._conversation.reply(check_text(text, "the message")))
 
     def notice(self, text: str) -> None:
-        """Tell the user something that the model did not say."""
+        """Print a line that is not model text."""
         self._notices.write(f"{dim(neutralise_controls(text), self._notices)}\n")
         self._notices.flush()
 
@@ -94,15 +94,15 @@ class Chat:
         has_text = False
         try:
             with closing(reply):
-                for piece in reply:
-                    if piece:
+                for delta in reply:
+                    if delta:
                         self._end_reasoning()
-                    has_text = has_text or bool(piece)
-                    output.write(piece)
+                    has_text = has_text or bool(delta)
+                    output.write(delta)
         except KeyboardInterrupt:
             self._end_reasoning()
             output.end_line()
-            kept = "what was said stays in the conversation" if has_text else "nothing was said, so nothing changed"
+            kept = "the partial reply stays in the conversation" if has_text else "the conversation is unchanged"
             self.notice(f"stopped: {kept}")
         finally:
             self._end_reasoning()
@@ -110,7 +110,7 @@ class Chat:
         self._report()
 
     def _show_reasoning(self, text: str) -> None:
-        """Show what the model reasons on a terminal, dimmed; a pipe gets the answer only."""
+        """Show reasoning, dimmed, on a terminal; a pipe gets the answer only."""
         if self._notices.isatty():
             self._is_reasoning = True
             self._notices.write(dim(neutralise_controls(text), self._notices))
@@ -123,10 +123,9 @@ class Chat:
             self._notices.flush()
 
     def _report_dropped(self, num_messages: int) -> None:
-        self.notice(f"the context is full: the {num_messages} oldest messages are left out from here on")
+        self.notice(f"the context is full: the {num_messages} oldest messages are left out from now on")
 
     def _report(self) -> None:
-        """Report what the last reply left out, and its numbers if they are wanted."""
         stats = self._conversation.last_stats
         if stats is None:
             return
@@ -136,23 +135,23 @@ class Chat:
             self.notice(f"the context is full: {stats.dropped_tokens} tokens before its recent half were left out")
         if self._conversation.context_is_full:
             self.notice(
-                "the reply was cut where the context ends; the next message leaves out the oldest ones, /clear all of "
-                "them, and --context-length N makes room for more"
+                "the reply was cut at the end of the context; the next message leaves out the oldest ones, /clear "
+                "removes all, and --context-length N makes room for more"
             )
 
     def _help(self, _: str) -> None:
         for command in self.commands.values():
             self.notice(f"{command.name:<8}  {command.help}")
-        self.notice("Enter sends, Alt-Enter or Ctrl-J starts a new line, Ctrl-C stops a reply, Ctrl-D leaves")
+        self.notice("Enter sends, Alt-Enter or Ctrl-J starts a new line, Ctrl-C stops a reply, Ctrl-D exits")
 
     def _clear(self, _: str) -> None:
         self._conversation.clear()
-        self.notice("the conversation is empty")
+        self.notice("conversation cleared")
 
     def _system(self, text: str) -> None:
         if text:
-            self._conversation.system = None if text == "off" else check_text(text, "the instructions")
-        self.notice(f"instructions: {self._conversation.system or 'none'}")
+            self._conversation.system = None if text == "off" else check_text(text, "the system prompt")
+        self.notice(f"system prompt: {self._conversation.system or 'none'}")
 
     def _regenerate(self, _: str) -> None:
         if self._conversation.can_regenerate:
@@ -165,17 +164,17 @@ class Chat:
         self.notice("there is no reply yet" if stats is None else describe_stats(stats))
 
     def _exit(self, _: str) -> None:
-        raise Leave
+        raise Exit
 
 
 class CommandCompleter(Completer):
-    """Completes the name of a command; never anything inside a message."""
+    """Completes the names of commands; nothing inside a message."""
 
     def __init__(self, commands: Iterable[Command]) -> None:
         self._commands = list(commands)
 
     def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterator[Completion]:
-        """Yield the commands that start with what was typed."""
+        """Yield the commands that start with the text before the cursor."""
         typed = document.text_before_cursor
         if typed.startswith("/"):
             for command in self._commands:
@@ -184,7 +183,7 @@ class CommandCompleter(Completer):
 
 
 class PrivateHistory(FileHistory):
-    """Typed lines in a file that only its owner can read; a full disk never ends a chat."""
+    """Typed lines in a file readable by its owner only; a full disk never ends a chat."""
 
     def store_string(self, string: str) -> None:
         """Append one entry, with undecodable bytes replaced."""
@@ -211,7 +210,7 @@ def open_history() -> History:
 
 
 def key_bindings() -> KeyBindings:
-    """Enter sends; Alt-Enter and Ctrl-J start a new line. A pasted text is one message, however many lines it has."""
+    """Enter sends; Alt-Enter and Ctrl-J start a new line. A pasted text of several lines is one message."""
     bindings = KeyBindings()
 
     @bindings.add("enter")
@@ -235,10 +234,10 @@ def run_chat(
     describe_error: Callable[[LocalinferError], str] = str,
     **sampling: Any,
 ) -> None:
-    """Talk until the input ends: with line editing on a terminal, one message per line from a pipe.
+    """Chat until the input ends: with line editing on a terminal, one message per line from a pipe.
 
-    describe_error: what a terminal shows of an error.
-    Raises: LocalinferError for a message that cannot be answered, from a pipe only; a terminal shows it and goes on.
+    describe_error: formats an error for the terminal.
+    Raises: LocalinferError for a message that cannot be answered, from a pipe only; a terminal shows it and continues.
     """
     conversation = Conversation(llm, system=system, max_tokens=max_tokens, **sampling)
     chat = Chat(conversation, sys.stdout, sys.stderr, shows_stats=stats)
@@ -249,7 +248,7 @@ def run_chat(
         else:
             for line in sys.stdin:
                 chat.handle(line.rstrip("\r\n"))
-    except Leave:
+    except Exit:
         return
 
 
@@ -267,7 +266,7 @@ def _run_terminal(
         reserve_space_for_menu=0,
         history=open_history(),
     )
-    chat.notice("/help lists commands, Ctrl-D leaves")
+    chat.notice("/help lists commands, Ctrl-D exits")
     while True:
         try:
             text = session.prompt()

@@ -1,4 +1,4 @@
-"""A conversation with a model: the messages so far, and replies that may be stopped or made again."""
+"""A conversation with a model: the messages so far, and replies that may be stopped or regenerated."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Generator
@@ -9,19 +9,18 @@ if TYPE_CHECKING:
     from localinfer.stream import Stats
 
 _REPLY_TOKENS = 1024
-"""Room for a reply without a limit, where a quarter of the context is more."""
+"""Reserved for a reply without a limit, at most a quarter of the context."""
 
 
 class Conversation:
-    """Keeps messages well formed: each question is followed by its answer, whole or cut short, or is not there.
+    """User messages, each followed by its reply, whole or cut short.
 
-    `system` may be changed at any time and counts from the next reply on. `on_reasoning`, where it is set, is called
-    with what the model reasons before it answers, in pieces; that is not part of the conversation.
+    `system` may be changed at any time and applies from the next reply on. `on_reasoning` is called with deltas of
+    reasoning, which is not part of the conversation.
 
-    A conversation that outgrows the context goes on without its oldest exchanges, unless the context is shifted by the
-    engine (`context_shift` among the sampling options). So many are left out that what remains takes half the context:
-    the prompt is then computed from its start once in many replies. `on_messages_dropped`, where it is set, is called
-    with how many messages were left out, before the reply.
+    A conversation that exceeds the context drops its oldest exchanges, unless the engine shifts the context
+    (`context_shift` among the sampling options): so many that the rest takes half the context, so that the prompt is
+    recomputed once in many replies only. `on_messages_dropped` is called with their number, before the reply.
     """
 
     def __init__(
@@ -49,53 +48,53 @@ class Conversation:
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """The system message, if any, then questions and answers in turn."""
+        """The system message, if any, then user messages and replies in turn."""
         return self._with_system(self._turns)
 
     @property
     def can_regenerate(self) -> bool:
-        """Whether there is an answer to make again."""
+        """Whether there is a reply."""
         return bool(self._turns)
 
     def clear(self) -> None:
-        """Forget every question and answer; the system message stays."""
+        """Remove every message but the system message."""
         self._turns.clear()
 
     def reply(self, text: str) -> Generator[str]:
-        """Ask `text` and yield the answer in pieces; closing the generator keeps what was said so far.
+        """Send `text` and yield the deltas of the reply; closing the generator keeps the reply so far.
 
-        Raises: LocalinferError if the model refuses, and then the question is forgotten.
+        Raises: LocalinferError if the message cannot be answered; it is then not in the conversation.
         """
         former = list(self._turns)
         return self._answer([*former, {"role": "user", "content": text}], fallback=former)
 
     def regenerate(self) -> Generator[str]:
-        """Answer the last question again; the former answer comes back if the new one stays empty."""
+        """Answer the last message again; the former reply is kept if the new one is empty."""
         return self._answer(self._turns[:-1], fallback=list(self._turns))
 
     def _answer(self, question: list[dict[str, str]], fallback: list[dict[str, str]]) -> Generator[str]:
         self.finish_reason = None
         question = self._fitting(question)
         self._turns = question
-        pieces: list[str] = []
+        deltas: list[str] = []
         try:
             with self._llm.stream_chat(self.messages, **self._options()) as stream:
                 try:
                     for event in stream:
                         if event.reasoning and self.on_reasoning is not None:
                             self.on_reasoning(event.reasoning)
-                        pieces.append(event.text)
+                        deltas.append(event.text)
                         self.finish_reason = event.finish_reason
                         yield event.text
                 finally:
                     self.last_stats = stream.stats
         finally:
-            answer = "".join(pieces)
+            answer = "".join(deltas)
             self._turns = [*question, {"role": "assistant", "content": answer}] if answer else fallback
             self._num_replies += 1
 
     def _fitting(self, question: list[dict[str, str]]) -> list[dict[str, str]]:
-        """The question with as many of the newest exchanges before it as leave room for a reply."""
+        """The last message with as many of the newest exchanges before it as leave room for a reply."""
         if self._sampling.get("context_shift") or len(question) < 3:
             return question
         context_length = self._llm.context_length
@@ -109,7 +108,7 @@ class Conversation:
             key=lambda first: self._count_tokens(question[2 * first :]) <= context_length // 2,
         )
         kept = question[2 * dropped :]
-        # A question that is too long by itself is refused, and then nothing is left out.
+        # A message that is too long by itself is refused, and nothing is dropped.
         if self.on_messages_dropped is not None and self._count_tokens(kept) <= context_length:
             self.on_messages_dropped(2 * dropped)
         return kept
@@ -122,6 +121,6 @@ class Conversation:
         return system + turns
 
     def _options(self) -> dict[str, Any]:
-        """Sampling options of the next reply; a fixed seed moves on, or making a reply again would repeat it."""
+        """Sampling options of the next reply; a fixed seed is incremented, or regenerating would repeat a reply."""
         seed = None if self._seed is None else self._seed + self._num_replies
         return {"max_tokens": self._max_tokens, "seed": seed, **self._sampling}

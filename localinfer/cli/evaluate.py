@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _measuring_options = options_group(
     click.argument("text", metavar="[TEXT]", required=False),
-    option("--context-length", "N", "Tokens of a chunk.", type=click.IntRange(min=4), default=512),
+    option("--context-length", "N", "Tokens per chunk.", type=click.IntRange(min=4), default=512),
     option("--chunks", "N", "Stop after N chunks. Default: the whole text.", type=COUNT),
     threads_option,
     flag("--json as_json", "Print one JSON object."),
@@ -28,9 +28,9 @@ _measuring_options = options_group(
 def perplexity_command(
     model: str, text: str | None, context_length: int, chunks: int | None, threads: int | None, as_json: bool
 ) -> None:
-    """Measure how well MODEL predicts the file TEXT, or a text that ships inside.
+    """Measure MODEL's perplexity on the file TEXT, or on a bundled text.
 
-    Chunks do not overlap, and only the second half of each is scored, as llama.cpp's tool does it.
+    Chunks do not overlap, and only the second half of each is scored, as in llama.cpp's tool.
     """
     from localinfer.evaluation.measure import measure_perplexity
     from localinfer.evaluation.report import render_json, render_perplexity
@@ -54,8 +54,8 @@ def perplexity_command(
 @click.option(
     "--questions/--no-questions",
     default=None,
-    help="Also ask both ten questions with known answers. Default: if BASE has a chat template and --context-length "
-    "holds an answer.",
+    help="Also run ten sanity checks: questions with known answers. Default: if BASE has a chat template and "
+    "--context-length holds an answer.",
 )
 def compare_command(
     base: str,
@@ -67,9 +67,9 @@ def compare_command(
     as_json: bool,
     questions: bool | None,
 ) -> None:
-    """Measure how far the predictions of CANDIDATE are from those of BASE, the same model before it was quantized.
+    """Measure the KL divergence of a quantized CANDIDATE from BASE, the model before quantization.
 
-    TEXT is a file that neither was tuned on; a text that ships inside is the default.
+    TEXT is a file that neither was calibrated on; the default is a bundled text.
     """
     from localinfer.evaluation import report
     from localinfer.evaluation.measure import compare
@@ -77,7 +77,7 @@ def compare_command(
     from localinfer.evaluation.texts import evaluation_text
 
     content = evaluation_text(text)
-    # A question and its answer may be longer than a chunk that was asked to be short.
+    # A sanity check may be longer than a chunk of --context-length.
     if questions is None and context_length < 2 * LONGEST_ANSWER:
         questions = False
     length = max(context_length, 2 * LONGEST_ANSWER) if questions else context_length
@@ -106,13 +106,13 @@ def compare_command(
     if answers is not None:
         click.echo(f"\n{report.render_answers(*answers)}")
     elif isinstance(asked, str):
-        click.echo(f"\nquestions not asked: {asked}")
+        click.echo(f"\nsanity checks not run: {asked}")
 
 
 def _ask(
     first: "LLM", second: "LLM", questions: bool | None, progress: Progress
 ) -> "tuple[list[Answer], list[Answer]] | str | None":
-    """Both models' answers; why they failed, as text; None where they are not wanted, or neither model can chat."""
+    """Both models' answers; the error as text if the checks failed; None if they are off or `first` cannot chat."""
     from localinfer.evaluation.sanity_checks import ask
 
     if not (first.has_chat_template if questions is None else questions):
@@ -122,7 +122,7 @@ def _ask(
     except LocalinferError as error:
         if questions:
             raise
-        # The figures are there; a template that takes no plain question is no reason to lose them.
+        # A template that refuses a plain question must not lose the figures.
         return str(error)
 
 

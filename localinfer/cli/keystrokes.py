@@ -1,4 +1,4 @@
-"""Keys typed while a program writes: kept for the next prompt as they were typed, and not shown in between."""
+"""Keys typed while a program writes: kept for the next prompt, and not echoed in between."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -7,25 +7,25 @@ from typing import TextIO
 
 try:
     import termios
-except ImportError:  # Windows: its console shows no key that is not read.
+except ImportError:  # Windows: its console does not echo unread keys.
     HAS_TERMIOS = False
 else:
     HAS_TERMIOS = True
 
 _INPUT_MODES, _LOCAL_MODES = 0, 3
-"""Places in what `termios.tcgetattr` returns."""
+"""Indices into the result of `termios.tcgetattr`."""
 _PASTE_MARKS_ON, _PASTE_MARKS_OFF = "\x1b[?2004h", "\x1b[?2004l"
 
 
 @contextmanager
 def keystrokes_held(keyboard: TextIO, screen: TextIO) -> Iterator[Callable[[], None]]:
-    """Leave what is typed between prompts to the next prompt, key by key; Ctrl-C still interrupts.
+    """Keep keys typed between prompts for the next prompt; Ctrl-C still interrupts.
 
-    A terminal by itself shows what is typed in the midst of what a program prints, and turns Enter into a line feed,
-    which a prompt of several lines cannot tell from Ctrl-J. Held from before the first prompt until after the last:
-    each prompt puts back what it found. Where `keyboard` is no such terminal this does nothing.
-    Yields what is to be called after each prompt: a paste then comes with marks around it, as prompts ask for while
-    they read, and stays one message.
+    By default a terminal echoes typed keys into the program's output, and turns Enter into a line feed, which a
+    multi-line prompt cannot tell from Ctrl-J. Use it around all prompts: each restores the modes it found. Does nothing
+    where `keyboard` is not such a terminal.
+    Yields a function to call after each prompt: it switches bracketed paste on again, so that a paste between prompts
+    stays one message.
     Source: POSIX.1-2017, chapter 11, "General Terminal Interface".
     """
     if not HAS_TERMIOS or not keyboard.isatty():

@@ -1,4 +1,4 @@
-"""Errors and warnings of the library as the command line says them: one line, in the names of its options."""
+"""Errors and warnings of the library on the command line: one line, with option names in place of argument names."""
 
 import logging
 import re
@@ -10,13 +10,13 @@ import click
 from localinfer.terminal import neutralise_controls
 
 _NAME = re.compile(r"(?<![\w./'-])[a-z]+(?:_[a-z]+)+(?![\w(/'-])")
-"""A name of several words that stands alone: neither part of a path or of a file's key, nor a value in quotes."""
+"""A snake_case name that is not part of a path, of a metadata key or of a quoted value."""
 
 
 def in_options(message: str, command: click.Command) -> str:
-    """Put the options of `command` in place of the arguments that the library names.
+    """Replace argument names of the library by the options of `command`, such as context_length by --context-length.
 
-    context_length, say, becomes --context-length. Names of one word cannot be told from English, and stay.
+    Names of one word are kept: they cannot be told from English.
     """
     flags = {
         parameter.name: max(parameter.opts, key=len)
@@ -27,12 +27,12 @@ def in_options(message: str, command: click.Command) -> str:
 
 
 def one_line(message: str) -> str:
-    """A message without line breaks, and without what could change a terminal."""
+    """A message without line breaks and terminal controls."""
     return neutralise_controls(message).replace("\n", " ").replace("\t", " ")
 
 
 def send_messages_to_stderr(command: click.Command) -> None:
-    """Show what the library warns of as one line each, without the place in our source that gave it."""
+    """Print each warning of the library on one line, without its source location."""
 
     def line(message: str) -> str:
         return f"warning: {one_line(in_options(message, command))}"

@@ -1,4 +1,4 @@
-"""Options that several commands share: how a model is loaded, how tokens are drawn, what a text is held to."""
+"""Options that several commands share: loading a model, sampling, constraining the output."""
 
 import functools
 import math
@@ -29,7 +29,7 @@ _LARGEST_SHOWN_BOUND = 10
 
 
 def option(names: str, metavar: str | None, help: str, **more: Any) -> Decorator:
-    """An option by its names, separated by spaces; help shows the default if it has one."""
+    """An option by its names, separated by spaces; help shows its default, if any."""
     return click.option(*names.split(), metavar=metavar, help=help, show_default="default" in more, **more)
 
 
@@ -39,7 +39,7 @@ def flag(names: str, help: str) -> Decorator:
 
 
 def options_group(*decorators: Decorator) -> Decorator:
-    """Several options as one decorator; help lists them in this order."""
+    """Several options as one decorator, listed by help in this order."""
 
     def decorate(command: Command) -> Command:
         for decorator in reversed(decorators):
@@ -65,7 +65,7 @@ def byte_size(context: click.Context, parameter: click.Parameter, value: str | N
 
 
 def _gather_load_options(command: Command) -> Command:
-    """Hand the options below on as `localinfer.load` takes them, in one mapping."""
+    """Pass the options below as one mapping of `localinfer.load`'s arguments."""
 
     @functools.wraps(command)
     def call(**values: Any) -> Any:
@@ -97,7 +97,7 @@ def _gpu_layers(context: click.Context, parameter: click.Parameter, value: str) 
     if value == "auto":
         return None
     if not value.isascii() or not value.isdecimal():
-        raise click.BadParameter(f"{value!r} is no number of layers; give one, or 'auto'.")
+        raise click.BadParameter(f"{value!r} is not a number of layers; give one, or 'auto'.")
     return int(value)
 
 
@@ -125,17 +125,16 @@ threads_option = option("--threads", "N", "CPU threads. Default: one per physica
 
 
 def device_option(help: str) -> Decorator:
-    """Where to compute."""
     return option("--device", None, help, type=_DEVICES, default="auto")
 
 
 load_options = options_group(
     model_option,
-    device_option("Where to compute: auto takes a GPU where there is one."),
+    device_option("Where to compute; auto: the GPU, if there is one."),
     option(
         "--gpu-layers",
         "N|auto",
-        "Layers that run on the GPU, the others on the CPU: auto takes as many as fit.",
+        "Layers to run on the GPU, the others on the CPU; auto: as many as fit.",
         callback=_gpu_layers,
         default="auto",
     ),
@@ -143,7 +142,7 @@ load_options = options_group(
     option(
         "-c --context-length",
         "N",
-        "Tokens of prompt and reply. Default: what the model was trained for; more may need --rope-scaling.",
+        "Tokens of prompt and reply. Default: as trained; more may need --rope-scaling.",
         type=COUNT,
     ),
     option(
@@ -153,39 +152,44 @@ load_options = options_group(
         callback=_kv_type,
         default="f16",
     ),
-    option("--kv-memory", "SIZE", "Most memory for the KV cache, such as 2GB. Default: ample.", callback=byte_size),
+    option(
+        "--kv-memory",
+        "SIZE",
+        "Maximum size of the KV cache, such as 2GB. Default: ample.",
+        callback=byte_size,
+    ),
     option(
         "--kv-window",
         "N",
-        "Keep keys and values of about N tokens only: less memory, other words. Default: all, exactly.",
+        "Evict keys and values beyond about N tokens: less memory, approximate. Default: keep all.",
         type=COUNT,
     ),
-    flag("--no-disk-cache", "Do not keep conversations on disk to go on with them faster."),
-    option("--disk-cache-size", "SIZE", "Most that all conversations take on disk. Default: 4GiB.", callback=byte_size),
-    option("--disk-cache-folder", "FOLDER", "Where they are kept. Default: your cache folder."),
+    flag("--no-disk-cache", "Keep no prompt cache on disk."),
+    option("--disk-cache-size", "SIZE", "Maximum size of the prompt cache on disk. Default: 4GiB.", callback=byte_size),
+    option("--disk-cache-folder", "FOLDER", "Its location. Default: your cache folder."),
     option(
         "--speculation",
         None,
-        "Guess tokens and check many at once: faster, same text.",
+        "Speculative decoding: faster, same text.",
         type=click.Choice(["auto", "ngram", "draft", "off"]),
         default="auto",
     ),
-    option("--draft", "FILE", "A small GGUF model of the same vocabulary that guesses."),
+    option("--draft", "FILE", "Draft model: a small GGUF model of the same vocabulary."),
     option("--chat-template", "FILE", "Jinja template in place of the model's own.", type=click.Path(path_type=Path)),
     option(
         "--rope-scaling",
         None,
-        "How positions stretch over a longer context. Default: the model's own.",
+        "Scaling of positions for a longer context. Default: the model's own.",
         type=click.Choice(["none", "linear", "yarn"]),
     ),
-    option("--rope-scale", "X", "Stretch them over X times the context it was made for.", type=float),
+    option("--rope-scale", "X", "Scale to X times the context the model was trained for.", type=float),
     option("--rope-base", "X", "Base of the rotary frequencies (theta).", type=float),
-    option("--rope-frequency-scale", "X", "Another way to say --rope-scale 1/X.", type=float),
-    option("--yarn-original-context", "N", "Context the model was first trained for.", type=int),
-    option("--yarn-extrapolation-factor", "X", "How far fast pairs keep their pace.", type=float),
-    option("--yarn-attention-factor", "X", "Multiplies YaRN's own temperature.", type=float),
-    option("--yarn-beta-fast", "X", "Rotations from which a pair counts as fast.", type=float),
-    option("--yarn-beta-slow", "X", "Rotations below which a pair counts as slow.", type=float),
+    option("--rope-frequency-scale", "X", "The same as --rope-scale 1/X.", type=float),
+    option("--yarn-original-context", "N", "Context length of the original training.", type=int),
+    option("--yarn-extrapolation-factor", "X", "Share of the unscaled frequency of fast dimensions.", type=float),
+    option("--yarn-attention-factor", "X", "Multiplies YaRN's attention temperature.", type=float),
+    option("--yarn-beta-fast", "X", "Rotations from which a dimension counts as fast.", type=float),
+    option("--yarn-beta-slow", "X", "Rotations below which a dimension counts as slow.", type=float),
     option(
         "--set overrides",
         "KEY=VALUE",
@@ -198,16 +202,16 @@ load_options = options_group(
 
 
 def changes_of(options: LoadOptions) -> "ModelChanges":
-    """What is set in place of what a model's file says. Raises: RequestError."""
+    """The overrides of a model's metadata. Raises: RequestError."""
     from localinfer.loading import model_changes
 
     return model_changes(**{name: options[name] for name in ("chat_template", "rope", "overrides")})
 
 
 def load_with(options: LoadOptions, *, stopping: threading.Event | None = None) -> "LLM":
-    """Load a model, with a line on the terminal while that is slow.
+    """Load a model, with a progress line on the terminal.
 
-    stopping: ends the load, at its next stage, once it is set. Raises: LocalinferError; ClosedError if stopped.
+    stopping: aborts the load at its next stage once set. Raises: LocalinferError; ClosedError if aborted.
     """
     import localinfer
 
@@ -215,7 +219,7 @@ def load_with(options: LoadOptions, *, stopping: threading.Event | None = None) 
 
         def progress(stage: str, done: int, total: int) -> None:
             if stopping is not None and stopping.is_set():
-                raise ClosedError("the model is not wanted any more; load it again")
+                raise ClosedError("loading the model was aborted; load it again")
             shown(stage, done, total)
 
         return localinfer.load(**options, progress=progress)
@@ -224,7 +228,6 @@ def load_with(options: LoadOptions, *, stopping: threading.Event | None = None) 
 def _token_biases(
     context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
 ) -> dict[int, float] | None:
-    """Read ID=NUMBER, several times."""
     biases: dict[int, float] = {}
     for value in values:
         token_id, _, bias = value.partition("=")
@@ -235,8 +238,8 @@ def _token_biases(
     return biases or None
 
 
-def _leave_out_what_is_not_given(command: Command) -> Command:
-    """Hand rare options on only where they are given, so that the library's defaults hold."""
+def _drop_unset(command: Command) -> Command:
+    """Pass less common options only if they are given, so that the library's defaults hold."""
 
     @functools.wraps(command)
     def call(*, dry_sequence_breakers: tuple[str, ...], **values: Any) -> Any:
@@ -253,7 +256,7 @@ def _leave_out_what_is_not_given(command: Command) -> Command:
 
 
 def _number_flag(name: str, number: NumberOption) -> Decorator:
-    """The flag of a numeric option. Bounds that only keep arithmetic finite are left to the library's own check."""
+    """The flag of a numeric option. Large bounds are checked by the library only, and not shown."""
     least, most = (bound if abs(bound) <= _LARGEST_SHOWN_BOUND else None for bound in (number.least, number.most))
     kind: click.ParamType[Any] = click.FLOAT
     if number.kind is int:
@@ -277,8 +280,8 @@ sampling_options = options_group(
         multiple=True,
     ),
     option("--logit-bias", "ID=B", "Add B to a token's logit; may be repeated.", multiple=True, callback=_token_biases),
-    option("--seed", "S", "Same seed, same text. Default: random.", type=click.IntRange(min=0)),
-    _leave_out_what_is_not_given,
+    option("--seed", "S", "The same seed gives the same text. Default: random.", type=click.IntRange(min=0)),
+    _drop_unset,
 )
 
 
@@ -300,13 +303,13 @@ _CONSTRAINTS: dict[str, Callable[[Any], Constraint]] = {
 
 
 def _make_constraint(command: Command) -> Command:
-    """Hand the options below on as one argument, `constraint`."""
+    """Pass the options below as one argument, `constraint`."""
 
     @functools.wraps(command)
     def call(**values: Any) -> Any:
         given = {name: value for name in _CONSTRAINTS if (value := values.pop(name)) is not None and value is not False}
         if len(given) > 1:
-            raise click.UsageError("Only one of --json, --json-schema, --grammar and --regex can hold.")
+            raise click.UsageError("--json, --json-schema, --grammar and --regex exclude each other; give one of them.")
         constraint = next((_CONSTRAINTS[name](value) for name, value in given.items()), None)
         return command(constraint=constraint, **values)
 
@@ -315,9 +318,9 @@ def _make_constraint(command: Command) -> Command:
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 constraint_options = options_group(
-    flag("--json json_object", "Complete with one JSON object."),
-    option("--json-schema", "FILE", "With JSON of this schema.", type=_FILE, callback=_text_of),
-    option("--grammar", "FILE", "With a text of this Lark or GBNF.", type=_FILE, callback=_text_of),
-    option("--regex", "PATTERN", "With a text that this matches as a whole."),
+    flag("--json json_object", "Constrain the text to one JSON object."),
+    option("--json-schema", "FILE", "Constrain it to JSON of this schema.", type=_FILE, callback=_text_of),
+    option("--grammar", "FILE", "Constrain it to this Lark or GBNF grammar.", type=_FILE, callback=_text_of),
+    option("--regex", "PATTERN", "Constrain it to a full match of this regular expression."),
     _make_constraint,
 )

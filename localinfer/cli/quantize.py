@@ -15,32 +15,29 @@ if TYPE_CHECKING:
     from localinfer.evaluation.quantize import Method
 
 _LEAST_HELD_BACK = 8000
-"""Characters kept of a calibration text that surely fill a chunk to measure on; with fewer the text inside is taken."""
+"""Held-back characters that fill at least one chunk; with fewer the bundled text is used for measuring."""
 
 
 @click.command("quantize")
 @click.argument("source", metavar="SOURCE")
 @click.argument("target", metavar="TARGET")
-@option("--type type_name", "TYPE", "Such as Q8_0 or Q4_K_S.", default="Q4_K_M")
+@option("--type type_name", "TYPE", "Preset, such as Q8_0 or Q4_K_S.", default="Q4_K_M")
 @option(
     "--method",
     None,
-    "Round each weight by itself; mind the importance of its column; let weights answer for each other's errors; "
-    "or move scales between matrices before that, where it helps. Auto: imatrix if --imatrix is given, else gptq below "
-    "8 bits, else rtn.",
+    "rtn: round to nearest; imatrix: weight errors by importance; gptq: compensate errors in later columns; awq: gptq "
+    "after activation-aware scaling. auto: imatrix if --imatrix is given, else gptq below 8 bits, else rtn.",
     type=click.Choice(["auto", "rtn", "imatrix", "gptq", "awq"]),
     default="auto",
 )
-@option("--calibration", "PATH", "Text file, or folder of some, to calibrate on. Default: one that ships inside.")
-@option("--calibration-tokens", "N", "Tokens of it to read.", type=COUNT, default=16384)
-@option("--imatrix", "FILE", "Importance, as llama-imatrix writes it.")
-@option("--save-imatrix", "FILE", "Write the importance that the calibration text shows.")
+@option("--calibration", "PATH", "Text file, or folder of text files, to calibrate on. Default: bundled.")
+@option("--calibration-tokens", "N", "Tokens of it to use.", type=COUNT, default=16384)
+@option("--imatrix", "FILE", "Importance matrix, as written by llama-imatrix.")
+@option("--save-imatrix", "FILE", "Write the importance matrix of the calibration text.")
 @threads_option
-@device_option("What calibrates. Auto: a GPU that torch sees, else the CPU.")
-@option("--text", "FILE", "Text to measure the loss on. Default: one that ships inside.")
-@option(
-    "--chunks", "N", "Chunks of 512 tokens to measure on; 0: do not measure.", type=click.IntRange(min=0), default=4
-)
+@device_option("Where to calibrate; auto: a GPU if torch finds one, else the CPU.")
+@option("--text", "FILE", "Text to measure the loss on. Default: bundled.")
+@option("--chunks", "N", "Chunks of 512 tokens to measure the loss on; 0: none.", type=click.IntRange(min=0), default=4)
 def quantize_command(
     source: str,
     target: str,
@@ -55,11 +52,11 @@ def quantize_command(
     text: str | None,
     chunks: int,
 ) -> None:
-    """Write the model SOURCE, a GGUF file or a Hugging Face folder, to the GGUF file TARGET with fewer bits.
+    """Quantize SOURCE, a GGUF file or a Hugging Face folder, to the GGUF file TARGET.
 
-    Types and sizes are those of llama.cpp's presets, and every GGUF runtime reads the file. At the end the new model is
-    compared with the old one on a text that it was not calibrated on. A calibration that was stopped goes on after its
-    last finished layer when the same command is given again.
+    Types and sizes are those of llama.cpp's presets, and every GGUF runtime reads the file. At the end both models are
+    compared on a text that was not used for calibration. If the same command is run again after an interrupted
+    calibration, it resumes after the last finished layer.
     """
     from localinfer.evaluation.quantize import quantize
     from localinfer.evaluation.report import render_quantization, render_summary
@@ -93,7 +90,7 @@ def quantize_command(
     try:
         found = _measure(source, target, content, chunks, threads)
     except LocalinferError as error:
-        # The file is whole; only the figure is missing, and the reason says why.
+        # The file is complete; only the comparison is missing.
         click.echo(f"loss not measured: {error}")
         return
     click.echo(f"against the source: {render_summary(found)}")
@@ -109,7 +106,7 @@ def _measure(source: str, target: str, text: str, chunks: int, threads: int | No
     available = int(psutil.virtual_memory().available)
     if needed > available:
         raise OutOfMemoryError(
-            f"both models together take {needed:,} bytes of memory, and {available:,} are free; compare them elsewhere "
+            f"both models together need {needed:,} bytes of memory, and {available:,} are free; compare them elsewhere "
             "with `localinfer compare`"
         )
     with (

@@ -28,30 +28,30 @@ _SECONDS = click.FloatRange(min=0)
 
 @click.command("serve")
 @load_options
-@option("--models", "FOLDER", "Serve every model in a folder and below, each loaded when asked for.")
-@option("--host", "ADDRESS", "Where to listen by TCP.", default="127.0.0.1")
-@option("--port", "N", "TCP port; 0 takes a free one.", type=click.IntRange(0, 65535), default=8080)
+@option("--models", "FOLDER", "Serve every model in a folder and its subfolders, loaded on demand.")
+@option("--host", "ADDRESS", "TCP address to listen on.", default="127.0.0.1")
+@option("--port", "N", "TCP port; 0: any free one.", type=click.IntRange(0, 65535), default=8080)
 @flag("--no-tcp", "Listen on the Unix socket only.")
-@option("--socket socket_path", "PATH", "The Unix socket. Default: in your runtime folder.")
-@option("--token-file", "FILE", "Holds the token that clients on TCP must show.")
-@option("--allow-host", "NAME", "Answer to this Host name too; may be repeated.", multiple=True)
-@option("--allow-origin", "ORIGIN", "Let pages of this origin ask; may be repeated.", multiple=True)
-@flag("--allow-private-network", "Let those pages ask from the internet too.")
+@option("--socket socket_path", "PATH", "Path of the Unix socket. Default: in your runtime folder.")
+@option("--token-file", "FILE", "File with the bearer token required over TCP.")
+@option("--allow-host", "NAME", "Accept this Host header too; may be repeated.", multiple=True)
+@option("--allow-origin", "ORIGIN", "Accept requests from pages of this origin (CORS); may be repeated.", multiple=True)
+@flag("--allow-private-network", "Accept them from pages on the public internet too.")
 @flag("--strict-model", "Refuse unknown model names even if only one model is served.")
 @option(
-    "--idle-unload", "SECONDS", "Unload a model that nobody used for so long; 0: never.", type=_SECONDS, default=900
+    "--idle-unload", "SECONDS", "Unload a model after so long without requests; 0: never.", type=_SECONDS, default=900
 )
-@option("--memory-limit", "SIZE", "Most that all models take. Default: what is free.", callback=byte_size)
-@option("--max-generations", "N", "Texts generated and waiting at one time.", type=COUNT, default=64)
+@option("--memory-limit", "SIZE", "Maximum memory of all models. Default: what is free.", callback=byte_size)
+@option("--max-generations", "N", "Maximum number of running and waiting generations.", type=COUNT, default=64)
 @option(
     "--shutdown-seconds",
     "SECONDS",
-    "What running replies get to finish when the server ends.",
+    "Time for running replies to finish at shutdown.",
     type=_SECONDS,
     default=5,
 )
-@flag("--until-stdin-ends", "End when standard input does: with the program that started it.")
-@flag("--verbose", "Log each request, without its text, on stderr.")
+@flag("--until-stdin-ends", "Exit at the end of standard input, such as when the parent exits.")
+@flag("--verbose", "Log each request, without its text, to stderr.")
 def serve_command(
     options: LoadOptions,
     models: str | None,
@@ -61,19 +61,19 @@ def serve_command(
     verbose: bool,
     **listening: Any,
 ) -> None:
-    """Answer programs that speak OpenAI's or Anthropic's API, on this machine.
+    """Serve OpenAI's and Anthropic's APIs locally.
 
-    A Unix socket that only you can open is always there, and TCP on the loopback interface unless --no-tcp. Point
-    clients at http://127.0.0.1:8080/v1; a line on stdout says when they are answered. Ctrl-C ends the server, after the
-    replies that are running.
+    Listens on a Unix socket that only you can open, and on TCP on the loopback interface unless --no-tcp. Point clients
+    at http://127.0.0.1:8080/v1; a line on stdout says when the server is ready. Ctrl-C ends it after the running
+    replies.
 
-    All clients share one cache of prompts, and replies tell how much of a prompt was in it (cached_tokens): who may ask
-    can find out, token by token, what others have sent. Share a server only with those who may read your texts.
+    All clients share one prompt cache, and replies report how much of a prompt was cached (cached_tokens): a client can
+    find out, token by token, what others have sent. Give access only to people who may read your texts.
     """
     from localinfer.server.app import LocalServer
     from localinfer.server.replies.models import LoadThreads, ModelRegistry, measure_need
 
-    # It warns of every client that leaves in the midst of a stream, which is no news.
+    # It warns of every client that disconnects during a stream, which is normal.
     logging.getLogger("asyncio").setLevel(logging.ERROR)
     if verbose:
         _log_requests()
@@ -105,21 +105,21 @@ def serve_command(
             threading.Thread(target=_stop_after_stdin, args=(server,), daemon=True).start()
         server.run(on_ready=lambda: _say_ready(f"serving {names} on {places}"))
         if not server.has_ended():
-            # A kernel that is just being compiled can be left, but not through the interpreter's own way out.
+            # The interpreter's own exit would wait for a kernel that is being compiled.
             server.close()
             sys.stdout.flush()
             os._exit(0)
 
 
 def _say_ready(line: str) -> None:
-    """Print the line that clients may wait for; a closed pipe does not end the server."""
+    """Print the line that says the server is ready; a closed pipe does not end the server."""
     with contextlib.suppress(OSError):
         click.echo(line)
         sys.stdout.flush()
 
 
 def _stop_after_stdin(server: "LocalServer") -> None:
-    # Not through `sys.stdin`: its lock, held by a thread that waits, would break the end of the interpreter.
+    # Not through `sys.stdin`: its lock, held by a blocked thread, would break the interpreter's shutdown.
     with contextlib.suppress(OSError):
         while os.read(0, 1 << 16):
             pass
@@ -127,7 +127,6 @@ def _stop_after_stdin(server: "LocalServer") -> None:
 
 
 def _log_requests() -> None:
-    """Write what the server does to stderr, a line each; requests' texts are never among it."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     logger = logging.getLogger("localinfer.server")
@@ -182,5 +181,5 @@ def _sources(path: str | None, folder: str | None) -> "list[ModelSource]":
     file = model_path(path)
     first = model_source(file)
     if first is None:
-        raise RequestError(f"{file} is no model; give a GGUF file, of a split one the first part, or a folder with one")
+        raise RequestError(f"{file} is not a model; give a GGUF file, the first part of a split one, or a model folder")
     return [first, *(other for other in sources if other.id != first.id and not other.path.samefile(first.path))]

@@ -142,10 +142,10 @@ WHOLE = [
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
-def test_reply_is_read_whatever_pieces_it_comes_in(size):
+def test_reply_is_read_whatever_chunks_it_comes_in(size):
     body = events(*WHOLE)
-    pieces = [(float(start + size), body[start : start + size]) for start in range(0, len(body), size)]
-    reply = read_reply(Answer(sent=0.5, status=200, is_stream=True, pieces=pieces, ended=1e4), 4)
+    chunks = [(float(start + size), body[start : start + size]) for start in range(0, len(body), size)]
+    reply = read_reply(Answer(sent=0.5, status=200, is_stream=True, chunks=chunks, ended=1e4), 4)
     assert isinstance(reply, RequestTimes)
     assert (reply.text, reply.num_tokens, reply.prompt_tokens) == ("Well. h\u00e9y", 4, 9)
     assert reply.first_byte == size
@@ -163,13 +163,13 @@ def test_reply_is_read_whatever_pieces_it_comes_in(size):
     ],
 )
 def test_reply_that_is_not_whole_is_a_failure(body, reason):
-    reply = read_reply(Answer(sent=0.0, status=200, is_stream=True, pieces=[(1.0, body)], ended=2.0), 4)
+    reply = read_reply(Answer(sent=0.0, status=200, is_stream=True, chunks=[(1.0, body)], ended=2.0), 4)
     assert isinstance(reply, Failure)
     assert reason in reply.reason
 
 
 def test_refusal_is_a_failure_with_its_status():
-    reply = read_reply(Answer(sent=0.0, status=429, pieces=[(1.0, b'{"error": {}}')]), 4)
+    reply = read_reply(Answer(sent=0.0, status=429, chunks=[(1.0, b'{"error": {}}')]), 4)
     assert isinstance(reply, Failure)
     assert "429" in reply.reason
 

@@ -15,7 +15,7 @@ from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
 from localinfer.cli import chat as chat_module
-from localinfer.cli.chat import Chat, CommandCompleter, Leave, open_history, run_chat
+from localinfer.cli.chat import Chat, CommandCompleter, Exit, open_history, run_chat
 from localinfer.cli.conversation import Conversation
 from localinfer.errors import ContextLengthError, RequestError
 from localinfer.stream import StreamEvent
@@ -127,7 +127,7 @@ def test_reply_interrupted_before_its_first_word_changes_nothing(chat, conversat
     fake_llm.pieces = [KeyboardInterrupt()]
     chat.handle("story")
     assert conversation.messages == []
-    assert "nothing was said" in streams[1].getvalue()
+    assert "the conversation is unchanged" in streams[1].getvalue()
 
 
 def test_control_sequences_in_a_reply_are_neutralised_on_a_terminal(chat, fake_llm, streams):
@@ -238,11 +238,11 @@ def test_a_reply_cut_by_the_context_is_told(chat, fake_llm, streams, context_len
     fake_llm.context_length = context_length  # a prompt of 3 tokens, and a reply of 1
     fake_llm.pieces = [StreamEvent("cut", 1, "length")]
     chat.handle("hi")
-    assert ("cut where the context ends" in streams[1].getvalue()) is is_told
+    assert ("cut at the end of the context" in streams[1].getvalue()) is is_told
 
 
 def test_exit_leaves(chat):
-    with pytest.raises(Leave):
+    with pytest.raises(Exit):
         chat.handle("/exit")
 
 

@@ -156,7 +156,7 @@ def test_compare_asks_models_with_a_template_unless_told_not_to(
 
     monkeypatch.setattr(sanity_checks, "ask", refuse)
     assert main(words) == 0
-    assert capsys.readouterr().out.endswith("questions not asked: no questions, please\n")
+    assert capsys.readouterr().out.endswith("sanity checks not run: no questions, please\n")
     assert main([*words, "--questions"]) == EXIT_BAD_INPUT
     assert "no questions, please" in capsys.readouterr().err
 
