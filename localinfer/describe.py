@@ -1,7 +1,7 @@
-"""What a model on disk holds, for people and for programs.
+"""The contents of a model on disk, as text and as JSON.
 
-A GGUF file is read from its header alone, so any architecture can be shown; a Hugging Face folder is shown as the GGUF
-file it would convert to, which needs an architecture that runs.
+Of a GGUF file only the header is read, so any architecture can be shown; a Hugging Face folder is shown as the GGUF
+file it converts to, which needs a supported architecture.
 """
 
 import hashlib
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from localinfer.models.checkpoint.model import CheckpointModel
 
 LONGEST_ARRAY = 16
-"""Arrays with more elements are named by type and count, not listed."""
+"""Arrays with more elements are shown by their count."""
 LONGEST_TEXT = 72
 
-# Our word for each size, and the key that holds it after the architecture's name.
+# The name of each size, and its key after the architecture's name.
 _SIZE_KEYS = {
     "num_layers": "block_count",
     "hidden_size": "embedding_length",
@@ -42,7 +42,7 @@ _SIZE_KEYS = {
 
 @dataclass(frozen=True)
 class TypeShare:
-    """How much of a file is stored as one tensor type."""
+    """The tensors of one type in a file."""
 
     type: str
     num_tensors: int
@@ -53,11 +53,11 @@ class TypeShare:
 
 @dataclass(frozen=True, kw_only=True)
 class FileDescription:
-    """Everything `localinfer show` says about a model; sizes the file does not state are absent from `sizes`.
+    """Everything that `localinfer show` prints of a model; sizes that the file lacks are absent from `sizes`.
 
-    unknown_settings: what may change the answers of a model that runs here and is not obeyed.
-    program: the ops that running it takes, see `models.decoder.listing`, where they were asked for.
-    gguf_version: None for a Hugging Face folder, whose tensors are described as GGUF would hold them.
+    unknown_settings: metadata keys that this version ignores and that may change results.
+    program: the model's ops (`models.decoder.listing`), if requested.
+    gguf_version: None for a Hugging Face folder, whose tensors are described as in GGUF.
     """
 
     path: str
@@ -81,8 +81,8 @@ class FileDescription:
 def describe_file(path: str, *, ops: bool = False) -> FileDescription:
     """Read the header of the GGUF file, or the settings of the Hugging Face folder, at `path`.
 
-    ops: also list what the model computes, which needs an architecture that runs here.
-    Raises: ModelFileError or one of its children if it cannot be opened or is not sound.
+    ops: also list the model's ops, which needs a supported architecture.
+    Raises: ModelFileError or a subclass if it cannot be opened or is invalid.
     """
     with _open(path) as file:
         metadata: Mapping[str, object] = file.metadata
@@ -149,7 +149,7 @@ def _sizes(metadata: Mapping[str, object], architecture: str) -> dict[str, Any]:
 
 
 def _length(metadata: Mapping[str, object], key: str) -> int | None:
-    """How many entries an array has, without decoding it; None for other values."""
+    """The length of an array, without decoding it; None for other values."""
     if isinstance(metadata, Metadata):
         return metadata.stored(key).count
     value = metadata[key]
@@ -181,7 +181,7 @@ def _chat_template(metadata: Mapping[str, object]) -> dict[str, Any] | None:
 
 
 def _plain_value(metadata: Mapping[str, object], key: str) -> Any:
-    """A value as JSON has it: long arrays become their description, numbers that JSON lacks become text."""
+    """A value for JSON: long arrays become a description, non-finite numbers text."""
     if not isinstance(metadata, Metadata):
         count = _length(metadata, key)
         return _plain_number(metadata[key]) if count is None or count <= LONGEST_ARRAY else f"array of {count}"
@@ -203,7 +203,7 @@ def _plain_number(value: Any) -> Any:
 
 
 def render_json(description: FileDescription, *, tensors: bool) -> str:
-    """One JSON object; tensors and ops are listed only where asked for."""
+    """One JSON object, with tensors and ops if requested."""
     record = dict(vars(description), types=[vars(share) for share in description.types])
     if not tensors:
         del record["tensors"]
@@ -213,7 +213,7 @@ def render_json(description: FileDescription, *, tensors: bool) -> str:
 
 
 def render_text(description: FileDescription, *, tensors: bool) -> str:
-    """Aligned lines for a person; nothing in them can control a terminal."""
+    """Aligned lines without terminal controls."""
     lines = list(_summary_lines(description))
     lines += ["", "tensor types", *_type_lines(description)]
     lines += ["", "metadata"]
@@ -247,7 +247,7 @@ def _summary_lines(description: FileDescription) -> Iterator[str]:
         ),
     }
     if description.unknown_settings:
-        rows["not understood"] = f"{listed(description.unknown_settings)} (ignored; may change what the model answers)"
+        rows["not understood"] = f"{listed(description.unknown_settings)} (ignored; may change the model's answers)"
     if description.num_parts > 1:
         rows["file"] += f", {description.num_parts} parts"
     width = max(map(len, rows))
@@ -266,7 +266,7 @@ def _type_lines(description: FileDescription) -> Iterator[str]:
 
 
 def _short(value: Any, longest: int | None = LONGEST_TEXT) -> str:
-    """A value on one line, cut where it is long; text without its quotes."""
+    """A value on one line, truncated; text without quotes."""
     text = json.dumps(value, ensure_ascii=False)
     if isinstance(value, str):
         text = text[1:-1].replace('\\"', '"')
@@ -284,6 +284,6 @@ def _size(num_bytes: int) -> str:
 
 
 def _scaled(number: int, *units: str) -> str:
-    """A number of 1000 or more in the largest of three units that it fills; "" for a smaller one."""
+    """A number of 1000 or more in the largest of three units; "" for a smaller one."""
     scales = zip((10**9, 10**6, 10**3), units, strict=True)
     return next((f"{number / scale:.2f} {unit}" for scale, unit in scales if number >= scale), "")

@@ -1,4 +1,4 @@
-"""Every error localinfer raises on purpose, as one tree.
+"""Every error that localinfer raises, as one tree.
 
 LocalinferError
 |-- ModelFileError                 the file, as a whole, cannot be used
@@ -6,16 +6,16 @@ LocalinferError
 |   |-- UnsupportedFormatError     it is well formed, and this version cannot run it
 |   `-- TokenizerError             its vocabulary cannot be built
 |-- ShapeError                     an array does not have the shape or type a function needs
-|-- RequestError                   the caller asked for something that has no meaning
+|-- RequestError                   an argument is invalid
 |   |-- ContextLengthError         the prompt does not fit the context
 |   |-- MessageError               a message of a chat cannot be read
 |   |-- TemplateError              the chat template cannot render these messages
 |   `-- ConstraintError            a schema, regex or grammar cannot be enforced
-|-- SessionFileError               a saved conversation cannot be written, read or proven whole
-|   `-- SessionMismatchError       it is whole, and belongs to another model, setting or version
-|-- BackendUnavailableError        the device or instruction set asked for is not here
+|-- SessionFileError               a saved conversation cannot be written, read or verified
+|   `-- SessionMismatchError       it is intact, and belongs to another model, setting or version
+|-- BackendUnavailableError        the requested device or instruction set is not available
 |-- OutOfMemoryError               a budget the caller set would be exceeded
-|-- OverloadedError                as many requests wait already as may
+|-- OverloadedError                the queue of waiting requests is full
 `-- ClosedError                    the model was closed, or the process was forked
 
 A message names what was found, what was wanted, and the way out.
@@ -23,7 +23,7 @@ A message names what was found, what was wanted, and the way out.
 
 
 class LocalinferError(Exception):
-    """Root of the tree; catch this to catch everything raised on purpose."""
+    """Root of the tree."""
 
 
 class ModelFileError(LocalinferError):
@@ -47,7 +47,7 @@ class ShapeError(LocalinferError):
 
 
 class RequestError(LocalinferError):
-    """The caller asked for something that has no meaning here; `field`: the option or member at fault, if one is."""
+    """An argument is invalid; `field`: the option or member at fault, if any."""
 
     def __init__(self, message: str, *, field: str | None = None) -> None:
         super().__init__(message)
@@ -55,9 +55,9 @@ class RequestError(LocalinferError):
 
 
 class ContextLengthError(RequestError):
-    """The prompt, or what was asked to follow it, does not fit the context.
+    """The prompt, or the requested completion after it, does not fit the context.
 
-    num_tokens, context_length: both sizes in tokens, where they are known.
+    num_tokens, context_length: both sizes in tokens, if known.
     """
 
     def __init__(self, message: str, *, num_tokens: int | None = None, context_length: int | None = None) -> None:
@@ -69,7 +69,7 @@ class ContextLengthError(RequestError):
 class MessageError(RequestError):
     """A message of a chat cannot be read.
 
-    path: the member at fault, such as "messages[2].content". is_unsupported: it is well formed, and not text.
+    path: the member at fault, such as "messages[2].content". is_unsupported: it is well formed, but not text.
     """
 
     def __init__(self, message: str, path: str, *, is_unsupported: bool = False) -> None:
@@ -83,9 +83,9 @@ class TemplateError(RequestError):
 
 
 class ConstraintError(RequestError):
-    """A schema, regular expression or grammar cannot be enforced; `keyword`: the schema's word at fault, if one is.
+    """A schema, regular expression or grammar cannot be enforced; `keyword`: of the schema, at fault, if any.
 
-    field: "regex", "grammar" or "tools" where one of these is at fault.
+    field: "regex", "grammar" or "tools" if one of these is at fault.
     """
 
     def __init__(self, message: str, *, keyword: str | None = None, field: str | None = None) -> None:
@@ -94,7 +94,7 @@ class ConstraintError(RequestError):
 
 
 class SessionFileError(LocalinferError):
-    """The file of a saved conversation cannot be written, read, or proven whole."""
+    """The file of a saved conversation cannot be written, read or verified."""
 
 
 class SessionMismatchError(SessionFileError):
@@ -102,15 +102,15 @@ class SessionMismatchError(SessionFileError):
 
 
 class BackendUnavailableError(LocalinferError):
-    """The device or instruction set asked for is not present on this machine."""
+    """The requested device or instruction set is not available on this machine."""
 
 
 class OutOfMemoryError(LocalinferError):
-    """An allocation would exceed the memory budget the caller set."""
+    """An allocation would exceed the memory budget."""
 
 
 class OverloadedError(LocalinferError):
-    """As many requests wait already as may; `retry_after_seconds` is when one of them is likely to have its place."""
+    """The queue of waiting requests is full; `retry_after_seconds`: when a place is likely to be free."""
 
     def __init__(self, message: str, retry_after_seconds: float) -> None:
         super().__init__(message)

@@ -1,9 +1,9 @@
-"""Files that are there whole or not at all: the one way in which anything here is written to disk, and caches are read.
+"""Atomic writes, bounded reads of cache files, and worker threads.
 
-What is complete takes its name in one step. Files of our own lie in private folders, and need no more than that
-(`write_atomically`). What a user names may be anything (`OutputFile`): a link, whose target is replaced; a file, which
-keeps its mode; a pipe or a character device, such as /dev/stdout and /dev/null, which is written where it is; or
-something that no data belongs into, which is refused.
+A file is written under a temporary name and renamed when complete. localinfer's own files are in private folders
+(`write_atomically`). A path given by a user (`OutputFile`) may be a link, whose target is replaced; a file, which keeps
+its mode; a pipe or a character device, such as /dev/stdout and /dev/null, which is written in place; anything else is
+refused.
 """
 
 import contextlib
@@ -45,19 +45,19 @@ _WAYS_OUT = {
 
 
 def write_all(file: RawIOBase, data: bytes | memoryview) -> None:
-    """Write every byte to an unbuffered file, however little the system takes at a time. Raises: OSError."""
+    """Write every byte to an unbuffered file, in as many writes as needed. Raises: OSError."""
     view = memoryview(data)
     while view:
         count = file.write(view)
         if not count:
-            raise OSError("the disk takes no more bytes, and does not say why")
+            raise OSError("the disk accepts no more bytes, without an error")
         view = view[count:]
 
 
 def write_atomically(path: Path, write: Callable[[FileIO], None]) -> None:
-    """Have `write` fill a new file, readable by its owner only, that takes the name `path` when it is complete.
+    """Have `write` fill a new file, readable by its owner only, that is renamed to `path` when complete.
 
-    For files of our own in private folders. Raises: OSError, leaving nothing.
+    For localinfer's own files in private folders. Raises: OSError; then nothing is left behind.
     """
     descriptor, temporary = _create_beside(path, 0o600)
     try:
@@ -71,23 +71,23 @@ def write_atomically(path: Path, write: Callable[[FileIO], None]) -> None:
 
 
 def open_regular(path: str | os.PathLike[str]) -> FileIO:
-    """Open a file of a cache folder for reading, unbuffered; it may have become anything, and opening never waits.
+    """Open a file of a cache folder for reading, unbuffered, without blocking on a pipe.
 
-    Raises: OSError, also for what is no regular file.
+    Raises: OSError, also if it is not a regular file.
     """
     file = FileIO(os.open(path, _READ_FLAGS), "rb")
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise OSError(errno.EINVAL, f"{path} is no regular file")
+        raise OSError(errno.EINVAL, f"{path} is not a regular file")
     return file
 
 
 def read_bounded(path: str | os.PathLike[str], max_bytes: int) -> bytes:
-    """Read a whole file of a cache folder. Raises: OSError, also for one that is larger than it can be."""
+    """Read a whole file of a cache folder. Raises: OSError, also if it is larger than `max_bytes`."""
     with open_regular(path) as file:
         num_bytes = os.fstat(file.fileno()).st_size
         if num_bytes > max_bytes:
-            raise OSError(errno.EFBIG, f"{path} has {num_bytes:,} bytes, more than such a file can have")
+            raise OSError(errno.EFBIG, f"{path} has {num_bytes:,} bytes, more than the {max_bytes:,} allowed")
         parts = []
         while num_bytes > 0 and (part := file.read(num_bytes)):
             parts.append(part)
@@ -96,15 +96,15 @@ def read_bounded(path: str | os.PathLike[str], max_bytes: int) -> bytes:
 
 
 class OutputFile:
-    """A file that a user named, being written, in pieces and in order; a context manager.
+    """A file named by the user, written in order; a context manager.
 
-    Leaving the block without an error puts it in its place, through links, once it is safe on disk; after any other end
-    an older file is as it was, and nothing else is left. An older file keeps its mode and, where the system allows,
-    its owner; a new one is as readable as any other of this user's. Pipes and character devices are written in place.
+    At the end of the block it is synced and renamed into place, through links; after an error an older file is
+    unchanged, and nothing else is left. An older file's mode is kept and, if the system allows, its owner; a new one
+    has the user's default mode. Pipes and character devices are written in place.
 
-    is_private: a new file is readable by its owner only. error: what is raised where the system refuses.
-    Raises: `error` for a folder, a file marked read-only, a socket or a block device, a folder that is missing or
-        cannot be written, a full disk.
+    is_private: a new file is readable by its owner only. error: the exception class to raise.
+    Raises: `error` for a folder, a read-only file, a socket or a block device, a folder that is missing or cannot be
+        written, a full disk.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class OutputFile:
         self._place: _Place | None = None
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append bytes. Raises: the error that was asked for."""
+        """Append bytes. Raises: `error`."""
         assert self._file is not None, "an output file is used inside its with block"
         try:
             self._file.write(data)
@@ -165,7 +165,7 @@ class OutputFile:
 
     def _discard(self) -> None:
         if self._file is not None:
-            # Closing writes what is buffered, which fails again where the disk is full.
+            # Closing flushes the buffer, which fails again if the disk is full.
             with contextlib.suppress(OSError):
                 self._file.close()
         if self._temporary is not None:
@@ -182,14 +182,14 @@ def check_output(
     inputs: Iterable[str | os.PathLike[str]] = (),
     error: type[LocalinferError] = RequestError,
 ) -> None:
-    """Raise `error` if `OutputFile` could not be opened, before time is spent on what shall be written there.
+    """Raise `error` if `OutputFile` could not be opened: a check before long work.
 
-    inputs: files that are read meanwhile, none of which may be replaced.
+    inputs: files that are read meanwhile, and must not be replaced.
     """
     try:
         place = _find_place(os.fspath(path))
         if place.status is not None and any(_is_file(os.fspath(one), place.status) for one in inputs):
-            raise FileExistsError(errno.EEXIST, "it is read at the same time")
+            raise FileExistsError(errno.EEXIST, "it is also an input")
         if place.is_in_place:
             return
         folder = os.path.dirname(place.path)
@@ -203,7 +203,7 @@ def check_output(
 
 
 def is_written_in_place(path: str | os.PathLike[str]) -> bool:
-    """Whether `OutputFile` writes into what is there, a pipe or a device, instead of replacing it."""
+    """Whether `OutputFile` writes into `path`, a pipe or a device, instead of replacing it."""
     try:
         return _find_place(os.fspath(path)).is_in_place
     except (OSError, ValueError):
@@ -211,7 +211,7 @@ def is_written_in_place(path: str | os.PathLike[str]) -> bool:
 
 
 def unwritable(path: str | os.PathLike[str], error: OSError | ValueError) -> str:
-    """Say in words that a file cannot be written, why, and the way out."""
+    """The error message that a file cannot be written, with the reason and the way out."""
     code = error.errno if isinstance(error, OSError) else None
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     way_out = _WAYS_OUT.get(code or 0, "give the name of a file in a folder that you can write")
@@ -219,7 +219,7 @@ def unwritable(path: str | os.PathLike[str], error: OSError | ValueError) -> str
 
 
 class _Place(NamedTuple):
-    """Where an output goes. path: with links followed. status: of the file that is there, if one is."""
+    """The target of an output. path: with links resolved. status: of the existing file, if any."""
 
     path: str
     status: os.stat_result | None
@@ -227,7 +227,7 @@ class _Place(NamedTuple):
 
 
 def _find_place(path: str) -> _Place:
-    """Look at what is there without touching it. Raises: OSError, ValueError for what no output goes to."""
+    """Resolve and check a target. Raises: OSError, ValueError if it cannot be an output."""
     if not path:
         raise FileNotFoundError(errno.ENOENT, "the name is empty")
     if path.endswith(("/", os.sep)):
@@ -246,10 +246,10 @@ def _find_place(path: str) -> _Place:
     if stat.S_ISCHR(mode) or stat.S_ISFIFO(mode):
         return _Place(path, status, is_in_place=True)
     if not stat.S_ISREG(mode):
-        raise OSError(errno.EINVAL, f"it is a {'socket' if stat.S_ISSOCK(mode) else 'block device'}, no file")
+        raise OSError(errno.EINVAL, f"it is a {'socket' if stat.S_ISSOCK(mode) else 'block device'}, not a file")
     if not mode & 0o222:
         raise PermissionError(errno.EACCES, "it is marked read-only")
-    # Asks for everything that may stand against it, and changes nothing.
+    # Checks permissions, and changes nothing.
     os.close(os.open(path, _BASE_FLAGS))
     if not _is_file(real, status):
         # An open file that was deleted has a name under /dev/fd only.
@@ -269,7 +269,7 @@ def _open_in_place(place: _Place) -> int:
     if stat.S_ISREG(place.status.st_mode):
         return os.open(place.path, _BASE_FLAGS | os.O_TRUNC)
     try:
-        # Opening a pipe that nobody reads would wait for ever.
+        # Opening a pipe without a reader would block.
         descriptor = os.open(place.path, _IN_PLACE_FLAGS)
     except OSError as error:
         if error.errno == errno.ENXIO:
@@ -283,15 +283,15 @@ def _open_in_place(place: _Place) -> int:
 def _create_beside(path: Path, mode: int) -> tuple[int, str]:
     """Create an empty file in the folder of `path`: its descriptor and its name."""
     for _ in range(_MAX_NAME_TRIES):
-        # Short, since a name that is as long as names may be has no room for more.
+        # A short name, because `path` may have the maximum length.
         temporary = os.path.join(os.path.dirname(path), f".{secrets.token_hex(6)}.tmp")
         with contextlib.suppress(FileExistsError):
             return os.open(temporary, _NEW_FLAGS, mode), temporary
-    raise FileExistsError(errno.EEXIST, "no name is free for a temporary file")
+    raise FileExistsError(errno.EEXIST, "no free name for a temporary file")
 
 
 def _copy_access(descriptor: int, status: os.stat_result) -> None:
-    """Give a new file the mode of the one that it replaces, and where the system allows its owner."""
+    """Copy the mode of the replaced file to the new one, and its owner if the system allows."""
     if not hasattr(os, "fchmod"):
         return
     if hasattr(os, "fchown"):
@@ -301,23 +301,23 @@ def _copy_access(descriptor: int, status: os.stat_result) -> None:
 
 
 def num_io_threads() -> int:
-    """Threads that keep storage busy: one per core, and one for those that wait."""
+    """Threads for I/O: one per core, and one for those that wait."""
     return min(8, (os.cpu_count() or 1) + 1)
 
 
 class WorkerThreads(Closing):
-    """Up to `threads` threads for one block, for work that releases the GIL; one is the caller's, and starts none."""
+    """Up to `threads` threads for work that releases the GIL; one of them is the caller's."""
 
     def __init__(self, threads: int) -> None:
         self._executor = ThreadPoolExecutor(threads, "localinfer-io") if threads > 1 else None
 
     def begin(self, job: Callable[[], T]) -> Future[T]:
-        """Have a job done, at the latest when the block ends; with one thread it is done already."""
+        """Start a job, which is done when the block ends; with one thread it runs at once."""
         if self._executor is not None:
             try:
                 return self._executor.submit(job)
             except RuntimeError:
-                # The interpreter is shutting down and begins no more threads.
+                # At interpreter shutdown no more threads can be started.
                 pass
         future: Future[T] = Future()
         try:
@@ -327,13 +327,13 @@ class WorkerThreads(Closing):
         return future
 
     def close(self) -> None:
-        """Wait for what was begun."""
+        """Wait for all jobs."""
         if self._executor is not None:
             self._executor.shutdown()
 
 
 def run_all(jobs: Sequence[Callable[[], T]], threads: int) -> list[T]:
-    """Run jobs and return their results in order; raises the exception of the first that failed."""
+    """Run jobs and return their results in order; raises the first exception."""
     with WorkerThreads(min(threads, len(jobs))) as workers:
         futures = [workers.begin(job) for job in jobs]
     return [future.result() for future in futures]

@@ -1,4 +1,4 @@
-"""This user's folders: where files belong that can be made again or are remembered, closed to everybody else."""
+"""The user's private folders for caches, state and sockets."""
 
 import os
 import stat
@@ -10,14 +10,13 @@ from typing import Literal
 from localinfer.errors import RequestError
 
 _XDG = {"cache": ("XDG_CACHE_HOME", ".cache"), "state": ("XDG_STATE_HOME", ".local/state")}
-"""Variable and folder in the home, as the XDG Base Directory Specification 0.8 has them."""
+"""Variable and folder in the home folder, of the XDG Base Directory Specification 0.8."""
 
 
 def user_folder(kind: Literal["cache", "state"]) -> Path | None:
-    """localinfer's folder for this user, which need not be there.
+    """localinfer's folder for this user, which need not exist.
 
-    None without a home folder (no HOME and no entry in the user database, or a relative HOME): another path would lead
-    wherever the process was started.
+    None without a home folder (no HOME and no entry in the user database, or a relative HOME).
     """
     if sys.platform in ("darwin", "win32"):
         return _platform_folder(kind)
@@ -32,7 +31,7 @@ def user_folder(kind: Literal["cache", "state"]) -> Path | None:
 
 
 def _platform_folder(kind: Literal["cache", "state"]) -> Path | None:
-    """What macOS and Windows have for it."""
+    """The folder on macOS and Windows."""
     import platformdirs
 
     find = platformdirs.user_cache_dir if kind == "cache" else platformdirs.user_state_dir
@@ -44,9 +43,9 @@ def _platform_folder(kind: Literal["cache", "state"]) -> Path | None:
 
 
 def _home_folder() -> Path | None:
-    """This user's home, if the environment or the user database names one by an absolute path."""
+    """The home folder, if the environment or the user database has an absolute path."""
     if "HOME" in os.environ and not os.environ["HOME"]:
-        # Python takes an empty one for the root folder.
+        # Python takes an empty HOME for the root folder.
         return None
     home = os.path.expanduser("~")
     return Path(home) if os.path.isabs(home) else None
@@ -58,14 +57,14 @@ def expand_home(path: str | os.PathLike[str]) -> Path:
     is_mine = text == "~" or text.startswith("~/")
     expanded = text if is_mine and sys.platform != "win32" and _home_folder() is None else os.path.expanduser(text)
     if text.startswith("~") and expanded == text:
-        raise RequestError(f"{text} begins with a home folder that this system does not know; give the whole path")
+        raise RequestError(f"{text} begins with a home folder unknown to this system; give the whole path")
     return Path(expanded)
 
 
 def runtime_folder() -> Path | None:
-    """A folder for this user's sockets, which need not be there: the system may remove it when the user logs out.
+    """A folder for this user's sockets, which need not exist: the system may remove it at logout.
 
-    None where the system does not say who owns a folder.
+    None on systems without file ownership.
     """
     if sys.platform in ("darwin", "win32"):
         import platformdirs
@@ -78,10 +77,10 @@ def runtime_folder() -> Path | None:
 
 
 def temporary_folder() -> Path | None:
-    """A folder for this user among the system's temporary ones, if no other user can rename or replace its files.
+    """A folder for this user in the system's temporary folder, if no other user can rename or replace its files.
 
-    None as well where the system does not say who owns a folder. The folder itself need not exist, and may belong to
-    another user: see `make_private`.
+    None on systems without file ownership. The folder need not exist, and may belong to another user: see
+    `make_private`.
     """
     if not hasattr(os, "getuid"):
         return None
@@ -98,9 +97,9 @@ def temporary_folder() -> Path | None:
 
 
 def make_private(folder: Path) -> str | None:
-    """Make `folder` with mode 0700 if it is not there; return why it cannot be used, or None if it can.
+    """Create `folder` with mode 0700 if it is missing; return why it cannot be used, or None.
 
-    A folder that another user owns or can write is refused; one that others can read is closed to them.
+    A folder that another user owns or can write is refused; read access of others is removed.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)

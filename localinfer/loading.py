@@ -1,4 +1,4 @@
-"""From a path and options to a model ready to answer: what `localinfer.load` does."""
+"""`localinfer.load`: from a path and options to an `LLM`."""
 
 import hashlib
 import logging
@@ -37,12 +37,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DEVICES = ("auto", "cpu", "cuda")
-"""What `load` takes as a device."""
 
 _SPECULATION = ("auto", "ngram", "draft", None)
 _AGREEING_LOADS = 2
 _ALIKE = 1.3
-"""Times by which what rows cost may differ between two measurements that agree."""
+"""Largest ratio of the relative costs of two measurements that agree."""
 
 
 def load(
@@ -67,33 +66,32 @@ def load(
 ) -> LLM:
     """Load a model and return it ready to answer.
 
-    model: path of a GGUF file (of a split model: any of its parts) or of a Hugging Face folder; None loads the demo
-    model that ships inside.
-    device: "cpu", "cuda", or "auto" for a GPU where there is one that holds at least one layer of the model.
+    model: path of a GGUF file (of a split model: any of its parts) or of a Hugging Face folder; None: the bundled demo
+        model.
+    device: "cpu", "cuda", or "auto" for a GPU if there is one that holds at least one layer of the model.
     gpu_layers: how many of the model's last layers run on the GPU, the others on the CPU; more than it has means all.
-        None: as many as fit, with keys and values of context_length tokens (8,192 if that is None).
-    threads: how many compute on the CPU; None takes the physical cores.
-    context_length: tokens of prompt and completion together; None takes what the model was trained for. More is
-        allowed, with a warning; `rope` says how positions are to be scaled then.
-    kv_type: type of cached keys and values: "f16", "f32", "q8_0" or "q4_0", or one for each such as "q8_0/q4_0".
-    kv_memory: bytes that keys and values may take, of running and of former texts; None takes half of what is free,
-        and of that at most 8 GiB or one full context, whichever is more. It is taken as it is needed.
-    kv_window: tokens that each text may hold keys and values of, beside those being computed: the first, those that got
-        most attention, and the recent half. It bounds memory, not the context. An approximation, unlike all else here:
-        past that many tokens the words differ from those without it, and what is computed is not kept. None, or as many
-        as the context holds: all.
-    disk_cache: keep conversations on disk, so that they go on after a restart without being computed again: True, or
-        the bytes all of them may take (True: 4 GiB; least recently used ones go first).
-    disk_cache_folder: where, in a folder inside that only its owner can read; None takes this user's cache folder.
-    speculation: how to guess tokens that are then checked many at once: "ngram" from what was read before, "draft" by
-        a draft model, "auto" by all that is there, None not at all. It changes speed only, never the text.
-    draft: path of a much smaller GGUF model of the same vocabulary, to draft with.
-    chat_template: Jinja source in place of the model's own template, or the path of a file of it.
-    rope: a `localinfer.RopeOptions`: how positions rotate, in place of what the file says.
-    overrides: metadata in place of the file's, by GGUF's keys: {"llama.rope.freq_base": 1e6}. A key that the file lacks
-        and nothing reads is refused. What is kept on disk of other settings is never used.
-    limits: how many generations share a step, and how many may wait; None takes 16, and lets any number wait.
-    progress: called with a stage's name, the units done and the units in all.
+        None: as many as fit, with a KV cache of context_length tokens (8,192 if that is None).
+    threads: CPU threads; None: the physical cores.
+    context_length: tokens of prompt and completion together; None: as trained. More is allowed, with a warning; `rope`
+        scales the positions.
+    kv_type: KV cache element type: "f16", "f32", "q8_0" or "q4_0", or one for each such as "q8_0/q4_0".
+    kv_memory: maximum bytes of the KV cache, cached prefixes included; None: half of the free memory, but at most 8 GiB
+        or one full context, whichever is more. It is allocated on demand.
+    kv_window: evict keys and values so that each sequence keeps at most this many tokens between batches: the first,
+        the recent half, and those with the highest attention scores. It bounds memory, not the context. An
+        approximation: beyond that many tokens texts differ from those without it, and are not cached. None: keep all.
+    disk_cache: keep a prompt cache on disk, so that conversations continue after a restart without a prefill: True, or
+        its maximum bytes (True: 4 GiB; evicted by least recent use).
+    disk_cache_folder: its location, of which a private subfolder is used; None: this user's cache folder.
+    speculation: speculative decoding: "ngram" drafts from earlier text, "draft" with a draft model, "auto" with all
+        available, None: off. It changes speed only, never the text.
+    draft: path of a draft model: a much smaller GGUF model of the same vocabulary.
+    chat_template: Jinja source in place of the model's own template, or the path of a file.
+    rope: a `localinfer.RopeOptions` in place of the file's rotary position embedding.
+    overrides: metadata in place of the file's, by GGUF key: {"llama.rope.freq_base": 1e6}. A key that the file lacks
+        and localinfer does not read is refused. Entries cached on disk under other settings are not used.
+    limits: how many generations run concurrently, and how many may wait; None: 16, and any number.
+    progress: called with a stage's name, the units done and the total.
     Raises: ModelFileError, RequestError, BackendUnavailableError, OutOfMemoryError.
     """
     if not isinstance(device, str) or device not in DEVICES:
@@ -106,14 +104,13 @@ def load(
 
     check_callable("progress", progress)
     if limits is not None and not isinstance(limits, EngineLimits):
-        raise RequestError(f"limits is {shown(limits)}; give EngineLimits, or None for the usual ones")
+        raise RequestError(f"limits is {shown(limits)}; give EngineLimits, or None for the defaults")
     check_speculation(speculation, has_draft=draft is not None)
     changes = model_changes(chat_template=chat_template, rope=rope, overrides=overrides)
     path = model_path(model)
     disk = _disk_options(disk_cache, disk_cache_folder)
     if kv_window is not None and draft is not None:
         raise RequestError("kv_window does not bound the cache of a draft model; leave out one of them")
-    # Closes what was loaded, unless all of it was.
     with ExitStack() as loads:
         loaded = load_model(
             path,
@@ -131,7 +128,7 @@ def load(
         if kv_window is not None and kv_window < loaded.config.context_length:
             window = window_of(loaded, kv_window)
         if draft is not None:
-            # Where the model left no room on the GPU, its drafts come from the CPU.
+            # If the model left no room on the GPU, the draft model runs on the CPU.
             beside = "cpu" if loaded.device == "cpu" else "auto"
             drafting = load_model(
                 model_path(draft, "draft"), kv_type=kv_type, device=beside, beside=loaded, progress=progress
@@ -158,7 +155,7 @@ def model_changes(
     rope: "RopeOptions | None" = None,
     overrides: Mapping[str, bool | int | float | str] | None = None,
 ) -> "ModelChanges":
-    """Settings in place of those of a model's file, as `load` takes them. Raises: RequestError."""
+    """The changes to a model's file that arguments of `load` make. Raises: RequestError."""
     from localinfer.models.decoder.rope import RopeOptions
     from localinfer.models.load.model_changes import ModelChanges, template_source
 
@@ -172,7 +169,7 @@ def model_changes(
 
 
 def load_tokenizer(model: str | os.PathLike[str] | None = None) -> "Tokenizer":
-    """Load only the tokenizer of a GGUF file, which needs no tensors in it, or of a folder; None: the demo model's.
+    """Load only the tokenizer, of a GGUF file with or without tensors, or of a folder; None: the demo model's.
 
     Raises: ModelFileError.
     """
@@ -190,7 +187,7 @@ def _disk_options(disk_cache: bool | int, folder: str | os.PathLike[str] | None)
 
     chosen = conversations_folder(None if folder is None else check_path("disk_cache_folder", folder))
     if chosen is None:
-        logger.warning("conversations are not kept on disk: this user has no home folder; name a disk_cache_folder")
+        logger.warning("prompts are not cached on disk: this user has no home folder; give a disk_cache_folder")
         return None
     return DiskOptions(chosen, DEFAULT_MAX_BYTES if disk_cache is True else disk_cache)
 
@@ -201,12 +198,12 @@ def _identity(model: "Model", disk: "DiskOptions | None") -> "ModelIdentity | No
     try:
         return ModelIdentity(model.file, model.kv_layout, model.config, None if disk is None else disk.weights_memory)
     except OSError as error:
-        logger.warning("%s cannot be found any more, so nothing is kept on disk: %s", model.file.path.name, error)
+        logger.warning("%s no longer exists, so nothing is kept on disk: %s", model.file.path.name, error)
         return None
 
 
 def model_path(model: str | os.PathLike[str] | None, name: str = "model") -> Path:
-    """The path of a model, None for the demo model's; name: of the argument, for errors.
+    """Check the path of a model, None for the demo model's; name: of the argument, for errors.
 
     Raises: RequestError, ModelFileError if there is no demo.
     """
@@ -216,12 +213,12 @@ def model_path(model: str | os.PathLike[str] | None, name: str = "model") -> Pat
 
     path = Path(demo.__file__).parent / "demo-f16.gguf"
     if not path.exists():
-        raise ModelFileError("this installation has no demo model inside; give the path of a GGUF file")
+        raise ModelFileError("this installation has no demo model; give the path of a GGUF file")
     return path
 
 
 def check_speculation(speculation: str | None, *, has_draft: bool) -> None:
-    """Raise RequestError unless the option is known and goes with whether a draft model was given."""
+    """Raise RequestError unless the option is known and consistent with whether a draft model was given."""
     if not isinstance(speculation, str | None) or speculation not in _SPECULATION:
         raise RequestError(f"speculation is {shown(speculation)}; give 'auto', 'ngram', 'draft' or None")
     if speculation == "draft" and not has_draft:
@@ -238,7 +235,7 @@ def make_speculation(
     kv_memory: int | None = None,
     progress: ProgressCallback | None = None,
 ) -> Speculation:
-    """Make what an engine over `model` drafts with. It owns the draft model from then on; else the caller does.
+    """Make the drafters for an engine over `model`. Without an error they own the draft model.
 
     Raises: RequestError if the two vocabularies differ.
     """
@@ -254,8 +251,8 @@ def make_speculation(
 def _check_vocabularies(model: "Model", draft: "Model") -> None:
     if model.tokenizer is None or draft.tokenizer is None:
         raise RequestError(
-            "a draft model must give the same ids for the same text, which cannot be proven where a file has no "
-            "tokenizer; leave the draft model out"
+            "a draft model must give the same ids for the same text, which cannot be checked without a tokenizer in "
+            "both files; leave the draft model out"
         )
     difference = model.tokenizer.difference_from(draft.tokenizer)
     if difference is not None:
@@ -265,21 +262,21 @@ def _check_vocabularies(model: "Model", draft: "Model") -> None:
 
 
 def _verification_seconds(program: Program, kv_layout: KVLayout, progress: ProgressCallback | None) -> list[float]:
-    """Seconds of passes over 1 to 16 rows: where estimates begin; remembered once two loads on a calm machine agree."""
-    most = min(program.max_batch_rows, program.max_output_rows)
+    """Seconds of passes over 1 to 16 rows, as initial estimates; cached once two loads on an idle machine agree."""
+    max_rows = min(program.max_batch_rows, program.max_output_rows)
     key = _fingerprint(program, kv_layout)
-    known, loads = ([], 0) if key is None else _recalled_seconds(key)
+    known, loads = ([], 0) if key is None else _cached_seconds(key)
     if known and loads >= _AGREEING_LOADS:
-        return known[:most]
+        return known[:max_rows]
     if progress is not None:
         progress("measuring drafts (once per machine and model)", 0, 0)
-    cache = SequenceCache(PagePool(kv_layout), max_length=most)
+    cache = SequenceCache(PagePool(kv_layout), max_length=max_rows)
 
     def run(num_rows: int) -> None:
         cache.truncate(0)
         forward(program.run, (cache,), (np.zeros(num_rows, np.int32),), np.arange(num_rows, dtype=np.int32))
 
-    seconds, is_calm = measure_costs(run, most)
+    seconds, is_calm = measure_costs(run, max_rows)
     if key is not None and is_calm:
         agrees = len(known) == len(seconds) and _is_alike(known, seconds)
         least = [min(pair) for pair in zip(known, seconds, strict=True)] if agrees else seconds
@@ -287,8 +284,8 @@ def _verification_seconds(program: Program, kv_layout: KVLayout, progress: Progr
     return seconds
 
 
-def _recalled_seconds(key: str) -> tuple[list[float], int]:
-    """What was measured before, nothing if that is damaged, and how many loads in a row have measured it."""
+def _cached_seconds(key: str) -> tuple[list[float], int]:
+    """The cached measurement, empty if it is damaged, and how many loads in a row agreed on it."""
     record = get_measurement("verification", key) or {}
     seconds, loads = record.get("seconds"), record.get("loads")
     if not isinstance(seconds, list) or not isinstance(loads, int):
@@ -298,13 +295,13 @@ def _recalled_seconds(key: str) -> tuple[list[float], int]:
 
 
 def _is_alike(known: list[float], measured: list[float]) -> bool:
-    """Whether both say the same of what more rows cost, whatever the pace of the machine was."""
+    """Whether the costs relative to one row agree."""
     ratios = [(one / known[0]) / (other / measured[0]) for one, other in zip(known, measured, strict=True)]
     return all(1 / _ALIKE < ratio < _ALIKE for ratio in ratios)
 
 
 def _fingerprint(program: Program, kv_layout: KVLayout) -> str | None:
-    """The same for programs that do the same work on as many threads; None where a program does not tell."""
+    """A key of the program's work and threads; None if the program cannot list its ops."""
     if not isinstance(program, MeasurableProgram):
         return None
     work = [(op.kernel, op.rows.value, op.weight_bytes, op.multiply_adds) for op in program.operations()]

@@ -1,4 +1,4 @@
-"""The standard streams: model text made harmless for a terminal, prompts checked on the way in, a line of progress."""
+"""The standard streams: model text without terminal controls, checked input, a progress line."""
 
 import io
 import os
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 DIM = "\x1b[2m"
 RESET = "\x1b[0m"
 SILENT_SECONDS = 0.4
-"""A start shorter than this shows nothing at all."""
+"""A start shorter than this shows no progress line."""
 REDRAW_SECONDS = 0.1
 CLEAR_LINE = "\r\x1b[2K"
 
@@ -38,15 +38,15 @@ _CONTROLS = _control_table()
 
 
 def neutralise_controls(text: str) -> str:
-    """Replace what could move the cursor, rewrite the screen or reorder text; newlines and tabs stay.
+    """Replace characters that could move the cursor, rewrite the screen or reorder text; newlines and tabs are kept.
 
-    Works character by character, so a control sequence split over two pieces of a stream is caught as well.
+    Works on single characters, so a control sequence split over two deltas is caught as well.
     """
     return text.translate(_CONTROLS)
 
 
 class ModelOutput:
-    """Writes model text as it streams: untouched into a pipe or file, with controls neutralised on a terminal."""
+    """Writes model text as it streams: unchanged into a pipe or file, with controls neutralised on a terminal."""
 
     def __init__(self, stream: TextIO, *, is_terminal: bool) -> None:
         self._stream = stream
@@ -54,7 +54,7 @@ class ModelOutput:
         self._last = "\n"
 
     def write(self, text: str) -> None:
-        """Print one piece of text at once."""
+        """Print one delta and flush."""
         if not text:
             return
         if self._is_terminal:
@@ -64,7 +64,7 @@ class ModelOutput:
         self._last = text[-1:] or self._last
 
     def end_line(self) -> None:
-        """Start a new line unless one was just started."""
+        """Start a new line unless the output is at the start of one."""
         if self._last != "\n":
             self._stream.write("\n")
             self._stream.flush()
@@ -72,19 +72,19 @@ class ModelOutput:
 
 
 def has_colour(stream: TextIO) -> bool:
-    """Whether styled text may be written: a terminal that is not dumb, and `NO_COLOR` empty or unset."""
+    """Whether to style text: a terminal that is not dumb, and `NO_COLOR` empty or unset."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def dim(text: str, stream: TextIO) -> str:
-    """`text` in a fainter style where the stream allows styles."""
+    """`text`, dimmed if the stream allows styles."""
     return f"{DIM}{text}{RESET}" if has_colour(stream) else text
 
 
 def prepare_streams() -> None:
-    """Make the standard streams carry any text: UTF-8 through pipes, and never an encoding error.
+    """Set the standard streams to UTF-8 in pipes, without encoding errors.
 
-    Bytes of standard input that are not UTF-8 arrive as lone surrogates, which `check_text` refuses by name.
+    Bytes of standard input that are not UTF-8 are read as lone surrogates, which `check_text` refuses.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -114,13 +114,13 @@ def _describe_drafts(stats: "Stats") -> str:
     places = zip(stats.accepted_by_position, stats.drafted_by_position, strict=True)
     shares = " ".join(f"{100 * accepted / drafted:.0f}" for accepted, drafted in places if drafted)
     return (
-        f"{stats.accepted_tokens} of {stats.drafted_tokens} drafted tokens accepted, by place {shares} %, "
-        f"{stats.tokens_per_pass:.2f} tokens per pass, {stats.speculation_speedup:.2f} x plain speed"
+        f"{stats.accepted_tokens} of {stats.drafted_tokens} drafted tokens accepted, by position {shares} %, "
+        f"{stats.tokens_per_pass:.2f} tokens per pass, {stats.speculation_speedup:.2f} x plain decoding"
     )
 
 
 def describe_stats(stats: "Stats") -> str:
-    """The numbers of one generation on one line."""
+    """The statistics of one generation on one line."""
     parts = [
         f"prompt {stats.prompt_tokens} tokens, {stats.cached_tokens} of them cached",
         f"first token after {stats.time_to_first_token_seconds:.3f} s",
@@ -138,9 +138,9 @@ def describe_stats(stats: "Stats") -> str:
 
 
 def with_time_left(report: "ProgressCallback") -> "ProgressCallback":
-    """Wrap a callback so that stages carry the time that the rest will take, at the mean speed since they began.
+    """Wrap a callback so that stages show the estimated time left, at the mean speed since they began.
 
-    A stage begins where the units in all change, or those done go back.
+    A stage begins when the total changes, or the units done decrease.
     """
     first_done, first_total, last_done, started = 0, -1, 0, 0.0
 
@@ -166,12 +166,9 @@ def _duration(seconds: float) -> str:
 
 
 class Progress(Closing):
-    """Callable that loaders and compilers report to, drawn on stderr while that is a terminal.
+    """A progress line on stderr, if that is a terminal: a `ProgressCallback`.
 
-    Call it with the stage's name, the units done and the units in all (0 when unknown). A new stage is drawn at once,
-    so that the line never names one that is over; during the first SILENT_SECONDS, when they have passed, even if the
-    stage says nothing more. Use it as a context manager: leaving erases the line, so that what follows starts
-    on a clean one.
+    A new stage is drawn at once, or after the first SILENT_SECONDS. A context manager that erases the line.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -197,7 +194,7 @@ class Progress(Closing):
                 self._draw(now)
 
     def close(self) -> None:
-        """Erase the line; calling it again does nothing."""
+        """Erase the line; may be called again."""
         with self._lock:
             self._is_closed = True
             if self._first_draw is not None:

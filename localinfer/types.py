@@ -1,4 +1,4 @@
-"""Types that many packages name."""
+"""Types that many packages use."""
 
 from collections.abc import Callable
 
@@ -9,4 +9,4 @@ TokenIds = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 
 ProgressCallback = Callable[[str, int, int], None]
-"""Called with a stage's name, the units done and the units in all, 0 where these are unknown."""
+"""Called with a stage's name, the units done and the total, 0 if unknown."""

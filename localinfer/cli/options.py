@@ -309,7 +309,7 @@ def _make_constraint(command: Command) -> Command:
     def call(**values: Any) -> Any:
         given = {name: value for name in _CONSTRAINTS if (value := values.pop(name)) is not None and value is not False}
         if len(given) > 1:
-            raise click.UsageError("--json, --json-schema, --grammar and --regex exclude each other; give one of them.")
+            raise click.UsageError("Only one of --json, --json-schema, --grammar and --regex can be given.")
         constraint = next((_CONSTRAINTS[name](value) for name, value in given.items()), None)
         return command(constraint=constraint, **values)
 

@@ -1,8 +1,8 @@
-"""How good a model is at a text, and how far another one is from it: perplexity and KL divergence.
+"""Perplexity of a model on a text, and KL divergence of another model from it.
 
 The conventions are those of llama.cpp's perplexity tool: the text is cut into chunks of 512 tokens that do not overlap,
-the first token of each becomes the beginning-of-text token where the model uses one, and only the second half of a
-chunk is scored. Divergences are exact: nothing is rounded or cut off on the way, as that tool does to save disk space.
+the first token of each becomes the beginning-of-text token if the model uses one, and only the second half of a chunk
+is scored. Divergences are exact; that tool rounds logits to save disk space.
 """
 
 from collections.abc import Iterator
@@ -30,10 +30,10 @@ class Perplexity:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How a candidate's predictions differ from a base's, over the scored positions of one text.
+    """How a candidate's predictions differ from a base's at the scored positions of one text.
 
     divergences: KL(base || candidate) in nats, float64[positions]. same_top: share of positions whose likeliest token
-    is the same. probability_change: root mean square of how much the true token's probability changed.
+    is the same. probability_change: root mean square change of the true token's probability.
     """
 
     divergences: NDArray[np.float64]
@@ -60,7 +60,7 @@ class Comparison:
         return float(np.sqrt(self.same_top * (1 - self.same_top) / max(1, self.num_tokens - 1)))
 
     def quantile(self, share: float) -> float:
-        """The divergence that this share of positions does not exceed; 1 gives the largest."""
+        """The divergence that a share of positions does not exceed; 1: the largest."""
         return float(np.quantile(self.divergences, share))
 
 
@@ -74,7 +74,7 @@ def measure_perplexity(
 ) -> Perplexity:
     """Measure the perplexity of a text.
 
-    Raises: RequestError if the text does not fill one chunk, ContextLengthError if the model's context cannot hold one.
+    Raises: RequestError if the text is shorter than one chunk, ContextLengthError if a chunk exceeds the context.
     """
     chunks = _cut(llm, text, context_length, max_chunks)
     losses = []
@@ -93,7 +93,7 @@ def compare(
     max_chunks: int | None = None,
     progress: ProgressCallback = lambda *_: None,
 ) -> Comparison:
-    """Measure how far a candidate's predictions are from a base's.
+    """Measure the KL divergence of a candidate from a base.
 
     Raises: as `measure_perplexity`; RequestError if the models split the text into different tokens.
     """
@@ -101,8 +101,8 @@ def compare(
     is_same = len(chunks) == len(others) and all(map(np.array_equal, chunks, others))
     if not is_same or base.vocab_size != candidate.vocab_size:
         raise RequestError(
-            "the two models split the text into different tokens; wanted models of one vocabulary, such as one model "
-            "before and after quantization"
+            "the two models split the text into different tokens; wanted models with the same vocabulary, such as one "
+            "model before and after quantization"
         )
     rows: list[NDArray[np.float64]] = []
     for index, chunk in enumerate(chunks):
@@ -125,7 +125,7 @@ def _compare_rows(
 ) -> NDArray[np.float64]:
     """Divergence, both losses and whether the likeliest token is the same: float64[4, rows]."""
     first, second, rows = _log_probabilities(base), _log_probabilities(candidate), np.arange(len(true))
-    # A sum that rounding takes below 0 stands for 0.
+    # Rounding may make the sum negative.
     divergences = np.maximum((np.exp(first) * (first - second)).sum(axis=1), 0)
     is_same_top = base.argmax(axis=1) == candidate.argmax(axis=1)
     return np.stack([divergences, -first[rows, true], -second[rows, true], is_same_top.astype(np.float64)])
@@ -134,7 +134,7 @@ def _compare_rows(
 def _cut(llm: LLM, text: str, context_length: int, max_chunks: int | None) -> list[NDArray[np.int32]]:
     if context_length > llm.context_length:
         raise ContextLengthError(
-            f"chunks of {context_length} tokens do not fit the model's context of {llm.context_length}; "
+            f"chunks of {context_length} tokens exceed the model's context of {llm.context_length}; "
             "use a shorter context"
         )
     token_ids = np.array(llm.tokenizer.encode(text), np.int32)

@@ -1,4 +1,4 @@
-"""Quantize a model on disk: open it, calibrate it where the method asks for that, write the new file."""
+"""Quantize a model on disk: open it, calibrate it if the method needs that, write the new file."""
 
 import contextlib
 import hashlib
@@ -40,7 +40,7 @@ Method = Literal["auto", "rtn", "imatrix", "gptq", "awq"]
 
 CALIBRATION_TOKENS = 16384
 _ALGORITHM, _SCALES_ALGORITHM = "gptq 2", " awq 1"
-"""Part of what unfinished results depend on: changes when the same inputs give other bytes."""
+"""Part of the key of partial results: to be changed when the same inputs give other bytes."""
 _BITS_WORTH_CALIBRATING = 8.0
 
 
@@ -58,23 +58,22 @@ def quantize(
     device: str = "auto",
     progress: ProgressCallback | None = None,
 ) -> QuantizedModel:
-    """Write a model again as GGUF with its matrices quantized; what was written has every tensor's type and error.
+    """Write a model as GGUF with quantized matrices; the result lists every tensor's type and error.
 
-    source: a GGUF file, or a Hugging Face folder. target: appears when it is whole, in place of an older file.
+    source: a GGUF file, or a Hugging Face folder. target: written atomically, replacing an older file.
     type: a preset such as Q4_K_M, in any case.
-    method: rtn rounds each weight by itself. imatrix weighs errors by how much each column counts, by a file or by
-        a calibration text. gptq compensates errors of earlier columns in later ones, and those of earlier layers in
-        later matrices; it takes minutes per billion weights, and goes on after its last finished layer if the same
-        call is made again. awq does so too, but first moves scales between matrices, so that the weights of large
-        activations are rounded more finely, in the layers that lose less with them; it takes several times as long.
-        auto takes imatrix where there is a file, else gptq below 8 bits, else rtn.
-    calibration: a text file, or a folder of them; None takes the text that ships with localinfer.
-    imatrix: a file of llama.cpp's importance. save_imatrix: where to write the importance that the text shows.
-    threads: how many compute; None takes the physical cores. The bytes do not depend on it.
-    device: what calibrates. auto takes a GPU that torch sees, else the CPU; cpu and cuda insist. A GPU rounds sums in
-        another order, so a few codes differ from the CPU's.
-    progress: called with a stage's name, the units done and the units in all.
-    Raises: ModelFileError, RequestError; BackendUnavailableError if device is cuda and torch sees no GPU.
+    method: rtn rounds to nearest. imatrix weights errors by the importance of each column, from a file or a calibration
+        text. gptq compensates the errors of a column in later columns, and those of a layer in later layers; it takes
+        minutes per billion weights, and resumes after its last finished layer if the same call is made again. awq
+        applies activation-aware scales between matrices before gptq, in the layers where that lowers the error; it
+        takes several times as long. auto: imatrix if a file is given, else gptq below 8 bits, else rtn.
+    calibration: a text file, or a folder of text files; None: the bundled text.
+    imatrix: a file of llama.cpp's importance. save_imatrix: where to write the importance of the calibration text.
+    threads: None for the physical cores. The bytes do not depend on it.
+    device: for calibration. auto: a GPU if torch finds one, else the CPU. A GPU sums in another order, so a few codes
+        differ from the CPU's.
+    progress: called with a stage's name, the units done and the total.
+    Raises: ModelFileError, RequestError; BackendUnavailableError if device is cuda and torch finds no GPU.
     """
     preset = find_preset(type)
     num_threads = available_threads() if threads is None else checked_threads(threads)
@@ -99,7 +98,7 @@ def quantize(
 
 @dataclass
 class _Work:
-    """One model that is being quantized."""
+    """The quantization of one model."""
 
     file: ModelFile
     target: Path
@@ -116,7 +115,7 @@ class _Work:
         importance = None if imatrix is None else read_imatrix(imatrix)
         if importance is not None and not importance.mean_squares.keys() & self.file.tensors.keys():
             raise RequestError(
-                f"{importance.name} names no tensor of {self.file.path.name}; wanted the imatrix of this very model"
+                f"{importance.name} names no tensor of {self.file.path.name}; wanted the imatrix of this model"
             )
         self._warn_of_losses()
         if importance is not None or method == "rtn":
@@ -144,7 +143,7 @@ class _Work:
             logger.warning("%s; the new file will have no tokenizer", self.file.tokenizer_error)
         if self.file.unknown_settings:
             logger.warning(
-                "%s: settings that this version does not know will not be in the new file: %s",
+                "%s: settings unknown to this version will not be in the new file: %s",
                 self.file.path.name,
                 ", ".join(self.file.unknown_settings),
             )
@@ -180,7 +179,7 @@ class _Work:
         with self._workers() as workers:
             calibrate(self.file, token_ids, workers, visitor, progress=self.progress)
         importance = visitor.importance(text.name, len(token_ids))
-        # What llama-imatrix records: the layers only.
+        # Layers only, as llama-imatrix.
         layers = {name: squares for name, squares in importance.mean_squares.items() if name.startswith("blk.")}
         importance = replace(importance, mean_squares=layers)
         if self.save_imatrix is not None:
@@ -196,19 +195,19 @@ class _Work:
                 file: ModelFile = self.file
                 if with_scales:
                     file, found = scale_for_rounding(file, token_ids, choices, pool, workers, progress=self.progress)
-                    logger.info("scales at %d places: %s", len(found), ", ".join(one.group.name for one in found))
+                    logger.info("scales of %d groups: %s", len(found), ", ".join(one.group.name for one in found))
                 prepared = round_by_calibration(
                     file, token_ids, choices, pool, workers, results, progress=self.progress
                 )
             model = quantize_model(file, self.target, self.preset, pool, prepared=prepared, progress=self.progress)
             results.delete()
-        # A scaled tensor is read as F32, but may have been rounded before.
+        # A scaled tensor is read as F32, but its source may be quantized.
         types = {name: record.type for name, record in self.file.tensors.items()}
         return replace(model, tensors=tuple(replace(one, source_type=types[one.name]) for one in model.tensors))
 
     @contextlib.contextmanager
     def _unfinished_folder(self) -> Iterator[Path]:
-        """Where finished layers are kept: beside the target, unless that is a pipe or a device."""
+        """The folder of finished layers: beside the target, unless that is a pipe or a device."""
         if not is_written_in_place(self.target):
             yield self.target.with_name(f"{self.target.name}.partial")
             return
@@ -216,7 +215,7 @@ class _Work:
             yield Path(folder) / "partial"
 
     def _identity(self, token_ids: NDArray[np.int32], choices: Mapping[str, TypeChoice], with_scales: bool) -> str:
-        """A hash of all that the quantized tensors depend on."""
+        """A hash of everything that the quantized tensors depend on."""
         place = "" if self.gpu is None else f" on {self.gpu}"
         digest = hashlib.sha256((_ALGORITHM + (_SCALES_ALGORITHM if with_scales else "") + place).encode())
         for path in self.file.paths:

@@ -1,4 +1,4 @@
-"""What quantizing and comparing found, for people and for programs."""
+"""Results of quantization and comparison, as text and as JSON."""
 
 import json
 import math
@@ -22,7 +22,7 @@ _DECADES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, math.inf)
 
 
 def render_quantization(model: "QuantizedModel") -> str:
-    """Error and types of each layer, what could not be as the preset wants it, and the size."""
+    """Error and types of each layer, deviations from the preset, and the size."""
     width = max(len(label) for label, _ in _by_layer(model.tensors))
     lines = [f"{'layer':{width}}  error   types"]
     for label, reports in _by_layer(model.tensors):
@@ -41,7 +41,7 @@ def render_quantization(model: "QuantizedModel") -> str:
 
 
 def render_comparison(comparison: Comparison) -> str:
-    """The figures of a comparison, and how divergences are distributed."""
+    """The figures of a comparison, and the distribution of divergences."""
     base, candidate = comparison.base, comparison.candidate
     lines = [
         f"{comparison.num_tokens:,} predictions compared, divergence KL(base || candidate) in nats",
@@ -75,7 +75,7 @@ def render_perplexity(perplexity: Perplexity) -> str:
 
 
 def render_answers(base: Sequence[Answer], candidate: Sequence[Answer]) -> str:
-    """Both models' answers to each question, and how many are right."""
+    """Both models' answers to each sanity check, and how many are right."""
     lines = []
     for first, second in zip(base, candidate, strict=True):
         lines.append(first.question.text)
@@ -124,7 +124,7 @@ def _histogram(comparison: Comparison) -> list[str]:
 
 
 def _by_layer(reports: Iterable["TensorReport"]) -> list[tuple[str, list["TensorReport"]]]:
-    """Reports under their layer's number, those of no layer before them under their own name."""
+    """Reports by layer number, after those without a layer by tensor name."""
     groups: dict[str, list[TensorReport]] = {}
     for report in reports:
         if report.relative_error is None and report.num_weights < 1 << 16:
@@ -147,16 +147,16 @@ def _types(reports: Sequence["TensorReport"]) -> str:
 
 
 def _notes(reports: Sequence["TensorReport"]) -> list[str]:
-    """Lines about tensors that are not what the preset would have them, alike ones together."""
+    """Lines about tensors that deviate from the preset, grouped."""
     lines = []
     for names, report in _alike(report for report in reports if report.choice.is_fallback):
         wanted, got = report.choice.wanted, report.choice.type
         lines.append(
-            f"fallback: {names} became {got.name}, not {wanted.name}: rows of {report.num_columns} do not fill blocks "
-            f"of {block_size(wanted)}"
+            f"fallback: {names} became {got.name}, not {wanted.name}: rows of {report.num_columns} are not "
+            f"a multiple of {block_size(wanted)}"
         )
     for names, report in _alike(report for report in reports if report.was_quantized_before):
-        lines.append(f"rounded twice: {names} was {report.source_type.name} already; quantize from F16 or F32 instead")
+        lines.append(f"quantized twice: {names} was {report.source_type.name}; quantize from F16 or F32 instead")
     if any(report.has_importance for report in reports):
         rounded = [one for one in reports if one.relative_error is not None]
         without = _alike(one for one in rounded if not one.has_importance and not one.is_calibrated)
@@ -165,7 +165,7 @@ def _notes(reports: Sequence["TensorReport"]) -> list[str]:
 
 
 def _alike(reports: Iterable["TensorReport"]) -> list[tuple[str, "TensorReport"]]:
-    """Tensors of one role and fate, as "attn_q.weight of 24 layers", with one of them."""
+    """Tensors grouped by role and types, as "attn_q.weight of 24 layers", with one of each group."""
     groups: dict[tuple[str, str, str, str], list[TensorReport]] = {}
     for report in reports:
         match = _LAYER.fullmatch(report.name)

@@ -10,7 +10,7 @@ LONGEST_ANSWER = 96
 
 @dataclass(frozen=True)
 class Question:
-    """A question, and the words of which a right answer has one."""
+    """A question, and words of which a right answer contains one."""
 
     text: str
     answers: tuple[str, ...]
@@ -43,9 +43,9 @@ class Answer:
 
 
 def ask(llm: LLM, *, progress: ProgressCallback = lambda *_: None) -> list[Answer]:
-    """Ask all questions, each in a conversation of its own, always taking the likeliest token.
+    """Ask all questions, each in its own conversation, with greedy decoding.
 
-    progress: called with a stage's name, the questions answered and the questions in all.
+    progress: called with a stage's name, the questions answered and the total.
     Raises: RequestError if the model cannot chat, TemplateError if its template refuses a question.
     """
     answers = []

@@ -1,4 +1,4 @@
-"""Texts to calibrate and to measure with: those that ship with localinfer, or files of the user's own."""
+"""Texts for calibration and evaluation: the bundled ones, or the user's files."""
 
 import os
 from dataclasses import dataclass
@@ -7,13 +7,13 @@ from pathlib import Path
 from localinfer.errors import RequestError
 
 _HELD_BACK = 10
-"""One part in so many of every file of the user's own is kept for measuring."""
+"""One part in so many of every user file is held back for evaluation."""
 _SUFFIXES = (".txt", ".md")
 
 
 @dataclass(frozen=True)
 class CalibrationText:
-    """`held_back`: what of the files is not in `text`, to measure a model on; "" for the text that ships."""
+    """`held_back`: the part of the files that is not in `text`, for evaluation; "" for the bundled text."""
 
     name: str
     text: str
@@ -21,7 +21,7 @@ class CalibrationText:
 
 
 def evaluation_text(path: str | os.PathLike[str] | None = None) -> str:
-    """Read a text to measure on; None takes the one that ships with localinfer, which no calibration text contains.
+    """Read an evaluation text; None: the bundled one, which is not in the bundled calibration text.
 
     Raises: RequestError if the file cannot be read or is not UTF-8.
     """
@@ -29,7 +29,7 @@ def evaluation_text(path: str | os.PathLike[str] | None = None) -> str:
 
 
 def read_calibration(path: str | os.PathLike[str] | None = None) -> CalibrationText:
-    """Read a file, or every .txt and .md file right in a folder; None takes the text that ships with localinfer.
+    """Read a file, or every .txt and .md file directly in a folder; None: the bundled text.
 
     Raises: RequestError if there is no text, or a file cannot be read or is not UTF-8.
     """
@@ -42,7 +42,7 @@ def read_calibration(path: str | os.PathLike[str] | None = None) -> CalibrationT
         files = sorted(file for file in place.iterdir() if file.suffix.lower() in _SUFFIXES and file.is_file())
     texts = [_read(file) for file in files]
     if not any(text.strip() for text in texts):
-        raise RequestError(f"{place} holds no text; wanted a text file, or a folder of {' and '.join(_SUFFIXES)} files")
+        raise RequestError(f"{place} has no text; wanted a text file, or a folder of {' and '.join(_SUFFIXES)} files")
     cuts = [_cut(text) for text in texts]
     text = "\n\n".join(text[:cut] for text, cut in zip(texts, cuts, strict=True))
     held_back = "\n\n".join(text[cut:] for text, cut in zip(texts, cuts, strict=True))
@@ -50,7 +50,7 @@ def read_calibration(path: str | os.PathLike[str] | None = None) -> CalibrationT
 
 
 def _cut(text: str) -> int:
-    """Where the part that is held back begins: after a line, near nine tenths."""
+    """Where the held-back part begins: after a line, near nine tenths."""
     wanted = len(text) - len(text) // _HELD_BACK
     return text.rfind("\n", 0, wanted) + 1 or wanted
 

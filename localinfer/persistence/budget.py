@@ -28,11 +28,11 @@ _FILE = re.compile(
 )
 
 _ABANDONED_SECONDS = 3600.0
-"""Age from which an unfinished file belongs to a process that died."""
+"""Age from which an unfinished file belongs to a dead process."""
 
 
 class StoredFile(NamedTuple):
-    """A file of the cache folder: when it was last used, in nanoseconds, and its size."""
+    """A file of the cache folder: its last use in nanoseconds, and its size."""
 
     used_ns: int
     path: str
@@ -40,10 +40,10 @@ class StoredFile(NamedTuple):
 
 
 class DiskBudget:
-    """The byte budget of a folder that several processes write, measured rarely.
+    """The byte budget of a folder that several processes write.
 
-    Between measurements only what this process wrote is counted, so the folder may exceed the budget by a sixteenth per
-    process. One thread at a time may call.
+    Between measurements only this process's writes are counted, so the folder may exceed the budget by a sixteenth per
+    process. Not thread-safe.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
@@ -54,11 +54,11 @@ class DiskBudget:
         self._written_bytes = 0
 
     def note_written(self, num_bytes: int) -> None:
-        """Count what was just written."""
+        """Count written bytes."""
         self._written_bytes += num_bytes
 
     def enforce(self) -> int:
-        """Delete the least recently used files until the folder fits; return their bytes. Never raises OSError."""
+        """Delete the least recently used files until the budget is met; return their bytes. Never raises OSError."""
         is_known = self._measured_bytes is not None and self._written_bytes <= self._slack_bytes
         if is_known and (self._measured_bytes or 0) + self._written_bytes <= self._max_bytes:
             return 0
@@ -77,9 +77,9 @@ class DiskBudget:
 
 
 def stored_files(folder: str | os.PathLike[str]) -> Iterator[StoredFile]:
-    """Every file that localinfer keeps under a folder, by its name; anything else there is left alone.
+    """Every localinfer file under a folder, recognised by its name; other files are ignored.
 
-    What vanishes or cannot be read meanwhile is left out.
+    Files that vanish or cannot be read meanwhile are left out.
     """
     for entry in _folders(folder):
         if _FOLDER.fullmatch(entry.name):
@@ -92,17 +92,17 @@ def stored_files(folder: str | os.PathLike[str]) -> Iterator[StoredFile]:
 
 
 def newest_first(folder: Path) -> list[StoredFile]:
-    """The files that localinfer keeps right in a folder, the one used last first."""
+    """The localinfer files directly in a folder, most recently used first."""
     return sorted(_files(str(folder)), reverse=True)
 
 
 def clear(folder: Path) -> int:
-    """Delete every file of `stored_files`, and return their bytes. A process that uses them will have misses."""
+    """Delete every file of `stored_files`, and return their bytes. Processes that use them get cache misses."""
     return sum(file.num_bytes for file in list(stored_files(folder)) if _delete(file.path))
 
 
 def mark_used(paths: list[Path]) -> None:
-    """Note that pages were used now: the first the most recently, so that a history is deleted from its end."""
+    """Mark pages as used now, the first most recently, so that a sequence is deleted from its end."""
     now = time.time_ns()
     for index, path in enumerate(paths):
         with contextlib.suppress(OSError):
@@ -119,7 +119,7 @@ def _entries(folder: str | os.PathLike[str]) -> list[os.DirEntry[str]]:
 
 
 def _folders(folder: str | os.PathLike[str]) -> Iterator[os.DirEntry[str]]:
-    """Folders in a folder, without links to others, whose files are not ours."""
+    """Folders in a folder, without links."""
     for entry in _entries(folder):
         with contextlib.suppress(OSError):
             if entry.is_dir(follow_symlinks=False):
@@ -139,7 +139,7 @@ def _files(folder: str) -> Iterator[StoredFile]:
 
 
 def _delete(path: str) -> bool:
-    """Delete one file; False if it is gone already, or still open where that forbids it."""
+    """Delete one file; False if it does not exist, or is open on a system that forbids it."""
     try:
         os.unlink(path)
     except OSError:

@@ -1,7 +1,7 @@
-"""Answered chats on disk, so that a reply keeps the ids it was generated with over a restart.
+"""Answered chats on disk, so that a reply keeps its generated token ids over a restart.
 
 One file per chat: the SHA-256 of the rest in hex and a newline, then JSON, in which token ids are base64 of
-little-endian int32. A file that does not match its checksum is deleted.
+little-endian int32. An invalid file is deleted.
 """
 
 import base64
@@ -29,13 +29,13 @@ _MOST_BYTES_READ = 8 << 20
 
 
 class StoredChats:
-    """The answered chats of one fingerprint, in a folder of their own. Any number of processes may share it."""
+    """The answered chats of one fingerprint, in one folder. Any number of processes may share it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def save(self, chats: Iterable[AnsweredChat]) -> None:
-        """Write chats, each atomically, and delete the oldest of many. Raises: OSError."""
+        """Write chats, each atomically, and delete the oldest beyond the limit. Raises: OSError."""
         for chat in chats:
             self._folder.mkdir(mode=0o700, exist_ok=True)
             text = _to_json(chat)
@@ -47,11 +47,11 @@ class StoredChats:
                 os.unlink(file.path)
 
     def load(self, vocab_size: int) -> list[AnsweredChat]:
-        """Return the chats that were written last, oldest first, without damaged ones."""
+        """Return the chats that were written last, oldest first, without invalid ones."""
         chats, left = [], _MOST_BYTES_READ
         for file in newest_first(self._folder)[:_MOST_READ]:
             if file.num_bytes > left:
-                # A file that is too large must not hide the older ones.
+                # An oversized file must not hide older ones.
                 continue
             left -= file.num_bytes
             try:
@@ -79,7 +79,7 @@ def _to_json(chat: AnsweredChat) -> bytes:
 
 
 def _from_file(content: bytes, vocab_size: int) -> AnsweredChat:
-    """Read a chat. Raises: ValueError, KeyError, TypeError and their like if it is not one."""
+    """Parse and check a chat. Raises: ValueError, KeyError, TypeError and similar if it is invalid."""
     proof, _, text = content.partition(b"\n")
     if proof != hashlib.sha256(text).hexdigest().encode():
         raise ValueError("it does not match its checksum")

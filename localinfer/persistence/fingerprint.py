@@ -1,8 +1,8 @@
-"""What cached keys and values depend on beside the token ids: of which model they are, and what computed them.
+"""The fingerprint of a model: everything that cached keys and values depend on besides the token ids.
 
-The weights are identified by a SHA-256 of all their bytes, which is computed once and cached until the
-files change. Everything else is cheap and is computed every time. A folder of the cache describes its
-fingerprint in a file, for people and for explanations only: pages are found and proven without it.
+The weights are identified by a SHA-256 of all their bytes, which is computed once and cached for as long as the files'
+attributes are unchanged. Everything else is cheap and computed at every load. A folder of the cache describes its
+fingerprint in a file, for people and error messages only: pages are found and verified without it.
 """
 
 import contextlib
@@ -29,34 +29,34 @@ logger = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 16 << 20
 _SMALL_BYTES = 128 << 20
-"""Files up to this size are read whenever their hash is wanted: it takes a tenth of a second."""
+"""Files up to this size are hashed without a cache, in at most a tenth of a second."""
 _MAX_NOTE_BYTES = 1 << 12
-"""A cached hash has some hundred."""
+"""A cached hash has about a hundred."""
 _MAX_DESCRIPTION_BYTES = 1 << 16
 _MAX_PAGE_SIZE = 1 << 40
 _RACY_NS = 2_000_000_000
-"""A file that changed less than this ago may change again within the same tick of its timestamp."""
+"""A file that changed less than this ago may change again within the resolution of its timestamp."""
 
 NOT_COMPUTING = ("models/calibration/", "models/demo/")
-"""Sources without influence on what a loaded model computes."""
+"""Sources that do not affect what a loaded model computes."""
 
 ShouldStop = Callable[[], bool]
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """The parts by name, each a text that differs where the part does."""
+    """The parts by name, each as text."""
 
     parts: Mapping[str, str]
 
     @cached_property
     def key(self) -> bytes:
-        """32 bytes that stand for all parts."""
+        """A 32-byte hash of all parts."""
         return hashlib.sha256(json.dumps(dict(self.parts), sort_keys=True).encode()).digest()
 
 
 def describe_parts(file: ModelFile, kv_layout: object, config: object) -> dict[str, str]:
-    """Every part of the fingerprint but the weights' bytes, in milliseconds.
+    """Every part of the fingerprint but the hash of the weights, in milliseconds.
 
     kv_layout: identified by its repr. config: the context length changes the rotary frequencies of some models.
     """
@@ -79,9 +79,9 @@ def describe_parts(file: ModelFile, kv_layout: object, config: object) -> dict[s
 
 
 class ModelIdentity:
-    """The fingerprint of a loaded model, computed once, when it is first wanted. Threads may share it.
+    """The fingerprint of a loaded model, computed once, on first use. Thread-safe.
 
-    memory: a private folder where hashes are cached, if anywhere. Raises: OSError if a file of the model is gone.
+    memory: a private folder to cache hashes in, or None. Raises: OSError if a file of the model does not exist.
     """
 
     def __init__(self, file: ModelFile, kv_layout: object, config: object, memory: Path | None) -> None:
@@ -98,11 +98,11 @@ class ModelIdentity:
 
     @property
     def has_changed(self) -> bool:
-        """Whether a file of the model was changed since it was loaded, so that nothing more is kept under its name."""
+        """Whether a file of the model was changed since it was loaded, so that nothing more may be cached for it."""
         return self._file.has_changed
 
     def known(self) -> Fingerprint | None:
-        """The fingerprint, if no large file must be read for it. Raises: LocalinferError once the model is closed."""
+        """The fingerprint, or None if a large file must be read for it. Raises: ClosedError if the model is closed."""
         with self._lock:
             if self._fingerprint is None:
                 value = self._weights.cached_hash()
@@ -112,9 +112,9 @@ class ModelIdentity:
             return self._fingerprint
 
     def compute(self, *, threads: int = 1, should_stop: ShouldStop = lambda: False) -> Fingerprint | None:
-        """The fingerprint; None if it was stopped, or the model's files have changed since they were loaded.
+        """The fingerprint; None if stopped, or if the model's files have changed since they were loaded.
 
-        Raises: OSError if they cannot be read; LocalinferError once the model is closed.
+        Raises: OSError if they cannot be read; ClosedError once the model is closed.
         """
         known = self.known()
         if known is not None:
@@ -128,16 +128,16 @@ class ModelIdentity:
         if weights_hash is None:
             return
         parts = describe_parts(self._file, self._kv_layout, self._config)
-        # What was hashed and described must be what was loaded: the stamps are of a moment later.
+        # The files must not have changed between loading and hashing.
         if not self._file.has_changed:
             self._fingerprint = Fingerprint({"weights": weights_hash[:32], **parts})
 
 
 class WeightsFiles:
-    """The files that weights came from, as they were when they were loaded."""
+    """The files of the weights, and their attributes when they were loaded."""
 
     def __init__(self, file: ModelFile, memory: Path | None) -> None:
-        """memory: the private folder where hashes are cached, if anywhere. Raises: OSError if a file is gone."""
+        """memory: a private folder to cache hashes in, or None. Raises: OSError if a file does not exist."""
         self._paths = [path.resolve() for path in file.paths]
         self._data_starts = [_data_start(file, part) for part in range(len(self._paths))]
         self._memory = memory
@@ -149,7 +149,7 @@ class WeightsFiles:
         return sum(stamp[0] for stamp in self._stamps)
 
     def cached_hash(self) -> str | None:
-        """The cached hash, if no attribute of the files has changed."""
+        """The cached hash, if the files' attributes are unchanged."""
         if self._memory is None:
             return None
         try:
@@ -160,9 +160,9 @@ class WeightsFiles:
         return value if proof == self._proof(value) else None
 
     def compute_hash(self, *, threads: int = 1, should_stop: ShouldStop = lambda: False) -> str | None:
-        """Hash every byte and cache the hash; None if it was stopped, or the files have changed since they were loaded.
+        """Hash every byte and cache the hash; None if stopped, or if the files have changed since they were loaded.
 
-        Each sixteen MiB are hashed apart, so that threads can share the work. Raises: OSError.
+        It is a hash of the hashes of 16 MiB chunks, so that threads can share the work. Raises: OSError.
         """
         digest = hashlib.sha256()
         for path, start in zip(self._paths, self._data_starts, strict=True):
@@ -186,13 +186,13 @@ class WeightsFiles:
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
-    """The attributes of a file that change with any write; a new modification time alone costs a rehash."""
+    """The attributes of a file that change with any write."""
     status = os.stat(path)
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev
 
 
 def _data_start(file: ModelFile, part: int) -> int:
-    """Where the weights begin in one of the files: what GGUF has before them is hashed by its meaning."""
+    """Offset of the weights in one of the files; GGUF's header is hashed by its contents (`describe_parts`)."""
     infos = [tensor for tensor in file.tensors.values() if getattr(tensor, "part", None) == part]
     return min((getattr(tensor, "offset", 0) for tensor in infos), default=0)
 
@@ -215,7 +215,7 @@ def _hash_file(path: Path, data_start: int, threads: int, should_stop: ShouldSto
 
 
 def _bytes_of(values: Mapping[str, object], key: str) -> bytes:
-    """A metadata value as bytes, without decoding it where the file can give them as they are."""
+    """A metadata value as bytes, not decoded if the file has them."""
     value_bytes: Callable[[str], bytes] | None = getattr(values, "value_bytes", None)
     if value_bytes is not None:
         return value_bytes(key)
@@ -224,13 +224,13 @@ def _bytes_of(values: Mapping[str, object], key: str) -> bytes:
 
 
 def _position_encoding(config: object) -> str:
-    """LongRoPE has other frequencies for contexts longer than the one a model was first trained for."""
+    """LongRoPE has other frequencies for contexts longer than the original one."""
     original = getattr(getattr(config, "rope", None), "original_context_length", 0)
     return "long context" if 0 < original < getattr(config, "context_length", 0) else "as trained"
 
 
 def _program() -> str:
-    """Version, code and instructions that compute. The code counts, since a faster kernel may round differently."""
+    """Version, source hash and instruction set: another kernel may round differently."""
     from llvmlite import binding as llvm
 
     from localinfer.kernels.jit import isa
@@ -242,14 +242,14 @@ def _program() -> str:
 
 @cache
 def _code() -> str:
-    """Hash of the sources that compute; where they are unknown, a text that is unique to this process."""
+    """Hash of the sources that compute; a text unique to this process if they are unknown."""
     from localinfer.kernels.source_digests import PACKAGES, UNKNOWN_SOURCES, combined, source_digests
 
     digests: dict[str, str] = {}
     for package in PACKAGES:
         found = source_digests(package)
         if found is None:
-            logger.warning("what this process keeps on disk can be read by no other one: %s", UNKNOWN_SOURCES)
+            logger.warning("no other process can read what this one caches on disk: %s", UNKNOWN_SOURCES)
             return f"of unknown sources in process {uuid.uuid4().hex}"
         digests |= {name: digest for name, digest in found.items() if not name.startswith(NOT_COMPUTING)}
     return combined(digests)
@@ -269,7 +269,7 @@ class Description(TypedDict):
 
 
 def describe_folder(path: Path, model: str, fingerprint: Fingerprint, form: PageFormat) -> None:
-    """Write what a folder is of, unless it is there already. A failing disk costs an explanation only."""
+    """Write the description of a folder, unless it exists. Errors of the disk are ignored."""
     parts = dict(fingerprint.parts)
     try:
         if read_description(path)["parts"] == parts:
@@ -277,7 +277,7 @@ def describe_folder(path: Path, model: str, fingerprint: Fingerprint, form: Page
     except FileNotFoundError:
         pass
     except (OSError, ValueError) as error:
-        logger.info("%s is written again: %s", path, error)
+        logger.info("%s is rewritten: %s", path, error)
     fields = Description(model=model, parts=parts, page_tokens=form.page_tokens, page_bytes=form.page_bytes)
     text = json.dumps(fields, indent=1).encode()
     with contextlib.suppress(OSError):
@@ -285,18 +285,18 @@ def describe_folder(path: Path, model: str, fingerprint: Fingerprint, form: Page
 
 
 def read_description(path: Path) -> Description:
-    """Read what a folder is of, from a file that is not trusted. Raises: OSError, ValueError."""
+    """Read the description of a folder from an untrusted file. Raises: OSError, ValueError."""
     try:
         fields = json.loads(read_bounded(path, _MAX_DESCRIPTION_BYTES))
     except RecursionError:
         raise ValueError("it is nested too deep") from None
     if not isinstance(fields, dict):
-        raise ValueError("it is no object")
+        raise ValueError("it is not an object")
     model, parts = fields.get("model"), fields.get("parts")
     if not isinstance(model, str) or not isinstance(parts, dict):
         raise ValueError("it names no model, or no parts")
     if not all(isinstance(value, str) for value in parts.values()):
-        raise ValueError("a part is no text")
+        raise ValueError("a part is not text")
     page_tokens, page_bytes = _size(fields.get("page_tokens")), _size(fields.get("page_bytes"))
     return Description(model=model, parts=parts, page_tokens=page_tokens, page_bytes=page_bytes)
 
@@ -313,5 +313,5 @@ def differing_parts(first: Mapping[str, str], second: Mapping[str, str]) -> list
 
 
 def describe_differences(stored: Mapping[str, str], ours: Mapping[str, str]) -> str:
-    """Which parts of two fingerprints differ, as a sentence."""
+    """The parts in which two fingerprints differ, as a sentence."""
     return f"it was stored with different {', '.join(differing_parts(ours, stored))}"

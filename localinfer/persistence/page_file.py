@@ -1,18 +1,19 @@
-"""One page of keys and values as a file, which proves by itself that it is whole and what it is of.
+"""One page of keys and values as a file, with its key and a checksum.
 
-A file holds a header, then the page's bytes as they lie in memory:
+A file has a header, then the page's bytes as in memory:
 
 | bytes | what |
 |---|---|
-| 8 | `LOCALKV` and a zero, or `LOCALKW` and a zero for the part of layers with a sliding window |
-| 4 x 3 | version, tokens computed, tokens a page has room for (little-endian uint32) |
+| 8 | `LOCALKV` and a zero, or `LOCALKW` and a zero for a sliding-window block |
+| 4 x 3 | version, tokens computed, capacity of a page in tokens (little-endian uint32) |
 | 8 | bytes of the page (little-endian uint64) |
 | 32 | key of the page before it |
-| 4 x room | ids of the tokens computed, then zeros (little-endian int32) |
+| 4 x capacity | ids of the tokens computed, then zeros (little-endian int32) |
 | 32 | checksum of the header up to here and of the page |
 
-The key of a page is the SHA-256 of the key before it and of its own token ids; before the first comes the fingerprint
-of everything else the bytes depend on. So a key stands for a whole history, and equal histories share files.
+The key of a page is the SHA-256 of the previous page's key and of its own token ids; the key before the first page is
+the fingerprint of everything else that the bytes depend on. So a key identifies a whole prefix, and sequences with a
+common prefix share files.
 """
 
 import functools
@@ -42,27 +43,27 @@ _FIXED = struct.Struct(f"<8sIIIQ{KEY_BYTES}s")
 class Rejection(Enum):
     """Why a file was not used; the value completes the sentence "the file ..."."""
 
-    MISSING = "is not there any more"
+    MISSING = "no longer exists"
     TORN = "has the wrong length"
     ALTERED = "does not match its checksum"
-    FOREIGN = "holds something else than its name says"
+    FOREIGN = "does not match its name"
     UNREADABLE = "cannot be read"
 
 
 def checksum(header: bytes, data: memoryview | bytes = b"") -> bytes:
-    """32 bytes that change when the header does, or the data, whose length is a multiple of 8 bytes.
+    """A 32-byte checksum of a header and of data, whose length is a multiple of 8 bytes.
 
-    The data are folded first, at the speed of memory. It detects damage, not forgery: a process that can write in this
-    user's private folder needs none.
+    The data are folded first, at memory bandwidth. It detects damage, not forgery: a process that can write to this
+    user's private folder is trusted.
     """
     return hashlib.sha256(fold(data) + header).digest()
 
 
 @dataclass(frozen=True)
 class PageFormat:
-    """Sizes of a page and of its file: room for `page_tokens` tokens in `page_bytes` bytes.
+    """Sizes of a page and of its file: `page_tokens` tokens in `page_bytes` bytes.
 
-    magic: what the file begins with; it distinguishes pages and sliding-window parts of the same tokens.
+    magic: the first bytes of the file: pages and sliding-window blocks of the same tokens differ in it.
     """
 
     page_tokens: int
@@ -71,7 +72,7 @@ class PageFormat:
 
     @property
     def header_bytes(self) -> int:
-        """Bytes before the page's own."""
+        """Bytes before the page."""
         return _FIXED.size + 4 * self.page_tokens + CHECKSUM_BYTES
 
     @property
@@ -82,26 +83,26 @@ class PageFormat:
 
 @dataclass(frozen=True, eq=False)
 class PageRecord:
-    """What a page is of: the key of the history before it, and its token ids, int32[1..page_tokens]."""
+    """The identity of a page: the key of the prefix before it, and its token ids, int32[1..page_tokens]."""
 
     parent: bytes
     token_ids: TokenIds
 
     @functools.cached_property
     def key(self) -> bytes:
-        """Key of the history up to this page's last token."""
+        """Key of the prefix up to this page's last token."""
         return hashlib.sha256(self.parent + self.token_ids.astype("<i4").tobytes()).digest()
 
     def is_same(self, other: "PageRecord") -> bool:
-        """Whether both are of the same tokens after the same history."""
+        """Whether both have the same tokens after the same prefix."""
         return self.parent == other.parent and np.array_equal(self.token_ids, other.token_ids)
 
 
 def write_page(path: Path, form: PageFormat, record: PageRecord, page: memoryview) -> None:
     """Write the file at `path` atomically, readable by its owner only.
 
-    `page` must not change meanwhile. Safe beside other processes that write the same path, since they write the same.
-    Raises: OSError, and then nothing is left behind.
+    `page` must not change meanwhile. Safe beside other processes that write the same path: the contents are equal.
+    Raises: OSError; then nothing is left behind.
     """
     header = _header(form, record)
     digest = checksum(header, page)
@@ -114,7 +115,7 @@ def write_page(path: Path, form: PageFormat, record: PageRecord, page: memoryvie
 
 
 def read_page(path: Path, form: PageFormat, wanted: PageRecord, page: memoryview) -> Rejection | None:
-    """Read the file at `path` into `page`, and prove that it is whole and is of `wanted`; else return what was wrong.
+    """Read the file at `path` into `page`, and check that it is intact and of `wanted`; else return the reason.
 
     After a rejection the bytes of `page` are undefined.
     """
@@ -130,13 +131,13 @@ def read_page(path: Path, form: PageFormat, wanted: PageRecord, page: memoryview
 
 
 def read_record(path: Path, form: PageFormat) -> PageRecord | Rejection:
-    """Read only what a file claims to be of, which is not proven before `read_page`."""
+    """Read only the identity that a file claims; only `read_page` verifies it."""
     header = _read(path, form)
     return header if isinstance(header, Rejection) else _parse(form, header)
 
 
 def check_file(path: Path, num_bytes: int) -> Rejection | None:
-    """Whether a regular file of this length is at `path`, by asking the system only."""
+    """Check that a regular file of this length is at `path`, without opening it."""
     try:
         status = os.stat(path)
     except FileNotFoundError:
@@ -149,7 +150,7 @@ def check_file(path: Path, num_bytes: int) -> Rejection | None:
 
 
 def read_all(file: FileIO, data: memoryview) -> bool:
-    """Fill `data`, however little the system gives at a time; False if the file ends before. Raises: OSError."""
+    """Fill `data`, in as many reads as needed; False if the file ends before. Raises: OSError."""
     while data:
         count = file.readinto(data)
         if not count:
@@ -159,10 +160,10 @@ def read_all(file: FileIO, data: memoryview) -> bool:
 
 
 def _read(path: Path, form: PageFormat, page: memoryview | None = None) -> bytes | Rejection:
-    """Read the header, and the page where there is a buffer for it."""
+    """Read the header, and the page if there is a buffer for it."""
     try:
         with open_regular(path) as file:
-            # Before memory is taken for what may have been written by hand.
+            # Check the size before allocating memory for it.
             if os.fstat(file.fileno()).st_size != form.file_bytes:
                 return Rejection.TORN
             header = bytearray(form.header_bytes)

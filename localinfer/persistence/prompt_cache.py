@@ -1,7 +1,7 @@
-"""The disk under the prefix tree: conversations are written when they go idle, and restored when they continue.
+"""The disk tier of the prefix cache: sequences are written when they go idle, and restored when they continue.
 
-Writing happens behind everything else, by a thread that lives only while there is something to write. It copies a few
-pages at a time between two steps of the engine, so that it holds no page and no step waits for the disk.
+A background thread, which exists only while there is something to write, copies a few pages at a time between two steps
+of the engine, so that it holds no page and no step waits for the disk.
 """
 
 import atexit
@@ -42,42 +42,39 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_BYTES = 4 << 30
 _IDLE_SECONDS = 0.5
-"""Rest after a conversation's last token before it is written."""
+"""Idle time after a sequence's last token before it is written."""
 _CLOSE_SECONDS = 5.0
-"""How long closing may take to write what is left."""
+"""Time limit for writing what is pending when closing."""
 _PAGES_IN_PLACE = 64
-"""Pages that closing writes between two checks of the time."""
+"""Pages written between two checks of the time limit when closing."""
 _MAX_OTHERS = 64
-"""Other fingerprints that are searched for a prompt, to explain a miss."""
+"""Other fingerprints searched for a prompt, to explain a miss."""
 
 
 def conversations_folder(parent: str | os.PathLike[str] | None) -> Path | None:
-    """Where conversations are kept: a folder of their own inside `parent`, or inside this user's cache folder.
-
-    None if this user has none.
-    """
+    """The folder of the prompt cache: inside `parent`, or inside this user's cache folder; None if there is none."""
     cache = user_folder("cache") if parent is None else expand_home(parent).absolute()
     return None if cache is None else cache / "conversations"
 
 
 @dataclass(frozen=True)
 class DiskOptions:
-    """Where conversations are kept between runs, and how many bytes all of them may take there."""
+    """The folder of the prompt cache, and its byte budget."""
 
     folder: Path
     max_bytes: int = DEFAULT_MAX_BYTES
 
     @property
     def weights_memory(self) -> Path:
-        """Where hashes of model files are cached."""
+        """The folder of cached hashes of model files."""
         return self.folder / WEIGHTS_FOLDER
 
 
 class DiskCache:
-    """A `CacheTier` over a folder, for one engine. `close` writes what is left; so does the end of the process.
+    """A `CacheTier` over a folder, for one engine. `close` and the end of the process write what is pending.
 
-    history: its chats are kept over restarts too. The folder is made if it is not there, and refused, with a warning,
-    if others could write it. idle_seconds: rest after a conversation's last token before it is written.
+    history: its chats are stored too. The folder is created if it is missing, and refused, with a warning, if others
+    could write it. idle_seconds: idle time after a sequence's last token before it is written.
     """
 
     def __init__(
@@ -108,13 +105,13 @@ class DiskCache:
         self._deadline = float("inf")
         self._is_closing = False
         self._writer: threading.Thread | None = None
-        # Taken before the engine's lock, which copying pages waits for.
+        # Lock order: before the engine's lock, which copying pages acquires.
         self._writing = threading.Lock()
         self._cache: PrefixCache | None = None
         self._at_exit = functools.partial(_close_at_exit, weakref.ref(self))
         problem = make_private(options.folder)
         if problem is not None:
-            logger.warning("conversations are not kept on disk: %s", problem)
+            logger.warning("prompts are not cached on disk: %s", problem)
             self._is_closing = True
             return
         self._opener = threading.Thread(target=self._open_if_known, name="localinfer-fingerprint", daemon=True)
@@ -128,16 +125,16 @@ class DiskCache:
 
     @property
     def counters(self) -> DiskCounters:
-        """What was read, written and refused so far."""
+        """Pages and bytes read, written and rejected so far."""
         return DiskCounters() if self._tier is None else self._tier.counters
 
     def wait_until_open(self) -> None:
-        """Wait until stored chats have been read: milliseconds after loading."""
+        """Wait until stored chats have been read, milliseconds after loading."""
         if not self._is_closing:
             self._opener.join()
 
     def restore(self, token_ids: TokenIds, cached_tokens: int) -> str | None:
-        """Read pages that continue what memory holds of a prompt into the tree; as `CacheTier` says."""
+        """Read pages that continue a prompt's cached prefix into the tree; see `CacheTier`."""
         self._opener.join()
         tier = self._tier
         if tier is None:
@@ -149,13 +146,13 @@ class DiskCache:
         try:
             return _restore_pages(self._cache, tier, self._parts_tier, token_ids, found)
         except OutOfMemoryError:
-            return "it is on disk, and memory has no room for it beside the conversations that are running"
+            return "it is on disk, and memory has no room for it beside the running sequences"
 
     def on_evict(self, path: CachedPath, kept_tokens: int) -> None:
-        """Nothing: what is evicted was written when it went idle."""
+        """Do nothing: an evicted sequence was written when it went idle."""
 
     def on_idle(self, token_ids: TokenIds) -> None:
-        """Write a conversation once it has been idle for a moment."""
+        """Write a sequence once it has been idle for a moment."""
         with self._wake:
             if self._is_closing:
                 return
@@ -167,11 +164,11 @@ class DiskCache:
                 self._writer.start()
 
     def flush(self) -> None:
-        """Write everything that is pending, now, with all threads and no step of the engine meanwhile."""
+        """Write everything pending now, with all threads and no step of the engine meanwhile."""
         self._save_pending(self._save_in_place, num_io_threads())
 
     def close(self, *, seconds: float = _CLOSE_SECONDS) -> None:
-        """Write what is left, for at most about `seconds`; may be called again. Does nothing in a forked child."""
+        """Write what is pending, for at most about `seconds`; may be called again. Does nothing in a forked child."""
         if os.getpid() != self._process:
             return
         with self._wake:
@@ -185,7 +182,7 @@ class DiskCache:
         self._opener.join(seconds)
         if writer is not None:
             writer.join(seconds)
-        # A writer whose page the disk does not take is left behind: it holds no memory of the engine.
+        # A writer thread that is blocked by the disk is abandoned: it holds no memory of the engine.
         if writer is None or not writer.is_alive():
             self.flush()
 
@@ -214,21 +211,21 @@ class DiskCache:
                     if fingerprint and tier and save(tier, token_ids, threads).num_written:
                         describe_folder(tier.folder / DESCRIPTION, self._identity.name, fingerprint, tier.form)
                 except (OSError, LocalinferError) as error:
-                    logger.warning("a conversation was not kept on disk: %s", error)
+                    logger.warning("a prompt was not cached on disk: %s", error)
             self._save_chats()
 
     def _has_model_changed(self) -> bool:
-        """Whether the model's file is no longer the loaded one, so that nothing may be kept; warns once."""
+        """Whether the model's file was changed, so that nothing may be written; warns once."""
         if self._identity.has_changed and not self._is_outdated:
             self._is_outdated = True
             logger.warning(
-                "%s has changed since it was loaded, so conversations are not kept on disk any more; load it again",
+                "%s has changed since it was loaded, so prompts are no longer cached on disk; load it again",
                 self._identity.name,
             )
         return self._is_outdated
 
     def _save_chats(self) -> None:
-        """Write the replies' ids too, which cannot be computed from their texts."""
+        """Write the token ids of replies, which cannot be computed from their texts."""
         if self._tier is None or not self._tier.folder.is_dir():
             return
         chats = []
@@ -239,7 +236,7 @@ class DiskCache:
             self._chats_failure = None
         except OSError as error:
             level = logging.INFO if str(error) == self._chats_failure else logging.WARNING
-            logger.log(level, "a reply's tokens were not kept on disk: %s", error)
+            logger.log(level, "a reply's token ids were not cached on disk: %s", error)
             self._chats_failure = str(error)
 
     def _save_behind(self, tier: DiskTier, token_ids: TokenIds, threads: int) -> Saved:
@@ -253,7 +250,7 @@ class DiskCache:
         return saved
 
     def _copies(self, tier: DiskTier, token_ids: TokenIds, *, is_windowed: bool) -> PageSource:
-        """Pages of one conversation, or their sliding-window parts, copied to two sets of buffers in turns."""
+        """Pages of one sequence, or their sliding-window blocks, copied alternately to two sets of buffers."""
         sets: list[list[memoryview]] = [[], []]
 
         def read(indices: Sequence[int]) -> Sequence[memoryview] | None:
@@ -274,7 +271,7 @@ class DiskCache:
         return read
 
     def _save_in_place(self, tier: DiskTier, token_ids: TokenIds, threads: int) -> Saved:
-        """Write pages where they lie; no step of the engine runs meanwhile."""
+        """Write pages without copying them; no step of the engine runs meanwhile."""
         with self._engine.exclusive_cache() as cache:
             pool, match = cache.pool, cache.tree.match(token_ids)
 
@@ -292,7 +289,7 @@ class DiskCache:
     def _pages(
         self, pool: PagePool, match: Match, token_ids: TokenIds, indices: Sequence[int], is_windowed: bool
     ) -> list[memoryview] | None:
-        """The bytes of some pages, or of their sliding-window parts; None if the match lacks them, or time is up."""
+        """The bytes of some pages, or of their sliding-window blocks; None if they are not cached, or time is up."""
         reaches = match.length >= min(token_ids.size, (indices[-1] + 1) * pool.page_tokens)
         if self._must_stop() or not reaches or (is_windowed and not match.windowed[list(indices)].all()):
             return None
@@ -306,7 +303,7 @@ class DiskCache:
         try:
             self._open(self._identity.known())
         except (OSError, LocalinferError) as error:
-            logger.info("what is on disk is not used: %s", error)
+            logger.info("the disk cache is not used: %s", error)
 
     def _open(self, fingerprint: Fingerprint | None) -> DiskTier | None:
         if fingerprint is None:
@@ -335,7 +332,7 @@ class DiskCache:
         )
 
     def _find_others(self) -> Iterator[tuple[Mapping[str, str], DiskTier]]:
-        """Other fingerprints of the folder, as their unproven descriptions say, for explanations only."""
+        """Other fingerprints of the folder, from their unverified descriptions, for explanations only."""
         for path in sorted(self._folder.glob(f"*/{DESCRIPTION}"))[:_MAX_OTHERS]:
             try:
                 fields = read_description(path)
@@ -358,9 +355,9 @@ class DiskCache:
 def _restore_pages(
     cache: PrefixCache, tier: DiskTier, parts_tier: DiskTier | None, token_ids: TokenIds, found: Found
 ) -> str | None:
-    """Read what was found into the tree, as far as a sequence can go on from it; return what was wrong, if anything.
+    """Read found pages into the tree, as far as a sequence can continue from them; return why it ended early, or None.
 
-    parts_tier: where the sliding-window parts of pages are, for a model that has them. Raises: OutOfMemoryError.
+    parts_tier: the tier of sliding-window blocks, for a model that has them. Raises: OutOfMemoryError.
     """
     pool, first = cache.pool, found.first_page
     match = cache.tree.match(token_ids)
@@ -374,7 +371,7 @@ def _restore_pages(
     if usable < found.num_tokens:
         found = Found(first, usable, found.pages[: num_pages - first])
     windowed = stored[: num_pages - first] & pool.sliding.kept(num_pages, usable)[first:]
-    # Retained, since making room for the others could evict them.
+    # Retained, since allocating the others could evict them.
     pool.retain(before, before_windowed)
     try:
         fresh = pool.acquire(len(found.pages), windowed)

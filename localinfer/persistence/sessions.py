@@ -1,16 +1,16 @@
-"""One conversation as one file, to be kept, copied and loaded again by hand: from the prefix tree to a file, and back.
+"""Sessions: saving one sequence of the prefix tree as a file, and loading it again.
 
 | bytes | what |
 |---|---|
 | 8 | `LOCALSES` |
 | 4 | version (little-endian uint32) |
 | 8 | length of the JSON text (little-endian uint64) |
-| | JSON: fingerprint, token ids, tokens per page, bytes per page, bytes and number of sliding-window parts |
-| 32 x buffers | checksum of each page and each sliding-window part |
+| | JSON: fingerprint, token ids, tokens per page, bytes per page, bytes and number of sliding-window blocks |
+| 32 x buffers | checksum of each page and each sliding-window block |
 | 32 | checksum of everything up to here |
-| | the pages, as they lie in memory, then the sliding-window parts of the last of them |
+| | the pages, as in memory, then the sliding-window blocks of the last of them |
 
-Nothing of a file is used before all of it is proven. It is plain data: reading it runs no code.
+Nothing of a file is used before all of it is verified. It is plain data: reading it runs no code.
 """
 
 import json
@@ -48,9 +48,9 @@ _CHANGED = "the model's file has changed since it was loaded; load the model aga
 def save_session(
     engine: Engine, identity: ModelIdentity, path: str | os.PathLike[str], token_ids: TokenIds | None
 ) -> int:
-    """Write what is cached of a text, by default of the one that ended last; return how many tokens that is.
+    """Write the cached pages of a sequence, by default of the one that ended last; return its number of tokens.
 
-    Raises: SessionFileError if nothing of it is cached, or the file cannot be written.
+    Raises: SessionFileError if none are cached, or the file cannot be written.
     """
     target = expand_home(path)
     check_output(target, inputs=identity.paths, error=SessionFileError)
@@ -69,11 +69,11 @@ def save_session(
             )
         pool = cache.pool
         num_pages = pool.num_pages_for(length)
-        # What going on from its end needs; the page before that may lack its windowed part.
+        # Continuing from the end needs these blocks; earlier pages may lack theirs.
         windowed = pool.sliding.kept(num_pages, length) & match.windowed[:num_pages]
         pages, num_windowed = match.pages[:num_pages].copy(), int(windowed.sum()) if pool.sliding.tokens else 0
         views = [pool.view(page).data for page in pages.tolist()] + _windowed_views(pool, pages, num_windowed)
-        # Held, so that nothing else is written there.
+        # Retained, so that the pages are not overwritten.
         pool.retain(pages, windowed)
     try:
         form = PageFormat(pool.page_tokens, pool.page_bytes)
@@ -86,9 +86,9 @@ def save_session(
 
 
 def load_session(engine: Engine, identity: ModelIdentity, path: str | os.PathLike[str]) -> TokenIds:
-    """Put a saved conversation into the cache, after all of it was proven; return its token ids.
+    """Load a saved conversation into the cache, after verifying all of it; return its token ids.
 
-    Raises: SessionFileError if the file is damaged; SessionMismatchError, naming what differs, if it was saved with
+    Raises: SessionFileError if the file is damaged; SessionMismatchError, naming the differences, if it was saved with
         another model, setting or version; OutOfMemoryError if memory has no room for it.
     """
     with SessionReader(expand_home(path)) as session:
@@ -124,9 +124,9 @@ def load_session(engine: Engine, identity: ModelIdentity, path: str | os.PathLik
 
 @dataclass(frozen=True)
 class SessionContent:
-    """The header of a session file: token ids int32[1..], and the parts of the fingerprint by name.
+    """The description in a session file: token ids int32[1..], and the parts of the fingerprint by name.
 
-    windowed_bytes, num_windowed: size of a sliding-window part, and how many pages at the end are kept with theirs.
+    windowed_bytes, num_windowed: bytes of a sliding-window block, and how many pages at the end have one.
     """
 
     fingerprint: Mapping[str, str]
@@ -137,12 +137,12 @@ class SessionContent:
 
     @property
     def num_pages(self) -> int:
-        """Pages the tokens take."""
+        """Number of pages."""
         return -(-self.token_ids.size // self.form.page_tokens)
 
     @property
     def num_buffers(self) -> int:
-        """Pages and windowed parts."""
+        """Number of pages and sliding-window blocks."""
         return self.num_pages + self.num_windowed
 
     @property
@@ -152,12 +152,11 @@ class SessionContent:
 
 
 def write_session(path: Path, content: SessionContent, pages: Sequence[memoryview]) -> int:
-    """Write a conversation, one buffer of `page_bytes` per page begun, then those of windowed parts; return the file's
-    bytes.
+    """Write a session, one buffer of `page_bytes` per page, then one per sliding-window block; return the file's bytes.
 
-    The file is there whole or not at all; a new one is readable by its owner only. Raises: SessionFileError.
+    The write is atomic; a new file is readable by its owner only. Raises: SessionFileError.
     """
-    assert len(pages) == content.num_buffers, "one buffer per page begun and per windowed part"
+    assert len(pages) == content.num_buffers, "one buffer per page and per sliding-window block"
     fields = {
         "fingerprint": dict(content.fingerprint),
         "token_ids": content.token_ids.tolist(),
@@ -169,7 +168,7 @@ def write_session(path: Path, content: SessionContent, pages: Sequence[memoryvie
     text = json.dumps(fields).encode()
     start = _FIXED.pack(MAGIC, FORMAT_VERSION, len(text)) + text
     with OutputFile(path, is_private=True, error=SessionFileError) as file:
-        # Before the pages, since a pipe cannot seek.
+        # Before the pages, because a pipe is written in order.
         with ThreadPoolExecutor(num_io_threads(), "localinfer-checksum") as executor:
             header = start + b"".join(_ahead(executor, pages))
         file.write(header + checksum(header))
@@ -179,9 +178,9 @@ def write_session(path: Path, content: SessionContent, pages: Sequence[memoryvie
 
 
 class SessionReader:
-    """An open session file whose header is proven; a context manager.
+    """An open session file with a verified header; a context manager.
 
-    Raises: SessionFileError if there is no such file, it is no session, or its header is damaged.
+    Raises: SessionFileError if the file does not exist, is not a session, or has a damaged header.
     """
 
     content: SessionContent
@@ -189,7 +188,7 @@ class SessionReader:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         try:
-            # Opening a named pipe would wait for its writer, so look before opening.
+            # Opening a named pipe would block, so check first.
             if not stat.S_ISREG(os.stat(self.path).st_mode):
                 raise SessionFileError(f"{self.path} is not a regular file; give a file that save_session wrote")
             self._file = FileIO(self.path, "rb")
@@ -207,7 +206,7 @@ class SessionReader:
             raise
 
     def check_fingerprint(self, wanted: Mapping[str, str]) -> None:
-        """Raise SessionMismatchError, naming each part that differs, unless the session is of this fingerprint."""
+        """Raise SessionMismatchError, naming each part that differs, unless the session has this fingerprint."""
         found = self.content.fingerprint
         differences = "; ".join(
             f"{name}: {found.get(name, 'not named')} in the file, {wanted.get(name, 'not named')} here"
@@ -220,11 +219,11 @@ class SessionReader:
             )
 
     def read_pages(self, pages: Sequence[memoryview]) -> None:
-        """Read every page, and then every windowed part, into a buffer of its size, and prove them.
+        """Read every page, and then every sliding-window block, into a buffer of its size, and verify them.
 
-        Raises: SessionFileError; then the buffers hold anything.
+        Raises: SessionFileError; then the contents of the buffers are undefined.
         """
-        assert len(pages) == self.content.num_buffers, "one buffer per page and windowed part"
+        assert len(pages) == self.content.num_buffers, "one buffer per page and sliding-window block"
         try:
             self._file.seek(self._header_bytes)
             with ThreadPoolExecutor(num_io_threads(), "localinfer-checksum") as executor:
@@ -265,7 +264,7 @@ class SessionReader:
                 "conversation again"
             )
         if json_bytes > min(_MAX_JSON_BYTES, num_bytes):
-            raise self._damaged("its first bytes make no sense")
+            raise self._damaged("its first bytes are invalid")
         text = self._take(json_bytes)
         self.content = content = self._parse(text)
         digests = self._take(CHECKSUM_BYTES * content.num_buffers)
@@ -286,7 +285,7 @@ class SessionReader:
         return bytes(data)
 
     def _parse(self, text: bytes) -> SessionContent:
-        """Read the JSON, which is not proven yet: sizes are checked before anything is made of them."""
+        """Read the JSON, which is not verified yet: sizes are checked before anything is allocated."""
         try:
             fields = json.loads(text)
             fingerprint, token_ids = fields["fingerprint"], fields["token_ids"]
@@ -316,7 +315,7 @@ class SessionReader:
 
 
 def _windowed_views(pool: PagePool, pages: PageNumbers, count: int) -> list[memoryview]:
-    """The bytes of the windowed parts of the last `count` pages."""
+    """The bytes of the sliding-window blocks of the last `count` pages."""
     return [pool.windowed_view(page).data for page in pages[pages.size - count :].tolist()]
 
 
@@ -331,7 +330,7 @@ def _fingerprint(identity: ModelIdentity) -> Fingerprint:
 
 
 def _ahead(executor: ThreadPoolExecutor, pages: Iterable[memoryview]) -> Iterator[bytes]:
-    """Checksums of pages in order, computed by other threads some pages ahead of where they are taken."""
+    """Checksums of pages in order, computed by other threads some pages ahead."""
     futures = []
     for page in pages:
         futures.append(executor.submit(checksum, b"", page))

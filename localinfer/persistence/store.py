@@ -1,9 +1,8 @@
-"""Pages of keys and values on disk: found by the token ids of a prompt, proven when read, replaced least used first.
+"""Pages of keys and values on disk: found by the token ids of a prompt, verified when read, evicted by last use.
 
-A page's file is named by the key of the history before it and by its own (page_file.py), so a prompt finds its pages
-without an index, conversations with a common beginning share its files, and any number of processes may use one
-folder: each file appears whole, and two that write the same name write the same bytes. The folder is only a cache:
-what is torn, altered or foreign is deleted and computed again.
+A page's file is named by the key of the prefix before it and by its own (page_file.py), so a prompt finds its pages
+without an index, sequences with a common prefix share files, and any number of processes may use one folder: writes are
+atomic, and equal names have equal bytes. The folder is only a cache: an invalid file is deleted and computed again.
 """
 
 import contextlib
@@ -37,7 +36,7 @@ from localinfer.types import TokenIds
 logger = logging.getLogger(__name__)
 
 _MAX_SIBLINGS = 1024
-"""Files of one parent that are looked into for the longest common beginning: 10 milliseconds at worst."""
+"""Files after one prefix that are searched for the longest common prefix: at most 10 milliseconds."""
 
 PAGE_SUFFIX, WINDOWED_SUFFIX = ".page", ".window"
 
@@ -45,13 +44,13 @@ _PAGES_AT_ONCE = 16
 _BYTES_AT_ONCE = 4 << 20
 
 PageSource = Callable[[Sequence[int]], Sequence[memoryview] | None]
-"""Returns pages of a history by their places in it, each a buffer of `page_bytes` that is unchanged until the second
-call from now; None if they are no longer there, which ends the save."""
+"""Returns pages of a sequence by their indices, each a buffer of `page_bytes` that is unchanged until the second call
+from now; None if they are no longer cached, which ends the save."""
 
 
 @dataclass(frozen=True)
 class FoundPage:
-    """A file that, if it proves sound, holds the next `num_tokens` tokens of a history."""
+    """A file that, if valid, has the next `num_tokens` tokens of a sequence."""
 
     path: Path
     record: PageRecord
@@ -62,8 +61,8 @@ class FoundPage:
 class Found:
     """Pages that continue a prompt, in order, from page `first_page` on; all but the last are full.
 
-    num_tokens: of the prompt, from its beginning, that would then be computed. problem: what was wrong with the next
-    file, where there is one.
+    num_tokens: of the prompt, from its beginning, that would then be cached. problem: why the next file was rejected,
+    if there is one.
     """
 
     first_page: int
@@ -74,7 +73,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Restored:
-    """How many tokens of a prompt, from its beginning, hold after a restore, and what was wrong with the next file."""
+    """How many leading tokens of a prompt are cached after a restore, and why the next file was rejected."""
 
     num_tokens: int
     problem: Rejection | None
@@ -82,7 +81,7 @@ class Restored:
 
 @dataclass(frozen=True)
 class Saved:
-    """What a save did: pages written, pages that were there already, and why it ended early, if it did."""
+    """The result of a save: pages written, pages that existed, and why it ended early, or None."""
 
     num_written: int
     num_present: int
@@ -91,7 +90,7 @@ class Saved:
 
 @dataclass
 class DiskCounters:
-    """What a tier did since it was opened. `rejected` counts files by what was wrong with them."""
+    """Counters of a tier since it was opened. `rejected` counts files by reason."""
 
     pages_read: int = 0
     pages_written: int = 0
@@ -101,11 +100,11 @@ class DiskCounters:
 
 
 class DiskTier:
-    """The pages of one fingerprint in a cache folder. Any thread may call; a save excludes other saves only.
+    """The pages of one fingerprint in a cache folder. Thread-safe; a save excludes other saves only.
 
-    folder: private, and there already. fingerprint: 32 bytes that stand for everything but the token ids that a page's
-    bytes depend on. max_bytes: budget of the whole folder, pages of other fingerprints included. threads: how many
-    read and prove pages at once. is_windowed: the files are the pages' windowed parts, beside those of the pages.
+    folder: private, and existing. fingerprint: 32-byte hash of everything but the token ids that a page's bytes depend
+    on. max_bytes: budget of the whole folder, pages of other fingerprints included. threads: how many read and verify
+    pages concurrently. is_windowed: the files are the pages' sliding-window blocks, beside those of the pages.
     """
 
     def __init__(
@@ -132,9 +131,9 @@ class DiskTier:
         self._last_failure: str | None = None
 
     def find(self, token_ids: TokenIds, first_page: int = 0) -> Found:
-        """Find the files that continue a prompt from page `first_page` on, as far as they go, exact to the token.
+        """Find the files that continue a prompt from page `first_page` on, exact to the token.
 
-        Only names and lengths are checked, and the headers of what may hold a part of the first page without a file.
+        Only names and lengths are checked, and headers of pages that the prompt shares in part.
         """
         pages: list[FoundPage] = []
         problem = None
@@ -155,7 +154,7 @@ class DiskTier:
         return Found(first_page, min(num_tokens, token_ids.size), tuple(pages), problem)
 
     def of_same_pages(self, found: Found) -> list[FoundPage | None]:
-        """This tier's files of pages that another tier has found, None where there is none."""
+        """This tier's files of pages found by another tier, None where there is none."""
         paths = [self._path(page.record) for page in found.pages]
         return [
             FoundPage(path, page.record, page.num_tokens) if check_file(path, self.form.file_bytes) is None else None
@@ -163,7 +162,7 @@ class DiskTier:
         ]
 
     def has_beginning(self, token_ids: TokenIds) -> bool:
-        """Whether some file claims to begin as the first page of these tokens does; it is not proven."""
+        """Whether a file claims to begin like the first page of these tokens; it is not verified."""
         first = next(self._records(token_ids), None)
         if first is None:
             return False
@@ -171,9 +170,9 @@ class DiskTier:
         return 2 * max(shared, default=0) >= first.token_ids.size
 
     def restore(self, found: Found, pages: Sequence[memoryview]) -> Restored:
-        """Read found pages into memory, one buffer of `page_bytes` each, and prove them.
+        """Read found pages into memory, one buffer of `page_bytes` each, and verify them.
 
-        Fewer tokens than were found hold where a file was rejected; the buffers from that page on then hold anything.
+        If a file is rejected, the contents of the buffers from that page on are undefined.
         """
         assert len(pages) == len(found.pages), "one buffer per page"
         problems = run_all(
@@ -193,12 +192,12 @@ class DiskTier:
         return Restored(num_tokens, found.problem)
 
     def mark_used(self, found: Found) -> None:
-        """Note that these pages were used now, so that they are deleted late."""
+        """Mark these pages as used now."""
         mark_used([page.path for page in found.pages])
 
     @property
     def pages_at_once(self) -> int:
-        """Pages that a save asks for at a time: few enough that copying them is soon done."""
+        """Pages that a save reads at a time: few enough to be copied quickly."""
         return max(2, min(_PAGES_AT_ONCE, _BYTES_AT_ONCE // max(1, self.form.page_bytes)))
 
     def save(
@@ -210,11 +209,11 @@ class DiskTier:
         threads: int = 1,
         pages_at_once: int | None = None,
     ) -> Saved:
-        """Write the pages of a history that are not there yet, in order, and make room by the budget.
+        """Write the missing pages of a sequence, in order, and enforce the budget.
 
-        read: called for some pages at a time, `pages_at_once` or as many as are soon copied, by their places in the
-        history. places: which pages, in order; None for all. threads: how many write them. A failure of the disk ends
-        the save early and is returned, never raised; what was written until then stays.
+        read: called with the indices of at most `pages_at_once` pages. places: which pages, in order; None for all.
+        threads: how many write. A failure of the disk ends the save early and is returned, never raised; pages written
+        until then are kept.
         """
         with self._saving:
             if self._is_too_small:
@@ -231,7 +230,7 @@ class DiskTier:
             reasons = self._write_all(reads, records, paths, read, threads)
             num_written = reasons.count(None)
             reason = next((one for one in reasons if one is not None), None)
-            # Only a page whose history was there before can have a shorter forerunner.
+            # Only a page whose prefix was on disk before can replace a shorter one.
             if num_written == len(missing) > 0:
                 self._delete_shorter(records[missing[0]])
             mark_used([paths[index] for index in places])
@@ -241,9 +240,9 @@ class DiskTier:
             self.counters.failed_saves += reason is not None
             failure = None if reason is None else f"{self.folder} cannot be written: {reason}"
             if failure is not None:
-                # A warning once, until a save succeeds or fails for another reason.
+                # Warn once, until a save succeeds or fails for another reason.
                 level = logging.INFO if reason == self._last_failure else logging.WARNING
-                logger.log(level, "a conversation was not kept on disk: %s", failure)
+                logger.log(level, "a prompt was not cached on disk: %s", failure)
             self._last_failure = reason
             return Saved(num_written, len(places) - len(missing), failure)
 
@@ -255,7 +254,7 @@ class DiskTier:
         read: PageSource,
         threads: int,
     ) -> list[str | None]:
-        """Write pages, those of one read while the next are read; return why each that was begun failed, if it did."""
+        """Write pages, while the next are read; return the error of each, or None."""
         results: list[str | None] = []
         begun: list[Future[str | None]] = []
         with WorkerThreads(threads) as workers:
@@ -277,7 +276,7 @@ class DiskTier:
                 path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
                 write_page(path, self.form, record, page)
         except OSError as error:
-            # Where a file that is open cannot be replaced, another process is reading the same bytes.
+            # On systems where an open file cannot be replaced, another process is reading the same bytes.
             if check_file(path, self.form.file_bytes) is not None:
                 return error.strerror or str(error)
         return None
@@ -294,7 +293,7 @@ class DiskTier:
         return self.folder / parent[:1] / f"{parent[:32]}-{record.key.hex()[:32]}{self._suffix}"
 
     def _siblings(self, record: PageRecord) -> Iterator[tuple[Path, PageRecord]]:
-        """Files that follow the same history, with what they claim to be of; damaged ones are left out."""
+        """Files after the same prefix, with the identities they claim; damaged ones are left out."""
         folder = self._path(record).parent
         start = f"{record.parent.hex()[:32]}-"
         try:
@@ -308,7 +307,7 @@ class DiskTier:
                 yield folder / name, sibling
 
     def _longest_beginning(self, record: PageRecord) -> FoundPage | None:
-        """The file that shares most tokens with the start of a page that has no file of its own."""
+        """The file that shares the most leading tokens with a page that has no file."""
         found = [
             FoundPage(path, sibling, common_length(sibling.token_ids, record.token_ids))
             for path, sibling in self._siblings(record)
@@ -317,7 +316,7 @@ class DiskTier:
         return longest if longest is not None and longest.num_tokens else None
 
     def _has_longer(self, record: PageRecord) -> bool:
-        """Whether a file holds these tokens and more."""
+        """Whether a file has these tokens and more."""
         size = record.token_ids.size
         return any(
             sibling.token_ids.size > size and np.array_equal(sibling.token_ids[:size], record.token_ids)
@@ -325,7 +324,7 @@ class DiskTier:
         )
 
     def _delete_shorter(self, record: PageRecord) -> None:
-        """Delete files that hold only a beginning of a page that was written whole by now."""
+        """Delete files that have only a prefix of a page that is now on disk."""
         for path, sibling in self._siblings(record):
             size = sibling.token_ids.size
             if size < record.token_ids.size and np.array_equal(sibling.token_ids, record.token_ids[:size]):
@@ -333,7 +332,7 @@ class DiskTier:
                     path.unlink()
 
     def _reject(self, path: Path, problem: Rejection) -> None:
-        """Count a file that cannot be used, and delete it, so that it is written again."""
+        """Count an invalid file, and delete it."""
         if problem is Rejection.MISSING:
             return
         self.counters.rejected[problem] += 1
@@ -342,7 +341,7 @@ class DiskTier:
             try:
                 path.unlink()
             except OSError:
-                # A folder, which goes only if nothing is in it.
+                # A folder, deleted only if empty.
                 path.rmdir()
 
 

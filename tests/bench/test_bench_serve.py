@@ -232,7 +232,7 @@ def test_table_has_a_column_for_each_number_of_streams(record):
         "goodput",
         "knee",
         "all 9 texts",
-        "midst of a reply",
+        "during a reply",
     ):
         assert words in table
     record = {**record, "same_text": {"compared": 9, "different": [3], "failures": ["status 503"]}, "knee": 2}

@@ -75,8 +75,8 @@ def test_fallbacks_are_told_by_name(tmp_path: Path, capsys: pytest.CaptureFixtur
     words = ["quantize", str(shared / "models" / "stories260K.gguf"), str(tmp_path / "s.gguf"), "--chunks", "0"]
     assert main([*words, "--type", "q4_0", "--method", "rtn"]) == 0
     output = capsys.readouterr().out
-    assert "fallback: token_embd.weight became Q8_0, not Q6_K: rows of 64 do not fill blocks of 256" in output
-    assert "fallback: ffn_down.weight of 5 layers became F16, not Q4_0: rows of 172 do not fill blocks of 32" in output
+    assert "fallback: token_embd.weight became Q8_0, not Q6_K: rows of 64 are not a multiple of 256" in output
+    assert "fallback: ffn_down.weight of 5 layers became F16, not Q4_0: rows of 172 are not a multiple of 32" in output
     assert "(the preset alone: 4.83)" in output
 
 

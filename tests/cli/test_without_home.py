@@ -77,7 +77,7 @@ def command(request: pytest.FixtureRequest, temporary: Path, tmp_path: Path) -> 
 def test_run_answers_and_says_what_is_not_kept_where_it_belongs(command) -> None:
     code, output, errors = command("run", "-p", "Once", "-n", "2", "--threads", "1")
     assert code == 0 and output.strip()
-    assert errors.count("compiled kernels are kept in") == errors.count("conversations are not kept on disk") == 1
+    assert errors.count("compiled kernels are kept in") == errors.count("prompts are not cached on disk") == 1
     assert len(errors.splitlines()) == 2
 
 

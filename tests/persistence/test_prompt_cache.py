@@ -198,7 +198,7 @@ def test_file_in_place_of_the_folder_is_refused_with_a_warning(tmp_path: Path, c
     (tmp_path / "conversations").write_text("a file")
     with open_llm(tmp_path) as llm:
         answer(llm, PROMPT)
-    assert "conversations are not kept on disk" in caplog.text
+    assert "prompts are not cached on disk" in caplog.text
 
 
 def test_disk_that_fails_is_told_and_costs_nothing_else(
