@@ -1,4 +1,4 @@
-"""What distinguishes one decoder-only transformer from another, as one record of plain values."""
+"""The record that describes a decoder-only transformer architecture."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -14,30 +14,30 @@ class Norm(Enum):
 
 
 class QueryKeyNorm(Enum):
-    """Whether queries and keys are normed, and on which side of RoPE.
+    """Whether queries and keys are normed, before or after RoPE.
 
-    The shape of `attn_q_norm.weight` says over what: one head, the whole projection, or each head by its own weights.
+    The shape of `attn_q_norm.weight` decides over what: one head, the whole projection, or each head with own weights.
     """
 
     NONE = "none"
     BEFORE_ROPE = "before_rope"
     AFTER_ROPE = "after_rope"
     OPTIONAL = "optional"
-    """Before RoPE, in those files that hold the tensors."""
+    """Before RoPE, if the file has the tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """One model family, given the sizes of one model. Everything a file decides by holding a tensor is not here.
+    """One model family, given the sizes of one model, without what follows from the tensors in a file.
 
-    Norms: names of tensors within a block, None where there is no such norm. If both branches name the same norm, it
-    is computed once. parallel: both branches read the layer's input (GPT-J's form) instead of one after the other.
-    windows, chunks: positions a layer sees, 0 for all. has_rope: which layers rotate. Each is one entry per layer, or
-    empty if all layers do the plain thing. rope_base: replaces the file's, 0 for that. windowed_rope_base: base in
-    layers with a window where the file gives none, 0 for the others' base. rope_magnitude: replaces the one that
-    follows from the file's scaling.
+    Norms: names of tensors within a block, None for no norm. If both branches name the same norm, it is computed once.
+    parallel: both branches read the layer's input (GPT-J's form) instead of one after the other.
+    windows, chunks: positions a layer attends to, 0 for all. has_rope: which layers have RoPE. Each has one entry per
+    layer, or is empty for the default in all layers. rope_base: replaces the file's, 0 to keep it. windowed_rope_base:
+    base of sliding-window layers if the file has none, 0 for the others' base. rope_magnitude: replaces the one of the
+    file's scaling.
     attention_scale: replaces the file's and 1 / sqrt(head_dim). max_alibi_bias: 0 without ALiBi.
-    weigh_expert_inputs: expert weights scale what the experts read, not what they answer.
+    weigh_expert_inputs: expert weights scale the experts' inputs, not their outputs.
     temperature_length > 0 sharpens queries by the logarithm of their position, counted in temperature_length positions,
     in layers without RoPE or in all of them.
     """

@@ -1,7 +1,7 @@
-"""The architectures this version runs: GGUF's name of each, and the record that describes it.
+"""The supported architectures: GGUF's name of each, and its record.
 
-An architecture whose record depends on the sizes of the model has a function from `ModelConfig` to the record. One that
-only combines what exists is one entry of `ARCHITECTURES`; a block that no record can describe is a function beside
+An architecture whose record depends on the model's sizes has a function from `ModelConfig` to the record. A new one
+that combines existing features is one entry of `ARCHITECTURES`; a new kind of block is a function beside
 `write_attention`.
 """
 
@@ -37,7 +37,7 @@ def _windowed(config: ModelConfig, period: int) -> tuple[bool, ...]:
 
 
 def _windows(config: ModelConfig, period: int) -> tuple[int, ...]:
-    """The window of each layer, 0 for layers that see everything."""
+    """The window of each layer, 0 for full attention."""
     return tuple(config.sliding_window if is_windowed else 0 for is_windowed in _windowed(config, period))
 
 
@@ -55,7 +55,7 @@ def _normalises_experts(config: ModelConfig) -> bool:
 
 
 def _baichuan(config: ModelConfig) -> Architecture:
-    """Baichuan 1 and 2 (arXiv 2309.10305): the 7B has RoPE, the 13B ALiBi; only the depth tells them apart."""
+    """Baichuan 1 and 2 (arXiv 2309.10305): the 7B has RoPE, the 13B ALiBi; only the number of layers differs."""
     has_rope = (config.num_layers == 32,) * config.num_layers
     return replace(_LLAMA, has_rope=has_rope, max_alibi_bias=8.0 if config.num_layers == 40 else 0.0)
 
@@ -79,7 +79,7 @@ def _deepseek2(config: ModelConfig) -> Architecture:
 
 
 def _exaone4(config: ModelConfig) -> Architecture:
-    """EXAONE 4 (arXiv 2507.11407): norms behind the branches; the 32B has windows, and RoPE in those layers only."""
+    """EXAONE 4 (arXiv 2507.11407): post-norms; the 32B has sliding windows, and RoPE in those layers only."""
     if not config.windowed_layers and config.num_layers != 64:
         return _NORMS_BEHIND
     return replace(_NORMS_BEHIND, windows=_windows(config, period=4), has_rope=_windowed(config, period=4))
@@ -92,7 +92,7 @@ def _falcon(config: ModelConfig) -> Architecture:
 
 
 def _gemma2(config: ModelConfig) -> Architecture:
-    """Gemma 2 (arXiv 2408.00118): norms on both sides of each branch, every other layer windowed, soft caps."""
+    """Gemma 2 (arXiv 2408.00118): pre- and post-norms, a sliding window in every other layer, soft caps."""
     return replace(
         _GEMMA_FOUR_NORMS,
         embedding_scale=math.sqrt(config.hidden_size),
@@ -102,7 +102,7 @@ def _gemma2(config: ModelConfig) -> Architecture:
 
 
 def _gemma3(config: ModelConfig) -> Architecture:
-    """Gemma 3 (arXiv 2503.19786): five windowed layers to one that sees everything, each kind with its RoPE base."""
+    """Gemma 3 (arXiv 2503.19786): five sliding-window layers to one of full attention, each kind with its RoPE base."""
     return replace(
         _GEMMA_FOUR_NORMS,
         embedding_scale=math.sqrt(config.hidden_size),
@@ -115,7 +115,7 @@ def _gemma3(config: ModelConfig) -> Architecture:
 
 
 def _gemma_scale(config: ModelConfig, layers_of_27b: int) -> float | None:
-    """The largest models divide by the root of hidden_size / num_heads, which is not their head size."""
+    """The largest models divide by the root of hidden_size / num_heads, which differs from their head size."""
     if config.attention_scale is None and config.num_layers == layers_of_27b:
         return 1.0 / math.sqrt(config.hidden_size / config.num_heads[0])
     return None
@@ -144,7 +144,7 @@ def _hunyuan(config: ModelConfig) -> Architecture:
 
 
 def _llama4(config: ModelConfig) -> Architecture:
-    """Llama 4: three layers with RoPE that see a chunk to one without RoPE that sees everything, weighed inputs."""
+    """Llama 4: three layers of chunked attention with RoPE to one of full attention without, weighted expert inputs."""
     return replace(
         _LLAMA,
         chunks=_windows(config, period=4),
@@ -201,7 +201,7 @@ ARCHITECTURES: dict[str, Architecture | Callable[[ModelConfig], Architecture]] =
     ),
     # ChatGLM 2 and 3, GLM 4 9B Chat (arXiv 2406.12793): half of each head rotates.
     "chatglm": _LLAMA,
-    # Command R7B and Command A: three windowed layers with RoPE to one that sees everything, without.
+    # Command R7B and Command A: three sliding-window layers with RoPE to one of full attention without.
     "cohere2": lambda config: replace(
         _COHERE,
         logit_scale=config.logit_scale or 1.0,
@@ -222,7 +222,7 @@ ARCHITECTURES: dict[str, Architecture | Callable[[ModelConfig], Architecture]] =
     "gemma": lambda config: replace(_GEMMA, embedding_scale=math.sqrt(config.hidden_size)),
     "gemma2": _gemma2,
     "gemma3": _gemma3,
-    # GLM 4 0414: norms on both sides of each branch; vision models (sectioned RoPE) pair the halves of a head.
+    # GLM 4 0414: pre- and post-norms; vision models (sectioned RoPE) pair the halves of a head.
     "glm4": lambda config: Architecture(
         pairing=Pairing.HALVES if any(config.rope.sections) else Pairing.ADJACENT,
         attention_post_norm="post_attention_norm",
@@ -235,7 +235,7 @@ ARCHITECTURES: dict[str, Architecture | Callable[[ModelConfig], Architecture]] =
         gating=Gating.SIGMOID,
         normalise_experts=_normalises_experts(config),
     ),
-    # gpt-oss (arXiv 2508.10925): experts with biases and a clamped gate, attention sinks, every other layer windowed.
+    # gpt-oss (arXiv 2508.10925): experts with biases and a clamped gate, attention sinks, every other layer a window.
     "gpt-oss": lambda config: Architecture(
         feed_forward_norm="post_attention_norm",
         activation=Activation.SWIGLU_CLAMPED,
@@ -265,7 +265,7 @@ ARCHITECTURES: dict[str, Architecture | Callable[[ModelConfig], Architecture]] =
     ),
     # Nemotron and Minitron (arXiv 2402.16819): squared ReLU; GGUF stores the norm weights as 1 + w.
     "nemotron": Architecture(norm=Norm.LAYER, activation=Activation.RELU_SQUARED, gated=False),
-    # OLMo 2 (arXiv 2501.00656): norms behind the branches; OLMo 3 adds windows, without YaRN in those layers.
+    # OLMo 2 (arXiv 2501.00656): post-norms; OLMo 3 adds sliding windows, without YaRN in those layers.
     "olmo2": lambda config: replace(_NORMS_BEHIND, windows=_windows(config, period=4), scales_windowed_rope=False),
     # arXiv 2409.02060: expert weights as the softmax leaves them.
     "olmoe": replace(_QK_NORMED, normalise_experts=False),
@@ -298,16 +298,16 @@ RECURRENT = (
     *("falcon-h1", "granitehybrid", "jamba", "kimi-linear", "lfm2", "lfm2moe", "mamba", "mamba2", "nemotron_h"),
     *("nemotron_h_moe", "plamo2", "qwen35", "qwen35moe", "qwen3next", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"),
 )
-"""Architectures with layers that keep one running state instead of something for each position."""
+"""Architectures with recurrent layers, which keep a running state instead of keys and values."""
 
 
 def check_architecture(name: str) -> None:
     """Raise UnsupportedFormatError, with the reason or with the names known, unless this version runs it."""
     if name in RECURRENT:
         raise UnsupportedFormatError(
-            f"general.architecture is {name!r}, a model with recurrent layers; their state belongs to one whole text, "
-            "so it cannot be shared, taken back or kept as what this version caches. Choose a model whose layers are "
-            "all attention."
+            f"general.architecture is {name!r}, a model with recurrent layers; their state cannot be shared between "
+            "sequences, truncated or cached by position, as this version requires. Choose a model with attention in "
+            "all layers."
         )
     if name not in ARCHITECTURES:
         raise UnsupportedFormatError(

@@ -1,4 +1,4 @@
-"""The attention blocks: projections, norms of queries and keys, RoPE, the cache, attention itself."""
+"""The attention blocks: projections, norms of queries and keys, RoPE, KV cache, attention."""
 
 import math
 from dataclasses import replace
@@ -13,7 +13,7 @@ from localinfer.models.decoder.rope import rope_table
 
 
 class RopeTables:
-    """The rotations of one model: layers with a sliding window may have a base of their own, or no scaling."""
+    """The RoPE tables of one model: sliding-window layers may have another base, or no scaling."""
 
     def __init__(self, graph: Graph, context_length: int) -> None:
         architecture = graph.architecture
@@ -37,7 +37,7 @@ def write_attention(graph: Graph, layer: int, x: Buffer, tables: RopeTables) -> 
     num_heads, num_kv_heads = config.num_heads[layer], config.num_kv_heads[layer]
     if not graph.weights.has(f"blk.{layer}.attn_qkv.weight"):
         for letter in "qkv":
-            # Sizes that no tensor has confirmed must not reserve memory.
+            # Do not reserve memory for sizes that no tensor confirms.
             graph.weights.shape(f"blk.{layer}.attn_{letter}.weight")
     queries = graph.buffer("queries", num_heads * config.head_dim, x.rows)
     keys = graph.buffer("keys", num_kv_heads * config.head_dim, x.rows)
@@ -103,7 +103,7 @@ def attention_shape(graph: Graph, layer: int, window: int, chunk: int) -> Attent
 
 
 def alibi_slopes(num_heads: int, max_bias: float) -> FloatArray:
-    """One slope per head, float32[num_heads]: a geometric sequence, odd powers filling up to num_heads.
+    """One slope per head, float32[num_heads]: a geometric sequence, extended by odd powers to num_heads.
 
     Source: ALiBi (arXiv 2108.12409), section 3, and its published rule for counts that are not powers of two.
     """

@@ -1,4 +1,4 @@
-"""Weights that have been found in the file and have the shape the decoder is about to rely on."""
+"""Weights with checked shapes."""
 
 from localinfer.errors import CorruptFileError
 from localinfer.kernels.ops import EmbeddingTable, FloatArray, LinearWeight, WeightSource
@@ -7,14 +7,14 @@ _WAY_OUT = "Convert the model again or download another copy."
 
 
 class CheckedWeights:
-    """A `WeightSource` asked for tensors of known shapes: kernels read by address, so a wrong shape must end here."""
+    """A `WeightSource` that checks the shape of every tensor, because kernels read by address."""
 
     def __init__(self, source: WeightSource, architecture: str) -> None:
         self._source = source
         self._architecture = architecture
 
     def has(self, name: str) -> bool:
-        """Whether the file holds this tensor."""
+        """Whether the file has this tensor."""
         return self._source.has(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -54,7 +54,7 @@ class CheckedWeights:
         return self._source.vector(name)
 
     def optional_vector(self, name: str, *shapes: tuple[int, ...]) -> FloatArray | None:
-        """A small tensor of one of these shapes, or None if the file does not hold it."""
+        """A small tensor of one of these shapes, or None if the file lacks it."""
         return self.vector(name, *shapes) if self._source.has(name) else None
 
     def _check(self, name: str, shapes: tuple[tuple[int, ...], ...]) -> None:

@@ -1,6 +1,6 @@
-"""Model hyperparameters under their Hugging Face names, read from GGUF metadata and checked before anything is built.
+"""Model hyperparameters under their Hugging Face names, read and checked from GGUF metadata.
 
-GGUF keys end here: everything above this file speaks of `hidden_size` and `num_heads` (glossary in models/README.md).
+GGUF keys appear only here (glossary in models/README.md).
 Keys and defaults: the GGUF specification (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
 """
 
@@ -16,22 +16,22 @@ MAX_LAYERS = 4096
 MAX_WIDTH = 1 << 22
 MAX_CONTEXT = 1 << 28
 MIN_SCALE, MAX_SCALE = 1e-6, 1e6
-"""Of factors on activations, scores and positions, which in models are from 0.001 to 100."""
+"""Bounds of factors on activations, scores and positions, which in known models are from 0.001 to 100."""
 MIN_BASE, MAX_BASE = 1.0 + 1e-6, 1e18
 _MAX_VOCABULARY = 1 << 20
-"""Weights of tokens are drawn in units of 2^-43 and summed in 63 bits."""
+"""Sampling weights of tokens are multiples of 2^-43, summed in 63 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Rotary position embedding as the file describes it.
+    """Rotary position embedding of a file.
 
-    rotary_size: elements of each head that rotate. base_windowed: base of the layers with a sliding window, 0 where the
-    file leaves it to the architecture.
+    rotary_size: elements of each head that rotate. base_windowed: base of sliding-window layers, 0 if the file has
+    none.
     scaling: none, linear, yarn or longrope. sections: sizes of multimodal sections (equal positions for text).
-    alpha: stretches the base, in Hunyuan's models (NTK-aware scaling), 0 where the file has none.
-    is_used: false in a few Granite models, which have no positions at all.
-    attention_factor, extrapolation_factor, beta_fast, beta_slow, log_multiplier: YaRN's own (arXiv 2309.00071).
+    alpha: NTK-aware scaling of the base, in Hunyuan's models; 0 if the file has none.
+    is_used: false in a few Granite models without positions.
+    attention_factor, extrapolation_factor, beta_fast, beta_slow, log_multiplier: of YaRN (arXiv 2309.00071).
     """
 
     rotary_size: int
@@ -52,7 +52,7 @@ class RopeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertConfig:
-    """Mixture-of-experts sizes; None where the file leaves the choice to the architecture.
+    """Mixture-of-experts sizes; None if the file leaves the choice to the architecture.
 
     gating: 1 softmax, 2 sigmoid, 3 softmax over the selected experts.
     """
@@ -79,12 +79,12 @@ class LatentConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Everything the decoder needs to know besides the weights.
+    """The hyperparameters of a model.
 
-    Tuples have one entry per layer. head_dim is the size of a query or key head, value_head_dim of a value head.
-    intermediate_size is what the file says; the decoder goes by the tensors. windowed_layers is empty where the file
-    leaves the pattern to the architecture. A scale of None is not in the file. block_tensors names the tensors of the
-    first block, without their `blk.0.`: some architectures have variants that differ by what is there.
+    Tuples have one entry per layer. head_dim: size of a query or key head; value_head_dim: of a value head.
+    intermediate_size: from the metadata; the decoder uses the tensors' shapes. windowed_layers: empty if the file
+    leaves the pattern to the architecture. A scale of None is not in the file. block_tensors: names of the tensors of
+    the first block, without `blk.0.`, which distinguish variants of some architectures.
     """
 
     architecture: str
@@ -151,8 +151,8 @@ class ModelConfig:
         _check_windowed_sizes(reader, rotary_size=rope.rotary_size, head_dim=head_dim, value_head_dim=value_head_dim)
         if reader.optional_boolean("attention.causal") is False:
             raise UnsupportedFormatError(
-                f"{reader.full_key('attention.causal')} is false: every position of such a model sees all others; "
-                "this version runs models that see what came before. Choose another model."
+                f"{reader.full_key('attention.causal')} is false; this version runs models with causal attention only. "
+                "Choose another model."
             )
         config = cls(
             architecture=architecture,
@@ -208,7 +208,7 @@ def _head_dim(reader: MetadataReader, hidden_size: int, num_heads: tuple[int, ..
 
 
 def _scale(reader: MetadataReader, key: str, default: float = 0.0, *, low: float = -MAX_SCALE) -> float:
-    """A factor or limit, which is 0 or neither so large nor so small that float32 loses it."""
+    """A factor or limit: 0, or within the bounds of float32 arithmetic."""
     value = reader.number(key, default, low=low, high=MAX_SCALE)
     if 0.0 < abs(value) < MIN_SCALE:
         raise reader.contradiction(key, value, f"0, or a magnitude from {MIN_SCALE:g} to {MAX_SCALE:g}")
@@ -241,8 +241,8 @@ def _vocab_size(reader: MetadataReader, tensor_shapes: Mapping[str, Shape], hidd
         raise reader.contradiction("embedding_length", hidden_size, f"the {shape[1]} columns of token_embd.weight")
     if shape[0] >= _MAX_VOCABULARY:
         raise UnsupportedFormatError(
-            f"token_embd.weight has {shape[0]} rows, one per token; this version draws tokens from fewer than "
-            f"{_MAX_VOCABULARY}. Use a model of a smaller vocabulary."
+            f"token_embd.weight has {shape[0]} rows, one per token; this version samples from fewer than "
+            f"{_MAX_VOCABULARY}. Use a model with a smaller vocabulary."
         )
     declared = reader.integer("vocab_size", shape[0], low=1, high=MAX_CONTEXT)
     if declared != shape[0]:
@@ -331,7 +331,7 @@ def _experts(reader: MetadataReader) -> ExpertConfig | None:
 
 
 def _latent(reader: MetadataReader, rope: RopeConfig, head_dim: int, value_head_dim: int) -> LatentConfig | None:
-    """Sizes of latent attention; None without it, and in files from before the latent was what the cache holds."""
+    """Sizes of latent attention; None without it, and in old files that store it in its unabsorbed form."""
     if "attention.kv_lora_rank" not in reader or "attention.key_length_mla" not in reader:
         return None
     kv_rank = reader.integer("attention.kv_lora_rank", low=1, high=MAX_WIDTH)
@@ -349,7 +349,7 @@ def _latent(reader: MetadataReader, rope: RopeConfig, head_dim: int, value_head_
 
 
 def _windowed_layers(reader: MetadataReader, num_layers: int) -> tuple[bool, ...]:
-    """Which layers have a sliding window: a list, or a period n of which every n-th layer sees everything."""
+    """Which layers have a sliding window: a list, or a period n where every n-th layer has full attention."""
     key = "attention.sliding_window_pattern"
     if key not in reader:
         return ()
@@ -360,9 +360,9 @@ def _windowed_layers(reader: MetadataReader, num_layers: int) -> tuple[bool, ...
 
 
 def _check_tensor_shapes(reader: MetadataReader, config: ModelConfig, tensor_shapes: Mapping[str, Shape]) -> None:
-    """Compare the products of heads, sizes and experts with every layer's tensors.
+    """Compare heads, sizes and experts with the shapes of every layer's tensors.
 
-    Raises: CorruptFileError naming the key and the tensor that contradict each other, or the tensor that is missing.
+    Raises: CorruptFileError naming the key and the contradicting or missing tensor.
     """
     check = _Check(reader, tensor_shapes)
     for layer in range(config.num_layers):
@@ -423,7 +423,7 @@ def _check_heads(check: _Check, block: str, config: ModelConfig, layer: int) -> 
         number = size if key == "attention.key_length" else count
         other = f"{count} heads" if number == size else f"the size of a head {size}"
         found = f"{number}, with {other} together {count * size}"
-        # Files of latent attention in its old form have other tensors, and are refused by name when they are run.
+        # Old files of latent attention have other tensors; `write_latent_attention` refuses them.
         is_old_form = check.has(f"{block}attn_kv_b.weight")
         check.equal(f"{block}attn_{letter}.weight", -2, count * size, key, found, optional=is_old_form)
 

@@ -1,4 +1,4 @@
-"""From a model's configuration and weights to a graph of ops: the whole decoder, layer by layer."""
+"""The decoder: from a model's configuration and weights to a graph of ops, layer by layer."""
 
 from collections.abc import Sequence
 
@@ -27,11 +27,11 @@ def write_decoder(
 ) -> OpGraph:
     """Write every op of the model.
 
-    context_length: the longest sequence that will be run, where it differs from the model's own (LongRoPE asks).
-    kv_layers: what the cache keeps, where that is not `kv_layer_shapes(config)`.
-    has_output_head: without it the graph ends before, and returns hidden states, normed, in place of logits.
-    Raises: UnsupportedFormatError if the architecture is unknown; CorruptFileError if a tensor is missing or has
-    another shape than the metadata says.
+    context_length: the longest sequence, if it differs from the model's own (for LongRoPE).
+    kv_layers: the cache's layers, if not `kv_layer_shapes(config)`.
+    has_output_head: if false, the graph returns normed hidden states in place of logits.
+    Raises: UnsupportedFormatError if the architecture is unknown; CorruptFileError if a tensor is missing or its shape
+    contradicts the metadata.
     """
     graph, tables = _begin(config, weights, kv_layers, context_length)
     hidden = write_embedding(graph, max(context_length or 0, config.context_length))
@@ -49,7 +49,7 @@ def write_first_layers(
 ) -> OpGraph:
     """Write the embedding and the first layers, fewer than all: see `write_decoder`.
 
-    The graph returns the hidden states of the rows asked for, float32[rows, hidden_size].
+    The graph returns the hidden states of the output rows, float32[rows, hidden_size].
     """
     assert num_layers < config.num_layers, "the last layer goes with the output head"
     graph, tables = _begin(config, weights, kv_layers, context_length)
@@ -66,7 +66,7 @@ def write_last_layers(
     context_length: int,
     kv_layers: Sequence[KVLayerShape],
 ) -> OpGraph:
-    """Write the layers from `first_layer` on and the output head, which go on with hidden states that are received."""
+    """Write the layers from `first_layer` on and the output head, which read received hidden states."""
     graph, tables = _begin(config, weights, kv_layers, context_length)
     hidden = graph.buffer("hidden", config.hidden_size, Rows.BATCH)
     graph.tape.receive(hidden)
@@ -90,12 +90,12 @@ def _begin(
 
 
 def kv_layer_shapes(config: ModelConfig, *, parts_windows: bool = False) -> list[KVLayerShape]:
-    """What each layer keeps per position, in layer order.
+    """Keys and values of each layer per position, in layer order.
 
-    parts_windows: layers that never see the whole context lie apart from the others in a page.
+    parts_windows: sliding-window layers are stored apart from the others.
     """
     architecture = find_architecture(config)
-    # What lies before a chunk of that many positions lies before a window of as many too.
+    # Positions before a chunk are also before a window of the same size.
     limits = (architecture.windows or architecture.chunks) if parts_windows else ()
     windows = [limit if limit < config.context_length else 0 for limit in limits or [0] * config.num_layers]
     return [
@@ -105,7 +105,7 @@ def kv_layer_shapes(config: ModelConfig, *, parts_windows: bool = False) -> list
 
 
 def write_embedding(graph: Graph, context_length: int) -> Buffer:
-    """Write what comes before the first layer and return its result. context_length: the longest sequence."""
+    """Write the embedding and return its result. context_length: the longest sequence."""
     config, architecture, tape = graph.config, graph.architecture, graph.tape
     hidden = graph.buffer("hidden", config.hidden_size, Rows.BATCH)
     table = graph.weights.embedding("token_embd.weight", config.vocab_size, config.hidden_size)
@@ -119,7 +119,7 @@ def write_embedding(graph: Graph, context_length: int) -> Buffer:
 
 
 def write_layer(graph: Graph, layer: int, hidden: Buffer, tables: RopeTables) -> Buffer:
-    """Write one layer and return its result: `hidden` itself, or in the last layer only the rows that want logits."""
+    """Write one layer and return its result: `hidden` itself, or in the last layer the output rows only."""
     architecture = graph.architecture
     x = graph.block_norm(layer, architecture.attention_norm, hidden, "attention_input")
     write = write_latent_attention if architecture.latent_attention else write_attention
@@ -129,7 +129,7 @@ def write_layer(graph: Graph, layer: int, hidden: Buffer, tables: RopeTables) ->
         is_shared = architecture.feed_forward_norm == architecture.attention_norm
         parallel_x = x if is_shared else graph.block_norm(layer, architecture.feed_forward_norm, hidden, "ffn_input")
     if layer == graph.config.num_layers - 1:
-        # Nothing after the last cache write looks at other rows, so prompts skip the rest of this layer.
+        # After the last cache write only output rows are needed, so prompts skip the rest of this layer.
         hidden, attended = graph.select_output(hidden), graph.select_output(attended)
         parallel_x = parallel_x and graph.select_output(parallel_x)
     write_attention_output(graph, layer, hidden, attended)
@@ -140,7 +140,7 @@ def write_layer(graph: Graph, layer: int, hidden: Buffer, tables: RopeTables) ->
 
 
 def write_output_norm(graph: Graph, hidden: Buffer) -> Buffer:
-    """Write the norm after the last layer and return its result, which the output matrix reads."""
+    """Write the norm after the last layer and return its result."""
     normed = graph.buffer("output_norm", hidden.width, hidden.rows)
     graph.norm(normed, hidden, "output_norm")
     return normed

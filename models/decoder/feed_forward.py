@@ -1,4 +1,4 @@
-"""The feed-forward block: one pair of matrices, a gated trio, or a choice of experts."""
+"""The feed-forward block: two matrices, three with a gate, or mixture of experts."""
 
 from localinfer.kernels.ops import Buffer, Gating, LinearWeight, Projection, Routing
 from localinfer.models.decoder.graph import Graph, refuse
@@ -23,7 +23,7 @@ def _down(graph: Graph, name: str, hidden: Buffer) -> LinearWeight:
 
 
 def _inner(graph: Graph, gate_name: str, up_name: str, down_name: str, x: Buffer) -> Buffer:
-    """What the down projection reads: activation(up x), or activation(gate x) * (up x)."""
+    """The input of the down projection: activation(up x), or activation(gate x) * (up x)."""
     tape, architecture = graph.tape, graph.architecture
     size = graph.weights.shape(f"{down_name}.weight")[-1]
     up = graph.buffer("up", size, x.rows)
@@ -60,7 +60,7 @@ def _write_experts(graph: Graph, layer: int, hidden: Buffer, x: Buffer, post_nor
     expert_weights = graph.buffer("expert_weights", num_selected, x.rows)
     router = graph.weights.linear(f"{block}.ffn_gate_inp.weight", num_experts, x.width)
     tape.matmul(x, [Projection(router, logits, graph.bias(f"{block}.ffn_gate_inp", num_experts))])
-    # A scaled residual scales the sum over experts, and so every expert's weight; a post-norm would undo it.
+    # A residual scale is folded into the expert weights, unless a post-norm would undo it.
     residual_scale = 1.0 if post_norm else architecture.residual_scale
     tape.route(expert_ids, expert_weights, logits, _routing(graph, layer, residual_scale))
 
@@ -69,7 +69,7 @@ def _write_experts(graph: Graph, layer: int, hidden: Buffer, x: Buffer, post_nor
     up = graph.buffer("expert_up", num_selected * size, x.rows)
     _multiply_experts(graph, block, ("gate", gate), ("up", up), size, x, expert_ids)
     if architecture.weigh_expert_inputs:
-        # Weighing x weighs gate and up. The down projection is linear in up, so the sum over experts weighs that one.
+        # Weighting x weights gate and up; the sum over experts then needs no weights.
         tape.expert_scale(gate, expert_weights)
     tape.gated_activation(up, gate, up, architecture.activation)
     down = graph.buffer("expert_down", num_selected * hidden.width, x.rows)
@@ -101,7 +101,7 @@ def _routing(graph: Graph, layer: int, residual_scale: float) -> Routing:
 def _multiply_experts(
     graph: Graph, block: str, gate: tuple[str, Buffer], up: tuple[str, Buffer], size: int, x: Buffer, ids: Buffer
 ) -> None:
-    """Gate and up of the chosen experts: two stacks, or the rows of one."""
+    """Gate and up of the selected experts: two stacks, or the rows of one."""
     experts = graph.config.experts
     assert experts is not None, "the caller has checked that the model has experts"
     fused = f"{block}.ffn_gate_up_exps.weight"
@@ -118,7 +118,7 @@ def _multiply_experts(
 
 
 def _write_shared_expert(graph: Graph, block: str, out: Buffer, x: Buffer) -> None:
-    """Add the expert that reads every row, where the file holds one; its own gate may weigh it."""
+    """Add the shared expert, if the file has one, optionally gated."""
     down_name = f"{block}.ffn_down_shexp"
     if not graph.weights.has(f"{down_name}.weight"):
         return

@@ -1,4 +1,4 @@
-"""What every block function needs: the sizes, the weights, the graph builder, and scratch buffers shared by layers."""
+"""The arguments of every block function: sizes, weights, graph builder, and buffers shared by layers."""
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from localinfer.models.decoder.config import ModelConfig
 
 
 class Graph:
-    """The model being written. Buffers are reused by name, so a layer overwrites what the one before it left."""
+    """The model being written. Buffers are reused by name, so each layer overwrites those of the one before."""
 
     def __init__(
         self, config: ModelConfig, architecture: Architecture, weights: CheckedWeights, tape: GraphBuilder
@@ -30,7 +30,7 @@ class Graph:
         return self._buffers[key]
 
     def block_norm(self, layer: int, name: str | None, x: Buffer, out_name: str) -> Buffer:
-        """Norm of x by a block's named norm, in a buffer of its own; x itself where the model has no such norm."""
+        """Norm of x by a block's named norm, in a new buffer; x itself if the model has no such norm."""
         if name is None:
             return x
         out = self.buffer(out_name, x.width, x.rows)
@@ -40,7 +40,7 @@ class Graph:
     def norm(self, out: Buffer, x: Buffer, name: str, group_size: int = 0) -> None:
         """The model's norm over each row, or over each `group_size` elements of it.
 
-        Its weight is as long as the row or the group, or has one row of `group_size` weights per group.
+        Its weight has the size of the row or of the group, or one row of `group_size` weights per group.
         """
         length = group_size or x.width
         shapes = ((length,), (x.width // length, length)) if group_size else ((length,),)
@@ -53,13 +53,13 @@ class Graph:
             self.tape.layer_norm(out, x, weight, bias, self.config.norm_epsilon, group_size)
 
     def bias(self, name: str, length: int) -> FloatArray | None:
-        """The bias beside the weight of this name, where the file holds one."""
+        """The bias beside the weight of this name, if the file has one."""
         return self.weights.optional_vector(f"{name}.bias", (length,))
 
     def add_branch(
         self, hidden: Buffer, x: Buffer, weight: LinearWeight, bias: FloatArray | None, post_norm: str | None
     ) -> None:
-        """hidden += residual_scale * norm(weight x + bias): how a branch of a block ends."""
+        """hidden += residual_scale * norm(weight x + bias): the end of a branch."""
         scale = self.architecture.residual_scale
         if post_norm is None:
             self.tape.matmul(x, [Projection(weight, hidden, bias, residual=hidden, scale=scale)])
@@ -74,14 +74,14 @@ class Graph:
         self.tape.add(hidden, hidden, branch, self.architecture.residual_scale)
 
     def select_output(self, x: Buffer) -> Buffer:
-        """The rows of x that want logits."""
+        """The output rows of x."""
         out = self.buffer(x.name.removesuffix(f".{x.rows.value}"), x.width, Rows.OUTPUT)
         self.tape.select_output(out, x)
         return out
 
 
 def refuse(config: ModelConfig, what: str) -> UnsupportedFormatError:
-    """An error, to be raised by the caller, for a model of a known architecture that uses something not written yet."""
+    """The error, to be raised by the caller, for an unsupported feature of a supported architecture."""
     return UnsupportedFormatError(
         f"this {config.architecture} model {what}, which this version cannot run. "
         "Update localinfer or choose another model."

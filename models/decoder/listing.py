@@ -19,10 +19,10 @@ _LAYER = re.compile(r"\bblk\.(\d+)\.|\blayer=(\d+)\b")
 
 
 def list_program(file: ModelFile) -> dict[str, Any]:
-    """What a model computes, as JSON has it: its buffers, and its ops in order, each with its fields.
+    """A model's graph for JSON: its buffers, and its ops in order, each with its fields.
 
-    A field that has its default is left out. Nothing is read but names, types and shapes of tensors.
-    Raises: ModelFileError and below for a model that cannot be run.
+    Fields with default values are left out. Only names, types and shapes of tensors are read.
+    Raises: ModelFileError or a subclass for a model that cannot be run.
     """
     shapes = {name: record.shape for name, record in file.tensors.items()}
     check_architecture(str(file.metadata.get("general.architecture")))
@@ -37,7 +37,7 @@ def list_program(file: ModelFile) -> dict[str, Any]:
 
 
 def _fields(record: Any, weights: ShapeWeights, types: Mapping[str, str]) -> dict[str, Any]:
-    """The fields of a record that say more than their default."""
+    """The fields of a record that differ from their defaults."""
     found = {}
     for field in fields(record):
         value = getattr(record, field.name)
@@ -70,7 +70,7 @@ def _shape(shape: tuple[int, ...]) -> str:
 
 
 def program_lines(program: Mapping[str, Any]) -> Iterator[str]:
-    """Lines that show what `list_program` found; layers that do the same are shown once."""
+    """The result of `list_program` as lines; equal layers are shown once."""
     yield "buffers"
     width = max(len(buffer["name"]) for buffer in program["buffers"])
     for buffer in program["buffers"]:
@@ -113,7 +113,7 @@ def _number(value: Any) -> str:
 
 
 def _layer_of(lines: list[str], last: int | None) -> int | None:
-    """The layer whose tensors or cache an op uses; that of the op before where it uses none."""
+    """The layer whose tensors or cache an op uses; if none, that of the op before."""
     numbers = [int(first or second) for line in lines for first, second in _LAYER.findall(line)]
     if numbers:
         return numbers[0]

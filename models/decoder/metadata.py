@@ -1,4 +1,4 @@
-"""Typed access to GGUF metadata: every value is checked as it is read, every complaint names its key."""
+"""Typed access to GGUF metadata: every value is checked when read, every error names its key."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,7 +9,7 @@ from localinfer.quant.gguf.metadata import Metadata
 
 _MAX_ENTRIES = 1 << 16
 _MAX_NUMBER = 1e30
-"""Numbers beyond it make float32 infinite as soon as they are multiplied."""
+"""Larger numbers overflow float32 when multiplied."""
 _WAY_OUT = "Convert the model again or download another copy."
 
 
@@ -24,14 +24,13 @@ class MetadataReader:
         return self.full_key(key) in self._metadata
 
     def full_key(self, key: str) -> str:
-        """The key as the file has it."""
+        """The key with its prefix."""
         return f"{self._prefix}.{key}"
 
     def contradiction(self, key: str, found: object, wanted: str) -> LocalinferError:
-        """An error, to be raised by the caller, about a value that does not fit the rest of the file.
+        """The error, to be raised by the caller, for a value that contradicts the rest of the file.
 
-        Where the caller of the library chose the value, it is that caller's (RequestError), else the file's
-        (CorruptFileError).
+        RequestError for an override, CorruptFileError for a value of the file.
         """
         whole_key = self.full_key(key)
         if whole_key in getattr(self._metadata, "replaced_keys", ()):
@@ -132,7 +131,7 @@ class MetadataReader:
 
 
 def shown(value: object) -> str:
-    """A value of unknown kind and size for a message."""
+    """A value of unknown type and size for an error message."""
     if value is None:
         return "missing"
     if isinstance(value, int) and abs(value) >= 1 << 128:

@@ -1,7 +1,7 @@
-"""Which keys of a model's metadata are understood, so that those which change results and are not can be named.
+"""The metadata keys that this version reads, so that others which may change results can be reported.
 
-Keys are written after `{architecture}.`. What is listed under READ_KEYS is read by config.py, whatever the
-architecture; what only some architectures obey is under ARCHITECTURE_KEYS.
+Keys are written without `{architecture}.`. READ_KEYS: read by config.py for every architecture. ARCHITECTURE_KEYS: read
+for some architectures only.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,7 +40,7 @@ ARCHITECTURE_KEYS: dict[str, tuple[str, ...]] = {
     "rope.scaling.alpha": ("hunyuan-dense", "hunyuan-moe"),
     "use_parallel_residual": ("gptneox",),
 }
-"""Keys that some architectures obey, and which."""
+"""Keys that some architectures read, and which."""
 
 HARMLESS_KEYS: dict[str, str] = {
     "classifier.output_labels": "names of scores; no logit depends on them",
@@ -53,10 +53,10 @@ HARMLESS_KEYS: dict[str, str] = {
     "router_logit_softcapping": "obeyed by Grok alone, and written for others by some converters",
     "tensor_data_layout": "how the rows of an original checkpoint lay before they were converted",
 }
-"""Keys that are not read, and why that changes no result."""
+"""Keys that are not read, and why they change no result."""
 
 _NEUTRAL = {"attention.rope_pattern": 1, "embedding_scale": 1.0, "logit_scale": 1.0, "residual_scale": 1.0}
-"""Values other than 0 and false that say 'nothing of the kind'."""
+"""Values other than 0 and false that mean "off"."""
 
 _MOST_LISTED = 64
 
@@ -69,7 +69,7 @@ DYNAMIC_ROPE_KEY = "checkpoint.dynamic_rope"
 
 
 def unknown_settings(file: ModelFile) -> list[str]:
-    """Settings of a model's file that may change results and that nothing here obeys; none if it does not run here.
+    """Settings of a model's file that may change results and are not read; empty for an unsupported architecture.
 
     They are keys of its metadata, and for a folder names in its config.json.
     """
@@ -80,17 +80,16 @@ def unknown_settings(file: ModelFile) -> list[str]:
 
 
 def listed(keys: Sequence[str]) -> str:
-    """Keys of a file, which may be any text and any number, on one line that controls no terminal."""
+    """Untrusted keys of a file on one line, shortened and without terminal controls."""
     texts = [f"{key:.80}" if key.isprintable() else ascii(key[:80]) for key in keys[:_MOST_LISTED]]
     more = len(keys) - len(texts)
     return ", ".join(texts) + (f" and {more} more" if more else "")
 
 
 def unknown_keys(metadata: Mapping[str, object], architecture: str) -> list[str]:
-    """The keys of an architecture that runs here which the file holds and nothing here obeys, sorted.
+    """The keys of a file that are not read for its architecture, sorted.
 
-    Left out are those that change no result: HARMLESS_KEYS, and values such as 0 and false, which switch off what the
-    key is about.
+    Without those that change no result: HARMLESS_KEYS, and values such as 0 and false that mean "off".
     """
     prefix = f"{architecture}."
     found = []
@@ -104,7 +103,7 @@ def unknown_keys(metadata: Mapping[str, object], architecture: str) -> list[str]
 
 
 def is_understood(whole_key: str, architecture: str) -> bool:
-    """Whether a value under this key would be read for a model of this architecture."""
+    """Whether this key is read for a model of this architecture."""
     if whole_key in GENERAL_KEYS or whole_key in TOKENIZER_KEYS:
         return True
     key = whole_key.removeprefix(f"{architecture}.")

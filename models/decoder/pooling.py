@@ -1,4 +1,4 @@
-"""How the hidden states of a text become one vector: what an embedding model's file says of it."""
+"""Pooling of an embedding model: how the hidden states of a text become one vector."""
 
 from collections.abc import Mapping
 from enum import Enum
@@ -17,11 +17,11 @@ class Pooling(Enum):
 
 
 _BY_NUMBER = {0: Pooling.MEAN, 1: Pooling.MEAN, 2: Pooling.FIRST, 3: Pooling.LAST}
-"""GGUF's numbers: none, mean, cls, last. A model that was not trained for one gets the mean."""
+"""GGUF's numbers: none, mean, cls, last. A model without pooling gets the mean."""
 
 
 def read_pooling(metadata: Mapping[str, object]) -> Pooling:
-    """Read the pooling from GGUF metadata. Raises: UnsupportedFormatError for one that this version cannot do."""
+    """Read the pooling from GGUF metadata. Raises: UnsupportedFormatError for an unsupported one."""
     key = f"{metadata.get('general.architecture')}.pooling_type"
     found = metadata.get(key, 0)
     if isinstance(found, int | np.integer) and int(found) in _BY_NUMBER:

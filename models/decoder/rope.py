@@ -1,4 +1,4 @@
-"""Rotary position embeddings: the table of a layer, and what a caller sets in place of the file's rotation.
+"""Rotary position embeddings: the table of a layer, and options in place of the file's settings.
 
 Sources: RoFormer (arXiv 2104.09864) for the frequencies; position interpolation (arXiv 2306.15595) for linear scaling;
 YaRN (arXiv 2309.00071); LongRoPE (arXiv 2402.13753). Llama 3 and LongRoPE files carry divisors, one per pair.
@@ -30,7 +30,7 @@ _YARN_KEYS = {
 def rope_table(
     rope: RopeConfig, pairing: Pairing, divisors: NDArray[np.float32] | None = None, magnitude: float | None = None
 ) -> RopeTable:
-    """The table for layers that rotate as `rope` says.
+    """The table of layers with these settings.
 
     divisors: float32[rotary_size / 2] from `rope_freqs.weight` (Llama 3) or `rope_factors_*.weight` (LongRoPE).
     magnitude: replaces the scaling's own factor on sine and cosine.
@@ -50,8 +50,8 @@ def rope_table(
 def own_magnitude(rope: RopeConfig) -> float:
     """The factor on sine and cosine of a file's scaling: 1, or the file's, times YaRN's temperature.
 
-    Where the file has a log multiplier m, the temperature is the ratio of those for 1 and for m: the model applies the
-    rest to its scores (DeepSeek-V2's `mscale` and `mscale_all_dim`).
+    With a log multiplier m, the temperature is the ratio of those for 1 and for m: the model applies the rest to its
+    scores (DeepSeek-V2's `mscale` and `mscale_all_dim`).
     """
     if rope.scaling != "yarn" or not rope.extrapolation_factor:
         return rope.attention_factor
@@ -67,12 +67,12 @@ def plain_frequencies(rotary_size: int, base: float) -> Float64Array:
 def yarn_frequencies(frequencies: Float64Array, rope: RopeConfig) -> Float64Array:
     """Interpolate slow pairs, keep fast ones, blend between: YaRN, section 3.2 ("NTK-by-parts").
 
-    A pair is fast if it turns more than beta_fast times within the original context, slow if fewer than beta_slow.
+    A pair is fast if it rotates more than beta_fast times within the original context, slow if fewer than beta_slow.
     """
 
-    def pair_of(turns: float) -> float:
-        turns_of_first_pair = rope.original_context_length / (2.0 * math.pi * turns)
-        return rope.rotary_size * math.log(turns_of_first_pair) / (2.0 * math.log(rope.base))
+    def pair_of(rotations: float) -> float:
+        of_first_pair = rope.original_context_length / (2.0 * math.pi * rotations)
+        return rope.rotary_size * math.log(of_first_pair) / (2.0 * math.log(rope.base))
 
     first = max(0.0, math.floor(pair_of(rope.beta_fast)))
     last = min(rope.rotary_size - 1.0, math.ceil(pair_of(rope.beta_slow)))
@@ -99,16 +99,16 @@ def _check_divisors(divisors: NDArray[np.float32], num_pairs: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class RopeOptions:
-    """Rotary position embedding in place of what a model's file says; None leaves a setting to the file.
+    """Rotary position embedding in place of the file's; None keeps the file's setting.
 
     scaling: "none", "linear" (arXiv 2306.15595) or "yarn" (arXiv 2309.00071).
-    scale: positions are stretched over a context so many times as long. None: the file's factor for the same scaling,
-        else the context asked for over the one that was trained for. Given alone for a file without scaling: linear.
-    base: of the frequencies (theta). frequency_scale: 1 / scale, to be given instead of it.
-    yarn_original_context: tokens that the model was first trained for. yarn_extrapolation_factor: how much of the fast
-    pairs' frequencies is kept, 0 for none of it (plain interpolation) to 1. yarn_attention_factor: multiplies YaRN's
-    own temperature, in place of the file's factor. yarn_beta_fast, yarn_beta_slow: turns within the original context
-    from which a pair counts as fast, and below which as slow.
+    scale: factor by which the context is extended. None: the file's factor for the same scaling, else context_length
+        over the trained context. Given alone for a file without scaling: linear.
+    base: of the frequencies (theta). frequency_scale: 1 / scale, in place of scale.
+    yarn_original_context: context length of the original training. yarn_extrapolation_factor: share of the unscaled
+    frequency of fast pairs, from 0 (plain interpolation) to 1. yarn_attention_factor: multiplies YaRN's temperature, in
+    place of the file's factor. yarn_beta_fast, yarn_beta_slow: rotations within the original context from which a pair
+    counts as fast, and below which as slow.
     """
 
     scaling: str | None = None
@@ -122,7 +122,7 @@ class RopeOptions:
     yarn_beta_slow: float | None = None
 
     def __post_init__(self) -> None:
-        """Raises: RequestError for a value without meaning."""
+        """Raises: RequestError for an invalid value."""
         if self.scaling is not None and self.scaling not in SCALINGS:
             raise RequestError(f"rope scaling is {shown(self.scaling)}; give one of {', '.join(SCALINGS)}")
         limits = {
@@ -151,16 +151,16 @@ class RopeOptions:
 
     @property
     def is_empty(self) -> bool:
-        """Whether everything is left to the file."""
+        """Whether no option is set."""
         return all(getattr(self, field.name) is None for field in fields(self))
 
 
 def rope_metadata(
     options: RopeOptions, metadata: Mapping[str, object], architecture: str, context_length: int | None
 ) -> dict[str, bool | int | float | str]:
-    """The metadata that the options amount to, for a model whose own is `metadata`.
+    """The metadata overrides of the options, for a model with `metadata`.
 
-    context_length: the one asked for, if any. Raises: RequestError if the options do not go together with the file.
+    context_length: the requested one, or None. Raises: RequestError if the options contradict the file.
     """
     prefix = f"{architecture}.rope."
     file_kind, file_factor = _scaling_of(metadata, prefix)
@@ -196,7 +196,7 @@ def rope_metadata(
 
 
 def _scaling_of(metadata: Mapping[str, object], prefix: str) -> tuple[str, float | None]:
-    """The file's scaling, and its factor or None; a value that is not sound is refused where it is read."""
+    """The file's scaling, and its factor or None; invalid values are refused elsewhere."""
     found = metadata.get(f"{prefix}scaling.factor", metadata.get(f"{prefix}scale_linear"))
     is_set = isinstance(found, int | float | np.number) and found not in (0, 1)
     kind = metadata.get(f"{prefix}scaling.type")
@@ -211,15 +211,15 @@ def _check_yarn(options: RopeOptions, in_force: str) -> None:
         given.append("yarn_original_context")
     if given and in_force != "yarn":
         raise RequestError(
-            f"{', '.join(given)} has a meaning with YaRN only, and the scaling is {in_force!r}; give the scaling "
-            "'yarn' as well, or leave it out"
+            f"{', '.join(given)} applies to YaRN only, and the scaling is {in_force!r}; give the scaling 'yarn' as "
+            "well, or leave it out"
         )
 
 
 def _factor_of_context(
     options: RopeOptions, metadata: Mapping[str, object], architecture: str, context_length: int | None
 ) -> float:
-    """How many times as long as the original context the one asked for is."""
+    """The ratio of the requested context to the original one."""
     trained = metadata.get(f"{architecture}.context_length")
     original = options.yarn_original_context
     if original is None:

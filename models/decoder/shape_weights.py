@@ -1,4 +1,4 @@
-"""Weights of which only shapes are known, for graphs that are read and not run."""
+"""Weights without data, for graphs that are listed and not run."""
 
 from collections.abc import Mapping
 from math import prod
@@ -18,10 +18,10 @@ class VectorPart(NamedTuple):
 
 
 class ShapeWeights:
-    """A `WeightSource` without weights: vectors are of ones, and recognised by their address.
+    """A `WeightSource` without data: vectors are of ones, and recognised by their address.
 
-    shapes: of every tensor, rows first. uses: how often a graph has asked for each tensor. A matrix's `packed` is the
-    first of its rows.
+    shapes: of every tensor, rows first. uses: how often each tensor was requested. A matrix's `packed` is its first
+    row.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -58,7 +58,7 @@ class ShapeWeights:
         return values
 
     def part_of(self, values: FloatArray) -> VectorPart | None:
-        """Which elements of which tensor these are; None for numbers that are no tensor's."""
+        """Which elements of which tensor these are, or None."""
         address = values.ctypes.data
         for first, name, whole in self._vectors:
             if first <= address < first + whole.nbytes:

@@ -1,8 +1,8 @@
-"""Which device a model runs on: a GPU where there is one, with as much of the model as it holds, and why not more.
+"""The device of a model: a GPU if there is one, with as many layers as fit.
 
-How much it holds is worked out from the file before anything is loaded: the weights as they will lie there, keys and
-values of the context that is wanted, and what computing needs. The last layers go to the device, with the output head,
-so that tokens are chosen there; embeddings go along where all layers do.
+The number of layers is computed from the file before loading: the weights in the device's layout, the KV cache of the
+requested context, and working buffers. The last layers are placed on the device, with the output head, so that tokens
+are sampled there; the embeddings too if all layers are.
 """
 
 import contextlib
@@ -29,15 +29,15 @@ logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
 USUAL_TOKENS = 8192
-"""Positions that keys and values are given room for, where no context is asked for."""
+"""Positions of the KV cache to plan for, if no context length is given."""
 
 MARGIN_BYTES = 256 << 20
-"""For what is not counted: the library's workspace, captured graphs, other programs."""
+"""Reserve for what is not counted: library workspace, captured graphs, other programs."""
 
 _BATCH_ROWS = 1024
 _OUTPUT_ROWS = 64
 _LIBRARY_BYTES = 128 << 20
-"""A piece of weights as plain numbers, for prompts."""
+"""Dequantized weights for prompts."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class MemoryNeeds:
     """Bytes that a device needs for the parts of a model.
 
     layers: weights, keys and values of each. output: the norm and the matrix after the last layer. embedding: the
-    table, 0 where it is that matrix too. working: buffers, whatever is on the device.
+    table, 0 if it is tied to that matrix. working: buffers, for any number of layers.
     """
 
     layers: Sequence[int]
@@ -54,13 +54,13 @@ class MemoryNeeds:
     working: int
 
     def bytes_of(self, num_layers: int) -> int:
-        """What the last `num_layers` layers need with all that goes along, embeddings apart."""
+        """Bytes of the last `num_layers` layers, the output head and buffers, without embeddings."""
         return self.working + self.output + sum(self.layers[len(self.layers) - num_layers :])
 
 
 @dataclass(frozen=True)
 class Placement:
-    """What of a model goes to a device: its last layers, and the embeddings too or not."""
+    """The parts of a model on a device: its last layers, and the embeddings or not."""
 
     num_gpu_layers: int
     num_layers: int
@@ -69,11 +69,11 @@ class Placement:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing is left for the CPU."""
+        """Whether the whole model is on the device."""
         return self.has_embedding and self.num_gpu_layers == self.num_layers
 
     def describe(self, device_name: str, free_bytes: int) -> str:
-        """One line: what runs where, and why not more."""
+        """One line: the placement and the memory it needs."""
         counts = f"{self.num_gpu_layers} of {self.num_layers} layers on the GPU"
         memory = f"{self.num_bytes / 1e9:.1f} GB of the {free_bytes / 1e9:.1f} GB free on {device_name}"
         if self.is_whole:
@@ -83,7 +83,7 @@ class Placement:
 
 
 def memory_needs(file: ModelFile, config: ModelConfig, kv_layout: KVLayout, num_tokens: int) -> MemoryNeeds:
-    """Count what each part of a model needs, with keys and values of `num_tokens` positions."""
+    """The bytes of each part of a model, with a KV cache of `num_tokens` positions."""
     weights = [0] * config.num_layers
     output = embedding = 0
     widest = config.hidden_size
@@ -91,7 +91,7 @@ def memory_needs(file: ModelFile, config: ModelConfig, kv_layout: KVLayout, num_
         num_bytes = _device_bytes(file, tensor)
         block = re.match(r"blk\.(\d+)\.", name)
         if block is not None:
-            # Layers beyond the last draft tokens, and are not run.
+            # Further layers are for next-token prediction, which is not run.
             if int(block[1]) < config.num_layers:
                 weights[int(block[1])] += num_bytes
                 widest = max(widest, *tensor.shape[-2:])
@@ -114,7 +114,7 @@ def memory_needs(file: ModelFile, config: ModelConfig, kv_layout: KVLayout, num_
 
 
 def bytes_per_token(file: ModelFile, config: ModelConfig) -> int:
-    """Bytes of weights on a device that decoding a single token reads: of experts the chosen ones, of tables a row."""
+    """Bytes of weights that decoding one token reads on a device: of experts the selected ones, of tables one row."""
     total = 0
     is_tied = "output.weight" not in file.tensors
     for name, tensor in file.tensors.items():
@@ -131,10 +131,9 @@ def bytes_per_token(file: ModelFile, config: ModelConfig) -> int:
 
 
 def choose_placement(needs: MemoryNeeds, free_bytes: int, wanted: int | None) -> Placement | None:
-    """The most layers that fit, or as many as are wanted if they do; None if not one fits.
+    """As many layers as fit, or `wanted` ones (at most all); None if not one fits.
 
-    Without a number wanted, MARGIN_BYTES stay free. More are wanted than there are: all of them.
-    Raises: RequestError if those that are wanted do not fit.
+    If `wanted` is None, MARGIN_BYTES are kept free. Raises: RequestError if `wanted` layers do not fit.
     """
     num_layers = len(needs.layers)
     room = free_bytes - MARGIN_BYTES
@@ -146,8 +145,8 @@ def choose_placement(needs: MemoryNeeds, free_bytes: int, wanted: int | None) ->
         if needs.bytes_of(count) > room:
             raise RequestError(
                 f"gpu_layers is {wanted}, and {count} layers need {needs.bytes_of(count) / 1e9:.1f} GB of a GPU that "
-                f"has {free_bytes / 1e9:.1f} GB free, where {fitting} of {num_layers} fit; ask for that or less, for a "
-                "smaller context_length, or leave gpu_layers out"
+                f"has {free_bytes / 1e9:.1f} GB free, where {fitting} of {num_layers} fit; give that or less, "
+                "a smaller context_length, or leave gpu_layers out"
             )
     if not count:
         return None
@@ -157,7 +156,7 @@ def choose_placement(needs: MemoryNeeds, free_bytes: int, wanted: int | None) ->
 
 
 def _device_bytes(file: ModelFile, tensor: TensorRecord) -> int:
-    """Bytes of a tensor in the layout it runs in on a device; vectors are float32."""
+    """Bytes of a tensor in its device layout; vectors are float32."""
     if file.grouped(tensor.name) is not None:
         return tensor.num_bytes
     if len(tensor.shape) < 2:
@@ -167,7 +166,7 @@ def _device_bytes(file: ModelFile, tensor: TensorRecord) -> int:
 
 
 def check_gpu_layers(device: str, gpu_layers: int | None) -> None:
-    """Raise RequestError for a number of layers without meaning on a device."""
+    """Raise RequestError if gpu_layers is invalid or contradicts the device."""
     if gpu_layers is None:
         return
     if not isinstance(gpu_layers, int) or isinstance(gpu_layers, bool) or gpu_layers < 0:
@@ -186,14 +185,13 @@ def open_device(
     gpu_layers: int | None = None,
     progress: ProgressCallback | None = None,
 ) -> tuple[CudaDevice, Placement] | None:
-    """The GPU to run a model on and what of it goes there, or None for the CPU; device: "auto" or "cuda".
+    """The GPU and the placement of a model on it, or None for the CPU; device: "auto" or "cuda".
 
-    A GPU that does not compute a product and an attention as the CPU does is not used. needs: what the model's parts
-    take, asked only where there is a GPU. gpu_layers: how many, None for all that fit.
-    Raises: BackendUnavailableError if "cuda" was asked for by name and cannot be had, with what is missing;
-    RequestError if the layers that were asked for do not fit.
+    A GPU that fails the self-check is not used. needs: called only if there is a GPU. gpu_layers: None for all that
+    fit. Raises: BackendUnavailableError if device is "cuda" and not available, with the reason; RequestError if the
+    requested layers do not fit.
     """
-    # Most machines without a GPU have no driver either, and there is nothing to report there.
+    # Without a driver there is nothing to report.
     if gpu_layers == 0 or (device == "auto" and gpu_layers is None and not has_driver()):
         return None
     try:
@@ -219,12 +217,12 @@ def open_device(
 
 
 def _open_checked(progress: ProgressCallback | None) -> CudaDevice:
-    """The GPU, after it has computed what it should."""
+    """The GPU, after its self-check."""
     opened = CudaDevice()
     try:
         check_device(opened, progress)
     except Exception:
-        # A device whose check ended in the midst may fail in closing too, which says nothing more.
+        # After a failed check closing may fail too.
         with contextlib.suppress(Exception):
             opened.close()
         raise
@@ -232,7 +230,7 @@ def _open_checked(progress: ProgressCallback | None) -> CudaDevice:
 
 
 def _with_gpu_errors(ask: Callable[[], Answer]) -> Answer:
-    """What `ask` returns, with all that drivers, compilers and their bindings raise as BackendUnavailableError."""
+    """The result of `ask`; errors of drivers and compilers become BackendUnavailableError."""
     try:
         return ask()
     except LocalinferError:
@@ -248,7 +246,7 @@ def _with_gpu_errors(ask: Callable[[], Answer]) -> Answer:
 def calibration_device(device: str) -> str | None:
     """torch's name of the GPU to calibrate on, or None for the CPU; device: "auto", "cpu" or "cuda".
 
-    Raises: BackendUnavailableError if "cuda" was asked for by name and torch sees no GPU.
+    Raises: BackendUnavailableError if device is "cuda" and torch finds no GPU.
     """
     if device == "cpu" or (device == "auto" and not has_driver()):
         return None
@@ -257,7 +255,7 @@ def calibration_device(device: str) -> str | None:
 
         if torch.cuda.is_available():
             return "cuda"
-        reason = "torch sees no GPU"
+        reason = "torch finds no GPU"
     except ImportError:
         reason = "torch is not installed"
     if device == "cuda":
@@ -269,9 +267,9 @@ def calibration_device(device: str) -> str | None:
 
 
 def stay_on_cpu(device: str, gpu_layers: int | None, reason: str) -> None:
-    """Say why a model does not go to the GPU, if there is one and the choice was ours.
+    """Log why a model is not placed on an available GPU.
 
-    Raises: BackendUnavailableError if a GPU was asked for by name.
+    Raises: BackendUnavailableError if device is "cuda".
     """
     refusal = BackendUnavailableError(reason)
     if device == "cuda" or gpu_layers:
@@ -281,5 +279,5 @@ def stay_on_cpu(device: str, gpu_layers: int | None, reason: str) -> None:
 
 
 def report_fallback(error: Exception) -> None:
-    """Say that the CPU is taken, and why."""
+    """Log that the CPU is used, and why."""
     logger.warning("running on the CPU: %s", error)

@@ -1,4 +1,4 @@
-"""From a path to a model that runs: file, configuration, tokenizer, device, weights, program."""
+"""Loading a model: file, configuration, tokenizer, device, weights, program."""
 
 import logging
 import os
@@ -11,7 +11,7 @@ from localinfer.errors import BackendUnavailableError, CorruptFileError, OutOfMe
 from localinfer.kernels import address_space
 from localinfer.kernels.cpu import sampling, text_merging, token_history
 from localinfer.kernels.cpu.lower import MAX_BATCH_ROWS, lower_to_cpu
-from localinfer.kernels.cpu.program import POOL_KERNELS, ThreadPool
+from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.kernels.cpu.weights import KERNELS as WEIGHT_KERNELS
 from localinfer.kernels.cuda.device import CudaDevice
 from localinfer.kernels.jit.compile_ahead import ProgressCallback, compile_ahead
@@ -62,9 +62,9 @@ class Model:
     weights: WeightSource | None = None
 
     def hidden_program(self) -> Program:
-        """Write a second program over the same weights and threads, which takes turns with the first.
+        """Write a second program over the same weights and threads; only one may run at a time.
 
-        It ends before the output head: `run` returns the last hidden states, normed, float32[rows, hidden_size].
+        It has no output head: `run` returns the last hidden states, normed, float32[rows, hidden_size].
         Raises: BackendUnavailableError for a model on a GPU.
         """
         if self.weights is None:
@@ -82,11 +82,11 @@ class Model:
 
     @property
     def pooling(self) -> Pooling:
-        """How the model was trained to make one vector of a text's hidden states; the mean where the file is silent."""
+        """The pooling of an embedding model; the mean if the file has none."""
         return read_pooling(self.file.metadata)
 
     def close(self) -> None:
-        """Release threads, memory and the file; safe to call twice."""
+        """Release threads, memory and the file; may be called again."""
         self.program.close()
         self.pool.close()
         self.file.close()
@@ -105,19 +105,17 @@ def load_model(
     changes: ModelChanges | None = None,
     progress: ProgressCallback | None = None,
 ) -> Model:
-    """Load a GGUF file or a Hugging Face folder and compile what it needs.
+    """Load a GGUF file or a Hugging Face folder and compile its kernels.
 
-    threads: how many compute; None takes the physical cores, and measures how many of them decode fastest.
-    context_length: tokens the cache may hold; more than the model was trained for is warned of. None takes what it was
-        trained for.
-    kv_window: sequences evict pages by the attention they get, and hold so many positions between batches.
-    device: "cpu", "cuda", or "auto" for a GPU if there is one that holds at least a layer.
-    gpu_layers: how many of the last layers run on the GPU; None for as many as fit, with `context_length` tokens of
-        keys and values, or 8,192 of them where it is None.
-    beside: a model that takes turns with this one, which then shares its threads; closing either ends both.
-    changes: settings in place of those of the file.
-    Raises: ModelFileError (and below) for the file, RequestError for an option without meaning, OutOfMemoryError if the
-        system does not give the memory.
+    threads: None for the physical cores, of which as many decode as is fastest.
+    context_length: maximum tokens of a sequence; more than the model was trained for logs a warning. None: trained.
+    kv_window: sequences evict pages by attention scores, and keep this many positions between batches.
+    device: "cpu", "cuda", or "auto" for a GPU if there is one that holds at least one layer.
+    gpu_layers: how many of the last layers run on the GPU; None for as many as fit, with a KV cache of `context_length`
+        tokens, or 8,192 if it is None.
+    beside: a model whose threads to share; only one of both runs at a time, and closing either ends both.
+    changes: settings in place of the file's.
+    Raises: ModelFileError or a subclass, RequestError for an invalid option, OutOfMemoryError.
     """
     check_gpu_layers(device, gpu_layers)
     file = open_model_file(path, changes, context_length)
@@ -147,8 +145,8 @@ def load_model(
             kv_tokens = min(config.context_length, context_length or USUAL_TOKENS)
             placed = open_device(device, lambda: memory_needs(file, config, kv_layout, kv_tokens), gpu_layers, progress)
         gpu = None if placed is None else placed[0]
-        # All but the tape's own kernels, which are known once the program is written.
-        shared = (POOL_KERNELS, sampling.KERNELS, token_history.KERNELS, text_merging.KERNELS, WEIGHT_KERNELS)
+        # The tape's own kernels are compiled once the program is written.
+        shared = (pool_module.KERNELS, sampling.KERNELS, token_history.KERNELS, text_merging.KERNELS, WEIGHT_KERNELS)
         compile_ahead([kernel for kernels in shared for kernel in kernels], progress)
         if beside is None:
             pool = ThreadPool(available_threads() if threads is None else checked_threads(threads))
@@ -158,14 +156,14 @@ def load_model(
         written = None if placed is None else _write_on_gpu(parts, *placed, is_required=device == "cuda")
         used, weights = "cuda", None
         if written is None:
-            # Before a batch the last page may have just begun, and after it another one.
+            # A batch may begin and end inside a page.
             held = 0 if kv_window is None else kv_window + MAX_BATCH_ROWS + 2 * kv_layout.page_tokens
             used, weights = "cpu", CpuWeights(file, shared_pool, progress)
             written = _write_on_cpu(parts, weights, kv_layout, held), kv_layout
         if file.has_changed:
-            # What was read may be of two versions.
+            # The file may have been read in two versions.
             raise CorruptFileError(
-                f"{file.path} was changed while it was being loaded; load it again when what writes it is done"
+                f"{file.path} was changed while it was being loaded; load it again when it is complete"
             )
         return Model(config, tokenizer, template, *written, file, shared_pool, used, weights)
     except BaseException as error:
@@ -181,7 +179,7 @@ def load_model(
 
 @dataclass(frozen=True)
 class _Parts:
-    """What programs are written from on every device."""
+    """The parts from which a program is written on any device."""
 
     config: ModelConfig
     file: ModelFile
@@ -205,7 +203,7 @@ def _write_on_cpu(parts: _Parts, weights: CpuWeights, kv_layout: KVLayout, max_w
 def _write_on_gpu(
     parts: _Parts, gpu: CudaDevice, placement: Placement, *, is_required: bool
 ) -> tuple[Program, KVLayout] | None:
-    """The model on a GPU, or as much of it as was chosen; None after a report why it cannot run there.
+    """The program with the chosen layers on a GPU; None, after logging the reason, if it cannot run there.
 
     Raises: BackendUnavailableError, OutOfMemoryError if the GPU is required.
     """
@@ -235,7 +233,7 @@ def _write_whole(parts: _Parts, gpu: CudaDevice) -> tuple[Program, KVLayout]:
 
 
 def _write_split(parts: _Parts, gpu: CudaDevice, placement: Placement) -> tuple[Program, KVLayout]:
-    """A program whose first layers run on the CPU; the GPU's part first, which may not fit after all."""
+    """A program whose first layers run on the CPU; the GPU's part is made first, as it may run out of memory."""
     from localinfer.kernels.cuda.lower import check_kv_types, lower_to_cuda
     from localinfer.kernels.cuda.memory import SplitKVLayout
     from localinfer.kernels.cuda.offload import SplitProgram
@@ -258,7 +256,7 @@ def _write_split(parts: _Parts, gpu: CudaDevice, placement: Placement) -> tuple[
 
 
 def _note(file: ModelFile, weights: CpuWeights) -> None:
-    """Say what of a file is run as something else, or not at all."""
+    """Log converted tensor types and unused layers."""
     count = file.metadata.get(f"{file.metadata.get('general.architecture')}.nextn_predict_layers")
     # They draft the tokens after the next (DeepSeek-V3, arXiv 2412.19437, section 2.2).
     if isinstance(count, int | np.integer) and count > 0:
@@ -272,7 +270,7 @@ def _note(file: ModelFile, weights: CpuWeights) -> None:
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
-    """Build the tokenizer of a GGUF file, which needs no tensors in it, or of a Hugging Face folder.
+    """Build the tokenizer of a GGUF file, with or without tensors, or of a Hugging Face folder.
 
     Raises: ModelFileError and below.
     """
@@ -288,8 +286,8 @@ def open_model_file(
 ) -> ModelFile:
     """Open a GGUF file, or the checkpoint in a folder.
 
-    changes: settings in place of those of the file. context_length: the one asked for, which some of them depend on.
-    Raises: ModelFileError and below; RequestError for changes without meaning.
+    changes: settings in place of the file's. context_length: the requested one, on which some changes depend.
+    Raises: ModelFileError or a subclass; RequestError for invalid changes.
     """
     file: GGUFFile | CheckpointModel
     if not os.path.isdir(path):
@@ -308,10 +306,10 @@ def open_model_file(
 
 
 def read_config(file: ModelFile) -> ModelConfig:
-    """Read and check the hyperparameters of a model that this version runs. Raises: ModelFileError and below."""
+    """Read and check the hyperparameters of a supported model. Raises: ModelFileError or a subclass."""
     architecture = file.metadata.get("general.architecture")
     if isinstance(architecture, str):
-        # Before their metadata is read, which says nothing of attention in some.
+        # First, as the metadata of some recurrent models lacks attention keys.
         check_architecture(architecture)
     return ModelConfig.from_metadata(file.metadata, {name: info.shape for name, info in file.tensors.items()})
 
@@ -319,7 +317,7 @@ def read_config(file: ModelFile) -> ModelConfig:
 def _with_context(
     config: ModelConfig, file: ModelFile, context_length: int | None, changes: ModelChanges | None
 ) -> ModelConfig:
-    """The configuration with the context asked for, which may be longer than the one that was trained for."""
+    """The configuration with the requested context length."""
     architecture = find_architecture(config)
     is_scaled = changes is not None and not changes.rope.is_empty
     rotates = config.rope.rotary_size > 0 and (not architecture.has_rope or any(architecture.has_rope))
@@ -331,13 +329,13 @@ def _with_context(
     if context_length > trained:
         asked = f"context_length is {context_length}, but the model was trained for {trained}"
         if architecture.learned_positions:
-            raise RequestError(f"{asked} and has a learned vector for each position; ask for that or less")
+            raise RequestError(f"{asked} and has a learned vector for each position; give that or less")
         if context_length > MAX_CONTEXT:
-            raise RequestError(f"{asked}, and no cache holds more than {MAX_CONTEXT}; ask for less")
+            raise RequestError(f"{asked}, and the maximum is {MAX_CONTEXT}; give less")
         if file.metadata.get(DYNAMIC_ROPE_KEY) and not is_scaled:
             raise RequestError(
-                f"{asked}, and its positions are to be scaled anew with every further token, which this version does "
-                "not do; ask for that or less, or say how to scale them (rope: linear, yarn or a base)"
+                f"{asked}, and it uses dynamic scaling of positions, which this version does not support; give that or "
+                "less, or another scaling (rope: linear, yarn or a base)"
             )
         way_out = "" if is_scaled else ", unless its positions are scaled (rope: linear, yarn or a base)"
         logger.warning("%s: %s; beyond that it may answer worse%s", file.path.name, asked, way_out)
@@ -348,7 +346,7 @@ def _note_unknown_settings(file: ModelFile) -> None:
     unknown = unknown_settings(file)
     if unknown:
         logger.warning(
-            "%s: settings that this version does not know, and that may change what the model answers, are ignored: %s",
+            "%s: settings unknown to this version, which may change the model's answers, are ignored: %s",
             file.path.name,
             listed(unknown),
         )

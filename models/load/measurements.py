@@ -1,4 +1,4 @@
-"""Measurements on a machine that may be busy: times taken in turns, and a cache of what was measured before."""
+"""Timings on a machine that may be busy, and a cache of measurements."""
 
 import contextlib
 import hashlib
@@ -16,10 +16,10 @@ from localinfer.kernels.jit.object_cache import CACHE_FOLDER
 _REPETITIONS = 7
 _LEAST_REPETITIONS = 3
 _PATIENCE_SECONDS = 0.6
-"""Slow computations are repeated fewer times once all of them have taken this long."""
+"""Time limit after which slow computations are repeated fewer times."""
 _QUICK_SECONDS = 0.01
 _CALM_SPREAD = 1.15
-"""How far the median may lie above the least time where nothing else runs."""
+"""Largest ratio of the median to the least time on an idle machine."""
 _CALM_SHARE = 0.75
 """Share of all times that lie less than twice as far above it there: medians miss work in a third of the time."""
 _KEPT_SECONDS = 30 * 24 * 3600
@@ -30,19 +30,18 @@ Key = TypeVar("Key")
 
 @dataclass(frozen=True)
 class Timings(Generic[Key]):
-    """seconds: the least time of each. is_calm: whether repetitions agree well enough to be kept for another day."""
+    """seconds: the least time of each. is_calm: whether repetitions agree well enough to be cached."""
 
     seconds: dict[Key, float]
     is_calm: bool
 
 
 def time_in_turns(runs: Mapping[Key, Callable[[], object]], *, repetitions: int = _REPETITIONS) -> Timings[Key]:
-    """Run all once, then all again, so that a moment in which the machine is busy slows every one of them.
+    """Time computations in a round robin, so that a busy moment affects all alike.
 
-    Another program's work only ever adds to a time, so the least counts; where the medians lie well above it, or a
-    quarter of all times far above it, the machine was busy. What is quick is run once more before it is timed: threads
-    that slept through the runs before it take a millisecond to wake up, and in use none sleeps between two runs of a
-    kind.
+    Other programs only add to a time, so the least counts; if the medians are well above it, or a quarter of all times
+    far above it, the machine was busy. A fast computation is run once more before it is timed, because sleeping threads
+    take a millisecond to wake up, and in use none sleeps between two runs.
     """
     now = time.perf_counter
     samples: dict[Key, list[float]] = {key: [] for key in runs}
@@ -68,7 +67,7 @@ def time_in_turns(runs: Mapping[Key, Callable[[], object]], *, repetitions: int 
 
 
 def get_measurement(kind: str, key: str) -> dict[str, Any] | None:
-    """What `put_measurement` was given under this kind and key, for a month; None for nothing sound."""
+    """The values of `put_measurement` under this kind and key, for a month; None if missing or invalid."""
     path = _path(kind, key)
     if path is None:
         return None
@@ -80,10 +79,7 @@ def get_measurement(kind: str, key: str) -> dict[str, Any] | None:
 
 
 def put_measurement(kind: str, key: str, **values: Any) -> None:
-    """Cache values that JSON can hold beside the kernels they were measured with.
-
-    A disk that is full only costs measuring again.
-    """
+    """Cache JSON-serializable values beside the compiled kernels; errors of the disk are ignored."""
     path = _path(kind, key)
     if path is None:
         return

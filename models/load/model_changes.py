@@ -1,4 +1,4 @@
-"""What a caller sets in place of what a model's file says, before anything of it is built."""
+"""Settings in place of those of a model's file: metadata, chat template and RoPE options."""
 
 import os
 import re
@@ -28,7 +28,7 @@ _WHOLE_NUMBER = re.compile(r"[+-]?\d{1,40}")
 class ModelChanges:
     """Settings in place of those of a model's file.
 
-    overrides: metadata by GGUF's whole keys. chat_template: Jinja source. rope: how positions rotate.
+    overrides: metadata by whole GGUF key. chat_template: Jinja source. rope: rotary position embedding.
     """
 
     overrides: Mapping[str, SingleValue] = field(default_factory=lambda: MappingProxyType({}))
@@ -36,7 +36,7 @@ class ModelChanges:
     rope: RopeOptions = field(default_factory=RopeOptions)
 
     def __post_init__(self) -> None:
-        """Raises: RequestError for a key or value that no metadata can be, or a template that does not compile."""
+        """Raises: RequestError for an invalid key or value, or a template that does not compile."""
         for key, value in self.overrides.items():
             if not _is_text(key) or not key or not key.isprintable():
                 raise RequestError(f"the key {shown(key)} cannot be set; give a metadata key, such as llama.vocab_size")
@@ -48,10 +48,11 @@ class ModelChanges:
 
 
 def apply_changes(file: "GGUFFile | CheckpointModel", changes: ModelChanges, context_length: int | None) -> None:
-    """Replace metadata of an open model, so that everything built from it, its fingerprint too, follows the changes.
+    """Replace metadata of an open model, before anything is built from it, so that its fingerprint changes too.
 
-    context_length: the one asked for, if any.
-    Raises: RequestError naming a key that the file lacks and nothing reads, or options that do not go together.
+    context_length: the requested one, or None.
+    Raises: RequestError naming a key that the file lacks and localinfer does not read, or options that contradict each
+        other.
     """
     lacking = [key for key in changes.overrides if key not in file.metadata]
     if changes.overrides:
@@ -62,8 +63,8 @@ def apply_changes(file: "GGUFFile | CheckpointModel", changes: ModelChanges, con
     unread = [key for key in lacking if not is_understood(key, architecture)]
     if unread:
         raise RequestError(
-            f"{', '.join(unread)} cannot be set: the model's file has no such key, and nothing reads it for a model of "
-            f"the architecture {architecture!r}; 'localinfer show' lists the keys of a file"
+            f"{', '.join(unread)} cannot be set: the model's file has no such key, and it is not read for the "
+            f"architecture {architecture!r}; 'localinfer show' lists the keys of a file"
         )
     if not changes.rope.is_empty:
         file.replace_metadata(rope_metadata(changes.rope, file.metadata, architecture, context_length))
@@ -73,7 +74,7 @@ def apply_changes(file: "GGUFFile | CheckpointModel", changes: ModelChanges, con
 
 
 def template_source(template: str | os.PathLike[str] | None) -> str | None:
-    """The Jinja source of a template given as text, or by the path of its file; text has a brace in it.
+    """The Jinja source of a template, given as text, which contains a brace, or as the path of its file.
 
     Raises: RequestError for a file that cannot be read.
     """
@@ -97,13 +98,13 @@ def template_source(template: str | os.PathLike[str] | None) -> str | None:
 
 
 def parse_override(text: str) -> tuple[str, SingleValue]:
-    """Read KEY=VALUE. VALUE may begin with its type (int:, float:, bool: or str:); else what it looks like decides.
+    """Parse KEY=VALUE. VALUE may begin with its type (int:, float:, bool: or str:), else the type is inferred.
 
     Raises: RequestError.
     """
     key, equals, value = text.partition("=")
     if not equals or not key:
-        raise RequestError(f"{text!r:.80} is no setting; give KEY=VALUE, such as llama.rope.freq_base=1e6")
+        raise RequestError(f"{text!r:.80} is not a setting; give KEY=VALUE, such as llama.rope.freq_base=1e6")
     typed = _TYPED.fullmatch(value)
     kind, value = typed.groups() if typed else ("", value)
     try:
@@ -118,17 +119,17 @@ def parse_override(text: str) -> tuple[str, SingleValue]:
     except ValueError:
         if not kind:
             return key, value
-    raise RequestError(f"{key} is set to {value!r:.80}, which is no {kind}; give such a value or another type")
+    raise RequestError(f"{key} is set to {value!r:.80}, which is not of type {kind}; give such a value or another type")
 
 
 def _check_template(source: str) -> None:
     from localinfer.models.text.template_sandbox import TemplateSandbox
 
     if not _is_text(source):
-        raise RequestError("the chat template holds half characters (lone surrogates); give sound text")
+        raise RequestError("the chat template has lone surrogates; give valid Unicode text")
     try:
         TemplateSandbox().from_string(source)
-    # Jinja reports syntax; Python's compiler may add stack, memory and nesting limits of its own.
+    # Jinja reports syntax errors; Python's compiler may exceed limits of stack, memory and nesting.
     except Exception as error:
         raise RequestError(
             f"the chat template does not compile ({type(error).__name__}: {str(error):.200}); give a Jinja template"
@@ -136,7 +137,7 @@ def _check_template(source: str) -> None:
 
 
 def _is_text(value: object) -> bool:
-    """Whether a value is text that can be stored: no half characters."""
+    """Whether a value is text without lone surrogates."""
     try:
         return isinstance(value, str) and value.encode() is not None
     except UnicodeEncodeError:

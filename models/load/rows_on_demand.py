@@ -1,7 +1,7 @@
-"""A table of which a text needs few rows: each is read from the file when it is first needed, and stays.
+"""An embedding table whose rows are read from the file on first use.
 
-A map of the file would do the same with less, but truncating the file while a kernel reads the map ends the
-process (SIGBUS), and writing into it changes what the model says. A row that was read is this process's own.
+A memory map would be simpler, but truncating the file while a kernel reads the map kills the process (SIGBUS), and
+writing to the file changes the model. Rows are copied, so neither can happen.
 """
 
 import contextlib
@@ -15,16 +15,16 @@ from numpy.typing import NDArray
 from localinfer.quant.gguf.mapped_file import FileStretch
 
 _WHOLE_BYTES = 4 << 20
-"""Tables up to this size are read at once: it takes a millisecond or two, and no step ever looks again."""
+"""Tables up to this size are read at once, in a millisecond or two."""
 _BLOCK_BYTES = 4 << 10
-"""About how much is read at a time. Rows of tokens that occur together do not lie together."""
+"""About how many bytes are read at a time. Tokens that occur together are not adjacent."""
 
 
 class RowsOnDemand:
     """`num_rows` rows of equal size in a file.
 
-    data: uint8[bytes of the table], of which the rows that `fill` was asked for hold what the file does. fill: None if
-    all do. One thread at a time may fill. Raises: CorruptFileError if the file was changed since it was opened.
+    data: uint8[bytes of the table]; valid are the rows that `fill` was called with. fill: None if all are valid. One
+    thread at a time may fill. Raises: CorruptFileError if the file was changed since it was opened.
     """
 
     def __init__(
@@ -45,9 +45,9 @@ class RowsOnDemand:
         self.fill = self._fill
 
     def _fill(self, row_ids: NDArray[np.int32]) -> None:
-        """Have these rows, which exist, in `data`. A decoded token that was met before costs a tenth of a microsecond.
+        """Read these rows, which exist, into `data`. For a known token it takes a tenth of a microsecond.
 
-        Raises: CorruptFileError if the file was changed since it was opened; what was there stays.
+        Raises: CorruptFileError if the file was changed since it was opened; rows read before stay valid.
         """
         if row_ids.size == 1:
             block = int(row_ids[0]) // self._block_rows
@@ -67,12 +67,12 @@ class RowsOnDemand:
 
 
 def _untouched(num_bytes: int) -> NDArray[np.uint8]:
-    """Memory that takes room page by page, as it is written: no large pages, of which each row would take a whole."""
+    """Memory that is allocated page by page when written: no huge pages, of which each row would allocate one."""
     if sys.platform == "win32":
         return np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        # A system without large pages has no such advice.
+        # A system without huge pages.
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_NOHUGEPAGE)
     return np.frombuffer(memory, np.uint8)

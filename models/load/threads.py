@@ -1,8 +1,7 @@
-"""How many threads decode fastest: measured on the model itself, and cached per machine and model size.
+"""The number of threads that decodes fastest: measured on the model, and cached per machine and model size.
 
-No rule of thumb survives hybrid cores, shared caches and one or two memory channels, but one token tells, if the
-machine does nothing else meanwhile. So what was measured on a busy machine is not kept, and nothing is believed that
-only one load has measured.
+It depends on hybrid cores, shared caches and memory channels, so it is measured by decoding one token. A measurement on
+a busy machine is not cached, and a cached one is used once two loads agree.
 """
 
 import os
@@ -19,13 +18,13 @@ from localinfer.kernels.program import Batch, Segment
 from localinfer.models.load.measurements import get_measurement, put_measurement, time_in_turns
 
 _ENOUGH_LOADS = 2
-"""Loads of a model that have to measure the same before it is believed without measuring again."""
+"""Loads that must agree before a cached count is used without measuring."""
 _LEAST_GAIN = 0.97
-"""More threads must take at most this share of the time of fewer, for they cost heat and leave less for others."""
+"""More threads must take at most this share of the time of fewer."""
 
 
 def available_threads() -> int:
-    """Physical cores that this process may use."""
+    """Physical cores available to this process."""
     import psutil
 
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -33,10 +32,10 @@ def available_threads() -> int:
 
 
 def checked_threads(threads: int) -> int:
-    """A count the caller asked for; raises RequestError for one that is not a number of threads."""
+    """Check a requested number of threads. Raises: RequestError."""
     limit = min(os.cpu_count() or 1, MAX_THREADS - 1)
     if not 1 <= threads <= limit:
-        raise RequestError(f"threads is {threads}; this machine runs 1 to {limit}, and None chooses for you")
+        raise RequestError(f"threads is {threads}; this machine runs 1 to {limit}, and None chooses")
     return threads
 
 
@@ -44,7 +43,7 @@ def choose_decode_threads(program: CpuProgram, kv_layout: KVLayout, weight_bytes
     """Set the program's `decode_threads` to the fewest that decode within 3 % of the fastest."""
     if program.num_threads == 1:
         return
-    # The same for models of about this size.
+    # Shared by models of about the same size.
     key = f"{program.num_threads} {round(2 * float(np.log2(max(weight_bytes, 1))))}"
     cached, loads = cached_count(key, program.num_threads)
     if cached is not None and loads >= _ENOUGH_LOADS:
@@ -61,7 +60,7 @@ def choose_decode_threads(program: CpuProgram, kv_layout: KVLayout, weight_bytes
 
 
 def _candidates(most: int) -> list[int]:
-    """1, 2, 3, 4, 6, 8, 12, 16 ... and the most."""
+    """1, 2, 3, 4, 6, 8, 12, 16 ... and `most`."""
     counts = {1, 3, most}
     count = 2
     while count < most:
@@ -71,14 +70,14 @@ def _candidates(most: int) -> list[int]:
 
 
 def _token_runs(program: CpuProgram, kv_layout: KVLayout) -> dict[int, Callable[[], object]]:
-    """By number of threads, what decodes one token at the start of a sequence; each was run once."""
+    """For each number of threads a function that decodes one token at the start of a sequence; each was run once."""
     memory = aligned_zeros(kv_layout.page_bytes + kv_layout.windowed_bytes)
     page = np.array([address(memory)], np.int64)
     segment = Segment(0, 1, page, windowed_addresses=page + kv_layout.page_bytes)
     batch = Batch(np.zeros(1, np.int32), [segment], np.zeros(1, np.int32))
 
     def run(count: int) -> None:
-        # Held by this function, so that the page lives as long as there are runs.
+        # Referenced here, so that the page is alive during the runs.
         assert memory.size >= kv_layout.page_bytes
         program.decode_threads = count
         program.run(batch)
@@ -90,7 +89,7 @@ def _token_runs(program: CpuProgram, kv_layout: KVLayout) -> dict[int, Callable[
 
 
 def cached_count(key: str, most: int) -> tuple[int | None, int]:
-    """The cached count, or None, and how many loads have measured it, one after the other."""
+    """The cached count, or None, and how many loads in a row agreed on it."""
     record = get_measurement("threads", key) or {}
     try:
         count, loads = int(record["decode_threads"]), int(record["loads"])

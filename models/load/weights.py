@@ -1,7 +1,7 @@
-"""Weights of a model file on a device: packed straight from the map, one tensor at a time, and once each.
+"""Weights of a model file on a device: each tensor is packed once, directly from the memory map.
 
-What a tensor's type is run as is decided in `quant/pipeline/conversion.py`. After packing, the file's pages are
-released, so loading needs little more memory than the packed weights themselves.
+`quant/pipeline/conversion.py` maps tensor types to layouts. After packing, the file's pages are released, so loading
+needs little more memory than the packed weights.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,15 +31,15 @@ from localinfer.quant.pipeline.conversion import conversion_note, convert, layou
 Found = TypeVar("Found")
 
 _UNGROUPED_NOTE = (
-    "some quantized matrices run as F32, 32 bits per weight: their groups end inside a block of 32 columns, or float16 "
-    "does not hold their scales"
+    "some quantized matrices run as F32, 32 bits per weight: their groups end inside a block of 32 columns, or their "
+    "scales exceed float16"
 )
 
 
 class CpuWeights:
-    """A `WeightSource` over a model file, which packs each weight once, however many programs are written over it.
+    """A `WeightSource` over a model file, which packs each weight once, for any number of programs.
 
-    `notes` says, per tensor type that no kernel runs directly, what it runs as.
+    notes: the layout of each tensor type that no kernel runs directly.
     """
 
     def __init__(self, file: ModelFile, pool: ThreadPool, progress: ProgressCallback | None = None) -> None:
@@ -80,13 +80,13 @@ class CpuWeights:
             num_rows, data = matrix.shape[1], np.ascontiguousarray(matrix).reshape(-1)
         done = self._done(name, info.type, is_whole=rows is None)
         layout, data = self._runnable(name, data, (experts, num_rows, num_columns), done)
-        # Offsets are in the file's own bytes, which are no longer what is packed where they have been converted.
+        # Offsets refer to the file's bytes, not to converted ones.
         shown = done if runs_directly(info.type) else None
         packed = self._pack(layout, data, experts, num_rows, num_columns, done=shown)
         return LinearWeight(name, num_rows, num_columns, packed, experts)
 
     def _grouped_linear(self, name: str, matrices: Sequence[GroupedMatrix], rows: slice | None) -> LinearWeight:
-        """Pack a checkpoint's codes; columns in act-order are sorted by group, and the tape sorts the input alike."""
+        """Pack a checkpoint's codes; columns in act-order are sorted by group, and the tape gathers the input alike."""
         if rows is not None:
             matrices = [matrix.rows(np.arange(matrix.shape[0])[rows]) for matrix in matrices]
         columns = None
@@ -94,8 +94,8 @@ class CpuWeights:
         if not all(matrix.is_in_order for matrix in matrices):
             if len(matrices) > 1:
                 raise UnsupportedFormatError(
-                    f"{name} is a stack of experts with columns in act-order (desc_act), each in its own; this version "
-                    "runs such order in single matrices only. Choose a copy quantized without desc_act."
+                    f"{name} is a stack of experts with act-order (desc_act) per expert; this version supports it in "
+                    "single matrices only. Choose a copy quantized without desc_act."
                 )
             columns, ordered = matrices[0].in_group_order()
             layout = kernel_layout([ordered])
@@ -112,7 +112,7 @@ class CpuWeights:
         return LinearWeight(name, num_rows, num_columns, replace(packed, columns=columns), len(matrices))
 
     def embedding(self, name: str) -> EmbeddingTable:
-        """A table whose rows are read when a text needs them, or all converted if no kernel reads their type."""
+        """A table whose rows are read on demand, or all converted if no kernel reads their type."""
         return self._once(("embedding", name), lambda: self._load_embedding(name))
 
     def _load_embedding(self, name: str) -> EmbeddingTable:
@@ -126,11 +126,11 @@ class CpuWeights:
             )
         data = self._file.tensor_bytes(name)
         layout, converted = self._runnable(name, data, info.shape, self._done(name, info.type, is_whole=True))
-        # The file's own bytes may change, or be gone, when they are next read.
+        # The file may change after loading, so read rows are copied.
         own = converted.copy() if converted is data else converted
         table = RowTable(layout, num_rows, width, own)
         if not runs_directly(info.type):
-            # An output matrix tied to the table is packed from it: converting once more takes longer than all the rest.
+            # A tied output matrix is packed from it, because converting again would take longest.
             self._converted_tables[name] = table
         return EmbeddingTable(name, num_rows, width, table)
 

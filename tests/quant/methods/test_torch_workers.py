@@ -76,7 +76,7 @@ def test_a_model_calibrated_on_torch_is_as_good(tmp_path: Path, monkeypatch: pyt
 
 def test_devices_that_are_not_there_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(BackendUnavailableError, match="torch sees no GPU"):
+    with pytest.raises(BackendUnavailableError, match="torch finds no GPU"):
         quantize(MODEL, tmp_path / "x.gguf", device="cuda")
     with pytest.raises(RequestError, match="no device 'tpu'"):
         quantize(MODEL, tmp_path / "x.gguf", device="tpu")
