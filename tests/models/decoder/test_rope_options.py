@@ -136,8 +136,8 @@ def test_options_without_meaning_are_refused(make: Callable[[], RopeOptions], wo
 @pytest.mark.parametrize(
     ("options", "kind", "words"),
     [
-        ({"yarn_beta_fast": 8.0}, "none", "yarn_beta_fast has a meaning with YaRN only"),
-        ({"scale": 2.0, "yarn_original_context": 64}, "none", "yarn_original_context has a meaning with YaRN only"),
+        ({"yarn_beta_fast": 8.0}, "none", "yarn_beta_fast applies to YaRN only"),
+        ({"scale": 2.0, "yarn_original_context": 64}, "none", "yarn_original_context applies to YaRN only"),
         ({"scale": 2.0}, "longrope", "scales every pair"),
     ],
 )
