@@ -1,9 +1,11 @@
 """Look up rows of a table where they lie in the file: no second copy, and only the rows in use are ever read."""
 
+from typing import Any
+
 import numpy as np
 
 from localinfer.kernels.cpu.compiled.matmul.packing import scale_code
-from localinfer.kernels.cpu.compiled.simd.batch import num_rows
+from localinfer.kernels.cpu.compiled.simd.batch import row_op
 from localinfer.kernels.cpu.compiled.simd.memory import (
     float_bits,
     load_f32,
@@ -14,9 +16,8 @@ from localinfer.kernels.cpu.compiled.simd.memory import (
     load_u32_anywhere,
     store_f32,
 )
-from localinfer.kernels.cpu.compiled.simd.pool import take_units
 from localinfer.kernels.cpu.parameters import BATCH, EMBED
-from localinfer.kernels.jit.numba import inline, op
+from localinfer.kernels.jit.numba import inline
 
 
 @inline
@@ -88,25 +89,14 @@ def _value(layout: int, row: int, column: int, unit: int, unit_bytes: int) -> fl
     return _super_block_value(layout, block, column % 256)
 
 
-@op
-def embed(parameters: int, batch: int, thread: int, num_threads: int) -> None:
-    """out = scale * table[index] (+ out).
-
-    Parameters: out, out stride, table, row bytes, layout, columns, unit, unit bytes, scale bits, 1 to index by position
-    and add.
-    """
-    p = EMBED.load(parameters)
-    control = BATCH.control(batch)
+@row_op(EMBED)
+def embed(p: Any, batch: int, thread: int, row: int, part: int) -> None:
+    """out = scale * table[index] (+ out)."""
     indices = BATCH.positions(batch) if p.by_position == 1 else BATCH.token_ids(batch)
-    rows = num_rows(batch, 0)
-    while True:
-        row = take_units(control, 1)
-        if row >= rows:
-            return
-        source = p.table + load_i64(indices + 8 * row) * p.row_bytes
-        target = p.out + row * p.out_stride
-        for column in range(p.columns):
-            value = p.scale * _value(p.layout, source, column, p.unit, p.unit_bytes)
-            if p.by_position == 1:
-                value += load_f32(target + 4 * column)
-            store_f32(target + 4 * column, value)
+    source = p.table + load_i64(indices + 8 * row) * p.row_bytes
+    target = p.out + row * p.out_stride
+    for column in range(p.columns):
+        value = p.scale * _value(p.layout, source, column, p.unit, p.unit_bytes)
+        if p.by_position == 1:
+            value += load_f32(target + 4 * column)
+        store_f32(target + 4 * column, value)

@@ -4,13 +4,14 @@ An expert's product runs over all rows that chose it, so its weights are read on
 same as if it were alone, since every row's slots are summed in slot order.
 """
 
+from typing import Any
+
 import numpy as np
 
 from localinfer.kernels.cpu.compiled.matmul.rows import add_scaled_row, exp_of, scale_row, sigmoid_of
-from localinfer.kernels.cpu.compiled.simd.batch import num_rows, scratch
+from localinfer.kernels.cpu.compiled.simd.batch import num_rows, row_op, scratch
 from localinfer.kernels.cpu.compiled.simd.memory import load_f32, load_i64, store_f32, store_i64
-from localinfer.kernels.cpu.compiled.simd.pool import take_units
-from localinfer.kernels.cpu.parameters import BATCH, EXPERT_SCALE, EXPERT_SUM, GROUP_BY_EXPERT, ROUTE
+from localinfer.kernels.cpu.parameters import EXPERT_SCALE, EXPERT_SUM, GROUP_BY_EXPERT, ROUTE
 from localinfer.kernels.jit.numba import inline, op
 from localinfer.kernels.ops import MAX_EXPERTS
 
@@ -55,66 +56,47 @@ def _drop_groups(scores: int, experts: int, groups: int, kept: int) -> None:
             store_f32(scores + 4 * (worst * size + i), np.float32(-np.inf))
 
 
-@op
-def route(parameters: int, batch: int, thread: int, num_threads: int) -> None:
-    """Choose experts per row.
-
-    Parameters: ids, ids stride, weights, weights stride, logits, logits stride, experts, selected, gating (0 softmax, 1
-    sigmoid, 2 softmax of the selected), normalise, scale bits, selection bias, groups, selected groups,
-    is output.
-    """
-    p = ROUTE.load(parameters)
-    control = BATCH.control(batch)
+@row_op(ROUTE)
+def route(p: Any, batch: int, thread: int, row: int, part: int) -> None:
+    """Choose experts of a row."""
     values = scratch(batch, thread)
     scores = values + 4 * MAX_EXPERTS
-    rows = num_rows(batch, p.is_output)
-    while True:
-        row = take_units(control, 1)
-        if row >= rows:
-            return
-        source, row_ids, row_weights = (
-            p.logits + row * p.logits_stride,
-            p.ids + row * p.ids_stride,
-            p.weights + row * p.weights_stride,
-        )
-        for i in range(p.experts):
-            value = load_f32(source + 4 * i)
-            store_f32(values + 4 * i, sigmoid_of(value) if p.gating == 1 else value)
-        if p.gating == 0:
-            _softmax(values, p.experts)
-        for i in range(p.experts):
-            extra = np.float32(0) if p.bias == 0 else load_f32(p.bias + 4 * i)
-            store_f32(scores + 4 * i, load_f32(values + 4 * i) + extra)
-        if p.groups > 1:
-            _drop_groups(scores, p.experts, p.groups, p.kept_groups)
-        total = np.float32(0)
-        for slot in range(p.selected):
-            best = 0
-            for i in range(1, p.experts):
-                if load_f32(scores + 4 * i) > load_f32(scores + 4 * best):
-                    best = i
-            value = load_f32(values + 4 * best)
-            store_f32(scores + 4 * best, np.float32(-np.inf))
-            store_f32(row_ids + 4 * slot, np.float32(best))
-            store_f32(row_weights + 4 * slot, value)
-            total += value
-        if p.gating == 2:
-            _softmax(row_weights, p.selected)
-            total = np.float32(1)
-        for slot in range(p.selected):
-            value = load_f32(row_weights + 4 * slot)
-            if p.normalise == 1:
-                value = value / max(total, np.float32(6.103515625e-05))
-            store_f32(row_weights + 4 * slot, value * p.scale)
+    source = p.logits + row * p.logits_stride
+    row_ids, row_weights = p.ids + row * p.ids_stride, p.weights + row * p.weights_stride
+    for i in range(p.experts):
+        value = load_f32(source + 4 * i)
+        store_f32(values + 4 * i, sigmoid_of(value) if p.gating == 1 else value)
+    if p.gating == 0:
+        _softmax(values, p.experts)
+    for i in range(p.experts):
+        extra = np.float32(0) if p.bias == 0 else load_f32(p.bias + 4 * i)
+        store_f32(scores + 4 * i, load_f32(values + 4 * i) + extra)
+    if p.groups > 1:
+        _drop_groups(scores, p.experts, p.groups, p.kept_groups)
+    total = np.float32(0)
+    for slot in range(p.selected):
+        best = 0
+        for i in range(1, p.experts):
+            if load_f32(scores + 4 * i) > load_f32(scores + 4 * best):
+                best = i
+        value = load_f32(values + 4 * best)
+        store_f32(scores + 4 * best, np.float32(-np.inf))
+        store_f32(row_ids + 4 * slot, np.float32(best))
+        store_f32(row_weights + 4 * slot, value)
+        total += value
+    if p.gating == 2:
+        _softmax(row_weights, p.selected)
+        total = np.float32(1)
+    for slot in range(p.selected):
+        value = load_f32(row_weights + 4 * slot)
+        if p.normalise == 1:
+            value = value / max(total, np.float32(6.103515625e-05))
+        store_f32(row_weights + 4 * slot, value * p.scale)
 
 
 @op
 def group_by_expert(parameters: int, batch: int, thread: int, num_threads: int) -> None:
-    """Sort (row, slot) pairs by expert, stably.
-
-    Parameters: ids, ids stride, experts, selected, out: int64[experts + 2] starts, then int64[rows * selected] of
-    row * selected + slot; is output.
-    """
+    """Sort (row, slot) pairs by expert, stably."""
     p = GROUP_BY_EXPERT.load(parameters)
     if thread != 0:
         return
@@ -137,43 +119,21 @@ def group_by_expert(parameters: int, batch: int, thread: int, num_threads: int) 
             store_i64(place, load_i64(place) + 1)
 
 
-@op
-def expert_sum(parameters: int, batch: int, thread: int, num_threads: int) -> None:
-    """out = residual + sum over slots of weight * x[slot].
-
-    Parameters: out, out stride, x, x stride, weights, weights stride, residual (0 for none), residual stride, selected,
-    columns, is output.
-    """
-    p = EXPERT_SUM.load(parameters)
-    control = BATCH.control(batch)
-    rows = num_rows(batch, p.is_output)
-    while True:
-        row = take_units(control, 1)
-        if row >= rows:
-            return
-        target, source, row_weights = (
-            p.out + row * p.out_stride,
-            p.x + row * p.x_stride,
-            p.weights + row * p.weights_stride,
-        )
-        if p.residual == 0:
-            scale_row(target, source, load_f32(row_weights), p.columns)
-        else:
-            add_scaled_row(target, p.residual + row * p.residual_stride, source, load_f32(row_weights), p.columns)
-        for slot in range(1, p.selected):
-            add_scaled_row(target, target, source + 4 * p.columns * slot, load_f32(row_weights + 4 * slot), p.columns)
+@row_op(EXPERT_SUM)
+def expert_sum(p: Any, batch: int, thread: int, row: int, part: int) -> None:
+    """out = residual + sum over slots of weight * x[slot]."""
+    target, source = p.out + row * p.out_stride, p.x + row * p.x_stride
+    row_weights = p.weights + row * p.weights_stride
+    if p.residual == 0:
+        scale_row(target, source, load_f32(row_weights), p.columns)
+    else:
+        add_scaled_row(target, p.residual + row * p.residual_stride, source, load_f32(row_weights), p.columns)
+    for slot in range(1, p.selected):
+        add_scaled_row(target, target, source + 4 * p.columns * slot, load_f32(row_weights + 4 * slot), p.columns)
 
 
-@op
-def expert_scale(parameters: int, batch: int, thread: int, num_threads: int) -> None:
-    """x[slot] *= weight: x, x stride, weights, weights stride, selected, columns, is output."""
-    p = EXPERT_SCALE.load(parameters)
-    control = BATCH.control(batch)
-    units = num_rows(batch, p.is_output) * p.selected
-    while True:
-        unit = take_units(control, 1)
-        if unit >= units:
-            return
-        row, slot = unit // p.selected, unit % p.selected
-        place = p.x + row * p.x_stride + 4 * p.columns * slot
-        scale_row(place, place, load_f32(p.weights + row * p.weights_stride + 4 * slot), p.columns)
+@row_op(EXPERT_SCALE, lambda p: p.selected)
+def expert_scale(p: Any, batch: int, thread: int, row: int, slot: int) -> None:
+    """x[slot] *= weight."""
+    place = p.x + row * p.x_stride + 4 * p.columns * slot
+    scale_row(place, place, load_f32(p.weights + row * p.weights_stride + 4 * slot), p.columns)

@@ -4,16 +4,16 @@ Row record: int8[K], then per block of 32 a record of RECORD_BYTES (see `tiles.p
 weight layout with an offset or a minimum needs them, and they cost nothing here.
 """
 
+from typing import Any
+
 from llvmlite import ir
 from numba import types
 
-from localinfer.kernels.cpu.compiled.simd.batch import num_rows
+from localinfer.kernels.cpu.compiled.simd.batch import row_op
 from localinfer.kernels.cpu.compiled.simd.emit import F32, I8, I32, Emitter, Value, vector
 from localinfer.kernels.cpu.compiled.simd.intrinsics import VOID, emitted
-from localinfer.kernels.cpu.compiled.simd.pool import take_units
 from localinfer.kernels.cpu.kernel_abi import RECORD_BYTES
-from localinfer.kernels.cpu.parameters import BATCH, QUANTIZE
-from localinfer.kernels.jit.numba import op
+from localinfer.kernels.cpu.parameters import QUANTIZE
 
 BLOCKS_PER_UNIT = 32
 
@@ -43,25 +43,13 @@ def quantize_block(emit: Emitter, source_address: Value, codes_address: Value, r
         emit.store(b.mul(value, emit.i32(-8)), record_address, field, align=4)
 
 
-@op
-def quantize_rows(parameters: int, batch: int, thread: int, num_threads: int) -> None:
-    """Quantize rows; parameters: source, source stride, target, target stride, columns, is output, slots, slot stride.
-
-    A row of the batch may hold several slots (experts, heads), each quantized into a row of its own.
-    """
-    p = QUANTIZE.load(parameters)
-    control = BATCH.control(batch)
+@row_op(QUANTIZE, lambda p: p.slots * ((p.columns // 32 + BLOCKS_PER_UNIT - 1) // BLOCKS_PER_UNIT))
+def quantize_rows(p: Any, batch: int, thread: int, row: int, part: int) -> None:
+    """Quantize rows. A row of the batch may hold several slots (experts, heads), each quantized into its own row."""
     blocks = p.columns // 32
-    units_per_row = (blocks + BLOCKS_PER_UNIT - 1) // BLOCKS_PER_UNIT
-    units = num_rows(batch, p.is_output) * p.slots * units_per_row
-    while True:
-        unit = take_units(control, 1)
-        if unit >= units:
-            return
-        index = unit // units_per_row
-        first = (unit % units_per_row) * BLOCKS_PER_UNIT
-        row_source = p.source + (index // p.slots) * p.source_stride + (index % p.slots) * p.slot_stride
-        row_target = p.target + index * p.target_stride
-        for block in range(first, min(first + BLOCKS_PER_UNIT, blocks)):
-            record = row_target + p.columns + block * RECORD_BYTES
-            quantize_block(row_source + 128 * block, row_target + 32 * block, record)
+    units_per_slot = (blocks + BLOCKS_PER_UNIT - 1) // BLOCKS_PER_UNIT
+    slot, first = part // units_per_slot, part % units_per_slot * BLOCKS_PER_UNIT
+    source = p.source + row * p.source_stride + slot * p.slot_stride
+    target = p.target + (row * p.slots + slot) * p.target_stride
+    for block in range(first, min(first + BLOCKS_PER_UNIT, blocks)):
+        quantize_block(source + 128 * block, target + 32 * block, target + p.columns + block * RECORD_BYTES)
