@@ -126,14 +126,12 @@ QUANTIZE_QUERIES = Block(
     floats="scale",
 )
 """code_bias: by how much the stored codes of keys exceed what they mean."""
-STORED_PART = Block("source stride kind size columns first scales rotation")
-"""Keys or values. first: offset of the first head's in a page. scales: from them to their scales."""
+_PART_WORDS = "source stride kind size columns first scales rotation".split()
 STORE_KV = Block(
-    " ".join(
-        ("heads head_bytes", *(f"{part}_{word}" for part in ("keys", "values") for word in STORED_PART.words), "tables")
-    )
+    " ".join(["heads head_bytes", *(f"{part}_{word}" for part in ("keys", "values") for word in _PART_WORDS), "tables"])
 )
-"""tables: offset in BATCH of the tables of this layer's pages."""
+"""Of keys and of values, first: offset of the first head's in a page. scales: from them to their scales.
+tables: offset in BATCH of the tables of this layer's pages."""
 
 # Weights to blocks of a quantized type.
 

@@ -4,6 +4,8 @@ Everything of one position is written by itself: no byte of a page belongs to tw
 any order by any thread, and again after they were rejected.
 """
 
+from typing import Any
+
 import numpy as np
 
 from localinfer.kernels.cpu.compiled.attention import attention_scratch
@@ -15,7 +17,7 @@ from localinfer.kernels.cpu.compiled.attention.rotation import (
     quantize_values,
     rotate,
 )
-from localinfer.kernels.cpu.compiled.simd.batch import num_rows, scratch
+from localinfer.kernels.cpu.compiled.simd.batch import row_op, scratch
 from localinfer.kernels.cpu.compiled.simd.memory import (
     load_f32,
     load_i64,
@@ -28,13 +30,11 @@ from localinfer.kernels.cpu.compiled.simd.memory import (
     store_u16,
     store_u32,
 )
-from localinfer.kernels.cpu.compiled.simd.pool import take_units
 from localinfer.kernels.cpu.kernel_abi import KIND_F16, KIND_Q8_0
-from localinfer.kernels.cpu.parameters import BATCH, QUANTIZE_QUERIES, STORE_KV, STORED_PART
-from localinfer.kernels.jit.numba import compose, inline, op, stamp
+from localinfer.kernels.cpu.parameters import BATCH, QUANTIZE_QUERIES, STORE_KV
+from localinfer.kernels.jit.numba import Source, inline
 from localinfer.kernels.kv_layout import PAGE_TOKENS, SCALE_BLOCK
 
-_KEYS, _VALUES = STORE_KV.offset("keys_source"), STORE_KV.offset("values_source")
 _RECORDS = attention_scratch.WORK
 """Eight bytes per scale block in scratch memory."""
 
@@ -55,33 +55,20 @@ def _quantize(memory: int, source: int, size: int, rotation: int, is_q8_0: bool)
 
 
 @inline
-def _store_float_key(kind: int, source: int, target: int, slot: int, size: int) -> None:
+def _store_floats(kind: int, source: int, target: int, first: int, stride: int, size: int) -> None:
+    """Write a head's row as elements `first`, `first` + `stride`, ... of what begins at target."""
     if kind == KIND_F16:
-        place = target + slot // 16 * 32 * size + 2 * (slot % 16)
         for d in range(size):
-            store_half(place + 32 * d, load_f32(source + 4 * d))
+            store_half(target + 2 * (first + stride * d), load_f32(source + 4 * d))
     else:
-        place = target + slot // 16 * 64 * size + 4 * (slot % 16)
         for d in range(size):
-            store_f32(place + 64 * d, load_f32(source + 4 * d))
+            store_f32(target + 4 * (first + stride * d), load_f32(source + 4 * d))
 
 
 @inline
-def _store_float_value(kind: int, source: int, target: int, slot: int, size: int, columns: int) -> None:
-    if kind == KIND_F16:
-        place = target + 2 * slot * columns
-        for d in range(size):
-            store_half(place + 2 * d, load_f32(source + 4 * d))
-    else:
-        place = target + 4 * slot * columns
-        for d in range(size):
-            store_f32(place + 4 * d, load_f32(source + 4 * d))
-
-
-@inline
-def _store_key_codes(part: int, memory: int, source: int, target: int, slot: int) -> None:
-    columns, is_q8_0 = STORED_PART.columns(part), STORED_PART.kind(part) == KIND_Q8_0
-    blocks = _quantize(memory, source, STORED_PART.size(part), STORED_PART.rotation(part), is_q8_0)
+def _store_key_codes(
+    is_q8_0: bool, memory: int, target: int, scales: int, slot: int, columns: int, blocks: int
+) -> None:
     codes, group, lane = memory + attention_scratch.CODES, slot // 16, slot % 16
     if is_q8_0:
         place = target + group * 16 * columns + 4 * lane
@@ -92,15 +79,13 @@ def _store_key_codes(part: int, memory: int, source: int, target: int, slot: int
         for word in range(columns // 8):
             low, high = load_u32_anywhere(codes + 8 * word), load_u32_anywhere(codes + 8 * word + 4)
             store_u32(place + 64 * word, low | high << np.uint32(4))
-    place = target + STORED_PART.scales(part) + group * 32 * blocks + 2 * lane
-    for block in range(blocks):
-        store_u16(place + 32 * block, load_u16_anywhere(memory + _RECORDS + 8 * block))
+    _store_scales(memory, scales + group * 32 * blocks + 2 * lane, 32, blocks)
 
 
 @inline
-def _store_value_codes(part: int, memory: int, source: int, target: int, slot: int) -> None:
-    columns, is_q8_0 = STORED_PART.columns(part), STORED_PART.kind(part) == KIND_Q8_0
-    blocks = _quantize(memory, source, STORED_PART.size(part), STORED_PART.rotation(part), is_q8_0)
+def _store_value_codes(
+    is_q8_0: bool, memory: int, target: int, scales: int, slot: int, columns: int, blocks: int
+) -> None:
     codes = memory + attention_scratch.CODES
     if is_q8_0:
         place = target + slot // 2 * 2 * columns + slot % 2
@@ -112,84 +97,64 @@ def _store_value_codes(part: int, memory: int, source: int, target: int, slot: i
             for lane in range(16):
                 d = codes + 32 * vector + lane
                 store_u8(place + 64 * vector + 4 * lane, load_u8(d) | load_u8(d + 16) << np.uint8(4))
-    place = target + STORED_PART.scales(part) + 2 * slot
-    for block in range(blocks):
-        store_u16(place + 64 * block, load_u16_anywhere(memory + _RECORDS + 8 * block))
+    _store_scales(memory, scales + 2 * slot, 64, blocks)
 
 
 @inline
-def _source(part: int, row: int, head: int) -> int:
-    return STORED_PART.source(part) + row * STORED_PART.stride(part) + 4 * head * STORED_PART.size(part)
+def _store_scales(memory: int, place: int, stride: int, blocks: int) -> None:
+    for block in range(blocks):
+        store_u16(place + stride * block, load_u16_anywhere(memory + _RECORDS + 8 * block))
 
 
-@compose
-def _store(any_codes: int, parameters: int, batch: int, thread: int, num_threads: int) -> None:
-    """Write rows of keys and values; any_codes: 1 where keys or values are quantized."""
-    keys, values, memory = parameters + _KEYS, parameters + _VALUES, scratch(batch, thread)
-    heads, head_bytes = STORE_KV.heads(parameters), STORE_KV.head_bytes(parameters)
-    control, positions = BATCH.control(batch), BATCH.positions(batch)
-    tables = load_i64(batch + STORE_KV.tables(parameters))
-    units = num_rows(batch, 0) * heads
-    claim = max(1, units // (4 * num_threads))
-    while True:
-        start = take_units(control, claim)
-        if start >= units:
-            return
-        for unit in range(start, min(start + claim, units)):
-            row, head = unit // heads, unit % heads
-            position = load_i64(positions + 8 * row)
-            place = load_i64(load_i64(tables + 8 * row) + 8 * (position // PAGE_TOKENS)) + head * head_bytes
-            slot = position % PAGE_TOKENS
-            target, kind = place + STORED_PART.first(keys), STORED_PART.kind(keys)
-            if any_codes == 0 or kind <= KIND_F16:
-                _store_float_key(kind, _source(keys, row, head), target, slot, STORED_PART.size(keys))
-            else:
-                _store_key_codes(keys, memory, _source(keys, row, head), target, slot)
-            target, kind = place + STORED_PART.first(values), STORED_PART.kind(values)
-            if any_codes == 0 or kind <= KIND_F16:
-                size, columns = STORED_PART.size(values), STORED_PART.columns(values)
-                _store_float_value(kind, _source(values, row, head), target, slot, size, columns)
-            else:
-                _store_value_codes(values, memory, _source(values, row, head), target, slot)
+def _store(any_codes: bool) -> Source:
+    """Write rows of keys and values; any_codes: keys or values are quantized."""
+
+    @row_op(STORE_KV, lambda p: p.heads, in_runs=True)
+    def store(p: Any, batch: int, thread: int, row: int, head: int) -> None:
+        position = load_i64(BATCH.positions(batch) + 8 * row)
+        tables = load_i64(load_i64(batch + p.tables) + 8 * row)
+        place = load_i64(tables + 8 * (position // PAGE_TOKENS)) + head * p.head_bytes
+        memory, slot = scratch(batch, thread), position % PAGE_TOKENS
+        source, target = p.keys_source + row * p.keys_stride + 4 * head * p.keys_size, place + p.keys_first
+        if not any_codes or p.keys_kind <= KIND_F16:
+            first = slot // 16 * 16 * p.keys_size + slot % 16
+            _store_floats(p.keys_kind, source, target, first, 16, p.keys_size)
+        else:
+            is_q8_0, scales = p.keys_kind == KIND_Q8_0, target + p.keys_scales
+            blocks = _quantize(memory, source, p.keys_size, p.keys_rotation, is_q8_0)
+            _store_key_codes(is_q8_0, memory, target, scales, slot, p.keys_columns, blocks)
+        source, target = p.values_source + row * p.values_stride + 4 * head * p.values_size, place + p.values_first
+        if not any_codes or p.values_kind <= KIND_F16:
+            _store_floats(p.values_kind, source, target, slot * p.values_columns, 1, p.values_size)
+        else:
+            is_q8_0, scales = p.values_kind == KIND_Q8_0, target + p.values_scales
+            blocks = _quantize(memory, source, p.values_size, p.values_rotation, is_q8_0)
+            _store_value_codes(is_q8_0, memory, target, scales, slot, p.values_columns, blocks)
+
+    return store
 
 
-KERNELS = {"store_floats": stamp(_store, 0), "store_codes": stamp(_store, 1)}
+KERNELS = {"store_floats": _store(False), "store_codes": _store(True)}
 
 
-@op
-def quantize_queries(parameters: int, batch: int, thread: int, num_threads: int) -> None:
+@row_op(QUANTIZE_QUERIES, lambda p: p.num_heads, in_runs=True)
+def quantize_queries(p: Any, batch: int, thread: int, index: int, head: int) -> None:
     """Rotate every head of every row of queries as its keys were, and quantize it to int8.
 
     Per head: codes, then per scale block a float32 scale (the scores' own in it), then per scale block an int32 start:
     what the bias of the keys' codes will have added, taken away.
     """
-    p, memory, control = parameters, scratch(batch, thread), BATCH.control(batch)
-    heads, size, columns = QUANTIZE_QUERIES.num_heads(p), QUANTIZE_QUERIES.size(p), QUANTIZE_QUERIES.columns(p)
-    rotation, bias, scale = QUANTIZE_QUERIES.rotation(p), QUANTIZE_QUERIES.code_bias(p), QUANTIZE_QUERIES.scale(p)
+    memory = scratch(batch, thread)
     row, records = memory + attention_scratch.ROW, memory + _RECORDS
-    blocks = (size + SCALE_BLOCK - 1) // SCALE_BLOCK
-    units = num_rows(batch, 0) * heads
-    claim = max(1, units // (4 * num_threads))
-    while True:
-        first = take_units(control, claim)
-        if first >= units:
-            return
-        for unit in range(first, min(first + claim, units)):
-            index, head = unit // heads, unit % heads
-            copy_padded(
-                row, QUANTIZE_QUERIES.queries(p) + index * QUANTIZE_QUERIES.queries_stride(p) + 4 * head * size, size
-            )
-            rotate(row, size, rotation)
-            target = (
-                QUANTIZE_QUERIES.target(p)
-                + index * QUANTIZE_QUERIES.target_stride(p)
-                + head * QUANTIZE_QUERIES.target_head_bytes(p)
-            )
-            for block in range(blocks):
-                codes = target + SCALE_BLOCK * block
-                quantize_values(TO_QUERY, row + 4 * SCALE_BLOCK * block, codes, records + 8 * block)
-            # The last codes may reach beyond the columns, so what follows the columns is written after them.
-            for block in range(blocks):
-                place = target + columns + 4 * block
-                store_f32(place, load_f32(records + 8 * block) * scale)
-                store_u32(place + 4 * blocks, np.uint32(-bias * np.int32(load_u32_anywhere(records + 8 * block + 4))))
+    blocks = (p.size + SCALE_BLOCK - 1) // SCALE_BLOCK
+    copy_padded(row, p.queries + index * p.queries_stride + 4 * head * p.size, p.size)
+    rotate(row, p.size, p.rotation)
+    target = p.target + index * p.target_stride + head * p.target_head_bytes
+    for block in range(blocks):
+        codes = target + SCALE_BLOCK * block
+        quantize_values(TO_QUERY, row + 4 * SCALE_BLOCK * block, codes, records + 8 * block)
+    # The last codes may reach beyond the columns, so what follows the columns is written after them.
+    for block in range(blocks):
+        place = target + p.columns + 4 * block
+        store_f32(place, load_f32(records + 8 * block) * p.scale)
+        store_u32(place + 4 * blocks, np.uint32(-p.code_bias * np.int32(load_u32_anywhere(records + 8 * block + 4))))
