@@ -82,8 +82,8 @@ def attention_parameters(layout: KVLayout, layer: int, shape: AttentionShape) ->
 def called_kernels(layout: KVLayout) -> dict[str, Kernel]:
     """What an `attention` op calls, by the word of ATTENTION that holds its address."""
     return {
-        "score_keys": Kernel(f"attention_pieces.score_keys_{layout.key_type}"),
-        "weigh_values": Kernel(f"attention_pieces.weigh_values_{layout.value_type}"),
+        step: Kernel(f"{'attention_codes' if is_quantized(kind) else 'attention_tiles'}.{step}_{kind}")
+        for step, kind in (("score_keys", layout.key_type), ("weigh_values", layout.value_type))
     }
 
 

@@ -48,12 +48,12 @@ def _tile(layout: Layout) -> tuple[Any, list[Any]]:
 PIECES: dict[str, tuple[Any, list[Any]]] = {
     **{layout.name: _tile(layout) for layout in Layout},
     "quantize": (quantize.quantize_block, [_ADDRESS] * 3),
-    "key scores": (attention_tiles.score_keys, [_literal(1), *[_ADDRESS] * 6, _FLOAT, *[_ADDRESS] * 3]),
+    "key scores": (attention_tiles.score_keys, [_literal(1), *[_ADDRESS] * 4]),
     "softmax": (attention_tiles.softmax_chunk, [*[_ADDRESS] * 5, _FLOAT, _FLOAT, *[_ADDRESS] * 3]),
-    "values": (attention_tiles.weigh_values, [_literal(1), *[_ADDRESS] * 9]),
+    "values": (attention_tiles.weigh_values, [_literal(1), *[_ADDRESS] * 4]),
     "merge": (attention_tiles.merge_chunk, [_ADDRESS] * 10),
-    **{f"key codes {kind}": (attention_codes.score_codes, [_literal(kind), *[_ADDRESS] * 10]) for kind in (0, 1)},
-    **{f"value codes {kind}": (attention_codes.weigh_codes, [_literal(kind), *[_ADDRESS] * 10]) for kind in (0, 1)},
+    **{f"key codes {kind}": (attention_codes.score_codes, [_literal(kind), *[_ADDRESS] * 4]) for kind in (0, 1)},
+    **{f"value codes {kind}": (attention_codes.weigh_codes, [_literal(kind), *[_ADDRESS] * 4]) for kind in (0, 1)},
     **{f"head codes {kind}": (rotation.quantize_values, [_literal(kind), *[_ADDRESS] * 3]) for kind in (0, 1, 2)},
     "norm": (rows.layer_norm_row, [*[_ADDRESS] * 5, _FLOAT]),
     "gelu": (

@@ -10,13 +10,8 @@ Either way chunks are merged one by one, in order, so how work was split cannot 
 import numpy as np
 
 from localinfer.kernels.cpu.compiled.attention import attention_scratch as scratch
-from localinfer.kernels.cpu.compiled.attention.attention_tiles import (
-    PAGES_PER_CHUNK,
-    SCORE_STRIDE,
-    divide_row,
-    merge_chunk,
-    softmax_chunk,
-)
+from localinfer.kernels.cpu.compiled.attention.attention_scratch import PAGES_PER_CHUNK, SCORE_STRIDE
+from localinfer.kernels.cpu.compiled.attention.attention_tiles import divide_row, merge_chunk, softmax_chunk
 from localinfer.kernels.cpu.compiled.attention.rotation import copy_padded, rotate
 from localinfer.kernels.cpu.compiled.matmul.rows import exp_of
 from localinfer.kernels.cpu.compiled.simd.batch import num_rows

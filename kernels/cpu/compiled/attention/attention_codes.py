@@ -11,53 +11,42 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
+from localinfer.kernels.cpu.compiled.attention import attention_scratch as scratch
+from localinfer.kernels.cpu.compiled.attention.attention_scratch import CODE_STRIDE, SCORE_STRIDE
 from localinfer.kernels.cpu.compiled.attention.attention_tiles import (
-    SCORE_STRIDE,
     each_page,
     fetch,
     for_count,
     key_block,
+    operands,
+    places,
 )
 from localinfer.kernels.cpu.compiled.simd.emit import F16, F32, I8, I16, I32, I64, LANES, Emitter, Value, vector
 from localinfer.kernels.cpu.compiled.simd.intrinsics import LITERAL, VOID, emitted
-from localinfer.kernels.cpu.kernel_abi import CHUNK
+from localinfer.kernels.jit.numba import stamp
 from localinfer.kernels.kv_layout import SCALE_BLOCK
 
 Q8_0, Q4_0 = 0, 1
 """Literal codes of the cache's quantized types."""
 
-CODE_STRIDE = 2 * CHUNK
-"""Bytes from one query's int16 weights of a chunk to the next one's."""
-WEIGH_BYTES = SCORE_STRIDE + 8 * CODE_STRIDE + 64
-"""Memory that `weigh_codes` works in: scaled weights, int16 weights, then per query a scale and a start."""
 _LARGEST_WEIGHT = 32767.0
 
 
-@emitted(VOID, LITERAL, *[types.int64] * 10)
-def score_codes(
-    emit: Emitter,
-    kind: int,
-    number: Value,
-    table: Value,
-    page_table: Value,
-    first: Value,
-    last: Value,
-    columns: Value,
-    scale_place: Value,
-    value_place: Value,
-    step_bytes: Value,
-    target: Value,
-) -> None:
-    """out[q][position in the chunk] = query q . key, for blocks of sixteen positions.
+@emitted(VOID, LITERAL, *[types.int64] * 4)
+def score_codes(emit: Emitter, kind: int, p: Value, memory: Value, first: Value, last: Value) -> None:
+    """scores[q][position in the chunk] = query q . key, for blocks of sixteen positions.
 
-    queries: address of `count` addresses of quantized queries: int8[key_columns], then per scale block a float32 scale,
-    then per scale block an int32 start that takes the codes' bias out again. key_scales: their offset in a page;
-    `value_step` bytes of values are fetched per vector of keys. Else as `attention_tiles.score_keys`.
+    Quantized queries: int8[key_columns], then per scale block a float32 scale, then per scale block an int32 start that
+    takes the codes' bias out again. `value_step` bytes of values are fetched per vector of keys. Else as
+    `attention_tiles.score_keys`.
     """
+    b = emit.builder
+    table, page_table, target = places(emit, memory, scratch.QUERY_TABLE, scratch.PAGES, scratch.SCORES)
+    names = "key_columns key_scales values value_step"
+    number, (columns, scale_place, value_place, step_bytes) = operands(emit, p, memory, names)
     is_q8_0 = kind == Q8_0
     columns_per_vector = 4 if is_q8_0 else 8
     vectors_per_block = SCALE_BLOCK // columns_per_vector
-    b = emit.builder
     num_vectors = b.udiv(columns, emit.i64(columns_per_vector))
     blocks = b.udiv(b.add(columns, emit.i64(SCALE_BLOCK - 1)), emit.i64(SCALE_BLOCK))
 
@@ -122,35 +111,25 @@ def score_codes(
     for_count(emit, number, score)
 
 
-@emitted(VOID, LITERAL, *[types.int64] * 10)
-def weigh_codes(
-    emit: Emitter,
-    kind: int,
-    number: Value,
-    weight: Value,
-    page_table: Value,
-    first: Value,
-    last: Value,
-    value_place: Value,
-    columns: Value,
-    scale_place: Value,
-    target: Value,
-    memory: Value,
-) -> None:
-    """out[q] = sum over blocks of sixteen positions of weights[q][position] * values[position].
+@emitted(VOID, LITERAL, *[types.int64] * 4)
+def weigh_codes(emit: Emitter, kind: int, p: Value, memory: Value, low: Value, high: Value) -> None:
+    """chunk values[q] = sum over the blocks of positions low..high of scores[q][position] * values[position].
 
-    A position of weight 0 counts nothing, whatever its page holds. out: rows of value_columns float32. value_scales:
-    offset of scales from the values. work: address of WEIGH_BYTES. Else as `attention_tiles.weigh_values`.
+    A position of weight 0 counts nothing, whatever its page holds. Else as `attention_tiles.weigh_values`.
     """
+    b = emit.builder
+    weight, page_table, work = places(emit, memory, scratch.SCORES, scratch.PAGES, scratch.WORK)
+    number, (value_place, columns, scale_place) = operands(emit, p, memory, "values value_columns value_scales")
+    target = emit.load(memory, I64, scratch.CHUNK_VALUES, align=8)
+    first, last = b.ashr(low, emit.i64(4)), b.ashr(b.add(high, emit.i64(LANES - 1)), emit.i64(4))
     is_q8_0 = kind == Q8_0
     columns_per_vector, positions_per_vector = (16, 2) if is_q8_0 else (32, 4)
     vector_bytes, vectors_per_block = (32, 4) if is_q8_0 else (64, 2)
     sums_per_vector = columns_per_vector // LANES
-    b = emit.builder
     num_vectors = b.udiv(columns, emit.i64(columns_per_vector))
     blocks = b.udiv(b.add(columns, emit.i64(SCALE_BLOCK - 1)), emit.i64(SCALE_BLOCK))
     row_bytes = b.mul(num_vectors, emit.i64(vector_bytes))
-    codes = b.add(memory, emit.i64(SCORE_STRIDE))
+    codes = b.add(work, emit.i64(SCORE_STRIDE))
     query_scales = b.add(codes, emit.i64(8 * CODE_STRIDE))
     positions = tuple(b.mul(bound, emit.i64(LANES)) for bound in (first, last))
 
@@ -165,7 +144,7 @@ def weigh_codes(
             shares = emit.load_floats(b.add(row, offset))
             is_seen = b.fcmp_ordered(">", shares, emit.zeros(F32))
             value = b.select(is_seen, emit.mul(shares, scales), emit.zeros(F32))
-            emit.store(value, b.add(memory, offset), align=64)
+            emit.store(value, b.add(work, offset), align=64)
             # Scales of q4_0 have signs.
             magnitude = value if is_q8_0 else emit.call("llvm.fabs.v16f32", vector(F32), [value])
             return [emit.maximum(magnitude, carried[0])]
@@ -177,7 +156,7 @@ def weigh_codes(
         code_row = b.add(codes, b.mul(query, emit.i64(CODE_STRIDE)))
 
         def rounded(block: Value, carried: list[Value]) -> Sequence[Value]:
-            value = emit.mul(emit.load_floats(b.add(memory, b.mul(block, emit.i64(64)))), inverse)
+            value = emit.mul(emit.load_floats(b.add(work, b.mul(block, emit.i64(64)))), inverse)
             whole = b.fptosi(emit.call("llvm.rint.v16f32", vector(F32), [value]), vector(I32))
             emit.store(b.trunc(whole, vector(I16)), b.add(code_row, b.mul(block, emit.i64(32))), align=32)
             return [b.add(carried[0], whole)] if carried else []
@@ -261,3 +240,11 @@ def weigh_codes(
         emit.loop(emit.i64(0), blocks, 1, [], per_scale_block)
 
     for_count(emit, number, weigh)
+
+
+KERNELS = {
+    f"{name}_{kind}": stamp(body, code)
+    for name, body in (("score_keys", score_codes), ("weigh_values", weigh_codes))
+    for kind, code in (("q8_0", Q8_0), ("q4_0", Q4_0))
+}
+"""As those of `attention_tiles`."""

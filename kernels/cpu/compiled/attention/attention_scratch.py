@@ -1,8 +1,16 @@
 """Where attention keeps what it works with in a thread's scratch memory: offsets in bytes."""
 
-from localinfer.kernels.cpu.compiled.attention.attention_codes import WEIGH_BYTES
-from localinfer.kernels.cpu.compiled.attention.attention_tiles import PAGES_PER_CHUNK, SCORE_STRIDE
+from localinfer.kernels.cpu.kernel_abi import CHUNK as CHUNK_TOKENS
 from localinfer.kernels.cpu.kernel_abi import MAX_QUERIES_PER_UNIT, MAX_VALUE_SIZE, SCRATCH_BYTES
+from localinfer.kernels.kv_layout import PAGE_TOKENS
+
+PAGES_PER_CHUNK = CHUNK_TOKENS // PAGE_TOKENS
+SCORE_STRIDE = 4 * CHUNK_TOKENS
+"""Bytes from one query's scores of a chunk to the next one's."""
+CODE_STRIDE = 2 * CHUNK_TOKENS
+"""Bytes from one query's int16 weights of a chunk to the next one's."""
+WEIGH_BYTES = SCORE_STRIDE + 8 * CODE_STRIDE + 64
+"""What `weigh_codes` works in: scaled weights, int16 weights, then per query a scale and a start."""
 
 QUERY_TABLE = 0
 """Addresses of up to eight queries."""

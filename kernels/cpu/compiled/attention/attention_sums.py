@@ -8,7 +8,8 @@ import numpy as np
 
 from localinfer.kernels.cpu.compiled.attention import attention_scratch as scratch
 from localinfer.kernels.cpu.compiled.attention.attention import lowest_position, set_pages, set_queries, set_unit
-from localinfer.kernels.cpu.compiled.attention.attention_tiles import SCORE_STRIDE, softmax_chunk
+from localinfer.kernels.cpu.compiled.attention.attention_scratch import SCORE_STRIDE
+from localinfer.kernels.cpu.compiled.attention.attention_tiles import softmax_chunk
 from localinfer.kernels.cpu.compiled.matmul.rows import exp_of
 from localinfer.kernels.cpu.compiled.simd.batch import scratch as scratch_of
 from localinfer.kernels.cpu.compiled.simd.memory import call_op, load_f32, load_i64, store_f32

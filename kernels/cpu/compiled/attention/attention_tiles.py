@@ -15,18 +15,19 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
+from localinfer.kernels.cpu.compiled.attention import attention_scratch as scratch
+from localinfer.kernels.cpu.compiled.attention.attention_scratch import PAGES_PER_CHUNK, SCORE_STRIDE
 from localinfer.kernels.cpu.compiled.simd.emit import F16, F32, I32, I64, LANES, Emitter, Value, vector
 from localinfer.kernels.cpu.compiled.simd.intrinsics import FLOAT, LITERAL, VOID, emitted
-from localinfer.kernels.cpu.kernel_abi import CHUNK
+from localinfer.kernels.cpu.compiled.simd.memory import words_of
+from localinfer.kernels.cpu.parameters import ATTENTION
+from localinfer.kernels.jit.numba import stamp
 from localinfer.kernels.kv_layout import PAGE_TOKENS
 
 F32_CACHE, F16_CACHE = 0, 1
 """Literal codes of the cache's unquantized types."""
 
 QUERY_COUNTS = (1, 2, 4, 8)
-PAGES_PER_CHUNK = CHUNK // PAGE_TOKENS
-SCORE_STRIDE = 4 * CHUNK
-"""Bytes from one query's scores of a chunk to the next one's."""
 
 _MINUS_INFINITY = float("-inf")
 _IN_SECOND_LEVEL = 2
@@ -78,31 +79,30 @@ def fetch(emit: Emitter, *addresses: Value) -> None:
         emit.prefetch(address, locality=_IN_SECOND_LEVEL)
 
 
-@emitted(VOID, LITERAL, *[types.int64] * 6, FLOAT, *[types.int64] * 3)
-def score_keys(
-    emit: Emitter,
-    kind: int,
-    num_queries: Value,
-    table: Value,
-    page_table: Value,
-    first: Value,
-    last: Value,
-    size: Value,
-    scale_value: Value,
-    value_place: Value,
-    step_bytes: Value,
-    target: Value,
-) -> None:
-    """out[q][position in the chunk] = scale * (query q . key), for blocks of sixteen positions.
+def operands(emit: Emitter, p: Value, memory: Value, names: str) -> tuple[Value, list[Value]]:
+    """How many queries are computed at once, and words of the op's parameters."""
+    return emit.load(memory, I64, scratch.COUNT, align=8), words_of(emit, ATTENTION, p, names)
 
-    kind: F32_CACHE or F16_CACHE. queries: address of `count` addresses of float32[key_size]. pages: address of the
-    chunk's pages of this head, then of the next chunk's. values: offset of values in a page; `value_step` bytes of them
-    are fetched per key dimension.
+
+def places(emit: Emitter, memory: Value, *offsets: int) -> list[Value]:
+    """Addresses in scratch memory."""
+    return [emit.builder.add(memory, emit.i64(offset)) for offset in offsets]
+
+
+@emitted(VOID, LITERAL, *[types.int64] * 4)
+def score_keys(emit: Emitter, kind: int, p: Value, memory: Value, first: Value, last: Value) -> None:
+    """scores[q][position in the chunk] = scale * (query q . key), for blocks of sixteen positions.
+
+    kind: F32_CACHE or F16_CACHE. p: address of the op's parameters; memory: of `attention_scratch`. Values of the next
+    chunk are fetched, `value_step` bytes per key dimension.
     """
+    b = emit.builder
+    table, page_table, target = places(emit, memory, scratch.QUERY_TABLE, scratch.PAGES, scratch.SCORES)
+    names = "key_columns scale values value_step"
+    num_queries, (size, scale, value_place, step_bytes) = operands(emit, p, memory, names)
     element = (F32, F16)[kind]
     stride = 32 if element is F16 else 64
-    b = emit.builder
-    scales = emit.splat(scale_value)
+    scales = emit.splat(scale)
     even_size = b.and_(size, emit.i64(-2))
 
     def score(number: int) -> None:
@@ -216,30 +216,22 @@ def softmax_chunk(
     emit.store(emit.reduce_add(sums), total_place, align=4)
 
 
-@emitted(VOID, LITERAL, *[types.int64] * 9)
-def weigh_values(
-    emit: Emitter,
-    kind: int,
-    num_queries: Value,
-    weight: Value,
-    page_table: Value,
-    low: Value,
-    high: Value,
-    value_place: Value,
-    stride: Value,
-    vectors: Value,
-    target: Value,
-) -> None:
-    """out[q] = sum over positions first..last of a chunk of weights[q][position] * values[position], one by one.
+@emitted(VOID, LITERAL, *[types.int64] * 4)
+def weigh_values(emit: Emitter, kind: int, p: Value, memory: Value, low: Value, high: Value) -> None:
+    """chunk values[q] = sum over positions low..high of a chunk of scores[q][position] * values[position], one by one.
 
-    values: offset in a page of rows of `row_bytes` bytes; out: rows of num_vectors * 16 float32. Else as `score_keys`.
+    Values of a page are rows of `value_row_bytes` bytes, results rows of value_columns float32. Else as `score_keys`.
     """
+    b = emit.builder
+    weight, page_table = places(emit, memory, scratch.SCORES, scratch.PAGES)
+    num_queries, target = (emit.load(memory, I64, at, align=8) for at in (scratch.COUNT, scratch.CHUNK_VALUES))
+    stride, columns, value_place = words_of(emit, ATTENTION, p, "value_row_bytes value_columns values")
+    vectors = b.ashr(columns, emit.i64(4))
     element = (F32, F16)[kind]
     lane_bytes = 32 if element is F16 else 64
-    b = emit.builder
 
     def weigh(number: int) -> None:
-        def columns(width: int) -> Callable[[Value, list[Value]], Sequence[Value]]:
+        def columns_of(width: int) -> Callable[[Value, list[Value]], Sequence[Value]]:
             def per_vectors(v: Value, carried: list[Value]) -> Sequence[Value]:
                 def per_page(page: Value, begin: Value, start: Value, stop: Value, totals: list[Value]) -> Any:
                     column = b.add(b.add(page, value_place), b.mul(v, emit.i64(lane_bytes)))
@@ -268,9 +260,9 @@ def weigh_values(
         # Few queries leave few chains of sums, so they take several vectors of columns at once.
         width = max(1, 4 // number)
         whole = b.and_(vectors, emit.i64(-width))
-        emit.loop(emit.i64(0), whole, width, [], columns(width))
+        emit.loop(emit.i64(0), whole, width, [], columns_of(width))
         if width > 1:
-            emit.loop(whole, vectors, 1, [], columns(1))
+            emit.loop(whole, vectors, 1, [], columns_of(1))
 
     for_count(emit, num_queries, weigh)
 
@@ -363,3 +355,11 @@ def divide_row(emit: Emitter, target: Value, value: Value, columns: Value) -> No
     builder = emit.builder
     lanes = emit.splat(builder.fdiv(ir.Constant(F32, 1.0), value))
     change_row(emit, target, target, columns, lambda place, row: emit.mul(row, lanes))
+
+
+KERNELS = {
+    f"{name}_{kind}": stamp(body, code)
+    for name, body in (("score_keys", score_keys), ("weigh_values", weigh_values))
+    for kind, code in (("f32", F32_CACHE), ("f16", F16_CACHE))
+}
+"""Called by `attention.attention` by address: for blocks of sixteen positions of keys, and for positions of values."""

@@ -156,6 +156,11 @@ def _word(emit: Emitter, address: Value, offset: int, is_float: bool) -> Value:
     return emit.bitcast(emit.builder.trunc(word, I32), F32) if is_float else word
 
 
+def words_of(emit: Emitter, block: Block, address: Value, names: str) -> list[Value]:
+    """Words of the block at an address, for intrinsics that take the address."""
+    return [_word(emit, address, block.offset(name), name in block.floats) for name in names.split()]
+
+
 def _word_loader(offset: int, is_float: bool) -> Any:
     @emitted(FLOAT if is_float else types.int64, ADDRESS)
     def load(emit: Emitter, address: Value) -> Value:
