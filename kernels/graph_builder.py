@@ -42,69 +42,6 @@ def packed_weight(weight: LinearWeight, *, may_gather: bool = False) -> Any:
     return packed
 
 
-def _writer(record: Callable[Fields, Op]) -> Callable[Concatenate["GraphBuilder", Fields], None]:
-    """A method that adds an op and takes its fields."""
-
-    def write(self: "GraphBuilder", /, *args: Fields.args, **kwargs: Fields.kwargs) -> None:
-        self.append(record(*args, **kwargs))
-
-    return write
-
-
-class GraphBuilder:
-    """Buffers and ops of a model being written. kv_layers: what each layer of the cache keeps per position."""
-
-    def __init__(self, kv_layers: Sequence[KVLayerShape] = ()) -> None:
-        self.kv_layers = tuple(kv_layers)
-        self.buffers: list[Buffer] = []
-        self.ops: list[Op] = []
-
-    def buffer(self, name: str, width: int, rows: Rows = Rows.BATCH) -> Buffer:
-        """A new buffer. Raises: ShapeError."""
-        check(width > 0, f"buffer {name} is {width} wide; a buffer has at least one column")
-        self.buffers.append(Buffer(len(self.buffers), name, width, rows))
-        return self.buffers[-1]
-
-    def append(self, op: Op) -> None:
-        """Check an op and write it after the others. Raises: ShapeError."""
-        if isinstance(op, ops.StoreKV | ops.Attention):
-            check(0 <= op.layer < len(self.kv_layers), f"there is no cache of layer {op.layer}")
-            _KV_CHECKS[type(op)](op, self.kv_layers[op.layer])
-        else:
-            CHECKS[type(op)](op)
-        self.ops.append(op)
-
-    def finish(self, output: Buffer) -> OpGraph:
-        """The finished graph; `output` is the buffer `Program.run` returns. Raises: ShapeError."""
-        check(output.rows is Rows.OUTPUT, f"{output.name} holds batch rows; logits are of output rows")
-        return OpGraph(self.kv_layers, tuple(self.buffers), tuple(self.ops), output)
-
-    # `builder.rope(x, table, 64)` is `builder.append(Rope(x, table, 64))`.
-    embed = _writer(ops.Embed)
-    embed_positions = _writer(ops.EmbedPositions)
-    receive = _writer(ops.Receive)
-    rms_norm = _writer(ops.RmsNorm)
-    layer_norm = _writer(ops.LayerNorm)
-    matmul = _writer(ops.Matmul)
-    rope = _writer(ops.Rope)
-    store_kv = _writer(ops.StoreKV)
-    attention = _writer(ops.Attention)
-    activation = _writer(ops.Activate)
-    gated_activation = _writer(ops.GatedActivate)
-    add = _writer(ops.Add)
-    multiply_sigmoid = _writer(ops.MultiplySigmoid)
-    scale = _writer(ops.Scale)
-    scale_by_position = _writer(ops.ScaleByPosition)
-    softcap = _writer(ops.Softcap)
-    copy_heads = _writer(ops.CopyHeads)
-    head_matmul = _writer(ops.HeadMatmul)
-    select_output = _writer(ops.SelectOutput)
-    route = _writer(ops.Route)
-    expert_matmul = _writer(ops.ExpertMatmul)
-    expert_sum = _writer(ops.ExpertSum)
-    expert_scale = _writer(ops.ExpertScale)
-
-
 def _same_shape(*buffers: Buffer) -> None:
     first = buffers[0]
     for other in buffers[1:]:
@@ -273,32 +210,71 @@ def _check_expert_scale(op: ops.ExpertScale) -> None:
     _same_rows(x, op.expert_weights)
 
 
-CHECKS: dict[type, Callable[[Any], None]] = {
-    ops.Embed: _check_embed,
-    ops.EmbedPositions: _check_embed,
-    ops.Receive: _check_receive,
-    ops.RmsNorm: _check_norm,
-    ops.LayerNorm: _check_norm,
-    ops.Matmul: _check_matmul,
-    ops.Rope: _check_rope,
-    ops.Activate: _check_activate,
-    ops.GatedActivate: lambda op: _same_shape(op.out, op.gate, op.up),
-    ops.Add: lambda op: _same_shape(op.out, op.a, op.b),
-    ops.MultiplySigmoid: _check_multiply_sigmoid,
-    ops.Scale: lambda op: None,
-    ops.ScaleByPosition: _check_scale_by_position,
-    ops.Softcap: lambda op: None,
-    ops.CopyHeads: _check_copy_heads,
-    ops.HeadMatmul: _check_head_matmul,
-    ops.SelectOutput: _check_select_output,
-    ops.Route: _check_route,
-    ops.ExpertMatmul: _check_expert_matmul,
-    ops.ExpertSum: _check_expert_sum,
-    ops.ExpertScale: _check_expert_scale,
-}
+CHECKS: dict[Any, Callable[..., None]] = {}
+"""What proves the shapes of each op; of one on a layer of the cache, given what that keeps. Raises: ShapeError."""
 
-_KV_CHECKS: dict[type, Callable[[Any, KVLayerShape], None]] = {
-    ops.StoreKV: _check_store_kv,
-    ops.Attention: _check_attention,
-}
-"""Those of ops on a layer of the cache."""
+
+def _writer(
+    record: Callable[Fields, Op], check: Callable[..., None] = lambda op: None
+) -> Callable[Concatenate["GraphBuilder", Fields], None]:
+    """A method that adds an op and takes its fields, and the op's check."""
+    CHECKS[record] = check
+
+    def write(self: "GraphBuilder", /, *args: Fields.args, **kwargs: Fields.kwargs) -> None:
+        self.append(record(*args, **kwargs))
+
+    return write
+
+
+class GraphBuilder:
+    """Buffers and ops of a model being written. kv_layers: what each layer of the cache keeps per position."""
+
+    def __init__(self, kv_layers: Sequence[KVLayerShape] = ()) -> None:
+        self.kv_layers = tuple(kv_layers)
+        self.buffers: list[Buffer] = []
+        self.ops: list[Op] = []
+
+    def buffer(self, name: str, width: int, rows: Rows = Rows.BATCH) -> Buffer:
+        """A new buffer. Raises: ShapeError."""
+        check(width > 0, f"buffer {name} is {width} wide; a buffer has at least one column")
+        self.buffers.append(Buffer(len(self.buffers), name, width, rows))
+        return self.buffers[-1]
+
+    def append(self, op: Op) -> None:
+        """Check an op and write it after the others. Raises: ShapeError."""
+        if isinstance(op, ops.StoreKV | ops.Attention):
+            check(0 <= op.layer < len(self.kv_layers), f"there is no cache of layer {op.layer}")
+            CHECKS[type(op)](op, self.kv_layers[op.layer])
+        else:
+            CHECKS[type(op)](op)
+        self.ops.append(op)
+
+    def finish(self, output: Buffer) -> OpGraph:
+        """The finished graph; `output` is the buffer `Program.run` returns. Raises: ShapeError."""
+        check(output.rows is Rows.OUTPUT, f"{output.name} holds batch rows; logits are of output rows")
+        return OpGraph(self.kv_layers, tuple(self.buffers), tuple(self.ops), output)
+
+    # `builder.rope(x, table, 64)` is `builder.append(Rope(x, table, 64))`.
+    embed = _writer(ops.Embed, _check_embed)
+    embed_positions = _writer(ops.EmbedPositions, _check_embed)
+    receive = _writer(ops.Receive, _check_receive)
+    rms_norm = _writer(ops.RmsNorm, _check_norm)
+    layer_norm = _writer(ops.LayerNorm, _check_norm)
+    matmul = _writer(ops.Matmul, _check_matmul)
+    rope = _writer(ops.Rope, _check_rope)
+    store_kv = _writer(ops.StoreKV, _check_store_kv)
+    attention = _writer(ops.Attention, _check_attention)
+    activation = _writer(ops.Activate, _check_activate)
+    gated_activation = _writer(ops.GatedActivate, lambda op: _same_shape(op.out, op.gate, op.up))
+    add = _writer(ops.Add, lambda op: _same_shape(op.out, op.a, op.b))
+    multiply_sigmoid = _writer(ops.MultiplySigmoid, _check_multiply_sigmoid)
+    scale = _writer(ops.Scale)
+    scale_by_position = _writer(ops.ScaleByPosition, _check_scale_by_position)
+    softcap = _writer(ops.Softcap)
+    copy_heads = _writer(ops.CopyHeads, _check_copy_heads)
+    head_matmul = _writer(ops.HeadMatmul, _check_head_matmul)
+    select_output = _writer(ops.SelectOutput, _check_select_output)
+    route = _writer(ops.Route, _check_route)
+    expert_matmul = _writer(ops.ExpertMatmul, _check_expert_matmul)
+    expert_sum = _writer(ops.ExpertSum, _check_expert_sum)
+    expert_scale = _writer(ops.ExpertScale, _check_expert_scale)

@@ -12,7 +12,7 @@ were asked for (`Rows.OUTPUT`). Every op works row by row, so the value of a row
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol, dataclass_transform
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,16 +96,19 @@ class EmbeddingTable:
     packed: Any = field(compare=False)
 
 
-class _WithArrays:
-    """A record that equals another one with equal numbers in its arrays."""
+@dataclass_transform(frozen_default=True)
+class Record:
+    """Plain data: every subclass is a frozen dataclass, and equals another one with equal numbers in its arrays."""
 
-    __slots__ = ()
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True, eq=False)(cls)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, type(self)):
             return False
-        names = [field.name for field in fields(self)]  # type: ignore[arg-type]
-        return all(_are_equal(getattr(self, name), getattr(other, name)) for name in names)
+        return all(_are_equal(getattr(self, field.name), getattr(other, field.name)) for field in fields(self))
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -116,8 +119,7 @@ def _are_equal(first: object, second: object) -> bool:
     return not isinstance(second, np.ndarray) and first == second
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Projection(_WithArrays):
+class Projection(Record):
     """One product of a `Matmul`: out = residual + scale * (x @ weight.T + bias).
 
     `residual` may be `out` itself. `bias` is float32[num_rows] of the weight.
@@ -130,8 +132,7 @@ class Projection(_WithArrays):
     scale: float = 1.0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RopeTable(_WithArrays):
+class RopeTable(Record):
     """What RoPE needs besides positions.
 
     inverse_frequencies: float64[rotary_size / 2], every scaling (linear, YaRN, Llama 3, LongRoPE) already in it.
@@ -143,8 +144,7 @@ class RopeTable(_WithArrays):
     magnitude: float = 1.0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class AttentionShape(_WithArrays):
+class AttentionShape(Record):
     """One layer's attention: sizes, mask and score transform.
 
     scale multiplies q.k; softcap > 0 replaces a score s by softcap * tanh(s / softcap); window > 0 lets a position see
@@ -165,8 +165,7 @@ class AttentionShape(_WithArrays):
     alibi_slopes: FloatArray | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Routing(_WithArrays):
+class Routing(Record):
     """How `Route` picks experts: the best `num_selected` by gating value (plus `selection_bias`, which does not weigh).
 
     Of equal values the lower expert wins, and slots are in order of falling value. SOFTMAX_SELECTED picks by logits.
@@ -195,8 +194,7 @@ class KVLayerShape:
     window: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Embed:
+class Embed(Record):
     """out[r] = scale * table[token_ids[r]]."""
 
     out: Buffer
@@ -204,23 +202,20 @@ class Embed:
     scale: float = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class EmbedPositions:
+class EmbedPositions(Record):
     """out[r] += table[position of r] (learned absolute positions)."""
 
     out: Buffer
     table: EmbeddingTable
 
 
-@dataclass(frozen=True, slots=True)
-class Receive:
+class Receive(Record):
     """out[r] = what the program was given for row r: the hidden states that another device computed."""
 
     out: Buffer
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RmsNorm(_WithArrays):
+class RmsNorm(Record):
     """Root-mean-square norm (arXiv 1910.07467) over each row, or over each `group_size` elements of it.
 
     weight: float32[group_size] shared by all groups, or float32[width], or None for 1.
@@ -233,8 +228,7 @@ class RmsNorm(_WithArrays):
     group_size: int = 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LayerNorm(_WithArrays):
+class LayerNorm(Record):
     """Layer norm (arXiv 1607.06450), shapes as in `RmsNorm`."""
 
     out: Buffer
@@ -245,16 +239,14 @@ class LayerNorm(_WithArrays):
     group_size: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Matmul:
+class Matmul(Record):
     """Multiply one input by one or several weights; all `out` hold the same rows as x."""
 
     x: Buffer
     projections: Sequence[Projection]
 
 
-@dataclass(frozen=True, slots=True)
-class Rope:
+class Rope(Record):
     """Rotate, in place, elements offset .. offset + rotary_size of every head of x by the row's position."""
 
     x: Buffer
@@ -263,8 +255,7 @@ class Rope:
     offset: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class StoreKV:
+class StoreKV(Record):
     """Write the rows' keys and values into the cache pages of `layer`."""
 
     layer: int
@@ -272,8 +263,7 @@ class StoreKV:
     values: Buffer
 
 
-@dataclass(frozen=True, slots=True)
-class Attention:
+class Attention(Record):
     """Causal attention of every row over its sequence's cache, in chunks of absolute positions merged in order."""
 
     out: Buffer
@@ -282,8 +272,7 @@ class Attention:
     shape: AttentionShape
 
 
-@dataclass(frozen=True, slots=True)
-class Activate:
+class Activate(Record):
     """out = kind(x)."""
 
     out: Buffer
@@ -291,8 +280,7 @@ class Activate:
     kind: Activation
 
 
-@dataclass(frozen=True, slots=True)
-class GatedActivate:
+class GatedActivate(Record):
     """out = kind(gate) * up; gate and up may be two halves of one width only if given as separate buffers."""
 
     out: Buffer
@@ -301,8 +289,7 @@ class GatedActivate:
     kind: Activation
 
 
-@dataclass(frozen=True, slots=True)
-class Add:
+class Add(Record):
     """out = a + scale * b."""
 
     out: Buffer
@@ -311,8 +298,7 @@ class Add:
     scale: float = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class MultiplySigmoid:
+class MultiplySigmoid(Record):
     """out = x * sigmoid(gate); gate is as wide as x, or one value per row."""
 
     out: Buffer
@@ -325,16 +311,14 @@ class MultiplySigmoid:
         return self.gate.width == 1 and self.x.width != 1
 
 
-@dataclass(frozen=True, slots=True)
-class Scale:
+class Scale(Record):
     """x *= factor, in place."""
 
     x: Buffer
     factor: float
 
 
-@dataclass(frozen=True, slots=True)
-class ScaleByPosition:
+class ScaleByPosition(Record):
     """x *= 1 + slope * ln(1 + floor((position of the row + offset) / period)), in place (Llama 4, Ministral 3)."""
 
     x: Buffer
@@ -343,16 +327,14 @@ class ScaleByPosition:
     offset: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Softcap:
+class Softcap(Record):
     """x = cap * tanh(x / cap), in place."""
 
     x: Buffer
     cap: float
 
 
-@dataclass(frozen=True, slots=True)
-class CopyHeads:
+class CopyHeads(Record):
     """Copy `width` elements of every head of x, from x_offset in it to out_offset in out's head; the rest stays."""
 
     out: Buffer
@@ -365,8 +347,7 @@ class CopyHeads:
     x_offset: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class HeadMatmul:
+class HeadMatmul(Record):
     """For every head h: out[h][out_offset:] = weight[h] @ x[h][x_offset:], num_rows from num_columns elements.
 
     weight is a stack of one matrix per head; the rest of out stays (latent attention, arXiv 2405.04434).
@@ -381,16 +362,14 @@ class HeadMatmul:
     x_offset: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class SelectOutput:
+class SelectOutput(Record):
     """Copy the rows that want logits; `out` has Rows.OUTPUT."""
 
     out: Buffer
     x: Buffer
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
+class Route(Record):
     """Choose experts per row; ids are stored as float32 whole numbers. Both outputs are num_selected wide."""
 
     expert_ids: Buffer
@@ -399,8 +378,7 @@ class Route:
     routing: Routing
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ExpertMatmul(_WithArrays):
+class ExpertMatmul(Record):
     """For each row and each selected expert e: out[row, slot] = x[row or row, slot] @ weight[e].T + bias[e].
 
     out is num_selected * num_rows(weight) wide; x is num_columns wide, num_selected times that if input_per_slot.
@@ -415,8 +393,7 @@ class ExpertMatmul(_WithArrays):
     input_per_slot: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertSum:
+class ExpertSum(Record):
     """out = residual + sum over slots, in slot order, of expert_weights[slot] * x[slot]."""
 
     out: Buffer
@@ -425,8 +402,7 @@ class ExpertSum:
     residual: Buffer | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertScale:
+class ExpertScale(Record):
     """x[slot] *= expert_weights[slot], in place (models that weigh the input of the down projection)."""
 
     x: Buffer
