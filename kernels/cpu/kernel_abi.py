@@ -53,19 +53,8 @@ NOT_FINITE = -1
 NOTHING_LEFT = -2
 """Instead of a token id: every logit is -inf."""
 
-# History of tokens: words of its record, all int64, of a cursor, and int32 of each entry of its tables.
-(
-    HISTORY_NUM_STATES, HISTORY_NUM_EDGES, HISTORY_NUM_NODES,
-    HISTORY_STATES, HISTORY_EDGES, HISTORY_NODES, HISTORY_TABLE,
-    HISTORY_STATE_ROOM, HISTORY_EDGE_ROOM, HISTORY_NODE_ROOM, HISTORY_TABLE_SIZE,
-) = range(11)  # fmt: skip
-"""Entries in use, addresses of the tables, and entries they have room for; the hash table's size is a power of two."""
-HISTORY_WORDS = 11
+# History of tokens: int32 of each entry of its tables.
 STATE_WORDS, EDGE_WORDS, NODE_WORDS = 6, 4, 3
-CURSOR_STATE, CURSOR_NODE, CURSOR_MATCH, CURSOR_MATCH_LENGTH, CURSOR_ALIGNED, CURSOR_LOST = range(6)
-"""State and node of a text's last token; the node that its longest earlier suffix ended at, or -1, and the tokens of
-that suffix; where the last long match was left, or -1, and how many tokens ago."""
-CURSOR_WORDS = 6
 LONG_MATCH = 8
 """Tokens of a match that is taken for a copy in progress."""
 

@@ -12,32 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.kernels import ops
-from localinfer.kernels.cpu import attention, kernel_abi
-from localinfer.kernels.cpu.costs import attention_cost, embedding_cost, expert_cost, head_cost, matmul_cost
+from localinfer.kernels.cpu import attention, kernel_abi, parameters
 from localinfer.kernels.cpu.memory import address, aligned, padded
-from localinfer.kernels.cpu.parameters import (
-    ATTENTION,
-    ATTENTION_SUMS,
-    COPY_HEADS,
-    ELEMENTWISE,
-    EMBED,
-    EXPERT_MATMUL,
-    EXPERT_SCALE,
-    EXPERT_SUM,
-    GROUP_BY_EXPERT,
-    MATMUL,
-    NORM,
-    PROJECTION,
-    QUANTIZE,
-    QUANTIZE_QUERIES,
-    ROPE,
-    ROPE_ANGLES,
-    ROUTE,
-    SCALE_BY_POSITION,
-    SELECT_OUTPUT,
-    STORE_KV,
-    Words,
-)
 from localinfer.kernels.cpu.program import CpuProgram, ThreadPool
 from localinfer.kernels.cpu.tape import CpuTape
 from localinfer.kernels.cpu.weights import PackedWeight, RowTable
@@ -46,6 +22,7 @@ from localinfer.kernels.jit.compile_ahead import ProgressCallback, compile_ahead
 from localinfer.kernels.kv_layout import KVLayout, is_quantized
 from localinfer.kernels.layouts import GGUF_LAYOUTS, SIZES, is_float, num_tiles
 from localinfer.kernels.ops import Buffer, Gating, LinearWeight, OpGraph, Projection, RopeTable, Rows
+from localinfer.kernels.program import Operation
 
 ACTIVATION_BYTES_PER_BLOCK = 384 * 1024
 """Rows of a matmul are taken in blocks of about this many bytes of activations: they and a tile share a 1 MiB cache."""
@@ -97,11 +74,13 @@ def _embed(tape: CpuTape, op: ops.Embed | ops.EmbedPositions) -> None:
         f"{table.name} holds {rows.data.size} bytes; {table.num_rows} rows need {table.num_rows * row_bytes}",
     )
     tape.memory.keep_table(rows, by_position=by_position)
-    words = EMBED.pack(
+    words = parameters.EMBED.pack(
         **tape.places(out=out), table=rows.data.ctypes.data, row_bytes=row_bytes, layout=rows.layout,
         columns=rows.num_columns, unit=sizes.unit, unit_bytes=sizes.file_bytes, scale=scale, by_position=by_position,
     )  # fmt: skip
-    tape.add("embedding.embed", words, writes=out, cost=embedding_cost("embedding.embed", table))
+    kernel = "embedding.embed"
+    cost = Operation(kernel, Rows.BATCH, (table.name,), rows.data.size, rows.data.size // table.num_rows)
+    tape.add(kernel, words, writes=out, cost=cost)
 
 
 def _norm(tape: CpuTape, op: ops.RmsNorm | ops.LayerNorm) -> None:
@@ -109,7 +88,7 @@ def _norm(tape: CpuTape, op: ops.RmsNorm | ops.LayerNorm) -> None:
     groups = op.x.width // size
     per_group = op.weight is not None and groups > 1 and op.weight.size == op.x.width
     bias, kernel = (op.bias, "layer_norm") if isinstance(op, ops.LayerNorm) else (None, "rms_norm")
-    words = NORM.pack(
+    words = parameters.NORM.pack(
         **tape.places(out=op.out, x=op.x), weight=tape.memory.constant(op.weight), bias=tape.memory.constant(bias),
         weight_stride=4 * size if per_group else 0, groups=groups, size=size, epsilon=op.epsilon,
         is_output=_is_output(op.x),
@@ -132,23 +111,27 @@ def _matmul(tape: CpuTape, op: ops.Matmul) -> None:
         place, stride, _ = _activations(tape, tape.in_order(x, first.columns), first, 1)
         bytes_per_row = kernel_abi.activation_row_bytes(x.width) if not is_float(layout) else 4 * x.width
         rows_per_block = max(8, ACTIVATION_BYTES_PER_BLOCK // bytes_per_row // 8 * 8)
-        words = MATMUL.pack(
+        words = parameters.MATMUL.pack(
             x=place, x_stride=stride, columns=x.width, is_output=_is_output(x), projections=len(group),
             rows_per_block=rows_per_block,
         )  # fmt: skip
         kernel = f"matmul.matmul_{layout.name.lower()}"
-        cost = matmul_cost(kernel, [projection.weight for projection in group], x.rows)
+        weights = [projection.weight for projection in group]
+        num_bytes = sum(weight.packed.data.size for weight in weights)
+        products = sum(weight.num_rows * weight.num_columns for weight in weights)
+        names = tuple(weight.name for weight in weights)
+        cost = Operation(kernel, x.rows, names, num_bytes, num_bytes, products)
         tape.add(kernel, words, *(_projection_parameters(tape, projection) for projection in group), cost=cost)
     for projection in op.projections:
         tape.forget_copies(projection.out)
 
 
-def _projection_parameters(tape: CpuTape, projection: Projection) -> Words:
+def _projection_parameters(tape: CpuTape, projection: Projection) -> parameters.Words:
     out, memory = projection.out, tape.memory
     zeros = memory.zeros(out.width)
     bias = memory.constant(projection.bias)
     residual, residual_stride = (zeros, 0) if projection.residual is None else tape.place(projection.residual)
-    return PROJECTION.pack(
+    return parameters.PROJECTION.pack(
         **_weight_parameters(projection.weight.packed), **tape.places(out=out), residual=residual,
         residual_stride=residual_stride, bias=bias or zeros, bias_stride=64 if bias else 0, scale=projection.scale,
         spare=0,
@@ -181,7 +164,7 @@ def _activations(tape: CpuTape, x: Buffer, packed: PackedWeight, slots: int) -> 
     if tape.quantized_source != (x.rows, x.index, columns):
         needed = tape.max_rows[x.rows] * slots * stride
         tape.quantized_place = tape.memory.shared(f"activations of {x.rows.value} rows", needed)
-        words = QUANTIZE.pack(
+        words = parameters.QUANTIZE.pack(
             **tape.places(source=x), target=tape.quantized_place, target_stride=stride, columns=columns,
             is_output=_is_output(x), slots=slots, slot_stride=4 * columns,
         )  # fmt: skip
@@ -194,7 +177,7 @@ def _rope(tape: CpuTape, op: ops.Rope) -> None:
     x, pairs = op.x, op.table.inverse_frequencies.size
     angles = _rope_angles(tape, op.table)
     place, stride = tape.place(x)
-    words = ROPE.pack(
+    words = parameters.ROPE.pack(
         x=place + 4 * op.offset, x_stride=stride, angles=address(angles), angles_stride=8 * pairs,
         heads=x.width // op.head_size, head_size=op.head_size, pairs=pairs,
         is_halves=op.table.pairing is ops.Pairing.HALVES,
@@ -210,7 +193,7 @@ def _rope_angles(tape: CpuTape, table: RopeTable) -> NDArray[np.uint8]:
         angles = aligned(tape.max_rows[Rows.BATCH] * 8 * frequencies.size)
         tape.angles[key] = angles
         tape.memory.keep(angles, frequencies)
-        words = ROPE_ANGLES.pack(
+        words = parameters.ROPE_ANGLES.pack(
             out=address(angles), out_stride=8 * frequencies.size, frequencies=address(frequencies),
             count=frequencies.size, magnitude=table.magnitude,
         )  # fmt: skip
@@ -223,7 +206,7 @@ def _store_kv(tape: CpuTape, op: ops.StoreKV) -> None:
     (keys, keys_stride), (values, values_stride) = tape.place(op.keys), tape.place(op.values)
     places = {"keys_source": keys, "keys_stride": keys_stride}
     places |= {"values_source": values, "values_stride": values_stride}
-    tape.add(kernel, STORE_KV.pack(**places, **words))
+    tape.add(kernel, parameters.STORE_KV.pack(**places, **words))
 
 
 def _attention(tape: CpuTape, op: ops.Attention) -> None:
@@ -232,14 +215,19 @@ def _attention(tape: CpuTape, op: ops.Attention) -> None:
     words = attention.attention_parameters(layout, layer, shape) | _queries(tape, op) | tape.places(out=op.out)
     words |= {"sinks": tape.memory.constant(shape.sinks), "slopes": tape.memory.constant(shape.alibi_slopes)}
     tape.partial_bytes = max(tape.partial_bytes, attention.partial_bytes(layout, layer, shape))
-    cost = attention_cost("attention.attention", layout, layer, shape)
-    calls = {ATTENTION.words.index(word): kernel for word, kernel in attention.called_kernels(layout).items()}
-    tape.add("attention.attention", ATTENTION.pack(**words), writes=op.out, cost=cost, calls=calls)
+    cost = Operation(
+        "attention.attention", kv_bytes=shape.num_kv_heads * layout.head(layer).num_bytes // layout.page_tokens,
+        kv_multiply_adds=shape.num_heads * (shape.key_size + shape.value_size), window=shape.window or shape.chunk,
+    )  # fmt: skip
+    calls = {
+        parameters.ATTENTION.words.index(word): kernel for word, kernel in attention.called_kernels(layout).items()
+    }
+    tape.add("attention.attention", parameters.ATTENTION.pack(**words), writes=op.out, cost=cost, calls=calls)
     if tape.attention_sums is not None:
         _, heads, pages = tape.attention_sums.shape
         work = tape.memory.shared("attention sums", tape.pool.num_threads * 64 * pages)
         words |= {"sums": address(tape.attention_sums), "sums_heads": heads, "sums_pages": pages, "work": work}
-        tape.add("attention_sums.attention_sums", ATTENTION_SUMS.pack(**words), calls=calls)
+        tape.add("attention_sums.attention_sums", parameters.ATTENTION_SUMS.pack(**words), calls=calls)
 
 
 def _queries(tape: CpuTape, op: ops.Attention) -> dict[str, int]:
@@ -253,37 +241,32 @@ def _queries(tape: CpuTape, op: ops.Attention) -> dict[str, int]:
     target = tape.memory.shared("queries", tape.max_rows[Rows.BATCH] * stride)
     words = attention.query_parameters(layout, op.layer, shape) | places
     words |= {"target": target, "target_stride": stride, "target_head_bytes": head_bytes}
-    tape.add("kv_store.quantize_queries", QUANTIZE_QUERIES.pack(**words))
+    tape.add("kv_store.quantize_queries", parameters.QUANTIZE_QUERIES.pack(**words))
     return {"queries": target, "queries_stride": stride, "query_head_bytes": head_bytes}
 
 
 def _elementwise(tape: CpuTape, kernel: str, out: Buffer, a: Buffer, b: Buffer, scalar: float = 0.0) -> None:
-    words = ELEMENTWISE.pack(
+    words = parameters.ELEMENTWISE.pack(
         **tape.places(out=out, a=a, b=b), scalar=scalar, columns=out.width, is_output=_is_output(out)
     )
     tape.add(f"elementwise.{kernel}", words, writes=out)
 
 
-def _multiply_sigmoid(tape: CpuTape, op: ops.MultiplySigmoid) -> None:
-    kernel = "multiply_sigmoid_by_row" if op.is_by_row else "multiply_sigmoid"
-    _elementwise(tape, kernel, op.out, op.x, op.gate)
-
-
 def _scale_by_position(tape: CpuTape, op: ops.ScaleByPosition) -> None:
-    words = SCALE_BY_POSITION.pack(
+    words = parameters.SCALE_BY_POSITION.pack(
         **tape.places(x=op.x), columns=op.x.width, period=op.period, slope=op.slope, first_position=op.offset
     )
     tape.add("elementwise.scale_by_position", words, writes=op.x)
 
 
 def _select_output(tape: CpuTape, op: ops.SelectOutput) -> None:
-    words = SELECT_OUTPUT.pack(**tape.places(out=op.out, x=op.x), columns=op.x.width)
+    words = parameters.SELECT_OUTPUT.pack(**tape.places(out=op.out, x=op.x), columns=op.x.width)
     tape.add("elementwise.select_output", words, writes=op.out)
 
 
 def _copy_heads(tape: CpuTape, op: ops.CopyHeads) -> None:
     (out, out_stride), (x, x_stride) = tape.place(op.out), tape.place(op.x)
-    words = COPY_HEADS.pack(
+    words = parameters.COPY_HEADS.pack(
         out=out + 4 * op.out_offset, out_stride=out_stride, x=x + 4 * op.x_offset, x_stride=x_stride,
         heads=op.num_heads, width=op.width, out_head_bytes=4 * op.out_head_size, x_head_bytes=4 * op.x_head_size,
         is_output=_is_output(op.x),
@@ -300,7 +283,7 @@ def _head_matmul(tape: CpuTape, op: ops.HeadMatmul) -> None:
         row = kernel_abi.activation_row_bytes(columns)
         memory = aligned(tape.max_rows[x.rows] * heads * row)
         tape.memory.keep(memory)
-        words = QUANTIZE.pack(
+        words = parameters.QUANTIZE.pack(
             source=source, source_stride=stride, target=address(memory), target_stride=row, columns=columns,
             is_output=_is_output(x), slots=heads, slot_stride=slot_stride,
         )  # fmt: skip
@@ -309,22 +292,23 @@ def _head_matmul(tape: CpuTape, op: ops.HeadMatmul) -> None:
     target, out_stride = tape.place(out)
     zeros = tape.memory.zeros(rows)
     kernel = f"matmul.matmul_{packed.layout.name.lower()}"
+    cost = Operation(kernel, x.rows, (weight.name,), packed.expert_bytes, packed.expert_bytes, rows * columns)
     for head in range(heads):
-        words = MATMUL.pack(
+        words = parameters.MATMUL.pack(
             x=source + head * slot_stride, x_stride=stride, columns=columns, is_output=_is_output(x), projections=1,
             rows_per_block=tape.max_rows[x.rows],
         )  # fmt: skip
-        projection = PROJECTION.pack(
+        projection = parameters.PROJECTION.pack(
             **_weight_parameters(packed, head), out=target + 4 * (head * op.out_head_size + op.out_offset),
             out_stride=out_stride, residual=zeros, residual_stride=0, bias=zeros, bias_stride=0, scale=1.0, spare=0,
         )  # fmt: skip
-        tape.add(kernel, words, projection, writes=out, cost=head_cost(kernel, weight, x.rows))
+        tape.add(kernel, words, projection, writes=out, cost=cost)
 
 
 def _route(tape: CpuTape, op: ops.Route) -> None:
     routing, ids, logits = op.routing, op.expert_ids, op.logits
     count, selected = routing.num_experts, routing.num_selected
-    words = ROUTE.pack(
+    words = parameters.ROUTE.pack(
         **tape.places(ids=ids, weights=op.expert_weights, logits=logits), experts=count, selected=selected,
         gating=_GATING_CODES[routing.gating], normalise=routing.normalise, scale=routing.scale,
         bias=tape.memory.constant(routing.selection_bias), groups=routing.num_groups,
@@ -334,7 +318,7 @@ def _route(tape: CpuTape, op: ops.Route) -> None:
     table = np.zeros(count + 2 + tape.max_rows[logits.rows] * selected, np.int64)
     tape.expert_groups[ids.index] = table
     tape.memory.keep(table)
-    words = GROUP_BY_EXPERT.pack(
+    words = parameters.GROUP_BY_EXPERT.pack(
         **tape.places(ids=ids), experts=count, selected=selected, starts=address(table), is_output=_is_output(logits),
     )  # fmt: skip
     tape.add("experts.group_by_expert", words, writes=op.expert_weights)
@@ -348,19 +332,21 @@ def _expert_matmul(tape: CpuTape, op: ops.ExpertMatmul) -> None:
     bias = 0
     if op.bias is not None:
         bias = tape.memory.constant(np.pad(op.bias, ((0, 0), (0, padded(packed.num_rows) - packed.num_rows))))
-    words = EXPERT_MATMUL.pack(
+    words = parameters.EXPERT_MATMUL.pack(
         x=place, x_stride=stride, slot_stride=slot_stride, columns=packed.num_columns, experts=packed.num_experts,
         selected=selected, groups=address(tape.expert_groups[ids.index]), expert_bytes=packed.expert_bytes,
         **_weight_parameters(packed), **tape.places(out=out), bias=bias, bias_stride=4 * padded(packed.num_rows),
         zeros=tape.memory.zeros(packed.num_rows),
     )  # fmt: skip
     kernel = f"matmul.expert_matmul_{packed.layout.name.lower()}"
-    tape.add(kernel, words, writes=out, cost=expert_cost(kernel, weight, selected, x.rows))
+    row_bytes, products = packed.expert_bytes * selected, packed.num_rows * packed.num_columns * selected
+    cost = Operation(kernel, x.rows, (weight.name,), packed.data.size, row_bytes, products)
+    tape.add(kernel, words, writes=out, cost=cost)
 
 
 def _expert_sum(tape: CpuTape, op: ops.ExpertSum) -> None:
     residual, residual_stride = tape.place(op.residual) if op.residual is not None else (0, 0)
-    words = EXPERT_SUM.pack(
+    words = parameters.EXPERT_SUM.pack(
         **tape.places(out=op.out, x=op.x, weights=op.expert_weights), residual=residual,
         residual_stride=residual_stride, selected=op.expert_weights.width, columns=op.out.width,
         is_output=_is_output(op.out),
@@ -372,7 +358,7 @@ def _expert_scale(tape: CpuTape, op: ops.ExpertScale) -> None:
     x, selected = op.x, op.expert_weights.width
     columns = x.width // selected
     check(columns % 16 == 0, f"{x.name} holds slots of {columns}; whole vectors of 16 are needed")
-    words = EXPERT_SCALE.pack(
+    words = parameters.EXPERT_SCALE.pack(
         **tape.places(x=x, weights=op.expert_weights), selected=selected, columns=columns, is_output=_is_output(x)
     )
     tape.add("experts.expert_scale", words, writes=x)
@@ -399,7 +385,9 @@ LOWER: dict[type, Callable[[CpuTape, Any], None]] = {
     ops.Activate: lambda tape, op: _elementwise(tape, op.kind.value, op.out, op.x, op.x),
     ops.GatedActivate: lambda tape, op: _elementwise(tape, f"gated_{op.kind.value}", op.out, op.gate, op.up),
     ops.Add: lambda tape, op: _elementwise(tape, "add", op.out, op.a, op.b, op.scale),
-    ops.MultiplySigmoid: _multiply_sigmoid,
+    ops.MultiplySigmoid: lambda tape, op: _elementwise(
+        tape, "multiply_sigmoid_by_row" if op.is_by_row else "multiply_sigmoid", op.out, op.x, op.gate
+    ),
     ops.Scale: lambda tape, op: _elementwise(tape, "scale", op.x, op.x, op.x, op.factor),
     ops.ScaleByPosition: _scale_by_position,
     ops.Softcap: lambda tape, op: _elementwise(tape, "softcap", op.x, op.x, op.x, op.cap),

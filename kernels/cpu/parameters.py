@@ -24,8 +24,8 @@ class Block:
 
     if TYPE_CHECKING:
 
-        def __getattr__(self, name: str) -> Callable[[int], Any]:
-            """In a kernel: one word of the block at an address."""
+        def __getattr__(self, name: str) -> Callable[..., Any]:
+            """In a kernel: one word of the block at an address; set_NAME(address, value) writes it."""
 
         def load(self, address: int) -> Any:
             """In a kernel: all of its words."""
@@ -40,6 +40,11 @@ class Block:
         assert not missing, f"a block of {', '.join(self.words)} needs each of them once, not {', '.join(missing)}"
         words = [_bits(values[name]) if name in self.floats else values[name] for name in self.words]
         return np.array(words, np.int64)
+
+    def write(self, words: Words, **values: int) -> None:
+        """Change words of a block by name, none of them a float."""
+        for name, value in values.items():
+            words[self.words.index(name)] = value
 
 
 def _bits(value: float) -> int:
@@ -154,6 +159,14 @@ MERGE = Block(
 following, preceding, heap: scratch, int32[longest word] twice, int64[2 * longest word]. out, places: what is left.
 whole_table: tokens that a whole word becomes without merging, an int32 hash table or 0 for none; whole_starts,
 whole_symbols: the symbols of all tokens."""
+
+# Token history: records that its kernels also write.
+
+HISTORY = Block("num_states num_edges num_nodes states edges nodes table state_room edge_room node_room table_size")
+"""Entries in use, addresses of the tables, and entries they have room for; the hash table's size is a power of two."""
+CURSOR = Block("state node match match_length aligned lost")
+"""State and node of a text's last token; the node that its longest earlier suffix ended at, or -1, and the tokens of
+that suffix; where the last long match was left, or -1, and how many tokens ago."""
 
 # Measuring the machine.
 

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from localinfer.kernels.cpu import kernel_abi
 from localinfer.kernels.cpu.memory import address
+from localinfer.kernels.cpu.parameters import CURSOR, HISTORY
 from localinfer.kernels.jit.object_cache import Function
 
 _EXTEND = Function("token_history.extend", "q", "qqqq")
@@ -17,6 +18,8 @@ _TRACE = Function("token_history.trace", "q", "qqqq")
 KERNELS = (_EXTEND, _DRAFT, _REHASH, _TRACE)
 """What drafting from history may call, so that a loader can compile it before the first token."""
 
+_NODE, _MATCH_LENGTH = map(CURSOR.words.index, ("node", "match_length"))
+_NUM_NODES = HISTORY.words.index("num_nodes")
 _FIRST_ROOM = 1024
 """Tokens; a power of two, and doubled when it is full."""
 _SEPARATOR = 2**31 - 1
@@ -26,13 +29,13 @@ class Cursor:
     """A text being read into a history, and its longest match there."""
 
     def __init__(self) -> None:
-        self.words = np.array([0, 0, -1, 0, -1, 0], np.int64)
+        self.words = CURSOR.pack(state=0, node=0, match=-1, match_length=0, aligned=-1, lost=0)
         self.address = self.words.ctypes.data
 
     @property
     def match_length(self) -> int:
         """Tokens at the end of the text that occurred before; 0 if there is no draft."""
-        return int(self.words[kernel_abi.CURSOR_MATCH_LENGTH])
+        return int(self.words[_MATCH_LENGTH])
 
 
 class TokenHistory:
@@ -42,7 +45,7 @@ class TokenHistory:
     """
 
     def __init__(self) -> None:
-        self._words = np.zeros(kernel_abi.HISTORY_WORDS, np.int64)
+        self._words = np.zeros(len(HISTORY.words), np.int64)
         self._address = address(self._words)
         self._states = np.empty((0, kernel_abi.STATE_WORDS), np.int32)
         self._edges = np.empty((0, kernel_abi.EDGE_WORDS), np.int32)
@@ -52,12 +55,12 @@ class TokenHistory:
         # Length 0, no link, never a match, the node before all tokens, no edges; and that node.
         self._states[0] = (0, -1, -1, 0, -1, 0)
         self._nodes[0] = (-1, -1, -1)
-        self._words[kernel_abi.HISTORY_NUM_STATES] = self._words[kernel_abi.HISTORY_NUM_NODES] = 1
+        HISTORY.write(self._words, num_states=1, num_nodes=1)
 
     @property
     def num_tokens(self) -> int:
         """Tokens held, those of a common beginning once."""
-        return int(self._words[kernel_abi.HISTORY_NUM_NODES]) - 1
+        return int(self._words[_NUM_NODES]) - 1
 
     def extend(self, cursor: Cursor, token_ids: NDArray[np.int32]) -> None:
         """Read the next tokens of a text, contiguous int32[T]."""
@@ -76,35 +79,26 @@ class TokenHistory:
         source = Cursor()
         # A token of its own before it, since what follows the node before all tokens is the newest text.
         self.extend(source, np.array([_SEPARATOR], np.int32))
-        before = source.words[kernel_abi.CURSOR_NODE]
+        before = int(source.words[_NODE])
         self.extend(source, token_ids)
-        cursor.words[kernel_abi.CURSOR_ALIGNED] = cursor.words[kernel_abi.CURSOR_MATCH] = before
-        cursor.words[kernel_abi.CURSOR_MATCH_LENGTH] = kernel_abi.LONG_MATCH
-        cursor.words[kernel_abi.CURSOR_LOST] = 0
+        CURSOR.write(cursor.words, aligned=before, match=before, match_length=kernel_abi.LONG_MATCH, lost=0)
 
     def tokens(self, cursor: Cursor, most: int) -> NDArray[np.int32]:
         """The last tokens of a cursor's text, at most so many."""
         out = np.empty(most, np.int32)
-        node = int(cursor.words[kernel_abi.CURSOR_NODE])
+        node = int(cursor.words[_NODE])
         return out[_TRACE(self._address, node, address(out), most) :]
 
     def _grow(self, num_nodes: int) -> None:
-        words = self._words
         self._nodes = _resized(self._nodes, num_nodes)
         self._states = _resized(self._states, 2 * num_nodes)
         self._edges = _resized(self._edges, 4 * num_nodes)
         self._table = np.full(8 * num_nodes, -1, np.int32)
-        for name, array in (
-            (kernel_abi.HISTORY_STATES, self._states),
-            (kernel_abi.HISTORY_EDGES, self._edges),
-            (kernel_abi.HISTORY_NODES, self._nodes),
-            (kernel_abi.HISTORY_TABLE, self._table),
-        ):
-            words[name] = address(array)
-        words[kernel_abi.HISTORY_STATE_ROOM] = len(self._states)
-        words[kernel_abi.HISTORY_EDGE_ROOM] = len(self._edges)
-        words[kernel_abi.HISTORY_NODE_ROOM] = len(self._nodes)
-        words[kernel_abi.HISTORY_TABLE_SIZE] = self._table.size
+        HISTORY.write(
+            self._words, states=address(self._states), edges=address(self._edges), nodes=address(self._nodes),
+            table=address(self._table), state_room=len(self._states), edge_room=len(self._edges),
+            node_room=num_nodes, table_size=self._table.size,
+        )  # fmt: skip
         _REHASH(self._address)
 
 

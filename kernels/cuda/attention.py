@@ -1,6 +1,6 @@
 """The launches of RoPE, the cache and attention."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from localinfer.kernels.cuda.device import Launch, Step
@@ -37,26 +37,6 @@ class Rope:
     offset: int
 
 
-def angle_steps(frequencies: int, num_pairs: int, angles: int, magnitude: float) -> Builder:
-    """Compute the cosines and sines of every row."""
-
-    def build(shape: Shape) -> Iterator[Step]:
-        values = (shape.positions, frequencies, num_pairs, angles, magnitude)
-        yield column_launch("rows.rope_angles", (), num_pairs, shape.batch_rows, values)
-
-    return build
-
-
-def rope_steps(place: Place, num_heads: int, rope: Rope) -> Builder:
-    """Rotate a buffer in place."""
-
-    def build(shape: Shape) -> Iterator[Step]:
-        values = (*place, rope.angles, num_heads, rope.head_size, rope.num_pairs, rope.halves, rope.offset)
-        yield column_launch("rows.rope", (), num_heads * rope.num_pairs, shape.batch_rows, values)
-
-    return build
-
-
 def store_steps(layout: KVLayout, layer: int, keys: Place, values: Place, rope: Rope) -> Builder:
     """Write keys, rotated, and values into the cache."""
     kept, head = layout.layers[layer], layout.head(layer)
@@ -79,43 +59,10 @@ def store_steps(layout: KVLayout, layer: int, keys: Place, values: Place, rope: 
     return build
 
 
-def attention_steps(
-    memory: DeviceMemory,
-    layout: KVLayout,
-    layer: int,
-    shape: AttentionShape,
-    places: tuple[Place, Place],
-    constants: tuple[int, int],
-    rope: Rope,
-    quantized: Callable[[], Quantized | None],
-) -> Builder:
-    """Attention of queries, rotated here, over the cache.
-
-    places: of queries and of what is written. constants: addresses of ALiBi slopes and sinks, or 0. quantized: called
-    at launch for where the codes of what is written go too, if anywhere; tiles leave them out, because no GEMM of so
-    many rows reads them.
-    """
-    attention = _Attention(memory, layout, layer, shape, *places, *constants, rope)
-
-    def build(run: Shape) -> Iterator[Step]:
-        first, codes = 0, quantized()
-        if run.batch_rows > SMALL_ROWS and attention.has_tiles:
-            start = 0
-            for rows in run.segment_rows:
-                end = start + rows
-                if rows >= _TILED_ROWS:
-                    yield from attention.by_chunks(run, first, start, codes)
-                    yield from attention.by_tiles(run, start, end)
-                    first = end
-                start = end
-        yield from attention.by_chunks(run, first, run.batch_rows, codes)
-
-    return build
-
-
 @dataclass(frozen=True)
-class _Attention:
-    """One attention op."""
+class Attention:
+    """An attention op over the cache: places of queries, rotated here, and of what is written; ALiBi slopes and sinks
+    are addresses, or 0."""
 
     memory: DeviceMemory
     layout: KVLayout
@@ -126,6 +73,20 @@ class _Attention:
     slopes: int
     sinks: int
     rope: Rope
+
+    def steps(self, run: Shape, codes: Quantized | None) -> Iterator[Step]:
+        """The launches of a batch. codes: where those of what is written go too, if anywhere; tiles leave them out,
+        because no GEMM of so many rows reads them."""
+        first = start = 0
+        if run.batch_rows > SMALL_ROWS and self.has_tiles:
+            for rows in run.segment_rows:
+                end = start + rows
+                if rows >= _TILED_ROWS:
+                    yield from self.by_chunks(run, first, start, codes)
+                    yield from self.by_tiles(run, start, end)
+                    first = end
+                start = end
+        yield from self.by_chunks(run, first, run.batch_rows, codes)
 
     @property
     def kinds(self) -> tuple[int, int]:

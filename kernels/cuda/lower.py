@@ -13,31 +13,10 @@ from numpy.typing import NDArray
 
 from localinfer.errors import BackendUnavailableError
 from localinfer.kernels import ops
-from localinfer.kernels.cuda.attention import (
-    KV_BYTES,
-    Rope,
-    angle_steps,
-    attention_steps,
-    store_steps,
-)
+from localinfer.kernels.cuda import experts, gemm
+from localinfer.kernels.cuda.attention import KV_BYTES, Attention, Rope, store_steps
 from localinfer.kernels.cuda.device import CudaDevice, Launch, Step
-from localinfer.kernels.cuda.experts import (
-    lower_expert_matmul,
-    lower_expert_scale,
-    lower_expert_sum,
-    lower_route,
-)
-from localinfer.kernels.cuda.gemm import (
-    THREADS,
-    Quantized,
-    Shape,
-    Slot,
-    expert_gemm,
-    large_gemm,
-    quantize_launch,
-    quantized_place,
-    small_gemm,
-)
+from localinfer.kernels.cuda.gemm import Quantized, Shape, Slot
 from localinfer.kernels.cuda.memory import SMALL_ROWS
 from localinfer.kernels.cuda.program import CudaProgram
 from localinfer.kernels.cuda.tape import CudaTape
@@ -99,28 +78,17 @@ def check_kv_types(layout: KVLayout) -> None:
             )
 
 
-def _embed(tape: CudaTape, op: ops.Embed) -> None:
-    _look_up(tape, op.out, op.table, op.scale, by_position=False)
-
-
-def _embed_positions(tape: CudaTape, op: ops.EmbedPositions) -> None:
-    tape.read(op.out)
-    _look_up(tape, op.out, op.table, 1.0, by_position=True)
-
-
-def _look_up(tape: CudaTape, out: Buffer, table: ops.EmbeddingTable, scale: float, *, by_position: bool) -> None:
+def _embed(tape: CudaTape, op: ops.Embed | ops.EmbedPositions) -> None:
+    out, table = op.out, op.table
+    scale, by_position = (op.scale, False) if isinstance(op, ops.Embed) else (1.0, True)
+    if by_position:
+        tape.read(out)
     weight: DeviceWeight = table.packed
     stored = (weight.num_rows, weight.num_columns)
     check(stored == (table.num_rows, table.width), f"{table.name} is stored as {stored}")
-    place = tape.memory.place(out)
-
-    def build(shape: Shape) -> Iterator[Step]:
-        indices = shape.positions if by_position else shape.token_ids
-        words = (indices, *place, weight.num_columns, weight.num_rows, int(by_position), scale)
-        grid = (-(-weight.num_columns // THREADS), shape.batch_rows, 1)
-        yield Launch("rows.embed", (weight.layout,), grid, THREADS, (*weight.arrays, *weight.row_bytes, *words))
-
-    tape.add(build, out)
+    place = ("positions" if by_position else "token_ids", *tape.places(out))
+    values = (*weight.arrays, *weight.row_bytes, *place, weight.num_columns, weight.num_rows, int(by_position), scale)
+    tape.simple("rows.embed", (weight.layout,), Rows.BATCH, weight.num_columns, values, out)
 
 
 def _receive(tape: CudaTape, op: ops.Receive) -> None:
@@ -158,11 +126,11 @@ def _quantize(tape: CudaTape, x: Buffer) -> Quantized:
     if x.index in tape.quantized:
         return tape.quantized[x.index]
     check(x.width % 32 == 0, f"{x.name} is {x.width} wide; quantized weights need a multiple of 32")
-    place = quantized_place(tape.memory, f"buffer {x.index}", x.width, SMALL_ROWS)
+    place = gemm.quantized_place(tape.memory, f"buffer {x.index}", x.width, SMALL_ROWS)
     last = tape.last
     if last is not None and last.source == x and last.can_quantize:
         # It has no count of rows to look at, so there is room for the codes of all of them.
-        place = quantized_place(tape.memory, f"buffer {x.index}", x.width, max(tape.max_rows[x.rows], SMALL_ROWS))
+        place = gemm.quantized_place(tape.memory, f"buffer {x.index}", x.width, max(tape.max_rows[x.rows], SMALL_ROWS))
         last.quantized = place
     else:
         source = tape.memory.place(x)
@@ -170,7 +138,7 @@ def _quantize(tape: CudaTape, x: Buffer) -> Quantized:
         def build(shape: Shape) -> Iterator[Step]:
             count = shape.rows(x.rows)
             if 0 < count <= SMALL_ROWS:
-                yield quantize_launch(*source, place, x.width, count)
+                yield gemm.quantize_launch(*source, place, x.width, count)
 
         tape.add(build)
     tape.quantized[x.index] = place
@@ -206,15 +174,14 @@ def _multiply(tape: CudaTape, x: Buffer, projections: Sequence[Projection]) -> N
         if not count:
             return
         if count <= SMALL_ROWS:
-            yield from small_gemm(place, quantized, slots, count, op.activation, tape.device)
+            yield from gemm.small_gemm(place, quantized, slots, count, op.activation, tape.device)
             return
-        yield from large_gemm(tape.memory, place, x.width, slots, count, tape.device.gemm_kind)
+        yield from gemm.large_gemm(tape.memory, place, x.width, slots, count, tape.device.gemm_kind)
         if op.activation is not None:
             gate, up = slots
             words = (up.out, up.out_stride, gate.out, gate.out_stride, up.out, up.out_stride)
             width = up.weight.num_rows
-            grid = (-(-width // THREADS), count, 1)
-            yield Launch("rows.elementwise", (_GATE,), grid, THREADS, (*words, width, op.activation, 0.0))
+            yield gemm.column_launch("rows.elementwise", (_GATE,), width, count, (*words, width, op.activation, 0.0))
 
     op = tape.add(build)
     op.projections, op.slots = projections, slots
@@ -248,7 +215,8 @@ def _rope_angles(tape: CudaTape, table: RopeTable) -> int:
     if key not in tape.angles:
         pairs = frequencies.size
         angles = tape.device.allocate(max(tape.max_rows[Rows.BATCH], SMALL_ROWS) * 8 * pairs)
-        tape.add(angle_steps(tape.memory.array(frequencies), pairs, angles, table.magnitude))
+        values = ("positions", tape.memory.array(frequencies), pairs, angles, table.magnitude)
+        tape.simple("rows.rope_angles", (), Rows.BATCH, pairs, values)
         tape.angles[key] = angles
     return tape.angles[key]
 
@@ -263,12 +231,10 @@ def _store_kv(tape: CudaTape, op: ops.StoreKV) -> None:
 def _attention(tape: CudaTape, attention: ops.Attention) -> None:
     out, shape, memory = attention.out, attention.shape, tape.memory
     rope = tape.take_rope(attention.queries, shape.key_size)
-    constants = (memory.constant(shape.alibi_slopes), memory.constant(shape.sinks))
     places = (memory.place(attention.queries), memory.place(out))
-    build = attention_steps(
-        memory, tape.kv_layout, attention.layer, shape, places, constants, rope, lambda: op.quantized
-    )
-    op = tape.add(build, out)
+    constants = (memory.constant(shape.alibi_slopes), memory.constant(shape.sinks))
+    launches = Attention(memory, tape.kv_layout, attention.layer, shape, *places, *constants, rope)
+    op = tape.add(lambda run: launches.steps(run, op.quantized), out)
     op.source, op.can_quantize = out, shape.value_size % 32 == 0
 
 
@@ -285,10 +251,6 @@ def _gated_activate(tape: CudaTape, op: ops.GatedActivate) -> None:
     _elementwise(tape, _GATE, op.out, gate, up, activation=_NUMBERS[op.kind])
 
 
-def _multiply_sigmoid(tape: CudaTape, op: ops.MultiplySigmoid) -> None:
-    _elementwise(tape, _TIMES_ROW_SIGMOID if op.is_by_row else _TIMES_SIGMOID, op.out, op.x, op.gate)
-
-
 def _elementwise(
     tape: CudaTape, operation: int, out: Buffer, a: Buffer, b: Buffer, scalar: float = 0.0, activation: int = 0
 ) -> None:
@@ -300,27 +262,15 @@ def _elementwise(
 def _scale_by_position(tape: CudaTape, op: ops.ScaleByPosition) -> None:
     x = op.x
     tape.read(x)
-    place = tape.memory.place(x)
-
-    def build(shape: Shape) -> Iterator[Step]:
-        words = (*place, x.width, shape.positions, op.period + (op.offset << 31), op.slope)
-        grid = (-(-x.width // THREADS), shape.batch_rows, 1)
-        yield Launch("rows.scale_by_position", (), grid, THREADS, words)
-
-    tape.add(build, x)
+    values = (*tape.places(x), x.width, "positions", op.period + (op.offset << 31), op.slope)
+    tape.simple("rows.scale_by_position", (), Rows.BATCH, x.width, values, x)
 
 
 def _select_output(tape: CudaTape, op: ops.SelectOutput) -> None:
     x = op.x
     tape.read(x)
-    places = (*tape.places(op.out, x), x.width)
-
-    def build(shape: Shape) -> Iterator[Step]:
-        if shape.output_rows:
-            grid = (-(-x.width // THREADS), shape.output_rows, 1)
-            yield Launch("rows.select_rows", (), grid, THREADS, (*places, shape.output_row_numbers))
-
-    tape.add(build, op.out)
+    values = (*tape.places(op.out, x), x.width, "output_row_numbers")
+    tape.simple("rows.select_rows", (), Rows.OUTPUT, x.width, values, op.out)
 
 
 def _copy_heads(tape: CudaTape, op: ops.CopyHeads) -> None:
@@ -343,20 +293,20 @@ def _head_matmul(tape: CudaTape, op: ops.HeadMatmul) -> None:
         is_whole = op.x_head_size % 32 == 0 and op.x_offset % 32 == 0
         check(is_whole, f"heads of {x.name} are not blocks of 32 columns")
         everything = max(tape.max_rows[x.rows], SMALL_ROWS)
-        whole = quantized_place(tape.memory, f"heads of buffer {x.index}", x.width, everything)
+        whole = gemm.quantized_place(tape.memory, f"heads of buffer {x.index}", x.width, everything)
     head = (op.x_head_size, op.x_offset)
 
     def build(shape: Shape) -> Iterator[Step]:
         count = shape.rows(x.rows)
         if count:
-            yield from expert_gemm(source, x.width, whole, slot, count, head, op.out_head_size)
+            yield from gemm.expert_gemm(source, x.width, whole, slot, count, head, op.out_head_size)
 
     tape.add(build, op.out)
 
 
 LOWER: dict[type, Callable[[CudaTape, Any], None]] = {
     ops.Embed: _embed,
-    ops.EmbedPositions: _embed_positions,
+    ops.EmbedPositions: _embed,
     ops.Receive: _receive,
     ops.RmsNorm: _norm,
     ops.LayerNorm: _norm,
@@ -367,15 +317,17 @@ LOWER: dict[type, Callable[[CudaTape, Any], None]] = {
     ops.Activate: lambda tape, op: _elementwise(tape, _ACTIVATION, op.out, op.x, op.x, activation=_NUMBERS[op.kind]),
     ops.GatedActivate: _gated_activate,
     ops.Add: lambda tape, op: _elementwise(tape, _ADD, op.out, op.a, op.b, op.scale),
-    ops.MultiplySigmoid: _multiply_sigmoid,
+    ops.MultiplySigmoid: lambda tape, op: _elementwise(
+        tape, _TIMES_ROW_SIGMOID if op.is_by_row else _TIMES_SIGMOID, op.out, op.x, op.gate
+    ),
     ops.Scale: lambda tape, op: _elementwise(tape, _SCALE, op.x, op.x, op.x, op.factor),
     ops.ScaleByPosition: _scale_by_position,
     ops.Softcap: lambda tape, op: _elementwise(tape, _SOFTCAP, op.x, op.x, op.x, op.cap),
     ops.CopyHeads: _copy_heads,
     ops.HeadMatmul: _head_matmul,
     ops.SelectOutput: _select_output,
-    ops.Route: lower_route,
-    ops.ExpertMatmul: lower_expert_matmul,
-    ops.ExpertSum: lower_expert_sum,
-    ops.ExpertScale: lower_expert_scale,
+    ops.Route: experts.lower_route,
+    ops.ExpertMatmul: experts.lower_expert_matmul,
+    ops.ExpertSum: experts.lower_expert_sum,
+    ops.ExpertScale: experts.lower_expert_scale,
 }

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from localinfer.kernels.cuda.attention import Rope, rope_steps
-from localinfer.kernels.cuda.device import CudaDevice, Launch, Step
-from localinfer.kernels.cuda.gemm import THREADS, Builder, Quantized, Shape, Slot
+from localinfer.kernels.cuda.attention import Rope
+from localinfer.kernels.cuda.device import CudaDevice, Step
+from localinfer.kernels.cuda.gemm import Builder, Quantized, Shape, Slot, column_launch
 from localinfer.kernels.cuda.memory import DeviceMemory
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.ops import Buffer, OpGraph, Projection, Rows
@@ -69,15 +69,16 @@ class CudaTape:
         constants: tuple[int, ...],
         rows: Rows,
         width: int,
-        values: tuple[float, ...],
+        values: tuple[float | str, ...],
         *writes: Buffer,
     ) -> None:
-        """An op of one launch, a thread to a column of every row."""
+        """An op of one launch, a thread to a column of every row; a value that is a name is that field of the shape."""
 
         def build(shape: Shape) -> Iterator[Step]:
             count = shape.rows(rows)
             if count:
-                yield Launch(kernel, constants, (-(-width // THREADS), count, 1), THREADS, values)
+                given = tuple(getattr(shape, value) if isinstance(value, str) else value for value in values)
+                yield column_launch(kernel, constants, width, count, given)
 
         self.add(build, *writes)
 
@@ -113,4 +114,7 @@ class CudaTape:
             assert buffer.index not in self._unwritten, f"{name} was never written: it was joined with another"
             rope = self._ropes.pop(buffer.index, None)
             if rope is not None:
-                self.add(rope_steps(self.memory.place(buffer), buffer.width // rope.head_size, rope), buffer)
+                heads = buffer.width // rope.head_size
+                rotation = (rope.angles, heads, rope.head_size, rope.num_pairs, rope.halves, rope.offset)
+                values = (*self.memory.place(buffer), *rotation)
+                self.simple("rows.rope", (), Rows.BATCH, heads * rope.num_pairs, values, buffer)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from localinfer.bench.figures import Record
 from localinfer.kernels.cpu.kernel_abi import MULTIPLICATIONS_PER_ROUND
 from localinfer.kernels.cpu.memory import Arena, address, aligned_zeros
-from localinfer.kernels.cpu.parameters import BATCH
+from localinfer.kernels.cpu.parameters import BATCH, MULTIPLY, READ_MEMORY
 from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.kernels.jit import isa
 from localinfer.kernels.jit.object_cache import CACHE_FOLDER, Kernel
@@ -36,7 +36,8 @@ def measure_read_bandwidth(num_threads: int) -> float:
     # Pages that were never written are all mapped to one page of zeros.
     memory[:] = 1
     sink = aligned_zeros(64 * num_threads)
-    words = np.array([address(memory), _UNIT_BYTES, num_bytes // _UNIT_BYTES, address(sink)], np.int64)
+    units = num_bytes // _UNIT_BYTES
+    words = READ_MEMORY.pack(start=address(memory), unit_bytes=_UNIT_BYTES, units=units, sink=address(sink))
     with closing(ThreadPool(num_threads)) as pool:
         return num_bytes / min(_seconds(pool, _READ_MEMORY, words) for _ in range(_ATTEMPTS))
 
@@ -44,7 +45,7 @@ def measure_read_bandwidth(num_threads: int) -> float:
 def measure_multiply_peak(num_threads: int) -> float:
     """Multiply-adds of bytes per second on this many threads, all in registers."""
     sink = aligned_zeros(64 * num_threads)
-    words = np.array([10_000, address(sink)], np.int64)
+    words = MULTIPLY.pack(rounds=10_000, sink=address(sink))
     with closing(ThreadPool(num_threads)) as pool:
         _seconds(pool, _MULTIPLY_BYTES, words)
         words[0] = max(1, int(words[0] * _ROUND_SECONDS / _seconds(pool, _MULTIPLY_BYTES, words)))

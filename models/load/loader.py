@@ -146,7 +146,7 @@ def load_model(
             placed = open_device(device, lambda: memory_needs(file, config, kv_layout, kv_tokens), gpu_layers, progress)
         gpu = None if placed is None else placed[0]
         # The tape's own kernels are compiled once the program is written.
-        shared = (pool_module.KERNELS, sampling.KERNELS, token_history.KERNELS, text_merging.KERNELS, WEIGHT_KERNELS)
+        shared = (POOL_KERNELS, sampling.KERNELS, token_history.KERNELS, text_merging.KERNELS, WEIGHT_KERNELS)
         compile_ahead([kernel for kernels in shared for kernel in kernels], progress)
         if beside is None:
             pool = ThreadPool(available_threads() if threads is None else checked_threads(threads))

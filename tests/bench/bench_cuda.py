@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from localinfer.kernels.cuda.attention import Rope, attention_steps
+from localinfer.kernels.cuda.attention import Attention, Rope
 from localinfer.kernels.cuda.device import CudaDevice, Launch
 from localinfer.kernels.cuda.gemm import (
     TENSOR_CORES,
@@ -127,7 +127,7 @@ def read_bandwidth() -> float:
 
 def boundary_seconds(device: CudaDevice) -> float:
     """What one more kernel in a graph costs."""
-    memory = DeviceMemory(device, {Rows.BATCH: 16, Rows.OUTPUT: 16})
+    memory = DeviceMemory(device, {Rows.BATCH: 16, Rows.OUTPUT: 16}, ())
     x = memory.shared("x", 4096)
     tiny = Launch("rows.elementwise", (5,), (1, 1, 1), 128, (x, 4096, x, 4096, x, 4096, 32, 0, 1.0))
     wait = device._synchronize
@@ -159,7 +159,7 @@ def prepare_products(device: CudaDevice) -> float:
 
 def product_record(device: CudaDevice, layout: Layout, num_rows: int, num_columns: int) -> dict[str, Any]:
     """Bytes per second of one product for 1 to 16 rows, over weights that no cache holds."""
-    memory = DeviceMemory(device, {Rows.BATCH: 16, Rows.OUTPUT: 16})
+    memory = DeviceMemory(device, {Rows.BATCH: 16, Rows.OUTPUT: 16}, ())
     num_bytes = array_offsets(layout, num_rows, num_columns)[-1]
     copies = max(2, (512 << 20) // num_bytes)
     weights = [random_planes(device, layout, num_rows, num_columns) for _ in range(copies)]
@@ -213,7 +213,7 @@ def attention_record(device: CudaDevice, kv_type: str, num_rows: int, context: i
     """Seconds of an 8B model's attention of the last rows of a context, by tiles and by chunks, in one layer."""
     layers, hidden, heads, kv_heads, head, *_ = SHAPES["8B"]
     layout = KVLayout(kv_type, [KVLayerShape(kv_heads, head, head)])
-    memory = DeviceMemory(device, {Rows.BATCH: num_rows, Rows.OUTPUT: num_rows})
+    memory = DeviceMemory(device, {Rows.BATCH: num_rows, Rows.OUTPUT: num_rows}, ())
     count = -(-context // layout.page_tokens)
     pages = memory.array(device.allocate(count * layout.page_bytes) + np.arange(count) * layout.page_bytes)
     positions = memory.array(np.arange(context - num_rows, context))
@@ -221,12 +221,12 @@ def attention_record(device: CudaDevice, kv_type: str, num_rows: int, context: i
     queries, out = (memory.shared(name, num_rows * 4 * hidden) for name in ("queries", "out"))
     shape = AttentionShape(heads, kv_heads, head, head, scale=head**-0.5)
     places = ((queries, 4 * hidden), (out, 4 * hidden))
-    build = attention_steps(memory, layout, 0, shape, places, (0, 0), Rope(0, 0, 0, head, 0), lambda: None)
+    attention = Attention(memory, layout, 0, shape, *places, 0, 0, Rope(0, 0, 0, head, 0))
     record: dict[str, Any] = {"kv_type": kv_type, "rows": num_rows, "context": context, "layers_of_8B": layers}
     chunks = 1 << (-(-context // 128) - 1).bit_length()
     for way, segment_rows in (("tiles", (num_rows,)), ("chunks", ())):
         batch = Shape(num_rows, num_rows, chunks, 0, positions, tables, 0, segment_rows)
-        steps = list(build(batch)) * 4
+        steps = list(attention.steps(batch, None)) * 4
         record[f"seconds_by_{way}"] = seconds_of(device.capture(steps), device._synchronize) / 4
     return record
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from localinfer.kernels.cpu.kernel_abi import CURSOR_ALIGNED, LONG_MATCH
+from localinfer.kernels.cpu.kernel_abi import LONG_MATCH
+from localinfer.kernels.cpu.parameters import CURSOR
 from localinfer.kernels.cpu.token_history import Cursor, TokenHistory
 
 
@@ -44,7 +45,7 @@ def test_the_longest_match_is_what_a_search_of_all_texts_finds(vocabulary: int) 
                 for end in range(len(other))
             )  # fmt: skip
             # Long matches become a place to go on from; here only matches count.
-            cursors[which].words[CURSOR_ALIGNED] = -1
+            CURSOR.write(cursors[which].words, aligned=-1)
             assert cursors[which].match_length == longest
             found = draft(history, cursors[which], 3)
             assert bool(found) == bool(longest)

@@ -17,7 +17,7 @@ from tests.kernels.cpu.tape_runs import RowProgram, assert_same_bits, relative_e
 
 pytest.importorskip("numba_cuda", reason="CUDA kernels are written with numba-cuda, which is not installed")
 
-from localinfer.kernels.cuda.attention import Rope, attention_steps, store_steps
+from localinfer.kernels.cuda.attention import Attention, Rope, store_steps
 from localinfer.kernels.cuda.gemm import Shape
 from localinfer.kernels.cuda.memory import DeviceMemory
 from tests.kernels.cuda.device import EmulatedDevice
@@ -60,10 +60,8 @@ class Cache:
         sinks = memory.constant(shape.sinks)
         chunks = int(positions.max()) // 128 + 1
         batch = Shape(rows, rows, chunks, 0, put(device, positions), tables, 0, tuple(len(run) for run in runs))
-        steps = attention_steps(memory, self.layout, 1, shape, (queries, out), (slopes, sinks), NO_ROPE, lambda: None)(
-            batch
-        )
-        device.run(list(steps))
+        attention = Attention(memory, self.layout, 1, shape, queries, out, slopes, sinks, NO_ROPE)
+        device.run(list(attention.steps(batch, None)))
         found = np.empty((rows, width // 4), np.float32)
         device.read(out[0], found)
         return found, device.kernels

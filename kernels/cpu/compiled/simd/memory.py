@@ -145,10 +145,15 @@ register_model(_BlockType)(models.OpaqueModel)
 
 
 @functools.cache
-def _load_function(block: Block, name: str) -> Any:
-    """Numba's type of a function from an address to one word there, or for "load" to all of a block."""
-    loader = _block_loader(block) if name == "load" else _word_loader(block.offset(name), name in block.floats)
-    return types.Function(make_intrinsic_template(loader, loader._defn, name))
+def _block_function(block: Block, name: str) -> Any:
+    """Numba's type of a function of an address: "load" gives all of a block, NAME one word, set_NAME writes one."""
+    if name == "load":
+        function = _block_loader(block)
+    elif name.startswith("set_"):
+        function = _word_storer(block.offset(name.removeprefix("set_")))
+    else:
+        function = _word_loader(block.offset(name), name in block.floats)
+    return types.Function(make_intrinsic_template(function, function._defn, name))
 
 
 def _word(emit: Emitter, address: Value, offset: int, is_float: bool) -> Value:
@@ -167,6 +172,14 @@ def _word_loader(offset: int, is_float: bool) -> Any:
         return _word(emit, address, offset, is_float)
 
     return load
+
+
+def _word_storer(offset: int) -> Any:
+    @emitted(VOID, ADDRESS, types.int64)
+    def store(emit: Emitter, address: Value, value: Value) -> None:
+        emit.store(value, address, offset, align=8)
+
+    return store
 
 
 def _block_loader(block: Block) -> Any:
@@ -196,7 +209,7 @@ class _BlockAttributes(AttributeTemplate):  # type: ignore[misc]
     key = _BlockType
 
     def generic_resolve(self, kind: Any, name: str) -> Any:
-        return _load_function(kind.block, name)
+        return _block_function(kind.block, name)
 
 
 @lower_constant(_BlockType)

@@ -21,32 +21,9 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from localinfer.kernels.cpu.compiled.simd.memory import int32_pointer, int64_pointer
-from localinfer.kernels.cpu.kernel_abi import (
-    CURSOR_ALIGNED,
-    CURSOR_LOST,
-    CURSOR_MATCH,
-    CURSOR_MATCH_LENGTH,
-    CURSOR_NODE,
-    CURSOR_STATE,
-    CURSOR_WORDS,
-    EDGE_WORDS,
-    HISTORY_EDGE_ROOM,
-    HISTORY_EDGES,
-    HISTORY_NODE_ROOM,
-    HISTORY_NODES,
-    HISTORY_NUM_EDGES,
-    HISTORY_NUM_NODES,
-    HISTORY_NUM_STATES,
-    HISTORY_STATE_ROOM,
-    HISTORY_STATES,
-    HISTORY_TABLE,
-    HISTORY_TABLE_SIZE,
-    HISTORY_WORDS,
-    LONG_MATCH,
-    NODE_WORDS,
-    STATE_WORDS,
-)
+from localinfer.kernels.cpu.compiled.simd.memory import int32_pointer
+from localinfer.kernels.cpu.kernel_abi import EDGE_WORDS, LONG_MATCH, NODE_WORDS, STATE_WORDS
+from localinfer.kernels.cpu.parameters import CURSOR, HISTORY
 from localinfer.kernels.jit.numba import entry, inline
 
 _LENGTH, _LINK, _RECENT, _PREFIX, _EDGES, _VOTES = range(STATE_WORDS)
@@ -66,6 +43,18 @@ _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
 @inline
+def _tables(history: int) -> Any:
+    """States, edges, nodes and the hash table, as arrays."""
+    p = HISTORY.load(history)
+    return (
+        carray(int32_pointer(p.states), (p.state_room, STATE_WORDS)),
+        carray(int32_pointer(p.edges), (p.edge_room, EDGE_WORDS)),
+        carray(int32_pointer(p.nodes), (p.node_room, NODE_WORDS)),
+        carray(int32_pointer(p.table), p.table_size),
+    )
+
+
+@inline
 def _slot(table: Any, edges: Any, state: int, token: int) -> Any:
     """Where the edge from a state by a token is in the hash table, or the free place where it belongs."""
     mask = np.uint64(table.size - 1)
@@ -80,9 +69,9 @@ def _slot(table: Any, edges: Any, state: int, token: int) -> Any:
 
 
 @inline
-def _add_edge(history: Any, table: Any, edges: Any, states: Any, source: int, token: int, target: int) -> None:
-    edge = history[HISTORY_NUM_EDGES]
-    history[HISTORY_NUM_EDGES] = edge + 1
+def _add_edge(history: int, table: Any, edges: Any, states: Any, source: int, token: int, target: int) -> None:
+    edge = HISTORY.num_edges(history)
+    HISTORY.set_num_edges(history, edge + 1)
     edges[edge, _SOURCE] = source
     edges[edge, _TOKEN] = token
     edges[edge, _TARGET] = target
@@ -92,9 +81,9 @@ def _add_edge(history: Any, table: Any, edges: Any, states: Any, source: int, to
 
 
 @inline
-def _add_state(history: Any, states: Any, length: int) -> Any:
-    state = history[HISTORY_NUM_STATES]
-    history[HISTORY_NUM_STATES] = state + 1
+def _add_state(history: int, states: Any, length: int) -> Any:
+    state = HISTORY.num_states(history)
+    HISTORY.set_num_states(history, state + 1)
     states[state, _LENGTH] = length
     states[state, _LINK] = 0
     states[state, _RECENT] = -1
@@ -105,7 +94,7 @@ def _add_state(history: Any, states: Any, length: int) -> Any:
 
 
 @inline
-def _target(history: Any, table: Any, edges: Any, states: Any, source: int, token: int) -> Any:
+def _target(history: int, table: Any, edges: Any, states: Any, source: int, token: int) -> Any:
     """The state that an existing edge leads to, of which source + token is the longest string: split off if need be."""
     old = np.int64(edges[table[_slot(table, edges, source, token)], _TARGET])
     if states[old, _LENGTH] == states[source, _LENGTH] + 1:
@@ -150,7 +139,7 @@ def _edges_needed(table: Any, edges: Any, states: Any, last: int, token: int) ->
 
 
 @inline
-def _step(history: Any, table: Any, edges: Any, states: Any, last: int, token: int) -> Any:
+def _step(history: int, table: Any, edges: Any, states: Any, last: int, token: int) -> Any:
     """The state after reading a token in a state that is a whole prefix."""
     if table[_slot(table, edges, last, token)] >= 0:
         return _target(history, table, edges, states, last, token)
@@ -183,22 +172,22 @@ def _remember(states: Any, nodes: Any, state: Any, node: Any, token: Any) -> Non
 
 
 @inline
-def _match(states: Any, cursor: Any, state: Any) -> None:
+def _match(states: Any, cursor: int, state: Any) -> None:
     """Find the longest suffix of a prefix that has ended somewhere and was followed."""
     while state > 0 and states[state, _RECENT] < 0:
         state = np.int64(states[state, _LINK])
-    cursor[CURSOR_MATCH] = states[state, _RECENT]
-    cursor[CURSOR_MATCH_LENGTH] = states[state, _LENGTH]
+    CURSOR.set_match(cursor, states[state, _RECENT])
+    CURSOR.set_match_length(cursor, states[state, _LENGTH])
 
 
 @inline
-def _align(nodes: Any, cursor: Any, node: int) -> None:
+def _align(nodes: Any, cursor: int, node: int) -> None:
     """Follow the copy in progress, or look for the place where it goes on after a change."""
-    if cursor[CURSOR_MATCH_LENGTH] >= LONG_MATCH:
-        cursor[CURSOR_ALIGNED] = cursor[CURSOR_MATCH]
-        cursor[CURSOR_LOST] = 0
+    if CURSOR.match_length(cursor) >= LONG_MATCH:
+        CURSOR.set_aligned(cursor, CURSOR.match(cursor))
+        CURSOR.set_lost(cursor, 0)
         return
-    aligned = cursor[CURSOR_ALIGNED]
+    aligned = CURSOR.aligned(cursor)
     if aligned < 0:
         return
     best, best_length = np.int64(-1), np.int64(0)
@@ -214,55 +203,52 @@ def _align(nodes: Any, cursor: Any, node: int) -> None:
         if length > best_length:
             best, best_length = place, length
         place = np.int64(nodes[place, _NEXT])
-    if best_length > 0 and best_length >= cursor[CURSOR_MATCH_LENGTH] and nodes[best, _NEXT] >= 0:
-        cursor[CURSOR_MATCH] = best
-        cursor[CURSOR_MATCH_LENGTH] = best_length
+    if best_length > 0 and best_length >= CURSOR.match_length(cursor) and nodes[best, _NEXT] >= 0:
+        CURSOR.set_match(cursor, best)
+        CURSOR.set_match_length(cursor, best_length)
         if best_length > 1:
-            cursor[CURSOR_ALIGNED] = best
-            cursor[CURSOR_LOST] = 0
+            CURSOR.set_aligned(cursor, best)
+            CURSOR.set_lost(cursor, 0)
             return
-    cursor[CURSOR_LOST] += 1
-    if cursor[CURSOR_LOST] > _WINDOW:
-        cursor[CURSOR_ALIGNED] = -1
+    CURSOR.set_lost(cursor, CURSOR.lost(cursor) + 1)
+    if CURSOR.lost(cursor) > _WINDOW:
+        CURSOR.set_aligned(cursor, -1)
 
 
 @entry("q", "qqqq")
 def extend(history: int, cursor: int, tokens: int, count: int) -> int:
     """Read int32[count] tokens at a cursor; return how many were read before memory ran out.
 
-    history: int64[HISTORY_WORDS]; cursor: int64[CURSOR_WORDS]; see `protocol`.
+    history, cursor: addresses of these blocks.
     """
-    words = carray(int64_pointer(history), HISTORY_WORDS)
-    place = carray(int64_pointer(cursor), CURSOR_WORDS)
-    states = carray(int32_pointer(words[HISTORY_STATES]), (words[HISTORY_STATE_ROOM], STATE_WORDS))
-    edges = carray(int32_pointer(words[HISTORY_EDGES]), (words[HISTORY_EDGE_ROOM], EDGE_WORDS))
-    nodes = carray(int32_pointer(words[HISTORY_NODES]), (words[HISTORY_NODE_ROOM], NODE_WORDS))
-    table = carray(int32_pointer(words[HISTORY_TABLE]), words[HISTORY_TABLE_SIZE])
+    states, edges, nodes, table = _tables(history)
     token_ids = carray(int32_pointer(tokens), count)
     for index in range(count):
         token = np.int64(token_ids[index])
-        last, parent = place[CURSOR_STATE], place[CURSOR_NODE]
+        last, parent = CURSOR.state(cursor), CURSOR.node(cursor)
+        needed = _edges_needed(table, edges, states, last, token)
         if (
-            words[HISTORY_NUM_STATES] + 2 > words[HISTORY_STATE_ROOM]
-            or words[HISTORY_NUM_NODES] + 1 > words[HISTORY_NODE_ROOM]
-            or words[HISTORY_NUM_EDGES] + _edges_needed(table, edges, states, last, token) > words[HISTORY_EDGE_ROOM]
+            HISTORY.num_states(history) + 2 > HISTORY.state_room(history)
+            or HISTORY.num_nodes(history) + 1 > HISTORY.node_room(history)
+            or HISTORY.num_edges(history) + _edges_needed(table, edges, states, last, token)
+            > HISTORY.edge_room(history)
         ):
             return index
-        state = _step(words, table, edges, states, last, token)
+        state = _step(history, table, edges, states, last, token)
         node = np.int64(states[state, _PREFIX])
         if node < 0:
-            node = words[HISTORY_NUM_NODES]
-            words[HISTORY_NUM_NODES] = node + 1
+            node = HISTORY.num_nodes(history)
+            HISTORY.set_num_nodes(history, node + 1)
             nodes[node, _NODE_TOKEN] = token
             nodes[node, _NEXT] = -1
             nodes[node, _PARENT] = parent
             states[state, _PREFIX] = node
         nodes[parent, _NEXT] = node
-        place[CURSOR_STATE] = state
-        place[CURSOR_NODE] = node
+        CURSOR.set_state(cursor, state)
+        CURSOR.set_node(cursor, node)
         _remember(states, nodes, last, parent, token)
-        _match(states, place, state)
-        _align(nodes, place, node)
+        _match(states, cursor, state)
+        _align(nodes, cursor, node)
     return count
 
 
@@ -272,19 +258,17 @@ def draft(history: int, cursor: int, out: int, count: int) -> int:
 
     A match that ends at the cursor itself repeats: what follows it is the draft.
     """
-    words = carray(int64_pointer(history), HISTORY_WORDS)
-    place = carray(int64_pointer(cursor), CURSOR_WORDS)
-    nodes = carray(int32_pointer(words[HISTORY_NODES]), (words[HISTORY_NODE_ROOM], NODE_WORDS))
+    _, _, nodes, _ = _tables(history)
     tokens = carray(int32_pointer(out), count)
-    node = place[CURSOR_MATCH]
+    node = CURSOR.match(cursor)
     if node < 0:
         return 0
     for index in range(count):
         following = np.int64(nodes[node, _NEXT])
         if following < 0:
-            if node != place[CURSOR_NODE]:
+            if node != CURSOR.node(cursor):
                 return index
-            following = np.int64(nodes[place[CURSOR_MATCH], _NEXT])
+            following = np.int64(nodes[CURSOR.match(cursor), _NEXT])
         tokens[index] = nodes[following, _NODE_TOKEN]
         node = following
     return count
@@ -293,10 +277,8 @@ def draft(history: int, cursor: int, out: int, count: int) -> int:
 @entry("q", "q")
 def rehash(history: int) -> int:
     """Enter every edge into a hash table of -1."""
-    words = carray(int64_pointer(history), HISTORY_WORDS)
-    edges = carray(int32_pointer(words[HISTORY_EDGES]), (words[HISTORY_EDGE_ROOM], EDGE_WORDS))
-    table = carray(int32_pointer(words[HISTORY_TABLE]), words[HISTORY_TABLE_SIZE])
-    for edge in range(words[HISTORY_NUM_EDGES]):
+    _, edges, _, table = _tables(history)
+    for edge in range(HISTORY.num_edges(history)):
         table[_slot(table, edges, edges[edge, _SOURCE], edges[edge, _TOKEN])] = edge
     return 0
 
@@ -304,8 +286,7 @@ def rehash(history: int) -> int:
 @entry("q", "qqqq")
 def trace(history: int, node: Any, out: int, count: int) -> int:
     """Write the last int32[count] tokens of a prefix, the last one last; return how many are missing at the start."""
-    words = carray(int64_pointer(history), HISTORY_WORDS)
-    nodes = carray(int32_pointer(words[HISTORY_NODES]), (words[HISTORY_NODE_ROOM], NODE_WORDS))
+    _, _, nodes, _ = _tables(history)
     tokens = carray(int32_pointer(out), count)
     while count > 0 and node > 0:
         count -= 1
