@@ -22,10 +22,8 @@ from localinfer.kernels.cpu.program import POOL_KERNELS, ThreadPool
 from localinfer.kernels.jit.compile_ahead import ProgressCallback, compile_ahead
 from localinfer.kernels.jit.object_cache import Function, Kernel
 
-ENCODERS = {
-    **{name: Kernel(f"encode_short.{name.lower()}") for name in ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL")},
-    **{name: Kernel(f"encode_k.{name.lower()}") for name in ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")},
-}
+_TYPES = "Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 IQ4_NL Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_XS".split()
+ENCODERS = {name: Kernel(f"encoders.{name.lower()}") for name in _TYPES}
 """Encoder kernels by the name of the type they write."""
 
 _SOURCES = {np.dtype(np.float32): SOURCE_F32, np.dtype(np.float16): SOURCE_F16, np.dtype(np.uint16): SOURCE_BF16}

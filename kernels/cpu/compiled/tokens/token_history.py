@@ -230,8 +230,7 @@ def extend(history: int, cursor: int, tokens: int, count: int) -> int:
         if (
             HISTORY.num_states(history) + 2 > HISTORY.state_room(history)
             or HISTORY.num_nodes(history) + 1 > HISTORY.node_room(history)
-            or HISTORY.num_edges(history) + _edges_needed(table, edges, states, last, token)
-            > HISTORY.edge_room(history)
+            or HISTORY.num_edges(history) + needed > HISTORY.edge_room(history)
         ):
             return index
         state = _step(history, table, edges, states, last, token)

@@ -1,7 +1,8 @@
-"""Encoder kernels of the types with 256 columns per block: Q2_K to Q6_K and IQ4_XS.
+"""Encoder kernels: the types with 256 columns per block, Q2_K to Q6_K and IQ4_XS, then those with 32.
 
-Each fits every group of a block by itself, then fits the groups' scales to the few bits they get, and rounds the codes
-once more with the scales as a reader will decode them. A group whose scale decodes to 0 keeps the codes of its own fit.
+A K-quant fits every group of a block by itself, then fits the groups' scales to the few bits they get, and rounds the
+codes once more with the scales as a reader will decode them. A group whose scale decodes to 0 keeps the codes of its
+own fit.
 """
 
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 
 from localinfer.kernels.cpu.compiled.encode.encode import (
     CODES,
+    MEAN_SQUARE,
     MINIMUM_CODES,
     MINIMUMS,
     SCALE_CODES,
@@ -47,14 +49,18 @@ from localinfer.kernels.cpu.compiled.simd.lanes import (
     load,
     scatter_bytes,
     scatter_shorts,
+    scatter_words,
     shifted_left,
     splat,
     square_root,
     store,
+    truncate,
     where,
 )
 from localinfer.kernels.cpu.compiled.simd.memory import load_f32
 from localinfer.kernels.jit.numba import inline
+
+_SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 
 
 @inline
@@ -128,15 +134,33 @@ def _round_symmetric(memory: int, limit: int, d: Any) -> None:
             store(at(memory + CODES, i), where(has_scale, code, load(at(memory + CODES, i))))
 
 
+@inline
+def _encode_with_minimum(
+    memory: int,
+    importance: int,
+    columns: int,
+    levels: int,
+    scale_levels: int,
+    factor: int,
+    first_step: float,
+    num_steps: int,
+    target: int,
+    stride: int,
+    last: int,
+) -> None:
+    """Fit d * scale * code - dmin * minimum, write d and dmin at target, and round the codes with them."""
+    if importance != 0:
+        d, dmin = _fit_with_importance(memory, importance, columns, levels, scale_levels, factor)
+    else:
+        d, dmin = _fit_plainly(memory, columns, levels, scale_levels, first_step, 0.1, num_steps)
+    d = store_half(memory, target, stride, last, d)
+    dmin = store_half(memory, target + 2, stride, last, dmin)
+    _round_with_minimum(memory, columns, levels, d, dmin)
+
+
 @encoder(256, 84)
 def q2_k(memory: int, importance: int, target: int, stride: int, last: int) -> None:
-    if importance != 0:
-        d, dmin = _fit_with_importance(memory, importance, 16, 3, 15, 1)
-    else:
-        d, dmin = _fit_plainly(memory, 16, 3, 15, -0.5, 0.1, 15)
-    d = store_half(memory, target + 80, stride, last, d)
-    dmin = store_half(memory, target + 82, stride, last, dmin)
-    _round_with_minimum(memory, 16, 3, d, dmin)
+    _encode_with_minimum(memory, importance, 16, 3, 15, 1, -0.5, 15, target + 80, stride, last)
     for group in range(16):
         both = integer(memory + SCALE_CODES, group) | shifted_left(integer(memory + MINIMUM_CODES, group), 4)
         scatter_bytes(target + group, stride, last, both)
@@ -157,26 +181,14 @@ def _store_k_scales(memory: int, target: int, stride: int, last: int) -> None:
 
 @encoder(256, 144)
 def q4_k(memory: int, importance: int, target: int, stride: int, last: int) -> None:
-    if importance != 0:
-        d, dmin = _fit_with_importance(memory, importance, 32, 15, 63, 2)
-    else:
-        d, dmin = _fit_plainly(memory, 32, 15, 63, -1.0, 0.1, 20)
-    d = store_half(memory, target, stride, last, d)
-    dmin = store_half(memory, target + 2, stride, last, dmin)
-    _round_with_minimum(memory, 32, 15, d, dmin)
+    _encode_with_minimum(memory, importance, 32, 15, 63, 2, -1.0, 20, target, stride, last)
     _store_k_scales(memory, target + 4, stride, last)
     store_nibbles(memory + CODES, 32, 256, target + 16, stride, last)
 
 
 @encoder(256, 176)
 def q5_k(memory: int, importance: int, target: int, stride: int, last: int) -> None:
-    if importance != 0:
-        d, dmin = _fit_with_importance(memory, importance, 32, 31, 63, 2)
-    else:
-        d, dmin = _fit_plainly(memory, 32, 31, 63, -0.5, 0.1, 15)
-    d = store_half(memory, target, stride, last, d)
-    dmin = store_half(memory, target + 2, stride, last, dmin)
-    _round_with_minimum(memory, 32, 31, d, dmin)
+    _encode_with_minimum(memory, importance, 32, 31, 63, 2, -0.5, 15, target, stride, last)
     _store_k_scales(memory, target + 4, stride, last)
     store_upper_bits(memory + CODES, 256, 4, 1, target + 16, stride, last)
     store_nibbles(memory + CODES, 32, 256, target + 48, stride, last)
@@ -223,18 +235,12 @@ def q3_k(memory: int, importance: int, target: int, stride: int, last: int) -> N
     store_upper_bits(memory + CODES, 256, 0, 2, target + 32, stride, last)
 
 
-@inline
-def _weigh_by_importance(memory: int, importance: int) -> None:
-    """Write importance itself as the weights."""
-    for i in range(256):
-        store(at(memory + WEIGHTS, i), splat(load_f32(importance + 4 * i)))
-
-
 @encoder(256, 210)
 def q6_k(memory: int, importance: int, target: int, stride: int, last: int) -> None:
     zero = splat(0.0)
     if importance != 0:
-        _weigh_by_importance(memory, importance)
+        for i in range(256):
+            store(at(memory + WEIGHTS, i), splat(load_f32(importance + 4 * i)))
     else:
         weigh_by_squares(memory, 256)
     for group in range(16):
@@ -283,3 +289,127 @@ def iq4_xs(memory: int, importance: int, target: int, stride: int, last: int) ->
         high = bits_from(integer(memory + SCALE_CODES, 2 * pair + 1), 0, 15)
         scatter_bytes(target + 4 + pair, stride, last, low | shifted_left(high, 4))
     store_nibbles(memory + CODES, 16, 256, target + 8, stride, last)
+
+
+@inline
+def _inverse(scale: Any) -> Any:
+    """1 / scale, and 0 where that would overflow: such a block rounds to zeros."""
+    return where(absolute(scale) < splat(_SMALLEST_NORMAL), splat(0.0), splat(1.0) / scale)
+
+
+@inline
+def _truncated(x: Any, highest: int) -> Any:
+    """x without its fraction, clamped to 0 and `highest`."""
+    code = truncate(x)
+    code = where(code < splat(np.float32(highest)), code, splat(np.float32(highest)))
+    return where(code > splat(0.0), code, splat(0.0))
+
+
+@inline
+def _fit_signed(memory: int, importance: int, limit: int) -> Any:
+    """Write codes on d * (code - limit) and return d; without importance the largest magnitude gets code 0."""
+    values, codes = memory + VALUES, memory + CODES
+    if importance != 0:
+        weigh(memory, importance, 32, load(memory + MEAN_SQUARE))
+        return fit_symmetric(values, memory + WEIGHTS, 32, limit, codes)
+    # Added to, a negative zero becomes a positive one, whose quotient ggml writes for a block of zeros.
+    d = (largest_magnitude(values, 32) + splat(0.0)) / splat(np.float32(-limit))
+    inverse = _inverse(d)
+    for i in range(32):
+        code = _truncated(load(at(values, i)) * inverse + splat(np.float32(limit + 0.5)), 2 * limit - 1)
+        store(at(codes, i), code)
+    return d
+
+
+@inline
+def _fit_with_minimum(memory: int, importance: int, levels: int) -> Any:
+    """Write codes on d * code + m and return d and m; without importance from the smallest value to the largest."""
+    values, codes = memory + VALUES, memory + CODES
+    if importance != 0:
+        weigh(memory, importance, 32, load(memory + MEAN_SQUARE))
+        scale, minus_minimum = fit_minimum(values, memory + WEIGHTS, 32, levels, -0.9, 0.05, 36, 0, codes)
+        return scale, splat(-0.0) - minus_minimum
+    minimum = maximum = load(values)
+    for i in range(1, 32):
+        value = load(at(values, i))
+        minimum = where(value < minimum, value, minimum)
+        maximum = where(value > maximum, value, maximum)
+    d = (maximum - minimum) / splat(np.float32(levels))
+    inverse = _inverse(d)
+    for i in range(32):
+        store(at(codes, i), _truncated((load(at(values, i)) - minimum) * inverse + splat(0.5), levels))
+    return d, minimum
+
+
+@inline
+def _store_fifth_bits(memory: int, target: int, stride: int, last: int) -> None:
+    codes = memory + CODES
+    bits = bits_from(integer(codes, 0), 4, 1)
+    for i in range(1, 32):
+        bits = bits | shifted_left(bits_from(integer(codes, i), 4, 1), i)
+    scatter_words(target, stride, last, bits)
+
+
+@encoder(32, 34)
+def q8_0(memory: int, importance: int, target: int, stride: int, last: int) -> None:
+    values = memory + VALUES
+    d = absolute(largest_magnitude(values, 32)) / splat(127.0)
+    inverse = _inverse(d)
+    store_half(memory, target, stride, last, d)
+    for i in range(32):
+        scaled = load(at(values, i)) * inverse
+        code = truncate(scaled)
+        # Halves go away from zero.
+        away = where(scaled < splat(0.0), splat(-1.0), splat(1.0))
+        code = where(absolute(scaled - code) < splat(0.5), code, code + away)
+        store(at(memory + CODES, i), code)
+    for word in range(8):
+        bits = bits_from(integer(memory + CODES, 4 * word), 0, 255)
+        for byte in range(1, 4):
+            bits = bits | shifted_left(bits_from(integer(memory + CODES, 4 * word + byte), 0, 255), 8 * byte)
+        scatter_words(target + 2 + 4 * word, stride, last, bits)
+
+
+@encoder(32, 18, needs_row_mean=True)
+def q4_0(memory: int, importance: int, target: int, stride: int, last: int) -> None:
+    store_half(memory, target, stride, last, _fit_signed(memory, importance, 8))
+    store_nibbles(memory + CODES, 16, 32, target + 2, stride, last)
+
+
+@encoder(32, 22, needs_row_mean=True)
+def q5_0(memory: int, importance: int, target: int, stride: int, last: int) -> None:
+    store_half(memory, target, stride, last, _fit_signed(memory, importance, 16))
+    _store_fifth_bits(memory, target + 2, stride, last)
+    store_nibbles(memory + CODES, 16, 32, target + 6, stride, last)
+
+
+@encoder(32, 20, needs_row_mean=True)
+def q4_1(memory: int, importance: int, target: int, stride: int, last: int) -> None:
+    d, m = _fit_with_minimum(memory, importance, 15)
+    store_half(memory, target, stride, last, d)
+    store_half(memory, target + 2, stride, last, m)
+    store_nibbles(memory + CODES, 16, 32, target + 4, stride, last)
+
+
+@encoder(32, 24, needs_row_mean=True)
+def q5_1(memory: int, importance: int, target: int, stride: int, last: int) -> None:
+    d, m = _fit_with_minimum(memory, importance, 31)
+    store_half(memory, target, stride, last, d)
+    store_half(memory, target + 2, stride, last, m)
+    _store_fifth_bits(memory, target + 4, stride, last)
+    store_nibbles(memory + CODES, 16, 32, target + 8, stride, last)
+
+
+@encoder(32, 18)
+def iq4_nl(memory: int, importance: int, target: int, stride: int, last: int) -> None:
+    values = memory + VALUES
+    if importance != 0:
+        weigh(memory, importance, 32, sum_of_squares(memory, 0, 32) * splat(2.0 / 32.0))
+    else:
+        weigh_by_squares(memory, 32)
+    d = fit_iq4(values, memory + WEIGHTS, 32)
+    store_half(memory, target, stride, last, d)
+    inverse = _inverse(d)
+    for i in range(32):
+        store(at(memory + CODES, i), nearest_iq4_code(inverse * load(at(values, i))))
+    store_nibbles(memory + CODES, 16, 32, target + 2, stride, last)
