@@ -57,15 +57,14 @@ class BatchLimits:
                 f"a batch of {rows} rows with {outputs} outputs; at most {self.max_rows} and {self.max_output_rows} "
                 "fit, so split it"
             )
-        # A row alone is every decoded token: plain integers cost a fraction of NumPy's reductions there.
-        lowest = highest = int(batch.token_ids[0])
-        if rows > 1:
-            lowest, highest = int(batch.token_ids.min()), int(batch.token_ids.max())
+        lowest, highest = _extremes(batch.token_ids)
         if lowest < 0 or highest >= self.num_tokens:
             found = lowest if lowest < 0 else highest
             raise RequestError(f"token id {found} is not in the vocabulary of {self.num_tokens} entries")
-        if outputs and not all(0 <= row < rows for row in batch.output_rows.tolist()):
-            raise RequestError(f"output rows must lie in 0..{rows - 1}")
+        if outputs:
+            lowest, highest = _extremes(batch.output_rows)
+            if lowest < 0 or highest >= rows:
+                raise RequestError(f"output rows must lie in 0..{rows - 1}")
         total = 0
         for index, segment in enumerate(batch.segments):
             self._check_segment(index, segment)
@@ -86,6 +85,14 @@ class BatchLimits:
             raise RequestError(f"segment {index} ends at position {end}, but {num_pages} pages were given for it")
         if end > self.num_positions:
             raise ContextLengthError(f"position {end - 1} is beyond the {self.num_positions} the model has learned")
+
+
+def _extremes(values: NDArray[np.int32]) -> tuple[int, int]:
+    """The lowest and the highest; of one alone, as in every batch of a decoded token, without NumPy's reductions."""
+    if len(values) == 1:
+        only = values.item()
+        return only, only
+    return int(values.min()), int(values.max())
 
 
 @dataclass(frozen=True)

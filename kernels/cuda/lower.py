@@ -262,6 +262,7 @@ def _elementwise(
 def _scale_by_position(tape: CudaTape, op: ops.ScaleByPosition) -> None:
     x = op.x
     tape.read(x)
+    values: tuple[float | str, ...]
     values = (*tape.places(x), x.width, "positions", op.period + (op.offset << 31), op.slope)
     tape.simple("rows.scale_by_position", (), Rows.BATCH, x.width, values, x)
 
@@ -269,7 +270,7 @@ def _scale_by_position(tape: CudaTape, op: ops.ScaleByPosition) -> None:
 def _select_output(tape: CudaTape, op: ops.SelectOutput) -> None:
     x = op.x
     tape.read(x)
-    values = (*tape.places(op.out, x), x.width, "output_row_numbers")
+    values: tuple[int | str, ...] = (*tape.places(op.out, x), x.width, "output_row_numbers")
     tape.simple("rows.select_rows", (), Rows.OUTPUT, x.width, values, op.out)
 
 
