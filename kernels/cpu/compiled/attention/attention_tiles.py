@@ -41,12 +41,9 @@ def for_count(emit: Emitter, count: Value, body: Callable[[int], None]) -> None:
 
 
 def each_page(
-    emit: Emitter,
-    pages: Value,
-    bounds: tuple[Value, Value],
-    carried: Sequence[Value],
+    emit: Emitter, pages: Value, bounds: tuple[Value, Value], carried: Sequence[Value],
     body: Callable[[Value, Value, Value, Value, list[Value]], Sequence[Value]],
-) -> list[Value]:
+) -> list[Value]:  # fmt: skip
     """carried = body(page address, position in the chunk of its first, first, last position in the page, carried)."""
     b = emit.builder
     first, last = bounds
@@ -144,18 +141,9 @@ def score_keys(emit: Emitter, kind: int, p: Value, memory: Value, first: Value, 
 
 @emitted(VOID, *[types.int64] * 5, FLOAT, FLOAT, *[types.int64] * 3)
 def softmax_chunk(
-    emit: Emitter,
-    address: Value,
-    first: Value,
-    last: Value,
-    lowest: Value,
-    highest: Value,
-    cap: Value,
-    alibi: Value,
-    offset: Value,
-    maximum_place: Value,
-    total_place: Value,
-) -> None:
+    emit: Emitter, address: Value, first: Value, last: Value, lowest: Value, highest: Value, cap: Value, alibi: Value,
+    offset: Value, maximum_place: Value, total_place: Value,
+) -> None:  # fmt: skip
     """Turn scores into exp(score - maximum) in place; write the maximum and the sum, float32 each, to two addresses.
 
     Score i is of the chunk's position i and counts if low <= i < high; others become 0. first_score, last_score:
@@ -269,18 +257,9 @@ def weigh_values(emit: Emitter, kind: int, p: Value, memory: Value, low: Value, 
 
 @emitted(VOID, *[types.int64] * 10)
 def merge_chunk(
-    emit: Emitter,
-    number: Value,
-    maxima_place: Value,
-    totals_place: Value,
-    table: Value,
-    new_maxima: Value,
-    new_totals: Value,
-    source: Value,
-    stride: Value,
-    columns: Value,
-    factors: Value,
-) -> None:
+    emit: Emitter, number: Value, maxima_place: Value, totals_place: Value, table: Value, new_maxima: Value,
+    new_totals: Value, source: Value, stride: Value, columns: Value, factors: Value,
+) -> None:  # fmt: skip
     """Merge what up to eight queries have of a chunk into what they have of those before.
 
     maxima, totals and those of the chunk: float32 per query, of which sixteen may be read. targets: address of `count`

@@ -136,18 +136,9 @@ def _round_symmetric(memory: int, limit: int, d: Any) -> None:
 
 @inline
 def _encode_with_minimum(
-    memory: int,
-    importance: int,
-    columns: int,
-    levels: int,
-    scale_levels: int,
-    factor: int,
-    first_step: float,
-    num_steps: int,
-    target: int,
-    stride: int,
-    last: int,
-) -> None:
+    memory: int, importance: int, columns: int, levels: int, scale_levels: int, factor: int, first_step: float,
+    num_steps: int, target: int, stride: int, last: int,
+) -> None:  # fmt: skip
     """Fit d * scale * code - dmin * minimum, write d and dmin at target, and round the codes with them."""
     if importance != 0:
         d, dmin = _fit_with_importance(memory, importance, columns, levels, scale_levels, factor)

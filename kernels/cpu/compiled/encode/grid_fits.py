@@ -230,16 +230,9 @@ def _minimum_error(
 
 @inline
 def fit_minimum(
-    values: int,
-    weights: int,
-    count: int,
-    levels: int,
-    first: float,
-    step: float,
-    num_steps: int,
-    is_absolute: int,
+    values: int, weights: int, count: int, levels: int, first: float, step: float, num_steps: int, is_absolute: int,
     codes: int,
-) -> Any:
+) -> Any:  # fmt: skip
     """Fit scale * code + minimum, codes 0 to `levels`, minimum <= 0; return scale and -minimum, write the codes.
 
     Tries num_steps + 1 scales: the inverse is (first + step * i + levels) / (maximum - minimum), with the best minimum

@@ -376,17 +376,9 @@ def _float_totals(tile: _Tile) -> list[Value]:
 
 @emitted(VOID, LITERAL, LITERAL, *[types.int64] * 4, FLOAT, types.int64, types.int64)
 def tile_product(
-    emit: Emitter,
-    layout: int,
-    num_rows: int,
-    tile_address: Value,
-    column_count: Value,
-    table: Value,
-    bias_address: Value,
-    scale_value: Value,
-    first_row: Value,
-    row_limit: Value,
-) -> None:
+    emit: Emitter, layout: int, num_rows: int, tile_address: Value, column_count: Value, table: Value,
+    bias_address: Value, scale_value: Value, first_row: Value, row_limit: Value,
+) -> None:  # fmt: skip
     """out = residual + scale * (x @ tile.T + bias) for `num_rows` (literal) activation rows and one tile.
 
     tables: address of int64[3][8]: activation row, output and residual addresses of each row; outputs and residuals are

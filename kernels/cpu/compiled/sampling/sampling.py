@@ -155,20 +155,9 @@ def keep(ids: int, keys: int, count: int, threshold: int, ties: int) -> int:
 
 @entry("q", "qqqqqqqqqdddq")
 def adjust(
-    out: int,
-    logits: int,
-    vocab_size: int,
-    bias_ids: int,
-    bias_values: int,
-    num_biases: int,
-    history: int,
-    start: int,
-    stop: int,
-    repetition_penalty: float,
-    frequency_penalty: float,
-    presence_penalty: float,
-    counts: int,
-) -> int:
+    out: int, logits: int, vocab_size: int, bias_ids: int, bias_values: int, num_biases: int, history: int, start: int,
+    stop: int, repetition_penalty: float, frequency_penalty: float, presence_penalty: float, counts: int,
+) -> int:  # fmt: skip
     """Copy a row of logits, add the bias, then penalise every token that occurs in history[start:stop].
 
     A positive logit is divided by the repetition penalty and another multiplied (Keskar et al., CTRL, arXiv 1909.05858,

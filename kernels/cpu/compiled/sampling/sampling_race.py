@@ -41,17 +41,9 @@ def uniforms(out: int, seed: int, position: int, tokens: int, count: int) -> int
 
 @entry("q", "qqqqqqqddq")
 def race(
-    ids: int,
-    keys: int,
-    weights: int,
-    count: int,
-    threshold: int,
-    mass_at_threshold: int,
-    least: int,
-    best: float,
-    inverse_temperature: float,
-    uniform: int,
-) -> int:
+    ids: int, keys: int, weights: int, count: int, threshold: int, mass_at_threshold: int, least: int, best: float,
+    inverse_temperature: float, uniform: int,
+) -> int:  # fmt: skip
     """Return the candidate of the largest noisy logit, the lowest id on ties.
 
     Candidates weigh at least `least` and have keys above `threshold`, or at it while `mass_at_threshold` is not used
@@ -85,19 +77,9 @@ def race(
 
 @entry("q", "qqqqqqqqqdqq")
 def race_row(
-    logits: int,
-    vocab_size: int,
-    block_keys: int,
-    num_blocks: int,
-    block_weights: int,
-    threshold: int,
-    limit: int,
-    least: int,
-    best_token: int,
-    inverse_temperature: float,
-    seed: int,
-    position: int,
-) -> int:
+    logits: int, vocab_size: int, block_keys: int, num_blocks: int, block_weights: int, threshold: int, limit: int,
+    least: int, best_token: int, inverse_temperature: float, seed: int, position: int,
+) -> int:  # fmt: skip
     """Return the token of the largest noisy logit of a row, the lowest id on ties.
 
     Candidates are the best token, and those ahead of the place (`threshold`, `limit`) that weigh at least `least`.

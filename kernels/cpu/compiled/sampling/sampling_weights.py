@@ -74,16 +74,9 @@ def weight_of(x: Any) -> Any:
 
 @emitted(VOID, ADDRESS, ADDRESS, FLOAT, FLOAT, FLOAT, types.int32, FLOAT, FLOAT)
 def _add_rough_masses(
-    emit: Emitter,
-    masses: Value,
-    address: Value,
-    start: Value,
-    least: Value,
-    above: Value,
-    limit: Value,
-    best: Value,
+    emit: Emitter, masses: Value, address: Value, start: Value, least: Value, above: Value, limit: Value, best: Value,
     inverse_temperature: Value,
-) -> None:
+) -> None:  # fmt: skip
     """Add to float64[3] at `masses` about the weights of 64 logits, in float32, sixteen at a time: the sum of all; that
     of logits from `start` on; and that of logits from `least` on, or from `above` on at the place `limit` and behind.
     """
@@ -144,15 +137,9 @@ def weigh(keys: int, weights: int, count: int, best: float, inverse_temperature:
 
 @entry("q", "qqqqqqdd")
 def mass_ahead(
-    logits: int,
-    vocab_size: int,
-    block_keys: int,
-    num_blocks: int,
-    threshold: int,
-    limit: int,
-    best: float,
+    logits: int, vocab_size: int, block_keys: int, num_blocks: int, threshold: int, limit: int, best: float,
     inverse_temperature: float,
-) -> int:
+) -> int:  # fmt: skip
     """`_mass_ahead` of float32[vocab_size] with int32[num_blocks]."""
     row, keys = carray(float32_pointer(logits), vocab_size), carray(int32_pointer(block_keys), num_blocks)
     return _mass_ahead(row, keys, 0, threshold, limit, best, inverse_temperature)
@@ -160,17 +147,9 @@ def mass_ahead(
 
 @entry("q", "qqqqqqqqdd")
 def rough_masses(
-    masses: int,
-    logits: int,
-    vocab_size: int,
-    block_keys: int,
-    num_blocks: int,
-    start: int,
-    threshold: int,
-    limit: int,
-    best: float,
-    inverse_temperature: float,
-) -> int:
+    masses: int, logits: int, vocab_size: int, block_keys: int, num_blocks: int, start: int, threshold: int,
+    limit: int, best: float, inverse_temperature: float,
+) -> int:  # fmt: skip
     """Write float64[3]: about the weights of all tokens, of those ahead of (`start`, 0), and of those ahead of
     (`threshold`, `limit`), in units of the best token's weight; three times as fast as `mass_ahead`.
 

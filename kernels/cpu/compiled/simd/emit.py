@@ -380,13 +380,9 @@ class Emitter:
     # Control flow
 
     def loop(
-        self,
-        start: Value,
-        stop: Value,
-        step: int,
-        carried: Sequence[Value],
+        self, start: Value, stop: Value, step: int, carried: Sequence[Value],
         body: Callable[[Value, list[Value]], Sequence[Value]],
-    ) -> list[Value]:
+    ) -> list[Value]:  # fmt: skip
         """for i in range(start, stop, step): carried = body(i, carried); values stay in registers."""
         builder = self.builder
         before = builder.block
