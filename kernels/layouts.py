@@ -26,8 +26,12 @@ The 48 bytes hold, for blocks 2p and 2p + 1 of a super-block, three byte[16]: s0
 m1 | (m0 >> 4) << 6 (each byte keeps two bits of m0 in its upper end), where w = d * s * q - dmin * m.
 """
 
+import math
 from dataclasses import dataclass
 from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
 
 from localinfer.errors import ShapeError
 
@@ -103,12 +107,29 @@ def num_tiles(num_rows: int) -> int:
     return -(-num_rows // TILE_ROWS)
 
 
-def tile_bytes(layout: Layout, num_columns: int) -> int:
-    """Bytes of one tile; raises ShapeError if the columns are not whole units."""
+def stored_row_bytes(layout: Layout, num_columns: int) -> int:
+    """Bytes of a row as a file stores it; raises ShapeError if the columns are not whole units."""
     sizes = SIZES[layout]
     if num_columns <= 0 or num_columns % sizes.unit:
         raise ShapeError(
             f"{layout.name} needs a positive multiple of {sizes.unit} columns, found {num_columns}; "
             "store such a matrix as F16"
         )
-    return num_columns // sizes.unit * sizes.unit_bytes
+    return num_columns // sizes.unit * sizes.file_bytes
+
+
+def tile_bytes(layout: Layout, num_columns: int) -> int:
+    """Bytes of one tile; raises ShapeError if the columns are not whole units."""
+    return TILE_ROWS * stored_row_bytes(layout, num_columns)
+
+
+def check_bytes(layout: Layout, data: NDArray[np.uint8], *shape: int) -> int:
+    """Bytes of a row of a matrix, or a stack of them, that is stored in just these bytes; raises ShapeError if not."""
+    size = stored_row_bytes(layout, shape[-1])
+    needed = math.prod(shape[:-1]) * size
+    if needed <= 0 or data.dtype != np.uint8 or data.size != needed:
+        raise ShapeError(
+            f"{' x '.join(map(str, shape))} in {layout.name} take {needed} bytes, found {data.size} of {data.dtype}; "
+            "pass the tensor's own bytes and shape"
+        )
+    return size

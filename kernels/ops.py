@@ -70,6 +70,11 @@ class Buffer:
     width: int
     rows: Rows
 
+    @property
+    def is_output(self) -> bool:
+        """Whether its rows are those with logits."""
+        return self.rows is Rows.OUTPUT
+
 
 @dataclass(frozen=True, slots=True)
 class LinearWeight:

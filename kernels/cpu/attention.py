@@ -55,28 +55,17 @@ def attention_parameters(layout: KVLayout, layer: int, shape: AttentionShape) ->
     head, group = layout.head(layer), shape.num_heads // shape.num_kv_heads
     steps = head.key_columns // _COLUMNS_PER_STEP[layout.key_type]
     element = {"f32": 4, "f16": 2}.get(layout.value_type, 0)
-    return {
-        "group": group,
-        "kv_heads": shape.num_kv_heads,
-        "layer_offset": layout.layer_offset(layer),
-        "head_bytes": head.num_bytes,
-        "key_columns": head.key_columns,
-        "key_scales": head.key_scales,
-        "values": head.values,
-        "value_scales": head.value_scales,
-        "value_size": shape.value_size,
-        "value_columns": head.value_columns,
-        "value_row_bytes": element * head.value_columns,
-        "value_step": -(-(head.value_scales - head.values) // (2 * steps)),
-        "scale": shape.scale,
-        "softcap": shape.softcap,
-        "window": shape.window,
-        "local_chunk": shape.chunk,
-        "rows_per_unit": max(1, min(kernel_abi.ROWS_PER_UNIT, kernel_abi.MAX_QUERIES_PER_UNIT // group)),
-        "rotation": rotation_size(shape.value_size, layout.value_type),
-        "table": SEGMENT.offset("windowed_table" if layout.layers[layer].window else "page_table"),
+    return dict(
+        group=group, kv_heads=shape.num_kv_heads, layer_offset=layout.layer_offset(layer), head_bytes=head.num_bytes,
+        key_columns=head.key_columns, key_scales=head.key_scales, values=head.values, value_scales=head.value_scales,
+        value_size=shape.value_size, value_columns=head.value_columns, value_row_bytes=element * head.value_columns,
+        value_step=-(-(head.value_scales - head.values) // (2 * steps)), scale=shape.scale, softcap=shape.softcap,
+        window=shape.window, local_chunk=shape.chunk,
+        rows_per_unit=max(1, min(kernel_abi.ROWS_PER_UNIT, kernel_abi.MAX_QUERIES_PER_UNIT // group)),
+        rotation=rotation_size(shape.value_size, layout.value_type),
+        table=SEGMENT.offset("windowed_table" if layout.layers[layer].window else "page_table"),
         **dict.fromkeys(called_kernels(layout), 0),
-    }
+    )  # fmt: skip
 
 
 def called_kernels(layout: KVLayout) -> dict[str, Kernel]:
@@ -89,14 +78,11 @@ def called_kernels(layout: KVLayout) -> dict[str, Kernel]:
 
 def query_parameters(layout: KVLayout, layer: int, shape: AttentionShape) -> dict[str, Any]:
     """Words of a QUANTIZE_QUERIES block, but for addresses and strides."""
-    return {
-        "num_heads": shape.num_heads,
-        "size": shape.key_size,
-        "columns": layout.head(layer).key_columns,
-        "code_bias": _CODE_BIASES[layout.key_type],
-        "scale": shape.scale,
-        "rotation": rotation_size(shape.key_size, layout.key_type),
-    }
+    return dict(
+        num_heads=shape.num_heads, size=shape.key_size, columns=layout.head(layer).key_columns,
+        code_bias=_CODE_BIASES[layout.key_type], scale=shape.scale,
+        rotation=rotation_size(shape.key_size, layout.key_type),
+    )  # fmt: skip
 
 
 def store_parameters(layout: KVLayout, layer: int) -> tuple[str, dict[str, Any]]:

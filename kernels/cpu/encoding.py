@@ -8,14 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels.cpu.kernel_abi import (
-    ENCODER_MEMORY_BYTES,
-    ENCODER_STATUS,
-    SOURCE_BF16,
-    SOURCE_F16,
-    SOURCE_F32,
-    STATUS_NOT_FINITE,
-)
+from localinfer.kernels.cpu import kernel_abi
 from localinfer.kernels.cpu.memory import address, aligned, aligned_zeros
 from localinfer.kernels.cpu.parameters import ENCODE, ROUND_COLUMNS
 from localinfer.kernels.cpu.program import POOL_KERNELS, ThreadPool
@@ -26,7 +19,11 @@ _TYPES = "Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 IQ4_NL Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_XS".split
 ENCODERS = {name: Kernel(f"encoders.{name.lower()}") for name in _TYPES}
 """Encoder kernels by the name of the type they write."""
 
-_SOURCES = {np.dtype(np.float32): SOURCE_F32, np.dtype(np.float16): SOURCE_F16, np.dtype(np.uint16): SOURCE_BF16}
+_SOURCES = {
+    np.dtype(np.float32): kernel_abi.SOURCE_F32,
+    np.dtype(np.float16): kernel_abi.SOURCE_F16,
+    np.dtype(np.uint16): kernel_abi.SOURCE_BF16,
+}
 
 
 class NotFiniteError(ArithmeticError):
@@ -59,7 +56,7 @@ def encode_rows(
     Raises: NotFiniteError, TooLargeError; the target then holds no meaning.
     """
     rows, columns = source.shape
-    memory = aligned_zeros(pool.num_threads * ENCODER_MEMORY_BYTES)
+    memory = aligned_zeros(pool.num_threads * kernel_abi.ENCODER_MEMORY_BYTES)
     # The checked copies must outlive the run.
     weights = None if importance is None else np.ascontiguousarray(importance, np.float32)
     words = ENCODE.pack(
@@ -69,8 +66,12 @@ def encode_rows(
     )  # fmt: skip
     ops = np.array([[ENCODERS[name].address, address(words)]], np.int64)
     pool.run(address(ops), 1, 0)
-    found = memory.reshape(pool.num_threads, -1)[:, ENCODER_STATUS : ENCODER_STATUS + 8].copy().view(np.int64)
-    if (found == STATUS_NOT_FINITE).any():
+    found = (
+        memory.reshape(pool.num_threads, -1)[:, kernel_abi.ENCODER_STATUS : kernel_abi.ENCODER_STATUS + 8]
+        .copy()
+        .view(np.int64)
+    )
+    if (found == kernel_abi.STATUS_NOT_FINITE).any():
         raise NotFiniteError(name)
     if found.any():
         raise TooLargeError(name)

@@ -91,7 +91,7 @@ def _norm(tape: CpuTape, op: ops.RmsNorm | ops.LayerNorm) -> None:
     words = parameters.NORM.pack(
         **tape.places(out=op.out, x=op.x), weight=tape.memory.constant(op.weight), bias=tape.memory.constant(bias),
         weight_stride=4 * size if per_group else 0, groups=groups, size=size, epsilon=op.epsilon,
-        is_output=_is_output(op.x),
+        is_output=op.x.is_output,
     )  # fmt: skip
     tape.add(f"elementwise.{kernel}", words, writes=op.out)
 
@@ -112,7 +112,7 @@ def _matmul(tape: CpuTape, op: ops.Matmul) -> None:
         bytes_per_row = kernel_abi.activation_row_bytes(x.width) if not is_float(layout) else 4 * x.width
         rows_per_block = max(8, ACTIVATION_BYTES_PER_BLOCK // bytes_per_row // 8 * 8)
         words = parameters.MATMUL.pack(
-            x=place, x_stride=stride, columns=x.width, is_output=_is_output(x), projections=len(group),
+            x=place, x_stride=stride, columns=x.width, is_output=x.is_output, projections=len(group),
             rows_per_block=rows_per_block,
         )  # fmt: skip
         kernel = f"matmul.matmul_{layout.name.lower()}"
@@ -166,7 +166,7 @@ def _activations(tape: CpuTape, x: Buffer, packed: PackedWeight, slots: int) -> 
         tape.quantized_place = tape.memory.shared(f"activations of {x.rows.value} rows", needed)
         words = parameters.QUANTIZE.pack(
             **tape.places(source=x), target=tape.quantized_place, target_stride=stride, columns=columns,
-            is_output=_is_output(x), slots=slots, slot_stride=4 * columns,
+            is_output=x.is_output, slots=slots, slot_stride=4 * columns,
         )  # fmt: skip
         tape.add("quantize.quantize_rows", words)
         tape.quantized_source = (x.rows, x.index, columns)
@@ -247,7 +247,7 @@ def _queries(tape: CpuTape, op: ops.Attention) -> dict[str, int]:
 
 def _elementwise(tape: CpuTape, kernel: str, out: Buffer, a: Buffer, b: Buffer, scalar: float = 0.0) -> None:
     words = parameters.ELEMENTWISE.pack(
-        **tape.places(out=out, a=a, b=b), scalar=scalar, columns=out.width, is_output=_is_output(out)
+        **tape.places(out=out, a=a, b=b), scalar=scalar, columns=out.width, is_output=out.is_output
     )
     tape.add(f"elementwise.{kernel}", words, writes=out)
 
@@ -269,7 +269,7 @@ def _copy_heads(tape: CpuTape, op: ops.CopyHeads) -> None:
     words = parameters.COPY_HEADS.pack(
         out=out + 4 * op.out_offset, out_stride=out_stride, x=x + 4 * op.x_offset, x_stride=x_stride,
         heads=op.num_heads, width=op.width, out_head_bytes=4 * op.out_head_size, x_head_bytes=4 * op.x_head_size,
-        is_output=_is_output(op.x),
+        is_output=op.x.is_output,
     )  # fmt: skip
     tape.add("elementwise.copy_heads", words, writes=op.out)
 
@@ -285,7 +285,7 @@ def _head_matmul(tape: CpuTape, op: ops.HeadMatmul) -> None:
         tape.memory.keep(memory)
         words = parameters.QUANTIZE.pack(
             source=source, source_stride=stride, target=address(memory), target_stride=row, columns=columns,
-            is_output=_is_output(x), slots=heads, slot_stride=slot_stride,
+            is_output=x.is_output, slots=heads, slot_stride=slot_stride,
         )  # fmt: skip
         tape.add("quantize.quantize_rows", words)
         source, stride, slot_stride = address(memory), heads * row, row
@@ -295,7 +295,7 @@ def _head_matmul(tape: CpuTape, op: ops.HeadMatmul) -> None:
     cost = Operation(kernel, x.rows, (weight.name,), packed.expert_bytes, packed.expert_bytes, rows * columns)
     for head in range(heads):
         words = parameters.MATMUL.pack(
-            x=source + head * slot_stride, x_stride=stride, columns=columns, is_output=_is_output(x), projections=1,
+            x=source + head * slot_stride, x_stride=stride, columns=columns, is_output=x.is_output, projections=1,
             rows_per_block=tape.max_rows[x.rows],
         )  # fmt: skip
         projection = parameters.PROJECTION.pack(
@@ -312,14 +312,14 @@ def _route(tape: CpuTape, op: ops.Route) -> None:
         **tape.places(ids=ids, weights=op.expert_weights, logits=logits), experts=count, selected=selected,
         gating=_GATING_CODES[routing.gating], normalise=routing.normalise, scale=routing.scale,
         bias=tape.memory.constant(routing.selection_bias), groups=routing.num_groups,
-        kept_groups=routing.num_selected_groups, is_output=_is_output(logits),
+        kept_groups=routing.num_selected_groups, is_output=logits.is_output,
     )  # fmt: skip
     tape.add("experts.route", words, writes=ids)
     table = np.zeros(count + 2 + tape.max_rows[logits.rows] * selected, np.int64)
     tape.expert_groups[ids.index] = table
     tape.memory.keep(table)
     words = parameters.GROUP_BY_EXPERT.pack(
-        **tape.places(ids=ids), experts=count, selected=selected, starts=address(table), is_output=_is_output(logits),
+        **tape.places(ids=ids), experts=count, selected=selected, starts=address(table), is_output=logits.is_output,
     )  # fmt: skip
     tape.add("experts.group_by_expert", words, writes=op.expert_weights)
 
@@ -349,7 +349,7 @@ def _expert_sum(tape: CpuTape, op: ops.ExpertSum) -> None:
     words = parameters.EXPERT_SUM.pack(
         **tape.places(out=op.out, x=op.x, weights=op.expert_weights), residual=residual,
         residual_stride=residual_stride, selected=op.expert_weights.width, columns=op.out.width,
-        is_output=_is_output(op.out),
+        is_output=op.out.is_output,
     )  # fmt: skip
     tape.add("experts.expert_sum", words, writes=op.out)
 
@@ -359,17 +359,13 @@ def _expert_scale(tape: CpuTape, op: ops.ExpertScale) -> None:
     columns = x.width // selected
     check(columns % 16 == 0, f"{x.name} holds slots of {columns}; whole vectors of 16 are needed")
     words = parameters.EXPERT_SCALE.pack(
-        **tape.places(x=x, weights=op.expert_weights), selected=selected, columns=columns, is_output=_is_output(x)
+        **tape.places(x=x, weights=op.expert_weights), selected=selected, columns=columns, is_output=x.is_output
     )
     tape.add("experts.expert_scale", words, writes=x)
 
 
 def _receive(tape: CpuTape, op: ops.Receive) -> None:
     check(False, f"{op.out.name} cannot be received: the CPU computes a model from its first layer on")
-
-
-def _is_output(buffer: Buffer) -> int:
-    return int(buffer.rows is Rows.OUTPUT)
 
 
 LOWER: dict[type, Callable[[CpuTape, Any], None]] = {

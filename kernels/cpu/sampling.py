@@ -4,7 +4,7 @@ The steps themselves, and why they are exact, are in `compiled/sampling/sampling
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,28 +73,17 @@ class RowSampler:
     def __init__(self, vocab_size: int) -> None:
         num_blocks = -(-vocab_size // SAMPLING_BLOCK)
         self._num_blocks = num_blocks
-        self._block_keys = np.empty(num_blocks, np.int32)
-        self._sample_keys = np.empty(num_blocks, np.int32)
-        self._block_weights = np.empty(num_blocks, np.int64)
-        self._sample_weights = np.empty(num_blocks, np.int64)
-        self._masses = np.empty(3, np.float64)
-        self._ids = np.empty(vocab_size, np.int32)
-        self._keys = np.empty(vocab_size, np.int32)
-        self._weights = np.empty(vocab_size, np.int64)
-        self._histogram = np.empty(2048, np.int64)
-        self._uniform = np.empty(vocab_size, np.float64)
-        self._above = np.empty(1, np.int64)
-        self._block_keys_address = address(self._block_keys)
-        self._sample_keys_address = address(self._sample_keys)
-        self._block_weights_address = address(self._block_weights)
-        self._sample_weights_address = address(self._sample_weights)
-        self._masses_address = address(self._masses)
-        self._ids_address = address(self._ids)
-        self._keys_address = address(self._keys)
-        self._weights_address = address(self._weights)
-        self._histogram_address = address(self._histogram)
-        self._uniform_address = address(self._uniform)
-        self._above_address = address(self._above)
+        self._block_keys, self._block_keys_address = _room(num_blocks, np.int32)
+        self._sample_keys, self._sample_keys_address = _room(num_blocks, np.int32)
+        self._block_weights, self._block_weights_address = _room(num_blocks, np.int64)
+        self._sample_weights, self._sample_weights_address = _room(num_blocks, np.int64)
+        self._masses, self._masses_address = _room(3, np.float64)
+        self._ids, self._ids_address = _room(vocab_size, np.int32)
+        self._keys, self._keys_address = _room(vocab_size, np.int32)
+        self._weights, self._weights_address = _room(vocab_size, np.int64)
+        self._histogram, self._histogram_address = _room(2048, np.int64)
+        self._uniform, self._uniform_address = _room(vocab_size, np.float64)
+        self._above, self._above_address = _room(1, np.int64)
 
     def choose(
         self,
@@ -233,6 +222,12 @@ class RowSampler:
         """
         threshold = _CUT(keys, weights, count, weights != 0, target, self._histogram_address, self._above_address)
         return threshold, int(self._above[0])
+
+
+def _room(count: int, kind: type[np.generic]) -> tuple[NDArray[Any], int]:
+    """An array, and where it is, for kernels take addresses."""
+    array = np.empty(count, kind)
+    return array, address(array)
 
 
 def order_key(value: float) -> int:

@@ -111,9 +111,8 @@ class CpuTape:
         if self._ordered_source != source:
             offsets = 4 * columns.astype(np.int64)
             self.memory.keep(offsets)
-            is_output = x.rows is Rows.OUTPUT
             places = self.places(out=out, x=x)
-            words = GATHER.pack(**places, offsets=address(offsets), columns=x.width, is_output=is_output)
+            words = GATHER.pack(**places, offsets=address(offsets), columns=x.width, is_output=x.is_output)
             self.add("gather.gather_columns", words, writes=out)
             self._ordered_source = source
         return out

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.errors import ShapeError
 from localinfer.kernels.cpu.kernel_abi import CHECKSUM_LANES, CHECKSUM_MULTIPLIER
 from localinfer.kernels.cpu.memory import Arena, address
 from localinfer.kernels.cpu.parameters import PACK_TILES
 from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.kernels.jit.object_cache import Function, Kernel
-from localinfer.kernels.layouts import SIZES, TILE_ROWS, Layout, num_tiles, tile_bytes
+from localinfer.kernels.layouts import SIZES, TILE_ROWS, Layout, check_bytes, num_tiles, tile_bytes
 
 _STEP_BYTES = 8 << 20
 """A tensor is packed in steps of about this size, so that little of the file is in memory at once."""
@@ -110,13 +109,8 @@ def pack(
     """
     sizes = SIZES[layout]
     bytes_per_tile = tile_bytes(layout, num_columns)
-    row_bytes = num_columns // sizes.unit * sizes.file_bytes
+    row_bytes = check_bytes(layout, data, num_experts, num_rows, num_columns)
     matrix_bytes = num_rows * row_bytes
-    if num_rows <= 0 or num_experts <= 0 or data.dtype != np.uint8 or data.size != num_experts * matrix_bytes:
-        raise ShapeError(
-            f"{num_experts} x {num_rows} x {num_columns} in {layout.name} take {num_experts * matrix_bytes} bytes, "
-            f"found {data.size} of {data.dtype}; pass the tensor's own bytes and shape"
-        )
     tiles = num_tiles(num_rows)
     packed = (arena or Arena(0)).take(num_experts * tiles * bytes_per_tile)
     fields = _FIELD_TABLES[layout]

@@ -18,7 +18,7 @@ from localinfer.kernels.jit.compile_ahead import ProgressCallback, can_start_pyt
 from localinfer.kernels.source_digests import combined, source_digests
 from localinfer.kernels.versions import installed_version
 
-_SHARED_SOURCES = ("kernels/ops.py", "kernels/kv_layout.py", "kernels/layouts.py", "kernels/cpu/kernel_abi.py")
+SHARED_SOURCES = ("kernels/ops.py", "kernels/kv_layout.py", "kernels/layouts.py", "kernels/cpu/kernel_abi.py")
 """What CUDA kernels read of the rest of this package."""
 
 STAGE = "compiling CUDA kernels (once per machine)"
@@ -66,7 +66,7 @@ def cache_folder() -> Path | None:
     digests = source_digests("kernels")
     if digests is None:
         return None
-    own = {name: digest for name, digest in digests.items() if name.startswith(("kernels/cuda/", *_SHARED_SOURCES))}
+    own = {name: digest for name, digest in digests.items() if name.startswith(("kernels/cuda/", *SHARED_SOURCES))}
     versions = "-".join(f"{name}{installed_version(name)}" for name in ("numba", "numba-cuda", "llvmlite"))
     name = f"cuda-py{sys.version_info.major}{sys.version_info.minor}-{versions}-{combined(own)}"
     return object_cache.private_folder(object_cache.CACHE_FOLDER.parent / name)

@@ -24,9 +24,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.errors import ShapeError
 from localinfer.kernels.cuda.device import CudaDevice
-from localinfer.kernels.layouts import SIZES, Layout
+from localinfer.kernels.layouts import SIZES, Layout, check_bytes, stored_row_bytes
 
 UNIT_BYTES = 16
 
@@ -76,7 +75,7 @@ def upload(
     done: called with each stretch of data (first byte, end) that is there. Raises: ShapeError, OutOfMemoryError.
     """
     total = num_experts * num_rows
-    row_bytes = _check_bytes(layout, data, total, num_columns)
+    row_bytes = check_bytes(layout, data, total, num_columns)
     offsets = array_offsets(layout, total, num_columns)
     address = device.allocate(offsets[-1])
     widths = array_row_bytes(layout, num_columns)
@@ -103,19 +102,13 @@ def unit_columns(layout: int) -> int:
 
 def array_row_bytes(layout: Layout, num_columns: int) -> tuple[int, ...]:
     """Bytes of a row in each of the four arrays; raises ShapeError if the columns are not whole units of the file."""
-    sizes = SIZES[layout]
-    if num_columns <= 0 or num_columns % sizes.unit:
-        raise ShapeError(
-            f"{layout.name} needs a positive multiple of {sizes.unit} columns, found {num_columns}; "
-            "store such a matrix as F16"
-        )
+    stored = stored_row_bytes(layout, num_columns)
     codes = -(-num_columns // unit_columns(layout)) * UNIT_BYTES
     # Per 256 columns; what the file has besides is scales.
     extra, supers = {Layout.Q5_0: (32, 0), Layout.Q5_1: (32, 0), Layout.Q5_K: (32, 0), Layout.Q6_K: (64, 2)}.get(
         layout, (0, 0)
     )
-    whole = 256 // sizes.unit * sizes.file_bytes
-    scales = whole - 256 // unit_columns(layout) * UNIT_BYTES - extra - supers
+    scales = 256 * stored // num_columns - 256 // unit_columns(layout) * UNIT_BYTES - extra - supers
     return (codes, *(size * num_columns // 256 for size in (scales, extra, supers)))
 
 
@@ -133,7 +126,7 @@ def to_arrays(layout: Layout, data: Bytes, num_rows: int, num_columns: int) -> l
     data: contiguous uint8 of exactly those rows. Raises ShapeError if it is not.
     """
     widths = array_row_bytes(layout, num_columns)
-    _check_bytes(layout, data, num_rows, num_columns)
+    check_bytes(layout, data, num_rows, num_columns)
     if layout in _SPLIT:
         split = [array.reshape(num_rows, -1) for array in _SPLIT[layout](data.reshape(-1, SIZES[layout].file_bytes))]
     else:
@@ -142,17 +135,6 @@ def to_arrays(layout: Layout, data: Bytes, num_rows: int, num_columns: int) -> l
     split += [np.zeros((num_rows, 0), np.uint8)] * (4 - len(split))
     assert tuple(array.shape[1] for array in split) == widths, f"arrays of {layout.name}"
     return split
-
-
-def _check_bytes(layout: Layout, data: Bytes, num_rows: int, num_columns: int) -> int:
-    """Bytes of a row as a file stores it, proven to be those of the data."""
-    row_bytes = num_columns // SIZES[layout].unit * SIZES[layout].file_bytes
-    if data.dtype != np.uint8 or data.size != num_rows * row_bytes:
-        raise ShapeError(
-            f"{num_rows} x {num_columns} in {layout.name} take {num_rows * row_bytes} bytes, found "
-            f"{data.size} of {data.dtype}; pass the tensor's own bytes and shape"
-        )
-    return row_bytes
 
 
 def _scale_then_codes(scale_bytes: int) -> Callable[[Bytes], tuple[Bytes, ...]]:

@@ -2,6 +2,7 @@
 
 import compileall
 import json
+import re
 import shutil
 import sys
 import zipfile
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from localinfer.kernels import source_digests
+from localinfer.kernels.cuda.kernel_cache import SHARED_SOURCES
 from localinfer.kernels.source_digests import combined, digests_of
 from localinfer.persistence.fingerprint import NOT_COMPUTING
 from tests.kernels.subprocesses import REPOSITORY, finish, start
@@ -154,3 +156,12 @@ def test_versions_are_known_where_metadata_was_left_behind(builds, tmp_path: Pat
     place = builds["as it is"]["zip"]
     output, _ = finish(start(code, tmp_path, PYTHONPATH=str(place), XDG_CACHE_HOME=str(tmp_path)))
     assert output == "0.1.0"
+
+
+def test_the_key_of_cuda_kernels_covers_all_that_they_import() -> None:
+    sources = [path.read_text() for path in (REPOSITORY / "kernels" / "cuda" / "compiled").glob("*.py")]
+    modules = {
+        name for source in sources for name in re.findall(r"(?m)^from localinfer\.(kernels[\w.]*) import", source)
+    }
+    files = {name.replace(".", "/") + ".py" for name in modules if not name.startswith("kernels.cuda")}
+    assert files == set(SHARED_SOURCES)

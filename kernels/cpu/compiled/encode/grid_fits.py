@@ -56,6 +56,16 @@ def largest_magnitude(values: int, count: int) -> Any:
 
 
 @inline
+def _largest(values: int, count: int) -> Any:
+    """The largest value, or 0 if all are negative."""
+    largest = splat(0.0)
+    for i in range(count):
+        value = load(values + LANE_BYTES * i)
+        largest = where(value > largest, value, largest)
+    return largest
+
+
+@inline
 def total(values: int, count: int) -> Any:
     """Sum in order."""
     result = load(values)
@@ -172,10 +182,7 @@ def refine_symmetric(values: int, weights: int, count: int, limit: int, codes: i
 def fit_unsigned(values: int, weights: int, count: int, levels: int, codes: int) -> Any:
     """Fit scale * code to values that are not negative, codes 0 to `levels`; return the scale, write the codes."""
     zero, one, highest = splat(0.0), splat(1.0), splat(np.float32(levels))
-    largest = zero
-    for i in range(count):
-        value = load(values + LANE_BYTES * i)
-        largest = where(value > largest, value, largest)
+    largest = _largest(values, count)
     is_zero = largest < splat(SMALLEST)
     largest = where(is_zero, one, largest)
     best, best_inverse = zero, zero
@@ -206,10 +213,7 @@ def fit_unsigned(values: int, weights: int, count: int, levels: int, codes: int)
 def share_largest(values: int, count: int, levels: int, codes: int) -> Any:
     """Write values as whole multiples of 1 / levels of their largest; return that fraction of it."""
     zero, highest = splat(0.0), splat(np.float32(levels))
-    largest = zero
-    for i in range(count):
-        value = load(values + LANE_BYTES * i)
-        largest = where(value > largest, value, largest)
+    largest = _largest(values, count)
     inverse = divide(highest, largest)
     for i in range(count):
         store(codes + LANE_BYTES * i, whole(inverse * load(values + LANE_BYTES * i), zero, highest))

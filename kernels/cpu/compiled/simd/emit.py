@@ -338,18 +338,15 @@ class Emitter:
     def _dot_generic(self, total: Value, codes: Value, x: Value) -> Value:
         wide = vector(I16, 64)
         products = self.builder.mul(self.builder.sext(codes, wide), self.builder.sext(x, wide))
-        even = ir.Constant(vector(I32, 32), list(range(0, 64, 2)))
-        odd = ir.Constant(vector(I32, 32), list(range(1, 64, 2)))
-        pairs = self.builder.add(
-            self.builder.shuffle_vector(products, products, even), self.builder.shuffle_vector(products, products, odd)
-        )
-        pairs = self.builder.sext(pairs, vector(I32, 32))
-        even = ir.Constant(vector(I32, 16), list(range(0, 32, 2)))
-        odd = ir.Constant(vector(I32, 16), list(range(1, 32, 2)))
-        quads = self.builder.add(
-            self.builder.shuffle_vector(pairs, pairs, even), self.builder.shuffle_vector(pairs, pairs, odd)
-        )
-        return self.builder.add(total, quads)
+        pairs = self.builder.sext(self._pair_sums(products), vector(I32, 32))
+        return self.builder.add(total, self._pair_sums(pairs))
+
+    def _pair_sums(self, value: Value) -> Value:
+        """Each lane of an even number added to the one after it."""
+        count = value.type.count
+        even, odd = (ir.Constant(vector(I32, count // 2), list(range(first, count, 2))) for first in (0, 1))
+        shuffle = self.builder.shuffle_vector
+        return self.builder.add(shuffle(value, value, even), shuffle(value, value, odd))
 
     def dot_pairs(self, total: Value, codes: Value, x: Value) -> Value:
         """total[l] += codes[2l] * x[2l] + codes[2l + 1] * x[2l + 1], int16 each; the sum of two fits an int32."""
@@ -360,12 +357,7 @@ class Emitter:
         if self.isa is ISA.AVX2:
             return self._by_words(total, codes, x, self._madd)
         products = self.builder.mul(self.builder.sext(codes, vector(I32, 32)), self.builder.sext(x, vector(I32, 32)))
-        even = ir.Constant(vector(I32, 16), list(range(0, 32, 2)))
-        odd = ir.Constant(vector(I32, 16), list(range(1, 32, 2)))
-        pairs = self.builder.add(
-            self.builder.shuffle_vector(products, products, even), self.builder.shuffle_vector(products, products, odd)
-        )
-        return self.builder.add(total, pairs)
+        return self.builder.add(total, self._pair_sums(products))
 
     def _by_words(self, total: Value, codes: Value, x: Value, part: Callable[[Value, Value, Value], Value]) -> Value:
         halves = [[self.lanes(value, 16 * half, 16) for value in (codes, x)] for half in range(2)]
