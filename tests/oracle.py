@@ -35,12 +35,13 @@ class NumpyWeights:
 
     def __init__(self, path: Path) -> None:
         self._tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+        self.shapes = {name: tuple(map(int, reversed(tensor.shape))) for name, tensor in self._tensors.items()}
 
     def has(self, name: str) -> bool:
-        return name in self._tensors
+        return name in self.shapes
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(int(size) for size in reversed(self._tensors[name].shape))
+        return self.shapes[name]
 
     def linear(self, name: str, rows: slice | None = None) -> LinearWeight:
         values = np.atleast_2d(self._values(name))
@@ -115,20 +116,33 @@ class NumpyProgram:
         self._cache.clear()
 
 
+Formula = Callable[[_Run, Any], None]
+_FORMULAS: dict[type, Formula] = {}
+
+
+def _formula(op: type) -> Callable[[Formula], Formula]:
+    """Mark the function that computes an op."""
+    return lambda function: _FORMULAS.setdefault(op, function)
+
+
+@_formula(ops.Embed)
 def _embed(run: _Run, op: ops.Embed) -> None:
     run[op.out] = op.scale * op.table.packed[run.batch.token_ids]
 
 
+@_formula(ops.EmbedPositions)
 def _embed_positions(run: _Run, op: ops.EmbedPositions) -> None:
     run[op.out] = run[op.out] + op.table.packed[run.positions]
 
 
+@_formula(ops.RmsNorm)
 def _rms_norm(run: _Run, op: ops.RmsNorm) -> None:
     grouped = groups(run[op.x], op.group_size)
     normed = grouped / np.sqrt(np.mean(grouped**2, axis=-1, keepdims=True) + op.epsilon)
     run[op.out] = affine(normed, op.weight, None).reshape(run[op.x].shape)
 
 
+@_formula(ops.LayerNorm)
 def _layer_norm(run: _Run, op: ops.LayerNorm) -> None:
     grouped = groups(run[op.x], op.group_size)
     centred = grouped - grouped.mean(axis=-1, keepdims=True)
@@ -136,6 +150,7 @@ def _layer_norm(run: _Run, op: ops.LayerNorm) -> None:
     run[op.out] = affine(normed, op.weight, op.bias).reshape(run[op.x].shape)
 
 
+@_formula(ops.Matmul)
 def _matmul(run: _Run, op: ops.Matmul) -> None:
     for p in op.projections:
         assert p.weight.packed.shape == (p.out.width, op.x.width), p.weight.name
@@ -146,6 +161,7 @@ def _matmul(run: _Run, op: ops.Matmul) -> None:
         run[p.out] = product if p.residual is None else run[p.residual] + product
 
 
+@_formula(ops.Rope)
 def _rope(run: _Run, op: ops.Rope) -> None:
     table, x = op.table, op.x
     num_pairs = len(table.inverse_frequencies)
@@ -164,6 +180,7 @@ def _rope(run: _Run, op: ops.Rope) -> None:
     run[x] = heads.reshape(run[x].shape)
 
 
+@_formula(ops.StoreKV)
 def _store_kv(run: _Run, op: ops.StoreKV) -> None:
     for segment, rows in _segment_rows(run.batch):
         cache = run.cache.setdefault((int(segment.page_addresses[0]), op.layer), _LayerCache())
@@ -173,6 +190,7 @@ def _store_kv(run: _Run, op: ops.StoreKV) -> None:
             cache.values[position] = run[op.values][row].copy()
 
 
+@_formula(ops.Attention)
 def _attention(run: _Run, op: ops.Attention) -> None:
     shape, result = op.shape, np.empty_like(run[op.out])
     for segment, rows in _segment_rows(run.batch):
@@ -190,10 +208,12 @@ def _attention(run: _Run, op: ops.Attention) -> None:
     run[op.out] = result
 
 
+@_formula(ops.Activate)
 def _activate(run: _Run, op: ops.Activate) -> None:
     run[op.out] = activate(run[op.x], op.kind)
 
 
+@_formula(ops.GatedActivate)
 def _gated_activate(run: _Run, op: ops.GatedActivate) -> None:
     if op.kind is Activation.SWIGLU_CLAMPED:
         clamped = np.minimum(run[op.gate], 7.0)
@@ -202,27 +222,33 @@ def _gated_activate(run: _Run, op: ops.GatedActivate) -> None:
         run[op.out] = activate(run[op.gate], op.kind) * run[op.up]
 
 
+@_formula(ops.Add)
 def _add(run: _Run, op: ops.Add) -> None:
     run[op.out] = run[op.a] + op.scale * run[op.b]
 
 
+@_formula(ops.MultiplySigmoid)
 def _multiply_sigmoid(run: _Run, op: ops.MultiplySigmoid) -> None:
     run[op.out] = run[op.x] * sigmoid(run[op.gate])
 
 
+@_formula(ops.Scale)
 def _scale(run: _Run, op: ops.Scale) -> None:
     run[op.x] = op.factor * run[op.x]
 
 
+@_formula(ops.ScaleByPosition)
 def _scale_by_position(run: _Run, op: ops.ScaleByPosition) -> None:
     factor = 1.0 + op.slope * np.log1p(np.floor((run.positions + op.offset) / op.period))
     run[op.x] = run[op.x] * factor[:, None]
 
 
+@_formula(ops.Softcap)
 def _softcap(run: _Run, op: ops.Softcap) -> None:
     run[op.x] = op.cap * np.tanh(run[op.x] / op.cap)
 
 
+@_formula(ops.CopyHeads)
 def _copy_heads(run: _Run, op: ops.CopyHeads) -> None:
     target = run[op.out].reshape(-1, op.num_heads, op.out_head_size).copy()
     source = run[op.x].reshape(-1, op.num_heads, op.x_head_size)[:, :, op.x_offset : op.x_offset + op.width]
@@ -230,6 +256,7 @@ def _copy_heads(run: _Run, op: ops.CopyHeads) -> None:
     run[op.out] = target.reshape(run[op.out].shape)
 
 
+@_formula(ops.HeadMatmul)
 def _head_matmul(run: _Run, op: ops.HeadMatmul) -> None:
     stack = op.weight.packed.reshape(-1, op.weight.num_rows, op.weight.num_columns)
     target = run[op.out].reshape(-1, len(stack), op.out_head_size).copy()
@@ -238,10 +265,12 @@ def _head_matmul(run: _Run, op: ops.HeadMatmul) -> None:
     run[op.out] = target.reshape(run[op.out].shape)
 
 
+@_formula(ops.SelectOutput)
 def _select_output(run: _Run, op: ops.SelectOutput) -> None:
     run[op.out] = run[op.x][run.batch.output_rows]
 
 
+@_formula(ops.Route)
 def _route(run: _Run, op: ops.Route) -> None:
     chosen = [route(row, op.routing) for row in run[op.logits]]
     ids = np.array([ids for ids, _ in chosen], dtype=np.float64)
@@ -250,6 +279,7 @@ def _route(run: _Run, op: ops.Route) -> None:
     run[op.expert_weights] = weights.reshape(run[op.expert_weights].shape)
 
 
+@_formula(ops.ExpertMatmul)
 def _expert_matmul(run: _Run, op: ops.ExpertMatmul) -> None:
     stack = op.weight.packed.reshape(-1, op.weight.num_rows, op.weight.num_columns)
     ids = run[op.expert_ids].astype(np.int64)
@@ -270,40 +300,16 @@ def _slots(run: _Run, x: Buffer, expert_weights: Buffer) -> Float64Array:
     return run[x].reshape(*run[expert_weights].shape, x.width // expert_weights.width)
 
 
+@_formula(ops.ExpertSum)
 def _expert_sum(run: _Run, op: ops.ExpertSum) -> None:
     total = np.einsum("rs,rsw->rw", run[op.expert_weights], _slots(run, op.x, op.expert_weights))
     run[op.out] = total if op.residual is None else run[op.residual] + total
 
 
+@_formula(ops.ExpertScale)
 def _expert_scale(run: _Run, op: ops.ExpertScale) -> None:
     weighed = _slots(run, op.x, op.expert_weights) * run[op.expert_weights][:, :, None]
     run[op.x] = weighed.reshape(run[op.x].shape)
-
-
-_FORMULAS: dict[type, Callable[[_Run, Any], None]] = {
-    ops.Embed: _embed,
-    ops.EmbedPositions: _embed_positions,
-    ops.RmsNorm: _rms_norm,
-    ops.LayerNorm: _layer_norm,
-    ops.Matmul: _matmul,
-    ops.Rope: _rope,
-    ops.StoreKV: _store_kv,
-    ops.Attention: _attention,
-    ops.Activate: _activate,
-    ops.GatedActivate: _gated_activate,
-    ops.Add: _add,
-    ops.MultiplySigmoid: _multiply_sigmoid,
-    ops.Scale: _scale,
-    ops.ScaleByPosition: _scale_by_position,
-    ops.Softcap: _softcap,
-    ops.CopyHeads: _copy_heads,
-    ops.HeadMatmul: _head_matmul,
-    ops.SelectOutput: _select_output,
-    ops.Route: _route,
-    ops.ExpertMatmul: _expert_matmul,
-    ops.ExpertSum: _expert_sum,
-    ops.ExpertScale: _expert_scale,
-}
 
 
 def _segment_rows(batch: Batch) -> list[tuple[Segment, range]]:

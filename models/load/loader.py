@@ -11,7 +11,7 @@ from localinfer.errors import BackendUnavailableError, CorruptFileError, OutOfMe
 from localinfer.kernels import address_space
 from localinfer.kernels.cpu import sampling, text_merging, token_history
 from localinfer.kernels.cpu.lower import MAX_BATCH_ROWS, lower_to_cpu
-from localinfer.kernels.cpu.program import ThreadPool
+from localinfer.kernels.cpu.program import POOL_KERNELS, ThreadPool
 from localinfer.kernels.cpu.weights import KERNELS as WEIGHT_KERNELS
 from localinfer.kernels.cuda.device import CudaDevice
 from localinfer.kernels.jit.compile_ahead import ProgressCallback, compile_ahead

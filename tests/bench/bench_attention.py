@@ -80,9 +80,8 @@ def main() -> None:
     """Print one line per shape, type, context and thread count."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shapes", nargs="*", default=list(SHAPES)[:3], metavar="SHAPE", help=", ".join(SHAPES))
-    parser.add_argument("--kv-types", default="f16")
-    parser.add_argument("--positions", default="4096,8192")
-    parser.add_argument("--threads", default="1,2")
+    for option, default in {"--kv-types": "f16", "--positions": "4096,8192", "--threads": "1,2"}.items():
+        parser.add_argument(option, default=default)
     parser.add_argument("--rows", type=int, default=1, help="tokens computed at once")
     parser.add_argument("--repetitions", type=int, default=9)
     options = parser.parse_args()

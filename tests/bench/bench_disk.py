@@ -4,7 +4,6 @@
 temporary folder and stay in the system's file cache, so what is measured is the program and the memory, not the disk.
 """
 
-import argparse
 import shutil
 import statistics
 import tempfile
@@ -19,6 +18,7 @@ from localinfer.files import num_io_threads
 from localinfer.llm import LLM
 from localinfer.persistence.prompt_cache import DiskCache
 from localinfer.persistence.store import DiskTier
+from tests.bench.conversation_options import conversation_parser
 
 NEVER = 1e9
 
@@ -108,11 +108,6 @@ def report(times: dict[str, list[float]], num_bytes: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model")
-    parser.add_argument("--context", type=int, default=3000, help="tokens of the conversation")
-    parser.add_argument("--new", type=int, default=40, help="tokens of the next message")
-    parser.add_argument("--repetitions", type=int, default=5)
-    options = parser.parse_args()
+    options = conversation_parser(__doc__, "tokens of the conversation", 5).parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         measure(options.model, options.context, options.new, options.repetitions, Path(temporary))

@@ -3,7 +3,6 @@
 `python -m tests.bench.bench_prefix MODEL [--context 3000] [--new 40]`, from the repository's root.
 """
 
-import argparse
 import statistics
 import time
 
@@ -12,6 +11,7 @@ import numpy as np
 import localinfer
 from localinfer.cache.prefix_cache import CacheHints, PrefixCache
 from localinfer.stream import Completion
+from tests.bench.conversation_options import conversation_parser
 from tests.engine.fakes import FakeLayout
 
 REPLY_TOKENS = 16
@@ -69,11 +69,6 @@ def measure_match() -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model")
-    parser.add_argument("--context", type=int, default=3000, help="tokens of the first turn, its reply included")
-    parser.add_argument("--new", type=int, default=40, help="tokens of the second message")
-    parser.add_argument("--repetitions", type=int, default=1)
-    options = parser.parse_args()
+    options = conversation_parser(__doc__, "tokens of the first turn, its reply included", 1).parse_args()
     measure_match()
     measure_second_turn(options.model, options.context, options.new, options.repetitions)

@@ -243,27 +243,24 @@ def test_table_has_a_column_for_each_number_of_streams(record):
     assert "knee: 2 streams" in table
 
 
-@pytest.mark.parametrize(
-    ("arguments", "word"),
-    [
-        (["--serve", "--concurrency", "1,x"], "numbers of streams"),
-        (["--serve", "--concurrency", "0"], "numbers of streams"),
-        (["--serve", "--concurrency", "1000"], "concurrency"),
-        (["--serve", "--requests", "0"], "--requests"),
-        (["--serve", "--slo-ttft", "0"], "--slo-ttft"),
-        (["--serve", "--stream"], "--serve"),
-        (["--serve", "--speculation"], "--serve"),
-        (["--serve", "--roofline"], "--serve"),
-        (["--serve", "--draft", "x.gguf"], "--draft"),
-        (["--serve", "--context", "32"], "--context has no meaning"),
-        (["--serve", "--repetitions", "3"], "--repetitions has no meaning"),
-        (["--concurrency", "1"], "--concurrency is for --serve"),
-        (["--requests", "4"], "--requests is for --serve"),
-        (["--slo-itl", "50"], "--slo-itl is for --serve"),
-        (["--output", "x.png"], "--serve"),
-        (["--serve", "--prompt", "100000"], "--prompt"),
-    ],
-)
+WRONG = {
+    "--serve": ["--serve --stream", "--serve --speculation", "--serve --roofline", "--output x.png"],
+    "numbers of streams": ["--serve --concurrency 1,x", "--serve --concurrency 0"],
+    "concurrency": ["--serve --concurrency 1000"],
+    "--requests": ["--serve --requests 0"],
+    "--slo-ttft": ["--serve --slo-ttft 0"],
+    "--draft": ["--serve --draft x.gguf"],
+    "--prompt": ["--serve --prompt 100000"],
+    "--context has no meaning": ["--serve --context 32"],
+    "--repetitions has no meaning": ["--serve --repetitions 3"],
+    "--concurrency is for --serve": ["--concurrency 1"],
+    "--requests is for --serve": ["--requests 4"],
+    "--slo-itl is for --serve": ["--slo-itl 50"],
+}
+"""Arguments by what the message names."""
+
+
+@pytest.mark.parametrize(("arguments", "word"), [(line.split(), word) for word in WRONG for line in WRONG[word]])
 def test_wrong_arguments_end_in_one_line(capsys, arguments, word):
     assert main(["bench", str(model_path(None)), *arguments]) == 2
     captured = capsys.readouterr()

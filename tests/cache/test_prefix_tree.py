@@ -114,9 +114,8 @@ def test_least_recently_used_text_goes_first_from_its_end():
 
 def test_shared_prefix_outlives_its_branches():
     shelf = Shelf(max_pages=4)
-    shelf.put("same1111")
-    shelf.put("same2222")
-    shelf.put("same3333")
+    for text in ("same1111", "same2222", "same3333"):
+        shelf.put(text)
     shelf.pool.acquire(3)
     assert shelf.texts() == {"same"}
 

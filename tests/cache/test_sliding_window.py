@@ -26,22 +26,23 @@ def usable(windowed: str, length: int, rule: SlidingWindow = RULE) -> int:
     return rule.usable_length(np.array([mark == "x" for mark in windowed], np.bool_), length)
 
 
+PLACES = {
+    "xxxxx": {20: 20},
+    "..xxx": {20: 20, 17: 17, 16: 0},
+    "...xx": {20: 0},
+    "xx...": {20: 8},
+    "xx": {7: 7},
+    ".xxx.": {20: 16},
+    ".xxx.x": {22: 16},
+    "x.xxxx.xx": {33: 24},
+    "....": {16: 0},
+    "": {0: 0},
+}
+"""By which pages have their windowed part: where a text of so many tokens goes on from."""
+
+
 @pytest.mark.parametrize(
-    ("windowed", "length", "wanted"),
-    [
-        ("xxxxx", 20, 20),
-        ("..xxx", 20, 20),
-        ("..xxx", 17, 17),
-        ("..xxx", 16, 0),
-        ("...xx", 20, 0),
-        ("xx...", 20, 8),
-        ("xx", 7, 7),
-        (".xxx.", 20, 16),
-        (".xxx.x", 22, 16),
-        ("x.xxxx.xx", 33, 24),
-        ("....", 16, 0),
-        ("", 0, 0),
-    ],
+    ("windowed", "length", "wanted"), [(parts, *place) for parts, places in PLACES.items() for place in places.items()]
 )
 def test_sequence_goes_on_from_the_longest_place_whose_whole_window_is_there(windowed: str, length: int, wanted: int):
     assert usable(windowed, length) == wanted

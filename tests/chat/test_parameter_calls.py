@@ -20,6 +20,7 @@ from localinfer.models.load.loader import load_model
 from localinfer.models.text.chat_template import ChatTemplate
 from localinfer.models.text.reply_format import CallFormat, learn_call_format
 from localinfer.models.text.splitting import SpellingFinder
+from tests.chat.conversations import ASK, called
 from tests.engine.fakes import ByteTokenizer
 from tests.models.text.family_templates import PARAMETER_FAMILIES
 
@@ -36,7 +37,6 @@ WEATHER: dict[str, Any] = {
     "additionalProperties": False,
     "$defs": {"tag": {"type": "boolean"}},
 }
-ASK = [{"role": "user", "content": "Hello"}]
 
 
 def function(schema: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -194,10 +194,7 @@ def test_required_calls_fit_their_schema_streamed_and_whole(chat_with: Callable[
 @pytest.mark.parametrize("family", PARAMETER_FAMILIES)
 def test_calls_and_results_come_back_in_the_next_prompt(chat_with: Callable[[str], LLM], family: str) -> None:
     llm = chat_with(family)
-    call = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": '{"city": "Bonn"}'}}
-    messages = [*ASK, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    messages.append({"role": "tool", "tool_call_id": "abcdefghi", "content": "42 degrees"})
-    prompt = llm.render_chat(messages)
+    prompt = llm.render_chat(called("f", '{"city": "Bonn"}'))
     assert written_call(llm._replies.calls, {"city": "Bonn"}) in prompt and "42 degrees" in prompt
 
 

@@ -125,22 +125,28 @@ def test_text_parameters_stream_as_they_come() -> None:
         assert {"B", "o", "n"} <= set(fragments) and "".join(fragments) == ARGUMENTS[0]
 
 
+OPEN = {
+    "a</think>b": ("b", "a", []),
+    "<think>\na\n</think>\n\nb": ("b", "a", []),
+    "never ending <": ("", "never ending <", []),
+    "</think>b": ("b", "", []),
+}
+"""What is said where the prompt has begun the reasoning."""
+CLOSED = {
+    "plain": ("plain", "", []),
+    "<think>\na\n\nb\n</think>\n\nc\n": ("c\n", "a\n\nb", []),
+    "\n<think>a</think>b": ("b", "a", []),
+    "<think>never ending </thin": ("", "never ending </thin", []),
+    "<thin": ("<thin", "", []),
+    "<thinker> x": ("<thinker> x", "", []),
+    "a <think>b</think>": ("a <think>b</think>", "", []),
+    "<think></think>b": ("b", "", []),
+}
+
+
 @pytest.mark.parametrize(
     ("text", "starts_reasoning", "expected"),
-    [
-        ("plain", False, ("plain", "", [])),
-        ("<think>\na\n\nb\n</think>\n\nc\n", False, ("c\n", "a\n\nb", [])),
-        ("\n<think>a</think>b", False, ("b", "a", [])),
-        ("a</think>b", True, ("b", "a", [])),
-        ("<think>\na\n</think>\n\nb", True, ("b", "a", [])),
-        ("never ending <", True, ("", "never ending <", [])),
-        ("<think>never ending </thin", False, ("", "never ending </thin", [])),
-        ("<thin", False, ("<thin", "", [])),
-        ("<thinker> x", False, ("<thinker> x", "", [])),
-        ("a <think>b</think>", False, ("a <think>b</think>", "", [])),
-        ("<think></think>b", False, ("b", "", [])),
-        ("</think>b", True, ("b", "", [])),
-    ],
+    [(text, starts, expected) for starts, table in ((True, OPEN), (False, CLOSED)) for text, expected in table.items()],
 )
 def test_reasoning_is_split_off_at_every_cut(text: str, starts_reasoning: bool, expected: Parsed) -> None:
     for calls in (None, FORMS["hermes"], FORMS["llama3"]):

@@ -18,6 +18,7 @@ from localinfer.llm import LLM
 from localinfer.loading import make_speculation, model_path
 from localinfer.models.load.loader import load_model
 from localinfer.models.text.chat_template import ChatTemplate
+from tests.chat.conversations import ASK, called
 from tests.engine.fakes import ByteTokenizer, FakeTemplate, fake_model, scripted_logits, text_model
 from tests.models.text.family_templates import FAMILIES
 
@@ -41,7 +42,6 @@ TOOLS = [
     {"type": "function", "function": {"name": name, "description": "x", "parameters": schema}}
     for name, schema in SCHEMAS.items()
 ]
-ASK = [{"role": "user", "content": "Hello"}]
 
 
 @pytest.fixture(scope="module")
@@ -216,10 +216,7 @@ def test_stop_texts_count_in_content_only() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_calls_and_results_come_back_in_the_next_prompt(chat_with: Callable[[str], LLM], family: str) -> None:
     llm = chat_with(family)
-    call = {"id": "abcdefghi", "type": "function", "function": {"name": "get", "arguments": '{"query": "b"}'}}
-    messages = [*ASK, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    messages.append({"role": "tool", "tool_call_id": "abcdefghi", "content": "42 degrees"})
-    prompt = llm.render_chat(messages, tools=TOOLS)
+    prompt = llm.render_chat(called("get", '{"query": "b"}'), tools=TOOLS)
     form = llm._replies.calls
     assert f'{form.begin}get{form.middle}{{"query": "b"}}' in prompt and "42 degrees" in prompt
     assert "get_weather" in prompt

@@ -331,7 +331,7 @@ def test_bad_values_are_one_line_that_names_them(command, line, words, capfd):
     *before, error = captured.err.splitlines()
     assert error.startswith("error: "), captured.err
     assert [line for line in before if not line.startswith("listening on ")] == []
-    assert any(_named(word, error) for word in given if word not in (DEMO, "--serve", "--speculation"))
+    assert any(_named(word, error) for word in given if word not in (DEMO, "--serve", "--speculation")), error
     assert captured.out == ""
 
 

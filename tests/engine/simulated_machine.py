@@ -35,29 +35,28 @@ class Machine:
     """Time that passes as rows are computed.
 
     curve: seconds by rows, of a machine that is calm, over those of one row. load: how many times longer everything
-    takes at a time. spikes_per_second, spike_seconds: interruptions of what is worked. plain_tokens: how many tokens
-    plain decoding would have made of the time so far.
+    takes at a time. spikes: interruptions of what is worked, how many a second and how long. plain_tokens: how many
+    tokens plain decoding would have made of the time so far.
     """
 
     curve: Sequence[float]
     row_seconds: float = 1e-3
     load: Callable[[float], float] = calm
-    spikes_per_second: float = 0.0
-    spike_seconds: float = 0.0
+    spikes: tuple[float, float] = (0.0, 0.0)
     seed: int = 0
-    now: float = 0.0
-    plain_tokens: float = 0.0
 
     def __post_init__(self) -> None:
         self._random = np.random.default_rng(self.seed)
+        self.now = self.plain_tokens = 0.0
 
     def work(self, seconds: float) -> None:
         """Work that takes so long on a calm machine."""
         factor = self.load(self.now)
         self.plain_tokens += seconds / self.row_seconds
         self.now += seconds * factor
-        if self.spikes_per_second and self._random.random() < seconds * factor * self.spikes_per_second:
-            self.now += self.spike_seconds
+        spikes_per_second, spike_seconds = self.spikes
+        if spikes_per_second and self._random.random() < seconds * factor * spikes_per_second:
+            self.now += spike_seconds
 
     def clock(self) -> float:
         return self.now
@@ -104,10 +103,9 @@ class ScriptedDrafter:
     seconds: float = 0.0
     seed: int = 1
     match_length: int = 5
-    asked: int = 0
-    drafted: int = 0
 
     def __post_init__(self) -> None:
+        self.asked = 0
         self._draws = np.random.default_rng(self.seed).random(1 << 17)
 
     def begin(self, prediction: TokenIds) -> "ScriptedDrafter":

@@ -23,19 +23,12 @@ from localinfer.models.decoder.metadata_keys import GENERAL_KEYS
 from localinfer.models.load.loader import load_model
 from localinfer.models.text.vocabulary import TOKENIZER_KEYS
 from localinfer.quant.gguf.reader import read_gguf
+from tests import quantized_checkpoints as packing
 from tests.checkpoint_files import LLAMA_CONFIG, MODULES, llama_weights, write_folder
 from tests.models.arch_models import build_model, skeletons
 from tests.models.checkpoint.family_folders import family_config, write_family
 from tests.models.hostile_values import ALL, VALUES, load_in_child, metadata_keys
 from tests.models.small_models import write_small_llama
-from tests.quantized_checkpoints import (
-    awq_tensors,
-    gptq_tensors,
-    in_module,
-    packed_settings,
-    packed_tensors,
-    random_codes,
-)
 
 LIMITS_MEMORY = pytest.mark.skipif(sys.platform == "win32", reason="memory cannot be limited there")
 MODULE = "model.layers.0.mlp.up_proj"
@@ -188,12 +181,15 @@ QUANTIZED: dict[str, tuple[dict[str, Any], Any]] = {
             "is_marlin_format": False,
             "dynamic": {"-:.*lm_head": {}, "+:.*up.*": {"group_size": 32}},
         },
-        gptq_tensors,
+        packing.gptq_tensors,
     ),
-    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}, awq_tensors),
+    "awq": (
+        {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True},
+        packing.awq_tensors,
+    ),
     "compressed-tensors": (
-        {**packed_settings(4, 32, False), "sparsity_config": {"format": "dense"}},
-        lambda codes: packed_tensors(codes, is_symmetric=False),
+        {**packing.packed_settings(4, 32, False), "sparsity_config": {"format": "dense"}},
+        lambda codes: packing.packed_tensors(codes, is_symmetric=False),
     ),
 }
 
@@ -203,7 +199,9 @@ def test_settings_of_every_quantization_are_read_or_refused(method: str, tmp_pat
     settings, pack = QUANTIZED[method]
     tensors: dict[str, Any] = dict(llama_weights())
     del tensors[f"{MODULE}.weight"]
-    tensors |= in_module(MODULE, pack(random_codes(np.random.default_rng(1), MODULES["mlp.up_proj"], group_size=32)))
+    tensors |= packing.in_module(
+        MODULE, pack(packing.random_codes(np.random.default_rng(1), MODULES["mlp.up_proj"], group_size=32))
+    )
     folder = write_folder(tmp_path, tensors, {**LLAMA_CONFIG, "quantization_config": settings})
     open_checkpoint(folder).close()
     num_refused = num_read = 0

@@ -1,5 +1,6 @@
 """Everything that may have become of a file in a cache folder: damaged, replaced, or written by hand."""
 
+import errno
 import json
 import os
 import sys
@@ -10,6 +11,20 @@ Damage = Callable[[Path], object]
 
 HUGE_BYTES = 1 << 36
 """Larger than memory; the file has a hole of that size."""
+
+
+def full_disk_after(calls: int, function: Callable[..., object]) -> Callable[..., object]:
+    """The function, which says that the disk is full once it has been called so often."""
+    left = calls
+
+    def call(*arguments: object, **options: object) -> object:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return function(*arguments, **options)
+
+    return call
 
 
 def _written(content: bytes) -> Damage:

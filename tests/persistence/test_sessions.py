@@ -18,7 +18,8 @@ from localinfer.errors import SessionFileError, SessionMismatchError
 from localinfer.persistence import sessions
 from localinfer.persistence.page_file import PageFormat, checksum
 from localinfer.persistence.sessions import FORMAT_VERSION, SessionContent, SessionReader, write_session
-from tests.persistence.disk_pages import PAGE_BYTES, PAGE_TOKENS, computed, failing, fresh, numbered
+from tests.persistence.damage import full_disk_after
+from tests.persistence.disk_pages import PAGE_BYTES, PAGE_TOKENS, computed, fresh, numbered
 
 FORM = PageFormat(PAGE_TOKENS, PAGE_BYTES)
 PARTS = {"weights": "abc", "tokenizer": "def"}
@@ -169,10 +170,10 @@ def test_full_disk_while_saving_keeps_the_former_file_and_leaves_no_rest(
     if after and step != "write":
         pytest.skip("happens once")
     former = saved(tmp_path / "session", 3)
-    fail = failing(getattr(owner, name), after)
+
     with monkeypatch.context() as patch, pytest.raises(SessionFileError, match="No space left on device"):
         patch.setattr(files, "open", Counting, raising=False)
-        patch.setattr(owner, name, fail)
+        patch.setattr(owner, name, full_disk_after(after, getattr(owner, name)))
         saved(tmp_path / "session")
     assert (tmp_path / "session").read_bytes() == former
     assert os.listdir(tmp_path) == ["session"]

@@ -17,12 +17,12 @@ from localinfer.persistence import store as disk_tier_module
 from localinfer.persistence.budget import clear
 from localinfer.persistence.page_file import PageFormat, PageRecord, Rejection, read_page, write_page
 from localinfer.persistence.store import Restored
+from tests.persistence.damage import full_disk_after
 from tests.persistence.disk_pages import (
     FINGERPRINT,
     PAGE_BYTES,
     PAGE_TOKENS,
     computed,
-    failing,
     files,
     fresh,
     ids,
@@ -268,8 +268,8 @@ def test_full_disk_at_any_step_keeps_what_was_written_and_leaves_no_rest(
     history = numbered(12)
     disk = tier(tmp_path, threads=1)
     owner, name = WRITE_FAILURES[step]
-    fail = failing(getattr(owner, name), after)
-    monkeypatch.setattr(owner, name, fail)
+
+    monkeypatch.setattr(owner, name, full_disk_after(after, getattr(owner, name)))
     saved = disk.save(history, source(history))
     monkeypatch.undo()
     assert saved.failure is not None and "No space left on device" in saved.failure

@@ -14,7 +14,7 @@ WINDOW = 1000
 CURVES = {"linear": LINEAR_ROWS, "1B": LIKE_1B}
 BELIEFS = {"honest": None, "drafts are free": [1.0] * 16, "drafts are dear": [1.0] + [8.0] * 15}
 BUSY_FOR_MOMENTS = {"load": lambda now: 8.0 if now % 0.1 < 0.03 else 1.0}
-SPIKES = {"spikes_per_second": 30.0, "spike_seconds": 4e-3}
+SPIKES = {"spikes": (30.0, 4e-3)}
 BESIDE: dict[str, dict[str, Any]] = {
     "calm": {},
     "busy for seconds": {"load": lambda now: 3.0 if now % 1.0 < 0.4 else 1.0},

@@ -21,12 +21,7 @@ class OracleWeights(NumpyWeights):
 
     def __init__(self, file: ModelFile) -> None:
         self._file = file
-
-    def has(self, name: str) -> bool:
-        return name in self._file.tensors
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._file.tensor(name).shape
+        self.shapes = {name: info.shape for name, info in file.tensors.items()}
 
     def _values(self, name: str) -> NDArray[np.float64]:
         info = self._file.tensor(name)
@@ -36,8 +31,8 @@ class OracleWeights(NumpyWeights):
 def oracle_logits(path: Path, token_ids: NDArray[np.int32]) -> FloatArray:
     """float32[T, vocab_size] of every position."""
     with closing(open_model_file(path)) as file:
-        config = ModelConfig.from_metadata(file.metadata, {name: info.shape for name, info in file.tensors.items()})
-        program = NumpyProgram(write_decoder(config, OracleWeights(file)))
+        weights = OracleWeights(file)
+        program = NumpyProgram(write_decoder(ModelConfig.from_metadata(file.metadata, weights.shapes), weights))
         pages = np.array([1], dtype=np.int64)
         rows = np.arange(len(token_ids), dtype=np.int32)
         return program.run(Batch(token_ids, [Segment(0, len(token_ids), pages)], rows))

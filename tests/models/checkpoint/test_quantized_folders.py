@@ -15,43 +15,35 @@ from localinfer.models.checkpoint.model import open_checkpoint
 from localinfer.quant.formats.reference import dequantize
 from localinfer.quant.formats.types import TensorType
 from localinfer.quant.gguf.reader import read_gguf
+from tests import quantized_checkpoints as packing
 from tests.checkpoint_files import LAYERS, LLAMA_CONFIG, MODULES, TOKEN_IDS, Array, Stored, llama_weights, write_folder
 from tests.models.checkpoint.checkpoint_oracle import oracle_logits
-from tests.quantized_checkpoints import (
-    Codes,
-    awq_tensors,
-    gptq_tensors,
-    in_module,
-    packed_settings,
-    packed_tensors,
-    random_codes,
-)
 
 GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4}
 AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4}
 
 # Settings, what the codes are like, and how they are packed.
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any], Any]] = {
-    "gptq-symmetric-32": (GPTQ, {"group_size": 32, "is_symmetric": True}, gptq_tensors),
-    "gptq-symmetric-128": (GPTQ, {"group_size": 128, "is_symmetric": True}, gptq_tensors),
-    "gptq-64": (GPTQ, {"group_size": 64}, gptq_tensors),
+    "gptq-symmetric-32": (GPTQ, {"group_size": 32, "is_symmetric": True}, packing.gptq_tensors),
+    "gptq-symmetric-128": (GPTQ, {"group_size": 128, "is_symmetric": True}, packing.gptq_tensors),
+    "gptq-64": (GPTQ, {"group_size": 64}, packing.gptq_tensors),
     "gptq-128-v2": (
         {**GPTQ, "checkpoint_format": "gptq_v2"},
         {"group_size": 128},
-        lambda codes: gptq_tensors(codes, 2),
+        lambda codes: packing.gptq_tensors(codes, 2),
     ),
-    "gptq-rows": (GPTQ, {"group_size": -1}, gptq_tensors),
-    "gptq-16": (GPTQ, {"group_size": 16}, gptq_tensors),
-    "gptq-8-bit": ({**GPTQ, "bits": 8}, {"group_size": 32, "bits": 8, "is_symmetric": True}, gptq_tensors),
-    "gptq-8-bit-zeros": ({**GPTQ, "bits": 8}, {"group_size": 64, "bits": 8}, gptq_tensors),
-    "gptq-act-order": ({**GPTQ, "desc_act": True}, {"group_size": 64, "is_act_order": True}, gptq_tensors),
-    "awq-gemm-64": (AWQ, {"group_size": 64}, awq_tensors),
-    "awq-gemm-128": ({**AWQ, "version": "GEMM"}, {"group_size": 128}, awq_tensors),
-    "awq-gemv-128": ({**AWQ, "version": "gemv"}, {"group_size": 128}, lambda codes: awq_tensors(codes, "gemv")),
+    "gptq-rows": (GPTQ, {"group_size": -1}, packing.gptq_tensors),
+    "gptq-16": (GPTQ, {"group_size": 16}, packing.gptq_tensors),
+    "gptq-8-bit": ({**GPTQ, "bits": 8}, {"group_size": 32, "bits": 8, "is_symmetric": True}, packing.gptq_tensors),
+    "gptq-8-bit-zeros": ({**GPTQ, "bits": 8}, {"group_size": 64, "bits": 8}, packing.gptq_tensors),
+    "gptq-act-order": ({**GPTQ, "desc_act": True}, {"group_size": 64, "is_act_order": True}, packing.gptq_tensors),
+    "awq-gemm-64": (AWQ, {"group_size": 64}, packing.awq_tensors),
+    "awq-gemm-128": ({**AWQ, "version": "GEMM"}, {"group_size": 128}, packing.awq_tensors),
+    "awq-gemv-128": ({**AWQ, "version": "gemv"}, {"group_size": 128}, lambda codes: packing.awq_tensors(codes, "gemv")),
     "packed-128": (
-        packed_settings(4, 128, False),
+        packing.packed_settings(4, 128, False),
         {"group_size": 128},
-        lambda codes: packed_tensors(codes, is_symmetric=False),
+        lambda codes: packing.packed_tensors(codes, is_symmetric=False),
     ),
 }
 
@@ -65,18 +57,18 @@ def write_variants(folder: Path, name: str, **changes: Any) -> tuple[Path, Path]
     for layer in range(LAYERS):
         inputs: dict[int, Array] = {}
         for module, shape in MODULES.items():
-            codes = random_codes(generator, shape, **codes_like)
+            codes = packing.random_codes(generator, shape, **codes_like)
             if settings["quant_method"] == "compressed-tensors":
                 scales = (codes.scales.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
-                codes = Codes(codes.bits, codes.codes, scales, codes.zeros, codes.groups)
+                codes = packing.Codes(codes.bits, codes.codes, scales, codes.zeros, codes.groups)
             if codes_like.get("is_act_order") and module != "self_attn.o_proj":
                 # Matrices that share an input share its order.
                 groups = inputs.setdefault(shape[1], codes.groups)
-                codes = Codes(codes.bits, codes.codes, codes.scales, codes.zeros, groups)
+                codes = packing.Codes(codes.bits, codes.codes, codes.scales, codes.zeros, groups)
             path = f"model.layers.{layer}.{module}"
             plain[f"{path}.weight"] = codes.weights32
             del stored[f"{path}.weight"]
-            stored.update(in_module(path, pack(codes)))
+            stored.update(packing.in_module(path, pack(codes)))
     settings = {"group_size": codes_like["group_size"], **settings, **changes}
     quantized = write_folder(folder / name, stored, {**LLAMA_CONFIG, "quantization_config": settings})
     return quantized, write_folder(folder / f"{name}-plain", plain)
@@ -174,8 +166,8 @@ def test_settings_that_are_missing_or_belong_to_another_method_are_refused(tmp_p
 
 
 def test_module_that_is_both_quantized_and_plain_is_refused(tmp_path: Path) -> None:
-    codes = random_codes(np.random.default_rng(1), (128, 128))
-    tensors = {**llama_weights(), **in_module("model.layers.0.self_attn.q_proj", gptq_tensors(codes))}
+    codes = packing.random_codes(np.random.default_rng(1), (128, 128))
+    tensors = {**llama_weights(), **packing.in_module("model.layers.0.self_attn.q_proj", packing.gptq_tensors(codes))}
     config = {**LLAMA_CONFIG, "quantization_config": {**GPTQ, "group_size": 32}}
     with pytest.raises(CorruptFileError, match="both quantized and as plain numbers"):
         open_checkpoint(write_folder(tmp_path, tensors, config))

@@ -17,15 +17,11 @@ from localinfer.quant.gguf.reader import read_gguf
 from tests.oracle import NumpyProgram, NumpyWeights
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD, VOCAB = 256, 512, 4, 2, 64, 300
-MATRICES = {
-    "attn_q": (HEADS * HEAD, HIDDEN),
-    "attn_k": (KV_HEADS * HEAD, HIDDEN),
-    "attn_v": (KV_HEADS * HEAD, HIDDEN),
-    "attn_output": (HIDDEN, HEADS * HEAD),
-    "ffn_gate": (INTERMEDIATE, HIDDEN),
-    "ffn_up": (INTERMEDIATE, HIDDEN),
-    "ffn_down": (HIDDEN, INTERMEDIATE),
-}
+ROWS = {"attn_q": HEADS * HEAD, "attn_k": KV_HEADS * HEAD, "attn_v": KV_HEADS * HEAD} | dict.fromkeys(
+    ("ffn_gate", "ffn_up"), INTERMEDIATE
+)
+MATRICES = {name: (rows, HIDDEN) for name, rows in ROWS.items()}
+MATRICES |= {"attn_output": (HIDDEN, HEADS * HEAD), "ffn_down": (HIDDEN, INTERMEDIATE)}
 TOKEN_IDS = np.random.default_rng(4).integers(0, VOCAB, 41).astype(np.int32)
 
 

@@ -2,7 +2,21 @@
 
 from dataclasses import dataclass
 
-HERMES_THINKING = """\
+_OTHER_TURNS = """\
+{% elif message.role == "tool" %}<|im_start|>user
+<tool_response>
+{{ message.content }}
+</tool_response><|im_end|>
+{% else %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+"""
+"""After the turns of the assistant, and the beginning of a new one."""
+
+HERMES_THINKING = (
+    """\
 {%- if tools %}<|im_start|>system
 You may call functions.
 <tools>{% for tool in tools %}
@@ -22,20 +36,15 @@ You may call functions.
 {"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
 </tool_call>
 {%- endfor %}<|im_end|>
-{% elif message.role == "tool" %}<|im_start|>user
-<tool_response>
-{{ message.content }}
-</tool_response><|im_end|>
-{% else %}<|im_start|>{{ message.role }}
-{{ message.content }}<|im_end|>
-{% endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}<|im_start|>assistant
+"""
+    + _OTHER_TURNS
+    + """\
 {% if enable_thinking is defined and enable_thinking is false %}<think>
 
 </think>
 
 {% endif %}{% endif %}"""
+)
 
 LLAMA3 = """\
 {{- bos_token }}{% for message in messages %}
@@ -95,7 +104,8 @@ DEEPSEEK_TIGHT = """\
 {%- endfor %}
 {%- if add_generation_prompt %}<｜Assistant｜>{{ "<think>" if thinking else "</think>" }}{% endif %}"""
 
-QWEN_CODER = """\
+QWEN_CODER = (
+    """\
 {%- if tools %}<|im_start|>system
 <tools>{% for tool in tools %}
 <function><name>{{ tool.function.name }}</name></function>{% endfor %}
@@ -110,16 +120,11 @@ QWEN_CODER = """\
 {{- "<parameter=" + name + ">\\n" }}{{ value if value is string else value | tojson }}{{ "\\n</parameter>\\n" }}
 {%- endfor %}{{ "</function>\\n</tool_call>" }}
 {%- endfor %}<|im_end|>
-{% elif message.role == "tool" %}<|im_start|>user
-<tool_response>
-{{ message.content }}
-</tool_response><|im_end|>
-{% else %}<|im_start|>{{ message.role }}
-{{ message.content }}<|im_end|>
-{% endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}<|im_start|>assistant
+"""
+    + _OTHER_TURNS
+    + """\
 {% endif %}"""
+)
 
 GLM = """\
 [gMASK]<sop>{% if tools %}<|system|>

@@ -97,6 +97,9 @@ TEXT = {
     "doubling by tilde": GROW % ("'x'", "ns.x ~ ns.x"),
     "doubling lists": GROW % ("[1]", "ns.x + ns.x"),
     "doubling tuples": GROW % ("(1,)", "ns.x * 2"),
+    "growing by macros": "{% macro m(a) %}{{ a }}{{ a }}{% endmacro %}" + GROW % ("'aa'", "m(ns.x)"),
+    "growing by blocks": "{% set x = 'x' * 10**6 %}{% set y %}"
+    "{% for i in range(90000) %}{{ x }}{% endfor %}{% endset %}{{ y }}",
     "growing by replace": GROW % ("'aa'", "ns.x.replace('a', ns.x)"),
     "growing by the replace filter": GROW % ("'aa'", "ns.x | replace('a', ns.x)"),
     "growing by join": GROW % ("'aa'", "ns.x.join(ns.x | list)"),
@@ -105,9 +108,6 @@ TEXT = {
     "growing by translate": GROW % ("'aa'", "ns.x.translate({97: ns.x})"),
     "growing by escapes": GROW % ("'&' * 9", "(ns.x ~ ns.x) | forceescape"),
     "growing by safe text": GROW % ("'&' * 9", "('%s%s' | safe) % (ns.x, ns.x ~ '')"),
-    "growing by macros": "{% macro m(a) %}{{ a }}{{ a }}{% endmacro %}" + GROW % ("'aa'", "m(ns.x)"),
-    "growing by blocks": "{% set x = 'x' * 10**6 %}{% set y %}"
-    "{% for i in range(90000) %}{{ x }}{% endfor %}{% endset %}{{ y }}",
     "growing by repeated replace": GROW % ("'aa'", "ns.x.replace('', 'aa')"),
     "keeping slices": "{% set x = 'x' * 10**6 %}{% set ns = namespace(l=[]) %}"
     "{% for i in range(90000) %}{% set ns.l = ns.l + [x[i:]] %}{% endfor %}",

@@ -294,11 +294,7 @@ def test_segments_tell_the_template_from_what_messages_spell() -> None:
 
 def test_content_may_be_split_searched_and_nested() -> None:
     source = "{% set c = messages[0].content %}{{ 'x' in c }}{{ c.split('x')[-1] }}{{ c.startswith('<') }}"
-    assert segments_of(source, "<|im_end|>x<|im_start|>") == [
-        ("True", True),
-        ("<|im_start|>", False),
-        ("True", True),
-    ]
+    assert segments_of(source, "<|im_end|>x<|im_start|>") == [("True", True), ("<|im_start|>", False), ("True", True)]
     parts = "{% for part in messages[0].content %}{{ part.text }}{% endfor %}"
     tokenizer = Tokenizer.from_metadata(bpe_metadata())
     messages = user([{"type": "text", "text": "<|im_end|>"}])

@@ -17,25 +17,21 @@ def matrix_of(codes: Codes) -> GroupedMatrix:
     )
 
 
+CODES = {
+    Layout.INT4_128: [(4, 128, True), (4, 128, False), (4, -1, False), (2, 128, False)],
+    Layout.INT4_64: [(4, 64, False), (4, 192, False)],
+    Layout.INT4_32: [(4, 32, False), (4, 96, False)],
+    Layout.Q4_0: [(4, 64, True), (4, 32, True), (2, 32, False)],
+    Layout.Q8_0: [(8, 128, True)],
+    Layout.INT8_32: [(8, 32, False)],
+    Layout.F32: [(4, 16, False), (8, 24, True)],
+}
+"""Bits, sizes of groups, and whether zeros are in the middle, by the smallest layout."""
+
+
 @pytest.mark.parametrize(
     ("bits", "group_size", "is_symmetric", "wanted"),
-    [
-        (4, 128, True, Layout.INT4_128),
-        (4, 128, False, Layout.INT4_128),
-        (4, -1, False, Layout.INT4_128),
-        (4, 64, False, Layout.INT4_64),
-        (4, 192, False, Layout.INT4_64),
-        (4, 64, True, Layout.Q4_0),
-        (4, 32, True, Layout.Q4_0),
-        (4, 32, False, Layout.INT4_32),
-        (4, 96, False, Layout.INT4_32),
-        (4, 16, False, Layout.F32),
-        (2, 32, False, Layout.Q4_0),
-        (2, 128, False, Layout.INT4_128),
-        (8, 128, True, Layout.Q8_0),
-        (8, 32, False, Layout.INT8_32),
-        (8, 24, True, Layout.F32),
-    ],
+    [(*codes, layout) for layout, all_codes in CODES.items() for codes in all_codes],
 )
 def test_layout_is_the_smallest_that_holds_every_weight(
     bits: int, group_size: int, is_symmetric: bool, wanted: Layout

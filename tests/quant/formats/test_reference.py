@@ -10,6 +10,7 @@ from localinfer.errors import RequestError, ShapeError, UnsupportedFormatError
 from localinfer.quant.formats.packing import pack_bits, pack_k_scales, unpack_bits, unpack_k_scales
 from localinfer.quant.formats.reference import dequantize, quantize
 from localinfer.quant.formats.types import TensorType, block_bytes, block_dtype, block_size, row_bytes
+from tests.quant.random_blocks import random_blocks
 
 NOT_IN_THE_PACKAGE = {"Q1_0", "Q2_0"}
 PLAIN_NUMBERS = {"F64", "I8", "I16", "I32", "I64"}
@@ -33,14 +34,9 @@ ERROR_BUDGET = {
 }
 
 
-def random_blocks(type: TensorType, num_blocks: int, seed: int) -> NDArray[np.uint8]:
-    """Random bytes in every field, except that float fields hold finite numbers."""
-    generator = np.random.default_rng(seed)
-    raw = generator.integers(0, 256, num_blocks * block_bytes(type), dtype=np.uint8)
-    blocks = raw.view(block_dtype(type))
-    for name in block_dtype(type).names or ():
-        if blocks[name].dtype.kind == "f":
-            blocks[name] = generator.normal(size=blocks[name].shape)
+def finite_blocks(type: TensorType, num_blocks: int, seed: int) -> NDArray[np.uint8]:
+    """Random blocks that hold no infinity."""
+    raw, blocks = random_blocks(type, num_blocks, np.random.default_rng(seed))
     if type is TensorType.BF16:
         blocks["value"] &= 0xBFFF
     if type is TensorType.IQ1_M:
@@ -57,7 +53,7 @@ def assert_same_bits(found: NDArray[np.float32], wanted: NDArray[np.float32]) ->
 def test_dequantize_equals_the_gguf_package_bit_for_bit(name: str) -> None:
     type = TensorType[name]
     rows, columns = 7, 3 * block_size(type)
-    raw = random_blocks(type, rows * 3, seed=int(type))
+    raw = finite_blocks(type, rows * 3, seed=int(type))
     wanted = quants.dequantize(raw.reshape(rows, -1), gguf.GGMLQuantizationType(int(type)))
     assert_same_bits(dequantize(raw, type, (rows, columns)), np.ascontiguousarray(wanted))
 
@@ -71,7 +67,7 @@ def test_every_byte_decodes_without_a_warning(name: str) -> None:
 
 
 def test_q1_0_sets_the_sign_by_the_bit() -> None:
-    raw = random_blocks(TensorType.Q1_0, 3, seed=1)
+    raw = finite_blocks(TensorType.Q1_0, 3, seed=1)
     blocks = raw.view(block_dtype(TensorType.Q1_0))
     wanted = [
         float(block["d"]) * (1 if block["qs"][e // 8] >> e % 8 & 1 else -1) for block in blocks for e in range(128)
@@ -80,7 +76,7 @@ def test_q1_0_sets_the_sign_by_the_bit() -> None:
 
 
 def test_q2_0_subtracts_one_from_two_bits() -> None:
-    raw = random_blocks(TensorType.Q2_0, 3, seed=2)
+    raw = finite_blocks(TensorType.Q2_0, 3, seed=2)
     blocks = raw.view(block_dtype(TensorType.Q2_0))
     wanted = [
         float(block["d"]) * (int(block["qs"][e // 4] >> 2 * (e % 4) & 3) - 1) for block in blocks for e in range(64)

@@ -10,6 +10,7 @@ from localinfer.quant.formats.reference import dequantize
 from localinfer.quant.formats.types import TensorType, block_bytes, block_dtype, block_size
 from localinfer.quant.pipeline import conversion
 from localinfer.quant.pipeline.conversion import conversion_note, convert, layout_of, runs_directly
+from tests.quant.random_blocks import random_blocks
 
 ACTIVATIONS = {TensorType.Q8_1, TensorType.Q8_K}
 EXACT = {
@@ -41,11 +42,7 @@ DIRECT = [TensorType[layout.name] for layout in GGUF_LAYOUTS]
 def random_tensor(type: TensorType, num_blocks: int, seed: int) -> NDArray[np.uint8]:
     """Random bytes in every field, except that scales are finite and of ordinary size."""
     generator = np.random.default_rng(seed)
-    raw = generator.integers(0, 256, num_blocks * block_bytes(type), dtype=np.uint8)
-    blocks = raw.view(block_dtype(type))
-    for name in block_dtype(type).names or ():
-        if blocks[name].dtype.kind == "f":
-            blocks[name] = generator.normal(scale=0.1, size=blocks[name].shape)
+    raw, blocks = random_blocks(type, num_blocks, generator, scale=0.1)
     if type is TensorType.MXFP4:
         blocks["e"] = generator.integers(104, 144, num_blocks)
     if type is TensorType.IQ1_M:
