@@ -6,6 +6,7 @@ time it must be.
 
 import hashlib
 import time
+from collections.abc import Callable
 
 _WORK = bytes(1 << 20)
 _WORK_SECONDS = 0.0006
@@ -18,6 +19,14 @@ _BELIEVED_SECONDS = 1.0
 def seconds(nominal: float) -> float:
     """So many seconds of an idle machine, in seconds of this one as it is now, and some more."""
     return nominal * _GENEROSITY * _MACHINE.slowness()
+
+
+def wait_until(condition: Callable[[], object], limit: float = 15.0, every: float = 0.002) -> bool:
+    """Ask until the answer is yes or `limit` seconds, on an idle machine, are over; return whether it is."""
+    deadline = time.monotonic() + seconds(limit)
+    while not (is_met := bool(condition())) and time.monotonic() < deadline:
+        time.sleep(every)
+    return is_met
 
 
 class _Machine:

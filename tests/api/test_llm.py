@@ -14,6 +14,7 @@ from localinfer.llm import LLM
 from localinfer.loading import load
 from localinfer.stream import StreamEvent, TextStream
 from tests.engine.fakes import PAGE_BYTES, FakeTemplate, fake_model, scripted_logits, text_model
+from tests.inside import engine_of
 
 
 def answering(text: str, prompt: str = "ab", **options: Any) -> LLM:
@@ -249,7 +250,7 @@ def test_over_long_text_is_refused_with_both_lengths():
 
 
 def pages_in_use(llm: LLM) -> int:
-    with llm._engine.exclusive_cache() as cache:
+    with engine_of(llm).exclusive_cache() as cache:
         return cache.pool.num_pages - cache.pool.num_free_pages - cache.tree.num_pages
 
 

@@ -17,6 +17,7 @@ from localinfer.cache.sequence import SequenceCache
 from localinfer.errors import OutOfMemoryError, RequestError
 from localinfer.llm import LLM
 from tests.engine.fakes import FakeLayout
+from tests.inside import engine_of, model_of
 from tests.models.arch_models import build_model
 
 WINDOW = KVEviction(tokens=128, page_tokens=16, batch_tokens=32)
@@ -136,7 +137,7 @@ def test_windows_that_cannot_be_are_refused(tmp_path: Path):
         localinfer.load(kv_window=256, draft="small.gguf")
     local = build_model(tmp_path, "gemma3-gqa").path
     with localinfer.load(local, kv_window=LEAST_TOKENS, speculation=None) as llm:
-        wide = replace(llm._model, config=replace(llm._model.config, sliding_window=100))  # type: ignore[type-var]
+        wide = replace(model_of(llm), config=replace(model_of(llm).config, sliding_window=100))  # type: ignore[type-var]
         with pytest.raises(RequestError, match="see the last 100 of them; give it at least 264"):
             window_of(wide, LEAST_TOKENS)  # type: ignore[arg-type]
     chunked = build_model(tmp_path, "llama4-moe").path
@@ -201,8 +202,8 @@ def test_text_longer_than_the_window_keeps_what_is_attended_to(tmp_path: Path, k
     for kept in ("all", "heavy", "first and recent", "recent"):
         window = None if kept == "all" else 128
         with localinfer.load(path, threads=1, kv_type=kv_type, kv_window=window) as llm:
-            with llm._engine.exclusive_cache() as cache:
-                assert cache.window == (None if window is None else window_of(llm._model, 128))  # type: ignore[arg-type]
+            with engine_of(llm).exclusive_cache() as cache:
+                assert cache.window == (None if window is None else window_of(model_of(llm), 128))  # type: ignore[arg-type]
                 if kept in ("first and recent", "recent"):
                     cache.window = KVEviction(128, 32, 512, sink_pages=int(kept != "recent"), recent_share=1)
             found[kept] = perplexity(llm, text, 5)
@@ -216,7 +217,7 @@ def test_generation_past_the_window_remembers_in_bounded_memory_and_leaves_nothi
     with localinfer.load(path, threads=1, kv_window=128, disk_cache=True, disk_cache_folder=tmp_path) as llm:
         completion = llm.complete(prompt, temperature=0, max_tokens=400)
         assert completion.token_ids == [5] * 400
-        pool, window = llm._engine.pool, window_of(llm._model, 128)  # type: ignore[arg-type]
+        pool, window = engine_of(llm).pool, window_of(model_of(llm), 128)  # type: ignore[arg-type]
         assert pool.num_pages <= 2 * pool.num_pages_for(window.max_tokens)
         again = llm.complete([*prompt, *completion.token_ids], temperature=0, max_tokens=4)
         assert again.stats.cached_tokens == 128 and again.token_ids == [5] * 4

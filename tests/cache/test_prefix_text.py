@@ -8,6 +8,7 @@ import pytest
 import localinfer
 from localinfer.llm import LLM
 from localinfer.stream import Completion
+from tests.inside import engine_of
 from tests.models.arch_models import build_model
 
 STORY = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. One day, she saw"
@@ -40,7 +41,7 @@ def test_second_turn_says_what_a_cold_run_says(kv_type: str) -> None:
 
 def test_text_is_the_same_after_eviction_and_computing_again() -> None:
     with stories() as llm:
-        page_bytes = llm._engine.pool.page_bytes
+        page_bytes = engine_of(llm).pool.page_bytes
     with stories(kv_memory=6 * page_bytes) as llm:
         prompt = llm.tokenizer.encode(STORY)
         before = answer(llm, prompt).token_ids
@@ -57,7 +58,7 @@ def test_eight_conversations_hold_the_pages_of_their_system_prompt_once() -> Non
         for index in range(8):
             stats = llm.complete([*system, 10 + index, *range(20, 35)], max_tokens=3, ignore_eos=True).stats
             assert stats.cached_tokens == (1000 if index else 0)
-        with llm._engine.exclusive_cache() as cache:
+        with engine_of(llm).exclusive_cache() as cache:
             # 31 full pages once; of each conversation the page in which it begins, which has room for the rest.
             assert cache.tree.num_pages == 1000 // 32 + 8 * (-(-(1000 % 32 + 1 + 15 + 2) // 32))
 

@@ -15,6 +15,7 @@ from localinfer.llm import LLM
 from localinfer.models.decoder.decoder import kv_layer_shapes
 from localinfer.models.load import loader
 from tests.engine.fakes import FakeLayout
+from tests.inside import engine_of
 from tests.models.arch_models import build_model, skeletons, write_skeleton
 
 RULE = SlidingWindow(tokens=10, page_tokens=4)
@@ -174,7 +175,7 @@ def test_texts_are_the_same_warm_edited_evicted_and_from_disk(name: str, kv_type
 
         first = np.random.default_rng(0).integers(0, cold.vocab_size, 130).tolist()
         with loaded(path, kv_type=kv_type, **disk) as llm:
-            pool = llm._engine.pool
+            pool = engine_of(llm).pool
             assert pool.sliding.tokens == 32 and pool.windowed_bytes > 0
             second = [*first, *check(llm, first, 0, 40).token_ids[:-1], *range(5, 15)]
             check(llm, second, 130 + 39, 20)
@@ -209,7 +210,7 @@ def test_session_file_carries_what_going_on_needs(tmp_path: Path):
         llm.save_session(tmp_path / "session")
         longer = [*prompt, *reply.token_ids[:-1], 5]
         wanted = answer(llm, longer, 6).token_ids
-        pool = llm._engine.pool
+        pool = engine_of(llm).pool
         num_pages = pool.num_pages_for(203)
         most = num_pages * pool.page_bytes + 4 * pool.windowed_bytes + 8000
         assert num_pages * pool.page_bytes < (tmp_path / "session").stat().st_size < most
@@ -243,13 +244,13 @@ def test_model_whose_layers_all_have_windows_keeps_its_conversations(tmp_path: P
     prompt = np.random.default_rng(2).integers(0, 100, 150).tolist()
     with loaded(path) as cold:
         with loaded(path, **options) as llm:
-            assert llm._engine.pool.page_bytes == 0
+            assert engine_of(llm).pool.page_bytes == 0
             first = answer(llm, prompt, 20)
             second = [*prompt, *first.token_ids[:-1], 7]
             wanted = answer(cold, second, 8).token_ids
             for seed in range(3, 9):
                 answer(llm, np.random.default_rng(seed).integers(0, 100, 200).tolist(), 4)
-            assert llm._engine.pool.allocated_bytes <= 1 << 20
+            assert engine_of(llm).pool.allocated_bytes <= 1 << 20
             assert answer(llm, second, 8).token_ids == wanted
             llm.save_session(tmp_path / "session")
         with loaded(path, **options) as llm:
@@ -265,12 +266,12 @@ def test_pages_in_two_parts_change_no_text(options: dict[str, object], tmp_path:
     path = build_model(tmp_path, "gemma3-gqa").path
     prompt = np.random.default_rng(2).integers(0, 100, 190).tolist()
     with loaded(path, **options) as llm:
-        assert llm._engine.pool.sliding.tokens == 32
+        assert engine_of(llm).pool.sliding.tokens == 32
         found = [answer(llm, prompt[:count], 50).token_ids for count in (190, 100, 120)]
         vector = llm.embed(prompt)
     monkeypatch.setattr(loader, "kv_layer_shapes", lambda config, **_: kv_layer_shapes(config))
     with loaded(path, **options) as llm:
-        assert llm._engine.pool.sliding.tokens == 0
+        assert engine_of(llm).pool.sliding.tokens == 0
         assert found == [answer(llm, prompt[:count], 50).token_ids for count in (190, 100, 120)]
         assert (llm.embed(prompt) == vector).all()
 

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +19,7 @@ from localinfer.quant.formats.types import TensorRecord, TensorType
 from localinfer.quant.gguf.reader import read_gguf
 from localinfer.quant.gguf.writer import GGUFWriter, encode_value
 from localinfer.quant.methods.imatrix import read_imatrix
+from tests.limits import wait_until
 
 MODEL = Path(demo.__file__).parent / "demo-f16.gguf"
 
@@ -183,9 +183,8 @@ def test_a_killed_calibration_goes_on_and_ends_with_the_same_bytes(tmp_path: Pat
     unfinished = tmp_path / "killed.gguf.partial"
     child = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
-        while not (unfinished / "state.npz").exists():
-            assert child.poll() is None, "it ended before it could be killed"
-            time.sleep(0.002)
+        assert wait_until(lambda: (unfinished / "state.npz").exists() or child.poll() is not None, 60)
+        assert child.poll() is None, "it ended before it could be killed"
     finally:
         child.kill()
         child.wait()

@@ -1,7 +1,6 @@
 """What tests of generations that run at once share: prompts, models with room for them, and a step that waits."""
 
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -40,14 +39,6 @@ def in_threads(jobs: list[Callable[[], None]]) -> None:
     for thread in threads:
         thread.join(seconds(15))
     assert not any(thread.is_alive() for thread in threads), "somebody waits for ever"
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait for what another thread does, and fail if it does not."""
-    deadline = time.monotonic() + seconds(15)
-    while not condition():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.001)
 
 
 class Gate:

@@ -14,9 +14,9 @@ from localinfer.engine.scheduler import EngineLimits
 from localinfer.errors import ClosedError
 from localinfer.kernels.program import Batch
 from tests.engine.fakes import FakeModel, FakeProgram, hashed_logits
-from tests.engine.generations import GREEDY, SEEDED, Gate, alone, numbers, wait_until, wide_model
+from tests.engine.generations import GREEDY, SEEDED, Gate, alone, numbers, wide_model
 from tests.engine.test_engine import all_pages_are_free
-from tests.limits import seconds
+from tests.limits import seconds, wait_until
 
 
 def test_cancel_before_the_first_token_is_asked_for() -> None:
@@ -97,7 +97,7 @@ def test_a_waiting_reader_is_told_at_once(verb: str) -> None:
     assert gate.reached.wait(seconds(10))
     reader = threading.Thread(target=lambda: told.extend(waiting))
     reader.start()
-    wait_until(lambda: waiting.request.waiter is not None)
+    assert wait_until(lambda: waiting.request.waiter is not None)
     getattr(waiting, verb)()
     reader.join(seconds(10))
     assert not reader.is_alive() and driver.is_alive()
@@ -201,7 +201,7 @@ def test_a_long_chunk_of_a_lone_prompt_gives_way_to_who_comes(max_running: int) 
         if not has_come:
             has_come = True
             reader.start()
-            wait_until(lambda: joining.request.waiter is not None)
+            assert wait_until(lambda: joining.request.waiter is not None)
             # So that what is left of the chunk looks long.
             time.sleep(0.01)
 
@@ -224,7 +224,7 @@ def test_closing_the_engine_does_not_wait_for_a_chunk() -> None:
 
     def close() -> None:
         closing.start()
-        wait_until(lambda: not engine.scheduler.is_usable)
+        assert wait_until(lambda: not engine.scheduler.is_usable)
 
     program.while_asked = close
     with pytest.raises(ClosedError):

@@ -15,9 +15,9 @@ from localinfer.errors import ClosedError, OverloadedError, RequestError
 from localinfer.kernels.program import Batch
 from localinfer.speculation.ngram import NgramDrafter
 from tests.engine.fakes import PAGE_BYTES, FakeProgram, hashed_logits
-from tests.engine.generations import GREEDY, PARAMS, SEEDED, Gate, alone, in_threads, numbers, wait_until, wide_model
+from tests.engine.generations import GREEDY, PARAMS, SEEDED, Gate, alone, in_threads, numbers, wide_model
 from tests.engine.test_engine import all_pages_are_free
-from tests.limits import seconds
+from tests.limits import seconds, wait_until
 from tests.speculation.test_speculation import speculation
 
 
@@ -115,10 +115,10 @@ def test_prompts_of_several_owners_take_turns() -> None:
     ]
     for thread in greedy:
         thread.start()
-    wait_until(lambda: len(engine.scheduler.running) >= 4)
+    assert wait_until(lambda: len(engine.scheduler.running) >= 4)
     modest = threading.Thread(target=read, args=("modest", numbers(150, 9), "modest"))
     modest.start()
-    wait_until(lambda: len(engine.scheduler.running) >= 5)
+    assert wait_until(lambda: len(engine.scheduler.running) >= 5)
     gate.may_pass.set()
     for thread in [first, *greedy, modest]:
         thread.join(seconds(15))
@@ -137,7 +137,7 @@ def test_one_prompt_asked_for_at_once_is_computed_once() -> None:
     readers = [threading.Thread(target=lambda: list(engine.generate(prompt, GREEDY, max_tokens=2))) for _ in range(4)]
     for thread in readers:
         thread.start()
-    wait_until(lambda: len(engine.scheduler.running) >= 5)
+    assert wait_until(lambda: len(engine.scheduler.running) >= 5)
     gate.may_pass.set()
     for thread in [blocker, *readers]:
         thread.join(seconds(15))
@@ -231,7 +231,7 @@ def test_guests_come_between_two_steps_of_a_stream() -> None:
                 return
 
     def visit() -> None:
-        wait_until(lambda: counts[0] > 0)
+        assert wait_until(lambda: counts[0] > 0)
         before = counts[0]
         for _ in range(5):
             with engine.exclusive_cache() as cache:

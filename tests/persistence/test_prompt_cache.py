@@ -5,7 +5,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,8 +19,9 @@ from localinfer.persistence.page_file import Rejection
 from localinfer.persistence.prompt_cache import DiskCache, DiskOptions, describe_differences
 from localinfer.stream import Completion
 from tests.engine.fakes import PAGE_BYTES, FakeModel, fake_model
+from tests.inside import engine_of
 from tests.kernels.subprocesses import finish, start
-from tests.limits import seconds
+from tests.limits import wait_until
 
 WINDOWS = sys.platform == "win32"
 
@@ -51,8 +51,9 @@ def open_llm(folder: Path, *, model: FakeModel | None = None, identity: FakeIden
 
 
 def disk_of(llm: LLM) -> DiskCache:
-    assert llm._disk is not None
-    return llm._disk
+    disk = llm._disk
+    assert disk is not None
+    return disk
 
 
 def pages(folder: Path) -> list[Path]:
@@ -120,21 +121,14 @@ def test_memory_without_room_for_what_is_on_disk_changes_nothing(tmp_path: Path)
 
 def test_idle_conversation_is_written_without_being_asked(tmp_path: Path):
     llm = LLM(fake_model(), identity=FakeIdentity())  # type: ignore[arg-type]
-    disk = DiskCache(llm._engine, FakeIdentity(), DiskOptions(tmp_path), idle_seconds=0.01)  # type: ignore[arg-type]
+    disk = DiskCache(engine_of(llm), FakeIdentity(), DiskOptions(tmp_path), idle_seconds=0.01)  # type: ignore[arg-type]
     answer(llm, PROMPT)
-    wait_for(lambda: len(pages(tmp_path)) == 7)
-    wait_for(lambda: "localinfer-write-behind" not in {thread.name for thread in threading.enumerate()})
+    assert wait_until(lambda: len(pages(tmp_path)) == 7)
+    assert wait_until(lambda: "localinfer-write-behind" not in {thread.name for thread in threading.enumerate()})
     answer(llm, [*PROMPT, 5, 5, 5, 5])
-    wait_for(lambda: len(pages(tmp_path)) > 7)
+    assert wait_until(lambda: len(pages(tmp_path)) > 7)
     disk.close()
     llm.close()
-
-
-def wait_for(condition) -> None:
-    deadline = time.monotonic() + seconds(60)
-    while not condition():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.005)
 
 
 def test_fingerprint_that_takes_long_is_computed_when_there_is_something_to_write(tmp_path: Path):
@@ -271,7 +265,7 @@ def test_end_of_the_process_writes_what_is_left(tmp_path: Path):
 
 def test_killed_process_leaves_what_went_idle(tmp_path: Path):
     process = start(_LEAVE.format(folder=str(tmp_path), end="sys.stdin.read()"))
-    wait_for(lambda: len(pages(tmp_path)) == 7)
+    assert wait_until(lambda: len(pages(tmp_path)) == 7)
     os.kill(process.pid, signal.SIGTERM if WINDOWS else signal.SIGKILL)
     process.communicate()
     model = fake_model()
@@ -322,7 +316,7 @@ def test_damaged_session_changes_nothing(tmp_path: Path):
     with plain_llm() as llm:
         with pytest.raises(SessionFileError, match="does not match its checksum"):
             llm.load_session(tmp_path / "session")
-        assert llm._engine.pool.num_free_pages == llm._engine.pool.num_pages
+        assert engine_of(llm).pool.num_free_pages == engine_of(llm).pool.num_pages
         assert answer(llm, PROMPT).stats.cached_tokens == 0
 
 

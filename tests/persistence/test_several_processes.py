@@ -2,12 +2,12 @@
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.kernels.subprocesses import environment, finish
+from tests.limits import wait_until
 from tests.persistence.disk_pages import computed, files, numbered, restored, tier
 
 _RACE = """
@@ -62,8 +62,7 @@ def test_processes_that_write_one_folder_never_read_wrong_bytes(tmp_path: Path, 
 def test_killed_writer_leaves_only_whole_pages(tmp_path: Path):
     process = launch(_WRITER, tmp_path)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
-    while len(files(tmp_path)) < 120:
-        time.sleep(0.01)
+    assert wait_until(lambda: len(files(tmp_path)) >= 120, 60)
     process.kill()
     process.communicate()
     assert process.returncode != 0

@@ -3,7 +3,6 @@
 import socket
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from localinfer.server.replies.metrics import Metrics
 from localinfer.server.replies.model_folder import ModelSource
 from localinfer.server.replies.models import ModelRegistry, measure_need
 from localinfer.server.transport.settings import ServerSettings
-from tests.limits import seconds
+from tests.limits import seconds, wait_until
 
 MODEL = ModelSource("demo", model_path(None), 1_700_000_000)
 START_SECONDS = 30.0
@@ -55,14 +54,6 @@ class ServedModel:
         with self.connect() as connection:
             connection.sendall(request)
             return read_all(connection)
-
-
-def wait_until(condition: Callable[[], object], limit: float = 10.0) -> bool:
-    """Ask until the answer is yes or `limit` seconds, on an idle machine, are over; return whether it is."""
-    deadline = time.monotonic() + seconds(limit)
-    while not (is_met := bool(condition())) and time.monotonic() < deadline:
-        time.sleep(0.005)
-    return is_met
 
 
 def read_all(connection: socket.socket, seconds: float = 1.2) -> bytes:

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 import httpx
 import pytest
 from event_frames import DONE
-from local_servers import STORY, ServedModel, serving, wait_until
+from local_servers import STORY, ServedModel, serving
 from scripted_models import loader, scripted_sources
 
 from localinfer.server.transport.settings import ServerSettings
 from localinfer.server.transport.sockets import has_unix_sockets
-from tests.limits import seconds
+from tests.limits import seconds, wait_until
 
 PATH = "/v1/chat/completions"
 PING_SECONDS = 0.05

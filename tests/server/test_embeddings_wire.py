@@ -7,6 +7,7 @@ import pytest
 
 from localinfer.errors import UnsupportedFormatError
 from localinfer.models.decoder.pooling import Pooling, read_pooling
+from tests.inside import engine_of, model_of
 
 PATH = "/v1/embeddings"
 
@@ -51,7 +52,7 @@ def test_vector_is_the_mean_of_what_the_head_reads(llm):
     assert len(ids) > 128
     vector = llm.embed(ids)
     before = llm.logits(ids)
-    program = llm._model.hidden_program()
+    program = model_of(llm).hidden_program()
     hidden = hidden_states(llm, program, ids)
     mean = hidden.mean(axis=0, dtype=np.float64)
     assert np.allclose(vector, mean / np.linalg.norm(mean), atol=1e-6)
@@ -61,7 +62,7 @@ def test_vector_is_the_mean_of_what_the_head_reads(llm):
 
 def hidden_states(llm, program, ids) -> np.ndarray:
     tokens = np.array(ids, np.int32)
-    return np.concatenate([rows for _, rows in llm._engine.outputs(program, tokens)])
+    return np.concatenate([rows for _, rows in engine_of(llm).outputs(program, tokens)])
 
 
 def test_scores_are_the_logits_normalised(llm):

@@ -6,11 +6,12 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from local_servers import STORY, ServedModel, read_all, serving, wait_until
+from local_servers import STORY, ServedModel, read_all, serving
 from scripted_models import scripted_model, scripted_sources
 
 from localinfer.server.transport.settings import ServerSettings
 from localinfer.server.transport.sockets import has_unix_sockets
+from tests.limits import wait_until
 
 HOST = b"Host: localhost\r\n"
 HEALTH = b"GET /health HTTP/1.1\r\n" + HOST + b"\r\n"

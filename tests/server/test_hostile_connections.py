@@ -5,10 +5,10 @@ import socket
 import time
 
 import pytest
-from local_servers import STORY, read_all, wait_until
+from local_servers import STORY, read_all
 
 from localinfer.server.transport.settings import ServerSettings
-from tests.limits import seconds
+from tests.limits import seconds, wait_until
 
 CHAT = json.dumps({"messages": STORY, "max_tokens": 2}).encode()
 HOST = b"Host: localhost\r\n"

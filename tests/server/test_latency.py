@@ -8,13 +8,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from local_servers import MODEL, ServedModel, serving, wait_until
+from local_servers import MODEL, ServedModel, serving
 
 from localinfer.llm import LLM
 from localinfer.server.replies.reply import FirstByteBarrier, LoopNotifier, ReplyThreads
 from localinfer.server.transport.settings import ServerSettings
 from tests.engine.fakes import FakeTemplate, fake_model
-from tests.limits import seconds
+from tests.limits import seconds, wait_until
 
 QUESTION = {"messages": [{"role": "user", "content": "Hm?"}], "max_tokens": 3, "stream": True, "ignore_eos": True}
 

@@ -8,13 +8,14 @@ from typing import Any
 
 import httpx
 import pytest
-from local_servers import MODEL, STORY, ServedModel, serving, wait_until
+from local_servers import MODEL, STORY, ServedModel, serving
 from prometheus_client.parser import text_string_to_metric_families
 
 import localinfer
 from localinfer.server.replies.metrics import LatencyTracker, Metrics
 from localinfer.server.replies.model_folder import ModelSource
 from localinfer.server.transport.settings import ServerSettings
+from tests.limits import wait_until
 
 PATH = "/v1/chat/completions"
 SETTLING_SECONDS = 10.0

@@ -4,7 +4,7 @@ import threading
 import time
 
 import pytest
-from local_servers import MODEL, STORY, serving, wait_until
+from local_servers import MODEL, STORY, serving
 from scripted_models import scripted_model, scripted_sources
 
 from localinfer.errors import OutOfMemoryError
@@ -12,6 +12,7 @@ from localinfer.llm import LLM
 from localinfer.server.replies.model_folder import ModelSource
 from localinfer.server.replies.models import MemoryNeed, measure_need
 from localinfer.server.transport.settings import ServerSettings
+from tests.limits import wait_until
 
 SETTINGS = ServerSettings(port=0)
 PATH = "/v1/chat/completions"

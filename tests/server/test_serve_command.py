@@ -6,18 +6,17 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
-from local_servers import STORY, wait_until
+from local_servers import STORY
 
 from localinfer.cli import EXIT_BAD_INPUT, main
 from localinfer.server.transport.sockets import has_unix_sockets
-from tests.limits import seconds
+from tests.limits import seconds, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals and sockets of Unix")
 PATH = "/v1/chat/completions"
@@ -64,14 +63,14 @@ def endless_reply(url: str) -> Iterator[Iterator[str]]:
 
 def wait_until_written(folder: Path) -> None:
     """Until what went idle is on disk, while another reply runs: files are there, and have not grown for a while."""
-    deadline = time.monotonic() + seconds(10)
     former: dict[str, int] = {}
-    while time.monotonic() < deadline:
-        time.sleep(0.25)
-        files = {str(path): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
-        if files == former and sum(files.values()) > 1 << 16:
-            return
-        former = files
+
+    def is_written() -> bool:
+        nonlocal former
+        before, former = former, {str(path): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+        return former == before and sum(former.values()) > 1 << 16
+
+    assert wait_until(is_written, every=0.25)
 
 
 def test_conversations_go_on_from_disk_after_a_kill(runtime_folder, tcp):

@@ -1,6 +1,6 @@
 """Print the assembly of kernel pieces for any target LLVM knows; run as a program, since LLVM may end the process.
 
-Arguments: a name from TARGETS and a name from PIECES.
+Arguments: names from TARGETS, by default all.
 """
 
 import sys
@@ -41,12 +41,15 @@ def _literal(value: int) -> Any:
 _ADDRESS, _FLOAT = types.int64, types.float32
 
 
-def _tile(layout: Layout) -> tuple[Any, list[Any]]:
-    return tiles.tile_product, [_literal(int(layout)), _literal(4), *[_ADDRESS] * 4, _FLOAT, _ADDRESS, _ADDRESS]
+def _tile(layout: Layout, num_rows: int) -> tuple[Any, list[Any]]:
+    return tiles.tile_product, [_literal(int(layout)), _literal(num_rows), *[_ADDRESS] * 4, _FLOAT, _ADDRESS, _ADDRESS]
 
+
+SHORT_TILES = ("generic", "windows on arm", "apple")
+"""Targets whose tiles of four rows take long to compile, or are those of another target in another spelling."""
 
 PIECES: dict[str, tuple[Any, list[Any]]] = {
-    **{layout.name: _tile(layout) for layout in Layout},
+    **{layout.name: _tile(layout, 4) for layout in Layout},
     "quantize": (quantize.quantize_block, [_ADDRESS] * 3),
     "key scores": (attention_tiles.score_keys, [_literal(1), *[_ADDRESS] * 4]),
     "softmax": (attention_tiles.softmax_chunk, [*[_ADDRESS] * 5, _FLOAT, _FLOAT, *[_ADDRESS] * 3]),
@@ -71,7 +74,8 @@ def assembly(target_name: str, piece: str) -> str:
         getattr(llvm, f"initialize_all_{name}")()
     codegen = SimpleNamespace(magic_tuple=lambda: (triple, cpu, features))
     context = SimpleNamespace(codegen=lambda: codegen, get_dummy_value=lambda: None)
-    intrinsic, argument_types = PIECES[piece]
+    is_short = piece in Layout.__members__ and target_name in SHORT_TILES
+    intrinsic, argument_types = _tile(Layout[piece], 1) if is_short else PIECES[piece]
     _, generate = intrinsic._defn(None, *argument_types)
     module = ir.Module()
     module.triple = triple
@@ -87,6 +91,7 @@ def assembly(target_name: str, piece: str) -> str:
 
 
 if __name__ == "__main__":
-    for name in sys.argv[2:] or PIECES:
-        print(f"== {name}")
-        print(assembly(sys.argv[1], name))
+    for target in sys.argv[1:] or TARGETS:
+        for name in PIECES:
+            print(f"== {target}: {name}")
+            print(assembly(target, name), flush=True)

@@ -19,6 +19,13 @@ from tests.kernels.subprocesses import run
 LONGER_THAN_SPINNING_SECONDS = 0.1
 
 
+def idle(seconds: float = LONGER_THAN_SPINNING_SECONDS) -> float:
+    """Leave the threads without work for so long; the CPU time that it took."""
+    before = time.process_time()
+    time.sleep(seconds)
+    return time.process_time() - before
+
+
 def doubled(pool: ThreadPool, x: FloatArray) -> FloatArray:
     """Twice x, by many small ops, so that threads meet often."""
 
@@ -50,10 +57,8 @@ def test_idle_threads_sleep_and_wake_again() -> None:
     try:
         for _ in range(5):
             np.testing.assert_array_equal(doubled(pool, x), 2 * x)
-            time.sleep(LONGER_THAN_SPINNING_SECONDS)
-        before = time.process_time()
-        time.sleep(0.3)
-        assert time.process_time() - before < 0.15
+            idle()
+        assert idle(0.3) < 0.15
         np.testing.assert_array_equal(doubled(pool, x), 2 * x)
     finally:
         pool.close()
@@ -81,7 +86,7 @@ def test_an_interrupt_between_the_steps_of_a_run_leaves_the_pool_usable(
     try:
         for pause in (0, LONGER_THAN_SPINNING_SECONDS):
             doubled(pool, x)
-            time.sleep(pause)
+            idle(pause)
             if "walk" in when:
                 monkeypatch.setattr(program_module, "_FINISH_RUN", interrupted_finish)
             else:
@@ -109,7 +114,7 @@ def test_close_ends_the_threads_and_may_be_called_twice() -> None:
 def test_close_ends_threads_that_sleep() -> None:
     before = set(workers())
     pool = ThreadPool(2)
-    time.sleep(LONGER_THAN_SPINNING_SECONDS)
+    idle()
     pool.close()
     assert not set(workers()) - before
 

@@ -9,6 +9,7 @@ import gc
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -77,21 +78,21 @@ KERNELS = [
 ]
 
 
-@functools.cache
-def ir_of(name: str, constants: tuple[int, ...]) -> str:
-    """What a kernel is on every architecture, compiled once; collecting garbage meanwhile would take a third longer."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        return jit.kernel_ir(name, constants)
-    finally:
+@pytest.fixture(autouse=True, scope="module")
+def ir_compiled_once() -> Iterator[None]:
+    """What a kernel is on all architectures is compiled once; collecting garbage meanwhile takes a third longer."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jit, "kernel_ir", functools.cache(jit.kernel_ir))
+        was_enabled = gc.isenabled()
+        gc.disable()
+        yield
         if was_enabled:
             gc.enable()
 
 
-@functools.cache
 def ptx_of(name: str, constants: tuple[int, ...], capability: tuple[int, int]) -> str:
-    return jit.to_ptx(ir_of(name, constants), capability)
+    """As a start of the program gets it: from the cache of compiled kernels, under a key of all their sources."""
+    return kernel_cache.kernel_ptx((name, constants), capability).decode()
 
 
 @pytest.mark.parametrize(("name", "constants", "registers", "instructions"), KERNELS)

@@ -22,6 +22,7 @@ from localinfer.models.load.loader import load_model
 from localinfer.quant.formats.types import TensorType
 from localinfer.quant.gguf.reader import read_gguf
 from localinfer.sampling.params import SamplingParams
+from tests.inside import engine_of
 from tests.models.arch_models import read_config
 from tests.models.small_models import write_small_llama
 from tests.typed_models import make_model
@@ -133,7 +134,7 @@ def generated(model: Path, device: str, sampling: SamplingParams, **options: Any
     """Three tokens after each of two prompts that begin alike, in turns, by the whole engine."""
     with localinfer.load(model, device=device, threads=1, context_length=64, kv_memory=1 << 24, **options) as llm:
         prompts = [np.array([3, 1, 4, last], np.int32) for last in (3, 2)]
-        runs = [llm._engine.generate(prompt, sampling, max_tokens=3) for prompt in prompts]
+        runs = [engine_of(llm).generate(prompt, sampling, max_tokens=3) for prompt in prompts]
         return [[event.token_id for event in events] for events in zip(*runs, strict=True)]
 
 
@@ -226,7 +227,7 @@ def test_conversations_of_a_gpu_go_to_disk_and_back(emulated_gpu: None, tmp_path
         ) as llm:
             if turn == 2:
                 assert llm.load_session(session)[:3] == prompt.tolist()
-            run = llm._engine.generate(prompt, SamplingParams(temperature=0), max_tokens=2)
+            run = engine_of(llm).generate(prompt, SamplingParams(temperature=0), max_tokens=2)
             found.append([event.token_id for event in run])
             assert run.record.cached_tokens == (2 if turn else 0)
             if turn == 0:
