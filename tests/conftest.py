@@ -1,11 +1,16 @@
-"""Fixtures every floor's tests share."""
+"""Fixtures that the tests of all packages share."""
 
 from pathlib import Path
 
+import numpy  # noqa: F401 - loads the BLAS that is limited below
 import pytest
+from threadpoolctl import threadpool_limits
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SHARED = REPOSITORY.parent / "shared"
+
+threadpool_limits(1, user_api="blas")
+"""The matrices of the oracles are small: a second thread would only spin, beside the other processes of a run."""
 
 
 @pytest.fixture(scope="session")
