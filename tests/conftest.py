@@ -1,5 +1,7 @@
 """Fixtures that the tests of all packages share."""
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy  # noqa: F401 - loads the BLAS that is limited below
@@ -11,6 +13,14 @@ SHARED = REPOSITORY.parent / "shared"
 
 threadpool_limits(1, user_api="blas")
 """The matrices of the oracles are small: a second thread would only spin, beside the other processes of a run."""
+
+
+@pytest.fixture(autouse=True, scope="session")
+def files_stay_in_memory() -> Iterator[None]:
+    """Nothing that is written here outlives the test, so that no disk is waited for."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)
+        yield
 
 
 @pytest.fixture(scope="session")

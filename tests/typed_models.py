@@ -1,6 +1,7 @@
 """Small Llama models whose matrices hold any tensor type, and what the weights in them are as plain numbers."""
 
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -85,20 +86,25 @@ class TypedModel:
 
 def make_weight(type: TensorType, shape: tuple[int, ...], seed: int) -> Weight:
     """Random weights of about unit gain: encoded where there is an encoder, else random blocks with fitting scales."""
+    return Weight(type, shape, _made(type, shape, seed).copy())
+
+
+@cache
+def _made(type: TensorType, shape: tuple[int, ...], seed: int) -> NDArray[np.uint8]:
     generator = np.random.default_rng([seed, int(type)])
     wanted = 1 / np.sqrt(shape[-1])
     values = (generator.standard_normal(shape) * wanted).astype(np.float32)
     try:
-        return Weight(type, shape, quantize(values, type).reshape(-1))
+        return quantize(values, type).reshape(-1)
     except UnsupportedFormatError:
         blocks = _random_blocks(type, values.size // block_size(type), generator)
     if type in _BYTE_SCALES:
-        return Weight(type, shape, blocks)
+        return blocks
     fields = blocks.view(block_dtype(type))
     if block_size(type) > 1 and type is not TensorType.IQ1_M:
         spread = float(np.sqrt(np.mean(np.square(dequantize(blocks, type, shape), dtype=np.float64))))
         fields["d"] = (fields["d"].astype(np.float32) * (wanted / spread)).astype(np.float16)
-    return Weight(type, shape, blocks)
+    return blocks
 
 
 def _random_blocks(type: TensorType, num_blocks: int, generator: np.random.Generator) -> NDArray[np.uint8]:
