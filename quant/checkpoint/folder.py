@@ -7,17 +7,16 @@ folder that holds nothing else is refused.
 import json
 import os
 import stat
-from dataclasses import replace
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.closing import Closing
 from localinfer.errors import CorruptFileError, ModelFileError, UnsupportedFormatError
 from localinfer.quant.checkpoint.safetensors import StoredTensor, read_header
-from localinfer.quant.gguf.mapped_file import FileStretch, MappedFile
+from localinfer.quant.gguf.mapped_file import FileStretch, MappedFile, MappedFiles
 
 MAX_CONFIG_BYTES = 16 << 20
 MAX_TOKENIZER_BYTES = 256 << 20
@@ -44,26 +43,18 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _AGAIN = "Download the folder again"
 
 
-class CheckpointFolder(Closing):
+class CheckpointFolder(MappedFiles):
     """A model as Hugging Face lays it out, open until `close` (or the end of a `with` block).
 
     `tensors` has every tensor under the checkpoint's own names; each was checked against the size of its file.
     `config` is config.json. `num_bytes` is what the tensors' files take together.
     """
 
-    path: Path
-    paths: tuple[Path, ...]
-    config: dict[str, Any]
-    tensors: dict[str, StoredTensor]
-    num_bytes: int
-
     def __init__(self, path: Path, config: dict[str, Any], files: list[MappedFile], tensors: dict[str, StoredTensor]):
+        super().__init__(files)
         self.path = path
         self.config = config
         self.tensors = tensors
-        self._files = files
-        self.paths = tuple(file.path for file in files)
-        self.num_bytes = sum(file.num_bytes for file in files)
 
     def tensor(self, name: str) -> StoredTensor:
         """Return a tensor's record. Raises: CorruptFileError if the checkpoint lacks it."""
@@ -78,17 +69,12 @@ class CheckpointFolder(Closing):
     def tensor_bytes(self, name: str) -> NDArray[np.uint8]:
         """Return uint8[bytes of the tensor], a read-only view into the map."""
         tensor = self.tensor(name)
-        return self._files[tensor.part].view(tensor.start, tensor.end)
+        return self.files[tensor.part].view(tensor.start, tensor.end)
 
     def stretch(self, name: str) -> FileStretch:
         """Return where a tensor's bytes lie."""
         tensor = self.tensor(name)
-        return FileStretch(self._files[tensor.part], tensor.start, tensor.end)
-
-    @property
-    def has_changed(self) -> bool:
-        """Whether one of the tensors' files was written since it was opened, or another one has its name."""
-        return any(file.has_changed for file in self._files)
+        return FileStretch(self.files[tensor.part], tensor.start, tensor.end)
 
     def array(self, name: str) -> NDArray[Any]:
         """Return a tensor in its own shape and NumPy type (bfloat16 as uint16), a view into the map where aligned.
@@ -110,7 +96,7 @@ class CheckpointFolder(Closing):
     def forget(self, name: str) -> None:
         """Let the system drop the memory behind a tensor's bytes; reading them again reads the file again."""
         tensor = self.tensor(name)
-        self._files[tensor.part].forget(tensor.start, tensor.end)
+        self.files[tensor.part].forget(tensor.start, tensor.end)
 
     def json(self, name: str, *, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any] | None:
         """Return the object in one of the folder's JSON files, None where there is no such file."""
@@ -121,11 +107,6 @@ class CheckpointFolder(Closing):
         """Return one of the folder's text files, None where there is no such file."""
         path = self.path / name
         return _read_text(path, max_bytes) if path.exists() else None
-
-    def close(self) -> None:
-        """Refuse further access, and unmap as soon as no view is left. Safe to call twice."""
-        for file in self._files:
-            file.close()
 
 
 def open_folder(path: str | os.PathLike[str]) -> CheckpointFolder:
@@ -140,24 +121,19 @@ def open_folder(path: str | os.PathLike[str]) -> CheckpointFolder:
     if not config_path.exists():
         raise ModelFileError(f"{folder} has no config.json; wanted the whole folder of a model, not its weights alone")
     config = _parse(_read_text(config_path, MAX_CONFIG_BYTES), config_path)
-    files: list[MappedFile] = []
-    try:
+    with ExitStack() as opened:
+        files: list[MappedFile] = []
         tensors: dict[str, StoredTensor] = {}
         for part, (file_name, names) in enumerate(weight_map.items()):
-            files.append(MappedFile(folder / file_name))
+            files.append(opened.enter_context(MappedFile(folder / file_name)))
             found = read_header(files[-1], part)
-            if names is None:
-                tensors = found
-                continue
-            missing = next((name for name in names if name not in found), None)
+            missing = next((name for name in names or () if name not in found), None)
             if missing is not None:
                 raise CorruptFileError(f"{file_name} lacks tensor {missing!r}, which the index puts there. {_AGAIN}")
-            tensors.update((name, replace(found[name], part=part)) for name in names)
-        return CheckpointFolder(folder, config, files, tensors)
-    except BaseException:
-        for file in files:
-            file.close()
-        raise
+            tensors |= found if names is None else {name: found[name] for name in names}
+        model = CheckpointFolder(folder, config, files, tensors)
+        opened.pop_all()
+        return model
 
 
 def _weight_map(folder: Path) -> dict[str, list[str] | None]:

@@ -14,11 +14,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from localinfer.closing import Closing
 from localinfer.errors import ClosedError, CorruptFileError, ModelFileError
 from localinfer.kernels.address_space import shortage
 
 
-class MappedFile:
+class MappedFile(Closing):
     """One regular file, open and mapped until `close`.
 
     Touching a mapped page past the end of a file that shrank kills the process, and a file that is written meanwhile
@@ -42,7 +43,7 @@ class MappedFile:
             if not stat.S_ISREG(os.stat(self.path).st_mode):
                 raise ModelFileError(f"{self.path} is not a regular file; wanted a model file")
             descriptor = os.open(self.path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0))
-            # Closed with the last reference, like a map, by whoever forgets to.
+            # Closed with the last reference at the latest, like a map.
             self._close_file = weakref.finalize(self, os.close, descriptor)
             self._file = FileIO(descriptor, "rb", closefd=False)
             try:
@@ -182,3 +183,22 @@ class FileStretch:
         """Copy bytes from where each part says, counted from the stretch's start; see `MappedFile.read_into`."""
         assert all(0 <= first <= first + len(out) <= self.num_bytes for first, out in parts), "outside of a tensor"
         self.file.read_into([(self.start + first, out) for first, out in parts])
+
+
+class MappedFiles(Closing):
+    """The files of one model, mapped together; `num_bytes` is what they take on disk."""
+
+    def __init__(self, files: Sequence[MappedFile]) -> None:
+        self.files = tuple(files)
+        self.paths = tuple(file.path for file in files)
+        self.num_bytes = sum(file.num_bytes for file in files)
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether one of the files was written since it was opened, or another one has its name."""
+        return any(file.has_changed for file in self.files)
+
+    def close(self) -> None:
+        """Refuse further access and unmap what no view still uses. Safe to call twice."""
+        for file in self.files:
+            file.close()

@@ -3,16 +3,15 @@
 import os
 import re
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.closing import Closing
 from localinfer.errors import CorruptFileError, ModelFileError, TokenizerError
 from localinfer.quant.gguf.header import GGUFHeader, TensorInfo, read_header
-from localinfer.quant.gguf.mapped_file import FileStretch, MappedFile
+from localinfer.quant.gguf.mapped_file import FileStretch, MappedFile, MappedFiles
 from localinfer.quant.gguf.metadata import Metadata, MetadataValue, SingleValue
 
 __all__ = ["GGUFFile", "Metadata", "MetadataValue", "TensorInfo", "read_gguf"]
@@ -22,25 +21,17 @@ _PART_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gg
 _PER_PART_KEYS = {"split.no", "general.alignment", "GGUF.tensor_count", "GGUF.kv_count"}
 
 
-class GGUFFile(Closing):
+class GGUFFile(MappedFiles):
     """A GGUF model, open until `close` (or the end of a `with` block).
 
     `metadata` comes from the first part, `tensors` from all; both were checked against the files'
     sizes, so kernels may trust every shape and extent. `path` is the first part's.
     """
 
-    path: Path
-    paths: tuple[Path, ...]
-    version: int
-    alignment: int
-    metadata: Metadata
-    tensors: dict[str, TensorInfo]
-    num_bytes: int
     tokenizer_error: TokenizerError | None = None
 
     def __init__(self, files: list[MappedFile], headers: list[GGUFHeader]) -> None:
-        self._files = files
-        self.paths = tuple(file.path for file in files)
+        super().__init__(files)
         self.path = self.paths[0]
         self.version = headers[0].version
         self.alignment = headers[0].alignment
@@ -50,7 +41,6 @@ class GGUFFile(Closing):
             for part, header in enumerate(headers)
             for name, info in header.tensors.items()
         }
-        self.num_bytes = sum(file.num_bytes for file in files)
 
     def replace_metadata(self, values: Mapping[str, SingleValue]) -> None:
         """Go on as if the file held these values; it is left as it is."""
@@ -72,17 +62,12 @@ class GGUFFile(Closing):
         missing or its file was changed since it was opened, ClosedError after `close`.
         """
         info = self.tensor(name)
-        return self._files[info.part].view(info.offset, info.offset + info.num_bytes)
+        return self.files[info.part].view(info.offset, info.offset + info.num_bytes)
 
     def stretch(self, name: str) -> FileStretch:
         """Return where a tensor's bytes lie. Raises: CorruptFileError if the model lacks it."""
         info = self.tensor(name)
-        return FileStretch(self._files[info.part], info.offset, info.offset + info.num_bytes)
-
-    @property
-    def has_changed(self) -> bool:
-        """Whether one of the files was written since it was opened, or another one has its name."""
-        return any(file.has_changed for file in self._files)
+        return FileStretch(self.files[info.part], info.offset, info.offset + info.num_bytes)
 
     def grouped(self, name: str) -> None:
         """Return None: GGUF keeps every weight in blocks, unlike the checkpoints that `ModelFile` also stands for."""
@@ -91,12 +76,7 @@ class GGUFFile(Closing):
         """Let the system drop bytes first..end of a tensor from memory, once they have been packed."""
         info = self.tensor(name)
         assert 0 <= first <= end <= info.num_bytes, "a stretch of the tensor"
-        self._files[info.part].forget(info.offset + first, info.offset + end)
-
-    def close(self) -> None:
-        """Refuse further access and unmap what no view still uses. Safe to call twice."""
-        for file in self._files:
-            file.close()
+        self.files[info.part].forget(info.offset + first, info.offset + end)
 
 
 def read_gguf(path: str | os.PathLike[str]) -> GGUFFile:
@@ -105,25 +85,23 @@ def read_gguf(path: str | os.PathLike[str]) -> GGUFFile:
     Raises: ModelFileError if a file cannot be opened, CorruptFileError or UnsupportedFormatError
         if a file is not sound GGUF, naming the key, tensor or part at fault.
     """
-    files: list[MappedFile] = []
-    try:
-        files.append(MappedFile(path))
-        headers = [read_header(files[0])]
-        count = _split_number(files[0], headers[0], "split.count")
-        if count > 1:
-            headers = _read_parts(files, headers[0], count)
-        return GGUFFile(files, headers)
-    except BaseException:
-        for file in files:
-            file.close()
-        raise
+    with ExitStack() as opened:
+        first = opened.enter_context(MappedFile(path))
+        header = read_header(first)
+        count = _split_number(first, header, "split.count")
+        files, headers = _read_parts(first, header, count, opened) if count > 1 else ([first], [header])
+        model = GGUFFile(files, headers)
+        opened.pop_all()
+        return model
 
 
-def _read_parts(files: list[MappedFile], given: GGUFHeader, count: int) -> list[GGUFHeader]:
-    """Open every part of the model that `files[0]` is one of; `files` ends up in part order."""
-    given_path = files[0].path
+def _read_parts(
+    given: MappedFile, header: GGUFHeader, count: int, opened: ExitStack
+) -> tuple[list[MappedFile], list[GGUFHeader]]:
+    """Open every part of the model that `given` is one of, to be closed by `opened`; return them in order."""
+    given_path = given.path
     match = _PART_NAME.fullmatch(given_path.name)
-    number = _split_number(files[0], given, "split.no")
+    number = _split_number(given, header, "split.no")
     if match is None or (int(match["number"]), int(match["count"])) != (number + 1, count):
         raise CorruptFileError(
             f"{given_path.name} holds part {number + 1} of {count}; wanted it to be named "
@@ -137,16 +115,10 @@ def _read_parts(files: list[MappedFile], given: GGUFHeader, count: int) -> list[
             f"{' and more' if len(missing) > 3 else ''} cannot be found in {given_path.parent}; "
             "download all parts into one folder"
         )
-    headers = []
-    for index, path in enumerate(paths):
-        if index == number:
-            headers.append(given)
-        else:
-            files.append(MappedFile(path))
-            headers.append(read_header(files[-1]))
-    files.insert(number, files.pop(0))
+    files = [given if index == number else opened.enter_context(MappedFile(path)) for index, path in enumerate(paths)]
+    headers = [header if file is given else read_header(file) for file in files]
     _check_parts(files, headers)
-    return headers
+    return files, headers
 
 
 def _check_parts(files: list[MappedFile], headers: list[GGUFHeader]) -> None:

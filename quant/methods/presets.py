@@ -27,26 +27,26 @@ class Preset:
     default: TensorType
 
 
+_FILE_TYPES = {
+    "Q4_0": 2,
+    "Q4_1": 3,
+    "Q8_0": 7,
+    "Q5_0": 8,
+    "Q5_1": 9,
+    "Q2_K": 10,
+    "Q3_K_S": 11,
+    "Q3_K_M": 12,
+    "Q3_K_L": 13,
+    "Q4_K_S": 14,
+    "Q4_K_M": 15,
+    "Q5_K_S": 16,
+    "Q5_K_M": 17,
+    "Q6_K": 18,
+    "IQ4_NL": 25,
+    "IQ4_XS": 30,
+}
 PRESETS = {
-    preset.name: preset
-    for preset in (
-        Preset("Q4_0", 2, _T.Q4_0),
-        Preset("Q4_1", 3, _T.Q4_1),
-        Preset("Q8_0", 7, _T.Q8_0),
-        Preset("Q5_0", 8, _T.Q5_0),
-        Preset("Q5_1", 9, _T.Q5_1),
-        Preset("Q2_K", 10, _T.Q2_K),
-        Preset("Q3_K_S", 11, _T.Q3_K),
-        Preset("Q3_K_M", 12, _T.Q3_K),
-        Preset("Q3_K_L", 13, _T.Q3_K),
-        Preset("Q4_K_S", 14, _T.Q4_K),
-        Preset("Q4_K_M", 15, _T.Q4_K),
-        Preset("Q5_K_S", 16, _T.Q5_K),
-        Preset("Q5_K_M", 17, _T.Q5_K),
-        Preset("Q6_K", 18, _T.Q6_K),
-        Preset("IQ4_NL", 25, _T.IQ4_NL),
-        Preset("IQ4_XS", 30, _T.IQ4_XS),
-    )
+    name: Preset(name, file_type, TensorType[re.sub("_[SML]$", "", name)]) for name, file_type in _FILE_TYPES.items()
 }
 
 _SMALLER_BLOCKS = {

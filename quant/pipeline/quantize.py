@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -99,7 +99,11 @@ def quantize_model(
     done, reports = 0, []
     with GGUFWriter(target, _metadata(source, preset), specs) as writer:
         for name, record in source.tensors.items():
-            writing = _TensorWriting(source, record, choices[name], pool, writer, importance)
+            weights = None
+            if importance is not None and is_quantized(record):
+                num_matrices, _, num_columns = _as_stack(record.shape)
+                weights = importance.of(name, num_matrices, num_columns)
+            writing = _TensorWriting(source, record, choices[name], pool, writer, weights)
 
             def advance(weights: int, name: str = name) -> None:
                 nonlocal done
@@ -130,73 +134,71 @@ def _metadata(source: ModelFile, preset: Preset) -> dict[str, EncodedValue]:
     return values
 
 
+@dataclass
 class _TensorWriting:
-    """One tensor on its way from source to file."""
+    """One tensor on its way from source to file. importance: float32[matrices, columns]; error: sums so far."""
 
-    def __init__(
-        self,
-        source: ModelFile,
-        record: TensorRecord,
-        choice: TypeChoice,
-        pool: ThreadPool,
-        writer: GGUFWriter,
-        importance: Importance | None,
-    ) -> None:
-        self._source, self._record, self._choice = source, record, choice
-        self._pool, self._writer = pool, writer
-        self._columns = record.shape[-1]
-        self._rows_each = record.shape[-2] if len(record.shape) > 1 else 1
-        self._num_matrices = math.prod(record.shape[:-2])
-        self._importance = None
-        if importance is not None and is_quantized(record):
-            self._importance = importance.of(record.name, self._num_matrices, self._columns)
-        self._error, self._scale = 0.0, 0.0
+    source: ModelFile
+    record: TensorRecord
+    choice: TypeChoice
+    pool: ThreadPool
+    writer: GGUFWriter
+    importance: NDArray[np.float32] | None
+    error: float = 0.0
+    scale: float = 0.0
 
     def run(self, advance: Callable[[int], None]) -> TensorReport:
-        is_copied = self._choice.type is self._record.type
-        stride = row_bytes(self._record.type, self._columns)
-        step = max(1, WEIGHTS_PER_CHUNK // self._columns)
-        for matrix in range(self._num_matrices):
-            for row in range(0, self._rows_each, step):
-                count = min(step, self._rows_each - row)
-                first = (matrix * self._rows_each + row) * stride
-                chunk = read_stretch(self._source, self._record.name, first, first + count * stride)
-                self._writer.write(np.ascontiguousarray(chunk) if is_copied else self._encode(chunk, matrix, row))
-                self._source.forget(self._record.name, first, first + chunk.size)
-                advance(count * self._columns)
-        error = None if is_copied else math.sqrt(self._error / self._scale) if self._scale else 0.0
+        is_copied = self.choice.type is self.record.type
+        num_matrices, num_rows, num_columns = _as_stack(self.record.shape)
+        stride = row_bytes(self.record.type, num_columns)
+        step = max(1, WEIGHTS_PER_CHUNK // num_columns)
+        for matrix in range(num_matrices):
+            for row in range(0, num_rows, step):
+                count = min(step, num_rows - row)
+                first = (matrix * num_rows + row) * stride
+                chunk = read_stretch(self.source, self.record.name, first, first + count * stride)
+                self.writer.write(np.ascontiguousarray(chunk) if is_copied else self._encode(chunk, matrix, row))
+                self.source.forget(self.record.name, first, first + chunk.size)
+                advance(count * num_columns)
+        error = None if is_copied else math.sqrt(self.error / self.scale) if self.scale else 0.0
         return self._report(error, is_calibrated=False)
 
     def run_prepared(self, prepared: PreparedTensor, advance: Callable[[int], None]) -> TensorReport:
         """Write what a calibration pass made of the tensor."""
-        assert prepared.type is self._choice.type, f"{self._record.name} was prepared for another preset"
-        self._writer.write(prepared.blocks)
-        advance(math.prod(self._record.shape))
+        assert prepared.type is self.choice.type, f"{self.record.name} was prepared for another preset"
+        self.writer.write(prepared.blocks)
+        advance(math.prod(self.record.shape))
         return self._report(prepared.relative_error, is_calibrated=True)
 
     def _report(self, error: float | None, *, is_calibrated: bool) -> TensorReport:
         return TensorReport(
-            name=self._record.name,
-            source_type=self._record.type,
-            choice=self._choice,
-            num_columns=self._columns,
-            num_weights=math.prod(self._record.shape),
-            num_bytes=TensorRecord(self._record.name, self._choice.type, self._record.shape).num_bytes,
-            has_importance=self._importance is not None,
+            name=self.record.name,
+            source_type=self.record.type,
+            choice=self.choice,
+            num_columns=self.record.shape[-1],
+            num_weights=math.prod(self.record.shape),
+            num_bytes=replace(self.record, type=self.choice.type).num_bytes,
+            has_importance=self.importance is not None,
             is_calibrated=is_calibrated,
             relative_error=error,
         )
 
     def _encode(self, chunk: NDArray[np.uint8], matrix: int, first_row: int) -> NDArray[np.uint8]:
-        rows = source_rows(chunk, self._record.type, self._columns)
-        importance = None if self._importance is None else self._importance[matrix]
-        encoded = encode(self._pool, rows, self._choice.type, importance)
-        every = max(1, self._num_matrices * self._rows_each // ROWS_SAMPLED)
-        sampled = slice(-(matrix * self._rows_each + first_row) % every, None, every)
+        num_matrices, num_rows, num_columns = _as_stack(self.record.shape)
+        rows = source_rows(chunk, self.record.type, num_columns)
+        importance = None if self.importance is None else self.importance[matrix]
+        encoded = encode(self.pool, rows, self.choice.type, importance)
+        every = max(1, num_matrices * num_rows // ROWS_SAMPLED)
+        sampled = slice(-(matrix * num_rows + first_row) % every, None, every)
         wanted = as_float32(rows[sampled]).astype(np.float64)
         if len(wanted):
-            found = dequantize(np.ascontiguousarray(encoded[sampled]), self._choice.type, wanted.shape)
+            found = dequantize(np.ascontiguousarray(encoded[sampled]), self.choice.type, wanted.shape)
             weights = 1.0 if importance is None else importance.astype(np.float64)
-            self._error += float((weights * (found - wanted) ** 2).sum())
-            self._scale += float((weights * wanted**2).sum())
+            self.error += float((weights * (found - wanted) ** 2).sum())
+            self.scale += float((weights * wanted**2).sum())
         return encoded
+
+
+def _as_stack(shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """Matrices, rows of each and columns of a tensor."""
+    return math.prod(shape[:-2]), shape[-2] if len(shape) > 1 else 1, shape[-1]
