@@ -102,11 +102,11 @@ class LLM(Closing):
         self._identity = identity
         self._session_lock = threading.Lock()
         self._hidden_program: Program | None = None
-        self._disk = (
-            None
-            if disk is None or identity is None
-            else _open_disk_cache(self._engine, identity, disk, self._chat_history)
-        )
+        self._disk: DiskCache | None = None
+        if disk is not None and identity is not None:
+            from localinfer.persistence import prompt_cache
+
+            self._disk = prompt_cache.DiskCache(self._engine, identity, disk, self._chat_history)
 
     @property
     def tokenizer(self) -> "Tokenizer":
@@ -388,14 +388,6 @@ class LLM(Closing):
         token_ids = self.tokenizer.encode(prompt, parse_special=parse_special, max_tokens=max_tokens)
         # A context that is shifted still begins with the token that begins a text.
         return EncodedPrompt(token_ids, int(token_ids[:1] == [self.tokenizer.bos_token_id]))
-
-
-def _open_disk_cache(
-    engine: Engine, identity: "ModelIdentity", options: "DiskOptions", history: ChatHistory | None
-) -> "DiskCache":
-    from localinfer.persistence.prompt_cache import DiskCache
-
-    return DiskCache(engine, identity, options, history)
 
 
 def _complete_many(

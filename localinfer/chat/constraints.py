@@ -1,4 +1,4 @@
-"""What a generation may be held to (a JSON object, a JSON Schema, a regular expression or a grammar), and its compiler.
+"""What a generation may be constrained to (JSON, a JSON Schema, a regular expression, a grammar), and its compiler.
 
 llguidance makes masks over a vocabulary: it walks a trie of the vocabulary's bytes with a lexer of derivatives and an
 Earley parser, tens of microseconds a token (github.com/guidance-ai/llguidance). It is imported at the first constraint,
@@ -134,7 +134,7 @@ class ConstraintCompiler:
             num_late = len(self._late)
         if num_late >= _MOST_LATE:
             raise OverloadedError(
-                f"{num_late} constraints that are too large are still being compiled; ask again when they have ended",
+                f"{num_late} constraints that are too large are still being compiled; try again when they have ended",
                 MAX_COMPILE_SECONDS,
             )
         results: list[Result] = []
@@ -176,7 +176,7 @@ def build_trie(tokenizer: "Tokenizer", vocab_size: int) -> "LLTokenizer":
 
     ends = sorted(tokenizer.eog_token_ids)
     if not ends:
-        raise ConstraintError("the vocabulary has no token that ends a text, so none can be held to a constraint")
+        raise ConstraintError("the vocabulary has no token that ends a text, so none can be constrained")
     return LLTokenizer(TokenizerWrapper(_Vocabulary(tokenizer, ends[0])), n_vocab=vocab_size, eos_token=ends)
 
 

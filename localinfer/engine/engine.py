@@ -172,7 +172,7 @@ class Engine:
         except MemoryError:
             raise OutOfMemoryError(
                 f"the logits of {tokens.size} positions take {tokens.size * self.vocab_size * 4:,} bytes, which this "
-                "machine does not have; ask for fewer positions"
+                "machine does not have; pass fewer positions"
             ) from None
         for _ in self.outputs(self.program, tokens, out):
             pass

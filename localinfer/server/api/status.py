@@ -18,7 +18,7 @@ async def health(request: Request) -> Response:
     if service.is_stopping:
         raise shutting_down("the server is being stopped")
     if not service.is_ready:
-        raise ApiError(503, "the model is being loaded; ask again", code="model_loading")
+        raise ApiError(503, "the model is being loaded; try again", code="model_loading")
     return json_response({"status": "ok"})
 
 

@@ -257,7 +257,7 @@ class ModelRegistry:
                 model.loading.add_done_callback(lambda task: task.cancelled() or task.exception())
             loading = model.loading
             try:
-                # The first to ask may leave; the others still want it.
+                # The first request may be cancelled; others still wait for the model.
                 await asyncio.shield(loading)
             except asyncio.CancelledError:
                 if loading.cancelled():

@@ -156,7 +156,7 @@ class Service:
         if running and running + len(plans) > self.settings.max_generations:
             raise ApiError(
                 429,
-                f"{running} texts are being generated, of at most {self.settings.max_generations}; ask again later",
+                f"{running} texts are being generated, of at most {self.settings.max_generations}; try again later",
                 code="queue_full",
             )
 

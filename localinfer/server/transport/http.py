@@ -119,7 +119,7 @@ def unsupported(message: str, param: str | None = None) -> ApiError:
     return ApiError(400, message, code="unsupported_parameter", param=param)
 
 
-def shutting_down(message: str = "the server is being stopped; ask again") -> ApiError:
+def shutting_down(message: str = "the server is being stopped; try again") -> ApiError:
     """The error for requests to a server that ends."""
     return ApiError(503, message, code="shutting_down")
 
@@ -164,9 +164,11 @@ def to_api_error(error: BaseException, request_id: str = "", *, prompt_field: st
         case OutOfMemoryError():
             return ApiError(503, text, code="insufficient_memory")
         case ClosedError():
-            return ApiError(503, "the model was unloaded while it answered; ask again", code="model_unloaded")
+            return ApiError(503, "the model was unloaded while it answered; try again", code="model_unloaded")
         case MemoryError():
-            return ApiError(503, "this machine has no memory left for that; ask for less", code="insufficient_memory")
+            return ApiError(
+                503, "this machine has no memory left for that; send less at a time", code="insufficient_memory"
+            )
     log = f"its log has the reason under {request_id}" if request_id else "its log has the reason"
     if not isinstance(error, ModelLoadError):
         _log_failure(request_id, error)

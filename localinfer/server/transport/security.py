@@ -67,7 +67,7 @@ class SecurityMiddleware:
         if len(hosts) != 1 or not self._is_allowed_host(hosts[0]):
             raise ApiError(
                 403,
-                f"the Host header is {', '.join(hosts)!r:.80}; ask for localhost or 127.0.0.1, or start the server "
+                f"the Host header is {', '.join(hosts)!r:.80}; use localhost or 127.0.0.1, or start the server "
                 "with --allow-host NAME",
                 code="host_not_allowed",
             )
