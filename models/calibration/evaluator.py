@@ -1,7 +1,7 @@
 """A NumPy evaluator of ops over a whole text, in two models at once.
 
 Every buffer holds one array for the original model and, beside it, one for the model whose matrices so far are
-quantized. Before a product is computed, a visitor sees its inputs in both models and says what the second one
+quantized. Before a product is computed, a visitor gets its inputs in both models and returns what the second one
 multiplies with. So evaluating the ops of one layer calibrates that layer, and nothing else is in memory.
 """
 
@@ -32,7 +32,7 @@ class Evaluator:
     """Computes ops one by one, over whole sequences.
 
     token_ids: int32[sequences, length], sequences that each start at position 0.
-    visitor: sees every product.
+    visitor: called with every product.
     quantized_rows: what an embedding's rows are in the quantized model, by the table's name and the token ids; None
         follows the original model alone.
     """
@@ -71,7 +71,7 @@ class Evaluator:
         self.cache.clear()
 
     def visit(self, x: Buffer, weights: Sequence[LinearWeight]) -> None:
-        """Show the visitor a product without computing it."""
+        """Pass a product to the visitor without computing it."""
         inputs = self.streams(x)
         parts = tuple(_part(weight, 0, weight.packed.matrix()) for weight in weights)
         self.visitor.visit(LinearProduct(parts, inputs[0], inputs[-1]))

@@ -34,7 +34,7 @@ def round_by_calibration(
 ) -> Mapping[str, PreparedTensor]:
     """Quantize the matrices that presets touch, but for embeddings, and return them by name.
 
-    Those that the preset leaves in floats answer for earlier errors too; blocks of the wanted type stay as they are.
+    Those that the preset leaves in floats compensate for earlier errors too; blocks of the wanted type stay.
 
     They stay in `results` and are read from there on access; the caller deletes those afterwards. A run that finds
     results of its own there continues after their last layer.

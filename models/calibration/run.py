@@ -1,4 +1,4 @@
-"""The calibration pass: a text goes through a model layer by layer, and a visitor sees every product on the way.
+"""The calibration pass: a text goes through a model layer by layer, and a visitor is called with every product.
 
 Only one layer's work is in memory at a time, and what the next layer reads is all that has to be kept to go on later.
 """
@@ -38,7 +38,7 @@ class CalibrationState:
 
 
 def calibration_sequences(tokenizer: Tokenizer, text: str, max_tokens: int, context_length: int) -> NDArray[np.int32]:
-    """Cut a text into sequences of equal length, int32[sequences, length], each starting as the model wants a text.
+    """Cut a text into sequences of equal length, int32[sequences, length], with the BOS token the model expects.
 
     Raises: RequestError if the text does not fill one sequence.
     """
@@ -68,11 +68,11 @@ def calibrate(
     layer_done: Callable[[CalibrationState], None] | None = None,
     progress: ProgressCallback | None = None,
 ) -> int:
-    """Run a model over a text and show every product of its layers, then that of its output matrix, to a visitor.
+    """Run a model over a text and pass every product of its layers, then that of its output matrix, to a visitor.
 
     Returns the number of layers.
 
-    The output matrix is not shown where it is the embedding's. What the visitor returns is what the second model
+    The output matrix is left out where it is the embedding's. What the visitor returns is what the second model
     multiplies with from then on; it runs beside the original one if `quantized_rows` says what its embedding holds.
 
     token_ids: int32[sequences, length], as `calibration_sequences` gives them.
@@ -135,7 +135,7 @@ class LayerRun:
         return self._evaluated(write_layer(self._graph, layer, self._hidden, self._tables))
 
     def output(self, hidden: Streams) -> None:
-        """Show the visitor the output matrix, where it is not the embedding's."""
+        """Pass the output matrix to the visitor, where it is not the embedding's."""
         config, weights = self._graph.config, self._graph.weights
         if weights.has("output.weight"):
             self._evaluator.set_streams(self._hidden, hidden)

@@ -3,7 +3,7 @@
 If what a matrix reads is divided by s, channel by channel, and its columns are multiplied by s, nothing changes but
 rounding; that is the freedom AWQ (arXiv 2306.00978) and SmoothQuant (arXiv 2211.10438) use. The division costs nothing
 where it can be done to what writes the channels: a norm's weight, or the rows of the matrix before. `find_scale_groups`
-follows the values through the decoder's ops, so every architecture the decoder knows is covered.
+follows the values through the decoder's ops, so every architecture of the decoder is covered.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -64,7 +64,7 @@ class Unscalable:
 def find_scale_groups(
     config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[list[ScaleGroup], list[Unscalable]]:
-    """Find every group of a model, in the order the graph meets them, and the matrices that have none.
+    """Find every group of a model, in the order of the graph, and the matrices that have none.
 
     shapes: of every tensor, rows first.
     Raises: as `write_decoder`.
@@ -88,7 +88,7 @@ def find_scale_groups(
 
 @dataclass
 class _Channels:
-    """A value on its way: who wrote it, who reads it so far, and what rules a scale out."""
+    """A value: what wrote it, what reads it so far, and what rules a scale out."""
 
     count: int
     writers: list[ScaledPart] = field(default_factory=list)
@@ -179,13 +179,13 @@ def _matmul(follower: _Follower, op: ops.Matmul) -> None:
 
 
 def _store_kv(follower: _Follower, op: ops.StoreKV) -> None:
-    follower.forbid(op.keys, "keys meet queries")
+    follower.forbid(op.keys, "keys are multiplied by queries")
     follower.cached[op.layer] = follower.of(op.values)
 
 
 def _attention(follower: _Follower, op: ops.Attention) -> None:
     shape, values = op.shape, follower.cached[op.layer]
-    follower.forbid(op.queries, "queries meet keys")
+    follower.forbid(op.queries, "queries are multiplied by keys")
     follower.held[op.out.index] = values
     if shape.num_heads != shape.num_kv_heads:
         heads = np.arange(shape.num_heads) // (shape.num_heads // shape.num_kv_heads)

@@ -119,7 +119,7 @@ def _layer_types(settings: Settings, num_layers: int) -> list[str]:
 def _read_rope(settings: Settings, head_dim: int, context_length: int) -> tuple[Metadata, Tensors]:
     """GGUF keys (after the architecture's prefix) and tensors float32[rotary_size / 2] that describe a rotation.
 
-    Raises: UnsupportedFormatError for a scaling this version does not know, CorruptFileError for one without meaning.
+    Raises: UnsupportedFormatError for a scaling this version does not run, CorruptFileError for one without meaning.
     """
     record = settings.record("rope_parameters") or settings.record("rope_scaling")
     windowed = Settings({}, {})

@@ -1,7 +1,7 @@
 """A Hugging Face folder, read as the GGUF file it would convert to.
 
-Everything behind this file sees GGUF's names, metadata and blocks, so a folder runs, and is converted, by the same code
-as a file. Plain tensors are views of the map; only what GGUF stores otherwise is made when it is asked for: rows of
+Callers of this module get GGUF's names, metadata and blocks, so a folder runs, and is converted, by the same code
+as a file. Plain tensors are views of the map; only what GGUF stores otherwise is made on access: rows of
 queries and keys in another order, norms plus one, stacks of experts.
 """
 
@@ -115,7 +115,7 @@ class CheckpointModel(Closing):
         planned = self._plan.get(name)
         if planned is None or not self._is_quantized(planned):
             return None
-        assert self._reader is not None, "only a reader knows what is quantized"
+        assert self._reader is not None, "nothing is quantized without a reader"
         matrices = [self._reader.matrix(source) for source in planned.sources]
         if planned.permuted_heads:
             order = adjacent_pairs(matrices[0].shape[0], planned.permuted_heads)
@@ -192,7 +192,7 @@ class CheckpointModel(Closing):
         return _described(planned, type, first.shape)
 
     def _quantized_record(self, planned: PlannedTensor) -> TensorRecord:
-        assert self._reader is not None, "only a reader knows what is quantized"
+        assert self._reader is not None, "nothing is quantized without a reader"
         shapes = {self._reader.shape(source) for source in planned.sources}
         shape = shapes.pop()
         if shapes or 0 in shape:

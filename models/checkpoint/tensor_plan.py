@@ -63,7 +63,7 @@ def plan_tensors(
             unknown.append(name)
     if unknown:
         raise UnsupportedFormatError(
-            f"{len(unknown)} tensors have no place in {parameters.family.architecture!r} as this version knows it "
+            f"{len(unknown)} tensors have no place in {parameters.family.architecture!r} in this version "
             f"({', '.join(sorted(unknown)[:3])}); running without them would give wrong answers. Use a GGUF file of "
             "the model, update localinfer, or choose another model."
         )

@@ -147,7 +147,7 @@ class TokenizerJson:
         )
         name = next(names, None)
         if name is None:
-            raise _unsupported(f"it splits words by {_shown(patterns, 300)}", "the rules of the vocabularies it knows")
+            raise _unsupported(f"it splits words by {_shown(patterns, 300)}", "the rules of a supported vocabulary")
         merges = [f"{left} {right}" for left, right in self._merges()]
         return {f"{PREFIX}model": "gpt2", f"{PREFIX}pre": name, f"{PREFIX}merges": merges}
 

@@ -113,7 +113,7 @@ class GptqReader:
         return self._settings.get(key, default)
 
     def _true_zeros(self, words: NDArray[np.int32], bits: int) -> NDArray[np.int32]:
-        """Zero points as the formula wants them, still packed."""
+        """Zero points of the formula, still packed."""
         unsigned = words.view(np.uint32)
         first = int(unsigned[0, 0])
         version = self._version

@@ -71,8 +71,9 @@ class ModelFile(Protocol):
 
 
 def read_stretch(file: ModelFile, name: str, first: int, end: int) -> NDArray[np.uint8]:
-    """Return uint8[end - first] of a tensor's blocks, copied where they lie in a file, so that no change of it can end
-    the process or go unnoticed: for whoever works on a file for minutes.
+    """Return uint8[end - first] of a tensor's blocks, copied where they lie in a file.
+
+    No change of the file can then end the process or go unnoticed, even over minutes of work.
 
     Raises: CorruptFileError if the file was changed since it was opened.
     """

@@ -114,7 +114,7 @@ def _tensor(file: MappedFile, name: str, entry: object, data_start: int, part: i
         _fail(file, f"{label} has dtype {dtype!r:.40}; wanted a name such as F16")
     if dtype not in DTYPE_BYTES:
         raise UnsupportedFormatError(
-            f"{file.path.name}: {label} has dtype {dtype[:40]!r}; this version knows {', '.join(DTYPE_BYTES)}. "
+            f"{file.path.name}: {label} has dtype {dtype[:40]!r}; this version reads {', '.join(DTYPE_BYTES)}. "
             "Update localinfer or choose another copy of the model."
         )
     if not _are_sizes(shape) or len(shape) > MAX_DIMENSIONS:

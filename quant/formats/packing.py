@@ -34,12 +34,11 @@ def unpack_codes(blocks: Blocks, type: T) -> NDArray[np.uint8 | np.int8]:
     if type is T.TQ1_0:
         parts = ((blocks["qs"][:, :32], 5), (blocks["qs"][:, 32:], 5), (blocks["qh"], 4))
         return np.concatenate([_trits(packed, count) for packed, count in parts], axis=1)
-    shift, codes = 0, None
-    for field, bits, stride in _CODE_FIELDS[type]:
-        part = unpack_bits(blocks[field], bits, stride)
-        codes = part if codes is None else codes | part << shift
+    (field, shift, stride), *others = _CODE_FIELDS[type]
+    codes = unpack_bits(blocks[field], shift, stride)
+    for field, bits, stride in others:
+        codes |= unpack_bits(blocks[field], bits, stride) << np.uint8(shift)
         shift += bits
-    assert codes is not None, "every type has a field of codes"
     return codes
 
 
@@ -110,8 +109,8 @@ def unpack_signed_scales(blocks: Blocks, type: T) -> NDArray[np.uint8]:
     """Unpack the 6-bit scales of Q3_K and IQ4_XS, which stand for themselves less 32: uint8[blocks, groups]."""
     if type is T.Q3_K:
         packed = blocks["scales"]
-        return unpack_bits(packed[:, :8], 4, 8) | unpack_bits(packed[:, 8:], 2, 4) << 4
-    high = blocks["scales_h"][:, None] >> np.arange(0, 16, 2, dtype=np.uint16) & 3
-    low = unpack_bits(blocks["scales_l"], 4, 1)
-    scales: NDArray[np.uint8] = low | high.astype(np.uint8) << 4
-    return scales
+        low, high = unpack_bits(packed[:, :8], 4, 8), unpack_bits(packed[:, 8:], 2, 4)
+    else:
+        low = unpack_bits(blocks["scales_l"], 4, 1)
+        high = (blocks["scales_h"][:, None] >> np.arange(0, 16, 2, dtype=np.uint16) & 3).astype(np.uint8)
+    return low | high << np.uint8(4)

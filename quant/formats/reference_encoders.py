@@ -247,12 +247,13 @@ def _q3_k(values: Values, importance: Values | None) -> Fields:
         largest = largest_magnitude(scale)[:, None]
         inverse = divide(np.float32(-32), largest)
         d = divide(np.float32(1), inverse)[:, 0]
-        scales = np.where(largest != 0, whole(inverse * scale, -32, 31) + np.float32(32), np.float32(0))
+        scales: Values = np.where(largest != 0, whole(inverse * scale, -32, 31) + np.float32(32), np.float32(0))
     else:
         weights = _importance_weights(values, importance, 2).reshape(-1, 16)
         scale, codes = fit_symmetric(groups, weights, 4)
         d, scales = fit_symmetric(scale.reshape(-1, 16), ordered_sum(weights.reshape(-1, 16, 16)), 32)
-    codes = _round_codes(values.reshape(-1, 16, 16), _half(d)[:, None] * (scales - np.float32(32)), codes, -4, 3)
+    grid = _half(d)[:, None] * (scales - np.float32(32))
+    codes = _round_codes(values.reshape(-1, 16, 16), grid, codes, -4, 3)
     bits = scales.astype(np.uint8)
     packed = np.concatenate([pack_bits(bits & 15, 4, 8), pack_bits(bits >> 4, 2, 4)], axis=1)
     return {"d": d, "scales": packed, **pack_codes(codes, T.Q3_K)}

@@ -151,7 +151,7 @@ def tensor_type(type_id: int) -> TensorType:
             "current type such as Q4_0 or Q4_K: convert the original model again"
         )
     raise UnsupportedFormatError(
-        f"tensor type id {type_id} is unknown; this version knows ids 0 to {max(TensorType)} "
+        f"tensor type id {type_id} is unknown; this version reads ids 0 to {max(TensorType)} "
         "except retired ones: update localinfer, or use another quantization of the model"
     )
 

@@ -1,4 +1,4 @@
-"""A file mapped read-only into memory, which never hands out bytes beyond its end, nor of another version of it."""
+"""A file mapped read-only into memory, which never returns bytes beyond its end, nor of another version of it."""
 
 import errno
 import mmap

@@ -1,4 +1,4 @@
-"""The metadata of a GGUF file as a mapping whose values are decoded when they are asked for."""
+"""The metadata of a GGUF file as a mapping whose values are decoded on access."""
 
 import math
 import struct
@@ -86,16 +86,18 @@ class Metadata(Mapping[str, MetadataValue]):
 
     def string(self, key: str, default: str | None = None) -> str:
         """Return a string."""
-        return self._single(key, default, str, "a string")
+        value: str = self._single(key, default, str, "a string")
+        return value
 
     def boolean(self, key: str, default: bool | None = None) -> bool:
         """Return a bool."""
-        return self._single(key, default, bool, "a bool")
+        value: bool = self._single(key, default, bool, "a bool")
+        return value
 
     def integer(self, key: str, default: int | None = None, *, minimum: int = 0, maximum: int = 2**63 - 1) -> int:
         """Return an integer of any stored width that lies in minimum..maximum."""
         wanted = f"an integer from {minimum} to {maximum}"
-        value = self._single(key, default, int, wanted)
+        value: int = self._single(key, default, int, wanted)
         if not minimum <= value <= maximum and key in self._values:
             self._refuse(key, wanted)
         return value

@@ -61,7 +61,7 @@ def encode_value(value: object, type: ValueType | None = None) -> EncodedValue:
 
 
 def copy_values(metadata: Mapping[str, object]) -> dict[str, EncodedValue]:
-    """Encode all of a model's metadata; what comes from a GGUF file keeps its very bytes."""
+    """Encode all of a model's metadata; values of a GGUF file keep their bytes."""
     if not isinstance(metadata, Metadata):
         return {key: encode_value(value) for key, value in metadata.items()}
     values = {}
@@ -77,7 +77,7 @@ def copy_values(metadata: Mapping[str, object]) -> dict[str, EncodedValue]:
 class GGUFWriter:
     """A GGUF file being written; use it as a context manager, and give it every tensor's bytes in order.
 
-    Leaving the block without an error proves that all bytes came, and puts the file in its place.
+    Leaving the block without an error proves that all bytes were written, and puts the file in its place.
 
     Raises: RequestError for names, shapes or amounts that make no file, and where the system refuses.
     """

@@ -1,4 +1,5 @@
-"""GPTQ on the grids of GGUF's blocks: column after column, each answering for the errors of those before it.
+"""GPTQ on the grids of GGUF's blocks: column after column, each compensating for the errors of those before it.
+`RoundingVisitor` quantizes each matrix of a model so while a calibration pass runs.
 
 The grid (scales and minimums) is fixed beforehand, so columns go in the order that suits the error, and no trace of it
 is left in the file.
@@ -26,7 +27,7 @@ from localinfer.quant.methods.workers import ROWS_PER_PIECE, Workers
 from localinfer.types import FloatArray
 
 LEAST_TOKENS_PER_COLUMN = 0.25
-"""A Hessian of fewer tokens (an expert's, say) knows too little: such matrices are rounded by importance alone."""
+"""A Hessian of fewer tokens (an expert's, say) is too poor: such matrices are rounded by importance alone."""
 
 _TOKENS_SAMPLED = 512
 _BLOCK = 128
@@ -136,7 +137,7 @@ class _Unfinished:
 
 
 class RoundingVisitor:
-    """A `ProductVisitor` that quantizes with GPTQ's feedback against the target that answers for earlier errors.
+    """A `ProductVisitor` that quantizes with GPTQ's feedback against the target that compensates for earlier errors.
 
     choices: what each tensor becomes; those left out stay as they are. records: theirs in the model.
     """
@@ -154,7 +155,7 @@ class RoundingVisitor:
         self._finished: dict[str, PreparedTensor] = {}
 
     def take_finished(self) -> dict[str, PreparedTensor]:
-        """Hand over the tensors all of whose parts have been quantized since the last call."""
+        """Return the tensors all of whose parts have been quantized since the last call."""
         finished, self._finished = self._finished, {}
         return finished
 
@@ -196,7 +197,7 @@ class RoundingVisitor:
         return decoded
 
     def _correlation(self, matrix: MatrixPart, product: LinearProduct, drift: FloatArray | None) -> FloatArray | None:
-        """C of `hessian.shifted`: 2 / T * (wanted answers - X W^T)^T X; None if nothing has to be answered for."""
+        """C of `hessian.shifted`: 2 / T * (wanted answers - X W^T)^T X; None if there is nothing to compensate."""
         if matrix.wanted is not None:
             missing = matrix.wanted - self._workers.product(product.current, matrix.values)
             total = self._workers.cross(missing, product.current)

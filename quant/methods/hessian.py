@@ -1,4 +1,4 @@
-"""The second-order form of a layer's error, factored, and the target that answers for earlier layers.
+"""The second-order form of a layer's error, factored, and the target that compensates for earlier layers.
 
 For a matrix W of one layer, what rounding it to Q does to the layer's answers over T tokens X is, row by row,
 (W - Q) H (W - Q)^T with H = 2 / T * X^T X. With H + lambda I = R R^T, R upper triangular, that is |(W - Q) R|^2 but for
@@ -23,7 +23,7 @@ FEW_TOKENS_DAMPING = 0.05
 """The same where tokens are fewer than twice the columns, or where H cannot be factored with less."""
 
 SHIFT = 0.5
-"""How much of the error of earlier layers a matrix answers for; all of it fits the calibration text too closely."""
+"""How much of the error of earlier layers a matrix compensates for; all of it fits the calibration text too closely."""
 
 _BLOCK = 128
 

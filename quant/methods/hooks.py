@@ -40,7 +40,7 @@ class LinearProduct:
 
 
 class ProductVisitor(Protocol):
-    """Who is shown every product of a model, in the order in which they are computed."""
+    """Called with every product of a model, in the order in which they are computed."""
 
     def visit(self, product: LinearProduct) -> Sequence[FloatArray | None]:
         """Look at a product; return per matrix what the quantized model has in its place, None for the same.

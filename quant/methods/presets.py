@@ -70,7 +70,7 @@ _NEVER = re.compile(
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What the rules ask about a model."""
+    """Facts of a model that the rules depend on."""
 
     architecture: str
     num_layers: int
@@ -124,7 +124,7 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class TypeChoice:
-    """What a tensor becomes. `wanted` is what the preset asks for, which a row of this length may not be able to be."""
+    """What a tensor becomes. `wanted` is the preset's type, whose blocks a row of this length may not fill."""
 
     type: TensorType
     wanted: TensorType

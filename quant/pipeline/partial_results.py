@@ -1,4 +1,4 @@
-"""What a calibration has finished so far, on disk, so that a run that was killed can go on after its last layer.
+"""What a calibration has finished so far, on disk, so that a run that was killed can continue after its last layer.
 
 A folder holds one file per layer with its quantized tensors, and one with what the next layer reads. Each file appears
 under its name when it is whole, the last one after the others: it says how many layers count.
@@ -81,7 +81,7 @@ class PartialResults:
         _write(self.folder / _STATE, {**numbers, **arrays})
 
     def tensors(self, num_layers: int, others: Mapping[str, PreparedTensor]) -> "StoredTensors":
-        """The tensors of the first layers, read when they are asked for, and others that are in memory."""
+        """The tensors of the first layers, read on access, and others that are in memory."""
         return StoredTensors([self._layer_path(layer) for layer in range(num_layers)], others)
 
     def delete(self) -> None:

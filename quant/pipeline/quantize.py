@@ -136,7 +136,7 @@ def _metadata(source: ModelFile, preset: Preset) -> dict[str, EncodedValue]:
 
 @dataclass
 class _TensorWriting:
-    """One tensor on its way from source to file. importance: float32[matrices, columns]; error: sums so far."""
+    """One tensor written from source to file. importance: float32[matrices, columns]; error: sums so far."""
 
     source: ModelFile
     record: TensorRecord
