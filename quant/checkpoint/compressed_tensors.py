@@ -12,19 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import CorruptFileError, UnsupportedFormatError
+from localinfer.quant.checkpoint import groups
 from localinfer.quant.checkpoint.folder import CheckpointFolder
-from localinfer.quant.checkpoint.groups import (
-    AGAIN,
-    GroupedMatrix,
-    even_groups,
-    group_numbers,
-    grouped_matrix,
-    scales_of,
-    span_of,
-    unpack_words,
-    words_of,
-    wrong_shape,
-)
 
 LEAVES = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
 
@@ -44,7 +33,9 @@ class CompressedTensorsReader:
         self._folder = folder
         schemes = settings.get("config_groups")
         if not isinstance(schemes, dict) or not schemes:
-            raise CorruptFileError(f"quantization_config: config_groups is {schemes!r:.60}; wanted schemes. {AGAIN}")
+            raise CorruptFileError(
+                f"quantization_config: config_groups is {schemes!r:.60}; wanted schemes. {groups.AGAIN}"
+            )
         sparsity = settings.get("sparsity_config") or {}
         if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
             raise _unsupported("sparsity_config", sparsity, "dense weights")
@@ -60,48 +51,52 @@ class CompressedTensorsReader:
         """Rows and columns of a module's weight."""
         shape = self._folder.array(f"{module}.weight_shape")
         if shape.dtype.kind not in "iu" or shape.size != 2 or not (shape > 0).all() or (shape >= 1 << 31).any():
-            raise CorruptFileError(f"{module}.weight_shape is {shape.tolist()!r:.60}; wanted rows and columns. {AGAIN}")
+            raise CorruptFileError(
+                f"{module}.weight_shape is {shape.tolist()!r:.60}; wanted rows and columns. {groups.AGAIN}"
+            )
         rows, columns = shape.reshape(-1).tolist()
         return rows, columns
 
-    def matrix(self, module: str) -> GroupedMatrix:
+    def matrix(self, module: str) -> groups.GroupedMatrix:
         """Return a module's weight. Raises: CorruptFileError if its tensors do not fit each other or the settings."""
         num_rows, num_columns = self.shape(module)
-        words = words_of(self._folder, f"{module}.weight_packed", 2)
+        words = groups.words_of(self._folder, f"{module}.weight_packed", 2)
         bits = next((bits for bits in sorted(self._widths) if -(-num_columns * bits // 32) == words.shape[1]), None)
         if bits is None or len(words) != num_rows:
             wanted = (num_rows, -(-num_columns * min(self._widths) // 32))
-            raise wrong_shape(f"{module}.weight_packed", words.shape, wanted)
-        scales = scales_of(self._folder, f"{module}.weight_scale")
+            raise groups.wrong_shape(f"{module}.weight_packed", words.shape, wanted)
+        scales = groups.scales_of(self._folder, f"{module}.weight_scale")
         num_groups = scales.shape[1]
         if len(scales) != num_rows or num_columns % num_groups:
-            raise wrong_shape(f"{module}.weight_scale", scales.shape, (num_rows, num_groups), " of whole groups")
-        regular = even_groups(num_columns, num_groups, num_columns // num_groups)
-        return grouped_matrix(
+            raise groups.wrong_shape(f"{module}.weight_scale", scales.shape, (num_rows, num_groups), " of whole groups")
+        regular = groups.even_groups(num_columns, num_groups, num_columns // num_groups)
+        return groups.grouped_matrix(
             module,
             bits,
             scales,
             self._zeros(module, bits, num_rows, num_groups),
-            group_numbers(self._folder, f"{module}.weight_g_idx", regular),
-            lambda rows: unpack_words(words[span_of(rows)], bits)[:, :num_columns],
+            groups.group_numbers(self._folder, f"{module}.weight_g_idx", regular),
+            lambda rows: groups.unpack_words(words[groups.span_of(rows)], bits)[:, :num_columns],
         )
 
     def _zeros(self, module: str, bits: int, num_rows: int, num_groups: int) -> NDArray[np.integer[Any]]:
         name = f"{module}.weight_zero_point"
         if name not in self._folder.tensors:
             return np.full((num_rows, num_groups), 1 << (bits - 1), np.int16)
-        words = words_of(self._folder, name, 2)
+        words = groups.words_of(self._folder, name, 2)
         wanted = (-(-num_rows * bits // 32), num_groups)
         if words.shape != wanted:
-            raise wrong_shape(name, words.shape, wanted)
-        return unpack_words(words.T, bits).T[:num_rows]
+            raise groups.wrong_shape(name, words.shape, wanted)
+        return groups.unpack_words(words.T, bits).T[:num_rows]
 
 
 def _width(name: str, scheme: object, whole_format: object) -> int:
     """Bits of one scheme's weights, after refusing what would need other arithmetic."""
     weights = scheme.get("weights") if isinstance(scheme, dict) else None
     if not isinstance(scheme, dict) or not isinstance(weights, dict):
-        raise CorruptFileError(f"quantization_config: {name} is {scheme!r:.60}; wanted a scheme with weights. {AGAIN}")
+        raise CorruptFileError(
+            f"quantization_config: {name} is {scheme!r:.60}; wanted a scheme with weights. {groups.AGAIN}"
+        )
     packing = scheme.get("format") or whole_format
     if packing != _FORMAT:
         raise _unsupported("format", packing, _FORMAT)

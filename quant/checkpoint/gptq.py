@@ -16,19 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import CorruptFileError, UnsupportedFormatError
+from localinfer.quant.checkpoint import groups
 from localinfer.quant.checkpoint.folder import CheckpointFolder
-from localinfer.quant.checkpoint.groups import (
-    AGAIN,
-    GroupedMatrix,
-    even_groups,
-    group_numbers,
-    grouped_matrix,
-    scales_of,
-    span_of,
-    unpack_words,
-    words_of,
-    wrong_shape,
-)
 from localinfer.quant.checkpoint.module_patterns import ModulePattern
 
 LEAVES = ("qweight", "qzeros", "scales", "g_idx")
@@ -66,33 +55,34 @@ class GptqReader:
         bits = self._bits(module, words, zeros)
         return words.shape[1], words.shape[0] * 32 // bits
 
-    def matrix(self, module: str) -> GroupedMatrix:
+    def matrix(self, module: str) -> groups.GroupedMatrix:
         """Return a module's weight. Raises: CorruptFileError if its tensors do not fit each other or the settings."""
         words, packed_zeros = self._words(module)
         bits = self._bits(module, words, packed_zeros)
         num_rows, num_columns = words.shape[1], words.shape[0] * 32 // bits
-        scales = scales_of(self._folder, f"{module}.scales")
+        scales = groups.scales_of(self._folder, f"{module}.scales")
         if scales.shape != (len(packed_zeros), num_rows):
-            raise wrong_shape(f"{module}.scales", scales.shape, (len(packed_zeros), num_rows))
+            raise groups.wrong_shape(f"{module}.scales", scales.shape, (len(packed_zeros), num_rows))
         group_size = self._setting(module, "group_size", -1)
         size = num_columns if group_size in (-1, None) else group_size
         if type(size) is not int or size < 1 or -(-num_columns // size) != len(scales):
             raise CorruptFileError(
                 f"{module}: {len(scales)} groups for {num_columns} columns do not fit group_size {group_size!r:.20}; "
-                f"wanted one scale per group. {AGAIN}"
+                f"wanted one scale per group. {groups.AGAIN}"
             )
-        regular = even_groups(num_columns, len(scales), size)
-        return grouped_matrix(
+        regular = groups.even_groups(num_columns, len(scales), size)
+        return groups.grouped_matrix(
             module,
             bits,
             scales.T,
-            unpack_words(self._true_zeros(packed_zeros, bits), bits).T,
-            group_numbers(self._folder, f"{module}.g_idx", regular),
-            lambda rows: unpack_words(words[:, span_of(rows)].T, bits),
+            groups.unpack_words(self._true_zeros(packed_zeros, bits), bits).T,
+            groups.group_numbers(self._folder, f"{module}.g_idx", regular),
+            lambda rows: groups.unpack_words(words[:, groups.span_of(rows)].T, bits),
         )
 
     def _words(self, module: str) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        return words_of(self._folder, f"{module}.qweight", 2), words_of(self._folder, f"{module}.qzeros", 2)
+        words, zeros = (groups.words_of(self._folder, f"{module}.{leaf}", 2) for leaf in ("qweight", "qzeros"))
+        return words, zeros
 
     def _bits(self, module: str, words: NDArray[np.int32], zeros: NDArray[np.int32]) -> int:
         bits = self._setting(module, "bits", 4)
@@ -102,7 +92,7 @@ class GptqReader:
             )
         if not zeros.size or zeros.shape[1] * 32 != words.shape[1] * bits:
             wanted = (zeros.shape[0] or 1, words.shape[1] * bits // 32)
-            raise wrong_shape(f"{module}.qzeros", zeros.shape, wanted, f" for {bits} bits")
+            raise groups.wrong_shape(f"{module}.qzeros", zeros.shape, wanted, f" for {bits} bits")
         return int(bits)
 
     def _setting(self, module: str, key: str, default: object) -> Any:

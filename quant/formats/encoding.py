@@ -1,6 +1,6 @@
 """Encode weights for a file: by compiled kernels where a type has blocks, by NumPy for plain numbers.
 
-The bytes are those of `quant.reference.quantize`, on every machine and with any number of threads.
+The bytes are those of `reference.quantize`, on every machine and with any number of threads.
 """
 
 import numpy as np
@@ -10,6 +10,7 @@ from localinfer.errors import RequestError, ShapeError
 from localinfer.kernels.cpu.encoding import ENCODERS, NotFiniteError, TooLargeError, encode_rows
 from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.quant.formats.reference import dequantize, quantize
+from localinfer.quant.formats.reference_encoders import check_mean_squares
 from localinfer.quant.formats.types import TensorType, block_size, row_bytes
 
 Source = NDArray[np.float32] | NDArray[np.float16] | NDArray[np.uint16]
@@ -49,7 +50,7 @@ def encode(
     with), finite and not negative. Plain numbers and Q8_0 do not use it.
 
     Shapes: source [rows, columns]; importance float32[columns]; result uint8[rows, row bytes].
-    Raises: as `quant.reference.quantize`.
+    Raises: as `reference.quantize`.
     """
     if source.ndim != 2 or source.dtype not in (np.float32, np.float16, np.uint16):
         raise ShapeError(
@@ -60,7 +61,12 @@ def encode(
     rows, columns = source.shape
     num_bytes = row_bytes(type, columns)
     if importance is not None:
-        _check_importance(importance, columns)
+        if importance.dtype != np.float32 or importance.shape != (columns,):
+            raise ShapeError(
+                f"got importance {importance.dtype}{list(importance.shape)} for {columns} columns; "
+                f"wanted float32[{columns}]"
+            )
+        check_mean_squares(importance)
     if not source.flags.c_contiguous:
         source = source.copy()
     target = np.empty((rows, num_bytes), np.uint8)
@@ -79,13 +85,3 @@ def encode(
 def can_hold(type: TensorType, columns: int) -> bool:
     """Whether rows of this many columns fill whole blocks of a type."""
     return columns > 0 and columns % block_size(type) == 0
-
-
-def _check_importance(importance: NDArray[np.float32], columns: int) -> None:
-    if importance.dtype != np.float32 or importance.shape != (columns,):
-        raise ShapeError(
-            f"got importance {importance.dtype}{list(importance.shape)} for {columns} columns; "
-            f"wanted float32[{columns}]"
-        )
-    if not (np.isfinite(importance).all() and (importance >= 0).all()):
-        raise RequestError("got importance that is negative or not finite; wanted mean squares of activations")

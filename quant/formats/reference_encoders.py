@@ -127,9 +127,14 @@ def _spread(importance: Values, values: Values) -> Values:
         ) from None
     if importance.dtype != np.float32:
         raise ShapeError(f"got {importance.dtype} as importance; wanted float32")
+    check_mean_squares(importance)
+    return np.ascontiguousarray(spread)
+
+
+def check_mean_squares(importance: Values) -> None:
+    """Refuse importance that no squares add up to. Raises: RequestError."""
     if not (np.isfinite(importance).all() and (importance >= 0).all()):
         raise RequestError("got importance that is negative or not finite; wanted mean squares of activations")
-    return np.ascontiguousarray(spread)
 
 
 def _inverse(scale: Values) -> Values:
