@@ -53,5 +53,13 @@ def test_a_closed_server_does_not_run():
 
 
 def test_a_server_may_be_closed_by_the_thread_that_runs_it():
-    server = make_server()
-    server.run(on_ready=server.close)
+    server, ready = make_server(), []
+
+    def close() -> None:
+        ready.append(True)
+        server.close()
+
+    server.run(on_ready=close)
+    assert ready == [True]
+    with pytest.raises(ClosedError):
+        server.run()

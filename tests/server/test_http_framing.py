@@ -52,6 +52,7 @@ def test_lines_of_chunks_and_after_them_may_not_end_in_two_ways():
     start = WITH_CHUNKS.index(b"\r\n\r\n") + 4
     lines = [at for at in range(start, len(WITH_CHUNKS)) if WITH_CHUNKS[at : at + 2] == b"\r\n"]
     in_data = {WITH_CHUNKS.index(b"\n\r\n\n") + 1}
+    assert len(lines) > 1
     for at in set(lines) - in_data:
         for end in (b"\n", b"\r", b"\n\r", b"\r\r\n"):
             faulty = WITH_CHUNKS[:at] + end + WITH_CHUNKS[at + 2 :] + HEAD

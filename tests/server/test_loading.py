@@ -37,7 +37,7 @@ UNIX_ONLY = pytest.mark.skipif(sys.platform == "win32", reason="signals and sock
 SLOW = """
 import sys, threading, time, localinfer
 from localinfer.cli import main
-def load(model, *, progress, **options):
+def load(*, progress, **options):
     print("loading has begun", file=sys.stderr, flush=True)
     while True:
         time.sleep(0.02)

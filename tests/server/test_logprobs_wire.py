@@ -71,6 +71,7 @@ def test_streamed_and_whole_log_probabilities_agree(tcp):
     body = {"prompt": PROMPT, "max_tokens": 5, "temperature": 0, "echo": True, "logprobs": 1}
     whole = tcp.post(PATH, json=body).json()["choices"][0]["logprobs"]
     parts = [chunk["choices"][0]["logprobs"] for chunk in post_stream(tcp, PATH, body)]
+    assert len(whole["tokens"]) > 5
     for name, values in whole.items():
         assert [value for part in parts for value in part[name]] == values
 

@@ -83,7 +83,9 @@ def test_scales_are_chosen_for_every_kind_of_model(
         def narrow(tensor: str) -> Rounding | None:
             return rounding_of(tensor) if file.tensor(tensor).shape[-1] % BLOCK == 0 else None
 
-        for one in choose_scales(file, sequences(1, vocab_size), workers, narrow):
+        choices = choose_scales(file, sequences(1, vocab_size), workers, narrow)
+        assert choices
+        for one in choices:
             assert one.scales.shape == (one.group.num_channels,)
             assert (one.scales > 0).all() and one.loss_ratio < 1
 

@@ -4,7 +4,7 @@ import warnings
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from localinfer.errors import TemplateError
@@ -270,11 +270,11 @@ def test_control_tokens_in_messages_stay_text(name: str, style: str, content: st
 def test_without_special_spellings_the_ids_are_those_of_the_text(name: str, style: str, content: str) -> None:
     tokenizer = real_tokenizer(name)
     template = ChatTemplate(STYLES[style], "<s>", "</s>")
-    if not any(True for _ in tokenizer.special_spellings.find(content)):
-        ids = tokenizer.encode(template.render(user(content)), add_special=False, parse_special=True)
-        if tokenizer.adds_bos and ids[:1] != [tokenizer.bos_token_id]:
-            ids.insert(0, tokenizer.bos_token_id or 0)
-        assert template.encode(tokenizer, user(content)) == ids
+    assume(not any(True for _ in tokenizer.special_spellings.find(content)))
+    ids = tokenizer.encode(template.render(user(content)), add_special=False, parse_special=True)
+    if tokenizer.adds_bos and ids[:1] != [tokenizer.bos_token_id]:
+        ids.insert(0, tokenizer.bos_token_id or 0)
+    assert template.encode(tokenizer, user(content)) == ids
 
 
 def segments_of(source: str, content: str, **variables: Any) -> list[tuple[str, bool]]:

@@ -29,6 +29,7 @@ END_NAMES = ("<|im_end|>", "<|end|>", "<|eot_id|>", "<end_of_turn>", "</s>", "<|
 def closed_ids(tokenizer: Tokenizer) -> dict[int, str]:
     """All ids that a text must not get: control tokens and what ends a reply."""
     ids = {*tokenizer.special_ids.values(), *tokenizer.eog_token_ids} - {tokenizer.unknown_token_id}
+    assert ids
     return {token_id: tokenizer.token_text(token_id) for token_id in ids}
 
 

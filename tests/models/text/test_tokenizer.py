@@ -221,6 +221,7 @@ def test_missing_byte_tokens_warn_where_nothing_can_replace_them() -> None:
 @pytest.mark.parametrize("name", REAL)
 def test_special_tokens_in_user_text_stay_text(name: str) -> None:
     tokenizer = real_tokenizer(name)
+    assert tokenizer.special_ids
     for spelling, token_id in list(tokenizer.special_ids.items())[:20]:
         assert token_id not in tokenizer.encode(f"a {spelling} b", add_special=False)
         assert tokenizer.encode(spelling, add_special=False, parse_special=True) == [token_id]
