@@ -51,34 +51,26 @@ class Importance:
 
 
 class ImportanceVisitor:
-    """A `ProductVisitor` that sums squares of what the original model's matrices read."""
+    """A `ProductVisitor` that takes the mean squares of what the original model's matrices read."""
 
     def __init__(self) -> None:
-        self._sums: dict[tuple[str, int], NDArray[np.float64]] = {}
-        self._counts: dict[tuple[str, int], int] = {}
+        self._means: dict[str, dict[int, NDArray[np.float64]]] = {}
 
     def visit(self, product: LinearProduct) -> Sequence[FloatArray | None]:
-        """Add the product's inputs."""
-        sums = np.einsum("tk,tk->k", product.original, product.original, dtype=np.float64)
-        for name, expert in {(matrix.tensor, matrix.expert) for matrix in product.matrices}:
-            # Fused tensors are seen once for each of their parts, with the same input.
-            self._sums[name, expert] = sums
-            self._counts[name, expert] = len(product.original)
+        """Take the means of the product's inputs, 1 for an expert that no token reached."""
+        x = product.original
+        mean = np.einsum("tk,tk->k", x, x, dtype=np.float64) / len(x) if len(x) else np.ones(x.shape[1])
+        for matrix in product.matrices:
+            # Fused tensors are visited once for each of their parts, with the same input.
+            self._means.setdefault(matrix.tensor, {})[matrix.expert] = mean
         return [None] * len(product.matrices)
 
     def importance(self, dataset: str, num_chunks: int) -> Importance:
-        """What was found: mean squares, and 1 for experts that no token reached."""
+        """What was found, tensors in the order in which they were visited."""
         found: dict[str, FloatArray] = {}
-        for name in dict.fromkeys(name for name, _ in self._sums):
-            experts = sorted(expert for other, expert in self._sums if other == name)
-            assert experts == list(range(len(experts))), f"{name}: every expert of a stack is visited"
-            rows = [
-                self._sums[name, expert] / self._counts[name, expert]
-                if self._counts[name, expert]
-                else np.ones_like(self._sums[name, expert])
-                for expert in experts
-            ]
-            found[name] = np.stack(rows).astype(np.float32)
+        for name, means in self._means.items():
+            assert sorted(means) == list(range(len(means))), f"{name}: every expert of a stack is visited"
+            found[name] = np.stack([means[expert] for expert in range(len(means))]).astype(np.float32)
         return Importance(dataset, found, dataset, num_chunks)
 
 
