@@ -1,7 +1,7 @@
 """Two versions never share compiled code, however they are installed: as files, as bytecode, in a zip, or frozen."""
 
-import compileall
 import json
+import py_compile
 import re
 import shutil
 import sys
@@ -51,17 +51,21 @@ def builds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Path
         processes[name] = start(code + "runpy.run_path('setup.py')", copy)
     for process in processes.values():
         finish(process)
-    return {name: in_every_form(folder / name) for name in processes}
+    made = {"as it is": in_every_form(folder / "as it is")}
+    return made | {name: in_every_form(folder / name, made["as it is"]) for name in CHANGED}
 
 
-def in_every_form(folder: Path) -> dict[str, Path]:
-    """The same build as bytecode without its sources, and in a zip."""
+def in_every_form(folder: Path, like: dict[str, Path] | None = None) -> dict[str, Path]:
+    """The same build as bytecode without its sources, and in a zip; like: another one, where most files are equal."""
     files, bytecode, archive = folder / "files", folder / "bytecode", folder / "localinfer.zip"
     with zipfile.ZipFile(archive, "w") as zipped:
         for path in files.rglob("*.py"):
             zipped.write(path, path.relative_to(files))
-    shutil.copytree(files, bytecode)
-    assert compileall.compile_dir(bytecode, quiet=1, legacy=True, force=True)
+    shutil.copytree(files if like is None else like["bytecode"], bytecode)
+    for path in files.rglob("*.py"):
+        name = path.relative_to(files)
+        if like is None or path.read_bytes() != (like["files"] / name).read_bytes():
+            py_compile.compile(str(path), str((bytecode / name).with_suffix(".pyc")), doraise=True)
     for path in bytecode.rglob("*.py"):
         path.unlink()
     return {"files": files, "bytecode": bytecode, "zip": archive}
