@@ -1,6 +1,6 @@
-"""How much memory this process may still map, where a limit was set (`ulimit -v`), so that it can be refused in words.
+"""The limit of this process's address space (`ulimit -v`), checked before libraries would abort the process.
 
-Libraries do worse: NumPy's OpenBLAS ends the process when its buffers cannot be mapped, and LLVM when code cannot be.
+NumPy's OpenBLAS aborts when it cannot map its buffers, and LLVM when it cannot map code.
 """
 
 import errno
@@ -13,14 +13,14 @@ from localinfer.errors import OutOfMemoryError
 _MB = 1_000_000
 _NUMPY_BYTES = 85 * _MB
 _THREAD_BYTES = 40 * _MB
-"""What one more thread of OpenBLAS maps: a stack and a buffer."""
+"""Bytes mapped by each further thread of OpenBLAS: a stack and a buffer."""
 _LLVM_BYTES = 160 * _MB
 _MODULE_BYTES = 30 * _MB
-"""What is imported after these. Measured on Linux with NumPy 2.4 and llvmlite 0.50."""
+"""Bytes for later imports. Measured on Linux with NumPy 2.4 and llvmlite 0.50."""
 
 
 def limit_bytes() -> int | None:
-    """How many bytes of addresses this process may map; None without a limit, and where none is kept."""
+    """The limit of the address space in bytes; None without one."""
     if not sys.platform.startswith("linux"):
         return None
     import resource
@@ -30,7 +30,7 @@ def limit_bytes() -> int | None:
 
 
 def mapped_bytes() -> int:
-    """How many bytes of addresses this process has mapped; Linux only."""
+    """Bytes of mapped address space; Linux only."""
     import resource
 
     try:
@@ -40,7 +40,7 @@ def mapped_bytes() -> int:
 
 
 def describe() -> str:
-    """What is known of this process's memory, as the end of a sentence; empty without a limit."""
+    """The limit and the mapped bytes, as the end of an error message; empty without a limit."""
     limit = limit_bytes()
     if limit is None:
         return ""
@@ -51,20 +51,20 @@ def describe() -> str:
 
 
 def shortage(num_bytes: int, purpose: str) -> OutOfMemoryError:
-    """The error of memory that the system does not give."""
+    """The error for a failed allocation."""
     way_out = describe() or "; close other programs, or take a smaller model or context_length"
-    return OutOfMemoryError(f"{purpose} needs {_megabytes(num_bytes)} of memory that the system does not give{way_out}")
+    return OutOfMemoryError(f"{purpose} needs {_megabytes(num_bytes)} of memory, which the system refuses{way_out}")
 
 
 def require(num_bytes: int, purpose: str) -> None:
-    """Raise OutOfMemoryError if this process may not map as many bytes more."""
+    """Raise OutOfMemoryError if the process may not map this many further bytes."""
     limit = limit_bytes()
     if limit is not None and limit - mapped_bytes() < num_bytes:
         raise shortage(num_bytes, purpose)
 
 
 def require_libraries(*, with_llvm: bool = True) -> None:
-    """Raise OutOfMemoryError if NumPy, and LLVM, cannot be imported for want of memory; call it before they are."""
+    """Raise OutOfMemoryError if there is not enough memory to import NumPy and LLVM; called before their import."""
     if limit_bytes() is None:
         return
     num_bytes = 0
@@ -76,7 +76,7 @@ def require_libraries(*, with_llvm: bool = True) -> None:
 
 
 def _num_blas_threads() -> int:
-    """Threads that OpenBLAS starts: one per core, unless its variables say less."""
+    """Threads of OpenBLAS: one per core, or fewer by its environment variables."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
         value = os.environ.get(name, "")
@@ -86,7 +86,7 @@ def _num_blas_threads() -> int:
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Whether an error says that memory ran out, as libraries say it."""
+    """Whether an error of a library means that memory ran out."""
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True
     if isinstance(error, RuntimeError) and "can't start new thread" in str(error):

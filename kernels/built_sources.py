@@ -1,4 +1,4 @@
-"""What a build writes down of itself: this module is replaced in every wheel, and says nothing in a checkout."""
+"""Source digests of a build: replaced in every wheel, empty in a checkout."""
 
 VERSION = ""
 DIGESTS: dict[str, str] = {}

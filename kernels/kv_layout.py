@@ -1,10 +1,10 @@
-"""How keys and values lie in a page: fixed-size pages of positions, every layer of a position in the same page.
+"""The layout of keys and values in a page: pages of a fixed number of positions, with all layers of a position.
 
-A page is one piece of memory, or two: layers with a window lie in a piece of their own, which can be given back when
-no position in it will be seen again. A piece holds, per layer and KV head: keys, scales of keys, values, scales of
-values, each part a multiple of 64 bytes. Keys lie in groups of sixteen positions, so that one query dimension (or
-four) meets sixteen keys in one vector; values lie so that the probability of one position (or two) meets sixteen
-columns in one vector.
+A page is one block of memory, or two: sliding-window layers may have a block of their own, which is freed once no
+position in it will be read again. A block has, per layer and KV head: keys, scales of keys, values, scales of values,
+each part a multiple of 64 bytes. Keys are in groups of sixteen positions, so that one query dimension (or four) is
+multiplied by sixteen keys in one vector; values so that the probability of one position (or two) is multiplied by
+sixteen columns in one vector.
 
 | type | keys, per group of sixteen positions | values |
 |---|---|---|
@@ -30,7 +30,7 @@ from localinfer.errors import RequestError
 from localinfer.kernels.ops import KVLayerShape
 
 PAGE_TOKENS = 32
-"""Positions per page: half a page is wasted per sequence on average, and a page is one copy when a prefix forks."""
+"""Positions per page: half a page is wasted per sequence on average, and one page is copied when a prefix forks."""
 
 SCALE_BLOCK = 64
 """Elements of a head that share a scale, in the quantized types."""
@@ -50,7 +50,7 @@ def parse_kv_type(kv_type: str) -> tuple[str, str]:
 
 
 def is_quantized(name: str) -> bool:
-    """Whether a type of keys or values holds codes and scales."""
+    """Whether a type of keys or values has codes and scales."""
     return name.startswith("q")
 
 
@@ -61,9 +61,9 @@ def num_blocks(size: int) -> int:
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """One KV head of one layer in a page: where its parts begin, how many bytes it takes, and its padded sizes.
+    """One KV head of one layer in a page: offsets of its parts, its bytes, and padded sizes.
 
-    key_columns and value_columns are what is stored of each position: the sizes, padded to what a vector needs.
+    key_columns, value_columns: elements stored per position, padded to whole vectors.
     """
 
     key_columns: int
@@ -81,7 +81,7 @@ class KVLayout:
     kv_type: str
     layers: Sequence[KVLayerShape]
     scale_block: int = SCALE_BLOCK
-    """Always SCALE_BLOCK: here so that the layout's repr, by which kept pages are told apart, names it."""
+    """Always SCALE_BLOCK; in the layout's repr, which is part of the key of stored pages."""
 
     def __post_init__(self) -> None:
         parse_kv_type(self.kv_type)
@@ -113,27 +113,27 @@ class KVLayout:
         return HeadLayout(key_columns, value_columns, key_scales, values, value_scales, num_bytes)
 
     def layer_offset(self, layer: int) -> int:
-        """Where a layer begins in its piece of a page."""
+        """Offset of a layer in its block of a page."""
         return self._placement[0][layer]
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page but its windowed layers, a multiple of 64 because each head's are."""
+        """Bytes of a page without its sliding-window block, a multiple of 64."""
         return self._placement[1][False]
 
     @property
     def windowed_bytes(self) -> int:
-        """Bytes of the windowed layers of a page, a multiple of 64."""
+        """Bytes of the sliding-window block of a page, a multiple of 64."""
         return self._placement[1][True]
 
     @property
     def window(self) -> int:
-        """Positions that the windowed layers see, at most; 0 where there are none."""
+        """The largest sliding window; 0 without such layers."""
         return max((shape.window for shape in self.layers), default=0)
 
     @cached_property
     def _placement(self) -> tuple[list[int], dict[bool, int]]:
-        """Where each layer begins in its piece, and the bytes of a piece of layers without and with a window."""
+        """The offset of each layer in its block, and the bytes of the block of layers without and with a window."""
         offsets, sizes = [], {False: 0, True: 0}
         for layer, shape in enumerate(self.layers):
             offsets.append(sizes[shape.window > 0])
@@ -143,15 +143,15 @@ class KVLayout:
 
 @runtime_checkable
 class DevicePages(Protocol):
-    """A layout whose pages lie, all of each or a part, in a device's memory; addresses mean something there only."""
+    """A layout whose pages are wholly or partly in a device's memory; addresses are valid there only."""
 
     @property
     def device_page_bytes(self) -> int:
-        """Bytes of a page on the device; the others are in the host's memory."""
+        """Bytes of a page on the device; the rest is in host memory."""
         ...
 
     def allocate(self, num_bytes: int) -> int:
-        """Address of fresh memory, for whole pages. Raises: OutOfMemoryError, MemoryError."""
+        """Allocate memory for whole pages; returns its address. Raises: OutOfMemoryError, MemoryError."""
         ...
 
     def copy(self, source: int, target: int, num_bytes: int) -> None:
@@ -176,7 +176,7 @@ def _padded(size: int, multiple: int) -> int:
 
 
 def _part_bytes(columns: int, name: str) -> int:
-    """Bytes of the numbers of a page of one head, scales apart."""
+    """Bytes of the elements of one head in a page, without scales."""
     bits = {"f32": 32, "f16": 16, "q8_0": 8, "q4_0": 4}[name]
     return _padded(PAGE_TOKENS * columns * bits // 8, 64)
 

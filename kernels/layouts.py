@@ -1,10 +1,10 @@
-"""How weights lie in memory for the CPU kernels: tiles of sixteen rows, at the density of the file.
+"""Weight layouts of the CPU kernels: tiles of sixteen rows, at the density of the file.
 
-A tile is its units one after the other, each a header and a body, and tiles follow each other: a thread that walks its
-tiles reads memory in one unbroken line, which is what a processor's own prefetchers follow best. Lane r of every vector
-belongs to row r of the tile. A block is 32 columns.
+A tile is a sequence of units, each a header and a body, and tiles are contiguous, so that a thread reads memory
+sequentially, which hardware prefetchers follow best. Lane r of every vector belongs to row r of the tile. A block is 32
+columns.
 
-Body vectors are 64 bytes: lane r holds four neighbouring code bytes of row r, exactly as a row of the file has them.
+Body vectors are 64 bytes: lane r has four adjacent code bytes of row r, as in a row of the file.
 
 | layout | unit | header | body |
 |---|---|---|---|
@@ -19,8 +19,8 @@ Body vectors are 64 bytes: lane r holds four neighbouring code bytes of row r, e
 | INT4_32 INT4_64 INT4_128 | 32, 64 or 128 columns | d f16[16], zero i16[16] | per block, as Q4_0 |
 | INT8_32 | block | d f16[16], zero i16[16] | 8 vectors of codes 0 to 255 |
 
-The INT layouts are those of checkpoints: w = d * (code - zero), one scale and one integer zero point for a group of
-columns. Files keep codes and zero points elsewhere, so `quant/checkpoint/grouped_layouts.py` writes their rows first.
+The INT layouts are those of checkpoints: w = d * (code - zero), one scale and one integer zero point per group of
+columns. Checkpoints store codes and zero points apart, so `quant/checkpoint/grouped_layouts.py` joins them first.
 
 The 48 bytes hold, for blocks 2p and 2p + 1 of a super-block, three byte[16]: s0 | m0 << 6, s1 | (m0 >> 2) << 6 and
 m1 | (m0 >> 4) << 6 (each byte keeps two bits of m0 in its upper end), where w = d * s * q - dmin * m.
@@ -41,7 +41,7 @@ SUPER_BLOCK = 256
 
 
 class Layout(IntEnum):
-    """A weight layout the kernels run."""
+    """A weight layout of the kernels."""
 
     F32 = 0
     F16 = 1
@@ -61,12 +61,12 @@ class Layout(IntEnum):
 
 
 GGUF_LAYOUTS = tuple(layout for layout in Layout if layout <= Layout.Q6_K)
-"""Those whose rows a GGUF file holds."""
+"""Layouts of rows in GGUF files."""
 
 
 @dataclass(frozen=True)
 class LayoutSizes:
-    """Columns of a unit, bytes of its header in a tile, and bytes of it in one row of the file."""
+    """Columns of a unit, bytes of its header in a tile, and its bytes in one row of the file."""
 
     unit: int
     header_bytes: int
@@ -74,7 +74,7 @@ class LayoutSizes:
 
     @property
     def unit_bytes(self) -> int:
-        """Bytes of a unit of a tile: exactly those of its rows in the file."""
+        """Bytes of a unit of a tile: the same as of its rows in the file."""
         return TILE_ROWS * self.file_bytes
 
 
@@ -98,12 +98,12 @@ SIZES: dict[Layout, LayoutSizes] = {
 
 
 def is_float(layout: Layout) -> bool:
-    """Whether weights are plain numbers, multiplied with float32 activations."""
+    """Whether weights are floating point, multiplied by float32 activations."""
     return layout <= Layout.BF16
 
 
 def num_tiles(num_rows: int) -> int:
-    """Tiles that hold this many rows; the last is padded with zero weights."""
+    """Tiles for this many rows; the last is padded with zero weights."""
     return -(-num_rows // TILE_ROWS)
 
 

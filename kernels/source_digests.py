@@ -1,7 +1,7 @@
-"""Digests of the sources, by which compiled code and cached values of one version are told from those of another.
+"""Digests of the sources, in the keys of compiled kernels and of cached values.
 
-They are of the files, where these are there: in a checkout, an editable install, an installed wheel. Of a module that
-is no file (in a frozen application or a zip) it is what the build wrote into `built_sources`.
+They are computed from the files if these exist: in a checkout, an editable install, an installed wheel. In a frozen
+application or a zip they come from `built_sources`.
 """
 
 import hashlib
@@ -10,22 +10,19 @@ import sys
 from pathlib import Path
 
 BUILT = "built_sources.py"
-"""The one module that is not counted, for a build replaces it."""
+"""The one module without a digest, because a build replaces it."""
 
 PACKAGES = ("kernels", "models")
-"""The packages of localinfer whose code decides what is computed."""
+"""The packages whose code affects results."""
 
-UNKNOWN_SOURCES = (
-    "which version of its code this localinfer runs is not known: there are no files, and no build noted it"
-)
+UNKNOWN_SOURCES = "the version of localinfer's code is unknown: there are no source files, and the build has no digests"
 UNKNOWN_SOURCES_WAY_OUT = "bundle what `pip wheel .` builds, with its module localinfer.kernels.built_sources"
 
 
 def digests_of(package: str, folder: Path) -> dict[str, str]:
-    """SHA-256 of every module in a package's folder, by the package and the path in it.
+    """SHA-256 of every module in a package's folder, by package and path.
 
-    Of a module that lies there as bytecode only, it is that of its bytecode. Scripts in a folder that is no package are
-    not counted.
+    For a module without source it is that of its bytecode. Scripts in folders that are not packages are left out.
     """
     if not folder.is_dir():
         return {}
@@ -39,11 +36,11 @@ def digests_of(package: str, folder: Path) -> dict[str, str]:
 
 
 def source_digests(package: str) -> dict[str, str] | None:
-    """SHA-256 of every module of one of `PACKAGES`, by the package and the path in it.
+    """SHA-256 of every module of one of `PACKAGES`, by package and path.
 
-    None if that cannot be known: then nothing may be shared with another process, which could run another version.
+    None if unknown: then nothing may be shared with another process, which could run another version.
     """
-    # Not above: a build runs this file where the package is not installed.
+    # Imported here, because a build runs this file without the package installed.
     from localinfer.kernels.built_sources import DIGESTS
 
     spec = importlib.util.find_spec(f"localinfer.{package}")
@@ -52,9 +49,9 @@ def source_digests(package: str) -> dict[str, str] | None:
         found |= digests_of(package, Path(folder))
     written = {name: digest for name, digest in DIGESTS.items() if name.startswith(f"{package}/")}
     if not written and getattr(sys, "frozen", False):
-        # Sources that lie beside a frozen application are not what it runs.
+        # Sources beside a frozen application are not what it runs.
         return None
-    # A file that is there may have been edited since the build.
+    # Existing files may have been edited since the build.
     return written | found or None
 
 

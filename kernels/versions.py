@@ -1,13 +1,13 @@
-"""Versions of what is installed, also where a frozen application left their metadata behind."""
+"""Versions of installed packages, also in frozen applications without their metadata."""
 
 import importlib
 from importlib import metadata
 
 
 def installed_version(package: str) -> str:
-    """Version of a package that is installed.
+    """Version of an installed package.
 
-    Where its metadata was not bundled it is what the module itself says, or, of localinfer, what the build wrote down.
+    Without metadata it is the module's `__version__`, or for localinfer that of the build.
     """
     try:
         return metadata.version(package)

@@ -1,6 +1,6 @@
-"""Choose a token from one row of logits: the order of the filters, and the memory they share.
+"""Sampling of a token from one row of logits: the order of the filters, and their memory.
 
-The steps themselves, and why they are exact, are in `compiled/sampling/sampling.py`.
+The compiled steps are in `compiled/sampling/sampling.py`.
 """
 
 import math
@@ -16,11 +16,11 @@ from localinfer.kernels.jit.object_cache import Function
 __all__ = ["NOTHING_LEFT", "NOT_FINITE", "RowSampler", "adjust", "order_key", "uniforms"]
 
 _NUCLEUS_BLOCKS = 512
-"""Blocks that top-p looks at first; a real distribution's nucleus nearly always lies in them."""
+"""Blocks that top-p searches first; the nucleus is nearly always in them."""
 
 _SAMPLE_ERROR = 0.03
-"""Of the probability above a key, judged by one token of every block: two standard deviations for a vocabulary of
-150,000, more for a smaller one. It decides about speed, not about the choice."""
+"""Error of the probability above a key, estimated from one token of every block: two standard deviations for a
+vocabulary of 150,000, more for a smaller one. It affects speed, not the result."""
 
 _ROUGH_ERROR = 1e-5
 _ROUGH_TEMPERATURES = (1e-30, 1e30)
@@ -43,11 +43,11 @@ _UNIFORMS = Function("sampling_race.uniforms", "q", "qqqqq")
 _RACE = Function("sampling_race.race", "q", "qqqqqqqddq")
 _RACE_ROW = Function("sampling_race.race_row", "q", "qqqqqqqqqdqq")
 KERNELS = (*(_SCAN, _GATHER, _CUT, _KEEP, _ADJUST, _WEIGH, _MASS_AHEAD, _ROUGH_MASSES, _UNIFORMS, _RACE, _RACE_ROW),)
-"""What sampling may call, so that a loader can compile it all before the first token."""
+"""Kernels of sampling, to be compiled when a model is loaded."""
 
 
 class _Row(NamedTuple):
-    """A row of logits and how to draw from it."""
+    """A row of logits and its sampling parameters."""
 
     logits: NDArray[np.float32]
     best_token: int
@@ -60,7 +60,7 @@ class _Row(NamedTuple):
     position: int
 
     def least_key(self) -> int:
-        """A key that every token of the least weight reaches."""
+        """A lower bound of the keys of tokens with the least weight."""
         if self.least_weight == 0:
             return _LOWEST_KEY
         reach = self.best + math.log((self.least_weight - 0.5) / _ONE) * self.temperature
@@ -68,7 +68,7 @@ class _Row(NamedTuple):
 
 
 class RowSampler:
-    """Scratch memory for rows of one vocabulary size, and the order in which the steps run; one thread at a time."""
+    """Scratch memory for rows of one vocabulary size, and the order of the steps; not thread-safe."""
 
     def __init__(self, vocab_size: int) -> None:
         num_blocks = -(-vocab_size // SAMPLING_BLOCK)
@@ -95,17 +95,17 @@ class RowSampler:
         seed: np.uint64,
         position: int,
     ) -> int:
-        """Filter a row by top-k, then top-p, then min-p, and draw a token; temperature 0 takes the largest logit.
+        """Filter a row by top-k, then top-p, then min-p, and sample a token; temperature 0: the largest logit.
 
         Each filter keeps the head of one order (logit descending, id ascending): `top_k` tokens (0: all); the fewest
-        whose probability among what top-k kept reaches `top_p` (1: all; never none); those of at least `min_p` times
-        the probability of the best. -inf is never chosen.
+        whose probability among those kept by top-k reaches `top_p` (1: all; at least one); those of at least `min_p`
+        times the largest probability. -inf is never sampled.
 
         Shapes: logits float32[vocab_size], contiguous, fewer than 2^20.
         Returns: the token id, or NOT_FINITE, or NOTHING_LEFT.
         """
-        assert logits.flags.c_contiguous, "the kernel walks memory"
-        # As `address`, without a Python call, for every greedy token passes here.
+        assert logits.flags.c_contiguous, "kernels need contiguous arrays"
+        # As `address`, inlined, because it runs for every greedy token.
         place: int = logits.__array_interface__["data"][0]
         best_token: int = _SCAN.call(
             place, logits.size, self._block_keys_address, self._num_blocks, self._sample_keys_address
@@ -121,7 +121,7 @@ class RowSampler:
         return self._choose_among_few(row, top_k) if 0 < top_k < logits.size else self._choose_from_all(row)
 
     def _choose_among_few(self, row: "_Row", top_k: int) -> int:
-        """List what top-k keeps, weigh it exactly, and race within the list."""
+        """List the tokens kept by top-k, compute exact weights, and race within the list."""
         ids, keys, weights = self._ids_address, self._keys_address, self._weights_address
         scale = (row.best, row.inverse_temperature)
         count = _GATHER(*self._row_parameters(row), self._count_threshold(top_k), ids, keys)
@@ -143,10 +143,10 @@ class RowSampler:
         return chosen
 
     def _choose_from_all(self, row: "_Row") -> int:
-        """Race the whole row; while the winner is not in the nucleus, race again among those ahead of it.
+        """Race the whole row; while the winner is outside the nucleus, race again among the tokens ahead of it.
 
-        The nucleus is the head of an order, so nobody behind such a winner is in it, and a winner that is in it would
-        have won among the nucleus alone. The first race is already among a head that probably holds the nucleus.
+        The nucleus is the head of an order, so no token behind such a winner is in it, and a winner in it would have
+        won within the nucleus alone. The first race is among a head that probably contains the nucleus.
         """
         words, scale = self._row_parameters(row), (row.best, row.inverse_temperature)
         block_mass = _WEIGH(self._block_keys_address, self._block_weights_address, self._num_blocks, *scale)
@@ -173,7 +173,7 @@ class RowSampler:
             is_proven = True
 
     def _likely_start(self, row: "_Row", block_mass: int) -> int:
-        """A key that the whole nucleus is probably above, judged by block maxima and by one token of every block."""
+        """A key probably below the whole nucleus, estimated from block maxima and from one token of every block."""
         scale = (row.best, row.inverse_temperature)
         sample_mass = _WEIGH(self._sample_keys_address, self._sample_weights_address, self._num_blocks, *scale)
         total = max(block_mass, SAMPLING_BLOCK * sample_mass)
@@ -189,7 +189,7 @@ class RowSampler:
         return min(head, key) - 1
 
     def _is_in_nucleus(self, row: "_Row", total: float, ahead: float, threshold: int, limit: int) -> bool:
-        """Whether the weights ahead of a place fall short of top-p; by exact sums where rough ones cannot tell."""
+        """Whether the weights ahead of a place are below top-p; by exact sums if rough ones do not decide."""
         shortfall = row.top_p * total - ahead
         is_sure = abs(shortfall) > 3.0 * (_ROUGH_ERROR * total + row.logits.size / _ONE)
         if is_sure and _ROUGH_TEMPERATURES[0] <= row.temperature <= _ROUGH_TEMPERATURES[1]:
@@ -202,7 +202,7 @@ class RowSampler:
         return address(row.logits), row.logits.size, self._block_keys_address, self._num_blocks
 
     def _count_threshold(self, wanted: int) -> int:
-        """A key that at least `wanted` logits reach: certainly where blocks suffice, else probably."""
+        """A key that at least `wanted` logits reach: certain if there are enough blocks, else probable."""
         if wanted <= self._num_blocks:
             return self._block_threshold(wanted)
         wanted_samples = int(wanted / SAMPLING_BLOCK * 1.1) + 10
@@ -231,18 +231,18 @@ def _room(count: int, kind: type[np.generic]) -> tuple[NDArray[Any], int]:
 
 
 def order_key(value: float) -> int:
-    """The int32 key of a logit, in plain Python; that of -0.0 is that of 0.0."""
+    """The int32 key of a logit; -0.0 and 0.0 have the same."""
     bits = int(np.float32(value + 0.0).view(np.int32))
     return bits if bits >= 0 else bits ^ 0x7FFFFFFF
 
 
 def _nucleus(top_p: float, total: int) -> int:
-    """The weight that a nucleus must reach: at least one unit, so that one token stays."""
+    """The weight that a nucleus must reach: at least one unit, so that one token is kept."""
     return max(1, min(total, math.ceil(top_p * total)))
 
 
 def _signed(seed: np.uint64 | int) -> int:
-    """The int64 with a seed's 64 bits."""
+    """A seed's 64 bits as int64."""
     value = int(seed) & (2**64 - 1)
     return value - 2**64 if value >= 2**63 else value
 

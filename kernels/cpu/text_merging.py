@@ -1,7 +1,4 @@
-"""Long texts to tokens, without the GIL: shapes and memory around the compiled steps.
-
-How they work is in `compiled/tokens/text_merging.py`.
-"""
+"""Tokenization of long texts without the GIL: arguments and memory of `compiled/tokens/text_merging.py`."""
 
 from typing import NamedTuple
 
@@ -18,16 +15,16 @@ _FILL_WHOLE = Function("text_merging.fill_whole", "q", "qqqqq")
 _MERGE = Function("text_merging.merge", "q", "q")
 _SPLIT = Function("text_merging.split", "q", "q")
 KERNELS = (_FILL_PAIRS, _FILL_WHOLE, _MERGE, _SPLIT)
-"""What encoding a long text may call, so that a loader can compile it before the first token."""
+"""Kernels of tokenizing a long text, to be compiled when a model is loaded."""
 
 
 class WordShape(NamedTuple):
-    """What distinguishes the ways of cutting words that are compiled.
+    """The rules of splitting words.
 
-    leads_with_symbols: a word may begin with any one symbol or white space, else only with a space. digits: how many
-    make a group, 0 for a whole run with a space before it. digits_first: digits are cut out one by one before all
-    else. symbol_lines: newlines belong to the symbols before them. lines: white space ends at its last newline.
-    any_case: contractions may be in capitals.
+    leads_with_symbols: a word may begin with any one symbol or white space, else only with a space. digits: maximum
+    digits of a group, 0 for a whole run with a space before it. digits_first: digits are split off one by one first.
+    symbol_lines: newlines belong to the symbols before them. lines: white space ends at its last newline. any_case:
+    contractions may be in capitals.
     """
 
     leads_with_symbols: bool = False
@@ -41,14 +38,14 @@ class WordShape(NamedTuple):
 def split_words(
     codes: NDArray[np.int32], kinds: NDArray[np.uint8], shape: WordShape, *, is_end: bool
 ) -> NDArray[np.int64]:
-    """Return where the words of a text end, int64[W]; unless `is_end`, only those that more text cannot change.
+    """Return the ends of the words of a text, int64[W]; unless `is_end`, only those that more text cannot change.
 
     codes: int32[T] code points; kinds: uint8[T], one of kernel_abi.CHARACTER_* each.
     """
     assert codes.dtype == np.int32 and kinds.dtype == np.uint8 and codes.shape == kinds.shape, "read in place"
     assert codes.ndim == 1, "a text is one row"
     ends = np.empty(codes.size, np.int64)
-    words = SPLIT.pack(
+    block = SPLIT.pack(
         kinds=address(kinds),
         codes=address(codes),
         count=codes.size,
@@ -56,11 +53,11 @@ def split_words(
         is_end=is_end,
         **shape._asdict(),
     )
-    return ends[: _SPLIT(address(words))]
+    return ends[: _SPLIT(address(block))]
 
 
 class MergeTable:
-    """Which neighbours merge, in which order, and to what; threads may share it.
+    """The merges of pairs of symbols, with their ranks and results; thread-safe.
 
     pairs: int64[P], left << 32 | right, of symbols from 0 to 2^31 - 1; of equal ones the first counts. values:
     int64[P], rank << 32 | result. whole: for words that need no merging, the symbols of all tokens in a row, int32, and
@@ -89,7 +86,7 @@ class MergeTable:
             self._whole = symbols, starts, table
 
     def merge(self, symbols: NDArray[np.int32], ends: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Return the symbols that words are merged to, and the place of each one's first in `symbols`, int32 both.
+        """Return the merged symbols of words, and the index of each one's first symbol in `symbols`, both int32.
 
         symbols: int32[T], -1 for one that never merges; overwritten. ends: int64[W], rising to T.
         """
@@ -98,11 +95,11 @@ class MergeTable:
         assert symbols.size < 2**31 and (ends[-1] if ends.size else 0) == symbols.size and (lengths >= 0).all()
         longest = max(SCAN_SYMBOLS, int(lengths.max()) if ends.size else 0)
         out, places = np.empty(symbols.size, np.int32), np.empty(symbols.size, np.int32)
-        # Pages that are not touched take no memory.
+        # Untouched pages take no memory.
         following, preceding = np.empty(longest, np.int32), np.empty(longest, np.int32)
         heap = np.empty(2 * longest, np.int64)
         tokens, starts, table = self._whole or (None, None, None)
-        words = MERGE.pack(
+        block = MERGE.pack(
             symbols=address(symbols), ends=address(ends), num_words=ends.size, keys=address(self._keys),
             values=address(self._values), mask=self._keys.size - 1, following=address(following),
             preceding=address(preceding), heap=address(heap), out=address(out), places=address(places),
@@ -110,10 +107,10 @@ class MergeTable:
             whole_starts=0 if starts is None else address(starts),
             whole_symbols=0 if tokens is None else address(tokens),
         )  # fmt: skip
-        count = _MERGE(address(words))
+        count = _MERGE(address(block))
         return out[:count], places[:count]
 
 
 def _table_size(count: int) -> int:
-    """A power of two, at most half full, so that a search soon meets a free place."""
+    """A power of two, at most half full."""
     return 1 << max(4, (2 * count).bit_length())

@@ -1,7 +1,7 @@
-"""Weights in tiles, moved there from the rows of a file, straight from the map and in parallel; and checksums of bytes.
+"""Packing weights from a file's rows into tiles, in parallel and directly from the memory map; checksums.
 
-Every layout is a list of fields: items of 1, 2 or 4 bytes that go, item by item, from one row of the file to one lane
-of a tile, one after the other or, of Q6_K, every other. Three kinds of field change bytes on the way; none loses any.
+Every layout is a list of fields: items of 1, 2 or 4 bytes that are copied from one row of the file to one lane of a
+tile, consecutively or, of Q6_K, every other. Three kinds of field permute bits; none loses any.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from localinfer.kernels.jit.object_cache import Function, Kernel
 from localinfer.kernels.layouts import SIZES, TILE_ROWS, Layout, check_bytes, num_tiles, tile_bytes
 
 _STEP_BYTES = 8 << 20
-"""A tensor is packed in steps of about this size, so that little of the file is in memory at once."""
+"""Bytes of the file that are packed at a time, so that little of it is in memory."""
 
 _PACK = Kernel("packing.pack_tiles")
 
@@ -56,9 +56,9 @@ _FIELD_TABLES = {layout: np.array(fields, np.int64) for layout, fields in _FIELD
 
 @dataclass(frozen=True)
 class RowTable:
-    """Rows as a GGUF tensor stores them: `data` is uint8, row after row.
+    """Rows of a GGUF tensor; data: uint8, row after row.
 
-    fill: to be called with the ids, int32, of rows that are to be read, before they are; None where all are there.
+    fill: to be called with the ids, int32, of rows before they are read; None if all are in memory.
     """
 
     layout: Layout
@@ -70,9 +70,9 @@ class RowTable:
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A stack of equal matrices in tiles: `data` is uint8[num_experts * expert_bytes], 64-byte aligned.
+    """A stack of matrices in tiles; data: uint8[num_experts * expert_bytes], 64-byte aligned.
 
-    columns: int32[num_columns], which column of the input each column multiplies, where they are not in order.
+    columns: int32[num_columns], the input column of each column; None if they are in order.
     """
 
     layout: Layout
@@ -102,10 +102,10 @@ def pack(
     arena: Arena | None = None,
     done: Callable[[int, int], None] | None = None,
 ) -> PackedWeight:
-    """Pack a stack of matrices stored row after row, as a GGUF tensor is.
+    """Pack a stack of matrices stored row after row, as in a GGUF tensor.
 
-    data: contiguous uint8 of exactly the stack's bytes; `done` is called with each stretch of it (first byte, end) that
-    has been packed, so that the caller can release it. Raises ShapeError if the bytes are not what the shape needs.
+    data: contiguous uint8 of exactly the stack's bytes. done: called with each packed range (first byte, end), so that
+    the caller can release it. Raises: ShapeError if the bytes do not match the shape.
     """
     sizes = SIZES[layout]
     bytes_per_tile = tile_bytes(layout, num_columns)
@@ -141,13 +141,13 @@ def pack(
 
 _FOLD = Function("checksum.fold", "q", "qqq")
 KERNELS = (_PACK, _FOLD)
-"""What weights are packed and folded with, so that a loader can compile it ahead."""
+"""Kernels of packing and checksums, to be compiled when a model is loaded."""
 
 _FIRST_LANES: NDArray[np.uint64] = np.arange(1, CHECKSUM_LANES + 1, dtype=np.uint64) * np.uint64(CHECKSUM_MULTIPLIER)
 
 
 def fold(data: memoryview | bytes) -> bytes:
-    """Fold data, whose length is a multiple of 8 bytes, into 8 * CHECKSUM_LANES bytes; the GIL is released meanwhile.
+    """Fold data, whose length is a multiple of 8 bytes, into 8 * CHECKSUM_LANES bytes; releases the GIL.
 
     Equal data give equal results on every machine that is little-endian.
     """

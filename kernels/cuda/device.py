@@ -1,6 +1,6 @@
 """The GPU: memory by address, and steps that run in order; torch for memory, graphs and GEMMs, the driver for kernels.
 
-Only here are torch and the driver's bindings imported. The tests put an emulator in this device's place.
+Only this module imports torch and the driver's bindings. Tests replace the device by an emulator.
 """
 
 import ctypes
@@ -19,16 +19,16 @@ from localinfer.kernels.cuda.kernel_cache import KernelKey, compile_all, kernel_
 from localinfer.kernels.jit.compile_ahead import ProgressCallback
 
 F32, F16, BF16 = range(3)
-"""Kinds of numbers of a library's GEMM, numbered as in `compiled.rows`."""
+"""Element types of a library GEMM, numbered as in `compiled.rows`."""
 
 _READ_BYTES = 1 << 30
 _READS = 8
-"""Bytes, and how often, that `read_bandwidth` reads."""
+"""Bytes and repetitions of `read_bandwidth`."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel: which, its constants, the grid, threads of a block, and what it is called with."""
+    """A kernel launch: kernel, constants, grid, threads per block, arguments."""
 
     kernel: str
     constants: tuple[int, ...]
@@ -58,19 +58,19 @@ class Gemm:
 Step = Launch | Gemm
 
 OVERLAP_CAPABILITY = (9, 0)
-"""Compute capability from which on a kernel can itself wait for the one before it."""
+"""Minimum compute capability of programmatic dependent launch."""
 
 
 @dataclass(frozen=True)
 class FoundDevice:
-    """The GPU that would be taken, and its free memory."""
+    """The GPU that would be used, and its free memory."""
 
     name: str
     free_bytes: int
 
 
 def has_driver() -> bool:
-    """Whether NVIDIA's driver is on this machine, found without importing anything large."""
+    """Whether NVIDIA's driver is installed, without importing large libraries."""
     try:
         ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
     except OSError:
@@ -79,10 +79,10 @@ def has_driver() -> bool:
 
 
 def find_device() -> FoundDevice:
-    """The first CUDA device. Raises: BackendUnavailableError, saying what is missing."""
+    """The first CUDA device. Raises: BackendUnavailableError with the reason."""
     if not has_driver():
         raise BackendUnavailableError(
-            "device 'cuda' needs an NVIDIA GPU, and its driver is not on this machine; take device 'cpu'"
+            "device 'cuda' needs an NVIDIA GPU, and its driver is not installed; take device 'cpu'"
         )
     require_numba_cuda()
     import torch
@@ -104,14 +104,14 @@ def find_device() -> FoundDevice:
 
 
 def parameter_kinds(ptx: bytes) -> tuple[type[ctypes.c_float] | type[ctypes.c_int64], ...]:
-    """What a kernel is called with: every parameter of 32 bits is a float, all others are whole numbers."""
+    """The types of a kernel's arguments: 32-bit parameters are floats, others int64."""
     entry = ptx[ptx.index(b".entry kernel(") :]
     kinds = entry[: entry.index(b")")].split(b".param ")[1:]
     return tuple(ctypes.c_float if kind.startswith((b".f32", b".b32")) else ctypes.c_int64 for kind in kinds)
 
 
 def overlapping_launch(launch: Launch, stream: int) -> Any:
-    """The driver's CUlaunchConfig for programmatic dependent launch: the kernel itself waits for the one before."""
+    """The driver's CUlaunchConfig for programmatic dependent launch: the kernel waits for the previous one."""
     from cuda.bindings import driver
 
     allowed = driver.CUlaunchAttribute()
@@ -127,10 +127,10 @@ def overlapping_launch(launch: Launch, stream: int) -> Any:
 
 
 class CudaDevice:
-    """The current CUDA device of torch. One thread at a time, but any.
+    """The current CUDA device of torch. Any thread, one at a time.
 
-    overlaps: start a kernel before the one before it has ended, where the GPU can. Off until a GPU has measured it.
-    waited_seconds: how long `read` has waited for steps to end, in all.
+    overlaps: use programmatic dependent launch where the GPU supports it. Off until it is measured on a GPU.
+    waited_seconds: total time that `read` has waited for steps.
     """
 
     def __init__(self, *, overlaps: bool = False) -> None:
@@ -142,7 +142,7 @@ class CudaDevice:
 
         self._torch = torch
         self._driver = driver
-        torch.zeros(1, device="cuda")  # makes the context that kernels are loaded into
+        torch.zeros(1, device="cuda")  # creates the context into which kernels are loaded
         (self._context,) = self._check(driver.cuCtxGetCurrent())
         self._entered = threading.local()
         major, minor = torch.cuda.get_device_capability()
@@ -164,10 +164,10 @@ class CudaDevice:
         except self._torch.cuda.OutOfMemoryError:
             free = self._torch.cuda.mem_get_info()[0]
             raise OutOfMemoryError(
-                f"{num_bytes:,} bytes are needed on {self.name}, which has {free:,} free; close what else uses it, ask "
-                "for a smaller context_length or kv_memory, or take device 'cpu'"
+                f"{num_bytes:,} bytes are needed on {self.name}, which has {free:,} free; close other programs, "
+                "give a smaller context_length or kv_memory, or take device 'cpu'"
             ) from None
-        # Zeros were written on another stream than the steps run on.
+        # Zeros are written on another stream than that of the steps.
         self._torch.cuda.current_stream().synchronize()
         address = int(tensor.data_ptr())
         self._tensors[address] = tensor
@@ -179,20 +179,20 @@ class CudaDevice:
         del self._tensors[address]
 
     def write(self, address: int, data: NDArray[Any]) -> None:
-        """Copy an array there; the caller may overwrite it afterwards."""
+        """Copy an array to an address; the caller may overwrite it afterwards."""
         self._enter()
         flat = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
         pinned = self._torch.empty(flat.size, dtype=self._torch.uint8, pin_memory=flat.size < 1 << 20)
         pinned.numpy()[:] = flat
         self._check(self._driver.cuMemcpyHtoDAsync(address, pinned.data_ptr(), flat.size, self._stream.cuda_stream))
-        # Kept until a later step is known to have ended.
+        # Kept alive until a later step has ended.
         self._staging.append(pinned)
         if flat.size >= 1 << 20 or len(self._staging) > 256:
             self._synchronize()
 
     def read(self, address: int, out: NDArray[Any]) -> None:
-        """Wait for every step so far and copy from there."""
-        assert out.flags.c_contiguous, "results are copied in one piece"
+        """Wait for every step so far and copy from an address."""
+        assert out.flags.c_contiguous, "results are copied at once"
         self._enter()
         self._check(self._driver.cuMemcpyDtoHAsync(out.ctypes.data, address, out.nbytes, self._stream.cuda_stream))
         began = time.perf_counter()
@@ -207,11 +207,11 @@ class CudaDevice:
         return int(self._torch.cuda.mem_get_info()[0])
 
     def used_bytes(self) -> int:
-        """Memory taken since this device was opened, by any process."""
+        """Memory allocated since this device was opened, by any process."""
         return self._free_at_first - self.free_bytes()
 
     def read_bandwidth(self) -> float:
-        """Bytes per second that the device reads of its memory at best, measured now."""
+        """Measure the device's memory read bandwidth in bytes per second."""
         torch = self._torch
         self._enter()
         with torch.cuda.stream(self._stream):
@@ -231,7 +231,7 @@ class CudaDevice:
     def prepare(
         self, first: Sequence[KernelKey], every: Sequence[KernelKey], progress: ProgressCallback | None
     ) -> None:
-        """Compile the kernels that will be asked for, and load those that will be asked for first."""
+        """Compile all kernels, and load those that are needed first."""
         compile_all([*first, *every], self.capability, progress)
         for key in first:
             self._function(key)
@@ -318,7 +318,7 @@ class CudaDevice:
         return tensor[: tensor.numel() // size * size].view(kind).as_strided(shape, (stride, 1))
 
     def _enter(self) -> None:
-        """Make the device's context this thread's own, which the driver wants in every thread that calls it."""
+        """Make the device's context current in this thread."""
         if not getattr(self._entered, "is_done", False):
             self._check(self._driver.cuCtxSetCurrent(self._context))
             self._entered.is_done = True
@@ -331,6 +331,6 @@ class CudaDevice:
         status, *values = result
         if status != self._driver.CUresult.CUDA_SUCCESS:
             raise BackendUnavailableError(
-                f"the CUDA driver answered {status.name}; load the model again, or take device 'cpu'"
+                f"the CUDA driver returned {status.name}; load the model again, or take device 'cpu'"
             )
         return tuple(values)

@@ -1,4 +1,4 @@
-"""The launches of experts: their choice, their products, and what joins them."""
+"""Launches of mixture of experts: routing, GEMMs and sums."""
 
 from collections.abc import Iterator
 
@@ -13,8 +13,8 @@ from localinfer.kernels.layouts import is_float
 from localinfer.kernels.ops import Gating
 
 _GATINGS = {Gating.SOFTMAX: 0, Gating.SIGMOID: 1, Gating.SOFTMAX_SELECTED: 2}
-_MOST_BLOCKS = 65535
-"""Of a grid's second axis."""
+_MAX_BLOCKS = 65535
+"""Maximum of a grid's second axis."""
 
 
 def lower_route(tape: CudaTape, op: ops.Route) -> None:
@@ -43,7 +43,7 @@ def lower_expert_matmul(tape: CudaTape, op: ops.ExpertMatmul) -> None:
     packed: DeviceWeight = packed_weight(op.weight)
     selected, columns, memory = ids.width, packed.num_columns, tape.memory
     rows = max(tape.max_rows[x.rows], SMALL_ROWS)
-    check(rows * selected <= _MOST_BLOCKS, f"{rows} rows of {selected} experts are more than one launch holds")
+    check(rows * selected <= _MAX_BLOCKS, f"{rows} rows of {selected} experts exceed one launch")
     tape.read(x, ids)
     bias = memory.constant(op.bias)
     codes = None if is_float(packed.layout) else quantized_place(memory, f"experts' {x.width}", x.width, rows)

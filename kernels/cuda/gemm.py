@@ -1,4 +1,4 @@
-"""GEMM launches, and what launches depend on: our kernels for a few rows of activations, a library for more."""
+"""GEMM launches: own kernels for a few rows of activations, a library for more; and `Shape`, the shape of a batch."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,22 +16,22 @@ PLAIN, GATED, EXPERTS = 0, 1, 2
 _NO_WEIGHT = (*[0] * 10, 0.0)
 _MAX_SLOTS = 3
 _SCRATCH_ELEMENTS = 32 << 20
-"""Weights that are plain numbers at a time: 64 MB in 16 bits, which a GPU's cache holds in part."""
+"""Weights dequantized at a time: 64 MB in 16 bits, which a GPU's cache partly holds."""
 
 _MAX_GRID = 32768
-"""Rows of one launch: a second axis of a grid ends at 65535."""
+"""Maximum rows of a launch: a grid's second axis is limited to 65535."""
 
 TENSOR_CORES = (8, 0)
-"""Compute capability from which on tiles are multiplied: that of `mma.m16n8k16` and `m16n8k32`."""
+"""Minimum compute capability of tiles: that of `mma.m16n8k16` and `m16n8k32`."""
 
 _TILE_THREADS, _TILE = 256, 16
 _TILED_ROWS = 4
-"""Rows of activations from which on tiles are multiplied; for fewer, dp4a is far from its limit."""
+"""Minimum rows of activations for tiles; for fewer, dp4a is far from its limit."""
 _ENOUGH_BLOCKS = 264
-"""Two to a multiprocessor of a large GPU: with more, a block takes two tiles, which share what it reads of inputs."""
+"""Two per multiprocessor of a large GPU: with more, a block computes two tiles, which share reads of inputs."""
 
 _ENOUGH_WARPS = 2048
-"""Warps that keep a large GPU's memory busy (132 multiprocessors of 16 each); with fewer rows, warps share rows."""
+"""Warps that saturate a large GPU's memory (16 on each of 132 multiprocessors); with fewer rows, warps share rows."""
 
 
 Place = tuple[int, int]
@@ -40,10 +40,9 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True)
 class Shape:
-    """What the launches of a batch depend on: how many rows, how long a context, and where its numbers lie.
+    """The shape of a batch: rows, context length, and addresses.
 
-    Addresses are of int64[rows]: token ids, positions, the page table of each row (0 for rows that only fill up the
-    batch), and the rows that want logits.
+    Addresses are of int64[rows]: token ids, positions, the page table of each row (0 for padding), and the output rows.
     """
 
     batch_rows: int
@@ -61,12 +60,12 @@ class Shape:
 
 
 Builder = Callable[[Shape], Iterator[Step]]
-"""An op of a tape: the steps it takes for a batch of some shape."""
+"""An op of a tape: its steps for a batch of some shape."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One weight of a product: what it is multiplied into, and what is added."""
+    """One weight of a GEMM, with its output, bias and residual."""
 
     weight: DeviceWeight
     out: int
@@ -85,7 +84,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Quantized:
-    """Where the int8 codes and records of a buffer's rows are, and their strides."""
+    """Addresses and strides of the int8 codes and records of a buffer's rows."""
 
     codes: int
     codes_stride: int
@@ -93,7 +92,7 @@ class Quantized:
     records_stride: int
 
     def after(self, rows: int) -> "Quantized":
-        """The places without the first rows."""
+        """The addresses after the first rows."""
         return replace(
             self, codes=self.codes + rows * self.codes_stride, records=self.records + rows * self.records_stride
         )
@@ -106,12 +105,12 @@ class Quantized:
 def column_launch(
     kernel: str, constants: tuple[int, ...], columns: int, rows: int, values: tuple[float, ...]
 ) -> Launch:
-    """A launch with a thread to a column of every row."""
+    """A launch with one thread per column of every row."""
     return Launch(kernel, constants, (-(-columns // THREADS), rows, 1), THREADS, values)
 
 
 def quantized_place(memory: DeviceMemory, name: str, width: int, rows: int) -> Quantized:
-    """Room for the codes of a buffer."""
+    """Memory for the codes of a buffer."""
     blocks = -(-width // 32)
     codes = memory.shared(f"codes of {name}", rows * blocks * 32)
     records = memory.shared(f"records of {name}", rows * blocks * 8)
@@ -124,16 +123,16 @@ def quantize_launch(x: int, x_stride: int, into: Quantized, width: int, rows: in
 
 
 def weight_rows(batch_rows: int, is_gated: bool) -> int:
-    """Rows of each weight to a warp: enough loads in flight for one row of activations, enough registers for many."""
+    """Rows of each weight per warp: enough loads in flight for one row of activations, enough registers for many."""
     if is_gated:
         return 2 if batch_rows <= 2 else 1
     return 4 if batch_rows <= 2 else 2 if batch_rows <= 8 else 1
 
 
 def warps_to_a_row(num_rows: int, num_columns: int) -> int:
-    """How many warps share a row: so that there are enough of them, and each has units to read.
+    """How many warps share a row.
 
-    A function of the weights alone, because it decides in which order a sum is taken.
+    It depends only on the weights, because it determines the order of summation.
     """
     split = 1
     while split < 4 and num_rows // 4 * split < _ENOUGH_WARPS and num_columns >= 1024 * 2 * split:
@@ -151,9 +150,9 @@ def small_gemm(
 ) -> Iterator[Launch]:
     """Multiply up to SMALL_ROWS rows, padded to a power of two, by weights of one layout and number of columns.
 
-    activation: joins the two slots, gate and up, into the second's out.
+    activation: combines the two slots, gate and up, into the second's out.
     """
-    assert batch_rows <= SMALL_ROWS, "more rows are for the library"
+    assert batch_rows <= SMALL_ROWS, "the library multiplies more rows"
     if quantized is not None and batch_rows >= _TILED_ROWS and device.capability >= TENSOR_CORES:
         yield from tiled_gemm(quantized, slots, batch_rows, activation)
     else:
@@ -166,7 +165,7 @@ def tiled_gemm(
     """The same on tensor cores, with the same bits."""
     first = slots[0].weight
     for parameters, rows, split, kind in _parts(slots, activation):
-        # Two tiles of weights with sixteen rows of activations, or gate and up twice, are more sums than registers.
+        # Two tiles with sixteen rows of activations, or with gate and up, need more sums than there are registers.
         is_large = activation is None and batch_rows <= 8 and sum(rows) >= 2 * _TILE * _ENOUGH_BLOCKS
         tiles = 2 if is_large else 1
         blocks = sum(-(-count // (_TILE * tiles)) for count in rows)
@@ -184,7 +183,7 @@ def scalar_gemm(
     *,
     prefetches: bool = False,
 ) -> Iterator[Launch]:
-    """The same a lane at a time; prefetches: weights are requested before the kernel before this one has ended."""
+    """The same with dp4a; prefetches: weights are prefetched before the previous kernel has ended."""
     first = slots[0].weight
     place = (*x, 0, 0) if quantized is None else quantized.parameters
     per_warp = weight_rows(batch_rows, activation is not None)
@@ -196,7 +195,7 @@ def scalar_gemm(
 
 
 def _parts(slots: Sequence[Slot], activation: int | None) -> Iterator[tuple[tuple[float, ...], list[int], int, int]]:
-    """Of each launch the parameters of its slots, the rows of each, in how many parts rows are summed, and its kind."""
+    """For each launch the parameters of its slots, their rows, in how many parts rows are summed, and its kind."""
     columns = slots[0].weight.num_columns
     if activation is not None:
         gate, up = slots
@@ -208,7 +207,7 @@ def _parts(slots: Sequence[Slot], activation: int | None) -> Iterator[tuple[tupl
         part = slots[start : start + _MAX_SLOTS]
         parameters = (*(value for slot in part for value in slot.parameters), *_NO_WEIGHT * (_MAX_SLOTS - len(part)))
         counts = [slot.weight.num_rows for slot in part]
-        # The order of sums must not depend on what else is multiplied, so that the same weight always gives the same.
+        # The order of summation must not depend on the other weights of the launch.
         yield parameters, counts, warps_to_a_row(max(counts), columns), PLAIN
 
 
@@ -225,8 +224,8 @@ def expert_gemm(
 ) -> Iterator[Launch]:
     """Multiply every slot of every row by the matrix of its expert, or every head by its own if none are selected.
 
-    x_head: size of a slot in x, and where in it the columns begin. out_size: of a slot of out. codes: room for those of
-    whole rows of x, of `width` columns; None for plain numbers. expert_ids: of float32[rows][num_selected].
+    x_head: size of a slot in x, and offset of the columns in it. out_size: of a slot of out. codes: memory for the
+    codes of whole rows of x, of `width` columns; None for float weights. expert_ids: float32[rows][num_selected].
     """
     weight = slot.weight
     num_selected = num_selected or weight.num_experts
@@ -239,7 +238,7 @@ def expert_gemm(
         place = (codes.codes + offset, codes.codes_stride, codes.records + offset // 4, codes.records_stride)
         head_stride = head_size
     split = warps_to_a_row(weight.num_rows * num_selected, weight.num_columns)
-    # Here the second slot only says how far apart outputs of slots and biases of experts are.
+    # The second slot has the strides of outputs of slots and of biases of experts.
     second = (*_NO_WEIGHT[:4], 4 * weight.num_rows if slot.bias else 0, 4 * out_size, *_NO_WEIGHT[6:])
     values = (*place, weight.num_columns, 0, *slot.parameters, *second, *_NO_WEIGHT)
     tail = (*weight.row_bytes, *expert_ids, num_selected, head_stride)
@@ -250,7 +249,7 @@ def expert_gemm(
 def large_gemm(
     memory: DeviceMemory, x: Place, width: int, slots: Sequence[Slot], rows: int, gemm_kind: int
 ) -> Iterator[Step]:
-    """Multiply many rows: activations and then weights, some rows at a time, as plain numbers, through the library."""
+    """Multiply many rows with the library: activations and weights are dequantized, some rows at a time."""
     layout = slots[0].weight.layout
     kind = F32 if is_float(layout) and layout is not Layout.BF16 else gemm_kind
     inputs = memory.shared("inputs of the library", memory.max_input_bytes(width))

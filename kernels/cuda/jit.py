@@ -1,8 +1,7 @@
-"""How CUDA kernels are compiled: the decorators their sources use, and the way from a source to PTX.
+"""The decorators of CUDA kernel sources, and their compilation to PTX.
 
-This is the one module that imports numba.cuda, its sources apart. Its front end makes LLVM IR, and the LLVM inside
-llvmlite turns that into PTX: a kernel is the same code on every machine, and compiles where there is no GPU and no CUDA
-toolkit.
+Besides the sources, only this module imports numba.cuda. Its front end makes LLVM IR, and llvmlite's LLVM compiles it
+to PTX: the code is the same on every machine, and compiling needs neither a GPU nor the CUDA toolkit.
 """
 
 import importlib
@@ -21,8 +20,8 @@ from localinfer.kernels.cuda.device import OVERLAP_CAPABILITY
 _KINDS = {"q": types.int64, "f": types.float32}
 
 _IR_TARGET = (10, 0)
-"""For this architecture and newer the front end writes opaque pointers, the only ones that LLVM still reads; nothing
-else in the IR depends on it."""
+"""From this architecture on the front end writes opaque pointers, which LLVM needs; nothing else in the IR depends on
+it."""
 
 _LEAST_CAPABILITY = (7, 5)
 
@@ -30,15 +29,15 @@ _WAIT = "griddepcontrol.wait;"
 _ASM = '  call void asm sideeffect "{}", "~{{memory}}"()\n'
 
 _PTX_FEATURE = "+ptx78"
-"""The oldest PTX that has every instruction used, so that drivers since CUDA 11.8 take it."""
+"""The oldest PTX version with every instruction used; supported by drivers since CUDA 11.8."""
 
 _NEW_TARGETS = {(10, 0): "+ptx86", (12, 0): "+ptx87"}
-"""Architectures that came with a later PTX, in order."""
+"""Architectures that need a later PTX version, in order."""
 
 
 @dataclass(frozen=True)
 class Template:
-    """A function of whole numbers that returns a kernel for them, and the kinds of that kernel's parameters.
+    """A function of integer constants that returns a kernel, and the kinds of that kernel's parameters.
 
     Kinds: q is int64 or an address, f float32; those in parentheses are one parameter, a tuple.
     """
@@ -48,17 +47,17 @@ class Template:
 
 
 def template(parameters: str) -> Callable[[Callable[..., Callable[..., None]]], Template]:
-    """Mark a function that makes kernels; see `Template`."""
+    """Decorate a function that returns kernels; see `Template`."""
     return lambda make: Template(make, parameters)
 
 
 def kernel(parameters: str) -> Callable[[Callable[..., None]], Template]:
-    """Mark a kernel that needs no constants; see `Template`."""
+    """Decorate a kernel without constants; see `Template`."""
     return lambda function: Template(lambda: function, parameters)
 
 
 class DeviceFunction(CUDADispatcher):  # type: ignore[misc]
-    """A device function that compiles without asking a driver which GPU it is for."""
+    """A device function that compiles without a driver."""
 
     def compile_device(self, args: tuple[Any, ...], return_type: Any = None) -> Any:
         if args not in self.overloads:
@@ -71,20 +70,20 @@ class DeviceFunction(CUDADispatcher):  # type: ignore[misc]
 
 
 def inline(function: Callable[..., Any]) -> Any:
-    """Mark a function that kernels call, inlined by LLVM. Python cannot call it; its `py_func` can be."""
+    """Decorate a function that kernels call, inlined by LLVM. Python can call only its `py_func`."""
     return DeviceFunction(function, targetoptions={"device": True, "opt": True, "fastmath": False})
 
 
 def compile_ptx(name: str, constants: tuple[int, ...], capability: tuple[int, int]) -> str:
     """Compile "module.function" of `kernels.cuda.compiled` for some constants and a compute capability to PTX.
 
-    The one entry in it is called `kernel`.
+    Its one entry is named `kernel`.
     """
     return to_ptx(kernel_ir(name, constants), capability)
 
 
 def kernel_ir(name: str, constants: tuple[int, ...]) -> str:
-    """Optimised LLVM IR of a kernel, the same for every GPU; its one entry is called `kernel`."""
+    """Optimised LLVM IR of a kernel, the same for every GPU; its one entry is named `kernel`."""
     source = find_template(name)
     signature = types.void(*map(_type_of, re.findall(r"\(\w+\)|\w", source.parameters)))
     library, _ = compiler._compile_pyfunc_with_fixup(
@@ -102,7 +101,7 @@ def _type_of(kind: str) -> Any:
 
 
 def find_template(name: str) -> Template:
-    """The template called "module.function" in `kernels.cuda.compiled`."""
+    """The template "module.function" of `kernels.cuda.compiled`."""
     module_name, function_name = name.split(".")
     source = getattr(importlib.import_module(f"localinfer.kernels.cuda.compiled.{module_name}"), function_name)
     assert isinstance(source, Template), f"{name} is decorated with template"
@@ -110,20 +109,20 @@ def find_template(name: str) -> Template:
 
 
 def _without_used(text: str) -> str:
-    """Drop the list that keeps every inlined function, and host-side records."""
+    """Drop `llvm.used`, which keeps inlined functions, and host-side records."""
     return re.sub(r'(?m)^@"?llvm\.used"?\s*=.*$', "", text)
 
 
 def _convergent(text: str) -> str:
-    """Mark every function convergent, for a barrier may be in it: no call is copied into branches before inlining."""
+    """Mark every function convergent, because it may have a barrier: calls must not be duplicated into branches."""
     return re.sub(r"(?m)^((?:define|declare) .*\))", r"\1 convergent", text)
 
 
 def _unroll(text: str) -> str:
-    """Ask LLVM to unroll every `for` loop, however long: what is indexed in them then lies in registers.
+    """Make LLVM unroll every `for` loop fully, so that arrays indexed in them are in registers.
 
-    So loops whose count is not known when a kernel is compiled are written with `while`. Those end in a branch that
-    goes back if its condition holds; a `for` goes back without one, or where an inner `for` has nothing left.
+    Loops with a count unknown at compile time are written with `while`. Those end in a conditional branch back; a `for`
+    branches back unconditionally, or at the end of an inner `for`.
     """
     seen: set[str] = set()
     lines: list[str] = []
@@ -158,15 +157,15 @@ def _optimised(texts: Sequence[str]) -> str:
 
 
 def to_ptx(text: str, capability: tuple[int, int]) -> str:
-    """PTX of what `kernel_ir` gave, for a compute capability."""
+    """PTX of the result of `kernel_ir`, for a compute capability."""
     text = _overlapping(text) if capability >= OVERLAP_CAPABILITY else re.sub(rf"(?m)^.*{_WAIT}.*$", "", text)
     return str(_machine(capability).emit_assembly(llvm.parse_assembly(text)))
 
 
 def _overlapping(text: str) -> str:
-    """Begin with a permission to start the next kernel, and a wait for the one before, which may not have ended.
+    """Insert griddepcontrol instructions: allow the next kernel to start, and wait for the previous one.
 
-    A launch that asks for no overlap makes nothing of either. Source: PTX ISA 7.8, section 9.7.12.13.
+    They have no effect in a plain launch. Source: PTX ISA 7.8, section 9.7.12.13.
     """
     first = _ASM.format("griddepcontrol.launch_dependents;")
     if _WAIT not in text:

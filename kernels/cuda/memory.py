@@ -1,6 +1,6 @@
-"""A device's memory: the buffers and constants of a tape, and pages of keys and values, there or partly in the host's.
+"""A device's memory: buffers and constants of a tape, and pages of keys and values, wholly or partly on the device.
 
-A page is the same bytes wherever it lies, so what was kept of it can be restored anywhere: `read` and `write` move it.
+A page has the same bytes on every device, so that stored pages can be restored anywhere: `read` and `write` copy it.
 """
 
 import ctypes
@@ -19,11 +19,11 @@ from localinfer.kernels.ops import Buffer, FloatArray, KVLayerShape, Rows
 Addresses = NDArray[np.int64]
 
 SMALL_ROWS = 16
-"""Batches of up to this many rows are computed by captured graphs, padded to a power of two; buffers hold as many."""
+"""Batches of up to this many rows are run as captured graphs, padded to a power of two."""
 
 
 class DeviceMemory:
-    """The buffers and constants of one tape, reserved once on the device."""
+    """The buffers and constants of one tape on the device."""
 
     def __init__(self, device: CudaDevice, max_rows: dict[Rows, int], buffers: Sequence[Buffer]) -> None:
         self.device = device
@@ -35,7 +35,7 @@ class DeviceMemory:
             self.buffer(buffer.name, buffer.width, buffer.rows)
 
     def buffer(self, name: str, width: int, rows: Rows) -> Buffer:
-        """Reserve rows x width float32."""
+        """Allocate rows x width float32."""
         count = max(self.max_rows[rows], SMALL_ROWS)
         self._places.append(self.device.allocate(count * _stride(width)))
         return Buffer(len(self._places) - 1, name, width, rows)
@@ -58,26 +58,26 @@ class DeviceMemory:
         return self._constants[key]
 
     def max_input_bytes(self, width: int) -> int:
-        """Bytes of the most rows of `width` numbers that a library's product may take."""
+        """Bytes of the most rows of `width` numbers that a library GEMM reads."""
         return 4 * width * max(self.max_rows.values())
 
     def shared(self, name: str, num_bytes: int) -> int:
-        """Address of at least `num_bytes`, the same for every caller of this name until one of them needs more."""
+        """Address of at least `num_bytes`, shared by name; moves when a larger size is requested."""
         if name not in self._shared or self._shared[name][1] < num_bytes:
             self._shared[name] = (self.device.allocate(num_bytes), num_bytes)
         return self._shared[name][0]
 
 
 def _stride(width: int) -> int:
-    """Bytes of a row: whole units of sixteen bytes, so that every row can be read in such."""
+    """Bytes of a row, padded to sixteen for vector loads."""
     return -(-width // 4) * 16
 
 
 @dataclass(frozen=True)
 class DeviceKVLayout(KVLayout):
-    """A page layout whose pages lie in a device's memory.
+    """A page layout whose pages are in a device's memory.
 
-    device_kind: in the layout's repr, by which stored pages are distinguished: another kind may round otherwise.
+    device_kind: part of the layout's repr, and so of the key of stored pages: another kind may round differently.
     """
 
     device: CudaDevice = field(kw_only=True, repr=False, compare=False)
@@ -93,11 +93,11 @@ class DeviceKVLayout(KVLayout):
         return self.page_bytes
 
     def free_bytes(self) -> int:
-        """Memory that is free on the device."""
+        """Free memory on the device."""
         return self.device.free_bytes()
 
     def allocate(self, num_bytes: int) -> int:
-        """Address, or name, of the first of fresh pages of so many bytes. Raises: OutOfMemoryError, MemoryError."""
+        """Allocate pages; returns the address, or name, of the first. Raises: OutOfMemoryError, MemoryError."""
         return self.device.allocate(num_bytes)
 
     def copy(self, source: int, target: int, num_bytes: int) -> None:
@@ -105,7 +105,7 @@ class DeviceKVLayout(KVLayout):
         self.device.copy(source, target, num_bytes)
 
     def read(self, page: int, out: NDArray[np.uint8]) -> None:
-        """Copy a page, after every step so far, into uint8[page_bytes] of the host's."""
+        """Copy a page, after every step so far, into uint8[page_bytes] on the host."""
         self.device.read(page, out)
 
     def write(self, page: int, data: NDArray[np.uint8]) -> None:
@@ -114,7 +114,7 @@ class DeviceKVLayout(KVLayout):
 
 
 class PagePlaces:
-    """Where the two parts of pages lie, by the name that stands for both."""
+    """Addresses of the two parts of pages, by the name of the page."""
 
     def __init__(self) -> None:
         self._names, self._hosts, self._devices = (np.zeros(0, np.int64) for _ in range(3))
@@ -122,7 +122,7 @@ class PagePlaces:
         self._next_name = 1 << 20
 
     def add(self, num_bytes: int, host: NDArray[np.uint8], device: int) -> int:
-        """Keep a slab of so many bytes in all; return the name of its first page."""
+        """Register a slab of this many bytes in total; return the name of its first page."""
         name = self._next_name
         self._next_name += num_bytes
         self._names = np.append(self._names, name)
@@ -140,9 +140,9 @@ class PagePlaces:
 
 @dataclass(frozen=True)
 class SplitKVLayout(DeviceKVLayout):
-    """Pages whose first `num_host_layers` layers lie in the host's memory and the others on a device.
+    """Pages whose first `num_host_layers` layers are in host memory and the others on a device.
 
-    A page's address names both places (`places`) and is neither.
+    A page's address is a name for both parts (`places`).
     """
 
     num_host_layers: int = field(kw_only=True)
@@ -150,13 +150,13 @@ class SplitKVLayout(DeviceKVLayout):
 
     @property
     def host_part(self) -> KVLayout:
-        """The layout of the host's part, with every layer under its own number; those elsewhere take no room."""
+        """The layout of the host's part, with every layer under its own number; the others are empty."""
         count = self.num_host_layers
         return KVLayout(self.kv_type, [*self.layers[:count], *map(_empty, self.layers[count:])])
 
     @property
     def device_part(self) -> KVLayout:
-        """As `host_part`, of the device's."""
+        """As `host_part`, for the device's part."""
         count = self.num_host_layers
         return KVLayout(self.kv_type, [*map(_empty, self.layers[:count]), *self.layers[count:]])
 
@@ -165,7 +165,7 @@ class SplitKVLayout(DeviceKVLayout):
         return self.page_bytes - self._host_page_bytes
 
     def places(self, pages: Addresses) -> tuple[Addresses, Addresses]:
-        """Where these pages lie in the host's memory, and where on the device."""
+        """The addresses of pages in host memory, and on the device."""
         return self._slabs.find(pages, (self._host_page_bytes, self.device_page_bytes))
 
     def allocate(self, num_bytes: int) -> int:
@@ -200,12 +200,12 @@ class SplitKVLayout(DeviceKVLayout):
         return sum(shape.num_kv_heads * self.head(layer).num_bytes for layer, shape in shapes)
 
     def _parts(self, page: int) -> tuple[NDArray[np.uint8], int]:
-        """A page's bytes in the host's memory, and the address of its others on the device."""
+        """A page's bytes in host memory, and the address of the others on the device."""
         hosts, devices = self.places(np.array([page], np.int64))
         bytes_of_page = ctypes.c_uint8 * self._host_page_bytes
         return np.ctypeslib.as_array(bytes_of_page.from_address(int(hosts[0]))), int(devices[0])
 
 
 def _empty(shape: KVLayerShape) -> KVLayerShape:
-    """A layer that keeps nothing."""
+    """A layer without keys and values."""
     return KVLayerShape(0, shape.key_size, shape.value_size)

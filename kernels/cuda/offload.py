@@ -1,7 +1,6 @@
-"""A model whose first layers run on the CPU and whose others, with the output head, run on a device.
+"""A model whose first layers run on the CPU and the others, with the output head, on a device.
 
-Hidden states are copied over once per batch. Logits and chosen tokens are the device's, as where it holds the whole
-model.
+Hidden states are copied once per batch. Logits are computed and tokens sampled on the device.
 """
 
 from collections.abc import Sequence
@@ -17,36 +16,36 @@ from localinfer.kernels.program import Batch, Program, Segment
 
 
 class SplitProgram:
-    """Runs batches; `ops.Program` and `draws.DrawingProgram`. One caller at a time.
+    """Runs batches; a `Program` and `sampling.DrawingProgram`. One caller at a time.
 
-    first: returns the hidden states of any rows of a batch. rest: receives them.
+    first: returns hidden states. rest: receives them.
     """
 
     def __init__(self, first: Program, rest: CudaProgram, layout: SplitKVLayout) -> None:
-        assert first.max_output_rows == first.max_batch_rows, "every row goes on"
+        assert first.max_output_rows == first.max_batch_rows, "every row has an output"
         self._first = first
         self._rest = rest
         self._layout = layout
         self.max_batch_rows = min(first.max_batch_rows, rest.max_batch_rows)
         self.max_output_rows = min(rest.max_output_rows, self.max_batch_rows)
         self._every_row = np.arange(self.max_batch_rows, dtype=np.int32)
-        # Of each segment the pages as they were named last, and their places: both programs tell arrays by identity.
+        # The last pages of each segment and their places: both programs compare arrays by identity.
         self._places: list[tuple[Addresses, Addresses, Addresses]] = []
 
     def run(self, batch: Batch) -> FloatArray:
-        """Compute a batch; see `ops.Program.run`."""
+        """Compute a batch; see `Program.run`."""
         return self._rest.run(self._pass_on(batch))
 
     def run_greedy(self, batch: Batch) -> NDArray[np.int32]:
-        """Compute a batch and return the likeliest token of each output row; see `ops.GreedyProgram`."""
+        """Compute a batch and return the likeliest token of each output row; see `GreedyProgram`."""
         return self._rest.run_greedy(self._pass_on(batch))
 
     def run_drawn(self, batch: Batch, draws: Sequence[Draw]) -> NDArray[np.int32]:
-        """Compute a batch and return the token drawn of each output row; see `draws.DrawingProgram`."""
+        """Compute a batch and sample a token of each output row; see `sampling.DrawingProgram`."""
         return self._rest.run_drawn(self._pass_on(batch), draws)
 
     def logits_of(self, row: int) -> FloatArray:
-        """The logits of one output row of the last batch; see `draws.DrawingProgram`."""
+        """The logits of one output row of the last batch; see `sampling.DrawingProgram`."""
         return self._rest.logits_of(row)
 
     def close(self) -> None:

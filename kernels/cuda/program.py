@@ -1,4 +1,4 @@
-"""A finished CUDA tape: it writes a batch into the device's memory and starts its kernels, of few rows as one graph."""
+"""`CudaProgram`: writes a batch into the device's memory and launches its kernels, for few rows as one graph."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,10 +22,10 @@ _FEWEST_PAGES = 64
 
 
 class CudaProgram:
-    """Runs batches; `ops.Program` and `draws.DrawingProgram`. One caller at a time.
+    """Runs batches; a `Program` and `sampling.DrawingProgram`. One caller at a time.
 
-    Batches of up to SMALL_ROWS rows are padded to a power of two and replayed as graphs, captured when they are first
-    needed; longer ones launch their kernels one by one.
+    Batches of up to SMALL_ROWS rows are padded to a power of two and replayed as graphs, captured on first use; for
+    longer ones kernels are launched one by one.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class CudaProgram:
         self._device.prepare(self._kernels(1), every, progress)
 
     def run(self, batch: Batch) -> FloatArray:
-        """Compute a batch; see `ops.Program.run`.
+        """Compute a batch; see `Program.run`.
 
-        Raises RequestError or ContextLengthError for a batch that it cannot hold.
+        Raises RequestError or ContextLengthError for an invalid batch.
         """
         self._start(batch, Chosen.NOTHING)
         outputs = len(batch.output_rows)
@@ -81,19 +81,19 @@ class CudaProgram:
         return self._logits[:outputs]
 
     def run_greedy(self, batch: Batch) -> NDArray[np.int32]:
-        """Compute a batch and return the likeliest token of each output row; see `ops.GreedyProgram`."""
+        """Compute a batch and return the likeliest token of each output row; see `GreedyProgram`."""
         self._start(batch, Chosen.LIKELIEST)
         return self._choice.read(len(batch.output_rows))
 
     def run_drawn(self, batch: Batch, draws: Sequence[Draw]) -> NDArray[np.int32]:
-        """Compute a batch and return the token drawn of each output row; see `draws.DrawingProgram`."""
-        assert len(draws) == len(batch.output_rows) <= self.max_output_rows, "a draw for every output row"
+        """Compute a batch and sample a token of each output row; see `sampling.DrawingProgram`."""
+        assert len(draws) == len(batch.output_rows) <= self.max_output_rows, "one draw per output row"
         self._choice.write(draws)
         self._start(batch, Chosen.DRAWN)
         return self._choice.read(len(batch.output_rows))
 
     def logits_of(self, row: int) -> FloatArray:
-        """The logits of one output row of the last batch; see `draws.DrawingProgram`."""
+        """The logits of one output row of the last batch; see `sampling.DrawingProgram`."""
         place, stride, _ = self._logits_place
         self._device.read(place + row * stride, self._logits[row])
         return self._logits[row]
@@ -122,7 +122,7 @@ class CudaProgram:
         key = (shape.batch_rows, shape.output_rows, shape.num_chunks, chosen)
         if key not in self._replays:
             steps = self._steps(shape, chosen)
-            # Once outside the graph: loading kernels and warming up are not allowed inside it.
+            # Run once before capturing: loading kernels is not allowed in a capture.
             self._device.run(steps)
             self._replays[key] = self._device.capture(steps)
             return
@@ -132,7 +132,7 @@ class CudaProgram:
         return [*self._build(shape), *self._choice.steps(chosen, shape.output_rows)]
 
     def _kernels(self, rows: int) -> list[KernelKey]:
-        """The kernels that a batch of `rows` takes, whose tokens are chosen in any way."""
+        """The kernels of a batch of `rows`, with any way of sampling."""
         capacity = next(capacity for capacity in self._capacities if capacity >= rows)
         _, address = self._headers[capacity]
         shape = _shape(rows, min(rows, self.max_output_rows), _FEWEST_CHUNKS, capacity, address)
@@ -141,11 +141,9 @@ class CudaProgram:
         return list(dict.fromkeys(step.key for step in steps if isinstance(step, Launch)))
 
     def _write(self, batch: Batch) -> Shape:
-        """Check a batch and write it where the kernels read it."""
+        """Check a batch and copy it to the device."""
         if any(segment.dropped_tokens or segment.attention_sums is not None for segment in batch.segments):
-            raise BackendUnavailableError(
-                "dropping pages from the middle of a context runs on the CPU only in this version; take device 'cpu'"
-            )
+            raise BackendUnavailableError("kv_window is supported on the CPU only in this version; take device 'cpu'")
         self._limits.check(batch)
         rows, outputs = len(batch.token_ids), len(batch.output_rows)
         capacity = next(capacity for capacity in self._capacities if capacity >= max(rows, outputs))
@@ -167,11 +165,11 @@ class CudaProgram:
         while chunks * _CHUNK < longest:
             chunks *= 2
         shape = _shape(_padded(rows), _padded(outputs), chunks, capacity, address)
-        # Graphs serve whatever sequences their rows belong to.
+        # Graphs are independent of the rows' sequences.
         return shape if rows <= SMALL_ROWS else replace(shape, segment_rows=tuple(s.num_rows for s in batch.segments))
 
     def _page_table(self, index: int, pages: NDArray[np.int64]) -> int:
-        """Where a segment's page addresses lie on the device; they are written only when they changed."""
+        """Address of a segment's page table on the device, which is copied only when it has changed."""
         if index == len(self._tables):
             self._tables.append((0, 0))
             self._pages.append(None)
@@ -189,7 +187,7 @@ class CudaProgram:
 
 
 def _padded(rows: int) -> int:
-    """Rows that are computed: a power of two up to SMALL_ROWS, so that few graphs serve all batches."""
+    """Rows to compute: a power of two up to SMALL_ROWS, so that few graphs suffice."""
     return rows if rows == 0 or rows > SMALL_ROWS else 1 << (rows - 1).bit_length()
 
 

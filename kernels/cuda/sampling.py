@@ -1,6 +1,6 @@
-"""Tokens chosen on a device: the launches after a row's logits that find its likeliest token, or draw one from it.
+"""On-device sampling: the launches that find the likeliest token of a row of logits, or sample one.
 
-Four bytes of a row go to the host instead of its logits.
+Four bytes per row are copied to the host instead of its logits.
 """
 
 import math
@@ -17,32 +17,32 @@ from localinfer.kernels.ops import FloatArray
 from localinfer.kernels.program import Batch, GreedyProgram
 
 UNDECIDED = -3
-"""Instead of a token id: the device leaves this row to the host."""
+"""In place of a token id: the host must sample this row."""
 
 CAPACITY = 512
-"""Tokens of a row that are compared one by one, where some are filtered out."""
+"""Maximum candidates of a row if tokens are filtered."""
 
 DRAW = np.dtype(
     [(name, np.float64) for name in ("inverse_temperature", "top_p")]
     + [(name, np.int64) for name in ("top_k", "least_weight", "seed", "position")]
 )
-"""A draw as kernels read it; an inverse temperature of 0 takes the best token."""
+"""A draw in the kernels' layout; an inverse temperature of 0 selects the best token."""
 
 DRAW_BYTES = DRAW.itemsize
 STATE_BYTES = 40
-"""Of what the kernels hand on about a row."""
+"""Bytes of a row's state between kernels."""
 
 _ONE = float(2**43)
 _THREADS = 128
 _MAX_SLICES = 64
-"""Blocks that share a row; a small vocabulary needs fewer."""
+"""Blocks per row; a small vocabulary needs fewer."""
 
 
 @dataclass(frozen=True)
 class Draw:
-    """How one row's token is drawn: see `kernels.cpu.sampling.RowSampler.choose`, which draws the same one.
+    """How one row's token is sampled: see `kernels.cpu.sampling.RowSampler.choose`, which samples the same token.
 
-    seed: all 64 bits of it, as a whole number of any sign.
+    seed: its 64 bits, as an int of any sign.
     """
 
     temperature: float
@@ -55,11 +55,11 @@ class Draw:
 
 @runtime_checkable
 class DrawingProgram(GreedyProgram, Protocol):
-    """A program that draws tokens where the logits are."""
+    """A program that samples tokens on the device."""
 
     def run_drawn(self, batch: Batch, draws: Sequence[Draw]) -> NDArray[np.int32]:
-        """Return the token of every output row, each drawn in its own way, valid until the next call; or UNDECIDED,
-        or a code as `run_greedy`."""
+        """Return the sampled token of every output row, valid until the next call; or UNDECIDED, or a code as
+        `run_greedy`."""
         ...
 
     def logits_of(self, row: int) -> FloatArray:
@@ -68,7 +68,7 @@ class DrawingProgram(GreedyProgram, Protocol):
 
 
 def _packed(draws: Sequence[Draw], vocab_size: int) -> NDArray[np.void]:
-    """Draws as kernels read them."""
+    """Draws in the kernels' layout."""
     packed = np.zeros(len(draws), DRAW)
     for index, draw in enumerate(draws):
         if draw.temperature == 0.0 or draw.top_k == 1 or draw.top_p == 0.0:
@@ -82,7 +82,7 @@ def _packed(draws: Sequence[Draw], vocab_size: int) -> NDArray[np.void]:
 
 
 class Chosen(Enum):
-    """What is chosen of each row: nothing, its likeliest token, or one that is drawn."""
+    """The result of each row: logits only, its likeliest token, or a sampled one."""
 
     NOTHING = "nothing"
     LIKELIEST = "likeliest"
@@ -90,7 +90,7 @@ class Chosen(Enum):
 
 
 class TokenChoice:
-    """Chooses a token of each of up to `max_rows` rows of logits, which lie at an address, `stride` bytes apart."""
+    """Samples a token of each of up to `max_rows` rows of logits at an address, `stride` bytes apart."""
 
     def __init__(self, device: CudaDevice, logits: int, stride: int, vocab_size: int, max_rows: int) -> None:
         self._device = device
@@ -107,7 +107,7 @@ class TokenChoice:
         self._here = np.empty(max_rows, np.int32)
 
     def steps(self, chosen: Chosen, rows: int) -> Iterator[Launch]:
-        """The launches for some rows."""
+        """The launches for this many rows."""
         if chosen is Chosen.NOTHING or not rows:
             return
         constants, all_slices, one = (self._slices,), (self._slices, rows, 1), (1, rows, 1)
@@ -124,7 +124,7 @@ class TokenChoice:
         yield Launch("sampling.choose", constants, one, _THREADS, (*row[:2], *lists, self._chosen))
 
     def write(self, draws: Sequence[Draw]) -> None:
-        """Say how each row is drawn, for the next run."""
+        """Set the draws of the next run."""
         if draws:
             self._device.write(self._draws, _packed(draws, self._vocab_size))
 

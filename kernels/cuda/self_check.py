@@ -1,7 +1,7 @@
-"""Checks one product and one attention of a device against NumPy's before a model is placed there.
+"""Checks one GEMM and one attention of a device against NumPy before a model is placed there.
 
-Some thousand numbers are computed as prompts are, several rows at a time, and as tokens are, row by row. Once the
-kernels are compiled it takes milliseconds.
+Some thousand numbers are computed as in prompts, several rows at a time, and as in decoding, row by row. With compiled
+kernels it takes milliseconds.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,16 +30,16 @@ from localinfer.kernels.program import Batch, Segment
 
 _WIDTH, _HEADS, _SIZE = 64, 2, 32
 _PROMPT, _POSITIONS = 5, 7
-"""Rows of the prompt, which take other kernels than one row does, and all rows."""
+"""Rows of the prompt, which use other kernels than one row, and all rows."""
 
 _TOLERANCE = 0.01
-"""Of the largest number. Keys and values in sixteen bits cost a tenth of it."""
+"""Relative to the largest number. Keys and values in sixteen bits use a tenth of it."""
 
 
 def check_device(device: CudaDevice, progress: ProgressCallback | None = None) -> None:
-    """Raise BackendUnavailableError unless the device computes a product and an attention as NumPy does.
+    """Raise BackendUnavailableError unless the device computes a GEMM and an attention as NumPy.
 
-    What a driver or a compiler raises is passed on. Nothing stays in the device's memory.
+    Errors of drivers and compilers are passed on. All memory is freed.
     """
     borrowed = _BorrowedDevice(device)
     try:
@@ -51,14 +51,14 @@ def check_device(device: CudaDevice, progress: ProgressCallback | None = None) -
         error = float(np.abs(found - wanted).max()) / largest
     if not error <= _TOLERANCE:
         raise BackendUnavailableError(
-            f"the self-check of a product and an attention differs from the CPU by {100 * error:.3g} % of the largest "
+            f"the self-check of a GEMM and an attention differs from the CPU by {100 * error:.3g} % of the largest "
             f"number, where up to {100 * _TOLERANCE:.0f} % is rounding"
         )
 
 
 def _compute(device: CudaDevice, progress: ProgressCallback | None) -> tuple[FloatArray, FloatArray]:
-    """The rows that the device computes, float32[positions, heads * size], and those that are right."""
-    # Imported late: a CPU's start needs none of it.
+    """The device's rows, float32[positions, heads * size], and the right ones."""
+    # Imported here, because a start on the CPU does not need it.
     from localinfer.kernels.cuda.lower import lower_to_cuda
     from localinfer.kernels.cuda.weights import upload
 
@@ -95,14 +95,14 @@ def _compute(device: CudaDevice, progress: ProgressCallback | None) -> tuple[Flo
 
 
 def _inputs(random: np.random.Generator) -> FloatArray:
-    """Rows whose numbers stay as they are when a device takes them as codes of eight bits."""
+    """Rows whose numbers are exact as int8 codes."""
     codes = random.integers(-127, 128, (_POSITIONS, _WIDTH)).astype(np.float32)
     codes[:, ::32] = 127
     return codes * np.float32(1 / 64)
 
 
 def _random_q8_0(random: np.random.Generator, rows: int, columns: int) -> tuple[NDArray[np.uint8], FloatArray]:
-    """A matrix in blocks of 32 codes and a scale, as GGUF files hold Q8_0, and its numbers."""
+    """A matrix in Q8_0 of GGUF, and its numbers."""
     codes = random.integers(-127, 128, (rows, columns // 32, 32), np.int8)
     scales = random.uniform(0.5, 1.5, (rows, columns // 32, 1)).astype(np.float16) / np.float16(512)
     data = np.concatenate([scales.view(np.uint8), codes.view(np.uint8)], axis=2).reshape(-1)
@@ -120,7 +120,7 @@ def _attention(queries: FloatArray, keys: FloatArray, values: FloatArray, scale:
 
 
 class _BorrowedDevice:
-    """A device whose memory is freed after the check, and that keeps no graphs; all else is the device's own."""
+    """A device whose memory is freed after the check, without graphs; a wrapper of the device."""
 
     def __init__(self, device: CudaDevice) -> None:
         self._device = device
@@ -142,7 +142,7 @@ class _BorrowedDevice:
             self.free(address)
 
     def prepare(self, first: Sequence[KernelKey], _every: object, progress: ProgressCallback | None) -> None:
-        # Of all sizes that a model's batches have, the check takes two.
+        # The check uses two batch sizes only.
         self._device.prepare(first, (), progress)
 
     def capture(self, steps: Sequence[Step]) -> Callable[[], None]:

@@ -1,7 +1,7 @@
-"""Compile the kernels a model lacks before it runs, in child processes: one per core, and none of Numba's memory stays.
+"""Compile missing kernels before a model runs, in child processes: one per core, so that Numba's memory is released.
 
-Where no child can be started (a frozen application, no cache folder, a platform that refuses), kernels compile in this
-process, one after the other; that is slower and needs about 100 MB more, and nothing else.
+If no child process can be started (a frozen application, no cache folder), kernels are compiled in this process, one
+after the other, which is slower and needs about 100 MB more.
 """
 
 import json
@@ -16,7 +16,7 @@ from localinfer.kernels.jit import object_cache
 from localinfer.kernels.jit.object_cache import Kernel
 
 ProgressCallback = Callable[[str, int, int], None]
-"""Called with a stage's name, the units done and the units in all."""
+"""Called with a stage's name, the units done and the total."""
 
 STAGE = "compiling kernels (once per machine)"
 
@@ -30,10 +30,9 @@ for name in names:
 
 
 def compile_ahead(kernels: Iterable[Kernel], progress: ProgressCallback | None = None) -> None:
-    """Compile what is not cached yet, and say what is being compiled; returns when all is.
+    """Compile all kernels that are not cached, with progress.
 
-    A single kernel takes seconds too, so nothing is left to be compiled where it is first used, under the name of
-    whatever stage that is.
+    Compiling one kernel takes seconds, so none is left to be compiled on first use.
     """
     missing = [kernel for kernel in dict.fromkeys(kernels) if not kernel.is_cached]
     if missing and object_cache.CACHE_FOLDER is not None and can_start_python():
@@ -47,24 +46,24 @@ def compile_ahead(kernels: Iterable[Kernel], progress: ProgressCallback | None =
 
 
 def _compile_in_children(missing: Sequence[Kernel], progress: ProgressCallback | None) -> None:
-    """Compile in as many processes as there are cores; what they do not get done is left."""
+    """Compile in one process per core; failures are left for this process."""
     count = min(os.cpu_count() or 1, 8, (len(missing) + 1) // 2)
 
     def go_on() -> bool:
-        # A child that has stored its last kernel takes a while to end, for which nothing waits.
+        # Do not wait for children to exit once all kernels are stored.
         if all(kernel.is_cached for kernel in missing):
             return False
         _report(missing, progress)
         return True
 
-    # Neighbours on a tape are alike in size, so dealing them out in turns balances the work.
+    # Neighbours on a tape are similar in size, so a round robin balances the work.
     run_children(_CHILD, [[kernel.name for kernel in missing[first::count]] for first in range(count)], go_on)
 
 
 def run_children(code: str, shares: Sequence[object], go_on: Callable[[], bool]) -> None:
-    """Run Python code in child processes until all have ended, or `go_on`, asked every 50 ms, says False.
+    """Run Python code in child processes until all have ended, or `go_on`, called every 50 ms, returns False.
 
-    Each child finds [sys.path, its share] as JSON in sys.argv[1]. What fails in it, or cannot be started, is left.
+    Each child gets [sys.path, its share] as JSON in sys.argv[1]. Failures are ignored.
     """
     children: list[subprocess.Popen[bytes]] = []
     try:
@@ -82,7 +81,7 @@ def run_children(code: str, shares: Sequence[object], go_on: Callable[[], bool])
 
 
 def _report(missing: Sequence[Kernel], progress: ProgressCallback | None) -> None:
-    """Name the first kernel that is not there yet, and count those that are."""
+    """Report the first missing kernel, and the number of compiled ones."""
     if progress is not None:
         waiting = [kernel.name for kernel in missing if not kernel.is_cached]
         done = len(missing) - len(waiting)
@@ -90,7 +89,7 @@ def _report(missing: Sequence[Kernel], progress: ProgressCallback | None) -> Non
 
 
 def can_start_python() -> bool:
-    """Whether sys.executable is a Python interpreter, and not an application that carries one."""
+    """Whether sys.executable is a Python interpreter, not a frozen application."""
     name = Path(sys.executable or "").name.lower()
     return not getattr(sys, "frozen", False) and name.startswith(("python", "pypy"))
 

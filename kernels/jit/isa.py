@@ -1,7 +1,7 @@
-"""Which instruction set kernels are compiled for: the best the CPU has, or the one `LOCALINFER_ISA` forces.
+"""The instruction set of kernels: the best of the CPU, or the one of `LOCALINFER_ISA`.
 
-Every path computes the same bits: integer sums are exact and float steps are the same fused operations.
-An instruction the CPU lacks aborts the process inside LLVM, so a forced path that the CPU cannot run is refused here.
+Every path computes the same bits: integer sums are exact, and float steps are the same fused operations. LLVM aborts
+the process on an instruction that the CPU lacks, so a forced path that the CPU cannot run is refused.
 """
 
 import os
@@ -25,7 +25,7 @@ class ISA(Enum):
 
 _AVX2 = frozenset({"avx2", "fma", "f16c"})
 
-# What each path needs, by LLVM's names; one set of several is enough.
+# LLVM's names of the required features; any one of the sets is enough.
 _NEEDED_FEATURES: dict[ISA, list[frozenset[str]]] = {
     ISA.AVX512_VNNI: [_AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vnni"}],
     ISA.AVX_VNNI: [_AVX2 | {"avxvnni"}, _AVX2 | {"avx512vnni", "avx512vl"}],
@@ -36,18 +36,18 @@ _NEEDED_FEATURES: dict[ISA, list[frozenset[str]]] = {
 
 
 def runs_on(path: ISA, features: Collection[str]) -> bool:
-    """Whether a target with these features has every instruction of a path."""
+    """Whether a target with these features can run a path."""
     return any(needed <= set(features) for needed in _NEEDED_FEATURES[path])
 
 
 def available() -> list[ISA]:
-    """Paths this CPU can run, best first."""
+    """The paths that this CPU can run, best first."""
     features = [name for name, is_there in llvm.get_host_cpu_features().items() if is_there]
     return [path for path in ISA if runs_on(path, features)]
 
 
 def select(wanted: str | None) -> ISA:
-    """Return the forced path, or the best; raise BackendUnavailableError for one this CPU lacks."""
+    """Return the forced path, or the best. Raises: BackendUnavailableError if the CPU cannot run it."""
     choices = available()
     if not wanted:
         return choices[0]

@@ -1,6 +1,6 @@
-"""How kernels are compiled: the decorators their sources use, and the way from a source to an object file.
+"""The decorators of kernel sources, and their compilation to object files.
 
-This is the one module that imports Numba for kernels; `object_cache` calls it for a kernel that is not there yet.
+Only this module imports Numba for kernels; `object_cache` calls it for kernels that are not cached.
 """
 
 import importlib.util
@@ -27,14 +27,14 @@ class Source:
 
 
 def inline(function: Callable[..., Any]) -> Any:
-    """A jitted piece of other kernels, inlined by LLVM. Python cannot call it: what that takes is not compiled."""
+    """A function for other kernels, inlined by LLVM. Python cannot call it."""
     return numba.njit(
         nogil=True, error_model="numpy", boundscheck=False, no_cpython_wrapper=True, no_cfunc_wrapper=True
     )(function)
 
 
 def compose(function: Callable[..., Any]) -> Any:
-    """A piece of other kernels that is copied into them before typing, so that literal arguments stay literal."""
+    """A function for other kernels, inlined before typing, so that literal arguments stay literal."""
     return numba.njit(inline="always", nogil=True, error_model="numpy", boundscheck=False)(function)
 
 
@@ -44,7 +44,7 @@ def op(function: Callable[..., Any]) -> Source:
 
 
 def stamp(body: Callable[..., None], constant: int) -> Source:
-    """Make a tape op of body(constant, parameters, batch, thread, num_threads), where the constant chooses the code."""
+    """Make a tape op of body(constant, parameters, batch, thread, num_threads), specialised for the constant."""
 
     @op
     def stamped(parameters: int, batch: int, thread: int, num_threads: int) -> None:
@@ -63,9 +63,9 @@ _PACKAGES = ("simd", "matmul", "attention", "encode", "sampling", "tokens")
 
 
 def source_of(name: str) -> Source:
-    """The source of kernel "module.function", which stands in the module or in its table KERNELS.
+    """The source of kernel "module.function", which is in the module or in its table KERNELS.
 
-    No two modules under `kernels.cpu.compiled` have one name.
+    Module names under `kernels.cpu.compiled` are unique.
     """
     module_name, function_name = name.split(".")
     paths = [f"{_KERNELS}.{package}.{module_name}" for package in _PACKAGES]
@@ -89,7 +89,7 @@ def compile_kernel(name: str) -> bytes:
 
 
 def _keep_only(module: Any, function_name: str, exported_name: str) -> None:
-    """Export one function under our own name and hide the rest, so that objects of one process never clash."""
+    """Export one function under its symbol and hide the rest, so that object files do not clash."""
     for value in [*module.functions, *module.global_variables]:
         if value.name == function_name:
             value.name = exported_name
@@ -100,8 +100,8 @@ def _keep_only(module: Any, function_name: str, exported_name: str) -> None:
     passes.run(module, llvm.create_pass_builder(target_machine(), llvm.create_pipeline_tuning_options()))
     for value in [*module.functions, *module.global_variables]:
         if value.is_declaration and not value.name.startswith("llvm."):
-            # The linker ends the process over a missing name, so it is found missing here. Numba's own names are in
-            # this process, but not in one that only loads the object.
+            # The linker aborts the process on an undefined symbol, so check here. Numba's symbols exist in this
+            # process, but not in one that only loads the object.
             is_runtime = value.name.startswith(("NRT_", "numba_"))
             is_known = value.name in UNUSED_NAMES if is_runtime else llvm.address_of_symbol(value.name) is not None
             assert is_known, f"{exported_name} calls {value.name}, which a process without Numba does not have"

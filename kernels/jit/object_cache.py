@@ -1,10 +1,9 @@
-"""Compiled kernels as object files in a private folder: compiled by Numba once per machine, linked by LLVM at every
-start.
+"""Compiled kernels as object files in a private folder: compiled by Numba once per machine, linked by LLVM at start.
 
-A warm start never imports Numba, which alone costs more time and memory than everything else a start does. The folder's
-name carries everything a compiled kernel depends on, so a stale object cannot be found: version of Python and Numba,
-CPU and features, instruction set in use, Numba's settings, and a hash of every kernel source. A file that is not what
-was written (a torn or edited one) is compiled anew. What lies in the folder is code, so it must be ours alone.
+A warm start does not import Numba, which would take more time and memory than the rest of it. The folder's name is a
+key of everything that compiled kernels depend on: versions of Python and Numba, CPU and features, instruction set,
+Numba's settings, and a hash of every kernel source. A file with a wrong checksum is compiled again. The files are code,
+so the folder must be private.
 """
 
 import contextlib
@@ -32,7 +31,7 @@ _SETTINGS_IN_CODE = (
     *("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES", "NUMBA_ENABLE_AVX", "NUMBA_OPT", "NUMBA_BOUNDSCHECK"),
     *("NUMBA_LOOP_VECTORIZE", "NUMBA_SLP_VECTORIZE", "NUMBA_DEBUGINFO"),
 )
-"""Numba's settings that change what a kernel compiles to."""
+"""Numba's settings that affect compiled code."""
 
 _CTYPES: dict[str, Any] = {"q": ctypes.c_int64, "d": ctypes.c_double}
 """Argument kinds of a `Function`: q is int64 or an address, d float64."""
@@ -41,21 +40,20 @@ UNUSED_NAMES = (
     *("numba_gil_ensure", "numba_gil_release", "numba_unpickle", "numba_runtime_build_excinfo_struct"),
     *("numba_do_raise", "NRT_Free", "NRT_MemInfo_call_dtor"),
 )
-"""Names of Numba's runtime that kernels mention on paths never taken: none raises, and none owns an array. LLVM wants
-every name to exist all the same."""
+"""Symbols of Numba's runtime that kernels reference on unreachable paths; LLVM needs them to be defined."""
 
 _MAX_OBJECT_BYTES = 64 << 20
 _COMPILER_BYTES = 64_000_000
 _LINKER_BYTES = 4_000_000
-"""LLVM ends the process where it finds less memory than it needs, so it is not started with less."""
+"""LLVM aborts the process when memory runs out, so these are required first."""
 
 _lock = threading.RLock()
 
 
 def source_hash() -> str | None:
-    """Hash of every file that CPU kernels may be made of, since a kernel inlines functions of other files.
+    """Hash of every source file of CPU kernels, which inline functions of other files; None if unknown.
 
-    None if they cannot be known, as `source_digests` says.
+    See `source_digests`.
     """
     digests = source_digests("kernels")
     if digests is None:
@@ -64,7 +62,7 @@ def source_hash() -> str | None:
 
 
 def cache_key() -> str | None:
-    """What a compiled kernel depends on, as one folder name; None where the sources cannot be known."""
+    """The folder name for everything that compiled kernels depend on; None if the sources are unknown."""
     sources = source_hash()
     if sources is None:
         return None
@@ -77,7 +75,7 @@ def cache_key() -> str | None:
 
 
 def private_folder(folder: Path) -> Path | None:
-    """Make the folder private and prove that only we can have written in it, for its files are code; else None."""
+    """Make the folder private and check that no other user can have written to it; else None."""
     with contextlib.suppress(OSError):
         if make_private(folder) is None:
             with tempfile.TemporaryFile(dir=folder):
@@ -88,7 +86,7 @@ def private_folder(folder: Path) -> Path | None:
 def _cache_folder() -> Path | None:
     key = cache_key()
     if key is None:
-        _warn(f"every start compiles the kernels anew: {UNKNOWN_SOURCES}; {UNKNOWN_SOURCES_WAY_OUT}")
+        _warn(f"kernels are compiled at every start: {UNKNOWN_SOURCES}; {UNKNOWN_SOURCES_WAY_OUT}")
         return None
     cache = user_folder("cache")
     wanted = None if cache is None else cache / "kernels"
@@ -98,19 +96,19 @@ def _cache_folder() -> Path | None:
     if wanted is None:
         problem, way_out = "this user has no home folder", "set HOME, or XDG_CACHE_HOME, to a folder of yours"
     else:
-        problem = f"{wanted} is not a folder that this user, and nobody else, can write"
+        problem = f"{wanted} is not a folder that only this user can write"
         way_out = "remove it, or set its owner and mode 0700, or set XDG_CACHE_HOME to a folder of yours"
     temporary = temporary_folder()
     instead = None
     if temporary is not None and private_folder(temporary) is not None:
         instead = _inside(temporary / "kernels", key)
-    result = "every start compiles the kernels anew" if instead is None else f"compiled kernels are kept in {temporary}"
+    result = "kernels are compiled at every start" if instead is None else f"compiled kernels are kept in {temporary}"
     _warn(f"{problem}, so {result}; {way_out}")
     return instead
 
 
 def _inside(parent: Path, key: str) -> Path | None:
-    """The folder of a key, if it and the one that it is in are ours alone."""
+    """The folder of a key, if it and its parent are private."""
     return None if private_folder(parent) is None else private_folder(parent / key)
 
 
@@ -122,7 +120,7 @@ CACHE_FOLDER = _cache_folder()
 
 
 class Kernel:
-    """A compiled function by its name, "module.function" of `kernels.cpu.compiled`; two of one name are equal."""
+    """A compiled function by its name, "module.function" of `kernels.cpu.compiled`; equal by name."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -138,17 +136,17 @@ class Kernel:
 
     @functools.cached_property
     def address(self) -> int:
-        """Where its machine code begins; compiles it if no earlier start has."""
+        """Address of its machine code; compiled if it is not cached."""
         return _address(self.name)
 
     @property
     def is_cached(self) -> bool:
-        """Whether asking for the address will not compile."""
+        """Whether it is compiled."""
         return self.name in _addresses or (CACHE_FOLDER is not None and _path(self.name).exists())
 
 
 class Function(Kernel):
-    """A compiled function that Python calls, without the GIL; kinds of result and arguments as in `_CTYPES`."""
+    """A compiled function that Python calls without the GIL; kinds of result and arguments as in `_CTYPES`."""
 
     def __init__(self, name: str, result: str, arguments: str) -> None:
         super().__init__(name)
@@ -157,7 +155,7 @@ class Function(Kernel):
 
     @functools.cached_property
     def call(self) -> Any:
-        """The function itself, for callers to whom a Python call more matters."""
+        """The ctypes function, for callers that avoid one Python call."""
         return self._prototype(self.address)
 
     def __call__(self, *arguments: float) -> Any:
@@ -204,7 +202,7 @@ def _engine() -> Any:
 
 
 def target_machine() -> Any:
-    """LLVM's code generator for this CPU, with the features Numba was told to use."""
+    """LLVM's code generator for this CPU, with Numba's configured features."""
     triple = llvm.get_process_triple()
     features = os.environ.get("NUMBA_CPU_FEATURES") or llvm.get_host_cpu_features().flatten()
     cpu = os.environ.get("NUMBA_CPU_NAME") or llvm.get_host_cpu_name()
@@ -219,7 +217,7 @@ def _path(name: str) -> Path:
 
 
 def stored(path: Path) -> bytes | None:
-    """What `store` wrote to a file, if the file is there and whole."""
+    """The contents that `store` wrote to a file, if it is intact."""
     try:
         content = read_bounded(path, _MAX_OBJECT_BYTES)
     except OSError:
@@ -229,10 +227,7 @@ def stored(path: Path) -> bytes | None:
 
 
 def store(path: Path, code: bytes) -> None:
-    """Write a file, 32 bytes of SHA-256 and then what they are of, by a temporary one and a rename.
-
-    A disk that is full only costs the next start.
-    """
+    """Write a file atomically: 32 bytes of SHA-256, then the contents. Errors of the disk are ignored."""
     content = hashlib.sha256(code).digest() + code
     with contextlib.suppress(OSError):
         write_atomically(path, lambda file: write_all(file, content))

@@ -189,9 +189,9 @@ class _Parts:
     chooses_threads: bool
 
 
-def _write_on_cpu(parts: _Parts, weights: CpuWeights, kv_layout: KVLayout, max_weighed_tokens: int) -> Program:
+def _write_on_cpu(parts: _Parts, weights: CpuWeights, kv_layout: KVLayout, max_summed_tokens: int) -> Program:
     graph = write_decoder(parts.config, weights, parts.config.context_length, kv_layers=kv_layout.layers)
-    program = lower_to_cpu(graph, parts.pool, kv_layout, max_weighed_tokens=max_weighed_tokens, progress=parts.progress)
+    program = lower_to_cpu(graph, parts.pool, kv_layout, max_summed_tokens=max_summed_tokens, progress=parts.progress)
     if parts.chooses_threads:
         if parts.progress is not None:
             parts.progress("measuring how many threads decode fastest", 0, 0)

@@ -53,7 +53,7 @@ class RowProgram:
         write: Write,
         max_rows: int,
         kv_layout: KVLayout = NO_CACHE,
-        max_weighed_tokens: int = 0,
+        max_summed_tokens: int = 0,
     ) -> None:
         tape = GraphBuilder(kv_layout.layers)
         buffers = []
@@ -71,7 +71,7 @@ class RowProgram:
             kv_layout,
             max_batch_rows=max_rows,
             max_output_rows=max_rows,
-            max_weighed_tokens=max_weighed_tokens,
+            max_summed_tokens=max_summed_tokens,
         )
         for memory in self.program.tape.memory.buffers:
             memory[:] = 255

@@ -62,7 +62,7 @@ def test_windowed_layers_apart_give_the_same_bits_without_what_was_given_back(
             assert_same_bits(program.run(range(start, start + size), [segment]), wanted[start : start + size])
             start += size
         pieces[-1] = 0
-        with pytest.raises(RequestError, match="needs the windowed layers of the"):
+        with pytest.raises(RequestError, match="needs the sliding-window blocks of the"):
             program.run([260], [Segment(260, 1, pages, windowed_addresses=pieces)])
 
 

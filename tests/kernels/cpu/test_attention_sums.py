@@ -86,7 +86,7 @@ def test_rows_see_what_is_left_when_pages_are_dropped(kv_type: str, pool: Thread
 @pytest.mark.parametrize("dropped", [-PAGE_TOKENS, 5, 4 * PAGE_TOKENS])
 def test_positions_that_cannot_be_missing_are_refused(dropped: int, pool: ThreadPool) -> None:
     program = RowProgram(pool, inputs_of(PLAIN, 100, seed=5), attention_of(PLAIN), 100, cache_of(PLAIN, "f16"))
-    with pytest.raises(RequestError, match="which are no pages"):
+    with pytest.raises(RequestError, match="not whole pages"):
         program.run([0], [Segment(100, 1, program.pages(128), dropped)])
 
 

@@ -47,7 +47,7 @@ def decoder(pool: ThreadPool) -> Write:
 
 def row_program(pool: ThreadPool, kv_type: str) -> RowProgram:
     layout = KVLayout(kv_type, [KVLayerShape(2, 32, 32)] * LAYERS)
-    return RowProgram(pool, [random_rows(ROWS, WIDTH, 1)], decoder(pool), ROWS, layout, max_weighed_tokens=192)
+    return RowProgram(pool, [random_rows(ROWS, WIDTH, 1)], decoder(pool), ROWS, layout, max_summed_tokens=192)
 
 
 def run_abortable(

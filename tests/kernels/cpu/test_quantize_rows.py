@@ -22,7 +22,7 @@ def quantized(pool: ThreadPool, x: NDArray[np.float32]) -> tuple[NDArray[np.int8
     rows, columns = x.shape
     stride = activation_row_bytes(columns)
     memory = aligned_zeros(rows * stride)
-    header = BATCH.pack(**dict.fromkeys(BATCH.words, 0) | {"num_rows": rows, "control": pool.control_address})
+    header = BATCH.pack(**dict.fromkeys(BATCH.fields, 0) | {"num_rows": rows, "control": pool.control_address})
     words = QUANTIZE.pack(
         source=address(x), source_stride=4 * columns, target=address(memory), target_stride=stride, columns=columns,
         is_output=0, slots=1, slot_stride=0,

@@ -64,7 +64,7 @@ def test_a_device_that_computes_what_it_should_passes_and_gets_its_memory_back()
 def test_a_device_whose_kernels_do_nothing_does_not_pass(kernel: str) -> None:
     device = SkippingDevice()
     device.skipped = kernel
-    with pytest.raises(BackendUnavailableError, match="self-check of a product and an attention differs"):
+    with pytest.raises(BackendUnavailableError, match="self-check of a GEMM and an attention differs"):
         check_device(device)
     assert not device.held
 

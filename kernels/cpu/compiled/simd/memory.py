@@ -137,7 +137,7 @@ int64_pointer = _pointer(types.int64, I64)
 
 class _BlockType(types.Opaque):  # type: ignore[misc]
     def __init__(self, block: Block) -> None:
-        super().__init__(f"block({' '.join(block.words)})")
+        super().__init__(f"block({' '.join(block.fields)})")
         self.block = block
 
 
@@ -184,8 +184,8 @@ def _word_storer(offset: int) -> Any:
 
 def _block_loader(block: Block) -> Any:
     """An intrinsic that loads all words of a block into a named tuple."""
-    kinds = [FLOAT if word in block.floats else types.int64 for word in block.words]
-    record = types.NamedTuple(kinds, namedtuple("Words", block.words))
+    kinds = [FLOAT if word in block.floats else types.int64 for word in block.fields]
+    record = types.NamedTuple(kinds, namedtuple("Parameters", block.fields))
 
     @intrinsic
     def load(typing_context: Any, address: Any) -> Any:
