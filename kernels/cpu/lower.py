@@ -40,18 +40,18 @@ def lower_to_cpu(
     *,
     max_batch_rows: int = MAX_BATCH_ROWS,
     max_output_rows: int = 64,
-    max_weighed_tokens: int = 0,
+    max_summed_tokens: int = 0,
     progress: ProgressCallback | None = None,
 ) -> CpuProgram:
     """Compile a graph for a thread pool: `max_batch_rows` tokens per run, `max_output_rows` of them with logits.
 
     kv_layout: of the graph's own layers.
-    max_weighed_tokens: where it is not 0, every page's share of attention is measured, and no sequence may hold more
+    max_summed_tokens: where it is not 0, every page's share of attention is measured, and no sequence may hold more
     positions than that.
     Raises: ShapeError for what no kernel computes.
     """
     assert tuple(kv_layout.layers) == graph.kv_layers, "a graph reads and writes the cache that it was written for"
-    tape = CpuTape(graph, pool, kv_layout, max_batch_rows, min(max_output_rows, max_batch_rows), max_weighed_tokens)
+    tape = CpuTape(graph, pool, kv_layout, max_batch_rows, min(max_output_rows, max_batch_rows), max_summed_tokens)
     for op in graph.ops:
         LOWER[type(op)](tape, op)
     compile_ahead([*tape.kernels, *(called for _, _, called in tape.calls)], progress)
@@ -220,7 +220,7 @@ def _attention(tape: CpuTape, op: ops.Attention) -> None:
         kv_multiply_adds=shape.num_heads * (shape.key_size + shape.value_size), window=shape.window or shape.chunk,
     )  # fmt: skip
     calls = {
-        parameters.ATTENTION.words.index(word): kernel for word, kernel in attention.called_kernels(layout).items()
+        parameters.ATTENTION.fields.index(word): kernel for word, kernel in attention.called_kernels(layout).items()
     }
     tape.add("attention.attention", parameters.ATTENTION.pack(**words), writes=op.out, cost=cost, calls=calls)
     if tape.attention_sums is not None:

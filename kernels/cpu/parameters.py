@@ -16,11 +16,11 @@ Words = NDArray[np.int64]
 class Block:
     """A block's words in order, by name; `floats` are those of its words that hold the bits of a float32."""
 
-    def __init__(self, words: str, floats: str = "") -> None:
-        self.words = tuple(words.split())
+    def __init__(self, fields: str, floats: str = "") -> None:
+        self.fields = tuple(fields.split())
         self.floats = frozenset(floats.split())
-        assert len(set(self.words)) == len(self.words) and self.floats <= set(self.words), "each name once"
-        self.num_bytes = 8 * len(self.words)
+        assert len(set(self.fields)) == len(self.fields) and self.floats <= set(self.fields), "each name once"
+        self.num_bytes = 8 * len(self.fields)
 
     if TYPE_CHECKING:
 
@@ -32,19 +32,19 @@ class Block:
 
     def offset(self, name: str) -> int:
         """Where a word is, in bytes from the block's address."""
-        return 8 * self.words.index(name)
+        return 8 * self.fields.index(name)
 
     def pack(self, **values: float) -> Words:
         """The block of these values, int64[words]; every word must be given, floats as floats."""
-        missing = set(self.words) ^ set(values)
-        assert not missing, f"a block of {', '.join(self.words)} needs each of them once, not {', '.join(missing)}"
-        words = [_bits(values[name]) if name in self.floats else values[name] for name in self.words]
+        missing = set(self.fields) ^ set(values)
+        assert not missing, f"a block of {', '.join(self.fields)} needs each of them once, not {', '.join(missing)}"
+        words = [_bits(values[name]) if name in self.floats else values[name] for name in self.fields]
         return np.array(words, np.int64)
 
     def write(self, words: Words, **values: int) -> None:
         """Change words of a block by name, none of them a float."""
         for name, value in values.items():
-            words[self.words.index(name)] = value
+            words[self.fields.index(name)] = value
 
 
 def _bits(value: float) -> int:
@@ -123,7 +123,7 @@ ATTENTION = Block(
 unquantized values. value_step: bytes of values to fetch while one vector of keys is computed. rotation: size of the
 rotation to undo in every head of the result, 1 for none. score_keys, weigh_values: addresses of the kernels for this
 cache's types. table: offset in SEGMENT of the table of this layer's pages."""
-ATTENTION_SUMS = Block(f"{' '.join(ATTENTION.words)} sums sums_heads sums_pages work", floats="scale softcap")
+ATTENTION_SUMS = Block(f"{' '.join(ATTENTION.fields)} sums sums_heads sums_pages work", floats="scale softcap")
 """sums: address of float32[segments][heads][pages]. work: memory per thread: eight queries' maxima and sums, float32
 per page."""
 QUANTIZE_QUERIES = Block(

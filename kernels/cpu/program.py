@@ -139,8 +139,8 @@ def _compile() -> None:
         assert kernel.address, "compiled or loaded"
 
 
-_NUM_ROWS, _NUM_OUTPUT_ROWS, _NUM_SEGMENTS = map(BATCH.words.index, ("num_rows", "num_output_rows", "num_segments"))
-_PARTIALS, _PARTIALS_BYTES = map(BATCH.words.index, ("partials", "partials_bytes"))
+_NUM_ROWS, _NUM_OUTPUT_ROWS, _NUM_SEGMENTS = map(BATCH.fields.index, ("num_rows", "num_output_rows", "num_segments"))
+_PARTIALS, _PARTIALS_BYTES = map(BATCH.fields.index, ("partials", "partials_bytes"))
 
 DECODE_ROWS = 2
 """Batches of up to this many rows read memory more than they multiply, which fewer threads may do as fast. Four tokens
@@ -186,7 +186,7 @@ class CpuProgram:
         self._page_tables = np.zeros(rows, np.int64)
         self._windowed_tables = np.zeros(rows, np.int64)
         self._output_rows = np.zeros(self.max_output_rows, np.int64)
-        self._segments = np.zeros((rows, len(SEGMENT.words)), np.int64)
+        self._segments = np.zeros((rows, len(SEGMENT.fields)), np.int64)
         self._scratch = aligned_zeros(self._pool.num_threads * kernel_abi.SCRATCH_BYTES)
         self._header = BATCH.pack(
             num_rows=0,
@@ -323,7 +323,7 @@ class CpuProgram:
         last = -(-(start + segment.num_rows) // page_tokens)
         if len(table) < last or not table[first:last].all():
             raise RequestError(
-                f"segment {index} from position {segment.start_position} needs the windowed layers of the "
+                f"segment {index} from position {segment.start_position} needs the sliding-window blocks of the "
                 f"{self._window} positions before it, and lacks some; compute them again"
             )
         return int(table.ctypes.data)

@@ -35,7 +35,7 @@ class CpuTape:
         kv_layout: KVLayout,
         max_batch_rows: int,
         max_output_rows: int,
-        max_weighed_tokens: int,
+        max_summed_tokens: int,
     ) -> None:
         self.pool = pool
         self.kv_layout = kv_layout
@@ -51,8 +51,8 @@ class CpuTape:
         self.calls: list[tuple[NDArray[np.int64], int, Kernel]] = []
         self.partial_bytes = 0
         self.attention_sums: FloatArray | None = None
-        if max_weighed_tokens:
-            self.attention_sums = attention.attention_sum_arrays(kv_layout, max_batch_rows, max_weighed_tokens)
+        if max_summed_tokens:
+            self.attention_sums = attention.attention_sum_arrays(kv_layout, max_batch_rows, max_summed_tokens)
         self.angles: dict[tuple[bytes, float], NDArray[np.uint8]] = {}
         self.expert_groups: dict[int, NDArray[np.int64]] = {}
         self.quantized_place = 0

@@ -18,8 +18,8 @@ _TRACE = Function("token_history.trace", "q", "qqqq")
 KERNELS = (_EXTEND, _DRAFT, _REHASH, _TRACE)
 """What drafting from history may call, so that a loader can compile it before the first token."""
 
-_NODE, _MATCH_LENGTH = map(CURSOR.words.index, ("node", "match_length"))
-_NUM_NODES = HISTORY.words.index("num_nodes")
+_NODE, _MATCH_LENGTH = map(CURSOR.fields.index, ("node", "match_length"))
+_NUM_NODES = HISTORY.fields.index("num_nodes")
 _FIRST_ROOM = 1024
 """Tokens; a power of two, and doubled when it is full."""
 _SEPARATOR = 2**31 - 1
@@ -45,7 +45,7 @@ class TokenHistory:
     """
 
     def __init__(self) -> None:
-        self._words = np.zeros(len(HISTORY.words), np.int64)
+        self._words = np.zeros(len(HISTORY.fields), np.int64)
         self._address = address(self._words)
         self._states = np.empty((0, kernel_abi.STATE_WORDS), np.int32)
         self._edges = np.empty((0, kernel_abi.EDGE_WORDS), np.int32)

@@ -89,7 +89,7 @@ def num_compiled_kernels() -> int:
 
 def _seconds(pool: ThreadPool, kernel: Kernel, words: NDArray[np.int64]) -> float:
     """Seconds of one run of an op."""
-    header = BATCH.pack(**{**dict.fromkeys(BATCH.words, 0), "control": pool.control_address})
+    header = BATCH.pack(**{**dict.fromkeys(BATCH.fields, 0), "control": pool.control_address})
     ops = np.array([[kernel.address, address(words)]], np.int64)
     began = time.perf_counter()
     pool.run(address(ops), 1, address(header))

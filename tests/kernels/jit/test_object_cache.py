@@ -193,7 +193,7 @@ def test_a_home_that_cannot_be_found_does_not_make_folders_where_the_process_sta
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", "home")
     monkeypatch.setattr(object_cache, "temporary_folder", lambda: None)
-    with pytest.warns(RuntimeWarning, match="no home folder, so every start compiles the kernels anew"):
+    with pytest.warns(RuntimeWarning, match="no home folder, so kernels are compiled at every start"):
         assert object_cache._cache_folder() is None
     assert not list(tmp_path.iterdir())
 

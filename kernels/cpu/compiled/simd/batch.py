@@ -40,7 +40,7 @@ def row_op(
     block has a word `is_output` or with of_output, those with logits. Threads claim parts as they get free: one at a
     time, or several in a run where one is little work.
     """
-    has_word = "is_output" in block.words
+    has_word = "is_output" in block.fields
     parts_of = inline(parts)
 
     def decorate(function: Callable[..., None]) -> Source:
