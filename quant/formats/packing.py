@@ -46,10 +46,11 @@ def pack_codes(codes: NDArray[Any], type: T) -> dict[str, NDArray[Any]]:
     """Return the fields that hold codes: whole numbers [blocks, columns], 0 and up but for Q8_0."""
     if type is T.Q8_0:
         return {"qs": codes.astype(np.int8)}
-    rest, fields = codes.astype(np.uint8), {}
-    for field, bits, stride in _CODE_FIELDS[type]:
-        fields[field] = pack_bits(rest & np.uint8((1 << bits) - 1), bits, stride)
-        rest >>= np.uint8(bits)
+    whole, places, shift, fields = codes.astype(np.uint8, copy=False), _CODE_FIELDS[type], 0, {}
+    for field, bits, stride in places:
+        part = whole if len(places) == 1 else whole >> np.uint8(shift) & np.uint8((1 << bits) - 1)
+        fields[field] = pack_bits(part, bits, stride)
+        shift += bits
     return fields
 
 
@@ -70,9 +71,9 @@ def unpack_bits(packed: NDArray[np.uint8], bits: int, stride: int) -> NDArray[np
 def pack_bits(codes: NDArray[np.integer[Any]], bits: int, stride: int) -> NDArray[np.uint8]:
     """Undo `unpack_bits`. Shapes: codes uint8[blocks, n]; result uint8[blocks, n * bits / 8]."""
     runs = codes.astype(np.uint8, copy=False).reshape(len(codes), -1, 8 // bits, stride)
-    packed: NDArray[np.uint8] = runs[:, :, 0].copy()
+    packed: NDArray[np.uint8] = runs[:, :, 0]
     for index in range(1, 8 // bits):
-        packed |= runs[:, :, index] << np.uint8(bits * index)
+        packed = packed | runs[:, :, index] << np.uint8(bits * index)
     return packed.reshape(len(codes), -1)
 
 
