@@ -39,9 +39,9 @@ _ADJUST = Function("sampling.adjust", "q", "qqqqqqqqqdddq")
 _WEIGH = Function("sampling_weights.weigh", "q", "qqqdd")
 _MASS_AHEAD = Function("sampling_weights.mass_ahead", "q", "qqqqqqdd")
 _ROUGH_MASSES = Function("sampling_weights.rough_masses", "q", "qqqqqqqqdd")
-_UNIFORMS = Function("sampling_race.uniforms", "q", "qqqqq")
-_RACE = Function("sampling_race.race", "q", "qqqqqqqddq")
-_RACE_ROW = Function("sampling_race.race_row", "q", "qqqqqqqqqdqq")
+_UNIFORMS = Function("sampling.uniforms", "q", "qqqqq")
+_RACE = Function("sampling.race", "q", "qqqqqqqddq")
+_RACE_ROW = Function("sampling.race_row", "q", "qqqqqqqqqdqq")
 KERNELS = (*(_SCAN, _GATHER, _CUT, _KEEP, _ADJUST, _WEIGH, _MASS_AHEAD, _ROUGH_MASSES, _UNIFORMS, _RACE, _RACE_ROW),)
 """Kernels of sampling, to be compiled when a model is loaded."""
 
