@@ -22,7 +22,7 @@ SHARED_SOURCES = ("kernels/ops.py", "kernels/kv_layout.py", "kernels/layouts.py"
 """What CUDA kernels read of the rest of this package."""
 
 STAGE = "compiling CUDA kernels (once per machine)"
-_MAXCHILD_CODEREN = 8
+_MAX_CHILDREN = 8
 MIN_SHARE = 4
 """Kernels that are worth a process: importing the compilers takes as long as compiling some."""
 
@@ -111,7 +111,7 @@ def compile_all(keys: Sequence[KernelKey], capability: tuple[int, int], progress
             progress(STAGE, sum(_is_stored(key, capability) for key in missing), len(missing))
         return True
 
-    count = min(os.cpu_count() or 1, _MAXCHILD_CODEREN, len(missing) // MIN_SHARE)
+    count = min(os.cpu_count() or 1, _MAX_CHILDREN, len(missing) // MIN_SHARE)
     if count > 1 and cache_folder() is not None and can_start_python():
         # Neighbours are alike in size, so dealing them out in turns balances the work.
         run_children(CHILD_CODE, [(missing[first::count], capability) for first in range(count)], report)

@@ -11,21 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import BackendUnavailableError
+from localinfer.kernels import ops
 from localinfer.kernels.cuda.device import CudaDevice, Step
 from localinfer.kernels.cuda.kernel_cache import KernelKey
 from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.jit.compile_ahead import ProgressCallback
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.layouts import Layout
-from localinfer.kernels.ops import (
-    AttentionShape,
-    EmbeddingTable,
-    FloatArray,
-    KVLayerShape,
-    LinearWeight,
-    Projection,
-    Rows,
-)
+from localinfer.kernels.ops import AttentionShape, EmbeddingTable, FloatArray, KVLayerShape, LinearWeight, Rows
 from localinfer.kernels.program import Batch, Segment
 
 _WIDTH, _HEADS, _SIZE = 64, 2, 32
@@ -69,12 +62,12 @@ def _compute(device: CudaDevice, progress: ProgressCallback | None) -> tuple[Flo
     x = graph.buffer("inputs", _WIDTH)
     table = upload(device, Layout.F32, inputs.reshape(-1).view(np.uint8), 1, _POSITIONS, _WIDTH)
     graph.embed(x, EmbeddingTable("inputs", _POSITIONS, _WIDTH, table))
-    projections: list[Projection] = []
+    projections: list[ops.Projection] = []
     products: list[FloatArray] = []
     for name, width in (("queries", _HEADS * _SIZE), ("keys", _SIZE), ("values", _SIZE)):
         data, weights = _random_q8_0(random, width, _WIDTH)
         packed = upload(device, Layout.Q8_0, data, 1, width, _WIDTH)
-        projections.append(Projection(LinearWeight(name, width, _WIDTH, packed), graph.buffer(name, width)))
+        projections.append(ops.Projection(LinearWeight(name, width, _WIDTH, packed), graph.buffer(name, width)))
         products.append(inputs @ weights.T)
     graph.matmul(x, projections)
     queries, keys, values = (projection.out for projection in projections)

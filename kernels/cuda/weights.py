@@ -181,16 +181,13 @@ def _split_q6_k(blocks: Bytes) -> tuple[Bytes, ...]:
 
 
 _SPLIT: dict[Layout, Callable[[Bytes], tuple[Bytes, ...]]] = {
-    Layout.Q8_0: _scale_then_codes(2),
-    Layout.Q4_0: _scale_then_codes(2),
-    Layout.Q4_1: _scale_then_codes(4),
+    **dict.fromkeys((Layout.Q8_0, Layout.Q4_0), _scale_then_codes(2)),
+    **dict.fromkeys(
+        (Layout.Q4_1, Layout.INT4_32, Layout.INT4_64, Layout.INT4_128, Layout.INT8_32), _scale_then_codes(4)
+    ),
     Layout.Q5_0: _fifth_bits_between(2),
     Layout.Q5_1: _fifth_bits_between(4),
     Layout.Q4_K: _split_q4_k,
     Layout.Q5_K: _split_q5_k,
     Layout.Q6_K: _split_q6_k,
-    Layout.INT4_32: _scale_then_codes(4),
-    Layout.INT4_64: _scale_then_codes(4),
-    Layout.INT4_128: _scale_then_codes(4),
-    Layout.INT8_32: _scale_then_codes(4),
 }
