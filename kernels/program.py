@@ -80,7 +80,9 @@ class BatchLimits:
         if count <= 0 or start < 0:
             raise RequestError(f"segment {index} of {count} rows from position {start} is not a run of positions")
         if not 0 <= dropped <= start or dropped % self.page_tokens:
-            raise RequestError(f"segment {index} from position {start} lacks {dropped} positions, which are not whole pages")
+            raise RequestError(
+                f"segment {index} from position {start} lacks {dropped} positions, which are not whole pages"
+            )
         if end - dropped > num_pages * self.page_tokens:
             raise RequestError(f"segment {index} ends at position {end}, but {num_pages} pages were given for it")
         if end > self.num_positions:

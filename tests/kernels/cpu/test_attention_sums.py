@@ -93,5 +93,5 @@ def test_positions_that_cannot_be_missing_are_refused(dropped: int, pool: Thread
 def test_more_pages_than_the_tape_can_weigh_are_refused(pool: ThreadPool) -> None:
     inputs = inputs_of(PLAIN, 100, seed=5)
     program = RowProgram(pool, inputs, attention_of(PLAIN), 100, cache_of(PLAIN, "f16"), 64)
-    with pytest.raises(RequestError, match="weighs at most 2"):
+    with pytest.raises(RequestError, match="attention is summed for 2"):
         program.run(range(65), [Segment(0, 65, program.pages(65))])
