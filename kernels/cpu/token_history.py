@@ -20,6 +20,7 @@ KERNELS = (_EXTEND, _DRAFT, _REHASH, _TRACE)
 
 _NODE, _MATCH_LENGTH = map(CURSOR.fields.index, ("node", "match_length"))
 _NUM_NODES = HISTORY.fields.index("num_nodes")
+_NEW_CURSOR = CURSOR.pack(state=0, node=0, match=-1, match_length=0, aligned=-1, lost=0)
 _FIRST_ROOM = 1024
 """Tokens; a power of two, and doubled when it is full."""
 _SEPARATOR = 2**31 - 1
@@ -29,7 +30,7 @@ class Cursor:
     """A text being read into a history, and its longest match there."""
 
     def __init__(self) -> None:
-        self.words = CURSOR.pack(state=0, node=0, match=-1, match_length=0, aligned=-1, lost=0)
+        self.words = _NEW_CURSOR.copy()
         self.address = self.words.ctypes.data
 
     @property
