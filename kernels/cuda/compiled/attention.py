@@ -1,9 +1,9 @@
-"""Attention over a paged cache: every chunk of positions by itself, then the chunks in order.
+"""Attention over a paged cache: every chunk of positions separately, then the chunks are merged in order.
 
-Chunks lie at fixed positions and are merged from the first to the last, so a row's result depends on its own prefix
-alone. Source: flash-decoding (Dao et al., 2023) over the online softmax of FlashAttention (arXiv 2205.14135).
-Pages are those of `kernels/kv_layout.py`. Codes of keys meet queries that were rotated and rounded to int8 as the CPU
-does it, four at once; codes of values are multiplied by their scales.
+Chunks are at fixed positions and are merged from the first to the last, so a row's result depends only on its own
+prefix. Source: flash-decoding (Dao et al., 2023) over the online softmax of FlashAttention (arXiv 2205.14135).
+Pages are those of `kernels/kv_layout.py`. Codes of keys are multiplied by queries rotated and rounded to int8 as on the
+CPU, four at once; codes of values are multiplied by their scales.
 """
 
 from numba import cuda, float32, int64, uint32
@@ -26,14 +26,14 @@ from localinfer.kernels.kv_layout import SCALE_BLOCK
 
 THREADS = 128
 CHUNK = 128
-"""Positions of a chunk: a page to each of a block's four warps."""
+"""Positions of a chunk: one page per warp of a block."""
 LEAST = -3.0e38
-"""Instead of minus infinity, whose difference from itself is no number."""
+"""In place of minus infinity, whose difference from itself is NaN."""
 
 
 @inline
 def first_seen(position, window, span):
-    """The first position that a row at `position` looks at."""
+    """The first position that a row at `position` attends to."""
     first = position * 0
     if window > 0:
         first = max(first, position - window + 1)
@@ -142,7 +142,7 @@ def attend_chunks(key_kind, value_kind, heads, key_size, value_size):
             seen = first + ptx.thread()
             is_seen = least <= seen <= position
             if value_is_codes:
-                # Weights and scales of masked positions are 0, whatever their page holds.
+                # Weights and scales of masked positions are 0, whatever their page contains.
                 position_scales = cuda.shared.array(value_scales_size, float32)
                 for b in range(value_blocks):
                     value = float32(0.0)
@@ -255,7 +255,7 @@ def attend_chunks(key_kind, value_kind, heads, key_size, value_size):
 
 @inline
 def joined(base, stride, first, last, column, largest, total):
-    """One column of a result: what chunks `first` to `last` gave, weighed by their largest scores."""
+    """One column of a result: chunks `first` to `last`, weighted by their largest scores."""
     value = float32(0.0)
     chunk = first
     while chunk <= last:
@@ -268,7 +268,7 @@ def joined(base, stride, first, last, column, largest, total):
 
 @template("qqqqqqqqqqqqqqq")
 def merge_chunks(quantizes, rotated_size):
-    """Join the chunks of every row and head, from the first to the last, of [heads, rows].
+    """Merge the chunks of every row and head, from the first to the last, of [heads, rows].
 
     rotated_size: of a head whose values were codes, so that the rotation has to be undone; else 0.
     """

@@ -1,8 +1,8 @@
 """Attention of many rows of one sequence on tensor cores: the rows and query heads of a tile share every key and value.
 
-A tile goes over its pages from the first to the last, with a running maximum; positions lie at fixed places in a step,
-so what a row gets depends on its own prefix alone, wherever a batch was cut. Queries and weights are rounded to
-float16, codes of keys and values become float16 with their scales in them, and sums are float32.
+A tile iterates over its pages from the first to the last, with a running maximum; positions have fixed places in a
+step, so a row's result depends only on its own prefix. Queries and weights are rounded to float16, codes of keys and values
+are converted to float16 with their scales, and sums are float32.
 Source: FlashAttention-2 (arXiv 2307.08691), algorithm 1.
 """
 
@@ -17,9 +17,9 @@ from localinfer.kernels.cuda.jit import inline, template
 from localinfer.kernels.kv_layout import SCALE_BLOCK
 
 MOST_COLUMNS = 128
-"""Columns of values of one block: their sums lie in registers."""
+"""Columns of values per block: their sums are in registers."""
 VALUE_STRIDE = PAGE // 2 + 4
-"""Words from a column of values to the next: no two lanes of a warp then meet in a bank."""
+"""32-bit words between columns of values, so that the lanes of a warp have no bank conflicts."""
 
 
 @inline

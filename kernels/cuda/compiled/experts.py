@@ -1,4 +1,4 @@
-"""Choosing experts, and joining what they gave. The products themselves are `matmul.matmul` of kind EXPERTS."""
+"""Routing, and sums of experts' outputs. The GEMMs are `matmul.matmul` of kind EXPERTS."""
 
 from numba import float32, int64
 

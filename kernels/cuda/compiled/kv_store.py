@@ -1,4 +1,4 @@
-"""Writing rows into the pages of the cache, laid out as `kernels/kv_layout.py` draws them.
+"""Writing rows into the pages of the cache, in the layout of `kernels/kv_layout.py`.
 
 No byte of a page belongs to two positions, so rows may be written in any order.
 """

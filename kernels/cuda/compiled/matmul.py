@@ -1,9 +1,8 @@
-"""Products of weights with a few rows of activations, read once for all of them: the kernels of decoding.
+"""GEMM with a few rows of activations, for which weights are read once: the kernels of decoding.
 
-A warp takes a few rows of weights, its lanes the units of those rows in turn, 32 units apart; every lane keeps a sum
-for each row of weights and of activations, and lanes add theirs in one fixed order. How a row is split depends on the
-weights alone, never on how many rows of activations there are: one token and eight of a draft get the same bits, also
-where `matmul_tiles` computes those.
+A warp computes a few rows of weights, each lane every 32nd unit; every lane has a sum for each row of weights and of
+activations, and lanes are added in one fixed order. The split of a row depends only on the weights, never on the number
+of rows of activations: one token and eight of a draft get the same bits, also from `matmul_tiles`.
 """
 
 from numba import cuda, float32, int64
@@ -60,7 +59,7 @@ def matmul(layout, batch_rows, weight_rows, split, kind, prefetches=0):
 
     layout: of all weights. batch_rows: rows of activations, all computed; outputs have room for as many.
     prefetches: 1 requests the first weights before the kernel waits for the one before it; not for EXPERTS.
-    weight_rows: rows of each weight to a warp. Plain numbers meet float32 activations, the others quantized ones.
+    weight_rows: rows of each weight per warp. Float weights are multiplied by float32 activations, others by codes.
     """
     gated = kind == GATED
     matrices = 2 if gated else 1

@@ -1,8 +1,8 @@
-"""Products of weights with a few rows of activations on tensor cores, weights read once for all of them.
+"""GEMM with a few rows of activations on tensor cores, for which weights are read once.
 
-A block of eight warps takes 16 rows of weights to a tile. Of every 32 units of a row a warp takes four, a lane one, and
-the four lanes of a quad then exchange words, so that each unit meets the activations as one product of tiles (two for
-Q6_K, whose halves have scales of their own). Every unit keeps its place in the sums of `matmul`, whose bits these have.
+A block of eight warps computes a tile of 16 rows of weights. Of every 32 units of a row a warp reads four, a lane one,
+and the four lanes of a quad then exchange words, so that each unit is multiplied in one mma (two for Q6_K, whose halves
+have scales of their own). Every unit has the same place in the sums as in `matmul`, so the bits are equal.
 """
 
 from numba import cuda, float32, int64
@@ -25,7 +25,7 @@ from localinfer.kernels.layouts import Layout
 WARPS = 8
 THREADS = 32 * WARPS
 TILE = 16
-"""Rows of weights of a tile; eight rows of activations meet them."""
+"""Rows of weights of a tile, multiplied by eight rows of activations."""
 
 _BIAS = 0x4B400000
 _BIAS_FLOAT = 12582912.0

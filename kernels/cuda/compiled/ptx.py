@@ -94,7 +94,7 @@ store_u16 = _instruction("st.global.u16 [$0], $1;", "", "qh", "memory")
 store_u8 = _instruction("st.global.u8 [$0], $1;", "", "qh", "memory")
 store_f32 = _instruction("st.global.f32 [$0], $1;", "", "qf", "memory")
 prefetch = _instruction("prefetch.global.L2 [$0];", "", "q", "memory")
-"""Have the line at an address on its way to the GPU's cache."""
+"""Prefetch the line at an address into the L2 cache."""
 wait_for_previous = _instruction("griddepcontrol.wait;", "", "", "memory")
 """Wait for the kernel before this one, where a launch did not. `jit` puts it first in kernels that do not call it, and
 leaves it out where the GPU has no such instruction."""
@@ -141,7 +141,7 @@ shuffle_from = _instruction("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", "f"
 """The float of the lane of this number."""
 fetch_word = _instruction("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", "u", "uu", "converge")
 syncthreads = _instruction("bar.sync 0;", "", "", "converge")
-"""Wait until every thread of the block is here."""
+"""Wait for every thread of the block."""
 
 _TILE = "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
 multiply_halves = _instruction(

@@ -1,4 +1,4 @@
-"""Choosing a token from a row of logits: the likeliest, or one drawn by top-k, top-p, min-p and the race.
+"""Sampling a token from a row of logits: the likeliest, or by top-k, top-p, min-p and the Gumbel race.
 
 The CPU's order and weights (`cpu/sampling.py`), so a step brings four bytes back to the host instead of a row. Filters
 keep the head of one order, so only a row's head is sorted out: the maxima of warps give a key that at least as many
@@ -25,7 +25,7 @@ _LOWEST = -(2**31)
 _HIGHEST = 2**31 - 1
 _NO_TOKEN = 2**30
 _WORST = -1e300
-"""A score that every other beats."""
+"""Lower than every score."""
 
 
 @inline

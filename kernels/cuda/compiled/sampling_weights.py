@@ -1,4 +1,4 @@
-"""The weight of a logit and its noise: the CPU's numbers (`cpu/compiled/sampling_weights.py`, `philox.py`) bit for bit.
+"""The weight of a logit and its noise: those of `sampling_weights.py` and `philox.py` of the CPU, bit for bit.
 
 Every step is one rounding in float64, or whole numbers. Only the logarithm differs from the CPU's, in its last bits, so
 two tokens whose scores agree to fifteen digits may win in another order.
@@ -64,7 +64,7 @@ def natural_log(value):
 
 @inline
 def uniform_of(token, seed, position):
-    """The u in (0, 1) of a token at a position: Philox4x32-10, see `cpu/compiled/philox.py`."""
+    """The u in (0, 1) of a token at a position: Philox4x32-10, see `cpu/compiled/sampling/philox.py`."""
     c0 = (token >> 6) * 32 + (token & 31)
     c1 = position & int64(_LOW_WORD)
     c2 = (position >> 32) & int64(_LOW_WORD)

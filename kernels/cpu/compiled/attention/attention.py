@@ -1,10 +1,10 @@
-"""Attention over the paged cache: how its work is split, and how what is split comes together.
+"""Attention over the paged cache: splitting the work, and merging the results of chunks.
 
 A tile is a few consecutive rows of one sequence and one KV head. Its queries, all heads of the group of all its rows,
-meet each chunk of keys and values in groups of eight, so a chunk is read from memory once per tile. A unit of work is
-a tile over all its chunks; in a batch of few rows it is a tile over some of them, so that there is work for every
-thread. Then results of single chunks wait in memory, and the thread that finishes the last part of a tile merges them.
-Either way chunks are merged one by one, in order, so how work was split cannot be seen in the result.
+are computed against each chunk of keys and values in groups of eight, so a chunk is read from memory once per tile. A
+unit of work is a tile over all its chunks, or in a batch of few rows over some of them, to use every thread. Then
+results of single chunks are stored, and the thread that finishes the last part of a tile merges them. Either way chunks
+are merged one by one, in order, so the result does not depend on the split.
 """
 
 import numpy as np
@@ -37,13 +37,13 @@ from localinfer.kernels.kv_layout import PAGE_TOKENS
 
 _SEGMENT_BYTES = SEGMENT.num_bytes
 _LEAST_CHUNKS = 2
-"""Chunks of a part of a tile: fewer cost more to merge than they let threads share."""
+"""Minimum chunks of a part of a tile: merging fewer costs more than it gains."""
 _PARTS_PER_THREAD = 8
 
 
 @inline
 def lowest_position(p: int, position: int) -> int:
-    """First position that a query at `position` may see."""
+    """First position that a query at `position` attends to."""
     window, local = ATTENTION.window(p), ATTENTION.local_chunk(p)
     low = 0
     if window > 0:
@@ -60,7 +60,7 @@ def _first_chunk(p: int, position: int) -> int:
 
 @inline
 def set_pages(p: int, memory: int, chunk: int, end: int) -> None:
-    """Addresses of this head's part in a chunk's pages, and in those of the next chunk, which are fetched ahead.
+    """Addresses of this head in a chunk's pages, and in those of the next chunk, which are prefetched.
 
     Only pages of positions before `end` are looked up; the others' entries repeat one that was.
     """
@@ -74,9 +74,9 @@ def set_pages(p: int, memory: int, chunk: int, end: int) -> None:
 
 @inline
 def set_queries(p: int, memory: int, first_query: int, count: int) -> None:
-    """Addresses of up to eight queries of a tile, for the pieces to compute at once."""
+    """Addresses of up to eight queries of a tile, which are computed at once."""
     group, last_query = ATTENTION.group(p), first_query + count - 1
-    # Counts between those that the pieces know repeat the last query.
+    # Other counts are padded by repeating the last query.
     at_once = 1
     while at_once < count:
         at_once *= 2
@@ -102,7 +102,7 @@ def _attend(p: int, memory: int, chunk: int, first_query: int, count: int, place
         return
     set_queries(p, memory, first_query, count)
     store_i64(memory + scratch.CHUNK_VALUES, place + 128)
-    # Blocks of sixteen positions that no query sees are left out; the chunk's own grid stays.
+    # Blocks of sixteen positions that no query attends to are left out, on the chunk's grid.
     first_block, last_block = low // 16, (high + 15) // 16
     call_op(ATTENTION.score_keys(p), p, memory, first_block, last_block)
     softcap, slopes = ATTENTION.softcap(p), ATTENTION.slopes(p)
@@ -129,7 +129,7 @@ def _attend(p: int, memory: int, chunk: int, first_query: int, count: int, place
 
 @inline
 def _out_address(p: int, memory: int, query: int) -> int:
-    """Where a query's result belongs."""
+    """Address of a query's result."""
     group = ATTENTION.group(p)
     head = load_i64(memory + scratch.KV_HEAD) * group + query % group
     row = load_i64(memory + scratch.OUT_ROW) + query // group * ATTENTION.out_stride(p)
@@ -169,13 +169,13 @@ def _finish_row(p: int, memory: int, out: int, total: float) -> None:
 
 @inline
 def _chunk_bytes(p: int, queries: int) -> int:
-    """Bytes that the results of one chunk take while they wait: per eight queries maxima, sums and values."""
+    """Bytes of one chunk's stored results: per eight queries maxima, sums and values."""
     return (queries + 7) // 8 * (128 + 32 * ATTENTION.value_columns(p))
 
 
 @inline
 def _attend_part(p: int, memory: int, partials: int, first_chunk: int, last_chunk: int) -> None:
-    """Some chunks of a tile, whose results wait in `partials`."""
+    """Some chunks of a tile; stores their results in `partials`."""
     rows = load_i64(memory + scratch.ROWS)
     queries, end = rows * ATTENTION.group(p), load_i64(memory + scratch.POSITION) + rows
     place = partials
@@ -188,7 +188,7 @@ def _attend_part(p: int, memory: int, partials: int, first_chunk: int, last_chun
 
 @inline
 def _finish_tile(p: int, memory: int, partials: int, is_attended: bool) -> None:
-    """Merge all chunks of a tile, whose results wait in `partials` if they do, and divide by the sums."""
+    """Merge all chunks of a tile, from `partials` if they are stored there, and divide by the sums."""
     rows, position = load_i64(memory + scratch.ROWS), load_i64(memory + scratch.POSITION)
     queries, end = rows * ATTENTION.group(p), position + rows
     for query in range(queries):
@@ -216,14 +216,14 @@ def _finish_tile(p: int, memory: int, partials: int, is_attended: bool) -> None:
 
 @inline
 def _segment_chunks(p: int, segment: int) -> int:
-    """Chunks that a sequence's rows see."""
+    """Chunks that a segment's rows attend to."""
     position, rows = SEGMENT.position(segment), SEGMENT.num_rows(segment)
     return (position + rows + CHUNK - 1) // CHUNK - _first_chunk(p, position)
 
 
 @inline
 def _chunks_per_part(p: int, batch: int, num_threads: int) -> int:
-    """How many chunks are one unit of work; 0 for all of a tile's."""
+    """Chunks of a unit of work; 0 for all of a tile."""
     kv_heads, segments = ATTENTION.kv_heads(p), BATCH.segments(batch)
     if num_threads == 1 or num_rows(batch, 0) > SPLIT_ROWS or kv_heads > MAX_SPLIT_HEADS:
         return 0
@@ -242,7 +242,7 @@ def _chunks_per_part(p: int, batch: int, num_threads: int) -> int:
 
 @inline
 def set_unit(p: int, memory: int, segment: int, first_row: int, rows: int, kv_head: int) -> None:
-    """Note where a tile's rows, head and pages are."""
+    """Store the rows, head and pages of a tile."""
     row = SEGMENT.first_row(segment) + first_row
     store_i64(memory + scratch.POSITION, SEGMENT.position(segment) + first_row)
     store_i64(memory + scratch.QUERY_ROW, ATTENTION.queries(p) + row * ATTENTION.queries_stride(p))
@@ -261,11 +261,11 @@ def attention(parameters: int, batch: int, thread: int, num_threads: int) -> Non
     per_part = _chunks_per_part(p, batch, num_threads)
     rows_per_tile = ATTENTION.rows_per_unit(p)
     if per_part == 0:
-        # Tiles of fewer rows, where there would be too few of them.
+        # Smaller tiles, if there are too few for all threads.
         rows_per_tile = max(1, min(rows_per_tile, num_rows(batch, 0) * kv_heads // (4 * num_threads)))
     while True:
         unit = take_units(control, 1)
-        # The last rows of a prompt see the most, so they come first and no thread ends with a long unit.
+        # The last rows of a prompt take longest, so they are computed first.
         index, counters = num_segments, BATCH.partials(batch)
         partials = counters + PARTIAL_COUNTER_BYTES
         segment, tiles, chunks, parts, tile_bytes = 0, 0, 0, 1, 0

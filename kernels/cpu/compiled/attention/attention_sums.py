@@ -1,7 +1,7 @@
-"""How much attention every page gets: softmax over all that a row sees, summed by page.
+"""Attention sums by page: the softmax of the last rows of each segment, summed by page.
 
-It follows an `attention` op whose parameters it shares, and scores the last rows of each sequence once more, which is
-cheap beside what else a batch costs.
+It follows an `attention` op whose parameters it shares, and computes the scores of those rows again, which is cheap
+relative to the batch.
 """
 
 import numpy as np
@@ -24,7 +24,7 @@ _SEGMENT_BYTES = SEGMENT.num_bytes
 
 @inline
 def _score_pages(p: int, memory: int, first_query: int, count: int, work: int) -> None:
-    """Maximum of the scores of each page that a row sees, and the sum of exp(score - maximum), per query."""
+    """Maximum of the scores of each page, and the sum of exp(score - maximum), per query."""
     group, kv_head = ATTENTION.group(p), load_i64(memory + scratch.KV_HEAD)
     softcap, slopes = ATTENTION.softcap(p), ATTENTION.slopes(p)
     position, row_bytes = load_i64(memory + scratch.POSITION), 4 * ATTENTION_SUMS.sums_pages(p)
@@ -58,7 +58,7 @@ def _score_pages(p: int, memory: int, first_query: int, count: int, work: int) -
 
 @inline
 def _add_shares(p: int, first: int, last: int, count: int, work: int, out: int) -> None:
-    """Add each page's share of every query's softmax to what it has."""
+    """Add each page's share of every query's softmax."""
     row_bytes = 4 * ATTENTION_SUMS.sums_pages(p)
     for q in range(count):
         maxima = work + 2 * q * row_bytes

@@ -1,7 +1,7 @@
 """Writing keys and values into the cache's pages, and quantizing the queries of quantized keys.
 
-Everything of one position is written by itself: no byte of a page belongs to two positions, so rows may be stored in
-any order by any thread, and again after they were rejected.
+No byte of a page belongs to two positions, so rows may be stored in any order by any thread, and again after they were
+rejected.
 """
 
 from typing import Any
@@ -141,8 +141,8 @@ KERNELS = {"store_floats": _store(False), "store_codes": _store(True)}
 def quantize_queries(p: Any, batch: int, thread: int, index: int, head: int) -> None:
     """Rotate every head of every row of queries as its keys were, and quantize it to int8.
 
-    Per head: codes, then per scale block a float32 scale (the scores' own in it), then per scale block an int32 start:
-    what the bias of the keys' codes will have added, taken away.
+    Per head: codes, then per scale block a float32 scale (times that of the scores), then per scale block an int32
+    start that compensates the bias of the keys' codes.
     """
     memory = scratch(batch, thread)
     row, records = memory + attention_scratch.ROW, memory + _RECORDS

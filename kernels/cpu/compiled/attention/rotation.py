@@ -1,4 +1,4 @@
-"""Rotating and quantizing one head's row, in scratch memory: what enters a quantized cache, and queries of its keys.
+"""Rotating and quantizing one head's row, in scratch memory: for a quantized cache and its queries.
 
 The rotation is the orthonormal Walsh-Hadamard transform (as in QuaRot, arXiv 2404.00456, section 4): it spreads what is
 large in few dimensions over all of them, leaves dot products as they are, and is its own inverse.
@@ -95,7 +95,7 @@ def quantize_values(emit: Emitter, becomes: int, source_place: Value, codes_plac
     total = emit.zeros(I32)
     for i, values in enumerate(vectors):
         scaled = emit.mul(values, emit.splat(inverse))
-        # A scale that float16 can only just hold is far from the one that was meant.
+        # Scales near float16's smallest numbers are imprecise.
         scaled = b.select(b.fcmp_ordered("<", scaled, low), low, scaled)
         scaled = b.select(b.fcmp_ordered(">", scaled, high), high, scaled)
         whole = b.fptosi(emit.call("llvm.rint.v16f32", vector(F32), [scaled]), vector(I32))

@@ -1,1 +1,1 @@
-"""Products of weights, and everything that works on each row by itself."""
+"""GEMM, and ops that work on each row separately."""

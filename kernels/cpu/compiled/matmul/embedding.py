@@ -1,4 +1,4 @@
-"""Look up rows of a table where they lie in the file: no second copy, and only the rows in use are ever read."""
+"""Look up rows of a table in the file's layout: without a converted copy."""
 
 from typing import Any
 

@@ -1,7 +1,7 @@
-"""Mixture of experts: choosing experts per row, grouping rows by expert, and summing what the experts gave.
+"""Mixture of experts: routing, grouping rows by expert, and summing the experts' outputs.
 
-An expert's product runs over all rows that chose it, so its weights are read once per batch; what a row gets is the
-same as if it were alone, since every row's slots are summed in slot order.
+An expert's GEMM runs over all rows routed to it, so its weights are read once per batch; every row's slots are summed
+in slot order, so its result does not depend on the other rows.
 """
 
 from typing import Any
@@ -104,8 +104,8 @@ def group_by_expert(parameters: int, batch: int, thread: int, num_threads: int) 
     rows = num_rows(batch, p.is_output)
     for i in range(p.experts + 2):
         store_i64(p.starts + 8 * i, 0)
-    # Counts stand two places up, so that after summing, word e + 1 is where expert e begins; filling then moves it to
-    # where expert e + 1 begins, which is what word e + 1 shall hold in the end.
+    # Counts are stored two entries up, so that after the prefix sum entry e + 1 is the start of expert e; filling then
+    # advances it to the start of expert e + 1.
     for row in range(rows):
         for slot in range(p.selected):
             place = p.starts + 8 * (2 + np.int64(load_f32(p.ids + row * p.ids_stride + 4 * slot)))

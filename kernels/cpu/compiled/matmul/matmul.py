@@ -1,7 +1,7 @@
-"""Matrix products on tiles: one op per weight layout, for one row or a thousand.
+"""GEMM on tiles: one op per weight layout, for any number of rows.
 
-Threads take tiles as they become free. Rows are taken in blocks whose activations fit the second-level cache, so a tile
-is read from memory once per block and from the first-level cache after that.
+Threads claim tiles dynamically. Rows are computed in blocks whose activations fit the second-level cache, so a tile is
+read from memory once per block and from the first-level cache after that.
 """
 
 import numpy as np
@@ -26,9 +26,9 @@ def _set_row(table: int, slot: int, x: int, out: int, residual: int) -> None:
 
 @inline
 def _width(left: int) -> int:
-    """For how many rows the next product is written; 3 or 7 rows take the width of one more and compute the last twice.
+    """Rows of the next product; 3 or 7 rows are padded by one, computed twice.
 
-    That is the cheaper: a tile's codes are unpacked once. Verifying 3 tokens of a 1.1B Q4_0 model took 1.42 times as
+    That is faster, because a tile's codes are unpacked once. Verifying 3 tokens of a 1.1B Q4_0 model took 1.42 times as
     long as decoding one, and 4 tokens 1.16 times.
     """
     return left + 1 if left == 3 or left == 7 else rows_at_once(left)
@@ -71,7 +71,7 @@ def _products(layout: int, first: int, last: int, table: int, p: int, tile: int,
 
 @compose
 def _matmul(layout: int, parameters: int, batch: int, thread: int, num_threads: int) -> None:
-    # Word by word, in this order: all of a block at once costs registers that the products need.
+    # Field by field, in this order: loading the whole block costs registers that the products need.
     p = parameters
     x, x_stride, k = MATMUL.x(p), MATMUL.x_stride(p), MATMUL.columns(p)
     rows = num_rows(batch, MATMUL.is_output(p))
@@ -83,7 +83,7 @@ def _matmul(layout: int, parameters: int, batch: int, thread: int, num_threads: 
         tiles += PROJECTION.tiles(records + _PROJECTION_BYTES * index)
     blocks = (rows + rows_per_block - 1) // rows_per_block
     units = blocks * tiles
-    # The first stretch is the thread's own; the others go to the threads that are free first.
+    # The first stretch is fixed per thread; the others are claimed dynamically.
     start, end = stretch(thread, units, num_threads)
     while start < units:
         for unit in range(start, end):

@@ -1,4 +1,4 @@
-"""Filling tiles from the rows of a file; what goes where is `localinfer.kernels.cpu.weights`'s to say."""
+"""Packing the rows of a file into tiles, as described by the fields in `localinfer.kernels.cpu.weights`."""
 
 from typing import Any
 
@@ -139,7 +139,7 @@ def _clear_row(target: int, width: int, items: int, kind: int) -> None:
 @op
 def pack_tiles(parameters: int, batch: int, thread: int, num_threads: int) -> None:
     """Fill tiles; parameters: control, target, source, tiles, rows, units, file bytes, unit bytes, fields, count."""
-    # A few units of all sixteen rows at a time: what is written then stays in the first-level cache.
+    # A few units of all sixteen rows at a time, so that written lines stay in the first-level cache.
     p = PACK_TILES.load(parameters)
     step = max(1, _BYTES_AT_ONCE // p.unit_bytes)
     while True:

@@ -1,7 +1,7 @@
 """Activations as int8: per row, blocks of 32 with a float32 scale, rounded to nearest even.
 
-Row record: int8[K], then per block of 32 a record of RECORD_BYTES (see `tiles.py`). The sums stand ready because every
-weight layout with an offset or a minimum needs them, and they cost nothing here.
+Row record: int8[K], then per block of 32 a record of RECORD_BYTES (see `tiles.py`). It includes sums, which weight
+layouts with an offset or a minimum need.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ def quantize_block(emit: Emitter, source_address: Value, codes_address: Value, r
     largest = emit.reduce_max(emit.maximum(*magnitudes))
     limit = ir.Constant(F32, 127.0)
     scale = b.fdiv(largest, limit)
-    # Below this the inverse would be infinite, and an infinite code is no number: such a block counts as zeros.
+    # Below this the inverse would be infinite: such a block is quantized to zeros.
     is_zero = b.fcmp_ordered("<", largest, ir.Constant(F32, 1e-36))
     inverse = b.select(is_zero, ir.Constant(F32, 0.0), b.fdiv(limit, largest))
     sums = []

@@ -1,7 +1,7 @@
-"""The innermost products: one tile of sixteen weight rows times one to eight rows of activations.
+"""The inner loop of GEMM: one tile of sixteen weight rows times one to eight rows of activations.
 
-Every output element is one chain of fused multiply-adds over the blocks of
-its row in order, the same chain however many activation rows are computed at once and on every instruction set.
+Every output element is one chain of fused multiply-adds over the blocks of its row in order, the same for any number of
+activation rows and on every instruction set.
 
 An activation row for quantized weights is `int8[K]` followed by one record per block of 32 (see `quantize.py`); for
 float weights it is `float32[K]`.
@@ -22,11 +22,10 @@ _SUPER_BLOCK_LAYOUTS = (Layout.Q4_K, Layout.Q5_K, Layout.Q6_K)
 
 
 def prefetch_distance(layout: Layout, num_rows: int) -> tuple[int, int] | None:
-    """How many bytes ahead of its use a tile is requested and into which cache (3: the first level); None: not at all.
+    """Prefetch distance of a tile in bytes and cache level (3: the first level); None: no prefetch.
 
-    With one row the core reads so far ahead by itself that the processor's own prefetchers follow at the memory's rate,
-    and requests of ours only take their miss buffers. The more work a byte is, the less they see, and the earlier we
-    must ask. Measured: tests/bench/RESULTS.md.
+    With one row hardware prefetchers saturate the memory bandwidth, and software prefetches would only occupy miss
+    buffers. With more work per byte they are slower, and a longer distance helps. Measured: tests/bench/RESULTS.md.
     """
     if num_rows == 1:
         return None
@@ -34,7 +33,7 @@ def prefetch_distance(layout: Layout, num_rows: int) -> tuple[int, int] | None:
 
 
 class _Tile:
-    """One product in the making: weight addresses, activation rows, and the running totals."""
+    """State of one product: weight addresses, activation rows, and totals."""
 
     def __init__(self, emit: Emitter, layout: Layout, tile: Value, columns: Value, rows: list[Value]) -> None:
         self.emit = emit
@@ -51,9 +50,9 @@ class _Tile:
         return header, self.emit.builder.add(header, self.emit.i64(self.sizes.header_bytes))
 
     def prefetch(self, unit: Value, unit_bytes: int, part: int, parts: int) -> None:
-        """Request part `part` of `parts` of what is read some way after this unit, in the next tile if need be.
+        """Prefetch part `part` of `parts` of the unit at the prefetch distance, in the next tile if need be.
 
-        Lines are spread over a unit's work: a burst of them fills the core's miss buffers and stalls its loads.
+        Prefetches are spread over a unit's work: a burst of them fills the miss buffers and stalls loads.
         """
         chosen = prefetch_distance(self.layout, len(self.rows))
         if chosen is None:

@@ -1,4 +1,4 @@
-"""What a logit weighs: exp((logit - best) / temperature), exactly as a whole number, or roughly and four times as fast.
+"""The weight of a logit: exp((logit - best) / temperature), exactly as an integer, or roughly and four times as fast.
 
 Logits are compared as int32 keys whose order is that of the floats. Weights are whole numbers of 2^-43, so their sums
 are exact in any order. A token is *ahead* of a place (key, id) if its key is larger, or equal and its id lower: the

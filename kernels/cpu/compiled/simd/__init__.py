@@ -1,1 +1,1 @@
-"""What kernels of every kind are written with: vector code, memory at addresses, and the loops of the thread pool."""
+"""The basis of all kernels: vector code, memory access, and the loops of the thread pool."""

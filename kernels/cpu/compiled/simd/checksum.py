@@ -1,8 +1,8 @@
-"""Fold bytes into a few words at the speed of memory, so that a change shows.
+"""A checksum at memory bandwidth: bytes are folded into a few int64 lanes.
 
 Word i of the data goes into lane i modulo CHECKSUM_LANES: the lane is xored with it, multiplied by an odd number, and
-its upper half is xored into its lower one. Each of these is a bijection of the lane, so a change of one word always
-shows, and changes of several cancel only by a chance of 64 bits. It is no defence against deliberate changes.
+its upper half is xored into its lower one. Each of these is a bijection of the lane, so a change of one word is always
+detected, and changes of several cancel with probability 2^-64. It does not detect deliberate changes.
 """
 
 import numpy as np

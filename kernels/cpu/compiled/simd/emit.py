@@ -39,7 +39,7 @@ def _target_features(context: Any) -> list[str]:
 def target_isa(context: Any) -> ISA:
     """The selected instruction set, or the best below it that the compile target has.
 
-    Asked for every intrinsic: LLVM aborts the process on an instruction its target does not have.
+    Checked for every intrinsic: LLVM aborts the process on an instruction that its target lacks.
     """
     features, paths = _target_features(context), list(ISA)
     return next(path for path in paths[paths.index(isa.SELECTED) :] if isa.runs_on(path, features))

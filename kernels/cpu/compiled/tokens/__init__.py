@@ -1,1 +1,1 @@
-"""Token ids: texts to them, and what followed them before."""
+"""Tokenization of long texts, and n-gram drafts."""

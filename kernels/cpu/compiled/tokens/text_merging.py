@@ -1,8 +1,7 @@
-"""Long texts to tokens: cutting words by the class of their characters, and merging neighbours inside words.
+"""Tokenization of long texts: splitting words by character class, and merging pairs inside words.
 
-Merging takes the pair of the lowest rank first, the leftmost among equals, until no pair has a rank: by looking through
-short words, and with a heap of (rank, place) for long ones, whose entries are dropped when they are out of date. So
-time grows as n log n with the longest word.
+The pair of the lowest rank is merged first, the leftmost on ties, until no pair has a rank: by linear search in short
+words, and with a heap of (rank, place) and lazy deletion in long ones, so time grows as n log n with the longest word.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""A suffix automaton over token ids that grows by one token at a time, and what followed each of its matches.
+"""An online suffix automaton over token ids, with the continuation of each match, for n-gram drafts.
 
 Every state of the automaton is a set of substrings with the same ends in all texts read so far (Blumer et al., The
 smallest automaton recognizing the subwords of a text, 1985); texts share one automaton, each with its own cursor
