@@ -95,7 +95,7 @@ def load(
     Raises: ModelFileError, RequestError, BackendUnavailableError, OutOfMemoryError.
     """
     if not isinstance(device, str) or device not in DEVICES:
-        raise BackendUnavailableError(f"device is {device!r}; this version knows {', '.join(map(repr, DEVICES))}")
+        raise BackendUnavailableError(f"device is {device!r}; wanted one of {', '.join(map(repr, DEVICES))}")
     sizes = {"threads": threads, "context_length": context_length, "kv_memory": kv_memory, "kv_window": kv_window}
     for name, value in sizes.items():
         check_number(name, value, 1, none="for the default")

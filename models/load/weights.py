@@ -183,7 +183,7 @@ class CpuWeights:
 
 
 class CudaWeights(CpuWeights):
-    """A `WeightSource` over a model file whose matrices go to a device as planes; one that is also a table, once."""
+    """A `WeightSource` over a model file with matrices on a device; an embedding table too is uploaded once."""
 
     def __init__(
         self, file: ModelFile, pool: ThreadPool, device: CudaDevice, progress: ProgressCallback | None = None

@@ -5,8 +5,8 @@ smallest automaton recognizing the subwords of a text, 1985); texts share one au
 (the generalised automaton of Mohri, Moreno and Weinstein, 2009). Reading a token takes amortised constant time.
 
 Texts are kept beside it as a tree of nodes, one per distinct prefix, so a text that begins like an older one (the next
-turn of a conversation, a second attempt) shares its nodes and adds nothing. Each node knows the node that followed it
-last. Each state knows the node where its strings ended last, for the _RECENT_STEPS longest suffixes of every prefix:
+turn of a conversation, a second attempt) shares its nodes and adds nothing. Each node has the node that followed it
+last. Each state has the node where its strings ended last, for the _RECENT_STEPS longest suffixes of every prefix:
 those of ordinary text are far fewer. A place whose follower came twice in a row stays preferred until others came
 twice: one exception to what is often said is no reason to expect it again.
 
