@@ -297,7 +297,7 @@ class CpuProgram:
             self._last_pages, self._last_table = pages, pages.ctypes.data
         mass = self.tape.attention_sums
         if mass is not None and len(pages) > mass.shape[2]:
-            raise RequestError(f"segment {index} has {len(pages)} pages, but this tape weighs at most {mass.shape[2]}")
+            raise RequestError(f"segment {index} has {len(pages)} pages, but attention is summed for {mass.shape[2]}")
         table = self._last_table
         windowed_table = self._windowed_table(index, segment) if self._window else table
         self._segments[index] = (row, count, start - dropped, table, windowed_table)

@@ -124,7 +124,7 @@ def test_chat_template_is_taken_as_text_or_by_its_path(form: str, tmp_path: Path
     ("template", "words"),
     [
         ("{% for %}", "does not compile"),
-        ("{{ \ud800 }}", "half characters"),
+        ("{{ \ud800 }}", "lone surrogates"),
         ("nowhere.jinja", "cannot be read"),
         (7, "chat_template is 7"),
         ("nul\0", "cannot be read"),
@@ -224,11 +224,11 @@ def test_server_counts_memory_for_the_context_asked_for(tmp_path: Path) -> None:
     [
         (["--set", "llama.nonsense=1"], "llama.nonsense cannot be set"),
         (["--set", "nonsense"], "give KEY=VALUE"),
-        (["--set", "llama.rope.freq_base=int:x"], "no int"),
+        (["--set", "llama.rope.freq_base=int:x"], "not of type int"),
         (["--rope-scaling", "magic"], "--rope-scaling"),
         (["--rope-scale", "0"], "scale is 0.0"),
         (["--rope-scale", "2", "--rope-frequency-scale", "0.5"], "give one of them"),
-        (["--yarn-beta-fast", "8"], "--yarn-beta-fast has a meaning with YaRN only"),
+        (["--yarn-beta-fast", "8"], "--yarn-beta-fast applies to YaRN only"),
         (["--yarn-original-context", "0"], "--yarn-original-context is 0"),
         (["--rope-scaling", "yarn"], "give a scale, or a --context-length above the 1024 tokens"),
         (["--chat-template", "nowhere"], "nowhere"),

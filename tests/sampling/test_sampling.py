@@ -233,7 +233,7 @@ def test_penalties_equal_those_done_by_hand(last_n: int, monkeypatch: pytest.Mon
     sampler = Sampler(30)
     seen: list[NDArray[np.float32]] = []
 
-    def look(row: NDArray[np.float32], *_: object) -> int:
+    def look(rows: RowSampler, row: NDArray[np.float32], *_: object) -> int:
         seen.append(row.copy())
         return 0
 

@@ -294,7 +294,7 @@ def test_options_that_do_not_go_together_are_refused() -> None:
 def test_a_draft_model_without_a_tokenizer_is_refused() -> None:
     draft = wide_model()
     draft.tokenizer = None
-    with pytest.raises(RequestError, match="no tokenizer"):
+    with pytest.raises(RequestError, match="without a tokenizer"):
         make_speculation("auto", wide_model(), draft)  # type: ignore[arg-type]
 
 
