@@ -109,7 +109,8 @@ def test_all_unknown_keys_are_told_once_when_loading_and_in_show(
     path = write_small_llama(tmp_path / "model.gguf", extra={"attention.clamp_kqv": 8.0, "rope.scaling.alpha": 1e3})
     with caplog.at_level(logging.WARNING):
         load_model(path, threads=1).close()
-    told = [record.getMessage() for record in caplog.records if "settings unknown to this version" in record.getMessage()]
+    messages = [record.getMessage() for record in caplog.records]
+    told = [message for message in messages if "settings unknown to this version" in message]
     assert len(told) == 1
     assert "llama.attention.clamp_kqv, llama.rope.scaling.alpha" in told[0]
     description = describe_file(str(path))
