@@ -308,7 +308,7 @@ def test_chart_without_a_folder_for_it_is_refused(record, tmp_path):
     from localinfer.bench.charts import save_figure, serve_figure
     from localinfer.errors import RequestError
 
-    with pytest.raises(RequestError, match="--output"):
+    with pytest.raises(RequestError, match="there is no folder"):
         save_figure(serve_figure({**record, "knee": 2}), Path(tmp_path) / "missing" / "chart.png")
 
 
