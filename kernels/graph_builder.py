@@ -8,17 +8,8 @@ from typing import Any, Concatenate, ParamSpec
 
 from localinfer.errors import ShapeError
 from localinfer.kernels import ops
-from localinfer.kernels.ops import (
-    MAX_EXPERTS,
-    Activation,
-    Buffer,
-    FloatArray,
-    KVLayerShape,
-    LinearWeight,
-    Op,
-    OpGraph,
-    Rows,
-)
+from localinfer.kernels.ops import MAX_EXPERTS, Activation, Buffer, KVLayerShape, LinearWeight, Op, OpGraph, Rows
+from localinfer.types import FloatArray
 
 Fields = ParamSpec("Fields")
 

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Protocol, dataclass_transform
 import numpy as np
 from numpy.typing import NDArray
 
-FloatArray = NDArray[np.float32]
+from localinfer.types import FloatArray
 
 MAX_EXPERTS = 4096
 """Of a router: kernels have scratch memory for so many scores."""

@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import ContextLengthError, RequestError
-from localinfer.kernels.ops import FloatArray, Rows
+from localinfer.kernels.ops import Rows
+from localinfer.types import FloatArray
 
 
 @dataclass(frozen=True)

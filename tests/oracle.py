@@ -19,13 +19,13 @@ from localinfer.kernels.ops import (
     AttentionShape,
     Buffer,
     EmbeddingTable,
-    FloatArray,
     LinearWeight,
     OpGraph,
     Pairing,
     Rows,
 )
 from localinfer.kernels.program import Batch, Segment
+from localinfer.types import FloatArray
 from tests.oracle_formulas import Float64Array, activate, affine, attend, groups, route, sigmoid
 from tests.oracle_kv import kept, kept_query
 

@@ -5,7 +5,8 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels.ops import Activation, AttentionShape, FloatArray, Gating, Routing
+from localinfer.kernels.ops import Activation, AttentionShape, Gating, Routing
+from localinfer.types import FloatArray
 
 Float64Array = NDArray[np.float64]
 

@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 
 import localinfer
 from localinfer.errors import UnsupportedFormatError
-from localinfer.kernels.ops import FloatArray
 from localinfer.kernels.program import Batch, Segment
 from localinfer.models.decoder.decoder import write_decoder
 from localinfer.quant.formats.reference import dequantize, quantize
@@ -17,6 +16,7 @@ from localinfer.quant.formats.types import TensorRecord, TensorType, block_bytes
 from localinfer.quant.gguf.reader import GGUFFile
 from localinfer.quant.gguf.writer import EncodedValue, GGUFWriter, copy_values, encode_value
 from localinfer.quant.pipeline.conversion import convert, layout_of
+from localinfer.types import FloatArray
 from tests.models.arch_models import read_config
 from tests.oracle import NumpyProgram, NumpyWeights
 

@@ -9,7 +9,8 @@ from localinfer.kernels.cpu.parameters import BATCH, SEGMENT
 from localinfer.kernels.graph_builder import check
 from localinfer.kernels.jit.object_cache import Kernel
 from localinfer.kernels.kv_layout import KVLayout, is_quantized, num_blocks
-from localinfer.kernels.ops import AttentionShape, FloatArray
+from localinfer.kernels.ops import AttentionShape
+from localinfer.types import FloatArray
 
 _KINDS = {
     "f32": kernel_abi.KIND_F32, "f16": kernel_abi.KIND_F16, "q8_0": kernel_abi.KIND_Q8_0, "q4_0": kernel_abi.KIND_Q4_0

@@ -12,8 +12,9 @@ from localinfer.kernels.cpu import kernel_abi
 from localinfer.kernels.cpu.memory import address, aligned, aligned_zeros
 from localinfer.kernels.cpu.parameters import ENCODE, ROUND_COLUMNS
 from localinfer.kernels.cpu.program import POOL_KERNELS, ThreadPool
-from localinfer.kernels.jit.compile_ahead import ProgressCallback, compile_ahead
+from localinfer.kernels.jit.compile_ahead import compile_ahead
 from localinfer.kernels.jit.object_cache import Function, Kernel
+from localinfer.types import FloatArray, ProgressCallback
 
 _TYPES = "Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 IQ4_NL Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_XS".split()
 ENCODERS = {name: Kernel(f"encoders.{name.lower()}") for name in _TYPES}
@@ -76,8 +77,6 @@ def encode_rows(
     if found.any():
         raise TooLargeError(name)
 
-
-FloatArray = NDArray[np.float32]
 
 _LANES = 16
 _ROUND_BLOCK = Function("feedback.round_block", "q", "q")

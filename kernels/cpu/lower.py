@@ -18,11 +18,12 @@ from localinfer.kernels.cpu.program import CpuProgram, ThreadPool
 from localinfer.kernels.cpu.tape import CpuTape
 from localinfer.kernels.cpu.weights import PackedWeight, RowTable
 from localinfer.kernels.graph_builder import check, packed_weight
-from localinfer.kernels.jit.compile_ahead import ProgressCallback, compile_ahead
+from localinfer.kernels.jit.compile_ahead import compile_ahead
 from localinfer.kernels.kv_layout import KVLayout, is_quantized
 from localinfer.kernels.layouts import GGUF_LAYOUTS, SIZES, is_float, num_tiles
 from localinfer.kernels.ops import Buffer, Gating, LinearWeight, OpGraph, Projection, RopeTable, Rows
 from localinfer.kernels.program import Operation
+from localinfer.types import ProgressCallback
 
 ACTIVATION_BYTES_PER_BLOCK = 384 * 1024
 """Rows of a matmul are taken in blocks of about this many bytes of activations: they and a tile share a 1 MiB cache."""

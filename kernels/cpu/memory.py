@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from localinfer.errors import OutOfMemoryError
 from localinfer.kernels.address_space import shortage
-from localinfer.kernels.ops import Buffer, FloatArray, Rows
+from localinfer.kernels.ops import Buffer, Rows
+from localinfer.types import FloatArray
 
 if TYPE_CHECKING:
     from localinfer.kernels.cpu.weights import RowTable

@@ -24,8 +24,9 @@ from localinfer.kernels.cpu.memory import address, aligned_zeros
 from localinfer.kernels.cpu.parameters import BATCH, SEGMENT
 from localinfer.kernels.cpu.tape import CpuTape
 from localinfer.kernels.jit.object_cache import Function
-from localinfer.kernels.ops import FloatArray, Rows
+from localinfer.kernels.ops import Rows
 from localinfer.kernels.program import Batch, Operation, Segment
+from localinfer.types import FloatArray
 
 _START_RUN = Function("pool.start_run", "q", "qq")
 _FINISH_RUN = Function("pool.finish_run", "q", "q")

@@ -11,8 +11,9 @@ from localinfer.kernels.cpu.parameters import GATHER, Words
 from localinfer.kernels.graph_builder import check
 from localinfer.kernels.jit.object_cache import Kernel
 from localinfer.kernels.kv_layout import KVLayout
-from localinfer.kernels.ops import Buffer, FloatArray, OpGraph, Rows
+from localinfer.kernels.ops import Buffer, OpGraph, Rows
 from localinfer.kernels.program import BatchLimits, Operation
+from localinfer.types import FloatArray
 
 if TYPE_CHECKING:
     from localinfer.kernels.cpu.program import ThreadPool

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from localinfer.errors import BackendUnavailableError, OutOfMemoryError
 from localinfer.kernels.cuda.kernel_cache import KernelKey, compile_all, kernel_ptx, require_numba_cuda
-from localinfer.kernels.jit.compile_ahead import ProgressCallback
+from localinfer.types import ProgressCallback
 
 F32, F16, BF16 = range(3)
 """Element types of a library GEMM, numbered as in `compiled.rows`."""

@@ -14,9 +14,10 @@ from pathlib import Path
 
 from localinfer.errors import BackendUnavailableError
 from localinfer.kernels.jit import object_cache
-from localinfer.kernels.jit.compile_ahead import ProgressCallback, can_start_python, run_children
+from localinfer.kernels.jit.compile_ahead import can_start_python, run_children
 from localinfer.kernels.source_digests import combined, source_digests
 from localinfer.kernels.versions import installed_version
+from localinfer.types import ProgressCallback
 
 SHARED_SOURCES = ("kernels/ops.py", "kernels/kv_layout.py", "kernels/layouts.py", "kernels/cpu/kernel_abi.py")
 """What CUDA kernels read of the rest of this package."""

@@ -22,11 +22,11 @@ from localinfer.kernels.cuda.program import CudaProgram
 from localinfer.kernels.cuda.tape import CudaTape
 from localinfer.kernels.cuda.weights import DeviceWeight
 from localinfer.kernels.graph_builder import check, packed_weight
-from localinfer.kernels.jit.compile_ahead import ProgressCallback
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.layouts import is_float
 from localinfer.kernels.ops import Activation, Buffer, OpGraph, Pairing, Projection, RopeTable, Rows
 from localinfer.kernels.program import BatchLimits
+from localinfer.types import ProgressCallback
 
 _RMS, _LAYER = 0, 1
 _ACTIVATION, _GATE, _ADD, _TIMES_SIGMOID, _TIMES_ROW_SIGMOID, _SCALE, _SOFTCAP = range(7)

@@ -14,7 +14,8 @@ from localinfer.errors import OutOfMemoryError
 from localinfer.kernels.cpu.memory import address, aligned_zeros
 from localinfer.kernels.cuda.device import CudaDevice
 from localinfer.kernels.kv_layout import KVLayout
-from localinfer.kernels.ops import Buffer, FloatArray, KVLayerShape, Rows
+from localinfer.kernels.ops import Buffer, KVLayerShape, Rows
+from localinfer.types import FloatArray
 
 Addresses = NDArray[np.int64]
 

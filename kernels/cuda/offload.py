@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from localinfer.kernels.cuda.memory import Addresses, SplitKVLayout
 from localinfer.kernels.cuda.program import CudaProgram
 from localinfer.kernels.cuda.sampling import Draw
-from localinfer.kernels.ops import FloatArray
 from localinfer.kernels.program import Batch, Program, Segment
+from localinfer.types import FloatArray
 
 
 class SplitProgram:

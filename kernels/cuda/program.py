@@ -12,9 +12,8 @@ from localinfer.kernels.cuda.gemm import Shape
 from localinfer.kernels.cuda.kernel_cache import KernelKey
 from localinfer.kernels.cuda.memory import SMALL_ROWS
 from localinfer.kernels.cuda.sampling import Chosen, Draw, TokenChoice
-from localinfer.kernels.jit.compile_ahead import ProgressCallback
-from localinfer.kernels.ops import FloatArray
 from localinfer.kernels.program import Batch, BatchLimits
+from localinfer.types import FloatArray, ProgressCallback
 
 _CHUNK = 128
 _FEWEST_CHUNKS = 4

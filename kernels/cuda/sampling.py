@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.kernels.cuda.device import CudaDevice, Launch
-from localinfer.kernels.ops import FloatArray
 from localinfer.kernels.program import Batch, GreedyProgram
+from localinfer.types import FloatArray
 
 UNDECIDED = -3
 """In place of a token id: the host must sample this row."""

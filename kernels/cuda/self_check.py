@@ -15,11 +15,11 @@ from localinfer.kernels import ops
 from localinfer.kernels.cuda.device import CudaDevice, Step
 from localinfer.kernels.cuda.kernel_cache import KernelKey
 from localinfer.kernels.graph_builder import GraphBuilder
-from localinfer.kernels.jit.compile_ahead import ProgressCallback
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.layouts import Layout
-from localinfer.kernels.ops import AttentionShape, EmbeddingTable, FloatArray, KVLayerShape, LinearWeight, Rows
+from localinfer.kernels.ops import AttentionShape, EmbeddingTable, KVLayerShape, LinearWeight, Rows
 from localinfer.kernels.program import Batch, Segment
+from localinfer.types import FloatArray, ProgressCallback
 
 _WIDTH, _HEADS, _SIZE = 64, 2, 32
 _PROMPT, _POSITIONS = 5, 7

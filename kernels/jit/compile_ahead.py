@@ -14,9 +14,7 @@ from pathlib import Path
 
 from localinfer.kernels.jit import object_cache
 from localinfer.kernels.jit.object_cache import Kernel
-
-ProgressCallback = Callable[[str, int, int], None]
-"""Called with a stage's name, the units done and the total."""
+from localinfer.types import ProgressCallback
 
 STAGE = "compiling kernels (once per machine)"
 

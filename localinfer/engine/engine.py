@@ -20,11 +20,11 @@ from localinfer.engine.request import HISTORY_ROOM, GenerationRecord, Request
 from localinfer.engine.runner import ModelRunner, shortened
 from localinfer.engine.scheduler import EngineLimits, Generation, Scheduler
 from localinfer.errors import ContextLengthError, OutOfMemoryError, RequestError
-from localinfer.kernels.ops import FloatArray
 from localinfer.kernels.program import Program
 from localinfer.sampling.params import SamplingParams
 from localinfer.sampling.sampler import SamplingPlan, TokenMask, not_finite_error
 from localinfer.speculation.verify import Speculation
+from localinfer.types import FloatArray
 
 if TYPE_CHECKING:
     from localinfer.models.load.loader import Model

@@ -22,12 +22,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 
 from localinfer.cache.block_pool import PageNumbers, PagePool
+from localinfer.closing import Closing
 from localinfer.engine.engine import Engine
 from localinfer.errors import SessionFileError, SessionMismatchError
 from localinfer.files import OutputFile, check_output, num_io_threads
@@ -177,7 +176,7 @@ def write_session(path: Path, content: SessionContent, pages: Sequence[memoryvie
     return len(header) + CHECKSUM_BYTES + content.num_bytes
 
 
-class SessionReader:
+class SessionReader(Closing):
     """An open session file with a verified header; a context manager.
 
     Raises: SessionFileError if the file does not exist, is not a session, or has a damaged header.
@@ -237,14 +236,6 @@ class SessionReader:
     def close(self) -> None:
         """Close the file; may be called again."""
         self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _reading(self, pages: Sequence[memoryview]) -> Iterator[memoryview]:
         for page in pages:

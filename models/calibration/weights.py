@@ -6,12 +6,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels.ops import EmbeddingTable, FloatArray, LinearWeight
+from localinfer.kernels.ops import EmbeddingTable, LinearWeight
 from localinfer.quant.checkpoint.model_file import ModelFile, read_stretch
 from localinfer.quant.formats.encoding import as_float32, source_rows
 from localinfer.quant.formats.reference import dequantize
 from localinfer.quant.formats.types import row_bytes
 from localinfer.quant.methods.awq import Rounding, TensorFactors
+from localinfer.types import FloatArray
 
 RoundingOf = Callable[[str], Rounding | None]
 """How the type that a tensor gets rounds it; None for tensors that are not rounded."""

@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from localinfer.kernels.ops import AttentionShape, Buffer, FloatArray, LinearWeight, Projection, RopeTable
+from localinfer.kernels.ops import AttentionShape, Buffer, LinearWeight, Projection, RopeTable
 from localinfer.models.decoder.architecture import QueryKeyNorm
 from localinfer.models.decoder.config import LatentConfig
 from localinfer.models.decoder.graph import Graph, refuse
 from localinfer.models.decoder.rope import rope_table
+from localinfer.types import FloatArray
 
 
 class RopeTables:

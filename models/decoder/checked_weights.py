@@ -1,7 +1,8 @@
 """Weights with checked shapes."""
 
 from localinfer.errors import CorruptFileError
-from localinfer.kernels.ops import EmbeddingTable, FloatArray, LinearWeight, WeightSource
+from localinfer.kernels.ops import EmbeddingTable, LinearWeight, WeightSource
+from localinfer.types import FloatArray
 
 _WAY_OUT = "Convert the model again or download another copy."
 

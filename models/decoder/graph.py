@@ -4,10 +4,11 @@ import numpy as np
 
 from localinfer.errors import UnsupportedFormatError
 from localinfer.kernels.graph_builder import GraphBuilder
-from localinfer.kernels.ops import Buffer, FloatArray, LinearWeight, Projection, Rows
+from localinfer.kernels.ops import Buffer, LinearWeight, Projection, Rows
 from localinfer.models.decoder.architecture import Architecture, Norm
 from localinfer.models.decoder.checked_weights import CheckedWeights
 from localinfer.models.decoder.config import ModelConfig
+from localinfer.types import FloatArray
 
 
 class Graph:

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from localinfer.kernels.ops import EmbeddingTable, FloatArray, LinearWeight
+from localinfer.kernels.ops import EmbeddingTable, LinearWeight
+from localinfer.types import FloatArray
 
 
 class VectorPart(NamedTuple):

@@ -16,13 +16,13 @@ from typing import TypeVar
 from localinfer.errors import BackendUnavailableError, LocalinferError, OutOfMemoryError, RequestError
 from localinfer.kernels.cuda.device import CudaDevice, find_device, has_driver
 from localinfer.kernels.cuda.self_check import check_device
-from localinfer.kernels.jit.compile_ahead import ProgressCallback
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.layouts import SIZES
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.quant.checkpoint.model_file import ModelFile
 from localinfer.quant.formats.types import TensorRecord
 from localinfer.quant.pipeline.conversion import layout_of
+from localinfer.types import ProgressCallback
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from localinfer.kernels.cpu.lower import MAX_BATCH_ROWS, lower_to_cpu
 from localinfer.kernels.cpu.program import POOL_KERNELS, ThreadPool
 from localinfer.kernels.cpu.weights import KERNELS as WEIGHT_KERNELS
 from localinfer.kernels.cuda.device import CudaDevice
-from localinfer.kernels.jit.compile_ahead import ProgressCallback, compile_ahead
+from localinfer.kernels.jit.compile_ahead import compile_ahead
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.ops import WeightSource
 from localinfer.kernels.program import Program
@@ -39,6 +39,7 @@ from localinfer.models.text.chat_template import ChatTemplate
 from localinfer.models.text.tokenizer import Tokenizer
 from localinfer.quant.checkpoint.model_file import ModelFile
 from localinfer.quant.gguf.reader import GGUFFile, read_gguf
+from localinfer.types import ProgressCallback
 
 if TYPE_CHECKING:
     from localinfer.models.checkpoint.model import CheckpointModel

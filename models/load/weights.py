@@ -18,15 +18,15 @@ from localinfer.kernels.cpu.memory import Arena
 from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.kernels.cpu.weights import RowTable, pack
 from localinfer.kernels.cuda.device import CudaDevice
-from localinfer.kernels.jit.compile_ahead import ProgressCallback
 from localinfer.kernels.layouts import Layout
-from localinfer.kernels.ops import EmbeddingTable, FloatArray, LinearWeight
+from localinfer.kernels.ops import EmbeddingTable, LinearWeight
 from localinfer.models.load.rows_on_demand import RowsOnDemand
 from localinfer.quant.checkpoint.groups import GroupedMatrix, kernel_layout, kernel_rows
 from localinfer.quant.checkpoint.model_file import ModelFile
 from localinfer.quant.formats.reference import dequantize
 from localinfer.quant.formats.types import TensorType, row_bytes
 from localinfer.quant.pipeline.conversion import conversion_note, convert, layout_of, runs_directly
+from localinfer.types import FloatArray, ProgressCallback
 
 Found = TypeVar("Found")
 

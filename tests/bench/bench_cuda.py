@@ -34,10 +34,11 @@ from localinfer.kernels.cuda.sampling import Chosen
 from localinfer.kernels.cuda.weights import DeviceWeight, array_offsets
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.layouts import Layout
-from localinfer.kernels.ops import AttentionShape, EmbeddingTable, FloatArray, KVLayerShape, LinearWeight, Rows
+from localinfer.kernels.ops import AttentionShape, EmbeddingTable, KVLayerShape, LinearWeight, Rows
 from localinfer.kernels.program import Batch, Segment
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import kv_layer_shapes, write_decoder
+from localinfer.types import FloatArray
 
 # Layers, hidden, heads, KV heads, head size, feed-forward, vocabulary, whether the output is the embedding.
 SHAPES: dict[str, tuple[int, int, int, int, int, int, int, bool]] = {

@@ -13,11 +13,12 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels.ops import FloatArray, KVLayerShape, OpGraph, WeightSource
+from localinfer.kernels.ops import KVLayerShape, OpGraph, WeightSource
 from localinfer.kernels.program import Batch, Program, Segment
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import kv_layer_shapes, write_decoder
 from localinfer.quant.gguf.reader import read_gguf
+from localinfer.types import FloatArray
 
 DATA = Path(__file__).parents[1] / "data" / "architectures"
 SEED = 1

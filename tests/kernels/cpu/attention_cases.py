@@ -6,7 +6,8 @@ import numpy as np
 
 from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.kv_layout import KVLayout, parse_kv_type
-from localinfer.kernels.ops import AttentionShape, Buffer, FloatArray, KVLayerShape
+from localinfer.kernels.ops import AttentionShape, Buffer, KVLayerShape
+from localinfer.types import FloatArray
 from tests.kernels.cpu.tape_runs import Write, random_rows
 from tests.oracle_formulas import Float64Array, attend
 from tests.oracle_kv import kept, kept_query

@@ -13,9 +13,10 @@ from localinfer.kernels.cpu.program import CpuProgram, ThreadPool
 from localinfer.kernels.cpu.weights import RowTable, pack
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.layouts import Layout
-from localinfer.kernels.ops import EmbeddingTable, FloatArray, KVLayerShape, LinearWeight, OpGraph
+from localinfer.kernels.ops import EmbeddingTable, KVLayerShape, LinearWeight, OpGraph
 from localinfer.quant.formats.reference import dequantize
 from localinfer.quant.gguf.reader import read_gguf
+from localinfer.types import FloatArray
 
 
 class DecodedWeights:

@@ -10,15 +10,8 @@ from localinfer.kernels.cpu.sampling import RowSampler
 from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.kv_layout import KV_TYPES, KVLayout
 from localinfer.kernels.layouts import SIZES, Layout, is_float
-from localinfer.kernels.ops import (
-    Activation,
-    AttentionShape,
-    Buffer,
-    FloatArray,
-    KVLayerShape,
-    LinearWeight,
-    Projection,
-)
+from localinfer.kernels.ops import Activation, AttentionShape, Buffer, KVLayerShape, LinearWeight, Projection
+from localinfer.types import FloatArray
 from tests.kernels.cpu.tape_runs import assert_same_bits, linear, random_rows, run_rows
 from tests.kernels.random_weights import random_weights
 

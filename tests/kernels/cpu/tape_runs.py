@@ -15,8 +15,9 @@ from localinfer.kernels.cpu.weights import RowTable, pack
 from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.layouts import Layout
-from localinfer.kernels.ops import Buffer, EmbeddingTable, FloatArray, LinearWeight, Rows
+from localinfer.kernels.ops import Buffer, EmbeddingTable, LinearWeight, Rows
 from localinfer.kernels.program import Batch, Segment
+from localinfer.types import FloatArray
 
 NO_CACHE = KVLayout("f32", [])
 

@@ -9,8 +9,9 @@ from numpy.typing import NDArray
 from localinfer.errors import RequestError
 from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.kernels.kv_layout import PAGE_TOKENS, parse_kv_type
-from localinfer.kernels.ops import AttentionShape, FloatArray
+from localinfer.kernels.ops import AttentionShape
 from localinfer.kernels.program import Segment
+from localinfer.types import FloatArray
 from tests.kernels.cpu.attention_cases import ERROR_BUDGETS, PLAIN, SHAPES, attention_of, cache_of, inputs_of
 from tests.kernels.cpu.tape_runs import RowProgram, relative_error
 from tests.oracle_formulas import Float64Array, attend

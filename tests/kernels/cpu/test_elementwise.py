@@ -12,10 +12,11 @@ from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.kernels.cpu.weights import RowTable
 from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.layouts import GGUF_LAYOUTS, SIZES, Layout
-from localinfer.kernels.ops import Activation, Buffer, EmbeddingTable, FloatArray, Pairing, RopeTable, Rows
+from localinfer.kernels.ops import Activation, Buffer, EmbeddingTable, Pairing, RopeTable, Rows
 from localinfer.kernels.program import Batch, Segment
 from localinfer.quant.formats.reference import dequantize
 from localinfer.quant.formats.types import TensorType
+from localinfer.types import FloatArray
 from tests.kernels.cpu.tape_runs import NO_CACHE, assert_same_bits, random_rows, relative_error, run_rows, table
 from tests.kernels.random_weights import random_weights
 from tests.oracle_formulas import Float64Array, activate, affine, groups, sigmoid

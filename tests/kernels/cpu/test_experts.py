@@ -7,7 +7,8 @@ from localinfer.errors import ShapeError
 from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.layouts import Layout, is_float
-from localinfer.kernels.ops import Buffer, FloatArray, Gating, Routing
+from localinfer.kernels.ops import Buffer, Gating, Routing
+from localinfer.types import FloatArray
 from tests.kernels.cpu.tape_runs import Write, assert_same_bits, linear, random_rows, relative_error, run_rows
 from tests.kernels.random_weights import decoded, quantized_activations, random_weights
 from tests.oracle_formulas import route

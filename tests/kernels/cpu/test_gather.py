@@ -9,7 +9,8 @@ from localinfer.errors import ShapeError
 from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.layouts import Layout
-from localinfer.kernels.ops import Buffer, FloatArray, LinearWeight, Projection
+from localinfer.kernels.ops import Buffer, LinearWeight, Projection
+from localinfer.types import FloatArray
 from tests.kernels.cpu.tape_runs import RowProgram, assert_same_bits, linear, random_rows, run_rows
 from tests.kernels.random_weights import random_weights
 

@@ -10,8 +10,9 @@ from localinfer.kernels.cpu.program import INTERRUPTIBLE_ROWS, STRETCHES, Thread
 from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.layouts import Layout
-from localinfer.kernels.ops import AttentionShape, Buffer, FloatArray, KVLayerShape, Projection, Rows
+from localinfer.kernels.ops import AttentionShape, Buffer, KVLayerShape, Projection, Rows
 from localinfer.kernels.program import Batch, Operation, Segment
+from localinfer.types import FloatArray
 from tests.kernels.cpu.tape_runs import RowProgram, Write, linear, random_rows
 from tests.kernels.random_weights import random_weights
 

@@ -7,7 +7,8 @@ from localinfer.errors import ShapeError
 from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.layouts import SIZES, Layout, is_float
-from localinfer.kernels.ops import Buffer, FloatArray, LinearWeight, Projection
+from localinfer.kernels.ops import Buffer, LinearWeight, Projection
+from localinfer.types import FloatArray
 from tests.kernels.cpu.tape_runs import (
     RowProgram,
     Write,

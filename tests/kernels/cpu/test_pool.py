@@ -12,7 +12,8 @@ from localinfer.errors import ClosedError
 from localinfer.kernels.cpu import program as program_module
 from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.kernels.graph_builder import GraphBuilder
-from localinfer.kernels.ops import Buffer, FloatArray
+from localinfer.kernels.ops import Buffer
+from localinfer.types import FloatArray
 from tests.kernels.cpu.tape_runs import random_rows, run_rows
 from tests.kernels.subprocesses import run
 

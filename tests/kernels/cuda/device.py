@@ -12,10 +12,10 @@ from localinfer.kernels.cuda.kernel_cache import KernelKey
 from localinfer.kernels.cuda.lower import lower_to_cuda
 from localinfer.kernels.cuda.program import CudaProgram
 from localinfer.kernels.cuda.weights import upload
-from localinfer.kernels.jit.compile_ahead import ProgressCallback
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.layouts import Layout
-from localinfer.kernels.ops import FloatArray, KVLayerShape, OpGraph
+from localinfer.kernels.ops import KVLayerShape, OpGraph
+from localinfer.types import FloatArray, ProgressCallback
 from tests.kernels.cpu.device import DecodedWeights
 from tests.kernels.cuda.emulation import EmulatedMemory, Emulator
 

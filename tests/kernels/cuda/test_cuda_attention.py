@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.kv_layout import KVLayout
-from localinfer.kernels.ops import AttentionShape, Buffer, FloatArray, Rows
+from localinfer.kernels.ops import AttentionShape, Buffer, Rows
 from localinfer.kernels.program import Segment
+from localinfer.types import FloatArray
 from tests.kernels.cpu.attention_cases import PLAIN, cache_of, inputs_of, oracle
 from tests.kernels.cpu.tape_runs import RowProgram, assert_same_bits, relative_error
 

@@ -5,7 +5,7 @@ import pytest
 from numpy.typing import NDArray
 
 from localinfer.kernels.cpu.sampling import NOT_FINITE, NOTHING_LEFT, RowSampler
-from localinfer.kernels.ops import FloatArray
+from localinfer.types import FloatArray
 
 pytest.importorskip("numba_cuda", reason="CUDA kernels are written with numba-cuda, which is not installed")
 

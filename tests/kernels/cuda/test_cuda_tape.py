@@ -15,7 +15,6 @@ from localinfer.kernels.ops import (
     AttentionShape,
     Buffer,
     EmbeddingTable,
-    FloatArray,
     Gating,
     KVLayerShape,
     LinearWeight,
@@ -27,6 +26,7 @@ from localinfer.kernels.ops import (
     Rows,
 )
 from localinfer.kernels.program import Batch, Segment
+from localinfer.types import FloatArray
 from tests.kernels.cpu.tape_runs import random_rows
 from tests.kernels.random_weights import decoded, quantized_activations, random_weights
 from tests.oracle import NumpyProgram

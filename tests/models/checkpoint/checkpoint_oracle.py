@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels.ops import FloatArray
 from localinfer.kernels.program import Batch, Segment
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import write_decoder
 from localinfer.models.load.loader import open_model_file
 from localinfer.quant.checkpoint.model_file import ModelFile
 from localinfer.quant.formats.reference import dequantize
+from localinfer.types import FloatArray
 from tests.oracle import NumpyProgram, NumpyWeights
 
 

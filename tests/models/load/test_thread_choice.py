@@ -10,10 +10,10 @@ import pytest
 
 from localinfer.errors import RequestError
 from localinfer.kernels.kv_layout import KVLayout
-from localinfer.kernels.ops import FloatArray
 from localinfer.kernels.program import Batch
 from localinfer.models.load import measurements
 from localinfer.models.load.threads import checked_threads, choose_decode_threads
+from localinfer.types import FloatArray
 
 LAYOUT = KVLayout("f32", [])
 
