@@ -36,8 +36,6 @@ from numpy.typing import NDArray
 from localinfer.errors import ShapeError
 
 TILE_ROWS = 16
-BLOCK = 32
-SUPER_BLOCK = 256
 
 
 class Layout(IntEnum):
