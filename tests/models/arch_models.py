@@ -2,8 +2,9 @@
 
 import json
 import lzma
+import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,38 +23,28 @@ from localinfer.types import FloatArray
 
 DATA = Path(__file__).parents[1] / "data" / "architectures"
 SEED = 1
-REQUIRED = [
-    *("llama-dense", "llama-gqa", "llama-moe", "mistral3-dense", "mistral3-gqa"),
-    *("qwen2-dense", "qwen2-gqa", "qwen3-dense", "qwen3-gqa", "qwen3moe-moe", "qwen3moe-gqa"),
-    *("smollm3-dense", "smollm3-gqa", "granite-dense", "granite-gqa"),
-]
-# Not phimoe-moe: its answers were computed with RMS norms where the model's own code has layer norms.
-FURTHER = [
-    *("arcee-dense", "baichuan-dense", "bailingmoe2-moe", "bloom-dense", "chatglm-dense", "cohere2-dense"),
-    *(
-        "command-r-dense",
-        "deepseek-moe",
-        "deepseek2-moe",
-        "dots1-moe",
-        "exaone4-dense",
-        "falcon-dense",
-        "gemma-dense",
-        "gemma2-dense",
-    ),
-    *("gemma2-gqa", "gemma3-dense", "gemma3-gqa", "glm4-dense", "glm4moe-moe", "gpt-oss-gqa", "gpt-oss-moe"),
-    *(
-        "gpt2-dense",
-        "gptneox-dense",
-        "granitemoe-moe",
-        "hunyuan-dense-dense",
-        "hunyuan-dense-gqa",
-        "hunyuan-moe-moe",
-        "internlm2-dense",
-    ),
-    *("llama4-moe", "minicpm-dense", "minimax-m2-moe", "nemotron-dense", "olmo2-dense", "olmo2-gqa", "olmoe-moe"),
-    *("orion-dense", "phi2-dense", "phi3-dense", "qwen-dense", "qwen2moe-moe", "seed_oss-dense", "stablelm-dense"),
-    "starcoder2-dense",
-]
+# phimoe's answers were computed with RMS norms where the model's own code has layer norms.
+KNOWN_TO_DIFFER = {"phimoe-moe"}
+# Models of architectures that this version refuses.
+RECURRENT_REFUSED = {
+    *("lfm2-dense", "mamba2-dense", "qwen3next-moe", "granitehybrid-dense", "qwen35-hybrid", "qwen35-mtp"),
+    *("qwen35moe-hybrid", "qwen35moe-mtp", "qwen3next-hybrid", "qwen3next-legacy", "qwen3next-mtp", "lfm2-hybrid"),
+    *("lfm2moe-hybrid", "kimi-linear-hybrid", "bailingmoe3-hybrid", "bailingmoe3-mtp"),
+    *("granitehybrid-nope", "granitehybrid-moe", "nemotron_h-hybrid", "nemotron_h_moe-hybrid", "nemotron_h_moe-mtp"),
+    *("falcon-h1-hybrid", "falcon-h1-plain", "mamba-recurrent", "mamba-falcon", "mamba2-recurrent", "jamba-hybrid"),
+    "rwkv7-recurrent",
+}
+ATTENTION_REFUSED = {
+    *("mpt-dense", "qwen3vl-gqa", "qwen3vlmoe-moe", "mistral4-mla", "ernie4_5-gqa", "ernie4_5-moe-moe"),
+    *("exaone-moe-moe", "bailingmoe-moe", "smallthinker-moe", "smallthinker-dense-attention", "apertus-gqa"),
+    *("afmoe-moe", "mimo2-mtp", "step35-mtp", "minicpm3-mla", "bitnet-gqa", "bitnet-scales", "olmo-gqa"),
+    *("qwen2vl-gqa", "deci-mixed"),
+}
+BLOCKS_REFUSED = {
+    *("gemma3n-altup", "gemma4-e2b", "gemma4-dense", "gemma4-moe", "minimax-m3-dense", "minimax-m3-sparse"),
+    *("deepseek32-sparse", "deepseek32-mtp", "glm-dsa-sparse", "glm-dsa-mtp"),
+}
+REFUSED = RECURRENT_REFUSED | ATTENTION_REFUSED | BLOCKS_REFUSED
 
 
 @dataclass(frozen=True)
@@ -83,27 +74,64 @@ class Device(Protocol):
 
 
 def architectures() -> list[str]:
-    """Names of the models that must agree."""
-    return [*REQUIRED, *FURTHER]
+    """Names of the decoders that must agree."""
+    return [
+        name
+        for name, skeleton in skeletons().items()
+        if name not in KNOWN_TO_DIFFER | REFUSED and not {"encoder", "target"} & skeleton.get("options", {}).keys()
+    ]
 
 
 @cache
 def skeletons() -> dict[str, dict[str, Any]]:
-    """By a model's name its architecture ("arch"), metadata ("kv") and the names and shapes of its "tensors"."""
+    """By a model's name its architecture ("arch"), metadata ("kv") and the names and shapes of its "tensors".
+
+    "init", if there is one, has distributions of tensors by a regular expression for their names. "options": "encoder"
+    has embeddings instead of logits; "target" names the model whose cache a draft model reads; "reference" says that
+    formulas gave the answers, not another runtime.
+    """
     found: dict[str, dict[str, Any]] = json.loads(lzma.decompress((DATA / "skeletons.json.xz").read_bytes()))
     return found
 
 
-def random_weight(name: str, shape: Sequence[int]) -> FloatArray:
-    """The tensor that the reference logits were computed with, which its name and shape decide."""
+def random_weight(name: str, shape: Sequence[int], init: Mapping[str, Sequence[Any]] | None = None) -> FloatArray:
+    """The tensor that the reference logits were computed with, which its name, shape and distribution decide."""
     generator = np.random.default_rng([SEED, zlib.crc32(name.encode())])
+    for pattern, (kind, *arguments) in (init or {}).items():
+        if re.search(pattern, name):
+            return _drawn(generator, shape, kind, *arguments).astype(np.float32)
     values = generator.standard_normal(shape, dtype=np.float32)
     if "norm" in name and name.endswith("weight"):
         return 1.0 + 0.1 * values
+    if "ssm_a" in name:
+        return -np.abs(values)
     if name.endswith("bias"):
         return 0.1 * values
     scale = 1.5 if "attn_q" in name or "attn_k" in name else 1.0
     return (values / np.sqrt(shape[-1])).astype(np.float32) * scale
+
+
+def _drawn(generator: np.random.Generator, shape: Sequence[int], kind: str, *arguments: float) -> NDArray[np.float64]:
+    """Values of one of the distributions that a skeleton may name."""
+    match kind:
+        case "normal":
+            return np.asarray(arguments[0] + arguments[1] * generator.standard_normal(shape))
+        case "ternary":
+            return np.asarray(generator.integers(-1, 2, shape), np.float64)
+        case "llama3_factors":
+            return np.clip(np.linspace(-4.0, 12.0, shape[-1]), 1.0, 8.0)
+        case "rope_factors":
+            return np.where(np.arange(shape[-1]) < arguments[0] * shape[-1], 1.0, 1e30)
+    uniform = generator.random(shape)
+    low, high = arguments
+    match kind:
+        case "uniform":
+            return np.asarray(low + (high - low) * uniform)
+        case "softplus_inverse":
+            return np.asarray(np.log(np.expm1(low * (high / low) ** uniform)))
+        case "log_uniform" | "negative_log_uniform":
+            return np.asarray(low * (high / low) ** uniform * (-1.0 if kind.startswith("negative") else 1.0))
+    raise ValueError(f"a distribution {kind}")
 
 
 def write_skeleton(skeleton: dict[str, Any], path: Path) -> None:
@@ -113,7 +141,7 @@ def write_skeleton(skeleton: dict[str, Any], path: Path) -> None:
         element = None if element_type is None else gguf.GGUFValueType[element_type]
         writer.add_key_value(key, value, gguf.GGUFValueType[type_name], sub_type=element)
     for name, shape in skeleton["tensors"]:
-        writer.add_tensor(name, random_weight(name, shape).astype(np.float32))
+        writer.add_tensor(name, random_weight(name, shape, skeleton.get("init")).astype(np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
