@@ -8,7 +8,17 @@ from typing import Any, Concatenate, ParamSpec
 
 from localinfer.errors import ShapeError
 from localinfer.kernels import ops
-from localinfer.kernels.ops import MAX_EXPERTS, Activation, Buffer, KVLayerShape, LinearWeight, Op, OpGraph, Rows
+from localinfer.kernels.ops import (
+    MAX_EXPERTS,
+    Activation,
+    Buffer,
+    KVLayerShape,
+    LinearWeight,
+    Op,
+    OpGraph,
+    Rows,
+    StateShape,
+)
 from localinfer.types import FloatArray
 
 Fields = ParamSpec("Fields")
@@ -224,12 +234,19 @@ class GraphBuilder:
         self.kv_layers = tuple(kv_layers)
         self.buffers: list[Buffer] = []
         self.ops: list[Op] = []
+        self.states: list[StateShape] = []
 
     def buffer(self, name: str, width: int, rows: Rows = Rows.BATCH) -> Buffer:
         """A new buffer. Raises: ShapeError."""
         check(width > 0, f"buffer {name} is {width} wide; a buffer has at least one column")
         self.buffers.append(Buffer(len(self.buffers), name, width, rows))
         return self.buffers[-1]
+
+    def state(self, num_values: int, log_values: int) -> int:
+        """Number of a new recurrent state, for an op that keeps so many values per sequence, and per row of a log."""
+        check(num_values > 0 and log_values > 0, f"a state of {num_values} values, {log_values} per logged row")
+        self.states.append(StateShape(num_values, log_values))
+        return len(self.states) - 1
 
     def append(self, op: Op) -> None:
         """Check an op and write it after the others. Raises: ShapeError."""
@@ -243,7 +260,7 @@ class GraphBuilder:
     def finish(self, output: Buffer) -> OpGraph:
         """The finished graph; `output` is the buffer `Program.run` returns. Raises: ShapeError."""
         check(output.rows is Rows.OUTPUT, f"{output.name} holds batch rows; logits are of output rows")
-        return OpGraph(self.kv_layers, tuple(self.buffers), tuple(self.ops), output)
+        return OpGraph(self.kv_layers, tuple(self.buffers), tuple(self.ops), output, tuple(self.states))
 
     # `builder.rope(x, table, 64)` is `builder.append(Rope(x, table, 64))`.
     embed = _writer(ops.Embed, _check_embed)

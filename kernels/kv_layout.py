@@ -16,6 +16,10 @@ sixteen columns in one vector.
 The four bytes of a column in q4_0 values belong to positions 0, 2, 1, 3, so that its 16-bit halves are pairs. Codes of
 q4_0 are 0 to 15 and mean -8 to 7. One float16 scale belongs to SCALE_BLOCK elements of one position: keys hold theirs
 as [2 groups][blocks][16], values as [blocks][32].
+
+Recurrent ops keep a state per sequence instead. All states of a sequence at one position are a block of float32, and so
+is the log: what up to LOG_ROWS rows after that position did to the states, [op][row][log_values], so that any number of
+those rows can be undone by not repeating them. Every op's part is a multiple of 64 bytes.
 """
 
 from collections.abc import Sequence
@@ -27,13 +31,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import RequestError
-from localinfer.kernels.ops import KVLayerShape
+from localinfer.kernels.ops import KVLayerShape, StateShape
 
 PAGE_TOKENS = 32
 """Positions per page: half a page is wasted per sequence on average, and one page is copied when a prefix forks."""
 
 SCALE_BLOCK = 64
 """Elements of a head that share a scale, in the quantized types."""
+
+LOG_ROWS = 16
+"""Rows that a log holds: the most that a step verifies of a draft, with the row before it."""
 
 KV_TYPES = ("f32", "f16", "q8_0", "q4_0")
 
@@ -80,6 +87,7 @@ class KVLayout:
 
     kv_type: str
     layers: Sequence[KVLayerShape]
+    states: Sequence[StateShape] = ()
     scale_block: int = SCALE_BLOCK
     """Always SCALE_BLOCK; in the layout's repr, which is part of the key of stored pages."""
 
@@ -132,6 +140,26 @@ class KVLayout:
         return max((shape.window for shape in self.layers), default=0)
 
     @cached_property
+    def state_offsets(self) -> tuple[int, ...]:
+        """Where each op's state begins in a block of states, and then the bytes of the block."""
+        return _offsets([shape.num_values for shape in self.states])
+
+    @cached_property
+    def log_offsets(self) -> tuple[int, ...]:
+        """Where each op's rows begin in a log, and then the bytes of the log."""
+        return _offsets([LOG_ROWS * shape.log_values for shape in self.states])
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all states of a sequence, a multiple of 64; 0 for a model without recurrent layers."""
+        return self.state_offsets[-1]
+
+    @property
+    def log_bytes(self) -> int:
+        """Bytes of a log, a multiple of 64."""
+        return self.log_offsets[-1]
+
+    @cached_property
     def _placement(self) -> tuple[list[int], dict[bool, int]]:
         """The offset of each layer in its block, and the bytes of the block of layers without and with a window."""
         offsets, sizes = [], {False: 0, True: 0}
@@ -169,6 +197,14 @@ class DevicePages(Protocol):
     def free_bytes(self) -> int:
         """Free bytes of the device."""
         ...
+
+
+def _offsets(counts: Sequence[int]) -> tuple[int, ...]:
+    """Offsets in bytes of parts of so many float32, each a multiple of 64, and the end of the last."""
+    offsets = [0]
+    for count in counts:
+        offsets.append(offsets[-1] + _padded(4 * count, 64))
+    return tuple(offsets)
 
 
 def _padded(size: int, multiple: int) -> int:

@@ -199,6 +199,17 @@ class KVLayerShape:
     window: int = 0
 
 
+@dataclass(frozen=True)
+class StateShape:
+    """What one recurrent op keeps per sequence, whatever its length: num_values float32.
+
+    log_values: float32 per row from which the op can repeat a row's update of the state without its inputs.
+    """
+
+    num_values: int
+    log_values: int
+
+
 class Embed(Record):
     """out[r] = scale * table[token_ids[r]]."""
 
@@ -425,13 +436,14 @@ Op = (
 class OpGraph:
     """A model as data: its buffers by index, its ops in the order they run, and the buffer a program returns.
 
-    kv_layers: what each layer of the cache that it reads and writes keeps.
+    kv_layers: what each layer of the cache that it reads and writes keeps; states: what each recurrent op does.
     """
 
     kv_layers: tuple[KVLayerShape, ...]
     buffers: tuple[Buffer, ...]
     ops: tuple[Op, ...]
     output: Buffer
+    states: tuple[StateShape, ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -8,8 +8,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import ContextLengthError, RequestError
+from localinfer.kernels.kv_layout import LOG_ROWS
 from localinfer.kernels.ops import Rows
 from localinfer.types import FloatArray
+
+
+@dataclass(frozen=True)
+class StateStep:
+    """How a segment takes the recurrent states of its sequence further; blocks are laid out by `KVLayout`.
+
+    source: address of the states before the first row, 0 for zeros, where a sequence begins. log: address of a log, 0
+    for none, of which the first num_logged rows come after `source` and before the segment's rows. targets: pairs of
+    rows and address, rows rising from 0 to at most the segment's: where the states after so many of its rows are
+    written; 0 means after the logged rows. new_log: address of a log that gets the segment's rows, at most LOG_ROWS, 0
+    for none.
+    What is read is never written: `source` is no target, and `log` not `new_log`.
+    """
+
+    source: int
+    targets: Sequence[tuple[int, int]] = ()
+    log: int = 0
+    num_logged: int = 0
+    new_log: int = 0
 
 
 @dataclass(frozen=True)
@@ -20,7 +40,7 @@ class Segment:
     `dropped_tokens` of them, whole pages that are not attended to any more. attention_sums: float32[pages] where the
     rows' attention to each page is added up, for tapes that were made to measure it. windowed_addresses: int64[pages],
     where the windowed layers' part of each page lies, for layouts that keep it apart; 0 for pages that those layers see
-    no more.
+    no more. state: of models with recurrent layers.
     """
 
     start_position: int
@@ -29,6 +49,7 @@ class Segment:
     dropped_tokens: int = 0
     attention_sums: FloatArray | None = None
     windowed_addresses: NDArray[np.int64] | None = None
+    state: StateStep | None = None
 
 
 @dataclass(frozen=True)
@@ -49,6 +70,7 @@ class BatchLimits:
     num_tokens: int
     num_positions: int
     page_tokens: int
+    has_states: bool = False
 
     def check(self, batch: Batch) -> None:
         """Raise RequestError or ContextLengthError for a batch that kernels, which check nothing, must not get."""
@@ -78,6 +100,8 @@ class BatchLimits:
     def _check_segment(self, index: int, segment: Segment) -> None:
         count, start, dropped = segment.num_rows, segment.start_position, segment.dropped_tokens
         end, num_pages = start + count, len(segment.page_addresses)
+        if self.has_states:
+            _check_state(index, segment)
         if count <= 0 or start < 0:
             raise RequestError(f"segment {index} of {count} rows from position {start} is not a run of positions")
         if not 0 <= dropped <= start or dropped % self.page_tokens:
@@ -88,6 +112,24 @@ class BatchLimits:
             raise RequestError(f"segment {index} ends at position {end}, but {num_pages} pages were given for it")
         if end > self.num_positions:
             raise ContextLengthError(f"position {end - 1} is beyond the {self.num_positions} the model has learned")
+
+
+def _check_state(index: int, segment: Segment) -> None:
+    """Prove the addresses and numbers of a segment's recurrent states. Raises: RequestError."""
+    step = segment.state
+    if step is None or (not step.source and (segment.start_position > step.num_logged)):
+        raise RequestError(f"segment {index} from position {segment.start_position} comes without the states before it")
+    rows = [count for count, _ in step.targets]
+    addresses = [step.source, *(place for _, place in step.targets)]
+    is_rising = all(first < second for first, second in zip(rows, rows[1:], strict=False))
+    if not is_rising or any(not 0 <= count <= segment.num_rows for count in rows):
+        raise RequestError(f"segment {index} of {segment.num_rows} rows cannot write states after rows {rows}")
+    if 0 in addresses[1:] or len(set(addresses)) != len(addresses):
+        raise RequestError(f"segment {index} reads and writes the same states, or writes some nowhere")
+    if not 0 <= step.num_logged <= LOG_ROWS or (step.num_logged and not step.log):
+        raise RequestError(f"segment {index} repeats {step.num_logged} rows of a log, which holds {LOG_ROWS} at most")
+    if step.new_log and (step.new_log == step.log or segment.num_rows > LOG_ROWS):
+        raise RequestError(f"segment {index} logs {segment.num_rows} rows; {LOG_ROWS} fit, in a log that is not read")
 
 
 def _extremes(values: NDArray[np.int32]) -> tuple[int, int]:
@@ -153,6 +195,15 @@ class AbortableProgram(Program, Protocol):
         is_unwanted: is told which share of the work is done, in (0, 1). After None, what the pages hold for the batch's
         positions is undefined; every position before them is as it was.
         """
+        ...
+
+
+@runtime_checkable
+class StatefulProgram(Program, Protocol):
+    """A program of a model with recurrent layers."""
+
+    def settle(self, step: StateStep) -> None:
+        """Compute states without any row: write the source and its logged rows to the targets, all of 0 rows."""
         ...
 
 

@@ -51,7 +51,8 @@ def lower_to_cpu(
     positions than that.
     Raises: ShapeError for what no kernel computes.
     """
-    assert tuple(kv_layout.layers) == graph.kv_layers, "a graph reads and writes the cache that it was written for"
+    kept = tuple(kv_layout.layers), tuple(kv_layout.states)
+    assert kept == (graph.kv_layers, graph.states), "a graph reads and writes the cache that it was written for"
     tape = CpuTape(graph, pool, kv_layout, max_batch_rows, min(max_output_rows, max_batch_rows), max_summed_tokens)
     for op in graph.ops:
         LOWER[type(op)](tape, op)

@@ -61,7 +61,10 @@ BATCH = Block(
 its sequence's page addresses, and of those of its windowed layers. scratch: SCRATCH_BYTES per thread. segments: address
 of SEGMENT blocks. partials: memory that all threads share: counters int64, zero between ops, and results of single
 chunks."""
-SEGMENT = Block("first_row num_rows position page_table windowed_table")
+SEGMENT = Block(
+    "first_row num_rows position page_table windowed_table state log num_logged new_log targets num_targets"
+)
+"""From `state` on: see `program.StateStep`. targets: address of pairs int64[num_targets][2] of rows and address."""
 
 # Ops on rows. A stride is in bytes, from one row to the next; is_output says which rows of the batch.
 

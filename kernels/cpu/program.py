@@ -25,7 +25,7 @@ from localinfer.kernels.cpu.parameters import BATCH, SEGMENT
 from localinfer.kernels.cpu.tape import CpuTape
 from localinfer.kernels.jit.object_cache import Function
 from localinfer.kernels.ops import Rows
-from localinfer.kernels.program import Batch, Operation, Segment
+from localinfer.kernels.program import Batch, Operation, Segment, StateStep
 from localinfer.types import FloatArray
 
 _START_RUN = Function("pool.start_run", "q", "qq")
@@ -208,6 +208,7 @@ class CpuProgram:
         self._partials: NDArray[np.uint8] = aligned_zeros(0)
         self._reserve_partials(0)
         self._window, self._page_tokens = tape.kv_layout.window, tape.kv_layout.page_tokens
+        self._targets: dict[int, NDArray[np.int64]] = {}
         self._last_pages: NDArray[np.int64] | None = None
         self._last_table = 0
         self._last_rows = 1
@@ -301,7 +302,9 @@ class CpuProgram:
             raise RequestError(f"segment {index} has {len(pages)} pages, but attention is summed for {mass.shape[2]}")
         table = self._last_table
         windowed_table = self._windowed_table(index, segment) if self._window else table
-        self._segments[index] = (row, count, start - dropped, table, windowed_table)
+        self._segments[index, :5] = row, count, start - dropped, table, windowed_table
+        if self._limits.has_states and segment.state is not None:
+            self._set_state(index, segment.state)
         # What stores a row looks its page up by position: such a table begins where the dropped pages' entries were.
         skipped = 8 * (dropped // self._page_tokens)
         if count == 1:
@@ -313,6 +316,13 @@ class CpuProgram:
             self._page_tables[row : row + count] = table - skipped
             self._windowed_tables[row : row + count] = windowed_table - skipped
         return row + count
+
+    def _set_state(self, index: int, step: StateStep) -> None:
+        """Write how a segment takes its states further, which `BatchLimits.check` has proven."""
+        targets = np.array(step.targets, np.int64).reshape(-1, 2)
+        self._targets[index] = targets
+        words = step.source, step.log, step.num_logged, step.new_log, address(targets), len(targets)
+        self._segments[index, 5:] = words
 
     def _windowed_table(self, index: int, segment: Segment) -> int:
         """The table of a segment's sliding-window blocks, with an entry for every page that those layers will see."""

@@ -41,7 +41,12 @@ class CpuTape:
         self.pool = pool
         self.kv_layout = kv_layout
         self.limits = BatchLimits(
-            max_batch_rows, max_output_rows, graph.num_tokens, graph.num_positions, kv_layout.page_tokens
+            max_batch_rows,
+            max_output_rows,
+            graph.num_tokens,
+            graph.num_positions,
+            kv_layout.page_tokens,
+            bool(graph.states),
         )
         self.max_rows = {Rows.BATCH: max_batch_rows, Rows.OUTPUT: max_output_rows}
         self.memory = TapeMemory(self.max_rows, graph.buffers)
