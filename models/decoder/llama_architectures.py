@@ -1,0 +1,68 @@
+"""Dense decoders with RMS norms, a gated feed-forward block and one kind of layer: Llama's form."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from localinfer.kernels.ops import Activation, Pairing
+from localinfer.models.decoder.architecture import Architecture
+from localinfer.models.decoder.base_architectures import (
+    LLAMA,
+    QK_NORMED,
+    granite,
+    hunyuan,
+    same_windows,
+)
+from localinfer.models.decoder.config import ModelConfig
+
+
+def _baichuan(config: ModelConfig) -> Architecture:
+    """Baichuan 1 and 2 (arXiv 2309.10305): the 7B has RoPE, the 13B ALiBi; only the number of layers differs."""
+    has_rope = (config.num_layers == 32,) * config.num_layers
+    return replace(LLAMA, has_rope=has_rope, max_alibi_bias=8.0 if config.num_layers == 40 else 0.0)
+
+
+def _minicpm(config: ModelConfig) -> Architecture:
+    """MiniCPM 1 (arXiv 2404.06395): muP's scalars, those of its 2B model where the file has none."""
+    return replace(
+        LLAMA,
+        embedding_scale=config.embedding_scale or 12.0,
+        residual_scale=config.residual_scale or 1.4 / math.sqrt(config.num_layers),
+        logit_scale=1.0 / (config.logit_scale or config.hidden_size / 256.0),
+    )
+
+
+LLAMA_KIN: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
+    # Arcee AFM: one squared ReLU in place of the gate.
+    "arcee": replace(LLAMA, activation=Activation.RELU_SQUARED, gated=False),
+    "baichuan": _baichuan,
+    # ChatGLM 2 and 3, GLM 4 9B Chat (arXiv 2406.12793): half of each head rotates.
+    "chatglm": LLAMA,
+    # GLM 4 0414: pre- and post-norms; vision models (sectioned RoPE) pair the halves of a head.
+    "glm4": lambda config: Architecture(
+        pairing=Pairing.HALVES if any(config.rope.sections) else Pairing.ADJACENT,
+        attention_post_norm="post_attention_norm",
+        feed_forward_post_norm="post_ffw_norm",
+    ),
+    # Granite 3 and 4, dense; some have no RoPE.
+    "granite": lambda config: replace(granite(config), has_rope=(config.rope.is_used,) * config.num_layers),
+    "hunyuan-dense": hunyuan,
+    # InternLM 2 and 3 (arXiv 2403.17297): Llama with its projections fused in the checkpoint.
+    "internlm2": LLAMA,
+    # Llama 1 to 3.x (arXiv 2302.13971), TinyLlama, SmolLM; Mistral (the first has a window), Mixtral (2401.04088).
+    "llama": lambda config: replace(LLAMA, windows=same_windows(config)),
+    "minicpm": _minicpm,
+    # Ministral 3: queries sharpen with the logarithm of the position.
+    "mistral3": lambda config: replace(
+        LLAMA, temperature_scale=config.temperature_scale, temperature_length=config.rope.original_context_length
+    ),
+    # Phi 3 and 4 (arXiv 2404.14219): fused projections, LongRoPE, one window for all layers in the 4K models.
+    "phi3": lambda config: Architecture(windows=same_windows(config)),
+    # Qwen 1 (arXiv 2309.16609) with fused projections; Qwen 2 and 2.5 (2407.10671). Their biases are in the file.
+    "qwen": Architecture(),
+    "qwen2": Architecture(),
+    # Qwen 3 (arXiv 2505.09388): queries and keys normed per head.
+    "qwen3": QK_NORMED,
+    # ByteDance's Seed-OSS: its feed-forward norm has another name.
+    "seed_oss": Architecture(feed_forward_norm="post_attention_norm"),
+}

@@ -1,0 +1,76 @@
+"""Decoders with a mixture of experts, whatever their attention."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from localinfer.kernels.ops import Activation, Gating
+from localinfer.models.decoder.architecture import Architecture, Norm, QueryKeyNorm
+from localinfer.models.decoder.base_architectures import (
+    LLAMA,
+    QK_NORMED,
+    granite,
+    hunyuan,
+    normalises_experts,
+    rope_except_every_fourth,
+    same_windows,
+    windows,
+)
+from localinfer.models.decoder.config import ModelConfig
+
+
+def _llama4(config: ModelConfig) -> Architecture:
+    """Llama 4: three layers of chunked attention with RoPE to one of full attention without, weighted expert inputs."""
+    return replace(
+        LLAMA,
+        chunks=windows(config, period=4),
+        has_rope=rope_except_every_fourth(config),
+        # All but Maverick.
+        unweighted_query_key_norm=config.experts is None or config.experts.num_experts != 128,
+        gating=Gating.SIGMOID,
+        normalise_experts=False,
+        weigh_expert_inputs=True,
+        temperature_scale=config.temperature_scale or 0.1,
+        temperature_length=config.temperature_length or 8192,
+        temperature_offset=1,
+        temperature_without_rope_only=True,
+    )
+
+
+def _sigmoid_routed(config: ModelConfig) -> Architecture:
+    """dots.llm1 (arXiv 2506.05767) and Ling 2: sigmoid routing with a selection bias, queries and keys normed."""
+    return replace(QK_NORMED, gating=Gating.SIGMOID, normalise_experts=normalises_experts(config))
+
+
+MIXTURES: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
+    "bailingmoe2": _sigmoid_routed,
+    # DeepSeek-MoE 16B (arXiv 2401.06066): expert weights as the softmax leaves them.
+    "deepseek": replace(LLAMA, normalise_experts=False),
+    "dots1": _sigmoid_routed,
+    # GLM 4.5 and 4.6 (arXiv 2508.06471): sigmoid routing with a selection bias; only the largest norm queries and keys.
+    "glm4moe": lambda config: Architecture(
+        feed_forward_norm="post_attention_norm",
+        query_key_norm=QueryKeyNorm.OPTIONAL,
+        gating=Gating.SIGMOID,
+        normalise_experts=normalises_experts(config),
+    ),
+    # gpt-oss (arXiv 2508.10925): experts with biases and a clamped gate, attention sinks, every other layer a window.
+    "gpt-oss": lambda config: Architecture(
+        feed_forward_norm="post_attention_norm",
+        activation=Activation.SWIGLU_CLAMPED,
+        gating=Gating.SOFTMAX_SELECTED,
+        normalise_experts=False,
+        windows=windows(config, period=2),
+    ),
+    "granitemoe": granite,
+    "hunyuan-moe": hunyuan,
+    "llama4": _llama4,
+    # Routed as dots.llm1, its norms over whole projections.
+    "minimax-m2": replace(QK_NORMED, gating=Gating.SIGMOID),
+    # arXiv 2409.02060: expert weights as the softmax leaves them.
+    "olmoe": replace(QK_NORMED, normalise_experts=False),
+    # Phi 3.5 MoE: layer norms with biases as in its published code (llama.cpp applies RMS norms here).
+    "phimoe": lambda config: Architecture(norm=Norm.LAYER, windows=same_windows(config)),
+    # Qwen 1.5 MoE and Qwen 2 MoE: a gated shared expert.
+    "qwen2moe": Architecture(normalise_experts=False),
+    "qwen3moe": QK_NORMED,
+}

@@ -1,0 +1,77 @@
+"""Dense decoders whose layers differ: sliding windows, or layers without RoPE."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from localinfer.kernels.ops import Activation
+from localinfer.models.decoder.architecture import Architecture, QueryKeyNorm
+from localinfer.models.decoder.base_architectures import (
+    COHERE,
+    LLAMA,
+    NORMS_BEHIND,
+    rope_except_every_fourth,
+    windowed_layers,
+    windows,
+)
+from localinfer.models.decoder.config import ModelConfig
+
+_GEMMA = Architecture(activation=Activation.GELU_TANH)
+_GEMMA_FOUR_NORMS = replace(_GEMMA, attention_post_norm="post_attention_norm", feed_forward_post_norm="post_ffw_norm")
+
+
+def _exaone4(config: ModelConfig) -> Architecture:
+    """EXAONE 4 (arXiv 2507.11407): post-norms; the 32B has sliding windows, and RoPE in those layers only."""
+    if not config.windowed_layers and config.num_layers != 64:
+        return NORMS_BEHIND
+    return replace(NORMS_BEHIND, windows=windows(config, period=4), has_rope=windowed_layers(config, period=4))
+
+
+def _gemma2(config: ModelConfig) -> Architecture:
+    """Gemma 2 (arXiv 2408.00118): pre- and post-norms, a sliding window in every other layer, soft caps."""
+    return replace(
+        _GEMMA_FOUR_NORMS,
+        embedding_scale=math.sqrt(config.hidden_size),
+        attention_scale=_gemma_scale(config, layers_of_27b=46),
+        windows=windows(config, period=2),
+    )
+
+
+def _gemma3(config: ModelConfig) -> Architecture:
+    """Gemma 3 (arXiv 2503.19786): five sliding-window layers to one of full attention, each kind with its RoPE base."""
+    return replace(
+        _GEMMA_FOUR_NORMS,
+        embedding_scale=math.sqrt(config.hidden_size),
+        query_key_norm=QueryKeyNorm.BEFORE_ROPE,
+        attention_scale=_gemma_scale(config, layers_of_27b=62),
+        windows=windows(config, period=6),
+        windowed_rope_base=config.rope.base_windowed or 10000.0,
+        scales_windowed_rope=False,
+    )
+
+
+def _gemma_scale(config: ModelConfig, layers_of_27b: int) -> float | None:
+    """The largest models divide by the root of hidden_size / num_heads, which differs from their head size."""
+    if config.attention_scale is None and config.num_layers == layers_of_27b:
+        return 1.0 / math.sqrt(config.hidden_size / config.num_heads[0])
+    return None
+
+
+WINDOWED: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
+    # Command R7B and Command A: three sliding-window layers with RoPE to one of full attention without.
+    "cohere2": lambda config: replace(
+        COHERE,
+        logit_scale=config.logit_scale or 1.0,
+        windows=windows(config, period=4),
+        has_rope=windowed_layers(config, period=4),
+    ),
+    "exaone4": _exaone4,
+    # Gemma (arXiv 2403.08295): scaled embeddings and a GELU gate. GGUF stores the norms of this family as 1 + w.
+    "gemma": lambda config: replace(_GEMMA, embedding_scale=math.sqrt(config.hidden_size)),
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    # OLMo 2 (arXiv 2501.00656): post-norms; OLMo 3 adds sliding windows, without YaRN in those layers.
+    "olmo2": lambda config: replace(NORMS_BEHIND, windows=windows(config, period=4), scales_windowed_rope=False),
+    # SmolLM3: every fourth layer has no RoPE.
+    "smollm3": lambda config: replace(LLAMA, has_rope=rope_except_every_fourth(config)),
+}
