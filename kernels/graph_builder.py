@@ -133,12 +133,20 @@ def _check_activate(op: ops.Activate) -> None:
     _same_shape(op.out, op.x)
 
 
+def _check_gated_activate(op: ops.GatedActivate) -> None:
+    _same_shape(op.out, op.gate, op.up)
+    check(op.limit == 0.0 or op.kind is Activation.SILU, f"{op.kind.value} has no limit")
+
+
 def _check_multiply_sigmoid(op: ops.MultiplySigmoid) -> None:
-    if op.is_by_row:
-        _same_shape(op.out, op.x)
-        check(op.gate.rows is op.x.rows, f"{op.gate.name} and {op.x.name} hold different rows")
-    else:
-        _same_shape(op.out, op.x, op.gate)
+    _same_shape(op.out, op.x)
+    _same_rows(op.gate, op.x)
+    is_whole = op.x.width % op.gate.width == 0
+    check(is_whole, f"{op.x.name} is {op.x.width} wide, {op.gate.name} {op.gate.width}: not equal parts of it")
+
+
+def _check_limit(op: ops.Clamp) -> None:
+    check(op.limit > 0.0, f"{op.x.name} cannot be clamped to {op.limit}")
 
 
 def _check_scale_by_position(op: ops.ScaleByPosition) -> None:
@@ -147,13 +155,16 @@ def _check_scale_by_position(op: ops.ScaleByPosition) -> None:
 
 
 def _check_heads(op: ops.CopyHeads | ops.HeadMatmul, num_heads: int, out_width: int, x_width: int, what: str) -> None:
-    """So many heads of out and x, each with room for what is written and read."""
-    for buffer, head_size, end in (
-        (op.out, op.out_head_size, op.out_offset + out_width),
-        (op.x, op.x_head_size, op.x_offset + x_width),
+    """So many heads of out and x, each with room for what is written and read; x may be one head for all of out's."""
+    is_shared = isinstance(op, ops.CopyHeads) and op.x_head_size == 0
+    for buffer, count, head_size, end in (
+        (op.out, num_heads, op.out_head_size, op.out_offset + out_width),
+        (op.x, 1, op.x.width, op.x_offset + x_width)
+        if is_shared
+        else (op.x, num_heads, op.x_head_size, op.x_offset + x_width),
     ):
-        is_right = buffer.width == num_heads * head_size and end <= head_size
-        check(is_right, f"{buffer.name} does not hold {num_heads} heads of {head_size} columns for {what}")
+        is_right = buffer.width == count * head_size and end <= head_size
+        check(is_right, f"{buffer.name} does not hold {count} heads of {head_size} columns for {what}")
     _same_rows(op.out, op.x)
 
 
@@ -273,10 +284,13 @@ class GraphBuilder:
     store_kv = _writer(ops.StoreKV, _check_store_kv)
     attention = _writer(ops.Attention, _check_attention)
     activation = _writer(ops.Activate, _check_activate)
-    gated_activation = _writer(ops.GatedActivate, lambda op: _same_shape(op.out, op.gate, op.up))
+    gated_activation = _writer(ops.GatedActivate, _check_gated_activate)
+    xielu = _writer(ops.Xielu, lambda op: _same_shape(op.out, op.x))
     add = _writer(ops.Add, lambda op: _same_shape(op.out, op.a, op.b))
     multiply_sigmoid = _writer(ops.MultiplySigmoid, _check_multiply_sigmoid)
     scale = _writer(ops.Scale)
+    scale_columns = _writer(ops.ScaleColumns, lambda op: _has_values(op.factors, op.x.width, f"factors of {op.x.name}"))
+    clamp = _writer(ops.Clamp, _check_limit)
     scale_by_position = _writer(ops.ScaleByPosition, _check_scale_by_position)
     softcap = _writer(ops.Softcap)
     copy_heads = _writer(ops.CopyHeads, _check_copy_heads)

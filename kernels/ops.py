@@ -297,12 +297,27 @@ class Activate(Record):
 
 
 class GatedActivate(Record):
-    """out = kind(gate) * up; gate and up may be two halves of one width only if given as separate buffers."""
+    """out = kind(gate) * up; gate and up may be two halves of one width only if given as separate buffers.
+
+    limit > 0, of SILU only: out = min(silu(gate), limit) * clamp(up, -limit, limit) (Step 3.5).
+    """
 
     out: Buffer
     gate: Buffer
     up: Buffer
     kind: Activation
+    limit: float = 0.0
+
+
+class Xielu(Record):
+    """out = beta * x + (positive * x^2 if x > 0 else negative * (expm1(min(x, epsilon)) - x)): arXiv 2411.13010."""
+
+    out: Buffer
+    x: Buffer
+    positive: float
+    negative: float
+    beta: float
+    epsilon: float
 
 
 class Add(Record):
@@ -315,16 +330,16 @@ class Add(Record):
 
 
 class MultiplySigmoid(Record):
-    """out = x * sigmoid(gate); gate is as wide as x, or one value per row."""
+    """out = x * sigmoid(gate); gate is as wide as x, or one value for each of equal parts of a row (heads)."""
 
     out: Buffer
     x: Buffer
     gate: Buffer
 
     @property
-    def is_by_row(self) -> bool:
-        """Whether the gate is one value per row."""
-        return self.gate.width == 1 and self.x.width != 1
+    def is_by_part(self) -> bool:
+        """Whether the gate has one value for several columns."""
+        return self.gate.width != self.x.width
 
 
 class Scale(Record):
@@ -332,6 +347,20 @@ class Scale(Record):
 
     x: Buffer
     factor: float
+
+
+class ScaleColumns(Record):
+    """x[c] *= factors[c], in place, float32[width of x]."""
+
+    x: Buffer
+    factors: FloatArray
+
+
+class Clamp(Record):
+    """x = min(max(x, -limit), limit), in place."""
+
+    x: Buffer
+    limit: float
 
 
 class ScaleByPosition(Record):
@@ -351,7 +380,10 @@ class Softcap(Record):
 
 
 class CopyHeads(Record):
-    """Copy `width` elements of every head of x, from x_offset in it to out_offset in out's head; the rest stays."""
+    """Copy `width` elements of every head of x, from x_offset in it to out_offset in out's head; the rest stays.
+
+    x_head_size 0: x is one head, which every head of out gets.
+    """
 
     out: Buffer
     x: Buffer
@@ -427,8 +459,8 @@ class ExpertScale(Record):
 
 Op = (
     Embed | EmbedPositions | Receive | RmsNorm | LayerNorm | Matmul | Rope | StoreKV | Attention
-    | Activate | GatedActivate | Add | MultiplySigmoid | Scale | ScaleByPosition | Softcap | CopyHeads | HeadMatmul
-    | SelectOutput | Route | ExpertMatmul | ExpertSum | ExpertScale
+    | Activate | GatedActivate | Xielu | Add | MultiplySigmoid | Scale | ScaleColumns | Clamp | ScaleByPosition
+    | Softcap | CopyHeads | HeadMatmul | SelectOutput | Route | ExpertMatmul | ExpertSum | ExpertScale
 )  # fmt: skip
 
 
@@ -461,23 +493,18 @@ class WeightSource(Protocol):
 
     def has(self, name: str) -> bool:
         """Whether the file holds this tensor."""
-        ...
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, rows first."""
-        ...
 
     def linear(self, name: str, rows: slice | None = None) -> LinearWeight:
         """A matrix [rows, columns] or a stack [experts, rows, columns], optionally only some rows (of every expert).
 
         A vector [columns] counts as one row.
         """
-        ...
 
     def embedding(self, name: str) -> EmbeddingTable:
         """A table for `Embed` and `EmbedPositions`."""
-        ...
 
     def vector(self, name: str) -> FloatArray:
         """A small tensor as float32, whatever its type in the file, in its own shape."""
-        ...

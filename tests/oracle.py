@@ -218,8 +218,18 @@ def _gated_activate(run: _Run, op: ops.GatedActivate) -> None:
     if op.kind is Activation.SWIGLU_CLAMPED:
         clamped = np.minimum(run[op.gate], 7.0)
         run[op.out] = clamped * sigmoid(1.702 * clamped) * (np.clip(run[op.up], -7.0, 7.0) + 1.0)
+    elif op.limit:
+        gate = np.minimum(activate(run[op.gate], op.kind), op.limit)
+        run[op.out] = gate * np.clip(run[op.up], -op.limit, op.limit)
     else:
         run[op.out] = activate(run[op.gate], op.kind) * run[op.up]
+
+
+@_formula(ops.Xielu)
+def _xielu(run: _Run, op: ops.Xielu) -> None:
+    x = run[op.x]
+    below = (np.expm1(np.minimum(x, op.epsilon)) - x) * op.negative
+    run[op.out] = np.where(x > 0.0, op.positive * x * x, below) + op.beta * x
 
 
 @_formula(ops.Add)
@@ -229,12 +239,23 @@ def _add(run: _Run, op: ops.Add) -> None:
 
 @_formula(ops.MultiplySigmoid)
 def _multiply_sigmoid(run: _Run, op: ops.MultiplySigmoid) -> None:
-    run[op.out] = run[op.x] * sigmoid(run[op.gate])
+    gates = np.repeat(sigmoid(run[op.gate]), op.x.width // op.gate.width, axis=1)
+    run[op.out] = run[op.x] * gates
 
 
 @_formula(ops.Scale)
 def _scale(run: _Run, op: ops.Scale) -> None:
     run[op.x] = op.factor * run[op.x]
+
+
+@_formula(ops.ScaleColumns)
+def _scale_columns(run: _Run, op: ops.ScaleColumns) -> None:
+    run[op.x] = run[op.x] * op.factors
+
+
+@_formula(ops.Clamp)
+def _clamp(run: _Run, op: ops.Clamp) -> None:
+    run[op.x] = np.clip(run[op.x], -op.limit, op.limit)
 
 
 @_formula(ops.ScaleByPosition)
@@ -251,8 +272,8 @@ def _softcap(run: _Run, op: ops.Softcap) -> None:
 @_formula(ops.CopyHeads)
 def _copy_heads(run: _Run, op: ops.CopyHeads) -> None:
     target = run[op.out].reshape(-1, op.num_heads, op.out_head_size).copy()
-    source = run[op.x].reshape(-1, op.num_heads, op.x_head_size)[:, :, op.x_offset : op.x_offset + op.width]
-    target[:, :, op.out_offset : op.out_offset + op.width] = source
+    heads = run[op.x].reshape(len(target), -1, op.x_head_size or op.x.width)
+    target[:, :, op.out_offset : op.out_offset + op.width] = heads[:, :, op.x_offset : op.x_offset + op.width]
     run[op.out] = target.reshape(run[op.out].shape)
 
 

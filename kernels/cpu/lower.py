@@ -254,6 +254,39 @@ def _elementwise(tape: CpuTape, kernel: str, out: Buffer, a: Buffer, b: Buffer, 
     tape.add(f"elementwise.{kernel}", words, writes=out)
 
 
+def _gated_activate(tape: CpuTape, op: ops.GatedActivate) -> None:
+    kernel = f"gated_{op.kind.value}_limited" if op.limit else f"gated_{op.kind.value}"
+    _elementwise(tape, kernel, op.out, op.gate, op.up, op.limit)
+
+
+def _xielu(tape: CpuTape, op: ops.Xielu) -> None:
+    words = parameters.XIELU.pack(
+        **tape.places(out=op.out, x=op.x), columns=op.x.width, is_output=op.x.is_output, positive=op.positive,
+        negative=op.negative, beta=op.beta, epsilon=op.epsilon,
+    )  # fmt: skip
+    tape.add("elementwise.xielu", words, writes=op.out)
+
+
+def _multiply_sigmoid(tape: CpuTape, op: ops.MultiplySigmoid) -> None:
+    if not op.is_by_part:
+        _elementwise(tape, "multiply_sigmoid", op.out, op.x, op.gate)
+        return
+    parts = op.gate.width
+    words = parameters.GATE_PARTS.pack(
+        **tape.places(out=op.out, x=op.x, gate=op.gate), parts=parts, size=op.x.width // parts,
+        is_output=op.x.is_output,
+    )  # fmt: skip
+    tape.add("elementwise.multiply_sigmoid_by_part", words, writes=op.out)
+
+
+def _scale_columns(tape: CpuTape, op: ops.ScaleColumns) -> None:
+    words = parameters.ELEMENTWISE.pack(
+        **tape.places(out=op.x, a=op.x), b=tape.memory.constant(op.factors), b_stride=0, scalar=0.0,
+        columns=op.x.width, is_output=op.x.is_output,
+    )  # fmt: skip
+    tape.add("elementwise.multiply", words, writes=op.x)
+
+
 def _scale_by_position(tape: CpuTape, op: ops.ScaleByPosition) -> None:
     words = parameters.SCALE_BY_POSITION.pack(
         **tape.places(x=op.x), columns=op.x.width, period=op.period, slope=op.slope, first_position=op.offset
@@ -381,12 +414,13 @@ LOWER: dict[type, Callable[[CpuTape, Any], None]] = {
     ops.StoreKV: _store_kv,
     ops.Attention: _attention,
     ops.Activate: lambda tape, op: _elementwise(tape, op.kind.value, op.out, op.x, op.x),
-    ops.GatedActivate: lambda tape, op: _elementwise(tape, f"gated_{op.kind.value}", op.out, op.gate, op.up),
+    ops.GatedActivate: _gated_activate,
+    ops.Xielu: _xielu,
     ops.Add: lambda tape, op: _elementwise(tape, "add", op.out, op.a, op.b, op.scale),
-    ops.MultiplySigmoid: lambda tape, op: _elementwise(
-        tape, "multiply_sigmoid_by_row" if op.is_by_row else "multiply_sigmoid", op.out, op.x, op.gate
-    ),
+    ops.MultiplySigmoid: _multiply_sigmoid,
     ops.Scale: lambda tape, op: _elementwise(tape, "scale", op.x, op.x, op.x, op.factor),
+    ops.ScaleColumns: _scale_columns,
+    ops.Clamp: lambda tape, op: _elementwise(tape, "clamp", op.x, op.x, op.x, op.limit),
     ops.ScaleByPosition: _scale_by_position,
     ops.Softcap: lambda tape, op: _elementwise(tape, "softcap", op.x, op.x, op.x, op.cap),
     ops.CopyHeads: _copy_heads,

@@ -72,6 +72,12 @@ EMBED = Block("out out_stride table row_bytes layout columns unit unit_bytes sca
 NORM = Block("out out_stride x x_stride weight bias weight_stride groups size epsilon is_output", floats="epsilon")
 """weight_stride: bytes from one group's weights to the next one's."""
 ELEMENTWISE = Block("out out_stride a a_stride b b_stride scalar columns is_output", floats="scalar")
+GATE_PARTS = Block("out out_stride x x_stride gate gate_stride parts size is_output")
+"""size: columns of a part, which one gate multiplies."""
+XIELU = Block(
+    "out out_stride x x_stride columns is_output positive negative beta epsilon",
+    floats="positive negative beta epsilon",
+)
 SCALE_BY_POSITION = Block("x x_stride columns period slope first_position", floats="slope")
 ROPE_ANGLES = Block("out out_stride frequencies count magnitude", floats="magnitude")
 """frequencies: address of the inverse frequencies, float64[count]."""

@@ -29,7 +29,7 @@ from localinfer.kernels.program import BatchLimits
 from localinfer.types import ProgressCallback
 
 _RMS, _LAYER = 0, 1
-_ACTIVATION, _GATE, _ADD, _TIMES_SIGMOID, _TIMES_ROW_SIGMOID, _SCALE, _SOFTCAP = range(7)
+_ACTIVATION, _GATE, _LIMITED_GATE, _ADD, _TIMES, _TIMES_SIGMOID, _SCALE, _CLAMP, _SOFTCAP = range(9)
 _NUMBERS = {kind: number for number, kind in enumerate(Activation)}
 
 
@@ -240,6 +240,9 @@ def _attention(tape: CudaTape, attention: ops.Attention) -> None:
 
 def _gated_activate(tape: CudaTape, op: ops.GatedActivate) -> None:
     last, gate, up = tape.last, op.gate, op.up
+    if op.limit:
+        _elementwise(tape, _LIMITED_GATE, op.out, gate, up, op.limit)
+        return
     if last is not None and op.out == up and [projection.out for projection in last.projections] == [gate, up]:
         weights = [slot.weight for slot in last.slots]
         is_plain = all(not slot.residual and slot.scale == 1.0 for slot in last.slots)
@@ -257,6 +260,28 @@ def _elementwise(
     tape.read(a, b)
     values = (*tape.places(out, a, b), out.width, activation, scalar)
     tape.simple("rows.elementwise", (operation,), out.rows, out.width, values, out)
+
+
+def _xielu(tape: CudaTape, op: ops.Xielu) -> None:
+    tape.read(op.x)
+    values = (*tape.places(op.out, op.x), op.x.width, op.positive, op.negative, op.beta, op.epsilon)
+    tape.simple("rows.xielu", (), op.x.rows, op.x.width, values, op.out)
+
+
+def _multiply_sigmoid(tape: CudaTape, op: ops.MultiplySigmoid) -> None:
+    if not op.is_by_part:
+        _elementwise(tape, _TIMES_SIGMOID, op.out, op.x, op.gate)
+        return
+    tape.read(op.x, op.gate)
+    values = (*tape.places(op.out, op.x, op.gate), op.x.width, op.x.width // op.gate.width)
+    tape.simple("rows.gate_parts", (), op.x.rows, op.x.width, values, op.out)
+
+
+def _scale_columns(tape: CudaTape, op: ops.ScaleColumns) -> None:
+    tape.read(op.x)
+    place = tape.places(op.x)
+    values = (*place, *place, tape.memory.constant(op.factors), 0, op.x.width, 0, 0.0)
+    tape.simple("rows.elementwise", (_TIMES,), op.x.rows, op.x.width, values, op.x)
 
 
 def _scale_by_position(tape: CudaTape, op: ops.ScaleByPosition) -> None:
@@ -317,11 +342,12 @@ LOWER: dict[type, Callable[[CudaTape, Any], None]] = {
     ops.Attention: _attention,
     ops.Activate: lambda tape, op: _elementwise(tape, _ACTIVATION, op.out, op.x, op.x, activation=_NUMBERS[op.kind]),
     ops.GatedActivate: _gated_activate,
+    ops.Xielu: _xielu,
     ops.Add: lambda tape, op: _elementwise(tape, _ADD, op.out, op.a, op.b, op.scale),
-    ops.MultiplySigmoid: lambda tape, op: _elementwise(
-        tape, _TIMES_ROW_SIGMOID if op.is_by_row else _TIMES_SIGMOID, op.out, op.x, op.gate
-    ),
+    ops.MultiplySigmoid: _multiply_sigmoid,
     ops.Scale: lambda tape, op: _elementwise(tape, _SCALE, op.x, op.x, op.x, op.factor),
+    ops.ScaleColumns: _scale_columns,
+    ops.Clamp: lambda tape, op: _elementwise(tape, _CLAMP, op.x, op.x, op.x, op.limit),
     ops.ScaleByPosition: _scale_by_position,
     ops.Softcap: lambda tape, op: _elementwise(tape, _SOFTCAP, op.x, op.x, op.x, op.cap),
     ops.CopyHeads: _copy_heads,

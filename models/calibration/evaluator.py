@@ -13,7 +13,16 @@ from numpy.typing import NDArray
 
 from localinfer.kernels import ops
 from localinfer.kernels.ops import Buffer, EmbeddingTable, LinearWeight, Op, Projection
-from localinfer.models.calibration.formulas import activate, activate_gated, attended, normed, rotated, routed, sigmoid
+from localinfer.models.calibration.formulas import (
+    activate,
+    activate_gated,
+    attended,
+    normed,
+    rotated,
+    routed,
+    sigmoid,
+    xielu,
+)
 from localinfer.models.calibration.weights import embedding_rows
 from localinfer.quant.methods.hooks import LinearProduct, MatrixPart, ProductVisitor
 from localinfer.quant.methods.workers import Workers
@@ -224,9 +233,18 @@ def _gated_activate(run: Evaluator, op: ops.GatedActivate) -> None:
     def compute(index: int) -> FloatArray:
         place = gates[index] if is_one or not is_one_gate else None
         parts = (gates[index], ups[index])
-        return run.in_steps(lambda g, u: activate_gated(g, u, op.kind), parts, _ROWS_AT_ONCE, place)
+        return run.in_steps(lambda g, u: activate_gated(g, u, op.kind, op.limit), parts, _ROWS_AT_ONCE, place)
 
     run.set_each(op.out, compute, is_one, len(gates))
+
+
+def _multiply_sigmoid(run: Evaluator, op: ops.MultiplySigmoid) -> None:
+    size = op.x.width // op.gate.width
+    run.by_rows(op.out, lambda a, g: a * np.repeat(sigmoid(g), size, axis=1), op.x, op.gate)
+
+
+def _xielu(run: Evaluator, op: ops.Xielu) -> None:
+    run.by_rows(op.out, lambda a: xielu(a, op.positive, op.negative, op.beta, op.epsilon), op.x)
 
 
 def _scale_by_position(run: Evaluator, op: ops.ScaleByPosition) -> None:
@@ -240,7 +258,7 @@ def _copy_heads(run: Evaluator, op: ops.CopyHeads) -> None:
 
     def compute(target: FloatArray, source: FloatArray) -> FloatArray:
         result = target.reshape(len(target), op.num_heads, op.out_head_size).copy()
-        heads = source.reshape(len(source), op.num_heads, op.x_head_size)
+        heads = source.reshape(len(source), -1, op.x_head_size or op.x.width)
         part = heads[:, :, op.x_offset : op.x_offset + op.width]
         result[:, :, op.out_offset : op.out_offset + op.width] = part
         return result.reshape(target.shape)
@@ -329,9 +347,14 @@ EVALUATE: dict[type, Callable[[Evaluator, Any], None]] = {
     ops.Attention: _attention,
     ops.Activate: lambda run, op: run.by_rows(op.out, lambda a: activate(a, op.kind), op.x),
     ops.GatedActivate: _gated_activate,
+    ops.Xielu: _xielu,
     ops.Add: lambda run, op: run.by_rows(op.out, lambda a, b: a + np.float32(op.scale) * b, op.a, op.b),
-    ops.MultiplySigmoid: lambda run, op: run.by_rows(op.out, lambda a, g: a * sigmoid(g), op.x, op.gate),
+    ops.MultiplySigmoid: _multiply_sigmoid,
     ops.Scale: lambda run, op: run.by_rows(op.x, lambda a: np.float32(op.factor) * a, op.x),
+    ops.ScaleColumns: lambda run, op: run.by_rows(op.x, lambda a: a * op.factors, op.x),
+    ops.Clamp: lambda run, op: run.by_rows(
+        op.x, lambda a: np.clip(a, np.float32(-op.limit), np.float32(op.limit)), op.x
+    ),
     ops.ScaleByPosition: _scale_by_position,
     ops.Softcap: lambda run, op: run.by_rows(
         op.x, lambda a: np.float32(op.cap) * np.tanh(a / np.float32(op.cap)), op.x

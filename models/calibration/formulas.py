@@ -50,13 +50,23 @@ def activate(x: FloatArray, kind: Activation) -> FloatArray:
     return positive * positive
 
 
-def activate_gated(gate: FloatArray, up: FloatArray, kind: Activation) -> FloatArray:
-    """activation(gate) * up, or gpt-oss's clamped form."""
+def activate_gated(gate: FloatArray, up: FloatArray, kind: Activation, limit: float = 0.0) -> FloatArray:
+    """activation(gate) * up, or gpt-oss's clamped form; with a limit, both factors limited."""
     if kind is Activation.SWIGLU_CLAMPED:
         clamped = np.minimum(gate, np.float32(7))
         return clamped * sigmoid(np.float32(1.702) * clamped) * (np.clip(up, -7, 7) + np.float32(1))
     result = activate(gate, kind)
+    if limit:
+        np.minimum(result, np.float32(limit), out=result)
+        up = np.clip(up, np.float32(-limit), np.float32(limit))
     result *= up
+    return result
+
+
+def xielu(x: FloatArray, positive: float, negative: float, beta: float, epsilon: float) -> FloatArray:
+    """xIELU, arXiv 2411.13010, with the learned parameters already in the factors."""
+    below = (np.expm1(np.minimum(x, np.float32(epsilon))) - x) * np.float32(negative)
+    result: FloatArray = np.where(x > 0, np.float32(positive) * x * x, below) + np.float32(beta) * x
     return result
 
 

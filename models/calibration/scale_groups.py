@@ -206,8 +206,14 @@ def _activate(follower: _Follower, op: ops.Activate) -> None:
 def _gated_activate(follower: _Follower, op: ops.GatedActivate) -> None:
     follower.forbid(op.gate, f"{op.kind.value} follows, and is not linear")
     channels = follower.of(op.up)
-    if op.kind is Activation.SWIGLU_CLAMPED:
+    if op.kind is Activation.SWIGLU_CLAMPED or op.limit:
         channels.forbid(f"{_writer(channels)} is clamped before it is read")
+    follower.held[op.out.index] = channels
+
+
+def _xielu(follower: _Follower, op: ops.Xielu) -> None:
+    channels = follower.of(op.x)
+    channels.forbid(f"xielu lies between {_writer(channels)} and what reads it, and is not linear")
     follower.held[op.out.index] = channels
 
 
@@ -264,9 +270,12 @@ FOLLOW: dict[type, Callable[[_Follower, Any], None]] = {
     ops.Attention: _attention,
     ops.Activate: _activate,
     ops.GatedActivate: _gated_activate,
+    ops.Xielu: _xielu,
     ops.Add: _add,
     ops.MultiplySigmoid: _multiply_sigmoid,
     ops.Scale: lambda follower, op: None,
+    ops.ScaleColumns: lambda follower, op: None,
+    ops.Clamp: lambda follower, op: follower.forbid(op.x, "a clamp follows, and is not linear"),
     ops.ScaleByPosition: lambda follower, op: None,
     ops.Softcap: lambda follower, op: follower.forbid(op.x, "a soft cap follows, and is not linear"),
     ops.CopyHeads: _copy_heads,

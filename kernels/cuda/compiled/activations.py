@@ -61,6 +61,40 @@ def activate(number, x):
 
 
 @inline
+def expm1_less_x(x):
+    """e^x - 1 - x of x <= 0; near 0 by Taylor's series, which has no cancellation."""
+    series = float32(2.7557319e-07) * x + float32(2.7557319e-06)
+    series = series * x + float32(2.4801587e-05)
+    series = series * x + float32(1.984127e-04)
+    series = series * x + float32(1.3888889e-03)
+    series = series * x + float32(8.3333333e-03)
+    series = series * x + float32(4.1666667e-02)
+    series = series * x + float32(1.6666667e-01)
+    series = series * x + float32(0.5)
+    value = x * x * series
+    if x <= float32(-0.5):
+        value = exponential(x) - float32(1.0) - x
+    return value
+
+
+@inline
+def xielu_of(x, positive, negative, beta, epsilon):
+    """xIELU of x, see `ops.Xielu`."""
+    low = ptx.minimum(x, epsilon)
+    value = (expm1_less_x(low) + (low - x)) * negative
+    if x > float32(0.0):
+        value = positive * (x * x)
+    return value + beta * x
+
+
+@inline
+def activate_limited(gate, up, limit):
+    """min(silu(gate), limit) * clamp(up, -limit, limit)."""
+    gate = ptx.minimum(gate * sigmoid(gate), limit)
+    return gate * ptx.minimum(ptx.maximum(up, -limit), limit)
+
+
+@inline
 def activate_gate(number, gate, up):
     """activation(gate) * up."""
     result = activate(number, gate) * up

@@ -3,7 +3,14 @@
 from numba import cuda, float32, float64
 
 from localinfer.kernels.cuda.compiled import ptx
-from localinfer.kernels.cuda.compiled.activations import activate, activate_gate, hyperbolic_tangent, sigmoid
+from localinfer.kernels.cuda.compiled.activations import (
+    activate,
+    activate_gate,
+    activate_limited,
+    hyperbolic_tangent,
+    sigmoid,
+    xielu_of,
+)
 from localinfer.kernels.cuda.compiled.quantize import store_quantized
 from localinfer.kernels.cuda.compiled.reductions import warp_sum
 from localinfer.kernels.cuda.compiled.weights import row_of, weight_of
@@ -12,7 +19,7 @@ from localinfer.kernels.cuda.jit import inline, kernel, template
 THREADS = 128
 
 RMS, LAYER = 0, 1
-ACTIVATION, GATE, ADD, TIMES_SIGMOID, TIMES_ROW_SIGMOID, SCALE, SOFTCAP = range(7)
+ACTIVATION, GATE, LIMITED_GATE, ADD, TIMES, TIMES_SIGMOID, SCALE, CLAMP, SOFTCAP = range(9)
 TO_F32, TO_F16, TO_BF16 = range(3)
 
 WEIGHTS = "(qqqq)(qqqq)"
@@ -143,10 +150,12 @@ def elementwise(operation):
     """out = operation(a, b), of [columns / 128, rows]; activation is a number of `activations`."""
     is_activation = operation == ACTIVATION
     is_gate = operation == GATE
+    is_limited = operation == LIMITED_GATE
     is_add = operation == ADD
-    is_sigmoid = operation in (TIMES_SIGMOID, TIMES_ROW_SIGMOID)
-    one_gate = operation == TIMES_ROW_SIGMOID
+    is_product = operation == TIMES
+    is_sigmoid = operation == TIMES_SIGMOID
     is_scale = operation == SCALE
+    is_clamp = operation == CLAMP
 
     def kernel(out, out_stride, a, a_stride, b, b_stride, num_columns, activation, scalar):
         column = ptx.block_x() * THREADS + ptx.thread()
@@ -159,18 +168,42 @@ def elementwise(operation):
                 value = activate_gate(activation, value, ptx.load_f32(b + row * b_stride + 4 * column))
             elif is_add:
                 value = value + scalar * ptx.load_f32(b + row * b_stride + 4 * column)
+            elif is_limited:
+                value = activate_limited(value, ptx.load_f32(b + row * b_stride + 4 * column), scalar)
+            elif is_product:
+                value = value * ptx.load_f32(b + row * b_stride + 4 * column)
             elif is_sigmoid:
-                other = column
-                if one_gate:
-                    other = 0
-                value = value * sigmoid(ptx.load_f32(b + row * b_stride + 4 * other))
+                value = value * sigmoid(ptx.load_f32(b + row * b_stride + 4 * column))
             elif is_scale:
                 value = scalar * value
+            elif is_clamp:
+                value = ptx.minimum(ptx.maximum(value, -scalar), scalar)
             else:
                 value = scalar * hyperbolic_tangent(ptx.divide(value, scalar))
             ptx.store_f32(out + row * out_stride + 4 * column, value)
 
     return kernel
+
+
+@kernel("qqqqqqqq")
+def gate_parts(out, out_stride, x, x_stride, gate, gate_stride, num_columns, part_size):
+    """out = x * sigmoid(gate), one gate for every part_size columns, of [columns / 128, rows]."""
+    column = ptx.block_x() * THREADS + ptx.thread()
+    if column < num_columns:
+        row = ptx.block_y()
+        value = sigmoid(ptx.load_f32(gate + row * gate_stride + 4 * (column // part_size)))
+        value = value * ptx.load_f32(x + row * x_stride + 4 * column)
+        ptx.store_f32(out + row * out_stride + 4 * column, value)
+
+
+@kernel("qqqqqffff")
+def xielu(out, out_stride, x, x_stride, num_columns, positive, negative, beta, epsilon):
+    """out = xIELU(x), of [columns / 128, rows]."""
+    column = ptx.block_x() * THREADS + ptx.thread()
+    if column < num_columns:
+        value = ptx.load_f32(x + ptx.block_y() * x_stride + 4 * column)
+        value = xielu_of(value, positive, negative, beta, epsilon)
+        ptx.store_f32(out + ptx.block_y() * out_stride + 4 * column, value)
 
 
 @kernel("qqqqqf")

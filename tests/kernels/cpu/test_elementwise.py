@@ -125,6 +125,18 @@ def test_exp_and_sigmoid_are_right_at_their_ends() -> None:
     assert sigmoids[5:8].tolist() == [1, 1, 1]
 
 
+XIELU = (0.75, 1.375, 0.5, -0.0009765625)
+
+
+def factors(width: int) -> FloatArray:
+    return np.linspace(0.5, 3.0, width, dtype=np.float32)
+
+
+def _xielu_of(x: Float64Array, positive: float, negative: float, beta: float, epsilon: float) -> Float64Array:
+    below = (np.expm1(np.minimum(x, epsilon)) - x) * negative
+    return np.asarray(np.where(x > 0, positive * x * x, below) + beta * x)
+
+
 def _add(tape: GraphBuilder, a: Buffer, b: Buffer) -> None:
     tape.add(a, a, b, 0.375)
 
@@ -141,6 +153,22 @@ def _softcap(tape: GraphBuilder, a: Buffer, b: Buffer) -> None:
     tape.softcap(a, 1.5)
 
 
+def _scale_columns(tape: GraphBuilder, a: Buffer, b: Buffer) -> None:
+    tape.scale_columns(a, factors(a.width))
+
+
+def _clamp(tape: GraphBuilder, a: Buffer, b: Buffer) -> None:
+    tape.clamp(a, 0.5)
+
+
+def _limited_gate(tape: GraphBuilder, a: Buffer, b: Buffer) -> None:
+    tape.gated_activation(a, a, b, Activation.SILU, 0.25)
+
+
+def _xielu(tape: GraphBuilder, a: Buffer, b: Buffer) -> None:
+    tape.xielu(a, b, *XIELU)
+
+
 def _scale_by_position(tape: GraphBuilder, a: Buffer, b: Buffer) -> None:
     tape.scale_by_position(a, 3, 0.1, offset=1)
 
@@ -150,6 +178,10 @@ FORMULAS: dict[Callable[[GraphBuilder, Buffer, Buffer], None], Callable[[Float64
     _multiply_sigmoid: lambda a, b: a * sigmoid(b),
     _scale: lambda a, b: a * float(np.float32(0.3)),
     _softcap: lambda a, b: 1.5 * np.tanh(a / 1.5),
+    _scale_columns: lambda a, b: a * factors(a.shape[1]),
+    _clamp: lambda a, b: np.clip(a, -0.5, 0.5),
+    _limited_gate: lambda a, b: np.minimum(a * sigmoid(a), 0.25) * np.clip(b, -0.25, 0.25),
+    _xielu: lambda a, b: _xielu_of(b, *XIELU),
     _scale_by_position: lambda a, b: a * (1 + 0.1 * np.log1p((np.arange(len(a)) + 1) // 3))[:, None],
 }
 
@@ -170,15 +202,31 @@ def test_sums_and_products_equal_the_formula(
     assert_same_bits(run_rows(two_threads, [a, b], write, [6, 5]), found)
 
 
-def test_multiply_sigmoid_takes_one_gate_per_row(pool: ThreadPool) -> None:
-    x, gate = random_rows(ROWS, 37, 10), random_rows(ROWS, 1, 11)
+@pytest.mark.parametrize(("parts", "size"), [(1, 37), (3, 20), (5, 16), (7, 3)])
+def test_multiply_sigmoid_takes_one_gate_per_part_of_a_row(
+    parts: int, size: int, pool: ThreadPool, two_threads: ThreadPool
+) -> None:
+    x, gate = random_rows(ROWS, parts * size, 10), random_rows(ROWS, parts, 11)
 
     def write(tape: GraphBuilder, inputs: list[Buffer]) -> Buffer:
         tape.multiply_sigmoid(inputs[0], *inputs)
         return inputs[0]
 
-    wanted = x * sigmoid(gate.astype(np.float64))
-    np.testing.assert_allclose(run_rows(pool, [x, gate], write), wanted, rtol=1e-6, atol=1e-7)
+    wanted = x * np.repeat(sigmoid(gate.astype(np.float64)), size, axis=1)
+    found = run_rows(pool, [x, gate], write)
+    np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-7)
+    assert_same_bits(run_rows(two_threads, [x, gate], write, [6, 5]), found)
+
+
+def test_xielu_is_exact_near_zero_and_far_from_it(pool: ThreadPool) -> None:
+    x = np.array([[-1e-7, -1e-4, -0.01, -0.499, -0.5, -0.501, -20.0, -1000.0, 0.0, 1e-4, 30.0]], np.float32)
+
+    def write(tape: GraphBuilder, inputs: list[Buffer]) -> Buffer:
+        tape.xielu(inputs[0], inputs[0], 0.75, 1.375, 0.5, -1e-6)
+        return inputs[0]
+
+    wanted = _xielu_of(x.astype(np.float64), 0.75, 1.375, 0.5, float(np.float32(-1e-6)))
+    np.testing.assert_allclose(run_rows(pool, [x], write), wanted, rtol=5e-7, atol=1e-12)
 
 
 @pytest.mark.parametrize("pairing", Pairing)

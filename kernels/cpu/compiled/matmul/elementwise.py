@@ -13,8 +13,10 @@ from localinfer.kernels.cpu.compiled.matmul.rows import (
     elementwise_row,
     layer_norm_row,
     rms_norm_row,
+    scale_part,
     scale_row,
     sigmoid_of,
+    xielu_row,
 )
 from localinfer.kernels.cpu.compiled.simd.batch import row_op
 from localinfer.kernels.cpu.compiled.simd.memory import load_f32, load_f64, load_i64, store_f32
@@ -22,11 +24,13 @@ from localinfer.kernels.cpu.parameters import (
     BATCH,
     COPY_HEADS,
     ELEMENTWISE,
+    GATE_PARTS,
     NORM,
     ROPE,
     ROPE_ANGLES,
     SCALE_BY_POSITION,
     SELECT_OUTPUT,
+    XIELU,
 )
 from localinfer.kernels.jit.numba import Source, inline
 
@@ -71,11 +75,19 @@ def _elementwise(code: int) -> Source:
 KERNELS = {name: _elementwise(code) for code, name in enumerate(FORMULAS)}
 
 
-@row_op(ELEMENTWISE)
-def multiply_sigmoid_by_row(p: Any, batch: int, thread: int, row: int, part: int) -> None:
-    """out = a * sigmoid(b[0]), one gate per row."""
-    gate = sigmoid_of(load_f32(p.b + row * p.b_stride))
-    scale_row(p.out + row * p.out_stride, p.a + row * p.a_stride, gate, p.columns)
+@row_op(GATE_PARTS, lambda p: p.parts, in_runs=True)
+def multiply_sigmoid_by_part(p: Any, batch: int, thread: int, row: int, part: int) -> None:
+    """out = x * sigmoid(gate), one gate per part of a row."""
+    gate = sigmoid_of(load_f32(p.gate + row * p.gate_stride + 4 * part))
+    offset = 4 * part * p.size
+    scale_part(p.out + row * p.out_stride + offset, p.x + row * p.x_stride + offset, gate, p.size)
+
+
+@row_op(XIELU)
+def xielu(p: Any, batch: int, thread: int, row: int, part: int) -> None:
+    """out = xIELU(x)."""
+    target, source = p.out + row * p.out_stride, p.x + row * p.x_stride
+    xielu_row(target, source, p.columns, p.positive, p.negative, p.beta, p.epsilon)
 
 
 @row_op(ROPE_ANGLES)

@@ -5,6 +5,7 @@ anything that reduces. Reductions take whole vectors in order, one fixed tree ov
 one by one.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -167,6 +168,20 @@ def _swiglu_clamped(emit: Emitter, gate: Value, up: Value) -> Value:
     return emit.mul(_gelu_quick(emit, gate), up)
 
 
+def _limited_gate(emit: Emitter, gate: Value, up: Value, limit: Value) -> Value:
+    """min(silu(gate), limit) * clamp(up, -limit, limit)."""
+    gate = emit.mul(gate, _sigmoid(emit, gate))
+    gate = emit.builder.select(emit.builder.fcmp_ordered(">", gate, limit), limit, gate)
+    return emit.mul(gate, _clamped(emit, up, limit))
+
+
+def _clamped(emit: Emitter, x: Value, limit: Value) -> Value:
+    """x within -limit and limit; NaN stays."""
+    b, lowest = emit.builder, emit.builder.fneg(limit)
+    x = b.select(b.fcmp_ordered("<", x, lowest), lowest, x)
+    return b.select(b.fcmp_ordered(">", x, limit), limit, x)
+
+
 _ACTIVATIONS: dict[Activation, Callable[[Emitter, Value], Value]] = {
     Activation.SILU: lambda emit, x: emit.mul(x, _sigmoid(emit, x)),
     Activation.GELU_TANH: _gelu_tanh,
@@ -190,10 +205,13 @@ FORMULAS: dict[str, Formula] = {
     "add": lambda emit, a, b, s: emit.add(a, emit.mul(b, s)),
     "multiply_sigmoid": lambda emit, a, b, s: emit.mul(a, _sigmoid(emit, b)),
     "scale": lambda emit, a, b, s: emit.mul(a, s),
+    "multiply": lambda emit, a, b, s: emit.mul(a, b),
+    "clamp": lambda emit, a, b, s: _clamped(emit, a, s),
     "softcap": lambda emit, a, b, s: emit.mul(s, _tanh(emit, emit.builder.fdiv(a, s))),
     **{kind.value: _ungated(activation) for kind, activation in _ACTIVATIONS.items()},
     **{f"gated_{kind.value}": _gated(activation) for kind, activation in _ACTIVATIONS.items()},
     "gated_swiglu_clamped": lambda emit, a, b, s: _swiglu_clamped(emit, a, b),
+    "gated_silu_limited": _limited_gate,
 }
 """Formulas of the elementwise ops, of two inputs and a scalar."""
 
@@ -224,6 +242,51 @@ def add_scaled_row(emit: Emitter, out: Value, a: Value, b: Value, scalar: Value,
 def scale_row(emit: Emitter, out: Value, a: Value, scalar: Value, count: Value) -> None:
     """out = a * scalar."""
     _write_row(emit, FORMULAS["scale"], out, a, a, scalar, count)
+
+
+@emitted(VOID, *[ADDRESS] * 2, FLOAT, types.int64)
+def scale_part(emit: Emitter, out: Value, a: Value, scalar: Value, count: Value) -> None:
+    """out = a * scalar over `count` columns, which need not be whole vectors: nothing after them is written."""
+    factor = emit.splat(scalar)
+    _normalised(emit, out, a, emit.i64(0), count, lambda v: emit.mul(v, factor), None)
+
+
+_EXPM1_TERMS = tuple(1.0 / math.factorial(power) for power in range(10, 1, -1))
+"""Taylor's series of (expm1(x) - x) / x^2, whose next term is below 2e-8 of it where |x| <= 0.5."""
+
+
+def _expm1_less_x(emit: Emitter, x: Value) -> Value:
+    """expm1(x) - x of x <= 0, without the cancellation near 0."""
+    b = emit.builder
+    series = emit.splat_constant(F32, _EXPM1_TERMS[0])
+    for term in _EXPM1_TERMS[1:]:
+        series = emit.fma(series, x, emit.splat_constant(F32, term))
+    near = emit.mul(emit.mul(x, x), series)
+    far = emit.sub(emit.sub(emit.exp(x), emit.splat_constant(F32, 1.0)), x)
+    return b.select(b.fcmp_ordered(">", x, emit.splat_constant(F32, -0.5)), near, far)
+
+
+@emitted(VOID, *[ADDRESS] * 2, types.int64, *[FLOAT] * 4)
+def xielu_row(
+    emit: Emitter, out: Value, x: Value, count: Value, positive: Value, negative: Value, beta: Value, epsilon: Value
+) -> None:
+    """out = xIELU(x), see `ops.Xielu`."""
+    b = emit.builder
+    factors = [emit.splat(value) for value in (positive, negative, beta, epsilon)]
+
+    def body(offset: Value) -> None:
+        value = emit.load_floats(b.add(x, offset))
+        above, below, linear, highest = factors
+        low = b.select(b.fcmp_ordered("<", value, highest), value, highest)
+        bent = emit.add(_expm1_less_x(emit, low), emit.sub(low, value))
+        branch = b.select(
+            b.fcmp_ordered(">", value, emit.zeros(F32)),
+            emit.mul(above, emit.mul(value, value)),
+            emit.mul(bent, below),
+        )
+        emit.store(emit.add(branch, emit.mul(linear, value)), b.add(out, offset), align=4)
+
+    _each_vector(emit, count, body)
 
 
 @emitted(FLOAT, FLOAT)
