@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from localinfer.errors import UnsupportedFormatError
 from localinfer.models.checkpoint.settings import Settings
-from localinfer.models.decoder.config import MIN_SCALE
+from localinfer.models.decoder.block_config import MIN_SCALE
 
 Metadata = dict[str, object]
 

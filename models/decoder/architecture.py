@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from localinfer.kernels.ops import Activation, Gating, Pairing
+from localinfer.models.decoder.block_config import XieluConfig
 
 
 class Norm(Enum):
@@ -31,12 +32,19 @@ class Architecture:
     """One model family, given the sizes of one model, without what follows from the tensors in a file.
 
     Norms: names of tensors within a block, None for no norm. If both branches name the same norm, it is computed once.
+    weighted_norms: whether norms have weights, as all but OLMo's.
     parallel: both branches read the layer's input (GPT-J's form) instead of one after the other.
     windows, chunks: positions a layer attends to, 0 for all. has_rope: which layers have RoPE. Each has one entry per
     layer, or is empty for the default in all layers. rope_base: replaces the file's, 0 to keep it. windowed_rope_base:
     base of sliding-window layers if the file has none, 0 for the others' base. rope_magnitude: replaces the one of the
-    file's scaling.
-    attention_scale: replaces the file's and 1 / sqrt(head_dim). max_alibi_bias: 0 without ALiBi.
+    file's scaling. full_rotary_size: elements of a head that rotate in layers without a window, if not as many as in
+    the others. scales_windowed_rope, divides_windowed_rope: whether the file's scaling, and its divisors of
+    frequencies, are for sliding-window layers too.
+    attention_scale: replaces the file's and 1 / sqrt(head_dim). max_alibi_bias: 0 without ALiBi. projection_clamp:
+    limit of queries, keys and values, 0 for none. attention_output_scale: factor on attention's result.
+    routes_layer_input: experts are chosen by what the layer reads, before its attention. expert_clamps, dense_clamps:
+    limits of the gated activation per layer, of routed experts and of other blocks; 0 for none. xielu: per layer, in
+    place of the activation. has_output_bias: whether a bias beside the output matrix is added.
     weigh_expert_inputs: expert weights scale the experts' inputs, not their outputs.
     temperature_length > 0 sharpens queries by the logarithm of their position, counted in temperature_length positions,
     in layers without RoPE or in all of them.
@@ -44,6 +52,7 @@ class Architecture:
 
     pairing: Pairing = Pairing.HALVES
     norm: Norm = Norm.RMS
+    weighted_norms: bool = True
     attention_norm: str | None = "attn_norm"
     attention_post_norm: str | None = None
     feed_forward_norm: str | None = "ffn_norm"
@@ -53,24 +62,33 @@ class Architecture:
     query_key_norm: QueryKeyNorm = QueryKeyNorm.NONE
     unweighted_query_key_norm: bool = False
     activation: Activation = Activation.SILU
+    xielu: tuple[XieluConfig, ...] = ()
     gated: bool = True
     learned_positions: bool = False
     max_alibi_bias: float = 0.0
     latent_attention: bool = False
     attention_scale: float | None = None
+    attention_output_scale: float = 1.0
+    projection_clamp: float = 0.0
     windows: tuple[int, ...] = ()
     chunks: tuple[int, ...] = ()
     has_rope: tuple[bool, ...] = ()
     rope_base: float = 0.0
     windowed_rope_base: float = 0.0
+    full_rotary_size: int | None = None
     scales_windowed_rope: bool = True
+    divides_windowed_rope: bool = True
     rope_magnitude: float | None = None
+    has_output_bias: bool = True
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     gating: Gating = Gating.SOFTMAX
     normalise_experts: bool = True
     weigh_expert_inputs: bool = False
+    routes_layer_input: bool = False
+    expert_clamps: tuple[float, ...] = ()
+    dense_clamps: tuple[float, ...] = ()
     temperature_scale: float = 0.0
     temperature_length: int = 0
     temperature_offset: int = 0

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from localinfer.kernels.ops import AttentionShape, Buffer, LinearWeight, Projection, RopeTable
+from localinfer.kernels.ops import AttentionShape, Buffer, Projection, RopeTable
 from localinfer.models.decoder.architecture import QueryKeyNorm
-from localinfer.models.decoder.config import LatentConfig
+from localinfer.models.decoder.block_config import LatentConfig
 from localinfer.models.decoder.graph import Graph, refuse
 from localinfer.models.decoder.rope import rope_table
 from localinfer.types import FloatArray
@@ -23,9 +23,13 @@ class RopeTables:
         windowed = replace(rope, base=architecture.windowed_rope_base or rope.base_windowed or rope.base)
         if not architecture.scales_windowed_rope:
             windowed = replace(windowed, scaling="none", attention_factor=1.0)
+        windowed_divisors = divisors if architecture.divides_windowed_rope else None
+        if architecture.full_rotary_size is not None:
+            rope = replace(rope, rotary_size=architecture.full_rotary_size)
+            divisors = None if divisors is None else divisors[: rope.rotary_size // 2]
         pairing, magnitude = architecture.pairing, architecture.rope_magnitude
         self._full = rope_table(rope, pairing, divisors, magnitude)
-        self._windowed = rope_table(windowed, pairing, divisors, magnitude)
+        self._windowed = rope_table(windowed, pairing, windowed_divisors, magnitude)
 
     def for_layer(self, windowed: bool) -> RopeTable:
         """The table of a layer with or without a sliding window."""
@@ -44,6 +48,9 @@ def write_attention(graph: Graph, layer: int, x: Buffer, tables: RopeTables) -> 
     keys = graph.buffer("keys", num_kv_heads * config.head_dim, x.rows)
     values = graph.buffer("values", num_kv_heads * config.value_head_dim, x.rows)
     tape.matmul(x, _projections(graph, layer, queries, keys, values))
+    if architecture.projection_clamp:
+        for buffer in (queries, keys, values):
+            tape.clamp(buffer, architecture.projection_clamp)
 
     window = architecture.windows[layer] if architecture.windows else 0
     chunk = architecture.chunks[layer] if architecture.chunks else 0
@@ -64,15 +71,27 @@ def write_attention(graph: Graph, layer: int, x: Buffer, tables: RopeTables) -> 
     tape.store_kv(layer, keys, values)
     attended = graph.buffer("attended", num_heads * config.value_head_dim, x.rows)
     tape.attention(attended, queries, layer, attention_shape(graph, layer, window, chunk))
+    if graph.weights.has(f"blk.{layer}.attn_gate.weight"):
+        _gate_heads(graph, layer, x, attended)
     return attended
 
 
 def write_attention_output(graph: Graph, layer: int, hidden: Buffer, attended: Buffer) -> None:
     """Add the output projection of one layer's attention to hidden."""
-    name = f"blk.{layer}.attn_output"
-    weight = graph.weights.linear(f"{name}.weight", hidden.width, attended.width)
-    post_norm = graph.architecture.attention_post_norm
-    graph.add_branch(hidden, attended, weight, graph.bias(name, hidden.width), post_norm and f"blk.{layer}.{post_norm}")
+    block, post_norm = f"blk.{layer}", graph.architecture.attention_post_norm
+    if graph.weights.has(f"{block}.attn_sub_norm.weight"):
+        graph.norm(attended, attended, f"{block}.attn_sub_norm")
+    scale = graph.architecture.attention_output_scale
+    graph.add_branch(hidden, attended, f"{block}.attn_output", post_norm and f"{block}.{post_norm}", scale)
+
+
+def _gate_heads(graph: Graph, layer: int, x: Buffer, attended: Buffer) -> None:
+    """Weigh attention's result by a sigmoid of x (arXiv 2505.06708): one gate per head, or one per element."""
+    name, num_heads = f"blk.{layer}.attn_gate", graph.config.num_heads[layer]
+    by_head = graph.weights.shape(f"{name}.weight")[0] == num_heads
+    gate = graph.buffer("attention_gate", num_heads if by_head else attended.width, x.rows)
+    graph.tape.matmul(x, [graph.projection(name, gate, x.width)])
+    graph.tape.multiply_sigmoid(attended, attended, gate)
 
 
 def sharpen_queries(graph: Graph, queries: Buffer) -> None:
@@ -119,30 +138,26 @@ def _projections(graph: Graph, layer: int, *outs: Buffer) -> list[Projection]:
     hidden_size = graph.config.hidden_size
     fused = f"blk.{layer}.attn_qkv"
     if not graph.weights.has(f"{fused}.weight"):
-        names = [f"blk.{layer}.attn_{letter}" for letter in "qkv"]
         return [
-            Projection(graph.weights.linear(f"{name}.weight", out.width, hidden_size), out, graph.bias(name, out.width))
-            for name, out in zip(names, outs, strict=True)
+            graph.projection(f"blk.{layer}.attn_{letter}", out, hidden_size)
+            for letter, out in zip("qkv", outs, strict=True)
         ]
     num_rows = sum(out.width for out in outs)
-    bias = graph.bias(fused, num_rows)
-    projections = []
-    first = 0
-    for out in outs:
-        rows = slice(first, first + out.width)
-        weight: LinearWeight = graph.weights.linear(f"{fused}.weight", num_rows, hidden_size, rows)
-        projections.append(Projection(weight, out, None if bias is None else bias[rows]))
-        first += out.width
-    return projections
+    firsts = [sum(out.width for out in outs[:index]) for index in range(len(outs))]
+    return [
+        graph.projection(fused, out, hidden_size, rows=(first, num_rows))
+        for out, first in zip(outs, firsts, strict=True)
+    ]
 
 
 def _norm_queries_and_keys(graph: Graph, layer: int, queries: Buffer, keys: Buffer) -> None:
     kind = graph.architecture.query_key_norm
+    if kind is QueryKeyNorm.NONE:
+        return
+    if kind is QueryKeyNorm.OPTIONAL and not graph.weights.has(f"blk.{layer}.attn_q_norm.weight"):
+        return
     for buffer, letter in ((queries, "q"), (keys, "k")):
         name = f"blk.{layer}.attn_{letter}_norm"
-        is_absent = kind is QueryKeyNorm.OPTIONAL and not graph.weights.has(f"{name}.weight")
-        if kind is QueryKeyNorm.NONE or is_absent:
-            continue
         is_whole = graph.weights.shape(f"{name}.weight") == (buffer.width,)
         graph.norm(buffer, buffer, name, 0 if is_whole else graph.config.head_dim)
 
@@ -167,23 +182,23 @@ def write_latent_attention(graph: Graph, layer: int, x: Buffer, tables: RopeTabl
     stores the transpose as `attn_k_b`. Likewise `attn_v_b` may wait until attention has averaged latents. What is
     cached per position is the latent and one rotated part that all heads share: one wide key head whose first elements
     are the value.
-    Raises: UnsupportedFormatError for files from before the latent was cached, which hold `attn_kv_b` instead.
+    Raises: UnsupportedFormatError for a file without the latent's sizes.
     """
     config, tape, weights = graph.config, graph.tape, graph.weights
     latent = config.latent
-    if latent is None or config.num_kv_heads[layer] != 1 or not weights.has(f"blk.{layer}.attn_k_b.weight"):
-        raise refuse(config, "stores its latent attention in the old form (attn_kv_b)")
+    if latent is None:
+        raise refuse(config, "has no attention.kv_lora_rank, the size of its latent")
+    if config.num_kv_heads[layer] != 1:
+        raise refuse(config, f"caches a latent for {config.num_kv_heads[layer]} heads instead of one for all")
     num_heads, rotary_size = config.num_heads[layer], config.rope.rotary_size
     plain_size, head_size = latent.key_size - rotary_size, latent.kv_rank + rotary_size
     table = tables.for_layer(windowed=False)
 
-    split_queries = _split_queries(graph, layer, x, latent)
+    split = write_split_queries(graph, layer, x, latent)
     queries = graph.buffer("queries", num_heads * head_size, x.rows)
     k_b = weights.experts(f"blk.{layer}.attn_k_b.weight", num_heads, latent.kv_rank, plain_size)
-    tape.head_matmul(queries, split_queries, k_b, head_size, latent.key_size)
-    tape.copy_heads(
-        queries, split_queries, num_heads, rotary_size, head_size, latent.key_size, latent.kv_rank, plain_size
-    )
+    tape.head_matmul(queries, split, k_b, head_size, latent.key_size)
+    tape.copy_heads(queries, split, num_heads, rotary_size, head_size, latent.key_size, latent.kv_rank, plain_size)
     tape.rope(queries, table, head_size, latent.kv_rank)
     sharpen_queries(graph, queries)
 
@@ -198,8 +213,8 @@ def write_latent_attention(graph: Graph, layer: int, x: Buffer, tables: RopeTabl
     return attended
 
 
-def _split_queries(graph: Graph, layer: int, x: Buffer, latent: LatentConfig) -> Buffer:
-    """Queries of every head, the part without RoPE first: from x, or from a latent of their own."""
+def write_split_queries(graph: Graph, layer: int, x: Buffer, latent: LatentConfig) -> Buffer:
+    """Write the queries of every head, the part without RoPE first: from x, or from a latent of their own."""
     tape, weights = graph.tape, graph.weights
     width = graph.config.num_heads[layer] * latent.key_size
     queries = graph.buffer("split_queries", width, x.rows)
@@ -219,14 +234,20 @@ def _latent_and_keys(graph: Graph, layer: int, x: Buffer, latent: LatentConfig) 
     """The normed latent, and the key made of it and of the part that will rotate."""
     tape, rotary_size = graph.tape, graph.config.rope.rotary_size
     head_size = latent.kv_rank + rotary_size
-    name = f"blk.{layer}.attn_kv_a_mqa.weight"
-    values = graph.buffer("values", latent.kv_rank, x.rows)
-    rotating = graph.buffer("rotating_keys", rotary_size, x.rows)
+    values, rotating = write_latent(graph, layer, x, latent)
     keys = graph.buffer("keys", head_size, x.rows)
-    latent_rows = graph.weights.linear(name, head_size, x.width, slice(0, latent.kv_rank))
-    rotating_rows = graph.weights.linear(name, head_size, x.width, slice(latent.kv_rank, head_size))
-    tape.matmul(x, [Projection(latent_rows, values), Projection(rotating_rows, rotating)])
-    graph.norm(values, values, f"blk.{layer}.attn_kv_a_norm")
     tape.copy_heads(keys, values, 1, latent.kv_rank, head_size, latent.kv_rank)
     tape.copy_heads(keys, rotating, 1, rotary_size, head_size, rotary_size, out_offset=latent.kv_rank)
     return values, keys
+
+
+def write_latent(graph: Graph, layer: int, x: Buffer, latent: LatentConfig) -> tuple[Buffer, Buffer]:
+    """Write the normed latent, and the part of the keys that will rotate, which all heads share."""
+    rotary_size = graph.config.rope.rotary_size
+    name, num_rows = f"blk.{layer}.attn_kv_a_mqa", latent.kv_rank + rotary_size
+    values = graph.buffer("latent", latent.kv_rank, x.rows)
+    rotating = graph.buffer("rotating_keys", rotary_size, x.rows)
+    parts = [(values, 0), (rotating, latent.kv_rank)]
+    graph.tape.matmul(x, [graph.projection(name, out, x.width, rows=(first, num_rows)) for out, first in parts])
+    graph.norm(values, values, f"blk.{layer}.attn_kv_a_norm")
+    return values, rotating

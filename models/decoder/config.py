@@ -1,90 +1,49 @@
 """Model hyperparameters under their Hugging Face names, read and checked from GGUF metadata.
 
-GGUF keys appear only here (glossary in models/README.md).
+GGUF keys appear only here and in `block_config.py` (glossary in models/README.md).
 Keys and defaults: the GGUF specification (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from localinfer.errors import CorruptFileError, UnsupportedFormatError
+from localinfer.errors import CorruptFileError, LocalinferError, UnsupportedFormatError
+from localinfer.models.decoder.block_config import (
+    MAX_CONTEXT,
+    MAX_LAYERS,
+    MAX_WIDTH,
+    ExpertConfig,
+    LatentConfig,
+    RopeConfig,
+    XieluConfig,
+    read_clamps,
+    read_experts,
+    read_latent,
+    read_rope,
+    read_scale,
+    read_xielu,
+)
 from localinfer.models.decoder.metadata import MetadataReader
 
 Shape = tuple[int, ...]
 
-MAX_LAYERS = 4096
-MAX_WIDTH = 1 << 22
-MAX_CONTEXT = 1 << 28
-MIN_SCALE, MAX_SCALE = 1e-6, 1e6
-"""Bounds of factors on activations, scores and positions, which in known models are from 0.001 to 100."""
-MIN_BASE, MAX_BASE = 1.0 + 1e-6, 1e18
 _MAX_VOCABULARY = 1 << 20
 """Sampling weights of tokens are multiples of 2^-43, summed in 63 bits."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeConfig:
-    """Rotary position embedding of a file.
-
-    rotary_size: elements of each head that rotate. base_windowed: base of sliding-window layers, 0 if the file has
-    none.
-    scaling: none, linear, yarn or longrope. sections: sizes of multimodal sections (equal positions for text).
-    alpha: NTK-aware scaling of the base, in Hunyuan's models; 0 if the file has none.
-    is_used: false in a few Granite models without positions.
-    attention_factor, extrapolation_factor, beta_fast, beta_slow, log_multiplier: of YaRN (arXiv 2309.00071).
-    """
-
-    rotary_size: int
-    base: float = 10000.0
-    base_windowed: float = 0.0
-    scaling: str = "none"
-    factor: float = 1.0
-    original_context_length: int = 0
-    attention_factor: float = 1.0
-    extrapolation_factor: float = 1.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    log_multiplier: float = 0.0
-    sections: tuple[int, ...] = ()
-    alpha: float = 0.0
-    is_used: bool = True
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertConfig:
-    """Mixture-of-experts sizes; None if the file leaves the choice to the architecture.
-
-    gating: 1 softmax, 2 sigmoid, 3 softmax over the selected experts.
-    """
-
-    num_experts: int
-    num_selected: int
-    intermediate_size: int | None = None
-    scale: float = 1.0
-    normalise: bool | None = None
-    gating: int | None = None
-    num_groups: int = 1
-    num_selected_groups: int = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class LatentConfig:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): one decompressed head, and the latents."""
-
-    key_size: int
-    value_size: int
-    kv_rank: int
-    query_rank: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The hyperparameters of a model.
 
-    Tuples have one entry per layer. head_dim: size of a query or key head; value_head_dim: of a value head.
+    Tuples have one entry per layer. A layer with no heads has no attention, one with heads of queries alone only the
+    output projection (its keys and values, where it caches some, are another kind's).
+    head_dim: size of a query or key head; value_head_dim: of a value head.
     intermediate_size: from the metadata; the decoder uses the tensors' shapes. windowed_layers: empty if the file
     leaves the pattern to the architecture. A scale of None is not in the file. block_tensors: names of the tensors of
     the first block, without `blk.0.`, which distinguish variants of some architectures.
+    projection_clamp: limit of queries, keys and values, 0 for none. value_scale: factor on attention's results.
+    expert_clamps, dense_clamps: limits of the gated activation in routed experts, and in shared experts and dense
+    blocks; 0 for none, empty if the file has none. xielu: empty if the file has none.
     """
 
     architecture: str
@@ -113,6 +72,12 @@ class ModelConfig:
     max_alibi_bias: float = 0.0
     temperature_scale: float = 0.0
     temperature_length: int = 0
+    projection_clamp: float = 0.0
+    value_scale: float = 0.0
+    expert_clamps: tuple[float, ...] = ()
+    dense_clamps: tuple[float, ...] = ()
+    xielu: tuple[XieluConfig, ...] = ()
+    has_learned_positions: bool = False
     block_tensors: frozenset[str] = frozenset()
 
     @classmethod
@@ -136,18 +101,12 @@ class ModelConfig:
         num_layers = _count_layers(reader, tensor_shapes) - extra_layers
         if num_layers < 1:
             raise reader.contradiction("nextn_predict_layers", extra_layers, "fewer than block_count")
-        num_heads = reader.integers("attention.head_count", num_layers, low=1, high=MAX_WIDTH)
-        num_kv_heads = reader.integers("attention.head_count_kv", num_layers, num_heads, low=1, high=MAX_WIDTH)
-        for layer in range(num_layers):
-            if num_heads[layer] % num_kv_heads[layer]:
-                raise reader.contradiction(
-                    "attention.head_count_kv", num_kv_heads[layer], f"a divisor of {num_heads[layer]} heads"
-                )
+        num_heads, num_kv_heads = _head_counts(reader, num_layers)
         head_dim = _head_dim(reader, hidden_size, num_heads)
         value_head_dim = reader.integer("attention.value_length", head_dim, low=1, high=MAX_WIDTH)
         context_length = reader.integer("context_length", low=1, high=MAX_CONTEXT)
         sliding_window = reader.integer("attention.sliding_window", 0, low=0, high=MAX_CONTEXT)
-        rope = _rope(reader, head_dim, context_length)
+        rope = read_rope(reader, head_dim, context_length)
         _check_windowed_sizes(reader, rotary_size=rope.rotary_size, head_dim=head_dim, value_head_dim=value_head_dim)
         if reader.optional_boolean("attention.causal") is False:
             raise UnsupportedFormatError(
@@ -169,20 +128,26 @@ class ModelConfig:
             value_head_dim=value_head_dim,
             norm_epsilon=_norm_epsilon(reader),
             rope=rope,
-            experts=_experts(reader),
-            latent=_latent(reader, rope, head_dim, value_head_dim),
+            experts=read_experts(reader),
+            latent=read_latent(reader, rope, head_dim, value_head_dim),
             sliding_window=sliding_window,
             windowed_layers=_windowed_layers(reader, num_layers),
-            attention_scale=_scale(reader, "attention.scale") or None,
-            attention_softcap=_scale(reader, "attn_logit_softcapping", low=0.0),
-            logit_softcap=_scale(reader, "final_logit_softcapping", low=0.0),
-            embedding_scale=_scale(reader, "embedding_scale") or None,
-            residual_scale=_scale(reader, "residual_scale") or None,
-            logit_scale=_scale(reader, "logit_scale") or None,
+            attention_scale=read_scale(reader, "attention.scale") or None,
+            attention_softcap=read_scale(reader, "attn_logit_softcapping", low=0.0),
+            logit_softcap=read_scale(reader, "final_logit_softcapping", low=0.0),
+            embedding_scale=read_scale(reader, "embedding_scale") or None,
+            residual_scale=read_scale(reader, "residual_scale") or None,
+            logit_scale=read_scale(reader, "logit_scale") or None,
             parallel_residual=reader.optional_boolean("use_parallel_residual"),
-            max_alibi_bias=_scale(reader, "attention.max_alibi_bias", low=0.0),
-            temperature_scale=_scale(reader, "attention.temperature_scale"),
+            max_alibi_bias=read_scale(reader, "attention.max_alibi_bias", low=0.0),
+            temperature_scale=read_scale(reader, "attention.temperature_scale"),
             temperature_length=reader.integer("attention.temperature_length", 0, low=0, high=MAX_CONTEXT),
+            projection_clamp=read_scale(reader, "attention.clamp_kqv", low=0.0),
+            value_scale=read_scale(reader, "attention.value_scale"),
+            expert_clamps=read_clamps(reader, "swiglu_clamp_exp", num_layers),
+            dense_clamps=read_clamps(reader, "swiglu_clamp_shexp", num_layers),
+            xielu=read_xielu(metadata, num_layers),
+            has_learned_positions="position_embd.weight" in tensor_shapes,
             block_tensors=frozenset(name.removeprefix("blk.0.") for name in tensor_shapes if name.startswith("blk.0.")),
         )
         _check_tensor_shapes(reader, config, tensor_shapes)
@@ -197,22 +162,28 @@ def _count_layers(reader: MetadataReader, tensor_shapes: Mapping[str, Shape]) ->
     return num_layers
 
 
+def _head_counts(reader: MetadataReader, num_layers: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Heads of queries, and of keys and values, per layer; single layers may have none."""
+    num_heads = reader.integers("attention.head_count", num_layers, low=0, high=MAX_WIDTH)
+    num_kv_heads = reader.integers("attention.head_count_kv", num_layers, num_heads, low=0, high=MAX_WIDTH)
+    for key, counts in (("attention.head_count", num_heads), ("attention.head_count_kv", num_kv_heads)):
+        if not any(counts):
+            raise reader.contradiction(key, 0, "at least 1 in some layer")
+    for heads, kv_heads in zip(num_heads, num_kv_heads, strict=True):
+        if kv_heads and heads % kv_heads:
+            raise reader.contradiction("attention.head_count_kv", kv_heads, f"a divisor of {heads} heads")
+    return num_heads, tuple(min(pair) for pair in zip(num_heads, num_kv_heads, strict=True))
+
+
 def _head_dim(reader: MetadataReader, hidden_size: int, num_heads: tuple[int, ...]) -> int:
     if "attention.key_length" in reader:
         return reader.integer("attention.key_length", low=1, high=MAX_WIDTH)
-    if hidden_size % num_heads[0]:
+    count = next(count for count in num_heads if count)
+    if hidden_size % count:
         raise reader.contradiction(
-            "attention.head_count", num_heads[0], f"a divisor of embedding_length {hidden_size} (no key_length given)"
+            "attention.head_count", count, f"a divisor of embedding_length {hidden_size} (no key_length given)"
         )
-    return hidden_size // num_heads[0]
-
-
-def _scale(reader: MetadataReader, key: str, default: float = 0.0, *, low: float = -MAX_SCALE) -> float:
-    """A factor or limit: 0, or within the bounds of float32 arithmetic."""
-    value = reader.number(key, default, low=low, high=MAX_SCALE)
-    if 0.0 < abs(value) < MIN_SCALE:
-        raise reader.contradiction(key, value, f"0, or a magnitude from {MIN_SCALE:g} to {MAX_SCALE:g}")
-    return value
+    return hidden_size // count
 
 
 def _check_windowed_sizes(reader: MetadataReader, *, rotary_size: int, head_dim: int, value_head_dim: int) -> None:
@@ -263,91 +234,6 @@ def _norm_epsilon(reader: MetadataReader) -> float:
     return reader.number(key, low=0.0, high=1.0)
 
 
-def _rope(reader: MetadataReader, head_dim: int, context_length: int) -> RopeConfig:
-    rotary_size = reader.integer("rope.dimension_count", head_dim, low=0, high=MAX_WIDTH)
-    if rotary_size > head_dim or rotary_size % 2:
-        raise reader.contradiction("rope.dimension_count", rotary_size, f"an even number of at most {head_dim}")
-    scaling = reader.text("rope.scaling.type", "")
-    factor = _scale(reader, "rope.scaling.factor", _scale(reader, "rope.scale_linear", 1.0, low=0.0), low=0.0)
-    if scaling not in ("", "none", "linear", "yarn", "longrope"):
-        raise UnsupportedFormatError(
-            f"{reader.full_key('rope.scaling.type')} is {scaling!r}; this version supports none, linear, yarn and "
-            "longrope. Update localinfer or choose another model."
-        )
-    extrapolation_factor = reader.number("rope.scaling.yarn_ext_factor", -1.0, low=-1.0, high=100.0)
-    base_windowed = reader.number("rope.freq_base_swa", 0.0, low=0.0, high=MAX_BASE)
-    alpha = _scale(reader, "rope.scaling.alpha", low=0.0)
-    if 0.0 < alpha < 1.0:
-        raise reader.contradiction("rope.scaling.alpha", alpha, "0 or a number from 1")
-    if 0.0 < base_windowed < MIN_BASE:
-        raise reader.contradiction("rope.freq_base_swa", base_windowed, f"0 or a number from {MIN_BASE:g}")
-    return RopeConfig(
-        rotary_size=rotary_size,
-        base=reader.number("rope.freq_base", 10000.0, low=MIN_BASE, high=MAX_BASE),
-        base_windowed=base_windowed,
-        scaling=scaling or ("linear" if factor not in (0.0, 1.0) else "none"),
-        factor=factor or 1.0,
-        original_context_length=reader.integer(
-            "rope.scaling.original_context_length", context_length, low=1, high=MAX_CONTEXT
-        ),
-        attention_factor=_scale(reader, "rope.scaling.attn_factor", 1.0, low=0.0),
-        extrapolation_factor=1.0 if extrapolation_factor < 0.0 else extrapolation_factor,
-        beta_fast=reader.number("rope.scaling.yarn_beta_fast", 32.0, low=MIN_SCALE, high=MAX_SCALE),
-        beta_slow=reader.number("rope.scaling.yarn_beta_slow", 1.0, low=MIN_SCALE, high=MAX_SCALE),
-        log_multiplier=reader.number("rope.scaling.yarn_log_multiplier", 0.0, low=0.0, high=100.0),
-        alpha=alpha,
-        sections=reader.list_of_integers("rope.dimension_sections"),
-        is_used=reader.optional_boolean("rope.scaling.finetuned") is not False,
-    )
-
-
-def _experts(reader: MetadataReader) -> ExpertConfig | None:
-    num_experts = reader.integer("expert_count", 0, low=0, high=MAX_WIDTH)
-    if num_experts == 0:
-        return None
-    num_selected = reader.integer("expert_used_count", low=1, high=MAX_WIDTH)
-    if num_selected > num_experts:
-        raise reader.contradiction("expert_used_count", num_selected, f"at most expert_count {num_experts}")
-    num_groups = reader.integer("expert_group_count", 1, low=0, high=num_experts) or 1
-    num_selected_groups = reader.integer("expert_group_used_count", num_groups, low=0, high=num_experts) or num_groups
-    if num_experts % num_groups or num_selected_groups > num_groups:
-        raise reader.contradiction("expert_group_count", num_groups, f"a divisor of expert_count {num_experts}")
-    gating = reader.integer("expert_gating_func", 0, low=0, high=255)
-    if gating > 3:
-        raise UnsupportedFormatError(
-            f"{reader.full_key('expert_gating_func')} is {gating}; this version supports 1 (softmax), 2 (sigmoid) and "
-            "3 (softmax over the selected). Update localinfer or choose another model."
-        )
-    return ExpertConfig(
-        num_experts=num_experts,
-        num_selected=num_selected,
-        intermediate_size=reader.integer("expert_feed_forward_length", 0, low=0, high=MAX_WIDTH) or None,
-        scale=_scale(reader, "expert_weights_scale") or 1.0,
-        normalise=reader.optional_boolean("expert_weights_norm"),
-        gating=gating or None,
-        num_groups=num_groups,
-        num_selected_groups=num_selected_groups,
-    )
-
-
-def _latent(reader: MetadataReader, rope: RopeConfig, head_dim: int, value_head_dim: int) -> LatentConfig | None:
-    """Sizes of latent attention; None without it, and in old files that store it in its unabsorbed form."""
-    if "attention.kv_lora_rank" not in reader or "attention.key_length_mla" not in reader:
-        return None
-    kv_rank = reader.integer("attention.kv_lora_rank", low=1, high=MAX_WIDTH)
-    if head_dim != kv_rank + rope.rotary_size:
-        wanted = f"attention.kv_lora_rank + rope.dimension_count, {kv_rank} + {rope.rotary_size}"
-        raise reader.contradiction("attention.key_length", head_dim, wanted)
-    if value_head_dim != kv_rank:
-        raise reader.contradiction("attention.value_length", value_head_dim, f"attention.kv_lora_rank {kv_rank}")
-    return LatentConfig(
-        key_size=reader.integer("attention.key_length_mla", low=rope.rotary_size + 1, high=MAX_WIDTH),
-        value_size=reader.integer("attention.value_length_mla", low=1, high=MAX_WIDTH),
-        kv_rank=kv_rank,
-        query_rank=reader.integer("attention.q_lora_rank", 0, low=0, high=MAX_WIDTH),
-    )
-
-
 def _windowed_layers(reader: MetadataReader, num_layers: int) -> tuple[bool, ...]:
     """Which layers have a sliding window: a list, or a period n where every n-th layer has full attention."""
     key = "attention.sliding_window_pattern"
@@ -368,7 +254,8 @@ def _check_tensor_shapes(reader: MetadataReader, config: ModelConfig, tensor_sha
     for layer in range(config.num_layers):
         block = f"blk.{layer}."
         if config.latent is None:
-            _check_heads(check, block, config, layer)
+            if config.num_kv_heads[layer] or not config.num_heads[layer]:
+                _check_heads(check, block, config, layer)
         else:
             _check_latent(check, block, config.latent, config, layer)
         if config.experts is not None:
@@ -387,6 +274,9 @@ class _Check:
 
     def has(self, name: str) -> bool:
         return name in self._shapes
+
+    def contradiction(self, key: str, found: object, wanted: str) -> LocalinferError:
+        return self._reader.contradiction(key, found, wanted)
 
     def equal(self, name: str, axis: int, wanted: int, key: str, found: str, *, optional: bool = False) -> None:
         shape = self._shapes.get(name)
@@ -408,7 +298,9 @@ def _check_heads(check: _Check, block: str, config: ModelConfig, layer: int) -> 
     head, value = config.head_dim, config.value_head_dim
     columns = num_heads * value
     found = f"{num_heads} and the size of a head {value}, together {columns}"
-    check.equal(f"{block}attn_output.weight", -1, columns, "attention.head_count", found)
+    check.equal(f"{block}attn_output.weight", -1, columns, "attention.head_count", found, optional=not num_heads)
+    if not num_heads:
+        return
     fused = f"{block}attn_qkv.weight"
     if check.has(fused):
         rows = num_heads * head + num_kv_heads * (head + value)
@@ -423,9 +315,7 @@ def _check_heads(check: _Check, block: str, config: ModelConfig, layer: int) -> 
         number = size if key == "attention.key_length" else count
         other = f"{count} heads" if number == size else f"the size of a head {size}"
         found = f"{number}, with {other} together {count * size}"
-        # Old files of latent attention have other tensors; `write_latent_attention` refuses them.
-        is_old_form = check.has(f"{block}attn_kv_b.weight")
-        check.equal(f"{block}attn_{letter}.weight", -2, count * size, key, found, optional=is_old_form)
+        check.equal(f"{block}attn_{letter}.weight", -2, count * size, key, found)
 
 
 def _check_latent(check: _Check, block: str, latent: LatentConfig, config: ModelConfig, layer: int) -> None:
@@ -436,6 +326,15 @@ def _check_latent(check: _Check, block: str, latent: LatentConfig, config: Model
     check.equal(name, -2, queries, "attention.head_count", found)
     if latent.query_rank:
         check.equal(name, -1, latent.query_rank, "attention.q_lora_rank", str(latent.query_rank))
+    if not latent.is_absorbed:
+        plain_size, kv_heads = latent.key_size - rotary_size, config.num_kv_heads[layer]
+        if kv_heads != num_heads:
+            raise check.contradiction(
+                "attention.head_count_kv", kv_heads, f"as many as attention.head_count {num_heads}"
+            )
+        rows = num_heads * (plain_size + latent.value_size)
+        found = f"{num_heads}, with keys of {plain_size} and values of {latent.value_size} together {rows}"
+        check.equal(f"{block}attn_kv_b.weight", -2, rows, "attention.head_count", found)
     keys = latent.kv_rank + rotary_size
     found = f"{latent.kv_rank} and rope.dimension_count {rotary_size}, together {keys}"
     check.equal(f"{block}attn_kv_a_mqa.weight", -2, keys, "attention.kv_lora_rank", found)

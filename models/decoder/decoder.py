@@ -13,8 +13,9 @@ from localinfer.models.decoder.attention import (
 )
 from localinfer.models.decoder.checked_weights import CheckedWeights
 from localinfer.models.decoder.config import ModelConfig
-from localinfer.models.decoder.feed_forward import write_feed_forward
+from localinfer.models.decoder.feed_forward import has_feed_forward, write_feed_forward, write_router
 from localinfer.models.decoder.graph import Graph, refuse
+from localinfer.models.decoder.unabsorbed_attention import write_unabsorbed_attention
 
 
 def write_decoder(
@@ -90,7 +91,7 @@ def _begin(
 
 
 def kv_layer_shapes(config: ModelConfig, *, parts_windows: bool = False) -> list[KVLayerShape]:
-    """Keys and values of each layer per position, in layer order.
+    """Keys and values of each layer per position, in layer order; no heads in a layer that caches nothing.
 
     parts_windows: sliding-window layers are stored apart from the others.
     """
@@ -99,7 +100,7 @@ def kv_layer_shapes(config: ModelConfig, *, parts_windows: bool = False) -> list
     limits = (architecture.windows or architecture.chunks) if parts_windows else ()
     windows = [limit if limit < config.context_length else 0 for limit in limits or [0] * config.num_layers]
     return [
-        KVLayerShape(num_kv_heads, config.head_dim, config.value_head_dim, window)
+        KVLayerShape(num_kv_heads, config.head_dim, config.value_head_dim, window if num_kv_heads else 0)
         for num_kv_heads, window in zip(config.num_kv_heads, windows, strict=True)
     ]
 
@@ -121,22 +122,43 @@ def write_embedding(graph: Graph, context_length: int) -> Buffer:
 def write_layer(graph: Graph, layer: int, hidden: Buffer, tables: RopeTables) -> Buffer:
     """Write one layer and return its result: `hidden` itself, or in the last layer the output rows only."""
     architecture = graph.architecture
-    x = graph.block_norm(layer, architecture.attention_norm, hidden, "attention_input")
-    write = write_latent_attention if architecture.latent_attention else write_attention
-    attended = write(graph, layer, x, tables)
-    parallel_x = None
+    router_logits = write_router(graph, layer, hidden) if architecture.routes_layer_input else None
+    has_attention = graph.config.num_heads[layer] > 0
+    x = attended = parallel_x = None
+    if has_attention:
+        x = graph.block_norm(layer, architecture.attention_norm, hidden, "attention_input")
+        attended = _write_attention(graph, layer, x, tables)
     if architecture.parallel:
         is_shared = architecture.feed_forward_norm == architecture.attention_norm
-        parallel_x = x if is_shared else graph.block_norm(layer, architecture.feed_forward_norm, hidden, "ffn_input")
+        is_written = x is not None and is_shared
+        parallel_x = x if is_written else graph.block_norm(layer, architecture.feed_forward_norm, hidden, "ffn_input")
     if layer == graph.config.num_layers - 1:
         # After the last cache write only output rows are needed, so prompts skip the rest of this layer.
-        hidden, attended = graph.select_output(hidden), graph.select_output(attended)
+        hidden, attended = graph.select_output(hidden), attended and graph.select_output(attended)
         parallel_x = parallel_x and graph.select_output(parallel_x)
-    write_attention_output(graph, layer, hidden, attended)
-    if parallel_x is None:
-        parallel_x = graph.block_norm(layer, architecture.feed_forward_norm, hidden, "ffn_input")
-    write_feed_forward(graph, layer, hidden, parallel_x)
+        router_logits = router_logits and graph.select_output(router_logits)
+    if attended is not None:
+        write_attention_output(graph, layer, hidden, attended)
+    if has_feed_forward(graph, layer):
+        if parallel_x is None:
+            parallel_x = graph.block_norm(layer, architecture.feed_forward_norm, hidden, "ffn_input")
+        write_feed_forward(graph, layer, hidden, parallel_x, router_logits)
     return hidden
+
+
+def _write_attention(graph: Graph, layer: int, x: Buffer, tables: RopeTables) -> Buffer:
+    """What the output projection of a layer with attention reads."""
+    config, latent = graph.config, graph.config.latent
+    if graph.architecture.latent_attention:
+        if latent is not None and not latent.is_absorbed:
+            return write_unabsorbed_attention(graph, layer, x, tables, latent)
+        return write_latent_attention(graph, layer, x, tables)
+    if config.num_kv_heads[layer]:
+        return write_attention(graph, layer, x, tables)
+    if graph.weights.has(f"blk.{layer}.attn_k.weight"):
+        raise refuse(config, f"has keys in layer {layer}, and no heads of them (attention.head_count_kv)")
+    # In place of attention a single matrix (Puzzle, arXiv 2411.19146).
+    return x
 
 
 def write_output_norm(graph: Graph, hidden: Buffer) -> Buffer:
@@ -153,7 +175,7 @@ def _write_logits(graph: Graph, hidden: Buffer) -> Buffer:
     name = "token_embd.weight" if is_tied else "output.weight"
     logits = graph.buffer("logits", config.vocab_size, hidden.rows)
     weight = graph.weights.linear(name, config.vocab_size, hidden.width)
-    bias = graph.bias("output", config.vocab_size)
+    bias = graph.bias("output", config.vocab_size) if graph.architecture.has_output_bias else None
     tape.matmul(normed, [Projection(weight, logits, bias, scale=graph.architecture.logit_scale)])
     if config.logit_softcap:
         tape.softcap(logits, config.logit_softcap)

@@ -1,84 +1,123 @@
 """The feed-forward block: two matrices, three with a gate, or mixture of experts."""
 
-from localinfer.kernels.ops import Buffer, Gating, LinearWeight, Projection, Routing
+import math
+
+import numpy as np
+
+from localinfer.kernels.ops import Buffer, Gating, Projection, Routing
 from localinfer.models.decoder.graph import Graph, refuse
 
 _GATING_CODES = {1: Gating.SOFTMAX, 2: Gating.SIGMOID, 3: Gating.SOFTMAX_SELECTED}
 
 
-def write_feed_forward(graph: Graph, layer: int, hidden: Buffer, x: Buffer) -> None:
-    """Add one layer's feed-forward block, reading x, to hidden."""
+def has_feed_forward(graph: Graph, layer: int) -> bool:
+    """Whether a layer has such a block; in some models whose layers differ (DeciLM) single ones have none."""
+    names = ("ffn_gate_inp.weight", "ffn_down.weight", f"{graph.architecture.feed_forward_norm}.weight")
+    return graph.config.intermediate_size[layer] > 0 or any(graph.weights.has(f"blk.{layer}.{name}") for name in names)
+
+
+def write_router(graph: Graph, layer: int, x: Buffer) -> Buffer | None:
+    """Write the logits of a layer's experts for x and return them; None in a layer without experts."""
+    name = f"blk.{layer}.ffn_gate_inp"
+    if not graph.weights.has(f"{name}.weight"):
+        return None
+    if graph.config.experts is None:
+        raise refuse(graph.config, "has a router (ffn_gate_inp) but no expert_count")
+    logits = graph.buffer("router_logits", graph.config.experts.num_experts, x.rows)
+    graph.tape.matmul(x, [graph.projection(name, logits, x.width)])
+    return logits
+
+
+def write_feed_forward(graph: Graph, layer: int, hidden: Buffer, x: Buffer, router_logits: Buffer | None) -> None:
+    """Add one layer's feed-forward block, reading x, to hidden. router_logits: None where they are of x."""
     post_norm = graph.architecture.feed_forward_post_norm
     post_norm = post_norm and f"blk.{layer}.{post_norm}"
-    if graph.weights.has(f"blk.{layer}.ffn_gate_inp.weight"):
-        _write_experts(graph, layer, hidden, x, post_norm)
+    logits = write_router(graph, layer, x) if router_logits is None else router_logits
+    if logits is not None:
+        _write_experts(graph, layer, hidden, x, logits, post_norm)
         return
-    inner = _inner(graph, f"blk.{layer}.ffn_gate", f"blk.{layer}.ffn_up", f"blk.{layer}.ffn_down", x)
     down = f"blk.{layer}.ffn_down"
-    graph.add_branch(hidden, inner, _down(graph, down, hidden), graph.bias(down, hidden.width), post_norm)
+    inner = _inner(graph, layer, f"blk.{layer}.ffn_gate", f"blk.{layer}.ffn_up", down, x)
+    if graph.weights.has(f"blk.{layer}.ffn_sub_norm.weight"):
+        graph.norm(inner, inner, f"blk.{layer}.ffn_sub_norm")
+    graph.add_branch(hidden, inner, down, post_norm)
 
 
-def _down(graph: Graph, name: str, hidden: Buffer) -> LinearWeight:
-    return graph.weights.linear(f"{name}.weight", hidden.width, graph.weights.shape(f"{name}.weight")[-1])
-
-
-def _inner(graph: Graph, gate_name: str, up_name: str, down_name: str, x: Buffer) -> Buffer:
+def _inner(graph: Graph, layer: int, gate_name: str, up_name: str, down_name: str, x: Buffer) -> Buffer:
     """The input of the down projection: activation(up x), or activation(gate x) * (up x)."""
     tape, architecture = graph.tape, graph.architecture
     size = graph.weights.shape(f"{down_name}.weight")[-1]
     up = graph.buffer("up", size, x.rows)
     if not architecture.gated:
-        weight = graph.weights.linear(f"{up_name}.weight", size, x.width)
-        tape.matmul(x, [Projection(weight, up, graph.bias(up_name, size))])
-        tape.activation(up, up, architecture.activation)
+        tape.matmul(x, [graph.projection(up_name, up, x.width)])
+        _activate(graph, layer, up)
         return up
     gate = graph.buffer("gate", size, x.rows)
     is_fused = not graph.weights.has(f"{gate_name}.weight") and graph.weights.shape(f"{up_name}.weight")[0] == 2 * size
-    if not is_fused:
-        gate_weight = graph.weights.linear(f"{gate_name}.weight", size, x.width)
-        up_weight = graph.weights.linear(f"{up_name}.weight", size, x.width)
-        gate_bias, up_bias = graph.bias(gate_name, size), graph.bias(up_name, size)
+    if is_fused:
+        parts = [
+            graph.projection(up_name, out, x.width, rows=(first, 2 * size)) for out, first in ((gate, 0), (up, size))
+        ]
     else:
-        fused = f"{up_name}.weight"
-        gate_weight = graph.weights.linear(fused, 2 * size, x.width, slice(0, size))
-        up_weight = graph.weights.linear(fused, 2 * size, x.width, slice(size, 2 * size))
-        bias = graph.bias(up_name, 2 * size)
-        gate_bias, up_bias = (None, None) if bias is None else (bias[:size], bias[size:])
-    tape.matmul(x, [Projection(gate_weight, gate, gate_bias), Projection(up_weight, up, up_bias)])
-    tape.gated_activation(up, gate, up, architecture.activation)
+        parts = [graph.projection(name, out, x.width) for name, out in ((gate_name, gate), (up_name, up))]
+    tape.matmul(x, parts)
+    clamps = architecture.dense_clamps
+    tape.gated_activation(up, gate, up, architecture.activation, clamps[layer] if clamps else 0.0)
     return up
 
 
-def _write_experts(graph: Graph, layer: int, hidden: Buffer, x: Buffer, post_norm: str | None) -> None:
+def _activate(graph: Graph, layer: int, x: Buffer) -> None:
+    """The activation of a block without a gate, in place."""
+    architecture = graph.architecture
+    if architecture.xielu:
+        # The file has its parameters before the softplus that keeps them positive.
+        learned = architecture.xielu[layer]
+        positive, negative = _softplus(learned.alpha_positive), learned.beta + _softplus(learned.alpha_negative)
+        graph.tape.xielu(x, x, positive, negative, learned.beta, learned.epsilon)
+        return
+    graph.tape.activation(x, x, architecture.activation)
+    divisors = graph.weights.optional_vector(f"blk.{layer}.ffn.act.scales", (x.width,))
+    if divisors is not None:
+        graph.tape.scale_columns(x, np.float32(1) / divisors)
+
+
+def _softplus(x: float) -> float:
+    return x if x > 20.0 else math.log1p(math.exp(x))
+
+
+def _write_experts(graph: Graph, layer: int, hidden: Buffer, x: Buffer, logits: Buffer, post_norm: str | None) -> None:
     tape, architecture, experts = graph.tape, graph.architecture, graph.config.experts
-    if experts is None:
-        raise refuse(graph.config, "has a router (ffn_gate_inp) but no expert_count")
+    assert experts is not None, "there is a router"
     block = f"blk.{layer}"
     num_experts, num_selected = experts.num_experts, experts.num_selected
-    logits = graph.buffer("router_logits", num_experts, x.rows)
     expert_ids = graph.buffer("expert_ids", num_selected, x.rows)
     expert_weights = graph.buffer("expert_weights", num_selected, x.rows)
-    router = graph.weights.linear(f"{block}.ffn_gate_inp.weight", num_experts, x.width)
-    tape.matmul(x, [Projection(router, logits, graph.bias(f"{block}.ffn_gate_inp", num_experts))])
     # A residual scale is folded into the expert weights, unless a post-norm would undo it.
     residual_scale = 1.0 if post_norm else architecture.residual_scale
     tape.route(expert_ids, expert_weights, logits, _routing(graph, layer, residual_scale))
 
     size = graph.weights.shape(f"{block}.ffn_down_exps.weight")[-1]
-    gate = graph.buffer("expert_gate", num_selected * size, x.rows)
     up = graph.buffer("expert_up", num_selected * size, x.rows)
-    _multiply_experts(graph, block, ("gate", gate), ("up", up), size, x, expert_ids)
-    if architecture.weigh_expert_inputs:
-        # Weighting x weights gate and up; the sum over experts then needs no weights.
-        tape.expert_scale(gate, expert_weights)
-    tape.gated_activation(up, gate, up, architecture.activation)
+    if architecture.gated:
+        gate = graph.buffer("expert_gate", num_selected * size, x.rows)
+        _multiply_experts(graph, block, ("gate", gate), ("up", up), size, x, expert_ids)
+        if architecture.weigh_expert_inputs:
+            # Weighting x weights gate and up; the sum over experts then needs no weights.
+            tape.expert_scale(gate, expert_weights)
+        clamps = architecture.expert_clamps
+        tape.gated_activation(up, gate, up, architecture.activation, clamps[layer] if clamps else 0.0)
+    else:
+        weight = graph.weights.experts(f"{block}.ffn_up_exps.weight", num_experts, size, x.width)
+        bias = graph.weights.optional_vector(f"{block}.ffn_up_exps.bias", (num_experts, size))
+        tape.expert_matmul(up, x, weight, expert_ids, bias)
+        tape.activation(up, up, architecture.activation)
     down = graph.buffer("expert_down", num_selected * hidden.width, x.rows)
     weight = graph.weights.experts(f"{block}.ffn_down_exps.weight", num_experts, hidden.width, size)
     bias = graph.weights.optional_vector(f"{block}.ffn_down_exps.bias", (num_experts, hidden.width))
     tape.expert_matmul(down, up, weight, expert_ids, bias, input_per_slot=True)
     out = graph.buffer("branch", hidden.width, x.rows) if post_norm else hidden
     tape.expert_sum(out, down, expert_weights, residual=None if post_norm else hidden)
-    _write_shared_expert(graph, block, out, x)
+    _write_shared_expert(graph, layer, out, x)
     if post_norm:
         graph.add_normed(hidden, out, post_norm)
 
@@ -117,21 +156,21 @@ def _multiply_experts(
         graph.tape.expert_matmul(out, x, weight, ids, bias)
 
 
-def _write_shared_expert(graph: Graph, block: str, out: Buffer, x: Buffer) -> None:
+def _write_shared_expert(graph: Graph, layer: int, out: Buffer, x: Buffer) -> None:
     """Add the shared expert, if the file has one, optionally gated."""
+    block = f"blk.{layer}"
     down_name = f"{block}.ffn_down_shexp"
     if not graph.weights.has(f"{down_name}.weight"):
         return
-    inner = _inner(graph, f"{block}.ffn_gate_shexp", f"{block}.ffn_up_shexp", down_name, x)
-    down = _down(graph, down_name, out)
+    inner = _inner(graph, layer, f"{block}.ffn_gate_shexp", f"{block}.ffn_up_shexp", down_name, x)
     gate_name = f"{block}.ffn_gate_inp_shexp.weight"
     scale = 1.0 if graph.architecture.feed_forward_post_norm else graph.architecture.residual_scale
     if not graph.weights.has(gate_name):
-        graph.tape.matmul(inner, [Projection(down, out, residual=out, scale=scale)])
+        graph.tape.matmul(inner, [graph.projection(down_name, out, inner.width, residual=out, scale=scale)])
         return
     shared = graph.buffer("shared_expert", out.width, x.rows)
     gate = graph.buffer("shared_expert_gate", 1, x.rows)
-    graph.tape.matmul(inner, [Projection(down, shared)])
+    graph.tape.matmul(inner, [graph.projection(down_name, shared, inner.width)])
     graph.tape.matmul(x, [Projection(graph.weights.linear(gate_name, 1, x.width), gate)])
     graph.tape.multiply_sigmoid(shared, shared, gate)
     graph.tape.add(out, out, shared, scale)

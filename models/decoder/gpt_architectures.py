@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from localinfer.kernels.ops import Activation
 from localinfer.models.decoder.architecture import Architecture, Norm, QueryKeyNorm
-from localinfer.models.decoder.base_architectures import COHERE, GELU_MLP
+from localinfer.models.decoder.base_architectures import COHERE, GELU_MLP, LLAMA
 from localinfer.models.decoder.config import ModelConfig
 
 
@@ -42,8 +42,21 @@ GPT_KIN: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
     "gpt2": lambda config: replace(GELU_MLP, learned_positions=True, has_rope=(False,) * config.num_layers),
     # GPT-NeoX (arXiv 2204.06745) and Pythia: branches in parallel, each with its own norm.
     "gptneox": lambda config: replace(GELU_MLP, parallel=config.parallel_residual is not False),
+    # MPT: ALiBi, optional norms and a limit of queries, keys and values.
+    "mpt": lambda config: replace(
+        GELU_MLP,
+        learned_positions=config.has_learned_positions,
+        query_key_norm=QueryKeyNorm.OPTIONAL,
+        projection_clamp=config.projection_clamp,
+        max_alibi_bias=config.max_alibi_bias,
+        has_rope=(False,) * config.num_layers,
+    ),
     # Nemotron and Minitron (arXiv 2402.16819): squared ReLU; GGUF stores the norm weights as 1 + w.
     "nemotron": Architecture(norm=Norm.LAYER, activation=Activation.RELU_SQUARED, gated=False),
+    # OLMo 1 (arXiv 2402.00838): norms without weights, a limit of queries, keys and values.
+    "olmo": lambda config: replace(
+        LLAMA, norm=Norm.LAYER, weighted_norms=False, projection_clamp=config.projection_clamp
+    ),
     # Orion 14B (arXiv 2401.12246): layer norms with biases, a SiLU gate.
     "orion": Architecture(norm=Norm.LAYER),
     # Phi 1.5 and 2: both branches read one layer norm.

@@ -4,7 +4,7 @@ import numpy as np
 
 from localinfer.errors import UnsupportedFormatError
 from localinfer.kernels.graph_builder import GraphBuilder
-from localinfer.kernels.ops import Buffer, LinearWeight, Projection, Rows
+from localinfer.kernels.ops import Buffer, Projection, Rows
 from localinfer.models.decoder.architecture import Architecture, Norm
 from localinfer.models.decoder.checked_weights import CheckedWeights
 from localinfer.models.decoder.config import ModelConfig
@@ -41,11 +41,14 @@ class Graph:
     def norm(self, out: Buffer, x: Buffer, name: str, group_size: int = 0) -> None:
         """The model's norm over each row, or over each `group_size` elements of it.
 
-        Its weight has the size of the row or of the group, or one row of `group_size` weights per group.
+        Its weight, if the model's norms have any, has the size of the row or of the group, or one row of `group_size`
+        weights per group.
         """
         length = group_size or x.width
         shapes = ((length,), (x.width // length, length)) if group_size else ((length,),)
-        weight = _flat(self.weights.vector(f"{name}.weight", *shapes))
+        weight = None
+        if self.architecture.weighted_norms:
+            weight = _flat(self.weights.vector(f"{name}.weight", *shapes))
         if self.architecture.norm is Norm.RMS:
             self.tape.rms_norm(out, x, weight, self.config.norm_epsilon, group_size)
         else:
@@ -57,16 +60,40 @@ class Graph:
         """The bias beside the weight of this name, if the file has one."""
         return self.weights.optional_vector(f"{name}.bias", (length,))
 
-    def add_branch(
-        self, hidden: Buffer, x: Buffer, weight: LinearWeight, bias: FloatArray | None, post_norm: str | None
-    ) -> None:
-        """hidden += residual_scale * norm(weight x + bias): the end of a branch."""
-        scale = self.architecture.residual_scale
+    def projection(
+        self,
+        name: str,
+        out: Buffer,
+        num_columns: int,
+        *,
+        rows: tuple[int, int] | None = None,
+        residual: Buffer | None = None,
+        scale: float = 1.0,
+    ) -> Projection:
+        """The product with a named matrix, its bias if there is one, and the factor beside it (`.scale`, BitNet's).
+
+        rows: the first of a part of the matrix, and how many the whole has; None for all of it.
+        Raises: UnsupportedFormatError for a factor beside a bias.
+        """
+        first, num_rows = (0, out.width) if rows is None else rows
+        part = slice(first, first + out.width)
+        weight = self.weights.linear(f"{name}.weight", num_rows, num_columns, None if rows is None else part)
+        bias = self.bias(name, num_rows)
+        factor = self.weights.optional_vector(f"{name}.scale", (1,), ())
+        if factor is not None:
+            if bias is not None:
+                raise refuse(self.config, f"has both a bias and a scale beside {name}")
+            scale *= float(factor.reshape(-1)[0])
+        return Projection(weight, out, bias if bias is None or rows is None else bias[part], residual, scale)
+
+    def add_branch(self, hidden: Buffer, x: Buffer, name: str, post_norm: str | None, scale: float = 1.0) -> None:
+        """hidden += residual_scale * norm(scale * (weight x + bias)): the end of a branch, with its last matrix."""
         if post_norm is None:
-            self.tape.matmul(x, [Projection(weight, hidden, bias, residual=hidden, scale=scale)])
+            scale *= self.architecture.residual_scale
+            self.tape.matmul(x, [self.projection(name, hidden, x.width, residual=hidden, scale=scale)])
             return
         branch = self.buffer("branch", hidden.width, hidden.rows)
-        self.tape.matmul(x, [Projection(weight, branch, bias)])
+        self.tape.matmul(x, [self.projection(name, branch, x.width, scale=scale)])
         self.add_normed(hidden, branch, post_norm)
 
     def add_normed(self, hidden: Buffer, branch: Buffer, post_norm: str) -> None:

@@ -32,4 +32,13 @@ def _deepseek2(config: ModelConfig) -> Architecture:
 
 LATENT: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
     "deepseek2": _deepseek2,
+    # MiniCPM 3: muP's scalars, and LongRoPE.
+    "minicpm3": lambda config: Architecture(
+        latent_attention=True,
+        embedding_scale=12.0,
+        residual_scale=1.4 / math.sqrt(config.num_layers),
+        logit_scale=256.0 / config.hidden_size,
+    ),
+    # Mistral's Large 3 and Small 4: DeepSeek's blocks, with queries that sharpen with the logarithm of the position.
+    "mistral4": _deepseek2,
 }

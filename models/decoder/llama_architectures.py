@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
+from localinfer.errors import CorruptFileError
 from localinfer.kernels.ops import Activation, Pairing
 from localinfer.models.decoder.architecture import Architecture
 from localinfer.models.decoder.base_architectures import (
@@ -14,6 +15,16 @@ from localinfer.models.decoder.base_architectures import (
     same_windows,
 )
 from localinfer.models.decoder.config import ModelConfig
+
+
+def _apertus(config: ModelConfig) -> Architecture:
+    """Apertus (arXiv 2509.14233): one learned activation in place of the gate, queries and keys normed."""
+    if not config.xielu:
+        raise CorruptFileError(
+            "xielu.alpha_p is missing; this architecture has the parameters of its activation in keys of that name. "
+            "Convert the model again or download another copy."
+        )
+    return replace(QK_NORMED, gated=False, xielu=config.xielu)
 
 
 def _baichuan(config: ModelConfig) -> Architecture:
@@ -33,11 +44,16 @@ def _minicpm(config: ModelConfig) -> Architecture:
 
 
 LLAMA_KIN: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
+    "apertus": _apertus,
     # Arcee AFM: one squared ReLU in place of the gate.
     "arcee": replace(LLAMA, activation=Activation.RELU_SQUARED, gated=False),
     "baichuan": _baichuan,
+    # BitNet b1.58 (arXiv 2402.17764): ternary matrices, and a norm before the last one of each block.
+    "bitnet": Architecture(),
     # ChatGLM 2 and 3, GLM 4 9B Chat (arXiv 2406.12793): half of each head rotates.
     "chatglm": LLAMA,
+    # ERNIE 4.5.
+    "ernie4_5": LLAMA,
     # GLM 4 0414: pre- and post-norms; vision models (sectioned RoPE) pair the halves of a head.
     "glm4": lambda config: Architecture(
         pairing=Pairing.HALVES if any(config.rope.sections) else Pairing.ADJACENT,
@@ -61,6 +77,9 @@ LLAMA_KIN: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
     # Qwen 1 (arXiv 2309.16609) with fused projections; Qwen 2 and 2.5 (2407.10671). Their biases are in the file.
     "qwen": Architecture(),
     "qwen2": Architecture(),
+    # Qwen 2 VL (arXiv 2409.12191) and 3 VL, on text: the sections of their rotation have equal positions there.
+    "qwen2vl": Architecture(has_output_bias=False),
+    "qwen3vl": QK_NORMED,
     # Qwen 3 (arXiv 2505.09388): queries and keys normed per head.
     "qwen3": QK_NORMED,
     # ByteDance's Seed-OSS: its feed-forward norm has another name.

@@ -77,6 +77,17 @@ class MetadataReader:
             raise self.contradiction(key, f"an array of {len(values)} values", f"one per layer, {count}")
         return tuple(self._checked_integer(key, value, low, high) for value in values[:count])
 
+    def numbers(self, key: str, count: int, *, low: float, high: float) -> tuple[float, ...]:
+        """One finite number per layer, from an array of at least `count` or one number; empty where there is none."""
+        if key not in self:
+            return ()
+        if not self.is_sequence(key):
+            return (self.number(key, low=low, high=high),) * count
+        values = self._entries(key)
+        if len(values) < count:
+            raise self.contradiction(key, f"an array of {len(values)} values", f"one per layer, {count}")
+        return tuple(self._checked_number(key, value, low, high) for value in values[:count])
+
     def list_of_integers(self, key: str) -> tuple[int, ...]:
         """An array of whole numbers of any length up to 16; empty where the file has none."""
         if key not in self:
@@ -90,12 +101,7 @@ class MetadataReader:
         self, key: str, default: float | None = None, *, low: float = -_MAX_NUMBER, high: float = _MAX_NUMBER
     ) -> float:
         """A finite number within [low, high]."""
-        value = self._metadata.get(self.full_key(key), default)
-        is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-        # Compared as it is: an int may be larger than any float. No comparison with a NaN holds.
-        if is_number and low <= value <= high:  # type: ignore[operator]
-            return float(value)  # type: ignore[arg-type]
-        raise self.contradiction(key, shown(value), f"a number from {low:.7g} to {high:.7g}")
+        return self._checked_number(key, self._metadata.get(self.full_key(key), default), low, high)
 
     def optional_boolean(self, key: str) -> bool | None:
         """A truth value, or None where the file has none."""
@@ -128,6 +134,13 @@ class MetadataReader:
         if not isinstance(value, (int, np.integer)) or not low <= int(value) <= high:
             raise self.contradiction(key, shown(value), f"a whole number from {low} to {high}")
         return int(value)
+
+    def _checked_number(self, key: str, value: object, low: float, high: float) -> float:
+        is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+        # Compared as it is: an int may be larger than any float. No comparison with a NaN holds.
+        if is_number and low <= value <= high:  # type: ignore[operator]
+            return float(value)  # type: ignore[arg-type]
+        raise self.contradiction(key, shown(value), f"a number from {low:.7g} to {high:.7g}")
 
 
 def shown(value: object) -> str:

@@ -31,13 +31,17 @@ READ_KEYS = frozenset(
 
 _MUP = ("granite", "granitemoe", "minicpm")
 ARCHITECTURE_KEYS: dict[str, tuple[str, ...]] = {
-    "attention.max_alibi_bias": ("bloom",),
-    "attention.temperature_length": ("deepseek2", "llama4"),
-    "attention.temperature_scale": ("deepseek2", "llama4", "mistral3"),
+    "attention.clamp_kqv": ("mpt", "olmo"),
+    "attention.max_alibi_bias": ("bloom", "mpt"),
+    "attention.temperature_length": ("deepseek2", "llama4", "mistral4"),
+    "attention.temperature_scale": ("deepseek2", "llama4", "mistral3", "mistral4"),
+    "attention.value_scale": ("mimo2",),
     "embedding_scale": _MUP,
     "logit_scale": (*_MUP, "cohere2", "command-r"),
     "residual_scale": _MUP,
     "rope.scaling.alpha": ("hunyuan-dense", "hunyuan-moe"),
+    "swiglu_clamp_exp": ("step35",),
+    "swiglu_clamp_shexp": ("step35",),
     "use_parallel_residual": ("gptneox",),
 }
 """Keys that some architectures read, and which."""
@@ -49,6 +53,7 @@ HARMLESS_KEYS: dict[str, str] = {
     "expert_shared_feed_forward_length": "the tensor of the shared expert has that size",
     "interleave_moe_layer_step": "layers with experts are those that hold a router",
     "leading_dense_block_count": "layers without experts are those that hold no router",
+    "n_deepstack_layers": "inputs from images, which are zero for text",
     "moe_every_n_layers": "layers with experts are those that hold a router",
     "router_logit_softcapping": "obeyed by Grok alone, and written for others by some converters",
     "tensor_data_layout": "how the rows of an original checkpoint lay before they were converted",

@@ -1,5 +1,6 @@
 """Decoders with a mixture of experts, whatever their attention."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -13,9 +14,58 @@ from localinfer.models.decoder.base_architectures import (
     normalises_experts,
     rope_except_every_fourth,
     same_windows,
+    windowed_layers,
     windows,
 )
 from localinfer.models.decoder.config import ModelConfig
+
+
+def _afmoe(config: ModelConfig) -> Architecture:
+    """Arcee's Trinity: four norms, gated attention, RoPE in the sliding-window layers only."""
+    return replace(
+        QK_NORMED,
+        embedding_scale=math.sqrt(config.hidden_size),
+        attention_post_norm="post_attention_norm",
+        feed_forward_post_norm="post_ffw_norm",
+        windows=windows(config, period=4),
+        has_rope=windowed_layers(config, period=4),
+        gating=Gating.SIGMOID,
+        normalise_experts=normalises_experts(config),
+    )
+
+
+def _exaone_moe(config: ModelConfig) -> Architecture:
+    """K-EXAONE: RoPE in the sliding-window layers only."""
+    return replace(
+        _sigmoid_routed(config), windows=windows(config, period=4), has_rope=windowed_layers(config, period=4)
+    )
+
+
+def _smallthinker(config: ModelConfig) -> Architecture:
+    """SmallThinker (arXiv 2507.20984): experts are chosen before attention, so that they can be fetched meanwhile.
+
+    Every fourth layer, from the first on, sees everything and has no RoPE.
+    """
+    is_windowed = tuple(bool(config.sliding_window and layer % 4) for layer in range(config.num_layers))
+    return Architecture(
+        activation=Activation.RELU,
+        routes_layer_input=True,
+        # The file's number is not what the model was trained with.
+        windows=tuple(4096 if windowed else 0 for windowed in is_windowed),
+        has_rope=is_windowed if config.sliding_window else (),
+    )
+
+
+def _step35(config: ModelConfig) -> Architecture:
+    """Step 3.5: gated heads; full layers rotate half as much as the sliding-window layers, with divisors."""
+    return replace(
+        _sigmoid_routed(config),
+        windows=windows(config, period=4),
+        full_rotary_size=config.rope.rotary_size // 4 * 2,
+        divides_windowed_rope=False,
+        expert_clamps=config.expert_clamps,
+        dense_clamps=config.dense_clamps,
+    )
 
 
 def _llama4(config: ModelConfig) -> Architecture:
@@ -42,10 +92,16 @@ def _sigmoid_routed(config: ModelConfig) -> Architecture:
 
 
 MIXTURES: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
+    "afmoe": _afmoe,
+    # Ling 1 (arXiv 2503.05139).
+    "bailingmoe": lambda config: replace(LLAMA, normalise_experts=normalises_experts(config)),
     "bailingmoe2": _sigmoid_routed,
     # DeepSeek-MoE 16B (arXiv 2401.06066): expert weights as the softmax leaves them.
     "deepseek": replace(LLAMA, normalise_experts=False),
     "dots1": _sigmoid_routed,
+    # ERNIE 4.5 with experts.
+    "ernie4_5-moe": LLAMA,
+    "exaone-moe": _exaone_moe,
     # GLM 4.5 and 4.6 (arXiv 2508.06471): sigmoid routing with a selection bias; only the largest norm queries and keys.
     "glm4moe": lambda config: Architecture(
         feed_forward_norm="post_attention_norm",
@@ -64,6 +120,12 @@ MIXTURES: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
     "granitemoe": granite,
     "hunyuan-moe": hunyuan,
     "llama4": _llama4,
+    # MiMo V2: sinks and a shorter rotation's base in the sliding-window layers, values scaled.
+    "mimo2": lambda config: Architecture(
+        windows=windows(config, period=6),
+        attention_output_scale=config.value_scale or 1.0,
+        gating=Gating.SIGMOID,
+    ),
     # Routed as dots.llm1, its norms over whole projections.
     "minimax-m2": replace(QK_NORMED, gating=Gating.SIGMOID),
     # arXiv 2409.02060: expert weights as the softmax leaves them.
@@ -73,4 +135,8 @@ MIXTURES: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
     # Qwen 1.5 MoE and Qwen 2 MoE: a gated shared expert.
     "qwen2moe": Architecture(normalise_experts=False),
     "qwen3moe": QK_NORMED,
+    # As qwen3vl.
+    "qwen3vlmoe": QK_NORMED,
+    "smallthinker": _smallthinker,
+    "step35": _step35,
 }

@@ -65,6 +65,8 @@ WINDOWED: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
         windows=windows(config, period=4),
         has_rope=windowed_layers(config, period=4),
     ),
+    # Nemotron's models found by Puzzle (arXiv 2411.19146): layers without attention, or with one matrix in its place.
+    "deci": LLAMA,
     "exaone4": _exaone4,
     # Gemma (arXiv 2403.08295): scaled embeddings and a GELU gate. GGUF stores the norms of this family as 1 + w.
     "gemma": lambda config: replace(_GEMMA, embedding_scale=math.sqrt(config.hidden_size)),

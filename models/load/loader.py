@@ -19,7 +19,8 @@ from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.ops import WeightSource
 from localinfer.kernels.program import Program
 from localinfer.models.decoder.architectures import check_architecture, find_architecture
-from localinfer.models.decoder.config import MAX_CONTEXT, ModelConfig
+from localinfer.models.decoder.block_config import MAX_CONTEXT
+from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import kv_layer_shapes, write_decoder, write_first_layers, write_last_layers
 from localinfer.models.decoder.metadata_keys import DYNAMIC_ROPE_KEY, listed, unknown_settings
 from localinfer.models.decoder.pooling import Pooling, read_pooling

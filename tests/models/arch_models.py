@@ -34,17 +34,11 @@ RECURRENT_REFUSED = {
     *("falcon-h1-hybrid", "falcon-h1-plain", "mamba-recurrent", "mamba-falcon", "mamba2-recurrent", "jamba-hybrid"),
     "rwkv7-recurrent",
 }
-ATTENTION_REFUSED = {
-    *("mpt-dense", "qwen3vl-gqa", "qwen3vlmoe-moe", "mistral4-mla", "ernie4_5-gqa", "ernie4_5-moe-moe"),
-    *("exaone-moe-moe", "bailingmoe-moe", "smallthinker-moe", "smallthinker-dense-attention", "apertus-gqa"),
-    *("afmoe-moe", "mimo2-mtp", "step35-mtp", "minicpm3-mla", "bitnet-gqa", "bitnet-scales", "olmo-gqa"),
-    *("qwen2vl-gqa", "deci-mixed"),
-}
 BLOCKS_REFUSED = {
     *("gemma3n-altup", "gemma4-e2b", "gemma4-dense", "gemma4-moe", "minimax-m3-dense", "minimax-m3-sparse"),
     *("deepseek32-sparse", "deepseek32-mtp", "glm-dsa-sparse", "glm-dsa-mtp"),
 }
-REFUSED = RECURRENT_REFUSED | ATTENTION_REFUSED | BLOCKS_REFUSED
+REFUSED = RECURRENT_REFUSED | BLOCKS_REFUSED
 
 
 @dataclass(frozen=True)

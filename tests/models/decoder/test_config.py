@@ -9,7 +9,8 @@ import pytest
 
 from localinfer.errors import CorruptFileError, ModelFileError, UnsupportedFormatError
 from localinfer.models.decoder.architectures import find_architecture
-from localinfer.models.decoder.config import LatentConfig, ModelConfig
+from localinfer.models.decoder.block_config import LatentConfig
+from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.load.loader import load_model
 from tests.quant.gguf.gguf_bytes import entry, gguf, text
 

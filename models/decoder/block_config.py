@@ -1,0 +1,208 @@
+"""The settings of a model's blocks, read and checked: rotary embedding, experts, latent attention, activations."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from localinfer.errors import UnsupportedFormatError
+from localinfer.models.decoder.metadata import MetadataReader
+
+MAX_LAYERS = 4096
+MAX_WIDTH = 1 << 22
+MAX_CONTEXT = 1 << 28
+MIN_SCALE, MAX_SCALE = 1e-6, 1e6
+"""Bounds of factors on activations, scores and positions, which in known models are from 0.001 to 100."""
+MIN_BASE, MAX_BASE = 1.0 + 1e-6, 1e18
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding of a file.
+
+    rotary_size: elements of each head that rotate. base_windowed: base of sliding-window layers, 0 if the file has
+    none.
+    scaling: none, linear, yarn or longrope. sections: sizes of multimodal sections (equal positions for text).
+    alpha: NTK-aware scaling of the base, in Hunyuan's models; 0 if the file has none.
+    is_used: false in a few Granite models without positions.
+    attention_factor, extrapolation_factor, beta_fast, beta_slow, log_multiplier: of YaRN (arXiv 2309.00071).
+    """
+
+    rotary_size: int
+    base: float = 10000.0
+    base_windowed: float = 0.0
+    scaling: str = "none"
+    factor: float = 1.0
+    original_context_length: int = 0
+    attention_factor: float = 1.0
+    extrapolation_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    log_multiplier: float = 0.0
+    sections: tuple[int, ...] = ()
+    alpha: float = 0.0
+    is_used: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertConfig:
+    """Mixture-of-experts sizes; None if the file leaves the choice to the architecture.
+
+    gating: 1 softmax, 2 sigmoid, 3 softmax over the selected experts.
+    """
+
+    num_experts: int
+    num_selected: int
+    intermediate_size: int | None = None
+    scale: float = 1.0
+    normalise: bool | None = None
+    gating: int | None = None
+    num_groups: int = 1
+    num_selected_groups: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentConfig:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): one decompressed head, and the latents.
+
+    is_absorbed: whether the latent is what is cached; else every head has keys and values of its own, made from it.
+    """
+
+    key_size: int
+    value_size: int
+    kv_rank: int
+    query_rank: int = 0
+    is_absorbed: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class XieluConfig:
+    """One layer's learned activation (arXiv 2411.13010), as a file has it."""
+
+    alpha_positive: float
+    alpha_negative: float
+    beta: float
+    epsilon: float
+
+
+def read_clamps(reader: MetadataReader, key: str, num_layers: int) -> tuple[float, ...]:
+    """Limits per layer; those of at most a millionth are none."""
+    found = reader.numbers(key, num_layers, low=0.0, high=MAX_SCALE)
+    return tuple(limit if limit > MIN_SCALE else 0.0 for limit in found)
+
+
+def read_xielu(metadata: Mapping[str, object], num_layers: int) -> tuple[XieluConfig, ...]:
+    """xIELU's parameters of every layer: keys without an architecture's name."""
+    reader = MetadataReader(metadata, prefix="xielu")
+    names = ("alpha_p", "alpha_n", "beta", "eps")
+    if not any(name in reader for name in names):
+        return ()
+    columns = [reader.numbers(name, num_layers, low=-MAX_SCALE, high=MAX_SCALE) for name in names]
+    for name, column in zip(names, columns, strict=True):
+        if not column:
+            raise reader.contradiction(name, "missing", f"one number per layer, {num_layers}")
+    return tuple(
+        XieluConfig(alpha_positive=positive, alpha_negative=negative, beta=beta, epsilon=epsilon)
+        for positive, negative, beta, epsilon in zip(*columns, strict=True)
+    )
+
+
+def read_scale(reader: MetadataReader, key: str, default: float = 0.0, *, low: float = -MAX_SCALE) -> float:
+    """A factor or limit: 0, or within the bounds of float32 arithmetic."""
+    value = reader.number(key, default, low=low, high=MAX_SCALE)
+    if 0.0 < abs(value) < MIN_SCALE:
+        raise reader.contradiction(key, value, f"0, or a magnitude from {MIN_SCALE:g} to {MAX_SCALE:g}")
+    return value
+
+
+def read_rope(reader: MetadataReader, head_dim: int, context_length: int) -> RopeConfig:
+    """The rotary embedding of a file with heads of this size."""
+    rotary_size = reader.integer("rope.dimension_count", head_dim, low=0, high=MAX_WIDTH)
+    if rotary_size > head_dim or rotary_size % 2:
+        raise reader.contradiction("rope.dimension_count", rotary_size, f"an even number of at most {head_dim}")
+    scaling = reader.text("rope.scaling.type", "")
+    factor = read_scale(reader, "rope.scaling.factor", read_scale(reader, "rope.scale_linear", 1.0, low=0.0), low=0.0)
+    if scaling not in ("", "none", "linear", "yarn", "longrope"):
+        raise UnsupportedFormatError(
+            f"{reader.full_key('rope.scaling.type')} is {scaling!r}; this version supports none, linear, yarn and "
+            "longrope. Update localinfer or choose another model."
+        )
+    extrapolation_factor = reader.number("rope.scaling.yarn_ext_factor", -1.0, low=-1.0, high=100.0)
+    base_windowed = reader.number("rope.freq_base_swa", 0.0, low=0.0, high=MAX_BASE)
+    alpha = read_scale(reader, "rope.scaling.alpha", low=0.0)
+    if 0.0 < alpha < 1.0:
+        raise reader.contradiction("rope.scaling.alpha", alpha, "0 or a number from 1")
+    if 0.0 < base_windowed < MIN_BASE:
+        raise reader.contradiction("rope.freq_base_swa", base_windowed, f"0 or a number from {MIN_BASE:g}")
+    return RopeConfig(
+        rotary_size=rotary_size,
+        base=reader.number("rope.freq_base", 10000.0, low=MIN_BASE, high=MAX_BASE),
+        base_windowed=base_windowed,
+        scaling=scaling or ("linear" if factor not in (0.0, 1.0) else "none"),
+        factor=factor or 1.0,
+        original_context_length=reader.integer(
+            "rope.scaling.original_context_length", context_length, low=1, high=MAX_CONTEXT
+        ),
+        attention_factor=read_scale(reader, "rope.scaling.attn_factor", 1.0, low=0.0),
+        extrapolation_factor=1.0 if extrapolation_factor < 0.0 else extrapolation_factor,
+        beta_fast=reader.number("rope.scaling.yarn_beta_fast", 32.0, low=MIN_SCALE, high=MAX_SCALE),
+        beta_slow=reader.number("rope.scaling.yarn_beta_slow", 1.0, low=MIN_SCALE, high=MAX_SCALE),
+        log_multiplier=reader.number("rope.scaling.yarn_log_multiplier", 0.0, low=0.0, high=100.0),
+        alpha=alpha,
+        sections=reader.list_of_integers("rope.dimension_sections"),
+        is_used=reader.optional_boolean("rope.scaling.finetuned") is not False,
+    )
+
+
+def read_experts(reader: MetadataReader) -> ExpertConfig | None:
+    """Sizes and routing of experts; None without them."""
+    num_experts = reader.integer("expert_count", 0, low=0, high=MAX_WIDTH)
+    if num_experts == 0:
+        return None
+    num_selected = reader.integer("expert_used_count", low=1, high=MAX_WIDTH)
+    if num_selected > num_experts:
+        raise reader.contradiction("expert_used_count", num_selected, f"at most expert_count {num_experts}")
+    num_groups = reader.integer("expert_group_count", 1, low=0, high=num_experts) or 1
+    num_selected_groups = reader.integer("expert_group_used_count", num_groups, low=0, high=num_experts) or num_groups
+    if num_experts % num_groups or num_selected_groups > num_groups:
+        raise reader.contradiction("expert_group_count", num_groups, f"a divisor of expert_count {num_experts}")
+    gating = reader.integer("expert_gating_func", 0, low=0, high=255)
+    if gating > 3:
+        raise UnsupportedFormatError(
+            f"{reader.full_key('expert_gating_func')} is {gating}; this version supports 1 (softmax), 2 (sigmoid) and "
+            "3 (softmax over the selected). Update localinfer or choose another model."
+        )
+    return ExpertConfig(
+        num_experts=num_experts,
+        num_selected=num_selected,
+        intermediate_size=reader.integer("expert_feed_forward_length", 0, low=0, high=MAX_WIDTH) or None,
+        scale=read_scale(reader, "expert_weights_scale") or 1.0,
+        normalise=reader.optional_boolean("expert_weights_norm"),
+        gating=gating or None,
+        num_groups=num_groups,
+        num_selected_groups=num_selected_groups,
+    )
+
+
+def read_latent(reader: MetadataReader, rope: RopeConfig, head_dim: int, value_head_dim: int) -> LatentConfig | None:
+    """Sizes of latent attention; None without it."""
+    kv_rank = reader.integer("attention.kv_lora_rank", 0, low=0, high=MAX_WIDTH)
+    if not kv_rank:
+        return None
+    query_rank = reader.integer("attention.q_lora_rank", 0, low=0, high=MAX_WIDTH)
+    if "attention.key_length_mla" not in reader:
+        if head_dim <= rope.rotary_size:
+            wanted = f"more than rope.dimension_count {rope.rotary_size}"
+            raise reader.contradiction("attention.key_length", head_dim, wanted)
+        return LatentConfig(
+            key_size=head_dim, value_size=value_head_dim, kv_rank=kv_rank, query_rank=query_rank, is_absorbed=False
+        )
+    if head_dim != kv_rank + rope.rotary_size:
+        wanted = f"attention.kv_lora_rank + rope.dimension_count, {kv_rank} + {rope.rotary_size}"
+        raise reader.contradiction("attention.key_length", head_dim, wanted)
+    if value_head_dim != kv_rank:
+        raise reader.contradiction("attention.value_length", value_head_dim, f"attention.kv_lora_rank {kv_rank}")
+    return LatentConfig(
+        key_size=reader.integer("attention.key_length_mla", low=rope.rotary_size + 1, high=MAX_WIDTH),
+        value_size=reader.integer("attention.value_length_mla", low=1, high=MAX_WIDTH),
+        kv_rank=kv_rank,
+        query_rank=query_rank,
+    )
