@@ -31,23 +31,33 @@ class QueryKeyNorm(Enum):
 class Architecture:
     """One model family, given the sizes of one model, without what follows from the tensors in a file.
 
+    Fields with one entry per layer may be empty for the default in all layers.
+
     Norms: names of tensors within a block, None for no norm. If both branches name the same norm, it is computed once.
-    weighted_norms: whether norms have weights, as all but OLMo's.
+    weighted_norms: whether norms have weights. normalises_embedding: a norm without weights follows the embedding.
+    post_norm_epsilon: of norms after a branch, if not the file's. expert_norm: over the layer's input, for experts that
+    run beside a dense block instead of in its place.
     parallel: both branches read the layer's input (GPT-J's form) instead of one after the other.
-    windows, chunks: positions a layer attends to, 0 for all. has_rope: which layers have RoPE. Each has one entry per
-    layer, or is empty for the default in all layers. rope_base: replaces the file's, 0 to keep it. windowed_rope_base:
-    base of sliding-window layers if the file has none, 0 for the others' base. rope_magnitude: replaces the one of the
-    file's scaling. full_rotary_size: elements of a head that rotate in layers without a window, if not as many as in
-    the others. scales_windowed_rope, divides_windowed_rope: whether the file's scaling, and its divisors of
-    frequencies, are for sliding-window layers too.
-    attention_scale: replaces the file's and 1 / sqrt(head_dim). max_alibi_bias: 0 without ALiBi. projection_clamp:
-    limit of queries, keys and values, 0 for none. attention_output_scale: factor on attention's result.
-    routes_layer_input: experts are chosen by what the layer reads, before its attention. expert_clamps, dense_clamps:
-    limits of the gated activation per layer, of routed experts and of other blocks; 0 for none. xielu: per layer, in
-    place of the activation. has_output_bias: whether a bias beside the output matrix is added.
-    weigh_expert_inputs: expert weights scale the experts' inputs, not their outputs.
+
+    Attention: windows, chunks: positions a layer attends to, 0 for all. attention_scale: replaces the file's and
+    1 / sqrt(head_dim). attention_softcap: replaces the file's. attention_output_scale: factor on attention's result.
+    projection_clamp: limit of queries, keys and values, 0 for none. max_alibi_bias: 0 without ALiBi.
     temperature_length > 0 sharpens queries by the logarithm of their position, counted in temperature_length positions,
     in layers without RoPE or in all of them.
+
+    RoPE: has_rope: which layers have it. rope_base: replaces the file's, 0 to keep it. windowed_rope_base: base of
+    sliding-window layers if the file has none, 0 for the others' base. full_rotary_size: elements of a head that rotate
+    in layers without a window, if not as many as in the others. scales_windowed_rope, divides_windowed_rope: whether
+    the file's scaling, and its divisors of frequencies, are for sliding-window layers too. rope_magnitude: replaces the
+    one of the file's scaling.
+
+    Feed-forward: xielu: per layer, in place of the activation. expert_clamps, dense_clamps: limits of the gated
+    activation per layer, of routed experts and of other blocks; 0 for none. weigh_expert_inputs: expert weights scale
+    the experts' inputs, not their outputs. routes_layer_input: experts are chosen by what the layer reads, before its
+    attention. dense_share: factor on the sum of experts and of a dense block that reads the same, 0 where experts take
+    its place. shared_expert_share: factor on the sum of the chosen experts and the shared one.
+
+    has_output_bias: whether a bias beside the output matrix is added.
     """
 
     pairing: Pairing = Pairing.HALVES
@@ -57,7 +67,10 @@ class Architecture:
     attention_post_norm: str | None = None
     feed_forward_norm: str | None = "ffn_norm"
     feed_forward_post_norm: str | None = None
+    expert_norm: str | None = None
+    post_norm_epsilon: float | None = None
     embedding_norm: str | None = None
+    normalises_embedding: bool = False
     parallel: bool = False
     query_key_norm: QueryKeyNorm = QueryKeyNorm.NONE
     unweighted_query_key_norm: bool = False
@@ -68,6 +81,7 @@ class Architecture:
     max_alibi_bias: float = 0.0
     latent_attention: bool = False
     attention_scale: float | None = None
+    attention_softcap: float | None = None
     attention_output_scale: float = 1.0
     projection_clamp: float = 0.0
     windows: tuple[int, ...] = ()
@@ -86,6 +100,8 @@ class Architecture:
     gating: Gating = Gating.SOFTMAX
     normalise_experts: bool = True
     weigh_expert_inputs: bool = False
+    dense_share: float = 0.0
+    shared_expert_share: float = 1.0
     routes_layer_input: bool = False
     expert_clamps: tuple[float, ...] = ()
     dense_clamps: tuple[float, ...] = ()

@@ -114,7 +114,7 @@ def attention_shape(graph: Graph, layer: int, window: int, chunk: int) -> Attent
         key_size=config.head_dim,
         value_size=config.value_head_dim,
         scale=scale,
-        softcap=config.attention_softcap,
+        softcap=config.attention_softcap if architecture.attention_softcap is None else architecture.attention_softcap,
         window=window,
         chunk=chunk,
         sinks=graph.weights.optional_vector(f"blk.{layer}.attn_sinks.weight", (num_heads,)),

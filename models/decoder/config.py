@@ -41,6 +41,9 @@ class ModelConfig:
     intermediate_size: from the metadata; the decoder uses the tensors' shapes. windowed_layers: empty if the file
     leaves the pattern to the architecture. A scale of None is not in the file. block_tensors: names of the tensors of
     the first block, without `blk.0.`, which distinguish variants of some architectures.
+    num_dense_layers: the first layers, which have no experts. rope_pattern: which layers have RoPE, empty if the file
+    leaves it to the architecture. attention_output_scale: Grok's factor on scores. num_loops: how often all layers run.
+    is_layer_norm: whether the file has the epsilon of layer norms alone.
     projection_clamp: limit of queries, keys and values, 0 for none. value_scale: factor on attention's results.
     expert_clamps, dense_clamps: limits of the gated activation in routed experts, and in shared experts and dense
     blocks; 0 for none, empty if the file has none. xielu: empty if the file has none.
@@ -78,6 +81,11 @@ class ModelConfig:
     dense_clamps: tuple[float, ...] = ()
     xielu: tuple[XieluConfig, ...] = ()
     has_learned_positions: bool = False
+    num_dense_layers: int = 0
+    rope_pattern: tuple[bool, ...] = ()
+    attention_output_scale: float | None = None
+    num_loops: int = 1
+    is_layer_norm: bool = False
     block_tensors: frozenset[str] = frozenset()
 
     @classmethod
@@ -147,6 +155,11 @@ class ModelConfig:
             expert_clamps=read_clamps(reader, "swiglu_clamp_exp", num_layers),
             dense_clamps=read_clamps(reader, "swiglu_clamp_shexp", num_layers),
             xielu=read_xielu(metadata, num_layers),
+            num_dense_layers=reader.integer("leading_dense_block_count", 0, low=0, high=MAX_LAYERS),
+            rope_pattern=_booleans(reader, "attention.rope_pattern", num_layers),
+            attention_output_scale=read_scale(reader, "attention.output_scale") or None,
+            is_layer_norm="attention.layer_norm_rms_epsilon" not in reader,
+            num_loops=reader.integer("num_loops", 1, low=1, high=MAX_LAYERS),
             has_learned_positions="position_embd.weight" in tensor_shapes,
             block_tensors=frozenset(name.removeprefix("blk.0.") for name in tensor_shapes if name.startswith("blk.0.")),
         )
@@ -160,6 +173,13 @@ def _count_layers(reader: MetadataReader, tensor_shapes: Mapping[str, Shape]) ->
     if any(str(layer) not in found for layer in range(num_layers)):
         raise reader.contradiction("block_count", num_layers, f"the {len(found)} blocks that the tensors form")
     return num_layers
+
+
+def _booleans(reader: MetadataReader, key: str, num_layers: int) -> tuple[bool, ...]:
+    """One truth value per layer; empty if the file has no array of them."""
+    if not reader.is_sequence(key):
+        return ()
+    return tuple(bool(value) for value in reader.integers(key, num_layers, low=0, high=1))
 
 
 def _head_counts(reader: MetadataReader, num_layers: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -114,6 +114,8 @@ def write_embedding(graph: Graph, context_length: int) -> Buffer:
     if architecture.learned_positions:
         num_positions = max(context_length, graph.weights.shape("position_embd.weight")[0])
         tape.embed_positions(hidden, graph.weights.embedding("position_embd.weight", num_positions, hidden.width))
+    if architecture.normalises_embedding:
+        tape.rms_norm(hidden, hidden, None, config.norm_epsilon)
     if architecture.embedding_norm is not None:
         graph.norm(hidden, hidden, architecture.embedding_norm)
     return hidden
@@ -124,7 +126,9 @@ def write_layer(graph: Graph, layer: int, hidden: Buffer, tables: RopeTables) ->
     architecture = graph.architecture
     router_logits = write_router(graph, layer, hidden) if architecture.routes_layer_input else None
     has_attention = graph.config.num_heads[layer] > 0
-    x = attended = parallel_x = None
+    x = attended = parallel_x = expert_x = None
+    if architecture.expert_norm is not None:
+        expert_x = graph.block_norm(layer, architecture.expert_norm, hidden, "expert_input")
     if has_attention:
         x = graph.block_norm(layer, architecture.attention_norm, hidden, "attention_input")
         attended = _write_attention(graph, layer, x, tables)
@@ -137,12 +141,13 @@ def write_layer(graph: Graph, layer: int, hidden: Buffer, tables: RopeTables) ->
         hidden, attended = graph.select_output(hidden), attended and graph.select_output(attended)
         parallel_x = parallel_x and graph.select_output(parallel_x)
         router_logits = router_logits and graph.select_output(router_logits)
+        expert_x = expert_x and graph.select_output(expert_x)
     if attended is not None:
         write_attention_output(graph, layer, hidden, attended)
     if has_feed_forward(graph, layer):
         if parallel_x is None:
             parallel_x = graph.block_norm(layer, architecture.feed_forward_norm, hidden, "ffn_input")
-        write_feed_forward(graph, layer, hidden, parallel_x, router_logits)
+        write_feed_forward(graph, layer, hidden, parallel_x, router_logits, expert_x)
     return hidden
 
 

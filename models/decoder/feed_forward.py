@@ -6,6 +6,7 @@ import numpy as np
 
 from localinfer.kernels.ops import Buffer, Gating, Projection, Routing
 from localinfer.models.decoder.graph import Graph, refuse
+from localinfer.types import FloatArray
 
 _GATING_CODES = {1: Gating.SOFTMAX, 2: Gating.SIGMOID, 3: Gating.SOFTMAX_SELECTED}
 
@@ -28,14 +29,27 @@ def write_router(graph: Graph, layer: int, x: Buffer) -> Buffer | None:
     return logits
 
 
-def write_feed_forward(graph: Graph, layer: int, hidden: Buffer, x: Buffer, router_logits: Buffer | None) -> None:
-    """Add one layer's feed-forward block, reading x, to hidden. router_logits: None where they are of x."""
+def write_feed_forward(
+    graph: Graph,
+    layer: int,
+    hidden: Buffer,
+    x: Buffer,
+    router_logits: Buffer | None = None,
+    expert_x: Buffer | None = None,
+) -> None:
+    """Add one layer's feed-forward block, reading x, to hidden.
+
+    router_logits: None where they are of what the experts read. expert_x: what they read beside a dense block that
+    reads x; None where they take its place.
+    """
     post_norm = graph.architecture.feed_forward_post_norm
     post_norm = post_norm and f"blk.{layer}.{post_norm}"
-    logits = write_router(graph, layer, x) if router_logits is None else router_logits
+    read = x if expert_x is None else expert_x
+    logits = write_router(graph, layer, read) if router_logits is None else router_logits
     if logits is not None:
-        _write_experts(graph, layer, hidden, x, logits, post_norm)
-        return
+        _write_experts(graph, layer, hidden, read, logits, post_norm)
+        if expert_x is None:
+            return
     down = f"blk.{layer}.ffn_down"
     inner = _inner(graph, layer, f"blk.{layer}.ffn_gate", f"blk.{layer}.ffn_up", down, x)
     if graph.weights.has(f"blk.{layer}.ffn_sub_norm.weight"):
@@ -93,8 +107,10 @@ def _write_experts(graph: Graph, layer: int, hidden: Buffer, x: Buffer, logits: 
     expert_ids = graph.buffer("expert_ids", num_selected, x.rows)
     expert_weights = graph.buffer("expert_weights", num_selected, x.rows)
     # A residual scale is folded into the expert weights, unless a post-norm would undo it.
-    residual_scale = 1.0 if post_norm else architecture.residual_scale
-    tape.route(expert_ids, expert_weights, logits, _routing(graph, layer, residual_scale))
+    scale = 1.0 if post_norm else architecture.residual_scale
+    if graph.weights.has(f"{block}.ffn_down_shexp.weight"):
+        scale *= architecture.shared_expert_share
+    tape.route(expert_ids, expert_weights, logits, _routing(graph, layer, scale))
 
     size = graph.weights.shape(f"{block}.ffn_down_exps.weight")[-1]
     up = graph.buffer("expert_up", num_selected * size, x.rows)
@@ -118,6 +134,10 @@ def _write_experts(graph: Graph, layer: int, hidden: Buffer, x: Buffer, logits: 
     out = graph.buffer("branch", hidden.width, x.rows) if post_norm else hidden
     tape.expert_sum(out, down, expert_weights, residual=None if post_norm else hidden)
     _write_shared_expert(graph, layer, out, x)
+    if architecture.dense_share and graph.weights.has(f"{block}.ffn_down.weight"):
+        inner = _inner(graph, layer, f"{block}.ffn_gate", f"{block}.ffn_up", f"{block}.ffn_down", x)
+        tape.matmul(inner, [graph.projection(f"{block}.ffn_down", out, inner.width, residual=out)])
+        tape.scale(out, architecture.dense_share)
     if post_norm:
         graph.add_normed(hidden, out, post_norm)
 
@@ -131,10 +151,17 @@ def _routing(graph: Graph, layer: int, residual_scale: float) -> Routing:
         gating=architecture.gating if experts.gating is None else _GATING_CODES[experts.gating],
         normalise=architecture.normalise_experts,
         scale=experts.scale * residual_scale,
-        selection_bias=graph.weights.optional_vector(f"blk.{layer}.exp_probs_b.bias", (experts.num_experts,)),
+        selection_bias=_selection_bias(graph, layer, experts.num_experts),
         num_groups=experts.num_groups,
         num_selected_groups=experts.num_selected_groups,
     )
+
+
+def _selection_bias(graph: Graph, layer: int, num_experts: int) -> FloatArray | None:
+    """What is added to routing values for the choice alone; some files name it without the usual ending."""
+    name = f"blk.{layer}.exp_probs_b"
+    found = graph.weights.optional_vector(f"{name}.bias", (num_experts,))
+    return graph.weights.optional_vector(name, (num_experts,)) if found is None else found
 
 
 def _multiply_experts(
@@ -164,7 +191,9 @@ def _write_shared_expert(graph: Graph, layer: int, out: Buffer, x: Buffer) -> No
         return
     inner = _inner(graph, layer, f"{block}.ffn_gate_shexp", f"{block}.ffn_up_shexp", down_name, x)
     gate_name = f"{block}.ffn_gate_inp_shexp.weight"
-    scale = 1.0 if graph.architecture.feed_forward_post_norm else graph.architecture.residual_scale
+    architecture = graph.architecture
+    scale = 1.0 if architecture.feed_forward_post_norm else architecture.residual_scale
+    scale *= architecture.shared_expert_share
     if not graph.weights.has(gate_name):
         graph.tape.matmul(inner, [graph.projection(down_name, out, inner.width, residual=out, scale=scale)])
         return

@@ -8,6 +8,13 @@ from localinfer.models.decoder.architecture import Architecture, Norm, QueryKeyN
 from localinfer.models.decoder.base_architectures import COHERE, GELU_MLP, LLAMA
 from localinfer.models.decoder.config import ModelConfig
 
+_NEMOTRON = Architecture(norm=Norm.LAYER, activation=Activation.RELU_SQUARED, gated=False)
+
+
+def _gpt2(config: ModelConfig) -> Architecture:
+    """GPT-2: learned positions, no RoPE."""
+    return replace(GELU_MLP, learned_positions=True, has_rope=(False,) * config.num_layers)
+
 
 def _falcon(config: ModelConfig) -> Architecture:
     """Falcon (arXiv 2311.16867): branches in parallel; the 40B has a second norm, for attention."""
@@ -34,14 +41,25 @@ GPT_KIN: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
         max_alibi_bias=config.max_alibi_bias or 8.0,
         has_rope=(False,) * config.num_layers,
     ),
+    # CodeShell 7B.
+    "codeshell": GELU_MLP,
     # Command R; the larger one norms each head of its queries and keys.
     "command-r": lambda config: replace(
         COHERE, query_key_norm=QueryKeyNorm.OPTIONAL, logit_scale=config.logit_scale or 1.0
     ),
     "falcon": _falcon,
-    "gpt2": lambda config: replace(GELU_MLP, learned_positions=True, has_rope=(False,) * config.num_layers),
+    "gpt2": _gpt2,
     # GPT-NeoX (arXiv 2204.06745) and Pythia: branches in parallel, each with its own norm.
     "gptneox": lambda config: replace(GELU_MLP, parallel=config.parallel_residual is not False),
+    # Jais (arXiv 2308.16149): ALiBi, a SiLU gate, scores divided by the head size itself.
+    "jais": lambda config: Architecture(
+        norm=Norm.LAYER,
+        attention_scale=1.0 / config.head_dim,
+        max_alibi_bias=config.max_alibi_bias,
+        has_rope=(False,) * config.num_layers,
+    ),
+    # Jais 2: Nemotron's block.
+    "jais2": _NEMOTRON,
     # MPT: ALiBi, optional norms and a limit of queries, keys and values.
     "mpt": lambda config: replace(
         GELU_MLP,
@@ -52,7 +70,7 @@ GPT_KIN: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
         has_rope=(False,) * config.num_layers,
     ),
     # Nemotron and Minitron (arXiv 2402.16819): squared ReLU; GGUF stores the norm weights as 1 + w.
-    "nemotron": Architecture(norm=Norm.LAYER, activation=Activation.RELU_SQUARED, gated=False),
+    "nemotron": _NEMOTRON,
     # OLMo 1 (arXiv 2402.00838): norms without weights, a limit of queries, keys and values.
     "olmo": lambda config: replace(
         LLAMA, norm=Norm.LAYER, weighted_norms=False, projection_clamp=config.projection_clamp
@@ -62,6 +80,8 @@ GPT_KIN: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
     # Phi 1.5 and 2: both branches read one layer norm.
     "phi2": replace(GELU_MLP, feed_forward_norm="attn_norm", parallel=True),
     "stablelm": _stablelm,
+    # StarCoder (arXiv 2305.06161): GPT-2 with one head of keys and values.
+    "starcoder": _gpt2,
     # StarCoder 2 (arXiv 2402.19173): layer norms, biases everywhere, no gate.
     "starcoder2": GELU_MLP,
 }

@@ -38,23 +38,26 @@ class Graph:
         self.norm(out, x, f"blk.{layer}.{name}")
         return out
 
-    def norm(self, out: Buffer, x: Buffer, name: str, group_size: int = 0) -> None:
+    def norm(self, out: Buffer, x: Buffer, name: str, group_size: int = 0, *, epsilon: float | None = None) -> None:
         """The model's norm over each row, or over each `group_size` elements of it.
 
         Its weight, if the model's norms have any, has the size of the row or of the group, or one row of `group_size`
-        weights per group.
+        weights per group. epsilon: if not the model's.
         """
         length = group_size or x.width
         shapes = ((length,), (x.width // length, length)) if group_size else ((length,),)
         weight = None
         if self.architecture.weighted_norms:
-            weight = _flat(self.weights.vector(f"{name}.weight", *shapes))
+            # PLaMo 3's files name some norms without the usual ending.
+            whole_name = f"{name}.weight" if self.weights.has(f"{name}.weight") or not self.weights.has(name) else name
+            weight = _flat(self.weights.vector(whole_name, *shapes))
+        epsilon = self.config.norm_epsilon if epsilon is None else epsilon
         if self.architecture.norm is Norm.RMS:
-            self.tape.rms_norm(out, x, weight, self.config.norm_epsilon, group_size)
+            self.tape.rms_norm(out, x, weight, epsilon, group_size)
         else:
             bias = self.weights.optional_vector(f"{name}.bias", *shapes)
             bias = None if bias is None else _flat(bias)
-            self.tape.layer_norm(out, x, weight, bias, self.config.norm_epsilon, group_size)
+            self.tape.layer_norm(out, x, weight, bias, epsilon, group_size)
 
     def bias(self, name: str, length: int) -> FloatArray | None:
         """The bias beside the weight of this name, if the file has one."""
@@ -98,7 +101,7 @@ class Graph:
 
     def add_normed(self, hidden: Buffer, branch: Buffer, post_norm: str) -> None:
         """hidden += residual_scale * norm(branch); `branch` is overwritten."""
-        self.norm(branch, branch, post_norm)
+        self.norm(branch, branch, post_norm, epsilon=self.architecture.post_norm_epsilon)
         self.tape.add(hidden, hidden, branch, self.architecture.residual_scale)
 
     def select_output(self, x: Buffer) -> Buffer:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
+from localinfer.kernels.ops import Activation
 from localinfer.models.decoder.architecture import Architecture
 from localinfer.models.decoder.base_architectures import (
     LLAMA,
@@ -41,4 +42,6 @@ LATENT: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
     ),
     # Mistral's Large 3 and Small 4: DeepSeek's blocks, with queries that sharpen with the logarithm of the position.
     "mistral4": _deepseek2,
+    # PLM 1.8B (arXiv 2503.12167): a squared ReLU.
+    "plm": replace(LLAMA, latent_attention=True, activation=Activation.RELU_SQUARED, gated=False),
 }

@@ -6,15 +6,10 @@ from dataclasses import replace
 
 from localinfer.errors import CorruptFileError
 from localinfer.kernels.ops import Activation, Pairing
-from localinfer.models.decoder.architecture import Architecture
-from localinfer.models.decoder.base_architectures import (
-    LLAMA,
-    QK_NORMED,
-    granite,
-    hunyuan,
-    same_windows,
-)
+from localinfer.models.decoder.architecture import Architecture, QueryKeyNorm
+from localinfer.models.decoder.base_architectures import LLAMA, QK_NORMED, granite, hunyuan, same_windows, windows
 from localinfer.models.decoder.config import ModelConfig
+from localinfer.models.decoder.graph import refuse
 
 
 def _apertus(config: ModelConfig) -> Architecture:
@@ -25,6 +20,13 @@ def _apertus(config: ModelConfig) -> Architecture:
             "Convert the model again or download another copy."
         )
     return replace(QK_NORMED, gated=False, xielu=config.xielu)
+
+
+def _nanbeige(config: ModelConfig) -> Architecture:
+    """Nanbeige 4, of which some run all their layers several times."""
+    if config.num_loops > 1:
+        raise refuse(config, f"runs its layers {config.num_loops} times")
+    return LLAMA
 
 
 def _baichuan(config: ModelConfig) -> Architecture:
@@ -50,10 +52,14 @@ LLAMA_KIN: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
     "baichuan": _baichuan,
     # BitNet b1.58 (arXiv 2402.17764): ternary matrices, and a norm before the last one of each block.
     "bitnet": Architecture(),
+    # CogVLM (arXiv 2311.03079), on text: matrices for images are left aside.
+    "cogvlm": Architecture(rope_base=10000.0),
     # ChatGLM 2 and 3, GLM 4 9B Chat (arXiv 2406.12793): half of each head rotates.
     "chatglm": LLAMA,
     # ERNIE 4.5.
     "ernie4_5": LLAMA,
+    # EXAONE 3 (arXiv 2408.03541).
+    "exaone": Architecture(),
     # GLM 4 0414: pre- and post-norms; vision models (sectioned RoPE) pair the halves of a head.
     "glm4": lambda config: Architecture(
         pairing=Pairing.HALVES if any(config.rope.sections) else Pairing.ADJACENT,
@@ -63,15 +69,26 @@ LLAMA_KIN: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
     # Granite 3 and 4, dense; some have no RoPE.
     "granite": lambda config: replace(granite(config), has_rope=(config.rope.is_used,) * config.num_layers),
     "hunyuan-dense": hunyuan,
+    # Its vision-language model, on text.
+    "hunyuan_vl": hunyuan,
     # InternLM 2 and 3 (arXiv 2403.17297): Llama with its projections fused in the checkpoint.
     "internlm2": LLAMA,
     # Llama 1 to 3.x (arXiv 2302.13971), TinyLlama, SmolLM; Mistral (the first has a window), Mixtral (2401.04088).
     "llama": lambda config: replace(LLAMA, windows=same_windows(config)),
+    # Maincoder: queries and keys normed after their rotation.
+    "maincoder": replace(LLAMA, query_key_norm=QueryKeyNorm.AFTER_ROPE),
     "minicpm": _minicpm,
     # Ministral 3: queries sharpen with the logarithm of the position.
     "mistral3": lambda config: replace(
         LLAMA, temperature_scale=config.temperature_scale, temperature_length=config.rope.original_context_length
     ),
+    "nanbeige": _nanbeige,
+    # PaddleOCR-VL (arXiv 2510.14528), on text.
+    "paddleocr": Architecture(),
+    # Pangu Embedded (arXiv 2505.22375).
+    "pangu-embedded": Architecture(),
+    # PLaMo 13B: both branches read one norm.
+    "plamo": Architecture(feed_forward_norm="attn_norm", parallel=True),
     # Phi 3 and 4 (arXiv 2404.14219): fused projections, LongRoPE, one window for all layers in the 4K models.
     "phi3": lambda config: Architecture(windows=same_windows(config)),
     # Qwen 1 (arXiv 2309.16609) with fused projections; Qwen 2 and 2.5 (2407.10671). Their biases are in the file.
@@ -82,6 +99,11 @@ LLAMA_KIN: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
     "qwen3vl": QK_NORMED,
     # Qwen 3 (arXiv 2505.09388): queries and keys normed per head.
     "qwen3": QK_NORMED,
+    # Refact 1.6B: ALiBi.
+    "refact": lambda config: Architecture(has_rope=(False,) * config.num_layers, max_alibi_bias=8.0),
     # ByteDance's Seed-OSS: its feed-forward norm has another name.
     "seed_oss": Architecture(feed_forward_norm="post_attention_norm"),
+    # Spark 2.5: gated heads, a GELU gate, sliding windows as the file says.
+    "spark2_5": lambda config: Architecture(activation=Activation.GELU_TANH, windows=windows(config, period=1)),
+    "xverse": LLAMA,
 }

@@ -29,17 +29,20 @@ READ_KEYS = frozenset(
     ).split()
 )
 
-_MUP = ("granite", "granitemoe", "minicpm")
+_MUP = ("granite", "granite_swa", "granitemoe", "minicpm")
 ARCHITECTURE_KEYS: dict[str, tuple[str, ...]] = {
-    "attention.clamp_kqv": ("mpt", "olmo"),
-    "attention.max_alibi_bias": ("bloom", "mpt"),
+    "attention.clamp_kqv": ("dbrx", "mpt", "olmo"),
+    "attention.max_alibi_bias": ("bloom", "jais", "mpt"),
+    "attention.output_scale": ("grok",),
+    "attention.rope_pattern": ("granite_swa",),
     "attention.temperature_length": ("deepseek2", "llama4", "mistral4"),
     "attention.temperature_scale": ("deepseek2", "llama4", "mistral3", "mistral4"),
     "attention.value_scale": ("mimo2",),
-    "embedding_scale": _MUP,
-    "logit_scale": (*_MUP, "cohere2", "command-r"),
+    "embedding_scale": (*_MUP, "grok"),
+    "logit_scale": (*_MUP, "cohere2", "cohere2moe", "command-r", "grok", "muse-glimmer"),
+    "num_loops": ("nanbeige",),
     "residual_scale": _MUP,
-    "rope.scaling.alpha": ("hunyuan-dense", "hunyuan-moe"),
+    "rope.scaling.alpha": ("hunyuan-dense", "hunyuan-moe", "hunyuan_vl"),
     "swiglu_clamp_exp": ("step35",),
     "swiglu_clamp_shexp": ("step35",),
     "use_parallel_residual": ("gptneox",),
@@ -52,10 +55,11 @@ HARMLESS_KEYS: dict[str, str] = {
     "expert_shared_count": "the shared experts' tensors are one matrix of all of them",
     "expert_shared_feed_forward_length": "the tensor of the shared expert has that size",
     "interleave_moe_layer_step": "layers with experts are those that hold a router",
-    "leading_dense_block_count": "layers without experts are those that hold no router",
+    "leading_dense_block_count": "layers without experts are those that hold no router; cohere2moe reads it",
     "n_deepstack_layers": "inputs from images, which are zero for text",
     "moe_every_n_layers": "layers with experts are those that hold a router",
-    "router_logit_softcapping": "obeyed by Grok alone, and written for others by some converters",
+    "router_logit_softcapping": "no runtime of GGUF files obeys it, and converters write it for models without one",
+    "skip_loop_final_norm": "of models that run their layers several times, which are refused",
     "tensor_data_layout": "how the rows of an original checkpoint lay before they were converted",
 }
 """Keys that are not read, and why they change no result."""

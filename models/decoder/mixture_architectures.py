@@ -7,6 +7,7 @@ from dataclasses import replace
 from localinfer.kernels.ops import Activation, Gating
 from localinfer.models.decoder.architecture import Architecture, Norm, QueryKeyNorm
 from localinfer.models.decoder.base_architectures import (
+    COHERE,
     LLAMA,
     QK_NORMED,
     granite,
@@ -34,10 +35,51 @@ def _afmoe(config: ModelConfig) -> Architecture:
     )
 
 
+def _cohere2moe(config: ModelConfig) -> Architecture:
+    """Command A+ : Cohere's parallel block with experts, whose sum with the shared expert is halved."""
+    is_windowed = _windowed_after_first(config, period=4)
+    return replace(
+        COHERE,
+        norm=Norm.LAYER if config.is_layer_norm else Norm.RMS,
+        logit_scale=config.logit_scale or 1.0,
+        windows=tuple(config.sliding_window if windowed else 0 for windowed in is_windowed),
+        has_rope=tuple(windowed or layer < config.num_dense_layers for layer, windowed in enumerate(is_windowed)),
+        windowed_rope_base=config.rope.base,
+        gating=Gating.SIGMOID,
+        normalise_experts=normalises_experts(config),
+        shared_expert_share=0.5,
+    )
+
+
+def _windowed_after_first(config: ModelConfig, period: int) -> tuple[bool, ...]:
+    """Which layers have a sliding window: the file's pattern, or all but the first of every `period` layers."""
+    return config.windowed_layers or tuple(layer % period > 0 for layer in range(config.num_layers))
+
+
 def _exaone_moe(config: ModelConfig) -> Architecture:
     """K-EXAONE: RoPE in the sliding-window layers only."""
     return replace(
         _sigmoid_routed(config), windows=windows(config, period=4), has_rope=windowed_layers(config, period=4)
+    )
+
+
+def _granite_swa(config: ModelConfig) -> Architecture:
+    """Granite with sliding windows: sinks, and RoPE in the layers that the file names."""
+    return replace(granite(config), windows=windows(config, period=1), has_rope=config.rope_pattern)
+
+
+def _grok(config: ModelConfig) -> Architecture:
+    """Grok 1 and 2: four norms, soft caps; Grok 2 has a dense block beside the experts."""
+    is_old = "layer_output_norm.weight" in config.block_tensors
+    return Architecture(
+        activation=Activation.GELU_TANH,
+        attention_post_norm="attn_output_norm",
+        feed_forward_post_norm="layer_output_norm" if is_old else "post_ffw_norm",
+        embedding_scale=config.embedding_scale or 78.38367176906169,
+        logit_scale=config.logit_scale or 0.5773502691896257,
+        attention_scale=config.attention_output_scale or 0.08838834764831845,
+        attention_softcap=config.attention_softcap or 30.0,
+        dense_share=math.sqrt(0.5),
     )
 
 
@@ -93,11 +135,20 @@ def _sigmoid_routed(config: ModelConfig) -> Architecture:
 
 MIXTURES: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
     "afmoe": _afmoe,
+    # Snowflake Arctic: experts read the layer's input, beside a dense block.
+    "arctic": replace(LLAMA, expert_norm="ffn_norm_exps"),
     # Ling 1 (arXiv 2503.05139).
     "bailingmoe": lambda config: replace(LLAMA, normalise_experts=normalises_experts(config)),
     "bailingmoe2": _sigmoid_routed,
+    "cohere2moe": _cohere2moe,
+    # DBRX: layer norms without biases, a limit of queries, keys and values.
+    "dbrx": lambda config: Architecture(
+        norm=Norm.LAYER, feed_forward_norm="attn_output_norm", projection_clamp=config.projection_clamp
+    ),
     # DeepSeek-MoE 16B (arXiv 2401.06066): expert weights as the softmax leaves them.
     "deepseek": replace(LLAMA, normalise_experts=False),
+    # DeepSeek-OCR (arXiv 2510.18234), on text: DeepSeek-MoE's layers, with heads that pair halves.
+    "deepseek2-ocr": lambda config: Architecture(normalise_experts=normalises_experts(config)),
     "dots1": _sigmoid_routed,
     # ERNIE 4.5 with experts.
     "ernie4_5-moe": LLAMA,
@@ -117,9 +168,19 @@ MIXTURES: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
         normalise_experts=False,
         windows=windows(config, period=2),
     ),
+    "granite_swa": _granite_swa,
     "granitemoe": granite,
+    "grok": _grok,
     "hunyuan-moe": hunyuan,
+    "hy_v3": _sigmoid_routed,
     "llama4": _llama4,
+    # JetBrains' Mellum 2: sliding windows without YaRN.
+    "mellum": lambda config: replace(
+        QK_NORMED,
+        windows=windows(config, period=4),
+        windowed_rope_base=config.rope.base,
+        scales_windowed_rope=False,
+    ),
     # MiMo V2: sinks and a shorter rotation's base in the sliding-window layers, values scaled.
     "mimo2": lambda config: Architecture(
         windows=windows(config, period=6),

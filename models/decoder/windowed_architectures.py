@@ -4,12 +4,13 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from localinfer.kernels.ops import Activation
+from localinfer.kernels.ops import Activation, Pairing
 from localinfer.models.decoder.architecture import Architecture, QueryKeyNorm
 from localinfer.models.decoder.base_architectures import (
     COHERE,
     LLAMA,
     NORMS_BEHIND,
+    QK_NORMED,
     rope_except_every_fourth,
     windowed_layers,
     windows,
@@ -25,6 +26,21 @@ def _exaone4(config: ModelConfig) -> Architecture:
     if not config.windowed_layers and config.num_layers != 64:
         return NORMS_BEHIND
     return replace(NORMS_BEHIND, windows=windows(config, period=4), has_rope=windowed_layers(config, period=4))
+
+
+def _muse_glimmer(config: ModelConfig) -> Architecture:
+    """Muse Glimmer: four norms, gated attention, RoPE in the sliding-window layers only."""
+    return replace(
+        QK_NORMED,
+        pairing=Pairing.ADJACENT,
+        normalises_embedding=True,
+        attention_post_norm="post_attention_norm",
+        feed_forward_post_norm="post_ffw_norm",
+        post_norm_epsilon=1e-8,
+        windows=windows(config, period=4),
+        has_rope=windowed_layers(config, period=4),
+        logit_scale=config.logit_scale or 1.0,
+    )
 
 
 def _gemma2(config: ModelConfig) -> Architecture:
@@ -72,8 +88,18 @@ WINDOWED: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
     "gemma": lambda config: replace(_GEMMA, embedding_scale=math.sqrt(config.hidden_size)),
     "gemma2": _gemma2,
     "gemma3": _gemma3,
+    "muse-glimmer": _muse_glimmer,
     # OLMo 2 (arXiv 2501.00656): post-norms; OLMo 3 adds sliding windows, without YaRN in those layers.
     "olmo2": lambda config: replace(NORMS_BEHIND, windows=windows(config, period=4), scales_windowed_rope=False),
+    # OpenELM (arXiv 2404.14619): heads and feed-forward sizes grow with the layers.
+    "openelm": QK_NORMED,
+    # PLaMo 3: four norms.
+    "plamo3": lambda config: replace(
+        QK_NORMED,
+        attention_post_norm="post_attention_norm",
+        feed_forward_post_norm="post_ffw_norm",
+        windows=windows(config, period=8),
+    ),
     # SmolLM3: every fourth layer has no RoPE.
     "smollm3": lambda config: replace(LLAMA, has_rope=rope_except_every_fourth(config)),
 }
