@@ -16,6 +16,13 @@ Body vectors are 64 bytes: lane r has four adjacent code bytes of row r, as in a
 | Q4_K | super-block of 256 | d, dmin f16[16], 4 x 48 bytes of 6-bit scales | 64 columns: 8 vectors (low: first 32) |
 | Q5_K | super-block | as Q4_K | 8 vectors of fifth bits (bit b: block b), then as Q4_K |
 | Q6_K | super-block | d f16[16], 16 x int8[16] scales | 128 columns: 8 x (nibbles, upper bit pairs), 8 nibbles |
+| Q2_K | super-block | d, dmin f16[16], 4 vectors of scales | 128 columns: 8 vectors of bit pairs (pair k: block k) |
+| Q3_K | super-block | d f16[16], 3 vectors of scales | 8 vectors of third bits (bit b: block b), then as Q2_K |
+| TQ2_0 | super-block | d f16[16] | as Q2_K |
+| MXFP4 | block | e u8[16] | as Q4_0 |
+| IQ4_NL | block | d f16[16] | as Q4_0 |
+| IQ4_XS | super-block | d f16[16], scales_h u16[16], 1 vector of scales_l | 8 blocks as Q4_0 |
+| NVFP4 | 64 columns | 1 vector of scales | 16 columns: 2 vectors of nibbles (low: column k, high: k + 8) |
 | INT4_32 INT4_64 INT4_128 | 32, 64 or 128 columns | d f16[16], zero i16[16] | per block, as Q4_0 |
 | INT8_32 | block | d f16[16], zero i16[16] | 8 vectors of codes 0 to 255 |
 
@@ -23,7 +30,8 @@ The INT layouts are those of checkpoints: w = d * (code - zero), one scale and o
 columns. Checkpoints store codes and zero points apart, so `quant/checkpoint/grouped_layouts.py` joins them first.
 
 The 48 bytes hold, for blocks 2p and 2p + 1 of a super-block, three byte[16]: s0 | m0 << 6, s1 | (m0 >> 2) << 6 and
-m1 | (m0 >> 4) << 6 (each byte keeps two bits of m0 in its upper end), where w = d * s * q - dmin * m.
+m1 | (m0 >> 4) << 6 (each byte keeps two bits of m0 in its upper end), where w = d * s * q - dmin * m. Vectors of scales
+have the file's bytes in the file's order, four of a row in its lane, as vectors of codes do.
 """
 
 import math
@@ -56,10 +64,20 @@ class Layout(IntEnum):
     INT4_64 = 12
     INT4_128 = 13
     INT8_32 = 14
+    MXFP4 = 15
+    NVFP4 = 16
+    IQ4_NL = 17
+    IQ4_XS = 18
+    Q2_K = 19
+    Q3_K = 20
+    TQ2_0 = 21
 
 
-GGUF_LAYOUTS = tuple(layout for layout in Layout if layout <= Layout.Q6_K)
-"""Layouts of rows in GGUF files."""
+GGUF_LAYOUTS = tuple(layout for layout in Layout if not layout.name.startswith("INT"))
+"""Layouts of rows in GGUF files: all of them have CPU kernels."""
+
+CUDA_LAYOUTS = tuple(layout for layout in Layout if layout <= Layout.INT8_32)
+"""Layouts that CUDA kernels read."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +110,13 @@ SIZES: dict[Layout, LayoutSizes] = {
     Layout.INT4_64: LayoutSizes(64, 64, 36),
     Layout.INT4_128: LayoutSizes(128, 64, 68),
     Layout.INT8_32: LayoutSizes(32, 64, 36),
+    Layout.MXFP4: LayoutSizes(32, 16, 17),
+    Layout.NVFP4: LayoutSizes(64, 64, 36),
+    Layout.IQ4_NL: LayoutSizes(32, 32, 18),
+    Layout.IQ4_XS: LayoutSizes(256, 128, 136),
+    Layout.Q2_K: LayoutSizes(256, 320, 84),
+    Layout.Q3_K: LayoutSizes(256, 224, 110),
+    Layout.TQ2_0: LayoutSizes(256, 32, 66),
 }
 
 

@@ -50,6 +50,13 @@ _FIELDS: dict[Layout, list[tuple[int, int, int, int, int]]] = {
     Layout.INT4_64: [(2, 0, 2, 0, _COPY), (4, 4, 8, 64, _COPY)],
     Layout.INT4_128: [(2, 0, 2, 0, _COPY), (4, 4, 16, 64, _COPY)],
     Layout.INT8_32: [(2, 0, 2, 0, _COPY), (4, 4, 8, 64, _COPY)],
+    Layout.MXFP4: [(1, 0, 1, 0, _COPY), (4, 1, 4, 16, _COPY)],
+    Layout.NVFP4: [(4, 0, 1, 0, _COPY), (4, 4, 8, 64, _COPY)],
+    Layout.IQ4_NL: [(2, 0, 1, 0, _COPY), (4, 2, 4, 32, _COPY)],
+    Layout.IQ4_XS: [(2, 0, 2, 0, _COPY), (4, 4, 1, 64, _COPY), (4, 8, 32, 128, _COPY)],
+    Layout.Q2_K: [(4, 0, 4, 64, _COPY), (4, 16, 16, 320, _COPY), (2, 80, 2, 0, _COPY)],
+    Layout.Q3_K: [(4, 0, 8, 224, _COPY), (4, 32, 16, 736, _COPY), (4, 96, 3, 32, _COPY), (2, 108, 1, 0, _COPY)],
+    Layout.TQ2_0: [(4, 0, 16, 32, _COPY), (2, 64, 1, 0, _COPY)],
 }
 _FIELD_TABLES = {layout: np.array(fields, np.int64) for layout, fields in _FIELDS.items()}
 

@@ -31,6 +31,8 @@ def random_weights(layout: Layout, shape: tuple[int, ...], seed: int) -> NDArray
     for name in dtype.names or ():
         if blocks[name].dtype.kind == "f":
             blocks[name] = generator.normal(scale=0.1, size=blocks[name].shape)
+    if type is TensorType.MXFP4:
+        blocks["e"] = generator.integers(122, 128, num_blocks)
     return blocks.view(np.uint8)
 
 

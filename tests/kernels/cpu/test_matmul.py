@@ -38,6 +38,13 @@ ERROR_BUDGET = {
     Layout.INT4_64: 6e-3,
     Layout.INT4_128: 6e-3,
     Layout.INT8_32: 6e-3,
+    Layout.MXFP4: 6e-3,
+    Layout.NVFP4: 6e-3,
+    Layout.IQ4_NL: 6e-3,
+    Layout.IQ4_XS: 6e-3,
+    Layout.Q2_K: 6e-3,
+    Layout.Q3_K: 6e-3,
+    Layout.TQ2_0: 6e-3,
 }
 ARITHMETIC_BUDGET = 1e-6
 """The same against the activations as they are after rounding: what the kernel itself adds."""

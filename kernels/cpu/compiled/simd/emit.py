@@ -290,22 +290,55 @@ class Emitter:
 
     def dot_biased(self, total: Value, codes: Value, x: Value) -> Value:
         """total[l] += sum of (codes - 128) * x for unsigned codes 0..255, up to `biased_start`."""
+        if not self._multiplies_unsigned:
+            codes = self.builder.xor(codes, self.splat_constant(I8, 0x80, 64))
+        return self.dot_levels(total, codes, x)
+
+    def dot_levels(self, total: Value, levels: Value, x: Value) -> Value:
+        """total[l] += sum of levels * x for levels of `lookup_levels`, up to `biased_start`."""
         if self.isa is ISA.AVX512_VNNI:
-            return self.call("llvm.x86.avx512.vpdpbusd.512", vector(I32), [total, codes, x])
+            return self.call("llvm.x86.avx512.vpdpbusd.512", vector(I32), [total, levels, x])
         if self.isa is ISA.AVX_VNNI:
-            return self._by_parts(total, codes, x, 32, self._vpdpbusd256)
-        signed = self.builder.xor(codes, self.splat_constant(I8, 0x80, 64))
+            return self._by_parts(total, levels, x, 32, self._vpdpbusd256)
         if self.isa is ISA.AVX2:
-            return self._by_parts(total, signed, x, 32, self._maddubs_signed)
+            return self._by_parts(total, levels, x, 32, self._maddubs_signed)
         if self.isa is ISA.NEON_DOTPROD:
-            return self._by_parts(total, signed, x, 16, self._sdot)
-        return self._dot_generic(total, signed, x)
+            return self._by_parts(total, levels, x, 16, self._sdot)
+        return self._dot_generic(total, levels, x)
 
     def biased_start(self, minus_128_sums: Value) -> Value:
         """What a chain of `dot_biased` starts from: -128 * sum(x) where bytes are multiplied unsigned, else 0."""
-        if self.isa in (ISA.AVX512_VNNI, ISA.AVX_VNNI):
-            return minus_128_sums
-        return self.zeros(I32)
+        return minus_128_sums if self._multiplies_unsigned else self.zeros(I32)
+
+    @property
+    def _multiplies_unsigned(self) -> bool:
+        """Whether dot products take weights as unsigned bytes."""
+        return self.isa in (ISA.AVX512_VNNI, ISA.AVX_VNNI)
+
+    def lookup(self, table: Sequence[int], codes: Value) -> Value:
+        """Bytes of a table of sixteen, chosen by 64 codes 0..15."""
+        if self.isa is ISA.AVX512_VNNI:
+            return self.call("llvm.x86.avx512.pshuf.b.512", vector(I8, 64), [self._bytes(table, 4), codes])
+        if self.isa in (ISA.AVX_VNNI, ISA.AVX2):
+            parts = [[self._bytes(table, 2), self.lanes(codes, start, 32)] for start in (0, 32)]
+            return self.join([self.call("llvm.x86.avx2.pshuf.b", vector(I8, 32), part) for part in parts])
+        if self.isa is ISA.NEON_DOTPROD:
+            parts = [[self._bytes(table, 1), self.lanes(codes, start, 16)] for start in range(0, 64, 16)]
+            return self.join([self.call("llvm.aarch64.neon.tbl1.v16i8", vector(I8, 16), part) for part in parts])
+        choices = [self.splat_constant(I8, value & 255, 64) for value in table]
+        for bit in range(4):
+            masked = self.builder.and_(codes, self.splat_constant(I8, 1 << bit, 64))
+            is_set = self.builder.icmp_unsigned("!=", masked, self.zeros(I8, 64))
+            choices = [self.builder.select(is_set, b, a) for a, b in zip(choices[::2], choices[1::2], strict=True)]
+        return choices[0]
+
+    def lookup_levels(self, table: Sequence[int], codes: Value) -> Value:
+        """Levels -127..127 of a table of sixteen, as `dot_levels` wants them."""
+        bias = 128 if self._multiplies_unsigned else 0
+        return self.lookup([level + bias for level in table], codes)
+
+    def _bytes(self, table: Sequence[int], repetitions: int) -> Value:
+        return ir.Constant(vector(I8, 16 * repetitions), [value & 255 for value in table] * repetitions)
 
     def _by_parts(
         self, total: Value, codes: Value, x: Value, width: int, part: Callable[[Value, Value, Value], Value]
