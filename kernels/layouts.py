@@ -23,6 +23,11 @@ Body vectors are 64 bytes: lane r has four adjacent code bytes of row r, as in a
 | IQ4_NL | block | d f16[16] | as Q4_0 |
 | IQ4_XS | super-block | d f16[16], scales_h u16[16], 1 vector of scales_l | 8 blocks as Q4_0 |
 | NVFP4 | 64 columns | 1 vector of scales | 16 columns: 2 vectors of nibbles (low: column k, high: k + 8) |
+| IQ2_XXS | super-block | d f16[16] | per block: vector of indices, one of signs and scale |
+| IQ2_XS | super-block | d f16[16], 2 vectors of scales | per block: 2 vectors of indices with signs |
+| IQ2_S | super-block | d f16[16], 2 vectors of upper bits, 2 of scales | per block: vector of indices, one of signs |
+| IQ3_XXS | super-block | d f16[16] | 8 x 2 vectors of indices, 8 vectors of signs and scale |
+| IQ3_S | super-block | d f16[16], vector of scales, 2 of upper bits | 8 x 2 vectors of indices, 8 vectors of signs |
 | INT4_32 INT4_64 INT4_128 | 32, 64 or 128 columns | d f16[16], zero i16[16] | per block, as Q4_0 |
 | INT8_32 | block | d f16[16], zero i16[16] | 8 vectors of codes 0 to 255 |
 
@@ -71,6 +76,11 @@ class Layout(IntEnum):
     Q2_K = 19
     Q3_K = 20
     TQ2_0 = 21
+    IQ2_XXS = 22
+    IQ2_XS = 23
+    IQ2_S = 24
+    IQ3_XXS = 25
+    IQ3_S = 26
 
 
 GGUF_LAYOUTS = tuple(layout for layout in Layout if not layout.name.startswith("INT"))
@@ -117,6 +127,11 @@ SIZES: dict[Layout, LayoutSizes] = {
     Layout.Q2_K: LayoutSizes(256, 320, 84),
     Layout.Q3_K: LayoutSizes(256, 224, 110),
     Layout.TQ2_0: LayoutSizes(256, 32, 66),
+    Layout.IQ2_XXS: LayoutSizes(256, 32, 66),
+    Layout.IQ2_XS: LayoutSizes(256, 160, 74),
+    Layout.IQ2_S: LayoutSizes(256, 288, 82),
+    Layout.IQ3_XXS: LayoutSizes(256, 32, 98),
+    Layout.IQ3_S: LayoutSizes(256, 224, 110),
 }
 
 

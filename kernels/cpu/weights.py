@@ -57,6 +57,22 @@ _FIELDS: dict[Layout, list[tuple[int, int, int, int, int]]] = {
     Layout.Q2_K: [(4, 0, 4, 64, _COPY), (4, 16, 16, 320, _COPY), (2, 80, 2, 0, _COPY)],
     Layout.Q3_K: [(4, 0, 8, 224, _COPY), (4, 32, 16, 736, _COPY), (4, 96, 3, 32, _COPY), (2, 108, 1, 0, _COPY)],
     Layout.TQ2_0: [(4, 0, 16, 32, _COPY), (2, 64, 1, 0, _COPY)],
+    Layout.IQ2_XXS: [(2, 0, 1, 0, _COPY), (4, 2, 16, 32, _COPY)],
+    Layout.IQ2_XS: [(2, 0, 1, 0, _COPY), (4, 2, 16, 160, _COPY), (4, 66, 2, 32, _COPY)],
+    Layout.IQ2_S: [
+        (2, 0, 1, 0, _COPY),
+        (4, 2, 8, 288, _EVERY_OTHER),
+        (4, 34, 8, 352, _EVERY_OTHER),
+        (4, 66, 4, 32, _COPY),
+    ],
+    Layout.IQ3_XXS: [(2, 0, 1, 0, _COPY), (4, 2, 24, 32, _COPY)],
+    Layout.IQ3_S: [
+        (2, 0, 1, 0, _COPY),
+        (4, 2, 16, 224, _COPY),
+        (4, 66, 2, 96, _COPY),
+        (4, 74, 8, 1248, _COPY),
+        (4, 106, 1, 32, _COPY),
+    ],
 }
 _FIELD_TABLES = {layout: np.array(fields, np.int64) for layout, fields in _FIELDS.items()}
 

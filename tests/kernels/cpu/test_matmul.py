@@ -45,6 +45,11 @@ ERROR_BUDGET = {
     Layout.Q2_K: 6e-3,
     Layout.Q3_K: 6e-3,
     Layout.TQ2_0: 6e-3,
+    Layout.IQ2_XXS: 6e-3,
+    Layout.IQ2_XS: 6e-3,
+    Layout.IQ2_S: 6e-3,
+    Layout.IQ3_XXS: 6e-3,
+    Layout.IQ3_S: 6e-3,
 }
 ARITHMETIC_BUDGET = 1e-6
 """The same against the activations as they are after rounding: what the kernel itself adds."""

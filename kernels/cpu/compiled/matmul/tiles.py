@@ -13,6 +13,7 @@ from numba import types
 
 from localinfer.kernels.cpu.compiled.matmul.blocks import block_body, group_body
 from localinfer.kernels.cpu.compiled.matmul.codebooks import iq4_body, mxfp4_body, nvfp4_body
+from localinfer.kernels.cpu.compiled.matmul.grids import grid_body
 from localinfer.kernels.cpu.compiled.matmul.super_blocks import bit_pair_body, q4_k_body, q6_k_body
 from localinfer.kernels.cpu.compiled.matmul.tile import Tile
 from localinfer.kernels.cpu.compiled.simd.emit import F16, F32, I16, I64, Emitter, Value
@@ -39,6 +40,11 @@ _BODIES: dict[Layout, Callable[[Tile, Value, list[Value]], list[Value]]] = {
     Layout.Q2_K: bit_pair_body,
     Layout.Q3_K: bit_pair_body,
     Layout.TQ2_0: bit_pair_body,
+    Layout.IQ2_XXS: grid_body,
+    Layout.IQ2_XS: grid_body,
+    Layout.IQ2_S: grid_body,
+    Layout.IQ3_XXS: grid_body,
+    Layout.IQ3_S: grid_body,
 }
 
 _FLOAT_ELEMENT = {Layout.F32: F32, Layout.F16: F16, Layout.BF16: I16}

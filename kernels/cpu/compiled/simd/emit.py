@@ -59,6 +59,8 @@ class Emitter:
         self.triple: str = context.codegen().magic_tuple()[0]
         self.isa = target_isa(context)
         self._converts_halves = _converts_halves(context)
+        self.has_byte_permutes = self.isa is ISA.AVX512_VNNI and "avx512vbmi" in _target_features(context)
+        """Whether bytes can be shuffled and shifted across a whole vector of 64 (AVX-512 VBMI)."""
 
     # Constants and conversions
 
@@ -251,6 +253,11 @@ class Emitter:
     def lanes(self, value: Value, start: int, count: int) -> Value:
         mask = ir.Constant(vector(I32, count), list(range(start, start + count)))
         return self.builder.shuffle_vector(value, value, mask)
+
+    def shuffle(self, value: Value, places: Sequence[int]) -> Value:
+        """The lanes at these places, which are constants."""
+        mask = ir.Constant(vector(I32, len(places)), list(places))
+        return self.builder.shuffle_vector(value, ir.Constant(value.type, ir.Undefined), mask)
 
     def join(self, parts: Sequence[Value]) -> Value:
         """Concatenate equal vectors; a power of two of them."""
