@@ -17,7 +17,7 @@ from localinfer.errors import BackendUnavailableError, LocalinferError, OutOfMem
 from localinfer.kernels.cuda.device import CudaDevice, find_device, has_driver
 from localinfer.kernels.cuda.self_check import check_device
 from localinfer.kernels.kv_layout import KVLayout
-from localinfer.kernels.layouts import SIZES
+from localinfer.kernels.layouts import CUDA_LAYOUTS, SIZES
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.quant.checkpoint.model_file import ModelFile
 from localinfer.quant.formats.types import TensorRecord
@@ -161,7 +161,7 @@ def _device_bytes(file: ModelFile, tensor: TensorRecord) -> int:
         return tensor.num_bytes
     if len(tensor.shape) < 2:
         return 4 * prod(tensor.shape)
-    sizes = SIZES[layout_of(tensor.type)]
+    sizes = SIZES[layout_of(tensor.type, CUDA_LAYOUTS)]
     return prod(tensor.shape) // sizes.unit * sizes.file_bytes
 
 

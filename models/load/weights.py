@@ -4,7 +4,7 @@
 needs little more memory than the packed weights.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -18,7 +18,7 @@ from localinfer.kernels.cpu.memory import Arena
 from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.kernels.cpu.weights import RowTable, pack
 from localinfer.kernels.cuda.device import CudaDevice
-from localinfer.kernels.layouts import Layout
+from localinfer.kernels.layouts import CUDA_LAYOUTS, GGUF_LAYOUTS, Layout
 from localinfer.kernels.ops import EmbeddingTable, LinearWeight
 from localinfer.models.load.rows_on_demand import RowsOnDemand
 from localinfer.quant.checkpoint.groups import GroupedMatrix, kernel_layout, kernel_rows
@@ -39,8 +39,10 @@ _UNGROUPED_NOTE = (
 class CpuWeights:
     """A `WeightSource` over a model file, which packs each weight once, for any number of programs.
 
-    notes: the layout of each tensor type that no kernel runs directly.
+    notes: the layout of each tensor type that the device's kernels do not run directly.
     """
+
+    _layouts: Collection[Layout] = GGUF_LAYOUTS
 
     def __init__(self, file: ModelFile, pool: ThreadPool, progress: ProgressCallback | None = None) -> None:
         self._file = file
@@ -81,7 +83,7 @@ class CpuWeights:
         done = self._done(name, info.type, is_whole=rows is None)
         layout, data = self._runnable(name, data, (experts, num_rows, num_columns), done)
         # Offsets refer to the file's bytes, not to converted ones.
-        shown = done if runs_directly(info.type) else None
+        shown = done if runs_directly(info.type, self._layouts) else None
         packed = self._pack(layout, data, experts, num_rows, num_columns, done=shown)
         return LinearWeight(name, num_rows, num_columns, packed, experts)
 
@@ -118,18 +120,17 @@ class CpuWeights:
     def _load_embedding(self, name: str) -> EmbeddingTable:
         info = self._file.tensor(name)
         num_rows, width = info.shape
-        stretch = self._file.stretch(name) if runs_directly(info.type) else None
+        stretch = self._file.stretch(name) if runs_directly(info.type, self._layouts) else None
         if stretch is not None:
             rows = RowsOnDemand(stretch, num_rows)
-            return EmbeddingTable(
-                name, num_rows, width, RowTable(layout_of(info.type), num_rows, width, rows.data, rows.fill)
-            )
+            layout = layout_of(info.type, self._layouts)
+            return EmbeddingTable(name, num_rows, width, RowTable(layout, num_rows, width, rows.data, rows.fill))
         data = self._file.tensor_bytes(name)
         layout, converted = self._runnable(name, data, info.shape, self._done(name, info.type, is_whole=True))
         # The file may change after loading, so read rows are copied.
         own = converted.copy() if converted is data else converted
         table = RowTable(layout, num_rows, width, own)
-        if not runs_directly(info.type):
+        if not runs_directly(info.type, self._layouts):
             # A tied output matrix is packed from it, because converting again would take longest.
             self._converted_tables[name] = table
         return EmbeddingTable(name, num_rows, width, table)
@@ -152,21 +153,21 @@ class CpuWeights:
         self, name: str, data: NDArray[np.uint8], shape: tuple[int, ...], done: Callable[[int, int], None]
     ) -> tuple[Layout, NDArray[np.uint8]]:
         type = self._file.tensor(name).type
-        if runs_directly(type):
+        if runs_directly(type, self._layouts):
             assert data.size == np.prod(shape[:-1], dtype=np.int64) * row_bytes(type, shape[-1]), (
                 "the reader checks this"
             )
-            return layout_of(type), data
+            return layout_of(type, self._layouts), data
         with _named(name):
-            self.notes[type] = conversion_note(type)
-            return convert(data, type, shape, done)
+            self.notes[type] = conversion_note(type, self._layouts)
+            return convert(data, type, shape, done, self._layouts)
 
     def _done(self, name: str, type: TensorType, *, is_whole: bool) -> Callable[[int, int], None]:
         """What is called with each stretch of a tensor's bytes in the file once it has been packed or converted.
 
         is_whole: they are all of the tensor's, not some of its rows, so that their pages may be released.
         """
-        stage = "loading weights" if runs_directly(type) else f"converting {type.name} weights"
+        stage = "loading weights" if runs_directly(type, self._layouts) else f"converting {type.name} weights"
 
         def done(first: int, end: int) -> None:
             if is_whole:
@@ -184,6 +185,8 @@ class CpuWeights:
 
 class CudaWeights(CpuWeights):
     """A `WeightSource` over a model file with matrices on a device; an embedding table too is uploaded once."""
+
+    _layouts = CUDA_LAYOUTS
 
     def __init__(
         self, file: ModelFile, pool: ThreadPool, device: CudaDevice, progress: ProgressCallback | None = None

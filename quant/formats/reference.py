@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import ShapeError, UnsupportedFormatError
+from localinfer.kernels.grid_tables import grid_vectors
 from localinfer.quant.formats.packing import Blocks, unpack_bits, unpack_codes, unpack_k_scales, unpack_signed_scales
 from localinfer.quant.formats.reference_encoders import quantize
 from localinfer.quant.formats.reference_fits import IQ4_VALUES
@@ -151,11 +152,7 @@ _EVEN_SIGNS = np.array([code | (code.bit_count() & 1) << 7 for code in range(128
 @cache
 def grid(type: TensorType) -> FloatArray:
     """Return float32[entries, 4 or 8], the vectors that codes of this type select."""
-    import gguf.quants  # imports for a quarter of a second, and few models need it
-
-    table = getattr(gguf.quants, type.name)
-    table.init_grid()
-    vectors: FloatArray = table.grid[0, 0].astype(np.float32)
+    vectors: FloatArray = grid_vectors(type.name).astype(np.float32)
     vectors.flags.writeable = False
     return vectors
 

@@ -1,10 +1,11 @@
-"""Which layout a tensor runs in, and how the types that no kernel reads become one that a kernel does.
+"""Which layout a tensor runs in, and how the types that a device's kernels do not read become one that they do.
 
-Eleven types run as they lie in the file. Every other goes to the smallest layout that holds its weights exactly; where
-none does, to Q8_0, whose rounding lies far below what the type itself lost.
+Most types run as they lie in the file. Every other goes to the smallest layout that holds its weights exactly; where
+none does, to Q8_0, whose rounding lies far below what the type itself lost. CUDA kernels read fewer types than those of
+the CPU, so every function takes the layouts that a device reads.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +30,7 @@ Fields = dict[str, NDArray[Any]]
 WEIGHTS_PER_CHUNK = 1 << 20
 """Weights converted at a time, so that what is in flight takes a few MiB however large the tensor."""
 
-_DIRECT = {TensorType[layout.name]: layout for layout in GGUF_LAYOUTS}
+_OWN_LAYOUTS = {TensorType[layout.name]: layout for layout in GGUF_LAYOUTS}
 
 
 @dataclass(frozen=True)
@@ -41,28 +42,29 @@ class _Conversion:
     change: str
 
 
-def runs_directly(type: TensorType) -> bool:
-    """Whether kernels read this type at the density of the file."""
-    return type in _DIRECT
+def runs_directly(type: TensorType, layouts: Collection[Layout] = GGUF_LAYOUTS) -> bool:
+    """Whether kernels of these layouts read this type at the density of the file."""
+    return type in _OWN_LAYOUTS and _OWN_LAYOUTS[type] in layouts
 
 
-def layout_of(type: TensorType) -> Layout:
+def layout_of(type: TensorType, layouts: Collection[Layout] = GGUF_LAYOUTS) -> Layout:
     """Return the layout a type runs in: its own, or the one `convert` gives it (MXFP4 may also become BF16).
 
     Raises: UnsupportedFormatError for the types that only hold activations (Q8_1, Q8_K).
     """
-    return _DIRECT[type] if type in _DIRECT else _conversion(type).layout
+    return _OWN_LAYOUTS[type] if runs_directly(type, layouts) else _conversion(type).layout
 
 
-def conversion_note(type: TensorType) -> str:
+def conversion_note(type: TensorType, layouts: Collection[Layout] = GGUF_LAYOUTS) -> str:
     """Say in one line what a type runs as, the bits per weight before and after, and whether weights change."""
     before = bits_per_weight(type)
-    if type in _DIRECT:
+    if runs_directly(type, layouts):
         return f"{type.name} runs as it is in the file, {before:g} bits per weight"
     conversion = _conversion(type)
     target = TensorType[conversion.layout.name]
     sizes = f"{bits_per_weight(target):g} bits per weight for {before:g}"
-    return f"{type.name} runs as {target.name}, {sizes}; {conversion.change}"
+    place = " on a GPU" if type in _OWN_LAYOUTS else ""
+    return f"{type.name} runs as {target.name}{place}, {sizes}; {conversion.change}"
 
 
 def convert(
@@ -70,8 +72,9 @@ def convert(
     type: TensorType,
     shape: tuple[int, ...],
     done: Callable[[int, int], None] | None = None,
+    layouts: Collection[Layout] = GGUF_LAYOUTS,
 ) -> tuple[Layout, NDArray[np.uint8]]:
-    """Rewrite a tensor in a layout that kernels read; types that run directly come back as they are.
+    """Rewrite a tensor in one of the layouts that kernels read; types that run directly come back as they are.
 
     done: called with each stretch of data (first byte, end) that has been rewritten and is not needed any more; what it
         raises ends the conversion. Never called for a type that runs directly.
@@ -80,8 +83,8 @@ def convert(
         UnsupportedFormatError for the types that only hold activations.
     """
     blocks = tensor_blocks(data, type, shape)
-    if type in _DIRECT:
-        return _DIRECT[type], blocks.view(np.uint8)
+    if runs_directly(type, layouts):
+        return _OWN_LAYOUTS[type], blocks.view(np.uint8)
     conversion = _conversion(type)
     if type is TensorType.MXFP4 and not _scales_fit(blocks):
         conversion = _WIDE_MXFP4

@@ -3,7 +3,7 @@
 import re
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -12,7 +12,9 @@ import localinfer
 from localinfer.errors import CorruptFileError, UnsupportedFormatError
 from localinfer.evaluation.quantize import quantize
 from localinfer.kernels.cpu.program import ThreadPool
-from localinfer.models.load.weights import CpuWeights
+from localinfer.kernels.cuda.device import CudaDevice
+from localinfer.kernels.layouts import CUDA_LAYOUTS, GGUF_LAYOUTS, Layout
+from localinfer.models.load.weights import CpuWeights, CudaWeights
 from localinfer.quant.formats.reference_encoders import ENCODABLE_TYPES
 from localinfer.quant.formats.types import TensorType, bits_per_weight, block_bytes, block_dtype, block_size, row_bytes
 from localinfer.quant.gguf.reader import GGUFFile, read_gguf
@@ -31,6 +33,7 @@ from tests.typed_models import (
 )
 
 CONVERTED = [type for type in WEIGHT_TYPES if not runs_directly(type)]
+CONVERTED_ON_GPU = [type for type in WEIGHT_TYPES if not runs_directly(type, CUDA_LAYOUTS)]
 
 
 @pytest.mark.parametrize("type", WEIGHT_TYPES, ids=lambda type: type.name)
@@ -49,19 +52,58 @@ def test_table_and_head_in_any_type_run_beside_layers_of_another(type: TensorTyp
     check_model(make_model(TensorType.Q8_0, embedding=type, output=other, is_tied=False), tmp_path, num_parts=2)
 
 
-def test_scales_of_mxfp4_that_float16_cannot_hold_run_as_they_are(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "type", [type for type in CONVERTED_ON_GPU if type not in CONVERTED], ids=lambda type: type.name
+)
+def test_type_that_only_a_gpu_converts_runs_converted(
+    type: TensorType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a GPU multiplies, multiplied by the CPU: its kernels for the same layouts are tested beside it."""
+    monkeypatch.setattr(CpuWeights, "_layouts", CUDA_LAYOUTS)
+    check_model(make_model(type, num_experts=3, is_tied=False), tmp_path, layouts=CUDA_LAYOUTS)
+
+
+@pytest.mark.parametrize("layouts", [GGUF_LAYOUTS, CUDA_LAYOUTS], ids=["cpu", "gpu"])
+def test_scales_of_mxfp4_that_float16_cannot_hold_run_as_they_are(
+    layouts: tuple[Layout, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CpuWeights, "_layouts", layouts)
     model = make_model(TensorType.MXFP4, num_experts=2)
     for weight in model.weights.values():
         if weight.type is TensorType.MXFP4:
             blocks = weight.blocks.view(block_dtype(weight.type))
             blocks["e"][::7] = 90
-    assert {weight.type for weight in model.as_converted().weights.values()} == {TensorType.BF16, TensorType.F32}
-    check_model(model, tmp_path)
+    wide = {weight.type for weight in model.as_converted(CUDA_LAYOUTS).weights.values()}
+    assert wide == {TensorType.BF16, TensorType.F32}
+    check_model(model, tmp_path, layouts=layouts)
+
+
+class FakeDevice:
+    """Memory of a GPU, of which nothing is read back."""
+
+    def allocate(self, num_bytes: int) -> int:
+        return 1 << 40
+
+    def write(self, address: int, data: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("type", WEIGHT_TYPES, ids=lambda type: type.name)
+def test_weights_of_any_type_are_uploaded_in_a_layout_that_a_gpu_reads(type: TensorType, tmp_path: Path) -> None:
+    pool = ThreadPool(1)
+    with read_gguf(make_model(type, num_experts=3).write(tmp_path / "model.gguf")) as file:
+        weights = CudaWeights(file, pool, cast(CudaDevice, FakeDevice()))
+        loaded = [weights.linear(name) for name in ("blk.0.attn_q.weight", "blk.0.ffn_up_exps.weight")]
+        loaded.append(weights.embedding("token_embd.weight"))
+        assert {one.packed.layout for one in loaded} == {layout_of(type, CUDA_LAYOUTS)}
+        assert layout_of(type, CUDA_LAYOUTS) in CUDA_LAYOUTS
+        assert set(weights.notes) == ({type} & set(CONVERTED_ON_GPU))
+    pool.close()
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_converted_model_has_the_same_bits_in_any_batch(tmp_path: Path, threads: int) -> None:
-    path = make_model(TensorType.IQ3_XXS).write(tmp_path / "model.gguf")
+    path = make_model(TensorType.IQ1_S).write(tmp_path / "model.gguf")
     with localinfer.load(path, threads=threads, device="cpu") as llm:
         whole = llm.logits(TOKEN_IDS)
         for length in (1, 4, 8):
@@ -106,10 +148,17 @@ def test_formats_that_are_documented_are_all_that_run() -> None:
     for names, layout, bits in runs_as:
         assert float(bits) == bits_per_weight(TensorType[layout])
         for name in re.split(", | to ", names):
-            family = [type for type in CONVERTED if type.name == name or type.name.startswith(f"{name}_")]
-            documented |= dict.fromkeys(family, layout)
+            documented |= dict.fromkeys(_family(name), layout)
     documented |= dict.fromkeys((TensorType.I16, TensorType.I32), "F32")
-    assert documented == {type: layout_of(type).name for type in CONVERTED}
+    assert documented == {type: layout_of(type, CUDA_LAYOUTS).name for type in CONVERTED_ON_GPU}
+    (on_cpu,) = re.findall(r"The CPU converts ([^.]+)\.", text)
+    named = {type for name in re.split(r",\s+|\s+and\s+", on_cpu) for type in _family(name)}
+    assert named | {TensorType[name] for name in plain} == set(CONVERTED)
+    assert all(layout_of(type) is layout_of(type, CUDA_LAYOUTS) for type in CONVERTED)
+
+
+def _family(name: str) -> list[TensorType]:
+    return [type for type in CONVERTED_ON_GPU if type.name == name or type.name.startswith(f"{name}_")]
 
 
 class CountingFile:
@@ -178,17 +227,17 @@ class Stop(Exception):
 
 def test_conversion_ends_where_its_progress_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conversion, "WEIGHTS_PER_CHUNK", 1024)
-    path = make_model(TensorType.Q2_K).write(tmp_path / "model.gguf")
+    path = make_model(TensorType.IQ1_S).write(tmp_path / "model.gguf")
     num_threads, told = threading.active_count(), []
 
     def stop(stage: str, done: int, total: int) -> None:
         told.append(stage)
-        if told.count("converting Q2_K weights (MB)") == 3:
+        if told.count("converting IQ1_S weights (MB)") == 3:
             raise Stop
 
     with pytest.raises(Stop):
         localinfer.load(path, threads=2, device="cpu", progress=stop)
-    assert told.count("converting Q2_K weights (MB)") == 3
+    assert told.count("converting IQ1_S weights (MB)") == 3
     assert threading.active_count() == num_threads
 
 
@@ -205,9 +254,9 @@ def test_tensor_of_a_type_for_activations_is_refused_by_its_name(type: TensorTyp
 
 
 def test_weights_that_cannot_be_converted_are_refused_by_their_name(tmp_path: Path) -> None:
-    model = make_model(TensorType.Q2_K)
-    blocks = model.weights["blk.0.ffn_up.weight"].blocks.view(block_dtype(TensorType.Q2_K))
+    model = make_model(TensorType.IQ1_S)
+    blocks = model.weights["blk.0.ffn_up.weight"].blocks.view(block_dtype(TensorType.IQ1_S))
     blocks["d"][5] = np.inf
     path = model.write(tmp_path / "model.gguf")
-    with pytest.raises(CorruptFileError, match="^blk.0.ffn_up.weight: a Q2_K tensor holds weights that are infinite"):
+    with pytest.raises(CorruptFileError, match="^blk.0.ffn_up.weight: a IQ1_S tensor holds weights that are infinite"):
         localinfer.load(path, threads=1, device="cpu")

@@ -1,11 +1,11 @@
-"""Every type that no kernel reads, converted and decoded again, against what the file means."""
+"""Every type that kernels of a device do not read, converted and decoded again, against what the file means."""
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from localinfer.errors import CorruptFileError, ShapeError, UnsupportedFormatError
-from localinfer.kernels.layouts import GGUF_LAYOUTS, Layout
+from localinfer.kernels.layouts import CUDA_LAYOUTS, GGUF_LAYOUTS, Layout
 from localinfer.quant.formats.reference import dequantize
 from localinfer.quant.formats.types import TensorType, block_bytes, block_dtype, block_size
 from localinfer.quant.pipeline import conversion
@@ -36,7 +36,9 @@ ROUNDED = {
     },
 }
 PLAIN = {TensorType.F64, TensorType.I32, TensorType.I64}
-DIRECT = [TensorType[layout.name] for layout in GGUF_LAYOUTS]
+DIRECT = [TensorType[layout.name] for layout in GGUF_LAYOUTS if layout in CUDA_LAYOUTS]
+"""What kernels of both devices read; those of a GPU read no other type of GGUF."""
+ON_CPU = [TensorType[layout.name] for layout in GGUF_LAYOUTS]
 
 
 def random_tensor(type: TensorType, num_blocks: int, seed: int) -> NDArray[np.uint8]:
@@ -56,7 +58,7 @@ def convert_and_decode(
 ) -> tuple[Layout, NDArray[np.float32], NDArray[np.float32]]:
     """The layout, the weights after conversion and the weights before."""
     shape = (rows, raw.size // rows // block_bytes(type) * block_size(type))
-    layout, converted = convert(raw, type, shape)
+    layout, converted = convert(raw, type, shape, layouts=CUDA_LAYOUTS)
     return layout, dequantize(converted, TensorType[layout.name], shape), dequantize(raw, type, shape)
 
 
@@ -64,16 +66,20 @@ def convert_and_decode(
 def test_every_type_has_one_way_to_run(type: TensorType) -> None:
     ways = [type in EXACT, type in ROUNDED, type in PLAIN, type in DIRECT, type in ACTIVATIONS]
     assert sum(ways) == 1
-    assert runs_directly(type) == (type in DIRECT)
+    assert runs_directly(type, CUDA_LAYOUTS) == (type in DIRECT)
+    assert runs_directly(type) == (type in ON_CPU)
     if type not in ACTIVATIONS:
-        note = conversion_note(type)
-        assert type.name in note
-        assert layout_of(type).name in note
-        assert "bits per weight" in note
-        assert "\n" not in note
+        for layouts in (GGUF_LAYOUTS, CUDA_LAYOUTS):
+            note = conversion_note(type, layouts)
+            assert type.name in note
+            assert layout_of(type, layouts).name in note
+            assert layout_of(type, layouts) in layouts
+            assert "bits per weight" in note
+            assert "\n" not in note
+            assert ("on a GPU" in note) == (layouts is CUDA_LAYOUTS and type in ON_CPU and type not in DIRECT)
 
 
-@pytest.mark.parametrize("type", DIRECT, ids=lambda type: type.name)
+@pytest.mark.parametrize("type", ON_CPU, ids=lambda type: type.name)
 def test_convert_returns_the_bytes_of_a_direct_type_without_a_copy(type: TensorType) -> None:
     raw = random_tensor(type, 3, seed=1)
     layout, converted = convert(raw, type, (3, block_size(type)))
@@ -84,20 +90,20 @@ def test_convert_returns_the_bytes_of_a_direct_type_without_a_copy(type: TensorT
 @pytest.mark.parametrize("type", EXACT, ids=lambda type: type.name)
 def test_convert_keeps_every_weight_where_it_says_so(type: TensorType) -> None:
     layout, found, wanted = convert_and_decode(type, random_tensor(type, 7 * 3, seed=int(type)), rows=7)
-    assert layout is EXACT[type] is layout_of(type)
+    assert layout is EXACT[type] is layout_of(type, CUDA_LAYOUTS)
     np.testing.assert_array_equal(found, wanted)
     if type not in {TensorType.I8, TensorType.I16}:
-        assert "exactly" in conversion_note(type)
+        assert "exactly" in conversion_note(type, CUDA_LAYOUTS)
 
 
 @pytest.mark.parametrize("type", ROUNDED, ids=lambda type: type.name)
 def test_convert_rounds_within_the_budget(type: TensorType) -> None:
     layout, found, wanted = convert_and_decode(type, random_tensor(type, 7 * 3, seed=int(type)), rows=7)
-    assert layout is Layout.Q8_0 is layout_of(type)
+    assert layout is Layout.Q8_0 is layout_of(type, CUDA_LAYOUTS)
     difference = np.abs(found - wanted).reshape(-1, 32).max(axis=1)
     largest = np.abs(wanted).reshape(-1, 32).max(axis=1)
     assert (difference <= ROUNDED[type] * largest).all()
-    assert "rounded" in conversion_note(type)
+    assert "rounded" in conversion_note(type, CUDA_LAYOUTS)
 
 
 @pytest.mark.parametrize("type", PLAIN, ids=lambda type: type.name)
@@ -127,15 +133,16 @@ def test_convert_ignores_the_scale_of_an_mxfp4_block_of_zeros() -> None:
 @pytest.mark.parametrize("type", [TensorType.Q3_K, TensorType.Q2_K, TensorType.Q1_0, TensorType.MXFP4, TensorType.F64])
 def test_convert_gives_the_same_in_chunks_of_any_size(type: TensorType, monkeypatch: pytest.MonkeyPatch) -> None:
     raw, shape = random_tensor(type, 30, seed=4), (3, 2, 5 * block_size(type))
-    layout, whole = convert(raw, type, shape)
+    layout, whole = convert(raw, type, shape, layouts=CUDA_LAYOUTS)
     monkeypatch.setattr(conversion, "WEIGHTS_PER_CHUNK", 512)
-    assert convert(raw, type, shape)[0] is layout
-    np.testing.assert_array_equal(convert(raw, type, shape)[1], whole)
+    again, parts = convert(raw, type, shape, layouts=CUDA_LAYOUTS)
+    assert again is layout
+    np.testing.assert_array_equal(parts, whole)
 
 
 def test_convert_takes_read_only_bytes_of_a_map() -> None:
     raw = np.frombuffer(random_tensor(TensorType.IQ4_NL, 4, seed=5).tobytes(), np.uint8)
-    assert convert(raw, TensorType.IQ4_NL, (2, 64))[1].size == 4 * 34
+    assert convert(raw, TensorType.IQ4_NL, (2, 64), layouts=CUDA_LAYOUTS)[1].size == 4 * 34
 
 
 def test_convert_refuses_bytes_that_do_not_fit_the_shape() -> None:
@@ -147,7 +154,7 @@ def test_convert_refuses_weights_that_it_cannot_round() -> None:
     raw = random_tensor(TensorType.Q2_K, 2, seed=6)
     raw.view(block_dtype(TensorType.Q2_K))["d"][1] = np.nan
     with pytest.raises(CorruptFileError, match="Q2_K"):
-        convert(raw, TensorType.Q2_K, (1, 512))
+        convert(raw, TensorType.Q2_K, (1, 512), layouts=CUDA_LAYOUTS)
 
 
 @pytest.mark.parametrize("type", ACTIVATIONS, ids=lambda type: type.name)

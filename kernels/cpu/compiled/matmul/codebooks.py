@@ -9,8 +9,8 @@ from localinfer.kernels.cpu.compiled.matmul.tile import MINUS_8_HALF, MINUS_8_SU
 from localinfer.kernels.cpu.compiled.simd.emit import F16, F32, I8, I16, I32, Value, vector
 from localinfer.kernels.layouts import Layout
 
-_IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-_E2M1_CODES = tuple(12 + level for level in (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12))
+IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+E2M1_CODES = tuple(12 + level for level in (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12))
 """Twice what the codes of E2M1 stand for, plus 12."""
 
 
@@ -48,7 +48,7 @@ def _iq4_block(
         tile.prefetch(block, num_bytes, j, 4)
         loaded = tile.load_codes(codes, 64 * j)
         for half, nibbles in enumerate((tile.low(loaded), tile.high(loaded))):
-            levels = emit.lookup_levels(_IQ4_LEVELS, nibbles)
+            levels = emit.lookup_levels(IQ4_LEVELS, nibbles)
             dots = [
                 emit.dot_levels(dot, levels, tile.bytes4(row, column, 16 * half + 4 * j))
                 for dot, row in zip(dots, tile.rows, strict=True)
@@ -75,7 +75,7 @@ def mxfp4_body(tile: Tile, block: Value, totals: list[Value]) -> list[Value]:
         tile.prefetch(block, tile.sizes.unit_bytes, j, 4)
         loaded = tile.load_codes(codes, 64 * j)
         for half, nibbles in enumerate((tile.low(loaded), tile.high(loaded))):
-            doubled = emit.lookup(_E2M1_CODES, nibbles)
+            doubled = emit.lookup(E2M1_CODES, nibbles)
             dots = [
                 emit.dot_codes(dot, doubled, tile.bytes4(row, column, 16 * half + 4 * j))
                 for dot, row in zip(dots, tile.rows, strict=True)
@@ -102,7 +102,7 @@ def nvfp4_body(tile: Tile, unit: Value, totals: list[Value]) -> list[Value]:
                 tile.prefetch(unit, tile.sizes.unit_bytes, 2 * group + j, 8)
                 loaded = tile.load_codes(body, 64 * (2 * group + j))
                 for part, nibbles in enumerate((tile.low(loaded), tile.high(loaded))):
-                    doubled = emit.lookup(_E2M1_CODES, nibbles)
+                    doubled = emit.lookup(E2M1_CODES, nibbles)
                     dots = [
                         emit.dot_codes(dot, doubled, tile.bytes4(row, column, 16 * half + 8 * part + 4 * j))
                         for dot, row in zip(dots, tile.rows, strict=True)

@@ -17,7 +17,7 @@ from localinfer.kernels.cpu.compiled.simd.emit import F16, F32, I8, I32, I64, Em
 from localinfer.kernels.grid_tables import grid_vectors
 from localinfer.kernels.layouts import Layout
 
-_BIAS = 64
+BIAS = 64
 """Levels with their signs, plus this, are the codes that are multiplied: 2 to 126."""
 
 
@@ -125,7 +125,7 @@ def _codes_at(emit: Emitter, packed: Value, places: Sequence[int], levels: Seque
     )
     # The bits above a code belong to others: every place that they can lead to holds the same.
     period = 1 << bits
-    table = [(_BIAS + levels[i % period]) if i % period < len(levels) else 0 for i in range(64)]
+    table = [(BIAS + levels[i % period]) if i % period < len(levels) else 0 for i in range(64)]
     return emit.call("llvm.x86.avx512.permvar.qi.512", vector(I8, 64), [ir.Constant(vector(I8, 64), table), codes])
 
 
@@ -196,7 +196,7 @@ def grid_address(emit: Emitter, layout: Layout) -> Value:
     module = emit.builder.module
     found = module.globals.get(name)
     if found is None:
-        values = (grid_vectors(layout.name).astype(np.int64).reshape(-1) + _BIAS).tolist()
+        values = (grid_vectors(layout.name).astype(np.int64).reshape(-1) + BIAS).tolist()
         kind = ir.ArrayType(I8, len(values))
         found = ir.GlobalVariable(module, kind, name)
         found.global_constant, found.linkage, found.align = True, "internal", 64
