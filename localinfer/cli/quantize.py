@@ -21,7 +21,12 @@ _LEAST_HELD_BACK = 8000
 @click.command("quantize")
 @click.argument("source", metavar="SOURCE")
 @click.argument("target", metavar="TARGET")
-@option("--type type_name", "TYPE", "Preset, such as Q8_0 or Q4_K_S.", default="Q4_K_M")
+@option(
+    "--type type_name",
+    "TYPE",
+    "Preset, such as Q8_0, Q4_K_S or MXFP4_MOE; F16 or BF16: plain numbers.",
+    default="Q4_K_M",
+)
 @option(
     "--method",
     None,

@@ -61,7 +61,7 @@ def quantize(
     """Write a model as GGUF with quantized matrices; the result lists every tensor's type and error.
 
     source: a GGUF file, or a Hugging Face folder. target: written atomically, replacing an older file.
-    type: a preset such as Q4_K_M, in any case.
+    type: a preset such as Q4_K_M, in any case. F16 and BF16 write plain numbers, the others blocks.
     method: rtn rounds to nearest. imatrix weights errors by the importance of each column, from a file or a calibration
         text. gptq compensates the errors of a column in later columns, and those of a layer in later layers; it takes
         minutes per billion weights, and resumes after its last finished layer if the same call is made again. awq
@@ -79,6 +79,8 @@ def quantize(
     num_threads = available_threads() if threads is None else checked_threads(threads)
     if imatrix is not None and method in ("rtn", "gptq", "awq"):
         raise RequestError(f"method {method} uses no imatrix file; leave it out, or use method imatrix")
+    if preset.is_plain and (method not in ("auto", "rtn") or imatrix is not None):
+        raise RequestError(f"type {preset.name} has plain numbers, which nothing is fitted to; take method rtn or auto")
     if calibration_tokens < 1:
         raise RequestError(f"calibration_tokens is {calibration_tokens}; wanted at least 1")
     if device not in ("auto", "cpu", "cuda"):

@@ -1,4 +1,4 @@
-"""Encode weights for a file: by compiled kernels where a type has blocks, by NumPy for plain numbers.
+"""Encode weights for a file: by compiled kernels, and by NumPy for plain numbers and MXFP4.
 
 The bytes are those of `reference.quantize`, on every machine and with any number of threads.
 """
@@ -47,7 +47,7 @@ def encode(
     """Encode a matrix, using every thread of the pool.
 
     importance: how much the square of an error in each column weighs (the mean square of what the column is multiplied
-    with), finite and not negative. Plain numbers and Q8_0 do not use it.
+    with), finite and not negative. Plain numbers, Q8_0 and MXFP4 do not use it.
 
     Shapes: source [rows, columns]; importance float32[columns]; result uint8[rows, row bytes].
     Raises: as `reference.quantize`.

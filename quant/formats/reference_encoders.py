@@ -62,7 +62,7 @@ def quantize(values: Values, type: T, importance: Values | None = None) -> NDArr
     """Encode rows as blocks of a type.
 
     importance: how much the square of an error in each column weighs (the mean square of what the column is multiplied
-    with), finite and not negative. Plain numbers and Q8_0 do not use it.
+    with), finite and not negative. Plain numbers, Q8_0 and MXFP4 do not use it.
 
     Shapes: values float32[..., columns]; importance float32[columns], or any shape that broadcasts to that of values;
         result uint8[..., row bytes].
@@ -187,6 +187,23 @@ def _iq4_nl(values: Values, importance: Values | None) -> Fields:
     return {"d": scale, **pack_codes(nearest_iq4(_inverse(scale) * values), T.IQ4_NL)}
 
 
+_E2M1_MIDDLES = np.array([0.5, 1.5, 2.5, 3.5, 5, 7, 10], np.float32)
+"""Between two neighbours of what doubled E2M1 numbers stand for: the smaller one is taken there."""
+
+
+def _mxfp4(values: Values) -> Fields:
+    largest = np.abs(values).max(axis=1, keepdims=True)
+    # Rounded to float32 as ggml's logarithm is, so that numbers just below a power of two count as that power.
+    powers = np.floor(np.log2(largest.astype(np.float64)).astype(np.float32))
+    exponents = np.where(largest > 0, np.maximum(powers - 2 + 127, 0), 0).astype(np.int32)
+    magnitudes = np.ldexp(np.abs(values), 128 - exponents)
+    codes = np.zeros(values.shape, np.uint8)
+    for middle in _E2M1_MIDDLES:
+        codes += magnitudes > middle
+    codes += np.where((values < 0) & (codes > 0), np.uint8(8), np.uint8(0))
+    return {"e": exponents.astype(np.uint8), **pack_codes(codes, T.MXFP4)}
+
+
 def _half(values: Values) -> Values:
     """Round to float16, as the file stores it."""
     return values.astype(np.float16).astype(np.float32)
@@ -295,6 +312,7 @@ _PLAIN: dict[T, Callable[[Values], Fields]] = {
     T.F16: lambda values: {"value": values.astype(np.float16)},
     T.BF16: _bf16,
     T.Q8_0: _q8_0,
+    T.MXFP4: _mxfp4,
 }
 """What importance does not change."""
 

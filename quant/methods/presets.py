@@ -26,8 +26,14 @@ class Preset:
     file_type: int
     default: TensorType
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether all matrices become plain numbers, so that nothing is to be fitted."""
+        return self.default in (TensorType.F16, TensorType.BF16)
+
 
 _FILE_TYPES = {
+    "F16": 1,
     "Q4_0": 2,
     "Q4_1": 3,
     "Q8_0": 7,
@@ -44,9 +50,14 @@ _FILE_TYPES = {
     "Q6_K": 18,
     "IQ4_NL": 25,
     "IQ4_XS": 30,
+    "BF16": 32,
+    "MXFP4_MOE": 38,
 }
+_DEFAULTS = {"MXFP4_MOE": _T.Q8_0}
+"""Where a preset is not named after the type of most of its matrices."""
 PRESETS = {
-    name: Preset(name, file_type, TensorType[re.sub("_[SML]$", "", name)]) for name, file_type in _FILE_TYPES.items()
+    name: Preset(name, file_type, _DEFAULTS.get(name) or TensorType[re.sub("_[SML]$", "", name)])
+    for name, file_type in _FILE_TYPES.items()
 }
 
 _SMALLER_BLOCKS = {
@@ -163,8 +174,12 @@ def choose_types(
             kept = _T.F32 if len(record.shape) == 1 and record.type in (_T.F16, _T.BF16) else record.type
             choices[name] = TypeChoice(kept, kept)
             continue
-        if name == head:
+        if preset.is_plain:
+            wanted = preset.default
+        elif name == head:
             wanted = _T.Q8_0 if preset.default is _T.Q8_0 else _T.Q6_K
+        elif preset.name == "MXFP4_MOE":
+            wanted = _T.MXFP4 if len(record.shape) == 3 and record.shape[0] > 1 else _T.Q8_0
         else:
             wanted = _wanted(preset, name, facts, value_layers, has_importance)
         choices[name] = TypeChoice(_that_holds(wanted, record.shape[-1]), wanted)

@@ -68,6 +68,8 @@ GOOD = {
         {demo} {folder}/1.gguf --type q8_0 --method rtn --threads 1 --device cpu --text {text} --chunks 1
         {demo} {folder}/2.gguf --calibration {text} --calibration-tokens 512 --save-imatrix {folder}/i.gguf {quick}
         {demo} {folder}/3.gguf --imatrix {folder}/i.gguf {quick}
+        {demo} {folder}/4.gguf --type F16 {quick}
+        {demo} {folder}/5.gguf --type mxfp4_moe {quick}
     """,
     "compare": """
         {demo} {demo} {text} --context-length 64 --chunks 1 --threads 1 --json
@@ -201,6 +203,8 @@ BAD = {
     "quantize": """
         {demo} {folder}/x.gguf --type q99
         {demo} {folder}/x.gguf --method magic
+        {demo} {folder}/x.gguf --type BF16 --method gptq
+        {demo} {folder}/x.gguf --type F16 --imatrix {file}
         {demo} {folder}/x.gguf --calibration no-such-file
         {demo} {folder}/x.gguf --calibration-tokens 0
         {demo} {folder}/x.gguf --imatrix no-such-file

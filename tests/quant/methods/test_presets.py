@@ -14,6 +14,8 @@ from localinfer.quant.methods.presets import PRESETS, ModelFacts, choose_types, 
 # From llama-quantize's dry run. Types are letters, one for all layers or one per layer.
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "preset_types.json").read_text())
 
+OF_ONE_RULE = ("F16", "BF16", "MXFP4_MOE")
+
 
 @dataclass(frozen=True)
 class Record:
@@ -44,7 +46,7 @@ def by_role(choices: dict[str, str]) -> dict[str, str]:
     return {role: text[0] if len(set(text)) == 1 else text for role, text in letters.items()}
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", [name for name in PRESETS if name not in OF_ONE_RULE])
 @pytest.mark.parametrize("name", GOLDEN["models"])
 def test_every_tensor_gets_the_type_of_llama_quantize(name: str, preset: str) -> None:
     recorded = GOLDEN["models"][name]
@@ -57,6 +59,24 @@ def test_every_tensor_gets_the_type_of_llama_quantize(name: str, preset: str) ->
         if has_importance:
             wanted = recorded["types"].get(f"{preset}+imatrix", wanted)
         assert by_role({tensor: letters[type] for tensor, type in kept.items()}) == wanted
+
+
+@pytest.mark.parametrize("preset", OF_ONE_RULE)
+@pytest.mark.parametrize("name", GOLDEN["models"])
+def test_types_of_presets_with_one_rule(name: str, preset: str) -> None:
+    """Plain numbers everywhere; or MXFP4 for experts, and Q8_0 for what else has whole blocks."""
+    facts, tensors = model(GOLDEN["models"][name])
+    for tensor, choice in choose_types(PRESETS[preset], tensors, facts, has_importance=False).items():
+        record = tensors[tensor]
+        if "gate_inp" in tensor:
+            wanted = "F32"
+        elif preset != "MXFP4_MOE":
+            wanted = preset
+        elif record.shape[-1] % 32:
+            wanted = "F16"
+        else:
+            wanted = "MXFP4" if "_exps" in tensor else "Q8_0"
+        assert choice.type.name == wanted
 
 
 def test_a_fallback_says_what_was_wanted() -> None:
@@ -98,5 +118,5 @@ def test_facts_are_read_from_metadata() -> None:
 
 def test_presets_are_found_in_any_case() -> None:
     assert find_preset("q4_k_m") is PRESETS["Q4_K_M"]
-    with pytest.raises(RequestError, match="'q4_k'; wanted one of Q4_0.*IQ4_XS"):
+    with pytest.raises(RequestError, match="'q4_k'; wanted one of F16, Q4_0.*MXFP4_MOE"):
         find_preset("q4_k")
