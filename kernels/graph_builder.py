@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec
 
 from localinfer.errors import ShapeError
-from localinfer.kernels import ops
+from localinfer.kernels import ops, recurrent_ops
 from localinfer.kernels.ops import (
     MAX_EXPERTS,
     Activation,
@@ -222,6 +222,15 @@ def _check_expert_scale(op: ops.ExpertScale) -> None:
     _same_rows(x, op.expert_weights)
 
 
+def _check_short_convolution(op: recurrent_ops.ShortConvolution) -> None:
+    out, x, weight = op.out, op.x, op.weight
+    _same_shape(out, x)
+    check(x.rows is Rows.BATCH and out.index != x.index, f"{out.name} cannot take the convolution of {x.name}")
+    is_right = weight.ndim == 2 and weight.shape[0] == x.width and weight.shape[1] > 1
+    check(is_right, f"a convolution of {x.name}, {x.width} wide, has weights {weight.shape}")
+    _has_values(op.bias, x.width, "bias of a convolution")
+
+
 CHECKS: dict[Any, Callable[..., None]] = {}
 """What proves the shapes of each op; of one on a layer of the cache, given what that keeps. Raises: ShapeError."""
 
@@ -259,14 +268,29 @@ class GraphBuilder:
         self.states.append(StateShape(num_values, log_values))
         return len(self.states) - 1
 
+    def add_state(self, shape: StateShape) -> int:
+        """`state` of a shape."""
+        return self.state(shape.num_values, shape.log_values)
+
     def append(self, op: Op) -> None:
         """Check an op and write it after the others. Raises: ShapeError."""
         if isinstance(op, ops.StoreKV | ops.Attention):
             check(0 <= op.layer < len(self.kv_layers), f"there is no cache of layer {op.layer}")
             CHECKS[type(op)](op, self.kv_layers[op.layer])
+        elif isinstance(op, ops.RecurrentOp):
+            CHECKS[type(op)](op)
+            self._check_state(op)
         else:
             CHECKS[type(op)](op)
         self.ops.append(op)
+
+    def _check_state(self, op: ops.RecurrentOp) -> None:
+        """Each state belongs to one op, and holds what that op keeps."""
+        check(0 <= op.state < len(self.states), f"there is no state {op.state}")
+        found, wanted = self.states[op.state], op.state_shape
+        check(found == wanted, f"state {op.state} is {found}; {type(op).__name__} keeps {wanted}")
+        is_taken = any(isinstance(other, ops.RecurrentOp) and other.state == op.state for other in self.ops)
+        check(not is_taken, f"state {op.state} already belongs to another op")
 
     def finish(self, output: Buffer) -> OpGraph:
         """The finished graph; `output` is the buffer `Program.run` returns. Raises: ShapeError."""
@@ -287,6 +311,7 @@ class GraphBuilder:
     gated_activation = _writer(ops.GatedActivate, _check_gated_activate)
     xielu = _writer(ops.Xielu, lambda op: _same_shape(op.out, op.x))
     add = _writer(ops.Add, lambda op: _same_shape(op.out, op.a, op.b))
+    multiply = _writer(ops.Multiply, lambda op: _same_shape(op.out, op.x, op.factor))
     multiply_sigmoid = _writer(ops.MultiplySigmoid, _check_multiply_sigmoid)
     scale = _writer(ops.Scale)
     scale_columns = _writer(ops.ScaleColumns, lambda op: _has_values(op.factors, op.x.width, f"factors of {op.x.name}"))
@@ -300,3 +325,4 @@ class GraphBuilder:
     expert_matmul = _writer(ops.ExpertMatmul, _check_expert_matmul)
     expert_sum = _writer(ops.ExpertSum, _check_expert_sum)
     expert_scale = _writer(ops.ExpertScale, _check_expert_scale)
+    short_convolution = _writer(recurrent_ops.ShortConvolution, _check_short_convolution)

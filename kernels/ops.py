@@ -50,6 +50,9 @@ class Activation(Enum):
     RELU_SQUARED = "relu_squared"
     SWIGLU_CLAMPED = "swiglu_clamped"
     """gpt-oss: g = min(gate, 7), u = clamp(up, -7, 7), g * sigmoid(1.702 g) * (u + 1). Gated only."""
+    SOFTPLUS = "softplus"
+    SIGMOID = "sigmoid"
+    TANH = "tanh"
 
 
 class Gating(Enum):
@@ -210,6 +213,17 @@ class StateShape:
     log_values: int
 
 
+class RecurrentOp(Record):
+    """An op that carries the graph's state number `state`, one per sequence, from row to row (`recurrent_ops.py`)."""
+
+    state: int
+
+    @property
+    def state_shape(self) -> StateShape:
+        """What that state and a row of its log hold."""
+        raise NotImplementedError
+
+
 class Embed(Record):
     """out[r] = scale * table[token_ids[r]]."""
 
@@ -327,6 +341,14 @@ class Add(Record):
     a: Buffer
     b: Buffer
     scale: float = 1.0
+
+
+class Multiply(Record):
+    """out = x * factor."""
+
+    out: Buffer
+    x: Buffer
+    factor: Buffer
 
 
 class MultiplySigmoid(Record):
@@ -459,8 +481,9 @@ class ExpertScale(Record):
 
 Op = (
     Embed | EmbedPositions | Receive | RmsNorm | LayerNorm | Matmul | Rope | StoreKV | Attention
-    | Activate | GatedActivate | Xielu | Add | MultiplySigmoid | Scale | ScaleColumns | Clamp | ScaleByPosition
-    | Softcap | CopyHeads | HeadMatmul | SelectOutput | Route | ExpertMatmul | ExpertSum | ExpertScale
+    | Activate | GatedActivate | Xielu | Add | Multiply | MultiplySigmoid | Scale | ScaleColumns | Clamp
+    | ScaleByPosition | Softcap | CopyHeads | HeadMatmul | SelectOutput | Route | ExpertMatmul | ExpertSum | ExpertScale
+    | RecurrentOp
 )  # fmt: skip
 
 

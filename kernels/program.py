@@ -94,8 +94,18 @@ class BatchLimits:
             total += segment.num_rows
             if total > rows:
                 raise RequestError(f"the segments hold more than the batch's {rows} token ids")
+        if self.has_states and len(batch.segments) > 1:
+            _check_apart([segment.state for segment in batch.segments])
         if total != rows:
             raise RequestError(f"the segments hold {total} rows, the batch {rows} token ids")
+
+    def check_settled(self, step: StateStep) -> None:
+        """Raise RequestError for a step without rows that kernels must not get."""
+        if not self.has_states:
+            raise RequestError("this model has no recurrent layers, whose states could be computed")
+        if step.new_log:
+            raise RequestError("a step without rows has none to log")
+        _check_step("a step without rows", 0, step)
 
     def _check_segment(self, index: int, segment: Segment) -> None:
         count, start, dropped = segment.num_rows, segment.start_position, segment.dropped_tokens
@@ -115,21 +125,36 @@ class BatchLimits:
 
 
 def _check_state(index: int, segment: Segment) -> None:
-    """Prove the addresses and numbers of a segment's recurrent states. Raises: RequestError."""
+    """Prove that a segment comes with the states before it. Raises: RequestError."""
     step = segment.state
-    if step is None or (not step.source and (segment.start_position > step.num_logged)):
+    if step is None or (not step.source and segment.start_position > step.num_logged):
         raise RequestError(f"segment {index} from position {segment.start_position} comes without the states before it")
+    _check_step(f"segment {index}", segment.num_rows, step)
+
+
+def _check_step(name: str, num_rows: int, step: StateStep) -> None:
+    """Prove the addresses and numbers of a step of recurrent states. Raises: RequestError."""
     rows = [count for count, _ in step.targets]
     addresses = [step.source, *(place for _, place in step.targets)]
     is_rising = all(first < second for first, second in zip(rows, rows[1:], strict=False))
-    if not is_rising or any(not 0 <= count <= segment.num_rows for count in rows):
-        raise RequestError(f"segment {index} of {segment.num_rows} rows cannot write states after rows {rows}")
+    if not is_rising or any(not 0 <= count <= num_rows for count in rows):
+        raise RequestError(f"{name} of {num_rows} rows cannot write states after rows {rows}")
     if 0 in addresses[1:] or len(set(addresses)) != len(addresses):
-        raise RequestError(f"segment {index} reads and writes the same states, or writes some nowhere")
+        raise RequestError(f"{name} reads and writes the same states, or writes some nowhere")
     if not 0 <= step.num_logged <= LOG_ROWS or (step.num_logged and not step.log):
-        raise RequestError(f"segment {index} repeats {step.num_logged} rows of a log, which holds {LOG_ROWS} at most")
-    if step.new_log and (step.new_log == step.log or segment.num_rows > LOG_ROWS):
-        raise RequestError(f"segment {index} logs {segment.num_rows} rows; {LOG_ROWS} fit, in a log that is not read")
+        raise RequestError(f"{name} repeats {step.num_logged} rows of a log, which holds {LOG_ROWS} at most")
+    if step.new_log and (step.new_log == step.log or num_rows > LOG_ROWS):
+        raise RequestError(f"{name} logs {num_rows} rows; {LOG_ROWS} fit, in a log that is not read")
+
+
+def _check_apart(steps: Sequence[StateStep | None]) -> None:
+    """Prove that no states or logs are written twice, or read by another segment. Raises: RequestError."""
+    present = [step for step in steps if step is not None]
+    written = [place for step in present for _, place in step.targets]
+    written += [step.new_log for step in present if step.new_log]
+    read = {place for step in present for place in (step.source, step.log)}
+    if len(set(written)) != len(written) or not read.isdisjoint(written):
+        raise RequestError("two segments of a batch write the same states, or one reads what another writes")
 
 
 def _extremes(values: NDArray[np.int32]) -> tuple[int, int]:
@@ -146,7 +171,8 @@ class Operation:
 
     kernel: its name. weights: names of the tensors it reads. weight_bytes: all of them; row_weight_bytes: what a single
     row reads (less for embeddings and experts). multiply_adds: with weights, per row. kv_bytes, kv_multiply_adds: per
-    position that a row attends to, at most the last `window` of them where that is not 0.
+    position that a row attends to, at most the last `window` of them where that is not 0. state_bytes: of recurrent
+    states that are read and written, per segment.
     """
 
     kernel: str
@@ -158,6 +184,7 @@ class Operation:
     kv_bytes: int = 0
     kv_multiply_adds: int = 0
     window: int = 0
+    state_bytes: int = 0
 
 
 class Program(Protocol):

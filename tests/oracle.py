@@ -24,10 +24,11 @@ from localinfer.kernels.ops import (
     Pairing,
     Rows,
 )
-from localinfer.kernels.program import Batch, Segment
+from localinfer.kernels.program import Batch, Segment, StateStep
 from localinfer.types import FloatArray
 from tests.oracle_formulas import Float64Array, activate, affine, attend, groups, route, sigmoid
 from tests.oracle_kv import kept, kept_query
+from tests.oracle_recurrent import RECURRENCES, States, input_buffers
 
 
 class NumpyWeights:
@@ -71,6 +72,7 @@ class _Run:
     positions: NDArray[np.int64]
     cache: dict[tuple[int, int], "_LayerCache"]
     kv_types: tuple[str, str] | None
+    states: States
 
     def __getitem__(self, buffer: Buffer) -> Float64Array:
         return self.values[buffer.index]
@@ -102,15 +104,21 @@ class NumpyProgram:
         self._graph = graph
         self._kv_types = None if kv_type is None else parse_kv_type(kv_type)
         self._cache: dict[tuple[int, int], _LayerCache] = {}
+        self._states = States()
 
     def run(self, batch: Batch) -> FloatArray:
         num_rows = {Rows.BATCH: len(batch.token_ids), Rows.OUTPUT: len(batch.output_rows)}
         values = {b.index: np.full((num_rows[b.rows], b.width), np.nan) for b in self._graph.buffers}
         positions = [s.start_position + np.arange(s.num_rows, dtype=np.int64) for s in batch.segments]
-        run = _Run(batch, values, np.concatenate(positions), self._cache, self._kv_types)
+        run = _Run(batch, values, np.concatenate(positions), self._cache, self._kv_types, self._states)
         for op in self._graph.ops:
             _FORMULAS[type(op)](run, op)
         return run[self._graph.output].astype(np.float32)
+
+    def settle(self, step: StateStep) -> None:
+        for op in self._graph.ops:
+            if isinstance(op, ops.RecurrentOp):
+                self._states.advance(op, step, [])
 
     def close(self) -> None:
         self._cache.clear()
@@ -237,6 +245,11 @@ def _add(run: _Run, op: ops.Add) -> None:
     run[op.out] = run[op.a] + op.scale * run[op.b]
 
 
+@_formula(ops.Multiply)
+def _multiply(run: _Run, op: ops.Multiply) -> None:
+    run[op.out] = run[op.x] * run[op.factor]
+
+
 @_formula(ops.MultiplySigmoid)
 def _multiply_sigmoid(run: _Run, op: ops.MultiplySigmoid) -> None:
     gates = np.repeat(sigmoid(run[op.gate]), op.x.width // op.gate.width, axis=1)
@@ -331,6 +344,19 @@ def _expert_sum(run: _Run, op: ops.ExpertSum) -> None:
 def _expert_scale(run: _Run, op: ops.ExpertScale) -> None:
     weighed = _slots(run, op.x, op.expert_weights) * run[op.expert_weights][:, :, None]
     run[op.x] = weighed.reshape(run[op.x].shape)
+
+
+def _recurrent(run: _Run, op: Any) -> None:
+    inputs = {name: run[buffer] for name, buffer in input_buffers(op).items()}
+    result = np.empty_like(run[op.out])
+    for segment, rows in _segment_rows(run.batch):
+        assert segment.state is not None, "a recurrent op needs the states before a segment"
+        by_row = [{name: values[row].copy() for name, values in inputs.items()} for row in rows]
+        result[rows] = run.states.advance(op, segment.state, by_row)
+    run[op.out] = result
+
+
+_FORMULAS |= dict.fromkeys(RECURRENCES, _recurrent)
 
 
 def _segment_rows(batch: Batch) -> list[tuple[Segment, range]]:

@@ -82,6 +82,12 @@ def activate(x: Float64Array, kind: Activation) -> Float64Array:
         return 0.5 * x * (1.0 + erf(x / math.sqrt(2.0)))
     if kind is Activation.GELU_QUICK:
         return x * sigmoid(1.702 * x)
+    if kind is Activation.SIGMOID:
+        return sigmoid(x)
+    if kind is Activation.SOFTPLUS:
+        return np.logaddexp(0.0, x)
+    if kind is Activation.TANH:
+        return np.tanh(x)
     if kind is Activation.RELU:
         return np.maximum(x, 0.0)
     assert kind is Activation.RELU_SQUARED, f"{kind} needs a gate"

@@ -39,6 +39,12 @@ MAX_SPLIT_HEADS = 512
 PARTIAL_COUNTER_BYTES = 8 * SPLIT_ROWS * MAX_SPLIT_HEADS
 """A counter of finished parts for each sequence and KV head."""
 
+# Recurrent ops.
+CONVOLUTION_CHANNELS = 256
+"""Channels of a unit of work."""
+MAX_TAPS = SCRATCH_BYTES // (8 * CONVOLUTION_CHANNELS)
+"""Of a convolution: twice as many rows of a unit are in a thread's scratch memory."""
+
 # Measuring the machine.
 MULTIPLICATIONS_PER_ROUND = 12 * 64
 """Of `multiply_bytes`: independent chains of vectors of 64 bytes."""

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.kernels import ops
-from localinfer.kernels.cpu import attention, kernel_abi, parameters
+from localinfer.kernels.cpu import attention, kernel_abi, parameters, recurrent
 from localinfer.kernels.cpu.memory import address, aligned, padded
 from localinfer.kernels.cpu.program import CpuProgram, ThreadPool
 from localinfer.kernels.cpu.tape import CpuTape
@@ -417,6 +417,7 @@ LOWER: dict[type, Callable[[CpuTape, Any], None]] = {
     ops.GatedActivate: _gated_activate,
     ops.Xielu: _xielu,
     ops.Add: lambda tape, op: _elementwise(tape, "add", op.out, op.a, op.b, op.scale),
+    ops.Multiply: lambda tape, op: _elementwise(tape, "multiply", op.out, op.x, op.factor),
     ops.MultiplySigmoid: _multiply_sigmoid,
     ops.Scale: lambda tape, op: _elementwise(tape, "scale", op.x, op.x, op.x, op.factor),
     ops.ScaleColumns: _scale_columns,
@@ -430,4 +431,5 @@ LOWER: dict[type, Callable[[CpuTape, Any], None]] = {
     ops.ExpertMatmul: _expert_matmul,
     ops.ExpertSum: _expert_sum,
     ops.ExpertScale: _expert_scale,
+    **recurrent.LOWER,
 }

@@ -120,6 +120,11 @@ EXPERT_SUM = Block(
 """residual: 0 for none."""
 EXPERT_SCALE = Block("x x_stride weights weights_stride selected columns is_output")
 
+# Recurrent ops. state, log: where an op's part begins in a block of states, and in a log.
+
+SHORT_CONVOLUTION = Block("out out_stride x x_stride weight bias channels taps row_bytes state log")
+"""weight: float32[taps][channels]. row_bytes: of a row of weights, of the state and of the log: whole vectors."""
+
 # Attention.
 
 ATTENTION = Block(

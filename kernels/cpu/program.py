@@ -180,6 +180,7 @@ class CpuProgram:
         self._ops = np.array([[kernel.address, address(words)] for kernel, words in addresses], np.int64)
         self._ops_address, self._num_ops = address(self._ops), len(self._ops)
         self._stretches = stretches(tape.operations)
+        self._recurrent_ops = np.ascontiguousarray(self._ops[tape.recurrent_kernels])
         self._fills = tuple(tape.memory.fills)
         rows = self.max_batch_rows
         self._token_ids = np.zeros(rows, np.int64)
@@ -233,6 +234,16 @@ class CpuProgram:
             address_of_first = self._ops_address + OP_BYTES * stretch.first
             self._pool.run(address_of_first, stretch.num_ops, self._header_address, self._threads_for(rows))
         return self._result(batch)
+
+    def settle(self, step: StateStep) -> None:
+        """Compute states without any row; see `program.StatefulProgram`. Raises: RequestError."""
+        self._limits.check_settled(step)
+        self._segments[0, :5] = 0
+        self._set_state(0, step)
+        self._header[_NUM_SEGMENTS], self._header[_NUM_ROWS], self._header[_NUM_OUTPUT_ROWS] = 1, 0, 0
+        # One state is copied as it is computed: memory limits that as it limits a decoded token.
+        threads = self._threads_for(1)
+        self._pool.run(address(self._recurrent_ops), len(self._recurrent_ops), self._header_address, threads)
 
     def operations(self) -> Sequence[Operation]:
         """Every op, in the order they run."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.errors import BackendUnavailableError
+from localinfer.errors import BackendUnavailableError, UnsupportedFormatError
 from localinfer.kernels import ops
 from localinfer.kernels.cuda import experts, gemm
 from localinfer.kernels.cuda.attention import KV_BYTES, Attention, Rope, store_steps
@@ -45,9 +45,15 @@ def lower_to_cuda(
     """Compile a graph for a device: `max_batch_rows` tokens per run, `max_output_rows` of them with logits.
 
     kv_layout: of the graph's own layers.
-    Raises: ShapeError for what no kernel computes; BackendUnavailableError as `check_kv_types`.
+    Raises: ShapeError for what no kernel computes; UnsupportedFormatError for recurrent layers; BackendUnavailableError
+    as `check_kv_types`.
     """
     check_kv_types(kv_layout)
+    if graph.states:
+        raise UnsupportedFormatError(
+            f"this model has {len(graph.states)} recurrent ops, which device 'cuda' does not run; take device 'cpu' "
+            "(--device cpu)"
+        )
     assert tuple(kv_layout.layers) == graph.kv_layers, "a graph reads and writes the cache that it was written for"
     max_rows = {Rows.BATCH: max_batch_rows, Rows.OUTPUT: min(max_output_rows, max_batch_rows)}
     tape = CudaTape(graph, device, kv_layout, max_rows)

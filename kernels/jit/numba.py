@@ -59,7 +59,7 @@ def entry(result: str, arguments: str) -> Callable[[Callable[..., Any]], Source]
 
 
 _KERNELS = "localinfer.kernels.cpu.compiled"
-_PACKAGES = ("simd", "matmul", "attention", "encode", "sampling", "tokens")
+_PACKAGES = ("simd", "matmul", "attention", "recurrent", "encode", "sampling", "tokens")
 
 
 def source_of(name: str) -> Source:

@@ -349,6 +349,7 @@ EVALUATE: dict[type, Callable[[Evaluator, Any], None]] = {
     ops.GatedActivate: _gated_activate,
     ops.Xielu: _xielu,
     ops.Add: lambda run, op: run.by_rows(op.out, lambda a, b: a + np.float32(op.scale) * b, op.a, op.b),
+    ops.Multiply: lambda run, op: run.by_rows(op.out, lambda a, b: a * b, op.x, op.factor),
     ops.MultiplySigmoid: _multiply_sigmoid,
     ops.Scale: lambda run, op: run.by_rows(op.x, lambda a: np.float32(op.factor) * a, op.x),
     ops.ScaleColumns: lambda run, op: run.by_rows(op.x, lambda a: a * op.factors, op.x),

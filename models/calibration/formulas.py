@@ -43,6 +43,12 @@ def activate(x: FloatArray, kind: Activation) -> FloatArray:
         return np.float32(0.5) * x * (np.float32(1) + _erf(x * np.float32(math.sqrt(0.5))))
     if kind is Activation.GELU_QUICK:
         return x * sigmoid(np.float32(1.702) * x)
+    if kind is Activation.SIGMOID:
+        return sigmoid(x)
+    if kind is Activation.SOFTPLUS:
+        return np.logaddexp(np.float32(0), x)
+    if kind is Activation.TANH:
+        return np.tanh(x)
     positive: FloatArray = np.maximum(x, np.float32(0))
     if kind is Activation.RELU:
         return positive

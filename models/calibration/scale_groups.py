@@ -229,6 +229,12 @@ def _multiply_sigmoid(follower: _Follower, op: ops.MultiplySigmoid) -> None:
     follower.end(op.out, "a gate weighs it")
 
 
+def _multiply(follower: _Follower, op: ops.Multiply) -> None:
+    for factor in (op.x, op.factor):
+        follower.forbid(factor, "it is multiplied by another value")
+    follower.end(op.out, "it is a product of two values")
+
+
 def _copy_heads(follower: _Follower, op: ops.CopyHeads) -> None:
     follower.forbid(op.x, f"{_writer(follower.of(op.x))} writes keys and values at once")
     follower.end(op.out, _PUT_TOGETHER)
@@ -272,6 +278,7 @@ FOLLOW: dict[type, Callable[[_Follower, Any], None]] = {
     ops.GatedActivate: _gated_activate,
     ops.Xielu: _xielu,
     ops.Add: _add,
+    ops.Multiply: _multiply,
     ops.MultiplySigmoid: _multiply_sigmoid,
     ops.Scale: lambda follower, op: None,
     ops.ScaleColumns: lambda follower, op: None,

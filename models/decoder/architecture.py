@@ -27,6 +27,26 @@ class QueryKeyNorm(Enum):
     """Before RoPE, if the file has the tensors."""
 
 
+class Mixer(Enum):
+    """What mixes the rows of a sequence in a layer: attention, or a recurrent block (`recurrent.py`)."""
+
+    ATTENTION = "attention"
+    SHORT_CONVOLUTION = "short_convolution"
+    DELTA_NET = "delta_net"
+    KIMI_DELTA = "kimi_delta"
+    WKV = "wkv"
+
+
+OUTPUT_NAMES = {
+    Mixer.ATTENTION: "attn_output",
+    Mixer.SHORT_CONVOLUTION: "shortconv.out_proj",
+    Mixer.DELTA_NET: "ssm_out",
+    Mixer.KIMI_DELTA: "attn_output",
+    Mixer.WKV: "time_mix_output",
+}
+"""The matrix that a mixer's result is multiplied by."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
     """One model family, given the sizes of one model, without what follows from the tensors in a file.
@@ -37,6 +57,7 @@ class Architecture:
     weighted_norms: whether norms have weights. normalises_embedding: a norm without weights follows the embedding.
     post_norm_epsilon: of norms after a branch, if not the file's. expert_norm: over the layer's input, for experts that
     run beside a dense block instead of in its place.
+    output_norm: the norm after the last layer. mixers: of each layer; empty for attention in all.
     parallel: both branches read the layer's input (GPT-J's form) instead of one after the other.
 
     Attention: windows, chunks: positions a layer attends to, 0 for all. attention_scale: replaces the file's and
@@ -71,6 +92,8 @@ class Architecture:
     post_norm_epsilon: float | None = None
     embedding_norm: str | None = None
     normalises_embedding: bool = False
+    output_norm: str = "output_norm"
+    mixers: tuple[Mixer, ...] = ()
     parallel: bool = False
     query_key_norm: QueryKeyNorm = QueryKeyNorm.NONE
     unweighted_query_key_norm: bool = False
@@ -109,3 +132,7 @@ class Architecture:
     temperature_length: int = 0
     temperature_offset: int = 0
     temperature_without_rope_only: bool = False
+
+    def mixer(self, layer: int) -> Mixer:
+        """What mixes rows in a layer."""
+        return self.mixers[layer] if self.mixers else Mixer.ATTENTION

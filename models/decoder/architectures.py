@@ -16,6 +16,7 @@ from localinfer.models.decoder.gpt_architectures import GPT_KIN
 from localinfer.models.decoder.latent_architectures import LATENT
 from localinfer.models.decoder.llama_architectures import LLAMA_KIN
 from localinfer.models.decoder.mixture_architectures import MIXTURES
+from localinfer.models.decoder.recurrent_architectures import RECURRENT_ARCHITECTURES
 from localinfer.models.decoder.windowed_architectures import WINDOWED
 
 ARCHITECTURES: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
@@ -24,10 +25,11 @@ ARCHITECTURES: dict[str, Architecture | Callable[[ModelConfig], Architecture]] =
     **WINDOWED,
     **MIXTURES,
     **LATENT,
+    **RECURRENT_ARCHITECTURES,
 }
 
 RECURRENT = (
-    *("falcon-h1", "granitehybrid", "jamba", "kimi-linear", "lfm2", "lfm2moe", "mamba", "mamba2", "nemotron_h"),
+    *("falcon-h1", "granitehybrid", "jamba", "kimi-linear", "mamba", "mamba2", "nemotron_h"),
     *("nemotron_h_moe", "plamo2", "qwen35", "qwen35moe", "qwen3next", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"),
 )
 """Architectures with recurrent layers, which keep a running state instead of keys and values."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from localinfer.kernels.ops import AttentionShape, Buffer, Projection, RopeTable
-from localinfer.models.decoder.architecture import QueryKeyNorm
+from localinfer.models.decoder.architecture import OUTPUT_NAMES, QueryKeyNorm
 from localinfer.models.decoder.block_config import LatentConfig
 from localinfer.models.decoder.graph import Graph, refuse
 from localinfer.models.decoder.rope import rope_table
@@ -81,8 +81,8 @@ def write_attention_output(graph: Graph, layer: int, hidden: Buffer, attended: B
     block, post_norm = f"blk.{layer}", graph.architecture.attention_post_norm
     if graph.weights.has(f"{block}.attn_sub_norm.weight"):
         graph.norm(attended, attended, f"{block}.attn_sub_norm")
-    scale = graph.architecture.attention_output_scale
-    graph.add_branch(hidden, attended, f"{block}.attn_output", post_norm and f"{block}.{post_norm}", scale)
+    name, scale = OUTPUT_NAMES[graph.architecture.mixer(layer)], graph.architecture.attention_output_scale
+    graph.add_branch(hidden, attended, f"{block}.{name}", post_norm and f"{block}.{post_norm}", scale)
 
 
 def _gate_heads(graph: Graph, layer: int, x: Buffer, attended: Buffer) -> None:

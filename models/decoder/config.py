@@ -24,6 +24,7 @@ from localinfer.models.decoder.block_config import (
     read_xielu,
 )
 from localinfer.models.decoder.metadata import MetadataReader
+from localinfer.models.decoder.recurrent_config import RecurrentConfig, has_recurrent_layers, read_recurrent
 
 Shape = tuple[int, ...]
 
@@ -63,6 +64,7 @@ class ModelConfig:
     rope: RopeConfig
     experts: ExpertConfig | None = None
     latent: LatentConfig | None = None
+    recurrent: RecurrentConfig | None = None
     sliding_window: int = 0
     windowed_layers: tuple[bool, ...] = ()
     attention_scale: float | None = None
@@ -109,7 +111,12 @@ class ModelConfig:
         num_layers = _count_layers(reader, tensor_shapes) - extra_layers
         if num_layers < 1:
             raise reader.contradiction("nextn_predict_layers", extra_layers, "fewer than block_count")
-        num_heads, num_kv_heads = _head_counts(reader, num_layers)
+        num_heads, num_kv_heads = _head_counts(reader, num_layers, may_lack=has_recurrent_layers(architecture))
+        recurrent = read_recurrent(reader, architecture, num_layers, num_heads, num_kv_heads)
+        if recurrent is not None:
+            num_kv_heads = tuple(
+                0 if is_one else count for is_one, count in zip(recurrent.layers, num_kv_heads, strict=True)
+            )
         head_dim = _head_dim(reader, hidden_size, num_heads)
         value_head_dim = reader.integer("attention.value_length", head_dim, low=1, high=MAX_WIDTH)
         context_length = reader.integer("context_length", low=1, high=MAX_CONTEXT)
@@ -137,6 +144,7 @@ class ModelConfig:
             norm_epsilon=_norm_epsilon(reader),
             rope=rope,
             experts=read_experts(reader),
+            recurrent=recurrent,
             latent=read_latent(reader, rope, head_dim, value_head_dim),
             sliding_window=sliding_window,
             windowed_layers=_windowed_layers(reader, num_layers),
@@ -182,12 +190,12 @@ def _booleans(reader: MetadataReader, key: str, num_layers: int) -> tuple[bool, 
     return tuple(bool(value) for value in reader.integers(key, num_layers, low=0, high=1))
 
 
-def _head_counts(reader: MetadataReader, num_layers: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Heads of queries, and of keys and values, per layer; single layers may have none."""
+def _head_counts(reader: MetadataReader, num_layers: int, *, may_lack: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Heads of queries, and of keys and values, per layer; single layers may have none, with may_lack all of them."""
     num_heads = reader.integers("attention.head_count", num_layers, low=0, high=MAX_WIDTH)
     num_kv_heads = reader.integers("attention.head_count_kv", num_layers, num_heads, low=0, high=MAX_WIDTH)
     for key, counts in (("attention.head_count", num_heads), ("attention.head_count_kv", num_kv_heads)):
-        if not any(counts):
+        if not any(counts) and not may_lack:
             raise reader.contradiction(key, 0, "at least 1 in some layer")
     for heads, kv_heads in zip(num_heads, num_kv_heads, strict=True):
         if kv_heads and heads % kv_heads:
@@ -198,12 +206,14 @@ def _head_counts(reader: MetadataReader, num_layers: int) -> tuple[tuple[int, ..
 def _head_dim(reader: MetadataReader, hidden_size: int, num_heads: tuple[int, ...]) -> int:
     if "attention.key_length" in reader:
         return reader.integer("attention.key_length", low=1, high=MAX_WIDTH)
-    count = next(count for count in num_heads if count)
-    if hidden_size % count:
+    most = max(num_heads)
+    if not most:
+        return 0
+    if hidden_size % most:
         raise reader.contradiction(
-            "attention.head_count", count, f"a divisor of embedding_length {hidden_size} (no key_length given)"
+            "attention.head_count", most, f"a divisor of embedding_length {hidden_size} (no key_length given)"
         )
-    return hidden_size // count
+    return hidden_size // most
 
 
 def _check_windowed_sizes(reader: MetadataReader, *, rotary_size: int, head_dim: int, value_head_dim: int) -> None:
@@ -273,7 +283,9 @@ def _check_tensor_shapes(reader: MetadataReader, config: ModelConfig, tensor_sha
     check = _Check(reader, tensor_shapes)
     for layer in range(config.num_layers):
         block = f"blk.{layer}."
-        if config.latent is None:
+        if config.recurrent is not None and config.recurrent.layers[layer]:
+            pass  # The blocks check what they read.
+        elif config.latent is None:
             if config.num_kv_heads[layer] or not config.num_heads[layer]:
                 _check_heads(check, block, config, layer)
         else:

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from localinfer.kernels.graph_builder import GraphBuilder
-from localinfer.kernels.ops import Buffer, KVLayerShape, OpGraph, Projection, Rows, WeightSource
+from localinfer.kernels.ops import Buffer, KVLayerShape, OpGraph, Projection, Rows, StateShape, WeightSource
+from localinfer.models.decoder.architecture import Mixer
 from localinfer.models.decoder.architectures import find_architecture
 from localinfer.models.decoder.attention import (
     RopeTables,
@@ -15,6 +16,7 @@ from localinfer.models.decoder.checked_weights import CheckedWeights
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.feed_forward import has_feed_forward, write_feed_forward, write_router
 from localinfer.models.decoder.graph import Graph, refuse
+from localinfer.models.decoder.recurrent import RECURRENT_MIXERS
 from localinfer.models.decoder.unabsorbed_attention import write_unabsorbed_attention
 
 
@@ -105,6 +107,16 @@ def kv_layer_shapes(config: ModelConfig, *, parts_windows: bool = False) -> list
     ]
 
 
+def state_shapes(config: ModelConfig) -> list[StateShape]:
+    """The states that the recurrent layers keep per sequence, in the order of the graph; empty without such layers."""
+    found = [
+        RECURRENT_MIXERS[mixer].states(config)
+        for mixer in find_architecture(config).mixers
+        if mixer is not Mixer.ATTENTION
+    ]
+    return [shape for states in found for shape in states]
+
+
 def write_embedding(graph: Graph, context_length: int) -> Buffer:
     """Write the embedding and return its result. context_length: the longest sequence."""
     config, architecture, tape = graph.config, graph.architecture, graph.tape
@@ -125,13 +137,13 @@ def write_layer(graph: Graph, layer: int, hidden: Buffer, tables: RopeTables) ->
     """Write one layer and return its result: `hidden` itself, or in the last layer the output rows only."""
     architecture = graph.architecture
     router_logits = write_router(graph, layer, hidden) if architecture.routes_layer_input else None
-    has_attention = graph.config.num_heads[layer] > 0
+    is_recurrent = architecture.mixer(layer) is not Mixer.ATTENTION
     x = attended = parallel_x = expert_x = None
     if architecture.expert_norm is not None:
         expert_x = graph.block_norm(layer, architecture.expert_norm, hidden, "expert_input")
-    if has_attention:
+    if is_recurrent or graph.config.num_heads[layer]:
         x = graph.block_norm(layer, architecture.attention_norm, hidden, "attention_input")
-        attended = _write_attention(graph, layer, x, tables)
+        attended = _write_mixer(graph, layer, x, tables)
     if architecture.parallel:
         is_shared = architecture.feed_forward_norm == architecture.attention_norm
         is_written = x is not None and is_shared
@@ -151,8 +163,11 @@ def write_layer(graph: Graph, layer: int, hidden: Buffer, tables: RopeTables) ->
     return hidden
 
 
-def _write_attention(graph: Graph, layer: int, x: Buffer, tables: RopeTables) -> Buffer:
-    """What the output projection of a layer with attention reads."""
+def _write_mixer(graph: Graph, layer: int, x: Buffer, tables: RopeTables) -> Buffer:
+    """Write one layer's attention or recurrent block; the result still needs its output projection."""
+    mixer = graph.architecture.mixer(layer)
+    if mixer is not Mixer.ATTENTION:
+        return RECURRENT_MIXERS[mixer].write(graph, layer, x)
     config, latent = graph.config, graph.config.latent
     if graph.architecture.latent_attention:
         if latent is not None and not latent.is_absorbed:
@@ -169,7 +184,7 @@ def _write_attention(graph: Graph, layer: int, x: Buffer, tables: RopeTables) ->
 def write_output_norm(graph: Graph, hidden: Buffer) -> Buffer:
     """Write the norm after the last layer and return its result."""
     normed = graph.buffer("output_norm", hidden.width, hidden.rows)
-    graph.norm(normed, hidden, "output_norm")
+    graph.norm(normed, hidden, graph.architecture.output_norm)
     return normed
 
 

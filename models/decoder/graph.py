@@ -5,6 +5,7 @@ import numpy as np
 from localinfer.errors import UnsupportedFormatError
 from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.ops import Buffer, Projection, Rows
+from localinfer.kernels.recurrent_ops import short_convolution_state
 from localinfer.models.decoder.architecture import Architecture, Norm
 from localinfer.models.decoder.checked_weights import CheckedWeights
 from localinfer.models.decoder.config import ModelConfig
@@ -58,6 +59,13 @@ class Graph:
             bias = self.weights.optional_vector(f"{name}.bias", *shapes)
             bias = None if bias is None else _flat(bias)
             self.tape.layer_norm(out, x, weight, bias, epsilon, group_size)
+
+    def short_convolution(
+        self, out: Buffer, x: Buffer, weight: FloatArray, bias: FloatArray | None = None, *, has_silu: bool = True
+    ) -> None:
+        """Write a causal convolution over the last rows of x, with a state of its own; weight [width, kernel size]."""
+        state = self.tape.add_state(short_convolution_state(*weight.shape))
+        self.tape.short_convolution(state, out, x, weight, bias, has_silu)
 
     def bias(self, name: str, length: int) -> FloatArray | None:
         """The bias beside the weight of this name, if the file has one."""

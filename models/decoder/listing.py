@@ -15,6 +15,7 @@ from localinfer.models.decoder.decoder import write_decoder
 from localinfer.models.decoder.shape_weights import ShapeWeights
 from localinfer.quant.checkpoint.model_file import ModelFile
 
+_STATE = re.compile(r"\bstate=\d+\b")
 _LAYER = re.compile(r"\bblk\.(\d+)\.|\blayer=(\d+)\b")
 
 
@@ -121,7 +122,8 @@ def _layer_of(lines: list[str], last: int | None) -> int | None:
 
 
 def _without_layer(lines: list[str]) -> str:
-    return _LAYER.sub(lambda found: "blk.N." if found[1] else "layer=N", "\n".join(lines))
+    named = _LAYER.sub(lambda found: "blk.N." if found[1] else "layer=N", "\n".join(lines))
+    return _STATE.sub("state=N", named)
 
 
 def _layers(numbers: list[int]) -> str:

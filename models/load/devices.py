@@ -34,6 +34,10 @@ USUAL_TOKENS = 8192
 MARGIN_BYTES = 256 << 20
 """Reserve for what is not counted: library workspace, captured graphs, other programs."""
 
+RECURRENT_ON_CPU = (
+    "this model has recurrent layers, whose states this version keeps on the CPU only; take device 'cpu' (--device cpu)"
+)
+
 _BATCH_ROWS = 1024
 _OUTPUT_ROWS = 64
 _LIBRARY_BYTES = 128 << 20
@@ -266,16 +270,20 @@ def calibration_device(device: str) -> str | None:
     return None
 
 
-def stay_on_cpu(device: str, gpu_layers: int | None, reason: str) -> None:
+def stay_on_cpu(
+    device: str,
+    gpu_layers: int | None,
+    reason: str,
+    refusal: type[LocalinferError] = BackendUnavailableError,
+) -> None:
     """Log why a model is not placed on an available GPU.
 
-    Raises: BackendUnavailableError if device is "cuda".
+    Raises: `refusal` if device is "cuda", or layers on a GPU are wanted.
     """
-    refusal = BackendUnavailableError(reason)
     if device == "cuda" or gpu_layers:
-        raise refusal
+        raise refusal(reason)
     if device == "auto" and has_driver():
-        report_fallback(refusal)
+        report_fallback(refusal(reason))
 
 
 def report_fallback(error: Exception) -> None:

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from localinfer.errors import BackendUnavailableError, CorruptFileError, OutOfMemoryError, RequestError, TokenizerError
+from localinfer.errors import (
+    BackendUnavailableError,
+    CorruptFileError,
+    OutOfMemoryError,
+    RequestError,
+    TokenizerError,
+    UnsupportedFormatError,
+)
 from localinfer.kernels import address_space
 from localinfer.kernels.cpu import sampling, text_merging, token_history
 from localinfer.kernels.cpu.lower import MAX_BATCH_ROWS, lower_to_cpu
@@ -21,10 +28,17 @@ from localinfer.kernels.program import Program
 from localinfer.models.decoder.architectures import check_architecture, find_architecture
 from localinfer.models.decoder.block_config import MAX_CONTEXT
 from localinfer.models.decoder.config import ModelConfig
-from localinfer.models.decoder.decoder import kv_layer_shapes, write_decoder, write_first_layers, write_last_layers
+from localinfer.models.decoder.decoder import (
+    kv_layer_shapes,
+    state_shapes,
+    write_decoder,
+    write_first_layers,
+    write_last_layers,
+)
 from localinfer.models.decoder.metadata_keys import DYNAMIC_ROPE_KEY, listed, unknown_settings
 from localinfer.models.decoder.pooling import Pooling, read_pooling
 from localinfer.models.load.devices import (
+    RECURRENT_ON_CPU,
     USUAL_TOKENS,
     Placement,
     check_gpu_layers,
@@ -131,7 +145,7 @@ def load_model(
         if tokenizer is None and changes is not None and changes.chat_template is not None:
             raise RequestError("a chat template needs a tokenizer, and this model has none; leave chat_template out")
         template = None if tokenizer is None else ChatTemplate.from_metadata(file.metadata, tokenizer)
-        kv_layout = KVLayout(kv_type, kv_layer_shapes(config, parts_windows=True))
+        kv_layout = KVLayout(kv_type, kv_layer_shapes(config, parts_windows=True), state_shapes(config))
         if kv_window is not None and kv_window >= config.context_length:
             logger.warning(
                 "kv_window is %d tokens, but the context ends after %d: texts are kept whole, without a window",
@@ -142,8 +156,10 @@ def load_model(
         if kv_window is not None:
             # Which pages get attention is measured on the CPU only.
             stay_on_cpu(device, gpu_layers, "kv_window bounds the cache on the CPU only; leave it out, or take 'cpu'")
+        if kv_layout.states:
+            stay_on_cpu(device, gpu_layers, RECURRENT_ON_CPU, UnsupportedFormatError)
         placed = None
-        if device != "cpu" and kv_window is None:
+        if device != "cpu" and kv_window is None and not kv_layout.states:
             kv_tokens = min(config.context_length, context_length or USUAL_TOKENS)
             placed = open_device(device, lambda: memory_needs(file, config, kv_layout, kv_tokens), gpu_layers, progress)
         gpu = None if placed is None else placed[0]

@@ -14,7 +14,7 @@ from localinfer.kernels.cpu.kernel_abi import MAX_THREADS
 from localinfer.kernels.cpu.memory import address, aligned_zeros
 from localinfer.kernels.cpu.program import CpuProgram
 from localinfer.kernels.kv_layout import KVLayout
-from localinfer.kernels.program import Batch, Segment
+from localinfer.kernels.program import Batch, Segment, StateStep
 from localinfer.models.load.measurements import get_measurement, put_measurement, time_in_turns
 
 _ENOUGH_LOADS = 2
@@ -71,9 +71,15 @@ def _candidates(most: int) -> list[int]:
 
 def _token_runs(program: CpuProgram, kv_layout: KVLayout) -> dict[int, Callable[[], object]]:
     """For each number of threads a function that decodes one token at the start of a sequence; each was run once."""
-    memory = aligned_zeros(kv_layout.page_bytes + kv_layout.windowed_bytes)
+    page_bytes = kv_layout.page_bytes + kv_layout.windowed_bytes
+    memory = aligned_zeros(page_bytes + 2 * kv_layout.state_bytes)
     page = np.array([address(memory)], np.int64)
-    segment = Segment(0, 1, page, windowed_addresses=page + kv_layout.page_bytes)
+    state = None
+    if kv_layout.states:
+        # The token after another one, so that states are read as well as written.
+        source = address(memory) + page_bytes
+        state = StateStep(source, [(1, source + kv_layout.state_bytes)])
+    segment = Segment(0, 1, page, windowed_addresses=page + kv_layout.page_bytes, state=state)
     batch = Batch(np.zeros(1, np.int32), [segment], np.zeros(1, np.int32))
 
     def run(count: int) -> None:

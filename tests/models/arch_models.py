@@ -14,10 +14,10 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels.ops import KVLayerShape, OpGraph, WeightSource
-from localinfer.kernels.program import Batch, Program, Segment
+from localinfer.kernels.ops import KVLayerShape, OpGraph, StateShape, WeightSource
+from localinfer.kernels.program import Batch, Program, Segment, StateStep
 from localinfer.models.decoder.config import ModelConfig
-from localinfer.models.decoder.decoder import kv_layer_shapes, write_decoder
+from localinfer.models.decoder.decoder import kv_layer_shapes, state_shapes, write_decoder
 from localinfer.quant.gguf.reader import read_gguf
 from localinfer.types import FloatArray
 
@@ -27,9 +27,15 @@ SEED = 1
 KNOWN_TO_DIFFER = {"phimoe-moe"}
 # Models of architectures that this version refuses.
 RECURRENT_REFUSED = {
-    *("lfm2-dense", "mamba2-dense", "qwen3next-moe", "granitehybrid-dense", "qwen35-hybrid", "qwen35-mtp"),
-    *("qwen35moe-hybrid", "qwen35moe-mtp", "qwen3next-hybrid", "qwen3next-legacy", "qwen3next-mtp", "lfm2-hybrid"),
-    *("lfm2moe-hybrid", "kimi-linear-hybrid", "bailingmoe3-hybrid", "bailingmoe3-mtp"),
+    *("mamba2-dense", "qwen3next-moe", "granitehybrid-dense", "qwen35-hybrid", "qwen35-mtp"),
+    *(
+        "qwen35moe-hybrid",
+        "qwen35moe-mtp",
+        "qwen3next-hybrid",
+        "qwen3next-legacy",
+        "qwen3next-mtp",
+    ),
+    *("kimi-linear-hybrid", "bailingmoe3-hybrid", "bailingmoe3-mtp"),
     *("granitehybrid-nope", "granitehybrid-moe", "nemotron_h-hybrid", "nemotron_h_moe-hybrid", "nemotron_h_moe-mtp"),
     *("falcon-h1-hybrid", "falcon-h1-plain", "mamba-recurrent", "mamba-falcon", "mamba2-recurrent", "jamba-hybrid"),
     "rwkv7-recurrent",
@@ -64,6 +70,10 @@ class Device(Protocol):
 
     def pages(self, layers: Sequence[KVLayerShape], num_positions: int) -> NDArray[np.int64]:
         """Addresses of fresh cache pages for one sequence of num_positions."""
+        ...
+
+    def states(self, shapes: Sequence[StateShape], count: int) -> list[int]:
+        """Addresses of so many fresh blocks of recurrent states."""
         ...
 
 
@@ -165,11 +175,17 @@ def run_logits(model: ArchModel, device: Device, chunk_rows: int = 0) -> FloatAr
     step = chunk_rows or num_rows
     program = device.program(write_decoder(config, device.weights(model.path)), step)
     pages = device.pages(layers, num_rows)
+    shapes, source = state_shapes(config), 0
     parts = []
     for start in range(0, num_rows, step):
         token_ids = model.token_ids[start : start + step]
         rows = np.arange(len(token_ids), dtype=np.int32)
-        parts.append(program.run(Batch(token_ids, [Segment(start, len(token_ids), pages)], rows)).copy())
+        state = None
+        if shapes:
+            (target,) = device.states(shapes, 1)
+            state, source = StateStep(source, [(len(token_ids), target)]), target
+        segment = Segment(start, len(token_ids), pages, state=state)
+        parts.append(program.run(Batch(token_ids, [segment], rows)).copy())
     program.close()
     return np.concatenate(parts)
 

@@ -1,12 +1,13 @@
 """The NumPy oracle as a device of the architecture tests."""
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels.ops import KVLayerShape, OpGraph
+from localinfer.kernels.ops import KVLayerShape, OpGraph, StateShape
 from tests.oracle import NumpyProgram, NumpyWeights
 
 
@@ -15,6 +16,7 @@ class NumpyDevice:
 
     def __init__(self, kv_type: str | None = None) -> None:
         self._kv_type = kv_type
+        self._names = itertools.count(1)
 
     def weights(self, path: Path) -> NumpyWeights:
         return NumpyWeights(path)
@@ -24,3 +26,6 @@ class NumpyDevice:
 
     def pages(self, layers: Sequence[KVLayerShape], num_positions: int) -> NDArray[np.int64]:
         return np.array([1], dtype=np.int64)
+
+    def states(self, shapes: Sequence[StateShape], count: int) -> list[int]:
+        return list(itertools.islice(self._names, count))

@@ -6,7 +6,9 @@ from localinfer.kernels.cuda.compiled import ptx
 from localinfer.kernels.cuda.jit import inline
 from localinfer.kernels.ops import Activation
 
-SILU, GELU_TANH, GELU_ERF, GELU_QUICK, RELU, RELU_SQUARED, SWIGLU_CLAMPED = range(len(Activation))
+SILU, GELU_TANH, GELU_ERF, GELU_QUICK, RELU, RELU_SQUARED, SWIGLU_CLAMPED, SOFTPLUS, SIGMOID, TANH = range(
+    len(Activation)
+)
 
 
 @inline
@@ -41,6 +43,13 @@ def error_function(x):
 
 
 @inline
+def softplus(x):
+    """ln(1 + e^x)."""
+    one_more = float32(1.0) + exponential(-ptx.maximum(x, -x))
+    return ptx.maximum(x, float32(0.0)) + float32(0.6931471805599453) * ptx.log2(one_more)
+
+
+@inline
 def activate(number, x):
     """The activation of this number, of those that need no second input."""
     result = x
@@ -57,6 +66,12 @@ def activate(number, x):
         result = ptx.maximum(x, float32(0.0))
     elif number == RELU_SQUARED:
         result = ptx.maximum(x, float32(0.0)) * ptx.maximum(x, float32(0.0))
+    elif number == SIGMOID:
+        result = sigmoid(x)
+    elif number == TANH:
+        result = hyperbolic_tangent(x)
+    elif number == SOFTPLUS and x <= float32(20.0):
+        result = softplus(x)
     return result
 
 

@@ -13,7 +13,7 @@ from localinfer.kernels.cpu.program import CpuProgram, ThreadPool
 from localinfer.kernels.cpu.weights import RowTable, pack
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.layouts import Layout
-from localinfer.kernels.ops import EmbeddingTable, KVLayerShape, LinearWeight, OpGraph
+from localinfer.kernels.ops import EmbeddingTable, KVLayerShape, LinearWeight, OpGraph, StateShape
 from localinfer.quant.formats.reference import dequantize
 from localinfer.quant.gguf.reader import read_gguf
 from localinfer.types import FloatArray
@@ -83,7 +83,7 @@ class CpuDevice:
 
     def program(self, graph: OpGraph, max_rows: int) -> CpuProgram:
         assert self._pool is not None, "weights come first"
-        layout = KVLayout(self._kv_type, graph.kv_layers)
+        layout = KVLayout(self._kv_type, graph.kv_layers, graph.states)
         return lower_to_cpu(graph, self._pool, layout, max_batch_rows=max_rows, max_output_rows=max_rows)
 
     def pages(self, layers: Sequence[KVLayerShape], num_positions: int) -> NDArray[np.int64]:
@@ -93,3 +93,10 @@ class CpuDevice:
         memory[:] = 255  # NaN: a page holds whatever was in it before
         self._pages.append(memory)
         return address(memory) + np.arange(count, dtype=np.int64) * layout.page_bytes
+
+    def states(self, shapes: Sequence[StateShape], count: int) -> list[int]:
+        size = KVLayout(self._kv_type, [], shapes).state_bytes
+        memory = aligned_zeros(count * size)
+        memory[:] = 255
+        self._pages.append(memory)
+        return [address(memory) + i * size for i in range(count)]

@@ -182,6 +182,23 @@ def _clamped(emit: Emitter, x: Value, limit: Value) -> Value:
     return b.select(b.fcmp_ordered(">", x, limit), limit, x)
 
 
+def _softplus(emit: Emitter, x: Value) -> Value:
+    """max(x, 0) + log1p(exp(-|x|)); the logarithm by the series of artanh, relative error below 3e-7."""
+    b = emit.builder
+    magnitude = emit.call("llvm.fabs.v16f32", vector(F32), [x])
+    decay = emit.exp(b.fneg(magnitude))
+    # log1p(t) = 2 artanh(z), z = t / (2 + t), at most 1 / 3.
+    z = b.fdiv(decay, emit.add(decay, emit.splat_constant(F32, 2.0)))
+    square = emit.mul(z, z)
+    series = emit.splat_constant(F32, 1.0 / 15)
+    for divisor in (13, 11, 9, 7, 5, 3, 1):
+        series = emit.fma(series, square, emit.splat_constant(F32, 1.0 / divisor))
+    logarithm = emit.mul(emit.mul(z, emit.splat_constant(F32, 2.0)), series)
+    positive = _relu(emit, x)
+    is_large = b.fcmp_ordered(">", x, emit.splat_constant(F32, 20.0))
+    return b.select(is_large, x, emit.add(positive, logarithm))
+
+
 _ACTIVATIONS: dict[Activation, Callable[[Emitter, Value], Value]] = {
     Activation.SILU: lambda emit, x: emit.mul(x, _sigmoid(emit, x)),
     Activation.GELU_TANH: _gelu_tanh,
@@ -189,6 +206,9 @@ _ACTIVATIONS: dict[Activation, Callable[[Emitter, Value], Value]] = {
     Activation.GELU_QUICK: _gelu_quick,
     Activation.RELU: _relu,
     Activation.RELU_SQUARED: _relu_squared,
+    Activation.SOFTPLUS: _softplus,
+    Activation.SIGMOID: _sigmoid,
+    Activation.TANH: _tanh,
 }
 
 
@@ -204,8 +224,8 @@ FORMULAS: dict[str, Formula] = {
     # Two roundings, as `matmul`'s residual.
     "add": lambda emit, a, b, s: emit.add(a, emit.mul(b, s)),
     "multiply_sigmoid": lambda emit, a, b, s: emit.mul(a, _sigmoid(emit, b)),
-    "scale": lambda emit, a, b, s: emit.mul(a, s),
     "multiply": lambda emit, a, b, s: emit.mul(a, b),
+    "scale": lambda emit, a, b, s: emit.mul(a, s),
     "clamp": lambda emit, a, b, s: _clamped(emit, a, s),
     "softcap": lambda emit, a, b, s: emit.mul(s, _tanh(emit, emit.builder.fdiv(a, s))),
     **{kind.value: _ungated(activation) for kind, activation in _ACTIVATIONS.items()},

@@ -1,0 +1,1 @@
+"""Recurrent ops: what carries a state from row to row of a sequence."""

@@ -1,0 +1,27 @@
+"""The recurrent blocks of a layer, in place of attention."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from localinfer.kernels.ops import Buffer, StateShape
+from localinfer.models.decoder.architecture import Mixer
+from localinfer.models.decoder.config import ModelConfig
+from localinfer.models.decoder.graph import Graph
+from localinfer.models.decoder.short_convolution import short_convolution_states, write_short_convolution
+
+
+@dataclass(frozen=True)
+class RecurrentMixer:
+    """A kind of recurrent block.
+
+    write: writes one layer's over its input, and returns what still needs the output projection. states: what its ops
+    keep per sequence in one layer, in their order.
+    """
+
+    write: Callable[[Graph, int, Buffer], Buffer]
+    states: Callable[[ModelConfig], Sequence[StateShape]]
+
+
+RECURRENT_MIXERS = {
+    Mixer.SHORT_CONVOLUTION: RecurrentMixer(write_short_convolution, short_convolution_states),
+}

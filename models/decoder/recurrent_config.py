@@ -1,0 +1,64 @@
+"""Hyperparameters of recurrent layers, read and checked from GGUF metadata."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from localinfer.models.decoder.metadata import MetadataReader
+
+MAX_KERNEL = 64
+MAX_SIZE = 1 << 22
+
+ALL_LAYERS = ("rwkv7",)
+"""Architectures without attention."""
+BY_INTERVAL = ("qwen3next", "qwen35", "qwen35moe")
+"""Those where every few layers one has attention."""
+BY_KV_HEADS = ("bailingmoe3", "kimi-linear", "lfm2", "lfm2moe")
+"""Those where layers without heads of keys and values are recurrent."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrentConfig:
+    """Sizes of recurrent layers; 0 for what a model's kind of layer does not have.
+
+    layers: which layers are recurrent. kernel_size: rows of the short convolution. num_heads, num_key_heads: of values,
+    and of keys and queries. head_dim: of one head's keys and values. inner_size: of all heads. gate_lower_bound: of the
+    logarithm of a decay, where a sigmoid bounds it.
+    """
+
+    layers: tuple[bool, ...]
+    kernel_size: int = 0
+    num_heads: int = 0
+    num_key_heads: int = 0
+    head_dim: int = 0
+    inner_size: int = 0
+    gate_lower_bound: float = 0.0
+
+
+def has_recurrent_layers(architecture: str) -> bool:
+    """Whether models of this architecture may have recurrent layers."""
+    return architecture in (*ALL_LAYERS, *BY_INTERVAL, *BY_KV_HEADS)
+
+
+def read_recurrent(
+    reader: MetadataReader, architecture: str, num_layers: int, num_heads: Sequence[int], num_kv_heads: Sequence[int]
+) -> RecurrentConfig | None:
+    """The recurrent layers of a file, None for other architectures. Raises: CorruptFileError."""
+    if not has_recurrent_layers(architecture):
+        return None
+    layers = _recurrent_layers(reader, architecture, num_layers, num_kv_heads)
+    if architecture in ("lfm2", "lfm2moe"):
+        return RecurrentConfig(layers=layers, kernel_size=reader.integer("shortconv.l_cache", low=2, high=MAX_KERNEL))
+    raise AssertionError(f"{architecture} has recurrent layers of a kind that is not read")
+
+
+def _recurrent_layers(
+    reader: MetadataReader, architecture: str, num_layers: int, num_kv_heads: Sequence[int]
+) -> tuple[bool, ...]:
+    if architecture in ALL_LAYERS:
+        return (True,) * num_layers
+    if architecture in BY_KV_HEADS:
+        return tuple(count == 0 for count in num_kv_heads)
+    if "attention.recurrent_layers" in reader:
+        return tuple(bool(one) for one in reader.integers("attention.recurrent_layers", num_layers, low=0, high=1))
+    interval = reader.integer("full_attention_interval", 4, low=1, high=num_layers + 1)
+    return tuple((layer + 1) % interval != 0 for layer in range(num_layers))

@@ -1,0 +1,73 @@
+"""Recurrent ops in NumPy, one row after another in float64, with states and logs known by their address."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+
+from localinfer.kernels import recurrent_ops
+from localinfer.kernels.ops import Buffer, RecurrentOp
+from localinfer.kernels.program import StateStep
+from tests.oracle_formulas import Float64Array, sigmoid
+
+Inputs = dict[str, Float64Array]
+"""What one row has in each of an op's buffers but `out`."""
+
+State = Float64Array
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """start: the state before the first row. step: from op, state and a row's inputs to the next state and the row."""
+
+    start: Callable[[Any], State]
+    step: Callable[[Any, State, Inputs], tuple[State, Float64Array]]
+
+
+@dataclass
+class States:
+    """Blocks of states and logs by address, with a part for each op: a log is the inputs of its rows."""
+
+    blocks: dict[int, dict[int, State]] = field(default_factory=dict)
+    logs: dict[int, dict[int, list[Inputs]]] = field(default_factory=dict)
+
+    def advance(self, op: RecurrentOp, step: StateStep, rows: Iterable[Inputs]) -> list[Float64Array]:
+        """Take one op's state of a sequence over rows; returns what it writes for each."""
+        recurrence = RECURRENCES[type(op)]
+        state = self.blocks[step.source][op.state] if step.source else recurrence.start(op)
+        if step.num_logged:
+            for inputs in self.logs[step.log][op.state][: step.num_logged]:
+                state, _ = recurrence.step(op, state, inputs)
+        targets = dict(step.targets)
+        if 0 in targets:
+            self.blocks.setdefault(targets[0], {})[op.state] = state
+        outs, log = [], []
+        for count, inputs in enumerate(rows, 1):
+            state, out = recurrence.step(op, state, inputs)
+            outs.append(out)
+            log.append(inputs)
+            if count in targets:
+                self.blocks.setdefault(targets[count], {})[op.state] = state
+        if step.new_log:
+            self.logs.setdefault(step.new_log, {})[op.state] = log
+        return outs
+
+
+def input_buffers(op: RecurrentOp) -> dict[str, Buffer]:
+    """The buffers that an op reads, by the name of its field."""
+    values = {one.name: getattr(op, one.name) for one in fields(op) if one.name != "out"}
+    return {name: value for name, value in values.items() if isinstance(value, Buffer)}
+
+
+def _convolve(op: recurrent_ops.ShortConvolution, state: State, inputs: Inputs) -> tuple[State, Float64Array]:
+    window = np.vstack([state, inputs["x"]])
+    out = np.einsum("ic,ci->c", window, op.weight.astype(np.float64))
+    if op.bias is not None:
+        out = out + op.bias
+    return window[1:], out * sigmoid(out) if op.has_silu else out
+
+
+RECURRENCES: dict[type, Recurrence] = {
+    recurrent_ops.ShortConvolution: Recurrence(lambda op: np.zeros((op.weight.shape[1] - 1, op.x.width)), _convolve),
+}
