@@ -231,6 +231,26 @@ def _check_short_convolution(op: recurrent_ops.ShortConvolution) -> None:
     _has_values(op.bias, x.width, "bias of a convolution")
 
 
+def _check_delta_rule(op: recurrent_ops.GatedDeltaRule) -> None:
+    heads, key_heads = op.num_heads, op.num_key_heads
+    check(key_heads > 0 and heads % key_heads == 0, f"{heads} heads of values over {key_heads} of keys")
+    check(op.keys.width % key_heads == 0, f"{op.keys.name} does not hold {key_heads} heads")
+    check(op.values.width % heads == 0, f"{op.values.name} does not hold {heads} heads")
+    _same_shape(op.queries, op.keys)
+    _same_shape(op.out, op.values)
+    _same_rows(op.out, op.queries, op.keys, op.decay, op.beta)
+    check(op.out.rows is Rows.BATCH, "the delta rule goes over batch rows")
+    is_input = op.out.index in {one.index for one in (op.queries, op.keys, op.values, op.decay, op.beta)}
+    check(not is_input, f"{op.out.name} is also an input of the delta rule")
+    widths = (heads, heads * op.key_size)
+    check(
+        op.decay.width in widths, f"{op.decay.name} is {op.decay.width} wide for {' or '.join(map(str, widths))} decays"
+    )
+    _has_values(op.factor, op.decay.width, f"factor of {op.decay.name}")
+    _has_values(op.bias, op.decay.width, f"bias of {op.decay.name}")
+    check(op.lower_bound <= 0.0, f"a lower bound of {op.lower_bound} for logarithms of decays")
+
+
 CHECKS: dict[Any, Callable[..., None]] = {}
 """What proves the shapes of each op; of one on a layer of the cache, given what that keeps. Raises: ShapeError."""
 
@@ -325,4 +345,5 @@ class GraphBuilder:
     expert_matmul = _writer(ops.ExpertMatmul, _check_expert_matmul)
     expert_sum = _writer(ops.ExpertSum, _check_expert_sum)
     expert_scale = _writer(ops.ExpertScale, _check_expert_scale)
+    gated_delta_rule = _writer(recurrent_ops.GatedDeltaRule, _check_delta_rule)
     short_convolution = _writer(recurrent_ops.ShortConvolution, _check_short_convolution)

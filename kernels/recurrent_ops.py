@@ -37,3 +37,60 @@ class ShortConvolution(RecurrentOp):
     def state_shape(self) -> StateShape:
         """K - 1 rows; one per logged row."""
         return short_convolution_state(*self.weight.shape)
+
+
+def delta_rule_state(num_heads: int, num_key_heads: int, key_size: int, value_size: int, decays: int) -> StateShape:
+    """What a delta rule keeps, which has so many decays per row."""
+    keys, values = num_key_heads * key_size, num_heads * value_size
+    return StateShape(key_size * values, whole_vectors(keys) + whole_vectors(values) + whole_vectors(decays))
+
+
+class GatedDeltaRule(RecurrentOp):
+    """The gated delta rule of every head (arXiv 2412.06464), its state S of key_size x value_size, from 0.
+
+    S = diag(e^g) S; u = sigmoid(beta) (v - S^T k); S = S + k u^T; out = scale S^T q.
+    g = factor * softplus(decay + bias), one per head or, as decay is wide, per key channel (Kimi Linear, arXiv
+    2510.26692); with lower_bound < 0, g = lower_bound * sigmoid(factor * (decay + bias)). factor and bias: one per decay;
+    g is at most 0.
+    Queries and keys have num_key_heads heads. is_tiled: head h of values uses h % num_key_heads of them, otherwise each
+    is for consecutive heads. beta has one value per head.
+    A state lies as panels of up to 32 columns of a head, [key_size][columns] each; a log has k, u and e^g of a row.
+    """
+
+    out: Buffer
+    queries: Buffer
+    keys: Buffer
+    values: Buffer
+    decay: Buffer
+    beta: Buffer
+    factor: FloatArray
+    bias: FloatArray | None
+    num_key_heads: int
+    scale: float = 1.0
+    lower_bound: float = 0.0
+    is_tiled: bool = False
+
+    @property
+    def num_heads(self) -> int:
+        """Heads of values."""
+        return self.beta.width
+
+    @property
+    def key_size(self) -> int:
+        """Channels of a head of keys."""
+        return self.keys.width // self.num_key_heads
+
+    @property
+    def value_size(self) -> int:
+        """Columns of a head of values."""
+        return self.values.width // self.num_heads
+
+    @property
+    def is_by_channel(self) -> bool:
+        """Whether every key channel has its own decay."""
+        return self.decay.width != self.num_heads
+
+    @property
+    def state_shape(self) -> StateShape:
+        """All heads' S; a row of a log has what was added to it."""
+        return delta_rule_state(self.num_heads, self.num_key_heads, self.key_size, self.value_size, self.decay.width)

@@ -68,6 +68,23 @@ def _convolve(op: recurrent_ops.ShortConvolution, state: State, inputs: Inputs) 
     return window[1:], out * sigmoid(out) if op.has_silu else out
 
 
+def _delta_rule(op: recurrent_ops.GatedDeltaRule, state: State, inputs: Inputs) -> tuple[State, Float64Array]:
+    heads = np.arange(op.num_heads)
+    of_keys = heads % op.num_key_heads if op.is_tiled else heads // (op.num_heads // op.num_key_heads)
+    queries, keys = (inputs[name].reshape(op.num_key_heads, -1)[of_keys] for name in ("queries", "keys"))
+    values = inputs["values"].reshape(op.num_heads, -1)
+    gate = inputs["decay"] + (0.0 if op.bias is None else op.bias)
+    bounded, unbounded = op.lower_bound * sigmoid(op.factor * gate), op.factor * np.logaddexp(0.0, gate)
+    logarithm = bounded if op.lower_bound else unbounded
+    state = np.exp(logarithm).reshape(op.num_heads, -1, 1) * state
+    update = sigmoid(inputs["beta"])[:, None] * (values - np.einsum("hkv,hk->hv", state, keys))
+    state = state + keys[:, :, None] * update[:, None, :]
+    return state, op.scale * np.einsum("hkv,hk->hv", state, queries).reshape(-1)
+
+
 RECURRENCES: dict[type, Recurrence] = {
     recurrent_ops.ShortConvolution: Recurrence(lambda op: np.zeros((op.weight.shape[1] - 1, op.x.width)), _convolve),
+    recurrent_ops.GatedDeltaRule: Recurrence(
+        lambda op: np.zeros((op.num_heads, op.key_size, op.value_size)), _delta_rule
+    ),
 }

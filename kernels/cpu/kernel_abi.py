@@ -42,6 +42,10 @@ PARTIAL_COUNTER_BYTES = 8 * SPLIT_ROWS * MAX_SPLIT_HEADS
 # Recurrent ops.
 CONVOLUTION_CHANNELS = 256
 """Channels of a unit of work."""
+PANEL_COLUMNS = 32
+"""Columns of a head's state in a unit of work, two vectors; the last panel of a head may be one."""
+MAX_KEY_SIZE = 512
+"""Key channels of a head: a panel of so many is in half of a thread's scratch memory."""
 MAX_TAPS = SCRATCH_BYTES // (8 * CONVOLUTION_CHANNELS)
 """Of a convolution: twice as many rows of a unit are in a thread's scratch memory."""
 

@@ -125,6 +125,18 @@ EXPERT_SCALE = Block("x x_stride weights weights_stride selected columns is_outp
 SHORT_CONVOLUTION = Block("out out_stride x x_stride weight bias channels taps row_bytes state log")
 """weight: float32[taps][channels]. row_bytes: of a row of weights, of the state and of the log: whole vectors."""
 
+DELTA_RULE_GATES = Block(
+    "decays decays_stride betas betas_stride x x_stride y y_stride factor bias lower_bound columns heads",
+    floats="lower_bound",
+)
+"""x: what `columns` decays are made of, y: what the betas of `heads` heads are."""
+DELTA_RULE = Block(
+    "out out_stride queries queries_stride keys keys_stride values values_stride decays decays_stride betas "
+    "betas_stride heads key_heads key_size value_size is_tiled scale state log log_values log_decays row_bytes",
+    floats="scale",
+)
+"""log_values, log_decays: where updates and decays begin in a logged row, after the keys. row_bytes: of such a row."""
+
 # Attention.
 
 ATTENTION = Block(

@@ -9,7 +9,7 @@ from localinfer.kernels import recurrent_ops
 from localinfer.kernels.cpu import kernel_abi, parameters
 from localinfer.kernels.cpu.tape import CpuTape
 from localinfer.kernels.graph_builder import check
-from localinfer.kernels.ops import Buffer, RecurrentOp
+from localinfer.kernels.ops import Buffer, RecurrentOp, Rows
 from localinfer.kernels.program import Operation
 from localinfer.kernels.recurrent_ops import whole_vectors
 
@@ -42,4 +42,37 @@ def _short_convolution(tape: CpuTape, op: recurrent_ops.ShortConvolution) -> Non
     add_recurrent(tape, f"convolution.short_convolution{'_silu' if op.has_silu else ''}", op, words, op.out)
 
 
-LOWER: dict[type, Callable[[CpuTape, Any], None]] = {recurrent_ops.ShortConvolution: _short_convolution}
+def _delta_rule(tape: CpuTape, op: recurrent_ops.GatedDeltaRule) -> None:
+    key_size, value_size, limit = op.key_size, op.value_size, kernel_abi.MAX_KEY_SIZE
+    is_right = key_size % 16 == 0 and value_size % 16 == 0 and key_size <= limit
+    check(is_right, f"heads of {key_size} and {value_size} columns; the CPU computes multiples of 16 up to {limit}")
+    memory, rows = tape.memory, op.out.rows
+    decays = _shared_buffer(tape, f"decays {op.decay.width}", op.decay.width, rows)
+    betas = _shared_buffer(tape, f"betas {op.beta.width}", op.beta.width, rows)
+    words = parameters.DELTA_RULE_GATES.pack(
+        **tape.places(decays=decays, betas=betas, x=op.decay, y=op.beta), factor=memory.constant(op.factor),
+        bias=memory.constant(op.bias) or memory.zeros(op.decay.width), lower_bound=op.lower_bound,
+        columns=op.decay.width, heads=op.num_heads,
+    )  # fmt: skip
+    tape.add(f"delta_rule.{'bounded_gates' if op.lower_bound else 'gates'}", words)
+    keys, values = 4 * whole_vectors(op.keys.width), 4 * whole_vectors(op.values.width)
+    words = parameters.DELTA_RULE.pack(
+        **tape.places(out=op.out, queries=op.queries, keys=op.keys, values=op.values, decays=decays, betas=betas),
+        heads=op.num_heads, key_heads=op.num_key_heads, key_size=key_size, value_size=value_size,
+        is_tiled=op.is_tiled, scale=op.scale, log_values=keys, log_decays=keys + values,
+        row_bytes=4 * op.state_shape.log_values, **state_places(tape, op),
+    )  # fmt: skip
+    add_recurrent(tape, f"delta_rule.{'by_channel' if op.is_by_channel else 'by_head'}", op, words, op.out)
+
+
+def _shared_buffer(tape: CpuTape, name: str, width: int, rows: Rows) -> Buffer:
+    """A buffer that all layers use in turn."""
+    if name not in tape.inner_buffers:
+        tape.inner_buffers[name] = tape.memory.buffer(name, width, rows)
+    return tape.inner_buffers[name]
+
+
+LOWER: dict[type, Callable[[CpuTape, Any], None]] = {
+    recurrent_ops.ShortConvolution: _short_convolution,
+    recurrent_ops.GatedDeltaRule: _delta_rule,
+}

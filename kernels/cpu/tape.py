@@ -26,6 +26,7 @@ class CpuTape:
     attention_sums: float32[segments, KV heads, pages] that the ops add up attention in; None if they do not.
     calls: kernels that kernels call themselves: a block, the index of the word that takes the address, and which.
     angles: cosines and sines by the RoPE table they are of. expert_groups: rows by expert, by the buffer of ids.
+    inner_buffers: between kernels of one op, by name.
     recurrent_kernels: numbers of the kernels that carry states.
     quantized_source: rows, buffer and columns that were quantized last, to quantized_place.
     """
@@ -58,6 +59,7 @@ class CpuTape:
         self.calls: list[tuple[NDArray[np.int64], int, Kernel]] = []
         self.partial_bytes = 0
         self.recurrent_kernels: list[int] = []
+        self.inner_buffers: dict[str, Buffer] = {}
         self.attention_sums: FloatArray | None = None
         if max_summed_tokens:
             self.attention_sums = attention.attention_sum_arrays(kv_layout, max_batch_rows, max_summed_tokens)

@@ -58,6 +58,8 @@ class Architecture:
     post_norm_epsilon: of norms after a branch, if not the file's. expert_norm: over the layer's input, for experts that
     run beside a dense block instead of in its place.
     output_norm: the norm after the last layer. mixers: of each layer; empty for attention in all.
+    tiles_value_heads: whether delta nets have their value heads in the order of grouped keys repeated as a whole.
+    gates_attention: `attn_q` also has a gate for every element of attention's result.
     parallel: both branches read the layer's input (GPT-J's form) instead of one after the other.
 
     Attention: windows, chunks: positions a layer attends to, 0 for all. attention_scale: replaces the file's and
@@ -94,6 +96,8 @@ class Architecture:
     normalises_embedding: bool = False
     output_norm: str = "output_norm"
     mixers: tuple[Mixer, ...] = ()
+    tiles_value_heads: bool = False
+    gates_attention: bool = False
     parallel: bool = False
     query_key_norm: QueryKeyNorm = QueryKeyNorm.NONE
     unweighted_query_key_norm: bool = False

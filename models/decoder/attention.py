@@ -47,7 +47,7 @@ def write_attention(graph: Graph, layer: int, x: Buffer, tables: RopeTables) -> 
     queries = graph.buffer("queries", num_heads * config.head_dim, x.rows)
     keys = graph.buffer("keys", num_kv_heads * config.head_dim, x.rows)
     values = graph.buffer("values", num_kv_heads * config.value_head_dim, x.rows)
-    tape.matmul(x, _projections(graph, layer, queries, keys, values))
+    gate = _write_projections(graph, layer, x, queries, keys, values)
     if architecture.projection_clamp:
         for buffer in (queries, keys, values):
             tape.clamp(buffer, architecture.projection_clamp)
@@ -71,9 +71,28 @@ def write_attention(graph: Graph, layer: int, x: Buffer, tables: RopeTables) -> 
     tape.store_kv(layer, keys, values)
     attended = graph.buffer("attended", num_heads * config.value_head_dim, x.rows)
     tape.attention(attended, queries, layer, attention_shape(graph, layer, window, chunk))
-    if graph.weights.has(f"blk.{layer}.attn_gate.weight"):
+    if gate is not None:
+        tape.multiply_sigmoid(attended, attended, gate)
+    elif graph.weights.has(f"blk.{layer}.attn_gate.weight"):
         _gate_heads(graph, layer, x, attended)
     return attended
+
+
+def _write_projections(
+    graph: Graph, layer: int, x: Buffer, queries: Buffer, keys: Buffer, values: Buffer
+) -> Buffer | None:
+    """Project x to queries, keys and values; returns the gates of the result that some have beside queries."""
+    config, tape = graph.config, graph.tape
+    if not graph.architecture.gates_attention:
+        tape.matmul(x, _projections(graph, layer, queries, keys, values))
+        return None
+    num_heads, size = config.num_heads[layer], config.head_dim
+    together = graph.buffer("queries_and_gates", 2 * queries.width, x.rows)
+    gate = graph.buffer("attention_gate", queries.width, x.rows)
+    tape.matmul(x, _projections(graph, layer, together, keys, values))
+    tape.copy_heads(queries, together, num_heads, size, size, 2 * size)
+    tape.copy_heads(gate, together, num_heads, size, size, 2 * size, x_offset=size)
+    return gate
 
 
 def write_attention_output(graph: Graph, layer: int, hidden: Buffer, attended: Buffer) -> None:

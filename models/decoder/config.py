@@ -325,6 +325,10 @@ class _Check:
             raise self._reader.contradiction(key, found, f"the {size} {kind} of {name}")
 
 
+_GATED_ATTENTION = ("qwen3next", "qwen35", "qwen35moe")
+"""Architectures whose queries come with a gate of the same size for each head."""
+
+
 def _check_heads(check: _Check, block: str, config: ModelConfig, layer: int) -> None:
     num_heads, num_kv_heads = config.num_heads[layer], config.num_kv_heads[layer]
     head, value = config.head_dim, config.value_head_dim
@@ -340,7 +344,7 @@ def _check_heads(check: _Check, block: str, config: ModelConfig, layer: int) -> 
         check.equal(fused, -2, rows, "attention.head_count", found)
         return
     for letter, count, size, key in (
-        ("q", num_heads, head, "attention.key_length"),
+        ("q", num_heads, 2 * head if config.architecture in _GATED_ATTENTION else head, "attention.key_length"),
         ("k", num_kv_heads, head, "attention.head_count_kv"),
         ("v", num_kv_heads, value, "attention.head_count_kv"),
     ):

@@ -1,5 +1,7 @@
 """The arguments of every block function: sizes, weights, graph builder, and buffers shared by layers."""
 
+import math
+
 import numpy as np
 
 from localinfer.errors import UnsupportedFormatError
@@ -66,6 +68,14 @@ class Graph:
         """Write a causal convolution over the last rows of x, with a state of its own; weight [width, kernel size]."""
         state = self.tape.add_state(short_convolution_state(*weight.shape))
         self.tape.short_convolution(state, out, x, weight, bias, has_silu)
+
+    def unit_length(self, x: Buffer, head_size: int, epsilon: float) -> None:
+        """Divide every head of x by its length, in place: x / sqrt(sum(x^2) + epsilon).
+
+        That is a root-mean-square norm with weights 1 / sqrt(head_size).
+        """
+        weight = np.full(head_size, 1.0 / math.sqrt(head_size), np.float32)
+        self.tape.rms_norm(x, x, weight, epsilon / head_size, head_size)
 
     def bias(self, name: str, length: int) -> FloatArray | None:
         """The bias beside the weight of this name, if the file has one."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from localinfer.kernels.ops import Buffer, StateShape
 from localinfer.models.decoder.architecture import Mixer
 from localinfer.models.decoder.config import ModelConfig
+from localinfer.models.decoder.delta_net import delta_net_states, write_delta_net
 from localinfer.models.decoder.graph import Graph
 from localinfer.models.decoder.short_convolution import short_convolution_states, write_short_convolution
 
@@ -23,5 +24,6 @@ class RecurrentMixer:
 
 
 RECURRENT_MIXERS = {
+    Mixer.DELTA_NET: RecurrentMixer(write_delta_net, delta_net_states),
     Mixer.SHORT_CONVOLUTION: RecurrentMixer(write_short_convolution, short_convolution_states),
 }

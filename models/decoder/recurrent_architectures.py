@@ -1,6 +1,7 @@
 """The supported architectures with recurrent layers."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from localinfer.kernels.ops import Gating
 from localinfer.models.decoder.architecture import Architecture, Mixer, QueryKeyNorm
@@ -33,7 +34,25 @@ def _lfm2(config: ModelConfig) -> Architecture:
     )
 
 
+def _qwen3_next(config: ModelConfig) -> Architecture:
+    """Qwen3-Next: gated delta nets (arXiv 2412.06464), every fourth layer gated attention; dense or with experts."""
+    return Architecture(
+        feed_forward_norm="post_attention_norm",
+        query_key_norm=QueryKeyNorm.BEFORE_ROPE,
+        gates_attention=True,
+        mixers=_mixers(config, Mixer.DELTA_NET),
+    )
+
+
+def _qwen35(config: ModelConfig) -> Architecture:
+    """Qwen3.5: as Qwen3-Next, with value heads in another order."""
+    return replace(_qwen3_next(config), tiles_value_heads=True)
+
+
 RECURRENT_ARCHITECTURES: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
     "lfm2": _lfm2,
     "lfm2moe": _lfm2,
+    "qwen35": _qwen35,
+    "qwen35moe": _qwen35,
+    "qwen3next": _qwen3_next,
 }

@@ -48,7 +48,29 @@ def read_recurrent(
     layers = _recurrent_layers(reader, architecture, num_layers, num_kv_heads)
     if architecture in ("lfm2", "lfm2moe"):
         return RecurrentConfig(layers=layers, kernel_size=reader.integer("shortconv.l_cache", low=2, high=MAX_KERNEL))
+    if architecture in BY_INTERVAL:
+        return _delta_net(reader, layers)
     raise AssertionError(f"{architecture} has recurrent layers of a kind that is not read")
+
+
+def _delta_net(reader: MetadataReader, layers: tuple[bool, ...]) -> RecurrentConfig:
+    num_heads = reader.integer("ssm.time_step_rank", low=1, high=MAX_SIZE)
+    num_key_heads = reader.integer("ssm.group_count", low=1, high=MAX_SIZE)
+    head_dim = reader.integer("ssm.state_size", low=1, high=MAX_SIZE)
+    inner_size = reader.integer("ssm.inner_size", low=1, high=MAX_SIZE)
+    if num_heads % num_key_heads:
+        raise reader.contradiction("ssm.group_count", num_key_heads, f"a divisor of ssm.time_step_rank {num_heads}")
+    if inner_size != num_heads * head_dim:
+        wanted = f"ssm.time_step_rank * ssm.state_size, {num_heads} * {head_dim}"
+        raise reader.contradiction("ssm.inner_size", inner_size, wanted)
+    return RecurrentConfig(
+        layers=layers,
+        kernel_size=reader.integer("ssm.conv_kernel", low=2, high=MAX_KERNEL),
+        num_heads=num_heads,
+        num_key_heads=num_key_heads,
+        head_dim=head_dim,
+        inner_size=inner_size,
+    )
 
 
 def _recurrent_layers(

@@ -27,14 +27,7 @@ SEED = 1
 KNOWN_TO_DIFFER = {"phimoe-moe"}
 # Models of architectures that this version refuses.
 RECURRENT_REFUSED = {
-    *("mamba2-dense", "qwen3next-moe", "granitehybrid-dense", "qwen35-hybrid", "qwen35-mtp"),
-    *(
-        "qwen35moe-hybrid",
-        "qwen35moe-mtp",
-        "qwen3next-hybrid",
-        "qwen3next-legacy",
-        "qwen3next-mtp",
-    ),
+    *("mamba2-dense", "granitehybrid-dense"),
     *("kimi-linear-hybrid", "bailingmoe3-hybrid", "bailingmoe3-mtp"),
     *("granitehybrid-nope", "granitehybrid-moe", "nemotron_h-hybrid", "nemotron_h_moe-hybrid", "nemotron_h_moe-mtp"),
     *("falcon-h1-hybrid", "falcon-h1-plain", "mamba-recurrent", "mamba-falcon", "mamba2-recurrent", "jamba-hybrid"),

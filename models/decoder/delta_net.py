@@ -1,0 +1,99 @@
+"""The gated delta net of Qwen3-Next and Qwen3.5: convolved queries, keys and values, and the gated delta rule.
+
+Source: Gated Delta Networks (arXiv 2412.06464), and the published models' code.
+"""
+
+import math
+
+from localinfer.kernels.ops import Activation, Buffer, Projection, StateShape
+from localinfer.kernels.recurrent_ops import delta_rule_state, short_convolution_state
+from localinfer.models.decoder.config import ModelConfig
+from localinfer.models.decoder.graph import Graph
+from localinfer.models.decoder.recurrent_config import RecurrentConfig
+
+
+def delta_net_states(config: ModelConfig) -> list[StateShape]:
+    """The states of one layer: the convolutions of queries, keys and values, and the delta rule's."""
+    sizes = _sizes(config)
+    keys, values = sizes.num_key_heads * sizes.head_dim, sizes.num_heads * sizes.head_dim
+    rule = delta_rule_state(sizes.num_heads, sizes.num_key_heads, sizes.head_dim, sizes.head_dim, sizes.num_heads)
+    return [*(short_convolution_state(width, sizes.kernel_size) for width in (keys, keys, values)), rule]
+
+
+def write_delta_net(graph: Graph, layer: int, x: Buffer) -> Buffer:
+    """Write one layer's delta net over x, normed and gated; the result still needs its output projection."""
+    tape, sizes, block = graph.tape, _sizes(graph.config), f"blk.{layer}"
+    key_width, value_width = sizes.num_key_heads * sizes.head_dim, sizes.num_heads * sizes.head_dim
+    weight = graph.weights.vector(f"{block}.ssm_conv1d.weight", (2 * key_width + value_width, sizes.kernel_size))
+    queries, keys = (graph.buffer(f"{name}_in", key_width, x.rows) for name in ("queries", "keys"))
+    values, gate = (graph.buffer(name, value_width, x.rows) for name in ("values_in", "output_gate"))
+    decay, beta = (graph.buffer(name, sizes.num_heads, x.rows) for name in ("decay", "beta"))
+    if not graph.weights.has(f"{block}.attn_qkv.weight"):
+        _project_by_head(graph, f"{block}.ssm_in.weight", x, queries, keys, values, gate)
+    else:
+        _project(graph, block, x, queries, keys, values, gate)
+    _project_gates(graph, block, x, decay, beta)
+
+    first, convolved = 0, []
+    for source in (queries, keys, values):
+        convolved.append(graph.buffer(source.name.split("_")[0], source.width, x.rows))
+        graph.short_convolution(convolved[-1], source, weight[first : first + source.width])
+        first += source.width
+    for source in convolved[:2]:
+        graph.unit_length(source, sizes.head_dim, graph.config.norm_epsilon)
+    factor = graph.weights.vector(f"{block}.ssm_a", (sizes.num_heads,))
+    bias = graph.weights.vector(f"{block}.ssm_dt.bias", (sizes.num_heads,))
+    mixed = graph.buffer("mixed", value_width, x.rows)
+    state = tape.add_state(delta_net_states(graph.config)[-1])
+    tape.gated_delta_rule(
+        state, mixed, *convolved, decay, beta, factor, bias, sizes.num_key_heads,
+        scale=1.0 / math.sqrt(sizes.head_dim), is_tiled=graph.architecture.tiles_value_heads,
+    )  # fmt: skip
+    graph.norm(mixed, mixed, f"{block}.ssm_norm", sizes.head_dim)
+    tape.gated_activation(mixed, gate, mixed, Activation.SILU)
+    return mixed
+
+
+def _sizes(config: ModelConfig) -> RecurrentConfig:
+    assert config.recurrent is not None, "the model has recurrent layers"
+    return config.recurrent
+
+
+def _project(graph: Graph, block: str, x: Buffer, *outs: Buffer) -> None:
+    """Queries, keys and values of one matrix, the output gate of another."""
+    *mixed, gate = outs
+    num_rows, first, projections = sum(out.width for out in mixed), 0, []
+    for out in mixed:
+        rows = slice(first, first + out.width)
+        weight = graph.weights.linear(f"{block}.attn_qkv.weight", num_rows, x.width, rows)
+        projections.append(Projection(weight, out))
+        first += out.width
+    weight = graph.weights.linear(f"{block}.attn_gate.weight", gate.width, x.width)
+    graph.tape.matmul(x, [*projections, Projection(weight, gate)])
+
+
+def _project_by_head(graph: Graph, name: str, x: Buffer, *outs: Buffer) -> None:
+    """The same of early files: one matrix, which has for each head of keys its query, key, values and gate."""
+    num_heads, width = _sizes(graph.config).num_key_heads, sum(out.width for out in outs)
+    together = graph.buffer("projected", width, x.rows)
+    graph.tape.matmul(x, [Projection(graph.weights.linear(name, width, x.width), together)])
+    offset = 0
+    for out in outs:
+        size = out.width // num_heads
+        graph.tape.copy_heads(out, together, num_heads, size, size, width // num_heads, x_offset=offset)
+        offset += size
+
+
+def _project_gates(graph: Graph, block: str, x: Buffer, decay: Buffer, beta: Buffer) -> None:
+    """What decays and betas are made of: two matrices, or one that has for each head of keys betas, then decays."""
+    if not graph.weights.has(f"{block}.ssm_ba.weight"):
+        names = ((f"{block}.ssm_alpha.weight", decay), (f"{block}.ssm_beta.weight", beta))
+        graph.tape.matmul(x, [Projection(graph.weights.linear(name, out.width, x.width), out) for name, out in names])
+        return
+    num_heads = _sizes(graph.config).num_key_heads
+    together = graph.buffer("betas_and_decays", 2 * beta.width, x.rows)
+    weight = graph.weights.linear(f"{block}.ssm_ba.weight", together.width, x.width)
+    graph.tape.matmul(x, [Projection(weight, together)])
+    size = beta.width // num_heads
+    graph.tape.copy_heads(beta, together, num_heads, size, size, 2 * size)
+    graph.tape.copy_heads(decay, together, num_heads, size, size, 2 * size, x_offset=size)
