@@ -1,0 +1,89 @@
+"""Recurrent ops to test, with random weights and inputs: how each is written, and what its rows read."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from localinfer.kernels.graph_builder import GraphBuilder
+from localinfer.kernels.ops import Buffer, RecurrentOp
+from localinfer.kernels.recurrent_ops import delta_rule_state, short_convolution_state
+from localinfer.types import FloatArray
+
+Buffers = dict[str, Buffer]
+
+
+@dataclass(frozen=True)
+class RecurrentCase:
+    """widths: of every buffer that the op reads, and of `out`. write: appends the op, from buffers and random numbers.
+
+    unit_heads: size of the heads of buffers, by name, that get unit length.
+    """
+
+    widths: dict[str, int]
+    write: Callable[[GraphBuilder, Buffers, np.random.Generator], None]
+    unit_heads: dict[str, int]
+
+    def inputs(self, num_rows: int, seed: int) -> dict[str, FloatArray]:
+        """Random rows of every buffer."""
+        generator = np.random.default_rng(seed)
+        found = {}
+        for name, width in self.widths.items():
+            if name == "out":
+                continue
+            rows = generator.standard_normal((num_rows, width)).astype(np.float32)
+            if name in self.unit_heads:
+                heads = rows.reshape(num_rows, -1, self.unit_heads[name])
+                rows = (heads / np.linalg.norm(heads, axis=2, keepdims=True)).reshape(num_rows, width)
+            found[name] = rows
+        return found
+
+    def op(self) -> RecurrentOp:
+        """The op alone."""
+        tape = GraphBuilder()
+        self.write(tape, {name: tape.buffer(name, width) for name, width in self.widths.items()}, _weights())
+        op = tape.ops[-1]
+        assert isinstance(op, RecurrentOp)
+        return op
+
+
+def _weights() -> np.random.Generator:
+    return np.random.default_rng(1)
+
+
+def _convolution(width: int, taps: int, *, has_bias: bool, has_silu: bool) -> RecurrentCase:
+    def write(tape: GraphBuilder, buffers: Buffers, generator: np.random.Generator) -> None:
+        weight = generator.standard_normal((width, taps)).astype(np.float32)
+        bias = generator.standard_normal(width).astype(np.float32) if has_bias else None
+        tape.add_state(short_convolution_state(width, taps))
+        tape.short_convolution(len(tape.states) - 1, buffers["out"], buffers["x"], weight, bias, has_silu)
+
+    return RecurrentCase({"x": width, "out": width}, write, {})
+
+
+def _delta_rule(
+    heads: int, key_heads: int, key_size: int, value_size: int, *, by_channel: bool, bound: float, is_tiled: bool
+) -> RecurrentCase:
+    keys, values, decays = key_heads * key_size, heads * value_size, heads * (key_size if by_channel else 1)
+    widths = {"queries": keys, "keys": keys, "values": values, "decay": decays, "beta": heads, "out": values}
+
+    def write(tape: GraphBuilder, buffers: Buffers, generator: np.random.Generator) -> None:
+        factor = generator.random(decays).astype(np.float32) * np.float32(1.0 if bound else -1.0)
+        bias = generator.standard_normal(decays).astype(np.float32)
+        tape.add_state(delta_rule_state(heads, key_heads, key_size, value_size, decays))
+        tape.gated_delta_rule(
+            len(tape.states) - 1, buffers["out"], buffers["queries"], buffers["keys"], buffers["values"],
+            buffers["decay"], buffers["beta"], factor, bias, key_heads, 0.25, bound, is_tiled,
+        )  # fmt: skip
+
+    return RecurrentCase(widths, write, {"keys": key_size, "queries": key_size})
+
+
+CASES = {
+    "convolution": _convolution(37, 4, has_bias=True, has_silu=True),
+    "wide convolution": _convolution(300, 2, has_bias=False, has_silu=False),
+    "delta rule": _delta_rule(4, 2, 16, 48, by_channel=False, bound=0.0, is_tiled=False),
+    "delta rule, tiled": _delta_rule(6, 2, 32, 16, by_channel=False, bound=0.0, is_tiled=True),
+    "delta rule by channel": _delta_rule(3, 3, 48, 64, by_channel=True, bound=0.0, is_tiled=False),
+    "delta rule, bounded": _delta_rule(2, 2, 16, 32, by_channel=True, bound=-5.0, is_tiled=False),
+}
