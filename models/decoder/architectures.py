@@ -29,7 +29,7 @@ ARCHITECTURES: dict[str, Architecture | Callable[[ModelConfig], Architecture]] =
 }
 
 RECURRENT = (
-    *("falcon-h1", "granitehybrid", "jamba", "kimi-linear", "mamba", "mamba2", "nemotron_h"),
+    *("falcon-h1", "granitehybrid", "jamba", "mamba", "mamba2", "nemotron_h"),
     *("nemotron_h_moe", "plamo2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"),
 )
 """Architectures with recurrent layers, which keep a running state instead of keys and values."""

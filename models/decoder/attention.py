@@ -203,7 +203,7 @@ def write_latent_attention(graph: Graph, layer: int, x: Buffer, tables: RopeTabl
     are the value.
     Raises: UnsupportedFormatError for a file without the latent's sizes.
     """
-    config, tape, weights = graph.config, graph.tape, graph.weights
+    config, architecture, tape, weights = graph.config, graph.architecture, graph.tape, graph.weights
     latent = config.latent
     if latent is None:
         raise refuse(config, "has no attention.kv_lora_rank, the size of its latent")
@@ -218,17 +218,22 @@ def write_latent_attention(graph: Graph, layer: int, x: Buffer, tables: RopeTabl
     k_b = weights.experts(f"blk.{layer}.attn_k_b.weight", num_heads, latent.kv_rank, plain_size)
     tape.head_matmul(queries, split, k_b, head_size, latent.key_size)
     tape.copy_heads(queries, split, num_heads, rotary_size, head_size, latent.key_size, latent.kv_rank, plain_size)
-    tape.rope(queries, table, head_size, latent.kv_rank)
+    has_rope = not architecture.has_rope or architecture.has_rope[layer]
+    if has_rope:
+        tape.rope(queries, table, head_size, latent.kv_rank)
     sharpen_queries(graph, queries)
 
     values, keys = _latent_and_keys(graph, layer, x, latent)
-    tape.rope(keys, table, head_size, latent.kv_rank)
+    if has_rope:
+        tape.rope(keys, table, head_size, latent.kv_rank)
     tape.store_kv(layer, keys, values)
     averaged = graph.buffer("averaged_latents", num_heads * latent.kv_rank, x.rows)
     tape.attention(averaged, queries, layer, attention_shape(graph, layer, window=0, chunk=0))
     attended = graph.buffer("attended", num_heads * latent.value_size, x.rows)
     v_b = weights.experts(f"blk.{layer}.attn_v_b.weight", num_heads, latent.value_size, latent.kv_rank)
     tape.head_matmul(attended, averaged, v_b, latent.value_size, latent.kv_rank)
+    if weights.has(f"blk.{layer}.attn_gate.weight"):
+        _gate_heads(graph, layer, x, attended)
     return attended
 
 

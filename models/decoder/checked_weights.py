@@ -49,6 +49,13 @@ class CheckedWeights:
         self._check(name, ((num_rows, width),))
         return self._source.embedding(name)
 
+    def squeezed_vector(self, name: str, *shape: int) -> FloatArray:
+        """A small tensor of this shape, which a file may store with further axes of length 1."""
+        found = tuple(size for size in self.shape(name) if size != 1)
+        if found != tuple(size for size in shape if size != 1):
+            self._check(name, (shape,))
+        return self._source.vector(name).reshape(shape)
+
     def vector(self, name: str, *shapes: tuple[int, ...]) -> FloatArray:
         """A small tensor of one of these shapes."""
         self._check(name, shapes)

@@ -10,6 +10,7 @@ from localinfer.kernels.recurrent_ops import delta_rule_state, short_convolution
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.graph import Graph
 from localinfer.models.decoder.recurrent_config import RecurrentConfig
+from localinfer.types import FloatArray
 
 
 def delta_net_states(config: ModelConfig) -> list[StateShape]:
@@ -34,24 +35,29 @@ def write_delta_net(graph: Graph, layer: int, x: Buffer) -> Buffer:
         _project(graph, block, x, queries, keys, values, gate)
     _project_gates(graph, block, x, decay, beta)
 
-    first, convolved = 0, []
-    for source in (queries, keys, values):
-        convolved.append(graph.buffer(source.name.split("_")[0], source.width, x.rows))
-        graph.short_convolution(convolved[-1], source, weight[first : first + source.width])
-        first += source.width
-    for source in convolved[:2]:
-        graph.unit_length(source, sizes.head_dim, graph.config.norm_epsilon)
+    queries = convolve(graph, queries, "queries", weight[:key_width])
+    keys = convolve(graph, keys, "keys", weight[key_width : 2 * key_width])
+    values = convolve(graph, values, "values", weight[2 * key_width :])
+    for buffer in (queries, keys):
+        graph.unit_length(buffer, sizes.head_dim, graph.config.norm_epsilon)
     factor = graph.weights.vector(f"{block}.ssm_a", (sizes.num_heads,))
     bias = graph.weights.vector(f"{block}.ssm_dt.bias", (sizes.num_heads,))
     mixed = graph.buffer("mixed", value_width, x.rows)
     state = tape.add_state(delta_net_states(graph.config)[-1])
     tape.gated_delta_rule(
-        state, mixed, *convolved, decay, beta, factor, bias, sizes.num_key_heads,
+        state, mixed, queries, keys, values, decay, beta, factor, bias, sizes.num_key_heads,
         scale=1.0 / math.sqrt(sizes.head_dim), is_tiled=graph.architecture.tiles_value_heads,
     )  # fmt: skip
     graph.norm(mixed, mixed, f"{block}.ssm_norm", sizes.head_dim)
     tape.gated_activation(mixed, gate, mixed, Activation.SILU)
     return mixed
+
+
+def convolve(graph: Graph, source: Buffer, name: str, weight: FloatArray) -> Buffer:
+    """Write a short convolution of a buffer into another one."""
+    out = graph.buffer(name, source.width, source.rows)
+    graph.short_convolution(out, source, weight)
+    return out
 
 
 def _sizes(config: ModelConfig) -> RecurrentConfig:

@@ -8,6 +8,7 @@ from localinfer.models.decoder.architecture import Mixer
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.delta_net import delta_net_states, write_delta_net
 from localinfer.models.decoder.graph import Graph
+from localinfer.models.decoder.kimi_delta import kimi_delta_states, write_kimi_delta
 from localinfer.models.decoder.short_convolution import short_convolution_states, write_short_convolution
 
 
@@ -24,6 +25,7 @@ class RecurrentMixer:
 
 
 RECURRENT_MIXERS = {
+    Mixer.KIMI_DELTA: RecurrentMixer(write_kimi_delta, kimi_delta_states),
     Mixer.DELTA_NET: RecurrentMixer(write_delta_net, delta_net_states),
     Mixer.SHORT_CONVOLUTION: RecurrentMixer(write_short_convolution, short_convolution_states),
 }

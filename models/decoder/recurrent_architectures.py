@@ -1,10 +1,12 @@
 """The supported architectures with recurrent layers."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from localinfer.kernels.ops import Gating
+from localinfer.kernels.ops import Gating, Pairing
 from localinfer.models.decoder.architecture import Architecture, Mixer, QueryKeyNorm
+from localinfer.models.decoder.base_architectures import normalises_experts
 from localinfer.models.decoder.config import ModelConfig
 
 
@@ -49,7 +51,32 @@ def _qwen35(config: ModelConfig) -> Architecture:
     return replace(_qwen3_next(config), tiles_value_heads=True)
 
 
+def _kimi_linear(config: ModelConfig) -> Architecture:
+    """Kimi Linear (arXiv 2510.26692): delta attention, and latent attention without positions."""
+    return Architecture(
+        pairing=Pairing.ADJACENT,
+        latent_attention=True,
+        attention_scale=1.0 / math.sqrt(config.latent.key_size) if config.latent else None,
+        has_rope=(False,) * config.num_layers,
+        gating=Gating.SIGMOID,
+        mixers=_mixers(config, Mixer.KIMI_DELTA),
+    )
+
+
+def _bailingmoe3(config: ModelConfig) -> Architecture:
+    """Ling 3: Kimi Linear's layers, with rotated keys, gates over heads and clamped experts."""
+    return replace(
+        _kimi_linear(config),
+        has_rope=(),
+        normalise_experts=normalises_experts(config),
+        expert_clamps=config.expert_clamps,
+        dense_clamps=config.dense_clamps,
+    )
+
+
 RECURRENT_ARCHITECTURES: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
+    "bailingmoe3": _bailingmoe3,
+    "kimi-linear": _kimi_linear,
     "lfm2": _lfm2,
     "lfm2moe": _lfm2,
     "qwen35": _qwen35,

@@ -15,6 +15,9 @@ BY_INTERVAL = ("qwen3next", "qwen35", "qwen35moe")
 BY_KV_HEADS = ("bailingmoe3", "kimi-linear", "lfm2", "lfm2moe")
 """Those where layers without heads of keys and values are recurrent."""
 
+KIMI_DELTA = ("bailingmoe3", "kimi-linear")
+"""Those with Kimi delta attention."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RecurrentConfig:
@@ -50,6 +53,8 @@ def read_recurrent(
         return RecurrentConfig(layers=layers, kernel_size=reader.integer("shortconv.l_cache", low=2, high=MAX_KERNEL))
     if architecture in BY_INTERVAL:
         return _delta_net(reader, layers)
+    if architecture in KIMI_DELTA:
+        return _kimi_delta(reader, layers, max(num_heads))
     raise AssertionError(f"{architecture} has recurrent layers of a kind that is not read")
 
 
@@ -70,6 +75,22 @@ def _delta_net(reader: MetadataReader, layers: tuple[bool, ...]) -> RecurrentCon
         num_key_heads=num_key_heads,
         head_dim=head_dim,
         inner_size=inner_size,
+    )
+
+
+def _kimi_delta(reader: MetadataReader, layers: tuple[bool, ...], num_heads: int) -> RecurrentConfig:
+    head_dim = reader.integer("kda.head_dim", low=1, high=MAX_SIZE)
+    bound = reader.number("kda.gate_lower_bound", 0.0, low=-80.0, high=0.0)
+    if (reader.optional_boolean("kda.safe_gate") is True) != (bound < 0.0):
+        raise reader.contradiction("kda.gate_lower_bound", bound, "a negative number with kda.safe_gate, or neither")
+    return RecurrentConfig(
+        layers=layers,
+        kernel_size=reader.integer("ssm.conv_kernel", low=2, high=MAX_KERNEL),
+        num_heads=num_heads,
+        num_key_heads=num_heads,
+        head_dim=head_dim,
+        inner_size=num_heads * head_dim,
+        gate_lower_bound=bound,
     )
 
 

@@ -28,7 +28,7 @@ KNOWN_TO_DIFFER = {"phimoe-moe"}
 # Models of architectures that this version refuses.
 RECURRENT_REFUSED = {
     *("mamba2-dense", "granitehybrid-dense"),
-    *("kimi-linear-hybrid", "bailingmoe3-hybrid", "bailingmoe3-mtp"),
+    *(),
     *("granitehybrid-nope", "granitehybrid-moe", "nemotron_h-hybrid", "nemotron_h_moe-hybrid", "nemotron_h_moe-mtp"),
     *("falcon-h1-hybrid", "falcon-h1-plain", "mamba-recurrent", "mamba-falcon", "mamba2-recurrent", "jamba-hybrid"),
     "rwkv7-recurrent",
