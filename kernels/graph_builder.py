@@ -251,6 +251,25 @@ def _check_delta_rule(op: recurrent_ops.GatedDeltaRule) -> None:
     check(op.lower_bound <= 0.0, f"a lower bound of {op.lower_bound} for logarithms of decays")
 
 
+def _check_selective_scan(op: recurrent_ops.SelectiveScan) -> None:
+    heads, size, states, groups = op.num_heads, op.head_size, op.num_states, op.num_groups
+    check(min(heads, size, states, groups) > 0 and heads % groups == 0, f"{heads} heads do not form {groups} groups")
+    channels = heads * size
+    check(op.out.width == channels, f"{op.out.name} is {op.out.width} wide for {channels} channels")
+    parts = ((op.x, op.x_offset, channels), (op.b, op.b_offset, groups * states), (op.c, op.c_offset, groups * states))
+    for buffer, offset, width in parts:
+        is_inside = offset >= 0 and offset + width <= buffer.width
+        check(is_inside, f"{buffer.name} is {buffer.width} wide; {width} columns from {offset} on are needed")
+    check(op.out.index not in (op.x.index, op.dt.index, op.b.index, op.c.index), f"{op.out.name} is also an input")
+    check(op.out.rows is Rows.BATCH, "a recurrence goes over batch rows")
+    _same_rows(op.out, op.x, op.dt, op.b, op.c)
+    check(not op.is_by_channel or heads == 1, f"{heads} heads with step sizes of their own per channel")
+    steps = channels if op.is_by_channel else heads
+    check(op.dt.width == steps, f"{op.dt.name} is {op.dt.width} wide for {steps} step sizes")
+    check(op.a.shape == ((steps, states) if op.is_by_channel else (steps,)), f"rates of decay are {op.a.shape}")
+    _has_values(op.d, steps, "what passes by the state")
+
+
 CHECKS: dict[Any, Callable[..., None]] = {}
 """What proves the shapes of each op; of one on a layer of the cache, given what that keeps. Raises: ShapeError."""
 
@@ -347,3 +366,4 @@ class GraphBuilder:
     expert_scale = _writer(ops.ExpertScale, _check_expert_scale)
     gated_delta_rule = _writer(recurrent_ops.GatedDeltaRule, _check_delta_rule)
     short_convolution = _writer(recurrent_ops.ShortConvolution, _check_short_convolution)
+    selective_scan = _writer(recurrent_ops.SelectiveScan, _check_selective_scan)

@@ -20,6 +20,15 @@ def short_convolution_state(width: int, kernel_size: int) -> StateShape:
     return StateShape((kernel_size - 1) * padded, padded)
 
 
+def selective_scan_state(
+    num_heads: int, head_size: int, num_states: int, num_groups: int, *, is_by_channel: bool
+) -> StateShape:
+    """What a `SelectiveScan` of these sizes keeps."""
+    channels = num_heads * head_size
+    num_values = num_heads * whole_vectors(head_size) * num_states
+    return StateShape(num_values, channels + (channels if is_by_channel else num_heads) + num_groups * num_states)
+
+
 class ShortConvolution(RecurrentOp):
     """out[t, c] = sum over i of weight[c, i] * x[t - K + 1 + i, c], plus bias; rows before the sequence are 0.
 
@@ -94,3 +103,41 @@ class GatedDeltaRule(RecurrentOp):
     def state_shape(self) -> StateShape:
         """All heads' S; a row of a log has what was added to it."""
         return delta_rule_state(self.num_heads, self.num_key_heads, self.key_size, self.value_size, self.decay.width)
+
+
+class SelectiveScan(RecurrentOp):
+    """State-space recurrence: S = exp(dt a) S + dt x b for channels x and states b; out = S c + d x.
+
+    x, from x_offset on, and out: num_heads heads of head_size channels. b and c, from their offsets on: num_groups runs
+    of num_states, of which group g is that of heads g * num_heads / num_groups and following. dt, at least 0, a and d:
+    float32 per head, or of one head per channel, with rates a[channel, state]. The state is [head][channels in whole
+    vectors][num_states] in sixteens of channels; the log rows of x, dt and b. Sources: Mamba, arXiv 2312.00752, section
+    3; Mamba-2, 2405.21060, section 7.
+    """
+
+    out: Buffer
+    x: Buffer
+    dt: Buffer
+    b: Buffer
+    c: Buffer
+    a: FloatArray
+    d: FloatArray
+    num_heads: int
+    head_size: int
+    num_states: int
+    num_groups: int = 1
+    x_offset: int = 0
+    b_offset: int = 0
+    c_offset: int = 0
+
+    @property
+    def is_by_channel(self) -> bool:
+        """Whether each channel has its own step size, and each of its states its own rate of decay."""
+        return self.a.ndim == 2
+
+    @property
+    def state_shape(self) -> StateShape:
+        """Per channel all states; per logged row x, dt and b."""
+        return selective_scan_state(
+            self.num_heads, self.head_size, self.num_states, self.num_groups, is_by_channel=self.is_by_channel
+        )

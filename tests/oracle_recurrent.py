@@ -82,9 +82,24 @@ def _delta_rule(op: recurrent_ops.GatedDeltaRule, state: State, inputs: Inputs) 
     return state, op.scale * np.einsum("hkv,hk->hv", state, queries).reshape(-1)
 
 
+def _scan(op: recurrent_ops.SelectiveScan, state: State, inputs: Inputs) -> tuple[State, Float64Array]:
+    heads, size, states, groups = op.num_heads, op.head_size, op.num_states, op.num_groups
+    x = inputs["x"][op.x_offset :][: heads * size].reshape(heads, size)
+    b, c = (
+        inputs[name][offset:][: groups * states].reshape(groups, 1, states).repeat(heads // groups, 0)
+        for name, offset in (("b", op.b_offset), ("c", op.c_offset))
+    )
+    # Per head, or per channel of one head.
+    dt, d = (values.reshape((1, size) if op.is_by_channel else (heads, 1)) for values in (inputs["dt"], op.d))
+    rates = op.a.astype(np.float64).reshape((1, size, states) if op.is_by_channel else (heads, 1, 1))
+    state = np.exp(dt[:, :, None] * rates) * state + (dt * x)[:, :, None] * b
+    return state, ((state * c).sum(axis=-1) + d * x).reshape(-1)
+
+
 RECURRENCES: dict[type, Recurrence] = {
     recurrent_ops.ShortConvolution: Recurrence(lambda op: np.zeros((op.weight.shape[1] - 1, op.x.width)), _convolve),
     recurrent_ops.GatedDeltaRule: Recurrence(
         lambda op: np.zeros((op.num_heads, op.key_size, op.value_size)), _delta_rule
     ),
+    recurrent_ops.SelectiveScan: Recurrence(lambda op: np.zeros((op.num_heads, op.head_size, op.num_states)), _scan),
 }

@@ -122,6 +122,10 @@ EXPERT_SCALE = Block("x x_stride weights weights_stride selected columns is_outp
 
 # Recurrent ops. state, log: where an op's part begins in a block of states, and in a log.
 
+SELECTIVE_SCAN = Block(
+    "out out_stride x x_stride dt dt_stride b b_stride c c_stride rates skip heads head_size groups states state log"
+)
+"""x, b, c: at their first columns. rates, skip: addresses of what a state decays by, and of what passes by it."""
 SHORT_CONVOLUTION = Block("out out_stride x x_stride weight bias channels taps row_bytes state log")
 """weight: float32[taps][channels]. row_bytes: of a row of weights, of the state and of the log: whole vectors."""
 

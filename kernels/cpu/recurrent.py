@@ -72,7 +72,27 @@ def _shared_buffer(tape: CpuTape, name: str, width: int, rows: Rows) -> Buffer:
     return tape.inner_buffers[name]
 
 
+def _selective_scan(tape: CpuTape, op: recurrent_ops.SelectiveScan) -> None:
+    states, limit = op.num_states, kernel_abi.SCRATCH_BYTES // 64
+    check(states <= limit, f"a channel with {states} states; the CPU computes {limit}")
+    rates = op.a
+    if op.is_by_channel:
+        # As the kernel reads them: sixteen channels side by side, all their states below.
+        rates = np.zeros((whole_vectors(op.head_size), states), np.float32)
+        rates[: op.head_size] = op.a
+        rates = np.ascontiguousarray(rates.reshape(-1, 16, states).transpose(0, 2, 1))
+    places = tape.places(out=op.out, x=op.x, dt=op.dt, b=op.b, c=op.c)
+    for name, offset in (("x", op.x_offset), ("b", op.b_offset), ("c", op.c_offset)):
+        places[name] += 4 * offset
+    words = parameters.SELECTIVE_SCAN.pack(
+        **places, rates=tape.memory.constant(rates), skip=tape.memory.constant(op.d), heads=op.num_heads,
+        head_size=op.head_size, groups=op.num_groups, states=states, **state_places(tape, op),
+    )  # fmt: skip
+    add_recurrent(tape, f"selective_scan.scan_{'channels' if op.is_by_channel else 'heads'}", op, words, op.out)
+
+
 LOWER: dict[type, Callable[[CpuTape, Any], None]] = {
     recurrent_ops.ShortConvolution: _short_convolution,
     recurrent_ops.GatedDeltaRule: _delta_rule,
+    recurrent_ops.SelectiveScan: _selective_scan,
 }

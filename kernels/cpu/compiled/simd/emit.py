@@ -172,6 +172,25 @@ class Emitter:
         function = self.declare("llvm.masked.store.v16f32.p0", kind)
         self.builder.call(function, [value, self.pointer(address), self.i32(4), mask])
 
+    def load_first(self, address: Value, count: Value) -> Value:
+        """The first `count` (i64, 0..16) of sixteen float32, and zeros; reads nothing after them."""
+        builder = self.builder
+        lanes = ir.Constant(vector(I64), list(range(LANES)))
+        is_whole = builder.icmp_signed(">=", count, self.i64(LANES))
+        with builder.if_else(is_whole) as (whole, part):
+            with whole:
+                all_lanes, whole_block = self.load_floats(address), builder.block
+            with part:
+                mask = builder.icmp_signed("<", lanes, self.splat(count))
+                kind = ir.FunctionType(vector(F32), [ir.PointerType(), I32, vector(I1), vector(F32)])
+                function = self.declare("llvm.masked.load.v16f32.p0", kind)
+                arguments = [self.pointer(address), self.i32(4), mask, self.zeros(F32)]
+                first_lanes, part_block = builder.call(function, arguments), builder.block
+        value = builder.phi(vector(F32))
+        value.add_incoming(all_lanes, whole_block)
+        value.add_incoming(first_lanes, part_block)
+        return value
+
     def prefetch(self, address: Value, offset: int = 0, locality: int = 3) -> None:
         """Ask for a cache line that will be read soon; never faults."""
         kind = ir.FunctionType(ir.VoidType(), [ir.PointerType(), I32, I32, I32])

@@ -133,6 +133,18 @@ def store(emit: Emitter, address: Value, value: Value) -> None:
     emit.store(value, address, align=64)
 
 
+@emitted(FLOATS, ADDRESS, types.int64)
+def load_first(emit: Emitter, address: Value, count: Value) -> Value:
+    """The first `count` of sixteen float32 at any address, and zeros; reads nothing after them."""
+    return emit.load_first(address, count)
+
+
+@emitted(VOID, ADDRESS, FLOATS, types.int64)
+def store_first(emit: Emitter, address: Value, value: Value, count: Value) -> None:
+    """Write the first `count` lanes to any address."""
+    emit.store_first(value, address, count)
+
+
 def _scatter(element: Any) -> Any:
     @emitted(VOID, types.int64, types.int64, types.int64, INTEGERS)
     def function(emit: Emitter, start: Value, stride: Value, last: Value, value: Value) -> None:
