@@ -35,6 +35,10 @@ class Mixer(Enum):
     DELTA_NET = "delta_net"
     KIMI_DELTA = "kimi_delta"
     WKV = "wkv"
+    MAMBA = "mamba"
+    MAMBA2 = "mamba2"
+    NONE = "none"
+    """A layer of a feed-forward block alone."""
 
 
 OUTPUT_NAMES = {
@@ -43,6 +47,8 @@ OUTPUT_NAMES = {
     Mixer.DELTA_NET: "ssm_out",
     Mixer.KIMI_DELTA: "attn_output",
     Mixer.WKV: "time_mix_output",
+    Mixer.MAMBA: "ssm_out",
+    Mixer.MAMBA2: "ssm_out",
 }
 """The matrix that a mixer's result is multiplied by."""
 
@@ -57,7 +63,8 @@ class Architecture:
     weighted_norms: whether norms have weights. normalises_embedding: a norm without weights follows the embedding.
     post_norm_epsilon: of norms after a branch, if not the file's. expert_norm: over the layer's input, for experts that
     run beside a dense block instead of in its place.
-    output_norm: the norm after the last layer. mixers: of each layer; empty for attention in all.
+    output_norm: the norm after the last layer. mixers: of each layer; empty for attention in all. mixer_beside: a
+    recurrent block that reads what attention reads, in every layer. has_feed_forward: whether any layer has that block.
     tiles_value_heads: whether delta nets have their value heads in the order of grouped keys repeated as a whole.
     gates_attention: `attn_q` also has a gate for every element of attention's result.
     parallel: both branches read the layer's input (GPT-J's form) instead of one after the other.
@@ -96,6 +103,8 @@ class Architecture:
     normalises_embedding: bool = False
     output_norm: str = "output_norm"
     mixers: tuple[Mixer, ...] = ()
+    mixer_beside: Mixer | None = None
+    has_feed_forward: bool = True
     tiles_value_heads: bool = False
     gates_attention: bool = False
     parallel: bool = False

@@ -17,6 +17,7 @@ from localinfer.models.decoder.latent_architectures import LATENT
 from localinfer.models.decoder.llama_architectures import LLAMA_KIN
 from localinfer.models.decoder.mixture_architectures import MIXTURES
 from localinfer.models.decoder.recurrent_architectures import RECURRENT_ARCHITECTURES
+from localinfer.models.decoder.state_space_architectures import STATE_SPACE_ARCHITECTURES
 from localinfer.models.decoder.windowed_architectures import WINDOWED
 
 ARCHITECTURES: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
@@ -26,12 +27,10 @@ ARCHITECTURES: dict[str, Architecture | Callable[[ModelConfig], Architecture]] =
     **MIXTURES,
     **LATENT,
     **RECURRENT_ARCHITECTURES,
+    **STATE_SPACE_ARCHITECTURES,
 }
 
-RECURRENT = (
-    *("falcon-h1", "granitehybrid", "jamba", "mamba", "mamba2", "nemotron_h"),
-    *("nemotron_h_moe", "plamo2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"),
-)
+RECURRENT = (*("plamo2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"),)
 """Architectures with recurrent layers, which keep a running state instead of keys and values."""
 
 

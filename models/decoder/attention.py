@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from localinfer.kernels.ops import AttentionShape, Buffer, Projection, RopeTable
-from localinfer.models.decoder.architecture import OUTPUT_NAMES, QueryKeyNorm
+from localinfer.models.decoder.architecture import OUTPUT_NAMES, Mixer, QueryKeyNorm
 from localinfer.models.decoder.block_config import LatentConfig
 from localinfer.models.decoder.graph import Graph, refuse
 from localinfer.models.decoder.rope import rope_table
@@ -95,12 +95,12 @@ def _write_projections(
     return gate
 
 
-def write_attention_output(graph: Graph, layer: int, hidden: Buffer, attended: Buffer) -> None:
-    """Add the output projection of one layer's attention to hidden."""
+def write_mixer_output(graph: Graph, layer: int, hidden: Buffer, attended: Buffer, mixer: Mixer) -> None:
+    """Add the output projection of one layer's attention or recurrent block to hidden."""
     block, post_norm = f"blk.{layer}", graph.architecture.attention_post_norm
     if graph.weights.has(f"{block}.attn_sub_norm.weight"):
         graph.norm(attended, attended, f"{block}.attn_sub_norm")
-    name, scale = OUTPUT_NAMES[graph.architecture.mixer(layer)], graph.architecture.attention_output_scale
+    name, scale = OUTPUT_NAMES[mixer], graph.architecture.attention_output_scale
     graph.add_branch(hidden, attended, f"{block}.{name}", post_norm and f"{block}.{post_norm}", scale)
 
 

@@ -118,7 +118,7 @@ class ModelConfig:
                 0 if is_one else count for is_one, count in zip(recurrent.layers, num_kv_heads, strict=True)
             )
         head_dim = _head_dim(reader, hidden_size, num_heads)
-        value_head_dim = reader.integer("attention.value_length", head_dim, low=1, high=MAX_WIDTH)
+        value_head_dim = reader.integer("attention.value_length", head_dim, low=min(1, head_dim), high=MAX_WIDTH)
         context_length = reader.integer("context_length", low=1, high=MAX_CONTEXT)
         sliding_window = reader.integer("attention.sliding_window", 0, low=0, high=MAX_CONTEXT)
         rope = read_rope(reader, head_dim, context_length)

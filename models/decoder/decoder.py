@@ -9,8 +9,8 @@ from localinfer.models.decoder.architectures import find_architecture
 from localinfer.models.decoder.attention import (
     RopeTables,
     write_attention,
-    write_attention_output,
     write_latent_attention,
+    write_mixer_output,
 )
 from localinfer.models.decoder.checked_weights import CheckedWeights
 from localinfer.models.decoder.config import ModelConfig
@@ -109,11 +109,10 @@ def kv_layer_shapes(config: ModelConfig, *, parts_windows: bool = False) -> list
 
 def state_shapes(config: ModelConfig) -> list[StateShape]:
     """The states that the recurrent layers keep per sequence, in the order of the graph; empty without such layers."""
-    found = [
-        RECURRENT_MIXERS[mixer].states(config)
-        for mixer in find_architecture(config).mixers
-        if mixer is not Mixer.ATTENTION
-    ]
+    architecture = find_architecture(config)
+    beside = architecture.mixer_beside
+    mixers = architecture.mixers if beside is None else (beside,) * config.num_layers
+    found = [RECURRENT_MIXERS[mixer].states(config) for mixer in mixers if mixer in RECURRENT_MIXERS]
     return [shape for states in found for shape in states]
 
 
@@ -137,13 +136,15 @@ def write_layer(graph: Graph, layer: int, hidden: Buffer, tables: RopeTables) ->
     """Write one layer and return its result: `hidden` itself, or in the last layer the output rows only."""
     architecture = graph.architecture
     router_logits = write_router(graph, layer, hidden) if architecture.routes_layer_input else None
-    is_recurrent = architecture.mixer(layer) is not Mixer.ATTENTION
-    x = attended = parallel_x = expert_x = None
+    mixer = architecture.mixer(layer)
+    x = attended = beside = parallel_x = expert_x = None
     if architecture.expert_norm is not None:
         expert_x = graph.block_norm(layer, architecture.expert_norm, hidden, "expert_input")
-    if is_recurrent or graph.config.num_heads[layer]:
+    if mixer in RECURRENT_MIXERS or (mixer is Mixer.ATTENTION and graph.config.num_heads[layer]):
         x = graph.block_norm(layer, architecture.attention_norm, hidden, "attention_input")
         attended = _write_mixer(graph, layer, x, tables)
+        if architecture.mixer_beside is not None:
+            beside = RECURRENT_MIXERS[architecture.mixer_beside].write(graph, layer, x)
     if architecture.parallel:
         is_shared = architecture.feed_forward_norm == architecture.attention_norm
         is_written = x is not None and is_shared
@@ -151,11 +152,14 @@ def write_layer(graph: Graph, layer: int, hidden: Buffer, tables: RopeTables) ->
     if layer == graph.config.num_layers - 1:
         # After the last cache write only output rows are needed, so prompts skip the rest of this layer.
         hidden, attended = graph.select_output(hidden), attended and graph.select_output(attended)
+        beside = beside and graph.select_output(beside)
         parallel_x = parallel_x and graph.select_output(parallel_x)
         router_logits = router_logits and graph.select_output(router_logits)
         expert_x = expert_x and graph.select_output(expert_x)
     if attended is not None:
-        write_attention_output(graph, layer, hidden, attended)
+        write_mixer_output(graph, layer, hidden, attended, mixer)
+    if beside is not None and architecture.mixer_beside is not None:
+        write_mixer_output(graph, layer, hidden, beside, architecture.mixer_beside)
     if has_feed_forward(graph, layer):
         if parallel_x is None:
             parallel_x = graph.block_norm(layer, architecture.feed_forward_norm, hidden, "ffn_input")
@@ -166,7 +170,7 @@ def write_layer(graph: Graph, layer: int, hidden: Buffer, tables: RopeTables) ->
 def _write_mixer(graph: Graph, layer: int, x: Buffer, tables: RopeTables) -> Buffer:
     """Write one layer's attention or recurrent block; the result still needs its output projection."""
     mixer = graph.architecture.mixer(layer)
-    if mixer is not Mixer.ATTENTION:
+    if mixer in RECURRENT_MIXERS:
         return RECURRENT_MIXERS[mixer].write(graph, layer, x)
     config, latent = graph.config, graph.config.latent
     if graph.architecture.latent_attention:

@@ -13,7 +13,12 @@ _GATING_CODES = {1: Gating.SOFTMAX, 2: Gating.SIGMOID, 3: Gating.SOFTMAX_SELECTE
 
 def has_feed_forward(graph: Graph, layer: int) -> bool:
     """Whether a layer has such a block; in some models whose layers differ (DeciLM) single ones have none."""
-    names = ("ffn_gate_inp.weight", "ffn_down.weight", f"{graph.architecture.feed_forward_norm}.weight")
+    architecture = graph.architecture
+    if not architecture.has_feed_forward:
+        return False
+    names = ["ffn_gate_inp.weight", "ffn_down.weight"]
+    if architecture.feed_forward_norm != architecture.attention_norm:
+        names.append(f"{architecture.feed_forward_norm}.weight")
     return graph.config.intermediate_size[layer] > 0 or any(graph.weights.has(f"blk.{layer}.{name}") for name in names)
 
 
@@ -112,6 +117,8 @@ def _write_experts(graph: Graph, layer: int, hidden: Buffer, x: Buffer, logits: 
         scale *= architecture.shared_expert_share
     tape.route(expert_ids, expert_weights, logits, _routing(graph, layer, scale))
 
+    latent = _latent_input(graph, block, x)
+    wide_x, x = x, x if latent is None else latent
     size = graph.weights.shape(f"{block}.ffn_down_exps.weight")[-1]
     up = graph.buffer("expert_up", num_selected * size, x.rows)
     if architecture.gated:
@@ -127,12 +134,19 @@ def _write_experts(graph: Graph, layer: int, hidden: Buffer, x: Buffer, logits: 
         bias = graph.weights.optional_vector(f"{block}.ffn_up_exps.bias", (num_experts, size))
         tape.expert_matmul(up, x, weight, expert_ids, bias)
         tape.activation(up, up, architecture.activation)
-    down = graph.buffer("expert_down", num_selected * hidden.width, x.rows)
-    weight = graph.weights.experts(f"{block}.ffn_down_exps.weight", num_experts, hidden.width, size)
-    bias = graph.weights.optional_vector(f"{block}.ffn_down_exps.bias", (num_experts, hidden.width))
+    width = hidden.width if latent is None else latent.width
+    down = graph.buffer("expert_down", num_selected * width, x.rows)
+    weight = graph.weights.experts(f"{block}.ffn_down_exps.weight", num_experts, width, size)
+    bias = graph.weights.optional_vector(f"{block}.ffn_down_exps.bias", (num_experts, width))
     tape.expert_matmul(down, up, weight, expert_ids, bias, input_per_slot=True)
     out = graph.buffer("branch", hidden.width, x.rows) if post_norm else hidden
-    tape.expert_sum(out, down, expert_weights, residual=None if post_norm else hidden)
+    if latent is None:
+        tape.expert_sum(out, down, expert_weights, residual=None if post_norm else hidden)
+    else:
+        summed = graph.buffer("expert_sum", latent.width, x.rows)
+        tape.expert_sum(summed, down, expert_weights)
+        residual, x = None if post_norm else hidden, wide_x
+        tape.matmul(summed, [graph.projection(f"{block}.ffn_latent_up", out, summed.width, residual=residual)])
     _write_shared_expert(graph, layer, out, x)
     if architecture.dense_share and graph.weights.has(f"{block}.ffn_down.weight"):
         inner = _inner(graph, layer, f"{block}.ffn_gate", f"{block}.ffn_up", f"{block}.ffn_down", x)
@@ -140,6 +154,16 @@ def _write_experts(graph: Graph, layer: int, hidden: Buffer, x: Buffer, logits: 
         tape.scale(out, architecture.dense_share)
     if post_norm:
         graph.add_normed(hidden, out, post_norm)
+
+
+def _latent_input(graph: Graph, block: str, x: Buffer) -> Buffer | None:
+    """What routed experts read in models whose experts are narrower than the residual stream (Nemotron 3)."""
+    name = f"{block}.ffn_latent_down"
+    if not graph.weights.has(f"{name}.weight"):
+        return None
+    latent = graph.buffer("expert_latent", graph.weights.shape(f"{name}.weight")[0], x.rows)
+    graph.tape.matmul(x, [graph.projection(name, latent, x.width)])
+    return latent
 
 
 def _routing(graph: Graph, layer: int, residual_scale: float) -> Routing:

@@ -29,7 +29,8 @@ READ_KEYS = frozenset(
     ).split()
 )
 
-_MUP = ("granite", "granite_swa", "granitemoe", "minicpm")
+_MUP = ("granite", "granite_swa", "granitehybrid", "granitemoe", "minicpm")
+_STATE_SPACE = ("mamba", "jamba", "mamba2", "granitehybrid", "nemotron_h", "nemotron_h_moe", "falcon-h1")
 ARCHITECTURE_KEYS: dict[str, tuple[str, ...]] = {
     "attention.clamp_kqv": ("dbrx", "mpt", "olmo"),
     "attention.max_alibi_bias": ("bloom", "jais", "mpt"),
@@ -43,6 +44,12 @@ ARCHITECTURE_KEYS: dict[str, tuple[str, ...]] = {
     "num_loops": ("nanbeige",),
     "residual_scale": _MUP,
     "rope.scaling.alpha": ("hunyuan-dense", "hunyuan-moe", "hunyuan_vl"),
+    "ssm.conv_kernel": _STATE_SPACE,
+    "ssm.dt_b_c_rms": ("mamba",),
+    "ssm.group_count": _STATE_SPACE[2:],
+    "ssm.inner_size": _STATE_SPACE,
+    "ssm.state_size": _STATE_SPACE,
+    "ssm.time_step_rank": _STATE_SPACE,
     "swiglu_clamp_exp": ("step35",),
     "swiglu_clamp_shexp": ("step35",),
     "use_parallel_residual": ("gptneox",),
@@ -57,6 +64,7 @@ HARMLESS_KEYS: dict[str, str] = {
     "interleave_moe_layer_step": "layers with experts are those that hold a router",
     "leading_dense_block_count": "layers without experts are those that hold no router; cohere2moe reads it",
     "n_deepstack_layers": "inputs from images, which are zero for text",
+    "moe_latent_size": "the tensors of the experts have that size",
     "moe_every_n_layers": "layers with experts are those that hold a router",
     "router_logit_softcapping": "no runtime of GGUF files obeys it, and converters write it for models without one",
     "skip_loop_final_norm": "of models that run their layers several times, which are refused",

@@ -10,6 +10,7 @@ from localinfer.models.decoder.delta_net import delta_net_states, write_delta_ne
 from localinfer.models.decoder.graph import Graph
 from localinfer.models.decoder.kimi_delta import kimi_delta_states, write_kimi_delta
 from localinfer.models.decoder.short_convolution import short_convolution_states, write_short_convolution
+from localinfer.models.decoder.state_space import mamba2_states, mamba_states, write_mamba, write_mamba2
 
 
 @dataclass(frozen=True)
@@ -27,5 +28,7 @@ class RecurrentMixer:
 RECURRENT_MIXERS = {
     Mixer.KIMI_DELTA: RecurrentMixer(write_kimi_delta, kimi_delta_states),
     Mixer.DELTA_NET: RecurrentMixer(write_delta_net, delta_net_states),
+    Mixer.MAMBA: RecurrentMixer(write_mamba, mamba_states),
+    Mixer.MAMBA2: RecurrentMixer(write_mamba2, mamba2_states),
     Mixer.SHORT_CONVOLUTION: RecurrentMixer(write_short_convolution, short_convolution_states),
 }

@@ -8,13 +8,27 @@ from localinfer.models.decoder.metadata import MetadataReader
 MAX_KERNEL = 64
 MAX_SIZE = 1 << 22
 
-ALL_LAYERS = ("rwkv7",)
+ALL_LAYERS = ("mamba", "mamba2", "rwkv7")
 """Architectures without attention."""
 BY_INTERVAL = ("qwen3next", "qwen35", "qwen35moe")
 """Those where every few layers one has attention."""
-BY_KV_HEADS = ("bailingmoe3", "kimi-linear", "lfm2", "lfm2moe")
+BY_KV_HEADS = (
+    "bailingmoe3",
+    "granitehybrid",
+    "jamba",
+    "kimi-linear",
+    "lfm2",
+    "lfm2moe",
+    "nemotron_h",
+    "nemotron_h_moe",
+)
 """Those where layers without heads of keys and values are recurrent."""
 
+BESIDE_ATTENTION = ("falcon-h1",)
+"""Those where every layer has attention and a recurrent block."""
+
+STATE_SPACE = ("mamba", "jamba", "mamba2", "granitehybrid", "nemotron_h", "nemotron_h_moe", "falcon-h1")
+"""Those with Mamba's blocks; the first two with those of Mamba 1."""
 KIMI_DELTA = ("bailingmoe3", "kimi-linear")
 """Those with Kimi delta attention."""
 
@@ -25,7 +39,9 @@ class RecurrentConfig:
 
     layers: which layers are recurrent. kernel_size: rows of the short convolution. num_heads, num_key_heads: of values,
     and of keys and queries. head_dim: of one head's keys and values. inner_size: of all heads. gate_lower_bound: of the
-    logarithm of a decay, where a sigmoid bounds it.
+    logarithm of a decay, where a sigmoid bounds it. num_states, num_groups: of Mamba, states per channel, and groups of
+    heads that read and write them alike. time_step_rank, norms_inputs: of Mamba 1, the width that step sizes are made
+    of, and whether they and what goes in and out of states are normed.
     """
 
     layers: tuple[bool, ...]
@@ -35,11 +51,15 @@ class RecurrentConfig:
     head_dim: int = 0
     inner_size: int = 0
     gate_lower_bound: float = 0.0
+    num_states: int = 0
+    num_groups: int = 0
+    time_step_rank: int = 0
+    norms_inputs: bool = False
 
 
 def has_recurrent_layers(architecture: str) -> bool:
     """Whether models of this architecture may have recurrent layers."""
-    return architecture in (*ALL_LAYERS, *BY_INTERVAL, *BY_KV_HEADS)
+    return architecture in (*ALL_LAYERS, *BY_INTERVAL, *BY_KV_HEADS, *BESIDE_ATTENTION)
 
 
 def read_recurrent(
@@ -53,6 +73,8 @@ def read_recurrent(
         return RecurrentConfig(layers=layers, kernel_size=reader.integer("shortconv.l_cache", low=2, high=MAX_KERNEL))
     if architecture in BY_INTERVAL:
         return _delta_net(reader, layers)
+    if architecture in STATE_SPACE:
+        return _state_space(reader, layers, has_heads=architecture not in STATE_SPACE[:2])
     if architecture in KIMI_DELTA:
         return _kimi_delta(reader, layers, max(num_heads))
     raise AssertionError(f"{architecture} has recurrent layers of a kind that is not read")
@@ -94,13 +116,40 @@ def _kimi_delta(reader: MetadataReader, layers: tuple[bool, ...], num_heads: int
     )
 
 
+def _state_space(reader: MetadataReader, layers: tuple[bool, ...], *, has_heads: bool) -> RecurrentConfig:
+    """Sizes of Mamba's blocks; has_heads: of the second."""
+    inner_size = reader.integer("ssm.inner_size", low=1, high=MAX_SIZE)
+    rank = reader.integer("ssm.time_step_rank", low=1, high=MAX_SIZE)
+    num_groups = reader.integer("ssm.group_count", 1, low=0, high=MAX_SIZE) or 1 if has_heads else 1
+    if has_heads and inner_size % rank:
+        raise reader.contradiction("ssm.time_step_rank", rank, f"a divisor of ssm.inner_size {inner_size}")
+    if has_heads and rank % num_groups:
+        raise reader.contradiction("ssm.group_count", num_groups, f"a divisor of ssm.time_step_rank {rank}")
+    return RecurrentConfig(
+        layers=layers,
+        kernel_size=reader.integer("ssm.conv_kernel", low=2, high=MAX_KERNEL),
+        num_heads=rank if has_heads else 1,
+        inner_size=inner_size,
+        num_states=reader.integer("ssm.state_size", low=1, high=MAX_SIZE),
+        num_groups=num_groups,
+        time_step_rank=0 if has_heads else rank,
+        norms_inputs=reader.optional_boolean("ssm.dt_b_c_rms") is True,
+    )
+
+
 def _recurrent_layers(
     reader: MetadataReader, architecture: str, num_layers: int, num_kv_heads: Sequence[int]
 ) -> tuple[bool, ...]:
     if architecture in ALL_LAYERS:
         return (True,) * num_layers
+    if architecture in BESIDE_ATTENTION:
+        return (False,) * num_layers
     if architecture in BY_KV_HEADS:
-        return tuple(count == 0 for count in num_kv_heads)
+        # Nemotron-H has layers of a feed-forward block alone.
+        sizes = (0,) * num_layers
+        if architecture.startswith("nemotron"):
+            sizes = reader.integers("feed_forward_length", num_layers, sizes, low=0, high=MAX_SIZE)
+        return tuple(count == 0 and size == 0 for count, size in zip(num_kv_heads, sizes, strict=True))
     if "attention.recurrent_layers" in reader:
         return tuple(bool(one) for one in reader.integers("attention.recurrent_layers", num_layers, low=0, high=1))
     interval = reader.integer("full_attention_interval", 4, low=1, high=num_layers + 1)

@@ -7,7 +7,7 @@ import numpy as np
 
 from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.ops import Buffer, RecurrentOp
-from localinfer.kernels.recurrent_ops import delta_rule_state, short_convolution_state
+from localinfer.kernels.recurrent_ops import delta_rule_state, selective_scan_state, short_convolution_state
 from localinfer.types import FloatArray
 
 Buffers = dict[str, Buffer]
@@ -17,12 +17,13 @@ Buffers = dict[str, Buffer]
 class RecurrentCase:
     """widths: of every buffer that the op reads, and of `out`. write: appends the op, from buffers and random numbers.
 
-    unit_heads: size of the heads of buffers, by name, that get unit length.
+    unit_heads: size of the heads of buffers, by name, that get unit length. positive: buffers of positive numbers.
     """
 
     widths: dict[str, int]
     write: Callable[[GraphBuilder, Buffers, np.random.Generator], None]
     unit_heads: dict[str, int]
+    positive: tuple[str, ...] = ()
 
     def inputs(self, num_rows: int, seed: int) -> dict[str, FloatArray]:
         """Random rows of every buffer."""
@@ -35,7 +36,7 @@ class RecurrentCase:
             if name in self.unit_heads:
                 heads = rows.reshape(num_rows, -1, self.unit_heads[name])
                 rows = (heads / np.linalg.norm(heads, axis=2, keepdims=True)).reshape(num_rows, width)
-            found[name] = rows
+            found[name] = np.abs(rows) if name in self.positive else rows
         return found
 
     def op(self) -> RecurrentOp:
@@ -79,6 +80,22 @@ def _delta_rule(
     return RecurrentCase(widths, write, {"keys": key_size, "queries": key_size})
 
 
+def _scan(heads: int, size: int, states: int, groups: int, *, by_channel: bool, offset: int = 0) -> RecurrentCase:
+    channels, steps = heads * size, size if by_channel else heads
+    widths = {"x": channels + offset, "dt": steps, "b": groups * states + offset, "c": offset + groups * states}
+
+    def write(tape: GraphBuilder, buffers: Buffers, generator: np.random.Generator) -> None:
+        rates = -generator.random((steps, states) if by_channel else steps).astype(np.float32)
+        skip = generator.standard_normal(steps).astype(np.float32)
+        tape.add_state(selective_scan_state(heads, size, states, groups, is_by_channel=by_channel))
+        tape.selective_scan(
+            len(tape.states) - 1, buffers["out"], buffers["x"], buffers["dt"], buffers["b"], buffers["c"], rates, skip,
+            heads, size, states, groups, x_offset=offset, c_offset=offset,
+        )  # fmt: skip
+
+    return RecurrentCase({**widths, "out": channels}, write, {}, positive=("dt",))
+
+
 CASES = {
     "convolution": _convolution(37, 4, has_bias=True, has_silu=True),
     "wide convolution": _convolution(300, 2, has_bias=False, has_silu=False),
@@ -86,4 +103,7 @@ CASES = {
     "delta rule, tiled": _delta_rule(6, 2, 32, 16, by_channel=False, bound=0.0, is_tiled=True),
     "delta rule by channel": _delta_rule(3, 3, 48, 64, by_channel=True, bound=0.0, is_tiled=False),
     "delta rule, bounded": _delta_rule(2, 2, 16, 32, by_channel=True, bound=-5.0, is_tiled=False),
+    "scan by head": _scan(4, 8, 5, 2, by_channel=False),
+    "scan by head, wide": _scan(3, 64, 128, 1, by_channel=False, offset=3),
+    "scan by channel": _scan(1, 37, 16, 1, by_channel=True),
 }
