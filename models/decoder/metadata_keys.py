@@ -18,7 +18,7 @@ READ_KEYS = frozenset(
         " pooling_type attn_logit_softcapping final_logit_softcapping attention.causal attention.head_count"
         " attention.head_count_kv attention.scale attention.key_length attention.key_length_mla"
         " attention.key_length_swa attention.value_length attention.value_length_mla attention.value_length_swa"
-        " attention.kv_lora_rank attention.q_lora_rank attention.layer_norm_epsilon"
+        " leading_dense_block_count attention.kv_lora_rank attention.q_lora_rank attention.layer_norm_epsilon"
         " attention.layer_norm_rms_epsilon attention.sliding_window attention.sliding_window_pattern expert_count"
         " expert_used_count expert_feed_forward_length expert_gating_func expert_group_count"
         " expert_group_used_count expert_weights_norm expert_weights_scale rope.dimension_count"
@@ -62,7 +62,6 @@ HARMLESS_KEYS: dict[str, str] = {
     "expert_shared_count": "the shared experts' tensors are one matrix of all of them",
     "expert_shared_feed_forward_length": "the tensor of the shared expert has that size",
     "interleave_moe_layer_step": "layers with experts are those that hold a router",
-    "leading_dense_block_count": "layers without experts are those that hold no router; cohere2moe reads it",
     "n_deepstack_layers": "inputs from images, which are zero for text",
     "moe_latent_size": "the tensors of the experts have that size",
     "moe_every_n_layers": "layers with experts are those that hold a router",
