@@ -72,7 +72,7 @@ def test_scales_are_kept_where_they_bring_layers_closer(
         np.testing.assert_array_equal(first.scales, second.scales)
 
 
-@pytest.mark.parametrize("name", ["llama-moe", "phi3-dense"])
+@pytest.mark.parametrize("name", ["llama-moe", "phi3-dense", "deci-mixed"])
 def test_scales_are_chosen_for_every_kind_of_model(
     name: str, tmp_path: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:

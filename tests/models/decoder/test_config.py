@@ -11,6 +11,7 @@ from localinfer.errors import CorruptFileError, ModelFileError, UnsupportedForma
 from localinfer.models.decoder.architectures import find_architecture
 from localinfer.models.decoder.block_config import LatentConfig
 from localinfer.models.decoder.config import ModelConfig
+from localinfer.models.decoder.decoder import kv_layer_shapes
 from localinfer.models.load.loader import load_model
 from tests.quant.gguf.gguf_bytes import entry, gguf, text
 
@@ -88,6 +89,47 @@ def test_head_counts_may_differ_by_layer() -> None:
     assert config.num_kv_heads == (1, 2, 3)
 
 
+def test_single_layers_may_have_no_attention_or_no_keys() -> None:
+    sizes = shapes() | {"blk.1.ffn_norm.weight": (HIDDEN,)}
+    for name in ("attn_output", "attn_q", "attn_k", "attn_v"):
+        del sizes[f"blk.1.{name}.weight"]
+    for letter in "qkv":
+        del sizes[f"blk.2.attn_{letter}.weight"]
+    counts = {"attention__head_count": [6, 0, 6], "attention__head_count_kv": [2, 2, 0]}
+    config = ModelConfig.from_metadata(metadata(**counts), sizes)
+    assert (config.num_heads, config.num_kv_heads) == ((6, 0, 6), (2, 0, 0))
+    assert config.head_dim == 8
+    assert [shape.num_kv_heads for shape in kv_layer_shapes(config)] == [2, 0, 0]
+
+
+def test_old_latent_attention_has_keys_and_values_of_every_head() -> None:
+    changes: dict[str, Any] = {"attention__kv_lora_rank": 16, "rope__dimension_count": 4, "attention__head_count_kv": 6}
+    changes |= {"attention__key_length": 12, "attention__value_length": 8}
+    sizes = latent_shapes() | {f"blk.{layer}.attn_kv_b.weight": (6 * 16, 16) for layer in range(NUM_LAYERS)}
+    config = ModelConfig.from_metadata(metadata(**changes), sizes)
+    assert config.latent == LatentConfig(key_size=12, value_size=8, kv_rank=16, is_absorbed=False)
+    with pytest.raises(CorruptFileError, match=r"llama\.attention\.head_count_kv is 2"):
+        ModelConfig.from_metadata(metadata(**changes | {"attention__head_count_kv": 2}), sizes)
+    with pytest.raises(CorruptFileError, match=r"llama\.attention\.head_count is .*attn_kv_b"):
+        ModelConfig.from_metadata(metadata(**changes | {"attention__value_length": 7}), sizes)
+    with pytest.raises(CorruptFileError, match=r"llama\.attention\.key_length is 4"):
+        ModelConfig.from_metadata(metadata(**changes | {"attention__key_length": 4}), sizes)
+
+
+def test_settings_of_blocks_are_read_per_layer() -> None:
+    changes: dict[str, Any] = {"swiglu_clamp_exp": [0.0, 1.5, 1e-9], "swiglu_clamp_shexp": 2.0}
+    values = metadata(**changes, attention__clamp_kqv=1.25, attention__rope_pattern=[True, False, True])
+    values |= {"xielu.alpha_p": [0.5, 1.0, 2.0], "xielu.alpha_n": 0.25, "xielu.beta": 0.5, "xielu.eps": -1e-6}
+    config = ModelConfig.from_metadata(values, shapes())
+    assert (config.expert_clamps, config.dense_clamps) == ((0.0, 1.5, 0.0), (2.0, 2.0, 2.0))
+    assert (config.projection_clamp, config.rope_pattern) == (1.25, (True, False, True))
+    assert [layer.alpha_positive for layer in config.xielu] == [0.5, 1.0, 2.0]
+    assert {(layer.alpha_negative, layer.beta, layer.epsilon) for layer in config.xielu} == {(0.25, 0.5, -1e-6)}
+    del values["xielu.beta"]
+    with pytest.raises(CorruptFileError, match=r"xielu\.beta is missing"):
+        ModelConfig.from_metadata(values, shapes())
+
+
 def test_latent_attention_keeps_one_wide_head() -> None:
     config = ModelConfig.from_metadata(metadata(**LATENT), latent_shapes())
     assert config.latent == LatentConfig(key_size=12, value_size=8, kv_rank=16)
@@ -119,6 +161,12 @@ def test_a_file_without_tokens_takes_its_vocabulary_from_the_embedding() -> None
         ({"attention__head_count": 5, "attention__head_count_kv": 5}, "llama.attention.head_count"),
         ({"attention__head_count": [6, 6]}, "llama.attention.head_count"),
         ({"attention__head_count": [6, 0, 6]}, "llama.attention.head_count"),
+        ({"attention__head_count": [0, 0, 0]}, "llama.attention.head_count"),
+        ({"attention__head_count_kv": 0}, "llama.attention.head_count_kv"),
+        ({"swiglu_clamp_exp": [1.0, 1.0]}, "llama.swiglu_clamp_exp"),
+        ({"swiglu_clamp_exp": [1.0, math.nan, 1.0]}, "llama.swiglu_clamp_exp"),
+        ({"attention__clamp_kqv": -1.0}, "llama.attention.clamp_kqv"),
+        ({"attention__rope_pattern": [1, 2, 1]}, "llama.attention.rope_pattern"),
         ({"attention__head_count_kv": 4}, "llama.attention.head_count_kv"),
         ({"attention__head_count_kv": 12}, "llama.attention.head_count_kv"),
         ({"attention__key_length": 16, "attention__value_length": 16}, "llama.attention.head_count"),

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
-from localinfer.errors import CorruptFileError
+from localinfer.errors import CorruptFileError, UnsupportedFormatError
 from localinfer.kernels.ops import EmbeddingTable, LinearWeight
 from localinfer.kernels.program import Batch, Segment
 from localinfer.models.decoder.config import ModelConfig
@@ -127,3 +127,53 @@ def test_the_cache_keeps_keys_and_values_of_every_layer() -> None:
     config = ModelConfig.from_metadata(METADATA, {name: array.shape for name, array in arrays().items()})
     shapes = kv_layer_shapes(config)
     assert [(s.num_kv_heads, s.key_size, s.value_size) for s in shapes] == [(1, 8, 8)] * NUM_LAYERS
+
+
+def refused(values: Mapping[str, FloatArray], error: type[Exception], match: str, **settings: object) -> None:
+    metadata = METADATA | {key.replace("__", "."): value for key, value in settings.items()}
+    config = ModelConfig.from_metadata(metadata, {name: array.shape for name, array in values.items()})
+    with pytest.raises(error, match=match):
+        write_decoder(config, ArrayWeights(values))
+
+
+def test_a_layer_whose_keys_have_no_heads_is_refused() -> None:
+    refused(arrays(), UnsupportedFormatError, "has keys in layer 1", llama__attention__head_count_kv=[1, 0])
+
+
+def test_a_scale_beside_a_bias_is_refused() -> None:
+    values = arrays() | {"blk.0.attn_q.scale": np.ones(1, np.float32)}
+    values["blk.0.attn_q.bias"] = np.ones(NUM_HEADS * HEAD_DIM, np.float32)
+    refused(values, UnsupportedFormatError, "both a bias and a scale beside blk.0.attn_q")
+
+
+def test_a_layer_without_feed_forward_keeps_its_attention() -> None:
+    values = arrays()
+    with_zeros = values | {"blk.1.ffn_down.weight": np.zeros((HIDDEN, FEED_FORWARD), np.float32)}
+    without = {name: array for name, array in values.items() if not name.startswith("blk.1.ffn_")}
+    settings = METADATA | {"llama.feed_forward_length": [FEED_FORWARD, 0]}
+    config = ModelConfig.from_metadata(settings, {name: array.shape for name, array in without.items()})
+    program = NumpyProgram(write_decoder(config, ArrayWeights(without)))
+    ids, rows = np.array([1, 5, 2], np.int32), np.array([0, 1, 2], np.int32)
+    found = program.run(Batch(ids, [Segment(0, 3, np.array([1], np.int64))], rows))
+    np.testing.assert_array_equal(found, logits(with_zeros, [1, 5, 2], [0, 1, 2]))
+    # A file that names a size there is broken.
+    refused(without, CorruptFileError, "blk.1.ffn_norm.weight is not in the file")
+
+
+def test_layers_that_run_several_times_are_refused() -> None:
+    settings = {key.replace("llama", "nanbeige"): value for key, value in METADATA.items()}
+    settings |= {"general.architecture": "nanbeige", "nanbeige.num_loops": 2}
+    values = arrays()
+    config = ModelConfig.from_metadata(settings, {name: array.shape for name, array in values.items()})
+    with pytest.raises(UnsupportedFormatError, match="runs its layers 2 times"):
+        write_decoder(config, ArrayWeights(values))
+
+
+def test_a_learned_activation_without_its_parameters_is_refused() -> None:
+    settings = {key.replace("llama", "apertus"): value for key, value in METADATA.items()}
+    values = arrays()
+    config = ModelConfig.from_metadata(
+        settings | {"general.architecture": "apertus"}, {name: array.shape for name, array in values.items()}
+    )
+    with pytest.raises(CorruptFileError, match=r"xielu\.alpha_p is missing"):
+        write_decoder(config, ArrayWeights(values))
