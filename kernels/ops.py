@@ -379,10 +379,11 @@ class ScaleColumns(Record):
 
 
 class Clamp(Record):
-    """x = min(max(x, -limit), limit), in place."""
+    """x = min(max(x, -limit), limit), in place; only_above: x = min(x, limit)."""
 
     x: Buffer
     limit: float
+    only_above: bool = False
 
 
 class ScaleByPosition(Record):

@@ -268,7 +268,7 @@ def _scale_columns(run: _Run, op: ops.ScaleColumns) -> None:
 
 @_formula(ops.Clamp)
 def _clamp(run: _Run, op: ops.Clamp) -> None:
-    run[op.x] = np.clip(run[op.x], -op.limit, op.limit)
+    run[op.x] = np.clip(run[op.x], None if op.only_above else -op.limit, op.limit)
 
 
 @_formula(ops.ScaleByPosition)

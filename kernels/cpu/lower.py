@@ -421,7 +421,9 @@ LOWER: dict[type, Callable[[CpuTape, Any], None]] = {
     ops.MultiplySigmoid: _multiply_sigmoid,
     ops.Scale: lambda tape, op: _elementwise(tape, "scale", op.x, op.x, op.x, op.factor),
     ops.ScaleColumns: _scale_columns,
-    ops.Clamp: lambda tape, op: _elementwise(tape, "clamp", op.x, op.x, op.x, op.limit),
+    ops.Clamp: lambda tape, op: _elementwise(
+        tape, "clamp_above" if op.only_above else "clamp", op.x, op.x, op.x, op.limit
+    ),
     ops.ScaleByPosition: _scale_by_position,
     ops.Softcap: lambda tape, op: _elementwise(tape, "softcap", op.x, op.x, op.x, op.cap),
     ops.CopyHeads: _copy_heads,

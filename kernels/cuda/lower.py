@@ -29,7 +29,7 @@ from localinfer.kernels.program import BatchLimits
 from localinfer.types import ProgressCallback
 
 _RMS, _LAYER = 0, 1
-_ACTIVATION, _GATE, _LIMITED_GATE, _ADD, _TIMES, _TIMES_SIGMOID, _SCALE, _CLAMP, _SOFTCAP = range(9)
+_ACTIVATION, _GATE, _LIMITED_GATE, _ADD, _TIMES, _TIMES_SIGMOID, _SCALE, _CLAMP, _CLAMP_ABOVE, _SOFTCAP = range(10)
 _NUMBERS = {kind: number for number, kind in enumerate(Activation)}
 
 
@@ -353,7 +353,9 @@ LOWER: dict[type, Callable[[CudaTape, Any], None]] = {
     ops.MultiplySigmoid: _multiply_sigmoid,
     ops.Scale: lambda tape, op: _elementwise(tape, _SCALE, op.x, op.x, op.x, op.factor),
     ops.ScaleColumns: _scale_columns,
-    ops.Clamp: lambda tape, op: _elementwise(tape, _CLAMP, op.x, op.x, op.x, op.limit),
+    ops.Clamp: lambda tape, op: _elementwise(
+        tape, _CLAMP_ABOVE if op.only_above else _CLAMP, op.x, op.x, op.x, op.limit
+    ),
     ops.ScaleByPosition: _scale_by_position,
     ops.Softcap: lambda tape, op: _elementwise(tape, _SOFTCAP, op.x, op.x, op.x, op.cap),
     ops.CopyHeads: _copy_heads,

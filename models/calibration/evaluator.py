@@ -354,7 +354,7 @@ EVALUATE: dict[type, Callable[[Evaluator, Any], None]] = {
     ops.Scale: lambda run, op: run.by_rows(op.x, lambda a: np.float32(op.factor) * a, op.x),
     ops.ScaleColumns: lambda run, op: run.by_rows(op.x, lambda a: a * op.factors, op.x),
     ops.Clamp: lambda run, op: run.by_rows(
-        op.x, lambda a: np.clip(a, np.float32(-op.limit), np.float32(op.limit)), op.x
+        op.x, lambda a: np.clip(a, None if op.only_above else np.float32(-op.limit), np.float32(op.limit)), op.x
     ),
     ops.ScaleByPosition: _scale_by_position,
     ops.Softcap: lambda run, op: run.by_rows(

@@ -82,7 +82,8 @@ class Architecture:
     one of the file's scaling.
 
     Feed-forward: xielu: per layer, in place of the activation. expert_clamps, dense_clamps: limits of the gated
-    activation per layer, of routed experts and of other blocks; 0 for none. weigh_expert_inputs: expert weights scale
+    activation per layer, of routed experts and of other blocks; 0 for none. clamps_gate_input: the limit is of what the
+    activation reads, not of its result. weigh_expert_inputs: expert weights scale
     the experts' inputs, not their outputs. routes_layer_input: experts are chosen by what the layer reads, before its
     attention. dense_share: factor on the sum of experts and of a dense block that reads the same, 0 where experts take
     its place. shared_expert_share: factor on the sum of the chosen experts and the shared one.
@@ -141,6 +142,7 @@ class Architecture:
     routes_layer_input: bool = False
     expert_clamps: tuple[float, ...] = ()
     dense_clamps: tuple[float, ...] = ()
+    clamps_gate_input: bool = False
     temperature_scale: float = 0.0
     temperature_length: int = 0
     temperature_offset: int = 0

@@ -80,9 +80,17 @@ def _inner(graph: Graph, layer: int, gate_name: str, up_name: str, down_name: st
     else:
         parts = [graph.projection(name, out, x.width) for name, out in ((gate_name, gate), (up_name, up))]
     tape.matmul(x, parts)
-    clamps = architecture.dense_clamps
-    tape.gated_activation(up, gate, up, architecture.activation, clamps[layer] if clamps else 0.0)
+    _gate(graph, gate, up, architecture.dense_clamps[layer] if architecture.dense_clamps else 0.0)
     return up
+
+
+def _gate(graph: Graph, gate: Buffer, up: Buffer, limit: float) -> None:
+    """up = activation(gate) * up, both within a limit if it is not 0."""
+    if limit and graph.architecture.clamps_gate_input:
+        graph.tape.clamp(gate, limit, only_above=True)
+        graph.tape.clamp(up, limit)
+        limit = 0.0
+    graph.tape.gated_activation(up, gate, up, graph.architecture.activation, limit)
 
 
 def _activate(graph: Graph, layer: int, x: Buffer) -> None:
@@ -127,8 +135,7 @@ def _write_experts(graph: Graph, layer: int, hidden: Buffer, x: Buffer, logits: 
         if architecture.weigh_expert_inputs:
             # Weighting x weights gate and up; the sum over experts then needs no weights.
             tape.expert_scale(gate, expert_weights)
-        clamps = architecture.expert_clamps
-        tape.gated_activation(up, gate, up, architecture.activation, clamps[layer] if clamps else 0.0)
+        _gate(graph, gate, up, architecture.expert_clamps[layer] if architecture.expert_clamps else 0.0)
     else:
         weight = graph.weights.experts(f"{block}.ffn_up_exps.weight", num_experts, size, x.width)
         bias = graph.weights.optional_vector(f"{block}.ffn_up_exps.bias", (num_experts, size))

@@ -50,7 +50,7 @@ ARCHITECTURE_KEYS: dict[str, tuple[str, ...]] = {
     "ssm.inner_size": _STATE_SPACE,
     "ssm.state_size": _STATE_SPACE,
     "ssm.time_step_rank": _STATE_SPACE,
-    "swiglu_clamp_exp": ("step35",),
+    "swiglu_clamp_exp": ("maple", "step35"),
     "swiglu_clamp_shexp": ("step35",),
     "use_parallel_residual": ("gptneox",),
 }

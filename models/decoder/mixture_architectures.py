@@ -83,6 +83,17 @@ def _grok(config: ModelConfig) -> Architecture:
     )
 
 
+def _maple(config: ModelConfig) -> Architecture:
+    """Maple: RoPE in the sliding-window layers only, experts with limits."""
+    return replace(
+        QK_NORMED,
+        windows=windows(config, period=1),
+        has_rope=windowed_layers(config, period=1),
+        expert_clamps=config.expert_clamps,
+        clamps_gate_input=True,
+    )
+
+
 def _smallthinker(config: ModelConfig) -> Architecture:
     """SmallThinker (arXiv 2507.20984): experts are chosen before attention, so that they can be fetched meanwhile.
 
@@ -174,6 +185,7 @@ MIXTURES: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
     "hunyuan-moe": hunyuan,
     "hy_v3": _sigmoid_routed,
     "llama4": _llama4,
+    "maple": _maple,
     # JetBrains' Mellum 2: sliding windows without YaRN.
     "mellum": lambda config: replace(
         QK_NORMED,

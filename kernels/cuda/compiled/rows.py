@@ -19,7 +19,7 @@ from localinfer.kernels.cuda.jit import inline, kernel, template
 THREADS = 128
 
 RMS, LAYER = 0, 1
-ACTIVATION, GATE, LIMITED_GATE, ADD, TIMES, TIMES_SIGMOID, SCALE, CLAMP, SOFTCAP = range(9)
+ACTIVATION, GATE, LIMITED_GATE, ADD, TIMES, TIMES_SIGMOID, SCALE, CLAMP, CLAMP_ABOVE, SOFTCAP = range(10)
 TO_F32, TO_F16, TO_BF16 = range(3)
 
 WEIGHTS = "(qqqq)(qqqq)"
@@ -156,6 +156,7 @@ def elementwise(operation):
     is_sigmoid = operation == TIMES_SIGMOID
     is_scale = operation == SCALE
     is_clamp = operation == CLAMP
+    is_clamp_above = operation == CLAMP_ABOVE
 
     def kernel(out, out_stride, a, a_stride, b, b_stride, num_columns, activation, scalar):
         column = ptx.block_x() * THREADS + ptx.thread()
@@ -178,6 +179,8 @@ def elementwise(operation):
                 value = scalar * value
             elif is_clamp:
                 value = ptx.minimum(ptx.maximum(value, -scalar), scalar)
+            elif is_clamp_above:
+                value = ptx.minimum(value, scalar)
             else:
                 value = scalar * hyperbolic_tangent(ptx.divide(value, scalar))
             ptx.store_f32(out + row * out_stride + 4 * column, value)

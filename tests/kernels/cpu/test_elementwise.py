@@ -159,6 +159,7 @@ def _scale_columns(tape: GraphBuilder, a: Buffer, b: Buffer) -> None:
 
 def _clamp(tape: GraphBuilder, a: Buffer, b: Buffer) -> None:
     tape.clamp(a, 0.5)
+    tape.clamp(a, 0.25, only_above=True)
 
 
 def _limited_gate(tape: GraphBuilder, a: Buffer, b: Buffer) -> None:
@@ -179,7 +180,7 @@ FORMULAS: dict[Callable[[GraphBuilder, Buffer, Buffer], None], Callable[[Float64
     _scale: lambda a, b: a * float(np.float32(0.3)),
     _softcap: lambda a, b: 1.5 * np.tanh(a / 1.5),
     _scale_columns: lambda a, b: a * factors(a.shape[1]),
-    _clamp: lambda a, b: np.clip(a, -0.5, 0.5),
+    _clamp: lambda a, b: np.clip(a, -0.5, 0.25),
     _limited_gate: lambda a, b: np.minimum(a * sigmoid(a), 0.25) * np.clip(b, -0.25, 0.25),
     _xielu: lambda a, b: _xielu_of(b, *XIELU),
     _scale_by_position: lambda a, b: a * (1 + 0.1 * np.log1p((np.arange(len(a)) + 1) // 3))[:, None],

@@ -191,6 +191,7 @@ def elementwise(tape: GraphBuilder, x: Buffer, linear: Linear) -> Buffer:
     tape.gated_activation(y, y, x, Activation.SILU, 0.5)
     tape.xielu(y, y, 1.25, 0.75, 0.5, -1e-6)
     tape.clamp(y, 1.5)
+    tape.clamp(y, 1.25, only_above=True)
     tape.scale_columns(y, np.linspace(0.5, 2.0, y.width, dtype=np.float32))
     tape.copy_heads(y, row, y.width // 20, 1, 20, 0, 3)
     tape.scale_by_position(y, 3, 0.5, 1)

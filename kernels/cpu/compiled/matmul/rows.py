@@ -170,16 +170,19 @@ def _swiglu_clamped(emit: Emitter, gate: Value, up: Value) -> Value:
 
 def _limited_gate(emit: Emitter, gate: Value, up: Value, limit: Value) -> Value:
     """min(silu(gate), limit) * clamp(up, -limit, limit)."""
-    gate = emit.mul(gate, _sigmoid(emit, gate))
-    gate = emit.builder.select(emit.builder.fcmp_ordered(">", gate, limit), limit, gate)
+    gate = _at_most(emit, emit.mul(gate, _sigmoid(emit, gate)), limit)
     return emit.mul(gate, _clamped(emit, up, limit))
+
+
+def _at_most(emit: Emitter, x: Value, limit: Value) -> Value:
+    """The lower of x and limit; NaN stays."""
+    return emit.builder.select(emit.builder.fcmp_ordered(">", x, limit), limit, x)
 
 
 def _clamped(emit: Emitter, x: Value, limit: Value) -> Value:
     """x within -limit and limit; NaN stays."""
     b, lowest = emit.builder, emit.builder.fneg(limit)
-    x = b.select(b.fcmp_ordered("<", x, lowest), lowest, x)
-    return b.select(b.fcmp_ordered(">", x, limit), limit, x)
+    return _at_most(emit, b.select(b.fcmp_ordered("<", x, lowest), lowest, x), limit)
 
 
 def _softplus(emit: Emitter, x: Value) -> Value:
@@ -227,6 +230,7 @@ FORMULAS: dict[str, Formula] = {
     "multiply": lambda emit, a, b, s: emit.mul(a, b),
     "scale": lambda emit, a, b, s: emit.mul(a, s),
     "clamp": lambda emit, a, b, s: _clamped(emit, a, s),
+    "clamp_above": lambda emit, a, b, s: _at_most(emit, a, s),
     "softcap": lambda emit, a, b, s: emit.mul(s, _tanh(emit, emit.builder.fdiv(a, s))),
     **{kind.value: _ungated(activation) for kind, activation in _ACTIVATIONS.items()},
     **{f"gated_{kind.value}": _gated(activation) for kind, activation in _ACTIVATIONS.items()},
