@@ -94,7 +94,8 @@ LLAMA_KIN: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
     # Qwen 1 (arXiv 2309.16609) with fused projections; Qwen 2 and 2.5 (2407.10671). Their biases are in the file.
     "qwen": Architecture(),
     "qwen2": Architecture(),
-    # Qwen 2 VL (arXiv 2409.12191) and 3 VL, on text: the sections of their rotation have equal positions there.
+    # Qwen 2 VL (arXiv 2409.12191) and 3 VL, on text: the sections of their rotation have equal positions there, and
+    # pairs beyond the sections turn like the others, as in the published code.
     "qwen2vl": Architecture(has_output_bias=False),
     "qwen3vl": QK_NORMED,
     # Qwen 3 (arXiv 2505.09388): queries and keys normed per head.
