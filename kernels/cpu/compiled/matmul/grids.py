@@ -81,20 +81,21 @@ def grid_body(tile: Tile, super_block: Value, totals: list[Value]) -> list[Value
 def _levels(tile: Tile, block: _Block) -> list[Value]:
     """Eight vectors of four columns: levels with signs, plus the bias."""
     emit, b = tile.emit, tile.emit.builder
-    magnitudes = _by_shuffles(tile, block) if emit.has_byte_permutes else _by_loads(tile, block)
     signs = emit.bitcast(block.signs, vector(I8, 64))
+    if emit.has_byte_permutes:
+        return _by_shuffles(tile, block, signs)
     results = []
-    for j, magnitude in enumerate(magnitudes):
+    for j, magnitude in enumerate(_by_loads(tile, block)):
         ours = emit.shuffle(signs, [4 * (byte // 4) + j // 2 for byte in range(64)])
         bits = ir.Constant(vector(I8, 64), [1 << (4 * (j % 2) + byte % 4) for byte in range(64)])
         is_minus = b.icmp_unsigned("!=", b.and_(ours, bits), emit.zeros(I8, 64))
-        opposite = b.sub(emit.splat_constant(I8, 128, 64), magnitude)
+        opposite = b.sub(emit.splat_constant(I8, 2 * BIAS, 64), magnitude)
         results.append(b.select(is_minus, opposite, magnitude))
     return results
 
 
-def _by_shuffles(tile: Tile, block: _Block) -> list[Value]:
-    """Vectors of biased magnitudes: two lookups give what a whole grid vector is, as small codes."""
+def _by_shuffles(tile: Tile, block: _Block, signs: Value) -> list[Value]:
+    """Two lookups give what a whole grid vector is, as small codes; each of these and its sign choose a level."""
     emit = tile.emit
     levels, tables = _small_codes(tile.layout)
     found = []
@@ -104,7 +105,7 @@ def _by_shuffles(tile: Tile, block: _Block) -> list[Value]:
         if len(levels) == 3:
             # A byte has the codes of four columns, two bits each.
             for j in range(8):
-                found.append(_codes_at(emit, halves[j % 2], [8 * (j // 2) + 2 * c for c in range(4)], levels, 2))
+                found.append(_signed_levels(emit, halves[j % 2], 8 * (j // 2), levels, 2, signs, 4 * j))
             continue
         # A byte has the codes of two columns, four bits each.
         for pair in range(2):
@@ -113,20 +114,25 @@ def _by_shuffles(tile: Tile, block: _Block) -> list[Value]:
             ]
             both = emit.builder.shuffle_vector(halves[0], halves[1], ir.Constant(vector(I32, 64), lanes))
             for index in range(2):
-                found.append(_codes_at(emit, both, [16 * index + 4 * c for c in range(4)], levels, 4))
+                column = 4 * (4 * word + 2 * pair + index)
+                found.append(_signed_levels(emit, both, 16 * index, levels, 4, signs, column))
     return found
 
 
-def _codes_at(emit: Emitter, packed: Value, places: Sequence[int], levels: Sequence[int], bits: int) -> Value:
-    """Biased levels of the codes at four places (in bits) of every lane."""
-    control = [32 * (byte // 4 % 2) + places[byte % 4] for byte in range(64)]
-    codes = emit.call(
-        "llvm.x86.avx512.pmultishift.qb.512", vector(I8, 64), [ir.Constant(vector(I8, 64), control), packed]
-    )
-    # The bits above a code belong to others: every place that they can lead to holds the same.
-    period = 1 << bits
-    table = [(BIAS + levels[i % period]) if i % period < len(levels) else 0 for i in range(64)]
-    return emit.call("llvm.x86.avx512.permvar.qi.512", vector(I8, 64), [ir.Constant(vector(I8, 64), table), codes])
+def _signed_levels(
+    emit: Emitter, packed: Value, place: int, levels: Sequence[int], bits: int, signs: Value, first_sign: int
+) -> Value:
+    """Biased levels of the codes of `bits` bits at a place of every lane, with signs from another."""
+    sign_bit = (len(levels) - 1).bit_length()
+    codes = emit.bits_to_bytes(packed, [place + bits * column for column in range(4)])
+    flags = emit.bits_to_bytes(signs, [first_sign + column - sign_bit for column in range(4)])
+    mask = emit.splat_constant(I8, (1 << sign_bit) - 1, 64)
+    rest = emit.splat_constant(I8, 256 - (1 << sign_bit), 64)
+    chosen = emit.builder.or_(emit.builder.and_(codes, mask), emit.builder.and_(flags, rest))
+    # The bits above the sign belong to others: every place that they can lead to holds the same.
+    both = [[BIAS + sign * level for level in levels] + [0] * ((1 << sign_bit) - len(levels)) for sign in (1, -1)]
+    table = (both[0] + both[1]) * (64 >> sign_bit + 1)
+    return emit.call("llvm.x86.avx512.permvar.qi.512", vector(I8, 64), [ir.Constant(vector(I8, 64), table), chosen])
 
 
 def _look_up(emit: Emitter, table: NDArray[np.uint8], indices: Value, high: Value | None) -> Value:
@@ -238,6 +244,9 @@ def _spread(tile: Tile, words: Value, bits: int) -> Value:
     """Four neighbouring fields of every word, one to each of its bytes."""
     b, emit = tile.emit.builder, tile.emit
     mask = (1 << bits) - 1
+    if emit.has_byte_permutes:
+        fields = emit.bits_to_bytes(emit.bitcast(words, vector(I8, 64)), [bits * byte for byte in range(4)])
+        return emit.bitcast(b.and_(fields, emit.splat_constant(I8, mask, 64)), vector(I32))
     result = b.and_(words, emit.splat_constant(I32, mask))
     for byte in range(1, 4):
         moved = _shifted(tile, words, -(8 - bits) * byte)

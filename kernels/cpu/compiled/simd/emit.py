@@ -278,6 +278,15 @@ class Emitter:
         mask = ir.Constant(vector(I32, len(places)), list(places))
         return self.builder.shuffle_vector(value, ir.Constant(value.type, ir.Undefined), mask)
 
+    def bits_to_bytes(self, value: Value, places: Sequence[int]) -> Value:
+        """The eight bits from each of four places of every lane of 32 bits; only where `has_byte_permutes`.
+
+        Bits around a place that lie outside of the lane are the other's of a pair.
+        """
+        control = [(32 * (byte // 4 % 2) + places[byte % 4]) % 64 for byte in range(64)]
+        operands = [ir.Constant(vector(I8, 64), control), value]
+        return self.call("llvm.x86.avx512.pmultishift.qb.512", vector(I8, 64), operands)
+
     def join(self, parts: Sequence[Value]) -> Value:
         """Concatenate equal vectors; a power of two of them."""
         values = list(parts)
