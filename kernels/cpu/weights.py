@@ -1,7 +1,7 @@
 """Packing weights from a file's rows into tiles, in parallel and directly from the memory map; checksums.
 
 Every layout is a list of fields: items of 1, 2 or 4 bytes that are copied from one row of the file to one lane of a
-tile, consecutively or, of Q6_K, every other. Three kinds of field permute bits; none loses any.
+tile, consecutively or at steps. Some kinds of field permute bits; none loses any.
 """
 
 from collections.abc import Callable
@@ -23,9 +23,12 @@ _STEP_BYTES = 8 << 20
 _PACK = Kernel("packing.pack_tiles")
 
 _COPY, _BIAS, _FIFTH_BITS, _SIX_BIT_SCALES, _EVERY_OTHER = 0, 1, 2, 3, 4
+_WORDS, _LOW_BYTES = 5, 6
+_MASKS, _EVEN_SIGNS, _NINTH_BITS, _BIT_PAIRS, _BITS = 7, 8, 9, 10, 11
 
-# TILE_FIELD blocks: bytes per item, offset in the unit of a file's row, items, offset in the unit of a tile, kind.
-_FIELDS: dict[Layout, list[tuple[int, int, int, int, int]]] = {
+# TILE_FIELD blocks: bytes per item, offset in the unit of a file's row, items, offset in the unit of a tile, kind, and
+# for the kinds that have others than items of that size, the steps from one item to the next in both.
+_FIELDS: dict[Layout, list[tuple[int, ...]]] = {
     Layout.F32: [(4, 0, 1, 0, _COPY)],
     Layout.F16: [(2, 0, 1, 0, _COPY)],
     Layout.BF16: [(2, 0, 1, 0, _COPY)],
@@ -57,24 +60,39 @@ _FIELDS: dict[Layout, list[tuple[int, int, int, int, int]]] = {
     Layout.Q2_K: [(4, 0, 4, 64, _COPY), (4, 16, 16, 320, _COPY), (2, 80, 2, 0, _COPY)],
     Layout.Q3_K: [(4, 0, 8, 224, _COPY), (4, 32, 16, 736, _COPY), (4, 96, 3, 32, _COPY), (2, 108, 1, 0, _COPY)],
     Layout.TQ2_0: [(4, 0, 16, 32, _COPY), (2, 64, 1, 0, _COPY)],
-    Layout.IQ2_XXS: [(2, 0, 1, 0, _COPY), (4, 2, 16, 32, _COPY)],
-    Layout.IQ2_XS: [(2, 0, 1, 0, _COPY), (4, 2, 16, 160, _COPY), (4, 66, 2, 32, _COPY)],
+    Layout.IQ2_XXS: [(2, 0, 1, 0, _COPY), (4, 2, 8, 32, _WORDS, 8, 128), (4, 6, 8, 96, _EVEN_SIGNS, 8, 128)],
+    Layout.IQ2_XS: [
+        (2, 0, 1, 0, _COPY),
+        (4, 2, 8, 160, _LOW_BYTES, 8, 128),
+        (4, 2, 8, 224, _NINTH_BITS, 8, 128),
+        (4, 66, 2, 32, _COPY),
+    ],
     Layout.IQ2_S: [
         (2, 0, 1, 0, _COPY),
         (4, 2, 8, 288, _EVERY_OTHER),
-        (4, 34, 8, 352, _EVERY_OTHER),
-        (4, 66, 4, 32, _COPY),
+        (4, 34, 8, 352, _MASKS, 4, 128),
+        (1, 66, 8, 160, _BIT_PAIRS, 1, 16),
+        (4, 74, 2, 32, _COPY),
     ],
-    Layout.IQ3_XXS: [(2, 0, 1, 0, _COPY), (4, 2, 24, 32, _COPY)],
+    Layout.IQ3_XXS: [(2, 0, 1, 0, _COPY), (4, 2, 16, 32, _COPY), (4, 66, 8, 1056, _EVEN_SIGNS, 4, 64)],
     Layout.IQ3_S: [
         (2, 0, 1, 0, _COPY),
         (4, 2, 16, 224, _COPY),
-        (4, 66, 2, 96, _COPY),
-        (4, 74, 8, 1248, _COPY),
+        (1, 66, 8, 96, _BITS, 1, 16),
+        (4, 74, 8, 1248, _MASKS, 4, 64),
         (4, 106, 1, 32, _COPY),
     ],
 }
-_FIELD_TABLES = {layout: np.array(fields, np.int64) for layout, fields in _FIELDS.items()}
+
+
+def _with_steps(field: tuple[int, ...]) -> tuple[int, ...]:
+    width, kind = field[0], field[4]
+    return field if len(field) == 7 else (*field, width, 128 if kind == _EVERY_OTHER else TILE_ROWS * width)
+
+
+_FIELD_TABLES = {
+    layout: np.array([_with_steps(field) for field in fields], np.int64) for layout, fields in _FIELDS.items()
+}
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Products of layouts whose codes are places in a grid of vectors of four or eight levels: IQ2 and IQ3.
 
 Levels are looked up for sixteen rows at once: with AVX-512 VBMI by byte shuffles over the whole grid, packed as two
-bytes per vector, and elsewhere by one load per vector from memory. A byte of signs belongs to eight columns.
+bytes per vector, and elsewhere by one load per vector from memory. Signs, and bits of indices above the eighth, lie in
+a tile as masks: bit 4 * r + c of 64 is that of row r and column (or index) c of four.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from llvmlite import ir
 from numpy.typing import NDArray
 
 from localinfer.kernels.cpu.compiled.matmul.tile import MINUS_8_HALF, MINUS_8_SUM, Tile
-from localinfer.kernels.cpu.compiled.simd.emit import F16, F32, I8, I32, I64, Emitter, Value, vector
+from localinfer.kernels.cpu.compiled.simd.emit import F16, F32, I1, I8, I32, I64, Emitter, Value, vector
 from localinfer.kernels.grid_tables import grid_vectors
 from localinfer.kernels.layouts import Layout
 
@@ -25,13 +26,13 @@ BIAS = 64
 class _Block:
     """32 columns of sixteen rows.
 
-    indices: low bytes of places in the grid, four to a lane. high: for each, what is above them, a byte each, or None.
-    signs: a bit per column. codes: one or two odd whole numbers that scale them.
+    indices: low bytes of places in the grid, four to a lane. high: for each vector of them, masks of the bits above.
+    signs: eight masks, of four columns each. codes: one or two odd whole numbers that scale the columns.
     """
 
     indices: Sequence[Value]
-    high: Sequence[Value] | None
-    signs: Value
+    high: Sequence[Sequence[Value]]
+    signs: Sequence[Value]
     codes: Sequence[Value]
 
 
@@ -81,31 +82,29 @@ def grid_body(tile: Tile, super_block: Value, totals: list[Value]) -> list[Value
 def _levels(tile: Tile, block: _Block) -> list[Value]:
     """Eight vectors of four columns: levels with signs, plus the bias."""
     emit, b = tile.emit, tile.emit.builder
-    signs = emit.bitcast(block.signs, vector(I8, 64))
-    if emit.has_byte_permutes:
-        return _by_shuffles(tile, block, signs)
+    magnitudes = _by_shuffles(tile, block) if emit.has_byte_permutes else _by_loads(tile, block)
     results = []
-    for j, magnitude in enumerate(_by_loads(tile, block)):
-        ours = emit.shuffle(signs, [4 * (byte // 4) + j // 2 for byte in range(64)])
-        bits = ir.Constant(vector(I8, 64), [1 << (4 * (j % 2) + byte % 4) for byte in range(64)])
-        is_minus = b.icmp_unsigned("!=", b.and_(ours, bits), emit.zeros(I8, 64))
+    for mask, magnitude in zip(block.signs, magnitudes, strict=True):
         opposite = b.sub(emit.splat_constant(I8, 2 * BIAS, 64), magnitude)
-        results.append(b.select(is_minus, opposite, magnitude))
+        results.append(b.select(_lanes_of(emit, mask), opposite, magnitude))
     return results
 
 
-def _by_shuffles(tile: Tile, block: _Block, signs: Value) -> list[Value]:
-    """Two lookups give what a whole grid vector is, as small codes; each of these and its sign choose a level."""
+def _lanes_of(emit: Emitter, mask: Value) -> Value:
+    return emit.bitcast(mask, vector(I1, 64))
+
+
+def _by_shuffles(tile: Tile, block: _Block) -> list[Value]:
+    """Vectors of biased magnitudes: two lookups give what a whole grid vector is, as small codes."""
     emit = tile.emit
     levels, tables = _small_codes(tile.layout)
     found = []
     for word, indices in enumerate(block.indices):
-        high = None if block.high is None else block.high[word]
-        halves = [_look_up(emit, table, indices, high) for table in tables]
+        halves = [_look_up(emit, table, indices, block.high[word]) for table in tables]
         if len(levels) == 3:
             # A byte has the codes of four columns, two bits each.
             for j in range(8):
-                found.append(_signed_levels(emit, halves[j % 2], 8 * (j // 2), levels, 2, signs, 4 * j))
+                found.append(_codes_at(emit, halves[j % 2], 8 * (j // 2), levels, 2))
             continue
         # A byte has the codes of two columns, four bits each.
         for pair in range(2):
@@ -114,28 +113,20 @@ def _by_shuffles(tile: Tile, block: _Block, signs: Value) -> list[Value]:
             ]
             both = emit.builder.shuffle_vector(halves[0], halves[1], ir.Constant(vector(I32, 64), lanes))
             for index in range(2):
-                column = 4 * (4 * word + 2 * pair + index)
-                found.append(_signed_levels(emit, both, 16 * index, levels, 4, signs, column))
+                found.append(_codes_at(emit, both, 16 * index, levels, 4))
     return found
 
 
-def _signed_levels(
-    emit: Emitter, packed: Value, place: int, levels: Sequence[int], bits: int, signs: Value, first_sign: int
-) -> Value:
-    """Biased levels of the codes of `bits` bits at a place of every lane, with signs from another."""
-    sign_bit = (len(levels) - 1).bit_length()
+def _codes_at(emit: Emitter, packed: Value, place: int, levels: Sequence[int], bits: int) -> Value:
+    """Biased levels of four codes, the first at a place (in bits) of every lane."""
     codes = emit.bits_to_bytes(packed, [place + bits * column for column in range(4)])
-    flags = emit.bits_to_bytes(signs, [first_sign + column - sign_bit for column in range(4)])
-    mask = emit.splat_constant(I8, (1 << sign_bit) - 1, 64)
-    rest = emit.splat_constant(I8, 256 - (1 << sign_bit), 64)
-    chosen = emit.builder.or_(emit.builder.and_(codes, mask), emit.builder.and_(flags, rest))
-    # The bits above the sign belong to others: every place that they can lead to holds the same.
-    both = [[BIAS + sign * level for level in levels] + [0] * ((1 << sign_bit) - len(levels)) for sign in (1, -1)]
-    table = (both[0] + both[1]) * (64 >> sign_bit + 1)
-    return emit.call("llvm.x86.avx512.permvar.qi.512", vector(I8, 64), [ir.Constant(vector(I8, 64), table), chosen])
+    # The bits above a code belong to others: every place that they can lead to holds the same.
+    table = [BIAS + level for level in levels] + [0] * ((1 << bits) - len(levels))
+    operands = [ir.Constant(vector(I8, 64), table * (64 >> bits)), codes]
+    return emit.call("llvm.x86.avx512.permvar.qi.512", vector(I8, 64), operands)
 
 
-def _look_up(emit: Emitter, table: NDArray[np.uint8], indices: Value, high: Value | None) -> Value:
+def _look_up(emit: Emitter, table: NDArray[np.uint8], indices: Value, high: Sequence[Value]) -> Value:
     """Bytes of a table of 256, 512 or 1,024."""
     b = emit.builder
     pieces = [ir.Constant(vector(I8, 64), part.tolist()) for part in table.reshape(-1, 64)]
@@ -145,11 +136,9 @@ def _look_up(emit: Emitter, table: NDArray[np.uint8], indices: Value, high: Valu
     ]
     is_upper = b.icmp_signed("<", indices, emit.zeros(I8, 64))
     found = [b.select(is_upper, two, one) for one, two in zip(found[::2], found[1::2], strict=True)]
-    bit = 1
-    while len(found) > 1:
-        is_set = b.icmp_unsigned("!=", b.and_(high, emit.splat_constant(I8, bit, 64)), emit.zeros(I8, 64))
+    for mask in high:
+        is_set = _lanes_of(emit, mask)
         found = [b.select(is_set, two, one) for one, two in zip(found[::2], found[1::2], strict=True)]
-        bit *= 2
     return found[0]
 
 
@@ -170,12 +159,11 @@ def _by_loads(tile: Tile, block: _Block) -> list[Value]:
     start, element = grid_address(emit, tile.layout), {4: I32, 8: I64}[grid.shape[1]]
     found = []
     for word, indices in enumerate(block.indices):
-        high = None if block.high is None else block.high[word]
         for number in range(4):
             places = _byte_of(emit, indices, number)
-            if high is not None:
-                upper = b.shl(_byte_of(emit, high, number), emit.splat_constant(I32, 8))
-                places = b.or_(places, upper)
+            for bit, mask in enumerate(block.high[word]):
+                is_set = emit.shuffle(_lanes_of(emit, mask), list(range(number, 64, 4)))
+                places = b.or_(places, b.select(is_set, emit.splat_constant(I32, 256 << bit), emit.zeros(I32)))
             levels: Any = ir.Constant(vector(element), ir.Undefined)
             for lane in range(16):
                 place = b.zext(b.extract_element(places, emit.i32(lane)), I64)
@@ -217,49 +205,53 @@ def _word(tile: Tile, place: Value, offset: int) -> Value:
     return tile.emit.load(place, vector(I32), offset, align=32)
 
 
-def _byte_in_words(tile: Tile, header: Value, offset: int, index: Value) -> Value:
-    """Byte `index` (0 to 7) of every row, of the two vectors at an offset of the header; other bits above it."""
+def _masks(tile: Tile, place: Value, offset: int, count: int) -> list[Value]:
+    return [tile.emit.load(place, I64, offset + 8 * j, align=8) for j in range(count)]
+
+
+def _odd_codes(tile: Tile, header: Value, offset: int, index: Value) -> list[Value]:
+    """2 * s + 1 of both nibbles of byte `index` of every row, of the two vectors at an offset of the header."""
     emit, b = tile.emit, tile.emit.builder
     words = _word(tile, tile.at(header, b.lshr(index, emit.i64(2)), 64), offset)
     shift = b.mul(b.and_(index, emit.i64(3)), emit.i64(8))
-    return b.lshr(words, emit.splat(b.trunc(shift, I32)))
+    return [_odd(tile, words, b.add(shift, emit.i64(place))) for place in (0, 4)]
 
 
-def _odd(tile: Tile, words: Value, start: int) -> Value:
+def _odd(tile: Tile, words: Value, start: Value) -> Value:
     """2 * s + 1 of the four bits at a place of every word."""
     b, emit = tile.emit.builder, tile.emit
-    code = b.and_(_shifted(tile, words, start), emit.splat_constant(I32, 15))
+    code = b.and_(b.lshr(words, emit.splat(b.trunc(start, I32))), emit.splat_constant(I32, 15))
     return b.add(b.add(code, code), emit.splat_constant(I32, 1))
 
 
-def _shifted(tile: Tile, words: Value, distance: int) -> Value:
+_EIGHTHS = 0x8888888888888888
+"""Where masks of columns 4 to 7 of eight have the eighth."""
+
+
+def _even_signs(tile: Tile, place: Value, offset: int) -> tuple[list[Value], Value]:
+    """Signs of which every eighth makes the number of minus signs even, and the mask of the bits stored in its place."""
     b, emit = tile.emit.builder, tile.emit
-    if distance == 0:
-        return words
-    amount = emit.splat_constant(I32, abs(distance))
-    return b.lshr(words, amount) if distance > 0 else b.shl(words, amount)
+    masks = _masks(tile, place, offset, 8)
+    others = emit.i64(0)
+    for index in range(4):
+        odd = masks[2 * index + 1]
+        stored = b.and_(odd, emit.i64(_EIGHTHS))
+        others = b.or_(others, b.lshr(stored, emit.i64(3 - index)))
+        seven = b.xor(masks[2 * index], b.and_(odd, emit.i64(_EIGHTHS ^ (1 << 64) - 1)))
+        pairs = b.xor(seven, b.lshr(seven, emit.i64(2)))
+        parity = b.shl(b.xor(pairs, b.lshr(pairs, emit.i64(1))), emit.i64(3))
+        masks[2 * index + 1] = b.or_(
+            b.and_(odd, emit.i64(_EIGHTHS ^ (1 << 64) - 1)), b.and_(parity, emit.i64(_EIGHTHS))
+        )
+    return masks, others
 
 
-def _spread(tile: Tile, words: Value, bits: int) -> Value:
-    """Four neighbouring fields of every word, one to each of its bytes."""
-    b, emit = tile.emit.builder, tile.emit
-    mask = (1 << bits) - 1
-    if emit.has_byte_permutes:
-        fields = emit.bits_to_bytes(emit.bitcast(words, vector(I8, 64)), [bits * byte for byte in range(4)])
-        return emit.bitcast(b.and_(fields, emit.splat_constant(I8, mask, 64)), vector(I32))
-    result = b.and_(words, emit.splat_constant(I32, mask))
-    for byte in range(1, 4):
-        moved = _shifted(tile, words, -(8 - bits) * byte)
-        result = b.or_(result, b.and_(moved, emit.splat_constant(I32, mask << 8 * byte)))
-    return result
-
-
-def _even_signs(tile: Tile, words: Value) -> Value:
-    """The eighth sign of every byte of seven: the number of minus signs is even."""
-    b, emit = tile.emit.builder, tile.emit
-    counts = emit.call("llvm.ctpop.v64i8", vector(I8, 64), [emit.bitcast(words, vector(I8, 64))])
-    eighth = b.shl(emit.bitcast(counts, vector(I32)), emit.splat_constant(I32, 7))
-    return b.or_(words, b.and_(eighth, emit.splat_constant(I32, 0x80808080)))
+def _odd_of_mask(tile: Tile, mask: Value) -> Value:
+    """2 * s + 1 of the four bits that a mask has for every row."""
+    emit = tile.emit
+    bits = ir.Constant(vector(I8, 64), [2 << byte % 4 for byte in range(64)])
+    chosen = emit.builder.select(_lanes_of(emit, mask), bits, emit.zeros(I8, 64))
+    return emit.dot_codes(emit.splat_constant(I32, 1), chosen, emit.splat_constant(I8, 1, 64))
 
 
 def _bytes_of(emit: Emitter, words: Value) -> Value:
@@ -268,59 +260,41 @@ def _bytes_of(emit: Emitter, words: Value) -> Value:
 
 def _iq2_xxs(tile: Tile, header: Value, body: Value, index: Value) -> _Block:
     place = tile.at(body, index, 128)
-    indices, words = _word(tile, place, 0), _word(tile, place, 64)
-    signs = _even_signs(tile, _spread(tile, words, 7))
-    return _Block([_bytes_of(tile.emit, indices)], None, signs, [_odd(tile, words, 28)])
+    signs, scale = _even_signs(tile, place, 64)
+    return _Block([_bytes_of(tile.emit, _word(tile, place, 0))], [[]], signs, [_odd_of_mask(tile, scale)])
 
 
 def _iq2_xs(tile: Tile, header: Value, body: Value, index: Value) -> _Block:
-    emit, b = tile.emit, tile.emit.builder
     place = tile.at(body, index, 128)
-    first, second = (_bytes_of(emit, _word(tile, place, 64 * i)) for i in range(2))
-    low, high = (
-        b.shuffle_vector(
-            first,
-            second,
-            ir.Constant(
-                vector(I32, 64),
-                [4 * lane + 2 * i + part + 64 * word for lane in range(16) for word in range(2) for i in range(2)],
-            ),
-        )
-        for part in range(2)
-    )
-    upper = b.lshr(emit.bitcast(high, vector(I32)), emit.splat_constant(I32, 1))
-    signs = _even_signs(tile, b.and_(upper, emit.splat_constant(I32, 0x7F7F7F7F)))
-    ninth = b.and_(high, emit.splat_constant(I8, 1, 64))
-    scales = _byte_in_words(tile, header, 32, index)
-    return _Block([low], [ninth], signs, [_odd(tile, scales, 0), _odd(tile, scales, 4)])
+    signs, ninth = _even_signs(tile, place, 64)
+    codes = _odd_codes(tile, header, 32, index)
+    return _Block([_bytes_of(tile.emit, _word(tile, place, 0))], [[ninth]], signs, codes)
 
 
 def _iq2_s(tile: Tile, header: Value, body: Value, index: Value) -> _Block:
     place = tile.at(body, index, 128)
-    indices, signs = _word(tile, place, 0), _word(tile, place, 64)
-    high = _spread(tile, _byte_in_words(tile, header, 32, index), 2)
-    scales = _byte_in_words(tile, header, 160, index)
-    codes = [_odd(tile, scales, 0), _odd(tile, scales, 4)]
-    return _Block([_bytes_of(tile.emit, indices)], [_bytes_of(tile.emit, high)], signs, codes)
+    high = _masks(tile, tile.at(header, index, 16), 160, 2)
+    codes = _odd_codes(tile, header, 32, index)
+    return _Block([_bytes_of(tile.emit, _word(tile, place, 0))], [high], _masks(tile, place, 64, 8), codes)
+
+
+def _four_levels(tile: Tile, body: Value, index: Value) -> list[Value]:
+    """Two vectors of indices of vectors of four."""
+    place = tile.at(body, index, 128)
+    return [_bytes_of(tile.emit, _word(tile, place, 64 * i)) for i in range(2)]
 
 
 def _iq3_xxs(tile: Tile, header: Value, body: Value, index: Value) -> _Block:
-    place = tile.at(body, index, 128)
-    indices = [_bytes_of(tile.emit, _word(tile, place, 64 * i)) for i in range(2)]
-    words = _word(tile, tile.at(body, index, 64), 1024)
-    return _Block(indices, None, _even_signs(tile, _spread(tile, words, 7)), [_odd(tile, words, 28)])
+    signs, scale = _even_signs(tile, tile.at(body, index, 64), 1024)
+    return _Block(_four_levels(tile, body, index), [[], []], signs, [_odd_of_mask(tile, scale)])
 
 
 def _iq3_s(tile: Tile, header: Value, body: Value, index: Value) -> _Block:
     emit, b = tile.emit, tile.emit.builder
-    place = tile.at(body, index, 128)
-    indices = [_bytes_of(emit, _word(tile, place, 64 * i)) for i in range(2)]
-    upper = _byte_in_words(tile, header, 96, index)
-    high = [_bytes_of(emit, _spread(tile, _shifted(tile, upper, 4 * i), 1)) for i in range(2)]
-    signs = _word(tile, tile.at(body, index, 64), 1024)
-    shift = b.trunc(b.mul(index, emit.i64(4)), I32)
-    scales = b.lshr(_word(tile, header, 32), emit.splat(shift))
-    return _Block(indices, high, signs, [_odd(tile, scales, 0)])
+    high = [[mask] for mask in _masks(tile, tile.at(header, index, 16), 96, 2)]
+    signs = _masks(tile, tile.at(body, index, 64), 1024, 8)
+    code = _odd(tile, _word(tile, header, 32), b.mul(index, emit.i64(4)))
+    return _Block(_four_levels(tile, body, index), high, signs, [code])
 
 
 _READERS = {

@@ -9,9 +9,11 @@ from numba import types
 from localinfer.kernels.cpu.compiled.simd.emit import I16, I32, Emitter, Value, vector
 from localinfer.kernels.cpu.compiled.simd.intrinsics import LITERAL, VOID, emitted
 from localinfer.kernels.cpu.compiled.simd.memory import (
+    load_i64,
     load_u8,
     load_u16_anywhere,
     load_u32_anywhere,
+    store_i64,
     store_u8,
     store_u16,
     store_u32,
@@ -106,9 +108,63 @@ def _pack_scales(source: int, target: int) -> None:
 
 
 @inline
-def _pack_field(source: int, target: int, width: int, items: int, kind: int) -> None:
+def _low_bytes(source: int) -> np.uint32:
+    """The low bytes of four numbers of 16 bits."""
+    result = np.uint32(0)
+    for i in range(4):
+        result |= np.uint32(load_u8(source + 2 * i)) << np.uint32(8 * i)
+    return result
+
+
+@inline
+def _mask_bits(source: int, kind: int) -> np.uint32:
+    """What a row puts into the masks of one block, four bits to each; see `weights.py` for the kinds."""
+    if kind == 7:
+        return load_u32_anywhere(source)
+    if kind == 11:
+        return np.uint32(load_u8(source))
+    result = np.uint32(0)
+    if kind == 8:
+        # Four codes of seven signs, and the four bits of the scale.
+        word = load_u32_anywhere(source)
+        for i in range(4):
+            signs = (word >> np.uint32(7 * i)) & np.uint32(127)
+            result |= (signs | ((word >> np.uint32(28 + i)) & np.uint32(1)) << np.uint32(7)) << np.uint32(8 * i)
+    elif kind == 9:
+        # Four numbers of a low byte, a ninth bit and seven signs.
+        for i in range(4):
+            upper = np.uint32(load_u8(source + 2 * i + 1))
+            result |= (upper >> np.uint32(1) | (upper & np.uint32(1)) << np.uint32(7)) << np.uint32(8 * i)
+    else:
+        pairs = np.uint32(load_u8(source))
+        for i in range(4):
+            result |= ((pairs >> np.uint32(2 * i)) & np.uint32(1)) << np.uint32(i)
+            result |= ((pairs >> np.uint32(2 * i + 1)) & np.uint32(1)) << np.uint32(4 + i)
+    return result
+
+
+@inline
+def _pack_masks(source: int, row_bytes: int, rows: int, target: int, num_masks: int, kind: int) -> None:
+    """Masks of one block of sixteen rows, of which `rows` exist."""
+    for mask in range(num_masks):
+        store_i64(target + 8 * mask, 0)
+    for row in range(min(16, rows)):
+        bits = np.int64(_mask_bits(source + row * row_bytes, kind))
+        for mask in range(num_masks):
+            place = target + 8 * mask
+            store_i64(place, load_i64(place) | ((bits >> (4 * mask)) & 15) << (4 * row))
+
+
+@inline
+def _pack_field(source: int, target: int, width: int, items: int, kind: int, file_step: int, tile_step: int) -> None:
     """One field of one unit of one row; target is lane r of the field's first item."""
-    if kind == 3:
+    if kind == 5:
+        for item in range(items):
+            store_u32(target + tile_step * item, load_u32_anywhere(source + file_step * item))
+    elif kind == 6:
+        for item in range(items):
+            store_u32(target + tile_step * item, _low_bytes(source + file_step * item))
+    elif kind == 3:
         _pack_scales(source, target)
     elif kind == 2:
         store_u32(target, _spread_bits(load_u32_anywhere(source)))
@@ -116,9 +172,8 @@ def _pack_field(source: int, target: int, width: int, items: int, kind: int) -> 
         for item in range(items):
             store_u32(target + 64 * item, load_u32_anywhere(source + 4 * item) ^ np.uint32(0x80808080))
     elif width == 4:
-        step = 128 if kind == 4 else 64
         for item in range(items):
-            store_u32(target + step * item, load_u32_anywhere(source + 4 * item))
+            store_u32(target + tile_step * item, load_u32_anywhere(source + 4 * item))
     elif width == 2:
         for item in range(items):
             store_u16(target + 32 * item, load_u16_anywhere(source + 2 * item))
@@ -128,9 +183,8 @@ def _pack_field(source: int, target: int, width: int, items: int, kind: int) -> 
 
 
 @inline
-def _clear_row(target: int, width: int, items: int, kind: int) -> None:
+def _clear_row(target: int, width: int, items: int, kind: int, step: int) -> None:
     count = 12 if kind == 3 else items
-    step = 128 if kind == 4 else 16 * width
     for item in range(count):
         for byte in range(width):
             store_u8(target + step * item + byte, np.uint8(0))
@@ -152,12 +206,21 @@ def pack_tiles(parameters: int, batch: int, thread: int, num_threads: int) -> No
             width, items, kind = field.width, field.items, field.kind
             base = start + field.tile_offset
             done = 0
-            if p.file_bytes == width and 16 * tile + 16 <= p.rows:
-                done = _transpose_tile(p.source + 16 * tile * p.units * width, p.units * width, p.units, width, base)
-            if width == 4 and items % 4 == 0 and kind != 2 and 16 * tile + 16 <= p.rows:
+            if kind >= 7:
                 row_bytes = p.units * p.file_bytes
                 first_source = p.source + 16 * tile * row_bytes + field.file_offset
-                distance, flip = 128 if kind == 4 else 64, 0x80808080 if kind == 1 else 0
+                for unit in range(p.units):
+                    for item in range(items):
+                        item_source = first_source + unit * p.file_bytes + item * field.file_step
+                        item_target = base + unit * p.unit_bytes + item * field.tile_step
+                        _pack_masks(item_source, row_bytes, p.rows - 16 * tile, item_target, 2 * width, kind)
+                continue
+            if p.file_bytes == width and 16 * tile + 16 <= p.rows:
+                done = _transpose_tile(p.source + 16 * tile * p.units * width, p.units * width, p.units, width, base)
+            if width == 4 and items % 4 == 0 and (kind <= 1 or kind == 4) and 16 * tile + 16 <= p.rows:
+                row_bytes = p.units * p.file_bytes
+                first_source = p.source + 16 * tile * row_bytes + field.file_offset
+                distance, flip = field.tile_step, 0x80808080 if kind == 1 else 0
                 for unit in range(p.units):
                     unit_source, unit_target = first_source + unit * p.file_bytes, base + unit * p.unit_bytes
                     for item in range(0, items, 4):
@@ -172,6 +235,6 @@ def pack_tiles(parameters: int, batch: int, thread: int, num_threads: int) -> No
                         lane_target = base + unit * p.unit_bytes + width * lane
                         if row < p.rows:
                             lane_source = p.source + (row * p.units + unit) * p.file_bytes + field.file_offset
-                            _pack_field(lane_source, lane_target, width, items, kind)
+                            _pack_field(lane_source, lane_target, width, items, kind, field.file_step, field.tile_step)
                         else:
-                            _clear_row(lane_target, width, items, kind)
+                            _clear_row(lane_target, width, items, kind, field.tile_step)
