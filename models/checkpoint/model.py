@@ -9,6 +9,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,10 @@ from localinfer.models.checkpoint.hyperparameters import read_hyperparameters
 from localinfer.models.checkpoint.tensor_plan import PlannedTensor, plan_tensors
 from localinfer.models.checkpoint.tokenizer_json import read_tokenizer
 from localinfer.quant.checkpoint.folder import CheckpointFolder, open_folder
-from localinfer.quant.checkpoint.groups import GroupedMatrix, common_type
+from localinfer.quant.checkpoint.groups import GroupedMatrix, stored_form
+from localinfer.quant.checkpoint.module_reader import left_aside
 from localinfer.quant.checkpoint.quantization import open_quantization, quantization_settings
+from localinfer.quant.checkpoint.stored_matrix import StoredForm, StoredMatrix, common_type
 from localinfer.quant.formats.reference import dequantize
 from localinfer.quant.formats.types import TensorRecord, TensorType
 from localinfer.quant.gguf.mapped_file import FileStretch
@@ -57,12 +60,17 @@ class CheckpointModel(Closing):
     tokenizer_error: TokenizerError | None = None
     unknown_settings: tuple[str, ...]
     """Settings of config.json that may change results and that nothing here obeys."""
+    quantization: tuple[StoredForm, ...]
+    """How the folder stores its quantized matrices, and what they run as."""
+    notices: tuple[str, ...]
+    """What becomes of the weights, where they do not stay as they are, and which tensors are not used."""
 
     def __init__(self, folder: CheckpointFolder) -> None:
         parameters = read_hyperparameters(folder.config, folder.path.resolve().name)
         self._reader = open_quantization(folder)
-        leaves = () if self._reader is None else self._reader.leaves
-        self._plan, left_out = plan_tensors(folder.tensors, parameters, leaves)
+        unused, asides = left_aside(folder.tensors)
+        parts = {name: self._part(name) for name in folder.tensors if name not in unused}
+        self._plan, left_out = plan_tensors(parts, parameters)
         if left_out:
             logger.warning(
                 "%s: only its text model runs; %d tensors of other parts are left out (%s)",
@@ -71,6 +79,8 @@ class CheckpointModel(Closing):
                 left_out[0],
             )
         self._folder = folder
+        self._forms: list[StoredForm] = []
+        self._decoded: tuple[str, NDArray[np.uint8]] | None = None
         self._made = parameters.tensors
         self.unknown_settings = parameters.unknown_settings
         self.path = folder.path
@@ -83,6 +93,13 @@ class CheckpointModel(Closing):
         self.tensors = {name: self._record(planned) for name, planned in self._plan.items()}
         for name, values in self._made.items():
             self.tensors[name] = TensorRecord(name, TensorType.F32, values.shape)
+        forms = {replace(form, num_matrices=0): 0 for form in self._forms}
+        for form in self._forms:
+            forms[replace(form, num_matrices=0)] += form.num_matrices
+        self.quantization = tuple(replace(form, num_matrices=count) for form, count in forms.items())
+        self.notices = tuple(str(form) for form in self.quantization if form.change) + tuple(asides)
+        if self._reader is not None:
+            self.notices += tuple(self._reader.notices)
 
     def replace_metadata(self, values: Mapping[str, SingleValue]) -> None:
         """Go on as if the folder said so; it is left as it is."""
@@ -103,24 +120,21 @@ class CheckpointModel(Closing):
         if name in self._made:
             return self._made[name].view(np.uint8)
         planned = self._plan[name]
-        matrices = self.grouped(name)
-        if matrices is not None:
-            parts = [matrix.gguf_bytes(info.type) for matrix in matrices]
-        else:
-            parts = [self._source_bytes(planned, source) for source in planned.sources]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        if self._is_quantized(planned):
+            # Writers ask for a stretch at a time.
+            if self._decoded is None or self._decoded[0] != name:
+                self._decoded = name, _joined([matrix.gguf_bytes(info.type) for matrix in self._matrices(planned)])
+            return self._decoded[1]
+        return _joined([self._source_bytes(planned, source) for source in planned.sources])
 
     def grouped(self, name: str) -> tuple[GroupedMatrix, ...] | None:
-        """Return the codes, scales and zero points of a quantized weight, one matrix per expert; None for others."""
+        """Return the codes, scales and zero points of a weight in integers, one matrix per expert; None for others."""
         planned = self._plan.get(name)
         if planned is None or not self._is_quantized(planned):
             return None
-        assert self._reader is not None, "nothing is quantized without a reader"
-        matrices = [self._reader.matrix(source) for source in planned.sources]
-        if planned.permuted_heads:
-            order = adjacent_pairs(matrices[0].shape[0], planned.permuted_heads)
-            matrices = [matrix.rows(order) for matrix in matrices]
-        return tuple(matrices)
+        matrices = self._matrices(planned)
+        found = tuple(matrix for matrix in matrices if isinstance(matrix, GroupedMatrix))
+        return found if len(found) == len(matrices) else None
 
     def stretch(self, name: str) -> FileStretch | None:
         """Return where a tensor's bytes lie, if they lie in one place and as GGUF has them."""
@@ -138,6 +152,7 @@ class CheckpointModel(Closing):
         """Let the system drop the memory behind a tensor, once all of it has been packed."""
         planned = self._plan.get(name)
         if planned is not None and end == self.tensors[name].num_bytes:
+            self._decoded = None
             leaves = [planned.leaf, *(() if self._reader is None else self._reader.leaves)]
             for source in planned.sources:
                 for stored in (f"{source}.{leaf}" for leaf in leaves):
@@ -146,12 +161,34 @@ class CheckpointModel(Closing):
 
     def close(self) -> None:
         """Refuse further access and unmap what no view still uses. Safe to call twice."""
+        self._decoded = None
         self._folder.close()
 
+    def _part(self, name: str) -> tuple[str, str]:
+        """The module of a tensor, and what of it the tensor is: `weight` for all that a quantized one is made of."""
+        if self._reader is None:
+            module, _, leaf = name.rpartition(".")
+            return module, leaf
+        module, leaf = self._reader.split_name(name)
+        return module, "weight" if leaf in self._reader.leaves else leaf
+
+    def _matrices(self, planned: PlannedTensor) -> list[StoredMatrix]:
+        """What a quantized weight is made of, one matrix per expert."""
+        assert self._reader is not None, "nothing is quantized without a reader"
+        matrices = [self._reader.matrix(source) for source in planned.sources]
+        if planned.permuted_heads:
+            order = adjacent_pairs(matrices[0].shape[0], planned.permuted_heads)
+            matrices = [matrix.rows(order) for matrix in matrices]
+        return matrices
+
     def _read_tokenizer(self) -> dict[str, object]:
-        embedding = self._folder.tensor(f"{self._plan['token_embd.weight'].sources[0]}.weight")
+        planned = self._plan["token_embd.weight"]
+        if self._reader is not None and self._is_quantized(planned):
+            num_tokens = self._reader.shape(planned.sources[0])[0]
+        else:
+            num_tokens = (*self._folder.tensor(f"{planned.sources[0]}.weight").shape, 0)[0]
         try:
-            return read_tokenizer(self._folder, embedding.shape[0] if embedding.shape else 0)
+            return read_tokenizer(self._folder, num_tokens)
         except TokenizerError as error:
             # Without the frames it came from, which would keep all of a closed model alive.
             self.tokenizer_error = type(error)(*error.args)
@@ -161,8 +198,10 @@ class CheckpointModel(Closing):
         if self._reader is None or planned.leaf != "weight":
             return False
         stored = self._folder.tensors
-        found = [f"{source}.{self._reader.leaves[0]}" in stored for source in planned.sources]
-        both = next((s for s in planned.sources if found[0] and f"{s}.weight" in stored), None)
+        leaves = [self._reader.codes_leaf(source) for source in planned.sources]
+        found = [leaf is not None for leaf in leaves]
+        pairs = zip(planned.sources, leaves, strict=True)
+        both = next((s for s, leaf in pairs if leaf not in (None, "weight") and f"{s}.weight" in stored), None)
         if both is not None or any(found) != all(found):
             raise CorruptFileError(
                 f"{both or planned.name} is stored both quantized and as plain numbers; wanted one of the "
@@ -183,8 +222,8 @@ class CheckpointModel(Closing):
                 )
         if first.dtype not in _TYPES:
             raise UnsupportedFormatError(
-                f"{first.name} is {first.dtype}; this version runs F16, BF16 and F32 weights, and GPTQ, AWQ and "
-                f"compressed-tensors checkpoints. {_WAY_OUT}"
+                f"{first.name} is {first.dtype}; this version runs F16, BF16 and F32 weights, and others if "
+                f"config.json has a quantization_config of a method it knows. {_WAY_OUT}"
             )
         type = TensorType.F32 if planned.plus_one else _TYPES[first.dtype]
         if not first.shape or len(first.shape) > 2 or 0 in first.shape:
@@ -198,7 +237,9 @@ class CheckpointModel(Closing):
         if shapes or 0 in shape:
             raise CorruptFileError(f"{planned.name} has parts of shapes {shape}, {shapes}; wanted equal ones")
         _described(planned, TensorType.F32, shape)  # before rows are taken by it
-        return _described(planned, common_type(self.grouped(planned.name) or ()), shape)
+        matrices = self._matrices(planned)
+        self._forms.append(stored_form(matrices))
+        return _described(planned, common_type(matrices), shape)
 
     def _source_bytes(self, planned: PlannedTensor, source: str) -> NDArray[np.uint8]:
         name = f"{source}.{planned.leaf}"
@@ -210,6 +251,10 @@ class CheckpointModel(Closing):
         if planned.permuted_heads:
             data = data[adjacent_pairs(stored.shape[0], planned.permuted_heads)]
         return data.reshape(-1).view(np.uint8)
+
+
+def _joined(parts: list[NDArray[np.uint8]]) -> NDArray[np.uint8]:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _described(planned: PlannedTensor, type: TensorType, shape: tuple[int, ...]) -> TensorRecord:

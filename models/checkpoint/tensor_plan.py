@@ -1,7 +1,7 @@
 """Which tensors of a checkpoint become which of GGUF's, and what happens to them on the way."""
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from localinfer.errors import CorruptFileError, UnsupportedFormatError
@@ -37,25 +37,23 @@ class PlannedTensor:
 
 
 def plan_tensors(
-    names: Collection[str], parameters: Hyperparameters, packed_leaves: Collection[str]
+    parts: Mapping[str, tuple[str, str]], parameters: Hyperparameters
 ) -> tuple[dict[str, PlannedTensor], list[str]]:
     """Every tensor of a checkpoint by its GGUF name, and the names of other parts (vision, audio) that do not run.
 
-    packed_leaves: what a quantized module is made of; together they stand for its weight.
+    parts: by the names of tensors, the module of each and what of it the tensor is; all tensors that a quantized weight
+    is made of are its `weight`.
     Raises: UnsupportedFormatError naming a tensor that has no place, CorruptFileError if a stack of experts has gaps.
     """
-    prefix = _prefix(names)
+    prefix = _prefix({module for module, leaf in parts.values() if leaf == "weight"})
     stems = {module.replace("{expert}", "*"): stem for stem, module in parameters.family.blocks.items()}
     sources: dict[tuple[str, str], dict[int, str]] = {}
     left_out: list[str] = []
     unknown: list[str] = []
-    for name in names:
+    for name, (module, leaf) in parts.items():
         if _OTHER_PARTS.match(name):
             left_out.append(name)
             continue
-        module, _, leaf = name.rpartition(".")
-        if leaf in packed_leaves:
-            leaf = "weight"
         place = _place(module, prefix, stems, parameters)
         if place is not None and leaf in PLAIN_LEAVES:
             sources.setdefault((place[0], leaf), {})[place[1]] = module
@@ -78,13 +76,13 @@ def plan_tensors(
     return {tensor.name: tensor for tensor in tensors}, left_out
 
 
-def _prefix(names: Collection[str]) -> str:
+def _prefix(modules: Collection[str]) -> str:
     """What stands before `embed_tokens` and `layers`: models that also see nest the text model."""
     for prefix in _PREFIXES:
-        if f"{prefix}{_EMBEDDING}.weight" in names:
+        if f"{prefix}{_EMBEDDING}" in modules:
             return prefix
     raise CorruptFileError(
-        f"the checkpoint has no {_PREFIXES[0]}{_EMBEDDING}.weight among its {len(names)} tensors; wanted a language "
+        f"the checkpoint has no {_PREFIXES[0]}{_EMBEDDING}.weight among its {len(modules)} modules; wanted a language "
         "model. Is this an adapter? Download the folder again"
     )
 

@@ -285,6 +285,8 @@ def _note(file: ModelFile, weights: CpuWeights) -> None:
         )
     for note in weights.notes.values():
         logger.warning("%s", note)
+    for note in getattr(file, "notices", ()):
+        logger.warning("%s: %s", file.path.name, note)
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:

@@ -13,8 +13,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import CorruptFileError, UnsupportedFormatError
-from localinfer.quant.checkpoint import groups
 from localinfer.quant.checkpoint.folder import CheckpointFolder
+from localinfer.quant.checkpoint.groups import GroupedMatrix, grouped_matrix
+from localinfer.quant.checkpoint.module_reader import ModuleReader
+from localinfer.quant.checkpoint.module_tensors import (
+    even_groups,
+    scales_of,
+    span_of,
+    unpack_words,
+    words_of,
+    wrong_shape,
+)
 
 LEAVES = ("qweight", "qzeros", "scales")
 
@@ -22,7 +31,7 @@ _NIBBLES = np.array([0, 4, 1, 5, 2, 6, 3, 7])
 _PER_WORD = 8
 
 
-class AwqReader:
+class AwqReader(ModuleReader):
     """Reads the quantized modules of an AWQ checkpoint.
 
     Raises: UnsupportedFormatError if its settings name a packing or width that is not read.
@@ -31,7 +40,7 @@ class AwqReader:
     leaves = LEAVES
 
     def __init__(self, folder: CheckpointFolder, settings: Mapping[str, Any]) -> None:
-        self._folder = folder
+        super().__init__(folder)
         self._version = str(settings.get("version") or "gemm").lower()
         if self._version not in ("gemm", "gemv"):
             raise UnsupportedFormatError(
@@ -45,14 +54,14 @@ class AwqReader:
 
     def shape(self, module: str) -> tuple[int, int]:
         """Rows and columns of a module's weight."""
-        rows, columns = groups.words_of(self._folder, f"{module}.qweight", 2).shape
+        rows, columns = words_of(self._folder, f"{module}.qweight", 2).shape
         return (columns * _PER_WORD, rows) if self._version == "gemm" else (rows, columns * _PER_WORD)
 
-    def matrix(self, module: str) -> groups.GroupedMatrix:
+    def matrix(self, module: str) -> GroupedMatrix:
         """Return a module's weight. Raises: CorruptFileError if its tensors do not fit each other or the settings."""
-        words = groups.words_of(self._folder, f"{module}.qweight", 2)
-        packed_zeros = groups.words_of(self._folder, f"{module}.qzeros", 2)
-        scales = groups.scales_of(self._folder, f"{module}.scales")
+        words = words_of(self._folder, f"{module}.qweight", 2)
+        packed_zeros = words_of(self._folder, f"{module}.qzeros", 2)
+        scales = scales_of(self._folder, f"{module}.scales")
         num_rows, num_columns = self.shape(module)
         size = num_columns if self._group_size == -1 else self._group_size
         if type(size) is not int or size < 1 or not num_columns or num_columns % size:
@@ -67,26 +76,26 @@ class AwqReader:
         else:
             padded = _padded_groups(num_groups, size)
             wanted = ((num_rows, padded * _PER_WORD), (num_rows, padded))
-            zeros = groups.unpack_words(packed_zeros, 4)[:, :num_groups]
+            zeros = unpack_words(packed_zeros, 4)[:, :num_groups]
             scales_by_row = scales[:, :num_groups]
         if scales.shape != wanted[0]:
-            raise groups.wrong_shape(f"{module}.scales", scales.shape, wanted[0], f" for groups of {size}")
+            raise wrong_shape(f"{module}.scales", scales.shape, wanted[0], f" for groups of {size}")
         if packed_zeros.shape != wanted[1]:
-            raise groups.wrong_shape(f"{module}.qzeros", packed_zeros.shape, wanted[1], f" for groups of {size}")
+            raise wrong_shape(f"{module}.qzeros", packed_zeros.shape, wanted[1], f" for groups of {size}")
         is_gemm = self._version == "gemm"
-        return groups.grouped_matrix(
+        return grouped_matrix(
             module,
             4,
             scales_by_row,
             zeros,
-            groups.even_groups(num_columns, num_groups, size),
-            lambda rows: _outputs(words, rows) if is_gemm else groups.unpack_words(words[groups.span_of(rows)], 4),
+            even_groups(num_columns, num_groups, size),
+            lambda rows: _outputs(words, rows) if is_gemm else unpack_words(words[span_of(rows)], 4),
         )
 
 
 def _outputs(words: NDArray[np.int32], rows: NDArray[np.intp]) -> NDArray[np.uint8]:
     """Codes of some outputs from words that hold eight outputs of one input each: uint8[rows, inputs]."""
-    span = groups.span_of(rows)
+    span = span_of(rows)
     if isinstance(span, slice) and span.start % _PER_WORD == span.stop % _PER_WORD == 0:
         chosen = np.ascontiguousarray(words[:, span.start // _PER_WORD : span.stop // _PER_WORD].T)
         data = chosen.view(np.uint8).reshape(*chosen.shape, 4)

@@ -1,8 +1,17 @@
-"""Integer weights of compressed-tensors checkpoints, format "pack-quantized" (W4A16 and W8A16).
+"""Weights of compressed-tensors checkpoints, in the formats that its version 0.20 and those before it write.
 
-For R outputs, K inputs, b bits and G groups: weight_packed int32[R, ceil(K * b / 32)], natural order along inputs,
-weight_scale [R, G], weight_shape [R, K]; asymmetric ones weight_zero_point int32[ceil(R * b / 32), G], packed along
-outputs. Codes and zero points are stored plus 2^(b-1). weight_g_idx int32[K] is there for activation ordering by group.
+| format | tensors of a module, for R outputs, K inputs, b bits, G groups |
+|---|---|
+| pack-quantized | weight_packed int32[R, ceil(K * b / 32)], weight_scale [R, G], weight_shape |
+| int-quantized, float-quantized, naive-quantized | weight int8 or FP8 [R, K], weight_scale; weight_zero_point |
+| mxfp8-quantized | weight FP8 [R, K], weight_scale uint8[R, K / 32] |
+| mxfp4-pack-quantized, mxfp6-pack-quantized | weight_packed uint8[R, K * b / 8], weight_scale uint8[R, K / 32] |
+| nvfp4-pack-quantized | weight_packed uint8[R, K / 2], weight_scale E4M3 [R, K / 16], weight_global_scale |
+
+Asymmetric ones have weight_zero_point; activation ordering by group has weight_g_idx int32[K].
+Integer codes are packed in natural order along inputs, zero points int32[ceil(R * b / 32), G] along outputs, both plus
+2^(b-1). Codes of 3, 5, 6 and 7 bits run on from word to word; older versions put 32 // b whole ones into each.
+Several schemes may be in one folder: a module's tensors say which it has. Scales of activations are not used.
 """
 
 from collections.abc import Mapping
@@ -12,103 +21,194 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import CorruptFileError, UnsupportedFormatError
-from localinfer.quant.checkpoint import groups
+from localinfer.quant.checkpoint import fp4
 from localinfer.quant.checkpoint.folder import CheckpointFolder
+from localinfer.quant.checkpoint.groups import GroupedMatrix, grouped_matrix
+from localinfer.quant.checkpoint.module_reader import ModuleReader
+from localinfer.quant.checkpoint.module_tensors import (
+    AGAIN,
+    bytes_of,
+    even_groups,
+    group_numbers,
+    scalar_of,
+    scales_of,
+    span_of,
+    unpack_padded_words,
+    unpack_words,
+    words_of,
+    wrong_shape,
+)
+from localinfer.quant.checkpoint.rotations import Rotations
+from localinfer.quant.checkpoint.scaled import EXPONENT_DTYPES, USUAL_BLOCK, is_scaled, scaled_matrix
+from localinfer.quant.checkpoint.stored_matrix import DecodedMatrix, StoredMatrix
 
-LEAVES = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
+_FORMATS = (
+    *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp8-quantized"),
+    *("mxfp4-pack-quantized", "mxfp6-pack-quantized", "nvfp4-pack-quantized", "dense", "mixed-precision"),
+)
+_STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")
+_INTEGER_WIDTHS, _FLOAT_WIDTHS = (2, 3, 4, 5, 6, 7, 8), (4, 6, 8)
 
-_FORMAT = "pack-quantized"
-_WIDTHS = (4, 8)
 
-
-class CompressedTensorsReader:
+class CompressedTensorsReader(ModuleReader):
     """Reads the quantized modules of a compressed-tensors checkpoint.
 
     Raises: UnsupportedFormatError if its settings name a format, width or scheme that is not read.
     """
 
-    leaves = LEAVES
+    leaves = (
+        *("weight_packed", "weight", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"),
+        "weight_global_scale",
+    )
 
     def __init__(self, folder: CheckpointFolder, settings: Mapping[str, Any]) -> None:
-        self._folder = folder
+        super().__init__(folder)
         schemes = settings.get("config_groups")
-        if not isinstance(schemes, dict) or not schemes:
-            raise CorruptFileError(
-                f"quantization_config: config_groups is {schemes!r:.60}; wanted schemes. {groups.AGAIN}"
-            )
+        if not isinstance(schemes, dict) or not (schemes or settings.get("kv_cache_scheme")):
+            raise CorruptFileError(f"quantization_config: config_groups is {schemes!r:.60}; wanted schemes. {AGAIN}")
         sparsity = settings.get("sparsity_config") or {}
         if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
             raise _unsupported("sparsity_config", sparsity, "dense weights")
-        if settings.get("transform_config"):
-            raise _unsupported(
-                "transform_config", settings["transform_config"], "weights without rotations around them"
-            )
-        self._widths: set[int] = set()
+        self._integer_widths: set[int] = set()
+        self._group_sizes: set[int] = set()
+        self._block = USUAL_BLOCK
+        transforms = settings.get("transform_config")
+        self._rotations = Rotations(folder, transforms) if transforms else None
+        if self._rotations is not None:
+            self.notices = self._rotations.notices()
         for name, scheme in schemes.items():
-            self._widths.add(_width(name, scheme, settings.get("format")))
+            self._read_scheme(name, scheme, settings.get("format"))
+
+    def codes_leaf(self, module: str) -> str | None:
+        """Return which of a module's tensors holds its codes, None for a module of plain numbers."""
+        if f"{module}.weight_packed" in self._folder.tensors:
+            return "weight_packed"
+        is_rotated = self._rotations is not None and self._rotations.apply_to(module)
+        return "weight" if is_rotated or is_scaled(self._folder, module) else None
+
+    def split_name(self, name: str) -> tuple[str, str]:
+        """Return a tensor's module, and what of it the tensor is; a rotation belongs to its module's weight."""
+        module = None if self._rotations is None else self._rotations.module_of(name)
+        return super().split_name(name) if module is None else (module, "weight")
 
     def shape(self, module: str) -> tuple[int, int]:
         """Rows and columns of a module's weight."""
+        packed = self._folder.tensors.get(f"{module}.weight_packed")
+        if packed is None or packed.dtype == "U8":
+            return self._stored_matrix(module).shape
         shape = self._folder.array(f"{module}.weight_shape")
         if shape.dtype.kind not in "iu" or shape.size != 2 or not (shape > 0).all() or (shape >= 1 << 31).any():
-            raise CorruptFileError(
-                f"{module}.weight_shape is {shape.tolist()!r:.60}; wanted rows and columns. {groups.AGAIN}"
-            )
+            raise CorruptFileError(f"{module}.weight_shape is {shape.tolist()!r:.60}; wanted rows and columns. {AGAIN}")
         rows, columns = shape.reshape(-1).tolist()
         return rows, columns
 
-    def matrix(self, module: str) -> groups.GroupedMatrix:
+    def matrix(self, module: str) -> StoredMatrix:
         """Return a module's weight. Raises: CorruptFileError if its tensors do not fit each other or the settings."""
+        matrix = self._stored_matrix(module)
+        if self._rotations is None:
+            return matrix
+        return self._rotations.folded(module, matrix, f"{module}.bias" in self._folder.tensors)
+
+    def _stored_matrix(self, module: str) -> StoredMatrix:
+        packed = self._folder.tensors.get(f"{module}.weight_packed")
+        if packed is None and not is_scaled(self._folder, module):
+            values = scales_of(self._folder, f"{module}.weight")
+            return DecodedMatrix(module, "plain numbers", *values.shape, lambda rows: values[rows], 0.0)
+        if packed is None:
+            bits = 8 if 8 in self._integer_widths else max(self._integer_widths, default=8)
+            return scaled_matrix(
+                self._folder,
+                module,
+                "weight_scale",
+                integer_bits=bits,
+                group_sizes=self._group_sizes,
+                block=self._block,
+            )
+        return self._packed_floats(module) if packed.dtype == "U8" else self._packed_integers(module)
+
+    def _read_scheme(self, name: str, scheme: object, whole_format: object) -> None:
+        """Note one scheme's widths and sizes. Raises: UnsupportedFormatError for what would need other arithmetic."""
+        weights = scheme.get("weights") if isinstance(scheme, dict) else None
+        if not isinstance(scheme, dict) or not isinstance(weights, dict):
+            raise CorruptFileError(
+                f"quantization_config: {name} is {scheme!r:.60}; wanted a scheme with weights. {AGAIN}"
+            )
+        packing = scheme.get("format") or whole_format
+        if packing not in _FORMATS:
+            raise _unsupported("format", packing, ", ".join(_FORMATS))
+        kind, bits = weights.get("type", "int"), weights.get("num_bits")
+        widths = {"int": _INTEGER_WIDTHS, "float": _FLOAT_WIDTHS}.get(kind if isinstance(kind, str) else "", ())
+        if type(bits) is not int or bits not in widths:
+            raise _unsupported("weights", f"{kind} of {bits} bits", "int of 2 to 8 bits, and float of 4, 6 or 8")
+        if weights.get("strategy", "group") not in _STRATEGIES:
+            raise _unsupported("strategy", weights.get("strategy"), ", ".join(_STRATEGIES))
+        if kind == "int":
+            self._integer_widths.add(bits)
+        size, block = weights.get("group_size"), weights.get("block_structure")
+        if type(size) is int and size > 0:
+            self._group_sizes.add(size)
+        if isinstance(block, list) and len(block) == 2 and all(type(side) is int and side > 0 for side in block):
+            self._block = (block[0], block[1])
+
+    def _packed_integers(self, module: str) -> GroupedMatrix:
         num_rows, num_columns = self.shape(module)
-        words = groups.words_of(self._folder, f"{module}.weight_packed", 2)
-        bits = next((bits for bits in sorted(self._widths) if -(-num_columns * bits // 32) == words.shape[1]), None)
-        if bits is None or len(words) != num_rows:
-            wanted = (num_rows, -(-num_columns * min(self._widths) // 32))
-            raise groups.wrong_shape(f"{module}.weight_packed", words.shape, wanted)
-        scales = groups.scales_of(self._folder, f"{module}.weight_scale")
+        words = words_of(self._folder, f"{module}.weight_packed", 2)
+        widths = sorted(self._integer_widths) or [4]
+        bits, unpack = next(
+            (
+                (bits, unpack)
+                for unpack, per_word in ((unpack_words, _running), (unpack_padded_words, _padded))
+                for bits in widths
+                if per_word(num_columns, bits) == words.shape[1]
+            ),
+            (0, unpack_words),
+        )
+        if not bits or len(words) != num_rows:
+            wanted = (num_rows, _running(num_columns, widths[0]))
+            raise wrong_shape(f"{module}.weight_packed", words.shape, wanted)
+        scales = scales_of(self._folder, f"{module}.weight_scale")
         num_groups = scales.shape[1]
         if len(scales) != num_rows or num_columns % num_groups:
-            raise groups.wrong_shape(f"{module}.weight_scale", scales.shape, (num_rows, num_groups), " of whole groups")
-        regular = groups.even_groups(num_columns, num_groups, num_columns // num_groups)
-        return groups.grouped_matrix(
+            raise wrong_shape(f"{module}.weight_scale", scales.shape, (num_rows, num_groups), " of whole groups")
+        regular = even_groups(num_columns, num_groups, num_columns // num_groups)
+        return grouped_matrix(
             module,
             bits,
             scales,
             self._zeros(module, bits, num_rows, num_groups),
-            groups.group_numbers(self._folder, f"{module}.weight_g_idx", regular),
-            lambda rows: groups.unpack_words(words[groups.span_of(rows)], bits)[:, :num_columns],
+            group_numbers(self._folder, f"{module}.weight_g_idx", regular),
+            lambda rows: unpack(words[span_of(rows)], bits)[:, :num_columns],
         )
 
     def _zeros(self, module: str, bits: int, num_rows: int, num_groups: int) -> NDArray[np.integer[Any]]:
         name = f"{module}.weight_zero_point"
         if name not in self._folder.tensors:
             return np.full((num_rows, num_groups), 1 << (bits - 1), np.int16)
-        words = groups.words_of(self._folder, name, 2)
-        wanted = (-(-num_rows * bits // 32), num_groups)
-        if words.shape != wanted:
-            raise groups.wrong_shape(name, words.shape, wanted)
-        return groups.unpack_words(words.T, bits).T[:num_rows]
+        words = words_of(self._folder, name, 2)
+        for per_word, unpack in ((_running, unpack_words), (_padded, unpack_padded_words)):
+            if words.shape == (per_word(num_rows, bits), num_groups):
+                return unpack(words.T, bits).T[:num_rows]
+        raise wrong_shape(name, words.shape, (_running(num_rows, bits), num_groups))
+
+    def _packed_floats(self, module: str) -> StoredMatrix:
+        name, scale_name = f"{module}.weight_packed", f"{module}.weight_scale"
+        data = bytes_of(self._folder, name, ("U8",))
+        scales = bytes_of(self._folder, scale_name, (*EXPONENT_DTYPES, "F8_E4M3"))
+        if self._folder.tensor(scale_name).dtype == "F8_E4M3":
+            divisor_name = f"{module}.weight_global_scale"
+            factor = fp4.nvfp4_factor(scalar_of(self._folder, divisor_name), divisor_name)
+            return fp4.nvfp4_matrix(module, data, scales, factor)
+        return fp4.mx_matrix(module, data, scales)
 
 
-def _width(name: str, scheme: object, whole_format: object) -> int:
-    """Bits of one scheme's weights, after refusing what would need other arithmetic."""
-    weights = scheme.get("weights") if isinstance(scheme, dict) else None
-    if not isinstance(scheme, dict) or not isinstance(weights, dict):
-        raise CorruptFileError(
-            f"quantization_config: {name} is {scheme!r:.60}; wanted a scheme with weights. {groups.AGAIN}"
-        )
-    packing = scheme.get("format") or whole_format
-    if packing != _FORMAT:
-        raise _unsupported("format", packing, _FORMAT)
-    if scheme.get("input_activations") is not None:
-        raise _unsupported("input_activations", scheme["input_activations"], "weights quantized alone")
-    bits = weights.get("num_bits")
-    if weights.get("type", "int") != "int" or type(bits) is not int or bits not in _WIDTHS:
-        found = f"{weights.get('type')} of {bits} bits"
-        raise _unsupported("weights", found, "integers of 4 or 8 bits")
-    if weights.get("strategy", "group") not in ("group", "channel"):
-        raise _unsupported("strategy", weights.get("strategy"), "group and channel")
-    return bits
+def _running(count: int, bits: int) -> int:
+    """Words of codes that run on from word to word."""
+    return -(-count * bits // 32)
+
+
+def _padded(count: int, bits: int) -> int:
+    """Words of 32 // bits whole codes."""
+    return -(-count // (32 // bits))
 
 
 def _unsupported(key: str, found: object, wanted: str) -> UnsupportedFormatError:

@@ -86,7 +86,7 @@ class CheckpointFolder(MappedFiles):
         if dtype is None:
             raise UnsupportedFormatError(
                 f"{self.path.name}: tensor {name!r} is {tensor.dtype}, which this version does not run; wanted F16, "
-                "BF16 or F32 weights, or a GPTQ, AWQ or compressed-tensors checkpoint"
+                "BF16 or F32 weights, or a quantization_config that says how such bytes are scaled"
             )
         raw = self.tensor_bytes(name)
         if raw.ctypes.data % np.dtype(dtype).itemsize:

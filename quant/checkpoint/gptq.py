@@ -4,9 +4,11 @@ For K inputs, R outputs, b bits and G groups: qweight int32[K * b / 32, R], code
 lowest bits first; qzeros int32[G, R * b / 32], packed along outputs; scales [G, R]; g_idx int32[K], the group of each
 input.
 
+Three bits have 32 codes in three words, some of them in two.
+
 Version 1 stores zero points less one, version 2 as they are, and files with the wrong label exist. Where all words are
 those of a symmetric matrix, the words themselves tell; else the label does. Version 1 is undone on whole words: a zero
-point of 0 borrowed from its neighbour when it was stored.
+point of 0 borrowed from its neighbour when it was stored (of three bits, it became 7).
 """
 
 from collections.abc import Mapping
@@ -16,19 +18,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import CorruptFileError, UnsupportedFormatError
-from localinfer.quant.checkpoint import groups
 from localinfer.quant.checkpoint.folder import CheckpointFolder
+from localinfer.quant.checkpoint.groups import GroupedMatrix, grouped_matrix
 from localinfer.quant.checkpoint.module_patterns import ModulePattern
+from localinfer.quant.checkpoint.module_reader import ModuleReader
+from localinfer.quant.checkpoint.module_tensors import (
+    AGAIN,
+    even_groups,
+    group_numbers,
+    scales_of,
+    span_of,
+    unpack_words,
+    words_of,
+    wrong_shape,
+)
 
 LEAVES = ("qweight", "qzeros", "scales", "g_idx")
 
 _ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
 _SYMMETRIC = {2: 0xAAAAAAAA, 4: 0x88888888, 8: 0x80808080}
+_WIDTHS = (2, 3, 4, 8)
 _MAX_PATTERNS = 1000
 _FORMATS = {"gptq": 1, "gptq_v2": 2}
 
 
-class GptqReader:
+class GptqReader(ModuleReader):
     """Reads the quantized modules of a GPTQ checkpoint.
 
     Raises: UnsupportedFormatError if its settings name a packing or width that is not read.
@@ -37,7 +51,7 @@ class GptqReader:
     leaves = LEAVES
 
     def __init__(self, folder: CheckpointFolder, settings: Mapping[str, Any]) -> None:
-        self._folder = folder
+        super().__init__(folder)
         self._settings = settings
         label = settings.get("checkpoint_format") or "gptq"
         if settings.get("is_marlin_format") or not isinstance(label, str) or label not in _FORMATS:
@@ -55,44 +69,46 @@ class GptqReader:
         bits = self._bits(module, words, zeros)
         return words.shape[1], words.shape[0] * 32 // bits
 
-    def matrix(self, module: str) -> groups.GroupedMatrix:
+    def matrix(self, module: str) -> GroupedMatrix:
         """Return a module's weight. Raises: CorruptFileError if its tensors do not fit each other or the settings."""
         words, packed_zeros = self._words(module)
         bits = self._bits(module, words, packed_zeros)
         num_rows, num_columns = words.shape[1], words.shape[0] * 32 // bits
-        scales = groups.scales_of(self._folder, f"{module}.scales")
+        scales = scales_of(self._folder, f"{module}.scales")
         if scales.shape != (len(packed_zeros), num_rows):
-            raise groups.wrong_shape(f"{module}.scales", scales.shape, (len(packed_zeros), num_rows))
+            raise wrong_shape(f"{module}.scales", scales.shape, (len(packed_zeros), num_rows))
         group_size = self._setting(module, "group_size", -1)
         size = num_columns if group_size in (-1, None) else group_size
         if type(size) is not int or size < 1 or -(-num_columns // size) != len(scales):
             raise CorruptFileError(
                 f"{module}: {len(scales)} groups for {num_columns} columns do not fit group_size {group_size!r:.20}; "
-                f"wanted one scale per group. {groups.AGAIN}"
+                f"wanted one scale per group. {AGAIN}"
             )
-        regular = groups.even_groups(num_columns, len(scales), size)
-        return groups.grouped_matrix(
+        regular = even_groups(num_columns, len(scales), size)
+        return grouped_matrix(
             module,
             bits,
             scales.T,
-            groups.unpack_words(self._true_zeros(packed_zeros, bits), bits).T,
-            groups.group_numbers(self._folder, f"{module}.g_idx", regular),
-            lambda rows: groups.unpack_words(words[:, groups.span_of(rows)].T, bits),
+            self._true_zeros(packed_zeros, bits).T,
+            group_numbers(self._folder, f"{module}.g_idx", regular),
+            lambda rows: unpack_words(words[:, span_of(rows)].T, bits),
         )
 
     def _words(self, module: str) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        words, zeros = (groups.words_of(self._folder, f"{module}.{leaf}", 2) for leaf in ("qweight", "qzeros"))
+        words, zeros = (words_of(self._folder, f"{module}.{leaf}", 2) for leaf in ("qweight", "qzeros"))
         return words, zeros
 
     def _bits(self, module: str, words: NDArray[np.int32], zeros: NDArray[np.int32]) -> int:
         bits = self._setting(module, "bits", 4)
-        if type(bits) is not int or bits not in _ONES:
+        if type(bits) is not int or bits not in _WIDTHS:
             raise UnsupportedFormatError(
-                f"{module} has {bits!r:.20} bits; this version reads GPTQ of 2, 4 and 8. Choose another copy."
+                f"{module} has {bits!r:.20} bits; this version reads GPTQ of 2, 3, 4 and 8. Choose another copy."
             )
+        if bits == 3 and words.shape[0] % 3:
+            raise wrong_shape(f"{module}.qweight", words.shape, (words.shape[0] // 3 * 3 + 3, words.shape[1]))
         if not zeros.size or zeros.shape[1] * 32 != words.shape[1] * bits:
             wanted = (zeros.shape[0] or 1, words.shape[1] * bits // 32)
-            raise groups.wrong_shape(f"{module}.qzeros", zeros.shape, wanted, f" for {bits} bits")
+            raise wrong_shape(f"{module}.qzeros", zeros.shape, wanted, f" for {bits} bits")
         return int(bits)
 
     def _setting(self, module: str, key: str, default: object) -> Any:
@@ -102,14 +118,19 @@ class GptqReader:
                 return changes.get(key, self._settings.get(key, default))
         return self._settings.get(key, default)
 
-    def _true_zeros(self, words: NDArray[np.int32], bits: int) -> NDArray[np.int32]:
-        """Zero points of the formula, still packed."""
+    def _true_zeros(self, words: NDArray[np.int32], bits: int) -> NDArray[np.uint8]:
+        """Zero points of the formula, uint8[groups, rows]."""
+        if bits == 3:
+            zeros = unpack_words(words, bits)
+            first = int(zeros[0, 0])
+            version = {4: 2, 3: 1}.get(first, self._version) if (zeros == first).all() else self._version
+            return zeros + np.uint8(1) & np.uint8(7) if version == 1 else zeros
         unsigned = words.view(np.uint32)
         first = int(unsigned[0, 0])
         version = self._version
         if (unsigned == first).all():
             version = {_SYMMETRIC[bits]: 2, _SYMMETRIC[bits] - _ONES[bits]: 1}.get(first, version)
-        return (unsigned + np.uint32(_ONES[bits])).view(np.int32) if version == 1 else words
+        return unpack_words((unsigned + np.uint32(_ONES[bits])).view(np.int32) if version == 1 else words, bits)
 
 
 def _overrides(dynamic: object) -> list[tuple[ModulePattern, Mapping[str, Any]]]:

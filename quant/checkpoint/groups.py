@@ -1,4 +1,4 @@
-"""Matrices of GPTQ, AWQ and compressed-tensors checkpoints: integer codes, and a scale and zero point per group.
+"""Matrices of integers: codes, and a scale and zero point per group of columns.
 
 Lossless means: the weights that kernels multiply are exactly scale * (code - zero), the numbers the checkpoint states.
 GGUF's own Q4_1 cannot promise that, because its float16 minimum would hold -scale * zero only rounded (by up to 1.5 %
@@ -6,25 +6,27 @@ of a step). So the zero point stays an integer:
 
 | codes | in GGUF's blocks | bits per weight |
 |---|---|---|
-| 2 bits; 4 bits, every zero point 8 | Q4_0: code - zero + 8 | 4.5 |
-| 4 bits, any zero point | Q5_0: code - zero fits five bits | 5.5 |
-| 8 bits, code - zero fits eight | Q8_0 | 8.5 |
+| 2 or 3 bits; 4 bits, every zero point 8 | Q4_0: code - zero + 8 | 4.5 |
+| 4 bits, any zero point; 5 bits, every zero point 16 | Q5_0: code - zero fits five bits | 5.5 |
+| 6 bits, every zero point 32, groups of 256 or a multiple | Q6_K | 6.5625 |
+| 5 to 8 bits, code - zero fits eight | Q8_0 | 8.5 |
 | scales beyond float16, groups that end inside a block, 8 bits with other zero points | F32 | 32 |
 
 | codes | groups are runs of | in the CPU kernels' layouts | bits per weight |
 |---|---|---|---|
-| 2 or 4 bits | 128 columns or a multiple | INT4_128 | 4.25 |
-| 2 bits; 4 bits, every zero point 8 | 32 | Q4_0 | 4.5 |
+| 2 to 4 bits | 128 columns or a multiple | INT4_128 | 4.25 |
+| 2 or 3 bits; 4 bits, every zero point 8 | 32 | Q4_0 | 4.5 |
 | 4 bits | 64 | INT4_64 | 4.5 |
 | 4 bits | 32 | INT4_32 | 5 |
-| 8 bits, code - zero fits eight | 32 | Q8_0 | 8.5 |
-| 8 bits | 32 | INT8_32 | 9 |
+| 5 to 8 bits | 32 | Q5_0, Q6_K or Q8_0 as above | 5.5 to 8.5 |
+| 8 bits, other zero points | 32 | INT8_32 | 9 |
 | scales beyond float16, other groups | | F32 | 32 |
 
-All of these give the same float32 weights, bit for bit. (A checkpoint with groups of 128 takes 4.16 bits in its file;
-the rest here is that zero points take 16 bits, not 4, so that a tile's codes stay aligned.) Act-order checkpoints
-scatter the columns of a group; sorted by group (`in_group_order`), with activations in the same order, they are as good
-as any other.
+All of these give the same float32 weights, bit for bit, unless scales are stored as float32: they are rounded to
+float16, by 0.05 % at most, because 32 bits per weight would serve nobody. (A checkpoint with groups of 128 takes 4.16
+bits in its file; the rest here is that zero points take 16 bits, not 4, so that a tile's codes stay aligned.) Act-order
+checkpoints scatter the columns of a group; sorted by group (`in_group_order`), with activations in the same order, they
+are as good as any other.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,23 +38,25 @@ from numpy.typing import NDArray
 
 from localinfer.errors import CorruptFileError
 from localinfer.kernels.layouts import SIZES, Layout
-from localinfer.quant.checkpoint.folder import CheckpointFolder
+from localinfer.quant.checkpoint.module_tensors import AGAIN
+from localinfer.quant.checkpoint.stored_matrix import StoredForm, StoredMatrix, common_type, encode_rows
 from localinfer.quant.formats.packing import pack_bits, pack_codes
 from localinfer.quant.formats.reference import LEVEL_OFFSETS
-from localinfer.quant.formats.types import TensorType, block_dtype, row_bytes
+from localinfer.quant.formats.types import TensorType, bits_per_weight, block_dtype, block_size, row_bytes
 
 CodeReader = Callable[[NDArray[np.intp]], NDArray[np.uint8]]
 
-AGAIN = "Download the checkpoint again, or another one"
-WEIGHTS_PER_CHUNK = 1 << 20
-"""Weights unpacked at a time, so that what is in flight takes a few MiB however large the matrix."""
-
 _BLOCK = 32
+_SUPER_BLOCK = 256
 _LAYOUTS_BY_RUN = {128: Layout.INT4_128, 64: Layout.INT4_64, 32: Layout.INT4_32}
 
 
+_MAX_SCALE_CHANGE = 2.0**-10
+"""Relative change of a scale by rounding to float16: of one in float32, within its normal range, at most half of it."""
+
+
 @dataclass(frozen=True)
-class GroupedMatrix:
+class GroupedMatrix(StoredMatrix):
     """w[r, k] = scales[r, groups[k]] * (code[r, k] - zeros[r, groups[k]]).
 
     Shapes: scales float32[rows, G]; zeros int16[rows, G]; groups int32[columns]. read_codes gives uint8[n, columns],
@@ -89,31 +93,51 @@ class GroupedMatrix:
         read = self.read_codes
         return order, replace(self, groups=self.groups[order], read_codes=lambda rows: read(rows)[:, order])
 
-    def dequantize(self) -> NDArray[np.float32]:
-        """Return float32[rows, columns], each weight rounded once."""
-        values = np.empty(self.shape, np.float32)
-        for rows in self.chunks():
-            values[rows] = self.scales[rows][:, self.groups] * self._differences(rows)
-        return values
+    @property
+    def description(self) -> str:
+        """Width of the codes, size of the groups, and whether they have zero points."""
+        num_rows, num_columns = self.shape
+        num_groups = self.scales.shape[1]
+        group = "a scale per row" if num_groups == 1 else f"groups of {-(-num_columns // num_groups)}"
+        has_zeros = num_rows > 0 and bool((self.zeros != 1 << (self.bits - 1)).any())
+        order = "" if self.is_in_order else ", act-order"
+        return f"{self.bits}-bit integers, {group}{', zero points' if has_zeros else ''}{order}"
+
+    @property
+    def change(self) -> str:
+        """Empty, or that scales are rounded."""
+        is_rounded = self.scales_fit and self._scale_change > 0
+        return "scales are rounded to float16, within 0.05 %" if is_rounded else ""
+
+    def dequantize_rows(self, rows: NDArray[np.intp]) -> NDArray[np.float32]:
+        """Return float32[n, columns], each weight rounded once."""
+        return self.scales[rows][:, self.groups] * self._differences(rows)
 
     def gguf_type(self) -> TensorType:
-        """Return the smallest GGUF type that holds exactly these weights."""
+        """Return the smallest GGUF type that holds exactly these weights, float32 scales aside."""
         groups = self.run_groups(_BLOCK)
         if groups is None or not self.scales_fit:
             return TensorType.F32
+        middle = 1 << (self.bits - 1)
+        is_symmetric = bool((self.zeros == middle).all())
         if self.bits <= 4:
-            return TensorType.Q4_0 if self.bits == 2 or (self.zeros == 8).all() else TensorType.Q5_0
-        if (self.zeros == 128).all():
-            return TensorType.Q8_0
-        lowest, highest = self._reach
+            return TensorType.Q4_0 if self.bits < 4 or is_symmetric else TensorType.Q5_0
+        if is_symmetric:
+            if self.bits == 6 and self.run_groups(_SUPER_BLOCK) is not None:
+                return TensorType.Q6_K
+            return TensorType.Q5_0 if self.bits == 5 else TensorType.Q8_0
+        lowest, highest = (-127, 127) if self.bits < 8 else self._reach
         return TensorType.Q8_0 if lowest >= -128 and highest <= 127 else TensorType.F32
 
     def gguf_bytes(self, type: TensorType) -> NDArray[np.uint8]:
         """Return the matrix in blocks of what `gguf_type` gave, or of the larger type that `common_type` did."""
         if type is TensorType.F32:
             return self.dequantize().reshape(-1).view(np.uint8)
+        if type is TensorType.BF16:
+            return encode_rows(self, type)
         num_rows, num_columns = self.shape
-        groups = self.run_groups(_BLOCK)
+        length = block_size(type)
+        groups = self.run_groups(length)
         assert groups is not None, "only such a matrix has a block type"
         result = np.empty((num_rows, row_bytes(type, num_columns)), np.uint8)
         blocks = result.view(block_dtype(type))
@@ -123,7 +147,9 @@ class GroupedMatrix:
             part = blocks[rows]
             part["d"] = self.scales[rows][:, groups]
             codes = self.read_codes(rows) if is_plain else self._differences(rows) + LEVEL_OFFSETS.get(type, 0)
-            for name, values in pack_codes(codes.reshape(-1, _BLOCK), type).items():
+            if type is TensorType.Q6_K:
+                part["scales"] = 1
+            for name, values in pack_codes(codes.reshape(-1, length), type).items():
                 part[name] = values.reshape(part[name].shape)
             blocks[rows] = part
         return result.reshape(-1)
@@ -135,11 +161,17 @@ class GroupedMatrix:
         runs = self.groups.reshape(-1, length)
         return runs[:, 0].copy() if (runs == runs[:, :1]).all() else None
 
-    @cached_property
+    @property
     def scales_fit(self) -> bool:
-        """Whether float16 holds every scale exactly."""
+        """Whether float16 holds every scale, exactly but for float32's last bits."""
+        return self._scale_change <= _MAX_SCALE_CHANGE
+
+    @cached_property
+    def _scale_change(self) -> float:
+        """The largest relative change of a scale by float16, infinite where it overflows."""
         with np.errstate(over="ignore"):
-            return bool((self.scales.astype(np.float16).astype(np.float32) == self.scales).all())
+            change = np.abs(self.scales.astype(np.float16).astype(np.float32) - self.scales)
+        return float((change / np.maximum(np.abs(self.scales), np.float32(1e-38))).max())
 
     @cached_property
     def _reach(self) -> tuple[int, int]:
@@ -149,12 +181,6 @@ class GroupedMatrix:
 
     def _differences(self, rows: NDArray[np.intp]) -> NDArray[np.int16]:
         return self.read_codes(rows).astype(np.int16) - self.zeros[rows][:, self.groups]
-
-    def chunks(self) -> list[NDArray[np.intp]]:
-        """All row numbers, a few MiB of weights at a time."""
-        num_rows, num_columns = self.shape
-        step = max(8, WEIGHTS_PER_CHUNK // num_columns // 8 * 8)
-        return [np.arange(first, min(first + step, num_rows)) for first in range(0, num_rows, step)]
 
 
 def grouped_matrix(
@@ -179,50 +205,27 @@ def grouped_matrix(
     return GroupedMatrix(name, bits, np.ascontiguousarray(scales), zeros.astype(np.int16), groups, read_codes)
 
 
-def common_type(matrices: Sequence[GroupedMatrix]) -> TensorType:
-    """Return the smallest GGUF type that holds all of some matrices exactly (those of a stack of experts)."""
-    types = {matrix.gguf_type() for matrix in matrices}
-    if len(types) == 1:
-        return types.pop()
-    return TensorType.Q5_0 if types <= {TensorType.Q4_0, TensorType.Q5_0} else TensorType.F32
-
-
-def even_groups(num_columns: int, num_groups: int, group_size: int) -> NDArray[np.int32]:
-    """int32[columns]: the group of each column where groups are runs of `group_size` columns, the last perhaps less."""
-    assert num_groups > 0 and -(-num_columns // group_size) == num_groups, "the caller has checked the groups"
-    return (np.arange(num_columns) // group_size).astype(np.int32)
-
-
-def span_of(rows: NDArray[np.intp]) -> slice | NDArray[np.intp]:
-    """Return rows that follow each other as a slice, which NumPy takes without a copy, and others as they are."""
-    is_span = len(rows) > 0 and int(rows[-1]) - int(rows[0]) == len(rows) - 1 and bool((np.diff(rows) == 1).all())
-    return slice(int(rows[0]), int(rows[-1]) + 1) if is_span else rows
-
-
-def unpack_words(words: NDArray[np.int32], bits: int) -> NDArray[np.uint8]:
-    """Split 32-bit words into codes of 2, 4 or 8 bits, lowest first: [n, words] to uint8[n, words * 32 / bits]."""
-    data = np.ascontiguousarray(words).view(np.uint8)
-    if bits == 8:
-        return data
-    if bits == 4:
-        halves = np.empty((*data.shape, 2), np.uint8)
-        np.bitwise_and(data, 15, out=halves[..., 0])
-        np.right_shift(data, 4, out=halves[..., 1])
-        return halves.reshape(len(words), -1)
-    shifts = np.arange(0, 8, bits, dtype=np.uint8)
-    codes: NDArray[np.uint8] = data[..., None] >> shifts & np.uint8((1 << bits) - 1)
-    return codes.reshape(len(words), -1)
-
-
 def kernel_layout(matrices: Sequence[GroupedMatrix]) -> Layout:
-    """Return the smallest layout that holds all of some matrices of one shape and width exactly."""
-    if any(matrix.run_groups(32) is None or not matrix.scales_fit for matrix in matrices):
+    """Return the smallest layout that holds all of some matrices of one shape exactly, float32 scales aside."""
+    if any(matrix.run_groups(_BLOCK) is None or not matrix.scales_fit for matrix in matrices):
         return Layout.F32
     type = common_type(matrices)
-    if matrices[0].bits == 8:
-        return Layout.Q8_0 if type is TensorType.Q8_0 else Layout.INT8_32
+    if any(matrix.bits > 4 for matrix in matrices):
+        return Layout.INT8_32 if type is TensorType.F32 else Layout[type.name]
     run = next(run for run in _LAYOUTS_BY_RUN if all(matrix.run_groups(run) is not None for matrix in matrices))
     return Layout.Q4_0 if run < 128 and type is TensorType.Q4_0 else _LAYOUTS_BY_RUN[run]
+
+
+def stored_form(matrices: Sequence[StoredMatrix]) -> StoredForm:
+    """Say how a weight (a matrix, or a stack of experts) is stored and what it runs as."""
+    type, first = common_type(matrices), matrices[0]
+    name, bits = type.name, bits_per_weight(type)
+    grouped = [matrix for matrix in matrices if isinstance(matrix, GroupedMatrix)]
+    if len(grouped) == len(matrices):
+        is_single = len(grouped) == 1 and not grouped[0].is_in_order
+        layout = kernel_layout([grouped[0].in_group_order()[1]] if is_single else grouped)
+        name, bits = layout.name, 8 * SIZES[layout].file_bytes / SIZES[layout].unit
+    return StoredForm(first.description, name, bits, first.change, len(matrices))
 
 
 def kernel_rows(matrix: GroupedMatrix, layout: Layout) -> NDArray[np.uint8]:
@@ -242,45 +245,3 @@ def kernel_rows(matrix: GroupedMatrix, layout: Layout) -> NDArray[np.uint8]:
         packed = codes if layout is Layout.INT8_32 else pack_bits(codes.reshape(-1, _BLOCK), 4, _BLOCK // 2)
         units["codes"][rows] = packed.reshape(len(rows), *units["codes"].shape[1:])
     return units.reshape(-1).view(np.uint8)
-
-
-def words_of(folder: CheckpointFolder, name: str, dimensions: int) -> NDArray[np.int32]:
-    """Return a tensor of 32-bit words. Raises: CorruptFileError if it is missing or of another type."""
-    tensor = folder.tensor(name)
-    if tensor.dtype not in ("I32", "U32") or len(tensor.shape) != dimensions:
-        raise CorruptFileError(
-            f"{name} is {tensor.dtype} of shape {tensor.shape}; wanted I32 of {dimensions} dimensions. {AGAIN}"
-        )
-    array: NDArray[np.int32] = folder.array(name).view(np.int32)
-    return array
-
-
-def scales_of(folder: CheckpointFolder, name: str) -> NDArray[np.float32]:
-    """Return a matrix of scales as float32. Raises: CorruptFileError if it is missing or of another type."""
-    tensor = folder.tensor(name)
-    if tensor.dtype not in ("F16", "BF16", "F32") or len(tensor.shape) != 2 or 0 in tensor.shape:
-        raise CorruptFileError(
-            f"{name} is {tensor.dtype} of shape {tensor.shape}; wanted a matrix of F16, BF16 or F32. {AGAIN}"
-        )
-    array = folder.array(name)
-    if tensor.dtype == "BF16":
-        return (array.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return array.astype(np.float32)
-
-
-def group_numbers(folder: CheckpointFolder, name: str, regular: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Return int32[columns]: the group of each column by a checkpoint's tensor, or `regular` where it has none.
-
-    Raises: CorruptFileError if the tensor is of another type or size.
-    """
-    if name not in folder.tensors:
-        return regular
-    groups = words_of(folder, name, 1)
-    if groups.shape != regular.shape:
-        raise wrong_shape(name, groups.shape, regular.shape)
-    return np.array(groups)
-
-
-def wrong_shape(name: str, found: tuple[int, ...], wanted: tuple[int, ...], why: str = "") -> CorruptFileError:
-    """An error, to be raised by the caller, for tensors that do not fit each other."""
-    return CorruptFileError(f"{name} has shape {found}; wanted {wanted}{why}, to fit its neighbours. {AGAIN}")

@@ -8,8 +8,9 @@ import pytest
 
 from localinfer.errors import CorruptFileError, UnsupportedFormatError
 from localinfer.quant.checkpoint.folder import open_folder
-from localinfer.quant.checkpoint.groups import GroupedMatrix, common_type
+from localinfer.quant.checkpoint.groups import GroupedMatrix
 from localinfer.quant.checkpoint.quantization import open_quantization
+from localinfer.quant.checkpoint.stored_matrix import common_type
 from localinfer.quant.formats.reference import dequantize
 from localinfer.quant.formats.types import TensorType
 from tests.checkpoint_files import Stored, write_folder
@@ -187,14 +188,13 @@ def test_stack_of_different_matrices_has_a_type_that_holds_all(tmp_path: Path) -
         ({"quant_method": "awq", "version": "marlin"}, "AWQ version is 'marlin'"),
         ({"quant_method": "awq", "version": "gemv_fast"}, "AWQ version is 'gemv_fast'"),
         ({"quant_method": "awq", "bits": 8}, "AWQ of 8 bits"),
-        ({"quant_method": "bitsandbytes"}, "quantized by 'bitsandbytes'"),
-        ({"quant_method": "fp8"}, "quantized by 'fp8'"),
-        (gptq_settings(bits=3), "has 3 bits"),
+        ({"quant_method": "vptq"}, "quantized by 'vptq'"),
+        (gptq_settings(bits=5), "has 5 bits"),
         (gptq_settings(checkpoint_format="marlin"), "checkpoint_format is 'marlin'"),
         (gptq_settings(is_marlin_format=True), "checkpoint_format is 'marlin'"),
         ({**packed_settings(4, 32, True), "format": "marlin-24"}, "format is 'marlin-24'"),
-        (packed_settings(6, 32, True), "int of 6 bits"),
-        ({**packed_settings(4, 32, True), "transform_config": {"config_groups": {"R1": {}}}}, "transform_config is"),
+        (packed_settings(9, 32, True), "int of 9 bits"),
+        ({**packed_settings(4, 32, True), "transform_config": {"config_groups": {"R1": {}}}}, "R1 is of type None"),
     ],
 )
 def test_packing_that_is_not_read_is_refused_by_name(settings: dict[str, Any], words: str, tmp_path: Path) -> None:

@@ -1,0 +1,72 @@
+"""FP8 checkpoints of three writers, which differ in the names of their settings and scales only.
+
+`fp8` (DeepSeek-V3, arXiv 2412.19437, section 3.3, and Qwen's): weight [R, K], weight_scale_inv per block of
+weight_block_size, or weight_scale per tensor. `fbgemm_fp8`: weight_scale [R, 1]. Both kinds of scale multiply. NVIDIA's
+`modelopt`: FP8 with weight_scale per tensor, row or block; NVFP4 with bytes of two codes in weight, weight_scale E4M3
+[R, K / 16] and weight_scale_2, which multiplies; MXFP8 and MXFP4 with powers of two in weight_scale.
+AutoRound's `auto_round:fp8_static` and `auto_round:llm_compressor` are among these, and compressed-tensors' tensors.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from localinfer.errors import CorruptFileError, UnsupportedFormatError
+from localinfer.quant.checkpoint import fp4
+from localinfer.quant.checkpoint.folder import CheckpointFolder
+from localinfer.quant.checkpoint.module_reader import ModuleReader
+from localinfer.quant.checkpoint.module_tensors import AGAIN, bytes_of, scalar_of
+from localinfer.quant.checkpoint.scaled import EXPONENT_DTYPES, USUAL_BLOCK, is_scaled, scaled_matrix
+from localinfer.quant.checkpoint.stored_matrix import StoredMatrix
+
+_ALGORITHMS = (
+    *("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "FP8_PB_REAL", "NVFP4", "W4A16_NVFP4", "W4A8_NVFP4_FP8"),
+    *("MXFP8", "MXFP4", "W4A8_MXFP4_FP8", "MIXED_PRECISION"),
+)
+
+
+class Fp8Reader(ModuleReader):
+    """Reads modules whose `weight` holds bytes of floating point, and has scales beside it.
+
+    Raises: UnsupportedFormatError if the settings name an algorithm that is not read, CorruptFileError if the size of
+    blocks has no meaning.
+    """
+
+    leaves = ("weight", "weight_scale_inv", "weight_scale", "weight_scale_2")
+
+    def __init__(self, folder: CheckpointFolder, settings: Mapping[str, Any]) -> None:
+        super().__init__(folder)
+        algorithm = settings.get("quant_algo")
+        if algorithm is not None and algorithm not in _ALGORITHMS:
+            raise UnsupportedFormatError(
+                f"quantization_config: quant_algo is {algorithm!r:.40}; of modelopt's algorithms this version reads "
+                f"{', '.join(_ALGORITHMS)}. Choose another copy of the model."
+            )
+        block = settings.get("weight_block_size") or list(USUAL_BLOCK)
+        is_block = isinstance(block, list | tuple) and len(block) == 2
+        if not is_block or not all(type(side) is int and side > 0 for side in block):
+            raise CorruptFileError(
+                f"quantization_config: weight_block_size is {block!r:.60}; wanted rows and columns of a block. {AGAIN}"
+            )
+        self._block = (block[0], block[1])
+
+    def codes_leaf(self, module: str) -> str | None:
+        """Return `weight` for a quantized module, None for one of plain numbers."""
+        tensor = self._folder.tensors.get(f"{module}.weight")
+        is_quantized = tensor is not None and (tensor.dtype == "U8" or is_scaled(self._folder, module))
+        return "weight" if is_quantized else None
+
+    def shape(self, module: str) -> tuple[int, int]:
+        """Rows and columns of a module's weight."""
+        return self.matrix(module).shape
+
+    def matrix(self, module: str) -> StoredMatrix:
+        """Return a module's weight. Raises: CorruptFileError if its tensors do not fit each other."""
+        folder = self._folder
+        if folder.tensor(f"{module}.weight").dtype != "U8":
+            scale = "weight_scale_inv" if f"{module}.weight_scale_inv" in folder.tensors else "weight_scale"
+            return scaled_matrix(folder, module, scale, block=self._block)
+        data = bytes_of(folder, f"{module}.weight", ("U8",))
+        scales = bytes_of(folder, f"{module}.weight_scale", (*EXPONENT_DTYPES, "F8_E4M3"))
+        if folder.tensor(f"{module}.weight_scale").dtype != "F8_E4M3":
+            return fp4.mx_matrix(module, data, scales)
+        return fp4.nvfp4_matrix(module, data, scales, scalar_of(folder, f"{module}.weight_scale_2"))

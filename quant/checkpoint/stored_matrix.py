@@ -1,0 +1,174 @@
+"""What a quantized weight of a checkpoint is to a loader: rows that become blocks of a GGUF type."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.errors import CorruptFileError, RequestError
+from localinfer.quant.checkpoint.module_tensors import AGAIN
+from localinfer.quant.formats.reference import quantize
+from localinfer.quant.formats.types import TensorType, row_bytes
+from localinfer.types import FloatArray
+
+RowReader = Callable[[NDArray[np.intp]], FloatArray]
+
+WEIGHTS_PER_CHUNK = 1 << 20
+"""Weights unpacked at a time, so that what is in flight takes a few MiB however large the matrix."""
+
+_SMALLEST_REACH, _LARGEST_REACH = 2.0**-9, 2.0**21
+_ROUNDED = "weights are rounded, by 0.4 % of the largest of 32 neighbours at most"
+_TO_BFLOAT16 = "weights are rounded to bfloat16, within 0.4 % of each"
+
+
+class StoredMatrix(ABC):
+    """A matrix [rows, columns] of a checkpoint, read row by row; `name` is the module's."""
+
+    name: str
+
+    @property
+    @abstractmethod
+    def description(self) -> str:
+        """How the checkpoint stores it, in a few words."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+
+    @property
+    @abstractmethod
+    def change(self) -> str:
+        """What becomes of the weights in `gguf_type`, empty where they stay exactly as they are."""
+
+    @abstractmethod
+    def rows(self, order: NDArray[np.intp]) -> Self:
+        """Return the matrix of these rows, in this order."""
+
+    @abstractmethod
+    def dequantize_rows(self, rows: NDArray[np.intp]) -> FloatArray:
+        """Return float32[n, columns]: the weights of n rows, each rounded once."""
+
+    @abstractmethod
+    def gguf_type(self) -> TensorType:
+        """Return the smallest GGUF type that holds these weights, exactly if there is one."""
+
+    @abstractmethod
+    def gguf_bytes(self, type: TensorType) -> NDArray[np.uint8]:
+        """Return the matrix in blocks of what `gguf_type` gave, or of what `common_type` did."""
+
+    def dequantize(self) -> FloatArray:
+        """Return float32[rows, columns]."""
+        values = np.empty(self.shape, np.float32)
+        for rows in self.chunks():
+            values[rows] = self.dequantize_rows(rows)
+        return values
+
+    def chunks(self) -> list[NDArray[np.intp]]:
+        """All row numbers, a few MiB of weights at a time."""
+        num_rows, num_columns = self.shape
+        step = max(8, WEIGHTS_PER_CHUNK // num_columns // 8 * 8)
+        return [np.arange(first, min(first + step, num_rows)) for first in range(0, num_rows, step)]
+
+
+@dataclass(frozen=True)
+class DecodedMatrix(StoredMatrix):
+    """A matrix whose weights are computed as numbers, because no block type has its codes.
+
+    stored_as: the description. read_rows: float32[n, columns] of n row numbers. reach: no weight is much larger. Q8_0
+    holds such weights within a normalized squared error of 1e-4; where its float16 scales could not, or 32 does not
+    divide the columns, bfloat16 does.
+    """
+
+    name: str
+    stored_as: str
+    num_rows: int
+    num_columns: int
+    read_rows: RowReader
+    reach: float
+
+    @property
+    def description(self) -> str:
+        """How the checkpoint stores it."""
+        return self.stored_as
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return self.num_rows, self.num_columns
+
+    @property
+    def change(self) -> str:
+        """What becomes of the weights."""
+        return _ROUNDED if self.gguf_type() is TensorType.Q8_0 else _TO_BFLOAT16
+
+    def rows(self, order: NDArray[np.intp]) -> "DecodedMatrix":
+        """Return the matrix of these rows, in this order."""
+        read = self.read_rows
+        return replace(self, num_rows=len(order), read_rows=lambda rows: read(order[rows]))
+
+    def dequantize_rows(self, rows: NDArray[np.intp]) -> FloatArray:
+        """Return float32[n, columns]. Raises: CorruptFileError if a weight is infinite or NaN."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            values = self.read_rows(rows)
+        if not np.isfinite(values).all():
+            raise CorruptFileError(f"{self.name}: a weight is infinite or NaN. {AGAIN}")
+        return values
+
+    def gguf_type(self) -> TensorType:
+        """Return Q8_0, or BF16 for what Q8_0 does not hold well."""
+        fits = self.num_columns % 32 == 0 and _SMALLEST_REACH <= self.reach <= _LARGEST_REACH
+        return TensorType.Q8_0 if fits else TensorType.BF16
+
+    def gguf_bytes(self, type: TensorType) -> NDArray[np.uint8]:
+        """Return the matrix in blocks, each weight rounded once more than `dequantize` does."""
+        return encode_rows(self, type)
+
+
+def encode_rows(matrix: StoredMatrix, type: TensorType) -> NDArray[np.uint8]:
+    """Round a matrix to a type that `quantize` writes.
+
+    Raises: CorruptFileError if a weight is infinite, NaN or beyond what the type holds.
+    """
+    result = np.empty((matrix.shape[0], row_bytes(type, matrix.shape[1])), np.uint8)
+    for rows in matrix.chunks():
+        values = matrix.dequantize_rows(rows)
+        try:
+            result[rows] = quantize(values, type).reshape(len(rows), -1)
+        except RequestError as error:
+            raise CorruptFileError(f"{matrix.name}: a weight is too large for {type.name}: {error}. {AGAIN}") from error
+    return result.reshape(-1)
+
+
+def common_type(matrices: Sequence[StoredMatrix]) -> TensorType:
+    """Return the smallest GGUF type that holds all of some matrices (those of a stack of experts)."""
+    types = {matrix.gguf_type() for matrix in matrices}
+    if len(types) == 1:
+        return types.pop()
+    if types <= {TensorType.Q4_0, TensorType.Q5_0}:
+        return TensorType.Q5_0
+    if TensorType.F32 in types:
+        return TensorType.F32
+    return TensorType.BF16 if TensorType.BF16 in types else TensorType.Q8_0
+
+
+@dataclass(frozen=True)
+class StoredForm:
+    """Matrices that a checkpoint stores alike and that run alike.
+
+    runs_as: the layout's or type's name; change: what becomes of the weights, empty where they stay as they are.
+    """
+
+    description: str
+    runs_as: str
+    bits_per_weight: float
+    change: str
+    num_matrices: int = 1
+
+    def __str__(self) -> str:
+        matrices = "1 matrix" if self.num_matrices == 1 else f"{self.num_matrices} matrices"
+        change = self.change or "every weight stays exactly the same"
+        return f"{matrices} in {self.description}: {self.runs_as}, {self.bits_per_weight:g} bits per weight; {change}"
