@@ -50,7 +50,7 @@ GGUF_NAMES = {
 }
 TOKEN_IDS = np.random.default_rng(4).integers(0, VOCAB, 30).astype(np.int32)
 
-_NAMES = {"f2": "F16", "f4": "F32", "f8": "F64", "i4": "I32", "i8": "I64", "u1": "U8", "i2": "I16"}
+_NAMES = {"i1": "I8", "f2": "F16", "f4": "F32", "f8": "F64", "i4": "I32", "i8": "I64", "u1": "U8", "i2": "I16"}
 
 
 def safetensors_bytes(tensors: Mapping[str, Stored]) -> bytes:

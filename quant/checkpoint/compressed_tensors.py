@@ -14,7 +14,8 @@ Integer codes are packed in natural order along inputs, zero points int32[ceil(R
 Several schemes may be in one folder: a module's tensors say which it has. Scales of activations are not used.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -154,17 +155,11 @@ class CompressedTensorsReader(ModuleReader):
         num_rows, num_columns = self.shape(module)
         words = words_of(self._folder, f"{module}.weight_packed", 2)
         widths = sorted(self._integer_widths) or [4]
-        bits, unpack = next(
-            (
-                (bits, unpack)
-                for unpack, per_word in ((unpack_words, _running), (unpack_padded_words, _padded))
-                for bits in widths
-                if per_word(num_columns, bits) == words.shape[1]
-            ),
-            (0, unpack_words),
-        )
+        packings = [(bits, packing) for packing in _PACKINGS for bits in widths]
+        is_right = (packing.num_words(num_columns, bits) == words.shape[1] for bits, packing in packings)
+        bits, packing = next((one for one, is_it in zip(packings, is_right, strict=True) if is_it), (0, _PACKINGS[0]))
         if not bits or len(words) != num_rows:
-            wanted = (num_rows, _running(num_columns, widths[0]))
+            wanted = (num_rows, _PACKINGS[0].num_words(num_columns, widths[0]))
             raise wrong_shape(f"{module}.weight_packed", words.shape, wanted)
         scales = scales_of(self._folder, f"{module}.weight_scale")
         num_groups = scales.shape[1]
@@ -175,20 +170,22 @@ class CompressedTensorsReader(ModuleReader):
             module,
             bits,
             scales,
-            self._zeros(module, bits, num_rows, num_groups),
+            self._zeros(module, bits, packing, num_rows, num_groups),
             group_numbers(self._folder, f"{module}.weight_g_idx", regular),
-            lambda rows: unpack(words[span_of(rows)], bits)[:, :num_columns],
+            lambda rows: packing.unpack(words[span_of(rows)], bits)[:, :num_columns],
         )
 
-    def _zeros(self, module: str, bits: int, num_rows: int, num_groups: int) -> NDArray[np.integer[Any]]:
+    def _zeros(
+        self, module: str, bits: int, packing: "_Packing", num_rows: int, num_groups: int
+    ) -> NDArray[np.integer[Any]]:
         name = f"{module}.weight_zero_point"
         if name not in self._folder.tensors:
             return np.full((num_rows, num_groups), 1 << (bits - 1), np.int16)
         words = words_of(self._folder, name, 2)
-        for per_word, unpack in ((_running, unpack_words), (_padded, unpack_padded_words)):
-            if words.shape == (per_word(num_rows, bits), num_groups):
-                return unpack(words.T, bits).T[:num_rows]
-        raise wrong_shape(name, words.shape, (_running(num_rows, bits), num_groups))
+        wanted = (packing.num_words(num_rows, bits), num_groups)
+        if words.shape != wanted:
+            raise wrong_shape(name, words.shape, wanted)
+        return packing.unpack(words.T, bits).T[:num_rows]
 
     def _packed_floats(self, module: str) -> StoredMatrix:
         name, scale_name = f"{module}.weight_packed", f"{module}.weight_scale"
@@ -201,14 +198,19 @@ class CompressedTensorsReader(ModuleReader):
         return fp4.mx_matrix(module, data, scales)
 
 
-def _running(count: int, bits: int) -> int:
-    """Words of codes that run on from word to word."""
-    return -(-count * bits // 32)
+@dataclass(frozen=True)
+class _Packing:
+    """How codes lie in words. num_words: of so many codes of so many bits; unpack: words [n, m] to codes [n, k]."""
+
+    num_words: Callable[[int, int], int]
+    unpack: Callable[[NDArray[np.int32], int], NDArray[np.uint8]]
 
 
-def _padded(count: int, bits: int) -> int:
-    """Words of 32 // bits whole codes."""
-    return -(-count // (32 // bits))
+_PACKINGS = (
+    _Packing(lambda count, bits: -(-count * bits // 32), unpack_words),
+    _Packing(lambda count, bits: -(-count // (32 // bits)), unpack_padded_words),
+)
+"""Codes that run on from word to word, and whole codes in every word."""
 
 
 def _unsupported(key: str, found: object, wanted: str) -> UnsupportedFormatError:
