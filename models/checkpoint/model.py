@@ -69,6 +69,8 @@ class CheckpointModel(Closing):
         parameters = read_hyperparameters(folder.config, folder.path.resolve().name)
         self._reader = open_quantization(folder)
         unused, asides = left_aside(folder.tensors)
+        if self._reader is not None:
+            unused.update(name for name in folder.tensors if self._reader.is_unused(name))
         parts = {name: self._part(name) for name in folder.tensors if name not in unused}
         self._plan, left_out = plan_tensors(parts, parameters)
         if left_out:

@@ -92,6 +92,10 @@ class CompressedTensorsReader(ModuleReader):
         module = None if self._rotations is None else self._rotations.module_of(name)
         return super().split_name(name) if module is None else (module, "weight")
 
+    def is_unused(self, name: str) -> bool:
+        """Whether a tensor is a rotation of a quantized KV cache."""
+        return self._rotations is not None and self._rotations.is_of_the_cache(name)
+
     def shape(self, module: str) -> tuple[int, int]:
         """Rows and columns of a module's weight."""
         packed = self._folder.tensors.get(f"{module}.weight_packed")

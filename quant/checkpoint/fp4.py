@@ -22,7 +22,7 @@ from localinfer.quant.checkpoint.module_tensors import (
     unpack_words,
     wrong_shape,
 )
-from localinfer.quant.checkpoint.stored_matrix import StoredMatrix, encode_rows
+from localinfer.quant.checkpoint.stored_matrix import ROUNDED, TO_BFLOAT16, StoredMatrix, encode_rows
 from localinfer.quant.formats.packing import pack_codes
 from localinfer.quant.formats.types import TensorType, block_dtype, row_bytes
 from localinfer.types import FloatArray
@@ -126,8 +126,8 @@ class NvMatrix(StoredMatrix):
         """What becomes of the weights."""
         return {
             TensorType.Q6_K: "scales are rounded to float16 times 8 bits",
-            TensorType.Q8_0: "weights are rounded, by 0.4 % of the largest of 32 neighbours at most",
-        }.get(self.gguf_type(), "weights are rounded to bfloat16")
+            TensorType.Q8_0: ROUNDED,
+        }.get(self.gguf_type(), TO_BFLOAT16)
 
     @property
     def shape(self) -> tuple[int, int]:

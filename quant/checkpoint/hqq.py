@@ -17,7 +17,13 @@ from localinfer.quant.checkpoint.folder import CheckpointFolder
 from localinfer.quant.checkpoint.groups import CodeReader, grouped_matrix
 from localinfer.quant.checkpoint.module_reader import ModuleReader
 from localinfer.quant.checkpoint.module_tensors import AGAIN, floats_of, wrong_shape, wrong_type
-from localinfer.quant.checkpoint.stored_matrix import DecodedMatrix, StoredMatrix, encode_rows
+from localinfer.quant.checkpoint.stored_matrix import (
+    ROUNDED,
+    TO_BFLOAT16,
+    DecodedMatrix,
+    StoredMatrix,
+    encode_rows,
+)
 from localinfer.quant.formats.packing import pack_codes
 from localinfer.quant.formats.types import TensorType, block_dtype, row_bytes
 from localinfer.types import FloatArray
@@ -175,9 +181,10 @@ class AffineMatrix(StoredMatrix):
     @property
     def change(self) -> str:
         """What becomes of the weights."""
-        if self.gguf_type() is TensorType.Q4_1:
-            return "scales and minimums are rounded to float16, within 0.05 %"
-        return "weights are rounded to bfloat16"
+        return {
+            TensorType.Q4_1: "scales and minimums are rounded to float16, within 0.05 %",
+            TensorType.Q8_0: ROUNDED,
+        }.get(self.gguf_type(), TO_BFLOAT16)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -196,10 +203,12 @@ class AffineMatrix(StoredMatrix):
         return self.scales[rows][:, self.groups] * self.read_codes(rows) + self.minimums[rows][:, self.groups]
 
     def gguf_type(self) -> TensorType:
-        """Return Q4_1, or BF16 where groups end inside its blocks or float16 does not reach."""
+        """Return Q4_1, Q8_0 where groups end inside its blocks, BF16 where float16 does not reach."""
         size = len(self.groups) // self.scales.shape[1]
         reach = max(float(np.abs(self.scales).max()), float(np.abs(self.minimums).max()))
-        return TensorType.Q4_1 if size % _BLOCK == 0 and reach <= _LARGEST_FLOAT16 else TensorType.BF16
+        if reach > _LARGEST_FLOAT16 or len(self.groups) % _BLOCK:
+            return TensorType.BF16
+        return TensorType.Q8_0 if size % _BLOCK else TensorType.Q4_1
 
     def gguf_bytes(self, type: TensorType) -> NDArray[np.uint8]:
         """Return the matrix in blocks."""

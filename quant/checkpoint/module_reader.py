@@ -44,6 +44,10 @@ class ModuleReader(ABC):
         """Return which of a module's tensors holds its codes, None for a module of plain numbers."""
         return self.leaves[0] if f"{module}.{self.leaves[0]}" in self._folder.tensors else None
 
+    def is_unused(self, name: str) -> bool:
+        """Whether a tensor changes nothing here; `notices` say so."""
+        return False
+
     @abstractmethod
     def shape(self, module: str) -> tuple[int, int]:
         """Rows and columns of a module's weight."""

@@ -12,7 +12,7 @@ from localinfer.types import FloatArray
 AGAIN = "Download the checkpoint again, or another one"
 
 FP8_DTYPES = ("F8_E4M3", "F8_E5M2")
-_FLOAT_DTYPES = ("F16", "BF16", "F32")
+_FLOAT_DTYPES = ("F16", "BF16", "F32", "F64")
 
 
 def span_of(rows: NDArray[np.intp]) -> slice | NDArray[np.intp]:
@@ -78,7 +78,7 @@ def scales_of(folder: CheckpointFolder, name: str) -> NDArray[np.float32]:
     """Return a matrix of scales as float32. Raises: CorruptFileError if it is missing or of another type."""
     tensor = folder.tensor(name)
     if tensor.dtype not in _FLOAT_DTYPES or len(tensor.shape) != 2 or 0 in tensor.shape:
-        raise wrong_type(folder, name, "a matrix of F16, BF16 or F32")
+        raise wrong_type(folder, name, f"a matrix of {', '.join(_FLOAT_DTYPES)}")
     return floats_of(folder, name)
 
 
@@ -89,7 +89,7 @@ def floats_of(folder: CheckpointFolder, name: str) -> NDArray[np.float32]:
     """
     tensor = folder.tensor(name)
     if tensor.dtype not in _FLOAT_DTYPES or 0 in tensor.shape:
-        raise wrong_type(folder, name, "F16, BF16 or F32")
+        raise wrong_type(folder, name, ", ".join(_FLOAT_DTYPES))
     array: NDArray[Any] = folder.array(name)
     if tensor.dtype == "BF16":
         return (array.astype(np.uint32) << np.uint32(16)).view(np.float32)

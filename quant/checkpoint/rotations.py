@@ -69,18 +69,29 @@ class Rotations:
                 f"transform_config rotates {' and '.join(of_the_cache)}; wanted queries and keys both, so that no "
                 "score changes. Choose another copy of the model."
             )
-        suffixes = {f"{one.name}_{one.location}" for one in found}
-        self._parts = re.compile(rf"(.+)\.(?:{'|'.join(map(re.escape, sorted(suffixes)))})\.(weight|perm)")
+        self._serves_the_cache = bool(of_the_cache)
+        self._parts = _tensors_of(one for one in found if one.location not in _OF_THE_CACHE)
+        self._parts_of_the_cache = _tensors_of(one for one in found if one.location in _OF_THE_CACHE)
 
     def module_of(self, tensor: str) -> str | None:
         """Return the module that a tensor is a rotation of; None for other tensors."""
         found = self._parts.fullmatch(tensor)
         return None if found is None else found[1]
 
+    def is_of_the_cache(self, tensor: str) -> bool:
+        """Whether a tensor is a rotation of queries or keys."""
+        return self._parts_of_the_cache.fullmatch(tensor) is not None
+
     def notices(self) -> list[str]:
         """Say what is done about rotations."""
         places = sorted({f"{one.name} ({one.location})" for one in self._online})
-        return [f"the rotations {', '.join(places)} are folded into the weights they belong to"] if places else []
+        notes = [f"the rotations {', '.join(places)} are folded into the weights they belong to"] if places else []
+        if self._serves_the_cache:
+            notes.append(
+                "a rotation of queries and keys is left aside: it changes no score, and serves a quantized KV cache of "
+                "another kind"
+            )
+        return notes
 
     def apply_to(self, module: str) -> bool:
         """Whether a module has rotations that are not in the stored numbers."""
@@ -207,6 +218,12 @@ def _rotations(name: str, group: object) -> Iterable[_Rotation]:
             is_inverse=bool(use.get("inverse")),
             size=size,
         )
+
+
+def _tensors_of(rotations: Iterable[_Rotation]) -> re.Pattern[str]:
+    """A pattern of the tensors of some rotations, whose first group is the module."""
+    names = sorted({re.escape(f"{one.name}_{one.location}") for one in rotations})
+    return re.compile(rf"(.+)\.(?:{'|'.join(names)})\.(?:weight|perm)") if names else re.compile(r"(?!)")
 
 
 def _names(use: Mapping[str, Any], key: str) -> tuple[str, ...]:

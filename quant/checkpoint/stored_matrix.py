@@ -20,8 +20,8 @@ WEIGHTS_PER_CHUNK = 1 << 20
 """Weights unpacked at a time, so that what is in flight takes a few MiB however large the matrix."""
 
 _SMALLEST_REACH, _LARGEST_REACH = 2.0**-9, 2.0**21
-_ROUNDED = "weights are rounded, by 0.4 % of the largest of 32 neighbours at most"
-_TO_BFLOAT16 = "weights are rounded to bfloat16, within 0.4 % of each"
+ROUNDED = "weights are rounded, by 0.4 % of the largest of 32 neighbours at most"
+TO_BFLOAT16 = "weights are rounded to bfloat16, within 0.4 % of each"
 
 
 class StoredMatrix(ABC):
@@ -103,7 +103,7 @@ class DecodedMatrix(StoredMatrix):
     @property
     def change(self) -> str:
         """What becomes of the weights."""
-        return _ROUNDED if self.gguf_type() is TensorType.Q8_0 else _TO_BFLOAT16
+        return ROUNDED if self.gguf_type() is TensorType.Q8_0 else TO_BFLOAT16
 
     def rows(self, order: NDArray[np.intp]) -> "DecodedMatrix":
         """Return the matrix of these rows, in this order."""

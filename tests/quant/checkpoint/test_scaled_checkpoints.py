@@ -255,7 +255,7 @@ def test_int8_of_bitsandbytes_is_read(tmp_path: Path) -> None:
         (3, 1, 64, False, TensorType.Q4_1, 1e-6),
         (2, 1, 32, False, TensorType.Q4_1, 1e-6),
         (1, 1, 64, False, TensorType.Q4_1, 1e-6),
-        (4, 1, 16, False, TensorType.BF16, 1e-4),
+        (4, 1, 16, False, TensorType.Q8_0, 1e-4),
         (8, 1, 64, False, TensorType.Q8_0, 1e-4),
         (4, 0, 64, False, TensorType.Q8_0, 1e-4),
         (3, 0, 64, False, TensorType.Q8_0, 1e-4),
