@@ -9,7 +9,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -56,6 +56,7 @@ class FileDescription:
     """Everything that `localinfer show` prints of a model; sizes that the file lacks are absent from `sizes`.
 
     unknown_settings: metadata keys that this version ignores and that may change results.
+    stored_as: how a folder stores its quantized matrices, what they run as, and what is not used; empty for a file.
     program: the model's ops (`models.decoder.listing`), if requested.
     gguf_version: None for a Hugging Face folder, whose tensors are described as in GGUF.
     """
@@ -75,6 +76,7 @@ class FileDescription:
     unknown_settings: list[str]
     metadata: dict[str, Any]
     tensors: list[dict[str, Any]]
+    stored_as: list[str] = field(default_factory=list)
     program: dict[str, Any] | None = None
 
 
@@ -112,6 +114,7 @@ def describe_file(path: str, *, ops: bool = False) -> FileDescription:
                 {"name": one.name, "type": one.type.name, "shape": list(one.shape), "num_bytes": one.num_bytes}
                 for one in tensors
             ],
+            stored_as=_stored_as(file),
             program=_program(file) if ops else None,
         )
 
@@ -120,6 +123,11 @@ def _program(file: "GGUFFile | CheckpointModel") -> dict[str, Any]:
     from localinfer.models.decoder.listing import list_program
 
     return list_program(file)
+
+
+def _stored_as(file: "GGUFFile | CheckpointModel") -> list[str]:
+    forms = [str(form) for form in getattr(file, "quantization", ())]
+    return forms + [notice for notice in getattr(file, "notices", ()) if notice not in forms]
 
 
 def _open(path: str) -> "GGUFFile | CheckpointModel":
@@ -216,6 +224,8 @@ def render_text(description: FileDescription, *, tensors: bool) -> str:
     """Aligned lines without terminal controls."""
     lines = list(_summary_lines(description))
     lines += ["", "tensor types", *_type_lines(description)]
+    if description.stored_as:
+        lines += ["", "quantized in the folder, and run as", *(f"  {line}" for line in description.stored_as)]
     lines += ["", "metadata"]
     lines += [f"  {key} = {_short(value)}" for key, value in description.metadata.items()]
     if tensors:
