@@ -11,7 +11,7 @@ from typing import Any, Literal
 from localinfer.chat.constraints import ONE_LINE
 from localinfer.chat.grammar_writer import ANY, GrammarWriter, escaped
 from localinfer.chat.messages import Tool
-from localinfer.chat.xml_arguments import parameter_rules
+from localinfer.chat.parameter_grammar import parameter_rules
 from localinfer.models.text.reply_format import CallFormat, ReasoningFormat
 from localinfer.models.text.splitting import SpellingFinder
 
@@ -40,28 +40,38 @@ def reply_grammar(
         return None
     writer = GrammarWriter(specials)
     rules = [_reasoning_rule(writer, reasoning, state)]
+    frame = reasoning if reasoning is not None and reasoning.answer_begin else None
     not_text = []
     if state == "possible" and reasoning is not None:
         not_text.append(reasoning.begin)
     options = []
     if calls is not None:
         rules += _call_rules(writer, calls, tools, is_parallel)
-        if must_call or answer is not None or not calls.trigger:
+        if must_call or answer is not None:
+            options.append("section")
+        elif frame is not None:
+            between = frame.end + frame.following if frame.following else frame.answer_end
+            rules += ["text_and_calls: (head preamble)? section", *writer.until("preamble", "TEXT", between)]
+            options.append("text_and_calls")
+        elif not calls.trigger:
             options.append("section")
         else:
-            head = writer.until("head", "TEXT", calls.trigger)
+            head = writer.until("until_call", "TEXT", calls.trigger)
             rest = writer.literal((calls.opening + calls.begin)[len(calls.trigger) :])
-            rules += [*head, f"text_and_calls: head {rest} first_call"]
+            rules += [*head, f"text_and_calls: until_call {rest} first_call"]
             options.append("text_and_calls")
         if not calls.trigger:
             not_text.append(calls.opening + calls.begin)
+    end = f"({writer.literal(frame.answer_end)})?" if frame is not None and frame.answer_end else ""
     if answer is not None:
-        options.append("@answer")
+        options.append("@answer" if frame is None else f"{writer.literal(frame.answer_begin)} @answer {end}")
     elif not must_call:
-        options.append("TEXT")
+        options.append("TEXT" if frame is None else f"head TEXT {end}")
+    if frame is not None:
+        rules.append(f"head: {' | '.join(map(writer.literal, (frame.answer_begin, *frame.other_answers)))}")
     rules += [f"reply: {' | '.join(options)}", r"GAP: /[ \t\r\n]{0,8}/"]
     exclusions = "".join(rf" & ~/\s*{escaped(text)}(?s:.*)/" for text in not_text)
-    rules += [f"TEXT: {ANY}{exclusions}", f"THOUGHT: {ANY}"]
+    rules += [f"TEXT: {ANY}{exclusions}", f"THOUGHT: {ANY}", *writer.terminals]
     grammars: list[dict[str, Any]] = [{"name": "reply", "lark_grammar": "\n".join(["%llguidance {}", *rules, ""])}]
     if answer is not None:
         grammars.append({**json.loads(answer)["grammars"][0], "name": "answer"})
@@ -72,21 +82,23 @@ def _reasoning_rule(writer: GrammarWriter, reasoning: ReasoningFormat | None, st
     if reasoning is None or state == "none":
         return "start: reply"
     thought = writer.until("thought", "THOUGHT", reasoning.end)
+    behind = f"thought GAP {writer.literal(reasoning.following)}"
     if state == "open":
-        start = "start: thought GAP reply"
+        start = f"start: {behind} reply"
     else:
-        start = f"start: (GAP {writer.literal(reasoning.begin)} thought GAP)? reply"
+        start = f"start: (GAP {writer.literal(reasoning.begin)} {behind})? reply"
     return "\n".join([start, *thought])
 
 
 def _call_rules(writer: GrammarWriter, calls: CallFormat, tools: Sequence[Tool], is_parallel: bool) -> list[str]:
     rules = [f"call: {' | '.join(f'tool_{index}' for index in range(len(tools)))}"]
     for index, tool in enumerate(tools):
-        if calls.parameters is not None:
-            rules += parameter_rules(writer, calls, tool, f"tool_{index}", ONE_LINE)
+        form = calls.for_tool(tool.name)
+        if form.parameters is not None:
+            rules += parameter_rules(writer, form, tool, f"tool_{index}", ONE_LINE)
             continue
-        arguments, end = json.dumps(_arguments_schema(tool.parameters)), writer.literal(calls.end)
-        rules.append(f"tool_{index}: {writer.literal(tool.name + calls.middle)} %json {arguments} {end}")
+        arguments, end = json.dumps(_arguments_schema(tool.parameters)), writer.literal(form.end)
+        rules.append(f"tool_{index}: {writer.literal(tool.name + form.middle)} %json {arguments} {end}")
     more = ""
     if is_parallel and calls.separator is not None:
         more = f" ({writer.literal(calls.separator + calls.begin)} call)*"

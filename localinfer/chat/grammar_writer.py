@@ -1,11 +1,21 @@
 """Parts of llguidance's dialect of Lark: texts in which control tokens stand as tokens, and what ends with a text."""
 
 import json
+import re
 from collections.abc import Iterator
 
+from localinfer.models.text.reply_format import CALL_ID, CALL_NUMBER, PARAMETER_NAME
 from localinfer.models.text.splitting import SpellingFinder
 
 ANY = "/(?s:.*)/"
+ANY_NAME = "/[A-Za-z0-9_.:-]{1,64}/"
+_HOLES = {
+    CALL_ID: ("CALL_ID", "/[A-Za-z0-9]{9}/"),
+    CALL_NUMBER: ("CALL_NUMBER", "/[0-9]{1,3}/"),
+    PARAMETER_NAME: ("PARAMETER_NAME", ANY_NAME),
+}
+"""What the model chooses in a text of the format: the names and the expressions of terminals."""
+_HOLE = re.compile(f"([{''.join(_HOLES)}])")
 
 
 class GrammarWriter:
@@ -13,6 +23,12 @@ class GrammarWriter:
 
     def __init__(self, specials: SpellingFinder) -> None:
         self._specials = specials
+        self._terminals: set[tuple[str, str]] = set()
+
+    @property
+    def terminals(self) -> list[str]:
+        """Rules for what literals that were written so far leave to the model."""
+        return [f"{name}: {expression}" for name, expression in sorted(self._terminals)]
 
     def literal(self, text: str) -> str:
         """A text."""
@@ -32,12 +48,18 @@ class GrammarWriter:
         for spelling in self._specials.find(text):
             if spelling.start < position:
                 continue
-            if spelling.start > position:
-                yield quoted(text[position : spelling.start])
+            yield from self._plain(text[position : spelling.start])
             yield f"<[{spelling.token_id}]>"
             position = spelling.end
-        if position < len(text):
-            yield quoted(text[position:])
+        yield from self._plain(text[position:])
+
+    def _plain(self, text: str) -> Iterator[str]:
+        for part in _HOLE.split(text):
+            if part in _HOLES:
+                self._terminals.add(_HOLES[part])
+                yield _HOLES[part][0]
+            elif part:
+                yield quoted(part)
 
 
 def quoted(text: str) -> str:

@@ -4,17 +4,14 @@ Callers are programs that pass on what they were sent: content may be missing be
 members that do not apply are null. Every way into a chat, in Python and by HTTP, goes through `read_messages`.
 """
 
-import json
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from localinfer.arguments import shown
 from localinfer.chat.json_schema import checked_schema
 from localinfer.errors import ConstraintError, MessageError, RequestError
-from localinfer.models.text.reply_format import CallFormat
 
 _EXAMPLE = '{"role": "user", "content": "Hello"}'
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
@@ -181,42 +178,6 @@ def choose_tools(tools: tuple[Tool, ...], choice: ToolChoice | None) -> tuple[tu
     return named, True
 
 
-def template_messages(
-    messages: Sequence[Mapping[str, Any]], calls: CallFormat, tools: tuple[Tool, ...]
-) -> list[Mapping[str, Any]]:
-    """Bring former calls and their results, as `read_messages` reads them, into the shape that a template expects.
-
-    A call without an id gets one, and a result without one that of the first call that has no result yet. Arguments
-    become objects, or text, whichever the template prints; where it has no tools, calls and results become text of
-    the messages, and the tools are described in the system message.
-    """
-    names: dict[str, str] = {}
-    open_ids: list[str] = []
-    result: list[Mapping[str, Any]] = []
-    for message in messages:
-        made = message.get("tool_calls")
-        if made:
-            read = [_for_template(len(names) + i, call, calls.arguments_as_text) for i, call in enumerate(made)]
-            names.update({call["id"]: call["function"]["name"] for call in read})
-            open_ids = [call["id"] for call in read]
-            message = {**message, "tool_calls": read}
-            if not calls.is_native:
-                message = {"role": message["role"], "content": message["content"] + _written(read, calls)}
-        elif message.get("role") == "tool":
-            call_id = message.get("tool_call_id") or next(iter(open_ids), None)
-            open_ids = [open_id for open_id in open_ids if open_id != call_id]
-            if call_id is not None:
-                message = {**message, "tool_call_id": call_id}
-            message = {**message, "name": message.get("name") or names.get(str(call_id), "")}
-            if not calls.is_native:
-                text = f"<tool_response>\n{message['content']}\n</tool_response>"
-                message = {"role": "user", "content": text}
-        result.append(message)
-    if tools and not calls.is_native:
-        return _with_description(result, tools, calls)
-    return result
-
-
 def _read_tool(index: int, tool: object) -> Tool:
     function = tool.get("function", tool) if isinstance(tool, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
@@ -239,45 +200,3 @@ def _read_tool(index: int, tool: object) -> Tool:
             ) from None
         parameters = None
     return Tool(name=name, description={"type": "function", "function": dict(function)}, parameters=parameters)
-
-
-def _for_template(index: int, call: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
-    function = call["function"]
-    arguments = function.get("arguments")
-    if as_text:
-        arguments = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
-    elif isinstance(arguments, str):
-        # A model that was cut short wrote no whole JSON; the template prints that as it is.
-        with suppress(ValueError, RecursionError):
-            arguments = json.loads(arguments or "{}")
-    return {
-        "id": call.get("id") or f"call{index:05d}",
-        "type": "function",
-        "function": {"name": function["name"], "arguments": arguments if arguments is not None else {}},
-    }
-
-
-def _written(calls: list[dict[str, Any]], form: CallFormat) -> str:
-    written = [
-        form.begin + call["function"]["name"] + form.middle + _as_json(call["function"]["arguments"]) + form.end
-        for call in calls
-    ]
-    return form.opening + (form.separator or "").join(written) + form.closing
-
-
-def _as_json(arguments: object) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-
-
-def _with_description(
-    messages: list[Mapping[str, Any]], tools: tuple[Tool, ...], form: CallFormat
-) -> list[Mapping[str, Any]]:
-    described = "\n".join(json.dumps(tool.description["function"], ensure_ascii=False) for tool in tools)
-    text = (
-        f"You can call these functions:\n{described}\n\nTo call one, answer with nothing but\n"
-        f"{form.opening}{form.begin}NAME{form.middle}ARGUMENTS{form.end}{form.closing}\n"
-        "where ARGUMENTS is a JSON object."
-    )
-    if messages and messages[0].get("role") in ("system", "developer") and isinstance(messages[0].get("content"), str):
-        return [{**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}, *messages[1:]]
-    return [{"role": "system", "content": text}, *messages]

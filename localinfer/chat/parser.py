@@ -5,12 +5,19 @@ import secrets
 import string
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from localinfer.chat.xml_arguments import ParameterReader, match_length
-from localinfer.models.text.reply_format import HERMES, CallFormat, ReasoningFormat
+from localinfer.chat.matching import id_in, match_length, name_length
+from localinfer.chat.notation_reader import NotationReader
+from localinfer.chat.parameter_reader import ParameterReader
+from localinfer.models.text.known_calls import HERMES
+from localinfer.models.text.reply_format import CALL_NAME, CallFormat, ReasoningFormat, first_marker
 
 _NOT_NAME = re.compile(r"[^A-Za-z0-9_.:-]")
+_MEMBER = re.compile(r',\s*"\w{1,32}"\s*:\s*("[^"\\]{0,64}"|\d{1,9}(?=\D))\s*')
+"""Such as an id, which models write beside the arguments where their templates do."""
+_PART_OF_MEMBER = re.compile(r',?\s*("\w{0,32}("\s*(:\s*(("[^"\\]{0,64}"?|\d{1,9})\s*)?)?)?)?')
+_MOST_BEFORE_ARGUMENTS = 200
 _ID_LETTERS = string.ascii_letters + string.digits
 
 
@@ -18,7 +25,7 @@ _ID_LETTERS = string.ascii_letters + string.digits
 class ToolCall:
     """One call that the model makes.
 
-    id: nine random letters and digits. arguments: a JSON object, as text.
+    id: the model's where its format has one, else nine random letters and digits. arguments: a JSON object, as text.
     """
 
     id: str
@@ -69,16 +76,20 @@ class ReplyParser:
         self._format = reasoning or ReasoningFormat("", "", "")
         self._has_calls, self._calls = calls is not None, calls or HERMES
         self._types = types or {}
-        self._parameters: ParameterReader | None = None
+        self._parameters: ParameterReader | NotationReader | None = None
         self._new_id = new_id or _random_id
         self._held = ""
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._deltas: list[ToolCallDelta] = []
         self._index = -1
-        self._name = ""
+        self._begun = ""
+        self._call_id: str | None = None
+        self._ids: set[str] = set()
         self._depth = 0
         self._in_string = self._escaped = False
+        # By what may stand in a text: the state behind it.
+        self._marks = _marks(self._format, calls)
         self._state: Callable[[], bool] = self._start
         if reasoning is not None:
             self._state = self._reopened if starts_reasoning else self._opening
@@ -100,6 +111,12 @@ class ReplyParser:
         elif self._state == self._named and self._parameters is not None:
             if fragment := self._parameters.flush(self._held):
                 self._deltas.append(ToolCallDelta(self._index, fragment))
+        elif (
+            self._state == self._text
+            and self._held
+            and any(mark.state == "frame" and mark.literal.startswith(self._held.strip()) for mark in self._marks)
+        ):
+            pass
         elif self._state not in (self._gap, self._call, self._after, self._between, self._done):
             self._content.append(self._held)
         self._held = ""
@@ -147,17 +164,15 @@ class ReplyParser:
 
     def _start(self) -> bool:
         """Where content begins, and in some formats a call, if there is one."""
-        if not self._has_calls:
-            return self._go(self._plain)
-        if self._calls.trigger:
-            return self._go(self._text)
-        length = match_length(self._held, self._calls.opening + self._calls.begin)
-        if length is None:
-            return False
-        if length < 0:
-            return self._go(self._plain)
-        self._held = self._held[length:]
-        return self._go(self._call)
+        begin = self._calls.opening + self._calls.begin
+        if self._has_calls and not self._calls.trigger:
+            frames = [match_length(self._held, mark.literal) for mark in self._marks if mark.state != "call"]
+            length = match_length(self._held, begin)
+            if length is None or None in frames:
+                return False
+            if length >= 0 and max(frames, default=-1) < 0:  # type: ignore[type-var]
+                return self._begin_call(length, begin)
+        return self._go(self._text if self._marks else self._plain)
 
     def _plain(self) -> bool:
         self._content.append(self._held)
@@ -165,50 +180,96 @@ class ReplyParser:
         return False
 
     def _text(self) -> bool:
-        """Content in which a marker may begin a call."""
-        trigger = self._calls.trigger
-        place = self._held.find(trigger)
-        if place < 0:
-            self._held = self._release(self._content, trigger)
+        """Content in which a marker may begin a call, or stand around the content."""
+        places = [(place, mark.first) for mark in self._marks if (place := self._held.find(mark.first)) >= 0]
+        if not places:
+            self._held = self._release(self._content, *(mark.first for mark in self._marks))
             return False
+        place, first = min(places)
         before = self._held[:place].rstrip()
-        length = match_length(self._held[len(before) :], self._calls.opening + self._calls.begin)
-        if length is None:
-            self._content.append(before)
-            self._held = self._held[len(before) :]
-            return False
-        if length < 0:
-            self._content.append(self._held[: place + len(trigger)])
-            self._held = self._held[place + len(trigger) :]
+        best, mark = -1, self._marks[0]
+        for one in self._marks:
+            length = match_length(self._held[place:], one.literal)
+            if length is None:
+                self._content.append(before)
+                self._held = self._held[len(before) :]
+                return False
+            if length > best:
+                best, mark = length, one
+        if best < 0:
+            self._content.append(self._held[: place + len(first)])
+            self._held = self._held[place + len(first) :]
             return True
         self._content.append(before)
-        self._held = self._held[len(before) + length :]
+        if mark.state == "call":
+            self._held = self._held[len(before) :]
+            return self._begin_call(place - len(before) + best, mark.literal)
+        self._held = self._held[place + best :]
+        return self._go(self._reopened if mark.state == "reasoning" else self._framed)
+
+    def _framed(self) -> bool:
+        """Behind a marker that stands around content, which takes white space with it."""
+        self._held = self._held.lstrip()
+        return self._go(self._text) if self._held else False
+
+    def _begin_call(self, length: int, literal: str) -> bool:
+        self._begun, self._held = self._held[:length], self._held[length:]
+        self._call_id = id_in(self._begun, literal)
         return self._go(self._call)
 
     def _call(self) -> bool:
-        """At the name of a call."""
+        """At the name of a call, and behind it where its arguments begin."""
+        self._held = self._held.lstrip()
         found = _NOT_NAME.search(self._held)
         if found is None:
             return False
-        name, rest = self._held[: found.start()], self._held[found.start() :]
-        form = self._calls.parameters
-        length = match_length(rest, self._calls.middle)
-        empty = -1 if form is None else match_length(rest, form.empty)
+        calls, form = self._calls, self._calls.parameters
+        ends = [calls.middle, "" if form is None else form.empty]
+        run = self._held[: found.start()]
+        size = name_length(self._held, len(run), [text.replace(CALL_NAME, run) for text in ends])
+        if size is None:
+            return False
+        name, rest = self._held[:size], self._held[size:]
+        middle = calls.middle.replace(CALL_NAME, name)
+        length = match_length(rest, middle)
+        empty = -1 if form is None else match_length(rest, form.empty.replace(CALL_NAME, name))
+        if calls.name_end and (length is None or length < 0):
+            place = rest.find(calls.name_end, 0, _MOST_BEFORE_ARGUMENTS)
+            length = place + len(calls.name_end) if place >= 0 else None if len(rest) < _MOST_BEFORE_ARGUMENTS else -1
         if length is None or empty is None:
             return False
+        if form is None and length >= 0:
+            arguments = rest[length:].lstrip()
+            if not arguments:
+                return False
+            length = length if arguments[0] == "{" else -1
         if max(length, empty) < 0 or not name:
-            return self._go(self._plain)
+            # It only began like a call.
+            self._content.append(self._begun)
+            return self._go(self._text if self._marks else self._plain)
         self._index += 1
-        self._deltas.append(ToolCallDelta(self._index, id=self._new_id(), name=name))
+        self._deltas.append(ToolCallDelta(self._index, id=self._id(rest[:length], middle), name=name))
         self._held = rest[max(length, empty) :]
         if form is None:
             self._depth, self._in_string, self._escaped = 0, False, False
+            self._held = self._held.lstrip()
             return self._go(self._arguments)
         if empty > length:
             self._deltas.append(ToolCallDelta(self._index, "{}"))
             return self._go(self._between)
-        self._parameters = ParameterReader(form, self._types.get(name, {}))
+        types = self._types.get(name, {})
+        if form.notation is None:
+            self._parameters = ParameterReader(form, calls.end, types)
+        else:
+            self._parameters = NotationReader(form, types)
         return self._go(self._named)
+
+    def _id(self, written: str, middle: str) -> str:
+        """The id of the next call: the model's own, if it wrote one that no other call of the reply has."""
+        own = self._call_id or id_in(written, middle)
+        call_id = self._new_id() if own is None or own in self._ids else own
+        self._ids.add(call_id)
+        return call_id
 
     def _named(self) -> bool:
         """Inside arguments that stand one by one."""
@@ -220,12 +281,6 @@ class ReplyParser:
 
     def _arguments(self) -> bool:
         """Inside the JSON object of a call's arguments."""
-        if self._depth == 0:
-            self._held = self._held.lstrip()
-            if not self._held:
-                return False
-            if self._held[0] != "{":
-                return self._go(self._plain)
         end = self._object_end()
         fragment, self._held = self._held[:end], self._held[end:]
         self._deltas.append(ToolCallDelta(self._index, fragment))
@@ -253,6 +308,12 @@ class ReplyParser:
 
     def _after(self) -> bool:
         """Behind the arguments of a call."""
+        if self._calls.parameters is None and self._calls.end.startswith("}") and self._held.lstrip().startswith(","):
+            # Another member of the object that the arguments are in.
+            found = _MEMBER.match(self._held.lstrip())
+            if found is None and _PART_OF_MEMBER.fullmatch(self._held.strip()):
+                return False
+            self._held = self._held if found is None else self._held.lstrip()[found.end() :]
         length = match_length(self._held, self._calls.end)
         if length is None:
             return False
@@ -263,17 +324,18 @@ class ReplyParser:
         """Behind a call: at the next one, at the end of all, or at text."""
         if not self._held.strip():
             return False
-        separator = self._calls.separator
-        for text, state in (
-            (None if separator is None else separator + self._calls.begin, self._call),
-            (self._calls.closing or None, self._done),
-        ):
+        calls = self._calls
+        next_call = None if calls.separator is None else calls.separator + calls.begin
+        for text in (next_call, calls.closing or None):
             length = -1 if text is None else match_length(self._held, text)
             if length is None:
                 return False
-            if length >= 0:
-                self._held = self._held[length:]
-                return self._go(state)
+            if length < 0 or text is None:
+                continue
+            if text == next_call:
+                return self._begin_call(length, text)
+            self._held = self._held[length:]
+            break
         return self._go(self._done)
 
     def _done(self) -> bool:
@@ -285,15 +347,41 @@ class ReplyParser:
         self._state = state
         return True
 
-    def _release(self, texts: list[str], marker: str) -> str:
+    def _release(self, texts: list[str], *markers: str) -> str:
         """Pass on what is held but an end that may belong to a marker, and white space before it; return the rest."""
         text = self._held
-        overlap = next(
-            (size for size in range(min(len(text), len(marker) - 1), 0, -1) if marker.startswith(text[-size:])), 0
-        )
+        overlap = 0
+        for marker in markers:
+            sizes = range(min(len(text), len(marker) - 1), overlap, -1)
+            overlap = next((size for size in sizes if marker.startswith(text[-size:])), overlap)
         kept = text[: len(text) - overlap].rstrip()
         texts.append(kept)
         return text[len(kept) :]
+
+
+class _Mark(NamedTuple):
+    """What may stand in a text: its first marker, the whole, and what it begins."""
+
+    first: str
+    literal: str
+    state: Literal["call", "frame", "reasoning"]
+
+
+def _marks(reasoning: ReasoningFormat, calls: CallFormat | None) -> list[_Mark]:
+    begins = [] if calls is None else [calls.opening + calls.begin, *calls.other_begins]
+    literals: list[tuple[str, Literal["call", "frame", "reasoning"]]] = []
+    literals += [(begin, "call") for begin in begins[:1] if first_marker(begin)]
+    literals += [(begin, "call") for begin in begins[1:]]
+    if reasoning.answer_begin:
+        literals += [(text, "frame") for text in reasoning.frame]
+        literals.append((reasoning.begin, "reasoning"))
+    if following := reasoning.following:
+        frames = (reasoning.answer_begin, *reasoning.other_answers)
+        for before in (reasoning.end + following, following):
+            literals += [(before + begin, "call") for begin in begins]
+            literals += [(before + text, "frame") for text in frames]
+            literals.append((before + reasoning.begin, "reasoning"))
+    return [_Mark(first_marker(text) or text, text, state) for text, state in literals]
 
 
 def _random_id() -> str:

@@ -8,18 +8,15 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from localinfer.arguments import check_flag, check_number
 from localinfer.chat.constraints import Constraint, ConstraintCompiler, grammar_of, json_grammar
 from localinfer.chat.grammar import ReasoningState, reply_grammar
-from localinfer.chat.messages import Tool, ToolChoice, choose_tools, read_tools, template_messages
+from localinfer.chat.messages import Tool, ToolChoice, choose_tools, read_tools
 from localinfer.chat.parser import ReplyParser
+from localinfer.chat.template_messages import template_messages
 from localinfer.chat.thinking import ThinkingBudget
-from localinfer.chat.xml_arguments import parameter_types
-from localinfer.errors import ConstraintError, RequestError
-from localinfer.models.text.reply_format import (
-    THINKING_VARIABLES,
-    CallFormat,
-    ReasoningFormat,
-    learn_call_format,
-    learn_reasoning_format,
-)
+from localinfer.chat.value_types import parameter_types
+from localinfer.errors import ConstraintError, RequestError, TemplateError
+from localinfer.models.text.call_learning import learn_call_format
+from localinfer.models.text.reasoning_learning import learn_reasoning_format
+from localinfer.models.text.reply_format import THINKING_VARIABLES, CallFormat, ReasoningFormat
 from localinfer.models.text.splitting import SpellingFinder
 from localinfer.sampling.mask import GuidingMask
 
@@ -66,9 +63,14 @@ class ReplyFormat:
     budget: int | None
     shown_ids: frozenset[int]
 
+    @property
+    def _has_frame(self) -> bool:
+        """Whether answers have marks around them."""
+        return self.reasoning is not None and bool(self.reasoning.answer_begin)
+
     def parser(self) -> ReplyParser:
         """A parser for one reply."""
-        reasoning = None if self.state == "none" else self.reasoning
+        reasoning = None if self.state == "none" and not self._has_frame else self.reasoning
         types = {tool.name: parameter_types(tool) for tool in self.tools}
         return ReplyParser(reasoning, self.calls, starts_reasoning=self.state == "open", types=types)
 
@@ -84,7 +86,7 @@ class ReplyFormat:
         """The mask of one reply after `start` tokens; None where everything is allowed. Raises: ConstraintError."""
         if constraint is None and self.calls is None:
             mask: GuidingMask | None = None
-        elif self.calls is None and self.state == "none" and constraint is not None:
+        elif self.calls is None and self.state == "none" and constraint is not None and not self._has_frame:
             mask = compiler.mask(constraint, start=start)
         else:
             grammar = reply_grammar(
@@ -131,7 +133,8 @@ class ChatRequest:
             message.get("tool_calls") or message["role"] == "tool" for message in messages
         ):
             return messages
-        return template_messages(messages, self.formats.calls, self.format.tools)
+        formats = self.formats
+        return template_messages(messages, formats.calls, self.format.tools, has_system=formats.has_system)
 
     def format_after(self, prompt: str) -> ReplyFormat:
         """How the reply to a rendered prompt is read."""
@@ -152,14 +155,28 @@ class TemplateFormats:
     @cached_property
     def reasoning(self) -> ReasoningFormat | None:
         """How the model writes reasoning, None if its template has none."""
-        return learn_reasoning_format(self._template, self._template.source)
+        return learn_reasoning_format(self._template, self._template.source, self._ends)
 
     @cached_property
     def calls(self) -> CallFormat:
         """How the model writes tool calls."""
-        spellings = {self._tokenizer.token_text(token_id): token_id for token_id in self._tokenizer.eog_token_ids}
-        after = None if self.reasoning is None else self.reasoning.end
-        return learn_call_format(self._template, SpellingFinder(spellings), after=after)
+        source = self._template.source
+        return learn_call_format(self._template, self._ends, reasoning=self.reasoning, source=source)
+
+    @cached_property
+    def has_system(self) -> bool:
+        """Whether the template takes a system message."""
+        try:
+            self._template.render([{"role": role, "content": role} for role in ("system", "user")])
+        except TemplateError:
+            return False
+        return True
+
+    @cached_property
+    def _ends(self) -> SpellingFinder:
+        """Spellings of the tokens that end a reply."""
+        tokenizer = self._tokenizer
+        return SpellingFinder({tokenizer.token_text(token_id): token_id for token_id in tokenizer.eog_token_ids})
 
     def request(self, options: ReplyOptions) -> ChatRequest:
         """Check the options of one chat. Raises: RequestError; ConstraintError naming a tool and a keyword."""
@@ -194,10 +211,32 @@ class TemplateFormats:
                 budget=0 if thinking is False else budget,
                 shown_ids=self._shown_ids(calls),
             ),
-            template_tools=tuple(tool.description for tool in tools) if calls is not None and calls.is_native else (),
-            variables={**({} if thinking is None else dict.fromkeys(THINKING_VARIABLES, thinking)), **variables},
+            template_tools=tuple(tool.description for tool in tools)
+            if calls is not None and calls.describes_tools
+            else (),
+            variables={**self._thinking_variables(thinking), **variables},
             formats=self,
         )
+
+    def _thinking_variables(self, thinking: bool | None) -> dict[str, Any]:
+        """What tells the template whether to let the model reason."""
+        if thinking is None:
+            return {}
+        flags: dict[str, Any] = dict.fromkeys(THINKING_VARIABLES, thinking)
+        return flags | self._effort if thinking else flags
+
+    @cached_property
+    def _effort(self) -> dict[str, Any]:
+        """What lets a model reason whose template closes reasoning unless it is told how much there shall be."""
+        flags: dict[str, Any] = dict.fromkeys(THINKING_VARIABLES, True)
+        effort = {"reasoning_effort": "high"}
+        ask = [{"role": "user", "content": "?"}]
+        try:
+            prompts = [self._template.render(ask, **flags, **more) for more in ({}, effort)]
+        except TemplateError:
+            return {}
+        closed = [self.reasoning is not None and self.reasoning.is_closed(prompt) for prompt in prompts]
+        return effort if closed == [True, False] else {}
 
     def _enforceable(self, tool: Tool) -> Tool:
         """A tool, without its schema if that does not compile and need not."""
@@ -233,7 +272,7 @@ class TemplateFormats:
         return grammar
 
     def _shown_ids(self, calls: CallFormat | None) -> frozenset[int]:
-        texts = [] if self.reasoning is None else [self.reasoning.begin, self.reasoning.end]
+        texts = [] if self.reasoning is None else self.reasoning.texts
         if calls is not None:
             texts += calls.texts
         return frozenset(

@@ -1,8 +1,11 @@
 """Chat messages to the text a model was trained on, by the Jinja template its file carries."""
 
+import json
 import threading
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from localinfer.errors import TemplateError
@@ -22,6 +25,8 @@ _FALLBACK_SOURCE = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 _FALLBACK_STOPS = ("<|im_end|>", "<|im_start|>")
+# Names that some templates read beside those that are documented.
+_OTHER_NAMES = frozenset(("tools", "xml_tools", "functions", "datetime"))
 # Characters that Unicode keeps for a program's own use and never assigns (U+FDD0 to U+FDEF).
 _MARKS = "".join(map(chr, range(0xFDD0, 0xFDF0)))
 
@@ -48,6 +53,7 @@ class ChatTemplate:
         self._lock = threading.Lock()
         self._sandbox: TemplateSandbox | None = None
         self._compiled: dict[str | None, tuple[Template, bool]] = {}
+        self._wanted: dict[str | None, frozenset[str]] = {}
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, object], tokenizer: Tokenizer | None = None) -> "ChatTemplate":
@@ -139,13 +145,24 @@ class ChatTemplate:
         return ids
 
     def _render(self, values: Mapping[str, Any], mark: str = "") -> str:
+        try:
+            return self._render_once(values, mark)
+        except TemplateError as error:
+            # Templates made for tools alone go through them without asking whether there are any.
+            if values["tools"] is not None or not isinstance(error.__cause__, TypeError):
+                raise
+            with suppress(TemplateError):
+                return self._render_once({**values, "tools": []}, mark)
+            raise
+
+    def _render_once(self, values: Mapping[str, Any], mark: str) -> str:
         with self._lock:
             template, _ = self._template(values["tools"])
             sandbox = self._sandbox
             assert sandbox is not None, "compiling made it"
             sandbox.mark = mark
             sandbox.budget.start()
-            context = {"bos_token": self.bos_token, "eos_token": self.eos_token, **values}
+            context = {"bos_token": self.bos_token, "eos_token": self.eos_token, **self._other_names(values), **values}
             try:
                 # As Template.render does, which would make a traceback anew for each level of a recursion.
                 return str(sandbox.concat(template.root_render_func(template.new_context(context))))
@@ -158,6 +175,19 @@ class ChatTemplate:
             finally:
                 sandbox.budget.end()
 
+    def _other_names(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """What a template reads under names of its own: the tools, and the time."""
+        source = self.tool_source if values["tools"] and self.tool_source is not None else self.source
+        wanted = self._wanted.get(source, frozenset())
+        made: dict[str, Any] = {}
+        if "xml_tools" in wanted and values["tools"]:
+            made["xml_tools"] = values["tools"]
+        if "functions" in wanted and "tools" not in wanted:
+            made["functions"] = json.dumps(values["tools"] or [], ensure_ascii=False)
+        if "datetime" in wanted:
+            made["datetime"] = datetime.now().strftime("%B %d %Y")
+        return made
+
     def _template(self, tools: object) -> tuple["Template", bool]:
         """Return the compiled template and whether it is the fallback."""
         source = self.tool_source if tools and self.tool_source is not None else self.source
@@ -167,6 +197,7 @@ class ChatTemplate:
 
     def _compile(self, source: str | None) -> tuple["Template", bool]:
         from jinja2 import TemplateError as JinjaError
+        from jinja2 import meta
 
         from localinfer.models.text.template_sandbox import TemplateSandbox
 
@@ -178,7 +209,9 @@ class ChatTemplate:
             found = f"{len(source)} characters long, more than {_MAX_SOURCE_CHARACTERS}"
         else:
             try:
-                return self._sandbox.from_string(source), False
+                compiled = self._sandbox.from_string(source), False
+                self._wanted[source] = _OTHER_NAMES & meta.find_undeclared_variables(self._sandbox.parse(source))
+                return compiled
             # Jinja reports syntax; Python's compiler may add stack, memory and nesting limits of its own.
             except Exception as error:
                 line = getattr(error, "lineno", None)

@@ -221,6 +221,9 @@ def _to_json(
 ) -> str:
     """Write JSON as transformers does: nothing is escaped for HTML, and letters beyond ASCII stay."""
     budget = sandbox.budget
+    if isinstance(value, Iterator):
+        # What `map` and `select` give.
+        value = list(budget.steps(value))
     characters, entries, levels = budget.size(value)
     between = sum(map(len, separators)) if separators is not None else 4
     if indent is not None:

@@ -98,6 +98,16 @@ class _GuardedCodeGenerator(CodeGenerator):
         if isinstance(node.node, nodes.EnvironmentAttribute):
             with self._within(node.node.name):
                 self.visit(node.args[0], frame)
+        elif _is_queue_call(node):
+            assert isinstance(node.node, nodes.Getattr) and isinstance(node.node.node, nodes.Getattr)
+            with self._within("queue"):
+                self.write("context, ")
+                self.visit(node.node.node.node, frame)
+                self.write(f", {node.node.node.attr!r}, {node.node.attr!r}, (")
+                for argument in node.args:
+                    self.visit(argument, frame)
+                    self.write(", ")
+                self.write(")")
         else:
             super().visit_Call(node, frame, forward_caller=forward_caller)
 
@@ -135,6 +145,19 @@ class _GuardedCodeGenerator(CodeGenerator):
 
 def _environment_call(name: str, argument: nodes.Node) -> nodes.Call:
     return nodes.Call(nodes.EnvironmentAttribute(name), [argument], [], None, None, lineno=argument.lineno)
+
+
+def _is_queue_call(node: nodes.Call) -> bool:
+    """Whether a call is `name.attribute.append(value)`, or with `pop`."""
+    called = node.node
+    return (
+        isinstance(called, nodes.Getattr)
+        and called.attr in ("append", "pop")
+        and isinstance(called.node, nodes.Getattr)
+        and isinstance(called.node.node, nodes.Name)
+        and len(node.args) <= 1
+        and not (node.kwargs or node.dyn_args or node.dyn_kwargs)
+    )
 
 
 class _GenerationBlock(Extension):
@@ -207,6 +230,19 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         # A slice is no larger than what it is of, so it may be charged when it is made.
         self.budget.charge(ENTRY_WORK * len(part))
         return part
+
+    def queue(self, context: Context, owner: Any, name: str, method: str, arguments: tuple[Any, ...]) -> Any:
+        """Do `owner.name.append(value)` or `owner.name.pop(index)` by a new list, where the owner is a namespace.
+
+        So no value changes that has another name too. Lists elsewhere are left to the sandbox, which refuses.
+        """
+        items = self.getattr(owner, name)
+        if not isinstance(owner, Namespace) or type(items) is not list or (method == "append" and not arguments):
+            return self.call(context, self.getattr(items, method), *arguments)
+        made: list[Any] = [*items, *arguments] if method == "append" else list(items)
+        popped = made.pop(*arguments) if method == "pop" else None
+        owner[name] = self.budget.admit(made)
+        return popped
 
     @pass_eval_context
     def _finalize(self, eval_context: object, value: object) -> object:

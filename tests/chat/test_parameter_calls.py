@@ -17,13 +17,15 @@ from localinfer.errors import ConstraintError
 from localinfer.llm import LLM
 from localinfer.loading import model_path
 from localinfer.models.load.loader import load_model
+from localinfer.models.text.call_learning import learn_call_format
 from localinfer.models.text.chat_template import ChatTemplate
-from localinfer.models.text.reply_format import CallFormat, learn_call_format
+from localinfer.models.text.reply_format import CallFormat, ReasoningFormat
 from localinfer.models.text.splitting import SpellingFinder
 from tests.chat.conversations import ASK, called
 from tests.engine.fakes import ByteTokenizer
 from tests.models.text.family_templates import PARAMETER_FAMILIES
 
+THINK = ReasoningFormat("<think>", "</think>", "\n</think>\n\n")
 WEATHER: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -46,7 +48,7 @@ def function(schema: dict[str, Any], **more: Any) -> dict[str, Any]:
 def call_format(name: str) -> CallFormat:
     family = PARAMETER_FAMILIES[name]
     ends = SpellingFinder({text: index for index, text in enumerate(family.ends)})
-    return learn_call_format(ChatTemplate(family.source, family.bos, family.eos), ends, after="</think>")
+    return learn_call_format(ChatTemplate(family.source, family.bos, family.eos), ends, reasoning=THINK)
 
 
 def written_call(form: CallFormat, arguments: dict[str, Any]) -> str:

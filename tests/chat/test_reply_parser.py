@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from localinfer.chat.parser import ReplyParser, joined_calls
+from localinfer.models.text.call_learning import learn_call_format
 from localinfer.models.text.chat_template import ChatTemplate
-from localinfer.models.text.reply_format import CallFormat, ReasoningFormat, learn_call_format
+from localinfer.models.text.reply_format import CallFormat, ReasoningFormat
 from localinfer.models.text.splitting import SpellingFinder
 from tests.models.text.family_templates import ARGUMENTS, FAMILIES, PARAMETER_FAMILIES, Family
 
@@ -16,7 +17,7 @@ THINK = ReasoningFormat("<think>", "</think>", "\n</think>\n\n")
 
 def call_format(family: Family) -> CallFormat:
     ends = SpellingFinder({text: index for index, text in enumerate(family.ends)})
-    return learn_call_format(ChatTemplate(family.source, family.bos, family.eos), ends, after="</think>")
+    return learn_call_format(ChatTemplate(family.source, family.bos, family.eos), ends, reasoning=THINK)
 
 
 FORMS = {name: call_format(family) for name, family in (FAMILIES | PARAMETER_FAMILIES).items()}

@@ -171,7 +171,7 @@ class FakeTemplate:
         segments = [("<begin>", True)]
         for message in messages:
             is_reply = message["role"] == "assistant"
-            segments += [("<bot>" if is_reply else "<user>", True), (message["content"], not is_reply)]
+            segments += [("<bot>" if is_reply else "<user>", True), (message["content"] or "", not is_reply)]
             segments += [("<end>", True)] * is_reply
         return [*segments, ("<bot>", True)]
 

@@ -2,15 +2,11 @@
 
 import pytest
 
+from localinfer.models.text.call_learning import learn_call_format
 from localinfer.models.text.chat_template import ChatTemplate
-from localinfer.models.text.reply_format import (
-    HERMES,
-    THINKING_VARIABLES,
-    CallFormat,
-    ReasoningFormat,
-    learn_call_format,
-    learn_reasoning_format,
-)
+from localinfer.models.text.known_calls import HERMES
+from localinfer.models.text.reasoning_learning import learn_reasoning_format
+from localinfer.models.text.reply_format import THINKING_VARIABLES, CallFormat, ReasoningFormat
 from localinfer.models.text.splitting import SpellingFinder
 from tests.models.text.family_templates import DEEPSEEK, FAMILIES, HERMES_THINKING, PARAMETER_FAMILIES, PLAIN, Family
 
@@ -19,7 +15,7 @@ def learned(family: Family) -> tuple[CallFormat, ReasoningFormat | None]:
     template = ChatTemplate(family.source, family.bos, family.eos)
     reasoning = learn_reasoning_format(template, template.source)
     ends = SpellingFinder({text: index for index, text in enumerate(family.ends)})
-    return learn_call_format(template, ends, after=None if reasoning is None else reasoning.end), reasoning
+    return learn_call_format(template, ends, reasoning=reasoning), reasoning
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -63,7 +59,7 @@ def test_numbers_with_marks_of_their_own_are_no_known_format() -> None:
     source = (
         "{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
         "[{{ c.function.name }}({% for k, v in c.function.arguments.items() %}{{ k }}="
-        "{{ v | tojson }}{{ ', ' if not loop.last }}{% endfor %})]{% endfor %}{% endfor %}"
+        "{{ v if v is string else '#' ~ v ~ '#' }}{{ ', ' if not loop.last }}{% endfor %})]{% endfor %}{% endfor %}"
     )
     assert learn_call_format(ChatTemplate(source), SpellingFinder({})) == HERMES
 

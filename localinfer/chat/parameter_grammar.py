@@ -1,0 +1,72 @@
+"""The grammar of arguments that stand one by one, each with its name: in the order of the schema, and what may be left
+out may be missing."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from localinfer.chat.grammar_writer import ANY_NAME, GrammarWriter
+from localinfer.chat.messages import Tool
+from localinfer.chat.notation_grammar import NotationValues
+from localinfer.chat.value_grammar import TextValues
+from localinfer.errors import ConstraintError
+from localinfer.models.text.reply_format import PARAMETER_NAME, CallFormat
+
+_PARAMETERS = frozenset(
+    "type properties required additionalProperties $defs definitions $schema title description".split()
+)
+
+
+def parameter_rules(writer: GrammarWriter, calls: CallFormat, tool: Tool, rule: str, options: Any) -> list[str]:
+    """Rules, the first named `rule`, for a call of a tool from its name to its end.
+
+    options: llguidance's, for JSON. Raises: ConstraintError where a schema cannot be enforced, naming the keyword.
+    """
+    form = calls.parameters
+    assert form is not None, "the format writes parameters one by one"
+    is_strict = bool(tool.description["function"].get("strict"))
+    written = (TextValues if form.notation is None else NotationValues)(writer, form, rule, options, is_strict)
+    schema = tool.parameters or {}
+    properties: Mapping[str, Any] = schema.get("properties") or {}
+    if not properties or tool.parameters is None:
+        return [*_any_parameters(writer, calls, tool, rule, written, schema), *written.rules]
+    for keyword in sorted(schema.keys() - _PARAMETERS):
+        raise ConstraintError(
+            f"{keyword!r} beside the parameters' names cannot be enforced; leave it out", keyword=keyword
+        )
+    required = schema.get("required") or ()
+    for name in required:
+        if name not in properties:
+            raise ConstraintError(f"'required' names {name!r}, which has no schema; add one", keyword="required")
+    rules = [f"{rule}: {writer.literal(tool.name)} {rule}_first_0"]
+    for index, (name, of_property) in enumerate(properties.items()):
+        value = written.value(f"{rule}_value_{index}", name, of_property, schema)
+        more = f"{rule}_rest_{index + 1}"
+        may_miss = name not in required
+        for start, between in (("first", calls.middle), ("rest", form.following)):
+            taken = f"{writer.literal(between + name)} {value} {more}"
+            missing = f" | {rule}_{start}_{index + 1}" if may_miss else ""
+            rules.append(f"{rule}_{start}_{index}: {taken}{missing}")
+    last = len(properties)
+    rules += [f"{rule}_first_{last}: {writer.literal(form.empty)}", f"{rule}_rest_{last}: {writer.literal(calls.end)}"]
+    return rules + written.rules
+
+
+def _any_parameters(
+    writer: GrammarWriter,
+    calls: CallFormat,
+    tool: Tool,
+    rule: str,
+    written: TextValues | NotationValues,
+    schema: Mapping[str, Any],
+) -> list[str]:
+    """A call with parameters of any names."""
+    form = calls.parameters
+    assert form is not None, "the format writes parameters one by one"
+    extra = schema.get("additionalProperties", True)
+    name, end = writer.literal(tool.name), writer.literal(calls.end)
+    if extra is False:
+        return [f"{rule}: {name} {writer.literal(form.empty)}"]
+    value = written.value(f"{rule}_value", PARAMETER_NAME, extra if isinstance(extra, Mapping) else {}, schema)
+    one = f"{rule}_name {value}"
+    some = f"{writer.literal(calls.middle)} {one} ({writer.literal(form.following)} {one})* {end}"
+    return [f"{rule}: {name} ({some} | {writer.literal(form.empty)})", f"{rule}_name: {ANY_NAME}"]

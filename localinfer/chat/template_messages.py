@@ -1,0 +1,85 @@
+"""Messages in the shape that a template expects: former calls and their results, and tools where it describes none."""
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from localinfer.chat.messages import Tool
+from localinfer.chat.written_calls import description, written_calls
+from localinfer.models.text.reply_format import CallFormat
+
+
+def template_messages(
+    messages: Sequence[Mapping[str, Any]], calls: CallFormat, tools: tuple[Tool, ...], *, has_system: bool = True
+) -> list[Mapping[str, Any]]:
+    """Bring former calls and their results, as `read_messages` reads them, into the shape that a template expects.
+
+    A call without an id gets one, and a result without one that of the first call that has no result yet. Arguments
+    become objects, or text, whichever the template prints; where it has no tools, calls and results become text of
+    the messages, and the tools are described in the system message; has_system: whether the template takes one, else
+    they are described in the first message.
+    """
+    names: dict[str, str] = {}
+    open_ids: list[str] = []
+    # Where ids hold the name: as the caller has them, and as the template wants them.
+    renamed: dict[object, str] = {}
+    result: list[Mapping[str, Any]] = []
+    for message in messages:
+        made = message.get("tool_calls")
+        if made:
+            read = [_for_template(len(names) + i, call, calls.arguments_as_text) for i, call in enumerate(made)]
+            if calls.id_form is not None:
+                renamed.update(_named_ids(read, calls.id_form, len(names)))
+                read = [{**call, "id": renamed[call["id"]]} for call in read]
+            names.update({call["id"]: call["function"]["name"] for call in read})
+            open_ids = [call["id"] for call in read]
+            message = {**message, "tool_calls": read}
+            if not calls.is_native:
+                message = {"role": message["role"], "content": message["content"] + written_calls(read, calls)}
+        elif message.get("role") == "tool":
+            call_id = message.get("tool_call_id") or next(iter(open_ids), None)
+            call_id = renamed.get(call_id, call_id)
+            open_ids = [open_id for open_id in open_ids if open_id != call_id]
+            if call_id is not None:
+                message = {**message, "tool_call_id": call_id}
+            message = {**message, "name": message.get("name") or names.get(str(call_id), "")}
+            if not calls.is_native and not calls.describes_tools:
+                text = f"<tool_response>\n{message['content']}\n</tool_response>"
+                message = {"role": "user", "content": text}
+        result.append(message)
+    if tools and not calls.describes_tools:
+        return _with_description(result, description(tools, calls), has_system)
+    return result
+
+
+def _for_template(index: int, call: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
+    function = call["function"]
+    arguments = function.get("arguments")
+    if as_text:
+        arguments = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
+    elif isinstance(arguments, str):
+        # A model that was cut short wrote no whole JSON; the template prints that as it is.
+        with suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments or "{}")
+    return {
+        "id": call.get("id") or f"call{index:05d}",
+        "type": "function",
+        "function": {"name": function["name"], "arguments": arguments if arguments is not None else {}},
+    }
+
+
+def _named_ids(calls: list[dict[str, Any]], form: str, count: int) -> dict[object, str]:
+    """By the id of each call the one that a template wants that reads the name from it; count: of calls before."""
+    numbered = enumerate(calls, count)
+    return {call["id"]: form.format(name=call["function"]["name"], number=number) for number, call in numbered}
+
+
+def _with_description(messages: list[Mapping[str, Any]], text: str, has_system: bool) -> list[Mapping[str, Any]]:
+    first = messages[0] if messages else {}
+    if isinstance(first.get("content"), str):
+        if first.get("role") in ("system", "developer"):
+            return [{**first, "content": f"{first['content']}\n\n{text}"}, *messages[1:]]
+        if not has_system:
+            return [{**first, "content": f"{text}\n\n{first['content']}"}, *messages[1:]]
+    return [{"role": "system", "content": text}, *messages]

@@ -1,0 +1,112 @@
+"""The JSON types of tools' parameters, and the JSON of a value that a model wrote as text."""
+
+import ast
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from localinfer.chat.messages import Tool
+
+ANY_TYPE = frozenset(("string", "number", "integer", "boolean", "null", "array", "object"))
+TEXT = frozenset(("string",))
+MOST_STEPS = 8
+_MOST_PYTHON = 1 << 16
+_WORDS = {"True": "true", "False": "false", "None": "null"}
+"""Values as templates write them that print Python's, and so as some models learned to."""
+
+
+def parameter_types(tool: Tool) -> dict[str, frozenset[str]]:
+    """The types that each parameter of a tool may have, as its description says."""
+    schema = tool.description["function"].get("parameters")
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    if not isinstance(properties, Mapping):
+        return {}
+    return {name: schema_types(of_property, schema) for name, of_property in properties.items()}
+
+
+def schema_types(schema: object, root: Mapping[str, Any], steps: int = 0) -> frozenset[str]:
+    """The types of the values that a schema accepts, perhaps more. root: the schema that `$ref` points into."""
+    if not isinstance(schema, Mapping) or steps > MOST_STEPS:
+        return ANY_TYPE
+    types = ANY_TYPE
+    given = schema.get("type")
+    if isinstance(given, str | list):
+        types &= frozenset([given] if isinstance(given, str) else given)
+    if isinstance(values := schema.get("enum"), list):
+        types &= frozenset(map(type_of, values))
+    if "const" in schema:
+        types &= {type_of(schema["const"])}
+    if isinstance(pointer := schema.get("$ref"), str):
+        types &= schema_types(pointed_at(pointer, root), root, steps + 1)
+    for keyword in ("anyOf", "oneOf"):
+        if isinstance(choices := schema.get(keyword), list):
+            types &= frozenset().union(*(schema_types(choice, root, steps + 1) for choice in choices))
+    for part in schema.get("allOf") or ():
+        types &= schema_types(part, root, steps + 1)
+    return types
+
+
+def json_value(text: str, types: frozenset[str]) -> str:
+    """A parameter as JSON, given the text that stands for it; what is not of its other types is a string."""
+    trimmed = text.strip()
+    trimmed = _WORDS.get(trimmed, trimmed)
+    if types != TEXT:
+        try:
+            found = type_of(json.loads(trimmed, parse_constant=_refuse))
+        except (ValueError, RecursionError):
+            found = "string"
+        if found != "string" and (found in types or (found == "integer" and "number" in types)):
+            return trimmed
+        made = _from_python(trimmed) if found == "string" and trimmed[:1] in ("{", "[") else None
+        if made is not None and type_of(made) in types:
+            return json.dumps(made, ensure_ascii=False)
+        if found == "string" and "string" not in types and trimmed[:1] + trimmed[-1:] == '""':
+            return trimmed
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _from_python(text: str) -> object:
+    """The object or list that Python would print so, as some templates print values; None for anything else."""
+    if len(text) > _MOST_PYTHON:
+        return None
+    try:
+        made: object = ast.literal_eval(text)
+        json.dumps(made, allow_nan=False)
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return None
+    return made
+
+
+def type_of(value: object) -> str:
+    """The JSON type of a value."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case int():
+            return "integer"
+        case float():
+            return "number"
+        case str():
+            return "string"
+        case list() | tuple():
+            return "array"
+    return "object"
+
+
+def _refuse(word: str) -> None:
+    raise ValueError(f"{word} is no JSON")
+
+
+def pointed_at(pointer: str, root: Mapping[str, Any]) -> object:
+    """What a `$ref` points to; None if there is nothing."""
+    place: object = root
+    if not pointer.startswith("#"):
+        return None
+    for step in pointer[1:].split("/")[1:]:
+        name = step.replace("~1", "/").replace("~0", "~")
+        if not isinstance(place, Mapping) or name not in place:
+            return None
+        place = place[name]
+    return place
