@@ -51,7 +51,8 @@ def reply_grammar(
             options.append("section")
         elif frame is not None:
             between = frame.end + frame.following if frame.following else frame.answer_end
-            rules += ["text_and_calls: (head preamble)? section", *writer.until("preamble", "TEXT", between)]
+            alone = "" if frame.following else " | head preamble"
+            rules += [f"text_and_calls: (head preamble)? section{alone}", *writer.until("preamble", "TEXT", between)]
             options.append("text_and_calls")
         elif not calls.trigger:
             options.append("section")

@@ -9,6 +9,7 @@ from localinfer.models.text.splitting import SpellingFinder
 
 ANY = "/(?s:.*)/"
 ANY_NAME = "/[A-Za-z0-9_.:-]{1,64}/"
+NAME_BEFORE_COLON = "/[A-Za-z0-9_.-]{1,64}/"
 _HOLES = {
     CALL_ID: ("CALL_ID", "/[A-Za-z0-9]{9}/"),
     CALL_NUMBER: ("CALL_NUMBER", "/[0-9]{1,3}/"),

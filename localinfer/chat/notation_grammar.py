@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from localinfer.chat.grammar_writer import ANY, ANY_NAME, GrammarWriter, escaped
+from localinfer.chat.grammar_writer import ANY, NAME_BEFORE_COLON, GrammarWriter, escaped
 from localinfer.chat.value_grammar import ANNOTATIONS, LENGTHS, alternatives, whole_match
 from localinfer.chat.value_types import pointed_at, schema_types, type_of
 from localinfer.chat.written_calls import in_notation
@@ -191,7 +191,7 @@ class NotationValues:
         mark = self._writer.literal(quote)
         one = f"{mark} {rule}_name {mark} {self._writer.literal(self._notation.key)} {value}"
         more = f"({self._writer.literal(self._notation.item)} {one})*"
-        self.rules += [f'{rule}: "{{" ({one} {more})? "}}"', f"{rule}_name: {ANY_NAME}"]
+        self.rules += [f'{rule}: "{{" ({one} {more})? "}}"', f"{rule}_name: {NAME_BEFORE_COLON}"]
         return rule
 
     def _any(self) -> str:

@@ -4,7 +4,7 @@ out may be missing."""
 from collections.abc import Mapping
 from typing import Any
 
-from localinfer.chat.grammar_writer import ANY_NAME, GrammarWriter
+from localinfer.chat.grammar_writer import ANY_NAME, NAME_BEFORE_COLON, GrammarWriter
 from localinfer.chat.messages import Tool
 from localinfer.chat.notation_grammar import NotationValues
 from localinfer.chat.value_grammar import TextValues
@@ -67,6 +67,7 @@ def _any_parameters(
     if extra is False:
         return [f"{rule}: {name} {writer.literal(form.empty)}"]
     value = written.value(f"{rule}_value", PARAMETER_NAME, extra if isinstance(extra, Mapping) else {}, schema)
+    any_name = NAME_BEFORE_COLON if form.assign.startswith(":") else ANY_NAME
     one = f"{rule}_name {value}"
     some = f"{writer.literal(calls.middle)} {one} ({writer.literal(form.following)} {one})* {end}"
-    return [f"{rule}: {name} ({some} | {writer.literal(form.empty)})", f"{rule}_name: {ANY_NAME}"]
+    return [f"{rule}: {name} ({some} | {writer.literal(form.empty)})", f"{rule}_name: {any_name}"]

@@ -8,6 +8,9 @@ from localinfer.chat.matching import match_length
 from localinfer.chat.value_types import ANY_TYPE, TEXT, json_value
 from localinfer.models.text.reply_format import ParameterFormat
 
+_CDATA, _CDATA_END = "<![CDATA[", "]]>"
+"""Around text in XML that has letters of XML in it."""
+
 
 class ReadParameters(NamedTuple):
     """What became certain of the arguments' JSON text, what is left of the reply's, and whether the object is whole."""
@@ -28,8 +31,11 @@ class ParameterReader:
         self._form = form
         self._end = end
         self._types = types
-        self._lead = form.assign[len(form.assign.rstrip()) :]
-        self._trail = form.value_end[: len(form.value_end) - len(form.value_marker)]
+        self._around = (
+            form.assign[len(form.assign.rstrip()) :],
+            form.value_end[: len(form.value_end) - len(form.value_marker)],
+        )
+        self._lead, self._trail = self._around
         self._value_end = form.value_end
         self._marker = form.value_marker
         self._value_types = ANY_TYPE
@@ -50,6 +56,8 @@ class ParameterReader:
 
     def flush(self, text: str) -> str:
         """What the arguments' text still gets where the reply ends too early: the value that is held back."""
+        if self._state == self._before_value and text.strip() and self._value_types == TEXT:
+            return f'"{_escaped(text)}'
         if self._state == self._text:
             return _escaped(text)
         if self._state != self._value or not text:
@@ -82,6 +90,7 @@ class ParameterReader:
         self._value_types = types
         self._value_end = self._form.named(self._form.value_end, name)
         self._marker = self._form.named(self._form.value_marker, name)
+        self._lead, self._trail = self._around
         self._held = rest
         return self._go(self._before_value)
 
@@ -90,6 +99,14 @@ class ParameterReader:
         if len(self._held) < len(self._lead) and self._lead.startswith(self._held):
             return False
         self._held = self._held.removeprefix(self._lead)
+        if self._marker.startswith("</"):
+            if _CDATA.startswith(self._held):
+                return False
+            if self._held.startswith(_CDATA):
+                self._held = self._held[len(_CDATA) :]
+                self._marker = self._value_end = _CDATA_END + self._marker
+                self._lead = self._trail = ""
+                self._value_types = TEXT
         if self._value_types != TEXT:
             return self._go(self._value)
         self._made.append('"')

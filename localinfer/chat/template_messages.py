@@ -25,6 +25,7 @@ def template_messages(
     # Where ids hold the name: as the caller has them, and as the template wants them.
     renamed: dict[object, str] = {}
     result: list[Mapping[str, Any]] = []
+    is_response = False
     for message in messages:
         made = message.get("tool_calls")
         if made:
@@ -34,6 +35,10 @@ def template_messages(
                 read = [{**call, "id": renamed[call["id"]]} for call in read]
             names.update({call["id"]: call["function"]["name"] for call in read})
             open_ids = [call["id"] for call in read]
+            if not calls.allows_content:
+                if message["content"]:
+                    result.append({key: value for key, value in message.items() if key != "tool_calls"})
+                message = {**message, "content": None}
             message = {**message, "tool_calls": read}
             if not calls.is_native:
                 message = {"role": message["role"], "content": message["content"] + written_calls(read, calls)}
@@ -46,7 +51,14 @@ def template_messages(
             message = {**message, "name": message.get("name") or names.get(str(call_id), "")}
             if not calls.is_native and not calls.describes_tools:
                 text = f"<tool_response>\n{message['content']}\n</tool_response>"
+                if is_response:
+                    # Templates may want the roles to alternate.
+                    text = f"{result.pop()['content']}\n{text}"
                 message = {"role": "user", "content": text}
+                is_response = True
+                result.append(message)
+                continue
+        is_response = False
         result.append(message)
     if tools and not calls.describes_tools:
         return _with_description(result, description(tools, calls), has_system)

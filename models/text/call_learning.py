@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from os.path import commonprefix
 from typing import Any
 
@@ -36,11 +37,13 @@ _ID = re.compile(rf"{IDS[0][:-1]}\d")
 
 @dataclass(frozen=True)
 class _Probe:
-    """Renders calls in one of the ways that templates expect. id_form: of ids, None for nine letters."""
+    """Renders calls in one of the ways that templates expect. id_form: of ids, None for nine letters. content: beside
+    the calls."""
 
     template: Template
-    as_text: bool
     id_form: str | None
+    content: str | None
+    as_text: bool
 
     def render(self, *all_arguments: Mapping[str, Any]) -> str | None:
         """A chat that ends in calls with these arguments; None where the template does not write them."""
@@ -49,16 +52,12 @@ class _Probe:
             function = {"name": name, "arguments": json.dumps(arguments) if self.as_text else arguments}
             call_id = IDS[number] if self.id_form is None else self.id_form.format(name=name, number=number)
             calls.append({"id": call_id, "type": "function", "function": function})
-        for content in ("", None):
-            try:
-                text = self.template.render(
-                    [ASK, {"role": "assistant", "content": content, "tool_calls": calls}], add_generation_prompt=False
-                )
-            except TemplateError:
-                continue
-            if all(call["function"]["name"] in text for call in calls):
-                return text
-        return None
+        message = {"role": "assistant", "content": self.content, "tool_calls": calls}
+        try:
+            text = self.template.render([ASK, message], add_generation_prompt=False)
+        except TemplateError:
+            return None
+        return text if all(call["function"]["name"] in text for call in calls) else None
 
 
 def learn_call_format(
@@ -76,11 +75,10 @@ def learn_call_format(
         describes_tools = NAMES[0] in template.render([ASK], tools=[{"type": "function", "function": tool}])
     except TemplateError:
         return HERMES
-    for id_form in (None, *ID_FORMS):
-        for as_text in (False, True):
-            found = _learn(_Probe(template, as_text, id_form), ends, reasoning)
-            if found is not None:
-                return replace(found, describes_tools=describes_tools, **AS_MODELS_WRITE.get(found.begin, {}))
+    for id_form, content, as_text in product((None, *ID_FORMS), ("", None), (False, True)):
+        found = _learn(_Probe(template, id_form, content, as_text), ends, reasoning)
+        if found is not None:
+            return replace(found, describes_tools=describes_tools, **AS_MODELS_WRITE.get(found.begin, {}))
     if describes_tools and source is not None:
         return next((form for marker, form in KNOWN_CALLS.items() if marker in source), HERMES)
     return HERMES
@@ -108,7 +106,9 @@ def _learn(probe: _Probe, ends: SpellingFinder, reasoning: ReasoningFormat | Non
     )
     if found is None or not found.opening + found.begin:
         return None
-    return replace(found, arguments_as_text=probe.as_text, id_form=probe.id_form)
+    return replace(
+        found, arguments_as_text=probe.as_text, id_form=probe.id_form, allows_content=probe.content is not None
+    )
 
 
 def _format(

@@ -81,6 +81,7 @@ class CallFormat:
     separator: None where a reply can have but one call. arguments_as_text: the template expects the arguments of former
     calls as JSON text, not as an object. is_native: the template writes calls itself. describes_tools: it describes
     tools itself. parameters: how arguments are written that stand one by one; None where they are one JSON object.
+    allows_content: whether the template writes calls in messages with content too, not only where it is None.
     id_form: what a template that writes only ids expects as the id of a call, of {name} and {number}.
     other_begins: what may also stand for `opening begin`. name_end: what the text between name and arguments ends with,
     where the model may write more than `middle`.
@@ -96,6 +97,7 @@ class CallFormat:
     is_native: bool = True
     describes_tools: bool = True
     parameters: ParameterFormat | None = None
+    allows_content: bool = True
     id_form: str | None = None
     other_begins: tuple[str, ...] = ()
     name_end: str = ""
