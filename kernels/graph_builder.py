@@ -246,7 +246,7 @@ def _check_delta_rule(op: recurrent_ops.GatedDeltaRule) -> None:
     check(
         op.decay.width in widths, f"{op.decay.name} is {op.decay.width} wide for {' or '.join(map(str, widths))} decays"
     )
-    _has_values(op.factor, op.decay.width, f"factor of {op.decay.name}")
+    check(op.factor.size in (heads, op.decay.width), f"{op.factor.size} factors for {op.decay.width} decays")
     _has_values(op.bias, op.decay.width, f"bias of {op.decay.name}")
     check(op.lower_bound <= 0.0, f"a lower bound of {op.lower_bound} for logarithms of decays")
 

@@ -59,8 +59,8 @@ class GatedDeltaRule(RecurrentOp):
 
     S = diag(e^g) S; u = sigmoid(beta) (v - S^T k); S = S + k u^T; out = scale S^T q.
     g = factor * softplus(decay + bias), one per head or, as decay is wide, per key channel (Kimi Linear, arXiv
-    2510.26692); with lower_bound < 0, g = lower_bound * sigmoid(factor * (decay + bias)). factor, bias: one per decay;
-    g is at most 0.
+    2510.26692); with lower_bound < 0, g = lower_bound * sigmoid(factor * (decay + bias)). bias has a
+    number per decay, factor per decay or head; g is at most 0.
     Queries and keys have num_key_heads heads. is_tiled: head h of values uses h % num_key_heads of them, otherwise each
     is for consecutive heads. beta has one value per head.
     A state lies as panels of up to 32 columns of a head, [key_size][columns] each; a log has k, u and e^g of a row.

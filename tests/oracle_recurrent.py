@@ -74,7 +74,8 @@ def _delta_rule(op: recurrent_ops.GatedDeltaRule, state: State, inputs: Inputs) 
     queries, keys = (inputs[name].reshape(op.num_key_heads, -1)[of_keys] for name in ("queries", "keys"))
     values = inputs["values"].reshape(op.num_heads, -1)
     gate = inputs["decay"] + (0.0 if op.bias is None else op.bias)
-    bounded, unbounded = op.lower_bound * sigmoid(op.factor * gate), op.factor * np.logaddexp(0.0, gate)
+    factor = np.repeat(op.factor, len(gate) // op.factor.size)
+    bounded, unbounded = op.lower_bound * sigmoid(factor * gate), factor * np.logaddexp(0.0, gate)
     logarithm = bounded if op.lower_bound else unbounded
     state = np.exp(logarithm).reshape(op.num_heads, -1, 1) * state
     update = sigmoid(inputs["beta"])[:, None] * (values - np.einsum("hkv,hk->hv", state, keys))

@@ -49,8 +49,9 @@ def _delta_rule(tape: CpuTape, op: recurrent_ops.GatedDeltaRule) -> None:
     memory, rows = tape.memory, op.out.rows
     decays = _shared_buffer(tape, f"decays {op.decay.width}", op.decay.width, rows)
     betas = _shared_buffer(tape, f"betas {op.beta.width}", op.beta.width, rows)
+    factor = np.repeat(op.factor, op.decay.width // op.factor.size)
     words = parameters.DELTA_RULE_GATES.pack(
-        **tape.places(decays=decays, betas=betas, x=op.decay, y=op.beta), factor=memory.constant(op.factor),
+        **tape.places(decays=decays, betas=betas, x=op.decay, y=op.beta), factor=memory.constant(factor),
         bias=memory.constant(op.bias) or memory.zeros(op.decay.width), lower_bound=op.lower_bound,
         columns=op.decay.width, heads=op.num_heads,
     )  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels import ops
+from localinfer.kernels import ops, recurrent_ops
 from localinfer.kernels.ops import Buffer, EmbeddingTable, LinearWeight, Op, Projection
 from localinfer.models.calibration.formulas import (
     activate,
@@ -23,6 +23,7 @@ from localinfer.models.calibration.formulas import (
     sigmoid,
     xielu,
 )
+from localinfer.models.calibration.recurrent_formulas import convolved, delta_rule
 from localinfer.models.calibration.weights import embedding_rows
 from localinfer.quant.methods.hooks import LinearProduct, MatrixPart, ProductVisitor
 from localinfer.quant.methods.workers import Workers
@@ -330,6 +331,11 @@ def _part(weight: LinearWeight, expert: int, values: FloatArray, wanted: FloatAr
     return MatrixPart(weight.name, expert, weight.packed.rows, values, wanted)
 
 
+def _delta_rule(run: Evaluator, op: recurrent_ops.GatedDeltaRule) -> None:
+    inputs = (op.queries, op.keys, op.values, op.decay, op.beta)
+    run.by_sequence(op.out, lambda *rows: delta_rule(*rows, op), *inputs)
+
+
 def _norm(run: Evaluator, op: ops.RmsNorm | ops.LayerNorm) -> None:
     is_layer = isinstance(op, ops.LayerNorm)
     bias = op.bias if isinstance(op, ops.LayerNorm) else None
@@ -367,4 +373,6 @@ EVALUATE: dict[type, Callable[[Evaluator, Any], None]] = {
     ops.ExpertMatmul: _expert_matmul,
     ops.ExpertSum: _expert_sum,
     ops.ExpertScale: _expert_scale,
+    recurrent_ops.ShortConvolution: lambda run, op: run.by_sequence(op.out, lambda x: convolved(x, op), op.x),
+    recurrent_ops.GatedDeltaRule: _delta_rule,
 }

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import ShapeError
-from localinfer.kernels import ops
+from localinfer.kernels import ops, recurrent_ops
 from localinfer.kernels.ops import Activation, Buffer, LinearWeight
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import write_decoder
@@ -161,7 +161,7 @@ def _norm(follower: _Follower, op: ops.RmsNorm | ops.LayerNorm) -> None:
     channels = _Channels(op.out.width)
     bias = op.bias if isinstance(op, ops.LayerNorm) else None
     for vector in [op.weight] if bias is None else [op.weight, bias]:
-        if vector is None or vector.size != op.out.width:
+        if vector is None or vector.size != op.out.width or follower.weights.part_of(vector) is None:
             channels.forbid("its norm has no weight per channel")
         else:
             channels.writers.append(follower.vector(vector))
@@ -235,6 +235,17 @@ def _multiply(follower: _Follower, op: ops.Multiply) -> None:
     follower.end(op.out, "it is a product of two values")
 
 
+def _short_convolution(follower: _Follower, op: recurrent_ops.ShortConvolution) -> None:
+    follower.forbid(op.x, "a convolution follows")
+    follower.end(op.out, "a convolution writes it")
+
+
+def _delta_rule(follower: _Follower, op: recurrent_ops.GatedDeltaRule) -> None:
+    for buffer in (op.queries, op.keys, op.values, op.decay, op.beta):
+        follower.forbid(buffer, "the delta rule follows")
+    follower.end(op.out, "the delta rule writes it")
+
+
 def _copy_heads(follower: _Follower, op: ops.CopyHeads) -> None:
     follower.forbid(op.x, f"{_writer(follower.of(op.x))} writes keys and values at once")
     follower.end(op.out, _PUT_TOGETHER)
@@ -292,6 +303,8 @@ FOLLOW: dict[type, Callable[[_Follower, Any], None]] = {
     ops.ExpertMatmul: _expert_matmul,
     ops.ExpertSum: _expert_sum,
     ops.ExpertScale: lambda follower, op: None,
+    recurrent_ops.ShortConvolution: _short_convolution,
+    recurrent_ops.GatedDeltaRule: _delta_rule,
 }
 
 

@@ -30,17 +30,17 @@ ARCHITECTURES: dict[str, Architecture | Callable[[ModelConfig], Architecture]] =
     **STATE_SPACE_ARCHITECTURES,
 }
 
-RECURRENT = (*("plamo2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"),)
-"""Architectures with recurrent layers, which keep a running state instead of keys and values."""
+RECURRENT = ("plamo2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7")
+"""Architectures with recurrent layers that are not supported yet."""
 
 
 def check_architecture(name: str) -> None:
     """Raise UnsupportedFormatError, with the reason or with the names known, unless this version runs it."""
     if name in RECURRENT:
         raise UnsupportedFormatError(
-            f"general.architecture is {name!r}, a model with recurrent layers; their state cannot be shared between "
-            "sequences, truncated or cached by position, as this version requires. Choose a model with attention in "
-            "all layers."
+            f"general.architecture is {name!r}, a model with recurrent layers of a kind that this version does not "
+            f"run; it runs those of {', '.join(sorted(RECURRENT_ARCHITECTURES))}. "
+            "Update localinfer or choose another model."
         )
     if name not in ARCHITECTURES:
         raise UnsupportedFormatError(

@@ -2,14 +2,15 @@
 
 import math
 
-import numpy as np
-
 from localinfer.kernels.ops import Buffer, Projection, StateShape
 from localinfer.kernels.recurrent_ops import delta_rule_state, short_convolution_state
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.delta_net import convolve
 from localinfer.models.decoder.graph import Graph
 from localinfer.models.decoder.recurrent_config import RecurrentConfig
+
+_LOW_RANK = (("f", "decay"), ("g", "output_gate"))
+"""Gates that may come through fewer channels: a letter of their matrices, and a name."""
 
 
 def kimi_delta_states(config: ModelConfig) -> list[StateShape]:
@@ -24,20 +25,29 @@ def write_kimi_delta(graph: Graph, layer: int, x: Buffer) -> Buffer:
     """Write one layer's delta attention over x, normed and gated; the result still needs its output projection."""
     tape, weights, sizes, block = graph.tape, graph.weights, _sizes(graph.config), f"blk.{layer}"
     width = sizes.inner_size
-    convolved = []
-    for letter, name in (("q", "queries"), ("k", "keys"), ("v", "values")):
-        weight = weights.linear(f"{block}.attn_{letter}.weight", width, x.width)
-        kernel = weights.squeezed_vector(f"{block}.ssm_conv1d_{letter}.weight", width, sizes.kernel_size)
-        source = graph.buffer(f"{name}_in", width, x.rows)
-        tape.matmul(x, [Projection(weight, source)])
-        convolved.append(convolve(graph, source, name, kernel))
-    queries, keys, values = convolved
+    names = (("q", "queries"), ("k", "keys"), ("v", "values"))
+    kernels = [
+        weights.squeezed_vector(f"{block}.ssm_conv1d_{letter}.weight", width, sizes.kernel_size) for letter, _ in names
+    ]
+    sources = [graph.buffer(f"{name}_in", width, x.rows) for _, name in names]
+    projections = [
+        graph.projection(f"{block}.attn_{letter}", source, x.width)
+        for (letter, _), source in zip(names, sources, strict=True)
+    ]
+    beta = graph.buffer("beta", sizes.num_heads, x.rows)
+    projections.append(graph.projection(f"{block}.ssm_beta", beta, x.width))
+    decay_in, gate_in = (_low_rank_input(graph, f"{block}.ssm_{part}", name, x) for part, name in _LOW_RANK)
+    tape.matmul(x, [*projections, *(projection for _, projection in (decay_in, gate_in))])
+    decay, gate = (
+        _low_rank_output(graph, f"{block}.ssm_{part}", name, between)
+        for (part, name), (between, _) in zip(_LOW_RANK, (decay_in, gate_in), strict=True)
+    )
+    queries, keys, values = (
+        convolve(graph, source, name, kernel) for source, (_, name), kernel in zip(sources, names, kernels, strict=True)
+    )
     for buffer in (queries, keys):
         graph.unit_length(buffer, sizes.head_dim, graph.config.norm_epsilon)
-    decay = _low_rank(graph, f"{block}.ssm_f", x, graph.buffer("decay", width, x.rows))
-    beta = graph.buffer("beta", sizes.num_heads, x.rows)
-    tape.matmul(x, [Projection(weights.linear(f"{block}.ssm_beta.weight", sizes.num_heads, x.width), beta)])
-    factor = np.repeat(weights.squeezed_vector(f"{block}.ssm_a", sizes.num_heads), sizes.head_dim)
+    factor = weights.squeezed_vector(f"{block}.ssm_a", sizes.num_heads)
     bias = weights.vector(f"{block}.ssm_dt.bias", (width,))
     mixed = graph.buffer("mixed", width, x.rows)
     state = tape.add_state(kimi_delta_states(graph.config)[-1])
@@ -46,21 +56,24 @@ def write_kimi_delta(graph: Graph, layer: int, x: Buffer) -> Buffer:
         scale=1.0 / math.sqrt(sizes.head_dim), lower_bound=sizes.gate_lower_bound,
     )  # fmt: skip
     graph.norm(mixed, mixed, f"{block}.ssm_norm", sizes.head_dim)
-    gate = _low_rank(graph, f"{block}.ssm_g", x, graph.buffer("output_gate", width, x.rows))
     tape.multiply_sigmoid(mixed, mixed, gate)
     return mixed
 
 
-def _low_rank(graph: Graph, name: str, x: Buffer, out: Buffer) -> Buffer:
-    """Project x to out by one matrix, or by two with fewer channels between them."""
-    first, second = f"{name}_a.weight", f"{name}_b.weight"
-    if not graph.weights.has(second):
-        graph.tape.matmul(x, [Projection(graph.weights.linear(first, out.width, x.width), out)])
-        return out
-    rank = graph.weights.shape(first)[0]
-    between = graph.buffer(f"{out.name}_rank", rank, x.rows)
-    graph.tape.matmul(x, [Projection(graph.weights.linear(first, rank, x.width), between)])
-    graph.tape.matmul(between, [Projection(graph.weights.linear(second, out.width, rank), out)])
+def _low_rank_input(graph: Graph, name: str, out_name: str, x: Buffer) -> tuple[Buffer, Projection]:
+    """The first of the one or two matrices from x to a gate: where its product goes, and the product."""
+    width, has_second = _sizes(graph.config).inner_size, graph.weights.has(f"{name}_b.weight")
+    rank = graph.weights.shape(f"{name}_a.weight")[0] if has_second else width
+    out = graph.buffer(f"{out_name}_rank" if has_second else out_name, rank, x.rows)
+    return out, graph.projection(f"{name}_a", out, x.width)
+
+
+def _low_rank_output(graph: Graph, name: str, out_name: str, x: Buffer) -> Buffer:
+    """The product with the second matrix, or x itself without one."""
+    if not graph.weights.has(f"{name}_b.weight"):
+        return x
+    out = graph.buffer(out_name, _sizes(graph.config).inner_size, x.rows)
+    graph.tape.matmul(x, [graph.projection(f"{name}_b", out, x.width)])
     return out
 
 

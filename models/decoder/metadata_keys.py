@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from localinfer.models.decoder.architectures import ARCHITECTURES
+from localinfer.models.decoder.recurrent_config import BY_INTERVAL, BY_KV_HEADS, KIMI_DELTA, STATE_SPACE
 from localinfer.models.text.vocabulary import TOKENIZER_KEYS
 from localinfer.quant.checkpoint.model_file import ModelFile
 
@@ -30,28 +31,34 @@ READ_KEYS = frozenset(
 )
 
 _MUP = ("granite", "granite_swa", "granitehybrid", "granitemoe", "minicpm")
-_STATE_SPACE = ("mamba", "jamba", "mamba2", "granitehybrid", "nemotron_h", "nemotron_h_moe", "falcon-h1")
+
 ARCHITECTURE_KEYS: dict[str, tuple[str, ...]] = {
     "attention.clamp_kqv": ("dbrx", "mpt", "olmo"),
     "attention.max_alibi_bias": ("bloom", "jais", "mpt"),
     "attention.output_scale": ("grok",),
     "attention.rope_pattern": ("granite_swa",),
+    "attention.recurrent_layers": (*BY_INTERVAL, *BY_KV_HEADS),
     "attention.temperature_length": ("deepseek2", "llama4", "mistral4"),
     "attention.temperature_scale": ("deepseek2", "llama4", "mistral3", "mistral4"),
     "attention.value_scale": ("mimo2",),
     "embedding_scale": (*_MUP, "grok"),
+    "full_attention_interval": BY_INTERVAL,
+    "kda.gate_lower_bound": KIMI_DELTA,
+    "kda.head_dim": KIMI_DELTA,
+    "kda.safe_gate": KIMI_DELTA,
     "logit_scale": (*_MUP, "cohere2", "cohere2moe", "command-r", "grok", "muse-glimmer"),
     "num_loops": ("nanbeige",),
     "residual_scale": _MUP,
     "rope.scaling.alpha": ("hunyuan-dense", "hunyuan-moe", "hunyuan_vl"),
-    "ssm.conv_kernel": _STATE_SPACE,
+    "shortconv.l_cache": ("lfm2", "lfm2moe"),
+    "ssm.conv_kernel": (*BY_INTERVAL, *KIMI_DELTA, *STATE_SPACE),
     "ssm.dt_b_c_rms": ("mamba",),
-    "ssm.group_count": _STATE_SPACE[2:],
-    "ssm.inner_size": _STATE_SPACE,
-    "ssm.state_size": _STATE_SPACE,
-    "ssm.time_step_rank": _STATE_SPACE,
-    "swiglu_clamp_exp": ("maple", "step35"),
-    "swiglu_clamp_shexp": ("step35",),
+    "ssm.group_count": (*BY_INTERVAL, *STATE_SPACE[2:]),
+    "ssm.inner_size": (*BY_INTERVAL, *STATE_SPACE),
+    "ssm.state_size": (*BY_INTERVAL, *STATE_SPACE),
+    "ssm.time_step_rank": (*BY_INTERVAL, *STATE_SPACE),
+    "swiglu_clamp_exp": ("bailingmoe3", "maple", "step35"),
+    "swiglu_clamp_shexp": ("bailingmoe3", "step35"),
     "use_parallel_residual": ("gptneox",),
 }
 """Keys that some architectures read, and which."""

@@ -142,6 +142,7 @@ def _recurrent_layers(
 ) -> tuple[bool, ...]:
     if architecture in ALL_LAYERS:
         return (True,) * num_layers
+    named = reader.integers("attention.recurrent_layers", num_layers, (), low=0, high=1)
     if architecture in BESIDE_ATTENTION:
         return (False,) * num_layers
     if architecture in BY_KV_HEADS:
@@ -149,8 +150,12 @@ def _recurrent_layers(
         sizes = (0,) * num_layers
         if architecture.startswith("nemotron"):
             sizes = reader.integers("feed_forward_length", num_layers, sizes, low=0, high=MAX_SIZE)
-        return tuple(count == 0 and size == 0 for count, size in zip(num_kv_heads, sizes, strict=True))
-    if "attention.recurrent_layers" in reader:
-        return tuple(bool(one) for one in reader.integers("attention.recurrent_layers", num_layers, low=0, high=1))
+        layers = tuple(count == 0 and size == 0 for count, size in zip(num_kv_heads, sizes, strict=True))
+        if named and tuple(map(bool, named)) != layers:
+            wanted = "1 for the layers whose attention.head_count_kv is 0"
+            raise reader.contradiction("attention.recurrent_layers", list(named), wanted)
+        return layers
+    if named:
+        return tuple(map(bool, named))
     interval = reader.integer("full_attention_interval", 4, low=1, high=num_layers + 1)
     return tuple((layer + 1) % interval != 0 for layer in range(num_layers))

@@ -69,7 +69,7 @@ def _delta_rule(
     widths = {"queries": keys, "keys": keys, "values": values, "decay": decays, "beta": heads, "out": values}
 
     def write(tape: GraphBuilder, buffers: Buffers, generator: np.random.Generator) -> None:
-        factor = generator.random(decays).astype(np.float32) * np.float32(1.0 if bound else -1.0)
+        factor = generator.random(heads if bound else decays).astype(np.float32) * np.float32(1.0 if bound else -1.0)
         bias = generator.standard_normal(decays).astype(np.float32)
         tape.add_state(delta_rule_state(heads, key_heads, key_size, value_size, decays))
         tape.gated_delta_rule(

