@@ -23,7 +23,7 @@ from localinfer.models.calibration.formulas import (
     sigmoid,
     xielu,
 )
-from localinfer.models.calibration.recurrent_formulas import convolved, delta_rule
+from localinfer.models.calibration.recurrent_formulas import convolved, delta_rule, scanned
 from localinfer.models.calibration.weights import embedding_rows
 from localinfer.quant.methods.hooks import LinearProduct, MatrixPart, ProductVisitor
 from localinfer.quant.methods.workers import Workers
@@ -375,4 +375,7 @@ EVALUATE: dict[type, Callable[[Evaluator, Any], None]] = {
     ops.ExpertScale: _expert_scale,
     recurrent_ops.ShortConvolution: lambda run, op: run.by_sequence(op.out, lambda x: convolved(x, op), op.x),
     recurrent_ops.GatedDeltaRule: _delta_rule,
+    recurrent_ops.SelectiveScan: lambda run, op: run.by_sequence(
+        op.out, lambda *rows: scanned(*rows, op), op.x, op.dt, op.b, op.c
+    ),
 }

@@ -1,14 +1,14 @@
 """Formulas of recurrent ops over whole texts, in float32: what a calibration pass computes with NumPy.
 
 Kernels take one row after another. Here rows come in chunks, within which the delta rule is a triangular system of
-equations (DeltaNet in parallel, arXiv 2406.06484, and with decays Kimi Linear, arXiv 2510.26692): the same numbers but
-for rounding, many times faster in NumPy.
+equations (DeltaNet in parallel, arXiv 2406.06484, and with decays Kimi Linear, arXiv 2510.26692), and Mamba 2 a product
+of matrices (arXiv 2405.21060): the same numbers but for rounding, many times faster in NumPy.
 """
 
 import numpy as np
 
 from localinfer.kernels.ops import Activation
-from localinfer.kernels.recurrent_ops import GatedDeltaRule, ShortConvolution
+from localinfer.kernels.recurrent_ops import GatedDeltaRule, SelectiveScan, ShortConvolution
 from localinfer.models.calibration.formulas import activate, sigmoid
 from localinfer.types import FloatArray
 
@@ -74,3 +74,40 @@ def _chunk(
     until_end = np.exp(summed[:, -1:] - summed)
     decayed = since_start[:, -1, :, None] * state
     return out, decayed + (k * until_end).transpose(0, 2, 1) @ updates
+
+
+def scanned(x: FloatArray, dt: FloatArray, b: FloatArray, c: FloatArray, op: SelectiveScan) -> FloatArray:
+    """The selective scan over the rows of one sequence, from a state of zeros."""
+    num_rows, heads, groups, states = len(x), op.num_heads, op.num_groups, op.num_states
+    channels = x[:, op.x_offset :][:, : heads * op.head_size]
+    inputs, outputs = (
+        rows[:, offset:][:, : groups * states].reshape(num_rows, groups, states).transpose(1, 0, 2)
+        for rows, offset in ((b, op.b_offset), (c, op.c_offset))
+    )
+    if op.is_by_channel:
+        return _scanned_by_channel(channels, dt, inputs[0], outputs[0], op)
+    values = channels.reshape(num_rows, heads, -1).transpose(1, 0, 2)
+    steps, of_heads = dt.T[:, :, None], np.arange(heads) // (heads // groups)
+    state = np.zeros((heads, states, op.head_size), np.float32)
+    out = np.empty_like(values)
+    for first in range(0, num_rows, _CHUNK):
+        rows = slice(first, first + _CHUNK)
+        scaled, b_rows, c_rows = steps[:, rows] * values[:, rows], inputs[of_heads, rows], outputs[of_heads, rows]
+        summed = np.cumsum(steps[:, rows] * op.a[:, None, None], axis=1)
+        between = np.exp(np.minimum(summed - summed.transpose(0, 2, 1), np.float32(0)))
+        along = np.tril(between * (c_rows @ b_rows.transpose(0, 2, 1)))
+        out[:, rows] = along @ scaled + np.exp(summed) * (c_rows @ state)
+        until_end = np.exp(summed[:, -1:] - summed)
+        state = np.exp(summed[:, -1:]) * state + (b_rows * until_end).transpose(0, 2, 1) @ scaled
+    out += op.d[:, None, None] * values
+    return np.ascontiguousarray(out.transpose(1, 0, 2)).reshape(num_rows, -1)
+
+
+def _scanned_by_channel(x: FloatArray, dt: FloatArray, b: FloatArray, c: FloatArray, op: SelectiveScan) -> FloatArray:
+    """Mamba 1, whose decay differs for every channel and state: one row after another."""
+    state = np.zeros((op.head_size, op.num_states), np.float32)
+    out = np.empty_like(x)
+    for row, (values, steps) in enumerate(zip(x, dt, strict=True)):
+        state = np.exp(steps[:, None] * op.a) * state + (steps * values)[:, None] * b[row]
+        out[row] = state @ c[row] + op.d * values
+    return out

@@ -246,6 +246,12 @@ def _delta_rule(follower: _Follower, op: recurrent_ops.GatedDeltaRule) -> None:
     follower.end(op.out, "the delta rule writes it")
 
 
+def _selective_scan(follower: _Follower, op: recurrent_ops.SelectiveScan) -> None:
+    for buffer in (op.x, op.dt, op.b, op.c):
+        follower.forbid(buffer, "a scan follows")
+    follower.end(op.out, "a scan writes it")
+
+
 def _copy_heads(follower: _Follower, op: ops.CopyHeads) -> None:
     follower.forbid(op.x, f"{_writer(follower.of(op.x))} writes keys and values at once")
     follower.end(op.out, _PUT_TOGETHER)
@@ -305,6 +311,7 @@ FOLLOW: dict[type, Callable[[_Follower, Any], None]] = {
     ops.ExpertScale: lambda follower, op: None,
     recurrent_ops.ShortConvolution: _short_convolution,
     recurrent_ops.GatedDeltaRule: _delta_rule,
+    recurrent_ops.SelectiveScan: _selective_scan,
 }
 
 
@@ -347,6 +354,9 @@ def reader_scales(group: ScaleGroup, values: NDArray[np.float64], shape: tuple[i
 
 def _divisors(part: ScaledPart, values: NDArray[np.float64], shape: tuple[int, ...]) -> TensorFactors:
     """1 / scale on the part, 1 elsewhere."""
+    if part.is_vector and part.count > shape[-1]:
+        # A norm's weights, a row for each group of channels.
+        return TensorFactors(columns=(values**-part.power).reshape(shape))
     length = shape[-1] if part.is_vector else shape[-2]
     per_matrix = values.reshape(-1, part.count)
     divisors = np.ones((len(per_matrix), length))
