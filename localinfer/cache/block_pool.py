@@ -1,183 +1,31 @@
-"""Key-value memory: a slab allocator, and fixed-size pages with reference counts in what it allocates.
+"""Key-value memory: fixed-size pages with reference counts, and slots for the states of recurrent layers.
 
 A page holds `page_tokens` positions of all layers, laid out as the device wants. For layers with a sliding window it
 has a block of memory of its own, counted apart: a page can lose its sliding-window block and stay. A page
-without references is free. The pool is
+without references is free. Recurrent layers keep a state per sequence and position that is to be continued from, and a
+log of the last rows while drafts are verified; their slots share the pages' budget. The pool is
 mechanism only; what is evicted when memory ends is decided above.
 """
 
 import ctypes
-import mmap
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from localinfer.cache.slabs import SharedSlots, SlabAllocator
+from localinfer.cache.sliding_window import BoolArray, SlidingWindow
 from localinfer.errors import ClosedError, OutOfMemoryError
 from localinfer.kernels.kv_layout import DevicePages, KVLayout
 
-ALIGNMENT = 64
-_SLAB_BYTES = 16 << 20
-_SLAB_SHARE = 64
-"""A slab is at most this part of what is allocated already, so that a pool holds little unused memory."""
-
-
-class SlabAllocator:
-    """Slots of `slot_bytes`, in slabs of zeroed memory that the system commits on first touch.
-
-    addresses: int64, where each slot lies. free: numbers of the free slots, the next one last. can_shrink: each slot
-    is a slab of its own, so that `shrink` can return it to the system; its number is reused.
-    """
-
-    def __init__(self, slot_bytes: int, device: DevicePages | None = None, *, can_shrink: bool = False) -> None:
-        self.slot_bytes = slot_bytes
-        self.addresses = np.zeros(64, np.int64)
-        self.free: list[int] = []
-        self.num_slots = 0
-        self._device = device
-        self._can_shrink = can_shrink
-        self._slabs: dict[int, NDArray[np.uint8]] = {}
-        self._vacant: list[int] = []
-        self._next = 0
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all slots, free or not."""
-        return self.num_slots * self.slot_bytes
-
-    def take(self, count: int) -> NDArray[np.int64]:
-        """Allocate `count` free slots."""
-        first = len(self.free) - count
-        slots = np.array(self.free[first:][::-1], np.int64)
-        del self.free[first:]
-        return slots
-
-    def grow(self, missing: int, max_bytes: int | None) -> None:
-        """Allocate at least `missing` slots, or as many as `max_bytes` and the machine allow."""
-        if self._can_shrink:
-            count = missing
-        else:
-            count = max(missing, min(_SLAB_BYTES // max(1, self.slot_bytes), self.num_slots // _SLAB_SHARE))
-        if max_bytes is not None and self.slot_bytes:
-            count = min(count, max_bytes // self.slot_bytes)
-        try:
-            if self._can_shrink:
-                for _ in range(count):
-                    self._add_slab(1)
-            elif count > 0:
-                self._add_slab(count)
-        except (MemoryError, OSError, OutOfMemoryError):
-            return
-
-    def shrink(self, count: int) -> None:
-        """Return up to `count` free slots to the system."""
-        for _ in range(min(count, len(self.free)) if self._can_shrink else 0):
-            slot = self.free.pop()
-            self._vacant.append(slot)
-            self.num_slots -= 1
-            self._slabs.pop(slot, None)
-
-    def close(self) -> None:
-        """Release all memory."""
-        self._slabs.clear()
-        self.free.clear()
-        self.num_slots = 0
-
-    def _add_slab(self, count: int) -> None:
-        is_reused = count == 1 and bool(self._vacant)
-        first = self._vacant[-1] if is_reused else self._next
-        address = self._allocate(first, count * self.slot_bytes)
-        if is_reused:
-            self._vacant.pop()
-        self._next = max(self._next, first + count)
-        while self._next > self.addresses.size:
-            self.addresses = np.concatenate((self.addresses, np.zeros_like(self.addresses)))
-        self.addresses[first : first + count] = address + np.arange(count) * self.slot_bytes
-        self.num_slots += count
-        self.free.extend(range(first + count - 1, first - 1, -1))
-
-    def _allocate(self, slot: int, num_bytes: int) -> int:
-        """Address of a slab; 0 for slots of no bytes, which hold nothing."""
-        if not num_bytes:
-            return 0
-        if self._device is not None:
-            return self._device.allocate(num_bytes)
-        slab = _mapped(num_bytes) if self._can_shrink else np.zeros(num_bytes + ALIGNMENT, np.uint8)
-        self._slabs[slot] = slab
-        return -(-slab.ctypes.data // ALIGNMENT) * ALIGNMENT
-
-
-def _mapped(num_bytes: int) -> NDArray[np.uint8]:
-    """Memory that returns to the system, not to an allocator, once its last reference is gone."""
-    flags = {} if sys.platform == "win32" else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
-    return np.frombuffer(mmap.mmap(-1, num_bytes, **flags), np.uint8)
-
-
 PageNumbers = NDArray[np.int64]
-BoolArray = NDArray[np.bool_]
 
+STATES_OF_SEQUENCE = 2
+"""Slots that a sequence alternates between: what it reads, and what it writes."""
+_STATES_OF_DEFAULT = 8
 _DEFAULT_MEMORY = 8 << 30
 _DEVICE_SPARE = 256 << 20
 """Of a device's memory, for what its programs reserve as they go."""
-
-
-@dataclass(frozen=True)
-class SlidingWindow:
-    """Which sliding-window blocks a sequence still needs: the one rule that sequences, tree and disk go by.
-
-    Layers with a sliding window see the last `tokens` positions only, so their block of a page is needed no more once
-    the window has passed it, unless another sequence may continue from before. A sequence can continue from a length
-    if every page that overlaps the window before it still has that block; of several such lengths the longest is
-    taken. tokens: 0 for a model without such layers; then all is kept.
-    """
-
-    tokens: int
-    page_tokens: int
-
-    def first_page(self, length: int) -> int:
-        """The first page whose sliding-window block is kept for a sequence of `length` positions.
-
-        One page more than the next position sees, so that a text can also continue a little before its end, and
-        drafts be rolled back.
-        """
-        if not self.tokens:
-            return 0
-        return max(0, (length - self.tokens + 1) // self.page_tokens - 1)
-
-    def kept(self, num_pages: int, *lengths: int) -> BoolArray:
-        """bool[num_pages]: whether a page's sliding-window block is kept for continuing from any of these lengths.
-
-        Pages after the first of them are kept too: they are being written.
-        """
-        kept = np.zeros(num_pages, np.bool_)
-        kept[self.first_page(lengths[0]) :] = True
-        for length in lengths[1:]:
-            kept[self.first_page(length) : -(-length // self.page_tokens)] = True
-        return kept
-
-    def usable_length(self, windowed: BoolArray, length: int) -> int:
-        """The longest prefix of `length` positions from which a sequence can continue; windowed: which pages have
-        their sliding-window block."""
-        if not self.tokens or windowed.all():
-            return length
-        missing = np.flatnonzero(~windowed)
-        # Runs of pages that have one: where each begins, and the last length inside it.
-        begins = np.concatenate(([0], (missing + 1) * self.page_tokens))
-        lengths = np.concatenate((missing * self.page_tokens, [length]))
-        seen = np.maximum(lengths - self.tokens + 1, 0)
-        return int(lengths[np.flatnonzero(seen // self.page_tokens * self.page_tokens >= begins)[-1]])
-
-    def most_pages(self, length: int, batch_tokens: int) -> int:
-        """Most sliding-window blocks that a sequence of `length` positions ever holds at once.
-
-        Those before its end and before three places that others may continue from, and those of a batch.
-        """
-        num_pages = -(-length // self.page_tokens)
-        if not self.tokens:
-            return num_pages
-        return min(num_pages, 4 * (-(-self.tokens // self.page_tokens) + 2) + -(-batch_tokens // self.page_tokens) + 1)
 
 
 def default_kv_memory(layout: KVLayout, context_length: int) -> int:
@@ -190,8 +38,9 @@ def default_kv_memory(layout: KVLayout, context_length: int) -> int:
 
     num_windowed = SlidingWindow(layout.window, layout.page_tokens).most_pages(context_length, 0)
     context_bytes = -(-context_length // layout.page_tokens) * layout.page_bytes + num_windowed * layout.windowed_bytes
+    context_bytes += _STATES_OF_DEFAULT * layout.state_bytes + 2 * layout.log_bytes
     free = int(psutil.virtual_memory().available) // 2
-    if isinstance(layout, DevicePages):
+    if isinstance(layout, DevicePages) and layout.page_bytes:
         on_device, in_host = layout.device_page_bytes, layout.page_bytes - layout.device_page_bytes
         pages = max(layout.free_bytes() - _DEVICE_SPARE, layout.free_bytes() // 2) // on_device
         free = (min(pages, free // in_host) if in_host else pages) * layout.page_bytes
@@ -201,11 +50,15 @@ def default_kv_memory(layout: KVLayout, context_length: int) -> int:
 class PagePool:
     """Pages known by number, allocated on demand and reused once their reference count is zero. One thread at a time.
 
-    `max_bytes` bounds what is ever allocated, of pages and their sliding-window blocks together; None leaves it to the
-    machine. `reclaim`, if set, is called with a number of pages when the budget is spent, and frees what it can.
+    `max_bytes` bounds what is ever allocated, of pages, their sliding-window blocks, states and logs together; None
+    leaves it to the machine. `reclaim`, if set, is called when the budget is spent, with a number of pages and one of
+    bytes besides, and frees what it can.
     counts, windowed_counts: int32, references to each page and to its sliding-window
     block. windowed, in every method: bool[pages], which of the pages' sliding-window
     blocks are meant too; None for all of them. It means nothing for a model without such layers.
+    states, logs: slots of recurrent states at one position, and of their logs; of no bytes for a model without them.
+    grid: slots of states that were kept for no better reason than their distance to others. make_grid_room, if set,
+    says whether there may be one more, at a place of this number on the grid.
     """
 
     def __init__(self, layout: KVLayout, *, max_bytes: int | None = None) -> None:
@@ -214,13 +67,19 @@ class PagePool:
         self.windowed_bytes = layout.windowed_bytes
         self.sliding = SlidingWindow(layout.window, layout.page_tokens)
         self.max_bytes = max_bytes
-        self.reclaim: Callable[[int], object] | None = None
+        self.reclaim: Callable[[int, int], object] | None = None
+        self.make_grid_room: Callable[[int], bool] | None = None
         self.counts = np.zeros(64, np.int32)
         self._device = layout if isinstance(layout, DevicePages) else None
         self._has_windows = layout.window > 0
-        # Memory that one kind no longer needs must be available to the other.
-        self._memory = SlabAllocator(layout.page_bytes, self._device, can_shrink=self._has_windows)
+        self.has_states = layout.state_bytes > 0
+        # Memory that one kind no longer needs must be available to the others.
+        has_kinds = self._has_windows or self.has_states
+        self._memory = SlabAllocator(layout.page_bytes, self._device, can_shrink=has_kinds and layout.page_bytes > 0)
         self._windowed = SlabAllocator(layout.windowed_bytes, self._device, can_shrink=True)
+        self.states = SharedSlots(layout.state_bytes, self._device)
+        self.logs = SharedSlots(layout.log_bytes, self._device)
+        self.grid: set[int] = set()
         self.windowed_counts = np.zeros(64, np.int32)
         self._windowed_slots = np.full(64, -1, np.int64)
         self._closed = False
@@ -242,20 +101,30 @@ class PagePool:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of all pages allocated, with their sliding-window blocks."""
-        return self._memory.num_bytes + self._windowed.num_bytes
+        """Bytes of all pages allocated, with their sliding-window blocks, and of states and logs."""
+        return sum(memory.num_bytes for memory in self._kinds)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of those that have a reference."""
+        return sum((memory.num_slots - len(memory.free)) * memory.slot_bytes for memory in self._kinds)
 
     def num_pages_for(self, length: int) -> int:
         """Pages that `length` positions take."""
         return -(-length // self.page_tokens)
 
-    def num_bytes(self, num_pages: int, num_windowed: int) -> int:
-        """Bytes of so many pages and sliding-window blocks."""
-        return num_pages * self.page_bytes + num_windowed * self.windowed_bytes
+    def num_bytes(self, num_pages: int, num_windowed: int, num_states: int = 0, num_logs: int = 0) -> int:
+        """Bytes of so many pages and sliding-window blocks, states and logs."""
+        pages = num_pages * self.page_bytes + num_windowed * self.windowed_bytes
+        return pages + num_states * self.states.slot_bytes + num_logs * self.logs.slot_bytes
 
     def peak_bytes(self, length: int, batch_tokens: int) -> int:
-        """Bytes that a sequence of `length` positions ever holds, where a batch adds at most `batch_tokens`."""
-        return self.num_bytes(self.num_pages_for(length), self.sliding.most_pages(length, batch_tokens))
+        """Bytes that a sequence of `length` positions ever holds, where a batch adds at most `batch_tokens`.
+
+        Without logs: a draft that has no memory is left out.
+        """
+        num_pages, num_windowed = self.num_pages_for(length), self.sliding.most_pages(length, batch_tokens)
+        return self.num_bytes(num_pages, num_windowed, STATES_OF_SEQUENCE if self.has_states else 0)
 
     def acquire(self, count: int, windowed: BoolArray | None = None) -> PageNumbers:
         """Allocate `count` pages, all or none, with one reference each. Contents: those of the last use, or zero.
@@ -263,15 +132,8 @@ class PagePool:
         Raises: OutOfMemoryError if the budget or the machine's memory is spent and nothing more can be reclaimed;
             ClosedError after `close`.
         """
-        if self._closed:
-            raise ClosedError("the key-value cache was closed with its model; load the model again")
         num_windowed = 0 if not self._has_windows else count if windowed is None else int(windowed.sum())
-        while (missing := self._missing(count, num_windowed)) > 0:
-            held = self._num_held
-            if self.reclaim is not None:
-                self.reclaim(missing)
-            if self._num_held == held:
-                raise self._out_of_memory(count, num_windowed)
+        self._find_room(((self._memory, count), (self._windowed, num_windowed)))
         pages = self._memory.take(count)
         self.counts[pages] = 1
         if self._has_windows:
@@ -279,6 +141,24 @@ class PagePool:
             self._windowed_slots[with_block] = self._windowed.take(num_windowed)
             self.windowed_counts[with_block] = 1
         return pages
+
+    def take_slot(self, slots: SharedSlots) -> int:
+        """Allocate one of `states` or `logs`, with one reference. Contents: undefined. Raises: as `acquire`."""
+        if self._closed or not slots.memory.free:
+            self._find_room(((slots.memory, 1),))
+        return slots.take()
+
+    def release_state(self, slot: int) -> None:
+        """Drop a reference to a state."""
+        if not self._closed:
+            self.states.release(slot)
+            if slot in self.grid and not self.states.num_references(slot):
+                self.grid.discard(slot)
+
+    def release_log(self, slot: int) -> None:
+        """Drop a reference to a log."""
+        if not self._closed:
+            self.logs.release(slot)
 
     def retain(self, pages: PageNumbers, windowed: BoolArray | None = None) -> None:
         """Add a reference to distinct pages, each of which must have one already."""
@@ -331,7 +211,7 @@ class PagePool:
         lies on a device."""
         address = int(self._memory.addresses[page])
         if self._device is None:
-            return self._view(address, self.page_bytes)
+            return host_bytes(address, self.page_bytes)
         copy = np.empty(self.page_bytes, np.uint8)
         self._device.read(address, copy)
         return copy
@@ -348,7 +228,13 @@ class PagePool:
     def windowed_view(self, page: int) -> NDArray[np.uint8]:
         """The bytes of a page's sliding-window block, uint8[windowed_bytes], valid while that is referenced."""
         assert self.windowed_counts[page] > 0, "this page has no sliding-window block"
-        return self._view(int(self._windowed.addresses[self._windowed_slots[page]]), self.windowed_bytes)
+        assert self._device is None, "blocks of a device are not in this process's memory"
+        return host_bytes(int(self._windowed.addresses[self._windowed_slots[page]]), self.windowed_bytes)
+
+    def state_view(self, slot: int) -> NDArray[np.uint8]:
+        """The bytes of a state, uint8[state_bytes], valid while it is referenced."""
+        assert self._device is None, "states of a device are not in this process's memory"
+        return host_bytes(self.states.address(slot), self.states.slot_bytes)
 
     def copy(self, source: int, target: int) -> None:
         """Copy one page into another, which has a sliding-window block too if the first has."""
@@ -364,24 +250,43 @@ class PagePool:
         self._closed = True
         self._memory.close()
         self._windowed.close()
+        self.states.close()
+        self.logs.close()
 
     @property
-    def _num_held(self) -> tuple[int, int]:
-        return self.num_pages - self.num_free_pages, self.num_windowed
+    def _kinds(self) -> tuple[SlabAllocator, ...]:
+        return self._memory, self._windowed, self.states.memory, self.logs.memory
 
-    def _missing(self, count: int, num_windowed: int) -> int:
-        """How many pages must be freed before these can be acquired, after allocating what the budget allows."""
-        wanted = ((self._memory, count), (self._windowed, num_windowed))
+    @property
+    def _num_held(self) -> list[int]:
+        return [memory.num_slots - len(memory.free) for memory in self._kinds]
+
+    def _find_room(self, wanted: Sequence[tuple[SlabAllocator, int]]) -> None:
+        """See to it that so many slots are free. Raises: ClosedError, OutOfMemoryError."""
+        if self._closed:
+            raise ClosedError("the key-value cache was closed with its model; load the model again")
+        while (missing := self._missing(wanted)) != (0, 0):
+            held = self._num_held
+            if self.reclaim is not None:
+                self.reclaim(*missing)
+            if self._num_held == held:
+                raise self._out_of_memory(wanted)
+
+    def _missing(self, wanted: Sequence[tuple[SlabAllocator, int]]) -> tuple[int, int]:
+        """How many pages, and bytes of states, must be freed before these slots can be taken, after allocating what the
+        budget allows."""
         short = [max(0, number - len(memory.free)) for memory, number in wanted]
         if not any(short):
-            return 0
+            return 0, 0
         if self.max_bytes is not None:
-            excess = self.num_bytes(*short) + self.allocated_bytes - self.max_bytes
-            # Memory that one kind has beyond what is wanted of it goes to the other.
-            for memory, number in wanted:
+            needed = sum(count * memory.slot_bytes for (memory, _), count in zip(wanted, short, strict=True))
+            excess = needed + self.allocated_bytes - self.max_bytes
+            # Memory that one kind has beyond what is wanted of it goes to the others.
+            for memory in self._kinds if excess > 0 else ():
                 if excess > 0 and memory.slot_bytes:
+                    kept = next((number for one, number in wanted if one is memory), 0)
                     before = memory.num_bytes
-                    memory.shrink(min(max(0, len(memory.free) - number), -(-excess // memory.slot_bytes)))
+                    memory.shrink(min(max(0, len(memory.free) - kept), -(-excess // memory.slot_bytes)))
                     excess -= before - memory.num_bytes
         for (memory, _), missing in zip(wanted, short, strict=True):
             if missing:
@@ -390,11 +295,14 @@ class PagePool:
             self.counts = np.concatenate((self.counts, np.zeros_like(self.counts)))
             self.windowed_counts = np.concatenate((self.windowed_counts, np.zeros_like(self.windowed_counts)))
             self._windowed_slots = np.concatenate((self._windowed_slots, np.full_like(self._windowed_slots, -1)))
-        return max(0, *(number - len(memory.free) for memory, number in wanted))
-
-    def _view(self, address: int, num_bytes: int) -> NDArray[np.uint8]:
-        assert self._device is None, "pages of a device are not in this process's memory"
-        return np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address))
+        pages = num_bytes = 0
+        for memory, number in wanted:
+            missing = max(0, number - len(memory.free))
+            if memory is self._memory or memory is self._windowed:
+                pages = max(pages, missing)
+            else:
+                num_bytes += missing * memory.slot_bytes
+        return pages, num_bytes
 
     def _copy(self, source: int, target: int, num_bytes: int) -> None:
         if self._device is not None:
@@ -402,15 +310,21 @@ class PagePool:
         else:
             ctypes.memmove(target, source, num_bytes)
 
-    def _out_of_memory(self, count: int, num_windowed: int) -> OutOfMemoryError:
-        num_pages, num_blocks = self._num_held
-        wanted = self.num_bytes(num_pages + count, num_blocks + num_windowed)
-        if self.max_bytes is not None and wanted > self.max_bytes:
+    def _out_of_memory(self, wanted: Sequence[tuple[SlabAllocator, int]]) -> OutOfMemoryError:
+        num_bytes = self.held_bytes + sum(memory.slot_bytes * count for memory, count in wanted)
+        if self.max_bytes is not None and num_bytes > self.max_bytes:
             return OutOfMemoryError(
-                f"the key-value cache needs {wanted:,} bytes and may use {self.max_bytes:,}; shorten the text, or "
+                f"the key-value cache needs {num_bytes:,} bytes and may use {self.max_bytes:,}; shorten the text, or "
                 "allow it more with kv_memory"
             )
         return OutOfMemoryError(
-            f"the key-value cache needs {wanted:,} bytes, and the machine gave it {self.allocated_bytes:,}; shorten "
+            f"the key-value cache needs {num_bytes:,} bytes, and the machine gave it {self.allocated_bytes:,}; shorten "
             "the text, or load a smaller model"
         )
+
+
+def host_bytes(address: int, count: int) -> NDArray[np.uint8]:
+    """Memory of this process as uint8[count], valid as long as it is."""
+    if not count:
+        return np.zeros(0, np.uint8)
+    return np.ctypeslib.as_array((ctypes.c_uint8 * count).from_address(address))

@@ -10,12 +10,16 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from localinfer.cache.block_pool import PageNumbers, PagePool, default_kv_memory
+from localinfer.cache.block_pool import STATES_OF_SEQUENCE, PageNumbers, PagePool, default_kv_memory
 from localinfer.cache.eviction import KVEviction
-from localinfer.cache.prefix_tree import CachedPath, Match, PrefixTree, common_length
+from localinfer.cache.prefix_node import CachedPath, Match
+from localinfer.cache.prefix_tree import PrefixTree, common_length
 from localinfer.cache.sequence import SequenceCache
+from localinfer.cache.sequence_state import Settle
+from localinfer.cache.snapshots import DEFAULT_POLICY, SnapshotPolicy
 from localinfer.errors import OutOfMemoryError
 from localinfer.kernels.kv_layout import KVLayout
+from localinfer.kernels.program import StatefulProgram
 from localinfer.types import TokenIds
 
 if TYPE_CHECKING:
@@ -23,11 +27,12 @@ if TYPE_CHECKING:
     from localinfer.models.text.tokenizer import Tokenizer
 
 
-CacheMissCause = Literal["empty", "different", "template", "evicted", "windowed", "foreign"]
+CacheMissCause = Literal["empty", "different", "template", "evicted", "windowed", "snapshot", "foreign"]
 """empty: nothing is cached. different: the text parts from the cached one. template: the chat template wrote the
 messages of an earlier prompt in another way. evicted: it was cached, and memory ended. windowed: it is cached, but the
-model's sliding-window layers keep only what comes before the ends of texts and prompts. foreign: it is stored, but by
-another model, version or kv_type."""
+model's sliding-window layers keep only what comes before the ends of texts and prompts. snapshot: it is cached, but
+there is no snapshot of the states of the model's recurrent layers. foreign: it is stored, but by another model, version
+or kv_type."""
 
 _SHOWN_TOKENS = 8
 """Token ids kept on each side of the first one that differs."""
@@ -61,6 +66,9 @@ class CacheMiss:
                 f"of tokens {self.position} to {self.until} the model's sliding-window layers keep nothing, so they "
                 "are computed again"
             )
+        if self.cause == "snapshot":
+            start = f"are computed again from {self.position} on" if self.position else "are computed again"
+            return f"no snapshot before position {self.until} of the model's recurrent states, which {start}"
         if self.cause == "foreign":
             return f"what is stored cannot be used: {self.detail}"
         what = "the chat template wrote an earlier message anew" if self.cause == "template" else "the text differs"
@@ -77,6 +85,7 @@ class CacheCounters:
 
     prompts: that were looked up; hits: those of which at least one token was found. prompt_tokens, cached_tokens:
     their tokens, and those found. misses: prompts that were not found as far as they might have been, by cause.
+    snapshots_taken: of recurrent states; snapshot_hits: sequences that went on from one.
     """
 
     prompts: int = 0
@@ -84,6 +93,22 @@ class CacheCounters:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     misses: Counter[CacheMissCause] = field(default_factory=Counter)
+    snapshots_taken: int = 0
+    snapshot_hits: int = 0
+
+
+@dataclass(frozen=True)
+class SnapshotStats:
+    """Snapshots of recurrent states in memory: how many, those on the grid, and bytes of both; and how many were taken,
+    evicted, and gone on from since the model was loaded."""
+
+    held: int
+    num_bytes: int
+    grid: int
+    grid_bytes: int
+    taken: int
+    evicted: int
+    hits: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,11 +116,13 @@ class CacheHints:
     """How a generation's ids are to be cached.
 
     system_tokens: how many at the start of the prompt other prompts share; they are evicted after ordinary ones.
+    branch_tokens: how many at the start a later prompt is likely to share, such as all before the reply begins.
     is_pinned: all of them are evicted last. history: int32, ids of the chat so far; where the prompt parts from them,
     its chat template is the cause.
     """
 
     system_tokens: int = 0
+    branch_tokens: tuple[int, ...] = ()
     is_pinned: bool = False
     history: TokenIds | None = None
 
@@ -132,7 +159,7 @@ class PrefixCache:
 
     `last_retired` is the text that ended last, as token ids, whether or not it is still cached. batch_tokens: the most
     that one batch adds to a sequence. window: bounds what each sequence holds; what is computed after it has dropped
-    pages is an approximation, and never enters the tree.
+    pages is an approximation, and never enters the tree. settle: of the program, for a model with recurrent layers.
     """
 
     def __init__(
@@ -143,14 +170,18 @@ class PrefixCache:
         context_length: int,
         batch_tokens: int = 1,
         window: KVEviction | None = None,
+        policy: SnapshotPolicy = DEFAULT_POLICY,
+        settle: Settle | None = None,
     ) -> None:
         self.pool = PagePool(layout, max_bytes=max_bytes)
-        self.tree = PrefixTree(self.pool)
+        self.tree = PrefixTree(self.pool, policy)
         self.counters = CacheCounters()
         self.last_retired: TokenIds | None = None
         self._context_length = context_length
         self._batch_tokens = batch_tokens
         self.window = window
+        self._policy = policy
+        self._settle = settle
         self._tier: CacheTier | None = None
 
     @classmethod
@@ -163,6 +194,7 @@ class PrefixCache:
             context_length=context_length,
             batch_tokens=model.program.max_batch_rows,
             window=window,
+            settle=model.program.settle if isinstance(model.program, StatefulProgram) else None,
         )
 
     def set_tier(self, tier: CacheTier) -> None:
@@ -185,19 +217,23 @@ class PrefixCache:
         pool = self.pool
         if pool.max_bytes is None:
             return True
-        pages, windowed = _distinct(sequence.pages for sequence in held), 0
+        pages, windowed, states, logs = _distinct(sequence.pages for sequence in held), 0, 0, 0
         if pool.sliding.tokens:
             windowed = _distinct(sequence.pages[sequence.windowed] for sequence in held).size
+        if pool.has_states:
+            # Each alternates between two, whether or not it holds both now; snapshots are evicted for them.
+            states = max(STATES_OF_SEQUENCE * len(held), len({s for one in held for s in one.state_slots}))
+            logs = len({slot for sequence in held for slot in sequence.log_slots})
         match = self.tree.match(self._reusable(token_ids))
         shared = np.isin(match.pages[: match.usable // pool.page_tokens], pages).sum()
         length = token_ids.size + 1 if self.window is None else min(token_ids.size + 1, self.window.max_tokens)
         wanted = pool.peak_bytes(length, self._batch_tokens) - int(shared) * pool.page_bytes
         more = pool.num_bytes(len(held), len(held))
-        return pool.num_bytes(pages.size, windowed) + wanted + more <= pool.max_bytes
+        return pool.num_bytes(pages.size, windowed, states, logs) + wanted + more <= pool.max_bytes
 
     def open(self) -> SequenceCache:
         """Return an empty sequence."""
-        return SequenceCache(self.pool, max_length=self._context_length, window=self.window)
+        return SequenceCache(self.pool, max_length=self._context_length, window=self.window, policy=self._policy)
 
     def admit(self, token_ids: TokenIds, hints: CacheHints, *, is_prompt: bool = True) -> Admission:
         """Return a sequence for a prompt, with all of it that is cached but its last token, whose logits are wanted.
@@ -212,7 +248,11 @@ class PrefixCache:
             match = self.tree.match(prefix)
         sequence = self.open()
         # Others are likely to continue from where texts part, and where a prompt, or its shared prefix, ends.
-        sequence.pin_window(match.length, token_ids.size, min(hints.system_tokens, token_ids.size))
+        system = min(hints.system_tokens, token_ids.size)
+        sequence.pin_window(match.length, token_ids.size, system)
+        # The last token is always computed. A system prefix ends between pages in the tree.
+        in_whole_pages = system - system % self.pool.page_tokens
+        sequence.want_snapshots(match.length, prefix.size, in_whole_pages, *hints.branch_tokens)
         self._take(sequence, match)
         if not is_prompt:
             return Admission(sequence, sequence.length, None)
@@ -233,6 +273,7 @@ class PrefixCache:
         if match.length > max(before, match.usable):
             # Requests that wait can continue from what this one computes there.
             sequence.pin_window(match.length)
+            sequence.want_snapshots(match.length)
         if match.usable <= before:
             return 0
         self._take(sequence, match)
@@ -249,6 +290,8 @@ class PrefixCache:
     def retire(self, sequence: SequenceCache, token_ids: TokenIds, hints: CacheHints) -> None:
         """Make all of a sequence findable, unless it is an approximation, and close it."""
         known = token_ids[: sequence.length]
+        if sequence.is_exact and known.size:
+            sequence.snapshot_end(self._settle)
         if not sequence.is_exact:
             known = known[: self.tree.match(known).length]
         elif known.size:
@@ -258,6 +301,17 @@ class PrefixCache:
         sequence.close()
         if known.size and self._tier is not None:
             self._tier.on_idle(known)
+
+    @property
+    def snapshot_stats(self) -> SnapshotStats | None:
+        """Figures of snapshots; None for a model without recurrent layers."""
+        pool, tree, counters = self.pool, self.tree, self.counters
+        if not pool.has_states:
+            return None
+        held, grid = tree.num_snapshots, len(pool.grid)
+        state_bytes = pool.states.slot_bytes
+        taken, hits = counters.snapshots_taken, counters.snapshot_hits
+        return SnapshotStats(held, held * state_bytes, grid, grid * state_bytes, taken, tree.evicted_snapshots, hits)
 
     def clear(self) -> None:
         """Evict everything that no running sequence uses."""
@@ -273,23 +327,50 @@ class PrefixCache:
         sequence.free_out_of_window()
         num_pages = self.pool.num_pages_for(token_ids.size)
         pages, windowed = sequence.pages[:num_pages], sequence.windowed[:num_pages]
-        self.tree.insert(token_ids, pages, windowed, system_tokens=hints.system_tokens, is_pinned=hints.is_pinned)
+        snapshots = sequence.snapshots if self.pool.has_states else {}
+        snapshots = {position: slot for position, slot in snapshots.items() if position <= token_ids.size}
+        self.counters.snapshots_taken += len(snapshots)
+        self.tree.insert(
+            token_ids,
+            pages,
+            windowed,
+            snapshots=snapshots,
+            system_tokens=hints.system_tokens,
+            is_pinned=hints.is_pinned,
+        )
+        if snapshots:
+            sequence.forget_snapshots(list(snapshots))
 
     def _take(self, sequence: SequenceCache, match: Match) -> None:
         """Make a sequence share a match's full pages and copy a last one that is not full."""
         if not match.usable:
             return
-        self.tree.touch(match.node)
+        self.tree.touch(match.node, match.usable)
         num_pages = self.pool.num_pages_for(match.usable)
-        sequence.adopt(match.pages[:num_pages], match.usable, match.windowed[:num_pages])
+        sequence.adopt(match.pages[:num_pages], match.usable, match.windowed[:num_pages], match.state)
+        self.counters.snapshot_hits += self.pool.has_states
         begun = match.usable % self.pool.page_tokens
         if begun:
             try:
                 sequence.reserve(match.usable + 1)
             except OutOfMemoryError:
                 # Without this page it may be evicted, so that the sequence needs no more than it would alone.
+                if self.pool.has_states:
+                    self._take_before(sequence, match, match.usable - begun)
+                    return
                 without = sequence.windowed[: num_pages - 1]
                 sequence.truncate(self.pool.sliding.usable_length(without, match.usable - begun))
+
+    def _take_before(self, sequence: SequenceCache, match: Match, length: int) -> None:
+        """Make a sequence share what it can continue from within whole pages of a match, up to `length`."""
+        sequence.truncate(0)
+        for position in sorted(match.snapshots, reverse=True):
+            pages = match.pages[: position // self.pool.page_tokens]
+            windowed = match.windowed[: pages.size]
+            is_whole = position % self.pool.page_tokens == 0 and position <= length
+            if is_whole and self.pool.sliding.usable_length(windowed, position) == position:
+                sequence.adopt(pages, position, windowed, match.snapshots[position])
+                return
 
     def _explain(self, token_ids: TokenIds, match: Match, hints: CacheHints, refusal: str | None) -> CacheMiss | None:
         position = match.usable
@@ -297,8 +378,13 @@ class PrefixCache:
             return CacheMiss("foreign", position, detail=refusal)
         if self.tree.evicted_length(token_ids) > match.length:
             return CacheMiss("evicted", position)
-        if position < match.length:
+        if position < match.length and not self.pool.has_states:
             return CacheMiss("windowed", position, until=match.length)
+        if match.length - position >= self._policy.near_tokens:
+            return CacheMiss("snapshot", position, until=match.length)
+        if match.length == token_ids.size - 1:
+            return None
+        position = match.length
         if self.tree.is_empty:
             return CacheMiss("empty", 0)
         cached = self.tree.continuation(match, _SHOWN_TOKENS)

@@ -6,17 +6,20 @@ one reference to each of its pages; a page with more is in use and stays.
 
 With sliding-window layers, it holds only the sliding-window blocks that the sequence which computed a text last held:
 before its end, and before the places that others are likely to continue from.
+
+With recurrent layers, nodes hold snapshots of their states at some positions, and only from those can a sequence go on.
+They are evicted like leaves, by last use, so that of a long chat the states of former turns go first.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from enum import IntEnum
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
-from localinfer.cache.block_pool import BoolArray, PageNumbers, PagePool
+from localinfer.cache.block_pool import PageNumbers, PagePool
+from localinfer.cache.prefix_node import CachedPath, Match, PrefixNode, Priority, snapshots_of
+from localinfer.cache.sliding_window import BoolArray
+from localinfer.cache.snapshots import DEFAULT_POLICY, Snapshot, SnapshotPolicy, grid_rank
 from localinfer.types import TokenIds
 
 _EVICTION_SHARE = 64
@@ -24,71 +27,6 @@ _EVICTION_SHARE = 64
 _MOST_EVICTED_TEXTS = 256
 _MOST_EVICTED_TOKENS = 1 << 20
 """Evicted texts, and token ids of them, kept to explain later misses."""
-
-
-class Priority(IntEnum):
-    """The lower is evicted first; within a priority the least recently used."""
-
-    ORDINARY = 0
-    SYSTEM = 1
-    PINNED = 2
-
-
-@dataclass(eq=False, slots=True)
-class PrefixNode:
-    """A run of token ids after the parent's, and its pages; windowed: bool[pages], which have a sliding-window block.
-
-    heads: int32[children, page_tokens], the first page of ids of each child, -1 where it is shorter. by_first_page: the
-    children that have a whole page of ids, by its bytes. Both are made when needed, until the children change.
-    """
-
-    token_ids: TokenIds
-    pages: PageNumbers
-    windowed: BoolArray
-    parent: "PrefixNode | None"
-    priority: Priority
-    last_used: int
-    children: list["PrefixNode"] = field(default_factory=list)
-    heads: TokenIds | None = None
-    by_first_page: dict[bytes, "PrefixNode"] | None = None
-
-    def ancestry(self) -> Iterator["PrefixNode"]:
-        """This node, its parent and so on, up to the root."""
-        node: PrefixNode | None = self
-        while node is not None:
-            yield node
-            node = node.parent
-
-    def drop_index(self) -> None:
-        """Note that the children, or their first pages, have changed."""
-        self.heads = self.by_first_page = None
-
-
-class Match(NamedTuple):
-    """The longest cached prefix of some token ids.
-
-    pages: one per started page of `length`; the last may be valid for more than `length` demands. node: where it ends,
-    after `offset` of its ids. windowed: bool[pages], which have their sliding-window block. usable: the longest prefix
-    that a sequence can continue from; `length`, for a model without sliding windows.
-    """
-
-    length: int
-    pages: PageNumbers
-    node: PrefixNode
-    offset: int
-    windowed: BoolArray
-    usable: int
-
-
-class CachedPath(NamedTuple):
-    """All that is cached from the root to one leaf: token_ids int32[n], one page per started page of n, and which of
-    them have their sliding-window block."""
-
-    token_ids: TokenIds
-    pages: PageNumbers
-    windowed: BoolArray
-    priority: Priority
-    last_used: int
 
 
 class PrefixTree:
@@ -101,8 +39,9 @@ class PrefixTree:
     be left of it, before pages are freed.
     """
 
-    def __init__(self, pool: PagePool) -> None:
+    def __init__(self, pool: PagePool, policy: SnapshotPolicy = DEFAULT_POLICY) -> None:
         self._pool = pool
+        self._policy = policy
         nothing = np.zeros(0, np.int64)
         self.root = PrefixNode(nothing.astype(np.int32), nothing, nothing.astype(np.bool_), None, Priority.ORDINARY, 0)
         self._clock = 0
@@ -110,8 +49,11 @@ class PrefixTree:
         self.num_pages = 0
         self.evicted_tokens = 0
         self.evicted_bytes = 0
+        self.evicted_snapshots = 0
         self.on_evict: Callable[[CachedPath, int], None] | None = None
         pool.reclaim = self.evict
+        if pool.has_states:
+            pool.make_grid_room = self._make_grid_room
 
     @property
     def is_empty(self) -> bool:
@@ -134,14 +76,20 @@ class PrefixTree:
             if common < child.token_ids.size or common % self._pool.page_tokens:
                 break
         has_part = np.concatenate(windowed)
-        usable = self._pool.sliding.usable_length(has_part, length)
-        return Match(length, np.concatenate(pages), node, offset, has_part, usable)
+        snapshots = snapshots_of(node, length) if self._pool.has_states else {}
+        usable = self._usable_length(has_part, length, snapshots)
+        return Match(length, np.concatenate(pages), node, offset, has_part, usable, snapshots)
 
-    def touch(self, node: PrefixNode) -> None:
-        """Mark a node and all before it as used just now."""
+    def touch(self, node: PrefixNode, position: int = 0) -> None:
+        """Mark a node and all before it as used just now, and the snapshot at a position, if there is one."""
         self._clock += 1
         for step in node.ancestry():
             step.last_used = self._clock
+        if position and self._pool.has_states:
+            for step, start in node.path():
+                snapshot = step.snapshots.get(position - start)
+                if snapshot is not None:
+                    snapshot.last_used = self._clock
 
     def insert(
         self,
@@ -149,14 +97,16 @@ class PrefixTree:
         pages: PageNumbers,
         windowed: BoolArray | None = None,
         *,
+        snapshots: Mapping[int, int] | None = None,
         system_tokens: int = 0,
         is_pinned: bool = False,
     ) -> None:
         """Link token ids whose keys and values lie in `pages`, one per started page; retain what is new.
 
         Where ids are cached already, their pages stay, unless they lack the sliding-window block that a new one has.
-        windowed: bool[pages], which of them the caller holds with that part; None for all. system_tokens: how many ids
-        at the start, rounded down to whole pages, are a system prefix. is_pinned: all of it is evicted last.
+        windowed: bool[pages], which of them the caller holds with that part; None for all. snapshots: slots of
+        recurrent states by position; what is new is retained. system_tokens: how many ids at the start, rounded down to
+        whole pages, are a system prefix. is_pinned: all of it is evicted last.
         """
         page_tokens = self._pool.page_tokens
         assert self._pool.num_pages_for(token_ids.size) == pages.size, "as many pages as the token ids take"
@@ -165,14 +115,20 @@ class PrefixTree:
         if system:
             self._insert(token_ids[: system * page_tokens], pages[:system], windowed[:system], Priority.SYSTEM)
         self._insert(token_ids, pages, windowed, Priority.PINNED if is_pinned else Priority.ORDINARY)
+        if snapshots:
+            self._add_snapshots(token_ids, snapshots)
 
-    def evict(self, count: int) -> int:
-        """Free at least `count` pages if that many are not in use: leaves first, from their ends; return how many."""
+    def evict(self, count: int, num_bytes: int = 0) -> int:
+        """Free at least `count` pages if that many are not in use: leaves first, from their ends; return how many.
+
+        With recurrent layers, snapshots and pages that take as many bytes, and `num_bytes` more.
+        """
+        if self._pool.has_states and (self._pool.page_bytes or num_bytes):
+            return self._evict_bytes(count, num_bytes)
         wanted = max(count, self.num_pages // _EVICTION_SHARE)
         freed = 0
         while freed < wanted:
-            idle = [leaf for leaf in self._leaves() if self._pool.counts[leaf.pages[-1]] <= 1]
-            leaf = min(idle, key=lambda leaf: (leaf.priority, leaf.last_used), default=None)
+            leaf = self._oldest_leaf()
             if leaf is None or (freed >= count and leaf.priority > Priority.ORDINARY):
                 break
             freed += self._trim(leaf, wanted - freed)
@@ -180,9 +136,16 @@ class PrefixTree:
 
     def clear(self) -> None:
         """Evict everything that is not in use."""
-        while self.num_pages and self.evict(self.num_pages):
-            pass
+        while (leaf := self._oldest_leaf()) is not None:
+            self._trim(leaf, leaf.pages.size)
+        while (oldest := self._oldest_snapshot()) is not None:
+            self._drop_snapshot(*oldest[1:])
         self._evicted.clear()
+
+    @property
+    def num_snapshots(self) -> int:
+        """Snapshots of recurrent states that are cached."""
+        return sum(len(node.snapshots) for node in self._nodes())
 
     def paths(self) -> Iterator[CachedPath]:
         """Every cached path, one per leaf."""
@@ -201,6 +164,93 @@ class PrefixTree:
     def evicted_length(self, token_ids: TokenIds) -> int:
         """The longest prefix that was evicted, as far as evicted texts are kept."""
         return max((common_length(ids, token_ids) for ids in self._evicted), default=0)
+
+    def _usable_length(self, windowed: BoolArray, length: int, snapshots: Mapping[int, int]) -> int:
+        """The longest prefix of `length` positions that a sequence can continue from."""
+        sliding = self._pool.sliding
+        if not self._pool.has_states:
+            return sliding.usable_length(windowed, length)
+        for position in sorted(snapshots, reverse=True):
+            held = windowed[: self._pool.num_pages_for(position)]
+            if position <= length and sliding.usable_length(held, position) == position:
+                return position
+        return 0
+
+    def _evict_bytes(self, count: int, num_bytes: int) -> int:
+        pool, before = self._pool, self.num_pages
+        needed = num_bytes + pool.num_bytes(count, count)
+        held = pool.held_bytes
+        wanted = max(needed, pool.num_bytes(self.num_pages // _EVICTION_SHARE, 0))
+        while (freed := held - pool.held_bytes) < wanted:
+            leaf, oldest = self._oldest_leaf(), self._oldest_snapshot()
+            if oldest is not None and (leaf is None or oldest[0] < (leaf.priority, leaf.last_used)):
+                if freed >= needed and oldest[0][0] > Priority.ORDINARY:
+                    break
+                self._drop_snapshot(*oldest[1:])
+            elif leaf is not None:
+                if freed >= needed and leaf.priority > Priority.ORDINARY:
+                    break
+                of_page = pool.num_bytes(1, 1)
+                self._trim(leaf, -(-(wanted - freed) // of_page) if of_page else 1)
+            else:
+                break
+        return before - self.num_pages
+
+    def _make_grid_room(self, number: int) -> bool:
+        """Whether there may be one more snapshot on the grid, after dropping those of coarser use; see `grid_rank`."""
+        pool = self._pool
+        while True:
+            most = self._policy.most_of_grid(pool.held_bytes, pool.states.slot_bytes)
+            if len(pool.grid) < most:
+                return True
+            idle = [
+                ((grid_rank(self._policy.grid_number(start + offset)), snapshot.last_used), node, offset)
+                for node, start in self._nodes_with_starts()
+                for offset, snapshot in node.snapshots.items()
+                if snapshot.slot in pool.grid and pool.states.num_references(snapshot.slot) == 1
+            ]
+            lowest = min(idle, key=lambda one: one[0], default=None)
+            if lowest is None or lowest[0][0] > grid_rank(number):
+                return False
+            self._drop_snapshot(*lowest[1:])
+
+    def _oldest_leaf(self) -> PrefixNode | None:
+        """Of the leaves whose last page is not in use, the first to evict."""
+        idle = [leaf for leaf in self._leaves() if self._pool.counts[leaf.pages[-1]] <= 1]
+        return min(idle, key=lambda leaf: (leaf.priority, leaf.last_used), default=None)
+
+    def _oldest_snapshot(self) -> tuple[tuple[Priority, int], PrefixNode, int] | None:
+        """Of the snapshots that are not in use, the first to evict: by what, and where it is."""
+        idle = [
+            ((node.priority, snapshot.last_used), node, offset)
+            for node in self._nodes()
+            for offset, snapshot in node.snapshots.items()
+            if self._pool.states.num_references(snapshot.slot) == 1
+        ]
+        return min(idle, key=lambda one: one[0], default=None)
+
+    def _drop_snapshot(self, node: PrefixNode, offset: int) -> None:
+        """Drop a snapshot, and pages that no sequence could continue from without it."""
+        snapshot = node.snapshots.pop(offset)
+        self._pool.release_state(snapshot.slot)
+        self.evicted_snapshots += 1
+        if not node.children and max(node.snapshots, default=0) < offset and node.parent is not None:
+            self._trim(node, 0)
+
+    def _add_snapshots(self, token_ids: TokenIds, snapshots: Mapping[int, int]) -> None:
+        """Keep snapshots of ids that are cached, where there are none yet."""
+        match = self.match(token_ids)
+        assert match.length == token_ids.size, "what was inserted is there"
+        path = match.node.path()
+        for position, slot in snapshots.items():
+            for node, start in path:
+                if start < position <= start + node.token_ids.size:
+                    known = node.snapshots.get(position - start)
+                    if known is not None:
+                        known.last_used = self._clock
+                        continue
+                    self._pool.states.retain(slot)
+                    node.snapshots[position - start] = Snapshot(slot, self._clock)
 
     def _insert(self, token_ids: TokenIds, pages: PageNumbers, windowed: BoolArray, priority: Priority) -> None:
         page_tokens = self._pool.page_tokens
@@ -278,6 +328,9 @@ class PrefixTree:
         above, below = ids[:length], ids[length:]
         upper = PrefixNode(above, pages[:num_pages], windowed[:num_pages], parent, node.priority, node.last_used)
         lower = PrefixNode(below, pages[num_pages:], windowed[num_pages:], upper, node.priority, node.last_used)
+        snapshots = node.snapshots.items()
+        upper.snapshots = {offset: snapshot for offset, snapshot in snapshots if offset <= length}
+        lower.snapshots = {offset - length: snapshot for offset, snapshot in snapshots if offset > length}
         upper.children, lower.children = [lower], node.children
         for child in node.children:
             child.parent = lower
@@ -286,7 +339,8 @@ class PrefixTree:
         return upper
 
     def _best_child(self, node: PrefixNode, token_ids: TokenIds) -> tuple[PrefixNode | None, int]:
-        """The child that shares most ids with the start of `token_ids`, and how many; of equals the shortest."""
+        """The child that shares most ids with the start of `token_ids`, and how many; of equals the shortest, unless
+        another can be continued from further on."""
         page_tokens = self._pool.page_tokens
         if token_ids.size >= page_tokens and node.children:
             if node.by_first_page is None:
@@ -314,16 +368,29 @@ class PrefixTree:
         if not common:
             return None, 0
         equals = [node.children[index] for index in np.flatnonzero(shared == common)]
-        return min(equals, key=lambda child: child.token_ids.size), common
 
-    def _leaves(self) -> Iterator[PrefixNode]:
+        def preference(child: PrefixNode) -> tuple[int, int]:
+            deepest = max((offset for offset in child.snapshots if offset <= common), default=0)
+            return -deepest, child.token_ids.size
+
+        return min(equals, key=preference), common
+
+    def _nodes(self) -> Iterator[PrefixNode]:
         pending = list(self.root.children)
         while pending:
             node = pending.pop()
-            if node.children:
-                pending += node.children
-            else:
-                yield node
+            pending += node.children
+            yield node
+
+    def _nodes_with_starts(self) -> Iterator[tuple[PrefixNode, int]]:
+        pending = [(child, 0) for child in self.root.children]
+        while pending:
+            node, start = pending.pop()
+            pending += [(child, start + node.token_ids.size) for child in node.children]
+            yield node, start
+
+    def _leaves(self) -> Iterator[PrefixNode]:
+        return (node for node in self._nodes() if not node.children)
 
     def _path_of(self, leaf: PrefixNode) -> CachedPath:
         nodes = list(leaf.ancestry())[::-1]
@@ -333,20 +400,23 @@ class PrefixTree:
             np.concatenate([node.windowed for node in nodes]),
             leaf.priority,
             leaf.last_used,
+            snapshots_of(leaf, sum(node.token_ids.size for node in nodes)),
         )
 
     def _trim(self, leaf: PrefixNode, count: int) -> int:
         """Free up to `count` pages at the end of a leaf that are not in use; return how many.
 
-        Pages that no sequence could continue from, for want of sliding-window blocks, are freed with them.
+        Pages that no sequence could continue from, for want of sliding-window blocks or states, are freed with them.
         """
         in_use = np.flatnonzero(self._pool.counts[leaf.pages] > 1)
         first_idle = int(in_use[-1]) + 1 if in_use.size else 0
         path, page_tokens = self._path_of(leaf), self._pool.page_tokens
         left = path.pages.size - min(count, leaf.pages.size)
-        usable = self._pool.sliding.usable_length(path.windowed[:left], min(path.token_ids.size, left * page_tokens))
+        usable = self._usable_length(path.windowed[:left], min(path.token_ids.size, left * page_tokens), path.snapshots)
         kept = max(first_idle, self._pool.num_pages_for(usable) - (path.pages.size - leaf.pages.size))
         lost = max(0, leaf.token_ids.size - kept * page_tokens)
+        if kept >= leaf.pages.size:
+            return 0
         if self.on_evict is not None:
             self.on_evict(path, path.token_ids.size - lost)
         self._keep_evicted(path.token_ids)
@@ -360,6 +430,9 @@ class PrefixTree:
             leaf.parent.drop_index()
             leaf.parent.children.remove(leaf)
         self.num_pages -= surplus.size
+        for offset in [offset for offset in leaf.snapshots if offset > kept * page_tokens]:
+            self._pool.release_state(leaf.snapshots.pop(offset).slot)
+            self.evicted_snapshots += 1
         self._pool.release(surplus, surplus_windowed)
         self.evicted_tokens += lost
         self.evicted_bytes += self._pool.num_bytes(surplus.size, int(surplus_windowed.sum()))

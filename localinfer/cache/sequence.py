@@ -7,8 +7,11 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.cache.block_pool import BoolArray, PageNumbers, PagePool
+from localinfer.cache.block_pool import PageNumbers, PagePool
 from localinfer.cache.eviction import KVEviction
+from localinfer.cache.sequence_state import BEGINNING, NO_SLOT, SequenceState, Settle, StatePlace
+from localinfer.cache.sliding_window import BoolArray
+from localinfer.cache.snapshots import SnapshotPolicy
 from localinfer.errors import ClosedError, ContextLengthError
 from localinfer.kernels.program import Batch, Segment
 
@@ -23,6 +26,10 @@ class SequenceCache:
     as it was. `truncate` is the rollback, for rejected drafts, edits and retries. A shared page is never written:
     `reserve` puts a copy in its place if the next position lies in it (copy on write).
 
+    Recurrent layers have states of one position only, so a rollback ends at the deepest length whose states are held:
+    exactly where it was asked to, among the rows that the last step was told may be dropped, at the length before the
+    last step, and at places given to `keep_state`; else before.
+
     `reserve` frees the sliding-window blocks that the next position no longer sees, except before places given to
     `pin_window`, so a rollback ends at most a page before the length last reserved from.
 
@@ -33,11 +40,17 @@ class SequenceCache:
 
     window: bounds how many pages are held; `reserve` drops the others. From then on the sequence is not exact: it is
     an approximation of what the model says to the whole text. keeps_unseen: nothing is freed and every rollback is
-    possible, as measuring needs it.
+    possible, as measuring needs it. policy: which snapshots are taken, once `want_snapshots` was called.
     """
 
     def __init__(
-        self, pool: PagePool, *, max_length: int, window: KVEviction | None = None, keeps_unseen: bool = False
+        self,
+        pool: PagePool,
+        *,
+        max_length: int,
+        window: KVEviction | None = None,
+        keeps_unseen: bool = False,
+        policy: SnapshotPolicy | None = None,
     ) -> None:
         self.length = 0
         self.pages: PageNumbers = _NO_PAGES
@@ -55,16 +68,54 @@ class SequenceCache:
         self._first_windowed = 0
         self._pinned: tuple[int, ...] = ()
         self._closed = False
+        self._has_states = pool.has_states
+        self._policy = policy
+        self._state = SequenceState(pool, policy)
 
     @property
     def is_exact(self) -> bool:
         """Whether everything was computed from all positions before it."""
         return not self._dropped
 
-    def segment(self, num_rows: int) -> Segment:
+    @property
+    def state_slots(self) -> set[int]:
+        """Slots of recurrent states that it holds."""
+        return self._state.slots() if self._has_states else set()
+
+    @property
+    def log_slots(self) -> set[int]:
+        """Slots of logs that it holds."""
+        return self._state.logs() if self._has_states else set()
+
+    @property
+    def snapshots(self) -> dict[int, int]:
+        """Slots of snapshots by position that were taken, and not handed over by `forget_snapshots` yet."""
+        return dict(self._state.taken)
+
+    def segment(self, num_rows: int, num_droppable: int = 0) -> Segment:
         """The next `num_rows` positions, which must be reserved, as a batch names them."""
         mass = None if self._window is None else self._mass[: self.pages.size]
-        return Segment(self.length, num_rows, self.page_addresses, self._dropped, mass, self.windowed_addresses)
+        step = self._state.step(num_rows, is_logged=num_droppable > 0) if self._has_states else None
+        return Segment(self.length, num_rows, self.page_addresses, self._dropped, mass, self.windowed_addresses, step)
+
+    def want_snapshots(self, *places: int) -> None:
+        """Take snapshots of recurrent states at these positions too, for other sequences, and on a sparse grid."""
+        if self._has_states:
+            self._state.want_snapshots(places)
+
+    def forget_snapshots(self, positions: Sequence[int]) -> None:
+        """Release snapshots that the prefix tree holds now."""
+        self._state.forget_taken(positions)
+
+    def snapshot_end(self, settle: Settle | None) -> None:
+        """Take a snapshot at the end, or, without memory for it, where the log before the end begins."""
+        if self._has_states and self.is_exact:
+            self._state.take_end(settle)
+
+    def keep_state(self) -> None:
+        """Let `truncate` come back to the present length, in place of the one this was last called at."""
+        if self._has_states:
+            self._state.keep_present()
 
     def pin_window(self, parting: int, *ends: int) -> None:
         """Keep the sliding-window blocks that continuing from these lengths needs, for other sequences.
@@ -90,9 +141,10 @@ class SequenceCache:
             self._set_pages(self.pages, self.windowed & ~unseen)
             self._pool.release_windowed(pages)
 
-    def reserve(self, length: int) -> None:
+    def reserve(self, length: int, num_droppable: int = 0) -> None:
         """Allocate positions 0 to length - 1, and make the positions after the valid ones writable.
 
+        num_droppable: how many of the last positions of the next step `truncate` may drop.
         Raises: ContextLengthError beyond `max_length`; OutOfMemoryError, and then nothing has changed.
         """
         if self._closed:
@@ -107,6 +159,8 @@ class SequenceCache:
                 self._drop_surplus(self._window)
             if self._frees_unseen:
                 self.free_out_of_window()
+            if self._has_states:
+                self._state.reserve(is_logged=num_droppable > 0)
         # Every decoded token passes here: no calls where nothing has to be done.
         pool, page_tokens = self._pool, self._page_tokens
         tail, offset = divmod(self.length - self._dropped, page_tokens)
@@ -130,14 +184,45 @@ class SequenceCache:
         """Declare positions 0 to length - 1 computed; they must be reserved."""
         reserved = self._dropped + self.pages.size * self._page_tokens
         assert self.length <= length <= reserved, "commit outside what was reserved"
-        self.length = length
+        state = self._state
+        if not self._has_states or length == self.length:
+            self.length = length
+            return
+        after = state.after_step(length)
+        # In one line, which Ctrl-C cannot part; so below.
+        self.length, (state.now, state.before, state.next_state, state.next_log) = length, after
+        state.finish_step()
 
-    def truncate(self, length: int) -> None:
-        """Forget every position from `length` on and free pages that hold nothing else."""
+    def truncate(self, length: int) -> int:
+        """Forget every position from `length` on, or from before it where recurrent states are not held for it, and
+        free pages that hold nothing else; return the length that is left."""
         assert length >= 0, "a sequence has no negative length"
+        if self._has_states and length < self.length:
+            return self._truncate_to_states(length)
         assert length == 0 or length >= self._last_drop, "no rollback to before where pages were dropped"
         assert self.can_truncate(length), "no rollback to where sliding-window blocks were freed"
         self.length = min(self.length, length)
+        self._free_pages_after(length)
+        return self.length
+
+    def can_truncate(self, length: int) -> bool:
+        """Whether the sliding-window blocks that continuing from `length` needs are still held."""
+        if length == 0:
+            return True
+        held = length - self._dropped
+        return self._pool.sliding.usable_length(self.windowed[: self._pool.num_pages_for(held)], held) == held
+
+    def _truncate_to_states(self, length: int) -> int:
+        state = self._state
+        place = state.place_at(length, lambda there: there >= self._last_drop and self.can_truncate(there))
+        state.retain(place)
+        left, former, before = place.length, state.now, state.before
+        self.length, state.now, state.before = left, place, None
+        state.forget(former, before)
+        self._free_pages_after(left)
+        return left
+
+    def _free_pages_after(self, length: int) -> None:
         if length == 0:
             self._dropped = self._last_drop = 0
         num_pages = self._pool.num_pages_for(length - self._dropped)
@@ -148,30 +233,26 @@ class SequenceCache:
             self._set_pages(self.pages[:num_pages].copy(), self.windowed[:num_pages].copy())
             self._pool.release(surplus, windowed)
 
-    def can_truncate(self, length: int) -> bool:
-        """Whether the sliding-window blocks that continuing from `length` needs are still held."""
-        if length == 0:
-            return True
-        held = length - self._dropped
-        return self._pool.sliding.usable_length(self.windowed[: self._pool.num_pages_for(held)], held) == held
-
-    def adopt(self, pages: PageNumbers, length: int, windowed: BoolArray | None = None) -> None:
+    def adopt(self, pages: PageNumbers, length: int, windowed: BoolArray | None = None, state: int = NO_SLOT) -> None:
         """Share these pages, whose first `length` positions are valid for this sequence, in place of its own.
 
         windowed: bool[pages], which of them have their sliding-window block; None for all. What is not needed is not
-        held.
+        held. state: slot of the recurrent states after these positions.
         """
+        assert not self._has_states or state != NO_SLOT, "a sequence goes on from states"
         assert self._pool.num_pages_for(length) == pages.size, "as many pages as the positions take"
         windowed = np.ones(pages.size, np.bool_) if windowed is None else windowed
         windowed = windowed & self._pool.sliding.kept(pages.size, length, *self._pinned)
-        self._hold(pages.copy(), length, windowed)
+        self._hold(pages.copy(), length, windowed, StatePlace(state, length) if self._has_states else BEGINNING)
+        self._state.note_snapshot(length)
 
     def fork(self) -> "SequenceCache":
         """Return a second sequence with the same valid positions; it shares their pages until either writes."""
-        twin = SequenceCache(self._pool, max_length=self._max_length, window=self._window)
+        twin = SequenceCache(self._pool, max_length=self._max_length, window=self._window, policy=self._policy)
         held = self.length - self._dropped
         num_pages = self._pool.num_pages_for(held)
-        twin._hold(self.pages[:num_pages].copy(), held, self.windowed[:num_pages].copy())
+        twin._hold(self.pages[:num_pages].copy(), held, self.windowed[:num_pages].copy(), BEGINNING)
+        twin._state.fork_from(self._state)
         twin._pinned = self._pinned
         twin.length, twin._dropped, twin._last_drop = self.length, self._dropped, self._last_drop
         twin._mass[:] = self._mass
@@ -181,16 +262,21 @@ class SequenceCache:
         """Release every page; may be called again."""
         if not self._closed:
             self.truncate(0)
+            self._state.release_reserved()
             self._closed = True
 
-    def _hold(self, pages: PageNumbers, length: int, windowed: BoolArray) -> None:
+    def _hold(self, pages: PageNumbers, length: int, windowed: BoolArray, place: StatePlace) -> None:
         self._pool.retain(pages, windowed)
-        former, former_windowed = self.pages, self.windowed
-        self.length = self._dropped = self._last_drop = self._first_windowed = 0
+        state = self._state
+        state.retain(place)
+        former, former_windowed, former_places = self.pages, self.windowed, (state.now, state.before)
+        self.length, state.now, state.before = 0, BEGINNING, None
+        self._dropped = self._last_drop = self._first_windowed = 0
         self._mass[:] = 0
         self._set_pages(pages, windowed)
-        self.length = length
+        self.length, state.now = length, place
         self._pool.release(former, former_windowed)
+        state.forget(*former_places)
 
     def _drop_surplus(self, window: KVEviction) -> None:
         """Drop the pages that the window does not keep; the last one, which may not be full, is always kept."""
@@ -221,17 +307,20 @@ def forward(
     sequences: Sequence[SequenceCache],
     token_ids: Sequence[NDArray[np.int32]],
     output_rows: NDArray[np.int32],
+    num_droppable: Sequence[int] | None = None,
 ) -> Results:
     """Compute the next positions of some sequences in one batch: reserve them, run, commit.
 
     run: a program's `run`, or what else computes a batch; where it answers None, nothing is committed. token_ids:
-    int32[n], one array per sequence. output_rows: int32, rows of the batch whose results are wanted.
+    int32[n], one array per sequence. output_rows: int32, rows of the batch whose results are wanted. num_droppable: per
+    sequence, how many of its last rows may be dropped by `truncate` afterwards, such as a draft's; None for none.
     Returns: what `run` does, valid until its next call. Raises: as `SequenceCache.reserve` and `run`.
     """
     segments: list[Segment] = []
-    for sequence, ids in zip(sequences, token_ids, strict=True):
-        sequence.reserve(sequence.length + ids.size)
-        segments.append(sequence.segment(ids.size))
+    for index, (sequence, ids) in enumerate(zip(sequences, token_ids, strict=True)):
+        droppable = 0 if num_droppable is None else num_droppable[index]
+        sequence.reserve(sequence.length + ids.size, droppable)
+        segments.append(sequence.segment(ids.size, droppable))
     joined = token_ids[0] if len(token_ids) == 1 else np.concatenate(token_ids)
     results = run(Batch(joined, segments, output_rows))
     if results is not None:

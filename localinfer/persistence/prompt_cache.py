@@ -20,7 +20,7 @@ import numpy as np
 
 from localinfer.cache.block_pool import PagePool
 from localinfer.cache.prefix_cache import PrefixCache
-from localinfer.cache.prefix_tree import CachedPath, Match
+from localinfer.cache.prefix_node import CachedPath, Match
 from localinfer.chat.history import AnsweredChat, ChatHistory
 from localinfer.engine.engine import Engine
 from localinfer.errors import ClosedError, LocalinferError, OutOfMemoryError

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from localinfer.cache.block_pool import ALIGNMENT, PagePool, default_kv_memory
+from localinfer.cache.block_pool import PagePool, default_kv_memory
 from localinfer.cache.sequence import SequenceCache
+from localinfer.cache.slabs import ALIGNMENT
 from localinfer.errors import ClosedError, OutOfMemoryError
 from tests.engine.fakes import FakeLayout
 
@@ -63,7 +64,8 @@ def test_pool_asks_for_pages_back_only_when_its_budget_is_spent():
     kept = pool.acquire(2)
     asked: list[int] = []
 
-    def give_up(count: int) -> None:
+    def give_up(count: int, num_bytes: int) -> None:
+        assert num_bytes == 0
         asked.append(count)
         pool.release(kept[:count])
 

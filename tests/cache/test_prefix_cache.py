@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from localinfer.cache.prefix_cache import CacheHints, CacheMiss, PrefixCache
-from localinfer.cache.prefix_tree import CachedPath
+from localinfer.cache.prefix_node import CachedPath
 from localinfer.engine.engine import Engine
 from localinfer.engine.scheduler import Generation
 from localinfer.errors import OutOfMemoryError

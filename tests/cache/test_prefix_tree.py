@@ -5,7 +5,8 @@ import pytest
 from numpy.typing import NDArray
 
 from localinfer.cache.block_pool import PagePool
-from localinfer.cache.prefix_tree import CachedPath, PrefixTree, Priority
+from localinfer.cache.prefix_node import CachedPath, Priority
+from localinfer.cache.prefix_tree import PrefixTree
 from localinfer.cache.sequence import SequenceCache
 from tests.engine.fakes import FakeLayout
 

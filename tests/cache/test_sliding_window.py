@@ -8,9 +8,10 @@ import pytest
 
 import localinfer
 from localinfer.bench.measured_model import MeasuredModel
-from localinfer.cache.block_pool import PagePool, SlidingWindow
+from localinfer.cache.block_pool import PagePool
 from localinfer.cache.prefix_cache import CacheHints, PrefixCache
 from localinfer.cache.sequence import SequenceCache
+from localinfer.cache.sliding_window import SlidingWindow
 from localinfer.llm import LLM
 from localinfer.models.decoder.decoder import kv_layer_shapes
 from localinfer.models.load import loader

@@ -33,6 +33,8 @@ class FakeLayout:
     page_bytes: int = PAGE_BYTES
     windowed_bytes: int = 0
     window: int = 0
+    state_bytes: int = 0
+    log_bytes: int = 0
 
 
 def hashed_logits(history: NDArray[np.int32], vocab_size: int) -> Logits:

@@ -73,7 +73,7 @@ def measure_need(
     changes: settings in place of those of the file. context_length: the one it will be loaded with, None for its own.
     Raises: ModelFileError and below; RequestError for changes without meaning.
     """
-    from localinfer.cache.block_pool import SlidingWindow
+    from localinfer.cache.sliding_window import SlidingWindow
     from localinfer.kernels.cpu.lower import MAX_BATCH_ROWS
     from localinfer.kernels.kv_layout import KVLayout
     from localinfer.models.decoder.decoder import kv_layer_shapes

@@ -1,0 +1,105 @@
+"""What the prefix tree is made of: nodes with their pages and snapshots, and what a search finds in them."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import NamedTuple
+
+from localinfer.cache.block_pool import PageNumbers
+from localinfer.cache.sequence_state import NO_SLOT
+from localinfer.cache.sliding_window import BoolArray
+from localinfer.cache.snapshots import Snapshot
+from localinfer.types import TokenIds
+
+
+class Priority(IntEnum):
+    """The lower is evicted first; within a priority the least recently used."""
+
+    ORDINARY = 0
+    SYSTEM = 1
+    PINNED = 2
+
+
+@dataclass(eq=False, slots=True)
+class PrefixNode:
+    """A run of token ids after the parent's, and its pages; windowed: bool[pages], which have a sliding-window block.
+
+    heads: int32[children, page_tokens], the first page of ids of each child, -1 where it is shorter. by_first_page: the
+    children that have a whole page of ids, by its bytes. Both are made when needed, until the children change.
+    snapshots: of recurrent states, by how many of this node's ids they come after, at least one.
+    """
+
+    token_ids: TokenIds
+    pages: PageNumbers
+    windowed: BoolArray
+    parent: "PrefixNode | None"
+    priority: Priority
+    last_used: int
+    children: list["PrefixNode"] = field(default_factory=list)
+    heads: TokenIds | None = None
+    by_first_page: dict[bytes, "PrefixNode"] | None = None
+    snapshots: dict[int, Snapshot] = field(default_factory=dict)
+
+    def ancestry(self) -> Iterator["PrefixNode"]:
+        """This node, its parent and so on, up to the root."""
+        node: PrefixNode | None = self
+        while node is not None:
+            yield node
+            node = node.parent
+
+    def drop_index(self) -> None:
+        """Note that the children, or their first pages, have changed."""
+        self.heads = self.by_first_page = None
+
+    def path(self) -> list[tuple["PrefixNode", int]]:
+        """The nodes from the root to this one, each with how many ids come before it."""
+        nodes, start = [], 0
+        for node in list(self.ancestry())[::-1]:
+            nodes.append((node, start))
+            start += node.token_ids.size
+        return nodes
+
+
+class Match(NamedTuple):
+    """The longest cached prefix of some token ids.
+
+    pages: one per started page of `length`; the last may be valid for more than `length` demands. node: where it ends,
+    after `offset` of its ids. windowed: bool[pages], which have their sliding-window block. usable: the longest prefix
+    that a sequence can continue from; `length`, for a model with neither sliding windows nor recurrent layers.
+    snapshots: slots of recurrent states by position.
+    """
+
+    length: int
+    pages: PageNumbers
+    node: PrefixNode
+    offset: int
+    windowed: BoolArray
+    usable: int
+    snapshots: Mapping[int, int]
+
+    @property
+    def state(self) -> int:
+        """Slot of the recurrent states at `usable`; NO_SLOT for a model without."""
+        return self.snapshots.get(self.usable, NO_SLOT)
+
+
+class CachedPath(NamedTuple):
+    """All that is cached from the root to one leaf: token_ids int32[n], one page per started page of n, and which of
+    them have their sliding-window block; positions of snapshots."""
+
+    token_ids: TokenIds
+    pages: PageNumbers
+    windowed: BoolArray
+    priority: Priority
+    last_used: int
+    snapshots: Mapping[int, int]
+
+
+def snapshots_of(node: PrefixNode, length: int) -> dict[int, int]:
+    """Slots of the snapshots from the root to a node, by position, up to `length`."""
+    return {
+        start + offset: snapshot.slot
+        for step, start in node.path()
+        for offset, snapshot in step.snapshots.items()
+        if start + offset <= length
+    }
