@@ -58,6 +58,7 @@ class MeasuredModel(Closing):
         self.vocab_size = config.vocab_size
         pool = PagePool(self.model.kv_layout)
         self._cache = SequenceCache(pool, max_length=config.context_length, keeps_unseen=True)
+        self._computed = np.empty(0, np.int32)
 
     @property
     def num_threads(self) -> int:
@@ -79,7 +80,12 @@ class MeasuredModel(Closing):
         program = self.model.program
         run = run or program.run
         tokens = np.array(token_ids, np.int32)
-        self._cache.truncate(start)
+        while (left := self._cache.truncate(start)) < start:
+            # The states of recurrent layers are held at few positions only.
+            missing = self._computed[left:start][: program.max_batch_rows]
+            forward(program.run, (self._cache,), (missing,), np.empty(0, np.int32))
+        self._cache.keep_state()
+        self._computed = np.concatenate((self._computed[:start], tokens))
         found = np.empty((0, self.vocab_size), np.float32)
         for first in range(0, tokens.size, program.max_batch_rows):
             chunk = tokens[first : first + program.max_batch_rows]

@@ -252,7 +252,7 @@ class PrefixCache:
         sequence.pin_window(match.length, token_ids.size, system)
         # The last token is always computed. A system prefix ends between pages in the tree.
         in_whole_pages = system - system % self.pool.page_tokens
-        sequence.want_snapshots(match.length, prefix.size, in_whole_pages, *hints.branch_tokens)
+        sequence.want_snapshots(prefix.size, in_whole_pages, *hints.branch_tokens, parting=match.length)
         self._take(sequence, match)
         if not is_prompt:
             return Admission(sequence, sequence.length, None)
@@ -273,7 +273,7 @@ class PrefixCache:
         if match.length > max(before, match.usable):
             # Requests that wait can continue from what this one computes there.
             sequence.pin_window(match.length)
-            sequence.want_snapshots(match.length)
+            sequence.want_snapshots(parting=match.length)
         if match.usable <= before:
             return 0
         self._take(sequence, match)

@@ -98,10 +98,13 @@ class SequenceCache:
         step = self._state.step(num_rows, is_logged=num_droppable > 0) if self._has_states else None
         return Segment(self.length, num_rows, self.page_addresses, self._dropped, mass, self.windowed_addresses, step)
 
-    def want_snapshots(self, *places: int) -> None:
-        """Take snapshots of recurrent states at these positions too, for other sequences, and on a sparse grid."""
+    def want_snapshots(self, *places: int, parting: int | None = None) -> None:
+        """Take snapshots of recurrent states at these positions too, for other sequences, and on a sparse grid.
+
+        parting: where the text parts from others, in place of where it did before.
+        """
         if self._has_states:
-            self._state.want_snapshots(places)
+            self._state.want_snapshots(places, parting)
 
     def forget_snapshots(self, positions: Sequence[int]) -> None:
         """Release snapshots that the prefix tree holds now."""

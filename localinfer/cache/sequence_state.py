@@ -69,19 +69,27 @@ class SequenceState:
         self.next_state = self.next_log = NO_SLOT
         self._planned = _PlannedStep(0, False)
         self._takes_snapshots = False
-        self._wanted: frozenset[int] = frozenset()
+        self._places: frozenset[int] = frozenset()
+        self._parting = 0
+        self._wanted = self._places
         self._last_snapshot = 0
 
-    def want_snapshots(self, places: Sequence[int]) -> None:
-        """Take snapshots at these positions too, once they are computed, and on the grid."""
+    def want_snapshots(self, places: Sequence[int], parting: int | None = None) -> None:
+        """Take snapshots at these positions too, once they are computed, and on the grid.
+
+        parting: where the text parts from others, in place of where it did before.
+        """
         self._takes_snapshots = True
-        self._wanted |= frozenset(places)
+        self._places |= frozenset(places)
+        self._parting = self._parting if parting is None else parting
+        self._wanted = self._places | {self._parting}
 
     def fork_from(self, other: "SequenceState") -> None:
         """Begin where another sequence is, and share its slots until either goes on."""
         self.retain(other.now)
         self.now = other.now
-        self._takes_snapshots, self._wanted = other._takes_snapshots, other._wanted
+        self._takes_snapshots = other._takes_snapshots
+        self._places, self._parting, self._wanted = other._places, other._parting, other._wanted
         self._last_snapshot = other._last_snapshot
 
     def note_snapshot(self, position: int) -> None:

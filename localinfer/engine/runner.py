@@ -258,7 +258,7 @@ class ModelRunner:
         request.history[position : position + len(drafted)] = drafted
         # Without memory there is no draft; the row before it has its memory.
         with suppress(OutOfMemoryError):
-            sequence.reserve(sequence.length + part.num_rows + len(drafted))
+            sequence.reserve(sequence.length + part.num_rows + len(drafted), len(drafted))
             part.num_drafted = len(drafted)
 
     def _drafted(self, part: ScheduledSequence, most: int, others: Others | None) -> Sequence[int] | NDArray[np.int32]:
@@ -339,7 +339,9 @@ class ModelRunner:
                 if request.matcher is not None and part.samples:
                     history = request.history[: request.position + part.num_drafted]
                     self._prepare_mask(request.matcher, history, request.position)
-            return forward(run, [part.request.cache for part in scheduled], token_ids, np.array(rows, np.int32))
+            sequences = [part.request.cache for part in scheduled]
+            drafted = [part.num_drafted for part in scheduled]
+            return forward(run, sequences, token_ids, np.array(rows, np.int32), drafted)
         finally:
             # All of them, those of an interrupted step too; a mask raises its own error when it is called.
             while self._masks:

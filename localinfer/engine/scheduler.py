@@ -379,6 +379,7 @@ class Scheduler:
                 whole = shared - shared % self._cache.pool.page_tokens
                 # A prompt that has passed what is shared computes no more of it.
                 if whole > length and whole > other_length:
+                    other.cache.want_snapshots(whole)
                     return True
         return False
 
@@ -434,5 +435,10 @@ def _can_proceed(request: Request) -> bool:
 
 def _rollback(request: Request) -> None:
     """Forget what was computed and not sampled, because a step was interrupted between the two."""
-    if request.sequence is not None and request.sequence.length >= request.length:
-        request.sequence.truncate(request.length - 1)
+    sequence = request.sequence
+    if sequence is None or sequence.length < request.length:
+        return
+    if sequence.truncate(request.length - 1) < request.length - 1 and request.position > request.base:
+        # What came before the last step is held; should it not be, what is missing is computed like a prompt.
+        request.restart(request.token_ids())
+        request.sequence = sequence

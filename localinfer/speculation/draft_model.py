@@ -154,15 +154,20 @@ class DraftModelText:
         return 0
 
     def _catch_up(self, tokens: NDArray[np.int32], count: int) -> tuple[SequenceCache, int]:
-        """Roll back rejected drafts, and compute the text but its last chunk; return how much was not computed yet."""
+        """Roll back rejected drafts, and compute the text but its last chunk; return how much was not computed yet.
+
+        A model with recurrent layers goes back to before its draft, and repeats what was accepted of it.
+        """
         model = self._model
+        num_repeated = 0
         if self._sequence is None:
             self._sequence = model.cache.admit(tokens, _NO_HINTS).sequence
         elif self._sequence.length > self._num_tokens:
             drafted = self._tokens[self._num_tokens : self._sequence.length]
             following = tokens[self._num_tokens : tokens.size - 1][: drafted.size]
             wrong = np.flatnonzero(drafted[: following.size] != following)
-            self._sequence.truncate(self._num_tokens + int(wrong[0] if wrong.size else following.size))
+            agreed = self._num_tokens + int(wrong[0] if wrong.size else following.size)
+            num_repeated = agreed - self._sequence.truncate(agreed)
         sequence = self._sequence
         if self._tokens.size < tokens.size + count:
             longer = np.empty(2 * (tokens.size + count), np.int32)
@@ -170,7 +175,7 @@ class DraftModelText:
             self._tokens = longer
         self._tokens[self._num_tokens : tokens.size] = tokens[self._num_tokens :]
         self._num_tokens = tokens.size
-        num_unread = tokens.size - sequence.length
+        num_unread = tokens.size - sequence.length - num_repeated
         chunk = model.program.max_batch_rows
         while tokens.size - sequence.length > chunk:
             model.forward(sequence, tokens[sequence.length : sequence.length + chunk], _NO_ROWS)
@@ -184,6 +189,8 @@ class DraftModelText:
         rows = np.array([pending.size - 1], np.int32)
         for index in range(out.size):
             results = model.forward(sequence, pending, rows, ((self._plan, position + index),))
+            if index == 0:
+                sequence.keep_state()
             token_id = model.sampler.choose(results[0], self._plan, position + index, tokens)
             if token_id >= model.shared_vocab_size:
                 return index

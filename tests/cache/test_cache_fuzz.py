@@ -32,7 +32,14 @@ BUDGET_PAGES = 60
 DISK_BYTES = 30_000
 STEPS = 10_000
 WINDOW = 7
-TRACED = ("cache/prefix_tree.py", "cache/prefix_cache.py", "cache/sequence.py", "cache/block_pool.py")
+TRACED = (
+    "cache/prefix_tree.py",
+    "cache/prefix_cache.py",
+    "cache/sequence.py",
+    "cache/sequence_state.py",
+    "cache/block_pool.py",
+    "cache/slabs.py",
+)
 
 
 class CacheOwner:
