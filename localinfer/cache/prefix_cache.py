@@ -202,6 +202,11 @@ class PrefixCache:
         self._tier = tier
         self.tree.on_evict = tier.on_evict
 
+    @property
+    def near_tokens(self) -> int:
+        """So many positions are not worth a snapshot, nor reading one from the disk."""
+        return self._policy.near_tokens
+
     def check_fits(self, length: int) -> None:
         """Raise OutOfMemoryError, with both numbers, if `length` positions are more than may ever be allocated."""
         held = length if self.window is None else min(length, self.window.max_tokens)

@@ -49,9 +49,11 @@ def _models(folder: Path) -> Iterator[tuple[float, str]]:
         except (OSError, ValueError):
             name, kv_type = "a model whose description is damaged", "unknown"
         found = [file for file in files if Path(file.path).is_relative_to(description.parent)]
-        found = [file for file in found if file.path.endswith((".page", ".window"))]
+        found = [file for file in found if file.path.endswith((".page", ".window", ".state"))]
         if found:
             num_pages = sum(file.path.endswith(".page") for file in found)
             num_bytes = sum(file.num_bytes for file in found)
-            line = f"  {neutralise_controls(name)} ({kv_type}): {num_pages:,} pages, {num_bytes:,} bytes"
+            num_snapshots = sum(file.path.endswith(".state") for file in found)
+            states = f", {num_snapshots:,} snapshots of recurrent states" if num_snapshots else ""
+            line = f"  {neutralise_controls(name)} ({kv_type}): {num_pages:,} pages{states}, {num_bytes:,} bytes"
             yield max(file.used_ns for file in found) / 1e9, line

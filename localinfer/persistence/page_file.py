@@ -4,7 +4,7 @@ A file has a header, then the page's bytes as in memory:
 
 | bytes | what |
 |---|---|
-| 8 | `LOCALKV` and a zero, or `LOCALKW` and a zero for a sliding-window block |
+| 8 | `LOCALKV` and a zero; `LOCALKW` for a sliding-window block, `LOCALKS` for recurrent states after these tokens |
 | 4 x 3 | version, tokens computed, capacity of a page in tokens (little-endian uint32) |
 | 8 | bytes of the page (little-endian uint64) |
 | 32 | key of the page before it |
@@ -34,6 +34,7 @@ from localinfer.types import TokenIds
 
 MAGIC = b"LOCALKV\0"
 WINDOWED_MAGIC = b"LOCALKW\0"
+STATE_MAGIC = b"LOCALKS\0"
 FORMAT_VERSION = 1
 KEY_BYTES = 32
 CHECKSUM_BYTES = 32
@@ -63,7 +64,7 @@ def checksum(header: bytes, data: memoryview | bytes = b"") -> bytes:
 class PageFormat:
     """Sizes of a page and of its file: `page_tokens` tokens in `page_bytes` bytes.
 
-    magic: the first bytes of the file: pages and sliding-window blocks of the same tokens differ in it.
+    magic: the first bytes of the file: pages, sliding-window blocks and states of the same tokens differ in it.
     """
 
     page_tokens: int

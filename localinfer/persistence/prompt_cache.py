@@ -35,7 +35,9 @@ from localinfer.persistence.fingerprint import (
     describe_folder,
     read_description,
 )
-from localinfer.persistence.store import DiskCounters, DiskTier, Found, PageSource, Saved, common_length
+from localinfer.persistence.restore import restore_prompt
+from localinfer.persistence.snapshot_store import SnapshotTier, chosen_positions
+from localinfer.persistence.store import DiskCounters, DiskTier, FileKind, Found, PageSource, Saved, common_length
 from localinfer.types import TokenIds
 
 logger = logging.getLogger(__name__)
@@ -47,6 +49,8 @@ _CLOSE_SECONDS = 5.0
 """Time limit for writing what is pending when closing."""
 _PAGES_IN_PLACE = 64
 """Pages written between two checks of the time limit when closing."""
+_MOST_SNAPSHOTS = 4
+"""Last snapshots of recurrent states of a text that are written when it goes idle; those of former turns were then."""
 _MAX_OTHERS = 64
 """Other fingerprints searched for a prompt, to explain a miss."""
 
@@ -95,6 +99,7 @@ class DiskCache:
         self.idle_seconds = idle_seconds
         self._tier: DiskTier | None = None
         self._parts_tier: DiskTier | None = None
+        self._states_tier: SnapshotTier | None = None
         self._others: list[tuple[Mapping[str, str], DiskTier]] = []
         self._chats_failure: str | None = None
         self._is_outdated = False
@@ -128,6 +133,11 @@ class DiskCache:
         """Pages and bytes read, written and rejected so far."""
         return DiskCounters() if self._tier is None else self._tier.counters
 
+    @property
+    def snapshot_counters(self) -> DiskCounters:
+        """The same of snapshots of recurrent states."""
+        return DiskCounters() if self._states_tier is None else self._states_tier.counters
+
     def wait_until_open(self) -> None:
         """Wait until stored chats have been read, milliseconds after loading."""
         if not self._is_closing:
@@ -144,7 +154,7 @@ class DiskCache:
             return self._explain(token_ids, cached_tokens, found)
         assert self._cache is not None, "a tier was set"
         try:
-            return _restore_pages(self._cache, tier, self._parts_tier, token_ids, found)
+            return restore_prompt(self._cache, tier, self._parts_tier, self._states_tier, token_ids, found)
         except OutOfMemoryError:
             return "it is on disk, and memory has no room for it beside the running sequences"
 
@@ -247,7 +257,30 @@ class DiskCache:
                 places = np.flatnonzero(cache.tree.match(token_ids).windowed).tolist()
             copies = self._copies(self._parts_tier, token_ids, is_windowed=True)
             self._parts_tier.save(token_ids, copies, places=places, threads=threads)
+        if self._states_tier is not None:
+            self._save_snapshots(self._states_tier, token_ids)
         return saved
+
+    def _save_snapshots(self, tier: SnapshotTier, token_ids: TokenIds) -> None:
+        """Copy one snapshot after the other between two steps of the engine."""
+        buffer = np.empty(tier.form.page_bytes, np.uint8).data
+
+        def read(position: int) -> memoryview | None:
+            if self._must_stop():
+                return None
+            try:
+                with self._engine.exclusive_cache() as cache:
+                    slot = cache.tree.match(token_ids).snapshots.get(position)
+                    if slot is None:
+                        return None
+                    buffer[:] = cache.pool.state_view(slot).data
+            except ClosedError:
+                return None
+            return buffer
+
+        with self._engine.exclusive_cache() as cache:
+            positions = chosen_positions(frozenset(cache.tree.match(token_ids).snapshots), _MOST_SNAPSHOTS)
+        tier.save_snapshots(token_ids, positions, read)
 
     def _copies(self, tier: DiskTier, token_ids: TokenIds, *, is_windowed: bool) -> PageSource:
         """Pages of one sequence, or their sliding-window blocks, copied alternately to two sets of buffers."""
@@ -284,6 +317,13 @@ class DiskCache:
             saved = save(tier, None, False)
             if self._parts_tier is not None:
                 save(self._parts_tier, np.flatnonzero(match.windowed).tolist(), True)
+            if self._states_tier is not None:
+
+                def states(position: int) -> memoryview | None:
+                    return None if self._must_stop() else pool.state_view(match.snapshots[position]).data
+
+                positions = chosen_positions(frozenset(match.snapshots), _MOST_SNAPSHOTS)
+                self._states_tier.save_snapshots(token_ids, positions, states)
             return saved
 
     def _pages(
@@ -312,14 +352,22 @@ class DiskCache:
         self._others = [other for other in self._find_others() if other[0] != dict(fingerprint.parts)]
         tier = self._tier_of(fingerprint, pool.page_tokens, pool.page_bytes)
         if pool.sliding.tokens:
-            self._parts_tier = self._tier_of(fingerprint, pool.page_tokens, pool.windowed_bytes, is_windowed=True)
+            self._parts_tier = self._tier_of(fingerprint, pool.page_tokens, pool.windowed_bytes, FileKind.WINDOW)
+        if pool.has_states:
+            self._states_tier = SnapshotTier(
+                self._folder,
+                fingerprint.key,
+                page_tokens=pool.page_tokens,
+                state_bytes=pool.states.slot_bytes,
+                max_bytes=self._max_bytes,
+            )
         self._tier = tier
         if self._history is not None:
             self._history.recall(StoredChats(tier.folder / CHATS_FOLDER).load(self._history.vocab_size))
         return tier
 
     def _tier_of(
-        self, fingerprint: Fingerprint, page_tokens: int, page_bytes: int, *, is_windowed: bool = False
+        self, fingerprint: Fingerprint, page_tokens: int, page_bytes: int, kind: FileKind = FileKind.PAGE
     ) -> DiskTier:
         return DiskTier(
             self._folder,
@@ -328,7 +376,7 @@ class DiskCache:
             page_bytes=page_bytes,
             max_bytes=self._max_bytes,
             threads=num_io_threads(),
-            is_windowed=is_windowed,
+            kind=kind,
         )
 
     def _find_others(self) -> Iterator[tuple[Mapping[str, str], DiskTier]]:
@@ -350,53 +398,6 @@ class DiskCache:
                 ours = self._identity.known()
                 return describe_differences(parts, {} if ours is None else ours.parts)
         return None
-
-
-def _restore_pages(
-    cache: PrefixCache, tier: DiskTier, parts_tier: DiskTier | None, token_ids: TokenIds, found: Found
-) -> str | None:
-    """Read found pages into the tree, as far as a sequence can continue from them; return why it ended early, or None.
-
-    parts_tier: the tier of sliding-window blocks, for a model that has them. Raises: OutOfMemoryError.
-    """
-    pool, first = cache.pool, found.first_page
-    match = cache.tree.match(token_ids)
-    before, before_windowed = match.pages[:first].copy(), match.windowed[:first].copy()
-    parts = () if parts_tier is None else parts_tier.of_same_pages(found)
-    stored = np.array([part is not None for part in parts], np.bool_) if parts else np.ones(len(found.pages), np.bool_)
-    usable = pool.sliding.usable_length(np.concatenate((before_windowed, stored)), found.num_tokens)
-    num_pages = pool.num_pages_for(usable)
-    if usable <= match.usable or num_pages <= first:
-        return None
-    if usable < found.num_tokens:
-        found = Found(first, usable, found.pages[: num_pages - first])
-    windowed = stored[: num_pages - first] & pool.sliding.kept(num_pages, usable)[first:]
-    # Retained, since allocating the others could evict them.
-    pool.retain(before, before_windowed)
-    try:
-        fresh = pool.acquire(len(found.pages), windowed)
-        try:
-            buffers = [pool.buffer(page) for page in fresh.tolist()]
-            restored = tier.restore(found, [buffer.data for buffer in buffers])
-            for page, buffer in zip(fresh.tolist(), buffers, strict=True):
-                pool.fill(page, buffer)
-            has_part = windowed.copy()
-            if parts_tier is not None:
-                places = np.flatnonzero(windowed)
-                some = Found(0, 0, tuple(part for place in places if (part := parts[place]) is not None))
-                views = [pool.windowed_view(page).data for page in fresh[places].tolist()]
-                has_part[places[pool.num_pages_for(parts_tier.restore(some, views).num_tokens) :]] = False
-                parts_tier.mark_used(some)
-            num_pages = pool.num_pages_for(restored.num_tokens)
-            if num_pages > first:
-                pages, held = np.concatenate((before, fresh)), np.concatenate((before_windowed, has_part))
-                cache.tree.insert(token_ids[: restored.num_tokens], pages[:num_pages], held[:num_pages])
-                tier.mark_used(found)
-        finally:
-            pool.release(fresh, windowed)
-    finally:
-        pool.release(before, before_windowed)
-    return None if restored.problem is None else f"a file on disk {restored.problem.value}, and was deleted"
 
 
 def _close_at_exit(reference: "weakref.ref[DiskCache]") -> None:

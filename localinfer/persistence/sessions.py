@@ -5,10 +5,10 @@
 | 8 | `LOCALSES` |
 | 4 | version (little-endian uint32) |
 | 8 | length of the JSON text (little-endian uint64) |
-| | JSON: fingerprint, token ids, tokens per page, bytes per page, bytes and number of sliding-window blocks |
-| 32 x buffers | checksum of each page and each sliding-window block |
+| | JSON: fingerprint, token ids, tokens and bytes per page, sliding-window blocks, snapshots of states |
+| 32 x buffers | checksum of each page, each sliding-window block and each snapshot |
 | 32 | checksum of everything up to here |
-| | the pages, as in memory, then the sliding-window blocks of the last of them |
+| | the pages, as in memory, then the sliding-window blocks of the last of them, then the snapshots |
 
 Nothing of a file is used before all of it is verified. It is plain data: reading it runs no code.
 """
@@ -33,14 +33,17 @@ from localinfer.files import OutputFile, check_output, num_io_threads
 from localinfer.folders import expand_home
 from localinfer.persistence.fingerprint import Fingerprint, ModelIdentity, differing_parts
 from localinfer.persistence.page_file import CHECKSUM_BYTES, PageFormat, checksum, read_all
+from localinfer.persistence.snapshot_store import chosen_positions
 from localinfer.types import TokenIds
 
 MAGIC = b"LOCALSES"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 _FIXED = struct.Struct("<8sIQ")
 _MAX_JSON_BYTES = 64 << 20
 _PAGES_AHEAD = 8
 """Pages whose checksums are computed while others are read or written."""
+_MOST_SNAPSHOTS = 4
+"""Last snapshots of recurrent states that a file holds, beside the first."""
 _CHANGED = "the model's file has changed since it was loaded; load the model again"
 
 
@@ -72,15 +75,31 @@ def save_session(
         windowed = pool.sliding.kept(num_pages, length) & match.windowed[:num_pages]
         pages, num_windowed = match.pages[:num_pages].copy(), int(windowed.sum()) if pool.sliding.tokens else 0
         views = [pool.view(page).data for page in pages.tolist()] + _windowed_views(pool, pages, num_windowed)
+        known = {position: slot for position, slot in match.snapshots.items() if position <= length}
+        positions = chosen_positions(frozenset(known), _MOST_SNAPSHOTS)
+        slots = [known[position] for position in positions]
+        views += [pool.state_view(slot).data for slot in slots]
         # Retained, so that the pages are not overwritten.
         pool.retain(pages, windowed)
+        for slot in slots:
+            pool.states.retain(slot)
     try:
         form = PageFormat(pool.page_tokens, pool.page_bytes)
-        content = SessionContent(fingerprint.parts, wanted[:length], form, pool.windowed_bytes, num_windowed)
+        content = SessionContent(
+            fingerprint.parts,
+            wanted[:length],
+            form,
+            pool.windowed_bytes,
+            num_windowed,
+            pool.states.slot_bytes,
+            positions,
+        )
         write_session(target, content, views)
     finally:
         with engine.exclusive_cache():
             pool.release(pages, windowed)
+            for slot in slots:
+                pool.release_state(slot)
     return length
 
 
@@ -100,24 +119,32 @@ def load_session(engine: Engine, identity: ModelIdentity, path: str | os.PathLik
                 "with a larger context_length"
             )
         num_pages, num_windowed = session.content.num_pages, session.content.num_windowed
-        sizes = (form, session.content.windowed_bytes)
-        if sizes != (PageFormat(pool.page_tokens, pool.page_bytes), pool.windowed_bytes):
+        sizes = (form, session.content.windowed_bytes, session.content.state_bytes)
+        if sizes != (PageFormat(pool.page_tokens, pool.page_bytes), pool.windowed_bytes, pool.states.slot_bytes):
             raise SessionMismatchError(f"{path} has pages of another size; send the conversation again")
+        slots: list[int] = []
         with engine.exclusive_cache():
             windowed = np.arange(num_pages) >= num_pages - num_windowed if pool.sliding.tokens else None
             fresh = pool.acquire(num_pages, windowed)
             buffers = [pool.buffer(page) for page in fresh.tolist()]
             views = [buffer.data for buffer in buffers] + _windowed_views(pool, fresh, num_windowed)
         try:
+            with engine.exclusive_cache():
+                for _ in session.content.positions:
+                    slots.append(pool.take_slot(pool.states))
+                    views.append(pool.state_view(slots[-1]).data)
             session.read_pages(views)
             with engine.exclusive_cache() as cache:
                 for page, buffer in zip(fresh.tolist(), buffers, strict=True):
                     pool.fill(page, buffer)
-                cache.tree.insert(token_ids, fresh, windowed)
+                snapshots = dict(zip(session.content.positions, slots, strict=True))
+                cache.tree.insert(token_ids, fresh, windowed, snapshots=snapshots)
                 cache.last_retired = token_ids
         finally:
             with engine.exclusive_cache():
                 pool.release(fresh, windowed)
+                for slot in slots:
+                    pool.release_state(slot)
     return token_ids
 
 
@@ -125,7 +152,8 @@ def load_session(engine: Engine, identity: ModelIdentity, path: str | os.PathLik
 class SessionContent:
     """The description in a session file: token ids int32[1..], and the parts of the fingerprint by name.
 
-    windowed_bytes, num_windowed: bytes of a sliding-window block, and how many pages at the end have one.
+    windowed_bytes, num_windowed: bytes of a sliding-window block, and how many pages at the end have one. state_bytes,
+    positions: bytes of a snapshot of recurrent states, and where there is one, rising.
     """
 
     fingerprint: Mapping[str, str]
@@ -133,6 +161,8 @@ class SessionContent:
     form: PageFormat
     windowed_bytes: int = 0
     num_windowed: int = 0
+    state_bytes: int = 0
+    positions: tuple[int, ...] = ()
 
     @property
     def num_pages(self) -> int:
@@ -141,21 +171,22 @@ class SessionContent:
 
     @property
     def num_buffers(self) -> int:
-        """Number of pages and sliding-window blocks."""
-        return self.num_pages + self.num_windowed
+        """Number of pages, sliding-window blocks and snapshots."""
+        return self.num_pages + self.num_windowed + len(self.positions)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all buffers."""
-        return self.num_pages * self.form.page_bytes + self.num_windowed * self.windowed_bytes
+        pages = self.num_pages * self.form.page_bytes + self.num_windowed * self.windowed_bytes
+        return pages + len(self.positions) * self.state_bytes
 
 
 def write_session(path: Path, content: SessionContent, pages: Sequence[memoryview]) -> int:
-    """Write a session, one buffer of `page_bytes` per page, then one per sliding-window block; return the file's bytes.
+    """Write a session, one buffer per page, sliding-window block and snapshot, in this order; return the file's bytes.
 
     The write is atomic; a new file is readable by its owner only. Raises: SessionFileError.
     """
-    assert len(pages) == content.num_buffers, "one buffer per page and per sliding-window block"
+    assert len(pages) == content.num_buffers, "one buffer per page, sliding-window block and snapshot"
     fields = {
         "fingerprint": dict(content.fingerprint),
         "token_ids": content.token_ids.tolist(),
@@ -163,6 +194,8 @@ def write_session(path: Path, content: SessionContent, pages: Sequence[memoryvie
         "page_bytes": content.form.page_bytes,
         "windowed_bytes": content.windowed_bytes,
         "num_windowed": content.num_windowed,
+        "state_bytes": content.state_bytes,
+        "positions": list(content.positions),
     }
     text = json.dumps(fields).encode()
     start = _FIXED.pack(MAGIC, FORMAT_VERSION, len(text)) + text
@@ -218,11 +251,11 @@ class SessionReader(Closing):
             )
 
     def read_pages(self, pages: Sequence[memoryview]) -> None:
-        """Read every page, and then every sliding-window block, into a buffer of its size, and verify them.
+        """Read every page, sliding-window block and snapshot into a buffer of its size, and verify them.
 
         Raises: SessionFileError; then the contents of the buffers are undefined.
         """
-        assert len(pages) == self.content.num_buffers, "one buffer per page and sliding-window block"
+        assert len(pages) == self.content.num_buffers, "one buffer per page, sliding-window block and snapshot"
         try:
             self._file.seek(self._header_bytes)
             with ThreadPoolExecutor(num_io_threads(), "localinfer-checksum") as executor:
@@ -282,13 +315,17 @@ class SessionReader(Closing):
             fingerprint, token_ids = fields["fingerprint"], fields["token_ids"]
             page_tokens, page_bytes = fields["page_tokens"], fields["page_bytes"]
             windowed_bytes, num_windowed = fields["windowed_bytes"], fields["num_windowed"]
+            state_bytes, positions = fields["state_bytes"], fields["positions"]
             is_sound = (
                 all(isinstance(value, str) for value in fingerprint.values())
                 and isinstance(token_ids, list)
                 and bool(token_ids)
                 and all(type(value) is int and 0 <= value < 2**31 for value in token_ids)
-                and all(type(value) is int and 0 <= value < 2**40 for value in (page_tokens, page_bytes))
+                and all(type(value) is int and 0 <= value < 2**40 for value in (page_tokens, page_bytes, state_bytes))
                 and all(type(value) is int and 0 <= value < 2**40 for value in (windowed_bytes, num_windowed))
+                and isinstance(positions, list)
+                and all(type(value) is int and 0 < value <= len(token_ids) for value in positions)
+                and all(one < other for one, other in zip(positions, positions[1:], strict=False))
                 and num_windowed <= -(-len(token_ids) // page_tokens)
             )
         except (ArithmeticError, AttributeError, ValueError, KeyError, TypeError, RecursionError):
@@ -296,7 +333,8 @@ class SessionReader(Closing):
         if not is_sound:
             raise self._damaged("its description is not what save_session writes")
         form = PageFormat(page_tokens, page_bytes)
-        return SessionContent(fingerprint, np.array(token_ids, np.int32), form, windowed_bytes, num_windowed)
+        ids = np.array(token_ids, np.int32)
+        return SessionContent(fingerprint, ids, form, windowed_bytes, num_windowed, state_bytes, tuple(positions))
 
     def _damaged(self, found: str) -> SessionFileError:
         return SessionFileError(f"{self.path} is damaged: {found}; use another copy, or send the conversation again")

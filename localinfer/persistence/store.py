@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,8 @@ from localinfer.files import WorkerThreads, run_all
 from localinfer.persistence.budget import DiskBudget, mark_used
 from localinfer.persistence.page_file import (
     KEY_BYTES,
+    MAGIC,
+    STATE_MAGIC,
     WINDOWED_MAGIC,
     PageFormat,
     PageRecord,
@@ -38,7 +41,14 @@ logger = logging.getLogger(__name__)
 _MAX_SIBLINGS = 1024
 """Files after one prefix that are searched for the longest common prefix: at most 10 milliseconds."""
 
-PAGE_SUFFIX, WINDOWED_SUFFIX = ".page", ".window"
+
+class FileKind(Enum):
+    """What a tier's files hold: the value is the end of their names, and their first bytes."""
+
+    PAGE = (".page", MAGIC)
+    WINDOW = (".window", WINDOWED_MAGIC)
+    STATE = (".state", STATE_MAGIC)
+
 
 _PAGES_AT_ONCE = 16
 _BYTES_AT_ONCE = 4 << 20
@@ -104,7 +114,7 @@ class DiskTier:
 
     folder: private, and existing. fingerprint: 32-byte hash of everything but the token ids that a page's bytes depend
     on. max_bytes: budget of the whole folder, pages of other fingerprints included. threads: how many read and verify
-    pages concurrently. is_windowed: the files are the pages' sliding-window blocks, beside those of the pages.
+    pages concurrently. kind: WINDOW for the pages' sliding-window blocks, whose files lie beside those of the pages.
     """
 
     def __init__(
@@ -116,11 +126,11 @@ class DiskTier:
         page_bytes: int,
         max_bytes: int,
         threads: int = 1,
-        is_windowed: bool = False,
+        kind: FileKind = FileKind.PAGE,
     ) -> None:
         assert len(fingerprint) == KEY_BYTES, "a fingerprint is a SHA-256"
-        self.form = PageFormat(page_tokens, page_bytes, *([WINDOWED_MAGIC] if is_windowed else []))
-        self._suffix = WINDOWED_SUFFIX if is_windowed else PAGE_SUFFIX
+        self._suffix, magic = kind.value
+        self.form = PageFormat(page_tokens, page_bytes, magic)
         self.folder = folder / fingerprint.hex()[:32]
         self.counters = DiskCounters()
         self._fingerprint = fingerprint
@@ -233,18 +243,23 @@ class DiskTier:
             # Only a page whose prefix was on disk before can replace a shorter one.
             if num_written == len(missing) > 0:
                 self._delete_shorter(records[missing[0]])
-            mark_used([paths[index] for index in places])
-            self._budget.note_written(num_written * self.form.file_bytes)
-            self.counters.bytes_deleted += self._budget.enforce()
-            self.counters.pages_written += num_written
-            self.counters.failed_saves += reason is not None
-            failure = None if reason is None else f"{self.folder} cannot be written: {reason}"
-            if failure is not None:
-                # Warn once, until a save succeeds or fails for another reason.
-                level = logging.INFO if reason == self._last_failure else logging.WARNING
-                logger.log(level, "a prompt was not cached on disk: %s", failure)
-            self._last_failure = reason
-            return Saved(num_written, len(places) - len(missing), failure)
+            used = [paths[index] for index in places]
+            return self._finish_save(used, num_written, len(places) - len(missing), reason)
+
+    def _finish_save(self, used: list[Path], num_written: int, num_present: int, reason: str | None) -> Saved:
+        """Count what a save has done, and enforce the budget. reason: the disk's, why it ended early."""
+        mark_used(used)
+        self._budget.note_written(num_written * self.form.file_bytes)
+        self.counters.bytes_deleted += self._budget.enforce()
+        self.counters.pages_written += num_written
+        self.counters.failed_saves += reason is not None
+        failure = None if reason is None else f"{self.folder} cannot be written: {reason}"
+        if failure is not None:
+            # Warn once, until a save succeeds or fails for another reason.
+            level = logging.INFO if reason == self._last_failure else logging.WARNING
+            logger.log(level, "a prompt was not cached on disk: %s", failure)
+        self._last_failure = reason
+        return Saved(num_written, num_present, failure)
 
     def _write_all(
         self,

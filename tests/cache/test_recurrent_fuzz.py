@@ -267,8 +267,8 @@ def test_sequence_goes_back_to_what_it_holds():
     run(1)
     run(1)
     sequence.keep_state()
-    run(1)
-    run(1)
+    for _ in range(3):
+        run(1)
     assert sequence.truncate(16) == 15 and sequence.length == 15
     assert sequence.truncate(0) == 0
     sequence.close()
