@@ -97,7 +97,9 @@ class LLM(Closing):
         self._chat_history: ChatHistory | None = None
         if model.chat_template is not None and model.tokenizer is not None:
             assert self._constraints is not None, "there is a tokenizer"
-            self._chat_history = ChatHistory(model.chat_template, model.tokenizer)
+            self._chat_history = ChatHistory(
+                model.chat_template, model.tokenizer, finds_branches=self._engine.pool.has_states
+            )
             self._replies = TemplateFormats(model.chat_template, model.tokenizer, self._constraints)
         self._identity = identity
         self._session_lock = threading.Lock()

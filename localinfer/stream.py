@@ -287,6 +287,7 @@ class TextStream(Closing, Iterator[StreamEvent]):
             context_shift=options.context_shift,
             cache_hints=CacheHints(
                 system_tokens=prompt.system_tokens,
+                branch_tokens=() if prompt.chat is None else prompt.chat.branch_tokens,
                 is_pinned=options.pin_cache,
                 history=None if prompt.chat is None else prompt.chat.history,
             ),

@@ -9,6 +9,7 @@ import threading
 from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from localinfer.errors import TemplateError
 from localinfer.models.text.tokenizer import StreamDecoder
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ Segments = Sequence[tuple[str, bool]]
 _MOST_CHATS = 128
 _MOST_CHARACTERS = 1 << 24
 _MOST_PREFIXES = 16
+_CUT_TOKENS = 4
 _SYSTEM_ROLES = ("system", "developer")
 
 
@@ -36,7 +39,9 @@ class EncodedChat:
     """A chat as a prompt.
 
     system_tokens: how many ids at the start are the system message's, or come before the first message. history: the
-    ids of an earlier prompt of the same chat and its reply, int32, where the messages repeat them.
+    ids of an earlier prompt of the same chat and its reply, int32, where the messages repeat them. branch_tokens: how
+    many ids at the start a later prompt of the chat is likely to share: those before the reply, where a template writes
+    the reply in another way than it was generated, and before the last message, which may be edited.
     """
 
     text: str
@@ -45,6 +50,7 @@ class EncodedChat:
     system_tokens: int
     history: NDArray[np.int32] | None
     messages: tuple[str, ...]
+    branch_tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -63,13 +69,16 @@ class AnsweredChat:
 class ChatHistory:
     """Encodes chats, and remembers those that were answered. Threads may share it.
 
+    finds_branches: whether `EncodedChat.branch_tokens` are wanted, as for models with recurrent layers; each takes a
+    rendering of its own.
     `on_answer`, where it is set, is called with each; it must not wait, as it may run inside the garbage collector.
     """
 
-    def __init__(self, template: "ChatTemplate", tokenizer: "Tokenizer") -> None:
+    def __init__(self, template: "ChatTemplate", tokenizer: "Tokenizer", *, finds_branches: bool = False) -> None:
         self.on_answer: Callable[[AnsweredChat], None] | None = None
         self._template = template
         self._tokenizer = tokenizer
+        self._finds_branches = finds_branches
         self._lock = threading.Lock()
         self._chats: deque[AnsweredChat] = deque(maxlen=_MOST_CHATS)
         self._prefixes: OrderedDict[str, list[int]] = OrderedDict()
@@ -99,7 +108,11 @@ class ChatHistory:
             token_ids = np.array(self._encode(segments, max_tokens), np.int32)
         written = tuple(map(repr, messages))
         system_tokens = self._count_system_tokens(text, segments, messages, token_ids)
-        return EncodedChat(text, closed, token_ids, system_tokens, _answered_ids(written, messages, chats), written)
+        answered = _answered_ids(written, messages, chats)
+        branches: tuple[int, ...] = ()
+        if self._finds_branches:
+            branches = self._find_branches(text, segments, messages, token_ids, {**(variables or {}), "tools": tools})
+        return EncodedChat(text, closed, token_ids, system_tokens, answered, written, branches)
 
     def remember(self, prompt: EncodedChat, reply_ids: Sequence[int]) -> None:
         """Keep the ids of a reply, whole or cut short."""
@@ -200,6 +213,32 @@ class ChatHistory:
             if decoded != text[start:]:
                 return None
         return ids
+
+    def _find_branches(
+        self,
+        text: str,
+        segments: Segments,
+        messages: Sequence[Mapping[str, Any]],
+        token_ids: NDArray[np.int32],
+        values: Mapping[str, Any],
+    ) -> tuple[int, ...]:
+        """How many ids come before the reply begins, and before the last message."""
+        places: set[int] = set()
+        for some in (messages, messages[:-1]):
+            if not some:
+                continue
+            # A template may refuse messages that end in this way.
+            with suppress(TemplateError):
+                spellings = self._tokenizer.special_spellings
+                parts = self._template.render_segments(some, spellings, add_generation_prompt=False, **values)
+                end = len(commonprefix((text, "".join(part for part, _ in parts))))
+                tail = self._tokenizer.encode_segments(_cut(segments, end, len(text)), continues_run=True)
+                place = token_ids.size - len(tail)
+                if place > 0 and token_ids[place:].tolist() != tail:
+                    # Text that is cut inside a token: somewhat before is as good.
+                    place = max(0, place - _CUT_TOKENS)
+                places.add(place)
+        return tuple(sorted(place for place in places if 0 < place < token_ids.size))
 
     def _count_system_tokens(
         self, text: str, segments: Segments, messages: Sequence[Mapping[str, Any]], token_ids: NDArray[np.int32]
