@@ -287,10 +287,28 @@ class PrefixCache:
         return saved
 
     def publish(self, sequence: SequenceCache, token_ids: TokenIds, hints: CacheHints) -> None:
-        """Cache the full pages of a sequence in use; `token_ids` are at least those of its positions."""
+        """Cache the full pages of a sequence in use; `token_ids` are at least those of its positions.
+
+        Of a page that is not full, a copy up to the last snapshot of recurrent states, if there is one in it.
+        """
         if not sequence.is_exact:
             return
-        self._insert(sequence, token_ids[: sequence.length - sequence.length % self.pool.page_tokens], hints)
+        whole = sequence.length - sequence.length % self.pool.page_tokens
+        last = max(sequence.snapshots, default=0) if self.pool.has_states else 0
+        if last <= whole:
+            self._insert(sequence, token_ids[:whole], hints)
+            return
+        pool, tail = self.pool, sequence.pages[whole // self.pool.page_tokens]
+        try:
+            copy = pool.acquire(1)
+        except OutOfMemoryError:
+            self._insert(sequence, token_ids[:whole], hints)
+            return
+        try:
+            pool.copy(int(tail), int(copy[0]))
+            self._insert(sequence, token_ids[:last], hints, tail=copy)
+        finally:
+            pool.release(copy)
 
     def retire(self, sequence: SequenceCache, token_ids: TokenIds, hints: CacheHints) -> None:
         """Make all of a sequence findable, unless it is an approximation, and close it."""
@@ -327,11 +345,15 @@ class PrefixCache:
         prefix = token_ids[:-1]
         return prefix if self.window is None else prefix[: self.window.num_pages * self.pool.page_tokens]
 
-    def _insert(self, sequence: SequenceCache, token_ids: TokenIds, hints: CacheHints) -> None:
-        """Put the beginning of what a sequence holds into the tree."""
+    def _insert(
+        self, sequence: SequenceCache, token_ids: TokenIds, hints: CacheHints, tail: PageNumbers | None = None
+    ) -> None:
+        """Put the beginning of what a sequence holds into the tree. tail: in place of its last page."""
         sequence.free_out_of_window()
         num_pages = self.pool.num_pages_for(token_ids.size)
         pages, windowed = sequence.pages[:num_pages], sequence.windowed[:num_pages]
+        if tail is not None:
+            pages = np.concatenate((pages[:-1], tail))
         snapshots = sequence.snapshots if self.pool.has_states else {}
         snapshots = {position: slot for position, slot in snapshots.items() if position <= token_ids.size}
         self.counters.snapshots_taken += len(snapshots)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from localinfer.kernels.kv_layout import LOG_ROWS
 from localinfer.kernels.program import Batch, Segment, StateStep
-from tests.engine.fakes import PAGE_TOKENS, FakeConfig, FakeLayout, FakeModel, FakeProgram, Logits
+from tests.engine.fakes import PAGE_TOKENS, FakeConfig, FakeLayout, FakeModel, FakeProgram, Logits, hashed_logits
 
 STATE_BYTES = 64
 LOG_BYTES = 16 * (LOG_ROWS + 2)
@@ -80,14 +80,15 @@ class FakeRecurrentProgram(FakeProgram):
         assert 0 < batch.token_ids.size <= self.max_batch_rows and batch.output_rows.size <= self.max_output_rows
         self.batch_sizes.append(batch.token_ids.size)
         self._check_apart(batch.segments)
-        states: list[State] = []
+        logits: list[Logits] = []
         row = 0
         for segment in batch.segments:
             ids = batch.token_ids[row : row + segment.num_rows].tolist()
+            states = self._run_segment(segment, ids)
+            wanted = [r - row for r in batch.output_rows.tolist() if row <= r < row + len(ids)]
+            logits += [self._logits(segment, states[r]) for r in wanted]
             row += segment.num_rows
-            states += self._run_segment(segment, ids)
-        rows = [self._logits(states[r]) for r in batch.output_rows.tolist()]
-        return np.array(rows, np.float32).reshape(len(rows), self.vocab_size)
+        return np.array(logits, np.float32).reshape(len(logits), self.vocab_size)
 
     def settle(self, step: StateStep) -> None:
         self.num_settled += 1
@@ -121,8 +122,8 @@ class FakeRecurrentProgram(FakeProgram):
                 raise MemoryError("scripted failure")
             state = advanced(state, token_id)
             states.append(state)
-            if self.has_pages:
-                self._check_pages(segment, position, state)
+            if self.has_pages and not segment.dropped_tokens:
+                assert state_of(self._held(segment, position + 1)) == state, "states and pages are of different texts"
             if step.new_log:
                 words(step.new_log, LOG_BYTES)[2 * offset : 2 * offset + 2] = [token_id, position]
             if offset + 1 in targets:
@@ -133,14 +134,15 @@ class FakeRecurrentProgram(FakeProgram):
         place = position - segment.dropped_tokens
         page_of(segment, place)[place % PAGE_TOKENS] = token_id
 
-    def _check_pages(self, segment: Segment, position: int, state: State) -> None:
-        if segment.dropped_tokens:
-            return
-        pages = [page_of(segment, first) for first in range(0, position + 1, PAGE_TOKENS)]
-        ids = np.concatenate(pages)[: position + 1].tolist()
-        assert state_of(ids) == state, "states and pages are of different texts"
+    def _held(self, segment: Segment, length: int) -> list[int]:
+        """Ids in a segment's pages."""
+        pages = [page_of(segment, first) for first in range(0, length, PAGE_TOKENS)]
+        ids: list[int] = np.concatenate(pages)[:length].tolist()
+        return ids
 
-    def _logits(self, state: State) -> Logits:
+    def _logits(self, segment: Segment, state: State) -> Logits:
+        if self.has_pages and not segment.dropped_tokens:
+            return self.logits_of(np.array(self._held(segment, state[1]), np.int32), self.vocab_size)
         return np.random.default_rng(state[0]).normal(0, 2, self.vocab_size).astype(np.float32)
 
     def _check_apart(self, segments: Sequence[Segment]) -> None:
@@ -161,18 +163,14 @@ def page_of(segment: Segment, position: int) -> NDArray[np.int32]:
 
 
 def recurrent_model(
+    logits_of: Callable[[NDArray[np.int32], int], Logits] = hashed_logits,
     *,
     page_bytes: int = 64,
     vocab_size: int = 260,
     context_length: int = 64,
     max_batch_rows: int = 5,
-    max_output_rows: int = 5,
-    logits_of: Callable[[State, int], Logits] | None = None,
+    max_output_rows: int = 3,
 ) -> FakeModel:
-    """A model with the logits of `fake_model()`, and a state. page_bytes: 0 for one without pages."""
-    program = FakeRecurrentProgram(
-        vocab_size, max_batch_rows=max_batch_rows, max_output_rows=max_output_rows, has_pages=page_bytes > 0
-    )
-    if logits_of is not None:
-        program._logits = lambda state: logits_of(state, vocab_size)  # type: ignore[method-assign]
+    """As `fake_model`, with a state. page_bytes: 0 for a model without pages, whose logits are those of a hash."""
+    program = FakeRecurrentProgram(vocab_size, logits_of, max_batch_rows, max_output_rows, has_pages=page_bytes > 0)
     return FakeModel(program, FakeConfig(vocab_size, context_length), recurrent_layout(page_bytes))
