@@ -58,6 +58,8 @@ def _attention(pool: ThreadPool, shape: AttentionShape, kv_type: str) -> FloatAr
         tape.store_kv(0, keys, values)
         tape.attention(out, queries, 0, shape)
         tape.activation(out, out, Activation.SILU)
+        tape.xielu(out, out, 0.75, 1.375, 0.5, -1e-6)
+        tape.gated_activation(out, out, out, Activation.SILU, 0.5)
         return out
 
     widths = [shape.num_heads * shape.key_size, shape.key_size, shape.value_size]
