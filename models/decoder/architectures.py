@@ -34,6 +34,15 @@ RECURRENT = ("plamo2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7")
 """Architectures with recurrent layers that are not supported yet."""
 
 
+OTHER_KINDS = {
+    **dict.fromkeys(("dream", "llada", "llada-moe", "rnd1"), "writes by diffusion, not token after token"),
+    **dict.fromkeys(("eagle3", "dflash"), "drafts from the hidden states of another model"),
+    **dict.fromkeys(("pockettts", "qwen3tts", "wavtokenizer-dec"), "makes speech"),
+    "clip": "reads images",
+}
+"""What models do that this version is not for."""
+
+
 def check_architecture(name: str) -> None:
     """Raise UnsupportedFormatError, with the reason or with the names known, unless this version runs it."""
     if name in RECURRENT:
@@ -41,6 +50,11 @@ def check_architecture(name: str) -> None:
             f"general.architecture is {name!r}, a model with recurrent layers of a kind that this version does not "
             f"run; it runs those of {', '.join(sorted(RECURRENT_ARCHITECTURES))}. "
             "Update localinfer or choose another model."
+        )
+    if name in OTHER_KINDS:
+        raise UnsupportedFormatError(
+            f"general.architecture is {name!r}, a model that {OTHER_KINDS[name]}; this version runs models of text. "
+            "Choose another model."
         )
     if name not in ARCHITECTURES:
         raise UnsupportedFormatError(
