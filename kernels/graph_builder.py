@@ -68,6 +68,13 @@ def _check_embed(op: ops.Embed | ops.EmbedPositions) -> None:
     check(out.rows is Rows.BATCH, f"{out.name} holds output rows; embeddings are of batch rows")
 
 
+def _check_previous_row(op: ops.PreviousRow) -> None:
+    check(op.out.rows is Rows.BATCH, f"{op.out.name} holds output rows; rows before others are of the batch")
+    if op.x is not None:
+        _same_shape(op.out, op.x)
+        check(op.out.index != op.x.index, f"{op.out.name} cannot take the rows before its own")
+
+
 def _check_receive(op: ops.Receive) -> None:
     check(op.out.rows is Rows.BATCH, f"{op.out.name} holds output rows; batch rows are handed over")
 
@@ -331,14 +338,19 @@ class GraphBuilder:
         is_taken = any(isinstance(other, ops.RecurrentOp) and other.state == op.state for other in self.ops)
         check(not is_taken, f"state {op.state} already belongs to another op")
 
-    def finish(self, output: Buffer) -> OpGraph:
-        """The finished graph; `output` is the buffer `Program.run` returns. Raises: ShapeError."""
-        check(output.rows is Rows.OUTPUT, f"{output.name} holds batch rows; logits are of output rows")
-        return OpGraph(self.kv_layers, tuple(self.buffers), tuple(self.ops), output, tuple(self.states))
+    def finish(self, output: Buffer, hidden: Buffer | None = None) -> OpGraph:
+        """The finished graph; `output` is the buffer `Program.run` returns, `hidden` one it shows.
+
+        Raises: ShapeError.
+        """
+        for buffer in (output, hidden or output):
+            check(buffer.rows is Rows.OUTPUT, f"{buffer.name} holds batch rows; results are of output rows")
+        return OpGraph(self.kv_layers, tuple(self.buffers), tuple(self.ops), output, tuple(self.states), hidden)
 
     # `builder.rope(x, table, 64)` is `builder.append(Rope(x, table, 64))`.
     embed = _writer(ops.Embed, _check_embed)
     embed_positions = _writer(ops.EmbedPositions, _check_embed)
+    previous_row = _writer(ops.PreviousRow, _check_previous_row)
     receive = _writer(ops.Receive, _check_receive)
     rms_norm = _writer(ops.RmsNorm, _check_norm)
     layer_norm = _writer(ops.LayerNorm, _check_norm)

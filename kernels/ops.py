@@ -239,6 +239,16 @@ class EmbedPositions(Record):
     table: EmbeddingTable
 
 
+class PreviousRow(Record):
+    """out[r] = x[r - 1] of the same sequence; of a segment's first row what the segment carries, or zeros.
+
+    The segment also says where x of its last row goes. x: None where segments have one row each.
+    """
+
+    out: Buffer
+    x: Buffer | None = None
+
+
 class Receive(Record):
     """out[r] = what the program was given for row r: the hidden states that another device computed."""
 
@@ -481,7 +491,7 @@ class ExpertScale(Record):
 
 
 Op = (
-    Embed | EmbedPositions | Receive | RmsNorm | LayerNorm | Matmul | Rope | StoreKV | Attention
+    Embed | EmbedPositions | PreviousRow | Receive | RmsNorm | LayerNorm | Matmul | Rope | StoreKV | Attention
     | Activate | GatedActivate | Xielu | Add | Multiply | MultiplySigmoid | Scale | ScaleColumns | Clamp
     | ScaleByPosition | Softcap | CopyHeads | HeadMatmul | SelectOutput | Route | ExpertMatmul | ExpertSum | ExpertScale
     | RecurrentOp
@@ -492,6 +502,8 @@ Op = (
 class OpGraph:
     """A model as data: its buffers by index, its ops in the order they run, and the buffer a program returns.
 
+    hidden: a buffer that a program also shows.
+
     kv_layers: what each layer of the cache that it reads and writes keeps; states: what each recurrent op does.
     """
 
@@ -500,6 +512,7 @@ class OpGraph:
     ops: tuple[Op, ...]
     output: Buffer
     states: tuple[StateShape, ...] = ()
+    hidden: Buffer | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -40,7 +40,8 @@ class Segment:
     `dropped_tokens` of them, whole pages that are not attended to any more. attention_sums: float32[pages] where the
     rows' attention to each page is added up, for tapes that were made to measure it. windowed_addresses: int64[pages],
     where the windowed layers' part of each page lies, for layouts that keep it apart; 0 for pages that those layers see
-    no more. state: of models with recurrent layers.
+    no more. state: of models with recurrent layers. carried: for models with draft layers, addresses of the hidden
+    states float32[hidden_size] of the row before, 0 for zeros, and of where those of the last row go, 0 for nowhere.
     """
 
     start_position: int
@@ -50,6 +51,7 @@ class Segment:
     attention_sums: FloatArray | None = None
     windowed_addresses: NDArray[np.int64] | None = None
     state: StateStep | None = None
+    carried: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -232,6 +234,14 @@ class StatefulProgram(Program, Protocol):
     def settle(self, step: StateStep) -> None:
         """Compute states without any row: write the source and its logged rows to the targets, all of 0 rows."""
         ...
+
+
+@runtime_checkable
+class HiddenProgram(Program, Protocol):
+    """A program that shows hidden states: float32[rows, hidden_size] of the last batch's output rows; None if its graph
+    has none."""
+
+    hidden: FloatArray | None
 
 
 @runtime_checkable

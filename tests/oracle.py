@@ -3,6 +3,7 @@
 Values are float64 throughout, so an oracle's result differs from a device's by the device's rounding alone.
 """
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,6 +106,7 @@ class NumpyProgram:
         self._kv_types = None if kv_type is None else parse_kv_type(kv_type)
         self._cache: dict[tuple[int, int], _LayerCache] = {}
         self._states = States()
+        self.hidden: FloatArray | None = None
 
     def run(self, batch: Batch) -> FloatArray:
         num_rows = {Rows.BATCH: len(batch.token_ids), Rows.OUTPUT: len(batch.output_rows)}
@@ -113,6 +115,8 @@ class NumpyProgram:
         run = _Run(batch, values, np.concatenate(positions), self._cache, self._kv_types, self._states)
         for op in self._graph.ops:
             _FORMULAS[type(op)](run, op)
+        if self._graph.hidden is not None:
+            self.hidden = run[self._graph.hidden].astype(np.float32)
         return run[self._graph.output].astype(np.float32)
 
     def settle(self, step: StateStep) -> None:
@@ -136,6 +140,19 @@ def _formula(op: type) -> Callable[[Formula], Formula]:
 @_formula(ops.Embed)
 def _embed(run: _Run, op: ops.Embed) -> None:
     run[op.out] = op.scale * op.table.packed[run.batch.token_ids]
+
+
+@_formula(ops.PreviousRow)
+def _previous_row(run: _Run, op: ops.PreviousRow) -> None:
+    found, width = np.empty_like(run[op.out]), op.out.width
+    for segment, rows in _segment_rows(run.batch):
+        carried, following = segment.carried
+        found[rows[0]] = np.ctypeslib.as_array((ctypes.c_float * width).from_address(carried)) if carried else 0.0
+        if op.x is not None:
+            found[rows[1:]] = run[op.x][rows[:-1]]
+            if following:
+                np.ctypeslib.as_array((ctypes.c_float * width).from_address(following))[:] = run[op.x][rows[-1]]
+    run[op.out] = found
 
 
 @_formula(ops.EmbedPositions)

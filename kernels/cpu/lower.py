@@ -51,8 +51,8 @@ def lower_to_cpu(
     positions than that.
     Raises: ShapeError for what no kernel computes.
     """
-    kept = tuple(kv_layout.layers), tuple(kv_layout.states)
-    assert kept == (graph.kv_layers, graph.states), "a graph reads and writes the cache that it was written for"
+    is_kept = graph.kv_layers == tuple(kv_layout.layers) and graph.states in ((), tuple(kv_layout.states))
+    assert is_kept, "a graph reads and writes the cache that it was written for"
     tape = CpuTape(graph, pool, kv_layout, max_batch_rows, min(max_output_rows, max_batch_rows), max_summed_tokens)
     for op in graph.ops:
         LOWER[type(op)](tape, op)
@@ -399,6 +399,12 @@ def _expert_scale(tape: CpuTape, op: ops.ExpertScale) -> None:
     tape.add("experts.expert_scale", words, writes=x)
 
 
+def _previous_row(tape: CpuTape, op: ops.PreviousRow) -> None:
+    x, x_stride = (0, 0) if op.x is None else tape.place(op.x)
+    words = parameters.PREVIOUS_ROW.pack(**tape.places(out=op.out), x=x, x_stride=x_stride, columns=op.out.width)
+    tape.add("previous_row.previous_row", words, writes=op.out)
+
+
 def _receive(tape: CpuTape, op: ops.Receive) -> None:
     check(False, f"{op.out.name} cannot be received: the CPU computes a model from its first layer on")
 
@@ -406,6 +412,7 @@ def _receive(tape: CpuTape, op: ops.Receive) -> None:
 LOWER: dict[type, Callable[[CpuTape, Any], None]] = {
     ops.Embed: _embed,
     ops.EmbedPositions: _embed,
+    ops.PreviousRow: _previous_row,
     ops.Receive: _receive,
     ops.RmsNorm: _norm,
     ops.LayerNorm: _norm,

@@ -62,7 +62,8 @@ its sequence's page addresses, and of those of its windowed layers. scratch: SCR
 of SEGMENT blocks. partials: memory that all threads share: counters int64, zero between ops, and results of single
 chunks."""
 SEGMENT = Block(
-    "first_row num_rows position page_table windowed_table state log num_logged new_log targets num_targets"
+    "first_row num_rows position page_table windowed_table state log num_logged new_log targets num_targets carried "
+    "next_carried"
 )
 """From `state` on: see `program.StateStep`. targets: address of pairs int64[num_targets][2] of rows and address."""
 
@@ -83,6 +84,8 @@ ROPE_ANGLES = Block("out out_stride frequencies count magnitude", floats="magnit
 """frequencies: address of the inverse frequencies, float64[count]."""
 ROPE = Block("x x_stride angles angles_stride heads head_size pairs is_halves")
 """x: at its first rotated column."""
+PREVIOUS_ROW = Block("out out_stride x x_stride columns")
+"""x: 0 where segments have one row each."""
 SELECT_OUTPUT = Block("out out_stride x x_stride columns")
 COPY_HEADS = Block("out out_stride x x_stride heads width out_head_bytes x_head_bytes is_output")
 GATHER = Block("out out_stride x x_stride offsets columns is_output")

@@ -53,6 +53,7 @@ class CpuTape:
         self.max_rows = {Rows.BATCH: max_batch_rows, Rows.OUTPUT: max_output_rows}
         self.memory = TapeMemory(self.max_rows, graph.buffers)
         self.logits = self.memory.rows(graph.output)
+        self.hidden = None if graph.hidden is None else self.memory.rows(graph.hidden)
         self.kernels: list[Kernel] = []
         self.parameters: list[NDArray[np.int64]] = []
         self.operations: list[Operation] = []

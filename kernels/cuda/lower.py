@@ -54,6 +54,7 @@ def lower_to_cuda(
             f"this model has {len(graph.states)} recurrent ops, which device 'cuda' does not run; take device 'cpu' "
             "(--device cpu)"
         )
+    check(graph.hidden is None, "draft layers run on the CPU only")
     assert tuple(kv_layout.layers) == graph.kv_layers, "a graph reads and writes the cache that it was written for"
     max_rows = {Rows.BATCH: max_batch_rows, Rows.OUTPUT: min(max_output_rows, max_batch_rows)}
     tape = CudaTape(graph, device, kv_layout, max_rows)

@@ -54,6 +54,16 @@ OUTPUT_NAMES = {
 
 
 @dataclass(frozen=True, kw_only=True)
+class DraftLayers:
+    """Layers for next-token prediction. from_normed: they read hidden states after a norm, else before. has_layer_norm:
+    before the output head, in place of the model's norm. feed_forward_norm: in place of the model's."""
+
+    from_normed: bool = True
+    has_layer_norm: bool = False
+    feed_forward_norm: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Architecture:
     """One model family, given the sizes of one model, without what follows from the tensors in a file.
 
@@ -103,6 +113,7 @@ class Architecture:
     embedding_norm: str | None = None
     normalises_embedding: bool = False
     output_norm: str = "output_norm"
+    draft_layers: DraftLayers = DraftLayers()
     mixers: tuple[Mixer, ...] = ()
     mixer_beside: Mixer | None = None
     has_feed_forward: bool = True

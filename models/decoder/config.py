@@ -36,9 +36,11 @@ _MAX_VOCABULARY = 1 << 20
 class ModelConfig:
     """The hyperparameters of a model.
 
-    Tuples have one entry per layer. A layer with no heads has no attention, one with heads of queries alone only the
-    output projection (its keys and values, where it caches some, are another kind's).
-    head_dim: size of a query or key head; value_head_dim: of a value head.
+    Tuples have one entry per layer. num_draft_layers: how many of the last layers are for next-token prediction. A
+    layer with no heads has no attention, one with heads of queries alone only the output projection (its keys and
+    values, where it caches some, are another kind's).
+    head_dim: size of a query or key head; value_head_dim: of a value head. layer_norm_epsilon: of layer norms, where
+    the file has one besides norm_epsilon.
     intermediate_size: from the metadata; the decoder uses the tensors' shapes. windowed_layers: empty if the file
     leaves the pattern to the architecture. A scale of None is not in the file. block_tensors: names of the tensors of
     the first block, without `blk.0.`, which distinguish variants of some architectures.
@@ -53,6 +55,7 @@ class ModelConfig:
     architecture: str
     hidden_size: int
     num_layers: int
+    num_draft_layers: int = 0
     vocab_size: int
     context_length: int
     num_heads: tuple[int, ...]
@@ -61,6 +64,7 @@ class ModelConfig:
     head_dim: int
     value_head_dim: int
     norm_epsilon: float
+    layer_norm_epsilon: float = 0.0
     rope: RopeConfig
     experts: ExpertConfig | None = None
     latent: LatentConfig | None = None
@@ -90,11 +94,19 @@ class ModelConfig:
     is_layer_norm: bool = False
     block_tensors: frozenset[str] = frozenset()
 
+    @property
+    def num_main_layers(self) -> int:
+        """Layers that logits come from: all but those for next-token prediction."""
+        return self.num_layers - self.num_draft_layers
+
     @classmethod
-    def from_metadata(cls, metadata: Mapping[str, object], tensor_shapes: Mapping[str, Shape]) -> "ModelConfig":
+    def from_metadata(
+        cls, metadata: Mapping[str, object], tensor_shapes: Mapping[str, Shape], *, with_draft_layers: bool = False
+    ) -> "ModelConfig":
         """Read and check the hyperparameters of a GGUF file.
 
         tensor_shapes: every tensor of the file, rows first. Values of `metadata` are numbers, strings or sequences.
+        with_draft_layers: count the layers for next-token prediction, if the file has their tensors, as last layers.
         Raises: CorruptFileError if values contradict each other or the tensors; UnsupportedFormatError if they
         describe a model this version cannot run. Both name the key.
         """
@@ -107,12 +119,12 @@ class ModelConfig:
         reader = MetadataReader(metadata, prefix=architecture)
         hidden_size = reader.integer("embedding_length", low=1, high=MAX_WIDTH)
         vocab_size = _vocab_size(reader, tensor_shapes, hidden_size)
-        extra_layers = reader.integer("nextn_predict_layers", 0, low=0, high=MAX_LAYERS)
-        num_layers = _count_layers(reader, tensor_shapes) - extra_layers
-        if num_layers < 1:
-            raise reader.contradiction("nextn_predict_layers", extra_layers, "fewer than block_count")
+        num_main_layers, num_draft_layers = _count_layers(reader, tensor_shapes)
+        if not with_draft_layers:
+            num_draft_layers = 0
+        num_layers = num_main_layers + num_draft_layers
         num_heads, num_kv_heads = _head_counts(reader, num_layers, may_lack=has_recurrent_layers(architecture))
-        recurrent = read_recurrent(reader, architecture, num_layers, num_heads, num_kv_heads)
+        recurrent = read_recurrent(reader, architecture, num_layers, num_draft_layers, num_heads, num_kv_heads)
         if recurrent is not None:
             num_kv_heads = tuple(
                 0 if is_one else count for is_one, count in zip(recurrent.layers, num_kv_heads, strict=True)
@@ -132,6 +144,7 @@ class ModelConfig:
             architecture=architecture,
             hidden_size=hidden_size,
             num_layers=num_layers,
+            num_draft_layers=num_draft_layers,
             vocab_size=vocab_size,
             context_length=context_length,
             num_heads=num_heads,
@@ -142,6 +155,7 @@ class ModelConfig:
             head_dim=head_dim,
             value_head_dim=value_head_dim,
             norm_epsilon=_norm_epsilon(reader),
+            layer_norm_epsilon=reader.number("attention.layer_norm_epsilon", 0.0, low=0.0, high=1.0),
             rope=rope,
             experts=read_experts(reader),
             recurrent=recurrent,
@@ -175,12 +189,18 @@ class ModelConfig:
         return config
 
 
-def _count_layers(reader: MetadataReader, tensor_shapes: Mapping[str, Shape]) -> int:
-    num_layers = reader.integer("block_count", low=1, high=MAX_LAYERS)
+def _count_layers(reader: MetadataReader, tensor_shapes: Mapping[str, Shape]) -> tuple[int, int]:
+    """Layers of the model, and those for next-token prediction that follow them; a file may lack the latter."""
+    num_blocks = reader.integer("block_count", low=1, high=MAX_LAYERS)
+    num_extra = reader.integer("nextn_predict_layers", 0, low=0, high=MAX_LAYERS)
+    if num_blocks <= num_extra:
+        raise reader.contradiction("nextn_predict_layers", num_extra, "fewer than block_count")
+    num_layers = num_blocks - num_extra
     found = {name.split(".", 2)[1] for name in tensor_shapes if name.startswith("blk.")}
     if any(str(layer) not in found for layer in range(num_layers)):
-        raise reader.contradiction("block_count", num_layers, f"the {len(found)} blocks that the tensors form")
-    return num_layers
+        raise reader.contradiction("block_count", num_blocks, f"the {len(found)} blocks that the tensors form")
+    has_extra = all(f"blk.{layer}.nextn.eh_proj.weight" in tensor_shapes for layer in range(num_layers, num_blocks))
+    return num_layers, num_extra if has_extra else 0
 
 
 def _booleans(reader: MetadataReader, key: str, num_layers: int) -> tuple[bool, ...]:

@@ -148,10 +148,11 @@ def build_model(folder: Path, name: str) -> ArchModel:
         return ArchModel(name, path, answers[f"{name}.tokens"], answers[f"{name}.logits"])
 
 
-def read_config(path: Path) -> ModelConfig:
+def read_config(path: Path, *, with_draft_layers: bool = False) -> ModelConfig:
     """The configuration of a file."""
     with read_gguf(path) as file:
-        return ModelConfig.from_metadata(file.metadata, {name: info.shape for name, info in file.tensors.items()})
+        shapes = {name: info.shape for name, info in file.tensors.items()}
+        return ModelConfig.from_metadata(file.metadata, shapes, with_draft_layers=with_draft_layers)
 
 
 def run_logits(model: ArchModel, device: Device, chunk_rows: int = 0) -> FloatArray:
