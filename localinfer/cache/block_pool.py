@@ -73,6 +73,7 @@ class PagePool:
         self._device = layout if isinstance(layout, DevicePages) else None
         self._has_windows = layout.window > 0
         self.has_states = layout.state_bytes > 0
+        self.carried_size = layout.carried_size
         # Memory that one kind no longer needs must be available to the others.
         has_kinds = self._has_windows or self.has_states
         self._memory = SlabAllocator(layout.page_bytes, self._device, can_shrink=has_kinds and layout.page_bytes > 0)
