@@ -170,7 +170,7 @@ class ReplyParser:
             length = match_length(self._held, begin)
             if length is None or None in frames:
                 return False
-            if length >= 0 and max(frames, default=-1) < 0:  # type: ignore[type-var]
+            if length >= 0 and all(size == -1 for size in frames):
                 return self._begin_call(length, begin)
         return self._go(self._text if self._marks else self._plain)
 

@@ -229,7 +229,7 @@ class TemplateFormats:
     def _effort(self) -> dict[str, Any]:
         """What lets a model reason whose template closes reasoning unless it is told how much there shall be."""
         flags: dict[str, Any] = dict.fromkeys(THINKING_VARIABLES, True)
-        effort = {"reasoning_effort": "high"}
+        effort: dict[str, Any] = {"reasoning_effort": "high"}
         ask = [{"role": "user", "content": "?"}]
         try:
             prompts = [self._template.render(ask, **flags, **more) for more in ({}, effort)]

@@ -89,6 +89,11 @@ def test_parameters_of_every_family_are_read_as_json_at_every_cut(name: str, typ
         ('say "a"\nand </b>', ("string",), '"say \\"a\\"\\nand </b>"'),
         ("</param", ("string",), '"</param"'),
         ("no number", ("integer",), '"no number"'),
+        ("{'a': [True, None]}", ("object",), '{"a": [true, null]}'),
+        ("{'a': f(1)}", ("object",), "\"{'a': f(1)}\""),
+        ("<![CDATA[a </parameter> <b>]]>", ("string",), '"a </parameter> <b>"'),
+        ("<![CDATA[3]]>", ("integer", "string"), '"3"'),
+        ("<![", ("string",), '"<!["'),
     ],
 )
 def test_values_become_json_of_the_types_that_they_may_have(written: str, types: tuple[str, ...], read: str) -> None:
@@ -183,6 +188,26 @@ def test_a_call_that_is_cut_short_keeps_what_came_of_its_arguments() -> None:
     for name, family in FAMILIES.items():
         cut = family.one_call.index("Bonn") + 2
         assert parse([family.one_call[:cut]], FORMS[name]) == ("", "", [("weather", '{"city": "Bo')])
+
+
+@pytest.mark.parametrize("family", ["hermes", "mistral"])
+def test_an_id_beside_the_arguments_belongs_to_the_frame(family: str) -> None:
+    text = FAMILIES[family].two_calls
+    assert text is not None
+    for member in (', "id": "abcdefghi"', ' , "call_id" : 12 '):
+        written = text.replace("3}", f"3}}{member}", 1)
+        weather, search = ("weather", ARGUMENTS[0]), ("search", ARGUMENTS[1])
+        assert_cuts_do_not_matter(written, FORMS[family], ("", "", [weather, search]))
+
+
+@pytest.mark.parametrize(
+    "call", ['<tool_call>\n{"name": "a b", "arguments": {}}', '<tool_call>\n{"name": "f", "arguments": "text"}']
+)
+def test_a_malformed_call_is_given_back_as_text_and_the_next_is_read(call: str) -> None:
+    whole = f"So: {call}\n</tool_call>"
+    assert_cuts_do_not_matter(whole, FORMS["hermes"], (whole, "", []))
+    both = f"{whole}\n{FAMILIES['hermes'].one_call}"
+    assert_cuts_do_not_matter(both, FORMS["hermes"], (whole, "", [("weather", ARGUMENTS[0])]))
 
 
 def test_a_second_call_that_is_cut_short_before_its_arguments_is_left_out() -> None:
