@@ -1,6 +1,7 @@
 """Formats of newer families from end to end: learned, read at every cut, held to by a grammar, and rendered again."""
 
 import json
+import re
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -179,6 +180,51 @@ def test_a_grammar_allows_this_format_and_these_tools_only(accepts: Callable[...
         answer = f"{reasoning.answer_begin}Hello.{reasoning.answer_end}"
         assert accepts(formats, tools, thought + answer, state="possible", must=False)
         assert not accepts(formats, tools, thought + answer, state="possible")
+
+
+class MarkerTokenizer(ByteTokenizer):
+    """Has a control token for each marker of a text."""
+
+    def __init__(self, text: str) -> None:
+        self.markers = sorted(set(re.findall(r"<[^<>\s]+>|\[[A-Z_/]+\]", text)))
+        self.vocab_size = 260 + len(self.markers)
+        self.special_spellings = SpellingFinder({marker: 260 + index for index, marker in enumerate(self.markers)})
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return super().token_bytes(token_id) if token_id < 260 else self.markers[token_id - 260].encode()
+
+    def token_text(self, token_id: int) -> str:
+        return super().token_text(token_id) if token_id < 260 else self.markers[token_id - 260]
+
+
+@pytest.mark.parametrize("name", NEWER_FAMILIES)
+def test_grammars_hold_where_markers_are_control_tokens(name: str) -> None:
+    form, reasoning = learned(name)
+    calls = written_calls(calls_of(name), form)
+    tokenizer = MarkerTokenizer(" ".join([*form.texts, *(() if reasoning is None else reasoning.texts)]))
+    compiler = ConstraintCompiler(tokenizer, tokenizer.vocab_size)
+    thought, answer = "", "Hello."
+    if reasoning is not None:
+        thought = f"{reasoning.begin}Both.{reasoning.end}{reasoning.following}"
+        answer = reasoning.answer_begin + answer + reasoning.answer_end
+    between = "" if reasoning is None else reasoning.end + reasoning.following if reasoning.following else ""
+    preamble = answer if reasoning is None or not reasoning.following else f"{reasoning.answer_begin}Hello.{between}"
+    for text, must in ((calls, True), (thought + calls, True), (thought + answer, False), (preamble + calls, False)):
+        grammar = reply_grammar(
+            reasoning=reasoning,
+            state="none" if reasoning is None else "possible",
+            calls=form,
+            tools=read_tools(TOOLS),
+            must_call=must,
+            is_parallel=True,
+            answer=None,
+            specials=tokenizer.special_spellings,
+        )
+        assert grammar is not None
+        mask = compiler.grammar_mask(grammar, start=0, what="schema")
+        spelled = tokenizer.encode_segments([(text, True)])
+        assert mask.count_allowed(np.empty(0, np.int32), spelled) == len(spelled), text
+        assert mask(np.array(spelled, np.int32))[ByteTokenizer.eos_token_id], text
 
 
 def test_ids_that_a_model_writes_are_kept_and_those_of_templates_hold_names() -> None:
