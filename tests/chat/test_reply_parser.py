@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from localinfer.chat.parser import ReplyParser, joined_calls
+from localinfer.chat.value_types import json_value
 from localinfer.models.text.call_learning import learn_call_format
 from localinfer.models.text.chat_template import ChatTemplate
 from localinfer.models.text.reply_format import CallFormat, ReasoningFormat
@@ -90,6 +91,7 @@ def test_parameters_of_every_family_are_read_as_json_at_every_cut(name: str, typ
         ("</param", ("string",), '"</param"'),
         ("no number", ("integer",), '"no number"'),
         ("{'a': [True, None]}", ("object",), '{"a": [true, null]}'),
+        ("['cut]", ("array",), '"[\'cut]"'),
         ("{'a': f(1)}", ("object",), "\"{'a': f(1)}\""),
         ("<![CDATA[a </parameter> <b>]]>", ("string",), '"a </parameter> <b>"'),
         ("<![CDATA[3]]>", ("integer", "string"), '"3"'),
@@ -100,6 +102,21 @@ def test_values_become_json_of_the_types_that_they_may_have(written: str, types:
     text = f"<tool_call>\n<function=f>\n<parameter=a>\n{written}\n</parameter>\n</function>\n</tool_call>"
     known = {"f": {"a": frozenset(types)}}
     assert_cuts_do_not_matter(text, FORMS["qwen-coder"], ("", "", [("f", f'{{"a": {read}}}')]), types=known)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        ["it's", 'a "b" True', 'it\'s "c"'],
+        {"a": [True, False, None], "b": {"\x07\n\\": 1.5}},
+        [[], {}, ""],
+        ["ü'\u200b"],
+    ],
+)
+def test_what_python_prints_of_a_value_is_that_value(value: Any) -> None:
+    types = frozenset(("array", "object"))
+    assert json.loads(json_value(str(value), types)) == value
+    assert json_value(str(value)[:-1], types) == json.dumps(str(value)[:-1], ensure_ascii=False)
 
 
 def test_white_space_around_a_parameter_may_be_missing() -> None:
