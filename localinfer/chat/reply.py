@@ -10,7 +10,7 @@ from localinfer.chat.constraints import Constraint, ConstraintCompiler, grammar_
 from localinfer.chat.grammar import ReasoningState, reply_grammar
 from localinfer.chat.messages import Tool, ToolChoice, choose_tools, read_tools
 from localinfer.chat.parser import ReplyParser
-from localinfer.chat.template_messages import template_messages
+from localinfer.chat.template_messages import template_messages, with_reasoning_as
 from localinfer.chat.thinking import ThinkingBudget
 from localinfer.chat.value_types import parameter_types
 from localinfer.errors import ConstraintError, RequestError, TemplateError
@@ -129,6 +129,8 @@ class ChatRequest:
 
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
         """Messages as the template expects them."""
+        if self.format.reasoning is not None:
+            messages = with_reasoning_as(self.format.reasoning.member, messages)
         if not self.format.tools and not any(
             message.get("tool_calls") or message["role"] == "tool" for message in messages
         ):

@@ -13,7 +13,7 @@ from localinfer.chat.constraints import ConstraintCompiler
 from localinfer.chat.grammar import ReasoningState, reply_grammar
 from localinfer.chat.messages import Tool, read_messages, read_tools
 from localinfer.chat.parser import ReplyParser, joined_calls
-from localinfer.chat.template_messages import template_messages
+from localinfer.chat.template_messages import template_messages, with_reasoning_as
 from localinfer.chat.value_types import parameter_types
 from localinfer.chat.written_calls import written_calls
 from localinfer.models.text.call_learning import learn_call_format
@@ -121,13 +121,17 @@ def test_calls_and_results_come_back_in_the_next_prompt(name: str) -> None:
     asked = [{"role": "user", "content": "Hi"}]
     said = {"role": "assistant", "content": "", "reasoning_content": "Both.", "tool_calls": calls}
     for order in (results, results[::-1]):
-        messages = template_messages(read_messages([*asked, said, *order]), form, read_tools(TOOLS))
+        messages = read_messages([*asked, said, *order])
+        if reasoning is not None:
+            messages = list(with_reasoning_as(reasoning.member, messages))
+        messages = template_messages(messages, form, read_tools(TOOLS))
         text = ChatTemplate(family.source).render(messages, tools=TOOLS if form.describes_tools else None)
         assert all(result["content"] in text for result in results) and '"maxLength": 12' in text
         found = ChatTemplate(family.source).render(messages[: -len(results)], add_generation_prompt=False)
         turn = found[found.index("Hi") + 2 :]
         stop = max(turn.rfind(end) for end in family.ends)
-        assert parse([turn[:stop]], (form, reasoning))[0][2] == expected(name)
+        read = parse([turn[:stop]], (form, reasoning))[0]
+        assert read[2] == expected(name) and ("Both." in turn) is (reasoning is not None)
 
 
 @pytest.fixture(scope="module")
@@ -225,6 +229,20 @@ def test_grammars_hold_where_markers_are_control_tokens(name: str) -> None:
         spelled = tokenizer.encode_segments([(text, True)])
         assert mask.count_allowed(np.empty(0, np.int32), spelled) == len(spelled), text
         assert mask(np.array(spelled, np.int32))[ByteTokenizer.eos_token_id], text
+
+
+def test_reasoning_and_text_beside_calls_reach_templates_that_read_other_names() -> None:
+    _, reasoning = learned("channels")
+    assert reasoning is not None and reasoning.member == "thinking"
+    said = {"role": "assistant", "content": "I look.", "reasoning_content": "So.", "tool_calls": calls_of("channels")}
+    asked, answered = {"role": "user", "content": "Hi"}, {"role": "tool", "content": "x"}
+    messages = with_reasoning_as(reasoning.member, [asked, said, answered])
+    text = ChatTemplate(NEWER_FAMILIES["channels"].source).render(messages)
+    assert text.index("I look.") < text.index("analysis<|message|>So.<|end|>") < text.index("to=functions.weather")
+    plain = [asked, {"role": "assistant", "content": "Yes."}]
+    assert (
+        with_reasoning_as("thinking", plain) is plain and with_reasoning_as("reasoning_content", messages) is messages
+    )
 
 
 def test_ids_that_a_model_writes_are_kept_and_those_of_templates_hold_names() -> None:

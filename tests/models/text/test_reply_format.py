@@ -130,6 +130,7 @@ def test_templates_without_calls_fall_back_to_the_general_format(source: str) ->
                 following="<|start|>assistant",
                 answer_begin="<|channel|>final<|message|>",
                 other_answers=("<|channel|>commentary<|message|>",),
+                member="thinking",
             ),
         ),
         (
@@ -161,7 +162,7 @@ def test_templates_without_calls_fall_back_to_the_general_format(source: str) ->
             "{% for m in messages %}<|{{ m.role }}|>{% if m.thinking %}<think:a>{{ m.thinking }}</think:a>{% endif %}"
             "{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|><think:a></think:a>{% endif %}",
             (),
-            ReasoningFormat("<think:a>", "</think:a>", "</think:a>"),
+            ReasoningFormat("<think:a>", "</think:a>", "</think:a>", member="thinking"),
         ),
     ],
 )
