@@ -15,8 +15,9 @@ from localinfer.types import FloatArray
 from tests.kernels.cpu.tape_runs import assert_same_bits, linear, random_rows, run_rows
 from tests.kernels.random_weights import random_weights
 
-# One of each way that products differ by instruction set; Q6_K has scales per half block.
-LAYOUTS = [Layout.F16, Layout.Q8_0, Layout.Q4_0, Layout.Q6_K]
+# One of each way that products differ by instruction set: Q6_K has scales per half block, Q2_K multiplies them as
+# integers, IQ4_NL looks levels up in a short table, IQ2_XS and IQ3_S in long ones, by indices of more than a byte.
+LAYOUTS = [Layout.F16, Layout.Q8_0, Layout.Q4_0, Layout.Q6_K, Layout.Q2_K, Layout.IQ4_NL, Layout.IQ2_XS, Layout.IQ3_S]
 ROWS = 7
 
 
