@@ -77,6 +77,7 @@ def measure_need(
     from localinfer.kernels.cpu.lower import MAX_BATCH_ROWS
     from localinfer.kernels.kv_layout import KVLayout
     from localinfer.models.decoder.decoder import kv_layer_shapes
+    from localinfer.models.load.devices import host_bytes
     from localinfer.models.load.loader import open_model_file, read_config
 
     file = open_model_file(path, changes, context_length)
@@ -87,7 +88,7 @@ def measure_need(
         per_token = -(-layout.page_bytes // layout.page_tokens)
         sliding = SlidingWindow(layout.window, layout.page_tokens)
         windowed = sliding.most_pages(config.context_length, MAX_BATCH_ROWS) * layout.windowed_bytes
-        return MemoryNeed(file.num_bytes + SCRATCH_BYTES + windowed, per_token, config.context_length)
+        return MemoryNeed(host_bytes(file) + SCRATCH_BYTES + windowed, per_token, config.context_length)
     finally:
         file.close()
 
