@@ -19,6 +19,8 @@ Body vectors are 64 bytes: lane r has four adjacent code bytes of row r, as in a
 | Q2_K | super-block | d, dmin f16[16], 4 vectors of scales | 128 columns: 8 vectors of bit pairs (pair k: block k) |
 | Q3_K | super-block | d f16[16], 3 vectors of scales | 8 vectors of third bits (bit b: block b), then as Q2_K |
 | TQ2_0 | super-block | d f16[16] | as Q2_K |
+| Q1_0 | 128 columns | d f16[16] | per block: 1 vector of bits (bit v of byte c: column 4v + c) |
+| Q2_0 | 64 columns | d f16[16] | per 16 columns: 1 vector of bit pairs (pair v of byte c: column 4v + c) |
 | MXFP4 | block | e u8[16] | as Q4_0 |
 | IQ4_NL | block | d f16[16] | as Q4_0 |
 | IQ4_XS | super-block | d f16[16], scales_h u16[16], 1 vector of scales_l | 8 blocks as Q4_0 |
@@ -83,6 +85,8 @@ class Layout(IntEnum):
     IQ2_S = 24
     IQ3_XXS = 25
     IQ3_S = 26
+    Q1_0 = 27
+    Q2_0 = 28
 
 
 GGUF_LAYOUTS = tuple(layout for layout in Layout if not layout.name.startswith("INT"))
@@ -134,6 +138,8 @@ SIZES: dict[Layout, LayoutSizes] = {
     Layout.IQ2_S: LayoutSizes(256, 288, 82),
     Layout.IQ3_XXS: LayoutSizes(256, 32, 98),
     Layout.IQ3_S: LayoutSizes(256, 224, 110),
+    Layout.Q1_0: LayoutSizes(128, 32, 18),
+    Layout.Q2_0: LayoutSizes(64, 32, 18),
 }
 
 

@@ -51,6 +51,8 @@ ERROR_BUDGET = {
     Layout.IQ2_S: 6e-3,
     Layout.IQ3_XXS: 6e-3,
     Layout.IQ3_S: 6e-3,
+    Layout.Q1_0: 6e-3,
+    Layout.Q2_0: 6e-3,
 }
 ARITHMETIC_BUDGET = 1e-6
 """The same against the activations as they are after rounding: what the kernel itself adds."""
