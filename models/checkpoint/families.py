@@ -52,8 +52,10 @@ class Family:
 
     architecture: GGUF's name. activations: names of the only activation it runs with. rows_permuted: GGUF stores the
     rows of queries and keys so that the two elements that rotate together lie side by side. norms_plus_one: GGUF stores
-    1 + w. windows: metadata of layers with a sliding window. defaults: what the model's class takes for absent keys.
-    metadata: keys only this family has, after the architecture's prefix.
+    1 + w. windows: metadata of layers with a sliding window. parameters: module and leaf of tensors whose names have no
+    leaf, by the ends of their names. stacks: stems whose module holds the matrices of all experts, with the first and
+    the distance of the rows that are theirs; plain numbers lie there as [experts, columns, rows]. defaults: what the
+    model's class takes for absent keys. metadata: keys only this family has, after the architecture's prefix.
     """
 
     architecture: str
@@ -63,6 +65,8 @@ class Family:
     norms_plus_one: bool = False
     epsilon: str = "rms_norm_eps"
     has_windows: bool = False
+    parameters: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    stacks: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     defaults: Mapping[str, object] = field(default_factory=dict)
     metadata: Callable[[Settings], Metadata] = lambda settings: {}
 
@@ -129,6 +133,15 @@ def _olmoe(settings: Settings) -> Metadata:
     settings.must_be("clip_qkv", None, None)
     return _experts(settings)
 
+
+def _gpt_oss(settings: Settings) -> Metadata:
+    settings.must_be("swiglu_limit", 7.0, 7.0)
+    settings.must_be("swiglu_alpha", 1.702, 1.702)
+    settings.mark_read(("experts_per_token",))
+    return _experts(settings)
+
+
+_GPT_OSS_STACKS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
 _GEMMA_DEFAULTS = {"hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
 _WINDOWED_GEMMA_DEFAULTS = {**_GEMMA_DEFAULTS, "query_pre_attn_scalar": 256, "sliding_window": 4096, "head_dim": 256}
@@ -206,6 +219,28 @@ FAMILIES: dict[str, Family] = {
     "olmo2": Family(architecture="olmo2", blocks={**_NORMS_BEHIND, **_ATTENTION, **_HEAD_NORMS, **_GATED}),
     "olmoe": Family(architecture="olmoe", blocks={**_NORMS, **_ATTENTION, **_HEAD_NORMS, **_EXPERTS}, metadata=_olmoe),
     "smollm3": Family(architecture="smollm3", blocks=_LLAMA, rows_permuted=True, metadata=_smollm3),
+    "gpt_oss": Family(
+        architecture="gpt-oss",
+        blocks={
+            **_ATTENTION,
+            "attn_sinks": "self_attn.sinks",
+            "attn_norm": "input_layernorm",
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_gate_inp": "mlp.router",
+            "ffn_gate_exps": _GPT_OSS_STACKS[0],
+            "ffn_up_exps": _GPT_OSS_STACKS[0],
+            "ffn_down_exps": _GPT_OSS_STACKS[1],
+        },
+        has_windows=True,
+        parameters={
+            "self_attn.sinks": ("self_attn.sinks", "weight"),
+            **{module: (module, "weight") for module in _GPT_OSS_STACKS},
+            **{f"{module}_bias": (module, "bias") for module in _GPT_OSS_STACKS},
+        },
+        # Rows of gate and up take turns.
+        stacks={"ffn_gate_exps": (0, 2), "ffn_up_exps": (1, 2), "ffn_down_exps": (0, 1)},
+        metadata=_gpt_oss,
+    ),
     "seed_oss": Family(
         architecture="seed_oss",
         blocks=_ATTENTION

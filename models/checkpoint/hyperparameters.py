@@ -152,7 +152,9 @@ def _read_rope(settings: Settings, head_dim: int, context_length: int) -> tuple[
     if kind == "llama3":
         return keys, {"rope_freqs.weight": _llama3_divisors(scaling, factor, original, base, rotary_size)}
     if kind == "yarn":
-        return {**keys, **_yarn(scaling, factor, original)}, {}
+        if scaling.boolean("truncate", True):
+            return {**keys, **_yarn(scaling, factor, original)}, {}
+        return _untruncated_yarn(scaling, keys, factor, original, base, rotary_size)
     raise UnsupportedFormatError(
         f"config.json: the RoPE scaling {kind!r:.40} is not known; this version runs {_KNOWN}. "
         "Update localinfer or choose another model."
@@ -178,7 +180,6 @@ def _yarn(scaling: Settings, factor: float, original: int) -> dict[str, object]:
     for key in ("mscale", "mscale_all_dim"):
         if key in scaling:
             raise scaling.unsupported(key, "YaRN without it")
-    scaling.must_be("truncate", True, True)
     keys: dict[str, object] = {
         "rope.scaling.type": "yarn",
         "rope.scaling.factor": factor,
@@ -190,6 +191,25 @@ def _yarn(scaling: Settings, factor: float, original: int) -> dict[str, object]:
         # GGUF's factor multiplies YaRN's own temperature; this one replaces it.
         keys["rope.scaling.attn_factor"] = scaling.number("attention_factor", low=0.0) / (1.0 + 0.1 * math.log(factor))
     return keys
+
+
+def _untruncated_yarn(
+    scaling: Settings, keys: Metadata, factor: float, original: int, base: float, rotary_size: int
+) -> tuple[Metadata, Tensors]:
+    """YaRN whose blend begins and ends between two pairs (gpt-oss): GGUF's keys cannot say so, divisors can."""
+    yarn = _yarn(scaling, factor, original)
+
+    def pair_of(rotations: object) -> float:
+        assert isinstance(rotations, float), "these were read as numbers"
+        return rotary_size * math.log(original / (2.0 * math.pi * rotations)) / (2.0 * math.log(base))
+
+    first = max(0.0, pair_of(yarn["rope.scaling.yarn_beta_fast"]))
+    last = min(rotary_size - 1.0, pair_of(yarn["rope.scaling.yarn_beta_slow"]))
+    pairs = np.arange(rotary_size // 2, dtype=np.float64)
+    kept = 1.0 - np.clip((pairs - first) / max(0.001, last - first), 0.0, 1.0)
+    divisors = 1.0 / ((1.0 - kept) / factor + kept)
+    magnitude = scaling.number("attention_factor", 1.0 + 0.1 * math.log(factor), low=0.0)
+    return {**keys, "rope.scaling.attn_factor": magnitude}, {"rope_freqs.weight": divisors.astype(np.float32)}
 
 
 def _longrope(

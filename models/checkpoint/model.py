@@ -71,6 +71,9 @@ class CheckpointModel(Closing):
         unused, asides = left_aside(folder.tensors)
         if self._reader is not None:
             unused.update(name for name in folder.tensors if self._reader.is_unused(name))
+        self._names: dict[tuple[str, str], str] = {}
+        self._family = parameters.family
+        self._num_experts = parameters.metadata.get(f"{parameters.family.architecture}.expert_count", 1)
         parts = {name: self._part(name) for name in folder.tensors if name not in unused}
         self._plan, left_out = plan_tensors(parts, parameters)
         if left_out:
@@ -143,7 +146,9 @@ class CheckpointModel(Closing):
         planned = self._plan.get(name)
         if planned is None or len(planned.sources) != 1 or planned.plus_one or planned.permuted_heads:
             return None
-        return None if self._is_quantized(planned) else self._folder.stretch(f"{planned.sources[0]}.{planned.leaf}")
+        if planned.stack_rows is not None or self._is_quantized(planned):
+            return None
+        return self._folder.stretch(self._stored_name(planned.sources[0], planned.leaf))
 
     @property
     def has_changed(self) -> bool:
@@ -168,6 +173,11 @@ class CheckpointModel(Closing):
 
     def _part(self, name: str) -> tuple[str, str]:
         """The module of a tensor, and what of it the tensor is: `weight` for all that a quantized one is made of."""
+        for end, (module, leaf) in self._family.parameters.items():
+            if name.endswith(f".{end}"):
+                module = f"{name.removesuffix(end)}{module}"
+                self._names[module, leaf] = name
+                return module, leaf
         if self._reader is None:
             module, _, leaf = name.rpartition(".")
             return module, leaf
@@ -177,11 +187,24 @@ class CheckpointModel(Closing):
     def _matrices(self, planned: PlannedTensor) -> list[StoredMatrix]:
         """What a quantized weight is made of, one matrix per expert."""
         assert self._reader is not None, "nothing is quantized without a reader"
-        matrices = [self._reader.matrix(source) for source in planned.sources]
+        matrices = [self._reader.matrix(source) for source in self._expert_sources(planned)]
+        if planned.stack_rows is not None:
+            first, step = planned.stack_rows
+            matrices = [matrix.rows(np.arange(first, matrix.shape[0], step)) for matrix in matrices]
         if planned.permuted_heads:
             order = adjacent_pairs(matrices[0].shape[0], planned.permuted_heads)
             matrices = [matrix.rows(order) for matrix in matrices]
         return matrices
+
+    def _expert_sources(self, planned: PlannedTensor) -> list[str]:
+        """Modules of single matrices: those of a stack are numbered."""
+        if planned.stack_rows is None:
+            return list(planned.sources)
+        assert isinstance(self._num_experts, int), "it was read as a number"
+        return [f"{source}#{expert}" for source in planned.sources for expert in range(self._num_experts)]
+
+    def _stored_name(self, source: str, leaf: str) -> str:
+        return self._names.get((source, leaf), f"{source}.{leaf}")
 
     def _read_tokenizer(self) -> dict[str, object]:
         planned = self._plan["token_embd.weight"]
@@ -214,7 +237,7 @@ class CheckpointModel(Closing):
     def _record(self, planned: PlannedTensor) -> TensorRecord:
         if self._is_quantized(planned):
             return self._quantized_record(planned)
-        sources = [self._folder.tensor(f"{source}.{planned.leaf}") for source in planned.sources]
+        sources = [self._folder.tensor(self._stored_name(source, planned.leaf)) for source in planned.sources]
         first = sources[0]
         for source in sources:
             if (source.shape, source.dtype) != (first.shape, first.dtype):
@@ -228,28 +251,50 @@ class CheckpointModel(Closing):
                 f"config.json has a quantization_config of a method it knows. {_WAY_OUT}"
             )
         type = TensorType.F32 if planned.plus_one else _TYPES[first.dtype]
+        if planned.stack_rows is not None:
+            return self._stack_record(planned, type, first.name, first.shape)
         if not first.shape or len(first.shape) > 2 or 0 in first.shape:
             raise CorruptFileError(f"{first.name} has shape {first.shape}; wanted a vector or a matrix. {_WAY_OUT}")
         return _described(planned, type, first.shape)
 
+    def _stack_record(
+        self, planned: PlannedTensor, type: TensorType, name: str, shape: tuple[int, ...]
+    ) -> TensorRecord:
+        """The record of plain numbers of all experts: [experts, columns, rows], or [experts, rows] of a bias."""
+        assert planned.stack_rows is not None, "the caller has seen that it is a stack"
+        wanted = 3 if planned.leaf == "weight" else 2
+        if len(shape) != wanted or shape[0] != self._num_experts or 0 in shape:
+            raise CorruptFileError(
+                f"{name} has shape {shape}; wanted {wanted} dimensions, the first of {self._num_experts} experts. "
+                f"{_WAY_OUT}"
+            )
+        first, step = planned.stack_rows
+        return TensorRecord(planned.name, type, (shape[0], len(range(first, shape[-1], step)), *shape[1:-1]))
+
     def _quantized_record(self, planned: PlannedTensor) -> TensorRecord:
         assert self._reader is not None, "nothing is quantized without a reader"
-        shapes = {self._reader.shape(source) for source in planned.sources}
+        shapes = {self._reader.shape(source) for source in self._expert_sources(planned)}
         shape = shapes.pop()
         if shapes or 0 in shape:
             raise CorruptFileError(f"{planned.name} has parts of shapes {shape}, {shapes}; wanted equal ones")
         _described(planned, TensorType.F32, shape)  # before rows are taken by it
         matrices = self._matrices(planned)
         self._forms.append(stored_form(matrices))
+        if planned.stack_rows is not None:
+            return TensorRecord(planned.name, common_type(matrices), (len(matrices), *matrices[0].shape))
         return _described(planned, common_type(matrices), shape)
 
     def _source_bytes(self, planned: PlannedTensor, source: str) -> NDArray[np.uint8]:
-        name = f"{source}.{planned.leaf}"
+        name = self._stored_name(source, planned.leaf)
         stored = self._folder.tensor(name)
         if planned.plus_one:
             values = dequantize(self._folder.tensor_bytes(name), _TYPES[stored.dtype], stored.shape)
             return (values + np.float32(1)).reshape(-1).view(np.uint8)
         data: NDArray[Any] = self._folder.array(name)
+        if planned.stack_rows is not None:
+            first, step = planned.stack_rows
+            chosen = data[..., first::step]
+            data = np.ascontiguousarray(chosen.swapaxes(1, 2) if planned.leaf == "weight" else chosen)
         if planned.permuted_heads:
             data = data[adjacent_pairs(stored.shape[0], planned.permuted_heads)]
         return data.reshape(-1).view(np.uint8)

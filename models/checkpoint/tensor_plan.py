@@ -26,7 +26,8 @@ class PlannedTensor:
     """One GGUF tensor: `sources` are modules of the checkpoint, several where they are stacked, `leaf` what of them.
 
     permuted_heads: how many heads the rows belong to, if each head's rows go from halves to adjacent pairs, else 0.
-    plus_one: whether 1 is added to every value.
+    plus_one: whether 1 is added to every value. stack_rows: the first and the distance of its rows in each matrix of a
+    source that holds those of all experts; None for a source that is one matrix.
     """
 
     name: str
@@ -34,6 +35,7 @@ class PlannedTensor:
     leaf: str
     permuted_heads: int = 0
     plus_one: bool = False
+    stack_rows: tuple[int, int] | None = None
 
 
 def plan_tensors(
@@ -46,7 +48,9 @@ def plan_tensors(
     Raises: UnsupportedFormatError naming a tensor that has no place, CorruptFileError if a stack of experts has gaps.
     """
     prefix = _prefix({module for module, leaf in parts.values() if leaf == "weight"})
-    stems = {module.replace("{expert}", "*"): stem for stem, module in parameters.family.blocks.items()}
+    stems: dict[str, list[str]] = {}
+    for stem, module in parameters.family.blocks.items():
+        stems.setdefault(module.replace("{expert}", "*"), []).append(stem)
     sources: dict[tuple[str, str], dict[int, str]] = {}
     left_out: list[str] = []
     unknown: list[str] = []
@@ -54,10 +58,10 @@ def plan_tensors(
         if _OTHER_PARTS.match(name):
             left_out.append(name)
             continue
-        place = _place(module, prefix, stems, parameters)
-        if place is not None and leaf in PLAIN_LEAVES:
-            sources.setdefault((place[0], leaf), {})[place[1]] = module
-        elif not _IGNORED.fullmatch(name):
+        places = _places(module, prefix, stems, parameters) if leaf in PLAIN_LEAVES else []
+        for stem, expert in places:
+            sources.setdefault((stem, leaf), {})[expert] = module
+        if not places and not _IGNORED.fullmatch(name):
             unknown.append(name)
     if unknown:
         raise UnsupportedFormatError(
@@ -87,27 +91,31 @@ def _prefix(modules: Collection[str]) -> str:
     )
 
 
-def _place(module: str, prefix: str, stems: dict[str, str], parameters: Hyperparameters) -> tuple[str, int] | None:
-    """GGUF's name for a module, and which expert it is (0 for what is no expert); None for one without a place."""
+def _places(
+    module: str, prefix: str, stems: Mapping[str, list[str]], parameters: Hyperparameters
+) -> list[tuple[str, int]]:
+    """GGUF's names for a module, several for one that is shared, and which expert it is (0 for what is no expert)."""
     if module in _HEADS:
-        return "output", 0
+        return [("output", 0)]
     if not module.startswith(prefix):
-        return None
+        return []
     inner = module.removeprefix(prefix)
     if inner in (_EMBEDDING, "norm"):
-        return {"norm": "output_norm", _EMBEDDING: "token_embd"}[inner], 0
+        return [({"norm": "output_norm", _EMBEDDING: "token_embd"}[inner], 0)]
     layer = _LAYER.fullmatch(inner)
     if layer is None or int(layer[1]) >= parameters.num_layers:
-        return None
+        return []
     expert = _EXPERT.fullmatch(layer[2])
     path, index = (layer[2], 0) if expert is None else (f"{expert[1]}*{expert[3]}", int(expert[2]))
-    return (f"blk.{layer[1]}.{stems[path]}", index) if path in stems else None
+    return [(f"blk.{layer[1]}.{stem}", index) for stem in stems.get(path, ())]
 
 
 def _planned(stem: str, leaf: str, found: dict[int, str], parameters: Hyperparameters) -> PlannedTensor:
     family = parameters.family
     heads = {"attn_q": parameters.num_heads, "attn_k": parameters.num_kv_heads} if family.rows_permuted else {}
-    wanted = parameters.metadata.get(f"{family.architecture}.expert_count", 1) if stem.endswith("_exps") else 1
+    kind = stem.rpartition(".")[2]
+    has_experts = stem.endswith("_exps") and kind not in family.stacks
+    wanted = parameters.metadata.get(f"{family.architecture}.expert_count", 1) if has_experts else 1
     if sorted(found) != list(range(len(found))) or len(found) != wanted:
         raise CorruptFileError(
             f"{found[min(found)]}.{leaf} and its like are there for {len(found)} experts; wanted all {wanted}. "
@@ -117,6 +125,7 @@ def _planned(stem: str, leaf: str, found: dict[int, str], parameters: Hyperparam
         name=f"{stem}.{leaf}",
         sources=tuple(found[index] for index in range(len(found))),
         leaf=leaf,
-        permuted_heads=heads.get(stem.rpartition(".")[2], 0),
+        permuted_heads=heads.get(kind, 0),
         plus_one=family.norms_plus_one and stem.endswith("_norm"),
+        stack_rows=family.stacks.get(kind),
     )

@@ -75,6 +75,23 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "olmo2": {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}},
     "olmoe": {**_EXPERTS, **_ROUTING, "norm_topk_prob": False, "clip_qkv": None},
     "smollm3": {**_QWEN, "no_rope_layers": [1, 1], "no_rope_layer_interval": 4, "layer_types": ["full_attention"] * 2},
+    "gpt_oss": {
+        "num_local_experts": EXPERTS,
+        "num_experts_per_tok": 2,
+        "experts_per_token": 2,
+        "sliding_window": 16,
+        "swiglu_limit": 7.0,
+        "initial_context_length": 64,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 64,
+        },
+    },
     "seed_oss": {"residual_dropout": 0.1, "attention_out_bias": False, "rope_scaling": {"rope_type": "default"}},
 }
 _ROWS = {"attn_q": HEADS * HEAD, "attn_k": KV_HEADS * HEAD, "attn_v": KV_HEADS * HEAD}
@@ -86,6 +103,7 @@ _SHAPES: dict[str, tuple[int, ...]] = {
     "attn_k_norm": (HEAD,),
     "ffn_gate_inp": (EXPERTS, HIDDEN),
     "ffn_gate_inp_shexp": (1, HIDDEN),
+    "attn_sinks": (HEADS,),
 }
 
 
@@ -98,16 +116,16 @@ def write_family(folder: Path, model_type: str) -> Path:
     """Write a tiny model of random weights; returns its folder."""
     family = FAMILIES[model_type]
     generator = np.random.default_rng(1)
-    shapes: dict[str, tuple[int, ...]] = {"embed_tokens": (VOCAB, HIDDEN), "norm": (HIDDEN,)}
+    shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (VOCAB, HIDDEN), "norm.weight": (HIDDEN,)}
     for layer in range(LAYERS):
         for stem, module in family.blocks.items():
             if stem.startswith("ffn_") and "mlp.experts" not in module and _is_dense(stem) and _has_experts(model_type):
                 continue
             for expert in range(EXPERTS if "{expert}" in module else 1):
-                shapes[f"layers.{layer}.{module.replace('{expert}', str(expert))}"] = _shape(stem, model_type)
-    tensors = {
-        f"model.{name}.weight": generator.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()
-    }
+                name = module.replace("{expert}", str(expert))
+                name += "" if module in family.parameters else ".weight"
+                shapes[f"layers.{layer}.{name}"] = _shape(stem, model_type)
+    tensors = {f"model.{name}": generator.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
     return write_folder(folder, tensors, family_config(model_type))
 
 
@@ -124,6 +142,8 @@ def _shape(stem: str, model_type: str) -> tuple[int, ...]:
         return (_ROWS[stem.removesuffix("_norm")],)
     if stem in _SHAPES:
         return _SHAPES[stem]
+    if stem in FAMILIES[model_type].stacks:
+        return (EXPERTS, INNER, HIDDEN) if "down" in stem else (EXPERTS, HIDDEN, 2 * INNER)
     if stem.endswith("_norm"):
         return (HIDDEN,)
     if stem == "ffn_up" and "ffn_gate" not in FAMILIES[model_type].blocks:

@@ -38,6 +38,13 @@ GRANITE = {
     "residual_multiplier": 0.7,
     "logits_scaling": 2.0,
 }
+GPT_OSS = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "head_dim": 32,
+    "sliding_window": 16,
+    "rope_parameters": {**YARN, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "llama-biases-tied": ("LlamaConfig", {"attention_bias": True, "tie_word_embeddings": True}),
@@ -63,6 +70,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2Config", {}),
     "olmoe": ("OlmoeConfig", {"num_experts": 8, "num_experts_per_tok": 3}),
     "smollm3": ("SmolLM3Config", {}),
+    "gpt_oss": ("GptOssConfig", GPT_OSS),
     "seed_oss": ("SeedOssConfig", {"head_dim": 32}),
 }
 
