@@ -68,7 +68,8 @@ class CheckpointModel(Closing):
     def __init__(self, folder: CheckpointFolder) -> None:
         parameters = read_hyperparameters(folder.config, folder.path.resolve().name)
         self._reader = open_quantization(folder)
-        unused, asides = left_aside(folder.tensors)
+        settings = quantization_settings(folder)
+        unused, asides = left_aside(folder.tensors, settings)
         if self._reader is not None:
             unused.update(name for name in folder.tensors if self._reader.is_unused(name))
         self._names: dict[tuple[str, str], str] = {}
@@ -92,7 +93,6 @@ class CheckpointModel(Closing):
         self.paths = (*folder.paths, folder.path / "config.json")
         self.num_bytes = folder.num_bytes
         # Not GGUF's, but what the codes mean depends on it, and so does whatever is kept of a model's results.
-        settings = quantization_settings(folder)
         quantization = {"checkpoint.quantization": json.dumps(settings, sort_keys=True)} if settings else {}
         self.metadata = parameters.metadata | quantization | self._read_tokenizer()
         self.tensors = {name: self._record(planned) for name, planned in self._plan.items()}

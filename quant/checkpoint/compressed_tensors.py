@@ -118,7 +118,9 @@ class CompressedTensorsReader(ModuleReader):
         packed = self._folder.tensors.get(f"{module}.weight_packed")
         if packed is None and not is_scaled(self._folder, module):
             values = scales_of(self._folder, f"{module}.weight")
-            return DecodedMatrix(module, "plain numbers", *values.shape, lambda rows: values[rows], 0.0)
+            return DecodedMatrix(
+                module, "plain numbers", (values.shape[0], values.shape[1]), lambda rows: values[rows], 0.0
+            )
         if packed is None:
             bits = 8 if 8 in self._integer_widths else max(self._integer_widths, default=8)
             return scaled_matrix(

@@ -74,7 +74,7 @@ def scaled_matrix(
     """
     dtype = folder.tensor(f"{module}.weight").dtype
     data = bytes_of(folder, f"{module}.weight", (*FP8_DTYPES, "I8"))
-    grid = scale_grid(folder, f"{module}.{scale_leaf}", data.shape, group_sizes, block)
+    grid = scale_grid(folder, f"{module}.{scale_leaf}", (data.shape[0], data.shape[1]), group_sizes, block)
     if dtype == "I8":
         return _integers(folder, module, data, grid, integer_bits)
     table = fp8_values(dtype)
@@ -82,7 +82,7 @@ def scaled_matrix(
     return DecodedMatrix(
         module,
         f"{_NAMES[dtype]}, {grid.description}",
-        *data.shape,
+        (data.shape[0], data.shape[1]),
         lambda rows: table[data[span_of(rows)]] * grid.of_rows(rows),
         largest * float(np.abs(grid.values).max()),
     )

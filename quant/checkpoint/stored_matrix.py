@@ -78,15 +78,14 @@ class StoredMatrix(ABC):
 class DecodedMatrix(StoredMatrix):
     """A matrix whose weights are computed as numbers, because no block type has its codes.
 
-    stored_as: the description. read_rows: float32[n, columns] of n row numbers. reach: no weight is much larger. Q8_0
-    holds such weights within a normalized squared error of 1e-4; where its float16 scales could not, or 32 does not
-    divide the columns, bfloat16 does.
+    stored_as: the description. dimensions: the shape. read_rows: float32[n, columns] of n row numbers. reach: no weight
+    is much larger. Q8_0 holds such weights within a normalized squared error of 1e-4; where its float16 scales could
+    not, or 32 does not divide the columns, bfloat16 does.
     """
 
     name: str
     stored_as: str
-    num_rows: int
-    num_columns: int
+    dimensions: tuple[int, int]
     read_rows: RowReader
     reach: float
 
@@ -98,7 +97,7 @@ class DecodedMatrix(StoredMatrix):
     @property
     def shape(self) -> tuple[int, int]:
         """Rows and columns."""
-        return self.num_rows, self.num_columns
+        return self.dimensions
 
     @property
     def change(self) -> str:
@@ -108,7 +107,8 @@ class DecodedMatrix(StoredMatrix):
     def rows(self, order: NDArray[np.intp]) -> "DecodedMatrix":
         """Return the matrix of these rows, in this order."""
         read = self.read_rows
-        return replace(self, num_rows=len(order), read_rows=lambda rows: read(order[rows]))
+        dimensions = len(order), self.dimensions[1]
+        return replace(self, dimensions=dimensions, read_rows=lambda rows: read(order[rows]))
 
     def dequantize_rows(self, rows: NDArray[np.intp]) -> FloatArray:
         """Return float32[n, columns]. Raises: CorruptFileError if a weight is infinite or NaN."""
@@ -120,7 +120,7 @@ class DecodedMatrix(StoredMatrix):
 
     def gguf_type(self) -> TensorType:
         """Return Q8_0, or BF16 for what Q8_0 does not hold well."""
-        fits = self.num_columns % 32 == 0 and _SMALLEST_REACH <= self.reach <= _LARGEST_REACH
+        fits = self.dimensions[1] % 32 == 0 and _SMALLEST_REACH <= self.reach <= _LARGEST_REACH
         return TensorType.Q8_0 if fits else TensorType.BF16
 
     def gguf_bytes(self, type: TensorType) -> NDArray[np.uint8]:

@@ -215,6 +215,16 @@ def test_nvfp4_keeps_every_code_in_q6_k(columns: int, type: TensorType, is_model
     check(open_matrix(tmp_path, written.tensors, settings), written.weights, type, limit)
 
 
+def test_factors_of_the_input_move_into_the_columns(tmp_path: Path) -> None:
+    written = writers.nvfp4(values(), is_modelopt=True)
+    factors = generator().uniform(0.5, 2.0, 512).astype(np.float32)
+    settings = {**MODELOPT, "quant_algo": "NVFP4_AWQ"}
+    tensors: dict[str, Stored] = {**written.tensors, "pre_quant_scale": factors}
+    check(open_matrix(tmp_path, tensors, settings), written.weights * factors, TensorType.Q8_0, 1e-4)
+    with pytest.raises(CorruptFileError, match="pre_quant_scale has shape"):
+        open_matrix(tmp_path, {**tensors, "pre_quant_scale": factors[1:]}, settings)
+
+
 def test_nvfp4_scales_of_any_size_in_one_super_block_are_near(tmp_path: Path) -> None:
     written = writers.nvfp4(values() * np.repeat(2.0 ** generator().uniform(-12, 0, (33, 32)), 16, axis=1))
     settings = schemes(num_bits=4, group_size=16, strategy="tensor_group", format="nvfp4-pack-quantized")
