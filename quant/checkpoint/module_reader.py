@@ -62,9 +62,13 @@ class ModuleReader(ABC):
 def left_aside(names: Iterable[str], settings: Mapping[str, Any] | None) -> tuple[set[str], list[str]]:
     """Return the tensors of a checkpoint that describe activations and a KV cache, and what is to be said about them.
 
+    settings: how the checkpoint says it is quantized; without them it has no such tensors.
+
     Activations are rounded in blocks of 32 by scales of their own here, or not at all, and the KV cache has types of
     its own, so that none of these scales applies.
     """
+    if settings is None:
+        return set(), []
     kinds = {name: kind for name in names if (kind := _kind(name)) is not None}
     counts = Counter(kinds.values())
     notes = []
@@ -73,7 +77,7 @@ def left_aside(names: Iterable[str], settings: Mapping[str, Any] | None) -> tupl
             f"{counts['activations']} scales of activations are left aside: activations run in this program's own "
             "arithmetic, int8 in blocks of 32 or float32"
         )
-    wants_cache = settings is not None and any(settings.get(key) for key in _CACHE_SETTINGS)
+    wants_cache = any(settings.get(key) for key in _CACHE_SETTINGS)
     if counts["cache"] or wants_cache:
         found = f"{counts['cache']} scales" if counts["cache"] else "settings"
         notes.append(f"{found} of a quantized KV cache are left aside: the cache is stored as the option kv_type says")

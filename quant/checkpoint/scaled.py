@@ -47,8 +47,9 @@ class ScaleGrid:
     description: str
 
     def of_rows(self, rows: NDArray[np.intp]) -> FloatArray:
-        """Return float32[n, columns] of n row numbers."""
-        return self.values[self.row_of[rows]][:, self.column_of]
+        """Return float32[n, columns] of n row numbers, or [n, 1] where a row has one scale."""
+        scales = self.values[self.row_of[rows]]
+        return scales if scales.shape[1] == 1 else scales[:, self.column_of]
 
 
 def is_scaled(folder: CheckpointFolder, module: str) -> bool:
