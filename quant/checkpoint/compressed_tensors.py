@@ -40,7 +40,7 @@ from localinfer.quant.checkpoint.module_tensors import (
     wrong_shape,
 )
 from localinfer.quant.checkpoint.rotations import Rotations
-from localinfer.quant.checkpoint.scaled import EXPONENT_DTYPES, USUAL_BLOCK, is_scaled, scaled_matrix
+from localinfer.quant.checkpoint.scaled import EXPONENT_DTYPES, USUAL_BLOCK, block_of, is_scaled, scaled_matrix
 from localinfer.quant.checkpoint.stored_matrix import DecodedMatrix, StoredMatrix
 
 _FORMATS = (
@@ -154,8 +154,8 @@ class CompressedTensorsReader(ModuleReader):
         size, block = weights.get("group_size"), weights.get("block_structure")
         if type(size) is int and size > 0:
             self._group_sizes.add(size)
-        if isinstance(block, list) and len(block) == 2 and all(type(side) is int and side > 0 for side in block):
-            self._block = (block[0], block[1])
+        if block is not None:
+            self._block = block_of(block)
 
     def _packed_integers(self, module: str) -> GroupedMatrix:
         num_rows, num_columns = self.shape(module)

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from localinfer.errors import CorruptFileError, UnsupportedFormatError
+from localinfer.errors import UnsupportedFormatError
 from localinfer.quant.checkpoint import fp4
 from localinfer.quant.checkpoint.folder import CheckpointFolder
 from localinfer.quant.checkpoint.module_reader import ModuleReader
-from localinfer.quant.checkpoint.module_tensors import AGAIN, bytes_of, floats_of, scalar_of, wrong_shape
-from localinfer.quant.checkpoint.scaled import EXPONENT_DTYPES, USUAL_BLOCK, is_scaled, scaled_matrix
+from localinfer.quant.checkpoint.module_tensors import bytes_of, floats_of, scalar_of, wrong_shape
+from localinfer.quant.checkpoint.scaled import EXPONENT_DTYPES, USUAL_BLOCK, block_of, is_scaled, scaled_matrix
 from localinfer.quant.checkpoint.stored_matrix import DecodedMatrix, StoredMatrix
 
 _ALGORITHMS = (
@@ -44,13 +44,8 @@ class Fp8Reader(ModuleReader):
                 f"quantization_config: quant_algo is {algorithm!r:.40}; of modelopt's algorithms this version reads "
                 f"{', '.join(_ALGORITHMS)}. Choose another copy of the model."
             )
-        block = settings.get("weight_block_size") or list(USUAL_BLOCK)
-        is_block = isinstance(block, list | tuple) and len(block) == 2
-        if not is_block or not all(type(side) is int and side > 0 for side in block):
-            raise CorruptFileError(
-                f"quantization_config: weight_block_size is {block!r:.60}; wanted rows and columns of a block. {AGAIN}"
-            )
-        self._block = (block[0], block[1])
+        block = settings.get("weight_block_size")
+        self._block = USUAL_BLOCK if block is None else block_of(block)
 
     def codes_leaf(self, module: str) -> str | None:
         """Return `weight` for a quantized module, None for one of plain numbers."""

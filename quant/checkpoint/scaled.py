@@ -52,6 +52,15 @@ class ScaleGrid:
         return scales if scales.shape[1] == 1 else scales[:, self.column_of]
 
 
+def block_of(sides: object) -> tuple[int, int]:
+    """Return the rows and columns of a block by the settings. Raises: CorruptFileError if they are no sizes."""
+    if isinstance(sides, list) and len(sides) == 2 and all(type(side) is int and 0 < side < 1 << 31 for side in sides):
+        return sides[0], sides[1]
+    raise CorruptFileError(
+        f"quantization_config: a block is {sides!r:.60}; wanted its rows and columns, such as [128, 128]. {AGAIN}"
+    )
+
+
 def is_scaled(folder: CheckpointFolder, module: str) -> bool:
     """Whether a module's weight is stored in one byte per element."""
     tensor = folder.tensors.get(f"{module}.weight")

@@ -12,7 +12,7 @@ import pytest
 
 import localinfer
 from localinfer.describe import describe_file, render_text
-from localinfer.errors import CorruptFileError, UnsupportedFormatError
+from localinfer.errors import CorruptFileError, ModelFileError, UnsupportedFormatError
 from localinfer.evaluation.quantize import quantize
 from localinfer.models.checkpoint.model import open_checkpoint
 from localinfer.models.load.loader import open_model_file
@@ -367,3 +367,47 @@ def test_bytes_without_settings_are_refused_with_a_way_out(tmp_path: Path) -> No
     (quantized / "config.json").write_text(json.dumps(LLAMA_CONFIG))
     with pytest.raises(UnsupportedFormatError, match=r"weight_scale_inv"):
         open_checkpoint(quantized)
+
+
+HOSTILE: list[Any] = [None, -1, 0, 1 << 70, 1.5, "", "x", "re:(", [], [1], {}, {"a": []}, True, float("nan")]
+
+
+def changed_documents(document: Any) -> list[Any]:
+    """A document with each of its values in turn replaced by every hostile one, and left out."""
+    found: list[Any] = list(HOSTILE)
+    items = (
+        document.items() if isinstance(document, dict) else enumerate(document) if isinstance(document, list) else ()
+    )
+    for key, value in items:
+        for changed in changed_documents(value):
+            copy: Any = dict(document) if isinstance(document, dict) else list(document)
+            copy[key] = changed
+            found.append(copy)
+        if isinstance(document, dict):
+            found.append({other: kept for other, kept in document.items() if other != key})
+    return found
+
+
+@pytest.mark.parametrize("name", ["fp8-block", "w8a8", "nvfp4", "auto-round"])
+def test_no_setting_whatever_its_value_ends_in_another_error(name: str, tmp_path: Path) -> None:
+    """What opens states a type and bytes for every matrix; anything else is an error of the model's file."""
+    if name == "auto-round":
+        settings = {"quant_method": "auto-round", "packing_format": "auto_round:llm_compressor", "bits": 4}
+        settings["extra_config"] = {".*v_proj": {"bits": 8}}
+        quantized, _ = write_pair(tmp_path, settings, VARIANTS["mxfp4"][1])
+    else:
+        settings, write, _ = VARIANTS[name]
+        transforms = {"transform_config": rotation()} if name == "w8a8" else {}
+        settings = {**settings, **transforms}
+        quantized, _ = write_pair(tmp_path, settings, write)
+    opened = 0
+    for changed in changed_documents(settings):
+        config = {**LLAMA_CONFIG, "quantization_config": changed}
+        (quantized / "config.json").write_text(json.dumps(config))
+        try:
+            with open_checkpoint(quantized) as model:
+                assert model.tensor_bytes("blk.0.attn_v.weight").size == model.tensor("blk.0.attn_v.weight").num_bytes
+                opened += 1
+        except ModelFileError:
+            pass
+    assert opened

@@ -316,8 +316,8 @@ def test_scheme_that_is_not_read_is_refused_by_name(
     [
         ({"weight": PER_ROW["weight"]}, schemes(), r"no tensor .*q_proj\.weight_scale"),
         ({"weight": PER_ROW["weight"]}, BLOCK, r"no tensor .*q_proj\.weight_scale"),
-        (PER_ROW, {**BLOCK, "weight_block_size": [0, 128]}, "weight_block_size is"),
-        (PER_ROW, {**BLOCK, "weight_block_size": 128}, "weight_block_size is"),
+        (PER_ROW, {**BLOCK, "weight_block_size": [0, 128]}, "a block is"),
+        (PER_ROW, {**BLOCK, "weight_block_size": 128}, "a block is"),
         ({**PER_ROW, "weight_scale": np.ones((32, 1), np.float32)}, schemes(), r"weight_scale has shape \(32, 1\)"),
         ({**PER_ROW, "weight_scale": np.ones((33, 7), np.float32)}, schemes(), r"weight_scale has shape \(33, 7\)"),
         ({**PER_ROW, "weight_scale": np.ones((33, 8), np.float32)}, schemes(group_size=32), r"shape \(33, 8\)"),
