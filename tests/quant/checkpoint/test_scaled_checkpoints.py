@@ -1,18 +1,19 @@
 """FP8, FP4, int8, bitsandbytes and HQQ matrices: the weights the formats state, in the smallest type near enough."""
 
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from localinfer.errors import CorruptFileError, UnsupportedFormatError
+from localinfer.errors import CorruptFileError, ModelFileError, UnsupportedFormatError
 from localinfer.quant.checkpoint.folder import open_folder
 from localinfer.quant.checkpoint.quantization import open_quantization
 from localinfer.quant.checkpoint.stored_matrix import StoredMatrix
 from localinfer.quant.formats.reference import dequantize
-from localinfer.quant.formats.types import TensorType
+from localinfer.quant.formats.types import TensorType, row_bytes
 from tests import scaled_checkpoints as writers
 from tests.checkpoint_files import Array, Stored, bfloat16, write_folder
 from tests.quantized_checkpoints import Codes, gptq_tensors, in_module, packed_settings, packed_tensors, random_codes
@@ -356,3 +357,49 @@ def test_tensors_that_do_not_fit_are_refused(
     with pytest.raises(CorruptFileError, match=words):
         matrix = open_matrix(tmp_path, tensors, settings)
         matrix.gguf_bytes(matrix.gguf_type())
+
+
+WHOLE: dict[str, tuple[dict[str, Stored], dict[str, Any]]] = {
+    "fp8": (PER_ROW, schemes()),
+    "int8": (writers.int8(generator(), SHAPE, 8, has_zeros=True).tensors, schemes(type="int")),
+    "nvfp4": (NVFP4, FP4),
+    "modelopt": (writers.nvfp4(values(), is_modelopt=True).tensors, {**MODELOPT, "quant_algo": "NVFP4"}),
+    "mxfp4": (MXFP4, FP4),
+    "nf4": (NF4, BNB),
+    "hqq": (HQQ, {"quant_method": "hqq"}),
+}
+OTHERS: list[Stored] = [
+    np.zeros((0, 4), np.uint8),
+    np.zeros((1, 1), np.uint8),
+    np.full((33, 512), 255, np.uint8),
+    np.array(7, np.int32),
+    np.full((40, 8), -1, np.int32),
+    np.full(2, 1 << 40, np.int64),
+    np.full((33, 1), np.inf, np.float32),
+    np.zeros((2, 2, 2), np.float16),
+    ("F8_E4M3", np.full((33, 512), 1, np.uint8)),
+    ("I8", np.full((33, 512), -128, np.int8)),
+    ("BF16", np.full((33, 32), 0x7FC0, np.uint16)),
+]
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_no_tensor_whatever_stands_in_its_place_ends_in_another_error(name: str, tmp_path: Path) -> None:
+    tensors, settings = WHOLE[name]
+    for leaf in tensors:
+        for other in OTHERS:
+            folder = write_folder(
+                tmp_path, in_module(MODULE, {**tensors, leaf: other}), {"quantization_config": settings}
+            )
+            with closing(open_folder(folder)) as opened:
+                try:
+                    reader = open_quantization(opened)
+                    assert reader is not None
+                    if reader.codes_leaf(MODULE) is not None:
+                        matrix = reader.matrix(MODULE)
+                        assert reader.shape(MODULE) == matrix.shape
+                        type = matrix.gguf_type()
+                        blocks = matrix.gguf_bytes(type)
+                        assert blocks.size == matrix.shape[0] * row_bytes(type, matrix.shape[1])
+                except ModelFileError:
+                    pass
