@@ -39,7 +39,7 @@ class Fp8Reader(ModuleReader):
     def __init__(self, folder: CheckpointFolder, settings: Mapping[str, Any]) -> None:
         super().__init__(folder)
         algorithm = settings.get("quant_algo")
-        if algorithm is not None and algorithm not in _ALGORITHMS:
+        if algorithm is not None and str(algorithm).upper() not in _ALGORITHMS:
             raise UnsupportedFormatError(
                 f"quantization_config: quant_algo is {algorithm!r:.40}; of modelopt's algorithms this version reads "
                 f"{', '.join(_ALGORITHMS)}. Choose another copy of the model."

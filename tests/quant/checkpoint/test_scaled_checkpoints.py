@@ -69,6 +69,12 @@ def schemes(**weights: Any) -> dict[str, Any]:
 BLOCK = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8"}
 
+
+def with_scale_shape(written: Written, shape: tuple[int, ...]) -> Written:
+    scale = np.asarray(written.tensors["weight_scale"]).reshape(shape)
+    return Written({**written.tensors, "weight_scale": scale}, written.weights)
+
+
 FP8: dict[str, tuple[dict[str, Any], Callable[[], Written]]] = {
     "per tensor": (schemes(strategy="tensor"), lambda: writers.fp8(values(), *SHAPE, inner=1)),
     "per row": (schemes(), lambda: writers.fp8(values(), 1, 512)),
@@ -79,6 +85,10 @@ FP8: dict[str, tuple[dict[str, Any], Callable[[], Written]]] = {
     "FBGEMM": ({"quant_method": "fbgemm_fp8"}, lambda: writers.fp8(values(), 1, 512)),
     "E5M2": (schemes(strategy="tensor"), lambda: writers.fp8(values(), *SHAPE, table=writers.E5M2, inner=0)),
     "modelopt": (MODELOPT, lambda: writers.fp8(values(), *SHAPE, inner=0)),
+    "modelopt's blocks": (
+        {**MODELOPT, "quant_algo": "fp8_pb_wo"},
+        lambda: with_scale_shape(writers.fp8(values((256, 512)), 128, 128), (2, 1, 4, 1)),
+    ),
     "auto-round": (
         {"quant_method": "auto-round", "packing_format": "auto_round:fp8_static"},
         lambda: writers.fp8(values(), 1, 512, inner=1),
