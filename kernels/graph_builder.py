@@ -277,6 +277,18 @@ def _check_selective_scan(op: recurrent_ops.SelectiveScan) -> None:
     _has_values(op.d, steps, "what passes by the state")
 
 
+def _check_wkv(op: recurrent_ops.Wkv) -> None:
+    inputs = (op.receptance, op.decay, op.keys, op.values, op.rate)
+    _same_shape(op.out, op.bonus, *inputs)
+    check(op.out.rows is Rows.BATCH, "a recurrence goes over batch rows")
+    check(op.out.width % op.head_size == 0, f"{op.out.name} is {op.out.width} wide, not of heads of {op.head_size}")
+    written = {op.out.index, op.bonus.index}
+    is_apart = len(written) == 2 and written.isdisjoint(one.index for one in inputs)
+    check(is_apart, f"{op.out.name} or {op.bonus.name} is also an input of the recurrence")
+    for values in (op.key_scale, op.rate_scale, op.bonus_scale):
+        _has_values(values, op.out.width, f"scale of {op.keys.name}")
+
+
 CHECKS: dict[Any, Callable[..., None]] = {}
 """What proves the shapes of each op; of one on a layer of the cache, given what that keeps. Raises: ShapeError."""
 
@@ -377,5 +389,6 @@ class GraphBuilder:
     expert_sum = _writer(ops.ExpertSum, _check_expert_sum)
     expert_scale = _writer(ops.ExpertScale, _check_expert_scale)
     gated_delta_rule = _writer(recurrent_ops.GatedDeltaRule, _check_delta_rule)
+    wkv = _writer(recurrent_ops.Wkv, _check_wkv)
     short_convolution = _writer(recurrent_ops.ShortConvolution, _check_short_convolution)
     selective_scan = _writer(recurrent_ops.SelectiveScan, _check_selective_scan)

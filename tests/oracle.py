@@ -29,7 +29,7 @@ from localinfer.kernels.program import Batch, Segment, StateStep
 from localinfer.types import FloatArray
 from tests.oracle_formulas import Float64Array, activate, affine, attend, groups, route, sigmoid
 from tests.oracle_kv import kept, kept_query
-from tests.oracle_recurrent import RECURRENCES, States, input_buffers
+from tests.oracle_recurrent import RECURRENCES, States, input_buffers, output_buffers
 
 
 class NumpyWeights:
@@ -365,12 +365,14 @@ def _expert_scale(run: _Run, op: ops.ExpertScale) -> None:
 
 def _recurrent(run: _Run, op: Any) -> None:
     inputs = {name: run[buffer] for name, buffer in input_buffers(op).items()}
-    result = np.empty_like(run[op.out])
+    outs = output_buffers(op)
+    result = np.empty((len(run.positions), sum(out.width for out in outs)))
     for segment, rows in _segment_rows(run.batch):
         assert segment.state is not None, "a recurrent op needs the states before a segment"
         by_row = [{name: values[row].copy() for name, values in inputs.items()} for row in rows]
         result[rows] = run.states.advance(op, segment.state, by_row)
-    run[op.out] = result
+    for out, values in zip(outs, np.split(result, len(outs), axis=1), strict=True):
+        run[out] = values
 
 
 _FORMULAS |= dict.fromkeys(RECURRENCES, _recurrent)

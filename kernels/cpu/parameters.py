@@ -144,6 +144,12 @@ DELTA_RULE = Block(
 )
 """log_values, log_decays: where updates and decays begin in a logged row, after the keys. row_bytes: of such a row."""
 
+WKV = Block(
+    "out out_stride bonus bonus_stride receptance receptance_stride decay decay_stride keys keys_stride values "
+    "values_stride rate rate_stride key_scale rate_scale bonus_scale heads head_size width_bytes state log"
+)
+"""width_bytes: of one of the five parts of a logged row."""
+
 # Attention.
 
 ATTENTION = Block(
