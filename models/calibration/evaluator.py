@@ -23,7 +23,7 @@ from localinfer.models.calibration.formulas import (
     sigmoid,
     xielu,
 )
-from localinfer.models.calibration.recurrent_formulas import convolved, delta_rule, scanned
+from localinfer.models.calibration.recurrent_formulas import convolved, delta_rule, scanned, wkv
 from localinfer.models.calibration.weights import embedding_rows
 from localinfer.quant.methods.hooks import LinearProduct, MatrixPart, ProductVisitor
 from localinfer.quant.methods.workers import Workers
@@ -336,6 +336,14 @@ def _delta_rule(run: Evaluator, op: recurrent_ops.GatedDeltaRule) -> None:
     run.by_sequence(op.out, lambda *rows: delta_rule(*rows, op), *inputs)
 
 
+def _wkv(run: Evaluator, op: recurrent_ops.Wkv) -> None:
+    inputs = (op.receptance, op.decay, op.keys, op.values, op.rate)
+    run.by_sequence(op.out, lambda *rows: wkv(*rows, op), *inputs)
+    both = run.streams(op.out)
+    for out, part in ((op.out, slice(0, op.out.width)), (op.bonus, slice(op.out.width, None))):
+        run.set_streams(out, [np.ascontiguousarray(one[:, part]) for one in both])
+
+
 def _norm(run: Evaluator, op: ops.RmsNorm | ops.LayerNorm) -> None:
     is_layer = isinstance(op, ops.LayerNorm)
     bias = op.bias if isinstance(op, ops.LayerNorm) else None
@@ -378,4 +386,5 @@ EVALUATE: dict[type, Callable[[Evaluator, Any], None]] = {
     recurrent_ops.SelectiveScan: lambda run, op: run.by_sequence(
         op.out, lambda *rows: scanned(*rows, op), op.x, op.dt, op.b, op.c
     ),
+    recurrent_ops.Wkv: _wkv,
 }

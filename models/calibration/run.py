@@ -144,8 +144,8 @@ class LayerRun:
             self._evaluator.visit(normed, [weights.linear("output.weight", config.vocab_size, config.hidden_size)])
 
     def _evaluated(self, out: Buffer) -> Streams:
-        """Compute what was written since, and keep nothing but `out`."""
+        """Compute what was written since, and keep nothing but `out` and what later layers read."""
         self._evaluator.run(self._builder.ops)
         self._builder.ops.clear()
-        self._evaluator.forget_all_but(out)
+        self._evaluator.forget_all_but(out, *self._graph.carried)
         return self._evaluator.streams(out)

@@ -252,6 +252,13 @@ def _selective_scan(follower: _Follower, op: recurrent_ops.SelectiveScan) -> Non
     follower.end(op.out, "a scan writes it")
 
 
+def _wkv(follower: _Follower, op: recurrent_ops.Wkv) -> None:
+    for buffer in (op.receptance, op.decay, op.keys, op.values, op.rate):
+        follower.forbid(buffer, "a recurrence follows")
+    for buffer in (op.out, op.bonus):
+        follower.end(buffer, "a recurrence writes it")
+
+
 def _copy_heads(follower: _Follower, op: ops.CopyHeads) -> None:
     follower.forbid(op.x, f"{_writer(follower.of(op.x))} writes keys and values at once")
     follower.end(op.out, _PUT_TOGETHER)
@@ -312,6 +319,7 @@ FOLLOW: dict[type, Callable[[_Follower, Any], None]] = {
     recurrent_ops.ShortConvolution: _short_convolution,
     recurrent_ops.GatedDeltaRule: _delta_rule,
     recurrent_ops.SelectiveScan: _selective_scan,
+    recurrent_ops.Wkv: _wkv,
 }
 
 

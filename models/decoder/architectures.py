@@ -30,7 +30,7 @@ ARCHITECTURES: dict[str, Architecture | Callable[[ModelConfig], Architecture]] =
     **STATE_SPACE_ARCHITECTURES,
 }
 
-RECURRENT = ("plamo2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7")
+RECURRENT = ("plamo2", "rwkv6", "rwkv6qwen2", "arwkv7")
 """Architectures with recurrent layers that are not supported yet."""
 
 

@@ -18,6 +18,7 @@ from localinfer.models.decoder.draft_layers import without_unused, write_draft_i
 from localinfer.models.decoder.feed_forward import has_feed_forward, write_feed_forward, write_router
 from localinfer.models.decoder.graph import Graph, refuse
 from localinfer.models.decoder.recurrent import RECURRENT_MIXERS
+from localinfer.models.decoder.rwkv import write_rwkv_layer
 from localinfer.models.decoder.unabsorbed_attention import write_unabsorbed_attention
 
 
@@ -179,8 +180,10 @@ def write_layer(
 ) -> Buffer:
     """Write one layer and return its result: `hidden` itself, or with selects_output the output rows only."""
     architecture = graph.architecture
-    router_logits = write_router(graph, layer, hidden) if architecture.routes_layer_input else None
     mixer = architecture.mixer(layer)
+    if mixer is Mixer.WKV:
+        return write_rwkv_layer(graph, layer, hidden, is_last=selects_output)
+    router_logits = write_router(graph, layer, hidden) if architecture.routes_layer_input else None
     x = attended = beside = parallel_x = expert_x = None
     if architecture.expert_norm is not None:
         expert_x = graph.block_norm(layer, architecture.expert_norm, hidden, "expert_input")

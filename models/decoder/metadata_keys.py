@@ -59,11 +59,16 @@ ARCHITECTURE_KEYS: dict[str, tuple[str, ...]] = {
     "ssm.time_step_rank": (*BY_INTERVAL, *STATE_SPACE),
     "swiglu_clamp_exp": ("bailingmoe3", "maple", "step35"),
     "swiglu_clamp_shexp": ("bailingmoe3", "step35"),
+    "wkv.head_size": ("rwkv7",),
     "use_parallel_residual": ("gptneox",),
 }
 """Keys that some architectures read, and which."""
 
 HARMLESS_KEYS: dict[str, str] = {
+    "attention.decay_lora_rank": "the tensors have that size",
+    "attention.gate_lora_rank": "the tensors have that size",
+    "attention.iclr_lora_rank": "the tensors have that size",
+    "attention.value_residual_mix_lora_rank": "the tensors have that size",
     "classifier.output_labels": "names of scores; no logit depends on them",
     "embedding_length_out": "the width of what other models read of this one",
     "expert_shared_count": "the shared experts' tensors are one matrix of all of them",

@@ -80,6 +80,8 @@ def read_recurrent(
     layers = (*found[: num_layers - num_draft_layers], *(False,) * num_draft_layers)
     if architecture in ("lfm2", "lfm2moe"):
         return RecurrentConfig(layers=layers, kernel_size=reader.integer("shortconv.l_cache", low=2, high=MAX_KERNEL))
+    if architecture == "rwkv7":
+        return RecurrentConfig(layers=layers, head_dim=reader.integer("wkv.head_size", low=1, high=MAX_SIZE))
     if architecture in BY_INTERVAL:
         return _delta_net(reader, layers)
     if architecture in STATE_SPACE:

@@ -26,12 +26,11 @@ SEED = 1
 # phimoe's answers were computed with RMS norms where the model's own code has layer norms.
 KNOWN_TO_DIFFER = {"phimoe-moe"}
 # Models of architectures that this version refuses.
-RECURRENT_REFUSED = {"rwkv7-recurrent"}
 BLOCKS_REFUSED = {
     *("gemma3n-altup", "gemma4-e2b", "gemma4-dense", "gemma4-moe", "minimax-m3-dense", "minimax-m3-sparse"),
     *("deepseek32-sparse", "deepseek32-mtp", "glm-dsa-sparse", "glm-dsa-mtp"),
 }
-REFUSED = RECURRENT_REFUSED | BLOCKS_REFUSED
+REFUSED = BLOCKS_REFUSED
 
 
 @dataclass(frozen=True)
