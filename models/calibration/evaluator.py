@@ -333,12 +333,12 @@ def _part(weight: LinearWeight, expert: int, values: FloatArray, wanted: FloatAr
 
 def _delta_rule(run: Evaluator, op: recurrent_ops.GatedDeltaRule) -> None:
     inputs = (op.queries, op.keys, op.values, op.decay, op.beta)
-    run.by_sequence(op.out, lambda *rows: delta_rule(*rows, op), *inputs)
+    run.by_sequence(op.out, lambda q, k, v, g, b: delta_rule(q, k, v, g, b, op), *inputs)
 
 
 def _wkv(run: Evaluator, op: recurrent_ops.Wkv) -> None:
     inputs = (op.receptance, op.decay, op.keys, op.values, op.rate)
-    run.by_sequence(op.out, lambda *rows: wkv(*rows, op), *inputs)
+    run.by_sequence(op.out, lambda r, w, k, v, a: wkv(r, w, k, v, a, op), *inputs)
     both = run.streams(op.out)
     for out, part in ((op.out, slice(0, op.out.width)), (op.bonus, slice(op.out.width, None))):
         run.set_streams(out, [np.ascontiguousarray(one[:, part]) for one in both])

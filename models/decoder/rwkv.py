@@ -62,9 +62,13 @@ def write_time_mix(graph: Graph, layer: int, x: Buffer) -> Buffer:
         tape.multiply_sigmoid(difference, difference, share)
         tape.add(values, values, difference)
     mixed, bonus = graph.buffer("mixed", width, x.rows), graph.buffer("bonus", width, x.rows)
-    scales = [weights.squeezed_vector(f"{name}_{part}.weight", width) for part in ("k_k", "k_a", "r_k")]
+    key_scale, rate_scale, bonus_scale = (
+        weights.squeezed_vector(f"{name}_{part}.weight", width) for part in ("k_k", "k_a", "r_k")
+    )
     state = tape.add_state(wkv_state(width, sizes.head_dim))
-    tape.wkv(state, mixed, bonus, receptance, decay, keys, values, rate, *scales, sizes.head_dim)
+    tape.wkv(
+        state, mixed, bonus, receptance, decay, keys, values, rate, key_scale, rate_scale, bonus_scale, sizes.head_dim
+    )
     norm, bias = (weights.squeezed_vector(f"{name}_ln.{part}", width) for part in ("weight", "bias"))
     tape.layer_norm(mixed, mixed, norm, bias, _HEAD_NORM_EPSILON, sizes.head_dim)
     tape.add(mixed, mixed, bonus)
