@@ -287,7 +287,8 @@ class SequenceCache:
         windowed = windowed & self._pool.sliding.kept(pages.size, length, *self._pinned)
         self._carries = False
         self._hold(pages.copy(), length, windowed, StatePlace(state, length) if self._has_states else BEGINNING)
-        self._state.note_snapshot(length)
+        if self._has_states:
+            self._state.share_snapshot(state, length, is_inside_page=length % self._page_tokens != 0)
 
     def fork(self) -> "SequenceCache":
         """Return a second sequence with the same valid positions; it shares their pages until either writes."""
