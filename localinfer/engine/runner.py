@@ -198,6 +198,7 @@ class ModelRunner:
         """End a request, and leave what it has computed to the cache."""
         request.is_over = True
         self.retire(request)
+        request.record.state_snapshots = self._cache.tree.num_snapshots
         if request.speculative is not None:
             request.speculative.close()
 
