@@ -306,7 +306,7 @@ class ModelRunner:
         for part in scheduled:
             end = first + part.samples + part.num_drafted
             try:
-                hidden = self._hidden_program and self._hidden_program.hidden
+                hidden = None if self._hidden_program is None else self._hidden_program.hidden
                 self._take(part, results[first:end], None if hidden is None else hidden[first:end], began)
             except Exception as error:
                 self.fail(part.request, error)

@@ -384,7 +384,7 @@ EVALUATE: dict[type, Callable[[Evaluator, Any], None]] = {
     recurrent_ops.ShortConvolution: lambda run, op: run.by_sequence(op.out, lambda x: convolved(x, op), op.x),
     recurrent_ops.GatedDeltaRule: _delta_rule,
     recurrent_ops.SelectiveScan: lambda run, op: run.by_sequence(
-        op.out, lambda *rows: scanned(*rows, op), op.x, op.dt, op.b, op.c
+        op.out, lambda x, dt, b, c: scanned(x, dt, b, c, op), op.x, op.dt, op.b, op.c
     ),
     recurrent_ops.Wkv: _wkv,
 }

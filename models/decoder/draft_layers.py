@@ -86,7 +86,9 @@ def _written(op: Op) -> list[int]:
         return [op.expert_ids.index, op.expert_weights.index]
     if isinstance(op, ops.StoreKV):
         return []
-    return [(op.out if hasattr(op, "out") else op.x).index]
+    names = {field.name for field in fields(op)}
+    out: Buffer = getattr(op, "out" if "out" in names else "x")
+    return [out.index]
 
 
 def _read_as_input(op: Op) -> set[int]:
