@@ -123,6 +123,39 @@ def _check_activate(op: ops.Activate) -> None:
     _same_shape(op.out, op.x)
 
 
+def _check_multiply(op: ops.Multiply) -> None:
+    _same_shape(op.out, op.x)
+    if not isinstance(op.factor, Buffer):
+        _has_values(op.factor, op.x.width, f"factor of {op.x.name}")
+    elif op.is_by_row:
+        _same_rows(op.factor, op.x)
+    else:
+        _same_shape(op.x, op.factor)
+
+
+def _check_magnitude(op: ops.Magnitude) -> None:
+    check(op.out.width == 1, f"{op.out.name} is {op.out.width} wide; a magnitude is one value")
+    _same_rows(op.out, op.x)
+
+
+def _check_mix_slots(op: ops.MixSlots) -> None:
+    out, x, count = op.out, op.x, op.num_slots
+    check(count > 0 and x.width % count == 0, f"{x.name} is {x.width} wide, which is not {count} slots")
+    size = x.width // count
+    check(out.width % size == 0, f"{out.name} is {out.width} wide, and the slots of {x.name} are {size}")
+    check(out.index != x.index, f"{out.name} cannot take a mixture of itself")
+    _same_rows(out, x)
+    if op.residual is not None:
+        _same_shape(out, op.residual)
+    if op.weights is not None:
+        wanted = count * out.width // size
+        check(op.weights.width == wanted, f"{op.weights.name} is {op.weights.width} wide; {wanted} weights are needed")
+        _same_rows(out, op.weights)
+    is_whole = op.first_slot == 0
+    is_part = 0 < op.first_slot < out.width // size and op.weights is None and op.residual is not None
+    check(is_whole or is_part, f"the slots of {out.name} from {op.first_slot} on cannot be mixed")
+
+
 def _check_multiply_sigmoid(op: ops.MultiplySigmoid) -> None:
     if op.is_by_row:
         _same_shape(op.out, op.x)
@@ -173,6 +206,7 @@ def _check_route(op: ops.Route) -> None:
     check(widths == (count, selected, selected), "router buffers differ")
     _same_rows(op.expert_ids, op.expert_weights, op.logits)
     _has_values(routing.selection_bias, count, "expert selection bias")
+    _has_values(routing.output_scales, count, "scales of experts")
 
 
 def _check_expert_matmul(op: ops.ExpertMatmul) -> None:
@@ -258,6 +292,10 @@ class GraphBuilder:
     activation = _writer(ops.Activate, _check_activate)
     gated_activation = _writer(ops.GatedActivate, lambda op: _same_shape(op.out, op.gate, op.up))
     add = _writer(ops.Add, lambda op: _same_shape(op.out, op.a, op.b))
+    multiply = _writer(ops.Multiply, _check_multiply)
+    magnitude = _writer(ops.Magnitude, _check_magnitude)
+    mix_slots = _writer(ops.MixSlots, _check_mix_slots)
+    gaussian_top_k = _writer(ops.GaussianTopK, lambda op: _same_shape(op.out, op.x))
     multiply_sigmoid = _writer(ops.MultiplySigmoid, _check_multiply_sigmoid)
     scale = _writer(ops.Scale)
     scale_by_position = _writer(ops.ScaleByPosition, _check_scale_by_position)

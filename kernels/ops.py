@@ -50,6 +50,7 @@ class Activation(Enum):
     RELU_SQUARED = "relu_squared"
     SWIGLU_CLAMPED = "swiglu_clamped"
     """gpt-oss: g = min(gate, 7), u = clamp(up, -7, 7), g * sigmoid(1.702 g) * (u + 1). Gated only."""
+    TANH = "tanh"
 
 
 class Gating(Enum):
@@ -174,8 +175,9 @@ class Routing(Record):
     """How `Route` picks experts: the best `num_selected` by gating value (plus `selection_bias`, which does not weigh).
 
     Of equal values the lower expert wins, and slots are in order of falling value. SOFTMAX_SELECTED picks by logits.
-    normalise divides the chosen weights by their sum; scale multiplies them afterwards. num_groups > 1 first keeps the
-    `num_selected_groups` groups of experts with the largest sum of their two best values (DeepSeek-V3).
+    normalise divides the chosen weights by their sum; scale multiplies them afterwards, and so does each expert's own
+    number in output_scales float32[num_experts]. num_groups > 1 first keeps the `num_selected_groups` groups of experts
+    with the largest sum of their two best values (DeepSeek-V3).
     """
 
     num_experts: int
@@ -186,6 +188,7 @@ class Routing(Record):
     selection_bias: FloatArray | None = None
     num_groups: int = 1
     num_selected_groups: int = 1
+    output_scales: FloatArray | None = None
 
 
 @dataclass(frozen=True)
@@ -303,6 +306,53 @@ class Add(Record):
     scale: float = 1.0
 
 
+class Multiply(Record):
+    """out = x * factor: a buffer as wide as x, one value per row, or float32[width] for every row."""
+
+    out: Buffer
+    x: Buffer
+    factor: Buffer | FloatArray
+
+    @property
+    def is_by_row(self) -> bool:
+        """Whether the factor is one value per row."""
+        return isinstance(self.factor, Buffer) and self.factor.width == 1 and self.x.width != 1
+
+
+class Magnitude(Record):
+    """out = sqrt(mean(x * x)) of each row, one value."""
+
+    out: Buffer
+    x: Buffer
+
+
+class MixSlots(Record):
+    """out[b] = residual[b] + sum over slots a, in order, of weights[b * num_slots + a] * x[a].
+
+    x holds num_slots slots of one size, out and residual any number of them. Without weights all are 1; the first
+    `first_slot` slots of out are then the residual's.
+    """
+
+    out: Buffer
+    x: Buffer
+    num_slots: int
+    weights: Buffer | None = None
+    residual: Buffer | None = None
+    first_slot: int = 0
+
+
+class GaussianTopK(Record):
+    """out = max(0, x - (mean(x) + num_deviations * std(x))) over each row, with the standard deviation of a sample.
+
+    It keeps the share of a normal distribution above so many deviations (Spark Transformer, arXiv 2506.06644,
+    section 3.1).
+    """
+
+    out: Buffer
+    x: Buffer
+    num_deviations: float
+
+
 class MultiplySigmoid(Record):
     """out = x * sigmoid(gate); gate is as wide as x, or one value per row."""
 
@@ -416,7 +466,8 @@ class ExpertScale(Record):
 
 Op = (
     Embed | EmbedPositions | Receive | RmsNorm | LayerNorm | Matmul | Rope | StoreKV | Attention
-    | Activate | GatedActivate | Add | MultiplySigmoid | Scale | ScaleByPosition | Softcap | CopyHeads | HeadMatmul
+    | Activate | GatedActivate | Add | Multiply | Magnitude | MixSlots | GaussianTopK
+    | MultiplySigmoid | Scale | ScaleByPosition | Softcap | CopyHeads | HeadMatmul
     | SelectOutput | Route | ExpertMatmul | ExpertSum | ExpertScale
 )  # fmt: skip
 

@@ -227,6 +227,36 @@ def _add(run: _Run, op: ops.Add) -> None:
     run[op.out] = run[op.a] + op.scale * run[op.b]
 
 
+@_formula(ops.Multiply)
+def _multiply(run: _Run, op: ops.Multiply) -> None:
+    run[op.out] = run[op.x] * (run[op.factor] if isinstance(op.factor, Buffer) else op.factor.astype(np.float64))
+
+
+@_formula(ops.Magnitude)
+def _magnitude(run: _Run, op: ops.Magnitude) -> None:
+    run[op.out] = np.sqrt(np.mean(run[op.x] ** 2, axis=1, keepdims=True))
+
+
+@_formula(ops.MixSlots)
+def _mix_slots(run: _Run, op: ops.MixSlots) -> None:
+    x = run[op.x]
+    slots = x.reshape(len(x), op.num_slots, -1)
+    num_out = op.out.width // slots.shape[2]
+    weights = np.ones((len(x), num_out, op.num_slots))
+    if op.weights is not None:
+        weights = run[op.weights].reshape(weights.shape)
+    weights[:, : op.first_slot] = 0.0
+    mixed = np.einsum("rba,rai->rbi", weights, slots).reshape(len(x), -1)
+    run[op.out] = mixed if op.residual is None else run[op.residual] + mixed
+
+
+@_formula(ops.GaussianTopK)
+def _gaussian_top_k(run: _Run, op: ops.GaussianTopK) -> None:
+    x = run[op.x]
+    least = x.mean(axis=1, keepdims=True) + op.num_deviations * x.std(axis=1, ddof=1, keepdims=True)
+    run[op.out] = np.maximum(x - least, 0.0)
+
+
 @_formula(ops.MultiplySigmoid)
 def _multiply_sigmoid(run: _Run, op: ops.MultiplySigmoid) -> None:
     run[op.out] = run[op.x] * sigmoid(run[op.gate])

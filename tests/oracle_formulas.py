@@ -66,6 +66,8 @@ def route(logits: Float64Array, routing: Routing) -> tuple[NDArray[np.int64], Fl
         weights = weights / weights.sum()
     if routing.normalise:
         weights = weights / weights.sum()
+    if routing.output_scales is not None:
+        weights = weights * routing.output_scales[ids]
     return ids, weights * routing.scale
 
 
@@ -82,6 +84,8 @@ def activate(x: Float64Array, kind: Activation) -> Float64Array:
         return 0.5 * x * (1.0 + erf(x / math.sqrt(2.0)))
     if kind is Activation.GELU_QUICK:
         return x * sigmoid(1.702 * x)
+    if kind is Activation.TANH:
+        return np.asarray(np.tanh(x))
     if kind is Activation.RELU:
         return np.maximum(x, 0.0)
     assert kind is Activation.RELU_SQUARED, f"{kind} needs a gate"

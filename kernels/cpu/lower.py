@@ -253,6 +253,38 @@ def _elementwise(tape: CpuTape, kernel: str, out: Buffer, a: Buffer, b: Buffer, 
     tape.add(f"elementwise.{kernel}", words, writes=out)
 
 
+def _multiply(tape: CpuTape, op: ops.Multiply) -> None:
+    if isinstance(op.factor, Buffer):
+        _elementwise(tape, "multiply_by_row" if op.is_by_row else "multiply", op.out, op.x, op.factor)
+        return
+    words = parameters.ELEMENTWISE.pack(
+        **tape.places(out=op.out, a=op.x), b=tape.memory.constant(op.factor), b_stride=0, scalar=0.0,
+        columns=op.out.width, is_output=op.out.is_output,
+    )  # fmt: skip
+    tape.add("elementwise.multiply", words, writes=op.out)
+
+
+def _magnitude(tape: CpuTape, op: ops.Magnitude) -> None:
+    words = parameters.MAGNITUDE.pack(**tape.places(out=op.out, x=op.x), columns=op.x.width, is_output=op.x.is_output)
+    tape.add("elementwise.magnitude", words, writes=op.out)
+
+
+def _mix_slots(tape: CpuTape, op: ops.MixSlots) -> None:
+    columns = op.x.width // op.num_slots
+    num_out = op.out.width // columns
+    is_whole = columns % 16 == 0 or max(num_out, op.num_slots) == 1
+    check(is_whole, f"{op.x.name} holds slots of {columns}; whole vectors of 16 are needed")
+    (weights, weights_stride), (residual, residual_stride) = (
+        (0, 0) if buffer is None else tape.place(buffer) for buffer in (op.weights, op.residual)
+    )
+    words = parameters.MIX_SLOTS.pack(
+        **tape.places(out=op.out, x=op.x), weights=weights, weights_stride=weights_stride, residual=residual,
+        residual_stride=residual_stride, slots=op.num_slots, columns=columns, num_out=num_out, first=op.first_slot,
+        is_output=op.out.is_output,
+    )  # fmt: skip
+    tape.add("elementwise.mix_slots", words, writes=op.out)
+
+
 def _scale_by_position(tape: CpuTape, op: ops.ScaleByPosition) -> None:
     words = parameters.SCALE_BY_POSITION.pack(
         **tape.places(x=op.x), columns=op.x.width, period=op.period, slope=op.slope, first_position=op.offset
@@ -313,7 +345,8 @@ def _route(tape: CpuTape, op: ops.Route) -> None:
         **tape.places(ids=ids, weights=op.expert_weights, logits=logits), experts=count, selected=selected,
         gating=_GATING_CODES[routing.gating], normalise=routing.normalise, scale=routing.scale,
         bias=tape.memory.constant(routing.selection_bias), groups=routing.num_groups,
-        kept_groups=routing.num_selected_groups, is_output=logits.is_output,
+        kept_groups=routing.num_selected_groups, output_scales=tape.memory.constant(routing.output_scales),
+        is_output=logits.is_output,
     )  # fmt: skip
     tape.add("experts.route", words, writes=ids)
     table = np.zeros(count + 2 + tape.max_rows[logits.rows] * selected, np.int64)
@@ -382,6 +415,10 @@ LOWER: dict[type, Callable[[CpuTape, Any], None]] = {
     ops.Activate: lambda tape, op: _elementwise(tape, op.kind.value, op.out, op.x, op.x),
     ops.GatedActivate: lambda tape, op: _elementwise(tape, f"gated_{op.kind.value}", op.out, op.gate, op.up),
     ops.Add: lambda tape, op: _elementwise(tape, "add", op.out, op.a, op.b, op.scale),
+    ops.Multiply: _multiply,
+    ops.Magnitude: _magnitude,
+    ops.MixSlots: _mix_slots,
+    ops.GaussianTopK: lambda tape, op: _elementwise(tape, "gaussian_top_k", op.out, op.x, op.x, op.num_deviations),
     ops.MultiplySigmoid: lambda tape, op: _elementwise(
         tape, "multiply_sigmoid_by_row" if op.is_by_row else "multiply_sigmoid", op.out, op.x, op.gate
     ),

@@ -69,6 +69,12 @@ EMBED = Block("out out_stride table row_bytes layout columns unit unit_bytes sca
 NORM = Block("out out_stride x x_stride weight bias weight_stride groups size epsilon is_output", floats="epsilon")
 """weight_stride: bytes from one group's weights to the next one's."""
 ELEMENTWISE = Block("out out_stride a a_stride b b_stride scalar columns is_output", floats="scalar")
+MAGNITUDE = Block("out out_stride x x_stride columns is_output")
+MIX_SLOTS = Block(
+    "out out_stride x x_stride weights weights_stride residual residual_stride slots columns num_out first is_output"
+)
+"""weights, residual: 0 for none. columns: of a slot. num_out: slots of out, of which those before `first` are the
+residual's."""
 SCALE_BY_POSITION = Block("x x_stride columns period slope first_position", floats="slope")
 ROPE_ANGLES = Block("out out_stride frequencies count magnitude", floats="magnitude")
 """frequencies: address of the inverse frequencies, float64[count]."""
@@ -99,7 +105,7 @@ TILE_FIELD = Block("width file_offset items tile_offset kind")
 
 ROUTE = Block(
     "ids ids_stride weights weights_stride logits logits_stride experts selected gating normalise scale bias groups "
-    "kept_groups is_output",
+    "kept_groups output_scales is_output",
     floats="scale",
 )
 """gating: 0 softmax, 1 sigmoid, 2 softmax of the selected."""

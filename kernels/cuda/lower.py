@@ -29,7 +29,7 @@ from localinfer.kernels.program import BatchLimits
 from localinfer.types import ProgressCallback
 
 _RMS, _LAYER = 0, 1
-_ACTIVATION, _GATE, _ADD, _TIMES_SIGMOID, _TIMES_ROW_SIGMOID, _SCALE, _SOFTCAP = range(7)
+_ACTIVATION, _GATE, _ADD, _TIMES_SIGMOID, _TIMES_ROW_SIGMOID, _SCALE, _SOFTCAP, _TIMES, _TIMES_ROW = range(9)
 _NUMBERS = {kind: number for number, kind in enumerate(Activation)}
 
 
@@ -259,6 +259,37 @@ def _elementwise(
     tape.simple("rows.elementwise", (operation,), out.rows, out.width, values, out)
 
 
+def _times(tape: CudaTape, op: ops.Multiply) -> None:
+    out, x, factor = op.out, op.x, op.factor
+    if isinstance(factor, Buffer):
+        _elementwise(tape, _TIMES_ROW if op.is_by_row else _TIMES, out, x, factor)
+        return
+    tape.read(x)
+    values = (*tape.places(out, x), tape.memory.constant(factor), 0, out.width, 0, 0.0)
+    tape.simple("rows.elementwise", (_TIMES,), out.rows, out.width, values, out)
+
+
+def _mix_slots(tape: CudaTape, op: ops.MixSlots) -> None:
+    others = [buffer for buffer in (op.weights, op.residual) if buffer is not None]
+    tape.read(op.x, *others)
+    weights, residual = ((0, 0) if buffer is None else tape.places(buffer) for buffer in (op.weights, op.residual))
+    sizes = (op.num_slots, op.x.width // op.num_slots, op.out.width, op.first_slot)
+    values = (*tape.places(op.out, op.x), *weights, *residual, *sizes)
+    tape.simple("rows.mix_slots", (), op.out.rows, op.out.width, values, op.out)
+
+
+def _row_statistic(tape: CudaTape, out: Buffer, x: Buffer, num_deviations: float | None = None) -> None:
+    tape.read(x)
+    values = (*tape.places(out, x), x.width, num_deviations or 0.0)
+
+    def build(shape: Shape) -> Iterator[Step]:
+        count = shape.rows(x.rows)
+        if count:
+            yield Launch("rows.row_statistic", (int(num_deviations is not None),), (1, count, 1), 32, values)
+
+    tape.add(build, out)
+
+
 def _scale_by_position(tape: CudaTape, op: ops.ScaleByPosition) -> None:
     x = op.x
     tape.read(x)
@@ -318,6 +349,10 @@ LOWER: dict[type, Callable[[CudaTape, Any], None]] = {
     ops.Activate: lambda tape, op: _elementwise(tape, _ACTIVATION, op.out, op.x, op.x, activation=_NUMBERS[op.kind]),
     ops.GatedActivate: _gated_activate,
     ops.Add: lambda tape, op: _elementwise(tape, _ADD, op.out, op.a, op.b, op.scale),
+    ops.Multiply: _times,
+    ops.Magnitude: lambda tape, op: _row_statistic(tape, op.out, op.x),
+    ops.MixSlots: _mix_slots,
+    ops.GaussianTopK: lambda tape, op: _row_statistic(tape, op.out, op.x, op.num_deviations),
     ops.MultiplySigmoid: lambda tape, op: _elementwise(
         tape, _TIMES_ROW_SIGMOID if op.is_by_row else _TIMES_SIGMOID, op.out, op.x, op.gate
     ),

@@ -13,7 +13,17 @@ from numpy.typing import NDArray
 
 from localinfer.kernels import ops
 from localinfer.kernels.ops import Buffer, EmbeddingTable, LinearWeight, Op, Projection
-from localinfer.models.calibration.formulas import activate, activate_gated, attended, normed, rotated, routed, sigmoid
+from localinfer.models.calibration.formulas import (
+    activate,
+    activate_gated,
+    attended,
+    gaussian_top_k,
+    magnitude,
+    normed,
+    rotated,
+    routed,
+    sigmoid,
+)
 from localinfer.models.calibration.weights import embedding_rows
 from localinfer.quant.methods.hooks import LinearProduct, MatrixPart, ProductVisitor
 from localinfer.quant.methods.workers import Workers
@@ -203,7 +213,8 @@ def _store_kv(run: Evaluator, op: ops.StoreKV) -> None:
 
 
 def _attention(run: Evaluator, op: ops.Attention) -> None:
-    inputs = (run.streams(op.queries), *run.cache.pop(op.layer))
+    # Later layers may read it too.
+    inputs = (run.streams(op.queries), *run.cache[op.layer])
 
     def compute(index: int) -> FloatArray:
         parts = [one[index] for one in inputs]
@@ -233,6 +244,28 @@ def _scale_by_position(run: Evaluator, op: ops.ScaleByPosition) -> None:
     steps = np.floor((np.arange(run.length) + op.offset) / op.period)
     factor = (1.0 + op.slope * np.log1p(steps)).astype(np.float32)[:, None]
     run.by_sequence(op.x, lambda a: a * factor, op.x)
+
+
+def _multiply(run: Evaluator, op: ops.Multiply) -> None:
+    if isinstance(op.factor, Buffer):
+        run.by_rows(op.out, lambda a, b: a * b, op.x, op.factor)
+    else:
+        factor = op.factor
+        run.by_rows(op.out, lambda a: a * factor, op.x)
+
+
+def _mix_slots(run: Evaluator, op: ops.MixSlots) -> None:
+    size = op.x.width // op.num_slots
+
+    def compute(x: FloatArray, *others: FloatArray) -> FloatArray:
+        shape = (len(x), op.out.width // size, op.num_slots)
+        weights = np.ones(shape, np.float32) if op.weights is None else others[0].reshape(shape)
+        weights[:, : op.first_slot] = 0.0
+        mixed = (weights @ x.reshape(len(x), op.num_slots, size)).reshape(len(x), -1)
+        return mixed if op.residual is None else others[-1] + mixed
+
+    others = [buffer for buffer in (op.weights, op.residual) if buffer is not None]
+    run.by_rows(op.out, compute, op.x, *others)
 
 
 def _copy_heads(run: Evaluator, op: ops.CopyHeads) -> None:
@@ -330,6 +363,10 @@ EVALUATE: dict[type, Callable[[Evaluator, Any], None]] = {
     ops.Activate: lambda run, op: run.by_rows(op.out, lambda a: activate(a, op.kind), op.x),
     ops.GatedActivate: _gated_activate,
     ops.Add: lambda run, op: run.by_rows(op.out, lambda a, b: a + np.float32(op.scale) * b, op.a, op.b),
+    ops.Multiply: _multiply,
+    ops.Magnitude: lambda run, op: run.by_rows(op.out, magnitude, op.x),
+    ops.MixSlots: _mix_slots,
+    ops.GaussianTopK: lambda run, op: run.by_rows(op.out, lambda a: gaussian_top_k(a, op.num_deviations), op.x),
     ops.MultiplySigmoid: lambda run, op: run.by_rows(op.out, lambda a, g: a * sigmoid(g), op.x, op.gate),
     ops.Scale: lambda run, op: run.by_rows(op.x, lambda a: np.float32(op.factor) * a, op.x),
     ops.ScaleByPosition: _scale_by_position,

@@ -43,6 +43,8 @@ def activate(x: FloatArray, kind: Activation) -> FloatArray:
         return np.float32(0.5) * x * (np.float32(1) + _erf(x * np.float32(math.sqrt(0.5))))
     if kind is Activation.GELU_QUICK:
         return x * sigmoid(np.float32(1.702) * x)
+    if kind is Activation.TANH:
+        return np.tanh(x)
     positive: FloatArray = np.maximum(x, np.float32(0))
     if kind is Activation.RELU:
         return positive
@@ -135,6 +137,20 @@ def attended(queries: FloatArray, keys: FloatArray, values: FloatArray, shape: A
     return result.reshape(length, -1)
 
 
+def magnitude(x: FloatArray) -> FloatArray:
+    """The root mean square of every row, [rows, 1]."""
+    squares = np.einsum("ri,ri->r", x, x)[:, None] / np.float32(x.shape[1])
+    result: FloatArray = np.sqrt(squares)
+    return result
+
+
+def gaussian_top_k(x: FloatArray, num_deviations: float) -> FloatArray:
+    """What exceeds a row's mean by so many standard deviations of a sample, and 0 elsewhere."""
+    least = x.mean(axis=1, keepdims=True) + np.float32(num_deviations) * x.std(axis=1, ddof=1, keepdims=True)
+    result: FloatArray = np.maximum(x - least, np.float32(0))
+    return result
+
+
 def routed(logits: FloatArray, routing: Routing) -> tuple[NDArray[np.int64], FloatArray]:
     """Choose experts: ids and weights, both [rows, num_selected]."""
     values = logits
@@ -156,6 +172,8 @@ def routed(logits: FloatArray, routing: Routing) -> tuple[NDArray[np.int64], Flo
         weights = _softmax(weights)
     if routing.normalise:
         weights = weights / weights.sum(axis=-1, keepdims=True)
+    if routing.output_scales is not None:
+        weights = weights * routing.output_scales[ids]
     return ids, weights * np.float32(routing.scale)
 
 

@@ -217,6 +217,30 @@ def _add(follower: _Follower, op: ops.Add) -> None:
     follower.end(op.out)
 
 
+def _multiply(follower: _Follower, op: ops.Multiply) -> None:
+    follower.forbid(op.x, "a factor weighs it")
+    if isinstance(op.factor, Buffer):
+        follower.forbid(op.factor, "it weighs another value")
+    follower.end(op.out, "a factor weighs it")
+
+
+def _magnitude(follower: _Follower, op: ops.Magnitude) -> None:
+    follower.forbid(op.x, "its magnitude is taken")
+    follower.end(op.out, "it is a magnitude")
+
+
+def _mix_slots(follower: _Follower, op: ops.MixSlots) -> None:
+    for buffer in (op.x, op.weights, op.residual):
+        if buffer is not None:
+            follower.forbid(buffer, _SUM)
+    follower.end(op.out, _SUM)
+
+
+def _gaussian_top_k(follower: _Follower, op: ops.GaussianTopK) -> None:
+    follower.forbid(op.x, "its mean and its deviation are taken")
+    follower.end(op.out, "it is what exceeds a row's own threshold")
+
+
 def _multiply_sigmoid(follower: _Follower, op: ops.MultiplySigmoid) -> None:
     follower.forbid(op.gate, "a sigmoid follows, and is not linear")
     follower.forbid(op.x, "a gate weighs it")
@@ -265,6 +289,10 @@ FOLLOW: dict[type, Callable[[_Follower, Any], None]] = {
     ops.Activate: _activate,
     ops.GatedActivate: _gated_activate,
     ops.Add: _add,
+    ops.Multiply: _multiply,
+    ops.Magnitude: _magnitude,
+    ops.MixSlots: _mix_slots,
+    ops.GaussianTopK: _gaussian_top_k,
     ops.MultiplySigmoid: _multiply_sigmoid,
     ops.Scale: lambda follower, op: None,
     ops.ScaleByPosition: lambda follower, op: None,

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from localinfer.errors import UnsupportedFormatError
 from localinfer.models.checkpoint.families import Family, Metadata, find_family
 from localinfer.models.checkpoint.settings import Settings, unknown_settings
-from localinfer.models.decoder.config import MAX_BASE, MAX_CONTEXT, MAX_LAYERS, MAX_SCALE, MIN_BASE, MIN_SCALE
+from localinfer.models.decoder.block_sizes import MAX_CONTEXT
+from localinfer.models.decoder.config import MAX_BASE, MAX_LAYERS, MAX_SCALE, MIN_BASE, MIN_SCALE
 from localinfer.models.decoder.metadata_keys import DYNAMIC_ROPE_KEY
 from localinfer.models.decoder.rope import plain_frequencies
 

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from localinfer.errors import CorruptFileError, UnsupportedFormatError
-from localinfer.models.decoder.config import MAX_SCALE, MAX_WIDTH
+from localinfer.models.decoder.block_sizes import MAX_WIDTH
+from localinfer.models.decoder.config import MAX_SCALE
 from localinfer.models.decoder.metadata import shown
 
 _WAY_OUT = "Download the folder again or choose another model."

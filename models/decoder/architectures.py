@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from localinfer.errors import UnsupportedFormatError
 from localinfer.kernels.ops import Activation, Gating, Pairing
-from localinfer.models.decoder.architecture import Architecture, Norm, QueryKeyNorm
+from localinfer.models.decoder.architecture import Architecture, Blocks, Norm, QueryKeyNorm
 from localinfer.models.decoder.config import ModelConfig
 
 _LLAMA = Architecture(pairing=Pairing.ADJACENT)
@@ -131,6 +131,20 @@ def _granitemoe(config: ModelConfig) -> Architecture:
     )
 
 
+def _gemma_of(config: ModelConfig, blocks: Blocks, period: int) -> Architecture:
+    """Gemma 3n and Gemma 4: unscaled scores of normed queries and keys."""
+    return replace(
+        _GEMMA_FOUR_NORMS,
+        blocks=blocks,
+        embedding_scale=math.sqrt(config.hidden_size),
+        attention_scale=1.0,
+        windows=_windows(config, period),
+        windowed_rope_base=10000.0,
+        divides_windowed_rope=False,
+        logit_softcap=30.0 if blocks is Blocks.GEMMA3N else 0.0,
+    )
+
+
 def _hunyuan(config: ModelConfig) -> Architecture:
     """Tencent's Hunyuan (arXiv 2411.02265), dense or with experts: NTK-aware scaling stretches the RoPE base.
 
@@ -222,6 +236,8 @@ ARCHITECTURES: dict[str, Architecture | Callable[[ModelConfig], Architecture]] =
     "gemma": lambda config: replace(_GEMMA, embedding_scale=math.sqrt(config.hidden_size)),
     "gemma2": _gemma2,
     "gemma3": _gemma3,
+    "gemma3n": lambda config: _gemma_of(config, Blocks.GEMMA3N, period=5),
+    "gemma4": lambda config: _gemma_of(config, Blocks.GEMMA4, period=6),
     # GLM 4 0414: pre- and post-norms; vision models (sectioned RoPE) pair the halves of a head.
     "glm4": lambda config: Architecture(
         pairing=Pairing.HALVES if any(config.rope.sections) else Pairing.ADJACENT,

@@ -25,7 +25,9 @@ class RopeTables:
             windowed = replace(windowed, scaling="none", attention_factor=1.0)
         pairing, magnitude = architecture.pairing, architecture.rope_magnitude
         self._full = rope_table(rope, pairing, divisors, magnitude)
-        self._windowed = rope_table(windowed, pairing, divisors, magnitude)
+        windowed = replace(windowed, rotary_size=rope.rotary_size_windowed or rope.rotary_size)
+        divides = architecture.divides_windowed_rope
+        self._windowed = rope_table(windowed, pairing, divisors if divides else None, magnitude)
 
     def for_layer(self, windowed: bool) -> RopeTable:
         """The table of a layer with or without a sliding window."""

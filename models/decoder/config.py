@@ -5,16 +5,25 @@ Keys and defaults: the GGUF specification (https://github.com/ggml-org/ggml/blob
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from localinfer.errors import CorruptFileError, UnsupportedFormatError
+from localinfer.models.decoder.block_sizes import (
+    MAX_CONTEXT,
+    MAX_WIDTH,
+    OF_ANOTHER_CACHE,
+    TWO_HEAD_SIZES,
+    IndexerConfig,
+    Shape,
+    activation_sparsity,
+    num_shared_layers,
+    per_layer_size,
+    read_indexer,
+    windowed_sizes,
+)
 from localinfer.models.decoder.metadata import MetadataReader
 
-Shape = tuple[int, ...]
-
 MAX_LAYERS = 4096
-MAX_WIDTH = 1 << 22
-MAX_CONTEXT = 1 << 28
 MIN_SCALE, MAX_SCALE = 1e-6, 1e6
 """Bounds of factors on activations, scores and positions, which in known models are from 0.001 to 100."""
 MIN_BASE, MAX_BASE = 1.0 + 1e-6, 1e18
@@ -26,8 +35,8 @@ _MAX_VOCABULARY = 1 << 20
 class RopeConfig:
     """Rotary position embedding of a file.
 
-    rotary_size: elements of each head that rotate. base_windowed: base of sliding-window layers, 0 if the file has
-    none.
+    rotary_size: elements of each head that rotate; rotary_size_windowed: in sliding-window layers, 0 for as many.
+    base_windowed: base of sliding-window layers, 0 if the file has none.
     scaling: none, linear, yarn or longrope. sections: sizes of multimodal sections (equal positions for text).
     alpha: NTK-aware scaling of the base, in Hunyuan's models; 0 if the file has none.
     is_used: false in a few Granite models without positions.
@@ -37,6 +46,7 @@ class RopeConfig:
     rotary_size: int
     base: float = 10000.0
     base_windowed: float = 0.0
+    rotary_size_windowed: int = 0
     scaling: str = "none"
     factor: float = 1.0
     original_context_length: int = 0
@@ -85,6 +95,9 @@ class ModelConfig:
     intermediate_size: from the metadata; the decoder uses the tensors' shapes. windowed_layers: empty if the file
     leaves the pattern to the architecture. A scale of None is not in the file. block_tensors: names of the tensors of
     the first block, without `blk.0.`, which distinguish variants of some architectures.
+    windowed_head_dim, windowed_value_head_dim: of sliding-window layers, 0 for those of the others. num_shared_layers:
+    how many of the last layers attend to the keys and values of earlier ones. per_layer_size: width of the input that
+    each layer has for itself (Gemma 3n), 0 without. activation_sparsity: see `block_sizes.activation_sparsity`.
     """
 
     architecture: str
@@ -114,6 +127,18 @@ class ModelConfig:
     temperature_scale: float = 0.0
     temperature_length: int = 0
     block_tensors: frozenset[str] = frozenset()
+    windowed_head_dim: int = 0
+    windowed_value_head_dim: int = 0
+    num_shared_layers: int = 0
+    per_layer_size: int = 0
+    activation_sparsity: tuple[float, ...] = ()
+    indexer: IndexerConfig | None = None
+
+    def head_sizes(self, layer: int) -> tuple[int, int]:
+        """Sizes of a key head and of a value head of one layer."""
+        if self.windowed_head_dim and self.windowed_layers and self.windowed_layers[layer]:
+            return self.windowed_head_dim, self.windowed_value_head_dim
+        return self.head_dim, self.value_head_dim
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, object], tensor_shapes: Mapping[str, Shape]) -> "ModelConfig":
@@ -134,6 +159,9 @@ class ModelConfig:
         vocab_size = _vocab_size(reader, tensor_shapes, hidden_size)
         extra_layers = reader.integer("nextn_predict_layers", 0, low=0, high=MAX_LAYERS)
         num_layers = _count_layers(reader, tensor_shapes) - extra_layers
+        if architecture in OF_ANOTHER_CACHE:
+            # Every layer of such a draft model is counted as one.
+            num_layers += extra_layers
         if num_layers < 1:
             raise reader.contradiction("nextn_predict_layers", extra_layers, "fewer than block_count")
         num_heads = reader.integers("attention.head_count", num_layers, low=1, high=MAX_WIDTH)
@@ -148,7 +176,9 @@ class ModelConfig:
         context_length = reader.integer("context_length", low=1, high=MAX_CONTEXT)
         sliding_window = reader.integer("attention.sliding_window", 0, low=0, high=MAX_CONTEXT)
         rope = _rope(reader, head_dim, context_length)
-        _check_windowed_sizes(reader, rotary_size=rope.rotary_size, head_dim=head_dim, value_head_dim=value_head_dim)
+        windowed = windowed_sizes(reader, head_dim, value_head_dim, rope.rotary_size)
+        if windowed:
+            rope = replace(rope, rotary_size_windowed=windowed[2])
         if reader.optional_boolean("attention.causal") is False:
             raise UnsupportedFormatError(
                 f"{reader.full_key('attention.causal')} is false; this version runs models with causal attention only. "
@@ -184,6 +214,12 @@ class ModelConfig:
             temperature_scale=_scale(reader, "attention.temperature_scale"),
             temperature_length=reader.integer("attention.temperature_length", 0, low=0, high=MAX_CONTEXT),
             block_tensors=frozenset(name.removeprefix("blk.0.") for name in tensor_shapes if name.startswith("blk.0.")),
+            windowed_head_dim=windowed[0] if windowed else 0,
+            windowed_value_head_dim=windowed[1] if windowed else 0,
+            num_shared_layers=num_shared_layers(reader, num_layers),
+            per_layer_size=per_layer_size(reader, tensor_shapes, num_layers),
+            activation_sparsity=activation_sparsity(reader, num_layers),
+            indexer=read_indexer(reader, tensor_shapes, num_layers),
         )
         _check_tensor_shapes(reader, config, tensor_shapes)
         return config
@@ -213,21 +249,6 @@ def _scale(reader: MetadataReader, key: str, default: float = 0.0, *, low: float
     if 0.0 < abs(value) < MIN_SCALE:
         raise reader.contradiction(key, value, f"0, or a magnitude from {MIN_SCALE:g} to {MAX_SCALE:g}")
     return value
-
-
-def _check_windowed_sizes(reader: MetadataReader, *, rotary_size: int, head_dim: int, value_head_dim: int) -> None:
-    sizes = {
-        "attention.key_length_swa": head_dim,
-        "attention.value_length_swa": value_head_dim,
-        "rope.dimension_count_swa": rotary_size,
-    }
-    for key, size in sizes.items():
-        found = reader.integer(key, size, low=0, high=MAX_WIDTH)
-        if found != size:
-            raise UnsupportedFormatError(
-                f"{reader.full_key(key)} is {found} where other layers have {size}; "
-                "this version runs one head size per model. Choose another model."
-            )
 
 
 def _vocab_size(reader: MetadataReader, tensor_shapes: Mapping[str, Shape], hidden_size: int) -> int:
@@ -405,7 +426,7 @@ class _Check:
 
 def _check_heads(check: _Check, block: str, config: ModelConfig, layer: int) -> None:
     num_heads, num_kv_heads = config.num_heads[layer], config.num_kv_heads[layer]
-    head, value = config.head_dim, config.value_head_dim
+    head, value = config.head_sizes(layer)
     columns = num_heads * value
     found = f"{num_heads} and the size of a head {value}, together {columns}"
     check.equal(f"{block}attn_output.weight", -1, columns, "attention.head_count", found)
@@ -424,8 +445,11 @@ def _check_heads(check: _Check, block: str, config: ModelConfig, layer: int) -> 
         other = f"{count} heads" if number == size else f"the size of a head {size}"
         found = f"{number}, with {other} together {count * size}"
         # Old files of latent attention have other tensors; `write_latent_attention` refuses them.
-        is_old_form = check.has(f"{block}attn_kv_b.weight")
-        check.equal(f"{block}attn_{letter}.weight", -2, count * size, key, found, optional=is_old_form)
+        is_optional = check.has(f"{block}attn_kv_b.weight")
+        # Layers that attend to another's keys and values have queries only, and values may be the keys' projection.
+        is_optional |= letter == "v" and config.architecture in TWO_HEAD_SIZES
+        is_optional |= letter != "q" and layer >= config.num_layers - config.num_shared_layers
+        check.equal(f"{block}attn_{letter}.weight", -2, count * size, key, found, optional=is_optional)
 
 
 def _check_latent(check: _Check, block: str, latent: LatentConfig, config: ModelConfig, layer: int) -> None:

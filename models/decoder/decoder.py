@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.ops import Buffer, KVLayerShape, OpGraph, Projection, Rows, WeightSource
+from localinfer.models.decoder.architecture import Blocks
 from localinfer.models.decoder.architectures import find_architecture
 from localinfer.models.decoder.attention import (
     RopeTables,
@@ -14,6 +15,8 @@ from localinfer.models.decoder.attention import (
 from localinfer.models.decoder.checked_weights import CheckedWeights
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.feed_forward import write_feed_forward
+from localinfer.models.decoder.gemma3n_blocks import merge_streams, write_gemma3n_layer, write_streams
+from localinfer.models.decoder.gemma_blocks import write_gemma4_layer, write_layer_inputs
 from localinfer.models.decoder.graph import Graph, refuse
 
 
@@ -98,10 +101,19 @@ def kv_layer_shapes(config: ModelConfig, *, parts_windows: bool = False) -> list
     # Positions before a chunk are also before a window of the same size.
     limits = (architecture.windows or architecture.chunks) if parts_windows else ()
     windows = [limit if limit < config.context_length else 0 for limit in limits or [0] * config.num_layers]
+    first_shared = config.num_layers - config.num_shared_layers
     return [
-        KVLayerShape(num_kv_heads, config.head_dim, config.value_head_dim, window)
-        for num_kv_heads, window in zip(config.num_kv_heads, windows, strict=True)
+        KVLayerShape(num_kv_heads if layer < first_shared else 0, *config.head_sizes(layer), window)
+        for layer, (num_kv_heads, window) in enumerate(zip(config.num_kv_heads, windows, strict=True))
     ]
+
+
+def crosses_layers(config: ModelConfig) -> bool:
+    """Whether layers read more than the layer before wrote: keys and values, choices or inputs from further back."""
+    indexer = config.indexer
+    takes_choices = indexer is not None and indexer.block_size == 1 and not all(indexer.layers)
+    is_streamed = find_architecture(config).blocks is Blocks.GEMMA3N
+    return bool(config.num_shared_layers or config.per_layer_size or takes_choices or is_streamed)
 
 
 def write_embedding(graph: Graph, context_length: int) -> Buffer:
@@ -115,12 +127,16 @@ def write_embedding(graph: Graph, context_length: int) -> Buffer:
         tape.embed_positions(hidden, graph.weights.embedding("position_embd.weight", num_positions, hidden.width))
     if architecture.embedding_norm is not None:
         graph.norm(hidden, hidden, architecture.embedding_norm)
-    return hidden
+    if config.per_layer_size:
+        write_layer_inputs(graph, hidden)
+    return write_streams(graph, hidden) if architecture.blocks is Blocks.GEMMA3N else hidden
 
 
 def write_layer(graph: Graph, layer: int, hidden: Buffer, tables: RopeTables) -> Buffer:
     """Write one layer and return its result: `hidden` itself, or in the last layer the output rows only."""
     architecture = graph.architecture
+    if architecture.blocks is not Blocks.PLAIN:
+        return _LAYER_WRITERS[architecture.blocks](graph, layer, hidden, tables)
     x = graph.block_norm(layer, architecture.attention_norm, hidden, "attention_input")
     write = write_latent_attention if architecture.latent_attention else write_attention
     attended = write(graph, layer, x, tables)
@@ -139,8 +155,13 @@ def write_layer(graph: Graph, layer: int, hidden: Buffer, tables: RopeTables) ->
     return hidden
 
 
+_LAYER_WRITERS = {Blocks.GEMMA3N: write_gemma3n_layer, Blocks.GEMMA4: write_gemma4_layer}
+
+
 def write_output_norm(graph: Graph, hidden: Buffer) -> Buffer:
     """Write the norm after the last layer and return its result."""
+    if graph.architecture.blocks is Blocks.GEMMA3N:
+        hidden = merge_streams(graph, hidden)
     normed = graph.buffer("output_norm", hidden.width, hidden.rows)
     graph.norm(normed, hidden, "output_norm")
     return normed
@@ -152,9 +173,10 @@ def _write_logits(graph: Graph, hidden: Buffer) -> Buffer:
     is_tied = not graph.weights.has("output.weight")
     name = "token_embd.weight" if is_tied else "output.weight"
     logits = graph.buffer("logits", config.vocab_size, hidden.rows)
-    weight = graph.weights.linear(name, config.vocab_size, hidden.width)
+    weight = graph.weights.linear(name, config.vocab_size, normed.width)
     bias = graph.bias("output", config.vocab_size)
     tape.matmul(normed, [Projection(weight, logits, bias, scale=graph.architecture.logit_scale)])
-    if config.logit_softcap:
-        tape.softcap(logits, config.logit_softcap)
+    softcap = config.logit_softcap or graph.architecture.logit_softcap
+    if softcap:
+        tape.softcap(logits, softcap)
     return logits

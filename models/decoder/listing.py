@@ -113,10 +113,10 @@ def _number(value: Any) -> str:
 
 
 def _layer_of(lines: list[str], last: int | None) -> int | None:
-    """The layer whose tensors or cache an op uses; if none, that of the op before."""
+    """The layer whose tensors or cache an op uses; if none, or an earlier one's cache, that of the op before."""
     numbers = [int(first or second) for line in lines for first, second in _LAYER.findall(line)]
     if numbers:
-        return numbers[0]
+        return max(numbers[0], last or 0)
     return None if any(".weight" in line for line in lines) else last
 
 

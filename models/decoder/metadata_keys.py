@@ -30,7 +30,12 @@ READ_KEYS = frozenset(
 )
 
 _MUP = ("granite", "granitemoe", "minicpm")
+_GEMMA = ("gemma3n", "gemma4")
 ARCHITECTURE_KEYS: dict[str, tuple[str, ...]] = {
+    "activation_sparsity_scale": ("gemma3n",),
+    "altup.active_idx": ("gemma3n",),
+    "attention.shared_kv_layers": _GEMMA,
+    "embedding_length_per_layer_input": _GEMMA,
     "attention.max_alibi_bias": ("bloom",),
     "attention.temperature_length": ("deepseek2", "llama4"),
     "attention.temperature_scale": ("deepseek2", "llama4", "mistral3"),
@@ -43,6 +48,7 @@ ARCHITECTURE_KEYS: dict[str, tuple[str, ...]] = {
 """Keys that some architectures read, and which."""
 
 HARMLESS_KEYS: dict[str, str] = {
+    "altup.num_inputs": "the streams are as many as their matrices",
     "classifier.output_labels": "names of scores; no logit depends on them",
     "embedding_length_out": "the width of what other models read of this one",
     "expert_shared_count": "the shared experts' tensors are one matrix of all of them",

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from localinfer.errors import CorruptFileError, RequestError
 from localinfer.kernels.ops import Pairing, RopeTable
-from localinfer.models.decoder.config import MAX_BASE, MAX_CONTEXT, MAX_SCALE, MIN_BASE, MIN_SCALE, RopeConfig
+from localinfer.models.decoder.block_sizes import MAX_CONTEXT
+from localinfer.models.decoder.config import MAX_BASE, MAX_SCALE, MIN_BASE, MIN_SCALE, RopeConfig
 from localinfer.models.decoder.metadata import shown
 
 Float64Array = NDArray[np.float64]

@@ -19,8 +19,15 @@ from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.ops import WeightSource
 from localinfer.kernels.program import Program
 from localinfer.models.decoder.architectures import check_architecture, find_architecture
-from localinfer.models.decoder.config import MAX_CONTEXT, ModelConfig
-from localinfer.models.decoder.decoder import kv_layer_shapes, write_decoder, write_first_layers, write_last_layers
+from localinfer.models.decoder.block_sizes import MAX_CONTEXT
+from localinfer.models.decoder.config import ModelConfig
+from localinfer.models.decoder.decoder import (
+    crosses_layers,
+    kv_layer_shapes,
+    write_decoder,
+    write_first_layers,
+    write_last_layers,
+)
 from localinfer.models.decoder.metadata_keys import DYNAMIC_ROPE_KEY, listed, unknown_settings
 from localinfer.models.decoder.pooling import Pooling, read_pooling
 from localinfer.models.load.devices import (
@@ -209,6 +216,7 @@ def _write_on_gpu(
     Raises: BackendUnavailableError, OutOfMemoryError if the GPU is required.
     """
     try:
+        _check_placement(parts.config, placement)
         return _write_whole(parts, gpu) if placement.is_whole else _write_split(parts, gpu, placement)
     except BaseException as error:
         gpu.close()
@@ -216,6 +224,20 @@ def _write_on_gpu(
             raise
         report_fallback(error)
         return None
+
+
+def _check_placement(config: ModelConfig, placement: Placement) -> None:
+    """Raise BackendUnavailableError for a model that does not run so on a GPU."""
+    if config.indexer is not None:
+        raise BackendUnavailableError(
+            f"the sparse attention of {config.architecture} models is computed on the CPU only; take device 'cpu'"
+        )
+    if crosses_layers(config) and not placement.is_whole:
+        raise BackendUnavailableError(
+            f"the layers of this {config.architecture} model read more than the layer before them wrote, so all of it "
+            f"runs on one device, and the GPU was to hold {placement.num_gpu_layers} of {placement.num_layers} layers; "
+            "take a smaller context_length or quantization, or device 'cpu'"
+        )
 
 
 def _write_whole(parts: _Parts, gpu: CudaDevice) -> tuple[Program, KVLayout]:

@@ -41,7 +41,7 @@ ATTENTION_REFUSED = {
     *("qwen2vl-gqa", "deci-mixed"),
 }
 BLOCKS_REFUSED = {
-    *("gemma3n-altup", "gemma4-e2b", "gemma4-dense", "gemma4-moe", "minimax-m3-dense", "minimax-m3-sparse"),
+    *("minimax-m3-dense", "minimax-m3-sparse"),
     *("deepseek32-sparse", "deepseek32-mtp", "glm-dsa-sparse", "glm-dsa-mtp"),
 }
 REFUSED = RECURRENT_REFUSED | ATTENTION_REFUSED | BLOCKS_REFUSED

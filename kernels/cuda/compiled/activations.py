@@ -6,7 +6,7 @@ from localinfer.kernels.cuda.compiled import ptx
 from localinfer.kernels.cuda.jit import inline
 from localinfer.kernels.ops import Activation
 
-SILU, GELU_TANH, GELU_ERF, GELU_QUICK, RELU, RELU_SQUARED, SWIGLU_CLAMPED = range(len(Activation))
+SILU, GELU_TANH, GELU_ERF, GELU_QUICK, RELU, RELU_SQUARED, SWIGLU_CLAMPED, TANH = range(len(Activation))
 
 
 @inline
@@ -57,6 +57,8 @@ def activate(number, x):
         result = ptx.maximum(x, float32(0.0))
     elif number == RELU_SQUARED:
         result = ptx.maximum(x, float32(0.0)) * ptx.maximum(x, float32(0.0))
+    elif number == TANH:
+        result = hyperbolic_tangent(x)
     return result
 
 

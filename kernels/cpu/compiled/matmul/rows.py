@@ -174,6 +174,7 @@ _ACTIVATIONS: dict[Activation, Callable[[Emitter, Value], Value]] = {
     Activation.GELU_QUICK: _gelu_quick,
     Activation.RELU: _relu,
     Activation.RELU_SQUARED: _relu_squared,
+    Activation.TANH: _tanh,
 }
 
 
@@ -188,6 +189,7 @@ def _ungated(activation: Callable[[Emitter, Value], Value]) -> Formula:
 FORMULAS: dict[str, Formula] = {
     # Two roundings, as `matmul`'s residual.
     "add": lambda emit, a, b, s: emit.add(a, emit.mul(b, s)),
+    "multiply": lambda emit, a, b, s: emit.mul(a, b),
     "multiply_sigmoid": lambda emit, a, b, s: emit.mul(a, _sigmoid(emit, b)),
     "scale": lambda emit, a, b, s: emit.mul(a, s),
     "softcap": lambda emit, a, b, s: emit.mul(s, _tanh(emit, emit.builder.fdiv(a, s))),
@@ -224,6 +226,34 @@ def add_scaled_row(emit: Emitter, out: Value, a: Value, b: Value, scalar: Value,
 def scale_row(emit: Emitter, out: Value, a: Value, scalar: Value, count: Value) -> None:
     """out = a * scalar."""
     _write_row(emit, FORMULAS["scale"], out, a, a, scalar, count)
+
+
+@emitted(FLOAT, ADDRESS, types.int64)
+def magnitude_of(emit: Emitter, x: Value, count: Value) -> Value:
+    """sqrt(mean(x * x)) of a row."""
+    b = emit.builder
+    return _square_root(emit, b.fdiv(_row_sum(emit, x, count, lambda v: emit.mul(v, v)), b.sitofp(count, F32)))
+
+
+@emitted(VOID, *[ADDRESS] * 2, FLOAT, types.int64)
+def gaussian_top_k_row(emit: Emitter, out: Value, x: Value, deviations: Value, count: Value) -> None:
+    """out = max(0, x - (mean(x) + deviations * std(x))), the variance over count - 1."""
+    b = emit.builder
+    size = b.sitofp(count, F32)
+    mean = b.fdiv(_row_sum(emit, x, count, lambda v: v), size)
+    lanes = emit.splat(mean)
+
+    def squared(v: Value) -> Value:
+        difference = emit.sub(v, lanes)
+        return emit.mul(difference, difference)
+
+    variance = b.fdiv(_row_sum(emit, x, count, squared), b.fsub(size, ir.Constant(F32, 1.0)))
+    least = emit.splat(b.fadd(mean, b.fmul(deviations, _square_root(emit, variance))))
+
+    def body(offset: Value) -> None:
+        emit.store(_relu(emit, emit.sub(emit.load_floats(b.add(x, offset)), least)), b.add(out, offset), align=4)
+
+    _each_vector(emit, count, body)
 
 
 @emitted(FLOAT, FLOAT)
