@@ -93,8 +93,9 @@ def _check_rope(op: ops.Rope) -> None:
 def _check_store_kv(op: ops.StoreKV, kept: KVLayerShape) -> None:
     layer, keys, values = op.layer, op.keys, op.values
     check(keys.width == kept.num_kv_heads * kept.key_size, f"{keys.name} does not hold layer {layer}'s keys")
-    check(values.width == kept.num_kv_heads * kept.value_size, f"{values.name} does not hold layer {layer}'s values")
-    check(keys.rows is Rows.BATCH and values.rows is Rows.BATCH, "only batch rows enter the cache")
+    name, width = ("nothing", 0) if values is None else (values.name, values.width)
+    check(width == kept.num_kv_heads * kept.value_size, f"{name} does not hold layer {layer}'s values")
+    check(keys.rows is Rows.BATCH and (values or keys).rows is Rows.BATCH, "only batch rows enter the cache")
 
 
 def _check_attention(op: ops.Attention, kept: KVLayerShape) -> None:
@@ -114,8 +115,33 @@ def _check_attention(op: ops.Attention, kept: KVLayerShape) -> None:
     check(out.width == shape.num_heads * shape.value_size, f"{out.name} is {out.width} wide")
     check(queries.rows is Rows.BATCH and out.rows is Rows.BATCH, "attention is of batch rows")
     check(out.index != queries.index, f"{out.name} cannot take the attention of itself")
+    if op.chosen is not None:
+        _check_chosen(op.chosen)
+        check(op.chosen.num_lists in (1, shape.num_kv_heads), f"{op.chosen.blocks.name} is not for {shape}")
+        is_plain = not (shape.softcap or shape.window or shape.chunk or shape.excludes_own)
+        check(is_plain, f"{shape} cannot attend to chosen positions")
     _has_values(shape.sinks, shape.num_heads, "attention sinks")
     _has_values(shape.alibi_slopes, shape.num_heads, "ALiBi slopes")
+
+
+def _check_chosen(chosen: ops.Chosen) -> None:
+    blocks, count = chosen.blocks, chosen.count
+    is_right = count > 0 and chosen.block_size > 0 and blocks.width % count == 0 and blocks.rows is Rows.BATCH
+    check(is_right, f"{blocks.name} does not hold lists of {count} blocks")
+
+
+def _check_choose_blocks(op: ops.ChooseBlocks, kept: KVLayerShape) -> None:
+    chosen, queries, weights = op.chosen, op.queries, op.weights
+    _check_chosen(chosen)
+    wanted = KVLayerShape(1, op.key_size, 0)
+    check(kept == wanted, f"layer {op.layer} caches {kept}, choosing wants {wanted}")
+    check(queries.width == op.num_heads * op.key_size, f"{queries.name} is {queries.width} wide")
+    check(chosen.num_lists == (op.num_heads if weights is None else 1), f"{chosen.blocks.name} has other lists")
+    check(weights is None or weights.width == op.num_heads, f"there are not {op.num_heads} weights of heads")
+    check(queries.rows is Rows.BATCH and (weights or queries).rows is Rows.BATCH, "batch rows choose")
+    # Numbers of blocks are float32.
+    check(0 < op.max_positions <= chosen.block_size << 24, f"{op.max_positions} positions are too many to choose from")
+    check(op.num_local >= 0, f"{op.num_local} blocks cannot come first")
 
 
 def _check_activate(op: ops.Activate) -> None:
@@ -267,7 +293,7 @@ class GraphBuilder:
 
     def append(self, op: Op) -> None:
         """Check an op and write it after the others. Raises: ShapeError."""
-        if isinstance(op, ops.StoreKV | ops.Attention):
+        if isinstance(op, ops.StoreKV | ops.Attention | ops.ChooseBlocks):
             check(0 <= op.layer < len(self.kv_layers), f"there is no cache of layer {op.layer}")
             CHECKS[type(op)](op, self.kv_layers[op.layer])
         else:
@@ -289,6 +315,7 @@ class GraphBuilder:
     rope = _writer(ops.Rope, _check_rope)
     store_kv = _writer(ops.StoreKV, _check_store_kv)
     attention = _writer(ops.Attention, _check_attention)
+    choose_blocks = _writer(ops.ChooseBlocks, _check_choose_blocks)
     activation = _writer(ops.Activate, _check_activate)
     gated_activation = _writer(ops.GatedActivate, lambda op: _same_shape(op.out, op.gate, op.up))
     add = _writer(ops.Add, lambda op: _same_shape(op.out, op.a, op.b))

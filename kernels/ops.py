@@ -156,7 +156,7 @@ class AttentionShape(Record):
     scale multiplies q.k; softcap > 0 replaces a score s by softcap * tanh(s / softcap); window > 0 lets a position see
     itself and the window - 1 before it; chunk > 0 lets it see only its own chunk of positions; sinks float32[num_heads]
     add exp(sink) to the softmax's denominator; alibi_slopes float32[num_heads] add slope * (key position - query
-    position).
+    position). excludes_own: a row sees the positions before its own only, of which there must be one.
     """
 
     num_heads: int
@@ -169,6 +169,24 @@ class AttentionShape(Record):
     chunk: int = 0
     sinks: FloatArray | None = None
     alibi_slopes: FloatArray | None = None
+    excludes_own: bool = False
+
+
+class Chosen(Record):
+    """Which positions rows attend to, of those that they may: blocks of `block_size`, the first at position 0.
+
+    blocks: `num_lists` lists of `count` numbers of blocks per row, rising, as float32 whole numbers, and -1 after a
+    list's last; one list per KV head, or one for all.
+    """
+
+    blocks: Buffer
+    count: int
+    block_size: int = 1
+
+    @property
+    def num_lists(self) -> int:
+        """How many lists a row has."""
+        return self.blocks.width // self.count
 
 
 class Routing(Record):
@@ -264,20 +282,46 @@ class Rope(Record):
 
 
 class StoreKV(Record):
-    """Write the rows' keys and values into the cache pages of `layer`."""
+    """Write the rows' keys and values into the cache pages of `layer`; no values where it keeps keys alone."""
 
     layer: int
     keys: Buffer
-    values: Buffer
+    values: Buffer | None
 
 
 class Attention(Record):
-    """Causal attention of every row over its sequence's cache, in chunks of absolute positions merged in order."""
+    """Causal attention of every row over its sequence's cache, in chunks of absolute positions merged in order.
+
+    chosen: which of the positions; None for all of them.
+    """
 
     out: Buffer
     queries: Buffer
     layer: int
     shape: AttentionShape
+    chosen: Chosen | None = None
+
+
+class ChooseBlocks(Record):
+    """Choose the best blocks of a row's positions by the keys of a layer of the cache that keeps keys alone.
+
+    The score of a position is scale times query . key, or with weights [num_heads] the sum over heads of weight *
+    max(0, scale * query . key); of a block, the largest of its positions up to the row's. A row's own block and the
+    num_local - 1 before it come first; of equal scores the lower block wins. Rows of no more than `chosen.count` blocks
+    choose all of them.
+
+    With weights there is one list, else each head has one. max_positions: of a sequence.
+    """
+
+    chosen: Chosen
+    queries: Buffer
+    layer: int
+    num_heads: int
+    key_size: int
+    max_positions: int
+    scale: float = 1.0
+    weights: Buffer | None = None
+    num_local: int = 0
 
 
 class Activate(Record):
@@ -465,7 +509,7 @@ class ExpertScale(Record):
 
 
 Op = (
-    Embed | EmbedPositions | Receive | RmsNorm | LayerNorm | Matmul | Rope | StoreKV | Attention
+    Embed | EmbedPositions | Receive | RmsNorm | LayerNorm | Matmul | Rope | StoreKV | Attention | ChooseBlocks
     | Activate | GatedActivate | Add | Multiply | Magnitude | MixSlots | GaussianTopK
     | MultiplySigmoid | Scale | ScaleByPosition | Softcap | CopyHeads | HeadMatmul
     | SelectOutput | Route | ExpertMatmul | ExpertSum | ExpertScale
@@ -491,8 +535,9 @@ class OpGraph:
 
     @property
     def num_positions(self) -> int:
-        """Positions that may be looked up."""
-        return min((op.table.num_rows for op in self.ops if isinstance(op, EmbedPositions)), default=1 << 62)
+        """Positions that may be looked up or chosen from."""
+        tables = [op.table.num_rows for op in self.ops if isinstance(op, EmbedPositions)]
+        return min([*tables, *(op.max_positions for op in self.ops if isinstance(op, ChooseBlocks))], default=1 << 62)
 
 
 class WeightSource(Protocol):

@@ -26,7 +26,7 @@ from localinfer.kernels.ops import (
 )
 from localinfer.kernels.program import Batch, Segment
 from localinfer.types import FloatArray
-from tests.oracle_formulas import Float64Array, activate, affine, attend, groups, route, sigmoid
+from tests.oracle_formulas import Float64Array, activate, affine, attend, choose, groups, is_chosen, route, sigmoid
 from tests.oracle_kv import kept, kept_query
 
 
@@ -187,7 +187,8 @@ def _store_kv(run: _Run, op: ops.StoreKV) -> None:
         for row in rows:
             position = int(run.positions[row])
             cache.keys[position] = run[op.keys][row].copy()
-            cache.values[position] = run[op.values][row].copy()
+            if op.values is not None:
+                cache.values[position] = run[op.values][row].copy()
 
 
 @_formula(ops.Attention)
@@ -204,8 +205,25 @@ def _attention(run: _Run, op: ops.Attention) -> None:
                 query = kept_query(query, shape.key_size, run.kv_types[0])
                 keys = kept(keys, shape.key_size, run.kv_types[0])
                 values = kept(values, shape.value_size, run.kv_types[1])
-            result[row] = attend(query, keys, values, seen, shape)
+            chosen = None if op.chosen is None else is_chosen(run[op.chosen.blocks][row], op.chosen, len(seen))
+            result[row] = attend(query, keys, values, seen, shape, chosen)
     run[op.out] = result
+
+
+@_formula(ops.ChooseBlocks)
+def _choose_blocks(run: _Run, op: ops.ChooseBlocks) -> None:
+    result = np.empty_like(run[op.chosen.blocks])
+    for segment, rows in _segment_rows(run.batch):
+        cache = run.cache[int(segment.page_addresses[0]), op.layer]
+        for row in rows:
+            keys = np.stack([cache.keys[position] for position in range(int(run.positions[row]) + 1)])
+            query = run[op.queries][row]
+            if run.kv_types is not None:
+                query = kept_query(query, op.key_size, run.kv_types[0])
+                keys = kept(keys, op.key_size, run.kv_types[0])
+            weights = None if op.weights is None else run[op.weights][row]
+            result[row] = choose(op, query.reshape(op.num_heads, -1), keys, weights)
+    run[op.chosen.blocks] = result
 
 
 @_formula(ops.Activate)
@@ -359,4 +377,4 @@ def _seen(position: int, shape: AttentionShape) -> range:
         first = max(first, position - shape.window + 1)
     if shape.chunk:
         first = max(first, position // shape.chunk * shape.chunk)
-    return range(first, position + 1)
+    return range(first, position + (0 if shape.excludes_own else 1))

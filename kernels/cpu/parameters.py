@@ -122,13 +122,23 @@ EXPERT_SCALE = Block("x x_stride weights weights_stride selected columns is_outp
 ATTENTION = Block(
     "queries queries_stride query_head_bytes out out_stride group kv_heads layer_offset head_bytes key_columns "
     "key_scales values value_scales value_size value_columns value_row_bytes value_step scale softcap window "
-    "local_chunk sinks slopes rows_per_unit rotation score_keys weigh_values table",
+    "local_chunk sinks slopes rows_per_unit rotation score_keys weigh_values table own chosen chosen_stride "
+    "chosen_lists chosen_count chosen_block",
     floats="scale softcap",
 )
 """queries: float32 rows, or what QUANTIZE_QUERIES made of them. group: query heads per KV head. value_row_bytes: of
 unquantized values. value_step: bytes of values to fetch while one vector of keys is computed. rotation: size of the
 rotation to undo in every head of the result, 1 for none. score_keys, weigh_values: addresses of the kernels for this
-cache's types. table: offset in SEGMENT of the table of this layer's pages."""
+cache's types. table: offset in SEGMENT of the table of this layer's pages. own: 1 where a row sees its own position,
+else 0. chosen: lists of blocks of `chosen_block` positions, `chosen_count` in each of `chosen_lists` lists of a row; 0
+where all are attended to."""
+CHOOSE_BLOCKS = Block(
+    f"{' '.join(ATTENTION.fields)} head_weights head_weights_stride num_local cell num_cells scores",
+    floats="scale softcap",
+)
+"""It begins as an ATTENTION of keys alone, all of whose heads meet one KV head; its result, `out`, are lists.
+head_weights: 0 for none. cell: positions that get one score, a chunk's or fewer. scores: float32[slots][lists]
+[num_cells], a slot for each of few rows or for each thread."""
 ATTENTION_SUMS = Block(f"{' '.join(ATTENTION.fields)} sums sums_heads sums_pages work", floats="scale softcap")
 """sums: address of float32[segments][heads][pages]. work: memory per thread: eight queries' maxima and sums, float32
 per page."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.errors import BackendUnavailableError
+from localinfer.errors import BackendUnavailableError, ShapeError
 from localinfer.kernels import ops
 from localinfer.kernels.cuda import experts, gemm
 from localinfer.kernels.cuda.attention import KV_BYTES, Attention, Rope, store_steps
@@ -222,20 +222,29 @@ def _rope_angles(tape: CudaTape, table: RopeTable) -> int:
 
 
 def _store_kv(tape: CudaTape, op: ops.StoreKV) -> None:
-    tape.read(op.values)
+    values_buffer = op.values
+    if values_buffer is None:
+        raise ShapeError("keys without values are cached on the CPU only; take device 'cpu'")
+    tape.read(values_buffer)
     rope = tape.take_rope(op.keys, tape.kv_layout.layers[op.layer].key_size)
-    keys, values = tape.memory.place(op.keys), tape.memory.place(op.values)
+    keys, values = tape.memory.place(op.keys), tape.memory.place(values_buffer)
     tape.add(store_steps(tape.kv_layout, op.layer, keys, values, rope))
 
 
 def _attention(tape: CudaTape, attention: ops.Attention) -> None:
     out, shape, memory = attention.out, attention.shape, tape.memory
+    check(attention.chosen is None, "attention to chosen positions is computed on the CPU only; take device 'cpu'")
+    check(not shape.excludes_own, "attention without a row's own position is computed on the CPU only")
     rope = tape.take_rope(attention.queries, shape.key_size)
     places = (memory.place(attention.queries), memory.place(out))
     constants = (memory.constant(shape.alibi_slopes), memory.constant(shape.sinks))
     launches = Attention(memory, tape.kv_layout, attention.layer, shape, *places, *constants, rope)
     op = tape.add(lambda run: launches.steps(run, op.quantized), out)
     op.source, op.can_quantize = out, shape.value_size % 32 == 0
+
+
+def _choose_blocks(tape: CudaTape, op: ops.ChooseBlocks) -> None:
+    check(False, "positions are chosen on the CPU only; take device 'cpu'")
 
 
 def _gated_activate(tape: CudaTape, op: ops.GatedActivate) -> None:
@@ -346,6 +355,7 @@ LOWER: dict[type, Callable[[CudaTape, Any], None]] = {
     ops.Rope: _rope,
     ops.StoreKV: _store_kv,
     ops.Attention: _attention,
+    ops.ChooseBlocks: _choose_blocks,
     ops.Activate: lambda tape, op: _elementwise(tape, _ACTIVATION, op.out, op.x, op.x, activation=_NUMBERS[op.kind]),
     ops.GatedActivate: _gated_activate,
     ops.Add: lambda tape, op: _elementwise(tape, _ADD, op.out, op.a, op.b, op.scale),

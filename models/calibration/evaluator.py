@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from localinfer.kernels import ops
 from localinfer.kernels.ops import Buffer, EmbeddingTable, LinearWeight, Op, Projection
+from localinfer.models.calibration.choices import chosen_blocks
 from localinfer.models.calibration.formulas import (
     activate,
     activate_gated,
@@ -209,20 +210,35 @@ def _projected(run: Evaluator, model: int, x: FloatArray, weight: FloatArray, pr
 
 
 def _store_kv(run: Evaluator, op: ops.StoreKV) -> None:
-    run.cache[op.layer] = (run.streams(op.keys), run.streams(op.values))
+    run.cache[op.layer] = (run.streams(op.keys), run.streams(op.values or op.keys))
 
 
 def _attention(run: Evaluator, op: ops.Attention) -> None:
     # Later layers may read it too.
-    inputs = (run.streams(op.queries), *run.cache[op.layer])
+    inputs = [run.streams(op.queries), *run.cache[op.layer]]
+    if op.chosen is not None:
+        inputs.append(run.streams(op.chosen.blocks))
 
     def compute(index: int) -> FloatArray:
         parts = [one[index] for one in inputs]
-        return run.in_steps(lambda q, k, v: attended(q, k, v, op.shape), parts, run.length)
+        return run.in_steps(lambda q, k, v, *lists: attended(q, k, v, op.shape, op.chosen, *lists), parts, run.length)
 
     is_one = all(one[0] is one[-1] for one in inputs)
     run.set_each(op.out, compute, is_one, len(inputs[0]))
     del run.values[op.queries.index]
+
+
+def _choose_blocks(run: Evaluator, op: ops.ChooseBlocks) -> None:
+    inputs = [run.streams(op.queries), run.cache[op.layer][0]]
+    if op.weights is not None:
+        inputs.append(run.streams(op.weights))
+
+    def compute(index: int) -> FloatArray:
+        parts = [one[index] for one in inputs]
+        return run.in_steps(lambda q, k, *weights: chosen_blocks(op, q, k, *weights), parts, run.length)
+
+    is_one = all(one[0] is one[-1] for one in inputs)
+    run.set_each(op.chosen.blocks, compute, is_one, len(inputs[0]))
 
 
 def _gated_activate(run: Evaluator, op: ops.GatedActivate) -> None:
@@ -360,6 +376,7 @@ EVALUATE: dict[type, Callable[[Evaluator, Any], None]] = {
     ops.Rope: lambda run, op: run.by_sequence(op.x, lambda a: rotated(a, op.table, op.head_size, op.offset), op.x),
     ops.StoreKV: _store_kv,
     ops.Attention: _attention,
+    ops.ChooseBlocks: _choose_blocks,
     ops.Activate: lambda run, op: run.by_rows(op.out, lambda a: activate(a, op.kind), op.x),
     ops.GatedActivate: _gated_activate,
     ops.Add: lambda run, op: run.by_rows(op.out, lambda a, b: a + np.float32(op.scale) * b, op.a, op.b),

@@ -181,7 +181,8 @@ def _matmul(follower: _Follower, op: ops.Matmul) -> None:
 
 def _store_kv(follower: _Follower, op: ops.StoreKV) -> None:
     follower.forbid(op.keys, "keys are multiplied by queries")
-    follower.cached[op.layer] = follower.of(op.values)
+    if op.values is not None:
+        follower.cached[op.layer] = follower.of(op.values)
 
 
 def _attention(follower: _Follower, op: ops.Attention) -> None:
@@ -191,6 +192,13 @@ def _attention(follower: _Follower, op: ops.Attention) -> None:
     if shape.num_heads != shape.num_kv_heads:
         heads = np.arange(shape.num_heads) // (shape.num_heads // shape.num_kv_heads)
         values.columns = (heads[:, None] * shape.value_size + np.arange(shape.value_size)).reshape(-1)
+
+
+def _choose_blocks(follower: _Follower, op: ops.ChooseBlocks) -> None:
+    for buffer in (op.queries, op.weights):
+        if buffer is not None:
+            follower.forbid(buffer, "positions are chosen by it")
+    follower.end(op.chosen.blocks, "it is a choice of positions")
 
 
 def _activate(follower: _Follower, op: ops.Activate) -> None:
@@ -286,6 +294,7 @@ FOLLOW: dict[type, Callable[[_Follower, Any], None]] = {
     ops.Rope: lambda follower, op: follower.forbid(op.x, "a rotation mixes the channels"),
     ops.StoreKV: _store_kv,
     ops.Attention: _attention,
+    ops.ChooseBlocks: _choose_blocks,
     ops.Activate: _activate,
     ops.GatedActivate: _gated_activate,
     ops.Add: _add,

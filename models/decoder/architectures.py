@@ -229,6 +229,8 @@ ARCHITECTURES: dict[str, Architecture | Callable[[ModelConfig], Architecture]] =
     # DeepSeek-MoE 16B (arXiv 2401.06066): expert weights as the softmax leaves them.
     "deepseek": replace(_LLAMA, normalise_experts=False),
     "deepseek2": _deepseek2,
+    # DeepSeek-V3.2 (arXiv 2512.02556): an indexer chooses what latent attention attends to.
+    "deepseek32": _deepseek2,
     "dots1": _sigmoid_routed,
     "exaone4": _exaone4,
     "falcon": _falcon,
@@ -244,6 +246,8 @@ ARCHITECTURES: dict[str, Architecture | Callable[[ModelConfig], Architecture]] =
         attention_post_norm="post_attention_norm",
         feed_forward_post_norm="post_ffw_norm",
     ),
+    # GLM 5: DeepSeek-V3.2's attention, where some layers take the choice of an earlier one.
+    "glm-dsa": _deepseek2,
     # GLM 4.5 and 4.6 (arXiv 2508.06471): sigmoid routing with a selection bias; only the largest norm queries and keys.
     "glm4moe": lambda config: Architecture(
         feed_forward_norm="post_attention_norm",
@@ -275,6 +279,8 @@ ARCHITECTURES: dict[str, Architecture | Callable[[ModelConfig], Architecture]] =
     "minicpm": _minicpm,
     # Routed as dots.llm1, its norms over whole projections.
     "minimax-m2": replace(_QK_NORMED, gating=Gating.SIGMOID),
+    # MiniMax M3: norms per head, clamped gates, and layers that attend to chosen blocks of positions.
+    "minimax-m3": replace(_QK_NORMED, activation=Activation.SWIGLU_CLAMPED, gating=Gating.SIGMOID),
     # Ministral 3: queries sharpen with the logarithm of the position.
     "mistral3": lambda config: replace(
         _LLAMA, temperature_scale=config.temperature_scale, temperature_length=config.rope.original_context_length

@@ -18,6 +18,7 @@ from localinfer.models.decoder.feed_forward import write_feed_forward
 from localinfer.models.decoder.gemma3n_blocks import merge_streams, write_gemma3n_layer, write_streams
 from localinfer.models.decoder.gemma_blocks import write_gemma4_layer, write_layer_inputs
 from localinfer.models.decoder.graph import Graph, refuse
+from localinfer.models.decoder.sparse_attention import index_cache_shapes
 
 
 def write_decoder(
@@ -93,7 +94,7 @@ def _begin(
 
 
 def kv_layer_shapes(config: ModelConfig, *, parts_windows: bool = False) -> list[KVLayerShape]:
-    """Keys and values of each layer per position, in layer order.
+    """Keys and values of each layer per position, in layer order, then the keys of indexers.
 
     parts_windows: sliding-window layers are stored apart from the others.
     """
@@ -102,10 +103,11 @@ def kv_layer_shapes(config: ModelConfig, *, parts_windows: bool = False) -> list
     limits = (architecture.windows or architecture.chunks) if parts_windows else ()
     windows = [limit if limit < config.context_length else 0 for limit in limits or [0] * config.num_layers]
     first_shared = config.num_layers - config.num_shared_layers
-    return [
+    layers = [
         KVLayerShape(num_kv_heads if layer < first_shared else 0, *config.head_sizes(layer), window)
         for layer, (num_kv_heads, window) in enumerate(zip(config.num_kv_heads, windows, strict=True))
     ]
+    return [*layers, *index_cache_shapes(config)]
 
 
 def crosses_layers(config: ModelConfig) -> bool:

@@ -31,9 +31,13 @@ READ_KEYS = frozenset(
 
 _MUP = ("granite", "granitemoe", "minicpm")
 _GEMMA = ("gemma3n", "gemma4")
+_INDEXED = ("deepseek32", "glm-dsa", "minimax-m3")
 ARCHITECTURE_KEYS: dict[str, tuple[str, ...]] = {
     "activation_sparsity_scale": ("gemma3n",),
     "altup.active_idx": ("gemma3n",),
+    **{f"attention.indexer.{key}": _INDEXED for key in ("block_size", "head_count", "key_length", "local_blocks")},
+    "attention.indexer.top_k": _INDEXED,
+    "attention.indexer.types": _INDEXED,
     "attention.shared_kv_layers": _GEMMA,
     "embedding_length_per_layer_input": _GEMMA,
     "attention.max_alibi_bias": ("bloom",),

@@ -40,11 +40,7 @@ ATTENTION_REFUSED = {
     *("afmoe-moe", "mimo2-mtp", "step35-mtp", "minicpm3-mla", "bitnet-gqa", "bitnet-scales", "olmo-gqa"),
     *("qwen2vl-gqa", "deci-mixed"),
 }
-BLOCKS_REFUSED = {
-    *("minimax-m3-dense", "minimax-m3-sparse"),
-    *("deepseek32-sparse", "deepseek32-mtp", "glm-dsa-sparse", "glm-dsa-mtp"),
-}
-REFUSED = RECURRENT_REFUSED | ATTENTION_REFUSED | BLOCKS_REFUSED
+REFUSED = RECURRENT_REFUSED | ATTENTION_REFUSED
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import numpy as np
 from localinfer.kernels.cpu.compiled.attention import attention_scratch as scratch
 from localinfer.kernels.cpu.compiled.attention.attention_scratch import PAGES_PER_CHUNK, SCORE_STRIDE
 from localinfer.kernels.cpu.compiled.attention.attention_tiles import divide_row, merge_chunk, softmax_chunk
+from localinfer.kernels.cpu.compiled.attention.chosen import mark_chosen, score_marked, weigh_marked
 from localinfer.kernels.cpu.compiled.attention.rotation import copy_padded, rotate
 from localinfer.kernels.cpu.compiled.matmul.rows import exp_of
 from localinfer.kernels.cpu.compiled.simd.batch import num_rows
@@ -67,8 +68,10 @@ def set_pages(p: int, memory: int, chunk: int, end: int) -> None:
     table = load_i64(memory + scratch.PAGE_TABLE)
     offset = ATTENTION.layer_offset(p) + load_i64(memory + scratch.KV_HEAD) * ATTENTION.head_bytes(p)
     first, last = chunk * PAGES_PER_CHUNK, (end - 1) // PAGE_TOKENS
+    # Whether the next chunk has chosen positions is not known, so it is not fetched.
+    num_pages = PAGES_PER_CHUNK if ATTENTION.chosen(p) != 0 else 2 * PAGES_PER_CHUNK
     for index in range(2 * PAGES_PER_CHUNK):
-        page = load_i64(table + 8 * min(first + index, last))
+        page = load_i64(table + 8 * min(first + index % num_pages, last))
         store_i64(memory + scratch.PAGES + 8 * index, page + offset)
 
 
@@ -95,16 +98,22 @@ def _attend(p: int, memory: int, chunk: int, first_query: int, count: int, place
     position, start = load_i64(memory + scratch.POSITION), chunk * CHUNK
     last_query = first_query + count - 1
     low = max(0, lowest_position(p, position + first_query // group) - start)
-    high = min(CHUNK, position + last_query // group + 1 - start)
+    high = min(CHUNK, position + last_query // group + ATTENTION.own(p) - start)
     for q in range(8):
         store_f32(place + 4 * q, np.float32(-np.inf))
     if low >= high:
+        return
+    is_sparse = ATTENTION.chosen(p) != 0
+    if is_sparse and mark_chosen(p, memory, start, high) == 0:
         return
     set_queries(p, memory, first_query, count)
     store_i64(memory + scratch.CHUNK_VALUES, place + 128)
     # Blocks of sixteen positions that no query attends to are left out, on the chunk's grid.
     first_block, last_block = low // 16, (high + 15) // 16
-    call_op(ATTENTION.score_keys(p), p, memory, first_block, last_block)
+    if is_sparse:
+        score_marked(p, memory, first_block, last_block, count)
+    else:
+        call_op(ATTENTION.score_keys(p), p, memory, first_block, last_block)
     softcap, slopes = ATTENTION.softcap(p), ATTENTION.slopes(p)
     for q in range(count):
         query = first_query + q
@@ -117,14 +126,17 @@ def _attend(p: int, memory: int, chunk: int, first_query: int, count: int, place
             16 * first_block,
             16 * last_block,
             lowest_position(p, here) - start,
-            min(high, here + 1 - start),
+            min(high, here + ATTENTION.own(p) - start),
             softcap,
             slope,
             start - here,
             place + 4 * q,
             place + 64 + 4 * q,
         )
-    call_op(ATTENTION.weigh_values(p), p, memory, 16 * first_block, high)
+    if is_sparse:
+        weigh_marked(p, memory, first_block, last_block, high)
+    else:
+        call_op(ATTENTION.weigh_values(p), p, memory, 16 * first_block, high)
 
 
 @inline
@@ -250,6 +262,9 @@ def set_unit(p: int, memory: int, segment: int, first_row: int, rows: int, kv_he
     store_i64(memory + scratch.KV_HEAD, kv_head)
     store_i64(memory + scratch.PAGE_TABLE, load_i64(segment + ATTENTION.table(p)))
     store_i64(memory + scratch.ROWS, rows)
+    chosen_list = kv_head if ATTENTION.chosen_lists(p) > 1 else 0
+    place = ATTENTION.chosen(p) + row * ATTENTION.chosen_stride(p) + 4 * chosen_list * ATTENTION.chosen_count(p)
+    store_i64(memory + scratch.CHOSEN, place)
 
 
 @op

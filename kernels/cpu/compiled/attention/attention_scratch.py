@@ -30,8 +30,10 @@ OUT_ROW = QUERY_ROW + 8
 KV_HEAD = OUT_ROW + 8
 PAGE_TABLE = KV_HEAD + 8
 ROWS = PAGE_TABLE + 8
+CHOSEN = ROWS + 8
+"""Address of the list of blocks that its only row attends to, where they are chosen."""
 
-SCORES = COUNT + 64
+SCORES = COUNT + 128
 WORK = SCORES + 8 * SCORE_STRIDE
 CHUNK = WORK + WEIGH_BYTES
 """Results of up to eight queries of a chunk: 16 maxima, 16 sums, 8 rows of values, all float32."""
@@ -42,4 +44,9 @@ MAXIMA = CODES + MAX_VALUE_SIZE
 TOTALS = MAXIMA + 4 * (MAX_QUERIES_PER_UNIT + 16)
 """Merged chunks: float32 per query of the unit; sixteen may be read from any."""
 
-assert TOTALS + 4 * (MAX_QUERIES_PER_UNIT + 16) <= SCRATCH_BYTES, "attention needs more scratch memory"
+MARKS = TOTALS + 4 * (MAX_QUERIES_PER_UNIT + 16)
+"""A byte per position of a chunk: 1 if it was chosen."""
+RUN = MARKS + CHUNK_TOKENS
+"""Weighted values of a run of chosen positions, rows as in CHUNK."""
+
+assert RUN + 8 * 4 * MAX_VALUE_SIZE <= SCRATCH_BYTES, "attention needs more scratch memory"
