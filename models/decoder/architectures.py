@@ -12,6 +12,7 @@ from dataclasses import replace
 from localinfer.errors import UnsupportedFormatError
 from localinfer.kernels.ops import Activation, Gating, Pairing
 from localinfer.models.decoder.architecture import Architecture, Blocks, Norm, QueryKeyNorm
+from localinfer.models.decoder.block_sizes import OF_ANOTHER_CACHE
 from localinfer.models.decoder.config import ModelConfig
 
 _LLAMA = Architecture(pairing=Pairing.ADJACENT)
@@ -131,7 +132,7 @@ def _granitemoe(config: ModelConfig) -> Architecture:
     )
 
 
-def _gemma_of(config: ModelConfig, blocks: Blocks, period: int) -> Architecture:
+def gemma_with_shared_keys(config: ModelConfig, blocks: Blocks, period: int) -> Architecture:
     """Gemma 3n and Gemma 4: unscaled scores of normed queries and keys."""
     return replace(
         _GEMMA_FOUR_NORMS,
@@ -238,8 +239,8 @@ ARCHITECTURES: dict[str, Architecture | Callable[[ModelConfig], Architecture]] =
     "gemma": lambda config: replace(_GEMMA, embedding_scale=math.sqrt(config.hidden_size)),
     "gemma2": _gemma2,
     "gemma3": _gemma3,
-    "gemma3n": lambda config: _gemma_of(config, Blocks.GEMMA3N, period=5),
-    "gemma4": lambda config: _gemma_of(config, Blocks.GEMMA4, period=6),
+    "gemma3n": lambda config: gemma_with_shared_keys(config, Blocks.GEMMA3N, period=5),
+    "gemma4": lambda config: gemma_with_shared_keys(config, Blocks.GEMMA4, period=6),
     # GLM 4 0414: pre- and post-norms; vision models (sectioned RoPE) pair the halves of a head.
     "glm4": lambda config: Architecture(
         pairing=Pairing.HALVES if any(config.rope.sections) else Pairing.ADJACENT,
@@ -330,6 +331,11 @@ def check_architecture(name: str) -> None:
             f"general.architecture is {name!r}, a model with recurrent layers; their state cannot be shared between "
             "sequences, truncated or cached by position, as this version requires. Choose a model with attention in "
             "all layers."
+        )
+    if name in OF_ANOTHER_CACHE:
+        raise UnsupportedFormatError(
+            f"general.architecture is {name!r}, a draft model without keys and values: it attends to those of the "
+            "model that it drafts for, and runs beside that only. Load that model."
         )
     if name not in ARCHITECTURES:
         raise UnsupportedFormatError(

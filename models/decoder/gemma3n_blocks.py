@@ -8,7 +8,13 @@ import math
 
 from localinfer.kernels.ops import Activation, Buffer, Projection
 from localinfer.models.decoder.attention import RopeTables
-from localinfer.models.decoder.gemma_blocks import input_branch, layer_input, source_layer, write_shared_attention
+from localinfer.models.decoder.gemma_blocks import (
+    input_branch,
+    is_windowed,
+    layer_input,
+    source_layer,
+    write_shared_attention,
+)
 from localinfer.models.decoder.graph import Graph, refuse
 
 _TINY = 1e-12
@@ -79,7 +85,7 @@ def write_gemma3n_layer(graph: Graph, layer: int, streams: Buffer, tables: RopeT
     tape.copy_heads(hidden, predicted, 1, width, width, streams.width)
 
     x = graph.block_norm(layer, "attn_norm", hidden, "attention_input")
-    attended = write_shared_attention(graph, layer, x, tables, source_layer(config, layer))
+    attended = write_shared_attention(graph, layer, x, tables, source_layer(config, layer, is_windowed(config, layer)))
     own_input = layer_input(graph, layer)
     if own_input is None:
         raise refuse(config, "has no per-layer inputs")

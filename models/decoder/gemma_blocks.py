@@ -12,10 +12,17 @@ from localinfer.models.decoder.feed_forward import write_feed_forward
 from localinfer.models.decoder.graph import Graph, refuse
 
 
-def write_gemma4_layer(graph: Graph, layer: int, hidden: Buffer, tables: RopeTables) -> Buffer:
-    """Write one layer and return its result: `hidden` itself, or in the last layer the output rows only."""
+def write_gemma4_layer(
+    graph: Graph, layer: int, hidden: Buffer, tables: RopeTables, target: ModelConfig | None = None
+) -> Buffer:
+    """Write one layer and return its result: `hidden` itself, or in the last layer the output rows only.
+
+    target: the model whose keys and values a draft model attends to, up to the position before a row's own.
+    """
     x = graph.block_norm(layer, "attn_norm", hidden, "attention_input")
-    attended = write_shared_attention(graph, layer, x, tables, source_layer(graph.config, layer))
+    windowed = is_windowed(graph.config, layer)
+    source = source_layer(graph.config, layer, windowed) if target is None else source_layer(target, None, windowed)
+    attended = write_shared_attention(graph, layer, x, tables, source, is_draft=target is not None)
     own_input = layer_input(graph, layer)
     if layer == graph.config.num_layers - 1:
         hidden, attended = graph.select_output(hidden), graph.select_output(attended)
@@ -33,15 +40,16 @@ def write_gemma4_layer(graph: Graph, layer: int, hidden: Buffer, tables: RopeTab
     return hidden
 
 
-def source_layer(config: ModelConfig, layer: int) -> int:
-    """The layer whose keys and values this one attends to: itself, or the last one of its kind that has some."""
+def source_layer(config: ModelConfig, layer: int | None, windowed: bool) -> int:
+    """The layer whose keys and values are attended to: `layer` itself, or the last one of a kind that has some."""
     first = config.num_layers - config.num_shared_layers
-    if layer < first:
+    if layer is not None and layer < first:
         return layer
     for source in reversed(range(first)):
-        if is_windowed(config, source) == is_windowed(config, layer):
+        if is_windowed(config, source) == windowed:
             return source
-    raise refuse(config, f"has no keys and values of its own in layer {layer}, nor in an earlier one of its kind")
+    kind = "windowed" if windowed else "full"
+    raise refuse(config, f"has {kind} layers without keys and values of their own, and none that has some")
 
 
 def is_windowed(config: ModelConfig, layer: int) -> bool:
@@ -49,8 +57,12 @@ def is_windowed(config: ModelConfig, layer: int) -> bool:
     return bool(config.windowed_layers) and config.windowed_layers[layer]
 
 
-def write_shared_attention(graph: Graph, layer: int, x: Buffer, tables: RopeTables, source: int) -> Buffer:
+def write_shared_attention(
+    graph: Graph, layer: int, x: Buffer, tables: RopeTables, source: int, *, is_draft: bool = False
+) -> Buffer:
     """Write one layer's attention over the keys and values of `source`, itself or another layer of the cache.
+
+    is_draft: the cache is another model's, which has not computed the rows' own positions.
 
     Without a matrix of their own, values are the keys before their norm and RoPE. The result still needs its output
     projection.
@@ -60,7 +72,7 @@ def write_shared_attention(graph: Graph, layer: int, x: Buffer, tables: RopeTabl
     table = tables.for_layer(is_windowed(config, layer))
     queries = graph.buffer("queries", num_heads * key_size, x.rows)
     projections = [_projection(graph, f"blk.{layer}.attn_q", x, queries)]
-    if source == layer:
+    if source == layer and not is_draft:
         keys = graph.buffer("keys", config.num_kv_heads[layer] * key_size, x.rows)
         values = graph.buffer("values", config.num_kv_heads[layer] * value_size, x.rows)
         projections.append(_projection(graph, f"blk.{layer}.attn_k", x, keys))
@@ -86,6 +98,7 @@ def write_shared_attention(graph: Graph, layer: int, x: Buffer, tables: RopeTabl
         value_size=value_size,
         scale=graph.architecture.attention_scale or 1.0,
         window=config.sliding_window if is_windowed(config, layer) else 0,
+        excludes_own=is_draft,
     )
     tape.attention(attended, queries, source, shape)
     return attended

@@ -30,6 +30,7 @@ from localinfer.models.decoder.decoder import (
 )
 from localinfer.models.decoder.metadata_keys import DYNAMIC_ROPE_KEY, listed, unknown_settings
 from localinfer.models.decoder.pooling import Pooling, read_pooling
+from localinfer.models.decoder.sparse_attention import index_layers
 from localinfer.models.load.devices import (
     USUAL_TOKENS,
     Placement,
@@ -145,6 +146,11 @@ def load_model(
                 config.context_length,
             )
             kv_window = None
+        if kv_window is not None and index_layers(config):
+            raise RequestError(
+                f"kv_window keeps the pages that get most attention, and a {config.architecture} model itself chooses "
+                "what it attends to; leave kv_window out"
+            )
         if kv_window is not None:
             # Which pages get attention is measured on the CPU only.
             stay_on_cpu(device, gpu_layers, "kv_window bounds the cache on the CPU only; leave it out, or take 'cpu'")
