@@ -18,6 +18,7 @@ OF_ANOTHER_CACHE = ("gemma4-assistant",)
 _SPARSE_LAYERS, _SPARSE_DEVIATIONS = 10, 1.6448533535
 """Where a file does not say: of a normal distribution, one value in twenty exceeds so many deviations."""
 _MOST_DEVIATIONS = 100.0
+_MOST_SELECTED = 1 << 16
 TWO_HEAD_SIZES = ("gemma4", *OF_ANOTHER_CACHE)
 _SHARED_KEYS = ("gemma3n", *TWO_HEAD_SIZES)
 _INDEXED = ("deepseek32", "glm-dsa", "minimax-m3")
@@ -111,11 +112,18 @@ def read_indexer(reader: MetadataReader, tensor_shapes: Mapping[str, Shape], num
     types = reader.integers("attention.indexer.types", num_layers, tuple(map(int, layers)), low=0, high=1)
     if reader.prefix == "glm-dsa" and (types != tuple(map(int, layers)) or not layers[0]):
         raise reader.contradiction("attention.indexer.types", list(types), "1 in layer 0 and where there are tensors")
-    return IndexerConfig(
+    found = IndexerConfig(
         layers=layers,
         num_heads=reader.integer("attention.indexer.head_count", low=1, high=MAX_WIDTH),
         key_size=reader.integer("attention.indexer.key_length", low=1, high=MAX_WIDTH),
-        num_selected=reader.integer("attention.indexer.top_k", low=1, high=MAX_CONTEXT),
+        num_selected=reader.integer("attention.indexer.top_k", low=1, high=_MOST_SELECTED),
         block_size=reader.integer("attention.indexer.block_size", 1, low=1, high=MAX_CONTEXT),
         num_local=reader.integer("attention.indexer.local_blocks", 0, low=0, high=MAX_CONTEXT),
     )
+    for layer in range(num_layers):
+        for name in names:
+            rows = (*tensor_shapes.get(f"blk.{layer}.indexer.{name}.weight", ()), found.key_size)[0]
+            if rows != found.key_size:
+                wanted = f"the {rows} rows of blk.{layer}.indexer.{name}.weight"
+                raise reader.contradiction("attention.indexer.key_length", found.key_size, wanted)
+    return found

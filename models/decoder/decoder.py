@@ -1,6 +1,6 @@
 """The decoder: from a model's configuration and weights to a graph of ops, layer by layer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.ops import Buffer, KVLayerShape, OpGraph, Projection, Rows, WeightSource
@@ -157,7 +157,10 @@ def write_layer(graph: Graph, layer: int, hidden: Buffer, tables: RopeTables) ->
     return hidden
 
 
-_LAYER_WRITERS = {Blocks.GEMMA3N: write_gemma3n_layer, Blocks.GEMMA4: write_gemma4_layer}
+_LAYER_WRITERS: dict[Blocks, Callable[[Graph, int, Buffer, RopeTables], Buffer]] = {
+    Blocks.GEMMA3N: write_gemma3n_layer,
+    Blocks.GEMMA4: write_gemma4_layer,
+}
 
 
 def write_output_norm(graph: Graph, hidden: Buffer) -> Buffer:

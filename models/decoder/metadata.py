@@ -98,14 +98,16 @@ class MetadataReader:
         raise self.contradiction(key, shown(value), f"a number from {low:.7g} to {high:.7g}")
 
     def per_layer_numbers(self, key: str, count: int) -> tuple[float, ...]:
-        """An array of at least `count` numbers, infinite ones included."""
+        """An array of at least `count` numbers, finite or -inf."""
         values = self._entries(key)
         if len(values) < count:
             raise self.contradiction(key, f"an array of {len(values)} values", f"one per layer, {count}")
         for value in values[:count]:
             is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-            if not is_number or value != value or abs(value) > _MAX_NUMBER and abs(value) != float("inf"):
-                raise self.contradiction(key, shown(value), "a number per layer")
+            # Compared as it is: an int may be larger than any float. No comparison with a NaN holds.
+            is_in_range = is_number and -_MAX_NUMBER <= value <= _MAX_NUMBER  # type: ignore[operator]
+            if not is_in_range and value != float("-inf"):
+                raise self.contradiction(key, shown(value), "a number per layer, or -inf")
         return tuple(float(value) for value in values[:count])  # type: ignore[arg-type]
 
     def optional_boolean(self, key: str) -> bool | None:
