@@ -103,15 +103,19 @@ def activation_sparsity(reader: MetadataReader, num_layers: int) -> tuple[float,
 
 def read_indexer(reader: MetadataReader, tensor_shapes: Mapping[str, Shape], num_layers: int) -> IndexerConfig | None:
     """What chooses the positions of sparse attention; None without."""
-    if reader.prefix not in _INDEXED or "attention.indexer.top_k" not in reader:
+    if reader.prefix not in _INDEXED:
         return None
     names = ("attn_k", "k_proj")
     layers = tuple(
         any(f"blk.{layer}.indexer.{name}.weight" in tensor_shapes for name in names) for layer in range(num_layers)
     )
-    types = reader.integers("attention.indexer.types", num_layers, tuple(map(int, layers)), low=0, high=1)
-    if reader.prefix == "glm-dsa" and (types != tuple(map(int, layers)) or not layers[0]):
-        raise reader.contradiction("attention.indexer.types", list(types), "1 in layer 0 and where there are tensors")
+    key, present = "attention.indexer.types", tuple(map(int, layers))
+    if reader.prefix == "minimax-m3":
+        # Its first layers attend to all positions.
+        if not any(layers):
+            return None
+    elif not layers[0] or present != reader.integers(key, num_layers, _default_types(reader, present), low=0, high=1):
+        raise reader.contradiction(key, list(present), "1 in layer 0 and wherever there are tensors of an indexer")
     found = IndexerConfig(
         layers=layers,
         num_heads=reader.integer("attention.indexer.head_count", low=1, high=MAX_WIDTH),
@@ -127,3 +131,8 @@ def read_indexer(reader: MetadataReader, tensor_shapes: Mapping[str, Shape], num
                 wanted = f"the {rows} rows of blk.{layer}.indexer.{name}.weight"
                 raise reader.contradiction("attention.indexer.key_length", found.key_size, wanted)
     return found
+
+
+def _default_types(reader: MetadataReader, present: tuple[int, ...]) -> tuple[int, ...]:
+    """Which layers have an indexer where a file does not say: all, or in GLM's models those with tensors."""
+    return present if reader.prefix == "glm-dsa" else (1,) * len(present)
