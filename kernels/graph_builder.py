@@ -118,7 +118,7 @@ def _check_attention(op: ops.Attention, kept: KVLayerShape) -> None:
     if op.chosen is not None:
         _check_chosen(op.chosen)
         check(op.chosen.num_lists in (1, shape.num_kv_heads), f"{op.chosen.blocks.name} is not for {shape}")
-        is_plain = not (shape.softcap or shape.window or shape.chunk or shape.excludes_own)
+        is_plain = not (shape.window or shape.chunk or shape.excludes_own) and shape.alibi_slopes is None
         check(is_plain, f"{shape} cannot attend to chosen positions")
     _has_values(shape.sinks, shape.num_heads, "attention sinks")
     _has_values(shape.alibi_slopes, shape.num_heads, "ALiBi slopes")

@@ -69,9 +69,23 @@ def attention_parameters(layout: KVLayout, layer: int, shape: AttentionShape) ->
     )  # fmt: skip
 
 
-def chosen_parameters(chosen: Chosen | None) -> dict[str, int]:
-    """Words of an ATTENTION block about a choice of positions, with no address of its lists."""
-    words = {"chosen": 0, "chosen_stride": 0, "chosen_lists": 1, "chosen_count": 0, "chosen_block": 1}
+def chosen_parameters(layout: KVLayout, layer: int, chosen: Chosen | None) -> dict[str, int]:
+    """Words of an ATTENTION block about a choice of positions, with no addresses."""
+    head, shape = layout.head(layer), layout.layers[layer]
+    codes = [is_quantized(name) for name in (layout.key_type, layout.value_type)]
+    words = {
+        "chosen": 0,
+        "chosen_stride": 0,
+        "chosen_lists": 1,
+        "chosen_count": 0,
+        "chosen_block": 1,
+        "gathered": 0,
+        "key_bytes": 2 if layout.key_type == "f16" else 4,
+        "key_steps": head.key_columns // _COLUMNS_PER_STEP[layout.key_type],
+        "key_blocks": num_blocks(shape.key_size) if codes[0] else 0,
+        "value_share": {"q8_0": 2, "q4_0": 4}.get(layout.value_type, 1),
+        "value_blocks": num_blocks(shape.value_size) if codes[1] else 0,
+    }
     if chosen is not None:
         sizes = {"lists": chosen.num_lists, "count": chosen.count, "block": chosen.block_size}
         words |= {f"chosen_{name}": size for name, size in sizes.items()}

@@ -214,9 +214,11 @@ def _attention(tape: CpuTape, op: ops.Attention) -> None:
     layout, layer, shape = tape.kv_layout, op.layer, op.shape
     attention.check_limits(shape)
     words = attention.attention_parameters(layout, layer, shape) | tape.places(out=op.out)
-    words |= _queries(tape, op.queries, layer, shape) | attention.chosen_parameters(op.chosen)
+    words |= _queries(tape, op.queries, layer, shape) | attention.chosen_parameters(layout, layer, op.chosen)
     if op.chosen is not None:
-        words |= tape.places(chosen=op.chosen.blocks) | {"rows_per_unit": 1}
+        num_bytes = tape.pool.num_threads * kernel_abi.CHUNK // layout.page_tokens * layout.head(layer).num_bytes
+        gathered = tape.memory.shared("chosen positions", num_bytes)
+        words |= tape.places(chosen=op.chosen.blocks) | {"rows_per_unit": 1, "gathered": gathered}
         check(tape.attention_sums is None, "attention to chosen positions is not summed by page")
     words |= {"sinks": tape.memory.constant(shape.sinks), "slopes": tape.memory.constant(shape.alibi_slopes)}
     tape.partial_bytes = max(tape.partial_bytes, attention.partial_bytes(layout, layer, shape))
@@ -247,7 +249,7 @@ def _choose_blocks(tape: CpuTape, op: ops.ChooseBlocks) -> None:
     slots = max(kernel_abi.SPLIT_ROWS, tape.pool.num_threads)
     scores = tape.memory.shared("scores of positions", 4 * slots * chosen.num_lists * num_cells)
     words = attention.attention_parameters(layout, op.layer, shape) | tape.places(out=chosen.blocks)
-    words |= _queries(tape, op.queries, op.layer, shape) | attention.chosen_parameters(chosen)
+    words |= _queries(tape, op.queries, op.layer, shape) | attention.chosen_parameters(layout, op.layer, chosen)
     weights, stride = (0, 0) if op.weights is None else tape.place(op.weights)
     words |= {"head_weights": weights, "head_weights_stride": stride, "num_local": op.num_local, "cell": cell}
     words |= {"num_cells": num_cells, "scores": scores, "sinks": 0, "slopes": 0}

@@ -123,7 +123,7 @@ ATTENTION = Block(
     "queries queries_stride query_head_bytes out out_stride group kv_heads layer_offset head_bytes key_columns "
     "key_scales values value_scales value_size value_columns value_row_bytes value_step scale softcap window "
     "local_chunk sinks slopes rows_per_unit rotation score_keys weigh_values table own chosen chosen_stride "
-    "chosen_lists chosen_count chosen_block",
+    "chosen_lists chosen_count chosen_block gathered key_bytes key_steps key_blocks value_share value_blocks",
     floats="scale softcap",
 )
 """queries: float32 rows, or what QUANTIZE_QUERIES made of them. group: query heads per KV head. value_row_bytes: of
@@ -131,7 +131,9 @@ unquantized values. value_step: bytes of values to fetch while one vector of key
 rotation to undo in every head of the result, 1 for none. score_keys, weigh_values: addresses of the kernels for this
 cache's types. table: offset in SEGMENT of the table of this layer's pages. own: 1 where a row sees its own position,
 else 0. chosen: lists of blocks of `chosen_block` positions, `chosen_count` in each of `chosen_lists` lists of a row; 0
-where all are attended to."""
+where all are attended to. gathered: pages of one head, a chunk's for each thread. key_bytes, key_steps, key_blocks: of
+a position's keys, bytes that lie together, how many times, and scales. value_share: positions among whose codes those
+of one lie, 1 for rows of their own; value_blocks: scales of a position's values."""
 CHOOSE_BLOCKS = Block(
     f"{' '.join(ATTENTION.fields)} head_weights head_weights_stride num_local cell num_cells scores",
     floats="scale softcap",

@@ -155,7 +155,6 @@ def test_attention_to_chosen_positions_is_the_oracles_in_any_batch(
     for row, query in enumerate(queries):
         counted = is_chosen(inputs[3][row].astype(np.float64), chosen, row + 1)
         wanted.append(attend(query, keys[: row + 1], values[: row + 1], range(row + 1), shape, counted))
-    # A chunk's weights are rounded by runs.
     assert relative_error(found, np.stack(wanted)) <= ERROR_BUDGETS[kv_type]
     assert_same_bits(run_rows(pool, inputs, write, [1] * 150 + [7] * 21 + [3], layout), found)
     assert_same_bits(run_rows(two_threads, inputs, write, [100, 180, 1, 1, 8, 7, 3], layout), found)
@@ -197,7 +196,7 @@ def test_wrong_choices_are_refused() -> None:
     with pytest.raises(ShapeError, match="lists of 5"):
         tape.attention(out, queries, 0, PLAIN, Chosen(lists, 5))
     with pytest.raises(ShapeError, match="cannot attend to chosen positions"):
-        tape.attention(out, queries, 0, replace(PLAIN, softcap=2.0), Chosen(lists, 12))
+        tape.attention(out, queries, 0, replace(PLAIN, window=2), Chosen(lists, 12))
     with pytest.raises(ShapeError, match="nothing does not hold layer 0's values"):
         tape.store_kv(0, tape.buffer("wide", 48), None)
     with pytest.raises(ShapeError, match="has other lists"):

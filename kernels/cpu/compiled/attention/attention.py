@@ -12,7 +12,7 @@ import numpy as np
 from localinfer.kernels.cpu.compiled.attention import attention_scratch as scratch
 from localinfer.kernels.cpu.compiled.attention.attention_scratch import PAGES_PER_CHUNK, SCORE_STRIDE
 from localinfer.kernels.cpu.compiled.attention.attention_tiles import divide_row, merge_chunk, softmax_chunk
-from localinfer.kernels.cpu.compiled.attention.chosen import mark_chosen, score_marked, weigh_marked
+from localinfer.kernels.cpu.compiled.attention.chosen import most_chosen, num_chosen, set_chosen_pages
 from localinfer.kernels.cpu.compiled.attention.rotation import copy_padded, rotate
 from localinfer.kernels.cpu.compiled.matmul.rows import exp_of
 from localinfer.kernels.cpu.compiled.simd.batch import num_rows
@@ -68,10 +68,8 @@ def set_pages(p: int, memory: int, chunk: int, end: int) -> None:
     table = load_i64(memory + scratch.PAGE_TABLE)
     offset = ATTENTION.layer_offset(p) + load_i64(memory + scratch.KV_HEAD) * ATTENTION.head_bytes(p)
     first, last = chunk * PAGES_PER_CHUNK, (end - 1) // PAGE_TOKENS
-    # Whether the next chunk has chosen positions is not known, so it is not fetched.
-    num_pages = PAGES_PER_CHUNK if ATTENTION.chosen(p) != 0 else 2 * PAGES_PER_CHUNK
     for index in range(2 * PAGES_PER_CHUNK):
-        page = load_i64(table + 8 * min(first + index % num_pages, last))
+        page = load_i64(table + 8 * min(first + index, last))
         store_i64(memory + scratch.PAGES + 8 * index, page + offset)
 
 
@@ -103,17 +101,11 @@ def _attend(p: int, memory: int, chunk: int, first_query: int, count: int, place
         store_f32(place + 4 * q, np.float32(-np.inf))
     if low >= high:
         return
-    is_sparse = ATTENTION.chosen(p) != 0
-    if is_sparse and mark_chosen(p, memory, start, high) == 0:
-        return
     set_queries(p, memory, first_query, count)
     store_i64(memory + scratch.CHUNK_VALUES, place + 128)
     # Blocks of sixteen positions that no query attends to are left out, on the chunk's grid.
     first_block, last_block = low // 16, (high + 15) // 16
-    if is_sparse:
-        score_marked(p, memory, first_block, last_block, count)
-    else:
-        call_op(ATTENTION.score_keys(p), p, memory, first_block, last_block)
+    call_op(ATTENTION.score_keys(p), p, memory, first_block, last_block)
     softcap, slopes = ATTENTION.softcap(p), ATTENTION.slopes(p)
     for q in range(count):
         query = first_query + q
@@ -133,10 +125,7 @@ def _attend(p: int, memory: int, chunk: int, first_query: int, count: int, place
             place + 4 * q,
             place + 64 + 4 * q,
         )
-    if is_sparse:
-        weigh_marked(p, memory, first_block, last_block, high)
-    else:
-        call_op(ATTENTION.weigh_values(p), p, memory, 16 * first_block, high)
+    call_op(ATTENTION.weigh_values(p), p, memory, 16 * first_block, high)
 
 
 @inline
@@ -186,13 +175,22 @@ def _chunk_bytes(p: int, queries: int) -> int:
 
 
 @inline
+def _set_pages_of(p: int, memory: int, chunk: int, end: int) -> None:
+    """The pages of a chunk, of positions or of chosen ones."""
+    if ATTENTION.chosen(p) != 0:
+        set_chosen_pages(p, memory, chunk, end)
+    else:
+        set_pages(p, memory, chunk, end)
+
+
+@inline
 def _attend_part(p: int, memory: int, partials: int, first_chunk: int, last_chunk: int) -> None:
     """Some chunks of a tile; stores their results in `partials`."""
     rows = load_i64(memory + scratch.ROWS)
     queries, end = rows * ATTENTION.group(p), load_i64(memory + scratch.POSITION) + rows
     place = partials
     for chunk in range(first_chunk, last_chunk):
-        set_pages(p, memory, chunk, end)
+        _set_pages_of(p, memory, chunk, end)
         for first in range(0, queries, 8):
             _attend(p, memory, chunk, first, min(8, queries - first), place)
             place += _chunk_bytes(p, 8)
@@ -208,7 +206,7 @@ def _finish_tile(p: int, memory: int, partials: int, is_attended: bool) -> None:
     place = partials if is_attended else memory + scratch.CHUNK
     for chunk in range(_first_chunk(p, position), (end + CHUNK - 1) // CHUNK):
         if not is_attended:
-            set_pages(p, memory, chunk, end)
+            _set_pages_of(p, memory, chunk, end)
         for first in range(0, queries, 8):
             count = min(8, queries - first)
             if is_attended:
@@ -230,7 +228,10 @@ def _finish_tile(p: int, memory: int, partials: int, is_attended: bool) -> None:
 def _segment_chunks(p: int, segment: int) -> int:
     """Chunks that a segment's rows attend to."""
     position, rows = SEGMENT.position(segment), SEGMENT.num_rows(segment)
-    return (position + rows + CHUNK - 1) // CHUNK - _first_chunk(p, position)
+    end = position + rows
+    if ATTENTION.chosen(p) != 0:
+        end = most_chosen(p, end - 1)
+    return (end + CHUNK - 1) // CHUNK - _first_chunk(p, position)
 
 
 @inline
@@ -262,15 +263,19 @@ def set_unit(p: int, memory: int, segment: int, first_row: int, rows: int, kv_he
     store_i64(memory + scratch.KV_HEAD, kv_head)
     store_i64(memory + scratch.PAGE_TABLE, load_i64(segment + ATTENTION.table(p)))
     store_i64(memory + scratch.ROWS, rows)
-    chosen_list = kv_head if ATTENTION.chosen_lists(p) > 1 else 0
-    place = ATTENTION.chosen(p) + row * ATTENTION.chosen_stride(p) + 4 * chosen_list * ATTENTION.chosen_count(p)
-    store_i64(memory + scratch.CHOSEN, place)
+    if ATTENTION.chosen(p) != 0:
+        # Its only row attends to so many positions, as if they were the first.
+        chosen_list = kv_head if ATTENTION.chosen_lists(p) > 1 else 0
+        entries = ATTENTION.chosen(p) + row * ATTENTION.chosen_stride(p) + 4 * chosen_list * ATTENTION.chosen_count(p)
+        store_i64(memory + scratch.CHOSEN, entries)
+        store_i64(memory + scratch.POSITION, num_chosen(p, entries, SEGMENT.position(segment) + first_row) - 1)
 
 
 @op
 def attention(parameters: int, batch: int, thread: int, num_threads: int) -> None:
     """Attention over a cache of any type."""
     p, memory, control = parameters, scratch_of(batch, thread), BATCH.control(batch)
+    store_i64(memory + scratch.GATHERED, ATTENTION.gathered(p) + thread * PAGES_PER_CHUNK * ATTENTION.head_bytes(p))
     kv_heads, group = ATTENTION.kv_heads(p), ATTENTION.group(p)
     segments, num_segments = BATCH.segments(batch), BATCH.num_segments(batch)
     per_part = _chunks_per_part(p, batch, num_threads)

@@ -32,6 +32,8 @@ PAGE_TABLE = KV_HEAD + 8
 ROWS = PAGE_TABLE + 8
 CHOSEN = ROWS + 8
 """Address of the list of blocks that its only row attends to, where they are chosen."""
+GATHERED = CHOSEN + 8
+"""Address of a thread's pages for positions that are brought together."""
 
 SCORES = COUNT + 128
 WORK = SCORES + 8 * SCORE_STRIDE
@@ -44,9 +46,4 @@ MAXIMA = CODES + MAX_VALUE_SIZE
 TOTALS = MAXIMA + 4 * (MAX_QUERIES_PER_UNIT + 16)
 """Merged chunks: float32 per query of the unit; sixteen may be read from any."""
 
-MARKS = TOTALS + 4 * (MAX_QUERIES_PER_UNIT + 16)
-"""A byte per position of a chunk: 1 if it was chosen."""
-RUN = MARKS + CHUNK_TOKENS
-"""Weighted values of a run of chosen positions, rows as in CHUNK."""
-
-assert RUN + 8 * 4 * MAX_VALUE_SIZE <= SCRATCH_BYTES, "attention needs more scratch memory"
+assert TOTALS + 4 * (MAX_QUERIES_PER_UNIT + 16) <= SCRATCH_BYTES, "attention needs more scratch memory"
