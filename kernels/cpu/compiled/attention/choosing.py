@@ -110,14 +110,13 @@ def score_blocks(parameters: int, batch: int, thread: int, num_threads: int) -> 
 
 
 @inline
-def _rank(place: int) -> int:
+def _rank(place: int) -> np.int64:
     """A whole number that is larger where the float32 at an address is."""
     bits = np.int64(load_u32_anywhere(place))
     # -0 is 0.
     if bits == 1 << 31:
         bits = np.int64(0)
-    rank: int = (1 << 32) - 1 - bits if bits >= 1 << 31 else bits + (1 << 31)
-    return rank
+    return (1 << 32) - 1 - bits if bits >= 1 << 31 else bits + (1 << 31)
 
 
 @inline
