@@ -222,9 +222,10 @@ def _attention(tape: CpuTape, op: ops.Attention) -> None:
         check(tape.attention_sums is None, "attention to chosen positions is not summed by page")
     words |= {"sinks": tape.memory.constant(shape.sinks), "slopes": tape.memory.constant(shape.alibi_slopes)}
     tape.partial_bytes = max(tape.partial_bytes, attention.partial_bytes(layout, layer, shape))
+    seen = shape.window or shape.chunk if op.chosen is None else op.chosen.count * op.chosen.block_size
     cost = Operation(
         "attention.attention", kv_bytes=shape.num_kv_heads * layout.head(layer).num_bytes // layout.page_tokens,
-        kv_multiply_adds=shape.num_heads * (shape.key_size + shape.value_size), window=shape.window or shape.chunk,
+        kv_multiply_adds=shape.num_heads * (shape.key_size + shape.value_size), window=seen,
     )  # fmt: skip
     calls = {
         parameters.ATTENTION.fields.index(word): kernel for word, kernel in attention.called_kernels(layout).items()
