@@ -110,8 +110,9 @@ def _check_rope(op: ops.Rope) -> None:
 def _check_store_kv(op: ops.StoreKV, kept: KVLayerShape) -> None:
     layer, keys, values = op.layer, op.keys, op.values
     check(keys.width == kept.num_kv_heads * kept.key_size, f"{keys.name} does not hold layer {layer}'s keys")
-    check(values.width == kept.num_kv_heads * kept.value_size, f"{values.name} does not hold layer {layer}'s values")
-    check(keys.rows is Rows.BATCH and values.rows is Rows.BATCH, "only batch rows enter the cache")
+    name, width = ("nothing", 0) if values is None else (values.name, values.width)
+    check(width == kept.num_kv_heads * kept.value_size, f"{name} does not hold layer {layer}'s values")
+    check(keys.rows is Rows.BATCH and (values or keys).rows is Rows.BATCH, "only batch rows enter the cache")
 
 
 def _check_attention(op: ops.Attention, kept: KVLayerShape) -> None:
@@ -131,8 +132,33 @@ def _check_attention(op: ops.Attention, kept: KVLayerShape) -> None:
     check(out.width == shape.num_heads * shape.value_size, f"{out.name} is {out.width} wide")
     check(queries.rows is Rows.BATCH and out.rows is Rows.BATCH, "attention is of batch rows")
     check(out.index != queries.index, f"{out.name} cannot take the attention of itself")
+    if op.chosen is not None:
+        _check_chosen(op.chosen)
+        check(op.chosen.num_lists in (1, shape.num_kv_heads), f"{op.chosen.blocks.name} is not for {shape}")
+        is_plain = not (shape.window or shape.chunk or shape.excludes_own) and shape.alibi_slopes is None
+        check(is_plain, f"{shape} cannot attend to chosen positions")
     _has_values(shape.sinks, shape.num_heads, "attention sinks")
     _has_values(shape.alibi_slopes, shape.num_heads, "ALiBi slopes")
+
+
+def _check_chosen(chosen: ops.Chosen) -> None:
+    blocks, count = chosen.blocks, chosen.count
+    is_right = count > 0 and chosen.block_size > 0 and blocks.width % count == 0 and blocks.rows is Rows.BATCH
+    check(is_right, f"{blocks.name} does not hold lists of {count} blocks")
+
+
+def _check_choose_blocks(op: ops.ChooseBlocks, kept: KVLayerShape) -> None:
+    chosen, queries, weights = op.chosen, op.queries, op.weights
+    _check_chosen(chosen)
+    wanted = KVLayerShape(1, op.key_size, 0)
+    check(kept == wanted, f"layer {op.layer} caches {kept}, choosing wants {wanted}")
+    check(queries.width == op.num_heads * op.key_size, f"{queries.name} is {queries.width} wide")
+    check(chosen.num_lists == (op.num_heads if weights is None else 1), f"{chosen.blocks.name} has other lists")
+    check(weights is None or weights.width == op.num_heads, f"there are not {op.num_heads} weights of heads")
+    check(queries.rows is Rows.BATCH and (weights or queries).rows is Rows.BATCH, "batch rows choose")
+    # Numbers of blocks are float32.
+    check(0 < op.max_positions <= chosen.block_size << 24, f"{op.max_positions} positions are too many to choose from")
+    check(op.num_local >= 0, f"{op.num_local} blocks cannot come first")
 
 
 def _check_activate(op: ops.Activate) -> None:
@@ -143,6 +169,39 @@ def _check_activate(op: ops.Activate) -> None:
 def _check_gated_activate(op: ops.GatedActivate) -> None:
     _same_shape(op.out, op.gate, op.up)
     check(op.limit == 0.0 or op.kind is Activation.SILU, f"{op.kind.value} has no limit")
+
+
+def _check_multiply(op: ops.Multiply) -> None:
+    _same_shape(op.out, op.x)
+    if not isinstance(op.factor, Buffer):
+        _has_values(op.factor, op.x.width, f"factor of {op.x.name}")
+    elif op.is_by_row:
+        _same_rows(op.factor, op.x)
+    else:
+        _same_shape(op.x, op.factor)
+
+
+def _check_magnitude(op: ops.Magnitude) -> None:
+    check(op.out.width == 1, f"{op.out.name} is {op.out.width} wide; a magnitude is one value")
+    _same_rows(op.out, op.x)
+
+
+def _check_mix_slots(op: ops.MixSlots) -> None:
+    out, x, count = op.out, op.x, op.num_slots
+    check(count > 0 and x.width % count == 0, f"{x.name} is {x.width} wide, which is not {count} slots")
+    size = x.width // count
+    check(out.width % size == 0, f"{out.name} is {out.width} wide, and the slots of {x.name} are {size}")
+    check(out.index != x.index, f"{out.name} cannot take a mixture of itself")
+    _same_rows(out, x)
+    if op.residual is not None:
+        _same_shape(out, op.residual)
+    if op.weights is not None:
+        wanted = count * out.width // size
+        check(op.weights.width == wanted, f"{op.weights.name} is {op.weights.width} wide; {wanted} weights are needed")
+        _same_rows(out, op.weights)
+    is_whole = op.first_slot == 0
+    is_part = 0 < op.first_slot < out.width // size and op.weights is None and op.residual is not None
+    check(is_whole or is_part, f"the slots of {out.name} from {op.first_slot} on cannot be mixed")
 
 
 def _check_multiply_sigmoid(op: ops.MultiplySigmoid) -> None:
@@ -201,6 +260,7 @@ def _check_route(op: ops.Route) -> None:
     check(widths == (count, selected, selected), "router buffers differ")
     _same_rows(op.expert_ids, op.expert_weights, op.logits)
     _has_values(routing.selection_bias, count, "expert selection bias")
+    _has_values(routing.output_scales, count, "scales of experts")
 
 
 def _check_expert_matmul(op: ops.ExpertMatmul) -> None:
@@ -332,7 +392,7 @@ class GraphBuilder:
 
     def append(self, op: Op) -> None:
         """Check an op and write it after the others. Raises: ShapeError."""
-        if isinstance(op, ops.StoreKV | ops.Attention):
+        if isinstance(op, ops.StoreKV | ops.Attention | ops.ChooseBlocks):
             check(0 <= op.layer < len(self.kv_layers), f"there is no cache of layer {op.layer}")
             CHECKS[type(op)](op, self.kv_layers[op.layer])
         elif isinstance(op, ops.RecurrentOp):
@@ -370,11 +430,15 @@ class GraphBuilder:
     rope = _writer(ops.Rope, _check_rope)
     store_kv = _writer(ops.StoreKV, _check_store_kv)
     attention = _writer(ops.Attention, _check_attention)
+    choose_blocks = _writer(ops.ChooseBlocks, _check_choose_blocks)
     activation = _writer(ops.Activate, _check_activate)
     gated_activation = _writer(ops.GatedActivate, _check_gated_activate)
     xielu = _writer(ops.Xielu, lambda op: _same_shape(op.out, op.x))
     add = _writer(ops.Add, lambda op: _same_shape(op.out, op.a, op.b))
-    multiply = _writer(ops.Multiply, lambda op: _same_shape(op.out, op.x, op.factor))
+    multiply = _writer(ops.Multiply, _check_multiply)
+    magnitude = _writer(ops.Magnitude, _check_magnitude)
+    mix_slots = _writer(ops.MixSlots, _check_mix_slots)
+    gaussian_top_k = _writer(ops.GaussianTopK, lambda op: _same_shape(op.out, op.x))
     multiply_sigmoid = _writer(ops.MultiplySigmoid, _check_multiply_sigmoid)
     scale = _writer(ops.Scale)
     scale_columns = _writer(ops.ScaleColumns, lambda op: _has_values(op.factors, op.x.width, f"factors of {op.x.name}"))

@@ -158,7 +158,7 @@ class AttentionShape(Record):
     scale multiplies q.k; softcap > 0 replaces a score s by softcap * tanh(s / softcap); window > 0 lets a position see
     itself and the window - 1 before it; chunk > 0 lets it see only its own chunk of positions; sinks float32[num_heads]
     add exp(sink) to the softmax's denominator; alibi_slopes float32[num_heads] add slope * (key position - query
-    position).
+    position). excludes_own: a row sees the positions before its own only, of which there must be one.
     """
 
     num_heads: int
@@ -171,14 +171,33 @@ class AttentionShape(Record):
     chunk: int = 0
     sinks: FloatArray | None = None
     alibi_slopes: FloatArray | None = None
+    excludes_own: bool = False
+
+
+class Chosen(Record):
+    """Which positions rows attend to, of those that they may: blocks of `block_size`, the first at position 0.
+
+    blocks: `num_lists` lists of `count` numbers of blocks per row, rising, as float32 whole numbers, and -1 after a
+    list's last; one list per KV head, or one for all.
+    """
+
+    blocks: Buffer
+    count: int
+    block_size: int = 1
+
+    @property
+    def num_lists(self) -> int:
+        """How many lists a row has."""
+        return self.blocks.width // self.count
 
 
 class Routing(Record):
     """How `Route` picks experts: the best `num_selected` by gating value (plus `selection_bias`, which does not weigh).
 
     Of equal values the lower expert wins, and slots are in order of falling value. SOFTMAX_SELECTED picks by logits.
-    normalise divides the chosen weights by their sum; scale multiplies them afterwards. num_groups > 1 first keeps the
-    `num_selected_groups` groups of experts with the largest sum of their two best values (DeepSeek-V3).
+    normalise divides the chosen weights by their sum; scale multiplies them afterwards, and so does each expert's own
+    number in output_scales float32[num_experts]. num_groups > 1 first keeps the `num_selected_groups` groups of experts
+    with the largest sum of their two best values (DeepSeek-V3).
     """
 
     num_experts: int
@@ -189,6 +208,7 @@ class Routing(Record):
     selection_bias: FloatArray | None = None
     num_groups: int = 1
     num_selected_groups: int = 1
+    output_scales: FloatArray | None = None
 
 
 @dataclass(frozen=True)
@@ -296,20 +316,46 @@ class Rope(Record):
 
 
 class StoreKV(Record):
-    """Write the rows' keys and values into the cache pages of `layer`."""
+    """Write the rows' keys and values into the cache pages of `layer`; no values where it keeps keys alone."""
 
     layer: int
     keys: Buffer
-    values: Buffer
+    values: Buffer | None
 
 
 class Attention(Record):
-    """Causal attention of every row over its sequence's cache, in chunks of absolute positions merged in order."""
+    """Causal attention of every row over its sequence's cache, in chunks of absolute positions merged in order.
+
+    chosen: which of the positions; None for all of them.
+    """
 
     out: Buffer
     queries: Buffer
     layer: int
     shape: AttentionShape
+    chosen: Chosen | None = None
+
+
+class ChooseBlocks(Record):
+    """Choose the best blocks of a row's positions by the keys of a layer of the cache that keeps keys alone.
+
+    The score of a position is scale times query . key, or with weights [num_heads] the sum over heads of weight *
+    max(0, scale * query . key); of a block, the largest of its positions up to the row's. A row's own block and the
+    num_local - 1 before it come first; of equal scores the lower block wins. Rows of no more than `chosen.count` blocks
+    choose all of them.
+
+    With weights there is one list, else each head has one. max_positions: of a sequence.
+    """
+
+    chosen: Chosen
+    queries: Buffer
+    layer: int
+    num_heads: int
+    key_size: int
+    max_positions: int
+    scale: float = 1.0
+    weights: Buffer | None = None
+    num_local: int = 0
 
 
 class Activate(Record):
@@ -354,11 +400,50 @@ class Add(Record):
 
 
 class Multiply(Record):
-    """out = x * factor."""
+    """out = x * factor: a buffer as wide as x, one value per row, or float32[width] for every row."""
 
     out: Buffer
     x: Buffer
-    factor: Buffer
+    factor: Buffer | FloatArray
+
+    @property
+    def is_by_row(self) -> bool:
+        """Whether the factor is one value per row."""
+        return isinstance(self.factor, Buffer) and self.factor.width == 1 and self.x.width != 1
+
+
+class Magnitude(Record):
+    """out = sqrt(mean(x * x)) of each row, one value."""
+
+    out: Buffer
+    x: Buffer
+
+
+class MixSlots(Record):
+    """out[b] = residual[b] + sum over slots a, in order, of weights[b * num_slots + a] * x[a].
+
+    x holds num_slots slots of one size, out and residual any number of them. Without weights all are 1; the first
+    `first_slot` slots of out are then the residual's.
+    """
+
+    out: Buffer
+    x: Buffer
+    num_slots: int
+    weights: Buffer | None = None
+    residual: Buffer | None = None
+    first_slot: int = 0
+
+
+class GaussianTopK(Record):
+    """out = max(0, x - (mean(x) + num_deviations * std(x))) over each row, with the standard deviation of a sample.
+
+    It keeps the share of a normal distribution above so many deviations (Spark Transformer, arXiv 2506.06644,
+    section 3.1).
+    """
+
+    out: Buffer
+    x: Buffer
+    num_deviations: float
 
 
 class MultiplySigmoid(Record):
@@ -492,9 +577,9 @@ class ExpertScale(Record):
 
 Op = (
     Embed | EmbedPositions | PreviousRow | Receive | RmsNorm | LayerNorm | Matmul | Rope | StoreKV | Attention
-    | Activate | GatedActivate | Xielu | Add | Multiply | MultiplySigmoid | Scale | ScaleColumns | Clamp
-    | ScaleByPosition | Softcap | CopyHeads | HeadMatmul | SelectOutput | Route | ExpertMatmul | ExpertSum | ExpertScale
-    | RecurrentOp
+    | ChooseBlocks | Activate | GatedActivate | Xielu | Add | Multiply | Magnitude | MixSlots | GaussianTopK
+    | MultiplySigmoid | Scale | ScaleColumns | Clamp | ScaleByPosition | Softcap | CopyHeads | HeadMatmul
+    | SelectOutput | Route | ExpertMatmul | ExpertSum | ExpertScale | RecurrentOp
 )  # fmt: skip
 
 
@@ -521,8 +606,9 @@ class OpGraph:
 
     @property
     def num_positions(self) -> int:
-        """Positions that may be looked up."""
-        return min((op.table.num_rows for op in self.ops if isinstance(op, EmbedPositions)), default=1 << 62)
+        """Positions that may be looked up or chosen from."""
+        tables = [op.table.num_rows for op in self.ops if isinstance(op, EmbedPositions)]
+        return min([*tables, *(op.max_positions for op in self.ops if isinstance(op, ChooseBlocks))], default=1 << 62)
 
 
 class WeightSource(Protocol):

@@ -27,7 +27,7 @@ from localinfer.kernels.ops import (
 )
 from localinfer.kernels.program import Batch, Segment, StateStep
 from localinfer.types import FloatArray
-from tests.oracle_formulas import Float64Array, activate, affine, attend, groups, route, sigmoid
+from tests.oracle_formulas import Float64Array, activate, affine, attend, choose, groups, is_chosen, route, sigmoid
 from tests.oracle_kv import kept, kept_query
 from tests.oracle_recurrent import RECURRENCES, States, input_buffers, output_buffers
 
@@ -74,6 +74,7 @@ class _Run:
     cache: dict[tuple[int, int], "_LayerCache"]
     kv_types: tuple[str, str] | None
     states: States
+    received: FloatArray | None
 
     def __getitem__(self, buffer: Buffer) -> Float64Array:
         return self.values[buffer.index]
@@ -107,12 +108,20 @@ class NumpyProgram:
         self._cache: dict[tuple[int, int], _LayerCache] = {}
         self._states = States()
         self.hidden: FloatArray | None = None
+        self._received: FloatArray | None = None
+
+    def share_cache(self, other: "NumpyProgram") -> None:
+        """Read what another program stores."""
+        self._cache = other._cache
+
+    def hand_over(self, rows: FloatArray) -> None:
+        self._received = rows.copy()
 
     def run(self, batch: Batch) -> FloatArray:
         num_rows = {Rows.BATCH: len(batch.token_ids), Rows.OUTPUT: len(batch.output_rows)}
         values = {b.index: np.full((num_rows[b.rows], b.width), np.nan) for b in self._graph.buffers}
         positions = [s.start_position + np.arange(s.num_rows, dtype=np.int64) for s in batch.segments]
-        run = _Run(batch, values, np.concatenate(positions), self._cache, self._kv_types, self._states)
+        run = _Run(batch, values, np.concatenate(positions), self._cache, self._kv_types, self._states, self._received)
         for op in self._graph.ops:
             _FORMULAS[type(op)](run, op)
         if self._graph.hidden is not None:
@@ -158,6 +167,12 @@ def _previous_row(run: _Run, op: ops.PreviousRow) -> None:
 @_formula(ops.EmbedPositions)
 def _embed_positions(run: _Run, op: ops.EmbedPositions) -> None:
     run[op.out] = run[op.out] + op.table.packed[run.positions]
+
+
+@_formula(ops.Receive)
+def _receive(run: _Run, op: ops.Receive) -> None:
+    assert run.received is not None, "nothing was handed over"
+    run[op.out] = run.received.astype(np.float64)
 
 
 @_formula(ops.RmsNorm)
@@ -212,7 +227,8 @@ def _store_kv(run: _Run, op: ops.StoreKV) -> None:
         for row in rows:
             position = int(run.positions[row])
             cache.keys[position] = run[op.keys][row].copy()
-            cache.values[position] = run[op.values][row].copy()
+            if op.values is not None:
+                cache.values[position] = run[op.values][row].copy()
 
 
 @_formula(ops.Attention)
@@ -229,8 +245,25 @@ def _attention(run: _Run, op: ops.Attention) -> None:
                 query = kept_query(query, shape.key_size, run.kv_types[0])
                 keys = kept(keys, shape.key_size, run.kv_types[0])
                 values = kept(values, shape.value_size, run.kv_types[1])
-            result[row] = attend(query, keys, values, seen, shape)
+            chosen = None if op.chosen is None else is_chosen(run[op.chosen.blocks][row], op.chosen, len(seen))
+            result[row] = attend(query, keys, values, seen, shape, chosen)
     run[op.out] = result
+
+
+@_formula(ops.ChooseBlocks)
+def _choose_blocks(run: _Run, op: ops.ChooseBlocks) -> None:
+    result = np.empty_like(run[op.chosen.blocks])
+    for segment, rows in _segment_rows(run.batch):
+        cache = run.cache[int(segment.page_addresses[0]), op.layer]
+        for row in rows:
+            keys = np.stack([cache.keys[position] for position in range(int(run.positions[row]) + 1)])
+            query = run[op.queries][row]
+            if run.kv_types is not None:
+                query = kept_query(query, op.key_size, run.kv_types[0])
+                keys = kept(keys, op.key_size, run.kv_types[0])
+            weights = None if op.weights is None else run[op.weights][row]
+            result[row] = choose(op, query.reshape(op.num_heads, -1), keys, weights)
+    run[op.chosen.blocks] = result
 
 
 @_formula(ops.Activate)
@@ -264,7 +297,32 @@ def _add(run: _Run, op: ops.Add) -> None:
 
 @_formula(ops.Multiply)
 def _multiply(run: _Run, op: ops.Multiply) -> None:
-    run[op.out] = run[op.x] * run[op.factor]
+    run[op.out] = run[op.x] * (run[op.factor] if isinstance(op.factor, Buffer) else op.factor.astype(np.float64))
+
+
+@_formula(ops.Magnitude)
+def _magnitude(run: _Run, op: ops.Magnitude) -> None:
+    run[op.out] = np.sqrt(np.mean(run[op.x] ** 2, axis=1, keepdims=True))
+
+
+@_formula(ops.MixSlots)
+def _mix_slots(run: _Run, op: ops.MixSlots) -> None:
+    x = run[op.x]
+    slots = x.reshape(len(x), op.num_slots, -1)
+    num_out = op.out.width // slots.shape[2]
+    weights = np.ones((len(x), num_out, op.num_slots))
+    if op.weights is not None:
+        weights = run[op.weights].reshape(weights.shape)
+    weights[:, : op.first_slot] = 0.0
+    mixed = np.einsum("rba,rai->rbi", weights, slots).reshape(len(x), -1)
+    run[op.out] = mixed if op.residual is None else run[op.residual] + mixed
+
+
+@_formula(ops.GaussianTopK)
+def _gaussian_top_k(run: _Run, op: ops.GaussianTopK) -> None:
+    x = run[op.x]
+    least = x.mean(axis=1, keepdims=True) + op.num_deviations * x.std(axis=1, ddof=1, keepdims=True)
+    run[op.out] = np.maximum(x - least, 0.0)
 
 
 @_formula(ops.MultiplySigmoid)
@@ -395,4 +453,4 @@ def _seen(position: int, shape: AttentionShape) -> range:
         first = max(first, position - shape.window + 1)
     if shape.chunk:
         first = max(first, position // shape.chunk * shape.chunk)
-    return range(first, position + 1)
+    return range(first, position + (0 if shape.excludes_own else 1))

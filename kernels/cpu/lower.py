@@ -21,7 +21,7 @@ from localinfer.kernels.graph_builder import check, packed_weight
 from localinfer.kernels.jit.compile_ahead import compile_ahead
 from localinfer.kernels.kv_layout import KVLayout, is_quantized
 from localinfer.kernels.layouts import GGUF_LAYOUTS, SIZES, is_float, num_tiles
-from localinfer.kernels.ops import Buffer, Gating, LinearWeight, OpGraph, Projection, RopeTable, Rows
+from localinfer.kernels.ops import AttentionShape, Buffer, Gating, LinearWeight, OpGraph, Projection, RopeTable, Rows
 from localinfer.kernels.program import Operation
 from localinfer.types import ProgressCallback
 
@@ -205,7 +205,7 @@ def _rope_angles(tape: CpuTape, table: RopeTable) -> NDArray[np.uint8]:
 
 def _store_kv(tape: CpuTape, op: ops.StoreKV) -> None:
     kernel, words = attention.store_parameters(tape.kv_layout, op.layer)
-    (keys, keys_stride), (values, values_stride) = tape.place(op.keys), tape.place(op.values)
+    (keys, keys_stride), (values, values_stride) = tape.place(op.keys), tape.place(op.values or op.keys)
     places = {"keys_source": keys, "keys_stride": keys_stride}
     places |= {"values_source": values, "values_stride": values_stride}
     tape.add(kernel, parameters.STORE_KV.pack(**places, **words))
@@ -214,12 +214,19 @@ def _store_kv(tape: CpuTape, op: ops.StoreKV) -> None:
 def _attention(tape: CpuTape, op: ops.Attention) -> None:
     layout, layer, shape = tape.kv_layout, op.layer, op.shape
     attention.check_limits(shape)
-    words = attention.attention_parameters(layout, layer, shape) | _queries(tape, op) | tape.places(out=op.out)
+    words = attention.attention_parameters(layout, layer, shape) | tape.places(out=op.out)
+    words |= _queries(tape, op.queries, layer, shape) | attention.chosen_parameters(layout, layer, op.chosen)
+    if op.chosen is not None:
+        num_bytes = tape.pool.num_threads * kernel_abi.CHUNK // layout.page_tokens * layout.head(layer).num_bytes
+        gathered = tape.memory.shared("chosen positions", num_bytes)
+        words |= tape.places(chosen=op.chosen.blocks) | {"rows_per_unit": 1, "gathered": gathered}
+        check(tape.attention_sums is None, "attention to chosen positions is not summed by page")
     words |= {"sinks": tape.memory.constant(shape.sinks), "slopes": tape.memory.constant(shape.alibi_slopes)}
     tape.partial_bytes = max(tape.partial_bytes, attention.partial_bytes(layout, layer, shape))
+    seen = shape.window or shape.chunk if op.chosen is None else op.chosen.count * op.chosen.block_size
     cost = Operation(
         "attention.attention", kv_bytes=shape.num_kv_heads * layout.head(layer).num_bytes // layout.page_tokens,
-        kv_multiply_adds=shape.num_heads * (shape.key_size + shape.value_size), window=shape.window or shape.chunk,
+        kv_multiply_adds=shape.num_heads * (shape.key_size + shape.value_size), window=seen,
     )  # fmt: skip
     calls = {
         parameters.ATTENTION.fields.index(word): kernel for word, kernel in attention.called_kernels(layout).items()
@@ -232,16 +239,43 @@ def _attention(tape: CpuTape, op: ops.Attention) -> None:
         tape.add("attention_sums.attention_sums", parameters.ATTENTION_SUMS.pack(**words), calls=calls)
 
 
-def _queries(tape: CpuTape, op: ops.Attention) -> dict[str, int]:
+def _choose_blocks(tape: CpuTape, op: ops.ChooseBlocks) -> None:
+    """Two kernels: the scores of few rows, by all threads, and the choice."""
+    layout, chosen = tape.kv_layout, op.chosen
+    shape = AttentionShape(op.num_heads, 1, op.key_size, 0, op.scale)
+    attention.check_limits(shape)
+    cell = min(chosen.block_size, kernel_abi.CHUNK)
+    is_whole = kernel_abi.CHUNK % cell == 0 and chosen.block_size % cell == 0
+    check(is_whole, f"blocks of {chosen.block_size} positions are neither parts of {kernel_abi.CHUNK} nor multiples")
+    num_cells = -(-op.max_positions // kernel_abi.CHUNK) * (kernel_abi.CHUNK // cell)
+    slots = max(kernel_abi.SPLIT_ROWS, tape.pool.num_threads)
+    scores = tape.memory.shared("scores of positions", 4 * slots * chosen.num_lists * num_cells)
+    words = attention.attention_parameters(layout, op.layer, shape) | tape.places(out=chosen.blocks)
+    words |= _queries(tape, op.queries, op.layer, shape) | attention.chosen_parameters(layout, op.layer, chosen)
+    weights, stride = (0, 0) if op.weights is None else tape.place(op.weights)
+    words |= {"head_weights": weights, "head_weights_stride": stride, "num_local": op.num_local, "cell": cell}
+    words |= {"num_cells": num_cells, "scores": scores, "sinks": 0, "slopes": 0}
+    calls = {
+        parameters.CHOOSE_BLOCKS.fields.index(word): kernel for word, kernel in attention.called_kernels(layout).items()
+    }
+    cost = Operation(
+        "choosing.score_blocks", kv_bytes=layout.head(op.layer).num_bytes // layout.page_tokens,
+        kv_multiply_adds=op.num_heads * op.key_size,
+    )  # fmt: skip
+    tape.add("choosing.score_blocks", parameters.CHOOSE_BLOCKS.pack(**words), calls=calls, cost=cost)
+    tape.add("choosing.choose_blocks", parameters.CHOOSE_BLOCKS.pack(**words), writes=chosen.blocks, calls=calls)
+
+
+def _queries(tape: CpuTape, queries: Buffer, layer: int, shape: AttentionShape) -> dict[str, int]:
     """Where attention finds its queries: address, stride per row and per head; quantizes them for such keys."""
-    layout, shape = tape.kv_layout, op.shape
-    places = tape.places(queries=op.queries)
+    layout = tape.kv_layout
+    places = tape.places(queries=queries)
     if not is_quantized(layout.key_type):
         return places | {"query_head_bytes": 4 * shape.key_size}
-    head_bytes = attention.query_head_bytes(layout.head(op.layer).key_columns)
+    head_bytes = attention.query_head_bytes(layout.head(layer).key_columns)
     stride = shape.num_heads * head_bytes
     target = tape.memory.shared("queries", tape.max_rows[Rows.BATCH] * stride)
-    words = attention.query_parameters(layout, op.layer, shape) | places
+    words = attention.query_parameters(layout, layer, shape) | places
     words |= {"target": target, "target_stride": stride, "target_head_bytes": head_bytes}
     tape.add("kv_store.quantize_queries", parameters.QUANTIZE_QUERIES.pack(**words))
     return {"queries": target, "queries_stride": stride, "query_head_bytes": head_bytes}
@@ -285,6 +319,38 @@ def _scale_columns(tape: CpuTape, op: ops.ScaleColumns) -> None:
         columns=op.x.width, is_output=op.x.is_output,
     )  # fmt: skip
     tape.add("elementwise.multiply", words, writes=op.x)
+
+
+def _multiply(tape: CpuTape, op: ops.Multiply) -> None:
+    if isinstance(op.factor, Buffer):
+        _elementwise(tape, "multiply_by_row" if op.is_by_row else "multiply", op.out, op.x, op.factor)
+        return
+    words = parameters.ELEMENTWISE.pack(
+        **tape.places(out=op.out, a=op.x), b=tape.memory.constant(op.factor), b_stride=0, scalar=0.0,
+        columns=op.out.width, is_output=op.out.is_output,
+    )  # fmt: skip
+    tape.add("elementwise.multiply", words, writes=op.out)
+
+
+def _magnitude(tape: CpuTape, op: ops.Magnitude) -> None:
+    words = parameters.MAGNITUDE.pack(**tape.places(out=op.out, x=op.x), columns=op.x.width, is_output=op.x.is_output)
+    tape.add("elementwise.magnitude", words, writes=op.out)
+
+
+def _mix_slots(tape: CpuTape, op: ops.MixSlots) -> None:
+    columns = op.x.width // op.num_slots
+    num_out = op.out.width // columns
+    is_whole = columns % 16 == 0 or max(num_out, op.num_slots) == 1
+    check(is_whole, f"{op.x.name} holds slots of {columns}; whole vectors of 16 are needed")
+    (weights, weights_stride), (residual, residual_stride) = (
+        (0, 0) if buffer is None else tape.place(buffer) for buffer in (op.weights, op.residual)
+    )
+    words = parameters.MIX_SLOTS.pack(
+        **tape.places(out=op.out, x=op.x), weights=weights, weights_stride=weights_stride, residual=residual,
+        residual_stride=residual_stride, slots=op.num_slots, columns=columns, num_out=num_out, first=op.first_slot,
+        is_output=op.out.is_output,
+    )  # fmt: skip
+    tape.add("elementwise.mix_slots", words, writes=op.out)
 
 
 def _scale_by_position(tape: CpuTape, op: ops.ScaleByPosition) -> None:
@@ -347,7 +413,8 @@ def _route(tape: CpuTape, op: ops.Route) -> None:
         **tape.places(ids=ids, weights=op.expert_weights, logits=logits), experts=count, selected=selected,
         gating=_GATING_CODES[routing.gating], normalise=routing.normalise, scale=routing.scale,
         bias=tape.memory.constant(routing.selection_bias), groups=routing.num_groups,
-        kept_groups=routing.num_selected_groups, is_output=logits.is_output,
+        kept_groups=routing.num_selected_groups, output_scales=tape.memory.constant(routing.output_scales),
+        is_output=logits.is_output,
     )  # fmt: skip
     tape.add("experts.route", words, writes=ids)
     table = np.zeros(count + 2 + tape.max_rows[logits.rows] * selected, np.int64)
@@ -406,7 +473,7 @@ def _previous_row(tape: CpuTape, op: ops.PreviousRow) -> None:
 
 
 def _receive(tape: CpuTape, op: ops.Receive) -> None:
-    check(False, f"{op.out.name} cannot be received: the CPU computes a model from its first layer on")
+    tape.received = tape.memory.rows(op.out)
 
 
 LOWER: dict[type, Callable[[CpuTape, Any], None]] = {
@@ -420,11 +487,15 @@ LOWER: dict[type, Callable[[CpuTape, Any], None]] = {
     ops.Rope: _rope,
     ops.StoreKV: _store_kv,
     ops.Attention: _attention,
+    ops.ChooseBlocks: _choose_blocks,
     ops.Activate: lambda tape, op: _elementwise(tape, op.kind.value, op.out, op.x, op.x),
     ops.GatedActivate: _gated_activate,
     ops.Xielu: _xielu,
     ops.Add: lambda tape, op: _elementwise(tape, "add", op.out, op.a, op.b, op.scale),
-    ops.Multiply: lambda tape, op: _elementwise(tape, "multiply", op.out, op.x, op.factor),
+    ops.Multiply: _multiply,
+    ops.Magnitude: _magnitude,
+    ops.MixSlots: _mix_slots,
+    ops.GaussianTopK: lambda tape, op: _elementwise(tape, "gaussian_top_k", op.out, op.x, op.x, op.num_deviations),
     ops.MultiplySigmoid: _multiply_sigmoid,
     ops.Scale: lambda tape, op: _elementwise(tape, "scale", op.x, op.x, op.x, op.factor),
     ops.ScaleColumns: _scale_columns,

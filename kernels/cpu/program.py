@@ -224,6 +224,13 @@ class CpuProgram:
         self._pool.run(self._ops_address, self._num_ops, self._header_address, self._threads_for(rows))
         return self._result(batch)
 
+    def hand_over(self, rows: FloatArray) -> None:
+        """Give the next run what its tape receives: float32[rows, width], copied at once."""
+        received = self.tape.received
+        assert received is not None, "this tape receives nothing"
+        assert rows.shape[1] == received.shape[1] and len(rows) <= len(received), "rows of the buffer's width"
+        received[: len(rows)] = rows
+
     def run_abortable(self, batch: Batch, should_abort: Callable[[float], bool]) -> FloatArray | None:
         """Compute a batch, or leave it undone; see `ops.AbortableProgram.run_abortable`."""
         if len(batch.token_ids) < INTERRUPTIBLE_ROWS:

@@ -24,6 +24,7 @@ class CpuTape:
 
     partial_bytes: what one row's attention to one chunk may have to keep until all chunks are merged.
     attention_sums: float32[segments, KV heads, pages] that the ops add up attention in; None if they do not.
+    received: the buffer float32[rows, width] that is handed over, if one is.
     calls: kernels that kernels call themselves: a block, the index of the word that takes the address, and which.
     angles: cosines and sines by the RoPE table they are of. expert_groups: rows by expert, by the buffer of ids.
     inner_buffers: between kernels of one op, by name.
@@ -62,6 +63,7 @@ class CpuTape:
         self.recurrent_kernels: list[int] = []
         self.inner_buffers: dict[str, Buffer] = {}
         self.attention_sums: FloatArray | None = None
+        self.received: FloatArray | None = None
         if max_summed_tokens:
             self.attention_sums = attention.attention_sum_arrays(kv_layout, max_batch_rows, max_summed_tokens)
         self.angles: dict[tuple[bytes, float], NDArray[np.uint8]] = {}

@@ -27,7 +27,8 @@ def lower_route(tape: CudaTape, op: ops.Route) -> None:
     scratch = tape.memory.shared("routing", 4 * rows * (2 * count + routing.num_groups))
     groups = (routing.num_groups, routing.num_selected_groups, int(routing.normalise))
     places = tape.places(logits, op.expert_ids, op.expert_weights)
-    values = (*places, count, selected, bias, scratch, *groups, routing.scale)
+    output_scales = tape.memory.constant(routing.output_scales)
+    values = (*places, count, selected, bias, scratch, *groups, output_scales, routing.scale)
 
     def build(shape: Shape) -> Iterator[Step]:
         if shape.rows(logits.rows):

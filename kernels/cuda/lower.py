@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.errors import BackendUnavailableError, UnsupportedFormatError
+from localinfer.errors import BackendUnavailableError, ShapeError, UnsupportedFormatError
 from localinfer.kernels import ops
 from localinfer.kernels.cuda import experts, gemm
 from localinfer.kernels.cuda.attention import KV_BYTES, Attention, Rope, store_steps
@@ -29,7 +29,9 @@ from localinfer.kernels.program import BatchLimits
 from localinfer.types import ProgressCallback
 
 _RMS, _LAYER = 0, 1
-_ACTIVATION, _GATE, _LIMITED_GATE, _ADD, _TIMES, _TIMES_SIGMOID, _SCALE, _CLAMP, _CLAMP_ABOVE, _SOFTCAP = range(10)
+_ACTIVATION, _GATE, _LIMITED_GATE, _ADD, _TIMES, _TIMES_ROW, _TIMES_SIGMOID, _SCALE, _CLAMP, _CLAMP_ABOVE, _SOFTCAP = (
+    range(11)
+)
 _NUMBERS = {kind: number for number, kind in enumerate(Activation)}
 
 
@@ -229,20 +231,29 @@ def _rope_angles(tape: CudaTape, table: RopeTable) -> int:
 
 
 def _store_kv(tape: CudaTape, op: ops.StoreKV) -> None:
-    tape.read(op.values)
+    values_buffer = op.values
+    if values_buffer is None:
+        raise ShapeError("keys without values are cached on the CPU only; take device 'cpu'")
+    tape.read(values_buffer)
     rope = tape.take_rope(op.keys, tape.kv_layout.layers[op.layer].key_size)
-    keys, values = tape.memory.place(op.keys), tape.memory.place(op.values)
+    keys, values = tape.memory.place(op.keys), tape.memory.place(values_buffer)
     tape.add(store_steps(tape.kv_layout, op.layer, keys, values, rope))
 
 
 def _attention(tape: CudaTape, attention: ops.Attention) -> None:
     out, shape, memory = attention.out, attention.shape, tape.memory
+    check(attention.chosen is None, "attention to chosen positions is computed on the CPU only; take device 'cpu'")
+    check(not shape.excludes_own, "attention without a row's own position is computed on the CPU only")
     rope = tape.take_rope(attention.queries, shape.key_size)
     places = (memory.place(attention.queries), memory.place(out))
     constants = (memory.constant(shape.alibi_slopes), memory.constant(shape.sinks))
     launches = Attention(memory, tape.kv_layout, attention.layer, shape, *places, *constants, rope)
     op = tape.add(lambda run: launches.steps(run, op.quantized), out)
     op.source, op.can_quantize = out, shape.value_size % 32 == 0
+
+
+def _choose_blocks(tape: CudaTape, op: ops.ChooseBlocks) -> None:
+    check(False, "positions are chosen on the CPU only; take device 'cpu'")
 
 
 def _gated_activate(tape: CudaTape, op: ops.GatedActivate) -> None:
@@ -289,6 +300,37 @@ def _scale_columns(tape: CudaTape, op: ops.ScaleColumns) -> None:
     place = tape.places(op.x)
     values = (*place, *place, tape.memory.constant(op.factors), 0, op.x.width, 0, 0.0)
     tape.simple("rows.elementwise", (_TIMES,), op.x.rows, op.x.width, values, op.x)
+
+
+def _times(tape: CudaTape, op: ops.Multiply) -> None:
+    out, x, factor = op.out, op.x, op.factor
+    if isinstance(factor, Buffer):
+        _elementwise(tape, _TIMES_ROW if op.is_by_row else _TIMES, out, x, factor)
+        return
+    tape.read(x)
+    values = (*tape.places(out, x), tape.memory.constant(factor), 0, out.width, 0, 0.0)
+    tape.simple("rows.elementwise", (_TIMES,), out.rows, out.width, values, out)
+
+
+def _mix_slots(tape: CudaTape, op: ops.MixSlots) -> None:
+    others = [buffer for buffer in (op.weights, op.residual) if buffer is not None]
+    tape.read(op.x, *others)
+    weights, residual = ((0, 0) if buffer is None else tape.places(buffer) for buffer in (op.weights, op.residual))
+    sizes = (op.num_slots, op.x.width // op.num_slots, op.out.width, op.first_slot)
+    values = (*tape.places(op.out, op.x), *weights, *residual, *sizes)
+    tape.simple("rows.mix_slots", (), op.out.rows, op.out.width, values, op.out)
+
+
+def _row_statistic(tape: CudaTape, out: Buffer, x: Buffer, num_deviations: float | None = None) -> None:
+    tape.read(x)
+    values = (*tape.places(out, x), x.width, num_deviations or 0.0)
+
+    def build(shape: Shape) -> Iterator[Step]:
+        count = shape.rows(x.rows)
+        if count:
+            yield Launch("rows.row_statistic", (int(num_deviations is not None),), (1, count, 1), 32, values)
+
+    tape.add(build, out)
 
 
 def _scale_by_position(tape: CudaTape, op: ops.ScaleByPosition) -> None:
@@ -347,10 +389,15 @@ LOWER: dict[type, Callable[[CudaTape, Any], None]] = {
     ops.Rope: _rope,
     ops.StoreKV: _store_kv,
     ops.Attention: _attention,
+    ops.ChooseBlocks: _choose_blocks,
     ops.Activate: lambda tape, op: _elementwise(tape, _ACTIVATION, op.out, op.x, op.x, activation=_NUMBERS[op.kind]),
     ops.GatedActivate: _gated_activate,
     ops.Xielu: _xielu,
     ops.Add: lambda tape, op: _elementwise(tape, _ADD, op.out, op.a, op.b, op.scale),
+    ops.Multiply: _times,
+    ops.Magnitude: lambda tape, op: _row_statistic(tape, op.out, op.x),
+    ops.MixSlots: _mix_slots,
+    ops.GaussianTopK: lambda tape, op: _row_statistic(tape, op.out, op.x, op.num_deviations),
     ops.MultiplySigmoid: _multiply_sigmoid,
     ops.Scale: lambda tape, op: _elementwise(tape, _SCALE, op.x, op.x, op.x, op.factor),
     ops.ScaleColumns: _scale_columns,

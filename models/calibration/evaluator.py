@@ -13,10 +13,13 @@ from numpy.typing import NDArray
 
 from localinfer.kernels import ops, recurrent_ops
 from localinfer.kernels.ops import Buffer, EmbeddingTable, LinearWeight, Op, Projection
+from localinfer.models.calibration.choices import chosen_blocks
 from localinfer.models.calibration.formulas import (
     activate,
     activate_gated,
     attended,
+    gaussian_top_k,
+    magnitude,
     normed,
     rotated,
     routed,
@@ -209,19 +212,35 @@ def _projected(run: Evaluator, model: int, x: FloatArray, weight: FloatArray, pr
 
 
 def _store_kv(run: Evaluator, op: ops.StoreKV) -> None:
-    run.cache[op.layer] = (run.streams(op.keys), run.streams(op.values))
+    run.cache[op.layer] = (run.streams(op.keys), run.streams(op.values or op.keys))
 
 
 def _attention(run: Evaluator, op: ops.Attention) -> None:
-    inputs = (run.streams(op.queries), *run.cache.pop(op.layer))
+    # Later layers may read it too.
+    inputs = [run.streams(op.queries), *run.cache[op.layer]]
+    if op.chosen is not None:
+        inputs.append(run.streams(op.chosen.blocks))
 
     def compute(index: int) -> FloatArray:
         parts = [one[index] for one in inputs]
-        return run.in_steps(lambda q, k, v: attended(q, k, v, op.shape), parts, run.length)
+        return run.in_steps(lambda q, k, v, *lists: attended(q, k, v, op.shape, op.chosen, *lists), parts, run.length)
 
     is_one = all(one[0] is one[-1] for one in inputs)
     run.set_each(op.out, compute, is_one, len(inputs[0]))
     del run.values[op.queries.index]
+
+
+def _choose_blocks(run: Evaluator, op: ops.ChooseBlocks) -> None:
+    inputs = [run.streams(op.queries), run.cache[op.layer][0]]
+    if op.weights is not None:
+        inputs.append(run.streams(op.weights))
+
+    def compute(index: int) -> FloatArray:
+        parts = [one[index] for one in inputs]
+        return run.in_steps(lambda q, k, *weights: chosen_blocks(op, q, k, *weights), parts, run.length)
+
+    is_one = all(one[0] is one[-1] for one in inputs)
+    run.set_each(op.chosen.blocks, compute, is_one, len(inputs[0]))
 
 
 def _gated_activate(run: Evaluator, op: ops.GatedActivate) -> None:
@@ -252,6 +271,28 @@ def _scale_by_position(run: Evaluator, op: ops.ScaleByPosition) -> None:
     steps = np.floor((np.arange(run.length) + op.offset) / op.period)
     factor = (1.0 + op.slope * np.log1p(steps)).astype(np.float32)[:, None]
     run.by_sequence(op.x, lambda a: a * factor, op.x)
+
+
+def _multiply(run: Evaluator, op: ops.Multiply) -> None:
+    if isinstance(op.factor, Buffer):
+        run.by_rows(op.out, lambda a, b: a * b, op.x, op.factor)
+    else:
+        factor = op.factor
+        run.by_rows(op.out, lambda a: a * factor, op.x)
+
+
+def _mix_slots(run: Evaluator, op: ops.MixSlots) -> None:
+    size = op.x.width // op.num_slots
+
+    def compute(x: FloatArray, *others: FloatArray) -> FloatArray:
+        shape = (len(x), op.out.width // size, op.num_slots)
+        weights = np.ones(shape, np.float32) if op.weights is None else others[0].reshape(shape)
+        weights[:, : op.first_slot] = 0.0
+        mixed = (weights @ x.reshape(len(x), op.num_slots, size)).reshape(len(x), -1)
+        return mixed if op.residual is None else others[-1] + mixed
+
+    others = [buffer for buffer in (op.weights, op.residual) if buffer is not None]
+    run.by_rows(op.out, compute, op.x, *others)
 
 
 def _copy_heads(run: Evaluator, op: ops.CopyHeads) -> None:
@@ -359,11 +400,15 @@ EVALUATE: dict[type, Callable[[Evaluator, Any], None]] = {
     ops.Rope: lambda run, op: run.by_sequence(op.x, lambda a: rotated(a, op.table, op.head_size, op.offset), op.x),
     ops.StoreKV: _store_kv,
     ops.Attention: _attention,
+    ops.ChooseBlocks: _choose_blocks,
     ops.Activate: lambda run, op: run.by_rows(op.out, lambda a: activate(a, op.kind), op.x),
     ops.GatedActivate: _gated_activate,
     ops.Xielu: _xielu,
     ops.Add: lambda run, op: run.by_rows(op.out, lambda a, b: a + np.float32(op.scale) * b, op.a, op.b),
-    ops.Multiply: lambda run, op: run.by_rows(op.out, lambda a, b: a * b, op.x, op.factor),
+    ops.Multiply: _multiply,
+    ops.Magnitude: lambda run, op: run.by_rows(op.out, magnitude, op.x),
+    ops.MixSlots: _mix_slots,
+    ops.GaussianTopK: lambda run, op: run.by_rows(op.out, lambda a: gaussian_top_k(a, op.num_deviations), op.x),
     ops.MultiplySigmoid: _multiply_sigmoid,
     ops.Scale: lambda run, op: run.by_rows(op.x, lambda a: np.float32(op.factor) * a, op.x),
     ops.ScaleColumns: lambda run, op: run.by_rows(op.x, lambda a: a * op.factors, op.x),

@@ -181,7 +181,8 @@ def _matmul(follower: _Follower, op: ops.Matmul) -> None:
 
 def _store_kv(follower: _Follower, op: ops.StoreKV) -> None:
     follower.forbid(op.keys, "keys are multiplied by queries")
-    follower.cached[op.layer] = follower.of(op.values)
+    if op.values is not None:
+        follower.cached[op.layer] = follower.of(op.values)
 
 
 def _attention(follower: _Follower, op: ops.Attention) -> None:
@@ -191,6 +192,13 @@ def _attention(follower: _Follower, op: ops.Attention) -> None:
     if shape.num_heads != shape.num_kv_heads:
         heads = np.arange(shape.num_heads) // (shape.num_heads // shape.num_kv_heads)
         values.columns = (heads[:, None] * shape.value_size + np.arange(shape.value_size)).reshape(-1)
+
+
+def _choose_blocks(follower: _Follower, op: ops.ChooseBlocks) -> None:
+    for buffer in (op.queries, op.weights):
+        if buffer is not None:
+            follower.forbid(buffer, "positions are chosen by it")
+    follower.end(op.chosen.blocks, "it is a choice of positions")
 
 
 def _activate(follower: _Follower, op: ops.Activate) -> None:
@@ -221,6 +229,30 @@ def _add(follower: _Follower, op: ops.Add) -> None:
     follower.forbid(op.a, _SUM)
     follower.forbid(op.b, _SUM)
     follower.end(op.out)
+
+
+def _multiply(follower: _Follower, op: ops.Multiply) -> None:
+    follower.forbid(op.x, "a factor weighs it")
+    if isinstance(op.factor, Buffer):
+        follower.forbid(op.factor, "it weighs another value")
+    follower.end(op.out, "a factor weighs it")
+
+
+def _magnitude(follower: _Follower, op: ops.Magnitude) -> None:
+    follower.forbid(op.x, "its magnitude is taken")
+    follower.end(op.out, "it is a magnitude")
+
+
+def _mix_slots(follower: _Follower, op: ops.MixSlots) -> None:
+    for buffer in (op.x, op.weights, op.residual):
+        if buffer is not None:
+            follower.forbid(buffer, _SUM)
+    follower.end(op.out, _SUM)
+
+
+def _gaussian_top_k(follower: _Follower, op: ops.GaussianTopK) -> None:
+    follower.forbid(op.x, "its mean and its deviation are taken")
+    follower.end(op.out, "it is what exceeds a row's own threshold")
 
 
 def _multiply_sigmoid(follower: _Follower, op: ops.MultiplySigmoid) -> None:
@@ -298,11 +330,15 @@ FOLLOW: dict[type, Callable[[_Follower, Any], None]] = {
     ops.Rope: lambda follower, op: follower.forbid(op.x, "a rotation mixes the channels"),
     ops.StoreKV: _store_kv,
     ops.Attention: _attention,
+    ops.ChooseBlocks: _choose_blocks,
     ops.Activate: _activate,
     ops.GatedActivate: _gated_activate,
     ops.Xielu: _xielu,
     ops.Add: _add,
     ops.Multiply: _multiply,
+    ops.Magnitude: _magnitude,
+    ops.MixSlots: _mix_slots,
+    ops.GaussianTopK: _gaussian_top_k,
     ops.MultiplySigmoid: _multiply_sigmoid,
     ops.Scale: lambda follower, op: None,
     ops.ScaleColumns: lambda follower, op: None,

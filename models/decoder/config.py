@@ -5,7 +5,7 @@ Keys and defaults: the GGUF specification (https://github.com/ggml-org/ggml/blob
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from localinfer.errors import CorruptFileError, LocalinferError, UnsupportedFormatError
 from localinfer.models.decoder.block_config import (
@@ -23,10 +23,19 @@ from localinfer.models.decoder.block_config import (
     read_scale,
     read_xielu,
 )
+from localinfer.models.decoder.block_sizes import (
+    OF_ANOTHER_CACHE,
+    TWO_HEAD_SIZES,
+    IndexerConfig,
+    Shape,
+    activation_sparsity,
+    num_shared_layers,
+    per_layer_size,
+    read_indexer,
+    windowed_sizes,
+)
 from localinfer.models.decoder.metadata import MetadataReader
 from localinfer.models.decoder.recurrent_config import RecurrentConfig, has_recurrent_layers, read_recurrent
-
-Shape = tuple[int, ...]
 
 _MAX_VOCABULARY = 1 << 20
 """Sampling weights of tokens are multiples of 2^-43, summed in 63 bits."""
@@ -50,6 +59,9 @@ class ModelConfig:
     projection_clamp: limit of queries, keys and values, 0 for none. value_scale: factor on attention's results.
     expert_clamps, dense_clamps: limits of the gated activation in routed experts, and in shared experts and dense
     blocks; 0 for none, empty if the file has none. xielu: empty if the file has none.
+    windowed_head_dim, windowed_value_head_dim: of sliding-window layers, 0 for those of the others. num_shared_layers:
+    how many of the last layers attend to the keys and values of earlier ones. per_layer_size: width of the input that
+    each layer has for itself (Gemma 3n), 0 without. activation_sparsity: see `block_sizes.activation_sparsity`.
     """
 
     architecture: str
@@ -93,6 +105,18 @@ class ModelConfig:
     num_loops: int = 1
     is_layer_norm: bool = False
     block_tensors: frozenset[str] = frozenset()
+    windowed_head_dim: int = 0
+    windowed_value_head_dim: int = 0
+    num_shared_layers: int = 0
+    per_layer_size: int = 0
+    activation_sparsity: tuple[float, ...] = ()
+    indexer: IndexerConfig | None = None
+
+    def head_sizes(self, layer: int) -> tuple[int, int]:
+        """Sizes of a key head and of a value head of one layer."""
+        if self.windowed_head_dim and self.windowed_layers and self.windowed_layers[layer]:
+            return self.windowed_head_dim, self.windowed_value_head_dim
+        return self.head_dim, self.value_head_dim
 
     @property
     def num_main_layers(self) -> int:
@@ -120,6 +144,10 @@ class ModelConfig:
         hidden_size = reader.integer("embedding_length", low=1, high=MAX_WIDTH)
         vocab_size = _vocab_size(reader, tensor_shapes, hidden_size)
         num_main_layers, num_draft_layers = _count_layers(reader, tensor_shapes)
+        if architecture in OF_ANOTHER_CACHE:
+            # Every layer of such a draft model is counted as one.
+            num_main_layers = reader.integer("block_count", low=1, high=MAX_LAYERS)
+            num_draft_layers = 0
         if not with_draft_layers:
             num_draft_layers = 0
         num_layers = num_main_layers + num_draft_layers
@@ -134,7 +162,9 @@ class ModelConfig:
         context_length = reader.integer("context_length", low=1, high=MAX_CONTEXT)
         sliding_window = reader.integer("attention.sliding_window", 0, low=0, high=MAX_CONTEXT)
         rope = read_rope(reader, head_dim, context_length)
-        _check_windowed_sizes(reader, rotary_size=rope.rotary_size, head_dim=head_dim, value_head_dim=value_head_dim)
+        windowed = windowed_sizes(reader, head_dim, value_head_dim, rope.rotary_size)
+        if windowed:
+            rope = replace(rope, rotary_size_windowed=windowed[2])
         if reader.optional_boolean("attention.causal") is False:
             raise UnsupportedFormatError(
                 f"{reader.full_key('attention.causal')} is false; this version runs models with causal attention only. "
@@ -184,6 +214,12 @@ class ModelConfig:
             num_loops=reader.integer("num_loops", 1, low=1, high=MAX_LAYERS),
             has_learned_positions="position_embd.weight" in tensor_shapes,
             block_tensors=frozenset(name.removeprefix("blk.0.") for name in tensor_shapes if name.startswith("blk.0.")),
+            windowed_head_dim=windowed[0] if windowed else 0,
+            windowed_value_head_dim=windowed[1] if windowed else 0,
+            num_shared_layers=num_shared_layers(reader, num_layers),
+            per_layer_size=per_layer_size(reader, tensor_shapes, num_layers),
+            activation_sparsity=activation_sparsity(reader, num_layers),
+            indexer=read_indexer(reader, tensor_shapes, num_main_layers),
         )
         _check_tensor_shapes(reader, config, tensor_shapes)
         return config
@@ -234,21 +270,6 @@ def _head_dim(reader: MetadataReader, hidden_size: int, num_heads: tuple[int, ..
             "attention.head_count", most, f"a divisor of embedding_length {hidden_size} (no key_length given)"
         )
     return hidden_size // most
-
-
-def _check_windowed_sizes(reader: MetadataReader, *, rotary_size: int, head_dim: int, value_head_dim: int) -> None:
-    sizes = {
-        "attention.key_length_swa": head_dim,
-        "attention.value_length_swa": value_head_dim,
-        "rope.dimension_count_swa": rotary_size,
-    }
-    for key, size in sizes.items():
-        found = reader.integer(key, size, low=0, high=MAX_WIDTH)
-        if found != size:
-            raise UnsupportedFormatError(
-                f"{reader.full_key(key)} is {found} where other layers have {size}; "
-                "this version runs one head size per model. Choose another model."
-            )
 
 
 def _vocab_size(reader: MetadataReader, tensor_shapes: Mapping[str, Shape], hidden_size: int) -> int:
@@ -351,7 +372,7 @@ _GATED_ATTENTION = ("qwen3next", "qwen35", "qwen35moe")
 
 def _check_heads(check: _Check, block: str, config: ModelConfig, layer: int) -> None:
     num_heads, num_kv_heads = config.num_heads[layer], config.num_kv_heads[layer]
-    head, value = config.head_dim, config.value_head_dim
+    head, value = config.head_sizes(layer)
     columns = num_heads * value
     found = f"{num_heads} and the size of a head {value}, together {columns}"
     check.equal(f"{block}attn_output.weight", -1, columns, "attention.head_count", found, optional=not num_heads)
@@ -371,7 +392,10 @@ def _check_heads(check: _Check, block: str, config: ModelConfig, layer: int) -> 
         number = size if key == "attention.key_length" else count
         other = f"{count} heads" if number == size else f"the size of a head {size}"
         found = f"{number}, with {other} together {count * size}"
-        check.equal(f"{block}attn_{letter}.weight", -2, count * size, key, found)
+        # Layers that attend to another's keys and values have queries only, and values may be the keys' projection.
+        is_optional = letter == "v" and config.architecture in TWO_HEAD_SIZES
+        is_optional |= letter != "q" and layer >= config.num_layers - config.num_shared_layers
+        check.equal(f"{block}attn_{letter}.weight", -2, count * size, key, found, optional=is_optional)
 
 
 def _check_latent(check: _Check, block: str, latent: LatentConfig, config: ModelConfig, layer: int) -> None:

@@ -1,10 +1,10 @@
 """The decoder: from a model's configuration and weights to a graph of ops, layer by layer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.ops import Buffer, KVLayerShape, OpGraph, Projection, Rows, StateShape, WeightSource
-from localinfer.models.decoder.architecture import Mixer
+from localinfer.models.decoder.architecture import Blocks, Mixer
 from localinfer.models.decoder.architectures import find_architecture
 from localinfer.models.decoder.attention import (
     RopeTables,
@@ -16,9 +16,12 @@ from localinfer.models.decoder.checked_weights import CheckedWeights
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.draft_layers import without_unused, write_draft_input, write_draft_norm
 from localinfer.models.decoder.feed_forward import has_feed_forward, write_feed_forward, write_router
+from localinfer.models.decoder.gemma3n_blocks import merge_streams, write_gemma3n_layer, write_streams
+from localinfer.models.decoder.gemma_blocks import write_gemma4_layer, write_layer_inputs
 from localinfer.models.decoder.graph import Graph, refuse
 from localinfer.models.decoder.recurrent import RECURRENT_MIXERS
 from localinfer.models.decoder.rwkv import write_rwkv_layer
+from localinfer.models.decoder.sparse_attention import index_cache_shapes
 from localinfer.models.decoder.unabsorbed_attention import write_unabsorbed_attention
 
 
@@ -136,7 +139,8 @@ def _begin(
 
 
 def kv_layer_shapes(config: ModelConfig, *, parts_windows: bool = False) -> list[KVLayerShape]:
-    """Keys and values of each layer per position, in layer order; no heads in a layer that caches nothing.
+    """Keys and values of each layer per position, in layer order, no heads in a layer that caches nothing; then the
+    keys of indexers.
 
     parts_windows: sliding-window layers are stored apart from the others.
     """
@@ -144,10 +148,21 @@ def kv_layer_shapes(config: ModelConfig, *, parts_windows: bool = False) -> list
     # Positions before a chunk are also before a window of the same size.
     limits = (architecture.windows or architecture.chunks) if parts_windows else ()
     windows = [limit if limit < config.context_length else 0 for limit in limits or [0] * config.num_layers]
-    return [
-        KVLayerShape(num_kv_heads, config.head_dim, config.value_head_dim, window if num_kv_heads else 0)
-        for num_kv_heads, window in zip(config.num_kv_heads, windows, strict=True)
+    first_shared = config.num_layers - config.num_shared_layers
+    kept = [num_kv_heads if layer < first_shared else 0 for layer, num_kv_heads in enumerate(config.num_kv_heads)]
+    layers = [
+        KVLayerShape(num_kv_heads, *config.head_sizes(layer), window if num_kv_heads else 0)
+        for layer, (num_kv_heads, window) in enumerate(zip(kept, windows, strict=True))
     ]
+    return [*layers, *index_cache_shapes(config)]
+
+
+def crosses_layers(config: ModelConfig) -> bool:
+    """Whether layers read more than the layer before wrote: keys and values, choices or inputs from further back."""
+    indexer = config.indexer
+    takes_choices = indexer is not None and indexer.block_size == 1 and not all(indexer.layers)
+    is_streamed = find_architecture(config).blocks is Blocks.GEMMA3N
+    return bool(config.num_shared_layers or config.per_layer_size or takes_choices or is_streamed)
 
 
 def state_shapes(config: ModelConfig) -> list[StateShape]:
@@ -172,7 +187,9 @@ def write_embedding(graph: Graph, context_length: int) -> Buffer:
         tape.rms_norm(hidden, hidden, None, config.norm_epsilon)
     if architecture.embedding_norm is not None:
         graph.norm(hidden, hidden, architecture.embedding_norm)
-    return hidden
+    if config.per_layer_size:
+        write_layer_inputs(graph, hidden)
+    return write_streams(graph, hidden) if architecture.blocks is Blocks.GEMMA3N else hidden
 
 
 def write_layer(
@@ -180,6 +197,8 @@ def write_layer(
 ) -> Buffer:
     """Write one layer and return its result: `hidden` itself, or with selects_output the output rows only."""
     architecture = graph.architecture
+    if architecture.blocks is not Blocks.PLAIN:
+        return _LAYER_WRITERS[architecture.blocks](graph, layer, hidden, tables)
     mixer = architecture.mixer(layer)
     if mixer is Mixer.WKV:
         return write_rwkv_layer(graph, layer, hidden, is_last=selects_output)
@@ -234,8 +253,16 @@ def _write_mixer(graph: Graph, layer: int, x: Buffer, tables: RopeTables) -> Buf
     return x
 
 
+_LAYER_WRITERS: dict[Blocks, Callable[[Graph, int, Buffer, RopeTables], Buffer]] = {
+    Blocks.GEMMA3N: write_gemma3n_layer,
+    Blocks.GEMMA4: write_gemma4_layer,
+}
+
+
 def write_output_norm(graph: Graph, hidden: Buffer) -> Buffer:
     """Write the norm after the last layer and return its result."""
+    if graph.architecture.blocks is Blocks.GEMMA3N:
+        hidden = merge_streams(graph, hidden)
     normed = graph.buffer("output_norm", hidden.width, hidden.rows)
     graph.norm(normed, hidden, graph.architecture.output_norm)
     return normed
@@ -249,6 +276,7 @@ def _write_logits(graph: Graph, normed: Buffer, head: str | None = None) -> Buff
     weight = graph.weights.linear(name, config.vocab_size, normed.width)
     bias = graph.bias("output", config.vocab_size) if graph.architecture.has_output_bias else None
     tape.matmul(normed, [Projection(weight, logits, bias, scale=graph.architecture.logit_scale)])
-    if config.logit_softcap:
-        tape.softcap(logits, config.logit_softcap)
+    softcap = config.logit_softcap or graph.architecture.logit_softcap
+    if softcap:
+        tape.softcap(logits, softcap)
     return logits

@@ -203,6 +203,8 @@ MIXTURES: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
     ),
     # Routed as dots.llm1, its norms over whole projections.
     "minimax-m2": replace(QK_NORMED, gating=Gating.SIGMOID),
+    # MiniMax M3: norms per head, clamped gates, and layers that attend to chosen blocks of positions.
+    "minimax-m3": replace(QK_NORMED, activation=Activation.SWIGLU_CLAMPED, gating=Gating.SIGMOID),
     # arXiv 2409.02060: expert weights as the softmax leaves them.
     "olmoe": replace(QK_NORMED, normalise_experts=False),
     # Phi 3.5 MoE: layer norms with biases as in its published code (llama.cpp applies RMS norms here).

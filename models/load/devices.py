@@ -99,17 +99,17 @@ def memory_needs(file: ModelFile, config: ModelConfig, kv_layout: KVLayout, num_
             if int(block[1]) < config.num_layers:
                 weights[int(block[1])] += num_bytes
                 widest = max(widest, *tensor.shape[-2:])
-        elif name.startswith("output"):
-            output += num_bytes
-        elif name in ("token_embd.weight", "position_embd.weight"):
+        elif name in ("token_embd.weight", "position_embd.weight", "per_layer_token_embd.weight"):
             embedding += num_bytes
+        elif name.startswith(("output", "per_layer_", "altup_")):
+            output += num_bytes
     is_tied = "output.weight" not in file.tensors
     if is_tied:
         output, embedding = output + embedding, 0
     num_pages = -(-num_tokens // kv_layout.page_tokens)
     layers = [
         num_bytes + num_pages * shape.num_kv_heads * kv_layout.head(layer).num_bytes
-        for layer, (num_bytes, shape) in enumerate(zip(weights, kv_layout.layers, strict=True))
+        for layer, (num_bytes, shape) in enumerate(zip(weights, kv_layout.layers[: config.num_layers], strict=True))
     ]
     slots = 1 if config.experts is None else config.experts.num_selected
     rows = _BATCH_ROWS * 4 * (8 * config.hidden_size + (3 + slots) * widest)

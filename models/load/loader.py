@@ -27,6 +27,7 @@ from localinfer.models.decoder.architectures import check_architecture, find_arc
 from localinfer.models.decoder.block_config import MAX_CONTEXT
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import (
+    crosses_layers,
     kv_layer_shapes,
     state_shapes,
     write_decoder,
@@ -36,6 +37,7 @@ from localinfer.models.decoder.decoder import (
 )
 from localinfer.models.decoder.metadata_keys import DYNAMIC_ROPE_KEY, listed, unknown_settings
 from localinfer.models.decoder.pooling import Pooling, read_pooling
+from localinfer.models.decoder.sparse_attention import index_layers
 from localinfer.models.load.devices import (
     RECURRENT_ON_CPU,
     USUAL_TOKENS,
@@ -155,6 +157,11 @@ def load_model(
                 config.context_length,
             )
             kv_window = None
+        if kv_window is not None and index_layers(config):
+            raise RequestError(
+                f"kv_window keeps the pages that get most attention, and a {config.architecture} model itself chooses "
+                "what it attends to; leave kv_window out"
+            )
         if kv_window is not None:
             # Which pages get attention is measured on the CPU only.
             stay_on_cpu(device, gpu_layers, "kv_window bounds the cache on the CPU only; leave it out, or take 'cpu'")
@@ -258,6 +265,7 @@ def _write_on_gpu(
     Raises: BackendUnavailableError, OutOfMemoryError if the GPU is required.
     """
     try:
+        _check_placement(parts.config, placement)
         return _write_whole(parts, gpu) if placement.is_whole else _write_split(parts, gpu, placement)
     except BaseException as error:
         gpu.close()
@@ -265,6 +273,20 @@ def _write_on_gpu(
             raise
         report_fallback(error)
         return None
+
+
+def _check_placement(config: ModelConfig, placement: Placement) -> None:
+    """Raise BackendUnavailableError for a model that does not run so on a GPU."""
+    if config.indexer is not None:
+        raise BackendUnavailableError(
+            f"the sparse attention of {config.architecture} models is computed on the CPU only; take device 'cpu'"
+        )
+    if crosses_layers(config) and not placement.is_whole:
+        raise BackendUnavailableError(
+            f"the layers of this {config.architecture} model read more than the layer before them wrote, so all of it "
+            f"runs on one device, and the GPU was to hold {placement.num_gpu_layers} of {placement.num_layers} layers; "
+            "take a smaller context_length or quantization, or device 'cpu'"
+        )
 
 
 def _write_whole(parts: _Parts, gpu: CudaDevice) -> tuple[Program, KVLayout]:

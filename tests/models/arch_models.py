@@ -26,11 +26,7 @@ SEED = 1
 # phimoe's answers were computed with RMS norms where the model's own code has layer norms.
 KNOWN_TO_DIFFER = {"phimoe-moe"}
 # Models of architectures that this version refuses.
-BLOCKS_REFUSED = {
-    *("gemma3n-altup", "gemma4-e2b", "gemma4-dense", "gemma4-moe", "minimax-m3-dense", "minimax-m3-sparse"),
-    *("deepseek32-sparse", "deepseek32-mtp", "glm-dsa-sparse", "glm-dsa-mtp"),
-}
-REFUSED = BLOCKS_REFUSED
+REFUSED: set[str] = set()
 
 
 @dataclass(frozen=True)

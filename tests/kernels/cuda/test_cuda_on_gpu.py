@@ -67,12 +67,16 @@ def test_product_on_the_gpu_is_the_oracles(device: CudaDevice, layout: Layout, r
     )
 
 
+ON_THE_CPU_ONLY = ("deepseek32-sparse", "glm-dsa-sparse", "glm-dsa-mtp", "minimax-m3-sparse")
+"""Their attention chooses positions."""
+
+
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("archs")
 
 
-@pytest.mark.parametrize("name", architectures())
+@pytest.mark.parametrize("name", [name for name in architectures() if name not in ON_THE_CPU_ONLY])
 def test_logits_of_every_architecture_are_the_reference_runtimes_and_the_cpus(
     device: CudaDevice, name: str, folder: Path
 ) -> None:
