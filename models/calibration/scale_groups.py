@@ -261,12 +261,6 @@ def _multiply_sigmoid(follower: _Follower, op: ops.MultiplySigmoid) -> None:
     follower.end(op.out, "a gate weighs it")
 
 
-def _multiply(follower: _Follower, op: ops.Multiply) -> None:
-    for factor in (op.x, op.factor):
-        follower.forbid(factor, "it is multiplied by another value")
-    follower.end(op.out, "it is a product of two values")
-
-
 def _short_convolution(follower: _Follower, op: recurrent_ops.ShortConvolution) -> None:
     follower.forbid(op.x, "a convolution follows")
     follower.end(op.out, "a convolution writes it")

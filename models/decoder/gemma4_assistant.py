@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.ops import Buffer, KVLayerShape, OpGraph, Projection, Rows, WeightSource
 from localinfer.models.decoder.architecture import Blocks
-from localinfer.models.decoder.architectures import gemma_with_shared_keys
 from localinfer.models.decoder.attention import RopeTables
 from localinfer.models.decoder.checked_weights import CheckedWeights
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.gemma_blocks import is_windowed, source_layer, write_gemma4_layer
 from localinfer.models.decoder.graph import Graph, refuse
+from localinfer.models.decoder.windowed_architectures import gemma_with_shared_keys
 
 
 def write_assistant(

@@ -310,6 +310,8 @@ def xielu_row(
         )
         emit.store(emit.add(branch, emit.mul(linear, value)), b.add(out, offset), align=4)
 
+    _each_vector(emit, count, body)
+
 
 @emitted(FLOAT, ADDRESS, types.int64)
 def magnitude_of(emit: Emitter, x: Value, count: Value) -> Value:
