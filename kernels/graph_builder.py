@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec
 
 from localinfer.errors import ShapeError
-from localinfer.kernels import ops
+from localinfer.kernels import further_ops, ops
 from localinfer.kernels.ops import MAX_EXPERTS, Activation, Buffer, KVLayerShape, LinearWeight, Op, OpGraph, Rows
 from localinfer.types import FloatArray
 
@@ -130,7 +130,7 @@ def _check_chosen(chosen: ops.Chosen) -> None:
     check(is_right, f"{blocks.name} does not hold lists of {count} blocks")
 
 
-def _check_choose_blocks(op: ops.ChooseBlocks, kept: KVLayerShape) -> None:
+def _check_choose_blocks(op: further_ops.ChooseBlocks, kept: KVLayerShape) -> None:
     chosen, queries, weights = op.chosen, op.queries, op.weights
     _check_chosen(chosen)
     wanted = KVLayerShape(1, op.key_size, 0)
@@ -149,7 +149,7 @@ def _check_activate(op: ops.Activate) -> None:
     _same_shape(op.out, op.x)
 
 
-def _check_multiply(op: ops.Multiply) -> None:
+def _check_multiply(op: further_ops.Multiply) -> None:
     _same_shape(op.out, op.x)
     if not isinstance(op.factor, Buffer):
         _has_values(op.factor, op.x.width, f"factor of {op.x.name}")
@@ -159,12 +159,12 @@ def _check_multiply(op: ops.Multiply) -> None:
         _same_shape(op.x, op.factor)
 
 
-def _check_magnitude(op: ops.Magnitude) -> None:
+def _check_magnitude(op: further_ops.Magnitude) -> None:
     check(op.out.width == 1, f"{op.out.name} is {op.out.width} wide; a magnitude is one value")
     _same_rows(op.out, op.x)
 
 
-def _check_mix_slots(op: ops.MixSlots) -> None:
+def _check_mix_slots(op: further_ops.MixSlots) -> None:
     out, x, count = op.out, op.x, op.num_slots
     check(count > 0 and x.width % count == 0, f"{x.name} is {x.width} wide, which is not {count} slots")
     size = x.width // count
@@ -293,7 +293,7 @@ class GraphBuilder:
 
     def append(self, op: Op) -> None:
         """Check an op and write it after the others. Raises: ShapeError."""
-        if isinstance(op, ops.StoreKV | ops.Attention | ops.ChooseBlocks):
+        if isinstance(op, ops.StoreKV | ops.Attention | further_ops.ChooseBlocks):
             check(0 <= op.layer < len(self.kv_layers), f"there is no cache of layer {op.layer}")
             CHECKS[type(op)](op, self.kv_layers[op.layer])
         else:
@@ -315,14 +315,14 @@ class GraphBuilder:
     rope = _writer(ops.Rope, _check_rope)
     store_kv = _writer(ops.StoreKV, _check_store_kv)
     attention = _writer(ops.Attention, _check_attention)
-    choose_blocks = _writer(ops.ChooseBlocks, _check_choose_blocks)
+    choose_blocks = _writer(further_ops.ChooseBlocks, _check_choose_blocks)
     activation = _writer(ops.Activate, _check_activate)
     gated_activation = _writer(ops.GatedActivate, lambda op: _same_shape(op.out, op.gate, op.up))
     add = _writer(ops.Add, lambda op: _same_shape(op.out, op.a, op.b))
-    multiply = _writer(ops.Multiply, _check_multiply)
-    magnitude = _writer(ops.Magnitude, _check_magnitude)
-    mix_slots = _writer(ops.MixSlots, _check_mix_slots)
-    gaussian_top_k = _writer(ops.GaussianTopK, lambda op: _same_shape(op.out, op.x))
+    multiply = _writer(further_ops.Multiply, _check_multiply)
+    magnitude = _writer(further_ops.Magnitude, _check_magnitude)
+    mix_slots = _writer(further_ops.MixSlots, _check_mix_slots)
+    gaussian_top_k = _writer(further_ops.GaussianTopK, lambda op: _same_shape(op.out, op.x))
     multiply_sigmoid = _writer(ops.MultiplySigmoid, _check_multiply_sigmoid)
     scale = _writer(ops.Scale)
     scale_by_position = _writer(ops.ScaleByPosition, _check_scale_by_position)

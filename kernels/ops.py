@@ -173,10 +173,9 @@ class AttentionShape(Record):
 
 
 class Chosen(Record):
-    """Which positions rows attend to, of those that they may: blocks of `block_size`, the first at position 0.
+    """Which positions rows attend to: blocks of `block_size`, by their numbers from position 0 on.
 
-    blocks: `num_lists` lists of `count` numbers of blocks per row, rising, as float32 whole numbers, and -1 after a
-    list's last; one list per KV head, or one for all.
+    blocks: per row one list for all KV heads, or one for each, of `count` rising whole numbers, -1 after the last.
     """
 
     blocks: Buffer
@@ -218,6 +217,12 @@ class KVLayerShape:
     key_size: int
     value_size: int
     window: int = 0
+
+
+class FurtherOp(Record):
+    """An op of `further_ops.py`, and how many positions a sequence may have for it."""
+
+    num_positions: ClassVar[int] = 1 << 62
 
 
 class Embed(Record):
@@ -290,38 +295,13 @@ class StoreKV(Record):
 
 
 class Attention(Record):
-    """Causal attention of every row over its sequence's cache, in chunks of absolute positions merged in order.
-
-    chosen: which of the positions; None for all of them.
-    """
+    """Causal attention of every row over its cache, to all or the chosen positions, in chunks merged in order."""
 
     out: Buffer
     queries: Buffer
     layer: int
     shape: AttentionShape
     chosen: Chosen | None = None
-
-
-class ChooseBlocks(Record):
-    """Choose the best blocks of a row's positions by the keys of a layer of the cache that keeps keys alone.
-
-    The score of a position is scale times query . key, or with weights [num_heads] the sum over heads of weight *
-    max(0, scale * query . key); of a block, the largest of its positions up to the row's. A row's own block and the
-    num_local - 1 before it come first; of equal scores the lower block wins. Rows of no more than `chosen.count` blocks
-    choose all of them.
-
-    With weights there is one list, else each head has one. max_positions: of a sequence.
-    """
-
-    chosen: Chosen
-    queries: Buffer
-    layer: int
-    num_heads: int
-    key_size: int
-    max_positions: int
-    scale: float = 1.0
-    weights: Buffer | None = None
-    num_local: int = 0
 
 
 class Activate(Record):
@@ -348,53 +328,6 @@ class Add(Record):
     a: Buffer
     b: Buffer
     scale: float = 1.0
-
-
-class Multiply(Record):
-    """out = x * factor: a buffer as wide as x, one value per row, or float32[width] for every row."""
-
-    out: Buffer
-    x: Buffer
-    factor: Buffer | FloatArray
-
-    @property
-    def is_by_row(self) -> bool:
-        """Whether the factor is one value per row."""
-        return isinstance(self.factor, Buffer) and self.factor.width == 1 and self.x.width != 1
-
-
-class Magnitude(Record):
-    """out = sqrt(mean(x * x)) of each row, one value."""
-
-    out: Buffer
-    x: Buffer
-
-
-class MixSlots(Record):
-    """out[b] = residual[b] + sum over slots a, in order, of weights[b * num_slots + a] * x[a].
-
-    x holds num_slots slots of one size, out and residual any number of them. Without weights all are 1; the first
-    `first_slot` slots of out are then the residual's.
-    """
-
-    out: Buffer
-    x: Buffer
-    num_slots: int
-    weights: Buffer | None = None
-    residual: Buffer | None = None
-    first_slot: int = 0
-
-
-class GaussianTopK(Record):
-    """out = max(0, x - (mean(x) + num_deviations * std(x))) over each row, with the standard deviation of a sample.
-
-    It keeps the share of a normal distribution above so many deviations (Spark Transformer, arXiv 2506.06644,
-    section 3.1).
-    """
-
-    out: Buffer
-    x: Buffer
-    num_deviations: float
 
 
 class MultiplySigmoid(Record):
@@ -509,8 +442,8 @@ class ExpertScale(Record):
 
 
 Op = (
-    Embed | EmbedPositions | Receive | RmsNorm | LayerNorm | Matmul | Rope | StoreKV | Attention | ChooseBlocks
-    | Activate | GatedActivate | Add | Multiply | Magnitude | MixSlots | GaussianTopK
+    Embed | EmbedPositions | Receive | RmsNorm | LayerNorm | Matmul | Rope | StoreKV | Attention
+    | Activate | GatedActivate | Add | FurtherOp
     | MultiplySigmoid | Scale | ScaleByPosition | Softcap | CopyHeads | HeadMatmul
     | SelectOutput | Route | ExpertMatmul | ExpertSum | ExpertScale
 )  # fmt: skip
@@ -537,7 +470,7 @@ class OpGraph:
     def num_positions(self) -> int:
         """Positions that may be looked up or chosen from."""
         tables = [op.table.num_rows for op in self.ops if isinstance(op, EmbedPositions)]
-        return min([*tables, *(op.max_positions for op in self.ops if isinstance(op, ChooseBlocks))], default=1 << 62)
+        return min([*tables, *(op.num_positions for op in self.ops if isinstance(op, FurtherOp))], default=1 << 62)
 
 
 class WeightSource(Protocol):

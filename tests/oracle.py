@@ -12,7 +12,7 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels import ops
+from localinfer.kernels import further_ops, ops
 from localinfer.kernels.kv_layout import parse_kv_type
 from localinfer.kernels.ops import (
     Activation,
@@ -225,8 +225,8 @@ def _attention(run: _Run, op: ops.Attention) -> None:
     run[op.out] = result
 
 
-@_formula(ops.ChooseBlocks)
-def _choose_blocks(run: _Run, op: ops.ChooseBlocks) -> None:
+@_formula(further_ops.ChooseBlocks)
+def _choose_blocks(run: _Run, op: further_ops.ChooseBlocks) -> None:
     result = np.empty_like(run[op.chosen.blocks])
     for segment, rows in _segment_rows(run.batch):
         cache = run.cache[int(segment.page_addresses[0]), op.layer]
@@ -260,18 +260,18 @@ def _add(run: _Run, op: ops.Add) -> None:
     run[op.out] = run[op.a] + op.scale * run[op.b]
 
 
-@_formula(ops.Multiply)
-def _multiply(run: _Run, op: ops.Multiply) -> None:
+@_formula(further_ops.Multiply)
+def _multiply(run: _Run, op: further_ops.Multiply) -> None:
     run[op.out] = run[op.x] * (run[op.factor] if isinstance(op.factor, Buffer) else op.factor.astype(np.float64))
 
 
-@_formula(ops.Magnitude)
-def _magnitude(run: _Run, op: ops.Magnitude) -> None:
+@_formula(further_ops.Magnitude)
+def _magnitude(run: _Run, op: further_ops.Magnitude) -> None:
     run[op.out] = np.sqrt(np.mean(run[op.x] ** 2, axis=1, keepdims=True))
 
 
-@_formula(ops.MixSlots)
-def _mix_slots(run: _Run, op: ops.MixSlots) -> None:
+@_formula(further_ops.MixSlots)
+def _mix_slots(run: _Run, op: further_ops.MixSlots) -> None:
     x = run[op.x]
     slots = x.reshape(len(x), op.num_slots, -1)
     num_out = op.out.width // slots.shape[2]
@@ -283,8 +283,8 @@ def _mix_slots(run: _Run, op: ops.MixSlots) -> None:
     run[op.out] = mixed if op.residual is None else run[op.residual] + mixed
 
 
-@_formula(ops.GaussianTopK)
-def _gaussian_top_k(run: _Run, op: ops.GaussianTopK) -> None:
+@_formula(further_ops.GaussianTopK)
+def _gaussian_top_k(run: _Run, op: further_ops.GaussianTopK) -> None:
     x = run[op.x]
     least = x.mean(axis=1, keepdims=True) + op.num_deviations * x.std(axis=1, ddof=1, keepdims=True)
     run[op.out] = np.maximum(x - least, 0.0)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels import ops
+from localinfer.kernels import further_ops, ops
 from localinfer.kernels.cpu import attention, kernel_abi, parameters
 from localinfer.kernels.cpu.memory import address, aligned, padded
 from localinfer.kernels.cpu.program import CpuProgram, ThreadPool
@@ -238,7 +238,7 @@ def _attention(tape: CpuTape, op: ops.Attention) -> None:
         tape.add("attention_sums.attention_sums", parameters.ATTENTION_SUMS.pack(**words), calls=calls)
 
 
-def _choose_blocks(tape: CpuTape, op: ops.ChooseBlocks) -> None:
+def _choose_blocks(tape: CpuTape, op: further_ops.ChooseBlocks) -> None:
     """Two kernels: the scores of few rows, by all threads, and the choice."""
     layout, chosen = tape.kv_layout, op.chosen
     shape = AttentionShape(op.num_heads, 1, op.key_size, 0, op.scale)
@@ -287,7 +287,7 @@ def _elementwise(tape: CpuTape, kernel: str, out: Buffer, a: Buffer, b: Buffer, 
     tape.add(f"elementwise.{kernel}", words, writes=out)
 
 
-def _multiply(tape: CpuTape, op: ops.Multiply) -> None:
+def _multiply(tape: CpuTape, op: further_ops.Multiply) -> None:
     if isinstance(op.factor, Buffer):
         _elementwise(tape, "multiply_by_row" if op.is_by_row else "multiply", op.out, op.x, op.factor)
         return
@@ -298,12 +298,12 @@ def _multiply(tape: CpuTape, op: ops.Multiply) -> None:
     tape.add("elementwise.multiply", words, writes=op.out)
 
 
-def _magnitude(tape: CpuTape, op: ops.Magnitude) -> None:
+def _magnitude(tape: CpuTape, op: further_ops.Magnitude) -> None:
     words = parameters.MAGNITUDE.pack(**tape.places(out=op.out, x=op.x), columns=op.x.width, is_output=op.x.is_output)
     tape.add("elementwise.magnitude", words, writes=op.out)
 
 
-def _mix_slots(tape: CpuTape, op: ops.MixSlots) -> None:
+def _mix_slots(tape: CpuTape, op: further_ops.MixSlots) -> None:
     columns = op.x.width // op.num_slots
     num_out = op.out.width // columns
     is_whole = columns % 16 == 0 or max(num_out, op.num_slots) == 1
@@ -446,14 +446,16 @@ LOWER: dict[type, Callable[[CpuTape, Any], None]] = {
     ops.Rope: _rope,
     ops.StoreKV: _store_kv,
     ops.Attention: _attention,
-    ops.ChooseBlocks: _choose_blocks,
+    further_ops.ChooseBlocks: _choose_blocks,
     ops.Activate: lambda tape, op: _elementwise(tape, op.kind.value, op.out, op.x, op.x),
     ops.GatedActivate: lambda tape, op: _elementwise(tape, f"gated_{op.kind.value}", op.out, op.gate, op.up),
     ops.Add: lambda tape, op: _elementwise(tape, "add", op.out, op.a, op.b, op.scale),
-    ops.Multiply: _multiply,
-    ops.Magnitude: _magnitude,
-    ops.MixSlots: _mix_slots,
-    ops.GaussianTopK: lambda tape, op: _elementwise(tape, "gaussian_top_k", op.out, op.x, op.x, op.num_deviations),
+    further_ops.Multiply: _multiply,
+    further_ops.Magnitude: _magnitude,
+    further_ops.MixSlots: _mix_slots,
+    further_ops.GaussianTopK: lambda tape, op: _elementwise(
+        tape, "gaussian_top_k", op.out, op.x, op.x, op.num_deviations
+    ),
     ops.MultiplySigmoid: lambda tape, op: _elementwise(
         tape, "multiply_sigmoid_by_row" if op.is_by_row else "multiply_sigmoid", op.out, op.x, op.gate
     ),

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import BackendUnavailableError, ShapeError
-from localinfer.kernels import ops
+from localinfer.kernels import further_ops, ops
 from localinfer.kernels.cuda import experts, gemm
 from localinfer.kernels.cuda.attention import KV_BYTES, Attention, Rope, store_steps
 from localinfer.kernels.cuda.device import CudaDevice, Launch, Step
@@ -243,7 +243,7 @@ def _attention(tape: CudaTape, attention: ops.Attention) -> None:
     op.source, op.can_quantize = out, shape.value_size % 32 == 0
 
 
-def _choose_blocks(tape: CudaTape, op: ops.ChooseBlocks) -> None:
+def _choose_blocks(tape: CudaTape, op: further_ops.ChooseBlocks) -> None:
     check(False, "positions are chosen on the CPU only; take device 'cpu'")
 
 
@@ -268,7 +268,7 @@ def _elementwise(
     tape.simple("rows.elementwise", (operation,), out.rows, out.width, values, out)
 
 
-def _times(tape: CudaTape, op: ops.Multiply) -> None:
+def _times(tape: CudaTape, op: further_ops.Multiply) -> None:
     out, x, factor = op.out, op.x, op.factor
     if isinstance(factor, Buffer):
         _elementwise(tape, _TIMES_ROW if op.is_by_row else _TIMES, out, x, factor)
@@ -278,7 +278,7 @@ def _times(tape: CudaTape, op: ops.Multiply) -> None:
     tape.simple("rows.elementwise", (_TIMES,), out.rows, out.width, values, out)
 
 
-def _mix_slots(tape: CudaTape, op: ops.MixSlots) -> None:
+def _mix_slots(tape: CudaTape, op: further_ops.MixSlots) -> None:
     others = [buffer for buffer in (op.weights, op.residual) if buffer is not None]
     tape.read(op.x, *others)
     weights, residual = ((0, 0) if buffer is None else tape.places(buffer) for buffer in (op.weights, op.residual))
@@ -355,14 +355,14 @@ LOWER: dict[type, Callable[[CudaTape, Any], None]] = {
     ops.Rope: _rope,
     ops.StoreKV: _store_kv,
     ops.Attention: _attention,
-    ops.ChooseBlocks: _choose_blocks,
+    further_ops.ChooseBlocks: _choose_blocks,
     ops.Activate: lambda tape, op: _elementwise(tape, _ACTIVATION, op.out, op.x, op.x, activation=_NUMBERS[op.kind]),
     ops.GatedActivate: _gated_activate,
     ops.Add: lambda tape, op: _elementwise(tape, _ADD, op.out, op.a, op.b, op.scale),
-    ops.Multiply: _times,
-    ops.Magnitude: lambda tape, op: _row_statistic(tape, op.out, op.x),
-    ops.MixSlots: _mix_slots,
-    ops.GaussianTopK: lambda tape, op: _row_statistic(tape, op.out, op.x, op.num_deviations),
+    further_ops.Multiply: _times,
+    further_ops.Magnitude: lambda tape, op: _row_statistic(tape, op.out, op.x),
+    further_ops.MixSlots: _mix_slots,
+    further_ops.GaussianTopK: lambda tape, op: _row_statistic(tape, op.out, op.x, op.num_deviations),
     ops.MultiplySigmoid: lambda tape, op: _elementwise(
         tape, _TIMES_ROW_SIGMOID if op.is_by_row else _TIMES_SIGMOID, op.out, op.x, op.gate
     ),

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels import ops
+from localinfer.kernels import further_ops, ops
 from localinfer.kernels.ops import Buffer, EmbeddingTable, LinearWeight, Op, Projection
 from localinfer.models.calibration.choices import chosen_blocks
 from localinfer.models.calibration.formulas import (
@@ -228,7 +228,7 @@ def _attention(run: Evaluator, op: ops.Attention) -> None:
     del run.values[op.queries.index]
 
 
-def _choose_blocks(run: Evaluator, op: ops.ChooseBlocks) -> None:
+def _choose_blocks(run: Evaluator, op: further_ops.ChooseBlocks) -> None:
     inputs = [run.streams(op.queries), run.cache[op.layer][0]]
     if op.weights is not None:
         inputs.append(run.streams(op.weights))
@@ -262,7 +262,7 @@ def _scale_by_position(run: Evaluator, op: ops.ScaleByPosition) -> None:
     run.by_sequence(op.x, lambda a: a * factor, op.x)
 
 
-def _multiply(run: Evaluator, op: ops.Multiply) -> None:
+def _multiply(run: Evaluator, op: further_ops.Multiply) -> None:
     if isinstance(op.factor, Buffer):
         run.by_rows(op.out, lambda a, b: a * b, op.x, op.factor)
     else:
@@ -270,7 +270,7 @@ def _multiply(run: Evaluator, op: ops.Multiply) -> None:
         run.by_rows(op.out, lambda a: a * factor, op.x)
 
 
-def _mix_slots(run: Evaluator, op: ops.MixSlots) -> None:
+def _mix_slots(run: Evaluator, op: further_ops.MixSlots) -> None:
     size = op.x.width // op.num_slots
 
     def compute(x: FloatArray, *others: FloatArray) -> FloatArray:
@@ -376,14 +376,14 @@ EVALUATE: dict[type, Callable[[Evaluator, Any], None]] = {
     ops.Rope: lambda run, op: run.by_sequence(op.x, lambda a: rotated(a, op.table, op.head_size, op.offset), op.x),
     ops.StoreKV: _store_kv,
     ops.Attention: _attention,
-    ops.ChooseBlocks: _choose_blocks,
+    further_ops.ChooseBlocks: _choose_blocks,
     ops.Activate: lambda run, op: run.by_rows(op.out, lambda a: activate(a, op.kind), op.x),
     ops.GatedActivate: _gated_activate,
     ops.Add: lambda run, op: run.by_rows(op.out, lambda a, b: a + np.float32(op.scale) * b, op.a, op.b),
-    ops.Multiply: _multiply,
-    ops.Magnitude: lambda run, op: run.by_rows(op.out, magnitude, op.x),
-    ops.MixSlots: _mix_slots,
-    ops.GaussianTopK: lambda run, op: run.by_rows(op.out, lambda a: gaussian_top_k(a, op.num_deviations), op.x),
+    further_ops.Multiply: _multiply,
+    further_ops.Magnitude: lambda run, op: run.by_rows(op.out, magnitude, op.x),
+    further_ops.MixSlots: _mix_slots,
+    further_ops.GaussianTopK: lambda run, op: run.by_rows(op.out, lambda a: gaussian_top_k(a, op.num_deviations), op.x),
     ops.MultiplySigmoid: lambda run, op: run.by_rows(op.out, lambda a, g: a * sigmoid(g), op.x, op.gate),
     ops.Scale: lambda run, op: run.by_rows(op.x, lambda a: np.float32(op.factor) * a, op.x),
     ops.ScaleByPosition: _scale_by_position,

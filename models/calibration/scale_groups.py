@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import ShapeError
-from localinfer.kernels import ops
+from localinfer.kernels import further_ops, ops
 from localinfer.kernels.ops import Activation, Buffer, LinearWeight
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import write_decoder
@@ -194,7 +194,7 @@ def _attention(follower: _Follower, op: ops.Attention) -> None:
         values.columns = (heads[:, None] * shape.value_size + np.arange(shape.value_size)).reshape(-1)
 
 
-def _choose_blocks(follower: _Follower, op: ops.ChooseBlocks) -> None:
+def _choose_blocks(follower: _Follower, op: further_ops.ChooseBlocks) -> None:
     for buffer in (op.queries, op.weights):
         if buffer is not None:
             follower.forbid(buffer, "positions are chosen by it")
@@ -225,26 +225,26 @@ def _add(follower: _Follower, op: ops.Add) -> None:
     follower.end(op.out)
 
 
-def _multiply(follower: _Follower, op: ops.Multiply) -> None:
+def _multiply(follower: _Follower, op: further_ops.Multiply) -> None:
     follower.forbid(op.x, "a factor weighs it")
     if isinstance(op.factor, Buffer):
         follower.forbid(op.factor, "it weighs another value")
     follower.end(op.out, "a factor weighs it")
 
 
-def _magnitude(follower: _Follower, op: ops.Magnitude) -> None:
+def _magnitude(follower: _Follower, op: further_ops.Magnitude) -> None:
     follower.forbid(op.x, "its magnitude is taken")
     follower.end(op.out, "it is a magnitude")
 
 
-def _mix_slots(follower: _Follower, op: ops.MixSlots) -> None:
+def _mix_slots(follower: _Follower, op: further_ops.MixSlots) -> None:
     for buffer in (op.x, op.weights, op.residual):
         if buffer is not None:
             follower.forbid(buffer, _SUM)
     follower.end(op.out, _SUM)
 
 
-def _gaussian_top_k(follower: _Follower, op: ops.GaussianTopK) -> None:
+def _gaussian_top_k(follower: _Follower, op: further_ops.GaussianTopK) -> None:
     follower.forbid(op.x, "its mean and its deviation are taken")
     follower.end(op.out, "it is what exceeds a row's own threshold")
 
@@ -294,14 +294,14 @@ FOLLOW: dict[type, Callable[[_Follower, Any], None]] = {
     ops.Rope: lambda follower, op: follower.forbid(op.x, "a rotation mixes the channels"),
     ops.StoreKV: _store_kv,
     ops.Attention: _attention,
-    ops.ChooseBlocks: _choose_blocks,
+    further_ops.ChooseBlocks: _choose_blocks,
     ops.Activate: _activate,
     ops.GatedActivate: _gated_activate,
     ops.Add: _add,
-    ops.Multiply: _multiply,
-    ops.Magnitude: _magnitude,
-    ops.MixSlots: _mix_slots,
-    ops.GaussianTopK: _gaussian_top_k,
+    further_ops.Multiply: _multiply,
+    further_ops.Magnitude: _magnitude,
+    further_ops.MixSlots: _mix_slots,
+    further_ops.GaussianTopK: _gaussian_top_k,
     ops.MultiplySigmoid: _multiply_sigmoid,
     ops.Scale: lambda follower, op: None,
     ops.ScaleByPosition: lambda follower, op: None,
