@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec
 
 from localinfer.errors import ShapeError
-from localinfer.kernels import ops, recurrent_ops
+from localinfer.kernels import further_ops, ops, recurrent_ops
 from localinfer.kernels.ops import (
     MAX_EXPERTS,
     Activation,
@@ -68,7 +68,7 @@ def _check_embed(op: ops.Embed | ops.EmbedPositions) -> None:
     check(out.rows is Rows.BATCH, f"{out.name} holds output rows; embeddings are of batch rows")
 
 
-def _check_previous_row(op: ops.PreviousRow) -> None:
+def _check_previous_row(op: further_ops.PreviousRow) -> None:
     check(op.out.rows is Rows.BATCH, f"{op.out.name} holds output rows; rows before others are of the batch")
     if op.x is not None:
         _same_shape(op.out, op.x)
@@ -147,7 +147,7 @@ def _check_chosen(chosen: ops.Chosen) -> None:
     check(is_right, f"{blocks.name} does not hold lists of {count} blocks")
 
 
-def _check_choose_blocks(op: ops.ChooseBlocks, kept: KVLayerShape) -> None:
+def _check_choose_blocks(op: further_ops.ChooseBlocks, kept: KVLayerShape) -> None:
     chosen, queries, weights = op.chosen, op.queries, op.weights
     _check_chosen(chosen)
     wanted = KVLayerShape(1, op.key_size, 0)
@@ -171,7 +171,7 @@ def _check_gated_activate(op: ops.GatedActivate) -> None:
     check(op.limit == 0.0 or op.kind is Activation.SILU, f"{op.kind.value} has no limit")
 
 
-def _check_multiply(op: ops.Multiply) -> None:
+def _check_multiply(op: further_ops.Multiply) -> None:
     _same_shape(op.out, op.x)
     if not isinstance(op.factor, Buffer):
         _has_values(op.factor, op.x.width, f"factor of {op.x.name}")
@@ -181,12 +181,12 @@ def _check_multiply(op: ops.Multiply) -> None:
         _same_shape(op.x, op.factor)
 
 
-def _check_magnitude(op: ops.Magnitude) -> None:
+def _check_magnitude(op: further_ops.Magnitude) -> None:
     check(op.out.width == 1, f"{op.out.name} is {op.out.width} wide; a magnitude is one value")
     _same_rows(op.out, op.x)
 
 
-def _check_mix_slots(op: ops.MixSlots) -> None:
+def _check_mix_slots(op: further_ops.MixSlots) -> None:
     out, x, count = op.out, op.x, op.num_slots
     check(count > 0 and x.width % count == 0, f"{x.name} is {x.width} wide, which is not {count} slots")
     size = x.width // count
@@ -204,25 +204,27 @@ def _check_mix_slots(op: ops.MixSlots) -> None:
     check(is_whole or is_part, f"the slots of {out.name} from {op.first_slot} on cannot be mixed")
 
 
-def _check_multiply_sigmoid(op: ops.MultiplySigmoid) -> None:
+def _check_multiply_sigmoid(op: further_ops.MultiplySigmoid) -> None:
     _same_shape(op.out, op.x)
     _same_rows(op.gate, op.x)
     is_whole = op.x.width % op.gate.width == 0
     check(is_whole, f"{op.x.name} is {op.x.width} wide, {op.gate.name} {op.gate.width}: not equal parts of it")
 
 
-def _check_limit(op: ops.Clamp) -> None:
+def _check_limit(op: further_ops.Clamp) -> None:
     check(op.limit > 0.0, f"{op.x.name} cannot be clamped to {op.limit}")
 
 
-def _check_scale_by_position(op: ops.ScaleByPosition) -> None:
+def _check_scale_by_position(op: further_ops.ScaleByPosition) -> None:
     is_right = op.x.rows is Rows.BATCH and 0 < op.period < 1 << 31
     check(is_right, f"{op.x.name} cannot be scaled by position over {op.period}")
 
 
-def _check_heads(op: ops.CopyHeads | ops.HeadMatmul, num_heads: int, out_width: int, x_width: int, what: str) -> None:
+def _check_heads(
+    op: further_ops.CopyHeads | ops.HeadMatmul, num_heads: int, out_width: int, x_width: int, what: str
+) -> None:
     """So many heads of out and x, each with room for what is written and read; x may be one head for all of out's."""
-    is_shared = isinstance(op, ops.CopyHeads) and op.x_head_size == 0
+    is_shared = isinstance(op, further_ops.CopyHeads) and op.x_head_size == 0
     for buffer, count, head_size, end in (
         (op.out, num_heads, op.out_head_size, op.out_offset + out_width),
         (op.x, 1, op.x.width, op.x_offset + x_width)
@@ -234,7 +236,7 @@ def _check_heads(op: ops.CopyHeads | ops.HeadMatmul, num_heads: int, out_width: 
     _same_rows(op.out, op.x)
 
 
-def _check_copy_heads(op: ops.CopyHeads) -> None:
+def _check_copy_heads(op: further_ops.CopyHeads) -> None:
     _check_heads(op, op.num_heads, op.width, op.width, f"copies of {op.width}")
 
 
@@ -283,7 +285,7 @@ def _check_expert_sum(op: ops.ExpertSum) -> None:
         _same_shape(out, op.residual)
 
 
-def _check_expert_scale(op: ops.ExpertScale) -> None:
+def _check_expert_scale(op: further_ops.ExpertScale) -> None:
     x, selected = op.x, op.expert_weights.width
     check(x.width % selected == 0, f"{x.name} is {x.width} wide for {selected} slots")
     _same_rows(x, op.expert_weights)
@@ -392,7 +394,7 @@ class GraphBuilder:
 
     def append(self, op: Op) -> None:
         """Check an op and write it after the others. Raises: ShapeError."""
-        if isinstance(op, ops.StoreKV | ops.Attention | ops.ChooseBlocks):
+        if isinstance(op, ops.StoreKV | ops.Attention | further_ops.ChooseBlocks):
             check(0 <= op.layer < len(self.kv_layers), f"there is no cache of layer {op.layer}")
             CHECKS[type(op)](op, self.kv_layers[op.layer])
         elif isinstance(op, ops.RecurrentOp):
@@ -422,7 +424,7 @@ class GraphBuilder:
     # `builder.rope(x, table, 64)` is `builder.append(Rope(x, table, 64))`.
     embed = _writer(ops.Embed, _check_embed)
     embed_positions = _writer(ops.EmbedPositions, _check_embed)
-    previous_row = _writer(ops.PreviousRow, _check_previous_row)
+    previous_row = _writer(further_ops.PreviousRow, _check_previous_row)
     receive = _writer(ops.Receive, _check_receive)
     rms_norm = _writer(ops.RmsNorm, _check_norm)
     layer_norm = _writer(ops.LayerNorm, _check_norm)
@@ -430,28 +432,30 @@ class GraphBuilder:
     rope = _writer(ops.Rope, _check_rope)
     store_kv = _writer(ops.StoreKV, _check_store_kv)
     attention = _writer(ops.Attention, _check_attention)
-    choose_blocks = _writer(ops.ChooseBlocks, _check_choose_blocks)
+    choose_blocks = _writer(further_ops.ChooseBlocks, _check_choose_blocks)
     activation = _writer(ops.Activate, _check_activate)
     gated_activation = _writer(ops.GatedActivate, _check_gated_activate)
-    xielu = _writer(ops.Xielu, lambda op: _same_shape(op.out, op.x))
+    xielu = _writer(further_ops.Xielu, lambda op: _same_shape(op.out, op.x))
     add = _writer(ops.Add, lambda op: _same_shape(op.out, op.a, op.b))
-    multiply = _writer(ops.Multiply, _check_multiply)
-    magnitude = _writer(ops.Magnitude, _check_magnitude)
-    mix_slots = _writer(ops.MixSlots, _check_mix_slots)
-    gaussian_top_k = _writer(ops.GaussianTopK, lambda op: _same_shape(op.out, op.x))
-    multiply_sigmoid = _writer(ops.MultiplySigmoid, _check_multiply_sigmoid)
+    multiply = _writer(further_ops.Multiply, _check_multiply)
+    magnitude = _writer(further_ops.Magnitude, _check_magnitude)
+    mix_slots = _writer(further_ops.MixSlots, _check_mix_slots)
+    gaussian_top_k = _writer(further_ops.GaussianTopK, lambda op: _same_shape(op.out, op.x))
+    multiply_sigmoid = _writer(further_ops.MultiplySigmoid, _check_multiply_sigmoid)
     scale = _writer(ops.Scale)
-    scale_columns = _writer(ops.ScaleColumns, lambda op: _has_values(op.factors, op.x.width, f"factors of {op.x.name}"))
-    clamp = _writer(ops.Clamp, _check_limit)
-    scale_by_position = _writer(ops.ScaleByPosition, _check_scale_by_position)
-    softcap = _writer(ops.Softcap)
-    copy_heads = _writer(ops.CopyHeads, _check_copy_heads)
+    scale_columns = _writer(
+        further_ops.ScaleColumns, lambda op: _has_values(op.factors, op.x.width, f"factors of {op.x.name}")
+    )
+    clamp = _writer(further_ops.Clamp, _check_limit)
+    scale_by_position = _writer(further_ops.ScaleByPosition, _check_scale_by_position)
+    softcap = _writer(further_ops.Softcap)
+    copy_heads = _writer(further_ops.CopyHeads, _check_copy_heads)
     head_matmul = _writer(ops.HeadMatmul, _check_head_matmul)
     select_output = _writer(ops.SelectOutput, _check_select_output)
     route = _writer(ops.Route, _check_route)
     expert_matmul = _writer(ops.ExpertMatmul, _check_expert_matmul)
     expert_sum = _writer(ops.ExpertSum, _check_expert_sum)
-    expert_scale = _writer(ops.ExpertScale, _check_expert_scale)
+    expert_scale = _writer(further_ops.ExpertScale, _check_expert_scale)
     gated_delta_rule = _writer(recurrent_ops.GatedDeltaRule, _check_delta_rule)
     wkv = _writer(recurrent_ops.Wkv, _check_wkv)
     short_convolution = _writer(recurrent_ops.ShortConvolution, _check_short_convolution)

@@ -175,10 +175,9 @@ class AttentionShape(Record):
 
 
 class Chosen(Record):
-    """Which positions rows attend to, of those that they may: blocks of `block_size`, the first at position 0.
+    """Which positions rows attend to: blocks of `block_size`, by their numbers from position 0 on.
 
-    blocks: `num_lists` lists of `count` numbers of blocks per row, rising, as float32 whole numbers, and -1 after a
-    list's last; one list per KV head, or one for all.
+    blocks: per row one list for all KV heads, or one for each, of `count` rising whole numbers, -1 after the last.
     """
 
     blocks: Buffer
@@ -244,6 +243,12 @@ class RecurrentOp(Record):
         raise NotImplementedError
 
 
+class FurtherOp(Record):
+    """An op of `further_ops.py`, and how many positions a sequence may have for it."""
+
+    num_positions: ClassVar[int] = 1 << 62
+
+
 class Embed(Record):
     """out[r] = scale * table[token_ids[r]]."""
 
@@ -257,16 +262,6 @@ class EmbedPositions(Record):
 
     out: Buffer
     table: EmbeddingTable
-
-
-class PreviousRow(Record):
-    """out[r] = x[r - 1] of the same sequence; of a segment's first row what the segment carries, or zeros.
-
-    The segment also says where x of its last row goes. x: None where segments have one row each.
-    """
-
-    out: Buffer
-    x: Buffer | None = None
 
 
 class Receive(Record):
@@ -324,38 +319,13 @@ class StoreKV(Record):
 
 
 class Attention(Record):
-    """Causal attention of every row over its sequence's cache, in chunks of absolute positions merged in order.
-
-    chosen: which of the positions; None for all of them.
-    """
+    """Causal attention of every row over its cache, to all or the chosen positions, in chunks merged in order."""
 
     out: Buffer
     queries: Buffer
     layer: int
     shape: AttentionShape
     chosen: Chosen | None = None
-
-
-class ChooseBlocks(Record):
-    """Choose the best blocks of a row's positions by the keys of a layer of the cache that keeps keys alone.
-
-    The score of a position is scale times query . key, or with weights [num_heads] the sum over heads of weight *
-    max(0, scale * query . key); of a block, the largest of its positions up to the row's. A row's own block and the
-    num_local - 1 before it come first; of equal scores the lower block wins. Rows of no more than `chosen.count` blocks
-    choose all of them.
-
-    With weights there is one list, else each head has one. max_positions: of a sequence.
-    """
-
-    chosen: Chosen
-    queries: Buffer
-    layer: int
-    num_heads: int
-    key_size: int
-    max_positions: int
-    scale: float = 1.0
-    weights: Buffer | None = None
-    num_local: int = 0
 
 
 class Activate(Record):
@@ -379,17 +349,6 @@ class GatedActivate(Record):
     limit: float = 0.0
 
 
-class Xielu(Record):
-    """out = beta * x + (positive * x^2 if x > 0 else negative * (expm1(min(x, epsilon)) - x)): arXiv 2411.13010."""
-
-    out: Buffer
-    x: Buffer
-    positive: float
-    negative: float
-    beta: float
-    epsilon: float
-
-
 class Add(Record):
     """out = a + scale * b."""
 
@@ -399,118 +358,11 @@ class Add(Record):
     scale: float = 1.0
 
 
-class Multiply(Record):
-    """out = x * factor: a buffer as wide as x, one value per row, or float32[width] for every row."""
-
-    out: Buffer
-    x: Buffer
-    factor: Buffer | FloatArray
-
-    @property
-    def is_by_row(self) -> bool:
-        """Whether the factor is one value per row."""
-        return isinstance(self.factor, Buffer) and self.factor.width == 1 and self.x.width != 1
-
-
-class Magnitude(Record):
-    """out = sqrt(mean(x * x)) of each row, one value."""
-
-    out: Buffer
-    x: Buffer
-
-
-class MixSlots(Record):
-    """out[b] = residual[b] + sum over slots a, in order, of weights[b * num_slots + a] * x[a].
-
-    x holds num_slots slots of one size, out and residual any number of them. Without weights all are 1; the first
-    `first_slot` slots of out are then the residual's.
-    """
-
-    out: Buffer
-    x: Buffer
-    num_slots: int
-    weights: Buffer | None = None
-    residual: Buffer | None = None
-    first_slot: int = 0
-
-
-class GaussianTopK(Record):
-    """out = max(0, x - (mean(x) + num_deviations * std(x))) over each row, with the standard deviation of a sample.
-
-    It keeps the share of a normal distribution above so many deviations (Spark Transformer, arXiv 2506.06644,
-    section 3.1).
-    """
-
-    out: Buffer
-    x: Buffer
-    num_deviations: float
-
-
-class MultiplySigmoid(Record):
-    """out = x * sigmoid(gate); gate is as wide as x, or one value for each of equal parts of a row (heads)."""
-
-    out: Buffer
-    x: Buffer
-    gate: Buffer
-
-    @property
-    def is_by_part(self) -> bool:
-        """Whether the gate has one value for several columns."""
-        return self.gate.width != self.x.width
-
-
 class Scale(Record):
     """x *= factor, in place."""
 
     x: Buffer
     factor: float
-
-
-class ScaleColumns(Record):
-    """x[c] *= factors[c], in place, float32[width of x]."""
-
-    x: Buffer
-    factors: FloatArray
-
-
-class Clamp(Record):
-    """x = min(max(x, -limit), limit), in place; only_above: x = min(x, limit)."""
-
-    x: Buffer
-    limit: float
-    only_above: bool = False
-
-
-class ScaleByPosition(Record):
-    """x *= 1 + slope * ln(1 + floor((position of the row + offset) / period)), in place (Llama 4, Ministral 3)."""
-
-    x: Buffer
-    period: int
-    slope: float
-    offset: int = 0
-
-
-class Softcap(Record):
-    """x = cap * tanh(x / cap), in place."""
-
-    x: Buffer
-    cap: float
-
-
-class CopyHeads(Record):
-    """Copy `width` elements of every head of x, from x_offset in it to out_offset in out's head; the rest stays.
-
-    x_head_size 0: x is one head, which every head of out gets.
-    """
-
-    out: Buffer
-    x: Buffer
-    num_heads: int
-    width: int
-    out_head_size: int
-    x_head_size: int
-    out_offset: int = 0
-    x_offset: int = 0
 
 
 class HeadMatmul(Record):
@@ -568,18 +420,10 @@ class ExpertSum(Record):
     residual: Buffer | None = None
 
 
-class ExpertScale(Record):
-    """x[slot] *= expert_weights[slot], in place (models that weigh the input of the down projection)."""
-
-    x: Buffer
-    expert_weights: Buffer
-
-
 Op = (
-    Embed | EmbedPositions | PreviousRow | Receive | RmsNorm | LayerNorm | Matmul | Rope | StoreKV | Attention
-    | ChooseBlocks | Activate | GatedActivate | Xielu | Add | Multiply | Magnitude | MixSlots | GaussianTopK
-    | MultiplySigmoid | Scale | ScaleColumns | Clamp | ScaleByPosition | Softcap | CopyHeads | HeadMatmul
-    | SelectOutput | Route | ExpertMatmul | ExpertSum | ExpertScale | RecurrentOp
+    Embed | EmbedPositions | Receive | RmsNorm | LayerNorm | Matmul | Rope | StoreKV | Attention | Activate
+    | GatedActivate | Add | Scale | HeadMatmul | SelectOutput | Route | ExpertMatmul
+    | ExpertSum | FurtherOp | RecurrentOp
 )  # fmt: skip
 
 
@@ -608,7 +452,7 @@ class OpGraph:
     def num_positions(self) -> int:
         """Positions that may be looked up or chosen from."""
         tables = [op.table.num_rows for op in self.ops if isinstance(op, EmbedPositions)]
-        return min([*tables, *(op.max_positions for op in self.ops if isinstance(op, ChooseBlocks))], default=1 << 62)
+        return min([*tables, *(op.num_positions for op in self.ops if isinstance(op, FurtherOp))], default=1 << 62)
 
 
 class WeightSource(Protocol):

@@ -13,7 +13,7 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels import ops
+from localinfer.kernels import further_ops, ops
 from localinfer.kernels.kv_layout import parse_kv_type
 from localinfer.kernels.ops import (
     Activation,
@@ -151,8 +151,8 @@ def _embed(run: _Run, op: ops.Embed) -> None:
     run[op.out] = op.scale * op.table.packed[run.batch.token_ids]
 
 
-@_formula(ops.PreviousRow)
-def _previous_row(run: _Run, op: ops.PreviousRow) -> None:
+@_formula(further_ops.PreviousRow)
+def _previous_row(run: _Run, op: further_ops.PreviousRow) -> None:
     found, width = np.empty_like(run[op.out]), op.out.width
     for segment, rows in _segment_rows(run.batch):
         carried, following = segment.carried
@@ -250,8 +250,8 @@ def _attention(run: _Run, op: ops.Attention) -> None:
     run[op.out] = result
 
 
-@_formula(ops.ChooseBlocks)
-def _choose_blocks(run: _Run, op: ops.ChooseBlocks) -> None:
+@_formula(further_ops.ChooseBlocks)
+def _choose_blocks(run: _Run, op: further_ops.ChooseBlocks) -> None:
     result = np.empty_like(run[op.chosen.blocks])
     for segment, rows in _segment_rows(run.batch):
         cache = run.cache[int(segment.page_addresses[0]), op.layer]
@@ -283,8 +283,8 @@ def _gated_activate(run: _Run, op: ops.GatedActivate) -> None:
         run[op.out] = activate(run[op.gate], op.kind) * run[op.up]
 
 
-@_formula(ops.Xielu)
-def _xielu(run: _Run, op: ops.Xielu) -> None:
+@_formula(further_ops.Xielu)
+def _xielu(run: _Run, op: further_ops.Xielu) -> None:
     x = run[op.x]
     below = (np.expm1(np.minimum(x, op.epsilon)) - x) * op.negative
     run[op.out] = np.where(x > 0.0, op.positive * x * x, below) + op.beta * x
@@ -295,18 +295,18 @@ def _add(run: _Run, op: ops.Add) -> None:
     run[op.out] = run[op.a] + op.scale * run[op.b]
 
 
-@_formula(ops.Multiply)
-def _multiply(run: _Run, op: ops.Multiply) -> None:
+@_formula(further_ops.Multiply)
+def _multiply(run: _Run, op: further_ops.Multiply) -> None:
     run[op.out] = run[op.x] * (run[op.factor] if isinstance(op.factor, Buffer) else op.factor.astype(np.float64))
 
 
-@_formula(ops.Magnitude)
-def _magnitude(run: _Run, op: ops.Magnitude) -> None:
+@_formula(further_ops.Magnitude)
+def _magnitude(run: _Run, op: further_ops.Magnitude) -> None:
     run[op.out] = np.sqrt(np.mean(run[op.x] ** 2, axis=1, keepdims=True))
 
 
-@_formula(ops.MixSlots)
-def _mix_slots(run: _Run, op: ops.MixSlots) -> None:
+@_formula(further_ops.MixSlots)
+def _mix_slots(run: _Run, op: further_ops.MixSlots) -> None:
     x = run[op.x]
     slots = x.reshape(len(x), op.num_slots, -1)
     num_out = op.out.width // slots.shape[2]
@@ -318,15 +318,15 @@ def _mix_slots(run: _Run, op: ops.MixSlots) -> None:
     run[op.out] = mixed if op.residual is None else run[op.residual] + mixed
 
 
-@_formula(ops.GaussianTopK)
-def _gaussian_top_k(run: _Run, op: ops.GaussianTopK) -> None:
+@_formula(further_ops.GaussianTopK)
+def _gaussian_top_k(run: _Run, op: further_ops.GaussianTopK) -> None:
     x = run[op.x]
     least = x.mean(axis=1, keepdims=True) + op.num_deviations * x.std(axis=1, ddof=1, keepdims=True)
     run[op.out] = np.maximum(x - least, 0.0)
 
 
-@_formula(ops.MultiplySigmoid)
-def _multiply_sigmoid(run: _Run, op: ops.MultiplySigmoid) -> None:
+@_formula(further_ops.MultiplySigmoid)
+def _multiply_sigmoid(run: _Run, op: further_ops.MultiplySigmoid) -> None:
     gates = np.repeat(sigmoid(run[op.gate]), op.x.width // op.gate.width, axis=1)
     run[op.out] = run[op.x] * gates
 
@@ -336,29 +336,29 @@ def _scale(run: _Run, op: ops.Scale) -> None:
     run[op.x] = op.factor * run[op.x]
 
 
-@_formula(ops.ScaleColumns)
-def _scale_columns(run: _Run, op: ops.ScaleColumns) -> None:
+@_formula(further_ops.ScaleColumns)
+def _scale_columns(run: _Run, op: further_ops.ScaleColumns) -> None:
     run[op.x] = run[op.x] * op.factors
 
 
-@_formula(ops.Clamp)
-def _clamp(run: _Run, op: ops.Clamp) -> None:
+@_formula(further_ops.Clamp)
+def _clamp(run: _Run, op: further_ops.Clamp) -> None:
     run[op.x] = np.clip(run[op.x], None if op.only_above else -op.limit, op.limit)
 
 
-@_formula(ops.ScaleByPosition)
-def _scale_by_position(run: _Run, op: ops.ScaleByPosition) -> None:
+@_formula(further_ops.ScaleByPosition)
+def _scale_by_position(run: _Run, op: further_ops.ScaleByPosition) -> None:
     factor = 1.0 + op.slope * np.log1p(np.floor((run.positions + op.offset) / op.period))
     run[op.x] = run[op.x] * factor[:, None]
 
 
-@_formula(ops.Softcap)
-def _softcap(run: _Run, op: ops.Softcap) -> None:
+@_formula(further_ops.Softcap)
+def _softcap(run: _Run, op: further_ops.Softcap) -> None:
     run[op.x] = op.cap * np.tanh(run[op.x] / op.cap)
 
 
-@_formula(ops.CopyHeads)
-def _copy_heads(run: _Run, op: ops.CopyHeads) -> None:
+@_formula(further_ops.CopyHeads)
+def _copy_heads(run: _Run, op: further_ops.CopyHeads) -> None:
     target = run[op.out].reshape(-1, op.num_heads, op.out_head_size).copy()
     heads = run[op.x].reshape(len(target), -1, op.x_head_size or op.x.width)
     target[:, :, op.out_offset : op.out_offset + op.width] = heads[:, :, op.x_offset : op.x_offset + op.width]
@@ -415,8 +415,8 @@ def _expert_sum(run: _Run, op: ops.ExpertSum) -> None:
     run[op.out] = total if op.residual is None else run[op.residual] + total
 
 
-@_formula(ops.ExpertScale)
-def _expert_scale(run: _Run, op: ops.ExpertScale) -> None:
+@_formula(further_ops.ExpertScale)
+def _expert_scale(run: _Run, op: further_ops.ExpertScale) -> None:
     weighed = _slots(run, op.x, op.expert_weights) * run[op.expert_weights][:, :, None]
     run[op.x] = weighed.reshape(run[op.x].shape)
 

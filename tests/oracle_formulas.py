@@ -5,7 +5,8 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels.ops import Activation, AttentionShape, ChooseBlocks, Chosen, Gating, Routing
+from localinfer.kernels.further_ops import ChooseBlocks
+from localinfer.kernels.ops import Activation, AttentionShape, Chosen, Gating, Routing
 from localinfer.types import FloatArray
 
 Float64Array = NDArray[np.float64]

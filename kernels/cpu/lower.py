@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels import ops
-from localinfer.kernels.cpu import attention, kernel_abi, parameters, recurrent
+from localinfer.kernels import further_ops, ops
+from localinfer.kernels.cpu import attention, further, kernel_abi, parameters, recurrent
 from localinfer.kernels.cpu.memory import address, aligned, padded
 from localinfer.kernels.cpu.program import CpuProgram, ThreadPool
 from localinfer.kernels.cpu.tape import CpuTape
@@ -239,7 +239,7 @@ def _attention(tape: CpuTape, op: ops.Attention) -> None:
         tape.add("attention_sums.attention_sums", parameters.ATTENTION_SUMS.pack(**words), calls=calls)
 
 
-def _choose_blocks(tape: CpuTape, op: ops.ChooseBlocks) -> None:
+def _choose_blocks(tape: CpuTape, op: further_ops.ChooseBlocks) -> None:
     """Two kernels: the scores of few rows, by all threads, and the choice."""
     layout, chosen = tape.kv_layout, op.chosen
     shape = AttentionShape(op.num_heads, 1, op.key_size, 0, op.scale)
@@ -281,98 +281,14 @@ def _queries(tape: CpuTape, queries: Buffer, layer: int, shape: AttentionShape) 
     return {"queries": target, "queries_stride": stride, "query_head_bytes": head_bytes}
 
 
-def _elementwise(tape: CpuTape, kernel: str, out: Buffer, a: Buffer, b: Buffer, scalar: float = 0.0) -> None:
-    words = parameters.ELEMENTWISE.pack(
-        **tape.places(out=out, a=a, b=b), scalar=scalar, columns=out.width, is_output=out.is_output
-    )
-    tape.add(f"elementwise.{kernel}", words, writes=out)
-
-
 def _gated_activate(tape: CpuTape, op: ops.GatedActivate) -> None:
     kernel = f"gated_{op.kind.value}_limited" if op.limit else f"gated_{op.kind.value}"
-    _elementwise(tape, kernel, op.out, op.gate, op.up, op.limit)
-
-
-def _xielu(tape: CpuTape, op: ops.Xielu) -> None:
-    words = parameters.XIELU.pack(
-        **tape.places(out=op.out, x=op.x), columns=op.x.width, is_output=op.x.is_output, positive=op.positive,
-        negative=op.negative, beta=op.beta, epsilon=op.epsilon,
-    )  # fmt: skip
-    tape.add("elementwise.xielu", words, writes=op.out)
-
-
-def _multiply_sigmoid(tape: CpuTape, op: ops.MultiplySigmoid) -> None:
-    if not op.is_by_part:
-        _elementwise(tape, "multiply_sigmoid", op.out, op.x, op.gate)
-        return
-    parts = op.gate.width
-    words = parameters.GATE_PARTS.pack(
-        **tape.places(out=op.out, x=op.x, gate=op.gate), parts=parts, size=op.x.width // parts,
-        is_output=op.x.is_output,
-    )  # fmt: skip
-    tape.add("elementwise.multiply_sigmoid_by_part", words, writes=op.out)
-
-
-def _scale_columns(tape: CpuTape, op: ops.ScaleColumns) -> None:
-    words = parameters.ELEMENTWISE.pack(
-        **tape.places(out=op.x, a=op.x), b=tape.memory.constant(op.factors), b_stride=0, scalar=0.0,
-        columns=op.x.width, is_output=op.x.is_output,
-    )  # fmt: skip
-    tape.add("elementwise.multiply", words, writes=op.x)
-
-
-def _multiply(tape: CpuTape, op: ops.Multiply) -> None:
-    if isinstance(op.factor, Buffer):
-        _elementwise(tape, "multiply_by_row" if op.is_by_row else "multiply", op.out, op.x, op.factor)
-        return
-    words = parameters.ELEMENTWISE.pack(
-        **tape.places(out=op.out, a=op.x), b=tape.memory.constant(op.factor), b_stride=0, scalar=0.0,
-        columns=op.out.width, is_output=op.out.is_output,
-    )  # fmt: skip
-    tape.add("elementwise.multiply", words, writes=op.out)
-
-
-def _magnitude(tape: CpuTape, op: ops.Magnitude) -> None:
-    words = parameters.MAGNITUDE.pack(**tape.places(out=op.out, x=op.x), columns=op.x.width, is_output=op.x.is_output)
-    tape.add("elementwise.magnitude", words, writes=op.out)
-
-
-def _mix_slots(tape: CpuTape, op: ops.MixSlots) -> None:
-    columns = op.x.width // op.num_slots
-    num_out = op.out.width // columns
-    is_whole = columns % 16 == 0 or max(num_out, op.num_slots) == 1
-    check(is_whole, f"{op.x.name} holds slots of {columns}; whole vectors of 16 are needed")
-    (weights, weights_stride), (residual, residual_stride) = (
-        (0, 0) if buffer is None else tape.place(buffer) for buffer in (op.weights, op.residual)
-    )
-    words = parameters.MIX_SLOTS.pack(
-        **tape.places(out=op.out, x=op.x), weights=weights, weights_stride=weights_stride, residual=residual,
-        residual_stride=residual_stride, slots=op.num_slots, columns=columns, num_out=num_out, first=op.first_slot,
-        is_output=op.out.is_output,
-    )  # fmt: skip
-    tape.add("elementwise.mix_slots", words, writes=op.out)
-
-
-def _scale_by_position(tape: CpuTape, op: ops.ScaleByPosition) -> None:
-    words = parameters.SCALE_BY_POSITION.pack(
-        **tape.places(x=op.x), columns=op.x.width, period=op.period, slope=op.slope, first_position=op.offset
-    )
-    tape.add("elementwise.scale_by_position", words, writes=op.x)
+    tape.elementwise(kernel, op.out, op.gate, op.up, op.limit)
 
 
 def _select_output(tape: CpuTape, op: ops.SelectOutput) -> None:
     words = parameters.SELECT_OUTPUT.pack(**tape.places(out=op.out, x=op.x), columns=op.x.width)
     tape.add("elementwise.select_output", words, writes=op.out)
-
-
-def _copy_heads(tape: CpuTape, op: ops.CopyHeads) -> None:
-    (out, out_stride), (x, x_stride) = tape.place(op.out), tape.place(op.x)
-    words = parameters.COPY_HEADS.pack(
-        out=out + 4 * op.out_offset, out_stride=out_stride, x=x + 4 * op.x_offset, x_stride=x_stride,
-        heads=op.num_heads, width=op.width, out_head_bytes=4 * op.out_head_size, x_head_bytes=4 * op.x_head_size,
-        is_output=op.x.is_output,
-    )  # fmt: skip
-    tape.add("elementwise.copy_heads", words, writes=op.out)
 
 
 def _head_matmul(tape: CpuTape, op: ops.HeadMatmul) -> None:
@@ -456,22 +372,6 @@ def _expert_sum(tape: CpuTape, op: ops.ExpertSum) -> None:
     tape.add("experts.expert_sum", words, writes=op.out)
 
 
-def _expert_scale(tape: CpuTape, op: ops.ExpertScale) -> None:
-    x, selected = op.x, op.expert_weights.width
-    columns = x.width // selected
-    check(columns % 16 == 0, f"{x.name} holds slots of {columns}; whole vectors of 16 are needed")
-    words = parameters.EXPERT_SCALE.pack(
-        **tape.places(x=x, weights=op.expert_weights), selected=selected, columns=columns, is_output=x.is_output
-    )
-    tape.add("experts.expert_scale", words, writes=x)
-
-
-def _previous_row(tape: CpuTape, op: ops.PreviousRow) -> None:
-    x, x_stride = (0, 0) if op.x is None else tape.place(op.x)
-    words = parameters.PREVIOUS_ROW.pack(**tape.places(out=op.out), x=x, x_stride=x_stride, columns=op.out.width)
-    tape.add("previous_row.previous_row", words, writes=op.out)
-
-
 def _receive(tape: CpuTape, op: ops.Receive) -> None:
     tape.received = tape.memory.rows(op.out)
 
@@ -479,7 +379,6 @@ def _receive(tape: CpuTape, op: ops.Receive) -> None:
 LOWER: dict[type, Callable[[CpuTape, Any], None]] = {
     ops.Embed: _embed,
     ops.EmbedPositions: _embed,
-    ops.PreviousRow: _previous_row,
     ops.Receive: _receive,
     ops.RmsNorm: _norm,
     ops.LayerNorm: _norm,
@@ -487,29 +386,16 @@ LOWER: dict[type, Callable[[CpuTape, Any], None]] = {
     ops.Rope: _rope,
     ops.StoreKV: _store_kv,
     ops.Attention: _attention,
-    ops.ChooseBlocks: _choose_blocks,
-    ops.Activate: lambda tape, op: _elementwise(tape, op.kind.value, op.out, op.x, op.x),
+    further_ops.ChooseBlocks: _choose_blocks,
+    ops.Activate: lambda tape, op: tape.elementwise(op.kind.value, op.out, op.x, op.x),
     ops.GatedActivate: _gated_activate,
-    ops.Xielu: _xielu,
-    ops.Add: lambda tape, op: _elementwise(tape, "add", op.out, op.a, op.b, op.scale),
-    ops.Multiply: _multiply,
-    ops.Magnitude: _magnitude,
-    ops.MixSlots: _mix_slots,
-    ops.GaussianTopK: lambda tape, op: _elementwise(tape, "gaussian_top_k", op.out, op.x, op.x, op.num_deviations),
-    ops.MultiplySigmoid: _multiply_sigmoid,
-    ops.Scale: lambda tape, op: _elementwise(tape, "scale", op.x, op.x, op.x, op.factor),
-    ops.ScaleColumns: _scale_columns,
-    ops.Clamp: lambda tape, op: _elementwise(
-        tape, "clamp_above" if op.only_above else "clamp", op.x, op.x, op.x, op.limit
-    ),
-    ops.ScaleByPosition: _scale_by_position,
-    ops.Softcap: lambda tape, op: _elementwise(tape, "softcap", op.x, op.x, op.x, op.cap),
-    ops.CopyHeads: _copy_heads,
+    ops.Add: lambda tape, op: tape.elementwise("add", op.out, op.a, op.b, op.scale),
+    ops.Scale: lambda tape, op: tape.elementwise("scale", op.x, op.x, op.x, op.factor),
     ops.HeadMatmul: _head_matmul,
     ops.SelectOutput: _select_output,
     ops.Route: _route,
     ops.ExpertMatmul: _expert_matmul,
     ops.ExpertSum: _expert_sum,
-    ops.ExpertScale: _expert_scale,
+    **further.LOWER,
     **recurrent.LOWER,
 }

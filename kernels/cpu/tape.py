@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from localinfer.kernels.cpu import attention
 from localinfer.kernels.cpu.memory import TapeMemory, address
-from localinfer.kernels.cpu.parameters import GATHER, Words
+from localinfer.kernels.cpu.parameters import ELEMENTWISE, GATHER, Words
 from localinfer.kernels.graph_builder import check
 from localinfer.kernels.jit.object_cache import Kernel
 from localinfer.kernels.kv_layout import KVLayout
@@ -100,6 +100,13 @@ class CpuTape:
         self.operations.append(cost or Operation(kernel))
         if writes is not None:
             self.forget_copies(writes)
+
+    def elementwise(self, kernel: str, out: Buffer, a: Buffer, b: Buffer, scalar: float = 0.0) -> None:
+        """Record a kernel that reads two rows and writes one."""
+        words = ELEMENTWISE.pack(
+            **self.places(out=out, a=a, b=b), scalar=scalar, columns=out.width, is_output=out.is_output
+        )
+        self.add(f"elementwise.{kernel}", words, writes=out)
 
     def forget_copies(self, written: Buffer) -> None:
         """Quantize and gather a buffer again after it changed."""

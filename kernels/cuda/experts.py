@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from localinfer.kernels import ops
+from localinfer.kernels import further_ops, ops
 from localinfer.kernels.cuda.device import Launch, Step
 from localinfer.kernels.cuda.gemm import Shape, Slot, expert_gemm, quantized_place
 from localinfer.kernels.cuda.memory import SMALL_ROWS
@@ -72,8 +72,8 @@ def lower_expert_sum(tape: CudaTape, op: ops.ExpertSum) -> None:
     tape.simple("experts.expert_sum", (), out.rows, out.width, values, out)
 
 
-def lower_expert_scale(tape: CudaTape, op: ops.ExpertScale) -> None:
-    """See `ops.ExpertScale`."""
+def lower_expert_scale(tape: CudaTape, op: further_ops.ExpertScale) -> None:
+    """See `further_ops.ExpertScale`."""
     x, selected = op.x, op.expert_weights.width
     tape.read(x, op.expert_weights)
     values = (*tape.places(x, op.expert_weights), selected, x.width // selected)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import BackendUnavailableError, ShapeError, UnsupportedFormatError
-from localinfer.kernels import ops
+from localinfer.kernels import further_ops, ops
 from localinfer.kernels.cuda import experts, gemm
 from localinfer.kernels.cuda.attention import KV_BYTES, Attention, Rope, store_steps
 from localinfer.kernels.cuda.device import CudaDevice, Launch, Step
@@ -252,7 +252,7 @@ def _attention(tape: CudaTape, attention: ops.Attention) -> None:
     op.source, op.can_quantize = out, shape.value_size % 32 == 0
 
 
-def _choose_blocks(tape: CudaTape, op: ops.ChooseBlocks) -> None:
+def _choose_blocks(tape: CudaTape, op: further_ops.ChooseBlocks) -> None:
     check(False, "positions are chosen on the CPU only; take device 'cpu'")
 
 
@@ -280,13 +280,13 @@ def _elementwise(
     tape.simple("rows.elementwise", (operation,), out.rows, out.width, values, out)
 
 
-def _xielu(tape: CudaTape, op: ops.Xielu) -> None:
+def _xielu(tape: CudaTape, op: further_ops.Xielu) -> None:
     tape.read(op.x)
     values = (*tape.places(op.out, op.x), op.x.width, op.positive, op.negative, op.beta, op.epsilon)
     tape.simple("rows.xielu", (), op.x.rows, op.x.width, values, op.out)
 
 
-def _multiply_sigmoid(tape: CudaTape, op: ops.MultiplySigmoid) -> None:
+def _multiply_sigmoid(tape: CudaTape, op: further_ops.MultiplySigmoid) -> None:
     if not op.is_by_part:
         _elementwise(tape, _TIMES_SIGMOID, op.out, op.x, op.gate)
         return
@@ -295,14 +295,14 @@ def _multiply_sigmoid(tape: CudaTape, op: ops.MultiplySigmoid) -> None:
     tape.simple("rows.gate_parts", (), op.x.rows, op.x.width, values, op.out)
 
 
-def _scale_columns(tape: CudaTape, op: ops.ScaleColumns) -> None:
+def _scale_columns(tape: CudaTape, op: further_ops.ScaleColumns) -> None:
     tape.read(op.x)
     place = tape.places(op.x)
     values = (*place, *place, tape.memory.constant(op.factors), 0, op.x.width, 0, 0.0)
     tape.simple("rows.elementwise", (_TIMES,), op.x.rows, op.x.width, values, op.x)
 
 
-def _times(tape: CudaTape, op: ops.Multiply) -> None:
+def _times(tape: CudaTape, op: further_ops.Multiply) -> None:
     out, x, factor = op.out, op.x, op.factor
     if isinstance(factor, Buffer):
         _elementwise(tape, _TIMES_ROW if op.is_by_row else _TIMES, out, x, factor)
@@ -312,7 +312,7 @@ def _times(tape: CudaTape, op: ops.Multiply) -> None:
     tape.simple("rows.elementwise", (_TIMES,), out.rows, out.width, values, out)
 
 
-def _mix_slots(tape: CudaTape, op: ops.MixSlots) -> None:
+def _mix_slots(tape: CudaTape, op: further_ops.MixSlots) -> None:
     others = [buffer for buffer in (op.weights, op.residual) if buffer is not None]
     tape.read(op.x, *others)
     weights, residual = ((0, 0) if buffer is None else tape.places(buffer) for buffer in (op.weights, op.residual))
@@ -333,7 +333,7 @@ def _row_statistic(tape: CudaTape, out: Buffer, x: Buffer, num_deviations: float
     tape.add(build, out)
 
 
-def _scale_by_position(tape: CudaTape, op: ops.ScaleByPosition) -> None:
+def _scale_by_position(tape: CudaTape, op: further_ops.ScaleByPosition) -> None:
     x = op.x
     tape.read(x)
     values: tuple[float | str, ...]
@@ -348,7 +348,7 @@ def _select_output(tape: CudaTape, op: ops.SelectOutput) -> None:
     tape.simple("rows.select_rows", (), Rows.OUTPUT, x.width, values, op.out)
 
 
-def _copy_heads(tape: CudaTape, op: ops.CopyHeads) -> None:
+def _copy_heads(tape: CudaTape, op: further_ops.CopyHeads) -> None:
     tape.read(op.x, op.out)
     target, out_stride, source, stride = tape.places(op.out, op.x)
     places = (target + 4 * op.out_offset, out_stride, source + 4 * op.x_offset, stride)
@@ -389,28 +389,28 @@ LOWER: dict[type, Callable[[CudaTape, Any], None]] = {
     ops.Rope: _rope,
     ops.StoreKV: _store_kv,
     ops.Attention: _attention,
-    ops.ChooseBlocks: _choose_blocks,
+    further_ops.ChooseBlocks: _choose_blocks,
     ops.Activate: lambda tape, op: _elementwise(tape, _ACTIVATION, op.out, op.x, op.x, activation=_NUMBERS[op.kind]),
     ops.GatedActivate: _gated_activate,
-    ops.Xielu: _xielu,
+    further_ops.Xielu: _xielu,
     ops.Add: lambda tape, op: _elementwise(tape, _ADD, op.out, op.a, op.b, op.scale),
-    ops.Multiply: _times,
-    ops.Magnitude: lambda tape, op: _row_statistic(tape, op.out, op.x),
-    ops.MixSlots: _mix_slots,
-    ops.GaussianTopK: lambda tape, op: _row_statistic(tape, op.out, op.x, op.num_deviations),
-    ops.MultiplySigmoid: _multiply_sigmoid,
+    further_ops.Multiply: _times,
+    further_ops.Magnitude: lambda tape, op: _row_statistic(tape, op.out, op.x),
+    further_ops.MixSlots: _mix_slots,
+    further_ops.GaussianTopK: lambda tape, op: _row_statistic(tape, op.out, op.x, op.num_deviations),
+    further_ops.MultiplySigmoid: _multiply_sigmoid,
     ops.Scale: lambda tape, op: _elementwise(tape, _SCALE, op.x, op.x, op.x, op.factor),
-    ops.ScaleColumns: _scale_columns,
-    ops.Clamp: lambda tape, op: _elementwise(
+    further_ops.ScaleColumns: _scale_columns,
+    further_ops.Clamp: lambda tape, op: _elementwise(
         tape, _CLAMP_ABOVE if op.only_above else _CLAMP, op.x, op.x, op.x, op.limit
     ),
-    ops.ScaleByPosition: _scale_by_position,
-    ops.Softcap: lambda tape, op: _elementwise(tape, _SOFTCAP, op.x, op.x, op.x, op.cap),
-    ops.CopyHeads: _copy_heads,
+    further_ops.ScaleByPosition: _scale_by_position,
+    further_ops.Softcap: lambda tape, op: _elementwise(tape, _SOFTCAP, op.x, op.x, op.x, op.cap),
+    further_ops.CopyHeads: _copy_heads,
     ops.HeadMatmul: _head_matmul,
     ops.SelectOutput: _select_output,
     ops.Route: experts.lower_route,
     ops.ExpertMatmul: experts.lower_expert_matmul,
     ops.ExpertSum: experts.lower_expert_sum,
-    ops.ExpertScale: experts.lower_expert_scale,
+    further_ops.ExpertScale: experts.lower_expert_scale,
 }

@@ -1,9 +1,10 @@
-"""Choosing blocks of positions over a whole sequence at once, in float32: see `kernels.ops.ChooseBlocks`."""
+"""Choosing blocks of positions over a whole sequence at once, in float32: see `kernels.further_ops.ChooseBlocks`."""
 
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels.ops import ChooseBlocks, Chosen
+from localinfer.kernels.further_ops import ChooseBlocks
+from localinfer.kernels.ops import Chosen
 from localinfer.types import FloatArray
 
 

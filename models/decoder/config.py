@@ -143,11 +143,9 @@ class ModelConfig:
         reader = MetadataReader(metadata, prefix=architecture)
         hidden_size = reader.integer("embedding_length", low=1, high=MAX_WIDTH)
         vocab_size = _vocab_size(reader, tensor_shapes, hidden_size)
-        num_main_layers, num_draft_layers = _count_layers(reader, tensor_shapes)
-        if architecture in OF_ANOTHER_CACHE:
-            # Every layer of such a draft model is counted as one.
-            num_main_layers = reader.integer("block_count", low=1, high=MAX_LAYERS)
-            num_draft_layers = 0
+        num_main_layers, num_draft_layers = _count_layers(
+            reader, tensor_shapes, is_draft_model=architecture in OF_ANOTHER_CACHE
+        )
         if not with_draft_layers:
             num_draft_layers = 0
         num_layers = num_main_layers + num_draft_layers
@@ -225,10 +223,15 @@ class ModelConfig:
         return config
 
 
-def _count_layers(reader: MetadataReader, tensor_shapes: Mapping[str, Shape]) -> tuple[int, int]:
-    """Layers of the model, and those for next-token prediction that follow them; a file may lack the latter."""
+def _count_layers(
+    reader: MetadataReader, tensor_shapes: Mapping[str, Shape], *, is_draft_model: bool
+) -> tuple[int, int]:
+    """Layers of the model, and those for next-token prediction that follow them; a file may lack the latter.
+
+    is_draft_model: its file counts every layer as one for next-token prediction; they are its layers.
+    """
     num_blocks = reader.integer("block_count", low=1, high=MAX_LAYERS)
-    num_extra = reader.integer("nextn_predict_layers", 0, low=0, high=MAX_LAYERS)
+    num_extra = 0 if is_draft_model else reader.integer("nextn_predict_layers", 0, low=0, high=MAX_LAYERS)
     if num_blocks <= num_extra:
         raise reader.contradiction("nextn_predict_layers", num_extra, "fewer than block_count")
     num_layers = num_blocks - num_extra

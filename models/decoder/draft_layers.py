@@ -8,7 +8,7 @@ states, so that they are there for every prefix, cached ones included, whenever 
 from collections.abc import Iterator
 from dataclasses import fields, replace
 
-from localinfer.kernels import ops
+from localinfer.kernels import further_ops, ops
 from localinfer.kernels.ops import Buffer, Matmul, Op, OpGraph, Projection
 from localinfer.models.decoder.graph import Graph
 
@@ -73,6 +73,8 @@ def _buffers(record: Op | Projection) -> Iterator[Buffer]:
         value = getattr(record, field.name)
         if isinstance(value, Buffer):
             yield value
+        elif isinstance(value, ops.Chosen):
+            yield value.blocks
         elif field.name == "projections":
             for projection in value:
                 yield from _buffers(projection)
@@ -86,6 +88,8 @@ def _written(op: Op) -> list[int]:
         return [op.expert_ids.index, op.expert_weights.index]
     if isinstance(op, ops.StoreKV):
         return []
+    if isinstance(op, further_ops.ChooseBlocks):
+        return [op.chosen.blocks.index]
     names = {field.name for field in fields(op)}
     out: Buffer = getattr(op, "out" if "out" in names else "x")
     return [out.index]
@@ -106,4 +110,4 @@ def _read_as_input(op: Op) -> set[int]:
 
 def _is_whole(op: Op) -> bool:
     """Whether an op writes all of its output, so that what was there before is not needed for it."""
-    return not isinstance(op, ops.CopyHeads | ops.HeadMatmul | ops.EmbedPositions)
+    return not isinstance(op, further_ops.CopyHeads | ops.HeadMatmul | ops.EmbedPositions)

@@ -7,9 +7,10 @@ import pytest
 
 from localinfer.errors import ShapeError
 from localinfer.kernels.cpu.program import ThreadPool
+from localinfer.kernels.further_ops import ChooseBlocks
 from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.kv_layout import KVLayout, parse_kv_type
-from localinfer.kernels.ops import AttentionShape, Buffer, ChooseBlocks, Chosen, KVLayerShape, Rows
+from localinfer.kernels.ops import AttentionShape, Buffer, Chosen, KVLayerShape, Rows
 from localinfer.kernels.program import Segment
 from localinfer.types import FloatArray
 from tests.kernels.cpu.attention_cases import ERROR_BUDGETS, PLAIN, attention_of, cache_of, inputs_of
