@@ -21,7 +21,7 @@ class StateStep:
     for none, of which the first num_logged rows come after `source` and before the segment's rows. targets: pairs of
     rows and address, rows rising from 0 to at most the segment's: where the states after so many of its rows are
     written; 0 means after the logged rows. new_log: address of a log that gets the segment's rows, at most LOG_ROWS, 0
-    for none.
+    for none. All addresses are multiples of 64.
     What is read is never written: `source` is no target, and `log` not `new_log`.
     """
 
@@ -141,6 +141,8 @@ def _check_step(name: str, num_rows: int, step: StateStep) -> None:
     is_rising = all(first < second for first, second in zip(rows, rows[1:], strict=False))
     if not is_rising or any(not 0 <= count <= num_rows for count in rows):
         raise RequestError(f"{name} of {num_rows} rows cannot write states after rows {rows}")
+    if any(place % 64 for place in (*addresses, step.log, step.new_log)):
+        raise RequestError(f"{name} has states or logs at addresses that are not multiples of 64")
     if 0 in addresses[1:] or len(set(addresses)) != len(addresses):
         raise RequestError(f"{name} reads and writes the same states, or writes some nowhere")
     if not 0 <= step.num_logged <= LOG_ROWS or (step.num_logged and not step.log):

@@ -169,22 +169,9 @@ def _delta_rule(by_channel: int) -> Source:
         for index in range(SEGMENT.num_logged(segment)):
             if pending:
                 pass_panel(
-                    vectors,
-                    1,
-                    0,
-                    current,
-                    memory,
-                    size,
-                    decays,
-                    key,
-                    added,
-                    key,
-                    added,
-                    keys,
-                    queries,
-                    by_key,
+                    vectors, 1, 0, 0, current, memory, size, decays, key, added, key, added, keys, queries, by_key,
                     by_query,
-                )
+                )  # fmt: skip
                 current = memory
             entry = logged_row(segment, p.log, row_bytes, index)
             key, added = entry + key_column, entry + p.log_values + column
@@ -199,22 +186,9 @@ def _delta_rule(by_channel: int) -> Source:
                 if pending:
                     goal = target_place(segment, target, place)
                     pass_panel(
-                        vectors,
-                        1,
-                        0,
-                        current,
-                        goal,
-                        size,
-                        decays,
-                        key,
-                        added,
-                        key,
-                        added,
-                        keys,
-                        queries,
-                        by_key,
+                        vectors, 1, 0, 1, current, goal, size, decays, key, added, key, added, keys, queries, by_key,
                         by_query,
-                    )
+                    )  # fmt: skip
                 else:
                     copy_vectors(target_place(segment, target, place), current, size * LANES * vectors)
                 target += 1
@@ -230,41 +204,15 @@ def _delta_rule(by_channel: int) -> Source:
             product = _prepare(by_channel, this_key, query, decay, p.scale, keys, queries, now, size)
             if pending:
                 pass_panel(
-                    vectors,
-                    1,
-                    1,
-                    current,
-                    memory,
-                    size,
-                    decays,
-                    key,
-                    added,
-                    key,
-                    added,
-                    keys,
-                    queries,
-                    by_key,
+                    vectors, 1, 1, 0, current, memory, size, decays, key, added, key, added, keys, queries, by_key,
                     by_query,
-                )
+                )  # fmt: skip
                 current = memory
             else:
                 pass_panel(
-                    vectors,
-                    0,
-                    1,
-                    current,
-                    memory,
-                    size,
-                    decays,
-                    key,
-                    added,
-                    key,
-                    added,
-                    keys,
-                    queries,
-                    by_key,
+                    vectors, 0, 1, 0, current, memory, size, decays, key, added, key, added, keys, queries, by_key,
                     by_query,
-                )
+                )  # fmt: skip
             beta = load_f32(p.betas + index * p.betas_stride + 4 * head)
             out, value = p.out + index * p.out_stride + column, p.values + index * p.values_stride + column
             _finish(vectors, out, update, value, by_key, by_query, beta, product)

@@ -119,7 +119,7 @@ def _advance(vectors: int, p: Any, batch: int, thread: int, segment: int, head: 
     for index in range(SEGMENT.num_logged(segment)):
         if pending:
             pass_panel(
-                vectors, 2, 0, current, memory, size, row, row + stride, value, row + 2 * stride, known, removed,
+                vectors, 2, 0, 0, current, memory, size, row, row + stride, value, row + 2 * stride, known, removed,
                 queries, by_removed, by_query,
             )  # fmt: skip
             current = memory
@@ -132,7 +132,7 @@ def _advance(vectors: int, p: Any, batch: int, thread: int, segment: int, head: 
             goal = target_place(segment, target, place)
             if pending:
                 pass_panel(
-                    vectors, 2, 0, current, goal, size, row, row + stride, value, row + 2 * stride, known, removed,
+                    vectors, 2, 0, 1, current, goal, size, row, row + stride, value, row + 2 * stride, known, removed,
                     queries, by_removed, by_query,
                 )  # fmt: skip
             else:
@@ -151,13 +151,13 @@ def _advance(vectors: int, p: Any, batch: int, thread: int, segment: int, head: 
         )  # fmt: skip
         if pending:
             pass_panel(
-                vectors, 2, 1, current, memory, size, row, row + stride, value, row + 2 * stride, known, removed,
+                vectors, 2, 1, 0, current, memory, size, row, row + stride, value, row + 2 * stride, known, removed,
                 queries, by_removed, by_query,
             )  # fmt: skip
             current = memory
         else:
             pass_panel(
-                vectors, 0, 1, current, memory, size, row, row + stride, value, row + 2 * stride, known, removed,
+                vectors, 0, 1, 0, current, memory, size, row, row + stride, value, row + 2 * stride, known, removed,
                 queries, by_removed, by_query,
             )  # fmt: skip
         row, stride, pending = now, _BYTES, True
