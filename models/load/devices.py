@@ -128,7 +128,7 @@ def bytes_per_token(file: ModelFile, config: ModelConfig) -> int:
             continue
         if name.endswith("_embd.weight") and not (is_tied and name == "token_embd.weight"):
             num_bytes //= tensor.shape[0]
-        elif len(tensor.shape) == 3 and config.experts is not None:
+        elif "_exps." in name and config.experts is not None:
             num_bytes = num_bytes * config.experts.num_selected // config.experts.num_experts
         total += num_bytes
     return total
