@@ -27,7 +27,7 @@ from localinfer.models.load.threads import available_threads
 from tests.kernels.random_weights import random_weights
 
 HIDDEN, LAYERS, VOCABULARY, CONTEXT = 1024, 24, 4096, 4096
-_RUNS = 7
+_RUNS = 5
 _DECODED = 12
 
 
@@ -58,7 +58,8 @@ def write_model(path: Path, type_name: str, *, is_hybrid: bool) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
     writer.add_token_list([f"t{index}" for index in range(VOCABULARY)])
-    writer.add_token_merges([])
+    writer.add_token_merges(["t 0"])
+    writer.add_eos_token_id(0)
     generator = np.random.default_rng(1)
 
     def matrix(name: str, rows: int, columns: int) -> None:
