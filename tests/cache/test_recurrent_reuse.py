@@ -98,6 +98,18 @@ def test_places_where_texts_part_and_system_prompts_end_are_kept():
 
 
 @PAGES
+def test_texts_that_part_inside_a_page_share_the_snapshot_before(page_bytes: int):
+    with leak_free(Engine(recurrent(page_bytes))) as engine:  # type: ignore[arg-type]
+        first = numbers(58)
+        warm(engine, first)
+        # Both go on from position 57, the second of a page, and each has a page of its own for it.
+        second = [*first[:57], 1, 2, *numbers(40, 1)]
+        assert warm(engine, second) == 57
+        assert warm(engine, [*second[:59], 3, 3, 3]) == 57
+        assert warm(engine, [*second[:59], 4, 4, 4]) == 57
+
+
+@PAGES
 def test_requests_at_once_compute_what_they_share_once(page_bytes: int):
     model = recurrent(page_bytes)
     with leak_free(Engine(model)) as engine:  # type: ignore[arg-type]
