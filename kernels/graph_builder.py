@@ -104,6 +104,8 @@ def _check_attention(op: ops.Attention, kept: KVLayerShape) -> None:
         f"layer {op.layer} caches {kept}, attention wants {shape}",
     )
     check(shape.num_heads % shape.num_kv_heads == 0, f"{shape.num_heads} heads over {shape.num_kv_heads}")
+    check(not (shape.bidirectional and shape.chunk), "attention to later positions has no chunks")
+    check(not (shape.bidirectional and kept.window), f"layer {op.layer} drops positions that later ones still see")
     seen = min((limit for limit in (shape.window, shape.chunk) if limit > 0), default=0)
     # What lies before a windowed layer's window may be freed, so it must never be looked at.
     check(
@@ -157,7 +159,7 @@ def _check_head_matmul(op: ops.HeadMatmul) -> None:
     check(op.out.index != op.x.index, f"{op.out.name} cannot take the product of itself")
 
 
-def _check_select_output(op: ops.SelectOutput) -> None:
+def _check_select_output(op: ops.SelectOutput | ops.MeanRows) -> None:
     out, x = op.out, op.x
     check(out.width == x.width and out.rows is Rows.OUTPUT and x.rows is Rows.BATCH, f"{out.name} from {x.name}")
 
@@ -258,6 +260,7 @@ class GraphBuilder:
     activation = _writer(ops.Activate, _check_activate)
     gated_activation = _writer(ops.GatedActivate, lambda op: _same_shape(op.out, op.gate, op.up))
     add = _writer(ops.Add, lambda op: _same_shape(op.out, op.a, op.b))
+    add_vector = _writer(ops.AddVector, lambda op: _has_values(op.vector, op.x.width, f"the vector for {op.x.name}"))
     multiply_sigmoid = _writer(ops.MultiplySigmoid, _check_multiply_sigmoid)
     scale = _writer(ops.Scale)
     scale_by_position = _writer(ops.ScaleByPosition, _check_scale_by_position)
@@ -265,6 +268,7 @@ class GraphBuilder:
     copy_heads = _writer(ops.CopyHeads, _check_copy_heads)
     head_matmul = _writer(ops.HeadMatmul, _check_head_matmul)
     select_output = _writer(ops.SelectOutput, _check_select_output)
+    mean_rows = _writer(ops.MeanRows, _check_select_output)
     route = _writer(ops.Route, _check_route)
     expert_matmul = _writer(ops.ExpertMatmul, _check_expert_matmul)
     expert_sum = _writer(ops.ExpertSum, _check_expert_sum)

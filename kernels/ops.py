@@ -154,8 +154,10 @@ class AttentionShape(Record):
 
     scale multiplies q.k; softcap > 0 replaces a score s by softcap * tanh(s / softcap); window > 0 lets a position see
     itself and the window - 1 before it; chunk > 0 lets it see only its own chunk of positions; sinks float32[num_heads]
-    add exp(sink) to the softmax's denominator; alibi_slopes float32[num_heads] add slope * (key position - query
-    position).
+    add exp(sink) to the softmax's denominator; alibi_slopes float32[num_heads] subtract slope * |key position - query
+    position|.
+    bidirectional: a position sees those after it as well, up to the last row of its segment in the batch, so a text is
+    computed in one batch; a window then lets it see those at most window // 2 away on either side.
     """
 
     num_heads: int
@@ -168,6 +170,7 @@ class AttentionShape(Record):
     chunk: int = 0
     sinks: FloatArray | None = None
     alibi_slopes: FloatArray | None = None
+    bidirectional: bool = False
 
 
 class Routing(Record):
@@ -269,7 +272,10 @@ class StoreKV(Record):
 
 
 class Attention(Record):
-    """Causal attention of every row over its sequence's cache, in chunks of absolute positions merged in order."""
+    """Attention of every row over its sequence's cache, in chunks of absolute positions merged in order.
+
+    Rows see positions up to their own, or up to the last of their segment (`AttentionShape.bidirectional`).
+    """
 
     out: Buffer
     queries: Buffer
@@ -301,6 +307,13 @@ class Add(Record):
     a: Buffer
     b: Buffer
     scale: float = 1.0
+
+
+class AddVector(Record):
+    """x += vector, in place; vector float32[width]."""
+
+    x: Buffer
+    vector: FloatArray
 
 
 class MultiplySigmoid(Record):
@@ -374,6 +387,16 @@ class SelectOutput(Record):
     x: Buffer
 
 
+class MeanRows(Record):
+    """out[r] = mean over the rows of the segment that output row r lies in; `out` has Rows.OUTPUT.
+
+    The rows are summed one by one, from the first to the last.
+    """
+
+    out: Buffer
+    x: Buffer
+
+
 class Route(Record):
     """Choose experts per row; ids are stored as float32 whole numbers. Both outputs are num_selected wide."""
 
@@ -416,8 +439,8 @@ class ExpertScale(Record):
 
 Op = (
     Embed | EmbedPositions | Receive | RmsNorm | LayerNorm | Matmul | Rope | StoreKV | Attention
-    | Activate | GatedActivate | Add | MultiplySigmoid | Scale | ScaleByPosition | Softcap | CopyHeads | HeadMatmul
-    | SelectOutput | Route | ExpertMatmul | ExpertSum | ExpertScale
+    | Activate | GatedActivate | Add | AddVector | MultiplySigmoid | Scale | ScaleByPosition | Softcap | CopyHeads | HeadMatmul
+    | SelectOutput | MeanRows | Route | ExpertMatmul | ExpertSum | ExpertScale
 )  # fmt: skip
 
 

@@ -25,9 +25,15 @@ def affine(groups: Float64Array, weight: FloatArray | None, bias: FloatArray | N
 
 
 def attend(
-    query: Float64Array, keys: Float64Array, values: Float64Array, positions: range, shape: AttentionShape
+    query: Float64Array,
+    keys: Float64Array,
+    values: Float64Array,
+    positions: range,
+    shape: AttentionShape,
+    position: int | None = None,
 ) -> Float64Array:
-    """Attention of one row, at the last of `positions`, over keys and values [len(positions), ...]."""
+    """Attention of one row, at `position` or else the last of `positions`, over keys and values [len(positions), ...]."""
+    position = positions[-1] if position is None else position
     keys = keys.reshape(len(positions), shape.num_kv_heads, shape.key_size)
     values = values.reshape(len(positions), shape.num_kv_heads, shape.value_size)
     result = np.empty((shape.num_heads, shape.value_size))
@@ -37,7 +43,7 @@ def attend(
         if shape.softcap:
             scores = shape.softcap * np.tanh(scores / shape.softcap)
         if shape.alibi_slopes is not None:
-            scores = scores + float(shape.alibi_slopes[head]) * (np.asarray(positions) - positions[-1])
+            scores = scores - float(shape.alibi_slopes[head]) * np.abs(np.asarray(positions) - position)
         sink = -np.inf if shape.sinks is None else float(shape.sinks[head])
         highest = max(float(scores.max()), sink)
         weights = np.exp(scores - highest)

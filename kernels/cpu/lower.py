@@ -253,6 +253,14 @@ def _elementwise(tape: CpuTape, kernel: str, out: Buffer, a: Buffer, b: Buffer, 
     tape.add(f"elementwise.{kernel}", words, writes=out)
 
 
+def _add_vector(tape: CpuTape, op: ops.AddVector) -> None:
+    words = parameters.ELEMENTWISE.pack(
+        **tape.places(out=op.x, a=op.x), b=tape.memory.constant(op.vector), b_stride=0, scalar=1.0, columns=op.x.width,
+        is_output=op.x.is_output,
+    )  # fmt: skip
+    tape.add("elementwise.add", words, writes=op.x)
+
+
 def _scale_by_position(tape: CpuTape, op: ops.ScaleByPosition) -> None:
     words = parameters.SCALE_BY_POSITION.pack(
         **tape.places(x=op.x), columns=op.x.width, period=op.period, slope=op.slope, first_position=op.offset
@@ -260,9 +268,10 @@ def _scale_by_position(tape: CpuTape, op: ops.ScaleByPosition) -> None:
     tape.add("elementwise.scale_by_position", words, writes=op.x)
 
 
-def _select_output(tape: CpuTape, op: ops.SelectOutput) -> None:
+def _select_output(tape: CpuTape, op: ops.SelectOutput | ops.MeanRows) -> None:
     words = parameters.SELECT_OUTPUT.pack(**tape.places(out=op.out, x=op.x), columns=op.x.width)
-    tape.add("elementwise.select_output", words, writes=op.out)
+    kernel = "mean_rows" if isinstance(op, ops.MeanRows) else "select_output"
+    tape.add(f"elementwise.{kernel}", words, writes=op.out)
 
 
 def _copy_heads(tape: CpuTape, op: ops.CopyHeads) -> None:
@@ -382,6 +391,7 @@ LOWER: dict[type, Callable[[CpuTape, Any], None]] = {
     ops.Activate: lambda tape, op: _elementwise(tape, op.kind.value, op.out, op.x, op.x),
     ops.GatedActivate: lambda tape, op: _elementwise(tape, f"gated_{op.kind.value}", op.out, op.gate, op.up),
     ops.Add: lambda tape, op: _elementwise(tape, "add", op.out, op.a, op.b, op.scale),
+    ops.AddVector: _add_vector,
     ops.MultiplySigmoid: lambda tape, op: _elementwise(
         tape, "multiply_sigmoid_by_row" if op.is_by_row else "multiply_sigmoid", op.out, op.x, op.gate
     ),
@@ -391,6 +401,7 @@ LOWER: dict[type, Callable[[CpuTape, Any], None]] = {
     ops.CopyHeads: _copy_heads,
     ops.HeadMatmul: _head_matmul,
     ops.SelectOutput: _select_output,
+    ops.MeanRows: _select_output,
     ops.Route: _route,
     ops.ExpertMatmul: _expert_matmul,
     ops.ExpertSum: _expert_sum,

@@ -6,12 +6,12 @@ happens where queries and keys are read next.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.errors import BackendUnavailableError
+from localinfer.errors import BackendUnavailableError, ShapeError
 from localinfer.kernels import ops
 from localinfer.kernels.cuda import experts, gemm
 from localinfer.kernels.cuda.attention import KV_BYTES, Attention, Rope, store_steps
@@ -230,6 +230,8 @@ def _store_kv(tape: CudaTape, op: ops.StoreKV) -> None:
 
 def _attention(tape: CudaTape, attention: ops.Attention) -> None:
     out, shape, memory = attention.out, attention.shape, tape.memory
+    if shape.bidirectional:
+        _refuse(tape, attention)
     rope = tape.take_rope(attention.queries, shape.key_size)
     places = (memory.place(attention.queries), memory.place(out))
     constants = (memory.constant(shape.alibi_slopes), memory.constant(shape.sinks))
@@ -305,6 +307,10 @@ def _head_matmul(tape: CudaTape, op: ops.HeadMatmul) -> None:
     tape.add(build, op.out)
 
 
+def _refuse(tape: CudaTape, op: ops.Attention | ops.AddVector | ops.MeanRows) -> NoReturn:
+    raise ShapeError(f"{type(op).__name__} of encoders is computed on the CPU only; load the model with device='cpu'")
+
+
 LOWER: dict[type, Callable[[CudaTape, Any], None]] = {
     ops.Embed: _embed,
     ops.EmbedPositions: _embed,
@@ -318,6 +324,7 @@ LOWER: dict[type, Callable[[CudaTape, Any], None]] = {
     ops.Activate: lambda tape, op: _elementwise(tape, _ACTIVATION, op.out, op.x, op.x, activation=_NUMBERS[op.kind]),
     ops.GatedActivate: _gated_activate,
     ops.Add: lambda tape, op: _elementwise(tape, _ADD, op.out, op.a, op.b, op.scale),
+    ops.AddVector: _refuse,
     ops.MultiplySigmoid: lambda tape, op: _elementwise(
         tape, _TIMES_ROW_SIGMOID if op.is_by_row else _TIMES_SIGMOID, op.out, op.x, op.gate
     ),
@@ -327,6 +334,7 @@ LOWER: dict[type, Callable[[CudaTape, Any], None]] = {
     ops.CopyHeads: _copy_heads,
     ops.HeadMatmul: _head_matmul,
     ops.SelectOutput: _select_output,
+    ops.MeanRows: _refuse,
     ops.Route: experts.lower_route,
     ops.ExpertMatmul: experts.lower_expert_matmul,
     ops.ExpertSum: experts.lower_expert_sum,

@@ -1,4 +1,4 @@
-"""The record that describes a decoder-only transformer architecture."""
+"""The record that describes a transformer architecture."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -31,6 +31,11 @@ class Architecture:
     """One model family, given the sizes of one model, without what follows from the tensors in a file.
 
     Norms: names of tensors within a block, None for no norm. If both branches name the same norm, it is computed once.
+    attention_sum_norm, feed_forward_sum_norm: norms of the residual stream after a branch was added to it;
+    second_sum_norm: one more after attention's, of its result and the layer's input. first_attention_norm: whether the
+    first layer has the attention's norm. output_norm: after the last layer.
+    causal: positions see no later ones. has_token_types: the first token type's vector is added to every embedding.
+    classifier_activation: of a reranker's first matrix, None for tanh.
     parallel: both branches read the layer's input (GPT-J's form) instead of one after the other.
     windows, chunks: positions a layer attends to, 0 for all. has_rope: which layers have RoPE. Each has one entry per
     layer, or is empty for the default in all layers. rope_base: replaces the file's, 0 to keep it. windowed_rope_base:
@@ -48,7 +53,15 @@ class Architecture:
     attention_post_norm: str | None = None
     feed_forward_norm: str | None = "ffn_norm"
     feed_forward_post_norm: str | None = None
+    attention_sum_norm: str | None = None
+    second_sum_norm: str | None = None
+    feed_forward_sum_norm: str | None = None
+    first_attention_norm: bool = True
     embedding_norm: str | None = None
+    output_norm: str | None = "output_norm"
+    causal: bool = True
+    has_token_types: bool = False
+    classifier_activation: Activation | None = None
     parallel: bool = False
     query_key_norm: QueryKeyNorm = QueryKeyNorm.NONE
     unweighted_query_key_norm: bool = False

@@ -13,6 +13,7 @@ from localinfer.errors import UnsupportedFormatError
 from localinfer.kernels.ops import Activation, Gating, Pairing
 from localinfer.models.decoder.architecture import Architecture, Norm, QueryKeyNorm
 from localinfer.models.decoder.config import ModelConfig
+from localinfer.models.decoder.encoder_architectures import ENCODERS
 
 _LLAMA = Architecture(pairing=Pairing.ADJACENT)
 _QK_NORMED = Architecture(query_key_norm=QueryKeyNorm.BEFORE_ROPE)
@@ -292,6 +293,7 @@ ARCHITECTURES: dict[str, Architecture | Callable[[ModelConfig], Architecture]] =
     "stablelm": _stablelm,
     # StarCoder 2 (arXiv 2402.19173): layer norms, biases everywhere, no gate.
     "starcoder2": _GELU_MLP,
+    **ENCODERS,
 }
 
 RECURRENT = (

@@ -18,6 +18,12 @@ MAX_CONTEXT = 1 << 28
 MIN_SCALE, MAX_SCALE = 1e-6, 1e6
 """Bounds of factors on activations, scores and positions, which in known models are from 0.001 to 100."""
 MIN_BASE, MAX_BASE = 1.0 + 1e-6, 1e18
+BIDIRECTIONAL = frozenset(
+    "bert eurobert gemma-embedding jina-bert-v2 jina-bert-v3 modern-bert neo-bert nomic-bert nomic-bert-moe".split()
+)
+"""Architectures whose positions see later ones: encoders."""
+_DENSE_FIRST = ("modern-bert",)
+"""Of the layers in a period of the window's pattern the first has full attention, not the last."""
 _MAX_VOCABULARY = 1 << 20
 """Sampling weights of tokens are multiples of 2^-43, summed in 63 bits."""
 
@@ -113,7 +119,13 @@ class ModelConfig:
     max_alibi_bias: float = 0.0
     temperature_scale: float = 0.0
     temperature_length: int = 0
+    hidden_activation: str = ""
     block_tensors: frozenset[str] = frozenset()
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether positions see later ones, so that a text is computed in one batch and continues nothing."""
+        return self.architecture in BIDIRECTIONAL
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, object], tensor_shapes: Mapping[str, Shape]) -> "ModelConfig":
@@ -149,11 +161,7 @@ class ModelConfig:
         sliding_window = reader.integer("attention.sliding_window", 0, low=0, high=MAX_CONTEXT)
         rope = _rope(reader, head_dim, context_length)
         _check_windowed_sizes(reader, rotary_size=rope.rotary_size, head_dim=head_dim, value_head_dim=value_head_dim)
-        if reader.optional_boolean("attention.causal") is False:
-            raise UnsupportedFormatError(
-                f"{reader.full_key('attention.causal')} is false; this version runs models with causal attention only. "
-                "Choose another model."
-            )
+        _check_causal(reader, architecture)
         config = cls(
             architecture=architecture,
             hidden_size=hidden_size,
@@ -183,10 +191,23 @@ class ModelConfig:
             max_alibi_bias=_scale(reader, "attention.max_alibi_bias", low=0.0),
             temperature_scale=_scale(reader, "attention.temperature_scale"),
             temperature_length=reader.integer("attention.temperature_length", 0, low=0, high=MAX_CONTEXT),
+            hidden_activation=reader.text("hidden_activation", "") if architecture == "modern-bert" else "",
             block_tensors=frozenset(name.removeprefix("blk.0.") for name in tensor_shapes if name.startswith("blk.0.")),
         )
         _check_tensor_shapes(reader, config, tensor_shapes)
         return config
+
+
+def _check_causal(reader: MetadataReader, architecture: str) -> None:
+    """Refuse a decoder whose file wants an encoder's attention, and an encoder whose file wants a decoder's."""
+    is_encoder = architecture in BIDIRECTIONAL
+    causal = reader.optional_boolean("attention.causal")
+    if causal is is_encoder:
+        wanted = "without a causal mask only" if is_encoder else "with causal attention only"
+        raise UnsupportedFormatError(
+            f"{reader.full_key('attention.causal')} is {str(causal).lower()}; this version runs models of the "
+            f"architecture {architecture!r} {wanted}. Choose another model."
+        )
 
 
 def _count_layers(reader: MetadataReader, tensor_shapes: Mapping[str, Shape]) -> int:
@@ -349,14 +370,15 @@ def _latent(reader: MetadataReader, rope: RopeConfig, head_dim: int, value_head_
 
 
 def _windowed_layers(reader: MetadataReader, num_layers: int) -> tuple[bool, ...]:
-    """Which layers have a sliding window: a list, or a period n where every n-th layer has full attention."""
+    """Which layers have a sliding window: a list, or a period n, of which one layer has full attention."""
     key = "attention.sliding_window_pattern"
     if key not in reader:
         return ()
     if reader.is_sequence(key):
         return tuple(bool(value) for value in reader.integers(key, num_layers, low=0, high=1))
     period = reader.integer(key, low=0, high=MAX_LAYERS)
-    return tuple(period == 0 or layer % period < period - 1 for layer in range(num_layers))
+    full = 0 if reader.prefix in _DENSE_FIRST else period - 1
+    return tuple(period == 0 or layer % period != full for layer in range(num_layers))
 
 
 def _check_tensor_shapes(reader: MetadataReader, config: ModelConfig, tensor_shapes: Mapping[str, Shape]) -> None:

@@ -1,5 +1,7 @@
 """The feed-forward block: two matrices, three with a gate, or mixture of experts."""
 
+from collections.abc import Sequence
+
 from localinfer.kernels.ops import Buffer, Gating, LinearWeight, Projection, Routing
 from localinfer.models.decoder.graph import Graph, refuse
 
@@ -65,13 +67,17 @@ def _write_experts(graph: Graph, layer: int, hidden: Buffer, x: Buffer, post_nor
     tape.route(expert_ids, expert_weights, logits, _routing(graph, layer, residual_scale))
 
     size = graph.weights.shape(f"{block}.ffn_down_exps.weight")[-1]
-    gate = graph.buffer("expert_gate", num_selected * size, x.rows)
     up = graph.buffer("expert_up", num_selected * size, x.rows)
-    _multiply_experts(graph, block, ("gate", gate), ("up", up), size, x, expert_ids)
-    if architecture.weigh_expert_inputs:
-        # Weighting x weights gate and up; the sum over experts then needs no weights.
-        tape.expert_scale(gate, expert_weights)
-    tape.gated_activation(up, gate, up, architecture.activation)
+    if architecture.gated:
+        gate = graph.buffer("expert_gate", num_selected * size, x.rows)
+        _multiply_experts(graph, block, [("gate", gate), ("up", up)], size, x, expert_ids)
+        if architecture.weigh_expert_inputs:
+            # Weighting x weights gate and up; the sum over experts then needs no weights.
+            tape.expert_scale(gate, expert_weights)
+        tape.gated_activation(up, gate, up, architecture.activation)
+    else:
+        _multiply_experts(graph, block, [("up", up)], size, x, expert_ids)
+        tape.activation(up, up, architecture.activation)
     down = graph.buffer("expert_down", num_selected * hidden.width, x.rows)
     weight = graph.weights.experts(f"{block}.ffn_down_exps.weight", num_experts, hidden.width, size)
     bias = graph.weights.optional_vector(f"{block}.ffn_down_exps.bias", (num_experts, hidden.width))
@@ -99,14 +105,14 @@ def _routing(graph: Graph, layer: int, residual_scale: float) -> Routing:
 
 
 def _multiply_experts(
-    graph: Graph, block: str, gate: tuple[str, Buffer], up: tuple[str, Buffer], size: int, x: Buffer, ids: Buffer
+    graph: Graph, block: str, outs: Sequence[tuple[str, Buffer]], size: int, x: Buffer, ids: Buffer
 ) -> None:
-    """Gate and up of the selected experts: two stacks, or the rows of one."""
+    """Gate and up of the selected experts: two stacks, or the rows of one; up alone in models without a gate."""
     experts = graph.config.experts
     assert experts is not None, "the caller has checked that the model has experts"
     fused = f"{block}.ffn_gate_up_exps.weight"
-    for position, (letter, out) in enumerate((gate, up)):
-        if graph.weights.has(fused):
+    for position, (letter, out) in enumerate(outs):
+        if graph.weights.has(fused) and len(outs) == 2:
             rows = slice(position * size, (position + 1) * size)
             weight = graph.weights.experts(fused, experts.num_experts, 2 * size, x.width, rows)
             bias = None

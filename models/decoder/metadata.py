@@ -18,14 +18,14 @@ class MetadataReader:
 
     def __init__(self, metadata: Mapping[str, object], prefix: str) -> None:
         self._metadata = metadata
-        self._prefix = prefix
+        self.prefix = prefix
 
     def __contains__(self, key: str) -> bool:
         return self.full_key(key) in self._metadata
 
     def full_key(self, key: str) -> str:
         """The key with its prefix."""
-        return f"{self._prefix}.{key}"
+        return f"{self.prefix}.{key}"
 
     def contradiction(self, key: str, found: object, wanted: str) -> LocalinferError:
         """The error, to be raised by the caller, for a value that contradicts the rest of the file.

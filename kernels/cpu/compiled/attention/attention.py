@@ -54,6 +54,12 @@ def lowest_position(p: int, position: int) -> int:
 
 
 @inline
+def _end_position(p: int, memory: int, position: int) -> int:
+    """The position after the last one that a query at `position` attends to: its own, or one of its segment's."""
+    return min(position + ATTENTION.after(p), load_i64(memory + scratch.END) - 1) + 1
+
+
+@inline
 def _first_chunk(p: int, position: int) -> int:
     return lowest_position(p, position) // CHUNK
 
@@ -95,7 +101,7 @@ def _attend(p: int, memory: int, chunk: int, first_query: int, count: int, place
     position, start = load_i64(memory + scratch.POSITION), chunk * CHUNK
     last_query = first_query + count - 1
     low = max(0, lowest_position(p, position + first_query // group) - start)
-    high = min(CHUNK, position + last_query // group + 1 - start)
+    high = min(CHUNK, _end_position(p, memory, position + last_query // group) - start)
     for q in range(8):
         store_f32(place + 4 * q, np.float32(-np.inf))
     if low >= high:
@@ -117,7 +123,7 @@ def _attend(p: int, memory: int, chunk: int, first_query: int, count: int, place
             16 * first_block,
             16 * last_block,
             lowest_position(p, here) - start,
-            min(high, here + 1 - start),
+            min(high, _end_position(p, memory, here) - start),
             softcap,
             slope,
             start - here,
@@ -177,7 +183,8 @@ def _chunk_bytes(p: int, queries: int) -> int:
 def _attend_part(p: int, memory: int, partials: int, first_chunk: int, last_chunk: int) -> None:
     """Some chunks of a tile; stores their results in `partials`."""
     rows = load_i64(memory + scratch.ROWS)
-    queries, end = rows * ATTENTION.group(p), load_i64(memory + scratch.POSITION) + rows
+    queries = rows * ATTENTION.group(p)
+    end = _end_position(p, memory, load_i64(memory + scratch.POSITION) + rows - 1)
     place = partials
     for chunk in range(first_chunk, last_chunk):
         set_pages(p, memory, chunk, end)
@@ -190,7 +197,7 @@ def _attend_part(p: int, memory: int, partials: int, first_chunk: int, last_chun
 def _finish_tile(p: int, memory: int, partials: int, is_attended: bool) -> None:
     """Merge all chunks of a tile, from `partials` if they are stored there, and divide by the sums."""
     rows, position = load_i64(memory + scratch.ROWS), load_i64(memory + scratch.POSITION)
-    queries, end = rows * ATTENTION.group(p), position + rows
+    queries, end = rows * ATTENTION.group(p), _end_position(p, memory, position + rows - 1)
     for query in range(queries):
         store_f32(memory + scratch.MAXIMA + 4 * query, np.float32(-np.inf))
     place = partials if is_attended else memory + scratch.CHUNK
@@ -250,6 +257,7 @@ def set_unit(p: int, memory: int, segment: int, first_row: int, rows: int, kv_he
     store_i64(memory + scratch.KV_HEAD, kv_head)
     store_i64(memory + scratch.PAGE_TABLE, load_i64(segment + ATTENTION.table(p)))
     store_i64(memory + scratch.ROWS, rows)
+    store_i64(memory + scratch.END, SEGMENT.position(segment) + SEGMENT.num_rows(segment))
 
 
 @op

@@ -30,8 +30,10 @@ OUT_ROW = QUERY_ROW + 8
 KV_HEAD = OUT_ROW + 8
 PAGE_TABLE = KV_HEAD + 8
 ROWS = PAGE_TABLE + 8
+END = ROWS + 8
+"""The position after the last row of the unit's segment."""
 
-SCORES = COUNT + 64
+SCORES = COUNT + 128
 WORK = SCORES + 8 * SCORE_STRIDE
 CHUNK = WORK + WEIGH_BYTES
 """Results of up to eight queries of a chunk: 16 maxima, 16 sums, 8 rows of values, all float32."""
