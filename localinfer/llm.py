@@ -17,6 +17,7 @@ from localinfer.chat.history import ChatHistory
 from localinfer.chat.messages import read_messages
 from localinfer.chat.reply import ReplyOptions, TemplateFormats
 from localinfer.closing import Closing
+from localinfer.embedding import RankedDocument, TextEmbedder
 from localinfer.engine.beam_search import Beam, search_beams
 from localinfer.engine.engine import Engine
 from localinfer.engine.scheduler import EngineLimits
@@ -33,7 +34,6 @@ from localinfer.stream import (
 
 if TYPE_CHECKING:
     from localinfer.cache.eviction import KVEviction
-    from localinfer.kernels.program import Program
     from localinfer.models.load.loader import Model
     from localinfer.models.text.chat_template import ChatTemplate
     from localinfer.models.text.tokenizer import Tokenizer
@@ -101,7 +101,7 @@ class LLM(Closing):
             self._replies = TemplateFormats(model.chat_template, model.tokenizer, self._constraints)
         self._identity = identity
         self._session_lock = threading.Lock()
-        self._hidden_program: Program | None = None
+        self._embedder = TextEmbedder(self._engine, model)
         self._disk: DiskCache | None = None
         if disk is not None and identity is not None:
             from localinfer.persistence import prompt_cache
@@ -283,22 +283,64 @@ class LLM(Closing):
 
         return score_tokens(self._engine, self._model.program, token_ids, top)
 
-    def embed(self, prompt: Prompt) -> NDArray[np.float32]:
-        """Return one vector for a text, float32[hidden_size], of length 1: its last hidden states, pooled.
+    def embed(
+        self,
+        prompt: Prompt,
+        *,
+        pooling: str | None = None,
+        normalize: bool = True,
+        dimensions: int | None = None,
+        truncate: bool = False,
+    ) -> NDArray[np.float32]:
+        """Return one vector for a text, float32[size]: its last hidden states, pooled; see `embed_many`.
 
-        Pooled as the model was trained to be, or else by their mean.
         prompt: text, which gets the tokens that begin and end a text, or token ids, which are taken as they are.
-        Raises: RequestError, ContextLengthError, ClosedError; UnsupportedFormatError for an unknown pooling.
         """
-        from localinfer.engine.scoring import embed_tokens
+        (vector,) = self.embed_many(
+            [prompt], pooling=pooling, normalize=normalize, dimensions=dimensions, truncate=truncate
+        )
+        return vector
 
+    def embed_many(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        pooling: str | None = None,
+        normalize: bool = True,
+        dimensions: int | None = None,
+        truncate: bool = False,
+    ) -> list[NDArray[np.float32]]:
+        """Return one vector per text, in order, the texts computed in batches; each is what `embed` gives.
+
+        pooling: "mean", "first" (or "cls"), "last", or "none" for a vector of every token, float32[T, size]. None: as
+            the model was trained, or else the mean.
+        normalize: scale each vector to length 1. dimensions: keep so many of its first numbers, for models trained to
+            be cut (Matryoshka). truncate: cut texts that are longer than the context, which are refused otherwise.
+        Raises: RequestError, ContextLengthError, ClosedError; UnsupportedFormatError for an unknown pooling;
+            BackendUnavailableError for a model on a GPU.
+        """
         self._engine.check_usable()
-        with self._session_lock:
-            if self._hidden_program is None:
-                self._hidden_program = self._model.hidden_program()
-        if isinstance(prompt, str):
-            prompt = self.tokenizer.encode(prompt, max_tokens=self.context_length)
-        return embed_tokens(self._engine, self._hidden_program, prompt, self._model.pooling)
+        return self._embedder.embed(
+            prompts, pooling=pooling, normalize=normalize, dimensions=dimensions, truncate=truncate
+        )
+
+    def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        top_n: int | None = None,
+        normalize: bool = True,
+        truncate: bool = False,
+    ) -> list[RankedDocument]:
+        """Return documents by falling relevance to a query, as a reranker scores each pair.
+
+        top_n: return so many; None: all. normalize: scores from 0 to 1 (the logistic function of the classifier's
+        number, or the probability of its label "yes"); otherwise that number as it is. truncate: cut documents that do
+        not fit the context together with the query, which are refused otherwise.
+        Raises: as `embed_many`; RequestError for a model that is no reranker.
+        """
+        return self._embedder.rerank(query, documents, top_n=top_n, normalize=normalize, truncate=truncate)
 
     def logits(self, token_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
         """Return float32[T, vocab_size]: row i holds the logits of the token after token_ids[:i + 1]."""
@@ -368,6 +410,7 @@ class LLM(Closing):
 
     def _checked(self, options: Mapping[str, Any]) -> CheckedOptions:
         self._engine.check_usable()
+        self._engine.check_generates()
         return check_options(options, self._model.tokenizer)
 
     def _chat_parts(self) -> "tuple[ChatTemplate, ChatHistory]":

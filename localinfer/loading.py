@@ -124,6 +124,10 @@ def load(
             progress=progress,
         )
         loads.callback(loaded.close)
+        if loaded.config.is_encoder:
+            if draft is not None or speculation not in (None, "auto"):
+                raise RequestError("an encoder generates nothing, so nothing is drafted; leave out speculation and draft")
+            speculation = disk = None
         drafting = made = window = None
         if kv_window is not None and kv_window < loaded.config.context_length:
             window = window_of(loaded, kv_window)

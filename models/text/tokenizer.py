@@ -57,6 +57,23 @@ class Tokenizer:
         self._containing: dict[str, frozenset[int]] = {}
         self._token_bytes: dict[int, bytes] = {}
 
+    @property
+    def ids_after(self) -> list[int]:
+        """What `add_special` puts after a text."""
+        return list(self._after)
+
+    @property
+    def ids_between(self) -> list[int]:
+        """What stands between the end of the first text of a pair and the second, as rerankers read pairs.
+
+        [CLS] query [SEP] document [SEP] has none; <s> query </s></s> document </s> one more end (RoBERTa).
+        """
+        doubles = self._vocabulary.flags.get("add_sep_token")
+        if doubles is None:
+            doubles = bool(self._before) and self.token_text(self._before[0]) == "<s>"
+        separator = self._vocabulary.role_ids.get("seperator")
+        return ([separator] if separator is not None else list(self._after)) if doubles else []
+
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, object]) -> "Tokenizer":
         """Build the tokenizer from GGUF metadata, the values decoded (arrays as NumPy arrays or lists).

@@ -38,7 +38,7 @@ _UNUSED_IDS = ("padding", "mask")
 # Published files of these deny the BOS token that their models cannot do without.
 _ALWAYS_WITH_BOS = ("gemma4", "granite-embed-multi-311m")
 _FLAGS = (
-    *("add_bos_token", "add_eos_token", "add_space_prefix", "normalizer.lowercase", "normalizer.strip_accents"),
+    *("add_bos_token", "add_eos_token", "add_sep_token", "add_space_prefix", "normalizer.lowercase", "normalizer.strip_accents"),
     # Not GGUF's: what tokenizer.json can say and GGUF cannot.
     *("add_space_prefix_once", "strips_after_special"),
 )

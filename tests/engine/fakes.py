@@ -25,6 +25,7 @@ PAGE_BYTES = 64
 class FakeConfig:
     vocab_size: int = 260
     context_length: int = 64
+    is_encoder: bool = False
 
 
 @dataclass(frozen=True)
