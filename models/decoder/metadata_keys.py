@@ -15,7 +15,7 @@ from localinfer.quant.checkpoint.model_file import ModelFile
 READ_KEYS = frozenset(
     (
         "block_count context_length embedding_length feed_forward_length vocab_size nextn_predict_layers"
-        " pooling_type attn_logit_softcapping final_logit_softcapping attention.causal attention.head_count"
+        " pooling_type classifier.pooling_type attn_logit_softcapping final_logit_softcapping attention.causal attention.head_count"
         " attention.head_count_kv attention.scale attention.key_length attention.key_length_mla"
         " attention.key_length_swa attention.value_length attention.value_length_mla attention.value_length_swa"
         " attention.kv_lora_rank attention.q_lora_rank attention.layer_norm_epsilon"
@@ -31,10 +31,11 @@ READ_KEYS = frozenset(
 
 _MUP = ("granite", "granitemoe", "minicpm")
 ARCHITECTURE_KEYS: dict[str, tuple[str, ...]] = {
-    "attention.max_alibi_bias": ("bloom",),
+    "attention.max_alibi_bias": ("bloom", "jina-bert-v2"),
     "attention.temperature_length": ("deepseek2", "llama4"),
     "attention.temperature_scale": ("deepseek2", "llama4", "mistral3"),
     "embedding_scale": _MUP,
+    "hidden_activation": ("modern-bert",),
     "logit_scale": (*_MUP, "cohere2", "command-r"),
     "residual_scale": _MUP,
     "rope.scaling.alpha": ("hunyuan-dense", "hunyuan-moe"),
