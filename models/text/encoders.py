@@ -415,7 +415,7 @@ class WordPieceEncoder(SubwordEncoder):
     def _words(self, text: str) -> list[str]:
         if self._strips_accents:
             text = unicodedata.normalize("NFD", text)
-        dropped = {"Cc", "Cf", "Co", "Cn"} | ({"Mn"} if self._strips_accents else set())
+        dropped = {"Cc", "Cf", "Co"} | ({"Mn"} if self._strips_accents else set())
         spaced: list[str] = []
         for character in text:
             category = unicodedata.category(character)

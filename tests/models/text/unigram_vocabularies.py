@@ -43,8 +43,8 @@ def unigram_metadata(*, seed: int = 0, levels: int = 0, with_bytes: bool = False
     return metadata | keyed(**changes)
 
 
-def random_texts(count: int, seed: int) -> list[str]:
-    """Texts of words, other scripts, combining marks, symbols and spaces of many kinds."""
+def random_texts(count: int, seed: int, *, highest: int = 0x2FFF) -> list[str]:
+    """Texts of words, other scripts, combining marks, symbols and spaces, and of any characters up to `highest`."""
     generator = np.random.default_rng(seed)
     parts = [
         *("the", "cats", "unreturnable", "hello world", "=====", "==========", "中国", "中x国", "e\u0301te\u0301", "ﬁ", "①"),
@@ -62,7 +62,7 @@ def random_texts(count: int, seed: int) -> list[str]:
             elif kind < 0.9:
                 pieces.append("".join(generator.choice(letters, int(generator.integers(1, 9)))))
             else:
-                pieces.append(chr(int(generator.integers(0x20, 0x2FFF))))
+                pieces.append(chr(int(generator.integers(0x20, highest))))
             pieces.append(" " * int(generator.integers(0, 3)))
         texts.append("".join(pieces))
     return texts
