@@ -42,6 +42,11 @@ class TextEmbedder:
         self._pooler = TextPooler(engine, model)
         self._lock = threading.Lock()
 
+    def token_ids(self, texts: Sequence[Text], *, truncate: bool) -> list[NDArray[np.int32]]:
+        """The ids that are computed of each text."""
+        truncate = check_flag("truncate", truncate)
+        return [self._token_ids(text, truncate) for text in texts]
+
     def embed(
         self,
         texts: Sequence[Text],
@@ -53,9 +58,8 @@ class TextEmbedder:
     ) -> list[FloatArray]:
         """A vector of each text, float32[size], or with pooling "none" of each token, float32[T, size]."""
         normalize = check_flag("normalize", normalize)
-        truncate = check_flag("truncate", truncate)
         chosen = self._pooling(pooling)
-        found = self._pool([self._token_ids(text, truncate) for text in texts], chosen)
+        found = self._pool(self.token_ids(texts, truncate=truncate), chosen)
         if dimensions is not None and found:
             check_number("dimensions", dimensions, 1, found[0].shape[-1])
         return [_finished(one, dimensions, normalize=normalize) for one in found]

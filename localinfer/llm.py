@@ -126,6 +126,13 @@ class LLM(Closing):
         return self._engine.vocab_size
 
     @property
+    def capabilities(self) -> tuple[str, ...]:
+        """What this model can be asked for: "completion", "chat", "embeddings", "rerank"."""
+        from localinfer.models.load.loader import capabilities
+
+        return capabilities(self._model.config, self._model.file.metadata)
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether the file says how this model wants conversations; without, `chat` takes a general form."""
         template = self._model.chat_template
@@ -323,6 +330,11 @@ class LLM(Closing):
         return self._embedder.embed(
             prompts, pooling=pooling, normalize=normalize, dimensions=dimensions, truncate=truncate
         )
+
+    def embedding_ids(self, prompts: Sequence[Prompt], *, truncate: bool = False) -> list[NDArray[np.int32]]:
+        """Return the token ids, int32[T], that `embed_many` computes of each text. Raises: as it."""
+        self._engine.check_usable()
+        return self._embedder.token_ids(prompts, truncate=truncate)
 
     def rerank(
         self,

@@ -117,6 +117,11 @@ class LayerRun:
         shapes = {name: record.shape for name, record in file.tensors.items()}
         length = token_ids.shape[1]
         config = replace(ModelConfig.from_metadata(file.metadata, shapes), context_length=max(length, 1))
+        if config.is_encoder:
+            raise RequestError(
+                f"this model is an encoder ({config.architecture}), and calibration follows texts through models that "
+                "generate; quantize it with the method rtn"
+            )
         self.num_layers = config.num_layers
         self._evaluator = Evaluator(token_ids, workers, visitor, quantized_rows)
         self._builder = GraphBuilder(kv_layer_shapes(config))

@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -342,6 +343,14 @@ def read_config(file: ModelFile) -> ModelConfig:
         # First, as the metadata of some recurrent models lacks attention keys.
         check_architecture(architecture)
     return ModelConfig.from_metadata(file.metadata, {name: info.shape for name, info in file.tensors.items()})
+
+
+def capabilities(config: ModelConfig, metadata: Mapping[str, object]) -> tuple[str, ...]:
+    """What a model can be asked for: "completion", "chat", "embeddings", "rerank"."""
+    is_reranker = read_pooling(metadata) is Pooling.RANK
+    if config.is_encoder:
+        return ("rerank",) if is_reranker else ("embeddings",)
+    return ("completion", "chat", "rerank" if is_reranker else "embeddings")
 
 
 def _with_context(
