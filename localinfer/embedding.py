@@ -45,6 +45,8 @@ class TextEmbedder:
     def token_ids(self, texts: Sequence[Text], *, truncate: bool) -> list[NDArray[np.int32]]:
         """The ids that are computed of each text."""
         truncate = check_flag("truncate", truncate)
+        if not isinstance(texts, Sequence) or isinstance(texts, str | bytes):
+            raise RequestError(f"prompts is {shown(texts)}; give a list of texts, or of lists of token ids")
         return [self._token_ids(text, truncate) for text in texts]
 
     def embed(
@@ -69,16 +71,16 @@ class TextEmbedder:
     ) -> list[RankedDocument]:
         """The documents by falling score, equal ones in order."""
         self._engine.check_usable()
-        if self._model.pooling is not Pooling.RANK:
-            raise RequestError(
-                "this model is no reranker: its file has no classifier (pooling_type 4); load a reranker, or compare "
-                "the vectors of embed"
-            )
         normalize, truncate = check_flag("normalize", normalize), check_flag("truncate", truncate)
         check_number("top_n", top_n, 1, none="for all")
         if not isinstance(query, str):
             raise RequestError(f"query is {shown(query)}; give a text")
         documents = _strings(documents)
+        if self._model.pooling is not Pooling.RANK:
+            raise RequestError(
+                "this model is no reranker: its file has no classifier (pooling_type 4); load a reranker, or compare "
+                "the vectors of embed"
+            )
         texts = [self._checked(self._pair(query, text, truncate)) for text in documents]
         scores = [self._score(outputs, normalize=normalize) for outputs in self._pool(texts, Pooling.RANK)]
         ranked = sorted(range(len(texts)), key=lambda index: -scores[index])[:top_n]
@@ -97,7 +99,7 @@ class TextEmbedder:
                     "this model is a reranker, which gives scores and no vectors; use rerank, or name a pooling"
                 )
             return found
-        if name not in POOLINGS:
+        if not isinstance(name, str) or name not in POOLINGS:
             raise RequestError(f"pooling is {shown(name)}; give {', '.join(POOLINGS)}, or None for the model's own")
         return Pooling.FIRST if name == "cls" else Pooling(name)
 
@@ -110,11 +112,14 @@ class TextEmbedder:
                 # The tokens that end a text stay.
                 end = tokenizer.ids_after
                 text = text[: room - len(end)] + end
-        return self._checked(text[:room] if truncate else text)
+            return self._checked(text)
+        return self._checked(text, cut=truncate)
 
-    def _checked(self, token_ids: Text) -> NDArray[np.int32]:
+    def _checked(self, token_ids: Text, *, cut: bool = False) -> NDArray[np.int32]:
         room = self._engine.context_length
         tokens = self._engine.check_prompt(token_ids, needs_tokens=True, shifts_context=True)
+        if cut:
+            tokens = tokens[:room]
         if tokens.size > room:
             raise ContextLengthError(
                 f"a text has {tokens.size} tokens, but the context holds {room}; shorten it, or allow truncate",
