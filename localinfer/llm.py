@@ -426,6 +426,7 @@ class LLM(Closing):
         return check_options(options, self._model.tokenizer)
 
     def _chat_parts(self) -> "tuple[ChatTemplate, ChatHistory]":
+        self._engine.check_generates()
         if self._model.chat_template is None or self._chat_history is None:
             raise RequestError(
                 "the model file has no tokenizer, so it cannot chat; it can complete prompts of token ids"
