@@ -3,7 +3,8 @@
 import math
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +26,8 @@ RERANK_TEMPLATE_KEY = "tokenizer.chat_template.rerank"
 _YES = "yes"
 
 
-class RankedDocument(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class RankedDocument:
     """A document's place among those given, its score for the query, and the tokens that both took together."""
 
     index: int
@@ -115,7 +117,7 @@ class TextEmbedder:
             return self._checked(text)
         return self._checked(text, cut=truncate)
 
-    def _checked(self, token_ids: Text, *, cut: bool = False) -> NDArray[np.int32]:
+    def _checked(self, token_ids: Sequence[int] | NDArray[np.integer], *, cut: bool = False) -> NDArray[np.int32]:
         room = self._engine.context_length
         tokens = self._engine.check_prompt(token_ids, needs_tokens=True, shifts_context=True)
         if cut:
@@ -185,7 +187,7 @@ class TextEmbedder:
 
 
 def _template_parts(template: str) -> list[str]:
-    parts = []
+    parts: list[str] = []
     for outer in template.split("{query}"):
         if parts:
             parts.append("{query}")
@@ -200,7 +202,7 @@ def _strings(documents: object) -> list[str]:
     is_list = isinstance(documents, Sequence) and not isinstance(documents, str | bytes)
     if not is_list or not all(isinstance(one, str) for one in documents):  # type: ignore[attr-defined]
         raise RequestError(f"documents is {shown(documents)}; give a list of texts")
-    return list(documents)  # type: ignore[call-overload]
+    return [str(one) for one in documents]  # type: ignore[attr-defined]
 
 
 def _finished(values: FloatArray, dimensions: int | None, *, normalize: bool) -> FloatArray:

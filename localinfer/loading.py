@@ -126,7 +126,9 @@ def load(
         loads.callback(loaded.close)
         if loaded.config.is_encoder:
             if draft is not None or speculation not in (None, "auto"):
-                raise RequestError("an encoder generates nothing, so nothing is drafted; leave out speculation and draft")
+                raise RequestError(
+                    "an encoder generates nothing, so nothing is drafted; leave out speculation and draft"
+                )
             speculation = disk = None
         drafting = made = window = None
         if kv_window is not None and kv_window < loaded.config.context_length:

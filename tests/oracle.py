@@ -278,7 +278,9 @@ def _select_output(run: _Run, op: ops.SelectOutput) -> None:
 
 @_formula(ops.MeanRows)
 def _mean_rows(run: _Run, op: ops.MeanRows) -> None:
-    means = {row: run[op.x][rows.start : rows.stop].mean(axis=0) for _, rows in _segment_rows(run.batch) for row in rows}
+    means = {
+        row: run[op.x][rows.start : rows.stop].mean(axis=0) for _, rows in _segment_rows(run.batch) for row in rows
+    }
     run[op.out] = np.stack([means[int(row)] for row in run.batch.output_rows])
 
 

@@ -32,7 +32,7 @@ def attend(
     shape: AttentionShape,
     position: int | None = None,
 ) -> Float64Array:
-    """Attention of one row, at `position` or else the last of `positions`, over keys and values [len(positions), ...]."""
+    """Attention of one row, at `position` or else the last of `positions`, over keys and values of these."""
     position = positions[-1] if position is None else position
     keys = keys.reshape(len(positions), shape.num_kv_heads, shape.key_size)
     values = values.reshape(len(positions), shape.num_kv_heads, shape.value_size)

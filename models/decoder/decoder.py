@@ -128,9 +128,7 @@ def write_embedding(graph: Graph, context_length: int) -> Buffer:
     return hidden
 
 
-def write_layer(
-    graph: Graph, layer: int, hidden: Buffer, tables: RopeTables, *, selects_output: bool = True
-) -> Buffer:
+def write_layer(graph: Graph, layer: int, hidden: Buffer, tables: RopeTables, *, selects_output: bool = True) -> Buffer:
     """Write one layer and return its result: `hidden` itself, or in the last layer the output rows only.
 
     selects_output: whether the last layer does that.

@@ -83,7 +83,9 @@ class CharacterMap:
 
     def _unit(self, place: int) -> int:
         if place >= len(self._units):
-            raise _refusal(f"a trie of {len(self._units)} units that leads to number {place}", "a trie of its own units")
+            raise _refusal(
+                f"a trie of {len(self._units)} units that leads to number {place}", "a trie of its own units"
+            )
         return self._units[place]
 
     def _replacement(self, value: int) -> str:

@@ -43,8 +43,8 @@ _KEEPS_SPACES_AFTER = ("<unk>", "<s>", "<|endoftext|>")
 class Tokenizer:
     """The tokenizer of one model file; threads may share it.
 
-    `kind` is "spm", "bpe", "wordpiece" or "unigram". `bos_token_id`, `eos_token_id` and `unknown_token_id` are None where the
-    vocabulary has no such token; `eog_token_ids` are all ids that end a generation. `adds_bos` says whether
+    `kind` is "spm", "bpe", "wordpiece" or "unigram". `bos_token_id`, `eos_token_id` and `unknown_token_id` are None
+    where the vocabulary has no such token; `eog_token_ids` are all ids that end a generation. `adds_bos` says whether
     `add_special` starts a sequence with the BOS token. `strips_space_at_start` says that the vocabulary puts a space
     before a text, which decoding takes off again.
     """

@@ -43,7 +43,7 @@ class UnigramEncoder(SubwordEncoder):
         return [token_id for part in self._encode_stretches([text]) for token_id in part]
 
     def encode_long(self, text: str, is_run_start: bool) -> Iterator[list[int]]:
-        """Yield the ids of plain text part by part; no part of a text before a space is normalized with one after it."""
+        """Yield the ids of plain text part by part, cut before spaces for normalization."""
         return self._encode_stretches(_stretches(text))
 
     def fewest_ids(self, text: str) -> int:

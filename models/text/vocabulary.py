@@ -39,7 +39,15 @@ _UNUSED_IDS = ("padding", "mask")
 # Published files of these deny the BOS token that their models cannot do without.
 _ALWAYS_WITH_BOS = ("gemma4", "granite-embed-multi-311m")
 _FLAGS = (
-    *("add_bos_token", "add_eos_token", "add_sep_token", "add_space_prefix", "remove_extra_whitespaces", "normalizer.lowercase", "normalizer.strip_accents"),
+    *(
+        "add_bos_token",
+        "add_eos_token",
+        "add_sep_token",
+        "add_space_prefix",
+        "remove_extra_whitespaces",
+        "normalizer.lowercase",
+        "normalizer.strip_accents",
+    ),
     # Not GGUF's: what tokenizer.json can say and GGUF cannot.
     *("add_space_prefix_once", "strips_after_special"),
 )
@@ -48,7 +56,17 @@ _ROLES = ("bos", "eos", "eot", "eom", "unknown", "seperator", "cls", "fim_pad", 
 TOKENIZER_KEYS = frozenset(
     f"{PREFIX}{key}"
     for key in (
-        *("model", "pre", "tokens", "token_type", "scores", "merges", "precompiled_charsmap", "end_of_generation_ids", *_FLAGS),
+        *(
+            "model",
+            "pre",
+            "tokens",
+            "token_type",
+            "scores",
+            "merges",
+            "precompiled_charsmap",
+            "end_of_generation_ids",
+            *_FLAGS,
+        ),
         *(f"{role}_token_id" for role in (*_ROLES, *_UNUSED_IDS)),
     )
 )
@@ -76,9 +94,8 @@ class Vocabulary:
     """Tokens and rules of one model file.
 
     `ids` maps the text of each token that text may turn into; `special_ids` that of the control and unknown tokens,
-    which only their own spelling gives, and only where asked for. `charsmap` is a compiled normalization, uint8, or None.
-    `byte_ids[b]` is the `<0xXX>` token of byte b, -1
-    where there is none. `merge_texts` are "left right" by rank. `scores` is None where the kind has no use for them.
+    which only their own spelling gives, and only where asked for. `charsmap` is a compiled normalization, uint8, or
+    None. `byte_ids[b]` is the `<0xXX>` token of byte b, -1 where there is none. `merge_texts` are "left right" by rank. `scores` is None where the kind has no use for them.
     """
 
     kind: str
@@ -275,7 +292,9 @@ def _charsmap(metadata: Mapping[str, object]) -> NDArray[np.uint8] | None:
         array = np.asarray(value)
     except (ValueError, OverflowError):
         _refuse(key, _describe(value), wanted)
-    is_bytes = array.ndim == 1 and array.dtype.kind in "iu" and (not array.size or -128 <= array.min() <= array.max() < 256)
+    is_bytes = (
+        array.ndim == 1 and array.dtype.kind in "iu" and (not array.size or -128 <= array.min() <= array.max() < 256)
+    )
     if not is_bytes:
         _refuse(key, _describe(value), wanted)
     return (array.astype(np.int64) & 255).astype(np.uint8) if array.size else None
@@ -421,7 +440,9 @@ def vocabulary_difference(one: Vocabulary, other: Vocabulary) -> str | None:
         count = min(one.scores.size, other.scores.size)
         if (one.scores[:count] != other.scores[:count]).any():
             return "the scores of their tokens differ"
-    if not np.array_equal(one.charsmap if one.charsmap is not None else [], [] if other.charsmap is None else other.charsmap):
+    if not np.array_equal(
+        one.charsmap if one.charsmap is not None else [], [] if other.charsmap is None else other.charsmap
+    ):
         return "their normalizations differ"
     if _splitting_flags(one) != _splitting_flags(other) or one.strips_after_special != other.strips_after_special:
         return "what they do to a text before splitting it differs"

@@ -184,9 +184,7 @@ def build_text_model(folder: Path, name: str) -> TextModel:
         write_skeleton(skeletons()[name], path)
     with np.load(DATA / "logits.npz") as answers:
         kinds = [kind for kind in ("embeddings", "pooled", "scores") if f"{name}.{kind}" in answers.files]
-        return TextModel(
-            name, path, answers[f"{name}.tokens"], {kind: answers[f"{name}.{kind}"] for kind in kinds}
-        )
+        return TextModel(name, path, answers[f"{name}.tokens"], {kind: answers[f"{name}.{kind}"] for kind in kinds})
 
 
 def run_texts(path: Path, device: Device, texts: Sequence[NDArray[np.int32]], pooling: Pooling) -> list[FloatArray]:

@@ -84,10 +84,14 @@ def test_encoders_say_what_they_can_and_refuse_the_rest(encoders: httpx.Client) 
     for name in ("ranker", "embedder"):
         reply = encoders.post("/v1/completions", json={"model": name, "prompt": "the", "max_tokens": 2})
         assert reply.status_code == 400 and "encoder" in reply.json()["error"]["message"]
-        reply = encoders.post("/v1/chat/completions", json={"model": name, "messages": [{"role": "user", "content": "a"}]})
+        reply = encoders.post(
+            "/v1/chat/completions", json={"model": name, "messages": [{"role": "user", "content": "a"}]}
+        )
         assert reply.status_code == 400 and "encoder" in reply.json()["error"]["message"]
     assert encoders.post("/v1/embeddings", json={"model": "ranker", "input": "a"}).status_code == 400
-    vectors = encoders.post("/v1/embeddings", json={"model": "embedder", "input": ["the", "cat"], "dimensions": 8}).json()
+    vectors = encoders.post(
+        "/v1/embeddings", json={"model": "embedder", "input": ["the", "cat"], "dimensions": 8}
+    ).json()
     assert [len(one["embedding"]) for one in vectors["data"]] == [8, 8]
     cards = {card["id"]: card["capabilities"] for card in encoders.get("/v1/models").json()["data"]}
     assert cards == {"ranker": ["rerank"], "embedder": ["embeddings"]}

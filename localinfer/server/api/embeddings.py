@@ -46,9 +46,7 @@ async def embeddings(request: Request) -> Response:
     with await service_of(request).lease(request, body.model) as lease:
         for start in range(0, len(texts), _TEXTS_AT_ONCE):
             some = texts[start : start + _TEXTS_AT_ONCE]
-            num_tokens, found = await unless_gone(
-                request, asyncio.to_thread(_embed, lease.llm, some, body)
-            )
+            num_tokens, found = await unless_gone(request, asyncio.to_thread(_embed, lease.llm, some, body))
             vectors += found
             count += num_tokens
     data = await asyncio.to_thread(_data, vectors, body.encoding_format)

@@ -58,7 +58,11 @@ def test_texts_get_the_tokens_around_them_and_come_back() -> None:
 
 def test_unknown_characters_in_a_row_are_one_token_or_their_bytes() -> None:
     tokenizer = Tokenizer.from_metadata(unigram_metadata())
-    assert [tokenizer.token_text(i) for i in tokenizer.encode("hello жж", add_special=False)] == ["▁hello", "▁", "<unk>"]
+    assert [tokenizer.token_text(i) for i in tokenizer.encode("hello жж", add_special=False)] == [
+        "▁hello",
+        "▁",
+        "<unk>",
+    ]
     tokenizer = Tokenizer.from_metadata(unigram_metadata(with_bytes=True))
     assert tokenizer.decode(tokenizer.encode("hello жж")) == "hello жж"
 

@@ -16,7 +16,9 @@ REPLACED = {
 }  # fmt: skip
 
 
-def unigram_metadata(*, seed: int = 0, levels: int = 0, with_bytes: bool = False, **changes: object) -> dict[str, object]:
+def unigram_metadata(
+    *, seed: int = 0, levels: int = 0, with_bytes: bool = False, **changes: object
+) -> dict[str, object]:
     """An XLM-RoBERTa-like vocabulary. levels: how many different scores there are, 0 for as many as tokens."""
     generator = np.random.default_rng(seed)
     letters = [letter for letter in LETTERS if letter not in WORDS]
@@ -47,8 +49,35 @@ def random_texts(count: int, seed: int, *, highest: int = 0x2FFF) -> list[str]:
     """Texts of words, other scripts, combining marks, symbols and spaces, and of any characters up to `highest`."""
     generator = np.random.default_rng(seed)
     parts = [
-        *("the", "cats", "unreturnable", "hello world", "=====", "==========", "中国", "中x国", "e\u0301te\u0301", "ﬁ", "①"),
-        *("  ", "\t", "\u00a0", "\u3000", "\u200b", "½㎏", "😀", "ж", "‑", "a\u0301\u0302", "\U00010330", "ÀÉ", "ß", "▁"),
+        *(
+            "the",
+            "cats",
+            "unreturnable",
+            "hello world",
+            "=====",
+            "==========",
+            "中国",
+            "中x国",
+            "e\u0301te\u0301",
+            "ﬁ",
+            "①",
+        ),
+        *(
+            "  ",
+            "\t",
+            "\u00a0",
+            "\u3000",
+            "\u200b",
+            "½㎏",
+            "😀",
+            "ж",
+            "‑",
+            "a\u0301\u0302",
+            "\U00010330",
+            "ÀÉ",
+            "ß",
+            "▁",
+        ),
         *("Don't", "[x]", "a_b", "#$%", "C++", "٣", "ñandú", "ﬃ", "ＡＢ"),
     ]
     letters = list("abcdehtABC zé…")
