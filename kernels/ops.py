@@ -439,8 +439,8 @@ class ExpertScale(Record):
 
 Op = (
     Embed | EmbedPositions | Receive | RmsNorm | LayerNorm | Matmul | Rope | StoreKV | Attention
-    | Activate | GatedActivate | Add | AddVector | MultiplySigmoid | Scale | ScaleByPosition | Softcap | CopyHeads | HeadMatmul
-    | SelectOutput | MeanRows | Route | ExpertMatmul | ExpertSum | ExpertScale
+    | Activate | GatedActivate | Add | AddVector | MultiplySigmoid | Scale | ScaleByPosition | Softcap | CopyHeads
+    | HeadMatmul | SelectOutput | MeanRows | Route | ExpertMatmul | ExpertSum | ExpertScale
 )  # fmt: skip
 
 

@@ -95,7 +95,8 @@ class Vocabulary:
 
     `ids` maps the text of each token that text may turn into; `special_ids` that of the control and unknown tokens,
     which only their own spelling gives, and only where asked for. `charsmap` is a compiled normalization, uint8, or
-    None. `byte_ids[b]` is the `<0xXX>` token of byte b, -1 where there is none. `merge_texts` are "left right" by rank. `scores` is None where the kind has no use for them.
+    None. `byte_ids[b]` is the `<0xXX>` token of byte b, -1 where there is none. `merge_texts` are "left right" by rank.
+    `scores` is None where the kind has no use for them.
     """
 
     kind: str
