@@ -128,9 +128,7 @@ class LLM(Closing):
     @property
     def capabilities(self) -> tuple[str, ...]:
         """What this model can be asked for: "completion", "chat", "embeddings", "rerank"."""
-        from localinfer.models.load.loader import capabilities
-
-        return capabilities(self._model.config, self._model.file.metadata)
+        return self._model.capabilities
 
     @property
     def has_chat_template(self) -> bool:

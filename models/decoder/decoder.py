@@ -98,6 +98,8 @@ def kv_layer_shapes(config: ModelConfig, *, parts_windows: bool = False) -> list
     """
     architecture = find_architecture(config)
     if config.is_encoder:
+        if len(set(config.num_kv_heads)) > 1:
+            raise refuse(config, "has different numbers of KV heads in its layers")
         return [KVLayerShape(config.num_kv_heads[0], config.head_dim, config.value_head_dim)]
     # Positions before a chunk are also before a window of the same size.
     limits = (architecture.windows or architecture.chunks) if parts_windows else ()

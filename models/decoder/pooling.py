@@ -43,9 +43,11 @@ def classified_rows(metadata: Mapping[str, object], *, is_encoder: bool) -> Pool
     """
     key = f"{metadata.get('general.architecture')}.classifier.pooling_type"
     found = metadata.get(key, 0)
-    if found in (0, 2):
+    found = int(found) if isinstance(found, int | np.integer) else found
+    is_number = isinstance(found, int)
+    if is_number and found in (0, 2):
         return Pooling.FIRST if is_encoder else Pooling.LAST
-    if found == 1 and is_encoder:
+    if is_number and found == 1 and is_encoder:
         return Pooling.MEAN
     wanted = "1 (mean) or 2 (first)" if is_encoder else "none, the last token"
     raise UnsupportedFormatError(f"{key} is {found!r:.40}; this version classifies by {wanted}. Use another model.")

@@ -102,6 +102,11 @@ class Model:
         return read_pooling(self.file.metadata)
 
     @property
+    def capabilities(self) -> tuple[str, ...]:
+        """What it can be asked for: see `capabilities`."""
+        return capabilities(self.config, self.file.metadata)
+
+    @property
     def classified_rows(self) -> Pooling:
         """What a reranker's classifier reads of a text."""
         return classified_rows(self.file.metadata, is_encoder=self.config.is_encoder)

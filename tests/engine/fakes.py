@@ -183,6 +183,7 @@ class FakeModel:
 
     program: FakeProgram
     config: FakeConfig = field(default_factory=FakeConfig)
+    capabilities: tuple[str, ...] = ("completion", "chat", "embeddings")
     kv_layout: FakeLayout = field(default_factory=FakeLayout)
     tokenizer: ByteTokenizer | None = field(default_factory=ByteTokenizer)
     chat_template: object = None
