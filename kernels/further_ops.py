@@ -164,3 +164,20 @@ class CopyHeads(FurtherOp):
     x_head_size: int
     out_offset: int = 0
     x_offset: int = 0
+
+
+class AddVector(FurtherOp):
+    """x += vector, in place; vector float32[width]."""
+
+    x: Buffer
+    vector: FloatArray
+
+
+class MeanRows(FurtherOp):
+    """out[r] = mean over the rows of the segment that output row r lies in; `out` has Rows.OUTPUT.
+
+    The rows are summed one by one, from the first to the last.
+    """
+
+    out: Buffer
+    x: Buffer

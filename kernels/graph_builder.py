@@ -122,6 +122,9 @@ def _check_attention(op: ops.Attention, kept: KVLayerShape) -> None:
         f"layer {op.layer} caches {kept}, attention wants {shape}",
     )
     check(shape.num_heads % shape.num_kv_heads == 0, f"{shape.num_heads} heads over {shape.num_kv_heads}")
+    check(not (shape.bidirectional and shape.chunk), "attention to later positions has no chunks")
+    check(not (shape.bidirectional and shape.excludes_own), "attention to later positions includes a row's own")
+    check(not (shape.bidirectional and kept.window), f"layer {op.layer} drops positions that later ones still see")
     seen = min((limit for limit in (shape.window, shape.chunk) if limit > 0), default=0)
     # What lies before a windowed layer's window may be freed, so it must never be looked at.
     check(
@@ -135,7 +138,10 @@ def _check_attention(op: ops.Attention, kept: KVLayerShape) -> None:
     if op.chosen is not None:
         _check_chosen(op.chosen)
         check(op.chosen.num_lists in (1, shape.num_kv_heads), f"{op.chosen.blocks.name} is not for {shape}")
-        is_plain = not (shape.window or shape.chunk or shape.excludes_own) and shape.alibi_slopes is None
+        is_plain = (
+            not (shape.window or shape.chunk or shape.excludes_own or shape.bidirectional)
+            and shape.alibi_slopes is None
+        )
         check(is_plain, f"{shape} cannot attend to chosen positions")
     _has_values(shape.sinks, shape.num_heads, "attention sinks")
     _has_values(shape.alibi_slopes, shape.num_heads, "ALiBi slopes")
@@ -246,7 +252,7 @@ def _check_head_matmul(op: ops.HeadMatmul) -> None:
     check(op.out.index != op.x.index, f"{op.out.name} cannot take the product of itself")
 
 
-def _check_select_output(op: ops.SelectOutput) -> None:
+def _check_select_output(op: ops.SelectOutput | further_ops.MeanRows) -> None:
     out, x = op.out, op.x
     check(out.width == x.width and out.rows is Rows.OUTPUT and x.rows is Rows.BATCH, f"{out.name} from {x.name}")
 
@@ -442,6 +448,9 @@ class GraphBuilder:
     mix_slots = _writer(further_ops.MixSlots, _check_mix_slots)
     gaussian_top_k = _writer(further_ops.GaussianTopK, lambda op: _same_shape(op.out, op.x))
     multiply_sigmoid = _writer(further_ops.MultiplySigmoid, _check_multiply_sigmoid)
+    add_vector = _writer(
+        further_ops.AddVector, lambda op: _has_values(op.vector, op.x.width, f"the vector for {op.x.name}")
+    )
     scale = _writer(ops.Scale)
     scale_columns = _writer(
         further_ops.ScaleColumns, lambda op: _has_values(op.factors, op.x.width, f"factors of {op.x.name}")
@@ -452,6 +461,7 @@ class GraphBuilder:
     copy_heads = _writer(further_ops.CopyHeads, _check_copy_heads)
     head_matmul = _writer(ops.HeadMatmul, _check_head_matmul)
     select_output = _writer(ops.SelectOutput, _check_select_output)
+    mean_rows = _writer(further_ops.MeanRows, _check_select_output)
     route = _writer(ops.Route, _check_route)
     expert_matmul = _writer(ops.ExpertMatmul, _check_expert_matmul)
     expert_sum = _writer(ops.ExpertSum, _check_expert_sum)

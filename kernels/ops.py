@@ -157,8 +157,10 @@ class AttentionShape(Record):
 
     scale multiplies q.k; softcap > 0 replaces a score s by softcap * tanh(s / softcap); window > 0 lets a position see
     itself and the window - 1 before it; chunk > 0 lets it see only its own chunk of positions; sinks float32[num_heads]
-    add exp(sink) to the softmax's denominator; alibi_slopes float32[num_heads] add slope * (key position - query
-    position). excludes_own: a row sees the positions before its own only, of which there must be one.
+    add exp(sink) to the softmax's denominator; alibi_slopes float32[num_heads] subtract slope * |key position - query
+    position|. excludes_own: a row sees the positions before its own only, of which there must be one.
+    bidirectional: a position sees those after it as well, up to the last row of its segment in the batch, so a text is
+    computed in one batch; a window then lets it see those at most window // 2 away on either side.
     """
 
     num_heads: int
@@ -172,6 +174,7 @@ class AttentionShape(Record):
     sinks: FloatArray | None = None
     alibi_slopes: FloatArray | None = None
     excludes_own: bool = False
+    bidirectional: bool = False
 
 
 class Chosen(Record):
@@ -319,7 +322,11 @@ class StoreKV(Record):
 
 
 class Attention(Record):
-    """Causal attention of every row over its cache, to all or the chosen positions, in chunks merged in order."""
+    """Attention of every row over its sequence's cache, in chunks of absolute positions merged in order.
+
+    Rows see positions up to their own, or up to the last of their segment (`AttentionShape.bidirectional`); of these
+    all, or those chosen.
+    """
 
     out: Buffer
     queries: Buffer

@@ -1,32 +1,31 @@
 """The public API: text and messages in, text out, over an engine of token ids."""
 
-import itertools
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.arguments import check_flag, check_number, check_path, owned
+from localinfer.arguments import check_flag, check_path, owned
 from localinfer.chat.constraints import ConstraintCompiler
 from localinfer.chat.history import ChatHistory
 from localinfer.chat.messages import read_messages
 from localinfer.chat.reply import ReplyOptions, TemplateFormats
 from localinfer.closing import Closing
+from localinfer.embedding import RankedDocument, TextEmbedder
 from localinfer.engine.beam_search import Beam, search_beams
 from localinfer.engine.engine import Engine
 from localinfer.engine.scheduler import EngineLimits
 from localinfer.errors import RequestError, SessionFileError
+from localinfer.many_completions import complete_many
 from localinfer.stream import (
     CheckedOptions,
     Completion,
     EncodedPrompt,
     GenerationOptions,
-    StreamEvent,
     TextStream,
     check_options,
 )
@@ -34,7 +33,6 @@ from localinfer.stream import (
 if TYPE_CHECKING:
     from localinfer.cache.eviction import KVEviction
     from localinfer.cache.prefix_cache import SnapshotStats
-    from localinfer.kernels.program import Program
     from localinfer.models.load.loader import Model
     from localinfer.models.text.chat_template import ChatTemplate
     from localinfer.models.text.tokenizer import Tokenizer
@@ -46,7 +44,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int] | NDArray[np.integer]
-MAX_COMPLETIONS = 128
 
 
 class BeamCompletion(NamedTuple):
@@ -104,7 +101,7 @@ class LLM(Closing):
             self._replies = TemplateFormats(model.chat_template, model.tokenizer, self._constraints)
         self._identity = identity
         self._session_lock = threading.Lock()
-        self._hidden_program: Program | None = None
+        self._embedder = TextEmbedder(self._engine, model)
         self._disk: DiskCache | None = None
         if disk is not None and identity is not None:
             from localinfer.persistence import prompt_cache
@@ -127,6 +124,11 @@ class LLM(Closing):
     def vocab_size(self) -> int:
         """Number of token ids, and width of `logits`."""
         return self._engine.vocab_size
+
+    @property
+    def capabilities(self) -> tuple[str, ...]:
+        """What this model can be asked for: "completion", "chat", "embeddings", "rerank"."""
+        return self._model.capabilities
 
     @property
     def has_chat_template(self) -> bool:
@@ -213,7 +215,7 @@ class LLM(Closing):
         def open_stream(one: GenerationOptions) -> TextStream:
             return self.stream(given, parse_special=parse_special, **one)
 
-        return _complete_many(open_stream, options, n=n, best_of=best_of)
+        return complete_many(open_stream, options, n=n, best_of=best_of)
 
     def chat_many(
         self,
@@ -225,7 +227,7 @@ class LLM(Closing):
     ) -> list[Completion]:
         """Answer a conversation in `n` ways; see `complete_many`."""
         given = owned(messages)
-        return _complete_many(lambda one: self.stream_chat(given, **one), options, n=n, best_of=best_of)
+        return complete_many(lambda one: self.stream_chat(given, **one), options, n=n, best_of=best_of)
 
     def beam_search(
         self,
@@ -286,22 +288,69 @@ class LLM(Closing):
 
         return score_tokens(self._engine, self._model.program, token_ids, top)
 
-    def embed(self, prompt: Prompt) -> NDArray[np.float32]:
-        """Return one vector for a text, float32[hidden_size], of length 1: its last hidden states, pooled.
+    def embed(
+        self,
+        prompt: Prompt,
+        *,
+        pooling: str | None = None,
+        normalize: bool = True,
+        dimensions: int | None = None,
+        truncate: bool = False,
+    ) -> NDArray[np.float32]:
+        """Return one vector for a text, float32[size]: its last hidden states, pooled; see `embed_many`.
 
-        Pooled as the model was trained to be, or else by their mean.
         prompt: text, which gets the tokens that begin and end a text, or token ids, which are taken as they are.
-        Raises: RequestError, ContextLengthError, ClosedError; UnsupportedFormatError for an unknown pooling.
         """
-        from localinfer.engine.scoring import embed_tokens
+        (vector,) = self.embed_many(
+            [prompt], pooling=pooling, normalize=normalize, dimensions=dimensions, truncate=truncate
+        )
+        return vector
 
+    def embed_many(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        pooling: str | None = None,
+        normalize: bool = True,
+        dimensions: int | None = None,
+        truncate: bool = False,
+    ) -> list[NDArray[np.float32]]:
+        """Return one vector per text, in order, the texts computed in batches; each is what `embed` gives.
+
+        pooling: "mean", "first" (or "cls"), "last", or "none" for a vector of every token, float32[T, size]. None: as
+            the model was trained, or else the mean.
+        normalize: scale each vector to length 1. dimensions: keep so many of its first numbers, for models trained to
+            be cut (Matryoshka). truncate: cut texts that are longer than the context, which are refused otherwise.
+        Raises: RequestError, ContextLengthError, ClosedError; UnsupportedFormatError for an unknown pooling;
+            BackendUnavailableError for a model on a GPU.
+        """
         self._engine.check_usable()
-        with self._session_lock:
-            if self._hidden_program is None:
-                self._hidden_program = self._model.hidden_program()
-        if isinstance(prompt, str):
-            prompt = self.tokenizer.encode(prompt, max_tokens=self.context_length)
-        return embed_tokens(self._engine, self._hidden_program, prompt, self._model.pooling)
+        return self._embedder.embed(
+            prompts, pooling=pooling, normalize=normalize, dimensions=dimensions, truncate=truncate
+        )
+
+    def embedding_ids(self, prompts: Sequence[Prompt], *, truncate: bool = False) -> list[NDArray[np.int32]]:
+        """Return the token ids, int32[T], that `embed_many` computes of each text. Raises: as it."""
+        self._engine.check_usable()
+        return self._embedder.token_ids(prompts, truncate=truncate)
+
+    def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        top_n: int | None = None,
+        normalize: bool = True,
+        truncate: bool = False,
+    ) -> list[RankedDocument]:
+        """Return documents by falling relevance to a query, as a reranker scores each pair.
+
+        top_n: return so many; None: all. normalize: scores from 0 to 1 (the logistic function of the classifier's
+        number, or the probability of its label "yes"); otherwise that number as it is. truncate: cut documents that do
+        not fit the context together with the query, which are refused otherwise.
+        Raises: as `embed_many`; RequestError for a model that is no reranker.
+        """
+        return self._embedder.rerank(query, documents, top_n=top_n, normalize=normalize, truncate=truncate)
 
     def logits(self, token_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
         """Return float32[T, vocab_size]: row i holds the logits of the token after token_ids[:i + 1]."""
@@ -379,9 +428,11 @@ class LLM(Closing):
 
     def _checked(self, options: Mapping[str, Any]) -> CheckedOptions:
         self._engine.check_usable()
+        self._engine.check_generates()
         return check_options(options, self._model.tokenizer)
 
     def _chat_parts(self) -> "tuple[ChatTemplate, ChatHistory]":
+        self._engine.check_generates()
         if self._model.chat_template is None or self._chat_history is None:
             raise RequestError(
                 "the model file has no tokenizer, so it cannot chat; it can complete prompts of token ids"
@@ -399,57 +450,3 @@ class LLM(Closing):
         token_ids = self.tokenizer.encode(prompt, parse_special=parse_special, max_tokens=max_tokens)
         # A context that is shifted still begins with the token that begins a text.
         return EncodedPrompt(token_ids, int(token_ids[:1] == [self.tokenizer.bos_token_id]))
-
-
-def _complete_many(
-    open_stream: Callable[[GenerationOptions], TextStream], options: GenerationOptions, *, n: int, best_of: int | None
-) -> list[Completion]:
-    """Return `n` completions; of `best_of` made, those of the largest mean log probability per token, best first.
-
-    open_stream: begins one with these options. The i-th that is made, from 0, has the seed of the options, or else the
-    one drawn for the first, + i, so that each can be made again alone.
-    Raises: RequestError naming n or best_of; else as the streams do, and then all of them are closed.
-    """
-    check_number("n", n, 1, MAX_COMPLETIONS)
-    check_number("best_of", best_of, n, MAX_COMPLETIONS, none="for n")
-    is_ranked = best_of is not None and best_of > n
-    wanted_logprobs = options.get("logprobs")
-    if is_ranked and wanted_logprobs is None:
-        options = {**options, "logprobs": 0}
-    # The later ones begin after steps of the first, and are to have the same options.
-    options = cast(GenerationOptions, {name: owned(value) for name, value in options.items()})
-    completions = _read_alternately(open_stream, options, n if best_of is None else best_of)
-    if not is_ranked:
-        return completions
-    best = sorted(completions, key=_mean_logprob, reverse=True)[:n]
-    if wanted_logprobs is None:
-        return [replace(completion, logprobs=None) for completion in best]
-    return best
-
-
-def _read_alternately(
-    open_stream: Callable[[GenerationOptions], TextStream], options: GenerationOptions, count: int
-) -> list[Completion]:
-    streams: list[TextStream] = []
-    events: list[list[StreamEvent]] = []
-    try:
-        for index in range(count):
-            seed = (streams[0].stats.seed + index) % 2**64 if streams else options.get("seed")
-            stream = open_stream({**options, "seed": seed})
-            streams.append(stream)
-            # The first token of one comes before the next one begins, which so finds the prompt in the cache.
-            events.append(list(itertools.islice(stream, 1)))
-        running = [index for index in range(count) if events[index] and events[index][-1].finish_reason is None]
-        while running:
-            for index in running:
-                events[index].append(next(streams[index]))
-            running = [index for index in running if events[index][-1].finish_reason is None]
-        return [stream.completion(one) for stream, one in zip(streams, events, strict=True)]
-    finally:
-        for stream in streams:
-            stream.close()
-
-
-def _mean_logprob(completion: Completion) -> float:
-    logprobs = completion.logprobs or []
-    return sum(token.logprob for token in logprobs) / len(logprobs) if logprobs else 0.0

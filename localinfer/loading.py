@@ -127,6 +127,12 @@ def load(
             progress=progress,
         )
         loads.callback(loaded.close)
+        if loaded.config.is_encoder:
+            if draft is not None or speculation not in (None, "auto"):
+                raise RequestError(
+                    "an encoder generates nothing, so nothing is drafted; leave out speculation and draft"
+                )
+            speculation = disk = None
         if speculation == "mtp" and not loaded.draft_programs:
             raise RequestError(
                 "speculation is 'mtp', but this model brings no layers for next-token prediction, or they cannot be "

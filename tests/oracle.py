@@ -237,16 +237,17 @@ def _attention(run: _Run, op: ops.Attention) -> None:
     for segment, rows in _segment_rows(run.batch):
         cache = run.cache[int(segment.page_addresses[0]), op.layer]
         for row in rows:
-            seen = _seen(int(run.positions[row]), shape)
-            keys = np.stack([cache.keys[position] for position in seen])
-            values = np.stack([cache.values[position] for position in seen])
+            position = int(run.positions[row])
+            seen = _seen(position, shape, segment.start_position + segment.num_rows)
+            keys = np.stack([cache.keys[other] for other in seen])
+            values = np.stack([cache.values[other] for other in seen])
             query = run[op.queries][row]
             if run.kv_types is not None:
                 query = kept_query(query, shape.key_size, run.kv_types[0])
                 keys = kept(keys, shape.key_size, run.kv_types[0])
                 values = kept(values, shape.value_size, run.kv_types[1])
             chosen = None if op.chosen is None else is_chosen(run[op.chosen.blocks][row], op.chosen, len(seen))
-            result[row] = attend(query, keys, values, seen, shape, chosen)
+            result[row] = attend(query, keys, values, seen, shape, position, chosen)
     run[op.out] = result
 
 
@@ -325,6 +326,11 @@ def _gaussian_top_k(run: _Run, op: further_ops.GaussianTopK) -> None:
     run[op.out] = np.maximum(x - least, 0.0)
 
 
+@_formula(further_ops.AddVector)
+def _add_vector(run: _Run, op: further_ops.AddVector) -> None:
+    run[op.x] = run[op.x] + op.vector
+
+
 @_formula(further_ops.MultiplySigmoid)
 def _multiply_sigmoid(run: _Run, op: further_ops.MultiplySigmoid) -> None:
     gates = np.repeat(sigmoid(run[op.gate]), op.x.width // op.gate.width, axis=1)
@@ -377,6 +383,14 @@ def _head_matmul(run: _Run, op: ops.HeadMatmul) -> None:
 @_formula(ops.SelectOutput)
 def _select_output(run: _Run, op: ops.SelectOutput) -> None:
     run[op.out] = run[op.x][run.batch.output_rows]
+
+
+@_formula(further_ops.MeanRows)
+def _mean_rows(run: _Run, op: further_ops.MeanRows) -> None:
+    means = {
+        row: run[op.x][rows.start : rows.stop].mean(axis=0) for _, rows in _segment_rows(run.batch) for row in rows
+    }
+    run[op.out] = np.stack([means[int(row)] for row in run.batch.output_rows])
 
 
 @_formula(ops.Route)
@@ -446,9 +460,12 @@ def _segment_rows(batch: Batch) -> list[tuple[Segment, range]]:
     return result
 
 
-def _seen(position: int, shape: AttentionShape) -> range:
-    """The positions that the row at `position` may look at."""
+def _seen(position: int, shape: AttentionShape, end: int) -> range:
+    """The positions that the row at `position` may look at; those of its segment lie before `end`."""
     first = 0
+    if shape.bidirectional:
+        reach = shape.window // 2 if shape.window else end
+        return range(max(0, position - reach), min(end, position + reach + 1))
     if shape.window:
         first = max(first, position - shape.window + 1)
     if shape.chunk:

@@ -31,12 +31,14 @@ def attend(
     values: Float64Array,
     positions: range,
     shape: AttentionShape,
+    position: int | None = None,
     chosen: NDArray[np.bool_] | None = None,
 ) -> Float64Array:
-    """Attention of one row, at the last of `positions`, over keys and values [len(positions), ...].
+    """Attention of one row, at `position` or else the last of `positions`, over keys and values of these.
 
     chosen: bool[1 or num_kv_heads, len(positions)], those that count.
     """
+    position = positions[-1] if position is None else position
     keys = keys.reshape(len(positions), shape.num_kv_heads, shape.key_size)
     values = values.reshape(len(positions), shape.num_kv_heads, shape.value_size)
     result = np.empty((shape.num_heads, shape.value_size))
@@ -46,7 +48,7 @@ def attend(
         if shape.softcap:
             scores = shape.softcap * np.tanh(scores / shape.softcap)
         if shape.alibi_slopes is not None:
-            scores = scores + float(shape.alibi_slopes[head]) * (np.asarray(positions) - positions[-1])
+            scores = scores - float(shape.alibi_slopes[head]) * np.abs(np.asarray(positions) - position)
         if chosen is not None:
             scores = np.where(chosen[kv_head % len(chosen)], scores, -np.inf)
         sink = -np.inf if shape.sinks is None else float(shape.sinks[head])

@@ -103,6 +103,19 @@ def _previous_row(tape: CpuTape, op: further_ops.PreviousRow) -> None:
     tape.add("previous_row.previous_row", words, writes=op.out)
 
 
+def _add_vector(tape: CpuTape, op: further_ops.AddVector) -> None:
+    words = parameters.ELEMENTWISE.pack(
+        **tape.places(out=op.x, a=op.x), b=tape.memory.constant(op.vector), b_stride=0, scalar=1.0, columns=op.x.width,
+        is_output=op.x.is_output,
+    )  # fmt: skip
+    tape.add("elementwise.add", words, writes=op.x)
+
+
+def _mean_rows(tape: CpuTape, op: further_ops.MeanRows) -> None:
+    words = parameters.SELECT_OUTPUT.pack(**tape.places(out=op.out, x=op.x), columns=op.x.width)
+    tape.add("elementwise.mean_rows", words, writes=op.out)
+
+
 LOWER: dict[type[FurtherOp], Callable[[CpuTape, Any], None]] = {
     further_ops.PreviousRow: _previous_row,
     further_ops.Xielu: _xielu,
@@ -121,4 +134,6 @@ LOWER: dict[type[FurtherOp], Callable[[CpuTape, Any], None]] = {
     further_ops.Softcap: lambda tape, op: tape.elementwise("softcap", op.x, op.x, op.x, op.cap),
     further_ops.CopyHeads: _copy_heads,
     further_ops.ExpertScale: _expert_scale,
+    further_ops.AddVector: _add_vector,
+    further_ops.MeanRows: _mean_rows,
 }

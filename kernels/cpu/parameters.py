@@ -160,12 +160,13 @@ WKV = Block(
 
 ATTENTION = Block(
     "queries queries_stride query_head_bytes out out_stride group kv_heads layer_offset head_bytes key_columns "
-    "key_scales values value_scales value_size value_columns value_row_bytes value_step scale softcap window "
+    "key_scales values value_scales value_size value_columns value_row_bytes value_step scale softcap window after "
     "local_chunk sinks slopes rows_per_unit rotation score_keys weigh_values table own chosen chosen_stride "
     "chosen_lists chosen_count chosen_block gathered key_bytes key_steps key_blocks value_share value_blocks",
     floats="scale softcap",
 )
-"""queries: float32 rows, or what QUANTIZE_QUERIES made of them. group: query heads per KV head. value_row_bytes: of
+"""queries: float32 rows, or what QUANTIZE_QUERIES made of them. group: query heads per KV head. window, after:
+positions up to a row's own that it sees, 0 for all, and positions after it. value_row_bytes: of
 unquantized values. value_step: bytes of values to fetch while one vector of keys is computed. rotation: size of the
 rotation to undo in every head of the result, 1 for none. score_keys, weigh_values: addresses of the kernels for this
 cache's types. table: offset in SEGMENT of the table of this layer's pages. own: 1 where a row sees its own position,

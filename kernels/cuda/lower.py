@@ -6,7 +6,7 @@ happens where queries and keys are read next.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -244,6 +244,8 @@ def _attention(tape: CudaTape, attention: ops.Attention) -> None:
     out, shape, memory = attention.out, attention.shape, tape.memory
     check(attention.chosen is None, "attention to chosen positions is computed on the CPU only; take device 'cpu'")
     check(not shape.excludes_own, "attention without a row's own position is computed on the CPU only")
+    if shape.bidirectional:
+        _refuse(tape, attention)
     rope = tape.take_rope(attention.queries, shape.key_size)
     places = (memory.place(attention.queries), memory.place(out))
     constants = (memory.constant(shape.alibi_slopes), memory.constant(shape.sinks))
@@ -379,6 +381,10 @@ def _head_matmul(tape: CudaTape, op: ops.HeadMatmul) -> None:
     tape.add(build, op.out)
 
 
+def _refuse(tape: CudaTape, op: ops.Attention | further_ops.AddVector | further_ops.MeanRows) -> NoReturn:
+    raise ShapeError(f"{type(op).__name__} of encoders is computed on the CPU only; load the model with device='cpu'")
+
+
 LOWER: dict[type, Callable[[CudaTape, Any], None]] = {
     ops.Embed: _embed,
     ops.EmbedPositions: _embed,
@@ -399,6 +405,8 @@ LOWER: dict[type, Callable[[CudaTape, Any], None]] = {
     further_ops.MixSlots: _mix_slots,
     further_ops.GaussianTopK: lambda tape, op: _row_statistic(tape, op.out, op.x, op.num_deviations),
     further_ops.MultiplySigmoid: _multiply_sigmoid,
+    further_ops.AddVector: _refuse,
+    further_ops.MeanRows: _refuse,
     ops.Scale: lambda tape, op: _elementwise(tape, _SCALE, op.x, op.x, op.x, op.factor),
     further_ops.ScaleColumns: _scale_columns,
     further_ops.Clamp: lambda tape, op: _elementwise(

@@ -73,6 +73,7 @@ def search_beams(
     Raises: RequestError, ContextLengthError, OutOfMemoryError, ClosedError, ModelFileError for logits that are not
         finite.
     """
+    engine.check_generates()
     check_number("num_beams", num_beams, 1, MAX_BEAMS)
     most = check_max_tokens(max_tokens)
     hint = "1 compares means per token"

@@ -75,6 +75,14 @@ class Engine:
         """Figures of the snapshots of recurrent states in the cache; None for a model without recurrent layers."""
         return self._cache.snapshot_stats
 
+    def check_generates(self) -> None:
+        """Raise RequestError for an encoder, which has no next token."""
+        if self._model.config.is_encoder:
+            raise RequestError(
+                f"this model is an encoder ({self._model.config.architecture}): it embeds or ranks texts and generates "
+                "none; use embed or rerank, or load a model that generates"
+            )
+
     def plan(self, sampling: SamplingParams, mask: TokenMask | None = None) -> SamplingPlan:
         """Check sampling parameters against the vocabulary and draw the seed; mask: what a grammar allows."""
         return SamplingPlan(sampling, self.vocab_size, mask)
@@ -135,6 +143,7 @@ class Engine:
             "length" says so, and the record why. The engine stays usable after each but ClosedError.
         """
         self.check_usable()
+        self.check_generates()
         limit = check_max_tokens(max_tokens)
         token_ids = self.check_prompt(prompt_ids, shifts_context=context_shift, needs_tokens=True)
         plan = self.plan(sampling) if isinstance(sampling, SamplingParams) else sampling
@@ -171,6 +180,7 @@ class Engine:
         Raises: as `generate`; OutOfMemoryError if the machine cannot hold the result.
         """
         self.check_usable()
+        self.check_generates()
         tokens = self.check_prompt(token_ids)
         try:
             out = np.empty((tokens.size, self.vocab_size), np.float32)

@@ -20,7 +20,7 @@ from starlette.middleware import Middleware
 from localinfer.closing import Closing
 from localinfer.errors import BackendUnavailableError, ClosedError
 from localinfer.server import openapi
-from localinfer.server.api import chat, completions, embeddings, messages, responses, status, text
+from localinfer.server.api import chat, completions, embeddings, messages, rerank, responses, status, text
 from localinfer.server.replies.metrics import Metrics
 from localinfer.server.replies.models import ModelRegistry
 from localinfer.server.replies.service import PlainPaths, Service, route, unrouted
@@ -56,6 +56,7 @@ def make_app(service: Service) -> Starlette:
         route("/chat/completions/input_tokens", text.count_chat_tokens, "POST"),
         route("/completions", completions.completions, "POST", prompt_field="prompt"),
         route("/embeddings", embeddings.embeddings, "POST", prompt_field="input"),
+        route("/rerank", rerank.rerank, "POST", prompt_field="documents"),
         route("/responses", responses.responses, "POST", prompt_field="input"),
         route("/messages", messages.messages, "POST"),
         route("/messages/count_tokens", messages.count_tokens, "POST"),

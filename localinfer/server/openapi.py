@@ -11,6 +11,7 @@ from localinfer.server.api.chat import ChatRequest
 from localinfer.server.api.completions import CompletionRequest
 from localinfer.server.api.embeddings import EmbeddingRequest
 from localinfer.server.api.messages import CountRequest, MessagesRequest
+from localinfer.server.api.rerank import RerankRequest
 from localinfer.server.api.responses import ResponsesRequest
 from localinfer.server.api.text import DetokenizeRequest, TemplateRequest, TokenizeRequest
 from localinfer.server.transport.http import json_response
@@ -20,6 +21,7 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/chat/completions/input_tokens": TemplateRequest,
     "/v1/completions": CompletionRequest,
     "/v1/embeddings": EmbeddingRequest,
+    "/v1/rerank": RerankRequest,
     "/v1/responses": ResponsesRequest,
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": CountRequest,

@@ -123,6 +123,11 @@ class LayerRun:
         shapes = {name: record.shape for name, record in file.tensors.items()}
         length = token_ids.shape[1]
         config = replace(ModelConfig.from_metadata(file.metadata, shapes), context_length=max(length, 1))
+        if config.is_encoder:
+            raise RequestError(
+                f"this model is an encoder ({config.architecture}), and calibration follows texts through models that "
+                "generate; quantize it with the method rtn"
+            )
         if crosses_layers(config):
             raise UnsupportedFormatError(
                 f"the layers of this {config.architecture} model read more than the layer before them wrote, and a "

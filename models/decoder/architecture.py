@@ -1,4 +1,4 @@
-"""The record that describes a decoder-only transformer architecture."""
+"""The record that describes a transformer architecture."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -82,7 +82,11 @@ class Architecture:
     weighted_norms: whether norms have weights. normalises_embedding: a norm without weights follows the embedding.
     post_norm_epsilon: of norms after a branch, if not the file's. expert_norm: over the layer's input, for experts that
     run beside a dense block instead of in its place.
-    output_norm: the norm after the last layer. mixers: of each layer; empty for attention in all. mixer_beside: a
+    attention_sum_norm, feed_forward_sum_norm: norms of the residual stream after a branch was added to it;
+    second_sum_norm: one more after attention's, of its result and the layer's input. first_attention_norm: whether the
+    first layer has the attention's norm. output_norm: after the last. causal: positions see no later
+    ones. has_token_types: the first token type's vector is added to every embedding. classifier_activation: of a
+    reranker's first matrix, None for tanh. mixers: of each layer; empty for attention in all. mixer_beside: a
     recurrent block that reads what attention reads, in every layer. has_feed_forward: whether any layer has that block.
     tiles_value_heads: whether delta nets have their value heads in the order of grouped keys repeated as a whole.
     gates_attention: `attn_q` also has a gate for every element of attention's result.
@@ -119,11 +123,18 @@ class Architecture:
     attention_post_norm: str | None = None
     feed_forward_norm: str | None = "ffn_norm"
     feed_forward_post_norm: str | None = None
+    attention_sum_norm: str | None = None
+    second_sum_norm: str | None = None
+    feed_forward_sum_norm: str | None = None
+    first_attention_norm: bool = True
     expert_norm: str | None = None
     post_norm_epsilon: float | None = None
     embedding_norm: str | None = None
     normalises_embedding: bool = False
-    output_norm: str = "output_norm"
+    output_norm: str | None = "output_norm"
+    causal: bool = True
+    has_token_types: bool = False
+    classifier_activation: Activation | None = None
     draft_layers: DraftLayers = DraftLayers()
     mixers: tuple[Mixer, ...] = ()
     mixer_beside: Mixer | None = None

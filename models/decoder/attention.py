@@ -70,10 +70,12 @@ def write_attention(graph: Graph, layer: int, x: Buffer, tables: RopeTables) -> 
         _norm_queries_and_keys(graph, layer, queries, keys)
     if not (has_rope and architecture.temperature_without_rope_only):
         sharpen_queries(graph, queries)
-    tape.store_kv(layer, keys, values)
+    # The layers of an encoder share one layer of the cache: its texts are read by the batch that computes them only.
+    kv_layer = layer if architecture.causal else 0
+    tape.store_kv(kv_layer, keys, values)
     chosen = choose_blocks(graph, layer, x, tables.for_layer(windowed=False))
     attended = graph.buffer("attended", num_heads * config.value_head_dim, x.rows)
-    tape.attention(attended, queries, layer, attention_shape(graph, layer, window, chunk), chosen)
+    tape.attention(attended, queries, kv_layer, attention_shape(graph, layer, window, chunk), chosen)
     if gate is not None:
         tape.multiply_sigmoid(attended, attended, gate)
     elif graph.weights.has(f"blk.{layer}.attn_gate.weight"):
@@ -141,6 +143,7 @@ def attention_shape(graph: Graph, layer: int, window: int, chunk: int) -> Attent
         chunk=chunk,
         sinks=graph.weights.optional_vector(f"blk.{layer}.attn_sinks.weight", (num_heads,)),
         alibi_slopes=alibi_slopes(num_heads, architecture.max_alibi_bias) if architecture.max_alibi_bias else None,
+        bidirectional=not architecture.causal,
     )
 
 

@@ -37,6 +37,12 @@ from localinfer.models.decoder.block_sizes import (
 from localinfer.models.decoder.metadata import MetadataReader
 from localinfer.models.decoder.recurrent_config import RecurrentConfig, has_recurrent_layers, read_recurrent
 
+BIDIRECTIONAL = frozenset(
+    "bert eurobert gemma-embedding jina-bert-v2 jina-bert-v3 modern-bert neo-bert nomic-bert nomic-bert-moe".split()
+)
+"""Architectures whose positions see later ones: encoders."""
+_DENSE_FIRST = ("modern-bert",)
+"""Of the layers in a period of the window's pattern the first has full attention, not the last."""
 _MAX_VOCABULARY = 1 << 20
 """Sampling weights of tokens are multiples of 2^-43, summed in 63 bits."""
 
@@ -104,6 +110,7 @@ class ModelConfig:
     attention_output_scale: float | None = None
     num_loops: int = 1
     is_layer_norm: bool = False
+    hidden_activation: str = ""
     block_tensors: frozenset[str] = frozenset()
     windowed_head_dim: int = 0
     windowed_value_head_dim: int = 0
@@ -122,6 +129,11 @@ class ModelConfig:
     def num_main_layers(self) -> int:
         """Layers that logits come from: all but those for next-token prediction."""
         return self.num_layers - self.num_draft_layers
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether positions see later ones, so that a text is computed in one batch and continues nothing."""
+        return self.architecture in BIDIRECTIONAL
 
     @classmethod
     def from_metadata(
@@ -163,11 +175,7 @@ class ModelConfig:
         windowed = windowed_sizes(reader, head_dim, value_head_dim, rope.rotary_size)
         if windowed:
             rope = replace(rope, rotary_size_windowed=windowed[2])
-        if reader.optional_boolean("attention.causal") is False:
-            raise UnsupportedFormatError(
-                f"{reader.full_key('attention.causal')} is false; this version runs models with causal attention only. "
-                "Choose another model."
-            )
+        _check_causal(reader, architecture)
         config = cls(
             architecture=architecture,
             hidden_size=hidden_size,
@@ -211,6 +219,7 @@ class ModelConfig:
             is_layer_norm="attention.layer_norm_rms_epsilon" not in reader,
             num_loops=reader.integer("num_loops", 1, low=1, high=MAX_LAYERS),
             has_learned_positions="position_embd.weight" in tensor_shapes,
+            hidden_activation=reader.text("hidden_activation", "") if architecture == "modern-bert" else "",
             block_tensors=frozenset(name.removeprefix("blk.0.") for name in tensor_shapes if name.startswith("blk.0.")),
             windowed_head_dim=windowed[0] if windowed else 0,
             windowed_value_head_dim=windowed[1] if windowed else 0,
@@ -221,6 +230,18 @@ class ModelConfig:
         )
         _check_tensor_shapes(reader, config, tensor_shapes)
         return config
+
+
+def _check_causal(reader: MetadataReader, architecture: str) -> None:
+    """Refuse a decoder whose file wants an encoder's attention, and an encoder whose file wants a decoder's."""
+    is_encoder = architecture in BIDIRECTIONAL
+    causal = reader.optional_boolean("attention.causal")
+    if causal is is_encoder:
+        wanted = "without a causal mask only" if is_encoder else "with causal attention only"
+        raise UnsupportedFormatError(
+            f"{reader.full_key('attention.causal')} is {str(causal).lower()}; this version runs models of the "
+            f"architecture {architecture!r} {wanted}. Choose another model."
+        )
 
 
 def _count_layers(
@@ -309,14 +330,15 @@ def _norm_epsilon(reader: MetadataReader) -> float:
 
 
 def _windowed_layers(reader: MetadataReader, num_layers: int) -> tuple[bool, ...]:
-    """Which layers have a sliding window: a list, or a period n where every n-th layer has full attention."""
+    """Which layers have a sliding window: a list, or a period n, of which one layer has full attention."""
     key = "attention.sliding_window_pattern"
     if key not in reader:
         return ()
     if reader.is_sequence(key):
         return tuple(bool(value) for value in reader.integers(key, num_layers, low=0, high=1))
     period = reader.integer(key, low=0, high=MAX_LAYERS)
-    return tuple(period == 0 or layer % period < period - 1 for layer in range(num_layers))
+    full = 0 if reader.prefix in _DENSE_FIRST else period - 1
+    return tuple(period == 0 or layer % period != full for layer in range(num_layers))
 
 
 def _check_tensor_shapes(reader: MetadataReader, config: ModelConfig, tensor_shapes: Mapping[str, Shape]) -> None:

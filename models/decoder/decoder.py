@@ -37,17 +37,17 @@ def write_decoder(
 
     context_length: the longest sequence, if it differs from the model's own (for LongRoPE).
     kv_layers: the cache's layers, if not `kv_layer_shapes(config)`.
-    has_output_head: if false, the graph returns normed hidden states in place of logits.
+    has_output_head: if false, the graph returns normed hidden states in place of logits; an encoder's always does.
     Raises: UnsupportedFormatError if the architecture is unknown; CorruptFileError if a tensor is missing or its shape
     contradicts the metadata.
     """
-    graph, tables = _begin(config, weights, kv_layers, context_length)
+    graph, tables = begin_graph(config, weights, kv_layers, context_length)
     hidden = write_embedding(graph, max(context_length or 0, config.context_length))
     has_drafts = has_output_head and config.num_draft_layers > 0
     for layer in range(config.num_main_layers):
         is_last = layer == config.num_main_layers - 1
         hidden = write_layer(graph, layer, hidden, tables, selects_output=is_last and not has_drafts)
-    if not has_output_head:
+    if not has_output_head or config.is_encoder:
         return graph.tape.finish(write_output_norm(graph, hidden))
     if not has_drafts:
         return graph.tape.finish(_write_logits(graph, write_output_norm(graph, hidden)))
@@ -79,7 +79,7 @@ def write_draft_layer(
     gives the logits of token t + 1 and the hidden states for the next row. Source: DeepSeek-V3 (arXiv 2412.19437),
     section 2.2. Raises: as `write_decoder`.
     """
-    graph, tables = _begin(config, weights, kv_layers, context_length)
+    graph, tables = begin_graph(config, weights, kv_layers, context_length)
     previous = graph.buffer("previous_hidden", config.hidden_size, Rows.BATCH)
     graph.tape.previous_row(previous)
     hidden = write_layer(graph, layer, write_draft_input(graph, layer, previous), tables, selects_output=True)
@@ -101,7 +101,7 @@ def write_first_layers(
     The graph returns the hidden states of the output rows, float32[rows, hidden_size].
     """
     assert num_layers < config.num_layers, "the last layer goes with the output head"
-    graph, tables = _begin(config, weights, kv_layers, context_length)
+    graph, tables = begin_graph(config, weights, kv_layers, context_length)
     hidden = write_embedding(graph, max(context_length, config.context_length))
     for layer in range(num_layers):
         hidden = write_layer(graph, layer, hidden, tables)
@@ -116,7 +116,7 @@ def write_last_layers(
     kv_layers: Sequence[KVLayerShape],
 ) -> OpGraph:
     """Write the layers from `first_layer` on and the output head, which read received hidden states."""
-    graph, tables = _begin(config, weights, kv_layers, context_length)
+    graph, tables = begin_graph(config, weights, kv_layers, context_length)
     hidden = graph.buffer("hidden", config.hidden_size, Rows.BATCH)
     graph.tape.receive(hidden)
     for layer in range(first_layer, config.num_layers):
@@ -124,12 +124,13 @@ def write_last_layers(
     return graph.tape.finish(_write_logits(graph, write_output_norm(graph, hidden)))
 
 
-def _begin(
+def begin_graph(
     config: ModelConfig,
     weights: WeightSource,
     kv_layers: Sequence[KVLayerShape] | None,
     context_length: int | None,
 ) -> tuple[Graph, RopeTables]:
+    """An empty graph and the model's RoPE tables: see `write_decoder`."""
     architecture = find_architecture(config)
     if config.latent is not None and not architecture.latent_attention:
         raise refuse(config, "has the settings of latent attention")
@@ -139,12 +140,16 @@ def _begin(
 
 
 def kv_layer_shapes(config: ModelConfig, *, parts_windows: bool = False) -> list[KVLayerShape]:
-    """Keys and values of each layer per position, in layer order, no heads in a layer that caches nothing; then the
-    keys of indexers.
+    """Keys and values of each layer per position, in layer order, no heads in a layer that caches nothing, and one
+    layer for all of an encoder; then the keys of indexers.
 
     parts_windows: sliding-window layers are stored apart from the others.
     """
     architecture = find_architecture(config)
+    if config.is_encoder:
+        if len(set(config.num_kv_heads)) > 1:
+            raise refuse(config, "has different numbers of KV heads in its layers")
+        return [KVLayerShape(config.num_kv_heads[0], config.head_dim, config.value_head_dim)]
     # Positions before a chunk are also before a window of the same size.
     limits = (architecture.windows or architecture.chunks) if parts_windows else ()
     windows = [limit if limit < config.context_length else 0 for limit in limits or [0] * config.num_layers]
@@ -185,6 +190,12 @@ def write_embedding(graph: Graph, context_length: int) -> Buffer:
         tape.embed_positions(hidden, graph.weights.embedding("position_embd.weight", num_positions, hidden.width))
     if architecture.normalises_embedding:
         tape.rms_norm(hidden, hidden, None, config.norm_epsilon)
+    if architecture.has_token_types:
+        width = hidden.width
+        types = graph.weights.shape("token_types.weight")
+        types_table = graph.weights.vector("token_types.weight", (types[0], width) if len(types) == 2 else (width,))
+        # Texts are of the first type throughout, as in the runtimes that GGUF files are made for.
+        tape.add_vector(hidden, types_table.reshape(-1)[:width])
     if architecture.embedding_norm is not None:
         graph.norm(hidden, hidden, architecture.embedding_norm)
     if config.per_layer_size:
@@ -207,7 +218,8 @@ def write_layer(
     if architecture.expert_norm is not None:
         expert_x = graph.block_norm(layer, architecture.expert_norm, hidden, "expert_input")
     if mixer in RECURRENT_MIXERS or (mixer is Mixer.ATTENTION and graph.config.num_heads[layer]):
-        x = graph.block_norm(layer, architecture.attention_norm, hidden, "attention_input")
+        has_norm = layer > 0 or architecture.first_attention_norm
+        x = graph.block_norm(layer, architecture.attention_norm if has_norm else None, hidden, "attention_input")
         attended = _write_mixer(graph, layer, x, tables)
         if architecture.mixer_beside is not None:
             beside = RECURRENT_MIXERS[architecture.mixer_beside].write(graph, layer, x)
@@ -222,16 +234,25 @@ def write_layer(
         parallel_x = parallel_x and graph.select_output(parallel_x)
         router_logits = router_logits and graph.select_output(router_logits)
         expert_x = expert_x and graph.select_output(expert_x)
+    entered = None
+    if architecture.second_sum_norm is not None:
+        entered = graph.buffer("layer_input", hidden.width, hidden.rows)
+        graph.tape.add(entered, hidden, hidden, 0.0)
     if attended is not None:
         write_mixer_output(graph, layer, hidden, attended, mixer)
     if beside is not None and architecture.mixer_beside is not None:
         write_mixer_output(graph, layer, hidden, beside, architecture.mixer_beside)
+    graph.sum_norm(layer, architecture.attention_sum_norm, hidden)
+    if entered is not None:
+        graph.tape.add(hidden, hidden, entered)
+        graph.sum_norm(layer, architecture.second_sum_norm, hidden)
     if has_feed_forward(graph, layer):
         if parallel_x is None:
             is_draft = layer >= graph.config.num_main_layers
             norm = (is_draft and architecture.draft_layers.feed_forward_norm) or architecture.feed_forward_norm
             parallel_x = graph.block_norm(layer, norm, hidden, "ffn_input")
         write_feed_forward(graph, layer, hidden, parallel_x, router_logits, expert_x)
+    graph.sum_norm(layer, architecture.feed_forward_sum_norm, hidden)
     return hidden
 
 
@@ -260,11 +281,14 @@ _LAYER_WRITERS: dict[Blocks, Callable[[Graph, int, Buffer, RopeTables], Buffer]]
 
 
 def write_output_norm(graph: Graph, hidden: Buffer) -> Buffer:
-    """Write the norm after the last layer and return its result."""
+    """Write the norm after the last layer, if there is one, and return its result."""
     if graph.architecture.blocks is Blocks.GEMMA3N:
         hidden = merge_streams(graph, hidden)
+    name = graph.architecture.output_norm
+    if name is None:
+        return hidden
     normed = graph.buffer("output_norm", hidden.width, hidden.rows)
-    graph.norm(normed, hidden, graph.architecture.output_norm)
+    graph.norm(normed, hidden, name)
     return normed
 
 

@@ -37,7 +37,7 @@ def write_draft_norm(graph: Graph, layer: int, hidden: Buffer) -> Buffer:
     """Write the norm before a layer's output head: its own, or else the model's."""
     normed = graph.buffer("draft_norm", hidden.width, hidden.rows)
     names = (f"blk.{layer}.nextn.shared_head_norm", f"blk.{layer}.layer_output_norm", graph.architecture.output_norm)
-    name = next(name for name in names if graph.weights.has(f"{name}.weight"))
+    name = next(name for name in names if name is not None and graph.weights.has(f"{name}.weight"))
     if graph.architecture.draft_layers.has_layer_norm:
         weight = graph.weights.vector(f"{name}.weight", (hidden.width,))
         graph.tape.layer_norm(normed, hidden, weight, None, graph.config.layer_norm_epsilon)

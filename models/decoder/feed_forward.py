@@ -1,6 +1,7 @@
 """The feed-forward block: two matrices, three with a gate, or mixture of experts."""
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -131,15 +132,13 @@ def _write_experts(graph: Graph, layer: int, hidden: Buffer, x: Buffer, logits: 
     up = graph.buffer("expert_up", num_selected * size, x.rows)
     if architecture.gated:
         gate = graph.buffer("expert_gate", num_selected * size, x.rows)
-        _multiply_experts(graph, block, ("gate", gate), ("up", up), size, x, expert_ids)
+        _multiply_experts(graph, block, [("gate", gate), ("up", up)], size, x, expert_ids)
         if architecture.weigh_expert_inputs:
             # Weighting x weights gate and up; the sum over experts then needs no weights.
             tape.expert_scale(gate, expert_weights)
         _gate(graph, gate, up, architecture.expert_clamps[layer] if architecture.expert_clamps else 0.0)
     else:
-        weight = graph.weights.experts(f"{block}.ffn_up_exps.weight", num_experts, size, x.width)
-        bias = graph.weights.optional_vector(f"{block}.ffn_up_exps.bias", (num_experts, size))
-        tape.expert_matmul(up, x, weight, expert_ids, bias)
+        _multiply_experts(graph, block, [("up", up)], size, x, expert_ids)
         tape.activation(up, up, architecture.activation)
     width = hidden.width if latent is None else latent.width
     down = graph.buffer("expert_down", num_selected * width, x.rows)
@@ -196,14 +195,14 @@ def _selection_bias(graph: Graph, layer: int, num_experts: int) -> FloatArray | 
 
 
 def _multiply_experts(
-    graph: Graph, block: str, gate: tuple[str, Buffer], up: tuple[str, Buffer], size: int, x: Buffer, ids: Buffer
+    graph: Graph, block: str, outs: Sequence[tuple[str, Buffer]], size: int, x: Buffer, ids: Buffer
 ) -> None:
-    """Gate and up of the selected experts: two stacks, or the rows of one."""
+    """Gate and up of the selected experts: two stacks, or the rows of one; up alone in models without a gate."""
     experts = graph.config.experts
     assert experts is not None, "the caller has checked that the model has experts"
     fused = f"{block}.ffn_gate_up_exps.weight"
-    for position, (letter, out) in enumerate((gate, up)):
-        if graph.weights.has(fused):
+    for position, (letter, out) in enumerate(outs):
+        if graph.weights.has(fused) and len(outs) == 2:
             rows = slice(position * size, (position + 1) * size)
             weight = graph.weights.experts(fused, experts.num_experts, 2 * size, x.width, rows)
             bias = None

@@ -85,6 +85,11 @@ class Graph:
         """The bias beside the weight of this name, if the file has one."""
         return self.weights.optional_vector(f"{name}.bias", (length,))
 
+    def sum_norm(self, layer: int, name: str | None, hidden: Buffer) -> None:
+        """Norm the residual stream in place by a block's named norm, if the model has it."""
+        if name is not None:
+            self.norm(hidden, hidden, f"blk.{layer}.{name}")
+
     def projection(
         self,
         name: str,

@@ -12,7 +12,9 @@ from localinfer.kernels.ops import Buffer, EmbeddingTable, LinearWeight, RopeTab
 from localinfer.models.decoder.architectures import check_architecture
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import write_decoder
+from localinfer.models.decoder.pooling import classified_rows, read_pooling
 from localinfer.models.decoder.shape_weights import ShapeWeights
+from localinfer.models.decoder.text_head import write_text_model
 from localinfer.quant.checkpoint.model_file import ModelFile
 
 _STATE = re.compile(r"\bstate=\d+\b")
@@ -28,7 +30,12 @@ def list_program(file: ModelFile) -> dict[str, Any]:
     shapes = {name: record.shape for name, record in file.tensors.items()}
     check_architecture(str(file.metadata.get("general.architecture")))
     weights = ShapeWeights(shapes)
-    graph = write_decoder(ModelConfig.from_metadata(file.metadata, shapes), weights)
+    config = ModelConfig.from_metadata(file.metadata, shapes)
+    if config.is_encoder:
+        classified = classified_rows(file.metadata, is_encoder=True)
+        graph = write_text_model(config, weights, read_pooling(file.metadata), classified)
+    else:
+        graph = write_decoder(config, weights)
     types = {name: record.type.name for name, record in file.tensors.items()}
     return {
         "buffers": [{"name": one.name, "width": one.width, "rows": one.rows.value} for one in graph.buffers],

@@ -16,7 +16,8 @@ from localinfer.quant.checkpoint.model_file import ModelFile
 READ_KEYS = frozenset(
     (
         "block_count context_length embedding_length feed_forward_length vocab_size nextn_predict_layers"
-        " pooling_type attn_logit_softcapping final_logit_softcapping attention.causal attention.head_count"
+        " pooling_type classifier.pooling_type attn_logit_softcapping final_logit_softcapping attention.causal"
+        " attention.head_count"
         " attention.head_count_kv attention.scale attention.key_length attention.key_length_mla"
         " attention.key_length_swa attention.value_length attention.value_length_mla attention.value_length_swa"
         " leading_dense_block_count attention.kv_lora_rank attention.q_lora_rank attention.layer_norm_epsilon"
@@ -43,7 +44,7 @@ ARCHITECTURE_KEYS: dict[str, tuple[str, ...]] = {
     "attention.shared_kv_layers": _GEMMA,
     "embedding_length_per_layer_input": _GEMMA,
     "attention.clamp_kqv": ("dbrx", "mpt", "olmo"),
-    "attention.max_alibi_bias": ("bloom", "jais", "mpt"),
+    "attention.max_alibi_bias": ("bloom", "jais", "jina-bert-v2", "mpt"),
     "attention.output_scale": ("grok",),
     "attention.rope_pattern": ("granite_swa",),
     "attention.recurrent_layers": (*BY_INTERVAL, *BY_KV_HEADS),
@@ -52,6 +53,7 @@ ARCHITECTURE_KEYS: dict[str, tuple[str, ...]] = {
     "attention.value_scale": ("mimo2",),
     "embedding_scale": (*_MUP, "grok"),
     "full_attention_interval": BY_INTERVAL,
+    "hidden_activation": ("modern-bert",),
     "kda.gate_lower_bound": KIMI_DELTA,
     "kda.head_dim": KIMI_DELTA,
     "kda.safe_gate": KIMI_DELTA,

@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -36,8 +37,9 @@ from localinfer.models.decoder.decoder import (
     write_last_layers,
 )
 from localinfer.models.decoder.metadata_keys import DYNAMIC_ROPE_KEY, listed, unknown_settings
-from localinfer.models.decoder.pooling import Pooling, read_pooling
+from localinfer.models.decoder.pooling import Pooling, classified_rows, read_pooling
 from localinfer.models.decoder.sparse_attention import index_layers
+from localinfer.models.decoder.text_head import write_text_model
 from localinfer.models.load.devices import (
     RECURRENT_ON_CPU,
     USUAL_TOKENS,
@@ -79,29 +81,51 @@ class Model:
     weights: WeightSource | None = None
     draft_programs: tuple[HiddenProgram, ...] = ()
 
-    def hidden_program(self) -> Program:
+    def text_program(self, pooling: Pooling, max_rows: int = MAX_BATCH_ROWS) -> Program:
         """Write a second program over the same weights and threads; only one may run at a time.
 
-        It has no output head: `run` returns the last hidden states, normed, float32[rows, hidden_size].
-        Raises: BackendUnavailableError for a model on a GPU.
+        `run` returns what `pooling` makes of texts, see `write_text_model`. max_rows: of a batch, all of which may be
+        output rows. Raises: BackendUnavailableError for a model on a GPU; as `read_pooling` and `write_text_model`.
         """
         if self.weights is None:
             raise BackendUnavailableError(
-                "hidden states are computed on the CPU only; load the model with device='cpu'"
+                "embeddings and scores are computed on the CPU only; load the model with device='cpu'"
             )
-        graph = write_decoder(
+        if not self.config.is_encoder and self.weights.has("dense_2.weight"):
+            raise UnsupportedFormatError(
+                f"this {self.config.architecture} model has matrices after pooling (dense_2), which this version "
+                "computes for encoders only. Choose another model."
+            )
+        graph = write_text_model(
             self.config,
             self.weights,
+            pooling,
+            self.classified_rows,
             self.config.context_length,
             kv_layers=self.kv_layout.layers,
-            has_output_head=False,
         )
-        return lower_to_cpu(graph, self.pool, self.kv_layout)
+        return lower_to_cpu(graph, self.pool, self.kv_layout, max_batch_rows=max_rows, max_output_rows=max_rows)
 
     @property
     def pooling(self) -> Pooling:
         """The pooling of an embedding model; the mean if the file has none."""
         return read_pooling(self.file.metadata)
+
+    @property
+    def capabilities(self) -> tuple[str, ...]:
+        """What it can be asked for: see `capabilities`."""
+        return capabilities(self.config, self.file.metadata)
+
+    @property
+    def classified_rows(self) -> Pooling:
+        """What a reranker's classifier reads of a text."""
+        return classified_rows(self.file.metadata, is_encoder=self.config.is_encoder)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Names of a reranker's scores, as far as the file has them."""
+        found = self.file.metadata.get(f"{self.config.architecture}.classifier.output_labels", ())
+        return tuple(map(str, found)) if isinstance(found, list | tuple) else ()
 
     def close(self) -> None:
         """Release threads, memory and the file; may be called again."""
@@ -165,10 +189,14 @@ def load_model(
         if kv_window is not None:
             # Which pages get attention is measured on the CPU only.
             stay_on_cpu(device, gpu_layers, "kv_window bounds the cache on the CPU only; leave it out, or take 'cpu'")
+        if config.is_encoder:
+            if kv_window is not None:
+                raise RequestError("kv_window bounds what generations keep, and an encoder keeps nothing; leave it out")
+            stay_on_cpu(device, gpu_layers, f"{config.architecture!r} models are computed on the CPU only; take 'cpu'")
         if kv_layout.states:
             stay_on_cpu(device, gpu_layers, RECURRENT_ON_CPU, UnsupportedFormatError)
         placed = None
-        if device != "cpu" and kv_window is None and not kv_layout.states:
+        if device != "cpu" and kv_window is None and not kv_layout.states and not config.is_encoder:
             kv_tokens = min(config.context_length, context_length or USUAL_TOKENS)
             placed = open_device(device, lambda: memory_needs(file, config, kv_layout, kv_tokens), gpu_layers, progress)
         gpu = None if placed is None else placed[0]
@@ -226,7 +254,7 @@ class _Parts:
 def _write_on_cpu(parts: _Parts, weights: CpuWeights, kv_layout: KVLayout, max_summed_tokens: int) -> Program:
     graph = write_decoder(parts.config, weights, parts.config.context_length, kv_layers=kv_layout.layers)
     program = lower_to_cpu(graph, parts.pool, kv_layout, max_summed_tokens=max_summed_tokens, progress=parts.progress)
-    if parts.chooses_threads:
+    if parts.chooses_threads and not parts.config.is_encoder:
         if parts.progress is not None:
             parts.progress("measuring how many threads decode fastest", 0, 0)
         choose_decode_threads(program, kv_layout, parts.file.num_bytes)
@@ -382,6 +410,14 @@ def read_config(file: ModelFile, *, with_draft_layers: bool = False) -> ModelCon
         check_architecture(architecture)
     shapes = {name: info.shape for name, info in file.tensors.items()}
     return ModelConfig.from_metadata(file.metadata, shapes, with_draft_layers=with_draft_layers)
+
+
+def capabilities(config: ModelConfig, metadata: Mapping[str, object]) -> tuple[str, ...]:
+    """What a model can be asked for: "completion", "chat", "embeddings", "rerank"."""
+    is_reranker = read_pooling(metadata) is Pooling.RANK
+    if config.is_encoder:
+        return ("rerank",) if is_reranker else ("embeddings",)
+    return ("completion", "chat", "rerank" if is_reranker else "embeddings")
 
 
 def _with_context(

@@ -1,4 +1,4 @@
-"""Text to token ids for the three kinds of vocabulary, special tokens aside."""
+"""Text to token ids for three kinds of vocabulary, special tokens aside; `unigram.py` has a fourth."""
 
 import re
 import unicodedata
@@ -117,12 +117,13 @@ def _merge_by_heap(symbols: list[str], pair_ranks: list[int], ranks: Mapping[str
 class SubwordEncoder:
     """How one kind of vocabulary encodes plain text.
 
-    `adds_space`: a space is put before text that starts a run of plain text. `adds_bos`: a sequence
-    starts with the BOS token where the file does not say.
+    `adds_space`: a space is put before text that starts a run of plain text. `adds_bos`, `adds_eos`: a
+    sequence starts with the BOS token, or ends with the EOS token, where the file does not say.
     """
 
     adds_space = True
     adds_bos = True
+    adds_eos = False
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -414,7 +415,7 @@ class WordPieceEncoder(SubwordEncoder):
     def _words(self, text: str) -> list[str]:
         if self._strips_accents:
             text = unicodedata.normalize("NFD", text)
-        dropped = {"Cc", "Cf", "Co", "Cn"} | ({"Mn"} if self._strips_accents else set())
+        dropped = {"Cc", "Cf", "Co"} | ({"Mn"} if self._strips_accents else set())
         spaced: list[str] = []
         for character in text:
             category = unicodedata.category(character)
@@ -436,9 +437,3 @@ _IDEOGRAPH = re.compile(
     "[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0002a6df\U0002a700-\U0002b73f\U0002b740-\U0002b81f"
     "\U0002b920-\U0002ceaf\U0002f800-\U0002fa1f]"
 )
-
-
-def build_encoder(vocabulary: Vocabulary) -> SubwordEncoder:
-    """Return the encoder for a vocabulary's kind."""
-    kinds = {"spm": SentencePieceEncoder, "bpe": BytePairEncoder, "wordpiece": WordPieceEncoder}
-    return kinds[vocabulary.kind](vocabulary)

@@ -15,10 +15,24 @@ from itertools import chain
 import numpy as np
 
 from localinfer.errors import ContextLengthError, RequestError, TokenizerError
-from localinfer.models.text.encoders import LONG_STRETCH, LONG_TEXT, build_encoder
+from localinfer.models.text.encoders import (
+    LONG_STRETCH,
+    LONG_TEXT,
+    BytePairEncoder,
+    SentencePieceEncoder,
+    SubwordEncoder,
+    WordPieceEncoder,
+)
 from localinfer.models.text.splitting import PRE_TOKENIZERS, Spelling, SpellingFinder
+from localinfer.models.text.unigram import UnigramEncoder
 from localinfer.models.text.vocabulary import TokenType, Vocabulary, read_vocabulary, vocabulary_difference
 
+_ENCODERS: dict[str, type[SubwordEncoder]] = {
+    "spm": SentencePieceEncoder,
+    "bpe": BytePairEncoder,
+    "wordpiece": WordPieceEncoder,
+    "unigram": UnigramEncoder,
+}
 # Answers of `ids_containing` that are kept; callers choose the texts.
 _MOST_SEARCHES = 64
 _ASCII_SPACES = " \t\n\v\f\r"
@@ -29,8 +43,8 @@ _KEEPS_SPACES_AFTER = ("<unk>", "<s>", "<|endoftext|>")
 class Tokenizer:
     """The tokenizer of one model file; threads may share it.
 
-    `kind` is "spm", "bpe" or "wordpiece". `bos_token_id`, `eos_token_id` and `unknown_token_id` are None where the
-    vocabulary has no such token; `eog_token_ids` are all ids that end a generation. `adds_bos` says whether
+    `kind` is "spm", "bpe", "wordpiece" or "unigram". `bos_token_id`, `eos_token_id` and `unknown_token_id` are None
+    where the vocabulary has no such token; `eog_token_ids` are all ids that end a generation. `adds_bos` says whether
     `add_special` starts a sequence with the BOS token. `strips_space_at_start` says that the vocabulary puts a space
     before a text, which decoding takes off again.
     """
@@ -39,7 +53,7 @@ class Tokenizer:
         roles = vocabulary.role_ids
         self._vocabulary = vocabulary
         self._types: list[int] = vocabulary.types.tolist()
-        self._encoder = build_encoder(vocabulary)
+        self._encoder = _ENCODERS[vocabulary.kind](vocabulary)
         self.kind = vocabulary.kind
         self.vocab_size = len(vocabulary.tokens)
         self.bos_token_id = roles.get("bos")
@@ -49,13 +63,30 @@ class Tokenizer:
         self.strips_space_at_start = self._encoder.adds_space
         self._adds_space_once = vocabulary.flags.get("add_space_prefix_once", False)
         self._before = self._added_ids("bos", self._encoder.adds_bos)
-        self._after = self._added_ids("eos", False)
+        self._after = self._added_ids("eos", self._encoder.adds_eos)
         if self.kind == "wordpiece":
             # BERT reads every text between [CLS] and [SEP].
             self._after = self._role_id("seperator")
         self.adds_bos = bool(self._before)
         self._containing: dict[str, frozenset[int]] = {}
         self._token_bytes: dict[int, bytes] = {}
+
+    @property
+    def ids_after(self) -> list[int]:
+        """What `add_special` puts after a text."""
+        return list(self._after)
+
+    @property
+    def ids_between(self) -> list[int]:
+        """What stands between the end of the first text of a pair and the second, as rerankers read pairs.
+
+        [CLS] query [SEP] document [SEP] has none; <s> query </s></s> document </s> one more end (RoBERTa).
+        """
+        doubles = self._vocabulary.flags.get("add_sep_token")
+        if doubles is None:
+            doubles = bool(self._before) and self.token_text(self._before[0]) == "<s>"
+        separator = self._vocabulary.role_ids.get("seperator")
+        return ([separator] if separator is not None else list(self._after)) if doubles else []
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, object]) -> "Tokenizer":
@@ -236,6 +267,8 @@ class Tokenizer:
         digest.update(vocabulary.types.tobytes())
         if vocabulary.scores is not None:
             digest.update(vocabulary.scores.astype("<f4").tobytes())
+        if vocabulary.charsmap is not None:
+            digest.update(vocabulary.charsmap.tobytes())
         return digest.hexdigest()
 
     def _added_ids(self, role: str, default: bool) -> list[int]:

@@ -23,13 +23,14 @@ _WAY_OUT = "Convert the model again with a current converter, or run it with tok
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 # tokenizer.ggml.model -> how text becomes tokens.
-_KINDS = {"llama": "spm", "gpt2": "bpe", "gemma4": "bpe", "bert": "wordpiece"}
-_KNOWN_BUT_NOT_BUILT = dict(t5="Unigram", rwkv="RWKV", plamo2="PLaMo 2", hybriddna="DNA", whitespace="whitespace")
+_KINDS = {"llama": "spm", "gpt2": "bpe", "gemma4": "bpe", "bert": "wordpiece", "t5": "unigram"}
+_KNOWN_BUT_NOT_BUILT = dict(rwkv="RWKV", plamo2="PLaMo 2", hybriddna="DNA", whitespace="whitespace")
 # Ids that hold where a file of that kind names none, if the text there is what is expected. "seperator"
 # is how the GGUF key spells it.
 _DEFAULT_IDS: dict[str, dict[str, tuple[int, str]]] = {
     "spm": {"bos": (1, "<s>"), "eos": (2, "</s>"), "unknown": (0, "<unk>")},
     "wordpiece": {"bos": (101, "[CLS]"), "seperator": (102, "[SEP]"), "unknown": (100, "[UNK]")},
+    "unigram": {"eos": (1, "</s>"), "unknown": (2, "<unk>")},
     "bpe": {},
 }
 # An id outside the vocabulary under these keys harms nothing: they are never produced or obeyed here,
@@ -38,7 +39,15 @@ _UNUSED_IDS = ("padding", "mask")
 # Published files of these deny the BOS token that their models cannot do without.
 _ALWAYS_WITH_BOS = ("gemma4", "granite-embed-multi-311m")
 _FLAGS = (
-    *("add_bos_token", "add_eos_token", "add_space_prefix", "normalizer.lowercase", "normalizer.strip_accents"),
+    *(
+        "add_bos_token",
+        "add_eos_token",
+        "add_sep_token",
+        "add_space_prefix",
+        "remove_extra_whitespaces",
+        "normalizer.lowercase",
+        "normalizer.strip_accents",
+    ),
     # Not GGUF's: what tokenizer.json can say and GGUF cannot.
     *("add_space_prefix_once", "strips_after_special"),
 )
@@ -47,7 +56,17 @@ _ROLES = ("bos", "eos", "eot", "eom", "unknown", "seperator", "cls", "fim_pad", 
 TOKENIZER_KEYS = frozenset(
     f"{PREFIX}{key}"
     for key in (
-        *("model", "pre", "tokens", "token_type", "scores", "merges", "end_of_generation_ids", *_FLAGS),
+        *(
+            "model",
+            "pre",
+            "tokens",
+            "token_type",
+            "scores",
+            "merges",
+            "precompiled_charsmap",
+            "end_of_generation_ids",
+            *_FLAGS,
+        ),
         *(f"{role}_token_id" for role in (*_ROLES, *_UNUSED_IDS)),
     )
 )
@@ -75,8 +94,9 @@ class Vocabulary:
     """Tokens and rules of one model file.
 
     `ids` maps the text of each token that text may turn into; `special_ids` that of the control and unknown tokens,
-    which only their own spelling gives, and only where asked for. `byte_ids[b]` is the `<0xXX>` token of byte b, -1
-    where there is none. `merge_texts` are "left right" by rank. `scores` is None where the kind has no use for them.
+    which only their own spelling gives, and only where asked for. `charsmap` is a compiled normalization, uint8, or
+    None. `byte_ids[b]` is the `<0xXX>` token of byte b, -1 where there is none. `merge_texts` are "left right" by rank.
+    `scores` is None where the kind has no use for them.
     """
 
     kind: str
@@ -84,6 +104,7 @@ class Vocabulary:
     tokens: list[str]
     types: NDArray[np.uint8]
     scores: NDArray[np.float32] | None
+    charsmap: NDArray[np.uint8] | None
     merge_texts: list[str]
     ids: dict[str, int]
     special_ids: dict[str, int]
@@ -125,7 +146,7 @@ def read_vocabulary(metadata: Mapping[str, object]) -> Vocabulary:
     _close_default_end(kind, tokens, types)
     end_of_generation = find_end_of_generation(ids, roles, lambda index: types[index] == TokenType.CONTROL)
     end_of_generation |= _further_ends(metadata, len(tokens))
-    if not end_of_generation and kind != "wordpiece":
+    if not end_of_generation and kind not in ("wordpiece", "unigram"):
         _refuse(
             "eos_token_id",
             "missing, and no token has the spelling of a known end-of-text token",
@@ -145,7 +166,8 @@ def read_vocabulary(metadata: Mapping[str, object]) -> Vocabulary:
         pre_tokenizer=pre_tokenizer,
         tokens=tokens,
         types=types,
-        scores=_scores(metadata, len(tokens)) if kind == "spm" else None,
+        scores=_scores(metadata, len(tokens)) if kind in ("spm", "unigram") else None,
+        charsmap=_charsmap(metadata) if kind == "unigram" else None,
         merge_texts=merge_texts,
         ids=ids,
         special_ids=special_ids,
@@ -258,6 +280,25 @@ def _scores(metadata: Mapping[str, object], count: int) -> NDArray[np.float32]:
         _refuse("scores", f"not a number at entry {int(np.isnan(scores).argmax())}", "numbers")
     with np.errstate(over="ignore"):
         return scores.astype(np.float32)
+
+
+def _charsmap(metadata: Mapping[str, object]) -> NDArray[np.uint8] | None:
+    key, wanted = "precompiled_charsmap", "an array of bytes"
+    value = metadata.get(PREFIX + key)
+    if value is None:
+        return None
+    if isinstance(value, bytes):
+        return np.frombuffer(value, np.uint8)
+    try:
+        array = np.asarray(value)
+    except (ValueError, OverflowError):
+        _refuse(key, _describe(value), wanted)
+    is_bytes = (
+        array.ndim == 1 and array.dtype.kind in "iu" and (not array.size or -128 <= array.min() <= array.max() < 256)
+    )
+    if not is_bytes:
+        _refuse(key, _describe(value), wanted)
+    return (array.astype(np.int64) & 255).astype(np.uint8) if array.size else None
 
 
 def _byte_ids(tokens: list[str], types: NDArray[np.uint8]) -> list[int]:
@@ -400,6 +441,10 @@ def vocabulary_difference(one: Vocabulary, other: Vocabulary) -> str | None:
         count = min(one.scores.size, other.scores.size)
         if (one.scores[:count] != other.scores[:count]).any():
             return "the scores of their tokens differ"
+    if not np.array_equal(
+        one.charsmap if one.charsmap is not None else [], [] if other.charsmap is None else other.charsmap
+    ):
+        return "their normalizations differ"
     if _splitting_flags(one) != _splitting_flags(other) or one.strips_after_special != other.strips_after_special:
         return "what they do to a text before splitting it differs"
     return None

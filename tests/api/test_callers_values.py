@@ -35,7 +35,7 @@ class PooledModel(FakeModel):
 
     pooling: Pooling = Pooling.MEAN
 
-    def hidden_program(self) -> FakeProgram:
+    def text_program(self, pooling: Pooling, max_rows: int) -> FakeProgram:
         return FakeProgram(self.program.vocab_size, self.program.logits_of, 5, 3)
 
 

@@ -81,6 +81,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "count_chat_tokens": (lambda llm, **given: llm.count_chat_tokens(**{"messages": MESSAGES, **given}), {}),
     "score": (lambda llm, **given: llm.score(**{"token_ids": IDS, **given}), {}),
     "embed": (lambda llm, **given: llm.embed(**{"prompt": IDS, **given}), {}),
+    "embed_many": (lambda llm, **given: llm.embed_many(**{"prompts": [IDS, "a"], **given}), {}),
+    "embedding_ids": (lambda llm, **given: llm.embedding_ids(**{"prompts": [IDS, "a"], **given}), {}),
     "logits": (lambda llm, **given: llm.logits(**{"token_ids": IDS, **given}), {}),
 }
 OPTIONS = {
@@ -94,11 +96,14 @@ OPTIONS = {
     "render_chat": {"messages", "add_generation_prompt", *ReplyOptions.__annotations__},
     "count_chat_tokens": {"messages", *ReplyOptions.__annotations__},
     "score": {"token_ids", "top"},
-    "embed": {"prompt"},
+    "embed": {"prompt", "pooling", "normalize", "dimensions", "truncate"},
+    "embed_many": {"prompts", "pooling", "normalize", "dimensions", "truncate"},
+    "embedding_ids": {"prompts", "truncate"},
     "logits": {"token_ids"},
 }
 ALSO_NAMED = {
     # What an error may call an argument where it speaks of what is in it.
+    "prompts": ("prompts", "prompt", "token id", "text", "context"),
     "prompt": ("prompt", "token id", "text", "context"),
     "token_ids": ("token id", "prompt", "context", "conversation"),
     "messages": ("message", "template", "content"),
@@ -157,7 +162,7 @@ def test_methods_refuse_what_they_cannot_use_by_its_name(llm: LLM, method: str, 
 def test_every_parameter_of_the_methods_is_tried() -> None:
     tried = {name for names in OPTIONS.values() for name in names}
     methods = {name for name, _ in inspect.getmembers(LLM, inspect.isfunction) if not name.startswith("_")}
-    assert methods - set(CALLS) == {"clear_cache", "close", "load_session", "save_session"}
+    assert methods - set(CALLS) == {"clear_cache", "close", "load_session", "rerank", "save_session"}
     for method in CALLS:
         for name, parameter in inspect.signature(getattr(LLM, method)).parameters.items():
             if name != "self" and parameter.kind is not parameter.VAR_KEYWORD:

@@ -5,9 +5,12 @@ python peer_files.py quantize-all SOURCE FOLDER IMATRIX.gguf: the same in every 
 python peer_files.py continue MODEL "1 2 3" COUNT: greedy token ids after given ones, on standard output.
 python peer_files.py logits MODEL "1 2 3" TARGET.npy [NAME=NUMBER ...]: logits after each of the ids, float32[ids,
 vocabulary], by a model loaded with these options.
+python peer_files.py embedding MODEL "1 2 3" TARGET.npy: what it pools of a text, float32[size], or a reranker's scores.
+python peer_files.py tokens VOCABULARY TEXTS.json: its ids of every text, without special tokens, as JSON.
 """
 
 import ctypes
+import json
 import sys
 from pathlib import Path
 
@@ -96,6 +99,27 @@ def write_logits(model: str, token_ids: list[int], target: str, options: dict[st
     np.save(target, np.array(llm.scores[: len(token_ids)], np.float32))
 
 
+def write_embedding(model: str, token_ids: list[int], target: str) -> None:
+    llm = llama_cpp.Llama(model, n_ctx=256, n_batch=256, n_ubatch=256, embedding=True, verbose=False)
+    batch = llama_cpp.llama_batch_init(len(token_ids), 0, 1)
+    batch.n_tokens = len(token_ids)
+    for position, token_id in enumerate(token_ids):
+        batch.token[position], batch.pos[position] = token_id, position
+        batch.n_seq_id[position], batch.seq_id[position][0], batch.logits[position] = 1, 0, 1
+    if llama_cpp.llama_decode(llm.ctx, batch):
+        raise SystemExit(f"llama.cpp could not compute {model}")
+    is_ranked = llama_cpp.llama_pooling_type(llm.ctx) == llama_cpp.LLAMA_POOLING_TYPE_RANK
+    size = llama_cpp.llama_model_n_cls_out(llm.model) if is_ranked else llm.n_embd()
+    pooled = llama_cpp.llama_get_embeddings_seq(llm.ctx, 0)
+    np.save(target, np.ctypeslib.as_array(pooled, (size,)).astype(np.float32))
+
+
+def print_tokens(vocabulary: str, texts: str) -> None:
+    llm = llama_cpp.Llama(vocabulary, vocab_only=True, verbose=False)
+    found = [llm.tokenize(text.encode(), False, False) for text in json.loads(Path(texts).read_text())]
+    print(json.dumps(found))
+
+
 if sys.argv[1] == "quantize":
     quantize(sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5])
 elif sys.argv[1] == "quantize-all":
@@ -104,5 +128,9 @@ elif sys.argv[1] == "logits":
     pairs = (word.split("=") for word in sys.argv[5:])
     numbers = {name: float(value) if "." in value else int(value) for name, value in pairs}
     write_logits(sys.argv[2], [int(word) for word in sys.argv[3].split()], sys.argv[4], numbers)
+elif sys.argv[1] == "embedding":
+    write_embedding(sys.argv[2], [int(word) for word in sys.argv[3].split()], sys.argv[4])
+elif sys.argv[1] == "tokens":
+    print_tokens(sys.argv[2], sys.argv[3])
 else:
     continue_text(sys.argv[2], [int(word) for word in sys.argv[3].split()], int(sys.argv[4]))

@@ -25,6 +25,7 @@ PAGE_BYTES = 64
 class FakeConfig:
     vocab_size: int = 260
     context_length: int = 64
+    is_encoder: bool = False
 
 
 @dataclass(frozen=True)
@@ -185,6 +186,7 @@ class FakeModel:
 
     program: FakeProgram
     config: FakeConfig = field(default_factory=FakeConfig)
+    capabilities: tuple[str, ...] = ("completion", "chat", "embeddings")
     kv_layout: FakeLayout = field(default_factory=FakeLayout)
     tokenizer: ByteTokenizer | None = field(default_factory=ByteTokenizer)
     chat_template: object = None

@@ -18,6 +18,8 @@ from localinfer.kernels.ops import KVLayerShape, OpGraph, StateShape, WeightSour
 from localinfer.kernels.program import Batch, Program, Segment, StateStep
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import kv_layer_shapes, state_shapes, write_decoder
+from localinfer.models.decoder.pooling import Pooling, classified_rows
+from localinfer.models.decoder.text_head import write_text_model
 from localinfer.quant.gguf.reader import read_gguf
 from localinfer.types import FloatArray
 
@@ -27,6 +29,19 @@ SEED = 1
 KNOWN_TO_DIFFER = {"phimoe-moe"}
 # Models of architectures that this version refuses.
 REFUSED: set[str] = set()
+
+
+@dataclass(frozen=True)
+class TextModel:
+    """A model file of an encoder or reranker, the ids int32[T] of a text, and what is right for it.
+
+    answers: "embeddings" float32[T, width] before pooling, and "pooled" float32[width] or "scores" float32[labels].
+    """
+
+    name: str
+    path: Path
+    token_ids: NDArray[np.int32]
+    answers: dict[str, FloatArray]
 
 
 @dataclass(frozen=True)
@@ -141,6 +156,42 @@ def build_model(folder: Path, name: str) -> ArchModel:
         write_skeleton(skeletons()[name], path)
     with np.load(DATA / "logits.npz") as answers:
         return ArchModel(name, path, answers[f"{name}.tokens"], answers[f"{name}.logits"])
+
+
+def text_models() -> list[str]:
+    """Names of the encoders and rerankers that must agree."""
+    return [name for name, skeleton in skeletons().items() if "encoder" in skeleton.get("options", {})]
+
+
+def build_text_model(folder: Path, name: str) -> TextModel:
+    """Write one encoder or reranker into folder, unless it is there, and return it with its answers."""
+    path = folder / f"{name}.gguf"
+    if not path.exists():
+        write_skeleton(skeletons()[name], path)
+    with np.load(DATA / "logits.npz") as answers:
+        kinds = [kind for kind in ("embeddings", "pooled", "scores") if f"{name}.{kind}" in answers.files]
+        return TextModel(name, path, answers[f"{name}.tokens"], {kind: answers[f"{name}.{kind}"] for kind in kinds})
+
+
+def run_texts(path: Path, device: Device, texts: Sequence[NDArray[np.int32]], pooling: Pooling) -> list[FloatArray]:
+    """What the model makes of each text, all of them in one batch: float32[T, width], or [1, width] where pooled."""
+    config = read_config(path)
+    with read_gguf(path) as file:
+        classified = classified_rows(file.metadata, is_encoder=config.is_encoder)
+    num_rows = sum(map(len, texts))
+    graph = write_text_model(config, device.weights(path), pooling, classified)
+    program = device.program(graph, num_rows)
+    segments, rows, start = [], [], 0
+    for text in texts:
+        segments.append(Segment(0, len(text), device.pages(graph.kv_layers, len(text))))
+        last = Pooling.LAST in (pooling, classified if pooling is Pooling.RANK else pooling)
+        taken = np.arange(start, start + len(text), dtype=np.int32)
+        rows.append(taken if pooling is Pooling.NONE else taken[-1:] if last else taken[:1])
+        start += len(text)
+    found = program.run(Batch(np.concatenate(texts), segments, np.concatenate(rows))).copy()
+    program.close()
+    ends = np.cumsum([len(one) for one in rows])
+    return np.split(found, ends[:-1])
 
 
 def read_config(path: Path, *, with_draft_layers: bool = False) -> ModelConfig:

@@ -52,7 +52,7 @@ def test_vector_is_the_mean_of_what_the_head_reads(llm):
     assert len(ids) > 128
     vector = llm.embed(ids)
     before = llm.logits(ids)
-    program = model_of(llm).hidden_program()
+    program = model_of(llm).text_program(Pooling.NONE)
     hidden = hidden_states(llm, program, ids)
     mean = hidden.mean(axis=0, dtype=np.float64)
     assert np.allclose(vector, mean / np.linalg.norm(mean), atol=1e-6)
@@ -84,7 +84,8 @@ def test_scores_are_the_logits_normalised(llm):
         {"input": []},
         {"input": [[]]},
         {"input": [1, "a"]},
-        {"input": "a", "dimensions": 8},
+        {"input": "a", "dimensions": 257},
+        {"input": "a", "dimensions": 0},
         {"input": "a", "encoding_format": "int8"},
         {"input": [99999]},
         {"input": "a " * 3000},
@@ -99,5 +100,6 @@ def test_wrong_input_is_refused(tcp, body):
 def test_pooling_is_read_from_the_file():
     assert read_pooling({"general.architecture": "qwen3", "qwen3.pooling_type": 3}) is Pooling.LAST
     assert read_pooling({"general.architecture": "llama"}) is Pooling.MEAN
+    assert read_pooling({"general.architecture": "bert", "bert.pooling_type": 4}) is Pooling.RANK
     with pytest.raises(UnsupportedFormatError, match="pooling_type"):
-        read_pooling({"general.architecture": "bert", "bert.pooling_type": 4})
+        read_pooling({"general.architecture": "bert", "bert.pooling_type": 5})

@@ -81,6 +81,6 @@ def _model_card(model: ServedModel) -> dict[str, Any]:
         "owned_by": "localinfer",
         "max_model_len": context,
         "context_length": context,
-        "capabilities": ["completion", "chat", "embeddings"],
+        "capabilities": list(model.capabilities),
         "meta": {"n_ctx": context, "loaded": llm is not None},
     }

@@ -34,11 +34,15 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """Bytes that a model takes: its weights with all that comes with them, and its cache per token of context."""
+    """Bytes that a model takes: its weights with all that comes with them, and its cache per token of context.
+
+    capabilities: what it can be asked for.
+    """
 
     fixed_bytes: int
     bytes_per_token: int
     context_length: int
+    capabilities: tuple[str, ...] = ("completion", "chat", "embeddings")
 
     def largest_context(self, available_bytes: int) -> int:
         """How many tokens of context fit beside the weights, 0 if not even the weights do."""
@@ -79,7 +83,7 @@ def measure_need(
     from localinfer.kernels.kv_layout import KVLayout
     from localinfer.models.decoder.decoder import kv_layer_shapes, state_shapes
     from localinfer.models.load.devices import host_bytes
-    from localinfer.models.load.loader import open_model_file, read_config
+    from localinfer.models.load.loader import capabilities, open_model_file, read_config
 
     file = open_model_file(path, changes, context_length)
     try:
@@ -89,8 +93,8 @@ def measure_need(
         per_token = -(-layout.page_bytes // layout.page_tokens)
         sliding = SlidingWindow(layout.window, layout.page_tokens)
         windowed = sliding.most_pages(config.context_length, MAX_BATCH_ROWS) * layout.windowed_bytes
-        states = STATES_OF_DEFAULT * layout.state_bytes
-        return MemoryNeed(host_bytes(file) + SCRATCH_BYTES + windowed + states, per_token, config.context_length)
+        fixed = host_bytes(file) + SCRATCH_BYTES + windowed + STATES_OF_DEFAULT * layout.state_bytes
+        return MemoryNeed(fixed, per_token, config.context_length, capabilities(config, file.metadata))
     finally:
         file.close()
 
@@ -105,6 +109,13 @@ class ServedModel:
     num_leases: int = 0
     last_used_seconds: float = 0.0
     loading: "asyncio.Task[LLM] | None" = field(default=None, repr=False)
+
+    @property
+    def capabilities(self) -> tuple[str, ...]:
+        """What it can be asked for; of a model that nothing was read of yet, what most can."""
+        if self.llm is not None:
+            return self.llm.capabilities
+        return MemoryNeed(0, 0, 0).capabilities if self.need is None else self.need.capabilities
 
 
 class Lease(Closing):

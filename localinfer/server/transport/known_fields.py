@@ -201,11 +201,26 @@ EMBEDDINGS = KnownFields(
         request_id: {_NAMES}
     """),
     _refuse("""
-        truncate_prompt_tokens truncate: texts are never cut; shorten them in the client
+        truncate_prompt_tokens: send truncate, which cuts texts to the context
         add_special_tokens=true: texts get the tokens that the model was trained with
         normalize=true embd_normalize=2: vectors have the length 1; leave it out
         input_type task prompt_name: write the model's instruction before the text
         content messages: send input
+    """),
+)
+RERANK = KnownFields(
+    _ignore(f"""
+        user: {_ACCOUNT}
+        priority: {_QUEUE}
+        request_id: {_NAMES}
+    """),
+    _refuse("""
+        truncate_prompt_tokens max_tokens_per_doc max_chunks_per_doc: send truncate, which cuts to the context
+        raw_scores: scores are from 0 to 1
+        rank_fields: send documents as texts
+        texts: send documents
+        input: send query and documents
+        return_text: send return_documents
     """),
 )
 TEXTS = KnownFields(

@@ -75,6 +75,10 @@ def oracle(
         first = max(0, position - shape.window + 1) if shape.window else 0
         if shape.chunk:
             first = max(first, position // shape.chunk * shape.chunk)
-        seen = range(first, position + 1)
-        rows.append(attend(query, keys[first : position + 1], values[first : position + 1], seen, shape))
+        last = position
+        if shape.bidirectional:
+            reach = shape.window // 2 if shape.window else len(queries)
+            first, last = max(0, position - reach), min(len(queries) - 1, position + reach)
+        seen = range(first, last + 1)
+        rows.append(attend(query, keys[first : last + 1], values[first : last + 1], seen, shape, position))
     return np.stack(rows)

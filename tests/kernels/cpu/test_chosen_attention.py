@@ -155,7 +155,7 @@ def test_attention_to_chosen_positions_is_the_oracles_in_any_batch(
     wanted = []
     for row, query in enumerate(queries):
         counted = is_chosen(inputs[3][row].astype(np.float64), chosen, row + 1)
-        wanted.append(attend(query, keys[: row + 1], values[: row + 1], range(row + 1), shape, counted))
+        wanted.append(attend(query, keys[: row + 1], values[: row + 1], range(row + 1), shape, chosen=counted))
     assert relative_error(found, np.stack(wanted)) <= ERROR_BUDGETS[kv_type]
     assert_same_bits(run_rows(pool, inputs, write, [1] * 150 + [7] * 21 + [3], layout), found)
     assert_same_bits(run_rows(two_threads, inputs, write, [100, 180, 1, 1, 8, 7, 3], layout), found)
@@ -184,7 +184,7 @@ def test_pages_without_a_chosen_position_are_never_read(pool: ThreadPool) -> Non
     found = program.run([255], [Segment(255, 1, pages)])
     keys, values = (part.astype(np.float64) for part in inputs[1:3])
     counted = is_chosen(inputs[3][255].astype(np.float64), replace(chosen, blocks=replace(BLOCKS, width=2)), 256)
-    wanted = attend(inputs[0][255].astype(np.float64), keys[:256], values[:256], range(256), PLAIN, counted)
+    wanted = attend(inputs[0][255].astype(np.float64), keys[:256], values[:256], range(256), PLAIN, chosen=counted)
     assert relative_error(found[0], wanted) <= 2e-6
 
 

@@ -18,7 +18,7 @@ from localinfer.models.checkpoint.model import open_checkpoint
 from localinfer.models.decoder.architectures import ARCHITECTURES, find_architecture
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.metadata_keys import ARCHITECTURE_KEYS, READ_KEYS, unknown_keys, unknown_settings
-from localinfer.models.decoder.pooling import read_pooling
+from localinfer.models.decoder.pooling import classified_rows, read_pooling
 from localinfer.models.load.loader import load_model
 from localinfer.models.load.model_changes import ModelChanges
 from localinfer.quant.gguf.reader import read_gguf
@@ -63,8 +63,8 @@ def test_no_fixture_raises_an_alarm_and_all_keys_read_are_listed() -> None:
         watched = Watched(metadata_of(skeleton))
         config = ModelConfig.from_metadata(watched, {tensor: tuple(shape) for tensor, shape in skeleton["tensors"]})
         find_architecture(config)
-        if name != "qwen3-reranker":
-            read_pooling(watched)
+        read_pooling(watched)
+        classified_rows(watched, is_encoder=config.is_encoder)
         prefix = f"{skeleton['arch']}."
         found = asked.setdefault(skeleton["arch"], set())
         found |= {key.removeprefix(prefix) for key in watched.asked if key.startswith(prefix)}

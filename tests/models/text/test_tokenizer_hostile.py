@@ -52,7 +52,6 @@ CASES: list[tuple[str, dict[str, object], str]] = [
     ("no vocabulary", keyed(model="none"), "holds no vocabulary"),
     ("no vocabulary, other name", keyed(model="no_vocab"), "holds no vocabulary"),
     ("test vocabulary", keyed(model="test"), "not known"),
-    ("Unigram", SPM | keyed(model="t5"), "Unigram"),
     ("RWKV", SPM | keyed(model="rwkv"), "RWKV"),
     ("PLaMo", SPM | keyed(model="plamo2"), "PLaMo 2"),
     ("no tokens", without(SPM, "tokens"), "tokens is missing"),

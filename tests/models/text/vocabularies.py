@@ -117,3 +117,34 @@ def wordpiece_metadata(**changes: object) -> dict[str, object]:
         seperator_token_id=3,
     )
     return metadata | keyed(**changes)
+
+
+def bert_metadata(**changes: object) -> dict[str, object]:
+    """A BERT vocabulary of letters, words and what follows in words."""
+    letters = "abcdefghijklmnopqrstuvwxyz0123456789"
+    words = "the cat hello world un re dog café cafe naïve 中 国 ! ? . , - = [ ] ( ) # $ % + _ ' ٣ ß ж €".split()
+    pieces = "s ing able ness turn ld llo cats é".split()
+    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    tokens += list(dict.fromkeys([*("▁" + word for word in [*words, *letters]), *pieces, *letters]))
+    types = [CONTROL, UNKNOWN, CONTROL, CONTROL, CONTROL, *[NORMAL] * (len(tokens) - 5)]
+    metadata = keyed(
+        model="bert", tokens=tokens, token_type=np.array(types, np.int32), unknown_token_id=1, bos_token_id=2,
+        seperator_token_id=3, padding_token_id=0, mask_token_id=4,
+    )  # fmt: skip
+    return metadata | keyed(**changes)
+
+
+def gemma4_metadata() -> dict[str, object]:
+    """A vocabulary of merges over marked spaces, with bytes for what no token covers."""
+    letters = list("abcdefghijklmnopqrstuvwxyzABCé=.,'!中国▁\n")
+    merges = (
+        "t h,th e,▁ the,▁ a,c a,ca t,▁ cat,▁▁ ▁,▁ ▁,\n \n,= =,== ==,i n,in g,h e,l l,he ll,hell o,▁ hello,中 国,o r,d e"
+    ).split(",")
+    words = dict.fromkeys([*letters, *(merge.replace(" ", "") for merge in merges)])
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    types = [CONTROL] * 3 + [UNKNOWN] + [BYTE] * 256 + [NORMAL] * len(words)
+    return keyed(
+        model="gemma4", tokens=tokens, token_type=np.array(types, np.int32), merges=merges,
+        scores=np.zeros(len(tokens), np.float32), bos_token_id=2, eos_token_id=1, unknown_token_id=3,
+        add_space_prefix=False,
+    )  # fmt: skip

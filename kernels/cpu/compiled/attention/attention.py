@@ -55,6 +55,12 @@ def lowest_position(p: int, position: int) -> int:
 
 
 @inline
+def _end_position(p: int, memory: int, position: int) -> int:
+    """The position after the last one that a query at `position` attends to: its own, or one of its segment's."""
+    return min(position + ATTENTION.after(p), load_i64(memory + scratch.END) - 1) + ATTENTION.own(p)
+
+
+@inline
 def _first_chunk(p: int, position: int) -> int:
     return lowest_position(p, position) // CHUNK
 
@@ -96,7 +102,7 @@ def _attend(p: int, memory: int, chunk: int, first_query: int, count: int, place
     position, start = load_i64(memory + scratch.POSITION), chunk * CHUNK
     last_query = first_query + count - 1
     low = max(0, lowest_position(p, position + first_query // group) - start)
-    high = min(CHUNK, position + last_query // group + ATTENTION.own(p) - start)
+    high = min(CHUNK, _end_position(p, memory, position + last_query // group) - start)
     for q in range(8):
         store_f32(place + 4 * q, np.float32(-np.inf))
     if low >= high:
@@ -118,7 +124,7 @@ def _attend(p: int, memory: int, chunk: int, first_query: int, count: int, place
             16 * first_block,
             16 * last_block,
             lowest_position(p, here) - start,
-            min(high, here + ATTENTION.own(p) - start),
+            min(high, _end_position(p, memory, here) - start),
             softcap,
             slope,
             start - here,
@@ -187,7 +193,8 @@ def _set_pages_of(p: int, memory: int, chunk: int, end: int) -> None:
 def _attend_part(p: int, memory: int, partials: int, first_chunk: int, last_chunk: int) -> None:
     """Some chunks of a tile; stores their results in `partials`."""
     rows = load_i64(memory + scratch.ROWS)
-    queries, end = rows * ATTENTION.group(p), load_i64(memory + scratch.POSITION) + rows
+    queries = rows * ATTENTION.group(p)
+    end = _end_position(p, memory, load_i64(memory + scratch.POSITION) + rows - 1)
     place = partials
     for chunk in range(first_chunk, last_chunk):
         _set_pages_of(p, memory, chunk, end)
@@ -200,7 +207,7 @@ def _attend_part(p: int, memory: int, partials: int, first_chunk: int, last_chun
 def _finish_tile(p: int, memory: int, partials: int, is_attended: bool) -> None:
     """Merge all chunks of a tile, from `partials` if they are stored there, and divide by the sums."""
     rows, position = load_i64(memory + scratch.ROWS), load_i64(memory + scratch.POSITION)
-    queries, end = rows * ATTENTION.group(p), position + rows
+    queries, end = rows * ATTENTION.group(p), _end_position(p, memory, position + rows - 1)
     for query in range(queries):
         store_f32(memory + scratch.MAXIMA + 4 * query, np.float32(-np.inf))
     place = partials if is_attended else memory + scratch.CHUNK
@@ -269,6 +276,7 @@ def set_unit(p: int, memory: int, segment: int, first_row: int, rows: int, kv_he
         entries = ATTENTION.chosen(p) + row * ATTENTION.chosen_stride(p) + 4 * chosen_list * ATTENTION.chosen_count(p)
         store_i64(memory + scratch.CHOSEN, entries)
         store_i64(memory + scratch.POSITION, num_chosen(p, entries, SEGMENT.position(segment) + first_row) - 1)
+    store_i64(memory + scratch.END, SEGMENT.position(segment) + SEGMENT.num_rows(segment))
 
 
 @op

@@ -34,6 +34,8 @@ CHOSEN = ROWS + 8
 """Address of the list of blocks that its only row attends to, where they are chosen."""
 GATHERED = CHOSEN + 8
 """Address of a thread's pages for positions that are brought together."""
+END = GATHERED + 8
+"""The position after the last row of the unit's segment."""
 
 SCORES = COUNT + 128
 WORK = SCORES + 8 * SCORE_STRIDE

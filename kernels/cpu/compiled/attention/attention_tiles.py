@@ -164,7 +164,10 @@ def softmax_chunk(
         ratio = b.fdiv(emit.splat_constant(F32, 2.0), emit.add(emit.exp(doubled), one))
         lanes = b.select(emit.splat(has_cap), emit.mul(emit.sub(one, ratio), caps), lanes)
         index = b.add(emit.splat(b.trunc(i, I32)), lane_index)
-        distances = emit.to_float(b.add(index, emit.splat(b.trunc(offset, I32))))
+        relative = b.add(index, emit.splat(b.trunc(offset, I32)))
+        nothing = ir.Constant(vector(I32), [0] * LANES)
+        relative = b.select(b.icmp_signed(">", relative, nothing), b.sub(nothing, relative), relative)
+        distances = emit.to_float(relative)
         value = emit.add(lanes, emit.mul(emit.splat(alibi), distances))
         bounds = [emit.splat(b.trunc(bound, I32)) for bound in (lowest, highest)]
         inside = b.and_(b.icmp_signed(">=", index, bounds[0]), b.icmp_signed("<", index, bounds[1]))

@@ -34,12 +34,15 @@ from localinfer.kernels.cpu.parameters import (
     ROPE,
     ROPE_ANGLES,
     SCALE_BY_POSITION,
+    SEGMENT,
     SELECT_OUTPUT,
     XIELU,
 )
 from localinfer.kernels.jit.numba import Source, inline
 
 COLUMNS_PER_UNIT = 1024
+_ADD = list(FORMULAS).index("add")
+_SEGMENT_BYTES = SEGMENT.num_bytes
 
 
 @inline
@@ -167,6 +170,20 @@ def select_output(p: Any, batch: int, thread: int, row: int, part: int) -> None:
     """Copy the rows that want logits."""
     source = p.x + load_i64(BATCH.output_rows(batch) + 8 * row) * p.x_stride
     scale_row(p.out + row * p.out_stride, source, np.float32(1), p.columns)
+
+
+@row_op(SELECT_OUTPUT, of_output=True)
+def mean_rows(p: Any, batch: int, thread: int, row: int, part: int) -> None:
+    """The mean of the rows of the segment that an output row lies in, summed from its first row."""
+    place, segment = load_i64(BATCH.output_rows(batch) + 8 * row), BATCH.segments(batch)
+    while SEGMENT.first_row(segment) + SEGMENT.num_rows(segment) <= place:
+        segment += _SEGMENT_BYTES
+    count, target = SEGMENT.num_rows(segment), p.out + row * p.out_stride
+    source = p.x + SEGMENT.first_row(segment) * p.x_stride
+    scale_row(target, source, np.float32(1), p.columns)
+    for index in range(1, count):
+        elementwise_row(_ADD, target, target, source + index * p.x_stride, np.float32(1), p.columns)
+    scale_row(target, target, np.float32(1) / np.float32(count), p.columns)
 
 
 @row_op(SCALE_BY_POSITION)

@@ -1,0 +1,214 @@
+"""Texts to vectors and rankings: tokens, batches, dimensions and lengths."""
+
+import math
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.arguments import check_flag, check_number, shown
+from localinfer.engine.engine import Engine
+from localinfer.engine.pooling import TextPooler
+from localinfer.errors import ContextLengthError, RequestError
+from localinfer.models.decoder.pooling import Pooling
+from localinfer.types import FloatArray
+
+if TYPE_CHECKING:
+    from localinfer.models.load.loader import Model
+    from localinfer.models.text.tokenizer import Tokenizer
+
+Text = str | Sequence[int] | NDArray[np.integer]
+POOLINGS = ("none", "mean", "first", "cls", "last")
+RERANK_TEMPLATE_KEY = "tokenizer.chat_template.rerank"
+_YES = "yes"
+
+
+@dataclass(frozen=True, slots=True)
+class RankedDocument:
+    """A document's place among those given, its score for the query, and the tokens that both took together."""
+
+    index: int
+    score: float
+    num_tokens: int
+
+
+class TextEmbedder:
+    """What `LLM.embed` and `LLM.rerank` do. May be used from several threads."""
+
+    def __init__(self, engine: Engine, model: "Model") -> None:
+        self._engine = engine
+        self._model = model
+        self._pooler = TextPooler(engine, model)
+        self._lock = threading.Lock()
+
+    def token_ids(self, texts: Sequence[Text], *, truncate: bool) -> list[NDArray[np.int32]]:
+        """The ids that are computed of each text."""
+        truncate = check_flag("truncate", truncate)
+        if not isinstance(texts, Sequence) or isinstance(texts, str | bytes):
+            raise RequestError(f"prompts is {shown(texts)}; give a list of texts, or of lists of token ids")
+        return [self._token_ids(text, truncate) for text in texts]
+
+    def embed(
+        self,
+        texts: Sequence[Text],
+        *,
+        pooling: str | None,
+        normalize: bool,
+        dimensions: int | None,
+        truncate: bool,
+    ) -> list[FloatArray]:
+        """A vector of each text, float32[size], or with pooling "none" of each token, float32[T, size]."""
+        normalize = check_flag("normalize", normalize)
+        chosen = self._pooling(pooling)
+        found = self._pool(self.token_ids(texts, truncate=truncate), chosen)
+        if dimensions is not None and found:
+            check_number("dimensions", dimensions, 1, found[0].shape[-1])
+        return [_finished(one, dimensions, normalize=normalize) for one in found]
+
+    def rerank(
+        self, query: str, documents: Sequence[str], *, top_n: int | None, normalize: bool, truncate: bool
+    ) -> list[RankedDocument]:
+        """The documents by falling score, equal ones in order."""
+        self._engine.check_usable()
+        normalize, truncate = check_flag("normalize", normalize), check_flag("truncate", truncate)
+        check_number("top_n", top_n, 1, none="for all")
+        if not isinstance(query, str):
+            raise RequestError(f"query is {shown(query)}; give a text")
+        documents = _strings(documents)
+        if self._model.pooling is not Pooling.RANK:
+            raise RequestError(
+                "this model is no reranker: its file has no classifier (pooling_type 4); load a reranker, or compare "
+                "the vectors of embed"
+            )
+        texts = [self._checked(self._pair(query, text, truncate)) for text in documents]
+        scores = [self._score(outputs, normalize=normalize) for outputs in self._pool(texts, Pooling.RANK)]
+        ranked = sorted(range(len(texts)), key=lambda index: -scores[index])[:top_n]
+        return [RankedDocument(index, scores[index], len(texts[index])) for index in ranked]
+
+    def _pool(self, texts: Sequence[NDArray[np.int32]], pooling: Pooling) -> list[FloatArray]:
+        # Of two threads one waits for the other's batches: a program grows while nobody uses it.
+        with self._lock:
+            return self._pooler.pool(texts, pooling)
+
+    def _pooling(self, name: str | None) -> Pooling:
+        if name is None:
+            found = self._model.pooling
+            if found is Pooling.RANK:
+                raise RequestError(
+                    "this model is a reranker, which gives scores and no vectors; use rerank, or name a pooling"
+                )
+            return found
+        if not isinstance(name, str) or name not in POOLINGS:
+            raise RequestError(f"pooling is {shown(name)}; give {', '.join(POOLINGS)}, or None for the model's own")
+        return Pooling.FIRST if name == "cls" else Pooling(name)
+
+    def _token_ids(self, text: Text, truncate: bool) -> NDArray[np.int32]:
+        room = self._engine.context_length
+        if isinstance(text, str):
+            tokenizer = self._tokenizer()
+            text = tokenizer.encode(text, max_tokens=None if truncate else room)
+            if truncate and len(text) > room:
+                # The tokens that end a text stay.
+                end = tokenizer.ids_after
+                text = text[: room - len(end)] + end
+            return self._checked(text)
+        return self._checked(text, cut=truncate)
+
+    def _checked(self, token_ids: Sequence[int] | NDArray[np.integer], *, cut: bool = False) -> NDArray[np.int32]:
+        room = self._engine.context_length
+        tokens = self._engine.check_prompt(token_ids, needs_tokens=True, shifts_context=True)
+        if cut:
+            tokens = tokens[:room]
+        if tokens.size > room:
+            raise ContextLengthError(
+                f"a text has {tokens.size} tokens, but the context holds {room}; shorten it, or allow truncate",
+                num_tokens=tokens.size,
+                context_length=room,
+            )
+        return tokens
+
+    def _pair(self, query: str, document: str, truncate: bool) -> list[int]:
+        """Query and document as the model was trained to read them."""
+        template = self._model.file.metadata.get(RERANK_TEMPLATE_KEY)
+        tokenizer, room = self._tokenizer(), self._engine.context_length
+        if isinstance(template, str):
+            return self._filled(template, query, document, truncate)
+        if not self._model.config.is_encoder:
+            raise RequestError(
+                f"this reranker reads a prompt that its file does not have ({RERANK_TEMPLATE_KEY}); convert it again "
+                "with a current converter"
+            )
+        first = tokenizer.encode(query, max_tokens=room)
+        between, end = tokenizer.ids_between, tokenizer.ids_after
+        second = tokenizer.encode(document, add_special=False, max_tokens=None if truncate else room)
+        if truncate:
+            second = second[: max(0, room - len(first) - len(between) - len(end))]
+        return [*first, *between, *second, *end]
+
+    def _filled(self, template: str, query: str, document: str, truncate: bool) -> list[int]:
+        """The ids of a prompt; only the template's own text may spell control tokens."""
+        tokenizer, room = self._tokenizer(), self._engine.context_length
+
+        def encoded(text: str) -> list[int]:
+            segments = [
+                (query, False) if part == "{query}" else (text, False) if part == "{document}" else (part, True)
+                for part in _template_parts(template)
+            ]
+            return tokenizer.encode_segments(segments, max_tokens=None if truncate else room)
+
+        found = encoded(document)
+        while truncate and len(found) > room and document:
+            # Fewer tokens by what is too much, at a character's edge.
+            document = document[: max(0, len(document) * room // len(found) - 1)]
+            found = encoded(document)
+        return found
+
+    def _tokenizer(self) -> "Tokenizer":
+        if self._model.tokenizer is None:
+            raise RequestError("the model file has no tokenizer; give texts as token ids")
+        return self._model.tokenizer
+
+    def _score(self, outputs: FloatArray, *, normalize: bool) -> float:
+        """One number of what the classifier gave: how relevant the document is."""
+        labels = self._model.labels
+        if len(outputs) == 1:
+            score = float(outputs[0])
+            return 1.0 / (1.0 + math.exp(-max(score, -700.0))) if normalize else score
+        if _YES not in labels or len(labels) != len(outputs):
+            raise RequestError(
+                f"this model classifies into {len(outputs)} labels ({', '.join(labels) or 'unnamed'}), none of which "
+                "says yes to a document; load a reranker"
+            )
+        exponentials = np.exp(outputs.astype(np.float64) - float(outputs.max()))
+        return float(exponentials[labels.index(_YES)] / exponentials.sum())
+
+
+def _template_parts(template: str) -> list[str]:
+    parts: list[str] = []
+    for outer in template.split("{query}"):
+        if parts:
+            parts.append("{query}")
+        inner = outer.split("{document}")
+        parts.append(inner[0])
+        for text in inner[1:]:
+            parts += ["{document}", text]
+    return [part for part in parts if part]
+
+
+def _strings(documents: object) -> list[str]:
+    is_list = isinstance(documents, Sequence) and not isinstance(documents, str | bytes)
+    if not is_list or not all(isinstance(one, str) for one in documents):  # type: ignore[attr-defined]
+        raise RequestError(f"documents is {shown(documents)}; give a list of texts")
+    return [str(one) for one in documents]  # type: ignore[attr-defined]
+
+
+def _finished(values: FloatArray, dimensions: int | None, *, normalize: bool) -> FloatArray:
+    """The first dimensions (Matryoshka, arXiv 2205.13147), of length 1 where wanted."""
+    wide = values[..., :dimensions].astype(np.float64)
+    if normalize:
+        lengths = np.sqrt(np.sum(wide * wide, axis=-1, keepdims=True))
+        wide = np.divide(wide, lengths, out=wide, where=lengths > 0)
+    return np.ascontiguousarray(wide, np.float32)

@@ -1,0 +1,175 @@
+"""Texts of token ids to vectors or scores, many in a batch."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.cache.sequence import SequenceCache, forward
+from localinfer.engine.engine import Engine
+from localinfer.kernels.cpu.lower import MAX_BATCH_ROWS
+from localinfer.kernels.program import Program
+from localinfer.models.decoder.pooling import Pooling
+from localinfer.sampling.sampler import not_finite_error
+from localinfer.types import FloatArray
+
+if TYPE_CHECKING:
+    from localinfer.models.load.loader import Model
+
+TokenIds = NDArray[np.int32]
+
+
+@dataclass(eq=False)
+class _Text:
+    """A text on its way: its pages while it has any, and the results of its rows that are wanted."""
+
+    index: int
+    token_ids: TokenIds
+    sequence: SequenceCache | None = None
+    rows: list[FloatArray] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Rows of a text that a batch computes."""
+
+    text: _Text
+    start: int
+    stop: int
+
+
+class TextPooler:
+    """Computes what a model makes of texts, in batches between the steps of generations.
+
+    A text's result does not depend on the others of its batch. Programs are written on first use, one per pooling. An
+    encoder's texts are computed whole, so its program grows to the longest one; a decoder's are cut where a batch is
+    full of one of them.
+    """
+
+    def __init__(self, engine: Engine, model: "Model") -> None:
+        self._engine = engine
+        self._model = model
+        self._is_encoder = model.config.is_encoder
+        self._programs: dict[Pooling, Program] = {}
+
+    def pool(self, texts: Sequence[TokenIds], pooling: Pooling) -> list[FloatArray]:
+        """What `pooling` makes of each text: float32[size], float32[labels] scores, or float32[T, size] for NONE.
+
+        texts: checked by `Engine.check_prompt`, at least one id each. Vectors have the length that the model gives
+        them. Raises: OutOfMemoryError, ClosedError, BackendUnavailableError on a GPU; ModelFileError for what is not
+        finite.
+        """
+        if not texts:
+            return []
+        kind = self._computed(pooling)
+        self._engine.check_usable()
+        room = self._reserve(kind, max(map(len, texts)))
+        taken = self._taken_rows(kind, pooling)
+        waiting = [_Text(index, token_ids) for index, token_ids in enumerate(texts)]
+        try:
+            for batch in _batches(waiting, room, None if self._is_encoder else room):
+                self._run(kind, batch, taken)
+                for piece in batch:
+                    if piece.stop == len(piece.text.token_ids):
+                        self._close(piece.text)
+        finally:
+            for text in waiting:
+                self._close(text)
+        return [_result(text, pooling, is_mean=kind is Pooling.NONE and pooling is Pooling.MEAN) for text in waiting]
+
+    def _computed(self, pooling: Pooling) -> Pooling:
+        """What the program computes of a pooling: a decoder's gives single rows, which are pooled here."""
+        return pooling if self._is_encoder or pooling is Pooling.RANK else Pooling.NONE
+
+    def _reserve(self, kind: Pooling, longest: int) -> int:
+        """Have a program that holds the longest text that is computed whole; returns how many rows to batch."""
+        wanted = MAX_BATCH_ROWS
+        while self._is_encoder and wanted < longest:
+            wanted *= 2
+        with self._engine.exclusive_cache():
+            program = self._programs.get(kind)
+            if program is None or program.max_batch_rows < wanted:
+                # The former one is released first: both would not have to fit.
+                self._programs.pop(kind, None)
+                program = None
+                program = self._programs[kind] = self._model.text_program(kind, wanted)
+            if self._is_encoder:
+                return max(longest, MAX_BATCH_ROWS)
+            return min(program.max_batch_rows, program.max_output_rows)
+
+    def _taken_rows(self, kind: Pooling, pooling: Pooling) -> Callable[[_Piece], range]:
+        """Which rows of a piece, counted from its first, are wanted."""
+        chosen = self._model.classified_rows if pooling is Pooling.RANK else pooling
+        if pooling is Pooling.NONE or (chosen is Pooling.MEAN and kind is Pooling.NONE):
+            return lambda piece: range(piece.stop - piece.start)
+        if chosen is Pooling.LAST:
+
+            def last(piece: _Piece) -> range:
+                count = piece.stop - piece.start
+                return range(count - 1, count) if piece.stop == len(piece.text.token_ids) else range(0)
+
+            return last
+        return lambda piece: range(1) if piece.start == 0 else range(0)
+
+    def _run(self, kind: Pooling, batch: Sequence[_Piece], taken: Callable[[_Piece], range]) -> None:
+        rows: list[int] = []
+        counts = []
+        first = 0
+        for piece in batch:
+            wanted = taken(piece)
+            rows.extend(range(first + wanted.start, first + wanted.stop))
+            counts.append(len(wanted))
+            first += piece.stop - piece.start
+        with self._engine.exclusive_cache() as cache:
+            sequences = []
+            for piece in batch:
+                if piece.text.sequence is None:
+                    piece.text.sequence = cache.open()
+                sequences.append(piece.text.sequence)
+            ids = [piece.text.token_ids[piece.start : piece.stop] for piece in batch]
+            found = forward(self._programs[kind].run, sequences, ids, np.array(rows, np.int32)).copy()
+        start = 0
+        for piece, count in zip(batch, counts, strict=True):
+            part = found[start : start + count]
+            start += count
+            if not np.isfinite(part).all():
+                raise not_finite_error(piece.start + 1 + int(np.argmin(np.isfinite(part).all(axis=1))))
+            piece.text.rows.append(part)
+
+    def _close(self, text: _Text) -> None:
+        if text.sequence is not None:
+            with self._engine.scheduler.exclusive():
+                text.sequence.close()
+            text.sequence = None
+
+
+def _batches(texts: Sequence[_Text], room: int, longest: int | None) -> Iterator[list[_Piece]]:
+    """Pieces of at most `room` rows together, in order. longest: rows of a piece, None for whole texts.
+
+    A text is cut at multiples of its own positions only, so that its results do not depend on its neighbours.
+    """
+    batch: list[_Piece] = []
+    used = 0
+    for text in texts:
+        step = longest or len(text.token_ids)
+        for start in range(0, len(text.token_ids), step):
+            piece = _Piece(text, start, min(start + step, len(text.token_ids)))
+            # Two pieces of one text cannot be in one batch.
+            if batch and (start or used + piece.stop - start > room):
+                yield batch
+                batch, used = [], 0
+            batch.append(piece)
+            used += piece.stop - start
+    if batch:
+        yield batch
+
+
+def _result(text: _Text, pooling: Pooling, *, is_mean: bool) -> FloatArray:
+    if is_mean:
+        total = np.sum([part.sum(axis=0, dtype=np.float64) for part in text.rows], axis=0)
+        return np.asarray(total / len(text.token_ids), np.float32)
+    if pooling is Pooling.NONE:
+        return np.concatenate(text.rows)
+    return next(part[0] for part in text.rows if len(part))

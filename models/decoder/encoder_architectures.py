@@ -1,0 +1,109 @@
+"""The supported encoders: text models whose positions see later ones, for embeddings and rerankers.
+
+Each is a record of `Architecture` as those of decoders are, or a function of the `ModelConfig` that returns one.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from localinfer.errors import UnsupportedFormatError
+from localinfer.kernels.ops import Activation, Pairing
+from localinfer.models.decoder.architecture import Architecture, Norm, QueryKeyNorm
+from localinfer.models.decoder.config import ModelConfig
+
+# BERT (arXiv 1810.04805): each branch is normed after it was added. GELU in its tanh form, as GGUF's models are run.
+_BERT = Architecture(
+    causal=False,
+    norm=Norm.LAYER,
+    attention_norm=None,
+    attention_sum_norm="attn_output_norm",
+    feed_forward_norm=None,
+    feed_forward_sum_norm="layer_output_norm",
+    embedding_norm="token_embd_norm",
+    output_norm=None,
+    has_token_types=True,
+    activation=Activation.GELU_TANH,
+    gated=False,
+)
+_MODERN_BERT_PERIOD, _GEMMA_PERIOD = 3, 6
+
+
+def _without_rope(config: ModelConfig) -> tuple[bool, ...]:
+    return (False,) * config.num_layers
+
+
+def _windows(config: ModelConfig, is_full: Callable[[int], bool]) -> tuple[int, ...]:
+    """The window of each layer, 0 for full attention: the file's pattern, or else is_full."""
+    if config.windowed_layers:
+        return tuple(config.sliding_window if is_windowed else 0 for is_windowed in config.windowed_layers)
+    return tuple(0 if is_full(layer) else config.sliding_window for layer in range(config.num_layers))
+
+
+def _bert(config: ModelConfig) -> Architecture:
+    """BERT, RoBERTa and XLM-R, whose positions start behind an offset that converters take away."""
+    return replace(_BERT, learned_positions=True, has_rope=_without_rope(config))
+
+
+def _jina_bert_v2(config: ModelConfig) -> Architecture:
+    """Jina embeddings 2 (arXiv 2310.19923): ALiBi; the code model norms queries and keys, and adds each layer's input
+    a second time."""
+    return replace(
+        _BERT,
+        has_rope=_without_rope(config),
+        max_alibi_bias=config.max_alibi_bias or 8.0,
+        gated=True,
+        query_key_norm=QueryKeyNorm.OPTIONAL,
+        second_sum_norm="attn_norm_2" if "attn_norm_2.weight" in config.block_tensors else None,
+    )
+
+
+def _modern_bert(config: ModelConfig) -> Architecture:
+    """ModernBERT (arXiv 2412.13663): the first of every three layers sees all, the others a window."""
+    activation = {"": Activation.GELU_TANH, "gelu": Activation.GELU_TANH, "silu": Activation.SILU}
+    if config.hidden_activation not in activation:
+        raise UnsupportedFormatError(
+            f"modern-bert.hidden_activation is {config.hidden_activation!r:.40}; this version computes gelu and silu. "
+            "Update localinfer or choose another model."
+        )
+    return Architecture(
+        causal=False,
+        norm=Norm.LAYER,
+        first_attention_norm=False,
+        embedding_norm="token_embd_norm",
+        activation=activation[config.hidden_activation],
+        windows=_windows(config, lambda layer: layer % _MODERN_BERT_PERIOD == 0),
+        classifier_activation=Activation.GELU_TANH,
+    )
+
+
+def _gemma_embedding(config: ModelConfig) -> Architecture:
+    """EmbeddingGemma (arXiv 2509.20354): Gemma 3's blocks, with symmetric windows; two matrices after pooling."""
+    return Architecture(
+        causal=False,
+        activation=Activation.GELU_TANH,
+        attention_post_norm="post_attention_norm",
+        feed_forward_post_norm="post_ffw_norm",
+        embedding_scale=math.sqrt(config.hidden_size),
+        query_key_norm=QueryKeyNorm.BEFORE_ROPE,
+        windows=_windows(config, lambda layer: layer % _GEMMA_PERIOD == _GEMMA_PERIOD - 1),
+        windowed_rope_base=config.rope.base_windowed or 10000.0,
+        scales_windowed_rope=False,
+    )
+
+
+ENCODERS: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
+    "bert": _bert,
+    # EuroBERT (arXiv 2503.05500): Llama's blocks.
+    "eurobert": Architecture(causal=False),
+    "gemma-embedding": _gemma_embedding,
+    "jina-bert-v2": _jina_bert_v2,
+    # Jina embeddings 3 (arXiv 2409.10173), without its adapters.
+    "jina-bert-v3": _BERT,
+    "modern-bert": _modern_bert,
+    # NeoBERT (arXiv 2502.19587).
+    "neo-bert": Architecture(causal=False, pairing=Pairing.ADJACENT, output_norm="enc.output_norm"),
+    # Nomic Embed (arXiv 2402.01613), and with experts in every other layer (2502.07972).
+    "nomic-bert": replace(_BERT, gated=True, activation=Activation.SILU),
+    "nomic-bert-moe": replace(_BERT, normalise_experts=False),
+}

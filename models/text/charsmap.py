@@ -1,0 +1,108 @@
+"""The normalization of SentencePiece, compiled into a vocabulary: which characters become which others.
+
+A map is a little-endian uint32 (bytes of the trie), the trie as uint32 units, and the replacements, each ended by a
+zero byte. The trie is a double array over UTF-8 bytes (Aoe, IEEE Transactions on Software Engineering 15, 1989, in the
+form of the Darts-clone library): unit i has in bit 8 whether a key ends there, in its low byte and bit 31 its label, in
+bits 10 to 30 the offset of its children, times 256 where bit 9 is set; the unit behind a label 0 is the key's value.
+Source: SentencePiece (arXiv 1808.06226), section 3.5.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.errors import TokenizerError
+
+_KEY = "tokenizer.ggml.precompiled_charsmap"
+_LABEL = (1 << 31) | 0xFF
+_VALUE = (1 << 31) - 1
+
+
+class CharacterMap:
+    """A compiled map. Raises: TokenizerError if its parts do not fit each other."""
+
+    def __init__(self, data: NDArray[np.uint8]) -> None:
+        num_bytes = int.from_bytes(data[:4].tobytes(), "little") if data.size >= 4 else -1
+        if num_bytes < 4 or num_bytes % 4 or num_bytes > data.size - 4:
+            raise _refusal(f"{data.size} bytes that announce a trie of {num_bytes}", "a trie of whole units that fits")
+        self._units: list[int] = data[4 : 4 + num_bytes].copy().view("<u4").tolist()
+        self._texts = data[4 + num_bytes :].tobytes()
+        if self._texts and self._texts[-1]:
+            raise _refusal("replacements without an end", "replacements that each end in a zero byte")
+        self._root = _children(self._units[0])
+        # Characters that begin no key stay as they are; most texts have few different ones.
+        self._begins: dict[str, bool] = {}
+
+    def apply(self, text: str) -> str:
+        """The text with the longest key at each place replaced, from left to right."""
+        return "".join(self._pieces(text))
+
+    def _pieces(self, text: str) -> Iterator[str]:
+        position, plain = 0, 0
+        begins = self._begins
+        while position < len(text):
+            character = text[position]
+            may_begin = begins.get(character)
+            if may_begin is None:
+                may_begin = begins[character] = self._walk(self._root, character)[1] is not None
+            found = self._longest(text, position) if may_begin else None
+            if found is None:
+                position += 1
+                continue
+            yield text[plain:position]
+            length, replacement = found
+            yield replacement
+            position = plain = position + length
+        yield text[plain:]
+
+    def _longest(self, text: str, start: int) -> tuple[int, str] | None:
+        """Characters of the longest key at a place, and what it becomes."""
+        node: int | None = self._root
+        found = None
+        end = start
+        while node is not None and end < len(text):
+            value, node = self._walk(node, text[end])
+            end += 1
+            if value is not None:
+                found = end - start, value
+        return None if found is None else (found[0], self._replacement(found[1]))
+
+    def _walk(self, node: int, character: str) -> tuple[int | None, int | None]:
+        """Follow the bytes of a character: the value of a key that ends with it, and the children of its node."""
+        value = None
+        for byte in character.encode("utf-8", "surrogateescape"):
+            place = node ^ byte
+            unit = self._unit(place)
+            if not byte or unit & _LABEL != byte:
+                return None, None
+            node = place ^ _children(unit)
+            # A key can only end where a character does.
+            value = self._unit(node) & _VALUE if unit >> 8 & 1 else None
+        return value, node
+
+    def _unit(self, place: int) -> int:
+        if place >= len(self._units):
+            raise _refusal(
+                f"a trie of {len(self._units)} units that leads to number {place}", "a trie of its own units"
+            )
+        return self._units[place]
+
+    def _replacement(self, value: int) -> str:
+        end = self._texts.find(b"\0", value)
+        if end < 0:
+            found = f"a trie that leads to byte {value} of {len(self._texts)} of replacements"
+            raise _refusal(found, "a place among the replacements")
+        return self._texts[value:end].decode("utf-8", "replace")
+
+
+def _children(unit: int) -> int:
+    """The offset of a unit's children."""
+    return (unit >> 10) << ((unit >> 6) & 8)
+
+
+def _refusal(found: str, wanted: str) -> TokenizerError:
+    return TokenizerError(
+        f"{_KEY} has {found}; wanted {wanted}. Convert the model again with a current converter, or run it with token "
+        "ids only."
+    )
