@@ -51,7 +51,7 @@ def check_architecture(name: str) -> None:
     if name in RECURRENT:
         raise UnsupportedFormatError(
             f"general.architecture is {name!r}, a model with recurrent layers of a kind that this version does not "
-            f"run; it runs those of {', '.join(sorted(RECURRENT_ARCHITECTURES))}. "
+            f"run; it runs those of {', '.join(sorted(RECURRENT_ARCHITECTURES | STATE_SPACE_ARCHITECTURES))}. "
             "Update localinfer or choose another model."
         )
     if name in OTHER_KINDS:
