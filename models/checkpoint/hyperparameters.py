@@ -5,6 +5,7 @@ Where config.json has lists of divisors of rotary frequencies, GGUF keeps tensor
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import UnsupportedFormatError
-from localinfer.models.checkpoint.families import Family, Metadata, find_family
+from localinfer.models.checkpoint.changes import Change
+from localinfer.models.checkpoint.families import find_family
+from localinfer.models.checkpoint.family import Family, Metadata
 from localinfer.models.checkpoint.settings import Settings, unknown_settings
 from localinfer.models.decoder.block_config import MAX_BASE, MAX_CONTEXT, MAX_LAYERS, MAX_SCALE, MIN_BASE, MIN_SCALE
 from localinfer.models.decoder.metadata_keys import DYNAMIC_ROPE_KEY
@@ -28,6 +31,7 @@ _KNOWN = "default, linear, dynamic, llama3, yarn and longrope"
 class Hyperparameters:
     """A family, its sizes as GGUF metadata, and the small tensors that GGUF keeps where config.json has lists.
 
+    changes: what GGUF stores otherwise. num_drafters: layers behind the last that predict further tokens.
     unknown_settings: names of settings that may change results and that nothing here obeys.
     """
 
@@ -38,6 +42,8 @@ class Hyperparameters:
     num_heads: int
     num_kv_heads: int
     ties_embeddings: bool | None
+    changes: Mapping[str, Change]
+    num_drafters: int
     unknown_settings: tuple[str, ...]
 
 
@@ -46,43 +52,66 @@ def read_hyperparameters(config: dict[str, Any], name: str) -> Hyperparameters:
 
     Raises: UnsupportedFormatError if this version cannot run such a model, CorruptFileError if a value has no meaning.
     """
-    family = find_family(config.get("model_type"))
-    settings = Settings(config, family.defaults)
+    family = find_family(config)
+    settings = Settings(config, family.defaults, family.aliases)
+    if family.variant is not None:
+        family = family.variant(settings, family)
     _check_activation(settings, family)
-    hidden_size, num_heads = settings.integer("hidden_size", low=1), settings.integer("num_attention_heads", low=1)
-    num_kv_heads = settings.integer("num_key_value_heads", num_heads, low=1)
+    hidden_size = settings.integer("hidden_size", low=1)
+    num_layers = settings.integer("num_hidden_layers", low=1, high=MAX_LAYERS)
+    keys: Metadata = {
+        "vocab_size": settings.integer("vocab_size", low=1, high=MAX_CONTEXT),
+        "context_length": settings.integer("max_position_embeddings", low=1, high=MAX_CONTEXT),
+        "embedding_length": hidden_size,
+        "block_count": num_layers,
+        "feed_forward_length": settings.integer("intermediate_size", 0),
+        f"attention.layer_norm_{'' if family.has_layer_norms else 'rms_'}epsilon": settings.number(
+            family.epsilon, 1e-6, low=0.0, high=1.0
+        ),
+    }
+    tensors: Tensors = {}
+    num_heads = num_kv_heads = 0
+    if family.has_attention:
+        num_heads = settings.integer("num_attention_heads", low=1)
+        num_kv_heads = settings.integer("num_key_value_heads", num_heads, low=1)
+        found, tensors = _attention(settings, num_heads, num_kv_heads, hidden_size)
+        keys |= found
+    else:
+        keys["attention.head_count"] = 0
+    is_dynamic = keys.pop(DYNAMIC_ROPE_KEY, False)
+    keys |= family.metadata(settings)
+    if family.has_windows:
+        keys |= _windows(settings, num_layers, family)
+    elif "sliding_attention" in _layer_types(settings, num_layers, family):
+        raise settings.unsupported("layer_types", f"{family.architecture} models that see their whole context")
+    metadata: dict[str, object] = {"general.architecture": family.architecture, "general.name": name}
+    for key, value in keys.items():
+        if value is not None:
+            metadata[key if key.startswith("xielu.") else f"{family.architecture}.{key}"] = value
+    if is_dynamic:
+        metadata[DYNAMIC_ROPE_KEY] = True
+    ties = settings.boolean("tie_word_embeddings", True) if "tie_word_embeddings" in settings else None
+    num_drafters = settings.integer("num_nextn_predict_layers", 0, high=MAX_LAYERS)
+    changes = dict(family.changes(settings))
+    unknown = tuple(unknown_settings(settings))
+    return Hyperparameters(
+        family, metadata, tensors, num_layers, num_heads, num_kv_heads, ties, changes, num_drafters, unknown
+    )
+
+
+def _attention(settings: Settings, num_heads: int, num_kv_heads: int, hidden_size: int) -> tuple[Metadata, Tensors]:
+    """Sizes of heads, and their rotation."""
     if num_heads % num_kv_heads:
         raise settings.wrong("num_key_value_heads", f"a divisor of num_attention_heads {num_heads}")
     head_dim = settings.integer("head_dim", hidden_size // num_heads, low=1)
-    num_layers = settings.integer("num_hidden_layers", low=1, high=MAX_LAYERS)
-    context_length = settings.integer("max_position_embeddings", low=1, high=MAX_CONTEXT)
-    rope, tensors = _read_rope(settings, head_dim, context_length)
-    is_dynamic = rope.pop(DYNAMIC_ROPE_KEY, False)
+    rope, tensors = _read_rope(settings, head_dim, settings.integer("max_position_embeddings", high=MAX_CONTEXT))
     keys: Metadata = {
-        "vocab_size": settings.integer("vocab_size", low=1, high=MAX_CONTEXT),
-        "context_length": context_length,
-        "embedding_length": hidden_size,
-        "block_count": num_layers,
-        "feed_forward_length": settings.integer("intermediate_size"),
         "attention.head_count": num_heads,
         "attention.head_count_kv": num_kv_heads,
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,
-        "attention.layer_norm_rms_epsilon": settings.number(family.epsilon, 1e-6, low=0.0, high=1.0),
-        **rope,
-        **family.metadata(settings),
     }
-    if family.has_windows:
-        keys |= _windows(settings, num_layers)
-    elif "sliding_attention" in _layer_types(settings, num_layers):
-        raise settings.unsupported("layer_types", f"{family.architecture} models that see their whole context")
-    metadata: dict[str, object] = {"general.architecture": family.architecture, "general.name": name}
-    metadata |= {f"{family.architecture}.{key}": value for key, value in keys.items()}
-    if is_dynamic:
-        metadata[DYNAMIC_ROPE_KEY] = True
-    ties = settings.boolean("tie_word_embeddings", True) if "tie_word_embeddings" in settings else None
-    unknown = tuple(unknown_settings(settings))
-    return Hyperparameters(family, metadata, tensors, num_layers, num_heads, num_kv_heads, ties, unknown)
+    return keys | rope, tensors
 
 
 def _check_activation(settings: Settings, family: Family) -> None:
@@ -92,10 +121,10 @@ def _check_activation(settings: Settings, family: Family) -> None:
         raise settings.unsupported(key, f"{family.architecture} models with {family.activations[0]!r}")
 
 
-def _windows(settings: Settings, num_layers: int) -> dict[str, object]:
+def _windows(settings: Settings, num_layers: int, family: Family) -> dict[str, object]:
     """The window's size, and which layers have it where the file says so: by a list or by a period."""
     size = settings.integer("sliding_window", 0, high=MAX_CONTEXT)
-    kinds = _layer_types(settings, num_layers)
+    kinds = _layer_types(settings, num_layers, family)
     if not size:
         return {}
     keys: dict[str, object] = {"attention.sliding_window": size}
@@ -107,12 +136,12 @@ def _windows(settings: Settings, num_layers: int) -> dict[str, object]:
     return keys
 
 
-def _layer_types(settings: Settings, num_layers: int) -> list[str]:
+def _layer_types(settings: Settings, num_layers: int, family: Family) -> list[str]:
     """What each layer attends to, empty where the file does not say."""
     kinds = settings.entries("layer_types")
-    known = ("sliding_attention", "full_attention")
+    known = ("sliding_attention", "full_attention", *family.layer_kinds)
     if kinds and (len(kinds) != num_layers or any(kind not in known for kind in kinds)):
-        raise settings.wrong("layer_types", f"{num_layers} times sliding_attention or full_attention")
+        raise settings.wrong("layer_types", f"{num_layers} times {' or '.join(known)}")
     return kinds
 
 

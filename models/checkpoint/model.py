@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from localinfer.closing import Closing
 from localinfer.errors import CorruptFileError, TokenizerError, UnsupportedFormatError
+from localinfer.models.checkpoint.changes import Rows
 from localinfer.models.checkpoint.hyperparameters import read_hyperparameters
 from localinfer.models.checkpoint.tensor_plan import PlannedTensor, plan_tensors
 from localinfer.models.checkpoint.tokenizer_json import read_tokenizer
@@ -72,14 +73,17 @@ class CheckpointModel(Closing):
         if self._reader is not None:
             unused.update(name for name in folder.tensors if self._reader.is_unused(name))
         parts = {name: self._part(name) for name in folder.tensors if name not in unused}
-        self._plan, left_out = plan_tensors(parts, parameters)
-        if left_out:
-            logger.warning(
-                "%s: only its text model runs; %d tensors of other parts are left out (%s)",
-                folder.path.name,
-                len(left_out),
-                left_out[0],
-            )
+        plan = plan_tensors(parts, parameters)
+        self._plan = plan.tensors
+        for names, words in (
+            (plan.other_parts, "only its text model runs; %d tensors of other parts are left out (%s)"),
+            (
+                plan.drafters,
+                "it runs without drafting; %d tensors of layers that predict further tokens are left out (%s)",
+            ),
+        ):
+            if names:
+                logger.warning(f"%s: {words}", folder.path.name, len(names), names[0])
         self._folder = folder
         self._forms: list[StoredForm] = []
         self._decoded: tuple[str, NDArray[np.uint8]] | None = None
@@ -141,7 +145,7 @@ class CheckpointModel(Closing):
     def stretch(self, name: str) -> FileStretch | None:
         """Return where a tensor's bytes lie, if they lie in one place and as GGUF has them."""
         planned = self._plan.get(name)
-        if planned is None or len(planned.sources) != 1 or planned.plus_one or planned.permuted_heads:
+        if planned is None or len(planned.sources) != 1 or planned.change is not None:
             return None
         return None if self._is_quantized(planned) else self._folder.stretch(f"{planned.sources[0]}.{planned.leaf}")
 
@@ -178,10 +182,15 @@ class CheckpointModel(Closing):
         """What a quantized weight is made of, one matrix per expert."""
         assert self._reader is not None, "nothing is quantized without a reader"
         matrices = [self._reader.matrix(source) for source in planned.sources]
-        if planned.permuted_heads:
-            order = adjacent_pairs(matrices[0].shape[0], planned.permuted_heads)
-            matrices = [matrix.rows(order) for matrix in matrices]
-        return matrices
+        if planned.change is None:
+            return matrices
+        if not isinstance(planned.change, Rows):
+            raise UnsupportedFormatError(
+                f"{planned.sources[0]} is quantized, and {planned.name} is not made of whole rows of it; this version "
+                f"needs it as plain numbers. Use a GGUF file of the model. {_WAY_OUT}"
+            )
+        order = planned.change.order(matrices[0].shape[0])
+        return [matrix.rows(order) for matrix in matrices]
 
     def _read_tokenizer(self) -> dict[str, object]:
         planned = self._plan["token_embd.weight"]
@@ -227,10 +236,16 @@ class CheckpointModel(Closing):
                 f"{first.name} is {first.dtype}; this version runs F16, BF16 and F32 weights, and others if "
                 f"config.json has a quantization_config of a method it knows. {_WAY_OUT}"
             )
-        type = TensorType.F32 if planned.plus_one else _TYPES[first.dtype]
-        if not first.shape or len(first.shape) > 2 or 0 in first.shape:
+        is_computed = planned.change is not None and planned.change.is_arithmetic
+        shape = _changed_shape(planned, first.shape)
+        if (
+            not shape
+            or len(shape) > 3
+            or 0 in shape
+            or (len(shape) > 2 and planned.change is None and not planned.name.endswith("_exps.weight"))
+        ):
             raise CorruptFileError(f"{first.name} has shape {first.shape}; wanted a vector or a matrix. {_WAY_OUT}")
-        return _described(planned, type, first.shape)
+        return _described(planned, TensorType.F32 if is_computed else _TYPES[first.dtype], shape)
 
     def _quantized_record(self, planned: PlannedTensor) -> TensorRecord:
         assert self._reader is not None, "nothing is quantized without a reader"
@@ -238,7 +253,7 @@ class CheckpointModel(Closing):
         shape = shapes.pop()
         if shapes or 0 in shape:
             raise CorruptFileError(f"{planned.name} has parts of shapes {shape}, {shapes}; wanted equal ones")
-        _described(planned, TensorType.F32, shape)  # before rows are taken by it
+        shape = _changed_shape(planned, shape)  # before rows are taken by it
         matrices = self._matrices(planned)
         self._forms.append(stored_form(matrices))
         return _described(planned, common_type(matrices), shape)
@@ -246,27 +261,36 @@ class CheckpointModel(Closing):
     def _source_bytes(self, planned: PlannedTensor, source: str) -> NDArray[np.uint8]:
         name = f"{source}.{planned.leaf}"
         stored = self._folder.tensor(name)
-        if planned.plus_one:
+        change = planned.change
+        if change is None:
+            data: NDArray[Any] = self._folder.array(name)
+        elif change.is_arithmetic:
             values = dequantize(self._folder.tensor_bytes(name), _TYPES[stored.dtype], stored.shape)
-            return (values + np.float32(1)).reshape(-1).view(np.uint8)
-        data: NDArray[Any] = self._folder.array(name)
-        if planned.permuted_heads:
-            data = data[adjacent_pairs(stored.shape[0], planned.permuted_heads)]
-        return data.reshape(-1).view(np.uint8)
+            data = change.apply(values.reshape(stored.shape))
+        else:
+            data = change.apply(self._folder.array(name))
+        return np.ascontiguousarray(data).reshape(-1).view(np.uint8)
 
 
 def _joined(parts: list[NDArray[np.uint8]]) -> NDArray[np.uint8]:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def _described(planned: PlannedTensor, type: TensorType, shape: tuple[int, ...]) -> TensorRecord:
-    """The record of a tensor whose parts have this shape. Raises: CorruptFileError if its rows are not whole heads."""
-    if planned.permuted_heads and shape[0] % (2 * planned.permuted_heads):
+def _changed_shape(planned: PlannedTensor, shape: tuple[int, ...]) -> tuple[int, ...]:
+    if planned.change is None:
+        return shape
+    try:
+        return planned.change.shape(shape)
+    except (ValueError, IndexError) as error:
         raise CorruptFileError(
-            f"{planned.sources[0]}.{planned.leaf} has {shape[0]} rows; wanted an even number for each of "
-            f"{planned.permuted_heads} heads. {_WAY_OUT}"
-        )
-    if planned.name.endswith("_exps.weight"):
+            f"{planned.sources[0]}.{planned.leaf} of shape {shape} cannot become GGUF's {planned.name} ({error}). "
+            f"{_WAY_OUT}"
+        ) from None
+
+
+def _described(planned: PlannedTensor, type: TensorType, shape: tuple[int, ...]) -> TensorRecord:
+    """The record of a tensor whose parts have this shape."""
+    if planned.is_stacked:
         shape = (len(planned.sources), *shape)
     return TensorRecord(planned.name, type, shape)
 
@@ -283,9 +307,3 @@ def open_checkpoint(path: str | os.PathLike[str]) -> CheckpointModel:
     except BaseException:
         folder.close()
         raise
-
-
-def adjacent_pairs(num_rows: int, num_heads: int) -> NDArray[np.intp]:
-    """The order of rows in which the two that rotate together, i and i + half in each head, lie side by side."""
-    half = num_rows // num_heads // 2
-    return np.arange(num_rows).reshape(num_heads, 2, half).swapaxes(1, 2).reshape(-1)

@@ -24,6 +24,8 @@ _HARMLESS: dict[str, str] = {
     r"(initializer|init)_.*": "training only",
     r"(output_)?router_(logits|aux_loss_coef|jitter_noise|z_loss_coef)": "training only",
     r"(add_|use_)?((mlp|attn|attention|qkv|lm_head)_)?(out_)?bias": "a bias is added where the checkpoint holds one",
+    r"(mamba_|use_)conv_bias": "a bias is added where the checkpoint holds one",
+    r"(mamba_)?chunk_size|use_(mamba_kernels|associative_scan|mambapy)|num_logits_to_keep": "how the scan is computed",
     r"use_cache|use_return_dict|output_attentions|chunk_size_feed_forward": "how a program calls the model",
     r"_?(use_)?(attn_implementation|flash_attn|sdpa)(_.*)?|use_flash_.*": "which kernels compute it",
     r"temperature|num_beams|num_beam_groups": "sampling, which the caller chooses",
@@ -52,10 +54,13 @@ _ROPE_KEYS = frozenset(
 class Settings:
     """The settings of a text model: those of `text_config` where the model has other parts, then the top level's.
 
-    defaults: what the model's own class takes for keys that a file leaves out.
+    defaults: what the model's own class takes for keys that a file leaves out. aliases: the names that a family's files
+    have for settings, by their usual ones.
     """
 
-    def __init__(self, config: Mapping[str, Any], defaults: Mapping[str, object]) -> None:
+    def __init__(
+        self, config: Mapping[str, Any], defaults: Mapping[str, object], aliases: Mapping[str, str] | None = None
+    ) -> None:
         self._values: dict[str, Any] = dict(defaults)
         self._read: set[str] = set()
         nested = config.get("text_config")
@@ -65,6 +70,9 @@ class Settings:
                     self._values[key] = value
                 else:
                     self._values.pop(key, None)  # null is a choice too, whatever the default
+        for key, alias in (aliases or {}).items():
+            if alias in self._values:
+                self._values[key] = self._values.pop(alias)
 
     def __contains__(self, key: str) -> bool:
         return key in self._values
@@ -73,6 +81,11 @@ class Settings:
         """The value as it is, the default where there is none."""
         self._read.add(key)
         return self._values.get(key, default)
+
+    def put(self, key: str, value: object) -> None:
+        """Set what follows from other settings."""
+        self._values[key] = value
+        self._read.add(key)
 
     def unread(self) -> dict[str, Any]:
         """The settings that have not been read yet."""
