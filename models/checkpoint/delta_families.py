@@ -28,7 +28,7 @@ from localinfer.models.checkpoint.family import (
     experts,
     gated,
 )
-from localinfer.models.checkpoint.latent_names import LATENT_ATTENTION, latent_sizes, split_keys_and_values
+from localinfer.models.checkpoint.latent_names import LATENT_ATTENTION, split_keys_and_values
 from localinfer.models.checkpoint.settings import Settings
 
 _LINEAR = ("linear_attention",)
@@ -247,7 +247,6 @@ def _kimi_linear(settings: Settings) -> Metadata:
     )
     kernel = linear.integer("short_conv_kernel_size", settings.integer("linear_conv_kernel_dim", 4, low=2), low=2)
     return {
-        **latent_sizes(settings),
         **experts(settings),
         "attention.head_count_kv": [int(has_one) for has_one in has_attention],
         "ssm.conv_kernel": kernel,
@@ -289,6 +288,7 @@ _KIMI_LINEAR = Family(
     layer_kinds=_LINEAR,
     aliases={"max_position_embeddings": "model_max_length", "num_experts_per_tok": "num_experts_per_token"},
     defaults={"rms_norm_eps": 1e-5},
+    has_latent_attention=True,
     metadata=_kimi_linear,
     changes=split_keys_and_values,
 )

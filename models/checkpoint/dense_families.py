@@ -1,5 +1,9 @@
 """Dense model types with RMS norms, and those that hold experts in the same layers: Llama's, Qwen's and Gemma's kin."""
 
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.models.checkpoint.changes import Change, Rows, adjacent_pairs, parts_of_groups
 from localinfer.models.checkpoint.family import (
     ATTENTION,
     EXPERTS,
@@ -10,6 +14,7 @@ from localinfer.models.checkpoint.family import (
     LLAMA,
     NORMS,
     NORMS_BEHIND,
+    RELU_SQUARED,
     W_NAMES,
     Family,
     Metadata,
@@ -19,6 +24,7 @@ from localinfer.models.checkpoint.family import (
 )
 from localinfer.models.checkpoint.settings import Settings
 from localinfer.models.decoder.block_config import MIN_SCALE
+from localinfer.models.decoder.metadata_keys import DYNAMIC_ROPE_KEY
 
 _SHARED_EXPERT = {"ffn_gate_inp_shexp": "mlp.shared_expert_gate", **gated("mlp.shared_expert", "_shexp")}
 _MIXTRAL_EXPERTS = {
@@ -104,6 +110,68 @@ _GEMMA3 = Family(
     defaults=_GEMMA3_DEFAULTS,
     metadata=_gemma3,
 )
+
+_TWO_MATRICES = {"ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_FUSED_GATE = {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
+_HUNYUAN_NORMS = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
+_ROTATES_HALF = {"partial_rotary_factor": 0.5}
+
+
+def _hunyuan(settings: Settings) -> Metadata:
+    """Their dynamic scaling has a fixed alpha, which stretches the base: nothing of it depends on the length."""
+    scaling = Settings(settings.record("rope_scaling") or settings.record("rope_parameters"), {})
+    settings.mark_read(("rope_scaling.alpha", "rope_parameters.alpha", "use_qk_norm", "use_cla", "use_rotary_pos_emb"))
+    settings.must_be("use_cla", False, False)
+    if not scaling.get("alpha"):
+        return {}
+    return {"rope.scaling.alpha": scaling.number("alpha", low=1.0), DYNAMIC_ROPE_KEY: None}
+
+
+def _mistral3(settings: Settings) -> Metadata:
+    """Queries sharpen with the position, from the length that the scaling begins with."""
+    scaling = Settings(settings.record("rope_parameters") or settings.record("rope_scaling"), {})
+    names = ("llama_4_scaling_beta", "max_position_embeddings")
+    settings.mark_read(f"{record}.{name}" for record in ("rope_parameters", "rope_scaling") for name in names)
+    return {"attention.temperature_scale": scaling.number("llama_4_scaling_beta", 0.0)}
+
+
+def _minicpm(settings: Settings) -> Metadata:
+    num_layers, base = settings.integer("num_hidden_layers", low=1), settings.integer("dim_model_base", 1, low=1)
+    return {
+        "embedding_scale": settings.number("scale_emb", 1.0),
+        "residual_scale": settings.number("scale_depth", 1.0) / num_layers**0.5,
+        "logit_scale": settings.integer("hidden_size") / base,
+    }
+
+
+def _apertus(settings: Settings) -> Metadata:
+    settings.must_be("post_norm", False, False)
+    settings.must_be("qk_norm", True, True)
+    return {}
+
+
+def _internlm2_changes(settings: Settings) -> dict[str, Change]:
+    """One matrix has, for each head of keys, the heads of its queries, its own, and that of values."""
+    num_heads = settings.integer("num_attention_heads", low=1)
+    num_kv_heads = settings.integer("num_key_value_heads", num_heads, low=1)
+    head_dim = settings.integer("hidden_size") // num_heads
+    sizes = (num_heads // num_kv_heads * head_dim, head_dim, head_dim)
+    changes: dict[str, Change] = {"attn_v": parts_of_groups(num_kv_heads, sizes, (2,))}
+    for part, (name, heads) in enumerate((("attn_q", num_heads), ("attn_k", num_kv_heads))):
+        changes[name] = _with_pairs(parts_of_groups(num_kv_heads, sizes, (part,)), heads)
+    return changes
+
+
+def _with_pairs(part: Rows, num_heads: int) -> Rows:
+    """Some rows, with those that rotate together side by side."""
+
+    def order(num_rows: int) -> NDArray[np.intp]:
+        rows = part.order(num_rows)
+        return rows[adjacent_pairs(len(rows), num_heads)]
+
+    return Rows(order)
+
+
 DENSE: dict[str, Family] = {
     "llama": Family(architecture="llama", blocks=LLAMA, rows_permuted=True),
     "mistral": Family(architecture="llama", blocks=LLAMA, rows_permuted=True, has_windows=True),
@@ -150,9 +218,96 @@ DENSE: dict[str, Family] = {
     "granite": Family(architecture="granite", blocks=LLAMA, rows_permuted=True, metadata=granite_scales),
     "olmo2": Family(architecture="olmo2", blocks={**NORMS_BEHIND, **ATTENTION, **HEAD_NORMS, **GATED}),
     "olmoe": Family(architecture="olmoe", blocks={**NORMS, **ATTENTION, **HEAD_NORMS, **EXPERTS}, metadata=_olmoe),
+    "olmo3": Family(
+        architecture="olmo2", blocks={**NORMS_BEHIND, **ATTENTION, **HEAD_NORMS, **GATED}, has_windows=True
+    ),
     "smollm3": Family(architecture="smollm3", blocks=LLAMA, rows_permuted=True, metadata=_smollm3),
     "seed_oss": Family(
         architecture="seed_oss",
         blocks=ATTENTION | GATED | {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"},
     ),
+    **dict.fromkeys(
+        ("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"),
+        Family(architecture="qwen2vl", blocks=LLAMA, metadata=no_windows),
+    ),
+    **dict.fromkeys(
+        ("qwen3_vl", "qwen3_vl_text"),
+        Family(architecture="qwen3vl", blocks={**LLAMA, **HEAD_NORMS}, metadata=no_windows),
+    ),
+    "ministral3": Family(
+        architecture="mistral3", blocks=LLAMA, rows_permuted=True, has_windows=True, metadata=_mistral3
+    ),
+    "ernie4_5": Family(architecture="ernie4_5", blocks=LLAMA, defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5}),
+    "exaone4": Family(
+        architecture="exaone4",
+        blocks={**NORMS_BEHIND, **ATTENTION, **HEAD_NORMS, **GATED},
+        has_windows=True,
+        defaults={"rms_norm_eps": 1e-5},
+    ),
+    "apertus": Family(
+        architecture="apertus",
+        blocks={
+            "attn_norm": "attention_layernorm",
+            "ffn_norm": "feedforward_layernorm",
+            **ATTENTION,
+            **HEAD_NORMS,
+            **_TWO_MATRICES,
+        },
+        left_out=("alpha_p", "alpha_n", "beta", "eps"),
+        activations=("xielu",),
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 12e6, "hidden_act": "xielu"},
+        metadata=_apertus,
+        per_layer={
+            "xielu.alpha_p": ("mlp.act_fn.alpha_p", 0.0),
+            "xielu.alpha_n": ("mlp.act_fn.alpha_n", 0.0),
+            "xielu.beta": ("mlp.act_fn.beta", 0.5),
+            "xielu.eps": ("mlp.act_fn.eps", -1e-6),
+        },
+    ),
+    "arcee": Family(
+        architecture="arcee",
+        blocks={**NORMS, **ATTENTION, **_TWO_MATRICES},
+        activations=RELU_SQUARED,
+        rows_permuted=True,
+        defaults={"rms_norm_eps": 1e-5},
+    ),
+    "glm": Family(architecture="chatglm", blocks={**NORMS, **ATTENTION, **_FUSED_GATE}, defaults=_ROTATES_HALF),
+    "glm4": Family(
+        architecture="glm4",
+        blocks={
+            "attn_norm": "input_layernorm",
+            "post_attention_norm": "post_self_attn_layernorm",
+            "ffn_norm": "post_attention_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+            **ATTENTION,
+            **_FUSED_GATE,
+        },
+        defaults=_ROTATES_HALF,
+    ),
+    "hunyuan_v1_dense": Family(
+        architecture="hunyuan-dense",
+        blocks={**LLAMA, **_HUNYUAN_NORMS},
+        defaults={"rms_norm_eps": 1e-5},
+        metadata=_hunyuan,
+    ),
+    "internlm2": Family(
+        architecture="internlm2",
+        blocks={
+            "attn_norm": "attention_norm",
+            "ffn_norm": "ffn_norm",
+            **{f"attn_{letter}": "attention.wqkv" for letter in "qkv"},
+            "attn_output": "attention.wo",
+            **gated("feed_forward", names=W_NAMES),
+        },
+        outside={"token_embd": "tok_embeddings", "output_norm": "norm"},
+        changes=_internlm2_changes,
+    ),
+    "internlm3": Family(architecture="llama", blocks=LLAMA, rows_permuted=True),
+    "minicpm": Family(
+        architecture="minicpm",
+        blocks=LLAMA,
+        rows_permuted=True,
+        metadata=_minicpm,
+    ),
 }
+"""By `model_type`."""

@@ -16,6 +16,7 @@ from localinfer.errors import UnsupportedFormatError
 from localinfer.models.checkpoint.changes import Change
 from localinfer.models.checkpoint.families import find_family
 from localinfer.models.checkpoint.family import Family, Metadata
+from localinfer.models.checkpoint.latent_names import latent_sizes
 from localinfer.models.checkpoint.settings import Settings, unknown_settings
 from localinfer.models.decoder.block_config import MAX_BASE, MAX_CONTEXT, MAX_LAYERS, MAX_SCALE, MIN_BASE, MIN_SCALE
 from localinfer.models.decoder.metadata_keys import DYNAMIC_ROPE_KEY
@@ -74,12 +75,12 @@ def read_hyperparameters(config: dict[str, Any], name: str) -> Hyperparameters:
     if family.has_attention:
         num_heads = settings.integer("num_attention_heads", low=1)
         num_kv_heads = settings.integer("num_key_value_heads", num_heads, low=1)
-        found, tensors = _attention(settings, num_heads, num_kv_heads, hidden_size)
+        found, tensors = _attention(settings, family, num_heads, num_kv_heads)
         keys |= found
     else:
         keys["attention.head_count"] = 0
-    is_dynamic = keys.pop(DYNAMIC_ROPE_KEY, False)
     keys |= family.metadata(settings)
+    is_dynamic = keys.pop(DYNAMIC_ROPE_KEY, False)
     if family.has_windows:
         keys |= _windows(settings, num_layers, family)
     elif "sliding_attention" in _layer_types(settings, num_layers, family):
@@ -99,19 +100,22 @@ def read_hyperparameters(config: dict[str, Any], name: str) -> Hyperparameters:
     )
 
 
-def _attention(settings: Settings, num_heads: int, num_kv_heads: int, hidden_size: int) -> tuple[Metadata, Tensors]:
+def _attention(settings: Settings, family: Family, num_heads: int, num_kv_heads: int) -> tuple[Metadata, Tensors]:
     """Sizes of heads, and their rotation."""
     if num_heads % num_kv_heads:
         raise settings.wrong("num_key_value_heads", f"a divisor of num_attention_heads {num_heads}")
-    head_dim = settings.integer("head_dim", hidden_size // num_heads, low=1)
-    rope, tensors = _read_rope(settings, head_dim, settings.integer("max_position_embeddings", high=MAX_CONTEXT))
-    keys: Metadata = {
-        "attention.head_count": num_heads,
-        "attention.head_count_kv": num_kv_heads,
-        "attention.key_length": head_dim,
-        "attention.value_length": head_dim,
-    }
-    return keys | rope, tensors
+    head_dim = settings.integer("head_dim", settings.integer("hidden_size") // num_heads, low=1)
+    if family.has_latent_attention:
+        # The part that rotates has a size of its own, so that no fraction applies.
+        head_dim = settings.integer("qk_rope_head_dim", low=1)
+    context_length = settings.integer("max_position_embeddings", high=MAX_CONTEXT)
+    rope, tensors = _read_rope(settings, head_dim, context_length, is_whole=family.has_latent_attention)
+    keys: Metadata = {"attention.head_count": num_heads, "attention.head_count_kv": num_kv_heads}
+    if family.has_latent_attention:
+        keys |= latent_sizes(settings)
+    else:
+        keys |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
+    return rope | keys, tensors
 
 
 def _check_activation(settings: Settings, family: Family) -> None:
@@ -130,6 +134,11 @@ def _windows(settings: Settings, num_layers: int, family: Family) -> dict[str, o
     keys: dict[str, object] = {"attention.sliding_window": size}
     if kinds:
         keys["attention.sliding_window_pattern"] = [int(kind == "sliding_attention") for kind in kinds]
+    elif isinstance(settings.get("sliding_window_pattern"), str):
+        letters = settings.text("sliding_window_pattern")
+        keys["attention.sliding_window_pattern"] = [
+            int(letters[layer % len(letters)] == "L") for layer in range(num_layers if letters else 0)
+        ]
     elif "sliding_window_pattern" in settings:
         period = settings.integer("sliding_window_pattern", low=1, high=MAX_LAYERS)
         keys["attention.sliding_window_pattern"] = [int((layer + 1) % period != 0) for layer in range(num_layers)]
@@ -145,7 +154,7 @@ def _layer_types(settings: Settings, num_layers: int, family: Family) -> list[st
     return kinds
 
 
-def _read_rope(settings: Settings, head_dim: int, context_length: int) -> tuple[Metadata, Tensors]:
+def _read_rope(settings: Settings, head_dim: int, context_length: int, *, is_whole: bool) -> tuple[Metadata, Tensors]:
     """GGUF keys (after the architecture's prefix) and tensors float32[rotary_size / 2] that describe a rotation.
 
     Raises: UnsupportedFormatError for a scaling this version does not run, CorruptFileError for one without meaning.
@@ -160,15 +169,15 @@ def _read_rope(settings: Settings, head_dim: int, context_length: int) -> tuple[
     base = scaling.number("rope_theta", settings.number("rope_theta", 10000.0, **_BASE), **_BASE)
     partial = settings.number("partial_rotary_factor", 1.0, low=0.0, high=1.0)
     partial = scaling.number("partial_rotary_factor", partial, low=0.0, high=1.0)
-    rotary_size = int(head_dim * partial)
+    rotary_size = head_dim if is_whole else int(head_dim * partial)
     keys: Metadata = {"rope.freq_base": base, "rope.dimension_count": rotary_size}
     for source, key in ((windowed, "rope_theta"), (settings, "rope_local_base_freq")):
         if source.get(key) is not None:
             keys.setdefault("rope.freq_base_swa", source.number(key, **_BASE))
     settings.mark_read(("rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings"))
-    if kind in ("default", "dynamic"):
+    if kind in ("default", "dynamic", "mrope"):
         # Dynamic scaling starts beyond the length the model was trained for.
-        return keys if kind == "default" else {**keys, DYNAMIC_ROPE_KEY: True}, {}
+        return keys if kind != "dynamic" else {**keys, DYNAMIC_ROPE_KEY: True}, {}
     # One position has no logarithm to divide by.
     lengths = {"low": 2, "high": MAX_CONTEXT}
     original = settings.integer("original_max_position_embeddings", max(context_length, 2), **lengths)
@@ -181,6 +190,8 @@ def _read_rope(settings: Settings, head_dim: int, context_length: int) -> tuple[
     if kind == "llama3":
         return keys, {"rope_freqs.weight": _llama3_divisors(scaling, factor, original, base, rotary_size)}
     if kind == "yarn":
+        if not scaling.boolean("truncate", True):
+            return _untruncated_yarn(scaling, keys, factor, original, rotary_size)
         return {**keys, **_yarn(scaling, factor, original)}, {}
     raise UnsupportedFormatError(
         f"config.json: the RoPE scaling {kind!r:.40} is not known; this version runs {_KNOWN}. "
@@ -204,10 +215,6 @@ def _llama3_divisors(
 
 
 def _yarn(scaling: Settings, factor: float, original: int) -> dict[str, object]:
-    for key in ("mscale", "mscale_all_dim"):
-        if key in scaling:
-            raise scaling.unsupported(key, "YaRN without it")
-    scaling.must_be("truncate", True, True)
     keys: dict[str, object] = {
         "rope.scaling.type": "yarn",
         "rope.scaling.factor": factor,
@@ -215,10 +222,45 @@ def _yarn(scaling: Settings, factor: float, original: int) -> dict[str, object]:
         "rope.scaling.yarn_beta_fast": scaling.number("beta_fast", 32.0, low=MIN_SCALE),
         "rope.scaling.yarn_beta_slow": scaling.number("beta_slow", 1.0, low=MIN_SCALE),
     }
-    if "attention_factor" in scaling:
+    magnitude = _yarn_magnitude(scaling, factor)
+    if magnitude is not None:
         # GGUF's factor multiplies YaRN's own temperature; this one replaces it.
-        keys["rope.scaling.attn_factor"] = scaling.number("attention_factor", low=0.0) / (1.0 + 0.1 * math.log(factor))
+        keys["rope.scaling.attn_factor"] = magnitude / _temperature(factor)
     return keys
+
+
+def _temperature(factor: float, multiplier: float = 1.0) -> float:
+    """YaRN's (arXiv 2309.00071, section 3.4)."""
+    return 1.0 + 0.1 * multiplier * math.log(factor)
+
+
+def _yarn_magnitude(scaling: Settings, factor: float) -> float | None:
+    """What the rotation is multiplied by, if that is not YaRN's own temperature."""
+    if "attention_factor" in scaling:
+        return scaling.number("attention_factor", low=0.0)
+    mscale, whole = scaling.number("mscale", 0.0, low=0.0), scaling.number("mscale_all_dim", 0.0, low=0.0)
+    if mscale and whole:
+        return _temperature(factor, mscale) / _temperature(factor, whole)
+    if mscale or whole:
+        raise scaling.unsupported("mscale", "YaRN with mscale and mscale_all_dim, or neither")
+    return None
+
+
+def _untruncated_yarn(
+    scaling: Settings, keys: Metadata, factor: float, original: int, rotary_size: int
+) -> tuple[Metadata, Tensors]:
+    """YaRN whose blend begins and ends between two pairs: GGUF's begins and ends at one, so these are divisors."""
+    base = keys["rope.freq_base"]
+    bounds = [
+        rotary_size * math.log(original / (2.0 * math.pi * beta)) / (2.0 * math.log(base))
+        for beta in (scaling.number("beta_fast", 32.0, low=MIN_SCALE), scaling.number("beta_slow", 1.0, low=MIN_SCALE))
+    ]
+    low, high = max(bounds[0], 0.0), min(bounds[1], rotary_size - 1.0)
+    blend = np.clip((np.arange(rotary_size // 2) - low) / max(high - low, 1e-3), 0.0, 1.0)
+    divisors = (1.0 / (1.0 - blend + blend / factor)).astype(np.float32)
+    magnitude = _yarn_magnitude(scaling, factor)
+    keys = {**keys, "rope.scaling.attn_factor": _temperature(factor) if magnitude is None else magnitude}
+    return keys, {"rope_freqs.weight": divisors}
 
 
 def _longrope(

@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from localinfer.closing import Closing
 from localinfer.errors import CorruptFileError, TokenizerError, UnsupportedFormatError
 from localinfer.models.checkpoint.changes import Rows
-from localinfer.models.checkpoint.hyperparameters import read_hyperparameters
+from localinfer.models.checkpoint.hyperparameters import Hyperparameters, read_hyperparameters
 from localinfer.models.checkpoint.tensor_plan import PlannedTensor, plan_tensors
 from localinfer.models.checkpoint.tokenizer_json import read_tokenizer
 from localinfer.quant.checkpoint.folder import CheckpointFolder, open_folder
@@ -95,7 +96,8 @@ class CheckpointModel(Closing):
         # Not GGUF's, but what the codes mean depends on it, and so does whatever is kept of a model's results.
         settings = quantization_settings(folder)
         quantization = {"checkpoint.quantization": json.dumps(settings, sort_keys=True)} if settings else {}
-        self.metadata = parameters.metadata | quantization | self._read_tokenizer()
+        metadata = parameters.metadata | self._per_layer(parameters)
+        self.metadata = metadata | quantization | self._read_tokenizer()
         self.tensors = {name: self._record(planned) for name, planned in self._plan.items()}
         for name, values in self._made.items():
             self.tensors[name] = TensorRecord(name, TensorType.F32, values.shape)
@@ -177,6 +179,26 @@ class CheckpointModel(Closing):
             return module, leaf
         module, leaf = self._reader.split_name(name)
         return module, "weight" if leaf in self._reader.leaves else leaf
+
+    def _per_layer(self, parameters: Hyperparameters) -> dict[str, object]:
+        """Metadata that the folder holds as tensors of one number."""
+        found: dict[str, object] = {}
+        for key, (name, default) in parameters.family.per_layer.items():
+            values = []
+            for layer in range(parameters.num_layers):
+                whole_name = f"model.layers.{layer}.{name}"
+                stored = self._folder.tensors.get(whole_name)
+                if stored is None:
+                    values.append(default)
+                elif prod(stored.shape) != 1 or stored.dtype not in _TYPES:
+                    raise CorruptFileError(
+                        f"{whole_name} is {stored.dtype} of shape {stored.shape}; wanted one number. {_WAY_OUT}"
+                    )
+                else:
+                    data = self._folder.tensor_bytes(whole_name)
+                    values.append(float(dequantize(data, _TYPES[stored.dtype], (1,))[0]))
+            found[key] = values
+        return found
 
     def _matrices(self, planned: PlannedTensor) -> list[StoredMatrix]:
         """What a quantized weight is made of, one matrix per expert."""

@@ -91,6 +91,10 @@ class Settings:
         """The settings that have not been read yet."""
         return {key: value for key, value in self._values.items() if key not in self._read}
 
+    def was_read(self, key: str) -> bool:
+        """Whether this was read, or noted as such."""
+        return key in self._read
+
     def mark_read(self, keys: Iterable[str]) -> None:
         """Note that these were read elsewhere, or change nothing."""
         self._read.update(keys)
@@ -167,7 +171,7 @@ def unknown_settings(settings: Settings) -> list[str]:
         record = settings.get(name)
         if isinstance(record, dict):
             found += [f"{name}.{key}" for key in _unknown_rope_keys(record)]
-    return sorted(found)
+    return sorted(key for key in found if not settings.was_read(key))
 
 
 def _unknown_rope_keys(record: Mapping[str, Any]) -> list[str]:

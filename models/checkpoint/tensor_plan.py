@@ -13,7 +13,7 @@ _PREFIXES = (
     *("model.", "", "language_model.model.", "model.language_model.", "model.text_model.", "backbone."),
     *("transformer.", "gpt_neox."),
 )
-_HEADS = ("lm_head", "language_model.lm_head", "embed_out")
+_HEADS = ("lm_head", "language_model.lm_head", "embed_out", "output")
 # What older writers saved although it follows from config.json, and the parts of models that also see.
 _IGNORED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.(masked_)?bias|attention\.(masked_)?bias|masked_bias)")
 _OTHER_PARTS = re.compile(

@@ -1,0 +1,177 @@
+"""Dense model types with layer norms: GPT's form, and Cohere's."""
+
+from localinfer.models.checkpoint.family import (
+    ATTENTION,
+    GATED,
+    GELU_TANH,
+    HEAD_NORMS,
+    LLAMA,
+    NORMS,
+    RELU_SQUARED,
+    Family,
+    Metadata,
+    Source,
+)
+from localinfer.models.checkpoint.settings import Settings
+
+_UP_DOWN = {"ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_STACKED_HEAD_NORMS = {f"attn_{letter}_norm": f"self_attn.{letter}_layernorm.norms.{{expert}}" for letter in "qk"}
+_GPT_ENDS: dict[str, Source] = {"token_embd": "wte", "output_norm": "norm_f"}
+
+
+def _cohere(settings: Settings) -> Metadata:
+    settings.mark_read(("use_qk_norm",))  # the tensors show it
+    return {"logit_scale": settings.number("logit_scale", 0.0625)}
+
+
+def _cohere2(settings: Settings) -> Metadata:
+    settings.mark_read(("order_of_interleaved_layers", "rotary_pct", "position_embedding_type"))
+    settings.must_be("use_gated_activation", True, True)
+    settings.must_be("use_parallel_block", True, True)
+    settings.must_be("use_parallel_embedding", False, False)
+    return _cohere(settings)
+
+
+def _olmo(settings: Settings) -> Metadata:
+    limit = settings.number("clip_qkv", 0.0, low=0.0)
+    return {"attention.clamp_kqv": limit or None}
+
+
+def _phi(settings: Settings) -> Metadata:
+    settings.must_be("qk_layernorm", False, False)
+    return {}
+
+
+def _stablelm(settings: Settings) -> Metadata:
+    # The tensors show both.
+    settings.mark_read(("use_parallel_residual", "qk_layernorm"))
+    return {}
+
+
+def _mpt(settings: Settings) -> Metadata:
+    attention = Settings(settings.record("attn_config"), {})
+    settings.must_be("no_bias", True, True)
+    settings.must_be("norm_type", "low_precision_layernorm", "low_precision_layernorm")
+    settings.must_be("learned_pos_emb", True, True)  # of models without ALiBi, which are refused
+    settings.mark_read(("embedding_fraction", "attn_config", "logit_scale"))
+    if not attention.boolean("alibi", True) or attention.get("softmax_scale") is not None or attention.get("qk_ln"):
+        raise settings.unsupported("attn_config", "ALiBi, without softmax_scale and qk_ln")
+    if attention.text("attn_type", "multihead_attention") != "multihead_attention":
+        raise settings.unsupported("attn_config", "multihead_attention")
+    clip = attention.number("clip_qkv", 0.0, low=0.0)
+    return {
+        "feed_forward_length": settings.integer("expansion_ratio", 4, low=1) * settings.integer("hidden_size"),
+        "attention.max_alibi_bias": attention.number("alibi_bias_max", 8.0, low=0.0),
+        "attention.clamp_kqv": clip or None,
+        "rope.dimension_count": None,
+        "rope.freq_base": None,
+    }
+
+
+_COHERE_BLOCKS: dict[str, Source] = {"attn_norm": "input_layernorm", **ATTENTION, **HEAD_NORMS, **GATED}
+_COHERE_DEFAULTS = {"layer_norm_eps": 1e-5, "tie_word_embeddings": True, "rope_theta": 10000.0}
+
+GPT: dict[str, Family] = {
+    "cohere": Family(
+        architecture="command-r",
+        blocks=_COHERE_BLOCKS,
+        has_layer_norms=True,
+        epsilon="layer_norm_eps",
+        defaults={**_COHERE_DEFAULTS, "logit_scale": 0.0625},
+        metadata=_cohere,
+    ),
+    "cohere2": Family(
+        architecture="cohere2",
+        blocks=_COHERE_BLOCKS,
+        has_layer_norms=True,
+        has_windows=True,
+        epsilon="layer_norm_eps",
+        defaults=_COHERE_DEFAULTS,
+        metadata=_cohere2,
+    ),
+    "mpt": Family(
+        architecture="mpt",
+        blocks={
+            "attn_norm": "norm_1",
+            "ffn_norm": "norm_2",
+            "attn_qkv": "attn.Wqkv",
+            "attn_output": "attn.out_proj",
+            "ffn_up": "ffn.up_proj",
+            "ffn_down": "ffn.down_proj",
+        },
+        outside=_GPT_ENDS,
+        layers="blocks",
+        activations=GELU_TANH,
+        has_layer_norms=True,
+        epsilon="layer_norm_epsilon",
+        aliases={
+            "hidden_size": "d_model",
+            "num_hidden_layers": "n_layers",
+            "num_attention_heads": "n_heads",
+            "max_position_embeddings": "max_seq_len",
+        },
+        defaults={"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
+        metadata=_mpt,
+    ),
+    "nemotron": Family(
+        architecture="nemotron",
+        blocks={**NORMS, **ATTENTION, **_UP_DOWN},
+        activations=RELU_SQUARED,
+        norms_plus_one=True,
+        has_layer_norms=True,
+        epsilon="norm_eps",
+        defaults={"partial_rotary_factor": 0.5, "norm_eps": 1e-5},
+    ),
+    "olmo": Family(
+        architecture="olmo",
+        blocks={**ATTENTION, **GATED},
+        rows_permuted=True,
+        has_layer_norms=True,
+        epsilon="layer_norm_eps",
+        # Its class has no other.
+        defaults={"layer_norm_eps": 1e-5},
+        outside={"token_embd": "embed_tokens"},
+        metadata=_olmo,
+    ),
+    "orion": Family(
+        architecture="orion",
+        blocks=LLAMA,
+        has_layer_norms=True,
+        defaults={"rms_norm_eps": 1e-5},
+    ),
+    "phi": Family(
+        architecture="phi2",
+        blocks={
+            "attn_norm": "input_layernorm",
+            **ATTENTION,
+            "attn_output": "self_attn.dense",
+            "attn_qkv": "self_attn.query_key_value",
+            "ffn_up": "mlp.fc1",
+            "ffn_down": "mlp.fc2",
+        },
+        outside={"token_embd": "embed_tokens", "output_norm": "final_layernorm"},
+        activations=GELU_TANH,
+        has_layer_norms=True,
+        epsilon="layer_norm_eps",
+        defaults={"partial_rotary_factor": 0.5, "layer_norm_eps": 1e-5, "hidden_act": "gelu_new"},
+        metadata=_phi,
+    ),
+    "stablelm": Family(
+        architecture="stablelm",
+        blocks={**LLAMA, **_STACKED_HEAD_NORMS},
+        has_layer_norms=True,
+        epsilon="layer_norm_eps",
+        aliases={"partial_rotary_factor": "rope_pct"},
+        defaults={"partial_rotary_factor": 0.25, "layer_norm_eps": 1e-5},
+        metadata=_stablelm,
+    ),
+    "starcoder2": Family(
+        architecture="starcoder2",
+        blocks={**NORMS, **ATTENTION, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+        activations=GELU_TANH,
+        has_layer_norms=True,
+        epsilon="norm_epsilon",
+        defaults={"norm_epsilon": 1e-5, "tie_word_embeddings": True},
+    ),
+}
+"""By `model_type`."""
