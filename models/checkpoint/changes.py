@@ -112,6 +112,7 @@ CONVOLUTION = Moved(lambda values: values.squeeze(1) if values.ndim == 3 else va
 """[channels, 1, taps] without the middle; a bias as it is."""
 COLUMN = Moved(lambda values: values.reshape(-1, 1))
 FLAT = Moved(lambda values: values.reshape(-1))
+UNIT_COLUMNS = Computed(lambda values: values / (np.linalg.norm(values, axis=0, keepdims=True) + np.float32(1e-7)))
 
 
 def _halved(values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:

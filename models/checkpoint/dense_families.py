@@ -113,11 +113,11 @@ _GEMMA3 = Family(
 
 _TWO_MATRICES = {"ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 _FUSED_GATE = {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
-_HUNYUAN_NORMS = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
+HUNYUAN_NORMS = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
 _ROTATES_HALF = {"partial_rotary_factor": 0.5}
 
 
-def _hunyuan(settings: Settings) -> Metadata:
+def hunyuan_scaling(settings: Settings) -> Metadata:
     """Their dynamic scaling has a fixed alpha, which stretches the base: nothing of it depends on the length."""
     scaling = Settings(settings.record("rope_scaling") or settings.record("rope_parameters"), {})
     settings.mark_read(("rope_scaling.alpha", "rope_parameters.alpha", "use_qk_norm", "use_cla", "use_rotary_pos_emb"))
@@ -286,9 +286,9 @@ DENSE: dict[str, Family] = {
     ),
     "hunyuan_v1_dense": Family(
         architecture="hunyuan-dense",
-        blocks={**LLAMA, **_HUNYUAN_NORMS},
+        blocks={**LLAMA, **HUNYUAN_NORMS},
         defaults={"rms_norm_eps": 1e-5},
-        metadata=_hunyuan,
+        metadata=hunyuan_scaling,
     ),
     "internlm2": Family(
         architecture="internlm2",

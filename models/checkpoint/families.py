@@ -10,9 +10,11 @@ from localinfer.models.checkpoint.delta_families import DELTA
 from localinfer.models.checkpoint.dense_families import DENSE
 from localinfer.models.checkpoint.family import Family
 from localinfer.models.checkpoint.gpt_families import GPT
+from localinfer.models.checkpoint.latent_families import LATENT
+from localinfer.models.checkpoint.mixture_families import MIXTURES
 from localinfer.models.checkpoint.state_space_families import STATE_SPACE
 
-FAMILIES: dict[str, Family] = {**DENSE, **DELTA, **STATE_SPACE, **GPT}
+FAMILIES: dict[str, Family] = {**DENSE, **DELTA, **STATE_SPACE, **GPT, **MIXTURES, **LATENT}
 """By `model_type`."""
 
 
