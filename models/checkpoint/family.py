@@ -75,11 +75,11 @@ class Family:
     that the two elements that rotate together lie side by side. norms_plus_one: GGUF stores 1 + w, but for plain_norms.
     changes: what else GGUF stores otherwise, by its names, with or without `.weight`, where it depends on settings.
     has_windows: whether layers may have a sliding window. layer_kinds: what `layer_types` may name beside attention.
-    has_attention: whether any layer has it; has_latent_attention: whether it is DeepSeek's. has_layer_norms: whether its norms subtract the mean. epsilon: its key.
-    aliases: the names of settings in its files, by the usual ones. defaults: what the model's class takes for absent
-    keys. metadata: keys only this family has, after the architecture's prefix, None for one that it lacks.
-    variant: the family of one model, if its settings decide. per_layer: metadata that checkpoints hold as a tensor in
-    every layer, by key, and what it is where they do not.
+    has_attention: whether any layer has it; has_latent_attention: whether it is DeepSeek's. has_layer_norms: whether
+    its norms subtract the mean. epsilon: the key of theirs. aliases: the names of settings in its files, by the usual
+    ones. defaults: what the model's class takes for absent keys. metadata: keys only this family has, after the
+    architecture's prefix, None for one that it lacks. variant: the family of one model, if its settings decide.
+    per_layer: metadata that checkpoints hold as a tensor in every layer, by key, and what it is where they do not.
     """
 
     architecture: str

@@ -1,4 +1,4 @@
-"""The smallest Hugging Face folder of every family that runs, with the settings its published ones have."""
+"""The smallest Hugging Face folders of common families, with the settings that published ones have."""
 
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ _GEMMA2 = {
 _GEMMA2 |= {"final_logit_softcapping": 30.0, "hidden_act": "gelu_pytorch_tanh"}
 _GEMMA3 = {"query_pre_attn_scalar": 16, "sliding_window": 16, "rope_local_base_freq": 1e4, "_sliding_window_pattern": 6}
 _GEMMA3 |= {"layer_types": ["sliding_attention", "full_attention"], "attn_logit_softcapping": None}
-_SETTINGS: dict[str, dict[str, Any]] = {
+SETTINGS: dict[str, dict[str, Any]] = {
     "llama": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
     "mistral": {"sliding_window": 16},
     "mixtral": {"num_local_experts": EXPERTS, "num_experts_per_tok": 2, "router_jitter_noise": 0.1, **_ROUTING},
@@ -91,7 +91,7 @@ _SHAPES: dict[str, tuple[int, ...]] = {
 
 def family_config(model_type: str) -> dict[str, Any]:
     """config.json of a tiny model."""
-    return {"model_type": model_type, **BASE, **_SETTINGS[model_type]}
+    return {"model_type": model_type, **BASE, **SETTINGS[model_type]}
 
 
 def write_family(folder: Path, model_type: str) -> Path:
