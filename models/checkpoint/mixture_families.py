@@ -105,7 +105,7 @@ def _hunyuan_moe(settings: Settings) -> Metadata:
     for key in ("moe_topk", "num_shared_expert", "moe_intermediate_size"):
         value = settings.get(key)
         if isinstance(value, list):
-            if any(entry != value[0] for entry in value):
+            if not value or any(entry != value[0] for entry in value):
                 raise settings.unsupported(key, "the same in every layer")
             settings.put(key, value[0])
     settings.put("num_experts_per_tok", settings.integer("moe_topk", 1, low=1))

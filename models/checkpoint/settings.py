@@ -148,6 +148,16 @@ class Settings:
             raise self.wrong(key, "a list")
         return found
 
+    def numbers(self, key: str, count: int) -> list[float]:
+        """A list of so many factors; ones where there is none."""
+        found = self.entries(key) or [1.0] * count
+        for value in found:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not -MAX_SCALE <= value <= MAX_SCALE:
+                raise self.wrong(key, f"{count} finite numbers")
+        if len(found) != count:
+            raise self.wrong(key, f"{count} finite numbers")
+        return [float(value) for value in found]
+
     def _typed(self, key: str, default: object, kind: type, wanted: str) -> Any:
         value = self.get(key, default)
         if not isinstance(value, kind):

@@ -69,7 +69,7 @@ def _check_steps(settings: Settings) -> None:
     limits = settings.entries("time_step_limit")
     settings.mark_read(("time_step_scale", "time_step_rank", "rescale_prenorm_residual", "residual_in_fp32"))
     settings.mark_read(("time_step_init_scheme", "hybrid_override_pattern"))
-    if limits and (limits[0] != 0 or (isinstance(limits[1], int | float) and limits[1] < 1e30)):
+    if limits and (len(limits) != 2 or limits[0] != 0 or (isinstance(limits[1], int | float) and limits[1] < 1e30)):
         raise settings.unsupported("time_step_limit", "step sizes without limits")
 
 
@@ -314,13 +314,10 @@ def _falcon_h1_changes(settings: Settings) -> dict[str, Change]:
     def number(key: str) -> float:
         return settings.number(key, 1.0)
 
-    ssm = [float(value) for value in settings.entries("ssm_multipliers")] or [1.0] * 5
-    mlp = [float(value) for value in settings.entries("mlp_multipliers")] or [1.0] * 2
+    ssm, mlp = settings.numbers("ssm_multipliers", 5), settings.numbers("mlp_multipliers", 2)
     sizes = _mamba2_sizes(settings)
     states = sizes["ssm.group_count"] * sizes["ssm.state_size"]
     parts = (sizes["ssm.inner_size"], sizes["ssm.inner_size"], states, states, sizes["ssm.time_step_rank"])
-    if len(ssm) != len(parts) or len(mlp) != 2:
-        raise settings.wrong("ssm_multipliers", "5 numbers, and 2 in mlp_multipliers")
     attention = number("attention_in_multiplier")
     return {
         **_groups(settings),
