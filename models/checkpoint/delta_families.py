@@ -25,6 +25,7 @@ from localinfer.models.checkpoint.family import (
     Family,
     Metadata,
     Part,
+    Source,
     experts,
     gated,
 )
@@ -33,7 +34,7 @@ from localinfer.models.checkpoint.settings import Settings
 
 _LINEAR = ("linear_attention",)
 _SHARED_EXPERT = {"ffn_gate_inp_shexp": "mlp.shared_expert_gate", **gated("mlp.shared_expert", "_shexp")}
-_QWEN = {
+_QWEN: dict[str, Source] = {
     "attn_norm": "input_layernorm",
     "post_attention_norm": "post_attention_layernorm",
     **ATTENTION,
@@ -43,7 +44,7 @@ _QWEN = {
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
 }
-_QWEN_PARAMETERS = {
+_QWEN_PARAMETERS: dict[str, Source] = {
     "ssm_a": Part("linear_attn.A_log", NEGATIVE_EXPONENTIAL),
     "ssm_dt.bias": "linear_attn.dt_bias",
 }

@@ -13,8 +13,9 @@ from localinfer.models.checkpoint.gpt_families import GPT
 from localinfer.models.checkpoint.latent_families import LATENT
 from localinfer.models.checkpoint.mixture_families import MIXTURES
 from localinfer.models.checkpoint.state_space_families import STATE_SPACE
+from localinfer.models.checkpoint.uneven_families import UNEVEN
 
-FAMILIES: dict[str, Family] = {**DENSE, **DELTA, **STATE_SPACE, **GPT, **MIXTURES, **LATENT}
+FAMILIES: dict[str, Family] = {**DENSE, **DELTA, **STATE_SPACE, **GPT, **MIXTURES, **LATENT, **UNEVEN}
 """By `model_type`."""
 
 

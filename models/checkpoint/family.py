@@ -56,7 +56,7 @@ class Part:
 Source = str | Part | tuple[str | Part, ...]
 """Where something comes from: one name, or those that different writers have for it."""
 
-FUSED_EXPERTS = {
+FUSED_EXPERTS: dict[str, Source] = {
     "ffn_gate_exps.weight": Part("mlp.experts.gate_up_proj", FIRST_HALVES),
     "ffn_up_exps.weight": Part("mlp.experts.gate_up_proj", SECOND_HALVES),
     "ffn_down_exps.weight": "mlp.experts.down_proj",

@@ -275,10 +275,10 @@ class CheckpointModel(Closing):
         shape = shapes.pop()
         if shapes or 0 in shape:
             raise CorruptFileError(f"{planned.name} has parts of shapes {shape}, {shapes}; wanted equal ones")
-        shape = _changed_shape(planned, shape)  # before rows are taken by it
+        changed = _changed_shape(planned, shape)  # before rows are taken by it
         matrices = self._matrices(planned)
         self._forms.append(stored_form(matrices))
-        return _described(planned, common_type(matrices), shape)
+        return _described(planned, common_type(matrices), changed)
 
     def _source_bytes(self, planned: PlannedTensor, source: str) -> NDArray[np.uint8]:
         name = f"{source}.{planned.leaf}"

@@ -98,9 +98,9 @@ def plan_tensors(parts: Mapping[str, tuple[str, str]], parameters: Hyperparamete
             "config.json says that lm_head is a matrix of its own (tie_word_embeddings is false), but there is no "
             "lm_head.weight. Download the folder again"
         )
-    for name, found in sources.items():
-        change = changes[name] or _change(name, parameters)
-        plan.tensors[name] = _planned(name, found, change, name in stacked, parameters)
+    for place, modules in sources.items():
+        change = changes[place] or _change(place, parameters)
+        plan.tensors[place] = _planned(place, modules, change, place in stacked, parameters)
     return plan
 
 

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.checkpoint_files import safetensors_bytes
-from tests.models.checkpoint.published_cases import CASES, Case
+from tests.models.checkpoint.published_case import Case
+from tests.models.checkpoint.published_cases import CASES
 from tests.models.checkpoint.published_models import DATA, ROWS, TOKEN_IDS, read_cases, read_logits, weights
 
 

@@ -1,94 +1,22 @@
 """The models of `published_models.py`: classes of transformers and their settings."""
 
-from dataclasses import dataclass, field
-from typing import Any
-
-BASE: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 88,
-    "num_hidden_layers": 4,
-    "pad_token_id": 0,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "tie_word_embeddings": False,
-}
-
-
-@dataclass(frozen=True)
-class Case:
-    """One model. changes: settings beside those of BASE. without: settings of BASE that it does not have."""
-
-    config: str
-    changes: dict[str, Any] = field(default_factory=dict)
-    model: str = ""
-    without: tuple[str, ...] = ()
-
-    def settings(self) -> dict[str, Any]:
-        """What the configuration's class is called with."""
-        return {key: value for key, value in {**BASE, **self.changes}.items() if key not in self.without}
-
-
-EXP: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
-LIN: dict[str, Any] = {
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 6,
-    "head_dim": 32,
-}
-YARN: dict[str, Any] = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-LLAMA3: dict[str, Any] = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "original_max_position_embeddings": 64,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-}
-MLA: dict[str, Any] = {
-    "kv_lora_rank": 24,
-    "q_lora_rank": 20,
-    "qk_nope_head_dim": 12,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 16,
-    "num_key_value_heads": 4,
-}
-DS: dict[str, Any] = {
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 32,
-    "n_shared_experts": 2,
-    "first_k_dense_replace": 1,
-    "n_group": 4,
-    "topk_group": 2,
-    "routed_scaling_factor": 1.5,
-}
-SW: dict[str, Any] = {"sliding_window": 16}
-LONGROPE: dict[str, Any] = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "short_factor": [1 + 0.1 * i for i in range(8)],
-    "long_factor": [2 + 0.3 * i for i in range(8)],
-}
-NO_HEADS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-GRANITE = {
-    "attention_multiplier": 0.2,
-    "embedding_multiplier": 3.0,
-    "residual_multiplier": 0.7,
-    "logits_scaling": 2.0,
-}
+from tests.models.checkpoint.published_case import (
+    BASE,
+    DS,
+    EXP,
+    GRANITE,
+    LLAMA3,
+    LONGROPE,
+    MLA,
+    NO_HEADS,
+    SW,
+    YARN,
+    Case,
+)
+from tests.models.checkpoint.published_recurrent_cases import RECURRENT_CASES
 
 CASES: dict[str, Case] = {
+    **RECURRENT_CASES,
     "llama": Case("LlamaConfig", {}),
     "llama-biases-tied": Case("LlamaConfig", {"attention_bias": True, "tie_word_embeddings": True}),
     "llama-3": Case("LlamaConfig", {"rope_parameters": LLAMA3}),
@@ -114,200 +42,6 @@ CASES: dict[str, Case] = {
     "olmoe": Case("OlmoeConfig", {"num_experts": 8, "num_experts_per_tok": 3}),
     "smollm3": Case("SmolLM3Config", {}),
     "seed_oss": Case("SeedOssConfig", {"head_dim": 32}),
-    "qwen3_next": Case(
-        "Qwen3NextConfig",
-        {**EXP, **LIN, "shared_expert_intermediate_size": 40, "num_hidden_layers": 5, "partial_rotary_factor": 0.25},
-    ),
-    "qwen3_5_text": Case("Qwen3_5TextConfig", {**LIN, "num_hidden_layers": 5}),
-    "qwen3_5": Case(
-        "Qwen3_5Config",
-        {
-            "text_config": {**BASE, **LIN, "num_hidden_layers": 5},
-            "vision_config": {
-                "depth": 1,
-                "hidden_size": 16,
-                "intermediate_size": 16,
-                "num_heads": 2,
-                "out_hidden_size": 64,
-            },
-        },
-        model="Qwen3_5ForConditionalGeneration",
-    ),
-    "qwen3_5_moe_text": Case(
-        "Qwen3_5MoeTextConfig", {**EXP, **LIN, "shared_expert_intermediate_size": 40, "num_hidden_layers": 5}
-    ),
-    "lfm2": Case(
-        "Lfm2Config",
-        {
-            "num_hidden_layers": 5,
-            "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"],
-            "block_ff_dim": 88,
-            "block_auto_adjust_ff_dim": False,
-        },
-    ),
-    "lfm2-adjust": Case(
-        "Lfm2Config",
-        {
-            "num_hidden_layers": 3,
-            "layer_types": ["conv", "conv", "full_attention"],
-            "intermediate_size": 96,
-            "block_auto_adjust_ff_dim": True,
-            "block_multiple_of": 16,
-            "block_ffn_dim_multiplier": 1.0,
-        },
-    ),
-    "lfm2_moe": Case(
-        "Lfm2MoeConfig",
-        {
-            **EXP,
-            "num_hidden_layers": 5,
-            "num_dense_layers": 2,
-            "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"],
-        },
-    ),
-    "granitemoehybrid": Case(
-        "GraniteMoeHybridConfig",
-        {
-            "num_hidden_layers": 5,
-            "layer_types": ["mamba", "mamba", "attention", "mamba", "attention"],
-            "num_local_experts": 8,
-            "num_experts_per_tok": 3,
-            "shared_intermediate_size": 40,
-            "intermediate_size": 32,
-            "mamba_n_heads": 8,
-            "mamba_d_head": 16,
-            "mamba_d_state": 12,
-            "mamba_n_groups": 2,
-            "mamba_expand": 2,
-            "embedding_multiplier": 3.0,
-            "attention_multiplier": 0.2,
-            "residual_multiplier": 0.7,
-            "logits_scaling": 2.0,
-            "position_embedding_type": "nope",
-        },
-    ),
-    "granitemoehybrid-dense": Case(
-        "GraniteMoeHybridConfig",
-        {
-            "num_hidden_layers": 3,
-            "layer_types": ["mamba", "attention", "mamba"],
-            "num_local_experts": 0,
-            "num_experts_per_tok": 0,
-            "shared_intermediate_size": 40,
-            "mamba_n_heads": 8,
-            "mamba_d_head": 16,
-            "mamba_d_state": 12,
-            "mamba_n_groups": 2,
-            "mamba_expand": 2,
-            "embedding_multiplier": 3.0,
-            "attention_multiplier": 0.2,
-            "residual_multiplier": 0.7,
-            "logits_scaling": 2.0,
-            "position_embedding_type": "rope",
-        },
-    ),
-    "bamba": Case(
-        "BambaConfig",
-        {
-            "num_hidden_layers": 5,
-            "attn_layer_indices": [2, 4],
-            "mamba_n_heads": 8,
-            "mamba_d_head": 16,
-            "mamba_d_state": 12,
-            "mamba_n_groups": 2,
-            "mamba_expand": 2,
-        },
-    ),
-    "nemotron_h": Case(
-        "NemotronHConfig",
-        {
-            "num_hidden_layers": 6,
-            "layers_block_type": ["mamba", "moe", "attention", "mamba", "moe", "attention"],
-            "mamba_num_heads": 8,
-            "mamba_head_dim": 16,
-            "n_groups": 2,
-            "ssm_state_size": 12,
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 32,
-            "moe_shared_expert_intermediate_size": 40,
-            "n_group": 1,
-            "topk_group": 1,
-            "head_dim": 16,
-            "routed_scaling_factor": 2.5,
-        },
-    ),
-    "falcon_h1": Case(
-        "FalconH1Config",
-        {
-            "mamba_d_ssm": 96,
-            "mamba_n_heads": 6,
-            "mamba_d_head": 16,
-            "mamba_d_state": 12,
-            "mamba_n_groups": 2,
-            "head_dim": 16,
-            "key_multiplier": 0.6,
-            "attention_in_multiplier": 1.2,
-            "attention_out_multiplier": 0.9,
-            "ssm_in_multiplier": 1.3,
-            "ssm_out_multiplier": 0.8,
-            "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7],
-            "mlp_multipliers": [0.9, 0.8],
-            "lm_head_multiplier": 0.5,
-            "embedding_multiplier": 2.0,
-            "mamba_rms_norm": False,
-        },
-    ),
-    "falcon_h1-norm": Case(
-        "FalconH1Config",
-        {
-            "mamba_d_ssm": 96,
-            "mamba_n_heads": 6,
-            "mamba_d_head": 16,
-            "mamba_d_state": 12,
-            "mamba_n_groups": 2,
-            "head_dim": 16,
-            "mamba_rms_norm": True,
-            "mamba_norm_before_gate": False,
-        },
-    ),
-    "jamba": Case(
-        "JambaConfig",
-        {
-            "num_hidden_layers": 6,
-            "attn_layer_period": 3,
-            "attn_layer_offset": 1,
-            "expert_layer_period": 2,
-            "expert_layer_offset": 1,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "mamba_d_state": 12,
-            "mamba_dt_rank": 6,
-            "use_mamba_kernels": False,
-        },
-    ),
-    "mamba": Case("MambaConfig", {"state_size": 12, "time_step_rank": 6}, without=NO_HEADS),
-    "falcon_mamba": Case(
-        "FalconMambaConfig", {"mixer_rms_eps": 1e-5, "state_size": 12, "time_step_rank": 6}, without=NO_HEADS
-    ),
-    "mamba2": Case(
-        "Mamba2Config",
-        {"state_size": 12, "num_heads": 8, "head_dim": 16, "n_groups": 2, "expand": 2},
-        without=NO_HEADS,
-    ),
-    "kimi_linear": Case(
-        "KimiLinearConfig",
-        {
-            **MLA,
-            "q_lora_rank": None,
-            "num_hidden_layers": 5,
-            "linear_head_dim": 16,
-            "linear_num_heads": 4,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 32,
-        },
-    ),
     "qwen2_vl": Case(
         "Qwen2VLConfig",
         {
@@ -526,6 +260,26 @@ CASES: dict[str, Case] = {
             "rope_parameters": dict.fromkeys(
                 ("full_attention", "sliding_attention"), {"rope_type": "default", "rope_theta": 5e5}
             ),
+        },
+    ),
+    "gpt2": Case("GPT2Config", {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256}, without=NO_HEADS),
+    "gpt_neox": Case("GPTNeoXConfig", {}, without=("num_key_value_heads",)),
+    "gpt_bigcode": Case(
+        "GPTBigCodeConfig", {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256}, without=NO_HEADS
+    ),
+    "falcon": Case("FalconConfig", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon-7b": Case("FalconConfig", {"multi_query": True, "parallel_attn": True, "bias": False}),
+    "bloom": Case("BloomConfig", {"n_head": 4, "n_layer": 3}, without=(*NO_HEADS, "max_position_embeddings")),
+    "mimo_v2_flash": Case(
+        "MiMoV2FlashConfig",
+        {
+            **SW,
+            "num_hidden_layers": 5,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "head_dim": 24,
+            "v_head_dim": 16,
         },
     ),
 }
