@@ -25,7 +25,8 @@ from localinfer.models.decoder.rope import plain_frequencies
 Tensors = dict[str, NDArray[np.float32]]
 
 _BASE = {"low": MIN_BASE, "high": MAX_BASE}
-_KNOWN = "default, linear, dynamic, llama3, yarn and longrope"
+_KNOWN = "default, linear, dynamic, llama3, yarn, longrope and proportional"
+_NO_TURN = 1e30
 
 
 @dataclass(frozen=True)
@@ -178,6 +179,11 @@ def _read_rope(settings: Settings, head_dim: int, context_length: int, *, is_who
     if kind in ("default", "dynamic", "mrope"):
         # Dynamic scaling starts beyond the length the model was trained for.
         return keys if kind != "dynamic" else {**keys, DYNAMIC_ROPE_KEY: True}, {}
+    if kind == "proportional":
+        # Frequencies are those of whole heads; the pairs beyond the fraction do not turn.
+        turning = int(head_dim * partial / 2)
+        divisors = np.where(np.arange(head_dim // 2) < turning, 1.0, _NO_TURN).astype(np.float32)
+        return {**keys, "rope.dimension_count": head_dim}, {"rope_freqs.weight": divisors}
     # One position has no logarithm to divide by.
     lengths = {"low": 2, "high": MAX_CONTEXT}
     original = settings.integer("original_max_position_embeddings", max(context_length, 2), **lengths)
