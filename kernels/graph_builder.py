@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec
 
 from localinfer.errors import ShapeError
-from localinfer.kernels import ops, recurrent_ops
+from localinfer.kernels import further_ops, ops, recurrent_ops
 from localinfer.kernels.ops import (
     MAX_EXPERTS,
     Activation,
@@ -68,6 +68,13 @@ def _check_embed(op: ops.Embed | ops.EmbedPositions) -> None:
     check(out.rows is Rows.BATCH, f"{out.name} holds output rows; embeddings are of batch rows")
 
 
+def _check_previous_row(op: further_ops.PreviousRow) -> None:
+    check(op.out.rows is Rows.BATCH, f"{op.out.name} holds output rows; rows before others are of the batch")
+    if op.x is not None:
+        _same_shape(op.out, op.x)
+        check(op.out.index != op.x.index, f"{op.out.name} cannot take the rows before its own")
+
+
 def _check_receive(op: ops.Receive) -> None:
     check(op.out.rows is Rows.BATCH, f"{op.out.name} holds output rows; batch rows are handed over")
 
@@ -103,8 +110,9 @@ def _check_rope(op: ops.Rope) -> None:
 def _check_store_kv(op: ops.StoreKV, kept: KVLayerShape) -> None:
     layer, keys, values = op.layer, op.keys, op.values
     check(keys.width == kept.num_kv_heads * kept.key_size, f"{keys.name} does not hold layer {layer}'s keys")
-    check(values.width == kept.num_kv_heads * kept.value_size, f"{values.name} does not hold layer {layer}'s values")
-    check(keys.rows is Rows.BATCH and values.rows is Rows.BATCH, "only batch rows enter the cache")
+    name, width = ("nothing", 0) if values is None else (values.name, values.width)
+    check(width == kept.num_kv_heads * kept.value_size, f"{name} does not hold layer {layer}'s values")
+    check(keys.rows is Rows.BATCH and (values or keys).rows is Rows.BATCH, "only batch rows enter the cache")
 
 
 def _check_attention(op: ops.Attention, kept: KVLayerShape) -> None:
@@ -124,8 +132,33 @@ def _check_attention(op: ops.Attention, kept: KVLayerShape) -> None:
     check(out.width == shape.num_heads * shape.value_size, f"{out.name} is {out.width} wide")
     check(queries.rows is Rows.BATCH and out.rows is Rows.BATCH, "attention is of batch rows")
     check(out.index != queries.index, f"{out.name} cannot take the attention of itself")
+    if op.chosen is not None:
+        _check_chosen(op.chosen)
+        check(op.chosen.num_lists in (1, shape.num_kv_heads), f"{op.chosen.blocks.name} is not for {shape}")
+        is_plain = not (shape.window or shape.chunk or shape.excludes_own) and shape.alibi_slopes is None
+        check(is_plain, f"{shape} cannot attend to chosen positions")
     _has_values(shape.sinks, shape.num_heads, "attention sinks")
     _has_values(shape.alibi_slopes, shape.num_heads, "ALiBi slopes")
+
+
+def _check_chosen(chosen: ops.Chosen) -> None:
+    blocks, count = chosen.blocks, chosen.count
+    is_right = count > 0 and chosen.block_size > 0 and blocks.width % count == 0 and blocks.rows is Rows.BATCH
+    check(is_right, f"{blocks.name} does not hold lists of {count} blocks")
+
+
+def _check_choose_blocks(op: further_ops.ChooseBlocks, kept: KVLayerShape) -> None:
+    chosen, queries, weights = op.chosen, op.queries, op.weights
+    _check_chosen(chosen)
+    wanted = KVLayerShape(1, op.key_size, 0)
+    check(kept == wanted, f"layer {op.layer} caches {kept}, choosing wants {wanted}")
+    check(queries.width == op.num_heads * op.key_size, f"{queries.name} is {queries.width} wide")
+    check(chosen.num_lists == (op.num_heads if weights is None else 1), f"{chosen.blocks.name} has other lists")
+    check(weights is None or weights.width == op.num_heads, f"there are not {op.num_heads} weights of heads")
+    check(queries.rows is Rows.BATCH and (weights or queries).rows is Rows.BATCH, "batch rows choose")
+    # Numbers of blocks are float32.
+    check(0 < op.max_positions <= chosen.block_size << 24, f"{op.max_positions} positions are too many to choose from")
+    check(op.num_local >= 0, f"{op.num_local} blocks cannot come first")
 
 
 def _check_activate(op: ops.Activate) -> None:
@@ -138,25 +171,60 @@ def _check_gated_activate(op: ops.GatedActivate) -> None:
     check(op.limit == 0.0 or op.kind is Activation.SILU, f"{op.kind.value} has no limit")
 
 
-def _check_multiply_sigmoid(op: ops.MultiplySigmoid) -> None:
+def _check_multiply(op: further_ops.Multiply) -> None:
+    _same_shape(op.out, op.x)
+    if not isinstance(op.factor, Buffer):
+        _has_values(op.factor, op.x.width, f"factor of {op.x.name}")
+    elif op.is_by_row:
+        _same_rows(op.factor, op.x)
+    else:
+        _same_shape(op.x, op.factor)
+
+
+def _check_magnitude(op: further_ops.Magnitude) -> None:
+    check(op.out.width == 1, f"{op.out.name} is {op.out.width} wide; a magnitude is one value")
+    _same_rows(op.out, op.x)
+
+
+def _check_mix_slots(op: further_ops.MixSlots) -> None:
+    out, x, count = op.out, op.x, op.num_slots
+    check(count > 0 and x.width % count == 0, f"{x.name} is {x.width} wide, which is not {count} slots")
+    size = x.width // count
+    check(out.width % size == 0, f"{out.name} is {out.width} wide, and the slots of {x.name} are {size}")
+    check(out.index != x.index, f"{out.name} cannot take a mixture of itself")
+    _same_rows(out, x)
+    if op.residual is not None:
+        _same_shape(out, op.residual)
+    if op.weights is not None:
+        wanted = count * out.width // size
+        check(op.weights.width == wanted, f"{op.weights.name} is {op.weights.width} wide; {wanted} weights are needed")
+        _same_rows(out, op.weights)
+    is_whole = op.first_slot == 0
+    is_part = 0 < op.first_slot < out.width // size and op.weights is None and op.residual is not None
+    check(is_whole or is_part, f"the slots of {out.name} from {op.first_slot} on cannot be mixed")
+
+
+def _check_multiply_sigmoid(op: further_ops.MultiplySigmoid) -> None:
     _same_shape(op.out, op.x)
     _same_rows(op.gate, op.x)
     is_whole = op.x.width % op.gate.width == 0
     check(is_whole, f"{op.x.name} is {op.x.width} wide, {op.gate.name} {op.gate.width}: not equal parts of it")
 
 
-def _check_limit(op: ops.Clamp) -> None:
+def _check_limit(op: further_ops.Clamp) -> None:
     check(op.limit > 0.0, f"{op.x.name} cannot be clamped to {op.limit}")
 
 
-def _check_scale_by_position(op: ops.ScaleByPosition) -> None:
+def _check_scale_by_position(op: further_ops.ScaleByPosition) -> None:
     is_right = op.x.rows is Rows.BATCH and 0 < op.period < 1 << 31
     check(is_right, f"{op.x.name} cannot be scaled by position over {op.period}")
 
 
-def _check_heads(op: ops.CopyHeads | ops.HeadMatmul, num_heads: int, out_width: int, x_width: int, what: str) -> None:
+def _check_heads(
+    op: further_ops.CopyHeads | ops.HeadMatmul, num_heads: int, out_width: int, x_width: int, what: str
+) -> None:
     """So many heads of out and x, each with room for what is written and read; x may be one head for all of out's."""
-    is_shared = isinstance(op, ops.CopyHeads) and op.x_head_size == 0
+    is_shared = isinstance(op, further_ops.CopyHeads) and op.x_head_size == 0
     for buffer, count, head_size, end in (
         (op.out, num_heads, op.out_head_size, op.out_offset + out_width),
         (op.x, 1, op.x.width, op.x_offset + x_width)
@@ -168,7 +236,7 @@ def _check_heads(op: ops.CopyHeads | ops.HeadMatmul, num_heads: int, out_width: 
     _same_rows(op.out, op.x)
 
 
-def _check_copy_heads(op: ops.CopyHeads) -> None:
+def _check_copy_heads(op: further_ops.CopyHeads) -> None:
     _check_heads(op, op.num_heads, op.width, op.width, f"copies of {op.width}")
 
 
@@ -194,6 +262,7 @@ def _check_route(op: ops.Route) -> None:
     check(widths == (count, selected, selected), "router buffers differ")
     _same_rows(op.expert_ids, op.expert_weights, op.logits)
     _has_values(routing.selection_bias, count, "expert selection bias")
+    _has_values(routing.output_scales, count, "scales of experts")
 
 
 def _check_expert_matmul(op: ops.ExpertMatmul) -> None:
@@ -216,7 +285,7 @@ def _check_expert_sum(op: ops.ExpertSum) -> None:
         _same_shape(out, op.residual)
 
 
-def _check_expert_scale(op: ops.ExpertScale) -> None:
+def _check_expert_scale(op: further_ops.ExpertScale) -> None:
     x, selected = op.x, op.expert_weights.width
     check(x.width % selected == 0, f"{x.name} is {x.width} wide for {selected} slots")
     _same_rows(x, op.expert_weights)
@@ -270,6 +339,18 @@ def _check_selective_scan(op: recurrent_ops.SelectiveScan) -> None:
     _has_values(op.d, steps, "what passes by the state")
 
 
+def _check_wkv(op: recurrent_ops.Wkv) -> None:
+    inputs = (op.receptance, op.decay, op.keys, op.values, op.rate)
+    _same_shape(op.out, op.bonus, *inputs)
+    check(op.out.rows is Rows.BATCH, "a recurrence goes over batch rows")
+    check(op.out.width % op.head_size == 0, f"{op.out.name} is {op.out.width} wide, not of heads of {op.head_size}")
+    written = {op.out.index, op.bonus.index}
+    is_apart = len(written) == 2 and written.isdisjoint(one.index for one in inputs)
+    check(is_apart, f"{op.out.name} or {op.bonus.name} is also an input of the recurrence")
+    for values in (op.key_scale, op.rate_scale, op.bonus_scale):
+        _has_values(values, op.out.width, f"scale of {op.keys.name}")
+
+
 CHECKS: dict[Any, Callable[..., None]] = {}
 """What proves the shapes of each op; of one on a layer of the cache, given what that keeps. Raises: ShapeError."""
 
@@ -313,7 +394,7 @@ class GraphBuilder:
 
     def append(self, op: Op) -> None:
         """Check an op and write it after the others. Raises: ShapeError."""
-        if isinstance(op, ops.StoreKV | ops.Attention):
+        if isinstance(op, ops.StoreKV | ops.Attention | further_ops.ChooseBlocks):
             check(0 <= op.layer < len(self.kv_layers), f"there is no cache of layer {op.layer}")
             CHECKS[type(op)](op, self.kv_layers[op.layer])
         elif isinstance(op, ops.RecurrentOp):
@@ -331,14 +412,19 @@ class GraphBuilder:
         is_taken = any(isinstance(other, ops.RecurrentOp) and other.state == op.state for other in self.ops)
         check(not is_taken, f"state {op.state} already belongs to another op")
 
-    def finish(self, output: Buffer) -> OpGraph:
-        """The finished graph; `output` is the buffer `Program.run` returns. Raises: ShapeError."""
-        check(output.rows is Rows.OUTPUT, f"{output.name} holds batch rows; logits are of output rows")
-        return OpGraph(self.kv_layers, tuple(self.buffers), tuple(self.ops), output, tuple(self.states))
+    def finish(self, output: Buffer, hidden: Buffer | None = None) -> OpGraph:
+        """The finished graph; `output` is the buffer `Program.run` returns, `hidden` one it shows.
+
+        Raises: ShapeError.
+        """
+        for buffer in (output, hidden or output):
+            check(buffer.rows is Rows.OUTPUT, f"{buffer.name} holds batch rows; results are of output rows")
+        return OpGraph(self.kv_layers, tuple(self.buffers), tuple(self.ops), output, tuple(self.states), hidden)
 
     # `builder.rope(x, table, 64)` is `builder.append(Rope(x, table, 64))`.
     embed = _writer(ops.Embed, _check_embed)
     embed_positions = _writer(ops.EmbedPositions, _check_embed)
+    previous_row = _writer(further_ops.PreviousRow, _check_previous_row)
     receive = _writer(ops.Receive, _check_receive)
     rms_norm = _writer(ops.RmsNorm, _check_norm)
     layer_norm = _writer(ops.LayerNorm, _check_norm)
@@ -346,24 +432,31 @@ class GraphBuilder:
     rope = _writer(ops.Rope, _check_rope)
     store_kv = _writer(ops.StoreKV, _check_store_kv)
     attention = _writer(ops.Attention, _check_attention)
+    choose_blocks = _writer(further_ops.ChooseBlocks, _check_choose_blocks)
     activation = _writer(ops.Activate, _check_activate)
     gated_activation = _writer(ops.GatedActivate, _check_gated_activate)
-    xielu = _writer(ops.Xielu, lambda op: _same_shape(op.out, op.x))
+    xielu = _writer(further_ops.Xielu, lambda op: _same_shape(op.out, op.x))
     add = _writer(ops.Add, lambda op: _same_shape(op.out, op.a, op.b))
-    multiply = _writer(ops.Multiply, lambda op: _same_shape(op.out, op.x, op.factor))
-    multiply_sigmoid = _writer(ops.MultiplySigmoid, _check_multiply_sigmoid)
+    multiply = _writer(further_ops.Multiply, _check_multiply)
+    magnitude = _writer(further_ops.Magnitude, _check_magnitude)
+    mix_slots = _writer(further_ops.MixSlots, _check_mix_slots)
+    gaussian_top_k = _writer(further_ops.GaussianTopK, lambda op: _same_shape(op.out, op.x))
+    multiply_sigmoid = _writer(further_ops.MultiplySigmoid, _check_multiply_sigmoid)
     scale = _writer(ops.Scale)
-    scale_columns = _writer(ops.ScaleColumns, lambda op: _has_values(op.factors, op.x.width, f"factors of {op.x.name}"))
-    clamp = _writer(ops.Clamp, _check_limit)
-    scale_by_position = _writer(ops.ScaleByPosition, _check_scale_by_position)
-    softcap = _writer(ops.Softcap)
-    copy_heads = _writer(ops.CopyHeads, _check_copy_heads)
+    scale_columns = _writer(
+        further_ops.ScaleColumns, lambda op: _has_values(op.factors, op.x.width, f"factors of {op.x.name}")
+    )
+    clamp = _writer(further_ops.Clamp, _check_limit)
+    scale_by_position = _writer(further_ops.ScaleByPosition, _check_scale_by_position)
+    softcap = _writer(further_ops.Softcap)
+    copy_heads = _writer(further_ops.CopyHeads, _check_copy_heads)
     head_matmul = _writer(ops.HeadMatmul, _check_head_matmul)
     select_output = _writer(ops.SelectOutput, _check_select_output)
     route = _writer(ops.Route, _check_route)
     expert_matmul = _writer(ops.ExpertMatmul, _check_expert_matmul)
     expert_sum = _writer(ops.ExpertSum, _check_expert_sum)
-    expert_scale = _writer(ops.ExpertScale, _check_expert_scale)
+    expert_scale = _writer(further_ops.ExpertScale, _check_expert_scale)
     gated_delta_rule = _writer(recurrent_ops.GatedDeltaRule, _check_delta_rule)
+    wkv = _writer(recurrent_ops.Wkv, _check_wkv)
     short_convolution = _writer(recurrent_ops.ShortConvolution, _check_short_convolution)
     selective_scan = _writer(recurrent_ops.SelectiveScan, _check_selective_scan)

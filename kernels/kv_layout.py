@@ -88,6 +88,8 @@ class KVLayout:
     kv_type: str
     layers: Sequence[KVLayerShape]
     states: Sequence[StateShape] = ()
+    carried_size: int = 0
+    """Hidden states that a sequence carries from its last position to the next, for draft layers; 0 without such."""
     scale_block: int = SCALE_BLOCK
     """Always SCALE_BLOCK; in the layout's repr, which is part of the key of stored pages."""
 

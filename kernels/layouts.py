@@ -19,17 +19,17 @@ Body vectors are 64 bytes: lane r has four adjacent code bytes of row r, as in a
 | Q2_K | super-block | d, dmin f16[16], 4 vectors of scales | 128 columns: 8 vectors of bit pairs (pair k: block k) |
 | Q3_K | super-block | d f16[16], 3 vectors of scales | 8 vectors of third bits (bit b: block b), then as Q2_K |
 | TQ2_0 | super-block | d f16[16] | as Q2_K |
+| Q1_0 | 128 columns | d f16[16] | per block: 1 vector of bits (bit v of byte c: column 4v + c) |
+| Q2_0 | 64 columns | d f16[16] | per 16 columns: 1 vector of bit pairs (pair v of byte c: column 4v + c) |
 | MXFP4 | block | e u8[16] | as Q4_0 |
 | IQ4_NL | block | d f16[16] | as Q4_0 |
 | IQ4_XS | super-block | d f16[16], scales_h u16[16], 1 vector of scales_l | 8 blocks as Q4_0 |
 | NVFP4 | 64 columns | 1 vector of scales | 16 columns: 2 vectors of nibbles (low: column k, high: k + 8) |
-| IQ2_XXS | super-block | d f16[16] | per block: vector of indices, one of signs and scale |
-| IQ2_XS | super-block | d f16[16], 2 vectors of scales | per block: 2 vectors of indices with signs |
-| IQ2_S | super-block | d f16[16], 2 vectors of upper bits, 2 of scales | per block: vector of indices, one of signs |
-| IQ3_XXS | super-block | d f16[16] | 8 x 2 vectors of indices, 8 vectors of signs and scale |
-| IQ3_S | super-block | d f16[16], vector of scales, 2 of upper bits | 8 x 2 vectors of indices, 8 vectors of signs |
-| INT4_32 INT4_64 INT4_128 | 32, 64 or 128 columns | d f16[16], zero i16[16] | per block, as Q4_0 |
-| INT8_32 | block | d f16[16], zero i16[16] | 8 vectors of codes 0 to 255 |
+| IQ2_XXS | super-block | d f16[16] | per block: vector of indices, masks of signs |
+| IQ2_XS | super-block | d f16[16], 2 vectors of scales | as IQ2_XXS |
+| IQ2_S | super-block | d f16[16], 2 vectors of scales, per block masks of bits 8 and 9 of indices | as IQ2_XXS |
+| IQ3_XXS | super-block | d f16[16] | 8 x 2 vectors of indices, 8 x masks of signs |
+| IQ3_S | super-block | d f16[16], vector of scales, per block masks of bit 8 of indices | as IQ3_XXS |
 
 The INT layouts are those of checkpoints: w = d * (code - zero), one scale and one integer zero point per group of
 columns. Checkpoints store codes and zero points apart, so `quant/checkpoint/grouped_layouts.py` joins them first.
@@ -37,6 +37,10 @@ columns. Checkpoints store codes and zero points apart, so `quant/checkpoint/gro
 The 48 bytes hold, for blocks 2p and 2p + 1 of a super-block, three byte[16]: s0 | m0 << 6, s1 | (m0 >> 2) << 6 and
 m1 | (m0 >> 4) << 6 (each byte keeps two bits of m0 in its upper end), where w = d * s * q - dmin * m. Vectors of scales
 have the file's bytes in the file's order, four of a row in its lane, as vectors of codes do.
+
+A mask is 64 bits, 4 * r + c for row r and column, or index, c of four. A block has eight masks of signs. Where a file
+stores seven signs of eight columns (IQ2_XXS, IQ2_XS, IQ3_XXS), the eighth follows from their number; in its place are
+the four bits of the block's scale, of IQ2_XS bit 8 of the four indices.
 """
 
 import math
@@ -81,6 +85,8 @@ class Layout(IntEnum):
     IQ2_S = 24
     IQ3_XXS = 25
     IQ3_S = 26
+    Q1_0 = 27
+    Q2_0 = 28
 
 
 GGUF_LAYOUTS = tuple(layout for layout in Layout if not layout.name.startswith("INT"))
@@ -132,6 +138,8 @@ SIZES: dict[Layout, LayoutSizes] = {
     Layout.IQ2_S: LayoutSizes(256, 288, 82),
     Layout.IQ3_XXS: LayoutSizes(256, 32, 98),
     Layout.IQ3_S: LayoutSizes(256, 224, 110),
+    Layout.Q1_0: LayoutSizes(128, 32, 18),
+    Layout.Q2_0: LayoutSizes(64, 32, 18),
 }
 
 

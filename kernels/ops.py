@@ -158,7 +158,7 @@ class AttentionShape(Record):
     scale multiplies q.k; softcap > 0 replaces a score s by softcap * tanh(s / softcap); window > 0 lets a position see
     itself and the window - 1 before it; chunk > 0 lets it see only its own chunk of positions; sinks float32[num_heads]
     add exp(sink) to the softmax's denominator; alibi_slopes float32[num_heads] add slope * (key position - query
-    position).
+    position). excludes_own: a row sees the positions before its own only, of which there must be one.
     """
 
     num_heads: int
@@ -171,14 +171,32 @@ class AttentionShape(Record):
     chunk: int = 0
     sinks: FloatArray | None = None
     alibi_slopes: FloatArray | None = None
+    excludes_own: bool = False
+
+
+class Chosen(Record):
+    """Which positions rows attend to: blocks of `block_size`, by their numbers from position 0 on.
+
+    blocks: per row one list for all KV heads, or one for each, of `count` rising whole numbers, -1 after the last.
+    """
+
+    blocks: Buffer
+    count: int
+    block_size: int = 1
+
+    @property
+    def num_lists(self) -> int:
+        """How many lists a row has."""
+        return self.blocks.width // self.count
 
 
 class Routing(Record):
     """How `Route` picks experts: the best `num_selected` by gating value (plus `selection_bias`, which does not weigh).
 
     Of equal values the lower expert wins, and slots are in order of falling value. SOFTMAX_SELECTED picks by logits.
-    normalise divides the chosen weights by their sum; scale multiplies them afterwards. num_groups > 1 first keeps the
-    `num_selected_groups` groups of experts with the largest sum of their two best values (DeepSeek-V3).
+    normalise divides the chosen weights by their sum; scale multiplies them afterwards, and so does each expert's own
+    number in output_scales float32[num_experts]. num_groups > 1 first keeps the `num_selected_groups` groups of experts
+    with the largest sum of their two best values (DeepSeek-V3).
     """
 
     num_experts: int
@@ -189,6 +207,7 @@ class Routing(Record):
     selection_bias: FloatArray | None = None
     num_groups: int = 1
     num_selected_groups: int = 1
+    output_scales: FloatArray | None = None
 
 
 @dataclass(frozen=True)
@@ -222,6 +241,12 @@ class RecurrentOp(Record):
     def state_shape(self) -> StateShape:
         """What that state and a row of its log hold."""
         raise NotImplementedError
+
+
+class FurtherOp(Record):
+    """An op of `further_ops.py`, and how many positions a sequence may have for it."""
+
+    num_positions: ClassVar[int] = 1 << 62
 
 
 class Embed(Record):
@@ -286,20 +311,21 @@ class Rope(Record):
 
 
 class StoreKV(Record):
-    """Write the rows' keys and values into the cache pages of `layer`."""
+    """Write the rows' keys and values into the cache pages of `layer`; no values where it keeps keys alone."""
 
     layer: int
     keys: Buffer
-    values: Buffer
+    values: Buffer | None
 
 
 class Attention(Record):
-    """Causal attention of every row over its sequence's cache, in chunks of absolute positions merged in order."""
+    """Causal attention of every row over its cache, to all or the chosen positions, in chunks merged in order."""
 
     out: Buffer
     queries: Buffer
     layer: int
     shape: AttentionShape
+    chosen: Chosen | None = None
 
 
 class Activate(Record):
@@ -323,17 +349,6 @@ class GatedActivate(Record):
     limit: float = 0.0
 
 
-class Xielu(Record):
-    """out = beta * x + (positive * x^2 if x > 0 else negative * (expm1(min(x, epsilon)) - x)): arXiv 2411.13010."""
-
-    out: Buffer
-    x: Buffer
-    positive: float
-    negative: float
-    beta: float
-    epsilon: float
-
-
 class Add(Record):
     """out = a + scale * b."""
 
@@ -343,79 +358,11 @@ class Add(Record):
     scale: float = 1.0
 
 
-class Multiply(Record):
-    """out = x * factor."""
-
-    out: Buffer
-    x: Buffer
-    factor: Buffer
-
-
-class MultiplySigmoid(Record):
-    """out = x * sigmoid(gate); gate is as wide as x, or one value for each of equal parts of a row (heads)."""
-
-    out: Buffer
-    x: Buffer
-    gate: Buffer
-
-    @property
-    def is_by_part(self) -> bool:
-        """Whether the gate has one value for several columns."""
-        return self.gate.width != self.x.width
-
-
 class Scale(Record):
     """x *= factor, in place."""
 
     x: Buffer
     factor: float
-
-
-class ScaleColumns(Record):
-    """x[c] *= factors[c], in place, float32[width of x]."""
-
-    x: Buffer
-    factors: FloatArray
-
-
-class Clamp(Record):
-    """x = min(max(x, -limit), limit), in place; only_above: x = min(x, limit)."""
-
-    x: Buffer
-    limit: float
-    only_above: bool = False
-
-
-class ScaleByPosition(Record):
-    """x *= 1 + slope * ln(1 + floor((position of the row + offset) / period)), in place (Llama 4, Ministral 3)."""
-
-    x: Buffer
-    period: int
-    slope: float
-    offset: int = 0
-
-
-class Softcap(Record):
-    """x = cap * tanh(x / cap), in place."""
-
-    x: Buffer
-    cap: float
-
-
-class CopyHeads(Record):
-    """Copy `width` elements of every head of x, from x_offset in it to out_offset in out's head; the rest stays.
-
-    x_head_size 0: x is one head, which every head of out gets.
-    """
-
-    out: Buffer
-    x: Buffer
-    num_heads: int
-    width: int
-    out_head_size: int
-    x_head_size: int
-    out_offset: int = 0
-    x_offset: int = 0
 
 
 class HeadMatmul(Record):
@@ -473,24 +420,18 @@ class ExpertSum(Record):
     residual: Buffer | None = None
 
 
-class ExpertScale(Record):
-    """x[slot] *= expert_weights[slot], in place (models that weigh the input of the down projection)."""
-
-    x: Buffer
-    expert_weights: Buffer
-
-
 Op = (
-    Embed | EmbedPositions | Receive | RmsNorm | LayerNorm | Matmul | Rope | StoreKV | Attention
-    | Activate | GatedActivate | Xielu | Add | Multiply | MultiplySigmoid | Scale | ScaleColumns | Clamp
-    | ScaleByPosition | Softcap | CopyHeads | HeadMatmul | SelectOutput | Route | ExpertMatmul | ExpertSum | ExpertScale
-    | RecurrentOp
+    Embed | EmbedPositions | Receive | RmsNorm | LayerNorm | Matmul | Rope | StoreKV | Attention | Activate
+    | GatedActivate | Add | Scale | HeadMatmul | SelectOutput | Route | ExpertMatmul
+    | ExpertSum | FurtherOp | RecurrentOp
 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class OpGraph:
     """A model as data: its buffers by index, its ops in the order they run, and the buffer a program returns.
+
+    hidden: a buffer that a program also shows.
 
     kv_layers: what each layer of the cache that it reads and writes keeps; states: what each recurrent op does.
     """
@@ -500,6 +441,7 @@ class OpGraph:
     ops: tuple[Op, ...]
     output: Buffer
     states: tuple[StateShape, ...] = ()
+    hidden: Buffer | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -508,8 +450,9 @@ class OpGraph:
 
     @property
     def num_positions(self) -> int:
-        """Positions that may be looked up."""
-        return min((op.table.num_rows for op in self.ops if isinstance(op, EmbedPositions)), default=1 << 62)
+        """Positions that may be looked up or chosen from."""
+        tables = [op.table.num_rows for op in self.ops if isinstance(op, EmbedPositions)]
+        return min([*tables, *(op.num_positions for op in self.ops if isinstance(op, FurtherOp))], default=1 << 62)
 
 
 class WeightSource(Protocol):

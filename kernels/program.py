@@ -21,7 +21,7 @@ class StateStep:
     for none, of which the first num_logged rows come after `source` and before the segment's rows. targets: pairs of
     rows and address, rows rising from 0 to at most the segment's: where the states after so many of its rows are
     written; 0 means after the logged rows. new_log: address of a log that gets the segment's rows, at most LOG_ROWS, 0
-    for none.
+    for none. All addresses are multiples of 64.
     What is read is never written: `source` is no target, and `log` not `new_log`.
     """
 
@@ -40,7 +40,8 @@ class Segment:
     `dropped_tokens` of them, whole pages that are not attended to any more. attention_sums: float32[pages] where the
     rows' attention to each page is added up, for tapes that were made to measure it. windowed_addresses: int64[pages],
     where the windowed layers' part of each page lies, for layouts that keep it apart; 0 for pages that those layers see
-    no more. state: of models with recurrent layers.
+    no more. state: of models with recurrent layers. carried: for models with draft layers, addresses of the hidden
+    states float32[hidden_size] of the row before, 0 for zeros, and of where those of the last row go, 0 for nowhere.
     """
 
     start_position: int
@@ -50,6 +51,7 @@ class Segment:
     attention_sums: FloatArray | None = None
     windowed_addresses: NDArray[np.int64] | None = None
     state: StateStep | None = None
+    carried: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,8 @@ def _check_step(name: str, num_rows: int, step: StateStep) -> None:
     is_rising = all(first < second for first, second in zip(rows, rows[1:], strict=False))
     if not is_rising or any(not 0 <= count <= num_rows for count in rows):
         raise RequestError(f"{name} of {num_rows} rows cannot write states after rows {rows}")
+    if any(place % 64 for place in (*addresses, step.log, step.new_log)):
+        raise RequestError(f"{name} has states or logs at addresses that are not multiples of 64")
     if 0 in addresses[1:] or len(set(addresses)) != len(addresses):
         raise RequestError(f"{name} reads and writes the same states, or writes some nowhere")
     if not 0 <= step.num_logged <= LOG_ROWS or (step.num_logged and not step.log):
@@ -232,6 +236,14 @@ class StatefulProgram(Program, Protocol):
     def settle(self, step: StateStep) -> None:
         """Compute states without any row: write the source and its logged rows to the targets, all of 0 rows."""
         ...
+
+
+@runtime_checkable
+class HiddenProgram(Program, Protocol):
+    """A program that shows hidden states: float32[rows, hidden_size] of the last batch's output rows; None if its graph
+    has none."""
+
+    hidden: FloatArray | None
 
 
 @runtime_checkable

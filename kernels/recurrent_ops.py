@@ -141,3 +141,35 @@ class SelectiveScan(RecurrentOp):
         return selective_scan_state(
             self.num_heads, self.head_size, self.num_states, self.num_groups, is_by_channel=self.is_by_channel
         )
+
+
+def wkv_state(width: int, head_size: int) -> StateShape:
+    """What the recurrence of RWKV-7 keeps."""
+    return StateShape(width * head_size, 5 * whole_vectors(width))
+
+
+class Wkv(RecurrentOp):
+    """The recurrence of RWKV-7 (arXiv 2503.14456) of every head, its state S of keys x values, from 0.
+
+    With w = e^(-e^-0.5 sigmoid(decay)), a = sigmoid(rate), n = keys * key_scale at unit length and k = keys * (1 +
+    (a - 1) * rate_scale): S = diag(w) S + k values^T - (n a) (S^T n)^T, the last with the old S; out = S^T receptance;
+    bonus = sum(receptance * k * bonus_scale) * values. Scales: float32[width].
+    A state lies as the delta rule's; a log has w, k, -(n a), values and S^T n of a row.
+    """
+
+    out: Buffer
+    bonus: Buffer
+    receptance: Buffer
+    decay: Buffer
+    keys: Buffer
+    values: Buffer
+    rate: Buffer
+    key_scale: FloatArray
+    rate_scale: FloatArray
+    bonus_scale: FloatArray
+    head_size: int
+
+    @property
+    def state_shape(self) -> StateShape:
+        """All heads' S; a row of a log has what was done to it."""
+        return wkv_state(self.out.width, self.head_size)

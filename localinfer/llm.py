@@ -33,6 +33,7 @@ from localinfer.stream import (
 
 if TYPE_CHECKING:
     from localinfer.cache.eviction import KVEviction
+    from localinfer.cache.prefix_cache import SnapshotStats
     from localinfer.kernels.program import Program
     from localinfer.models.load.loader import Model
     from localinfer.models.text.chat_template import ChatTemplate
@@ -305,6 +306,14 @@ class LLM(Closing):
     def logits(self, token_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
         """Return float32[T, vocab_size]: row i holds the logits of the token after token_ids[:i + 1]."""
         return self._engine.logits(token_ids)
+
+    @property
+    def snapshot_stats(self) -> "SnapshotStats | None":
+        """Figures of the prefix cache's snapshots of recurrent states; None for a model without recurrent layers.
+
+        Any thread may ask, during a step too.
+        """
+        return self._engine.snapshot_stats
 
     def clear_cache(self) -> None:
         """Forget the keys and values of every former text in memory; running generations and the disk keep theirs."""

@@ -22,6 +22,7 @@ from localinfer.llm import LLM
 from localinfer.models.load.measurements import get_measurement, put_measurement
 from localinfer.speculation.costs import VerificationCosts, measure_costs
 from localinfer.speculation.draft_model import DraftModel
+from localinfer.speculation.mtp import MTPDrafter
 from localinfer.speculation.ngram import NgramDrafter
 from localinfer.speculation.verify import Speculation
 from localinfer.types import ProgressCallback
@@ -38,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 DEVICES = ("auto", "cpu", "cuda")
 
-_SPECULATION = ("auto", "ngram", "draft", None)
+_SPECULATION = ("auto", "ngram", "draft", "mtp", None)
 _AGREEING_LOADS = 2
 _ALIKE = 1.3
 """Largest ratio of the relative costs of two measurements that agree."""
@@ -83,8 +84,9 @@ def load(
     disk_cache: keep a prompt cache on disk, so that conversations continue after a restart without a prefill: True, or
         its maximum bytes (True: 4 GiB; evicted by least recent use).
     disk_cache_folder: its location, of which a private subfolder is used; None: this user's cache folder.
-    speculation: speculative decoding: "ngram" drafts from earlier text, "draft" with a draft model, "auto" with all
-        available, None: off. It changes speed only, never the text.
+    speculation: speculative decoding: "ngram" drafts from earlier text, "draft" with a draft model, "mtp" with the
+        layers for next-token prediction that some models bring along (on the CPU), "auto" with all available, a draft
+        model before such layers, None: off. It changes speed only, never the text.
     draft: path of a draft model: a much smaller GGUF model of the same vocabulary.
     chat_template: Jinja source in place of the model's own template, or the path of a file.
     rope: a `localinfer.RopeOptions` in place of the file's rotary position embedding.
@@ -120,10 +122,16 @@ def load(
             kv_window=kv_window,
             device=device,
             gpu_layers=gpu_layers,
+            draft_layers=speculation in ("auto", "mtp") and draft is None and kv_window is None,
             changes=changes,
             progress=progress,
         )
         loads.callback(loaded.close)
+        if speculation == "mtp" and not loaded.draft_programs:
+            raise RequestError(
+                "speculation is 'mtp', but this model brings no layers for next-token prediction, or they cannot be "
+                "used: they need device 'cpu' and no kv_window; take 'auto'"
+            )
         drafting = made = window = None
         if kv_window is not None and kv_window < loaded.config.context_length:
             window = window_of(loaded, kv_window)
@@ -220,10 +228,10 @@ def model_path(model: str | os.PathLike[str] | None, name: str = "model") -> Pat
 def check_speculation(speculation: str | None, *, has_draft: bool) -> None:
     """Raise RequestError unless the option is known and consistent with whether a draft model was given."""
     if not isinstance(speculation, str | None) or speculation not in _SPECULATION:
-        raise RequestError(f"speculation is {shown(speculation)}; give 'auto', 'ngram', 'draft' or None")
+        raise RequestError(f"speculation is {shown(speculation)}; give 'auto', 'ngram', 'draft', 'mtp' or None")
     if speculation == "draft" and not has_draft:
         raise RequestError("speculation is 'draft', but there is no draft model; give its file as draft, or use 'auto'")
-    if speculation in ("ngram", None) and has_draft:
+    if speculation in ("ngram", "mtp", None) and has_draft:
         raise RequestError(f"a draft model was given, but speculation is {speculation!r}; make it 'auto' or 'draft'")
 
 
@@ -242,10 +250,13 @@ def make_speculation(
     if draft is not None:
         _check_vocabularies(model, draft)
     costs = VerificationCosts(_verification_seconds(model.program, model.kv_layout, progress))
-    drafter = None
+    drafter: DraftModel | MTPDrafter | None = None
     if draft is not None:
         drafter = DraftModel(draft, target_vocab_size=model.config.vocab_size, kv_memory=kv_memory)
-    return Speculation(costs, ngram=None if speculation == "draft" else NgramDrafter(), model=drafter)
+    elif model.draft_programs:
+        drafter = MTPDrafter(model)
+    has_ngram = speculation in ("auto", "ngram")
+    return Speculation(costs, ngram=NgramDrafter() if has_ngram else None, model=drafter)
 
 
 def _check_vocabularies(model: "Model", draft: "Model") -> None:

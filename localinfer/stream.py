@@ -178,8 +178,9 @@ class Stats:
     drafted_by_position, accepted_by_position: the same by place in the draft. tokens_per_pass: decoded per pass of the
     model, 1 without speculation. speculation_speedup: over plain steps, as measured.
     seed: the one given, or drawn; with it the same options give the same text. stop_text: the one of the option `stop`
-    that ended it, if one did. waited_seconds: before it was admitted. notices: deviations from the options, in
-    words: a drafter that failed and was switched off, memory that ended before the text did.
+    that ended it, if one did. waited_seconds: before it was admitted. state_snapshots: of recurrent states, that the
+    prefix cache held at the end, of any text; 0 for a model without recurrent layers. notices: deviations from the
+    options, in words: a drafter that failed and was switched off, memory that ended before the text did.
     """
 
     prompt_tokens: int
@@ -198,6 +199,7 @@ class Stats:
     speculation_speedup: float = 1.0
     stop_text: str | None = None
     waited_seconds: float = 0.0
+    state_snapshots: int = 0
     notices: tuple[str, ...] = ()
 
 
@@ -341,6 +343,7 @@ class TextStream(Closing, Iterator[StreamEvent]):
             seed=self._seed,
             stop_text=self._stop_text,
             waited_seconds=record.waited_seconds,
+            state_snapshots=record.state_snapshots,
             notices=tuple(
                 record.notices if record.speculation is None else record.notices + record.speculation.all_notices
             ),

@@ -3,6 +3,7 @@
 Values are float64 throughout, so an oracle's result differs from a device's by the device's rounding alone.
 """
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +13,7 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels import ops
+from localinfer.kernels import further_ops, ops
 from localinfer.kernels.kv_layout import parse_kv_type
 from localinfer.kernels.ops import (
     Activation,
@@ -26,9 +27,9 @@ from localinfer.kernels.ops import (
 )
 from localinfer.kernels.program import Batch, Segment, StateStep
 from localinfer.types import FloatArray
-from tests.oracle_formulas import Float64Array, activate, affine, attend, groups, route, sigmoid
+from tests.oracle_formulas import Float64Array, activate, affine, attend, choose, groups, is_chosen, route, sigmoid
 from tests.oracle_kv import kept, kept_query
-from tests.oracle_recurrent import RECURRENCES, States, input_buffers
+from tests.oracle_recurrent import RECURRENCES, States, input_buffers, output_buffers
 
 
 class NumpyWeights:
@@ -73,6 +74,7 @@ class _Run:
     cache: dict[tuple[int, int], "_LayerCache"]
     kv_types: tuple[str, str] | None
     states: States
+    received: FloatArray | None
 
     def __getitem__(self, buffer: Buffer) -> Float64Array:
         return self.values[buffer.index]
@@ -105,14 +107,25 @@ class NumpyProgram:
         self._kv_types = None if kv_type is None else parse_kv_type(kv_type)
         self._cache: dict[tuple[int, int], _LayerCache] = {}
         self._states = States()
+        self.hidden: FloatArray | None = None
+        self._received: FloatArray | None = None
+
+    def share_cache(self, other: "NumpyProgram") -> None:
+        """Read what another program stores."""
+        self._cache = other._cache
+
+    def hand_over(self, rows: FloatArray) -> None:
+        self._received = rows.copy()
 
     def run(self, batch: Batch) -> FloatArray:
         num_rows = {Rows.BATCH: len(batch.token_ids), Rows.OUTPUT: len(batch.output_rows)}
         values = {b.index: np.full((num_rows[b.rows], b.width), np.nan) for b in self._graph.buffers}
         positions = [s.start_position + np.arange(s.num_rows, dtype=np.int64) for s in batch.segments]
-        run = _Run(batch, values, np.concatenate(positions), self._cache, self._kv_types, self._states)
+        run = _Run(batch, values, np.concatenate(positions), self._cache, self._kv_types, self._states, self._received)
         for op in self._graph.ops:
             _FORMULAS[type(op)](run, op)
+        if self._graph.hidden is not None:
+            self.hidden = run[self._graph.hidden].astype(np.float32)
         return run[self._graph.output].astype(np.float32)
 
     def settle(self, step: StateStep) -> None:
@@ -138,9 +151,28 @@ def _embed(run: _Run, op: ops.Embed) -> None:
     run[op.out] = op.scale * op.table.packed[run.batch.token_ids]
 
 
+@_formula(further_ops.PreviousRow)
+def _previous_row(run: _Run, op: further_ops.PreviousRow) -> None:
+    found, width = np.empty_like(run[op.out]), op.out.width
+    for segment, rows in _segment_rows(run.batch):
+        carried, following = segment.carried
+        found[rows[0]] = np.ctypeslib.as_array((ctypes.c_float * width).from_address(carried)) if carried else 0.0
+        if op.x is not None:
+            found[rows[1:]] = run[op.x][rows[:-1]]
+            if following:
+                np.ctypeslib.as_array((ctypes.c_float * width).from_address(following))[:] = run[op.x][rows[-1]]
+    run[op.out] = found
+
+
 @_formula(ops.EmbedPositions)
 def _embed_positions(run: _Run, op: ops.EmbedPositions) -> None:
     run[op.out] = run[op.out] + op.table.packed[run.positions]
+
+
+@_formula(ops.Receive)
+def _receive(run: _Run, op: ops.Receive) -> None:
+    assert run.received is not None, "nothing was handed over"
+    run[op.out] = run.received.astype(np.float64)
 
 
 @_formula(ops.RmsNorm)
@@ -195,7 +227,8 @@ def _store_kv(run: _Run, op: ops.StoreKV) -> None:
         for row in rows:
             position = int(run.positions[row])
             cache.keys[position] = run[op.keys][row].copy()
-            cache.values[position] = run[op.values][row].copy()
+            if op.values is not None:
+                cache.values[position] = run[op.values][row].copy()
 
 
 @_formula(ops.Attention)
@@ -212,8 +245,25 @@ def _attention(run: _Run, op: ops.Attention) -> None:
                 query = kept_query(query, shape.key_size, run.kv_types[0])
                 keys = kept(keys, shape.key_size, run.kv_types[0])
                 values = kept(values, shape.value_size, run.kv_types[1])
-            result[row] = attend(query, keys, values, seen, shape)
+            chosen = None if op.chosen is None else is_chosen(run[op.chosen.blocks][row], op.chosen, len(seen))
+            result[row] = attend(query, keys, values, seen, shape, chosen)
     run[op.out] = result
+
+
+@_formula(further_ops.ChooseBlocks)
+def _choose_blocks(run: _Run, op: further_ops.ChooseBlocks) -> None:
+    result = np.empty_like(run[op.chosen.blocks])
+    for segment, rows in _segment_rows(run.batch):
+        cache = run.cache[int(segment.page_addresses[0]), op.layer]
+        for row in rows:
+            keys = np.stack([cache.keys[position] for position in range(int(run.positions[row]) + 1)])
+            query = run[op.queries][row]
+            if run.kv_types is not None:
+                query = kept_query(query, op.key_size, run.kv_types[0])
+                keys = kept(keys, op.key_size, run.kv_types[0])
+            weights = None if op.weights is None else run[op.weights][row]
+            result[row] = choose(op, query.reshape(op.num_heads, -1), keys, weights)
+    run[op.chosen.blocks] = result
 
 
 @_formula(ops.Activate)
@@ -233,8 +283,8 @@ def _gated_activate(run: _Run, op: ops.GatedActivate) -> None:
         run[op.out] = activate(run[op.gate], op.kind) * run[op.up]
 
 
-@_formula(ops.Xielu)
-def _xielu(run: _Run, op: ops.Xielu) -> None:
+@_formula(further_ops.Xielu)
+def _xielu(run: _Run, op: further_ops.Xielu) -> None:
     x = run[op.x]
     below = (np.expm1(np.minimum(x, op.epsilon)) - x) * op.negative
     run[op.out] = np.where(x > 0.0, op.positive * x * x, below) + op.beta * x
@@ -245,13 +295,38 @@ def _add(run: _Run, op: ops.Add) -> None:
     run[op.out] = run[op.a] + op.scale * run[op.b]
 
 
-@_formula(ops.Multiply)
-def _multiply(run: _Run, op: ops.Multiply) -> None:
-    run[op.out] = run[op.x] * run[op.factor]
+@_formula(further_ops.Multiply)
+def _multiply(run: _Run, op: further_ops.Multiply) -> None:
+    run[op.out] = run[op.x] * (run[op.factor] if isinstance(op.factor, Buffer) else op.factor.astype(np.float64))
 
 
-@_formula(ops.MultiplySigmoid)
-def _multiply_sigmoid(run: _Run, op: ops.MultiplySigmoid) -> None:
+@_formula(further_ops.Magnitude)
+def _magnitude(run: _Run, op: further_ops.Magnitude) -> None:
+    run[op.out] = np.sqrt(np.mean(run[op.x] ** 2, axis=1, keepdims=True))
+
+
+@_formula(further_ops.MixSlots)
+def _mix_slots(run: _Run, op: further_ops.MixSlots) -> None:
+    x = run[op.x]
+    slots = x.reshape(len(x), op.num_slots, -1)
+    num_out = op.out.width // slots.shape[2]
+    weights = np.ones((len(x), num_out, op.num_slots))
+    if op.weights is not None:
+        weights = run[op.weights].reshape(weights.shape)
+    weights[:, : op.first_slot] = 0.0
+    mixed = np.einsum("rba,rai->rbi", weights, slots).reshape(len(x), -1)
+    run[op.out] = mixed if op.residual is None else run[op.residual] + mixed
+
+
+@_formula(further_ops.GaussianTopK)
+def _gaussian_top_k(run: _Run, op: further_ops.GaussianTopK) -> None:
+    x = run[op.x]
+    least = x.mean(axis=1, keepdims=True) + op.num_deviations * x.std(axis=1, ddof=1, keepdims=True)
+    run[op.out] = np.maximum(x - least, 0.0)
+
+
+@_formula(further_ops.MultiplySigmoid)
+def _multiply_sigmoid(run: _Run, op: further_ops.MultiplySigmoid) -> None:
     gates = np.repeat(sigmoid(run[op.gate]), op.x.width // op.gate.width, axis=1)
     run[op.out] = run[op.x] * gates
 
@@ -261,29 +336,29 @@ def _scale(run: _Run, op: ops.Scale) -> None:
     run[op.x] = op.factor * run[op.x]
 
 
-@_formula(ops.ScaleColumns)
-def _scale_columns(run: _Run, op: ops.ScaleColumns) -> None:
+@_formula(further_ops.ScaleColumns)
+def _scale_columns(run: _Run, op: further_ops.ScaleColumns) -> None:
     run[op.x] = run[op.x] * op.factors
 
 
-@_formula(ops.Clamp)
-def _clamp(run: _Run, op: ops.Clamp) -> None:
+@_formula(further_ops.Clamp)
+def _clamp(run: _Run, op: further_ops.Clamp) -> None:
     run[op.x] = np.clip(run[op.x], None if op.only_above else -op.limit, op.limit)
 
 
-@_formula(ops.ScaleByPosition)
-def _scale_by_position(run: _Run, op: ops.ScaleByPosition) -> None:
+@_formula(further_ops.ScaleByPosition)
+def _scale_by_position(run: _Run, op: further_ops.ScaleByPosition) -> None:
     factor = 1.0 + op.slope * np.log1p(np.floor((run.positions + op.offset) / op.period))
     run[op.x] = run[op.x] * factor[:, None]
 
 
-@_formula(ops.Softcap)
-def _softcap(run: _Run, op: ops.Softcap) -> None:
+@_formula(further_ops.Softcap)
+def _softcap(run: _Run, op: further_ops.Softcap) -> None:
     run[op.x] = op.cap * np.tanh(run[op.x] / op.cap)
 
 
-@_formula(ops.CopyHeads)
-def _copy_heads(run: _Run, op: ops.CopyHeads) -> None:
+@_formula(further_ops.CopyHeads)
+def _copy_heads(run: _Run, op: further_ops.CopyHeads) -> None:
     target = run[op.out].reshape(-1, op.num_heads, op.out_head_size).copy()
     heads = run[op.x].reshape(len(target), -1, op.x_head_size or op.x.width)
     target[:, :, op.out_offset : op.out_offset + op.width] = heads[:, :, op.x_offset : op.x_offset + op.width]
@@ -340,20 +415,22 @@ def _expert_sum(run: _Run, op: ops.ExpertSum) -> None:
     run[op.out] = total if op.residual is None else run[op.residual] + total
 
 
-@_formula(ops.ExpertScale)
-def _expert_scale(run: _Run, op: ops.ExpertScale) -> None:
+@_formula(further_ops.ExpertScale)
+def _expert_scale(run: _Run, op: further_ops.ExpertScale) -> None:
     weighed = _slots(run, op.x, op.expert_weights) * run[op.expert_weights][:, :, None]
     run[op.x] = weighed.reshape(run[op.x].shape)
 
 
 def _recurrent(run: _Run, op: Any) -> None:
     inputs = {name: run[buffer] for name, buffer in input_buffers(op).items()}
-    result = np.empty_like(run[op.out])
+    outs = output_buffers(op)
+    result = np.empty((len(run.positions), sum(out.width for out in outs)))
     for segment, rows in _segment_rows(run.batch):
         assert segment.state is not None, "a recurrent op needs the states before a segment"
         by_row = [{name: values[row].copy() for name, values in inputs.items()} for row in rows]
         result[rows] = run.states.advance(op, segment.state, by_row)
-    run[op.out] = result
+    for out, values in zip(outs, np.split(result, len(outs), axis=1), strict=True):
+        run[out] = values
 
 
 _FORMULAS |= dict.fromkeys(RECURRENCES, _recurrent)
@@ -376,4 +453,4 @@ def _seen(position: int, shape: AttentionShape) -> range:
         first = max(first, position - shape.window + 1)
     if shape.chunk:
         first = max(first, position // shape.chunk * shape.chunk)
-    return range(first, position + 1)
+    return range(first, position + (0 if shape.excludes_own else 1))

@@ -5,7 +5,8 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels.ops import Activation, AttentionShape, Gating, Routing
+from localinfer.kernels.further_ops import ChooseBlocks
+from localinfer.kernels.ops import Activation, AttentionShape, Chosen, Gating, Routing
 from localinfer.types import FloatArray
 
 Float64Array = NDArray[np.float64]
@@ -25,9 +26,17 @@ def affine(groups: Float64Array, weight: FloatArray | None, bias: FloatArray | N
 
 
 def attend(
-    query: Float64Array, keys: Float64Array, values: Float64Array, positions: range, shape: AttentionShape
+    query: Float64Array,
+    keys: Float64Array,
+    values: Float64Array,
+    positions: range,
+    shape: AttentionShape,
+    chosen: NDArray[np.bool_] | None = None,
 ) -> Float64Array:
-    """Attention of one row, at the last of `positions`, over keys and values [len(positions), ...]."""
+    """Attention of one row, at the last of `positions`, over keys and values [len(positions), ...].
+
+    chosen: bool[1 or num_kv_heads, len(positions)], those that count.
+    """
     keys = keys.reshape(len(positions), shape.num_kv_heads, shape.key_size)
     values = values.reshape(len(positions), shape.num_kv_heads, shape.value_size)
     result = np.empty((shape.num_heads, shape.value_size))
@@ -38,11 +47,38 @@ def attend(
             scores = shape.softcap * np.tanh(scores / shape.softcap)
         if shape.alibi_slopes is not None:
             scores = scores + float(shape.alibi_slopes[head]) * (np.asarray(positions) - positions[-1])
+        if chosen is not None:
+            scores = np.where(chosen[kv_head % len(chosen)], scores, -np.inf)
         sink = -np.inf if shape.sinks is None else float(shape.sinks[head])
         highest = max(float(scores.max()), sink)
         weights = np.exp(scores - highest)
         result[head] = weights @ values[:, kv_head] / (weights.sum() + np.exp(sink - highest))
     return result.reshape(-1)
+
+
+def choose(op: ChooseBlocks, queries: Float64Array, keys: Float64Array, weights: Float64Array | None) -> Float64Array:
+    """The lists of one row, from queries [num_heads, key_size] and the keys [positions, key_size] up to its own."""
+    scores = op.scale * (queries @ keys.T)
+    if weights is not None:
+        scores = (weights @ np.maximum(scores, 0.0))[None]
+    count, size = op.chosen.count, op.chosen.block_size
+    num_blocks = -(-len(keys) // size)
+    lists = np.full((len(scores), count), -1.0)
+    for index, of_list in enumerate(scores):
+        best = np.array([of_list[block * size : (block + 1) * size].max() for block in range(num_blocks)])
+        best[num_blocks - min(op.num_local, num_blocks) :] = np.inf
+        # Of local blocks beyond the count, the nearest.
+        if op.num_local > count:
+            best[: num_blocks - count] = -np.inf
+        chosen = np.sort(np.argsort(-best, kind="stable")[:count])
+        lists[index, : len(chosen)] = chosen
+    return lists.reshape(-1)
+
+
+def is_chosen(lists: Float64Array, chosen: Chosen, num_positions: int) -> NDArray[np.bool_]:
+    """Which positions the lists of a row hold, bool[lists, positions]."""
+    blocks = np.arange(num_positions) // chosen.block_size
+    return np.stack([np.isin(blocks, one) for one in lists.reshape(chosen.num_lists, -1)])
 
 
 def route(logits: Float64Array, routing: Routing) -> tuple[NDArray[np.int64], Float64Array]:
@@ -66,6 +102,8 @@ def route(logits: Float64Array, routing: Routing) -> tuple[NDArray[np.int64], Fl
         weights = weights / weights.sum()
     if routing.normalise:
         weights = weights / weights.sum()
+    if routing.output_scales is not None:
+        weights = weights * routing.output_scales[ids]
     return ids, weights * routing.scale
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from localinfer.kernels import recurrent_ops
 from localinfer.kernels.ops import Buffer, RecurrentOp
@@ -15,6 +16,8 @@ Inputs = dict[str, Float64Array]
 """What one row has in each of an op's buffers but `out`."""
 
 State = Float64Array
+
+_OUTPUTS = ("out", "bonus")
 
 
 @dataclass(frozen=True)
@@ -56,8 +59,13 @@ class States:
 
 def input_buffers(op: RecurrentOp) -> dict[str, Buffer]:
     """The buffers that an op reads, by the name of its field."""
-    values = {one.name: getattr(op, one.name) for one in fields(op) if one.name != "out"}
+    values = {one.name: getattr(op, one.name) for one in fields(op) if one.name not in _OUTPUTS}
     return {name: value for name, value in values.items() if isinstance(value, Buffer)}
+
+
+def output_buffers(op: RecurrentOp) -> list[Buffer]:
+    """The buffers that an op writes; its rows have them side by side."""
+    return [getattr(op, name) for name in _OUTPUTS if hasattr(op, name)]
 
 
 def _convolve(op: recurrent_ops.ShortConvolution, state: State, inputs: Inputs) -> tuple[State, Float64Array]:
@@ -97,10 +105,29 @@ def _scan(op: recurrent_ops.SelectiveScan, state: State, inputs: Inputs) -> tupl
     return state, ((state * c).sum(axis=-1) + d * x).reshape(-1)
 
 
+def _wkv(op: recurrent_ops.Wkv, state: State, inputs: Inputs) -> tuple[State, Float64Array]:
+    def heads(values: NDArray[Any]) -> Float64Array:
+        return values.astype(np.float64).reshape(-1, op.head_size)
+
+    r, keys, values = (heads(inputs[name]) for name in ("receptance", "keys", "values"))
+    decay = np.exp(-np.exp(-0.5) * sigmoid(heads(inputs["decay"])))
+    rate = sigmoid(heads(inputs["rate"]))
+    unit = keys * heads(op.key_scale)
+    unit = unit / np.maximum(np.linalg.norm(unit, axis=1, keepdims=True), 1e-12)
+    keys = keys * (1.0 + (rate - 1.0) * heads(op.rate_scale))
+    known = np.einsum("hkv,hk->hv", state, unit)
+    state = decay[:, :, None] * state + keys[:, :, None] * values[:, None] - (unit * rate)[:, :, None] * known[:, None]
+    bonus = (r * keys * heads(op.bonus_scale)).sum(axis=1, keepdims=True) * values
+    return state, np.concatenate([np.einsum("hkv,hk->hv", state, r).reshape(-1), bonus.reshape(-1)])
+
+
 RECURRENCES: dict[type, Recurrence] = {
     recurrent_ops.ShortConvolution: Recurrence(lambda op: np.zeros((op.weight.shape[1] - 1, op.x.width)), _convolve),
     recurrent_ops.GatedDeltaRule: Recurrence(
         lambda op: np.zeros((op.num_heads, op.key_size, op.value_size)), _delta_rule
     ),
     recurrent_ops.SelectiveScan: Recurrence(lambda op: np.zeros((op.num_heads, op.head_size, op.num_states)), _scan),
+    recurrent_ops.Wkv: Recurrence(
+        lambda op: np.zeros((op.out.width // op.head_size, op.head_size, op.head_size)), _wkv
+    ),
 }

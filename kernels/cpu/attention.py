@@ -9,7 +9,7 @@ from localinfer.kernels.cpu.parameters import BATCH, SEGMENT
 from localinfer.kernels.graph_builder import check
 from localinfer.kernels.jit.object_cache import Kernel
 from localinfer.kernels.kv_layout import KVLayout, is_quantized, num_blocks
-from localinfer.kernels.ops import AttentionShape
+from localinfer.kernels.ops import AttentionShape, Chosen
 from localinfer.types import FloatArray
 
 _KINDS = {
@@ -65,8 +65,31 @@ def attention_parameters(layout: KVLayout, layer: int, shape: AttentionShape) ->
         rows_per_unit=max(1, min(kernel_abi.ROWS_PER_UNIT, kernel_abi.MAX_QUERIES_PER_UNIT // group)),
         rotation=rotation_size(shape.value_size, layout.value_type),
         table=SEGMENT.offset("windowed_table" if layout.layers[layer].window else "page_table"),
-        **dict.fromkeys(called_kernels(layout), 0),
+        own=0 if shape.excludes_own else 1, **dict.fromkeys(called_kernels(layout), 0),
     )  # fmt: skip
+
+
+def chosen_parameters(layout: KVLayout, layer: int, chosen: Chosen | None) -> dict[str, int]:
+    """Words of an ATTENTION block about a choice of positions, with no addresses."""
+    head, shape = layout.head(layer), layout.layers[layer]
+    codes = [is_quantized(name) for name in (layout.key_type, layout.value_type)]
+    words = {
+        "chosen": 0,
+        "chosen_stride": 0,
+        "chosen_lists": 1,
+        "chosen_count": 0,
+        "chosen_block": 1,
+        "gathered": 0,
+        "key_bytes": 2 if layout.key_type == "f16" else 4,
+        "key_steps": head.key_columns // _COLUMNS_PER_STEP[layout.key_type],
+        "key_blocks": num_blocks(shape.key_size) if codes[0] else 0,
+        "value_share": {"q8_0": 2, "q4_0": 4}.get(layout.value_type, 1),
+        "value_blocks": num_blocks(shape.value_size) if codes[1] else 0,
+    }
+    if chosen is not None:
+        sizes = {"lists": chosen.num_lists, "count": chosen.count, "block": chosen.block_size}
+        words |= {f"chosen_{name}": size for name, size in sizes.items()}
+    return words
 
 
 def called_kernels(layout: KVLayout) -> dict[str, Kernel]:

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels import ops
-from localinfer.kernels.cpu import attention, kernel_abi, parameters, recurrent
+from localinfer.kernels import further_ops, ops
+from localinfer.kernels.cpu import attention, further, kernel_abi, parameters, recurrent
 from localinfer.kernels.cpu.memory import address, aligned, padded
 from localinfer.kernels.cpu.program import CpuProgram, ThreadPool
 from localinfer.kernels.cpu.tape import CpuTape
@@ -21,7 +21,7 @@ from localinfer.kernels.graph_builder import check, packed_weight
 from localinfer.kernels.jit.compile_ahead import compile_ahead
 from localinfer.kernels.kv_layout import KVLayout, is_quantized
 from localinfer.kernels.layouts import GGUF_LAYOUTS, SIZES, is_float, num_tiles
-from localinfer.kernels.ops import Buffer, Gating, LinearWeight, OpGraph, Projection, RopeTable, Rows
+from localinfer.kernels.ops import AttentionShape, Buffer, Gating, LinearWeight, OpGraph, Projection, RopeTable, Rows
 from localinfer.kernels.program import Operation
 from localinfer.types import ProgressCallback
 
@@ -51,8 +51,8 @@ def lower_to_cpu(
     positions than that.
     Raises: ShapeError for what no kernel computes.
     """
-    kept = tuple(kv_layout.layers), tuple(kv_layout.states)
-    assert kept == (graph.kv_layers, graph.states), "a graph reads and writes the cache that it was written for"
+    is_kept = graph.kv_layers == tuple(kv_layout.layers) and graph.states in ((), tuple(kv_layout.states))
+    assert is_kept, "a graph reads and writes the cache that it was written for"
     tape = CpuTape(graph, pool, kv_layout, max_batch_rows, min(max_output_rows, max_batch_rows), max_summed_tokens)
     for op in graph.ops:
         LOWER[type(op)](tape, op)
@@ -205,7 +205,7 @@ def _rope_angles(tape: CpuTape, table: RopeTable) -> NDArray[np.uint8]:
 
 def _store_kv(tape: CpuTape, op: ops.StoreKV) -> None:
     kernel, words = attention.store_parameters(tape.kv_layout, op.layer)
-    (keys, keys_stride), (values, values_stride) = tape.place(op.keys), tape.place(op.values)
+    (keys, keys_stride), (values, values_stride) = tape.place(op.keys), tape.place(op.values or op.keys)
     places = {"keys_source": keys, "keys_stride": keys_stride}
     places |= {"values_source": values, "values_stride": values_stride}
     tape.add(kernel, parameters.STORE_KV.pack(**places, **words))
@@ -214,12 +214,19 @@ def _store_kv(tape: CpuTape, op: ops.StoreKV) -> None:
 def _attention(tape: CpuTape, op: ops.Attention) -> None:
     layout, layer, shape = tape.kv_layout, op.layer, op.shape
     attention.check_limits(shape)
-    words = attention.attention_parameters(layout, layer, shape) | _queries(tape, op) | tape.places(out=op.out)
+    words = attention.attention_parameters(layout, layer, shape) | tape.places(out=op.out)
+    words |= _queries(tape, op.queries, layer, shape) | attention.chosen_parameters(layout, layer, op.chosen)
+    if op.chosen is not None:
+        num_bytes = tape.pool.num_threads * kernel_abi.CHUNK // layout.page_tokens * layout.head(layer).num_bytes
+        gathered = tape.memory.shared("chosen positions", num_bytes)
+        words |= tape.places(chosen=op.chosen.blocks) | {"rows_per_unit": 1, "gathered": gathered}
+        check(tape.attention_sums is None, "attention to chosen positions is not summed by page")
     words |= {"sinks": tape.memory.constant(shape.sinks), "slopes": tape.memory.constant(shape.alibi_slopes)}
     tape.partial_bytes = max(tape.partial_bytes, attention.partial_bytes(layout, layer, shape))
+    seen = shape.window or shape.chunk if op.chosen is None else op.chosen.count * op.chosen.block_size
     cost = Operation(
         "attention.attention", kv_bytes=shape.num_kv_heads * layout.head(layer).num_bytes // layout.page_tokens,
-        kv_multiply_adds=shape.num_heads * (shape.key_size + shape.value_size), window=shape.window or shape.chunk,
+        kv_multiply_adds=shape.num_heads * (shape.key_size + shape.value_size), window=seen,
     )  # fmt: skip
     calls = {
         parameters.ATTENTION.fields.index(word): kernel for word, kernel in attention.called_kernels(layout).items()
@@ -232,81 +239,56 @@ def _attention(tape: CpuTape, op: ops.Attention) -> None:
         tape.add("attention_sums.attention_sums", parameters.ATTENTION_SUMS.pack(**words), calls=calls)
 
 
-def _queries(tape: CpuTape, op: ops.Attention) -> dict[str, int]:
+def _choose_blocks(tape: CpuTape, op: further_ops.ChooseBlocks) -> None:
+    """Two kernels: the scores of few rows, by all threads, and the choice."""
+    layout, chosen = tape.kv_layout, op.chosen
+    shape = AttentionShape(op.num_heads, 1, op.key_size, 0, op.scale)
+    attention.check_limits(shape)
+    cell = min(chosen.block_size, kernel_abi.CHUNK)
+    is_whole = kernel_abi.CHUNK % cell == 0 and chosen.block_size % cell == 0
+    check(is_whole, f"blocks of {chosen.block_size} positions are neither parts of {kernel_abi.CHUNK} nor multiples")
+    num_cells = -(-op.max_positions // kernel_abi.CHUNK) * (kernel_abi.CHUNK // cell)
+    slots = max(kernel_abi.SPLIT_ROWS, tape.pool.num_threads)
+    scores = tape.memory.shared("scores of positions", 4 * slots * chosen.num_lists * num_cells)
+    words = attention.attention_parameters(layout, op.layer, shape) | tape.places(out=chosen.blocks)
+    words |= _queries(tape, op.queries, op.layer, shape) | attention.chosen_parameters(layout, op.layer, chosen)
+    weights, stride = (0, 0) if op.weights is None else tape.place(op.weights)
+    words |= {"head_weights": weights, "head_weights_stride": stride, "num_local": op.num_local, "cell": cell}
+    words |= {"num_cells": num_cells, "scores": scores, "sinks": 0, "slopes": 0}
+    calls = {
+        parameters.CHOOSE_BLOCKS.fields.index(word): kernel for word, kernel in attention.called_kernels(layout).items()
+    }
+    cost = Operation(
+        "choosing.score_blocks", kv_bytes=layout.head(op.layer).num_bytes // layout.page_tokens,
+        kv_multiply_adds=op.num_heads * op.key_size,
+    )  # fmt: skip
+    tape.add("choosing.score_blocks", parameters.CHOOSE_BLOCKS.pack(**words), calls=calls, cost=cost)
+    tape.add("choosing.choose_blocks", parameters.CHOOSE_BLOCKS.pack(**words), writes=chosen.blocks, calls=calls)
+
+
+def _queries(tape: CpuTape, queries: Buffer, layer: int, shape: AttentionShape) -> dict[str, int]:
     """Where attention finds its queries: address, stride per row and per head; quantizes them for such keys."""
-    layout, shape = tape.kv_layout, op.shape
-    places = tape.places(queries=op.queries)
+    layout = tape.kv_layout
+    places = tape.places(queries=queries)
     if not is_quantized(layout.key_type):
         return places | {"query_head_bytes": 4 * shape.key_size}
-    head_bytes = attention.query_head_bytes(layout.head(op.layer).key_columns)
+    head_bytes = attention.query_head_bytes(layout.head(layer).key_columns)
     stride = shape.num_heads * head_bytes
     target = tape.memory.shared("queries", tape.max_rows[Rows.BATCH] * stride)
-    words = attention.query_parameters(layout, op.layer, shape) | places
+    words = attention.query_parameters(layout, layer, shape) | places
     words |= {"target": target, "target_stride": stride, "target_head_bytes": head_bytes}
     tape.add("kv_store.quantize_queries", parameters.QUANTIZE_QUERIES.pack(**words))
     return {"queries": target, "queries_stride": stride, "query_head_bytes": head_bytes}
 
 
-def _elementwise(tape: CpuTape, kernel: str, out: Buffer, a: Buffer, b: Buffer, scalar: float = 0.0) -> None:
-    words = parameters.ELEMENTWISE.pack(
-        **tape.places(out=out, a=a, b=b), scalar=scalar, columns=out.width, is_output=out.is_output
-    )
-    tape.add(f"elementwise.{kernel}", words, writes=out)
-
-
 def _gated_activate(tape: CpuTape, op: ops.GatedActivate) -> None:
     kernel = f"gated_{op.kind.value}_limited" if op.limit else f"gated_{op.kind.value}"
-    _elementwise(tape, kernel, op.out, op.gate, op.up, op.limit)
-
-
-def _xielu(tape: CpuTape, op: ops.Xielu) -> None:
-    words = parameters.XIELU.pack(
-        **tape.places(out=op.out, x=op.x), columns=op.x.width, is_output=op.x.is_output, positive=op.positive,
-        negative=op.negative, beta=op.beta, epsilon=op.epsilon,
-    )  # fmt: skip
-    tape.add("elementwise.xielu", words, writes=op.out)
-
-
-def _multiply_sigmoid(tape: CpuTape, op: ops.MultiplySigmoid) -> None:
-    if not op.is_by_part:
-        _elementwise(tape, "multiply_sigmoid", op.out, op.x, op.gate)
-        return
-    parts = op.gate.width
-    words = parameters.GATE_PARTS.pack(
-        **tape.places(out=op.out, x=op.x, gate=op.gate), parts=parts, size=op.x.width // parts,
-        is_output=op.x.is_output,
-    )  # fmt: skip
-    tape.add("elementwise.multiply_sigmoid_by_part", words, writes=op.out)
-
-
-def _scale_columns(tape: CpuTape, op: ops.ScaleColumns) -> None:
-    words = parameters.ELEMENTWISE.pack(
-        **tape.places(out=op.x, a=op.x), b=tape.memory.constant(op.factors), b_stride=0, scalar=0.0,
-        columns=op.x.width, is_output=op.x.is_output,
-    )  # fmt: skip
-    tape.add("elementwise.multiply", words, writes=op.x)
-
-
-def _scale_by_position(tape: CpuTape, op: ops.ScaleByPosition) -> None:
-    words = parameters.SCALE_BY_POSITION.pack(
-        **tape.places(x=op.x), columns=op.x.width, period=op.period, slope=op.slope, first_position=op.offset
-    )
-    tape.add("elementwise.scale_by_position", words, writes=op.x)
+    tape.elementwise(kernel, op.out, op.gate, op.up, op.limit)
 
 
 def _select_output(tape: CpuTape, op: ops.SelectOutput) -> None:
     words = parameters.SELECT_OUTPUT.pack(**tape.places(out=op.out, x=op.x), columns=op.x.width)
     tape.add("elementwise.select_output", words, writes=op.out)
-
-
-def _copy_heads(tape: CpuTape, op: ops.CopyHeads) -> None:
-    (out, out_stride), (x, x_stride) = tape.place(op.out), tape.place(op.x)
-    words = parameters.COPY_HEADS.pack(
-        out=out + 4 * op.out_offset, out_stride=out_stride, x=x + 4 * op.x_offset, x_stride=x_stride,
-        heads=op.num_heads, width=op.width, out_head_bytes=4 * op.out_head_size, x_head_bytes=4 * op.x_head_size,
-        is_output=op.x.is_output,
-    )  # fmt: skip
-    tape.add("elementwise.copy_heads", words, writes=op.out)
 
 
 def _head_matmul(tape: CpuTape, op: ops.HeadMatmul) -> None:
@@ -347,7 +329,8 @@ def _route(tape: CpuTape, op: ops.Route) -> None:
         **tape.places(ids=ids, weights=op.expert_weights, logits=logits), experts=count, selected=selected,
         gating=_GATING_CODES[routing.gating], normalise=routing.normalise, scale=routing.scale,
         bias=tape.memory.constant(routing.selection_bias), groups=routing.num_groups,
-        kept_groups=routing.num_selected_groups, is_output=logits.is_output,
+        kept_groups=routing.num_selected_groups, output_scales=tape.memory.constant(routing.output_scales),
+        is_output=logits.is_output,
     )  # fmt: skip
     tape.add("experts.route", words, writes=ids)
     table = np.zeros(count + 2 + tape.max_rows[logits.rows] * selected, np.int64)
@@ -389,18 +372,8 @@ def _expert_sum(tape: CpuTape, op: ops.ExpertSum) -> None:
     tape.add("experts.expert_sum", words, writes=op.out)
 
 
-def _expert_scale(tape: CpuTape, op: ops.ExpertScale) -> None:
-    x, selected = op.x, op.expert_weights.width
-    columns = x.width // selected
-    check(columns % 16 == 0, f"{x.name} holds slots of {columns}; whole vectors of 16 are needed")
-    words = parameters.EXPERT_SCALE.pack(
-        **tape.places(x=x, weights=op.expert_weights), selected=selected, columns=columns, is_output=x.is_output
-    )
-    tape.add("experts.expert_scale", words, writes=x)
-
-
 def _receive(tape: CpuTape, op: ops.Receive) -> None:
-    check(False, f"{op.out.name} cannot be received: the CPU computes a model from its first layer on")
+    tape.received = tape.memory.rows(op.out)
 
 
 LOWER: dict[type, Callable[[CpuTape, Any], None]] = {
@@ -413,25 +386,16 @@ LOWER: dict[type, Callable[[CpuTape, Any], None]] = {
     ops.Rope: _rope,
     ops.StoreKV: _store_kv,
     ops.Attention: _attention,
-    ops.Activate: lambda tape, op: _elementwise(tape, op.kind.value, op.out, op.x, op.x),
+    further_ops.ChooseBlocks: _choose_blocks,
+    ops.Activate: lambda tape, op: tape.elementwise(op.kind.value, op.out, op.x, op.x),
     ops.GatedActivate: _gated_activate,
-    ops.Xielu: _xielu,
-    ops.Add: lambda tape, op: _elementwise(tape, "add", op.out, op.a, op.b, op.scale),
-    ops.Multiply: lambda tape, op: _elementwise(tape, "multiply", op.out, op.x, op.factor),
-    ops.MultiplySigmoid: _multiply_sigmoid,
-    ops.Scale: lambda tape, op: _elementwise(tape, "scale", op.x, op.x, op.x, op.factor),
-    ops.ScaleColumns: _scale_columns,
-    ops.Clamp: lambda tape, op: _elementwise(
-        tape, "clamp_above" if op.only_above else "clamp", op.x, op.x, op.x, op.limit
-    ),
-    ops.ScaleByPosition: _scale_by_position,
-    ops.Softcap: lambda tape, op: _elementwise(tape, "softcap", op.x, op.x, op.x, op.cap),
-    ops.CopyHeads: _copy_heads,
+    ops.Add: lambda tape, op: tape.elementwise("add", op.out, op.a, op.b, op.scale),
+    ops.Scale: lambda tape, op: tape.elementwise("scale", op.x, op.x, op.x, op.factor),
     ops.HeadMatmul: _head_matmul,
     ops.SelectOutput: _select_output,
     ops.Route: _route,
     ops.ExpertMatmul: _expert_matmul,
     ops.ExpertSum: _expert_sum,
-    ops.ExpertScale: _expert_scale,
+    **further.LOWER,
     **recurrent.LOWER,
 }

@@ -62,7 +62,8 @@ its sequence's page addresses, and of those of its windowed layers. scratch: SCR
 of SEGMENT blocks. partials: memory that all threads share: counters int64, zero between ops, and results of single
 chunks."""
 SEGMENT = Block(
-    "first_row num_rows position page_table windowed_table state log num_logged new_log targets num_targets"
+    "first_row num_rows position page_table windowed_table state log num_logged new_log targets num_targets carried "
+    "next_carried"
 )
 """From `state` on: see `program.StateStep`. targets: address of pairs int64[num_targets][2] of rows and address."""
 
@@ -78,11 +79,19 @@ XIELU = Block(
     "out out_stride x x_stride columns is_output positive negative beta epsilon",
     floats="positive negative beta epsilon",
 )
+MAGNITUDE = Block("out out_stride x x_stride columns is_output")
+MIX_SLOTS = Block(
+    "out out_stride x x_stride weights weights_stride residual residual_stride slots columns num_out first is_output"
+)
+"""weights, residual: 0 for none. columns: of a slot. num_out: slots of out, of which those before `first` are the
+residual's."""
 SCALE_BY_POSITION = Block("x x_stride columns period slope first_position", floats="slope")
 ROPE_ANGLES = Block("out out_stride frequencies count magnitude", floats="magnitude")
 """frequencies: address of the inverse frequencies, float64[count]."""
 ROPE = Block("x x_stride angles angles_stride heads head_size pairs is_halves")
 """x: at its first rotated column."""
+PREVIOUS_ROW = Block("out out_stride x x_stride columns")
+"""x: 0 where segments have one row each."""
 SELECT_OUTPUT = Block("out out_stride x x_stride columns")
 COPY_HEADS = Block("out out_stride x x_stride heads width out_head_bytes x_head_bytes is_output")
 GATHER = Block("out out_stride x x_stride offsets columns is_output")
@@ -108,7 +117,7 @@ TILE_FIELD = Block("width file_offset items tile_offset kind file_step tile_step
 
 ROUTE = Block(
     "ids ids_stride weights weights_stride logits logits_stride experts selected gating normalise scale bias groups "
-    "kept_groups is_output",
+    "kept_groups output_scales is_output",
     floats="scale",
 )
 """gating: 0 softmax, 1 sigmoid, 2 softmax of the selected."""
@@ -141,18 +150,36 @@ DELTA_RULE = Block(
 )
 """log_values, log_decays: where updates and decays begin in a logged row, after the keys. row_bytes: of such a row."""
 
+WKV = Block(
+    "out out_stride bonus bonus_stride receptance receptance_stride decay decay_stride keys keys_stride values "
+    "values_stride rate rate_stride key_scale rate_scale bonus_scale heads head_size width_bytes state log"
+)
+"""width_bytes: of one of the five parts of a logged row."""
+
 # Attention.
 
 ATTENTION = Block(
     "queries queries_stride query_head_bytes out out_stride group kv_heads layer_offset head_bytes key_columns "
     "key_scales values value_scales value_size value_columns value_row_bytes value_step scale softcap window "
-    "local_chunk sinks slopes rows_per_unit rotation score_keys weigh_values table",
+    "local_chunk sinks slopes rows_per_unit rotation score_keys weigh_values table own chosen chosen_stride "
+    "chosen_lists chosen_count chosen_block gathered key_bytes key_steps key_blocks value_share value_blocks",
     floats="scale softcap",
 )
 """queries: float32 rows, or what QUANTIZE_QUERIES made of them. group: query heads per KV head. value_row_bytes: of
 unquantized values. value_step: bytes of values to fetch while one vector of keys is computed. rotation: size of the
 rotation to undo in every head of the result, 1 for none. score_keys, weigh_values: addresses of the kernels for this
-cache's types. table: offset in SEGMENT of the table of this layer's pages."""
+cache's types. table: offset in SEGMENT of the table of this layer's pages. own: 1 where a row sees its own position,
+else 0. chosen: lists of blocks of `chosen_block` positions, `chosen_count` in each of `chosen_lists` lists of a row; 0
+where all are attended to. gathered: pages of one head, a chunk's for each thread. key_bytes, key_steps, key_blocks: of
+a position's keys, bytes that lie together, how many times, and scales. value_share: positions among whose codes those
+of one lie, 1 for rows of their own; value_blocks: scales of a position's values."""
+CHOOSE_BLOCKS = Block(
+    f"{' '.join(ATTENTION.fields)} head_weights head_weights_stride num_local cell num_cells scores",
+    floats="scale softcap",
+)
+"""It begins as an ATTENTION of keys alone, all of whose heads meet one KV head; its result, `out`, are lists.
+head_weights: 0 for none. cell: positions that get one score, a chunk's or fewer. scores: float32[slots][lists]
+[num_cells], a slot for each of few rows or for each thread."""
 ATTENTION_SUMS = Block(f"{' '.join(ATTENTION.fields)} sums sums_heads sums_pages work", floats="scale softcap")
 """sums: address of float32[segments][heads][pages]. work: memory per thread: eight queries' maxima and sums, float32
 per page."""

@@ -174,6 +174,7 @@ class CpuProgram:
         self._limits = tape.limits
         self.max_batch_rows = tape.limits.max_rows
         self.max_output_rows = tape.limits.max_output_rows
+        self.hidden = tape.hidden
         self.num_threads = self.decode_threads = tape.pool.num_threads
         self._pool = tape.pool
         addresses = zip(tape.kernels, tape.parameters, strict=True)
@@ -222,6 +223,13 @@ class CpuProgram:
         rows = self._set_batch(batch)
         self._pool.run(self._ops_address, self._num_ops, self._header_address, self._threads_for(rows))
         return self._result(batch)
+
+    def hand_over(self, rows: FloatArray) -> None:
+        """Give the next run what its tape receives: float32[rows, width], copied at once."""
+        received = self.tape.received
+        assert received is not None, "this tape receives nothing"
+        assert rows.shape[1] == received.shape[1] and len(rows) <= len(received), "rows of the buffer's width"
+        received[: len(rows)] = rows
 
     def run_abortable(self, batch: Batch, should_abort: Callable[[float], bool]) -> FloatArray | None:
         """Compute a batch, or leave it undone; see `ops.AbortableProgram.run_abortable`."""
@@ -314,6 +322,8 @@ class CpuProgram:
         table = self._last_table
         windowed_table = self._windowed_table(index, segment) if self._window else table
         self._segments[index, :5] = row, count, start - dropped, table, windowed_table
+        if self.hidden is not None:
+            self._segments[index, -2:] = segment.carried
         if self._limits.has_states and segment.state is not None:
             self._set_state(index, segment.state)
         # What stores a row looks its page up by position: such a table begins where the dropped pages' entries were.
@@ -333,7 +343,7 @@ class CpuProgram:
         targets = np.array(step.targets, np.int64).reshape(-1, 2)
         self._targets[index] = targets
         words = step.source, step.log, step.num_logged, step.new_log, address(targets), len(targets)
-        self._segments[index, 5:] = words
+        self._segments[index, 5:-2] = words
 
     def _windowed_table(self, index: int, segment: Segment) -> int:
         """The table of a segment's sliding-window blocks, with an entry for every page that those layers will see."""

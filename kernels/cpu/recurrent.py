@@ -66,6 +66,23 @@ def _delta_rule(tape: CpuTape, op: recurrent_ops.GatedDeltaRule) -> None:
     add_recurrent(tape, f"delta_rule.{'by_channel' if op.is_by_channel else 'by_head'}", op, words, op.out)
 
 
+def _wkv(tape: CpuTape, op: recurrent_ops.Wkv) -> None:
+    size, limit = op.head_size, kernel_abi.MAX_KEY_SIZE
+    check(size % 16 == 0 and size <= limit, f"heads of {size} columns; the CPU computes multiples of 16 up to {limit}")
+    constant = tape.memory.constant
+    words = parameters.WKV.pack(
+        **tape.places(
+            out=op.out, bonus=op.bonus, receptance=op.receptance, decay=op.decay, keys=op.keys, values=op.values,
+            rate=op.rate,
+        ),
+        key_scale=constant(op.key_scale), rate_scale=constant(op.rate_scale), bonus_scale=constant(op.bonus_scale),
+        heads=op.out.width // size, head_size=size, width_bytes=4 * whole_vectors(op.out.width),
+        **state_places(tape, op),
+    )  # fmt: skip
+    add_recurrent(tape, "wkv.wkv", op, words, op.out)
+    tape.forget_copies(op.bonus)
+
+
 def _shared_buffer(tape: CpuTape, name: str, width: int, rows: Rows) -> Buffer:
     """A buffer that all layers use in turn."""
     if name not in tape.inner_buffers:
@@ -96,4 +113,5 @@ LOWER: dict[type, Callable[[CpuTape, Any], None]] = {
     recurrent_ops.ShortConvolution: _short_convolution,
     recurrent_ops.GatedDeltaRule: _delta_rule,
     recurrent_ops.SelectiveScan: _selective_scan,
+    recurrent_ops.Wkv: _wkv,
 }

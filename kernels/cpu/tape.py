@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from localinfer.kernels.cpu import attention
 from localinfer.kernels.cpu.memory import TapeMemory, address
-from localinfer.kernels.cpu.parameters import GATHER, Words
+from localinfer.kernels.cpu.parameters import ELEMENTWISE, GATHER, Words
 from localinfer.kernels.graph_builder import check
 from localinfer.kernels.jit.object_cache import Kernel
 from localinfer.kernels.kv_layout import KVLayout
@@ -24,6 +24,7 @@ class CpuTape:
 
     partial_bytes: what one row's attention to one chunk may have to keep until all chunks are merged.
     attention_sums: float32[segments, KV heads, pages] that the ops add up attention in; None if they do not.
+    received: the buffer float32[rows, width] that is handed over, if one is.
     calls: kernels that kernels call themselves: a block, the index of the word that takes the address, and which.
     angles: cosines and sines by the RoPE table they are of. expert_groups: rows by expert, by the buffer of ids.
     inner_buffers: between kernels of one op, by name.
@@ -53,6 +54,7 @@ class CpuTape:
         self.max_rows = {Rows.BATCH: max_batch_rows, Rows.OUTPUT: max_output_rows}
         self.memory = TapeMemory(self.max_rows, graph.buffers)
         self.logits = self.memory.rows(graph.output)
+        self.hidden = None if graph.hidden is None else self.memory.rows(graph.hidden)
         self.kernels: list[Kernel] = []
         self.parameters: list[NDArray[np.int64]] = []
         self.operations: list[Operation] = []
@@ -61,6 +63,7 @@ class CpuTape:
         self.recurrent_kernels: list[int] = []
         self.inner_buffers: dict[str, Buffer] = {}
         self.attention_sums: FloatArray | None = None
+        self.received: FloatArray | None = None
         if max_summed_tokens:
             self.attention_sums = attention.attention_sum_arrays(kv_layout, max_batch_rows, max_summed_tokens)
         self.angles: dict[tuple[bytes, float], NDArray[np.uint8]] = {}
@@ -97,6 +100,13 @@ class CpuTape:
         self.operations.append(cost or Operation(kernel))
         if writes is not None:
             self.forget_copies(writes)
+
+    def elementwise(self, kernel: str, out: Buffer, a: Buffer, b: Buffer, scalar: float = 0.0) -> None:
+        """Record a kernel that reads two rows and writes one."""
+        words = ELEMENTWISE.pack(
+            **self.places(out=out, a=a, b=b), scalar=scalar, columns=out.width, is_output=out.is_output
+        )
+        self.add(f"elementwise.{kernel}", words, writes=out)
 
     def forget_copies(self, written: Buffer) -> None:
         """Quantize and gather a buffer again after it changed."""

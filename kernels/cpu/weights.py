@@ -25,6 +25,7 @@ _PACK = Kernel("packing.pack_tiles")
 _COPY, _BIAS, _FIFTH_BITS, _SIX_BIT_SCALES, _EVERY_OTHER = 0, 1, 2, 3, 4
 _WORDS, _LOW_BYTES = 5, 6
 _MASKS, _EVEN_SIGNS, _NINTH_BITS, _BIT_PAIRS, _BITS = 7, 8, 9, 10, 11
+_PAIRS_ACROSS = 12
 
 # TILE_FIELD blocks: bytes per item, offset in the unit of a file's row, items, offset in the unit of a tile, kind, and
 # for the kinds that have others than items of that size, the steps from one item to the next in both.
@@ -82,6 +83,8 @@ _FIELDS: dict[Layout, list[tuple[int, ...]]] = {
         (4, 74, 8, 1248, _MASKS, 4, 64),
         (4, 106, 1, 32, _COPY),
     ],
+    Layout.Q1_0: [(2, 0, 1, 0, _COPY), *((4, 2 + 4 * i, 1, 32 + 64 * i, _FIFTH_BITS) for i in range(4))],
+    Layout.Q2_0: [(2, 0, 1, 0, _COPY), (4, 2, 4, 32, _PAIRS_ACROSS)],
 }
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from localinfer.kernels import ops
+from localinfer.kernels import further_ops, ops
 from localinfer.kernels.cuda.device import Launch, Step
 from localinfer.kernels.cuda.gemm import Shape, Slot, expert_gemm, quantized_place
 from localinfer.kernels.cuda.memory import SMALL_ROWS
@@ -27,7 +27,8 @@ def lower_route(tape: CudaTape, op: ops.Route) -> None:
     scratch = tape.memory.shared("routing", 4 * rows * (2 * count + routing.num_groups))
     groups = (routing.num_groups, routing.num_selected_groups, int(routing.normalise))
     places = tape.places(logits, op.expert_ids, op.expert_weights)
-    values = (*places, count, selected, bias, scratch, *groups, routing.scale)
+    output_scales = tape.memory.constant(routing.output_scales)
+    values = (*places, count, selected, bias, scratch, *groups, output_scales, routing.scale)
 
     def build(shape: Shape) -> Iterator[Step]:
         if shape.rows(logits.rows):
@@ -71,8 +72,8 @@ def lower_expert_sum(tape: CudaTape, op: ops.ExpertSum) -> None:
     tape.simple("experts.expert_sum", (), out.rows, out.width, values, out)
 
 
-def lower_expert_scale(tape: CudaTape, op: ops.ExpertScale) -> None:
-    """See `ops.ExpertScale`."""
+def lower_expert_scale(tape: CudaTape, op: further_ops.ExpertScale) -> None:
+    """See `further_ops.ExpertScale`."""
     x, selected = op.x, op.expert_weights.width
     tape.read(x, op.expert_weights)
     values = (*tape.places(x, op.expert_weights), selected, x.width // selected)

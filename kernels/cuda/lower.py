@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.errors import BackendUnavailableError, UnsupportedFormatError
-from localinfer.kernels import ops
+from localinfer.errors import BackendUnavailableError, ShapeError, UnsupportedFormatError
+from localinfer.kernels import further_ops, ops
 from localinfer.kernels.cuda import experts, gemm
 from localinfer.kernels.cuda.attention import KV_BYTES, Attention, Rope, store_steps
 from localinfer.kernels.cuda.device import CudaDevice, Launch, Step
@@ -29,7 +29,9 @@ from localinfer.kernels.program import BatchLimits
 from localinfer.types import ProgressCallback
 
 _RMS, _LAYER = 0, 1
-_ACTIVATION, _GATE, _LIMITED_GATE, _ADD, _TIMES, _TIMES_SIGMOID, _SCALE, _CLAMP, _CLAMP_ABOVE, _SOFTCAP = range(10)
+_ACTIVATION, _GATE, _LIMITED_GATE, _ADD, _TIMES, _TIMES_ROW, _TIMES_SIGMOID, _SCALE, _CLAMP, _CLAMP_ABOVE, _SOFTCAP = (
+    range(11)
+)
 _NUMBERS = {kind: number for number, kind in enumerate(Activation)}
 
 
@@ -54,6 +56,7 @@ def lower_to_cuda(
             f"this model has {len(graph.states)} recurrent ops, which device 'cuda' does not run; take device 'cpu' "
             "(--device cpu)"
         )
+    check(graph.hidden is None, "draft layers run on the CPU only")
     assert tuple(kv_layout.layers) == graph.kv_layers, "a graph reads and writes the cache that it was written for"
     max_rows = {Rows.BATCH: max_batch_rows, Rows.OUTPUT: min(max_output_rows, max_batch_rows)}
     tape = CudaTape(graph, device, kv_layout, max_rows)
@@ -228,20 +231,29 @@ def _rope_angles(tape: CudaTape, table: RopeTable) -> int:
 
 
 def _store_kv(tape: CudaTape, op: ops.StoreKV) -> None:
-    tape.read(op.values)
+    values_buffer = op.values
+    if values_buffer is None:
+        raise ShapeError("keys without values are cached on the CPU only; take device 'cpu'")
+    tape.read(values_buffer)
     rope = tape.take_rope(op.keys, tape.kv_layout.layers[op.layer].key_size)
-    keys, values = tape.memory.place(op.keys), tape.memory.place(op.values)
+    keys, values = tape.memory.place(op.keys), tape.memory.place(values_buffer)
     tape.add(store_steps(tape.kv_layout, op.layer, keys, values, rope))
 
 
 def _attention(tape: CudaTape, attention: ops.Attention) -> None:
     out, shape, memory = attention.out, attention.shape, tape.memory
+    check(attention.chosen is None, "attention to chosen positions is computed on the CPU only; take device 'cpu'")
+    check(not shape.excludes_own, "attention without a row's own position is computed on the CPU only")
     rope = tape.take_rope(attention.queries, shape.key_size)
     places = (memory.place(attention.queries), memory.place(out))
     constants = (memory.constant(shape.alibi_slopes), memory.constant(shape.sinks))
     launches = Attention(memory, tape.kv_layout, attention.layer, shape, *places, *constants, rope)
     op = tape.add(lambda run: launches.steps(run, op.quantized), out)
     op.source, op.can_quantize = out, shape.value_size % 32 == 0
+
+
+def _choose_blocks(tape: CudaTape, op: further_ops.ChooseBlocks) -> None:
+    check(False, "positions are chosen on the CPU only; take device 'cpu'")
 
 
 def _gated_activate(tape: CudaTape, op: ops.GatedActivate) -> None:
@@ -268,13 +280,13 @@ def _elementwise(
     tape.simple("rows.elementwise", (operation,), out.rows, out.width, values, out)
 
 
-def _xielu(tape: CudaTape, op: ops.Xielu) -> None:
+def _xielu(tape: CudaTape, op: further_ops.Xielu) -> None:
     tape.read(op.x)
     values = (*tape.places(op.out, op.x), op.x.width, op.positive, op.negative, op.beta, op.epsilon)
     tape.simple("rows.xielu", (), op.x.rows, op.x.width, values, op.out)
 
 
-def _multiply_sigmoid(tape: CudaTape, op: ops.MultiplySigmoid) -> None:
+def _multiply_sigmoid(tape: CudaTape, op: further_ops.MultiplySigmoid) -> None:
     if not op.is_by_part:
         _elementwise(tape, _TIMES_SIGMOID, op.out, op.x, op.gate)
         return
@@ -283,14 +295,45 @@ def _multiply_sigmoid(tape: CudaTape, op: ops.MultiplySigmoid) -> None:
     tape.simple("rows.gate_parts", (), op.x.rows, op.x.width, values, op.out)
 
 
-def _scale_columns(tape: CudaTape, op: ops.ScaleColumns) -> None:
+def _scale_columns(tape: CudaTape, op: further_ops.ScaleColumns) -> None:
     tape.read(op.x)
     place = tape.places(op.x)
     values = (*place, *place, tape.memory.constant(op.factors), 0, op.x.width, 0, 0.0)
     tape.simple("rows.elementwise", (_TIMES,), op.x.rows, op.x.width, values, op.x)
 
 
-def _scale_by_position(tape: CudaTape, op: ops.ScaleByPosition) -> None:
+def _times(tape: CudaTape, op: further_ops.Multiply) -> None:
+    out, x, factor = op.out, op.x, op.factor
+    if isinstance(factor, Buffer):
+        _elementwise(tape, _TIMES_ROW if op.is_by_row else _TIMES, out, x, factor)
+        return
+    tape.read(x)
+    values = (*tape.places(out, x), tape.memory.constant(factor), 0, out.width, 0, 0.0)
+    tape.simple("rows.elementwise", (_TIMES,), out.rows, out.width, values, out)
+
+
+def _mix_slots(tape: CudaTape, op: further_ops.MixSlots) -> None:
+    others = [buffer for buffer in (op.weights, op.residual) if buffer is not None]
+    tape.read(op.x, *others)
+    weights, residual = ((0, 0) if buffer is None else tape.places(buffer) for buffer in (op.weights, op.residual))
+    sizes = (op.num_slots, op.x.width // op.num_slots, op.out.width, op.first_slot)
+    values = (*tape.places(op.out, op.x), *weights, *residual, *sizes)
+    tape.simple("rows.mix_slots", (), op.out.rows, op.out.width, values, op.out)
+
+
+def _row_statistic(tape: CudaTape, out: Buffer, x: Buffer, num_deviations: float | None = None) -> None:
+    tape.read(x)
+    values = (*tape.places(out, x), x.width, num_deviations or 0.0)
+
+    def build(shape: Shape) -> Iterator[Step]:
+        count = shape.rows(x.rows)
+        if count:
+            yield Launch("rows.row_statistic", (int(num_deviations is not None),), (1, count, 1), 32, values)
+
+    tape.add(build, out)
+
+
+def _scale_by_position(tape: CudaTape, op: further_ops.ScaleByPosition) -> None:
     x = op.x
     tape.read(x)
     values: tuple[float | str, ...]
@@ -305,7 +348,7 @@ def _select_output(tape: CudaTape, op: ops.SelectOutput) -> None:
     tape.simple("rows.select_rows", (), Rows.OUTPUT, x.width, values, op.out)
 
 
-def _copy_heads(tape: CudaTape, op: ops.CopyHeads) -> None:
+def _copy_heads(tape: CudaTape, op: further_ops.CopyHeads) -> None:
     tape.read(op.x, op.out)
     target, out_stride, source, stride = tape.places(op.out, op.x)
     places = (target + 4 * op.out_offset, out_stride, source + 4 * op.x_offset, stride)
@@ -346,23 +389,28 @@ LOWER: dict[type, Callable[[CudaTape, Any], None]] = {
     ops.Rope: _rope,
     ops.StoreKV: _store_kv,
     ops.Attention: _attention,
+    further_ops.ChooseBlocks: _choose_blocks,
     ops.Activate: lambda tape, op: _elementwise(tape, _ACTIVATION, op.out, op.x, op.x, activation=_NUMBERS[op.kind]),
     ops.GatedActivate: _gated_activate,
-    ops.Xielu: _xielu,
+    further_ops.Xielu: _xielu,
     ops.Add: lambda tape, op: _elementwise(tape, _ADD, op.out, op.a, op.b, op.scale),
-    ops.MultiplySigmoid: _multiply_sigmoid,
+    further_ops.Multiply: _times,
+    further_ops.Magnitude: lambda tape, op: _row_statistic(tape, op.out, op.x),
+    further_ops.MixSlots: _mix_slots,
+    further_ops.GaussianTopK: lambda tape, op: _row_statistic(tape, op.out, op.x, op.num_deviations),
+    further_ops.MultiplySigmoid: _multiply_sigmoid,
     ops.Scale: lambda tape, op: _elementwise(tape, _SCALE, op.x, op.x, op.x, op.factor),
-    ops.ScaleColumns: _scale_columns,
-    ops.Clamp: lambda tape, op: _elementwise(
+    further_ops.ScaleColumns: _scale_columns,
+    further_ops.Clamp: lambda tape, op: _elementwise(
         tape, _CLAMP_ABOVE if op.only_above else _CLAMP, op.x, op.x, op.x, op.limit
     ),
-    ops.ScaleByPosition: _scale_by_position,
-    ops.Softcap: lambda tape, op: _elementwise(tape, _SOFTCAP, op.x, op.x, op.x, op.cap),
-    ops.CopyHeads: _copy_heads,
+    further_ops.ScaleByPosition: _scale_by_position,
+    further_ops.Softcap: lambda tape, op: _elementwise(tape, _SOFTCAP, op.x, op.x, op.x, op.cap),
+    further_ops.CopyHeads: _copy_heads,
     ops.HeadMatmul: _head_matmul,
     ops.SelectOutput: _select_output,
     ops.Route: experts.lower_route,
     ops.ExpertMatmul: experts.lower_expert_matmul,
     ops.ExpertSum: experts.lower_expert_sum,
-    ops.ExpertScale: experts.lower_expert_scale,
+    further_ops.ExpertScale: experts.lower_expert_scale,
 }

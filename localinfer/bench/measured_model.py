@@ -22,7 +22,10 @@ _LEAST_SECONDS = 1e-7
 
 
 class Work(NamedTuple):
-    """The least work of a computation: bytes read from memory, and multiplications, of weights and of the KV cache."""
+    """The least work of a computation: bytes read from memory, and multiplications, of weights and of the KV cache.
+
+    The bytes of recurrent states, read and written, count as the cache's.
+    """
 
     weight_bytes: int
     kv_bytes: int
@@ -144,7 +147,7 @@ def work_of(operation: Operation, start: int, num_rows: int, num_outputs: int) -
     attended = sum(min(position + 1, window) for position in range(start, end))
     return Work(
         weight_bytes=min(operation.weight_bytes, rows * operation.row_weight_bytes),
-        kv_bytes=operation.kv_bytes * min(end, window + num_rows - 1),
+        kv_bytes=operation.kv_bytes * min(end, window + num_rows - 1) + operation.state_bytes,
         multiply_adds=rows * operation.multiply_adds,
         kv_multiply_adds=operation.kv_multiply_adds * attended,
     )

@@ -22,7 +22,8 @@ PageNumbers = NDArray[np.int64]
 
 STATES_OF_SEQUENCE = 2
 """Slots that a sequence alternates between: what it reads, and what it writes."""
-_STATES_OF_DEFAULT = 8
+STATES_OF_DEFAULT = 8
+"""States for which there is memory by default, whatever a context takes: of a sequence, and of snapshots."""
 _DEFAULT_MEMORY = 8 << 30
 _DEVICE_SPARE = 256 << 20
 """Of a device's memory, for what its programs reserve as they go."""
@@ -38,7 +39,7 @@ def default_kv_memory(layout: KVLayout, context_length: int) -> int:
 
     num_windowed = SlidingWindow(layout.window, layout.page_tokens).most_pages(context_length, 0)
     context_bytes = -(-context_length // layout.page_tokens) * layout.page_bytes + num_windowed * layout.windowed_bytes
-    context_bytes += _STATES_OF_DEFAULT * layout.state_bytes + 2 * layout.log_bytes
+    context_bytes += STATES_OF_DEFAULT * layout.state_bytes + 2 * layout.log_bytes
     free = int(psutil.virtual_memory().available) // 2
     if isinstance(layout, DevicePages) and layout.page_bytes:
         on_device, in_host = layout.device_page_bytes, layout.page_bytes - layout.device_page_bytes
@@ -73,6 +74,7 @@ class PagePool:
         self._device = layout if isinstance(layout, DevicePages) else None
         self._has_windows = layout.window > 0
         self.has_states = layout.state_bytes > 0
+        self.carried_size = layout.carried_size
         # Memory that one kind no longer needs must be available to the others.
         has_kinds = self._has_windows or self.has_states
         self._memory = SlabAllocator(layout.page_bytes, self._device, can_shrink=has_kinds and layout.page_bytes > 0)

@@ -85,7 +85,7 @@ class CacheCounters:
 
     prompts: that were looked up; hits: those of which at least one token was found. prompt_tokens, cached_tokens:
     their tokens, and those found. misses: prompts that were not found as far as they might have been, by cause.
-    snapshots_taken: of recurrent states; snapshot_hits: sequences that went on from one.
+    snapshot_hits: sequences that went on from a snapshot of recurrent states.
     """
 
     prompts: int = 0
@@ -93,7 +93,6 @@ class CacheCounters:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     misses: Counter[CacheMissCause] = field(default_factory=Counter)
-    snapshots_taken: int = 0
     snapshot_hits: int = 0
 
 
@@ -333,7 +332,7 @@ class PrefixCache:
             return None
         held, grid = tree.num_snapshots, len(pool.grid)
         state_bytes = pool.states.slot_bytes
-        taken, hits = counters.snapshots_taken, counters.snapshot_hits
+        taken, hits = tree.taken_snapshots, counters.snapshot_hits
         return SnapshotStats(held, held * state_bytes, grid, grid * state_bytes, taken, tree.evicted_snapshots, hits)
 
     def clear(self) -> None:
@@ -356,7 +355,6 @@ class PrefixCache:
             pages = np.concatenate((pages[:-1], tail))
         snapshots = sequence.snapshots if self.pool.has_states else {}
         snapshots = {position: slot for position, slot in snapshots.items() if position <= token_ids.size}
-        self.counters.snapshots_taken += len(snapshots)
         self.tree.insert(
             token_ids,
             pages,

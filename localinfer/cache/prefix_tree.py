@@ -11,7 +11,7 @@ With recurrent layers, nodes hold snapshots of their states at some positions, a
 They are evicted like leaves, by last use, so that of a long chat the states of former turns go first.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
@@ -49,7 +49,8 @@ class PrefixTree:
         self.num_pages = 0
         self.evicted_tokens = 0
         self.evicted_bytes = 0
-        self.evicted_snapshots = 0
+        self.taken_snapshots = self.evicted_snapshots = 0
+        self._nodes_of_slot: Counter[int] = Counter()
         self.on_evict: Callable[[CachedPath, int], None] | None = None
         pool.reclaim = self.evict
         if pool.has_states:
@@ -145,7 +146,7 @@ class PrefixTree:
     @property
     def num_snapshots(self) -> int:
         """Snapshots of recurrent states that are cached."""
-        return sum(len(node.snapshots) for node in self._nodes())
+        return len(self._nodes_of_slot)
 
     def paths(self) -> Iterator[CachedPath]:
         """Every cached path, one per leaf."""
@@ -207,7 +208,7 @@ class PrefixTree:
                 ((grid_rank(self._policy.grid_number(start + offset)), snapshot.last_used), node, offset)
                 for node, start in self._nodes_with_starts()
                 for offset, snapshot in node.snapshots.items()
-                if snapshot.slot in pool.grid and pool.states.num_references(snapshot.slot) == 1
+                if snapshot.slot in pool.grid and self._is_idle(snapshot)
             ]
             lowest = min(idle, key=lambda one: one[0], default=None)
             if lowest is None or lowest[0][0] > grid_rank(number):
@@ -225,17 +226,27 @@ class PrefixTree:
             ((node.priority, snapshot.last_used), node, offset)
             for node in self._nodes()
             for offset, snapshot in node.snapshots.items()
-            if self._pool.states.num_references(snapshot.slot) == 1
+            if self._is_idle(snapshot)
         ]
         return min(idle, key=lambda one: one[0], default=None)
 
     def _drop_snapshot(self, node: PrefixNode, offset: int) -> None:
         """Drop a snapshot, and pages that no sequence could continue from without it."""
-        snapshot = node.snapshots.pop(offset)
-        self._pool.release_state(snapshot.slot)
-        self.evicted_snapshots += 1
+        self._forget_snapshot(node, offset)
         if not node.children and max(node.snapshots, default=0) < offset and node.parent is not None:
             self._trim(node, 0)
+
+    def _is_idle(self, snapshot: Snapshot) -> bool:
+        """Whether no sequence uses it."""
+        return self._pool.states.num_references(snapshot.slot) <= self._nodes_of_slot[snapshot.slot]
+
+    def _forget_snapshot(self, node: PrefixNode, offset: int) -> None:
+        slot = node.snapshots.pop(offset).slot
+        self._nodes_of_slot[slot] -= 1
+        if not self._nodes_of_slot[slot]:
+            del self._nodes_of_slot[slot]
+            self.evicted_snapshots += 1
+        self._pool.release_state(slot)
 
     def _add_snapshots(self, token_ids: TokenIds, snapshots: Mapping[int, int]) -> None:
         """Keep snapshots of ids that are cached, where there are none yet."""
@@ -250,6 +261,8 @@ class PrefixTree:
                         known.last_used = self._clock
                         continue
                     self._pool.states.retain(slot)
+                    self.taken_snapshots += slot not in self._nodes_of_slot
+                    self._nodes_of_slot[slot] += 1
                     node.snapshots[position - start] = Snapshot(slot, self._clock)
 
     def _insert(self, token_ids: TokenIds, pages: PageNumbers, windowed: BoolArray, priority: Priority) -> None:
@@ -431,8 +444,7 @@ class PrefixTree:
             leaf.parent.children.remove(leaf)
         self.num_pages -= surplus.size
         for offset in [offset for offset in leaf.snapshots if offset > kept * page_tokens]:
-            self._pool.release_state(leaf.snapshots.pop(offset).slot)
-            self.evicted_snapshots += 1
+            self._forget_snapshot(leaf, offset)
         self._pool.release(surplus, surplus_windowed)
         self.evicted_tokens += lost
         self.evicted_bytes += self._pool.num_bytes(surplus.size, int(surplus_windowed.sum()))

@@ -41,6 +41,9 @@ class SequenceCache:
     window: bounds how many pages are held; `reserve` drops the others. From then on the sequence is not exact: it is
     an approximation of what the model says to the whole text. keeps_unseen: nothing is freed and every rollback is
     possible, as measuring needs it. policy: which snapshots are taken, once `want_snapshots` was called.
+
+    For models with draft layers it carries the hidden states of the last position, which only decide how well is
+    drafted: they are zeros after a rollback that `carry` does not follow.
     """
 
     def __init__(
@@ -69,6 +72,8 @@ class SequenceCache:
         self._pinned: tuple[int, ...] = ()
         self._closed = False
         self._has_states = pool.has_states
+        self._carried = _carried_rows(pool.carried_size) if pool.carried_size else None
+        self._carries = False
         self._policy = policy
         self._state = SequenceState(pool, policy)
 
@@ -96,7 +101,31 @@ class SequenceCache:
         """The next `num_rows` positions, which must be reserved, as a batch names them."""
         mass = None if self._window is None else self._mass[: self.pages.size]
         step = self._state.step(num_rows, is_logged=num_droppable > 0) if self._has_states else None
-        return Segment(self.length, num_rows, self.page_addresses, self._dropped, mass, self.windowed_addresses, step)
+        carried = (0, 0)
+        if self._carried is not None:
+            before, after = self._carried.ctypes.data, self._carried[1].ctypes.data
+            carried = (before if self._carries else 0, after)
+        return Segment(
+            self.length, num_rows, self.page_addresses, self._dropped, mass, self.windowed_addresses, step, carried
+        )
+
+    def draft_segment(self, index: int, hidden: NDArray[np.float32] | None) -> Segment:
+        """One row of a draft layer, `index` positions after the last valid one, whose page must be reserved.
+
+        hidden: hidden states of the position before it, in memory of whole vectors; None for those that are carried.
+        """
+        assert self._carried is not None, "draft layers read what a sequence carries"
+        carried = self._carried[0] if hidden is None and self._carries else hidden
+        place = 0 if carried is None else carried.ctypes.data
+        return Segment(
+            self.length + index, 1, self.page_addresses, windowed_addresses=self.windowed_addresses, carried=(place, 0)
+        )
+
+    def carry(self, hidden: NDArray[np.float32]) -> None:
+        """Carry these hidden states of the last valid position, float32[hidden_size], after some were dropped."""
+        if self._carried is not None:
+            self._carried[0, : hidden.size] = hidden
+            self._carries = True
 
     def want_snapshots(self, *places: int, parting: int | None = None) -> None:
         """Take snapshots of recurrent states at these positions too, for other sequences, and on a sparse grid.
@@ -164,6 +193,12 @@ class SequenceCache:
                 self.free_out_of_window()
             if self._has_states:
                 self._state.reserve(is_logged=num_droppable > 0)
+        self.reserve_pages(length)
+
+    def reserve_pages(self, length: int) -> None:
+        """As `reserve`, for what has no states and drops nothing, such as rows of draft layers."""
+        if length > self._max_length:
+            raise ContextLengthError(f"position {length} is past the context of {self._max_length} tokens")
         # Every decoded token passes here: no calls where nothing has to be done.
         pool, page_tokens = self._pool, self._page_tokens
         tail, offset = divmod(self.length - self._dropped, page_tokens)
@@ -188,6 +223,9 @@ class SequenceCache:
         reserved = self._dropped + self.pages.size * self._page_tokens
         assert self.length <= length <= reserved, "commit outside what was reserved"
         state = self._state
+        if self._carried is not None and length > self.length:
+            self._carried[0] = self._carried[1]
+            self._carries = True
         if not self._has_states or length == self.length:
             self.length = length
             return
@@ -200,6 +238,7 @@ class SequenceCache:
         """Forget every position from `length` on, or from before it where recurrent states are not held for it, and
         free pages that hold nothing else; return the length that is left."""
         assert length >= 0, "a sequence has no negative length"
+        self._carries = self._carries and length >= self.length
         if self._has_states and length < self.length:
             return self._truncate_to_states(length)
         assert length == 0 or length >= self._last_drop, "no rollback to before where pages were dropped"
@@ -246,8 +285,10 @@ class SequenceCache:
         assert self._pool.num_pages_for(length) == pages.size, "as many pages as the positions take"
         windowed = np.ones(pages.size, np.bool_) if windowed is None else windowed
         windowed = windowed & self._pool.sliding.kept(pages.size, length, *self._pinned)
+        self._carries = False
         self._hold(pages.copy(), length, windowed, StatePlace(state, length) if self._has_states else BEGINNING)
-        self._state.note_snapshot(length)
+        if self._has_states:
+            self._state.share_snapshot(state, length, is_inside_page=length % self._page_tokens != 0)
 
     def fork(self) -> "SequenceCache":
         """Return a second sequence with the same valid positions; it shares their pages until either writes."""
@@ -259,6 +300,8 @@ class SequenceCache:
         twin._pinned = self._pinned
         twin.length, twin._dropped, twin._last_drop = self.length, self._dropped, self._last_drop
         twin._mass[:] = self._mass
+        if self._carried is not None and twin._carried is not None:
+            twin._carried[:], twin._carries = self._carried, self._carries
         return twin
 
     def close(self) -> None:
@@ -303,6 +346,11 @@ class SequenceCache:
         # On consecutive lines without a call between them, which Ctrl-C cannot part.
         self.pages, self.windowed = pages, windowed
         self.page_addresses, self.windowed_addresses = addresses, windowed_addresses
+
+
+def _carried_rows(size: int) -> NDArray[np.float32]:
+    """Two rows of hidden states, whole vectors each: those before the next position, and where a step puts the next."""
+    return np.zeros((2, -(-size // 16) * 16), np.float32)
 
 
 def forward(

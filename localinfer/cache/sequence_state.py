@@ -92,8 +92,14 @@ class SequenceState:
         self._places, self._parting, self._wanted = other._places, other._parting, other._wanted
         self._last_snapshot = other._last_snapshot
 
-    def note_snapshot(self, position: int) -> None:
-        """Note that the prefix tree has a snapshot of this sequence there."""
+    def share_snapshot(self, slot: int, position: int, *, is_inside_page: bool) -> None:
+        """Note a snapshot of the prefix tree that this sequence goes on from.
+
+        Texts that part inside a page have a node each, so the tree gets it once more for this one.
+        """
+        if is_inside_page and position not in self.taken:
+            self._pool.states.retain(slot)
+            self._note_taken(position, slot)
         self._last_snapshot = max(self._last_snapshot, position)
 
     def slots(self) -> set[int]:

@@ -1,8 +1,17 @@
 """Texts of a format found in what a model writes: white space may differ, and names, numbers and ids are its own."""
 
 import re
+from typing import Literal, NamedTuple
 
-from localinfer.models.text.reply_format import CALL_ID, CALL_NAME, CALL_NUMBER, TYPE_NAME
+from localinfer.models.text.reply_format import (
+    CALL_ID,
+    CALL_NAME,
+    CALL_NUMBER,
+    TYPE_NAME,
+    CallFormat,
+    ReasoningFormat,
+    first_marker,
+)
 
 _HOLES = {CALL_ID: r"[A-Za-z0-9_.:-]", CALL_NUMBER: "[0-9]", CALL_NAME: r"[A-Za-z0-9_.:-]", TYPE_NAME: "[a-z]"}
 _LETTER_OF = {hole: re.compile(letters) for hole, letters in _HOLES.items()}
@@ -55,3 +64,29 @@ def name_length(text: str, run: int, following: list[str]) -> int | None:
             return length
         is_open = is_open or None in found
     return None if is_open else run
+
+
+class Mark(NamedTuple):
+    """What may stand in a text: its first marker, the whole, and what it begins."""
+
+    first: str
+    literal: str
+    state: Literal["call", "frame", "reasoning"]
+
+
+def marks_of(reasoning: ReasoningFormat, calls: CallFormat | None) -> list[Mark]:
+    """What may stand in the text of a reply: calls, what stands around answers, and reasoning that begins again."""
+    begins = [] if calls is None else [calls.opening + calls.begin, *calls.other_begins]
+    literals: list[tuple[str, Literal["call", "frame", "reasoning"]]] = []
+    literals += [(begin, "call") for begin in begins[:1] if first_marker(begin)]
+    literals += [(begin, "call") for begin in begins[1:]]
+    if reasoning.answer_begin:
+        literals += [(text, "frame") for text in reasoning.frame]
+        literals.append((reasoning.begin, "reasoning"))
+    if following := reasoning.following:
+        frames = (reasoning.answer_begin, *reasoning.other_answers)
+        for before in (reasoning.end + following, following):
+            literals += [(before + begin, "call") for begin in begins]
+            literals += [(before + text, "frame") for text in frames]
+            literals.append((before + reasoning.begin, "reasoning"))
+    return [Mark(first_marker(text) or text, text, state) for text, state in literals]

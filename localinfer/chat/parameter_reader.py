@@ -31,13 +31,11 @@ class ParameterReader:
         self._form = form
         self._end = end
         self._types = types
-        self._around = (
-            form.assign[len(form.assign.rstrip()) :],
-            form.value_end[: len(form.value_end) - len(form.value_marker)],
-        )
-        self._lead, self._trail = self._around
+        self._lead = form.assign[len(form.assign.rstrip()) :]
+        self._trail = ""
         self._value_end = form.value_end
         self._marker = form.value_marker
+        self._behind = ""
         self._value_types = ANY_TYPE
         self._held = ""
         self._made: list[str] = []
@@ -56,11 +54,9 @@ class ParameterReader:
 
     def flush(self, text: str) -> str:
         """What the arguments' text still gets where the reply ends too early: the value that is held back."""
-        if self._state == self._before_value and text.strip() and self._value_types == TEXT:
-            return f'"{_escaped(text)}'
-        if self._state == self._text:
+        if self._state == self._text or (self._state == self._opened and self._value_types == TEXT):
             return _escaped(text)
-        if self._state != self._value or not text:
+        if self._state not in (self._value, self._opened) or not text:
             return ""
         return text if "string" not in self._value_types else f'"{_escaped(text)}'
 
@@ -90,7 +86,7 @@ class ParameterReader:
         self._value_types = types
         self._value_end = self._form.named(self._form.value_end, name)
         self._marker = self._form.named(self._form.value_marker, name)
-        self._lead, self._trail = self._around
+        self._trail = self._value_end[: len(self._value_end) - len(self._marker)]
         self._held = rest
         return self._go(self._before_value)
 
@@ -99,18 +95,22 @@ class ParameterReader:
         if len(self._held) < len(self._lead) and self._lead.startswith(self._held):
             return False
         self._held = self._held.removeprefix(self._lead)
+        if self._value_types == TEXT:
+            self._made.append('"')
+        return self._go(self._opened)
+
+    def _opened(self) -> bool:
+        """At the first letter of a value, where XML may mark text that has letters of XML in it."""
         if self._marker.startswith("</"):
             if _CDATA.startswith(self._held):
                 return False
             if self._held.startswith(_CDATA):
                 self._held = self._held[len(_CDATA) :]
-                self._marker = self._value_end = _CDATA_END + self._marker
-                self._lead = self._trail = ""
-                self._value_types = TEXT
-        if self._value_types != TEXT:
-            return self._go(self._value)
-        self._made.append('"')
-        return self._go(self._text)
+                self._behind, self._marker, self._value_end, self._trail = self._marker, _CDATA_END, _CDATA_END, ""
+                if self._value_types != TEXT:
+                    self._made.append('"')
+                return self._go(self._text)
+        return self._go(self._text if self._value_types == TEXT else self._value)
 
     def _text(self) -> bool:
         """Inside a string."""
@@ -118,11 +118,20 @@ class ParameterReader:
         if found:
             self._made.append(_escaped(before.removesuffix(self._trail)) + '"')
             self._held = after
-            return self._go(self._after_value)
+            return self._go(self._after_text)
         kept = len(self._held) - self._overlap()
         self._made.append(_escaped(self._held[:kept]))
         self._held = self._held[kept:]
         return False
+
+    def _after_text(self) -> bool:
+        """Where the end of the parameter follows the end of marked text."""
+        length = match_length(self._held, self._behind) if self._behind else 0
+        if length is None:
+            return False
+        self._held = self._held[max(0, length) :]
+        self._behind = ""
+        return self._go(self._after_value)
 
     def _value(self) -> bool:
         """Inside another value, or one that may be."""

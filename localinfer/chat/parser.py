@@ -5,13 +5,13 @@ import secrets
 import string
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from localinfer.chat.matching import id_in, match_length, name_length
+from localinfer.chat.matching import id_in, marks_of, match_length, name_length
 from localinfer.chat.notation_reader import NotationReader
 from localinfer.chat.parameter_reader import ParameterReader
 from localinfer.models.text.known_calls import HERMES
-from localinfer.models.text.reply_format import CALL_NAME, CallFormat, ReasoningFormat, first_marker
+from localinfer.models.text.reply_format import CALL_NAME, CallFormat, ReasoningFormat
 
 _NOT_NAME = re.compile(r"[^A-Za-z0-9_.:-]")
 _MEMBER = re.compile(r',\s*"\w{1,32}"\s*:\s*("[^"\\]{0,64}"|\d{1,9}(?=\D))\s*')
@@ -89,7 +89,7 @@ class ReplyParser:
         self._depth = 0
         self._in_string = self._escaped = False
         # By what may stand in a text: the state behind it.
-        self._marks = _marks(self._format, calls)
+        self._marks = marks_of(self._format, calls)
         self._state: Callable[[], bool] = self._start
         if reasoning is not None:
             self._state = self._reopened if starts_reasoning else self._opening
@@ -170,7 +170,7 @@ class ReplyParser:
             length = match_length(self._held, begin)
             if length is None or None in frames:
                 return False
-            if length >= 0 and max(frames, default=-1) < 0:  # type: ignore[type-var]
+            if length >= 0 and all(size == -1 for size in frames):
                 return self._begin_call(length, begin)
         return self._go(self._text if self._marks else self._plain)
 
@@ -357,31 +357,6 @@ class ReplyParser:
         kept = text[: len(text) - overlap].rstrip()
         texts.append(kept)
         return text[len(kept) :]
-
-
-class _Mark(NamedTuple):
-    """What may stand in a text: its first marker, the whole, and what it begins."""
-
-    first: str
-    literal: str
-    state: Literal["call", "frame", "reasoning"]
-
-
-def _marks(reasoning: ReasoningFormat, calls: CallFormat | None) -> list[_Mark]:
-    begins = [] if calls is None else [calls.opening + calls.begin, *calls.other_begins]
-    literals: list[tuple[str, Literal["call", "frame", "reasoning"]]] = []
-    literals += [(begin, "call") for begin in begins[:1] if first_marker(begin)]
-    literals += [(begin, "call") for begin in begins[1:]]
-    if reasoning.answer_begin:
-        literals += [(text, "frame") for text in reasoning.frame]
-        literals.append((reasoning.begin, "reasoning"))
-    if following := reasoning.following:
-        frames = (reasoning.answer_begin, *reasoning.other_answers)
-        for before in (reasoning.end + following, following):
-            literals += [(before + begin, "call") for begin in begins]
-            literals += [(before + text, "frame") for text in frames]
-            literals.append((before + reasoning.begin, "reasoning"))
-    return [_Mark(first_marker(text) or text, text, state) for text, state in literals]
 
 
 def _random_id() -> str:

@@ -10,7 +10,7 @@ from localinfer.chat.constraints import Constraint, ConstraintCompiler, grammar_
 from localinfer.chat.grammar import ReasoningState, reply_grammar
 from localinfer.chat.messages import Tool, ToolChoice, choose_tools, read_tools
 from localinfer.chat.parser import ReplyParser
-from localinfer.chat.template_messages import template_messages
+from localinfer.chat.template_messages import template_messages, with_reasoning_as
 from localinfer.chat.thinking import ThinkingBudget
 from localinfer.chat.value_types import parameter_types
 from localinfer.errors import ConstraintError, RequestError, TemplateError
@@ -129,6 +129,8 @@ class ChatRequest:
 
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
         """Messages as the template expects them."""
+        if self.format.reasoning is not None:
+            messages = with_reasoning_as(self.format.reasoning.member, messages)
         if not self.format.tools and not any(
             message.get("tool_calls") or message["role"] == "tool" for message in messages
         ):
@@ -229,7 +231,7 @@ class TemplateFormats:
     def _effort(self) -> dict[str, Any]:
         """What lets a model reason whose template closes reasoning unless it is told how much there shall be."""
         flags: dict[str, Any] = dict.fromkeys(THINKING_VARIABLES, True)
-        effort = {"reasoning_effort": "high"}
+        effort: dict[str, Any] = {"reasoning_effort": "high"}
         ask = [{"role": "user", "content": "?"}]
         try:
             prompts = [self._template.render(ask, **flags, **more) for more in ({}, effort)]

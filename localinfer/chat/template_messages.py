@@ -9,6 +9,8 @@ from localinfer.chat.messages import Tool
 from localinfer.chat.written_calls import description, written_calls
 from localinfer.models.text.reply_format import CallFormat
 
+_REASONING = "reasoning_content"
+
 
 def template_messages(
     messages: Sequence[Mapping[str, Any]], calls: CallFormat, tools: tuple[Tool, ...], *, has_system: bool = True
@@ -62,6 +64,24 @@ def template_messages(
         result.append(message)
     if tools and not calls.describes_tools:
         return _with_description(result, description(tools, calls), has_system)
+    return result
+
+
+def with_reasoning_as(member: str, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Messages as `read_messages` gives them, with their reasoning under the name that a template reads.
+
+    Templates with a name of their own take text or reasoning beside calls, not both: there, the text comes before.
+    """
+    if member == _REASONING or not any(_REASONING in message for message in messages):
+        return messages
+    result: list[Mapping[str, Any]] = []
+    for message in messages:
+        if _REASONING in message:
+            message = {member if name == _REASONING else name: value for name, value in message.items()}
+            if message["content"] and message.get("tool_calls"):
+                result.append({"role": message["role"], "content": message["content"]})
+                message = {**message, "content": ""}
+        result.append(message)
     return result
 
 

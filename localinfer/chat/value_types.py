@@ -1,7 +1,7 @@
 """The JSON types of tools' parameters, and the JSON of a value that a model wrote as text."""
 
-import ast
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +10,9 @@ from localinfer.chat.messages import Tool
 ANY_TYPE = frozenset(("string", "number", "integer", "boolean", "null", "array", "object"))
 TEXT = frozenset(("string",))
 MOST_STEPS = 8
-_MOST_PYTHON = 1 << 16
+_PYTHON = re.compile(r"""'(?:[^'\\]|\\.)*+'|"(?:[^"\\]|\\.)*+"|\b(?:True|False|None)\b""")
+_ESCAPED = re.compile(r"\\x[0-9a-f]{2}|\\.|\"")
+_ESCAPES = {"\\'": "'", '"': '\\"'}
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 """Values as templates write them that print Python's, and so as some models learned to."""
 
@@ -67,14 +69,18 @@ def json_value(text: str, types: frozenset[str]) -> str:
 
 def _from_python(text: str) -> object:
     """The object or list that Python would print so, as some templates print values; None for anything else."""
-    if len(text) > _MOST_PYTHON:
-        return None
     try:
-        made: object = ast.literal_eval(text)
-        json.dumps(made, allow_nan=False)
-    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return json.loads(_PYTHON.sub(_as_json, text), parse_constant=_refuse)
+    except (ValueError, RecursionError):
         return None
-    return made
+
+
+def _as_json(found: re.Match[str]) -> str:
+    """A string or a word of Python as JSON."""
+    written = found[0]
+    if written[0] != "'":
+        return _WORDS.get(written, written)
+    return '"' + _ESCAPED.sub(lambda part: _ESCAPES.get(part[0], part[0].replace("\\x", "\\u00")), written[1:-1]) + '"'
 
 
 def type_of(value: object) -> str:

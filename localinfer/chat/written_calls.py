@@ -39,7 +39,7 @@ def description(tools: tuple[Tool, ...], form: CallFormat) -> str:
 
 
 def _call(call_id: str, number: int, function: Mapping[str, Any], form: CallFormat) -> str:
-    name, arguments = function["name"], function["arguments"]
+    name, arguments = str(function["name"]), function["arguments"]
     parameters = form.parameters
     if parameters is None or not isinstance(arguments, Mapping):
         text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

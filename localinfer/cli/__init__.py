@@ -184,7 +184,10 @@ def chat_command(
 @flag("--ops", "List the ops that the model computes, without running it.")
 @flag("--json as_json", "Print one JSON object, with all metadata.")
 def show_command(model: str, tensors: bool, ops: bool, as_json: bool) -> None:
-    """Show the contents of a GGUF file or a Hugging Face folder."""
+    """Show the contents of a GGUF file or a Hugging Face folder.
+
+    Of a quantized folder also how its matrices are stored and what they run as.
+    """
     from localinfer.describe import describe_file, render_json, render_text
 
     description = describe_file(model, ops=ops)

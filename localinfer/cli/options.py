@@ -171,7 +171,7 @@ load_options = options_group(
         "--speculation",
         None,
         "Speculative decoding: faster, same text.",
-        type=click.Choice(["auto", "ngram", "draft", "off"]),
+        type=click.Choice(["auto", "ngram", "draft", "mtp", "off"]),
         default="auto",
     ),
     option("--draft", "FILE", "Draft model: a small GGUF model of the same vocabulary."),

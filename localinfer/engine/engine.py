@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from localinfer.arguments import check_number, shown
 from localinfer.cache.eviction import KVEviction
-from localinfer.cache.prefix_cache import CacheHints, PrefixCache
+from localinfer.cache.prefix_cache import CacheHints, PrefixCache, SnapshotStats
 from localinfer.cache.sequence import forward
 from localinfer.engine.request import HISTORY_ROOM, GenerationRecord, Request
 from localinfer.engine.runner import ModelRunner, shortened
@@ -69,6 +69,11 @@ class Engine:
         self.check_usable()
         with self.scheduler.exclusive():
             yield self._cache
+
+    @property
+    def snapshot_stats(self) -> SnapshotStats | None:
+        """Figures of the snapshots of recurrent states in the cache; None for a model without recurrent layers."""
+        return self._cache.snapshot_stats
 
     def plan(self, sampling: SamplingParams, mask: TokenMask | None = None) -> SamplingPlan:
         """Check sampling parameters against the vocabulary and draw the seed; mask: what a grammar allows."""

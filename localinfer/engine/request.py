@@ -164,7 +164,8 @@ class GenerationRecord:
 
     cached_tokens: of the prompt, not computed again. miss: why not more of them, None if nothing stood in the way.
     dropped_tokens: left out of the context, by `context_shift`. speculation: what drafts did, None where it is off.
-    waited_seconds: from the request to its admission. notices: deviations from the options, in words.
+    waited_seconds: from the request to its admission. state_snapshots: of recurrent states, that the cache held at the
+    end. notices: deviations from the options, in words.
     """
 
     cached_tokens: int = 0
@@ -172,6 +173,7 @@ class GenerationRecord:
     dropped_tokens: int = 0
     speculation: SpeculationRecord | None = None
     waited_seconds: float = 0.0
+    state_snapshots: int = 0
     notices: list[str] = field(default_factory=list)
 
 

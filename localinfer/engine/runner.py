@@ -18,7 +18,7 @@ from localinfer.cache.prefix_cache import CacheHints, PrefixCache
 from localinfer.cache.sequence import forward
 from localinfer.engine.request import NO_TOKEN, FinishReason, Request, TokenEvent
 from localinfer.errors import OutOfMemoryError
-from localinfer.kernels.program import AbortableProgram, Batch, Program
+from localinfer.kernels.program import AbortableProgram, Batch, HiddenProgram, Program
 from localinfer.sampling.mask import GuidingMask
 from localinfer.sampling.sampler import OnDeviceSampling, OutputSpec, Results, Sampler
 from localinfer.speculation.costs import ALONE, MAX_DRAFT_TOKENS, Round, StepKind
@@ -114,6 +114,7 @@ class ModelRunner:
         self.costs = StepCosts()
         self._program = program
         self._device_sampling = OnDeviceSampling(program)
+        self._hidden_program = program if isinstance(program, HiddenProgram) else None
         self._abortable_program = program if isinstance(program, AbortableProgram) else None
         self._cache = cache
         self._speculation = speculation
@@ -197,6 +198,7 @@ class ModelRunner:
         """End a request, and leave what it has computed to the cache."""
         request.is_over = True
         self.retire(request)
+        request.record.state_snapshots = self._cache.tree.num_snapshots
         if request.speculative is not None:
             request.speculative.close()
 
@@ -273,7 +275,7 @@ class ModelRunner:
             return forced
         if speculative is None:
             return forced
-        drafted = speculative.draft(history, most, others)
+        drafted = speculative.draft(history, most, others, request.cache)
         if matcher is None or not drafted.size:
             return drafted
         return drafted[: matcher.count_allowed(history, drafted.tolist())]
@@ -304,7 +306,8 @@ class ModelRunner:
         for part in scheduled:
             end = first + part.samples + part.num_drafted
             try:
-                self._take(part, results[first:end], began)
+                hidden = None if self._hidden_program is None else self._hidden_program.hidden
+                self._take(part, results[first:end], None if hidden is None else hidden[first:end], began)
             except Exception as error:
                 self.fail(part.request, error)
             first = end
@@ -353,8 +356,13 @@ class ModelRunner:
             self._mask_thread = ThreadPoolExecutor(1, "localinfer-mask")
         self._masks.append(self._mask_thread.submit(matcher.prepare, history, position))
 
-    def _take(self, part: ScheduledSequence, results: Results, began: float) -> None:
-        """Sample what a step has computed of one request. results: those of 1 + num_drafted rows, or none."""
+    def _take(
+        self, part: ScheduledSequence, results: Results, hidden: NDArray[np.float32] | None, began: float
+    ) -> None:
+        """Sample what a step has computed of one request.
+
+        results: those of 1 + num_drafted rows, or none. hidden: states of those rows, where a draft begins with them.
+        """
         request, sequence, position = part.request, part.request.cache, part.request.position
         if part.is_chunk:
             self._cache.publish(sequence, request.head, request.hints)
@@ -367,6 +375,8 @@ class ModelRunner:
         )
         if len(chosen) <= part.num_drafted:
             sequence.truncate(sequence.length - (part.num_drafted + 1 - len(chosen)))
+            if hidden is not None:
+                sequence.carry(hidden[len(chosen) - 1])
         if part.may_draft and request.speculative is not None:
             request.speculative.observe(part.num_drafted, len(chosen) - 1, request.speculative.clock() - began)
         part.num_chosen = len(chosen)

@@ -49,8 +49,6 @@ _CLOSE_SECONDS = 5.0
 """Time limit for writing what is pending when closing."""
 _PAGES_IN_PLACE = 64
 """Pages written between two checks of the time limit when closing."""
-_MOST_SNAPSHOTS = 4
-"""Last snapshots of recurrent states of a text that are written when it goes idle; those of former turns were then."""
 _MAX_OTHERS = 64
 """Other fingerprints searched for a prompt, to explain a miss."""
 
@@ -279,7 +277,7 @@ class DiskCache:
             return buffer
 
         with self._engine.exclusive_cache() as cache:
-            positions = chosen_positions(frozenset(cache.tree.match(token_ids).snapshots), _MOST_SNAPSHOTS)
+            positions = chosen_positions(cache.tree.match(token_ids).snapshots, cache.pool.grid)
         tier.save_snapshots(token_ids, positions, read)
 
     def _copies(self, tier: DiskTier, token_ids: TokenIds, *, is_windowed: bool) -> PageSource:
@@ -322,7 +320,7 @@ class DiskCache:
                 def states(position: int) -> memoryview | None:
                     return None if self._must_stop() else pool.state_view(match.snapshots[position]).data
 
-                positions = chosen_positions(frozenset(match.snapshots), _MOST_SNAPSHOTS)
+                positions = chosen_positions(match.snapshots, pool.grid)
                 self._states_tier.save_snapshots(token_ids, positions, states)
             return saved
 

@@ -42,8 +42,6 @@ _FIXED = struct.Struct("<8sIQ")
 _MAX_JSON_BYTES = 64 << 20
 _PAGES_AHEAD = 8
 """Pages whose checksums are computed while others are read or written."""
-_MOST_SNAPSHOTS = 4
-"""Last snapshots of recurrent states that a file holds, beside the first."""
 _CHANGED = "the model's file has changed since it was loaded; load the model again"
 
 
@@ -76,7 +74,7 @@ def save_session(
         pages, num_windowed = match.pages[:num_pages].copy(), int(windowed.sum()) if pool.sliding.tokens else 0
         views = [pool.view(page).data for page in pages.tolist()] + _windowed_views(pool, pages, num_windowed)
         known = {position: slot for position, slot in match.snapshots.items() if position <= length}
-        positions = chosen_positions(frozenset(known), _MOST_SNAPSHOTS)
+        positions = chosen_positions(known, pool.grid)
         slots = [known[position] for position in positions]
         views += [pool.state_view(slot).data for slot in slots]
         # Retained, so that the pages are not overwritten.

@@ -6,7 +6,7 @@ and values, so it is found by the token ids of a prompt, verified when read, and
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +16,8 @@ from localinfer.persistence.budget import mark_used
 from localinfer.persistence.page_file import PageRecord, Rejection, check_file, read_page, read_record
 from localinfer.persistence.store import DiskTier, FileKind, Saved
 from localinfer.types import TokenIds
+
+_MOST_OTHERS = 4
 
 SnapshotSource = Callable[[int], memoryview | None]
 """Returns the states at a position, a buffer of `state_bytes` that is unchanged until the next call; None if they are
@@ -104,10 +106,15 @@ class SnapshotTier(DiskTier):
         return names
 
 
-def chosen_positions(positions: frozenset[int], most: int) -> tuple[int, ...]:
-    """Of the snapshots of a text, those worth a file: the first, which others share, and the last `most`."""
-    ordered = sorted(positions)
-    return tuple(sorted({*ordered[:1], *ordered[-most:]}))
+def chosen_positions(snapshots: Mapping[int, int], grid: Set[int]) -> tuple[int, ...]:
+    """Of the snapshots of a text, slots by position, those worth a file.
+
+    Those on the grid, which are few; of the others the first, which more texts share, and the last. Those of former
+    turns were written at their time, and stay as long as the budget lets them.
+    """
+    others = [position for position in sorted(snapshots) if snapshots[position] not in grid]
+    chosen = {position for position, slot in snapshots.items() if slot in grid}
+    return tuple(sorted({*others[:1], *others[-_MOST_OTHERS:], *chosen}))
 
 
 def _is_prefix(some: TokenIds, of: TokenIds) -> bool:

@@ -2,9 +2,9 @@
 
 A pass over k + 1 rows costs little more than one over a single row while weights stream from memory (Leviathan, Kalman
 and Matias, arXiv 2211.17192), and rows are sampled one after the other exactly as without drafts, so drafts change
-speed and nothing else. N-gram drafts (`ngram`) and those of a small model (`draft_model`) compete each round by the
-speed they promise, plain decoding among them, and only while they keep that promise (`costs`). A
-drafter that fails is switched off, and the text goes on without it.
+speed and nothing else. N-gram drafts (`ngram`) and those of a small model (`draft_model`) or of the model's own draft
+layers (`mtp`) compete each round by the speed they promise, plain decoding among them, and only while they keep that
+promise (`costs`). A drafter that fails is switched off, and the text goes on without it.
 
 Acceptance is by coupled noise. The sampler takes the largest of logit / temperature + Gumbel noise, and the noise is a
 function of (seed, position, token), so a position has one answer whatever was drafted: a drafted token stays if it is
@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from localinfer.cache.sequence import SequenceCache
 from localinfer.errors import LocalinferError
 from localinfer.sampling.sampler import Results, SamplingPlan
 from localinfer.speculation.costs import (
@@ -35,6 +36,7 @@ from localinfer.speculation.costs import (
     best_draft_length,
 )
 from localinfer.speculation.draft_model import DraftModel, DraftModelText
+from localinfer.speculation.mtp import MTPDrafter, MTPText
 from localinfer.speculation.ngram import NgramDrafter, NgramText
 from localinfer.types import TokenIds
 
@@ -134,7 +136,7 @@ class Speculation:
         costs: VerificationCosts,
         *,
         ngram: NgramDrafter | None,
-        model: DraftModel | None,
+        model: DraftModel | MTPDrafter | None,
         floor: DraftFloor | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -188,7 +190,8 @@ class SpeculativeText:
         self._speculation = speculation
         self._floor = speculation.floor
         self._ngram: NgramText | None = None
-        self._model: DraftModelText | None = None
+        self._model: DraftModelText | MTPText | None = None
+        self._sequence: SequenceCache | None = None
         if speculation.ngram is not None:
             try:
                 self._ngram = speculation.ngram.begin(prediction)
@@ -225,12 +228,16 @@ class SpeculativeText:
         self.record.plain_steps += 1
         return True
 
-    def draft(self, tokens: TokenIds, most: int, others: Others | None = None) -> TokenIds:
+    def draft(
+        self, tokens: TokenIds, most: int, others: Others | None = None, sequence: SequenceCache | None = None
+    ) -> TokenIds:
         """Return at most `most` tokens, int32[k], likely to follow the text so far; valid until the next call.
 
-        others: what shares the pass that is to verify them. Whatever goes wrong, there is just no draft.
+        others: what shares the pass that is to verify them. sequence: the text's, for a model's own draft layers.
+        Whatever goes wrong, there is just no draft.
         """
         self.expect_forced(others)
+        self._sequence = sequence
         began = self.clock()
         count = self._choose(tokens, min(most, self._speculation.costs.max_draft_tokens - self._others.rows))
         self.drafting_seconds = self.clock() - began
@@ -326,7 +333,11 @@ class SpeculativeText:
         kept = self._buffer[:other_length].copy()
         count = 0
         try:
-            count = self._checked(text.draft(tokens, self._buffer[:length]), length)
+            if isinstance(text, DraftModelText):
+                count = text.draft(tokens, self._buffer[:length])
+            elif self._sequence is not None:
+                count = text.draft(tokens, self._buffer[:length], self._sequence)
+            count = self._checked(count, length)
             self.reading_seconds += text.reading_taken
             self.expected_seconds += model.seconds_per_draft + length * model.seconds_per_token
         except Exception as error:
@@ -348,7 +359,13 @@ class SpeculativeText:
         return count
 
     def _model_draft_length(
-        self, text: DraftModelText, model: DraftModel, num_tokens: int, most: int, other_length: int, other_speed: float
+        self,
+        text: DraftModelText | MTPText,
+        model: DraftModel | MTPDrafter,
+        num_tokens: int,
+        most: int,
+        other_length: int,
+        other_speed: float,
     ) -> int:
         """How many tokens the draft model is to draft, 0 where another draft, or none, promises more."""
         shared, others = self._speculation, self._others

@@ -11,19 +11,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels import ops, recurrent_ops
+from localinfer.kernels import further_ops, ops, recurrent_ops
 from localinfer.kernels.ops import Buffer, EmbeddingTable, LinearWeight, Op, Projection
+from localinfer.models.calibration.choices import chosen_blocks
 from localinfer.models.calibration.formulas import (
     activate,
     activate_gated,
     attended,
+    gaussian_top_k,
+    magnitude,
     normed,
     rotated,
     routed,
     sigmoid,
     xielu,
 )
-from localinfer.models.calibration.recurrent_formulas import convolved, delta_rule, scanned
+from localinfer.models.calibration.recurrent_formulas import convolved, delta_rule, scanned, wkv
 from localinfer.models.calibration.weights import embedding_rows
 from localinfer.quant.methods.hooks import LinearProduct, MatrixPart, ProductVisitor
 from localinfer.quant.methods.workers import Workers
@@ -209,19 +212,35 @@ def _projected(run: Evaluator, model: int, x: FloatArray, weight: FloatArray, pr
 
 
 def _store_kv(run: Evaluator, op: ops.StoreKV) -> None:
-    run.cache[op.layer] = (run.streams(op.keys), run.streams(op.values))
+    run.cache[op.layer] = (run.streams(op.keys), run.streams(op.values or op.keys))
 
 
 def _attention(run: Evaluator, op: ops.Attention) -> None:
-    inputs = (run.streams(op.queries), *run.cache.pop(op.layer))
+    # Later layers may read it too.
+    inputs = [run.streams(op.queries), *run.cache[op.layer]]
+    if op.chosen is not None:
+        inputs.append(run.streams(op.chosen.blocks))
 
     def compute(index: int) -> FloatArray:
         parts = [one[index] for one in inputs]
-        return run.in_steps(lambda q, k, v: attended(q, k, v, op.shape), parts, run.length)
+        return run.in_steps(lambda q, k, v, *lists: attended(q, k, v, op.shape, op.chosen, *lists), parts, run.length)
 
     is_one = all(one[0] is one[-1] for one in inputs)
     run.set_each(op.out, compute, is_one, len(inputs[0]))
     del run.values[op.queries.index]
+
+
+def _choose_blocks(run: Evaluator, op: further_ops.ChooseBlocks) -> None:
+    inputs = [run.streams(op.queries), run.cache[op.layer][0]]
+    if op.weights is not None:
+        inputs.append(run.streams(op.weights))
+
+    def compute(index: int) -> FloatArray:
+        parts = [one[index] for one in inputs]
+        return run.in_steps(lambda q, k, *weights: chosen_blocks(op, q, k, *weights), parts, run.length)
+
+    is_one = all(one[0] is one[-1] for one in inputs)
+    run.set_each(op.chosen.blocks, compute, is_one, len(inputs[0]))
 
 
 def _gated_activate(run: Evaluator, op: ops.GatedActivate) -> None:
@@ -239,22 +258,44 @@ def _gated_activate(run: Evaluator, op: ops.GatedActivate) -> None:
     run.set_each(op.out, compute, is_one, len(gates))
 
 
-def _multiply_sigmoid(run: Evaluator, op: ops.MultiplySigmoid) -> None:
+def _multiply_sigmoid(run: Evaluator, op: further_ops.MultiplySigmoid) -> None:
     size = op.x.width // op.gate.width
     run.by_rows(op.out, lambda a, g: a * np.repeat(sigmoid(g), size, axis=1), op.x, op.gate)
 
 
-def _xielu(run: Evaluator, op: ops.Xielu) -> None:
+def _xielu(run: Evaluator, op: further_ops.Xielu) -> None:
     run.by_rows(op.out, lambda a: xielu(a, op.positive, op.negative, op.beta, op.epsilon), op.x)
 
 
-def _scale_by_position(run: Evaluator, op: ops.ScaleByPosition) -> None:
+def _scale_by_position(run: Evaluator, op: further_ops.ScaleByPosition) -> None:
     steps = np.floor((np.arange(run.length) + op.offset) / op.period)
     factor = (1.0 + op.slope * np.log1p(steps)).astype(np.float32)[:, None]
     run.by_sequence(op.x, lambda a: a * factor, op.x)
 
 
-def _copy_heads(run: Evaluator, op: ops.CopyHeads) -> None:
+def _multiply(run: Evaluator, op: further_ops.Multiply) -> None:
+    if isinstance(op.factor, Buffer):
+        run.by_rows(op.out, lambda a, b: a * b, op.x, op.factor)
+    else:
+        factor = op.factor
+        run.by_rows(op.out, lambda a: a * factor, op.x)
+
+
+def _mix_slots(run: Evaluator, op: further_ops.MixSlots) -> None:
+    size = op.x.width // op.num_slots
+
+    def compute(x: FloatArray, *others: FloatArray) -> FloatArray:
+        shape = (len(x), op.out.width // size, op.num_slots)
+        weights = np.ones(shape, np.float32) if op.weights is None else others[0].reshape(shape)
+        weights[:, : op.first_slot] = 0.0
+        mixed = (weights @ x.reshape(len(x), op.num_slots, size)).reshape(len(x), -1)
+        return mixed if op.residual is None else others[-1] + mixed
+
+    others = [buffer for buffer in (op.weights, op.residual) if buffer is not None]
+    run.by_rows(op.out, compute, op.x, *others)
+
+
+def _copy_heads(run: Evaluator, op: further_ops.CopyHeads) -> None:
     run.ensure(op.out, len(run.streams(op.x)))
 
     def compute(target: FloatArray, source: FloatArray) -> FloatArray:
@@ -320,7 +361,7 @@ def _expert_sum(run: Evaluator, op: ops.ExpertSum) -> None:
     run.by_rows(op.out, compute, op.x, op.expert_weights, *([] if op.residual is None else [op.residual]))
 
 
-def _expert_scale(run: Evaluator, op: ops.ExpertScale) -> None:
+def _expert_scale(run: Evaluator, op: further_ops.ExpertScale) -> None:
     def compute(slots: FloatArray, weights: FloatArray) -> FloatArray:
         return (slots.reshape(*weights.shape, -1) * weights[:, :, None]).reshape(slots.shape)
 
@@ -333,7 +374,15 @@ def _part(weight: LinearWeight, expert: int, values: FloatArray, wanted: FloatAr
 
 def _delta_rule(run: Evaluator, op: recurrent_ops.GatedDeltaRule) -> None:
     inputs = (op.queries, op.keys, op.values, op.decay, op.beta)
-    run.by_sequence(op.out, lambda *rows: delta_rule(*rows, op), *inputs)
+    run.by_sequence(op.out, lambda q, k, v, g, b: delta_rule(q, k, v, g, b, op), *inputs)
+
+
+def _wkv(run: Evaluator, op: recurrent_ops.Wkv) -> None:
+    inputs = (op.receptance, op.decay, op.keys, op.values, op.rate)
+    run.by_sequence(op.out, lambda r, w, k, v, a: wkv(r, w, k, v, a, op), *inputs)
+    both = run.streams(op.out)
+    for out, part in ((op.out, slice(0, op.out.width)), (op.bonus, slice(op.out.width, None))):
+        run.set_streams(out, [np.ascontiguousarray(one[:, part]) for one in both])
 
 
 def _norm(run: Evaluator, op: ops.RmsNorm | ops.LayerNorm) -> None:
@@ -351,31 +400,36 @@ EVALUATE: dict[type, Callable[[Evaluator, Any], None]] = {
     ops.Rope: lambda run, op: run.by_sequence(op.x, lambda a: rotated(a, op.table, op.head_size, op.offset), op.x),
     ops.StoreKV: _store_kv,
     ops.Attention: _attention,
+    further_ops.ChooseBlocks: _choose_blocks,
     ops.Activate: lambda run, op: run.by_rows(op.out, lambda a: activate(a, op.kind), op.x),
     ops.GatedActivate: _gated_activate,
-    ops.Xielu: _xielu,
+    further_ops.Xielu: _xielu,
     ops.Add: lambda run, op: run.by_rows(op.out, lambda a, b: a + np.float32(op.scale) * b, op.a, op.b),
-    ops.Multiply: lambda run, op: run.by_rows(op.out, lambda a, b: a * b, op.x, op.factor),
-    ops.MultiplySigmoid: _multiply_sigmoid,
+    further_ops.Multiply: _multiply,
+    further_ops.Magnitude: lambda run, op: run.by_rows(op.out, magnitude, op.x),
+    further_ops.MixSlots: _mix_slots,
+    further_ops.GaussianTopK: lambda run, op: run.by_rows(op.out, lambda a: gaussian_top_k(a, op.num_deviations), op.x),
+    further_ops.MultiplySigmoid: _multiply_sigmoid,
     ops.Scale: lambda run, op: run.by_rows(op.x, lambda a: np.float32(op.factor) * a, op.x),
-    ops.ScaleColumns: lambda run, op: run.by_rows(op.x, lambda a: a * op.factors, op.x),
-    ops.Clamp: lambda run, op: run.by_rows(
+    further_ops.ScaleColumns: lambda run, op: run.by_rows(op.x, lambda a: a * op.factors, op.x),
+    further_ops.Clamp: lambda run, op: run.by_rows(
         op.x, lambda a: np.clip(a, None if op.only_above else np.float32(-op.limit), np.float32(op.limit)), op.x
     ),
-    ops.ScaleByPosition: _scale_by_position,
-    ops.Softcap: lambda run, op: run.by_rows(
+    further_ops.ScaleByPosition: _scale_by_position,
+    further_ops.Softcap: lambda run, op: run.by_rows(
         op.x, lambda a: np.float32(op.cap) * np.tanh(a / np.float32(op.cap)), op.x
     ),
-    ops.CopyHeads: _copy_heads,
+    further_ops.CopyHeads: _copy_heads,
     ops.HeadMatmul: _head_matmul,
     ops.SelectOutput: _select_output,
     ops.Route: _route,
     ops.ExpertMatmul: _expert_matmul,
     ops.ExpertSum: _expert_sum,
-    ops.ExpertScale: _expert_scale,
+    further_ops.ExpertScale: _expert_scale,
     recurrent_ops.ShortConvolution: lambda run, op: run.by_sequence(op.out, lambda x: convolved(x, op), op.x),
     recurrent_ops.GatedDeltaRule: _delta_rule,
     recurrent_ops.SelectiveScan: lambda run, op: run.by_sequence(
-        op.out, lambda *rows: scanned(*rows, op), op.x, op.dt, op.b, op.c
+        op.out, lambda x, dt, b, c: scanned(x, dt, b, c, op), op.x, op.dt, op.b, op.c
     ),
+    recurrent_ops.Wkv: _wkv,
 }

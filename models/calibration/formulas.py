@@ -8,7 +8,8 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels.ops import Activation, AttentionShape, Gating, Pairing, RopeTable, Routing
+from localinfer.kernels.ops import Activation, AttentionShape, Chosen, Gating, Pairing, RopeTable, Routing
+from localinfer.models.calibration.choices import choice_mask
 from localinfer.types import FloatArray
 
 _QUERIES_AT_ONCE = 128
@@ -110,10 +111,18 @@ def rotated(x: FloatArray, table: RopeTable, head_size: int, offset: int) -> Flo
     return heads.reshape(x.shape)
 
 
-def attended(queries: FloatArray, keys: FloatArray, values: FloatArray, shape: AttentionShape) -> FloatArray:
+def attended(
+    queries: FloatArray,
+    keys: FloatArray,
+    values: FloatArray,
+    shape: AttentionShape,
+    chosen: Chosen | None = None,
+    lists: FloatArray | None = None,
+) -> FloatArray:
     """Attention within one whole sequence from position 0.
 
-    Shapes: float32[positions, heads * size] each; result float32[positions, num_heads * value_size].
+    Shapes: float32[positions, heads * size] each; result float32[positions, num_heads * value_size]. lists: of the
+    chosen positions of every row, where they are chosen.
     """
     length, kv_heads = len(queries), shape.num_kv_heads
     group = shape.num_heads // kv_heads
@@ -134,6 +143,8 @@ def attended(queries: FloatArray, keys: FloatArray, values: FloatArray, shape: A
             distance = (np.arange(first, end)[None, :] - np.arange(start, end)[:, None]).astype(np.float32)
             scores += shape.alibi_slopes.reshape(kv_heads, group, 1, 1) * distance
         scores += _mask(start, end, first, shape)
+        if chosen is not None and lists is not None:
+            scores += choice_mask(lists[start:end], chosen, end)[:, None]
         highest = scores.max(axis=-1, keepdims=True)
         sinks = None if shape.sinks is None else shape.sinks.reshape(kv_heads, group, 1, 1)
         if sinks is not None:
@@ -149,6 +160,20 @@ def attended(queries: FloatArray, keys: FloatArray, values: FloatArray, shape: A
         mixed /= total
         result[start:end] = mixed.transpose(2, 0, 1, 3)
     return result.reshape(length, -1)
+
+
+def magnitude(x: FloatArray) -> FloatArray:
+    """The root mean square of every row, [rows, 1]."""
+    squares = np.einsum("ri,ri->r", x, x)[:, None] / np.float32(x.shape[1])
+    result: FloatArray = np.sqrt(squares)
+    return result
+
+
+def gaussian_top_k(x: FloatArray, num_deviations: float) -> FloatArray:
+    """What exceeds a row's mean by so many standard deviations of a sample, and 0 elsewhere."""
+    least = x.mean(axis=1, keepdims=True) + np.float32(num_deviations) * x.std(axis=1, ddof=1, keepdims=True)
+    result: FloatArray = np.maximum(x - least, np.float32(0))
+    return result
 
 
 def routed(logits: FloatArray, routing: Routing) -> tuple[NDArray[np.int64], FloatArray]:
@@ -172,6 +197,8 @@ def routed(logits: FloatArray, routing: Routing) -> tuple[NDArray[np.int64], Flo
         weights = _softmax(weights)
     if routing.normalise:
         weights = weights / weights.sum(axis=-1, keepdims=True)
+    if routing.output_scales is not None:
+        weights = weights * routing.output_scales[ids]
     return ids, weights * np.float32(routing.scale)
 
 
@@ -184,7 +211,7 @@ def _softmax(x: FloatArray) -> FloatArray:
 def _mask(start: int, end: int, first: int, shape: AttentionShape) -> FloatArray:
     """0 where a query at start .. end - 1 may look at first .. end - 1, and minus infinity elsewhere."""
     queries, keys = np.arange(start, end)[:, None], np.arange(first, end)[None, :]
-    is_seen = keys <= queries
+    is_seen = keys < queries if shape.excludes_own else keys <= queries
     if shape.window:
         is_seen &= keys > queries - shape.window
     if shape.chunk:

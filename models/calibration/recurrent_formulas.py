@@ -5,10 +5,12 @@ equations (DeltaNet in parallel, arXiv 2406.06484, and with decays Kimi Linear, 
 of matrices (arXiv 2405.21060): the same numbers but for rounding, many times faster in NumPy.
 """
 
+import math
+
 import numpy as np
 
 from localinfer.kernels.ops import Activation
-from localinfer.kernels.recurrent_ops import GatedDeltaRule, SelectiveScan, ShortConvolution
+from localinfer.kernels.recurrent_ops import GatedDeltaRule, SelectiveScan, ShortConvolution, Wkv
 from localinfer.models.calibration.formulas import activate, sigmoid
 from localinfer.types import FloatArray
 
@@ -111,3 +113,23 @@ def _scanned_by_channel(x: FloatArray, dt: FloatArray, b: FloatArray, c: FloatAr
         state = np.exp(steps[:, None] * op.a) * state + (steps * values)[:, None] * b[row]
         out[row] = state @ c[row] + op.d * values
     return out
+
+
+def wkv(
+    receptance: FloatArray, decay: FloatArray, keys: FloatArray, values: FloatArray, rate: FloatArray, op: Wkv
+) -> FloatArray:
+    """RWKV-7's recurrence over the rows of one sequence, from a state of zeros: results, and beside them bonuses."""
+    shape = (len(keys), -1, op.head_size)
+    r, v, k, scaled = (rows.reshape(shape) for rows in (receptance, values, keys, keys * op.key_scale))
+    rates = sigmoid(rate).reshape(shape)
+    decays = np.exp(np.float32(-math.exp(-0.5)) * sigmoid(decay)).reshape(shape)
+    unit = scaled / np.maximum(np.linalg.norm(scaled, axis=2, keepdims=True), np.float32(1e-12))
+    k = k * (np.float32(1) + (rates - np.float32(1)) * op.rate_scale.reshape(shape[1:]))
+    replaced, results = unit * rates, np.empty_like(v)
+    state = np.zeros((v.shape[1], op.head_size, op.head_size), np.float32)
+    for row in range(len(keys)):
+        known = unit[row][:, None] @ state
+        state = decays[row][..., None] * state + k[row][..., None] * v[row][:, None] - replaced[row][..., None] * known
+        results[row] = (r[row][:, None] @ state)[:, 0]
+    bonus = (r * k * op.bonus_scale.reshape(shape[1:])).sum(axis=2, keepdims=True) * v
+    return np.concatenate([results.reshape(len(keys), -1), bonus.reshape(len(keys), -1)], axis=1)

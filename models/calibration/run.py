@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.errors import RequestError
+from localinfer.errors import RequestError, UnsupportedFormatError
 from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.ops import Buffer, Rows, WeightSource
 from localinfer.models.calibration.evaluator import Evaluator, Streams
@@ -18,7 +18,13 @@ from localinfer.models.decoder.architectures import find_architecture
 from localinfer.models.decoder.attention import RopeTables
 from localinfer.models.decoder.checked_weights import CheckedWeights
 from localinfer.models.decoder.config import ModelConfig
-from localinfer.models.decoder.decoder import kv_layer_shapes, write_embedding, write_layer, write_output_norm
+from localinfer.models.decoder.decoder import (
+    crosses_layers,
+    kv_layer_shapes,
+    write_embedding,
+    write_layer,
+    write_output_norm,
+)
 from localinfer.models.decoder.graph import Graph
 from localinfer.models.text.tokenizer import Tokenizer
 from localinfer.quant.checkpoint.model_file import ModelFile
@@ -117,6 +123,11 @@ class LayerRun:
         shapes = {name: record.shape for name, record in file.tensors.items()}
         length = token_ids.shape[1]
         config = replace(ModelConfig.from_metadata(file.metadata, shapes), context_length=max(length, 1))
+        if crosses_layers(config):
+            raise UnsupportedFormatError(
+                f"the layers of this {config.architecture} model read more than the layer before them wrote, and a "
+                "calibration holds one layer at a time; quantize it without a calibration text"
+            )
         self.num_layers = config.num_layers
         self._evaluator = Evaluator(token_ids, workers, visitor, quantized_rows)
         self._builder = GraphBuilder(kv_layer_shapes(config))
@@ -144,8 +155,8 @@ class LayerRun:
             self._evaluator.visit(normed, [weights.linear("output.weight", config.vocab_size, config.hidden_size)])
 
     def _evaluated(self, out: Buffer) -> Streams:
-        """Compute what was written since, and keep nothing but `out`."""
+        """Compute what was written since, and keep nothing but `out` and what later layers read."""
         self._evaluator.run(self._builder.ops)
         self._builder.ops.clear()
-        self._evaluator.forget_all_but(out)
+        self._evaluator.forget_all_but(out, *self._graph.carried)
         return self._evaluator.streams(out)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import ShapeError
-from localinfer.kernels import ops, recurrent_ops
+from localinfer.kernels import further_ops, ops, recurrent_ops
 from localinfer.kernels.ops import Activation, Buffer, LinearWeight
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import write_decoder
@@ -181,7 +181,8 @@ def _matmul(follower: _Follower, op: ops.Matmul) -> None:
 
 def _store_kv(follower: _Follower, op: ops.StoreKV) -> None:
     follower.forbid(op.keys, "keys are multiplied by queries")
-    follower.cached[op.layer] = follower.of(op.values)
+    if op.values is not None:
+        follower.cached[op.layer] = follower.of(op.values)
 
 
 def _attention(follower: _Follower, op: ops.Attention) -> None:
@@ -191,6 +192,13 @@ def _attention(follower: _Follower, op: ops.Attention) -> None:
     if shape.num_heads != shape.num_kv_heads:
         heads = np.arange(shape.num_heads) // (shape.num_heads // shape.num_kv_heads)
         values.columns = (heads[:, None] * shape.value_size + np.arange(shape.value_size)).reshape(-1)
+
+
+def _choose_blocks(follower: _Follower, op: further_ops.ChooseBlocks) -> None:
+    for buffer in (op.queries, op.weights):
+        if buffer is not None:
+            follower.forbid(buffer, "positions are chosen by it")
+    follower.end(op.chosen.blocks, "it is a choice of positions")
 
 
 def _activate(follower: _Follower, op: ops.Activate) -> None:
@@ -211,7 +219,7 @@ def _gated_activate(follower: _Follower, op: ops.GatedActivate) -> None:
     follower.held[op.out.index] = channels
 
 
-def _xielu(follower: _Follower, op: ops.Xielu) -> None:
+def _xielu(follower: _Follower, op: further_ops.Xielu) -> None:
     channels = follower.of(op.x)
     channels.forbid(f"xielu lies between {_writer(channels)} and what reads it, and is not linear")
     follower.held[op.out.index] = channels
@@ -223,16 +231,34 @@ def _add(follower: _Follower, op: ops.Add) -> None:
     follower.end(op.out)
 
 
-def _multiply_sigmoid(follower: _Follower, op: ops.MultiplySigmoid) -> None:
+def _multiply(follower: _Follower, op: further_ops.Multiply) -> None:
+    follower.forbid(op.x, "a factor weighs it")
+    if isinstance(op.factor, Buffer):
+        follower.forbid(op.factor, "it weighs another value")
+    follower.end(op.out, "a factor weighs it")
+
+
+def _magnitude(follower: _Follower, op: further_ops.Magnitude) -> None:
+    follower.forbid(op.x, "its magnitude is taken")
+    follower.end(op.out, "it is a magnitude")
+
+
+def _mix_slots(follower: _Follower, op: further_ops.MixSlots) -> None:
+    for buffer in (op.x, op.weights, op.residual):
+        if buffer is not None:
+            follower.forbid(buffer, _SUM)
+    follower.end(op.out, _SUM)
+
+
+def _gaussian_top_k(follower: _Follower, op: further_ops.GaussianTopK) -> None:
+    follower.forbid(op.x, "its mean and its deviation are taken")
+    follower.end(op.out, "it is what exceeds a row's own threshold")
+
+
+def _multiply_sigmoid(follower: _Follower, op: further_ops.MultiplySigmoid) -> None:
     follower.forbid(op.gate, "a sigmoid follows, and is not linear")
     follower.forbid(op.x, "a gate weighs it")
     follower.end(op.out, "a gate weighs it")
-
-
-def _multiply(follower: _Follower, op: ops.Multiply) -> None:
-    for factor in (op.x, op.factor):
-        follower.forbid(factor, "it is multiplied by another value")
-    follower.end(op.out, "it is a product of two values")
 
 
 def _short_convolution(follower: _Follower, op: recurrent_ops.ShortConvolution) -> None:
@@ -252,7 +278,14 @@ def _selective_scan(follower: _Follower, op: recurrent_ops.SelectiveScan) -> Non
     follower.end(op.out, "a scan writes it")
 
 
-def _copy_heads(follower: _Follower, op: ops.CopyHeads) -> None:
+def _wkv(follower: _Follower, op: recurrent_ops.Wkv) -> None:
+    for buffer in (op.receptance, op.decay, op.keys, op.values, op.rate):
+        follower.forbid(buffer, "a recurrence follows")
+    for buffer in (op.out, op.bonus):
+        follower.end(buffer, "a recurrence writes it")
+
+
+def _copy_heads(follower: _Follower, op: further_ops.CopyHeads) -> None:
     follower.forbid(op.x, f"{_writer(follower.of(op.x))} writes keys and values at once")
     follower.end(op.out, _PUT_TOGETHER)
 
@@ -291,27 +324,32 @@ FOLLOW: dict[type, Callable[[_Follower, Any], None]] = {
     ops.Rope: lambda follower, op: follower.forbid(op.x, "a rotation mixes the channels"),
     ops.StoreKV: _store_kv,
     ops.Attention: _attention,
+    further_ops.ChooseBlocks: _choose_blocks,
     ops.Activate: _activate,
     ops.GatedActivate: _gated_activate,
-    ops.Xielu: _xielu,
+    further_ops.Xielu: _xielu,
     ops.Add: _add,
-    ops.Multiply: _multiply,
-    ops.MultiplySigmoid: _multiply_sigmoid,
+    further_ops.Multiply: _multiply,
+    further_ops.Magnitude: _magnitude,
+    further_ops.MixSlots: _mix_slots,
+    further_ops.GaussianTopK: _gaussian_top_k,
+    further_ops.MultiplySigmoid: _multiply_sigmoid,
     ops.Scale: lambda follower, op: None,
-    ops.ScaleColumns: lambda follower, op: None,
-    ops.Clamp: lambda follower, op: follower.forbid(op.x, "a clamp follows, and is not linear"),
-    ops.ScaleByPosition: lambda follower, op: None,
-    ops.Softcap: lambda follower, op: follower.forbid(op.x, "a soft cap follows, and is not linear"),
-    ops.CopyHeads: _copy_heads,
+    further_ops.ScaleColumns: lambda follower, op: None,
+    further_ops.Clamp: lambda follower, op: follower.forbid(op.x, "a clamp follows, and is not linear"),
+    further_ops.ScaleByPosition: lambda follower, op: None,
+    further_ops.Softcap: lambda follower, op: follower.forbid(op.x, "a soft cap follows, and is not linear"),
+    further_ops.CopyHeads: _copy_heads,
     ops.HeadMatmul: _head_matmul,
     ops.SelectOutput: _select_output,
     ops.Route: lambda follower, op: follower.forbid(op.logits, "routing is not linear"),
     ops.ExpertMatmul: _expert_matmul,
     ops.ExpertSum: _expert_sum,
-    ops.ExpertScale: lambda follower, op: None,
+    further_ops.ExpertScale: lambda follower, op: None,
     recurrent_ops.ShortConvolution: _short_convolution,
     recurrent_ops.GatedDeltaRule: _delta_rule,
     recurrent_ops.SelectiveScan: _selective_scan,
+    recurrent_ops.Wkv: _wkv,
 }
 
 

@@ -48,6 +48,27 @@ class Rows(Change):
 
 
 @dataclass(frozen=True)
+class ExpertRows(Change):
+    """Every step-th row of each expert's matrix, from the first: what can be done to quantized stacks too.
+
+    Plain stacks lie as [experts, columns, rows].
+    """
+
+    first: int
+    step: int
+    is_arithmetic = False
+
+    def apply(self, values: NDArray[Any]) -> NDArray[Any]:
+        """[experts, rows taken, columns]; of biases [experts, rows taken]."""
+        taken = values[..., self.first :: self.step]
+        return taken.swapaxes(1, 2) if taken.ndim == 3 else taken
+
+    def order(self, num_rows: int) -> NDArray[np.intp]:
+        """The rows taken of one expert's."""
+        return np.arange(self.first, num_rows, self.step)
+
+
+@dataclass(frozen=True)
 class Moved(Change):
     """Values in other places."""
 

@@ -13,6 +13,7 @@ from localinfer.models.checkpoint.changes import (
     TRANSPOSED,
     UNIT_COLUMNS,
     Change,
+    ExpertRows,
     Moved,
     Rows,
     adjacent_pairs,
@@ -96,9 +97,8 @@ def _gpt_oss(settings: Settings) -> Metadata:
     return {**experts(settings), "expert_feed_forward_length": settings.integer("intermediate_size", low=1)}
 
 
-def _every_second(first: int) -> Change:
-    """Of stacked matrices whose columns alternate between two, those of one, as rows."""
-    return Moved(lambda values: values[:, :, first::2].swapaxes(1, 2))
+def _either(name: str, change: Change) -> Source:
+    return Part(name, change), Part(f"{name}.weight", change)
 
 
 def _hunyuan_moe(settings: Settings) -> Metadata:
@@ -373,11 +373,12 @@ MIXTURES: dict[str, Family] = {
         },
         parameters={
             "attn_sinks.weight": "self_attn.sinks",
-            "ffn_gate_exps.weight": Part("mlp.experts.gate_up_proj", _every_second(0)),
-            "ffn_up_exps.weight": Part("mlp.experts.gate_up_proj", _every_second(1)),
-            "ffn_down_exps.weight": Part("mlp.experts.down_proj", TRANSPOSED),
-            "ffn_gate_exps.bias": Part("mlp.experts.gate_up_proj_bias", Moved(lambda values: values[:, ::2])),
-            "ffn_up_exps.bias": Part("mlp.experts.gate_up_proj_bias", Moved(lambda values: values[:, 1::2])),
+            # Rows of gate and up take turns. Quantized matrices have a leaf, plain ones none.
+            "ffn_gate_exps.weight": _either("mlp.experts.gate_up_proj", ExpertRows(0, 2)),
+            "ffn_up_exps.weight": _either("mlp.experts.gate_up_proj", ExpertRows(1, 2)),
+            "ffn_down_exps.weight": _either("mlp.experts.down_proj", ExpertRows(0, 1)),
+            "ffn_gate_exps.bias": Part("mlp.experts.gate_up_proj_bias", ExpertRows(0, 2)),
+            "ffn_up_exps.bias": Part("mlp.experts.gate_up_proj_bias", ExpertRows(1, 2)),
             "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
         },
         has_windows=True,

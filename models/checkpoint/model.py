@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from localinfer.closing import Closing
 from localinfer.errors import CorruptFileError, TokenizerError, UnsupportedFormatError
-from localinfer.models.checkpoint.changes import Rows
+from localinfer.models.checkpoint.changes import ExpertRows, Rows
 from localinfer.models.checkpoint.hyperparameters import Hyperparameters, read_hyperparameters
 from localinfer.models.checkpoint.tensor_plan import PlannedTensor, plan_tensors
 from localinfer.models.checkpoint.tokenizer_json import read_tokenizer
@@ -70,7 +70,8 @@ class CheckpointModel(Closing):
     def __init__(self, folder: CheckpointFolder) -> None:
         parameters = read_hyperparameters(folder.config, folder.path.resolve().name)
         self._reader = open_quantization(folder)
-        unused, asides = left_aside(folder.tensors)
+        settings = quantization_settings(folder)
+        unused, asides = left_aside(folder.tensors, settings)
         if self._reader is not None:
             unused.update(name for name in folder.tensors if self._reader.is_unused(name))
         parts = {name: self._part(name) for name in folder.tensors if name not in unused}
@@ -86,6 +87,7 @@ class CheckpointModel(Closing):
             if names:
                 logger.warning(f"%s: {words}", folder.path.name, len(names), names[0])
         self._folder = folder
+        self._num_experts = parameters.metadata.get(f"{parameters.family.architecture}.expert_count", 1)
         self._forms: list[StoredForm] = []
         self._decoded: tuple[str, NDArray[np.uint8]] | None = None
         self._made = parameters.tensors
@@ -94,7 +96,6 @@ class CheckpointModel(Closing):
         self.paths = (*folder.paths, folder.path / "config.json")
         self.num_bytes = folder.num_bytes
         # Not GGUF's, but what the codes mean depends on it, and so does whatever is kept of a model's results.
-        settings = quantization_settings(folder)
         quantization = {"checkpoint.quantization": json.dumps(settings, sort_keys=True)} if settings else {}
         metadata = parameters.metadata | self._per_layer(parameters)
         self.metadata = metadata | quantization | self._read_tokenizer()
@@ -203,16 +204,23 @@ class CheckpointModel(Closing):
     def _matrices(self, planned: PlannedTensor) -> list[StoredMatrix]:
         """What a quantized weight is made of, one matrix per expert."""
         assert self._reader is not None, "nothing is quantized without a reader"
-        matrices = [self._reader.matrix(source) for source in planned.sources]
+        matrices = [self._reader.matrix(source) for source in self._expert_sources(planned)]
         if planned.change is None:
             return matrices
-        if not isinstance(planned.change, Rows):
+        if not isinstance(planned.change, Rows | ExpertRows):
             raise UnsupportedFormatError(
                 f"{planned.sources[0]} is quantized, and {planned.name} is not made of whole rows of it; this version "
                 f"needs it as plain numbers. Use a GGUF file of the model. {_WAY_OUT}"
             )
         order = planned.change.order(matrices[0].shape[0])
         return [matrix.rows(order) for matrix in matrices]
+
+    def _expert_sources(self, planned: PlannedTensor) -> list[str]:
+        """Modules of single matrices: those of a stack are numbered."""
+        if not isinstance(planned.change, ExpertRows):
+            return list(planned.sources)
+        assert isinstance(self._num_experts, int), "it was read as a number"
+        return [f"{source}#{expert}" for source in planned.sources for expert in range(self._num_experts)]
 
     def _read_tokenizer(self) -> dict[str, object]:
         planned = self._plan["token_embd.weight"]
@@ -271,13 +279,16 @@ class CheckpointModel(Closing):
 
     def _quantized_record(self, planned: PlannedTensor) -> TensorRecord:
         assert self._reader is not None, "nothing is quantized without a reader"
-        shapes = {self._reader.shape(source) for source in planned.sources}
+        shapes = {self._reader.shape(source) for source in self._expert_sources(planned)}
         shape = shapes.pop()
         if shapes or 0 in shape:
             raise CorruptFileError(f"{planned.name} has parts of shapes {shape}, {shapes}; wanted equal ones")
-        changed = _changed_shape(planned, shape)  # before rows are taken by it
+        is_stack = isinstance(planned.change, ExpertRows)
+        changed = shape if is_stack else _changed_shape(planned, shape)  # before rows are taken by it
         matrices = self._matrices(planned)
         self._forms.append(stored_form(matrices))
+        if is_stack:
+            return TensorRecord(planned.name, common_type(matrices), (len(matrices), *matrices[0].shape))
         return _described(planned, common_type(matrices), changed)
 
     def _source_bytes(self, planned: PlannedTensor, source: str) -> NDArray[np.uint8]:

@@ -54,6 +54,25 @@ OUTPUT_NAMES = {
 
 
 @dataclass(frozen=True, kw_only=True)
+class DraftLayers:
+    """Layers for next-token prediction. from_normed: they read hidden states after a norm, else before. has_layer_norm:
+    before the output head, in place of the model's norm. feed_forward_norm: in place of the model's."""
+
+    from_normed: bool = True
+    has_layer_norm: bool = False
+    feed_forward_norm: str | None = None
+
+
+class Blocks(Enum):
+    """Which functions write a layer."""
+
+    PLAIN = "plain"
+    """`decoder.write_layer`: attention, then a feed-forward block."""
+    GEMMA3N = "gemma3n"
+    GEMMA4 = "gemma4"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Architecture:
     """One model family, given the sizes of one model, without what follows from the tensors in a file.
 
@@ -88,9 +107,11 @@ class Architecture:
     attention. dense_share: factor on the sum of experts and of a dense block that reads the same, 0 where experts take
     its place. shared_expert_share: factor on the sum of the chosen experts and the shared one.
 
-    has_output_bias: whether a bias beside the output matrix is added.
+    has_output_bias: whether a bias beside the output matrix is added. logit_softcap: where the file has none, 0
+    without. blocks: which functions write a layer.
     """
 
+    blocks: Blocks = Blocks.PLAIN
     pairing: Pairing = Pairing.HALVES
     norm: Norm = Norm.RMS
     weighted_norms: bool = True
@@ -103,6 +124,7 @@ class Architecture:
     embedding_norm: str | None = None
     normalises_embedding: bool = False
     output_norm: str = "output_norm"
+    draft_layers: DraftLayers = DraftLayers()
     mixers: tuple[Mixer, ...] = ()
     mixer_beside: Mixer | None = None
     has_feed_forward: bool = True
@@ -134,6 +156,7 @@ class Architecture:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    logit_softcap: float = 0.0
     gating: Gating = Gating.SOFTMAX
     normalise_experts: bool = True
     weigh_expert_inputs: bool = False

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from localinfer.errors import UnsupportedFormatError
 from localinfer.models.decoder.architecture import Architecture
+from localinfer.models.decoder.block_sizes import OF_ANOTHER_CACHE
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.gpt_architectures import GPT_KIN
 from localinfer.models.decoder.latent_architectures import LATENT
@@ -30,7 +31,7 @@ ARCHITECTURES: dict[str, Architecture | Callable[[ModelConfig], Architecture]] =
     **STATE_SPACE_ARCHITECTURES,
 }
 
-RECURRENT = ("plamo2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7")
+RECURRENT = ("plamo2", "rwkv6", "rwkv6qwen2", "arwkv7")
 """Architectures with recurrent layers that are not supported yet."""
 
 
@@ -55,6 +56,11 @@ def check_architecture(name: str) -> None:
         raise UnsupportedFormatError(
             f"general.architecture is {name!r}, a model that {OTHER_KINDS[name]}; this version runs models of text. "
             "Choose another model."
+        )
+    if name in OF_ANOTHER_CACHE:
+        raise UnsupportedFormatError(
+            f"general.architecture is {name!r}, a draft model without keys and values: it attends to those of the "
+            "model that it drafts for, and runs beside that only. Load that model."
         )
     if name not in ARCHITECTURES:
         raise UnsupportedFormatError(

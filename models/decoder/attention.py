@@ -10,6 +10,7 @@ from localinfer.models.decoder.architecture import OUTPUT_NAMES, Mixer, QueryKey
 from localinfer.models.decoder.block_config import LatentConfig
 from localinfer.models.decoder.graph import Graph, refuse
 from localinfer.models.decoder.rope import rope_table
+from localinfer.models.decoder.sparse_attention import choose_blocks, choose_latents
 from localinfer.types import FloatArray
 
 
@@ -29,6 +30,7 @@ class RopeTables:
             divisors = None if divisors is None else divisors[: rope.rotary_size // 2]
         pairing, magnitude = architecture.pairing, architecture.rope_magnitude
         self._full = rope_table(rope, pairing, divisors, magnitude)
+        windowed = replace(windowed, rotary_size=windowed.rotary_size_windowed or windowed.rotary_size)
         self._windowed = rope_table(windowed, pairing, windowed_divisors, magnitude)
 
     def for_layer(self, windowed: bool) -> RopeTable:
@@ -69,8 +71,9 @@ def write_attention(graph: Graph, layer: int, x: Buffer, tables: RopeTables) -> 
     if not (has_rope and architecture.temperature_without_rope_only):
         sharpen_queries(graph, queries)
     tape.store_kv(layer, keys, values)
+    chosen = choose_blocks(graph, layer, x, tables.for_layer(windowed=False))
     attended = graph.buffer("attended", num_heads * config.value_head_dim, x.rows)
-    tape.attention(attended, queries, layer, attention_shape(graph, layer, window, chunk))
+    tape.attention(attended, queries, layer, attention_shape(graph, layer, window, chunk), chosen)
     if gate is not None:
         tape.multiply_sigmoid(attended, attended, gate)
     elif graph.weights.has(f"blk.{layer}.attn_gate.weight"):
@@ -227,8 +230,10 @@ def write_latent_attention(graph: Graph, layer: int, x: Buffer, tables: RopeTabl
     if has_rope:
         tape.rope(keys, table, head_size, latent.kv_rank)
     tape.store_kv(layer, keys, values)
+    query_latent = graph.buffer("query_latent", latent.query_rank, x.rows) if latent.query_rank else None
+    chosen = choose_latents(graph, layer, x, query_latent, table)
     averaged = graph.buffer("averaged_latents", num_heads * latent.kv_rank, x.rows)
-    tape.attention(averaged, queries, layer, attention_shape(graph, layer, window=0, chunk=0))
+    tape.attention(averaged, queries, layer, attention_shape(graph, layer, window=0, chunk=0), chosen)
     attended = graph.buffer("attended", num_heads * latent.value_size, x.rows)
     v_b = weights.experts(f"blk.{layer}.attn_v_b.weight", num_heads, latent.value_size, latent.kv_rank)
     tape.head_matmul(attended, averaged, v_b, latent.value_size, latent.kv_rank)

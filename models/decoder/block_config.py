@@ -18,8 +18,8 @@ MIN_BASE, MAX_BASE = 1.0 + 1e-6, 1e18
 class RopeConfig:
     """Rotary position embedding of a file.
 
-    rotary_size: elements of each head that rotate. base_windowed: base of sliding-window layers, 0 if the file has
-    none.
+    rotary_size: elements of each head that rotate; rotary_size_windowed: in sliding-window layers, 0 for as many.
+    base_windowed: base of sliding-window layers, 0 if the file has none.
     scaling: none, linear, yarn or longrope. sections: sizes of multimodal sections (equal positions for text).
     alpha: NTK-aware scaling of the base, in Hunyuan's models; 0 if the file has none.
     is_used: false in a few Granite models without positions.
@@ -27,6 +27,7 @@ class RopeConfig:
     """
 
     rotary_size: int
+    rotary_size_windowed: int = 0
     base: float = 10000.0
     base_windowed: float = 0.0
     scaling: str = "none"

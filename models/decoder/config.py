@@ -5,7 +5,7 @@ Keys and defaults: the GGUF specification (https://github.com/ggml-org/ggml/blob
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from localinfer.errors import CorruptFileError, LocalinferError, UnsupportedFormatError
 from localinfer.models.decoder.block_config import (
@@ -23,10 +23,19 @@ from localinfer.models.decoder.block_config import (
     read_scale,
     read_xielu,
 )
+from localinfer.models.decoder.block_sizes import (
+    OF_ANOTHER_CACHE,
+    TWO_HEAD_SIZES,
+    IndexerConfig,
+    Shape,
+    activation_sparsity,
+    num_shared_layers,
+    per_layer_size,
+    read_indexer,
+    windowed_sizes,
+)
 from localinfer.models.decoder.metadata import MetadataReader
 from localinfer.models.decoder.recurrent_config import RecurrentConfig, has_recurrent_layers, read_recurrent
-
-Shape = tuple[int, ...]
 
 _MAX_VOCABULARY = 1 << 20
 """Sampling weights of tokens are multiples of 2^-43, summed in 63 bits."""
@@ -36,9 +45,11 @@ _MAX_VOCABULARY = 1 << 20
 class ModelConfig:
     """The hyperparameters of a model.
 
-    Tuples have one entry per layer. A layer with no heads has no attention, one with heads of queries alone only the
-    output projection (its keys and values, where it caches some, are another kind's).
-    head_dim: size of a query or key head; value_head_dim: of a value head.
+    Tuples have one entry per layer. num_draft_layers: how many of the last layers are for next-token prediction. A
+    layer with no heads has no attention, one with heads of queries alone only the output projection (its keys and
+    values, where it caches some, are another kind's).
+    head_dim: size of a query or key head; value_head_dim: of a value head. layer_norm_epsilon: of layer norms, where
+    the file has one besides norm_epsilon.
     intermediate_size: from the metadata; the decoder uses the tensors' shapes. windowed_layers: empty if the file
     leaves the pattern to the architecture. A scale of None is not in the file. block_tensors: names of the tensors of
     the first block, without `blk.0.`, which distinguish variants of some architectures.
@@ -48,11 +59,15 @@ class ModelConfig:
     projection_clamp: limit of queries, keys and values, 0 for none. value_scale: factor on attention's results.
     expert_clamps, dense_clamps: limits of the gated activation in routed experts, and in shared experts and dense
     blocks; 0 for none, empty if the file has none. xielu: empty if the file has none.
+    windowed_head_dim, windowed_value_head_dim: of sliding-window layers, 0 for those of the others. num_shared_layers:
+    how many of the last layers attend to the keys and values of earlier ones. per_layer_size: width of the input that
+    each layer has for itself (Gemma 3n), 0 without. activation_sparsity: see `block_sizes.activation_sparsity`.
     """
 
     architecture: str
     hidden_size: int
     num_layers: int
+    num_draft_layers: int = 0
     vocab_size: int
     context_length: int
     num_heads: tuple[int, ...]
@@ -61,6 +76,7 @@ class ModelConfig:
     head_dim: int
     value_head_dim: int
     norm_epsilon: float
+    layer_norm_epsilon: float = 0.0
     rope: RopeConfig
     experts: ExpertConfig | None = None
     latent: LatentConfig | None = None
@@ -89,12 +105,32 @@ class ModelConfig:
     num_loops: int = 1
     is_layer_norm: bool = False
     block_tensors: frozenset[str] = frozenset()
+    windowed_head_dim: int = 0
+    windowed_value_head_dim: int = 0
+    num_shared_layers: int = 0
+    per_layer_size: int = 0
+    activation_sparsity: tuple[float, ...] = ()
+    indexer: IndexerConfig | None = None
+
+    def head_sizes(self, layer: int) -> tuple[int, int]:
+        """Sizes of a key head and of a value head of one layer."""
+        if self.windowed_head_dim and self.windowed_layers and self.windowed_layers[layer]:
+            return self.windowed_head_dim, self.windowed_value_head_dim
+        return self.head_dim, self.value_head_dim
+
+    @property
+    def num_main_layers(self) -> int:
+        """Layers that logits come from: all but those for next-token prediction."""
+        return self.num_layers - self.num_draft_layers
 
     @classmethod
-    def from_metadata(cls, metadata: Mapping[str, object], tensor_shapes: Mapping[str, Shape]) -> "ModelConfig":
+    def from_metadata(
+        cls, metadata: Mapping[str, object], tensor_shapes: Mapping[str, Shape], *, with_draft_layers: bool = False
+    ) -> "ModelConfig":
         """Read and check the hyperparameters of a GGUF file.
 
         tensor_shapes: every tensor of the file, rows first. Values of `metadata` are numbers, strings or sequences.
+        with_draft_layers: count the layers for next-token prediction, if the file has their tensors, as last layers.
         Raises: CorruptFileError if values contradict each other or the tensors; UnsupportedFormatError if they
         describe a model this version cannot run. Both name the key.
         """
@@ -107,12 +143,14 @@ class ModelConfig:
         reader = MetadataReader(metadata, prefix=architecture)
         hidden_size = reader.integer("embedding_length", low=1, high=MAX_WIDTH)
         vocab_size = _vocab_size(reader, tensor_shapes, hidden_size)
-        extra_layers = reader.integer("nextn_predict_layers", 0, low=0, high=MAX_LAYERS)
-        num_layers = _count_layers(reader, tensor_shapes) - extra_layers
-        if num_layers < 1:
-            raise reader.contradiction("nextn_predict_layers", extra_layers, "fewer than block_count")
+        num_main_layers, num_draft_layers = _count_layers(
+            reader, tensor_shapes, is_draft_model=architecture in OF_ANOTHER_CACHE
+        )
+        if not with_draft_layers:
+            num_draft_layers = 0
+        num_layers = num_main_layers + num_draft_layers
         num_heads, num_kv_heads = _head_counts(reader, num_layers, may_lack=has_recurrent_layers(architecture))
-        recurrent = read_recurrent(reader, architecture, num_layers, num_heads, num_kv_heads)
+        recurrent = read_recurrent(reader, architecture, num_layers, num_draft_layers, num_heads, num_kv_heads)
         if recurrent is not None:
             num_kv_heads = tuple(
                 0 if is_one else count for is_one, count in zip(recurrent.layers, num_kv_heads, strict=True)
@@ -122,7 +160,9 @@ class ModelConfig:
         context_length = reader.integer("context_length", low=1, high=MAX_CONTEXT)
         sliding_window = reader.integer("attention.sliding_window", 0, low=0, high=MAX_CONTEXT)
         rope = read_rope(reader, head_dim, context_length)
-        _check_windowed_sizes(reader, rotary_size=rope.rotary_size, head_dim=head_dim, value_head_dim=value_head_dim)
+        windowed = windowed_sizes(reader, head_dim, value_head_dim, rope.rotary_size)
+        if windowed:
+            rope = replace(rope, rotary_size_windowed=windowed[2])
         if reader.optional_boolean("attention.causal") is False:
             raise UnsupportedFormatError(
                 f"{reader.full_key('attention.causal')} is false; this version runs models with causal attention only. "
@@ -132,6 +172,7 @@ class ModelConfig:
             architecture=architecture,
             hidden_size=hidden_size,
             num_layers=num_layers,
+            num_draft_layers=num_draft_layers,
             vocab_size=vocab_size,
             context_length=context_length,
             num_heads=num_heads,
@@ -142,6 +183,7 @@ class ModelConfig:
             head_dim=head_dim,
             value_head_dim=value_head_dim,
             norm_epsilon=_norm_epsilon(reader),
+            layer_norm_epsilon=reader.number("attention.layer_norm_epsilon", 0.0, low=0.0, high=1.0),
             rope=rope,
             experts=read_experts(reader),
             recurrent=recurrent,
@@ -170,17 +212,34 @@ class ModelConfig:
             num_loops=reader.integer("num_loops", 1, low=1, high=MAX_LAYERS),
             has_learned_positions="position_embd.weight" in tensor_shapes,
             block_tensors=frozenset(name.removeprefix("blk.0.") for name in tensor_shapes if name.startswith("blk.0.")),
+            windowed_head_dim=windowed[0] if windowed else 0,
+            windowed_value_head_dim=windowed[1] if windowed else 0,
+            num_shared_layers=num_shared_layers(reader, num_layers),
+            per_layer_size=per_layer_size(reader, tensor_shapes, num_layers),
+            activation_sparsity=activation_sparsity(reader, num_layers),
+            indexer=read_indexer(reader, tensor_shapes, num_main_layers),
         )
         _check_tensor_shapes(reader, config, tensor_shapes)
         return config
 
 
-def _count_layers(reader: MetadataReader, tensor_shapes: Mapping[str, Shape]) -> int:
-    num_layers = reader.integer("block_count", low=1, high=MAX_LAYERS)
+def _count_layers(
+    reader: MetadataReader, tensor_shapes: Mapping[str, Shape], *, is_draft_model: bool
+) -> tuple[int, int]:
+    """Layers of the model, and those for next-token prediction that follow them; a file may lack the latter.
+
+    is_draft_model: its file counts every layer as one for next-token prediction; they are its layers.
+    """
+    num_blocks = reader.integer("block_count", low=1, high=MAX_LAYERS)
+    num_extra = 0 if is_draft_model else reader.integer("nextn_predict_layers", 0, low=0, high=MAX_LAYERS)
+    if num_blocks <= num_extra:
+        raise reader.contradiction("nextn_predict_layers", num_extra, "fewer than block_count")
+    num_layers = num_blocks - num_extra
     found = {name.split(".", 2)[1] for name in tensor_shapes if name.startswith("blk.")}
     if any(str(layer) not in found for layer in range(num_layers)):
-        raise reader.contradiction("block_count", num_layers, f"the {len(found)} blocks that the tensors form")
-    return num_layers
+        raise reader.contradiction("block_count", num_blocks, f"the {len(found)} blocks that the tensors form")
+    has_extra = all(f"blk.{layer}.nextn.eh_proj.weight" in tensor_shapes for layer in range(num_layers, num_blocks))
+    return num_layers, num_extra if has_extra else 0
 
 
 def _booleans(reader: MetadataReader, key: str, num_layers: int) -> tuple[bool, ...]:
@@ -214,21 +273,6 @@ def _head_dim(reader: MetadataReader, hidden_size: int, num_heads: tuple[int, ..
             "attention.head_count", most, f"a divisor of embedding_length {hidden_size} (no key_length given)"
         )
     return hidden_size // most
-
-
-def _check_windowed_sizes(reader: MetadataReader, *, rotary_size: int, head_dim: int, value_head_dim: int) -> None:
-    sizes = {
-        "attention.key_length_swa": head_dim,
-        "attention.value_length_swa": value_head_dim,
-        "rope.dimension_count_swa": rotary_size,
-    }
-    for key, size in sizes.items():
-        found = reader.integer(key, size, low=0, high=MAX_WIDTH)
-        if found != size:
-            raise UnsupportedFormatError(
-                f"{reader.full_key(key)} is {found} where other layers have {size}; "
-                "this version runs one head size per model. Choose another model."
-            )
 
 
 def _vocab_size(reader: MetadataReader, tensor_shapes: Mapping[str, Shape], hidden_size: int) -> int:
@@ -331,7 +375,7 @@ _GATED_ATTENTION = ("qwen3next", "qwen35", "qwen35moe")
 
 def _check_heads(check: _Check, block: str, config: ModelConfig, layer: int) -> None:
     num_heads, num_kv_heads = config.num_heads[layer], config.num_kv_heads[layer]
-    head, value = config.head_dim, config.value_head_dim
+    head, value = config.head_sizes(layer)
     columns = num_heads * value
     found = f"{num_heads} and the size of a head {value}, together {columns}"
     check.equal(f"{block}attn_output.weight", -1, columns, "attention.head_count", found, optional=not num_heads)
@@ -351,7 +395,10 @@ def _check_heads(check: _Check, block: str, config: ModelConfig, layer: int) -> 
         number = size if key == "attention.key_length" else count
         other = f"{count} heads" if number == size else f"the size of a head {size}"
         found = f"{number}, with {other} together {count * size}"
-        check.equal(f"{block}attn_{letter}.weight", -2, count * size, key, found)
+        # Layers that attend to another's keys and values have queries only, and values may be the keys' projection.
+        is_optional = letter == "v" and config.architecture in TWO_HEAD_SIZES
+        is_optional |= letter != "q" and layer >= config.num_layers - config.num_shared_layers
+        check.equal(f"{block}attn_{letter}.weight", -2, count * size, key, found, optional=is_optional)
 
 
 def _check_latent(check: _Check, block: str, latent: LatentConfig, config: ModelConfig, layer: int) -> None:

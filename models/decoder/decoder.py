@@ -1,10 +1,10 @@
 """The decoder: from a model's configuration and weights to a graph of ops, layer by layer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.ops import Buffer, KVLayerShape, OpGraph, Projection, Rows, StateShape, WeightSource
-from localinfer.models.decoder.architecture import Mixer
+from localinfer.models.decoder.architecture import Blocks, Mixer
 from localinfer.models.decoder.architectures import find_architecture
 from localinfer.models.decoder.attention import (
     RopeTables,
@@ -14,9 +14,14 @@ from localinfer.models.decoder.attention import (
 )
 from localinfer.models.decoder.checked_weights import CheckedWeights
 from localinfer.models.decoder.config import ModelConfig
+from localinfer.models.decoder.draft_layers import without_unused, write_draft_input, write_draft_norm
 from localinfer.models.decoder.feed_forward import has_feed_forward, write_feed_forward, write_router
+from localinfer.models.decoder.gemma3n_blocks import merge_streams, write_gemma3n_layer, write_streams
+from localinfer.models.decoder.gemma_blocks import write_gemma4_layer, write_layer_inputs
 from localinfer.models.decoder.graph import Graph, refuse
 from localinfer.models.decoder.recurrent import RECURRENT_MIXERS
+from localinfer.models.decoder.rwkv import write_rwkv_layer
+from localinfer.models.decoder.sparse_attention import index_cache_shapes
 from localinfer.models.decoder.unabsorbed_attention import write_unabsorbed_attention
 
 
@@ -38,9 +43,50 @@ def write_decoder(
     """
     graph, tables = _begin(config, weights, kv_layers, context_length)
     hidden = write_embedding(graph, max(context_length or 0, config.context_length))
-    for layer in range(config.num_layers):
-        hidden = write_layer(graph, layer, hidden, tables)
-    return graph.tape.finish(_write_logits(graph, hidden) if has_output_head else write_output_norm(graph, hidden))
+    has_drafts = has_output_head and config.num_draft_layers > 0
+    for layer in range(config.num_main_layers):
+        is_last = layer == config.num_main_layers - 1
+        hidden = write_layer(graph, layer, hidden, tables, selects_output=is_last and not has_drafts)
+    if not has_output_head:
+        return graph.tape.finish(write_output_norm(graph, hidden))
+    if not has_drafts:
+        return graph.tape.finish(_write_logits(graph, write_output_norm(graph, hidden)))
+    normed = write_output_norm(graph, hidden)
+    states = normed if graph.architecture.draft_layers.from_normed else hidden
+    previous = graph.buffer("previous_hidden", states.width, states.rows)
+    graph.tape.previous_row(previous, states)
+    for layer in range(config.num_main_layers, config.num_layers):
+        x = write_draft_input(graph, layer, previous)
+        x = graph.block_norm(layer, graph.architecture.attention_norm, x, "attention_input")
+        _write_mixer(graph, layer, x, tables)
+    selected = graph.select_output(normed)
+    shown = selected if states is normed else graph.select_output(hidden)
+    # Of those layers only what they cache is needed.
+    return without_unused(graph.tape.finish(_write_logits(graph, selected), shown))
+
+
+def write_draft_layer(
+    config: ModelConfig,
+    weights: WeightSource,
+    layer: int,
+    context_length: int | None = None,
+    *,
+    kv_layers: Sequence[KVLayerShape] | None = None,
+) -> OpGraph:
+    """Write a layer for next-token prediction as a model of its own, of one row per segment.
+
+    Its row at position t has the token there and the hidden states that the segment carries of position t - 1, and
+    gives the logits of token t + 1 and the hidden states for the next row. Source: DeepSeek-V3 (arXiv 2412.19437),
+    section 2.2. Raises: as `write_decoder`.
+    """
+    graph, tables = _begin(config, weights, kv_layers, context_length)
+    previous = graph.buffer("previous_hidden", config.hidden_size, Rows.BATCH)
+    graph.tape.previous_row(previous)
+    hidden = write_layer(graph, layer, write_draft_input(graph, layer, previous), tables, selects_output=True)
+    normed = write_draft_norm(graph, layer, hidden)
+    name = f"blk.{layer}.nextn.shared_head_head"
+    logits = _write_logits(graph, normed, name if graph.weights.has(f"{name}.weight") else None)
+    return graph.tape.finish(logits, normed if graph.architecture.draft_layers.from_normed else hidden)
 
 
 def write_first_layers(
@@ -74,8 +120,8 @@ def write_last_layers(
     hidden = graph.buffer("hidden", config.hidden_size, Rows.BATCH)
     graph.tape.receive(hidden)
     for layer in range(first_layer, config.num_layers):
-        hidden = write_layer(graph, layer, hidden, tables)
-    return graph.tape.finish(_write_logits(graph, hidden))
+        hidden = write_layer(graph, layer, hidden, tables, selects_output=layer == config.num_layers - 1)
+    return graph.tape.finish(_write_logits(graph, write_output_norm(graph, hidden)))
 
 
 def _begin(
@@ -93,7 +139,8 @@ def _begin(
 
 
 def kv_layer_shapes(config: ModelConfig, *, parts_windows: bool = False) -> list[KVLayerShape]:
-    """Keys and values of each layer per position, in layer order; no heads in a layer that caches nothing.
+    """Keys and values of each layer per position, in layer order, no heads in a layer that caches nothing; then the
+    keys of indexers.
 
     parts_windows: sliding-window layers are stored apart from the others.
     """
@@ -101,10 +148,21 @@ def kv_layer_shapes(config: ModelConfig, *, parts_windows: bool = False) -> list
     # Positions before a chunk are also before a window of the same size.
     limits = (architecture.windows or architecture.chunks) if parts_windows else ()
     windows = [limit if limit < config.context_length else 0 for limit in limits or [0] * config.num_layers]
-    return [
-        KVLayerShape(num_kv_heads, config.head_dim, config.value_head_dim, window if num_kv_heads else 0)
-        for num_kv_heads, window in zip(config.num_kv_heads, windows, strict=True)
+    first_shared = config.num_layers - config.num_shared_layers
+    kept = [num_kv_heads if layer < first_shared else 0 for layer, num_kv_heads in enumerate(config.num_kv_heads)]
+    layers = [
+        KVLayerShape(num_kv_heads, *config.head_sizes(layer), window if num_kv_heads else 0)
+        for layer, (num_kv_heads, window) in enumerate(zip(kept, windows, strict=True))
     ]
+    return [*layers, *index_cache_shapes(config)]
+
+
+def crosses_layers(config: ModelConfig) -> bool:
+    """Whether layers read more than the layer before wrote: keys and values, choices or inputs from further back."""
+    indexer = config.indexer
+    takes_choices = indexer is not None and indexer.block_size == 1 and not all(indexer.layers)
+    is_streamed = find_architecture(config).blocks is Blocks.GEMMA3N
+    return bool(config.num_shared_layers or config.per_layer_size or takes_choices or is_streamed)
 
 
 def state_shapes(config: ModelConfig) -> list[StateShape]:
@@ -129,14 +187,22 @@ def write_embedding(graph: Graph, context_length: int) -> Buffer:
         tape.rms_norm(hidden, hidden, None, config.norm_epsilon)
     if architecture.embedding_norm is not None:
         graph.norm(hidden, hidden, architecture.embedding_norm)
-    return hidden
+    if config.per_layer_size:
+        write_layer_inputs(graph, hidden)
+    return write_streams(graph, hidden) if architecture.blocks is Blocks.GEMMA3N else hidden
 
 
-def write_layer(graph: Graph, layer: int, hidden: Buffer, tables: RopeTables) -> Buffer:
-    """Write one layer and return its result: `hidden` itself, or in the last layer the output rows only."""
+def write_layer(
+    graph: Graph, layer: int, hidden: Buffer, tables: RopeTables, *, selects_output: bool = False
+) -> Buffer:
+    """Write one layer and return its result: `hidden` itself, or with selects_output the output rows only."""
     architecture = graph.architecture
-    router_logits = write_router(graph, layer, hidden) if architecture.routes_layer_input else None
+    if architecture.blocks is not Blocks.PLAIN:
+        return _LAYER_WRITERS[architecture.blocks](graph, layer, hidden, tables)
     mixer = architecture.mixer(layer)
+    if mixer is Mixer.WKV:
+        return write_rwkv_layer(graph, layer, hidden, is_last=selects_output)
+    router_logits = write_router(graph, layer, hidden) if architecture.routes_layer_input else None
     x = attended = beside = parallel_x = expert_x = None
     if architecture.expert_norm is not None:
         expert_x = graph.block_norm(layer, architecture.expert_norm, hidden, "expert_input")
@@ -149,7 +215,7 @@ def write_layer(graph: Graph, layer: int, hidden: Buffer, tables: RopeTables) ->
         is_shared = architecture.feed_forward_norm == architecture.attention_norm
         is_written = x is not None and is_shared
         parallel_x = x if is_written else graph.block_norm(layer, architecture.feed_forward_norm, hidden, "ffn_input")
-    if layer == graph.config.num_layers - 1:
+    if selects_output:
         # After the last cache write only output rows are needed, so prompts skip the rest of this layer.
         hidden, attended = graph.select_output(hidden), attended and graph.select_output(attended)
         beside = beside and graph.select_output(beside)
@@ -162,7 +228,9 @@ def write_layer(graph: Graph, layer: int, hidden: Buffer, tables: RopeTables) ->
         write_mixer_output(graph, layer, hidden, beside, architecture.mixer_beside)
     if has_feed_forward(graph, layer):
         if parallel_x is None:
-            parallel_x = graph.block_norm(layer, architecture.feed_forward_norm, hidden, "ffn_input")
+            is_draft = layer >= graph.config.num_main_layers
+            norm = (is_draft and architecture.draft_layers.feed_forward_norm) or architecture.feed_forward_norm
+            parallel_x = graph.block_norm(layer, norm, hidden, "ffn_input")
         write_feed_forward(graph, layer, hidden, parallel_x, router_logits, expert_x)
     return hidden
 
@@ -185,22 +253,30 @@ def _write_mixer(graph: Graph, layer: int, x: Buffer, tables: RopeTables) -> Buf
     return x
 
 
+_LAYER_WRITERS: dict[Blocks, Callable[[Graph, int, Buffer, RopeTables], Buffer]] = {
+    Blocks.GEMMA3N: write_gemma3n_layer,
+    Blocks.GEMMA4: write_gemma4_layer,
+}
+
+
 def write_output_norm(graph: Graph, hidden: Buffer) -> Buffer:
     """Write the norm after the last layer and return its result."""
+    if graph.architecture.blocks is Blocks.GEMMA3N:
+        hidden = merge_streams(graph, hidden)
     normed = graph.buffer("output_norm", hidden.width, hidden.rows)
     graph.norm(normed, hidden, graph.architecture.output_norm)
     return normed
 
 
-def _write_logits(graph: Graph, hidden: Buffer) -> Buffer:
+def _write_logits(graph: Graph, normed: Buffer, head: str | None = None) -> Buffer:
+    """Write the output head; head: the name of its matrix, None for the model's."""
     config, tape = graph.config, graph.tape
-    normed = write_output_norm(graph, hidden)
-    is_tied = not graph.weights.has("output.weight")
-    name = "token_embd.weight" if is_tied else "output.weight"
-    logits = graph.buffer("logits", config.vocab_size, hidden.rows)
-    weight = graph.weights.linear(name, config.vocab_size, hidden.width)
+    name = f"{head or 'output'}.weight" if head or graph.weights.has("output.weight") else "token_embd.weight"
+    logits = graph.buffer("logits", config.vocab_size, normed.rows)
+    weight = graph.weights.linear(name, config.vocab_size, normed.width)
     bias = graph.bias("output", config.vocab_size) if graph.architecture.has_output_bias else None
     tape.matmul(normed, [Projection(weight, logits, bias, scale=graph.architecture.logit_scale)])
-    if config.logit_softcap:
-        tape.softcap(logits, config.logit_softcap)
+    softcap = config.logit_softcap or graph.architecture.logit_softcap
+    if softcap:
+        tape.softcap(logits, softcap)
     return logits

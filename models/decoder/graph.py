@@ -15,7 +15,10 @@ from localinfer.types import FloatArray
 
 
 class Graph:
-    """The model being written. Buffers are reused by name, so each layer overwrites those of the one before."""
+    """The model being written. Buffers are reused by name, so each layer overwrites those of the one before.
+
+    carried: buffers that later layers read, beside the hidden states.
+    """
 
     def __init__(
         self, config: ModelConfig, architecture: Architecture, weights: CheckedWeights, tape: GraphBuilder
@@ -24,6 +27,7 @@ class Graph:
         self.architecture = architecture
         self.weights = weights
         self.tape = tape
+        self.carried: list[Buffer] = []
         self._buffers: dict[tuple[str, int, Rows], Buffer] = {}
 
     def buffer(self, name: str, width: int, rows: Rows) -> Buffer:

@@ -33,6 +33,10 @@ def _deepseek2(config: ModelConfig) -> Architecture:
 
 LATENT: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
     "deepseek2": _deepseek2,
+    # DeepSeek-V3.2 (arXiv 2512.02556): an indexer chooses what latent attention attends to.
+    "deepseek32": _deepseek2,
+    # GLM 5: DeepSeek-V3.2's attention, where some layers take the choice of an earlier one.
+    "glm-dsa": _deepseek2,
     # MiniCPM 3: muP's scalars, and LongRoPE.
     "minicpm3": lambda config: Architecture(
         latent_attention=True,

@@ -86,9 +86,9 @@ def program_lines(program: Mapping[str, Any]) -> Iterator[str]:
     layers_of: dict[str, list[int]] = {}
     for layer, lines in parts:
         if layer is not None:
-            layers_of.setdefault(_without_layer(lines), []).append(layer)
+            layers_of.setdefault(_without_layer(lines, layer), []).append(layer)
     for layer, lines in parts:
-        text = _without_layer(lines)
+        text = _without_layer(lines, layer)
         if layer is None:
             yield from ("", "before the layers" if lines is parts[0][1] else "after the layers", *lines)
         elif layer == layers_of[text][0]:
@@ -114,16 +114,23 @@ def _number(value: Any) -> str:
 
 
 def _layer_of(lines: list[str], last: int | None) -> int | None:
-    """The layer whose tensors or cache an op uses; if none, that of the op before."""
-    numbers = [int(first or second) for line in lines for first, second in _LAYER.findall(line)]
+    """The layer whose tensors an op uses; if none, that of the op before. A cache may be another layer's."""
+    numbers = [int(number) for line in lines for number, _ in _LAYER.findall(line) if number]
     if numbers:
         return numbers[0]
     return None if any(".weight" in line for line in lines) else last
 
 
-def _without_layer(lines: list[str]) -> str:
-    named = _LAYER.sub(lambda found: "blk.N." if found[1] else "layer=N", "\n".join(lines))
-    return _STATE.sub("state=N", named)
+def _without_layer(lines: list[str], layer: int | None) -> str:
+    """The lines of one layer, N; another one's cache is shown by its distance."""
+
+    def replaced(found: re.Match[str]) -> str:
+        if found[1]:
+            return "blk.N."
+        distance = int(found[2]) - (layer or 0)
+        return f"layer=N{distance:+d}" if distance else "layer=N"
+
+    return _STATE.sub("state=N", _LAYER.sub(replaced, "\n".join(lines)))
 
 
 def _layers(numbers: list[int]) -> str:

@@ -18,14 +18,14 @@ class MetadataReader:
 
     def __init__(self, metadata: Mapping[str, object], prefix: str) -> None:
         self._metadata = metadata
-        self._prefix = prefix
+        self.prefix = prefix
 
     def __contains__(self, key: str) -> bool:
         return self.full_key(key) in self._metadata
 
     def full_key(self, key: str) -> str:
         """The key with its prefix."""
-        return f"{self._prefix}.{key}"
+        return f"{self.prefix}.{key}"
 
     def contradiction(self, key: str, found: object, wanted: str) -> LocalinferError:
         """The error, to be raised by the caller, for a value that contradicts the rest of the file.
@@ -102,6 +102,19 @@ class MetadataReader:
     ) -> float:
         """A finite number within [low, high]."""
         return self._checked_number(key, self._metadata.get(self.full_key(key), default), low, high)
+
+    def per_layer_numbers(self, key: str, count: int) -> tuple[float, ...]:
+        """An array of at least `count` numbers, finite or -inf."""
+        values = self._entries(key)
+        if len(values) < count:
+            raise self.contradiction(key, f"an array of {len(values)} values", f"one per layer, {count}")
+        for value in values[:count]:
+            is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+            # Compared as it is: an int may be larger than any float. No comparison with a NaN holds.
+            is_in_range = is_number and -_MAX_NUMBER <= value <= _MAX_NUMBER  # type: ignore[operator]
+            if not is_in_range and value != float("-inf"):
+                raise self.contradiction(key, shown(value), "a number per layer, or -inf")
+        return tuple(float(value) for value in values[:count])  # type: ignore[arg-type]
 
     def optional_boolean(self, key: str) -> bool | None:
         """A truth value, or None where the file has none."""

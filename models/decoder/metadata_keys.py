@@ -31,8 +31,17 @@ READ_KEYS = frozenset(
 )
 
 _MUP = ("granite", "granite_swa", "granitehybrid", "granitemoe", "minicpm")
+_GEMMA = ("gemma3n", "gemma4")
+_INDEXED = ("deepseek32", "glm-dsa", "minimax-m3")
 
 ARCHITECTURE_KEYS: dict[str, tuple[str, ...]] = {
+    "activation_sparsity_scale": ("gemma3n",),
+    "altup.active_idx": ("gemma3n",),
+    **{f"attention.indexer.{key}": _INDEXED for key in ("block_size", "head_count", "key_length", "local_blocks")},
+    "attention.indexer.top_k": _INDEXED,
+    "attention.indexer.types": _INDEXED,
+    "attention.shared_kv_layers": _GEMMA,
+    "embedding_length_per_layer_input": _GEMMA,
     "attention.clamp_kqv": ("dbrx", "mpt", "olmo"),
     "attention.max_alibi_bias": ("bloom", "jais", "mpt"),
     "attention.output_scale": ("grok",),
@@ -59,11 +68,17 @@ ARCHITECTURE_KEYS: dict[str, tuple[str, ...]] = {
     "ssm.time_step_rank": (*BY_INTERVAL, *STATE_SPACE),
     "swiglu_clamp_exp": ("bailingmoe3", "maple", "step35"),
     "swiglu_clamp_shexp": ("bailingmoe3", "step35"),
+    "wkv.head_size": ("rwkv7",),
     "use_parallel_residual": ("gptneox",),
 }
 """Keys that some architectures read, and which."""
 
 HARMLESS_KEYS: dict[str, str] = {
+    "attention.decay_lora_rank": "the tensors have that size",
+    "attention.gate_lora_rank": "the tensors have that size",
+    "attention.iclr_lora_rank": "the tensors have that size",
+    "attention.value_residual_mix_lora_rank": "the tensors have that size",
+    "altup.num_inputs": "the streams are as many as their matrices",
     "classifier.output_labels": "names of scores; no logit depends on them",
     "embedding_length_out": "the width of what other models read of this one",
     "expert_shared_count": "the shared experts' tensors are one matrix of all of them",

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from localinfer.kernels.ops import Activation, Gating
-from localinfer.models.decoder.architecture import Architecture, Norm, QueryKeyNorm
+from localinfer.models.decoder.architecture import Architecture, DraftLayers, Norm, QueryKeyNorm
 from localinfer.models.decoder.base_architectures import (
     COHERE,
     LLAMA,
@@ -118,6 +118,7 @@ def _step35(config: ModelConfig) -> Architecture:
         divides_windowed_rope=False,
         expert_clamps=config.expert_clamps,
         dense_clamps=config.dense_clamps,
+        draft_layers=DraftLayers(from_normed=False),
     )
 
 
@@ -198,9 +199,12 @@ MIXTURES: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
         windows=windows(config, period=6),
         attention_output_scale=config.value_scale or 1.0,
         gating=Gating.SIGMOID,
+        draft_layers=DraftLayers(from_normed=False),
     ),
     # Routed as dots.llm1, its norms over whole projections.
     "minimax-m2": replace(QK_NORMED, gating=Gating.SIGMOID),
+    # MiniMax M3: norms per head, clamped gates, and layers that attend to chosen blocks of positions.
+    "minimax-m3": replace(QK_NORMED, activation=Activation.SWIGLU_CLAMPED, gating=Gating.SIGMOID),
     # arXiv 2409.02060: expert weights as the softmax leaves them.
     "olmoe": replace(QK_NORMED, normalise_experts=False),
     # Phi 3.5 MoE: layer norms with biases as in its published code (llama.cpp applies RMS norms here).

@@ -9,6 +9,7 @@ from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.delta_net import delta_net_states, write_delta_net
 from localinfer.models.decoder.graph import Graph
 from localinfer.models.decoder.kimi_delta import kimi_delta_states, write_kimi_delta
+from localinfer.models.decoder.rwkv import rwkv_states, write_time_mix
 from localinfer.models.decoder.short_convolution import short_convolution_states, write_short_convolution
 from localinfer.models.decoder.state_space import mamba2_states, mamba_states, write_mamba, write_mamba2
 
@@ -26,6 +27,7 @@ class RecurrentMixer:
 
 
 RECURRENT_MIXERS = {
+    Mixer.WKV: RecurrentMixer(write_time_mix, rwkv_states),
     Mixer.KIMI_DELTA: RecurrentMixer(write_kimi_delta, kimi_delta_states),
     Mixer.DELTA_NET: RecurrentMixer(write_delta_net, delta_net_states),
     Mixer.MAMBA: RecurrentMixer(write_mamba, mamba_states),

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from localinfer.kernels.ops import Gating, Pairing
-from localinfer.models.decoder.architecture import Architecture, Mixer, QueryKeyNorm
+from localinfer.models.decoder.architecture import Architecture, Mixer, Norm, QueryKeyNorm
 from localinfer.models.decoder.base_architectures import normalises_experts
 from localinfer.models.decoder.config import ModelConfig
 
@@ -74,6 +74,14 @@ def _bailingmoe3(config: ModelConfig) -> Architecture:
     )
 
 
+def _rwkv7(config: ModelConfig) -> Architecture:
+    """RWKV-7 (arXiv 2503.14456): recurrent layers alone, without positions."""
+    return Architecture(
+        norm=Norm.LAYER, embedding_norm="token_embd_norm", mixers=_mixers(config, Mixer.WKV),
+        has_rope=(False,) * config.num_layers,
+    )  # fmt: skip
+
+
 RECURRENT_ARCHITECTURES: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
     "bailingmoe3": _bailingmoe3,
     "kimi-linear": _kimi_linear,
@@ -82,4 +90,5 @@ RECURRENT_ARCHITECTURES: dict[str, Architecture | Callable[[ModelConfig], Archit
     "qwen35": _qwen35,
     "qwen35moe": _qwen35,
     "qwen3next": _qwen3_next,
+    "rwkv7": _rwkv7,
 }

@@ -63,14 +63,25 @@ def has_recurrent_layers(architecture: str) -> bool:
 
 
 def read_recurrent(
-    reader: MetadataReader, architecture: str, num_layers: int, num_heads: Sequence[int], num_kv_heads: Sequence[int]
+    reader: MetadataReader,
+    architecture: str,
+    num_layers: int,
+    num_draft_layers: int,
+    num_heads: Sequence[int],
+    num_kv_heads: Sequence[int],
 ) -> RecurrentConfig | None:
-    """The recurrent layers of a file, None for other architectures. Raises: CorruptFileError."""
+    """The recurrent layers of a file, None for other architectures; none of the last num_draft_layers is one.
+
+    Raises: CorruptFileError.
+    """
     if not has_recurrent_layers(architecture):
         return None
-    layers = _recurrent_layers(reader, architecture, num_layers, num_kv_heads)
+    found = _recurrent_layers(reader, architecture, num_layers, num_kv_heads)
+    layers = (*found[: num_layers - num_draft_layers], *(False,) * num_draft_layers)
     if architecture in ("lfm2", "lfm2moe"):
         return RecurrentConfig(layers=layers, kernel_size=reader.integer("shortconv.l_cache", low=2, high=MAX_KERNEL))
+    if architecture == "rwkv7":
+        return RecurrentConfig(layers=layers, head_dim=reader.integer("wkv.head_size", low=1, high=MAX_SIZE))
     if architecture in BY_INTERVAL:
         return _delta_net(reader, layers)
     if architecture in STATE_SPACE:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from localinfer.kernels.ops import Activation, Gating
-from localinfer.models.decoder.architecture import Architecture, Mixer
+from localinfer.models.decoder.architecture import Architecture, DraftLayers, Mixer
 from localinfer.models.decoder.base_architectures import granite, normalises_experts
 from localinfer.models.decoder.config import ModelConfig
 
@@ -36,6 +36,7 @@ def _nemotron_h(config: ModelConfig) -> Architecture:
         gating=Gating.SIGMOID,
         normalise_experts=normalises_experts(config),
         mixers=_mixers(config, Mixer.MAMBA2),
+        draft_layers=DraftLayers(has_layer_norm=True, feed_forward_norm="post_attention_norm"),
     )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from localinfer.kernels.ops import Activation, Pairing
-from localinfer.models.decoder.architecture import Architecture, QueryKeyNorm
+from localinfer.models.decoder.architecture import Architecture, Blocks, QueryKeyNorm
 from localinfer.models.decoder.base_architectures import (
     COHERE,
     LLAMA,
@@ -66,6 +66,20 @@ def _gemma3(config: ModelConfig) -> Architecture:
     )
 
 
+def gemma_with_shared_keys(config: ModelConfig, blocks: Blocks, period: int) -> Architecture:
+    """Gemma 3n and Gemma 4: unscaled scores of normed queries and keys."""
+    return replace(
+        _GEMMA_FOUR_NORMS,
+        blocks=blocks,
+        embedding_scale=math.sqrt(config.hidden_size),
+        attention_scale=1.0,
+        windows=windows(config, period),
+        windowed_rope_base=10000.0,
+        divides_windowed_rope=False,
+        logit_softcap=30.0 if blocks is Blocks.GEMMA3N else 0.0,
+    )
+
+
 def _gemma_scale(config: ModelConfig, layers_of_27b: int) -> float | None:
     """The largest models divide by the root of hidden_size / num_heads, which differs from their head size."""
     if config.attention_scale is None and config.num_layers == layers_of_27b:
@@ -88,6 +102,8 @@ WINDOWED: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
     "gemma": lambda config: replace(_GEMMA, embedding_scale=math.sqrt(config.hidden_size)),
     "gemma2": _gemma2,
     "gemma3": _gemma3,
+    "gemma3n": lambda config: gemma_with_shared_keys(config, Blocks.GEMMA3N, period=5),
+    "gemma4": lambda config: gemma_with_shared_keys(config, Blocks.GEMMA4, period=6),
     "muse-glimmer": _muse_glimmer,
     # OLMo 2 (arXiv 2501.00656): post-norms; OLMo 3 adds sliding windows, without YaRN in those layers.
     "olmo2": lambda config: replace(NORMS_BEHIND, windows=windows(config, period=4), scales_windowed_rope=False),

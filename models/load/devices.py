@@ -8,7 +8,7 @@ are sampled there; the embeddings too if all layers are.
 import contextlib
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TypeVar
@@ -17,7 +17,7 @@ from localinfer.errors import BackendUnavailableError, LocalinferError, OutOfMem
 from localinfer.kernels.cuda.device import CudaDevice, find_device, has_driver
 from localinfer.kernels.cuda.self_check import check_device
 from localinfer.kernels.kv_layout import KVLayout
-from localinfer.kernels.layouts import CUDA_LAYOUTS, SIZES
+from localinfer.kernels.layouts import CUDA_LAYOUTS, GGUF_LAYOUTS, SIZES, Layout
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.quant.checkpoint.model_file import ModelFile
 from localinfer.quant.formats.types import TensorRecord
@@ -99,17 +99,17 @@ def memory_needs(file: ModelFile, config: ModelConfig, kv_layout: KVLayout, num_
             if int(block[1]) < config.num_layers:
                 weights[int(block[1])] += num_bytes
                 widest = max(widest, *tensor.shape[-2:])
-        elif name.startswith("output"):
-            output += num_bytes
-        elif name in ("token_embd.weight", "position_embd.weight"):
+        elif name in ("token_embd.weight", "position_embd.weight", "per_layer_token_embd.weight"):
             embedding += num_bytes
+        elif name.startswith(("output", "per_layer_", "altup_")):
+            output += num_bytes
     is_tied = "output.weight" not in file.tensors
     if is_tied:
         output, embedding = output + embedding, 0
     num_pages = -(-num_tokens // kv_layout.page_tokens)
     layers = [
         num_bytes + num_pages * shape.num_kv_heads * kv_layout.head(layer).num_bytes
-        for layer, (num_bytes, shape) in enumerate(zip(weights, kv_layout.layers, strict=True))
+        for layer, (num_bytes, shape) in enumerate(zip(weights, kv_layout.layers[: config.num_layers], strict=True))
     ]
     slots = 1 if config.experts is None else config.experts.num_selected
     rows = _BATCH_ROWS * 4 * (8 * config.hidden_size + (3 + slots) * widest)
@@ -128,7 +128,7 @@ def bytes_per_token(file: ModelFile, config: ModelConfig) -> int:
             continue
         if name.endswith("_embd.weight") and not (is_tied and name == "token_embd.weight"):
             num_bytes //= tensor.shape[0]
-        elif len(tensor.shape) == 3 and config.experts is not None:
+        elif "_exps." in name and config.experts is not None:
             num_bytes = num_bytes * config.experts.num_selected // config.experts.num_experts
         total += num_bytes
     return total
@@ -159,13 +159,28 @@ def choose_placement(needs: MemoryNeeds, free_bytes: int, wanted: int | None) ->
     return Placement(count, num_layers, has_embedding, total + (needs.embedding if has_embedding else 0))
 
 
+def host_bytes(file: ModelFile) -> int:
+    """Bytes of a model's weights on the CPU: those of its file, and what converted types take more.
+
+    Raises: UnsupportedFormatError for a type that no device runs.
+    """
+    return file.num_bytes + sum(
+        _layout_bytes(file, tensor, GGUF_LAYOUTS) - tensor.num_bytes for tensor in file.tensors.values()
+    )
+
+
 def _device_bytes(file: ModelFile, tensor: TensorRecord) -> int:
-    """Bytes of a tensor in its device layout; vectors are float32."""
+    """Bytes of a tensor in its layout on a GPU."""
+    return _layout_bytes(file, tensor, CUDA_LAYOUTS)
+
+
+def _layout_bytes(file: ModelFile, tensor: TensorRecord, layouts: Collection[Layout]) -> int:
+    """Bytes of a tensor where kernels read these layouts; vectors are float32."""
     if file.grouped(tensor.name) is not None:
         return tensor.num_bytes
     if len(tensor.shape) < 2:
         return 4 * prod(tensor.shape)
-    sizes = SIZES[layout_of(tensor.type, CUDA_LAYOUTS)]
+    sizes = SIZES[layout_of(tensor.type, layouts)]
     return prod(tensor.shape) // sizes.unit * sizes.file_bytes
 
 

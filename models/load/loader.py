@@ -5,8 +5,6 @@ import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from localinfer.errors import (
     BackendUnavailableError,
     CorruptFileError,
@@ -24,19 +22,22 @@ from localinfer.kernels.cuda.device import CudaDevice
 from localinfer.kernels.jit.compile_ahead import compile_ahead
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.ops import WeightSource
-from localinfer.kernels.program import Program
+from localinfer.kernels.program import HiddenProgram, Program
 from localinfer.models.decoder.architectures import check_architecture, find_architecture
 from localinfer.models.decoder.block_config import MAX_CONTEXT
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import (
+    crosses_layers,
     kv_layer_shapes,
     state_shapes,
     write_decoder,
+    write_draft_layer,
     write_first_layers,
     write_last_layers,
 )
 from localinfer.models.decoder.metadata_keys import DYNAMIC_ROPE_KEY, listed, unknown_settings
 from localinfer.models.decoder.pooling import Pooling, read_pooling
+from localinfer.models.decoder.sparse_attention import index_layers
 from localinfer.models.load.devices import (
     RECURRENT_ON_CPU,
     USUAL_TOKENS,
@@ -65,7 +66,7 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class Model:
     """A loaded model. `config.context_length` is the context it was loaded with; `tokenizer` is None if the file has
-    none."""
+    none. draft_programs: its layers for next-token prediction, which run over its cache, if they were asked for."""
 
     config: ModelConfig
     tokenizer: Tokenizer | None
@@ -76,6 +77,7 @@ class Model:
     pool: ThreadPool
     device: str = "cpu"
     weights: WeightSource | None = None
+    draft_programs: tuple[HiddenProgram, ...] = ()
 
     def hidden_program(self) -> Program:
         """Write a second program over the same weights and threads; only one may run at a time.
@@ -118,6 +120,7 @@ def load_model(
     device: str = "cpu",
     gpu_layers: int | None = None,
     beside: Model | None = None,
+    draft_layers: bool = False,
     changes: ModelChanges | None = None,
     progress: ProgressCallback | None = None,
 ) -> Model:
@@ -130,6 +133,7 @@ def load_model(
     gpu_layers: how many of the last layers run on the GPU; None for as many as fit, with a KV cache of `context_length`
         tokens, or 8,192 if it is None.
     beside: a model whose threads to share; only one of both runs at a time, and closing either ends both.
+    draft_layers: load the layers for next-token prediction too, if the file has some and the model runs on the CPU.
     changes: settings in place of the file's.
     Raises: ModelFileError or a subclass, RequestError for an invalid option, OutOfMemoryError.
     """
@@ -153,6 +157,11 @@ def load_model(
                 config.context_length,
             )
             kv_window = None
+        if kv_window is not None and index_layers(config):
+            raise RequestError(
+                f"kv_window keeps the pages that get most attention, and a {config.architecture} model itself chooses "
+                "what it attends to; leave kv_window out"
+            )
         if kv_window is not None:
             # Which pages get attention is measured on the CPU only.
             stay_on_cpu(device, gpu_layers, "kv_window bounds the cache on the CPU only; leave it out, or take 'cpu'")
@@ -173,17 +182,24 @@ def load_model(
         parts = _Parts(config, file, shared_pool, kv_type, progress, chooses_threads=threads is None)
         written = None if placed is None else _write_on_gpu(parts, *placed, is_required=device == "cuda")
         used, weights = "cuda", None
+        drafts: tuple[HiddenProgram, ...] = ()
         if written is None:
             # A batch may begin and end inside a page.
             held = 0 if kv_window is None else kv_window + MAX_BATCH_ROWS + 2 * kv_layout.page_tokens
             used, weights = "cpu", CpuWeights(file, shared_pool, progress)
+            if draft_layers:
+                config, kv_layout = _with_draft_layers(file, config, kv_layout)
+                parts = replace(parts, config=config)
             written = _write_on_cpu(parts, weights, kv_layout, held), kv_layout
+            drafts = _write_draft_layers(parts, weights, kv_layout)
+        elif draft_layers and _has_draft_layers(file):
+            logger.warning("%s: its layers for next-token prediction draft on the CPU only", file.path.name)
         if file.has_changed:
             # The file may have been read in two versions.
             raise CorruptFileError(
                 f"{file.path} was changed while it was being loaded; load it again when it is complete"
             )
-        return Model(config, tokenizer, template, *written, file, shared_pool, used, weights)
+        return Model(config, tokenizer, template, *written, file, shared_pool, used, weights, drafts)
     except BaseException as error:
         if gpu is not None:
             gpu.close()
@@ -218,6 +234,29 @@ def _write_on_cpu(parts: _Parts, weights: CpuWeights, kv_layout: KVLayout, max_s
     return program
 
 
+def _has_draft_layers(file: ModelFile) -> bool:
+    return bool(file.metadata.get(f"{file.metadata.get('general.architecture')}.nextn_predict_layers"))
+
+
+def _with_draft_layers(file: ModelFile, config: ModelConfig, kv_layout: KVLayout) -> tuple[ModelConfig, KVLayout]:
+    """A configuration, and the layout of its cache, with the layers for next-token prediction that the file has."""
+    found = replace(read_config(file, with_draft_layers=True), context_length=config.context_length)
+    if not found.num_draft_layers:
+        return config, kv_layout
+    layers = kv_layer_shapes(found, parts_windows=True)
+    return found, replace(kv_layout, layers=layers, carried_size=found.hidden_size)
+
+
+def _write_draft_layers(parts: _Parts, weights: CpuWeights, kv_layout: KVLayout) -> tuple[HiddenProgram, ...]:
+    """A program of one row per sequence for each layer for next-token prediction."""
+    config = parts.config
+    graphs = (
+        write_draft_layer(config, weights, layer, config.context_length, kv_layers=kv_layout.layers)
+        for layer in range(config.num_main_layers, config.num_layers)
+    )
+    return tuple(lower_to_cpu(graph, parts.pool, kv_layout, max_batch_rows=1, max_output_rows=1) for graph in graphs)
+
+
 def _write_on_gpu(
     parts: _Parts, gpu: CudaDevice, placement: Placement, *, is_required: bool
 ) -> tuple[Program, KVLayout] | None:
@@ -226,6 +265,7 @@ def _write_on_gpu(
     Raises: BackendUnavailableError, OutOfMemoryError if the GPU is required.
     """
     try:
+        _check_placement(parts.config, placement)
         return _write_whole(parts, gpu) if placement.is_whole else _write_split(parts, gpu, placement)
     except BaseException as error:
         gpu.close()
@@ -233,6 +273,20 @@ def _write_on_gpu(
             raise
         report_fallback(error)
         return None
+
+
+def _check_placement(config: ModelConfig, placement: Placement) -> None:
+    """Raise BackendUnavailableError for a model that does not run so on a GPU."""
+    if config.indexer is not None:
+        raise BackendUnavailableError(
+            f"the sparse attention of {config.architecture} models is computed on the CPU only; take device 'cpu'"
+        )
+    if crosses_layers(config) and not placement.is_whole:
+        raise BackendUnavailableError(
+            f"the layers of this {config.architecture} model read more than the layer before them wrote, so all of it "
+            f"runs on one device, and the GPU was to hold {placement.num_gpu_layers} of {placement.num_layers} layers; "
+            "take a smaller context_length or quantization, or device 'cpu'"
+        )
 
 
 def _write_whole(parts: _Parts, gpu: CudaDevice) -> tuple[Program, KVLayout]:
@@ -275,14 +329,6 @@ def _write_split(parts: _Parts, gpu: CudaDevice, placement: Placement) -> tuple[
 
 def _note(file: ModelFile, weights: CpuWeights) -> None:
     """Log converted tensor types and unused layers."""
-    count = file.metadata.get(f"{file.metadata.get('general.architecture')}.nextn_predict_layers")
-    # They draft the tokens after the next (DeepSeek-V3, arXiv 2412.19437, section 2.2).
-    if isinstance(count, int | np.integer) and count > 0:
-        logger.warning(
-            "%s: its %d layers for next-token prediction are ignored; this version drafts from text and draft models",
-            file.path.name,
-            count,
-        )
     for note in weights.notes.values():
         logger.warning("%s", note)
     for note in getattr(file, "notices", ()):
@@ -325,13 +371,17 @@ def open_model_file(
         raise
 
 
-def read_config(file: ModelFile) -> ModelConfig:
-    """Read and check the hyperparameters of a supported model. Raises: ModelFileError or a subclass."""
+def read_config(file: ModelFile, *, with_draft_layers: bool = False) -> ModelConfig:
+    """Read and check the hyperparameters of a supported model; see `ModelConfig.from_metadata`.
+
+    Raises: ModelFileError or a subclass.
+    """
     architecture = file.metadata.get("general.architecture")
     if isinstance(architecture, str):
         # First, as the metadata of some recurrent models lacks attention keys.
         check_architecture(architecture)
-    return ModelConfig.from_metadata(file.metadata, {name: info.shape for name, info in file.tensors.items()})
+    shapes = {name: info.shape for name, info in file.tensors.items()}
+    return ModelConfig.from_metadata(file.metadata, shapes, with_draft_layers=with_draft_layers)
 
 
 def _with_context(

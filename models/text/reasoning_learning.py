@@ -1,7 +1,9 @@
 """Learns how a model sets its reasoning apart from what its template makes of a reasoning that occurs nowhere else."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from localinfer.errors import TemplateError
@@ -22,6 +24,7 @@ _KNOWN_MARKERS = (
     ("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
     ("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
 )
+_MEMBERS = ("reasoning_content", "reasoning", "thinking")
 _TAG = re.compile(r"<([^<>\s/]+)>$")
 _OTHER_ANSWERS = {"<|channel|>final<|message|>": ("<|channel|>commentary<|message|>",)}
 """By what begins an answer: what begins others that templates do not write."""
@@ -34,7 +37,7 @@ def learn_reasoning_format(
 
     ends: spellings of the tokens that end a reply.
     """
-    thought = {"reasoning_content": THOUGHT, "reasoning": THOUGHT, "thinking": THOUGHT}
+    thought = dict.fromkeys(_MEMBERS, THOUGHT)
     reply: dict[str, Any] = {"role": "assistant", "content": ANSWER, **thought}
     call: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [PROBE_CALL], **thought}
     switched_on: dict[str, Any] = dict.fromkeys(THINKING_VARIABLES, True)
@@ -48,13 +51,25 @@ def learn_reasoning_format(
                 continue
             found = _around(text, prompt, answer)
             if found is not None:
-                return _framed(template, found, ends or SpellingFinder({}), variables)
+                framed = _framed(template, found, ends or SpellingFinder({}), variables)
+                return replace(framed, member=_member(template, (reply, call), variables))
     for begin, end in _KNOWN_MARKERS:
         if source is not None and begin in source and end in source:
             return ReasoningFormat(begin, end, f"\n{end}\n\n")
     if source is not None and "</think>" in source:
         return ReasoningFormat("<think>", "</think>", "\n</think>\n\n")
     return None
+
+
+def _member(template: Template, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+    """The member of a message in which a template looks for reasoning; the usual one where it looks in several."""
+    for member in _MEMBERS:
+        for message in messages:
+            others = {name: value for name, value in message.items() if name == member or name not in _MEMBERS}
+            with suppress(TemplateError):
+                if THOUGHT in template.render([ASK, others], add_generation_prompt=False, **variables):
+                    return member
+    return _MEMBERS[0]
 
 
 def _around(text: str, prompt: str, answer: str) -> ReasoningFormat | None:

@@ -139,7 +139,8 @@ class ReasoningFormat:
     """The markers around reasoning, without white space; closing: the end marker as the template writes it.
 
     Where reasoning, answer and calls are messages of their own: following is what stands between two of them,
-    answer_begin and answer_end stand around an answer, other_answers are what may also begin one.
+    answer_begin and answer_end stand around an answer, other_answers are what may also begin one. member: of a message,
+    in which the template looks for the reasoning.
     """
 
     begin: str
@@ -149,6 +150,7 @@ class ReasoningFormat:
     answer_begin: str = ""
     answer_end: str = ""
     other_answers: tuple[str, ...] = ()
+    member: str = "reasoning_content"
 
     @property
     def texts(self) -> list[str]:

@@ -239,9 +239,14 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         items = self.getattr(owner, name)
         if not isinstance(owner, Namespace) or type(items) is not list or (method == "append" and not arguments):
             return self.call(context, self.getattr(items, method), *arguments)
-        made: list[Any] = [*items, *arguments] if method == "append" else list(items)
-        popped = made.pop(*arguments) if method == "pop" else None
-        owner[name] = self.budget.admit(made)
+        if method == "append":
+            owner[name] = self.operate("+", items, self.budget.admit(list(arguments)))
+            return None
+        made = list(items)
+        popped = made.pop(*arguments)
+        # What is left is no larger than what it is of.
+        self.budget.charge_entries(len(made))
+        owner[name] = made
         return popped
 
     @pass_eval_context

@@ -76,10 +76,11 @@ class BitsAndBytesReader(ModuleReader):
             np.right_shift(chosen, 4, out=codes[..., 0])
             np.bitwise_and(chosen, 15, out=codes[..., 1])
             blocks = (rows[:, None] * num_columns + np.arange(num_columns)) // size
-            return levels[codes.reshape(len(rows), -1)] * scales[blocks]
+            values: FloatArray = levels[codes.reshape(len(rows), -1)] * scales[blocks]
+            return values
 
         reach = float(np.abs(levels).max() * np.abs(scales).max())
-        return DecodedMatrix(module, f"{kind.upper()}, blocks of {size}", num_rows, num_columns, read, reach)
+        return DecodedMatrix(module, f"{kind.upper()}, blocks of {size}", (num_rows, num_columns), read, reach)
 
     def _state(self, name: str) -> dict[str, Any]:
         raw = self._folder.tensor_bytes(name)
@@ -106,11 +107,15 @@ class BitsAndBytesReader(ModuleReader):
             levels = floats_of(self._folder, f"{name}.nested_quant_map").reshape(-1)
             outer = floats_of(self._folder, f"{name}.nested_absmax").reshape(-1)
             size, offset = state.get("nested_blocksize"), state.get("nested_offset")
-            is_known = type(size) is int and size > 0 and isinstance(offset, int | float) and math.isfinite(offset)
-            if not is_known or levels.size != 256 or outer.size != -(-codes.size // size):
+            if type(size) is not int or size < 1 or not isinstance(offset, int | float) or not math.isfinite(offset):
+                raise CorruptFileError(
+                    f"{name}: nested_blocksize is {size!r:.20}, nested_offset {offset!r:.20}; wanted numbers. {AGAIN}"
+                )
+            if levels.size != 256 or outer.size != -(-codes.size // size):
                 found = (levels.size, outer.size)
-                raise wrong_shape(f"{name}.absmax", found, (256, -(-num_blocks // 256)), " for double quantization")
-            scales = levels[codes] * outer[np.arange(codes.size) // size] + np.float32(offset)
+                raise wrong_shape(f"{name}.absmax", found, (256, -(-codes.size // size)), " for double quantization")
+            inner: FloatArray = levels[codes]
+            scales = inner * outer[np.arange(codes.size) // size] + np.float32(offset)
         if scales.size != num_blocks:
             raise wrong_shape(f"{name}.absmax", scales.shape, (num_blocks,))
         if not np.isfinite(scales).all():

@@ -40,7 +40,7 @@ from localinfer.quant.checkpoint.module_tensors import (
     wrong_shape,
 )
 from localinfer.quant.checkpoint.rotations import Rotations
-from localinfer.quant.checkpoint.scaled import EXPONENT_DTYPES, USUAL_BLOCK, is_scaled, scaled_matrix
+from localinfer.quant.checkpoint.scaled import EXPONENT_DTYPES, USUAL_BLOCK, block_of, is_scaled, scaled_matrix
 from localinfer.quant.checkpoint.stored_matrix import DecodedMatrix, StoredMatrix
 
 _FORMATS = (
@@ -118,7 +118,9 @@ class CompressedTensorsReader(ModuleReader):
         packed = self._folder.tensors.get(f"{module}.weight_packed")
         if packed is None and not is_scaled(self._folder, module):
             values = scales_of(self._folder, f"{module}.weight")
-            return DecodedMatrix(module, "plain numbers", *values.shape, lambda rows: values[rows], 0.0)
+            return DecodedMatrix(
+                module, "plain numbers", (values.shape[0], values.shape[1]), lambda rows: values[rows], 0.0
+            )
         if packed is None:
             bits = 8 if 8 in self._integer_widths else max(self._integer_widths, default=8)
             return scaled_matrix(
@@ -152,8 +154,8 @@ class CompressedTensorsReader(ModuleReader):
         size, block = weights.get("group_size"), weights.get("block_structure")
         if type(size) is int and size > 0:
             self._group_sizes.add(size)
-        if isinstance(block, list) and len(block) == 2 and all(type(side) is int and side > 0 for side in block):
-            self._block = (block[0], block[1])
+        if block is not None:
+            self._block = block_of(block)
 
     def _packed_integers(self, module: str) -> GroupedMatrix:
         num_rows, num_columns = self.shape(module)

@@ -81,7 +81,8 @@ class MxMatrix(StoredMatrix):
     def dequantize_rows(self, rows: NDArray[np.intp]) -> FloatArray:
         """Return float32[n, columns], exactly."""
         scales = exponent_values(self.exponents[rows], self.name) * np.float32(0.5)
-        return DOUBLED[self.read_codes(rows)] * np.repeat(scales, _MX_BLOCK, axis=1)
+        levels: FloatArray = DOUBLED[self.read_codes(rows)].astype(np.float32)
+        return levels * np.repeat(scales, _MX_BLOCK, axis=1)
 
     def gguf_type(self) -> TensorType:
         """Return MXFP4."""
@@ -143,7 +144,8 @@ class NvMatrix(StoredMatrix):
         """Return float32[n, columns]. Raises: CorruptFileError if a scale is NaN."""
         scales = self._checked(rows)
         factors = fp8_values("F8_E4M3")[scales] * np.float32(self.factor * 0.5)
-        return DOUBLED[self.read_codes(rows)] * np.repeat(factors, _SUB_BLOCK, axis=1)
+        levels: FloatArray = DOUBLED[self.read_codes(rows)].astype(np.float32)
+        return levels * np.repeat(factors, _SUB_BLOCK, axis=1)
 
     def gguf_type(self) -> TensorType:
         """Return Q6_K, or Q8_0 where 256 does not divide the columns, or BF16 where float16 scales are too coarse."""

@@ -7,7 +7,7 @@ first row in the upper bits, and of three bits int32 with ten. nbits, group_size
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,12 @@ from localinfer.types import FloatArray
 _CODES_PER_ELEMENT = {8: 1, 4: 2, 3: 10, 2: 4, 1: 8}
 _BLOCK = 32
 _LARGEST_FLOAT16 = 65504.0
+
+
+class _GridReader(Protocol):
+    """Codes of the reshaped matrix: uint8[n, columns] of whole rows, or of n elements by row and column."""
+
+    def __call__(self, rows: NDArray[np.intp], columns: NDArray[np.intp] | None) -> NDArray[np.uint8]: ...
 
 
 class HqqReader(ModuleReader):
@@ -85,20 +91,20 @@ class HqqReader(ModuleReader):
             first = rows[:, None] * num_groups + np.arange(num_groups)
             return codes(first.reshape(-1), None).reshape(len(rows), -1)
 
-        scales, zeros = scales.reshape(num_rows, -1), zeros.reshape(num_rows, -1)
+        by_group = num_rows, num_groups
+        row_scales: FloatArray = scales.reshape(by_group)
+        row_zeros: FloatArray = zeros.reshape(by_group)
         groups = (np.arange(num_columns) // size).astype(np.int32)
         if (zeros == np.rint(zeros)).all() and zeros.min() >= 0 and zeros.max() < 1 << bits:
-            return grouped_matrix(module, max(bits, 2), scales, zeros, groups, by_row)
+            return grouped_matrix(module, max(bits, 2), row_scales, row_zeros.astype(np.int16), groups, by_row)
         if bits <= 4:
-            return AffineMatrix(module, bits, scales, -scales * zeros, groups, by_row)
-        reach = float((np.abs(scales) * np.maximum(np.abs(zeros), np.abs((1 << bits) - zeros))).max())
+            return AffineMatrix(module, bits, row_scales, -row_scales * row_zeros, groups, by_row)
         return DecodedMatrix(
             module,
             f"HQQ of {bits} bits, groups of {size}",
-            num_rows,
-            num_columns,
-            lambda rows: scales[rows][:, groups] * (by_row(rows) - zeros[rows][:, groups]),
-            reach,
+            (num_rows, num_columns),
+            lambda rows: row_scales[rows][:, groups] * (by_row(rows) - row_zeros[rows][:, groups]),
+            _reach(scales, zeros, bits),
         )
 
     def _scattered(
@@ -108,7 +114,7 @@ class HqqReader(ModuleReader):
         shape: tuple[int, int],
         grid: tuple[int, int],
         axis: int,
-        codes: Any,
+        codes: _GridReader,
         scales: FloatArray,
         zeros: FloatArray,
     ) -> DecodedMatrix:
@@ -121,12 +127,11 @@ class HqqReader(ModuleReader):
             found: FloatArray = scales[group] * (codes(row, column) - zeros[group])
             return found
 
-        reach = float((np.abs(scales) * np.maximum(np.abs(zeros), np.abs((1 << bits) - zeros))).max())
         size = grid[1] if axis else grid[0]
-        return DecodedMatrix(module, f"HQQ of {bits} bits, {size} to a group along axis {axis}", *shape, read, reach)
+        stored_as = f"HQQ of {bits} bits, {size} to a group along axis {axis}"
+        return DecodedMatrix(module, stored_as, shape, read, _reach(scales, zeros, bits))
 
-    def _codes(self, module: str, bits: int, grid: tuple[int, int]) -> Any:
-        """A reader of codes of the reshaped matrix: of whole rows, or of single elements by row and column."""
+    def _codes(self, module: str, bits: int, grid: tuple[int, int]) -> _GridReader:
         name, per_element = f"{module}.W_q", _CODES_PER_ELEMENT[bits]
         wanted_dtype = "I32" if bits == 3 else "U8"
         tensor = self._folder.tensor(name)
@@ -144,7 +149,8 @@ class HqqReader(ModuleReader):
                 found = unsigned[rows % step] >> shifts[:, None]
             else:
                 found = unsigned[rows % step, columns] >> shifts
-            return (found & unsigned.dtype.type((1 << bits) - 1)).astype(np.uint8)
+            codes: NDArray[np.uint8] = (found & unsigned.dtype.type((1 << bits) - 1)).astype(np.uint8)
+            return codes
 
         return read
 
@@ -156,6 +162,11 @@ class HqqReader(ModuleReader):
         if values.size != 1 or values.dtype.kind not in "iu":
             raise wrong_type(self._folder, name, "one whole number")
         return int(values[0])
+
+
+def _reach(scales: FloatArray, zeros: FloatArray, bits: int) -> float:
+    """The largest weight that there can be."""
+    return float((np.abs(scales) * np.maximum(np.abs(zeros), np.abs((1 << bits) - zeros))).max())
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from localinfer.quant.checkpoint.folder import CheckpointFolder
 from localinfer.quant.checkpoint.stored_matrix import StoredMatrix
@@ -19,6 +20,7 @@ _CACHE_LEAVES = frozenset(
         *("k_global_scale", "v_global_scale", "q_global_scale", "prob_output_scale", "kv_cache_scale"),
     )
 )
+_CACHE_SETTINGS = ("kv_cache_scheme", "kv_cache_quant_algo")
 _PROJECTIONS_OF_THE_CACHE = ("k_proj", "v_proj", "qkv_proj")
 
 
@@ -57,12 +59,16 @@ class ModuleReader(ABC):
         """Return a module's weight. Raises: CorruptFileError if its tensors do not fit each other or the settings."""
 
 
-def left_aside(names: Iterable[str]) -> tuple[set[str], list[str]]:
+def left_aside(names: Iterable[str], settings: Mapping[str, Any] | None) -> tuple[set[str], list[str]]:
     """Return the tensors of a checkpoint that describe activations and a KV cache, and what is to be said about them.
+
+    settings: how the checkpoint says it is quantized; without them it has no such tensors.
 
     Activations are rounded in blocks of 32 by scales of their own here, or not at all, and the KV cache has types of
     its own, so that none of these scales applies.
     """
+    if settings is None:
+        return set(), []
     kinds = {name: kind for name in names if (kind := _kind(name)) is not None}
     counts = Counter(kinds.values())
     notes = []
@@ -71,11 +77,10 @@ def left_aside(names: Iterable[str]) -> tuple[set[str], list[str]]:
             f"{counts['activations']} scales of activations are left aside: activations run in this program's own "
             "arithmetic, int8 in blocks of 32 or float32"
         )
-    if counts["cache"]:
-        notes.append(
-            f"{counts['cache']} scales of a quantized KV cache are left aside: the cache is stored as the option "
-            "kv_type says"
-        )
+    wants_cache = any(settings.get(key) for key in _CACHE_SETTINGS)
+    if counts["cache"] or wants_cache:
+        found = f"{counts['cache']} scales" if counts["cache"] else "settings"
+        notes.append(f"{found} of a quantized KV cache are left aside: the cache is stored as the option kv_type says")
     return set(kinds), notes
 
 

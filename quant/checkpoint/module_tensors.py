@@ -21,10 +21,10 @@ def span_of(rows: NDArray[np.intp]) -> slice | NDArray[np.intp]:
     return slice(int(rows[0]), int(rows[-1]) + 1) if is_span else rows
 
 
-def unpack_words(words: NDArray[np.int32], bits: int) -> NDArray[np.uint8]:
+def unpack_words(words: NDArray[np.int32] | NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
     """Split 32-bit words into codes of 2 to 8 bits, lowest first, without a gap between words.
 
-    Shapes: [n, words] to uint8[n, words * 32 // bits].
+    Shapes: [n, words] to uint8[n, words * 32 // bits], or of bytes alike.
     """
     data = np.ascontiguousarray(words).view(np.uint8)
     if bits == 8:

@@ -13,6 +13,7 @@ from localinfer.quant.checkpoint.fp8 import Fp8Reader
 from localinfer.quant.checkpoint.gptq import GptqReader
 from localinfer.quant.checkpoint.hqq import HqqReader
 from localinfer.quant.checkpoint.module_reader import ModuleReader
+from localinfer.quant.checkpoint.mxfp4 import Mxfp4Reader
 
 _READERS: dict[str, Callable[[CheckpointFolder, Mapping[str, Any]], ModuleReader]] = {
     "gptq": GptqReader,
@@ -22,6 +23,7 @@ _READERS: dict[str, Callable[[CheckpointFolder, Mapping[str, Any]], ModuleReader
     "fp8": Fp8Reader,
     "fbgemm_fp8": Fp8Reader,
     "modelopt": Fp8Reader,
+    "mxfp4": Mxfp4Reader,
     "bitsandbytes": BitsAndBytesReader,
     "hqq": HqqReader,
 }

@@ -160,7 +160,7 @@ def _fold(matrix: StoredMatrix, rotation: _Rotation, values: FloatArray | None, 
     is_plain = isinstance(matrix, DecodedMatrix) and not matrix.reach
     reach = 0.0 if is_plain else float(np.abs(read(np.arange(min(num_rows, 16)))).max())
     description = f"{matrix.description}, rotated ({rotation.name})"
-    return DecodedMatrix(matrix.name, description, num_rows, num_columns, read, reach)
+    return DecodedMatrix(matrix.name, description, matrix.shape, read, reach)
 
 
 def _hadamard(rows: FloatArray) -> FloatArray:

@@ -47,8 +47,18 @@ class ScaleGrid:
     description: str
 
     def of_rows(self, rows: NDArray[np.intp]) -> FloatArray:
-        """Return float32[n, columns] of n row numbers."""
-        return self.values[self.row_of[rows]][:, self.column_of]
+        """Return float32[n, columns] of n row numbers, or [n, 1] where a row has one scale."""
+        scales = self.values[self.row_of[rows]]
+        return scales if scales.shape[1] == 1 else scales[:, self.column_of]
+
+
+def block_of(sides: object) -> tuple[int, int]:
+    """Return the rows and columns of a block by the settings. Raises: CorruptFileError if they are no sizes."""
+    if isinstance(sides, list) and len(sides) == 2 and all(type(side) is int and 0 < side < 1 << 31 for side in sides):
+        return sides[0], sides[1]
+    raise CorruptFileError(
+        f"quantization_config: a block is {sides!r:.60}; wanted its rows and columns, such as [128, 128]. {AGAIN}"
+    )
 
 
 def is_scaled(folder: CheckpointFolder, module: str) -> bool:
@@ -74,7 +84,7 @@ def scaled_matrix(
     """
     dtype = folder.tensor(f"{module}.weight").dtype
     data = bytes_of(folder, f"{module}.weight", (*FP8_DTYPES, "I8"))
-    grid = scale_grid(folder, f"{module}.{scale_leaf}", data.shape, group_sizes, block)
+    grid = scale_grid(folder, f"{module}.{scale_leaf}", (data.shape[0], data.shape[1]), group_sizes, block)
     if dtype == "I8":
         return _integers(folder, module, data, grid, integer_bits)
     table = fp8_values(dtype)
@@ -82,7 +92,7 @@ def scaled_matrix(
     return DecodedMatrix(
         module,
         f"{_NAMES[dtype]}, {grid.description}",
-        *data.shape,
+        (data.shape[0], data.shape[1]),
         lambda rows: table[data[span_of(rows)]] * grid.of_rows(rows),
         largest * float(np.abs(grid.values).max()),
     )

@@ -8,10 +8,10 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.errors import CorruptFileError, RequestError
+from localinfer.errors import CorruptFileError
 from localinfer.quant.checkpoint.module_tensors import AGAIN
 from localinfer.quant.formats.reference import quantize
-from localinfer.quant.formats.types import TensorType, row_bytes
+from localinfer.quant.formats.types import TensorType, block_dtype, block_size, row_bytes
 from localinfer.types import FloatArray
 
 RowReader = Callable[[NDArray[np.intp]], FloatArray]
@@ -20,6 +20,7 @@ WEIGHTS_PER_CHUNK = 1 << 20
 """Weights unpacked at a time, so that what is in flight takes a few MiB however large the matrix."""
 
 _SMALLEST_REACH, _LARGEST_REACH = 2.0**-9, 2.0**21
+_LARGEST_FLOAT16, _TINY = 65504.0, 1e-36
 ROUNDED = "weights are rounded, by 0.4 % of the largest of 32 neighbours at most"
 TO_BFLOAT16 = "weights are rounded to bfloat16, within 0.4 % of each"
 
@@ -78,15 +79,14 @@ class StoredMatrix(ABC):
 class DecodedMatrix(StoredMatrix):
     """A matrix whose weights are computed as numbers, because no block type has its codes.
 
-    stored_as: the description. read_rows: float32[n, columns] of n row numbers. reach: no weight is much larger. Q8_0
-    holds such weights within a normalized squared error of 1e-4; where its float16 scales could not, or 32 does not
-    divide the columns, bfloat16 does.
+    stored_as: the description. dimensions: the shape. read_rows: float32[n, columns] of n row numbers. reach: no weight
+    is much larger. Q8_0 holds such weights within a normalized squared error of 1e-4; where its float16 scales could
+    not, or 32 does not divide the columns, bfloat16 does.
     """
 
     name: str
     stored_as: str
-    num_rows: int
-    num_columns: int
+    dimensions: tuple[int, int]
     read_rows: RowReader
     reach: float
 
@@ -98,7 +98,7 @@ class DecodedMatrix(StoredMatrix):
     @property
     def shape(self) -> tuple[int, int]:
         """Rows and columns."""
-        return self.num_rows, self.num_columns
+        return self.dimensions
 
     @property
     def change(self) -> str:
@@ -108,7 +108,8 @@ class DecodedMatrix(StoredMatrix):
     def rows(self, order: NDArray[np.intp]) -> "DecodedMatrix":
         """Return the matrix of these rows, in this order."""
         read = self.read_rows
-        return replace(self, num_rows=len(order), read_rows=lambda rows: read(order[rows]))
+        dimensions = len(order), self.dimensions[1]
+        return replace(self, dimensions=dimensions, read_rows=lambda rows: read(order[rows]))
 
     def dequantize_rows(self, rows: NDArray[np.intp]) -> FloatArray:
         """Return float32[n, columns]. Raises: CorruptFileError if a weight is infinite or NaN."""
@@ -120,7 +121,7 @@ class DecodedMatrix(StoredMatrix):
 
     def gguf_type(self) -> TensorType:
         """Return Q8_0, or BF16 for what Q8_0 does not hold well."""
-        fits = self.num_columns % 32 == 0 and _SMALLEST_REACH <= self.reach <= _LARGEST_REACH
+        fits = self.dimensions[1] % 32 == 0 and _SMALLEST_REACH <= self.reach <= _LARGEST_REACH
         return TensorType.Q8_0 if fits else TensorType.BF16
 
     def gguf_bytes(self, type: TensorType) -> NDArray[np.uint8]:
@@ -129,18 +130,29 @@ class DecodedMatrix(StoredMatrix):
 
 
 def encode_rows(matrix: StoredMatrix, type: TensorType) -> NDArray[np.uint8]:
-    """Round a matrix to a type that `quantize` writes.
+    """Round a matrix to Q8_0 or BF16.
 
     Raises: CorruptFileError if a weight is infinite, NaN or beyond what the type holds.
     """
     result = np.empty((matrix.shape[0], row_bytes(type, matrix.shape[1])), np.uint8)
     for rows in matrix.chunks():
         values = matrix.dequantize_rows(rows)
-        try:
-            result[rows] = quantize(values, type).reshape(len(rows), -1)
-        except RequestError as error:
-            raise CorruptFileError(f"{matrix.name}: a weight is too large for {type.name}: {error}. {AGAIN}") from error
+        blocks = _q8_0(values, matrix.name) if type is TensorType.Q8_0 else quantize(values, type)
+        result[rows] = blocks.reshape(len(rows), -1)
     return result.reshape(-1)
+
+
+def _q8_0(values: FloatArray, name: str) -> NDArray[np.uint8]:
+    """Blocks of Q8_0, within rounding of what the encoder writes, in half of its time."""
+    rows = values.reshape(-1, block_size(TensorType.Q8_0))
+    scale = np.maximum(rows.max(axis=1), -rows.min(axis=1)) / np.float32(127)
+    if scale.max(initial=0.0) > _LARGEST_FLOAT16:
+        raise CorruptFileError(f"{name}: weights reach {127 * scale.max():.4g}; wanted what Q8_0 can hold. {AGAIN}")
+    inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > _TINY)
+    blocks = np.empty(len(rows), block_dtype(TensorType.Q8_0))
+    blocks["d"] = scale
+    blocks["qs"] = np.rint(rows * inverse[:, None])
+    return blocks.view(np.uint8)
 
 
 def common_type(matrices: Sequence[StoredMatrix]) -> TensorType:

@@ -214,6 +214,8 @@ def test_work_counts_rows_windows_and_outputs() -> None:
     assert measured_model.work_of(attention, 4, 3, 1) == measured_model.Work(0, 70, 0, 2 * (5 + 6 + 7))
     sliding = Operation("attention", kv_bytes=10, kv_multiply_adds=2, window=4)
     assert measured_model.work_of(sliding, 9, 2, 1) == measured_model.Work(0, 50, 0, 2 * 8)
+    recurrent = Operation("scan", state_bytes=30)
+    assert measured_model.work_of(recurrent, 9, 2, 1) == measured_model.Work(0, 30, 0, 0)
 
 
 def test_speculation_is_measured_on_new_text_and_on_text_said_before(

@@ -1,6 +1,7 @@
 """Formats of newer families from end to end: learned, read at every cut, held to by a grammar, and rendered again."""
 
 import json
+import re
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -12,7 +13,7 @@ from localinfer.chat.constraints import ConstraintCompiler
 from localinfer.chat.grammar import ReasoningState, reply_grammar
 from localinfer.chat.messages import Tool, read_messages, read_tools
 from localinfer.chat.parser import ReplyParser, joined_calls
-from localinfer.chat.template_messages import template_messages
+from localinfer.chat.template_messages import template_messages, with_reasoning_as
 from localinfer.chat.value_types import parameter_types
 from localinfer.chat.written_calls import written_calls
 from localinfer.models.text.call_learning import learn_call_format
@@ -120,13 +121,17 @@ def test_calls_and_results_come_back_in_the_next_prompt(name: str) -> None:
     asked = [{"role": "user", "content": "Hi"}]
     said = {"role": "assistant", "content": "", "reasoning_content": "Both.", "tool_calls": calls}
     for order in (results, results[::-1]):
-        messages = template_messages(read_messages([*asked, said, *order]), form, read_tools(TOOLS))
+        messages = read_messages([*asked, said, *order])
+        if reasoning is not None:
+            messages = list(with_reasoning_as(reasoning.member, messages))
+        messages = template_messages(messages, form, read_tools(TOOLS))
         text = ChatTemplate(family.source).render(messages, tools=TOOLS if form.describes_tools else None)
         assert all(result["content"] in text for result in results) and '"maxLength": 12' in text
         found = ChatTemplate(family.source).render(messages[: -len(results)], add_generation_prompt=False)
         turn = found[found.index("Hi") + 2 :]
         stop = max(turn.rfind(end) for end in family.ends)
-        assert parse([turn[:stop]], (form, reasoning))[0][2] == expected(name)
+        read = parse([turn[:stop]], (form, reasoning))[0]
+        assert read[2] == expected(name) and ("Both." in turn) is (reasoning is not None)
 
 
 @pytest.fixture(scope="module")
@@ -179,6 +184,65 @@ def test_a_grammar_allows_this_format_and_these_tools_only(accepts: Callable[...
         answer = f"{reasoning.answer_begin}Hello.{reasoning.answer_end}"
         assert accepts(formats, tools, thought + answer, state="possible", must=False)
         assert not accepts(formats, tools, thought + answer, state="possible")
+
+
+class MarkerTokenizer(ByteTokenizer):
+    """Has a control token for each marker of a text."""
+
+    def __init__(self, text: str) -> None:
+        self.markers = sorted(set(re.findall(r"<[^<>\s]+>|\[[A-Z_/]+\]", text)))
+        self.vocab_size = 260 + len(self.markers)
+        self.special_spellings = SpellingFinder({marker: 260 + index for index, marker in enumerate(self.markers)})
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return super().token_bytes(token_id) if token_id < 260 else self.markers[token_id - 260].encode()
+
+    def token_text(self, token_id: int) -> str:
+        return super().token_text(token_id) if token_id < 260 else self.markers[token_id - 260]
+
+
+@pytest.mark.parametrize("name", NEWER_FAMILIES)
+def test_grammars_hold_where_markers_are_control_tokens(name: str) -> None:
+    form, reasoning = learned(name)
+    calls = written_calls(calls_of(name), form)
+    tokenizer = MarkerTokenizer(" ".join([*form.texts, *(() if reasoning is None else reasoning.texts)]))
+    compiler = ConstraintCompiler(tokenizer, tokenizer.vocab_size)
+    thought, answer = "", "Hello."
+    if reasoning is not None:
+        thought = f"{reasoning.begin}Both.{reasoning.end}{reasoning.following}"
+        answer = reasoning.answer_begin + answer + reasoning.answer_end
+    between = "" if reasoning is None else reasoning.end + reasoning.following if reasoning.following else ""
+    preamble = answer if reasoning is None or not reasoning.following else f"{reasoning.answer_begin}Hello.{between}"
+    for text, must in ((calls, True), (thought + calls, True), (thought + answer, False), (preamble + calls, False)):
+        grammar = reply_grammar(
+            reasoning=reasoning,
+            state="none" if reasoning is None else "possible",
+            calls=form,
+            tools=read_tools(TOOLS),
+            must_call=must,
+            is_parallel=True,
+            answer=None,
+            specials=tokenizer.special_spellings,
+        )
+        assert grammar is not None
+        mask = compiler.grammar_mask(grammar, start=0, what="schema")
+        spelled = tokenizer.encode_segments([(text, True)])
+        assert mask.count_allowed(np.empty(0, np.int32), spelled) == len(spelled), text
+        assert mask(np.array(spelled, np.int32))[ByteTokenizer.eos_token_id], text
+
+
+def test_reasoning_and_text_beside_calls_reach_templates_that_read_other_names() -> None:
+    _, reasoning = learned("channels")
+    assert reasoning is not None and reasoning.member == "thinking"
+    said = {"role": "assistant", "content": "I look.", "reasoning_content": "So.", "tool_calls": calls_of("channels")}
+    asked, answered = {"role": "user", "content": "Hi"}, {"role": "tool", "content": "x"}
+    messages = with_reasoning_as(reasoning.member, [asked, said, answered])
+    text = ChatTemplate(NEWER_FAMILIES["channels"].source).render(messages)
+    assert text.index("I look.") < text.index("analysis<|message|>So.<|end|>") < text.index("to=functions.weather")
+    plain = [asked, {"role": "assistant", "content": "Yes."}]
+    assert (
+        with_reasoning_as("thinking", plain) is plain and with_reasoning_as("reasoning_content", messages) is messages
+    )
 
 
 def test_ids_that_a_model_writes_are_kept_and_those_of_templates_hold_names() -> None:

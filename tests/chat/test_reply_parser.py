@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from localinfer.chat.parser import ReplyParser, joined_calls
+from localinfer.chat.value_types import json_value
 from localinfer.models.text.call_learning import learn_call_format
 from localinfer.models.text.chat_template import ChatTemplate
 from localinfer.models.text.reply_format import CallFormat, ReasoningFormat
@@ -89,12 +90,33 @@ def test_parameters_of_every_family_are_read_as_json_at_every_cut(name: str, typ
         ('say "a"\nand </b>', ("string",), '"say \\"a\\"\\nand </b>"'),
         ("</param", ("string",), '"</param"'),
         ("no number", ("integer",), '"no number"'),
+        ("{'a': [True, None]}", ("object",), '{"a": [true, null]}'),
+        ("['cut]", ("array",), '"[\'cut]"'),
+        ("{'a': f(1)}", ("object",), "\"{'a': f(1)}\""),
+        ("<![CDATA[a </parameter> <b>]]>", ("string",), '"a </parameter> <b>"'),
+        ("<![CDATA[3]]>", ("integer", "string"), '"3"'),
+        ("<![", ("string",), '"<!["'),
     ],
 )
 def test_values_become_json_of_the_types_that_they_may_have(written: str, types: tuple[str, ...], read: str) -> None:
     text = f"<tool_call>\n<function=f>\n<parameter=a>\n{written}\n</parameter>\n</function>\n</tool_call>"
     known = {"f": {"a": frozenset(types)}}
     assert_cuts_do_not_matter(text, FORMS["qwen-coder"], ("", "", [("f", f'{{"a": {read}}}')]), types=known)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        ["it's", 'a "b" True', 'it\'s "c"'],
+        {"a": [True, False, None], "b": {"\x07\n\\": 1.5}},
+        [[], {}, ""],
+        ["ü'\u200b"],
+    ],
+)
+def test_what_python_prints_of_a_value_is_that_value(value: Any) -> None:
+    types = frozenset(("array", "object"))
+    assert json.loads(json_value(str(value), types)) == value
+    assert json_value(str(value)[:-1], types) == json.dumps(str(value)[:-1], ensure_ascii=False)
 
 
 def test_white_space_around_a_parameter_may_be_missing() -> None:
@@ -183,6 +205,26 @@ def test_a_call_that_is_cut_short_keeps_what_came_of_its_arguments() -> None:
     for name, family in FAMILIES.items():
         cut = family.one_call.index("Bonn") + 2
         assert parse([family.one_call[:cut]], FORMS[name]) == ("", "", [("weather", '{"city": "Bo')])
+
+
+@pytest.mark.parametrize("family", ["hermes", "mistral"])
+def test_an_id_beside_the_arguments_belongs_to_the_frame(family: str) -> None:
+    text = FAMILIES[family].two_calls
+    assert text is not None
+    for member in (', "id": "abcdefghi"', ' , "call_id" : 12 '):
+        written = text.replace("3}", f"3}}{member}", 1)
+        weather, search = ("weather", ARGUMENTS[0]), ("search", ARGUMENTS[1])
+        assert_cuts_do_not_matter(written, FORMS[family], ("", "", [weather, search]))
+
+
+@pytest.mark.parametrize(
+    "call", ['<tool_call>\n{"name": "a b", "arguments": {}}', '<tool_call>\n{"name": "f", "arguments": "text"}']
+)
+def test_a_malformed_call_is_given_back_as_text_and_the_next_is_read(call: str) -> None:
+    whole = f"So: {call}\n</tool_call>"
+    assert_cuts_do_not_matter(whole, FORMS["hermes"], (whole, "", []))
+    both = f"{whole}\n{FAMILIES['hermes'].one_call}"
+    assert_cuts_do_not_matter(both, FORMS["hermes"], (whole, "", [("weather", ARGUMENTS[0])]))
 
 
 def test_a_second_call_that_is_cut_short_before_its_arguments_is_left_out() -> None:

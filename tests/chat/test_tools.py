@@ -20,7 +20,8 @@ from localinfer.models.load.loader import load_model
 from localinfer.models.text.chat_template import ChatTemplate
 from tests.chat.conversations import ASK, called
 from tests.engine.fakes import ByteTokenizer, FakeTemplate, fake_model, scripted_logits, text_model
-from tests.models.text.family_templates import FAMILIES
+from tests.models.text.family_templates import FAMILIES, PLAIN, QWEN_CODER
+from tests.models.text.newer_templates import NEWER_FAMILIES
 
 WEATHER = {
     "type": "object",
@@ -272,3 +273,35 @@ def test_a_budget_waits_for_the_end_of_a_character() -> None:
     allowed = budget(np.array([256, *b"<ab"], np.int32))
     assert np.flatnonzero(allowed).tolist() == [10] and budget(np.array([256, *b"<a"], np.int32)).all()
     assert budget.count_allowed(np.array([256], np.int32), list(b"<abc")) == 3
+
+
+def test_tools_are_described_where_templates_do_not_in_the_format_that_they_write() -> None:
+    described = NEWER_FAMILIES["silent-calls"].source
+    model = load_model(model_path(None), threads=1)
+    with LLM(replace(model, chat_template=ChatTemplate(described))) as llm:
+        prompt = llm.render_chat(ASK, tools=TOOLS)
+        assert "get_weather" in prompt and "<|calls|><|call|>function<|sep|>NAME\n```json\nARGUMENTS\n```" in prompt
+    strict = PLAIN.replace(
+        "{% for", "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}{% for", 1
+    )
+    with LLM(replace(model, chat_template=ChatTemplate(strict))) as llm:
+        assert llm.render_chat(ASK, tools=TOOLS).startswith("<|im_start|>user\nYou can call")
+        results = [{"role": "tool", "tool_call_id": "abcdefghi", "content": text} for text in ("one", "two")]
+        prompt = llm.render_chat([*called("get", '{"query": "b"}')[:2], *results], tools=TOOLS)
+        assert prompt.count("<|im_start|>user") == 2 and "two" in prompt
+    in_parameters = QWEN_CODER.replace("{%- if tools %}", "{%- if none %}", 1)
+    with LLM(replace(model, chat_template=ChatTemplate(in_parameters))) as llm:
+        assert "<function=NAME>\n<parameter=PARAMETER>\nVALUE\n</parameter>" in llm.render_chat(ASK, tools=TOOLS)
+
+
+def test_thinking_asks_for_effort_where_nothing_else_lets_a_model_reason() -> None:
+    source = (
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.thinking %}<think>{{ m.thinking }}</think>{% endif %}"
+        "{{ m.content }}{% endfor %}<|assistant|><think>{{ '' if reasoning_effort == 'high' else '</think>' }}"
+    )
+    model = load_model(model_path(None), threads=1)
+    with LLM(replace(model, chat_template=ChatTemplate(source))) as llm:
+        ends = {thinking: llm.render_chat(ASK, thinking=thinking)[-8:] for thinking in (True, False, None)}
+        assert ends == {True: "><think>", False: "</think>", None: "</think>"}
+        low = llm.render_chat(ASK, thinking=True, template_variables={"reasoning_effort": "low"})
+        assert low.endswith("</think>")

@@ -35,6 +35,7 @@ class FakeLayout:
     window: int = 0
     state_bytes: int = 0
     log_bytes: int = 0
+    carried_size: int = 0
 
 
 def hashed_logits(history: NDArray[np.int32], vocab_size: int) -> Logits:

@@ -7,10 +7,16 @@ import numpy as np
 
 from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.ops import Buffer, RecurrentOp
-from localinfer.kernels.recurrent_ops import delta_rule_state, selective_scan_state, short_convolution_state
+from localinfer.kernels.recurrent_ops import (
+    delta_rule_state,
+    selective_scan_state,
+    short_convolution_state,
+    wkv_state,
+)
 from localinfer.types import FloatArray
 
 Buffers = dict[str, Buffer]
+OUTPUTS = ("out", "bonus")
 
 
 @dataclass(frozen=True)
@@ -30,7 +36,7 @@ class RecurrentCase:
         generator = np.random.default_rng(seed)
         found = {}
         for name, width in self.widths.items():
-            if name == "out":
+            if name in OUTPUTS:
                 continue
             rows = generator.standard_normal((num_rows, width)).astype(np.float32)
             if name in self.unit_heads:
@@ -96,6 +102,21 @@ def _scan(heads: int, size: int, states: int, groups: int, *, by_channel: bool, 
     return RecurrentCase({**widths, "out": channels}, write, {}, positive=("dt",))
 
 
+def _wkv(heads: int, head_size: int) -> RecurrentCase:
+    width = heads * head_size
+    inputs = ("receptance", "decay", "keys", "values", "rate")
+
+    def write(tape: GraphBuilder, buffers: Buffers, generator: np.random.Generator) -> None:
+        scales = [generator.standard_normal(width).astype(np.float32) for _ in range(3)]
+        tape.add_state(wkv_state(width, head_size))
+        tape.wkv(
+            len(tape.states) - 1, buffers["out"], buffers["bonus"], *(buffers[name] for name in inputs), *scales,
+            head_size,
+        )  # fmt: skip
+
+    return RecurrentCase(dict.fromkeys((*inputs, "out", "bonus"), width), write, {"keys": head_size})
+
+
 CASES = {
     "convolution": _convolution(37, 4, has_bias=True, has_silu=True),
     "wide convolution": _convolution(300, 2, has_bias=False, has_silu=False),
@@ -106,4 +127,5 @@ CASES = {
     "scan by head": _scan(4, 8, 5, 2, by_channel=False),
     "scan by head, wide": _scan(3, 64, 128, 1, by_channel=False, offset=3),
     "scan by channel": _scan(1, 37, 16, 1, by_channel=True),
+    "wkv": _wkv(2, 48),
 }

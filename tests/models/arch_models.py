@@ -26,12 +26,7 @@ SEED = 1
 # phimoe's answers were computed with RMS norms where the model's own code has layer norms.
 KNOWN_TO_DIFFER = {"phimoe-moe"}
 # Models of architectures that this version refuses.
-RECURRENT_REFUSED = {"rwkv7-recurrent"}
-BLOCKS_REFUSED = {
-    *("gemma3n-altup", "gemma4-e2b", "gemma4-dense", "gemma4-moe", "minimax-m3-dense", "minimax-m3-sparse"),
-    *("deepseek32-sparse", "deepseek32-mtp", "glm-dsa-sparse", "glm-dsa-mtp"),
-}
-REFUSED = RECURRENT_REFUSED | BLOCKS_REFUSED
+REFUSED: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -148,10 +143,11 @@ def build_model(folder: Path, name: str) -> ArchModel:
         return ArchModel(name, path, answers[f"{name}.tokens"], answers[f"{name}.logits"])
 
 
-def read_config(path: Path) -> ModelConfig:
+def read_config(path: Path, *, with_draft_layers: bool = False) -> ModelConfig:
     """The configuration of a file."""
     with read_gguf(path) as file:
-        return ModelConfig.from_metadata(file.metadata, {name: info.shape for name, info in file.tensors.items()})
+        shapes = {name: info.shape for name, info in file.tensors.items()}
+        return ModelConfig.from_metadata(file.metadata, shapes, with_draft_layers=with_draft_layers)
 
 
 def run_logits(model: ArchModel, device: Device, chunk_rows: int = 0) -> FloatArray:

@@ -12,12 +12,14 @@ import pytest
 import localinfer
 from localinfer.evaluation.quantize import quantize
 from localinfer.models import demo
+from localinfer.quant.formats.reference import dequantize
 from localinfer.quant.formats.types import TensorType
 from localinfer.quant.gguf.reader import read_gguf
+from localinfer.quant.gguf.writer import encode_value
 from localinfer.quant.methods.imatrix import Importance, write_imatrix
 from tests.models.arch_models import ArchModel, run_logits
 from tests.models.numpy_device import NumpyDevice
-from tests.typed_models import check_model, make_model, read_model
+from tests.typed_models import TypedModel, Weight, check_model, make_model, read_model
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed"
@@ -127,3 +129,52 @@ def test_files_of_llama_cpp_run_in_every_type_it_writes(tmp_path: Path) -> None:
         check_model(found, tmp_path)
     assert types >= {"F16", "Q8_0", "Q4_0", "Q5_1", "Q2_K", "Q3_K", "Q6_K", "IQ4_NL", "IQ4_XS", "TQ1_0", "TQ2_0"}
     assert types >= {"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"}
+
+
+def with_experts(model: TypedModel, num_experts: int) -> TypedModel:
+    """Every feed forward as so many, each times another factor, of which two are chosen."""
+    generator = np.random.default_rng(3)
+    metadata = model.metadata | {
+        "llama.expert_count": encode_value(num_experts),
+        "llama.expert_used_count": encode_value(2),
+    }
+    weights = {}
+    for name, weight in model.weights.items():
+        if ".ffn_" not in name or "norm" in name:
+            weights[name] = weight
+            continue
+        values = dequantize(weight.blocks, weight.type, weight.shape)
+        stack = np.stack([values * np.float32(0.8 + 0.1 * number) for number in range(num_experts)])
+        expert_name = name.replace(".weight", "_exps.weight")
+        weights[expert_name] = Weight(TensorType.F32, stack.shape, stack.reshape(-1).view(np.uint8))
+        if ".ffn_gate." in name:
+            router = generator.standard_normal((num_experts, weight.shape[-1])).astype(np.float32)
+            router_name = name.replace("ffn_gate", "ffn_gate_inp")
+            weights[router_name] = Weight(TensorType.F32, router.shape, router.reshape(-1).view(np.uint8))
+    return TypedModel(metadata, weights)
+
+
+@pytest.mark.parametrize(("type", "file_type"), [("F16", 1), ("BF16", 32), ("MXFP4_MOE", 38)])
+def test_llama_cpp_writes_and_continues_plain_numbers_and_mxfp4_alike(
+    tmp_path: Path, type: str, file_type: int
+) -> None:
+    source, imatrix = tmp_path / "source.gguf", tmp_path / "imatrix.gguf"
+    ours, theirs = tmp_path / "ours.gguf", tmp_path / "theirs.gguf"
+    with read_gguf(MODEL) as file:
+        model = read_model(file)
+    model = with_experts(model, 4) if type == "MXFP4_MOE" else model.as_float()
+    model.write(source)
+    quantize(source, ours, type=type, threads=2)
+    squares = {"none": np.ones((1, 32), np.float32)}
+    write_imatrix(imatrix, Importance("none", squares, "none", 1), 128)
+    peer("quantize", source, theirs, file_type, imatrix)
+    with read_gguf(ours) as first, read_gguf(theirs) as second:
+        assert first.tensors.keys() == second.tensors.keys()
+        assert first.metadata["general.file_type"] == second.metadata["general.file_type"] == file_type
+        for name, info in first.tensors.items():
+            assert info.type is second.tensor(name).type, name
+            np.testing.assert_array_equal(first.tensor_bytes(name), second.tensor_bytes(name), name)
+    with localinfer.load(ours, speculation=None, threads=2, device="cpu") as llm:
+        prompt = llm.tokenizer.encode("Once upon a time")
+        found = list(llm.complete(prompt, temperature=0.0, max_tokens=16).token_ids)
+    assert peer("continue", ours, " ".join(map(str, prompt)), len(found)).split() == [str(token) for token in found]

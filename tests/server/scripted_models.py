@@ -33,7 +33,7 @@ def scripted_model(steps: Sequence[Step], template: type[FakeTemplate] = Thinkin
     pauses = {sum(isinstance(one, int) for one in steps[:i]): s for i, s in enumerate(steps) if not isinstance(s, int)}
 
     def logits(history: NDArray[np.int32], vocab_size: int) -> NDArray[np.float32]:
-        starts = np.flatnonzero((history == BOT) | (history == BAR))
+        starts = np.flatnonzero(history == (BOT if BOT in history else BAR))
         count = history.size - 1 - int(starts[-1]) if starts.size else len(tokens)
         pause = pauses.get(count)
         if isinstance(pause, threading.Event):

@@ -94,7 +94,7 @@ def expm1_less_x(x):
 
 @inline
 def xielu_of(x, positive, negative, beta, epsilon):
-    """xIELU of x, see `ops.Xielu`."""
+    """xIELU of x, see `further_ops.Xielu`."""
     low = ptx.minimum(x, epsilon)
     value = (expm1_less_x(low) + (low - x)) * negative
     if x > float32(0.0):

@@ -45,7 +45,7 @@ def exclude(values, index):
     ptx.syncthreads()
 
 
-@template("qqqqqqqqqqqqqf")
+@template("qqqqqqqqqqqqqqf")
 def route(gating):
     """Choose experts of every row, a warp each, of [1, rows]; scratch: float32[rows][2 * count + groups]."""
     is_sigmoid = gating == SIGMOID
@@ -54,7 +54,7 @@ def route(gating):
 
     def kernel(
         logits, logits_stride, ids, ids_stride, weights, weights_stride, count, num_selected, bias, scratch,
-        num_groups, num_kept_groups, normalises, scale,
+        num_groups, num_kept_groups, normalises, output_scales, scale,
     ):  # fmt: skip
         lane = ptx.thread()
         row = ptx.block_y()
@@ -148,7 +148,10 @@ def route(gating):
                 total = float32(1.0)
             slot = 0
             while slot < num_selected:
-                ptx.store_f32(weights + 4 * slot, scale * ptx.divide(ptx.load_f32(weights + 4 * slot), total))
+                value = scale * ptx.divide(ptx.load_f32(weights + 4 * slot), total)
+                if output_scales != 0:
+                    value = value * ptx.load_f32(output_scales + 4 * ptx.to_int(ptx.load_f32(ids + 4 * slot)))
+                ptx.store_f32(weights + 4 * slot, value)
                 slot = slot + 1
 
     return kernel

@@ -19,7 +19,7 @@ from localinfer.kernels.cuda.jit import inline, kernel, template
 THREADS = 128
 
 RMS, LAYER = 0, 1
-ACTIVATION, GATE, LIMITED_GATE, ADD, TIMES, TIMES_SIGMOID, SCALE, CLAMP, CLAMP_ABOVE, SOFTCAP = range(10)
+ACTIVATION, GATE, LIMITED_GATE, ADD, TIMES, TIMES_ROW, TIMES_SIGMOID, SCALE, CLAMP, CLAMP_ABOVE, SOFTCAP = range(11)
 TO_F32, TO_F16, TO_BF16 = range(3)
 
 WEIGHTS = "(qqqq)(qqqq)"
@@ -152,7 +152,8 @@ def elementwise(operation):
     is_gate = operation == GATE
     is_limited = operation == LIMITED_GATE
     is_add = operation == ADD
-    is_product = operation == TIMES
+    is_product = operation in (TIMES, TIMES_ROW)
+    one_factor = operation == TIMES_ROW
     is_sigmoid = operation == TIMES_SIGMOID
     is_scale = operation == SCALE
     is_clamp = operation == CLAMP
@@ -172,7 +173,10 @@ def elementwise(operation):
             elif is_limited:
                 value = activate_limited(value, ptx.load_f32(b + row * b_stride + 4 * column), scalar)
             elif is_product:
-                value = value * ptx.load_f32(b + row * b_stride + 4 * column)
+                other = column
+                if one_factor:
+                    other = 0
+                value = value * ptx.load_f32(b + row * b_stride + 4 * other)
             elif is_sigmoid:
                 value = value * sigmoid(ptx.load_f32(b + row * b_stride + 4 * column))
             elif is_scale:
@@ -207,6 +211,67 @@ def xielu(out, out_stride, x, x_stride, num_columns, positive, negative, beta, e
         value = ptx.load_f32(x + ptx.block_y() * x_stride + 4 * column)
         value = xielu_of(value, positive, negative, beta, epsilon)
         ptx.store_f32(out + ptx.block_y() * out_stride + 4 * column, value)
+
+
+@kernel("qqqqqqqqqqqq")
+def mix_slots(
+    out, out_stride, x, x_stride, weights, weights_stride, residual, residual_stride, num_slots, size, num_columns,
+    first_slot,
+):  # fmt: skip
+    """out[b] = residual[b] + the sum over slots a, in order, of weights[b, a] * x[a], of [columns / 128, rows]."""
+    column = ptx.block_x() * THREADS + ptx.thread()
+    if column < num_columns:
+        row = ptx.block_y()
+        slot = column // size
+        total = float32(0.0)
+        if residual != 0:
+            total = ptx.load_f32(residual + row * residual_stride + 4 * column)
+        if slot >= first_slot:
+            other = 0
+            while other < num_slots:
+                weight = float32(1.0)
+                if weights != 0:
+                    weight = ptx.load_f32(weights + row * weights_stride + 4 * (slot * num_slots + other))
+                total = total + weight * ptx.load_f32(x + row * x_stride + 4 * (other * size + column % size))
+                other = other + 1
+        ptx.store_f32(out + row * out_stride + 4 * column, total)
+
+
+@template("qqqqqf")
+def row_statistic(is_top_k):
+    """The magnitude of every row, or what exceeds its mean by so many deviations; a warp each, of [1, rows]."""
+
+    def kernel(out, out_stride, x, x_stride, size, deviations):
+        lane = ptx.thread()
+        row = ptx.block_y()
+        x = x + row * x_stride
+        out = out + row * out_stride
+        mean = float32(0.0)
+        if is_top_k:
+            value = float32(0.0)
+            column = lane
+            while column < size:
+                value = value + ptx.load_f32(x + 4 * column)
+                column = column + 32
+            mean = ptx.divide(warp_sum(value), ptx.to_float(size))
+        value = float32(0.0)
+        column = lane
+        while column < size:
+            centred = ptx.load_f32(x + 4 * column) - mean
+            value = value + centred * centred
+            column = column + 32
+        total = warp_sum(value)
+        if is_top_k:
+            least = mean + deviations * ptx.square_root(ptx.divide(total, ptx.to_float(size - 1)))
+            column = lane
+            while column < size:
+                value = ptx.maximum(ptx.load_f32(x + 4 * column) - least, float32(0.0))
+                ptx.store_f32(out + 4 * column, value)
+                column = column + 32
+        elif lane == 0:
+            ptx.store_f32(out, ptx.square_root(ptx.divide(total, ptx.to_float(size))))
+
+    return kernel
 
 
 @kernel("qqqqqf")

@@ -40,7 +40,10 @@ async def model(request: Request) -> Response:
 
 async def metrics(request: Request) -> Response:
     """All metrics, as Prometheus reads them."""
-    return Response(service_of(request).metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    service = service_of(request)
+    for model in service.registry.models():
+        service.metrics.show_snapshots(model.source.id, None if model.llm is None else model.llm.snapshot_stats)
+    return Response(service.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 async def slots(request: Request) -> Response:

@@ -1,12 +1,14 @@
 """What the server counts and times, in Prometheus' text format, in a registry of its own."""
 
 import time
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 if TYPE_CHECKING:
+    from localinfer.cache.prefix_cache import SnapshotStats
     from localinfer.stream import Stats
 
 GOOD_FIRST_TOKEN_SECONDS = 1.0
@@ -55,10 +57,29 @@ class Metrics:
         self.running = gauge("localinfer_running_generations", "Texts being generated now")
         self.waiting = gauge("localinfer_waiting_generations", "Texts admitted that have no token yet")
         self.loaded = gauge("localinfer_loaded_models", "Models in memory")
+        snapshots = "Snapshots of recurrent states"
+        self._snapshots = {
+            "held": gauge("localinfer_state_snapshots", f"{snapshots} in memory", ["model"]),
+            "num_bytes": gauge("localinfer_state_snapshot_bytes", "Their bytes", ["model"]),
+            "grid": gauge("localinfer_grid_snapshots", f"{snapshots} that are kept for their distance", ["model"]),
+            "grid_bytes": gauge("localinfer_grid_snapshot_bytes", "Their bytes", ["model"]),
+            "taken": gauge("localinfer_state_snapshots_taken", f"{snapshots} taken since loading", ["model"]),
+            "evicted": gauge("localinfer_state_snapshots_evicted", f"{snapshots} evicted since loading", ["model"]),
+            "hits": gauge("localinfer_state_snapshot_hits", "Texts that went on from one since loading", ["model"]),
+        }
 
     def exposition(self) -> bytes:
         """Everything, as Prometheus reads it."""
         return generate_latest(self.registry)
+
+    def show_snapshots(self, model: str, stats: "SnapshotStats | None") -> None:
+        """Show a loaded model's figures; None for one that has none, or is no longer loaded."""
+        for name, shown in self._snapshots.items():
+            if stats is not None:
+                shown.labels(model).set(getattr(stats, name))
+            else:
+                with suppress(KeyError):
+                    shown.remove(model)
 
     def count_reply(self, model: str, stats: "Stats", ending: str) -> None:
         """Count what a finished generation cost."""

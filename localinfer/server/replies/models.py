@@ -73,21 +73,24 @@ def measure_need(
     changes: settings in place of those of the file. context_length: the one it will be loaded with, None for its own.
     Raises: ModelFileError and below; RequestError for changes without meaning.
     """
+    from localinfer.cache.block_pool import STATES_OF_DEFAULT
     from localinfer.cache.sliding_window import SlidingWindow
     from localinfer.kernels.cpu.lower import MAX_BATCH_ROWS
     from localinfer.kernels.kv_layout import KVLayout
-    from localinfer.models.decoder.decoder import kv_layer_shapes
+    from localinfer.models.decoder.decoder import kv_layer_shapes, state_shapes
+    from localinfer.models.load.devices import host_bytes
     from localinfer.models.load.loader import open_model_file, read_config
 
     file = open_model_file(path, changes, context_length)
     try:
         config = read_config(file)
         config = replace(config, context_length=max(config.context_length, context_length or 0))
-        layout = KVLayout(kv_type, kv_layer_shapes(config, parts_windows=True))
+        layout = KVLayout(kv_type, kv_layer_shapes(config, parts_windows=True), state_shapes(config))
         per_token = -(-layout.page_bytes // layout.page_tokens)
         sliding = SlidingWindow(layout.window, layout.page_tokens)
         windowed = sliding.most_pages(config.context_length, MAX_BATCH_ROWS) * layout.windowed_bytes
-        return MemoryNeed(file.num_bytes + SCRATCH_BYTES + windowed, per_token, config.context_length)
+        states = STATES_OF_DEFAULT * layout.state_bytes
+        return MemoryNeed(host_bytes(file) + SCRATCH_BYTES + windowed + states, per_token, config.context_length)
     finally:
         file.close()
 

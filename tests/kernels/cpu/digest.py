@@ -12,11 +12,14 @@ from localinfer.kernels.kv_layout import KV_TYPES, KVLayout
 from localinfer.kernels.layouts import SIZES, Layout, is_float
 from localinfer.kernels.ops import Activation, AttentionShape, Buffer, KVLayerShape, LinearWeight, Projection
 from localinfer.types import FloatArray
+from tests.kernels.cpu.recurrent_runs import RecurrentProgram
 from tests.kernels.cpu.tape_runs import assert_same_bits, linear, random_rows, run_rows
 from tests.kernels.random_weights import random_weights
+from tests.kernels.recurrent_cases import CASES
 
-# One of each way that products differ by instruction set; Q6_K has scales per half block.
-LAYOUTS = [Layout.F16, Layout.Q8_0, Layout.Q4_0, Layout.Q6_K]
+# One of each way that products differ by instruction set: Q6_K has scales per half block, Q2_K multiplies them as
+# integers, IQ4_NL looks levels up in a short table, IQ2_XS and IQ3_S in long ones, by indices of more than a byte.
+LAYOUTS = [Layout.F16, Layout.Q8_0, Layout.Q4_0, Layout.Q6_K, Layout.Q2_K, Layout.IQ4_NL, Layout.IQ2_XS, Layout.IQ3_S]
 ROWS = 7
 
 
@@ -72,6 +75,17 @@ def layer() -> str:
     found = _attention(ThreadPool(1), AttentionShape(2, 1, 20, 24, 0.3, softcap=3.0), "f16")
     assert_same_bits(found, found)
     return hashlib.sha256(found.tobytes()).hexdigest()
+
+
+def recurrent() -> str:
+    """States carried from row to row, with their gates."""
+    pool, result = ThreadPool(1), hashlib.sha256()
+    for name in ("convolution", "delta rule by channel"):
+        program = RecurrentProgram(pool, CASES[name], CASES[name].inputs(9, 2), 9)
+        found, place = program.in_chunks([4, 5])
+        result.update(found.tobytes())
+        result.update(program.states(place).tobytes())
+    return result.hexdigest()
 
 
 def encoded() -> str:

@@ -15,7 +15,7 @@ from localinfer.kernels.cpu.compiled.attention import attention_codes, attention
 from localinfer.kernels.cpu.compiled.matmul import quantize, rows, tiles
 from localinfer.kernels.jit import isa
 from localinfer.kernels.jit.isa import ISA
-from localinfer.kernels.layouts import Layout
+from localinfer.kernels.layouts import CUDA_LAYOUTS, Layout
 
 _AVX2 = "+avx,+avx2,+fma,+f16c"
 TARGETS: dict[str, tuple[ISA, str, str, str]] = {
@@ -46,7 +46,10 @@ def _tile(layout: Layout, num_rows: int) -> tuple[Any, list[Any]]:
 
 
 SHORT_TILES = ("generic", "windows on arm", "apple")
-"""Targets whose tiles of four rows take long to compile, or are those of another target in another spelling."""
+"""Targets whose tiles of four rows take long to compile, or are those of another target in another spelling.
+
+So are those of layouts that only the CPU has: one row has all their instructions.
+"""
 
 PIECES: dict[str, tuple[Any, list[Any]]] = {
     **{layout.name: _tile(layout, 4) for layout in Layout},
@@ -74,7 +77,8 @@ def assembly(target_name: str, piece: str) -> str:
         getattr(llvm, f"initialize_all_{name}")()
     codegen = SimpleNamespace(magic_tuple=lambda: (triple, cpu, features))
     context = SimpleNamespace(codegen=lambda: codegen, get_dummy_value=lambda: None)
-    is_short = piece in Layout.__members__ and target_name in SHORT_TILES
+    is_tile = piece in Layout.__members__
+    is_short = is_tile and (target_name in SHORT_TILES or Layout[piece] not in CUDA_LAYOUTS)
     intrinsic, argument_types = _tile(Layout[piece], 1) if is_short else PIECES[piece]
     _, generate = intrinsic._defn(None, *argument_types)
     module = ir.Module()

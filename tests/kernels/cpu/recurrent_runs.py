@@ -14,7 +14,7 @@ from localinfer.kernels.ops import Rows
 from localinfer.kernels.program import Batch, Segment, StateStep
 from localinfer.types import FloatArray
 from tests.kernels.cpu.tape_runs import table
-from tests.kernels.recurrent_cases import RecurrentCase
+from tests.kernels.recurrent_cases import OUTPUTS, RecurrentCase
 
 
 class RecurrentProgram:
@@ -29,11 +29,14 @@ class RecurrentProgram:
         for name, values in inputs.items():
             tape.embed(buffers[name], table(values))
         width = case.widths["out"]
-        both = tape.buffer("both", 2 * width)
+        names = [name for name in OUTPUTS if name in case.widths]
+        both = tape.buffer("both", 2 * len(names) * width)
         for index in range(2):
-            out = tape.buffer(f"out {index}", width)
-            case.write(tape, {**buffers, "out": out}, np.random.default_rng(1))
-            tape.copy_heads(both, out, 1, width, 2 * width, width, out_offset=index * width)
+            outs = {name: tape.buffer(f"{name} {index}", width) for name in names}
+            case.write(tape, {**buffers, **outs}, np.random.default_rng(1))
+            for part, out in enumerate(outs.values()):
+                offset = (index * len(names) + part) * width
+                tape.copy_heads(both, out, 1, width, both.width, width, out_offset=offset)
         selected = tape.buffer("selected", both.width, Rows.OUTPUT)
         tape.select_output(selected, both)
         graph = tape.finish(selected)

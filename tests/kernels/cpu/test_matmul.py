@@ -8,6 +8,7 @@ from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.layouts import SIZES, Layout, is_float
 from localinfer.kernels.ops import Buffer, LinearWeight, Projection
+from localinfer.quant.formats.types import TensorType, block_dtype
 from localinfer.types import FloatArray
 from tests.kernels.cpu.tape_runs import (
     RowProgram,
@@ -50,6 +51,8 @@ ERROR_BUDGET = {
     Layout.IQ2_S: 6e-3,
     Layout.IQ3_XXS: 6e-3,
     Layout.IQ3_S: 6e-3,
+    Layout.Q1_0: 6e-3,
+    Layout.Q2_0: 6e-3,
 }
 ARITHMETIC_BUDGET = 1e-6
 """The same against the activations as they are after rounding: what the kernel itself adds."""
@@ -171,6 +174,36 @@ def test_matmul_of_zeros_is_zero(layout: Layout, pool: ThreadPool) -> None:
     weight = linear(pool, layout, random_weights(layout, shape, 16), shape)
     found = run_rows(pool, [np.zeros((3, shape[1]), np.float32)], product(weight))
     assert not found.any()
+
+
+@pytest.mark.parametrize(
+    ("layout", "field", "codes"),
+    [(Layout.MXFP4, "e", [0, 1, 2, 3, 64, 128, 190, 200]), (Layout.NVFP4, "d", [0, 1, 7, 8, 126, 127, 128, 255])],
+    ids=["MXFP4", "NVFP4"],
+)
+def test_matmul_takes_scale_bytes_of_any_value(layout: Layout, field: str, codes: list[int], pool: ThreadPool) -> None:
+    """The smallest are subnormal as float32; of NVFP4 one is not a number and read as zero."""
+    shape = (len(codes), 2 * SIZES[layout].unit)
+    data = random_weights(layout, shape, 30)
+    blocks = data.view(block_dtype(TensorType[layout.name])).reshape(len(codes), -1)
+    for row, code in zip(blocks, codes, strict=True):
+        row[field] = code
+    x = random_rows(3, shape[1], 31)
+    found = run_rows(pool, [x], product(linear(pool, layout, data, shape)))
+    wanted = quantized_activations(x) @ decoded(layout, data, shape).T
+    for column in range(len(codes)):
+        # Products below float32's normal numbers lose bits.
+        np.testing.assert_allclose(found[:, column], wanted[:, column], rtol=2e-5, atol=1e-41)
+
+
+def test_infinite_scales_reach_their_own_rows_only(pool: ThreadPool) -> None:
+    shape = (16, 64)
+    data = random_weights(Layout.MXFP4, shape, 32)
+    data.view(block_dtype(TensorType.MXFP4)).reshape(16, 2)["e"][5] = 255
+    x = random_rows(2, 64, 33) * np.float32(1e3)
+    found = run_rows(pool, [x], product(linear(pool, Layout.MXFP4, data, shape)))
+    assert not np.isfinite(found[:, 5]).any()
+    assert np.isfinite(np.delete(found, 5, axis=1)).all()
 
 
 def test_matmul_keeps_rows_apart_when_one_is_not_a_number(pool: ThreadPool) -> None:

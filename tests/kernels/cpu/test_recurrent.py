@@ -130,6 +130,7 @@ def test_steps_that_kernels_must_not_get_are_refused() -> None:
     for step in (
         None,
         StateStep(one, [(3, one)]),
+        StateStep(0, [(3, one + 32)]),
         StateStep(0, [(3, 0)]),
         StateStep(0, [(4, one)]),
         StateStep(0, [(2, one), (2, other)]),

@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 
 from localinfer.errors import ShapeError
 from localinfer.kernels.cuda.weights import array_row_bytes, to_arrays
-from localinfer.kernels.layouts import SIZES, Layout, is_float
+from localinfer.kernels.layouts import CUDA_LAYOUTS, SIZES, Layout, is_float
 from tests.kernels.random_weights import decoded, quantized_activations, random_weights
 
 pytest.importorskip("numba_cuda", reason="CUDA kernels are written with numba-cuda, which is not installed")
@@ -15,7 +15,7 @@ from localinfer.kernels.cuda.compiled import matmul
 from tests.kernels.cuda.emulation import EmulatedMemory, Emulator
 
 NO_WEIGHT = (*[0] * 10, 0.0)
-QUANTIZED = [layout for layout in Layout if not is_float(layout)]
+QUANTIZED = [layout for layout in CUDA_LAYOUTS if not is_float(layout)]
 
 
 class Bench:
@@ -70,7 +70,7 @@ def product(layout: Layout, x: NDArray[np.float32], num_rows: int, split: int, w
     return bench.floats(out, (len(x), num_rows))
 
 
-@pytest.mark.parametrize("layout", list(Layout), ids=[layout.name for layout in Layout])
+@pytest.mark.parametrize("layout", CUDA_LAYOUTS, ids=[layout.name for layout in CUDA_LAYOUTS])
 def test_product_of_every_layout_is_the_oracles(layout: Layout) -> None:
     columns = 103 if is_float(layout) else 1280 if SIZES[layout].unit == 32 else 512
     x = np.random.default_rng(3).standard_normal((2, columns)).astype(np.float32)
@@ -103,7 +103,7 @@ def test_tiles_of_sixteen_rows_and_of_gate_and_up_are_the_scalar_kernels() -> No
     np.testing.assert_array_equal(product(Layout.Q5_1, x, 20, 1, 0), product(Layout.Q5_1, x, 20, 1, 4))
 
 
-@pytest.mark.parametrize("layout", list(Layout), ids=[layout.name for layout in Layout])
+@pytest.mark.parametrize("layout", CUDA_LAYOUTS, ids=[layout.name for layout in CUDA_LAYOUTS])
 def test_planes_take_no_more_bytes_than_the_file_and_lose_none(layout: Layout) -> None:
     columns = 1024
     data = random_weights(layout, (3, columns), seed=1)

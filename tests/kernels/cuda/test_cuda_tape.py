@@ -205,6 +205,29 @@ def elementwise(tape: GraphBuilder, x: Buffer, linear: Linear) -> Buffer:
     return out
 
 
+def slots(tape: GraphBuilder, x: Buffer, linear: Linear) -> Buffer:
+    """Mixtures of three slots of 20, by weights of the row and without."""
+    y, weights, row = tape.buffer("y", x.width), tape.buffer("weights", 9), tape.buffer("row", 1)
+    tape.matmul(x, [Projection(linear(Layout.F32, (9, x.width), 1), weights)])
+    tape.activation(weights, weights, Activation.TANH)
+    tape.mix_slots(y, x, 3, weights, x)
+    tape.gaussian_top_k(x, y, 0.3)
+    tape.magnitude(row, x)
+    tape.multiply(y, y, row)
+    tape.multiply(y, y, np.linspace(-1, 1, x.width, dtype=np.float32))
+    tape.multiply(y, y, x)
+    first = tape.buffer("first", 20)
+    tape.mix_slots(first, y, 3)
+    tape.mix_slots(x, first, 1, residual=x, first_slot=1)
+    return x
+
+
+@pytest.mark.parametrize("rows", [3, 17])
+def test_slots_and_factors_are_the_oracles(rows: int) -> None:
+    found, wanted, _ = both(random_rows(rows, 60, 6), slots)
+    assert_near(found, wanted, 1e-5)
+
+
 @pytest.mark.parametrize("rows", [3, 17])
 def test_every_other_op_is_the_oracles(rows: int) -> None:
     found, wanted, _ = both(random_rows(rows, 60, 4), elementwise)
@@ -214,7 +237,9 @@ def test_every_other_op_is_the_oracles(rows: int) -> None:
 @pytest.mark.parametrize(
     "routing",
     [
-        Routing(40, 3, Gating.SOFTMAX, normalise=True, scale=1.5),
+        Routing(
+            40, 3, Gating.SOFTMAX, normalise=True, scale=1.5, output_scales=np.linspace(0.5, 2, 40, dtype=np.float32)
+        ),
         Routing(8, 2, Gating.SIGMOID, selection_bias=np.linspace(-1, 1, 8, dtype=np.float32)),
         Routing(12, 3, Gating.SOFTMAX_SELECTED, num_groups=4, num_selected_groups=2),
     ],

@@ -12,7 +12,7 @@ from localinfer.errors import BackendUnavailableError
 from localinfer.kernels.cpu.compiled.simd.emit import target_isa
 from localinfer.kernels.jit import isa
 from localinfer.kernels.jit.isa import ISA, available, runs_on, select
-from tests.kernels.cpu.digest import cached, chosen, encoded, layer, products
+from tests.kernels.cpu.digest import cached, chosen, encoded, layer, products, recurrent
 from tests.kernels.subprocesses import REPOSITORY, finish, start
 from tests.limits import seconds
 
@@ -80,7 +80,7 @@ def processes() -> Iterator[dict[ISA, subprocess.Popen[str]]]:
     started: dict[ISA, subprocess.Popen[str]] = {}
     for path in available():
         if path is ISA.GENERIC:
-            names = ("products", "cached", "layer", "encoded", "chosen")
+            names = ("products", "cached", "layer", "recurrent", "encoded", "chosen")
             code = f"from tests.kernels.cpu import digest; print({', '.join(f'digest.{name}()' for name in names)})"
             started[path] = start(code, REPOSITORY, LOCALINFER_ISA=path.value, **OLD_CPU)
         elif path is not isa.SELECTED:
@@ -99,5 +99,5 @@ def test_every_path_of_this_machine_computes_the_same_bits(
     if path not in processes:
         pytest.skip("this CPU lacks it" if path is not isa.SELECTED else "the path that the others are compared with")
     output, _ = finish(processes[path])
-    wanted = [products(), cached(), *([layer(), encoded(), chosen()] if path is ISA.GENERIC else [])]
+    wanted = [products(), cached(), *([layer(), recurrent(), encoded(), chosen()] if path is ISA.GENERIC else [])]
     assert output.split() == wanted

@@ -6,7 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from localinfer.errors import UnsupportedFormatError
 from localinfer.models.calibration.evaluator import Evaluator
+from localinfer.models.calibration.run import calibrate
 from localinfer.models.calibration.weights import StreamedWeights, embedding_rows
 from localinfer.models.decoder.decoder import write_decoder
 from localinfer.quant.gguf.reader import read_gguf
@@ -98,3 +100,28 @@ def test_bits_do_not_depend_on_threads_nor_sequences_on_each_other(name: str, fo
     for first, second in zip(one, three, strict=True):
         np.testing.assert_array_equal(first, second)
     assert normalized_error(one[0][: len(model.token_ids)], model.logits) <= 1e-6
+
+
+@pytest.mark.parametrize("name", ["gemma4-e2b", "gemma3n-altup", "glm-dsa-sparse"])
+def test_models_whose_layers_read_from_further_back_are_not_calibrated(name: str, folder: Path) -> None:
+    model = build_model(folder, name)
+    with (
+        read_gguf(model.path) as file,
+        Workers(1) as workers,
+        pytest.raises(UnsupportedFormatError, match="without a calibration text"),
+    ):
+        calibrate(file, model.token_ids[None], workers, Scaler(None))
+
+
+@pytest.mark.parametrize("name", ["gemma4-moe", "deepseek32-sparse", "minimax-m3-sparse"])
+def test_layers_by_themselves_see_every_product_of_the_whole(name: str, folder: Path) -> None:
+    model = build_model(folder, name)
+    whole, by_layer = Scaler(None), Scaler(None)
+    run(model.path, model.token_ids[None], whole)
+    with read_gguf(model.path) as file, Workers(1) as workers:
+        calibrate(file, model.token_ids[None], workers, by_layer)
+    wanted = [product for product in whole.products if product.matrices[0].tensor != "token_embd.weight"]
+    assert len(wanted) == len(by_layer.products)
+    for found, product in zip(by_layer.products, wanted, strict=True):
+        assert [one.tensor for one in found.matrices] == [one.tensor for one in product.matrices]
+        np.testing.assert_array_equal(found.original, product.original)

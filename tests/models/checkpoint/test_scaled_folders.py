@@ -12,7 +12,7 @@ import pytest
 
 import localinfer
 from localinfer.describe import describe_file, render_text
-from localinfer.errors import CorruptFileError, UnsupportedFormatError
+from localinfer.errors import CorruptFileError, ModelFileError, UnsupportedFormatError
 from localinfer.evaluation.quantize import quantize
 from localinfer.models.checkpoint.model import open_checkpoint
 from localinfer.models.load.loader import open_model_file
@@ -219,6 +219,45 @@ def test_experts_of_mixtral_run_in_every_form(name: str, tmp_path: Path) -> None
         assert difference(llm.logits(TOKEN_IDS % 40), wanted) <= 1e-2
 
 
+def test_stacks_of_gpt_oss_are_split_and_keep_every_code(tmp_path: Path) -> None:
+    """Rows of gate and up take turns; plain stacks lie columns first."""
+    config = {**family_config("gpt_oss"), "hidden_size": 64, "intermediate_size": 32, "head_dim": 32}
+    generator = np.random.default_rng(8)
+    plain: dict[str, Array] = {"model.embed_tokens.weight": generator.standard_normal((40, 64))}
+    plain["model.norm.weight"] = np.ones(64)
+    stacks: dict[str, Stored] = {}
+    for layer in range(2):
+        block = f"model.layers.{layer}"
+        plain |= {f"{block}.{norm}_layernorm.weight": np.ones(64) for norm in ("input", "post_attention")}
+        for letter, rows in {"q": 64, "k": 32, "v": 32, "o": 64}.items():
+            plain[f"{block}.self_attn.{letter}_proj.weight"] = generator.standard_normal((rows, 64)) / 8
+            plain[f"{block}.self_attn.{letter}_proj.bias"] = generator.standard_normal(rows) / 8
+        plain[f"{block}.self_attn.sinks"] = generator.standard_normal(2)
+        plain[f"{block}.mlp.router.weight"] = generator.standard_normal((4, 64)) / 8
+        plain[f"{block}.mlp.router.bias"] = generator.standard_normal(4)
+        for name, (rows, columns) in {"gate_up_proj": (64, 64), "down_proj": (64, 32)}.items():
+            written = [scaled_checkpoints.mxfp4(generator.standard_normal((rows, columns)) / 8) for _ in range(4)]
+            stack = f"{block}.mlp.experts.{name}"
+            plain[f"{stack}_bias"] = generator.standard_normal((4, rows)) / 8
+            plain[stack] = np.stack([one.weights.T for one in written])
+            packed = np.stack([np.asarray(one.tensors["weight_packed"]) for one in written])
+            stacks[f"{stack}_blocks"] = packed.reshape(4, rows, columns // 32, 16)
+            stacks[f"{stack}_scales"] = np.stack([np.asarray(one.tensors["weight_scale"]) for one in written])
+    numbers = {name: values.astype(np.float32) for name, values in plain.items()}
+    wanted = oracle_logits(write_folder(tmp_path / "plain", numbers, config), TOKEN_IDS % 40)
+    quantized: dict[str, Stored] = {name: values for name, values in numbers.items() if f"{name}_blocks" not in stacks}
+    settings = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    folder = write_folder(tmp_path / "mxfp4", {**quantized, **stacks}, {**config, "quantization_config": settings})
+    np.testing.assert_array_equal(oracle_logits(folder, TOKEN_IDS % 40), wanted)
+    with localinfer.load(folder, threads=1, kv_type="f32") as llm:
+        assert difference(llm.logits(TOKEN_IDS % 40), wanted) <= 1e-2
+    name = "model.layers.1.mlp.experts.down_proj_scales"
+    for shape, words in (((3, 64, 1), "blocks has shape"), ((4, 64), "wanted U8 of 3 dimensions")):
+        changed = {**quantized, **stacks, name: np.zeros(shape, np.uint8)}
+        with pytest.raises(CorruptFileError, match=words):
+            open_checkpoint(write_folder(tmp_path / "bad", changed, {**config, "quantization_config": settings}))
+
+
 def rotated(down: Array) -> Written:
     """A matrix whose input is to be multiplied by Sylvester's matrix of 64 before it, in int8."""
     matrix = np.ones((1, 1))
@@ -328,3 +367,47 @@ def test_bytes_without_settings_are_refused_with_a_way_out(tmp_path: Path) -> No
     (quantized / "config.json").write_text(json.dumps(LLAMA_CONFIG))
     with pytest.raises(UnsupportedFormatError, match=r"weight_scale_inv"):
         open_checkpoint(quantized)
+
+
+HOSTILE: list[Any] = [None, -1, 0, 1 << 70, 1.5, "", "x", "re:(", [], [1], {}, {"a": []}, True, float("nan")]
+
+
+def changed_documents(document: Any) -> list[Any]:
+    """A document with each of its values in turn replaced by every hostile one, and left out."""
+    found: list[Any] = list(HOSTILE)
+    items = (
+        document.items() if isinstance(document, dict) else enumerate(document) if isinstance(document, list) else ()
+    )
+    for key, value in items:
+        for changed in changed_documents(value):
+            copy: Any = dict(document) if isinstance(document, dict) else list(document)
+            copy[key] = changed
+            found.append(copy)
+        if isinstance(document, dict):
+            found.append({other: kept for other, kept in document.items() if other != key})
+    return found
+
+
+@pytest.mark.parametrize("name", ["fp8-block", "w8a8", "nvfp4", "auto-round"])
+def test_no_setting_whatever_its_value_ends_in_another_error(name: str, tmp_path: Path) -> None:
+    """What opens states a type and bytes for every matrix; anything else is an error of the model's file."""
+    if name == "auto-round":
+        settings = {"quant_method": "auto-round", "packing_format": "auto_round:llm_compressor", "bits": 4}
+        settings["extra_config"] = {".*v_proj": {"bits": 8}}
+        quantized, _ = write_pair(tmp_path, settings, VARIANTS["mxfp4"][1])
+    else:
+        settings, write, _ = VARIANTS[name]
+        transforms = {"transform_config": rotation()} if name == "w8a8" else {}
+        settings = {**settings, **transforms}
+        quantized, _ = write_pair(tmp_path, settings, write)
+    opened = 0
+    for changed in changed_documents(settings):
+        config = {**LLAMA_CONFIG, "quantization_config": changed}
+        (quantized / "config.json").write_text(json.dumps(config))
+        try:
+            with open_checkpoint(quantized) as model:
+                assert model.tensor_bytes("blk.0.attn_v.weight").size == model.tensor("blk.0.attn_v.weight").num_bytes
+                opened += 1
+        except ModelFileError:
+            pass
+    assert opened

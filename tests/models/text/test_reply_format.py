@@ -9,6 +9,7 @@ from localinfer.models.text.reasoning_learning import learn_reasoning_format
 from localinfer.models.text.reply_format import THINKING_VARIABLES, CallFormat, ReasoningFormat
 from localinfer.models.text.splitting import SpellingFinder
 from tests.models.text.family_templates import DEEPSEEK, FAMILIES, HERMES_THINKING, PARAMETER_FAMILIES, PLAIN, Family
+from tests.models.text.newer_templates import CHANNELS, MESSAGES, NUMBERED, OWN_NOTATION
 
 
 def learned(family: Family) -> tuple[CallFormat, ReasoningFormat | None]:
@@ -114,3 +115,69 @@ def test_templates_without_calls_fall_back_to_the_general_format(source: str) ->
     template = ChatTemplate(source)
     assert learn_call_format(template, SpellingFinder({})) == HERMES
     assert learn_reasoning_format(template, source) is None
+
+
+@pytest.mark.parametrize(
+    ("source", "ends", "form"),
+    [
+        (
+            CHANNELS,
+            ("<|return|>", "<|call|>"),
+            ReasoningFormat(
+                begin="<|channel|>analysis<|message|>",
+                end="<|end|>",
+                closing="<|end|><|start|>assistant",
+                following="<|start|>assistant",
+                answer_begin="<|channel|>final<|message|>",
+                other_answers=("<|channel|>commentary<|message|>",),
+                member="thinking",
+            ),
+        ),
+        (
+            MESSAGES,
+            ("<|calls|>",),
+            ReasoningFormat(
+                begin="<|think|>",
+                end="<|end|>",
+                closing="<|end|><|begin|>assistant",
+                following="<|begin|>assistant",
+                answer_begin="<|content|>",
+                answer_end="<|end|>",
+            ),
+        ),
+        (
+            NUMBERED,
+            ("<|im_end|>",),
+            ReasoningFormat(
+                begin="<|BEGIN_THOUGHT|>",
+                end="<|END_THOUGHT|>",
+                closing="<|END_THOUGHT|>",
+                answer_begin="<|BEGIN_ANSWER|>",
+                answer_end="<|END_ANSWER|>",
+            ),
+        ),
+        (OWN_NOTATION, ("<|im_end|>",), ReasoningFormat("<|channel>thought", "<channel|>", "\n<channel|>")),
+        # The prompt has opened the reasoning, or closed it.
+        (
+            "{% for m in messages %}<|{{ m.role }}|>{% if m.thinking %}<think:a>{{ m.thinking }}</think:a>{% endif %}"
+            "{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|><think:a></think:a>{% endif %}",
+            (),
+            ReasoningFormat("<think:a>", "</think:a>", "</think:a>", member="thinking"),
+        ),
+    ],
+)
+def test_frames_of_answers_are_learned_with_the_reasoning(
+    source: str, ends: tuple[str, ...], form: ReasoningFormat
+) -> None:
+    spellings = SpellingFinder({text: index for index, text in enumerate(ends)})
+    assert learn_reasoning_format(ChatTemplate(source), source, spellings) == form
+
+
+def test_what_every_turn_ends_with_is_no_part_of_calls() -> None:
+    source = (
+        "{{ tools | tojson }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "<call>{{ c.function.name }}|{{ c.function.arguments | tojson }}</call>{% endfor %}<stop>{% endfor %}"
+        "Answer now."
+    )
+    form = learn_call_format(ChatTemplate(source), SpellingFinder({}))
+    assert (form.begin, form.middle, form.end, form.closing) == ("<call>", "|", "</call>", "")

@@ -1,18 +1,19 @@
 """FP8, FP4, int8, bitsandbytes and HQQ matrices: the weights the formats state, in the smallest type near enough."""
 
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from localinfer.errors import CorruptFileError, UnsupportedFormatError
+from localinfer.errors import CorruptFileError, ModelFileError, UnsupportedFormatError
 from localinfer.quant.checkpoint.folder import open_folder
 from localinfer.quant.checkpoint.quantization import open_quantization
 from localinfer.quant.checkpoint.stored_matrix import StoredMatrix
 from localinfer.quant.formats.reference import dequantize
-from localinfer.quant.formats.types import TensorType
+from localinfer.quant.formats.types import TensorType, row_bytes
 from tests import scaled_checkpoints as writers
 from tests.checkpoint_files import Array, Stored, bfloat16, write_folder
 from tests.quantized_checkpoints import Codes, gptq_tensors, in_module, packed_settings, packed_tensors, random_codes
@@ -68,6 +69,12 @@ def schemes(**weights: Any) -> dict[str, Any]:
 BLOCK = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8"}
 
+
+def with_scale_shape(written: Written, shape: tuple[int, ...]) -> Written:
+    scale = np.asarray(written.tensors["weight_scale"]).reshape(shape)
+    return Written({**written.tensors, "weight_scale": scale}, written.weights)
+
+
 FP8: dict[str, tuple[dict[str, Any], Callable[[], Written]]] = {
     "per tensor": (schemes(strategy="tensor"), lambda: writers.fp8(values(), *SHAPE, inner=1)),
     "per row": (schemes(), lambda: writers.fp8(values(), 1, 512)),
@@ -78,6 +85,10 @@ FP8: dict[str, tuple[dict[str, Any], Callable[[], Written]]] = {
     "FBGEMM": ({"quant_method": "fbgemm_fp8"}, lambda: writers.fp8(values(), 1, 512)),
     "E5M2": (schemes(strategy="tensor"), lambda: writers.fp8(values(), *SHAPE, table=writers.E5M2, inner=0)),
     "modelopt": (MODELOPT, lambda: writers.fp8(values(), *SHAPE, inner=0)),
+    "modelopt's blocks": (
+        {**MODELOPT, "quant_algo": "fp8_pb_wo"},
+        lambda: with_scale_shape(writers.fp8(values((256, 512)), 128, 128), (2, 1, 4, 1)),
+    ),
     "auto-round": (
         {"quant_method": "auto-round", "packing_format": "auto_round:fp8_static"},
         lambda: writers.fp8(values(), 1, 512, inner=1),
@@ -215,6 +226,16 @@ def test_nvfp4_keeps_every_code_in_q6_k(columns: int, type: TensorType, is_model
     check(open_matrix(tmp_path, written.tensors, settings), written.weights, type, limit)
 
 
+def test_factors_of_the_input_move_into_the_columns(tmp_path: Path) -> None:
+    written = writers.nvfp4(values(), is_modelopt=True)
+    factors = generator().uniform(0.5, 2.0, 512).astype(np.float32)
+    settings = {**MODELOPT, "quant_algo": "NVFP4_AWQ"}
+    tensors: dict[str, Stored] = {**written.tensors, "pre_quant_scale": factors}
+    check(open_matrix(tmp_path, tensors, settings), written.weights * factors, TensorType.Q8_0, 1e-4)
+    with pytest.raises(CorruptFileError, match="pre_quant_scale has shape"):
+        open_matrix(tmp_path, {**tensors, "pre_quant_scale": factors[1:]}, settings)
+
+
 def test_nvfp4_scales_of_any_size_in_one_super_block_are_near(tmp_path: Path) -> None:
     written = writers.nvfp4(values() * np.repeat(2.0 ** generator().uniform(-12, 0, (33, 32)), 16, axis=1))
     settings = schemes(num_bits=4, group_size=16, strategy="tensor_group", format="nvfp4-pack-quantized")
@@ -306,8 +327,8 @@ def test_scheme_that_is_not_read_is_refused_by_name(
     [
         ({"weight": PER_ROW["weight"]}, schemes(), r"no tensor .*q_proj\.weight_scale"),
         ({"weight": PER_ROW["weight"]}, BLOCK, r"no tensor .*q_proj\.weight_scale"),
-        (PER_ROW, {**BLOCK, "weight_block_size": [0, 128]}, "weight_block_size is"),
-        (PER_ROW, {**BLOCK, "weight_block_size": 128}, "weight_block_size is"),
+        (PER_ROW, {**BLOCK, "weight_block_size": [0, 128]}, "a block is"),
+        (PER_ROW, {**BLOCK, "weight_block_size": 128}, "a block is"),
         ({**PER_ROW, "weight_scale": np.ones((32, 1), np.float32)}, schemes(), r"weight_scale has shape \(32, 1\)"),
         ({**PER_ROW, "weight_scale": np.ones((33, 7), np.float32)}, schemes(), r"weight_scale has shape \(33, 7\)"),
         ({**PER_ROW, "weight_scale": np.ones((33, 8), np.float32)}, schemes(group_size=32), r"shape \(33, 8\)"),
@@ -346,3 +367,49 @@ def test_tensors_that_do_not_fit_are_refused(
     with pytest.raises(CorruptFileError, match=words):
         matrix = open_matrix(tmp_path, tensors, settings)
         matrix.gguf_bytes(matrix.gguf_type())
+
+
+WHOLE: dict[str, tuple[dict[str, Stored], dict[str, Any]]] = {
+    "fp8": (PER_ROW, schemes()),
+    "int8": (writers.int8(generator(), SHAPE, 8, has_zeros=True).tensors, schemes(type="int")),
+    "nvfp4": (NVFP4, FP4),
+    "modelopt": (writers.nvfp4(values(), is_modelopt=True).tensors, {**MODELOPT, "quant_algo": "NVFP4"}),
+    "mxfp4": (MXFP4, FP4),
+    "nf4": (NF4, BNB),
+    "hqq": (HQQ, {"quant_method": "hqq"}),
+}
+OTHERS: list[Stored] = [
+    np.zeros((0, 4), np.uint8),
+    np.zeros((1, 1), np.uint8),
+    np.full((33, 512), 255, np.uint8),
+    np.array(7, np.int32),
+    np.full((40, 8), -1, np.int32),
+    np.full(2, 1 << 40, np.int64),
+    np.full((33, 1), np.inf, np.float32),
+    np.zeros((2, 2, 2), np.float16),
+    ("F8_E4M3", np.full((33, 512), 1, np.uint8)),
+    ("I8", np.full((33, 512), -128, np.int8)),
+    ("BF16", np.full((33, 32), 0x7FC0, np.uint16)),
+]
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_no_tensor_whatever_stands_in_its_place_ends_in_another_error(name: str, tmp_path: Path) -> None:
+    tensors, settings = WHOLE[name]
+    for leaf in tensors:
+        for other in OTHERS:
+            folder = write_folder(
+                tmp_path, in_module(MODULE, {**tensors, leaf: other}), {"quantization_config": settings}
+            )
+            with closing(open_folder(folder)) as opened:
+                try:
+                    reader = open_quantization(opened)
+                    assert reader is not None
+                    if reader.codes_leaf(MODULE) is not None:
+                        matrix = reader.matrix(MODULE)
+                        assert reader.shape(MODULE) == matrix.shape
+                        type = matrix.gguf_type()
+                        blocks = matrix.gguf_bytes(type)
+                        assert blocks.size == matrix.shape[0] * row_bytes(type, matrix.shape[1])
+                except ModelFileError:
+                    pass

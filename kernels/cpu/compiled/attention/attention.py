@@ -12,6 +12,7 @@ import numpy as np
 from localinfer.kernels.cpu.compiled.attention import attention_scratch as scratch
 from localinfer.kernels.cpu.compiled.attention.attention_scratch import PAGES_PER_CHUNK, SCORE_STRIDE
 from localinfer.kernels.cpu.compiled.attention.attention_tiles import divide_row, merge_chunk, softmax_chunk
+from localinfer.kernels.cpu.compiled.attention.chosen import most_chosen, num_chosen, set_chosen_pages
 from localinfer.kernels.cpu.compiled.attention.rotation import copy_padded, rotate
 from localinfer.kernels.cpu.compiled.matmul.rows import exp_of
 from localinfer.kernels.cpu.compiled.simd.batch import num_rows
@@ -95,7 +96,7 @@ def _attend(p: int, memory: int, chunk: int, first_query: int, count: int, place
     position, start = load_i64(memory + scratch.POSITION), chunk * CHUNK
     last_query = first_query + count - 1
     low = max(0, lowest_position(p, position + first_query // group) - start)
-    high = min(CHUNK, position + last_query // group + 1 - start)
+    high = min(CHUNK, position + last_query // group + ATTENTION.own(p) - start)
     for q in range(8):
         store_f32(place + 4 * q, np.float32(-np.inf))
     if low >= high:
@@ -117,7 +118,7 @@ def _attend(p: int, memory: int, chunk: int, first_query: int, count: int, place
             16 * first_block,
             16 * last_block,
             lowest_position(p, here) - start,
-            min(high, here + 1 - start),
+            min(high, here + ATTENTION.own(p) - start),
             softcap,
             slope,
             start - here,
@@ -174,13 +175,22 @@ def _chunk_bytes(p: int, queries: int) -> int:
 
 
 @inline
+def _set_pages_of(p: int, memory: int, chunk: int, end: int) -> None:
+    """The pages of a chunk, of positions or of chosen ones."""
+    if ATTENTION.chosen(p) != 0:
+        set_chosen_pages(p, memory, chunk, end)
+    else:
+        set_pages(p, memory, chunk, end)
+
+
+@inline
 def _attend_part(p: int, memory: int, partials: int, first_chunk: int, last_chunk: int) -> None:
     """Some chunks of a tile; stores their results in `partials`."""
     rows = load_i64(memory + scratch.ROWS)
     queries, end = rows * ATTENTION.group(p), load_i64(memory + scratch.POSITION) + rows
     place = partials
     for chunk in range(first_chunk, last_chunk):
-        set_pages(p, memory, chunk, end)
+        _set_pages_of(p, memory, chunk, end)
         for first in range(0, queries, 8):
             _attend(p, memory, chunk, first, min(8, queries - first), place)
             place += _chunk_bytes(p, 8)
@@ -196,7 +206,7 @@ def _finish_tile(p: int, memory: int, partials: int, is_attended: bool) -> None:
     place = partials if is_attended else memory + scratch.CHUNK
     for chunk in range(_first_chunk(p, position), (end + CHUNK - 1) // CHUNK):
         if not is_attended:
-            set_pages(p, memory, chunk, end)
+            _set_pages_of(p, memory, chunk, end)
         for first in range(0, queries, 8):
             count = min(8, queries - first)
             if is_attended:
@@ -218,7 +228,10 @@ def _finish_tile(p: int, memory: int, partials: int, is_attended: bool) -> None:
 def _segment_chunks(p: int, segment: int) -> int:
     """Chunks that a segment's rows attend to."""
     position, rows = SEGMENT.position(segment), SEGMENT.num_rows(segment)
-    return (position + rows + CHUNK - 1) // CHUNK - _first_chunk(p, position)
+    end = position + rows
+    if ATTENTION.chosen(p) != 0:
+        end = most_chosen(p, end - 1)
+    return (end + CHUNK - 1) // CHUNK - _first_chunk(p, position)
 
 
 @inline
@@ -250,12 +263,19 @@ def set_unit(p: int, memory: int, segment: int, first_row: int, rows: int, kv_he
     store_i64(memory + scratch.KV_HEAD, kv_head)
     store_i64(memory + scratch.PAGE_TABLE, load_i64(segment + ATTENTION.table(p)))
     store_i64(memory + scratch.ROWS, rows)
+    if ATTENTION.chosen(p) != 0:
+        # Its only row attends to so many positions, as if they were the first.
+        chosen_list = kv_head if ATTENTION.chosen_lists(p) > 1 else 0
+        entries = ATTENTION.chosen(p) + row * ATTENTION.chosen_stride(p) + 4 * chosen_list * ATTENTION.chosen_count(p)
+        store_i64(memory + scratch.CHOSEN, entries)
+        store_i64(memory + scratch.POSITION, num_chosen(p, entries, SEGMENT.position(segment) + first_row) - 1)
 
 
 @op
 def attention(parameters: int, batch: int, thread: int, num_threads: int) -> None:
     """Attention over a cache of any type."""
     p, memory, control = parameters, scratch_of(batch, thread), BATCH.control(batch)
+    store_i64(memory + scratch.GATHERED, ATTENTION.gathered(p) + thread * PAGES_PER_CHUNK * ATTENTION.head_bytes(p))
     kv_heads, group = ATTENTION.kv_heads(p), ATTENTION.group(p)
     segments, num_segments = BATCH.segments(batch), BATCH.num_segments(batch)
     per_part = _chunks_per_part(p, batch, num_threads)

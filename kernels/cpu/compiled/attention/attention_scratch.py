@@ -30,8 +30,12 @@ OUT_ROW = QUERY_ROW + 8
 KV_HEAD = OUT_ROW + 8
 PAGE_TABLE = KV_HEAD + 8
 ROWS = PAGE_TABLE + 8
+CHOSEN = ROWS + 8
+"""Address of the list of blocks that its only row attends to, where they are chosen."""
+GATHERED = CHOSEN + 8
+"""Address of a thread's pages for positions that are brought together."""
 
-SCORES = COUNT + 64
+SCORES = COUNT + 128
 WORK = SCORES + 8 * SCORE_STRIDE
 CHUNK = WORK + WEIGH_BYTES
 """Results of up to eight queries of a chunk: 16 maxima, 16 sums, 8 rows of values, all float32."""

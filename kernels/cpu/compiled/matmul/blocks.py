@@ -101,3 +101,29 @@ def group_body(tile: Tile, group: Value, totals: list[Value]) -> list[Value]:
     if blocks == 1:
         return list(block_body(emit.i64(0), totals))
     return emit.loop(emit.i64(0), emit.i64(blocks), 1, totals, block_body)
+
+
+def few_bits_body(tile: Tile, unit: Value, totals: list[Value]) -> list[Value]:
+    """Two blocks of Q2_0 or four of Q1_0: codes less one, of Q1_0 doubled codes, times one scale."""
+    emit, b = tile.emit, tile.emit.builder
+    bits = 1 if tile.layout is Layout.Q1_0 else 2
+    blocks = tile.sizes.unit // 32
+    header, body = tile.parts(unit)
+    scale = emit.load_floats(header, 0, F16)
+    for index in range(blocks):
+        block = b.add(b.mul(unit, emit.i64(blocks)), emit.i64(index))
+        column = b.mul(block, emit.i64(32))
+        records = [tile.record(row, block) for row in tile.rows]
+        dots = [tile.minus_sum(record) for record in records]
+        for j in range(8):
+            tile.prefetch(unit, tile.sizes.unit_bytes, 8 * index + j, 8 * blocks)
+            loaded = tile.load_codes(body, 64 * ((8 * index + j) * bits // 8))
+            codes = tile.moved_bits(loaded, j * bits % 8, (1 << bits) - 1, 2 - bits)
+            dots = [
+                emit.dot_codes(dot, codes, tile.bytes4(row, column, 4 * j))
+                for dot, row in zip(dots, tile.rows, strict=True)
+            ]
+        totals = [
+            tile.accumulate(total, dot, scale, record) for total, dot, record in zip(totals, dots, records, strict=True)
+        ]
+    return totals

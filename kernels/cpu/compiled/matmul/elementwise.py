@@ -10,8 +10,11 @@ import numpy as np
 
 from localinfer.kernels.cpu.compiled.matmul.rows import (
     FORMULAS,
+    add_scaled_row,
     elementwise_row,
+    gaussian_top_k_row,
     layer_norm_row,
+    magnitude_of,
     rms_norm_row,
     scale_part,
     scale_row,
@@ -25,6 +28,8 @@ from localinfer.kernels.cpu.parameters import (
     COPY_HEADS,
     ELEMENTWISE,
     GATE_PARTS,
+    MAGNITUDE,
+    MIX_SLOTS,
     NORM,
     ROPE,
     ROPE_ANGLES,
@@ -88,6 +93,46 @@ def xielu(p: Any, batch: int, thread: int, row: int, part: int) -> None:
     """out = xIELU(x)."""
     target, source = p.out + row * p.out_stride, p.x + row * p.x_stride
     xielu_row(target, source, p.columns, p.positive, p.negative, p.beta, p.epsilon)
+
+
+@row_op(ELEMENTWISE)
+def multiply_by_row(p: Any, batch: int, thread: int, row: int, part: int) -> None:
+    """out = a * b[0], one factor per row."""
+    factor = load_f32(p.b + row * p.b_stride)
+    scale_row(p.out + row * p.out_stride, p.a + row * p.a_stride, factor, p.columns)
+
+
+@row_op(ELEMENTWISE)
+def gaussian_top_k(p: Any, batch: int, thread: int, row: int, part: int) -> None:
+    """What exceeds the mean by so many standard deviations, and 0 elsewhere."""
+    gaussian_top_k_row(p.out + row * p.out_stride, p.a + row * p.a_stride, p.scalar, p.columns)
+
+
+@row_op(MAGNITUDE, in_runs=True)
+def magnitude(p: Any, batch: int, thread: int, row: int, part: int) -> None:
+    """The root mean square of a row."""
+    store_f32(p.out + row * p.out_stride, magnitude_of(p.x + row * p.x_stride, p.columns))
+
+
+@row_op(MIX_SLOTS, lambda p: p.num_out, in_runs=True)
+def mix_slots(p: Any, batch: int, thread: int, row: int, slot: int) -> None:
+    """One slot of a row: the residual's and a weighted sum of slots."""
+    start = 4 * p.columns * slot
+    target, source = p.out + row * p.out_stride + start, p.x + row * p.x_stride
+    has_sum = p.residual != 0
+    if has_sum:
+        scale_row(target, p.residual + row * p.residual_stride + start, np.float32(1), p.columns)
+    if slot < p.first:
+        return
+    for other in range(p.slots):
+        weight = np.float32(1)
+        if p.weights != 0:
+            weight = load_f32(p.weights + row * p.weights_stride + 4 * (slot * p.slots + other))
+        if has_sum:
+            add_scaled_row(target, target, source + 4 * p.columns * other, weight, p.columns)
+        else:
+            scale_row(target, source + 4 * p.columns * other, weight, p.columns)
+            has_sum = True
 
 
 @row_op(ROPE_ANGLES)

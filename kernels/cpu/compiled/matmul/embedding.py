@@ -75,7 +75,7 @@ def _block_value(layout: int, block: int, column: int) -> float:
 def _nvfp4_value(block: int, column: int) -> float:
     """Value of one of 64 columns; see `codebooks.py` for the scale."""
     code = _byte(block + column // 16)
-    scale = np.float32(0) if code == 127 else float_bits((code & 127) << 20) * np.float32(2.0**119)
+    scale = float_bits((0 if code == 127 else code & 127) << 20) * np.float32(2.0**119)
     nibble = (_byte(block + 4 + 8 * (column // 16) + column % 8) >> (column % 16 // 8 * 4)) & 15
     return scale * np.float32(_E2M1[nibble] - 12)
 
@@ -192,6 +192,11 @@ def _value(layout: int, row: int, column: int, unit: int, unit_bytes: int) -> fl
     block = row + column // unit * unit_bytes
     if unit == 32:
         return _block_value(layout, block, column % 32)
+    if layout == 27:
+        bit = (_byte(block + 2 + column % 128 // 8) >> (column % 8)) & 1
+        return load_half(block) * np.float32(2 * bit - 1)
+    if layout == 28:
+        return load_half(block) * np.float32(((_byte(block + 2 + column % 64 // 4) >> (column % 4 * 2)) & 3) - 1)
     if unit == 64:
         return _nvfp4_value(block, column % 64)
     if layout >= 22:

@@ -91,7 +91,10 @@ def route(p: Any, batch: int, thread: int, row: int, part: int) -> None:
         value = load_f32(row_weights + 4 * slot)
         if p.normalise == 1:
             value = value / max(total, np.float32(6.103515625e-05))
-        store_f32(row_weights + 4 * slot, value * p.scale)
+        value = value * p.scale
+        if p.output_scales != 0:
+            value = value * load_f32(p.output_scales + 4 * np.int64(load_f32(row_ids + 4 * slot)))
+        store_f32(row_weights + 4 * slot, value)
 
 
 @op

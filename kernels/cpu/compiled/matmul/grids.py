@@ -26,7 +26,8 @@ BIAS = 64
 class _Block:
     """32 columns of sixteen rows.
 
-    indices: low bytes of places in the grid, four to a lane. high: for each vector of them, masks of the bits above.
+    indices: addresses of vectors of low bytes of places in the grid, four to a lane. high: for each such vector, masks
+    of the bits above.
     signs: eight masks, of four columns each. codes: one or two odd whole numbers that scale the columns.
     """
 
@@ -99,7 +100,8 @@ def _by_shuffles(tile: Tile, block: _Block) -> list[Value]:
     emit = tile.emit
     levels, tables = _small_codes(tile.layout)
     found = []
-    for word, indices in enumerate(block.indices):
+    for word, address in enumerate(block.indices):
+        indices = tile.load_codes(address, 0)
         halves = [_look_up(emit, table, indices, block.high[word]) for table in tables]
         if len(levels) == 3:
             # A byte has the codes of four columns, two bits each.
@@ -158,30 +160,22 @@ def _by_loads(tile: Tile, block: _Block) -> list[Value]:
     grid = grid_vectors(tile.layout.name)
     start, element = grid_address(emit, tile.layout), {4: I32, 8: I64}[grid.shape[1]]
     found = []
-    for word, indices in enumerate(block.indices):
+    for word, address in enumerate(block.indices):
         for number in range(4):
-            places = _byte_of(emit, indices, number)
-            for bit, mask in enumerate(block.high[word]):
-                is_set = emit.shuffle(_lanes_of(emit, mask), list(range(number, 64, 4)))
-                places = b.or_(places, b.select(is_set, emit.splat_constant(I32, 256 << bit), emit.zeros(I32)))
             levels: Any = ir.Constant(vector(element), ir.Undefined)
             for lane in range(16):
-                place = b.zext(b.extract_element(places, emit.i32(lane)), I64)
+                place = b.zext(emit.load(address, I8, 4 * lane + number), I64)
+                for bit, mask in enumerate(block.high[word]):
+                    upper = b.and_(b.lshr(mask, emit.i64(4 * lane + number)), emit.i64(1))
+                    place = b.or_(place, b.shl(upper, emit.i64(8 + bit)))
                 one = emit.load(b.add(start, b.mul(place, emit.i64(grid.shape[1]))), element, align=1)
                 levels = b.insert_element(levels, one, emit.i32(lane))
             if element is I32:
                 found.append(emit.bitcast(levels, vector(I8, 64)))
                 continue
             words = emit.bitcast(levels, vector(I32, 32))
-            for half in range(2):
-                found.append(emit.bitcast(emit.shuffle(words, list(range(half, 32, 2))), vector(I8, 64)))
+            found += [emit.bitcast(emit.shuffle(words, list(range(half, 32, 2))), vector(I8, 64)) for half in range(2)]
     return found
-
-
-def _byte_of(emit: Emitter, words: Value, number: int) -> Value:
-    lanes = emit.bitcast(words, vector(I32))
-    moved = emit.builder.lshr(lanes, emit.splat_constant(I32, 8 * number))
-    return emit.builder.and_(moved, emit.splat_constant(I32, 255))
 
 
 def grid_address(emit: Emitter, layout: Layout) -> Value:
@@ -229,7 +223,7 @@ _EIGHTHS = 0x8888888888888888
 
 
 def _even_signs(tile: Tile, place: Value, offset: int) -> tuple[list[Value], Value]:
-    """Signs of which every eighth makes the number of minus signs even, and the mask of the bits stored in its place."""
+    """Signs of which every eighth makes the number of minus signs even, and a mask of the bits stored in its place."""
     b, emit = tile.emit.builder, tile.emit
     masks = _masks(tile, place, offset, 8)
     others = emit.i64(0)
@@ -254,34 +248,30 @@ def _odd_of_mask(tile: Tile, mask: Value) -> Value:
     return emit.dot_codes(emit.splat_constant(I32, 1), chosen, emit.splat_constant(I8, 1, 64))
 
 
-def _bytes_of(emit: Emitter, words: Value) -> Value:
-    return emit.bitcast(words, vector(I8, 64))
-
-
 def _iq2_xxs(tile: Tile, header: Value, body: Value, index: Value) -> _Block:
     place = tile.at(body, index, 128)
     signs, scale = _even_signs(tile, place, 64)
-    return _Block([_bytes_of(tile.emit, _word(tile, place, 0))], [[]], signs, [_odd_of_mask(tile, scale)])
+    return _Block([place], [[]], signs, [_odd_of_mask(tile, scale)])
 
 
 def _iq2_xs(tile: Tile, header: Value, body: Value, index: Value) -> _Block:
     place = tile.at(body, index, 128)
     signs, ninth = _even_signs(tile, place, 64)
     codes = _odd_codes(tile, header, 32, index)
-    return _Block([_bytes_of(tile.emit, _word(tile, place, 0))], [[ninth]], signs, codes)
+    return _Block([place], [[ninth]], signs, codes)
 
 
 def _iq2_s(tile: Tile, header: Value, body: Value, index: Value) -> _Block:
     place = tile.at(body, index, 128)
     high = _masks(tile, tile.at(header, index, 16), 160, 2)
     codes = _odd_codes(tile, header, 32, index)
-    return _Block([_bytes_of(tile.emit, _word(tile, place, 0))], [high], _masks(tile, place, 64, 8), codes)
+    return _Block([place], [high], _masks(tile, place, 64, 8), codes)
 
 
 def _four_levels(tile: Tile, body: Value, index: Value) -> list[Value]:
-    """Two vectors of indices of vectors of four."""
+    """Where two vectors of indices of vectors of four are."""
     place = tile.at(body, index, 128)
-    return [_bytes_of(tile.emit, _word(tile, place, 64 * i)) for i in range(2)]
+    return [place, tile.emit.builder.add(place, tile.emit.i64(64))]
 
 
 def _iq3_xxs(tile: Tile, header: Value, body: Value, index: Value) -> _Block:

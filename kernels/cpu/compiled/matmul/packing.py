@@ -84,6 +84,16 @@ def _spread_bits(word: int) -> np.uint32:
 
 
 @inline
+def _spread_pairs(word: int) -> np.uint32:
+    """Pair 4v + c of a row's sixteen pairs of bits becomes pair v of byte c."""
+    result = np.uint32(0)
+    for v in range(4):
+        for c in range(4):
+            result |= ((np.uint32(word) >> np.uint32(8 * v + 2 * c)) & np.uint32(3)) << np.uint32(8 * c + 2 * v)
+    return result
+
+
+@inline
 def scale_code(source: int, index: int) -> np.int64:
     """Six-bit code `index` of the twelve bytes of a K-quant super-block: scales 0..7, minimums 8..15."""
     shift = np.int64(index // 8)
@@ -161,6 +171,9 @@ def _pack_field(source: int, target: int, width: int, items: int, kind: int, fil
     if kind == 5:
         for item in range(items):
             store_u32(target + tile_step * item, load_u32_anywhere(source + file_step * item))
+    elif kind == 12:
+        for item in range(items):
+            store_u32(target + 64 * item, _spread_pairs(load_u32_anywhere(source + 4 * item)))
     elif kind == 6:
         for item in range(items):
             store_u32(target + tile_step * item, _low_bytes(source + file_step * item))
@@ -206,7 +219,7 @@ def pack_tiles(parameters: int, batch: int, thread: int, num_threads: int) -> No
             width, items, kind = field.width, field.items, field.kind
             base = start + field.tile_offset
             done = 0
-            if kind >= 7:
+            if 7 <= kind <= 11:
                 row_bytes = p.units * p.file_bytes
                 first_source = p.source + 16 * tile * row_bytes + field.file_offset
                 for unit in range(p.units):

@@ -226,8 +226,8 @@ def _ungated(activation: Callable[[Emitter, Value], Value]) -> Formula:
 FORMULAS: dict[str, Formula] = {
     # Two roundings, as `matmul`'s residual.
     "add": lambda emit, a, b, s: emit.add(a, emit.mul(b, s)),
-    "multiply_sigmoid": lambda emit, a, b, s: emit.mul(a, _sigmoid(emit, b)),
     "multiply": lambda emit, a, b, s: emit.mul(a, b),
+    "multiply_sigmoid": lambda emit, a, b, s: emit.mul(a, _sigmoid(emit, b)),
     "scale": lambda emit, a, b, s: emit.mul(a, s),
     "clamp": lambda emit, a, b, s: _clamped(emit, a, s),
     "clamp_above": lambda emit, a, b, s: _at_most(emit, a, s),
@@ -294,7 +294,7 @@ def _expm1_less_x(emit: Emitter, x: Value) -> Value:
 def xielu_row(
     emit: Emitter, out: Value, x: Value, count: Value, positive: Value, negative: Value, beta: Value, epsilon: Value
 ) -> None:
-    """out = xIELU(x), see `ops.Xielu`."""
+    """out = xIELU(x), see `further_ops.Xielu`."""
     b = emit.builder
     factors = [emit.splat(value) for value in (positive, negative, beta, epsilon)]
 
@@ -309,6 +309,34 @@ def xielu_row(
             emit.mul(bent, below),
         )
         emit.store(emit.add(branch, emit.mul(linear, value)), b.add(out, offset), align=4)
+
+    _each_vector(emit, count, body)
+
+
+@emitted(FLOAT, ADDRESS, types.int64)
+def magnitude_of(emit: Emitter, x: Value, count: Value) -> Value:
+    """sqrt(mean(x * x)) of a row."""
+    b = emit.builder
+    return _square_root(emit, b.fdiv(_row_sum(emit, x, count, lambda v: emit.mul(v, v)), b.sitofp(count, F32)))
+
+
+@emitted(VOID, *[ADDRESS] * 2, FLOAT, types.int64)
+def gaussian_top_k_row(emit: Emitter, out: Value, x: Value, deviations: Value, count: Value) -> None:
+    """out = max(0, x - (mean(x) + deviations * std(x))), the variance over count - 1."""
+    b = emit.builder
+    size = b.sitofp(count, F32)
+    mean = b.fdiv(_row_sum(emit, x, count, lambda v: v), size)
+    lanes = emit.splat(mean)
+
+    def squared(v: Value) -> Value:
+        difference = emit.sub(v, lanes)
+        return emit.mul(difference, difference)
+
+    variance = b.fdiv(_row_sum(emit, x, count, squared), b.fsub(size, ir.Constant(F32, 1.0)))
+    least = emit.splat(b.fadd(mean, b.fmul(deviations, _square_root(emit, variance))))
+
+    def body(offset: Value) -> None:
+        emit.store(_relu(emit, emit.sub(emit.load_floats(b.add(x, offset)), least)), b.add(out, offset), align=4)
 
     _each_vector(emit, count, body)
 

@@ -14,10 +14,11 @@ def prefetch_distance(layout: Layout, num_rows: int) -> tuple[int, int] | None:
     """Prefetch distance of a tile in bytes and cache level (3: the first level); None: no prefetch.
 
     With one row hardware prefetchers saturate the memory bandwidth, and software prefetches would only occupy miss
-    buffers. With more work per byte they are slower, and a longer distance helps. Measured: tests/bench/RESULTS.md.
+    buffers; but they do not follow the indices and masks of IQ3, two streams in a unit. With more work per byte they
+    are slower, and a longer distance helps. Measured: tests/bench/RESULTS.md.
     """
     if num_rows == 1:
-        return None
+        return (2048, 3) if layout in (Layout.IQ3_XXS, Layout.IQ3_S) else None
     return (4096, 3) if num_rows == 2 and layout not in _SUPER_BLOCK_LAYOUTS else (16384, 2)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from numba import types
 
-from localinfer.kernels.cpu.compiled.matmul.blocks import block_body, group_body
+from localinfer.kernels.cpu.compiled.matmul.blocks import block_body, few_bits_body, group_body
 from localinfer.kernels.cpu.compiled.matmul.codebooks import iq4_body, mxfp4_body, nvfp4_body
 from localinfer.kernels.cpu.compiled.matmul.grids import grid_body
 from localinfer.kernels.cpu.compiled.matmul.super_blocks import bit_pair_body, q4_k_body, q6_k_body
@@ -45,6 +45,8 @@ _BODIES: dict[Layout, Callable[[Tile, Value, list[Value]], list[Value]]] = {
     Layout.IQ2_S: grid_body,
     Layout.IQ3_XXS: grid_body,
     Layout.IQ3_S: grid_body,
+    Layout.Q1_0: few_bits_body,
+    Layout.Q2_0: few_bits_body,
 }
 
 _FLOAT_ELEMENT = {Layout.F32: F32, Layout.F16: F16, Layout.BF16: I16}

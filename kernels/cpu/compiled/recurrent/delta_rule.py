@@ -12,6 +12,7 @@ from typing import Any
 from numba import types
 
 from localinfer.kernels.cpu.compiled.matmul.rows import FORMULAS
+from localinfer.kernels.cpu.compiled.recurrent.panels import pass_panel
 from localinfer.kernels.cpu.compiled.recurrent.segments import (
     copy_vectors,
     logged_row,
@@ -29,8 +30,6 @@ from localinfer.kernels.cpu.kernel_abi import MAX_KEY_SIZE, PANEL_COLUMNS
 from localinfer.kernels.cpu.parameters import DELTA_RULE, DELTA_RULE_GATES, SEGMENT
 from localinfer.kernels.jit.numba import Source, compose, inline
 
-_SUMS = 2
-"""Partial sums of a column over key channels: with two vectors and two products, enough to hide an addition."""
 _VECTOR_BYTES = 4 * LANES
 
 # A thread's scratch memory: the panel, then vectors over key channels, and over the panel's columns.
@@ -123,48 +122,6 @@ def _fill(emit: Emitter, out: Value, value: Value, count: Value) -> None:
     emit.loop(emit.i64(0), count, LANES, [], columns)
 
 
-@emitted(VOID, *[LITERAL] * 3, *[ADDRESS] * 2, types.int64, *[ADDRESS] * 3, *[ADDRESS] * 4)
-def _pass(
-    emit: Emitter, vectors: int, updates: int, multiplies: int, source: Value, target: Value, count: Value,
-    key: Value, decays: Value, update: Value, keys: Value, queries: Value, by_key: Value, by_query: Value,
-) -> None:  # fmt: skip
-    """Go through a panel: update it, and write it to target; or multiply it by a key and a query; or both."""
-    b = emit.builder
-    added = [emit.load_floats(update, _VECTOR_BYTES * v) for v in range(vectors)] if updates else []
-
-    def channel(index: Value, sums: list[Value]) -> list[Value]:
-        offset = b.mul(index, emit.i64(_VECTOR_BYTES * vectors))
-        place, scalar = b.add(source, offset), b.mul(index, emit.i64(4))
-
-        def of_channel(start: Value) -> Value:
-            return emit.splat(emit.load(b.add(start, scalar), F32, align=4))
-
-        state = [emit.load_floats(place, _VECTOR_BYTES * v) for v in range(vectors)]
-        if updates:
-            one_key, decay = of_channel(key), of_channel(decays)
-            state = [emit.fma(one_key, u, emit.mul(s, decay)) for s, u in zip(state, added, strict=True)]
-            for v, value in enumerate(state):
-                emit.store(value, b.add(target, offset), _VECTOR_BYTES * v, align=4)
-        if not multiplies:
-            return sums
-        one_key, one_query = of_channel(keys), of_channel(queries)
-        first = [emit.fma(one_key, s, total) for s, total in zip(state, sums[:vectors], strict=True)]
-        return first + [emit.fma(one_query, s, total) for s, total in zip(state, sums[vectors:], strict=True)]
-
-    def several(index: Value, carried: list[Value]) -> list[Value]:
-        size = len(carried) // _SUMS
-        parts = [
-            channel(b.add(index, emit.i64(part)), carried[part * size : (part + 1) * size]) for part in range(_SUMS)
-        ]
-        return [value for part in parts for value in part]
-
-    zeros = [emit.zeros(F32)] * (2 * vectors * _SUMS) if multiplies else []
-    sums = emit.loop(emit.i64(0), count, _SUMS, zeros, several)
-    for v in range(2 * vectors if multiplies else 0):
-        out = by_key if v < vectors else by_query
-        emit.store(emit.add(sums[v], sums[2 * vectors + v]), out, _VECTOR_BYTES * (v % vectors), align=4)
-
-
 @emitted(VOID, LITERAL, *[ADDRESS] * 5, FLOAT, FLOAT)
 def _finish(
     emit: Emitter, vectors: int, out: Value, update: Value, value: Value, by_key: Value, by_query: Value, beta: Value,
@@ -211,7 +168,10 @@ def _delta_rule(by_channel: int) -> Source:
         key, decays, added, turn = keys, memory + _DECAYS, update, 0
         for index in range(SEGMENT.num_logged(segment)):
             if pending:
-                _pass(vectors, 1, 0, current, memory, size, key, decays, added, keys, queries, by_key, by_query)
+                pass_panel(
+                    vectors, 1, 0, 0, current, memory, size, decays, key, added, key, added, keys, queries, by_key,
+                    by_query,
+                )  # fmt: skip
                 current = memory
             entry = logged_row(segment, p.log, row_bytes, index)
             key, added = entry + key_column, entry + p.log_values + column
@@ -225,7 +185,10 @@ def _delta_rule(by_channel: int) -> Source:
             while target_rows(segment, target) == row:
                 if pending:
                     goal = target_place(segment, target, place)
-                    _pass(vectors, 1, 0, current, goal, size, key, decays, added, keys, queries, by_key, by_query)
+                    pass_panel(
+                        vectors, 1, 0, 1, current, goal, size, decays, key, added, key, added, keys, queries, by_key,
+                        by_query,
+                    )  # fmt: skip
                 else:
                     copy_vectors(target_place(segment, target, place), current, size * LANES * vectors)
                 target += 1
@@ -240,10 +203,16 @@ def _delta_rule(by_channel: int) -> Source:
             decay = p.decays + index * p.decays_stride + decay_column
             product = _prepare(by_channel, this_key, query, decay, p.scale, keys, queries, now, size)
             if pending:
-                _pass(vectors, 1, 1, current, memory, size, key, decays, added, keys, queries, by_key, by_query)
+                pass_panel(
+                    vectors, 1, 1, 0, current, memory, size, decays, key, added, key, added, keys, queries, by_key,
+                    by_query,
+                )  # fmt: skip
                 current = memory
             else:
-                _pass(vectors, 0, 1, current, memory, size, key, decays, added, keys, queries, by_key, by_query)
+                pass_panel(
+                    vectors, 0, 1, 0, current, memory, size, decays, key, added, key, added, keys, queries, by_key,
+                    by_query,
+                )  # fmt: skip
             beta = load_f32(p.betas + index * p.betas_stride + 4 * head)
             out, value = p.out + index * p.out_stride + column, p.values + index * p.values_stride + column
             _finish(vectors, out, update, value, by_key, by_query, beta, product)

@@ -154,6 +154,11 @@ class Emitter:
     def store(self, value: Value, address: Value, offset: int = 0, align: int = 1) -> None:
         self.builder.store(value, self.pointer(address, offset), align=align)
 
+    def store_past_caches(self, value: Value, address: Value, offset: int = 0) -> None:
+        """Store sixteen float32 at a multiple of 64 without reading what the line held into the caches first."""
+        stored = self.builder.store(value, self.pointer(address, offset), align=64)
+        stored.set_metadata("nontemporal", self.builder.module.add_metadata([self.i32(1)]))
+
     def load_floats(self, address: Value, offset: int = 0, element: Any = F32) -> Value:
         """Sixteen float32, float16 or bfloat16 (element I16) values as float32."""
         if element is F32:

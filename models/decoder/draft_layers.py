@@ -1,0 +1,113 @@
+"""Layers for next-token prediction (MTP, "nextn" in GGUF): what they read, and what of them the model itself needs.
+
+Source: DeepSeek-V3 (arXiv 2412.19437), section 2.2. Such a layer joins the embedding of a token with the hidden states
+of the position before it. It has keys and values of its own, which the model's passes also write, from its true hidden
+states, so that they are there for every prefix, cached ones included, whenever drafts are wanted.
+"""
+
+from collections.abc import Iterator
+from dataclasses import fields, replace
+
+from localinfer.kernels import further_ops, ops
+from localinfer.kernels.ops import Buffer, Matmul, Op, OpGraph, Projection
+from localinfer.models.decoder.graph import Graph
+
+
+def write_draft_input(graph: Graph, layer: int, previous: Buffer) -> Buffer:
+    """Write what a layer's block reads: eh_proj of the normed embedding and the normed hidden states before it."""
+    config, tape, name = graph.config, graph.tape, f"blk.{layer}.nextn"
+    width = config.hidden_size
+    embedding, before, joined = (
+        graph.buffer(f"draft_{part}", size, previous.rows)
+        for part, size in (("embedding", width), ("previous", width), ("pair", 2 * width))
+    )
+    own_table = f"{name}.embed_tokens.weight"
+    table = own_table if graph.weights.has(own_table) else "token_embd.weight"
+    tape.embed(embedding, graph.weights.embedding(table, config.vocab_size, width), graph.architecture.embedding_scale)
+    graph.norm(embedding, embedding, f"{name}.enorm")
+    graph.norm(before, previous, f"{name}.hnorm")
+    for half, buffer in enumerate((embedding, before)):
+        tape.copy_heads(joined, buffer, 1, width, 2 * width, width, out_offset=half * width)
+    hidden = graph.buffer("draft_hidden", width, previous.rows)
+    tape.matmul(joined, [graph.projection(f"{name}.eh_proj", hidden, 2 * width)])
+    return hidden
+
+
+def write_draft_norm(graph: Graph, layer: int, hidden: Buffer) -> Buffer:
+    """Write the norm before a layer's output head: its own, or else the model's."""
+    normed = graph.buffer("draft_norm", hidden.width, hidden.rows)
+    names = (f"blk.{layer}.nextn.shared_head_norm", f"blk.{layer}.layer_output_norm", graph.architecture.output_norm)
+    name = next(name for name in names if graph.weights.has(f"{name}.weight"))
+    if graph.architecture.draft_layers.has_layer_norm:
+        weight = graph.weights.vector(f"{name}.weight", (hidden.width,))
+        graph.tape.layer_norm(normed, hidden, weight, None, graph.config.layer_norm_epsilon)
+    else:
+        graph.norm(normed, hidden, name)
+    return normed
+
+
+def without_unused(graph: OpGraph) -> OpGraph:
+    """A graph without the ops whose results nothing reads; what writes a cache or carries a state stays."""
+    wanted = {graph.output.index} | ({graph.hidden.index} if graph.hidden is not None else set())
+    kept: list[Op] = []
+    for op in reversed(graph.ops):
+        if isinstance(op, Matmul):
+            projections = [one for one in op.projections if one.out.index in wanted]
+            if not projections:
+                continue
+            op = replace(op, projections=projections)
+        written = set(_written(op))
+        if written and not written & wanted and not isinstance(op, ops.RecurrentOp):
+            continue
+        read = {buffer.index for buffer in _buffers(op)}
+        if _is_whole(op):
+            wanted -= written - _read_as_input(op)
+        wanted |= read - written | _read_as_input(op)
+        kept.append(op)
+    return replace(graph, ops=tuple(reversed(kept)))
+
+
+def _buffers(record: Op | Projection) -> Iterator[Buffer]:
+    """Every buffer that an op names."""
+    for field in fields(record):
+        value = getattr(record, field.name)
+        if isinstance(value, Buffer):
+            yield value
+        elif isinstance(value, ops.Chosen):
+            yield value.blocks
+        elif field.name == "projections":
+            for projection in value:
+                yield from _buffers(projection)
+
+
+def _written(op: Op) -> list[int]:
+    """Buffers that an op writes: its outputs, or what it changes in place; none for what writes the cache."""
+    if isinstance(op, Matmul):
+        return [projection.out.index for projection in op.projections]
+    if isinstance(op, ops.Route):
+        return [op.expert_ids.index, op.expert_weights.index]
+    if isinstance(op, ops.StoreKV):
+        return []
+    if isinstance(op, further_ops.ChooseBlocks):
+        return [op.chosen.blocks.index]
+    names = {field.name for field in fields(op)}
+    out: Buffer = getattr(op, "out" if "out" in names else "x")
+    return [out.index]
+
+
+def _read_as_input(op: Op) -> set[int]:
+    """Buffers that an op reads, among them those that it also writes."""
+    outputs = {"out", "expert_ids", "expert_weights"} if isinstance(op, ops.Route) else {"out"}
+    found = {
+        value.index
+        for field in fields(op)
+        if field.name not in outputs and isinstance(value := getattr(op, field.name), Buffer)
+    }
+    if isinstance(op, Matmul):
+        found |= {one.residual.index for one in op.projections if one.residual is not None}
+    return found
+
+
+def _is_whole(op: Op) -> bool:
+    """Whether an op writes all of its output, so that what was there before is not needed for it."""
+    return not isinstance(op, further_ops.CopyHeads | ops.HeadMatmul | ops.EmbedPositions)

@@ -1,0 +1,209 @@
+"""The layers of Gemma 4: two head sizes, shared keys and values, per-layer inputs, experts beside a dense block.
+
+Sources: Gemma 3n and Gemma 4 as published; the per-layer inputs and shared keys and values of both are the same.
+"""
+
+import math
+
+from localinfer.kernels.ops import AttentionShape, Buffer, Projection, Routing, Rows
+from localinfer.models.decoder.architecture import Mixer
+from localinfer.models.decoder.attention import RopeTables, write_mixer_output
+from localinfer.models.decoder.config import ModelConfig
+from localinfer.models.decoder.feed_forward import write_feed_forward
+from localinfer.models.decoder.graph import Graph, refuse
+
+
+def write_gemma4_layer(
+    graph: Graph, layer: int, hidden: Buffer, tables: RopeTables, target: ModelConfig | None = None
+) -> Buffer:
+    """Write one layer and return its result: `hidden` itself, or in the last layer the output rows only.
+
+    target: the model whose keys and values a draft model attends to, up to the position before a row's own.
+    """
+    x = graph.block_norm(layer, "attn_norm", hidden, "attention_input")
+    windowed = is_windowed(graph.config, layer)
+    source = source_layer(graph.config, layer, windowed) if target is None else source_layer(target, None, windowed)
+    attended = write_shared_attention(graph, layer, x, tables, source, is_draft=target is not None)
+    own_input = layer_input(graph, layer)
+    if layer == graph.config.num_layers - 1:
+        hidden, attended = graph.select_output(hidden), graph.select_output(attended)
+        own_input = own_input and graph.select_output(own_input)
+    write_mixer_output(graph, layer, hidden, attended, Mixer.ATTENTION)
+    if graph.weights.has(f"blk.{layer}.ffn_gate_inp.weight"):
+        _write_dense_and_experts(graph, layer, hidden)
+    else:
+        write_feed_forward(graph, layer, hidden, graph.block_norm(layer, "ffn_norm", hidden, "ffn_input"))
+    if own_input is not None:
+        graph.tape.add(hidden, hidden, input_branch(graph, layer, hidden, own_input))
+    scale = graph.weights.optional_vector(f"blk.{layer}.layer_output_scale.weight", (1,))
+    if scale is not None:
+        graph.tape.scale(hidden, float(scale[0]))
+    return hidden
+
+
+def source_layer(config: ModelConfig, layer: int | None, windowed: bool) -> int:
+    """The layer whose keys and values are attended to: `layer` itself, or the last one of a kind that has some."""
+    first = config.num_layers - config.num_shared_layers
+    if layer is not None and layer < first:
+        return layer
+    for source in reversed(range(first)):
+        if is_windowed(config, source) == windowed:
+            return source
+    kind = "windowed" if windowed else "full"
+    raise refuse(config, f"has {kind} layers without keys and values of their own, and none that has some")
+
+
+def is_windowed(config: ModelConfig, layer: int) -> bool:
+    """Whether a layer has a sliding window."""
+    return bool(config.windowed_layers) and config.windowed_layers[layer]
+
+
+def write_shared_attention(
+    graph: Graph, layer: int, x: Buffer, tables: RopeTables, source: int, *, is_draft: bool = False
+) -> Buffer:
+    """Write one layer's attention over the keys and values of `source`, itself or another layer of the cache.
+
+    is_draft: the cache is another model's, which has not computed the rows' own positions.
+
+    Without a matrix of their own, values are the keys before their norm and RoPE. The result still needs its output
+    projection.
+    """
+    config, tape = graph.config, graph.tape
+    num_heads, (key_size, value_size) = config.num_heads[layer], config.head_sizes(layer)
+    table = tables.for_layer(is_windowed(config, layer))
+    queries = graph.buffer("queries", num_heads * key_size, x.rows)
+    projections = [_projection(graph, f"blk.{layer}.attn_q", x, queries)]
+    if source == layer and not is_draft:
+        keys = graph.buffer("keys", config.num_kv_heads[layer] * key_size, x.rows)
+        values = graph.buffer("values", config.num_kv_heads[layer] * value_size, x.rows)
+        projections.append(_projection(graph, f"blk.{layer}.attn_k", x, keys))
+        has_values = graph.weights.has(f"blk.{layer}.attn_v.weight")
+        if has_values:
+            projections.append(_projection(graph, f"blk.{layer}.attn_v", x, values))
+        tape.matmul(x, projections)
+        if not has_values:
+            tape.copy_heads(values, keys, config.num_kv_heads[layer], key_size, value_size, key_size)
+        graph.norm(keys, keys, f"blk.{layer}.attn_k_norm", key_size)
+        tape.rms_norm(values, values, None, config.norm_epsilon, value_size)
+        tape.rope(keys, table, key_size)
+        tape.store_kv(layer, keys, values)
+    else:
+        tape.matmul(x, projections)
+    graph.norm(queries, queries, f"blk.{layer}.attn_q_norm", key_size)
+    tape.rope(queries, table, key_size)
+    attended = graph.buffer("attended", num_heads * value_size, x.rows)
+    shape = AttentionShape(
+        num_heads=num_heads,
+        num_kv_heads=tape.kv_layers[source].num_kv_heads,
+        key_size=key_size,
+        value_size=value_size,
+        scale=graph.architecture.attention_scale or 1.0,
+        window=config.sliding_window if is_windowed(config, layer) else 0,
+        excludes_own=is_draft,
+    )
+    tape.attention(attended, queries, source, shape)
+    return attended
+
+
+def _projection(graph: Graph, name: str, x: Buffer, out: Buffer) -> Projection:
+    return Projection(graph.weights.linear(f"{name}.weight", out.width, x.width), out)
+
+
+def write_layer_inputs(graph: Graph, hidden: Buffer) -> None:
+    """Write what every layer reads for itself, float32[rows, layers * per_layer_size], from the embeddings."""
+    config, tape = graph.config, graph.tape
+    size, width = config.per_layer_size, config.num_layers * config.per_layer_size
+    inputs = graph.buffer("layer_inputs", width, hidden.rows)
+    looked_up = graph.buffer("layer_embeddings", width, hidden.rows)
+    table = graph.weights.embedding("per_layer_token_embd.weight", config.vocab_size, width)
+    tape.embed(looked_up, table, math.sqrt(size))
+    weight = graph.weights.linear("per_layer_model_proj.weight", width, hidden.width)
+    tape.matmul(hidden, [Projection(weight, inputs, scale=1.0 / math.sqrt(hidden.width))])
+    graph.norm(inputs, inputs, "per_layer_proj_norm", size)
+    tape.add(inputs, inputs, looked_up)
+    tape.scale(inputs, 1.0 / math.sqrt(2.0))
+
+
+def layer_input(graph: Graph, layer: int) -> Buffer | None:
+    """The part of `write_layer_inputs` that one layer reads; None in models without."""
+    config = graph.config
+    size = config.per_layer_size
+    if not size:
+        return None
+    width = config.num_layers * size
+    out, inputs = graph.buffer("layer_input", size, Rows.BATCH), graph.buffer("layer_inputs", width, Rows.BATCH)
+    graph.tape.copy_heads(out, inputs, 1, size, size, width, x_offset=layer * size)
+    return out
+
+
+def input_branch(graph: Graph, layer: int, x: Buffer, own_input: Buffer) -> Buffer:
+    """norm(proj (gelu(inp_gate x) * the layer's own input)), to be added to the residual stream."""
+    block, tape = f"blk.{layer}", graph.tape
+    gate = graph.buffer("input_gate", own_input.width, x.rows)
+    out = graph.buffer("branch", x.width, x.rows)
+    tape.matmul(x, [_projection(graph, f"{block}.inp_gate", x, gate)])
+    tape.gated_activation(gate, gate, own_input, graph.architecture.activation)
+    tape.matmul(gate, [_projection(graph, f"{block}.proj", gate, out)])
+    graph.norm(out, out, f"{block}.post_norm")
+    return out
+
+
+def _write_dense_and_experts(graph: Graph, layer: int, hidden: Buffer) -> None:
+    """Add the sum of a dense feed-forward block and of the experts, which read the same residual stream."""
+    block, tape = f"blk.{layer}", graph.tape
+    x = graph.block_norm(layer, "ffn_norm", hidden, "ffn_input")
+    size = graph.weights.shape(f"{block}.ffn_down.weight")[-1]
+    gate, up = graph.buffer("gate", size, x.rows), graph.buffer("up", size, x.rows)
+    tape.matmul(x, [_projection(graph, f"{block}.ffn_{name}", x, out) for name, out in (("gate", gate), ("up", up))])
+    tape.gated_activation(up, gate, up, graph.architecture.activation)
+    dense = graph.buffer("branch", hidden.width, hidden.rows)
+    tape.matmul(up, [_projection(graph, f"{block}.ffn_down", up, dense)])
+    graph.norm(dense, dense, f"{block}.post_ffw_norm_1")
+    routed = _experts(graph, layer, hidden)
+    graph.norm(routed, routed, f"{block}.post_ffw_norm_2")
+    tape.add(dense, dense, routed)
+    graph.add_normed(hidden, dense, f"{block}.post_ffw_norm")
+
+
+def _experts(graph: Graph, layer: int, hidden: Buffer) -> Buffer:
+    """The weighted sum of a row's experts. Its router reads the residual stream, normed in a way of its own."""
+    block, tape, config, weights = f"blk.{layer}", graph.tape, graph.config, graph.weights
+    experts = config.experts
+    if experts is None:
+        raise refuse(config, "has a router (ffn_gate_inp) but no expert_count")
+    num_experts, num_selected, width = experts.num_experts, experts.num_selected, hidden.width
+    router_input = graph.buffer("router_input", width, hidden.rows)
+    tape.rms_norm(router_input, hidden, weights.vector(f"{block}.ffn_gate_inp.scale", (width,)), config.norm_epsilon)
+    logits = graph.buffer("router_logits", num_experts, hidden.rows)
+    router = weights.linear(f"{block}.ffn_gate_inp.weight", num_experts, width)
+    tape.matmul(router_input, [Projection(router, logits, scale=1.0 / math.sqrt(width))])
+    expert_ids = graph.buffer("expert_ids", num_selected, hidden.rows)
+    expert_weights = graph.buffer("expert_weights", num_selected, hidden.rows)
+    routing = Routing(
+        num_experts=num_experts,
+        num_selected=num_selected,
+        gating=graph.architecture.gating,
+        normalise=True,
+        output_scales=weights.optional_vector(f"{block}.ffn_down_exps.scale", (num_experts,)),
+    )
+    tape.route(expert_ids, expert_weights, logits, routing)
+
+    x = graph.block_norm(layer, "pre_ffw_norm_2", hidden, "expert_input")
+    size = weights.shape(f"{block}.ffn_down_exps.weight")[-1]
+    gate = graph.buffer("expert_gate", num_selected * size, x.rows)
+    up = graph.buffer("expert_up", num_selected * size, x.rows)
+    fused = f"{block}.ffn_gate_up_exps.weight"
+    for part, (name, out) in enumerate((("gate", gate), ("up", up))):
+        if weights.has(fused):
+            rows = slice(part * size, (part + 1) * size)
+            weight = weights.experts(fused, num_experts, 2 * size, width, rows)
+        else:
+            weight = weights.experts(f"{block}.ffn_{name}_exps.weight", num_experts, size, width)
+        tape.expert_matmul(out, x, weight, expert_ids)
+    tape.gated_activation(up, gate, up, graph.architecture.activation)
+    down = graph.buffer("expert_down", num_selected * width, x.rows)
+    weight = weights.experts(f"{block}.ffn_down_exps.weight", num_experts, width, size)
+    tape.expert_matmul(down, up, weight, expert_ids, input_per_slot=True)
+    out = graph.buffer("expert_branch", width, x.rows)
+    tape.expert_sum(out, down, expert_weights)
+    return out

@@ -1,0 +1,108 @@
+"""A draft model over the cache of its target, against another runtime's drafts, and its bits in any batch."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from localinfer.errors import UnsupportedFormatError
+from localinfer.kernels.cpu.lower import lower_to_cpu
+from localinfer.kernels.cpu.memory import address, aligned_zeros
+from localinfer.kernels.cpu.program import CpuProgram, ThreadPool
+from localinfer.kernels.kv_layout import KVLayout
+from localinfer.kernels.program import Batch, Segment
+from localinfer.models.decoder.decoder import kv_layer_shapes, write_decoder
+from localinfer.models.decoder.gemma4_assistant import write_assistant
+from localinfer.models.load.loader import load_model
+from localinfer.types import FloatArray
+from tests.kernels.cpu.device import CpuWeights
+from tests.models.arch_models import DATA, build_model, normalized_error, read_config, skeletons, write_skeleton
+from tests.oracle import NumpyProgram, NumpyWeights
+
+NAME = "gemma4-assistant-draft"
+TARGET = skeletons()[NAME]["options"]["target"]
+
+
+@pytest.fixture
+def files(folder: Path) -> tuple[Path, Path]:
+    """The draft model's and its target's."""
+    path = folder / f"{NAME}.gguf"
+    if not path.exists():
+        write_skeleton(skeletons()[NAME], path)
+    return path, build_model(folder, TARGET).path
+
+
+def answers() -> tuple[np.ndarray, FloatArray, FloatArray]:
+    """Token ids, and logits and states of the draft of every token but the first."""
+    with np.load(DATA / "logits.npz") as found:
+        return found[f"{NAME}.tokens"], found[f"{NAME}.draft_logits"], found[f"{NAME}.draft_hidden"]
+
+
+def whole(ids: np.ndarray, start: int, pages: np.ndarray) -> Batch:
+    """Tokens of one sequence, all of them output rows."""
+    return Batch(ids, [Segment(start, len(ids), pages)], np.arange(len(ids), dtype=np.int32))
+
+
+def test_drafts_equal_those_of_the_reference_runtime(files: tuple[Path, Path]) -> None:
+    draft_path, target_path = files
+    config, target = read_config(draft_path), read_config(target_path)
+    layers, weights = kv_layer_shapes(target), NumpyWeights(target_path)
+    ids, logits, hidden = answers()
+    pages = np.array([1], np.int64)
+    main = NumpyProgram(write_decoder(target, weights, has_output_head=False))
+    states = main.run(whole(ids, 0, pages))
+    program = NumpyProgram(write_assistant(config, NumpyWeights(draft_path), target, weights, layers))
+    program.share_cache(main)
+    program.hand_over(states[:-1])
+    found = program.run(whole(ids[1:], 1, pages))
+    assert normalized_error(found[:, : target.vocab_size], logits) <= 1e-6
+    assert normalized_error(found[:, target.vocab_size :], hidden) <= 1e-6
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_drafts_on_the_cpu_are_the_same_bits_in_any_batch(num_threads: int, files: tuple[Path, Path]) -> None:
+    draft_path, target_path = files
+    config, target = read_config(draft_path), read_config(target_path)
+    ids, logits, hidden = answers()
+    layout = KVLayout("f32", kv_layer_shapes(target))
+    memory = aligned_zeros(2 * layout.page_bytes)
+    memory[:] = 255
+    pages = address(memory) + np.arange(2, dtype=np.int64) * layout.page_bytes
+    pool = ThreadPool(num_threads)
+    weights = CpuWeights(pool, target_path)
+    sizes = {"max_batch_rows": 40, "max_output_rows": 40}
+    main = lower_to_cpu(write_decoder(target, weights, has_output_head=False), pool, layout, **sizes)
+    graph = write_assistant(config, CpuWeights(pool, draft_path), target, weights, layout.layers)
+    program: CpuProgram = lower_to_cpu(graph, pool, layout, **sizes)
+    states = main.run(whole(ids[:1], 0, pages)).copy()
+    drafts = []
+    for position in range(1, len(ids)):
+        # Nothing is stored yet for this position, nor by the draft.
+        program.hand_over(states)
+        before = memory.copy()
+        drafts.append(program.run(whole(ids[position : position + 1], position, pages)).copy())
+        np.testing.assert_array_equal(memory, before)
+        states = main.run(whole(ids[position : position + 1], position, pages)).copy()
+    one_by_one = np.concatenate(drafts)
+    states = main.run(whole(ids, 0, pages)).copy()
+    program.hand_over(states[:-1])
+    at_once = program.run(whole(ids[1:], 1, pages)).copy()
+    program.close()
+    np.testing.assert_array_equal(at_once.view(np.uint32), one_by_one.view(np.uint32))
+    assert normalized_error(at_once[:, : target.vocab_size], logits) <= 1e-6
+    assert normalized_error(at_once[:, target.vocab_size :], hidden) <= 1e-6
+
+
+def test_draft_model_is_refused_alone_and_beside_a_target_that_it_does_not_fit(files: tuple[Path, Path]) -> None:
+    draft_path, target_path = files
+    with pytest.raises(UnsupportedFormatError, match="a draft model without keys and values"):
+        load_model(draft_path)
+    config, target, weights = read_config(draft_path), read_config(target_path), NumpyWeights(target_path)
+    for other, reason in (
+        (replace(target, vocab_size=64), "has 128 tokens and the model it drafts for 64"),
+        (replace(target, sliding_window=16), "has windows of 12 and its target of 16"),
+        (replace(target, head_dim=64), "where its target keeps"),
+    ):
+        with pytest.raises(UnsupportedFormatError, match=reason):
+            write_assistant(config, NumpyWeights(draft_path), other, weights, kv_layer_shapes(other))

@@ -1,0 +1,123 @@
+"""Drafts of a model's own layers for next-token prediction change speed and nothing else."""
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import localinfer
+from localinfer.cache.sequence import SequenceCache
+from localinfer.engine.engine import Engine
+from localinfer.errors import RequestError
+from localinfer.loading import make_speculation
+from localinfer.models.load.loader import Model, load_model
+from localinfer.sampling.params import SamplingParams
+from localinfer.speculation.costs import DraftFloor, VerificationCosts
+from localinfer.speculation.mtp import MTPDrafter
+from localinfer.speculation.ngram import NgramDrafter
+from localinfer.speculation.verify import Speculation
+from tests.models.arch_models import build_model
+
+MODELS = ["qwen35-mtp", "nemotron_h_moe-mtp", "step35-mtp", "deepseek2-mtp"]
+PARAMS = [SamplingParams(temperature=0.0), SamplingParams(temperature=1.5, seed=4, top_k=0, repetition_penalty=1.2)]
+ROWS = 8
+
+
+class Agreeing(MTPDrafter):
+    """Computes every draft, and then says what the text will be, with every n-th token wrong."""
+
+    def __init__(self, model: Model, text: Sequence[int], wrong_every: int) -> None:
+        super().__init__(model)
+        self._text, self._wrong_every = text, wrong_every
+        self.num_rows = 0
+
+    def draft_token(
+        self, sequence: SequenceCache, index: int, token_id: int, hidden: NDArray[np.float32] | None
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        logits, shown = super().draft_token(sequence, index, token_id, hidden)
+        if not hasattr(self, "num_rows"):
+            return logits, shown
+        self.num_rows += 1
+        place = sequence.length + index + 1
+        token = self._text[place] if place < len(self._text) else 0
+        scripted = np.full_like(logits, -1e9)
+        scripted[(token + (place % self._wrong_every == 0)) % scripted.size] = 1e9
+        return scripted, shown
+
+
+def speculation(drafter: MTPDrafter, *, has_ngram: bool = False) -> Speculation:
+    # Rows that cost nothing more, on a clock that never says otherwise, so that every draft is tried.
+    costs = VerificationCosts([1.0] * ROWS)
+    floor = DraftFloor(costs, most_credit=math.inf)
+    return Speculation(
+        costs, ngram=NgramDrafter() if has_ngram else None, model=drafter, floor=floor, clock=lambda: 0.0
+    )
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    yield build_model(tmp_path_factory.mktemp("mtp"), request.param).path
+
+
+def generated(engine: Engine, prompt: Sequence[int], params: SamplingParams, count: int = 50) -> Any:
+    generation = engine.generate(prompt, params, max_tokens=count)
+    return [event.token_id for event in generation], generation.record
+
+
+def drafting_engine(path: Path, text: Sequence[int], wrong_every: int, *, has_ngram: bool = False) -> Engine:
+    model = load_model(path, threads=1, draft_layers=True)
+    return Engine(model, speculation=speculation(Agreeing(model, text, wrong_every), has_ngram=has_ngram))
+
+
+@pytest.mark.parametrize("params", PARAMS, ids=["greedy", "sampled"])
+def test_texts_are_those_without_drafts_cold_warm_and_edited(model_path: Path, params: SamplingParams) -> None:
+    prompt = [int(token) for token in np.random.default_rng(1).integers(0, 128, 70)]
+    plain = Engine(load_model(model_path, threads=1))
+    text, _ = generated(plain, prompt, params)
+    longer = [*prompt, *text, 5, 6, 7]
+    wanted = [text, text, generated(plain, longer, params)[0], generated(plain, [*longer[:40], 9], params)[0]]
+    plain.close()
+    for wrong_every in (2, 4, 1000):
+        engine = drafting_engine(model_path, [*prompt, *text], wrong_every, has_ngram=wrong_every == 4)
+        found, record = generated(engine, prompt, params)
+        assert found == wanted[0]
+        assert record.speculation.forward_passes < len(text) * (0.9 if wrong_every > 2 else 1.01)
+        assert generated(engine, prompt, params)[0] == wanted[1]
+        assert generated(engine, longer, params)[0] == wanted[2]
+        assert generated(engine, [*longer[:40], 9], params)[0] == wanted[3]
+        engine.close()
+
+
+def test_texts_side_by_side_are_those_alone(model_path: Path) -> None:
+    generator = np.random.default_rng(2)
+    prompts = [[int(token) for token in generator.integers(0, 128, count)] for count in (12, 33, 40)]
+    plain = Engine(load_model(model_path, threads=1))
+    wanted = [generated(plain, prompt, PARAMS[1], 30)[0] for prompt in prompts]
+    plain.close()
+    engine = drafting_engine(model_path, [*prompts[0], *wanted[0]], 3)
+    streams = [engine.generate(prompt, PARAMS[1], max_tokens=30) for prompt in prompts]
+    found: list[list[int]] = [[] for _ in streams]
+    for _ in range(30):
+        for stream, tokens in zip(streams, found, strict=True):
+            tokens.append(next(stream).token_id)
+    assert found == wanted
+    engine.close()
+
+
+def test_an_option_chooses_the_layers_or_refuses_a_model_without(tmp_path: Path) -> None:
+    path = build_model(tmp_path, "glm4moe-mtp").path
+    drafters = []
+    for option in ("ngram", "mtp", "auto"):
+        model = load_model(path, threads=1, draft_layers=option != "ngram")
+        drafting = make_speculation(option, model, None)
+        drafters.append((drafting.ngram is not None, isinstance(drafting.model, MTPDrafter)))
+        model.close()
+    assert drafters == [(True, False), (False, True), (True, True)]
+    with pytest.raises(RequestError, match="no layers for next-token prediction"):
+        localinfer.load(build_model(tmp_path, "llama-gqa").path, threads=1, speculation="mtp")
+    with pytest.raises(RequestError, match="draft model was given"):
+        localinfer.load(path, threads=1, speculation="mtp", draft=path)
