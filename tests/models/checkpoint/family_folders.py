@@ -77,6 +77,24 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "smollm3": {**_QWEN, "no_rope_layers": [1, 1], "no_rope_layer_interval": 4, "layer_types": ["full_attention"] * 2},
     "seed_oss": {"residual_dropout": 0.1, "attention_out_bias": False, "rope_scaling": {"rope_type": "default"}},
 }
+_GPT_OSS: dict[str, Any] = {
+    "num_local_experts": EXPERTS,
+    "num_experts_per_tok": 2,
+    "experts_per_token": 2,
+    "sliding_window": 16,
+    "swiglu_limit": 7.0,
+    "initial_context_length": 64,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 64,
+    },
+}
+"""Its tensors are written by the tests that need them."""
 _ROWS = {"attn_q": HEADS * HEAD, "attn_k": KV_HEADS * HEAD, "attn_v": KV_HEADS * HEAD}
 _SHAPES: dict[str, tuple[int, ...]] = {
     **{name: (rows, HIDDEN) for name, rows in _ROWS.items()},
@@ -91,7 +109,7 @@ _SHAPES: dict[str, tuple[int, ...]] = {
 
 def family_config(model_type: str) -> dict[str, Any]:
     """config.json of a tiny model."""
-    return {"model_type": model_type, **BASE, **SETTINGS[model_type]}
+    return {"model_type": model_type, **BASE, **(_GPT_OSS if model_type == "gpt_oss" else SETTINGS[model_type])}
 
 
 def write_family(folder: Path, model_type: str) -> Path:
