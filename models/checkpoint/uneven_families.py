@@ -99,7 +99,7 @@ def _step3p5_variant(settings: Settings, family: Family) -> Family:
     """The base of the rotation is a list by layers: that of the first full one and of the first windowed one."""
     bases, kinds = settings.get("rope_theta"), settings.entries("layer_types")
     if isinstance(bases, list):
-        by_kind = dict(reversed([*zip(kinds, bases, strict=False)]))
+        by_kind = dict(reversed([*zip(map(str, kinds), bases, strict=False)]))
         settings.put("rope_theta", by_kind.get("full_attention", 10000.0))
         settings.put("rope_local_base_freq", by_kind.get("sliding_attention"))
     return family
