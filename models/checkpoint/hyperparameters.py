@@ -5,6 +5,7 @@ Where config.json has lists of divisors of rotary frequencies, GGUF keeps tensor
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import UnsupportedFormatError
-from localinfer.models.checkpoint.families import Family, Metadata, find_family
+from localinfer.models.checkpoint.changes import Change
+from localinfer.models.checkpoint.families import find_family
+from localinfer.models.checkpoint.family import Family, Metadata
+from localinfer.models.checkpoint.latent_names import latent_sizes
 from localinfer.models.checkpoint.settings import Settings, unknown_settings
 from localinfer.models.decoder.block_config import MAX_BASE, MAX_CONTEXT, MAX_LAYERS, MAX_SCALE, MIN_BASE, MIN_SCALE
 from localinfer.models.decoder.metadata_keys import DYNAMIC_ROPE_KEY
@@ -21,13 +25,15 @@ from localinfer.models.decoder.rope import plain_frequencies
 Tensors = dict[str, NDArray[np.float32]]
 
 _BASE = {"low": MIN_BASE, "high": MAX_BASE}
-_KNOWN = "default, linear, dynamic, llama3, yarn and longrope"
+_KNOWN = "default, linear, dynamic, llama3, yarn, longrope and proportional"
+_NO_TURN = 1e30
 
 
 @dataclass(frozen=True)
 class Hyperparameters:
     """A family, its sizes as GGUF metadata, and the small tensors that GGUF keeps where config.json has lists.
 
+    changes: what GGUF stores otherwise. num_drafters: layers behind the last that predict further tokens.
     unknown_settings: names of settings that may change results and that nothing here obeys.
     """
 
@@ -38,6 +44,8 @@ class Hyperparameters:
     num_heads: int
     num_kv_heads: int
     ties_embeddings: bool | None
+    changes: Mapping[str, Change]
+    num_drafters: int
     unknown_settings: tuple[str, ...]
 
 
@@ -46,43 +54,69 @@ def read_hyperparameters(config: dict[str, Any], name: str) -> Hyperparameters:
 
     Raises: UnsupportedFormatError if this version cannot run such a model, CorruptFileError if a value has no meaning.
     """
-    family = find_family(config.get("model_type"))
-    settings = Settings(config, family.defaults)
+    family = find_family(config)
+    settings = Settings(config, family.defaults, family.aliases)
+    if family.variant is not None:
+        family = family.variant(settings, family)
     _check_activation(settings, family)
-    hidden_size, num_heads = settings.integer("hidden_size", low=1), settings.integer("num_attention_heads", low=1)
-    num_kv_heads = settings.integer("num_key_value_heads", num_heads, low=1)
-    if num_heads % num_kv_heads:
-        raise settings.wrong("num_key_value_heads", f"a divisor of num_attention_heads {num_heads}")
-    head_dim = settings.integer("head_dim", hidden_size // num_heads, low=1)
+    hidden_size = settings.integer("hidden_size", low=1)
     num_layers = settings.integer("num_hidden_layers", low=1, high=MAX_LAYERS)
-    context_length = settings.integer("max_position_embeddings", low=1, high=MAX_CONTEXT)
-    rope, tensors = _read_rope(settings, head_dim, context_length)
-    is_dynamic = rope.pop(DYNAMIC_ROPE_KEY, False)
     keys: Metadata = {
         "vocab_size": settings.integer("vocab_size", low=1, high=MAX_CONTEXT),
-        "context_length": context_length,
+        "context_length": settings.integer("max_position_embeddings", low=1, high=MAX_CONTEXT),
         "embedding_length": hidden_size,
         "block_count": num_layers,
-        "feed_forward_length": settings.integer("intermediate_size"),
-        "attention.head_count": num_heads,
-        "attention.head_count_kv": num_kv_heads,
-        "attention.key_length": head_dim,
-        "attention.value_length": head_dim,
-        "attention.layer_norm_rms_epsilon": settings.number(family.epsilon, 1e-6, low=0.0, high=1.0),
-        **rope,
-        **family.metadata(settings),
+        "feed_forward_length": settings.integer("intermediate_size", 0),
+        f"attention.layer_norm_{'' if family.has_layer_norms else 'rms_'}epsilon": settings.number(
+            family.epsilon, 1e-6, low=0.0, high=1.0
+        ),
     }
+    tensors: Tensors = {}
+    num_heads = num_kv_heads = 0
+    if family.has_attention:
+        num_heads = settings.integer("num_attention_heads", low=1)
+        num_kv_heads = settings.integer("num_key_value_heads", num_heads, low=1)
+        found, tensors = _attention(settings, family, num_heads, num_kv_heads)
+        keys |= found
+    else:
+        keys["attention.head_count"] = 0
+    keys |= family.metadata(settings)
+    is_dynamic = keys.pop(DYNAMIC_ROPE_KEY, False)
     if family.has_windows:
-        keys |= _windows(settings, num_layers)
-    elif "sliding_attention" in _layer_types(settings, num_layers):
+        keys |= _windows(settings, num_layers, family)
+    elif "sliding_attention" in _layer_types(settings, num_layers, family):
         raise settings.unsupported("layer_types", f"{family.architecture} models that see their whole context")
     metadata: dict[str, object] = {"general.architecture": family.architecture, "general.name": name}
-    metadata |= {f"{family.architecture}.{key}": value for key, value in keys.items()}
+    for key, value in keys.items():
+        if value is not None:
+            metadata[key if key.startswith("xielu.") else f"{family.architecture}.{key}"] = value
     if is_dynamic:
         metadata[DYNAMIC_ROPE_KEY] = True
     ties = settings.boolean("tie_word_embeddings", True) if "tie_word_embeddings" in settings else None
+    num_drafters = settings.integer("num_nextn_predict_layers", 0, high=MAX_LAYERS)
+    changes = dict(family.changes(settings))
     unknown = tuple(unknown_settings(settings))
-    return Hyperparameters(family, metadata, tensors, num_layers, num_heads, num_kv_heads, ties, unknown)
+    return Hyperparameters(
+        family, metadata, tensors, num_layers, num_heads, num_kv_heads, ties, changes, num_drafters, unknown
+    )
+
+
+def _attention(settings: Settings, family: Family, num_heads: int, num_kv_heads: int) -> tuple[Metadata, Tensors]:
+    """Sizes of heads, and their rotation."""
+    if num_heads % num_kv_heads:
+        raise settings.wrong("num_key_value_heads", f"a divisor of num_attention_heads {num_heads}")
+    head_dim = settings.integer("head_dim", settings.integer("hidden_size") // num_heads, low=1)
+    if family.has_latent_attention:
+        # The part that rotates has a size of its own, so that no fraction applies.
+        head_dim = settings.integer("qk_rope_head_dim", low=1)
+    context_length = settings.integer("max_position_embeddings", high=MAX_CONTEXT)
+    rope, tensors = _read_rope(settings, head_dim, context_length, is_whole=family.has_latent_attention)
+    keys: Metadata = {"attention.head_count": num_heads, "attention.head_count_kv": num_kv_heads}
+    if family.has_latent_attention:
+        keys |= latent_sizes(settings)
+    else:
+        keys |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
+    return rope | keys, tensors
 
 
 def _check_activation(settings: Settings, family: Family) -> None:
@@ -92,31 +126,36 @@ def _check_activation(settings: Settings, family: Family) -> None:
         raise settings.unsupported(key, f"{family.architecture} models with {family.activations[0]!r}")
 
 
-def _windows(settings: Settings, num_layers: int) -> dict[str, object]:
+def _windows(settings: Settings, num_layers: int, family: Family) -> dict[str, object]:
     """The window's size, and which layers have it where the file says so: by a list or by a period."""
     size = settings.integer("sliding_window", 0, high=MAX_CONTEXT)
-    kinds = _layer_types(settings, num_layers)
+    kinds = _layer_types(settings, num_layers, family)
     if not size:
         return {}
     keys: dict[str, object] = {"attention.sliding_window": size}
     if kinds:
         keys["attention.sliding_window_pattern"] = [int(kind == "sliding_attention") for kind in kinds]
+    elif isinstance(settings.get("sliding_window_pattern"), str):
+        letters = settings.text("sliding_window_pattern")
+        keys["attention.sliding_window_pattern"] = [
+            int(letters[layer % len(letters)] == "L") for layer in range(num_layers if letters else 0)
+        ]
     elif "sliding_window_pattern" in settings:
         period = settings.integer("sliding_window_pattern", low=1, high=MAX_LAYERS)
         keys["attention.sliding_window_pattern"] = [int((layer + 1) % period != 0) for layer in range(num_layers)]
     return keys
 
 
-def _layer_types(settings: Settings, num_layers: int) -> list[str]:
+def _layer_types(settings: Settings, num_layers: int, family: Family) -> list[str]:
     """What each layer attends to, empty where the file does not say."""
     kinds = settings.entries("layer_types")
-    known = ("sliding_attention", "full_attention")
+    known = ("sliding_attention", "full_attention", *family.layer_kinds)
     if kinds and (len(kinds) != num_layers or any(kind not in known for kind in kinds)):
-        raise settings.wrong("layer_types", f"{num_layers} times sliding_attention or full_attention")
+        raise settings.wrong("layer_types", f"{num_layers} times {' or '.join(known)}")
     return kinds
 
 
-def _read_rope(settings: Settings, head_dim: int, context_length: int) -> tuple[Metadata, Tensors]:
+def _read_rope(settings: Settings, head_dim: int, context_length: int, *, is_whole: bool) -> tuple[Metadata, Tensors]:
     """GGUF keys (after the architecture's prefix) and tensors float32[rotary_size / 2] that describe a rotation.
 
     Raises: UnsupportedFormatError for a scaling this version does not run, CorruptFileError for one without meaning.
@@ -131,15 +170,20 @@ def _read_rope(settings: Settings, head_dim: int, context_length: int) -> tuple[
     base = scaling.number("rope_theta", settings.number("rope_theta", 10000.0, **_BASE), **_BASE)
     partial = settings.number("partial_rotary_factor", 1.0, low=0.0, high=1.0)
     partial = scaling.number("partial_rotary_factor", partial, low=0.0, high=1.0)
-    rotary_size = int(head_dim * partial)
+    rotary_size = head_dim if is_whole else int(head_dim * partial)
     keys: Metadata = {"rope.freq_base": base, "rope.dimension_count": rotary_size}
     for source, key in ((windowed, "rope_theta"), (settings, "rope_local_base_freq")):
         if source.get(key) is not None:
             keys.setdefault("rope.freq_base_swa", source.number(key, **_BASE))
     settings.mark_read(("rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings"))
-    if kind in ("default", "dynamic"):
+    if kind in ("default", "dynamic", "mrope"):
         # Dynamic scaling starts beyond the length the model was trained for.
-        return keys if kind == "default" else {**keys, DYNAMIC_ROPE_KEY: True}, {}
+        return keys if kind != "dynamic" else {**keys, DYNAMIC_ROPE_KEY: True}, {}
+    if kind == "proportional":
+        # Frequencies are those of whole heads; the pairs beyond the fraction do not turn.
+        turning = int(head_dim * partial / 2)
+        divisors = np.where(np.arange(head_dim // 2) < turning, 1.0, _NO_TURN).astype(np.float32)
+        return {**keys, "rope.dimension_count": head_dim}, {"rope_freqs.weight": divisors}
     # One position has no logarithm to divide by.
     lengths = {"low": 2, "high": MAX_CONTEXT}
     original = settings.integer("original_max_position_embeddings", max(context_length, 2), **lengths)
@@ -152,9 +196,9 @@ def _read_rope(settings: Settings, head_dim: int, context_length: int) -> tuple[
     if kind == "llama3":
         return keys, {"rope_freqs.weight": _llama3_divisors(scaling, factor, original, base, rotary_size)}
     if kind == "yarn":
-        if scaling.boolean("truncate", True):
-            return {**keys, **_yarn(scaling, factor, original)}, {}
-        return _untruncated_yarn(scaling, keys, factor, original, base, rotary_size)
+        if not scaling.boolean("truncate", True):
+            return _untruncated_yarn(scaling, keys, factor, original, rotary_size)
+        return {**keys, **_yarn(scaling, factor, original)}, {}
     raise UnsupportedFormatError(
         f"config.json: the RoPE scaling {kind!r:.40} is not known; this version runs {_KNOWN}. "
         "Update localinfer or choose another model."
@@ -177,9 +221,6 @@ def _llama3_divisors(
 
 
 def _yarn(scaling: Settings, factor: float, original: int) -> dict[str, object]:
-    for key in ("mscale", "mscale_all_dim"):
-        if key in scaling:
-            raise scaling.unsupported(key, "YaRN without it")
     keys: dict[str, object] = {
         "rope.scaling.type": "yarn",
         "rope.scaling.factor": factor,
@@ -187,29 +228,45 @@ def _yarn(scaling: Settings, factor: float, original: int) -> dict[str, object]:
         "rope.scaling.yarn_beta_fast": scaling.number("beta_fast", 32.0, low=MIN_SCALE),
         "rope.scaling.yarn_beta_slow": scaling.number("beta_slow", 1.0, low=MIN_SCALE),
     }
-    if "attention_factor" in scaling:
+    magnitude = _yarn_magnitude(scaling, factor)
+    if magnitude is not None:
         # GGUF's factor multiplies YaRN's own temperature; this one replaces it.
-        keys["rope.scaling.attn_factor"] = scaling.number("attention_factor", low=0.0) / (1.0 + 0.1 * math.log(factor))
+        keys["rope.scaling.attn_factor"] = magnitude / _temperature(factor)
     return keys
 
 
+def _temperature(factor: float, multiplier: float = 1.0) -> float:
+    """YaRN's (arXiv 2309.00071, section 3.4)."""
+    return 1.0 + 0.1 * multiplier * math.log(factor)
+
+
+def _yarn_magnitude(scaling: Settings, factor: float) -> float | None:
+    """What the rotation is multiplied by, if that is not YaRN's own temperature."""
+    if "attention_factor" in scaling:
+        return scaling.number("attention_factor", low=0.0)
+    mscale, whole = scaling.number("mscale", 0.0, low=0.0), scaling.number("mscale_all_dim", 0.0, low=0.0)
+    if mscale and whole:
+        return _temperature(factor, mscale) / _temperature(factor, whole)
+    if mscale or whole:
+        raise scaling.unsupported("mscale", "YaRN with mscale and mscale_all_dim, or neither")
+    return None
+
+
 def _untruncated_yarn(
-    scaling: Settings, keys: Metadata, factor: float, original: int, base: float, rotary_size: int
+    scaling: Settings, keys: Metadata, factor: float, original: int, rotary_size: int
 ) -> tuple[Metadata, Tensors]:
-    """YaRN whose blend begins and ends between two pairs (gpt-oss): GGUF's keys cannot say so, divisors can."""
-    yarn = _yarn(scaling, factor, original)
-
-    def pair_of(rotations: object) -> float:
-        assert isinstance(rotations, float), "these were read as numbers"
-        return rotary_size * math.log(original / (2.0 * math.pi * rotations)) / (2.0 * math.log(base))
-
-    first = max(0.0, pair_of(yarn["rope.scaling.yarn_beta_fast"]))
-    last = min(rotary_size - 1.0, pair_of(yarn["rope.scaling.yarn_beta_slow"]))
-    pairs = np.arange(rotary_size // 2, dtype=np.float64)
-    kept = 1.0 - np.clip((pairs - first) / max(0.001, last - first), 0.0, 1.0)
-    divisors = 1.0 / ((1.0 - kept) / factor + kept)
-    magnitude = scaling.number("attention_factor", 1.0 + 0.1 * math.log(factor), low=0.0)
-    return {**keys, "rope.scaling.attn_factor": magnitude}, {"rope_freqs.weight": divisors.astype(np.float32)}
+    """YaRN whose blend begins and ends between two pairs: GGUF's begins and ends at one, so these are divisors."""
+    base = keys["rope.freq_base"]
+    bounds = [
+        rotary_size * math.log(original / (2.0 * math.pi * beta)) / (2.0 * math.log(base))
+        for beta in (scaling.number("beta_fast", 32.0, low=MIN_SCALE), scaling.number("beta_slow", 1.0, low=MIN_SCALE))
+    ]
+    low, high = max(bounds[0], 0.0), min(bounds[1], rotary_size - 1.0)
+    blend = np.clip((np.arange(rotary_size // 2) - low) / max(high - low, 1e-3), 0.0, 1.0)
+    divisors = (1.0 / (1.0 - blend + blend / factor)).astype(np.float32)
+    magnitude = _yarn_magnitude(scaling, factor)
+    keys = {**keys, "rope.scaling.attn_factor": _temperature(factor) if magnitude is None else magnitude}
+    return keys, {"rope_freqs.weight": divisors}
 
 
 def _longrope(

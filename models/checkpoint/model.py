@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from numpy.typing import NDArray
 
 from localinfer.closing import Closing
 from localinfer.errors import CorruptFileError, TokenizerError, UnsupportedFormatError
-from localinfer.models.checkpoint.hyperparameters import read_hyperparameters
+from localinfer.models.checkpoint.changes import ExpertRows, Rows
+from localinfer.models.checkpoint.hyperparameters import Hyperparameters, read_hyperparameters
 from localinfer.models.checkpoint.tensor_plan import PlannedTensor, plan_tensors
 from localinfer.models.checkpoint.tokenizer_json import read_tokenizer
 from localinfer.quant.checkpoint.folder import CheckpointFolder, open_folder
@@ -72,19 +74,20 @@ class CheckpointModel(Closing):
         unused, asides = left_aside(folder.tensors, settings)
         if self._reader is not None:
             unused.update(name for name in folder.tensors if self._reader.is_unused(name))
-        self._names: dict[tuple[str, str], str] = {}
-        self._family = parameters.family
-        self._num_experts = parameters.metadata.get(f"{parameters.family.architecture}.expert_count", 1)
         parts = {name: self._part(name) for name in folder.tensors if name not in unused}
-        self._plan, left_out = plan_tensors(parts, parameters)
-        if left_out:
-            logger.warning(
-                "%s: only its text model runs; %d tensors of other parts are left out (%s)",
-                folder.path.name,
-                len(left_out),
-                left_out[0],
-            )
+        plan = plan_tensors(parts, parameters)
+        self._plan = plan.tensors
+        for names, words in (
+            (plan.other_parts, "only its text model runs; %d tensors of other parts are left out (%s)"),
+            (
+                plan.drafters,
+                "it runs without drafting; %d tensors of layers that predict further tokens are left out (%s)",
+            ),
+        ):
+            if names:
+                logger.warning(f"%s: {words}", folder.path.name, len(names), names[0])
         self._folder = folder
+        self._num_experts = parameters.metadata.get(f"{parameters.family.architecture}.expert_count", 1)
         self._forms: list[StoredForm] = []
         self._decoded: tuple[str, NDArray[np.uint8]] | None = None
         self._made = parameters.tensors
@@ -94,7 +97,8 @@ class CheckpointModel(Closing):
         self.num_bytes = folder.num_bytes
         # Not GGUF's, but what the codes mean depends on it, and so does whatever is kept of a model's results.
         quantization = {"checkpoint.quantization": json.dumps(settings, sort_keys=True)} if settings else {}
-        self.metadata = parameters.metadata | quantization | self._read_tokenizer()
+        metadata = parameters.metadata | self._per_layer(parameters)
+        self.metadata = metadata | quantization | self._read_tokenizer()
         self.tensors = {name: self._record(planned) for name, planned in self._plan.items()}
         for name, values in self._made.items():
             self.tensors[name] = TensorRecord(name, TensorType.F32, values.shape)
@@ -144,11 +148,9 @@ class CheckpointModel(Closing):
     def stretch(self, name: str) -> FileStretch | None:
         """Return where a tensor's bytes lie, if they lie in one place and as GGUF has them."""
         planned = self._plan.get(name)
-        if planned is None or len(planned.sources) != 1 or planned.plus_one or planned.permuted_heads:
+        if planned is None or len(planned.sources) != 1 or planned.change is not None:
             return None
-        if planned.stack_rows is not None or self._is_quantized(planned):
-            return None
-        return self._folder.stretch(self._stored_name(planned.sources[0], planned.leaf))
+        return None if self._is_quantized(planned) else self._folder.stretch(f"{planned.sources[0]}.{planned.leaf}")
 
     @property
     def has_changed(self) -> bool:
@@ -173,38 +175,52 @@ class CheckpointModel(Closing):
 
     def _part(self, name: str) -> tuple[str, str]:
         """The module of a tensor, and what of it the tensor is: `weight` for all that a quantized one is made of."""
-        for end, (module, leaf) in self._family.parameters.items():
-            if name.endswith(f".{end}"):
-                module = f"{name.removesuffix(end)}{module}"
-                self._names[module, leaf] = name
-                return module, leaf
         if self._reader is None:
             module, _, leaf = name.rpartition(".")
             return module, leaf
         module, leaf = self._reader.split_name(name)
         return module, "weight" if leaf in self._reader.leaves else leaf
 
+    def _per_layer(self, parameters: Hyperparameters) -> dict[str, object]:
+        """Metadata that the folder holds as tensors of one number."""
+        found: dict[str, object] = {}
+        for key, (name, default) in parameters.family.per_layer.items():
+            values = []
+            for layer in range(parameters.num_layers):
+                whole_name = f"model.layers.{layer}.{name}"
+                stored = self._folder.tensors.get(whole_name)
+                if stored is None:
+                    values.append(default)
+                elif prod(stored.shape) != 1 or stored.dtype not in _TYPES:
+                    raise CorruptFileError(
+                        f"{whole_name} is {stored.dtype} of shape {stored.shape}; wanted one number. {_WAY_OUT}"
+                    )
+                else:
+                    data = self._folder.tensor_bytes(whole_name)
+                    values.append(float(dequantize(data, _TYPES[stored.dtype], (1,))[0]))
+            found[key] = values
+        return found
+
     def _matrices(self, planned: PlannedTensor) -> list[StoredMatrix]:
         """What a quantized weight is made of, one matrix per expert."""
         assert self._reader is not None, "nothing is quantized without a reader"
         matrices = [self._reader.matrix(source) for source in self._expert_sources(planned)]
-        if planned.stack_rows is not None:
-            first, step = planned.stack_rows
-            matrices = [matrix.rows(np.arange(first, matrix.shape[0], step)) for matrix in matrices]
-        if planned.permuted_heads:
-            order = adjacent_pairs(matrices[0].shape[0], planned.permuted_heads)
-            matrices = [matrix.rows(order) for matrix in matrices]
-        return matrices
+        if planned.change is None:
+            return matrices
+        if not isinstance(planned.change, Rows | ExpertRows):
+            raise UnsupportedFormatError(
+                f"{planned.sources[0]} is quantized, and {planned.name} is not made of whole rows of it; this version "
+                f"needs it as plain numbers. Use a GGUF file of the model. {_WAY_OUT}"
+            )
+        order = planned.change.order(matrices[0].shape[0])
+        return [matrix.rows(order) for matrix in matrices]
 
     def _expert_sources(self, planned: PlannedTensor) -> list[str]:
         """Modules of single matrices: those of a stack are numbered."""
-        if planned.stack_rows is None:
+        if not isinstance(planned.change, ExpertRows):
             return list(planned.sources)
         assert isinstance(self._num_experts, int), "it was read as a number"
         return [f"{source}#{expert}" for source in planned.sources for expert in range(self._num_experts)]
-
-    def _stored_name(self, source: str, leaf: str) -> str:
-        return self._names.get((source, leaf), f"{source}.{leaf}")
 
     def _read_tokenizer(self) -> dict[str, object]:
         planned = self._plan["token_embd.weight"]
@@ -237,7 +253,7 @@ class CheckpointModel(Closing):
     def _record(self, planned: PlannedTensor) -> TensorRecord:
         if self._is_quantized(planned):
             return self._quantized_record(planned)
-        sources = [self._folder.tensor(self._stored_name(source, planned.leaf)) for source in planned.sources]
+        sources = [self._folder.tensor(f"{source}.{planned.leaf}") for source in planned.sources]
         first = sources[0]
         for source in sources:
             if (source.shape, source.dtype) != (first.shape, first.dtype):
@@ -250,26 +266,16 @@ class CheckpointModel(Closing):
                 f"{first.name} is {first.dtype}; this version runs F16, BF16 and F32 weights, and others if "
                 f"config.json has a quantization_config of a method it knows. {_WAY_OUT}"
             )
-        type = TensorType.F32 if planned.plus_one else _TYPES[first.dtype]
-        if planned.stack_rows is not None:
-            return self._stack_record(planned, type, first.name, first.shape)
-        if not first.shape or len(first.shape) > 2 or 0 in first.shape:
+        is_computed = planned.change is not None and planned.change.is_arithmetic
+        shape = _changed_shape(planned, first.shape)
+        if (
+            not shape
+            or len(shape) > 3
+            or 0 in shape
+            or (len(shape) > 2 and planned.change is None and not planned.name.endswith("_exps.weight"))
+        ):
             raise CorruptFileError(f"{first.name} has shape {first.shape}; wanted a vector or a matrix. {_WAY_OUT}")
-        return _described(planned, type, first.shape)
-
-    def _stack_record(
-        self, planned: PlannedTensor, type: TensorType, name: str, shape: tuple[int, ...]
-    ) -> TensorRecord:
-        """The record of plain numbers of all experts: [experts, columns, rows], or [experts, rows] of a bias."""
-        assert planned.stack_rows is not None, "the caller has seen that it is a stack"
-        wanted = 3 if planned.leaf == "weight" else 2
-        if len(shape) != wanted or shape[0] != self._num_experts or 0 in shape:
-            raise CorruptFileError(
-                f"{name} has shape {shape}; wanted {wanted} dimensions, the first of {self._num_experts} experts. "
-                f"{_WAY_OUT}"
-            )
-        first, step = planned.stack_rows
-        return TensorRecord(planned.name, type, (shape[0], len(range(first, shape[-1], step)), *shape[1:-1]))
+        return _described(planned, TensorType.F32 if is_computed else _TYPES[first.dtype], shape)
 
     def _quantized_record(self, planned: PlannedTensor) -> TensorRecord:
         assert self._reader is not None, "nothing is quantized without a reader"
@@ -277,41 +283,47 @@ class CheckpointModel(Closing):
         shape = shapes.pop()
         if shapes or 0 in shape:
             raise CorruptFileError(f"{planned.name} has parts of shapes {shape}, {shapes}; wanted equal ones")
-        _described(planned, TensorType.F32, shape)  # before rows are taken by it
+        is_stack = isinstance(planned.change, ExpertRows)
+        changed = shape if is_stack else _changed_shape(planned, shape)  # before rows are taken by it
         matrices = self._matrices(planned)
         self._forms.append(stored_form(matrices))
-        if planned.stack_rows is not None:
+        if is_stack:
             return TensorRecord(planned.name, common_type(matrices), (len(matrices), *matrices[0].shape))
-        return _described(planned, common_type(matrices), shape)
+        return _described(planned, common_type(matrices), changed)
 
     def _source_bytes(self, planned: PlannedTensor, source: str) -> NDArray[np.uint8]:
-        name = self._stored_name(source, planned.leaf)
+        name = f"{source}.{planned.leaf}"
         stored = self._folder.tensor(name)
-        if planned.plus_one:
+        change = planned.change
+        if change is None:
+            data: NDArray[Any] = self._folder.array(name)
+        elif change.is_arithmetic:
             values = dequantize(self._folder.tensor_bytes(name), _TYPES[stored.dtype], stored.shape)
-            return (values + np.float32(1)).reshape(-1).view(np.uint8)
-        data: NDArray[Any] = self._folder.array(name)
-        if planned.stack_rows is not None:
-            first, step = planned.stack_rows
-            chosen = data[..., first::step]
-            data = np.ascontiguousarray(chosen.swapaxes(1, 2) if planned.leaf == "weight" else chosen)
-        if planned.permuted_heads:
-            data = data[adjacent_pairs(stored.shape[0], planned.permuted_heads)]
-        return data.reshape(-1).view(np.uint8)
+            data = change.apply(values.reshape(stored.shape))
+        else:
+            data = change.apply(self._folder.array(name))
+        return np.ascontiguousarray(data).reshape(-1).view(np.uint8)
 
 
 def _joined(parts: list[NDArray[np.uint8]]) -> NDArray[np.uint8]:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def _described(planned: PlannedTensor, type: TensorType, shape: tuple[int, ...]) -> TensorRecord:
-    """The record of a tensor whose parts have this shape. Raises: CorruptFileError if its rows are not whole heads."""
-    if planned.permuted_heads and shape[0] % (2 * planned.permuted_heads):
+def _changed_shape(planned: PlannedTensor, shape: tuple[int, ...]) -> tuple[int, ...]:
+    if planned.change is None:
+        return shape
+    try:
+        return planned.change.shape(shape)
+    except (ValueError, IndexError) as error:
         raise CorruptFileError(
-            f"{planned.sources[0]}.{planned.leaf} has {shape[0]} rows; wanted an even number for each of "
-            f"{planned.permuted_heads} heads. {_WAY_OUT}"
-        )
-    if planned.name.endswith("_exps.weight"):
+            f"{planned.sources[0]}.{planned.leaf} of shape {shape} cannot become GGUF's {planned.name} ({error}). "
+            f"{_WAY_OUT}"
+        ) from None
+
+
+def _described(planned: PlannedTensor, type: TensorType, shape: tuple[int, ...]) -> TensorRecord:
+    """The record of a tensor whose parts have this shape."""
+    if planned.is_stacked:
         shape = (len(planned.sources), *shape)
     return TensorRecord(planned.name, type, shape)
 
@@ -328,9 +340,3 @@ def open_checkpoint(path: str | os.PathLike[str]) -> CheckpointModel:
     except BaseException:
         folder.close()
         raise
-
-
-def adjacent_pairs(num_rows: int, num_heads: int) -> NDArray[np.intp]:
-    """The order of rows in which the two that rotate together, i and i + half in each head, lie side by side."""
-    half = num_rows // num_heads // 2
-    return np.arange(num_rows).reshape(num_heads, 2, half).swapaxes(1, 2).reshape(-1)

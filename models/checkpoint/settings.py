@@ -24,6 +24,8 @@ _HARMLESS: dict[str, str] = {
     r"(initializer|init)_.*": "training only",
     r"(output_)?router_(logits|aux_loss_coef|jitter_noise|z_loss_coef)": "training only",
     r"(add_|use_)?((mlp|attn|attention|qkv|lm_head)_)?(out_)?bias": "a bias is added where the checkpoint holds one",
+    r"(mamba_|use_)conv_bias": "a bias is added where the checkpoint holds one",
+    r"(mamba_)?chunk_size|use_(mamba_kernels|associative_scan|mambapy)|num_logits_to_keep": "how the scan is computed",
     r"use_cache|use_return_dict|output_attentions|chunk_size_feed_forward": "how a program calls the model",
     r"_?(use_)?(attn_implementation|flash_attn|sdpa)(_.*)?|use_flash_.*": "which kernels compute it",
     r"temperature|num_beams|num_beam_groups": "sampling, which the caller chooses",
@@ -52,10 +54,13 @@ _ROPE_KEYS = frozenset(
 class Settings:
     """The settings of a text model: those of `text_config` where the model has other parts, then the top level's.
 
-    defaults: what the model's own class takes for keys that a file leaves out.
+    defaults: what the model's own class takes for keys that a file leaves out. aliases: the names that a family's files
+    have for settings, by their usual ones.
     """
 
-    def __init__(self, config: Mapping[str, Any], defaults: Mapping[str, object]) -> None:
+    def __init__(
+        self, config: Mapping[str, Any], defaults: Mapping[str, object], aliases: Mapping[str, str] | None = None
+    ) -> None:
         self._values: dict[str, Any] = dict(defaults)
         self._read: set[str] = set()
         nested = config.get("text_config")
@@ -65,6 +70,9 @@ class Settings:
                     self._values[key] = value
                 else:
                     self._values.pop(key, None)  # null is a choice too, whatever the default
+        for key, alias in (aliases or {}).items():
+            if alias in self._values:
+                self._values[key] = self._values.pop(alias)
 
     def __contains__(self, key: str) -> bool:
         return key in self._values
@@ -74,9 +82,18 @@ class Settings:
         self._read.add(key)
         return self._values.get(key, default)
 
+    def put(self, key: str, value: object) -> None:
+        """Set what follows from other settings."""
+        self._values[key] = value
+        self._read.add(key)
+
     def unread(self) -> dict[str, Any]:
         """The settings that have not been read yet."""
         return {key: value for key, value in self._values.items() if key not in self._read}
+
+    def was_read(self, key: str) -> bool:
+        """Whether this was read, or noted as such."""
+        return key in self._read
 
     def mark_read(self, keys: Iterable[str]) -> None:
         """Note that these were read elsewhere, or change nothing."""
@@ -131,6 +148,16 @@ class Settings:
             raise self.wrong(key, "a list")
         return found
 
+    def numbers(self, key: str, count: int) -> list[float]:
+        """A list of so many factors; ones where there is none."""
+        found = self.entries(key) or [1.0] * count
+        for value in found:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not -MAX_SCALE <= value <= MAX_SCALE:
+                raise self.wrong(key, f"{count} finite numbers")
+        if len(found) != count:
+            raise self.wrong(key, f"{count} finite numbers")
+        return [float(value) for value in found]
+
     def _typed(self, key: str, default: object, kind: type, wanted: str) -> Any:
         value = self.get(key, default)
         if not isinstance(value, kind):
@@ -154,7 +181,7 @@ def unknown_settings(settings: Settings) -> list[str]:
         record = settings.get(name)
         if isinstance(record, dict):
             found += [f"{name}.{key}" for key in _unknown_rope_keys(record)]
-    return sorted(found)
+    return sorted(key for key in found if not settings.was_read(key))
 
 
 def _unknown_rope_keys(record: Mapping[str, Any]) -> list[str]:

@@ -5,63 +5,85 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from localinfer.errors import CorruptFileError, UnsupportedFormatError
+from localinfer.models.checkpoint.changes import PLUS_ONE, Change, Rows, pairs_adjacent
+from localinfer.models.checkpoint.family import Part, Source
 from localinfer.models.checkpoint.hyperparameters import Hyperparameters
 
-_PREFIXES = ("model.", "", "language_model.model.", "model.language_model.", "model.text_model.")
-_EMBEDDING = "embed_tokens"
-_HEADS = ("lm_head", "language_model.lm_head")
-# What older writers saved although it follows from config.json, and the parts of models that also see.
-_IGNORED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.(masked_)?bias|masked_bias)")
-_OTHER_PARTS = re.compile(
-    r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|vision_embed_tokens|audio_tower)\."
+_PREFIXES = (
+    *("model.", "", "language_model.model.", "model.language_model.", "model.text_model.", "backbone."),
+    *("transformer.", "gpt_neox."),
 )
-_LAYER = re.compile(r"layers\.(0|[1-9]\d{0,4})\.(.+)")
-_EXPERT = re.compile(r"(.*\bexperts\.)(0|[1-9]\d{0,4})(\..*)")
+_HEADS = ("lm_head", "language_model.lm_head", "embed_out", "output")
+# What older writers saved although it follows from config.json, and the parts of models that also see.
+_IGNORED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.(masked_)?bias|attention\.(masked_)?bias|masked_bias)")
+_OTHER_PARTS = re.compile(
+    r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|vision_embed_tokens|audio_tower|embed_vision"
+    r"|embed_audio)\."
+)
+_DRAFTER = re.compile(r"(model\.)?mtp\.")
+_NUMBER = r"(0|[1-9]\d{0,4})"
+_EXPERT = re.compile(rf"(.*\b(?:experts|norms)\.){_NUMBER}(\..*)")
 
 PLAIN_LEAVES = ("weight", "bias")
+
+_Place = tuple[str, Change | None]
+"""One of GGUF's names, and what happens to the source on the way."""
 
 
 @dataclass(frozen=True)
 class PlannedTensor:
     """One GGUF tensor: `sources` are modules of the checkpoint, several where they are stacked, `leaf` what of them.
 
-    permuted_heads: how many heads the rows belong to, if each head's rows go from halves to adjacent pairs, else 0.
-    plus_one: whether 1 is added to every value. stack_rows: the first and the distance of its rows in each matrix of a
-    source that holds those of all experts; None for a source that is one matrix.
+    change: what happens to each source, None for nothing. is_stacked: whether the sources are rows of a further
+    dimension.
     """
 
     name: str
     sources: tuple[str, ...]
     leaf: str
-    permuted_heads: int = 0
-    plus_one: bool = False
-    stack_rows: tuple[int, int] | None = None
+    change: Change | None = None
+    is_stacked: bool = False
 
 
-def plan_tensors(
-    parts: Mapping[str, tuple[str, str]], parameters: Hyperparameters
-) -> tuple[dict[str, PlannedTensor], list[str]]:
-    """Every tensor of a checkpoint by its GGUF name, and the names of other parts (vision, audio) that do not run.
+@dataclass(frozen=True)
+class TensorPlan:
+    """Every tensor by its GGUF name, and the names of those that do not run.
+
+    other_parts: of vision and audio. drafters: of layers that predict further tokens.
+    """
+
+    tensors: dict[str, PlannedTensor]
+    other_parts: list[str]
+    drafters: list[str]
+
+
+def plan_tensors(parts: Mapping[str, tuple[str, str]], parameters: Hyperparameters) -> TensorPlan:
+    """Find a place for every tensor of a checkpoint.
 
     parts: by the names of tensors, the module of each and what of it the tensor is; all tensors that a quantized weight
     is made of are its `weight`.
     Raises: UnsupportedFormatError naming a tensor that has no place, CorruptFileError if a stack of experts has gaps.
     """
-    prefix = _prefix({module for module, leaf in parts.values() if leaf == "weight"})
-    stems: dict[str, list[str]] = {}
-    for stem, module in parameters.family.blocks.items():
-        stems.setdefault(module.replace("{expert}", "*"), []).append(stem)
-    sources: dict[tuple[str, str], dict[int, str]] = {}
-    left_out: list[str] = []
+    places = _Places({module for module, leaf in parts.values() if leaf == "weight"}, parameters)
+    sources: dict[str, dict[int, tuple[str, str]]] = {}
+    changes: dict[str, Change | None] = {}
+    plan = TensorPlan({}, [], [])
     unknown: list[str] = []
+    stacked: set[str] = set()
     for name, (module, leaf) in parts.items():
         if _OTHER_PARTS.match(name):
-            left_out.append(name)
+            plan.other_parts.append(name)
             continue
-        places = _places(module, prefix, stems, parameters) if leaf in PLAIN_LEAVES else []
-        for stem, expert in places:
-            sources.setdefault((stem, leaf), {})[expert] = module
-        if not places and not _IGNORED.fullmatch(name):
+        if _DRAFTER.match(name) or places.is_of_a_drafter(name):
+            plan.drafters.append(name)
+            continue
+        found, index = places.find(f"{module}.{leaf}")
+        for place, change in found:
+            sources.setdefault(place, {})[max(index, 0)] = module, leaf
+            changes[place] = change
+            if index >= 0:
+                stacked.add(place)
+        if not found and not _IGNORED.fullmatch(name) and leaf not in parameters.family.left_out:
             unknown.append(name)
     if unknown:
         raise UnsupportedFormatError(
@@ -70,62 +92,109 @@ def plan_tensors(
             "the model, update localinfer, or choose another model."
         )
     if parameters.ties_embeddings:
-        sources.pop(("output", "weight"), None)
-    elif parameters.ties_embeddings is False and ("output", "weight") not in sources:
+        sources.pop("output.weight", None)
+    elif parameters.ties_embeddings is False and "output.weight" not in sources:
         raise CorruptFileError(
             "config.json says that lm_head is a matrix of its own (tie_word_embeddings is false), but there is no "
             "lm_head.weight. Download the folder again"
         )
-    tensors = (_planned(stem, leaf, found, parameters) for (stem, leaf), found in sources.items())
-    return {tensor.name: tensor for tensor in tensors}, left_out
+    for place, modules in sources.items():
+        change = changes[place] or _change(place, parameters)
+        plan.tensors[place] = _planned(place, modules, change, place in stacked, parameters)
+    return plan
 
 
-def _prefix(modules: Collection[str]) -> str:
-    """What stands before `embed_tokens` and `layers`: models that also see nest the text model."""
+class _Places:
+    """GGUF's names, by those of one checkpoint."""
+
+    def __init__(self, modules: Collection[str], parameters: Hyperparameters) -> None:
+        family = parameters.family
+        embedding = family.outside["token_embd"]
+        assert isinstance(embedding, str), "one name"
+        self._prefix = _prefix(modules, embedding)
+        self._num_layers, self._num_drafters = parameters.num_layers, parameters.num_drafters
+        self._layer = re.compile(rf"{re.escape(self._prefix + family.layers)}\.{_NUMBER}\.(.+)")
+        self._outside = {f"{self._prefix}{name}": places for name, places in _by_source(family.outside, {}).items()}
+        for head in _HEADS:
+            for leaf in PLAIN_LEAVES:
+                self._outside[f"{head}.{leaf}"] = [(f"output.{leaf}", None)]
+        self._inside = _by_source(family.blocks, family.parameters)
+
+    def find(self, name: str) -> tuple[list[_Place], int]:
+        """GGUF's names for what is made of a tensor, and which expert it is (-1 for what is no expert)."""
+        if name in self._outside:
+            return self._outside[name], -1
+        layer = self._layer.fullmatch(name)
+        if layer is None or int(layer[1]) >= self._num_layers:
+            return [], -1
+        path, index = layer[2], -1
+        expert = _EXPERT.fullmatch(path)
+        if expert is not None:
+            path, index = f"{expert[1]}*{expert[3]}", int(expert[2])
+        return [(f"blk.{layer[1]}.{place}", change) for place, change in self._inside.get(path, [])], index
+
+    def is_of_a_drafter(self, name: str) -> bool:
+        """Whether a tensor is of the layers behind the last that config.json says predict further tokens."""
+        layer = self._layer.fullmatch(name)
+        return layer is not None and 0 <= int(layer[1]) - self._num_layers < self._num_drafters
+
+
+def _by_source(modules: Mapping[str, Source], parameters: Mapping[str, Source]) -> dict[str, list[_Place]]:
+    found: dict[str, list[_Place]] = {}
+    for stem, sources in modules.items():
+        for module, change in _names(sources):
+            for leaf in PLAIN_LEAVES:
+                found.setdefault(f"{module}.{leaf}", []).append((f"{stem}.{leaf}", change))
+    for place, sources in parameters.items():
+        for name, change in _names(sources):
+            found.setdefault(name, []).append((place, change))
+    return found
+
+
+def _names(sources: Source) -> list[tuple[str, Change | None]]:
+    found = sources if isinstance(sources, tuple) else (sources,)
+    parts = [(part.source, part.change) if isinstance(part, Part) else (part, None) for part in found]
+    return [(name.replace("{expert}", "*"), change) for name, change in parts]
+
+
+def _prefix(modules: Collection[str], embedding: str) -> str:
+    """What stands before the embedding and the layers: models that also see nest the text model."""
     for prefix in _PREFIXES:
-        if f"{prefix}{_EMBEDDING}" in modules:
+        if f"{prefix}{embedding}" in modules:
             return prefix
     raise CorruptFileError(
-        f"the checkpoint has no {_PREFIXES[0]}{_EMBEDDING}.weight among its {len(modules)} modules; wanted a language "
+        f"the checkpoint has no {_PREFIXES[0]}{embedding}.weight among its {len(modules)} modules; wanted a language "
         "model. Is this an adapter? Download the folder again"
     )
 
 
-def _places(
-    module: str, prefix: str, stems: Mapping[str, list[str]], parameters: Hyperparameters
-) -> list[tuple[str, int]]:
-    """GGUF's names for a module, several for one that is shared, and which expert it is (0 for what is no expert)."""
-    if module in _HEADS:
-        return [("output", 0)]
-    if not module.startswith(prefix):
-        return []
-    inner = module.removeprefix(prefix)
-    if inner in (_EMBEDDING, "norm"):
-        return [({"norm": "output_norm", _EMBEDDING: "token_embd"}[inner], 0)]
-    layer = _LAYER.fullmatch(inner)
-    if layer is None or int(layer[1]) >= parameters.num_layers:
-        return []
-    expert = _EXPERT.fullmatch(layer[2])
-    path, index = (layer[2], 0) if expert is None else (f"{expert[1]}*{expert[3]}", int(expert[2]))
-    return [(f"blk.{layer[1]}.{stem}", index) for stem in stems.get(path, ())]
-
-
-def _planned(stem: str, leaf: str, found: dict[int, str], parameters: Hyperparameters) -> PlannedTensor:
-    family = parameters.family
-    heads = {"attn_q": parameters.num_heads, "attn_k": parameters.num_kv_heads} if family.rows_permuted else {}
-    kind = stem.rpartition(".")[2]
-    has_experts = stem.endswith("_exps") and kind not in family.stacks
-    wanted = parameters.metadata.get(f"{family.architecture}.expert_count", 1) if has_experts else 1
+def _planned(
+    name: str, found: dict[int, tuple[str, str]], change: Change | None, is_stacked: bool, parameters: Hyperparameters
+) -> PlannedTensor:
+    is_expert = is_stacked and name.endswith("_exps.weight")
+    wanted = parameters.metadata.get(f"{parameters.family.architecture}.expert_count", 1) if is_expert else len(found)
+    first, leaf = found[min(found)]
     if sorted(found) != list(range(len(found))) or len(found) != wanted:
         raise CorruptFileError(
-            f"{found[min(found)]}.{leaf} and its like are there for {len(found)} experts; wanted all {wanted}. "
+            f"{first}.{leaf} and its like are there for {len(found)} experts; wanted all {wanted}. "
             "Download the folder again"
         )
-    return PlannedTensor(
-        name=f"{stem}.{leaf}",
-        sources=tuple(found[index] for index in range(len(found))),
-        leaf=leaf,
-        permuted_heads=heads.get(kind, 0),
-        plus_one=family.norms_plus_one and stem.endswith("_norm"),
-        stack_rows=family.stacks.get(kind),
-    )
+    sources = tuple(found[index][0] for index in range(len(found)))
+    return PlannedTensor(name, sources, leaf, change, is_stacked)
+
+
+def _change(name: str, parameters: Hyperparameters) -> Change | None:
+    """What the settings of the family say of one of GGUF's tensors."""
+    family = parameters.family
+    whole_name = re.sub(r"^blk\.\d+\.", "", name)
+    stem = whole_name.removesuffix(".weight").removesuffix(".bias")
+    is_weight = name.endswith(".weight")
+    for key in (whole_name, stem):
+        change = parameters.changes.get(key)
+        if change is not None and (key == whole_name or is_weight or isinstance(change, Rows)):
+            return change
+    heads = {"attn_q": parameters.num_heads, "attn_k": parameters.num_kv_heads}
+    if family.rows_permuted and stem in heads:
+        return pairs_adjacent(heads[stem])
+    is_norm = stem.endswith("_norm") and stem not in family.plain_norms
+    return PLUS_ONE if family.norms_plus_one and is_norm and is_weight else None

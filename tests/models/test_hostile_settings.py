@@ -13,7 +13,6 @@ import pytest
 
 from localinfer.errors import LocalinferError, ModelFileError
 from localinfer.loading import model_path
-from localinfer.models.checkpoint.families import FAMILIES
 from localinfer.models.checkpoint.hyperparameters import read_hyperparameters
 from localinfer.models.checkpoint.model import open_checkpoint
 from localinfer.models.decoder.architectures import ARCHITECTURES, find_architecture
@@ -26,7 +25,8 @@ from localinfer.quant.gguf.reader import read_gguf
 from tests import quantized_checkpoints as packing
 from tests.checkpoint_files import LLAMA_CONFIG, MODULES, llama_weights, write_folder
 from tests.models.arch_models import build_model, skeletons
-from tests.models.checkpoint.family_folders import family_config, write_family
+from tests.models.checkpoint.family_folders import SETTINGS, family_config, write_family
+from tests.models.checkpoint.published_models import read_cases, write_case
 from tests.models.hostile_values import ALL, VALUES, load_in_child, metadata_keys
 from tests.models.small_models import write_small_llama
 
@@ -116,11 +116,27 @@ def test_sizes_that_no_tensor_has_are_refused_before_anything_is_built(extra: di
         ModelConfig.from_metadata(metadata, shapes)
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_settings_of_every_family_are_read_or_refused(model_type: str, tmp_path: Path) -> None:
+# One of every kind; those of others are read by the same functions.
+_KINDS = (
+    "lfm2_moe",
+    "kimi_linear",
+    "qwen3_next",
+    "nemotron_h",
+    "falcon_h1",
+    "jamba",
+    "mamba2",
+    "mpt",
+    "hunyuan_v1_moe",
+)
+PUBLISHED = {name: read_cases()[name] for name in (*_KINDS, "llama4_text", "mistral4", "gpt_oss")}
+
+
+@pytest.mark.parametrize("name", [*SETTINGS, *PUBLISHED])
+def test_settings_of_every_family_are_read_or_refused(name: str, tmp_path: Path) -> None:
     """Every key with every value: a folder's settings first, then the few that were sound against its tensors."""
-    config = family_config(model_type)
-    with open_checkpoint(write_family(tmp_path, model_type)) as file:
+    config = family_config(name) if name in SETTINGS else PUBLISHED[name]["config"]
+    folder = write_family(tmp_path, name) if name in SETTINGS else write_case(tmp_path, PUBLISHED[name])
+    with open_checkpoint(folder) as file:
         shapes = {name: info.shape for name, info in file.tensors.items()}
     more = ("rope_scaling", "rope_parameters", "layer_types", "sliding_window", "sliding_window_pattern", "text_config")
     more += ("hidden_act", "hidden_activation", "partial_rotary_factor", "original_max_position_embeddings")

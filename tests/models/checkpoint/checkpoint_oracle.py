@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels.program import Batch, Segment
+from localinfer.kernels.program import Batch, Segment, StateStep
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import write_decoder
 from localinfer.models.load.loader import open_model_file
@@ -35,4 +35,4 @@ def oracle_logits(path: Path, token_ids: NDArray[np.int32]) -> FloatArray:
         program = NumpyProgram(write_decoder(ModelConfig.from_metadata(file.metadata, weights.shapes), weights))
         pages = np.array([1], dtype=np.int64)
         rows = np.arange(len(token_ids), dtype=np.int32)
-        return program.run(Batch(token_ids, [Segment(0, len(token_ids), pages)], rows))
+        return program.run(Batch(token_ids, [Segment(0, len(token_ids), pages, state=StateStep(0))], rows))

@@ -1,4 +1,4 @@
-"""The smallest Hugging Face folder of every family that runs, with the settings its published ones have."""
+"""The smallest Hugging Face folders of common families, with the settings that published ones have."""
 
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ _GEMMA2 = {
 _GEMMA2 |= {"final_logit_softcapping": 30.0, "hidden_act": "gelu_pytorch_tanh"}
 _GEMMA3 = {"query_pre_attn_scalar": 16, "sliding_window": 16, "rope_local_base_freq": 1e4, "_sliding_window_pattern": 6}
 _GEMMA3 |= {"layer_types": ["sliding_attention", "full_attention"], "attn_logit_softcapping": None}
-_SETTINGS: dict[str, dict[str, Any]] = {
+SETTINGS: dict[str, dict[str, Any]] = {
     "llama": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
     "mistral": {"sliding_window": 16},
     "mixtral": {"num_local_experts": EXPERTS, "num_experts_per_tok": 2, "router_jitter_noise": 0.1, **_ROUTING},
@@ -75,25 +75,26 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "olmo2": {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}},
     "olmoe": {**_EXPERTS, **_ROUTING, "norm_topk_prob": False, "clip_qkv": None},
     "smollm3": {**_QWEN, "no_rope_layers": [1, 1], "no_rope_layer_interval": 4, "layer_types": ["full_attention"] * 2},
-    "gpt_oss": {
-        "num_local_experts": EXPERTS,
-        "num_experts_per_tok": 2,
-        "experts_per_token": 2,
-        "sliding_window": 16,
-        "swiglu_limit": 7.0,
-        "initial_context_length": 64,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "rope_scaling": {
-            "rope_type": "yarn",
-            "factor": 4.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "truncate": False,
-            "original_max_position_embeddings": 64,
-        },
-    },
     "seed_oss": {"residual_dropout": 0.1, "attention_out_bias": False, "rope_scaling": {"rope_type": "default"}},
 }
+_GPT_OSS: dict[str, Any] = {
+    "num_local_experts": EXPERTS,
+    "num_experts_per_tok": 2,
+    "experts_per_token": 2,
+    "sliding_window": 16,
+    "swiglu_limit": 7.0,
+    "initial_context_length": 64,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 64,
+    },
+}
+"""Its tensors are written by the tests that need them."""
 _ROWS = {"attn_q": HEADS * HEAD, "attn_k": KV_HEADS * HEAD, "attn_v": KV_HEADS * HEAD}
 _SHAPES: dict[str, tuple[int, ...]] = {
     **{name: (rows, HIDDEN) for name, rows in _ROWS.items()},
@@ -103,29 +104,28 @@ _SHAPES: dict[str, tuple[int, ...]] = {
     "attn_k_norm": (HEAD,),
     "ffn_gate_inp": (EXPERTS, HIDDEN),
     "ffn_gate_inp_shexp": (1, HIDDEN),
-    "attn_sinks": (HEADS,),
 }
 
 
 def family_config(model_type: str) -> dict[str, Any]:
     """config.json of a tiny model."""
-    return {"model_type": model_type, **BASE, **_SETTINGS[model_type]}
+    return {"model_type": model_type, **BASE, **(_GPT_OSS if model_type == "gpt_oss" else SETTINGS[model_type])}
 
 
 def write_family(folder: Path, model_type: str) -> Path:
     """Write a tiny model of random weights; returns its folder."""
     family = FAMILIES[model_type]
     generator = np.random.default_rng(1)
-    shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (VOCAB, HIDDEN), "norm.weight": (HIDDEN,)}
+    shapes: dict[str, tuple[int, ...]] = {"embed_tokens": (VOCAB, HIDDEN), "norm": (HIDDEN,)}
     for layer in range(LAYERS):
         for stem, module in family.blocks.items():
             if stem.startswith("ffn_") and "mlp.experts" not in module and _is_dense(stem) and _has_experts(model_type):
                 continue
             for expert in range(EXPERTS if "{expert}" in module else 1):
-                name = module.replace("{expert}", str(expert))
-                name += "" if module in family.parameters else ".weight"
-                shapes[f"layers.{layer}.{name}"] = _shape(stem, model_type)
-    tensors = {f"model.{name}": generator.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+                shapes[f"layers.{layer}.{module.replace('{expert}', str(expert))}"] = _shape(stem, model_type)
+    tensors = {
+        f"model.{name}.weight": generator.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()
+    }
     return write_folder(folder, tensors, family_config(model_type))
 
 
@@ -142,8 +142,6 @@ def _shape(stem: str, model_type: str) -> tuple[int, ...]:
         return (_ROWS[stem.removesuffix("_norm")],)
     if stem in _SHAPES:
         return _SHAPES[stem]
-    if stem in FAMILIES[model_type].stacks:
-        return (EXPERTS, INNER, HIDDEN) if "down" in stem else (EXPERTS, HIDDEN, 2 * INNER)
     if stem.endswith("_norm"):
         return (HIDDEN,)
     if stem == "ffn_up" and "ffn_gate" not in FAMILIES[model_type].blocks:

@@ -13,7 +13,6 @@ from localinfer.errors import UnsupportedFormatError
 from localinfer.evaluation.quantize import quantize
 from localinfer.loading import model_path
 from localinfer.models import demo
-from localinfer.models.checkpoint.families import FAMILIES
 from localinfer.models.checkpoint.model import open_checkpoint
 from localinfer.models.decoder.architectures import ARCHITECTURES, find_architecture
 from localinfer.models.decoder.config import ModelConfig
@@ -23,7 +22,7 @@ from localinfer.models.load.loader import load_model
 from localinfer.models.load.model_changes import ModelChanges
 from localinfer.quant.gguf.reader import read_gguf
 from tests.models.arch_models import skeletons
-from tests.models.checkpoint.family_folders import family_config, write_family
+from tests.models.checkpoint.family_folders import SETTINGS, family_config, write_family
 from tests.models.small_models import write_small_llama
 
 
@@ -133,7 +132,7 @@ def test_model_that_sees_what_comes_after_is_refused(tmp_path: Path) -> None:
         load_model(path, threads=1)
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", SETTINGS)
 def test_folder_with_the_settings_of_published_ones_raises_no_alarm(model_type: str, tmp_path: Path) -> None:
     with open_checkpoint(write_family(tmp_path, model_type)) as file:
         assert unknown_settings(file) == []

@@ -1,0 +1,315 @@
+"""Model types with delta nets or short convolutions beside attention: Qwen3-Next, Qwen3.5, Kimi Linear, LFM2."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from localinfer.models.checkpoint.changes import (
+    CONVOLUTION,
+    FLAT,
+    NEGATIVE_EXPONENTIAL,
+    Change,
+    Computed,
+    Moved,
+    parts_of_groups,
+    tiled_columns,
+    tiled_heads,
+)
+from localinfer.models.checkpoint.family import (
+    ATTENTION,
+    EXPERTS,
+    FUSED_EXPERTS,
+    GATED,
+    HEAD_NORMS,
+    W_NAMES,
+    Family,
+    Metadata,
+    Part,
+    Source,
+    experts,
+    gated,
+)
+from localinfer.models.checkpoint.latent_names import LATENT_ATTENTION, split_keys_and_values
+from localinfer.models.checkpoint.settings import Settings
+
+_LINEAR = ("linear_attention",)
+_SHARED_EXPERT = {"ffn_gate_inp_shexp": "mlp.shared_expert_gate", **gated("mlp.shared_expert", "_shexp")}
+_QWEN: dict[str, Source] = {
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    **ATTENTION,
+    **HEAD_NORMS,
+    **GATED,
+    "ssm_conv1d": Part("linear_attn.conv1d", CONVOLUTION),
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+_QWEN_PARAMETERS: dict[str, Source] = {
+    "ssm_a": Part("linear_attn.A_log", NEGATIVE_EXPONENTIAL),
+    "ssm_dt.bias": "linear_attn.dt_bias",
+}
+
+
+def recurrent_layers(settings: Settings, kinds: tuple[str, ...] = _LINEAR) -> list[bool]:
+    """Which layers of `layer_types` are of a recurrent kind, by default all but every fourth."""
+    num_layers = settings.integer("num_hidden_layers", low=1)
+    interval = settings.integer("full_attention_interval", 4, low=1)
+    found = settings.entries("layer_types") or [
+        "full_attention" if (layer + 1) % interval == 0 else kinds[0] for layer in range(num_layers)
+    ]
+    return [kind in kinds for kind in found]
+
+
+def _delta_sizes(settings: Settings) -> tuple[int, int, int]:
+    """Heads of keys, of values, and the size of each."""
+    head_dim = settings.integer("linear_key_head_dim", 128, low=1)
+    if settings.integer("linear_value_head_dim", 128, low=1) != head_dim:
+        raise settings.unsupported("linear_value_head_dim", f"heads of values as large as those of keys, {head_dim}")
+    return settings.integer("linear_num_key_heads", low=1), settings.integer("linear_num_value_heads", low=1), head_dim
+
+
+def _qwen(settings: Settings) -> Metadata:
+    num_key_heads, num_heads, head_dim = _delta_sizes(settings)
+    if num_heads % num_key_heads:
+        raise settings.wrong("linear_num_value_heads", f"a multiple of linear_num_key_heads {num_key_heads}")
+    keys: Metadata = {
+        "ssm.conv_kernel": settings.integer("linear_conv_kernel_dim", 4, low=1),
+        "ssm.state_size": head_dim,
+        "ssm.group_count": num_key_heads,
+        "ssm.time_step_rank": num_heads,
+        "ssm.inner_size": num_heads * head_dim,
+        "attention.recurrent_layers": [int(is_recurrent) for is_recurrent in recurrent_layers(settings)],
+    }
+    settings.must_be("attn_output_gate", True, True)
+    settings.mark_read(("mamba_ssm_dtype", "mlp_only_layers", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"))
+    if "num_experts" in settings and settings.integer("num_experts"):
+        settings.must_be("norm_topk_prob", True, True)
+        keys |= experts(settings)
+        keys["expert_shared_feed_forward_length"] = settings.integer("shared_expert_intermediate_size")
+    return keys
+
+
+def _qwen3_next_changes(settings: Settings) -> dict[str, Change]:
+    """One matrix has, group by group, the rows of queries, keys, values and gates."""
+    num_key_heads, num_heads, head_dim = _delta_sizes(settings)
+    values = num_heads // num_key_heads * head_dim
+    sizes = (head_dim, head_dim, values, values)
+    return {
+        "attn_qkv": parts_of_groups(num_key_heads, sizes, (0, 1, 2)),
+        "attn_gate": parts_of_groups(num_key_heads, sizes, (3,)),
+    }
+
+
+def _qwen35_changes(settings: Settings) -> dict[str, Change]:
+    """Heads of values that share a head of keys lie apart in GGUF."""
+    num_key_heads, num_heads, head_dim = _delta_sizes(settings)
+    keys = 2 * num_key_heads * head_dim
+    single = tiled_heads(num_key_heads, num_heads, 1)
+    channels = tiled_heads(num_key_heads, num_heads, head_dim, keys)
+    return {
+        "attn_qkv": channels,
+        "attn_gate": tiled_heads(num_key_heads, num_heads, head_dim),
+        "ssm_alpha": single,
+        "ssm_beta": single,
+        "ssm_a": Computed(lambda values: -single.apply(np.exp(values))),
+        "ssm_dt.bias": single,
+        "ssm_conv1d": Moved(lambda values: channels.apply(CONVOLUTION.apply(values))),
+        "ssm_out": tiled_columns(num_key_heads, num_heads, head_dim),
+    }
+
+
+_QWEN3_NEXT = Family(
+    architecture="qwen3next",
+    blocks={
+        **_QWEN,
+        **EXPERTS,
+        **_SHARED_EXPERT,
+        "attn_qkv": "linear_attn.in_proj_qkvz",
+        "attn_gate": "linear_attn.in_proj_qkvz",
+        "ssm_ba": "linear_attn.in_proj_ba",
+    },
+    parameters={**_QWEN_PARAMETERS, **FUSED_EXPERTS},
+    norms_plus_one=True,
+    plain_norms=("ssm_norm",),
+    layer_kinds=_LINEAR,
+    defaults={"partial_rotary_factor": 0.25, "head_dim": 256},
+    metadata=_qwen,
+    changes=_qwen3_next_changes,
+)
+_QWEN35 = replace(
+    _QWEN3_NEXT,
+    architecture="qwen35",
+    blocks={
+        **{stem: source for stem, source in _QWEN.items() if stem != "ssm_conv1d"},
+        "ssm_conv1d": "linear_attn.conv1d",
+        "attn_qkv": "linear_attn.in_proj_qkv",
+        "attn_gate": "linear_attn.in_proj_z",
+        "ssm_alpha": "linear_attn.in_proj_a",
+        "ssm_beta": "linear_attn.in_proj_b",
+    },
+    parameters={"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"},
+    changes=_qwen35_changes,
+)
+_QWEN35_MOE = replace(
+    _QWEN35,
+    architecture="qwen35moe",
+    blocks={**_QWEN35.blocks, **EXPERTS, **_SHARED_EXPERT},
+    parameters={**_QWEN35.parameters, **FUSED_EXPERTS},
+    defaults={**_QWEN35.defaults, "intermediate_size": 0},
+)
+
+
+def _lfm2(settings: Settings) -> Metadata:
+    settings.must_be("conv_bias", False, False)
+    num_kv_heads = settings.integer("num_key_value_heads", settings.integer("num_attention_heads"), low=1)
+    size = settings.integer("intermediate_size", settings.integer("block_ff_dim", 0))
+    if settings.boolean("block_auto_adjust_ff_dim", False):
+        multiple = settings.integer("block_multiple_of", 256, low=1)
+        size = int(settings.number("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))
+        size = -(-size // multiple) * multiple
+    settings.mark_read(("block_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of", "block_use_swiglu"))
+    settings.mark_read(("block_norm_eps", "block_out_dim", "block_dim", "block_mlp_init_scale", "conv_dim"))
+    settings.mark_read(("block_use_xavier_init", "conv_dim_out", "conv_use_xavier_init", "full_attn_idxs"))
+    return {
+        "shortconv.l_cache": settings.integer("conv_L_cache", 3, low=2),
+        "attention.head_count_kv": [0 if is_conv else num_kv_heads for is_conv in _convolutions(settings)],
+        "feed_forward_length": size,
+    }
+
+
+def _convolutions(settings: Settings) -> list[bool]:
+    named = settings.entries("full_attn_idxs")
+    if named and not settings.entries("layer_types"):
+        return [layer not in named for layer in range(settings.integer("num_hidden_layers", low=1))]
+    return recurrent_layers(settings, ("conv",))
+
+
+def _lfm2_moe(settings: Settings) -> Metadata:
+    settings.must_be("norm_topk_prob", True, True)
+    settings.mark_read(("use_expert_bias",))
+    return {
+        **_lfm2(settings),
+        **experts(settings),
+        "feed_forward_length": settings.integer("intermediate_size"),
+        "leading_dense_block_count": settings.integer("num_dense_layers", 0),
+        "expert_gating_func": 2,
+        "expert_weights_scale": settings.number("routed_scaling_factor", 1.0),
+    }
+
+
+_LFM2 = Family(
+    architecture="lfm2",
+    blocks={
+        "attn_norm": "operator_norm",
+        "ffn_norm": "ffn_norm",
+        **ATTENTION,
+        "attn_output": "self_attn.out_proj",
+        "attn_q_norm": "self_attn.q_layernorm",
+        "attn_k_norm": "self_attn.k_layernorm",
+        "shortconv.in_proj": "conv.in_proj",
+        "shortconv.out_proj": "conv.out_proj",
+        "shortconv.conv": Part("conv.conv", CONVOLUTION),
+        **gated("feed_forward", names=W_NAMES),
+    },
+    # GGUF's name of the last norm is an old slip.
+    outside={"token_embd": "embed_tokens", "token_embd_norm": "embedding_norm"},
+    layer_kinds=("conv",),
+    epsilon="norm_eps",
+    defaults={"rope_theta": 1e6, "norm_eps": 1e-5, "block_auto_adjust_ff_dim": False},
+    metadata=_lfm2,
+)
+
+
+def _kimi_linear(settings: Settings) -> Metadata:
+    linear = Settings(settings.record("linear_attn_config"), {})
+    settings.mark_read(
+        (
+            "linear_head_dim",
+            "linear_num_heads",
+            "linear_conv_kernel_dim",
+            "qk_head_dim",
+        )
+    )
+    num_layers = settings.integer("num_hidden_layers", low=1)
+    if "full_attn_layers" in linear:
+        has_attention = [layer + 1 in linear.entries("full_attn_layers") for layer in range(num_layers)]
+    elif settings.entries("layer_types"):
+        has_attention = [not is_recurrent for is_recurrent in recurrent_layers(settings)]
+    else:
+        has_attention = [layer > 0 and layer % 4 == 0 for layer in range(num_layers)]
+    num_heads = linear.integer("num_heads", settings.integer("linear_num_heads", 32, low=1), low=1)
+    if num_heads != settings.integer("num_attention_heads"):
+        raise settings.unsupported("num_attention_heads", f"as many heads in all layers, {num_heads}")
+    settings.must_be("moe_renormalize", True, True)
+    settings.must_be("mla_use_nope", True, True)
+    settings.must_be("num_expert_group", 1, 1)
+    settings.mark_read(
+        ("moe_router_activation_func", "moe_layer_freq", "mlp_layer_types", "topk_group", "use_grouped_topk")
+    )
+    kernel = linear.integer("short_conv_kernel_size", settings.integer("linear_conv_kernel_dim", 4, low=2), low=2)
+    return {
+        **experts(settings),
+        "attention.head_count_kv": [int(has_one) for has_one in has_attention],
+        "ssm.conv_kernel": kernel,
+        "kda.head_dim": linear.integer("head_dim", settings.integer("linear_head_dim", 128, low=1), low=1),
+        "expert_gating_func": 2,
+        "expert_weights_scale": settings.number("routed_scaling_factor", 1.0),
+        "leading_dense_block_count": settings.integer("first_k_dense_replace", 1),
+    }
+
+
+_BOTH = ("block_sparse_moe", "mlp")
+_KIMI_LINEAR = Family(
+    architecture="kimi-linear",
+    blocks={
+        "attn_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+        **LATENT_ATTENTION,
+        "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj",
+        **{f"ssm_conv1d_{letter}": Part(f"self_attn.{letter}_conv1d", CONVOLUTION) for letter in "qkv"},
+        **{f"ssm_{name}": f"self_attn.{name}_proj" for name in ("f_a", "f_b", "g_a", "g_b")},
+        "ssm_beta": "self_attn.b_proj",
+        "ssm_norm": "self_attn.o_norm",
+        **{
+            stem: tuple(f"{module}.{source}" for module in _BOTH)
+            for stem, source in {
+                "ffn_gate_inp": "gate",
+                **{f"ffn_{part}": f"{part}_proj" for part in ("gate", "up", "down")},
+                **gated("shared_experts", "_shexp"),
+                **gated("experts.{expert}", "_exps", W_NAMES),
+            }.items()
+        },
+    },
+    parameters={
+        "ssm_a": Part("self_attn.A_log", Computed(lambda values: -np.exp(FLAT.apply(values)))),
+        "ssm_dt.bias": "self_attn.dt_bias",
+        "exp_probs_b.bias": tuple(f"{module}.gate.e_score_correction_bias" for module in _BOTH),
+    },
+    layer_kinds=_LINEAR,
+    aliases={"max_position_embeddings": "model_max_length", "num_experts_per_tok": "num_experts_per_token"},
+    defaults={"rms_norm_eps": 1e-5},
+    has_latent_attention=True,
+    metadata=_kimi_linear,
+    changes=split_keys_and_values,
+)
+
+DELTA: dict[str, Family] = {
+    "qwen3_next": _QWEN3_NEXT,
+    **dict.fromkeys(("qwen3_5", "qwen3_5_text"), _QWEN35),
+    **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text"), _QWEN35_MOE),
+    "lfm2": _LFM2,
+    "lfm2_moe": replace(
+        _LFM2,
+        architecture="lfm2moe",
+        blocks={
+            **_LFM2.blocks,
+            "ffn_gate_inp": "feed_forward.gate",
+            **gated("feed_forward.experts.{expert}", "_exps", W_NAMES),
+        },
+        parameters={"exp_probs_b.bias": "feed_forward.expert_bias"},
+        metadata=_lfm2_moe,
+    ),
+    "kimi_linear": _KIMI_LINEAR,
+}
+"""By `model_type`."""

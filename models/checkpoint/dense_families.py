@@ -1,0 +1,313 @@
+"""Dense model types with RMS norms, and those that hold experts in the same layers: Llama's, Qwen's and Gemma's kin."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.models.checkpoint.changes import Change, Rows, adjacent_pairs, parts_of_groups
+from localinfer.models.checkpoint.family import (
+    ATTENTION,
+    EXPERTS,
+    FOUR_NORMS,
+    GATED,
+    GELU_TANH,
+    HEAD_NORMS,
+    LLAMA,
+    NORMS,
+    NORMS_BEHIND,
+    RELU_SQUARED,
+    W_NAMES,
+    Family,
+    Metadata,
+    experts,
+    gated,
+    no_windows,
+)
+from localinfer.models.checkpoint.settings import Settings
+from localinfer.models.decoder.block_config import MIN_SCALE
+from localinfer.models.decoder.metadata_keys import DYNAMIC_ROPE_KEY
+
+_SHARED_EXPERT = {"ffn_gate_inp_shexp": "mlp.shared_expert_gate", **gated("mlp.shared_expert", "_shexp")}
+_MIXTRAL_EXPERTS = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    **gated("block_sparse_moe.experts.{expert}", "_exps", W_NAMES),
+}
+
+
+def granite_scales(settings: Settings) -> Metadata:
+    """Granite's factors, from muP training."""
+    return {
+        "attention.scale": settings.number("attention_multiplier", 1.0),
+        "embedding_scale": settings.number("embedding_multiplier", 1.0),
+        "residual_scale": settings.number("residual_multiplier", 1.0),
+        "logit_scale": settings.number("logits_scaling", 1.0),
+    }
+
+
+def _gemma2(settings: Settings) -> Metadata:
+    return {
+        "attention.scale": settings.number("query_pre_attn_scalar", low=MIN_SCALE) ** -0.5,
+        "attn_logit_softcapping": settings.number("attn_logit_softcapping", 0.0),
+        "final_logit_softcapping": settings.number("final_logit_softcapping", 0.0),
+    }
+
+
+def _gemma3(settings: Settings) -> Metadata:
+    settings.must_be("use_bidirectional_attention", False, False)
+    return _gemma2(settings)
+
+
+def _smollm3(settings: Settings) -> Metadata:
+    no_windows(settings)
+    wanted = [int((layer + 1) % 4 != 0) for layer in range(settings.integer("num_hidden_layers"))]
+    if settings.entries("no_rope_layers") not in (wanted, []) or settings.integer("no_rope_layer_interval", 4) != 4:
+        raise settings.unsupported("no_rope_layers", "positions in all but every fourth layer")
+    return {}
+
+
+def _qwen2_moe(settings: Settings) -> Metadata:
+    settings.must_be("norm_topk_prob", False, False)
+    shared = settings.integer("shared_expert_intermediate_size")
+    return {**no_windows(settings), **experts(settings), "expert_shared_feed_forward_length": shared}
+
+
+def _qwen3_moe(settings: Settings) -> Metadata:
+    settings.must_be("norm_topk_prob", True, False)
+    return {**no_windows(settings), **experts(settings)}
+
+
+def _olmoe(settings: Settings) -> Metadata:
+    settings.must_be("norm_topk_prob", False, False)
+    settings.must_be("clip_qkv", None, None)
+    return experts(settings)
+
+
+_GEMMA_DEFAULTS = {"hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
+_WINDOWED_GEMMA_DEFAULTS = {**_GEMMA_DEFAULTS, "query_pre_attn_scalar": 256, "sliding_window": 4096, "head_dim": 256}
+_GEMMA2_DEFAULTS = {
+    **_WINDOWED_GEMMA_DEFAULTS,
+    "max_position_embeddings": 8192,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+}
+# Published files leave out whatever is as in the model's class.
+_GEMMA3_DEFAULTS = {
+    **_WINDOWED_GEMMA_DEFAULTS,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 262208,
+    "sliding_window_pattern": 6,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+}
+
+_GEMMA3 = Family(
+    architecture="gemma3",
+    blocks={**FOUR_NORMS, **ATTENTION, **HEAD_NORMS, **GATED},
+    activations=GELU_TANH,
+    norms_plus_one=True,
+    has_windows=True,
+    defaults=_GEMMA3_DEFAULTS,
+    metadata=_gemma3,
+)
+
+_TWO_MATRICES = {"ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_FUSED_GATE = {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
+HUNYUAN_NORMS = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
+_ROTATES_HALF = {"partial_rotary_factor": 0.5}
+
+
+def hunyuan_scaling(settings: Settings) -> Metadata:
+    """Their dynamic scaling has a fixed alpha, which stretches the base: nothing of it depends on the length."""
+    scaling = Settings(settings.record("rope_scaling") or settings.record("rope_parameters"), {})
+    settings.mark_read(("rope_scaling.alpha", "rope_parameters.alpha", "use_qk_norm", "use_cla", "use_rotary_pos_emb"))
+    settings.must_be("use_cla", False, False)
+    if not scaling.get("alpha"):
+        return {}
+    return {"rope.scaling.alpha": scaling.number("alpha", low=1.0), DYNAMIC_ROPE_KEY: None}
+
+
+def _mistral3(settings: Settings) -> Metadata:
+    """Queries sharpen with the position, from the length that the scaling begins with."""
+    scaling = Settings(settings.record("rope_parameters") or settings.record("rope_scaling"), {})
+    names = ("llama_4_scaling_beta", "max_position_embeddings")
+    settings.mark_read(f"{record}.{name}" for record in ("rope_parameters", "rope_scaling") for name in names)
+    return {"attention.temperature_scale": scaling.number("llama_4_scaling_beta", 0.0)}
+
+
+def _minicpm(settings: Settings) -> Metadata:
+    num_layers, base = settings.integer("num_hidden_layers", low=1), settings.integer("dim_model_base", 1, low=1)
+    return {
+        "embedding_scale": settings.number("scale_emb", 1.0),
+        "residual_scale": settings.number("scale_depth", 1.0) / num_layers**0.5,
+        "logit_scale": settings.integer("hidden_size") / base,
+    }
+
+
+def _apertus(settings: Settings) -> Metadata:
+    settings.must_be("post_norm", False, False)
+    settings.must_be("qk_norm", True, True)
+    return {}
+
+
+def _internlm2_changes(settings: Settings) -> dict[str, Change]:
+    """One matrix has, for each head of keys, the heads of its queries, its own, and that of values."""
+    num_heads = settings.integer("num_attention_heads", low=1)
+    num_kv_heads = settings.integer("num_key_value_heads", num_heads, low=1)
+    head_dim = settings.integer("hidden_size") // num_heads
+    sizes = (num_heads // num_kv_heads * head_dim, head_dim, head_dim)
+    changes: dict[str, Change] = {"attn_v": parts_of_groups(num_kv_heads, sizes, (2,))}
+    for part, (name, heads) in enumerate((("attn_q", num_heads), ("attn_k", num_kv_heads))):
+        changes[name] = _with_pairs(parts_of_groups(num_kv_heads, sizes, (part,)), heads)
+    return changes
+
+
+def _with_pairs(part: Rows, num_heads: int) -> Rows:
+    """Some rows, with those that rotate together side by side."""
+
+    def order(num_rows: int) -> NDArray[np.intp]:
+        rows = part.order(num_rows)
+        return rows[adjacent_pairs(len(rows), num_heads)]
+
+    return Rows(order)
+
+
+DENSE: dict[str, Family] = {
+    "llama": Family(architecture="llama", blocks=LLAMA, rows_permuted=True),
+    "mistral": Family(architecture="llama", blocks=LLAMA, rows_permuted=True, has_windows=True),
+    "mixtral": Family(
+        architecture="llama",
+        blocks={**NORMS, **ATTENTION, **_MIXTRAL_EXPERTS},
+        rows_permuted=True,
+        has_windows=True,
+        metadata=experts,
+    ),
+    "qwen2": Family(architecture="qwen2", blocks=LLAMA, metadata=no_windows),
+    "qwen2_moe": Family(architecture="qwen2moe", blocks={**LLAMA, **EXPERTS, **_SHARED_EXPERT}, metadata=_qwen2_moe),
+    "qwen3": Family(architecture="qwen3", blocks={**LLAMA, **HEAD_NORMS}, metadata=no_windows),
+    "qwen3_moe": Family(architecture="qwen3moe", blocks={**LLAMA, **HEAD_NORMS, **EXPERTS}, metadata=_qwen3_moe),
+    "gemma": Family(
+        architecture="gemma",
+        blocks=LLAMA,
+        activations=GELU_TANH,
+        norms_plus_one=True,
+        defaults={**_GEMMA_DEFAULTS, "head_dim": 256},
+    ),
+    "gemma2": Family(
+        architecture="gemma2",
+        blocks={**FOUR_NORMS, **ATTENTION, **GATED},
+        activations=GELU_TANH,
+        norms_plus_one=True,
+        has_windows=True,
+        defaults=_GEMMA2_DEFAULTS,
+        metadata=_gemma2,
+    ),
+    "gemma3_text": _GEMMA3,
+    "gemma3": _GEMMA3,
+    "phi3": Family(
+        architecture="phi3",
+        blocks={
+            **NORMS,
+            "attn_qkv": "self_attn.qkv_proj",
+            "attn_output": "self_attn.o_proj",
+            "ffn_up": "mlp.gate_up_proj",
+            "ffn_down": "mlp.down_proj",
+        },
+        has_windows=True,
+    ),
+    "granite": Family(architecture="granite", blocks=LLAMA, rows_permuted=True, metadata=granite_scales),
+    "olmo2": Family(architecture="olmo2", blocks={**NORMS_BEHIND, **ATTENTION, **HEAD_NORMS, **GATED}),
+    "olmoe": Family(architecture="olmoe", blocks={**NORMS, **ATTENTION, **HEAD_NORMS, **EXPERTS}, metadata=_olmoe),
+    "olmo3": Family(
+        architecture="olmo2", blocks={**NORMS_BEHIND, **ATTENTION, **HEAD_NORMS, **GATED}, has_windows=True
+    ),
+    "smollm3": Family(architecture="smollm3", blocks=LLAMA, rows_permuted=True, metadata=_smollm3),
+    "seed_oss": Family(
+        architecture="seed_oss",
+        blocks=ATTENTION | GATED | {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"},
+    ),
+    **dict.fromkeys(
+        ("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"),
+        Family(architecture="qwen2vl", blocks=LLAMA, metadata=no_windows),
+    ),
+    **dict.fromkeys(
+        ("qwen3_vl", "qwen3_vl_text"),
+        Family(architecture="qwen3vl", blocks={**LLAMA, **HEAD_NORMS}, metadata=no_windows),
+    ),
+    "ministral3": Family(
+        architecture="mistral3", blocks=LLAMA, rows_permuted=True, has_windows=True, metadata=_mistral3
+    ),
+    "ernie4_5": Family(architecture="ernie4_5", blocks=LLAMA, defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5}),
+    "exaone4": Family(
+        architecture="exaone4",
+        blocks={**NORMS_BEHIND, **ATTENTION, **HEAD_NORMS, **GATED},
+        has_windows=True,
+        defaults={"rms_norm_eps": 1e-5},
+    ),
+    "apertus": Family(
+        architecture="apertus",
+        blocks={
+            "attn_norm": "attention_layernorm",
+            "ffn_norm": "feedforward_layernorm",
+            **ATTENTION,
+            **HEAD_NORMS,
+            **_TWO_MATRICES,
+        },
+        left_out=("alpha_p", "alpha_n", "beta", "eps"),
+        activations=("xielu",),
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 12e6, "hidden_act": "xielu"},
+        metadata=_apertus,
+        per_layer={
+            "xielu.alpha_p": ("mlp.act_fn.alpha_p", 0.0),
+            "xielu.alpha_n": ("mlp.act_fn.alpha_n", 0.0),
+            "xielu.beta": ("mlp.act_fn.beta", 0.5),
+            "xielu.eps": ("mlp.act_fn.eps", -1e-6),
+        },
+    ),
+    "arcee": Family(
+        architecture="arcee",
+        blocks={**NORMS, **ATTENTION, **_TWO_MATRICES},
+        activations=RELU_SQUARED,
+        rows_permuted=True,
+        defaults={"rms_norm_eps": 1e-5},
+    ),
+    "glm": Family(architecture="chatglm", blocks={**NORMS, **ATTENTION, **_FUSED_GATE}, defaults=_ROTATES_HALF),
+    "glm4": Family(
+        architecture="glm4",
+        blocks={
+            "attn_norm": "input_layernorm",
+            "post_attention_norm": "post_self_attn_layernorm",
+            "ffn_norm": "post_attention_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+            **ATTENTION,
+            **_FUSED_GATE,
+        },
+        defaults=_ROTATES_HALF,
+    ),
+    "hunyuan_v1_dense": Family(
+        architecture="hunyuan-dense",
+        blocks={**LLAMA, **HUNYUAN_NORMS},
+        defaults={"rms_norm_eps": 1e-5},
+        metadata=hunyuan_scaling,
+    ),
+    "internlm2": Family(
+        architecture="internlm2",
+        blocks={
+            "attn_norm": "attention_norm",
+            "ffn_norm": "ffn_norm",
+            **{f"attn_{letter}": "attention.wqkv" for letter in "qkv"},
+            "attn_output": "attention.wo",
+            **gated("feed_forward", names=W_NAMES),
+        },
+        outside={"token_embd": "tok_embeddings", "output_norm": "norm"},
+        changes=_internlm2_changes,
+    ),
+    "internlm3": Family(architecture="llama", blocks=LLAMA, rows_permuted=True),
+    "minicpm": Family(
+        architecture="minicpm",
+        blocks=LLAMA,
+        rows_permuted=True,
+        metadata=_minicpm,
+    ),
+}
+"""By `model_type`."""

@@ -1,0 +1,123 @@
+"""The record of a model type, and the names of modules that many of them share.
+
+Names on the left are GGUF's, within a block; on the right the checkpoint's, within a layer. `{expert}` stands for the
+number of an expert: its matrices are stacked.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from localinfer.models.checkpoint.changes import FIRST_HALVES, SECOND_HALVES, Change
+from localinfer.models.checkpoint.settings import Settings
+
+Metadata = dict[str, Any]
+
+SILU = ("silu", "swish")
+GELU_TANH = ("gelu_pytorch_tanh", "gelu_new", "gelu", "gelu_fast")
+RELU_SQUARED = ("relu2",)
+
+PARTS = ("gate", "up", "down")
+ATTENTION = {**{f"attn_{letter}": f"self_attn.{letter}_proj" for letter in "qkv"}, "attn_output": "self_attn.o_proj"}
+HEAD_NORMS = {f"attn_{letter}_norm": f"self_attn.{letter}_norm" for letter in "qk"}
+NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+FOUR_NORMS = {
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+NORMS_BEHIND = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+
+
+def gated(
+    module: str, suffix: str = "", names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+) -> dict[str, str]:
+    """The three matrices of a gated block."""
+    return {f"ffn_{part}{suffix}": f"{module}.{name}" for part, name in zip(PARTS, names, strict=True)}
+
+
+GATED = gated("mlp")
+W_NAMES = ("w1", "w3", "w2")
+EXPERTS = {"ffn_gate_inp": "mlp.gate", **gated("mlp.experts.{expert}", "_exps")}
+SHARED_EXPERTS = gated("mlp.shared_experts", "_shexp")
+LLAMA = {**NORMS, **ATTENTION, **GATED}
+ROUTER_BIAS = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is made of a module or tensor of this name, and how."""
+
+    source: str
+    change: Change
+
+
+Source = str | Part | tuple[str | Part, ...]
+"""Where something comes from: one name, or those that different writers have for it."""
+
+FUSED_EXPERTS: dict[str, Source] = {
+    "ffn_gate_exps.weight": Part("mlp.experts.gate_up_proj", FIRST_HALVES),
+    "ffn_up_exps.weight": Part("mlp.experts.gate_up_proj", SECOND_HALVES),
+    "ffn_down_exps.weight": "mlp.experts.down_proj",
+}
+"""Stacks of all experts' matrices."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One model type.
+
+    architecture: GGUF's name. blocks: modules of a layer. parameters: tensors of a layer that are not a module's weight
+    or bias, by whole names. Several of GGUF's may be made of one. outside: modules beyond the layers. layers: what
+    stands before the number of a layer. left_out: tensors of a layer that nothing needs, because they hold settings.
+    activations: names of the only activation it runs with. rows_permuted: GGUF stores the rows of queries and keys so
+    that the two elements that rotate together lie side by side. norms_plus_one: GGUF stores 1 + w, but for plain_norms.
+    changes: what else GGUF stores otherwise, by its names, with or without `.weight`, where it depends on settings.
+    has_windows: whether layers may have a sliding window. layer_kinds: what `layer_types` may name beside attention.
+    has_attention: whether any layer has it; has_latent_attention: whether it is DeepSeek's. has_layer_norms: whether
+    its norms subtract the mean. epsilon: the key of theirs. aliases: the names of settings in its files, by the usual
+    ones. defaults: what the model's class takes for absent keys. metadata: keys only this family has, after the
+    architecture's prefix, None for one that it lacks. variant: the family of one model, if its settings decide.
+    per_layer: metadata that checkpoints hold as a tensor in every layer, by key, and what it is where they do not.
+    """
+
+    architecture: str
+    blocks: Mapping[str, Source]
+    parameters: Mapping[str, Source] = field(default_factory=dict)
+    outside: Mapping[str, Source] = field(default_factory=lambda: {"token_embd": "embed_tokens", "output_norm": "norm"})
+    layers: str = "layers"
+    left_out: tuple[str, ...] = ()
+    activations: tuple[str, ...] = SILU
+    rows_permuted: bool = False
+    norms_plus_one: bool = False
+    plain_norms: tuple[str, ...] = ()
+    changes: Callable[[Settings], Mapping[str, Change]] = lambda settings: {}
+    has_windows: bool = False
+    layer_kinds: tuple[str, ...] = ()
+    has_attention: bool = True
+    has_latent_attention: bool = False
+    has_layer_norms: bool = False
+    epsilon: str = "rms_norm_eps"
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    metadata: Callable[[Settings], Metadata] = lambda settings: {}
+    per_layer: Mapping[str, tuple[str, float]] = field(default_factory=dict)
+    variant: "Callable[[Settings, Family], Family] | None" = None
+
+
+def experts(settings: Settings) -> Metadata:
+    """How many experts there are and run, and their size; none where the model has none."""
+    key = "num_local_experts" if settings.get("num_local_experts") else "num_experts"
+    return {
+        "expert_count": settings.integer(key, low=1),
+        "expert_used_count": settings.integer("num_experts_per_tok", low=1),
+        "expert_feed_forward_length": settings.integer("moe_intermediate_size", settings.integer("intermediate_size")),
+    }
+
+
+def no_windows(settings: Settings) -> Metadata:
+    """Qwen's windows start at a layer that no published model reaches."""
+    if settings.boolean("use_sliding_window", False):
+        raise settings.unsupported("use_sliding_window", "models that see their whole context")
+    return {}

@@ -1,0 +1,106 @@
+"""Gemma 4's text models: two kinds of layers with heads of other sizes, and inputs of their own in every layer."""
+
+from localinfer.models.checkpoint.family import (
+    ATTENTION,
+    FOUR_NORMS,
+    GATED,
+    GELU_TANH,
+    HEAD_NORMS,
+    Family,
+    Metadata,
+)
+from localinfer.models.checkpoint.settings import Settings
+
+
+def _of_full_layers(settings: Settings, key: str, name: str) -> int | None:
+    """A size of the full layers, if they have one of their own: a setting, or the same in their records."""
+    found = settings.get(name)
+    if found is not None:
+        return settings.integer(name, low=1)
+    records = Settings(settings.record("per_layer_config"), {})
+    for layer, kind in enumerate(settings.entries("layer_types")):
+        record = Settings(records.record(str(layer)), {})
+        if kind == "full_attention" and key in record:
+            return record.integer(key, low=1)
+    return None
+
+
+def _gemma4_variant(settings: Settings, family: Family) -> Family:
+    """GGUF's size of heads is that of the full layers."""
+    size = settings.integer("head_dim", 256, low=1)
+    settings.put("swa_head_dim", size)
+    settings.put("head_dim", _of_full_layers(settings, "head_dim", "global_head_dim") or size)
+    return family
+
+
+def _gemma4(settings: Settings) -> Metadata:
+    settings.must_be("use_bidirectional_attention", None, None)
+    num_layers = settings.integer("num_hidden_layers", low=1)
+    size, num_shared = settings.integer("swa_head_dim", low=1), settings.integer("num_kv_shared_layers", 0)
+    num_kv_heads = settings.integer("num_key_value_heads", low=1)
+    full_heads = _of_full_layers(settings, "num_key_value_heads", "num_global_key_value_heads") or num_kv_heads
+    inner = settings.integer("intermediate_size", low=1)
+    is_wide = settings.boolean("use_double_wide_mlp", False)
+    settings.mark_read(("attention_k_eq_v", "vocab_size_per_layer_input", "per_layer_config", "enable_moe_block"))
+    keys: Metadata = {
+        "attention.key_length_swa": size,
+        "attention.value_length_swa": size,
+        "rope.dimension_count_swa": size,
+        "attention.shared_kv_layers": num_shared,
+        "attention.head_count_kv": [
+            full_heads if kind == "full_attention" else num_kv_heads for kind in settings.entries("layer_types")
+        ],
+        "feed_forward_length": [
+            2 * inner if is_wide and layer >= num_layers - num_shared else inner for layer in range(num_layers)
+        ],
+        "embedding_length_per_layer_input": settings.integer("hidden_size_per_layer_input", 0) or None,
+        "final_logit_softcapping": settings.number("final_logit_softcapping", 0.0) or None,
+    }
+    if settings.get("enable_moe_block"):
+        keys |= {
+            "expert_count": settings.integer("num_experts", low=1),
+            "expert_used_count": settings.integer("top_k_experts", low=1),
+            "expert_feed_forward_length": settings.integer("moe_intermediate_size", low=1),
+        }
+    settings.mark_read(("num_experts", "top_k_experts", "moe_intermediate_size", "expert_intermediate_size"))
+    return keys
+
+
+_GEMMA4 = Family(
+    architecture="gemma4",
+    blocks={
+        **FOUR_NORMS,
+        **ATTENTION,
+        **HEAD_NORMS,
+        **GATED,
+        "inp_gate": "per_layer_input_gate",
+        "proj": "per_layer_projection",
+        "post_norm": "post_per_layer_input_norm",
+        "ffn_gate_inp": "router.proj",
+        "post_ffw_norm_1": "post_feedforward_layernorm_1",
+        "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+        "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    },
+    parameters={
+        "layer_output_scale.weight": "layer_scalar",
+        "ffn_gate_inp.scale": "router.scale",
+        "ffn_down_exps.scale": "router.per_expert_scale",
+        "ffn_gate_up_exps.weight": "experts.gate_up_proj",
+        "ffn_down_exps.weight": "experts.down_proj",
+    },
+    outside={
+        "token_embd": "embed_tokens",
+        "output_norm": "norm",
+        "per_layer_token_embd": "embed_tokens_per_layer",
+        "per_layer_model_proj": "per_layer_model_projection",
+        "per_layer_proj_norm": "per_layer_projection_norm",
+    },
+    activations=GELU_TANH,
+    has_windows=True,
+    defaults={"hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6, "tie_word_embeddings": True},
+    metadata=_gemma4,
+    variant=_gemma4_variant,
+)
+
+GEMMA4: dict[str, Family] = dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"), _GEMMA4)
+"""By `model_type`."""

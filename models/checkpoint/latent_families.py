@@ -1,0 +1,117 @@
+"""Model types with latent attention: DeepSeek V2 and V3, and those built as they are."""
+
+import math
+from dataclasses import replace
+
+from localinfer.models.checkpoint.family import (
+    EXPERTS,
+    FUSED_EXPERTS,
+    GATED,
+    NORMS,
+    ROUTER_BIAS,
+    SHARED_EXPERTS,
+    Family,
+    Metadata,
+    experts,
+)
+from localinfer.models.checkpoint.latent_names import LATENT_ATTENTION, split_keys_and_values
+from localinfer.models.checkpoint.mixture_families import routed
+from localinfer.models.checkpoint.settings import Settings
+
+
+def _scaling(settings: Settings) -> Metadata:
+    """YaRN's temperature is that of the scores: GGUF has its multiplier times a tenth, and no factor beside it."""
+    record = Settings(settings.record("rope_parameters") or settings.record("rope_scaling"), {})
+    settings.must_be("rope_interleave", True, True)
+    settings.mark_read(("qk_head_dim", "ep_size", "moe_router_activation_func", "qk_nope_head_dim"))
+    if "mscale_all_dim" not in record:
+        return {}
+    whole = record.number("mscale_all_dim", low=0.0)
+    if record.number("mscale", whole) != whole:
+        raise record.unsupported("mscale", "YaRN with mscale as large as mscale_all_dim")
+    return {"rope.scaling.yarn_log_multiplier": 0.1 * whole, "rope.scaling.attn_factor": None}
+
+
+def _deepseek_v3(settings: Settings) -> Metadata:
+    return {**routed(settings), **_scaling(settings)}
+
+
+def _softmax_routed(settings: Settings, normalises: bool) -> Metadata:
+    settings.must_be("scoring_func", "softmax", "softmax")
+    settings.must_be("moe_layer_freq", 1, 1)
+    settings.mark_read(("n_group", "topk_group", "seq_aux"))
+    return {
+        **experts(settings),
+        "expert_gating_func": 1,
+        "expert_weights_norm": settings.boolean("norm_topk_prob", normalises),
+        "expert_weights_scale": settings.number("routed_scaling_factor", 1.0),
+        "leading_dense_block_count": settings.integer("first_k_dense_replace", 0),
+    }
+
+
+def _deepseek_v2(settings: Settings) -> Metadata:
+    if settings.integer("n_group", 1) not in (0, 1):
+        settings.must_be("topk_method", "greedy", "greedy")
+    settings.mark_read(("topk_method",))
+    return {**_softmax_routed(settings, normalises=False), **_scaling(settings)}
+
+
+def _mistral4(settings: Settings) -> Metadata:
+    for key in ("n_group", "topk_group"):
+        settings.must_be(key, 1, 1)
+    record = Settings(settings.record("rope_parameters") or settings.record("rope_scaling"), {})
+    names = ("llama_4_scaling_beta", "max_position_embeddings")
+    settings.mark_read(f"{kind}.{name}" for kind in ("rope_parameters", "rope_scaling") for name in names)
+    return {
+        **_softmax_routed(settings, normalises=True),
+        **_scaling(settings),
+        "attention.temperature_scale": record.number("llama_4_scaling_beta", 0.0),
+        "attention.temperature_length": record.integer("original_max_position_embeddings", 8192, low=1),
+    }
+
+
+def _minicpm3(settings: Settings) -> Metadata:
+    """Its factors are fixed in GGUF's runtimes. Keys and values are stored as the checkpoint has them."""
+    settings.must_be("scale_emb", 12, 12)
+    settings.must_be("dim_model_base", 256, 256)
+    if not math.isclose(settings.number("scale_depth", 1.4), 1.4):
+        raise settings.unsupported("scale_depth", "1.4")
+    rotary_size = settings.integer("qk_rope_head_dim", low=1)
+    settings.mark_read(("qk_head_dim",))
+    return {
+        "attention.head_count_kv": settings.integer("num_key_value_heads", settings.integer("num_attention_heads")),
+        "attention.key_length": settings.integer("qk_nope_head_dim", low=1) + rotary_size,
+        "attention.value_length": settings.integer("v_head_dim", low=1),
+        "attention.key_length_mla": None,
+        "attention.value_length_mla": None,
+    }
+
+
+_DEEPSEEK3 = Family(
+    architecture="deepseek2",
+    blocks={**NORMS, **LATENT_ATTENTION, **GATED, **EXPERTS, **SHARED_EXPERTS},
+    parameters={**ROUTER_BIAS, **FUSED_EXPERTS},
+    has_latent_attention=True,
+    aliases={"num_experts": "n_routed_experts"},
+    metadata=_deepseek_v3,
+    changes=split_keys_and_values,
+)
+
+LATENT: dict[str, Family] = {
+    "deepseek_v2": replace(_DEEPSEEK3, metadata=_deepseek_v2),
+    **dict.fromkeys(("deepseek_v3", "kimi_k2", "glm4_moe_lite"), _DEEPSEEK3),
+    "mistral4": replace(_DEEPSEEK3, architecture="mistral4", metadata=_mistral4),
+    "minicpm3": Family(
+        architecture="minicpm3",
+        blocks={
+            **NORMS,
+            **{stem: source for stem, source in LATENT_ATTENTION.items() if stem not in ("attn_k_b", "attn_v_b")},
+            "attn_kv_b": "self_attn.kv_b_proj",
+            **GATED,
+        },
+        has_latent_attention=True,
+        defaults={"rms_norm_eps": 1e-5},
+        metadata=_minicpm3,
+    ),
+}
+"""By `model_type`."""

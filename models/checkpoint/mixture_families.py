@@ -1,0 +1,463 @@
+"""Model types with experts and ordinary attention."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.models.checkpoint.changes import (
+    FIRST_HALVES,
+    FLAT,
+    SECOND_HALVES,
+    TRANSPOSED,
+    UNIT_COLUMNS,
+    Change,
+    ExpertRows,
+    Moved,
+    Rows,
+    adjacent_pairs,
+)
+from localinfer.models.checkpoint.dense_families import HUNYUAN_NORMS, hunyuan_scaling
+from localinfer.models.checkpoint.family import (
+    ATTENTION,
+    EXPERTS,
+    FUSED_EXPERTS,
+    GATED,
+    HEAD_NORMS,
+    LLAMA,
+    NORMS,
+    ROUTER_BIAS,
+    SHARED_EXPERTS,
+    W_NAMES,
+    Family,
+    Metadata,
+    Part,
+    Source,
+    experts,
+    gated,
+    no_windows,
+)
+from localinfer.models.checkpoint.settings import Settings
+
+_ROUTED = {"num_experts": "n_routed_experts"}
+_SPARSE_NAMES = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    **gated("block_sparse_moe.experts.{expert}", "_exps", W_NAMES),
+}
+
+
+def routed(settings: Settings) -> Metadata:
+    """Sigmoid routing with a bias on the choice, in groups, its weights normalised and scaled; dense layers first."""
+    settings.must_be("scoring_func", "sigmoid", "sigmoid")
+    settings.must_be("topk_method", "noaux_tc", "noaux_tc")
+    settings.must_be("moe_layer_freq", 1, 1)
+    # Shared experts are as many as their one matrix holds.
+    settings.mark_read(("mlp_layer_types", "is_moe_layer", "use_qk_norm"))
+    return {
+        **experts(settings),
+        "expert_gating_func": 2,
+        "expert_weights_norm": settings.boolean("norm_topk_prob", True),
+        "expert_weights_scale": settings.number("routed_scaling_factor", 1.0),
+        "expert_group_count": settings.integer("n_group", 1),
+        "expert_group_used_count": settings.integer("topk_group", 1),
+        "leading_dense_block_count": settings.integer("first_k_dense_replace", 0),
+    }
+
+
+def _afmoe(settings: Settings) -> Metadata:
+    settings.must_be("mup_enabled", True, False)
+    settings.must_be("score_func", "sigmoid", "sigmoid")
+    settings.mark_read(("global_attn_every_n_layers", "load_balance_coeff", "num_expert_groups", "num_limited_groups"))
+    return {
+        **experts(settings),
+        "expert_gating_func": 2,
+        "expert_weights_norm": settings.boolean("route_norm", True),
+        "expert_weights_scale": settings.number("route_scale", 1.0),
+        "expert_group_count": settings.integer("n_group", 1),
+        "expert_group_used_count": settings.integer("topk_group", 1),
+        "leading_dense_block_count": settings.integer("num_dense_layers", 0),
+    }
+
+
+def _ernie(settings: Settings) -> Metadata:
+    settings.must_be("moe_layer_interval", 1, 1)
+    settings.must_be("moe_use_aux_free", True, True)
+    first, last = settings.integer("moe_layer_start_index", 1), settings.get("moe_layer_end_index", -1)
+    if last not in (-1, settings.integer("num_hidden_layers") - 1):
+        raise settings.unsupported("moe_layer_end_index", "experts up to the last layer")
+    settings.mark_read(("moe_norm_min", "moe_num_shared_experts", "moe_capacity", "moe_gate", "moe_multimodal_paired"))
+    return {**experts(settings), "leading_dense_block_count": first}
+
+
+def _gpt_oss(settings: Settings) -> Metadata:
+    settings.must_be("swiglu_limit", 7.0, 7.0)
+    settings.must_be("swiglu_alpha", 1.702, 1.702)
+    settings.mark_read(("experts_per_token", "initial_context_length"))
+    return {**experts(settings), "expert_feed_forward_length": settings.integer("intermediate_size", low=1)}
+
+
+def _either(name: str, change: Change) -> Source:
+    return Part(name, change), Part(f"{name}.weight", change)
+
+
+def _hunyuan_moe(settings: Settings) -> Metadata:
+    for key in ("moe_topk", "num_shared_expert", "moe_intermediate_size"):
+        value = settings.get(key)
+        if isinstance(value, list):
+            if not value or any(entry != value[0] for entry in value):
+                raise settings.unsupported(key, "the same in every layer")
+            settings.put(key, value[0])
+    settings.put("num_experts_per_tok", settings.integer("moe_topk", 1, low=1))
+    settings.mark_read(
+        ("num_shared_expert", "use_mixed_mlp_moe", "moe_drop_tokens", "moe_random_routing_dropped_token")
+    )
+    settings.mark_read(("moe_layer_num_skipped", "routed_scaling_factor", "norm_topk_prob"))
+    return {**experts(settings), **hunyuan_scaling(settings)}
+
+
+def _bailing(settings: Settings) -> Metadata:
+    settings.mark_read(("num_shared_experts", "moe_shared_expert_intermediate_size", "norm_head", "norm_softmax"))
+    settings.mark_read(("use_qk_norm", "multi_gate", "embedding_dropout", "moe_router_enable_expert_bias"))
+    settings.must_be("norm_softmax", False, False)
+    return {
+        **experts(settings),
+        "expert_weights_norm": settings.boolean("norm_topk_prob", True),
+        "leading_dense_block_count": settings.integer("first_k_dense_replace", 0),
+    }
+
+
+def _bailing2(settings: Settings) -> Metadata:
+    settings.must_be("score_function", "sigmoid", "sigmoid")
+    settings.must_be("use_qk_norm", True, True)
+    keys = _bailing(settings)
+    return keys | {
+        "expert_gating_func": 2,
+        "expert_weights_scale": settings.number("routed_scaling_factor", 1.0),
+        "expert_group_count": settings.integer("n_group", 1),
+        "expert_group_used_count": settings.integer("topk_group", 1),
+    }
+
+
+def _bailing_changes(settings: Settings) -> dict[str, Change]:
+    """One matrix has the rows of queries, keys and values; some heads' columns are divided by their length."""
+    num_heads = settings.integer("num_attention_heads", low=1)
+    num_kv_heads = settings.integer("num_key_value_heads", num_heads, low=1)
+    head_dim = settings.integer("head_dim", settings.integer("hidden_size") // num_heads, low=1)
+    ends = np.cumsum((0, num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim))
+
+    def rows(part: int, heads: int) -> Rows:
+        def order(num_rows: int) -> NDArray[np.intp]:
+            if num_rows != ends[-1]:
+                raise ValueError(f"{num_rows} rows; wanted {ends[-1]}")
+            found = np.arange(ends[part], ends[part + 1])
+            return found[adjacent_pairs(len(found), heads)] if heads else found
+
+        return Rows(order)
+
+    changes: dict[str, Change] = {"attn_q": rows(0, num_heads), "attn_k": rows(1, num_kv_heads), "attn_v": rows(2, 0)}
+    if settings.boolean("norm_head", False):
+        changes["output"] = UNIT_COLUMNS
+    return changes
+
+
+def _bailing_variant(settings: Settings, family: Family) -> Family:
+    """Both generations have one name; the second norms queries and keys."""
+    classes = settings.entries("architectures")
+    is_second = any("V2" in str(name) for name in classes) or settings.boolean("use_qk_norm", False)
+    return _BAILING2 if is_second else family
+
+
+def _minimax_m2(settings: Settings) -> Metadata:
+    settings.must_be("scoring_func", "sigmoid", "sigmoid")
+    settings.must_be("shared_intermediate_size", 0, 0)
+    settings.must_be("qk_norm_type", "per_layer", "per_layer")
+    settings.mark_read(("attn_type_list", "mtp_transformer_layers", "num_mtp_modules", "use_mtp", "use_qk_norm"))
+    settings.mark_read(("use_routing_bias", "rotary_dim"))
+    keys = {**experts(settings), "expert_gating_func": 2}
+    if "rotary_dim" in settings:
+        keys["rope.dimension_count"] = settings.integer("rotary_dim", low=2)
+    return keys
+
+
+def _llama4(settings: Settings) -> Metadata:
+    num_layers = settings.integer("num_hidden_layers", low=1)
+    wanted = [int((layer + 1) % 4 != 0) for layer in range(num_layers)]
+    if settings.entries("no_rope_layers") not in ([], wanted):
+        raise settings.unsupported("no_rope_layers", "positions in all but every fourth layer")
+    kinds = settings.entries("layer_types")
+    if kinds and [int(kind == "chunked_attention") for kind in kinds] != wanted:
+        raise settings.unsupported("layer_types", "chunks in all but every fourth layer")
+    step = settings.integer("interleave_moe_layer_step", 1, low=1)
+    settings.mark_read(("moe_layers", "no_rope_layer_interval", "for_llm_compressor"))
+    settings.must_be("attn_temperature_tuning", True, True)
+    keys = experts(settings)
+    size = settings.integer("intermediate_size", low=1)
+    return keys | {
+        "expert_feed_forward_length": size,
+        "feed_forward_length": settings.integer("intermediate_size_mlp", size),
+        "interleave_moe_layer_step": step,
+        "attention.sliding_window": settings.integer("attention_chunk_size", 8192, low=1),
+        "attention.temperature_scale": settings.number("attn_scale", 0.1),
+        "attention.temperature_length": settings.integer("floor_scale", 8192, low=1),
+    }
+
+
+def _llama4_variant(settings: Settings, family: Family) -> Family:
+    has_norms = settings.integer("num_local_experts", 16) != 128
+    if settings.boolean("use_qk_norm", True) != has_norms:
+        raise settings.unsupported("use_qk_norm", "queries and keys normed unless there are 128 experts")
+    return family
+
+
+def _mellum(settings: Settings) -> Metadata:
+    settings.must_be("norm_topk_prob", True, True)
+    settings.mark_read(("mlp_layer_types", "mtp_layer_types", "mtp_mlp_layer_types", "use_sliding_window"))
+    kinds = settings.record("rope_parameters")
+    bases = {str(kind.get("rope_theta")) for kind in kinds.values() if isinstance(kind, dict)}
+    if len(bases) > 1:
+        raise settings.unsupported("rope_parameters", "one base of the rotation in all layers")
+    return experts(settings)
+
+
+def _oriented(settings: Settings) -> dict[str, Change]:
+    """Stacks whose matrices lie one way or the other, as the writer has them."""
+    hidden_size, inner = settings.integer("hidden_size", low=1), settings.integer("moe_intermediate_size", low=1)
+
+    def upright(values: NDArray[Any], num_rows: int, num_columns: int) -> NDArray[Any]:
+        """Stacked matrices with this many rows."""
+        if values.shape[1:] == (num_rows, num_columns):
+            return values
+        if values.shape[1:] != (num_columns, num_rows):
+            raise ValueError(f"wanted matrices of {num_rows} rows and {num_columns} columns")
+        return values.swapaxes(1, 2)
+
+    return {
+        "ffn_gate_exps": Moved(lambda values: upright(values, 2 * inner, hidden_size)[:, :inner]),
+        "ffn_up_exps": Moved(lambda values: upright(values, 2 * inner, hidden_size)[:, inner:]),
+        "ffn_down_exps": Moved(lambda values: upright(values, hidden_size, inner)),
+    }
+
+
+def _qwen3_vl_moe(settings: Settings) -> Metadata:
+    settings.must_be("norm_topk_prob", True, True)
+    return {**no_windows(settings), **experts(settings)}
+
+
+def _smallthinker(settings: Settings) -> Metadata:
+    settings.must_be("moe_enable_secondary_experts", False, False)
+    settings.must_be("norm_topk_prob", True, True)
+    settings.must_be("moe_enable_early_router", True, True)
+    num_layers = settings.integer("num_hidden_layers", low=1)
+    windows = settings.entries("sliding_window_layout")
+    wanted = [int(layer % 4 != 0) for layer in range(num_layers)]
+    ropes = settings.entries("rope_layout")
+    if any(windows) and (windows != wanted or ropes not in ([], wanted)):
+        raise settings.unsupported("sliding_window_layout", "windows and positions in all but every fourth layer")
+    if any(windows):
+        settings.must_be("sliding_window_size", 4096, 4096)
+    settings.mark_read(("moe_layer_layout", "moe_num_secondary_experts", "moe_secondary_expert_size"))
+    has_softmax = settings.boolean("moe_primary_router_apply_softmax", False)
+    size = settings.integer("moe_intermediate_size", low=1)
+    return {
+        **experts(settings),
+        "feed_forward_length": size,
+        "expert_gating_func": 1 if has_softmax else 2,
+        "attention.sliding_window": 4096 if any(windows) else None,
+    }
+
+
+_SMALLTHINKER: dict[str, Source] = {
+    **NORMS,
+    **ATTENTION,
+    "ffn_gate_inp": "block_sparse_moe.primary_router",
+    **gated("block_sparse_moe.experts.{expert}", "_exps", ("gate", "up", "down")),
+}
+
+
+_BAILING_ENDS: dict[str, Source] = {"token_embd": "word_embeddings", "output_norm": "norm"}
+_BAILING_BLOCKS: dict[str, Source] = {
+    **NORMS,
+    "attn_output": "attention.dense",
+    **GATED,
+    **EXPERTS,
+    **SHARED_EXPERTS,
+}
+_BAILING2 = Family(
+    architecture="bailingmoe2",
+    blocks={
+        **_BAILING_BLOCKS,
+        "attn_qkv": "attention.query_key_value",
+        "attn_q_norm": "attention.query_layernorm",
+        "attn_k_norm": "attention.key_layernorm",
+    },
+    parameters={"exp_probs_b.bias": "mlp.gate.expert_bias"},
+    outside=_BAILING_ENDS,
+    defaults={"partial_rotary_factor": 0.5},
+    metadata=_bailing2,
+)
+_SIGMOID_ROUTED = Family(
+    architecture="dots1",
+    blocks={**LLAMA, **HEAD_NORMS, **EXPERTS, **SHARED_EXPERTS},
+    parameters={**ROUTER_BIAS, **FUSED_EXPERTS},
+    aliases=_ROUTED,
+    metadata=routed,
+)
+
+MIXTURES: dict[str, Family] = {
+    "afmoe": Family(
+        architecture="afmoe",
+        blocks={
+            "attn_norm": "input_layernorm",
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_norm": "pre_mlp_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+            **ATTENTION,
+            "attn_gate": "self_attn.gate_proj",
+            **HEAD_NORMS,
+            **GATED,
+            **EXPERTS,
+            "ffn_gate_inp": "mlp.router.gate",
+            **SHARED_EXPERTS,
+        },
+        parameters={"exp_probs_b.bias": "mlp.expert_bias"},
+        has_windows=True,
+        defaults={"rms_norm_eps": 1e-5},
+        metadata=_afmoe,
+    ),
+    "bailing_moe": Family(
+        architecture="bailingmoe",
+        blocks={**_BAILING_BLOCKS, **{f"attn_{letter}": "attention.query_key_value" for letter in "qkv"}},
+        outside=_BAILING_ENDS,
+        metadata=_bailing,
+        changes=_bailing_changes,
+        variant=_bailing_variant,
+    ),
+    "bailing_moe_v2": _BAILING2,
+    "dots1": _SIGMOID_ROUTED,
+    "ernie4_5_moe": Family(
+        architecture="ernie4_5-moe",
+        blocks={**LLAMA, **EXPERTS, **SHARED_EXPERTS},
+        parameters={"exp_probs_b.bias": Part("mlp.moe_statics.e_score_correction_bias", FLAT)},
+        aliases={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5},
+        metadata=_ernie,
+    ),
+    "exaone_moe": replace(
+        _SIGMOID_ROUTED,
+        architecture="exaone-moe",
+        parameters={
+            "exp_probs_b.bias": ("mlp.e_score_correction_bias", "mlp.gate.e_score_correction_bias"),
+            **FUSED_EXPERTS,
+        },
+        has_windows=True,
+        aliases={},
+        defaults={"rms_norm_eps": 1e-5},
+    ),
+    "glm4_moe": replace(
+        _SIGMOID_ROUTED,
+        architecture="glm4moe",
+        blocks={
+            **{stem: source for stem, source in _SIGMOID_ROUTED.blocks.items() if stem != "ffn_norm"},
+            "post_attention_norm": "post_attention_layernorm",
+        },
+        defaults={"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5},
+    ),
+    "gpt_oss": Family(
+        architecture="gpt-oss",
+        blocks={
+            "attn_norm": "input_layernorm",
+            "post_attention_norm": "post_attention_layernorm",
+            **ATTENTION,
+            "ffn_gate_inp": "mlp.router",
+        },
+        parameters={
+            "attn_sinks.weight": "self_attn.sinks",
+            # Rows of gate and up take turns. Quantized matrices have a leaf, plain ones none.
+            "ffn_gate_exps.weight": _either("mlp.experts.gate_up_proj", ExpertRows(0, 2)),
+            "ffn_up_exps.weight": _either("mlp.experts.gate_up_proj", ExpertRows(1, 2)),
+            "ffn_down_exps.weight": _either("mlp.experts.down_proj", ExpertRows(0, 1)),
+            "ffn_gate_exps.bias": Part("mlp.experts.gate_up_proj_bias", ExpertRows(0, 2)),
+            "ffn_up_exps.bias": Part("mlp.experts.gate_up_proj_bias", ExpertRows(1, 2)),
+            "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
+        },
+        has_windows=True,
+        defaults={"rms_norm_eps": 1e-5},
+        metadata=_gpt_oss,
+    ),
+    "hunyuan_v1_moe": Family(
+        architecture="hunyuan-moe",
+        blocks={
+            **LLAMA,
+            **HUNYUAN_NORMS,
+            **EXPERTS,
+            "ffn_gate_inp": "mlp.gate.wg",
+            **gated("mlp.shared_mlp", "_shexp"),
+        },
+        defaults={"rms_norm_eps": 1e-5},
+        metadata=_hunyuan_moe,
+    ),
+    "llama4_text": Family(
+        architecture="llama4",
+        blocks={
+            **NORMS,
+            **ATTENTION,
+            **gated("feed_forward"),
+            "ffn_gate_inp": "feed_forward.router",
+            **gated("feed_forward.shared_expert", "_shexp"),
+        },
+        parameters={
+            # Input times matrix, where others have matrix times input.
+            "ffn_gate_exps.weight": Part(
+                "feed_forward.experts.gate_up_proj", Moved(lambda values: FIRST_HALVES.apply(values.swapaxes(1, 2)))
+            ),
+            "ffn_up_exps.weight": Part(
+                "feed_forward.experts.gate_up_proj", Moved(lambda values: SECOND_HALVES.apply(values.swapaxes(1, 2)))
+            ),
+            "ffn_down_exps.weight": Part("feed_forward.experts.down_proj", TRANSPOSED),
+        },
+        layer_kinds=("chunked_attention",),
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5},
+        metadata=_llama4,
+        variant=_llama4_variant,
+    ),
+    "mellum": Family(
+        architecture="mellum",
+        blocks={**NORMS, **ATTENTION, **HEAD_NORMS, **EXPERTS},
+        parameters=FUSED_EXPERTS,
+        has_windows=True,
+        metadata=_mellum,
+    ),
+    "minimax_m2": Family(
+        architecture="minimax-m2",
+        blocks={**NORMS, **ATTENTION, **HEAD_NORMS, **_SPARSE_NAMES},
+        parameters={"exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias"},
+        metadata=_minimax_m2,
+    ),
+    **dict.fromkeys(
+        ("qwen3_vl_moe", "qwen3_vl_moe_text"),
+        Family(
+            architecture="qwen3vlmoe",
+            blocks={**LLAMA, **HEAD_NORMS, "ffn_gate_inp": "mlp.gate"},
+            parameters={
+                "ffn_gate_exps.weight": "mlp.experts.gate_up_proj",
+                "ffn_up_exps.weight": "mlp.experts.gate_up_proj",
+                "ffn_down_exps.weight": "mlp.experts.down_proj",
+            },
+            metadata=_qwen3_vl_moe,
+            changes=_oriented,
+        ),
+    ),
+    "smallthinker": Family(
+        architecture="smallthinker",
+        blocks=_SMALLTHINKER,
+        activations=("relu", "silu"),
+        aliases={
+            "num_experts": "moe_num_primary_experts",
+            "num_experts_per_tok": "moe_num_active_primary_experts",
+            "moe_intermediate_size": "moe_ffn_hidden_size",
+        },
+        metadata=_smallthinker,
+    ),
+}
+"""By `model_type`."""

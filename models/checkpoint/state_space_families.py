@@ -1,0 +1,453 @@
+"""Model types with Mamba's layers: Mamba 1 and 2, Jamba, Granite 4, Bamba, Nemotron-H, Falcon-H1."""
+
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.errors import UnsupportedFormatError
+from localinfer.models.checkpoint.changes import (
+    COLUMN,
+    CONVOLUTION,
+    FIRST_HALF,
+    FIRST_HALVES,
+    NEGATIVE_EXPONENTIAL,
+    SECOND_HALF,
+    SECOND_HALVES,
+    Change,
+    Computed,
+    pairs_adjacent,
+    per_group,
+    scaled,
+    scaled_rows,
+)
+from localinfer.models.checkpoint.dense_families import granite_scales
+from localinfer.models.checkpoint.family import ATTENTION, RELU_SQUARED, Family, Metadata, Part, Source, experts, gated
+from localinfer.models.checkpoint.settings import Settings
+
+_MANY_TOKENS = 1 << 20
+"""Where nothing depends on positions, as converters write it."""
+
+
+def _mixer_1(module: str) -> tuple[dict[str, Source], dict[str, Source]]:
+    """Modules and parameters of Mamba 1."""
+    blocks: dict[str, Source] = {
+        "ssm_in": f"{module}.in_proj",
+        "ssm_conv1d": Part(f"{module}.conv1d", CONVOLUTION),
+        "ssm_x": f"{module}.x_proj",
+        "ssm_dt": f"{module}.dt_proj",
+        "ssm_out": f"{module}.out_proj",
+    }
+    # Before the convolution's bias, which has no taps.
+    parameters: dict[str, Source] = {"ssm_a": Part(f"{module}.A_log", NEGATIVE_EXPONENTIAL), "ssm_d": f"{module}.D"}
+    return blocks, parameters
+
+
+def _mixer_2(module: str) -> tuple[dict[str, Source], dict[str, Source]]:
+    """Modules and parameters of Mamba 2."""
+    blocks: dict[str, Source] = {
+        "ssm_in": f"{module}.in_proj",
+        "ssm_conv1d": Part(f"{module}.conv1d", CONVOLUTION),
+        "ssm_norm": f"{module}.norm",
+        "ssm_out": f"{module}.out_proj",
+    }
+    parameters: dict[str, Source] = {
+        "ssm_a": Part(f"{module}.A_log", Computed(_negative_exponential_column)),
+        "ssm_d": Part(f"{module}.D", COLUMN),
+        "ssm_dt.bias": f"{module}.dt_bias",
+    }
+    return blocks, parameters
+
+
+def _negative_exponential_column(values: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Decay rates, one row per head."""
+    return -np.exp(values.reshape(-1, 1))
+
+
+def _check_steps(settings: Settings) -> None:
+    """Refuse limits of step sizes; the widest, which is none, is written in several ways."""
+    limits = settings.entries("time_step_limit")
+    settings.mark_read(("time_step_scale", "time_step_rank", "rescale_prenorm_residual", "residual_in_fp32"))
+    settings.mark_read(("time_step_init_scheme", "hybrid_override_pattern"))
+    if limits and (len(limits) != 2 or limits[0] != 0 or (isinstance(limits[1], int | float) and limits[1] < 1e30)):
+        raise settings.unsupported("time_step_limit", "step sizes without limits")
+
+
+def _mamba(settings: Settings) -> Metadata:
+    _check_steps(settings)
+    hidden_size = settings.integer("hidden_size", low=1)
+    inner_size = settings.integer("inner_size", settings.integer("expand", 2, low=1) * hidden_size, low=1)
+    settings.must_be("use_bcdt_rms", None, None)
+    return {
+        "ssm.conv_kernel": settings.integer("conv_kernel", 4, low=2),
+        "ssm.inner_size": inner_size,
+        "ssm.state_size": settings.integer("state_size", 16, low=1),
+        "ssm.time_step_rank": _rank(settings, "time_step_rank", hidden_size),
+        "feed_forward_length": 0,
+    }
+
+
+def _rank(settings: Settings, key: str, hidden_size: int) -> int:
+    """The width that step sizes are made of; "auto" is a sixteenth of the model's."""
+    automatic = -(-hidden_size // 16)
+    return automatic if settings.get(key, "auto") == "auto" else settings.integer(key, low=1)
+
+
+def _falcon_mamba(settings: Settings) -> Metadata:
+    """GGUF has one epsilon: the layers' own is that of the norms of the scan's inputs too, as in llama.cpp."""
+    settings.mark_read(("mixer_rms_eps",))
+    return {**_mamba(settings), "ssm.dt_b_c_rms": True}
+
+
+def _mamba2(settings: Settings) -> Metadata:
+    _check_steps(settings)
+    hidden_size = settings.integer("hidden_size", low=1)
+    num_heads, head_dim = settings.integer("num_heads", 128, low=1), settings.integer("head_dim", 64, low=1)
+    if num_heads * head_dim != settings.integer("expand", 2, low=1) * hidden_size:
+        raise settings.wrong("num_heads", f"expand x hidden_size over head_dim {head_dim}")
+    settings.must_be("norm_before_gate", False, False)
+    return {
+        "ssm.conv_kernel": settings.integer("conv_kernel", 4, low=2),
+        "ssm.inner_size": num_heads * head_dim,
+        "ssm.state_size": settings.integer("state_size", 128, low=1),
+        "ssm.time_step_rank": num_heads,
+        "ssm.group_count": settings.integer("n_groups", 8, low=1),
+        "feed_forward_length": 0,
+    }
+
+
+def _jamba(settings: Settings) -> Metadata:
+    hidden_size = settings.integer("hidden_size", low=1)
+    period, offset = settings.integer("attn_layer_period", 8, low=1), settings.integer("attn_layer_offset", 4)
+    num_kv_heads = settings.integer("num_key_value_heads", 8, low=1)
+    layers = range(settings.integer("num_hidden_layers", low=1))
+    settings.mark_read(("expert_layer_period", "expert_layer_offset", "layers_block_type", "mamba_inner_layernorms"))
+    keys: Metadata = {
+        "attention.head_count_kv": [num_kv_heads if layer % period == offset else 0 for layer in layers],
+        "ssm.conv_kernel": settings.integer("mamba_d_conv", 4, low=2),
+        "ssm.inner_size": settings.integer("mamba_expand", 2, low=1) * hidden_size,
+        "ssm.state_size": settings.integer("mamba_d_state", 16, low=1),
+        "ssm.time_step_rank": _rank(settings, "mamba_dt_rank", hidden_size),
+    }
+    return keys | experts(settings)
+
+
+def _mamba2_sizes(settings: Settings) -> Metadata:
+    """Of those whose keys begin with `mamba_`."""
+    num_heads, head_dim = settings.integer("mamba_n_heads", low=1), settings.get("mamba_d_head", "auto")
+    inner_size = settings.integer("mamba_expand", 2, low=1) * settings.integer("hidden_size", low=1)
+    inner_size = settings.integer("mamba_d_ssm", inner_size, low=1)
+    _check_steps(settings)
+    if head_dim != "auto" and num_heads * settings.integer("mamba_d_head", low=1) != inner_size:
+        raise settings.wrong("mamba_d_head", f"{inner_size} over mamba_n_heads {num_heads}")
+    return {
+        "ssm.conv_kernel": settings.integer("mamba_d_conv", 4, low=2),
+        "ssm.inner_size": inner_size,
+        "ssm.state_size": settings.integer("mamba_d_state", 256, low=1),
+        "ssm.time_step_rank": num_heads,
+        "ssm.group_count": settings.integer("mamba_n_groups", 1, low=1),
+    }
+
+
+def _groups(settings: Settings) -> dict[str, Change]:
+    return {"ssm_norm": per_group(settings.integer("mamba_n_groups", 1, low=1))}
+
+
+def _attention_layers(settings: Settings) -> list[bool]:
+    """Which layers have attention, by their list, their indices, or a period."""
+    layers = range(settings.integer("num_hidden_layers", low=1))
+    settings.mark_read(("attn_layer_indices", "attn_layer_period", "attn_layer_offset", "layers_block_type"))
+    named = settings.entries("attn_layer_indices")
+    kinds = settings.entries("layer_types") or settings.entries("layers_block_type")
+    if kinds:
+        return [kind in ("attention", "full_attention") for kind in kinds]
+    if named or "attn_layer_period" not in settings:
+        return [layer in named for layer in layers]
+    period, offset = settings.integer("attn_layer_period", low=1), settings.integer("attn_layer_offset", 0)
+    return [layer % period == offset for layer in layers]
+
+
+def _granite_hybrid(settings: Settings) -> Metadata:
+    num_kv_heads = settings.integer("num_key_value_heads", settings.integer("num_attention_heads"), low=1)
+    layers = _attention_layers(settings)
+    keys = granite_scales(settings)
+    if settings.get("num_local_experts"):
+        keys |= experts(settings)
+        keys["expert_shared_feed_forward_length"] = settings.integer("shared_intermediate_size")
+    else:
+        keys["feed_forward_length"] = settings.integer("shared_intermediate_size")
+        settings.mark_read(("num_experts_per_tok", "num_experts", "num_local_experts"))
+    has_rope = settings.text("position_embedding_type", "nope") == "rope"
+    keys["rope.scaling.finetuned"] = has_rope
+    if not all(layers):
+        sizes = _mamba2_sizes(settings)
+        keys |= {**sizes, "attention.head_count_kv": [num_kv_heads if has_one else 0 for has_one in layers]}
+    settings.mark_read(("mamba_expand", "normalization_function", "init_method"))
+    return keys
+
+
+def _granite_variant(settings: Settings, family: Family) -> Family:
+    has_experts = bool(settings.get("num_local_experts"))
+    shared = "_shexp" if has_experts else ""
+    blocks: dict[str, Source] = {
+        **family.blocks,
+        f"ffn_gate{shared}": Part("shared_mlp.input_linear", FIRST_HALF),
+        f"ffn_up{shared}": Part("shared_mlp.input_linear", SECOND_HALF),
+        f"ffn_down{shared}": "shared_mlp.output_linear",
+    }
+    if family.architecture != "granitehybrid" or not all(_attention_layers(settings)):
+        return replace(family, blocks=blocks)
+    architecture = "granitemoe" if has_experts else "granite"
+    return replace(family, architecture=architecture, blocks=blocks, changes=lambda settings: {})
+
+
+_GRANITE: dict[str, Source] = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    **ATTENTION,
+    "ffn_gate_inp": "block_sparse_moe.router.layer",
+    "ffn_gate_exps": Part("block_sparse_moe.input_linear", FIRST_HALVES),
+    "ffn_up_exps": Part("block_sparse_moe.input_linear", SECOND_HALVES),
+    "ffn_down_exps": "block_sparse_moe.output_linear",
+}
+
+
+def _granite_moe(settings: Settings) -> Metadata:
+    return {**granite_scales(settings), **experts(settings)}
+
+
+def _bamba(settings: Settings) -> Metadata:
+    num_kv_heads = settings.integer("num_key_value_heads", low=1)
+    keys = _mamba2_sizes(settings)
+    keys["attention.head_count_kv"] = [num_kv_heads if has_one else 0 for has_one in _attention_layers(settings)]
+    settings.mark_read(("attn_rotary_emb", "num_logits_to_keep", "z_loss_coefficient"))
+    return {**keys, "rope.scaling.finetuned": True}
+
+
+def _bamba_changes(settings: Settings) -> dict[str, Change]:
+    fraction = settings.number("partial_rotary_factor", 0.5, low=0.0, high=1.0)
+    fraction = Settings(settings.record("rope_parameters"), {}).number("partial_rotary_factor", fraction)
+    num_heads = settings.integer("num_attention_heads", low=1)
+    return {
+        **_groups(settings),
+        "attn_q": pairs_adjacent(num_heads, fraction),
+        "attn_k": pairs_adjacent(settings.integer("num_key_value_heads", num_heads, low=1), fraction),
+    }
+
+
+_NEMOTRON_KINDS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+
+
+def _nemotron_variant(settings: Settings, family: Family) -> Family:
+    kinds = _nemotron_kinds(settings)
+    settings.put("num_hidden_layers", len(kinds))
+    return replace(family, architecture="nemotron_h_moe") if "moe" in kinds else family
+
+
+def _nemotron_kinds(settings: Settings) -> list[str]:
+    """What every layer is: a list, or in published files a text of one letter each."""
+    settings.mark_read(("hybrid_override_pattern", "layers_block_type", "mtp_layers_block_type"))
+    names = {"linear_attention": "mamba", "full_attention": "attention"}
+    found = settings.entries("layers_block_type")
+    kinds = [names.get(str(kind), str(kind)) for kind in found]
+    if not kinds:
+        letters = settings.text("hybrid_override_pattern").replace("|", "")
+        kinds = [_NEMOTRON_KINDS.get(letter, letter) for letter in letters]
+    unknown = [kind for kind in kinds if kind not in _NEMOTRON_KINDS.values()]
+    if unknown or not kinds:
+        raise UnsupportedFormatError(
+            f"config.json: the kinds of layers are {kinds!r:.120}; this version runs mamba, attention, mlp and moe. "
+            "Update localinfer or choose another model."
+        )
+    return kinds
+
+
+def _nemotron_h(settings: Settings) -> Metadata:
+    kinds = _nemotron_kinds(settings)
+    num_kv_heads = settings.integer("num_key_value_heads", low=1)
+    _check_steps(settings)
+    num_heads = settings.integer("mamba_num_heads", low=1)
+    keys: Metadata = {
+        "attention.head_count_kv": [num_kv_heads if kind == "attention" else 0 for kind in kinds],
+        "ssm.conv_kernel": settings.integer("conv_kernel", 4, low=2),
+        "ssm.inner_size": num_heads * settings.integer("mamba_head_dim", low=1),
+        "ssm.state_size": settings.integer("ssm_state_size", 128, low=1),
+        "ssm.time_step_rank": num_heads,
+        "ssm.group_count": settings.integer("n_groups", 8, low=1),
+    }
+    settings.mark_read(("num_experts_per_tok", "n_group", "topk_group", "routed_scaling_factor", "norm_topk_prob"))
+    settings.mark_read(("moe_shared_expert_overlap", "attention_head_dim", "moe_shared_expert_intermediate_size"))
+    settings.must_be("mamba_hidden_act", "silu", "silu")
+    size = settings.integer("intermediate_size", 0)
+    if "moe" in kinds:
+        size = settings.integer("moe_intermediate_size", low=1)
+        settings.put("num_experts", settings.integer("n_routed_experts", low=1))
+        keys |= {
+            **experts(settings),
+            "expert_weights_scale": settings.number("routed_scaling_factor", 1.0),
+            "expert_weights_norm": settings.boolean("norm_topk_prob", True),
+            "expert_group_count": settings.integer("n_group", 1),
+            "expert_group_used_count": settings.integer("topk_group", 1),
+            "moe_latent_size": settings.get("moe_latent_size"),
+        }
+    keys["feed_forward_length"] = [size if kind in ("mlp", "moe") else 0 for kind in kinds]
+    return keys
+
+
+def _falcon_h1(settings: Settings) -> Metadata:
+    """The multipliers are folded into the matrices."""
+    settings.must_be("mamba_norm_before_gate", False, True)
+    return _mamba2_sizes(settings)
+
+
+def _falcon_h1_variant(settings: Settings, family: Family) -> Family:
+    """The head has a multiplier of its own: a tied one is made of the embeddings."""
+    if not settings.boolean("mamba_rms_norm", False):
+        settings.put("mamba_norm_before_gate", False)  # of a norm that is not there
+    if settings.boolean("tie_word_embeddings", False):
+        settings.put("tie_word_embeddings", False)
+        return replace(family, outside={**family.outside, "output": "embed_tokens"})
+    return family
+
+
+def _falcon_h1_changes(settings: Settings) -> dict[str, Change]:
+    def number(key: str) -> float:
+        return settings.number(key, 1.0)
+
+    ssm, mlp = settings.numbers("ssm_multipliers", 5), settings.numbers("mlp_multipliers", 2)
+    sizes = _mamba2_sizes(settings)
+    states = sizes["ssm.group_count"] * sizes["ssm.state_size"]
+    parts = (sizes["ssm.inner_size"], sizes["ssm.inner_size"], states, states, sizes["ssm.time_step_rank"])
+    attention = number("attention_in_multiplier")
+    return {
+        **_groups(settings),
+        "token_embd": scaled(number("embedding_multiplier")),
+        "output": scaled(number("lm_head_multiplier")),
+        "attn_q": scaled(attention),
+        "attn_k": scaled(attention * number("key_multiplier")),
+        "attn_v": scaled(attention),
+        "attn_output": scaled(number("attention_out_multiplier")),
+        "ssm_in": scaled_rows(parts, tuple(factor * number("ssm_in_multiplier") for factor in ssm)),
+        "ssm_out": scaled(number("ssm_out_multiplier")),
+        "ffn_gate": scaled(mlp[0]),
+        "ffn_down": scaled(mlp[1]),
+    }
+
+
+_BACKBONE: dict[str, Source] = {"token_embd": "embeddings", "output_norm": "norm_f"}
+_MAMBA_BLOCKS, _MAMBA_PARAMETERS = _mixer_1("mixer")
+_MAMBA = Family(
+    architecture="mamba",
+    blocks={"attn_norm": "norm", **_MAMBA_BLOCKS},
+    parameters=_MAMBA_PARAMETERS,
+    outside=_BACKBONE,
+    has_attention=False,
+    epsilon="layer_norm_epsilon",
+    aliases={"inner_size": "intermediate_size"},
+    defaults={"max_position_embeddings": _MANY_TOKENS, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
+    metadata=_mamba,
+)
+_MAMBA2_BLOCKS, _MAMBA2_PARAMETERS = _mixer_2("mixer")
+_JAMBA_BLOCKS, _JAMBA_PARAMETERS = _mixer_1("mamba")
+_HYBRID_BLOCKS, _HYBRID_PARAMETERS = _mixer_2("mamba")
+_BESIDE: dict[str, Source] = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "pre_ff_layernorm",
+    **ATTENTION,
+    **gated("feed_forward"),
+}
+_FINAL: dict[str, Source] = {"token_embd": "embed_tokens", "output_norm": "final_layernorm"}
+_MIXER_EXPERT = {"ffn_up": "up_proj", "ffn_down": "down_proj"}
+_GRANITE_HYBRID = Family(
+    architecture="granitehybrid",
+    blocks={**_GRANITE, **_HYBRID_BLOCKS},
+    parameters=_HYBRID_PARAMETERS,
+    rows_permuted=True,
+    layer_kinds=("linear_attention", "mamba", "attention"),
+    metadata=_granite_hybrid,
+    changes=_groups,
+    variant=_granite_variant,
+)
+_GRANITE_MOE = Family(
+    architecture="granitemoe", blocks=_GRANITE, rows_permuted=True, metadata=_granite_moe, variant=_granite_variant
+)
+
+STATE_SPACE: dict[str, Family] = {
+    "mamba": _MAMBA,
+    "falcon_mamba": replace(_MAMBA, metadata=_falcon_mamba),
+    "mamba2": Family(
+        architecture="mamba2",
+        blocks={"attn_norm": "norm", **_MAMBA2_BLOCKS},
+        parameters=_MAMBA2_PARAMETERS,
+        outside=_BACKBONE,
+        has_attention=False,
+        epsilon="layer_norm_epsilon",
+        defaults={"max_position_embeddings": _MANY_TOKENS, "layer_norm_epsilon": 1e-5},
+        metadata=_mamba2,
+        changes=lambda settings: {"ssm_norm": per_group(settings.integer("n_groups", 8, low=1))},
+    ),
+    "jamba": Family(
+        architecture="jamba",
+        blocks={
+            **_BESIDE,
+            **_JAMBA_BLOCKS,
+            **{f"ssm_{name}_norm": f"mamba.{name}_layernorm" for name in ("dt", "b", "c")},
+            "ffn_gate_inp": "feed_forward.router",
+            **gated("feed_forward.experts.{expert}", "_exps"),
+        },
+        parameters=_JAMBA_PARAMETERS,
+        outside=_FINAL,
+        layer_kinds=("linear_attention", "mamba", "attention"),
+        metadata=_jamba,
+    ),
+    "granitemoehybrid": _GRANITE_HYBRID,
+    "granitemoe": _GRANITE_MOE,
+    "granitemoeshared": _GRANITE_MOE,
+    "bamba": Family(
+        architecture="granitehybrid",
+        blocks={**_BESIDE, **_HYBRID_BLOCKS},
+        parameters=_HYBRID_PARAMETERS,
+        outside=_FINAL,
+        layer_kinds=("linear_attention", "mamba", "attention"),
+        defaults={"partial_rotary_factor": 0.5},
+        metadata=_bamba,
+        changes=_bamba_changes,
+    ),
+    "nemotron_h": Family(
+        architecture="nemotron_h",
+        blocks={
+            "attn_norm": "norm",
+            **_MAMBA2_BLOCKS,
+            **{f"attn_{letter}": f"mixer.{letter}_proj" for letter in "qkv"},
+            "attn_output": "mixer.o_proj",
+            **{stem: f"mixer.{name}" for stem, name in _MIXER_EXPERT.items()},
+            "ffn_gate_inp": "mixer.gate",
+            **{f"{stem}_exps": f"mixer.experts.{{expert}}.{name}" for stem, name in _MIXER_EXPERT.items()},
+            **{f"{stem}_shexp": f"mixer.shared_experts.{name}" for stem, name in _MIXER_EXPERT.items()},
+            "ffn_latent_down": "mixer.fc1_latent_proj",
+            "ffn_latent_up": "mixer.fc2_latent_proj",
+        },
+        parameters={
+            **_MAMBA2_PARAMETERS,
+            "exp_probs_b.bias": ("mixer.gate.e_score_correction_bias", "mixer.gate.e_score_correction.bias"),
+        },
+        outside=_BACKBONE,
+        activations=RELU_SQUARED,
+        epsilon="layer_norm_epsilon",
+        aliases={"hidden_act": "mlp_hidden_act"},
+        defaults={"layer_norm_epsilon": 1e-5},
+        metadata=_nemotron_h,
+        changes=lambda settings: {"ssm_norm": per_group(settings.integer("n_groups", 8, low=1))},
+        variant=_nemotron_variant,
+    ),
+    "falcon_h1": Family(
+        architecture="falcon-h1",
+        blocks={**_BESIDE, **_HYBRID_BLOCKS},
+        parameters=_HYBRID_PARAMETERS,
+        outside=_FINAL,
+        metadata=_falcon_h1,
+        changes=_falcon_h1_changes,
+        variant=_falcon_h1_variant,
+    ),
+}
+"""By `model_type`."""

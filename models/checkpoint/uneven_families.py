@@ -1,0 +1,187 @@
+"""Model types whose layers differ in their heads: Nemotron's models found by Puzzle, Step 3.5, MiMo V2."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.models.checkpoint.changes import Change, Rows, adjacent_pairs
+from localinfer.models.checkpoint.family import (
+    ATTENTION,
+    EXPERTS,
+    GATED,
+    HEAD_NORMS,
+    LLAMA,
+    NORMS,
+    ROUTER_BIAS,
+    Family,
+    Metadata,
+    Source,
+    experts,
+    gated,
+)
+from localinfer.models.checkpoint.settings import Settings
+
+
+def _deci(settings: Settings) -> Metadata:
+    """Each layer's record says how many heads share keys, and how wide its feed-forward block is."""
+    num_heads, hidden_size = settings.integer("num_attention_heads", low=1), settings.integer("hidden_size", low=1)
+    heads, kv_heads, sizes = [], [], []
+    num_layers = settings.integer("num_hidden_layers", low=1)
+    blocks = settings.entries("block_configs")
+    if len(blocks) != num_layers or not all(isinstance(block, dict) for block in blocks):
+        raise settings.wrong("block_configs", f"{num_layers} records")
+    for block in blocks:
+        attention = Settings(Settings(block, {}).record("attention"), {})
+        group = attention.get("n_heads_in_group")
+        is_matrix = group is None and attention.boolean("replace_with_linear", False)
+        heads.append(0 if group is None and not is_matrix else num_heads)
+        kv_heads.append(
+            0 if group is None else num_heads // attention.integer("n_heads_in_group", low=1, high=num_heads)
+        )
+        feed_forward = Settings(Settings(block, {}).record("ffn"), {})
+        if feed_forward.get("replace_with_linear") is True:
+            raise settings.unsupported("block_configs", "layers without a matrix in place of a feed-forward block")
+        factor = feed_forward.number("ffn_mult", 0.0, low=0.0)
+        # As its published code rounds.
+        sizes.append(-(-int(2 * factor * hidden_size / 3) // 256) * 256)
+    return {"attention.head_count": heads, "attention.head_count_kv": kv_heads, "feed_forward_length": sizes}
+
+
+def _pairs_by_size(settings: Settings) -> dict[str, Change]:
+    """Rows that rotate together side by side, however many heads a layer has."""
+    num_heads = settings.integer("num_attention_heads", low=1)
+    head_dim = settings.integer("head_dim", settings.integer("hidden_size") // num_heads, low=1)
+
+    def order(num_rows: int) -> NDArray[np.intp]:
+        return adjacent_pairs(num_rows, max(num_rows // head_dim, 1))
+
+    return {"attn_q": Rows(order), "attn_k": Rows(order)}
+
+
+def _heads_by_kind(settings: Settings, is_windowed: list[bool], other: Settings, names: tuple[str, str]) -> Metadata:
+    """How many heads layers have, where those with a window have numbers of their own, under these names."""
+    keys: Metadata = {}
+    usual = ("num_attention_heads", "num_key_value_heads")
+    for key, name, suffix in zip(usual, names, ("", "_kv"), strict=True):
+        full = settings.integer(key, low=1)
+        windowed = other.integer(name, full, low=1)
+        keys[f"attention.head_count{suffix}"] = [windowed if has_window else full for has_window in is_windowed]
+    return keys
+
+
+def _step3p5(settings: Settings) -> Metadata:
+    num_layers = settings.integer("num_hidden_layers", low=1)
+    kinds = settings.entries("layer_types")[:num_layers]
+    settings.put("layer_types", kinds)  # the lists go on with layers that predict further tokens
+    is_windowed = [kind == "sliding_attention" for kind in kinds]
+    fractions = settings.entries("partial_rotary_factors")[:num_layers]
+    if fractions and fractions != [1.0 if windowed else 0.5 for windowed in is_windowed]:
+        raise settings.unsupported("partial_rotary_factors", "whole heads in windowed layers, half in others")
+    other = Settings(settings.record("attention_other_setting"), {})
+    keys = _heads_by_kind(settings, is_windowed, other, ("num_attention_heads", "num_attention_groups"))
+    for key, name in (("swiglu_limits", "swiglu_clamp_exp"), ("swiglu_limits_shared", "swiglu_clamp_shexp")):
+        limits = [limit or 0.0 for limit in settings.entries(key)[:num_layers]]
+        if limits:
+            keys[name] = Settings({key: limits}, {}).numbers(key, num_layers)
+    layers = [int(entry) for entry in settings.text("moe_layers_enum", "").split(",") if entry.strip().isdigit()]
+    settings.mark_read(("share_expert_dim", "moe_every_n_layer", "use_head_wise_attn_gate", "use_qk_norm", "use_moe"))
+    settings.mark_read(("use_moe_router_bias", "need_fp32_gate", "yarn_only_types", "sink", "moe_layer_offset"))
+    settings.must_be("moe_router_activation", "sigmoid", "sigmoid")
+    return keys | {
+        **experts(settings),
+        "expert_gating_func": 2,
+        "expert_weights_norm": settings.boolean("norm_expert_weight", True),
+        "expert_weights_scale": settings.number("moe_router_scaling_factor", 1.0),
+        "leading_dense_block_count": min(layers, default=0),
+    }
+
+
+def _step3p5_variant(settings: Settings, family: Family) -> Family:
+    """The base of the rotation is a list by layers: that of the first full one and of the first windowed one."""
+    bases, kinds = settings.get("rope_theta"), settings.entries("layer_types")
+    if isinstance(bases, list):
+        by_kind = dict(reversed([*zip(map(str, kinds), bases, strict=False)]))
+        settings.put("rope_theta", by_kind.get("full_attention", 10000.0))
+        settings.put("rope_local_base_freq", by_kind.get("sliding_attention"))
+    return family
+
+
+def _mimo_v2(settings: Settings) -> Metadata:
+    """Windowed layers have a base and heads of keys of their own."""
+    num_layers = settings.integer("num_hidden_layers", low=1)
+    pattern = settings.entries("hybrid_layer_pattern")
+    if pattern and (len(pattern) != num_layers or any(entry not in (0, 1) for entry in pattern)):
+        raise settings.wrong("hybrid_layer_pattern", f"{num_layers} times 0 or 1")
+    if pattern:
+        settings.put("layer_types", ["sliding_attention" if entry else "full_attention" for entry in pattern])
+    is_windowed = [kind == "sliding_attention" for kind in settings.entries("layer_types")]
+    if "swa_num_key_value_heads" not in settings:
+        settings.put("swa_num_key_value_heads", 2 * settings.integer("num_key_value_heads", low=1))
+    head_dim = settings.integer("head_dim", low=1)
+    value_size = settings.integer("v_head_dim", head_dim, low=1)
+    for key, wanted in (("swa_head_dim", head_dim), ("swa_v_head_dim", value_size)):
+        settings.must_be(key, wanted, wanted)
+    settings.must_be("topk_method", "noaux_tc", "noaux_tc")
+    settings.must_be("scoring_func", "sigmoid", "sigmoid")
+    settings.must_be("norm_topk_prob", True, True)
+    settings.must_be("add_full_attention_sink_bias", False, False)
+    settings.mark_read(("moe_layer_freq", "add_swa_attention_sink_bias", "sliding_window_size", "attention_chunk_size"))
+    settings.mark_read(("mlp_layer_types", "n_shared_experts", "attention_projection_layout"))
+    return {
+        **_heads_by_kind(settings, is_windowed, settings, ("swa_num_attention_heads", "swa_num_key_value_heads")),
+        **experts(settings),
+        "attention.value_length": value_size,
+        "attention.value_scale": settings.number("attention_value_scale", 1.0),
+        "expert_gating_func": 2,
+        "expert_weights_scale": settings.number("routed_scaling_factor", 1.0),
+        "expert_group_count": settings.integer("n_group", 1),
+        "expert_group_used_count": settings.integer("topk_group", 1),
+    }
+
+
+_MIMO = Family(
+    architecture="mimo2",
+    blocks={**NORMS, **ATTENTION, "attn_qkv": "self_attn.qkv_proj", **GATED, **EXPERTS},
+    parameters={**ROUTER_BIAS, "attn_sinks.weight": "self_attn.attention_sink_bias"},
+    has_windows=True,
+    aliases={
+        "num_experts": "n_routed_experts",
+        "rope_local_base_freq": "swa_rope_theta",
+        "rms_norm_eps": "layernorm_epsilon",
+    },
+    defaults={"rms_norm_eps": 1e-5},
+    metadata=_mimo_v2,
+)
+_STEP: dict[str, Source] = {
+    **LLAMA,
+    **HEAD_NORMS,
+    "attn_gate": "self_attn.g_proj",
+    "ffn_gate_inp": "moe.gate",
+    **{f"ffn_{part}_exps": f"moe.{part}_proj" for part in ("gate", "up", "down")},
+    **gated("share_expert", "_shexp"),
+}
+
+UNEVEN: dict[str, Family] = {
+    "nemotron-nas": Family(
+        architecture="deci",
+        blocks={**LLAMA, "attn_output": ("self_attn.o_proj", "self_attn.linear_attn")},
+        metadata=_deci,
+        changes=_pairs_by_size,
+    ),
+    **dict.fromkeys(("mimo_v2", "mimo_v2_flash"), _MIMO),
+    "step3p5": Family(
+        architecture="step35",
+        blocks=_STEP,
+        parameters={"exp_probs_b.bias": "moe.router_bias"},
+        norms_plus_one=True,
+        has_windows=True,
+        aliases={
+            "num_key_value_heads": "num_attention_groups",
+            "num_experts": "moe_num_experts",
+            "num_experts_per_tok": "moe_top_k",
+        },
+        defaults={"rms_norm_eps": 1e-5},
+        metadata=_step3p5,
+        variant=_step3p5_variant,
+    ),
+}
+"""By `model_type`."""

@@ -1,0 +1,61 @@
+"""Writes tests/data/checkpoint/published.npz; needs transformers and torch. Names of cases may follow; others stay."""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tests.checkpoint_files import safetensors_bytes
+from tests.models.checkpoint.published_case import Case
+from tests.models.checkpoint.published_cases import CASES
+from tests.models.checkpoint.published_models import DATA, ROWS, TOKEN_IDS, read_cases, read_logits, weights
+
+
+def compute(case: Case, folder: Path) -> tuple[dict[str, Any], NDArray[np.float32]]:
+    """Save a model, give it other weights, compute; returns config.json and shapes, and float32[T, vocab_size]."""
+    import safetensors
+    import torch
+    import transformers
+
+    config = getattr(transformers, case.config)(**case.settings())
+    options: dict[str, Any] = {"attn_implementation": "eager"}
+    if case.model:
+        kind = getattr(transformers, case.model)
+        model = kind._from_config(config, **options)
+    else:
+        kind = transformers.AutoModelForCausalLM
+        model = kind.from_config(config, **options)
+    model.float().save_pretrained(folder)
+    path = folder / "model.safetensors"
+    with safetensors.safe_open(path, "np") as file:
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    path.write_bytes(safetensors_bytes(weights(shapes)))
+    model = kind.from_pretrained(folder, dtype=torch.float32, **options).eval()
+    with torch.no_grad():
+        logits = model(torch.tensor(TOKEN_IDS.astype(np.int64))[None]).logits[0].float().numpy()
+    saved = json.loads((folder / "config.json").read_text())
+    for key in ("architectures", "transformers_version", "dtype"):
+        saved.pop(key, None)
+    return {"config": saved, "shapes": shapes}, logits
+
+
+def main(names: list[str]) -> None:
+    """Compute the cases of these names, or all."""
+    cases = read_cases() if DATA.exists() else {}
+    arrays = {name: read_logits(name) for name in cases if name in CASES}
+    for name in names or CASES:
+        with tempfile.TemporaryDirectory() as folder:
+            cases[name], logits = compute(CASES[name], Path(folder))
+        arrays[name] = logits[ROWS]
+        print(name, float(np.abs(logits).max()), flush=True)
+    text = json.dumps({name: cases[name] for name in sorted(arrays)}).encode()
+    DATA.parent.mkdir(exist_ok=True)
+    np.savez_compressed(DATA, cases=np.frombuffer(text, np.uint8), **arrays)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,67 @@
+"""Small models of the published implementations: their settings, and weights that follow from the tensors' names.
+
+`tests/data/checkpoint/published.npz` has of each what transformers saves, as config.json and shapes of tensors, and the
+logits that it computes from such weights. `python -m tests.models.checkpoint.make_published` writes the file.
+"""
+
+import json
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tests.checkpoint_files import write_folder
+
+DATA = Path(__file__).parents[2] / "data" / "checkpoint" / "published.npz"
+TOKEN_IDS = np.random.default_rng(0).integers(3, 90, 24).astype(np.int32)
+ROWS = np.arange(2, 24, 3)
+"""Whose logits the file has."""
+
+
+def weights(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, NDArray[np.float32]]:
+    """Random weights for tensors of a checkpoint, the same for the same name: such that all parts of a model matter."""
+    return {name: _weight(name, tuple(shape)) for name, shape in shapes.items()}
+
+
+def _weight(name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
+    constants = {"eps": -1e-6, "beta": 0.5}
+    leaf = name.rpartition(".")[2]
+    if leaf in constants:
+        return np.full(shape, constants[leaf], np.float32)
+    values = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape)
+    if leaf == "A_log":
+        return np.log(1.0 + 4.0 * np.abs(values)).astype(np.float32)
+    if len(shape) < 2:
+        values = values * 0.2 + ("norm" in name and leaf == "weight")
+    elif "conv" in name:
+        values *= 0.5
+    else:
+        values *= 1.2 / shape[-1] ** 0.5
+    return values.astype(np.float32)
+
+
+def read_cases() -> dict[str, dict[str, Any]]:
+    """By name: `config` and `shapes`."""
+    with np.load(DATA) as file:
+        found: dict[str, dict[str, Any]] = json.loads(bytes(file["cases"]))
+    return found
+
+
+def read_logits(name: str) -> NDArray[np.float32]:
+    """float32[rows, vocab_size] of ROWS."""
+    with np.load(DATA) as file:
+        found: NDArray[np.float32] = file[name]
+    return found
+
+
+def write_case(folder: Path, case: Mapping[str, Any]) -> Path:
+    """Write a folder of one case; returns it."""
+    return write_folder(folder, weights(case["shapes"]), case["config"])
+
+
+def normalized_error(found: NDArray[np.float32], wanted: NDArray[np.float32]) -> float:
+    """Squared error over squared values."""
+    return float(((found - wanted) ** 2).sum() / (wanted**2).sum())

@@ -1,0 +1,27 @@
+"""Folders of every family against logits that its published implementation computed."""
+
+from pathlib import Path
+
+import pytest
+
+from localinfer.models.checkpoint.model import open_checkpoint
+from tests.models.checkpoint.checkpoint_oracle import oracle_logits
+from tests.models.checkpoint.published_models import (
+    ROWS,
+    TOKEN_IDS,
+    normalized_error,
+    read_cases,
+    read_logits,
+    write_case,
+)
+
+CASES = read_cases()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_equal_those_of_the_published_implementation(name: str, tmp_path: Path) -> None:
+    folder = write_case(tmp_path, CASES[name])
+    with open_checkpoint(folder) as file:
+        assert file.unknown_settings == (), "a file that its own library writes raises no alarm"
+    found = oracle_logits(folder, TOKEN_IDS)[ROWS]
+    assert normalized_error(found, read_logits(name)) <= 1e-6
