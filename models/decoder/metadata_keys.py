@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from localinfer.models.decoder.architectures import ARCHITECTURES
-from localinfer.models.decoder.recurrent_config import BY_INTERVAL, BY_KV_HEADS, KIMI_DELTA, STATE_SPACE
+from localinfer.models.decoder.recurrent_config import ALL_LAYERS, BY_INTERVAL, BY_KV_HEADS, KIMI_DELTA, STATE_SPACE
 from localinfer.models.text.vocabulary import TOKENIZER_KEYS
 from localinfer.quant.checkpoint.model_file import ModelFile
 
@@ -47,7 +47,7 @@ ARCHITECTURE_KEYS: dict[str, tuple[str, ...]] = {
     "attention.max_alibi_bias": ("bloom", "jais", "jina-bert-v2", "mpt"),
     "attention.output_scale": ("grok",),
     "attention.rope_pattern": ("granite_swa",),
-    "attention.recurrent_layers": (*BY_INTERVAL, *BY_KV_HEADS),
+    "attention.recurrent_layers": (*ALL_LAYERS, *BY_INTERVAL, *BY_KV_HEADS),
     "attention.temperature_length": ("deepseek2", "llama4", "mistral4"),
     "attention.temperature_scale": ("deepseek2", "llama4", "mistral3", "mistral4"),
     "attention.value_scale": ("mimo2",),

@@ -151,9 +151,11 @@ def _state_space(reader: MetadataReader, layers: tuple[bool, ...], *, has_heads:
 def _recurrent_layers(
     reader: MetadataReader, architecture: str, num_layers: int, num_kv_heads: Sequence[int]
 ) -> tuple[bool, ...]:
-    if architecture in ALL_LAYERS:
-        return (True,) * num_layers
     named = reader.integers("attention.recurrent_layers", num_layers, (), low=0, high=1)
+    if architecture in ALL_LAYERS:
+        if named and not all(named):
+            raise reader.contradiction("attention.recurrent_layers", list(named), "1 for every layer")
+        return (True,) * num_layers
     if architecture in BESIDE_ATTENTION:
         return (False,) * num_layers
     if architecture in BY_KV_HEADS:

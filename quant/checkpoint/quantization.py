@@ -35,10 +35,14 @@ def quantization_settings(folder: CheckpointFolder) -> dict[str, Any] | None:
 
     Raises: CorruptFileError if what it says is no object.
     """
-    settings: Any = folder.config.get("quantization_config") or folder.config.get("compression_config")
     nested = folder.config.get("text_config")
-    if settings is None and isinstance(nested, dict):
-        settings = nested.get("quantization_config")
+    places = (
+        (folder.config, "quantization_config"),
+        (folder.config, "compression_config"),
+        (nested, "quantization_config"),
+    )
+    stated = (config.get(key) for config, key in places if isinstance(config, dict))
+    settings: Any = next((found for found in stated if found is not None), None)
     if settings is None:
         settings = next((found for name in _FILES if (found := folder.json(name)) is not None), None)
         if settings is not None:

@@ -83,7 +83,7 @@ def test_fallbacks_are_told_by_name(tmp_path: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--type", "q4"], "there is no type 'q4'; wanted one of Q4_0"),
+        (["--type", "q4"], "there is no type 'q4'; wanted one of F16, "),
         (["--method", "gptq", "--imatrix", "x"], "leave --imatrix out"),
         (["--method", "rtn", "--calibration", "x"], "leave --calibration and --save-imatrix out"),
         (["--calibration", "missing.txt"], "missing.txt cannot be read"),
