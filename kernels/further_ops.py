@@ -89,13 +89,6 @@ class Xielu(FurtherOp):
     epsilon: float
 
 
-class ScaleColumns(FurtherOp):
-    """x[c] *= factors[c], in place, float32[width of x]."""
-
-    x: Buffer
-    factors: FloatArray
-
-
 class Clamp(FurtherOp):
     """x = min(max(x, -limit), limit), in place; only_above: x = min(x, limit)."""
 

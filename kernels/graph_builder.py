@@ -452,9 +452,6 @@ class GraphBuilder:
         further_ops.AddVector, lambda op: _has_values(op.vector, op.x.width, f"the vector for {op.x.name}")
     )
     scale = _writer(ops.Scale)
-    scale_columns = _writer(
-        further_ops.ScaleColumns, lambda op: _has_values(op.factors, op.x.width, f"factors of {op.x.name}")
-    )
     clamp = _writer(further_ops.Clamp, _check_limit)
     scale_by_position = _writer(further_ops.ScaleByPosition, _check_scale_by_position)
     softcap = _writer(further_ops.Softcap)

@@ -342,11 +342,6 @@ def _scale(run: _Run, op: ops.Scale) -> None:
     run[op.x] = op.factor * run[op.x]
 
 
-@_formula(further_ops.ScaleColumns)
-def _scale_columns(run: _Run, op: further_ops.ScaleColumns) -> None:
-    run[op.x] = run[op.x] * op.factors
-
-
 @_formula(further_ops.Clamp)
 def _clamp(run: _Run, op: further_ops.Clamp) -> None:
     run[op.x] = np.clip(run[op.x], None if op.only_above else -op.limit, op.limit)

@@ -30,14 +30,6 @@ def _multiply_sigmoid(tape: CpuTape, op: further_ops.MultiplySigmoid) -> None:
     tape.add("elementwise.multiply_sigmoid_by_part", words, writes=op.out)
 
 
-def _scale_columns(tape: CpuTape, op: further_ops.ScaleColumns) -> None:
-    words = parameters.ELEMENTWISE.pack(
-        **tape.places(out=op.x, a=op.x), b=tape.memory.constant(op.factors), b_stride=0, scalar=0.0,
-        columns=op.x.width, is_output=op.x.is_output,
-    )  # fmt: skip
-    tape.add("elementwise.multiply", words, writes=op.x)
-
-
 def _multiply(tape: CpuTape, op: further_ops.Multiply) -> None:
     if isinstance(op.factor, Buffer):
         tape.elementwise("multiply_by_row" if op.is_by_row else "multiply", op.out, op.x, op.factor)
@@ -126,7 +118,6 @@ LOWER: dict[type[FurtherOp], Callable[[CpuTape, Any], None]] = {
         "gaussian_top_k", op.out, op.x, op.x, op.num_deviations
     ),
     further_ops.MultiplySigmoid: _multiply_sigmoid,
-    further_ops.ScaleColumns: _scale_columns,
     further_ops.Clamp: lambda tape, op: tape.elementwise(
         "clamp_above" if op.only_above else "clamp", op.x, op.x, op.x, op.limit
     ),

@@ -297,13 +297,6 @@ def _multiply_sigmoid(tape: CudaTape, op: further_ops.MultiplySigmoid) -> None:
     tape.simple("rows.gate_parts", (), op.x.rows, op.x.width, values, op.out)
 
 
-def _scale_columns(tape: CudaTape, op: further_ops.ScaleColumns) -> None:
-    tape.read(op.x)
-    place = tape.places(op.x)
-    values = (*place, *place, tape.memory.constant(op.factors), 0, op.x.width, 0, 0.0)
-    tape.simple("rows.elementwise", (_TIMES,), op.x.rows, op.x.width, values, op.x)
-
-
 def _times(tape: CudaTape, op: further_ops.Multiply) -> None:
     out, x, factor = op.out, op.x, op.factor
     if isinstance(factor, Buffer):
@@ -408,7 +401,6 @@ LOWER: dict[type, Callable[[CudaTape, Any], None]] = {
     further_ops.AddVector: _refuse,
     further_ops.MeanRows: _refuse,
     ops.Scale: lambda tape, op: _elementwise(tape, _SCALE, op.x, op.x, op.x, op.factor),
-    further_ops.ScaleColumns: _scale_columns,
     further_ops.Clamp: lambda tape, op: _elementwise(
         tape, _CLAMP_ABOVE if op.only_above else _CLAMP, op.x, op.x, op.x, op.limit
     ),

@@ -411,7 +411,6 @@ EVALUATE: dict[type, Callable[[Evaluator, Any], None]] = {
     further_ops.GaussianTopK: lambda run, op: run.by_rows(op.out, lambda a: gaussian_top_k(a, op.num_deviations), op.x),
     further_ops.MultiplySigmoid: _multiply_sigmoid,
     ops.Scale: lambda run, op: run.by_rows(op.x, lambda a: np.float32(op.factor) * a, op.x),
-    further_ops.ScaleColumns: lambda run, op: run.by_rows(op.x, lambda a: a * op.factors, op.x),
     further_ops.Clamp: lambda run, op: run.by_rows(
         op.x, lambda a: np.clip(a, None if op.only_above else np.float32(-op.limit), np.float32(op.limit)), op.x
     ),

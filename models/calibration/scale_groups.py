@@ -232,6 +232,9 @@ def _add(follower: _Follower, op: ops.Add) -> None:
 
 
 def _multiply(follower: _Follower, op: further_ops.Multiply) -> None:
+    if op.out == op.x and not isinstance(op.factor, Buffer):
+        # A factor per column commutes with scales per column.
+        return
     follower.forbid(op.x, "a factor weighs it")
     if isinstance(op.factor, Buffer):
         follower.forbid(op.factor, "it weighs another value")
@@ -335,7 +338,6 @@ FOLLOW: dict[type, Callable[[_Follower, Any], None]] = {
     further_ops.GaussianTopK: _gaussian_top_k,
     further_ops.MultiplySigmoid: _multiply_sigmoid,
     ops.Scale: lambda follower, op: None,
-    further_ops.ScaleColumns: lambda follower, op: None,
     further_ops.Clamp: lambda follower, op: follower.forbid(op.x, "a clamp follows, and is not linear"),
     further_ops.ScaleByPosition: lambda follower, op: None,
     further_ops.Softcap: lambda follower, op: follower.forbid(op.x, "a soft cap follows, and is not linear"),

@@ -106,7 +106,7 @@ def _activate(graph: Graph, layer: int, x: Buffer) -> None:
     graph.tape.activation(x, x, architecture.activation)
     divisors = graph.weights.optional_vector(f"blk.{layer}.ffn.act.scales", (x.width,))
     if divisors is not None:
-        graph.tape.scale_columns(x, np.float32(1) / divisors)
+        graph.tape.multiply(x, x, np.float32(1) / divisors)
 
 
 def _softplus(x: float) -> float:

@@ -154,7 +154,7 @@ def _softcap(tape: GraphBuilder, a: Buffer, b: Buffer) -> None:
 
 
 def _scale_columns(tape: GraphBuilder, a: Buffer, b: Buffer) -> None:
-    tape.scale_columns(a, factors(a.width))
+    tape.multiply(a, a, factors(a.width))
 
 
 def _clamp(tape: GraphBuilder, a: Buffer, b: Buffer) -> None:

@@ -154,7 +154,7 @@ WRONG: dict[str, Callable[[Parts], object]] = {
     "sigmoid of another width": lambda p: p.tape.multiply_sigmoid(p.wide, p.wide, p.buffer(5)),
     "limit of another activation": lambda p: p.tape.gated_activation(p.wide, p.wide, p.wide, Activation.RELU, 1.0),
     "xielu into another width": lambda p: p.tape.xielu(p.thin, p.wide, 1.0, 1.0, 0.5, 0.0),
-    "factors of another width": lambda p: p.tape.scale_columns(p.wide, ONES[:3]),
+    "factors of another width": lambda p: p.tape.multiply(p.wide, p.wide, ONES[:3]),
     "clamp to nothing": lambda p: p.tape.clamp(p.wide, 0.0),
     "copy one head into another width": lambda p: p.tape.copy_heads(p.wide, p.thin, 3, 9, 16, 0),
     "copy from beyond the one head": lambda p: p.tape.copy_heads(p.wide, p.thin, 4, 9, 16, 0, x_offset=30),

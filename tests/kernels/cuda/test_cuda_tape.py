@@ -192,7 +192,7 @@ def elementwise(tape: GraphBuilder, x: Buffer, linear: Linear) -> Buffer:
     tape.xielu(y, y, 1.25, 0.75, 0.5, -1e-6)
     tape.clamp(y, 1.5)
     tape.clamp(y, 1.25, only_above=True)
-    tape.scale_columns(y, np.linspace(0.5, 2.0, y.width, dtype=np.float32))
+    tape.multiply(y, y, np.linspace(0.5, 2.0, y.width, dtype=np.float32))
     tape.copy_heads(y, row, y.width // 20, 1, 20, 0, 3)
     tape.scale_by_position(y, 3, 0.5, 1)
     tape.rope(y, RopeTable(np.array([1.0, 0.3, 0.01]), Pairing.ADJACENT), 20, 2)
