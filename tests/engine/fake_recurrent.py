@@ -173,4 +173,4 @@ def recurrent_model(
 ) -> FakeModel:
     """As `fake_model`, with a state. page_bytes: 0 for a model without pages, whose logits are those of a hash."""
     program = FakeRecurrentProgram(vocab_size, logits_of, max_batch_rows, max_output_rows, has_pages=page_bytes > 0)
-    return FakeModel(program, FakeConfig(vocab_size, context_length), recurrent_layout(page_bytes))
+    return FakeModel(program, FakeConfig(vocab_size, context_length), kv_layout=recurrent_layout(page_bytes))
