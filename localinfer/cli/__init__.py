@@ -10,6 +10,7 @@ import click
 from localinfer.chat.constraints import Constraint
 from localinfer.cli.bench import bench_command
 from localinfer.cli.cache import cache_command
+from localinfer.cli.embed import embed_command, rerank_command
 from localinfer.cli.evaluate import compare_command, perplexity_command
 from localinfer.cli.messages import in_options, one_line, send_messages_to_stderr
 from localinfer.cli.options import (
@@ -220,6 +221,8 @@ def tokenize_command(model: str | None, text: str | None, ids: bool, no_special:
 
 localinfer_command.add_command(bench_command)
 localinfer_command.add_command(cache_command)
+localinfer_command.add_command(embed_command)
+localinfer_command.add_command(rerank_command)
 localinfer_command.add_command(quantize_command)
 localinfer_command.add_command(compare_command)
 localinfer_command.add_command(perplexity_command)

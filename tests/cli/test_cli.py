@@ -352,7 +352,7 @@ def test_full_disk_is_one_line_and_exit_code_2():
 def test_help_lists_every_command(capsys, arguments):
     assert main(arguments) == 0
     help_text = capsys.readouterr().out
-    for command in ("run", "chat", "show", "tokenize"):
+    for command in ("run", "chat", "show", "tokenize", "embed", "rerank"):
         assert f"\n  {command} " in help_text
 
 

@@ -33,6 +33,8 @@ COMMANDS = {
     "bench": ["bench", DEMO, "--threads", "1"],
     "compare": ["compare", DEMO, DEMO],
     "perplexity": ["perplexity", DEMO],
+    "embed": ["embed", DEMO, "Hi"],
+    "rerank": ["rerank", DEMO, "Hi", "one"],
     "quantize": ["quantize", DEMO, "/dev/null/never"],
     "--help": ["--help"],
 }

@@ -13,6 +13,7 @@ from localinfer.cli import localinfer_command as commands
 from localinfer.cli import main
 from localinfer.models import demo
 from localinfer.server.app import LocalServer
+from tests.api.encoder_models import write_encoder
 
 DEMO = str(Path(demo.__file__).parent / "demo-f16.gguf")
 
@@ -77,6 +78,14 @@ GOOD = {
     """,
     "perplexity": """
         {demo} {text} --context-length 64 --chunks 1 --threads 1 --json
+    """,
+    "embed": """
+        {demo} Hi --pooling mean --dimensions 8 --no-normalize --truncate --context-length 64 --threads 1
+        {demo} --file {text} --truncate --output {folder}/x.npy
+    """,
+    "rerank": """
+        {ranker} Hi one two --top-n 1 --no-normalize --truncate --context-length 64 --threads 1 --json
+        {ranker} Hi --file {text} --truncate
     """,
     "serve": """
         {local} --chat-template {template} {yarn}
@@ -233,6 +242,27 @@ BAD = {
         {demo} no-such-file
         no-such-file {text}
     """,
+    "embed": """
+        {demo} Hi --pooling rank
+        {demo} Hi --dimensions 0
+        {demo} --file no-such-file
+        {demo} Hi --truncate=maybe
+        {demo} Hi --no-normalize=maybe
+        {demo} Hi --context-length 0
+        {demo} Hi --threads 0
+        {demo} Hi --output {file}/x.npy
+        no-such-file Hi
+    """,
+    "rerank": """
+        {ranker} Hi one --top-n 0
+        {ranker} Hi --file no-such-file
+        {ranker} Hi one --truncate=maybe
+        {ranker} Hi one --no-normalize=maybe
+        {ranker} Hi one --context-length 0
+        {ranker} Hi one --threads 0
+        {ranker} Hi one --json=maybe
+        no-such-file Hi one
+    """,
     "serve": """
         --models no-such-folder
         --host 256.0.0.1
@@ -303,6 +333,8 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         if "{models}" in line:
             (tmp_path / "models").mkdir()
             (tmp_path / "models" / "demo.gguf").write_bytes(Path(DEMO).read_bytes())
+        if "{ranker}" in line:
+            places["ranker"] = str(write_encoder(tmp_path, "bert-reranker"))
         return line.format(**places).split()
 
     yield fill
