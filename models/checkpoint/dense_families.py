@@ -1,5 +1,7 @@
 """Dense model types with RMS norms, and those that hold experts in the same layers: Llama's, Qwen's and Gemma's kin."""
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -51,9 +53,15 @@ def _gemma2(settings: Settings) -> Metadata:
     }
 
 
-def _gemma3(settings: Settings) -> Metadata:
-    settings.must_be("use_bidirectional_attention", False, False)
-    return _gemma2(settings)
+def _gemma3_variant(settings: Settings, family: Family) -> Family:
+    """EmbeddingGemma (arXiv 2509.20354) where positions see later ones; its window counts both sides."""
+    if not settings.boolean("use_bidirectional_attention", False):
+        return family
+    return replace(
+        family,
+        architecture="gemma-embedding",
+        metadata=lambda settings: {**_gemma2(settings), "attention.causal": False},
+    )
 
 
 def _smollm3(settings: Settings) -> Metadata:
@@ -108,7 +116,8 @@ _GEMMA3 = Family(
     norms_plus_one=True,
     has_windows=True,
     defaults=_GEMMA3_DEFAULTS,
-    metadata=_gemma3,
+    metadata=_gemma2,
+    variant=_gemma3_variant,
 )
 
 _TWO_MATRICES = {"ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}

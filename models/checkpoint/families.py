@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from localinfer.errors import UnsupportedFormatError
 from localinfer.models.checkpoint.delta_families import DELTA
 from localinfer.models.checkpoint.dense_families import DENSE
+from localinfer.models.checkpoint.encoder_families import ENCODERS
 from localinfer.models.checkpoint.family import Family
 from localinfer.models.checkpoint.gemma_families import GEMMA4
 from localinfer.models.checkpoint.gpt_families import GPT
@@ -16,7 +17,17 @@ from localinfer.models.checkpoint.mixture_families import MIXTURES
 from localinfer.models.checkpoint.state_space_families import STATE_SPACE
 from localinfer.models.checkpoint.uneven_families import UNEVEN
 
-FAMILIES: dict[str, Family] = {**DENSE, **DELTA, **STATE_SPACE, **GPT, **MIXTURES, **LATENT, **UNEVEN, **GEMMA4}
+FAMILIES: dict[str, Family] = {
+    **DENSE,
+    **DELTA,
+    **STATE_SPACE,
+    **GPT,
+    **MIXTURES,
+    **LATENT,
+    **UNEVEN,
+    **GEMMA4,
+    **ENCODERS,
+}
 """By `model_type`."""
 
 

@@ -69,8 +69,9 @@ class Family:
     """One model type.
 
     architecture: GGUF's name. blocks: modules of a layer. parameters: tensors of a layer that are not a module's weight
-    or bias, by whole names. Several of GGUF's may be made of one. outside: modules beyond the layers. layers: what
-    stands before the number of a layer. left_out: tensors of a layer that nothing needs, because they hold settings.
+    or bias, by whole names. Several of GGUF's may be made of one. outside: modules beyond the layers. heads: modules
+    beside the model, without its prefix. unused: names of tensors that nothing here goes through. layers: what stands
+    before the number of a layer. left_out: tensors of a layer that nothing needs, because they hold settings.
     activations: names of the only activation it runs with. rows_permuted: GGUF stores the rows of queries and keys so
     that the two elements that rotate together lie side by side. norms_plus_one: GGUF stores 1 + w, but for plain_norms.
     changes: what else GGUF stores otherwise, by its names, with or without `.weight`, where it depends on settings.
@@ -86,6 +87,8 @@ class Family:
     blocks: Mapping[str, Source]
     parameters: Mapping[str, Source] = field(default_factory=dict)
     outside: Mapping[str, Source] = field(default_factory=lambda: {"token_embd": "embed_tokens", "output_norm": "norm"})
+    heads: Mapping[str, Source] = field(default_factory=dict)
+    unused: str = ""
     layers: str = "layers"
     left_out: tuple[str, ...] = ()
     activations: tuple[str, ...] = SILU

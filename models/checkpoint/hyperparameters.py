@@ -93,6 +93,8 @@ def read_hyperparameters(config: dict[str, Any], name: str) -> Hyperparameters:
     if is_dynamic:
         metadata[DYNAMIC_ROPE_KEY] = True
     ties = settings.boolean("tie_word_embeddings", True) if "tie_word_embeddings" in settings else None
+    if keys.get("attention.causal") is False:
+        ties = None  # an encoder has no head
     num_drafters = settings.integer("num_nextn_predict_layers", 0, high=MAX_LAYERS)
     changes = dict(family.changes(settings))
     unknown = tuple(unknown_settings(settings))

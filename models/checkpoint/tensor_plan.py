@@ -11,7 +11,7 @@ from localinfer.models.checkpoint.hyperparameters import Hyperparameters
 
 _PREFIXES = (
     *("model.", "", "language_model.model.", "model.language_model.", "model.text_model.", "backbone."),
-    *("transformer.", "gpt_neox."),
+    *("transformer.", "gpt_neox.", "bert.", "roberta."),
 )
 _HEADS = ("lm_head", "language_model.lm_head", "embed_out", "output")
 # What older writers saved although it follows from config.json, and the parts of models that also see.
@@ -21,6 +21,8 @@ _OTHER_PARTS = re.compile(
     r"|embed_audio)\."
 )
 _DRAFTER = re.compile(r"(model\.)?mtp\.")
+_OLD_LEAVES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
+"""What norms of the first BERT models call their tensors."""
 _NUMBER = r"(0|[1-9]\d{0,4})"
 _EXPERT = re.compile(rf"(.*\b(?:experts|norms)\.){_NUMBER}(\..*)")
 
@@ -77,13 +79,14 @@ def plan_tensors(parts: Mapping[str, tuple[str, str]], parameters: Hyperparamete
         if _DRAFTER.match(name) or places.is_of_a_drafter(name):
             plan.drafters.append(name)
             continue
-        found, index = places.find(f"{module}.{leaf}")
+        found, index = places.find(_current(f"{module}.{leaf}"))
         for place, change in found:
             sources.setdefault(place, {})[max(index, 0)] = module, leaf
             changes[place] = change
             if index >= 0:
                 stacked.add(place)
-        if not found and not _IGNORED.fullmatch(name) and leaf not in parameters.family.left_out:
+        is_needless = _IGNORED.fullmatch(name) or places.is_unused(name) or leaf in parameters.family.left_out
+        if not found and not is_needless:
             unknown.append(name)
     if unknown:
         raise UnsupportedFormatError(
@@ -118,11 +121,13 @@ class _Places:
         for head in _HEADS:
             for leaf in PLAIN_LEAVES:
                 self._outside[f"{head}.{leaf}"] = [(f"output.{leaf}", None)]
+        self._outside |= _by_source(family.heads, {})
+        self._unused = re.compile(family.unused or r"(?!)")
         self._inside = _by_source(family.blocks, family.parameters)
 
     def find(self, name: str) -> tuple[list[_Place], int]:
         """GGUF's names for what is made of a tensor, and which expert it is (-1 for what is no expert)."""
-        if name in self._outside:
+        if name in self._outside and not self.is_unused(name):
             return self._outside[name], -1
         layer = self._layer.fullmatch(name)
         if layer is None or int(layer[1]) >= self._num_layers:
@@ -133,10 +138,22 @@ class _Places:
             path, index = f"{expert[1]}*{expert[3]}", int(expert[2])
         return [(f"blk.{layer[1]}.{place}", change) for place, change in self._inside.get(path, [])], index
 
+    def is_unused(self, name: str) -> bool:
+        """Whether nothing goes through a tensor."""
+        return self._unused.fullmatch(name) is not None
+
     def is_of_a_drafter(self, name: str) -> bool:
         """Whether a tensor is of the layers behind the last that config.json says predict further tokens."""
         layer = self._layer.fullmatch(name)
         return layer is not None and 0 <= int(layer[1]) - self._num_layers < self._num_drafters
+
+
+def _current(name: str) -> str:
+    """The name of a tensor as it is saved today."""
+    for old, new in _OLD_LEAVES.items():
+        if name.endswith(old):
+            return name.removesuffix(old) + new
+    return name
 
 
 def _by_source(modules: Mapping[str, Source], parameters: Mapping[str, Source]) -> dict[str, list[_Place]]:

@@ -1,0 +1,62 @@
+"""Writes tests/data/checkpoint/encoders.npz; needs transformers and torch. Names of cases may follow; others stay."""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tests.checkpoint_files import safetensors_bytes
+from tests.models.checkpoint.published_case import Case
+from tests.models.checkpoint.published_encoders import (
+    CASES,
+    DATA,
+    ROWS,
+    TOKEN_IDS,
+    encoder_weights,
+    read_cases,
+    read_result,
+)
+
+
+def compute(case: Case, folder: Path) -> tuple[dict[str, Any], NDArray[np.float32]]:
+    """Save a model, give it other weights, compute; returns config.json and shapes, and hidden states or scores."""
+    import safetensors
+    import torch
+    import transformers
+
+    kind = getattr(transformers, case.model)
+    options: dict[str, Any] = {"attn_implementation": "eager"}
+    kind._from_config(getattr(transformers, case.config)(**case.settings()), **options).float().save_pretrained(folder)
+    path = folder / "model.safetensors"
+    with safetensors.safe_open(path, "np") as file:
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    path.write_bytes(safetensors_bytes(encoder_weights(shapes)))
+    model = kind.from_pretrained(folder, dtype=torch.float32, **options).eval()
+    with torch.no_grad():
+        found = model(torch.tensor(TOKEN_IDS.astype(np.int64))[None])
+    ranks = "SequenceClassification" in case.model
+    result = found.logits[0] if ranks else found.last_hidden_state[0][torch.tensor(ROWS)]
+    saved = json.loads((folder / "config.json").read_text())
+    for key in ("transformers_version", "dtype"):
+        saved.pop(key, None)
+    return {"config": saved, "shapes": shapes}, result.float().numpy()
+
+
+def main(names: list[str]) -> None:
+    """Compute the cases of these names, or all."""
+    cases = read_cases() if DATA.exists() else {}
+    arrays = {name: read_result(name) for name in cases if name in CASES}
+    for name in names or CASES:
+        with tempfile.TemporaryDirectory() as folder:
+            cases[name], arrays[name] = compute(CASES[name], Path(folder))
+        print(name, arrays[name].shape, float(np.abs(arrays[name]).max()), flush=True)
+    text = json.dumps({name: cases[name] for name in sorted(arrays)}).encode()
+    np.savez_compressed(DATA, cases=np.frombuffer(text, np.uint8), **arrays)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
