@@ -20,6 +20,7 @@ from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.program import MeasurableProgram, Program
 from localinfer.llm import LLM
 from localinfer.models.load.measurements import get_measurement, put_measurement
+from localinfer.speculation.assistant import AssistantDrafter
 from localinfer.speculation.costs import VerificationCosts, measure_costs
 from localinfer.speculation.draft_model import DraftModel
 from localinfer.speculation.mtp import MTPDrafter
@@ -87,7 +88,8 @@ def load(
     speculation: speculative decoding: "ngram" drafts from earlier text, "draft" with a draft model, "mtp" with the
         layers for next-token prediction that some models bring along (on the CPU), "auto" with all available, a draft
         model before such layers, None: off. It changes speed only, never the text.
-    draft: path of a draft model: a much smaller GGUF model of the same vocabulary.
+    draft: path of a draft model: a much smaller GGUF model of the same vocabulary, or one made to draft from the
+        model's own cache (Gemma 4's, on the CPU).
     chat_template: Jinja source in place of the model's own template, or the path of a file.
     rope: a `localinfer.RopeOptions` in place of the file's rotary position embedding.
     overrides: metadata in place of the file's, by GGUF key: {"llama.rope.freq_base": 1e6}. A key that the file lacks
@@ -102,6 +104,7 @@ def load(
     for name, value in sizes.items():
         check_number(name, value, 1, none="for the default")
     from localinfer.cache.eviction import window_of
+    from localinfer.models.load.assistant import is_assistant
     from localinfer.models.load.loader import load_model
 
     check_callable("progress", progress)
@@ -113,6 +116,8 @@ def load(
     disk = _disk_options(disk_cache, disk_cache_folder)
     if kv_window is not None and draft is not None:
         raise RequestError("kv_window does not bound the cache of a draft model; leave out one of them")
+    draft_path = None if draft is None else model_path(draft, "draft")
+    assistant = draft_path if draft_path is not None and is_assistant(draft_path) else None
     with ExitStack() as loads:
         loaded = load_model(
             path,
@@ -123,6 +128,7 @@ def load(
             device=device,
             gpu_layers=gpu_layers,
             draft_layers=speculation in ("auto", "mtp") and draft is None and kv_window is None,
+            assistant=assistant,
             changes=changes,
             progress=progress,
         )
@@ -138,15 +144,17 @@ def load(
                 "speculation is 'mtp', but this model brings no layers for next-token prediction, or they cannot be "
                 "used: they need device 'cpu' and no kv_window; take 'auto'"
             )
+        if speculation == "draft" and assistant is not None and not loaded.draft_programs:
+            raise RequestError(
+                f"speculation is 'draft', but {assistant.name} drafts on the CPU only; take device 'cpu', or 'auto'"
+            )
         drafting = made = window = None
         if kv_window is not None and kv_window < loaded.config.context_length:
             window = window_of(loaded, kv_window)
-        if draft is not None:
+        if draft_path is not None and assistant is None:
             # If the model left no room on the GPU, the draft model runs on the CPU.
             beside = "cpu" if loaded.device == "cpu" else "auto"
-            drafting = load_model(
-                model_path(draft, "draft"), kv_type=kv_type, device=beside, beside=loaded, progress=progress
-            )
+            drafting = load_model(draft_path, kv_type=kv_type, device=beside, beside=loaded, progress=progress)
             loads.callback(drafting.close)
         if speculation is not None:
             made = make_speculation(speculation, loaded, drafting, kv_memory=kv_memory, progress=progress)
@@ -251,6 +259,8 @@ def make_speculation(
 ) -> Speculation:
     """Make the drafters for an engine over `model`. Without an error they own the draft model.
 
+    draft: a model of its own; one that drafts from the cache of `model` was loaded with it.
+
     Raises: RequestError if the two vocabularies differ.
     """
     if draft is not None:
@@ -260,7 +270,7 @@ def make_speculation(
     if draft is not None:
         drafter = DraftModel(draft, target_vocab_size=model.config.vocab_size, kv_memory=kv_memory)
     elif model.draft_programs:
-        drafter = MTPDrafter(model)
+        drafter = MTPDrafter(model) if model.assistant is None else AssistantDrafter(model)
     has_ngram = speculation in ("auto", "ngram")
     return Speculation(costs, ngram=NgramDrafter() if has_ngram else None, model=drafter)
 

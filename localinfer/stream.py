@@ -5,7 +5,7 @@ The engine below knows token ids only.
 
 import time
 from collections.abc import Generator, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -176,7 +176,9 @@ class Stats:
     included, 0 if there is none. decode_tokens_per_second: of the tokens after the first, without the time the caller
     took between them; 0 if there are none. drafted_tokens, accepted_tokens: of speculation.
     drafted_by_position, accepted_by_position: the same by place in the draft. tokens_per_pass: decoded per pass of the
-    model, 1 without speculation. speculation_speedup: over plain steps, as measured.
+    model, 1 without speculation. drafted_by: tokens drafted and accepted, by the drafter's name: "ngram", "draft" (a
+    draft model), "mtp" or "assistant" (a draft model over this model's cache). speculation_speedup: over plain steps,
+    as measured.
     seed: the one given, or drawn; with it the same options give the same text. stop_text: the one of the option `stop`
     that ended it, if one did. waited_seconds: before it was admitted. state_snapshots: of recurrent states, that the
     prefix cache held at the end, of any text; 0 for a model without recurrent layers. notices: deviations from the
@@ -195,6 +197,7 @@ class Stats:
     seed: int
     drafted_by_position: tuple[int, ...] = ()
     accepted_by_position: tuple[int, ...] = ()
+    drafted_by: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     tokens_per_pass: float = 1.0
     speculation_speedup: float = 1.0
     stop_text: str | None = None

@@ -113,8 +113,9 @@ def check_text(text: str, what: str) -> str:
 def _describe_drafts(stats: "Stats") -> str:
     places = zip(stats.accepted_by_position, stats.drafted_by_position, strict=True)
     shares = " ".join(f"{100 * accepted / drafted:.0f}" for accepted, drafted in places if drafted)
+    named = ", ".join(f"{name} {accepted} of {drafted}" for name, (drafted, accepted) in stats.drafted_by.items())
     return (
-        f"{stats.accepted_tokens} of {stats.drafted_tokens} drafted tokens accepted, by position {shares} %, "
+        f"{stats.accepted_tokens} of {stats.drafted_tokens} drafted tokens accepted ({named}), by position {shares} %, "
         f"{stats.tokens_per_pass:.2f} tokens per pass, {stats.speculation_speedup:.2f} x plain decoding"
     )
 

@@ -10,6 +10,7 @@ from localinfer.describe import describe_file
 from localinfer.engine.engine import Engine
 from localinfer.errors import RequestError
 from localinfer.loading import make_speculation
+from localinfer.models.load.assistant import is_assistant
 from localinfer.models.load.loader import Model, load_model
 from localinfer.sampling.params import SamplingParams
 from localinfer.speculation.verify import SpeculationRecord
@@ -42,10 +43,13 @@ def run_speculation_bench(settings: BenchSettings, draft: str | None, progress: 
     description = describe_file(settings.model)
     needed = settings.decode + 64
     check_context(description, needed)
-    model = load_model(settings.model, threads=settings.threads, context_length=needed, progress=progress)
+    assistant = draft if draft is not None and is_assistant(draft) else None
+    model = load_model(
+        settings.model, threads=settings.threads, context_length=needed, assistant=assistant, progress=progress
+    )
     drafting = None
     try:
-        if draft is not None:
+        if draft is not None and assistant is None:
             drafting = load_model(draft, beside=model, progress=progress)
         speculation = make_speculation("auto", model, drafting, progress=progress)
     except BaseException:

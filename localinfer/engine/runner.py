@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,7 +115,8 @@ class ModelRunner:
         self.costs = StepCosts()
         self._program = program
         self._device_sampling = OnDeviceSampling(program)
-        self._hidden_program = program if isinstance(program, HiddenProgram) else None
+        shows_states = isinstance(program, HiddenProgram) and program.hidden is not None
+        self._hidden_program = cast(HiddenProgram, program) if shows_states else None
         self._abortable_program = program if isinstance(program, AbortableProgram) else None
         self._cache = cache
         self._speculation = speculation
@@ -133,6 +135,8 @@ class ModelRunner:
             run = self._device_sampling.run_for(((request.plan, position),))
             results = forward(run, (request.sequence,), (history[position - 1 : position],), _FIRST_ROW)
             history[position] = token_id = self.sampler.choose(results[0], request.plan, position, history)
+            if self._hidden_program is not None and self._hidden_program.hidden is not None:
+                request.sequence.carry(self._hidden_program.hidden[0])
         except Exception as error:
             self.fail(request, error)
             return
@@ -375,8 +379,8 @@ class ModelRunner:
         )
         if len(chosen) <= part.num_drafted:
             sequence.truncate(sequence.length - (part.num_drafted + 1 - len(chosen)))
-            if hidden is not None:
-                sequence.carry(hidden[len(chosen) - 1])
+        if hidden is not None:
+            sequence.carry(hidden[len(chosen) - 1])
         if part.may_draft and request.speculative is not None:
             request.speculative.observe(part.num_drafted, len(chosen) - 1, request.speculative.clock() - began)
         part.num_chosen = len(chosen)

@@ -36,6 +36,8 @@ class DraftModel:
     prefill of one token of the text, many at once. Measured first, then followed.
     """
 
+    name = "draft"
+
     def __init__(self, model: "Model", *, target_vocab_size: int, kv_memory: int | None = None) -> None:
         self._model = model
         self.program = model.program

@@ -34,6 +34,8 @@ class MTPDrafter:
     seconds_per_token: what drafting a token takes, measured first, then followed. seconds_per_draft: nothing more.
     """
 
+    name = "mtp"
+
     def __init__(self, model: "Model") -> None:
         self.programs: tuple[HiddenProgram, ...] = model.draft_programs
         self.vocab_size = model.config.vocab_size

@@ -21,6 +21,8 @@ _NO_TOKENS = np.empty(0, np.int32)
 class NgramDrafter:
     """The history of all recent texts; one thread at a time."""
 
+    name = "ngram"
+
     def __init__(self, max_tokens: int = MAX_TOKENS) -> None:
         self._max_tokens = max_tokens
         self._history = TokenHistory()

@@ -61,7 +61,8 @@ class SpeculationRecord:
     """What drafts did in one generation.
 
     plain_steps: taken without a drafter. observed_passes: the others that decoded, and observed_tokens what they
-    yielded. drafted, accepted: tokens by their place in the draft. seconds: of observed passes with their drafting;
+    yielded. drafted, accepted: tokens by their place in the draft. by_drafter: by the name of what drafted them, both
+    sums. seconds: of observed passes with their drafting;
     plain_seconds: what as many plain steps would have taken. notices: why a drafter no longer drafts for this text,
     engine_notices: for any, in words.
     """
@@ -71,10 +72,19 @@ class SpeculationRecord:
     observed_tokens: int = 0
     drafted: list[int] = field(default_factory=lambda: [0] * MAX_DRAFT_TOKENS)
     accepted: list[int] = field(default_factory=lambda: [0] * MAX_DRAFT_TOKENS)
+    by_drafter: dict[str, tuple[int, int]] = field(default_factory=dict)
     seconds: float = 0.0
     plain_seconds: float = 0.0
     notices: list[str] = field(default_factory=list)
     engine_notices: list[str] = field(default_factory=list)
+
+    def count_draft(self, drafter: str, num_drafted: int, num_accepted: int) -> None:
+        """Count a draft that was verified."""
+        for index in range(num_drafted):
+            self.drafted[index] += 1
+            self.accepted[index] += index < num_accepted
+        drafted, accepted = self.by_drafter.get(drafter, (0, 0))
+        self.by_drafter[drafter] = drafted + num_drafted, accepted + num_accepted
 
     @property
     def all_notices(self) -> list[str]:
@@ -91,6 +101,7 @@ class SpeculationRecord:
             "accepted_tokens": sum(self.accepted),
             "drafted_by_position": tuple(self.drafted[:longest]),
             "accepted_by_position": tuple(self.accepted[:longest]),
+            "drafted_by": dict(self.by_drafter),
             "tokens_per_pass": self.decoded_tokens / self.forward_passes,
             "speculation_speedup": self.speedup,
         }
@@ -205,6 +216,7 @@ class SpeculativeText:
         self._is_expected = prediction.size > 0
         self._buffer = np.empty(MAX_DRAFT_TOKENS, np.int32)
         self._acceptance: Acceptance | None = None
+        self._drafter_name = ""
         self._has_read = False
         self._vocab_size = plan.vocab_size
         self._probe_seconds = 0.0
@@ -261,9 +273,7 @@ class SpeculativeText:
         plain_seconds = costs.seconds(min(self._others.rows, costs.max_draft_tokens) + 1)
         self._count(num_accepted + 1, seconds + self.drafting_seconds, (num_accepted + 1) * plain_seconds)
         if self._acceptance is not None and num_drafted:
-            for index in range(num_drafted):
-                self.record.drafted[index] += 1
-                self.record.accepted[index] += index < num_accepted
+            self.record.count_draft(self._drafter_name, num_drafted, num_accepted)
             self._acceptance.observe(num_drafted, num_accepted)
 
     def observe_plain(self, seconds: float) -> None:
@@ -316,7 +326,7 @@ class SpeculativeText:
             length, speed = best_draft_length(
                 acceptance.probabilities(), shared.costs, found, *self._others, seconds_per_draft=seconds
             )
-            self._acceptance = acceptance
+            self._acceptance, self._drafter_name = acceptance, NgramDrafter.name
         if self._has_read:
             shared.lookup_seconds.add(shared.clock() - began)
         self.expected_seconds = shared.lookup_seconds.value or 0.0
@@ -346,7 +356,7 @@ class SpeculativeText:
             self.record.notices.append(text.ending)
             self._model = None
         if count:
-            self._acceptance = self._speculation.model_acceptance
+            self._acceptance, self._drafter_name = self._speculation.model_acceptance, model.name
         else:
             self._buffer[:other_length] = kept
         return count

@@ -62,7 +62,8 @@ def check_architecture(name: str) -> None:
     if name in OF_ANOTHER_CACHE:
         raise UnsupportedFormatError(
             f"general.architecture is {name!r}, a draft model without keys and values: it attends to those of the "
-            "model that it drafts for, and runs beside that only. Load that model."
+            f"{OF_ANOTHER_CACHE[name]!r} model that it drafts for, and runs beside that only. Load that model, and "
+            "give this file as its draft (--draft)."
         )
     if name not in ARCHITECTURES:
         raise UnsupportedFormatError(

@@ -12,8 +12,8 @@ from localinfer.models.decoder.metadata import MetadataReader
 
 Shape = tuple[int, ...]
 
-OF_ANOTHER_CACHE = ("gemma4-assistant",)
-"""Draft models whose layers have no keys and values: they attend to those of their target."""
+OF_ANOTHER_CACHE = {"gemma4-assistant": "gemma4"}
+"""Draft models whose layers have no keys and values, and the architecture of the target whose they attend to."""
 _SPARSE_LAYERS, _SPARSE_DEVIATIONS = 10, 1.6448533535
 """Where a file does not say: of a normal distribution, one value in twenty exceeds so many deviations."""
 _MOST_DEVIATIONS = 100.0
@@ -73,6 +73,17 @@ def num_shared_layers(reader: MetadataReader, num_layers: int) -> int:
     # A draft model has no keys and values at all.
     most = num_layers if reader.prefix in OF_ANOTHER_CACHE else num_layers - 1
     return reader.integer("attention.shared_kv_layers", 0, low=0, high=most)
+
+
+def target_hidden_size(reader: MetadataReader, tensor_shapes: Mapping[str, Shape]) -> int:
+    """The width of the states that a draft model reads of its target; 0 for other models."""
+    if reader.prefix not in OF_ANOTHER_CACHE:
+        return 0
+    key, width = "embedding_length_out", (*tensor_shapes.get("nextn.post_projection.weight", ()), 0)[0]
+    size = reader.integer(key, width, low=1, high=MAX_WIDTH)
+    if size != width:
+        raise reader.contradiction(key, size, f"the {width} rows of nextn.post_projection.weight")
+    return size
 
 
 def per_layer_size(reader: MetadataReader, tensor_shapes: Mapping[str, Shape], num_layers: int) -> int:

@@ -32,6 +32,7 @@ from localinfer.models.decoder.block_sizes import (
     num_shared_layers,
     per_layer_size,
     read_indexer,
+    target_hidden_size,
     windowed_sizes,
 )
 from localinfer.models.decoder.metadata import MetadataReader
@@ -67,7 +68,8 @@ class ModelConfig:
     blocks; 0 for none, empty if the file has none. xielu: empty if the file has none.
     windowed_head_dim, windowed_value_head_dim: of sliding-window layers, 0 for those of the others. num_shared_layers:
     how many of the last layers attend to the keys and values of earlier ones. per_layer_size: width of the input that
-    each layer has for itself (Gemma 3n), 0 without. activation_sparsity: see `block_sizes.activation_sparsity`.
+    each layer has for itself (Gemma 3n), 0 without. target_hidden_size: of the states that a draft model reads of its
+    target, 0 for other models. activation_sparsity: see `block_sizes.activation_sparsity`.
     """
 
     architecture: str
@@ -116,6 +118,7 @@ class ModelConfig:
     windowed_value_head_dim: int = 0
     num_shared_layers: int = 0
     per_layer_size: int = 0
+    target_hidden_size: int = 0
     activation_sparsity: tuple[float, ...] = ()
     indexer: IndexerConfig | None = None
 
@@ -225,6 +228,7 @@ class ModelConfig:
             windowed_value_head_dim=windowed[1] if windowed else 0,
             num_shared_layers=num_shared_layers(reader, num_layers),
             per_layer_size=per_layer_size(reader, tensor_shapes, num_layers),
+            target_hidden_size=target_hidden_size(reader, tensor_shapes),
             activation_sparsity=activation_sparsity(reader, num_layers),
             indexer=read_indexer(reader, tensor_shapes, num_main_layers),
         )

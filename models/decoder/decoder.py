@@ -32,12 +32,14 @@ def write_decoder(
     *,
     kv_layers: Sequence[KVLayerShape] | None = None,
     has_output_head: bool = True,
+    shows_states: bool = False,
 ) -> OpGraph:
     """Write every op of the model.
 
     context_length: the longest sequence, if it differs from the model's own (for LongRoPE).
     kv_layers: the cache's layers, if not `kv_layer_shapes(config)`.
     has_output_head: if false, the graph returns normed hidden states in place of logits; an encoder's always does.
+    shows_states: beside the logits the graph shows what they come from, normed, for a draft model.
     Raises: UnsupportedFormatError if the architecture is unknown; CorruptFileError if a tensor is missing or its shape
     contradicts the metadata.
     """
@@ -50,7 +52,8 @@ def write_decoder(
     if not has_output_head or config.is_encoder:
         return graph.tape.finish(write_output_norm(graph, hidden))
     if not has_drafts:
-        return graph.tape.finish(_write_logits(graph, write_output_norm(graph, hidden)))
+        normed = write_output_norm(graph, hidden)
+        return graph.tape.finish(_write_logits(graph, normed), normed if shows_states else None)
     normed = write_output_norm(graph, hidden)
     states = normed if graph.architecture.draft_layers.from_normed else hidden
     previous = graph.buffer("previous_hidden", states.width, states.rows)

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from localinfer.models.decoder.architectures import ARCHITECTURES
+from localinfer.models.decoder.block_sizes import OF_ANOTHER_CACHE
 from localinfer.models.decoder.recurrent_config import ALL_LAYERS, BY_INTERVAL, BY_KV_HEADS, KIMI_DELTA, STATE_SPACE
 from localinfer.models.text.vocabulary import TOKENIZER_KEYS
 from localinfer.quant.checkpoint.model_file import ModelFile
@@ -32,7 +33,7 @@ READ_KEYS = frozenset(
 )
 
 _MUP = ("granite", "granite_swa", "granitehybrid", "granitemoe", "minicpm")
-_GEMMA = ("gemma3n", "gemma4")
+_GEMMA = ("gemma3n", "gemma4", *OF_ANOTHER_CACHE)
 _INDEXED = ("deepseek32", "glm-dsa", "minimax-m3")
 
 ARCHITECTURE_KEYS: dict[str, tuple[str, ...]] = {
@@ -51,6 +52,7 @@ ARCHITECTURE_KEYS: dict[str, tuple[str, ...]] = {
     "attention.temperature_length": ("deepseek2", "llama4", "mistral4"),
     "attention.temperature_scale": ("deepseek2", "llama4", "mistral3", "mistral4"),
     "attention.value_scale": ("mimo2",),
+    "embedding_length_out": tuple(OF_ANOTHER_CACHE),
     "embedding_scale": (*_MUP, "grok"),
     "full_attention_interval": BY_INTERVAL,
     "hidden_activation": ("modern-bert",),
@@ -114,7 +116,7 @@ def unknown_settings(file: ModelFile) -> list[str]:
     They are keys of its metadata, and for a folder names in its config.json.
     """
     architecture = file.metadata.get("general.architecture")
-    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
+    if not isinstance(architecture, str) or architecture not in {*ARCHITECTURES, *OF_ANOTHER_CACHE}:
         return []
     return [*getattr(file, "unknown_settings", ()), *unknown_keys(file.metadata, architecture)]
 

@@ -36,10 +36,11 @@ from localinfer.models.decoder.decoder import (
     write_first_layers,
     write_last_layers,
 )
-from localinfer.models.decoder.metadata_keys import DYNAMIC_ROPE_KEY, listed, unknown_settings
+from localinfer.models.decoder.metadata_keys import DYNAMIC_ROPE_KEY
 from localinfer.models.decoder.pooling import Pooling, classified_rows, read_pooling
 from localinfer.models.decoder.sparse_attention import index_layers
 from localinfer.models.decoder.text_head import write_text_model
+from localinfer.models.load.assistant import Target, check_device, open_assistant
 from localinfer.models.load.devices import (
     RECURRENT_ON_CPU,
     USUAL_TOKENS,
@@ -50,7 +51,7 @@ from localinfer.models.load.devices import (
     report_fallback,
     stay_on_cpu,
 )
-from localinfer.models.load.model_changes import ModelChanges, apply_changes
+from localinfer.models.load.model_changes import ModelChanges, apply_changes, note_unknown_settings
 from localinfer.models.load.threads import available_threads, checked_threads, choose_decode_threads
 from localinfer.models.load.weights import CpuWeights, CudaWeights
 from localinfer.models.text.chat_template import ChatTemplate
@@ -68,7 +69,8 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class Model:
     """A loaded model. `config.context_length` is the context it was loaded with; `tokenizer` is None if the file has
-    none. draft_programs: its layers for next-token prediction, which run over its cache, if they were asked for."""
+    none. draft_programs: its layers for next-token prediction, if they were asked for, or the draft model of the file
+    `assistant`; they run over its cache."""
 
     config: ModelConfig
     tokenizer: Tokenizer | None
@@ -80,6 +82,7 @@ class Model:
     device: str = "cpu"
     weights: WeightSource | None = None
     draft_programs: tuple[HiddenProgram, ...] = ()
+    assistant: ModelFile | None = None
 
     def text_program(self, pooling: Pooling, max_rows: int = MAX_BATCH_ROWS) -> Program:
         """Write a second program over the same weights and threads; only one may run at a time.
@@ -132,6 +135,8 @@ class Model:
         self.program.close()
         self.pool.close()
         self.file.close()
+        if self.assistant is not None:
+            self.assistant.close()
 
 
 def load_model(
@@ -145,6 +150,7 @@ def load_model(
     gpu_layers: int | None = None,
     beside: Model | None = None,
     draft_layers: bool = False,
+    assistant: str | os.PathLike[str] | None = None,
     changes: ModelChanges | None = None,
     progress: ProgressCallback | None = None,
 ) -> Model:
@@ -158,15 +164,19 @@ def load_model(
         tokens, or 8,192 if it is None.
     beside: a model whose threads to share; only one of both runs at a time, and closing either ends both.
     draft_layers: load the layers for next-token prediction too, if the file has some and the model runs on the CPU.
+    assistant: file of a draft model that attends to this model's cache (`assistant.is_assistant`), in place of those
+        layers; it is left out, with a warning, if the model runs on a GPU.
     changes: settings in place of the file's.
     Raises: ModelFileError or a subclass, RequestError for an invalid option, OutOfMemoryError.
     """
     check_gpu_layers(device, gpu_layers)
+    if assistant is not None:
+        check_device(device, gpu_layers)
     file = open_model_file(path, changes, context_length)
-    pool = gpu = None
+    pool = gpu = drafter = None
     try:
         config = _with_context(read_config(file), file, context_length, changes)
-        _note_unknown_settings(file)
+        note_unknown_settings(file, "which may change the model's answers")
         if progress is not None:
             progress("reading the vocabulary", 0, 0)
         tokenizer = _tokenizer_or_none(file)
@@ -174,6 +184,8 @@ def load_model(
             raise RequestError("a chat template needs a tokenizer, and this model has none; leave chat_template out")
         template = None if tokenizer is None else ChatTemplate.from_metadata(file.metadata, tokenizer)
         kv_layout = KVLayout(kv_type, kv_layer_shapes(config, parts_windows=True), state_shapes(config))
+        if assistant is not None:
+            drafter = open_assistant(assistant, Target(file, config, kv_layout), changes)
         if kv_window is not None and kv_window >= config.context_length:
             logger.warning(
                 "kv_window is %d tokens, but the context ends after %d: texts are kept whole, without a window",
@@ -218,8 +230,17 @@ def load_model(
             if draft_layers:
                 config, kv_layout = _with_draft_layers(file, config, kv_layout)
                 parts = replace(parts, config=config)
+            if drafter is not None:
+                kv_layout = replace(kv_layout, carried_size=config.hidden_size)
             written = _write_on_cpu(parts, weights, kv_layout, held), kv_layout
-            drafts = _write_draft_layers(parts, weights, kv_layout)
+            if drafter is None:
+                drafts = _write_draft_layers(parts, weights, kv_layout)
+            else:
+                drafts = (drafter.write(Target(file, config, kv_layout), weights, shared_pool, progress),)
+        elif drafter is not None:
+            logger.warning("%s drafts on the CPU only, so the GPU decodes without it", drafter.file.path.name)
+            drafter.file.close()
+            drafter = None
         elif draft_layers and _has_draft_layers(file):
             logger.warning("%s: its layers for next-token prediction draft on the CPU only", file.path.name)
         if file.has_changed:
@@ -227,13 +248,16 @@ def load_model(
             raise CorruptFileError(
                 f"{file.path} was changed while it was being loaded; load it again when it is complete"
             )
-        return Model(config, tokenizer, template, *written, file, shared_pool, used, weights, drafts)
+        drafter_file = None if drafter is None else drafter.file
+        return Model(config, tokenizer, template, *written, file, shared_pool, used, weights, drafts, drafter_file)
     except BaseException as error:
         if gpu is not None:
             gpu.close()
         if pool is not None:
             pool.close()
         file.close()
+        if drafter is not None:
+            drafter.file.close()
         if address_space.is_shortage(error):
             raise address_space.shortage(file.num_bytes, f"loading {file.path.name}") from error
         raise
@@ -252,7 +276,13 @@ class _Parts:
 
 
 def _write_on_cpu(parts: _Parts, weights: CpuWeights, kv_layout: KVLayout, max_summed_tokens: int) -> Program:
-    graph = write_decoder(parts.config, weights, parts.config.context_length, kv_layers=kv_layout.layers)
+    graph = write_decoder(
+        parts.config,
+        weights,
+        parts.config.context_length,
+        kv_layers=kv_layout.layers,
+        shows_states=kv_layout.carried_size > 0,
+    )
     program = lower_to_cpu(graph, parts.pool, kv_layout, max_summed_tokens=max_summed_tokens, progress=parts.progress)
     if parts.chooses_threads and not parts.config.is_encoder:
         if parts.progress is not None:
@@ -446,16 +476,6 @@ def _with_context(
         way_out = "" if is_scaled else ", unless its positions are scaled (rope: linear, yarn or a base)"
         logger.warning("%s: %s; beyond that it may answer worse%s", file.path.name, asked, way_out)
     return replace(config, context_length=context_length)
-
-
-def _note_unknown_settings(file: ModelFile) -> None:
-    unknown = unknown_settings(file)
-    if unknown:
-        logger.warning(
-            "%s: settings unknown to this version, which may change the model's answers, are ignored: %s",
-            file.path.name,
-            listed(unknown),
-        )
 
 
 def read_tokenizer(file: ModelFile) -> Tokenizer:

@@ -1,5 +1,6 @@
-"""Settings in place of those of a model's file: metadata, chat template and RoPE options."""
+"""Settings in place of those of a model's file: metadata, chat template and RoPE options; and those not understood."""
 
+import logging
 import os
 import re
 from collections.abc import Mapping
@@ -10,13 +11,15 @@ from typing import TYPE_CHECKING
 from localinfer.errors import RequestError
 from localinfer.folders import expand_home
 from localinfer.models.decoder.metadata import shown
-from localinfer.models.decoder.metadata_keys import is_understood
+from localinfer.models.decoder.metadata_keys import is_understood, listed, unknown_settings
 from localinfer.models.decoder.rope import RopeOptions, rope_metadata
 from localinfer.quant.gguf.metadata import SingleValue
 
 if TYPE_CHECKING:
     from localinfer.models.checkpoint.model import CheckpointModel
     from localinfer.quant.gguf.reader import GGUFFile
+
+logger = logging.getLogger(__name__)
 
 _TEMPLATE_KEY = "tokenizer.chat_template"
 _MAX_TEMPLATE_BYTES = 1 << 20
@@ -71,6 +74,15 @@ def apply_changes(file: "GGUFFile | CheckpointModel", changes: ModelChanges, con
     if changes.chat_template is not None:
         keys = (_TEMPLATE_KEY, f"{_TEMPLATE_KEY}.tool_use")
         file.replace_metadata({key: changes.chat_template for key in keys if key == keys[0] or key in file.metadata})
+
+
+def note_unknown_settings(file: "GGUFFile | CheckpointModel", consequence: str) -> None:
+    """Log the settings of a model's file that are not read, and what follows from that."""
+    unknown = unknown_settings(file)
+    if unknown:
+        logger.warning(
+            "%s: settings unknown to this version, %s, are ignored: %s", file.path.name, consequence, listed(unknown)
+        )
 
 
 def template_source(template: str | os.PathLike[str] | None) -> str | None:

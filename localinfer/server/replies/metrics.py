@@ -48,6 +48,12 @@ class Metrics:
         self.accepted = counter(
             "localinfer_accepted_tokens", "Drafted tokens that were accepted, by place in the draft", ["position"]
         )
+        self.drafters = {
+            "drafted": counter("localinfer_drafter_tokens", "Tokens drafted, by the drafter", ["drafter"]),
+            "accepted": counter(
+                "localinfer_drafter_accepted_tokens", "Drafted tokens that were accepted, by the drafter", ["drafter"]
+            ),
+        }
         self.good_replies = counter(
             "localinfer_good_replies",
             f"Replies to their own end, with a first token within {GOOD_FIRST_TOKEN_SECONDS:g} s and intervals of at "
@@ -91,6 +97,9 @@ class Metrics:
             self.drafted.labels(str(position)).inc(count)
         for position, count in enumerate(stats.accepted_by_position):
             self.accepted.labels(str(position)).inc(count)
+        for name, (drafted, accepted) in stats.drafted_by.items():
+            self.drafters["drafted"].labels(name).inc(drafted)
+            self.drafters["accepted"].labels(name).inc(accepted)
         self.replies.labels(ending).inc()
 
 

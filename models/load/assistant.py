@@ -1,0 +1,120 @@
+"""Draft models without keys and values of their own, such as Gemma 4's: loaded beside the model they draft for."""
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from localinfer.errors import BackendUnavailableError, CorruptFileError, RequestError
+from localinfer.kernels.cpu.lower import lower_to_cpu
+from localinfer.kernels.cpu.program import CpuProgram, ThreadPool
+from localinfer.kernels.kv_layout import KVLayout
+from localinfer.models.decoder.block_sizes import OF_ANOTHER_CACHE
+from localinfer.models.decoder.config import ModelConfig
+from localinfer.models.decoder.gemma4_assistant import misfit, write_assistant
+from localinfer.models.load.model_changes import ModelChanges, apply_changes, note_unknown_settings
+from localinfer.models.load.weights import CpuWeights
+from localinfer.quant.checkpoint.model_file import ModelFile
+from localinfer.quant.gguf.reader import GGUFFile, read_gguf
+from localinfer.types import ProgressCallback
+
+logger = logging.getLogger(__name__)
+
+CENTROIDS = "masked_embd_centroids.weight"
+"""The matrix of an output head that scores only tokens near to the hidden states, in some files."""
+
+_TOKENS = "tokenizer.ggml.tokens"
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a draft model has to fit: the target's file, sizes and cache."""
+
+    file: ModelFile
+    config: ModelConfig
+    kv_layout: KVLayout
+
+
+@dataclass(frozen=True)
+class Assistant:
+    """An open draft model that fits its target."""
+
+    file: GGUFFile
+    config: ModelConfig
+
+    def write(
+        self, target: Target, weights: CpuWeights, pool: ThreadPool, progress: ProgressCallback | None
+    ) -> CpuProgram:
+        """Its program, of one row, over pages of the target's cache; weights: the target's.
+
+        Raises: CorruptFileError for wrong shapes, or if the file was changed meanwhile.
+        """
+        own = CpuWeights(self.file, pool, progress)
+        layout = target.kv_layout
+        graph = write_assistant(self.config, own, target.config, weights, layout.layers)
+        program = lower_to_cpu(graph, pool, layout, max_batch_rows=1, max_output_rows=1, progress=progress)
+        for note in own.notes.values():
+            logger.warning("%s: %s", self.file.path.name, note)
+        if self.file.has_changed:
+            raise CorruptFileError(f"{self.file.path} was changed while it was being loaded; load it again")
+        return program
+
+
+def is_assistant(path: str | os.PathLike[str]) -> bool:
+    """Whether a file is a draft model that attends to its target's cache. Raises: ModelFileError if it is not sound."""
+    if os.path.isdir(path):
+        return False
+    with read_gguf(path) as file:
+        return file.metadata.get("general.architecture") in OF_ANOTHER_CACHE
+
+
+def check_device(device: str, gpu_layers: int | None) -> None:
+    """Raise BackendUnavailableError if the target is wanted on a GPU, whose cache such a draft model cannot read."""
+    if device == "cuda" or gpu_layers:
+        raise BackendUnavailableError(
+            "a draft model that attends to its target's cache runs on the CPU only, with its target; leave draft out, "
+            "or take device 'cpu' without gpu_layers"
+        )
+
+
+def open_assistant(path: str | os.PathLike[str], target: Target, changes: ModelChanges | None) -> Assistant:
+    """Open a draft model for a target, before the weights of either are read.
+
+    changes: those of the target, whose rotation of positions the draft model shares.
+    Raises: RequestError naming both files if it is for another target; ModelFileError or a subclass.
+    """
+    file = read_gguf(path)
+    try:
+        if changes is not None and not changes.rope.is_empty:
+            apply_changes(file, ModelChanges(rope=changes.rope), target.config.context_length)
+        shapes = {name: info.shape for name, info in file.tensors.items()}
+        config = ModelConfig.from_metadata(file.metadata, shapes)
+        difference = misfit(config, target.config, target.kv_layout.layers) or _vocabulary_difference(file, target)
+        if difference is not None:
+            raise RequestError(
+                f"{file.path.name} is no draft model for {target.file.path.name}: it {difference}. Give the draft "
+                "model that was made for this target, or leave draft out"
+            )
+        note_unknown_settings(file, "which may make drafts worse")
+        if CENTROIDS in file.tensors:
+            logger.warning(
+                "%s: its centroids (%s), by which it may score some tokens only, are not used: drafts are chosen among "
+                "all tokens",
+                file.path.name,
+                CENTROIDS,
+            )
+        return Assistant(file, config)
+    except BaseException:
+        file.close()
+        raise
+
+
+def _vocabulary_difference(file: GGUFFile, target: Target) -> str | None:
+    """Which token differs, if both files name theirs. How text is cut into them is up to the target."""
+    own, others = (metadata.get(_TOKENS, ()) for metadata in (file.metadata, target.file.metadata))
+    if not isinstance(own, Sequence) or not isinstance(others, Sequence):
+        return None
+    for token_id, (text, other) in enumerate(zip(own, others, strict=False)):
+        if text != other:
+            return f"has the token {str(text)!r:.40} with the id {token_id}, where its target has {str(other)!r:.40}"
+    return None
