@@ -57,6 +57,7 @@ class FileDescription:
 
     unknown_settings: metadata keys that this version ignores and that may change results.
     stored_as: how a folder stores its quantized matrices, what they run as, and what is not used; empty for a file.
+    drafts_for: of a draft model that runs beside its target only, the target's architecture; else None.
     program: the model's ops (`models.decoder.listing`), if requested.
     gguf_version: None for a Hugging Face folder, whose tensors are described as in GGUF.
     """
@@ -77,6 +78,7 @@ class FileDescription:
     metadata: dict[str, Any]
     tensors: list[dict[str, Any]]
     stored_as: list[str] = field(default_factory=list)
+    drafts_for: str | None = None
     program: dict[str, Any] | None = None
 
 
@@ -90,6 +92,7 @@ def describe_file(path: str, *, ops: bool = False) -> FileDescription:
         metadata: Mapping[str, object] = file.metadata
         tensors: list[TensorRecord] = list(file.tensors.values())
         num_parameters = sum(math.prod(tensor.shape) for tensor in tensors)
+        from localinfer.models.decoder.block_sizes import OF_ANOTHER_CACHE
         from localinfer.models.decoder.metadata_keys import unknown_settings
 
         version = file.version if isinstance(file, GGUFFile) else None
@@ -115,6 +118,7 @@ def describe_file(path: str, *, ops: bool = False) -> FileDescription:
                 for one in tensors
             ],
             stored_as=_stored_as(file),
+            drafts_for=OF_ANOTHER_CACHE.get(architecture),
             program=_program(file) if ops else None,
         )
 
@@ -256,6 +260,8 @@ def _summary_lines(description: FileDescription) -> Iterator[str]:
             f"{template['num_characters']} characters, sha256 {template['sha256'][:12]}" if template else "none"
         ),
     }
+    if description.drafts_for is not None:
+        rows["architecture"] += f", a draft model: for a {description.drafts_for} model, given with it as --draft"
     if description.unknown_settings:
         rows["not understood"] = f"{listed(description.unknown_settings)} (ignored; may change the model's answers)"
     if description.num_parts > 1:

@@ -99,7 +99,9 @@ _COMPARE = click.Option(
     help="Compare with this engine, alternating with localinfer, on the same file and threads.",
 )
 _PEER_PYTHON = click.Option(["--peer-python"], metavar="PATH", help="Python with the other engine. Default: this one.")
-_DRAFT = click.Option(["--draft"], metavar="FILE", help="A much smaller model of the same vocabulary.")
+_DRAFT = click.Option(
+    ["--draft"], metavar="FILE", help="A much smaller model of the same vocabulary, or one made for the model."
+)
 _CONCURRENCY = click.Option(
     ["--concurrency"],
     callback=_stream_counts,

@@ -174,7 +174,7 @@ load_options = options_group(
         type=click.Choice(["auto", "ngram", "draft", "mtp", "off"]),
         default="auto",
     ),
-    option("--draft", "FILE", "Draft model: a small GGUF model of the same vocabulary."),
+    option("--draft", "FILE", "Draft model: a small GGUF model of the same vocabulary, or one made for the model."),
     option("--chat-template", "FILE", "Jinja template in place of the model's own.", type=click.Path(path_type=Path)),
     option(
         "--rope-scaling",

@@ -2,9 +2,10 @@
 
 A pass over k + 1 rows costs little more than one over a single row while weights stream from memory (Leviathan, Kalman
 and Matias, arXiv 2211.17192), and rows are sampled one after the other exactly as without drafts, so drafts change
-speed and nothing else. N-gram drafts (`ngram`) and those of a small model (`draft_model`) or of the model's own draft
-layers (`mtp`) compete each round by the speed they promise, plain decoding among them, and only while they keep that
-promise (`costs`). A drafter that fails is switched off, and the text goes on without it.
+speed and nothing else. N-gram drafts (`ngram`) and those of a small model (`draft_model`), of the model's own draft
+layers (`mtp`) or of a model that reads its cache (`assistant`) compete each round by the speed they promise, plain
+decoding among them, and only while they keep that promise (`costs`). A drafter that fails is switched off, and the text
+goes on without it.
 
 Acceptance is by coupled noise. The sampler takes the largest of logit / temperature + Gumbel noise, and the noise is a
 function of (seed, position, token), so a position has one answer whatever was drafted: a drafted token stays if it is

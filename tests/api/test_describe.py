@@ -10,6 +10,7 @@ import pytest
 from localinfer.cli import main
 from localinfer.describe import describe_file, render_json, render_text
 from tests.checkpoint_files import LLAMA_CONFIG, MODULES, Stored, llama_weights, tokenizer_document, write_folder
+from tests.models.gemma4_texts import DRAFT, write_gemma4
 from tests.quantized_checkpoints import gptq_tensors, in_module, random_codes
 
 TEMPLATE = "{{ messages }}"
@@ -111,3 +112,13 @@ def test_show_describes_a_folder_as_the_file_it_would_become(tmp_path: Path) -> 
     assert "Hugging Face folder" in text
     assert "array of 120" in text
     json.loads(render_json(description, tensors=True))
+
+
+def test_draft_model_of_another_cache_is_shown_as_one_and_told_how_to_run(tmp_path: Path, capsys) -> None:
+    path = write_gemma4(tmp_path, DRAFT)
+    description = describe_file(str(path))
+    assert description.drafts_for == "gemma4" and not description.unknown_settings
+    shown = render_text(description, tensors=False)
+    assert "gemma4-assistant, a draft model: for a gemma4 model, given with it as --draft" in shown
+    assert main(["run", "--model", str(path), "--prompt", "the"]) == 2
+    assert "'gemma4' model that it drafts for" in (error := capsys.readouterr().err) and "(--draft)" in error
