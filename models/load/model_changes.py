@@ -13,6 +13,7 @@ from localinfer.folders import expand_home
 from localinfer.models.decoder.metadata import shown
 from localinfer.models.decoder.metadata_keys import is_understood, listed, unknown_settings
 from localinfer.models.decoder.rope import RopeOptions, rope_metadata
+from localinfer.quant.checkpoint.model_file import ModelFile
 from localinfer.quant.gguf.metadata import SingleValue
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def apply_changes(file: "GGUFFile | CheckpointModel", changes: ModelChanges, con
         file.replace_metadata({key: changes.chat_template for key in keys if key == keys[0] or key in file.metadata})
 
 
-def note_unknown_settings(file: "GGUFFile | CheckpointModel", consequence: str) -> None:
+def note_unknown_settings(file: ModelFile, consequence: str) -> None:
     """Log the settings of a model's file that are not read, and what follows from that."""
     unknown = unknown_settings(file)
     if unknown:
