@@ -382,7 +382,8 @@ class ModelRunner:
         if hidden is not None:
             sequence.carry(hidden[len(chosen) - 1])
         if part.may_draft and request.speculative is not None:
-            request.speculative.observe(part.num_drafted, len(chosen) - 1, request.speculative.clock() - began)
+            seconds = request.speculative.clock() - began
+            request.speculative.observe(part.num_drafted, len(chosen) - 1, seconds, chosen[-1])
         part.num_chosen = len(chosen)
         self._extend(request, chosen)
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.cache.sequence import SequenceCache
-from localinfer.speculation.mtp import MTPDrafter
+from localinfer.speculation.mtp import DraftHead, MTPDrafter
 
 
 class AssistantDrafter(MTPDrafter):
@@ -18,7 +18,7 @@ class AssistantDrafter(MTPDrafter):
     name = "assistant"
 
     def draft_token(
-        self, sequence: SequenceCache, index: int, token_id: int, hidden: NDArray[np.float32] | None
+        self, sequence: SequenceCache, index: int, token_id: int, hidden: NDArray[np.float32] | None, head: DraftHead
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """As `MTPDrafter.draft_token`, at the first position that the target has not computed, which is never 0."""
-        return super().draft_token(sequence, 0 if sequence.length else 1, token_id, hidden)
+        return super().draft_token(sequence, 0 if sequence.length else 1, token_id, hidden, head)

@@ -16,8 +16,9 @@ can, but the text would then depend on the drafts.
 """
 
 import logging
+import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -37,7 +38,7 @@ from localinfer.speculation.costs import (
     best_draft_length,
 )
 from localinfer.speculation.draft_model import DraftModel, DraftModelText
-from localinfer.speculation.mtp import MTPDrafter, MTPText
+from localinfer.speculation.mtp import DraftHead, MTPDrafter, MTPText
 from localinfer.speculation.ngram import NgramDrafter, NgramText
 from localinfer.types import TokenIds
 
@@ -136,6 +137,15 @@ class Others(NamedTuple):
 _ALONE = Others(0, 0)
 
 
+class _Way(NamedTuple):
+    """How a model can draft: how likely the next token can be drafted at all, what one takes, and by which head of
+    draft layers, if it is by those."""
+
+    share: float
+    seconds_per_token: float
+    head: DraftHead | None = None
+
+
 class Speculation:
     """The drafters of one engine and their statistics; used under the step lock.
 
@@ -218,6 +228,7 @@ class SpeculativeText:
         self._buffer = np.empty(MAX_DRAFT_TOKENS, np.int32)
         self._acceptance: Acceptance | None = None
         self._drafter_name = ""
+        self._head: DraftHead | None = None
         self._has_read = False
         self._vocab_size = plan.vocab_size
         self._probe_seconds = 0.0
@@ -250,7 +261,7 @@ class SpeculativeText:
         Whatever goes wrong, there is just no draft.
         """
         self.expect_forced(others)
-        self._sequence = sequence
+        self._sequence, self._head = sequence, None
         began = self.clock()
         count = self._choose(tokens, min(most, self._speculation.costs.max_draft_tokens - self._others.rows))
         self.drafting_seconds = self.clock() - began
@@ -264,10 +275,10 @@ class SpeculativeText:
         self._others = others or _ALONE
         self.drafting_seconds = self.expected_seconds = self.reading_seconds = 0.0
 
-    def observe(self, num_drafted: int, num_accepted: int, seconds: float) -> None:
+    def observe(self, num_drafted: int, num_accepted: int, seconds: float, last_token: int = -1) -> None:
         """Learn from the pass that verified the last draft, or had none.
 
-        num_drafted: tokens of it that were verified; num_accepted: of those. One more token was sampled.
+        num_drafted: tokens of it that were verified; num_accepted: of those. last_token: the one more that was sampled.
         seconds: of the pass and its sampling.
         """
         costs = self._speculation.costs
@@ -275,7 +286,11 @@ class SpeculativeText:
         self._count(num_accepted + 1, seconds + self.drafting_seconds, (num_accepted + 1) * plain_seconds)
         if self._acceptance is not None and num_drafted:
             self.record.count_draft(self._drafter_name, num_drafted, num_accepted)
-            self._acceptance.observe(num_drafted, num_accepted)
+            if self._head is None or last_token < self._head.num_tokens:
+                self._acceptance.observe(num_drafted, num_accepted)
+            elif num_accepted:
+                # That a short head lacks a token says nothing about the others.
+                self._acceptance.observe(num_accepted, num_accepted)
 
     def observe_plain(self, seconds: float) -> None:
         """Count a pass for which no drafter was called."""
@@ -338,7 +353,7 @@ class SpeculativeText:
         text, model = self._model, self._speculation.model
         if text is None or model is None:
             return 0
-        length = self._model_draft_length(text, model, tokens.size, most, other_length, other_speed)
+        length, way = self._model_draft_length(text, model, tokens, most, other_length, other_speed)
         if not length:
             return 0
         kept = self._buffer[:other_length].copy()
@@ -346,11 +361,11 @@ class SpeculativeText:
         try:
             if isinstance(text, DraftModelText):
                 count = text.draft(tokens, self._buffer[:length])
-            elif self._sequence is not None:
-                count = text.draft(tokens, self._buffer[:length], self._sequence)
+            elif self._sequence is not None and way.head is not None:
+                count = text.draft(tokens, self._buffer[:length], self._sequence, way.head)
             count = self._checked(count, length)
             self.reading_seconds += text.reading_taken
-            self.expected_seconds += model.seconds_per_draft + length * model.seconds_per_token
+            self.expected_seconds += model.seconds_per_draft + length * way.seconds_per_token
         except Exception as error:
             self._speculation.switch_off_model(error)
         if text.ending is not None:
@@ -358,6 +373,7 @@ class SpeculativeText:
             self._model = None
         if count:
             self._acceptance, self._drafter_name = self._speculation.model_acceptance, model.name
+            self._head = way.head
         else:
             self._buffer[:other_length] = kept
         return count
@@ -373,38 +389,49 @@ class SpeculativeText:
         self,
         text: DraftModelText | MTPText,
         model: DraftModel | MTPDrafter,
-        num_tokens: int,
+        tokens: TokenIds,
         most: int,
         other_length: int,
         other_speed: float,
-    ) -> int:
-        """How many tokens the draft model is to draft, 0 where another draft, or none, promises more."""
-        shared, others = self._speculation, self._others
-        per_token, per_draft = model.seconds_per_token, model.seconds_per_draft
-        most = self._floor.affordable_draft_length(
-            others.tokens + 1, others.rows + 1, most, seconds_per_token=per_token, seconds_per_draft=per_draft
-        )
-        if not most:
-            return 0
+    ) -> tuple[int, _Way]:
+        """How many tokens the draft model is to draft, 0 where another draft, or none, promises more; and how."""
+        shared, others, per_draft = self._speculation, self._others, model.seconds_per_draft
         acceptance = shared.model_acceptance
-        reading = text.reading_seconds(num_tokens)
+        reading = text.reading_seconds(tokens.size)
         self._probe_seconds += _PROBED_SHARE * shared.costs.seconds(1)
-        length, speed = best_draft_length(
-            acceptance.probabilities(),
-            shared.costs,
-            most,
-            *others,
-            seconds_per_token=per_token,
-            seconds_per_draft=per_draft + reading / _READ_FOR_ROUNDS,
-        )
-        if speed > other_speed:
+        best, best_speed, cheapest = 0, other_speed, math.inf
+        chosen = probed = _Way(0.0, 0.0)
+        for way in _ways(model, tokens):
+            affordable = self._floor.affordable_draft_length(
+                others.tokens + 1,
+                others.rows + 1,
+                most,
+                seconds_per_token=way.seconds_per_token,
+                seconds_per_draft=per_draft,
+            )
+            if not affordable:
+                continue
+            length, speed = best_draft_length(
+                [way.share * probability for probability in acceptance.probabilities()],
+                shared.costs,
+                affordable,
+                *others,
+                seconds_per_token=way.seconds_per_token,
+                seconds_per_draft=per_draft + reading / _READ_FOR_ROUNDS,
+            )
+            if speed > best_speed:
+                best, best_speed, chosen = length, speed, way
+            if way.seconds_per_token < way.share * cheapest:
+                cheapest, probed = way.seconds_per_token / way.share, way
+        if best:
             acceptance.stop_probing()
-            return length
-        probe = reading + per_draft + per_token
-        if other_length or probe > self._probe_seconds or not acceptance.is_probe_due():
-            return 0
+            return best, chosen
+        probe = reading + per_draft + probed.seconds_per_token
+        can_probe = probed.share and not other_length and probe <= self._probe_seconds
+        if not can_probe or not acceptance.is_probe_due():
+            return 0, chosen
         self._probe_seconds -= probe
-        return 1
+        return 1, probed
 
     def _count(self, num_tokens: int, seconds: float, plain_seconds: float) -> None:
         record = self.record
@@ -412,6 +439,15 @@ class SpeculativeText:
         record.observed_tokens += num_tokens
         record.seconds += seconds
         record.plain_seconds += plain_seconds
+
+
+def _ways(model: DraftModel | MTPDrafter, tokens: TokenIds) -> Iterator[_Way]:
+    """How a model can draft what follows a text."""
+    if isinstance(model, DraftModel):
+        yield _Way(1.0, model.seconds_per_token)
+        return
+    for head in model.heads:
+        yield _Way(head.share_of(tokens), head.seconds_per_token, head)
 
 
 def choose_verified(

@@ -75,12 +75,14 @@ def write_draft_layer(
     context_length: int | None = None,
     *,
     kv_layers: Sequence[KVLayerShape] | None = None,
+    num_tokens: int | None = None,
 ) -> OpGraph:
     """Write a layer for next-token prediction as a model of its own, of one row per segment.
 
     Its row at position t has the token there and the hidden states that the segment carries of position t - 1, and
-    gives the logits of token t + 1 and the hidden states for the next row. Source: DeepSeek-V3 (arXiv 2412.19437),
-    section 2.2. Raises: as `write_decoder`.
+    gives the logits of token t + 1 and the hidden states for the next row. num_tokens: the logits of the first tokens
+    of the vocabulary only, None for all. Source: DeepSeek-V3 (arXiv 2412.19437), section 2.2.
+    Raises: as `write_decoder`.
     """
     graph, tables = begin_graph(config, weights, kv_layers, context_length)
     previous = graph.buffer("previous_hidden", config.hidden_size, Rows.BATCH)
@@ -88,7 +90,7 @@ def write_draft_layer(
     hidden = write_layer(graph, layer, write_draft_input(graph, layer, previous), tables, selects_output=True)
     normed = write_draft_norm(graph, layer, hidden)
     name = f"blk.{layer}.nextn.shared_head_head"
-    logits = _write_logits(graph, normed, name if graph.weights.has(f"{name}.weight") else None)
+    logits = _write_logits(graph, normed, name if graph.weights.has(f"{name}.weight") else None, num_tokens)
     return graph.tape.finish(logits, normed if graph.architecture.draft_layers.from_normed else hidden)
 
 
@@ -295,13 +297,15 @@ def write_output_norm(graph: Graph, hidden: Buffer) -> Buffer:
     return normed
 
 
-def _write_logits(graph: Graph, normed: Buffer, head: str | None = None) -> Buffer:
-    """Write the output head; head: the name of its matrix, None for the model's."""
+def _write_logits(graph: Graph, normed: Buffer, head: str | None = None, num_tokens: int | None = None) -> Buffer:
+    """Write the output head; head: the name of its matrix, None for the model's. num_tokens: of its first rows only."""
     config, tape = graph.config, graph.tape
     name = f"{head or 'output'}.weight" if head or graph.weights.has("output.weight") else "token_embd.weight"
-    logits = graph.buffer("logits", config.vocab_size, normed.rows)
-    weight = graph.weights.linear(name, config.vocab_size, normed.width)
+    logits = graph.buffer("logits", num_tokens or config.vocab_size, normed.rows)
+    rows = None if num_tokens is None else slice(0, num_tokens)
+    weight = graph.weights.linear(name, config.vocab_size, normed.width, rows)
     bias = graph.bias("output", config.vocab_size) if graph.architecture.has_output_bias else None
+    bias = bias if bias is None else bias[: logits.width]
     tape.matmul(normed, [Projection(weight, logits, bias, scale=graph.architecture.logit_scale)])
     softcap = config.logit_softcap or graph.architecture.logit_softcap
     if softcap:

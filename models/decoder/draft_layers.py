@@ -9,8 +9,22 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 
 from localinfer.kernels import further_ops, ops
+from localinfer.kernels.layouts import TILE_ROWS
 from localinfer.kernels.ops import Buffer, Matmul, Op, OpGraph, Projection
 from localinfer.models.decoder.graph import Graph
+
+_SHORT_HEAD_SHARE = 8
+
+
+def short_head_tokens(vocab_size: int) -> int:
+    """How many tokens, the first of the vocabulary, the short output head of a draft layer has; 0 for no such head.
+
+    A draft computes a whole output head per token, which of a small model is most of its work, and what it leaves out
+    is only not drafted. Vocabularies of byte pairs are in the order of merges, so their first eighth is 85 to 91 % of
+    English and of source code (of Qwen's 152 thousand tokens and Llama 3's 128), and less of other languages. Source:
+    FR-Spec (arXiv 2502.14856), which takes the most frequent tokens of a corpus.
+    """
+    return vocab_size // (_SHORT_HEAD_SHARE * TILE_ROWS) * TILE_ROWS
 
 
 def write_draft_input(graph: Graph, layer: int, previous: Buffer) -> Buffer:

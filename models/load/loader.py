@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from localinfer.errors import (
     BackendUnavailableError,
     CorruptFileError,
-    OutOfMemoryError,
     RequestError,
     TokenizerError,
     UnsupportedFormatError,
@@ -19,7 +18,6 @@ from localinfer.kernels.cpu import sampling, text_merging, token_history
 from localinfer.kernels.cpu.lower import MAX_BATCH_ROWS, lower_to_cpu
 from localinfer.kernels.cpu.program import POOL_KERNELS, ThreadPool
 from localinfer.kernels.cpu.weights import KERNELS as WEIGHT_KERNELS
-from localinfer.kernels.cuda.device import CudaDevice
 from localinfer.kernels.jit.compile_ahead import compile_ahead
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.ops import WeightSource
@@ -27,15 +25,7 @@ from localinfer.kernels.program import HiddenProgram, Program
 from localinfer.models.decoder.architectures import check_architecture, find_architecture
 from localinfer.models.decoder.block_config import MAX_CONTEXT
 from localinfer.models.decoder.config import ModelConfig
-from localinfer.models.decoder.decoder import (
-    crosses_layers,
-    kv_layer_shapes,
-    state_shapes,
-    write_decoder,
-    write_draft_layer,
-    write_first_layers,
-    write_last_layers,
-)
+from localinfer.models.decoder.decoder import kv_layer_shapes, state_shapes
 from localinfer.models.decoder.metadata_keys import DYNAMIC_ROPE_KEY
 from localinfer.models.decoder.pooling import Pooling, classified_rows, read_pooling
 from localinfer.models.decoder.sparse_attention import index_layers
@@ -44,16 +34,16 @@ from localinfer.models.load.assistant import Target, check_device, open_assistan
 from localinfer.models.load.devices import (
     RECURRENT_ON_CPU,
     USUAL_TOKENS,
-    Placement,
     check_gpu_layers,
     memory_needs,
     open_device,
-    report_fallback,
     stay_on_cpu,
 )
+from localinfer.models.load.draft_programs import has_draft_layers, with_draft_layers, write_draft_programs
 from localinfer.models.load.model_changes import ModelChanges, apply_changes, note_unknown_settings
-from localinfer.models.load.threads import available_threads, checked_threads, choose_decode_threads
-from localinfer.models.load.weights import CpuWeights, CudaWeights
+from localinfer.models.load.programs import Parts, write_on_cpu, write_on_gpu
+from localinfer.models.load.threads import available_threads, checked_threads
+from localinfer.models.load.weights import CpuWeights
 from localinfer.models.text.chat_template import ChatTemplate
 from localinfer.models.text.tokenizer import Tokenizer
 from localinfer.quant.checkpoint.model_file import ModelFile
@@ -68,9 +58,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Model:
-    """A loaded model. `config.context_length` is the context it was loaded with; `tokenizer` is None if the file has
-    none. draft_programs: its layers for next-token prediction, if they were asked for, or the draft model of the file
-    `assistant`; they run over its cache."""
+    """A loaded model.
+
+    `config.context_length` is the context it was loaded with; `tokenizer` is None if the file has none. draft_programs:
+    its layers for next-token prediction, if they were asked for (see `write_draft_programs`), or the draft model of the
+    file `assistant`; they run over its cache.
+    """
 
     config: ModelConfig
     tokenizer: Tokenizer | None
@@ -81,7 +74,7 @@ class Model:
     pool: ThreadPool
     device: str = "cpu"
     weights: WeightSource | None = None
-    draft_programs: tuple[HiddenProgram, ...] = ()
+    draft_programs: tuple[tuple[HiddenProgram, ...], ...] = ()
     assistant: ModelFile | None = None
 
     def text_program(self, pooling: Pooling, max_rows: int = MAX_BATCH_ROWS) -> Program:
@@ -219,29 +212,32 @@ def load_model(
             pool = ThreadPool(available_threads() if threads is None else checked_threads(threads))
         shared_pool = pool if beside is None else beside.pool
         assert shared_pool is not None, "made here or by the model beside"
-        parts = _Parts(config, file, shared_pool, kv_type, progress, chooses_threads=threads is None)
-        written = None if placed is None else _write_on_gpu(parts, *placed, is_required=device == "cuda")
+        parts = Parts(config, file, shared_pool, kv_type, progress, chooses_threads=threads is None)
+        written = None if placed is None else write_on_gpu(parts, *placed, is_required=device == "cuda")
         used, weights = "cuda", None
-        drafts: tuple[HiddenProgram, ...] = ()
+        drafts: tuple[tuple[HiddenProgram, ...], ...] = ()
         if written is None:
             # A batch may begin and end inside a page.
             held = 0 if kv_window is None else kv_window + MAX_BATCH_ROWS + 2 * kv_layout.page_tokens
             used, weights = "cpu", CpuWeights(file, shared_pool, progress)
             if draft_layers:
-                config, kv_layout = _with_draft_layers(file, config, kv_layout)
+                found = replace(read_config(file, with_draft_layers=True), context_length=config.context_length)
+                if found.num_draft_layers:
+                    config, kv_layout = found, with_draft_layers(found, kv_layout)
                 parts = replace(parts, config=config)
             if drafter is not None:
                 kv_layout = replace(kv_layout, carried_size=config.hidden_size)
-            written = _write_on_cpu(parts, weights, kv_layout, held), kv_layout
+            program = write_on_cpu(parts, weights, kv_layout, held)
+            written = program, kv_layout
             if drafter is None:
-                drafts = _write_draft_layers(parts, weights, kv_layout)
+                drafts = write_draft_programs(config, weights, program, shared_pool, kv_layout)
             else:
-                drafts = (drafter.write(Target(file, config, kv_layout), weights, shared_pool, progress),)
+                drafts = ((drafter.write(Target(file, config, kv_layout), weights, shared_pool, progress),),)
         elif drafter is not None:
             logger.warning("%s drafts on the CPU only, so the GPU decodes without it", drafter.file.path.name)
             drafter.file.close()
             drafter = None
-        elif draft_layers and _has_draft_layers(file):
+        elif draft_layers and has_draft_layers(file):
             logger.warning("%s: its layers for next-token prediction draft on the CPU only", file.path.name)
         if file.has_changed:
             # The file may have been read in two versions.
@@ -261,136 +257,6 @@ def load_model(
         if address_space.is_shortage(error):
             raise address_space.shortage(file.num_bytes, f"loading {file.path.name}") from error
         raise
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """The parts from which a program is written on any device."""
-
-    config: ModelConfig
-    file: ModelFile
-    pool: ThreadPool
-    kv_type: str
-    progress: ProgressCallback | None
-    chooses_threads: bool
-
-
-def _write_on_cpu(parts: _Parts, weights: CpuWeights, kv_layout: KVLayout, max_summed_tokens: int) -> Program:
-    graph = write_decoder(
-        parts.config,
-        weights,
-        parts.config.context_length,
-        kv_layers=kv_layout.layers,
-        shows_states=kv_layout.carried_size > 0,
-    )
-    program = lower_to_cpu(graph, parts.pool, kv_layout, max_summed_tokens=max_summed_tokens, progress=parts.progress)
-    if parts.chooses_threads and not parts.config.is_encoder:
-        if parts.progress is not None:
-            parts.progress("measuring how many threads decode fastest", 0, 0)
-        choose_decode_threads(program, kv_layout, parts.file.num_bytes)
-    _note(parts.file, weights)
-    return program
-
-
-def _has_draft_layers(file: ModelFile) -> bool:
-    return bool(file.metadata.get(f"{file.metadata.get('general.architecture')}.nextn_predict_layers"))
-
-
-def _with_draft_layers(file: ModelFile, config: ModelConfig, kv_layout: KVLayout) -> tuple[ModelConfig, KVLayout]:
-    """A configuration, and the layout of its cache, with the layers for next-token prediction that the file has."""
-    found = replace(read_config(file, with_draft_layers=True), context_length=config.context_length)
-    if not found.num_draft_layers:
-        return config, kv_layout
-    layers = kv_layer_shapes(found, parts_windows=True)
-    return found, replace(kv_layout, layers=layers, carried_size=found.hidden_size)
-
-
-def _write_draft_layers(parts: _Parts, weights: CpuWeights, kv_layout: KVLayout) -> tuple[HiddenProgram, ...]:
-    """A program of one row per sequence for each layer for next-token prediction."""
-    config = parts.config
-    graphs = (
-        write_draft_layer(config, weights, layer, config.context_length, kv_layers=kv_layout.layers)
-        for layer in range(config.num_main_layers, config.num_layers)
-    )
-    return tuple(lower_to_cpu(graph, parts.pool, kv_layout, max_batch_rows=1, max_output_rows=1) for graph in graphs)
-
-
-def _write_on_gpu(
-    parts: _Parts, gpu: CudaDevice, placement: Placement, *, is_required: bool
-) -> tuple[Program, KVLayout] | None:
-    """The program with the chosen layers on a GPU; None, after logging the reason, if it cannot run there.
-
-    Raises: BackendUnavailableError, OutOfMemoryError if the GPU is required.
-    """
-    try:
-        _check_placement(parts.config, placement)
-        return _write_whole(parts, gpu) if placement.is_whole else _write_split(parts, gpu, placement)
-    except BaseException as error:
-        gpu.close()
-        if is_required or not isinstance(error, BackendUnavailableError | OutOfMemoryError):
-            raise
-        report_fallback(error)
-        return None
-
-
-def _check_placement(config: ModelConfig, placement: Placement) -> None:
-    """Raise BackendUnavailableError for a model that does not run so on a GPU."""
-    if config.indexer is not None:
-        raise BackendUnavailableError(
-            f"the sparse attention of {config.architecture} models is computed on the CPU only; take device 'cpu'"
-        )
-    if crosses_layers(config) and not placement.is_whole:
-        raise BackendUnavailableError(
-            f"the layers of this {config.architecture} model read more than the layer before them wrote, so all of it "
-            f"runs on one device, and the GPU was to hold {placement.num_gpu_layers} of {placement.num_layers} layers; "
-            "take a smaller context_length or quantization, or device 'cpu'"
-        )
-
-
-def _write_whole(parts: _Parts, gpu: CudaDevice) -> tuple[Program, KVLayout]:
-    """A program on the GPU alone."""
-    from localinfer.kernels.cuda.lower import check_kv_types, lower_to_cuda
-    from localinfer.kernels.cuda.memory import DeviceKVLayout
-
-    config = parts.config
-    layout = DeviceKVLayout(parts.kv_type, kv_layer_shapes(config), device=gpu)
-    weights = CudaWeights(parts.file, parts.pool, gpu, parts.progress)
-    check_kv_types(layout)
-    graph = write_decoder(config, weights, config.context_length, kv_layers=layout.layers)
-    program = lower_to_cuda(graph, gpu, layout, progress=parts.progress)
-    _note(parts.file, weights)
-    return program, layout
-
-
-def _write_split(parts: _Parts, gpu: CudaDevice, placement: Placement) -> tuple[Program, KVLayout]:
-    """A program whose first layers run on the CPU; the GPU's part is made first, as it may run out of memory."""
-    from localinfer.kernels.cuda.lower import check_kv_types, lower_to_cuda
-    from localinfer.kernels.cuda.memory import SplitKVLayout
-    from localinfer.kernels.cuda.offload import SplitProgram
-
-    config, progress = parts.config, parts.progress
-    num_first = config.num_layers - placement.num_gpu_layers
-    layout = SplitKVLayout(parts.kv_type, kv_layer_shapes(config), num_host_layers=num_first, device=gpu)
-    on_gpu = CudaWeights(parts.file, parts.pool, gpu, progress)
-    check_kv_types(layout)
-    graph = write_last_layers(config, on_gpu, num_first, config.context_length, layout.device_part.layers)
-    rest = lower_to_cuda(graph, gpu, layout.device_part, max_batch_rows=MAX_BATCH_ROWS, progress=progress)
-    on_cpu = CpuWeights(parts.file, parts.pool, progress)
-    graph = write_first_layers(config, on_cpu, num_first, config.context_length, layout.host_part.layers)
-    first = lower_to_cpu(graph, parts.pool, layout.host_part, max_output_rows=MAX_BATCH_ROWS, progress=progress)
-    if parts.chooses_threads and num_first:
-        choose_decode_threads(first, layout.host_part, parts.file.num_bytes * num_first // config.num_layers)
-    on_cpu.notes.update(on_gpu.notes)
-    _note(parts.file, on_cpu)
-    return SplitProgram(first, rest, layout), layout
-
-
-def _note(file: ModelFile, weights: CpuWeights) -> None:
-    """Log converted tensor types and unused layers."""
-    for note in weights.notes.values():
-        logger.warning("%s", note)
-    for note in getattr(file, "notices", ()):
-        logger.warning("%s: %s", file.path.name, note)
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:

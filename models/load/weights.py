@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from localinfer.errors import CorruptFileError, UnsupportedFormatError
 from localinfer.kernels.cpu.memory import Arena
 from localinfer.kernels.cpu.program import ThreadPool
-from localinfer.kernels.cpu.weights import RowTable, pack
+from localinfer.kernels.cpu.weights import PackedWeight, RowTable, pack
 from localinfer.kernels.cuda.device import CudaDevice
-from localinfer.kernels.layouts import CUDA_LAYOUTS, GGUF_LAYOUTS, Layout
+from localinfer.kernels.layouts import CUDA_LAYOUTS, GGUF_LAYOUTS, TILE_ROWS, Layout, num_tiles
 from localinfer.kernels.ops import EmbeddingTable, LinearWeight
 from localinfer.models.load.rows_on_demand import RowsOnDemand
 from localinfer.quant.checkpoint.groups import GroupedMatrix, kernel_layout, kernel_rows
@@ -67,6 +67,9 @@ class CpuWeights:
         return self._once(("linear", name, part), lambda: self._load_linear(name, rows))
 
     def _load_linear(self, name: str, rows: slice | None) -> LinearWeight:
+        beginning = self._beginning(name, rows)
+        if beginning is not None:
+            return beginning
         grouped = self._file.grouped(name)
         if grouped is not None:
             return self._grouped_linear(name, grouped, rows)
@@ -86,6 +89,17 @@ class CpuWeights:
         shown = done if runs_directly(info.type, self._layouts) else None
         packed = self._pack(layout, data, experts, num_rows, num_columns, done=shown)
         return LinearWeight(name, num_rows, num_columns, packed, experts)
+
+    def _beginning(self, name: str, rows: slice | None) -> LinearWeight | None:
+        """The first rows of a matrix that is packed already, where they are whole tiles of it."""
+        whole: LinearWeight | None = self._loaded.get(("linear", name, None))
+        if rows is None or whole is None or rows.start or rows.step or rows.stop is None or rows.stop % TILE_ROWS:
+            return None
+        packed = whole.packed
+        if not isinstance(packed, PackedWeight) or whole.num_experts > 1 or rows.stop > whole.num_rows:
+            return None
+        data = packed.data[: packed.tile_bytes * num_tiles(rows.stop)]
+        return replace(whole, num_rows=rows.stop, packed=replace(packed, num_rows=rows.stop, data=data))
 
     def _grouped_linear(self, name: str, matrices: Sequence[GroupedMatrix], rows: slice | None) -> LinearWeight:
         """Pack a checkpoint's codes; columns in act-order are sorted by group, and the tape gathers the input alike."""

@@ -100,7 +100,7 @@ class Bench:
         stride: tokens with drafts for each one without.
         """
         self._sampler.reference = np.array([*prompt, *output], np.int32)
-        engines = [Engine(_Kept(self.model), speculation=drafting) for drafting in (self.speculation(drafter), None)]
+        engines = [Engine(Kept(self.model), speculation=drafting) for drafting in (self.speculation(drafter), None)]
         params = SamplingParams(temperature=0.0)
         generations = []
         for engine in engines:
@@ -134,7 +134,7 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-class _Kept:
+class Kept:
     """A model that outlives an engine."""
 
     def __init__(self, model: Model) -> None:

@@ -19,6 +19,7 @@ from localinfer.models.load.loader import Model, load_model
 from localinfer.sampling.params import SamplingParams
 from localinfer.speculation.assistant import AssistantDrafter
 from localinfer.speculation.costs import DraftFloor, VerificationCosts
+from localinfer.speculation.mtp import DraftHead
 from localinfer.speculation.ngram import NgramDrafter
 from localinfer.speculation.verify import Speculation
 from localinfer.types import FloatArray, TokenIds
@@ -45,9 +46,9 @@ class Scripted(AssistantDrafter):
         super().__init__(model)
 
     def draft_token(
-        self, sequence: SequenceCache, index: int, token_id: int, hidden: NDArray[np.float32] | None
+        self, sequence: SequenceCache, index: int, token_id: int, hidden: NDArray[np.float32] | None, head: DraftHead
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        logits, shown = super().draft_token(sequence, index, token_id, hidden)
+        logits, shown = super().draft_token(sequence, index, token_id, hidden, head)
         if index == 0:
             self.first_logits[sequence.length] = logits.copy()
         place = sequence.length + index + 1

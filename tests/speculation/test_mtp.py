@@ -10,14 +10,16 @@ import pytest
 from numpy.typing import NDArray
 
 import localinfer
-from localinfer.cache.sequence import SequenceCache
+from localinfer.cache.block_pool import PagePool
+from localinfer.cache.sequence import SequenceCache, forward
 from localinfer.engine.engine import Engine
 from localinfer.errors import RequestError
 from localinfer.loading import make_speculation
 from localinfer.models.load.loader import Model, load_model
 from localinfer.sampling.params import SamplingParams
+from localinfer.sampling.sampler import SamplingPlan
 from localinfer.speculation.costs import DraftFloor, VerificationCosts
-from localinfer.speculation.mtp import MTPDrafter
+from localinfer.speculation.mtp import DraftHead, MTPDrafter
 from localinfer.speculation.ngram import NgramDrafter
 from localinfer.speculation.verify import Speculation
 from tests.models.arch_models import build_model
@@ -36,9 +38,9 @@ class Agreeing(MTPDrafter):
         self.num_rows = 0
 
     def draft_token(
-        self, sequence: SequenceCache, index: int, token_id: int, hidden: NDArray[np.float32] | None
+        self, sequence: SequenceCache, index: int, token_id: int, hidden: NDArray[np.float32] | None, head: DraftHead
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        logits, shown = super().draft_token(sequence, index, token_id, hidden)
+        logits, shown = super().draft_token(sequence, index, token_id, hidden, head)
         if not hasattr(self, "num_rows"):
             return logits, shown
         self.num_rows += 1
@@ -68,9 +70,13 @@ def generated(engine: Engine, prompt: Sequence[int], params: SamplingParams, cou
     return [event.token_id for event in generation], generation.record
 
 
-def drafting_engine(path: Path, text: Sequence[int], wrong_every: int, *, has_ngram: bool = False) -> Engine:
+def drafting_engine(
+    path: Path, text: Sequence[int], wrong_every: int, *, has_ngram: bool = False, is_short: bool = False
+) -> Engine:
     model = load_model(path, threads=1, draft_layers=True)
-    return Engine(model, speculation=speculation(Agreeing(model, text, wrong_every), has_ngram=has_ngram))
+    drafter = Agreeing(model, text, wrong_every)
+    drafter.heads = drafter.heads[int(is_short) :]
+    return Engine(model, speculation=speculation(drafter, has_ngram=has_ngram))
 
 
 @pytest.mark.parametrize("params", PARAMS, ids=["greedy", "sampled"])
@@ -82,7 +88,8 @@ def test_texts_are_those_without_drafts_cold_warm_and_edited(model_path: Path, p
     wanted = [text, text, generated(plain, longer, params)[0], generated(plain, [*longer[:40], 9], params)[0]]
     plain.close()
     for wrong_every in (2, 4, 1000):
-        engine = drafting_engine(model_path, [*prompt, *text], wrong_every, has_ngram=wrong_every == 4)
+        options = {"has_ngram": wrong_every == 4, "is_short": wrong_every == 2}
+        engine = drafting_engine(model_path, [*prompt, *text], wrong_every, **options)
         found, record = generated(engine, prompt, params)
         assert found == wanted[0]
         assert record.speculation.forward_passes < len(text) * (0.9 if wrong_every > 2 else 1.01)
@@ -121,3 +128,38 @@ def test_an_option_chooses_the_layers_or_refuses_a_model_without(tmp_path: Path)
         localinfer.load(build_model(tmp_path, "llama-gqa").path, threads=1, speculation="mtp")
     with pytest.raises(RequestError, match="draft model was given"):
         localinfer.load(path, threads=1, speculation="mtp", draft=path)
+
+
+class Noting(MTPDrafter):
+    """Notes which heads draft."""
+
+    used: tuple[DraftHead, ...] = ()
+
+    def draft_token(
+        self, sequence: SequenceCache, index: int, token_id: int, hidden: NDArray[np.float32] | None, head: DraftHead
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        self.used = (*self.used, head)
+        return super().draft_token(sequence, index, token_id, hidden, head)
+
+
+def test_the_head_that_promises_more_drafts_and_is_not_blamed_for_tokens_that_it_lacks(tmp_path: Path) -> None:
+    model = load_model(build_model(tmp_path, "glm4moe-mtp").path, threads=1, draft_layers=True)
+    drafter = Noting(model)
+    whole, short = drafter.heads
+    assert (whole.num_tokens, short.num_tokens) == (128, 16)
+    shared = speculation(drafter)
+    for tokens, wanted in ((np.arange(40) % 16, short), (np.arange(40) + 16, whole), (np.arange(40), short)):
+        whole.seconds_per_token, short.seconds_per_token, drafter.used = 0.3, 0.02, ()
+        history = tokens.astype(np.int32)
+        text, sequence = (
+            shared.begin(SamplingPlan(PARAMS[0], 128)),
+            SequenceCache(PagePool(model.kv_layout), max_length=64),
+        )
+        forward(model.program.run, (sequence,), (history[:-1],), np.zeros(1, np.int32))
+        assert 0 < text.draft(history, 4, sequence=sequence).size == len(drafter.used)
+        assert set(drafter.used) == {wanted}
+        before = list(shared.model_acceptance.probabilities())
+        text.observe(2, 0, 0.0, 77)
+        changed = list(shared.model_acceptance.probabilities()) != before
+        assert changed == (wanted is whole)
+    model.close()

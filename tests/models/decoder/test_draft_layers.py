@@ -1,16 +1,21 @@
 """Layers for next-token prediction against another runtime, by the oracle and on the CPU."""
 
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from localinfer.cache.block_pool import PagePool
+from localinfer.cache.sequence import SequenceCache
 from localinfer.kernels.cpu.memory import address, aligned_zeros
 from localinfer.kernels.ops import Attention, StoreKV
 from localinfer.kernels.program import Batch, Segment, StateStep
 from localinfer.models.decoder.decoder import kv_layer_shapes, state_shapes, write_decoder, write_draft_layer
+from localinfer.models.decoder.draft_layers import short_head_tokens
+from localinfer.models.load.loader import load_model
 from localinfer.types import FloatArray
 from tests.kernels.cpu.device import CpuDevice
 from tests.models.arch_models import DATA, REFUSED, build_model, normalized_error, read_config, run_logits, skeletons
@@ -101,6 +106,26 @@ def test_the_bits_of_a_model_do_not_depend_on_its_draft_layers(name: str, folder
     for one in found:
         np.testing.assert_array_equal(one.logits.view(np.uint32), without.view(np.uint32))
         np.testing.assert_array_equal(one.hidden.view(np.uint32), found[0].hidden.view(np.uint32))
+
+
+@pytest.mark.parametrize("name", ["qwen35-mtp", "mimo2-mtp", "deepseek2-mtp"])
+def test_a_short_head_gives_the_first_logits_and_shares_the_weights_of_the_whole(name: str, folder: Path) -> None:
+    with closing(load_model(build_model(folder, name).path, threads=1, draft_layers=True)) as model:
+        assert model.weights is not None
+        sequence = SequenceCache(PagePool(model.kv_layout), max_length=8)
+        sequence.reserve_pages(1)
+        batch = Batch(np.array([5], np.int32), [sequence.draft_segment(0, None)], _FIRST_ROW)
+        for layer, (whole, short) in enumerate(zip(*model.draft_programs, strict=True)):
+            wanted, found = whole.run(batch).copy(), short.run(batch)
+            assert found.shape == (1, short_head_tokens(model.config.vocab_size))
+            np.testing.assert_array_equal(found.view(np.uint32), wanted[:, : found.size].view(np.uint32))
+            assert whole.hidden is not None and short.hidden is not None
+            np.testing.assert_array_equal(short.hidden, whole.hidden)
+            head = "output.weight" if model.weights.has("output.weight") else "token_embd.weight"
+            own = f"blk.{model.config.num_main_layers + layer}.nextn.shared_head_head.weight"
+            name = own if model.weights.has(own) else head
+            parts = [model.weights.linear(name, rows).packed.data for rows in (None, slice(0, found.size))]
+            assert np.shares_memory(*parts) and parts[1].size < parts[0].size
 
 
 def test_of_draft_layers_a_model_computes_only_what_it_caches(folder: Path) -> None:
