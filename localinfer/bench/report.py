@@ -82,6 +82,7 @@ def render_speculation(record: Record) -> str:
     """The record of `run_speculation_bench`: times of passes, then each kind of text with and without drafts."""
     costs = "  ".join(f"{rows}: {cost:.2f}" for rows, cost in enumerate(record["costs"], 1))
     lines = [*_heading(record), "", f"one token takes {_time(record['plain_step_seconds'])}; a pass over", f"  {costs}"]
+    lines += ["", f"drafts by: {', '.join(record['drafters'])}"]
     for name, text in record["texts"].items():
         speedup = text["speedup"]
         ratio = f"{speedup['median']:.2f} ({min(speedup['values']):.2f} to {max(speedup['values']):.2f})"

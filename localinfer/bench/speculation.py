@@ -33,10 +33,11 @@ class _Borrowed:
 def run_speculation_bench(settings: BenchSettings, draft: str | None, progress: ProgressCallback) -> Record:
     """Decode new texts, then the same texts again, with and without drafts; the texts must be equal.
 
-    draft: path of a draft model, or None for n-gram drafts only. A new text is sampled with a new seed in each
-    repetition; the repeated text is passed as the caller's prediction.
-    Returns model, settings, costs (time of a pass over 1, 2, ... rows, relative to one) and, for each kind of text, its
-    rates, tokens per pass, and tokens drafted and accepted by position in the draft. Raises: LocalinferError.
+    draft: path of a draft model, or None for n-gram drafts and those of the model's own draft layers (MTP), if it has
+    some. A new text is sampled with a new seed in each repetition; the repeated text is passed as the caller's
+    prediction.
+    Returns model, settings, drafters, costs (time of a pass over 1, 2, ... rows, relative to one) and, for each kind of
+    text, its rates, tokens per pass, and tokens drafted and accepted by position in the draft. Raises: LocalinferError.
     """
     if settings.decode < 2:
         raise RequestError(f"decode is {settings.decode}; drafts follow the first token, so measure at least 2")
@@ -45,7 +46,12 @@ def run_speculation_bench(settings: BenchSettings, draft: str | None, progress: 
     check_context(description, needed)
     assistant = draft if draft is not None and is_assistant(draft) else None
     model = load_model(
-        settings.model, threads=settings.threads, context_length=needed, assistant=assistant, progress=progress
+        settings.model,
+        threads=settings.threads,
+        context_length=needed,
+        assistant=assistant,
+        draft_layers=draft is None,
+        progress=progress,
     )
     drafting = None
     try:
@@ -79,6 +85,7 @@ def run_speculation_bench(settings: BenchSettings, draft: str | None, progress: 
     return {
         "model": model_record(description),
         "settings": {**settings.record("decode", "repetitions"), "draft": draft},
+        "drafters": ["ngram"] + (["draft"] if draft else ["mtp"] if model.draft_programs else []),
         "plain_step_seconds": costs[0],
         "costs": [seconds / costs[0] for seconds in costs],
         "texts": {name: _text_record(samples) for name, samples in texts.items()},

@@ -100,7 +100,9 @@ _COMPARE = click.Option(
 )
 _PEER_PYTHON = click.Option(["--peer-python"], metavar="PATH", help="Python with the other engine. Default: this one.")
 _DRAFT = click.Option(
-    ["--draft"], metavar="FILE", help="A much smaller model of the same vocabulary, or one made for the model."
+    ["--draft"],
+    metavar="FILE",
+    help="A much smaller model of the same vocabulary, or one made for the model, in place of draft layers.",
 )
 _CONCURRENCY = click.Option(
     ["--concurrency"],
@@ -178,7 +180,10 @@ def _print(record: Record, render: Callable[[Record], str], as_json: bool) -> No
 
 @bench_command.command("speculation", params=[*_SPECULATION, _unused(_DEVICE, _refuse_gpu)])
 def speculation_command(draft: str | None, as_json: bool, **measured: Any) -> None:
-    """Measure the speedup of speculative decoding, on new and on repeated text."""
+    """Measure the speedup of speculative decoding, on new and on repeated text.
+
+    Drafts are those of n-grams, and of a draft model, or else of the model's own draft layers (MTP), if it has some.
+    """
     from localinfer.bench.decode import BenchSettings
     from localinfer.bench.report import render_speculation
     from localinfer.bench.speculation import run_speculation_bench

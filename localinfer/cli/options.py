@@ -170,7 +170,7 @@ load_options = options_group(
     option(
         "--speculation",
         None,
-        "Speculative decoding: faster, same text.",
+        "Speculative decoding: faster, same text. mtp: by the model's own draft layers.",
         type=click.Choice(["auto", "ngram", "draft", "mtp", "off"]),
         default="auto",
     ),

@@ -14,6 +14,7 @@ from localinfer.cli import main
 from localinfer.models import demo
 from localinfer.server.app import LocalServer
 from tests.api.encoder_models import write_encoder
+from tests.models.talking_models import build_talking_model
 
 DEMO = str(Path(demo.__file__).parent / "demo-f16.gguf")
 
@@ -39,6 +40,7 @@ GOOD = {
         --prompt Hi --max-tokens 1 --disk-cache-size 1MB --disk-cache-folder {folder} --json-schema {schema}
         {hi} --kv-window 256 --kv-type q8_0/f16 --kv-memory 64MB --grammar {grammar}
         {hi} --speculation draft --draft {demo} --regex a+
+        {hi} --model {mtp} --speculation mtp --threads 1
         {hi} --beams 2
     """,
     "chat": """
@@ -49,6 +51,7 @@ GOOD = {
         --max-tokens 1 --kv-type q8_0/f16 --kv-memory 64MB --disk-cache-size 1MB --disk-cache-folder {folder}
         {one} --kv-window 256
         {one} --speculation draft --draft {demo}
+        {one} --model {mtp} --speculation mtp --threads 1
     """,
     "show": """
         {demo} --tensors
@@ -61,6 +64,7 @@ GOOD = {
     "bench": """
         {demo} --prompt 4 --decode 2 --context 4 --repetitions 1 --threads 1 --device cpu --json --stream
         {demo} --prompt 4 --decode 2 --repetitions 1 --speculation --draft {demo}
+        {mtp} --decode 2 --repetitions 1 --threads 1 --speculation
     """,
     "cache": """
         --disk-cache-folder {folder} --clear
@@ -94,6 +98,7 @@ GOOD = {
         --kv-type q8_0/f16 --kv-memory 64MB --disk-cache-size 1MB --disk-cache-folder {folder} --port 0 --socket {sock}
         --kv-window 256 --no-tcp --context-length 512 --socket {sock}
         --speculation draft --draft {demo} --no-tcp --socket {sock}
+        --model {mtp} --speculation mtp --threads 1 --no-disk-cache --no-tcp --socket {sock}
         --models {models} --host 127.0.0.1 --port 0 --socket {sock} --token-file {text} --allow-host x --strict-model
         --allow-origin http://a.example --allow-private-network --port 0 --socket {sock} --idle-unload 5 --verbose
         --memory-limit 1GB --max-generations 2 --shutdown-seconds 1 --until-stdin-ends --no-tcp --socket {sock}
@@ -113,6 +118,8 @@ BAD = {
         --kv-window 0
         --disk-cache-size none
         --speculation always
+        --speculation mtp
+        --speculation mtp --draft {demo}
         --draft no-such-file
         --no-disk-cache=maybe
         --chat-template no-such-file
@@ -335,6 +342,8 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             (tmp_path / "models" / "demo.gguf").write_bytes(Path(DEMO).read_bytes())
         if "{ranker}" in line:
             places["ranker"] = str(write_encoder(tmp_path, "bert-reranker"))
+        if "{mtp}" in line:
+            places["mtp"] = str(build_talking_model(tmp_path, "glm4moe-mtp"))
         return line.format(**places).split()
 
     yield fill
