@@ -14,7 +14,13 @@ from localinfer.models.decoder.attention import (
 )
 from localinfer.models.decoder.checked_weights import CheckedWeights
 from localinfer.models.decoder.config import ModelConfig
-from localinfer.models.decoder.draft_layers import without_unused, write_draft_input, write_draft_norm
+from localinfer.models.decoder.draft_layers import (
+    carried_states,
+    without_unused,
+    write_draft_input,
+    write_draft_norm,
+    write_previous_states,
+)
 from localinfer.models.decoder.feed_forward import has_feed_forward, write_feed_forward, write_router
 from localinfer.models.decoder.gemma3n_blocks import merge_streams, write_gemma3n_layer, write_streams
 from localinfer.models.decoder.gemma_blocks import write_gemma4_layer, write_layer_inputs
@@ -56,8 +62,7 @@ def write_decoder(
         return graph.tape.finish(_write_logits(graph, normed), normed if shows_states else None)
     normed = write_output_norm(graph, hidden)
     states = normed if graph.architecture.draft_layers.from_normed else hidden
-    previous = graph.buffer("previous_hidden", states.width, states.rows)
-    graph.tape.previous_row(previous, states)
+    previous = write_previous_states(graph, states)
     for layer in range(config.num_main_layers, config.num_layers):
         x = write_draft_input(graph, layer, previous)
         x = graph.block_norm(layer, graph.architecture.attention_norm, x, "attention_input")
@@ -181,7 +186,8 @@ def state_shapes(config: ModelConfig) -> list[StateShape]:
     beside = architecture.mixer_beside
     mixers = architecture.mixers if beside is None else (beside,) * config.num_layers
     found = [RECURRENT_MIXERS[mixer].states(config) for mixer in mixers if mixer in RECURRENT_MIXERS]
-    return [shape for states in found for shape in states]
+    shapes = [shape for states in found for shape in states]
+    return shapes + carried_states(config) if shapes else shapes
 
 
 def write_embedding(graph: Graph, context_length: int) -> Buffer:

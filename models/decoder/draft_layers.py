@@ -8,9 +8,13 @@ states, so that they are there for every prefix, cached ones included, whenever 
 from collections.abc import Iterator
 from dataclasses import fields, replace
 
+import numpy as np
+
 from localinfer.kernels import further_ops, ops
 from localinfer.kernels.layouts import TILE_ROWS
-from localinfer.kernels.ops import Buffer, Matmul, Op, OpGraph, Projection
+from localinfer.kernels.ops import Buffer, Matmul, Op, OpGraph, Projection, StateShape
+from localinfer.kernels.recurrent_ops import short_convolution_state
+from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.graph import Graph
 
 _SHORT_HEAD_SHARE = 8
@@ -25,6 +29,27 @@ def short_head_tokens(vocab_size: int) -> int:
     FR-Spec (arXiv 2502.14856), which takes the most frequent tokens of a corpus.
     """
     return vocab_size // (_SHORT_HEAD_SHARE * TILE_ROWS) * TILE_ROWS
+
+
+def carried_states(config: ModelConfig) -> list[StateShape]:
+    """Beside the states of recurrent layers: the hidden states of the position before, for draft layers."""
+    return [short_convolution_state(config.hidden_size, 2)] if config.num_draft_layers else []
+
+
+def write_previous_states(graph: Graph, states: Buffer) -> Buffer:
+    """Write every row's hidden states of the position before it, which draft layers cache something of.
+
+    Of a segment's first row the sequence carries them, or they are zeros where it goes on from a cached prefix: one
+    position then counts for less in later drafts. A model with recurrent layers has them among its states, exact
+    wherever a sequence goes on from a snapshot, by a convolution that takes the row before and nothing of its own.
+    """
+    previous = graph.buffer("previous_hidden", states.width, states.rows)
+    graph.tape.previous_row(previous, states)
+    if graph.tape.states:
+        taps = np.zeros((states.width, 2), np.float32)
+        taps[:, 0] = 1.0
+        graph.short_convolution(previous, states, taps, has_silu=False)
+    return previous
 
 
 def write_draft_input(graph: Graph, layer: int, previous: Buffer) -> Buffer:
@@ -71,7 +96,7 @@ def without_unused(graph: OpGraph) -> OpGraph:
                 continue
             op = replace(op, projections=projections)
         written = set(_written(op))
-        if written and not written & wanted and not isinstance(op, ops.RecurrentOp):
+        if written and not written & wanted and not isinstance(op, ops.RecurrentOp | further_ops.PreviousRow):
             continue
         read = {buffer.index for buffer in _buffers(op)}
         if _is_whole(op):

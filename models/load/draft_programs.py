@@ -8,7 +8,7 @@ from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.ops import WeightSource
 from localinfer.kernels.program import HiddenProgram
 from localinfer.models.decoder.config import ModelConfig
-from localinfer.models.decoder.decoder import kv_layer_shapes, write_draft_layer
+from localinfer.models.decoder.decoder import kv_layer_shapes, state_shapes, write_draft_layer
 from localinfer.models.decoder.draft_layers import short_head_tokens
 from localinfer.quant.checkpoint.model_file import ModelFile
 
@@ -20,8 +20,8 @@ def has_draft_layers(file: ModelFile) -> bool:
 
 def with_draft_layers(config: ModelConfig, kv_layout: KVLayout) -> KVLayout:
     """The layout of a model's cache with its draft layers, which `config` counts, and what they carry."""
-    layers = kv_layer_shapes(config, parts_windows=True)
-    return replace(kv_layout, layers=layers, carried_size=config.hidden_size)
+    layers, states = kv_layer_shapes(config, parts_windows=True), state_shapes(config)
+    return replace(kv_layout, layers=layers, states=states, carried_size=config.hidden_size)
 
 
 def write_draft_programs(

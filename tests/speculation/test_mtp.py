@@ -163,3 +163,49 @@ def test_the_head_that_promises_more_drafts_and_is_not_blamed_for_tokens_that_it
         changed = list(shared.model_acceptance.probabilities()) != before
         assert changed == (wanted is whole)
     model.close()
+
+
+class Recording(MTPDrafter):
+    """Keeps what the first token of every draft was chosen from, by position."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self.heads = self.heads[:1]
+        self.logits: dict[int, NDArray[np.float32]] = {}
+
+    def draft_token(
+        self, sequence: SequenceCache, index: int, token_id: int, hidden: NDArray[np.float32] | None, head: DraftHead
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        logits, shown = super().draft_token(sequence, index, token_id, hidden, head)
+        if index == 0 and hasattr(self, "logits"):
+            self.logits[sequence.length] = logits.copy()
+        return logits, shown
+
+
+@pytest.mark.parametrize("name", ["qwen35-mtp", "nemotron_h_moe-mtp", "bailingmoe3-mtp", "step35-mtp"])
+def test_drafts_after_a_cached_prefix_are_those_of_a_cold_start(name: str, tmp_path: Path) -> None:
+    path = build_model(tmp_path, name).path
+    prompt = [int(token) for token in np.random.default_rng(5).integers(0, 128, 50)]
+    recorded = []
+    for is_warm in (False, True):
+        model = load_model(path, threads=1, draft_layers=True)
+        drafter = Recording(model)
+        engine = Engine(model, speculation=speculation(drafter))
+        if is_warm:
+            for length in (20, 41):
+                list(engine.generate(prompt[:length], PARAMS[0], max_tokens=2))
+            drafter.logits.clear()
+        generation = engine.generate(prompt, PARAMS[0], max_tokens=40)
+        list(generation)
+        assert (generation.record.cached_tokens >= 40) == is_warm
+        recorded.append(drafter.logits)
+        engine.close()
+    cold, warm = recorded
+    common = sorted(cold.keys() & warm.keys())
+    assert len(common) > 10
+    for position in common:
+        if engine.pool.has_states:
+            np.testing.assert_array_equal(warm[position].view(np.uint32), cold[position].view(np.uint32))
+        else:
+            # Two positions of the prompt were computed without the hidden states before them.
+            assert np.corrcoef(warm[position], cold[position])[0, 1] > 0.9
